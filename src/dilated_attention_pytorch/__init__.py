@@ -1,0 +1,15 @@
+"""Multi-scale dilated attention in PyTorch, exact in forward and gradient."""
+
+from .ops import AttentionOutput, attend, attend_with_lse, dilated_attention, merge
+from .patterns import DilatedPattern, Pattern, PatternSum
+
+__all__ = [
+    "AttentionOutput",
+    "DilatedPattern",
+    "Pattern",
+    "PatternSum",
+    "attend",
+    "attend_with_lse",
+    "dilated_attention",
+    "merge",
+]

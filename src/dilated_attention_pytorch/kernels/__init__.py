@@ -1,0 +1,1 @@
+"""How one partial is computed, and which implementation a call gets."""

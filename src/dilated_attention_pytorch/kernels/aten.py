@@ -1,0 +1,85 @@
+"""One partial by PyTorch's own fused kernels that return the log-sum-exp, on strided views.
+
+Views are ``[problems, problems, rows, D]`` with a contiguous last dimension; any stride elsewhere, 0 included.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+MASKED = -1e30
+"""The bias of a masked key. Finite, so that a row of masked keys has a finite lse that no real row reaches."""
+
+
+def is_fused(query: Tensor, *, has_bias: bool) -> bool:
+    """Whether a fused kernel of PyTorch takes these operands; blockwise matrix products take them all."""
+    if query.device.type == "cpu":
+        return True
+    head_dim = query.shape[-1]
+    if query.device.type != "cuda" or has_bias:
+        return False
+    if query.dtype in (torch.float16, torch.bfloat16):
+        # The flash kernels need tensor cores of compute capability 8.0; bfloat16 has no other kernel.
+        return head_dim % 8 == 0 and head_dim <= 256 and torch.cuda.get_device_capability(query.device) >= (8, 0)
+    return query.dtype == torch.float32 and head_dim % 4 == 0
+
+
+def fused_forward(
+    query: Tensor, key: Tensor, value: Tensor, bias: Tensor | None, *, is_causal: bool, scale: float
+) -> tuple[Tensor, Tensor]:
+    """Output and log-sum-exp of one partial; ``bias`` (CPU only, in the accumulation dtype) is added to the scores."""
+    if query.device.type == "cpu":
+        q, k, v = (_computable_on_cpu(tensor) for tensor in (query, key, value))
+        out, lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
+            q, k, v, 0.0, is_causal, attn_mask=bias, scale=scale
+        )
+        return out, lse
+    if query.dtype == torch.float32:
+        out, lse, _, _ = torch.ops.aten._scaled_dot_product_efficient_attention(
+            query, key, value, None, True, 0.0, is_causal, scale=scale
+        )
+        return out, lse[..., : query.shape[2]]  # the kernel rounds the number of rows up
+    results = torch.ops.aten._scaled_dot_product_flash_attention(query, key, value, 0.0, is_causal, False, scale=scale)
+    return results[0], results[1]
+
+
+def fused_backward(
+    grad_out: Tensor,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    bias: Tensor | None,
+    *,
+    is_causal: bool,
+    scale: float,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Gradients of one partial. ``out`` and ``lse`` are the *merged* ones: the kernel's
+    ``P = exp(s - lse)`` and ``delta = rowsum(grad_out * out)`` are then those of the joint softmax."""
+    if query.device.type == "cpu":
+        g, q, k, v, o = (_computable_on_cpu(tensor) for tensor in (grad_out, query, key, value, out))
+        grads = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(
+            g, q, k, v, o, lse, 0.0, is_causal, attn_mask=bias, scale=scale
+        )
+        return grads[0], grads[1], grads[2]
+    seed = torch.zeros((), dtype=torch.int64, device=query.device)
+    if query.dtype == torch.float32:
+        rows = query.shape[2]
+        padded = torch.nn.functional.pad(lse, (0, -rows % 32), value=float("inf"))
+        grads = torch.ops.aten._scaled_dot_product_efficient_attention_backward(
+            grad_out, query, key, value, None, out, padded, seed, seed, 0.0, [True, True, True, False], is_causal,
+            scale=scale,
+        )  # fmt: skip
+        return grads[0], grads[1], grads[2]
+    grads = torch.ops.aten._scaled_dot_product_flash_attention_backward(
+        grad_out, query, key, value, out, lse.contiguous(), None, None, query.shape[2], key.shape[2], 0.0, is_causal,
+        seed, seed, scale=scale,
+    )  # fmt: skip
+    return grads[0], grads[1], grads[2]
+
+
+def _computable_on_cpu(tensor: Tensor) -> Tensor:
+    # The CPU kernel's float16 backward runs at a twelfth of its float32 rate (14 against 167 GFLOP/s on Zen 5).
+    return tensor.float() if tensor.dtype == torch.float16 else tensor

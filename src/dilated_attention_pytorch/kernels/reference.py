@@ -1,0 +1,101 @@
+"""The dense oracle: one softmax over ``s + log c``. It shares no code with planning or with the other kernels."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from dilated_attention_pytorch.patterns import Pattern
+
+
+def reference_attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    pattern: Pattern,
+    *,
+    is_causal: bool,
+    scale: float,
+    query_offset: int,
+    key_offset: int,
+    cu_seqlens: Tensor | None,
+    key_padding_mask: Tensor | None,
+    keep_probability: Tensor | None,
+) -> tuple[Tensor, Tensor]:
+    """Attention and log-sum-exp straight from the definition; time and memory grow with N * M.
+
+    ``keep_probability`` is what the merged probabilities are multiplied by under dropout, ``[B, H, N, M]``.
+    """
+    num_heads, num_kv_heads = query.shape[2], key.shape[2]
+    dtype = torch.float64 if query.dtype == torch.float64 else torch.float32
+    q, k, v = query.to(dtype), key.to(dtype), value.to(dtype)
+    query_rows = torch.arange(query.shape[1], device=query.device) + query_offset
+    key_rows = torch.arange(key.shape[1], device=query.device) + key_offset
+    count = _counts(pattern, query_rows, key_rows, num_kv_heads, cu_seqlens, is_causal=is_causal)
+    count = count.repeat_interleave(num_heads // num_kv_heads, dim=0).expand(query.shape[0], -1, -1, -1)
+    if key_padding_mask is not None:
+        count = count.masked_fill(key_padding_mask[:, None, None, :], 0)
+        k = k.masked_fill(key_padding_mask[:, :, None, None], 0.0)
+        v = v.masked_fill(key_padding_mask[:, :, None, None], 0.0)
+    k = k.repeat_interleave(num_heads // num_kv_heads, dim=2)
+    v = v.repeat_interleave(num_heads // num_kv_heads, dim=2)
+    scores = scale * torch.einsum("bnhd,bmhd->bhnm", q, k) + count.to(dtype).log()
+    phantoms = _phantom_counts(pattern, query_rows, count, num_kv_heads, cu_seqlens)
+    if phantoms is not None and not is_causal:
+        scores = torch.cat([scores, phantoms.to(dtype).log().unsqueeze(-1)], dim=-1)
+        v = torch.cat([v, v.new_zeros(v.shape[0], 1, *v.shape[2:])], dim=1)
+    no_key = (scores == float("-inf")).all(dim=-1, keepdim=True)
+    scores = torch.where(no_key, 0.0, scores)
+    probabilities = torch.where(no_key, 0.0, torch.softmax(scores, dim=-1))
+    if keep_probability is not None:
+        padding = probabilities.shape[-1] - keep_probability.shape[-1]
+        probabilities = probabilities * torch.nn.functional.pad(keep_probability.to(dtype), (0, padding))
+    out = torch.einsum("bhnm,bmhd->bnhd", probabilities, v).to(query.dtype)
+    lse = torch.where(no_key.squeeze(-1), float("-inf"), torch.logsumexp(scores, dim=-1))
+    return out, lse.transpose(1, 2)
+
+
+def _documents(rows: Tensor, cu_seqlens: Tensor | None) -> tuple[Tensor, Tensor]:
+    """The document of every absolute row, and its position there."""
+    if cu_seqlens is None:
+        return torch.zeros_like(rows), rows
+    starts = cu_seqlens.to(rows.device, rows.dtype)
+    document = torch.searchsorted(starts, rows, right=True) - 1
+    return document, rows - starts[document]
+
+
+def _counts(
+    pattern: Pattern,
+    query_rows: Tensor,
+    key_rows: Tensor,
+    num_kv_heads: int,
+    cu_seqlens: Tensor | None,
+    *,
+    is_causal: bool,
+) -> Tensor:
+    query_document, query_positions = _documents(query_rows, cu_seqlens)
+    key_document, key_positions = _documents(key_rows, cu_seqlens)
+    count = pattern.counts(query_positions, key_positions, num_kv_heads, is_causal=is_causal)
+    return count * (query_document[:, None] == key_document[None, :])
+
+
+def _phantom_counts(
+    pattern: Pattern, rows: Tensor, count: Tensor, num_kv_heads: int, cu_seqlens: Tensor | None
+) -> Tensor | None:
+    """Keys of score 0 and value 0 that every row sees under ``tail="zero_padded"``, ``[B, H, N]``; None without any."""
+    padded = [group for group in pattern.groups if group.tail == "zero_padded"]
+    if not padded:
+        return None
+    document, positions = _documents(rows, cu_seqlens)
+    same_document = document[:, None] == document[None, :]
+    lengths = same_document.sum(dim=1)
+    phantoms = []
+    for head in range(num_kv_heads):
+        total = torch.zeros_like(rows)
+        for group in padded:
+            segment, selected = group.locate(positions, head, num_kv_heads)
+            mates = same_document & (segment[:, None] == segment[None, :]) & selected[None, :]
+            filled = -(-lengths.clamp(max=group.segment_length) // group.dilation_rate)
+            total += torch.where(selected, filled - mates.sum(dim=1), 0)
+        phantoms.append(total)
+    return torch.stack(phantoms).repeat_interleave(count.shape[1] // num_kv_heads, dim=0).expand(*count.shape[:-1])

@@ -1,0 +1,189 @@
+"""The functional API: attention under a pattern."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from dilated_attention_pytorch.kernels.dropout import keep_factors
+from dilated_attention_pytorch.kernels.reference import reference_attention
+from dilated_attention_pytorch.kernels.select import Impl, select
+from dilated_attention_pytorch.patterns import DilatedPattern, OffsetRule, Pattern, Tail
+
+from . import library
+from .merge import AttentionOutput
+from .validation import check_call, documents_of
+
+
+def attend_with_lse(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    pattern: Pattern,
+    *,
+    is_causal: bool = False,
+    scale: float | None = None,
+    query_offset: int = 0,
+    key_offset: int = 0,
+    cu_seqlens: Tensor | None = None,
+    key_padding_mask: Tensor | None = None,
+    dropout_p: float = 0.0,
+    impl: Impl = "auto",
+) -> AttentionOutput:
+    """:func:`attend`, with the log-sum-exp that makes the result mergeable. Both outputs have exact gradients.
+
+    ``L[p] = log sum_t c[p, t] exp(s[p, t])``, -inf for a row without a key. Arguments and errors are those of
+    :func:`attend`; under dropout ``lse`` is that of the undropped probabilities.
+
+    Returns:
+        ``AttentionOutput(out [B, N, H, D], lse [B, N, H])``; ``lse`` is float32, float64 for float64 inputs.
+
+    >>> q = k = v = torch.randn(1, 100, 4, 8)
+    >>> out, lse = attend_with_lse(q, k, v, DilatedPattern([16, 64], [1, 4]))
+    >>> out.shape, lse.shape
+    (torch.Size([1, 100, 4, 8]), torch.Size([1, 100, 4]))
+    """
+    check_call(
+        query, key, value, pattern, is_causal=is_causal, scale=scale, query_offset=query_offset,
+        key_offset=key_offset, cu_seqlens=cu_seqlens, key_padding_mask=key_padding_mask, dropout_p=dropout_p,
+    )  # fmt: skip
+    query, key, value = _autocast(query, key, value)
+    chosen = select(impl, query.device.type, query.dtype)
+    scale = 1.0 / math.sqrt(query.shape[-1]) if scale is None else float(scale)
+    seed = torch.randint(2**62, (), device=query.device) if dropout_p > 0.0 else None
+    if chosen == "reference":
+        if cu_seqlens is not None and not torch.compiler.is_compiling():
+            documents_of(cu_seqlens, query.shape[1])
+        out, lse = reference_attention(
+            query, key, value, pattern, is_causal=is_causal, scale=scale, query_offset=query_offset,
+            key_offset=key_offset, cu_seqlens=cu_seqlens, key_padding_mask=key_padding_mask,
+            keep_probability=_dense_keep_factors(query, key, seed, query_offset, key_offset, dropout_p),
+        )  # fmt: skip
+    else:
+        out, lse = library.attend(
+            query, key, value, cu_seqlens, key_padding_mask, seed, pattern.spec, is_causal, scale, query_offset,
+            key_offset, dropout_p,
+        )  # fmt: skip
+    return AttentionOutput(out, lse)
+
+
+def attend(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    pattern: Pattern,
+    *,
+    is_causal: bool = False,
+    scale: float | None = None,
+    query_offset: int = 0,
+    key_offset: int = 0,
+    cu_seqlens: Tensor | None = None,
+    key_padding_mask: Tensor | None = None,
+    dropout_p: float = 0.0,
+    impl: Impl = "auto",
+) -> Tensor:
+    """Attention under a pattern: one softmax over ``s + log c``, exact in output and gradient.
+
+    ``O[p] = sum_t c[p, t] exp(s[p, t]) v[t] / sum_t c[p, t] exp(s[p, t])`` with ``s = scale * q . k`` and the count
+    c of the pattern for the key/value head that serves the query head (LongNet, arXiv 2307.02486, equations 6 to 12,
+    with the merge of equation 10 differentiated). A row that sees no key has output 0 and zero gradient.
+
+    Args:
+        query: ``[B, N, H, D]``, float16, bfloat16, float32 or float64. Any strides.
+        key, value: ``[B, M, G, D]`` of the same dtype and device; the number G of key/value heads divides H, and
+            query head h is served by key/value head ``h // (H / G)``.
+        pattern: who sees whom, e.g. :class:`DilatedPattern`; patterns add with ``+``.
+        is_causal: a query sees keys at its own position and before only.
+        scale: factor of the scores; ``1 / sqrt(D)`` without it.
+        query_offset, key_offset: absolute positions of the first query row and the first key row, so that a shard,
+            a chunk of a prefill or one decoding step lands on the right segments and residues.
+        cu_seqlens: int32 ``[documents + 1]`` row boundaries of documents packed along the sequence (for every
+            sequence of the batch): each is a sequence of its own that starts at position 0.
+        key_padding_mask: bool ``[B, M]``, True = ignore, exactly as if the key were not there.
+        dropout_p: probability with which each merged probability ``c exp(s - L)`` is dropped, the others scaled by
+            ``1 / (1 - p)``. Drawn from PyTorch's random state.
+        impl: ``"auto"``, ``"aten"`` (PyTorch's fused kernels, CPU and CUDA) or ``"reference"`` (dense, any device).
+            All agree to rounding. ``"auto"`` never takes the dense one.
+
+    Returns:
+        ``[B, N, H, D]`` in the query's dtype, contiguous. Under autocast, inputs other than float64 are cast first.
+
+    Raises:
+        TypeError, ValueError: an argument is of the wrong type, shape, dtype, device or range.
+        NotImplementedError: the named implementation cannot compute this call; the message says why and what can.
+
+    >>> q = torch.randn(2, 1000, 8, 64)
+    >>> k = v = torch.randn(2, 1000, 2, 64)
+    >>> attend(q, k, v, DilatedPattern([128, 512], [1, 4]), is_causal=True).shape
+    torch.Size([2, 1000, 8, 64])
+    """
+    return attend_with_lse(
+        query, key, value, pattern, is_causal=is_causal, scale=scale, query_offset=query_offset,
+        key_offset=key_offset, cu_seqlens=cu_seqlens, key_padding_mask=key_padding_mask, dropout_p=dropout_p,
+        impl=impl,
+    ).out  # fmt: skip
+
+
+def dilated_attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    segment_lengths: Sequence[int],
+    dilation_rates: Sequence[int],
+    *,
+    offset_rule: OffsetRule = "modulo",
+    tail: Tail = "ragged",
+    segment_shift: int | Sequence[int] = 0,
+    is_causal: bool = False,
+    scale: float | None = None,
+    query_offset: int = 0,
+    key_offset: int = 0,
+    cu_seqlens: Tensor | None = None,
+    key_padding_mask: Tensor | None = None,
+    dropout_p: float = 0.0,
+    impl: Impl = "auto",
+) -> Tensor:
+    """:func:`attend` under ``DilatedPattern(segment_lengths, dilation_rates, ...)``.
+
+    Arguments, result and errors are those of :func:`attend` and :class:`DilatedPattern`.
+
+    >>> q = k = v = torch.randn(1, 4096, 8, 64)
+    >>> dilated_attention(q, k, v, [512, 2048], [1, 4], is_causal=True).shape
+    torch.Size([1, 4096, 8, 64])
+    """
+    pattern = DilatedPattern(
+        segment_lengths, dilation_rates, offset_rule=offset_rule, tail=tail, segment_shift=segment_shift
+    )
+    return attend(
+        query, key, value, pattern, is_causal=is_causal, scale=scale, query_offset=query_offset,
+        key_offset=key_offset, cu_seqlens=cu_seqlens, key_padding_mask=key_padding_mask, dropout_p=dropout_p,
+        impl=impl,
+    )  # fmt: skip
+
+
+def _autocast(*tensors: Tensor) -> tuple[Tensor, ...]:
+    device_type = tensors[0].device.type
+    if not torch.is_autocast_enabled(device_type) or tensors[0].dtype == torch.float64:
+        return tensors
+    dtype = torch.get_autocast_dtype(device_type)
+    return tuple(tensor.to(dtype) for tensor in tensors)
+
+
+def _dense_keep_factors(
+    query: Tensor, key: Tensor, seed: Tensor | None, query_offset: int, key_offset: int, dropout_p: float
+) -> Tensor | None:
+    if seed is None:
+        return None
+
+    def index(size: int, offset: int, dim: int) -> Tensor:
+        shape = [1, 1, 1, 1]
+        shape[dim] = size
+        return (torch.arange(size, device=query.device) + offset).view(shape)
+
+    return keep_factors(
+        seed, index(query.shape[0], 0, 0), index(query.shape[2], 0, 1), index(query.shape[1], query_offset, 2),
+        index(key.shape[1], key_offset, 3), dropout_p,
+    )  # fmt: skip

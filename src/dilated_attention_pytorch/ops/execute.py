@@ -1,0 +1,325 @@
+"""A plan carried out: tile by tile, every partial on strided views, merged or summed where it belongs. No checks."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from dilated_attention_pytorch.kernels import aten, blockwise
+from dilated_attention_pytorch.kernels.dropout import keep_factors
+from dilated_attention_pytorch.planning import Call, Partial, Plan, Tile, plan
+
+from .merge import merge_in_place
+
+_TILE_FLOOR = 1 << 20  # elements; smaller tiles gain no memory worth having and cost calls
+
+
+@dataclass(frozen=True, slots=True)
+class Inputs:
+    """The operands of one call and what it computes of them. Checked before; last dimensions are contiguous."""
+
+    query: Tensor
+    key: Tensor
+    value: Tensor
+    call: Call
+    scale: float
+    key_padding_mask: Tensor | None
+    dropout_seed: Tensor | None
+    dropout_p: float
+
+    @property
+    def accumulation_dtype(self) -> torch.dtype:
+        return torch.float64 if self.query.dtype == torch.float64 else torch.float32
+
+    def plan(self) -> Plan:
+        """The call's plan, tiles bounded so that temporaries stay a small part of the operands."""
+        rows = max(self.query.shape[1] * self.query.shape[2], self.key.shape[1] * self.key.shape[2])
+        # Low precision holds three float32 accumulators of a tile beside the kernel's three gradients.
+        parts = 12 if self.query.dtype == self.accumulation_dtype else 32
+        tile_elements = max(rows * self.query.shape[0] * self.query.shape[3] // parts, _TILE_FLOOR)
+        return plan(self.call, max(1, tile_elements // self.query.shape[3]))
+
+
+@dataclass(frozen=True, slots=True)
+class _Operand:
+    """A tensor ``[B, rows, heads]`` or ``[B, rows, heads, D]`` that begins at a tile's first row and first head."""
+
+    tensor: Tensor
+    first_row: int
+    first_head: int
+    by_query: bool
+    """Rows and heads are the queries'; else the keys', where all query heads of a group share one head."""
+
+    def rows_of(self, partial: Partial) -> tuple[int, int]:
+        if self.by_query:
+            return partial.query_row - self.first_row, partial.num_queries
+        return partial.key_row - self.first_row, partial.num_keys
+
+
+def _views(partial: Partial, batch: int, ratio: int, operands: list[_Operand]) -> Iterator[list[Tensor]]:
+    """Every operand as ``[problems, problems, rows(, D)]`` of a partial; more axes than two are looped over."""
+    sizes = [batch, *(axis.size for axis in partial.axes), ratio]
+    order = sorted(range(len(sizes)), key=lambda index: -sizes[index])
+    inner, outer = order[:2], order[2:]
+    prepared = []
+    for operand in operands:
+        tensor, query_heads = operand.tensor, ratio if operand.by_query else 1
+        of_batch, of_row, of_head = tensor.stride()[:3]
+        strides = [
+            of_batch,
+            *(axis.rows * of_row + axis.heads * query_heads * of_head for axis in partial.axes),
+            of_head if operand.by_query else 0,
+        ]
+        row, count = operand.rows_of(partial)
+        head = (partial.head - operand.first_head) * query_heads
+        start = tensor.storage_offset() + row * of_row + head * of_head
+        size = (sizes[inner[0]], sizes[inner[1]], count, *tensor.shape[3:])
+        stride = (strides[inner[0]], strides[inner[1]], partial.step * of_row, *(1 for _ in tensor.shape[3:]))
+        prepared.append((tensor, size, stride, start, [strides[index] for index in outer]))
+    for place in itertools.product(*(range(sizes[index]) for index in outer)):
+        yield [
+            tensor.as_strided(size, stride, start + sum(i * s for i, s in zip(place, steps, strict=True)))
+            for tensor, size, stride, start, steps in prepared
+        ]
+
+
+@dataclass(frozen=True, slots=True)
+class _Work:
+    """One tile for some sequences of the batch: slices of tensors as operands."""
+
+    inputs: Inputs
+    tile: Tile
+    batch: tuple[int, int]
+
+    @property
+    def size(self) -> int:
+        return self.batch[1] - self.batch[0]
+
+    @property
+    def ratio(self) -> int:
+        return self.inputs.call.num_heads // self.inputs.call.num_kv_heads
+
+    def whole(self, tensor: Tensor, *, by_query: bool) -> _Operand:
+        """A full tensor, used where it lies."""
+        return _Operand(tensor[self.batch[0] : self.batch[1]], 0, 0, by_query)
+
+    def region(self, tensor: Tensor, *, by_query: bool) -> Tensor:
+        """The tile's rows and heads of a full tensor."""
+        rows = self.tile.query_rows if by_query else self.tile.key_rows
+        heads_per_kv_head = self.ratio if by_query else 1
+        first, last = (head * heads_per_kv_head for head in self.tile.kv_heads)
+        return tensor[self.batch[0] : self.batch[1], rows[0] : rows[1], first:last]
+
+    def accumulator(self, tensor: Tensor, *, by_query: bool) -> _Operand:
+        """``tensor`` itself if it accumulates in its own dtype, else zeros for the tile's part of it."""
+        dtype = self.inputs.accumulation_dtype
+        if tensor.dtype == dtype:
+            return self.whole(tensor, by_query=by_query)
+        rows = self.tile.query_rows if by_query else self.tile.key_rows
+        zeros = torch.zeros_like(
+            self.region(tensor, by_query=by_query), dtype=dtype, memory_format=torch.contiguous_format
+        )
+        return _Operand(zeros, rows[0], self.tile.kv_heads[0], by_query)
+
+    def accumulated(self, operand: _Operand, tensor: Tensor) -> Tensor:
+        """The tile's part of an accumulator of the full ``tensor``, to change in place."""
+        return operand.tensor if operand.tensor.dtype != tensor.dtype else self.region(tensor, by_query=operand.by_query)
+
+    def local(self, tensor: Tensor) -> _Operand:
+        """A tensor that holds the tile's query rows and heads only."""
+        return _Operand(tensor, self.tile.query_rows[0], self.tile.kv_heads[0], by_query=True)
+
+    def store(self, operand: _Operand, tensor: Tensor) -> None:
+        """Round an accumulator into the tile's part of the full tensor; nothing to do where it lies there already."""
+        if operand.tensor.dtype != tensor.dtype:
+            self.region(tensor, by_query=operand.by_query).copy_(operand.tensor)
+
+    def views(self, partial: Partial, operands: list[_Operand]) -> Iterator[list[Tensor]]:
+        return _views(partial, self.size, self.ratio, operands)
+
+    def side_operands(self) -> list[_Operand]:
+        """Operands beside q, k and v: the bias of the key padding, then what places pairs for dropout, if any."""
+        inputs, call = self.inputs, self.inputs.call
+        operands = []
+        if inputs.key_padding_mask is not None:
+            bias = inputs.key_padding_mask.to(inputs.accumulation_dtype) * aten.MASKED
+            operands.append(self.whole(bias.unsqueeze(-1).expand(-1, -1, call.num_kv_heads), by_query=False))
+        if inputs.dropout_seed is not None:
+            device = inputs.query.device
+            shape = (call.batch_size, call.num_queries, call.num_heads)
+            batches = torch.arange(call.batch_size, device=device).view(-1, 1, 1).expand(shape)
+            heads = torch.arange(call.num_heads, device=device).expand(shape)
+            rows = torch.arange(call.num_queries, device=device).view(-1, 1).expand(shape) + 0
+            keys = torch.arange(call.num_keys, device=device).view(-1, 1)
+            keys = keys.expand(call.batch_size, call.num_keys, call.num_kv_heads)
+            operands += [self.whole(tensor, by_query=True) for tensor in (batches, heads, rows)]
+            operands.append(self.whole(keys, by_query=False))
+        return operands
+
+    def bias_and_keep_factors(
+        self, side: list[Tensor], num_queries: int
+    ) -> tuple[Tensor | None, blockwise.KeepFactors | None]:
+        """From the views of :meth:`side_operands`: the bias of the scores, and the dropout factors."""
+        inputs = self.inputs
+        bias = None
+        if inputs.key_padding_mask is not None:
+            bias = side[0].unsqueeze(2).expand(-1, -1, num_queries, -1)
+        seed = inputs.dropout_seed
+        if seed is None:
+            return bias, None
+        batches, heads, rows, keys = side[-4:]
+
+        def factors(start: int, stop: int) -> Tensor:
+            part = slice(start, stop)
+            return keep_factors(
+                seed, batches[:, :, part, None], heads[:, :, part, None],
+                rows[:, :, part, None] + inputs.call.query_offset, keys[:, :, None, :] + inputs.call.key_offset,
+                inputs.dropout_p,
+            )  # fmt: skip
+
+        return bias, factors
+
+
+def _work(inputs: Inputs) -> Iterator[_Work]:
+    steps = inputs.plan()
+    for tile in steps.tiles:
+        for start in range(0, inputs.call.batch_size, steps.batch_step):
+            yield _Work(inputs, tile, (start, min(start + steps.batch_step, inputs.call.batch_size)))
+
+
+def _phantom_lse(lse: Tensor, partial: Partial) -> Tensor:
+    return torch.full_like(lse, float(partial.phantoms)).log_()
+
+
+def forward(inputs: Inputs) -> tuple[Tensor, Tensor]:
+    """Output in the query's dtype and log-sum-exp in the accumulation dtype."""
+    query, dtype = inputs.query, inputs.accumulation_dtype
+    out = torch.zeros(query.shape, dtype=query.dtype, device=query.device)
+    lse = torch.full(query.shape[:3], float("-inf"), dtype=dtype, device=query.device)
+    for work in _work(inputs):
+        accumulator = work.accumulator(out, by_query=True)
+        _merge_partials(work, accumulator, work.whole(lse, by_query=True))
+        lse_region = work.region(lse, by_query=True)
+        if inputs.key_padding_mask is not None:
+            dead = lse_region < aten.MASKED / 2
+            lse_region.masked_fill_(dead, float("-inf"))
+            work.accumulated(accumulator, out).masked_fill_(dead.unsqueeze(-1), 0.0)
+        if inputs.dropout_seed is not None:
+            work.accumulated(accumulator, out).zero_()
+            _add_dropped(work, accumulator, work.local(_without_infinities(lse_region)))
+        work.store(accumulator, out)
+    return out, lse
+
+
+def _merge_partials(work: _Work, out: _Operand, lse: _Operand) -> None:
+    inputs = work.inputs
+    operands = [
+        work.whole(inputs.query, by_query=True), work.whole(inputs.key, by_query=False),
+        work.whole(inputs.value, by_query=False), out, lse, *work.side_operands(),
+    ]  # fmt: skip
+    for partial in work.tile.partials:
+        for q, k, v, out_view, lse_view, *side in work.views(partial, operands):
+            if partial.phantoms:
+                merge_in_place(out_view, lse_view, None, _phantom_lse(lse_view, partial))
+                continue
+            bias, _ = work.bias_and_keep_factors(side, partial.num_queries)
+            compute = aten.fused_forward if aten.is_fused(q, has_bias=bias is not None) else blockwise.blockwise_forward
+            partial_out, partial_lse = compute(q, k, v, bias, is_causal=partial.is_causal, scale=inputs.scale)
+            if partial.is_first:
+                out_view.copy_(partial_out)
+                lse_view.copy_(partial_lse)
+            else:
+                merge_in_place(out_view, lse_view, partial_out, partial_lse.to(lse_view.dtype))
+
+
+def _add_dropped(work: _Work, out: _Operand, lse: _Operand) -> None:
+    inputs = work.inputs
+    operands = [
+        work.whole(inputs.query, by_query=True), work.whole(inputs.key, by_query=False),
+        work.whole(inputs.value, by_query=False), out, lse, *work.side_operands(),
+    ]  # fmt: skip
+    for partial in work.tile.partials:
+        if partial.phantoms:
+            continue
+        for q, k, v, out_view, lse_view, *side in work.views(partial, operands):
+            bias, keep = work.bias_and_keep_factors(side, partial.num_queries)
+            assert keep is not None
+            out_view += blockwise.blockwise_dropped_forward(
+                q, k, v, lse_view, bias, keep, is_causal=partial.is_causal, scale=inputs.scale
+            )
+
+
+def _without_infinities(lse: Tensor) -> Tensor:
+    """+inf for rows without a key: ``exp(s - lse)`` is then 0 there, and the row gets and gives no gradient."""
+    return lse.masked_fill(lse == float("-inf"), float("inf"))
+
+
+def backward(
+    inputs: Inputs, out: Tensor, lse: Tensor, grad_out: Tensor, grad_lse: Tensor | None
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Gradients of query, key and value from the merged output and log-sum-exp alone."""
+    dtype = inputs.accumulation_dtype
+    grads = [torch.zeros(x.shape, dtype=x.dtype, device=x.device) for x in (inputs.query, inputs.key, inputs.value)]
+    if inputs.key_padding_mask is not None or inputs.dropout_seed is not None:
+        lse = _without_infinities(lse)
+    for work in _work(inputs):
+        accumulators = [work.accumulator(grad, by_query=index == 0) for index, grad in enumerate(grads)]
+        delta = None
+        if grad_lse is not None or inputs.dropout_seed is not None or not aten.is_fused(
+            inputs.query, has_bias=inputs.key_padding_mask is not None
+        ):  # fmt: skip
+            delta = _delta(work, out, grad_out, grad_lse, dtype)
+        _add_gradients(work, accumulators, out, lse, grad_out, delta)
+        for accumulator, grad in zip(accumulators, grads, strict=True):
+            work.store(accumulator, grad)
+    return grads[0], grads[1], grads[2]
+
+
+def _delta(work: _Work, out: Tensor, grad_out: Tensor, grad_lse: Tensor | None, dtype: torch.dtype) -> _Operand:
+    products = work.region(grad_out, by_query=True).to(dtype) * work.region(out, by_query=True).to(dtype)
+    delta = products.sum(dim=-1)
+    if grad_lse is not None:
+        delta -= work.region(grad_lse, by_query=True)
+    return work.local(delta)
+
+
+def _add_gradients(
+    work: _Work, accumulators: list[_Operand], out: Tensor, lse: Tensor, grad_out: Tensor, delta: _Operand | None
+) -> None:
+    inputs = work.inputs
+    operands = [
+        work.whole(inputs.query, by_query=True), work.whole(inputs.key, by_query=False),
+        work.whole(inputs.value, by_query=False), work.whole(grad_out, by_query=True), work.whole(lse, by_query=True),
+        # The fused backward reads the output, the blockwise one its product with the gradient.
+        work.whole(out, by_query=True) if delta is None else delta,
+        *accumulators, *work.side_operands(),
+    ]  # fmt: skip
+    for partial in work.tile.partials:
+        if partial.phantoms:
+            continue
+        for q, k, v, grad_view, lse_view, out_or_delta, dq, dk, dv, *side in work.views(partial, operands):
+            bias, keep = work.bias_and_keep_factors(side, partial.num_queries)
+            if delta is None:
+                parts = aten.fused_backward(
+                    grad_view, q, k, v, out_or_delta, lse_view, bias, is_causal=partial.is_causal, scale=inputs.scale
+                )
+            else:
+                parts = blockwise.blockwise_backward(
+                    grad_view, q, k, v, lse_view, out_or_delta, bias, keep,
+                    is_causal=partial.is_causal, scale=inputs.scale,
+                )  # fmt: skip
+            for accumulator, part in zip((dq, dk, dv), parts, strict=True):
+                _add_shared(accumulator, part)
+
+
+def _add_shared(accumulator: Tensor, part: Tensor) -> None:
+    """Add where several problems may share a row (stride 0): their parts are summed first."""
+    for dim in (0, 1):
+        if accumulator.stride(dim) == 0 and accumulator.shape[dim] > 1:
+            part = part.sum(dim, keepdim=True)
+            accumulator = accumulator.narrow(dim, 0, 1)
+    accumulator += part

@@ -1,0 +1,158 @@
+"""The engine as two operators of ``torch.library``: traced by torch.compile, counted by FlopCounterMode."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils.flop_counter import register_flop_formula
+
+from dilated_attention_pytorch.patterns import pattern_from_spec
+from dilated_attention_pytorch.planning import Call
+
+from . import execute
+from .validation import documents_of
+
+
+def _inputs(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    cu_seqlens: Tensor | None,
+    key_padding_mask: Tensor | None,
+    dropout_seed: Tensor | None,
+    pattern: str,
+    is_causal: bool,
+    scale: float,
+    query_offset: int,
+    key_offset: int,
+    dropout_p: float,
+) -> execute.Inputs:
+    if key_padding_mask is not None:
+        # Not even a NaN at a padded key may reach a result: 0 * NaN is NaN.
+        key = key.masked_fill(key_padding_mask[:, :, None, None], 0.0)
+        value = value.masked_fill(key_padding_mask[:, :, None, None], 0.0)
+    call = Call(
+        pattern_from_spec(pattern), query.shape[0], query.shape[1], key.shape[1], query.shape[2], key.shape[2],
+        query_offset, key_offset, is_causal, documents_of(cu_seqlens, query.shape[1]),
+    )  # fmt: skip
+    query, key, value = (_rows_contiguous(tensor) for tensor in (query, key, value))
+    return execute.Inputs(query, key, value, call, scale, key_padding_mask, dropout_seed, dropout_p)
+
+
+def _rows_contiguous(tensor: Tensor) -> Tensor:
+    # The fused kernels read the last dimension as if its stride were 1, whatever it is.
+    return tensor if tensor.stride(-1) == 1 else tensor.contiguous()
+
+
+@torch.library.custom_op("dilated_attention_pytorch::attend", mutates_args=())
+def attend(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    cu_seqlens: Tensor | None,
+    key_padding_mask: Tensor | None,
+    dropout_seed: Tensor | None,
+    pattern: str,
+    is_causal: bool,
+    scale: float,
+    query_offset: int,
+    key_offset: int,
+    dropout_p: float,
+) -> tuple[Tensor, Tensor]:
+    """Output and log-sum-exp; see :func:`dilated_attention_pytorch.attend_with_lse`."""
+    return execute.forward(
+        _inputs(
+            query, key, value, cu_seqlens, key_padding_mask, dropout_seed, pattern, is_causal, scale, query_offset,
+            key_offset, dropout_p,
+        )
+    )  # fmt: skip
+
+
+@torch.library.custom_op("dilated_attention_pytorch::attend_backward", mutates_args=())
+def attend_backward(
+    grad_out: Tensor,
+    grad_lse: Tensor | None,
+    out: Tensor,
+    lse: Tensor,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    cu_seqlens: Tensor | None,
+    key_padding_mask: Tensor | None,
+    dropout_seed: Tensor | None,
+    pattern: str,
+    is_causal: bool,
+    scale: float,
+    query_offset: int,
+    key_offset: int,
+    dropout_p: float,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Gradients of query, key and value from the merged output and log-sum-exp."""
+    inputs = _inputs(
+        query, key, value, cu_seqlens, key_padding_mask, dropout_seed, pattern, is_causal, scale, query_offset,
+        key_offset, dropout_p,
+    )  # fmt: skip
+    return execute.backward(inputs, out, lse, _rows_contiguous(grad_out), grad_lse)
+
+
+def _lse_dtype(query: Tensor) -> torch.dtype:
+    return torch.float64 if query.dtype == torch.float64 else torch.float32
+
+
+@attend.register_fake
+def _(query: Tensor, *_: Any) -> tuple[Tensor, Tensor]:
+    out = torch.empty(query.shape, dtype=query.dtype, device=query.device)
+    return out, torch.empty(query.shape[:3], dtype=_lse_dtype(query), device=query.device)
+
+
+@attend_backward.register_fake
+def _(
+    grad_out: Tensor,
+    grad_lse: Tensor | None,
+    out: Tensor,
+    lse: Tensor,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    *_: Any,
+) -> tuple[Tensor, Tensor, Tensor]:
+    grads = [torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in (query, key, value)]
+    return grads[0], grads[1], grads[2]
+
+
+def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
+    ctx.save_for_backward(*inputs[:6], *output)
+    ctx.options = inputs[6:]
+    ctx.set_materialize_grads(False)
+
+
+def _backward(ctx: Any, grad_out: Tensor | None, grad_lse: Tensor | None) -> tuple[Tensor | None, ...]:
+    *operands, out, lse = ctx.saved_tensors
+    grads: tuple[Tensor | None, ...] = (None, None, None)
+    if grad_out is not None or grad_lse is not None:
+        if grad_out is None:
+            grad_out = torch.zeros_like(out)
+        grads = attend_backward(grad_out, grad_lse, out, lse, *operands, *ctx.options)
+    return (*grads, *(None for _ in range(9)))
+
+
+attend.register_autograd(_backward, setup_context=_setup_context)
+
+
+def _num_pairs(operands: tuple[Any, ...]) -> int:
+    inputs = _inputs(*operands)
+    return inputs.plan().num_pairs
+
+
+@register_flop_formula(torch.ops.dilated_attention_pytorch.attend, get_raw=True)
+def _attend_flops(*operands: Any, out_val: Any = None, **_: Any) -> int:
+    """Two matrix products over exactly the pairs of the pattern: 4 D operations a pair."""
+    return 4 * operands[0].shape[-1] * _num_pairs(operands)
+
+
+@register_flop_formula(torch.ops.dilated_attention_pytorch.attend_backward, get_raw=True)
+def _attend_backward_flops(*operands: Any, out_val: Any = None, **_: Any) -> int:
+    """Five matrix products, the scores' recomputation among them, as PyTorch counts its own attention."""
+    return 10 * operands[4].shape[-1] * _num_pairs(operands[4:])

@@ -1,0 +1,70 @@
+"""The merge of partials: the one definition, functional for callers and in place for the engine."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+
+class AttentionOutput(NamedTuple):
+    """An attention output with the log-sum-exp of its scores: what can still be merged exactly.
+
+    ``out`` is ``[B, N, H, D]``; ``lse`` is ``[B, N, H]``, float32 (float64 for float64), -inf where no key was seen.
+    """
+
+    out: Tensor
+    lse: Tensor
+
+
+def merge(partials: Sequence[AttentionOutput | tuple[Tensor, Tensor]]) -> AttentionOutput:
+    """Merge partials over the same queries into the softmax over all their keys together. Differentiable.
+
+    ``L = logsumexp_i L_i``, ``O = sum_i exp(L_i - L) O_i``; a row that no partial gave a key has O = 0, L = -inf and
+    zero gradient (design.md, section 2; the online softmax of Milakov and Gimelshein 2018, arXiv 1805.02867).
+
+    Args:
+        partials: at least one pair ``(out [B, N, H, D], lse [B, N, H])`` of equal shapes, keys counted once per partial.
+
+    Returns:
+        ``AttentionOutput``: ``out`` in the dtype of the first partial's, ``lse`` float32 (float64 for float64). Sums are
+        taken in the dtype of ``lse``.
+
+    Raises:
+        ValueError: no partials, or shapes that differ.
+
+    >>> halves = [AttentionOutput(torch.randn(2, 7, 3, 5), torch.randn(2, 7, 3)) for _ in range(2)]
+    >>> merge(halves).out.shape
+    torch.Size([2, 7, 3, 5])
+    """
+    if not partials:
+        raise ValueError("merge needs at least one partial, got none")
+    for index, (out, lse) in enumerate(partials):
+        if out.shape != partials[0][0].shape or lse.shape != out.shape[:-1]:
+            raise ValueError(
+                "merge needs partials over the same queries, out [B, N, H, D] and lse [B, N, H]: partial 0 has out "
+                f"{tuple(partials[0][0].shape)}, got out {tuple(out.shape)} with lse {tuple(lse.shape)} in partial {index}"
+            )
+    dtype = torch.float64 if partials[0][0].dtype == torch.float64 else torch.float32
+    all_lse = torch.stack([lse.to(dtype) for _, lse in partials])
+    no_key = (all_lse == float("-inf")).all(dim=0)
+    # A row without a key takes part as zeros: its softmax and its gradient stay finite, then it is masked out.
+    safe = torch.where(no_key, 0.0, all_lse)
+    weights = torch.where(no_key, 0.0, torch.softmax(safe, dim=0))
+    merged = sum(weight.unsqueeze(-1) * out.to(dtype) for weight, (out, _) in zip(weights, partials, strict=True))
+    assert isinstance(merged, Tensor)
+    total = torch.where(no_key, float("-inf"), torch.logsumexp(safe, dim=0))
+    return AttentionOutput(merged.to(partials[0][0].dtype), total)
+
+
+def merge_in_place(out: Tensor, lse: Tensor, partial_out: Tensor | None, partial_lse: Tensor) -> None:
+    """Merge one partial into ``out`` and ``lse`` (both in the accumulation dtype). Without an output it counts as 0."""
+    total = torch.logaddexp(lse, partial_lse)
+    reference = total.masked_fill(total == float("-inf"), 0.0)
+    out.mul_((lse - reference).exp_().unsqueeze_(-1))
+    if partial_out is not None:
+        weight = (partial_lse - reference).exp_().unsqueeze_(-1)
+        out.addcmul_(partial_out.to(out.dtype), weight)
+    lse.copy_(total)

@@ -1,0 +1,147 @@
+"""Everything that can be wrong with a call, said before anything is computed."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor
+
+from dilated_attention_pytorch.patterns import Pattern
+
+
+def check_call(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    pattern: Pattern,
+    *,
+    is_causal: bool,
+    scale: float | None,
+    query_offset: int,
+    key_offset: int,
+    cu_seqlens: Tensor | None,
+    key_padding_mask: Tensor | None,
+    dropout_p: float,
+) -> None:
+    """Raise what is wrong with the arguments of :func:`attend`, naming the argument, what was expected and what came."""
+    _check_tensors(query, key, value)
+    if not isinstance(pattern, Pattern):
+        raise TypeError(
+            "pattern must be a Pattern such as DilatedPattern([2048, 4096], [1, 2]), "
+            f"got {pattern!r} of type {type(pattern).__name__}"
+        )
+    if scale is not None and not math.isfinite(scale):
+        raise ValueError(f"scale must be a finite number or None for 1 / sqrt(D), got {scale}")
+    if not 0.0 <= dropout_p < 1.0:
+        raise ValueError(f"dropout_p must be a probability of at least 0 and below 1, got {dropout_p}")
+    for name, offset in (("query_offset", query_offset), ("key_offset", key_offset)):
+        if isinstance(offset, (bool, float, str)):
+            raise TypeError(f"{name} must be an integer position, got {offset!r} of type {type(offset).__name__}")
+        if offset < 0:
+            raise ValueError(f"{name} is the absolute position of the slab's first row, at least 0, got {offset}")
+    if key_padding_mask is not None:
+        _check_key_padding_mask(key_padding_mask, key)
+    if cu_seqlens is not None:
+        _check_cu_seqlens(cu_seqlens, query, key, query_offset, key_offset)
+    if any(group.tail == "zero_padded" for group in pattern.groups):
+        _check_zero_padded(query, key, query_offset, key_offset, key_padding_mask)
+
+
+def _check_tensors(query: Tensor, key: Tensor, value: Tensor) -> None:
+    for name, tensor in (("query", query), ("key", key), ("value", value)):
+        if not isinstance(tensor, Tensor):
+            raise TypeError(f"{name} must be a tensor, got {type(tensor).__name__}")
+        if tensor.dim() != 4:
+            raise ValueError(
+                f"{name} must have 4 dimensions [batch, sequence, heads, head_dim], got shape {tuple(tensor.shape)}"
+            )
+        if tensor.dtype not in (torch.float16, torch.bfloat16, torch.float32, torch.float64):
+            raise TypeError(f"{name} must be float16, bfloat16, float32 or float64, got {tensor.dtype}")
+        if tensor.dtype != query.dtype:
+            raise TypeError(
+                f"query, key and value must have one dtype: query is {query.dtype}, got {name} {tensor.dtype}; "
+                f"convert with {name}.to(query.dtype)"
+            )
+        if tensor.device != query.device:
+            raise ValueError(
+                f"query, key and value must be on one device: query is on {query.device}, got {name} on {tensor.device}"
+            )
+    if key.shape != value.shape:
+        raise ValueError(
+            f"key and value must have one shape [B, M, G, D]: key is {tuple(key.shape)}, got value {tuple(value.shape)}"
+        )
+    if key.shape[0] != query.shape[0]:
+        raise ValueError(f"query and key must have one batch size: query has {query.shape[0]}, got key {key.shape[0]}")
+    if key.shape[3] != query.shape[3] or query.shape[3] == 0:
+        raise ValueError(
+            "query and key must have one head_dim of at least 1 (the last dimension): "
+            f"query has {query.shape[3]}, got key {key.shape[3]}"
+        )
+    if key.shape[2] == 0 or query.shape[2] == 0 or query.shape[2] % key.shape[2]:
+        raise ValueError(
+            "the number of key/value heads must divide the number of query heads (layout [batch, sequence, heads, "
+            f"head_dim]): got {query.shape[2]} query heads and {key.shape[2]} key/value heads"
+        )
+
+
+def _check_key_padding_mask(mask: Tensor, key: Tensor) -> None:
+    if not isinstance(mask, Tensor) or mask.dtype != torch.bool:
+        kind = mask.dtype if isinstance(mask, Tensor) else type(mask).__name__
+        raise TypeError(f"key_padding_mask must be a bool tensor with True where a key is to be ignored, got {kind}")
+    if mask.shape != key.shape[:2]:
+        raise ValueError(
+            f"key_padding_mask must have the shape [B, M] = {tuple(key.shape[:2])} of key, got {tuple(mask.shape)}"
+        )
+    if mask.device != key.device:
+        raise ValueError(f"key_padding_mask must be on key's device {key.device}, got {mask.device}")
+
+
+def _check_cu_seqlens(cu_seqlens: Tensor, query: Tensor, key: Tensor, query_offset: int, key_offset: int) -> None:
+    if not isinstance(cu_seqlens, Tensor) or cu_seqlens.dtype != torch.int32:
+        kind = cu_seqlens.dtype if isinstance(cu_seqlens, Tensor) else type(cu_seqlens).__name__
+        raise TypeError(f"cu_seqlens must be an int32 tensor [documents + 1], got {kind}")
+    if cu_seqlens.dim() != 1 or cu_seqlens.shape[0] < 2:
+        raise ValueError(
+            f"cu_seqlens must have one dimension of at least 2 boundaries, got shape {tuple(cu_seqlens.shape)}"
+        )
+    if query.shape[1] != key.shape[1] or query_offset != 0 or key_offset != 0:
+        raise ValueError(
+            "cu_seqlens packs documents of self-attention, so query and key must have the same rows from position 0: "
+            f"got {query.shape[1]} query rows at {query_offset} and {key.shape[1]} key rows at {key_offset}; "
+            "attend to each document's slab by itself instead"
+        )
+
+
+def _check_zero_padded(
+    query: Tensor, key: Tensor, query_offset: int, key_offset: int, key_padding_mask: Tensor | None
+) -> None:
+    if query.shape[1] != key.shape[1] or query_offset != 0 or key_offset != 0:
+        raise NotImplementedError(
+            'tail="zero_padded" is defined for self-attention over a whole sequence: got '
+            f"{query.shape[1]} query rows at {query_offset} and {key.shape[1]} key rows at {key_offset}; "
+            'use tail="ragged" for slabs'
+        )
+    if key_padding_mask is not None:
+        raise NotImplementedError(
+            'tail="zero_padded" depends on the length of each sequence, which a key_padding_mask leaves open; '
+            "pack the sequences with cu_seqlens instead"
+        )
+
+
+def documents_of(cu_seqlens: Tensor | None, num_rows: int) -> tuple[int, ...] | None:
+    """The boundaries as integers.
+
+    Raises:
+        ValueError: they do not start at 0, decrease, or do not end at ``num_rows``.
+    """
+    if cu_seqlens is None:
+        return None
+    boundaries = tuple(cu_seqlens.tolist())
+    if boundaries[0] != 0 or boundaries[-1] != num_rows:
+        raise ValueError(
+            f"cu_seqlens must run from 0 to the number of rows {num_rows}, got {boundaries[0]} to {boundaries[-1]}"
+        )
+    if any(end < start for start, end in zip(boundaries, boundaries[1:], strict=False)):
+        raise ValueError(f"cu_seqlens must not decrease, got {list(boundaries)}")
+    return boundaries

@@ -1,0 +1,154 @@
+"""The dilated pattern of LongNet and the arithmetic of its segments. There is no other definition of either."""
+
+from __future__ import annotations
+
+import functools
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Literal
+
+from torch import Tensor
+
+from .pattern import Pattern, PatternSum
+
+OffsetRule = Literal["modulo", "block"]
+Tail = Literal["ragged", "zero_padded"]
+
+
+@dataclass(frozen=True, slots=True)
+class DilationGroup:
+    """One pair (w, r): every segment of w positions attends within itself, at every r-th position.
+
+    Position p lies in segment ``(p + shift) // w`` at ``u = (p + shift) mod w`` and takes part for key/value head g
+    iff ``u mod r == offset(g)``.
+    """
+
+    segment_length: int
+    dilation_rate: int
+    offset_rule: OffsetRule = "modulo"
+    tail: Tail = "ragged"
+    segment_shift: tuple[int, ...] = (0,)
+
+    def offset(self, kv_head: int, num_kv_heads: int) -> int:
+        """The residue o(g) that key/value head g of ``num_kv_heads`` selects."""
+        if self.offset_rule == "modulo":
+            return kv_head % self.dilation_rate
+        return kv_head // -(-num_kv_heads // self.dilation_rate)
+
+    def shift(self, kv_head: int) -> int:
+        """The shift of the segments for key/value head g, in positions, reduced to ``0 <= shift < w``."""
+        return self.segment_shift[kv_head % len(self.segment_shift)] % self.segment_length
+
+    def locate(self, positions: Tensor, kv_head: int, num_kv_heads: int) -> tuple[Tensor, Tensor]:
+        """For a tensor of positions: the segment of each, and whether it is selected, for one key/value head."""
+        shifted = positions + self.shift(kv_head)
+        within = shifted % self.segment_length
+        selected = within % self.dilation_rate == self.offset(kv_head, num_kv_heads)
+        return shifted // self.segment_length, selected
+
+    def segment_bounds(self, position: int, shift: int) -> tuple[int, int]:
+        """First position and one past the last of the segment that holds ``position`` (the first may be negative)."""
+        start = (position + shift) // self.segment_length * self.segment_length - shift
+        return start, start + self.segment_length
+
+    def selected(self, segment_start: int, offset: int, start: int, stop: int) -> tuple[int, int]:
+        """The selected rows of one segment that lie in ``[start, stop)``: the first of them, and how many.
+
+        ``start`` and ``stop`` lie within the segment, rows follow each other at ``dilation_rate``.
+        """
+        first = start + (offset - (start - segment_start)) % self.dilation_rate
+        return first, max(0, -((first - stop) // self.dilation_rate))
+
+    def phantoms(self, sequence_length: int, num_selected: int) -> int:
+        """How many zero keys fill a class of ``num_selected`` rows under ``tail="zero_padded"``; 0 otherwise."""
+        if self.tail == "ragged":
+            return 0
+        filled = -(-min(self.segment_length, sequence_length) // self.dilation_rate)
+        return max(0, filled - num_selected)
+
+
+@dataclass(frozen=True)
+class DilatedPattern(Pattern):
+    """The multi-scale dilated pattern of LongNet (Ding et al. 2023, arXiv 2307.02486, section 2.2).
+
+    For the pairs ``(w_i, r_i)``, query p sees key t once for every i for which both lie in the same segment of w_i
+    positions and both are selected: ``u mod r_i == o_i``, u the position in the segment. Any length, any w, any r.
+
+    Args:
+        segment_lengths: the segment lengths w_i, in positions, each at least 1. Kept as a tuple.
+        dilation_rates: the dilation rates r_i, each at least 1, as many as there are segment lengths. Kept as a tuple.
+        offset_rule: ``"modulo"``: key/value head g selects the residue ``g mod r_i`` (the paper's rule).
+            ``"block"``: ``g // ceil(G / r_i)`` with G key/value heads (the rule of the authors' code).
+        tail: ``"ragged"``: short classes stay short. ``"zero_padded"``: every class of a segment is filled up to
+            ``ceil(min(w_i, N) / r_i)`` keys of score 0 and value 0, as in checkpoints trained with the authors' code.
+            Under a causal mask these keys come after every query of their class and are never seen.
+        segment_shift: all segments begin this many positions earlier. A tuple is cycled over the key/value heads, so
+            that heads (or, with one pattern a layer, layers) do not share their boundaries.
+
+    Raises:
+        TypeError: a length, rate or shift is not an integer.
+        ValueError: no or unequally many lengths and rates, a value out of range, an unknown rule or tail.
+
+    >>> pattern = DilatedPattern([2048, 4096], [1, 2])
+    >>> pattern.segment_lengths, pattern.dilation_rates
+    ((2048, 4096), (1, 2))
+    """
+
+    segment_lengths: Sequence[int]
+    dilation_rates: Sequence[int]
+    offset_rule: OffsetRule = field(default="modulo", kw_only=True)
+    tail: Tail = field(default="ragged", kw_only=True)
+    segment_shift: int | Sequence[int] = field(default=0, kw_only=True)
+    spec: str = field(init=False, repr=False, compare=False)
+
+    def __post_init__(self) -> None:
+        lengths = _integers("segment_lengths", self.segment_lengths, least=1)
+        rates = _integers("dilation_rates", self.dilation_rates, least=1)
+        if len(lengths) != len(rates):
+            raise ValueError(
+                "segment_lengths and dilation_rates pair up, so they must be equally long: "
+                f"got {len(lengths)} segment lengths {list(lengths)} and {len(rates)} dilation rates {list(rates)}"
+            )
+        if self.offset_rule not in ("modulo", "block"):
+            raise ValueError(f'offset_rule must be "modulo" or "block", got {self.offset_rule!r}')
+        if self.tail not in ("ragged", "zero_padded"):
+            raise ValueError(f'tail must be "ragged" or "zero_padded", got {self.tail!r}')
+        shift = self.segment_shift
+        shifts = _integers("segment_shift", (shift,) if isinstance(shift, int) else shift, least=0)
+        object.__setattr__(self, "segment_lengths", lengths)
+        object.__setattr__(self, "dilation_rates", rates)
+        object.__setattr__(self, "segment_shift", shifts[0] if len(shifts) == 1 else shifts)
+        object.__setattr__(self, "spec", json.dumps([[lengths, rates, self.offset_rule, self.tail, shifts]]))
+
+    @property
+    def groups(self) -> tuple[DilationGroup, ...]:
+        shift = self.segment_shift
+        shifts = (shift,) if isinstance(shift, int) else tuple(shift)
+        return tuple(
+            DilationGroup(length, rate, self.offset_rule, self.tail, shifts)
+            for length, rate in zip(self.segment_lengths, self.dilation_rates, strict=True)
+        )
+
+
+@functools.lru_cache(maxsize=1024)
+def pattern_from_spec(spec: str) -> Pattern:
+    """The pattern whose :attr:`Pattern.spec` this is."""
+    patterns = tuple(
+        DilatedPattern(lengths, rates, offset_rule=rule, tail=tail, segment_shift=shifts)
+        for lengths, rates, rule, tail, shifts in json.loads(spec)
+    )
+    return patterns[0] if len(patterns) == 1 else PatternSum(patterns)
+
+
+def _integers(name: str, values: Sequence[int], *, least: int) -> tuple[int, ...]:
+    if isinstance(values, str) or not isinstance(values, Sequence):
+        raise TypeError(f"{name} must be a list or tuple of integers, got {values!r}")
+    for value in values:
+        if isinstance(value, bool) or not isinstance(value, int):
+            raise TypeError(f"{name} must hold integers, got {value!r} of type {type(value).__name__} in {values!r}")
+        if value < least:
+            raise ValueError(f"{name} must hold integers of at least {least}, got {value} in {list(values)}")
+    if not values:
+        raise ValueError(f"{name} must hold at least one integer, got an empty {type(values).__name__}")
+    return tuple(values)

@@ -1,0 +1,118 @@
+"""What a pattern is: integers that say how often every query position sees every key position."""
+
+from __future__ import annotations
+
+import json
+from abc import ABC, abstractmethod
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+
+    from .dilated import DilationGroup
+
+
+class Pattern(ABC):
+    """Who may look at whom, and how often it counts: a count ``c[g, p, t] >= 0`` for every key/value head g.
+
+    Patterns are frozen, hashable and hold integers only. They add: ``(a + b)`` has the count ``c_a + c_b``, and
+    attention under it is one softmax over everything that a query sees (design.md, section 2).
+    """
+
+    spec: str
+    """The pattern as JSON text. Equal patterns have equal text; :func:`pattern_from_spec` reads it back."""
+
+    @property
+    @abstractmethod
+    def groups(self) -> tuple[DilationGroup, ...]:
+        """The dilation groups whose counts add up to this pattern's."""
+
+    def __add__(self, other: Pattern) -> PatternSum:
+        if not isinstance(other, Pattern):
+            return NotImplemented
+        return PatternSum((*_summands(self), *_summands(other)))
+
+    def counts(
+        self, query_positions: Tensor, key_positions: Tensor, num_kv_heads: int, *, is_causal: bool = False
+    ) -> Tensor:
+        """The dense count ``c[g, p, t]``, straight from the definition.
+
+        Args:
+            query_positions: integer tensor ``[N]`` of absolute positions p.
+            key_positions: integer tensor ``[M]`` of absolute positions t.
+            num_kv_heads: number of key/value heads G.
+            is_causal: keep ``t <= p`` only.
+
+        Returns:
+            int32 tensor ``[G, N, M]`` on the positions' device. Costs G * N * M; for pictures, tests and the reference.
+
+        >>> DilatedPattern([4], [2]).counts(torch.arange(4), torch.arange(4), 1)[0].tolist()
+        [[1, 0, 1, 0], [0, 0, 0, 0], [1, 0, 1, 0], [0, 0, 0, 0]]
+        """
+        heads = []
+        for head in range(num_kv_heads):
+            count = torch.zeros(
+                len(query_positions), len(key_positions), dtype=torch.int32, device=query_positions.device
+            )
+            for group in self.groups:
+                query_segment, query_selected = group.locate(query_positions, head, num_kv_heads)
+                key_segment, key_selected = group.locate(key_positions, head, num_kv_heads)
+                same = query_segment[:, None] == key_segment[None, :]
+                count += (same & query_selected[:, None] & key_selected[None, :]).int()
+            heads.append(count)
+        stacked = torch.stack(heads)
+        if is_causal:
+            stacked = stacked * (key_positions[None, :] <= query_positions[:, None])
+        return stacked
+
+    def plot(
+        self, sequence_length: int, *, num_kv_heads: int = 1, is_causal: bool = False, axes: Axes | None = None
+    ) -> Axes:
+        """Draw the counts of the first ``sequence_length`` positions (needs the extra ``plot``, matplotlib).
+
+        Args:
+            sequence_length: number of positions N; the picture has N x N cells.
+            num_kv_heads: key/value heads drawn side by side in one row of cells per head.
+            is_causal: leave out the keys after the query.
+            axes: matplotlib axes to draw on; a new figure without it.
+
+        Returns:
+            The matplotlib axes.
+
+        Raises:
+            ImportError: matplotlib is not installed.
+        """
+        from .picture import draw
+
+        return draw(self, sequence_length, num_kv_heads=num_kv_heads, is_causal=is_causal, axes=axes)
+
+
+def _summands(pattern: Pattern) -> tuple[Pattern, ...]:
+    return pattern.patterns if isinstance(pattern, PatternSum) else (pattern,)
+
+
+@dataclass(frozen=True)
+class PatternSum(Pattern):
+    """The sum of patterns: a pair of positions counts as often as it does in all of them together.
+
+    >>> both = DilatedPattern([4, 8], [1, 2]) + DilatedPattern([16], [4])
+    >>> [group.segment_length for group in both.groups]
+    [4, 8, 16]
+    """
+
+    patterns: tuple[Pattern, ...]
+    spec: str = field(init=False, repr=False, compare=False)
+
+    def __post_init__(self) -> None:
+        joined: list[Any] = []
+        for pattern in self.patterns:
+            joined.extend(json.loads(pattern.spec))
+        object.__setattr__(self, "spec", json.dumps(joined))
+
+    @property
+    def groups(self) -> tuple[DilationGroup, ...]:
+        return tuple(group for pattern in self.patterns for group in pattern.groups)

@@ -1,0 +1,162 @@
+"""Partials as geometry: which slab of queries meets which slab of keys, as strided rows with nothing left to decide."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+
+from dilated_attention_pytorch.patterns import DilationGroup
+
+
+@dataclass(frozen=True, slots=True)
+class Axis:
+    """``size`` copies of a partial, each ``rows`` rows and ``heads`` key/value heads further than the one before."""
+
+    size: int
+    rows: int
+    heads: int
+
+
+@dataclass(frozen=True, slots=True)
+class Partial:
+    """Dense attention between ``num_queries`` and ``num_keys`` rows, ``step`` rows apart, repeated along ``axes``.
+
+    Rows count from the first row of the query slab and of the key slab. A causal partial is square: its i-th query
+    sees its first i + 1 keys. Without keys it stands for ``phantoms`` keys of score 0 and value 0.
+    """
+
+    query_row: int
+    key_row: int
+    num_queries: int
+    num_keys: int
+    step: int
+    head: int
+    is_causal: bool = False
+    phantoms: int = 0
+    is_first: bool = False
+    """No partial before it in the plan touches the same query rows."""
+    axes: tuple[Axis, ...] = ()
+
+    @property
+    def num_problems(self) -> int:
+        """How many independent problems the axes span."""
+        problems = 1
+        for axis in self.axes:
+            problems *= axis.size
+        return problems
+
+    @property
+    def num_pairs(self) -> int:
+        """Pairs of a query and a key that the partial computes, for one query head per key/value head."""
+        pairs = self.num_queries * (self.num_queries + 1) // 2 if self.is_causal else self.num_queries * self.num_keys
+        return pairs * self.num_problems
+
+
+@dataclass(frozen=True, slots=True)
+class Slabs:
+    """A run of query positions and a run of key positions of one document of ``length`` positions.
+
+    Position 0 of the document would be row ``query_origin`` of the query slab and row ``key_origin`` of the key slab.
+    """
+
+    query_origin: int
+    key_origin: int
+    query_start: int
+    query_stop: int
+    key_start: int
+    key_stop: int
+    length: int
+
+
+def group_partials(
+    group: DilationGroup, head: int, num_kv_heads: int, slabs: Slabs, *, is_causal: bool, is_first_group: bool
+) -> Iterator[Partial]:
+    """The partials of one dilation group for one key/value head, segment by segment.
+
+    With the causal mask, the keys before the first query of a segment are one dense partial, those from it on a square.
+    """
+    shift, offset = group.shift(head), group.offset(head, num_kv_heads)
+    position = slabs.query_start
+    while position < slabs.query_stop:
+        start, stop = group.segment_bounds(position, shift)
+        query, num_queries = group.selected(start, offset, position, min(stop, slabs.query_stop))
+        key, num_keys = 0, 0
+        key_from, key_to = max(start, slabs.key_start), min(stop, slabs.key_stop)
+        if key_from < key_to:
+            key, num_keys = group.selected(start, offset, key_from, key_to)
+        if num_queries:
+            first = is_first_group
+            for piece in _pieces(query, num_queries, key, num_keys, group.dilation_rate, head, is_causal=is_causal):
+                rows = (piece.query_row + slabs.query_origin, piece.key_row + slabs.key_origin)
+                yield replace(piece, query_row=rows[0], key_row=rows[1], is_first=first)
+                first = False
+            if not is_causal:
+                phantoms = group.phantoms(slabs.length, num_keys)
+                if phantoms:
+                    row = query + slabs.query_origin
+                    yield Partial(row, row, num_queries, 0, group.dilation_rate, head, phantoms=phantoms)
+        position = stop
+
+
+def _pieces(
+    query: int, num_queries: int, key: int, num_keys: int, step: int, head: int, *, is_causal: bool
+) -> Iterator[Partial]:
+    """Queries and keys of one class of one segment, cut so that every partial is dense or a causal square."""
+    if not num_keys:
+        return
+    if not is_causal:
+        yield Partial(query, key, num_queries, num_keys, step, head)
+        return
+    ahead = (key - query) // step  # queries before the first key see nothing
+    if ahead > 0:
+        query, num_queries = key, num_queries - ahead
+        if num_queries <= 0:
+            return
+    behind = min(max(0, -ahead), num_keys)  # keys before the first query are seen by every query
+    square = min(num_queries, num_keys - behind) if num_keys > behind else 0
+    if square:
+        yield Partial(query, key + behind * step, square, square, step, head, is_causal=True)
+        if num_queries > square:  # queries after the last key
+            yield Partial(query + square * step, key + behind * step, num_queries - square, square, step, head)
+    if behind:
+        yield Partial(query, key, num_queries, behind, step, head)
+
+
+def fold(partials: Sequence[Partial]) -> list[Partial]:
+    """Runs of equal partials at a constant distance become one partial with one axis more, level by level."""
+    folded = list(partials)
+    while True:
+        before = len(folded)
+        folded = _fold_once(folded)
+        if len(folded) == before:
+            return folded
+
+
+def _fold_once(partials: list[Partial]) -> list[Partial]:
+    by_shape: dict[tuple[object, ...], list[Partial]] = {}
+    for partial in partials:
+        shape = (
+            partial.num_queries, partial.num_keys, partial.step, partial.is_causal, partial.phantoms,
+            partial.is_first, partial.axes, partial.key_row - partial.query_row,
+        )  # fmt: skip
+        by_shape.setdefault(shape, []).append(partial)
+    folded = []
+    for alike in by_shape.values():
+        index = 0
+        while index < len(alike):
+            first, size, rows, heads = alike[index], 1, 0, 0
+            if index + 1 < len(alike):
+                rows = alike[index + 1].query_row - first.query_row
+                heads = alike[index + 1].head - first.head
+                # Partials that step back stay apart: strides of a view cannot be negative. So do equal partials of
+                # different groups, which count twice.
+                while min(rows, heads) >= 0 < rows + heads and index + size < len(alike):
+                    following = alike[index + size]
+                    distance = (following.query_row - first.query_row, following.head - first.head)
+                    if distance != (size * rows, size * heads):
+                        break
+                    size += 1
+            index += size
+            axes = (Axis(size, rows, heads), *first.axes) if size > 1 else first.axes
+            folded.append(replace(first, axes=axes))
+    return folded

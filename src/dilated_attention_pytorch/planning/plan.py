@@ -1,0 +1,154 @@
+"""From a pattern and lengths to tiles of partials. Cached; knows no tensor's values."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+
+from dilated_attention_pytorch.patterns import DilationGroup, Pattern
+
+from .geometry import Partial, Slabs, fold, group_partials
+
+
+@dataclass(frozen=True, slots=True)
+class Call:
+    """What a plan depends on: the sizes of one call, and where its slabs and documents lie. No tensor."""
+
+    pattern: Pattern
+    batch_size: int
+    num_queries: int
+    num_keys: int
+    num_heads: int
+    num_kv_heads: int
+    query_offset: int
+    key_offset: int
+    is_causal: bool
+    documents: tuple[int, ...] | None = None
+    """Boundaries of packed documents (``cu_seqlens``) in absolute positions; None is one document without an end."""
+
+
+@dataclass(frozen=True, slots=True)
+class Tile:
+    """Rows and heads that no partial leaves: they can be computed, merged and rounded on their own."""
+
+    query_rows: tuple[int, int]
+    key_rows: tuple[int, int]
+    kv_heads: tuple[int, int]
+    partials: tuple[Partial, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """The tiles of one call. Every tile is computed for ``batch_step`` sequences of the batch at a time."""
+
+    tiles: tuple[Tile, ...]
+    batch_step: int
+    num_pairs: int
+    """Pairs of a query and a key, summed over groups, query heads and the batch: sum of the pattern's count."""
+
+
+@functools.lru_cache(maxsize=512)
+def plan(call: Call, tile_size: int) -> Plan:
+    """Cut a call into tiles of about ``tile_size`` rows times query heads, never cutting through a segment.
+
+    Consecutive independent row ranges share a tile while they fit; where one range alone is larger, its heads are
+    split; a tile is never smaller than one range of rows for one key/value head.
+    """
+    ratio = call.num_heads // call.num_kv_heads
+    groups = tuple(sorted(call.pattern.groups, key=lambda group: group.dilation_rate))
+    size_of_all = max(call.num_queries * ratio, call.num_keys) * call.num_kv_heads
+    batch_step = min(call.batch_size, max(1, tile_size // max(1, size_of_all)))
+    tiles = []
+    for ranges in _row_ranges(call, groups, max(1, tile_size // (ratio * call.num_kv_heads))):
+        query_rows = _clip(ranges[0][0], ranges[-1][1], call.query_offset, call.num_queries)
+        key_rows = _clip(ranges[0][0], ranges[-1][1], call.key_offset, call.num_keys)
+        num_rows = max((query_rows[1] - query_rows[0]) * ratio, key_rows[1] - key_rows[0])
+        heads_per_tile = min(call.num_kv_heads, max(1, tile_size // max(1, num_rows)))
+        for head in range(0, call.num_kv_heads, heads_per_tile):
+            heads = (head, min(head + heads_per_tile, call.num_kv_heads))
+            # Folding gathers equal shapes: what overwrites its rows has to come before what merges into them.
+            partials = tuple(sorted(fold(list(_partials(call, groups, ranges, heads))), key=lambda p: not p.is_first))
+            tiles.append(Tile(query_rows, key_rows, heads, partials))
+    pairs = sum(partial.num_pairs for tile in tiles for partial in tile.partials)
+    return Plan(tuple(tiles), batch_step, pairs * ratio * call.batch_size)
+
+
+def _clip(start: int, stop: int, offset: int, num_rows: int) -> tuple[int, int]:
+    """Absolute positions ``[start, stop)`` as rows of the slab that begins at ``offset``."""
+    first = min(max(start - offset, 0), num_rows)
+    return first, min(max(stop - offset, first), num_rows)
+
+
+def _documents(call: Call) -> Iterator[tuple[int, int, int]]:
+    """First position, one past the last that the slabs touch, and full length, of every document they touch."""
+    start = min(call.query_offset, call.key_offset)
+    stop = max(call.query_offset + call.num_queries, call.key_offset + call.num_keys)
+    if call.documents is None:
+        yield 0, stop, stop
+        return
+    for begin, end in zip(call.documents, call.documents[1:], strict=False):
+        if max(begin, start) < min(end, stop):
+            yield begin, min(end, stop), end - begin
+
+
+def _row_ranges(
+    call: Call, groups: tuple[DilationGroup, ...], max_rows: int
+) -> Iterator[list[tuple[int, int, int, int]]]:
+    """Runs of ranges ``(first, stop, document begin, document length)`` of absolute positions closed under the pattern.
+
+    A run holds ranges of up to ``max_rows`` positions together, or a single longer range.
+    """
+    first_row = min(call.query_offset, call.key_offset)
+    lattices = {
+        (group.segment_length, group.shift(head)) for group in groups for head in range(call.num_kv_heads)
+    }  # fmt: skip
+    longest_length, longest_shift = max(lattices)
+    run: list[tuple[int, int, int, int]] = []
+    for begin, end, length in _documents(call):
+        start = max(begin, first_row)
+        cut = (start - begin + longest_shift) // longest_length * longest_length - longest_shift + begin
+        while start < end:
+            cut += longest_length
+            stop = min(cut, end)
+            local = stop - begin
+            if stop < end and any((local + shift) % segment_length for segment_length, shift in lattices):
+                continue
+            if run and stop - run[0][0] > max_rows:
+                yield run
+                run = []
+            run.append((start, stop, begin, length))
+            start = stop
+    if run:
+        yield run
+
+
+def _partials(
+    call: Call, groups: tuple[DilationGroup, ...], ranges: list[tuple[int, int, int, int]], heads: tuple[int, int]
+) -> Iterator[Partial]:
+    """The partials of one tile, group by group, the heads of a group one after the other."""
+    for group in groups:
+        of_class: dict[tuple[int, int], list[Partial]] = {}
+        for head in range(*heads):
+            name = (group.offset(head, call.num_kv_heads), group.shift(head))
+            if name not in of_class:
+                of_class[name] = [
+                    partial
+                    for first, stop, begin, length in ranges
+                    for partial in group_partials(
+                        group, head, call.num_kv_heads, _slabs(call, first, stop, begin, length),
+                        is_causal=call.is_causal, is_first_group=group is groups[0],
+                    )
+                ]  # fmt: skip
+            for partial in of_class[name]:
+                yield partial if partial.head == head else replace(partial, head=head)
+
+
+def _slabs(call: Call, first: int, stop: int, begin: int, length: int) -> Slabs:
+    query_first, query_stop = _clip(first, stop, call.query_offset, call.num_queries)
+    key_first, key_stop = _clip(first, stop, call.key_offset, call.num_keys)
+    query_origin, key_origin = begin - call.query_offset, begin - call.key_offset
+    return Slabs(
+        query_origin, key_origin, query_first - query_origin, query_stop - query_origin,
+        key_first - key_origin, key_stop - key_origin, length,
+    )  # fmt: skip
