@@ -1,0 +1,6 @@
+"""Dilated attention as modules."""
+
+from .dilated_attention import DilatedAttention
+from .multihead import MultiheadDilatedAttention
+
+__all__ = ["DilatedAttention", "MultiheadDilatedAttention"]

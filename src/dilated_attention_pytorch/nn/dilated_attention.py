@@ -1,0 +1,90 @@
+"""Dilated attention as a module without parameters."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from torch import Tensor, nn
+
+from dilated_attention_pytorch.kernels.select import Impl
+from dilated_attention_pytorch.ops import attend
+from dilated_attention_pytorch.patterns import DilatedPattern, OffsetRule, Tail
+
+
+class DilatedAttention(nn.Module):
+    """Multi-scale dilated attention over projected heads (LongNet, arXiv 2307.02486): see :func:`attend`.
+
+    Args:
+        segment_lengths: segment lengths w_i, in positions.
+        dilation_rates: dilation rates r_i, one for every segment length.
+        dropout: probability of dropping a merged attention probability, in training only.
+        softmax_scale: factor of the scores; ``1 / sqrt(D)`` without it.
+        offset_rule, tail, segment_shift: see :class:`DilatedPattern`.
+        impl: see :func:`attend`.
+
+    Raises:
+        TypeError, ValueError: a pattern argument is of the wrong type or range, see :class:`DilatedPattern`; or
+            ``dropout`` is not in [0, 1).
+
+    >>> attention = DilatedAttention([128, 512], [1, 4])
+    >>> q = k = v = torch.randn(2, 1000, 8, 64)
+    >>> attention(q, k, v, is_causal=True).shape
+    torch.Size([2, 1000, 8, 64])
+    """
+
+    def __init__(
+        self,
+        segment_lengths: Sequence[int],
+        dilation_rates: Sequence[int],
+        dropout: float = 0.0,
+        *,
+        softmax_scale: float | None = None,
+        offset_rule: OffsetRule = "modulo",
+        tail: Tail = "ragged",
+        segment_shift: int | Sequence[int] = 0,
+        impl: Impl = "auto",
+    ) -> None:
+        super().__init__()
+        if not 0.0 <= dropout < 1.0:
+            raise ValueError(f"dropout must be a probability of at least 0 and below 1, got {dropout}")
+        self.pattern = DilatedPattern(
+            segment_lengths, dilation_rates, offset_rule=offset_rule, tail=tail, segment_shift=segment_shift
+        )
+        self.dropout = dropout
+        self.softmax_scale = softmax_scale
+        self.impl: Impl = impl
+
+    @property
+    def segment_lengths(self) -> tuple[int, ...]:
+        """The segment lengths w_i, in positions."""
+        return tuple(self.pattern.segment_lengths)
+
+    @property
+    def dilation_rates(self) -> tuple[int, ...]:
+        """The dilation rates r_i."""
+        return tuple(self.pattern.dilation_rates)
+
+    def forward(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        is_causal: bool = False,
+        *,
+        query_offset: int = 0,
+        key_offset: int = 0,
+        cu_seqlens: Tensor | None = None,
+        key_padding_mask: Tensor | None = None,
+    ) -> Tensor:
+        """Attend: query ``[B, N, H, D]``, key and value ``[B, M, G, D]``, result ``[B, N, H, D]``; see :func:`attend`."""
+        return attend(
+            query, key, value, self.pattern, is_causal=is_causal, scale=self.softmax_scale,
+            query_offset=query_offset, key_offset=key_offset, cu_seqlens=cu_seqlens,
+            key_padding_mask=key_padding_mask, dropout_p=self.dropout if self.training else 0.0, impl=self.impl,
+        )  # fmt: skip
+
+    def extra_repr(self) -> str:
+        return (
+            f"segment_lengths={list(self.segment_lengths)}, dilation_rates={list(self.dilation_rates)}, "
+            f"dropout={self.dropout}"
+        )

@@ -1,0 +1,238 @@
+"""A drop-in for ``torch.nn.MultiheadAttention(batch_first=True)`` with dilated attention inside."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from dilated_attention_pytorch.kernels.select import Impl
+from dilated_attention_pytorch.patterns import DilatedPattern, OffsetRule, Tail
+
+from .dilated_attention import DilatedAttention
+
+
+class MultiheadDilatedAttention(nn.Module):
+    """Multi-head dilated attention: ``out_proj(norm(attention(q_proj(query), k_proj(key), v_proj(value))))``.
+
+    The parameters have the names and shapes of ``torch.nn.MultiheadAttention``, so its state dict loads as it is:
+    one ``in_proj_weight`` where query, key and value are equally wide, else ``q_proj_weight``, ``k_proj_weight`` and
+    ``v_proj_weight``; ``in_proj_bias``; ``out_proj``. With ``num_kv_heads`` the key and value parts are narrower.
+
+    Args:
+        embed_dim: width E of query and output; ``num_heads`` divides it.
+        num_heads: number of query heads H.
+        segment_lengths, dilation_rates: the pattern, see :class:`DilatedPattern`.
+        dropout: probability of dropping a merged attention probability, in training only.
+        bias: whether the projections have biases.
+        kdim, vdim: widths of key and value, E without them.
+        num_kv_heads: number of key/value heads G, which divides H (grouped-query attention); H without it.
+        sub_layernorm: a LayerNorm over the concatenated heads before the output projection (MAGNETO, arXiv
+            2210.06423, section 2.1).
+        layernorm_eps: epsilon of that LayerNorm.
+        gain: Xavier gain of the value and output projections; MAGNETO's ``sqrt(log(2 L))`` for a decoder of L layers.
+        softmax_scale: factor of the scores; ``1 / sqrt(E / H)`` without it.
+        offset_rule, tail, segment_shift: see :class:`DilatedPattern`.
+        impl: see :func:`attend`.
+        device, dtype: of the parameters.
+
+    Raises:
+        TypeError, ValueError: sizes that do not divide, or a pattern argument of the wrong type or range.
+
+    >>> attention = MultiheadDilatedAttention(256, 8, [128, 512], [1, 4])
+    >>> x = torch.randn(2, 1000, 256)
+    >>> out, weights = attention(x, x, x, is_causal=True)
+    >>> out.shape, weights
+    (torch.Size([2, 1000, 256]), None)
+    """
+
+    def __init__(
+        self,
+        embed_dim: int,
+        num_heads: int,
+        segment_lengths: Sequence[int],
+        dilation_rates: Sequence[int],
+        dropout: float = 0.0,
+        *,
+        bias: bool = True,
+        kdim: int | None = None,
+        vdim: int | None = None,
+        num_kv_heads: int | None = None,
+        sub_layernorm: bool = False,
+        layernorm_eps: float = 1e-5,
+        gain: float = 1.0,
+        softmax_scale: float | None = None,
+        offset_rule: OffsetRule = "modulo",
+        tail: Tail = "ragged",
+        segment_shift: int | Sequence[int] = 0,
+        impl: Impl = "auto",
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        super().__init__()
+        num_kv_heads = num_heads if num_kv_heads is None else num_kv_heads
+        if num_heads < 1 or embed_dim < 1 or embed_dim % num_heads:
+            raise ValueError(f"num_heads must divide embed_dim: got {num_heads} heads and embed_dim {embed_dim}")
+        if num_kv_heads < 1 or num_heads % num_kv_heads:
+            raise ValueError(f"num_kv_heads must divide num_heads: got {num_kv_heads} of {num_heads} heads")
+        self.embed_dim = embed_dim
+        self.num_heads = num_heads
+        self.num_kv_heads = num_kv_heads
+        self.head_dim = embed_dim // num_heads
+        self.kdim = embed_dim if kdim is None else kdim
+        self.vdim = embed_dim if vdim is None else vdim
+        self.gain = gain
+        self.attention = DilatedAttention(
+            segment_lengths, dilation_rates, dropout, softmax_scale=softmax_scale, offset_rule=offset_rule,
+            tail=tail, segment_shift=segment_shift, impl=impl,
+        )  # fmt: skip
+        kv_width = num_kv_heads * self.head_dim
+        self._widths = (embed_dim, kv_width, kv_width)
+        if self.kdim == self.vdim == embed_dim:
+            self.in_proj_weight = nn.Parameter(torch.empty(sum(self._widths), embed_dim, device=device, dtype=dtype))
+            for name in ("q_proj_weight", "k_proj_weight", "v_proj_weight"):
+                self.register_parameter(name, None)
+        else:
+            self.register_parameter("in_proj_weight", None)
+            self.q_proj_weight = nn.Parameter(torch.empty(embed_dim, embed_dim, device=device, dtype=dtype))
+            self.k_proj_weight = nn.Parameter(torch.empty(kv_width, self.kdim, device=device, dtype=dtype))
+            self.v_proj_weight = nn.Parameter(torch.empty(kv_width, self.vdim, device=device, dtype=dtype))
+        self.in_proj_bias = (
+            nn.Parameter(torch.empty(sum(self._widths), device=device, dtype=dtype)) if bias else None
+        )  # fmt: skip
+        self.inner_layernorm = (
+            nn.LayerNorm(embed_dim, eps=layernorm_eps, device=device, dtype=dtype) if sub_layernorm else None
+        )
+        self.out_proj = nn.Linear(embed_dim, embed_dim, bias=bias, device=device, dtype=dtype)
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        """Xavier-uniform projections, value and output with MAGNETO's gain; biases zero."""
+        for weight, gain in zip(self._in_proj_weights(), (1.0, 1.0, self.gain), strict=True):
+            nn.init.xavier_uniform_(weight, gain=gain)
+        nn.init.xavier_uniform_(self.out_proj.weight, gain=self.gain)
+        for bias in (self.in_proj_bias, self.out_proj.bias):
+            if bias is not None:
+                nn.init.zeros_(bias)
+        if self.inner_layernorm is not None:
+            self.inner_layernorm.reset_parameters()
+
+    @property
+    def pattern(self) -> DilatedPattern:
+        """The attention pattern."""
+        return self.attention.pattern
+
+    @property
+    def segment_lengths(self) -> tuple[int, ...]:
+        """The segment lengths w_i, in positions."""
+        return self.attention.segment_lengths
+
+    @property
+    def dilation_rates(self) -> tuple[int, ...]:
+        """The dilation rates r_i."""
+        return self.attention.dilation_rates
+
+    def _in_proj_weights(self) -> tuple[Tensor, Tensor, Tensor]:
+        if self.in_proj_weight is not None:
+            query, key, value = self.in_proj_weight.split(self._widths)
+            return query, key, value
+        return self.q_proj_weight, self.k_proj_weight, self.v_proj_weight
+
+    def project_in(self, query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Project to heads; one matrix product where query, key and value are the same tensor.
+
+        Returns:
+            query heads ``[B, N, H, D]`` and key and value heads ``[B, M, G, D]``.
+        """
+        if query is key and key is value and self.in_proj_weight is not None:
+            projected = functional.linear(query, self.in_proj_weight, self.in_proj_bias).split(self._widths, dim=-1)
+        else:
+            biases = (None, None, None) if self.in_proj_bias is None else self.in_proj_bias.split(self._widths)
+            projected = tuple(
+                functional.linear(x, weight, bias)
+                for x, weight, bias in zip((query, key, value), self._in_proj_weights(), biases, strict=True)
+            )
+        q, k, v = (heads.unflatten(-1, (-1, self.head_dim)) for heads in projected)
+        return q, k, v
+
+    def project_out(self, heads: Tensor) -> Tensor:
+        """Concatenate heads ``[B, N, H, D]``, normalise them if ``sub_layernorm``, project: ``[B, N, E]``."""
+        joined = heads.flatten(-2)
+        if self.inner_layernorm is not None:
+            joined = self.inner_layernorm(joined)
+        return self.out_proj(joined)
+
+    def forward(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        key_padding_mask: Tensor | None = None,
+        need_weights: bool = False,
+        attn_mask: Tensor | None = None,
+        average_attn_weights: bool = True,
+        is_causal: bool = False,
+        *,
+        cu_seqlens: Tensor | None = None,
+    ) -> tuple[Tensor, None]:
+        """Attend as ``torch.nn.MultiheadAttention`` does, batch first.
+
+        Args:
+            query: ``[B, N, E]``.
+            key, value: ``[B, M, kdim]`` and ``[B, M, vdim]``.
+            key_padding_mask: ``[B, M]``, bool with True = ignore, or float with -inf = ignore and 0 elsewhere.
+            need_weights: must be False: the N x M weights are never formed.
+            attn_mask: None, or with ``is_causal=True`` the square causal mask that ``nn.Transformer`` passes along.
+            average_attn_weights: of no effect without weights, as in PyTorch.
+            is_causal: a query sees keys at its own position and before only.
+            cu_seqlens: int32 boundaries of packed documents, see :func:`attend`.
+
+        Returns:
+            ``(out [B, N, E], None)``.
+
+        Raises:
+            NotImplementedError: ``need_weights`` or ``attn_mask`` was asked for.
+            TypeError, ValueError: wrong dimensions, dtypes or shapes.
+        """
+        if need_weights:
+            raise NotImplementedError(
+                "need_weights=True asks for N x M attention weights, which dilated attention never forms; pass "
+                "need_weights=False, or look at pattern.counts and attend_with_lse for a short sequence"
+            )
+        if attn_mask is not None and not (is_causal and _is_causal_mask(attn_mask, query.shape[1], key.shape[1])):
+            raise NotImplementedError(
+                "attn_mask cannot be combined with a dilated pattern: pass is_causal=True for a causal mask, "
+                f"key_padding_mask for padding, cu_seqlens for packed documents; got a mask of {tuple(attn_mask.shape)}"
+            )
+        for name, x, width in (("query", query, self.embed_dim), ("key", key, self.kdim), ("value", value, self.vdim)):
+            if x.dim() != 3 or x.shape[-1] != width:
+                raise ValueError(f"{name} must be [batch, sequence, {width}], got shape {tuple(x.shape)}")
+        q, k, v = self.project_in(query, key, value)
+        heads = self.attention(
+            q, k, v, is_causal, cu_seqlens=cu_seqlens, key_padding_mask=_as_bool(key_padding_mask)
+        )  # fmt: skip
+        return self.project_out(heads), None
+
+
+def _as_bool(key_padding_mask: Tensor | None) -> Tensor | None:
+    """PyTorch's float form of the mask, -inf to ignore and 0 to keep, as bool."""
+    if key_padding_mask is None or not key_padding_mask.is_floating_point():
+        return key_padding_mask
+    ignored = key_padding_mask == float("-inf")
+    if not bool(((key_padding_mask == 0) | ignored).all()):
+        raise ValueError(
+            "a float key_padding_mask must hold 0 (keep) and -inf (ignore) only: other values would weight keys, "
+            "which dilated attention does not do; pass a bool mask with True = ignore"
+        )
+    return ignored
+
+
+def _is_causal_mask(mask: Tensor, num_queries: int, num_keys: int) -> bool:
+    """Whether ``mask`` hides exactly the keys after each query: True or -inf there, False or 0 elsewhere."""
+    if mask.shape != (num_queries, num_keys):
+        return False
+    later = torch.ones(num_queries, num_keys, dtype=torch.bool, device=mask.device).triu(1)
+    hidden = torch.zeros(mask.shape, dtype=mask.dtype, device=mask.device).masked_fill_(later, float("-inf"))
+    return torch.equal(mask, later if mask.dtype == torch.bool else hidden)
