@@ -108,5 +108,6 @@ def blockwise_backward(
         grad_queries.append(grad_scores @ key.to(dtype))
         grad_key = key_part if grad_key is None else grad_key.add_(key_part)
         grad_value = value_part if grad_value is None else grad_value.add_(value_part)
-    assert grad_key is not None and grad_value is not None
+    assert grad_key is not None
+    assert grad_value is not None
     return torch.cat(grad_queries, dim=2), grad_key, grad_value

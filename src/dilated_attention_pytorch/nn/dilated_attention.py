@@ -76,7 +76,7 @@ class DilatedAttention(nn.Module):
         cu_seqlens: Tensor | None = None,
         key_padding_mask: Tensor | None = None,
     ) -> Tensor:
-        """Attend: query ``[B, N, H, D]``, key and value ``[B, M, G, D]``, result ``[B, N, H, D]``; see :func:`attend`."""
+        """Query ``[B, N, H, D]``, key and value ``[B, M, G, D]``, result ``[B, N, H, D]``; see :func:`attend`."""
         return attend(
             query, key, value, self.pattern, is_causal=is_causal, scale=self.softmax_scale,
             query_offset=query_offset, key_offset=key_offset, cu_seqlens=cu_seqlens,

@@ -53,6 +53,9 @@ def attend_with_lse(
     query, key, value = _autocast(query, key, value)
     chosen = select(impl, query.device.type, query.dtype)
     scale = 1.0 / math.sqrt(query.shape[-1]) if scale is None else float(scale)
+    if scale < 0.0:
+        # The fused kernels look for the row maximum before they scale, which is right for positive scales only.
+        query, scale = -query, -scale
     seed = torch.randint(2**62, (), device=query.device) if dropout_p > 0.0 else None
     if chosen == "reference":
         if cu_seqlens is not None and not torch.compiler.is_compiling():

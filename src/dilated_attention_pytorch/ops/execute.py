@@ -127,7 +127,9 @@ class _Work:
 
     def accumulated(self, operand: _Operand, tensor: Tensor) -> Tensor:
         """The tile's part of an accumulator of the full ``tensor``, to change in place."""
-        return operand.tensor if operand.tensor.dtype != tensor.dtype else self.region(tensor, by_query=operand.by_query)
+        return (
+            operand.tensor if operand.tensor.dtype != tensor.dtype else self.region(tensor, by_query=operand.by_query)
+        )
 
     def local(self, tensor: Tensor) -> _Operand:
         """A tensor that holds the tile's query rows and heads only."""

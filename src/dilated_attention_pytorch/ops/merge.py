@@ -26,11 +26,11 @@ def merge(partials: Sequence[AttentionOutput | tuple[Tensor, Tensor]]) -> Attent
     zero gradient (design.md, section 2; the online softmax of Milakov and Gimelshein 2018, arXiv 1805.02867).
 
     Args:
-        partials: at least one pair ``(out [B, N, H, D], lse [B, N, H])`` of equal shapes, keys counted once per partial.
+        partials: at least one pair ``(out [B, N, H, D], lse [B, N, H])`` of equal shapes.
 
     Returns:
-        ``AttentionOutput``: ``out`` in the dtype of the first partial's, ``lse`` float32 (float64 for float64). Sums are
-        taken in the dtype of ``lse``.
+        ``AttentionOutput``: ``out`` in the dtype of the first partial's, ``lse`` float32 (float64 for float64).
+        Sums are taken in the dtype of ``lse``.
 
     Raises:
         ValueError: no partials, or shapes that differ.
@@ -45,7 +45,7 @@ def merge(partials: Sequence[AttentionOutput | tuple[Tensor, Tensor]]) -> Attent
         if out.shape != partials[0][0].shape or lse.shape != out.shape[:-1]:
             raise ValueError(
                 "merge needs partials over the same queries, out [B, N, H, D] and lse [B, N, H]: partial 0 has out "
-                f"{tuple(partials[0][0].shape)}, got out {tuple(out.shape)} with lse {tuple(lse.shape)} in partial {index}"
+                f"{tuple(partials[0][0].shape)}, got partial {index} with out {tuple(out.shape)}, lse {tuple(lse.shape)}"
             )
     dtype = torch.float64 if partials[0][0].dtype == torch.float64 else torch.float32
     all_lse = torch.stack([lse.to(dtype) for _, lse in partials])

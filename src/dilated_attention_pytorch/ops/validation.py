@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 
 import torch
@@ -24,7 +25,7 @@ def check_call(
     key_padding_mask: Tensor | None,
     dropout_p: float,
 ) -> None:
-    """Raise what is wrong with the arguments of :func:`attend`, naming the argument, what was expected and what came."""
+    """Raise what is wrong with the arguments of :func:`attend`: the argument, what was expected, what came."""
     _check_tensors(query, key, value)
     if not isinstance(pattern, Pattern):
         raise TypeError(
@@ -142,6 +143,6 @@ def documents_of(cu_seqlens: Tensor | None, num_rows: int) -> tuple[int, ...] | 
         raise ValueError(
             f"cu_seqlens must run from 0 to the number of rows {num_rows}, got {boundaries[0]} to {boundaries[-1]}"
         )
-    if any(end < start for start, end in zip(boundaries, boundaries[1:], strict=False)):
+    if any(end < start for start, end in itertools.pairwise(boundaries)):
         raise ValueError(f"cu_seqlens must not decrease, got {list(boundaries)}")
     return boundaries

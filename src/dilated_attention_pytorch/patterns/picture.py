@@ -19,7 +19,9 @@ def draw(
     try:
         import matplotlib.pyplot as plt
     except ImportError as error:
-        raise ImportError("drawing a pattern needs matplotlib: pip install 'dilated-attention-pytorch[plot]'") from error
+        raise ImportError(
+            "drawing a pattern needs matplotlib: pip install 'dilated-attention-pytorch[plot]'"
+        ) from error
     if sequence_length < 1:
         raise ValueError(f"sequence_length must be at least 1, got {sequence_length}")
     positions = torch.arange(sequence_length)

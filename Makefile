@@ -1,0 +1,47 @@
+# Two commands for a new machine: `make demo` and `make test`. Both make their own environment in .venv.
+
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+RUN_FOLDER ?= runs/demo
+
+.PHONY: demo test gate format lint types tests sweep benchmark clean
+
+demo: $(VENV)/train.stamp  ## environment, install, train a LongNet on real text, sample from it
+	$(BIN)/dilated-attention train --output $(RUN_FOLDER)
+	$(BIN)/dilated-attention generate $(RUN_FOLDER) --prompt "def main(" --max-new-tokens 300
+
+test: $(VENV)/dev.stamp  ## environment, install, everything the gate checks
+	$(MAKE) gate
+
+gate: lint types tests
+
+lint:
+	$(BIN)/ruff format --check .
+	$(BIN)/ruff check .
+
+types:
+	$(BIN)/mypy
+
+tests:
+	$(BIN)/pytest -n 2 --dist worksteal
+
+sweep: $(VENV)/dev.stamp  ## the drawn cases again, ten times as many, other draws
+	HYPOTHESIS_PROFILE=sweep $(BIN)/pytest -n 2 tests/ops tests/planning
+
+benchmark: $(VENV)/dev.stamp  ## the figures of the README, on this machine
+	$(BIN)/python -m benchmarks.attention
+	$(BIN)/python -m benchmarks.decoding
+
+format: $(VENV)/dev.stamp
+	$(BIN)/ruff format .
+	$(BIN)/ruff check --fix .
+
+# Nothing but what is named here is installed; the constraints pin it.
+$(VENV)/%.stamp: pyproject.toml constraints.txt
+	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	$(BIN)/pip install --quiet --constraint constraints.txt --editable ".[$*]"
+	touch $@
+
+clean:
+	rm -rf $(VENV) build dist src/*.egg-info

@@ -1,0 +1,51 @@
+"""For the whole tree: the names that docstring examples use, and one summary of the figures that tests measured."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import dilated_attention_pytorch
+
+_FIGURES = "figures.jsonl"
+
+
+@pytest.fixture(autouse=True)
+def _names_of_examples(doctest_namespace: dict[str, Any]) -> None:
+    doctest_namespace["torch"] = torch
+    # Names that need transformers are loaded on first use: an example that shows one imports it.
+    doctest_namespace.update((n, x) for n, x in vars(dilated_attention_pytorch).items() if n[0] != "_")
+
+
+@pytest.fixture(autouse=True)
+def _seeded() -> None:
+    torch.manual_seed(0)
+
+
+@pytest.fixture
+def figure(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Any:
+    """``figure("what", value)`` prints a measured figure at the end of the run, also from a parallel worker."""
+    folder = tmp_path_factory.getbasetemp()
+    folder = folder.parent if hasattr(request.config, "workerinput") else folder
+
+    def record(what: str, value: object) -> None:
+        with open(folder / _FIGURES, "a") as file:
+            file.write(json.dumps([what, str(value)]) + "\n")
+
+    return record
+
+
+def pytest_terminal_summary(terminalreporter: Any, config: pytest.Config) -> None:
+    factory = getattr(config, "_tmp_path_factory", None)
+    if factory is None:
+        return
+    file = Path(factory.getbasetemp()) / _FIGURES
+    if file.exists():
+        terminalreporter.section("figures measured by the tests")
+        for line in sorted(file.read_text().splitlines()):
+            what, value = json.loads(line)
+            terminalreporter.write_line(f"{what}: {value}")

@@ -1,0 +1,121 @@
+"""Drawn calls of ``attend``: shapes, patterns, slabs, packing and padding that nobody chose."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass, field
+
+import torch
+from hypothesis import HealthCheck, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from dilated_attention_pytorch import DilatedPattern, Pattern, PatternSum
+from oracle import Groups, dense_counts
+
+SWEEP = os.environ.get("HYPOTHESIS_PROFILE") == "sweep"
+LENGTHS = st.one_of(st.sampled_from([1, 2, 7, 31, 63, 64, 65, 100, 127]), st.integers(1, 130))
+
+
+def examples(number: int) -> settings:
+    """That many draws, the same in every run; ten times as many and new ones in the sweep."""
+    return settings(
+        max_examples=number * 10 if SWEEP else number,
+        derandomize=not SWEEP,
+        deadline=None,
+        database=None,
+        suppress_health_check=list(HealthCheck),
+    )
+
+
+@dataclass
+class DrawnCall:
+    """One call, and what the oracle needs to know of it."""
+
+    batch: int
+    num_queries: int
+    num_keys: int
+    kv_heads: int
+    ratio: int
+    head_dim: int
+    groups: Groups
+    seed: int
+    is_causal: bool
+    scale: float | None
+    options: dict[str, Tensor | int] = field(default_factory=dict)
+    split: int = 0
+
+    @property
+    def pattern(self) -> Pattern:
+        """The drawn pattern, as a sum of two where ``split`` says so."""
+        g = self.groups
+        parts = [slice(0, self.split), slice(self.split, None)] if 0 < self.split < len(g.lengths) else [slice(None)]
+        patterns = tuple(
+            DilatedPattern(
+                list(g.lengths[part]), list(g.rates[part]), offset_rule=g.offset_rule, tail=g.tail,
+                segment_shift=list(g.shift),
+            )
+            for part in parts
+        )  # fmt: skip
+        return patterns[0] if len(patterns) == 1 else PatternSum(patterns)
+
+    def tensors(self, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+        """Query, key, value, and weights of out and lse in a loss; some not contiguous."""
+        generator = torch.Generator().manual_seed(self.seed)
+
+        def draw(rows: int, heads: int) -> Tensor:
+            shape = (
+                (self.batch, heads, rows, self.head_dim) if self.seed % 2 else (self.batch, rows, heads, self.head_dim)
+            )
+            x = torch.randn(shape, generator=generator, dtype=torch.float64).to(dtype)
+            return x.transpose(1, 2) if self.seed % 2 else x
+
+        heads = self.kv_heads * self.ratio
+        q, k, v = draw(self.num_queries, heads), draw(self.num_keys, self.kv_heads), draw(self.num_keys, self.kv_heads)
+        if self.seed % 5 == 0:  # the last dimension strided
+            k = k.transpose(-1, -2).contiguous().transpose(-1, -2)
+        grad_out = torch.randn(q.shape, generator=generator, dtype=torch.float64).to(dtype)
+        grad_lse = torch.randn(q.shape[:3], generator=generator, dtype=torch.float64)
+        return q, k, v, grad_out, grad_lse
+
+    def counts(self) -> tuple[Tensor, Tensor]:
+        boundaries = self.options.get("cu_seqlens")
+        return dense_counts(
+            self.groups, self.num_queries, self.num_keys, self.kv_heads,
+            query_offset=self.options.get("query_offset", 0), key_offset=self.options.get("key_offset", 0),
+            boundaries=None if boundaries is None else boundaries.tolist(), is_causal=self.is_causal,
+            padding=self.options.get("key_padding_mask"), batch=self.batch,
+        )  # fmt: skip
+
+
+@st.composite
+def calls(draw: st.DrawFn, *, with_padding: bool = True) -> DrawnCall:
+    """Any call that ``attend`` accepts, within sizes that a dense oracle does in milliseconds."""
+    num_groups = draw(st.integers(1, 5))
+    lengths = tuple(draw(st.lists(st.integers(1, 140), min_size=num_groups, max_size=num_groups)))
+    rates = tuple(draw(st.lists(st.integers(1, 13), min_size=num_groups, max_size=num_groups)))
+    shift = tuple(draw(st.one_of(st.just([0]), st.lists(st.integers(0, 150), min_size=1, max_size=3))))
+    kind = draw(st.sampled_from(["whole", "whole", "slabs", "packed", "zero_padded"]))
+    num_queries = num_keys = draw(LENGTHS)
+    options: dict[str, Tensor | int] = {}
+    batch = draw(st.integers(1, 3))
+    if kind == "slabs":
+        num_keys = draw(LENGTHS)
+        options = {"query_offset": draw(st.integers(0, 300)), "key_offset": draw(st.integers(0, 300))}
+    if kind == "packed":
+        inner = draw(st.lists(st.integers(0, num_queries), max_size=4))
+        options["cu_seqlens"] = torch.tensor([0, *sorted(inner), num_queries], dtype=torch.int32)
+    seed = draw(st.integers(0, 2**31))
+    if with_padding and kind != "zero_padded" and draw(st.integers(0, 2)) == 0:
+        generator = torch.Generator().manual_seed(seed)
+        options["key_padding_mask"] = torch.rand(batch, num_keys, generator=generator) < draw(st.floats(0.0, 1.0))
+    return DrawnCall(
+        batch=batch, num_queries=num_queries, num_keys=num_keys, kv_heads=draw(st.integers(1, 6)),
+        ratio=draw(st.sampled_from([1, 1, 2, 3])), head_dim=draw(st.sampled_from([1, 2, 5, 8, 16])),
+        groups=Groups(
+            lengths, rates, draw(st.sampled_from(["modulo", "block"])),
+            "zero_padded" if kind == "zero_padded" else "ragged", shift,
+        ),
+        seed=seed, is_causal=draw(st.booleans()), scale=draw(st.sampled_from([None, None, 0.7, -0.3])),
+        options=options, split=draw(st.integers(0, 4)),
+    )  # fmt: skip

@@ -1,0 +1,167 @@
+"""The engine against the dense oracle: every output and gradient, on drawn calls, in every dtype."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from torch import Tensor
+
+from dilated_attention_pytorch import attend, attend_with_lse
+from drawn import SWEEP, DrawnCall, calls, examples
+from error_budget import budget
+from oracle import dense_attention
+
+NAMES = ("out", "lse", "grad_query", "grad_key", "grad_value")
+# A test of 2,000 draws, in parts that run in parallel.
+PARTS, DRAWS = 8, 275
+
+
+def results(out: Tensor, lse: Tensor, inputs: list[Tensor], grad_out: Tensor, grad_lse: Tensor | None) -> list[Tensor]:
+    """out, lse with -inf as 0, and the gradients of a loss over both."""
+    seen = lse != float("-inf")
+    loss = (out.double() * grad_out.double()).sum()
+    if grad_lse is not None:
+        loss = loss + (torch.where(seen, lse, 0.0) * grad_lse).sum()
+    grads = torch.autograd.grad(loss, inputs, allow_unused=True)
+    grads = [torch.zeros_like(x) if grad is None else grad for x, grad in zip(inputs, grads, strict=True)]
+    return [out, torch.where(seen, lse, 0.0), *grads]
+
+
+def oracle(call: DrawnCall, inputs: list[Tensor], grad_out: Tensor, grad_lse: Tensor | None) -> list[Tensor]:
+    exact = [x.detach().double().requires_grad_() for x in inputs]
+    scale = 1 / math.sqrt(call.head_dim) if call.scale is None else call.scale
+    out, lse = dense_attention(*exact, *call.counts(), scale)
+    return [lse == float("-inf"), *results(out, lse, exact, grad_out.double(), grad_lse)]
+
+
+@pytest.mark.parametrize("part", range(PARTS))
+@pytest.mark.parametrize("impl", ["aten"])
+def test_float64_equals_the_oracle_to_1e_10(part: int, impl: str, figure: Any) -> None:
+    worst = dict.fromkeys(NAMES, 0.0)
+    drawn = 0
+
+    @examples(DRAWS)
+    @given(calls())
+    def check(call: DrawnCall) -> None:
+        nonlocal drawn
+        # derandomize repeats its draws in every part: the part moves the seed, and every second one drops the lse.
+        call.seed += part
+        call.is_causal ^= bool(part & 2)
+        call.groups = rotated(call.groups, part)
+        *inputs, grad_out, grad_lse = call.tensors(torch.float64)
+        weight = grad_lse if part & 1 else None
+        inputs = [x.requires_grad_() for x in inputs]
+        out, lse = attend_with_lse(
+            *inputs, call.pattern, is_causal=call.is_causal, scale=call.scale, impl=impl, **call.options
+        )
+        dead, *expected = oracle(call, inputs, grad_out, weight)
+        assert torch.equal(lse == float("-inf"), dead)
+        drawn += 1
+        for name, got, want in zip(NAMES, results(out, lse, inputs, grad_out, weight), expected, strict=True):
+            error = (got - want).abs().max().item() if got.numel() else 0.0
+            assert error <= 1e-10, (name, error)
+            worst[name] = max(worst[name], error)
+
+    check()
+    assert drawn >= (10 if SWEEP else 1) * DRAWS
+    figure(f"float64, {drawn} drawn calls (part {part}), largest errors", {k: f"{v:.1e}" for k, v in worst.items()})
+
+
+def rotated(groups: Any, by: int) -> Any:
+    """The same lengths with other rates: parts of one test draw different patterns from equal draws."""
+    by %= len(groups.rates)
+    return type(groups)(
+        groups.lengths, tuple(r + by for r in groups.rates[by:] + groups.rates[:by]), groups.offset_rule, groups.tail,
+        groups.shift,
+    )  # fmt: skip
+
+
+@examples(100)
+@given(calls())
+def test_the_reference_equals_the_oracle(call: DrawnCall) -> None:
+    *inputs, grad_out, grad_lse = call.tensors(torch.float64)
+    inputs = [x.requires_grad_() for x in inputs]
+    out, lse = attend_with_lse(
+        *inputs, call.pattern, is_causal=call.is_causal, scale=call.scale, impl="reference", **call.options
+    )
+    dead, *expected = oracle(call, inputs, grad_out, grad_lse)
+    assert torch.equal(lse == float("-inf"), dead)
+    for got, want in zip(results(out, lse, inputs, grad_out, grad_lse), expected, strict=True):
+        torch.testing.assert_close(got, want, rtol=0, atol=1e-10)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+def test_low_precision_stays_within_the_error_budget(dtype: torch.dtype, figure: Any) -> None:
+    used = dict.fromkeys(NAMES, 0.0)
+
+    @examples(150)
+    @given(calls())
+    def check(call: DrawnCall) -> None:
+        call.groups = type(call.groups)(*[*vars(call.groups).values()][:3], "ragged", call.groups.shift)
+        *inputs, grad_out, _ = call.tensors(dtype)
+        inputs = [x.requires_grad_() for x in inputs]
+        out, lse = attend_with_lse(*inputs, call.pattern, is_causal=call.is_causal, scale=call.scale, **call.options)
+        assert out.dtype == dtype
+        assert lse.dtype == torch.float32
+        got = results(out, lse, inputs, grad_out, None)
+        _, *want = oracle(call, inputs, grad_out, None)
+        q, k, v = (x.detach().double() for x in inputs)
+        k, v = (x.repeat_interleave(call.ratio, 2) for x in (k, v))
+        counts = call.counts()[0].repeat_interleave(call.ratio, 1).double()
+        scale = 1 / math.sqrt(call.head_dim) if call.scale is None else call.scale
+        bounds = budget(q, k, v, grad_out.double(), counts, scale, dtype)
+        for name, x, y, bound in zip(NAMES, got, want, bounds, strict=True):
+            if name in ("grad_key", "grad_value"):
+                bound = bound.unflatten(2, (-1, call.ratio)).sum(3)
+            # What lies below the smallest normal number of the dtype is lost whatever the algorithm.
+            floor = torch.finfo(dtype).tiny * 64
+            assert ((x.double() - y).abs() <= bound + floor).all(), name
+            if x.numel():
+                used[name] = max(used[name], ((x.double() - y).abs() / (bound + floor)).max().item())
+
+    check()
+    figure(f"{dtype}, largest part of the error budget used", {k: f"{v:.2f}" for k, v in used.items()})
+
+
+def test_bfloat16_is_as_exact_as_dense_attention_in_bfloat16(figure: Any) -> None:
+    """The paper's five groups: partials rounded to bfloat16 before or while merging would show."""
+    from dilated_attention_pytorch import DilatedPattern
+
+    pattern = DilatedPattern([2048, 4096, 8192, 16384, 32768], [1, 2, 4, 6, 12])
+    q, k, v, g = (torch.randn(1, 4096, 12, 64, dtype=torch.float64).bfloat16() for _ in range(4))
+
+    def ours(*inputs: Tensor) -> Tensor:
+        return attend(*inputs, pattern)
+
+    def dense(*inputs: Tensor) -> Tensor:
+        heads = (x.transpose(1, 2) for x in inputs)
+        return torch.nn.functional.scaled_dot_product_attention(*heads).transpose(1, 2)
+
+    def relative_errors(compute: Any) -> list[float]:
+        both = []
+        for dtype in (torch.bfloat16, torch.float64):
+            inputs = [x.to(dtype).requires_grad_() for x in (q, k, v)]
+            out = compute(*inputs)
+            both.append([out.detach(), *torch.autograd.grad(out, inputs, g.to(dtype))])
+        return [((low.double() - high).norm() / high.norm()).item() for low, high in zip(*both, strict=True)]
+
+    names = ("out", "grad_query", "grad_key", "grad_value")
+    ratios = {n: a / b for n, a, b in zip(names, relative_errors(ours), relative_errors(dense), strict=True)}
+    figure("bfloat16 error over that of dense SDPA", {name: f"{ratio:.2f}" for name, ratio in ratios.items()})
+    assert max(ratios.values()) <= 1.5
+
+
+def test_gradcheck() -> None:
+    from dilated_attention_pytorch import DilatedPattern
+
+    pattern = DilatedPattern([5, 11], [1, 3]) + DilatedPattern([13], [2], segment_shift=4)
+    q = torch.randn(1, 13, 4, 2, dtype=torch.float64, requires_grad=True)
+    k, v = (torch.randn(1, 13, 2, 2, dtype=torch.float64, requires_grad=True) for _ in range(2))
+    for causal in (False, True):
+        assert torch.autograd.gradcheck(
+            lambda *x, causal=causal: tuple(attend_with_lse(*x, pattern, is_causal=causal)), (q, k, v)
+        )

@@ -1,0 +1,69 @@
+"""The oracle of the tests: the definition of design.md, section 2, in dense float64. It imports nothing of ours."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+
+
+@dataclass(frozen=True)
+class Groups:
+    """A pattern by its parameters: one dilated pattern's, or several with their counts added."""
+
+    lengths: tuple[int, ...]
+    rates: tuple[int, ...]
+    offset_rule: str = "modulo"
+    tail: str = "ragged"
+    shift: tuple[int, ...] = (0,)
+
+
+def dense_counts(
+    groups: Groups, num_queries: int, num_keys: int, kv_heads: int, *, query_offset: int = 0, key_offset: int = 0,
+    boundaries: list[int] | None = None, is_causal: bool = False, padding: Tensor | None = None, batch: int = 1,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """``c[b, g, p, t]`` and the number of phantom keys ``n[b, g, p]``, by asking the definition for every pair."""
+    p, t = np.arange(num_queries) + query_offset, np.arange(num_keys) + key_offset
+    document_of_p, document_of_t = np.zeros_like(p), np.zeros_like(t)
+    length_of_p = np.full_like(p, num_queries)
+    if boundaries is not None:
+        document_of_p = document_of_t = np.searchsorted(boundaries, p, side="right") - 1
+        starts, ends = np.array(boundaries)[document_of_p], np.array(boundaries)[document_of_p + 1]
+        p, length_of_p = p - starts, ends - starts
+        t = p
+    counts = np.zeros((kv_heads, num_queries, num_keys), dtype=np.int64)
+    phantoms = np.zeros((kv_heads, num_queries), dtype=np.int64)
+    for g in range(kv_heads):
+        for w, r in zip(groups.lengths, groups.rates, strict=True):
+            offset = g % r if groups.offset_rule == "modulo" else g // int(np.ceil(kv_heads / r))
+            shift = groups.shift[g % len(groups.shift)]
+            in_p, in_t = (p + shift) % w % r == offset, (t + shift) % w % r == offset
+            same = (p[:, None] + shift) // w == (t[None, :] + shift) // w
+            same &= document_of_p[:, None] == document_of_t[None, :]
+            c = same & in_p[:, None] & in_t[None, :]
+            if groups.tail == "zero_padded" and not is_causal:
+                full = np.ceil(np.minimum(w, length_of_p) / r).astype(np.int64)
+                phantoms[g] += np.where(in_p, full - c.sum(1), 0)
+            counts[g] += c & (t[None, :] <= p[:, None]) if is_causal else c
+    c = torch.from_numpy(counts).expand(batch, -1, -1, -1)
+    if padding is not None:
+        c = c * ~padding[:, None, None, :]
+    return c, torch.from_numpy(phantoms).expand(batch, -1, -1)
+
+
+def dense_attention(
+    q: Tensor, k: Tensor, v: Tensor, counts: Tensor, phantoms: Tensor, scale: float, keep: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
+    """``O`` and ``L`` by one softmax over ``s + log c``; a row without a key is 0 and -inf, with zero gradient."""
+    ratio = q.shape[2] // k.shape[2]
+    k, v = (x.repeat_interleave(ratio, 2) for x in (k, v))
+    weights = torch.cat([counts, phantoms.unsqueeze(-1)], -1).repeat_interleave(ratio, 1)
+    s = torch.cat([scale * torch.einsum("bnhd,bmhd->bhnm", q, k), q.new_zeros(weights[..., :1].shape)], -1)
+    s = torch.where(weights > 0, s + weights.clamp(min=1).to(s.dtype).log(), float("-inf"))
+    dead = (weights == 0).all(-1)
+    lse = torch.where(dead, 0.0, s.masked_fill(dead.unsqueeze(-1), 0.0).logsumexp(-1))
+    p = torch.where(weights > 0, (s - lse.unsqueeze(-1)).exp(), 0.0)[..., :-1]
+    out = torch.einsum("bhnm,bmhd->bnhd", p if keep is None else p * keep, v)
+    return out, lse.masked_fill(dead, float("-inf")).transpose(1, 2)
