@@ -189,4 +189,5 @@ def _dense_keep_factors(
     return keep_factors(
         seed, index(query.shape[0], 0, 0), index(query.shape[2], 0, 1), index(query.shape[1], query_offset, 2),
         index(key.shape[1], key_offset, 3), dropout_p,
+        torch.float64 if query.dtype == torch.float64 else torch.float32,
     )  # fmt: skip

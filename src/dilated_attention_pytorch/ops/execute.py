@@ -180,7 +180,7 @@ class _Work:
             return keep_factors(
                 seed, batches[:, :, part, None], heads[:, :, part, None],
                 rows[:, :, part, None] + inputs.call.query_offset, keys[:, :, None, :] + inputs.call.key_offset,
-                inputs.dropout_p,
+                inputs.dropout_p, inputs.accumulation_dtype,
             )  # fmt: skip
 
         return bias, factors

@@ -45,7 +45,8 @@ def merge(partials: Sequence[AttentionOutput | tuple[Tensor, Tensor]]) -> Attent
         if out.shape != partials[0][0].shape or lse.shape != out.shape[:-1]:
             raise ValueError(
                 "merge needs partials over the same queries, out [B, N, H, D] and lse [B, N, H]: partial 0 has out "
-                f"{tuple(partials[0][0].shape)}, got partial {index} with out {tuple(out.shape)}, lse {tuple(lse.shape)}"
+                f"{tuple(partials[0][0].shape)}, got partial {index} with out {tuple(out.shape)} and lse "
+                f"{tuple(lse.shape)}"
             )
     dtype = torch.float64 if partials[0][0].dtype == torch.float64 else torch.float32
     all_lse = torch.stack([lse.to(dtype) for _, lse in partials])

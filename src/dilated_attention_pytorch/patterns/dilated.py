@@ -119,7 +119,9 @@ class DilatedPattern(Pattern):
         object.__setattr__(self, "segment_lengths", lengths)
         object.__setattr__(self, "dilation_rates", rates)
         object.__setattr__(self, "segment_shift", shifts[0] if len(shifts) == 1 else shifts)
-        object.__setattr__(self, "spec", json.dumps([[lengths, rates, self.offset_rule, self.tail, shifts]]))
+        # Written out by hand: torch.compile traces the construction of a pattern, but not the json module.
+        numbers = ", ".join(str(list(part)) for part in (lengths, rates, shifts))
+        object.__setattr__(self, "spec", f'[[{numbers}, "{self.offset_rule}", "{self.tail}"]]')
 
     @property
     def groups(self) -> tuple[DilationGroup, ...]:
@@ -136,7 +138,7 @@ def pattern_from_spec(spec: str) -> Pattern:
     """The pattern whose :attr:`Pattern.spec` this is."""
     patterns = tuple(
         DilatedPattern(lengths, rates, offset_rule=rule, tail=tail, segment_shift=shifts)
-        for lengths, rates, rule, tail, shifts in json.loads(spec)
+        for lengths, rates, shifts, rule, tail in json.loads(spec)
     )
     return patterns[0] if len(patterns) == 1 else PatternSum(patterns)
 

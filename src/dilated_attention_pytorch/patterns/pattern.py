@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import json
 from abc import ABC, abstractmethod
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -108,10 +107,7 @@ class PatternSum(Pattern):
     spec: str = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
-        joined: list[Any] = []
-        for pattern in self.patterns:
-            joined.extend(json.loads(pattern.spec))
-        object.__setattr__(self, "spec", json.dumps(joined))
+        object.__setattr__(self, "spec", "[" + ", ".join(pattern.spec[1:-1] for pattern in self.patterns) + "]")
 
     @property
     def groups(self) -> tuple[DilationGroup, ...]:
