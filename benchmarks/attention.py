@@ -1,0 +1,249 @@
+"""Time and memory of dilated attention on this machine, as ratios to dense attention's own rate in the same run.
+
+    python -m benchmarks.attention [--quick] [--only speed growth memory paper] [--output FILE]
+
+A time is printed only for a call whose sampled rows passed against the definition.
+"""
+
+from __future__ import annotations
+
+import argparse
+import ctypes
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils.flop_counter import FlopCounterMode
+
+from benchmarks.exactness import largest_errors, passes
+from benchmarks.machine import machine, write_results
+from dilated_attention_pytorch import DilatedPattern, attend, attend_with_lse
+
+SPEED = ((2048, 1), (4096, 2), (8192, 4))
+PAPER = ((2048, 1), (4096, 2), (8192, 4), (16384, 6), (32768, 12))
+DENSE_ROWS = 8192
+
+
+def pattern_of(groups: tuple[tuple[int, int], ...]) -> DilatedPattern:
+    return DilatedPattern([w for w, _ in groups], [r for _, r in groups])
+
+
+def seconds(call: Callable[[], object]) -> float:
+    start = time.perf_counter()
+    call()
+    return time.perf_counter() - start
+
+
+def operands(rows: int, heads: int, dtype: torch.dtype) -> tuple[list[Tensor], Tensor]:
+    generator = torch.Generator().manual_seed(rows)
+    q, k, v, g = (torch.randn(1, rows, heads, 64, generator=generator).to(dtype) for _ in range(4))
+    return [x.requires_grad_() for x in (q, k, v)], g
+
+
+class Dense:
+    """Dense scaled dot-product attention at 8,192 rows: the rate that this machine reaches."""
+
+    def __init__(self, heads: int, dtype: torch.dtype, *, is_causal: bool) -> None:
+        self.inputs, self.grad = operands(DENSE_ROWS, heads, dtype)
+        self.is_causal = is_causal
+        # PyTorch counts the whole square for its own causal attention: here the triangle counts.
+        pairs = DENSE_ROWS * (DENSE_ROWS + 1) // 2 if is_causal else DENSE_ROWS**2
+        self.flops = 4 * 64 * heads * pairs
+
+    def forward(self) -> Tensor:
+        q, k, v = (x.transpose(1, 2) for x in self.inputs)
+        out = torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=self.is_causal)
+        return out.transpose(1, 2)
+
+    def forward_seconds(self) -> float:
+        with torch.no_grad():
+            return seconds(self.forward)
+
+    def both_seconds(self) -> float:
+        return seconds(lambda: torch.autograd.grad(self.forward(), self.inputs, self.grad))
+
+
+def gate(
+    groups: tuple[tuple[int, int], ...], inputs: list[Tensor], grad: Tensor, *, is_causal: bool
+) -> dict[str, float]:
+    """Errors on sampled rows of exactly the call that is timed.
+
+    Raises:
+        SystemExit: they are larger than rounding explains; nothing is timed.
+    """
+    out, lse = attend_with_lse(*inputs, pattern_of(groups), is_causal=is_causal)
+    grads = torch.autograd.grad(out, inputs, grad)
+    names = ("query", "key", "value", "grad_out", "out", "lse", "grad_query", "grad_key", "grad_value")
+    tensors = dict(zip(names, (*inputs, grad, out, lse, *grads), strict=True))
+    errors = largest_errors(list(groups), tensors, is_causal=is_causal)
+    if not passes(errors, inputs[0].dtype):
+        raise SystemExit(f"not timed, because it is wrong: {groups} {inputs[0].shape} {inputs[0].dtype}: {errors}")
+    return errors
+
+
+def measure(
+    groups: tuple[tuple[int, int], ...], rows: int, heads: int, dtype: torch.dtype, *, is_causal: bool, repeats: int
+) -> dict[str, Any]:
+    """Median times of ours and of dense attention, taken in turn, and their ratio per operation."""
+    inputs, grad = operands(rows, heads, dtype)
+    errors = gate(groups, inputs, grad, is_causal=is_causal)
+    pattern = pattern_of(groups)
+    with FlopCounterMode(display=False) as counter, torch.no_grad():
+        attend(*inputs, pattern, is_causal=is_causal)
+    flops = counter.get_total_flops()
+
+    def forward() -> Tensor:
+        return attend(*inputs, pattern, is_causal=is_causal)
+
+    def forward_seconds() -> float:
+        with torch.no_grad():
+            return seconds(forward)
+
+    def both_seconds() -> float:
+        return seconds(lambda: torch.autograd.grad(forward(), inputs, grad))
+
+    dense = Dense(heads, dtype, is_causal=is_causal)
+    result: dict[str, Any] = {
+        "groups": groups, "rows": rows, "heads": heads, "head_dim": 64, "dtype": str(dtype).removeprefix("torch."),
+        "causal": is_causal, "forward_flops": flops, "largest_sampled_errors": errors,
+    }  # fmt: skip
+    for name, ours, theirs, factor in (
+        ("forward", forward_seconds, dense.forward_seconds, 1.0),
+        ("forward_backward", both_seconds, dense.both_seconds, 3.5),
+    ):
+        times: list[float] = []
+        dense_times: list[float] = []
+        theirs()
+        for _ in range(repeats):
+            dense_times.append(theirs())
+            times.append(ours())
+            dense_times.append(theirs())
+        rate = factor * dense.flops / statistics.median(dense_times)
+        bound = factor * flops / rate
+        result[name] = {
+            "seconds": statistics.median(times), "fastest": min(times), "slowest": max(times),
+            "dense_rate_gflops": rate / 1e9, "ratio_to_bound": statistics.median(times) / bound,
+        }  # fmt: skip
+    return result
+
+
+def show(result: dict[str, Any]) -> None:
+    both, forward = result["forward_backward"], result["forward"]
+    print(
+        f"N={result['rows']:>7,} H={result['heads']:>2} {result['dtype']:>8} causal={result['causal']!s:>5}  "
+        f"forward {forward['seconds']:8.3f} s = {forward['ratio_to_bound']:.3f} x bound   "
+        f"forward+backward {both['seconds']:8.3f} s = {both['ratio_to_bound']:.3f} x bound   "
+        f"(dense {forward['dense_rate_gflops']:.0f} and {both['dense_rate_gflops']:.0f} GFLOP/s, "
+        f"largest error {max(result['largest_sampled_errors'].values()):.1e})",
+        flush=True,
+    )
+
+
+def speed(*, quick: bool) -> list[dict[str, Any]]:
+    """At 16,384 and 65,536 rows in float32 and bfloat16: time over (FLOPs / dense rate)."""
+    results = []
+    for rows in (16384,) if quick else (16384, 65536):
+        for dtype in (torch.float32, torch.bfloat16):
+            for is_causal in (False, True):
+                result = measure(SPEED, rows, 8, dtype, is_causal=is_causal, repeats=3 if rows > 20000 else 5)
+                show(result)
+                results.append(result)
+    return results
+
+
+def growth(*, quick: bool) -> dict[str, Any]:
+    """Time at 131,072 rows over time at 16,384."""
+    times: dict[int, list[float]] = {16384: [], 32768 if quick else 131072: []}
+    for repeat in range(3):
+        for rows, of_rows in times.items():
+            inputs, _ = operands(rows, 8, torch.float32)
+            with torch.no_grad():
+                taken = seconds(lambda inputs=inputs: attend(*inputs, pattern_of(SPEED)))  # type: ignore[misc]
+            if repeat:
+                of_rows.append(taken)
+    small, large = times
+    ratio = statistics.median(times[large]) / statistics.median(times[small])
+    print(f"growth: time at {large:,} rows over time at {small:,}: {ratio:.2f} (rows: {large / small:.0f} x)")
+    return {"rows": [small, large], "seconds": [statistics.median(t) for t in times.values()], "ratio": ratio}
+
+
+def resident(field: str) -> int:
+    """A field of /proc/self/status, in bytes."""
+    for line in Path("/proc/self/status").read_text().splitlines():
+        if line.startswith(field + ":"):
+            return int(line.split()[1]) * 1024
+    raise KeyError(field)
+
+
+def memory_of_one(rows: int, dtype: torch.dtype, *, is_causal: bool) -> None:
+    """In a fresh process: peak resident memory of forward + backward beyond inputs, out, lse and gradients."""
+    warm, grad = operands(4096, 8, dtype)
+    torch.autograd.grad(attend(*warm, pattern_of(SPEED), is_causal=is_causal), warm, grad)
+    del warm, grad
+    inputs, grad = operands(rows, 8, dtype)
+    ctypes.CDLL("libc.so.6").malloc_trim(0)  # else the draw of the inputs leaves pages that hide ours
+    before = resident("VmRSS")
+    Path("/proc/self/clear_refs").write_text("5")  # the peak begins anew
+    out, lse = attend_with_lse(*inputs, pattern_of(SPEED), is_causal=is_causal)
+    grads = torch.autograd.grad(out, inputs, grad)
+    results = sum(x.numel() * x.element_size() for x in (out, lse, *grads))
+    transient = resident("VmHWM") - before - results
+    print(transient / (inputs[0].numel() * inputs[0].element_size()))
+
+
+def memory(*, quick: bool) -> list[dict[str, Any]]:
+    """Transient memory of forward + backward as a part of the size of q, each in a process of its own."""
+    results = []
+    for dtype in ("float32", "bfloat16"):
+        for causal in (False, True):
+            rows = 16384 if quick else 65536
+            command = [sys.executable, "-m", "benchmarks.attention", "--memory-of", str(rows), dtype, str(int(causal))]
+            run = subprocess.run(command, capture_output=True, text=True, check=True)
+            part = float(run.stdout)
+            print(f"transient memory at {rows:,} rows, {dtype}, causal={causal}: {part:.3f} x the size of q")
+            results.append({"rows": rows, "dtype": dtype, "causal": causal, "parts_of_query": part})
+    return results
+
+
+def paper(*, quick: bool) -> list[dict[str, Any]]:
+    """The paper's own configuration: exact in float64 on sampled rows, then timed in float32."""
+    results = []
+    for rows in (4001,) if quick else (32768, 40001):
+        for is_causal in (False, True):
+            inputs, grad = operands(rows, 12, torch.float64)
+            errors = gate(PAPER, inputs, grad, is_causal=is_causal)
+            print(f"paper's configuration, {rows:,} rows, causal={is_causal}: float64 errors on sampled rows {errors}")
+            result = measure(PAPER, rows, 12, torch.float32, is_causal=is_causal, repeats=1)
+            result["largest_sampled_errors_float64"] = errors
+            show(result)
+            results.append(result)
+    return results
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parts = {"speed": speed, "growth": growth, "memory": memory, "paper": paper}
+    parser.add_argument("--only", nargs="+", choices=parts, default=list(parts), help="which parts to run")
+    parser.add_argument("--quick", action="store_true", help="small sizes: checks the benchmark, publishes nothing")
+    parser.add_argument("--output", type=Path, default=Path("benchmarks/results/attention.json"))
+    parser.add_argument("--memory-of", nargs=3, help=argparse.SUPPRESS)
+    arguments = parser.parse_args()
+    if arguments.memory_of:
+        rows, dtype, causal = arguments.memory_of
+        memory_of_one(int(rows), getattr(torch, dtype), is_causal=causal == "1")
+        return
+    results: dict[str, Any] = {"machine": machine()}
+    for name in arguments.only:
+        print(f"--- {name}: {(parts[name].__doc__ or '').strip()}", flush=True)
+        results[name] = parts[name](quick=arguments.quick)
+    write_results(arguments.output, results)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,106 @@
+"""One block of LongNet: dilated attention and a feed-forward, each with MAGNETO's sub-LayerNorm."""
+
+from __future__ import annotations
+
+import math
+from typing import Protocol
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from dilated_attention_pytorch.nn import MultiheadDilatedAttention
+
+from .config import LongNetConfig
+from .rotary import Rotary, rotate
+
+
+class LayerAttention(Protocol):
+    """Attention as a block calls it: causal, under the pattern of layer ``layer``."""
+
+    def __call__(self, layer: int, query: Tensor, key: Tensor, value: Tensor, dropout_p: float) -> Tensor:
+        """query ``[B, N, H, D]``, key and value ``[B, N, G, D]``; returns ``[B, N, H, D]``."""
+        ...
+
+
+def magneto_gain(num_layers: int) -> float:
+    """Xavier gain of value, output and feed-forward matrices in a decoder of L blocks: ``sqrt(log(2 L))``.
+
+    MAGNETO (arXiv 2210.06423, section 2.2, figure 2): with it the update of the model's output stays bounded in L.
+    """
+    return math.sqrt(math.log(2 * num_layers))
+
+
+class FeedForward(nn.Module):
+    """``out(norm(act(x)))``: ``act(x) = silu(gate x) * (up x)`` for "swiglu", ``gelu(up x)`` for "gelu"."""
+
+    def __init__(
+        self, config: LongNetConfig, *, device: torch.device | str | None = None, dtype: torch.dtype | None = None
+    ) -> None:
+        super().__init__()
+        assert config.ffn_dim is not None
+        self.is_gated = config.activation == "swiglu"
+        self.gain = magneto_gain(config.num_layers)
+        width = config.ffn_dim
+        # Gate and up are one matrix, so that the input is read once.
+        self.in_proj = nn.Linear(
+            config.embed_dim, 2 * width if self.is_gated else width, bias=False, device=device, dtype=dtype
+        )
+        self.inner_layernorm = nn.LayerNorm(width, eps=config.layernorm_eps, device=device, dtype=dtype)
+        self.out_proj = nn.Linear(width, config.embed_dim, bias=False, device=device, dtype=dtype)
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        """Xavier-uniform matrices, up and out with MAGNETO's gain."""
+        weights = self.in_proj.weight.chunk(2) if self.is_gated else (self.in_proj.weight,)
+        for weight, gain in zip(weights[::-1], (self.gain, 1.0), strict=False):
+            nn.init.xavier_uniform_(weight, gain=gain)
+        nn.init.xavier_uniform_(self.out_proj.weight, gain=self.gain)
+        self.inner_layernorm.reset_parameters()
+
+    def forward(self, x: Tensor) -> Tensor:
+        """``[..., E]`` to ``[..., E]``."""
+        inner = self.in_proj(x)
+        if self.is_gated:
+            gate, up = inner.chunk(2, dim=-1)
+            inner = functional.silu(gate) * up
+        else:
+            inner = functional.gelu(inner)
+        return self.out_proj(self.inner_layernorm(inner))
+
+
+class Block(nn.Module):
+    """``x + attention(norm(x))``, then ``x + feed_forward(norm(x))``."""
+
+    def __init__(
+        self,
+        config: LongNetConfig,
+        layer: int,
+        *,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        super().__init__()
+        pattern = config.pattern(layer)
+        self.layer = layer
+        self.attention_layernorm = nn.LayerNorm(config.embed_dim, eps=config.layernorm_eps, device=device, dtype=dtype)
+        self.attention = MultiheadDilatedAttention(
+            config.embed_dim, config.num_heads, pattern.segment_lengths, pattern.dilation_rates,
+            config.attention_dropout, bias=False, num_kv_heads=config.num_kv_heads, sub_layernorm=True,
+            layernorm_eps=config.layernorm_eps, gain=magneto_gain(config.num_layers), offset_rule=config.offset_rule,
+            segment_shift=pattern.segment_shift, device=device, dtype=dtype,
+        )  # fmt: skip
+        self.feed_forward_layernorm = nn.LayerNorm(
+            config.embed_dim, eps=config.layernorm_eps, device=device, dtype=dtype
+        )
+        self.feed_forward = FeedForward(config, device=device, dtype=dtype)
+        self.dropout = nn.Dropout(config.dropout)
+
+    def forward(self, x: Tensor, turn: Rotary, attend: LayerAttention) -> Tensor:
+        """``[B, N, E]`` to ``[B, N, E]``; ``turn`` rotates queries and keys, ``attend`` is given from outside."""
+        normed = self.attention_layernorm(x)
+        query, key, value = self.attention.project_in(normed, normed, normed)
+        dropout_p = self.attention.attention.dropout if self.training else 0.0
+        heads = attend(self.layer, rotate(query, turn), rotate(key, turn), value, dropout_p)
+        x = x + self.dropout(self.attention.project_out(heads))
+        return x + self.dropout(self.feed_forward(self.feed_forward_layernorm(x)))

@@ -1,0 +1,289 @@
+"""The same LongNet as a transformers model: saved, loaded, trained and sampled from as any other."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import fields
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+from torch.utils.checkpoint import checkpoint
+
+try:
+    from transformers import (
+        AutoConfig,
+        AutoModelForCausalLM,
+        GenerationConfig,
+        GenerationMixin,
+        PreTrainedConfig,
+        PreTrainedModel,
+    )
+    from transformers.modeling_outputs import CausalLMOutputWithPast
+except ImportError as error:
+    raise ImportError(
+        "LongNetForCausalLM needs transformers 5: pip install 'dilated-attention-pytorch[train]'"
+    ) from error
+
+from dilated_attention_pytorch.nn import MultiheadDilatedAttention
+
+from .blocks import FeedForward
+from .cache import LongNetCache
+from .config import LongNetConfig
+from .longnet import LongNetLM
+
+# How transformers is told to checkpoint is a call (gradient_checkpointing_enable), not a part of the saved model.
+_FIELDS = tuple(field.name for field in fields(LongNetConfig) if field.name != "gradient_checkpointing")
+_LOSS_BLOCK = 1 << 22  # logits that are float32 at once
+_SMALLEST = LongNetConfig(
+    embed_dim=256, num_layers=4, num_heads=4, segment_lengths=[512, 2048, 8192], dilation_rates=[1, 4, 16]
+)
+
+
+class LongNetCausalLMConfig(PreTrainedConfig):
+    """A :class:`LongNetConfig` in the form of transformers: the same fields, with its saving and loading.
+
+    Args:
+        **kwargs: fields of :class:`LongNetConfig` (a small model without them), then transformers' own.
+
+    Raises:
+        TypeError, ValueError: see :class:`LongNetConfig`.
+
+    >>> from dilated_attention_pytorch.models.causal_lm import LongNetCausalLMConfig
+    >>> LongNetCausalLMConfig(embed_dim=64, num_layers=2).to_longnet_config().num_layers
+    2
+    """
+
+    model_type = "longnet-dilated"
+    keys_to_ignore_at_inference: ClassVar[list[str]] = ["past_key_values"]
+    attribute_map: ClassVar[dict[str, str]] = {
+        "hidden_size": "embed_dim",
+        "num_hidden_layers": "num_layers",
+        "num_attention_heads": "num_heads",
+        "num_key_value_heads": "num_kv_heads",
+        "intermediate_size": "ffn_dim",
+    }
+
+    # transformers constructs configurations from whatever keys their file holds, so this is where they come in.
+    def __init__(self, **kwargs: Any) -> None:
+        given = {name: kwargs.pop(name) for name in _FIELDS if name in kwargs}
+        for alias, name in self.attribute_map.items():
+            if alias in kwargs:
+                given[name] = kwargs.pop(alias)
+        derived = ("num_kv_heads", "ffn_dim")
+        values = {name: getattr(_SMALLEST, name) for name in _FIELDS if name not in derived}
+        # Checked as a whole; lists, so that a configuration read back from JSON is equal.
+        for name, value in LongNetConfig(**{**values, **given}).to_dict().items():
+            if name in _FIELDS:
+                setattr(self, name, value)
+        super().__init__(**kwargs)
+
+    @classmethod
+    def from_longnet_config(cls, config: LongNetConfig) -> LongNetCausalLMConfig:
+        """The configuration with the fields of ``config``, apart from ``gradient_checkpointing``."""
+        values = config.to_dict()
+        return cls(**{name: values[name] for name in _FIELDS})
+
+    def to_longnet_config(self) -> LongNetConfig:
+        """The fields as a :class:`LongNetConfig`, checked again."""
+        return LongNetConfig(**{name: getattr(self, name) for name in _FIELDS})
+
+
+class LongNetForCausalLM(PreTrainedModel, GenerationMixin):
+    """:class:`LongNetLM` as a ``PreTrainedModel``: ``save_pretrained``, ``from_pretrained``, ``Trainer``, ``generate``.
+
+    One set of weights and one forward: ``self.model`` is the :class:`LongNetLM` that computes everything.
+
+    Args:
+        config: a :class:`LongNetCausalLMConfig`; from a :class:`LongNetConfig` with :meth:`from_longnet_config`.
+
+    >>> from dilated_attention_pytorch.models import LongNetConfig, LongNetForCausalLM
+    >>> config = LongNetConfig(
+    ...     embed_dim=32, num_layers=2, num_heads=4, segment_lengths=[16, 64], dilation_rates=[1, 4]
+    ... )
+    >>> model = LongNetForCausalLM.from_longnet_config(config).eval()
+    >>> prompt = torch.randint(256, (2, 20))
+    >>> model.generate(prompt, max_new_tokens=5, do_sample=False).shape
+    torch.Size([2, 25])
+    """
+
+    config_class = LongNetCausalLMConfig
+    base_model_prefix = "model"
+    supports_gradient_checkpointing = True
+    accepts_loss_kwargs = True
+    # Rows that no later token sees are gone from the cache: assisted generation, which takes tokens back, is refused.
+    _is_stateful = True
+
+    def __init__(self, config: LongNetCausalLMConfig) -> None:
+        super().__init__(config)
+        self.model = LongNetLM(config.to_longnet_config())
+        self._no_split_modules = {"Block"}
+        self.post_init()
+
+    @classmethod
+    def from_longnet_config(cls, config: LongNetConfig) -> LongNetForCausalLM:
+        """A model with fresh weights."""
+        model = cls(LongNetCausalLMConfig.from_longnet_config(config))
+        model.model.gradient_checkpointing = config.gradient_checkpointing
+        return model
+
+    def get_input_embeddings(self) -> nn.Module:
+        """The embedding table."""
+        return self.model.embedding
+
+    def set_input_embeddings(self, value: nn.Module) -> None:
+        """Replace the embedding table."""
+        assert isinstance(value, nn.Embedding)
+        self.model.embedding = value
+
+    def get_output_embeddings(self) -> nn.Module | None:
+        """The output matrix; None where the embedding table serves as it."""
+        return self.model.head
+
+    def set_output_embeddings(self, new_embeddings: nn.Module) -> None:
+        """Replace the output matrix."""
+        assert isinstance(new_embeddings, nn.Linear)
+        self.model.head = new_embeddings
+
+    @torch.no_grad()
+    def initialize_weights(self) -> None:
+        """Initialise every module that a checkpoint did not fill; each knows its own rule."""
+        for module in self.modules():
+            if isinstance(module, LongNetLM):
+                own = [*module.embedding.parameters(), *(module.head.parameters() if module.head is not None else ())]
+                reset: Callable[[], None] = module.reset_embeddings
+            elif isinstance(module, (MultiheadDilatedAttention, FeedForward, nn.LayerNorm)):
+                own, reset = list(module.parameters()), module.reset_parameters
+            else:
+                continue
+            # transformers marks what it loaded; a module that lacks a part of it starts afresh as a whole.
+            if not all(getattr(parameter, "_is_hf_initialized", False) for parameter in own):
+                reset()
+
+    def forward(
+        self,
+        input_ids: Tensor,
+        attention_mask: Tensor | None = None,
+        past_key_values: LongNetCache | None = None,
+        labels: Tensor | None = None,
+        use_cache: bool | None = None,
+        cu_seqlens: Tensor | None = None,
+        logits_to_keep: int = 0,
+        num_items_in_batch: Tensor | int | None = None,
+        return_dict: bool | None = None,
+    ) -> CausalLMOutputWithPast | tuple[Tensor, ...]:
+        """Logits, and with ``labels`` the loss.
+
+        Args:
+            input_ids: integer ``[B, N]``.
+            attention_mask: ``[B, N]`` (with a cache ``[B, past + N]``), 1 = real, see :meth:`LongNetLM.forward`.
+            past_key_values: a cache, brought up to date. For inference: call under ``torch.no_grad()``.
+            labels: integer ``[B, N]``, the tokens themselves (they are shifted here); -100 is ignored.
+            use_cache: True makes a cache where none is given; None and False do not.
+            cu_seqlens: int32 boundaries of packed documents, see :meth:`LongNetLM.forward`.
+            logits_to_keep: only the last so many positions' logits are computed; 0 is all.
+            num_items_in_batch: what the summed loss is divided by, for gradient accumulation over several calls; the
+                number of labels without it.
+            return_dict: False gives a tuple.
+
+        Returns:
+            ``CausalLMOutputWithPast(loss, logits [B, N, V], past_key_values)``.
+        """
+        cache = past_key_values
+        if cache is None and use_cache:
+            cache = LongNetCache(self.model.config)
+        hidden = self.model.hidden_states(
+            input_ids, attention_mask=attention_mask, cu_seqlens=cu_seqlens, cache=cache
+        )  # fmt: skip
+        logits = self.model.logits(hidden[:, -logits_to_keep:] if logits_to_keep else hidden)
+        loss = None
+        if labels is not None:
+            if labels.shape != logits.shape[:2]:
+                raise ValueError(
+                    f"labels must have the shape {tuple(logits.shape[:2])} of the logits, got {tuple(labels.shape)}"
+                )
+            loss = next_token_loss(logits, labels, num_items_in_batch)
+        # transformers passes the cache on without looking inside; its own class would hold every row.
+        output = CausalLMOutputWithPast(loss=loss, logits=logits, past_key_values=cache)  # type: ignore[arg-type]
+        as_dict = self.config.return_dict if return_dict is None else return_dict
+        return output if as_dict else output.to_tuple()
+
+    def _set_gradient_checkpointing(
+        self,
+        enable: bool = True,
+        gradient_checkpointing_func: Callable[..., Any] = checkpoint,
+        every_n_layers: int = 1,
+    ) -> None:
+        # Called by gradient_checkpointing_enable and gradient_checkpointing_disable of transformers.
+        if every_n_layers != 1:
+            raise NotImplementedError(f"every_n_layers must be 1: all blocks are checkpointed; got {every_n_layers}")
+        self.model.gradient_checkpointing = enable
+        self.model.checkpoint_function = gradient_checkpointing_func
+
+    def _prepare_cache_for_generation(
+        self,
+        generation_config: GenerationConfig,
+        model_kwargs: dict[str, Any],
+        generation_mode: Any,
+        batch_size: int,
+        max_cache_length: int,
+    ) -> bool:
+        # transformers would bring a cache that keeps every row for ever; the result is read by nobody.
+        cache = model_kwargs.get("past_key_values")
+        if cache is not None and not isinstance(cache, LongNetCache):
+            raise TypeError(f"past_key_values must be a LongNetCache, got {type(cache).__name__}")
+        if generation_config.cache_implementation is not None:
+            raise NotImplementedError(
+                "cache_implementation must be None: LongNet brings its own cache, which keeps only rows that a later "
+                f"token can still see; got {generation_config.cache_implementation!r}"
+            )
+        mask = model_kwargs.get("attention_mask")
+        if mask is not None and not bool(mask[:, -1].all()):
+            raise ValueError(
+                "generate goes on from the last column of input_ids, so prompts of different lengths must be padded on "
+                "the left: got an attention_mask with padding in its last column"
+            )
+        if cache is None and generation_config.use_cache is not False:
+            model_kwargs["past_key_values"] = LongNetCache(self.model.config)
+        return True
+
+    def _reorder_cache(self, past_key_values: LongNetCache, beam_idx: Tensor) -> LongNetCache:
+        past_key_values.reorder(beam_idx)
+        return past_key_values
+
+
+def next_token_loss(logits: Tensor, labels: Tensor, num_items: Tensor | int | None = None) -> Tensor:
+    """Mean cross-entropy of the token after each position, in float32 (float64 for float64 logits).
+
+    The last position has no next token, and labels of -100 are ignored. Float32 copies of low-precision logits exist
+    for a block of positions at a time.
+
+    Args:
+        logits: ``[B, N, V]``.
+        labels: integer ``[B, N]``, the tokens at the positions of ``logits``.
+        num_items: what the sum is divided by; the number of labels counted without it.
+
+    Returns:
+        a scalar; NaN where no label counts and ``num_items`` is not given, as in PyTorch.
+    """
+    targets = functional.pad(labels, (0, 1), value=-100)[:, 1:].flatten()
+    flat = logits.flatten(0, 1)
+    rows = max(1, _LOSS_BLOCK // flat.shape[1])
+    if flat.shape[0] <= rows:
+        total = _summed_loss(flat, targets)
+    else:
+        blocks = zip(flat.split(rows), targets.split(rows), strict=True)
+        parts = [checkpoint(_summed_loss, *block, use_reentrant=False) for block in blocks]
+        total = torch.stack(parts).sum()
+    count = (targets != -100).sum() if num_items is None else num_items
+    return total / (count.to(total.device) if isinstance(count, Tensor) else count)
+
+
+def _summed_loss(logits: Tensor, targets: Tensor) -> Tensor:
+    dtype = torch.promote_types(logits.dtype, torch.float32)
+    return functional.cross_entropy(logits.to(dtype), targets, ignore_index=-100, reduction="sum")
+
+
+AutoConfig.register(LongNetCausalLMConfig.model_type, LongNetCausalLMConfig, exist_ok=True)
+AutoModelForCausalLM.register(LongNetCausalLMConfig, LongNetForCausalLM, exist_ok=True)

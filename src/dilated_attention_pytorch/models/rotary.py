@@ -1,0 +1,31 @@
+"""Rotary positions: queries and keys turned by angles that grow with their absolute positions."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+
+class Rotary(NamedTuple):
+    """Cosines and sines of the angles of every row, ``[N, 1, D / 2]`` or ``[B, N, 1, D / 2]``, float32 or float64."""
+
+    cos: Tensor
+    sin: Tensor
+
+
+def rotary(positions: Tensor, head_dim: int, theta: float, dtype: torch.dtype) -> Rotary:
+    """The rotation of rows at ``positions`` (``[N]`` or ``[B, N]``): angle ``p * theta ** (-2 i / D)`` for pair i."""
+    # A float32 product loses a fraction of a radian beyond a million positions; float64 costs N * D / 2 numbers, once.
+    pairs = torch.arange(0, head_dim, 2, dtype=torch.float64, device=positions.device) / head_dim
+    angles = (positions.to(torch.float64).unsqueeze(-1) * theta**-pairs).unsqueeze(-2)
+    dtype = torch.float64 if dtype == torch.float64 else torch.float32
+    return Rotary(angles.cos().to(dtype), angles.sin().to(dtype))
+
+
+def rotate(heads: Tensor, turn: Rotary) -> Tensor:
+    """Turn ``heads [B, N, heads, D]`` pair by pair (i, i + D / 2), in the rotation's dtype and back in their own."""
+    first, second = heads.to(turn.cos.dtype).chunk(2, dim=-1)
+    turned = torch.cat([first * turn.cos - second * turn.sin, second * turn.cos + first * turn.sin], dim=-1)
+    return turned.to(heads.dtype)

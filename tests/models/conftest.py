@@ -1,0 +1,40 @@
+"""Small models whose sizes are distinct, in float64."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+
+from dilated_attention_pytorch.models import LongNetConfig, LongNetLM
+
+
+@pytest.fixture(autouse=True)
+def _one_thread() -> Iterator[None]:
+    """The models are so small that starting threads would be most of the time."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
+
+@pytest.fixture
+def make_config() -> Callable[..., LongNetConfig]:
+    def make(**changes: Any) -> LongNetConfig:
+        sizes: dict[str, Any] = {
+            "vocab_size": 29, "embed_dim": 60, "num_layers": 2, "num_heads": 6, "num_kv_heads": 3, "ffn_dim": 53,
+            "segment_lengths": [7, 23], "dilation_rates": [1, 3], "layer_segment_shifts": (0, 5),
+        }  # fmt: skip
+        return LongNetConfig(**{**sizes, **changes})
+
+    return make
+
+
+@pytest.fixture
+def make_model(make_config: Callable[..., LongNetConfig]) -> Callable[..., LongNetLM]:
+    def make(**changes: Any) -> LongNetLM:
+        return LongNetLM(make_config(**changes)).double().eval()
+
+    return make

@@ -1,0 +1,152 @@
+"""Cached equals naive, and the cache holds what a later token can still see and nothing else."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from dilated_attention_pytorch.models import LongNetCache, LongNetConfig
+
+TOLERANCE = 1e-12
+LENGTH = 61
+PATTERNS: dict[str, dict[str, Any]] = {
+    "two groups, shifted layers": {},
+    "rates that do not divide": {"segment_lengths": [10, 16], "dilation_rates": [3, 7], "num_kv_heads": 6},
+    "longer than the text": {"segment_lengths": [11, 1000], "dilation_rates": [2, 5]},
+    "one group twice": {"segment_lengths": [8, 8], "dilation_rates": [2, 2], "num_kv_heads": 2},
+    "no group with every row": {"segment_lengths": [5, 13, 29], "dilation_rates": [4, 2, 8], "num_kv_heads": 1},
+    "block offsets": {"segment_lengths": [6, 17], "dilation_rates": [2, 4], "offset_rule": "block", "num_kv_heads": 6},
+    "full attention": {"segment_lengths": [1 << 40], "dilation_rates": [1]},
+    "nothing but itself": {"segment_lengths": [1], "dilation_rates": [1]},
+}
+CHUNKS = {
+    "token by token": [1] * LENGTH,
+    "one chunk": [LENGTH],
+    "chunks of 13": [13, 13, 13, 13, 9],
+    "a prompt, then tokens": [37] + [1] * 24,
+    "mixed": [1, 6, 1, 1, 30, 1, 2, 19],
+}
+
+
+def alive(config: LongNetConfig, layer: int, head: int, tokens: int) -> list[int]:
+    """The rows a later token can still see, by asking the definition for every one."""
+    shift = config.layer_segment_shifts[layer % len(config.layer_segment_shifts)]
+    assert config.num_kv_heads is not None
+    rows = set()
+    for w, r in zip(config.segment_lengths, config.dilation_rates, strict=True):
+        offset = head % r if config.offset_rule == "modulo" else head // -(-config.num_kv_heads // r)
+        rows |= {
+            p for p in range(tokens) if (p + shift) // w == (tokens + shift) // w and (p + shift) % w % r == offset
+        }
+    return sorted(rows)
+
+
+@pytest.mark.parametrize("pattern", PATTERNS)
+@pytest.mark.parametrize("chunks", CHUNKS)
+@torch.no_grad()
+def test_cached_equals_naive_across_every_boundary(make_model: Any, pattern: str, chunks: str) -> None:
+    model, ids = make_model(**PATTERNS[pattern]), torch.randint(29, (2, LENGTH))
+    cache = LongNetCache(model.config)
+    logits = torch.cat([model(chunk, cache=cache) for chunk in ids.split(CHUNKS[chunks], dim=1)], dim=1)
+    torch.testing.assert_close(logits, model(ids), atol=TOLERANCE, rtol=0)
+    assert cache.tokens_seen == [LENGTH, LENGTH]
+
+
+@pytest.mark.parametrize("pattern", PATTERNS)
+@pytest.mark.parametrize("chunks", ["token by token", "mixed"])
+@torch.no_grad()
+def test_cached_rows_are_exactly_those_alive(make_model: Any, pattern: str, chunks: str) -> None:
+    model, ids = make_model(**PATTERNS[pattern]), torch.randint(29, (1, LENGTH))
+    config, cache, seen = model.config, LongNetCache(model.config), 0
+    for chunk in ids.split(CHUNKS[chunks], dim=1):
+        model(chunk, cache=cache)
+        seen += chunk.shape[1]
+        pairs = zip(config.segment_lengths, config.dilation_rates, strict=True)
+        formula = sum(-(-min(w, seen) // r) for w, r in pairs)
+        for layer in range(config.num_layers):
+            for head in range(config.num_kv_heads):
+                rows = cache.positions(layer, 0, head)
+                assert rows == alive(config, layer, head, seen)
+                assert len(rows) == cache.rows_per_head(layer)[0][head] <= formula
+
+
+@torch.no_grad()
+def test_memory_stops_growing_with_the_text(make_model: Any) -> None:
+    model = make_model(segment_lengths=[16, 64], dilation_rates=[1, 4], layer_segment_shifts=[0, 8])
+    cache, sizes = LongNetCache(model.config), []
+    for _ in range(12):
+        model(torch.randint(29, (1, 63)), cache=cache)
+        for _ in range(10):
+            model(torch.randint(29, (1, 1)), cache=cache)
+        sizes.append(cache.num_bytes)
+    head_dim, rows = 10, 16 + 64 // 4
+    assert max(sizes) <= 2 * 2 * 3 * rows * head_dim * 8  # layers, k and v, heads, float64
+    assert sizes[-1] == sizes[-4]
+
+
+@pytest.mark.parametrize("chunk_size", [5, 41])
+@torch.no_grad()
+def test_prompts_of_different_lengths_give_what_each_gives_alone(make_model: Any, chunk_size: int) -> None:
+    model, ids, prompt = make_model(), torch.randint(29, (4, LENGTH)), 41
+    runs = [(13, prompt), (0, prompt), (13, prompt), (2, 30)]  # padded left, not, left, on both sides
+    mask = torch.zeros(4, LENGTH, dtype=torch.int64)
+    for row, (start, stop) in enumerate(runs):
+        mask[row, start:stop] = 1
+    mask[:, prompt:] = 1
+    cache, logits = LongNetCache(model.config), []
+    for start in [*range(0, prompt, chunk_size), *range(prompt, LENGTH)]:
+        stop = min(start + chunk_size, prompt) if start < prompt else start + 1
+        logits.append(model(ids[:, start:stop], attention_mask=mask[:, :stop], cache=cache))
+    together = torch.cat(logits, dim=1)
+    for row in range(4):
+        real = mask[row].bool()
+        alone = model(ids[row : row + 1, real])
+        torch.testing.assert_close(together[row, real], alone[0], atol=TOLERANCE, rtol=0)
+    assert cache.tokens_seen == mask.sum(dim=1).tolist()
+
+
+@torch.no_grad()
+def test_reordered_rows_go_on_as_the_rows_they_became(make_model: Any) -> None:
+    model, ids = make_model(), torch.randint(29, (3, 41))
+    mask = torch.ones(3, 41, dtype=torch.int64)
+    mask[1, :7] = 0
+    cache = LongNetCache(model.config)
+    model(ids, attention_mask=mask, cache=cache)
+    cache.reorder(torch.tensor([1, 1, 2, 0, 1]))
+    texts = [ids[row, 7 if row == 1 else 0 :] for row in (1, 1, 2, 0, 1)]
+    for _ in range(30):
+        more = torch.randint(29, (5, 1))
+        logits = model(more, cache=cache)
+        texts = [torch.cat([text, token]) for text, token in zip(texts, more, strict=True)]
+    for row, text in enumerate(texts):
+        torch.testing.assert_close(logits[row, -1], model(text[None])[0, -1], atol=TOLERANCE, rtol=0)
+
+
+@torch.no_grad()
+def test_the_cache_has_the_dtype_of_the_keys(make_model: Any) -> None:
+    model = make_model().to(torch.bfloat16)
+    ids = torch.randint(29, (1, LENGTH))
+    cache = LongNetCache(model.config)
+    logits = torch.cat([model(chunk, cache=cache) for chunk in ids.split(1, dim=1)], dim=1)
+    rows = max(max(cache.rows_per_head(layer)[0]) for layer in range(2))
+    assert cache.num_bytes <= 2 * 2 * 3 * (7 + 23 // 3 + 1) * 10 * 2
+    assert rows <= 7 + 8
+    assert (logits - model(ids)).float().square().mean().sqrt() < 0.05 * model(ids).float().std()
+
+
+def test_what_a_cache_cannot_do_is_said(make_model: Any) -> None:
+    model, ids = make_model(attention_dropout=0.1), torch.randint(29, (2, 5))
+    cache = LongNetCache(model.config)
+    with pytest.raises(NotImplementedError, match=r"torch\.no_grad"):
+        model(ids, cache=cache)
+    with torch.no_grad():
+        with pytest.raises(NotImplementedError, match=r"model\.eval"):
+            model.train()(ids, cache=cache)
+        # A refused call leaves the cache as it was.
+        torch.testing.assert_close(model.eval()(ids, cache=cache), model(ids), atol=TOLERANCE, rtol=0)
+        with pytest.raises(ValueError, match=r"batch of 2 sequences.*with 1"):
+            model(ids[:1], cache=cache)
+        with pytest.raises(ValueError, match=r"rows of the batch, 0 to 1"):
+            cache.reorder(torch.tensor([0, 2]))

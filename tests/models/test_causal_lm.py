@@ -1,0 +1,210 @@
+"""The transformers model is the same model: saving, loading, training and sampling change nothing it computes."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+transformers = pytest.importorskip("transformers")
+
+from dilated_attention_pytorch.models import LongNetCache, LongNetForCausalLM  # noqa: E402
+from dilated_attention_pytorch.models import causal_lm as causal_lm_module  # noqa: E402
+
+# transformers 5.23 calls these activation_checkpointing; the names before it are those of every version 5.
+pytestmark = pytest.mark.filterwarnings("ignore:`gradient_checkpointing.*` is deprecated:FutureWarning")
+
+
+@pytest.fixture
+def model(make_config: Any) -> LongNetForCausalLM:
+    return LongNetForCausalLM.from_longnet_config(make_config()).double().eval()
+
+
+STRATEGIES: dict[str, dict[str, Any]] = {
+    "greedy": {"do_sample": False},
+    "sampled": {"do_sample": True, "temperature": 0.7, "top_k": 13},
+    "beams": {"do_sample": False, "num_beams": 3},
+    "sampled beams": {"do_sample": True, "num_beams": 2},
+}
+
+
+def generate(model: LongNetForCausalLM, ids: Tensor, **options: Any) -> Tensor:
+    torch.manual_seed(7)
+    return model.generate(ids, max_new_tokens=25, pad_token_id=0, **options)
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_generation_with_the_cache_equals_generation_without(model: LongNetForCausalLM, strategy: str) -> None:
+    prompt = torch.randint(1, 29, (2, 19))
+    cached = generate(model, prompt, **STRATEGIES[strategy])
+    assert torch.equal(cached, generate(model, prompt, use_cache=False, **STRATEGIES[strategy]))
+    assert cached.shape == (2, 44)
+
+
+def test_a_prompt_may_be_read_in_chunks(model: LongNetForCausalLM) -> None:
+    prompt = torch.randint(1, 29, (2, 19))
+    chunked = generate(model, prompt, do_sample=False, prefill_chunk_size=7)
+    assert torch.equal(chunked, generate(model, prompt, do_sample=False))
+
+
+@pytest.mark.parametrize("strategy", ["greedy", "beams"])
+@pytest.mark.parametrize("use_cache", [True, False])
+def test_padded_prompts_give_what_each_gives_alone(model: LongNetForCausalLM, strategy: str, use_cache: bool) -> None:
+    starts, ids = [13, 0, 7], torch.randint(1, 29, (3, 31))
+    mask = torch.stack([(torch.arange(31) >= start).long() for start in starts])
+    options = {"use_cache": use_cache, **STRATEGIES[strategy]}
+    together = generate(model, ids * mask, attention_mask=mask, **options)
+    for row, start in enumerate(starts):
+        alone = generate(model, ids[row : row + 1, start:], **options)
+        assert torch.equal(together[row, start:], alone[0])
+
+
+def test_saving_and_loading_changes_no_bit(make_config: Any, tmp_path: Path) -> None:
+    for tie_embeddings in (True, False):
+        model = LongNetForCausalLM.from_longnet_config(make_config(tie_embeddings=tie_embeddings)).eval()
+        folder = tmp_path / str(tie_embeddings)
+        model.save_pretrained(folder)
+        assert (folder / "model.safetensors").exists()
+        loaded = transformers.AutoModelForCausalLM.from_pretrained(folder).eval()
+        assert type(loaded) is LongNetForCausalLM
+        assert loaded.config.to_longnet_config() == make_config(tie_embeddings=tie_embeddings)
+        saved, read = model.state_dict(), loaded.state_dict()
+        assert saved.keys() == read.keys()
+        assert all(torch.equal(saved[name], read[name]) for name in saved)
+        ids = torch.randint(29, (1, 31))
+        assert torch.equal(model(ids).logits, loaded(ids).logits)
+        again = tmp_path / f"{tie_embeddings}-again"
+        loaded.save_pretrained(again)
+        assert json.loads((folder / "config.json").read_text()) == json.loads((again / "config.json").read_text())
+
+
+def test_loading_in_bfloat16_rounds_the_weights(model: LongNetForCausalLM, tmp_path: Path) -> None:
+    model.float().save_pretrained(tmp_path)
+    loaded = LongNetForCausalLM.from_pretrained(tmp_path, dtype=torch.bfloat16)
+    weights = dict(model.named_parameters())
+    assert all(torch.equal(weights[name].bfloat16(), weight) for name, weight in loaded.named_parameters())
+
+
+def test_a_configuration_takes_the_names_of_transformers() -> None:
+    config = causal_lm_module.LongNetCausalLMConfig(hidden_size=96, num_hidden_layers=3, num_attention_heads=4)
+    assert (config.embed_dim, config.num_layers, config.hidden_size) == (96, 3, 96)
+    with pytest.raises(ValueError, match="num_heads must divide"):
+        causal_lm_module.LongNetCausalLMConfig(hidden_size=97)
+
+
+def test_the_loss_is_that_of_the_next_token(model: LongNetForCausalLM) -> None:
+    ids = torch.randint(29, (2, 31))
+    labels = ids.clone()
+    labels[0, 20:] = -100
+    output = model(ids, labels=labels)
+    expected = functional.cross_entropy(output.logits[:, :-1].flatten(0, 1), labels[:, 1:].flatten())
+    torch.testing.assert_close(output.loss, expected, atol=1e-13, rtol=0)
+    summed = functional.cross_entropy(output.logits[:, :-1].flatten(0, 1), labels[:, 1:].flatten(), reduction="sum")
+    torch.testing.assert_close(model(ids, labels=labels, num_items_in_batch=17).loss, summed / 17, atol=1e-13, rtol=0)
+    assert model(ids, logits_to_keep=3).logits.shape == (2, 3, 29)
+    assert torch.equal(model(ids, return_dict=False)[0], output.logits)
+
+
+def test_the_loss_in_blocks_is_the_loss(model: LongNetForCausalLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    ids = torch.randint(29, (2, 31))
+    whole = model(ids, labels=ids).loss
+    grads = torch.autograd.grad(whole, list(model.parameters()))
+    monkeypatch.setattr(causal_lm_module, "_LOSS_BLOCK", 29 * 11)
+    blocks = model(ids, labels=ids).loss
+    torch.testing.assert_close(blocks, whole, atol=1e-13, rtol=0)
+    for grad, expected in zip(torch.autograd.grad(blocks, list(model.parameters())), grads, strict=True):
+        torch.testing.assert_close(grad, expected, atol=1e-12, rtol=0)
+
+
+def test_gradient_checkpointing_is_switched_as_transformers_does(model: LongNetForCausalLM) -> None:
+    ids = torch.randint(29, (2, 31))
+    expected = torch.autograd.grad(model.train()(ids, labels=ids).loss, list(model.parameters()))
+    model.gradient_checkpointing_enable()
+    assert model.model.gradient_checkpointing
+    for grad, reference in zip(
+        torch.autograd.grad(model(ids, labels=ids).loss, list(model.parameters())), expected, strict=True
+    ):
+        torch.testing.assert_close(grad, reference, atol=0, rtol=0)
+    model.gradient_checkpointing_disable()
+    assert not model.model.gradient_checkpointing
+
+
+class Rows(torch.utils.data.Dataset):
+    """Rows whose second half carries no labels, in different numbers, so that means of means would be wrong."""
+
+    def __init__(self) -> None:
+        ids = torch.randint(29, (12, 31), generator=torch.Generator().manual_seed(1))
+        labels = ids.clone()
+        for row in range(12):
+            labels[row, 5 + 2 * row :] = -100
+        self.items = [{"input_ids": a, "labels": b} for a, b in zip(ids, labels, strict=True)]
+
+    def __len__(self) -> int:
+        return len(self.items)
+
+    def __getitem__(self, index: int) -> dict[str, Tensor]:
+        return self.items[index]
+
+
+def train(make_config: Any, folder: Path, **options: Any) -> Any:
+    torch.manual_seed(11)
+    model = LongNetForCausalLM.from_longnet_config(make_config()).double()
+    arguments = transformers.TrainingArguments(
+        output_dir=str(folder), max_steps=3, learning_rate=1e-2, report_to="none", disable_tqdm=True, seed=3,
+        use_cpu=True, save_strategy="no", logging_strategy="no", dataloader_pin_memory=False, **options,
+    )  # fmt: skip
+    trainer = transformers.Trainer(model, arguments, train_dataset=Rows(), eval_dataset=Rows())
+    trainer.train()
+    return trainer
+
+
+def test_trainer_takes_steps_and_accumulates_like_a_large_batch(make_config: Any, tmp_path: Path) -> None:
+    large = train(make_config, tmp_path / "large", per_device_train_batch_size=4)
+    small = train(
+        make_config, tmp_path / "small", per_device_train_batch_size=1, gradient_accumulation_steps=4,
+        gradient_checkpointing=True,
+    )  # fmt: skip
+    assert large.state.global_step == small.state.global_step == 3
+    for a, b in zip(large.model.parameters(), small.model.parameters(), strict=True):
+        # Adam divides by the root of the second moment: rounding of a gradient near zero is magnified.
+        torch.testing.assert_close(a, b, atol=1e-6, rtol=0)
+    assert large.evaluate()["eval_loss"] < 3.3  # log 29 = 3.37
+
+
+def test_what_it_cannot_do_is_said(model: LongNetForCausalLM) -> None:
+    prompt = torch.randint(1, 29, (1, 5))
+    with pytest.raises(NotImplementedError, match=r"cache_implementation must be None.*'static'"):
+        model.generate(prompt, max_new_tokens=3, cache_implementation="static")
+    with pytest.raises(TypeError, match="LongNetCache, got DynamicCache"):
+        model.generate(prompt, max_new_tokens=3, past_key_values=transformers.DynamicCache())
+    with pytest.raises(ValueError, match="padded on the left"):
+        model.generate(prompt, max_new_tokens=3, attention_mask=torch.tensor([[1, 1, 1, 1, 0]]))
+    with pytest.raises(ValueError, match=r"labels must have the shape \(1, 5\)"):
+        model(prompt, labels=prompt[:, 1:])
+    with pytest.raises(NotImplementedError, match=r"torch\.no_grad"):
+        model(prompt, use_cache=True)
+
+
+def test_generation_goes_on_from_a_given_cache(model: LongNetForCausalLM) -> None:
+    prompt, cache = torch.randint(1, 29, (1, 19)), LongNetCache(model.model.config)
+    first = generate(model, prompt, do_sample=False, past_key_values=cache)
+    second = generate(model, first, do_sample=False, past_key_values=cache)
+    assert torch.equal(second, generate(model, first, do_sample=False))
+
+
+def test_importing_models_does_not_import_transformers() -> None:
+    code = (
+        "import sys, dilated_attention_pytorch.models as m; assert 'transformers' not in sys.modules\n"
+        "sys.modules['transformers'] = None\n"
+        "try: m.LongNetForCausalLM\n"
+        "except ImportError as error: print(error)\n"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert "pip install 'dilated-attention-pytorch[train]'" in done.stdout
