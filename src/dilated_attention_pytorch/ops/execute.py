@@ -39,7 +39,7 @@ class Inputs:
         """The call's plan, tiles bounded so that temporaries stay a small part of the operands."""
         rows = max(self.query.shape[1] * self.query.shape[2], self.key.shape[1] * self.key.shape[2])
         # Low precision holds three float32 accumulators of a tile beside the kernel's three gradients.
-        parts = 12 if self.query.dtype == self.accumulation_dtype else 32
+        parts = 24 if self.query.dtype == self.accumulation_dtype else 48
         tile_elements = max(rows * self.query.shape[0] * self.query.shape[3] // parts, _TILE_FLOOR)
         return plan(self.call, max(1, tile_elements // self.query.shape[3]))
 

@@ -1,0 +1,69 @@
+"""From a command line to one of the commands, and from what went wrong to a sentence and an exit code."""
+
+from __future__ import annotations
+
+import errno
+import os
+import signal
+import sys
+from collections.abc import Sequence
+from typing import Annotated, NoReturn
+
+import tyro
+
+from dilated_attention_pytorch.training import RunError
+
+from .generate import Generate
+from .info import Info
+from .train import Train, preset_of
+
+_TYRO = (tyro.conf.FlagCreatePairsOff,)
+_DISK = {
+    errno.ENOSPC: "the disk is full",
+    errno.EDQUOT: "the disk quota is used up",
+    errno.EROFS: "the disk is read-only",
+}
+
+
+def run_command(args: Sequence[str]) -> None:
+    """Parse ``args`` and run what they ask for; see :func:`dilated_attention_pytorch.cli.main`."""
+    try:
+        _parse(list(args)).run_command()
+    except RunError as error:
+        _leave(str(error))
+    except BrokenPipeError:
+        # Who reads the output has read enough; nothing is left to flush into the pipe when Python ends.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        raise SystemExit(128 + signal.SIGPIPE) from None
+    except OSError as error:
+        if error.errno not in _DISK:
+            raise
+        where = f" ({error.filename})" if error.filename else ""
+        _leave(f"{_DISK[error.errno]}{where}; make room, then go on with `dilated-attention train --resume RUN`")
+    except KeyboardInterrupt:
+        print("\ndilated-attention: stopped", file=sys.stderr)
+        raise SystemExit(128 + signal.SIGINT) from None
+
+
+def _parse(args: list[str]) -> Train | Generate | Info:
+    name, rest = (args[0], args[1:]) if args else ("", [])
+    prog = "dilated-attention"
+    # A command alone, where one is named: tyro's messages then name its fields and nothing of its own.
+    if name == "train":
+        return tyro.cli(Train, default=preset_of(rest), args=rest, prog=f"{prog} train", config=_TYRO)
+    if name == "generate":
+        return tyro.cli(Generate, args=rest, prog=f"{prog} generate", config=_TYRO)
+    if name == "info":
+        return tyro.cli(Info, args=rest, prog=f"{prog} info", config=_TYRO)
+    commands = (
+        Annotated[Train, tyro.conf.subcommand("train", default=preset_of([]))]
+        | Annotated[Generate, tyro.conf.subcommand("generate")]
+        | Annotated[Info, tyro.conf.subcommand("info")]
+    )
+    description = "LongNet language models on exact dilated attention: train, generate, see what runs here."
+    return tyro.cli(commands, args=args, prog=prog, description=description, config=_TYRO)
+
+
+def _leave(sentence: str) -> NoReturn:
+    print(f"dilated-attention: {sentence}", file=sys.stderr)
+    raise SystemExit(2)

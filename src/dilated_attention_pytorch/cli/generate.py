@@ -1,0 +1,87 @@
+"""``dilated-attention generate``."""
+
+from __future__ import annotations
+
+import io
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import tyro
+
+from dilated_attention_pytorch.training import RunError, SampleSettings
+from dilated_attention_pytorch.training.settings import Device
+
+if TYPE_CHECKING:
+    from dilated_attention_pytorch.models import LongNetLM
+
+
+@dataclass(kw_only=True, slots=True)
+class Generate(SampleSettings):
+    """Generate text from a run folder, character by character as it comes.
+
+    The prompt is taken as the beginning of a file. Memory does not grow with the length of the text: the cache keeps
+    only what a later byte can still see.
+    """
+
+    run: tyro.conf.Positional[Path]
+    """Run folder that `train` wrote; of a run that is not finished, the last checkpoint."""
+    prompt: str | None = None
+    """The text to go on from. Without it: standard input, or on a terminal one prompt after the other."""
+    device: Device = "auto"
+    """Where to compute; "auto" takes a CUDA device if there is one."""
+
+    def run_command(self) -> None:
+        """Load the model, then write the prompt and what follows it to standard output.
+
+        Raises:
+            RunError: the folder holds no model that can be loaded, or the prompt is no text.
+        """
+        from dilated_attention_pytorch.training import preflight
+        from dilated_attention_pytorch.training.checkpoint import load_model, model_folder
+
+        preflight.check_packages("generating")
+        device = preflight.choose_device(self.device)
+        folder = model_folder(self.run)
+        prompt = self.prompt
+        is_dialogue = prompt is None and sys.stdin.isatty()
+        if prompt is None and not is_dialogue:
+            prompt = _standard_input()
+        model = load_model(folder).model.to(device)
+        if isinstance(sys.stdout, io.TextIOWrapper):
+            # The model may write characters that the terminal has no code for.
+            sys.stdout.reconfigure(errors="replace")
+        if prompt is not None:
+            self._write(model, prompt)
+            return
+        print("Type a prompt and Enter; Ctrl-C stops a text, Ctrl-D ends.")
+        while True:
+            try:
+                prompt = input("> ")
+            except EOFError:
+                print()
+                return
+            try:
+                self._write(model, prompt)
+            except KeyboardInterrupt:
+                print()
+
+    def _write(self, model: LongNetLM, prompt: str) -> None:
+        from dilated_attention_pytorch.training.sampling import sample_text
+
+        sys.stdout.write(prompt)
+        sys.stdout.flush()
+        for piece in sample_text(model, prompt, self):
+            sys.stdout.write(piece)
+            sys.stdout.flush()
+        sys.stdout.write("\n")
+
+
+def _standard_input() -> str:
+    try:
+        return sys.stdin.read()
+    except UnicodeDecodeError as error:
+        raise RunError(
+            f"the prompt on standard input is not UTF-8 text ({error}); convert it (iconv -f LATIN1 -t UTF-8)"
+        ) from error

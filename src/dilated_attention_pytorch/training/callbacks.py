@@ -1,0 +1,197 @@
+"""What watches a run: the bar, the metrics file, and the wish to stop."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import sys
+import threading
+import time
+from pathlib import Path
+from types import FrameType, TracebackType
+from typing import Any
+
+from accelerate import Accelerator
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
+
+METRICS_NAME = "metrics.jsonl"
+
+
+class Interruption(TrainerCallback):
+    """Ctrl-C (SIGINT) and SIGTERM end the run after the step at hand, with a checkpoint; a second one ends it at once.
+
+    Args:
+        accelerator: of the trainer; a signal to one of its processes stops them all.
+    """
+
+    def __init__(self, accelerator: Accelerator) -> None:
+        self.accelerator = accelerator
+        self.signal: int | None = None
+        self._before: dict[int, Any] = {}
+
+    def __enter__(self) -> Interruption:
+        # Python hands signals to the main thread only.
+        if threading.current_thread() is threading.main_thread():
+            self._before = {number: signal.signal(number, self._note) for number in (signal.SIGINT, signal.SIGTERM)}
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        for number, handler in self._before.items():
+            signal.signal(number, handler)
+
+    def _note(self, number: int, frame: FrameType | None) -> None:
+        self.signal = number
+        if sys.stderr.isatty():
+            # Straight to the terminal: the signal may have come in the middle of another print.
+            os.write(2, b"\nsaving a checkpoint after this step; once more stops at once\n")
+        for received, handler in self._before.items():
+            signal.signal(received, handler)
+        self._before = {}
+
+    def on_step_end(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> TrainerControl:
+        """Ask for a checkpoint and the end, on every process if one was signalled."""
+        if self.accelerator.num_processes > 1:
+            import torch
+
+            number = torch.tensor(self.signal or 0, device=self.accelerator.device)
+            self.signal = int(self.accelerator.gather(number.unsqueeze(0)).max()) or None
+        if self.signal is not None and state.global_step < state.max_steps:
+            control.should_save = control.should_log = control.should_training_stop = True
+        return control
+
+
+class Metrics(TrainerCallback):
+    """One JSON object a line in ``metrics.jsonl``: every entry of the training loss and every evaluation.
+
+    Args:
+        run: the run folder.
+        step: the step that the run is taken up at; entries after it are dropped, they are written again.
+        bytes_per_step: bytes of text in an optimizer step.
+    """
+
+    def __init__(self, run: Path, step: int, bytes_per_step: int) -> None:
+        self.path = run / METRICS_NAME
+        self.bytes_per_step = bytes_per_step
+        kept = [entry for entry in read_metrics(run) if entry["step"] <= step]
+        self._seconds = max((entry["seconds"] for entry in kept), default=0.0)
+        self._start = time.perf_counter()
+        self._pace = (step, self._start)
+        staged = self.path.with_suffix(".part")
+        staged.write_text("".join(json.dumps(entry) + "\n" for entry in kept))
+        os.replace(staged, self.path)
+
+    def on_log(
+        self,
+        args: TrainingArguments,
+        state: TrainerState,
+        control: TrainerControl,
+        logs: dict[str, float] | None = None,
+        **kwargs: Any,
+    ) -> None:
+        """Append an entry, its rate since the last one included."""
+        names = ("bits_per_byte", "eval_bits_per_byte", "learning_rate", "grad_norm")
+        values = {name: logs[name] for name in names if logs and name in logs}
+        if not values or not state.is_world_process_zero:
+            return
+        now = time.perf_counter()
+        if "bits_per_byte" in values:
+            step, then = self._pace
+            values["bytes_per_second"] = round((state.global_step - step) * self.bytes_per_step / max(now - then, 1e-9))
+        self._pace = (state.global_step, now)
+        entry = {"step": state.global_step, "seconds": round(self._seconds + now - self._start, 2), **values}
+        with self.path.open("a") as file:
+            file.write(json.dumps(entry) + "\n")
+
+
+def read_metrics(run: Path) -> list[dict[str, Any]]:
+    """The entries of ``metrics.jsonl``; a last line that was cut off is left out."""
+    path = run / METRICS_NAME
+    if not path.exists():
+        return []
+    entries = []
+    for line in path.read_text().splitlines():
+        try:
+            entries.append(json.loads(line))
+        except json.JSONDecodeError:
+            break
+    return entries
+
+
+class Bar(TrainerCallback):
+    """A bar with the loss, tokens a second and the time left; on no terminal a line for every evaluation.
+
+    Args:
+        console: where to draw.
+        bytes_per_step: bytes of text in an optimizer step.
+    """
+
+    def __init__(self, console: Console, bytes_per_step: int) -> None:
+        self.console = console
+        self.bytes_per_step = bytes_per_step
+        self.progress = Progress(
+            TextColumn("training"), BarColumn(), MofNCompleteColumn(), TextColumn("{task.fields[loss]}"),
+            TextColumn("{task.fields[held_out]}"), TextColumn("{task.fields[rate]}"), TimeElapsedColumn(),
+            TimeRemainingColumn(elapsed_when_finished=True), console=console, disable=not console.is_terminal,
+        )  # fmt: skip
+        self.task = self.progress.add_task("training", total=None, loss="", held_out="", rate="")
+        self._pace = (0, 0.0)
+        self._rate = 0.0
+        self._loss = float("nan")
+
+    def on_train_begin(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
+        """Draw the bar."""
+        if not state.is_world_process_zero:
+            return
+        self.progress.update(self.task, total=state.max_steps, completed=state.global_step)
+        self.progress.start()
+        self._pace = (state.global_step, time.perf_counter())
+
+    def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
+        """Move the bar on."""
+        step, then = self._pace
+        now = time.perf_counter()
+        if now - then > 2.0:
+            self._rate = (state.global_step - step) * self.bytes_per_step / (now - then)
+            self._pace = (state.global_step, now)
+            self.progress.update(self.task, rate=f"{self._rate:,.0f} tokens/s")
+        self.progress.update(self.task, completed=state.global_step)
+
+    def on_log(
+        self,
+        args: TrainingArguments,
+        state: TrainerState,
+        control: TrainerControl,
+        logs: dict[str, float] | None = None,
+        **kwargs: Any,
+    ) -> None:
+        """Show the losses."""
+        logs = logs or {}
+        if "bits_per_byte" in logs:
+            self._loss = logs["bits_per_byte"]
+            self.progress.update(self.task, loss=f"{self._loss:.3f} bits/byte")
+        if "eval_bits_per_byte" in logs and state.is_world_process_zero:
+            held_out = logs["eval_bits_per_byte"]
+            self.progress.update(self.task, held_out=f"held-out {held_out:.3f}")
+            rate = f", {self._rate:,.0f} tokens/s" if self._rate else ""
+            self.console.print(
+                f"step {state.global_step}/{state.max_steps}: training {self._loss:.3f}, "
+                f"held-out {held_out:.3f} bits per byte{rate}",
+                highlight=False,
+            )
+        # An evaluation is no step: its time is left out of the rate.
+        self._pace = (state.global_step, time.perf_counter()) if "eval_loss" in logs else self._pace
+
+    def on_train_end(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
+        """Leave the bar as it is."""
+        self.progress.stop()

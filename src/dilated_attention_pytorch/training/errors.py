@@ -1,0 +1,7 @@
+"""The one error of a run that its user can mend."""
+
+from __future__ import annotations
+
+
+class RunError(Exception):
+    """What the user gave or the machine has does not allow this; the message is a sentence that says what to do."""

@@ -1,0 +1,88 @@
+"""What a trained model is worth: bits per byte by quarter of its context, beside xz, as a chart."""
+
+from __future__ import annotations
+
+import lzma
+import math
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from .callbacks import read_metrics
+
+if TYPE_CHECKING:
+    from dilated_attention_pytorch.models import LongNetLM
+
+
+def xz_bits_per_byte(data: bytes) -> float:
+    """Bits that ``xz -9e`` takes for a byte of ``data``, which it compresses as one stream."""
+    return 8 * len(lzma.compress(data, preset=9 | lzma.PRESET_EXTREME)) / len(data)
+
+
+def bits_by_quarter(model: LongNetLM, files: Sequence[Tensor], precision: str) -> list[float]:
+    """Mean bits per byte over each quarter of the context.
+
+    The quarters hold different text (files begin with what is hard to guess), so a fall from the first to the last
+    does not show by itself that the model reads far back: :func:`bits_of_last_quarter_alone` is the measure of that.
+
+    Args:
+        model: the model, on the device to compute on; set to evaluation.
+        files: int64 ``[context + 1]`` each, the separator and the beginning of a file.
+        precision: "bfloat16" computes under autocast.
+    """
+    means = [[part.mean() for part in _bits(model, file, precision).tensor_split(4)] for file in files]
+    return torch.tensor(means, dtype=torch.float64).mean(dim=0).tolist()
+
+
+def bits_of_last_quarter_alone(model: LongNetLM, files: Sequence[Tensor], precision: str) -> float:
+    """Mean bits per byte over the last quarter of the context where the model sees nothing before that quarter.
+
+    What lies between this and the last of :func:`bits_by_quarter` is what the text further back is worth.
+    """
+    means = [_bits(model, file[-((len(file) - 1) // 4) - 1 :], precision).mean() for file in files]
+    return torch.tensor(means, dtype=torch.float64).mean().item()
+
+
+@torch.inference_mode()
+def _bits(model: LongNetLM, tokens: Tensor, precision: str) -> Tensor:
+    """Bits of every token but the first, given those before it, ``[tokens - 1]``."""
+    model.eval()
+    tokens = tokens.to(model.embedding.weight.device)
+    with torch.autocast(tokens.device.type, torch.bfloat16, enabled=precision == "bfloat16"):
+        logits = model(tokens[None, :-1])[0]
+    return functional.cross_entropy(logits.float(), tokens[1:], reduction="none") / math.log(2)
+
+
+def draw_losses(run: Path, *, xz: float, final: tuple[int, float] | None) -> Path:
+    """Draw ``loss.png`` from the metrics of a run: training, held-out, the end, and the line of xz."""
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    entries = read_metrics(run)
+    figure = Figure(figsize=(8, 4.5), layout="constrained")
+    FigureCanvasAgg(figure)
+    axes = figure.subplots()
+    curves: tuple[tuple[str, str, dict[str, Any]], ...] = (
+        ("bits_per_byte", "training", {"color": "tab:blue", "linewidth": 0.8, "alpha": 0.6}),
+        ("eval_bits_per_byte", "held-out, on the way", {"color": "tab:orange", "marker": "o", "markersize": 4}),
+    )
+    for name, label, style in curves:
+        points = [(entry["step"], entry[name]) for entry in entries if name in entry]
+        if points:
+            axes.plot(*zip(*points, strict=True), label=label, **style)
+    if final is not None:
+        axes.plot(*final, "*", color="tab:red", markersize=12, label=f"held-out, at the end: {final[1]:.3f}")
+    axes.axhline(xz, color="black", linestyle="--", linewidth=1, label=f"xz -9e on the same bytes: {xz:.3f}")
+    axes.set_xlabel("optimizer step")
+    axes.locator_params(axis="x", integer=True)
+    axes.set_ylabel("bits per byte")
+    axes.set_ylim(bottom=0)
+    axes.grid(alpha=0.3)
+    axes.legend()
+    path = run / "loss.png"
+    figure.savefig(path, dpi=120)
+    return path

@@ -1,0 +1,72 @@
+"""Muon for the matrices, AdamW for the rest, as one optimizer."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import nn
+
+from .settings import TrainSettings
+
+
+class MuonWithAdamW(torch.optim.Optimizer):
+    """:class:`torch.optim.Muon` and :class:`torch.optim.AdamW` behind one step, one schedule and one state dict.
+
+    Args:
+        muon: the optimizer of the matrices.
+        adamw: the optimizer of everything else.
+    """
+
+    def __init__(self, muon: torch.optim.Muon, adamw: torch.optim.AdamW) -> None:
+        self.muon = muon
+        self.adamw = adamw
+        # The groups are the two optimizers' own dictionaries: a schedule that sets "lr" here sets it there.
+        super().__init__([*muon.param_groups, *adamw.param_groups], {})
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
+        """One step of both; ``closure`` is evaluated once before."""
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        self.muon.step()
+        self.adamw.step()
+        return loss
+
+    def state_dict(self) -> dict[str, Any]:
+        """``{"muon": ..., "adamw": ...}``."""
+        return {"muon": self.muon.state_dict(), "adamw": self.adamw.state_dict()}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Take up what :meth:`state_dict` gave."""
+        self.muon.load_state_dict(state_dict["muon"])
+        self.adamw.load_state_dict(state_dict["adamw"])
+        self.param_groups = [*self.muon.param_groups, *self.adamw.param_groups]
+
+
+def build_optimizer(model: nn.Module, settings: TrainSettings) -> torch.optim.Optimizer:
+    """The optimizer of a run: weight decay on matrices, none on embeddings, biases and norms."""
+    embeddings = {module.weight for module in model.modules() if isinstance(module, nn.Embedding)}
+    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    heads = {name for name, _ in model.named_parameters() if name.split(".")[-2:] == ["head", "weight"]}
+    outer = embeddings | {parameter for name, parameter in model.named_parameters() if name in heads}
+    matrices = [parameter for parameter in trained if parameter.dim() == 2 and parameter not in outer]
+    inside = set(matrices)
+    others = [parameter for parameter in trained if parameter not in inside]
+    rate, betas = settings.learning_rate, (settings.adam_beta1, settings.adam_beta2)
+    if settings.optimizer == "adamw":
+        groups = [
+            {"params": matrices, "weight_decay": settings.weight_decay},
+            {"params": others, "weight_decay": 0.0},
+        ]
+        return torch.optim.AdamW(groups, lr=rate, betas=betas, fused=True)
+    return MuonWithAdamW(
+        torch.optim.Muon(
+            matrices, lr=settings.muon_learning_rate, weight_decay=settings.weight_decay,
+            momentum=settings.muon_momentum,
+        ),
+        torch.optim.AdamW(others, lr=rate, betas=betas, weight_decay=0.0, fused=True),
+    )  # fmt: skip

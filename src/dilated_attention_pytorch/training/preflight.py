@@ -1,0 +1,127 @@
+"""What is checked before a run begins, so that nothing fails after hours and nothing is overwritten."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import shutil
+from pathlib import Path
+from typing import Literal
+
+import torch
+
+from .checkpoint import SETTINGS_NAME, WEIGHTS_NAME
+from .corpus import Corpus
+from .errors import RunError
+from .settings import Device, TrainSettings
+
+_TO_GENERATE = ("transformers", "safetensors")
+_TO_TRAIN = (*_TO_GENERATE, "accelerate", "rich", "matplotlib", "tensorboard")
+_BYTES_PER_PARAMETER = 28
+"""Two checkpoints (weights and two moments in float32), as the old one goes only when the new one is there; a model."""
+_BYTES_BESIDE = 20 << 20
+
+
+def check_packages(purpose: Literal["training", "generating"]) -> None:
+    """Raise :class:`RunError` unless what ``purpose`` needs of the extra ``train`` is installed."""
+    names = _TO_TRAIN if purpose == "training" else _TO_GENERATE
+    missing = [name for name in names if importlib.util.find_spec(name) is None]
+    if missing:
+        raise RunError(
+            f"{purpose} needs {', '.join(missing)}, not installed here: pip install 'dilated-attention-pytorch[train]'"
+        )
+
+
+def check_output(output: Path) -> None:
+    """Raise :class:`RunError` unless ``output`` is free and can be made. Makes nothing."""
+    if os.path.lexists(output) and not output.is_dir():
+        raise RunError(f"--output {output} is a file, not a folder; name a free folder, for example {_free(output)}")
+    if output.is_dir():
+        if any(output.iterdir()):
+            is_stopped = (output / SETTINGS_NAME).exists() and not (output / WEIGHTS_NAME).exists()
+            going_on = f", or go on with that run: --resume {output}" if is_stopped else ""
+            raise RunError(
+                f"--output {output} exists and is not empty; nothing in it was changed. "
+                f"Name a free folder, for example --output {_free(output)}{going_on}"
+            )
+        parent = output
+    else:
+        parent = next(folder for folder in output.absolute().parents if os.path.lexists(folder))
+    if not parent.is_dir():
+        raise RunError(f"--output {output} cannot be made: {parent} is a file; name a folder below a folder")
+    check_writable(parent, f"--output {output} cannot be made")
+
+
+def check_writable(folder: Path, what: str) -> None:
+    """Raise :class:`RunError`, beginning with ``what``, if the file system or the permissions of ``folder`` refuse."""
+    if not os.access(folder, os.W_OK | os.X_OK):
+        raise RunError(
+            f"{what}: {folder} is read-only for this user; change its permissions (chmod u+w), "
+            "or name a folder that can be written"
+        )
+
+
+def make_output(output: Path) -> None:
+    """Make the run folder.
+
+    Raises:
+        RunError: the system refuses.
+    """
+    try:
+        output.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise RunError(
+            f"--output {output} cannot be made ({error.strerror}); name a folder on a disk that can be written"
+        ) from error
+
+
+def _free(output: Path) -> Path:
+    number = 2
+    while os.path.lexists(candidate := output.with_name(f"{output.name}-{number}")):
+        number += 1
+    return candidate
+
+
+def check_corpus(corpus: Corpus, settings: TrainSettings) -> None:
+    """Raise :class:`RunError` unless there is text for one window to train on, and something to evaluate."""
+    length = len(corpus.training)
+    if length < settings.context_length:
+        raise RunError(
+            f"--data holds {length:,} bytes of training text, fewer than one window of --context-length "
+            f"{settings.context_length}; give more text, or a --context-length of at most {length}"
+        )
+    if len(corpus.held_out) < 8:
+        raise RunError(
+            f"--data leaves {len(corpus.held_out)} bytes to evaluate on, and at least 8 are needed; give more text"
+        )
+
+
+def choose_device(device: Device) -> str:
+    """ "cpu" or "cuda".
+
+    Raises:
+        RunError: the device that was asked for is not there.
+    """
+    available = torch.cuda.is_available()
+    if device == "cuda" and not available:
+        raise RunError(
+            "--device cuda: PyTorch finds no CUDA device here; use --device cpu, or install a PyTorch built for CUDA "
+            "and its driver (`dilated-attention info` shows what is there)"
+        )
+    return "cuda" if available and device != "cpu" else "cpu"
+
+
+def needed_space(num_parameters: int) -> int:
+    """Bytes that a run writes at most at once."""
+    return _BYTES_PER_PARAMETER * num_parameters + _BYTES_BESIDE
+
+
+def check_space(output: Path, num_parameters: int) -> None:
+    """Raise :class:`RunError` unless the checkpoints of the run fit on the disk of ``output``."""
+    folder = next(path for path in (output.absolute(), *output.absolute().parents) if path.is_dir())
+    needed, free = needed_space(num_parameters), shutil.disk_usage(folder).free
+    if free < needed:
+        raise RunError(
+            f"--output {output}: the run needs {needed / 1e6:,.0f} MB for its checkpoints and the disk has "
+            f"{free / 1e6:,.0f} MB free; free some space, or name a folder on another disk"
+        )

@@ -1,0 +1,325 @@
+"""A training run from its first check to its report, and taking one up again."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import math
+import os
+import shlex
+import shutil
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from . import preflight
+from .checkpoint import (
+    SETTINGS_NAME,
+    STAGING_NAME,
+    WEIGHTS_NAME,
+    check_checkpoint,
+    checkpoint_step,
+    latest_checkpoint,
+    read_json,
+)
+from .corpus import Corpus, read_corpus
+from .errors import RunError
+from .machine import machine
+from .settings import SampleSettings, TrainSettings
+from .windows import EvaluationWindows, TrainingWindows, long_files
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+    from dilated_attention_pytorch.models import LongNetForCausalLM
+
+    from .trainer import LongNetTrainer
+
+_CORPUS_KEYS = ("training_bytes", "training_files", "held_out_bytes", "held_out_files")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Outcome:
+    """How a run ended."""
+
+    run: Path
+    """The run folder."""
+    step: int
+    """Optimizer steps done."""
+    stopped_by: int | None = None
+    """The signal that stopped it; None if it came to its end, and then the rest is there."""
+    bits_per_byte: float | None = None
+    """Held-out bits per byte."""
+    xz_bits_per_byte: float | None = None
+    """What xz -9e reaches on the same bytes."""
+    quarters: list[float] | None = None
+    """Held-out bits per byte by quarter of the context; None without held-out files as long as the context."""
+    last_quarter_alone: float | None = None
+    """The last of them where the model sees nothing before that quarter."""
+    sample: str | None = None
+    """A sampled text."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Run:
+    """A run whose checks have passed."""
+
+    folder: Path
+    settings: TrainSettings
+    device: str
+    corpus: Corpus
+    model: LongNetForCausalLM
+    checkpoint: Path | None
+    console: Console
+
+
+def train(settings: TrainSettings, output: Path, console: Console) -> Outcome:
+    """Train a new model into the folder ``output``, which must be free.
+
+    Raises:
+        RunError: the data, the folder, the disk or the device does not allow it; before anything is written.
+    """
+    preflight.check_packages("training")
+    if is_first_process():
+        preflight.check_output(output)
+    device = preflight.choose_device(settings.device)
+    corpus = read_corpus(settings.data)
+    preflight.check_corpus(corpus, settings)
+    settings = dataclasses.replace(settings, threads=_set_threads(settings.threads))
+    model = _build(settings)
+    preflight.check_space(output, sum(parameter.numel() for parameter in model.parameters()))
+    preflight.make_output(output)
+    if is_first_process():
+        record = {
+            "settings": {**settings.to_dict(), "device": device},
+            "corpus": _figures(corpus),
+            "processes": _num_processes(),
+            "machine": machine(),
+        }
+        _write(output / SETTINGS_NAME, json.dumps(record, indent=2) + "\n")
+        model.config.save_pretrained(output)
+    return _go(_Run(output, settings, device, corpus, model, None, console))
+
+
+def resume(run: Path, console: Console) -> Outcome:
+    """Go on with a run that was stopped, from its last checkpoint, as if it had never stopped.
+
+    Raises:
+        RunError: there is nothing to go on with, or the checkpoint or the data is not what it was.
+    """
+    preflight.check_packages("training")
+    checkpoint, settings, figures = _read_run(run)
+    device = preflight.choose_device(settings.device)
+    corpus = read_corpus(settings.data)
+    if _figures(corpus) != figures:
+        raise RunError(
+            f"--resume {run}: the text is not what the run began with (now {_figures(corpus)}, then {figures}); "
+            "restore the files, or train anew into another --output"
+        )
+    _set_threads(settings.threads)
+    model = _build(settings)
+    preflight.check_writable(run, f"--resume {run}")
+    preflight.check_space(run, sum(parameter.numel() for parameter in model.parameters()))
+    return _go(_Run(run, settings, device, corpus, model, checkpoint, console))
+
+
+def _read_run(run: Path) -> tuple[Path, TrainSettings, dict[str, int]]:
+    what = f"--resume {run}"
+    if not run.is_dir():
+        raise RunError(f"{what}: there is no such folder; name the --output of the run that was stopped")
+    remedy = "name the --output of a `train` command"
+    values = read_json(run / SETTINGS_NAME, what=what, remedy=remedy)
+    try:
+        settings = TrainSettings.from_dict(values["settings"])
+        figures = {name: int(values["corpus"][name]) for name in _CORPUS_KEYS}
+        processes = int(values["processes"])
+    except (KeyError, TypeError, ValueError) as error:
+        raise RunError(f"{what}: {run / SETTINGS_NAME} describes no run ({error}); {remedy}") from error
+    if (run / WEIGHTS_NAME).exists():
+        raise RunError(
+            f"{what}: that run is finished; sample from it with `dilated-attention generate {shlex.quote(str(run))}`, "
+            "or train anew into another --output"
+        )
+    if processes != _num_processes():
+        raise RunError(
+            f"{what}: the run began with {processes} processes, each with its part of the text, and this is one of "
+            f"{_num_processes()}; start it with torchrun --nproc-per-node {processes}"
+        )
+    checkpoint = latest_checkpoint(run)
+    if checkpoint is None:
+        raise RunError(f"{what}: the run was stopped before its first checkpoint; train anew into another --output")
+    check_checkpoint(checkpoint)
+    _check_same_model(checkpoint, settings)
+    return checkpoint, settings, figures
+
+
+def _check_same_model(checkpoint: Path, settings: TrainSettings) -> None:
+    from dilated_attention_pytorch.models import LongNetCausalLMConfig
+
+    found = LongNetCausalLMConfig.from_pretrained(checkpoint).to_longnet_config()
+    expected = dataclasses.replace(settings.model, gradient_checkpointing=found.gradient_checkpointing)
+    if found != expected:
+        names = [
+            entry.name
+            for entry in dataclasses.fields(found)
+            if getattr(found, entry.name) != getattr(expected, entry.name)
+        ]
+        raise RunError(
+            f"foreign checkpoint: {checkpoint} is of another model than {checkpoint.parent / SETTINGS_NAME} describes "
+            f"({', '.join(names)} differ); bring the two of one run together again"
+        )
+
+
+def _figures(corpus: Corpus) -> dict[str, int]:
+    numbers = (
+        len(corpus.training), len(corpus.training.file_starts), len(corpus.held_out), len(corpus.held_out.file_starts)
+    )  # fmt: skip
+    return dict(zip(_CORPUS_KEYS, numbers, strict=True))
+
+
+def _set_threads(threads: int) -> int:
+    # The order of a sum depends on the number of threads, so a run keeps the one that it began with.
+    if threads:
+        torch.set_num_threads(threads)
+    return torch.get_num_threads()
+
+
+def _build(settings: TrainSettings) -> LongNetForCausalLM:
+    from transformers import set_seed
+    from transformers.utils import logging
+
+    from dilated_attention_pytorch.models import LongNetForCausalLM
+
+    logging.disable_progress_bar()
+    set_seed(settings.seed)
+    return LongNetForCausalLM.from_longnet_config(settings.model)
+
+
+def is_first_process() -> bool:
+    """Whether this process is the one that writes and prints, of those that torchrun started."""
+    return int(os.environ.get("RANK", "0")) == 0
+
+
+def _num_processes() -> int:
+    return int(os.environ.get("WORLD_SIZE", "1"))
+
+
+def _write(path: Path, text: str) -> None:
+    staged = path.with_name(path.name + ".part")
+    staged.write_text(text, encoding="utf-8")
+    os.replace(staged, path)
+
+
+def _go(run: _Run) -> Outcome:
+    from torch.utils.data import Subset
+    from torch.utils.tensorboard import SummaryWriter
+    from transformers.integrations import TensorBoardCallback
+
+    from .callbacks import Bar, Interruption, Metrics
+    from .evaluation import draw_losses, xz_bits_per_byte
+    from .trainer import LongNetTrainer, arguments
+
+    settings, folder = run.settings, run.folder
+    args = arguments(settings, folder, run.device)
+    windows_per_step = args.train_batch_size * args.gradient_accumulation_steps * args.world_size
+    evaluation = EvaluationWindows(run.corpus.held_out, settings.context_length, settings.final_eval_windows)
+    trainer = LongNetTrainer(
+        model=run.model,
+        args=args,
+        settings=settings,
+        training=TrainingWindows(
+            run.corpus.training, settings.context_length, settings.steps * windows_per_step, seed=settings.seed,
+            file_start_fraction=settings.file_start_fraction,
+        ),
+        evaluation=Subset(evaluation, evaluation.spread(settings.eval_windows)),
+    )  # fmt: skip
+    xz = xz_bits_per_byte(evaluation.predicted())
+    step = 0 if run.checkpoint is None else checkpoint_step(run.checkpoint)
+    bytes_per_step = windows_per_step * settings.context_length
+    if trainer.is_world_process_zero():
+        _announce(run, trainer, evaluation, bytes_per_step, xz)
+        trainer.add_callback(Metrics(folder, step, bytes_per_step))
+        trainer.add_callback(Bar(run.console, bytes_per_step))
+        trainer.add_callback(TensorBoardCallback(SummaryWriter(str(folder / "tensorboard"), purge_step=step or None)))
+    with Interruption(trainer.accelerator) as interruption:
+        trainer.add_callback(interruption)
+        trainer.train(resume_from_checkpoint=None if run.checkpoint is None else str(run.checkpoint))
+    # Its writer is closed by now, and it would open another one elsewhere.
+    trainer.remove_callback(TensorBoardCallback)
+    done = trainer.state.global_step
+    if done < settings.steps:
+        if trainer.is_world_process_zero():
+            draw_losses(folder, xz=xz, final=None)
+        return Outcome(run=folder, step=done, stopped_by=interruption.signal)
+    return _finish(run, trainer, evaluation, xz)
+
+
+def _announce(
+    run: _Run, trainer: LongNetTrainer, evaluation: EvaluationWindows, bytes_per_step: int, xz: float
+) -> None:
+    settings, figures = run.settings, _figures(run.corpus)
+    source = "the Python standard library" if not settings.data else ", ".join(map(str, settings.data))
+    parameters = sum(parameter.numel() for parameter in run.model.parameters())
+    where = f"{settings.threads} CPU threads" if run.device == "cpu" else f"{trainer.args.world_size} CUDA device(s)"
+    skipped = (
+        f"; {run.corpus.skipped} files that are empty or not UTF-8 text are left out" if run.corpus.skipped else ""
+    )
+    for line in (
+        f"text: {source}: {figures['training_bytes']:,} bytes to train on, {figures['held_out_bytes']:,} bytes in "
+        f"{figures['held_out_files']} files held out{skipped}",
+        f"model: {parameters:,} parameters, context {settings.context_length:,} bytes, "
+        f"segments {list(settings.model.segment_lengths)}, rates {list(settings.model.dilation_rates)}",
+        f"run: {settings.steps:,} steps of {bytes_per_step:,} bytes, {settings.optimizer}, {settings.precision} on "
+        f"{where}, into {run.folder}",
+        f"xz -9e takes {xz:.3f} bits per byte of the {len(evaluation.predicted()):,} held-out bytes to be predicted",
+    ):
+        run.console.print(line, highlight=False, soft_wrap=True)
+    if run.checkpoint is not None:
+        run.console.print(f"going on after step {checkpoint_step(run.checkpoint)}", highlight=False)
+
+
+def _finish(run: _Run, trainer: LongNetTrainer, evaluation: EvaluationWindows, xz: float) -> Outcome:
+    from torch.utils.tensorboard import SummaryWriter
+
+    from .evaluation import bits_by_quarter, bits_of_last_quarter_alone, draw_losses
+    from .sampling import sample_text
+
+    settings, folder = run.settings, run.folder
+    if trainer.is_world_process_zero():
+        run.console.print("evaluating on the held-out text", highlight=False)
+    start = time.perf_counter()
+    bits = trainer.evaluate(evaluation, metric_key_prefix="final")["final_loss"] / math.log(2)
+    files = long_files(run.corpus.held_out, settings.context_length, settings.quarter_files)
+    model = trainer.accelerator.unwrap_model(trainer.model, keep_torch_compile=False)
+    quarters = bits_by_quarter(model.model, files, settings.precision) if files else None
+    alone = bits_of_last_quarter_alone(model.model, files, settings.precision) if files else None
+    sampling = SampleSettings(
+        max_new_tokens=max(1, settings.sample_length), temperature=settings.sample_temperature, seed=settings.seed
+    )
+    sample = settings.sample_prompt + "".join(sample_text(model.model, settings.sample_prompt, sampling))
+    if trainer.is_world_process_zero():
+        result: dict[str, Any] = {
+            "bits_per_byte": bits, "xz_bits_per_byte": xz, "held_out_bytes": len(evaluation.predicted()),
+            "bits_per_byte_by_quarter": quarters, "last_quarter_alone": alone, "quarter_files": len(files),
+            "evaluation_seconds": round(time.perf_counter() - start, 1),
+        }  # fmt: skip
+        record = json.loads((folder / SETTINGS_NAME).read_text(encoding="utf-8"))
+        _write(folder / SETTINGS_NAME, json.dumps({**record, "result": result}, indent=2) + "\n")
+        _write(folder / "sample.txt", sample + "\n")
+        draw_losses(folder, xz=xz, final=(trainer.state.global_step, bits))
+        with SummaryWriter(str(folder / "tensorboard")) as writer:
+            writer.add_scalar("final/bits_per_byte", bits, trainer.state.global_step)
+            writer.add_text("sample", sample)
+        # The weights come last: where they are, the run is finished.
+        staging = folder / STAGING_NAME
+        model.save_pretrained(staging)
+        for path in sorted(staging.iterdir(), key=lambda path: path.name == WEIGHTS_NAME):
+            os.replace(path, folder / path.name)
+        shutil.rmtree(staging)
+    return Outcome(
+        run=folder, step=trainer.state.global_step, bits_per_byte=bits, xz_bits_per_byte=xz, quarters=quarters,
+        last_quarter_alone=alone, sample=sample,
+    )  # fmt: skip

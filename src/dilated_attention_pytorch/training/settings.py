@@ -1,0 +1,171 @@
+"""What a training run is told: every number of it, each with its meaning."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, fields
+from pathlib import Path
+from typing import Any, Literal
+
+from dilated_attention_pytorch.models.config import LongNetConfig
+
+Optimizer = Literal["muon", "adamw"]
+Schedule = Literal["linear", "cosine", "constant"]
+Precision = Literal["float32", "bfloat16"]
+Device = Literal["auto", "cpu", "cuda"]
+
+
+@dataclass(kw_only=True, slots=True)
+class TrainSettings:
+    """Train a LongNet language model on the bytes of text files.
+
+    Raises:
+        ValueError: a number out of range.
+    """
+
+    model: LongNetConfig
+    """Sizes and pattern of the model."""
+    data: tuple[Path, ...] = ()
+    """Text files, and folders that are searched for text files. Without it: the source files of the standard library
+    of the running Python (about 31 MB)."""
+    context_length: int = 8192
+    """Bytes of text that the model sees at once."""
+    steps: int
+    """Optimizer steps of the run."""
+    batch_size: int = 1
+    """Windows of context_length bytes a device takes at once."""
+    gradient_accumulation: int = 1
+    """Batches whose gradients are added up before an optimizer step."""
+    file_start_fraction: float = 0.0
+    """Fraction of the training windows that begin where a file begins; the others begin anywhere."""
+    optimizer: Optimizer = "muon"
+    """"muon": torch.optim.Muon for the matrices inside the blocks, AdamW for everything else. "adamw": AdamW alone."""
+    learning_rate: float = 3e-3
+    """Peak learning rate of AdamW."""
+    muon_learning_rate: float = 2e-2
+    """Peak learning rate of Muon."""
+    muon_momentum: float = 0.95
+    """Momentum of Muon (Nesterov)."""
+    weight_decay: float = 0.1
+    """Decoupled weight decay of matrices; none for the embedding, biases and norms."""
+    adam_beta1: float = 0.9
+    """Decay of AdamW's mean of gradients."""
+    adam_beta2: float = 0.95
+    """Decay of AdamW's mean of squared gradients."""
+    max_grad_norm: float = 1.0
+    """Gradients whose joint norm is larger are scaled down to it."""
+    warmup_fraction: float = 0.03
+    """Fraction of the steps over which the learning rates rise from 0."""
+    schedule: Schedule = "linear"
+    """How the learning rates fall to 0 after that, or "constant"."""
+    precision: Precision = "bfloat16"
+    """"bfloat16": matrix products and attention in bfloat16 (autocast), weights and optimizer in float32."""
+    device: Device = "auto"
+    """Where to compute; "auto" takes a CUDA device if there is one."""
+    threads: int = 0
+    """CPU threads; 0 leaves the number to PyTorch."""
+    compile: bool = False
+    """Whether to run the model through torch.compile: minutes at the start, then faster steps on a GPU."""
+    seed: int = 0
+    """Seed of the weights, of the order of the data and of dropout."""
+    log_steps: int = 5
+    """Steps between two entries of the training loss."""
+    eval_steps: int = 100
+    """Steps between two evaluations on held-out text."""
+    eval_windows: int = 12
+    """Held-out windows of these evaluations; the one at the end takes final_eval_windows."""
+    final_eval_windows: int = 256
+    """Largest number of held-out windows in the evaluation at the end; xz is measured on the same bytes."""
+    quarter_files: int = 48
+    """Largest number of held-out files, each at least context_length long, measured by quarter of the context."""
+    save_steps: int = 200
+    """Steps between two checkpoints. The last complete one is kept."""
+    sample_prompt: str = ""
+    """What the text in sample.txt continues; empty: the beginning of a file."""
+    sample_length: int = 600
+    """Bytes of text to sample at the end."""
+    sample_temperature: float = 0.7
+    """Temperature of that sample."""
+
+    def __post_init__(self) -> None:
+        for name in (
+            "steps", "batch_size", "gradient_accumulation", "log_steps", "eval_steps", "eval_windows",
+            "final_eval_windows", "quarter_files", "save_steps",
+        ):  # fmt: skip
+            _check(self, name, least=1)
+        for name in ("threads", "seed", "sample_length", "sample_temperature", "weight_decay"):
+            _check(self, name, least=0)
+        _check(self, "context_length", least=8)
+        for name in ("learning_rate", "muon_learning_rate", "max_grad_norm"):
+            _check(self, name, above=0)
+        for name in ("file_start_fraction", "warmup_fraction"):
+            _check(self, name, least=0, most=1)
+        for name in ("adam_beta1", "adam_beta2", "muon_momentum"):
+            _check(self, name, least=0, below=1)
+        if self.model.vocab_size < 256:
+            raise ValueError(f"model.vocab_size must be at least 256, one token a byte, got {self.model.vocab_size}")
+        self.data = tuple(Path(path) for path in self.data)
+
+    def to_dict(self) -> dict[str, Any]:
+        """The fields by name, as values that JSON holds."""
+        values = {entry.name: getattr(self, entry.name) for entry in fields(self)}
+        return {**values, "model": self.model.to_dict(), "data": [str(path.absolute()) for path in self.data]}
+
+    @classmethod
+    def from_dict(cls, values: Mapping[str, Any]) -> TrainSettings:
+        """The settings whose :meth:`to_dict` this is.
+
+        Raises:
+            TypeError, ValueError: a key that is no field, one that is missing, or a value out of range.
+        """
+        return cls(**{**values, "model": LongNetConfig.from_dict(values["model"]), "data": tuple(values["data"])})
+
+
+@dataclass(kw_only=True, slots=True)
+class SampleSettings:
+    """How the next byte is drawn.
+
+    Raises:
+        ValueError: a number out of range.
+    """
+
+    max_new_tokens: int = 500
+    """Most bytes to generate; fewer if the text ends before."""
+    temperature: float = 0.7
+    """Divides the logits; 0 always takes the likeliest byte."""
+    top_k: int | None = None
+    """Draw from the k likeliest bytes only."""
+    top_p: float | None = None
+    """Draw from the smallest set of bytes that holds this probability."""
+    seed: int | None = None
+    """Seed of the draws; without it every call draws anew."""
+
+    def __post_init__(self) -> None:
+        _check(self, "max_new_tokens", least=1)
+        _check(self, "temperature", least=0)
+        if self.top_k is not None:
+            _check(self, "top_k", least=1)
+        if self.top_p is not None:
+            _check(self, "top_p", above=0, most=1)
+        if self.seed is not None:
+            _check(self, "seed", least=0)
+
+
+def _check(
+    settings: TrainSettings | SampleSettings,
+    name: str,
+    *,
+    least: float = -math.inf,
+    above: float = -math.inf,
+    below: float = math.inf,
+    most: float = math.inf,
+) -> None:
+    value = getattr(settings, name)
+    if isinstance(value, bool) or not isinstance(value, (int, float)) or not math.isfinite(value):
+        raise ValueError(f"{name} must be a finite number, got {value!r}")
+    bounds = ((f"at least {least}", value >= least), (f"above {above}", value > above),
+              (f"below {below}", value < below), (f"at most {most}", value <= most))  # fmt: skip
+    for words, holds in bounds:
+        if not holds:
+            raise ValueError(f"{name} must be {words}, got {value}")

@@ -1,0 +1,84 @@
+"""Windows of a text as tensors: drawn ones to train on, fixed ones to evaluate on."""
+
+from __future__ import annotations
+
+import random
+
+import torch
+from torch import Tensor
+from torch.utils.data import Dataset
+
+from .corpus import Text
+
+Window = dict[str, Tensor]
+
+
+class TrainingWindows(Dataset[Window]):
+    """Window i is drawn by ``(seed, i)`` alone, so a run that is taken up again sees what it would have seen."""
+
+    def __init__(
+        self, text: Text, context_length: int, num_windows: int, *, seed: int, file_start_fraction: float
+    ) -> None:
+        self.text = text
+        self.context_length = context_length
+        self.num_windows = num_windows
+        self.seed = seed
+        self.file_start_fraction = file_start_fraction
+
+    def __len__(self) -> int:
+        return self.num_windows
+
+    def __getitem__(self, index: int) -> Window:
+        draw = random.Random(f"{self.seed}:{index}")
+        last = len(self.text) - self.context_length
+        if draw.random() < self.file_start_fraction:
+            start = min(int(self.text.file_starts[draw.randrange(len(self.text.file_starts))]), last)
+        else:
+            start = draw.randrange(last + 1)
+        return _window(self.text.data[start : start + self.context_length])
+
+
+class EvaluationWindows(Dataset[Window]):
+    """Windows that follow each other and share one byte, so that every byte but the first is predicted once.
+
+    Where there are more than ``most_windows``, so many of them, evenly spread.
+    """
+
+    def __init__(self, text: Text, context_length: int, most_windows: int) -> None:
+        self.text = text
+        self.length = min(context_length, len(text))
+        whole = (len(text) - 1) // (self.length - 1)
+        self.starts = [place * (self.length - 1) for place in _spread(whole, most_windows)]
+
+    def __len__(self) -> int:
+        return len(self.starts)
+
+    def __getitem__(self, index: int) -> Window:
+        start = self.starts[index]
+        return _window(self.text.data[start : start + self.length])
+
+    def predicted(self) -> bytes:
+        """The bytes that the windows predict, in their order."""
+        return b"".join(self.text.data[start + 1 : start + self.length].numpy().tobytes() for start in self.starts)
+
+    def spread(self, count: int) -> list[int]:
+        """The indices of ``count`` windows, evenly spread."""
+        return _spread(len(self), count)
+
+
+def _spread(total: int, count: int) -> list[int]:
+    count = min(count, total)
+    return [place * total // count for place in range(count)]
+
+
+def _window(data: Tensor) -> Window:
+    tokens = data.to(torch.int64)
+    return {"input_ids": tokens, "labels": tokens}
+
+
+def long_files(text: Text, context_length: int, most_files: int) -> list[Tensor]:
+    """The separator and the first ``context_length`` bytes of evenly spread files that are at least that long."""
+    lengths = torch.diff(text.file_starts, append=torch.tensor([len(text)])) - 1
+    indices = torch.nonzero(lengths >= context_length).flatten().tolist()
+    chosen = [indices[place] for place in _spread(len(indices), most_files)]
+    return [text.file(index)[: context_length + 1].to(torch.int64) for index in chosen]

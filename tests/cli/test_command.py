@@ -1,0 +1,186 @@
+"""The command: what it says when all is well."""
+
+from __future__ import annotations
+
+import io
+import os
+import signal
+import subprocess
+import sys
+import time
+import tomllib
+from pathlib import Path
+
+import pytest
+
+from dilated_attention_pytorch.cli import main
+from dilated_attention_pytorch.cli.info import EXTRAS
+from dilated_attention_pytorch.kernels.select import IMPLS
+from dilated_attention_pytorch.training import evaluation
+from training.runs import stop_after, write_texts
+
+ROOT = Path(__file__).parents[2]
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run made by the command line."""
+    folder = tmp_path_factory.mktemp("command")
+    texts = write_texts(folder / "texts")
+    main(_train(texts, folder / "run"))
+    return folder / "run"
+
+
+def _train(texts: Path, output: Path) -> list[str]:
+    words = "--preset tiny --steps 4 --log-steps 2 --eval-steps 2 --save-steps 3 --sample-length 20"
+    return ["train", *words.split(), "--data", str(texts), "--output", str(output)]
+
+
+def _as_process(*words: str) -> list[str]:
+    return [sys.executable, "-m", "dilated_attention_pytorch", *words]
+
+
+def test_train_prints_the_result_beside_xz_the_quarters_and_what_to_do_next(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    main(_train(write_texts(tmp_path / "texts"), tmp_path / "run"))
+    said = capsys.readouterr().out
+    for words in (
+        "xz -9e takes", "held-out bits per byte by quarter of the context",
+        "the last quarter without the three before it", "step 4/4", "sample",
+        f"dilated-attention generate {tmp_path / 'run'}", "loss.png",
+    ):  # fmt: skip
+        assert words in said
+
+
+def test_ctrl_c_says_how_to_go_on_and_going_on_ends_the_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    stop_after(monkeypatch, 2, signal.SIGINT)
+    with pytest.raises(SystemExit) as left:
+        main(_train(write_texts(tmp_path / "texts"), tmp_path / "run"))
+    assert left.value.code == 130
+    assert f"dilated-attention train --resume {tmp_path / 'run'}" in capsys.readouterr().out
+    main(["train", "--resume", str(tmp_path / "run")])
+    said = capsys.readouterr().out
+    assert "going on after step 3" in said
+    assert "step 4/4" in said
+    assert (tmp_path / "run" / "model.safetensors").exists()
+
+
+def test_a_second_ctrl_c_keeps_the_last_checkpoint(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def interrupted(*args: object) -> None:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(evaluation, "bits_by_quarter", interrupted)
+        with pytest.raises(SystemExit) as left:
+            main(_train(write_texts(tmp_path / "texts"), tmp_path / "run"))
+    assert left.value.code == 130
+    assert "the checkpoint of step 4 is kept" in capsys.readouterr().err
+    main(["train", "--resume", str(tmp_path / "run")])
+    assert (tmp_path / "run" / "model.safetensors").exists()
+
+
+def test_a_signal_from_outside_ends_a_process_cleanly(tmp_path: Path) -> None:
+    words = _train(write_texts(tmp_path / "texts"), tmp_path / "run")
+    words[words.index("--steps") + 1] = "100000"
+    process = subprocess.Popen(_as_process(*words), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    metrics = tmp_path / "run" / "metrics.jsonl"
+    deadline = time.monotonic() + 120
+    while not (metrics.exists() and metrics.stat().st_size) and time.monotonic() < deadline:
+        assert process.poll() is None, process.communicate()[1]
+        time.sleep(0.1)
+    process.send_signal(signal.SIGTERM)
+    out, err = process.communicate(timeout=120)
+    assert process.returncode == 128 + signal.SIGTERM
+    assert "stopped by SIGTERM" in out
+    assert "Traceback" not in err
+    assert len(list((tmp_path / "run").glob("checkpoint-*"))) == 1
+
+
+def test_generate_is_the_same_for_the_same_seed_and_begins_with_the_prompt(
+    run: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = ["generate", str(run), "--prompt", "def f(", "--max-new-tokens", "30", "--seed", "5"]
+    main(words)
+    first = capsys.readouterr().out
+    main(words)
+    assert capsys.readouterr().out == first
+    assert first.startswith("def f(")
+
+
+def test_generate_reads_the_prompt_from_standard_input(
+    run: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(sys, "stdin", io.StringIO("import ä"))
+    main(["generate", str(run), "--max-new-tokens", "5", "--temperature", "0"])
+    assert capsys.readouterr().out.startswith("import ä")
+
+
+def test_generate_on_a_terminal_answers_one_prompt_after_the_other(
+    run: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    class Terminal(io.StringIO):
+        def isatty(self) -> bool:
+            return True
+
+    monkeypatch.setattr(sys, "stdin", Terminal("first\nsecond\n"))
+    main(["generate", str(run), "--max-new-tokens", "5"])
+    said = capsys.readouterr().out
+    assert said.index("first") < said.index("second")
+
+
+def test_the_reader_of_the_output_may_go_away(run: Path) -> None:
+    process = subprocess.Popen(
+        _as_process("generate", str(run), "--prompt", "def f(", "--max-new-tokens", "300"),
+        stdout=subprocess.PIPE, stderr=subprocess.PIPE,
+    )  # fmt: skip
+    assert process.stdout is not None
+    assert process.stderr is not None
+    process.stdout.read(3)
+    process.stdout.close()
+    said = process.stderr.read()
+    process.stderr.close()
+    process.wait(timeout=60)
+    assert said == b""
+
+
+def test_info_names_every_implementation_and_every_extra(capsys: pytest.CaptureFixture[str]) -> None:
+    main(["info"])
+    said = capsys.readouterr().out
+    assert all(impl in said for impl in IMPLS if impl != "auto")
+    assert "torch" in said.lower()
+    assert "transformers" in said
+
+
+def test_info_lists_the_extras_of_the_package() -> None:
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    for extra, brought in EXTRAS.items():
+        wanted = {word.partition(">=")[0] for word in project["optional-dependencies"][extra]}
+        assert {name for name in wanted if "[" not in name} == set(brought)
+
+
+@pytest.mark.parametrize("words", [[], ["train"], ["generate"], ["info"]])
+def test_help_explains_and_ends_with_0(words: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as left:
+        main([*words, "--help"])
+    assert left.value.code == 0
+    assert "usage: dilated-attention" in capsys.readouterr().out
+
+
+def test_help_of_a_preset_shows_its_numbers(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        main(["train", "--preset", "gpu", "--help"])
+    assert "32768" in capsys.readouterr().out
+
+
+def test_help_does_not_wait_for_transformers() -> None:
+    code = (
+        "import sys\nfrom dilated_attention_pytorch.cli import main\n"
+        "try:\n    main(['train', '--help'])\nexcept SystemExit:\n    pass\n"
+        "assert not {'transformers', 'matplotlib', 'accelerate'} & sys.modules.keys()"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True, stdout=subprocess.DEVNULL, env=os.environ)

@@ -1,0 +1,230 @@
+"""Wrong command lines: each gives a sentence that says what to do, exit code 2, and leaves everything as it was."""
+
+from __future__ import annotations
+
+import dataclasses
+import errno
+import hashlib
+import json
+import os
+import shutil
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from dilated_attention_pytorch.cli import main
+from dilated_attention_pytorch.training import run as training_run
+from dilated_attention_pytorch.training import train
+from training.runs import quiet, stopped_run, tiny_settings, write_texts
+
+Patch = Callable[[pytest.MonkeyPatch], None]
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Row:
+    """A command line, what it must say, and what is wrong with the machine while it runs."""
+
+    line: str
+    """The words; ``{}`` stands for the folder with everything in it."""
+    message: str
+    machine: Patch = lambda monkeypatch: None
+
+
+def _refuse_reading(monkeypatch: pytest.MonkeyPatch) -> None:
+    read = Path.read_bytes
+
+    def read_bytes(path: Path) -> bytes:
+        if path.name == "module3.py":
+            raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), str(path))
+        return read(path)
+
+    monkeypatch.setattr(Path, "read_bytes", read_bytes)
+
+
+def _refuse_making(monkeypatch: pytest.MonkeyPatch) -> None:
+    def mkdir(path: Path, *args: Any, **kwargs: Any) -> None:
+        raise OSError(errno.EROFS, os.strerror(errno.EROFS), str(path))
+
+    monkeypatch.setattr(Path, "mkdir", mkdir)
+
+
+def _refuse_writing(monkeypatch: pytest.MonkeyPatch) -> None:
+    # As access() answers on a read-only file system, for root too.
+    monkeypatch.setattr(os, "access", lambda path, mode: not mode & os.W_OK)
+
+
+def _fill_disk(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: type("Usage", (), {"free": 10_000_000})())
+
+
+def _take_cuda_away(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+
+
+def _start_two_processes(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("WORLD_SIZE", "2")
+
+
+def _uninstall(name: str) -> Patch:
+    def patch(monkeypatch: pytest.MonkeyPatch) -> None:
+        import importlib.util
+
+        find = importlib.util.find_spec
+        monkeypatch.setattr(importlib.util, "find_spec", lambda wanted, *rest: None if wanted == name else find(wanted))
+
+    return patch
+
+
+def _uninstall_tyro(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delitem(sys.modules, "dilated_attention_pytorch.cli.command", raising=False)
+    monkeypatch.setitem(sys.modules, "tyro", None)
+
+
+TRAIN = "train --preset tiny --data {}/texts --output {}/new"
+
+ROWS = [
+    # what is no command line
+    Row("", "Expected one of {train, generate, info}"),
+    Row("trian", "Available subcommands: train, generate, info"),
+    Row(f"{TRAIN} --stepz 3", "Unrecognized options: --stepz"),
+    Row(f"{TRAIN} --steps three", "invalid"),
+    Row(f"{TRAIN} --optimizer sgd", "invalid choice 'sgd'"),
+    Row("train --preset huge", "--preset huge: there is no such preset; choose one of auto, cpu, gpu, gpu-large, tiny"),
+    Row("generate", "required"),
+    Row("info --verbose", "Unrecognized options: --verbose"),
+    # numbers out of range
+    Row(f"{TRAIN} --steps 0", "steps must be at least 1, got 0"),
+    Row(f"{TRAIN} --learning-rate -1", "learning_rate must be above 0, got -1.0"),
+    Row(f"{TRAIN} --batch-size 0", "batch_size must be at least 1, got 0"),
+    Row(f"{TRAIN} --warmup-fraction 2", "warmup_fraction must be at most 1, got 2.0"),
+    Row(f"{TRAIN} --model.num-heads 5", "num_heads must divide embed_dim"),
+    Row(f"{TRAIN} --model.segment-lengths 64", "got 1 segment lengths [64] and 2 dilation rates"),
+    Row(f"{TRAIN} --context-length 100000", "give more text, or a --context-length of at most"),
+    Row("generate {}/finished --prompt x --temperature -1", "temperature must be at least 0, got -1.0"),
+    Row("generate {}/finished --prompt x --top-p 1.5", "top_p must be at most 1, got 1.5"),
+    Row("generate {}/finished --prompt x --max-new-tokens 0", "max_new_tokens must be at least 1, got 0"),
+    # text
+    Row("train --preset tiny --output {}/new --data {}/nothing", "nothing does not exist; check the path"),
+    Row("train --preset tiny --output {}/new --data {}/bad/empty.txt", "empty.txt is empty; name a file"),
+    Row("train --preset tiny --output {}/new --data {}/bad/binary.bin", "is not text: it holds zero bytes"),
+    Row("train --preset tiny --output {}/new --data {}/bad/latin.txt", "convert it (iconv -f LATIN1 -t UTF-8)"),
+    Row("train --preset tiny --output {}/new --data {}/bad/short.txt", "fewer than one window of --context-length 256"),
+    Row("train --preset tiny --output {}/new --data {}/bad/textless", "holds no text file (1 files were looked at)"),
+    Row(TRAIN, "module3.py may not be read by this user; change its permissions", _refuse_reading),
+    # where to write
+    Row("train --preset tiny --data {}/texts --output {}/taken", "exists and is not empty; nothing in it was changed"),
+    Row("train --preset tiny --data {}/texts --output {}/taken", "for example --output {}/taken-2"),
+    Row("train --preset tiny --data {}/texts --output {}/stopped", "or go on with that run: --resume {}/stopped"),
+    Row("train --preset tiny --data {}/texts --output {}/file", "file is a file, not a folder; name a free folder"),
+    Row("train --preset tiny --data {}/texts --output {}/file/new", "file is a file; name a folder below a folder"),
+    Row(TRAIN, "is read-only for this user; change its permissions", _refuse_writing),
+    Row(TRAIN, "cannot be made (Read-only file system); name a folder on a disk that can be written", _refuse_making),
+    Row(TRAIN, "MB for its checkpoints and the disk has 10 MB free; free some space", _fill_disk),
+    Row(f"{TRAIN} --device cuda", "PyTorch finds no CUDA device here; use --device cpu", _take_cuda_away),
+    # what is not installed
+    Row(TRAIN, "not installed here: pip install 'dilated-attention-pytorch[train]'", _uninstall("accelerate")),
+    Row("generate {}/finished --prompt x", "generating needs transformers", _uninstall("transformers")),
+    Row("info", "the command needs tyro, not installed here: pip install", _uninstall_tyro),
+    # going on
+    Row("train --resume {}/stopped --steps 5", "--resume goes on with the run's own settings, so --steps cannot go"),
+    Row("train --resume {}/nothing", "there is no such folder; name the --output of the run that was stopped"),
+    Row("train --resume {}/taken", "training.json does not exist; name the --output of a `train` command"),
+    Row("train --resume {}/finished", "that run is finished; sample from it with `dilated-attention generate"),
+    Row("train --resume {}/unbegun", "stopped before its first checkpoint; train anew"),
+    Row("train --resume {}/truncated", "model.safetensors is damaged or was not written to its end"),
+    Row("train --resume {}/cut-optimizer", "optimizer.pt is damaged or was not written to its end; restore"),
+    Row("train --resume {}/no-scheduler", "scheduler.pt does not exist; restore the folder from a copy"),
+    Row("train --resume {}/other-model", "is of another model than {}/other-model/training.json describes (rope_theta"),
+    Row("train --resume {}/bad-settings", "training.json is damaged, it is no JSON"),
+    Row("train --resume {}/stopped", "start it with torchrun --nproc-per-node 1", _start_two_processes),
+    Row("train --resume {}/other-text", "the text is not what the run began with"),
+    Row("train --resume {}/stopped", "is read-only for this user; change its permissions", _refuse_writing),
+    # what to generate from
+    Row("generate {}/nothing --prompt x", "there is no such folder; name the --output of a `train` command"),
+    Row("generate {}/taken --prompt x", "holds no trained model: neither model.safetensors nor a checkpoint is in it"),
+    Row("generate {}/file --prompt x", "is no run folder: it is a file"),
+    Row("generate {}/cut-weights --prompt x", "model.safetensors is damaged or was not written to its end"),
+    Row("generate {}/no-config --prompt x", "config.json does not exist; name a folder that `dilated-attention train`"),
+    Row("generate {}/foreign --prompt x", "describes a model of type 'gpt2', not 'longnet-dilated'"),
+    Row("generate {}/unfit --prompt x", "do not fit"),
+    Row("generate {}/finished --prompt x --device cuda", "PyTorch finds no CUDA device here", _take_cuda_away),
+]
+
+
+@pytest.fixture(scope="module")
+def world(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Texts good and bad, a run that is finished, one that was stopped, and damaged copies of both."""
+    world = tmp_path_factory.mktemp("world")
+    texts = write_texts(world / "texts")
+    settings = tiny_settings(texts, steps=3, log_steps=1)
+    train(settings, world / "finished", quiet())
+    with pytest.MonkeyPatch.context() as monkeypatch:
+        stopped_run(monkeypatch, settings, world / "stopped", 1)
+
+    bad = world / "bad"
+    (bad / "textless").mkdir(parents=True)
+    (bad / "textless" / "image.png").write_bytes(b"\x89PNG\0\0")
+    (bad / "empty.txt").touch()
+    (bad / "binary.bin").write_bytes(bytes(range(256)) * 9)
+    (bad / "latin.txt").write_bytes("é".encode("latin-1") * 999)
+    (bad / "short.txt").write_text("short\n" * 11)
+    (world / "taken").mkdir()
+    (world / "taken" / "notes.txt").write_text("precious")
+    (world / "file").write_text("precious")
+
+    def copy(source: str, name: str) -> Path:
+        return Path(shutil.copytree(world / source, world / name))
+
+    def cut(path: Path) -> None:
+        path.write_bytes(path.read_bytes()[: path.stat().st_size // 2])
+
+    def change(path: Path, **values: Any) -> None:
+        path.write_text(json.dumps(json.loads(path.read_text()) | values))
+
+    shutil.rmtree(copy("stopped", "unbegun") / "checkpoint-2")
+    cut(copy("stopped", "truncated") / "checkpoint-2" / "model.safetensors")
+    cut(copy("stopped", "cut-optimizer") / "checkpoint-2" / "optimizer.pt")
+    (copy("stopped", "no-scheduler") / "checkpoint-2" / "scheduler.pt").unlink()
+    change(copy("stopped", "other-model") / "checkpoint-2" / "config.json", rope_theta=77.0)
+    cut(copy("stopped", "bad-settings") / "training.json")
+    record = json.loads((world / "stopped" / "training.json").read_text())
+    change(copy("stopped", "other-text") / "training.json", corpus={**record["corpus"], "training_bytes": 1})
+    cut(copy("finished", "cut-weights") / "model.safetensors")
+    (copy("finished", "no-config") / "config.json").unlink()
+    change(copy("finished", "foreign") / "config.json", model_type="gpt2")
+    change(copy("finished", "unfit") / "config.json", embed_dim=64)
+    return world
+
+
+def _state(folder: Path) -> dict[str, str]:
+    return {
+        str(path): hashlib.sha256(path.read_bytes()).hexdigest() if path.is_file() else "folder"
+        for path in folder.rglob("*")
+    }
+
+
+@pytest.mark.parametrize("row", ROWS, ids=lambda row: row.line)
+def test_a_wrong_command_line_says_what_to_do_and_changes_nothing(
+    row: Row, world: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def forbidden(run: Any) -> None:
+        raise AssertionError("the run began")
+
+    before = _state(world)
+    with monkeypatch.context() as patch:
+        patch.chdir(tmp_path)
+        patch.setattr(training_run, "_go", forbidden)
+        row.machine(patch)
+        with pytest.raises(SystemExit) as left:
+            main(row.line.replace("{}", str(world)).split())
+    captured = capsys.readouterr()
+    said = " ".join(captured.err.replace("│", " ").split())
+    assert left.value.code == 2
+    assert row.message.replace("{}", str(world)) in said
+    assert captured.out == ""
+    assert _state(world) == before
+    assert not any(tmp_path.iterdir())

@@ -1,0 +1,128 @@
+"""The modules: a drop-in for nn.MultiheadAttention that equals it where the pattern is dense."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+
+from dilated_attention_pytorch import DilatedAttention, MultiheadDilatedAttention, attend
+
+WIDTH, HEADS, ROWS = 30, 5, 23
+DENSE = ([64], [1])
+
+
+def pair(**options: object) -> tuple[nn.MultiheadAttention, MultiheadDilatedAttention]:
+    """PyTorch's module and ours with its weights, in float64."""
+    theirs = nn.MultiheadAttention(WIDTH, HEADS, batch_first=True, dtype=torch.float64, **options)
+    for parameter in theirs.parameters():
+        nn.init.normal_(parameter, std=0.3)
+    ours = MultiheadDilatedAttention(WIDTH, HEADS, *DENSE, dtype=torch.float64, **options)
+    ours.load_state_dict(theirs.state_dict())
+    return theirs, ours
+
+
+def inputs(*rows_and_widths: tuple[int, int]) -> list[torch.Tensor]:
+    return [torch.randn(2, n, e, dtype=torch.float64, requires_grad=True) for n, e in rows_and_widths]
+
+
+@pytest.mark.parametrize("bias", [True, False])
+def test_self_attention_equals_pytorch_with_its_weights(bias: bool) -> None:
+    theirs, ours = pair(bias=bias)
+    (x,) = inputs((ROWS, WIDTH))
+    padding = torch.zeros(2, ROWS, dtype=torch.bool)
+    padding[1, 15:] = True
+    causal = nn.Transformer.generate_square_subsequent_mask(ROWS, dtype=torch.float64)
+    float_padding = torch.zeros(2, ROWS, dtype=torch.float64).masked_fill(padding, float("-inf"))
+    for here, there in (
+        ({}, {}),
+        ({"key_padding_mask": padding}, {"key_padding_mask": padding}),
+        ({"key_padding_mask": float_padding}, {"key_padding_mask": padding}),
+        ({"is_causal": True}, {"attn_mask": causal}),
+        ({"is_causal": True, "attn_mask": causal}, {"attn_mask": causal}),
+        ({"is_causal": True, "attn_mask": causal.bool()}, {"attn_mask": causal}),
+    ):
+        expected, _ = theirs(x, x, x, need_weights=False, **there)
+        got, weights = ours(x, x, x, **here)
+        assert weights is None
+        torch.testing.assert_close(got, expected, rtol=0, atol=1e-12)
+        parameters = [x, *theirs.parameters()]
+        wanted = torch.autograd.grad(expected.sin().sum(), parameters)
+        grads = torch.autograd.grad(got.sin().sum(), [x, *ours.parameters()])
+        for grad, want in zip(grads, wanted, strict=True):
+            torch.testing.assert_close(grad, want, rtol=0, atol=1e-11)
+
+
+@pytest.mark.parametrize("widths", [{}, {"kdim": 7, "vdim": 11}])
+def test_cross_attention_equals_pytorch_with_its_weights(widths: dict[str, int]) -> None:
+    theirs, ours = pair(**widths)
+    query, key, value = inputs((ROWS, WIDTH), (41, widths.get("kdim", WIDTH)), (41, widths.get("vdim", WIDTH)))
+    expected, _ = theirs(query, key, value, need_weights=False)
+    torch.testing.assert_close(ours(query, key, value)[0], expected, rtol=0, atol=1e-12)
+
+
+def test_one_product_projects_where_query_key_and_value_are_one_tensor(monkeypatch: pytest.MonkeyPatch) -> None:
+    _, ours = pair()
+    (x,) = inputs((ROWS, WIDTH))
+    widths: list[int] = []
+    linear = torch.nn.functional.linear
+    monkeypatch.setattr(
+        torch.nn.functional, "linear", lambda a, w, b=None: widths.append(w.shape[0]) or linear(a, w, b)
+    )
+    fused = ours.project_in(x, x, x)
+    assert widths == [3 * WIDTH]
+    for one, other in zip(fused, ours.project_in(x, x.clone(), x), strict=True):
+        torch.testing.assert_close(one, other, rtol=0, atol=1e-13)
+
+
+def test_grouped_query_heads_share_their_key_and_value_heads() -> None:
+    ours = MultiheadDilatedAttention(24, 6, [16, 32], [1, 3], num_kv_heads=2, dtype=torch.float64)
+    (x,) = inputs((ROWS, 24))
+    q, k, v = ours.project_in(x, x, x)
+    assert q.shape == (2, ROWS, 6, 4)
+    assert k.shape == v.shape == (2, ROWS, 2, 4)
+    torch.testing.assert_close(ours(x, x, x)[0], ours.project_out(attend(q, k, v, ours.pattern)))
+
+
+def test_the_sub_layernorm_normalises_the_heads_before_the_output_projection() -> None:
+    ours = MultiheadDilatedAttention(24, 6, [16], [2], sub_layernorm=True, dtype=torch.float64)
+    (x,) = inputs((ROWS, 24))
+    heads = attend(*ours.project_in(x, x, x), ours.pattern).flatten(-2)
+    expected = ours.out_proj(torch.nn.functional.layer_norm(heads, (24,)))
+    torch.testing.assert_close(ours(x, x, x)[0], expected)
+
+
+def test_magneto_gain_scales_value_and_output_projections_only() -> None:
+    gain = 1.7
+
+    def bounds(module: MultiheadDilatedAttention) -> list[float]:
+        return [w.abs().max().item() for w in (*module._in_proj_weights(), module.out_proj.weight)]
+
+    torch.manual_seed(3)
+    plain = bounds(MultiheadDilatedAttention(64, 4, *DENSE))
+    torch.manual_seed(3)
+    scaled = bounds(MultiheadDilatedAttention(64, 4, *DENSE, gain=gain))
+    ratios = [b / a for a, b in zip(plain, scaled, strict=True)]
+    torch.testing.assert_close(torch.tensor(ratios), torch.tensor([1.0, 1.0, gain, gain]))
+
+
+def test_dropout_is_off_in_eval_and_the_pattern_is_readable() -> None:
+    module = DilatedAttention([8, 16], [1, 2], dropout=0.5)
+    assert (module.segment_lengths, module.dilation_rates) == ((8, 16), (1, 2))
+    q = torch.randn(1, 20, 2, 4)
+    exact = attend(q, q, q, module.pattern)
+    assert not torch.allclose(module(q, q, q), exact)
+    assert torch.equal(module.eval()(q, q, q), exact)
+    multihead = MultiheadDilatedAttention(8, 2, [8, 16], [1, 2])
+    assert (multihead.segment_lengths, multihead.dilation_rates) == ((8, 16), (1, 2))
+
+
+def test_scale_shift_and_offsets_reach_the_attention() -> None:
+    q, k, v = (torch.randn(1, 20, 2, 4, dtype=torch.float64) for _ in range(3))
+    module = DilatedAttention([8], [2], softmax_scale=0.3, segment_shift=3, offset_rule="block")
+    got = module(q, k, v, True, query_offset=5, key_offset=5)
+    torch.testing.assert_close(
+        got, attend(q, k, v, module.pattern, is_causal=True, scale=0.3, query_offset=5, key_offset=5)
+    )
+    assert module.pattern.segment_shift == 3
+    assert module.pattern.offset_rule == "block"

@@ -1,0 +1,101 @@
+"""Wrong calls, each with the message it gets: the argument, what was expected, what came, what to do."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+
+from dilated_attention_pytorch import (
+    DilatedAttention,
+    DilatedPattern,
+    LongNetConfig,
+    MultiheadDilatedAttention,
+    attend,
+    dilated_attention,
+)
+from dilated_attention_pytorch.core import create_dilated_attention
+from dilated_attention_pytorch.kernels.select import refusal
+
+P = DilatedPattern([4, 8], [1, 2])
+Q, K = torch.zeros(1, 6, 4, 8), torch.zeros(1, 6, 2, 8)
+X = torch.zeros(1, 6, 8)
+
+
+def ints(*values: int) -> torch.Tensor:
+    return torch.tensor(values, dtype=torch.int32)
+
+
+def mha(**options: Any) -> MultiheadDilatedAttention:
+    return MultiheadDilatedAttention(
+        **{"embed_dim": 8, "num_heads": 2, "segment_lengths": [4], "dilation_rates": [1], **options}
+    )
+
+
+TABLE: list[tuple[Callable[[], object], type[Exception], str]] = [
+    (lambda: DilatedPattern([4, 8], [1]), ValueError,
+     "segment_lengths and dilation_rates pair up, so they must be equally long: got 2 segment lengths [4, 8] and 1"),
+    (lambda: DilatedPattern([], []), ValueError, "segment_lengths must hold at least one integer, got an empty list"),
+    (lambda: DilatedPattern([0], [1]), ValueError, "segment_lengths must hold integers of at least 1, got 0 in [0]"),
+    (lambda: DilatedPattern([4], [-1]), ValueError, "dilation_rates must hold integers of at least 1, got -1 in [-1]"),
+    (lambda: DilatedPattern([4.0], [1]), TypeError, "segment_lengths must hold integers, got 4.0 of type float"),
+    (lambda: DilatedPattern(4, [1]), TypeError, "segment_lengths must be a list or tuple of integers, got 4"),
+    (lambda: DilatedPattern("48", [1]), TypeError, "segment_lengths must be a list or tuple of integers, got '48'"),
+    (lambda: DilatedPattern([4], [1], segment_shift=-3), ValueError, "segment_shift must hold integers of at least 0, got -3"),
+    (lambda: DilatedPattern([4], [1], offset_rule="random"), ValueError, 'offset_rule must be "modulo" or "block", got \'random\''),
+    (lambda: DilatedPattern([4], [1], tail="padded"), ValueError, 'tail must be "ragged" or "zero_padded", got \'padded\''),
+    (lambda: attend(Q[0], K, K, P), ValueError, "query must have 4 dimensions [batch, sequence, heads, head_dim], got shape (6, 4, 8)"),
+    (lambda: attend(Q.numpy(), K, K, P), TypeError, "query must be a tensor, got ndarray"),
+    (lambda: attend(Q.int(), K, K, P), TypeError, "query must be float16, bfloat16, float32 or float64, got torch.int32"),
+    (lambda: attend(Q, K.half(), K, P), TypeError, "query is torch.float32, got key torch.float16; convert with key.to(query.dtype)"),
+    (lambda: attend(Q, K, K.to("meta"), P), ValueError, "query is on cpu, got value on meta"),
+    (lambda: attend(Q, K, K[:, :5], P), ValueError, "key is (1, 6, 2, 8), got value (1, 5, 2, 8)"),
+    (lambda: attend(Q, K.repeat(3, 1, 1, 1), K.repeat(3, 1, 1, 1), P), ValueError, "query has 1, got key 3"),
+    (lambda: attend(Q, K[..., :5], K[..., :5], P), ValueError, "query has 8, got key 5"),
+    (lambda: attend(Q, K.repeat(1, 1, 2, 1)[:, :, :3], K.repeat(1, 1, 2, 1)[:, :, :3], P), ValueError,
+     "got 4 query heads and 3 key/value heads"),
+    (lambda: attend(Q, K, K, [4, 8]), TypeError, "pattern must be a Pattern such as DilatedPattern([2048, 4096], [1, 2]), got [4, 8]"),
+    (lambda: attend(Q, K, K, P, scale=float("nan")), ValueError, "scale must be a finite number or None for 1 / sqrt(D), got nan"),
+    (lambda: attend(Q, K, K, P, dropout_p=1.0), ValueError, "dropout_p must be a probability of at least 0 and below 1, got 1.0"),
+    (lambda: attend(Q, K, K, P, query_offset=-1), ValueError, "query_offset is the absolute position of the slab's first row, at least 0, got -1"),
+    (lambda: attend(Q, K, K, P, key_offset=1.5), TypeError, "key_offset must be an integer position, got 1.5 of type float"),
+    (lambda: attend(Q, K, K, P, key_padding_mask=torch.zeros(1, 6)), TypeError, "key_padding_mask must be a bool tensor with True where a key is to be ignored, got torch.float32"),
+    (lambda: attend(Q, K, K, P, key_padding_mask=torch.zeros(6, 1).bool()), ValueError, "shape [B, M] = (1, 6) of key, got (6, 1)"),
+    (lambda: attend(Q, K, K, P, cu_seqlens=torch.tensor([0, 6])), TypeError, "cu_seqlens must be an int32 tensor [documents + 1], got torch.int64"),
+    (lambda: attend(Q, K, K, P, cu_seqlens=ints(6)), ValueError, "at least 2 boundaries, got shape (1,)"),
+    (lambda: attend(Q, K, K, P, cu_seqlens=ints(0, 5)), ValueError, "cu_seqlens must run from 0 to the number of rows 6, got 0 to 5"),
+    (lambda: attend(Q, K, K, P, cu_seqlens=ints(0, 4, 2, 6)), ValueError, "cu_seqlens must not decrease, got [0, 4, 2, 6]"),
+    (lambda: attend(Q, K, K, P, cu_seqlens=ints(0, 4, 2, 6), impl="reference"), ValueError, "cu_seqlens must not decrease"),
+    (lambda: attend(Q, K, K, P, cu_seqlens=ints(0, 6), query_offset=3), ValueError, "got 6 query rows at 3 and 6 key rows at 0"),
+    (lambda: attend(Q, K, K, P, impl="flash"), ValueError, "impl must be one of 'auto', 'aten', 'reference', got 'flash'"),
+    (lambda: attend(Q.to("meta"), K.to("meta"), K.to("meta"), P), NotImplementedError, "exist for cpu and cuda devices, not for 'meta'; impl=\"reference\" runs on any device"),
+    (lambda: dilated_attention(Q, K, K, [4], [1], tail="zero_padded", key_offset=2), NotImplementedError, 'use tail="ragged" for slabs'),
+    (lambda: dilated_attention(Q, K, K, [4], [1], tail="zero_padded", key_padding_mask=torch.zeros(1, 6).bool()), NotImplementedError, "pack the sequences with cu_seqlens instead"),
+    (lambda: DilatedAttention([4], [1], dropout=-0.1), ValueError, "dropout must be a probability of at least 0 and below 1, got -0.1"),
+    (lambda: mha(num_heads=3), ValueError, "num_heads must divide embed_dim: got 3 heads and embed_dim 8"),
+    (lambda: mha(num_kv_heads=3), ValueError, "num_kv_heads must divide num_heads: got 3 of 2 heads"),
+    (lambda: mha()(X, X, X, need_weights=True), NotImplementedError, "pass need_weights=False"),
+    (lambda: mha()(X, X, X, attn_mask=torch.ones(6, 6).bool()), NotImplementedError, "pass is_causal=True for a causal mask, key_padding_mask for padding, cu_seqlens for packed documents"),
+    (lambda: mha()(X, X, X, is_causal=True, attn_mask=torch.zeros(6, 6).bool()), NotImplementedError, "attn_mask cannot be combined with a dilated pattern"),
+    (lambda: mha()(X, X, X, key_padding_mask=torch.full((1, 6), -1.0)), ValueError, "must hold 0 (keep) and -inf (ignore) only"),
+    (lambda: mha()(X[0], X, X), ValueError, "query must be [batch, sequence, 8], got shape (6, 8)"),
+    (lambda: create_dilated_attention("fastest", segment_lengths=[4], dilation_rates=[1]), ValueError, "attention_type must be one of 'auto', 'standard', 'improved', got 'fastest'"),
+    (lambda: LongNetConfig.from_dict({"embed_dim": 8, "num_layers": 1, "num_heads": 1, "segment_lengths": [4], "dilation_rates": [1], "windows": 3}), ValueError, "windows"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("row", range(len(TABLE)))
+def test_a_wrong_call_says_what_was_expected_what_came_and_what_to_do(row: int) -> None:
+    call, kind, message = TABLE[row]
+    with pytest.raises(kind) as raised:
+        call()
+    assert message in str(raised.value)
+
+
+def test_every_refusal_is_a_sentence() -> None:
+    assert refusal("aten", "cpu", torch.bfloat16) is None
+    assert refusal("reference", "xpu", torch.float32) is None
+    assert "not for 'mps'" in str(refusal("aten", "mps", torch.float32))
+    assert "not torch.int8" in str(refusal("reference", "cpu", torch.int8))

@@ -1,0 +1,98 @@
+"""Plans: every pair that the pattern counts is in exactly as many partials, in the tile that owns its rows."""
+
+from __future__ import annotations
+
+import itertools
+
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from dilated_attention_pytorch.planning import Call, Partial, Plan, plan
+from drawn import DrawnCall, calls, examples
+
+
+def plan_of(call: DrawnCall, tile_size: int) -> Plan:
+    documents = call.options.get("cu_seqlens")
+    return plan(
+        Call(
+            call.pattern, call.batch, call.num_queries, call.num_keys, call.kv_heads * call.ratio, call.kv_heads,
+            call.options.get("query_offset", 0), call.options.get("key_offset", 0), call.is_causal,
+            None if documents is None else tuple(documents.tolist()),
+        ),
+        tile_size,
+    )  # fmt: skip
+
+
+def problems(partial: Partial) -> list[tuple[int, int]]:
+    """The (row, head) by which each problem of a partial is further than the first."""
+    places = itertools.product(*(range(axis.size) for axis in partial.axes))
+    return [
+        tuple(
+            sum(i * getattr(axis, name) for i, axis in zip(place, partial.axes, strict=True))
+            for name in ("rows", "heads")
+        )
+        for place in places
+    ]  # type: ignore[misc]
+
+
+@examples(150)
+@given(calls(with_padding=False), st.integers(1, 3000))
+def test_partials_cover_exactly_what_the_pattern_counts(call: DrawnCall, tile_size: int) -> None:
+    counts, phantoms = call.counts()
+    got, got_phantoms = torch.zeros_like(counts[0]), torch.zeros_like(phantoms[0])
+    for tile in plan_of(call, tile_size).tiles:
+        for partial in tile.partials:
+            for rows, heads in problems(partial):
+                queries = partial.query_row + rows + partial.step * torch.arange(partial.num_queries)
+                head = partial.head + heads
+                assert tile.query_rows[0] <= queries.min()
+                assert queries.max() < tile.query_rows[1]
+                assert tile.kv_heads[0] <= head < tile.kv_heads[1]
+                if partial.phantoms:
+                    got_phantoms[head, queries] += partial.phantoms
+                    continue
+                keys = partial.key_row + rows + partial.step * torch.arange(partial.num_keys)
+                assert tile.key_rows[0] <= keys.min()
+                assert keys.max() < tile.key_rows[1]
+                block = torch.ones(len(queries), len(keys), dtype=torch.long)
+                got[head, queries[:, None], keys] += block.tril() if partial.is_causal else block
+    assert torch.equal(got, counts[0])
+    assert torch.equal(got_phantoms, phantoms[0])
+
+
+@examples(100)
+@given(calls(with_padding=False), st.integers(1, 3000))
+def test_what_overwrites_its_rows_comes_before_what_merges_into_them(call: DrawnCall, tile_size: int) -> None:
+    for tile in plan_of(call, tile_size).tiles:
+        touched: set[tuple[int, int]] = set()
+        for partial in tile.partials:
+            rows = {
+                (partial.head + heads, partial.query_row + row + partial.step * i)
+                for row, heads in problems(partial)
+                for i in range(partial.num_queries)
+            }
+            assert not (partial.is_first and rows & touched)
+            touched |= rows
+
+
+@examples(100)
+@given(calls(with_padding=False), st.integers(1, 3000))
+def test_tiles_partition_the_queries_and_stay_within_their_size(call: DrawnCall, tile_size: int) -> None:
+    steps = plan_of(call, tile_size)
+    owner = torch.zeros(call.num_queries, call.kv_heads)
+    for tile in steps.tiles:
+        owner[slice(*tile.query_rows), slice(*tile.kv_heads)] += 1
+        heads = tile.kv_heads[1] - tile.kv_heads[0]
+        rows = tile.query_rows[1] - tile.query_rows[0]
+        assert heads == 1 or rows * heads * call.ratio * steps.batch_step <= max(tile_size, rows * heads * call.ratio)
+        assert heads == 1 or rows * heads * call.ratio <= tile_size
+    assert (owner == 1).all()
+    assert 1 <= steps.batch_step <= call.batch
+
+
+@examples(60)
+@given(calls(with_padding=False))
+def test_the_number_of_pairs_is_the_sum_of_the_counts(call: DrawnCall) -> None:
+    pairs = int(call.counts()[0].sum()) * call.ratio
+    assert plan_of(call, 1 << 20).num_pairs == pairs

@@ -1,0 +1,148 @@
+"""The package as a whole: what its import needs, which way imports point, which names are public."""
+
+from __future__ import annotations
+
+import ast
+import json
+import subprocess
+import sys
+import warnings
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import dilated_attention_pytorch
+from dilated_attention_pytorch import legacy
+
+PACKAGE = Path(dilated_attention_pytorch.__file__).parent
+ORDER = ["patterns", "planning", "kernels", "ops"]
+# What each part may import, beside itself.
+ALLOWED = {
+    **{name: set(ORDER[:index]) for index, name in enumerate(ORDER)},
+    "nn": set(ORDER),
+    "models": {*ORDER, "nn"},
+    "training": {*ORDER, "nn", "models"},
+    "cli": {*ORDER, "nn", "models", "training"},
+    "core": {"nn"},
+    "legacy": {"core", "nn"},
+    "__init__": {"legacy", "models", "nn", "ops", "patterns"},
+    "__main__": {"cli"},
+}
+PUBLIC = {
+    "AttentionOutput", "DilatedAttention", "DilatedPattern", "LongNetCache", "LongNetConfig", "LongNetForCausalLM",
+    "LongNetLM", "MultiheadDilatedAttention", "Pattern", "PatternSum", "attend", "attend_with_lse",
+    "dilated_attention", "generate", "merge",
+}  # fmt: skip
+
+
+def test_the_public_names_are_these() -> None:
+    assert set(dilated_attention_pytorch.__all__) == PUBLIC
+    assert all(getattr(dilated_attention_pytorch, name).__doc__ for name in PUBLIC)
+
+
+def imported_parts(file: Path) -> set[str]:
+    """Parts of the package that a module imports, relative imports resolved."""
+    name = "dilated_attention_pytorch"
+    inside = (name, *file.relative_to(PACKAGE).with_suffix("").parts[:-1])
+    found = set()
+    for node in ast.walk(ast.parse(file.read_text())):
+        if isinstance(node, ast.ImportFrom):
+            base = inside[: len(inside) - node.level + 1] if node.level else ()
+            path = [*base, *(node.module.split(".") if node.module else [])]
+            found |= {(*path, alias.name)[:2] for alias in node.names} if path == [name] else {tuple(path[:2])}
+        elif isinstance(node, ast.Import):
+            found |= {tuple(alias.name.split(".")[:2]) for alias in node.names}
+    return {path[1] for path in found if len(path) == 2 and path[0] == name}
+
+
+def test_imports_point_one_way() -> None:
+    for file in PACKAGE.rglob("*.py"):
+        part = file.relative_to(PACKAGE).parts[0].removesuffix(".py")
+        parts = imported_parts(file) & set(ALLOWED)
+        assert parts <= ALLOWED[part] | {part}, f"{file} imports {parts - ALLOWED[part] - {part}}"
+
+
+IMPORT = """
+import json, sys, time
+class OnlyTorch:
+    def find_spec(self, name, path=None, target=None):
+        if name.partition(".")[0] in {"transformers", "accelerate", "tyro", "rich", "matplotlib", "safetensors",
+                                      "tensorboard", "triton", "hypothesis"}:
+            raise ModuleNotFoundError(name)
+start = time.perf_counter()
+import torch
+torch_seconds = time.perf_counter() - start
+sys.meta_path.insert(0, OnlyTorch())
+before = set(sys.modules)
+start = time.perf_counter()
+import dilated_attention_pytorch
+own = time.perf_counter() - start
+roots = {name.partition(".")[0] for name in set(sys.modules) - before} - set(sys.stdlib_module_names)
+try:
+    dilated_attention_pytorch.LongNetForCausalLM
+    error = ""
+except ImportError as raised:
+    error = str(raised)
+print(json.dumps([torch_seconds, own, sorted(roots), error]))
+"""
+
+
+def test_a_cold_import_needs_torch_alone(figure: Any) -> None:
+    run = subprocess.run([sys.executable, "-c", IMPORT], capture_output=True, text=True, check=True)
+    torch_seconds, own, roots, error = json.loads(run.stdout)
+    assert set(roots) <= {"dilated_attention_pytorch", "torch"}
+    assert "pip install 'dilated-attention-pytorch[train]'" in error
+    figure("import, seconds beyond torch's own", f"{own:.3f} (torch {torch_seconds:.2f})")
+
+
+@pytest.mark.parametrize("row", legacy.TABLE, ids=lambda row: ".".join(filter(None, row[:2])))
+def test_old_names_import_with_a_warning_that_names_todays(row: tuple[str, ...]) -> None:
+    module, name, _, _, today = row
+    path = ".".join(part for part in ("dilated_attention_pytorch", module) if part)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        scope: dict[str, Any] = {}
+        exec(f"from {path} import {name} as old", scope)
+    messages = {str(warning.message) for warning in caught if warning.category is DeprecationWarning}
+    (message,) = messages
+    assert message.startswith(f"{path}.{name} is the old name")
+    statement = message.split("`")[1]
+    exec(statement, scope)
+    new = scope[today.rpartition(".")[2]]
+    assert scope["old"] is new or issubclass(scope["old"], new)
+
+
+def test_old_calls_of_the_brief_run() -> None:
+    import torch
+
+    from dilated_attention_pytorch import core
+
+    before = torch.get_float32_matmul_precision()
+    try:
+        attention = core.create_dilated_attention("auto", segment_lengths=[4], dilation_rates=[1], use_tf32=True)
+        assert torch.get_float32_matmul_precision() == "high"
+        improved = legacy.ImprovedMultiheadDilatedAttention(
+            embed_dim=8, num_heads=2, segment_lengths=[4], dilation_rates=[1], use_tf32=False
+        )
+        assert torch.get_float32_matmul_precision() == "highest"
+    finally:
+        torch.set_float32_matmul_precision(before)
+    x = torch.randn(1, 5, 8)
+    assert improved(x, x, x)[0].shape == x.shape
+    assert attention.segment_lengths == (4,)
+
+
+def test_an_unknown_name_is_an_attribute_error() -> None:
+    with pytest.raises(AttributeError, match="no attribute 'FastestAttention'"):
+        _ = dilated_attention_pytorch.FastestAttention
+    with pytest.raises(ImportError):
+        from dilated_attention_pytorch.improved_dilated_attention import Nothing  # noqa: F401
+
+
+def test_today_s_function_is_not_hidden_by_the_old_module_of_its_name() -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        from dilated_attention_pytorch.dilated_attention import DilatedAttention
+    assert DilatedAttention is dilated_attention_pytorch.DilatedAttention
+    assert callable(dilated_attention_pytorch.dilated_attention)

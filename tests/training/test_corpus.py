@@ -1,0 +1,90 @@
+"""The corpus: what is read, what is refused, and a split that is the same on every run."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+import torch
+
+from dilated_attention_pytorch.training import RunError, read_corpus
+from dilated_attention_pytorch.training.corpus import SEPARATOR, Text, standard_library
+
+
+def _texts(folder: Path, count: int) -> Path:
+    for number in range(count):
+        path = folder / f"part{number % 3}" / f"file{number}.txt"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(f"text number {number}\n" * (number + 2))
+    return folder
+
+
+def _files(text: Text) -> set[bytes]:
+    return {text.file(index).numpy().tobytes()[1:] for index in range(len(text.file_starts))}
+
+
+def test_training_and_held_out_files_are_the_files_and_share_none(tmp_path: Path) -> None:
+    corpus = read_corpus([_texts(tmp_path, 101)])
+    training, held_out = _files(corpus.training), _files(corpus.held_out)
+    assert training | held_out == {path.read_bytes() for path in tmp_path.rglob("*.txt")}
+    assert not training & held_out
+    assert 1 <= len(held_out) <= 15
+
+
+def test_the_split_does_not_depend_on_where_the_folder_is(tmp_path: Path) -> None:
+    first, second = read_corpus([_texts(tmp_path / "a", 53)]), read_corpus([_texts(tmp_path / "b" / "c", 53)])
+    assert torch.equal(first.held_out.data, second.held_out.data)
+    assert torch.equal(first.training.data, second.training.data)
+
+
+@pytest.mark.parametrize("count", [2, 3, 5])
+def test_few_files_leave_some_on_both_sides(tmp_path: Path, count: int) -> None:
+    corpus = read_corpus([_texts(tmp_path, count)])
+    assert len(corpus.training.file_starts) >= 1
+    assert len(corpus.held_out.file_starts) >= 1
+
+
+def test_a_single_file_is_cut_between_two_characters(tmp_path: Path) -> None:
+    path = tmp_path / "one.txt"
+    path.write_text("ä€𝄞" * 211)
+    corpus = read_corpus([path])
+    (training,), (held_out,) = _files(corpus.training), _files(corpus.held_out)
+    assert training + held_out == path.read_bytes()
+    held_out.decode()
+    assert 0 < len(held_out) <= len(path.read_bytes()) // 20 + 4
+
+
+def test_every_file_begins_with_the_separator(tmp_path: Path) -> None:
+    text = read_corpus([_texts(tmp_path, 31)]).training
+    assert (text.data == SEPARATOR).nonzero().flatten().tolist() == text.file_starts.tolist()
+
+
+def test_what_is_no_text_in_a_folder_is_counted_and_left_out(tmp_path: Path) -> None:
+    _texts(tmp_path, 5)
+    (tmp_path / "image.png").write_bytes(b"\x89PNG\0\0")
+    (tmp_path / "latin.txt").write_bytes("é".encode("latin-1"))
+    (tmp_path / "empty.txt").touch()
+    (tmp_path / ".hidden").write_text("hidden")
+    corpus = read_corpus([tmp_path])
+    assert corpus.skipped == 3
+    assert len(corpus.training.file_starts) + len(corpus.held_out.file_starts) == 5
+
+
+def test_a_file_that_may_not_be_read_is_named_with_the_remedy(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    _texts(tmp_path, 5)
+
+    def refuse(path: Path) -> bytes:
+        # Permissions do not bind root, so the refusal of the system is played.
+        raise PermissionError(13, os.strerror(13), str(path))
+
+    monkeypatch.setattr(Path, "read_bytes", refuse)
+    with pytest.raises(RunError, match=r"may not be read by this user; change its permissions"):
+        read_corpus([tmp_path])
+
+
+def test_the_standard_library_is_real_text_without_installed_packages() -> None:
+    corpus = read_corpus()
+    assert len(corpus.training) > 5_000_000
+    assert 0.01 < len(corpus.held_out) / (len(corpus.training) + len(corpus.held_out)) < 0.12
+    assert standard_library().joinpath("os.py").read_bytes() in _files(corpus.training) | _files(corpus.held_out)

@@ -1,0 +1,170 @@
+"""Runs: what they leave, and that stopping changes nothing."""
+
+from __future__ import annotations
+
+import errno
+import json
+import math
+import os
+import signal
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from dilated_attention_pytorch.training import RunError, preflight, resume, train
+from dilated_attention_pytorch.training.callbacks import read_metrics
+from dilated_attention_pytorch.training.checkpoint import latest_checkpoint, load_model
+from dilated_attention_pytorch.training.evaluation import (
+    bits_by_quarter,
+    bits_of_last_quarter_alone,
+    xz_bits_per_byte,
+)
+from dilated_attention_pytorch.training.run import Outcome
+from training.runs import quiet, stop_after, stopped_run, tiny_settings, weights, write_texts
+
+
+@pytest.fixture(scope="module")
+def texts(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_texts(tmp_path_factory.mktemp("training") / "texts")
+
+
+@pytest.fixture(scope="module")
+def finished(texts: Path, tmp_path_factory: pytest.TempPathFactory) -> Outcome:
+    return train(tiny_settings(texts), tmp_path_factory.mktemp("training") / "finished", quiet())
+
+
+def test_a_run_leaves_every_file_it_promises(finished: Outcome) -> None:
+    names = {path.name for path in finished.run.iterdir()}
+    expected = {
+        "config.json", "training.json", "metrics.jsonl", "tensorboard", "model.safetensors", "loss.png", "sample.txt"
+    }  # fmt: skip
+    assert expected <= names
+    assert not any(name.endswith(".part") or name == ".unfinished" for name in names)
+    assert any((finished.run / "tensorboard").iterdir())
+    assert (finished.run / "loss.png").read_bytes().startswith(b"\x89PNG")
+    record = json.loads((finished.run / "training.json").read_text())
+    assert record["settings"]["steps"] == 9
+    assert record["machine"]["versions"]["torch"] == torch.__version__.partition("+")[0] or "+" in torch.__version__
+    assert record["result"]["bits_per_byte"] == finished.bits_per_byte
+
+
+def test_metrics_hold_training_and_evaluation_in_bits(finished: Outcome) -> None:
+    entries = read_metrics(finished.run)
+    assert [entry["step"] for entry in entries if "bits_per_byte" in entry] == [2, 4, 6, 8]
+    assert [entry["step"] for entry in entries if "eval_bits_per_byte" in entry] == [5, 9]
+    assert all(0 < entry.get("bits_per_byte", 1) < 12 for entry in entries)
+
+
+def test_the_last_checkpoint_alone_is_kept(finished: Outcome) -> None:
+    assert [path.name for path in finished.run.glob("checkpoint-*")] == ["checkpoint-9"]
+
+
+def test_bits_over_the_context_are_the_mean_of_its_quarters(finished: Outcome) -> None:
+    model = load_model(finished.run)
+    file = torch.randint(1, 256, (257,))
+    quarters = bits_by_quarter(model.model, [file], "float32")
+    with torch.no_grad():
+        loss = model(file[None], labels=file[None]).loss
+    assert math.isclose(sum(quarters) / 4, float(loss) / math.log(2), rel_tol=1e-5)
+
+
+def test_the_last_quarter_alone_is_the_loss_on_its_bytes_by_themselves(finished: Outcome) -> None:
+    model = load_model(finished.run)
+    file = torch.randint(1, 256, (257,))
+    with torch.no_grad():
+        loss = model(file[None, 192:], labels=file[None, 192:]).loss
+    alone = bits_of_last_quarter_alone(model.model, [file], "float32")
+    assert math.isclose(alone, float(loss) / math.log(2), rel_tol=1e-5)
+
+
+def test_xz_is_measured_in_bits_per_byte() -> None:
+    noise = torch.randint(256, (10_000,), dtype=torch.uint8).numpy().tobytes()
+    assert 8.0 <= xz_bits_per_byte(noise) < 8.2
+    assert xz_bits_per_byte(b"a" * 10_000) < 0.2
+
+
+@pytest.mark.parametrize("optimizer", ["muon", "adamw"])
+def test_a_run_that_was_stopped_ends_bit_for_bit_where_one_that_was_not_ends(
+    texts: Path, finished: Outcome, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, optimizer: str
+) -> None:
+    settings = tiny_settings(texts, optimizer=optimizer)
+    whole = finished if optimizer == "muon" else train(settings, tmp_path / "whole", quiet())
+    stopped = stopped_run(monkeypatch, settings, tmp_path / "stopped", 6)
+    assert (stopped.stopped_by, stopped.step) == (signal.SIGINT, 7)
+    checkpoint = latest_checkpoint(stopped.run)
+    assert checkpoint is not None
+    assert checkpoint.name == "checkpoint-7"
+    assert not (stopped.run / "model.safetensors").exists()
+    torch.manual_seed(12345)
+    resumed = resume(stopped.run, quiet())
+    expected, found = weights(whole.run), weights(resumed.run)
+    assert expected.keys() == found.keys()
+    assert all(torch.equal(expected[name], found[name]) for name in expected)
+    assert resumed.bits_per_byte == whole.bits_per_byte
+    assert resumed.sample == whole.sample
+    evaluations = [
+        [entry["eval_bits_per_byte"] for entry in read_metrics(run) if "eval_bits_per_byte" in entry]
+        for run in (whole.run, resumed.run)
+    ]
+    assert evaluations[0] == evaluations[1]
+
+
+def test_metrics_after_the_checkpoint_are_written_anew_not_twice(
+    texts: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    stopped = stopped_run(monkeypatch, tiny_settings(texts), tmp_path / "run", 2)
+    with (stopped.run / "metrics.jsonl").open("a") as file:
+        file.write('{"step": 8, "seconds": 1.0, "bits_per_byte": 99.0}\n{"step": 9, "sec')
+    resume(stopped.run, quiet())
+    steps = [entry["step"] for entry in read_metrics(stopped.run) if "bits_per_byte" in entry]
+    assert steps == sorted(set(steps))
+    assert 99.0 not in [entry.get("bits_per_byte") for entry in read_metrics(stopped.run)]
+
+
+def test_sigterm_saves_a_checkpoint_too(texts: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    before = signal.getsignal(signal.SIGTERM)
+    stop_after(monkeypatch, 2, signal.SIGTERM)
+    stopped = train(tiny_settings(texts), tmp_path / "run", quiet())
+    assert (stopped.stopped_by, stopped.step) == (signal.SIGTERM, 3)
+    assert latest_checkpoint(stopped.run) is not None
+    assert signal.getsignal(signal.SIGTERM) is before
+
+
+def test_a_disk_that_fills_up_keeps_the_last_good_checkpoint(
+    texts: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    save = torch.save
+
+    def fill_up(value: Any, path: Any, *args: Any, **kwargs: Any) -> None:
+        if "checkpoint-8" in str(path):
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(path))
+        save(value, path, *args, **kwargs)
+
+    settings = tiny_settings(texts)
+    with monkeypatch.context() as patch:
+        patch.setattr(torch, "save", fill_up)
+        with pytest.raises(RunError, match=r"the disk is full while the checkpoint of step 8 .* step 4 is kept"):
+            train(settings, tmp_path / "run", quiet())
+    assert [path.name for path in (tmp_path / "run").glob("checkpoint-*")] == ["checkpoint-4"]
+    assert not (tmp_path / "run" / ".unfinished").exists()
+    assert resume(tmp_path / "run", quiet()).step == 9
+
+
+def test_what_torch_says_about_a_full_disk_is_understood(
+    texts: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fill_up(*args: Any, **kwargs: Any) -> None:
+        monkeypatch.setattr(preflight.shutil, "disk_usage", lambda path: type("Usage", (), {"free": 10})())
+        raise RuntimeError("[enforce fail at inline_container.cc:672] . unexpected pos 64 vs 0")
+
+    monkeypatch.setattr(torch, "save", fill_up)
+    with pytest.raises(RunError, match=r"the disk is full .* no checkpoint was complete yet"):
+        train(tiny_settings(texts), tmp_path / "run", quiet())
+
+
+def test_a_run_that_diverges_says_so(texts: Path, tmp_path: Path) -> None:
+    settings = tiny_settings(texts, optimizer="adamw", learning_rate=1e30, max_grad_norm=1e30, warmup_fraction=0.0)
+    with pytest.raises(RunError, match=r"diverged.*lower --learning-rate"):
+        train(settings, tmp_path / "run", quiet())

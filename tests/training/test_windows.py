@@ -1,0 +1,71 @@
+"""Windows: drawn by (seed, index) alone, and evaluation that predicts every byte once."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from dilated_attention_pytorch.training.corpus import SEPARATOR, Text, read_corpus
+from dilated_attention_pytorch.training.windows import EvaluationWindows, TrainingWindows, long_files
+
+
+@pytest.fixture
+def text(tmp_path: Path) -> Text:
+    for number in range(29):
+        (tmp_path / f"{number}.txt").write_text(
+            "".join(chr(33 + (number * 7 + i * i) % 90) for i in range(97 + number))
+        )
+    return read_corpus([tmp_path]).training
+
+
+def test_a_window_is_a_function_of_seed_and_index(text: Text) -> None:
+    first, second, other = (
+        TrainingWindows(text, 61, 40, seed=seed, file_start_fraction=0.3) for seed in (5, 5, 6)
+    )  # fmt: skip
+    backwards = [second[index]["input_ids"] for index in reversed(range(40))][::-1]
+    assert all(torch.equal(first[index]["input_ids"], backwards[index]) for index in range(40))
+    assert any(not torch.equal(first[index]["input_ids"], other[index]["input_ids"]) for index in range(40))
+
+
+def test_windows_at_file_starts_begin_with_the_separator(text: Text) -> None:
+    windows = TrainingWindows(text, 61, 40, seed=0, file_start_fraction=1.0)
+    starts = [int(windows[index]["input_ids"][0]) for index in range(40)]
+    assert starts.count(SEPARATOR) > 30  # the last file may be shorter than a window
+
+
+def test_every_byte_but_the_first_is_predicted_once(text: Text) -> None:
+    windows = EvaluationWindows(text, 61, 10_000)
+    predicted = torch.cat([windows[index]["labels"][1:] for index in range(len(windows))])
+    assert bytes(predicted.tolist()) == windows.predicted()
+    assert windows.predicted() == text.data[1 : 1 + len(predicted)].numpy().tobytes()
+    assert len(text) - 1 - len(predicted) < 60
+
+
+def test_evaluation_on_less_text_than_the_context_takes_all_of_it(text: Text) -> None:
+    windows = EvaluationWindows(text, 10**6, 10_000)
+    assert len(windows) == 1
+    assert len(windows.predicted()) == len(text) - 1
+
+
+def test_fewer_windows_than_there_are_come_from_all_over_the_text(text: Text) -> None:
+    windows = EvaluationWindows(text, 61, 7)
+    assert len(windows) == 7
+    assert windows.starts[-1] > len(text) // 2
+    assert windows.predicted() == b"".join(bytes(windows[index]["labels"][1:].tolist()) for index in range(7))
+
+
+def test_spread_windows_are_distinct_and_within(text: Text) -> None:
+    windows = EvaluationWindows(text, 61, 10_000)
+    for count in (1, 7, len(windows), 10_000):
+        spread = windows.spread(count)
+        assert len(set(spread)) == len(spread) == min(count, len(windows))
+        assert all(0 <= index < len(windows) for index in spread)
+
+
+def test_long_files_are_the_beginnings_of_files_that_are_long_enough(text: Text) -> None:
+    files = long_files(text, 113, 5)
+    assert len(files) == 5
+    assert all(len(file) == 114 and int(file[0]) == SEPARATOR and SEPARATOR not in file[1:] for file in files)
+    assert long_files(text, 10_000, 5) == []
