@@ -32,6 +32,14 @@ def test_opcheck(causal: bool, extra: str) -> None:
         torch.library.opcheck(torch.ops.dilated_attention_pytorch.attend_backward, arguments)
 
 
+def test_compiled_under_autocast_equals_eager() -> None:
+    torch._dynamo.reset()
+    inputs = leaves((1, 33, 4, 8), (1, 33, 2, 8), (1, 33, 2, 8))
+    compiled = torch.compile(lambda *x: attend(*x, PATTERN), fullgraph=True, backend="aot_eager")
+    with torch.autocast("cpu", torch.bfloat16):
+        assert torch.equal(compiled(*inputs), attend(*inputs, PATTERN))
+
+
 @pytest.mark.parametrize("dynamic", [False, True])
 def test_compiled_without_a_graph_break_equals_eager(dynamic: bool) -> None:
     torch._dynamo.reset()
@@ -75,6 +83,18 @@ def test_autocast_computes_in_its_dtype_and_returns_gradients_in_the_inputs() ->
     assert all(grad.dtype == torch.float32 for grad in torch.autograd.grad(out.float().sum(), inputs))
     with torch.autocast("cpu", torch.bfloat16):
         assert attend(*(x.double() for x in inputs), PATTERN).dtype == torch.float64
+
+
+@pytest.mark.parametrize("impl", ["aten", "reference"])
+def test_autocast_rounds_nothing_inside(impl: str) -> None:
+    """Dropout and the reference multiply matrices of their own, which autocast must leave in float32."""
+    inputs = [torch.randn(1, 40, 2, 8).bfloat16() for _ in range(3)]
+    outputs = []
+    for enabled in (True, False):
+        torch.manual_seed(1)
+        with torch.autocast("cpu", torch.bfloat16, enabled=enabled):
+            outputs.append(attend(*inputs, PATTERN, dropout_p=0.2, impl=impl))
+    assert torch.equal(*outputs)
 
 
 def test_saved_for_backward_are_the_inputs_the_merged_output_and_its_lse_and_nothing_else() -> None:

@@ -14,6 +14,7 @@ from dilated_attention_pytorch.kernels.select import Impl, select
 from dilated_attention_pytorch.patterns import DilatedPattern, OffsetRule, Pattern, Tail
 
 from . import library
+from .autocast import cast_by_autocast, without_autocast
 from .merge import AttentionOutput
 from .validation import check_call, documents_of
 
@@ -50,8 +51,8 @@ def attend_with_lse(
         query, key, value, pattern, is_causal=is_causal, scale=scale, query_offset=query_offset,
         key_offset=key_offset, cu_seqlens=cu_seqlens, key_padding_mask=key_padding_mask, dropout_p=dropout_p,
     )  # fmt: skip
-    query, key, value = _autocast(query, key, value)
     chosen = select(impl, query.device.type, query.dtype)
+    query, key, value = cast_by_autocast(query, key, value)
     scale = 1.0 / math.sqrt(query.shape[-1]) if scale is None else float(scale)
     if scale < 0.0:
         # The fused kernels look for the row maximum before they scale, which is right for positive scales only.
@@ -60,11 +61,12 @@ def attend_with_lse(
     if chosen == "reference":
         if cu_seqlens is not None and not torch.compiler.is_compiling():
             documents_of(cu_seqlens, query.shape[1])
-        out, lse = reference_attention(
-            query, key, value, pattern, is_causal=is_causal, scale=scale, query_offset=query_offset,
-            key_offset=key_offset, cu_seqlens=cu_seqlens, key_padding_mask=key_padding_mask,
-            keep_probability=_dense_keep_factors(query, key, seed, query_offset, key_offset, dropout_p),
-        )  # fmt: skip
+        with without_autocast(query.device.type):
+            out, lse = reference_attention(
+                query, key, value, pattern, is_causal=is_causal, scale=scale, query_offset=query_offset,
+                key_offset=key_offset, cu_seqlens=cu_seqlens, key_padding_mask=key_padding_mask,
+                keep_probability=_dense_keep_factors(query, key, seed, query_offset, key_offset, dropout_p),
+            )  # fmt: skip
     else:
         out, lse = library.attend(
             query, key, value, cu_seqlens, key_padding_mask, seed, pattern.spec, is_causal, scale, query_offset,
@@ -165,14 +167,6 @@ def dilated_attention(
         key_offset=key_offset, cu_seqlens=cu_seqlens, key_padding_mask=key_padding_mask, dropout_p=dropout_p,
         impl=impl,
     )  # fmt: skip
-
-
-def _autocast(*tensors: Tensor) -> tuple[Tensor, ...]:
-    device_type = tensors[0].device.type
-    if not torch.is_autocast_enabled(device_type) or tensors[0].dtype == torch.float64:
-        return tensors
-    dtype = torch.get_autocast_dtype(device_type)
-    return tuple(tensor.to(dtype) for tensor in tensors)
 
 
 def _dense_keep_factors(

@@ -12,6 +12,7 @@ from dilated_attention_pytorch.patterns import pattern_from_spec
 from dilated_attention_pytorch.planning import Call
 
 from . import execute
+from .autocast import without_autocast
 from .validation import documents_of
 
 
@@ -62,12 +63,12 @@ def attend(
     dropout_p: float,
 ) -> tuple[Tensor, Tensor]:
     """Output and log-sum-exp; see :func:`dilated_attention_pytorch.attend_with_lse`."""
-    return execute.forward(
-        _inputs(
-            query, key, value, cu_seqlens, key_padding_mask, dropout_seed, pattern, is_causal, scale, query_offset,
-            key_offset, dropout_p,
-        )
+    inputs = _inputs(
+        query, key, value, cu_seqlens, key_padding_mask, dropout_seed, pattern, is_causal, scale, query_offset,
+        key_offset, dropout_p,
     )  # fmt: skip
+    with without_autocast(query.device.type):
+        return execute.forward(inputs)
 
 
 @torch.library.custom_op("dilated_attention_pytorch::attend_backward", mutates_args=())
@@ -94,7 +95,8 @@ def attend_backward(
         query, key, value, cu_seqlens, key_padding_mask, dropout_seed, pattern, is_causal, scale, query_offset,
         key_offset, dropout_p,
     )  # fmt: skip
-    return execute.backward(inputs, out, lse, _rows_contiguous(grad_out), grad_lse)
+    with without_autocast(query.device.type):
+        return execute.backward(inputs, out, lse, _rows_contiguous(grad_out), grad_lse)
 
 
 def _lse_dtype(query: Tensor) -> torch.dtype:

@@ -61,11 +61,13 @@ def merge(partials: Sequence[AttentionOutput | tuple[Tensor, Tensor]]) -> Attent
 
 
 def merge_in_place(out: Tensor, lse: Tensor, partial_out: Tensor | None, partial_lse: Tensor) -> None:
-    """Merge one partial into ``out`` and ``lse`` (both in the accumulation dtype). Without an output it counts as 0."""
-    total = torch.logaddexp(lse, partial_lse)
-    reference = total.masked_fill(total == float("-inf"), 0.0)
-    out.mul_((lse - reference).exp_().unsqueeze_(-1))
-    if partial_out is not None:
-        weight = (partial_lse - reference).exp_().unsqueeze_(-1)
-        out.addcmul_(partial_out.to(out.dtype), weight)
-    lse.copy_(total)
+    """Merge one partial with finite log-sum-exp into ``out`` and ``lse``. Without an output it counts as 0.
+
+    The two weights sum to 1, so that ``out`` is read and written once: ``O + (O_i - O) * sigmoid(L_i - L)``.
+    """
+    weight = torch.sigmoid(partial_lse - lse).unsqueeze_(-1)
+    if partial_out is None:
+        out.mul_(1.0 - weight)
+    else:
+        out.lerp_(partial_out.to(out.dtype), weight)
+    lse.copy_(torch.logaddexp(lse, partial_lse))

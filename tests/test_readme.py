@@ -1,0 +1,30 @@
+"""The README's examples run, and its commands exist."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parent.parent
+README = (ROOT / "README.md").read_text()
+BLOCKS = re.findall(r"```python\n(.*?)```", README, flags=re.DOTALL)
+
+
+@pytest.mark.parametrize("block", range(len(BLOCKS)))
+def test_an_example_runs(block: int) -> None:
+    exec(compile(BLOCKS[block], f"README.md, example {block}", "exec"), {})
+
+
+def test_the_commands_it_names_exist() -> None:
+    targets = set(re.findall(r"^([a-z]+):", (ROOT / "Makefile").read_text(), flags=re.MULTILINE))
+    assert {"demo", "test"} <= set(re.findall(r"`?make ([a-z]+)", README)) <= targets
+
+
+def test_files_and_folders_it_names_exist() -> None:
+    package = ROOT / "src" / "dilated_attention_pytorch"
+    for name in re.findall(r"^      ([a-z_]+(?:/|\.py)) ", README, flags=re.MULTILINE):
+        assert (package / name).exists(), name
+    for link in re.findall(r"\]\((?!https?:)([^)#]+)\)", README):
+        assert (ROOT / link).exists(), link
