@@ -22,8 +22,10 @@ def _names_of_examples(doctest_namespace: dict[str, Any]) -> None:
 
 
 @pytest.fixture(autouse=True)
-def _seeded() -> None:
+def _seeded_and_on_one_thread() -> None:
     torch.manual_seed(0)
+    # Tests run in parallel processes on small inputs: threads of their own would only wait for each other.
+    torch.set_num_threads(1)
 
 
 @pytest.fixture

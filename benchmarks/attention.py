@@ -1,6 +1,6 @@
 """Time and memory of dilated attention on this machine, as ratios to dense attention's own rate in the same run.
 
-    python -m benchmarks.attention [--quick] [--only speed growth memory paper] [--output FILE]
+    python -m benchmarks.attention [--quick] [--only speed growth memory paper floor] [--output FILE]
 
 A time is printed only for a call whose sampled rows passed against the definition.
 """
@@ -178,6 +178,36 @@ def growth(*, quick: bool) -> dict[str, Any]:
     return {"rows": [small, large], "seconds": [statistics.median(t) for t in times.values()], "ratio": ratio}
 
 
+def floor(*, quick: bool) -> list[dict[str, Any]]:
+    """What no use of the kernel avoids: its own causal rate at 2,048 rows, and the first touch of the output."""
+    results = []
+    rows, whole = 2048, 16384 if quick else 65536
+    for dtype in (torch.float32, torch.bfloat16):
+        x = operands(DENSE_ROWS, 8, dtype)[0][0].detach()
+        triangles = x.unflatten(1, (-1, rows)).flatten(0, 1)  # four of 2,048 rows: the work of the pattern's groups
+        times: dict[str, list[float]] = {"dense": [], "triangles": [], "first_touch": []}
+        for _ in range(5):
+            for name, heads in (("dense", x.transpose(1, 2)), ("triangles", triangles.transpose(1, 2))):
+                start = time.perf_counter()
+                torch.nn.functional.scaled_dot_product_attention(heads, heads, heads, is_causal=True)
+                times[name].append(time.perf_counter() - start)
+            start = time.perf_counter()
+            torch.zeros(1, whole, 8, 64, dtype=dtype)
+            times["first_touch"].append(time.perf_counter() - start)
+        dense, small, touch = (statistics.median(times[name]) for name in ("dense", "triangles", "first_touch"))
+        pairs_ratio = (DENSE_ROWS + 1) / (rows + 1)
+        ratio = small * pairs_ratio / dense
+        print(
+            f"{dtype}: causal attention at {rows:,} rows takes {ratio:.3f} x its time per pair at {DENSE_ROWS:,}; "
+            f"filling a fresh output of {whole:,} rows takes {touch:.3f} s"
+        )
+        results.append({
+            "dtype": str(dtype).removeprefix("torch."), "causal_time_per_pair_ratio": ratio,
+            "output_rows": whole, "first_touch_seconds": touch,
+        })  # fmt: skip
+    return results
+
+
 def resident(field: str) -> int:
     """A field of /proc/self/status, in bytes."""
     for line in Path("/proc/self/status").read_text().splitlines():
@@ -240,7 +270,7 @@ def paper(*, quick: bool) -> list[dict[str, Any]]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parts = {"speed": speed, "growth": growth, "memory": memory, "paper": paper}
+    parts = {"speed": speed, "growth": growth, "memory": memory, "paper": paper, "floor": floor}
     parser.add_argument("--only", nargs="+", choices=parts, default=list(parts), help="which parts to run")
     parser.add_argument("--quick", action="store_true", help="small sizes: checks the benchmark, publishes nothing")
     parser.add_argument("--output", type=Path, default=Path("benchmarks/results/attention.json"))
