@@ -17,6 +17,8 @@ def leaves(*shapes: tuple[int, ...], dtype: torch.dtype = torch.float32) -> list
     return [torch.randn(shape, dtype=dtype, requires_grad=True) for shape in shapes]
 
 
+# opcheck's own comparison reads the gradient of a tensor that is no leaf.
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning")
 @pytest.mark.parametrize("causal", [False, True])
 @pytest.mark.parametrize("extra", ["plain", "packed", "padded", "dropout"])
 def test_opcheck(causal: bool, extra: str) -> None:
@@ -40,6 +42,8 @@ def test_compiled_under_autocast_equals_eager() -> None:
         assert torch.equal(compiled(*inputs), attend(*inputs, PATTERN))
 
 
+# Importing inductor scripts functions of PyTorch's own.
+@pytest.mark.filterwarnings("ignore:`torch.jit.script:DeprecationWarning")
 @pytest.mark.parametrize("dynamic", [False, True])
 def test_compiled_without_a_graph_break_equals_eager(dynamic: bool) -> None:
     torch._dynamo.reset()
