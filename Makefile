@@ -8,7 +8,13 @@ RUN_FOLDER ?= runs/demo
 .PHONY: demo test gate format lint types tests sweep benchmark clean
 
 demo: $(VENV)/train.stamp  ## environment, install, train a LongNet on real text, sample from it
-	$(BIN)/dilated-attention train --output $(RUN_FOLDER)
+	@if [ -f $(RUN_FOLDER)/model.safetensors ]; then \
+		echo "$(RUN_FOLDER) is trained already: sampling from it (make demo RUN_FOLDER=runs/other trains anew)"; \
+	elif [ -d $(RUN_FOLDER) ]; then \
+		$(BIN)/dilated-attention train --resume $(RUN_FOLDER); \
+	else \
+		$(BIN)/dilated-attention train --output $(RUN_FOLDER); \
+	fi
 	$(BIN)/dilated-attention generate $(RUN_FOLDER) --prompt "def main(" --max-new-tokens 300
 
 test: $(VENV)/dev.stamp  ## environment, install, everything the gate checks
