@@ -13,7 +13,7 @@ import torch
 from .checkpoint import SETTINGS_NAME, WEIGHTS_NAME
 from .corpus import Corpus
 from .errors import RunError
-from .settings import Device, TrainSettings
+from .settings import Device, Precision, TrainSettings
 
 _TO_GENERATE = ("transformers", "safetensors")
 _TO_TRAIN = (*_TO_GENERATE, "accelerate", "rich", "matplotlib", "tensorboard")
@@ -109,6 +109,20 @@ def choose_device(device: Device) -> str:
             "and its driver (`dilated-attention info` shows what is there)"
         )
     return "cuda" if available and device != "cpu" else "cpu"
+
+
+def choose_precision(precision: Precision, device: str) -> Precision:
+    """ "bfloat16" or "float32": what was asked for, else bfloat16 where it is computed in hardware.
+
+    On Zen 5 (avx512_bf16) the linear layers of the CPU preset run 4 times as fast in it; emulated they would be slower.
+    """
+    if precision != "auto":
+        return precision
+    if device == "cuda":
+        return "bfloat16" if torch.cuda.is_bf16_supported(including_emulation=False) else "float32"
+    # The public torch.cpu.get_capabilities came later than the oldest torch that the package accepts.
+    in_hardware = torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported()
+    return "bfloat16" if in_hardware else "float32"
 
 
 def needed_space(num_parameters: int) -> int:

@@ -12,7 +12,7 @@ from dilated_attention_pytorch.models.config import LongNetConfig
 
 Optimizer = Literal["muon", "adamw"]
 Schedule = Literal["linear", "cosine", "constant"]
-Precision = Literal["float32", "bfloat16"]
+Precision = Literal["auto", "float32", "bfloat16"]
 Device = Literal["auto", "cpu", "cuda"]
 
 
@@ -59,8 +59,9 @@ class TrainSettings:
     """Fraction of the steps over which the learning rates rise from 0."""
     schedule: Schedule = "linear"
     """How the learning rates fall to 0 after that, or "constant"."""
-    precision: Precision = "bfloat16"
-    """"bfloat16": matrix products and attention in bfloat16 (autocast), weights and optimizer in float32."""
+    precision: Precision = "auto"
+    """"bfloat16": matrix products and attention in bfloat16 (autocast), weights and optimizer in float32. "auto":
+    bfloat16 where the processor or GPU has instructions for it, else float32; the run records which."""
     device: Device = "auto"
     """Where to compute; "auto" takes a CUDA device if there is one."""
     threads: int = 0
