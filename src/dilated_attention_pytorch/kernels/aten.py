@@ -67,7 +67,8 @@ def fused_backward(
     seed = torch.zeros((), dtype=torch.int64, device=query.device)
     if query.dtype == torch.float32:
         rows = query.shape[2]
-        padded = torch.nn.functional.pad(lse, (0, -rows % 32), value=float("inf"))
+        # The kernel takes the last stride for 1, and a number of rows that 32 divides.
+        padded = torch.nn.functional.pad(lse, (0, -rows % 32), value=float("inf")).contiguous()
         grads = torch.ops.aten._scaled_dot_product_efficient_attention_backward(
             grad_out, query, key, value, None, out, padded, seed, seed, 0.0, [True, True, True, False], is_causal,
             scale=scale,

@@ -154,7 +154,7 @@ class LongNetLM(nn.Module):
         runs = None if attention_mask is None else real_runs(attention_mask[:, attention_mask.shape[1] - rows :])
         attend_layer: LayerAttention
         if cache is not None:
-            self._check_inference()
+            self._check_inference(cache)
             step = cache.step(batch, rows, runs, input_ids.device)
             positions, attend_layer = step.positions, step.attend
         elif runs is not None and any(run != (0, rows) for run in runs):
@@ -174,11 +174,21 @@ class LongNetLM(nn.Module):
                 x = block(x, turn, attend_layer)
         return self.layernorm(x)
 
-    def _check_inference(self) -> None:
+    def _check_inference(self, cache: LongNetCache) -> None:
         # Before the cache takes anything, so that the same cache serves the corrected call.
         if torch.is_grad_enabled():
             raise NotImplementedError(
                 "a cache has no gradient: call the model under torch.no_grad(), or without a cache"
+            )
+        if cache.patterns != self.patterns or cache.num_kv_heads != self.config.num_kv_heads:
+            raise ValueError(
+                "the cache was made for a model with other layers, patterns or key/value heads; "
+                "make it from this model's configuration: LongNetCache(model.config)"
+            )
+        if self.attention is not attend:
+            raise NotImplementedError(
+                "a cache attends by itself, so the attention function that this model was given would not be called: "
+                "call the model without a cache"
             )
         if self.training and self.config.attention_dropout:
             raise NotImplementedError("a cache is for inference, without attention dropout: call model.eval() first")

@@ -8,6 +8,7 @@ from torch import Tensor, nn
 
 from dilated_attention_pytorch.kernels.select import Impl
 from dilated_attention_pytorch.ops import attend
+from dilated_attention_pytorch.ops.validation import check_dropout
 from dilated_attention_pytorch.patterns import DilatedPattern, OffsetRule, Tail
 
 
@@ -45,8 +46,7 @@ class DilatedAttention(nn.Module):
         impl: Impl = "auto",
     ) -> None:
         super().__init__()
-        if not 0.0 <= dropout < 1.0:
-            raise ValueError(f"dropout must be a probability of at least 0 and below 1, got {dropout}")
+        check_dropout("dropout", dropout)
         self.pattern = DilatedPattern(
             segment_lengths, dilation_rates, offset_rule=offset_rule, tail=tail, segment_shift=segment_shift
         )

@@ -48,6 +48,11 @@ class MultiheadDilatedAttention(nn.Module):
     (torch.Size([2, 1000, 256]), None)
     """
 
+    # What nn.TransformerEncoderLayer reads of its attention. The second keeps its fused fast path out, which would
+    # compute dense attention from the parameters by itself.
+    batch_first = True
+    _qkv_same_embed_dim = False
+
     def __init__(
         self,
         embed_dim: int,
@@ -73,6 +78,9 @@ class MultiheadDilatedAttention(nn.Module):
     ) -> None:
         super().__init__()
         num_kv_heads = num_heads if num_kv_heads is None else num_kv_heads
+        for name, number in (("embed_dim", embed_dim), ("num_heads", num_heads), ("num_kv_heads", num_kv_heads)):
+            if isinstance(number, bool) or not isinstance(number, int):
+                raise TypeError(f"{name} must be an integer, got {number!r} of type {type(number).__name__}")
         if num_heads < 1 or embed_dim < 1 or embed_dim % num_heads:
             raise ValueError(f"num_heads must divide embed_dim: got {num_heads} heads and embed_dim {embed_dim}")
         if num_kv_heads < 1 or num_heads % num_kv_heads:
@@ -196,6 +204,9 @@ class MultiheadDilatedAttention(nn.Module):
             NotImplementedError: ``need_weights`` or ``attn_mask`` was asked for.
             TypeError, ValueError: wrong dimensions, dtypes or shapes.
         """
+        for name, x, width in (("query", query, self.embed_dim), ("key", key, self.kdim), ("value", value, self.vdim)):
+            if x.dim() != 3 or x.shape[-1] != width:
+                raise ValueError(f"{name} must be [batch, sequence, {width}], got shape {tuple(x.shape)}")
         if need_weights:
             raise NotImplementedError(
                 "need_weights=True asks for N x M attention weights, which dilated attention never forms; pass "
@@ -206,9 +217,6 @@ class MultiheadDilatedAttention(nn.Module):
                 "attn_mask cannot be combined with a dilated pattern: pass is_causal=True for a causal mask, "
                 f"key_padding_mask for padding, cu_seqlens for packed documents; got a mask of {tuple(attn_mask.shape)}"
             )
-        for name, x, width in (("query", query, self.embed_dim), ("key", key, self.kdim), ("value", value, self.vdim)):
-            if x.dim() != 3 or x.shape[-1] != width:
-                raise ValueError(f"{name} must be [batch, sequence, {width}], got shape {tuple(x.shape)}")
         q, k, v = self.project_in(query, key, value)
         heads = self.attention(
             q, k, v, is_causal, cu_seqlens=cu_seqlens, key_padding_mask=_as_bool(key_padding_mask)

@@ -9,11 +9,21 @@ from torch import Tensor
 from torch.utils.flop_counter import register_flop_formula
 
 from dilated_attention_pytorch.patterns import pattern_from_spec
-from dilated_attention_pytorch.planning import Call
+from dilated_attention_pytorch.planning import Call, plan
 
 from . import execute
 from .autocast import without_autocast
 from .validation import documents_of
+
+
+def _call(
+    query: Tensor, key: Tensor, cu_seqlens: Tensor | None, pattern: str, is_causal: bool, query_offset: int,
+    key_offset: int,
+) -> Call:  # fmt: skip
+    return Call(
+        pattern_from_spec(pattern), query.shape[0], query.shape[1], key.shape[1], query.shape[2], key.shape[2],
+        query_offset, key_offset, is_causal, documents_of(cu_seqlens, query.shape[1]),
+    )  # fmt: skip
 
 
 def _inputs(
@@ -34,10 +44,7 @@ def _inputs(
         # Not even a NaN at a padded key may reach a result: 0 * NaN is NaN.
         key = key.masked_fill(key_padding_mask[:, :, None, None], 0.0)
         value = value.masked_fill(key_padding_mask[:, :, None, None], 0.0)
-    call = Call(
-        pattern_from_spec(pattern), query.shape[0], query.shape[1], key.shape[1], query.shape[2], key.shape[2],
-        query_offset, key_offset, is_causal, documents_of(cu_seqlens, query.shape[1]),
-    )  # fmt: skip
+    call = _call(query, key, cu_seqlens, pattern, is_causal, query_offset, key_offset)
     query, key, value = (_rows_contiguous(tensor) for tensor in (query, key, value))
     return execute.Inputs(query, key, value, call, scale, key_padding_mask, dropout_seed, dropout_p)
 
@@ -144,8 +151,10 @@ attend.register_autograd(_backward, setup_context=_setup_context)
 
 
 def _num_pairs(operands: tuple[Any, ...]) -> int:
-    inputs = _inputs(*operands)
-    return inputs.plan().num_pairs
+    """Pairs of a query and a key under the pattern; a padded key counts, the kernels compute with it."""
+    query, key, _, cu_seqlens, _, _, pattern, is_causal, _, query_offset, key_offset, _ = operands
+    call = _call(query, key, cu_seqlens, pattern, is_causal, query_offset, key_offset)
+    return plan(call, 1 << 62).num_pairs
 
 
 @register_flop_formula(torch.ops.dilated_attention_pytorch.attend, get_raw=True)

@@ -39,6 +39,11 @@ def merge(partials: Sequence[AttentionOutput | tuple[Tensor, Tensor]]) -> Attent
     >>> merge(halves).out.shape
     torch.Size([2, 7, 3, 5])
     """
+    if isinstance(partials, Tensor) or any(isinstance(partial, Tensor) or len(partial) != 2 for partial in partials):
+        raise TypeError(
+            "merge needs a list of pairs (out, lse) as attend_with_lse returns them, got "
+            f"{[type(partial).__name__ for partial in partials]} in a {type(partials).__name__}"
+        )
     if not partials:
         raise ValueError("merge needs at least one partial, got none")
     for index, (out, lse) in enumerate(partials):

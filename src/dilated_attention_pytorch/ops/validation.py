@@ -32,12 +32,13 @@ def check_call(
             "pattern must be a Pattern such as DilatedPattern([2048, 4096], [1, 2]), "
             f"got {pattern!r} of type {type(pattern).__name__}"
         )
-    if scale is not None and not math.isfinite(scale):
-        raise ValueError(f"scale must be a finite number or None for 1 / sqrt(D), got {scale}")
-    if not 0.0 <= dropout_p < 1.0:
-        raise ValueError(f"dropout_p must be a probability of at least 0 and below 1, got {dropout_p}")
+    if not isinstance(is_causal, bool):
+        raise TypeError(f"is_causal must be True or False, got {is_causal!r} of type {type(is_causal).__name__}")
+    if scale is not None and not (_is_number(scale) and math.isfinite(scale)):
+        raise ValueError(f"scale must be a finite number or None for 1 / sqrt(D), got {scale!r}")
+    check_dropout("dropout_p", dropout_p)
     for name, offset in (("query_offset", query_offset), ("key_offset", key_offset)):
-        if isinstance(offset, (bool, float, str)):
+        if isinstance(offset, bool) or not isinstance(offset, (int, torch.SymInt)):
             raise TypeError(f"{name} must be an integer position, got {offset!r} of type {type(offset).__name__}")
         if offset < 0:
             raise ValueError(f"{name} is the absolute position of the slab's first row, at least 0, got {offset}")
@@ -47,6 +48,16 @@ def check_call(
         _check_cu_seqlens(cu_seqlens, query, key, query_offset, key_offset)
     if any(group.tail == "zero_padded" for group in pattern.groups):
         _check_zero_padded(query, key, query_offset, key_offset, key_padding_mask)
+
+
+def check_dropout(name: str, probability: float) -> None:
+    """Raise unless ``probability`` is a number of at least 0 and below 1."""
+    if not _is_number(probability) or not 0.0 <= probability < 1.0:
+        raise ValueError(f"{name} must be a probability of at least 0 and below 1, got {probability!r}")
+
+
+def _is_number(value: object) -> bool:
+    return isinstance(value, (int, float)) and not isinstance(value, bool)
 
 
 def _check_tensors(query: Tensor, key: Tensor, value: Tensor) -> None:

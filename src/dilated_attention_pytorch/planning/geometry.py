@@ -123,7 +123,10 @@ def _pieces(
 
 
 def fold(partials: Sequence[Partial]) -> list[Partial]:
-    """Runs of equal partials at a constant distance become one partial with one axis more, level by level."""
+    """Runs of equal partials at a constant distance become one partial with one axis more, level by level.
+
+    No two of them may touch the same row of the same head: those of one dilation group never do.
+    """
     folded = list(partials)
     while True:
         before = len(folded)
@@ -148,9 +151,8 @@ def _fold_once(partials: list[Partial]) -> list[Partial]:
             if index + 1 < len(alike):
                 rows = alike[index + 1].query_row - first.query_row
                 heads = alike[index + 1].head - first.head
-                # Partials that step back stay apart: strides of a view cannot be negative. So do equal partials of
-                # different groups, which count twice.
-                while min(rows, heads) >= 0 < rows + heads and index + size < len(alike):
+                # Partials that step back stay apart: strides of a view cannot be negative.
+                while min(rows, heads) >= 0 and index + size < len(alike):
                     following = alike[index + size]
                     distance = (following.query_row - first.query_row, following.head - first.head)
                     if distance != (size * rows, size * heads):

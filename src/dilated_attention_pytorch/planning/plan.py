@@ -58,7 +58,7 @@ def plan(call: Call, tile_size: int) -> Plan:
     ratio = call.num_heads // call.num_kv_heads
     groups = tuple(sorted(call.pattern.groups, key=lambda group: group.dilation_rate))
     size_of_all = max(call.num_queries * ratio, call.num_keys) * call.num_kv_heads
-    batch_step = min(call.batch_size, max(1, tile_size // max(1, size_of_all)))
+    batch_step = max(1, min(call.batch_size, tile_size // max(1, size_of_all)))
     tiles = []
     for ranges in _row_ranges(call, groups, max(1, tile_size // (ratio * call.num_kv_heads))):
         query_rows = _clip(ranges[0][0], ranges[-1][1], call.query_offset, call.num_queries)
@@ -67,9 +67,9 @@ def plan(call: Call, tile_size: int) -> Plan:
         heads_per_tile = min(call.num_kv_heads, max(1, tile_size // max(1, num_rows)))
         for head in range(0, call.num_kv_heads, heads_per_tile):
             heads = (head, min(head + heads_per_tile, call.num_kv_heads))
+            partials = [partial for group in _partials(call, groups, ranges, heads) for partial in fold(group)]
             # Folding gathers equal shapes: what overwrites its rows has to come before what merges into them.
-            partials = tuple(sorted(fold(list(_partials(call, groups, ranges, heads))), key=lambda p: not p.is_first))
-            tiles.append(Tile(query_rows, key_rows, heads, partials))
+            tiles.append(Tile(query_rows, key_rows, heads, tuple(sorted(partials, key=lambda p: not p.is_first))))
     pairs = sum(partial.num_pairs for tile in tiles for partial in tile.partials)
     return Plan(tuple(tiles), batch_step, pairs * ratio * call.batch_size)
 
@@ -125,9 +125,13 @@ def _row_ranges(
 
 def _partials(
     call: Call, groups: tuple[DilationGroup, ...], ranges: list[tuple[int, int, int, int]], heads: tuple[int, int]
-) -> Iterator[Partial]:
-    """The partials of one tile, group by group, the heads of a group one after the other."""
+) -> Iterator[list[Partial]]:
+    """The partials of one tile, a list for every group, the heads of a group one after the other.
+
+    A group shows no row to itself twice, so its partials can be folded; those of two groups can overlap.
+    """
     for group in groups:
+        partials = []
         of_class: dict[tuple[int, int], list[Partial]] = {}
         for head in range(*heads):
             name = (group.offset(head, call.num_kv_heads), group.shift(head))
@@ -140,8 +144,8 @@ def _partials(
                         is_causal=call.is_causal, is_first_group=group is groups[0],
                     )
                 ]  # fmt: skip
-            for partial in of_class[name]:
-                yield partial if partial.head == head else replace(partial, head=head)
+            partials += [partial if partial.head == head else replace(partial, head=head) for partial in of_class[name]]
+        yield partials
 
 
 def _slabs(call: Call, first: int, stop: int, begin: int, length: int) -> Slabs:
