@@ -10,7 +10,7 @@ RUN_FOLDER ?= runs/demo
 demo: $(VENV)/train.stamp  ## environment, install, train a LongNet on real text, sample from it
 	@if [ -f $(RUN_FOLDER)/model.safetensors ]; then \
 		echo "$(RUN_FOLDER) is trained already: sampling from it (make demo RUN_FOLDER=runs/other trains anew)"; \
-	elif [ -d $(RUN_FOLDER) ]; then \
+	elif ls -d $(RUN_FOLDER)/checkpoint-* > /dev/null 2>&1; then \
 		$(BIN)/dilated-attention train --resume $(RUN_FOLDER); \
 	else \
 		$(BIN)/dilated-attention train --output $(RUN_FOLDER); \

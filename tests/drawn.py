@@ -38,25 +38,21 @@ class DrawnCall:
     kv_heads: int
     ratio: int
     head_dim: int
-    groups: Groups
+    summands: tuple[Groups, ...]
     seed: int
     is_causal: bool
     scale: float | None
     options: dict[str, Tensor | int] = field(default_factory=dict)
-    split: int = 0
 
     @property
     def pattern(self) -> Pattern:
-        """The drawn pattern, as a sum of two where ``split`` says so."""
-        g = self.groups
-        parts = [slice(0, self.split), slice(self.split, None)] if 0 < self.split < len(g.lengths) else [slice(None)]
+        """The drawn pattern: the sum of the summands."""
         patterns = tuple(
             DilatedPattern(
-                list(g.lengths[part]), list(g.rates[part]), offset_rule=g.offset_rule, tail=g.tail,
-                segment_shift=list(g.shift),
+                list(g.lengths), list(g.rates), offset_rule=g.offset_rule, tail=g.tail, segment_shift=list(g.shift)
             )
-            for part in parts
-        )  # fmt: skip
+            for g in self.summands
+        )
         return patterns[0] if len(patterns) == 1 else PatternSum(patterns)
 
     def tensors(self, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
@@ -80,21 +76,39 @@ class DrawnCall:
 
     def counts(self) -> tuple[Tensor, Tensor]:
         boundaries = self.options.get("cu_seqlens")
-        return dense_counts(
-            self.groups, self.num_queries, self.num_keys, self.kv_heads,
-            query_offset=self.options.get("query_offset", 0), key_offset=self.options.get("key_offset", 0),
-            boundaries=None if boundaries is None else boundaries.tolist(), is_causal=self.is_causal,
-            padding=self.options.get("key_padding_mask"), batch=self.batch,
-        )  # fmt: skip
+        parts = [
+            dense_counts(
+                groups, self.num_queries, self.num_keys, self.kv_heads,
+                query_offset=self.options.get("query_offset", 0), key_offset=self.options.get("key_offset", 0),
+                boundaries=None if boundaries is None else boundaries.tolist(), is_causal=self.is_causal,
+                padding=self.options.get("key_padding_mask"), batch=self.batch,
+            )
+            for groups in self.summands
+        ]  # fmt: skip
+        counts, phantoms = zip(*parts, strict=True)
+        return torch.stack(counts).sum(0), torch.stack(phantoms).sum(0)
+
+
+@st.composite
+def groups(draw: st.DrawFn, tail: str) -> Groups:
+    """One dilated pattern. Equal rates and small lengths are common: groups whose rows interleave are the hard ones."""
+    num_groups = draw(st.integers(1, 4))
+
+    def numbers(*choices: st.SearchStrategy[int]) -> tuple[int, ...]:
+        return tuple(draw(st.lists(st.one_of(*choices), min_size=num_groups, max_size=num_groups)))
+
+    return Groups(
+        numbers(st.integers(1, 140), st.integers(1, 12), st.sampled_from([2, 4, 8, 16, 64])),
+        numbers(st.integers(1, 13), st.integers(1, 2)),
+        draw(st.sampled_from(["modulo", "block"])),
+        tail,
+        tuple(draw(st.one_of(st.just([0]), st.lists(st.integers(0, 150), min_size=1, max_size=3)))),
+    )
 
 
 @st.composite
 def calls(draw: st.DrawFn, *, with_padding: bool = True) -> DrawnCall:
     """Any call that ``attend`` accepts, within sizes that a dense oracle does in milliseconds."""
-    num_groups = draw(st.integers(1, 5))
-    lengths = tuple(draw(st.lists(st.integers(1, 140), min_size=num_groups, max_size=num_groups)))
-    rates = tuple(draw(st.lists(st.integers(1, 13), min_size=num_groups, max_size=num_groups)))
-    shift = tuple(draw(st.one_of(st.just([0]), st.lists(st.integers(0, 150), min_size=1, max_size=3))))
     kind = draw(st.sampled_from(["whole", "whole", "slabs", "packed", "zero_padded"]))
     num_queries = num_keys = draw(LENGTHS)
     options: dict[str, Tensor | int] = {}
@@ -109,13 +123,11 @@ def calls(draw: st.DrawFn, *, with_padding: bool = True) -> DrawnCall:
     if with_padding and kind != "zero_padded" and draw(st.integers(0, 2)) == 0:
         generator = torch.Generator().manual_seed(seed)
         options["key_padding_mask"] = torch.rand(batch, num_keys, generator=generator) < draw(st.floats(0.0, 1.0))
+    tail = "zero_padded" if kind == "zero_padded" else "ragged"
+    summands = tuple(draw(groups(tail)) for _ in range(draw(st.sampled_from([1, 1, 2, 3]))))
     return DrawnCall(
         batch=batch, num_queries=num_queries, num_keys=num_keys, kv_heads=draw(st.integers(1, 6)),
         ratio=draw(st.sampled_from([1, 1, 2, 3])), head_dim=draw(st.sampled_from([1, 2, 5, 8, 16])),
-        groups=Groups(
-            lengths, rates, draw(st.sampled_from(["modulo", "block"])),
-            "zero_padded" if kind == "zero_padded" else "ragged", shift,
-        ),
-        seed=seed, is_causal=draw(st.booleans()), scale=draw(st.sampled_from([None, None, 0.7, -0.3])),
-        options=options, split=draw(st.integers(0, 4)),
+        summands=summands, seed=seed, is_causal=draw(st.booleans()),
+        scale=draw(st.sampled_from([None, None, 0.7, -0.3])), options=options,
     )  # fmt: skip

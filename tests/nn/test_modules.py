@@ -75,6 +75,19 @@ def test_one_product_projects_where_query_key_and_value_are_one_tensor(monkeypat
         torch.testing.assert_close(one, other, rtol=0, atol=1e-13)
 
 
+def test_it_stands_in_a_transformer_encoder_layer_in_training_and_in_eval() -> None:
+    """PyTorch's fused path for eval would compute dense attention from the parameters without calling the module."""
+    layer = nn.TransformerEncoderLayer(24, 6, 32, dropout=0.0, batch_first=True, dtype=torch.float64)
+    layer.self_attn = MultiheadDilatedAttention(24, 6, [4], [2], dtype=torch.float64)
+    (x,) = inputs((ROWS, 24))
+    trained = layer(x)
+    with torch.no_grad():
+        torch.testing.assert_close(layer.eval()(x), trained.detach(), rtol=0, atol=1e-13)
+        x = layer.norm1(x + layer.self_attn(x, x, x)[0])
+        expected = layer.norm2(x + layer.linear2(torch.relu(layer.linear1(x))))
+    torch.testing.assert_close(trained.detach(), expected, rtol=0, atol=1e-13)
+
+
 def test_grouped_query_heads_share_their_key_and_value_heads() -> None:
     ours = MultiheadDilatedAttention(24, 6, [16, 32], [1, 3], num_kv_heads=2, dtype=torch.float64)
     (x,) = inputs((ROWS, 24))

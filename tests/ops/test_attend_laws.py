@@ -48,7 +48,7 @@ def test_the_gradient_of_the_past_ignores_the_future() -> None:
 @examples(60)
 @given(calls(), st.integers(0, 200), st.integers(0, 200))
 def test_slabs_of_queries_and_keys_merge_to_the_whole(call: DrawnCall, query_cut: int, key_cut: int) -> None:
-    assume("cu_seqlens" not in call.options and call.groups.tail == "ragged")
+    assume("cu_seqlens" not in call.options and call.summands[0].tail == "ragged")
     q, k, v, *_ = call.tensors(torch.float64)
     mask = call.options.get("key_padding_mask")
     query_start, key_start = call.options.get("query_offset", 0), call.options.get("key_offset", 0)
@@ -70,6 +70,24 @@ def test_slabs_of_queries_and_keys_merge_to_the_whole(call: DrawnCall, query_cut
         rows.append(merge(partials))
     torch.testing.assert_close(torch.cat([row.out for row in rows], 1), whole.out, **EXACT)
     torch.testing.assert_close(torch.cat([row.lse for row in rows], 1), whole.lse, **EXACT)
+
+
+def test_groups_whose_segments_interleave_are_counted_apart() -> None:
+    """Groups of one rate whose segments begin at each other's distances: each keeps its own partials."""
+    shifted = DilatedPattern([256], [2], segment_shift=128)
+    for pattern, rows, offset in (
+        (DilatedPattern([64, 256], [1, 2]) + shifted, 896, 0),
+        (DilatedPattern([2, 4], [1, 2]) + DilatedPattern([4], [2], segment_shift=2), 10, 0),
+        (DilatedPattern([9, 5, 4], [1, 1, 1], segment_shift=6), 7, 0),
+        (DilatedPattern([8, 5, 4], [1, 1, 1]), 7, 6),
+    ):
+        q, k, v = (x.requires_grad_() for x in operands(rows, heads=2, kv_heads=2, batch=1))
+        both = []
+        for impl in ("aten", "reference"):
+            out, lse = attend_with_lse(q, k, v, pattern, query_offset=offset, key_offset=offset, impl=impl)
+            both.append([out, lse, *torch.autograd.grad(out.sin().sum(), (q, k, v))])
+        for ours, reference in zip(*both, strict=True):
+            torch.testing.assert_close(ours, reference, rtol=0, atol=1e-11)
 
 
 def test_patterns_add() -> None:
@@ -176,6 +194,13 @@ def test_non_contiguous_inputs_equal_contiguous_ones() -> None:
     views = [x.permute(3, 2, 1, 0).contiguous().permute(3, 2, 1, 0) for x in (q, k, v)]
     assert all(x.stride(-1) != 1 for x in views)
     torch.testing.assert_close(attend(*views, PATTERN), attend(q, k, v, PATTERN), **EXACT)
+
+
+def test_an_empty_batch() -> None:
+    q, k, v = (x[:0].requires_grad_() for x in operands())
+    out, lse = attend_with_lse(q, k, v, PATTERN)
+    assert (out.shape, lse.shape) == (q.shape, q.shape[:3])
+    assert torch.autograd.grad(out.sum(), k)[0].shape == k.shape
 
 
 @pytest.mark.parametrize("shapes", [(0, 5), (5, 0), (0, 0)])

@@ -11,10 +11,13 @@ import torch
 from dilated_attention_pytorch import (
     DilatedAttention,
     DilatedPattern,
+    LongNetCache,
     LongNetConfig,
+    LongNetLM,
     MultiheadDilatedAttention,
     attend,
     dilated_attention,
+    merge,
 )
 from dilated_attention_pytorch.core import create_dilated_attention
 from dilated_attention_pytorch.kernels.select import refusal
@@ -32,6 +35,20 @@ def mha(**options: Any) -> MultiheadDilatedAttention:
     return MultiheadDilatedAttention(
         **{"embed_dim": 8, "num_heads": 2, "segment_lengths": [4], "dilation_rates": [1], **options}
     )
+
+
+def with_cache_of(attention: Any = attend, **changes: Any) -> object:
+    """A model called with the cache of a configuration that differs by ``changes``."""
+    sizes: dict[str, Any] = {
+        "embed_dim": 8,
+        "num_layers": 1,
+        "num_heads": 2,
+        "segment_lengths": [4],
+        "dilation_rates": [1],
+    }
+    model = LongNetLM(LongNetConfig(**sizes), attention=attention).eval()
+    with torch.no_grad():
+        return model(torch.zeros(1, 3, dtype=torch.int64), cache=LongNetCache(LongNetConfig(**{**sizes, **changes})))
 
 
 TABLE: list[tuple[Callable[[], object], type[Exception], str]] = [
@@ -58,6 +75,16 @@ TABLE: list[tuple[Callable[[], object], type[Exception], str]] = [
      "got 4 query heads and 3 key/value heads"),
     (lambda: attend(Q, K, K, [4, 8]), TypeError, "pattern must be a Pattern such as DilatedPattern([2048, 4096], [1, 2]), got [4, 8]"),
     (lambda: attend(Q, K, K, P, scale=float("nan")), ValueError, "scale must be a finite number or None for 1 / sqrt(D), got nan"),
+    (lambda: attend(Q, K, K, P, scale="1"), ValueError, "scale must be a finite number or None for 1 / sqrt(D), got '1'"),
+    (lambda: attend(Q, K, K, P, is_causal="no"), TypeError, "is_causal must be True or False, got 'no' of type str"),
+    (lambda: attend(Q, K, K, P, dropout_p=None), ValueError, "dropout_p must be a probability of at least 0 and below 1, got None"),
+    (lambda: attend(Q, K, K, P, query_offset=None), TypeError, "query_offset must be an integer position, got None of type NoneType"),
+    (lambda: merge(Q), TypeError, "merge needs a list of pairs (out, lse) as attend_with_lse returns them, got"),
+    (lambda: merge([Q, Q]), TypeError, "merge needs a list of pairs (out, lse)"),
+    (lambda: mha(num_heads=2.0), TypeError, "num_heads must be an integer, got 2.0 of type float"),
+    (lambda: mha()(X[0, 0], X, X, is_causal=True, attn_mask=torch.zeros(6, 6)), ValueError, "query must be [batch, sequence, 8], got shape (8,)"),
+    (lambda: with_cache_of(segment_lengths=[5]), ValueError, "make it from this model's configuration: LongNetCache(model.config)"),
+    (lambda: with_cache_of(attention=lambda *_, **__: None), NotImplementedError, "call the model without a cache"),
     (lambda: attend(Q, K, K, P, dropout_p=1.0), ValueError, "dropout_p must be a probability of at least 0 and below 1, got 1.0"),
     (lambda: attend(Q, K, K, P, query_offset=-1), ValueError, "query_offset is the absolute position of the slab's first row, at least 0, got -1"),
     (lambda: attend(Q, K, K, P, key_offset=1.5), TypeError, "key_offset must be an integer position, got 1.5 of type float"),

@@ -61,6 +61,21 @@ def test_partials_cover_exactly_what_the_pattern_counts(call: DrawnCall, tile_si
     assert torch.equal(got_phantoms, phantoms[0])
 
 
+@examples(150)
+@given(calls(with_padding=False), st.integers(1, 3000))
+def test_no_view_of_a_partial_visits_a_row_twice(call: DrawnCall, tile_size: int) -> None:
+    """Results are merged into views in place, so their rows must be distinct: the queries' and the keys'."""
+    for tile in plan_of(call, tile_size).tiles:
+        for partial in tile.partials:
+            for first, count in ((partial.query_row, partial.num_queries), (partial.key_row, partial.num_keys)):
+                visits = [
+                    (partial.head + heads, first + rows + partial.step * i)
+                    for rows, heads in problems(partial)
+                    for i in range(count)
+                ]
+                assert len(visits) == len(set(visits))
+
+
 @examples(100)
 @given(calls(with_padding=False), st.integers(1, 3000))
 def test_what_overwrites_its_rows_comes_before_what_merges_into_them(call: DrawnCall, tile_size: int) -> None:

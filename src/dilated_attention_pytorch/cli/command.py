@@ -37,7 +37,9 @@ def run_command(args: Sequence[str]) -> None:
         raise SystemExit(128 + signal.SIGPIPE) from None
     except OSError as error:
         if error.errno not in _DISK:
-            raise
+            if error.filename is None:
+                raise
+            _leave(f"{error.filename}: {error.strerror}; check the path and its permissions, or name another one")
         where = f" ({error.filename})" if error.filename else ""
         _leave(f"{_DISK[error.errno]}{where}; make room, then go on with `dilated-attention train --resume RUN`")
     except KeyboardInterrupt:

@@ -113,6 +113,11 @@ def check_weights(folder: Path) -> None:
         config = LongNetCausalLMConfig.from_pretrained(folder)
     except (TypeError, ValueError) as error:
         raise RunError(f"broken checkpoint: {folder / CONFIG_NAME} describes no model ({error}); {remedy}") from error
+    if config.vocab_size != 256:
+        raise RunError(
+            f"foreign checkpoint: {folder / CONFIG_NAME} describes a model of {config.vocab_size} tokens, "
+            f"not of the 256 bytes; {remedy}"
+        )
     weights = folder / WEIGHTS_NAME
     if not weights.exists():
         raise RunError(f"broken checkpoint: {weights} does not exist; {remedy}")

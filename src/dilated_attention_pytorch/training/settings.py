@@ -15,6 +15,8 @@ Schedule = Literal["linear", "cosine", "constant"]
 Precision = Literal["auto", "float32", "bfloat16"]
 Device = Literal["auto", "cpu", "cuda"]
 
+_LARGEST_SEED = 2**32 - 1  # NumPy, which transformers seeds too, takes no larger one
+
 
 @dataclass(kw_only=True, slots=True)
 class TrainSettings:
@@ -95,7 +97,8 @@ class TrainSettings:
             "final_eval_windows", "quarter_files", "save_steps",
         ):  # fmt: skip
             _check(self, name, least=1)
-        for name in ("threads", "seed", "sample_length", "sample_temperature", "weight_decay"):
+        _check(self, "seed", least=0, most=_LARGEST_SEED)
+        for name in ("threads", "sample_length", "sample_temperature", "weight_decay"):
             _check(self, name, least=0)
         _check(self, "context_length", least=8)
         for name in ("learning_rate", "muon_learning_rate", "max_grad_norm"):
@@ -104,8 +107,8 @@ class TrainSettings:
             _check(self, name, least=0, most=1)
         for name in ("adam_beta1", "adam_beta2", "muon_momentum"):
             _check(self, name, least=0, below=1)
-        if self.model.vocab_size < 256:
-            raise ValueError(f"model.vocab_size must be at least 256, one token a byte, got {self.model.vocab_size}")
+        if self.model.vocab_size != 256:
+            raise ValueError(f"model.vocab_size must be 256, one token a byte, got {self.model.vocab_size}")
         self.data = tuple(Path(path) for path in self.data)
 
     def to_dict(self) -> dict[str, Any]:
@@ -150,7 +153,7 @@ class SampleSettings:
         if self.top_p is not None:
             _check(self, "top_p", above=0, most=1)
         if self.seed is not None:
-            _check(self, "seed", least=0)
+            _check(self, "seed", least=0, most=_LARGEST_SEED)
 
 
 def _check(
@@ -163,6 +166,9 @@ def _check(
     most: float = math.inf,
 ) -> None:
     value = getattr(settings, name)
+    declared = next(str(entry.type) for entry in fields(settings) if entry.name == name)
+    if declared.startswith("int") and not isinstance(value, int):
+        raise ValueError(f"{name} must be an integer, got {value!r}")
     if isinstance(value, bool) or not isinstance(value, (int, float)) or not math.isfinite(value):
         raise ValueError(f"{name} must be a finite number, got {value!r}")
     bounds = ((f"at least {least}", value >= least), (f"above {above}", value > above),
