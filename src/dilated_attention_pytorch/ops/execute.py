@@ -155,7 +155,7 @@ class _Work:
             shape = (call.batch_size, call.num_queries, call.num_heads)
             batches = torch.arange(call.batch_size, device=device).view(-1, 1, 1).expand(shape)
             heads = torch.arange(call.num_heads, device=device).expand(shape)
-            rows = torch.arange(call.num_queries, device=device).view(-1, 1).expand(shape) + 0
+            rows = torch.arange(call.num_queries, device=device).view(-1, 1).expand(shape)
             keys = torch.arange(call.num_keys, device=device).view(-1, 1)
             keys = keys.expand(call.batch_size, call.num_keys, call.num_kv_heads)
             operands += [self.whole(tensor, by_query=True) for tensor in (batches, heads, rows)]
