@@ -93,8 +93,8 @@ def attend(
     """Attention under a pattern: one softmax over ``s + log c``, exact in output and gradient.
 
     ``O[p] = sum_t c[p, t] exp(s[p, t]) v[t] / sum_t c[p, t] exp(s[p, t])`` with ``s = scale * q . k`` and the count
-    c of the pattern for the key/value head that serves the query head (LongNet, arXiv 2307.02486, equations 6 to 12,
-    with the merge of equation 10 differentiated). A row that sees no key has output 0 and zero gradient.
+    c of the pattern for the key/value head that serves the query head (LongNet, arXiv 2307.02486, with its
+    merge of the groups differentiated too). A row that sees no key has output 0 and zero gradient.
 
     Args:
         query: ``[B, N, H, D]``, float16, bfloat16, float32 or float64. Any strides.
