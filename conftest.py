@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+
+# Before Triton is imported: its kernels then run on CPU tensors. TRITON_INTERPRET=0 tests them on a GPU.
+os.environ.setdefault("TRITON_INTERPRET", "1")
 
 import dilated_attention_pytorch
 

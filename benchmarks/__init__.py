@@ -1,1 +1,1 @@
-"""Where every published figure comes from: one run, one machine, against something real."""
+"""Studies of this repository, each a figure of its README, and results/; the runner is dilated-attention bench."""

@@ -8,7 +8,6 @@ A time is printed only for a call whose sampled rows passed against the definiti
 from __future__ import annotations
 
 import argparse
-import ctypes
 import os
 import statistics
 import subprocess
@@ -22,9 +21,11 @@ import torch
 from torch import Tensor
 from torch.utils.flop_counter import FlopCounterMode
 
-from benchmarks.exactness import largest_errors, passes
-from benchmarks.machine import machine, write_results
 from dilated_attention_pytorch import DilatedPattern, attend, attend_with_lse
+from dilated_attention_pytorch.benchmarks.clock import begin_peak, resident
+from dilated_attention_pytorch.benchmarks.exactness import draw_samples, judge, sampled_gradient
+from dilated_attention_pytorch.benchmarks.results import module_command, origin, write_json
+from dilated_attention_pytorch.benchmarks.shapes import Case, DtypeName
 
 SPEED = ((2048, 1), (4096, 2), (8192, 4))
 PAPER = ((2048, 1), (4096, 2), (8192, 4), (16384, 6), (32768, 12))
@@ -74,20 +75,28 @@ class Dense:
         return seconds(lambda: torch.autograd.grad(self.forward(), self.inputs, self.grad))
 
 
-def gate(groups: tuple[tuple[int, int], ...], inputs: Operands, grad: Tensor, *, is_causal: bool) -> dict[str, float]:
-    """Errors on sampled rows of exactly the call that is timed.
+def gate(groups: tuple[tuple[int, int], ...], inputs: Operands, *, is_causal: bool) -> dict[str, float]:
+    """Relative errors on sampled rows, and of the gradients from them, of exactly the call that is timed.
 
     Raises:
         SystemExit: they are larger than rounding explains; nothing is timed.
     """
-    out, lse = attend_with_lse(*inputs, pattern_of(groups), is_causal=is_causal)
-    grads = torch.autograd.grad(out, inputs, grad)
-    names = ("query", "key", "value", "grad_out", "out", "lse", "grad_query", "grad_key", "grad_value")
-    tensors = dict(zip(names, (*inputs, grad, out, lse, *grads), strict=True))
-    errors = largest_errors(list(groups), tensors, is_causal=is_causal)
-    if not passes(errors, inputs[0].dtype):
-        raise SystemExit(f"not timed, because it is wrong: {groups} {inputs[0].shape} {inputs[0].dtype}: {errors}")
-    return errors
+    _, rows, heads, head_dim = inputs[0].shape
+    dtypes: dict[torch.dtype, DtypeName] = {
+        torch.float32: "float32", torch.bfloat16: "bfloat16", torch.float64: "float64"
+    }  # fmt: skip
+    case = Case(
+        shape="study", mode="forward_backward", rows=rows, heads=heads, kv_heads=heads, head_dim=head_dim,
+        segment_lengths=tuple(w for w, _ in groups), dilation_rates=tuple(r for _, r in groups), causal=is_causal,
+        dtype=dtypes[inputs[0].dtype],
+    )  # fmt: skip
+    samples = draw_samples(case)
+    grad = sampled_gradient(case, samples, inputs[0])
+    out = attend(*inputs, case.pattern, is_causal=is_causal)
+    verdict = judge(case, "pattern", samples, inputs, out, grad, torch.autograd.grad(out, inputs, grad))
+    if not verdict.passes:
+        raise SystemExit(f"not timed, because it is wrong: {case.name}: {verdict.in_words()}")
+    return verdict.errors
 
 
 def measure(
@@ -95,7 +104,7 @@ def measure(
 ) -> dict[str, Any]:
     """Median times of ours and of dense attention, taken in turn, and their ratio per operation."""
     inputs, grad = operands(rows, heads, dtype)
-    errors = gate(groups, inputs, grad, is_causal=is_causal)
+    errors = gate(groups, inputs, is_causal=is_causal)
     pattern = pattern_of(groups)
     with FlopCounterMode(display=False) as counter, torch.no_grad():
         attend(*inputs, pattern, is_causal=is_causal)
@@ -208,23 +217,15 @@ def floor(*, quick: bool) -> list[dict[str, Any]]:
     return results
 
 
-def resident(field: str) -> int:
-    """A field of /proc/self/status, in bytes."""
-    for line in Path("/proc/self/status").read_text().splitlines():
-        if line.startswith(field + ":"):
-            return int(line.split()[1]) * 1024
-    raise KeyError(field)
-
-
 def memory_of_one(rows: int, dtype: torch.dtype, *, is_causal: bool) -> None:
     """In a fresh process: peak resident memory of forward + backward beyond inputs, out, lse and gradients."""
     warm, grad = operands(4096, 8, dtype)
     torch.autograd.grad(attend(*warm, pattern_of(SPEED), is_causal=is_causal), warm, grad)
     del warm, grad
     inputs, grad = operands(rows, 8, dtype)
-    ctypes.CDLL("libc.so.6").malloc_trim(0)  # else the draw of the inputs leaves pages that hide ours
+    if not begin_peak():
+        raise SystemExit("memory is read from Linux's /proc, which is not here; leave it out with --only")
     before = resident("VmRSS")
-    Path("/proc/self/clear_refs").write_text("5")  # the peak begins anew
     out, lse = attend_with_lse(*inputs, pattern_of(SPEED), is_causal=is_causal)
     grads = torch.autograd.grad(out, inputs, grad)
     results = sum(x.numel() * x.element_size() for x in (out, lse, *grads))
@@ -258,9 +259,12 @@ def paper(*, quick: bool) -> list[dict[str, Any]]:
     results = []
     for rows in (4001,) if quick else (32768, 40001):
         for is_causal in (False, True):
-            inputs, grad = operands(rows, 12, torch.float64)
-            errors = gate(PAPER, inputs, grad, is_causal=is_causal)
-            print(f"paper's configuration, {rows:,} rows, causal={is_causal}: float64 errors on sampled rows {errors}")
+            inputs, _ = operands(rows, 12, torch.float64)
+            errors = gate(PAPER, inputs, is_causal=is_causal)
+            print(
+                f"paper's configuration, {rows:,} rows, causal={is_causal}: "
+                f"relative float64 errors on sampled rows {errors}"
+            )
             result = measure(PAPER, rows, 12, torch.float32, is_causal=is_causal, repeats=1)
             result["largest_sampled_errors_float64"] = errors
             show(result)
@@ -280,11 +284,12 @@ def main() -> None:
         rows, dtype, causal = arguments.memory_of
         memory_of_one(int(rows), getattr(torch, dtype), is_causal=causal == "1")
         return
-    results: dict[str, Any] = {"machine": machine()}
+    results: dict[str, Any] = {"machine": origin(module_command())}
     for name in arguments.only:
         print(f"--- {name}: {(parts[name].__doc__ or '').strip()}", flush=True)
         results[name] = parts[name](quick=arguments.quick)
-    write_results(arguments.output, results)
+    write_json(arguments.output, results)
+    print(f"written: {arguments.output}")
 
 
 if __name__ == "__main__":

@@ -20,7 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from benchmarks.machine import machine, write_results
+from dilated_attention_pytorch.benchmarks.results import module_command, origin, write_json
 from dilated_attention_pytorch.models import LongNetCache, LongNetConfig, LongNetLM
 
 PATTERN: dict[str, Any] = {"segment_lengths": [2048, 4096, 8192], "dilation_rates": [1, 2, 4]}
@@ -100,7 +100,7 @@ def main() -> int:
         print(f"cached logits differ from uncached ones by {difference:.1e}: nothing was measured", file=sys.stderr)
         return 1
     model = LongNetLM(LongNetConfig(**SIZES, **PATTERN, layer_segment_shifts=(0, 1024))).eval()
-    origin = machine()
+    here = origin(module_command())
     measure(model, 1, arguments.tokens)  # the first calls of every kernel
     points = [measure(model, length, arguments.tokens) for length in arguments.lengths]
     print(f"{SIZES | PATTERN}\nlargest difference of cached and uncached logits, float64: {difference:.1e}")
@@ -115,11 +115,12 @@ def main() -> int:
     if ratio is not None:
         print(f"time per token at 60,000 over 9,000: {ratio:.2f} (limit {LIMIT})")
     results = {
-        "machine": origin, "model": SIZES | PATTERN | {"layer_segment_shifts": [0, 1024]}, "dtype": "float32",
+        "machine": here, "model": SIZES | PATTERN | {"layer_segment_shifts": [0, 1024]}, "dtype": "float32",
         "chunk": CHUNK, "largest_difference_float64": difference, "points": [asdict(point) for point in points],
         "ratio_60000_over_9000": ratio, "limit": LIMIT,
     }  # fmt: skip
-    write_results(arguments.output, results)
+    write_json(arguments.output, results)
+    print(f"written: {arguments.output}")
     return 0 if ratio is None or ratio <= LIMIT else 1
 
 

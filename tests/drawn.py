@@ -6,7 +6,7 @@ import os
 from dataclasses import dataclass, field
 
 import torch
-from hypothesis import HealthCheck, settings
+from hypothesis import HealthCheck, Phase, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
@@ -14,13 +14,34 @@ from dilated_attention_pytorch import DilatedPattern, Pattern, PatternSum
 from oracle import Groups, dense_counts
 
 SWEEP = os.environ.get("HYPOTHESIS_PROFILE") == "sweep"
+SEGMENTS = st.one_of(st.integers(1, 140), st.integers(1, 12), st.sampled_from([2, 4, 8, 16, 64]))
 LENGTHS = st.one_of(st.sampled_from([1, 2, 7, 31, 63, 64, 65, 100, 127]), st.integers(1, 130))
 
 
-def examples(number: int) -> settings:
-    """That many draws, the same in every run; ten times as many and new ones in the sweep."""
+@dataclass(frozen=True)
+class Sizes:
+    """How large the drawn calls are."""
+
+    lengths: st.SearchStrategy[int]
+    batch: int
+    kv_heads: int
+    head_dims: tuple[int, ...]
+    groups: int = 4
+    summands: tuple[int, ...] = (1, 1, 2, 3)
+    segments: st.SearchStrategy[int] = SEGMENTS
+
+
+DENSE = Sizes(LENGTHS, 3, 6, (1, 2, 5, 8, 16))
+
+
+def examples(number: int, *, is_shrunk: bool = True) -> settings:
+    """That many draws, the same in every run; ten times as many and new ones in the sweep.
+
+    Without ``is_shrunk`` a failing draw is shown as it is: where one call takes a second, shrinking takes minutes.
+    """
     return settings(
         max_examples=number * 10 if SWEEP else number,
+        phases=tuple(Phase) if is_shrunk else (Phase.generate,),
         derandomize=not SWEEP,
         deadline=None,
         database=None,
@@ -90,15 +111,15 @@ class DrawnCall:
 
 
 @st.composite
-def groups(draw: st.DrawFn, tail: str) -> Groups:
+def groups(draw: st.DrawFn, tail: str, sizes: Sizes) -> Groups:
     """One dilated pattern. Equal rates and small lengths are common: groups whose rows interleave are the hard ones."""
-    num_groups = draw(st.integers(1, 4))
+    num_groups = draw(st.integers(1, sizes.groups))
 
     def numbers(*choices: st.SearchStrategy[int]) -> tuple[int, ...]:
         return tuple(draw(st.lists(st.one_of(*choices), min_size=num_groups, max_size=num_groups)))
 
     return Groups(
-        numbers(st.integers(1, 140), st.integers(1, 12), st.sampled_from([2, 4, 8, 16, 64])),
+        numbers(sizes.segments),
         numbers(st.integers(1, 13), st.integers(1, 2)),
         draw(st.sampled_from(["modulo", "block"])),
         tail,
@@ -107,14 +128,14 @@ def groups(draw: st.DrawFn, tail: str) -> Groups:
 
 
 @st.composite
-def calls(draw: st.DrawFn, *, with_padding: bool = True) -> DrawnCall:
+def calls(draw: st.DrawFn, *, with_padding: bool = True, sizes: Sizes = DENSE) -> DrawnCall:
     """Any call that ``attend`` accepts, within sizes that a dense oracle does in milliseconds."""
     kind = draw(st.sampled_from(["whole", "whole", "slabs", "packed", "zero_padded"]))
-    num_queries = num_keys = draw(LENGTHS)
+    num_queries = num_keys = draw(sizes.lengths)
     options: dict[str, Tensor | int] = {}
-    batch = draw(st.integers(1, 3))
+    batch = draw(st.integers(1, sizes.batch))
     if kind == "slabs":
-        num_keys = draw(LENGTHS)
+        num_keys = draw(sizes.lengths)
         options = {"query_offset": draw(st.integers(0, 300)), "key_offset": draw(st.integers(0, 300))}
     if kind == "packed":
         inner = draw(st.lists(st.integers(0, num_queries), max_size=4))
@@ -124,10 +145,10 @@ def calls(draw: st.DrawFn, *, with_padding: bool = True) -> DrawnCall:
         generator = torch.Generator().manual_seed(seed)
         options["key_padding_mask"] = torch.rand(batch, num_keys, generator=generator) < draw(st.floats(0.0, 1.0))
     tail = "zero_padded" if kind == "zero_padded" else "ragged"
-    summands = tuple(draw(groups(tail)) for _ in range(draw(st.sampled_from([1, 1, 2, 3]))))
+    summands = tuple(draw(groups(tail, sizes)) for _ in range(draw(st.sampled_from(sizes.summands))))
     return DrawnCall(
-        batch=batch, num_queries=num_queries, num_keys=num_keys, kv_heads=draw(st.integers(1, 6)),
-        ratio=draw(st.sampled_from([1, 1, 2, 3])), head_dim=draw(st.sampled_from([1, 2, 5, 8, 16])),
+        batch=batch, num_queries=num_queries, num_keys=num_keys, kv_heads=draw(st.integers(1, sizes.kv_heads)),
+        ratio=draw(st.sampled_from([1, 1, 2, 3])), head_dim=draw(st.sampled_from(sizes.head_dims)),
         summands=summands, seed=seed, is_causal=draw(st.booleans()),
         scale=draw(st.sampled_from([None, None, 0.7, -0.3])), options=options,
     )  # fmt: skip

@@ -24,8 +24,9 @@ class Budget(NamedTuple):
 
 
 def budget(
-    q: Tensor, k: Tensor, v: Tensor, grad_out: Tensor, counts: Tensor, scale: float, storage: torch.dtype
-) -> Budget:
+    q: Tensor, k: Tensor, v: Tensor, grad_out: Tensor, counts: Tensor, scale: float, storage: torch.dtype,
+    grad_lse: Tensor | None = None,
+) -> Budget:  # fmt: skip
     """Element-wise bounds on the absolute errors, from float64 operands; heads of k and v are repeated already."""
     u = torch.finfo(storage).eps / 2
     a = torch.finfo(torch.float32).eps / 2
@@ -50,6 +51,9 @@ def budget(
     d_p = g @ v.mT
     delta = (g * out).sum(-1, keepdim=True)
     delta_error = (g.abs() * out_error).sum(-1, keepdim=True) + head_dim * a * (g.abs() * out.abs()).sum(-1, True)
+    if grad_lse is not None:
+        of_lse = grad_lse.transpose(1, 2).unsqueeze(-1)
+        delta, delta_error = delta - of_lse, delta_error + a * of_lse.abs()
     d_s = p * (d_p - delta)
     d_s_error = p * (head_dim * a * g.abs() @ v.abs().mT + delta_error) + (p_relative + u) * d_s.abs()
     grad_q_error = abs(scale) * (d_s_error @ k.abs() + (2 * u + num_keys * a) * d_s.abs() @ k.abs())

@@ -148,6 +148,23 @@ def test_the_reader_of_the_output_may_go_away(run: Path) -> None:
     assert said == b""
 
 
+def test_bench_prints_times_and_writes_results_and_plots(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    main(
+        ["bench", "--shapes", "three", "--contestants", "aten", "dense", "--dry-run", "--output", str(tmp_path / "new")]
+    )
+    said = capsys.readouterr().out
+    for words in ("ours, aten", "dense SDPA", "this was a dry run", "bench.json"):
+        assert words in said
+    assert {path.name for path in (tmp_path / "new").iterdir()} == {"bench.json", "time.png", "limit.png"}
+
+
+def test_profile_prints_the_operators_and_writes_a_trace(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    main(["profile", "--rows", "300", "--backward", "--output", str(tmp_path / "new")])
+    said = capsys.readouterr().out
+    assert "_scaled_dot_product_flash_attention_for_cpu" in said
+    assert (tmp_path / "new" / "trace.json").exists()
+
+
 def test_info_names_every_implementation_and_every_extra(capsys: pytest.CaptureFixture[str]) -> None:
     main(["info"])
     said = capsys.readouterr().out
@@ -163,7 +180,7 @@ def test_info_lists_the_extras_of_the_package() -> None:
         assert {name for name in wanted if "[" not in name} == set(brought)
 
 
-@pytest.mark.parametrize("words", [[], ["train"], ["generate"], ["info"]])
+@pytest.mark.parametrize("words", [[], ["train"], ["generate"], ["bench"], ["profile"], ["info"]])
 def test_help_explains_and_ends_with_0(words: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as left:
         main([*words, "--help"])
@@ -177,10 +194,11 @@ def test_help_of_a_preset_shows_its_numbers(capsys: pytest.CaptureFixture[str]) 
     assert "32768" in capsys.readouterr().out
 
 
-def test_help_does_not_wait_for_transformers() -> None:
+@pytest.mark.parametrize("command", ["train", "bench", "profile"])
+def test_help_does_not_wait_for_transformers(command: str) -> None:
     code = (
         "import sys\nfrom dilated_attention_pytorch.cli import main\n"
-        "try:\n    main(['train', '--help'])\nexcept SystemExit:\n    pass\n"
+        f"try:\n    main(['{command}', '--help'])\nexcept SystemExit:\n    pass\n"
         "assert not {'transformers', 'matplotlib', 'accelerate'} & sys.modules.keys()"
     )
     subprocess.run([sys.executable, "-c", code], check=True, stdout=subprocess.DEVNULL, env=os.environ)

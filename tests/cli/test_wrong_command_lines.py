@@ -16,6 +16,10 @@ from typing import Any
 import pytest
 import torch
 
+from dilated_attention_pytorch.benchmarks import profiling
+from dilated_attention_pytorch.benchmarks import run as bench_run
+from dilated_attention_pytorch.benchmarks.results import FORMAT
+from dilated_attention_pytorch.benchmarks.shapes import SHAPES
 from dilated_attention_pytorch.cli import main
 from dilated_attention_pytorch.training import run as training_run
 from dilated_attention_pytorch.training import train
@@ -88,8 +92,8 @@ TRAIN = "train --preset tiny --data {}/texts --output {}/new"
 
 ROWS = [
     # what is no command line
-    Row("", "Expected one of {train, generate, info}"),
-    Row("trian", "Available subcommands: train, generate, info"),
+    Row("", "Expected one of {train, generate, bench, profile, info}"),
+    Row("trian", "Available subcommands: train, generate, bench, profile, info"),
     Row(f"{TRAIN} --stepz 3", "Unrecognized options: --stepz"),
     Row(f"{TRAIN} --steps three", "invalid"),
     Row(f"{TRAIN} --optimizer sgd", "invalid choice 'sgd'"),
@@ -143,6 +147,45 @@ ROWS = [
     Row("train --resume {}/stopped", "start it with torchrun --nproc-per-node 1", _start_two_processes),
     Row("train --resume {}/other-text", "the text is not what the run began with"),
     Row("train --resume {}/stopped", "is read-only for this user; change its permissions", _refuse_writing),
+    # what to measure
+    Row("bench --preset fast", "invalid choice 'fast'"),
+    Row("bench --shapes square --output {}/new", "shapes: there is no 'square'; choose from paper, slide, three"),
+    Row(
+        "bench --contestants nobody --output {}/new", "contestants must be parts of names, got 'nobody'; the names are"
+    ),
+    Row("bench --modes backward --output {}/new", "invalid choice 'backward'"),
+    Row("bench --dtypes int8 --output {}/new", "invalid choice 'int8'"),
+    Row("bench --rows 0 --output {}/new", "rows must be at least 1, got 0"),
+    Row("bench --head-dims -8 --output {}/new", "head_dims must be at least 1, got -8"),
+    Row("bench --batch 0 --output {}/new", "batch must be at least 1, got 0"),
+    Row("bench --time-limit -1 --output {}/new", "time_limit must be at least 0, got -1.0"),
+    Row("bench --shapes three --num-groups 4 --output {}/new", "the shape three has 3 dilation groups; name at most 3"),
+    Row("bench --device cuda --output {}/new", "PyTorch finds no CUDA device here; use --device cpu", _take_cuda_away),
+    Row("bench --output {}/taken", "exists and is not empty; nothing in it was changed. Name a free folder"),
+    Row("bench --output {}/file", "file is a file, not a folder; name a free folder"),
+    Row("bench --output {}/file/new", "file is a file; name a folder below a folder"),
+    Row("bench --output {}/new", "is read-only for this user; change its permissions", _refuse_writing),
+    Row("bench --output {}/new", "cannot be made (Read-only file system); name a folder on a disk", _refuse_making),
+    Row("bench --output {}/new", "the benchmark needs matplotlib, not installed here", _uninstall("matplotlib")),
+    Row("bench --output {}/new --compare {}/nothing", "nothing does not exist; name the bench.json of an earlier"),
+    Row("bench --output {}/new --compare {}/taken", "taken cannot be read (Is a directory); name the bench.json"),
+    Row("bench --output {}/new --compare {}/file", "file is no JSON"),
+    Row("bench --output {}/new --compare {}/finished/config.json", "is not written by this version of the benchmark"),
+    Row("bench --output {}/new --compare {}/dry.json", "dry.json is of a dry run, which measures nothing"),
+    Row("bench --output {}/new --compare {}/other-cases.json", "holds no time of any case that is about to be run"),
+    Row("bench --output {}/new --shapes three --compare {}/other-machine.json", "is of another machine (processor"),
+    Row("bench --output {}/new --shapes three --compare {}/other-machine.json", "or add --compare-any-machine"),
+    Row("bench --output {}/new --compare-any-machine", "there is no --compare; name a file with it"),
+    Row("profile --shape square --output {}/new", "shape: there is no 'square'; choose from paper, slide, three"),
+    Row("profile --rows 0 --output {}/new", "rows must be at least 1, got 0"),
+    Row(
+        "profile --contestant ours --output {}/new", "it must be part of one name, got 4; choose one of 'ours, triton'"
+    ),
+    Row("profile --contestant flash_attn --output {}/new", "cannot compute this call: the package flash_attn is not"),
+    Row("profile --shape decode --backward --output {}/new", "a decoding step has none; leave it out"),
+    Row("profile --num-groups 9 --output {}/new", "the shape three has 3 dilation groups; name at most so many"),
+    Row("profile --output {}/taken", "exists and is not empty; nothing in it was changed. Name a free folder"),
+    Row("profile --device cuda --output {}/new", "PyTorch finds no CUDA device here", _take_cuda_away),
     # what to generate from
     Row("generate {}/nothing --prompt x", "there is no such folder; name the --output of a `train` command"),
     Row("generate {}/taken --prompt x", "holds no trained model: neither model.safetensors nor a checkpoint is in it"),
@@ -197,6 +240,16 @@ def world(tmp_path_factory: pytest.TempPathFactory) -> Path:
     (copy("finished", "no-config") / "config.json").unlink()
     change(copy("finished", "foreign") / "config.json", model_type="gpt2")
     change(copy("finished", "unfit") / "config.json", embed_dim=64)
+
+    name = SHAPES["three"].case(rows=8192).name
+    no_limits = {"limits": None, "limit_seconds": 1.0}
+    elsewhere = {"format": FORMAT, "dry_run": False, "machine": {"processor": "another"}}
+    for file, values in (
+        ("dry.json", {"dry_run": True}),
+        ("other-cases.json", {"rows": [{"name": "a call", "contestant": "x", "samples": [1.0], **no_limits}]}),
+        ("other-machine.json", {"rows": [{"name": name, "contestant": "x", "samples": [1.0], **no_limits}]}),
+    ):
+        (world / file).write_text(json.dumps(elsewhere | values))
     return world
 
 
@@ -211,13 +264,15 @@ def _state(folder: Path) -> dict[str, str]:
 def test_a_wrong_command_line_says_what_to_do_and_changes_nothing(
     row: Row, world: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    def forbidden(run: Any) -> None:
+    def forbidden(*run: Any, **options: Any) -> None:
         raise AssertionError("the run began")
 
     before = _state(world)
     with monkeypatch.context() as patch:
         patch.chdir(tmp_path)
         patch.setattr(training_run, "_go", forbidden)
+        patch.setattr(bench_run, "_time_cases", forbidden)
+        patch.setattr(profiling, "profile", forbidden)
         row.machine(patch)
         with pytest.raises(SystemExit) as left:
             main(row.line.replace("{}", str(world)).split())

@@ -26,7 +26,7 @@ def test_opcheck(causal: bool, extra: str) -> None:
     packed = torch.tensor([0, 9, 37], dtype=torch.int32) if extra == "packed" else None
     padding = (torch.rand(2, 37) < 0.3) if extra == "padded" else None
     seed, p = (torch.tensor(5), 0.3) if extra == "dropout" else (None, 0.0)
-    options = (packed, padding, seed, PATTERN.spec, causal, 0.3, 0, 0, p)
+    options = (packed, padding, seed, PATTERN.spec, causal, 0.3, 0, 0, p, "aten")
     torch.library.opcheck(torch.ops.dilated_attention_pytorch.attend, (q, k, v, *options))
     out, lse = attend_with_lse(q, k, v, PATTERN)
     with torch.no_grad():

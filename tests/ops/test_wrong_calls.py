@@ -20,7 +20,7 @@ from dilated_attention_pytorch import (
     merge,
 )
 from dilated_attention_pytorch.core import create_dilated_attention
-from dilated_attention_pytorch.kernels.select import refusal
+from dilated_attention_pytorch.kernels.select import refusal, select
 
 P = DilatedPattern([4, 8], [1, 2])
 Q, K = torch.zeros(1, 6, 4, 8), torch.zeros(1, 6, 2, 8)
@@ -96,7 +96,11 @@ TABLE: list[tuple[Callable[[], object], type[Exception], str]] = [
     (lambda: attend(Q, K, K, P, cu_seqlens=ints(0, 4, 2, 6)), ValueError, "cu_seqlens must not decrease, got [0, 4, 2, 6]"),
     (lambda: attend(Q, K, K, P, cu_seqlens=ints(0, 4, 2, 6), impl="reference"), ValueError, "cu_seqlens must not decrease"),
     (lambda: attend(Q, K, K, P, cu_seqlens=ints(0, 6), query_offset=3), ValueError, "got 6 query rows at 3 and 6 key rows at 0"),
-    (lambda: attend(Q, K, K, P, impl="flash"), ValueError, "impl must be one of 'auto', 'aten', 'reference', got 'flash'"),
+    (lambda: attend(Q, K, K, P, impl="flash"), ValueError, "impl must be one of 'auto', 'triton', 'aten', 'reference', got 'flash'"),
+    (lambda: attend(Q.double(), K.double(), K.double(), P, impl="triton"), NotImplementedError, "impl='triton' cannot compute this call: the Triton kernels accumulate in float32; impl=\"aten\" and impl=\"reference\" compute in float64"),
+    (lambda: attend(*(torch.zeros(1, 3, 1, 264),) * 3, P, impl="triton"), NotImplementedError, "up to 256 wide; use impl=\"aten\""),
+    (lambda: attend(Q, K, K, P, cu_seqlens=ints(0, 5), impl="triton"), ValueError, "cu_seqlens must run from 0 to the number of rows 6, got 0 to 5"),
+    (lambda: attend(Q, K, K, P, cu_seqlens=ints(0, 6).to("meta")), ValueError, "cu_seqlens must be on the CPU or on query's device cpu, got meta"),
     (lambda: attend(Q.to("meta"), K.to("meta"), K.to("meta"), P), NotImplementedError, "exist for cpu and cuda devices, not for 'meta'; impl=\"reference\" runs on any device"),
     (lambda: dilated_attention(Q, K, K, [4], [1], tail="zero_padded", key_offset=2), NotImplementedError, 'use tail="ragged" for slabs'),
     (lambda: dilated_attention(Q, K, K, [4], [1], tail="zero_padded", key_padding_mask=torch.zeros(1, 6).bool()), NotImplementedError, "pack the sequences with cu_seqlens instead"),
@@ -121,8 +125,32 @@ def test_a_wrong_call_says_what_was_expected_what_came_and_what_to_do(row: int) 
     assert message in str(raised.value)
 
 
-def test_every_refusal_is_a_sentence() -> None:
-    assert refusal("aten", "cpu", torch.bfloat16) is None
-    assert refusal("reference", "xpu", torch.float32) is None
-    assert "not for 'mps'" in str(refusal("aten", "mps", torch.float32))
-    assert "not torch.int8" in str(refusal("reference", "cpu", torch.int8))
+def test_every_refusal_is_a_sentence(monkeypatch: pytest.MonkeyPatch) -> None:
+    cpu, cuda = torch.device("cpu"), torch.device("cuda")
+    assert refusal("aten", cpu, torch.bfloat16, 64) is None
+    assert refusal("reference", torch.device("xpu"), torch.float32, 64) is None
+    assert "not for 'mps'" in str(refusal("aten", torch.device("mps"), torch.float32, 64))
+    assert "not torch.int8" in str(refusal("reference", cpu, torch.int8, 64))
+    monkeypatch.setenv("TRITON_INTERPRET", "0")
+    assert "run on NVIDIA GPUs, not on 'cpu' tensors" in str(refusal("triton", cpu, torch.bfloat16, 64))
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: (7, 5))
+    assert 'this GPU has 7.5; use impl="aten"' in str(refusal("triton", cuda, torch.bfloat16, 64))
+    monkeypatch.setattr(torch.version, "hip", "7.0")
+    assert "this PyTorch is for AMD" in str(refusal("triton", cuda, torch.bfloat16, 64))
+    monkeypatch.setattr("importlib.util.find_spec", lambda _: None)
+    assert "pip install triton" in str(refusal("triton", cuda, torch.bfloat16, 64))
+
+
+def test_auto_takes_triton_where_it_can_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TRITON_INTERPRET", "0")
+    capability = [(9, 0)]
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: capability[0])
+    cpu, cuda = torch.device("cpu"), torch.device("cuda")
+    assert select("auto", cuda, torch.bfloat16, 64) == "triton"
+    assert select("auto", cuda, torch.float64, 64) == "aten"
+    assert select("auto", cuda, torch.bfloat16, 512) == "aten"
+    assert select("auto", cpu, torch.bfloat16, 64) == "aten"
+    capability[0] = (7, 0)
+    assert select("auto", cuda, torch.float16, 64) == "aten"
+    with pytest.raises(NotImplementedError, match=r"this GPU has 7\.0"):
+        select("triton", cuda, torch.float16, 64)

@@ -13,8 +13,10 @@ import tyro
 
 from dilated_attention_pytorch.training import RunError
 
+from .bench import Bench
 from .generate import Generate
 from .info import Info
+from .profile import Profile
 from .train import Train, preset_of
 
 _TYRO = (tyro.conf.FlagCreatePairsOff,)
@@ -47,7 +49,7 @@ def run_command(args: Sequence[str]) -> None:
         raise SystemExit(128 + signal.SIGINT) from None
 
 
-def _parse(args: list[str]) -> Train | Generate | Info:
+def _parse(args: list[str]) -> Train | Generate | Bench | Profile | Info:
     name, rest = (args[0], args[1:]) if args else ("", [])
     prog = "dilated-attention"
     # A command alone, where one is named: tyro's messages then name its fields and nothing of its own.
@@ -55,14 +57,20 @@ def _parse(args: list[str]) -> Train | Generate | Info:
         return tyro.cli(Train, default=preset_of(rest), args=rest, prog=f"{prog} train", config=_TYRO)
     if name == "generate":
         return tyro.cli(Generate, args=rest, prog=f"{prog} generate", config=_TYRO)
+    if name == "bench":
+        return tyro.cli(Bench, args=rest, prog=f"{prog} bench", config=_TYRO)
+    if name == "profile":
+        return tyro.cli(Profile, args=rest, prog=f"{prog} profile", config=_TYRO)
     if name == "info":
         return tyro.cli(Info, args=rest, prog=f"{prog} info", config=_TYRO)
     commands = (
         Annotated[Train, tyro.conf.subcommand("train", default=preset_of([]))]
         | Annotated[Generate, tyro.conf.subcommand("generate")]
+        | Annotated[Bench, tyro.conf.subcommand("bench")]
+        | Annotated[Profile, tyro.conf.subcommand("profile")]
         | Annotated[Info, tyro.conf.subcommand("info")]
     )
-    description = "LongNet language models on exact dilated attention: train, generate, see what runs here."
+    description = "LongNet language models on exact dilated attention: train, generate, measure, see what runs here."
     return tyro.cli(commands, args=args, prog=prog, description=description, config=_TYRO)
 
 

@@ -6,6 +6,7 @@ import platform
 from dataclasses import dataclass
 
 EXTRAS = {
+    "bench": ("matplotlib", "rich", "tyro"),
     "plot": ("matplotlib",),
     "train": ("accelerate", "matplotlib", "numpy", "rich", "safetensors", "tensorboard", "transformers", "tyro"),
     "dev": ("hypothesis", "mypy", "pytest", "pytest-xdist", "ruff"),
@@ -24,7 +25,7 @@ class Info:
         from rich.table import Table
 
         from dilated_attention_pytorch.kernels.select import IMPLS, refusal
-        from dilated_attention_pytorch.training.machine import devices, package_version, processor
+        from dilated_attention_pytorch.machine import devices, package_version, processor
 
         console = Console()
         here = Table("what", "here", title="machine", title_justify="left")
@@ -49,7 +50,7 @@ class Info:
             for kind in kinds:
                 refusals: dict[str | None, list[str]] = {}
                 for name, dtype in names.items():
-                    refusals.setdefault(refusal(impl, kind, dtype), []).append(name)
+                    refusals.setdefault(refusal(impl, torch.device(kind), dtype, 64), []).append(name)
                 for reason, dtypes in refusals.items():
                     table.add_row(impl, kind, ", ".join(dtypes), "yes" if reason is None else f"no: {reason}")
             if "cuda" not in kinds:

@@ -2,32 +2,69 @@
 
 from __future__ import annotations
 
+import importlib.util
+import os
 from typing import Literal, get_args
 
 import torch
 
-Impl = Literal["auto", "aten", "reference"]
+Impl = Literal["auto", "triton", "aten", "reference"]
 IMPLS: tuple[str, ...] = get_args(Impl)
 
+MAX_HEAD_DIM = 256
+"""The widest head that the Triton kernels keep in registers."""
 
-def refusal(impl: str, device_type: str, dtype: torch.dtype) -> str | None:
-    """Why ``impl`` cannot compute on this device and dtype; None if it can."""
+
+def is_interpreted() -> bool:
+    """Whether Triton's interpreter is asked for: kernels then run on CPU tensors, slowly, for checking."""
+    return os.environ.get("TRITON_INTERPRET", "0").lower() in ("1", "true", "yes", "on")
+
+
+def refusal(impl: str, device: torch.device, dtype: torch.dtype, head_dim: int) -> str | None:
+    """Why ``impl`` cannot compute on this device and dtype with heads this wide; None if it can."""
     if dtype not in (torch.float16, torch.bfloat16, torch.float32, torch.float64):
         return f"attention is computed in float16, bfloat16, float32 or float64, not {dtype}"
     if impl == "reference":
         return None
-    if device_type == "cpu":
-        return None
-    if device_type != "cuda":
+    if impl == "triton":
+        return _triton_refusal(device, dtype, head_dim)
+    if device.type not in ("cpu", "cuda"):
         return (
-            f"PyTorch's kernels that return the log-sum-exp exist for cpu and cuda devices, not for {device_type!r}; "
+            f"PyTorch's kernels that return the log-sum-exp exist for cpu and cuda devices, not for {device.type!r}; "
             'impl="reference" runs on any device, in memory that grows with N * M'
         )
     return None
 
 
-def select(impl: str, device_type: str, dtype: torch.dtype) -> str:
+def _triton_refusal(device: torch.device, dtype: torch.dtype, head_dim: int) -> str | None:
+    if importlib.util.find_spec("triton") is None:
+        return "the package triton is not installed (CUDA builds of PyTorch bring it; else: pip install triton)"
+    if dtype == torch.float64:
+        return 'the Triton kernels accumulate in float32; impl="aten" and impl="reference" compute in float64'
+    if head_dim > MAX_HEAD_DIM:
+        return f'the Triton kernels keep whole rows of a head on chip, up to {MAX_HEAD_DIM} wide; use impl="aten"'
+    if is_interpreted():
+        return None
+    if device.type != "cuda":
+        return (
+            f'the Triton kernels run on NVIDIA GPUs, not on {device.type!r} tensors; impl="aten" runs there '
+            "(to check the kernels themselves on the CPU, start Python with TRITON_INTERPRET=1)"
+        )
+    if torch.version.hip is not None:
+        return 'the Triton kernels are configured for NVIDIA GPUs, this PyTorch is for AMD; use impl="aten"'
+    capability = torch.cuda.get_device_capability(device)
+    if capability < (8, 0):
+        return (
+            "the Triton kernels are configured for compute capability 8.0 (Ampere) and newer, this GPU has "
+            f'{capability[0]}.{capability[1]}; use impl="aten"'
+        )
+    return None
+
+
+def select(impl: str, device: torch.device, dtype: torch.dtype, head_dim: int) -> str:
     """The name of the implementation that computes the call.
+
+    ``"auto"`` is ``"triton"`` on a CUDA device where that can run, else ``"aten"``.
 
     Raises:
         ValueError: ``impl`` is no known name.
@@ -35,8 +72,11 @@ def select(impl: str, device_type: str, dtype: torch.dtype) -> str:
     """
     if impl not in IMPLS:
         raise ValueError(f"impl must be one of {', '.join(map(repr, IMPLS))}, got {impl!r}")
-    chosen = "aten" if impl == "auto" else impl
-    reason = refusal(chosen, device_type, dtype)
+    chosen = impl
+    if impl == "auto":
+        usable = device.type == "cuda" and refusal("triton", device, dtype, head_dim) is None
+        chosen = "triton" if usable else "aten"
+    reason = refusal(chosen, device, dtype, head_dim)
     if reason is not None:
         raise NotImplementedError(f"impl={impl!r} cannot compute this call: {reason}")
     return chosen

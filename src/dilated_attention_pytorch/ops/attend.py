@@ -51,7 +51,7 @@ def attend_with_lse(
         query, key, value, pattern, is_causal=is_causal, scale=scale, query_offset=query_offset,
         key_offset=key_offset, cu_seqlens=cu_seqlens, key_padding_mask=key_padding_mask, dropout_p=dropout_p,
     )  # fmt: skip
-    chosen = select(impl, query.device.type, query.dtype)
+    chosen = select(impl, query.device, query.dtype, query.shape[-1])
     query, key, value = cast_by_autocast(query, key, value)
     scale = 1.0 / math.sqrt(query.shape[-1]) if scale is None else float(scale)
     if scale < 0.0:
@@ -70,7 +70,7 @@ def attend_with_lse(
     else:
         out, lse = library.attend(
             query, key, value, cu_seqlens, key_padding_mask, seed, pattern.spec, is_causal, scale, query_offset,
-            key_offset, dropout_p,
+            key_offset, dropout_p, chosen,
         )  # fmt: skip
     return AttentionOutput(out, lse)
 
@@ -106,12 +106,15 @@ def attend(
         query_offset, key_offset: absolute positions of the first query row and the first key row, so that a shard,
             a chunk of a prefill or one decoding step lands on the right segments and residues.
         cu_seqlens: int32 ``[documents + 1]`` row boundaries of documents packed along the sequence (for every
-            sequence of the batch): each is a sequence of its own that starts at position 0.
+            sequence of the batch): each is a sequence of its own that starts at position 0. On the CPU or on the
+            query's device; ``impl="triton"`` does not wait for a device to check the values of boundaries that lie
+            there, rows outside of every document then see nothing.
         key_padding_mask: bool ``[B, M]``, True = ignore, exactly as if the key were not there.
         dropout_p: probability with which each merged probability ``c exp(s - L)`` is dropped, the others scaled by
             ``1 / (1 - p)``. Drawn from PyTorch's random state.
-        impl: ``"auto"``, ``"aten"`` (PyTorch's fused kernels, CPU and CUDA) or ``"reference"`` (dense, any device).
-            All agree to rounding. ``"auto"`` never takes the dense one.
+        impl: ``"auto"``, ``"triton"`` (kernels of this package, NVIDIA GPUs), ``"aten"`` (PyTorch's fused kernels, CPU
+            and CUDA) or ``"reference"`` (dense, any device). All agree to rounding. ``"auto"`` is ``"triton"`` where
+            that can run, else ``"aten"``.
 
     Returns:
         ``[B, N, H, D]`` in the query's dtype, contiguous. Under autocast, inputs other than float64 are cast first.

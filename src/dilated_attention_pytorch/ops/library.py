@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -14,6 +14,9 @@ from dilated_attention_pytorch.planning import Call, plan
 from . import execute
 from .autocast import without_autocast
 from .validation import documents_of
+
+if TYPE_CHECKING:
+    from dilated_attention_pytorch.kernels.triton import launch
 
 
 def _call(
@@ -49,6 +52,34 @@ def _inputs(
     return execute.Inputs(query, key, value, call, scale, key_padding_mask, dropout_seed, dropout_p)
 
 
+def _problem(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    cu_seqlens: Tensor | None,
+    key_padding_mask: Tensor | None,
+    dropout_seed: Tensor | None,
+    pattern: str,
+    is_causal: bool,
+    scale: float,
+    query_offset: int,
+    key_offset: int,
+    dropout_p: float,
+) -> launch.Problem:
+    """The operands of the Triton kernels, which plan on the device: nothing here waits for it."""
+    from dilated_attention_pytorch.kernels.triton import launch
+
+    if cu_seqlens is not None:
+        if cu_seqlens.is_cpu:
+            documents_of(cu_seqlens, query.shape[1])
+        cu_seqlens = cu_seqlens.to(query.device).contiguous()
+    query, key, value = (_rows_contiguous(tensor) for tensor in (query, key, value))
+    return launch.Problem(
+        query, key, value, pattern_from_spec(pattern).groups, is_causal, scale, query_offset, key_offset, cu_seqlens,
+        key_padding_mask, dropout_seed, dropout_p,
+    )  # fmt: skip
+
+
 def _rows_contiguous(tensor: Tensor) -> Tensor:
     # The fused kernels read the last dimension as if its stride were 1, whatever it is.
     return tensor if tensor.stride(-1) == 1 else tensor.contiguous()
@@ -68,14 +99,18 @@ def attend(
     query_offset: int,
     key_offset: int,
     dropout_p: float,
+    impl: str,
 ) -> tuple[Tensor, Tensor]:
     """Output and log-sum-exp; see :func:`dilated_attention_pytorch.attend_with_lse`."""
-    inputs = _inputs(
-        query, key, value, cu_seqlens, key_padding_mask, dropout_seed, pattern, is_causal, scale, query_offset,
-        key_offset, dropout_p,
+    options = (
+        cu_seqlens, key_padding_mask, dropout_seed, pattern, is_causal, scale, query_offset, key_offset, dropout_p
     )  # fmt: skip
     with without_autocast(query.device.type):
-        return execute.forward(inputs)
+        if impl == "triton":
+            from dilated_attention_pytorch.kernels.triton import launch
+
+            return launch.forward(_problem(query, key, value, *options))
+        return execute.forward(_inputs(query, key, value, *options))
 
 
 @torch.library.custom_op("dilated_attention_pytorch::attend_backward", mutates_args=())
@@ -96,14 +131,19 @@ def attend_backward(
     query_offset: int,
     key_offset: int,
     dropout_p: float,
+    impl: str,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Gradients of query, key and value from the merged output and log-sum-exp."""
-    inputs = _inputs(
-        query, key, value, cu_seqlens, key_padding_mask, dropout_seed, pattern, is_causal, scale, query_offset,
-        key_offset, dropout_p,
+    options = (
+        cu_seqlens, key_padding_mask, dropout_seed, pattern, is_causal, scale, query_offset, key_offset, dropout_p
     )  # fmt: skip
+    grad_out = _rows_contiguous(grad_out)
     with without_autocast(query.device.type):
-        return execute.backward(inputs, out, lse, _rows_contiguous(grad_out), grad_lse)
+        if impl == "triton":
+            from dilated_attention_pytorch.kernels.triton import launch
+
+            return launch.backward(_problem(query, key, value, *options), out, lse, grad_out, grad_lse)
+        return execute.backward(_inputs(query, key, value, *options), out, lse, grad_out, grad_lse)
 
 
 def _lse_dtype(query: Tensor) -> torch.dtype:
@@ -144,7 +184,7 @@ def _backward(ctx: Any, grad_out: Tensor | None, grad_lse: Tensor | None) -> tup
         if grad_out is None:
             grad_out = torch.zeros_like(out)
         grads = attend_backward(grad_out, grad_lse, out, lse, *operands, *ctx.options)
-    return (*grads, *(None for _ in range(9)))
+    return (*grads, *(None for _ in range(10)))
 
 
 attend.register_autograd(_backward, setup_context=_setup_context)
@@ -152,7 +192,7 @@ attend.register_autograd(_backward, setup_context=_setup_context)
 
 def _num_pairs(operands: tuple[Any, ...]) -> int:
     """Pairs of a query and a key under the pattern; a padded key counts, the kernels compute with it."""
-    query, key, _, cu_seqlens, _, _, pattern, is_causal, _, query_offset, key_offset, _ = operands
+    query, key, _, cu_seqlens, _, _, pattern, is_causal, _, query_offset, key_offset, *_ = operands
     call = _call(query, key, cu_seqlens, pattern, is_causal, query_offset, key_offset)
     return plan(call, 1 << 62).num_pairs
 

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from dilated_attention_pytorch.kernels import aten, blockwise
+from dilated_attention_pytorch.kernels.select import select
 
 from .merge import AttentionOutput
 
@@ -25,6 +26,10 @@ def attend_rows(query: Tensor, key: Tensor, value: Tensor, *, scale: float | Non
         computes in it, else in the query's.
     """
     scale = 1.0 / math.sqrt(query.shape[-1]) if scale is None else scale
+    if select("auto", query.device, query.dtype, query.shape[-1]) == "triton":
+        from dilated_attention_pytorch.kernels.triton import launch
+
+        return AttentionOutput(*launch.attend_rows(query, key, value, scale=scale))
     ratio = query.shape[2] // key.shape[2]
     # One problem per key/value head: the queries that share it are rows of the problem, so nothing is repeated.
     batch, rows, _, head_dim = query.shape

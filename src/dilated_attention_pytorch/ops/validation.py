@@ -117,6 +117,8 @@ def _check_cu_seqlens(cu_seqlens: Tensor, query: Tensor, key: Tensor, query_offs
         raise ValueError(
             f"cu_seqlens must have one dimension of at least 2 boundaries, got shape {tuple(cu_seqlens.shape)}"
         )
+    if not cu_seqlens.is_cpu and cu_seqlens.device != query.device:
+        raise ValueError(f"cu_seqlens must be on the CPU or on query's device {query.device}, got {cu_seqlens.device}")
     if query.shape[1] != key.shape[1] or query_offset != 0 or key_offset != 0:
         raise ValueError(
             "cu_seqlens packs documents of self-attention, so query and key must have the same rows from position 0: "

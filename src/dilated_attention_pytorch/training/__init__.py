@@ -1,7 +1,8 @@
 """Training runs of LongNet language models on text: settings, presets, and runs that can be stopped and taken up."""
 
+from dilated_attention_pytorch.errors import RunError
+
 from .corpus import Corpus, read_corpus
-from .errors import RunError
 from .presets import PRESETS
 from .run import Outcome, resume, train
 from .settings import SampleSettings, TrainSettings

@@ -7,7 +7,7 @@ import zipfile
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from .errors import RunError
+from dilated_attention_pytorch.errors import RunError
 
 if TYPE_CHECKING:
     from dilated_attention_pytorch.models import LongNetForCausalLM

@@ -13,7 +13,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from .errors import RunError
+from dilated_attention_pytorch.errors import RunError
 
 SEPARATOR = 0
 """The byte before every file: no text holds it."""

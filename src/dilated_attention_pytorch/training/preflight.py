@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import os
 import shutil
 from pathlib import Path
@@ -10,9 +9,11 @@ from typing import Literal
 
 import torch
 
+from dilated_attention_pytorch.errors import RunError
+from dilated_attention_pytorch.machine import require
+
 from .checkpoint import SETTINGS_NAME, WEIGHTS_NAME
 from .corpus import Corpus
-from .errors import RunError
 from .settings import Device, Precision, TrainSettings
 
 _TO_GENERATE = ("transformers", "safetensors")
@@ -25,11 +26,7 @@ _BYTES_BESIDE = 20 << 20
 def check_packages(purpose: Literal["training", "generating"]) -> None:
     """Raise :class:`RunError` unless what ``purpose`` needs of the extra ``train`` is installed."""
     names = _TO_TRAIN if purpose == "training" else _TO_GENERATE
-    missing = [name for name in names if importlib.util.find_spec(name) is None]
-    if missing:
-        raise RunError(
-            f"{purpose} needs {', '.join(missing)}, not installed here: pip install 'dilated-attention-pytorch[train]'"
-        )
+    require(purpose, names, "train")
 
 
 def check_output(output: Path) -> None:

@@ -15,6 +15,9 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from dilated_attention_pytorch.errors import RunError
+from dilated_attention_pytorch.machine import machine
+
 from . import preflight
 from .checkpoint import (
     SETTINGS_NAME,
@@ -26,8 +29,6 @@ from .checkpoint import (
     read_json,
 )
 from .corpus import Corpus, read_corpus
-from .errors import RunError
-from .machine import machine
 from .settings import SampleSettings, TrainSettings
 from .windows import EvaluationWindows, TrainingWindows, long_files
 

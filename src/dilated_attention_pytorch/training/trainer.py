@@ -14,8 +14,9 @@ from safetensors import SafetensorError
 from torch.utils.data import Dataset, default_collate
 from transformers import PrinterCallback, Trainer, TrainingArguments
 
+from dilated_attention_pytorch.errors import RunError
+
 from .checkpoint import STAGING_NAME, checkpoint_step, latest_checkpoint
-from .errors import RunError
 from .optimizer import build_optimizer
 from .preflight import needed_space
 from .settings import TrainSettings

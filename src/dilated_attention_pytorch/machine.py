@@ -1,16 +1,20 @@
-"""What a run ran on, for its records."""
+"""What something ran on, for its records."""
 
 from __future__ import annotations
 
 import importlib.metadata
+import importlib.util
 import os
 import platform
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 
-_PACKAGES = ("torch", "transformers", "accelerate", "safetensors", "numpy")
+from .errors import RunError
+
+_PACKAGES = ("torch", "triton", "transformers", "accelerate", "safetensors", "numpy")
 
 
 def package_version(name: str) -> str | None:
@@ -21,13 +25,26 @@ def package_version(name: str) -> str | None:
         return None
 
 
+def require(purpose: str, packages: Sequence[str], extra: str) -> None:
+    """Raise :class:`RunError` unless ``packages`` are installed, which the extra ``extra`` brings."""
+    missing = [name for name in packages if importlib.util.find_spec(name) is None]
+    if missing:
+        raise RunError(
+            f"{purpose} needs {', '.join(missing)}, not installed here: "
+            f"pip install 'dilated-attention-pytorch[{extra}]'"
+        )
+
+
 def processor() -> str:
     """The processor's name for itself, where the system tells it."""
     description = Path("/proc/cpuinfo")
     if description.exists():
-        for line in description.read_text().splitlines():
-            if line.startswith("model name"):
-                return line.partition(":")[2].strip()
+        fields = [line.partition(":") for line in description.read_text().splitlines()]
+        names = [value.strip() for key, _, value in fields if key.strip() == "model name"]
+        families = [value.strip() for key, _, value in fields if key.strip() == "cpu family"]
+        if names:
+            # Virtual machines shorten the name; the family still tells the generation.
+            return f"{names[0]} (family {families[0]})" if families else names[0]
     return platform.processor() or platform.machine()
 
 

@@ -1,4 +1,4 @@
-"""The one error of a run that its user can mend."""
+"""The one error of a command that its user can mend."""
 
 from __future__ import annotations
 

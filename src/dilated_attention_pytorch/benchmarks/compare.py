@@ -1,0 +1,166 @@
+"""What moved between two runs, judged by the spread of both."""
+
+from __future__ import annotations
+
+import json
+import statistics
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from rich.console import Console
+from rich.markup import escape
+from rich.table import Table
+
+from dilated_attention_pytorch.errors import RunError
+
+from .report import in_words
+from .results import FORMAT, Row, quartiles
+
+FLOOR = 0.05
+"""Relative difference below which nothing counts as moved: two runs of the same code on a quiet machine differ so."""
+
+_MACHINE = ("processor", "cores", "threads", "cuda_devices")
+
+
+class Timing(NamedTuple):
+    """What an earlier run says of one contestant in one case."""
+
+    samples: Sequence[float]
+    """Seconds of its calls."""
+    limit_seconds: float
+    """The least time at the rates of the machine then."""
+
+
+@dataclass(frozen=True, slots=True)
+class Earlier:
+    """The results of an earlier run."""
+
+    file: Path
+    machine: dict[str, Any]
+    rates: dict[str, float]
+    """Matrix-product rate by dtype."""
+    timings: dict[tuple[str, str], Timing]
+    """By case and contestant."""
+
+    def check(self, machine: Mapping[str, Any], names: set[str], *, any_machine: bool) -> None:
+        """Raise :class:`RunError` unless a comparison with a run of these cases on this machine means something."""
+        if not names & {name for name, _ in self.timings}:
+            raise RunError(
+                f"--compare {self.file} holds no time of any case that is about to be run; give the same --preset and "
+                '--shapes as its run (they are under "settings" in it)'
+            )
+        different = [name for name in _MACHINE if self.machine.get(name) != machine[name]]
+        if different and not any_machine:
+            found = "; ".join(f"{name} {self.machine.get(name)!r} there, {machine[name]!r} here" for name in different)
+            raise RunError(
+                f"--compare {self.file} is of another machine ({found}): the difference would be the machines', not "
+                "the code's. Compare with a run of this machine, or add --compare-any-machine to see it all the same"
+            )
+
+
+def read_earlier(file: Path) -> Earlier:
+    """Read ``bench.json`` of an earlier run.
+
+    Raises:
+        RunError: it cannot be read, or is something else.
+    """
+    remedy = "name the bench.json of an earlier `dilated-attention bench`"
+    try:
+        values = json.loads(file.read_text(encoding="utf-8"))
+    except FileNotFoundError as error:
+        raise RunError(f"--compare {file} does not exist; {remedy}") from error
+    except OSError as error:
+        raise RunError(f"--compare {file} cannot be read ({error.strerror}); {remedy}") from error
+    except ValueError as error:
+        raise RunError(f"--compare {file} is no JSON ({error}); {remedy}") from error
+    if not isinstance(values, dict) or values.get("format") != FORMAT:
+        raise RunError(f"--compare {file} is not written by this version of the benchmark ({FORMAT!r}); {remedy}")
+    if values["dry_run"]:
+        raise RunError(f"--compare {file} is of a dry run, which measures nothing; {remedy}")
+    timings = {
+        (row["name"], row["contestant"]): Timing(row["samples"], row["limit_seconds"])
+        for row in values["rows"]
+        if row["samples"]
+    }
+    rates: dict[str, list[float]] = {}
+    for row in values["rows"]:
+        if row["limits"] is not None:
+            rates.setdefault(row["case"]["dtype"], []).append(row["limits"]["matrix_product_flops"])
+    return Earlier(file, values["machine"], {name: statistics.median(of) for name, of in rates.items()}, timings)
+
+
+@dataclass(frozen=True, slots=True)
+class Move:
+    """How the time of one contestant in one case changed."""
+
+    name: str
+    contestant: str
+    before: float
+    after: float
+    noise: float
+    """Seconds that the median may move without a reason."""
+
+    @property
+    def is_beyond_noise(self) -> bool:
+        """Whether it moved."""
+        return abs(self.after - self.before) > self.noise
+
+    @property
+    def change(self) -> float:
+        """Relative: 0.1 is a tenth slower."""
+        return self.after / self.before - 1.0
+
+
+def judge_moves(before: Mapping[tuple[str, str], Timing], rows: Sequence[Row]) -> list[Move]:
+    """A move for everything timed in both runs.
+
+    Two medians differ beyond noise if they lie further apart than both interquartile ranges together, and than
+    :data:`FLOOR` of the earlier one, by more than the machine's own rates, measured around both, can account for.
+    """
+    moves = []
+    for row in rows:
+        if row.status == "timed" and row.key in before:
+            samples, limit_seconds = before[row.key]
+            median, (first, third) = statistics.median(samples), quartiles(samples)
+            drift = abs(row.limit_seconds / limit_seconds - 1.0)
+            noise = max(third - first + row.spread, FLOOR * median) + drift * median
+            moves.append(Move(*row.key, median, row.seconds, noise))
+    return moves
+
+
+def compare(earlier: Earlier, rows: Sequence[Row], machine: Mapping[str, Any], console: Console) -> None:
+    """Print what moved beyond noise, and how much of it the machine did itself."""
+    moves = judge_moves(earlier.timings, rows)
+    moved = sorted((move for move in moves if move.is_beyond_noise), key=lambda move: -abs(move.change))
+    table = Table(
+        "case", "who", "before", "now", "change", "noise", title=f"moved since {escape(str(earlier.file))}",
+        title_justify="left",
+        caption=f"noise: both interquartile ranges together, at least {FLOOR:.0%} of the time before, and by how much "
+        "the rates of the machine itself differed around the two measurements; what moved less is not listed",
+        caption_justify="left",
+    )  # fmt: skip
+    for move in moved:
+        color = "red" if move.change > 0 else "green"
+        table.add_row(
+            escape(move.name), move.contestant, in_words(move.before), in_words(move.after),
+            f"[{color}]{move.change:+.0%}[/]", f"{move.noise / move.before:.0%}",
+        )  # fmt: skip
+    if moved:
+        console.print(table)
+    console.print(
+        f"compared with {earlier.file}: {len(moved)} of {len(moves)} times moved beyond noise", highlight=False,
+        soft_wrap=True,
+    )  # fmt: skip
+    if any(earlier.machine.get(name) != machine[name] for name in _MACHINE):
+        console.print("the two runs are of different machines: the changes are the machines' too", highlight=False)
+    for dtype, rate in earlier.rates.items():
+        now = [row.limits.matrix_product_flops for row in rows if row.limits is not None and row.case.dtype == dtype]
+        ratio = statistics.median(now) / rate if now else 1.0
+        if abs(ratio - 1.0) > FLOOR:
+            console.print(
+                f"the machine itself multiplies {dtype} matrices at {ratio:.0%} of its rate in the earlier run: one of "
+                "the two was not quiet",
+                highlight=False, soft_wrap=True,
+            )  # fmt: skip

@@ -1,0 +1,214 @@
+"""The correctness gate: sampled rows of a large call, and every column of their gradients, against the definition.
+
+The gradient of the output is zero except at the sampled rows, so the gradients of all keys and values are known exactly
+from those rows alone, and nothing that a contestant computed takes part in what it is compared with.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+import random
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from .shapes import Case, Computes
+
+NAMES = ("out", "grad_query", "grad_key", "grad_value")
+_STRETCHES = 24
+_CANCELLED = 0.01
+
+
+@dataclass(frozen=True, slots=True)
+class Sample:
+    """One query row of one head of one sequence."""
+
+    batch: int
+    head: int
+    row: int
+
+
+@dataclass(frozen=True, slots=True)
+class Verdict:
+    """How far a contestant is from the definition, and how far rounding may carry it."""
+
+    errors: dict[str, float]
+    """For every result the error of the sampled part as a whole, relative to it."""
+    worst_elements: dict[str, float]
+    """For every result the largest error of one element, relative to the absolute values that it is the sum of."""
+    allowed: float
+    allowed_of_elements: float
+
+    @property
+    def passes(self) -> bool:
+        """Whether every error is explained by rounding; a NaN is not."""
+        as_a_whole = all(error <= self.allowed for error in self.errors.values())
+        return as_a_whole and all(error <= self.allowed_of_elements for error in self.worst_elements.values())
+
+    def in_words(self) -> str:
+        """The largest error, for a row of the table."""
+        name = max(self.errors, key=lambda key: _nan_last(self.errors[key]))
+        element = max(self.worst_elements, key=lambda key: _nan_last(self.worst_elements[key]))
+        return (
+            f"{name} is off by {self.errors[name]:.1e} of its size (rounding explains {self.allowed:.1e}), "
+            f"an element of {element} by {self.worst_elements[element]:.1e} of its terms "
+            f"(rounding explains {self.allowed_of_elements:.1e})"
+        )
+
+
+def _nan_last(value: float) -> float:
+    return math.inf if math.isnan(value) else value
+
+
+def row_counts(case: Case, row: int, kv_head: int, computes: Computes, device: torch.device) -> Tensor:
+    """``c[row, t]`` for every key position t, by the definition (design.md, section 2): float64 ``[rows]``."""
+    t = torch.arange(case.rows, device=device)
+    counts = torch.full((case.rows,), float(computes == "dense"), dtype=torch.float64, device=device)
+    if computes == "pattern":
+        for w, r in zip(case.segment_lengths, case.dilation_rates, strict=True):
+            offset = kv_head % r if case.offset_rule == "modulo" else kv_head // math.ceil(case.kv_heads / r)
+            if row % w % r == offset:
+                counts += (t // w == row // w) & (t % w % r == offset)
+    if case.causal:
+        counts[row + 1 :] = 0
+    return counts
+
+
+def draw_samples(case: Case) -> list[Sample]:
+    """Rows at both ends, at the edge of the shortest segment and in every stretch of the sequence; heads in turn."""
+    generator = random.Random(0)
+    if case.mode == "decode":
+        return [Sample(0, head, case.rows - 1) for head in range(case.heads)]
+    shortest = min(case.segment_lengths)
+    bounds = [case.rows * part // _STRETCHES for part in range(_STRETCHES + 1)]
+    rows = {0, case.rows - 1, shortest - 1, shortest}
+    rows |= {generator.randrange(a, b) for a, b in itertools.pairwise(bounds) if a < b}
+    heads = itertools.cycle(generator.sample(range(case.heads), case.heads))
+    batches = itertools.cycle(range(case.batch))
+    return [Sample(next(batches), next(heads), row) for row in sorted(rows) if 0 <= row < case.rows]
+
+
+def sampled_gradient(case: Case, samples: Sequence[Sample], like: Tensor) -> Tensor:
+    """The gradient of the output: normal at the samples, zero elsewhere."""
+    grad = torch.zeros_like(like, requires_grad=False)
+    generator = torch.Generator().manual_seed(1)
+    for sample in samples:
+        grad[sample.batch, sample.row - case.query_offset, sample.head] = torch.randn(
+            case.head_dim, generator=generator
+        ).to(like)
+    return grad
+
+
+def allowed_errors(case: Case) -> tuple[float, float]:
+    """What rounding explains: of a result as a whole, and of one element relative to the terms of its sum.
+
+    A value is rounded to storage as a probability (or its gradient), as the result of each group, and merged: ``n + 2``
+    roundings of ``u`` for n groups. They add up in the worst element and as a root of the sum of squares in the whole.
+    On top, in the accumulation dtype: scores of D products of size up to about ``sqrt(D)``, sums over the keys, and in
+    bfloat16 on the CPU an exponential by a short polynomial (7.1e-5, see tests/error_budget.py).
+    """
+    dtype = case.torch_dtype
+    storage = torch.finfo(dtype).eps / 2
+    accumulation = torch.finfo(torch.float64 if dtype == torch.float64 else torch.float32).eps / 2
+    scores = 2 * (case.head_dim + 8) * math.sqrt(case.head_dim) * accumulation
+    sums = 2 * math.sqrt(case.rows) * accumulation
+    exponential = 2.0**-13 if dtype == torch.bfloat16 else 4 * accumulation
+    roundings = len(case.segment_lengths) + 2
+    exact = scores + sums + exponential
+    return math.sqrt(roundings) * storage + exact, roundings * storage + exact
+
+
+class _Tally:
+    """Squares of errors and of what is right, and the worst element, of one result."""
+
+    def __init__(self, dtype: torch.dtype) -> None:
+        # Below the smallest normal number rounding is absolute: float16 reaches it in gradients.
+        self.smallest = torch.finfo(dtype).tiny
+        self.error = self.size = self.terms = self.worst = 0.0
+
+    def add(self, got: Tensor, expected: Tensor, terms: Tensor) -> None:
+        difference = got.double() - expected
+        self.error += float(difference.square().sum())
+        self.size += float(expected.square().sum())
+        self.terms += float(terms.square().sum())
+        self.worst = max(self.worst, _nan_last(float((difference.abs() / (terms + self.smallest)).max())))
+
+    @property
+    def relative(self) -> float:
+        if self.error == 0.0:
+            return 0.0
+        # Where terms cancel to less than a hundredth, as with a single key, what is left is their rounding.
+        size = math.sqrt(self.size) + _CANCELLED * math.sqrt(self.terms)
+        return math.sqrt(self.error) / size if size else math.inf
+
+
+def judge(
+    case: Case,
+    computes: Computes,
+    samples: Sequence[Sample],
+    operands: tuple[Tensor, Tensor, Tensor],
+    out: Tensor,
+    grad_out: Tensor | None = None,
+    grads: Sequence[Tensor] | None = None,
+) -> Verdict:
+    """Compare ``out`` at the samples, and the gradients under ``grad_out`` everywhere, with the dense definition.
+
+    Args:
+        case: the call.
+        computes: "pattern" counts pairs as the pattern does, "dense" counts all once.
+        samples: the rows that are looked at.
+        operands: query ``[B, N, H, D]``, key and value ``[B, M, G, D]``.
+        out: what the contestant returned, ``[B, N, H, D]``.
+        grad_out: :func:`sampled_gradient` of the same samples, if gradients are checked.
+        grads: the contestant's gradients of query, key and value under it.
+    """
+    names = NAMES if grads is not None else NAMES[:1]
+    tallies = {name: _Tally(case.torch_dtype) for name in names}
+    query, key, value = (tensor.detach() for tensor in operands)
+    ratio = case.heads // case.kv_heads
+    for batch, kv_head in itertools.product(range(case.batch), range(case.kv_heads)):
+        here = [sample for sample in samples if (sample.batch, sample.head // ratio) == (batch, kv_head)]
+        k, v = key[batch, :, kv_head].double(), value[batch, :, kv_head].double()
+        # Of the gradients in turn: what is right, and the sum of the absolute values of its terms.
+        heads = slice(kv_head * ratio, (kv_head + 1) * ratio)
+        of_query = k.new_zeros(2, case.num_queries, ratio, case.head_dim) if grads is not None else None
+        of_key, of_value = (k.new_zeros(2, *k.shape) for _ in range(2)) if grads is not None else (None, None)
+        for sample in here:
+            row, head = sample.row - case.query_offset, sample.head
+            counts = row_counts(case, sample.row, kv_head, computes, k.device)
+            seen = counts.nonzero().squeeze(1)
+            ks, vs, q = k[seen], v[seen], query[batch, row, head].double()
+            scores = ks @ q / math.sqrt(case.head_dim) + counts[seen].log()
+            p = scores.softmax(0)
+            expected = p @ vs
+            tallies["out"].add(out[batch, row, head].detach(), expected, p @ vs.abs())
+            if grads is None:
+                continue
+            assert grad_out is not None
+            assert of_query is not None
+            assert of_key is not None
+            assert of_value is not None
+            g = grad_out[batch, row, head].double()
+            p = p / math.sqrt(case.head_dim)
+            d_scores = p * (vs @ g - g @ expected)
+            terms = p * (vs.abs() @ g.abs() + g.abs() @ expected.abs())
+            of_query[0, row, head - heads.start] += d_scores @ ks
+            of_query[1, row, head - heads.start] += terms @ ks.abs()
+            of_key[0].index_add_(0, seen, torch.outer(d_scores, q))
+            of_key[1].index_add_(0, seen, torch.outer(terms, q.abs()))
+            p = p * math.sqrt(case.head_dim)
+            of_value[0].index_add_(0, seen, torch.outer(p, g))
+            of_value[1].index_add_(0, seen, torch.outer(p, g.abs()))
+        if grads is not None:
+            assert of_query is not None
+            assert of_key is not None
+            assert of_value is not None
+            tallies["grad_query"].add(grads[0][batch, :, heads], of_query[0], of_query[1])
+            tallies["grad_key"].add(grads[1][batch, :, kv_head], of_key[0], of_key[1])
+            tallies["grad_value"].add(grads[2][batch, :, kv_head], of_value[0], of_value[1])
+    errors = {name: tally.relative for name, tally in tallies.items()}
+    worst = {name: tally.worst for name, tally in tallies.items()}
+    return Verdict(errors, worst, *allowed_errors(case))

@@ -1,0 +1,132 @@
+"""Ready sweeps: for two CPU cores, for a GPU, and for the figures of the brief."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import get_args
+
+from dilated_attention_pytorch.errors import RunError
+
+from .settings import BenchSettings, PresetName
+from .shapes import SHAPES, Case, DtypeName, Mode
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Sweep:
+    """Cases of one shape: every combination of what is listed; what is empty is the shape's own."""
+
+    shape: str
+    rows: tuple[int, ...] = ()
+    modes: tuple[Mode, ...] = ()
+    dtypes: tuple[DtypeName, ...] = ()
+    causal: tuple[bool, ...] = ()
+    head_dims: tuple[int, ...] = ()
+    num_groups: tuple[int, ...] = ()
+
+    def cases(self, batch: int) -> list[Case]:
+        """The combinations, the rows innermost."""
+        shape = SHAPES[self.shape]
+        combinations = itertools.product(
+            self.head_dims or (shape.head_dim,), self.num_groups or (len(shape.segment_lengths),),
+            self.dtypes or (shape.dtype,), self.causal or (shape.causal,), self.modes or (shape.mode,),
+            self.rows or shape.rows,
+        )  # fmt: skip
+        return [
+            shape.case(
+                rows=rows, mode=mode, dtype=dtype, causal=causal, head_dim=head_dim, num_groups=groups, batch=batch
+            )
+            for head_dim, groups, dtype, causal, mode, rows in combinations
+        ]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Preset:
+    """Sweeps, and how long they may take. The settings may replace any of it."""
+
+    sweeps: tuple[Sweep, ...]
+    seconds_each: float
+    call_limit: float
+    time_limit: float
+
+
+_BOTH: tuple[Mode, ...] = ("forward", "forward_backward")
+
+PRESETS: dict[str, Preset] = {
+    "cpu": Preset(
+        sweeps=(
+            Sweep(shape="three", rows=(1024, 4096, 8192)),
+            Sweep(shape="three", rows=(1024, 4096), modes=("forward_backward",)),
+            Sweep(shape="decode"),
+            Sweep(shape="slide", rows=(1000, 3000, 10000)),
+            Sweep(shape="paper", rows=(4096,), modes=("forward_backward",)),
+            Sweep(shape="three", rows=(4096,), causal=(True,)),
+            Sweep(shape="three", rows=(4096,), dtypes=("bfloat16",)),
+            Sweep(shape="three", rows=(4096,), head_dims=(32, 128)),
+            Sweep(shape="three", rows=(4096,), num_groups=(1, 2)),
+            Sweep(shape="paper", rows=(4096, 32768)),
+            Sweep(shape="slide", rows=(30000,)),
+        ),
+        seconds_each=1.0, call_limit=6.0, time_limit=240.0,
+    ),
+    "gpu": Preset(
+        sweeps=(
+            # What is asked of the kernels, then what else there is to see: the time limit cuts off at the end.
+            *(
+                Sweep(
+                    shape=shape, rows=(32768, 131072, 1048576), modes=_BOTH, dtypes=("bfloat16",), head_dims=(head_dim,)
+                )
+                for head_dim in (128, 64)
+                for shape in ("paper", "three")
+            ),
+            Sweep(shape="three", rows=(32768, 131072), modes=_BOTH, dtypes=("bfloat16",), causal=(True,)),
+            Sweep(shape="slide", modes=("forward_backward",), dtypes=("float16",)),
+            Sweep(shape="decode", rows=(8128, 130944), dtypes=("bfloat16",)),
+            Sweep(shape="three", rows=(131072,), dtypes=("bfloat16",), num_groups=(1, 2)),
+            Sweep(shape="three", rows=(32768,), dtypes=("float32",), modes=_BOTH),
+        ),
+        seconds_each=0.4, call_limit=1.5, time_limit=420.0,
+    ),
+    "claims": Preset(
+        sweeps=(Sweep(shape="hybrid-ring", modes=_BOTH), Sweep(shape="head-parallel", modes=_BOTH)),
+        seconds_each=1.0, call_limit=10.0, time_limit=240.0,
+    ),
+}  # fmt: skip
+"""Every preset by its name."""
+
+assert set(PRESETS) | {"auto"} == set(get_args(PresetName))
+
+
+def planned_cases(settings: BenchSettings, preset: Preset) -> list[Case]:
+    """The cases of a run: the preset's sweeps, or one of every shape that is named, with what the settings replace.
+
+    Raises:
+        RunError: a number of groups that a shape does not have.
+    """
+    sweeps: Sequence[Sweep] = preset.sweeps
+    if settings.shapes:
+        sweeps = [Sweep(shape=shape) for shape in settings.shapes]
+    cases: dict[str, Case] = {}
+    for sweep in sweeps:
+        most = len(SHAPES[sweep.shape].segment_lengths)
+        for number in settings.num_groups:
+            if number > most:
+                raise RunError(
+                    f"--num-groups {number}: the shape {sweep.shape} has {most} dilation groups; name at most {most}, "
+                    "or another one of --shapes"
+                )
+        replaced = {
+            name: values
+            for name in ("rows", "modes", "dtypes", "causal", "head_dims", "num_groups")
+            if (values := getattr(settings, name))
+        }
+        cases |= {case.name: case for case in replace(sweep, **replaced).cases(settings.batch)}
+    ordered = list(cases.values())
+    return [_tiny(case, index) for index, case in enumerate(ordered)] if settings.dry_run else ordered
+
+
+def _tiny(case: Case, index: int) -> Case:
+    """The case at a few rows, other ones for every case, so that none is lost; segments shrink with them."""
+    lengths = tuple(max(4, length // 256) for length in case.segment_lengths)
+    return replace(case, rows=40 + index, segment_lengths=lengths)

@@ -1,0 +1,190 @@
+"""One benchmark run: checks before anything is timed, the cases one after the other, and what is kept of them."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+
+from dilated_attention_pytorch.errors import RunError
+from dilated_attention_pytorch.machine import processor, require
+
+from .claims import claim_of
+from .clock import Clock
+from .compare import Earlier, compare, read_earlier
+from .contestants import find_contestants
+from .limits import Probe
+from .measure import Budget, measure_case
+from .plots import write_plots
+from .presets import PRESETS, planned_cases
+from .report import print_report, print_series
+from .results import FORMAT, Row, origin, write_json
+from .settings import BenchSettings, Device
+from .shapes import Case
+
+RESULTS_NAME = "bench.json"
+
+
+@dataclass(slots=True)
+class Outcome:
+    """What a run measured."""
+
+    output: Path
+    machine: dict[str, Any]
+    settings: BenchSettings
+    rows: list[Row] = field(default_factory=list)
+    seconds: float = 0.0
+    """Of the whole run."""
+    is_complete: bool = False
+
+    def write(self) -> None:
+        """Write what there is so far."""
+        write_json(self.output / RESULTS_NAME, {
+            "format": FORMAT, "complete": self.is_complete, "dry_run": self.settings.dry_run,
+            "seconds": self.seconds, "machine": self.machine, "settings": self.settings.to_dict(),
+            "rows": [{**row.to_dict(), "claim": _claim(row)} for row in self.rows],
+        })  # fmt: skip
+
+
+def _claim(row: Row) -> dict[str, Any] | None:
+    claim = claim_of(row.case)
+    return None if claim is None else asdict(claim)
+
+
+def run(settings: BenchSettings, console: Console, command: str) -> Outcome:
+    """Check the settings, time every case, print the tables, write results and plots.
+
+    Args:
+        settings: what to run.
+        console: where bar and tables go.
+        command: the command line, for the record.
+
+    Raises:
+        RunError: something is asked for that this machine or these files do not allow. Nothing was timed or written.
+    """
+    require("the benchmark", ("matplotlib",), "bench")
+    device = choose_device(settings.device)
+    name = ("gpu" if device.type == "cuda" else "cpu") if settings.preset == "auto" else settings.preset
+    preset, output = PRESETS[name], settings.output or Path(f"runs/bench-{name}")
+    cases = planned_cases(settings, preset)
+    check_output(output)
+    if settings.threads:
+        torch.set_num_threads(settings.threads)
+    outcome = Outcome(output, origin(command), settings)
+    earlier = None
+    if settings.compare is not None:
+        earlier = read_earlier(settings.compare)
+        earlier.check(outcome.machine, {case.name for case in cases}, any_machine=settings.compare_any_machine)
+    make_output(output)
+    started = time.monotonic()
+    budget = Budget(
+        seconds_each=0.0 if settings.dry_run else _or(settings.seconds_each, preset.seconds_each),
+        call_limit=_or(settings.call_limit, preset.call_limit),
+        ends_at=started + _or(settings.time_limit, preset.time_limit),
+        is_dry=settings.dry_run,
+    )
+    clock = Clock(device)
+    _time_cases(outcome, cases, clock, budget, console)
+    outcome.seconds, outcome.is_complete = time.monotonic() - started, True
+    outcome.write()
+    _conclude(outcome, earlier, device, console)
+    return outcome
+
+
+def _or(value: float | None, default: float) -> float:
+    return default if value is None else value
+
+
+def _time_cases(outcome: Outcome, cases: Sequence[Case], clock: Clock, budget: Budget, console: Console) -> None:
+    contestants = find_contestants(outcome.settings.contestants)
+    columns = (
+        TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(),
+    )  # fmt: skip
+    with Progress(*columns, console=console, transient=True) as progress:
+        bar = progress.add_task("limits of this machine", total=len(cases) * len(contestants))
+
+        def begin(what: str) -> Callable[[], None]:
+            progress.update(bar, description=what)
+            return lambda: progress.advance(bar)
+
+        probes: dict[str, Probe] = {}
+        series: list[Row] = []
+        for index, case in enumerate(cases):
+            if case.dtype not in probes:
+                probes[case.dtype] = Probe(clock, case.torch_dtype, is_dry=budget.is_dry)
+            rows = measure_case(case, contestants, clock, probes[case.dtype], budget, begin)
+            outcome.rows += rows
+            series += rows
+            outcome.write()
+            if index + 1 == len(cases) or cases[index + 1].series != case.series:
+                print_series(series, console)
+                series = []
+
+
+def _conclude(outcome: Outcome, earlier: Earlier | None, device: torch.device, console: Console) -> None:
+    print_report(outcome.rows, console, device=describe(device), is_dry=outcome.settings.dry_run)
+    if earlier is not None:
+        compare(earlier, outcome.rows, outcome.machine, console)
+    written = [outcome.output / RESULTS_NAME, *write_plots(outcome.rows, outcome.output)]
+    console.print(f"{outcome.seconds:.0f} s; written: {', '.join(map(str, written))}", highlight=False, soft_wrap=True)
+
+
+def describe(device: torch.device) -> str:
+    """The device in words."""
+    if device.type == "cuda":
+        return torch.cuda.get_device_name(device)
+    return f"{torch.get_num_threads()} threads of {processor()}"
+
+
+def choose_device(device: Device) -> torch.device:
+    """The device to compute on.
+
+    Raises:
+        RunError: the device that was asked for is not there.
+    """
+    available = torch.cuda.is_available()
+    if device == "cuda" and not available:
+        raise RunError(
+            "--device cuda: PyTorch finds no CUDA device here; use --device cpu, or install a PyTorch built for CUDA "
+            "and its driver (`dilated-attention info` shows what is there)"
+        )
+    return torch.device("cuda" if available and device != "cpu" else "cpu")
+
+
+def check_output(output: Path) -> None:
+    """Raise :class:`RunError` unless the folder is free and can be made. Makes nothing."""
+    if os.path.lexists(output) and not output.is_dir():
+        raise RunError(f"--output {output} is a file, not a folder; name a free folder")
+    if output.is_dir() and any(output.iterdir()):
+        raise RunError(f"--output {output} exists and is not empty; nothing in it was changed. Name a free folder")
+    folder = output.absolute()
+    while not os.path.lexists(folder):
+        folder = folder.parent
+    if not folder.is_dir():
+        raise RunError(f"--output {output} cannot be made: {folder} is a file; name a folder below a folder")
+    if not os.access(folder, os.W_OK | os.X_OK):
+        raise RunError(
+            f"--output {output} cannot be made: {folder} is read-only for this user; change its permissions "
+            "(chmod u+w), or name a folder that can be written"
+        )
+
+
+def make_output(output: Path) -> None:
+    """Make the folder.
+
+    Raises:
+        RunError: the system refuses.
+    """
+    try:
+        output.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise RunError(
+            f"--output {output} cannot be made ({error.strerror}); name a folder on a disk that can be written"
+        ) from error

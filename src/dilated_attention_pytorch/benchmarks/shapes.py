@@ -1,0 +1,221 @@
+"""The calls that are timed: named shapes, and what one call of a shape costs by formula."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from dilated_attention_pytorch.patterns import DilatedPattern, OffsetRule
+from dilated_attention_pytorch.planning import Call, plan
+
+Mode = Literal["forward", "forward_backward", "decode"]
+Computes = Literal["pattern", "dense"]
+DtypeName = Literal["float32", "bfloat16", "float16", "float64"]
+
+FORWARD_FLOPS = 4
+"""Operations for each pair of a query and a key and each element of a head: two matrix products."""
+BACKWARD_FLOPS = 10
+"""Five matrix products, the recomputation of the scores among them."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Case:
+    """One call to be timed: sizes, pattern, dtype and what is computed. No tensor."""
+
+    shape: str
+    """Name of the shape it was made from."""
+    mode: Mode
+    """"forward", "forward_backward", or "decode": one query, the last of the rows, against all of them."""
+    rows: int
+    """Rows of the keys and values; of the queries too, except when decoding."""
+    batch: int = 1
+    heads: int
+    """Query heads."""
+    kv_heads: int
+    """Key/value heads."""
+    head_dim: int
+    segment_lengths: tuple[int, ...]
+    dilation_rates: tuple[int, ...]
+    offset_rule: OffsetRule = "modulo"
+    causal: bool
+    dtype: DtypeName
+
+    @property
+    def pattern(self) -> DilatedPattern:
+        """The pattern of the call."""
+        return DilatedPattern(self.segment_lengths, self.dilation_rates, offset_rule=self.offset_rule)
+
+    @property
+    def torch_dtype(self) -> torch.dtype:
+        """The dtype of the operands."""
+        dtype = getattr(torch, self.dtype)
+        assert isinstance(dtype, torch.dtype)
+        return dtype
+
+    @property
+    def num_queries(self) -> int:
+        """Rows of the queries."""
+        return 1 if self.mode == "decode" else self.rows
+
+    @property
+    def query_offset(self) -> int:
+        """Position of the first query."""
+        return self.rows - self.num_queries
+
+    @property
+    def series(self) -> str:
+        """What the cases of one line of a plot share: everything but the rows."""
+        grouped = "" if self.kv_heads == self.heads else f"/{self.kv_heads}"
+        batch = "" if self.batch == 1 else f", batch {self.batch}"
+        causal = "causal" if self.causal else "not causal"
+        groups = f"{len(self.segment_lengths)} groups to {max(self.segment_lengths)}"
+        mode = "" if self.mode == self.shape else f", {self.mode.replace('_', ' + ')}"
+        return (
+            f"{self.shape}{mode}, {self.dtype}, {causal}, H={self.heads}{grouped}, D={self.head_dim}, {groups}{batch}"
+        )
+
+    @property
+    def name(self) -> str:
+        """The case in words; equal names are equal cases."""
+        return f"{self.series}, N={self.rows}"
+
+    def num_pairs(self, computes: Computes) -> int:
+        """Pairs of a query and a key over all heads: of the pattern with multiplicity, or all (that causality leaves).
+
+        >>> from dilated_attention_pytorch.benchmarks.shapes import SHAPES
+        >>> SHAPES["three"].case(rows=8192).num_pairs("pattern") == 8 * 8192 * (2048 + 1024 + 512)
+        True
+        """
+        if computes == "dense":
+            pairs = self.num_queries * self.rows
+            if self.causal:
+                pairs -= self.num_queries * (self.num_queries - 1) // 2
+            return self.batch * self.heads * pairs
+        call = Call(
+            self.pattern, self.batch, self.num_queries, self.rows, self.heads, self.kv_heads, self.query_offset, 0,
+            self.causal,
+        )  # fmt: skip
+        return plan(call, 1 << 62).num_pairs
+
+    def flops(self, computes: Computes) -> int:
+        """Floating-point operations of the call, those of the softmax not counted."""
+        per_pair = FORWARD_FLOPS + (BACKWARD_FLOPS if self.mode == "forward_backward" else 0)
+        return per_pair * self.head_dim * self.num_pairs(computes)
+
+    def least_bytes(self, computes: Computes) -> int:
+        """Bytes that no implementation avoids: every operand read once, every result written once.
+
+        Forward ``e D N (2 H + 2 G) + 4 H N``; backward reads q, k, v, out, its gradient and the log-sum-exp, and writes
+        three gradients: ``e D N (4 H + 4 G) + 4 H N`` more. A decoding step reads the rows that its query sees.
+        """
+        element, statistics = self.torch_dtype.itemsize, 4 * self.heads * self.num_queries
+        query = element * self.head_dim * self.num_queries * self.heads
+        key = element * self.head_dim * self.rows * self.kv_heads
+        if self.mode == "decode":
+            key = element * self.head_dim * self._num_seen_rows(computes)
+        least = 2 * query + 2 * key + statistics
+        if self.mode == "forward_backward":
+            least += 4 * query + 4 * key + statistics
+        return self.batch * least
+
+    def _num_seen_rows(self, computes: Computes) -> int:
+        if computes == "dense":
+            return self.rows * self.kv_heads
+        last, rows = torch.tensor([self.rows - 1]), torch.arange(self.rows)
+        return int((self.pattern.counts(last, rows, self.kv_heads) > 0).sum())
+
+    def operands(self, device: torch.device) -> tuple[Tensor, Tensor, Tensor]:
+        """Query, key and value, normal and seeded; they want gradients if those are timed."""
+        generator = torch.Generator(device).manual_seed(self.rows)
+
+        def draw(rows: int, heads: int) -> Tensor:
+            size = (self.batch, rows, heads, self.head_dim)
+            x = torch.empty(size, dtype=self.torch_dtype, device=device)
+            # Part by part: a whole draw in float32 would be twice as large as what it is for.
+            for part in x.split(1 << 16, dim=1):
+                part.copy_(torch.randn(part.shape, generator=generator, device=device))
+            return x.requires_grad_(self.mode == "forward_backward")
+
+        query = draw(self.num_queries, self.heads)
+        return query, draw(self.rows, self.kv_heads), draw(self.rows, self.kv_heads)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Shape:
+    """Sizes that belong together under a name, and the rows at which they are looked at."""
+
+    name: str
+    about: str
+    heads: int
+    kv_heads: int | None = None
+    """None: as many as query heads."""
+    head_dim: int
+    segment_lengths: tuple[int, ...]
+    dilation_rates: tuple[int, ...]
+    offset_rule: OffsetRule = "modulo"
+    causal: bool = False
+    dtype: DtypeName = "float32"
+    mode: Mode = "forward"
+    rows: tuple[int, ...]
+
+    def case(
+        self,
+        *,
+        rows: int,
+        mode: Mode | None = None,
+        dtype: DtypeName | None = None,
+        causal: bool | None = None,
+        head_dim: int | None = None,
+        num_groups: int | None = None,
+        batch: int = 1,
+    ) -> Case:
+        """The case of this shape at so many rows; every other argument replaces the shape's own number.
+
+        ``num_groups`` keeps that many of the groups, the shortest segments first.
+        """
+        return Case(
+            shape=self.name, mode=mode or self.mode, rows=rows, batch=batch, heads=self.heads,
+            kv_heads=self.kv_heads or self.heads, head_dim=head_dim or self.head_dim,
+            segment_lengths=self.segment_lengths[:num_groups], dilation_rates=self.dilation_rates[:num_groups],
+            offset_rule=self.offset_rule, causal=self.causal if causal is None else causal, dtype=dtype or self.dtype,
+        )  # fmt: skip
+
+
+_THREE = {"segment_lengths": (2048, 4096, 8192), "dilation_rates": (1, 2, 4)}
+
+SHAPES: dict[str, Shape] = {
+    shape.name: shape
+    for shape in (
+        Shape(
+            name="paper", about="LongNet's own configuration (arXiv 2307.02486)", heads=12, head_dim=64,
+            segment_lengths=(2048, 4096, 8192, 16384, 32768), dilation_rates=(1, 2, 4, 6, 12), rows=(8192, 32768),
+        ),
+        Shape(
+            name="slide", about="the whole-slide encoder that pathologists run", heads=16, head_dim=48,
+            segment_lengths=(1024, 5792, 32768, 185363, 1048576), dilation_rates=(1, 2, 4, 8, 16),
+            offset_rule="block", rows=(1000, 3000, 10000, 30000),
+        ),
+        Shape(
+            name="three", about="w = 2048, 4096, 8192 at r = 1, 2, 4", heads=8, head_dim=64, rows=(2048, 8192),
+            segment_lengths=_THREE["segment_lengths"], dilation_rates=_THREE["dilation_rates"],
+        ),
+        Shape(
+            name="hybrid-ring", about="the table of the brief's hybrid-ring.txt", heads=8, head_dim=64,
+            segment_lengths=(512, 1024), dilation_rates=(1, 2), rows=(1024, 2048, 4096, 8192, 16384),
+        ),
+        Shape(
+            name="head-parallel", about="the figures of the brief's head-parallel.txt", heads=8, head_dim=64,
+            segment_lengths=_THREE["segment_lengths"], dilation_rates=_THREE["dilation_rates"], rows=(8192,),
+        ),
+        # 64 rows short of the end of every segment: the query sees nearly all of each, and steps follow it.
+        Shape(
+            name="decode", about="one query after so many cached rows", heads=8, head_dim=64, causal=True,
+            segment_lengths=_THREE["segment_lengths"], dilation_rates=_THREE["dilation_rates"], mode="decode",
+            rows=(8128, 65472),
+        ),
+    )
+}  # fmt: skip
+"""Every named shape."""

@@ -1,0 +1,38 @@
+"""``dilated-attention profile``."""
+
+from __future__ import annotations
+
+import dataclasses
+import sys
+from dataclasses import dataclass
+
+from dilated_attention_pytorch.benchmarks.settings import ProfileSettings
+from dilated_attention_pytorch.machine import require
+
+
+@dataclass(kw_only=True, slots=True)
+class Profile(ProfileSettings):
+    """Look into one call of attention: time by kernel, launches, memory, a trace.
+
+    The output folder gets trace.json (open it in https://ui.perfetto.dev or chrome://tracing), memory.png (memory in
+    use over the call, forward and backward marked) and profile.json (the table).
+
+    The paper's pattern with gradients: profile --shape paper --rows 32768 --backward --dtype bfloat16
+
+    The same call by another route: profile --contestant published --output runs/theirs
+    """
+
+    def run_command(self) -> None:
+        """Run it.
+
+        Raises:
+            RunError: see :func:`dilated_attention_pytorch.benchmarks.profiling.profile_call`.
+        """
+        require("profiling", ("rich",), "bench")
+        from rich.console import Console
+
+        from dilated_attention_pytorch.benchmarks.profiling import profile_call
+
+        names = [entry.name for entry in dataclasses.fields(ProfileSettings)]
+        settings = ProfileSettings(**{name: getattr(self, name) for name in names})
+        profile_call(settings, Console() if sys.stdout.isatty() else Console(width=150))

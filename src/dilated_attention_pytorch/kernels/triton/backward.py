@@ -1,0 +1,299 @@
+"""The backward kernels, from the merged output and log-sum-exp: ``P = c exp(s - L)``, ``delta = rowsum(dO * O)``.
+
+One kernel holds query rows and walks over keys for dQ, as the forward does; the other holds key rows and walks over
+queries for dK and dV. Each gradient row has one owner that adds in a fixed order: two runs give equal bits.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from .counter import head_state, keep_factors, key_state, query_state
+from .forward import FAR, LOG2_E
+from .segments import count_up_to, document_bounds, interval_of, is_selected, load_group, selected
+from .tiles import load_block, load_lines, product, rounded, rows_of, store_lines, tile_of
+
+
+@triton.jit
+def delta_kernel(
+    OUT, GRAD_OUT, GRAD_LSE, DELTA, num_lines, num_rows, num_heads, stride_b, stride_n, stride_h,
+    D: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK: tl.constexpr, HAS_GRAD_LSE: tl.constexpr,
+):  # fmt: skip
+    """``DELTA[B, N, H] = rowsum(dO * O) - dL``: what a row's gradient of the scores has subtracted."""
+    line = (tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)).to(tl.int64)
+    is_line = line < num_lines
+    head, row, batch = line % num_heads, line // num_heads % num_rows, line // num_heads // num_rows
+    out = load_lines(OUT, line * D, is_line, D, BLOCK_D).to(tl.float32)
+    grad = load_lines(GRAD_OUT, batch * stride_b + row * stride_n + head * stride_h, is_line, D, BLOCK_D)
+    delta = tl.sum(out * grad.to(tl.float32), 1)
+    if HAS_GRAD_LSE:
+        delta -= tl.load(GRAD_LSE + line, mask=is_line, other=0.0)
+    tl.store(DELTA + line, delta, mask=is_line)
+
+
+@triton.jit
+def _query_blocks(
+    query, grad_out, lse, delta, grad_query, KEY, VALUE, key_stride, value_stride, first, rate, count, from_block,
+    to_block, position, is_active, key_offset, PADDING, seed, query_states, threshold, keep_scale, scale_log2,
+    D: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_RUN: tl.constexpr, MASKED: tl.constexpr, CAUSAL: tl.constexpr,
+    PADDED: tl.constexpr, DROPOUT: tl.constexpr,
+):  # fmt: skip
+    """Add the blocks ``[from_block, to_block)`` of a run of keys to the tile's gradient of the queries."""
+    line = tl.arange(0, BLOCK_RUN)
+    column = tl.arange(0, BLOCK_D)
+    first_row = (first - key_offset).to(tl.int64)
+    wide_rate = rate.to(tl.int64)
+    row_in_block = line * wide_rate
+    key_pointers = KEY + first_row * key_stride + (row_in_block * key_stride)[:, None] + column[None, :]
+    value_pointers = VALUE + first_row * value_stride + (row_in_block * value_stride)[:, None] + column[None, :]
+    key_step = key_stride * wide_rate * BLOCK_RUN
+    value_step = value_stride * wide_rate * BLOCK_RUN
+    # A row that does not take part here, like one that saw no key at all, has the probability exp(-inf).
+    reference = tl.where(is_active, lse, float("inf"))[:, None]
+    for block in range(from_block, to_block):
+        index = block * BLOCK_RUN + line
+        is_key = index < count
+        if PADDED:
+            row = first - key_offset + index * rate
+            is_key = is_key & (tl.load(PADDING + row, mask=is_key, other=1) == 0)
+        key = load_block(key_pointers + block * key_step, is_key, MASKED or PADDED, D, BLOCK_D)
+        value = load_block(value_pointers + block * value_step, is_key, MASKED or PADDED, D, BLOCK_D)
+        score = product(query, tl.trans(key)) * scale_log2
+        probability = tl.exp2(score - reference)
+        if MASKED or PADDED:
+            is_seen = is_key[None, :]
+            if CAUSAL and MASKED:
+                is_seen = is_seen & ((first + index * rate)[None, :] <= position[:, None])
+            probability = tl.where(is_seen, probability, 0.0)
+        grad_probability = product(grad_out, tl.trans(value))
+        if DROPOUT:
+            key_states = key_state(seed, (first + index * rate).to(tl.int64))
+            grad_probability *= keep_factors(query_states[:, None], key_states[None, :], threshold, keep_scale)
+        grad_score = probability * (grad_probability - delta[:, None])
+        grad_query = product(rounded(grad_score, key.dtype), key, grad_query)
+    return grad_query
+
+
+@triton.jit
+def query_gradient_kernel(
+    QUERY, KEY, VALUE, GRAD_OUT, LSE, DELTA, GRAD_QUERY, ORDER, GROUPS, CU_SEQLENS, PADDING, SEED,
+    query_stride_b, query_stride_n, query_stride_h, key_stride_b, key_stride_n, key_stride_h,
+    value_stride_b, value_stride_n, value_stride_h, grad_stride_b, grad_stride_n, grad_stride_h,
+    batch_size, num_queries, num_keys, num_kv_heads, query_offset, key_offset, last_position, num_groups, num_documents,
+    search_steps, num_tiles, num_windows, num_spans, windows_per_span, tiles_per_window,
+    scale, scale_log2, threshold, keep_scale,
+    RATIO: tl.constexpr, PACK: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_ROWS: tl.constexpr,
+    BLOCK_RUN: tl.constexpr, WINDOW: tl.constexpr, ORDERED: tl.constexpr, CAUSAL: tl.constexpr, PACKED: tl.constexpr,
+    PADDED: tl.constexpr, DROPOUT: tl.constexpr,
+):  # fmt: skip
+    """``GRAD_QUERY[B, N, H, D]``: tiles of query rows as in the forward, keys walked over."""
+    num_heads = num_kv_heads * RATIO
+    item = tl.program_id(0)
+    while item < num_tiles:
+        batch, kv_head, head_block, window, tile = tile_of(
+            item, batch_size, num_kv_heads, num_spans, windows_per_span, tiles_per_window, RATIO // PACK, CAUSAL
+        )
+        row = rows_of(ORDER, kv_head, window, tile, num_windows, num_queries, BLOCK_ROWS, PACK, WINDOW, ORDERED)
+        is_row = row >= 0
+        row = tl.maximum(row, 0)
+        head = (kv_head * RATIO + head_block * PACK + tl.arange(0, BLOCK_ROWS) % PACK).to(tl.int64)
+        position = row + query_offset
+        batch, kv_head = batch.to(tl.int64), kv_head.to(tl.int64)
+        wide_row = row.to(tl.int64)
+        query = load_lines(
+            QUERY, batch * query_stride_b + wide_row * query_stride_n + head * query_stride_h, is_row, D, BLOCK_D
+        )
+        grad_out = load_lines(
+            GRAD_OUT, batch * grad_stride_b + wide_row * grad_stride_n + head * grad_stride_h, is_row, D, BLOCK_D
+        )
+        lines = (batch * num_queries + wide_row) * num_heads + head
+        lse = tl.load(LSE + lines, mask=is_row, other=float("-inf")) * LOG2_E
+        lse = tl.where(lse == float("-inf"), float("inf"), lse)
+        delta = tl.load(DELTA + lines, mask=is_row, other=0.0)
+        begin, end = document_bounds(position, CU_SEQLENS, num_documents, search_steps, last_position, PACKED)
+        seed = tl.load(SEED) if DROPOUT else 0
+        query_states = position
+        if DROPOUT:
+            query_states = query_state(head_state(seed, batch, head), position.to(tl.int64))
+        grad_query = tl.zeros([BLOCK_ROWS, BLOCK_D], tl.float32)
+        keys = KEY + batch * key_stride_b + kv_head * key_stride_h
+        values = VALUE + batch * value_stride_b + kv_head * value_stride_h
+        padding = PADDING + batch * num_keys
+        for group in range(num_groups):
+            length, rate, offset, shift = load_group(GROUPS, group, kv_head, num_kv_heads)
+            start, low, high = interval_of(position, begin, end, length, shift)
+            takes_part = is_row & is_selected(position, start, rate, offset)
+            cursor = tl.min(tl.where(takes_part, low, FAR))
+            last = tl.max(tl.where(takes_part, high, -1))
+            while cursor < last:
+                its_begin, its_end = document_bounds(
+                    cursor, CU_SEQLENS, num_documents, search_steps, last_position, PACKED
+                )
+                its_start, _, its_stop = interval_of(cursor, its_begin, its_end, length, shift)
+                is_active = takes_part & (low == cursor)
+                first, count = selected(
+                    its_start, rate, offset, tl.maximum(cursor, key_offset), tl.minimum(its_stop, key_offset + num_keys)
+                )
+                full, seen = count, count
+                if CAUSAL:
+                    full = count_up_to(tl.min(tl.where(is_active, position, FAR)), first, rate, count)
+                    seen = count_up_to(tl.max(tl.where(is_active, position, -1)), first, rate, count)
+                num_full, num_blocks = full // BLOCK_RUN, (seen + BLOCK_RUN - 1) // BLOCK_RUN
+                grad_query = _query_blocks(
+                    query, grad_out, lse, delta, grad_query, keys, values, key_stride_n, value_stride_n, first, rate,
+                    count, 0, num_full, position, is_active, key_offset, padding, seed, query_states, threshold,
+                    keep_scale, scale_log2, D, BLOCK_D, BLOCK_RUN, False, CAUSAL, PADDED, DROPOUT,
+                )  # fmt: skip
+                grad_query = _query_blocks(
+                    query, grad_out, lse, delta, grad_query, keys, values, key_stride_n, value_stride_n, first, rate,
+                    count, num_full, num_blocks, position, is_active, key_offset, padding, seed, query_states,
+                    threshold, keep_scale, scale_log2, D, BLOCK_D, BLOCK_RUN, True, CAUSAL, PADDED, DROPOUT,
+                )  # fmt: skip
+                cursor = tl.maximum(its_stop, cursor + 1)
+        store_lines(GRAD_QUERY, lines * D, is_row, grad_query * scale, D, BLOCK_D)
+        item += tl.num_programs(0)
+
+
+@triton.jit
+def _key_blocks(
+    key, value, grad_key, grad_value, QUERY, GRAD_OUT, LSE, DELTA, query_stride, grad_stride, line_stride, first, rate,
+    count, from_block, to_block, skip_from, skip_to, position, is_active, query_offset, state_of_head, key_states,
+    threshold, keep_scale, scale_log2,
+    D: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_RUN: tl.constexpr, MASKED: tl.constexpr, CAUSAL: tl.constexpr,
+    DROPOUT: tl.constexpr,
+):  # fmt: skip
+    """Add blocks of a run of queries to the tile's gradients of keys and values.
+
+    They are ``[from_block, to_block)`` without ``[skip_from, skip_to)``.
+    """
+    line = tl.arange(0, BLOCK_RUN)
+    column = tl.arange(0, BLOCK_D)
+    first_row = (first - query_offset).to(tl.int64)
+    wide_rate = rate.to(tl.int64)
+    row_in_block = line * wide_rate
+    query_pointers = QUERY + first_row * query_stride + (row_in_block * query_stride)[:, None] + column[None, :]
+    grad_pointers = GRAD_OUT + first_row * grad_stride + (row_in_block * grad_stride)[:, None] + column[None, :]
+    line_pointers = first_row * line_stride + row_in_block * line_stride
+    query_step = query_stride * wide_rate * BLOCK_RUN
+    grad_step = grad_stride * wide_rate * BLOCK_RUN
+    line_step = line_stride * wide_rate * BLOCK_RUN
+    skipped = skip_to - skip_from
+    for turn in range(from_block, to_block - skipped):
+        block = tl.where(turn < skip_from, turn, turn + skipped)
+        index = block * BLOCK_RUN + line
+        is_query = index < count
+        query = load_block(query_pointers + block * query_step, is_query, MASKED, D, BLOCK_D)
+        grad_out = load_block(grad_pointers + block * grad_step, is_query, MASKED, D, BLOCK_D)
+        lse = tl.load(LSE + line_pointers + block * line_step, mask=is_query, other=float("-inf")) * LOG2_E
+        delta = tl.load(DELTA + line_pointers + block * line_step, mask=is_query, other=0.0)
+        score = product(key, tl.trans(query)) * scale_log2
+        # A query that saw no key at all, or is none, has the probability exp(-inf).
+        probability = tl.exp2(score - tl.where(lse == float("-inf"), float("inf"), lse)[None, :])
+        if MASKED:
+            is_seen = is_active[:, None]
+            if CAUSAL:
+                is_seen = is_seen & (position[:, None] <= (first + index * rate)[None, :])
+            probability = tl.where(is_seen, probability, 0.0)
+        grad_probability = product(value, tl.trans(grad_out))
+        kept = probability
+        if DROPOUT:
+            query_states = query_state(state_of_head, (first + index * rate).to(tl.int64))
+            factor = keep_factors(query_states[None, :], key_states[:, None], threshold, keep_scale)
+            kept = probability * factor
+            grad_probability *= factor
+        grad_value = product(rounded(kept, grad_out.dtype), grad_out, grad_value)
+        grad_score = probability * (grad_probability - delta[None, :])
+        grad_key = product(rounded(grad_score, query.dtype), query, grad_key)
+    return grad_key, grad_value
+
+
+@triton.jit
+def key_gradient_kernel(
+    QUERY, KEY, VALUE, GRAD_OUT, LSE, DELTA, GRAD_KEY, GRAD_VALUE, ORDER, GROUPS, CU_SEQLENS, PADDING, SEED,
+    query_stride_b, query_stride_n, query_stride_h, key_stride_b, key_stride_n, key_stride_h,
+    value_stride_b, value_stride_n, value_stride_h, grad_stride_b, grad_stride_n, grad_stride_h,
+    batch_size, num_queries, num_keys, num_kv_heads, query_offset, key_offset, last_position, num_groups, num_documents,
+    search_steps, num_tiles, num_windows, num_spans, windows_per_span, tiles_per_window,
+    scale, scale_log2, threshold, keep_scale,
+    RATIO: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_ROWS: tl.constexpr, BLOCK_RUN: tl.constexpr,
+    WINDOW: tl.constexpr, ORDERED: tl.constexpr, CAUSAL: tl.constexpr, PACKED: tl.constexpr, PADDED: tl.constexpr,
+    DROPOUT: tl.constexpr,
+):  # fmt: skip
+    """``GRAD_KEY`` and ``GRAD_VALUE`` ``[B, M, G, D]``: tiles of key rows, queries of all their heads walked over."""
+    num_heads = num_kv_heads * RATIO
+    item = tl.program_id(0)
+    while item < num_tiles:
+        batch, kv_head, _, window, tile = tile_of(
+            item, batch_size, num_kv_heads, num_spans, windows_per_span, tiles_per_window, 1, False
+        )
+        row = rows_of(ORDER, kv_head, window, tile, num_windows, num_keys, BLOCK_ROWS, 1, WINDOW, ORDERED)
+        is_row = row >= 0
+        row = tl.maximum(row, 0)
+        position = row + key_offset
+        batch, kv_head = batch.to(tl.int64), kv_head.to(tl.int64)
+        wide_row = row.to(tl.int64)
+        is_key = is_row
+        if PADDED:
+            is_key = is_key & (tl.load(PADDING + batch * num_keys + row, mask=is_row, other=1) == 0)
+        key = load_lines(
+            KEY, batch * key_stride_b + wide_row * key_stride_n + kv_head * key_stride_h, is_key, D, BLOCK_D
+        )
+        value = load_lines(
+            VALUE, batch * value_stride_b + wide_row * value_stride_n + kv_head * value_stride_h, is_key, D, BLOCK_D
+        )
+        begin, end = document_bounds(position, CU_SEQLENS, num_documents, search_steps, last_position, PACKED)
+        seed = tl.load(SEED) if DROPOUT else 0
+        key_states = position
+        if DROPOUT:
+            key_states = key_state(seed, position.to(tl.int64))
+        grad_key = tl.zeros([BLOCK_ROWS, BLOCK_D], tl.float32)
+        grad_value = tl.zeros([BLOCK_ROWS, BLOCK_D], tl.float32)
+        for group in range(num_groups):
+            length, rate, offset, shift = load_group(GROUPS, group, kv_head, num_kv_heads)
+            start, low, high = interval_of(position, begin, end, length, shift)
+            takes_part = is_key & is_selected(position, start, rate, offset)
+            cursor = tl.min(tl.where(takes_part, low, FAR))
+            last = tl.max(tl.where(takes_part, high, -1))
+            while cursor < last:
+                its_begin, its_end = document_bounds(
+                    cursor, CU_SEQLENS, num_documents, search_steps, last_position, PACKED
+                )
+                its_start, _, its_stop = interval_of(cursor, its_begin, its_end, length, shift)
+                is_active = takes_part & (low == cursor)
+                first, count = selected(
+                    its_start, rate, offset,
+                    tl.maximum(cursor, query_offset), tl.minimum(its_stop, query_offset + num_queries),
+                )  # fmt: skip
+                unseeing, partly = 0, 0  # queries before every key of the tile, and before the last of them
+                if CAUSAL:
+                    unseeing = count_up_to(tl.min(tl.where(is_active, position, FAR)) - 1, first, rate, count)
+                    partly = count_up_to(tl.max(tl.where(is_active, position, -1)) - 1, first, rate, count)
+                num_blocks = (count + BLOCK_RUN - 1) // BLOCK_RUN
+                from_block = unseeing // BLOCK_RUN
+                is_mixed = tl.min(is_active.to(tl.int32)) == 0
+                clear_from = tl.where(is_mixed, num_blocks, (partly + BLOCK_RUN - 1) // BLOCK_RUN)
+                clear_to = tl.maximum(clear_from, count // BLOCK_RUN)
+                for member in range(RATIO):
+                    head = kv_head * RATIO + member
+                    queries = QUERY + batch * query_stride_b + head * query_stride_h
+                    grads = GRAD_OUT + batch * grad_stride_b + head * grad_stride_h
+                    lines = batch * num_queries * num_heads + head
+                    state_of_head = head_state(seed, batch, head) if DROPOUT else head
+                    grad_key, grad_value = _key_blocks(
+                        key, value, grad_key, grad_value, queries, grads, LSE + lines, DELTA + lines, query_stride_n,
+                        grad_stride_n, num_heads, first, rate, count, from_block, num_blocks, clear_from, clear_to,
+                        position, is_active, query_offset, state_of_head, key_states, threshold, keep_scale, scale_log2,
+                        D, BLOCK_D, BLOCK_RUN, True, CAUSAL, DROPOUT,
+                    )  # fmt: skip
+                    grad_key, grad_value = _key_blocks(
+                        key, value, grad_key, grad_value, queries, grads, LSE + lines, DELTA + lines, query_stride_n,
+                        grad_stride_n, num_heads, first, rate, count, clear_from, clear_to, clear_to, clear_to,
+                        position, is_active, query_offset, state_of_head, key_states, threshold, keep_scale, scale_log2,
+                        D, BLOCK_D, BLOCK_RUN, False, CAUSAL, DROPOUT,
+                    )  # fmt: skip
+                cursor = tl.maximum(its_stop, cursor + 1)
+        lines = (batch * num_keys + wide_row) * num_kv_heads + kv_head
+        store_lines(GRAD_KEY, lines * D, is_row, grad_key * scale, D, BLOCK_D)
+        store_lines(GRAD_VALUE, lines * D, is_row, grad_value, D, BLOCK_D)
+        item += tl.num_programs(0)

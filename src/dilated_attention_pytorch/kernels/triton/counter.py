@@ -1,0 +1,41 @@
+"""Dropout by counter on the device: the arithmetic of :mod:`dilated_attention_pytorch.kernels.dropout`, bit for bit."""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+
+@triton.jit
+def _mix64(state):
+    state = state + -7046029254386353131
+    state = (state ^ ((state >> 30) & 0x3FFFFFFFF)) * -4658895280553007687
+    state = (state ^ ((state >> 27) & 0x1FFFFFFFFF)) * -7723592293110705685
+    return state ^ ((state >> 31) & 0x1FFFFFFFF)
+
+
+@triton.jit
+def head_state(seed, batch, head):
+    """What the sequence and the query head decide of a pair's random state."""
+    return _mix64(_mix64(seed + batch) + head)
+
+
+@triton.jit
+def query_state(state_of_head, query_row):
+    """The part of a pair's random state that its query decides."""
+    return _mix64(state_of_head + query_row).to(tl.int32)
+
+
+@triton.jit
+def key_state(seed, key_row):
+    """The part that its key decides."""
+    return _mix64(_mix64(seed + 1) + key_row).to(tl.int32)
+
+
+@triton.jit
+def keep_factors(query_states, key_states, threshold, keep_scale):
+    """``keep_scale`` where the pair is kept, else 0, for states that broadcast against each other."""
+    state = query_states ^ key_states
+    state = (state ^ ((state >> 16) & 0xFFFF)) * -2048144789
+    state = (state ^ ((state >> 13) & 0x7FFFF)) * -1028477387
+    return tl.where(state >= threshold, keep_scale, 0.0)

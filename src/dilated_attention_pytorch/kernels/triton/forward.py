@@ -1,0 +1,212 @@
+"""The forward kernel: a tile of query rows, one online softmax over every group's keys, the answer written once.
+
+For each group that a row of the tile takes part in, and each interval of it that the tile meets, the keys are rows at a
+constant distance, read where they lie. What a row of the tile does not see is left out of its maximum and gets the
+probability 0 through the exponent, so mixed tiles cost no mask over the scores.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from .counter import head_state, keep_factors, key_state, query_state
+from .segments import (
+    IS_ZERO_PADDED,
+    NUM_COLUMNS,
+    count_up_to,
+    document_bounds,
+    interval_of,
+    is_selected,
+    load_group,
+    selected,
+)
+from .tiles import load_block, load_lines, product, rounded, rows_of, store_lines, tile_of
+
+LOG2_E = tl.constexpr(1.4426950408889634)
+LN_2 = tl.constexpr(0.6931471805599453)
+FAR = tl.constexpr(0x7FFFFFFF)
+
+
+@triton.jit
+def _softmax_step(score, value, maximum, total, out, is_active, factor):
+    """One block of the online softmax, in base 2 (Milakov and Gimelshein 2018, arXiv 1805.02867)."""
+    highest = tl.maximum(maximum, tl.where(is_active, tl.max(score, 1), float("-inf")))
+    reference = tl.where(highest == float("-inf"), 0.0, highest)
+    # An infinite reference makes every probability of a row that does not take part 0.
+    probability = tl.exp2(score - tl.where(is_active, reference, float("inf"))[:, None])
+    decay = tl.exp2(maximum - reference)
+    total = total * decay + tl.sum(probability, 1)
+    if factor is not None:
+        probability = probability * factor
+    out = product(rounded(probability, value.dtype), value, out * decay[:, None])
+    return highest, total, out
+
+
+@triton.jit
+def _attend_blocks(
+    query, maximum, total, out, KEY, VALUE, key_stride, value_stride, first, rate, count, from_block, to_block,
+    position, is_active, key_offset, PADDING, seed, query_states, threshold, keep_scale, scale_log2,
+    D: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_RUN: tl.constexpr, MASKED: tl.constexpr, CAUSAL: tl.constexpr,
+    PADDED: tl.constexpr, DROPOUT: tl.constexpr,
+):  # fmt: skip
+    """The blocks ``[from_block, to_block)`` of the run of keys that begins at position ``first``."""
+    line = tl.arange(0, BLOCK_RUN)
+    column = tl.arange(0, BLOCK_D)
+    first_row = (first - key_offset).to(tl.int64)
+    wide_rate = rate.to(tl.int64)  # a stride times a rate passes 2^31 before any address does
+    row_in_block = line * wide_rate
+    key_pointers = KEY + first_row * key_stride + (row_in_block * key_stride)[:, None] + column[None, :]
+    value_pointers = VALUE + first_row * value_stride + (row_in_block * value_stride)[:, None] + column[None, :]
+    key_step = key_stride * wide_rate * BLOCK_RUN
+    value_step = value_stride * wide_rate * BLOCK_RUN
+    for block in range(from_block, to_block):
+        index = block * BLOCK_RUN + line
+        is_key = index < count
+        if PADDED:
+            row = first - key_offset + index * rate
+            is_key = is_key & (tl.load(PADDING + row, mask=is_key, other=1) == 0)
+        key = load_block(key_pointers + block * key_step, is_key, MASKED or PADDED, D, BLOCK_D)
+        score = product(query, tl.trans(key)) * scale_log2
+        if MASKED or PADDED:
+            is_seen = is_key[None, :]
+            if CAUSAL and MASKED:
+                is_seen = is_seen & ((first + index * rate)[None, :] <= position[:, None])
+            score = tl.where(is_seen, score, float("-inf"))
+        value = load_block(value_pointers + block * value_step, is_key, MASKED or PADDED, D, BLOCK_D)
+        factor = None
+        if DROPOUT:
+            key_states = key_state(seed, (first + index * rate).to(tl.int64))
+            factor = keep_factors(query_states[:, None], key_states[None, :], threshold, keep_scale)
+        maximum, total, out = _softmax_step(score, value, maximum, total, out, is_active, factor)
+    return maximum, total, out
+
+
+@triton.jit
+def forward_kernel(
+    QUERY, KEY, VALUE, OUT, LSE, ORDER, GROUPS, CU_SEQLENS, PADDING, SEED,
+    query_stride_b, query_stride_n, query_stride_h, key_stride_b, key_stride_n, key_stride_h,
+    value_stride_b, value_stride_n, value_stride_h,
+    batch_size, num_queries, num_keys, num_kv_heads, query_offset, key_offset, last_position, num_groups, num_documents,
+    search_steps, num_tiles, num_windows, num_spans, windows_per_span, tiles_per_window, num_splits,
+    scale_log2, threshold, keep_scale,
+    RATIO: tl.constexpr, PACK: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_ROWS: tl.constexpr,
+    BLOCK_RUN: tl.constexpr, WINDOW: tl.constexpr, ORDERED: tl.constexpr, CAUSAL: tl.constexpr, PACKED: tl.constexpr,
+    PADDED: tl.constexpr, PHANTOMS: tl.constexpr, DROPOUT: tl.constexpr,
+):  # fmt: skip
+    """``OUT[splits, B, N, H, D]`` and ``LSE[splits, B, N, H]``; each split holds its share of every run's keys."""
+    num_heads = num_kv_heads * RATIO
+    item = tl.program_id(0)
+    while item < num_tiles * num_splits:
+        split = item % num_splits
+        batch, kv_head, head_block, window, tile = tile_of(
+            item // num_splits, batch_size, num_kv_heads, num_spans, windows_per_span, tiles_per_window, RATIO // PACK,
+            CAUSAL,
+        )  # fmt: skip
+        row = rows_of(ORDER, kv_head, window, tile, num_windows, num_queries, BLOCK_ROWS, PACK, WINDOW, ORDERED)
+        is_row = row >= 0
+        row = tl.maximum(row, 0)
+        head = kv_head * RATIO + head_block * PACK + tl.arange(0, BLOCK_ROWS) % PACK
+        position = row + query_offset
+        batch, kv_head = batch.to(tl.int64), kv_head.to(tl.int64)
+        wide_row = row.to(tl.int64)
+        query_lines = batch * query_stride_b + wide_row * query_stride_n + head.to(tl.int64) * query_stride_h
+        query = load_lines(QUERY, query_lines, is_row, D, BLOCK_D)
+        begin, end = document_bounds(position, CU_SEQLENS, num_documents, search_steps, last_position, PACKED)
+        seed = tl.load(SEED) if DROPOUT else 0
+        query_states = position
+        if DROPOUT:
+            query_states = query_state(head_state(seed, batch, head.to(tl.int64)), position.to(tl.int64))
+        maximum = tl.full([BLOCK_ROWS], float("-inf"), tl.float32)
+        total = tl.zeros([BLOCK_ROWS], tl.float32)
+        out = tl.zeros([BLOCK_ROWS, BLOCK_D], tl.float32)
+        keys = KEY + batch * key_stride_b + kv_head * key_stride_h
+        values = VALUE + batch * value_stride_b + kv_head * value_stride_h
+        padding = PADDING + batch * num_keys
+        for group in range(num_groups):
+            length, rate, offset, shift = load_group(GROUPS, group, kv_head, num_kv_heads)
+            start, low, high = interval_of(position, begin, end, length, shift)
+            takes_part = is_row & is_selected(position, start, rate, offset)
+            cursor = tl.min(tl.where(takes_part, low, FAR))
+            last = tl.max(tl.where(takes_part, high, -1))
+            while cursor < last:
+                # The interval that begins at the cursor, and the rows of the tile that lie in it.
+                its_begin, its_end = document_bounds(
+                    cursor, CU_SEQLENS, num_documents, search_steps, last_position, PACKED
+                )
+                its_start, _, its_stop = interval_of(cursor, its_begin, its_end, length, shift)
+                is_active = takes_part & (low == cursor)
+                first, count = selected(
+                    its_start, rate, offset, tl.maximum(cursor, key_offset), tl.minimum(its_stop, key_offset + num_keys)
+                )
+                if PHANTOMS:
+                    phantoms = _num_phantoms(GROUPS, group, kv_head, num_kv_heads, its_end - its_begin, count)
+                    if (phantoms > 0) & (split == 0):
+                        highest = tl.where(is_active, tl.maximum(maximum, 0.0), maximum)
+                        reference = tl.where(highest == float("-inf"), 0.0, highest)
+                        decay = tl.exp2(maximum - reference)
+                        total = total * decay + tl.where(is_active, phantoms * tl.exp2(-reference), 0.0)
+                        out = out * decay[:, None]
+                        maximum = highest
+                full, seen = count, count
+                if CAUSAL:
+                    full = count_up_to(tl.min(tl.where(is_active, position, FAR)), first, rate, count)
+                    seen = count_up_to(tl.max(tl.where(is_active, position, -1)), first, rate, count)
+                num_full, num_blocks = full // BLOCK_RUN, (seen + BLOCK_RUN - 1) // BLOCK_RUN
+                from_block, to_block = num_blocks * split // num_splits, num_blocks * (split + 1) // num_splits
+                maximum, total, out = _attend_blocks(
+                    query, maximum, total, out, keys, values, key_stride_n, value_stride_n, first, rate, count,
+                    from_block, tl.minimum(num_full, to_block), position, is_active, key_offset, padding, seed,
+                    query_states, threshold, keep_scale, scale_log2,
+                    D, BLOCK_D, BLOCK_RUN, False, CAUSAL, PADDED, DROPOUT,
+                )  # fmt: skip
+                maximum, total, out = _attend_blocks(
+                    query, maximum, total, out, keys, values, key_stride_n, value_stride_n, first, rate, count,
+                    tl.maximum(num_full, from_block), to_block, position, is_active, key_offset, padding, seed,
+                    query_states, threshold, keep_scale, scale_log2,
+                    D, BLOCK_D, BLOCK_RUN, True, CAUSAL, PADDED, DROPOUT,
+                )  # fmt: skip
+                cursor = tl.maximum(its_stop, cursor + 1)
+        out_lines = ((split * batch_size + batch) * num_queries + wide_row) * num_heads + head
+        has_key = total > 0.0
+        out = tl.where(has_key[:, None], out / tl.where(has_key, total, 1.0)[:, None], 0.0)
+        store_lines(OUT, out_lines * D, is_row, out, D, BLOCK_D)
+        lse = tl.where(has_key, (maximum + tl.log2(tl.where(has_key, total, 1.0))) * LN_2, float("-inf"))
+        tl.store(LSE + out_lines, lse, mask=is_row)
+        item += tl.num_programs(0)
+
+
+@triton.jit
+def _num_phantoms(GROUPS, group, kv_head, num_kv_heads, document_length, num_selected):
+    """Zero keys that fill the class of a segment under ``tail="zero_padded"``."""
+    line = GROUPS + (group * num_kv_heads + kv_head) * NUM_COLUMNS
+    length, rate, _, _ = load_group(GROUPS, group, kv_head, num_kv_heads)
+    filled = (tl.minimum(length, document_length) + rate - 1) // rate
+    return tl.where(tl.load(line + IS_ZERO_PADDED) != 0, tl.maximum(0, filled - num_selected), 0)
+
+
+@triton.jit
+def merge_splits_kernel(
+    PARTIAL_OUT, PARTIAL_LSE, OUT, LSE, num_lines, num_splits, D: tl.constexpr, BLOCK_D: tl.constexpr,
+    BLOCK: tl.constexpr,
+):  # fmt: skip
+    """``OUT[lines, D]`` and ``LSE[lines]``: the merge of the splits' partials, lines of heads and rows alike."""
+    line = (tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)).to(tl.int64)
+    is_line = line < num_lines
+    highest = tl.full([BLOCK], float("-inf"), tl.float32)
+    for split in range(num_splits):
+        lse = tl.load(PARTIAL_LSE + line + split * num_lines, mask=is_line, other=float("-inf"))
+        highest = tl.maximum(highest, lse)
+    reference = tl.where(highest == float("-inf"), 0.0, highest)
+    total = tl.zeros([BLOCK], tl.float32)
+    out = tl.zeros([BLOCK, BLOCK_D], tl.float32)
+    for split in range(num_splits):
+        place = line + split * num_lines
+        weight = tl.exp2((tl.load(PARTIAL_LSE + place, mask=is_line, other=float("-inf")) - reference) * LOG2_E)
+        total += weight
+        out += weight[:, None] * load_lines(PARTIAL_OUT, place * D, is_line, D, BLOCK_D)
+    has_key = total > 0.0
+    safe = tl.where(has_key, total, 1.0)
+    store_lines(OUT, line * D, is_line, out / safe[:, None], D, BLOCK_D)
+    lse = tl.where(has_key, reference + tl.log2(safe) * LN_2, float("-inf"))
+    tl.store(LSE + line, lse, mask=is_line)

@@ -1,0 +1,372 @@
+"""From tensors to launches: forward 2 kernels (3 where keys are split), backward 4 (5 for slabs), whatever the pattern.
+
+Nothing here reads a tensor's values, so nothing waits for the device.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import math
+from dataclasses import dataclass
+
+import torch
+import triton
+from torch import Tensor
+
+from dilated_attention_pytorch.patterns import DilationGroup
+
+from .backward import delta_kernel, key_gradient_kernel, query_gradient_kernel
+from .configurations import FEW_QUERIES, Configuration, candidates
+from .forward import forward_kernel, merge_splits_kernel
+from .order import order_kernel
+from .tuning import fastest
+
+# The grid: so many programs for each multiprocessor of the device, which loop over the tiles.
+_PROGRAMS_PER_MULTIPROCESSOR = 2
+_LARGEST_WINDOW = 2048
+# Keys and values that a span of windows may touch before the next begins: a part of the device's cache (50 MB on H100).
+_SPAN_BYTES = 16 << 20
+_MAX_SPLITS = 64
+_LAST_POSITION = 2**31 - 1
+_POSITIVE = 2.0**-126
+
+
+@dataclass(frozen=True, slots=True)
+class Problem:
+    """The operands of one call, checked. ``scale`` is not negative; last dimensions are contiguous."""
+
+    query: Tensor
+    key: Tensor
+    value: Tensor
+    groups: tuple[DilationGroup, ...]
+    is_causal: bool
+    scale: float
+    query_offset: int = 0
+    key_offset: int = 0
+    cu_seqlens: Tensor | None = None
+    key_padding_mask: Tensor | None = None
+    dropout_seed: Tensor | None = None
+    dropout_p: float = 0.0
+
+    @property
+    def sorted_groups(self) -> tuple[DilationGroup, ...]:
+        """The groups from the densest to the sparsest: the order of rows and the table of groups count on it."""
+        return tuple(sorted(self.groups, key=lambda group: (group.dilation_rate, group.segment_length)))
+
+    @property
+    def last_position(self) -> int:
+        """One past the last position of either slab."""
+        return max(self.query_offset + self.query.shape[1], self.key_offset + self.key.shape[1])
+
+
+@dataclass(frozen=True, slots=True)
+class _Side:
+    """The rows that tiles hold, queries or keys: how they are cut into windows and ordered in them."""
+
+    num_rows: int
+    offset: int
+    window: int
+    is_ordered: bool
+    order: Tensor
+
+    @property
+    def num_windows(self) -> int:
+        return -(-self.num_rows // self.window)
+
+
+def forward(problem: Problem, num_splits: int | None = None) -> tuple[Tensor, Tensor]:
+    """Output ``[B, N, H, D]`` in the query's dtype and log-sum-exp ``[B, N, H]`` in float32.
+
+    ``num_splits`` cuts every run of keys into that many parts, computed side by side and merged; without it as many as
+    the device needs to be busy.
+    """
+    query = problem.query
+    out = torch.empty(query.shape, dtype=query.dtype, device=query.device)
+    lse = torch.empty(query.shape[:3], dtype=torch.float32, device=query.device)
+    if out.numel() == 0:
+        return out, lse
+    pack = _packed_heads(problem)
+    choices = _candidates("forward", query)
+    if query.shape[1] * pack <= FEW_QUERIES.block_rows:
+        choices = (FEW_QUERIES,)
+    with _on_device(query):
+        table = _table_of(problem)
+        side = _side(problem, table, choices, pack, is_query=True)
+        if num_splits is None:
+            num_splits = _num_splits(problem, side, choices[0], pack)
+        parts = (out, lse)
+        if num_splits > 1:
+            parts = (
+                out.new_empty((num_splits, *out.shape), dtype=torch.float32),
+                lse.new_empty(num_splits, *lse.shape),
+            )
+
+        def launch(chosen: Configuration) -> None:
+            tiles, layout = _layout(problem, side, chosen, pack)
+            forward_kernel[_grid(tiles * num_splits, query)](
+                *_tensors(problem), *parts, side.order, table, *_optional(problem),
+                *_strides(problem), *_sizes(problem), tiles, *layout, num_splits, *_numbers(problem)[1:],
+                **_constants(problem, side, chosen), PACK=pack, PHANTOMS=_has_phantoms(problem),
+            )  # fmt: skip
+
+        launch(fastest("forward", _tuning_key(problem, pack), choices, launch))
+        if num_splits > 1:
+            _merge_splits(parts, out, lse)
+    return out, lse
+
+
+def backward(
+    problem: Problem, out: Tensor, lse: Tensor, grad_out: Tensor, grad_lse: Tensor | None
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Gradients of query, key and value from the merged ``out`` and ``lse``, contiguous, in the inputs' dtypes."""
+    query, key = problem.query, problem.key
+    grads = tuple(
+        torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in (problem.query, problem.key, problem.value)
+    )
+    if query.numel() == 0 or key.numel() == 0:
+        for grad in grads:
+            grad.zero_()
+        return grads[0], grads[1], grads[2]
+    pack = _packed_heads(problem)
+    with _on_device(query):
+        table = _table_of(problem)
+        delta = _delta(out, grad_out, grad_lse)
+        operands = (*_tensors(problem), grad_out, lse, delta)
+        query_choices, key_choices = _candidates("query_gradient", query), _candidates("key_gradient", query)
+        query_side = _side(problem, table, query_choices + key_choices, pack, is_query=True)
+        key_side = query_side
+        if (query_side.num_rows, query_side.offset) != (key.shape[1], problem.key_offset):
+            key_side = _side(problem, table, query_choices + key_choices, 1, is_query=False)
+        strides = (*_strides(problem), *grad_out.stride()[:3])
+
+        def launch_queries(chosen: Configuration) -> None:
+            tiles, layout = _layout(problem, query_side, chosen, pack)
+            query_gradient_kernel[_grid(tiles, query)](
+                *operands, grads[0], query_side.order, table, *_optional(problem), *strides, *_sizes(problem), tiles,
+                *layout, *_numbers(problem), **_constants(problem, query_side, chosen), PACK=pack,
+            )  # fmt: skip
+
+        def launch_keys(chosen: Configuration) -> None:
+            tiles, layout = _layout(problem, key_side, chosen, None)
+            key_gradient_kernel[_grid(tiles, query)](
+                *operands, grads[1], grads[2], key_side.order, table, *_optional(problem), *strides, *_sizes(problem),
+                tiles, *layout, *_numbers(problem), **_constants(problem, key_side, chosen),
+            )  # fmt: skip
+
+        tuning_key = _tuning_key(problem, pack)
+        launch_queries(fastest("query_gradient", tuning_key, query_choices, launch_queries))
+        launch_keys(fastest("key_gradient", tuning_key, key_choices, launch_keys))
+    return grads[0], grads[1], grads[2]
+
+
+def attend_rows(query: Tensor, key: Tensor, value: Tensor, *, scale: float) -> tuple[Tensor, Tensor]:
+    """Every query sees every key: ``[B, N, H, D]`` and ``[B, M, G, D]`` to output and log-sum-exp."""
+    everything = (DilationGroup(max(query.shape[1], key.shape[1]), 1),)
+    return forward(Problem(query, key, value, everything, False, scale))
+
+
+def _on_device(tensor: Tensor) -> contextlib.AbstractContextManager[object]:
+    return torch.cuda.device(tensor.device) if tensor.is_cuda else contextlib.nullcontext()
+
+
+def _candidates(kernel: str, query: Tensor) -> tuple[Configuration, ...]:
+    return candidates(kernel, _block_d(query), query.element_size())
+
+
+def _block_d(query: Tensor) -> int:
+    return max(16, triton.next_power_of_2(query.shape[3]))
+
+
+def _packed_heads(problem: Problem) -> int:
+    """Query heads of one key/value head that share a tile: their rows see the same keys."""
+    ratio = problem.query.shape[2] // problem.key.shape[2]
+    return max(heads for heads in range(1, min(ratio, 16) + 1) if ratio % heads == 0)
+
+
+def _table_of(problem: Problem) -> Tensor:
+    return _group_table(problem.sorted_groups, problem.key.shape[2], problem.last_position, problem.query.device)
+
+
+@functools.lru_cache(maxsize=256)
+def _group_table(
+    groups: tuple[DilationGroup, ...], num_kv_heads: int, last_position: int, device: torch.device
+) -> Tensor:
+    """int32 ``[groups, key/value heads, 5]``: length, rate, offset, shift, whether the tail is zero-padded."""
+    lines = []
+    for group in groups:
+        for head in range(num_kv_heads):
+            length, shift = group.segment_length, group.shift(head)
+            if last_position + shift <= length:
+                # One segment holds every position: any length and shift that keep the residues will do.
+                length, shift = last_position + group.dilation_rate, shift % group.dilation_rate
+            if length + last_position > _LAST_POSITION:
+                raise NotImplementedError(
+                    "the Triton kernels count positions in 32 bits: the last position plus the longest segment must "
+                    f'stay below 2**31, got {last_position} and {length}; impl="aten" has no such limit'
+                )
+            offset = group.offset(head, num_kv_heads)
+            rate = min(group.dilation_rate, _LAST_POSITION - length)
+            lines.append([length, rate, offset, shift, int(group.tail == "zero_padded")])
+    return torch.tensor(lines, dtype=torch.int32, device=device).view(len(groups), num_kv_heads, -1)
+
+
+def _side(problem: Problem, table: Tensor, choices: tuple[Configuration, ...], pack: int, *, is_query: bool) -> _Side:
+    num_rows, offset = (
+        (problem.query.shape[1], problem.query_offset) if is_query else (problem.key.shape[1], problem.key_offset)
+    )
+    most_rows = max(chosen.block_rows for chosen in choices) // pack
+    lengths = [group.segment_length for group in problem.sorted_groups]
+    window = max(most_rows, min(*lengths, num_rows))
+    window = min(max(16, triton.next_power_of_2(window)), _LARGEST_WINDOW)
+    is_alike = len(problem.groups) == 1 and problem.groups[0].dilation_rate == 1
+    if is_alike or num_rows <= min(chosen.block_rows for chosen in choices) // pack:
+        return _Side(num_rows, offset, window, False, table)
+    num_windows = -(-num_rows // window)
+    num_kv_heads = problem.key.shape[2]
+    order = torch.empty(num_kv_heads, num_windows, window, dtype=torch.int32, device=table.device)
+    order_kernel[(num_windows, num_kv_heads)](
+        order, table, _documents(problem), num_rows, offset, len(lengths), num_kv_heads,
+        lengths.index(min(lengths)),
+        *_search(problem), problem.last_position, WINDOW=window, PACKED=problem.cu_seqlens is not None, num_warps=4,
+        enable_fp_fusion=True,
+    )  # fmt: skip
+    return _Side(num_rows, offset, window, True, order)
+
+
+def _layout(
+    problem: Problem, side: _Side, chosen: Configuration, pack: int | None
+) -> tuple[int, tuple[int, int, int, int]]:
+    """Number of tiles, then windows, spans, windows a span and tiles a window. Without ``pack`` tiles hold keys."""
+    batch, _, num_kv_heads, head_dim = problem.key.shape
+    tiles_per_window = -(-side.window // (chosen.block_rows // (pack or 1)))
+    longest = min(max(group.segment_length for group in problem.groups), side.num_rows)
+    in_cache = _SPAN_BYTES // (2 * head_dim * problem.key.element_size())
+    windows_per_span = max(1, min(side.num_windows, -(-min(longest, in_cache) // side.window)))
+    num_spans = -(-side.num_windows // windows_per_span)
+    head_blocks = problem.query.shape[2] // num_kv_heads // pack if pack else 1
+    tiles = batch * num_kv_heads * num_spans * windows_per_span * tiles_per_window * head_blocks
+    return tiles, (side.num_windows, num_spans, windows_per_span, tiles_per_window)
+
+
+def _num_splits(problem: Problem, side: _Side, chosen: Configuration, pack: int) -> int:
+    """As many parts of every run of keys as keep the device busy where tiles are few, as in decoding."""
+    tiles, _ = _layout(problem, side, chosen, pack)
+    programs = _num_programs(problem.query.device)
+    keys = max(-(-min(group.segment_length, problem.key.shape[1]) // group.dilation_rate) for group in problem.groups)
+    if tiles >= programs // 2:
+        return 1
+    return max(1, min(-(-programs // tiles), -(-keys // (2 * chosen.block_run)), _MAX_SPLITS))
+
+
+def _num_programs(device: torch.device) -> int:
+    if device.type != "cuda":
+        return 4  # Triton's interpreter: more than one, so that programs share the tiles as on a device
+    return _PROGRAMS_PER_MULTIPROCESSOR * _num_multiprocessors(device)
+
+
+@functools.lru_cache(maxsize=64)
+def _num_multiprocessors(device: torch.device) -> int:
+    return torch.cuda.get_device_properties(device).multi_processor_count
+
+
+def _grid(num_items: int, query: Tensor) -> tuple[int]:
+    return (min(num_items, _num_programs(query.device)),)
+
+
+def _tensors(problem: Problem) -> tuple[Tensor, Tensor, Tensor]:
+    return problem.query, problem.key, problem.value
+
+
+def _documents(problem: Problem) -> Tensor:
+    """Where the kernels are compiled without a use of an operand, any tensor stands for it."""
+    return problem.query if problem.cu_seqlens is None else problem.cu_seqlens
+
+
+def _optional(problem: Problem) -> tuple[Tensor, Tensor, Tensor]:
+    mask, seed = problem.key_padding_mask, problem.dropout_seed
+    return (
+        _documents(problem),
+        problem.query if mask is None else mask.contiguous().view(torch.uint8),
+        problem.query if seed is None else seed,
+    )
+
+
+def _search(problem: Problem) -> tuple[int, int]:
+    """Number of documents, and halvings that find one among them."""
+    if problem.cu_seqlens is None:
+        return 1, 0
+    documents = problem.cu_seqlens.shape[0] - 1
+    return documents, documents.bit_length()
+
+
+def _strides(problem: Problem) -> tuple[int, ...]:
+    return tuple(stride for tensor in _tensors(problem) for stride in tensor.stride()[:3])
+
+
+def _sizes(problem: Problem) -> tuple[int, ...]:
+    batch, num_queries = problem.query.shape[:2]
+    return (
+        batch, num_queries, problem.key.shape[1], problem.key.shape[2], problem.query_offset, problem.key_offset,
+        problem.last_position, len(problem.groups), *_search(problem),
+    )  # fmt: skip
+
+
+def _numbers(problem: Problem) -> tuple[float, float, int, float]:
+    """Scale of the gradients, of the scores in base 2, and what dropout compares with and multiplies by."""
+    # A scale of 0 would make a masked score of -inf NaN.
+    scale_log2 = max(problem.scale * math.log2(math.e), _POSITIVE)
+    threshold = min(round(problem.dropout_p * 2**32) - 2**31, 2**31 - 1)
+    return problem.scale, scale_log2, threshold, 1.0 / (1.0 - problem.dropout_p)
+
+
+def _has_phantoms(problem: Problem) -> bool:
+    return not problem.is_causal and any(group.tail == "zero_padded" for group in problem.groups)
+
+
+def _constants(problem: Problem, side: _Side, chosen: Configuration) -> dict[str, object]:
+    return {
+        "RATIO": problem.query.shape[2] // problem.key.shape[2],
+        "D": problem.query.shape[3],
+        "BLOCK_D": _block_d(problem.query),
+        "BLOCK_ROWS": chosen.block_rows,
+        "BLOCK_RUN": chosen.block_run,
+        "WINDOW": side.window,
+        "ORDERED": side.is_ordered,
+        "CAUSAL": problem.is_causal,
+        "PACKED": problem.cu_seqlens is not None,
+        "PADDED": problem.key_padding_mask is not None,
+        "DROPOUT": problem.dropout_p > 0.0,
+        "num_warps": chosen.num_warps,
+        "num_stages": chosen.num_stages,
+        "enable_fp_fusion": True,
+    }
+
+
+def _tuning_key(problem: Problem, pack: int) -> tuple[object, ...]:
+    """What decides which configuration is fastest: the device, the numbers, the pattern, and lengths by their power."""
+    query, key = problem.query, problem.key
+    return (
+        query.device, query.dtype, query.shape[3], pack, problem.groups, problem.is_causal,
+        (query.shape[0] * key.shape[2]).bit_length(), query.shape[1].bit_length(), key.shape[1].bit_length(),
+        problem.cu_seqlens is not None, problem.key_padding_mask is not None, problem.dropout_p > 0.0,
+    )  # fmt: skip
+
+
+def _delta(out: Tensor, grad_out: Tensor, grad_lse: Tensor | None) -> Tensor:
+    delta = torch.empty(out.shape[:3], dtype=torch.float32, device=out.device)
+    block, lines = 32, delta.numel()
+    delta_kernel[(-(-lines // block),)](
+        out, grad_out, delta if grad_lse is None else grad_lse.contiguous(), delta, lines, out.shape[1], out.shape[2],
+        *grad_out.stride()[:3], D=out.shape[3], BLOCK_D=_block_d(out), BLOCK=block, HAS_GRAD_LSE=grad_lse is not None,
+        num_warps=4, enable_fp_fusion=True,
+    )  # fmt: skip
+    return delta
+
+
+def _merge_splits(parts: tuple[Tensor, Tensor], out: Tensor, lse: Tensor) -> None:
+    block, lines = 4, lse.numel()
+    merge_splits_kernel[(-(-lines // block),)](
+        *parts, out, lse, lines, parts[0].shape[0], D=out.shape[3], BLOCK_D=_block_d(out), BLOCK=block, num_warps=4,
+        enable_fp_fusion=True,
+    )  # fmt: skip

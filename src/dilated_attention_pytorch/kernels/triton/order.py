@@ -1,0 +1,51 @@
+"""The order in which rows share tiles: those that take part in the same groups lie side by side.
+
+Rows are ordered within windows. First come the pieces between boundaries of the shortest segments, then what groups a
+row takes part in, rows of the sparse groups first: they see most. A tile is a run of that order, and takes part in a
+group if one of its rows does, so full tiles of equal rows are the rule and nothing depends on rates dividing lengths.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from .segments import document_bounds, interval_of, is_selected, load_group
+
+MEMBERSHIP_BITS = tl.constexpr(9)
+"""Groups that the order tells apart; with more, the densest ones are left out of it (the result is the same)."""
+ALL_BITS = tl.constexpr(2**9 - 1)
+NO_ROW = tl.constexpr(0x7FFFFFFF)
+
+
+@triton.jit
+def order_kernel(
+    ORDER, GROUPS, CU_SEQLENS, num_rows, offset, num_groups, num_kv_heads, shortest_group, num_documents, search_steps,
+    last_position, WINDOW: tl.constexpr, PACKED: tl.constexpr,
+):  # fmt: skip
+    """``ORDER[kv_head, window, :]``: the rows of the window in order; what lies past the last row is not written."""
+    window, kv_head = tl.program_id(0), tl.program_id(1)
+    index = tl.arange(0, WINDOW)
+    row = window * WINDOW + index
+    position = tl.minimum(row, num_rows - 1) + offset
+    begin, end = document_bounds(position, CU_SEQLENS, num_documents, search_steps, last_position, PACKED)
+    length, _, _, shift = load_group(GROUPS, shortest_group, kv_head, num_kv_heads)
+    _, low, _ = interval_of(position, begin, end, length, shift)
+    # At most WINDOW - 2, so that no row has the code of none.
+    piece = tl.minimum(tl.cumsum(((position == low) & (index > 0)).to(tl.int32), 0), WINDOW - 2)
+    membership = tl.zeros([WINDOW], tl.int32)
+    for group in range(num_groups):
+        length, rate, group_offset, shift = load_group(GROUPS, group, kv_head, num_kv_heads)
+        start, _, _ = interval_of(position, begin, end, length, shift)
+        takes_part = is_selected(position, start, rate, group_offset).to(tl.int32)
+        membership = (membership << 1 | takes_part) & ALL_BITS
+    # The sparsest groups are the last and so the lowest bits: reversed, they decide first.
+    rank = tl.zeros([WINDOW], tl.int32)
+    for _ in tl.static_range(MEMBERSHIP_BITS):
+        rank = rank << 1 | (membership & 1)
+        membership = membership >> 1
+    code = (piece << MEMBERSHIP_BITS | (ALL_BITS - rank)) * WINDOW + index
+    code = tl.where(row < num_rows, code, NO_ROW)
+    ordered = tl.sort(code)
+    place = ORDER + (kv_head * tl.num_programs(0) + window).to(tl.int64) * WINDOW + index
+    tl.store(place, window * WINDOW + ordered % WINDOW, mask=row < num_rows)

@@ -1,0 +1,75 @@
+"""The arithmetic of :class:`~dilated_attention_pytorch.patterns.DilationGroup` where kernels need it: on the device.
+
+Positions are int32 scalars or blocks. A group's interval around a position is its segment there, clipped to the
+document: the intervals of one group partition the rows. A test holds each function to its namesake in Python.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+# The columns of the table of groups, one line per group and key/value head.
+LENGTH = tl.constexpr(0)
+RATE = tl.constexpr(1)
+OFFSET = tl.constexpr(2)
+SHIFT = tl.constexpr(3)
+IS_ZERO_PADDED = tl.constexpr(4)
+NUM_COLUMNS = tl.constexpr(5)
+
+
+@triton.jit
+def load_group(GROUPS, group, kv_head, num_kv_heads):
+    """Segment length, rate, offset and shift of a group for one key/value head."""
+    line = GROUPS + (group * num_kv_heads + kv_head) * NUM_COLUMNS
+    return tl.load(line + LENGTH), tl.load(line + RATE), tl.load(line + OFFSET), tl.load(line + SHIFT)
+
+
+@triton.jit
+def document_bounds(position, CU_SEQLENS, num_documents, search_steps, last_position, PACKED: tl.constexpr):
+    """First position, and one past the last, of the document that holds each position."""
+    begin = position * 0
+    end = begin + last_position
+    if PACKED:
+        low = begin
+        high = begin + num_documents
+        for _ in range(search_steps):  # cu_seqlens[low] <= position < cu_seqlens[high]
+            middle = (low + high) // 2
+            is_later = tl.load(CU_SEQLENS + middle) <= position
+            low = tl.where(is_later, middle, low)
+            high = tl.where(is_later, high, middle)
+        begin = tl.load(CU_SEQLENS + low)
+        end = tl.load(CU_SEQLENS + low + 1)
+    return begin, end
+
+
+@triton.jit
+def segment_start(position, begin, length, shift):
+    """First position of the segment that holds ``position``, in a document that begins at ``begin``."""
+    return position - (position - begin + shift) % length
+
+
+@triton.jit
+def interval_of(position, begin, end, length, shift):
+    """Start of the segment, and the interval of the document's rows in it."""
+    start = segment_start(position, begin, length, shift)
+    return start, tl.maximum(start, begin), tl.minimum(start + length, end)
+
+
+@triton.jit
+def is_selected(position, start, rate, offset):
+    """Whether a group selects the position, in the segment that begins at ``start``."""
+    return (position - start) % rate == offset
+
+
+@triton.jit
+def selected(start, rate, offset, low, high):
+    """The selected rows of a segment within ``[low, high)``: the first of them, and how many."""
+    first = low + (rate + offset - (low - start) % rate) % rate
+    return first, tl.maximum(0, (high - first + rate - 1)) // rate
+
+
+@triton.jit
+def count_up_to(position, first, rate, count):
+    """How many of ``count`` rows that begin at ``first`` do not come after ``position``."""
+    return tl.minimum(count, tl.maximum(0, position - first + rate) // rate)

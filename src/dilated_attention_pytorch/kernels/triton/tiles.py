@@ -1,0 +1,94 @@
+"""Which rows a tile holds, in which order tiles are computed, and what is done with blocks of lines."""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from dilated_attention_pytorch.kernels.select import is_interpreted
+
+INTERPRETED = tl.constexpr(is_interpreted())
+
+
+@triton.jit
+def tile_of(
+    index, batch_size, num_kv_heads, num_spans, windows_per_span, tiles_per_window, HEAD_BLOCKS: tl.constexpr,
+    LAST_FIRST: tl.constexpr,
+):  # fmt: skip
+    """Sequence, key/value head, block of query heads, window and tile in the window of the ``index``-th tile.
+
+    A span of windows is finished for one head before the next begins, so that its keys and values stay in the cache of
+    the device; in a span the first tiles of all windows come first, which see most. Under a causal mask the later rows
+    see most: ``LAST_FIRST`` begins with them.
+    """
+    per_span = windows_per_span * tiles_per_window * HEAD_BLOCKS
+    outer, inner = index // per_span, index % per_span
+    head_block, inner = inner % HEAD_BLOCKS, inner // HEAD_BLOCKS
+    window, tile = inner % windows_per_span, inner // windows_per_span
+    heads = batch_size * num_kv_heads
+    span, head = outer // heads, outer % heads
+    window = span * windows_per_span + window
+    if LAST_FIRST:
+        window = num_spans * windows_per_span - 1 - window
+    return head // num_kv_heads, head % num_kv_heads, head_block, window, tile
+
+
+@triton.jit
+def rows_of(
+    ORDER, kv_head, window, tile, num_windows, num_rows, BLOCK: tl.constexpr, PACK: tl.constexpr, WINDOW: tl.constexpr,
+    ORDERED: tl.constexpr,
+):  # fmt: skip
+    """The row of each of the tile's ``BLOCK`` lines, ``PACK`` query heads to a row; -1 where it holds none."""
+    slot = tl.arange(0, BLOCK) // PACK
+    index = tile * (BLOCK // PACK) + slot
+    row = window * WINDOW + index
+    is_line = (slot < BLOCK // PACK) & (index < WINDOW) & (row < num_rows)
+    if ORDERED:
+        place = ORDER + (kv_head * num_windows + window).to(tl.int64) * WINDOW + index
+        row = tl.load(place, mask=is_line, other=-1)
+    return tl.where(is_line, row, -1)
+
+
+@triton.jit
+def load_lines(BASE, line_offset, is_line, D: tl.constexpr, BLOCK_D: tl.constexpr):
+    """``[lines, BLOCK_D]`` from ``BASE + line_offset``; lines that are not there, and columns from D on, are 0."""
+    column = tl.arange(0, BLOCK_D)
+    mask = is_line[:, None] & (column < D)[None, :]
+    return tl.load(BASE + line_offset[:, None] + column[None, :], mask=mask, other=0.0)
+
+
+@triton.jit
+def rounded(value, dtype: tl.constexpr):
+    """``value`` to the nearest number of ``dtype``."""
+    if INTERPRETED and dtype == tl.bfloat16:  # which cuts the lower bits off: they are rounded to 0 before
+        bits = value.to(tl.int32, bitcast=True)
+        bits = (bits + 0x7FFF + ((bits >> 16) & 1)) & -0x10000
+        value = bits.to(tl.float32, bitcast=True)
+    return value.to(dtype)
+
+
+@triton.jit
+def store_lines(BASE, line_offset, is_line, value, D: tl.constexpr, BLOCK_D: tl.constexpr):
+    """Store ``[lines, BLOCK_D]`` to the lines that are there, in the dtype of ``BASE``."""
+    column = tl.arange(0, BLOCK_D)
+    mask = is_line[:, None] & (column < D)[None, :]
+    tl.store(BASE + line_offset[:, None] + column[None, :], rounded(value, BASE.dtype.element_ty), mask=mask)
+
+
+@triton.jit
+def load_block(pointers, is_line, MASKED: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr):
+    """``[lines, BLOCK_D]``: masked by line where asked for, by column where D does not fill the block."""
+    inside = (tl.arange(0, BLOCK_D) < D)[None, :]
+    if MASKED:
+        return tl.load(pointers, mask=is_line[:, None] & inside, other=0.0)
+    if D == BLOCK_D:
+        return tl.load(pointers)
+    return tl.load(pointers, mask=inside, other=0.0)
+
+
+@triton.jit
+def product(left, right, total=None):
+    """``left @ right + total`` in float32; float32 operands are multiplied exactly, not rounded to fewer bits."""
+    if INTERPRETED:  # its arithmetic is numpy's, which knows no bfloat16: products of its numbers are exact in float32
+        left, right = left.to(tl.float32), right.to(tl.float32)
+    return tl.dot(left, right, total, input_precision="ieee")

@@ -1,0 +1,83 @@
+"""The named shapes are what the issue and the brief name, and the formulas count what the definition counts."""
+
+from __future__ import annotations
+
+import pytest
+
+from benchmark_cases import counts_of, small_case
+from dilated_attention_pytorch.benchmarks.presets import PRESETS, planned_cases
+from dilated_attention_pytorch.benchmarks.settings import BenchSettings
+from dilated_attention_pytorch.benchmarks.shapes import SHAPES
+
+# heads, width of a head, segment lengths, rates, offset rule, causal
+SIZES = {
+    "paper": (12, 64, (2048, 4096, 8192, 16384, 32768), (1, 2, 4, 6, 12), "modulo", False),
+    "slide": (16, 48, (1024, 5792, 32768, 185363, 1048576), (1, 2, 4, 8, 16), "block", False),
+    "three": (8, 64, (2048, 4096, 8192), (1, 2, 4), "modulo", False),
+    "hybrid-ring": (8, 64, (512, 1024), (1, 2), "modulo", False),
+    "head-parallel": (8, 64, (2048, 4096, 8192), (1, 2, 4), "modulo", False),
+    "decode": (8, 64, (2048, 4096, 8192), (1, 2, 4), "modulo", True),
+}
+
+
+@pytest.mark.parametrize("name", SHAPES)
+def test_a_named_shape_has_its_numbers(name: str) -> None:
+    shape = SHAPES[name]
+    sizes = (shape.heads, shape.head_dim, shape.segment_lengths, shape.dilation_rates, shape.offset_rule, shape.causal)
+    assert sizes == SIZES[name]
+
+
+def test_the_rows_of_a_shape_are_those_that_it_is_named_for() -> None:
+    assert SHAPES["hybrid-ring"].rows == (1024, 2048, 4096, 8192, 16384)
+    assert SHAPES["head-parallel"].rows == (8192,)
+    assert (min(SHAPES["slide"].rows), max(SHAPES["slide"].rows)) == (1000, 30000)
+
+
+def test_the_figures_of_the_issue_follow_from_the_formulas() -> None:
+    # "12 heads of 64, fp16: 0.43 TFLOP and 0.20 GB of traffic at 32,768 tokens; at one million 13.7 TFLOP, 6.5 GB"
+    near, far = (SHAPES["paper"].case(rows=rows, dtype="float16") for rows in (32768, 1048576))
+    assert near.flops("pattern") == pytest.approx(0.43e12, rel=0.01)
+    assert near.least_bytes("pattern") == pytest.approx(0.20e9, rel=0.02)
+    assert far.flops("pattern") == pytest.approx(13.7e12, rel=0.01)
+    assert far.least_bytes("pattern") == pytest.approx(6.5e9, rel=0.01)
+
+
+@pytest.mark.parametrize("offset_rule", ["modulo", "block"])
+@pytest.mark.parametrize("mode", ["forward", "decode"])
+@pytest.mark.parametrize("causal", [False, True])
+def test_pairs_are_the_sum_of_the_counts(offset_rule: str, mode: str, causal: bool) -> None:
+    case = small_case(mode=mode, causal=causal, offset_rule=offset_rule, heads=6, kv_heads=3, batch=2)
+    counts, _ = counts_of(case)
+    assert case.num_pairs("pattern") == 2 * int(counts.sum())
+    positions = range(case.query_offset, case.rows)
+    assert case.num_pairs("dense") == 12 * sum(p + 1 if causal else case.rows for p in positions)
+
+
+def test_gradients_cost_two_and_a_half_times_the_forward() -> None:
+    forward, both = (small_case(mode=mode) for mode in ("forward", "forward_backward"))
+    assert both.flops("pattern") == 3.5 * forward.flops("pattern")
+
+
+def test_equal_names_are_equal_cases() -> None:
+    cases = [case for preset in PRESETS.values() for case in planned_cases(BenchSettings(), preset)]
+    assert len({case.name for case in cases}) == len(set(cases))
+
+
+@pytest.mark.parametrize("name", PRESETS)
+def test_a_dry_run_has_every_case_of_its_preset_at_a_few_rows(name: str) -> None:
+    cases = planned_cases(BenchSettings(dry_run=True), PRESETS[name])
+    assert len({case.name for case in cases}) == len(planned_cases(BenchSettings(), PRESETS[name]))
+    assert all(case.rows < 200 for case in cases)
+
+
+def test_the_preset_for_gpus_has_what_the_issue_asks_for() -> None:
+    cases = planned_cases(BenchSettings(), PRESETS["gpu"])
+    for shape in ("paper", "three"):
+        for head_dim in (64, 128):
+            for mode in ("forward", "forward_backward"):
+                rows = {
+                    case.rows
+                    for case in cases
+                    if (case.shape, case.head_dim, case.mode, case.dtype) == (shape, head_dim, mode, "bfloat16")
+                }
+                assert {32768, 1048576} <= rows

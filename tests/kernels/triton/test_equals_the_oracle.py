@@ -1,0 +1,242 @@
+"""The Triton kernels against the dense oracle, forward and every gradient, in Triton's interpreter or on a GPU.
+
+Operands lie in larger storage full of NaN and every fresh tensor is filled with NaN, so that a row read or left out by
+mistake shows.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor
+
+from dilated_attention_pytorch import DilatedPattern, Pattern, attend_with_lse
+from dilated_attention_pytorch.kernels.select import is_interpreted
+from dilated_attention_pytorch.kernels.triton import configurations
+from drawn import SWEEP, DrawnCall, Sizes, calls, examples
+from error_budget import budget
+from oracle import Groups, dense_attention
+
+DEVICE = "cpu" if is_interpreted() else "cuda"
+NAMES = ("out", "lse", "grad_query", "grad_key", "grad_value")
+# The interpreter takes a tenth of a millisecond for every operation of every program: few tiles, few intervals.
+SMALL = Sizes(
+    st.one_of(st.sampled_from([1, 7, 15, 16, 17, 33]), st.integers(1, 45)), batch=2, kv_heads=2,
+    head_dims=(5, 16, 24, 32), groups=3, summands=(1, 1, 1, 2),
+    segments=st.one_of(st.integers(5, 60), st.sampled_from([3, 8, 16, 32, 64])),
+)  # fmt: skip
+PARTS, DRAWS = 6, 27
+
+
+@pytest.fixture(autouse=True)
+def _small_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Blocks of the interpreter's runs: small ones, so that small calls have many tiles and long runs of blocks."""
+    if is_interpreted():
+        small = (configurations.Configuration(16, 16, 4, 1),)
+        monkeypatch.setattr("dilated_attention_pytorch.kernels.triton.launch.candidates", lambda *_: small)
+
+
+@contextlib.contextmanager
+def poisoned() -> Iterator[None]:
+    """Every ``torch.empty`` is filled with NaN, or the largest integer."""
+    torch.use_deterministic_algorithms(True)
+    try:
+        assert torch.utils.deterministic.fill_uninitialized_memory
+        yield
+    finally:
+        torch.use_deterministic_algorithms(False)
+
+
+def surrounded(x: Tensor) -> Tensor:
+    """``x`` as a view into storage that is NaN everywhere else."""
+    batch, rows, heads, head_dim = x.shape
+    storage = torch.full((batch, rows + 40, heads + 1, head_dim + 3), float("nan"), dtype=x.dtype, device=DEVICE)
+    view = storage[:, 20 : rows + 20, :heads, :head_dim]
+    view.copy_(x)
+    return view.detach().requires_grad_()
+
+
+def check(call: DrawnCall, dtype: torch.dtype, used: dict[str, float], *, with_lse: bool = True) -> None:
+    """One call within the error budget."""
+    *inputs, grad_out, grad_lse = call.tensors(dtype)
+    grad_lse = grad_lse if with_lse else torch.zeros_like(grad_lse)
+    here = [surrounded(x) for x in inputs]
+    options = {name: x.to(DEVICE) if isinstance(x, Tensor) else x for name, x in call.options.items()}
+    with poisoned():
+        out, lse = attend_with_lse(
+            *here, call.pattern, is_causal=call.is_causal, scale=call.scale, impl="triton", **options
+        )
+        dead = lse == float("-inf")
+        finite = torch.where(dead, 0.0, lse)
+        # The gradient of the output is strided like the query; only rows that saw a key have an lse to differentiate.
+        weights = surrounded(grad_out).detach()
+        lse_weights = torch.where(dead, 0.0, grad_lse.to(DEVICE, torch.float32))
+        grads = torch.autograd.grad((out, finite), here, (weights, lse_weights))
+    scale = 1 / math.sqrt(call.head_dim) if call.scale is None else call.scale
+    exact = [x.detach().double().requires_grad_() for x in inputs]
+    counts, phantoms = call.counts()
+    want_out, want_lse = dense_attention(*exact, counts, phantoms, scale)
+    assert torch.equal(dead.cpu(), want_lse == float("-inf"))
+    want_finite = torch.where(dead.cpu(), 0.0, want_lse)
+    lse_weights = lse_weights.cpu().double()
+    want_grads = torch.autograd.grad((want_out, want_finite), exact, (grad_out.double(), lse_weights))
+    # The budget sees the phantom keys as what they are: keys of score and value 0.
+    most = int(phantoms.max()) if phantoms.numel() else 0
+    filled = torch.cat([counts, (torch.arange(most) < phantoms.unsqueeze(-1)).to(counts)], -1)
+    q, k, v = (x.detach() for x in exact)
+    k, v = (
+        torch.nn.functional.pad(x, (0, 0, 0, 0, 0, most)).repeat_interleave(call.ratio, 2) for x in (k, v)
+    )  # fmt: skip
+    filled = filled.repeat_interleave(call.ratio, 1).double()
+    bounds = budget(q, k, v, grad_out.double(), filled, scale, dtype, lse_weights)
+    got = (out, finite, *grads)
+    for name, x, y, bound in zip(NAMES, got, (want_out, want_finite, *want_grads), bounds, strict=True):
+        if name in ("grad_key", "grad_value"):
+            bound = bound[:, : call.num_keys].unflatten(2, (-1, call.ratio)).sum(3)
+        bound = bound + torch.finfo(dtype).tiny * 64
+        error = (x.detach().cpu().double() - y).abs()
+        assert (error <= bound).all(), (name, error.max().item())
+        if error.numel():
+            used[name] = max(used[name], (error / bound).max().item())
+
+
+@pytest.mark.parametrize("part", range(PARTS))
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_drawn_calls_stay_within_the_error_budget(dtype: torch.dtype, part: int, figure: Any) -> None:
+    used, drawn = dict.fromkeys(NAMES, 0.0), 0
+
+    @examples(DRAWS, is_shrunk=False)
+    @given(calls(sizes=SMALL), st.integers(0, 2**31))
+    def draw(call: DrawnCall, seed: int) -> None:
+        nonlocal drawn
+        # derandomize repeats its draws in every part: the part moves seeds, masks and rates.
+        call.seed = seed + part
+        call.is_causal ^= bool(part & 1)
+        call.summands = tuple(
+            Groups(g.lengths, tuple(1 + (r + part) % 7 for r in g.rates), g.offset_rule, g.tail, g.shift)
+            for g in call.summands
+        )
+        drawn += 1
+        check(call, dtype, used)
+
+    draw()
+    assert drawn >= (10 if SWEEP else 1) * DRAWS
+    figure(f"Triton, {dtype}, {drawn} drawn calls (part {part}), part of the error budget used",
+           {k: f"{v:.2f}" for k, v in used.items()})  # fmt: skip
+
+
+# fmt: off
+CASES = {
+    "the paper's pattern, scaled down by 128": (12, 1, 97, 16, Groups((16, 32, 64, 128, 256), (1, 2, 4, 6, 12))),
+    "12 heads, rate 6 does not divide 20": (12, 1, 67, 16, Groups((20,), (6,))),
+    "12 heads, rate 12": (12, 1, 61, 16, Groups((40, 13), (12, 1))),
+    "the slide encoder's pattern, scaled down": (16, 1, 70, 24, Groups((16, 90, 512), (1, 2, 16), "block")),
+    "grouped heads, more than a tile holds": (1, 24, 37, 16, Groups((11, 64), (1, 3))),
+    "more groups than the order tells apart": (2, 1, 50, 16, Groups(tuple(range(9, 64, 5)), (*range(1, 12),))),
+    "rates beyond every length": (3, 1, 29, 16, Groups((7, 10**9), (50, 10**8))),
+}
+# fmt: on
+
+
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("case", CASES)
+def test_chosen_patterns_stay_within_the_error_budget(case: str, causal: bool) -> None:
+    kv_heads, ratio, rows, head_dim, groups = CASES[case]
+    call = DrawnCall(1, rows, rows, kv_heads, ratio, head_dim, (groups,), 4, causal, None)
+    check(call, torch.float32, dict.fromkeys(NAMES, 0.0))
+
+
+PATTERN = DilatedPattern([16, 48, 200], [1, 3, 5])
+
+
+def tensors(*shape: int, dtype: torch.dtype = torch.float32) -> list[Tensor]:
+    generator = torch.Generator().manual_seed(1)
+    return [torch.randn(shape, generator=generator).to(DEVICE, dtype).requires_grad_() for _ in range(3)]
+
+
+def test_splitting_the_keys_changes_nothing() -> None:
+    from dilated_attention_pytorch.kernels.triton import launch
+
+    for pattern in (PATTERN, PATTERN + DilatedPattern([32], [2], tail="zero_padded")):
+        q, k, v = (x.detach() for x in tensors(2, 37, 3, 16))
+        problem = launch.Problem(q, k, v, pattern.groups, False, 0.3)
+        with poisoned():
+            whole, parts = launch.forward(problem, 1), launch.forward(problem, 3)
+        for a, b in zip(whole, parts, strict=True):
+            torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-6)
+
+
+def test_one_query_after_many_keys_is_split_over_the_grid_and_exact() -> None:
+    from dilated_attention_pytorch.kernels.triton import launch
+
+    everywhere: Pattern = DilatedPattern([400, 1000], [1, 3])
+    q, k, v = (x.detach() for x in tensors(1, 397, 1, 16))
+    problem = launch.Problem(q[:, -1:], k, v, everywhere.groups, True, 0.25, 396, 0)
+    side = launch._side(problem, launch._table_of(problem), (configurations.FEW_QUERIES,), 1, is_query=True)
+    assert launch._num_splits(problem, side, configurations.FEW_QUERIES, 1) > 1
+    out, lse = attend_with_lse(q[:, -1:], k, v, everywhere, is_causal=True, scale=0.25, query_offset=396, impl="triton")
+    want = attend_with_lse(q.double(), k.double(), v.double(), everywhere, is_causal=True, scale=0.25, impl="reference")
+    torch.testing.assert_close(out, want.out[:, -1:].float(), rtol=1e-5, atol=1e-6)
+    torch.testing.assert_close(lse, want.lse[:, -1:].float(), rtol=1e-5, atol=1e-6)
+
+
+def test_rows_attend_to_rows() -> None:
+    from dilated_attention_pytorch.kernels.triton import launch
+
+    q, k, v = (x.detach() for x in tensors(2, 150, 4, 16))
+    out, lse = launch.attend_rows(q[:, :1], k[:, :, :2], v[:, :, :2], scale=0.25)
+    scores = 0.25 * torch.einsum("bnhd,bmhd->bnhm", q[:, :1], k[:, :, :2].repeat_interleave(2, 2)).double()
+    torch.testing.assert_close(lse, scores.logsumexp(-1).float(), rtol=1e-5, atol=1e-5)
+    want = torch.einsum("bnhm,bmhd->bnhd", scores.softmax(-1), v[:, :, :2].repeat_interleave(2, 2).double())
+    torch.testing.assert_close(out, want.float(), rtol=1e-5, atol=1e-5)
+
+
+def test_dropout_drops_what_the_other_implementations_drop() -> None:
+    q, k, v = tensors(2, 37, 4, 16)
+    k, v = (x[:, :, :2] for x in (k, v))
+    results = []
+    for impl in ("triton", "reference"):
+        torch.manual_seed(3)
+        out, lse = attend_with_lse(q, k, v, PATTERN, is_causal=True, dropout_p=0.4, impl=impl)  # type: ignore[arg-type]
+        results.append((out, lse, *torch.autograd.grad(out.sin().sum(), (q, k, v))))
+    for ours, theirs in zip(*results, strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-5)
+
+
+def test_two_runs_give_equal_bits() -> None:
+    q, k, v = tensors(1, 70, 3, 16, dtype=torch.bfloat16)
+    runs = []
+    for _ in range(2):
+        out, lse = attend_with_lse(q, k, v, PATTERN, is_causal=True, impl="triton")
+        runs.append((out, lse, *torch.autograd.grad(out.float().square().sum(), (q, k, v))))
+    assert all(torch.equal(a, b) for a, b in zip(*runs, strict=True))
+
+
+def test_a_padded_key_may_hold_nan() -> None:
+    q, k, v = tensors(1, 41, 2, 16)
+    mask = torch.zeros(1, 41, dtype=torch.bool, device=DEVICE)
+    mask[:, 30:] = True
+    bad_k, bad_v = (x.detach().masked_fill(mask[..., None, None], float("nan")).requires_grad_() for x in (k, v))
+    runs = []
+    for keys, values in ((k, v), (bad_k, bad_v)):
+        out, lse = attend_with_lse(q, keys, values, PATTERN, key_padding_mask=mask, impl="triton")
+        runs.append((out, lse, *torch.autograd.grad(out.sin().sum(), (q, keys, values))))
+    for clean, poisoned_run in zip(*runs, strict=True):
+        assert torch.equal(clean, poisoned_run)
+    assert not runs[0][3][:, 30:].any()
+
+
+def test_a_scale_of_zero_gives_the_mean_and_no_gradient_of_the_scores() -> None:
+    q, k, v = tensors(1, 20, 2, 16)
+    out, _ = attend_with_lse(q, k, v, DilatedPattern([20], [1]), scale=0.0, is_causal=True, impl="triton")
+    means = v.cumsum(1) / torch.arange(1, 21, device=DEVICE)[:, None, None]
+    torch.testing.assert_close(out, means)
+    grads = torch.autograd.grad(out.sum(), (q, k))
+    assert not any(grad.any() for grad in grads)

@@ -1,0 +1,73 @@
+"""The Triton kernels behind the operator: opcheck, tracing without a graph break, capture in a CUDA graph."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from dilated_attention_pytorch import DilatedPattern, attend, attend_with_lse
+from dilated_attention_pytorch.kernels.select import is_interpreted
+
+DEVICE = "cpu" if is_interpreted() else "cuda"
+PATTERN = DilatedPattern([7, 16], [1, 3])
+
+
+def leaves(rows: int, dtype: torch.dtype = torch.float32) -> list[torch.Tensor]:
+    generator = torch.Generator().manual_seed(rows)
+    shapes = ((1, rows, 2, 16), (1, rows, 1, 16), (1, rows, 1, 16))
+    return [torch.randn(shape, generator=generator).to(DEVICE, dtype).requires_grad_() for shape in shapes]
+
+
+# opcheck's own comparison reads the gradient of a tensor that is no leaf.
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning")
+@pytest.mark.parametrize("extra", ["plain", "packed", "padded", "dropout"])
+def test_opcheck(extra: str) -> None:
+    q, k, v = leaves(13)
+    packed = torch.tensor([0, 9, 13], dtype=torch.int32, device=DEVICE) if extra == "packed" else None
+    padding = torch.arange(13, device=DEVICE)[None] % 3 == 1 if extra == "padded" else None
+    seed, p = (torch.tensor(5, device=DEVICE), 0.3) if extra == "dropout" else (None, 0.0)
+    options = (packed, padding, seed, PATTERN.spec, True, 0.3, 0, 0, p, "triton")
+    torch.library.opcheck(torch.ops.dilated_attention_pytorch.attend, (q, k, v, *options))
+    out, lse = attend_with_lse(q, k, v, PATTERN)
+    with torch.no_grad():
+        arguments = (torch.randn_like(out), torch.randn_like(lse), out, lse, q, k, v, *options)
+        torch.library.opcheck(torch.ops.dilated_attention_pytorch.attend_backward, arguments)
+
+
+def test_compiled_without_a_graph_break_equals_eager() -> None:
+    torch._dynamo.reset()
+
+    def compute(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+        return attend(q.sin(), k, v, PATTERN, is_causal=True, impl="triton").cos()
+
+    compiled = torch.compile(compute, fullgraph=True, backend="aot_eager")
+    inputs = leaves(19)
+    eager, traced = compute(*inputs), compiled(*inputs)
+    assert torch.equal(eager, traced)
+    grads = [torch.autograd.grad(out.square().sum(), inputs) for out in (eager, traced)]
+    assert all(torch.equal(a, b) for a, b in zip(*grads, strict=True))
+
+
+@pytest.mark.skipif(DEVICE == "cpu", reason="CUDA graphs need a GPU")
+def test_a_captured_graph_replays_forward_and_backward_on_new_values() -> None:
+    inputs = leaves(300, torch.bfloat16)
+    bounds = torch.tensor([0, 100, 300], dtype=torch.int32, device=DEVICE)
+
+    def compute() -> tuple[torch.Tensor, ...]:
+        out = attend(*inputs, PATTERN, is_causal=True, cu_seqlens=bounds)
+        return (out, *torch.autograd.grad(out.float().square().sum(), inputs))
+
+    stream = torch.cuda.Stream()
+    with torch.cuda.stream(stream):
+        for _ in range(3):
+            compute()
+    torch.cuda.current_stream().wait_stream(stream)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        captured = compute()
+    with torch.no_grad():
+        for x in inputs:
+            x.copy_(torch.randn_like(x))
+        bounds.copy_(torch.tensor([0, 250, 300], dtype=torch.int32))
+    graph.replay()
+    assert all(torch.equal(a, b) for a, b in zip(captured, compute(), strict=True))
