@@ -179,8 +179,9 @@ def test_one_query_after_many_keys_is_split_over_the_grid_and_exact() -> None:
     everywhere: Pattern = DilatedPattern([400, 1000], [1, 3])
     q, k, v = (x.detach() for x in tensors(1, 397, 1, 16))
     problem = launch.Problem(q[:, -1:], k, v, everywhere.groups, True, 0.25, 396, 0)
-    side = launch._side(problem, launch._table_of(problem), (configurations.FEW_QUERIES,), 1, is_query=True)
-    assert launch._num_splits(problem, side, configurations.FEW_QUERIES, 1) > 1
+    few = configurations.candidates("few_queries", 16, 4, (9, 0))[0]
+    side = launch._side(problem, launch._table_of(problem), (16,), is_query=True)
+    assert launch._num_splits(problem, side, few, 1) > 1
     out, lse = attend_with_lse(q[:, -1:], k, v, everywhere, is_causal=True, scale=0.25, query_offset=396, impl="triton")
     want = attend_with_lse(q.double(), k.double(), v.double(), everywhere, is_causal=True, scale=0.25, impl="reference")
     torch.testing.assert_close(out, want.out[:, -1:].float(), rtol=1e-5, atol=1e-6)

@@ -74,8 +74,7 @@ def test_rows_keep_to_their_window_and_equal_rows_lie_side_by_side(rows: int) ->
     pattern = DilatedPattern([64, 128, 300], [1, 2, 4], segment_shift=(0, 17, 5))
     q = torch.empty(1, rows, 3, 16, device=DEVICE)
     problem = launch.Problem(q, q, q, pattern.groups, False, 1.0)
-    choices = (launch.Configuration(16, 16, 4, 1),)
-    side = launch._side(problem, launch._table_of(problem), choices, 1, is_query=True)
+    side = launch._side(problem, launch._table_of(problem), (16,), is_query=True)
     assert side.is_ordered
     for head in range(3):
         membership = torch.stack([group.locate(torch.arange(rows), head, 3)[1] for group in pattern.groups])
@@ -123,7 +122,7 @@ def test_the_number_of_launches_depends_on_nothing(monkeypatch: pytest.MonkeyPat
         backward = launches(monkeypatch, lambda: results[0].sum().backward())  # noqa: B023
         counted[len(lengths)] = (forward, backward)
     figure("kernel launches (forward, backward) by number of groups", counted)
-    assert set(counted.values()) == {(2, 4)}
+    assert set(counted.values()) == {(3, 5)}
     assert set(counted) == {1, 3, 5}
 
 

@@ -10,26 +10,9 @@ import triton
 import triton.language as tl
 
 from .counter import head_state, keep_factors, key_state, query_state
-from .forward import FAR, LOG2_E
-from .segments import count_up_to, document_bounds, interval_of, is_selected, load_group, selected
-from .tiles import load_block, load_lines, product, rounded, rows_of, store_lines, tile_of
-
-
-@triton.jit
-def delta_kernel(
-    OUT, GRAD_OUT, GRAD_LSE, DELTA, num_lines, num_rows, num_heads, stride_b, stride_n, stride_h,
-    D: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK: tl.constexpr, HAS_GRAD_LSE: tl.constexpr,
-):  # fmt: skip
-    """``DELTA[B, N, H] = rowsum(dO * O) - dL``: what a row's gradient of the scores has subtracted."""
-    line = (tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)).to(tl.int64)
-    is_line = line < num_lines
-    head, row, batch = line % num_heads, line // num_heads % num_rows, line // num_heads // num_rows
-    out = load_lines(OUT, line * D, is_line, D, BLOCK_D).to(tl.float32)
-    grad = load_lines(GRAD_OUT, batch * stride_b + row * stride_n + head * stride_h, is_line, D, BLOCK_D)
-    delta = tl.sum(out * grad.to(tl.float32), 1)
-    if HAS_GRAD_LSE:
-        delta -= tl.load(GRAD_LSE + line, mask=is_line, other=0.0)
-    tl.store(DELTA + line, delta, mask=is_line)
+from .forward import LOG2_E
+from .runs import BITS, is_active_in, load_run
+from .tiles import SIZES, load_block, load_lines, place_of, product, rounded, rows_of, store_lines, tile_of
 
 
 @triton.jit
@@ -75,97 +58,96 @@ def _query_blocks(
     return grad_query
 
 
-@triton.jit
+@triton.jit(do_not_specialize=SIZES)
 def query_gradient_kernel(
-    QUERY, KEY, VALUE, GRAD_OUT, LSE, DELTA, GRAD_QUERY, ORDER, GROUPS, CU_SEQLENS, PADDING, SEED,
+    QUERY, KEY, VALUE, OUT, GRAD_OUT, LSE, GRAD_LSE, DELTA, GRAD_QUERY, ORDER, RUNS, NUM_RUNS, PADDING, SEED,
     query_stride_b, query_stride_n, query_stride_h, key_stride_b, key_stride_n, key_stride_h,
     value_stride_b, value_stride_n, value_stride_h, grad_stride_b, grad_stride_n, grad_stride_h,
-    batch_size, num_queries, num_keys, num_kv_heads, query_offset, key_offset, last_position, num_groups, num_documents,
-    search_steps, num_tiles, num_windows, num_spans, windows_per_span, tiles_per_window,
-    scale, scale_log2, threshold, keep_scale,
+    batch_size, num_queries, num_keys, num_kv_heads, query_offset, key_offset, num_spans, heads_per_span,
+    windows_per_span,
+    tiles_per_window, capacity, scale, scale_log2, threshold, keep_scale,
     RATIO: tl.constexpr, PACK: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_ROWS: tl.constexpr,
-    BLOCK_RUN: tl.constexpr, WINDOW: tl.constexpr, ORDERED: tl.constexpr, CAUSAL: tl.constexpr, PACKED: tl.constexpr,
-    PADDED: tl.constexpr, DROPOUT: tl.constexpr,
+    BLOCK_RUN: tl.constexpr, SLOTS: tl.constexpr, WINDOW: tl.constexpr, ORDERED: tl.constexpr, CAUSAL: tl.constexpr,
+    PADDED: tl.constexpr, DROPOUT: tl.constexpr, HAS_GRAD_LSE: tl.constexpr,
 ):  # fmt: skip
-    """``GRAD_QUERY[B, N, H, D]``: tiles of query rows as in the forward, keys walked over."""
-    num_heads = num_kv_heads * RATIO
-    item = tl.program_id(0)
-    while item < num_tiles:
-        batch, kv_head, head_block, window, tile = tile_of(
-            item, batch_size, num_kv_heads, num_spans, windows_per_span, tiles_per_window, RATIO // PACK, CAUSAL
-        )
-        row = rows_of(ORDER, kv_head, window, tile, num_windows, num_queries, BLOCK_ROWS, PACK, WINDOW, ORDERED)
-        is_row = row >= 0
-        row = tl.maximum(row, 0)
-        head = (kv_head * RATIO + head_block * PACK + tl.arange(0, BLOCK_ROWS) % PACK).to(tl.int64)
-        position = row + query_offset
-        batch, kv_head = batch.to(tl.int64), kv_head.to(tl.int64)
-        wide_row = row.to(tl.int64)
-        query = load_lines(
-            QUERY, batch * query_stride_b + wide_row * query_stride_n + head * query_stride_h, is_row, D, BLOCK_D
-        )
-        grad_out = load_lines(
-            GRAD_OUT, batch * grad_stride_b + wide_row * grad_stride_n + head * grad_stride_h, is_row, D, BLOCK_D
-        )
-        lines = (batch * num_queries + wide_row) * num_heads + head
-        lse = tl.load(LSE + lines, mask=is_row, other=float("-inf")) * LOG2_E
-        lse = tl.where(lse == float("-inf"), float("inf"), lse)
-        delta = tl.load(DELTA + lines, mask=is_row, other=0.0)
-        begin, end = document_bounds(position, CU_SEQLENS, num_documents, search_steps, last_position, PACKED)
-        seed = tl.load(SEED) if DROPOUT else 0
-        query_states = position
-        if DROPOUT:
-            query_states = query_state(head_state(seed, batch, head), position.to(tl.int64))
-        grad_query = tl.zeros([BLOCK_ROWS, BLOCK_D], tl.float32)
-        keys = KEY + batch * key_stride_b + kv_head * key_stride_h
-        values = VALUE + batch * value_stride_b + kv_head * value_stride_h
-        padding = PADDING + batch * num_keys
-        for group in range(num_groups):
-            length, rate, offset, shift = load_group(GROUPS, group, kv_head, num_kv_heads)
-            start, low, high = interval_of(position, begin, end, length, shift)
-            takes_part = is_row & is_selected(position, start, rate, offset)
-            cursor = tl.min(tl.where(takes_part, low, FAR))
-            last = tl.max(tl.where(takes_part, high, -1))
-            while cursor < last:
-                its_begin, its_end = document_bounds(
-                    cursor, CU_SEQLENS, num_documents, search_steps, last_position, PACKED
-                )
-                its_start, _, its_stop = interval_of(cursor, its_begin, its_end, length, shift)
-                is_active = takes_part & (low == cursor)
-                first, count = selected(
-                    its_start, rate, offset, tl.maximum(cursor, key_offset), tl.minimum(its_stop, key_offset + num_keys)
-                )
-                full, seen = count, count
-                if CAUSAL:
-                    full = count_up_to(tl.min(tl.where(is_active, position, FAR)), first, rate, count)
-                    seen = count_up_to(tl.max(tl.where(is_active, position, -1)), first, rate, count)
-                num_full, num_blocks = full // BLOCK_RUN, (seen + BLOCK_RUN - 1) // BLOCK_RUN
-                grad_query = _query_blocks(
-                    query, grad_out, lse, delta, grad_query, keys, values, key_stride_n, value_stride_n, first, rate,
-                    count, 0, num_full, position, is_active, key_offset, padding, seed, query_states, threshold,
-                    keep_scale, scale_log2, D, BLOCK_D, BLOCK_RUN, False, CAUSAL, PADDED, DROPOUT,
-                )  # fmt: skip
-                grad_query = _query_blocks(
-                    query, grad_out, lse, delta, grad_query, keys, values, key_stride_n, value_stride_n, first, rate,
-                    count, num_full, num_blocks, position, is_active, key_offset, padding, seed, query_states,
-                    threshold, keep_scale, scale_log2, D, BLOCK_D, BLOCK_RUN, True, CAUSAL, PADDED, DROPOUT,
-                )  # fmt: skip
-                cursor = tl.maximum(its_stop, cursor + 1)
-        store_lines(GRAD_QUERY, lines * D, is_row, grad_query * scale, D, BLOCK_D)
-        item += tl.num_programs(0)
+    """``GRAD_QUERY[B, N, H, D]``: tiles of query rows as in the forward, keys walked over.
+
+    On the way ``DELTA[B, N, H] = rowsum(dO * O) - dL``, what the gradient of a row's scores has subtracted, for the
+    other kernel.
+    """
+    batch, kv_head, head_block, window, tile = tile_of(
+        tl.program_id(0),
+        batch_size * num_kv_heads,
+        num_kv_heads,
+        num_spans,
+        heads_per_span,
+        windows_per_span,
+        tiles_per_window,
+        RATIO // PACK,
+        CAUSAL,
+    )
+    slot = tl.arange(0, BLOCK_ROWS) // PACK
+    row = rows_of(ORDER, kv_head, window, tile, num_queries, slot, BLOCK_ROWS // PACK, WINDOW, ORDERED)
+    is_row = row >= 0
+    head = kv_head * RATIO + head_block * PACK + tl.arange(0, BLOCK_ROWS) % PACK
+    batch, wide_row, wide_head = batch.to(tl.int64), row.to(tl.int64), head.to(tl.int64)
+    grad_out = load_lines(
+        GRAD_OUT, batch * grad_stride_b + wide_row * grad_stride_n + wide_head * grad_stride_h, is_row, D, BLOCK_D
+    )
+    lines = (batch * num_queries + row) * (num_kv_heads * RATIO) + head
+    lse = tl.load(LSE + lines, mask=is_row, other=float("-inf")) * LOG2_E
+    lse = tl.where(lse == float("-inf"), float("inf"), lse)
+    out = load_lines(OUT, lines * D, is_row, D, BLOCK_D)
+    delta = tl.sum(out.to(tl.float32) * grad_out.to(tl.float32), 1)
+    if HAS_GRAD_LSE:
+        delta -= tl.load(GRAD_LSE + lines, mask=is_row, other=0.0)
+    tl.store(DELTA + lines, delta, mask=is_row)
+    query = load_lines(
+        QUERY, batch * query_stride_b + wide_row * query_stride_n + wide_head * query_stride_h, is_row, D, BLOCK_D
+    )
+    position = row + query_offset
+    seed = tl.load(SEED) if DROPOUT else 0
+    query_states = position
+    if DROPOUT:
+        query_states = query_state(head_state(seed, batch, wide_head), position.to(tl.int64))
+    grad_query = tl.zeros([BLOCK_ROWS, BLOCK_D], tl.float32)
+    keys = KEY + batch * key_stride_b + kv_head.to(tl.int64) * key_stride_h
+    values = VALUE + batch * value_stride_b + kv_head.to(tl.int64) * value_stride_h
+    padding = PADDING + batch * num_keys
+    place, is_tile = place_of(kv_head, window, tile, num_queries, tiles_per_window, WINDOW)
+    line = RUNS + place.to(tl.int64) * capacity * (BITS + SLOTS // 32)
+    for _ in range(tl.load(NUM_RUNS + place, mask=is_tile, other=0)):
+        first, rate, count, full, _phantoms = load_run(line)
+        is_active = is_row & is_active_in(line, slot)
+        num_full, num_blocks = full // BLOCK_RUN, (count + BLOCK_RUN - 1) // BLOCK_RUN
+        grad_query = _query_blocks(
+            query, grad_out, lse, delta, grad_query, keys, values, key_stride_n, value_stride_n, first, rate, count,
+            0, num_full, position, is_active, key_offset, padding, seed, query_states, threshold, keep_scale,
+            scale_log2, D, BLOCK_D, BLOCK_RUN, False, CAUSAL, PADDED, DROPOUT,
+        )  # fmt: skip
+        grad_query = _query_blocks(
+            query, grad_out, lse, delta, grad_query, keys, values, key_stride_n, value_stride_n, first, rate, count,
+            num_full, num_blocks, position, is_active, key_offset, padding, seed, query_states, threshold, keep_scale,
+            scale_log2, D, BLOCK_D, BLOCK_RUN, True, CAUSAL, PADDED, DROPOUT,
+        )  # fmt: skip
+        line += BITS + SLOTS // 32
+    # Read once more: keeping the rows through the loops takes registers that the loops need.
+    row = rows_of(ORDER, kv_head, window, tile, num_queries, slot, BLOCK_ROWS // PACK, WINDOW, ORDERED)
+    lines = (batch * num_queries + row) * (num_kv_heads * RATIO) + head
+    store_lines(GRAD_QUERY, lines * D, row >= 0, grad_query * scale, D, BLOCK_D)
 
 
 @triton.jit
 def _key_blocks(
     key, value, grad_key, grad_value, QUERY, GRAD_OUT, LSE, DELTA, query_stride, grad_stride, line_stride, first, rate,
-    count, from_block, to_block, skip_from, skip_to, position, is_active, query_offset, state_of_head, key_states,
+    count, from_block, to_block, clear_from, clear_to, position, is_active, query_offset, state_of_head, key_states,
     threshold, keep_scale, scale_log2,
-    D: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_RUN: tl.constexpr, MASKED: tl.constexpr, CAUSAL: tl.constexpr,
-    DROPOUT: tl.constexpr,
+    D: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_RUN: tl.constexpr, CAUSAL: tl.constexpr, DROPOUT: tl.constexpr,
 ):  # fmt: skip
-    """Add blocks of a run of queries to the tile's gradients of keys and values.
+    """Add the blocks ``[from_block, to_block)`` of a run of queries to the tile's gradients of keys and values.
 
-    They are ``[from_block, to_block)`` without ``[skip_from, skip_to)``.
+    Those of ``[clear_from, clear_to)`` see every key of the tile. One loop asks for it where the other kernels have two
+    loops: two accumulators leave no registers for the values that a second loop keeps alive.
     """
     line = tl.arange(0, BLOCK_RUN)
     column = tl.arange(0, BLOCK_D)
@@ -178,19 +160,17 @@ def _key_blocks(
     query_step = query_stride * wide_rate * BLOCK_RUN
     grad_step = grad_stride * wide_rate * BLOCK_RUN
     line_step = line_stride * wide_rate * BLOCK_RUN
-    skipped = skip_to - skip_from
-    for turn in range(from_block, to_block - skipped):
-        block = tl.where(turn < skip_from, turn, turn + skipped)
+    for block in range(from_block, to_block):
         index = block * BLOCK_RUN + line
         is_query = index < count
-        query = load_block(query_pointers + block * query_step, is_query, MASKED, D, BLOCK_D)
-        grad_out = load_block(grad_pointers + block * grad_step, is_query, MASKED, D, BLOCK_D)
+        query = load_block(query_pointers + block * query_step, is_query, True, D, BLOCK_D)
+        grad_out = load_block(grad_pointers + block * grad_step, is_query, True, D, BLOCK_D)
         lse = tl.load(LSE + line_pointers + block * line_step, mask=is_query, other=float("-inf")) * LOG2_E
         delta = tl.load(DELTA + line_pointers + block * line_step, mask=is_query, other=0.0)
         score = product(key, tl.trans(query)) * scale_log2
         # A query that saw no key at all, or is none, has the probability exp(-inf).
         probability = tl.exp2(score - tl.where(lse == float("-inf"), float("inf"), lse)[None, :])
-        if MASKED:
+        if (block < clear_from) | (block >= clear_to):
             is_seen = is_active[:, None]
             if CAUSAL:
                 is_seen = is_seen & (position[:, None] <= (first + index * rate)[None, :])
@@ -208,92 +188,71 @@ def _key_blocks(
     return grad_key, grad_value
 
 
-@triton.jit
+@triton.jit(do_not_specialize=SIZES)
 def key_gradient_kernel(
-    QUERY, KEY, VALUE, GRAD_OUT, LSE, DELTA, GRAD_KEY, GRAD_VALUE, ORDER, GROUPS, CU_SEQLENS, PADDING, SEED,
+    QUERY, KEY, VALUE, GRAD_OUT, LSE, DELTA, GRAD_KEY, GRAD_VALUE, ORDER, RUNS, NUM_RUNS, PADDING, SEED,
     query_stride_b, query_stride_n, query_stride_h, key_stride_b, key_stride_n, key_stride_h,
     value_stride_b, value_stride_n, value_stride_h, grad_stride_b, grad_stride_n, grad_stride_h,
-    batch_size, num_queries, num_keys, num_kv_heads, query_offset, key_offset, last_position, num_groups, num_documents,
-    search_steps, num_tiles, num_windows, num_spans, windows_per_span, tiles_per_window,
-    scale, scale_log2, threshold, keep_scale,
+    batch_size, num_queries, num_keys, num_kv_heads, query_offset, key_offset, num_spans, heads_per_span,
+    windows_per_span,
+    tiles_per_window, capacity, scale, scale_log2, threshold, keep_scale,
     RATIO: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_ROWS: tl.constexpr, BLOCK_RUN: tl.constexpr,
-    WINDOW: tl.constexpr, ORDERED: tl.constexpr, CAUSAL: tl.constexpr, PACKED: tl.constexpr, PADDED: tl.constexpr,
+    SLOTS: tl.constexpr, WINDOW: tl.constexpr, ORDERED: tl.constexpr, CAUSAL: tl.constexpr, PADDED: tl.constexpr,
     DROPOUT: tl.constexpr,
 ):  # fmt: skip
     """``GRAD_KEY`` and ``GRAD_VALUE`` ``[B, M, G, D]``: tiles of key rows, queries of all their heads walked over."""
+    batch, kv_head, _, window, tile = tile_of(
+        tl.program_id(0),
+        batch_size * num_kv_heads,
+        num_kv_heads,
+        num_spans,
+        heads_per_span,
+        windows_per_span,
+        tiles_per_window,
+        1,
+        False,
+    )
+    slot = tl.arange(0, BLOCK_ROWS)
+    row = rows_of(ORDER, kv_head, window, tile, num_keys, slot, BLOCK_ROWS, WINDOW, ORDERED)
+    is_row = row >= 0
+    batch, wide_row, wide_head = batch.to(tl.int64), row.to(tl.int64), kv_head.to(tl.int64)
+    key_lines = batch * key_stride_b + wide_row * key_stride_n + wide_head * key_stride_h
+    value_lines = batch * value_stride_b + wide_row * value_stride_n + wide_head * value_stride_h
+    is_key = is_row
+    if PADDED:
+        is_key = is_row & (tl.load(PADDING + batch * num_keys + row, mask=is_row, other=1) == 0)
+    key = load_lines(KEY, key_lines, is_key, D, BLOCK_D)
+    value = load_lines(VALUE, value_lines, is_key, D, BLOCK_D)
+    position = row + key_offset
+    seed = tl.load(SEED) if DROPOUT else 0
+    key_states = position
+    if DROPOUT:
+        key_states = key_state(seed, position.to(tl.int64))
+    grad_key = tl.zeros([BLOCK_ROWS, BLOCK_D], tl.float32)
+    grad_value = tl.zeros([BLOCK_ROWS, BLOCK_D], tl.float32)
     num_heads = num_kv_heads * RATIO
-    item = tl.program_id(0)
-    while item < num_tiles:
-        batch, kv_head, _, window, tile = tile_of(
-            item, batch_size, num_kv_heads, num_spans, windows_per_span, tiles_per_window, 1, False
-        )
-        row = rows_of(ORDER, kv_head, window, tile, num_windows, num_keys, BLOCK_ROWS, 1, WINDOW, ORDERED)
-        is_row = row >= 0
-        row = tl.maximum(row, 0)
-        position = row + key_offset
-        batch, kv_head = batch.to(tl.int64), kv_head.to(tl.int64)
-        wide_row = row.to(tl.int64)
-        is_key = is_row
-        if PADDED:
-            is_key = is_key & (tl.load(PADDING + batch * num_keys + row, mask=is_row, other=1) == 0)
-        key = load_lines(
-            KEY, batch * key_stride_b + wide_row * key_stride_n + kv_head * key_stride_h, is_key, D, BLOCK_D
-        )
-        value = load_lines(
-            VALUE, batch * value_stride_b + wide_row * value_stride_n + kv_head * value_stride_h, is_key, D, BLOCK_D
-        )
-        begin, end = document_bounds(position, CU_SEQLENS, num_documents, search_steps, last_position, PACKED)
-        seed = tl.load(SEED) if DROPOUT else 0
-        key_states = position
-        if DROPOUT:
-            key_states = key_state(seed, position.to(tl.int64))
-        grad_key = tl.zeros([BLOCK_ROWS, BLOCK_D], tl.float32)
-        grad_value = tl.zeros([BLOCK_ROWS, BLOCK_D], tl.float32)
-        for group in range(num_groups):
-            length, rate, offset, shift = load_group(GROUPS, group, kv_head, num_kv_heads)
-            start, low, high = interval_of(position, begin, end, length, shift)
-            takes_part = is_key & is_selected(position, start, rate, offset)
-            cursor = tl.min(tl.where(takes_part, low, FAR))
-            last = tl.max(tl.where(takes_part, high, -1))
-            while cursor < last:
-                its_begin, its_end = document_bounds(
-                    cursor, CU_SEQLENS, num_documents, search_steps, last_position, PACKED
-                )
-                its_start, _, its_stop = interval_of(cursor, its_begin, its_end, length, shift)
-                is_active = takes_part & (low == cursor)
-                first, count = selected(
-                    its_start, rate, offset,
-                    tl.maximum(cursor, query_offset), tl.minimum(its_stop, query_offset + num_queries),
-                )  # fmt: skip
-                unseeing, partly = 0, 0  # queries before every key of the tile, and before the last of them
-                if CAUSAL:
-                    unseeing = count_up_to(tl.min(tl.where(is_active, position, FAR)) - 1, first, rate, count)
-                    partly = count_up_to(tl.max(tl.where(is_active, position, -1)) - 1, first, rate, count)
-                num_blocks = (count + BLOCK_RUN - 1) // BLOCK_RUN
-                from_block = unseeing // BLOCK_RUN
-                is_mixed = tl.min(is_active.to(tl.int32)) == 0
-                clear_from = tl.where(is_mixed, num_blocks, (partly + BLOCK_RUN - 1) // BLOCK_RUN)
-                clear_to = tl.maximum(clear_from, count // BLOCK_RUN)
-                for member in range(RATIO):
-                    head = kv_head * RATIO + member
-                    queries = QUERY + batch * query_stride_b + head * query_stride_h
-                    grads = GRAD_OUT + batch * grad_stride_b + head * grad_stride_h
-                    lines = batch * num_queries * num_heads + head
-                    state_of_head = head_state(seed, batch, head) if DROPOUT else head
-                    grad_key, grad_value = _key_blocks(
-                        key, value, grad_key, grad_value, queries, grads, LSE + lines, DELTA + lines, query_stride_n,
-                        grad_stride_n, num_heads, first, rate, count, from_block, num_blocks, clear_from, clear_to,
-                        position, is_active, query_offset, state_of_head, key_states, threshold, keep_scale, scale_log2,
-                        D, BLOCK_D, BLOCK_RUN, True, CAUSAL, DROPOUT,
-                    )  # fmt: skip
-                    grad_key, grad_value = _key_blocks(
-                        key, value, grad_key, grad_value, queries, grads, LSE + lines, DELTA + lines, query_stride_n,
-                        grad_stride_n, num_heads, first, rate, count, clear_from, clear_to, clear_to, clear_to,
-                        position, is_active, query_offset, state_of_head, key_states, threshold, keep_scale, scale_log2,
-                        D, BLOCK_D, BLOCK_RUN, False, CAUSAL, DROPOUT,
-                    )  # fmt: skip
-                cursor = tl.maximum(its_stop, cursor + 1)
-        lines = (batch * num_keys + wide_row) * num_kv_heads + kv_head
-        store_lines(GRAD_KEY, lines * D, is_row, grad_key * scale, D, BLOCK_D)
-        store_lines(GRAD_VALUE, lines * D, is_row, grad_value, D, BLOCK_D)
-        item += tl.num_programs(0)
+    place, is_tile = place_of(kv_head, window, tile, num_keys, tiles_per_window, WINDOW)
+    line = RUNS + place.to(tl.int64) * capacity * (BITS + SLOTS // 32)
+    for _ in range(tl.load(NUM_RUNS + place, mask=is_tile, other=0)):
+        first, rate, count, unseeing, clear = load_run(line)
+        is_active = is_row & is_active_in(line, slot)
+        num_blocks = (count + BLOCK_RUN - 1) // BLOCK_RUN
+        clear_from = (clear + BLOCK_RUN - 1) // BLOCK_RUN
+        clear_to = tl.maximum(clear_from, count // BLOCK_RUN)
+        for member in range(RATIO):
+            head = wide_head * RATIO + member
+            queries = QUERY + batch * query_stride_b + head * query_stride_h
+            grads = GRAD_OUT + batch * grad_stride_b + head * grad_stride_h
+            lines = batch * num_queries * num_heads + head
+            state_of_head = head_state(seed, batch, head) if DROPOUT else head
+            grad_key, grad_value = _key_blocks(
+                key, value, grad_key, grad_value, queries, grads, LSE + lines, DELTA + lines, query_stride_n,
+                grad_stride_n, num_heads, first, rate, count, unseeing // BLOCK_RUN, num_blocks, clear_from, clear_to,
+                position, is_active, query_offset, state_of_head, key_states, threshold, keep_scale, scale_log2,
+                D, BLOCK_D, BLOCK_RUN, CAUSAL, DROPOUT,
+            )  # fmt: skip
+        line += BITS + SLOTS // 32
+    lines = ((batch * num_keys + wide_row) * num_kv_heads + kv_head) * D
+    # A padded key was walked over like the others: what it gathered is dropped here.
+    store_lines(GRAD_KEY, lines, is_row, tl.where(is_key[:, None], grad_key * scale, 0.0), D, BLOCK_D)
+    store_lines(GRAD_VALUE, lines, is_row, tl.where(is_key[:, None], grad_value, 0.0), D, BLOCK_D)

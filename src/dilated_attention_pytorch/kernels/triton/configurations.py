@@ -1,8 +1,9 @@
-"""The block sizes that the kernels are shipped with: a few candidates for each head dim and width of the numbers.
+"""The block sizes that the kernels are shipped with: a few candidates for each device, width of numbers and head dim.
 
-Every line compiles without spilling a register for compute capability 8.0 and 9.0; a test compiles them all and
-``docs/kernels.md`` holds the table. The first candidate is the one taken where nothing is timed: under deterministic
-algorithms, while a CUDA graph is captured, and in Triton's interpreter.
+Every line compiles without spilling a register, with the causal mask and without; ``docs/kernels.md`` holds the table,
+``python -m dilated_attention_pytorch.benchmarks.registers`` makes it and a test repeats it. The first candidate is the
+one taken where nothing is timed: under deterministic algorithms, while a CUDA graph is captured, and in Triton's
+interpreter.
 """
 
 from __future__ import annotations
@@ -20,38 +21,58 @@ class Configuration(NamedTuple):
 
 
 C = Configuration
-# kernel -> bytes of a number -> widest head (rounded up to a power of two) -> candidates
-_SHIPPED: dict[str, dict[int, dict[int, tuple[Configuration, ...]]]] = {
+Candidates = tuple[Configuration, ...]
+# kernel -> widest head (rounded up to a power of two) -> candidates
+_FLOAT32: dict[str, dict[int, Candidates]] = {
+    "forward": {64: (C(64, 32, 8, 2),), 128: (C(32, 16, 8, 2),), 256: (C(16, 16, 8, 2),)},
+    "few_queries": {128: (C(16, 32, 8, 2),), 256: (C(16, 16, 8, 2),)},
+    "query_gradient": {64: (C(64, 32, 8, 2),), 128: (C(32, 32, 8, 2),), 256: (C(16, 16, 8, 2),)},
+    "key_gradient": {64: (C(32, 32, 8, 2),), 128: (C(32, 32, 8, 2),), 256: (C(32, 16, 8, 2),)},
+}
+# Compute capability 8.x, and newer devices with its 99 KiB of shared memory for a program.
+_AMPERE: dict[str, dict[int, Candidates]] = {
     "forward": {
-        2: {
-            64: (C(128, 128, 8, 3), C(128, 64, 4, 3), C(64, 64, 4, 3)),
-            128: (C(128, 64, 8, 3), C(128, 128, 8, 2), C(64, 64, 4, 3)),
-            256: (C(128, 32, 8, 2), C(64, 32, 4, 2)),
-        },
-        4: {64: (C(64, 32, 4, 2),), 128: (C(32, 32, 4, 2),), 256: (C(32, 16, 4, 2),)},
+        64: (C(128, 64, 8, 3), C(64, 64, 4, 3)),
+        128: (C(128, 32, 8, 3), C(64, 64, 8, 3)),
+        256: (C(64, 32, 8, 2),),
     },
+    "few_queries": {128: (C(16, 64, 4, 3),), 256: (C(16, 32, 8, 2),)},
     "query_gradient": {
-        2: {
-            64: (C(128, 64, 8, 3), C(64, 64, 4, 3)),
-            128: (C(128, 64, 8, 2), C(64, 64, 4, 2)),
-            256: (C(64, 32, 8, 2),),
-        },
-        4: {64: (C(64, 32, 8, 2),), 128: (C(32, 32, 8, 2),), 256: (C(16, 16, 4, 1),)},
+        64: (C(128, 32, 8, 3), C(64, 64, 8, 3)),
+        128: (C(64, 64, 8, 2), C(64, 32, 8, 3)),
+        256: (C(32, 32, 8, 2),),
     },
     "key_gradient": {
-        2: {
-            64: (C(128, 64, 8, 3), C(64, 64, 4, 3)),
-            128: (C(128, 32, 8, 2), C(64, 64, 8, 2)),
-            256: (C(64, 32, 8, 1),),
-        },
-        4: {64: (C(64, 32, 8, 2),), 128: (C(32, 32, 8, 2),), 256: (C(16, 16, 4, 1),)},
+        64: (C(128, 16, 8, 3), C(32, 64, 8, 3)),
+        128: (C(64, 64, 8, 2), C(64, 32, 8, 3)),
+        256: (C(32, 32, 8, 2),),
     },
-}  # fmt: skip
-FEW_QUERIES = Configuration(16, 64, 4, 3)
-"""The forward of at most 16 lines of queries: a decoding step."""
+}
+_HOPPER: dict[str, dict[int, Candidates]] = {
+    "forward": {
+        64: (C(128, 128, 8, 3), C(128, 64, 8, 3), C(64, 64, 4, 3)),
+        128: (C(128, 64, 8, 3), C(128, 32, 8, 3), C(64, 64, 8, 3)),
+        256: (C(128, 32, 8, 2), C(64, 32, 8, 3)),
+    },
+    "few_queries": {128: (C(16, 64, 4, 3),), 256: (C(16, 32, 8, 2),)},
+    "query_gradient": {
+        64: (C(128, 64, 8, 3), C(128, 128, 8, 2), C(64, 64, 4, 3)),
+        128: (C(128, 64, 8, 2), C(64, 64, 8, 3)),
+        256: (C(64, 16, 8, 2), C(32, 32, 8, 2)),
+    },
+    "key_gradient": {
+        64: (C(128, 64, 8, 3), C(128, 32, 8, 3), C(64, 64, 4, 3)),
+        128: (C(64, 32, 8, 3), C(64, 32, 8, 2)),
+        256: (C(32, 32, 8, 3),),
+    },
+}
 
 
-def candidates(kernel: str, block_d: int, itemsize: int) -> tuple[Configuration, ...]:
-    """The configurations of a kernel for heads padded to ``block_d`` and numbers of ``itemsize`` bytes."""
-    by_width = _SHIPPED[kernel][itemsize]
+def candidates(kernel: str, block_d: int, itemsize: int, capability: tuple[int, int]) -> Candidates:
+    """The configurations of a kernel for heads padded to ``block_d`` and numbers of ``itemsize`` bytes.
+
+    ``"few_queries"`` is the forward where one small tile holds all lines of queries, as in decoding.
+    """
+    by_kernel = _FLOAT32 if itemsize == 4 else _HOPPER if capability[0] in (9, 10) else _AMPERE
+    by_width = by_kernel[kernel]
     return by_width[min(width for width in by_width if width >= block_d)]

@@ -1,8 +1,7 @@
 """The forward kernel: a tile of query rows, one online softmax over every group's keys, the answer written once.
 
-For each group that a row of the tile takes part in, and each interval of it that the tile meets, the keys are rows at a
-constant distance, read where they lie. What a row of the tile does not see is left out of its maximum and gets the
-probability 0 through the exponent, so mixed tiles cost no mask over the scores.
+The keys come in runs, rows at a constant distance, read where they lie. A row of the tile that takes no part in a run
+is left out of the maximum and gets the probability 0 through the exponent: mixed tiles cost no mask over the scores.
 """
 
 from __future__ import annotations
@@ -11,21 +10,11 @@ import triton
 import triton.language as tl
 
 from .counter import head_state, keep_factors, key_state, query_state
-from .segments import (
-    IS_ZERO_PADDED,
-    NUM_COLUMNS,
-    count_up_to,
-    document_bounds,
-    interval_of,
-    is_selected,
-    load_group,
-    selected,
-)
-from .tiles import load_block, load_lines, product, rounded, rows_of, store_lines, tile_of
+from .runs import BITS, is_active_in, load_run
+from .tiles import SIZES, load_block, load_lines, place_of, product, rounded, rows_of, store_lines, tile_of
 
 LOG2_E = tl.constexpr(1.4426950408889634)
 LN_2 = tl.constexpr(0.6931471805599453)
-FAR = tl.constexpr(0x7FFFFFFF)
 
 
 @triton.jit
@@ -82,110 +71,78 @@ def _attend_blocks(
     return maximum, total, out
 
 
-@triton.jit
+@triton.jit(do_not_specialize=SIZES)
 def forward_kernel(
-    QUERY, KEY, VALUE, OUT, LSE, ORDER, GROUPS, CU_SEQLENS, PADDING, SEED,
+    QUERY, KEY, VALUE, OUT, LSE, ORDER, RUNS, NUM_RUNS, PADDING, SEED,
     query_stride_b, query_stride_n, query_stride_h, key_stride_b, key_stride_n, key_stride_h,
     value_stride_b, value_stride_n, value_stride_h,
-    batch_size, num_queries, num_keys, num_kv_heads, query_offset, key_offset, last_position, num_groups, num_documents,
-    search_steps, num_tiles, num_windows, num_spans, windows_per_span, tiles_per_window, num_splits,
-    scale_log2, threshold, keep_scale,
+    batch_size, num_queries, num_keys, num_kv_heads, query_offset, key_offset, num_spans, heads_per_span,
+    windows_per_span,
+    tiles_per_window, capacity, num_splits, scale_log2, threshold, keep_scale,
     RATIO: tl.constexpr, PACK: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_ROWS: tl.constexpr,
-    BLOCK_RUN: tl.constexpr, WINDOW: tl.constexpr, ORDERED: tl.constexpr, CAUSAL: tl.constexpr, PACKED: tl.constexpr,
+    BLOCK_RUN: tl.constexpr, SLOTS: tl.constexpr, WINDOW: tl.constexpr, ORDERED: tl.constexpr, CAUSAL: tl.constexpr,
     PADDED: tl.constexpr, PHANTOMS: tl.constexpr, DROPOUT: tl.constexpr,
 ):  # fmt: skip
     """``OUT[splits, B, N, H, D]`` and ``LSE[splits, B, N, H]``; each split holds its share of every run's keys."""
-    num_heads = num_kv_heads * RATIO
-    item = tl.program_id(0)
-    while item < num_tiles * num_splits:
-        split = item % num_splits
-        batch, kv_head, head_block, window, tile = tile_of(
-            item // num_splits, batch_size, num_kv_heads, num_spans, windows_per_span, tiles_per_window, RATIO // PACK,
-            CAUSAL,
+    split = tl.program_id(0) % num_splits
+    batch, kv_head, head_block, window, tile = tile_of(
+        tl.program_id(0) // num_splits, batch_size * num_kv_heads, num_kv_heads, num_spans, heads_per_span,
+        windows_per_span, tiles_per_window, RATIO // PACK, CAUSAL,
+    )  # fmt: skip
+    slot = tl.arange(0, BLOCK_ROWS) // PACK
+    row = rows_of(ORDER, kv_head, window, tile, num_queries, slot, BLOCK_ROWS // PACK, WINDOW, ORDERED)
+    is_row = row >= 0
+    head = kv_head * RATIO + head_block * PACK + tl.arange(0, BLOCK_ROWS) % PACK
+    batch = batch.to(tl.int64)
+    query_lines = batch * query_stride_b + row.to(tl.int64) * query_stride_n + head.to(tl.int64) * query_stride_h
+    query = load_lines(QUERY, query_lines, is_row, D, BLOCK_D)
+    position = row + query_offset
+    seed = tl.load(SEED) if DROPOUT else 0
+    query_states = position
+    if DROPOUT:
+        query_states = query_state(head_state(seed, batch, head.to(tl.int64)), position.to(tl.int64))
+    maximum = tl.full([BLOCK_ROWS], float("-inf"), tl.float32)
+    total = tl.zeros([BLOCK_ROWS], tl.float32)
+    out = tl.zeros([BLOCK_ROWS, BLOCK_D], tl.float32)
+    keys = KEY + batch * key_stride_b + kv_head.to(tl.int64) * key_stride_h
+    values = VALUE + batch * value_stride_b + kv_head.to(tl.int64) * value_stride_h
+    padding = PADDING + batch * num_keys
+    place, is_tile = place_of(kv_head, window, tile, num_queries, tiles_per_window, WINDOW)
+    line = RUNS + place.to(tl.int64) * capacity * (BITS + SLOTS // 32)
+    for _ in range(tl.load(NUM_RUNS + place, mask=is_tile, other=0)):
+        first, rate, count, full, phantoms = load_run(line)
+        is_active = is_row & is_active_in(line, slot)
+        if PHANTOMS:
+            has_phantoms = is_active & (tl.where(split == 0, phantoms, 0) > 0)
+            highest = tl.where(has_phantoms, tl.maximum(maximum, 0.0), maximum)
+            reference = tl.where(highest == float("-inf"), 0.0, highest)
+            decay = tl.exp2(maximum - reference)
+            total = total * decay + tl.where(has_phantoms, phantoms * tl.exp2(-reference), 0.0)
+            out = out * decay[:, None]
+            maximum = highest
+        num_full, num_blocks = full // BLOCK_RUN, (count + BLOCK_RUN - 1) // BLOCK_RUN
+        from_block, to_block = num_blocks * split // num_splits, num_blocks * (split + 1) // num_splits
+        maximum, total, out = _attend_blocks(
+            query, maximum, total, out, keys, values, key_stride_n, value_stride_n, first, rate, count,
+            from_block, tl.minimum(num_full, to_block), position, is_active, key_offset, padding, seed,
+            query_states, threshold, keep_scale, scale_log2, D, BLOCK_D, BLOCK_RUN, False, CAUSAL, PADDED, DROPOUT,
         )  # fmt: skip
-        row = rows_of(ORDER, kv_head, window, tile, num_windows, num_queries, BLOCK_ROWS, PACK, WINDOW, ORDERED)
-        is_row = row >= 0
-        row = tl.maximum(row, 0)
-        head = kv_head * RATIO + head_block * PACK + tl.arange(0, BLOCK_ROWS) % PACK
-        position = row + query_offset
-        batch, kv_head = batch.to(tl.int64), kv_head.to(tl.int64)
-        wide_row = row.to(tl.int64)
-        query_lines = batch * query_stride_b + wide_row * query_stride_n + head.to(tl.int64) * query_stride_h
-        query = load_lines(QUERY, query_lines, is_row, D, BLOCK_D)
-        begin, end = document_bounds(position, CU_SEQLENS, num_documents, search_steps, last_position, PACKED)
-        seed = tl.load(SEED) if DROPOUT else 0
-        query_states = position
-        if DROPOUT:
-            query_states = query_state(head_state(seed, batch, head.to(tl.int64)), position.to(tl.int64))
-        maximum = tl.full([BLOCK_ROWS], float("-inf"), tl.float32)
-        total = tl.zeros([BLOCK_ROWS], tl.float32)
-        out = tl.zeros([BLOCK_ROWS, BLOCK_D], tl.float32)
-        keys = KEY + batch * key_stride_b + kv_head * key_stride_h
-        values = VALUE + batch * value_stride_b + kv_head * value_stride_h
-        padding = PADDING + batch * num_keys
-        for group in range(num_groups):
-            length, rate, offset, shift = load_group(GROUPS, group, kv_head, num_kv_heads)
-            start, low, high = interval_of(position, begin, end, length, shift)
-            takes_part = is_row & is_selected(position, start, rate, offset)
-            cursor = tl.min(tl.where(takes_part, low, FAR))
-            last = tl.max(tl.where(takes_part, high, -1))
-            while cursor < last:
-                # The interval that begins at the cursor, and the rows of the tile that lie in it.
-                its_begin, its_end = document_bounds(
-                    cursor, CU_SEQLENS, num_documents, search_steps, last_position, PACKED
-                )
-                its_start, _, its_stop = interval_of(cursor, its_begin, its_end, length, shift)
-                is_active = takes_part & (low == cursor)
-                first, count = selected(
-                    its_start, rate, offset, tl.maximum(cursor, key_offset), tl.minimum(its_stop, key_offset + num_keys)
-                )
-                if PHANTOMS:
-                    phantoms = _num_phantoms(GROUPS, group, kv_head, num_kv_heads, its_end - its_begin, count)
-                    if (phantoms > 0) & (split == 0):
-                        highest = tl.where(is_active, tl.maximum(maximum, 0.0), maximum)
-                        reference = tl.where(highest == float("-inf"), 0.0, highest)
-                        decay = tl.exp2(maximum - reference)
-                        total = total * decay + tl.where(is_active, phantoms * tl.exp2(-reference), 0.0)
-                        out = out * decay[:, None]
-                        maximum = highest
-                full, seen = count, count
-                if CAUSAL:
-                    full = count_up_to(tl.min(tl.where(is_active, position, FAR)), first, rate, count)
-                    seen = count_up_to(tl.max(tl.where(is_active, position, -1)), first, rate, count)
-                num_full, num_blocks = full // BLOCK_RUN, (seen + BLOCK_RUN - 1) // BLOCK_RUN
-                from_block, to_block = num_blocks * split // num_splits, num_blocks * (split + 1) // num_splits
-                maximum, total, out = _attend_blocks(
-                    query, maximum, total, out, keys, values, key_stride_n, value_stride_n, first, rate, count,
-                    from_block, tl.minimum(num_full, to_block), position, is_active, key_offset, padding, seed,
-                    query_states, threshold, keep_scale, scale_log2,
-                    D, BLOCK_D, BLOCK_RUN, False, CAUSAL, PADDED, DROPOUT,
-                )  # fmt: skip
-                maximum, total, out = _attend_blocks(
-                    query, maximum, total, out, keys, values, key_stride_n, value_stride_n, first, rate, count,
-                    tl.maximum(num_full, from_block), to_block, position, is_active, key_offset, padding, seed,
-                    query_states, threshold, keep_scale, scale_log2,
-                    D, BLOCK_D, BLOCK_RUN, True, CAUSAL, PADDED, DROPOUT,
-                )  # fmt: skip
-                cursor = tl.maximum(its_stop, cursor + 1)
-        out_lines = ((split * batch_size + batch) * num_queries + wide_row) * num_heads + head
-        has_key = total > 0.0
-        out = tl.where(has_key[:, None], out / tl.where(has_key, total, 1.0)[:, None], 0.0)
-        store_lines(OUT, out_lines * D, is_row, out, D, BLOCK_D)
-        lse = tl.where(has_key, (maximum + tl.log2(tl.where(has_key, total, 1.0))) * LN_2, float("-inf"))
-        tl.store(LSE + out_lines, lse, mask=is_row)
-        item += tl.num_programs(0)
+        maximum, total, out = _attend_blocks(
+            query, maximum, total, out, keys, values, key_stride_n, value_stride_n, first, rate, count,
+            tl.maximum(num_full, from_block), to_block, position, is_active, key_offset, padding, seed,
+            query_states, threshold, keep_scale, scale_log2, D, BLOCK_D, BLOCK_RUN, True, CAUSAL, PADDED, DROPOUT,
+        )  # fmt: skip
+        line += BITS + SLOTS // 32
+    num_heads = num_kv_heads * RATIO
+    out_lines = ((split * batch_size + batch) * num_queries + row) * num_heads + head
+    has_key = total > 0.0
+    out = tl.where(has_key[:, None], out / tl.where(has_key, total, 1.0)[:, None], 0.0)
+    store_lines(OUT, out_lines * D, is_row, out, D, BLOCK_D)
+    lse = tl.where(has_key, (maximum + tl.log2(tl.where(has_key, total, 1.0))) * LN_2, float("-inf"))
+    tl.store(LSE + out_lines, lse, mask=is_row)
 
 
-@triton.jit
-def _num_phantoms(GROUPS, group, kv_head, num_kv_heads, document_length, num_selected):
-    """Zero keys that fill the class of a segment under ``tail="zero_padded"``."""
-    line = GROUPS + (group * num_kv_heads + kv_head) * NUM_COLUMNS
-    length, rate, _, _ = load_group(GROUPS, group, kv_head, num_kv_heads)
-    filled = (tl.minimum(length, document_length) + rate - 1) // rate
-    return tl.where(tl.load(line + IS_ZERO_PADDED) != 0, tl.maximum(0, filled - num_selected), 0)
-
-
-@triton.jit
+@triton.jit(do_not_specialize=SIZES)
 def merge_splits_kernel(
     PARTIAL_OUT, PARTIAL_LSE, OUT, LSE, num_lines, num_splits, D: tl.constexpr, BLOCK_D: tl.constexpr,
     BLOCK: tl.constexpr,

@@ -1,4 +1,4 @@
-"""From tensors to launches: forward 2 kernels (3 where keys are split), backward 4 (5 for slabs), whatever the pattern.
+"""From tensors to launches: forward 3 kernels (4 where keys are split), backward 5 (6 for slabs), whatever the pattern.
 
 Nothing here reads a tensor's values, so nothing waits for the device.
 """
@@ -16,14 +16,15 @@ from torch import Tensor
 
 from dilated_attention_pytorch.patterns import DilationGroup
 
-from .backward import delta_kernel, key_gradient_kernel, query_gradient_kernel
-from .configurations import FEW_QUERIES, Configuration, candidates
+from .backward import key_gradient_kernel, query_gradient_kernel
+from .configurations import Configuration, candidates
 from .forward import forward_kernel, merge_splits_kernel
-from .order import order_kernel
+from .order import MEMBERSHIP_BITS, order_kernel
+from .runs import BITS, runs_kernel
 from .tuning import fastest
 
-# The grid: so many programs for each multiprocessor of the device, which loop over the tiles.
-_PROGRAMS_PER_MULTIPROCESSOR = 2
+# Keys are split where there are fewer tiles than this for each multiprocessor.
+_TILES_PER_MULTIPROCESSOR = 2
 _LARGEST_WINDOW = 2048
 # Keys and values that a span of windows may touch before the next begins: a part of the device's cache (50 MB on H100).
 _SPAN_BYTES = 16 << 20
@@ -75,6 +76,20 @@ class _Side:
         return -(-self.num_rows // self.window)
 
 
+@dataclass(frozen=True, slots=True)
+class _Runs:
+    """What the tiles of a side walk over: see :mod:`.runs`."""
+
+    lines: Tensor
+    numbers: Tensor
+    slots: int
+
+    @property
+    def num_tiles(self) -> int:
+        """Tiles of one key/value head, a whole number for every window."""
+        return self.numbers.shape[1]
+
+
 def forward(problem: Problem, num_splits: int | None = None) -> tuple[Tensor, Tensor]:
     """Output ``[B, N, H, D]`` in the query's dtype and log-sum-exp ``[B, N, H]`` in float32.
 
@@ -87,12 +102,12 @@ def forward(problem: Problem, num_splits: int | None = None) -> tuple[Tensor, Te
     if out.numel() == 0:
         return out, lse
     pack = _packed_heads(problem)
-    choices = _candidates("forward", query)
-    if query.shape[1] * pack <= FEW_QUERIES.block_rows:
-        choices = (FEW_QUERIES,)
+    choices = _candidates("few_queries", query)
+    if query.shape[1] * pack > choices[0].block_rows:
+        choices = _candidates("forward", query)
     with _on_device(query):
         table = _table_of(problem)
-        side = _side(problem, table, choices, pack, is_query=True)
+        side = _side(problem, table, _tile_rows(choices, pack), is_query=True)
         if num_splits is None:
             num_splits = _num_splits(problem, side, choices[0], pack)
         parts = (out, lse)
@@ -103,11 +118,12 @@ def forward(problem: Problem, num_splits: int | None = None) -> tuple[Tensor, Te
             )
 
         def launch(chosen: Configuration) -> None:
-            tiles, layout = _layout(problem, side, chosen, pack)
-            forward_kernel[_grid(tiles * num_splits, query)](
-                *_tensors(problem), *parts, side.order, table, *_optional(problem),
-                *_strides(problem), *_sizes(problem), tiles, *layout, num_splits, *_numbers(problem)[1:],
-                **_constants(problem, side, chosen), PACK=pack, PHANTOMS=_has_phantoms(problem),
+            runs = _runs(problem, table, side, chosen.block_rows // pack, of_queries=False)
+            programs, layout = _layout(problem, side, runs, problem.query.shape[2] // problem.key.shape[2] // pack)
+            forward_kernel[(programs * num_splits,)](
+                *_tensors(problem), *parts, side.order, runs.lines, runs.numbers, *_optional(problem),
+                *_strides(problem), *_sizes(problem), *layout, num_splits, *_numbers(problem)[1:],
+                **_constants(problem, side, runs, chosen), PACK=pack, PHANTOMS=_has_phantoms(problem),
             )  # fmt: skip
 
         launch(fastest("forward", _tuning_key(problem, pack), choices, launch))
@@ -131,27 +147,33 @@ def backward(
     pack = _packed_heads(problem)
     with _on_device(query):
         table = _table_of(problem)
-        delta = _delta(out, grad_out, grad_lse)
-        operands = (*_tensors(problem), grad_out, lse, delta)
+        delta = torch.empty_like(lse)
         query_choices, key_choices = _candidates("query_gradient", query), _candidates("key_gradient", query)
-        query_side = _side(problem, table, query_choices + key_choices, pack, is_query=True)
-        key_side = query_side
-        if (query_side.num_rows, query_side.offset) != (key.shape[1], problem.key_offset):
-            key_side = _side(problem, table, query_choices + key_choices, 1, is_query=False)
+        query_rows, key_rows = _tile_rows(query_choices, pack), _tile_rows(key_choices, 1)
+        if (query.shape[1], problem.query_offset) == (key.shape[1], problem.key_offset):
+            query_side = key_side = _side(problem, table, query_rows + key_rows, is_query=True)
+        else:
+            query_side = _side(problem, table, query_rows, is_query=True)
+            key_side = _side(problem, table, key_rows, is_query=False)
         strides = (*_strides(problem), *grad_out.stride()[:3])
 
         def launch_queries(chosen: Configuration) -> None:
-            tiles, layout = _layout(problem, query_side, chosen, pack)
-            query_gradient_kernel[_grid(tiles, query)](
-                *operands, grads[0], query_side.order, table, *_optional(problem), *strides, *_sizes(problem), tiles,
-                *layout, *_numbers(problem), **_constants(problem, query_side, chosen), PACK=pack,
+            runs = _runs(problem, table, query_side, chosen.block_rows // pack, of_queries=False)
+            programs, layout = _layout(problem, query_side, runs, query.shape[2] // key.shape[2] // pack)
+            query_gradient_kernel[(programs,)](
+                *_tensors(problem), out, grad_out, lse, delta if grad_lse is None else grad_lse.contiguous(), delta,
+                grads[0], query_side.order, runs.lines, runs.numbers, *_optional(problem), *strides,
+                *_sizes(problem), *layout, *_numbers(problem), **_constants(problem, query_side, runs, chosen),
+                PACK=pack, HAS_GRAD_LSE=grad_lse is not None,
             )  # fmt: skip
 
         def launch_keys(chosen: Configuration) -> None:
-            tiles, layout = _layout(problem, key_side, chosen, None)
-            key_gradient_kernel[_grid(tiles, query)](
-                *operands, grads[1], grads[2], key_side.order, table, *_optional(problem), *strides, *_sizes(problem),
-                tiles, *layout, *_numbers(problem), **_constants(problem, key_side, chosen),
+            runs = _runs(problem, table, key_side, chosen.block_rows, of_queries=True)
+            programs, layout = _layout(problem, key_side, runs, 1)
+            key_gradient_kernel[(programs,)](
+                *_tensors(problem), grad_out, lse, delta, grads[1], grads[2], key_side.order, runs.lines, runs.numbers,
+                *_optional(problem), *strides, *_sizes(problem), *layout, *_numbers(problem),
+                **_constants(problem, key_side, runs, chosen),
             )  # fmt: skip
 
         tuning_key = _tuning_key(problem, pack)
@@ -171,7 +193,8 @@ def _on_device(tensor: Tensor) -> contextlib.AbstractContextManager[object]:
 
 
 def _candidates(kernel: str, query: Tensor) -> tuple[Configuration, ...]:
-    return candidates(kernel, _block_d(query), query.element_size())
+    capability = torch.cuda.get_device_capability(query.device) if query.is_cuda else (9, 0)
+    return candidates(kernel, _block_d(query), query.element_size(), capability)
 
 
 def _block_d(query: Tensor) -> int:
@@ -211,22 +234,26 @@ def _group_table(
     return torch.tensor(lines, dtype=torch.int32, device=device).view(len(groups), num_kv_heads, -1)
 
 
-def _side(problem: Problem, table: Tensor, choices: tuple[Configuration, ...], pack: int, *, is_query: bool) -> _Side:
+def _tile_rows(choices: tuple[Configuration, ...], pack: int) -> tuple[int, ...]:
+    return tuple(chosen.block_rows // pack for chosen in choices)
+
+
+def _side(problem: Problem, table: Tensor, tile_rows: tuple[int, ...], *, is_query: bool) -> _Side:
+    """The order of one side's rows, for tiles of every number of rows in ``tile_rows``."""
     num_rows, offset = (
         (problem.query.shape[1], problem.query_offset) if is_query else (problem.key.shape[1], problem.key_offset)
     )
-    most_rows = max(chosen.block_rows for chosen in choices) // pack
     lengths = [group.segment_length for group in problem.sorted_groups]
-    window = max(most_rows, min(*lengths, num_rows))
+    window = max(*tile_rows, min(*lengths, num_rows))
     window = min(max(16, triton.next_power_of_2(window)), _LARGEST_WINDOW)
     is_alike = len(problem.groups) == 1 and problem.groups[0].dilation_rate == 1
-    if is_alike or num_rows <= min(chosen.block_rows for chosen in choices) // pack:
+    if is_alike or num_rows <= min(tile_rows):
         return _Side(num_rows, offset, window, False, table)
     num_windows = -(-num_rows // window)
     num_kv_heads = problem.key.shape[2]
     order = torch.empty(num_kv_heads, num_windows, window, dtype=torch.int32, device=table.device)
     order_kernel[(num_windows, num_kv_heads)](
-        order, table, _documents(problem), num_rows, offset, len(lengths), num_kv_heads,
+        order, table, _documents(problem), num_rows, offset, min(len(lengths), MEMBERSHIP_BITS.value), num_kv_heads,
         lengths.index(min(lengths)),
         *_search(problem), problem.last_position, WINDOW=window, PACKED=problem.cu_seqlens is not None, num_warps=4,
         enable_fp_fusion=True,
@@ -234,44 +261,64 @@ def _side(problem: Problem, table: Tensor, choices: tuple[Configuration, ...], p
     return _Side(num_rows, offset, window, True, order)
 
 
-def _layout(
-    problem: Problem, side: _Side, chosen: Configuration, pack: int | None
-) -> tuple[int, tuple[int, int, int, int]]:
-    """Number of tiles, then windows, spans, windows a span and tiles a window. Without ``pack`` tiles hold keys."""
+def _runs(problem: Problem, table: Tensor, side: _Side, tile_rows: int, *, of_queries: bool) -> _Runs:
+    """The runs of keys (or, with ``of_queries``, of queries) of every tile of ``tile_rows`` rows."""
+    num_kv_heads = problem.key.shape[2]
+    num_others, others_offset = (
+        (problem.query.shape[1], problem.query_offset) if of_queries else (problem.key.shape[1], problem.key_offset)
+    )
+    # The rows of a window meet so many intervals of a group at most: ends of segments and of documents part them.
+    documents, steps = _search(problem)
+    boundaries = [side.window // group.segment_length + 1 + documents for group in problem.groups]
+    capacity = sum(min(tile_rows, 1 + boundary) for boundary in boundaries)
+    tiles_per_window = -(-side.window // tile_rows)
+    num_tiles = side.num_windows * tiles_per_window
+    slots = max(32, triton.next_power_of_2(tile_rows))
+    lines = torch.empty(
+        num_kv_heads, num_tiles, capacity, BITS.value + slots // 32, dtype=torch.int32, device=table.device
+    )
+    numbers = torch.empty(num_kv_heads, num_tiles, dtype=torch.int32, device=table.device)
+    runs_kernel[(num_tiles, num_kv_heads)](
+        lines, numbers, side.order, table, _documents(problem), side.num_rows, side.offset, num_others, others_offset,
+        problem.last_position, len(problem.groups), num_kv_heads, documents, steps, tiles_per_window, capacity,
+        TILE_ROWS=tile_rows, SLOTS=slots, WINDOW=side.window, ORDERED=side.is_ordered, CAUSAL=problem.is_causal,
+        PACKED=problem.cu_seqlens is not None, PHANTOMS=_has_phantoms(problem), OF_QUERIES=of_queries, num_warps=1,
+        enable_fp_fusion=True,
+    )  # fmt: skip
+    return _Runs(lines, numbers, slots)
+
+
+def _layout(problem: Problem, side: _Side, runs: _Runs, head_blocks: int) -> tuple[int, tuple[int, int, int, int, int]]:
+    """Number of programs, then spans, heads and windows a span, tiles a window, and the capacity of the runs."""
     batch, _, num_kv_heads, head_dim = problem.key.shape
-    tiles_per_window = -(-side.window // (chosen.block_rows // (pack or 1)))
     longest = min(max(group.segment_length for group in problem.groups), side.num_rows)
-    in_cache = _SPAN_BYTES // (2 * head_dim * problem.key.element_size())
-    windows_per_span = max(1, min(side.num_windows, -(-min(longest, in_cache) // side.window)))
+    rows_in_cache = _SPAN_BYTES // (2 * head_dim * problem.key.element_size())
+    windows_per_span = max(1, min(side.num_windows, -(-min(longest, rows_in_cache) // side.window)))
+    heads_in_cache = max(1, rows_in_cache // (windows_per_span * side.window))
+    heads = batch * num_kv_heads
+    heads_per_span = max(number for number in range(1, min(heads, heads_in_cache) + 1) if heads % number == 0)
     num_spans = -(-side.num_windows // windows_per_span)
-    head_blocks = problem.query.shape[2] // num_kv_heads // pack if pack else 1
-    tiles = batch * num_kv_heads * num_spans * windows_per_span * tiles_per_window * head_blocks
-    return tiles, (side.num_windows, num_spans, windows_per_span, tiles_per_window)
+    tiles_per_window = runs.num_tiles // side.num_windows
+    programs = batch * num_kv_heads * num_spans * windows_per_span * tiles_per_window * head_blocks
+    return programs, (num_spans, heads_per_span, windows_per_span, tiles_per_window, runs.lines.shape[2])
 
 
 def _num_splits(problem: Problem, side: _Side, chosen: Configuration, pack: int) -> int:
     """As many parts of every run of keys as keep the device busy where tiles are few, as in decoding."""
-    tiles, _ = _layout(problem, side, chosen, pack)
-    programs = _num_programs(problem.query.device)
-    keys = max(-(-min(group.segment_length, problem.key.shape[1]) // group.dilation_rate) for group in problem.groups)
-    if tiles >= programs // 2:
+    batch, num_keys, _, _ = problem.key.shape
+    tiles = batch * problem.query.shape[2] // pack * -(-side.num_rows // (chosen.block_rows // pack))
+    wanted = _TILES_PER_MULTIPROCESSOR * _num_multiprocessors(problem.query.device)
+    longest = max(-(-min(group.segment_length, num_keys) // group.dilation_rate) for group in problem.groups)
+    if 2 * tiles > wanted:
         return 1
-    return max(1, min(-(-programs // tiles), -(-keys // (2 * chosen.block_run)), _MAX_SPLITS))
-
-
-def _num_programs(device: torch.device) -> int:
-    if device.type != "cuda":
-        return 4  # Triton's interpreter: more than one, so that programs share the tiles as on a device
-    return _PROGRAMS_PER_MULTIPROCESSOR * _num_multiprocessors(device)
+    return max(1, min(wanted // tiles, longest // (2 * chosen.block_run), _MAX_SPLITS))
 
 
 @functools.lru_cache(maxsize=64)
 def _num_multiprocessors(device: torch.device) -> int:
+    if device.type != "cuda":
+        return 2  # Triton's interpreter: enough that decoding splits its keys there too
     return torch.cuda.get_device_properties(device).multi_processor_count
-
-
-def _grid(num_items: int, query: Tensor) -> tuple[int]:
-    return (min(num_items, _num_programs(query.device)),)
 
 
 def _tensors(problem: Problem) -> tuple[Tensor, Tensor, Tensor]:
@@ -283,10 +330,9 @@ def _documents(problem: Problem) -> Tensor:
     return problem.query if problem.cu_seqlens is None else problem.cu_seqlens
 
 
-def _optional(problem: Problem) -> tuple[Tensor, Tensor, Tensor]:
+def _optional(problem: Problem) -> tuple[Tensor, Tensor]:
     mask, seed = problem.key_padding_mask, problem.dropout_seed
     return (
-        _documents(problem),
         problem.query if mask is None else mask.contiguous().view(torch.uint8),
         problem.query if seed is None else seed,
     )
@@ -306,10 +352,8 @@ def _strides(problem: Problem) -> tuple[int, ...]:
 
 def _sizes(problem: Problem) -> tuple[int, ...]:
     batch, num_queries = problem.query.shape[:2]
-    return (
-        batch, num_queries, problem.key.shape[1], problem.key.shape[2], problem.query_offset, problem.key_offset,
-        problem.last_position, len(problem.groups), *_search(problem),
-    )  # fmt: skip
+    num_keys, num_kv_heads = problem.key.shape[1:3]
+    return batch, num_queries, num_keys, num_kv_heads, problem.query_offset, problem.key_offset
 
 
 def _numbers(problem: Problem) -> tuple[float, float, int, float]:
@@ -324,17 +368,17 @@ def _has_phantoms(problem: Problem) -> bool:
     return not problem.is_causal and any(group.tail == "zero_padded" for group in problem.groups)
 
 
-def _constants(problem: Problem, side: _Side, chosen: Configuration) -> dict[str, object]:
+def _constants(problem: Problem, side: _Side, runs: _Runs, chosen: Configuration) -> dict[str, object]:
     return {
         "RATIO": problem.query.shape[2] // problem.key.shape[2],
         "D": problem.query.shape[3],
         "BLOCK_D": _block_d(problem.query),
         "BLOCK_ROWS": chosen.block_rows,
         "BLOCK_RUN": chosen.block_run,
+        "SLOTS": runs.slots,
         "WINDOW": side.window,
         "ORDERED": side.is_ordered,
         "CAUSAL": problem.is_causal,
-        "PACKED": problem.cu_seqlens is not None,
         "PADDED": problem.key_padding_mask is not None,
         "DROPOUT": problem.dropout_p > 0.0,
         "num_warps": chosen.num_warps,
@@ -351,17 +395,6 @@ def _tuning_key(problem: Problem, pack: int) -> tuple[object, ...]:
         (query.shape[0] * key.shape[2]).bit_length(), query.shape[1].bit_length(), key.shape[1].bit_length(),
         problem.cu_seqlens is not None, problem.key_padding_mask is not None, problem.dropout_p > 0.0,
     )  # fmt: skip
-
-
-def _delta(out: Tensor, grad_out: Tensor, grad_lse: Tensor | None) -> Tensor:
-    delta = torch.empty(out.shape[:3], dtype=torch.float32, device=out.device)
-    block, lines = 32, delta.numel()
-    delta_kernel[(-(-lines // block),)](
-        out, grad_out, delta if grad_lse is None else grad_lse.contiguous(), delta, lines, out.shape[1], out.shape[2],
-        *grad_out.stride()[:3], D=out.shape[3], BLOCK_D=_block_d(out), BLOCK=block, HAS_GRAD_LSE=grad_lse is not None,
-        num_warps=4, enable_fp_fusion=True,
-    )  # fmt: skip
-    return delta
 
 
 def _merge_splits(parts: tuple[Tensor, Tensor], out: Tensor, lse: Tensor) -> None:

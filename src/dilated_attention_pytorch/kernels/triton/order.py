@@ -1,8 +1,9 @@
 """The order in which rows share tiles: those that take part in the same groups lie side by side.
 
-Rows are ordered within windows. First come the pieces between boundaries of the shortest segments, then what groups a
-row takes part in, rows of the sparse groups first: they see most. A tile is a run of that order, and takes part in a
-group if one of its rows does, so full tiles of equal rows are the rule and nothing depends on rates dividing lengths.
+Rows are ordered within windows: by the piece between boundaries of the shortest segments, then by the groups that a row
+takes part in, the densest group deciding first, rows that take part before those that do not. A tile is a run of that
+order and takes part in a group if one of its rows does, so full tiles of equal rows are the rule and nothing depends on
+rates dividing lengths. (``benchmarks/traffic.py`` counts what an order costs; this one is within 0.001 of the best.)
 """
 
 from __future__ import annotations
@@ -11,14 +12,15 @@ import triton
 import triton.language as tl
 
 from .segments import document_bounds, interval_of, is_selected, load_group
+from .tiles import SIZES
 
 MEMBERSHIP_BITS = tl.constexpr(9)
-"""Groups that the order tells apart; with more, the densest ones are left out of it (the result is the same)."""
+"""Groups that the order tells apart; with more, the sparsest ones are left out of it (the result is the same)."""
 ALL_BITS = tl.constexpr(2**9 - 1)
 NO_ROW = tl.constexpr(0x7FFFFFFF)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=SIZES)
 def order_kernel(
     ORDER, GROUPS, CU_SEQLENS, num_rows, offset, num_groups, num_kv_heads, shortest_group, num_documents, search_steps,
     last_position, WINDOW: tl.constexpr, PACKED: tl.constexpr,
@@ -38,13 +40,8 @@ def order_kernel(
         length, rate, group_offset, shift = load_group(GROUPS, group, kv_head, num_kv_heads)
         start, _, _ = interval_of(position, begin, end, length, shift)
         takes_part = is_selected(position, start, rate, group_offset).to(tl.int32)
-        membership = (membership << 1 | takes_part) & ALL_BITS
-    # The sparsest groups are the last and so the lowest bits: reversed, they decide first.
-    rank = tl.zeros([WINDOW], tl.int32)
-    for _ in tl.static_range(MEMBERSHIP_BITS):
-        rank = rank << 1 | (membership & 1)
-        membership = membership >> 1
-    code = (piece << MEMBERSHIP_BITS | (ALL_BITS - rank)) * WINDOW + index
+        membership = membership << 1 | takes_part
+    code = (piece << MEMBERSHIP_BITS | (ALL_BITS - membership)) * WINDOW + index
     code = tl.where(row < num_rows, code, NO_ROW)
     ordered = tl.sort(code)
     place = ORDER + (kv_head * tl.num_programs(0) + window).to(tl.int64) * WINDOW + index

@@ -73,3 +73,12 @@ def selected(start, rate, offset, low, high):
 def count_up_to(position, first, rate, count):
     """How many of ``count`` rows that begin at ``first`` do not come after ``position``."""
     return tl.minimum(count, tl.maximum(0, position - first + rate) // rate)
+
+
+@triton.jit
+def num_phantoms(GROUPS, group, kv_head, num_kv_heads, document_length, num_selected):
+    """Zero keys that fill a class of ``num_selected`` rows under ``tail="zero_padded"``; 0 otherwise."""
+    length, rate, _, _ = load_group(GROUPS, group, kv_head, num_kv_heads)
+    is_padded = tl.load(GROUPS + (group * num_kv_heads + kv_head) * NUM_COLUMNS + IS_ZERO_PADDED)
+    filled = (tl.minimum(length, document_length) + rate - 1) // rate
+    return is_padded * tl.maximum(0, filled - num_selected)

@@ -8,45 +8,58 @@ import triton.language as tl
 from dilated_attention_pytorch.kernels.select import is_interpreted
 
 INTERPRETED = tl.constexpr(is_interpreted())
+# Integers that change from call to call: a kernel is not compiled anew because one of them is 1 or a multiple of 16.
+SIZES = [
+    "batch_size", "capacity", "heads_per_span", "key_offset", "last_position", "num_documents", "num_groups",
+    "num_keys", "num_kv_heads", "num_lines", "num_others", "num_queries", "num_rows", "num_spans", "num_splits",
+    "offset", "others_offset", "query_offset", "search_steps", "shortest_group", "threshold", "tiles_per_window",
+    "windows_per_span",
+]  # fmt: skip
 
 
 @triton.jit
 def tile_of(
-    index, batch_size, num_kv_heads, num_spans, windows_per_span, tiles_per_window, HEAD_BLOCKS: tl.constexpr,
-    LAST_FIRST: tl.constexpr,
+    index, num_heads, num_kv_heads, num_spans, heads_per_span, windows_per_span, tiles_per_window,
+    HEAD_BLOCKS: tl.constexpr, LAST_FIRST: tl.constexpr,
 ):  # fmt: skip
     """Sequence, key/value head, block of query heads, window and tile in the window of the ``index``-th tile.
 
-    A span of windows is finished for one head before the next begins, so that its keys and values stay in the cache of
-    the device; in a span the first tiles of all windows come first, which see most. Under a causal mask the later rows
-    see most: ``LAST_FIRST`` begins with them.
+    ``num_heads`` counts the key/value heads of all sequences. A span, some windows of some heads, is finished before
+    the next begins, so that its keys and values stay in the cache of the device; in a span the first tiles of all
+    windows come first, which see most. Under a causal mask the later rows see most: ``LAST_FIRST`` begins with them.
     """
-    per_span = windows_per_span * tiles_per_window * HEAD_BLOCKS
-    outer, inner = index // per_span, index % per_span
-    head_block, inner = inner % HEAD_BLOCKS, inner // HEAD_BLOCKS
-    window, tile = inner % windows_per_span, inner // windows_per_span
-    heads = batch_size * num_kv_heads
-    span, head = outer // heads, outer % heads
-    window = span * windows_per_span + window
+    outer, inner = index // HEAD_BLOCKS, index % HEAD_BLOCKS
+    head_block = inner
+    per_span = heads_per_span * windows_per_span * tiles_per_window
+    outer, inner = outer // per_span, outer % per_span
+    tile, inner = inner // (heads_per_span * windows_per_span), inner % (heads_per_span * windows_per_span)
+    spans_of_heads = num_heads // heads_per_span
+    head = outer % spans_of_heads * heads_per_span + inner // windows_per_span
+    window = outer // spans_of_heads * windows_per_span + inner % windows_per_span
     if LAST_FIRST:
         window = num_spans * windows_per_span - 1 - window
     return head // num_kv_heads, head % num_kv_heads, head_block, window, tile
 
 
 @triton.jit
+def place_of(kv_head, window, tile, num_rows, tiles_per_window, WINDOW: tl.constexpr):
+    """Where the runs of a tile are, and whether there are any: a span may reach past the last window."""
+    num_windows = (num_rows + WINDOW - 1) // WINDOW
+    return (kv_head * num_windows + window) * tiles_per_window + tile, window < num_windows
+
+
+@triton.jit
 def rows_of(
-    ORDER, kv_head, window, tile, num_windows, num_rows, BLOCK: tl.constexpr, PACK: tl.constexpr, WINDOW: tl.constexpr,
-    ORDERED: tl.constexpr,
+    ORDER, kv_head, window, tile, num_rows, slot, TILE_ROWS: tl.constexpr, WINDOW: tl.constexpr, ORDERED: tl.constexpr
 ):  # fmt: skip
-    """The row of each of the tile's ``BLOCK`` lines, ``PACK`` query heads to a row; -1 where it holds none."""
-    slot = tl.arange(0, BLOCK) // PACK
-    index = tile * (BLOCK // PACK) + slot
+    """The row in each slot of a tile of ``TILE_ROWS`` rows; -1 in slots without one."""
+    index = tile * TILE_ROWS + slot
     row = window * WINDOW + index
-    is_line = (slot < BLOCK // PACK) & (index < WINDOW) & (row < num_rows)
+    is_row = (slot < TILE_ROWS) & (index < WINDOW) & (row < num_rows)
     if ORDERED:
-        place = ORDER + (kv_head * num_windows + window).to(tl.int64) * WINDOW + index
-        row = tl.load(place, mask=is_line, other=-1)
-    return tl.where(is_line, row, -1)
+        num_windows = (num_rows + WINDOW - 1) // WINDOW
+        row = tl.load(ORDER + (kv_head * num_windows + window).to(tl.int64) * WINDOW + index, mask=is_row, other=-1)
+    return tl.where(is_row, row, -1)
 
 
 @triton.jit
