@@ -5,7 +5,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 RUN_FOLDER ?= runs/demo
 
-.PHONY: demo test gate format lint types tests sweep benchmark clean
+.PHONY: demo test gate format lint types tests sweep bench benchmark clean
 
 demo: $(VENV)/train.stamp  ## environment, install, train a LongNet on real text, sample from it
 	@if [ -f $(RUN_FOLDER)/model.safetensors ]; then \
@@ -33,7 +33,10 @@ tests:
 	$(BIN)/pytest -n 2 --dist worksteal
 
 sweep: $(VENV)/dev.stamp  ## the drawn cases again, ten times as many, other draws
-	HYPOTHESIS_PROFILE=sweep $(BIN)/pytest -n 2 tests/ops tests/planning
+	HYPOTHESIS_PROFILE=sweep $(BIN)/pytest -n 2 tests/ops tests/planning tests/kernels
+
+bench: $(VENV)/dev.stamp  ## times beside dense, FlexAttention and the published route, under 5 minutes
+	$(BIN)/dilated-attention bench --preset cpu
 
 benchmark: $(VENV)/dev.stamp  ## the figures of the README, on this machine
 	$(BIN)/python -m benchmarks.attention

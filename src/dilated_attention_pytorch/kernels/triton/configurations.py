@@ -25,8 +25,8 @@ Candidates = tuple[Configuration, ...]
 # kernel -> widest head (rounded up to a power of two) -> candidates
 _FLOAT32: dict[str, dict[int, Candidates]] = {
     "forward": {64: (C(64, 32, 8, 2),), 128: (C(32, 16, 8, 2),), 256: (C(16, 16, 8, 2),)},
-    "few_queries": {128: (C(16, 32, 8, 2),), 256: (C(16, 16, 8, 2),)},
-    "query_gradient": {64: (C(64, 32, 8, 2),), 128: (C(32, 32, 8, 2),), 256: (C(16, 16, 8, 2),)},
+    "few_queries": {256: (C(16, 16, 8, 2),)},
+    "query_gradient": {64: (C(16, 64, 8, 2),), 128: (C(16, 32, 8, 2),), 256: (C(16, 16, 8, 2),)},
     "key_gradient": {64: (C(32, 32, 8, 2),), 128: (C(32, 32, 8, 2),), 256: (C(32, 16, 8, 2),)},
 }
 # Compute capability 8.x, and newer devices with its 99 KiB of shared memory for a program.
