@@ -27,6 +27,7 @@ CAPABILITIES = (80, 90)
 _POINTERS = {
     "ORDER": "*i32", "RUNS": "*i32", "NUM_RUNS": "*i32", "PADDING": "*u8", "SEED": "*i64", "LSE": "*fp32",
     "GRAD_LSE": "*fp32", "DELTA": "*fp32",
+    "GROUPS": "*i32", "CU_SEQLENS": "*i32", "PARTIAL_OUT": "*fp32", "PARTIAL_LSE": "*fp32",
 }  # fmt: skip
 _FLOATS = ("scale", "scale_log2", "keep_scale")
 
@@ -52,14 +53,37 @@ class Usage:
     compile_seconds: float
 
 
-def usage(
-    name: str, capability: int, head_dim: int, dtype: str, chosen: Configuration, *, causal: bool, **features: bool
-) -> Usage:
-    """Compile one kernel for one device; ``features`` are its other flags, such as ``DROPOUT=True``."""
+def compiled(
+    kernel: Any, capability: int, dtype: str, constants: dict[str, Any], *, num_warps: int, num_stages: int
+) -> Any:
+    """A kernel as machine code for a device that need not be there; what has no constant is a size or a stride."""
     import triton
     from triton.backends.compiler import GPUTarget
-    from triton.backends.nvidia.compiler import get_ptxas, sm_arch_from_capability
     from triton.compiler import ASTSource
+
+    signature, hints = {}, {}
+    for index, argument in enumerate(kernel.arg_names):
+        is_tensor = argument.isupper() and argument not in constants
+        if argument in constants:
+            signature[argument] = "constexpr"
+        elif is_tensor:
+            signature[argument] = _POINTERS.get(argument, f"*{dtype}")
+        else:
+            signature[argument] = "fp32" if argument in _FLOATS else "i32"
+        # What Triton finds out at a launch: pointers and strides of whole rows are multiples of 16.
+        if is_tensor or "stride" in argument:
+            hints[(index,)] = [["tt.divisibility", 16]]
+    source = ASTSource(fn=kernel, signature=signature, constexprs=constants, attrs=hints)
+    options = {"num_warps": num_warps, "num_stages": num_stages, "enable_fp_fusion": True}
+    return triton.compile(source, target=GPUTarget("cuda", capability, 32), options=options)
+
+
+def usage(
+    name: str, capability: int, head_dim: int, dtype: str, chosen: Configuration, *, causal: bool, **features: Any
+) -> Usage:
+    """Compile one kernel for one device; ``features`` are its other constants, such as ``DROPOUT=True``."""
+    import triton
+    from triton.backends.nvidia.compiler import get_ptxas, sm_arch_from_capability
 
     from dilated_attention_pytorch.kernels.triton import backward, forward
 
@@ -73,27 +97,13 @@ def usage(
         "RATIO": 1, "PACK": 1, "D": head_dim, "BLOCK_D": max(16, triton.next_power_of_2(head_dim)),
         "BLOCK_ROWS": chosen.block_rows, "BLOCK_RUN": chosen.block_run, "SLOTS": max(32, chosen.block_rows),
         "WINDOW": 2048, "ORDERED": True, "CAUSAL": causal, "PADDED": False, "PHANTOMS": False, "DROPOUT": False,
-        "HAS_GRAD_LSE": False,
-        **features,
+        "HAS_GRAD_LSE": False, **features,
     }  # fmt: skip
-    signature, hints = {}, {}
-    for index, argument in enumerate(kernel.arg_names):
-        if argument in constants:
-            signature[argument] = "constexpr"
-        elif argument.isupper():
-            signature[argument] = _POINTERS.get(argument, f"*{dtype}")
-        else:
-            signature[argument] = "fp32" if argument in _FLOATS else "i32"
-        # What Triton finds out at a launch: pointers and strides of whole rows are multiples of 16.
-        if (argument.isupper() and argument not in constants) or "stride" in argument:
-            hints[(index,)] = [["tt.divisibility", 16]]
     used = {argument: constants[argument] for argument in kernel.arg_names if argument in constants}
-    source = ASTSource(fn=kernel, signature=signature, constexprs=used, attrs=hints)
-    options = {"num_warps": chosen.num_warps, "num_stages": chosen.num_stages, "enable_fp_fusion": True}
     start = time.perf_counter()
-    compiled = triton.compile(source, target=GPUTarget("cuda", capability, 32), options=options)
+    code = compiled(kernel, capability, dtype, used, num_warps=chosen.num_warps, num_stages=chosen.num_stages)
     seconds = time.perf_counter() - start
-    assembly = compiled.asm["ptx"]
+    assembly = code.asm["ptx"]
     with tempfile.NamedTemporaryFile("w", suffix=".ptx") as file:
         file.write(assembly)
         file.flush()
@@ -109,8 +119,7 @@ def usage(
         raise RuntimeError(f"ptxas was expected to report registers and spills, got: {said}")
     return Usage(
         kernel=name, capability=capability, head_dim=head_dim, dtype=dtype, causal=causal, configuration=chosen,
-        registers=int(registers[1]), shared_bytes=compiled.metadata.shared,
-        spill_bytes=int(spills[1]) + int(spills[2]),
+        registers=int(registers[1]), shared_bytes=code.metadata.shared, spill_bytes=int(spills[1]) + int(spills[2]),
         matrix_instructions=assembly.count("wgmma.mma_async") + assembly.count("mma.sync"), compile_seconds=seconds,
     )  # fmt: skip
 

@@ -100,7 +100,7 @@ def tiles_of(case: Case, kernel: Kernel, chosen: Configuration, *, window: int |
     is_ordered = not is_alike and case.rows > min(_tile_rows_of(case, kernel))
     side = launch._Side(case.rows, 0, window, is_ordered, problem.query)
     slots = chosen.block_rows // pack
-    capacity = sum(min(slots, 2 + window // group.segment_length + 1) for group in problem.groups)
+    capacity = launch._capacity(problem, window, slots)
     numbers = torch.empty(case.kv_heads, side.num_windows * _ceil(window, slots), device="meta")
     runs = launch._Runs(torch.empty(0, 0, capacity, device="meta"), numbers, slots)
     head_blocks = case.heads // case.kv_heads // pack if is_query else 1
@@ -223,8 +223,8 @@ def _window_of(case: Case, kernel: Kernel) -> int:
 
 def _table_of(problem: launch.Problem) -> Integers:
     """``[groups, key/value heads, columns]`` as the kernels read it."""
-    table = launch._group_table(problem.sorted_groups, problem.key.shape[2], problem.last_position, torch.device("cpu"))
-    return table.numpy().astype(np.int64)
+    numbers = launch._group_numbers(problem.sorted_groups, problem.key.shape[2], problem.last_position)
+    return np.array(numbers, np.int64)
 
 
 def order_of_rows(case: Case, window: int) -> Integers:

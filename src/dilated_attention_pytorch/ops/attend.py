@@ -106,9 +106,9 @@ def attend(
         query_offset, key_offset: absolute positions of the first query row and the first key row, so that a shard,
             a chunk of a prefill or one decoding step lands on the right segments and residues.
         cu_seqlens: int32 ``[documents + 1]`` row boundaries of documents packed along the sequence (for every
-            sequence of the batch): each is a sequence of its own that starts at position 0. On the CPU or on the
-            query's device; ``impl="triton"`` does not wait for a device to check the values of boundaries that lie
-            there, rows outside of every document then see nothing.
+            sequence of the batch): each is a sequence of its own that starts at position 0. On the
+            query's device, or on the CPU (checked, then copied). ``impl="triton"`` does not wait for a device to check
+            the values of boundaries that lie there; rows outside of every document then see nothing.
         key_padding_mask: bool ``[B, M]``, True = ignore, exactly as if the key were not there.
         dropout_p: probability with which each merged probability ``c exp(s - L)`` is dropped, the others scaled by
             ``1 / (1 - p)``. Drawn from PyTorch's random state.

@@ -15,7 +15,10 @@ from drawn import SWEEP
 COMPILE = """
 import json, sys, warnings
 from dataclasses import asdict
-from dilated_attention_pytorch.benchmarks.registers import shipped, usage
+from dilated_attention_pytorch.benchmarks.registers import compiled, shipped, usage
+from dilated_attention_pytorch.kernels.triton.forward import merge_splits_kernel
+from dilated_attention_pytorch.kernels.triton.order import order_kernel
+from dilated_attention_pytorch.kernels.triton.runs import runs_kernel
 from dilated_attention_pytorch.kernels.triton.configurations import candidates
 capability = int(sys.argv[1])
 wider = {"head_dims": (64, 128, 256), "dtypes": ("bf16", "fp16", "fp32")} if sys.argv[2] == "sweep" else {}
@@ -27,7 +30,18 @@ for name in ("forward", "query_gradient", "key_gradient"):
         features = {"DROPOUT": head_dim == 48, "PADDED": head_dim == 96, "RATIO": 4}
         if name == "forward":
             features["PHANTOMS"] = head_dim == 48
+        if name != "key_gradient":
+            features["PACK"] = 4
         usage(name, capability, head_dim, "fp16", chosen, causal=True, **features)
+for kernel, constants in (
+    (order_kernel, {"WINDOW": 2048, "PACKED": True}),
+    (runs_kernel, {"TILE_ROWS": 42, "SLOTS": 64, "WINDOW": 256, "ORDERED": True, "CAUSAL": True, "PACKED": True,
+                   "PHANTOMS": False, "OF_QUERIES": True}),
+    (runs_kernel, {"TILE_ROWS": 128, "SLOTS": 128, "WINDOW": 2048, "ORDERED": False, "CAUSAL": False, "PACKED": False,
+                   "PHANTOMS": True, "OF_QUERIES": False}),
+    (merge_splits_kernel, {"D": 48, "BLOCK_D": 64, "BLOCK": 4}),
+):
+    compiled(kernel, capability, "bf16", constants, num_warps=4, num_stages=3)
 print(json.dumps(figures))
 """
 

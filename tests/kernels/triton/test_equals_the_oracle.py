@@ -241,3 +241,54 @@ def test_a_scale_of_zero_gives_the_mean_and_no_gradient_of_the_scores() -> None:
     torch.testing.assert_close(out, means)
     grads = torch.autograd.grad(out.sum(), (q, k))
     assert not any(grad.any() for grad in grads)
+
+
+def test_documents_of_one_and_two_rows_under_a_shift_fit_the_table_of_runs() -> None:
+    from dilated_attention_pytorch.kernels.triton import launch
+
+    q, k, v = tensors(1, 16, 1, 16)
+    for pattern in (DilatedPattern([100], [1], segment_shift=99), DilatedPattern([3, 7], [1, 2], segment_shift=2)):
+        for step in (1, 2):
+            bounds = torch.arange(0, 17, step, dtype=torch.int32, device=DEVICE)
+            options = {"cu_seqlens": bounds, "is_causal": False, "scale": 0.3}
+            out, _ = attend_with_lse(q, k, v, pattern, impl="triton", **options)  # type: ignore[arg-type]
+            want, _ = attend_with_lse(q, k, v, pattern, impl="reference", **options)  # type: ignore[arg-type]
+            torch.testing.assert_close(out, want, rtol=1e-5, atol=1e-6)
+            problem = launch.Problem(q, k, v, pattern.groups, False, 0.3, cu_seqlens=bounds)
+            table = launch._table_of(problem)
+            side = launch._side(problem, table, (16,), is_query=True)
+            runs = launch._runs(problem, table, side, 16, of_queries=False)
+            assert int(runs.numbers.max()) <= runs.lines.shape[2]
+
+
+@pytest.mark.filterwarnings("ignore::RuntimeWarning")  # numpy's, in the interpreter
+@pytest.mark.parametrize("bad", [float("nan"), float("inf")])
+def test_what_is_not_finite_comes_out_as_nan(bad: float) -> None:
+    q, k, v = (x.detach() for x in tensors(1, 20, 1, 16))
+    q[0, 3] = bad
+    for splits in (1, 3):
+        from dilated_attention_pytorch.kernels.triton import launch
+
+        out, lse = launch.forward(launch.Problem(q, k, v, PATTERN.groups, False, 0.3), splits)
+        assert out[0, 3].isnan().all()
+        assert lse[0, 3].isnan().all()
+        assert out[0, 4].isfinite().all()
+
+
+@pytest.mark.parametrize("bounds", [[0, 15], [8, 30], [4, 12, 20]])
+def test_rows_outside_of_every_document_see_nothing(bounds: list[int]) -> None:
+    from dilated_attention_pytorch.kernels.triton import launch
+
+    q, k, v = tensors(1, 30, 1, 16)
+    inside = torch.zeros(30, dtype=torch.bool)
+    inside[bounds[0] : bounds[-1]] = True
+    problem = launch.Problem(
+        q.detach(), k.detach(), v.detach(), DilatedPattern([16], [1]).groups, False, 0.3,
+        cu_seqlens=torch.tensor(bounds, dtype=torch.int32, device=DEVICE),
+    )  # fmt: skip
+    out, lse = launch.forward(problem)
+    assert torch.equal(lse[0, :, 0].cpu() > float("-inf"), inside)
+    grads = launch.backward(problem, out, lse, torch.ones_like(out), None)
+    for x in (out, *grads):
+        assert not x[0, ~inside].any()
+    torch.testing.assert_close(grads[2].sum(), torch.tensor(16.0 * int(inside.sum()), device=DEVICE))

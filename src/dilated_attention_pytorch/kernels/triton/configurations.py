@@ -1,6 +1,7 @@
 """The block sizes that the kernels are shipped with: a few candidates for each device, width of numbers and head dim.
 
-Every line compiles without spilling a register, with the causal mask and without; ``docs/kernels.md`` holds the table,
+With Triton 3.9 every line compiles without spilling a register, with the causal mask and without, for calls without
+padding, dropout and grouped heads; ``docs/kernels.md`` holds the table and what the others spill,
 ``python -m dilated_attention_pytorch.benchmarks.registers`` makes it and a test repeats it. The first candidate is the
 one taken where nothing is timed: under deterministic algorithms, while a CUDA graph is captured, and in Triton's
 interpreter.

@@ -135,7 +135,7 @@ def forward_kernel(
         line += BITS + SLOTS // 32
     num_heads = num_kv_heads * RATIO
     out_lines = ((split * batch_size + batch) * num_queries + row) * num_heads + head
-    has_key = total > 0.0
+    has_key = total != 0.0  # NaN is no zero: what came in as NaN or infinite goes out as NaN
     out = tl.where(has_key[:, None], out / tl.where(has_key, total, 1.0)[:, None], 0.0)
     store_lines(OUT, out_lines * D, is_row, out, D, BLOCK_D)
     lse = tl.where(has_key, (maximum + tl.log2(tl.where(has_key, total, 1.0))) * LN_2, float("-inf"))
@@ -162,7 +162,7 @@ def merge_splits_kernel(
         weight = tl.exp2((tl.load(PARTIAL_LSE + place, mask=is_line, other=float("-inf")) - reference) * LOG2_E)
         total += weight
         out += weight[:, None] * load_lines(PARTIAL_OUT, place * D, is_line, D, BLOCK_D)
-    has_key = total > 0.0
+    has_key = total != 0.0
     safe = tl.where(has_key, total, 1.0)
     store_lines(OUT, line * D, is_line, out / safe[:, None], D, BLOCK_D)
     lse = tl.where(has_key, reference + tl.log2(safe) * LN_2, float("-inf"))

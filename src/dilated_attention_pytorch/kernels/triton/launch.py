@@ -1,6 +1,7 @@
 """From tensors to launches: forward 3 kernels (4 where keys are split), backward 5 (6 for slabs), whatever the pattern.
 
-Nothing here reads a tensor's values, so nothing waits for the device.
+Nothing here reads a tensor's values, so nothing waits for the device, but for the first call with a pattern: it copies
+a table of some integers there and may time configurations.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ _LARGEST_WINDOW = 2048
 _SPAN_BYTES = 16 << 20
 _MAX_SPLITS = 64
 _LAST_POSITION = 2**31 - 1
-_POSITIVE = 2.0**-126
+_COVERING_LENGTH = 2**30
 
 
 @dataclass(frozen=True, slots=True)
@@ -184,7 +185,7 @@ def backward(
 
 def attend_rows(query: Tensor, key: Tensor, value: Tensor, *, scale: float) -> tuple[Tensor, Tensor]:
     """Every query sees every key: ``[B, N, H, D]`` and ``[B, M, G, D]`` to output and log-sum-exp."""
-    everything = (DilationGroup(max(query.shape[1], key.shape[1]), 1),)
+    everything = (DilationGroup(_COVERING_LENGTH, 1),)
     return forward(Problem(query, key, value, everything, False, scale))
 
 
@@ -208,21 +209,30 @@ def _packed_heads(problem: Problem) -> int:
 
 
 def _table_of(problem: Problem) -> Tensor:
-    return _group_table(problem.sorted_groups, problem.key.shape[2], problem.last_position, problem.query.device)
+    numbers = _group_numbers(problem.sorted_groups, problem.key.shape[2], problem.last_position)
+    return _group_table(numbers, problem.query.device)
 
 
-@functools.lru_cache(maxsize=256)
-def _group_table(
-    groups: tuple[DilationGroup, ...], num_kv_heads: int, last_position: int, device: torch.device
-) -> Tensor:
+# Never dropped: a captured CUDA graph reads the table whenever it is replayed. There is one for a pattern, not for
+# every length.
+@functools.cache
+def _group_table(numbers: tuple[tuple[tuple[int, ...], ...], ...], device: torch.device) -> Tensor:
     """int32 ``[groups, key/value heads, 5]``: length, rate, offset, shift, whether the tail is zero-padded."""
-    lines = []
+    return torch.tensor(numbers, dtype=torch.int32, device=device)
+
+
+@functools.lru_cache(maxsize=1024)
+def _group_numbers(
+    groups: tuple[DilationGroup, ...], num_kv_heads: int, last_position: int
+) -> tuple[tuple[tuple[int, ...], ...], ...]:
+    table = []
     for group in groups:
+        lines = []
         for head in range(num_kv_heads):
             length, shift = group.segment_length, group.shift(head)
-            if last_position + shift <= length:
+            if last_position + shift <= length and last_position <= _COVERING_LENGTH:
                 # One segment holds every position: any length and shift that keep the residues will do.
-                length, shift = last_position + group.dilation_rate, shift % group.dilation_rate
+                length, shift = _COVERING_LENGTH, shift % group.dilation_rate
             if length + last_position > _LAST_POSITION:
                 raise NotImplementedError(
                     "the Triton kernels count positions in 32 bits: the last position plus the longest segment must "
@@ -230,8 +240,9 @@ def _group_table(
                 )
             offset = group.offset(head, num_kv_heads)
             rate = min(group.dilation_rate, _LAST_POSITION - length)
-            lines.append([length, rate, offset, shift, int(group.tail == "zero_padded")])
-    return torch.tensor(lines, dtype=torch.int32, device=device).view(len(groups), num_kv_heads, -1)
+            lines.append((length, rate, offset, shift, int(group.tail == "zero_padded")))
+        table.append(tuple(lines))
+    return tuple(table)
 
 
 def _tile_rows(choices: tuple[Configuration, ...], pack: int) -> tuple[int, ...]:
@@ -267,10 +278,8 @@ def _runs(problem: Problem, table: Tensor, side: _Side, tile_rows: int, *, of_qu
     num_others, others_offset = (
         (problem.query.shape[1], problem.query_offset) if of_queries else (problem.key.shape[1], problem.key_offset)
     )
-    # The rows of a window meet so many intervals of a group at most: ends of segments and of documents part them.
     documents, steps = _search(problem)
-    boundaries = [side.window // group.segment_length + 1 + documents for group in problem.groups]
-    capacity = sum(min(tile_rows, 1 + boundary) for boundary in boundaries)
+    capacity = _capacity(problem, side.window, tile_rows)
     tiles_per_window = -(-side.window // tile_rows)
     num_tiles = side.num_windows * tiles_per_window
     slots = max(32, triton.next_power_of_2(tile_rows))
@@ -286,6 +295,13 @@ def _runs(problem: Problem, table: Tensor, side: _Side, tile_rows: int, *, of_qu
         enable_fp_fusion=True,
     )  # fmt: skip
     return _Runs(lines, numbers, slots)
+
+
+def _capacity(problem: Problem, window: int, tile_rows: int) -> int:
+    """The most runs that a tile can have: intervals that its rows, or all rows of its window, meet."""
+    # A document adds its own end, and its segments begin anew: with a shift the first of them is cut short.
+    documents = 0 if problem.cu_seqlens is None else problem.cu_seqlens.shape[0] - 1
+    return sum(min(tile_rows, window // group.segment_length + 2 + 2 * documents) for group in problem.groups)
 
 
 def _layout(problem: Problem, side: _Side, runs: _Runs, head_blocks: int) -> tuple[int, tuple[int, int, int, int, int]]:
@@ -358,8 +374,7 @@ def _sizes(problem: Problem) -> tuple[int, ...]:
 
 def _numbers(problem: Problem) -> tuple[float, float, int, float]:
     """Scale of the gradients, of the scores in base 2, and what dropout compares with and multiplies by."""
-    # A scale of 0 would make a masked score of -inf NaN.
-    scale_log2 = max(problem.scale * math.log2(math.e), _POSITIVE)
+    scale_log2 = problem.scale * math.log2(math.e)
     threshold = min(round(problem.dropout_p * 2**32) - 2**31, 2**31 - 1)
     return problem.scale, scale_log2, threshold, 1.0 / (1.0 - problem.dropout_p)
 

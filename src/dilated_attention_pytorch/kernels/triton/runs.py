@@ -49,7 +49,9 @@ def runs_kernel(
     for group in range(num_groups):
         length, rate, group_offset, shift = load_group(GROUPS, group, kv_head, num_kv_heads)
         start, low, high = interval_of(position, begin, end, length, shift)
-        takes_part = is_row & is_selected(position, start, rate, group_offset)
+        # Wrong boundaries may leave rows outside of every document: they see nothing.
+        is_inside = is_row & (position >= begin) & (position < end)
+        takes_part = is_inside & is_selected(position, start, rate, group_offset)
         cursor = tl.min(tl.where(takes_part, low, FAR))
         last = tl.max(tl.where(takes_part, high, -1))
         while cursor < last:
