@@ -22,12 +22,13 @@ from torch.profiler import ProfilerActivity, profile, record_function
 from dilated_attention_pytorch.errors import RunError
 from dilated_attention_pytorch.kernels.select import select
 from dilated_attention_pytorch.machine import machine, require
+from dilated_attention_pytorch.output import make_output
 
 from .clock import Clock
 from .contestants import CONTESTANTS, Attention, Contestant
 from .report import in_words
 from .results import write_json
-from .run import check_output, choose_device, make_output
+from .run import check_output, choose_device
 from .settings import ProfileSettings
 from .shapes import SHAPES, Case
 

@@ -15,6 +15,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 from dilated_attention_pytorch.errors import RunError
 from dilated_attention_pytorch.machine import processor, require
+from dilated_attention_pytorch.output import check_writable, make_output
 
 from .claims import claim_of
 from .clock import Clock
@@ -169,22 +170,4 @@ def check_output(output: Path) -> None:
         folder = folder.parent
     if not folder.is_dir():
         raise RunError(f"--output {output} cannot be made: {folder} is a file; name a folder below a folder")
-    if not os.access(folder, os.W_OK | os.X_OK):
-        raise RunError(
-            f"--output {output} cannot be made: {folder} is read-only for this user; change its permissions "
-            "(chmod u+w), or name a folder that can be written"
-        )
-
-
-def make_output(output: Path) -> None:
-    """Make the folder.
-
-    Raises:
-        RunError: the system refuses.
-    """
-    try:
-        output.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise RunError(
-            f"--output {output} cannot be made ({error.strerror}); name a folder on a disk that can be written"
-        ) from error
+    check_writable(folder, f"--output {output} cannot be made")

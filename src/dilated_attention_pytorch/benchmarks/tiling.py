@@ -17,6 +17,7 @@ from numpy.typing import NDArray
 
 from dilated_attention_pytorch.kernels.triton import launch, order
 from dilated_attention_pytorch.kernels.triton.configurations import Configuration
+from dilated_attention_pytorch.kernels.triton.table import group_numbers
 from dilated_attention_pytorch.patterns import DilationGroup
 
 from .shapes import Case
@@ -223,7 +224,7 @@ def _window_of(case: Case, kernel: Kernel) -> int:
 
 def _table_of(problem: launch.Problem) -> Integers:
     """``[groups, key/value heads, columns]`` as the kernels read it."""
-    numbers = launch._group_numbers(problem.sorted_groups, problem.key.shape[2], problem.last_position)
+    numbers = group_numbers(problem.sorted_groups, problem.key.shape[2], problem.last_position)
     return np.array(numbers, np.int64)
 
 

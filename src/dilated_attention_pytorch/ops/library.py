@@ -66,7 +66,7 @@ def _problem(
     key_offset: int,
     dropout_p: float,
 ) -> launch.Problem:
-    """The operands of the Triton kernels, which plan on the device: nothing here waits for it."""
+    """The operands of the Triton kernels, which plan on the device; boundaries on the CPU are checked, then copied."""
     from dilated_attention_pytorch.kernels.triton import launch
 
     if cu_seqlens is not None:

@@ -11,6 +11,7 @@ import torch
 
 from dilated_attention_pytorch.errors import RunError
 from dilated_attention_pytorch.machine import require
+from dilated_attention_pytorch.output import check_writable
 
 from .checkpoint import SETTINGS_NAME, WEIGHTS_NAME
 from .corpus import Corpus
@@ -47,29 +48,6 @@ def check_output(output: Path) -> None:
     if not parent.is_dir():
         raise RunError(f"--output {output} cannot be made: {parent} is a file; name a folder below a folder")
     check_writable(parent, f"--output {output} cannot be made")
-
-
-def check_writable(folder: Path, what: str) -> None:
-    """Raise :class:`RunError`, beginning with ``what``, if the file system or the permissions of ``folder`` refuse."""
-    if not os.access(folder, os.W_OK | os.X_OK):
-        raise RunError(
-            f"{what}: {folder} is read-only for this user; change its permissions (chmod u+w), "
-            "or name a folder that can be written"
-        )
-
-
-def make_output(output: Path) -> None:
-    """Make the run folder.
-
-    Raises:
-        RunError: the system refuses.
-    """
-    try:
-        output.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise RunError(
-            f"--output {output} cannot be made ({error.strerror}); name a folder on a disk that can be written"
-        ) from error
 
 
 def _free(output: Path) -> Path:

@@ -17,6 +17,7 @@ import torch
 
 from dilated_attention_pytorch.errors import RunError
 from dilated_attention_pytorch.machine import machine
+from dilated_attention_pytorch.output import check_writable, make_output
 
 from . import preflight
 from .checkpoint import (
@@ -93,7 +94,7 @@ def train(settings: TrainSettings, output: Path, console: Console) -> Outcome:
     settings = dataclasses.replace(settings, threads=_set_threads(settings.threads), precision=precision)
     model = _build(settings)
     preflight.check_space(output, sum(parameter.numel() for parameter in model.parameters()))
-    preflight.make_output(output)
+    make_output(output)
     if is_first_process():
         record = {
             "settings": {**settings.to_dict(), "device": device},
@@ -123,7 +124,7 @@ def resume(run: Path, console: Console) -> Outcome:
         )
     _set_threads(settings.threads)
     model = _build(settings)
-    preflight.check_writable(run, f"--resume {run}")
+    check_writable(run, f"--resume {run}")
     preflight.check_space(run, sum(parameter.numel() for parameter in model.parameters()))
     return _go(_Run(run, settings, device, corpus, model, checkpoint, console))
 

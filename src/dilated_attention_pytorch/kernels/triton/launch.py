@@ -22,6 +22,7 @@ from .configurations import Configuration, candidates
 from .forward import forward_kernel, merge_splits_kernel
 from .order import MEMBERSHIP_BITS, order_kernel
 from .runs import BITS, runs_kernel
+from .table import COVERING_LENGTH, group_numbers, group_table
 from .tuning import fastest
 
 # Keys are split where there are fewer tiles than this for each multiprocessor.
@@ -30,8 +31,6 @@ _LARGEST_WINDOW = 2048
 # Keys and values that a span of windows may touch before the next begins: a part of the device's cache (50 MB on H100).
 _SPAN_BYTES = 16 << 20
 _MAX_SPLITS = 64
-_LAST_POSITION = 2**31 - 1
-_COVERING_LENGTH = 2**30
 
 
 @dataclass(frozen=True, slots=True)
@@ -185,7 +184,7 @@ def backward(
 
 def attend_rows(query: Tensor, key: Tensor, value: Tensor, *, scale: float) -> tuple[Tensor, Tensor]:
     """Every query sees every key: ``[B, N, H, D]`` and ``[B, M, G, D]`` to output and log-sum-exp."""
-    everything = (DilationGroup(_COVERING_LENGTH, 1),)
+    everything = (DilationGroup(COVERING_LENGTH, 1),)
     return forward(Problem(query, key, value, everything, False, scale))
 
 
@@ -209,40 +208,8 @@ def _packed_heads(problem: Problem) -> int:
 
 
 def _table_of(problem: Problem) -> Tensor:
-    numbers = _group_numbers(problem.sorted_groups, problem.key.shape[2], problem.last_position)
-    return _group_table(numbers, problem.query.device)
-
-
-# Never dropped: a captured CUDA graph reads the table whenever it is replayed. There is one for a pattern, not for
-# every length.
-@functools.cache
-def _group_table(numbers: tuple[tuple[tuple[int, ...], ...], ...], device: torch.device) -> Tensor:
-    """int32 ``[groups, key/value heads, 5]``: length, rate, offset, shift, whether the tail is zero-padded."""
-    return torch.tensor(numbers, dtype=torch.int32, device=device)
-
-
-@functools.lru_cache(maxsize=1024)
-def _group_numbers(
-    groups: tuple[DilationGroup, ...], num_kv_heads: int, last_position: int
-) -> tuple[tuple[tuple[int, ...], ...], ...]:
-    table = []
-    for group in groups:
-        lines = []
-        for head in range(num_kv_heads):
-            length, shift = group.segment_length, group.shift(head)
-            if last_position + shift <= length and last_position <= _COVERING_LENGTH:
-                # One segment holds every position: any length and shift that keep the residues will do.
-                length, shift = _COVERING_LENGTH, shift % group.dilation_rate
-            if length + last_position > _LAST_POSITION:
-                raise NotImplementedError(
-                    "the Triton kernels count positions in 32 bits: the last position plus the longest segment must "
-                    f'stay below 2**31, got {last_position} and {length}; impl="aten" has no such limit'
-                )
-            offset = group.offset(head, num_kv_heads)
-            rate = min(group.dilation_rate, _LAST_POSITION - length)
-            lines.append((length, rate, offset, shift, int(group.tail == "zero_padded")))
-        table.append(tuple(lines))
-    return tuple(table)
+    numbers = group_numbers(problem.sorted_groups, problem.key.shape[2], problem.last_position)
+    return group_table(numbers, problem.query.device)
 
 
 def _tile_rows(choices: tuple[Configuration, ...], pack: int) -> tuple[int, ...]:

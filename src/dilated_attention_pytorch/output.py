@@ -1,0 +1,31 @@
+"""Folders that a command writes to: whether they can be written, and making them."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+from .errors import RunError
+
+
+def check_writable(folder: Path, what: str) -> None:
+    """Raise :class:`RunError`, beginning with ``what``, if the file system or the permissions of ``folder`` refuse."""
+    if not os.access(folder, os.W_OK | os.X_OK):
+        raise RunError(
+            f"{what}: {folder} is read-only for this user; change its permissions (chmod u+w), "
+            "or name a folder that can be written"
+        )
+
+
+def make_output(output: Path) -> None:
+    """Make the folder.
+
+    Raises:
+        RunError: the system refuses.
+    """
+    try:
+        output.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise RunError(
+            f"--output {output} cannot be made ({error.strerror}); name a folder on a disk that can be written"
+        ) from error
