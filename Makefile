@@ -33,7 +33,7 @@ tests:
 	$(BIN)/pytest -n 2 --dist worksteal
 
 sweep: $(VENV)/dev.stamp  ## the drawn cases again, ten times as many, other draws
-	HYPOTHESIS_PROFILE=sweep $(BIN)/pytest -n 2 tests/ops tests/planning tests/kernels
+	HYPOTHESIS_PROFILE=sweep $(BIN)/pytest -n 2 tests/ops tests/planning tests/kernels tests/parallel/test_parallel_equals_the_oracle.py tests/parallel/test_plan.py
 
 bench: $(VENV)/dev.stamp  ## times beside dense, FlexAttention and the published route, under 5 minutes
 	$(BIN)/dilated-attention bench --preset cpu
@@ -41,6 +41,7 @@ bench: $(VENV)/dev.stamp  ## times beside dense, FlexAttention and the published
 benchmark: $(VENV)/dev.stamp  ## the figures of the README, on this machine
 	$(BIN)/python -m benchmarks.attention
 	$(BIN)/python -m benchmarks.decoding
+	$(BIN)/python -m benchmarks.parallel
 
 format: $(VENV)/dev.stamp
 	$(BIN)/ruff format .

@@ -45,7 +45,44 @@ TABLE: tuple[tuple[str, str, str, str, str], ...] = (
     ("core.factory", "create_dilated_attention", "core", "create_dilated_attention", "core.create_dilated_attention"),
     ("core.factory", "create_multihead_dilated_attention", "core", "create_multihead_dilated_attention",
      "core.create_multihead_dilated_attention"),
+    *(
+        (module, name, home, today, f"parallel.{today}")
+        for modules, name, home, today in (
+            (("ring_dilated_attention", ""), "RingDilatedAttention", "parallel", "RingDilatedAttention"),
+            (("ring_multihead_dilated_attention", ""), "RingMultiheadDilatedAttention", "parallel",
+             "RingMultiheadDilatedAttention"),
+            (("ring_dilated_attention_hybrid", ""), "RingDilatedAttentionHybrid", "parallel",
+             "HybridRingDilatedAttention"),
+            (("head_parallel_dilated_attention", ""), "HeadParallelDilatedAttention", "legacy",
+             "HeadParallelDilatedAttention"),
+            (("improved_distributed_dilated_attention", ""), "DistributedImprovedDilatedAttention", "parallel",
+             "DistributedDilatedAttention"),
+        )
+        for module in modules
+    ),
 )  # fmt: skip
+
+
+def __getattr__(name: str) -> Any:
+    # Made when it is asked for: importing the package does not import what talks to other ranks.
+    if name != "HeadParallelDilatedAttention":
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    from .parallel import HeadParallelDilatedAttention
+
+    class OldHeadParallelDilatedAttention(HeadParallelDilatedAttention):
+        """:class:`HeadParallelDilatedAttention` with the old keywords that chose a backend."""
+
+        def __init__(
+            self, *args: Any, use_xformers: bool | None = None, use_flex_attention: bool | None = None, **options: Any
+        ) -> None:
+            if use_xformers is not None or use_flex_attention is not None:
+                warnings.warn(
+                    "use_xformers and use_flex_attention change nothing: impl= picks the kernels, and no choice "
+                    "changes the result", DeprecationWarning, stacklevel=2,
+                )  # fmt: skip
+            super().__init__(*args, **options)
+
+    return OldHeadParallelDilatedAttention
 
 
 def look_up(module: str, name: str) -> Any:

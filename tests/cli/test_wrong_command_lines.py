@@ -111,6 +111,14 @@ ROWS = [
     Row("generate {}/finished --prompt x --temperature -1", "temperature must be at least 0, got -1.0"),
     Row("generate {}/finished --prompt x --top-p 1.5", "top_p must be at most 1, got 1.5"),
     Row("generate {}/finished --prompt x --max-new-tokens 0", "max_new_tokens must be at least 1, got 0"),
+    # processes
+    Row(f"{TRAIN} --context-parallel 2", "got 1; start it with torchrun --nproc-per-node 2 -m"),
+    Row(f"{TRAIN} --context-parallel 4", "must be a multiple of 4, got 2", _start_two_processes),
+    Row(f"{TRAIN} --data-parallel fsdp", "this is the only one; start it with torchrun --nproc-per-node 2"),
+    Row(f"{TRAIN} --strategy ring", "--strategy ring says how processes share a sequence"),
+    Row(f"{TRAIN} --strategy star", "invalid choice 'star'"),
+    Row(f"{TRAIN} --heads-parallel 2", "heads_parallel must divide context_parallel"),
+    Row(f"{TRAIN} --tensor-parallel 4", "got 2; start it with torchrun --nproc-per-node 4", _start_two_processes),
     # text
     Row("train --preset tiny --output {}/new --data {}/nothing", "nothing does not exist; check the path"),
     Row("train --preset tiny --output {}/new --data {}/bad/empty.txt", "empty.txt is empty; name a file"),

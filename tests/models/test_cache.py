@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from dilated_attention_pytorch.models import LongNetCache, LongNetConfig
+from dilated_attention_pytorch.models.ledger import Ledger
 
 TOLERANCE = 1e-12
 LENGTH = 61
@@ -150,3 +151,29 @@ def test_what_a_cache_cannot_do_is_said(make_model: Any) -> None:
             model(ids[:1], cache=cache)
         with pytest.raises(ValueError, match=r"rows of the batch, 0 to 1"):
             cache.reorder(torch.tensor([0, 2]))
+
+
+@pytest.mark.parametrize("num_ranks", [2, 3, 4, 6])
+@pytest.mark.parametrize("pattern", PATTERNS)
+def test_ranks_hold_every_row_once_and_equally_many(make_config: Any, pattern: str, num_ranks: int) -> None:
+    config = make_config(**PATTERNS[pattern])
+    sizes = {"num_kv_heads": config.num_kv_heads, "device": torch.device("cpu")}
+    alone = Ledger(config.pattern(1), **sizes)
+    ranks = [Ledger(config.pattern(1), **sizes, rank=rank, num_ranks=num_ranks) for rank in range(num_ranks)]
+    block = ranks[0].block_length
+    for chunk in CHUNKS["mixed"]:
+        steps = [ledger.advance(chunk) for ledger in (alone, *ranks)]
+        for head in range(config.num_kv_heads):
+            held = [ledger.positions(head) for ledger in ranks]
+            assert sorted(row for rows in held for row in rows) == alone.positions(head)
+            for rank, rows in enumerate(held):
+                assert all(row // block % num_ranks == rank for row in rows)
+                assert len(rows) <= ranks[rank].max_slots()
+            # Of what each group shows to the next token a rank has its part, up to a block.
+            for group in alone.pattern.groups:
+                positions = torch.tensor([*alone.positions(head), alone.seen])
+                segment, selected = group.locate(positions, head, config.num_kv_heads)
+                seen = positions[:-1][(segment[:-1] == segment[-1]) & selected[:-1]]
+                counts = (seen // block % num_ranks).bincount(minlength=num_ranks)
+                assert counts.max() - counts.min() <= block
+        assert sum(len(step.target) for step in steps[1:]) == len(steps[0].target)

@@ -112,6 +112,29 @@ def test_the_loss_is_that_of_the_next_token(model: LongNetForCausalLM) -> None:
     assert torch.equal(model(ids, return_dict=False)[0], output.logits)
 
 
+def test_targets_are_labels_shifted_before(model: LongNetForCausalLM) -> None:
+    ids = torch.randint(29, (2, 31))
+    targets = causal_lm_module.next_tokens(ids)
+    assert targets[:, -1].tolist() == [-100, -100]
+    assert torch.equal(model(ids, targets=targets).loss, model(ids, labels=ids).loss)
+    rows = torch.tensor([3, 4, 17, 30])
+
+    def attend_to_itself(query: Any, key: Any, value: Any, *rest: Any, **options: Any) -> torch.Tensor:
+        return value.repeat_interleave(query.shape[2] // key.shape[2], dim=2)
+
+    # Rows by themselves, at their own positions: nothing in the model but its attention knows of the others.
+    model.model.attention = attend_to_itself
+    parts = model(ids[:, rows], targets=targets[:, rows], positions=rows).loss
+    logits = model(ids).logits[:, rows]
+    torch.testing.assert_close(
+        parts, functional.cross_entropy(logits.flatten(0, 1), targets[:, rows].flatten()), atol=1e-13, rtol=0
+    )
+    with pytest.raises(ValueError, match="got both; pass one of them"):
+        model(ids, labels=ids, targets=targets)
+    with pytest.raises(ValueError, match=r"targets must have the shape \(2, 31\)"):
+        model(ids, targets=targets[:, 1:])
+
+
 def test_the_loss_in_blocks_is_the_loss(model: LongNetForCausalLM, monkeypatch: pytest.MonkeyPatch) -> None:
     ids = torch.randint(29, (2, 31))
     whole = model(ids, labels=ids).loss

@@ -13,6 +13,8 @@ from typing import Any
 import pytest
 import torch
 
+from dilated_attention_pytorch.models import LongNetLM
+from dilated_attention_pytorch.parallel import RankFailure
 from dilated_attention_pytorch.training import RunError, preflight, resume, train
 from dilated_attention_pytorch.training.callbacks import read_metrics
 from dilated_attention_pytorch.training.checkpoint import latest_checkpoint, load_model
@@ -161,6 +163,15 @@ def test_what_torch_says_about_a_full_disk_is_understood(
 
     monkeypatch.setattr(torch, "save", fill_up)
     with pytest.raises(RunError, match=r"the disk is full .* no checkpoint was complete yet"):
+        train(tiny_settings(texts), tmp_path / "run", quiet())
+
+
+def test_a_process_that_fails_says_what_is_left(texts: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*args: Any, **options: Any) -> None:
+        raise RankFailure("rank 3 died")
+
+    monkeypatch.setattr(LongNetLM, "_attend", fail)
+    with pytest.raises(RunError, match="rank 3 died; no checkpoint was complete yet"):
         train(tiny_settings(texts), tmp_path / "run", quiet())
 
 

@@ -32,12 +32,20 @@ def test_presets_for_real_runs_see_8192_bytes_and_more(name: str) -> None:
         ("muon_learning_rate", float("nan"), "muon_learning_rate must be a finite number, got nan"),
         ("file_start_fraction", 1.5, "file_start_fraction must be at most 1, got 1.5"),
         ("adam_beta2", 1.0, "adam_beta2 must be below 1, got 1.0"),
+        ("context_parallel", 0, "context_parallel must be at least 1, got 0"),
+        ("heads_parallel", 2, "heads_parallel must divide context_parallel, .* got 2 of 1"),
         ("threads", -2, "threads must be at least 0, got -2"),
     ],
 )
 def test_a_number_out_of_range_is_named(name: str, value: Any, message: str) -> None:
     values = PRESETS["tiny"]().to_dict() | {name: value}
     with pytest.raises(ValueError, match=message):
+        TrainSettings.from_dict(values)
+
+
+def test_heads_over_all_processes_and_over_some_of_them_exclude_each_other() -> None:
+    values = PRESETS["tiny"]().to_dict() | {"context_parallel": 4, "heads_parallel": 2, "strategy": "heads"}
+    with pytest.raises(ValueError, match="To split the heads over all processes, leave heads_parallel out"):
         TrainSettings.from_dict(values)
 
 

@@ -8,7 +8,13 @@ import pytest
 import torch
 
 from dilated_attention_pytorch.training.corpus import SEPARATOR, Text, read_corpus
-from dilated_attention_pytorch.training.windows import EvaluationWindows, TrainingWindows, long_files
+from dilated_attention_pytorch.training.windows import (
+    IGNORED,
+    EvaluationWindows,
+    TrainingWindows,
+    WindowShare,
+    long_files,
+)
 
 
 @pytest.fixture
@@ -69,3 +75,16 @@ def test_long_files_are_the_beginnings_of_files_that_are_long_enough(text: Text)
     assert len(files) == 5
     assert all(len(file) == 114 and int(file[0]) == SEPARATOR and SEPARATOR not in file[1:] for file in files)
     assert long_files(text, 10_000, 5) == []
+
+
+@pytest.mark.parametrize("num_shares", [1, 2, 3, 5])
+def test_shares_hold_every_window_once_and_are_equally_long(text: Text, num_shares: int) -> None:
+    windows = EvaluationWindows(text, 61, 7)
+    shares = [WindowShare(windows, 7, share, num_shares) for share in range(num_shares)]
+    assert {len(share) for share in shares} == {-(-7 // num_shares)}
+    dealt = [share[index] for index in range(len(shares[0])) for share in shares]
+    for window, expected in zip(dealt, windows, strict=False):
+        assert torch.equal(window["input_ids"], expected["input_ids"])
+        assert torch.equal(window["labels"], expected["labels"])
+    # What fills a share up is as long as a window, and no loss counts it.
+    assert all(window["labels"].tolist() == [IGNORED] * 61 for window in dealt[7:])

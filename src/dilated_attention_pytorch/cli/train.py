@@ -48,12 +48,15 @@ class Train(TrainSettings):
         from dilated_attention_pytorch.training.run import is_first_process
 
         preflight.check_packages("training")
+        from dilated_attention_pytorch.training.distribution import leaving_together
+
         console = Console()
         try:
-            if self.resume is not None:
-                outcome = resume(self.resume, console)
-            else:
-                outcome = train(_settings(self), self.output, console)
+            with leaving_together():
+                if self.resume is not None:
+                    outcome = resume(self.resume, console)
+                else:
+                    outcome = train(_settings(self), self.output, console)
         except KeyboardInterrupt:
             _leave_at_once(self.output if self.resume is None else self.resume)
         if is_first_process():
@@ -101,6 +104,14 @@ def _settings(command: Train) -> TrainSettings:
     return TrainSettings(**{entry.name: getattr(command, entry.name) for entry in dataclasses.fields(TrainSettings)})
 
 
+def _program() -> str:
+    """What a command line begins with that starts as many processes as there are."""
+    from dilated_attention_pytorch.training.run import num_processes
+
+    several = f"torchrun --nproc-per-node {num_processes()} -m dilated_attention_pytorch"
+    return "dilated-attention" if num_processes() == 1 else several
+
+
 def _leave_at_once(run: Path) -> NoReturn:
     checkpoint = latest_checkpoint(run)
     if checkpoint is None:
@@ -108,7 +119,7 @@ def _leave_at_once(run: Path) -> NoReturn:
     else:
         print(
             f"\ndilated-attention: stopped at once; the checkpoint of step {checkpoint_step(checkpoint)} is kept. "
-            f"Go on with:\n  dilated-attention train --resume {shlex.quote(str(run))}",
+            f"Go on with:\n  {_program()} train --resume {shlex.quote(str(run))}",
             file=sys.stderr,
         )
     raise SystemExit(128 + signal.SIGINT)
@@ -122,7 +133,7 @@ def _report(outcome: Outcome, console: Console) -> None:
         name = signal.Signals(outcome.stopped_by).name
         console.print(
             f"stopped by {name} after step {outcome.step}; a checkpoint is saved in {run}. Go on with:\n"
-            f"  dilated-attention train --resume {run}",
+            f"  {_program()} train --resume {run}",
             highlight=False, soft_wrap=True,
         )  # fmt: skip
         return

@@ -6,12 +6,14 @@ from .cache import LongNetCache
 from .config import LongNetConfig
 from .generation import generate, generate_naive
 from .longnet import AttentionFunction, LongNetLM
+from .share import CacheShare
 
 if TYPE_CHECKING:
     from .causal_lm import LongNetCausalLMConfig, LongNetForCausalLM
 
 __all__ = [
     "AttentionFunction",
+    "CacheShare",
     "LongNetCache",
     "LongNetCausalLMConfig",
     "LongNetConfig",

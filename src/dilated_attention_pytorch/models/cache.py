@@ -10,13 +10,14 @@ import torch
 from torch import Tensor
 
 from dilated_attention_pytorch.ops import attend_with_lse
-from dilated_attention_pytorch.ops.merge import merge_in_place
+from dilated_attention_pytorch.ops.merge import AttentionOutput, merge, merge_in_place
 from dilated_attention_pytorch.ops.rows import attend_rows
 from dilated_attention_pytorch.patterns import Pattern
 
 from .config import LongNetConfig
 from .ledger import Ledger, LedgerStep, Piece
 from .padding import Run, group_rows, positions_of
+from .share import CacheShare
 
 _Stored = tuple[Tensor, Tensor]
 """Keys and values of one layer, ``[sequences, slots, G, D]``."""
@@ -50,8 +51,14 @@ class LongNetCache:
     groups see once, so memory stops growing with the text. It is filled by :meth:`LongNetLM.forward`, with one token or
     any number at a time; the result is that of the whole text in one call. For inference: it has no gradient.
 
+    With a ``share`` the cache stays sharded over the ranks of a mesh, each of which holds about its part of the rows.
+    Every rank makes the same calls with the same tokens and gets the same result; only a prompt may be read with its
+    rows dealt out, see :meth:`LongNetLM.hidden_states`. What the cache tells of itself is then of this rank.
+
     Args:
         config: the model's configuration.
+        share: the ranks that hold the rows together, such as ``parallel.RankShare(mesh)``; this process alone holds
+            all without it.
 
     >>> from dilated_attention_pytorch.models import LongNetCache, LongNetConfig, LongNetLM
     >>> config = LongNetConfig(
@@ -67,10 +74,11 @@ class LongNetCache:
     is_compileable = False
     """Read by transformers: shapes change from step to step."""
 
-    def __init__(self, config: LongNetConfig) -> None:
+    def __init__(self, config: LongNetConfig, *, share: CacheShare | None = None) -> None:
         assert config.num_kv_heads is not None
         self.patterns = tuple(config.pattern(layer) for layer in range(config.num_layers))
         self.num_kv_heads = config.num_kv_heads
+        self.share = share
         self._cohorts: list[_Cohort] = []
         self._num_columns = 0
 
@@ -145,10 +153,7 @@ class LongNetCache:
             ValueError: the batch size is not that of the calls before.
         """
         if not self._cohorts:
-            ledgers: dict[Pattern, Ledger] = {
-                pattern: Ledger(pattern, self.num_kv_heads, device) for pattern in self.patterns
-            }
-            self._cohorts = [_Cohort(list(range(batch_size)), ledgers)]
+            self._cohorts = [self._new_cohort(batch_size, device)]
         if batch_size != self.batch_size:
             raise ValueError(
                 f"the cache holds a batch of {self.batch_size} sequences, got input_ids with {batch_size}; use a new "
@@ -168,8 +173,49 @@ class LongNetCache:
         self._num_columns += num_columns
         if len(self._cohorts) == 1:
             positions = torch.arange(num_columns, device=device) + (seen[0] - runs[0][0])
-            return CacheStep(self.patterns, slabs, positions.clamp_(min=0))
-        return CacheStep(self.patterns, slabs, positions_of(runs, num_columns, seen, device))
+            return CacheStep(self.patterns, slabs, positions.clamp_(min=0), self.share)
+        return CacheStep(self.patterns, slabs, positions_of(runs, num_columns, seen, device), self.share)
+
+    def prompt_step(self, batch_size: int, num_rows: int, sequence_length: int, device: torch.device) -> PromptStep:
+        """Begin a call of the model with this rank's rows of a text's first ``sequence_length`` tokens.
+
+        Returns:
+            the positions of these rows, and the attention that every layer is to use once, in order.
+
+        Raises:
+            ValueError: the cache has no share, or the rows are not those that it deals to this rank.
+            NotImplementedError: the cache has seen tokens.
+        """
+        if self.share is None:
+            raise ValueError(
+                f"sequence_length is for a cache that ranks share, got sequence_length {sequence_length} with a cache "
+                "without a share: make it with LongNetCache(config, share=...), or pass all tokens"
+            )
+        if self._num_columns:
+            raise NotImplementedError(
+                f"sequence_length is for the first tokens of a text, and this cache has seen {self._num_columns} "
+                "columns: pass later tokens whole on every rank, without sequence_length"
+            )
+        positions = self.share.positions(sequence_length, device)
+        if positions.shape[0] != num_rows:
+            raise ValueError(
+                f"of {sequence_length} tokens this rank has {positions.shape[0]} rows, got input_ids with {num_rows}: "
+                "pass share.rows(all_input_ids)"
+            )
+        cohort = self._new_cohort(batch_size, device)
+        steps = {pattern: ledger.advance(sequence_length) for pattern, ledger in cohort.ledgers.items()}
+        places = {pattern: ledger.places_by_rank() for pattern, ledger in cohort.ledgers.items()}
+        cohort.seen = self._num_columns = sequence_length
+        self._cohorts = [cohort]
+        return PromptStep(self.patterns, _Slab(cohort, (0, sequence_length), 0, steps), positions, self.share, places)
+
+    def _new_cohort(self, batch_size: int, device: torch.device) -> _Cohort:
+        rank, num_ranks = (0, 1) if self.share is None else (self.share.rank, self.share.size)
+        ledgers: dict[Pattern, Ledger] = {
+            pattern: Ledger(pattern, self.num_kv_heads, device, rank=rank, num_ranks=num_ranks)
+            for pattern in self.patterns
+        }
+        return _Cohort(list(range(batch_size)), ledgers)
 
 
 @dataclass(slots=True)
@@ -190,6 +236,7 @@ class CacheStep:
     slabs: list[_Slab]
     positions: Tensor
     """Absolute positions of the new rows, ``[N]`` or ``[B, N]``."""
+    share: CacheShare | None
 
     def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, dropout_p: float) -> Tensor:
         """Causal attention of new rows to the stored rows and to each other; then the storage takes the new rows."""
@@ -200,13 +247,38 @@ class CacheStep:
             slab = self.slabs[0]
             # Without padding there is nothing to pick out.
             if slab.columns == (0, query.shape[1]) and slab.cohort.rows == list(range(query.shape[0])):
-                return _attend_slab(slab, layer, pattern, query, key, value)
+                return _attend_slab(slab, layer, pattern, query, key, value, self.share)
         out = torch.zeros_like(query)
         for slab in self.slabs:
             start, stop = slab.columns
             rows = torch.tensor(slab.cohort.rows, device=query.device)
             q, k, v = (tensor[rows, start:stop] for tensor in (query, key, value))
-            out[rows, start:stop] = _attend_slab(slab, layer, pattern, q, k, v)
+            out[rows, start:stop] = _attend_slab(slab, layer, pattern, q, k, v, self.share)
+        return out
+
+
+@dataclass(slots=True)
+class PromptStep:
+    """One call of the model with this rank's rows of a prompt."""
+
+    patterns: tuple[Pattern, ...]
+    slab: _Slab
+    positions: Tensor
+    """Absolute positions of this rank's rows, ``[N]``."""
+    share: CacheShare
+    places: dict[Pattern, list[Tensor]]
+    """Flat places ``position * G + head`` of the rows to store, rank by rank."""
+
+    def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, dropout_p: float) -> Tensor:
+        """Causal attention over the ranks; then the rows alive go to the ranks that store them."""
+        assert not dropout_p
+        assert not torch.is_grad_enabled()
+        pattern, cohort = self.patterns[layer], self.slab.cohort
+        out = self.share.attend(query, key, value, pattern, cohort.seen)
+        dealt = self.share.deal(torch.cat([key, value], dim=-1), self.places[pattern], cohort.seen)
+        keys, values = dealt.split([key.shape[-1], value.shape[-1]], dim=-1)
+        step, ledger = self.slab.steps[pattern], cohort.ledgers[pattern]
+        cohort.storage[layer] = _insert(None, (keys, values), step, ledger)
         return out
 
 
@@ -221,28 +293,39 @@ def _split(cohort: _Cohort, runs: Sequence[Run]) -> list[_Cohort]:
     return parts
 
 
-def _attend_slab(slab: _Slab, layer: int, pattern: Pattern, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-    step = slab.steps[pattern]
+def _attend_slab(
+    slab: _Slab, layer: int, pattern: Pattern, query: Tensor, key: Tensor, value: Tensor, share: CacheShare | None
+) -> Tensor:
+    step, ledger = slab.steps[pattern], slab.cohort.ledgers[pattern]
     stored = slab.cohort.storage.get(layer)
-    max_slots = slab.cohort.ledgers[pattern].max_slots()
+    within: AttentionOutput | None = None
     if step.is_token:
+        stored = _insert(stored, _picked(key, value, step), step, ledger)
+    else:
+        within = attend_with_lse(
+            query, key, value, pattern, is_causal=True, query_offset=slab.offset, key_offset=slab.offset
+        )
+    if within is None or share is not None:
         dtype = torch.promote_types(query.dtype, torch.float32)
         out = torch.zeros(query.shape, dtype=dtype, device=query.device)
         lse = torch.full(query.shape[:3], float("-inf"), dtype=dtype, device=query.device)
-        stored = _insert(stored, key, value, step, max_slots)
     else:
-        out, lse = attend_with_lse(
-            query, key, value, pattern, is_causal=True, query_offset=slab.offset, key_offset=slab.offset
-        )
+        out, lse = within
     if step.pieces:
         assert stored is not None
         out = out.to(lse.dtype)
         _merge_pieces(step.pieces, query, stored, out, lse)
+    if share is not None and (step.is_token or slab.offset):
+        # Also where this rank holds nothing that the slab sees: another may.
+        out, lse = share.merge(AttentionOutput(out, lse))
+    if share is not None and within is not None:
+        # What the slab's rows see of each other is the same on every rank, so it counts once.
+        out, lse = merge([(out, lse), (within.out.to(lse.dtype), within.lse)])
     if step.keep is not None:
         assert stored is not None
         stored = (_compact(stored[0], step.keep), _compact(stored[1], step.keep))
     if not step.is_token:
-        stored = _insert(stored, key, value, step, max_slots)
+        stored = _insert(stored, _picked(key, value, step), step, ledger)
     assert stored is not None
     slab.cohort.storage[layer] = stored
     return out.to(query.dtype)
@@ -269,21 +352,21 @@ def _compact(stored: Tensor, keep: Tensor) -> Tensor:
     return compacted
 
 
-def _insert(stored: _Stored | None, key: Tensor, value: Tensor, step: LedgerStep, max_slots: int) -> _Stored:
-    """The storage with the slab's rows ``[B, rows, G, D]`` that are to be stored; larger if they need it."""
+def _picked(key: Tensor, value: Tensor, step: LedgerStep) -> _Stored:
+    """Of a slab's keys and values ``[B, rows, G, D]`` those to be stored, ``[B, places, D]``."""
+    rows = key.flatten(1, 2), value.flatten(1, 2)
+    return rows if step.source is None else (rows[0].index_select(1, step.source), rows[1].index_select(1, step.source))
+
+
+def _insert(stored: _Stored | None, rows: _Stored, step: LedgerStep, ledger: Ledger) -> _Stored:
+    """The storage with keys and values ``[B, places, D]`` more, at the step's target; larger if they need it."""
     slots = 0 if stored is None else stored[0].shape[1]
     if stored is None or step.num_slots > slots:
-        grown = min(max_slots, step.num_slots + step.num_slots // 2)
-        larger = (
-            key.new_empty(key.shape[0], grown, *key.shape[2:]), value.new_empty(value.shape[0], grown, *value.shape[2:])
-        )  # fmt: skip
+        grown = min(ledger.max_slots(), step.num_slots + step.num_slots // 2)
+        key, value = (new.new_empty(new.shape[0], grown, ledger.num_kv_heads, new.shape[2]) for new in rows)
         if stored is not None:
-            for old, new in zip(stored, larger, strict=True):
-                new[:, :slots] = old
-        stored = larger
-    for tensor, slab in zip(stored, (key, value), strict=True):
-        rows = slab.flatten(1, 2)
-        tensor.flatten(1, 2).index_copy_(
-            1, step.target, rows if step.source is None else rows.index_select(1, step.source)
-        )
+            key[:, :slots], value[:, :slots] = stored
+        stored = key, value
+    for tensor, new in zip(stored, rows, strict=True):
+        tensor.flatten(1, 2).index_copy_(1, step.target, new)
     return stored

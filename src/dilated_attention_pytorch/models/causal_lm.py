@@ -172,8 +172,10 @@ class LongNetForCausalLM(PreTrainedModel, GenerationMixin):
         logits_to_keep: int = 0,
         num_items_in_batch: Tensor | int | None = None,
         return_dict: bool | None = None,
+        targets: Tensor | None = None,
+        positions: Tensor | None = None,
     ) -> CausalLMOutputWithPast | tuple[Tensor, ...]:
-        """Logits, and with ``labels`` the loss.
+        """Logits, and with ``labels`` or ``targets`` the loss.
 
         Args:
             input_ids: integer ``[B, N]``.
@@ -186,6 +188,9 @@ class LongNetForCausalLM(PreTrainedModel, GenerationMixin):
             num_items_in_batch: what the summed loss is divided by, for gradient accumulation over several calls; the
                 number of labels without it.
             return_dict: False gives a tuple.
+            targets: integer ``[B, N]``, the token after each position instead of labels, for rows that do not follow
+                each other, as those of a process that has a part of a sequence; -100 is ignored.
+            positions: ``[N]`` or ``[B, N]``, where those rows lie, see :meth:`LongNetLM.forward`.
 
         Returns:
             ``CausalLMOutputWithPast(loss, logits [B, N, V], past_key_values)``.
@@ -194,16 +199,20 @@ class LongNetForCausalLM(PreTrainedModel, GenerationMixin):
         if cache is None and use_cache:
             cache = LongNetCache(self.model.config)
         hidden = self.model.hidden_states(
-            input_ids, attention_mask=attention_mask, cu_seqlens=cu_seqlens, cache=cache
-        )  # fmt: skip
+            input_ids, attention_mask=attention_mask, cu_seqlens=cu_seqlens, cache=cache, positions=positions
+        )
         logits = self.model.logits(hidden[:, -logits_to_keep:] if logits_to_keep else hidden)
         loss = None
-        if labels is not None:
-            if labels.shape != logits.shape[:2]:
+        if labels is not None and targets is not None:
+            raise ValueError("labels and targets both say which tokens come next: got both; pass one of them")
+        for name, tokens in (("labels", labels), ("targets", targets)):
+            if tokens is None:
+                continue
+            if tokens.shape != logits.shape[:2]:
                 raise ValueError(
-                    f"labels must have the shape {tuple(logits.shape[:2])} of the logits, got {tuple(labels.shape)}"
+                    f"{name} must have the shape {tuple(logits.shape[:2])} of the logits, got {tuple(tokens.shape)}"
                 )
-            loss = next_token_loss(logits, labels, num_items_in_batch)
+            loss = token_loss(logits, next_tokens(tokens) if name == "labels" else tokens, num_items_in_batch)
         # transformers passes the cache on without looking inside; its own class would hold every row.
         output = CausalLMOutputWithPast(loss=loss, logits=logits, past_key_values=cache)  # type: ignore[arg-type]
         as_dict = self.config.return_dict if return_dict is None else return_dict
@@ -253,21 +262,25 @@ class LongNetForCausalLM(PreTrainedModel, GenerationMixin):
         return past_key_values
 
 
-def next_token_loss(logits: Tensor, labels: Tensor, num_items: Tensor | int | None = None) -> Tensor:
-    """Mean cross-entropy of the token after each position, in float32 (float64 for float64 logits).
+def next_tokens(tokens: Tensor) -> Tensor:
+    """The token after each position of ``tokens [B, N]``; -100, which no loss counts, after the last."""
+    return functional.pad(tokens, (0, 1), value=-100)[:, 1:]
 
-    The last position has no next token, and labels of -100 are ignored. Float32 copies of low-precision logits exist
-    for a block of positions at a time.
+
+def token_loss(logits: Tensor, targets: Tensor, num_items: Tensor | int | None = None) -> Tensor:
+    """Mean cross-entropy in float32 (float64 for float64 logits). Targets of -100 are ignored.
+
+    Float32 copies of low-precision logits exist for a block of positions at a time.
 
     Args:
         logits: ``[B, N, V]``.
-        labels: integer ``[B, N]``, the tokens at the positions of ``logits``.
-        num_items: what the sum is divided by; the number of labels counted without it.
+        targets: integer ``[B, N]``, what the logits are about.
+        num_items: what the sum is divided by; the number of targets counted without it.
 
     Returns:
-        a scalar; NaN where no label counts and ``num_items`` is not given, as in PyTorch.
+        a scalar; NaN where no target counts and ``num_items`` is not given, as in PyTorch.
     """
-    targets = functional.pad(labels, (0, 1), value=-100)[:, 1:].flatten()
+    targets = targets.flatten()
     flat = logits.flatten(0, 1)
     rows = max(1, _LOSS_BLOCK // flat.shape[1])
     if flat.shape[0] <= rows:

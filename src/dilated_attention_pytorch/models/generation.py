@@ -41,8 +41,13 @@ def generate(
     top_p: float | None = None,
     generator: torch.Generator | None = None,
     chunk_size: int = 4096,
+    cache: LongNetCache | None = None,
 ) -> Iterator[Tensor]:
     """Continue prompts, yielding each token as soon as it is drawn. The model should be in eval mode.
+
+    Over several ranks (a ``cache`` with a share) every rank makes this call with the same arguments, yields the same
+    tokens, those of a process alone up to rounding, and is to take equally many. The ranks read a text's first prompt
+    together, each its rows, at once; every later token is run on every rank, on its part of the cache.
 
     Args:
         model: the model.
@@ -52,13 +57,17 @@ def generate(
         top_k: draw among the k likeliest tokens only.
         top_p: draw among the likeliest tokens that together reach this probability, at least one.
         generator: source of randomness; PyTorch's global one without it.
-        chunk_size: the prompt is read this many tokens at a time, which bounds the memory of reading it.
+        chunk_size: the prompt is read this many tokens at a time, which bounds the memory of reading it. A prompt that
+            ranks read together is read at once, as each has its part of the rows only.
+        cache: what the model has seen before ``prompt_ids``, brought up to date: all tokens but the last that was
+            yielded, so that ``prompt_ids`` of a next call begin with that one. A new cache without it.
 
     Yields:
         integer ``[B]``: the next token of every sequence.
 
     Raises:
-        ValueError: an argument is out of range. Raised by the call, before anything is computed.
+        ValueError: an argument is out of range. Raised by the call, before anything is computed; what does not fit
+            the cache, or differs between the ranks, is raised with the first token.
 
     >>> from dilated_attention_pytorch.models import LongNetConfig, LongNetLM, generate
     >>> config = LongNetConfig(
@@ -83,7 +92,8 @@ def generate(
             "temperature must be at least 0, top_k at least 1 and top_p above 0 and at most 1: "
             f"got temperature {temperature}, top_k {top_k} and top_p {top_p}"
         )
-    return _generate(model, prompt_ids, max_new_tokens, temperature, top_k, top_p, generator, chunk_size)
+    cache = LongNetCache(model.config) if cache is None else cache
+    return _generate(model, prompt_ids, max_new_tokens, temperature, top_k, top_p, generator, chunk_size, cache)
 
 
 def _generate(
@@ -95,22 +105,39 @@ def _generate(
     top_p: float | None,
     generator: torch.Generator | None,
     chunk_size: int,
+    cache: LongNetCache,
 ) -> Iterator[Tensor]:
-    cache = LongNetCache(model.config)
-    if max_new_tokens == 0:
-        return
-    # Gradients are off inside a step only: between two tokens the caller's own mode holds.
-    with torch.no_grad():
-        for chunk in prompt_ids.split(chunk_size, dim=1):
-            hidden = model.hidden_states(chunk, cache=cache)
-        logits = model.logits(hidden[:, -1])
-        token = sample(logits, temperature=temperature, top_k=top_k, top_p=top_p, generator=generator)
-    yield token
-    for _ in range(max_new_tokens - 1):
+    token: Tensor | None = None
+    for _ in range(max_new_tokens):
+        # Gradients are off inside a step only: between two tokens the caller's own mode holds.
         with torch.no_grad():
-            logits = model(token.unsqueeze(1), cache=cache)[:, -1]
+            if token is None:
+                logits = model.logits(read_prompt(model, prompt_ids, cache, chunk_size))
+            else:
+                logits = model(token.unsqueeze(1), cache=cache)[:, -1]
             token = sample(logits, temperature=temperature, top_k=top_k, top_p=top_p, generator=generator)
+            if cache.share is not None:
+                # Drawn on every rank, so that the generators stay in step, and taken from one.
+                token = cache.share.agreed(token)
         yield token
+
+
+@torch.no_grad()
+def read_prompt(model: LongNetLM, prompt_ids: Tensor, cache: LongNetCache, chunk_size: int = 4096) -> Tensor:
+    """Bring ``cache`` up to date with ``prompt_ids [B, N]``: the hidden state ``[B, E]`` of the last token.
+
+    The first prompt of a cache that ranks share is read at once, every rank its rows; else ``chunk_size`` tokens at a
+    time.
+    """
+    share, length = cache.share, prompt_ids.shape[1]
+    if share is not None:
+        share.check_same(prompt_ids)
+        if cache.get_seq_length() == 0:
+            hidden = model.hidden_states(share.rows(prompt_ids), cache=cache, sequence_length=length)
+            return share.row_at(hidden, length - 1, length)
+    for chunk in prompt_ids.split(chunk_size, dim=1):
+        hidden = model.hidden_states(chunk, cache=cache)
+    return hidden[:, -1]
 
 
 def sample(

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
 
 from dilated_attention_pytorch.patterns import DilationGroup, Pattern
+
+_Position = TypeVar("_Position", int, Tensor)
 
 
 class Piece(NamedTuple):
@@ -33,7 +36,8 @@ class LedgerStep(NamedTuple):
     keep: Tensor | None
     """Flat places of the rows that stay, in their new order, ``[slots * G]``; None if all stay where they are."""
     source: Tensor | None
-    """Flat places ``row * G + head`` in the slab of the rows to store; None is all of them."""
+    """Flat places ``row * G + head`` in the slab of the rows to store; None is all of them. A rank that shares the
+    text with others stores rows of its own only, so these may be none."""
     target: Tensor
     """Flat places ``slot * G + head`` that they get."""
     num_slots: int
@@ -77,6 +81,11 @@ class _Class:
         begin, _ = self.group.segment_bounds(position, self.shift)
         return self.group.selected(begin, self.offset, max(begin, 0), position)
 
+    def alive(self, following: int) -> Tensor:
+        """The class's positions that a token at ``following`` or later in its segment can still see, ascending."""
+        first, count = self.seen_by(following)
+        return first + torch.arange(count) * self.group.dilation_rate
+
     def piece(self, row: int, num_rows: int) -> Piece:
         """The stored rows of the class as ``num_rows`` rows of a slab see them, the first of them ``row``."""
         rate = self.group.dilation_rate
@@ -100,17 +109,25 @@ class Ledger:
     the next token's. A head holds at most ``sum_i ceil(min(w_i, seen) / r_i)`` of them, in the order of the text; a
     row that several groups see is held once.
 
+    Where several ranks share a text, each holds the rows of its own positions only: blocks of :attr:`block_length`
+    positions go round the ranks, whoever computed them.
+
     Args:
         pattern: the layers' pattern.
         num_kv_heads: number G of key/value heads.
         device: where index tensors live.
+        rank, num_ranks: the rank that this ledger is of, and how many share the text.
     """
 
-    def __init__(self, pattern: Pattern, num_kv_heads: int, device: torch.device) -> None:
+    def __init__(
+        self, pattern: Pattern, num_kv_heads: int, device: torch.device, *, rank: int = 0, num_ranks: int = 1
+    ) -> None:
         self.pattern = pattern
         self.num_kv_heads = num_kv_heads
+        self.rank, self.num_ranks = rank, num_ranks
         self.seen = 0
         groups = pattern.groups
+        self.block_length = _block_length([group.dilation_rate for group in groups], num_ranks)
         kinds: dict[tuple[tuple[int, int], ...], list[int]] = {}
         for head in range(num_kv_heads):
             name = tuple((group.offset(head, num_kv_heads), group.shift(head)) for group in groups)
@@ -141,8 +158,23 @@ class Ledger:
         return [*kind.positions.tolist(), *kind.appended]
 
     def max_slots(self) -> int:
-        """No text needs more slots: ``sum_i ceil(w_i / r_i)``."""
-        return sum(-(-group.segment_length // group.dilation_rate) for group in self.pattern.groups)
+        """No text needs more slots: ``sum_i ceil(w_i / r_i)``, of which a rank owns a block more than its part."""
+        most = [-(-group.segment_length // group.dilation_rate) for group in self.pattern.groups]
+        return sum(min(rows, rows // self.num_ranks + self.block_length) for rows in most)
+
+    def places_by_rank(self) -> list[Tensor]:
+        """Flat places ``position * G + head`` of the rows alive, rank by rank.
+
+        A rank's come in the order in which its ledger stores them when all tokens seen are one slab.
+        """
+        places = torch.cat([
+            positions * self.num_kv_heads + head
+            for kind in self._kinds
+            for positions in [self._alive(kind, self.seen)]
+            for head in kind.heads
+        ])  # fmt: skip
+        owners = self._owner(places // self.num_kv_heads)
+        return [places[owners == rank] for rank in range(self.num_ranks)]
 
     def advance(self, num_new: int) -> LedgerStep:
         """Take ``num_new`` more tokens: what they read, and what becomes of the storage after them."""
@@ -154,7 +186,7 @@ class Ledger:
             keep, source, target = self._rebuild(start, stop)
             return LedgerStep(False, pieces, keep, source, target, self._num_slots())
         single, target = self._append(start, [one for one, _, _ in selecting])
-        pieces, num_slots = [one.piece(0, 1) for one, _, _ in selecting], self._num_slots()
+        pieces, num_slots = [one.piece(0, 1) for one, _, _ in selecting if one.count], self._num_slots()
         crosses = any(
             one.group.segment_bounds(start, one.shift) != one.group.segment_bounds(stop, one.shift)
             for one in self._lattices
@@ -165,8 +197,19 @@ class Ledger:
     def _num_slots(self) -> int:
         return max(kind.num_slots for kind in self._kinds)
 
+    def _owner(self, position: _Position) -> _Position:
+        """The rank that holds a position, or each of a tensor of them."""
+        return position // self.block_length % self.num_ranks
+
+    def _owned(self, positions: Tensor) -> Tensor:
+        """Those of ``positions`` that this rank holds."""
+        return positions if self.num_ranks == 1 else positions[self._owner(positions) == self.rank]
+
     def _append(self, position: int, selecting: list[_Class]) -> tuple[Tensor | None, Tensor]:
-        """Store one token: the classes that select it grow by a row."""
+        """Store one token if it is this rank's: the classes that select it grow by a row."""
+        if self._owner(position) != self.rank:
+            nothing = torch.empty(0, dtype=torch.int64, device=self._device)
+            return nothing, nothing
         stored = {head for one in selecting for head in one.members}
         places = [0] * self.num_kv_heads
         for kind in self._kinds:
@@ -184,19 +227,18 @@ class Ledger:
 
     def _rebuild(self, start: int, stop: int) -> tuple[Tensor | None, Tensor, Tensor]:
         """Any number of tokens: what is alive at ``stop``, from what was alive at ``start`` and what is new."""
-        new = torch.arange(start, stop)
         kept, sources, targets = {}, [], []
         dies = False
         for kind in self._kinds:
             old = torch.cat([kind.positions, torch.tensor(kind.appended, dtype=torch.int64)])
-            alive = self._alive(torch.cat([old, new]), stop, kind.heads[0])
-            stays, comes = alive[: len(old)].nonzero().squeeze(1), alive[len(old) :].nonzero().squeeze(1)
+            alive = self._owned(self._alive(kind, stop))
+            stays, comes = torch.isin(old, alive).nonzero().squeeze(1), alive[alive >= start]
             dies = dies or len(stays) < len(old)
-            kind.positions, kind.appended = torch.cat([old[stays], new[comes]]), []
+            kind.positions, kind.appended = torch.cat([old[stays], comes]), []
             slots = torch.arange(len(stays), len(stays) + len(comes))
             for head in kind.heads:
                 kept[head] = stays
-                sources.append(comes * self.num_kv_heads + head)
+                sources.append((comes - start) * self.num_kv_heads + head)
                 targets.append(slots * self.num_kv_heads + head)
         keep = None
         if dies:
@@ -206,22 +248,29 @@ class Ledger:
                 places[: len(stays), head] = stays * self.num_kv_heads + head
             keep = places.view(-1).to(self._device)
         for one in self._classes:
-            first, count = one.seen_by(stop)
-            rows = first + torch.arange(count) * one.group.dilation_rate
+            rows = self._owned(one.alive(stop))
             slots_of = [torch.searchsorted(self._kind_of[head].positions, rows) for head in one.members]
             index = torch.stack(slots_of, dim=1) * self.num_kv_heads + torch.tensor(one.members)
-            one.index, one.count = index.to(self._device), count
+            one.index, one.count = index.to(self._device), len(rows)
         return keep, torch.cat(sources).to(self._device), torch.cat(targets).to(self._device)
 
-    def _alive(self, positions: Tensor, following: int, head: int) -> Tensor:
-        """Which positions some group shows to a later token, ``following`` being the next one's position."""
-        alive = torch.zeros(len(positions), dtype=torch.bool)
-        for group in self.pattern.groups:
-            segment, selected = group.locate(
-                torch.cat([positions, torch.tensor([following])]), head, self.num_kv_heads
-            )  # fmt: skip
-            alive |= (segment[:-1] == segment[-1]) & selected[:-1]
-        return alive
+    def _alive(self, kind: _Kind, following: int) -> Tensor:
+        """The positions of one kind that some group shows to a later token, ``following`` being the next one's."""
+        classes = [one.alive(following) for one in self._classes if kind.heads[0] in one.members]
+        return torch.unique(torch.cat(classes))
+
+
+def _block_length(rates: list[int], num_ranks: int) -> int:
+    """The shortest block of positions that gives every rank equally many rows of every dilation class.
+
+    Blocks of b positions go round p ranks, so that the rows of a class, r apart, fall on all b p places that are
+    congruent modulo ``gcd(r, b p)``. A block holds equally many of these wherever it begins iff that divides b: the
+    shortest such b is the part of ``lcm(r_i)`` whose prime factors divide p.
+    """
+    multiple, block = math.lcm(*rates), 1
+    while (factor := math.gcd(multiple // block, num_ranks)) > 1:
+        block *= factor
+    return block
 
 
 def _arithmetic_runs(heads: list[int]) -> list[slice]:

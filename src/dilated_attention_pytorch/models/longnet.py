@@ -9,9 +9,9 @@ from typing import TYPE_CHECKING, Protocol
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 
+from dilated_attention_pytorch.nn.product import Product
 from dilated_attention_pytorch.ops import attend
 from dilated_attention_pytorch.patterns import Pattern
 
@@ -21,7 +21,7 @@ from .padding import Run, group_rows, positions_of, real_runs
 from .rotary import rotary
 
 if TYPE_CHECKING:
-    from .cache import LongNetCache
+    from .cache import CacheStep, LongNetCache, PromptStep
 
 
 class AttentionFunction(Protocol):
@@ -74,7 +74,7 @@ class LongNetLM(nn.Module):
         super().__init__()
         self.config = config
         self.attention = attention
-        self.patterns = tuple(config.pattern(layer) for layer in range(config.num_layers))
+        self.patterns: tuple[Pattern, ...] = tuple(config.pattern(layer) for layer in range(config.num_layers))
         self.gradient_checkpointing = config.gradient_checkpointing
         self.checkpoint_function: Callable[..., Tensor] = functools.partial(checkpoint, use_reentrant=False)
         self.embedding = nn.Embedding(config.vocab_size, config.embed_dim, device=device, dtype=dtype)
@@ -88,6 +88,7 @@ class LongNetLM(nn.Module):
             if config.tie_embeddings
             else nn.Linear(config.embed_dim, config.vocab_size, bias=False, device=device, dtype=dtype)
         )
+        self.out_proj = Product()
         self.reset_embeddings()
 
     def reset_embeddings(self) -> None:
@@ -121,7 +122,8 @@ class LongNetLM(nn.Module):
                 positions restart in every document.
             cache: keys and values of what came before ``input_ids``, brought up to date by the call.
             positions: rotary positions ``[N]`` or ``[B, N]`` of the rows, for a model whose attention function
-                knows where its rows lie; counted from the first real token without it.
+                knows where its rows lie; counted from the first real token, or from the beginning of the document,
+                without it.
 
         Returns:
             logits ``[B, N, V]`` in the parameters' (or autocast's) dtype.
@@ -137,7 +139,7 @@ class LongNetLM(nn.Module):
 
     def logits(self, hidden: Tensor) -> Tensor:
         """The output matrix: ``[..., E]`` to ``[..., V]``."""
-        return functional.linear(hidden, self.embedding.weight if self.head is None else self.head.weight)
+        return self.out_proj(hidden, self.embedding.weight if self.head is None else self.head.weight, None)
 
     def hidden_states(
         self,
@@ -147,15 +149,24 @@ class LongNetLM(nn.Module):
         cu_seqlens: Tensor | None = None,
         cache: LongNetCache | None = None,
         positions: Tensor | None = None,
+        sequence_length: int | None = None,
     ) -> Tensor:
-        """The last block's output after the final LayerNorm, ``[B, N, E]``; arguments as in :meth:`forward`."""
-        _check_inputs(input_ids, attention_mask, cu_seqlens, cache, positions)
+        """The last block's output after the final LayerNorm, ``[B, N, E]``; arguments as in :meth:`forward`.
+
+        With ``sequence_length``, ``input_ids`` are this rank's rows of so many tokens, the first of a text: the ranks
+        that share ``cache`` read it together, each its rows, and each gets the result for them.
+        """
+        _check_inputs(input_ids, attention_mask, cu_seqlens, cache, positions, sequence_length)
         batch, rows = input_ids.shape
         runs = None if attention_mask is None else real_runs(attention_mask[:, attention_mask.shape[1] - rows :])
         attend_layer: LayerAttention
         if cache is not None:
             self._check_inference(cache)
-            step = cache.step(batch, rows, runs, input_ids.device)
+            step: CacheStep | PromptStep
+            if sequence_length is None:
+                step = cache.step(batch, rows, runs, input_ids.device)
+            else:
+                step = cache.prompt_step(batch, rows, sequence_length, input_ids.device)
             positions, attend_layer = step.positions, step.attend
         elif runs is not None and any(run != (0, rows) for run in runs):
             _check_rows_are_real(runs)
@@ -188,7 +199,8 @@ class LongNetLM(nn.Module):
         if self.attention is not attend:
             raise NotImplementedError(
                 "a cache attends by itself, so the attention function that this model was given would not be called: "
-                "call the model without a cache"
+                "call the model without a cache, or set model.attention = attend before (ranks are what a cache's "
+                "share is for)"
             )
         if self.training and self.config.attention_dropout:
             raise NotImplementedError("a cache is for inference, without attention dropout: call model.eval() first")
@@ -227,6 +239,7 @@ def _check_inputs(
     cu_seqlens: Tensor | None,
     cache: LongNetCache | None,
     positions: Tensor | None,
+    sequence_length: int | None,
 ) -> None:
     if input_ids.dim() != 2 or input_ids.dtype not in (torch.int64, torch.int32):
         raise ValueError(
@@ -241,12 +254,23 @@ def _check_inputs(
                 f"attention_mask must have the shape {(batch, rows)} of input_ids (with a cache it may begin earlier), "
                 f"got {shape}"
             )
-    together = {"attention_mask": attention_mask, "cache": cache, "positions": positions, "cu_seqlens": cu_seqlens}
+    together = {
+        "attention_mask": attention_mask, "cache": cache, "positions": positions, "cu_seqlens": cu_seqlens,
+        "sequence_length": sequence_length,
+    }  # fmt: skip
     given = [name for name, argument in together.items() if argument is not None]
-    if len(given) > 1 and given != ["attention_mask", "cache"]:
+    if given == ["sequence_length"]:
+        raise ValueError(
+            f"sequence_length is for a cache that ranks share, got sequence_length {sequence_length} without a cache: "
+            "pass cache=LongNetCache(config, share=...); without a cache, give the rows' positions"
+        )
+    allowed = (["attention_mask", "cache"], ["cache", "sequence_length"], ["positions", "cu_seqlens"])
+    if len(given) > 1 and given not in allowed:
         raise NotImplementedError(
-            f"{' and '.join(given)} do not go together: packed documents have no padding and no cache, and positions "
-            "are counted from the padding and the cache; pass one of them (attention_mask and cache do go together)"
+            f"{' and '.join(given)} do not go together: packed documents have no padding and no cache, positions "
+            "are counted from the padding and the cache, and rows that are dealt out over ranks have no padding; pass "
+            "one of them (attention_mask and cache do go together, and so do cache and sequence_length, and "
+            "positions and cu_seqlens)"
         )
 
 

@@ -12,6 +12,7 @@ from dilated_attention_pytorch.kernels.select import Impl
 from dilated_attention_pytorch.patterns import DilatedPattern, OffsetRule, Tail
 
 from .dilated_attention import DilatedAttention
+from .product import Product
 
 
 class MultiheadDilatedAttention(nn.Module):
@@ -110,6 +111,7 @@ class MultiheadDilatedAttention(nn.Module):
         self.in_proj_bias = (
             nn.Parameter(torch.empty(sum(self._widths), device=device, dtype=dtype)) if bias else None
         )  # fmt: skip
+        self.in_proj = Product()
         self.inner_layernorm = (
             nn.LayerNorm(embed_dim, eps=layernorm_eps, device=device, dtype=dtype) if sub_layernorm else None
         )
@@ -155,14 +157,16 @@ class MultiheadDilatedAttention(nn.Module):
             query heads ``[B, N, H, D]`` and key and value heads ``[B, M, G, D]``.
         """
         if query is key and key is value and self.in_proj_weight is not None:
-            projected = functional.linear(query, self.in_proj_weight, self.in_proj_bias).split(self._widths, dim=-1)
-        else:
-            biases = (None, None, None) if self.in_proj_bias is None else self.in_proj_bias.split(self._widths)
-            projected = tuple(
-                functional.linear(x, weight, bias)
-                for x, weight, bias in zip((query, key, value), self._in_proj_weights(), biases, strict=True)
-            )
-        q, k, v = (heads.unflatten(-1, (-1, self.head_dim)) for heads in projected)
+            fused = self.in_proj(query, self.in_proj_weight, self.in_proj_bias).unflatten(-1, (-1, self.head_dim))
+            # In proportion, as under tensor parallelism they are this rank's heads only.
+            counts = (self.num_heads, self.num_kv_heads, self.num_kv_heads)
+            q, k, v = fused.split([count * fused.shape[-2] // sum(counts) for count in counts], dim=-2)
+            return q, k, v
+        biases = (None, None, None) if self.in_proj_bias is None else self.in_proj_bias.split(self._widths)
+        q, k, v = (
+            functional.linear(x, weight, bias).unflatten(-1, (-1, self.head_dim))
+            for x, weight, bias in zip((query, key, value), self._in_proj_weights(), biases, strict=True)
+        )
         return q, k, v
 
     def project_out(self, heads: Tensor) -> Tensor:

@@ -51,13 +51,37 @@ def attend_with_lse(
         query, key, value, pattern, is_causal=is_causal, scale=scale, query_offset=query_offset,
         key_offset=key_offset, cu_seqlens=cu_seqlens, key_padding_mask=key_padding_mask, dropout_p=dropout_p,
     )  # fmt: skip
+    seed = torch.randint(2**62, (), device=query.device) if dropout_p > 0.0 else None
+    return attend_checked(
+        query, key, value, pattern, is_causal=is_causal, scale=scale, query_offset=query_offset,
+        key_offset=key_offset, cu_seqlens=cu_seqlens, key_padding_mask=key_padding_mask, dropout_p=dropout_p,
+        dropout_seed=seed, impl=impl,
+    )  # fmt: skip
+
+
+def attend_checked(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    pattern: Pattern,
+    *,
+    is_causal: bool,
+    scale: float | None,
+    query_offset: int,
+    key_offset: int,
+    cu_seqlens: Tensor | None,
+    key_padding_mask: Tensor | None,
+    dropout_p: float,
+    dropout_seed: Tensor | None,
+    impl: Impl,
+) -> AttentionOutput:
+    """:func:`attend_with_lse` for arguments that are checked, with the seed of its dropout given."""
     chosen = select(impl, query.device, query.dtype, query.shape[-1])
     query, key, value = cast_by_autocast(query, key, value)
     scale = 1.0 / math.sqrt(query.shape[-1]) if scale is None else float(scale)
     if scale < 0.0:
         # The fused kernels look for the row maximum before they scale, which is right for positive scales only.
         query, scale = -query, -scale
-    seed = torch.randint(2**62, (), device=query.device) if dropout_p > 0.0 else None
     if chosen == "reference":
         if cu_seqlens is not None and not torch.compiler.is_compiling():
             documents_of(cu_seqlens, query.shape[1])
@@ -65,12 +89,12 @@ def attend_with_lse(
             out, lse = reference_attention(
                 query, key, value, pattern, is_causal=is_causal, scale=scale, query_offset=query_offset,
                 key_offset=key_offset, cu_seqlens=cu_seqlens, key_padding_mask=key_padding_mask,
-                keep_probability=_dense_keep_factors(query, key, seed, query_offset, key_offset, dropout_p),
+                keep_probability=_dense_keep_factors(query, key, dropout_seed, query_offset, key_offset, dropout_p),
             )  # fmt: skip
     else:
         out, lse = library.attend(
-            query, key, value, cu_seqlens, key_padding_mask, seed, pattern.spec, is_causal, scale, query_offset,
-            key_offset, dropout_p, chosen,
+            query, key, value, cu_seqlens, key_padding_mask, dropout_seed, pattern.spec, is_causal, scale,
+            query_offset, key_offset, dropout_p, chosen,
         )  # fmt: skip
     return AttentionOutput(out, lse)
 

@@ -142,6 +142,8 @@ def attend_backward(
         if impl == "triton":
             from dilated_attention_pytorch.kernels.triton import launch
 
+            # The kernels read them as they write them, contiguous; rows of a longer call are not.
+            out, lse = out.contiguous(), lse.contiguous()
             return launch.backward(_problem(query, key, value, *options), out, lse, grad_out, grad_lse)
         return execute.backward(_inputs(query, key, value, *options), out, lse, grad_out, grad_lse)
 

@@ -32,6 +32,10 @@ def check_call(
             "pattern must be a Pattern such as DilatedPattern([2048, 4096], [1, 2]), "
             f"got {pattern!r} of type {type(pattern).__name__}"
         )
+    if any(group.heads is not None and len(group.heads) != key.shape[2] for group in pattern.groups):
+        raise ValueError(
+            f"the pattern is for some of the key/value heads, and not for {key.shape[2]} of them: {pattern}"
+        )
     if not isinstance(is_causal, bool):
         raise TypeError(f"is_causal must be True or False, got {is_causal!r} of type {type(is_causal).__name__}")
     if scale is not None and not (_is_number(scale) and math.isfinite(scale)):
@@ -45,7 +49,13 @@ def check_call(
     if key_padding_mask is not None:
         _check_key_padding_mask(key_padding_mask, key)
     if cu_seqlens is not None:
-        _check_cu_seqlens(cu_seqlens, query, key, query_offset, key_offset)
+        check_cu_seqlens(cu_seqlens, query)
+        if query.shape[1] != key.shape[1] or query_offset != 0 or key_offset != 0:
+            raise ValueError(
+                "cu_seqlens packs documents of self-attention, so query and key must have the same rows from position "
+                f"0: got {query.shape[1]} query rows at {query_offset} and {key.shape[1]} key rows at {key_offset}; "
+                "attend to each document's slab by itself instead"
+            )
     if any(group.tail == "zero_padded" for group in pattern.groups):
         _check_zero_padded(query, key, query_offset, key_offset, key_padding_mask)
 
@@ -109,7 +119,8 @@ def _check_key_padding_mask(mask: Tensor, key: Tensor) -> None:
         raise ValueError(f"key_padding_mask must be on key's device {key.device}, got {mask.device}")
 
 
-def _check_cu_seqlens(cu_seqlens: Tensor, query: Tensor, key: Tensor, query_offset: int, key_offset: int) -> None:
+def check_cu_seqlens(cu_seqlens: Tensor, query: Tensor) -> None:
+    """Raise unless ``cu_seqlens`` is a tensor of boundaries on a device that goes with ``query``."""
     if not isinstance(cu_seqlens, Tensor) or cu_seqlens.dtype != torch.int32:
         kind = cu_seqlens.dtype if isinstance(cu_seqlens, Tensor) else type(cu_seqlens).__name__
         raise TypeError(f"cu_seqlens must be an int32 tensor [documents + 1], got {kind}")
@@ -119,12 +130,6 @@ def _check_cu_seqlens(cu_seqlens: Tensor, query: Tensor, key: Tensor, query_offs
         )
     if not cu_seqlens.is_cpu and cu_seqlens.device != query.device:
         raise ValueError(f"cu_seqlens must be on the CPU or on query's device {query.device}, got {cu_seqlens.device}")
-    if query.shape[1] != key.shape[1] or query_offset != 0 or key_offset != 0:
-        raise ValueError(
-            "cu_seqlens packs documents of self-attention, so query and key must have the same rows from position 0: "
-            f"got {query.shape[1]} query rows at {query_offset} and {key.shape[1]} key rows at {key_offset}; "
-            "attend to each document's slab by itself instead"
-        )
 
 
 def _check_zero_padded(

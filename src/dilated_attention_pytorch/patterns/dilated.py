@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import json
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Literal
 
 from torch import Tensor
@@ -29,15 +29,22 @@ class DilationGroup:
     offset_rule: OffsetRule = "modulo"
     tail: Tail = "ragged"
     segment_shift: tuple[int, ...] = (0,)
+    heads: tuple[int, ...] | None = None
+    """Where only some heads of a model are at hand: head i of the call is head ``heads[i]`` of ``all_heads``."""
+    all_heads: int = 0
 
     def offset(self, kv_head: int, num_kv_heads: int) -> int:
         """The residue o(g) that key/value head g of ``num_kv_heads`` selects."""
+        if self.heads is not None:
+            kv_head, num_kv_heads = self.heads[kv_head], self.all_heads
         if self.offset_rule == "modulo":
             return kv_head % self.dilation_rate
         return kv_head // -(-num_kv_heads // self.dilation_rate)
 
     def shift(self, kv_head: int) -> int:
         """The shift of the segments for key/value head g, in positions, reduced to ``0 <= shift < w``."""
+        if self.heads is not None:
+            kv_head = self.heads[kv_head]
         return self.segment_shift[kv_head % len(self.segment_shift)] % self.segment_length
 
     def locate(self, positions: Tensor, kv_head: int, num_kv_heads: int) -> tuple[Tensor, Tensor]:
@@ -55,10 +62,10 @@ class DilationGroup:
     def selected(self, segment_start: int, offset: int, start: int, stop: int) -> tuple[int, int]:
         """The selected rows of one segment that lie in ``[start, stop)``: the first of them, and how many.
 
-        ``start`` and ``stop`` lie within the segment, rows follow each other at ``dilation_rate``.
+        ``start <= stop`` lie within the segment, rows follow each other at ``dilation_rate``. Tensors do as well.
         """
         first = start + (offset - (start - segment_start)) % self.dilation_rate
-        return first, max(0, -((first - stop) // self.dilation_rate))
+        return first, -((first - stop) // self.dilation_rate)
 
     def phantoms(self, sequence_length: int, num_selected: int) -> int:
         """How many zero keys fill a class of ``num_selected`` rows under ``tail="zero_padded"``; 0 otherwise."""
@@ -132,15 +139,48 @@ class DilatedPattern(Pattern):
             for length, rate in zip(self.segment_lengths, self.dilation_rates, strict=True)
         )
 
+    def for_heads(self, heads: Sequence[int], num_kv_heads: int) -> Pattern:
+        return PatternOfHeads(self, tuple(heads), num_kv_heads)
+
+
+@dataclass(frozen=True)
+class PatternOfHeads(Pattern):
+    """A dilated pattern for some of a model's key/value heads, see :meth:`Pattern.for_heads`.
+
+    Raises:
+        ValueError: a head is not one of ``num_kv_heads``, or there is none.
+    """
+
+    pattern: DilatedPattern
+    heads: tuple[int, ...]
+    num_kv_heads: int
+    spec: str = field(init=False, repr=False, compare=False)
+
+    def __post_init__(self) -> None:
+        if not self.heads or any(not 0 <= head < self.num_kv_heads for head in self.heads):
+            raise ValueError(
+                f"heads must be some of the key/value heads 0 to {self.num_kv_heads - 1}, got {list(self.heads)}"
+            )
+        object.__setattr__(self, "spec", f"{self.pattern.spec[:-2]}, {list(self.heads)}, {self.num_kv_heads}]]")
+
+    @property
+    def groups(self) -> tuple[DilationGroup, ...]:
+        return tuple(replace(group, heads=self.heads, all_heads=self.num_kv_heads) for group in self.pattern.groups)
+
+    def for_heads(self, heads: Sequence[int], num_kv_heads: int) -> Pattern:
+        if num_kv_heads != len(self.heads):
+            raise ValueError(f"the pattern is for {len(self.heads)} key/value heads, got num_kv_heads {num_kv_heads}")
+        return PatternOfHeads(self.pattern, tuple(self.heads[head] for head in heads), self.num_kv_heads)
+
 
 @functools.lru_cache(maxsize=1024)
 def pattern_from_spec(spec: str) -> Pattern:
     """The pattern whose :attr:`Pattern.spec` this is."""
-    patterns = tuple(
-        DilatedPattern(lengths, rates, offset_rule=rule, tail=tail, segment_shift=shifts)
-        for lengths, rates, shifts, rule, tail in json.loads(spec)
-    )
-    return patterns[0] if len(patterns) == 1 else PatternSum(patterns)
+    patterns: list[Pattern] = []
+    for lengths, rates, shifts, rule, tail, *heads in json.loads(spec):
+        pattern = DilatedPattern(lengths, rates, offset_rule=rule, tail=tail, segment_shift=shifts)
+        patterns.append(pattern.for_heads(*heads) if heads else pattern)
+    return patterns[0] if len(patterns) == 1 else PatternSum(tuple(patterns))
 
 
 def _integers(name: str, values: Sequence[int], *, least: int) -> tuple[int, ...]:

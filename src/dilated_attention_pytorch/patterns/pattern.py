@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
@@ -29,6 +30,21 @@ class Pattern(ABC):
     @abstractmethod
     def groups(self) -> tuple[DilationGroup, ...]:
         """The dilation groups whose counts add up to this pattern's."""
+
+    @abstractmethod
+    def for_heads(self, heads: Sequence[int], num_kv_heads: int) -> Pattern:
+        """The same pattern for a call that has only some of the heads, as where ranks split them.
+
+        Args:
+            heads: for every key/value head of the call its number among all; any order, and one may come twice.
+            num_kv_heads: the number of all key/value heads.
+
+        Raises:
+            ValueError: a head that is not among them, or none.
+
+        >>> DilatedPattern([4], [2]).for_heads([1], 2).counts(torch.arange(4), torch.arange(4), 1)[0].tolist()
+        [[0, 0, 0, 0], [0, 1, 0, 1], [0, 0, 0, 0], [0, 1, 0, 1]]
+        """
 
     def __add__(self, other: Pattern) -> PatternSum:
         if not isinstance(other, Pattern):
@@ -112,3 +128,6 @@ class PatternSum(Pattern):
     @property
     def groups(self) -> tuple[DilationGroup, ...]:
         return tuple(group for pattern in self.patterns for group in pattern.groups)
+
+    def for_heads(self, heads: Sequence[int], num_kv_heads: int) -> PatternSum:
+        return PatternSum(tuple(pattern.for_heads(heads, num_kv_heads) for pattern in self.patterns))

@@ -2,5 +2,23 @@
 
 from .geometry import Axis, Partial
 from .plan import Call, Plan, Tile, plan
+from .shards import (
+    Block,
+    Layout,
+    Piece,
+    Rectangle,
+    Run,
+    ShardedCall,
+    Team,
+    exchange,
+    pieces,
+    shard_runs,
+    teams,
+    with_rows,
+)
 
-__all__ = ["Axis", "Call", "Partial", "Plan", "Tile", "plan"]
+__all__ = [
+    "Axis", "Block", "Call", "Layout", "Partial", "Piece", "Plan", "Rectangle", "Run", "ShardedCall", "Team", "Tile",
+    "exchange", "pieces", "plan", "shard_runs", "teams",
+    "with_rows",
+]  # fmt: skip

@@ -15,11 +15,12 @@ if TYPE_CHECKING:
 SETTINGS_NAME = "training.json"
 WEIGHTS_NAME = "model.safetensors"
 CONFIG_NAME = "config.json"
+OPTIMIZER_NAME = "optimizer.pt"
+SCHEDULER_NAME = "scheduler.pt"
 STAGING_NAME = ".unfinished"
 """Where a checkpoint is written before it gets its name: whatever lies in it is not complete."""
 
 _PREFIX = "checkpoint-"
-_TORCH_FILES = ("optimizer.pt", "scheduler.pt")
 _STATE_NAME = "trainer_state.json"
 
 
@@ -150,7 +151,7 @@ def check_checkpoint(checkpoint: Path) -> None:
     remedy = "restore the folder from a copy, or train anew into another --output"
     read_json(checkpoint / _STATE_NAME, what="broken checkpoint", remedy=remedy)
     random_states = [path.name for path in checkpoint.glob("rng_state*.pth")] or ["rng_state.pth"]
-    for name in (*_TORCH_FILES, *random_states):
+    for name in (OPTIMIZER_NAME, SCHEDULER_NAME, *random_states):
         path = checkpoint / name
         if not path.exists():
             raise RunError(f"broken checkpoint: {path} does not exist; {remedy}")

@@ -7,8 +7,47 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.distributed.tensor import DTensor, distribute_tensor
 
 from .settings import TrainSettings
+
+
+class ShardedMuon(torch.optim.Muon):
+    """:class:`torch.optim.Muon` for matrices of which every process has a part: each is whole while it is stepped.
+
+    Newton-Schulz on the parts would add up products that are rounded to bfloat16; this takes the very steps of one
+    process for the same gradients. One matrix at a time is whole, so memory does not grow with the model.
+    """
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
+        """One step; ``closure`` is evaluated once before."""
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        for group in self.param_groups:
+            options = {name: value for name, value in group.items() if name in self.defaults}
+            for parameter in group["params"]:
+                if parameter.grad is None:
+                    continue
+                state = self.state[parameter]
+                if "momentum_buffer" not in state:
+                    state["momentum_buffer"] = torch.zeros_like(parameter)
+                buffer = state["momentum_buffer"]
+                whole = nn.Parameter(parameter.full_tensor())
+                whole.grad = parameter.grad.full_tensor()
+                muon = torch.optim.Muon([whole], **options)
+                muon.state[whole]["momentum_buffer"] = buffer.full_tensor()
+                muon.step()
+                _take_part(parameter, whole)
+                _take_part(buffer, muon.state[whole]["momentum_buffer"])
+        return loss
+
+
+def _take_part(sharded: DTensor, whole: torch.Tensor) -> None:
+    """Set ``sharded`` to ``whole``, which every process has."""
+    sharded.copy_(distribute_tensor(whole.detach(), sharded.device_mesh, sharded.placements, src_data_rank=None))
 
 
 class MuonWithAdamW(torch.optim.Optimizer):
@@ -47,6 +86,11 @@ class MuonWithAdamW(torch.optim.Optimizer):
         self.param_groups = [*self.muon.param_groups, *self.adamw.param_groups]
 
 
+def parts_of(optimizer: torch.optim.Optimizer) -> list[torch.optim.Optimizer]:
+    """The optimizers of torch that ``optimizer`` steps, which torch's own tools for their states know."""
+    return [optimizer.muon, optimizer.adamw] if isinstance(optimizer, MuonWithAdamW) else [optimizer]
+
+
 def build_optimizer(model: nn.Module, settings: TrainSettings) -> torch.optim.Optimizer:
     """The optimizer of a run: weight decay on matrices, none on embeddings, biases and norms."""
     embeddings = {module.weight for module in model.modules() if isinstance(module, nn.Embedding)}
@@ -63,8 +107,9 @@ def build_optimizer(model: nn.Module, settings: TrainSettings) -> torch.optim.Op
             {"params": others, "weight_decay": 0.0},
         ]
         return torch.optim.AdamW(groups, lr=rate, betas=betas, fused=True)
+    muon = ShardedMuon if any(isinstance(matrix, DTensor) for matrix in matrices) else torch.optim.Muon
     return MuonWithAdamW(
-        torch.optim.Muon(
+        muon(
             matrices, lr=settings.muon_learning_rate, weight_decay=settings.weight_decay,
             momentum=settings.muon_momentum,
         ),

@@ -71,6 +71,73 @@ def check_corpus(corpus: Corpus, settings: TrainSettings) -> None:
         )
 
 
+def check_processes(settings: TrainSettings, num_processes: int) -> None:
+    """Raise :class:`RunError` unless ``settings`` say what each of ``num_processes`` processes is to do."""
+    context, tensor, model = settings.context_parallel, settings.tensor_parallel, settings.model
+    together = context * tensor
+    launch = "start it with torchrun --nproc-per-node {} -m dilated_attention_pytorch train ..."
+    if num_processes % together:
+        flags = {"--context-parallel": context, "--tensor-parallel": tensor}
+        named = " and ".join(f"{flag} {size}" for flag, size in flags.items() if size > 1)
+        least = -(-num_processes // together) * together
+        raise RunError(
+            f"for {named} the number of processes must be a multiple of {together}, got {num_processes}; "
+            f"{launch.format(least)}"
+        )
+    if num_processes == 1 and settings.data_parallel == "fsdp":
+        raise RunError(
+            "--data-parallel fsdp splits the weights over several processes and this is the only one; "
+            f"{launch.format(2)}, or leave it out"
+        )
+    if context == 1 and (settings.strategy, settings.layout) != ("auto", "auto"):
+        named, value = (
+            ("strategy", settings.strategy) if settings.strategy != "auto" else ("layout", settings.layout)
+        )  # fmt: skip
+        raise RunError(
+            f"--{named} {value} says how processes share a sequence, and no other shares this one; "
+            "add --context-parallel N, or leave it out"
+        )
+    assert model.num_kv_heads is not None
+    assert model.ffn_dim is not None
+    for name, size in (
+        ("model.num-kv-heads", model.num_kv_heads), ("model.ffn-dim", model.ffn_dim),
+        ("model.vocab-size", model.vocab_size),
+    ):  # fmt: skip
+        if size % tensor:
+            raise RunError(
+                f"--tensor-parallel {tensor} must divide the key/value heads, the feed-forward and the tokens of the "
+                f"model, got --{name} {size}; choose a divisor of it"
+            )
+    splitting = context if settings.strategy == "heads" else settings.heads_parallel
+    local_heads = model.num_heads // tensor
+    if splitting > local_heads:
+        named = "--context-parallel" if settings.strategy == "heads" else "--heads-parallel"
+        raise RunError(
+            f"{named} {splitting} splits {local_heads} heads of each process over more processes than there are heads; "
+            f"use at most {local_heads}, or --strategy ring"
+        )
+    if settings.context_length < context:
+        raise RunError(
+            f"--context-length {settings.context_length} has fewer rows than --context-parallel {context} has "
+            f"processes; use at most --context-parallel {settings.context_length}"
+        )
+    if tensor > 1 and model.attention_dropout:
+        raise RunError(
+            f"--model.attention-dropout {model.attention_dropout} with --tensor-parallel {tensor}: the heads of all "
+            "processes would drop alike; leave one of them out"
+        )
+    if tensor > 1 and settings.data_parallel == "ddp" and num_processes > tensor:
+        raise RunError(
+            f"--tensor-parallel {tensor} beside {num_processes // tensor} groups of processes that read other rows "
+            "needs weights that know where they are; add --data-parallel fsdp"
+        )
+    if settings.compile and (together > 1 or settings.data_parallel == "fsdp"):
+        raise RunError(
+            "--compile is for a model whose weights and rows one process has; leave it out beside --context-parallel, "
+            "--tensor-parallel and --data-parallel fsdp"
+        )
+
+
 def choose_device(device: Device) -> str:
     """ "cpu" or "cuda".
 

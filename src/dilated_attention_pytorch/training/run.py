@@ -85,6 +85,7 @@ def train(settings: TrainSettings, output: Path, console: Console) -> Outcome:
         RunError: the data, the folder, the disk or the device does not allow it; before anything is written.
     """
     preflight.check_packages("training")
+    preflight.check_processes(settings, num_processes())
     if is_first_process():
         preflight.check_output(output)
     device = preflight.choose_device(settings.device)
@@ -99,7 +100,7 @@ def train(settings: TrainSettings, output: Path, console: Console) -> Outcome:
         record = {
             "settings": {**settings.to_dict(), "device": device},
             "corpus": _figures(corpus),
-            "processes": _num_processes(),
+            "processes": num_processes(),
             "machine": machine(),
         }
         _write(output / SETTINGS_NAME, json.dumps(record, indent=2) + "\n")
@@ -146,10 +147,10 @@ def _read_run(run: Path) -> tuple[Path, TrainSettings, dict[str, int]]:
             f"{what}: that run is finished; sample from it with `dilated-attention generate {shlex.quote(str(run))}`, "
             "or train anew into another --output"
         )
-    if processes != _num_processes():
+    if processes != num_processes():
         raise RunError(
             f"{what}: the run began with {processes} processes, each with its part of the text, and this is one of "
-            f"{_num_processes()}; start it with torchrun --nproc-per-node {processes}"
+            f"{num_processes()}; start it with torchrun --nproc-per-node {processes}"
         )
     checkpoint = latest_checkpoint(run)
     if checkpoint is None:
@@ -206,7 +207,8 @@ def is_first_process() -> bool:
     return int(os.environ.get("RANK", "0")) == 0
 
 
-def _num_processes() -> int:
+def num_processes() -> int:
+    """How many processes torchrun started; 1 without it."""
     return int(os.environ.get("WORLD_SIZE", "1"))
 
 
@@ -221,18 +223,23 @@ def _go(run: _Run) -> Outcome:
     from torch.utils.tensorboard import SummaryWriter
     from transformers.integrations import TensorBoardCallback
 
+    from dilated_attention_pytorch.parallel import RankFailure
+
     from .callbacks import Bar, Interruption, Metrics
+    from .distribution import Distribution
     from .evaluation import draw_losses, xz_bits_per_byte
     from .trainer import LongNetTrainer, arguments
 
     settings, folder = run.settings, run.folder
     args = arguments(settings, folder, run.device)
-    windows_per_step = args.train_batch_size * args.gradient_accumulation_steps * args.world_size
+    distribution = Distribution(settings, args.device.type)
+    windows_per_step = args.train_batch_size * args.gradient_accumulation_steps * distribution.data_size
     evaluation = EvaluationWindows(run.corpus.held_out, settings.context_length, settings.final_eval_windows)
     trainer = LongNetTrainer(
         model=run.model,
         args=args,
         settings=settings,
+        distribution=distribution,
         training=TrainingWindows(
             run.corpus.training, settings.context_length, settings.steps * windows_per_step, seed=settings.seed,
             file_start_fraction=settings.file_start_fraction,
@@ -247,9 +254,15 @@ def _go(run: _Run) -> Outcome:
         trainer.add_callback(Metrics(folder, step, bytes_per_step))
         trainer.add_callback(Bar(run.console, bytes_per_step))
         trainer.add_callback(TensorBoardCallback(SummaryWriter(str(folder / "tensorboard"), purge_step=step or None)))
+    if distribution.rows_rank:
+        # Dropout differs between rows; processes that hold the same rows draw the same.
+        torch.manual_seed(settings.seed + (distribution.rows_rank << 32))
     with Interruption(trainer.accelerator) as interruption:
         trainer.add_callback(interruption)
-        trainer.train(resume_from_checkpoint=None if run.checkpoint is None else str(run.checkpoint))
+        try:
+            trainer.train(resume_from_checkpoint=None if run.checkpoint is None else str(run.checkpoint))
+        except RankFailure as error:
+            raise RunError(f"{error}; {trainer.how_to_go_on()}") from error
     # Its writer is closed by now, and it would open another one elsewhere.
     trainer.remove_callback(TensorBoardCallback)
     done = trainer.state.global_step
@@ -267,6 +280,7 @@ def _announce(
     source = "the Python standard library" if not settings.data else ", ".join(map(str, settings.data))
     parameters = sum(parameter.numel() for parameter in run.model.parameters())
     where = f"{settings.threads} CPU threads" if run.device == "cpu" else f"{trainer.args.world_size} CUDA device(s)"
+    spread = trainer.distribution.in_words()
     skipped = (
         f"; {run.corpus.skipped} files that are empty or not UTF-8 text are left out" if run.corpus.skipped else ""
     )
@@ -276,7 +290,7 @@ def _announce(
         f"model: {parameters:,} parameters, context {settings.context_length:,} bytes, "
         f"segments {list(settings.model.segment_lengths)}, rates {list(settings.model.dilation_rates)}",
         f"run: {settings.steps:,} steps of {bytes_per_step:,} bytes, {settings.optimizer}, {settings.precision} on "
-        f"{where}, into {run.folder}",
+        f"{where}{spread}, into {run.folder}",
         f"xz -9e takes {xz:.3f} bits per byte of the {len(evaluation.predicted()):,} held-out bytes to be predicted",
     ):
         run.console.print(line, highlight=False, soft_wrap=True)
@@ -296,7 +310,8 @@ def _finish(run: _Run, trainer: LongNetTrainer, evaluation: EvaluationWindows, x
     start = time.perf_counter()
     bits = trainer.evaluate(evaluation, metric_key_prefix="final")["final_loss"] / math.log(2)
     files = long_files(run.corpus.held_out, settings.context_length, settings.quarter_files)
-    model = trainer.accelerator.unwrap_model(trainer.model, keep_torch_compile=False)
+    # Every process goes on alone and alike, so that none waits for another's evaluation.
+    model = trainer.distribution.whole(trainer.accelerator.unwrap_model(trainer.model, keep_torch_compile=False))
     quarters = bits_by_quarter(model.model, files, settings.precision) if files else None
     alone = bits_of_last_quarter_alone(model.model, files, settings.precision) if files else None
     sampling = SampleSettings(

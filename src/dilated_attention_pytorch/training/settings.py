@@ -14,6 +14,9 @@ Optimizer = Literal["muon", "adamw"]
 Schedule = Literal["linear", "cosine", "constant"]
 Precision = Literal["auto", "float32", "bfloat16"]
 Device = Literal["auto", "cpu", "cuda"]
+Strategy = Literal["auto", "ring", "gather", "heads"]
+Layout = Literal["auto", "contiguous", "zigzag"]
+DataParallel = Literal["ddp", "fsdp"]
 
 _LARGEST_SEED = 2**32 - 1  # NumPy, which transformers seeds too, takes no larger one
 
@@ -36,7 +39,7 @@ class TrainSettings:
     steps: int
     """Optimizer steps of the run."""
     batch_size: int = 1
-    """Windows of context_length bytes a device takes at once."""
+    """Windows of context_length bytes that a device, or the devices that share a sequence, take at once."""
     gradient_accumulation: int = 1
     """Batches whose gradients are added up before an optimizer step."""
     file_start_fraction: float = 0.0
@@ -68,6 +71,22 @@ class TrainSettings:
     """Where to compute; "auto" takes a CUDA device if there is one."""
     threads: int = 0
     """CPU threads; 0 leaves the number to PyTorch."""
+    context_parallel: int = 1
+    """Processes that share every sequence, each with its part of the rows; start as many with torchrun. Together with
+    tensor_parallel it divides the number of processes, and the rest of them read other windows."""
+    heads_parallel: int = 1
+    """Of the processes that share a sequence, how many split the heads instead of the rows (within a node, say)."""
+    strategy: Strategy = "auto"
+    """How rows of keys and values reach the processes that need them: "ring" (point to point), "gather" (one collective
+    call) or "heads" (all-to-all from rows to heads). "auto" takes what plan_parallel expects to be fastest."""
+    layout: Layout = "auto"
+    """Which rows a process has: "contiguous", or "zigzag" (one piece from the front, one from the back, which
+    balances causal attention). "auto" takes the better balanced one."""
+    data_parallel: DataParallel = "ddp"
+    """"ddp": every process has all weights. "fsdp": weights, gradients and optimizer state are split over the processes
+    (torch's fully_shard)."""
+    tensor_parallel: int = 1
+    """Processes that split the heads, the feed-forward and the tokens of every layer's matrices."""
     compile: bool = False
     """Whether to run the model through torch.compile: minutes at the start, then faster steps on a GPU."""
     seed: int = 0
@@ -94,7 +113,8 @@ class TrainSettings:
     def __post_init__(self) -> None:
         for name in (
             "steps", "batch_size", "gradient_accumulation", "log_steps", "eval_steps", "eval_windows",
-            "final_eval_windows", "quarter_files", "save_steps",
+            "final_eval_windows", "quarter_files", "save_steps", "context_parallel", "heads_parallel",
+            "tensor_parallel",
         ):  # fmt: skip
             _check(self, name, least=1)
         _check(self, "seed", least=0, most=_LARGEST_SEED)
@@ -107,6 +127,17 @@ class TrainSettings:
             _check(self, name, least=0, most=1)
         for name in ("adam_beta1", "adam_beta2", "muon_momentum"):
             _check(self, name, least=0, below=1)
+        if self.context_parallel % self.heads_parallel:
+            raise ValueError(
+                "heads_parallel must divide context_parallel, of whose processes it is a part: "
+                f"got {self.heads_parallel} of {self.context_parallel}"
+            )
+        if self.heads_parallel > 1 and self.strategy == "heads":
+            raise ValueError(
+                'strategy must be "ring", "gather" or "auto" beside heads_parallel, as it says how rows travel between '
+                f'the groups that split the heads; got "heads" and heads_parallel {self.heads_parallel}. To split the '
+                "heads over all processes, leave heads_parallel out"
+            )
         if self.model.vocab_size != 256:
             raise ValueError(f"model.vocab_size must be 256, one token a byte, got {self.model.vocab_size}")
         self.data = tuple(Path(path) for path in self.data)

@@ -11,6 +11,8 @@ from torch.utils.data import Dataset
 from .corpus import Text
 
 Window = dict[str, Tensor]
+IGNORED = -100
+"""The label that no loss counts."""
 
 
 class TrainingWindows(Dataset[Window]):
@@ -64,6 +66,29 @@ class EvaluationWindows(Dataset[Window]):
     def spread(self, count: int) -> list[int]:
         """The indices of ``count`` windows, evenly spread."""
         return _spread(len(self), count)
+
+
+class WindowShare(Dataset[Window]):
+    """The windows that one of ``num_shares`` groups of processes reads: every ``num_shares``-th, from ``share`` on.
+
+    All shares are equally long: where the windows do not divide, the last of a share is one without labels.
+    """
+
+    def __init__(self, windows: Dataset[Window], num_windows: int, share: int, num_shares: int) -> None:
+        self.windows = windows
+        self.num_windows = num_windows
+        self.share = share
+        self.num_shares = num_shares
+
+    def __len__(self) -> int:
+        return -(-self.num_windows // self.num_shares)
+
+    def __getitem__(self, index: int) -> Window:
+        place = index * self.num_shares + self.share
+        if place < self.num_windows:
+            return self.windows[place]
+        window = self.windows[0]
+        return {**window, "labels": torch.full_like(window["labels"], IGNORED)}
 
 
 def _spread(total: int, count: int) -> list[int]:

@@ -182,10 +182,31 @@ def backward(
     return grads[0], grads[1], grads[2]
 
 
-def attend_rows(query: Tensor, key: Tensor, value: Tensor, *, scale: float) -> tuple[Tensor, Tensor]:
+def attend_rows(
+    query: Tensor, key: Tensor, value: Tensor, *, scale: float, key_padding_mask: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
     """Every query sees every key: ``[B, N, H, D]`` and ``[B, M, G, D]`` to output and log-sum-exp."""
+    return forward(_dense_problem(query, key, value, scale, key_padding_mask))
+
+
+def attend_rows_backward(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    grad_out: Tensor,
+    *,
+    scale: float,
+    key_padding_mask: Tensor | None = None,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Gradients where every query sees every key, under the merged ``out`` and ``lse``, all three contiguous."""
+    return backward(_dense_problem(query, key, value, scale, key_padding_mask), out, lse, grad_out, None)
+
+
+def _dense_problem(query: Tensor, key: Tensor, value: Tensor, scale: float, key_padding_mask: Tensor | None) -> Problem:
     everything = (DilationGroup(COVERING_LENGTH, 1),)
-    return forward(Problem(query, key, value, everything, False, scale))
+    return Problem(query, key, value, everything, False, scale, key_padding_mask=key_padding_mask)
 
 
 def _on_device(tensor: Tensor) -> contextlib.AbstractContextManager[object]:

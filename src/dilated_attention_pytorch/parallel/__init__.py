@@ -1,0 +1,39 @@
+"""The same call over several ranks: one sequence, its rows spread over them."""
+
+from .attend import attend, attend_with_lse
+from .failure import RankFailure
+from .generation import RankShare
+from .modules import (
+    DistributedDilatedAttention,
+    HeadParallelDilatedAttention,
+    HybridRingDilatedAttention,
+    ParallelDilatedAttention,
+    RingDilatedAttention,
+    RingMultiheadDilatedAttention,
+)
+from .plan import Estimate, Machine, ParallelPlan, plan_parallel
+from .sharding import positions, shard, shard_labels, unshard
+from .wire import Traffic, count_traffic
+
+__all__ = [
+    "DistributedDilatedAttention",
+    "Estimate",
+    "HeadParallelDilatedAttention",
+    "HybridRingDilatedAttention",
+    "Machine",
+    "ParallelDilatedAttention",
+    "ParallelPlan",
+    "RankFailure",
+    "RankShare",
+    "RingDilatedAttention",
+    "RingMultiheadDilatedAttention",
+    "Traffic",
+    "attend",
+    "attend_with_lse",
+    "count_traffic",
+    "plan_parallel",
+    "positions",
+    "shard",
+    "shard_labels",
+    "unshard",
+]

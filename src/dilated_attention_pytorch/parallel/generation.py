@@ -1,0 +1,176 @@
+"""Generation over several ranks: this rank's share of a model's key/value cache."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+
+from dilated_attention_pytorch.ops import AttentionOutput, merge
+from dilated_attention_pytorch.patterns import Pattern
+from dilated_attention_pytorch.planning import Layout, shard_runs
+
+from .attend import attend, check_strategy
+from .failure import RankFailure
+from .plan import Strategy
+from .sharding import check_layout, positions, shard
+from .wire import wire_of
+
+_MIX = 0x9E3779B97F4A7C15 - (1 << 64)  # odd, its bits without a regularity (2**64 over the golden ratio)
+
+
+class RankShare:
+    """This rank's share of a key/value cache that stays sharded over the ranks of a mesh: for ``LongNetCache(share=)``.
+
+    A prompt is read once, every rank its rows of ``layout``. Then a row of keys and values is held by one rank: blocks
+    of positions go round the ranks, so that each holds about 1/p of the rows alive of every dilation class. Rows of the
+    prompt go to these ranks once, right after the layer that made them. A token's partials over the rows of each rank
+    are merged exactly, for one message of ``H (D + 1)`` numbers per sequence, layer and rank.
+
+    Args:
+        mesh: 1-D, of the ranks that hold the cache. All have the whole model.
+        strategy, layout: how the prompt is read, see :func:`attend`.
+
+    Raises:
+        TypeError, ValueError: arguments of the wrong type or value.
+        NotImplementedError: a mesh of several dimensions.
+
+    >>> from dilated_attention_pytorch import LongNetCache, generate
+    >>> def on_every_rank(model, prompt_ids, mesh):  # prompt_ids [B, N], whole and the same on every rank
+    ...     cache = LongNetCache(model.config, share=RankShare(mesh, layout="zigzag"))
+    ...     yield from generate(model, prompt_ids, 1000, cache=cache)  # [B], the same on every rank
+    """
+
+    def __init__(self, mesh: DeviceMesh, *, strategy: Strategy = "auto", layout: Layout = "contiguous") -> None:
+        self._wire = wire_of(mesh)
+        if mesh.ndim != 1:
+            raise NotImplementedError(
+                f"a cache is shared over the ranks of one dimension, got a mesh of shape {tuple(mesh.shape)}: make a "
+                "mesh of one dimension of these ranks, or take one of its dimensions with mesh[name]"
+            )
+        check_strategy(strategy)
+        self.mesh = mesh
+        self.strategy = strategy
+        self.layout = check_layout(layout)
+
+    @property
+    def rank(self) -> int:
+        """This rank's place in the mesh."""
+        return self._wire.rank
+
+    @property
+    def size(self) -> int:
+        """How many ranks hold the cache."""
+        return self._wire.size
+
+    def positions(self, sequence_length: int, device: torch.device) -> Tensor:
+        """int64 ``[rows]``: this rank's rows of a prompt, ascending."""
+        return positions(sequence_length, self.mesh, layout=self.layout, device=device)
+
+    def rows(self, input_ids: Tensor) -> Tensor:
+        """This rank's columns of ``input_ids [B, N]``."""
+        return shard(input_ids, self.mesh, layout=self.layout)
+
+    def check_same(self, input_ids: Tensor) -> None:
+        """Make sure that all ranks have the same tokens.
+
+        Raises:
+            RankFailure: they do not; the message names a rank that differs.
+        """
+        weights = torch.arange(1, input_ids.numel() + 1, device=input_ids.device) * _MIX
+        digest = ((input_ids.flatten() + 1) * (weights ^ (weights >> 29))).sum()  # modulo 2**64
+        shape = torch.tensor(input_ids.shape, device=input_ids.device)
+        number = self._wire.agree({"call": "comparing prompts"})
+        digests = self._wire.all_gather(torch.cat([shape, digest.view(1)]), tag=2 * number).tolist()
+        for rank, other in enumerate(digests):
+            if other != digests[0]:
+                raise RankFailure(
+                    "every rank must have the whole prompt, the same tokens: those of rank "
+                    f"{self._wire.ranks[rank]}, of shape {tuple(other[:2])}, differ from those of rank "
+                    f"{self._wire.ranks[0]}, of shape {tuple(digests[0][:2])}; read the prompt on one rank and send it "
+                    "to the others"
+                )
+
+    def row_at(self, rows: Tensor, position: int, sequence_length: int) -> Tensor:
+        """Of this rank's rows ``[B, rows, ...]`` that at ``position``, ``[B, ...]`` on every rank."""
+        holder, row = (int(number) for number in self._locate(torch.tensor(position), sequence_length))
+        found = rows[:, row].contiguous() if holder == self.rank else rows.new_empty(rows.shape[0], *rows.shape[2:])
+        return self._wire.broadcast(found, holder)
+
+    def attend(self, query: Tensor, key: Tensor, value: Tensor, pattern: Pattern, sequence_length: int) -> Tensor:
+        """Causal attention of this rank's rows of a prompt to all."""
+        return attend(
+            query, key, value, pattern, mesh=self.mesh, strategy=self.strategy, layout=self.layout,
+            sequence_length=sequence_length, is_causal=True,
+        )  # fmt: skip
+
+    def deal(self, rows: Tensor, places: Sequence[Tensor], sequence_length: int) -> Tensor:
+        """Send rows ``[B, rows, G, D]`` of a prompt to the ranks that store them.
+
+        Args:
+            rows: this rank's rows.
+            places: for every rank the flat places ``position * G + head`` that it stores.
+            sequence_length: of the prompt.
+
+        Returns:
+            ``[B, len(places[rank]), D]``: what this rank stores.
+        """
+        number = self._wire.agree({
+            "call": "rows of a prompt to the ranks that store them", "sequence_length": sequence_length,
+            "batch": rows.shape[0], "heads": rows.shape[2], "dtype": rows.dtype,
+        })  # fmt: skip
+        num_heads, flat = rows.shape[2], rows.flatten(1, 2)
+        located = [self._locate(wanted // num_heads, sequence_length) for wanted in places]
+        sends = {}
+        for rank, (wanted, (holders, local)) in enumerate(zip(places, located, strict=True)):
+            here = holders == self.rank
+            index = local[here] * num_heads + wanted[here] % num_heads
+            sends[rank] = flat.index_select(1, index.to(flat.device))
+        holders, _ = located[self.rank]
+        targets = {rank: (holders == rank).nonzero().squeeze(1).to(flat.device) for rank in range(self.size)}
+        dealt = flat.new_empty(flat.shape[0], holders.shape[0], flat.shape[2])
+        receives = {
+            rank: flat.new_empty(flat.shape[0], target.shape[0], flat.shape[2])
+            for rank, target in targets.items() if rank != self.rank and target.shape[0]
+        }  # fmt: skip
+        own = sends.pop(self.rank)
+        sends = {rank: sent for rank, sent in sends.items() if sent.shape[1]}
+        pending = self._wire.exchange(sends, receives, 2 * number, "sending rows to the ranks that store them")
+        dealt.index_copy_(1, targets[self.rank], own)
+        pending.wait()
+        for rank, received in receives.items():
+            dealt.index_copy_(1, targets[rank], received)
+        return dealt
+
+    def merge(self, partial: AttentionOutput) -> AttentionOutput:
+        """The merge of all ranks' partials over the same queries."""
+        both = torch.cat([partial.out, partial.lse.unsqueeze(-1)], dim=-1)
+        call = {"call": "partials over a cache", "shape": tuple(partial.out.shape), "dtype": both.dtype}
+        number = self._wire.agree(call)
+        return merge([(rank[..., :-1], rank[..., -1]) for rank in self._wire.all_gather(both, tag=2 * number)])
+
+    def agreed(self, tensor: Tensor) -> Tensor:
+        """The first rank's tensor, on every rank."""
+        return self._wire.broadcast(tensor.contiguous(), 0)
+
+    def _locate(self, positions: Tensor, sequence_length: int) -> tuple[Tensor, Tensor]:
+        """The rank that reads each position of a prompt, and the row there."""
+        starts, ranks, rows = _runs(sequence_length, self.size, self.layout)
+        run = torch.searchsorted(starts, positions, right=True) - 1
+        return ranks[run], positions - starts[run] + rows[run]
+
+
+@functools.lru_cache(maxsize=16)
+def _runs(sequence_length: int, num_ranks: int, layout: Layout) -> tuple[Tensor, Tensor, Tensor]:
+    """Every run of a prompt's rows, in order: its first position, its rank, and its first row there."""
+    found = []
+    for rank in range(num_ranks):
+        row = 0
+        for start, stop in shard_runs(sequence_length, num_ranks, rank, layout):
+            found.append((start, rank, row))
+            row += stop - start
+    starts, ranks, rows = torch.tensor(sorted(found)).unbind(dim=1)
+    return starts.contiguous(), ranks, rows

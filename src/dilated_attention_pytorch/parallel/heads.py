@@ -1,0 +1,177 @@
+"""From rows of all heads to all rows of some heads, and back: all-to-all (DeepSpeed-Ulysses, arXiv 2309.14509)."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from .wire import Wire
+
+Places = tuple[tuple[int, int, int], ...]
+"""Where the rows of one rank go: (first row in the whole, first row of the rank, number of rows)."""
+
+
+@dataclass(frozen=True, slots=True)
+class Heads:
+    """The heads that every rank of an axis computes."""
+
+    queries: tuple[tuple[int, ...], ...]
+    """For every rank its query heads."""
+    kv: tuple[tuple[int, ...], ...]
+    """For every rank the key/value heads that serve them."""
+
+    @classmethod
+    def split(cls, num_heads: int, num_kv_heads: int, size: int) -> Heads:
+        """Runs of query heads, as equal as they can be, and the key/value heads that they need.
+
+        Raises:
+            ValueError: there are more ranks than query heads.
+        """
+        if num_heads < size:
+            raise ValueError(
+                f"splitting the heads needs at least one query head for every rank of the axis: got {num_heads} heads "
+                f'and {size} ranks; use a smaller axis for the heads, or strategy="ring"'
+            )
+        ratio = num_heads // num_kv_heads
+        cuts = [rank * (num_heads // size) + min(rank, num_heads % size) for rank in range(size + 1)]
+        queries = tuple(tuple(range(cuts[rank], cuts[rank + 1])) for rank in range(size))
+        return cls(queries, tuple(tuple(sorted({head // ratio for head in heads})) for heads in queries))
+
+    def kv_of_queries(self, rank: int, ratio: int) -> tuple[tuple[int, ...], int]:
+        """Key/value heads of a rank such that equally many of its query heads share each, and how many.
+
+        A head comes several times where the rank's query heads share their key/value heads unequally.
+        """
+        served = [head // ratio for head in self.queries[rank]]
+        sizes = {served.count(head) for head in self.kv[rank]}
+        if len(sizes) == 1:
+            return self.kv[rank], sizes.pop()
+        return tuple(served), 1
+
+
+@dataclass(frozen=True, slots=True)
+class Route:
+    """How the rows of one tensor are spread, for both directions."""
+
+    wire: Wire
+    heads: tuple[tuple[int, ...], ...]
+    """For every rank the heads that it computes; one that several ranks have is copied on the way there, and what they
+    bring back is added up."""
+    places: tuple[Places, ...]
+    """For every rank where its rows lie in the whole."""
+    num_heads: int
+    tag: int
+
+    def whole(self) -> int:
+        """Rows of the whole."""
+        return sum(count for places in self.places for _, _, count in places)
+
+    def held(self, rank: int) -> int:
+        """Rows of one rank."""
+        return sum(count for _, _, count in self.places[rank])
+
+
+class ToHeads(torch.autograd.Function):
+    """Query, key and value ``[B, rows of this rank, all heads, D]`` to ``[B, all rows, heads of this rank, D]``.
+
+    Together, so that all ranks exchange the same gradients, whichever of them a rank needs.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any, query: Tensor, key: Tensor, value: Tensor, route: Route, kv_route: Route
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """See :func:`to_heads`."""
+        ctx.routes = (route, kv_route, kv_route)
+        return to_heads(query, route), to_heads(key, kv_route), to_heads(value, kv_route)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        """The other direction."""
+        return (*(to_rows(grad, route) for grad, route in zip(grads, ctx.routes, strict=True)), None, None)
+
+
+class ToRows(torch.autograd.Function):
+    """Output and log-sum-exp, from all rows and the heads of this rank to the rows of this rank and all heads."""
+
+    @staticmethod
+    def forward(ctx: Any, route: Route, *tensors: Tensor) -> tuple[Tensor, ...]:
+        """See :func:`to_rows`."""
+        ctx.route = route
+        return tuple(to_rows(tensor, route) for tensor in tensors)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        """The other direction."""
+        return (None, *(to_heads(grad, ctx.route) for grad in grads))
+
+
+def to_heads(tensor: Tensor, route: Route) -> Tensor:
+    """Send every rank the heads that it computes of this rank's rows; returns all rows of this rank's heads."""
+    wire = route.wire
+    mine = route.heads[wire.rank]
+    sends = {peer: _heads(tensor, route.heads[peer]).contiguous() for peer in range(wire.size) if peer != wire.rank}
+    receives = {
+        peer: tensor.new_empty(tensor.shape[0], route.held(peer), len(mine), *tensor.shape[3:])
+        for peer in range(wire.size)
+        if peer != wire.rank
+    }
+    pending = wire.exchange(_not_empty(sends), _not_empty(receives), route.tag, "exchanging rows for heads")
+    whole = tensor.new_empty(tensor.shape[0], route.whole(), len(mine), *tensor.shape[3:])
+    _place(_heads(tensor, mine), route.places[wire.rank], whole)
+    pending.wait()
+    for peer, rows in receives.items():
+        _place(rows, route.places[peer], whole)
+    return whole
+
+
+def to_rows(tensor: Tensor, route: Route) -> Tensor:
+    """Send every rank its rows of this rank's heads; returns this rank's rows of all heads, copies added up."""
+    wire = route.wire
+    held = route.held(wire.rank)
+    sends = {peer: _rows(tensor, route.places[peer]) for peer in range(wire.size) if peer != wire.rank}
+    receives = {
+        peer: tensor.new_empty(tensor.shape[0], held, len(route.heads[peer]), *tensor.shape[3:])
+        for peer in range(wire.size)
+        if peer != wire.rank
+    }
+    pending = wire.exchange(_not_empty(sends), _not_empty(receives), route.tag + 1, "exchanging heads for rows")
+    # Each head comes once unless key/value heads are copied: then their gradients are added up.
+    is_disjoint = sum(map(len, route.heads)) == route.num_heads
+    dtype = tensor.dtype if is_disjoint else torch.promote_types(tensor.dtype, torch.float32)
+    whole = torch.zeros(tensor.shape[0], held, route.num_heads, *tensor.shape[3:], dtype=dtype, device=tensor.device)
+    _add_heads(_rows(tensor, route.places[wire.rank]), route.heads[wire.rank], whole)
+    pending.wait()
+    for peer, rows in receives.items():
+        _add_heads(rows, route.heads[peer], whole)
+    return whole.to(tensor.dtype)
+
+
+def _not_empty(tensors: dict[int, Tensor]) -> dict[int, Tensor]:
+    return {peer: tensor for peer, tensor in tensors.items() if tensor.numel()}
+
+
+def _heads(tensor: Tensor, heads: Sequence[int]) -> Tensor:
+    """Consecutive heads, as a view."""
+    return tensor[:, :, heads[0] : heads[-1] + 1]
+
+
+def _rows(whole: Tensor, places: Places) -> Tensor:
+    """A rank's rows of the whole, in its order."""
+    return torch.cat([whole[:, start : start + count] for start, _, count in places] or [whole[:, :0]], dim=1)
+
+
+def _place(rows: Tensor, places: Places, whole: Tensor) -> None:
+    for start, first, count in places:
+        whole[:, start : start + count] = rows[:, first : first + count]
+
+
+def _add_heads(rows: Tensor, heads: Sequence[int], whole: Tensor) -> None:
+    whole[:, :, heads[0] : heads[-1] + 1] += rows

@@ -1,0 +1,263 @@
+"""Dilated attention over several ranks as modules: this rank's rows in, this rank's rows out."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+
+from dilated_attention_pytorch.nn import DilatedAttention, MultiheadDilatedAttention
+from dilated_attention_pytorch.planning import Layout
+
+from .attend import attend, check_strategy
+from .plan import Strategy
+from .sharding import check_layout
+from .wire import whole_world
+
+
+class ParallelDilatedAttention(DilatedAttention):
+    """:class:`DilatedAttention` over a sequence whose rows lie on several ranks, see :func:`attend`.
+
+    With one process it is the local module.
+
+    Args:
+        segment_lengths, dilation_rates, dropout: as of :class:`DilatedAttention`.
+        mesh: the ranks that share a sequence; all ranks of the process group without it, as the group is at the first
+            call.
+        strategy, layout, sequence_length: see :func:`attend`; attributes that may be set later.
+        options: the other keywords of :class:`DilatedAttention`.
+
+    Raises:
+        TypeError, ValueError: see :class:`DilatedAttention`.
+
+    >>> from dilated_attention_pytorch import parallel
+    >>> attention = parallel.ParallelDilatedAttention([128, 512], [1, 4], strategy="ring")
+    >>> q = k = v = torch.randn(2, 1000, 8, 64)
+    >>> attention(q, k, v, is_causal=True).shape  # one process: the local call
+    torch.Size([2, 1000, 8, 64])
+    """
+
+    def __init__(
+        self,
+        segment_lengths: Sequence[int],
+        dilation_rates: Sequence[int],
+        dropout: float = 0.0,
+        *,
+        mesh: DeviceMesh | None = None,
+        strategy: Strategy = "auto",
+        layout: Layout = "contiguous",
+        sequence_length: int | None = None,
+        **options: Any,
+    ) -> None:
+        super().__init__(segment_lengths, dilation_rates, dropout, **options)
+        if mesh is not None and not isinstance(mesh, DeviceMesh):
+            raise TypeError(f"mesh must be a DeviceMesh, or None for all ranks, got {type(mesh).__name__}")
+        check_layout(layout)
+        check_strategy(strategy)
+        self.mesh = mesh
+        self.strategy: Strategy = strategy
+        self.layout: Layout = layout
+        self.sequence_length = sequence_length
+
+    def forward(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        is_causal: bool = False,
+        *,
+        query_offset: int = 0,
+        key_offset: int = 0,
+        cu_seqlens: Tensor | None = None,
+        key_padding_mask: Tensor | None = None,
+    ) -> Tensor:
+        """This rank's rows: query ``[B, rows, H, D]``, key and value ``[B, rows, G, D]``; see :func:`attend`."""
+        mesh = whole_world(query.device.type) if self.mesh is None else self.mesh
+        if mesh is None:
+            return super().forward(
+                query, key, value, is_causal, query_offset=query_offset, key_offset=key_offset, cu_seqlens=cu_seqlens,
+                key_padding_mask=key_padding_mask,
+            )  # fmt: skip
+        return attend(
+            query, key, value, self.pattern, mesh=mesh, strategy=self.strategy, layout=self.layout,
+            sequence_length=self.sequence_length, is_causal=is_causal, scale=self.softmax_scale,
+            query_offset=query_offset, key_offset=key_offset, cu_seqlens=cu_seqlens, key_padding_mask=key_padding_mask,
+            dropout_p=self.dropout if self.training else 0.0, impl=self.impl,
+        )  # fmt: skip
+
+    def extra_repr(self) -> str:
+        return f"{super().extra_repr()}, strategy={self.strategy!r}, layout={self.layout!r}"
+
+
+class RingDilatedAttention(ParallelDilatedAttention):
+    """:class:`ParallelDilatedAttention` by the ring: rows of keys travel from rank to rank, memory is O(N / ranks).
+
+    Args:
+        ring_size: the number of ranks that the caller counts on; checked where there are several.
+
+    Raises:
+        ValueError: at the first call, there are more or fewer ranks than ``ring_size``.
+
+    >>> from dilated_attention_pytorch import parallel
+    >>> attention = parallel.RingDilatedAttention([2048, 4096, 8192], [1, 2, 4], ring_size=8)
+    >>> q = k = v = torch.randn(1, 100, 4, 16)
+    >>> attention(q, k, v).shape
+    torch.Size([1, 100, 4, 16])
+    """
+
+    def __init__(
+        self,
+        segment_lengths: Sequence[int],
+        dilation_rates: Sequence[int],
+        dropout: float = 0.0,
+        *,
+        ring_size: int | None = None,
+        **options: Any,
+    ) -> None:
+        super().__init__(segment_lengths, dilation_rates, dropout, strategy="ring", **options)
+        if ring_size is not None and ring_size < 1:
+            raise ValueError(f"ring_size must be a number of ranks, at least 1, got {ring_size}")
+        self.ring_size = ring_size
+
+    def forward(self, query: Tensor, key: Tensor, value: Tensor, is_causal: bool = False, **options: Any) -> Tensor:
+        """See :meth:`ParallelDilatedAttention.forward`."""
+        mesh = whole_world(query.device.type) if self.mesh is None else self.mesh
+        if self.ring_size is not None and mesh is not None and mesh.size() not in (1, self.ring_size):
+            raise ValueError(
+                f"ring_size must be the number of ranks that share the sequence, {mesh.size()} here, got "
+                f"{self.ring_size}; leave it out, or pass mesh= for another set of ranks"
+            )
+        return super().forward(query, key, value, is_causal, **options)
+
+
+class HybridRingDilatedAttention(ParallelDilatedAttention):
+    """:class:`ParallelDilatedAttention` on a 2-D mesh: heads are split within its rows, a ring goes across them.
+
+    Partials of all steps are merged by their log-sum-exp, as everywhere in this package.
+
+    Args:
+        mesh: ``init_device_mesh(device, (nodes, ranks of a node))``; with one process it may be left out.
+
+    Raises:
+        ValueError: the mesh does not have two dimensions.
+    """
+
+    def __init__(
+        self,
+        segment_lengths: Sequence[int],
+        dilation_rates: Sequence[int],
+        dropout: float = 0.0,
+        *,
+        mesh: DeviceMesh | None = None,
+        **options: Any,
+    ) -> None:
+        if mesh is not None and mesh.ndim != 2:
+            raise ValueError(f"mesh must have two dimensions, one for rows and one for heads, got {mesh.ndim}")
+        super().__init__(segment_lengths, dilation_rates, dropout, mesh=mesh, strategy="ring", **options)
+
+    def forward(self, query: Tensor, key: Tensor, value: Tensor, is_causal: bool = False, **options: Any) -> Tensor:
+        """See :meth:`ParallelDilatedAttention.forward`."""
+        if self.mesh is None and whole_world(query.device.type) is not None:
+            raise ValueError(
+                "mesh must be given where there are several ranks: init_device_mesh(device, (nodes, ranks of a node))"
+            )
+        return super().forward(query, key, value, is_causal, **options)
+
+
+class HeadParallelDilatedAttention(ParallelDilatedAttention):
+    """:class:`ParallelDilatedAttention` by heads: an all-to-all gives every rank all rows of some heads (Ulysses)."""
+
+    def __init__(
+        self, segment_lengths: Sequence[int], dilation_rates: Sequence[int], dropout: float = 0.0, **options: Any
+    ) -> None:
+        super().__init__(segment_lengths, dilation_rates, dropout, strategy="heads", **options)
+
+
+class DistributedDilatedAttention(ParallelDilatedAttention):
+    """:class:`ParallelDilatedAttention` chosen by what is to be split.
+
+    Args:
+        sequence_parallel: rows are computed where they lie (``strategy="ring"``).
+        model_parallel: ranks compute some of the heads (``strategy="heads"``). With both, on a 2-D ``mesh``, heads are
+            split along its second axis and a ring goes along its first.
+
+    Raises:
+        ValueError: neither of the two; or both, and a mesh without two dimensions.
+    """
+
+    def __init__(
+        self,
+        segment_lengths: Sequence[int],
+        dilation_rates: Sequence[int],
+        dropout: float = 0.0,
+        *,
+        sequence_parallel: bool = True,
+        model_parallel: bool = False,
+        mesh: DeviceMesh | None = None,
+        **options: Any,
+    ) -> None:
+        if not sequence_parallel and not model_parallel:
+            raise ValueError(
+                "sequence_parallel and model_parallel are both False, so nothing is split: use DilatedAttention"
+            )
+        is_both = sequence_parallel and model_parallel
+        if is_both and mesh is not None and mesh.ndim != 2:
+            raise ValueError(
+                "sequence_parallel and model_parallel together need a mesh of two dimensions, "
+                f"init_device_mesh(device, (ring, heads)), got {mesh.ndim}"
+            )
+        strategy: Strategy = "ring" if sequence_parallel else "heads"
+        super().__init__(segment_lengths, dilation_rates, dropout, mesh=mesh, strategy=strategy, **options)
+        self._is_both = is_both
+
+    def forward(self, query: Tensor, key: Tensor, value: Tensor, is_causal: bool = False, **options: Any) -> Tensor:
+        """See :meth:`ParallelDilatedAttention.forward`."""
+        if self._is_both and self.mesh is None and whole_world(query.device.type) is not None:
+            raise ValueError(
+                "sequence_parallel and model_parallel together need a mesh of two dimensions where there are several "
+                "ranks: mesh=init_device_mesh(device, (ring, heads))"
+            )
+        return super().forward(query, key, value, is_causal, **options)
+
+
+class RingMultiheadDilatedAttention(MultiheadDilatedAttention):
+    """:class:`MultiheadDilatedAttention` on this rank's rows ``[B, rows, E]``, with a ring inside.
+
+    The projections work on rows, so only the attention exchanges anything. Parameters are those of the local module.
+
+    Args:
+        embed_dim, num_heads, segment_lengths, dilation_rates, dropout: as of :class:`MultiheadDilatedAttention`.
+        ring_size: see :class:`RingDilatedAttention`.
+        mesh, layout, sequence_length: see :class:`ParallelDilatedAttention`.
+        options: the other keywords of :class:`MultiheadDilatedAttention`.
+
+    >>> from dilated_attention_pytorch import parallel
+    >>> attention = parallel.RingMultiheadDilatedAttention(64, 4, [128, 512], [1, 4])
+    >>> x = torch.randn(2, 100, 64)
+    >>> attention(x, x, x, is_causal=True)[0].shape
+    torch.Size([2, 100, 64])
+    """
+
+    def __init__(
+        self,
+        embed_dim: int,
+        num_heads: int,
+        segment_lengths: Sequence[int],
+        dilation_rates: Sequence[int],
+        dropout: float = 0.0,
+        *,
+        ring_size: int | None = None,
+        mesh: DeviceMesh | None = None,
+        layout: Layout = "contiguous",
+        sequence_length: int | None = None,
+        **options: Any,
+    ) -> None:
+        super().__init__(embed_dim, num_heads, segment_lengths, dilation_rates, dropout, **options)
+        local, pattern = self.attention, self.pattern
+        self.attention = RingDilatedAttention(
+            segment_lengths, dilation_rates, dropout, ring_size=ring_size, mesh=mesh, layout=layout,
+            sequence_length=sequence_length, softmax_scale=local.softmax_scale, offset_rule=pattern.offset_rule,
+            tail=pattern.tail, segment_shift=pattern.segment_shift, impl=local.impl,
+        )  # fmt: skip

@@ -1,0 +1,142 @@
+"""Rows of keys from rank to rank, point to point: in step s every rank serves the rank s places after it.
+
+The rows of the next step are under way while those of this one are computed with; gradients go back the same way.
+Only ranks that share a segment exchange anything, and only the rows that the other's queries see.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from dilated_attention_pytorch.planning import Block, Rectangle, Run, ShardedCall, exchange
+from dilated_attention_pytorch.planning.traffic import sent_rows
+
+from .shipment import add_gradients, message_length, pack, unpack
+from .slab import Parcel, Slab
+from .wire import Pending, Wire
+
+
+@dataclass(frozen=True, slots=True)
+class _Step:
+    """What a rank gets from the rank some places before it, and gives to the one as many places after it."""
+
+    source: int
+    wanted: tuple[Block, ...]
+    rectangles: tuple[Rectangle, ...]
+    target: int
+    served: tuple[Block, ...]
+
+
+@functools.lru_cache(maxsize=64)
+def steps(call: ShardedCall, shards: tuple[tuple[Run, ...], ...], rank: int) -> tuple[_Step, ...]:
+    """The steps in which any rank exchanges anything.
+
+    All ranks take the same ones, so that batches of messages come in one order everywhere: a transport that works them
+    off one by one, as NCCL does, would otherwise have two ranks wait for each other's later batch.
+    """
+    found, size = [], len(shards)
+    sent = sent_rows(call, shards)
+    for distance in range(1, size):
+        if not sent.diagonal(distance).any() and not sent.diagonal(distance - size).any():
+            continue
+        source, target = (rank - distance) % size, (rank + distance) % size
+        wanted, rectangles = exchange(call, shards[source], shards[rank])
+        served, _ = exchange(call, shards[rank], shards[target])
+        found.append(_Step(source, wanted, rectangles, target, served))
+    return tuple(found)
+
+
+class Ring:
+    """The other ranks' rows for one pass over one call. :meth:`begin`, then one of the other two.
+
+    Args:
+        wire: the ranks.
+        shards: the runs of every rank.
+        slab: this rank's rows.
+        number: marks the messages of this call.
+    """
+
+    def __init__(self, wire: Wire, shards: tuple[tuple[Run, ...], ...], slab: Slab, number: int) -> None:
+        self._wire = wire
+        self._shards = shards
+        self._slab = slab
+        self._number = number
+        self._steps = steps(slab.options.call, shards, wire.rank)
+        self._under_way: tuple[Tensor | None, Pending] | None = None
+
+    def begin(self) -> None:
+        """Have the rows of the first step under way."""
+        self._post(0)
+
+    def forward(self, consume: Callable[[Parcel], None]) -> None:
+        """Hand every rank's rows to ``consume``."""
+        for index in range(len(self._steps)):
+            parcel = self._arrived(index)
+            if parcel is not None:
+                consume(parcel)
+            # Before the next rows come: what a rank holds at once is what it needs memory for.
+            del parcel
+
+    def backward(self, gradients_of: Callable[[Parcel], Tensor], grad_key: Tensor, grad_value: Tensor) -> None:
+        """Hand every rank's rows to ``gradients_of``, send the rows' gradients back, and add what comes back here."""
+        returning: tuple[_Step, Tensor | None, Pending] | None = None
+        for index, step in enumerate(self._steps):
+            parcel = self._arrived(index)
+            sends, receives, message = {}, {}, None
+            if parcel is not None:
+                sends[step.source] = gradients_of(parcel).to(self._slab.key.dtype)
+            del parcel
+            self._add_returned(returning, grad_key, grad_value)
+            returning = None
+            if step.served:
+                message = self._empty(step.served, is_padded=False)
+                receives[step.target] = message
+            pending = self._wire.exchange(sends, receives, 2 * self._number + 1, "sending gradients around the ring")
+            returning = (step, message, pending)
+        self._add_returned(returning, grad_key, grad_value)
+
+    def _post(self, index: int) -> None:
+        """Begin to send and to receive the rows of a step, if there is one."""
+        if index >= len(self._steps):
+            return
+        slab, step = self._slab, self._steps[index]
+        sends, receives, message = {}, {}, None
+        if step.served:
+            sends[step.target] = pack(step.served, slab.key, slab.value, slab.is_ignored)
+        if step.wanted:
+            message = self._empty(step.wanted, is_padded=slab.is_ignored is not None)
+            receives[step.source] = message
+        pending = self._wire.exchange(sends, receives, 2 * self._number, "sending keys around the ring")
+        self._under_way = (message, pending)
+
+    def _arrived(self, index: int) -> Parcel | None:
+        """Wait for the rows of a step, with those of the next under way from then on."""
+        assert self._under_way is not None
+        message, pending = self._under_way
+        pending.wait()
+        self._post(index + 1)
+        if message is None:
+            return None
+        slab, step = self._slab, self._steps[index]
+        batch, _, _, head_dim = slab.key.shape
+        keys = unpack(message, step.wanted, batch, head_dim, is_padded=slab.is_ignored is not None)
+        return Parcel(self._shards[step.source], step.wanted, step.rectangles, keys)
+
+    @staticmethod
+    def _add_returned(
+        returning: tuple[_Step, Tensor | None, Pending] | None, grad_key: Tensor, grad_value: Tensor
+    ) -> None:
+        if returning is None:
+            return
+        step, message, pending = returning
+        pending.wait()
+        if message is not None:
+            add_gradients(message, step.served, grad_key, grad_value)
+
+    def _empty(self, blocks: Sequence[Block], *, is_padded: bool) -> Tensor:
+        batch, _, _, head_dim = self._slab.key.shape
+        return self._slab.key.new_empty(message_length(blocks, batch, head_dim, is_padded=is_padded))

@@ -1,0 +1,81 @@
+"""Attention where every rank holds rows of the sequence, as one differentiable function."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from dilated_attention_pytorch.ops.autocast import without_autocast
+from dilated_attention_pytorch.planning import Run
+
+from .gather import Gather
+from .ring import Ring
+from .slab import Options, Slab
+from .wire import Wire
+
+
+@dataclass(frozen=True, slots=True)
+class Task:
+    """One call on one rank."""
+
+    options: Options
+    wire: Wire
+    shards: tuple[tuple[Run, ...], ...]
+    """The runs of every rank."""
+    is_gathered: bool
+    """Rows come by all-gather, not around the ring."""
+    number: int
+    """Marks the messages of the call."""
+
+    def slab(self, *tensors: Any) -> Slab:
+        return Slab(self.options, self.shards[self.wire.rank], *tensors)
+
+    def others(self, slab: Slab) -> Ring | Gather:
+        route = Gather if self.is_gathered else Ring
+        return route(self.wire, self.shards, slab, self.number)
+
+
+class SequenceAttention(torch.autograd.Function):
+    """Output and log-sum-exp of this rank's rows ``[B, N, H, D]`` under one call of all ranks."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, query: Tensor, key: Tensor, value: Tensor, is_ignored: Tensor | None, seed: Tensor | None, task: Task
+    ) -> tuple[Tensor, Tensor]:
+        """Local runs first, while the first rows of other ranks are under way."""
+        with without_autocast(query.device.type):
+            slab = task.slab(query, key, value, is_ignored, seed)
+            others = task.others(slab)
+            others.begin()
+            accumulated, lse = slab.forward_within()
+            slab.merge(slab.own_parcel(), accumulated, lse)
+            others.forward(lambda parcel: slab.merge(parcel, accumulated, lse))
+            out = slab.finish(accumulated, lse)
+        ctx.save_for_backward(query, key, value, is_ignored, seed, out, lse)
+        ctx.task = task
+        ctx.set_materialize_grads(False)
+        return out, lse
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad_out: Tensor | None, grad_lse: Tensor | None) -> tuple[Tensor | None, ...]:
+        """All ranks take part, whether this one's rows have a gradient or not."""
+        query, key, value, is_ignored, seed, out, lse = ctx.saved_tensors
+        task: Task = ctx.task
+        if grad_out is None:
+            grad_out = torch.zeros_like(out)
+        with without_autocast(query.device.type):
+            slab = task.slab(query, key, value, is_ignored, seed)
+            others = task.others(slab)
+            others.begin()
+            grad_out = grad_out.contiguous()
+            grad_query, grad_key, grad_value = slab.backward_within(out, lse, grad_out, grad_lse)
+            state = slab.state(out, lse, grad_out, grad_lse)
+            slab.add_own_gradients(state, grad_query, grad_key, grad_value)
+            others.backward(lambda parcel: slab.gradients(parcel, state, grad_query), grad_key, grad_value)
+        grads = (grad_query.to(query.dtype), grad_key.to(key.dtype), grad_value.to(value.dtype))
+        return (*grads, None, None, None)

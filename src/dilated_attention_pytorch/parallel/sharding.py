@@ -1,0 +1,274 @@
+"""Which rows a rank holds, and moving between whole tensors and rows."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, get_args
+
+import torch
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+from torch.nn import functional
+
+from dilated_attention_pytorch.ops.validation import documents_of
+from dilated_attention_pytorch.planning import Layout, Run, shard_runs
+
+from .wire import Wire, wire_of
+
+LAYOUTS: tuple[str, ...] = get_args(Layout)
+
+
+@dataclass(frozen=True, slots=True)
+class Ranks:
+    """The ranks that share a sequence: along one axis, or a ring of groups that split the heads."""
+
+    rows: Wire
+    """The axis of the ring, or the only one."""
+    heads: Wire | None
+    """The axis along which heads are split, of a 2-D mesh."""
+
+    @property
+    def size(self) -> int:
+        """All of them."""
+        return self.rows.size * (self.heads.size if self.heads else 1)
+
+    def runs(self, num_rows: int, layout: Layout, place: tuple[int, int]) -> tuple[Run, ...]:
+        """The runs of the rank at ``place`` on the two axes."""
+        parts = self.heads.size if self.heads else 1
+        return shard_runs(num_rows, self.rows.size, place[0], layout, part=(place[1], parts))
+
+    def agree(self, call: Mapping[str, object]) -> tuple[int, int]:
+        """See :meth:`Wire.agree`: the numbers for the messages along the axis of rows and along that of heads."""
+        number = self.rows.agree(call)
+        return number, self.heads.agree(call) if self.heads else number
+
+    @property
+    def place(self) -> tuple[int, int]:
+        """This rank's place on the two axes."""
+        return self.rows.rank, self.heads.rank if self.heads else 0
+
+    def all_runs(self, num_rows: int, layout: Layout) -> list[tuple[Run, ...]]:
+        """The runs of every rank, those of the second axis one after the other."""
+        parts = self.heads.size if self.heads else 1
+        return [self.runs(num_rows, layout, (row, part)) for row in range(self.rows.size) for part in range(parts)]
+
+
+def ranks_of(mesh: DeviceMesh) -> Ranks:
+    """The axes of a 1-D or 2-D mesh.
+
+    Raises:
+        TypeError: ``mesh`` is no ``DeviceMesh``.
+        ValueError: it has more than two dimensions.
+    """
+    rows = wire_of(mesh)
+    if mesh.ndim > 2:
+        raise ValueError(
+            "mesh must have one dimension, or two (the first for rows, the second for heads): got "
+            f"{mesh.ndim} dimensions {mesh.mesh_dim_names}; pass the sub-mesh of the ranks that share a sequence, "
+            'such as mesh["context"]'
+        )
+    return Ranks(rows, wire_of(mesh, 1) if mesh.ndim == 2 else None)
+
+
+def check_layout(layout: Layout) -> Layout:
+    """``layout``, if it is one.
+
+    Raises:
+        ValueError: it is not.
+    """
+    if layout not in LAYOUTS:
+        raise ValueError(
+            f"layout must be one of {', '.join(map(repr, LAYOUTS))}, got {layout!r}; plan_parallel(...).layout says "
+            "which is the better one"
+        )
+    return layout
+
+
+def shard(tensor: Tensor, mesh: DeviceMesh, *, layout: Layout = "contiguous", dim: int = 1) -> Tensor:
+    """This rank's rows of a whole tensor that every rank has. Sends nothing; differentiable.
+
+    Args:
+        tensor: any tensor with the sequence along ``dim``: tokens, labels (shifted before), hidden states, heads.
+        mesh: the ranks that share the sequence, see :func:`attend`.
+        layout: ``"contiguous"``: rank i of p has the i-th of p runs of rows. ``"zigzag"``: of 2p runs the i-th and the
+            i-th from the end, one after the other, so that under a causal mask all ranks have the same work. On a
+            2-D mesh the first axis is laid out so, and its rows are split evenly along the second.
+        dim: the dimension of the sequence. Lengths that the ranks do not divide are split as evenly as they can be,
+            the first ranks having a row more.
+
+    Returns:
+        the rows, contiguous.
+
+    Raises:
+        TypeError, ValueError: no mesh, an unknown layout, or a dimension that the tensor does not have.
+    """
+    ranks = ranks_of(mesh)
+    _check_dim(tensor, dim)
+    runs = ranks.runs(tensor.shape[dim], check_layout(layout), ranks.place)
+    return _rows_of(tensor, runs, dim)
+
+
+def positions(
+    sequence_length: int,
+    mesh: DeviceMesh,
+    *,
+    layout: Layout = "contiguous",
+    cu_seqlens: Tensor | None = None,
+    device: torch.device | str | None = None,
+) -> Tensor:
+    """The positions of this rank's rows, int64 ``[rows]``, as for rotary embeddings.
+
+    Args:
+        sequence_length: rows of the whole sequence.
+        mesh, layout: as in :func:`shard`.
+        cu_seqlens: boundaries of packed documents in the whole sequence; positions begin anew in each of them.
+        device: of the result.
+
+    Raises:
+        TypeError, ValueError: see :func:`shard`; or boundaries that do not run from 0 to ``sequence_length``.
+    """
+    ranks = ranks_of(mesh)
+    check_length("sequence_length", sequence_length)
+    documents = documents_of(cu_seqlens, sequence_length)
+    rows = torch.arange(sequence_length, device=device) if documents else None
+    if rows is not None and documents is not None:
+        starts = torch.tensor(documents, device=device)
+        rows -= starts[torch.searchsorted(starts, rows, right=True) - 1]
+    runs = ranks.runs(sequence_length, check_layout(layout), ranks.place)
+    parts = [torch.arange(start, stop, device=device) if rows is None else rows[start:stop] for start, stop in runs]
+    return torch.cat(parts) if parts else torch.empty(0, dtype=torch.int64, device=device)
+
+
+def shard_labels(
+    labels: Tensor,
+    mesh: DeviceMesh,
+    *,
+    layout: Layout = "contiguous",
+    cu_seqlens: Tensor | None = None,
+    ignore_index: int = -100,
+) -> Tensor:
+    """This rank's rows of the token after each position: labels are shifted before they are split over the ranks.
+
+    Args:
+        labels: integer ``[B, N]``, the tokens of the whole sequence, as a loss takes them that shifts by itself.
+        mesh, layout: as in :func:`shard`.
+        cu_seqlens: boundaries of packed documents; the last token of each has no next one.
+        ignore_index: what stands where there is no next token.
+
+    Returns:
+        integer ``[B, rows]``, for a cross-entropy without a shift.
+
+    Raises:
+        TypeError, ValueError: see :func:`positions`; or labels of another shape.
+    """
+    if labels.dim() != 2 or labels.is_floating_point():
+        raise ValueError(f"labels must be integers [batch, sequence], got {labels.dtype} of {tuple(labels.shape)}")
+    following = functional.pad(labels[:, 1:], (0, 1), value=ignore_index)
+    documents = documents_of(cu_seqlens, labels.shape[1])
+    if documents is not None:
+        following[:, [end - 1 for end in documents if end > 0]] = ignore_index
+    return shard(following, mesh, layout=layout)
+
+
+@torch.compiler.disable
+def unshard(
+    tensor: Tensor,
+    mesh: DeviceMesh,
+    *,
+    layout: Layout = "contiguous",
+    dim: int = 1,
+    sequence_length: int | None = None,
+) -> Tensor:
+    """The whole tensor on every rank, from the rows of each: the inverse of :func:`shard`.
+
+    Differentiable, for ranks that all compute the same from the whole: a rank's rows get their part of its gradient.
+
+    Args:
+        tensor: this rank's rows.
+        mesh, layout, dim: as they were for :func:`shard`.
+        sequence_length: rows of the whole; the rows of this rank times the ranks without it.
+
+    Raises:
+        TypeError, ValueError: see :func:`shard`; or this rank's rows are not its part of ``sequence_length``.
+    """
+    ranks = ranks_of(mesh)
+    with ranks.rows.announced():
+        layout = check_layout(layout)
+        _check_dim(tensor, dim)
+        held = tensor.shape[dim]
+        total = num_rows_of(held, sequence_length, ranks, layout, f"tensor (dimension {dim})")
+    shape = [total if place == dim % tensor.dim() else size for place, size in enumerate(tensor.shape)]
+    numbers = ranks.agree({"call": "unshard", "shape": shape, "dim": dim, "layout": layout, "dtype": tensor.dtype})
+    return _Unshard.apply(tensor, ranks, layout, dim, total, numbers)
+
+
+class _Unshard(torch.autograd.Function):
+    """See :func:`unshard`."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, tensor: Tensor, ranks: Ranks, layout: Layout, dim: int, total: int, numbers: tuple[int, int]
+    ) -> Tensor:
+        """Rows padded to the longest, gathered and put into place."""
+        all_runs = ranks.all_runs(total, layout)
+        ctx.runs, ctx.dim = ranks.runs(total, layout, ranks.place), dim
+        rows = tensor.movedim(dim, 0).contiguous()
+        largest = max(sum(stop - start for start, stop in runs) for runs in all_runs)
+        padded = rows.new_zeros(largest, *rows.shape[1:])
+        padded[: rows.shape[0]] = rows
+        for wire, number in ((ranks.heads, numbers[1]), (ranks.rows, numbers[0])):
+            if wire is not None:
+                padded = wire.all_gather(padded, tag=2 * number)
+        gathered = padded.reshape(len(all_runs), largest, *rows.shape[1:])
+        whole = rows.new_empty(total, *rows.shape[1:])
+        for part, runs in zip(gathered, all_runs, strict=True):
+            row = 0
+            for start, stop in runs:
+                whole[start:stop] = part[row : row + stop - start]
+                row += stop - start
+        return whole.movedim(0, dim)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        """This rank's rows of the gradient."""
+        return _rows_of(grad, ctx.runs, ctx.dim), None, None, None, None, None
+
+
+def _rows_of(tensor: Tensor, runs: tuple[Run, ...], dim: int) -> Tensor:
+    parts = [tensor.narrow(dim, start, stop - start) for start, stop in runs] or [tensor.narrow(dim, 0, 0)]
+    return torch.cat(parts, dim=dim)
+
+
+def _check_dim(tensor: Tensor, dim: int) -> None:
+    if not isinstance(tensor, Tensor):
+        raise TypeError(f"tensor must be a tensor, got {type(tensor).__name__}")
+    if isinstance(dim, bool) or not isinstance(dim, int) or not -tensor.dim() <= dim < tensor.dim():
+        raise ValueError(f"dim must be a dimension of the tensor, -{tensor.dim()} to {tensor.dim() - 1}, got {dim!r}")
+
+
+def check_length(name: str, length: int) -> None:
+    """Raise unless ``length`` is a number of rows."""
+    if isinstance(length, bool) or not isinstance(length, int):
+        raise TypeError(f"{name} must be an integer, got {length!r} of type {type(length).__name__}")
+    if length < 0:
+        raise ValueError(f"{name} must be a number of rows, at least 0, got {length}")
+
+
+def num_rows_of(held: int, sequence_length: int | None, ranks: Ranks, layout: Layout, name: str) -> int:
+    """Rows of the whole sequence.
+
+    Raises:
+        ValueError: this rank does not hold its part of it.
+    """
+    if sequence_length is None:
+        return held * ranks.size
+    check_length("sequence_length" if name != "key" else "key_sequence_length", sequence_length)
+    expected = sum(stop - start for start, stop in ranks.runs(sequence_length, layout, ranks.place))
+    if held != expected:
+        raise ValueError(
+            f"{name} must have this rank's {expected} of the {sequence_length} rows (rank {ranks.place[0]} of "
+            f"{ranks.size}, layout {layout!r}), got {held}; parallel.shard gives every rank its rows, and "
+            "sequence_length and key_sequence_length say how many there are in all"
+        )
+    return sequence_length

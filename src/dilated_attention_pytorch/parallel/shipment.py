@@ -1,0 +1,64 @@
+"""Rows of keys and values as one flat message, and back."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+from torch import Tensor
+
+from dilated_attention_pytorch.ops.rectangles import Keys, block_view
+from dilated_attention_pytorch.planning import Block
+
+
+def num_rows(blocks: Sequence[Block]) -> int:
+    """Rows of one head each, in all blocks together."""
+    return sum(block.count * block.num_heads for block in blocks)
+
+
+def message_length(blocks: Sequence[Block], batch_size: int, head_dim: int, *, is_padded: bool) -> int:
+    """Elements of the message: key and value of every row, and whether it is padding where there is any."""
+    return num_rows(blocks) * batch_size * (2 * head_dim + is_padded)
+
+
+def pack(blocks: Sequence[Block], key: Tensor, value: Tensor, is_ignored: Tensor | None) -> Tensor:
+    """The blocks' rows of key and value ``[B, rows, G, D]`` and of the mask ``[B, rows]``, in the dtype of key."""
+    tensors = [key, value]
+    if is_ignored is not None:
+        tensors.append(is_ignored.unsqueeze(-1).expand(-1, -1, key.shape[2]))
+    length = message_length(blocks, key.shape[0], key.shape[3], is_padded=is_ignored is not None)
+    message = key.new_empty(length)
+    place = 0
+    for tensor in tensors:
+        for block in blocks:
+            view = block_view(tensor, block)
+            message[place : place + view.numel()].view(view.shape).copy_(view)
+            place += view.numel()
+    return message
+
+
+def unpack(message: Tensor, blocks: Sequence[Block], batch_size: int, head_dim: int, *, is_padded: bool) -> list[Keys]:
+    """The rows of every block, as views of a message that :func:`pack` made."""
+    place = 0
+
+    def take(block: Block, *more: int) -> Tensor:
+        nonlocal place
+        shape = (batch_size, block.num_heads, block.count, *more)
+        view = message[place : place + math.prod(shape)].view(shape)
+        place += view.numel()
+        return view
+
+    keys = [take(block, head_dim) for block in blocks]
+    values = [take(block, head_dim) for block in blocks]
+    masks = [take(block).bool() if is_padded else None for block in blocks]
+    return [Keys(*rows) for rows in zip(keys, values, masks, strict=True)]
+
+
+def add_gradients(message: Tensor, blocks: Sequence[Block], grad_key: Tensor, grad_value: Tensor) -> None:
+    """Add a message of gradients, laid out as by :func:`pack`, to ``[B, rows, G, D]`` of the rows that it is for."""
+    for block, keys in zip(
+        blocks, unpack(message, blocks, grad_key.shape[0], grad_key.shape[3], is_padded=False), strict=True
+    ):
+        for gradient, part in ((grad_key, keys.key), (grad_value, keys.value)):
+            view = block_view(gradient, block)
+            view += part

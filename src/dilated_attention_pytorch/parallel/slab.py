@@ -1,0 +1,245 @@
+"""What one rank computes with its own rows, and with rows of keys that come from elsewhere."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from dilated_attention_pytorch.kernels import aten
+from dilated_attention_pytorch.ops import library
+from dilated_attention_pytorch.ops.rectangles import (
+    Dropout,
+    Keys,
+    add_rectangle_gradients,
+    block_view,
+    merge_rectangle,
+)
+from dilated_attention_pytorch.planning import Block, Piece, Rectangle, Run, ShardedCall, exchange, pieces
+
+from .shipment import message_length, unpack
+
+
+@dataclass(frozen=True, slots=True)
+class Options:
+    """What a call computes, the same on every rank."""
+
+    call: ShardedCall
+    scale: float
+    impl: str
+    dropout_p: float
+
+
+@dataclass(frozen=True, slots=True)
+class Parcel:
+    """Rows of keys that are at hand, and which queries of this rank see them."""
+
+    runs: tuple[Run, ...]
+    """The runs of the shard that the rows come from."""
+    blocks: tuple[Block, ...]
+    rectangles: tuple[Rectangle, ...]
+    keys: list[Keys]
+    """The rows of every block."""
+
+
+class Slab:
+    """This rank's rows of one call.
+
+    Args:
+        options: what is computed.
+        runs: the rows of the whole sequence that this rank holds.
+        query, key, value: those rows, ``[B, N, H, D]`` and ``[B, N, G, D]``; the last stride is 1, and keys and values
+            are zero where ``is_ignored``.
+        is_ignored: bool ``[B, N]``, True = padding; None without padding.
+        seed: of the dropout, int64; None without dropout.
+    """
+
+    def __init__(
+        self,
+        options: Options,
+        runs: tuple[Run, ...],
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        is_ignored: Tensor | None,
+        seed: Tensor | None,
+    ) -> None:
+        self.options = options
+        self.runs = runs
+        self.query = query
+        self.key = key
+        self.value = value
+        self.is_ignored = is_ignored
+        self.seed = seed
+        self.dtype = torch.float64 if query.dtype == torch.float64 else torch.float32
+        """Merging, and sums over ranks, are in this dtype."""
+        self._pieces = tuple(pieces(options.call, runs))
+
+    def own_parcel(self) -> Parcel:
+        """What the runs of this rank see of each other, with keys where they lie."""
+        blocks, rectangles = exchange(self.options.call, self.runs, self.runs)
+        mask = None if self.is_ignored is None else self.is_ignored.unsqueeze(-1).expand(-1, -1, self.key.shape[2])
+        keys = [
+            Keys(
+                block_view(self.key, block), block_view(self.value, block),
+                None if mask is None else block_view(mask, block),
+            )
+            for block in blocks
+        ]  # fmt: skip
+        return Parcel(self.runs, blocks, rectangles, keys)
+
+    def forward_within(self) -> tuple[Tensor, Tensor]:
+        """Output and log-sum-exp of every run by itself, to be merged into; ``out`` in the accumulation dtype."""
+        query = self.query
+        if len(self._pieces) == 1:
+            (piece,) = self._pieces
+            out, lse = library.attend(*self._operands(piece), *self._engine_options(piece))
+            return out.to(self.dtype), lse
+        out = torch.empty(query.shape, dtype=self.dtype, device=query.device)
+        lse = torch.empty(query.shape[:3], dtype=self.dtype, device=query.device)
+        for piece in self._pieces:
+            rows = slice(*piece.rows)
+            out[:, rows], lse[:, rows] = library.attend(*self._operands(piece), *self._engine_options(piece))
+        return out, lse
+
+    def merge(self, parcel: Parcel, out: Tensor, lse: Tensor) -> None:
+        """Merge what this rank's queries see of a parcel into ``out`` and ``lse``."""
+        options = self.options
+        for rectangle in parcel.rectangles:
+            merge_rectangle(
+                out, lse, self.query, rectangle.queries, _keys_of(parcel, rectangle), ratio=self._ratio,
+                scale=options.scale, impl=options.impl, dropout=self._dropout(parcel, rectangle),
+            )  # fmt: skip
+
+    def finish(self, out: Tensor, lse: Tensor) -> Tensor:
+        """``out`` in the query's dtype, once all is merged; rows that saw padding only become rows without a key."""
+        is_dead = lse < aten.MASKED / 2
+        lse.masked_fill_(is_dead, float("-inf"))
+        out.masked_fill_(is_dead.unsqueeze(-1), 0.0)
+        return out.to(self.query.dtype)
+
+    def backward_within(
+        self, out: Tensor, lse: Tensor, grad_out: Tensor, grad_lse: Tensor | None
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Gradients of query, key and value from every run by itself, in the accumulation dtype, to be added to."""
+        tensors = (self.query, self.key, self.value)
+        is_one = len(self._pieces) == 1
+        grads = [] if is_one else [torch.empty(x.shape, dtype=self.dtype, device=x.device) for x in tensors]
+        for piece in self._pieces:
+            rows = slice(*piece.rows)
+            parts = library.attend_backward(
+                grad_out[:, rows], None if grad_lse is None else grad_lse[:, rows], out[:, rows], lse[:, rows],
+                *self._operands(piece), *self._engine_options(piece),
+            )  # fmt: skip
+            if is_one:
+                return parts[0].to(self.dtype), parts[1].to(self.dtype), parts[2].to(self.dtype)
+            # Each is let go of once it is copied: of one run they are half as large as what they are copied to.
+            remaining = list(parts)
+            del parts
+            for grad in grads:
+                grad[:, rows] = remaining.pop(0)
+        return grads[0], grads[1], grads[2]
+
+    def gradients(self, parcel: Parcel, state: Backward, grad_query: Tensor) -> Tensor:
+        """Add a parcel's part of the query's gradient; returns those of its keys and values as one message.
+
+        It is laid out as by :func:`pack`, in the accumulation dtype.
+        """
+        batch, _, _, head_dim = self.key.shape
+        length = message_length(parcel.blocks, batch, head_dim, is_padded=False)
+        message = torch.zeros(length, dtype=self.dtype, device=self.key.device)
+        self._add_gradients(parcel, state, grad_query, unpack(message, parcel.blocks, batch, head_dim, is_padded=False))
+        return message
+
+    def add_own_gradients(self, state: Backward, grad_query: Tensor, grad_key: Tensor, grad_value: Tensor) -> None:
+        """Add the gradients of what the runs of this rank see of each other."""
+        parcel = self.own_parcel()
+        grads = [Keys(block_view(grad_key, block), block_view(grad_value, block), None) for block in parcel.blocks]
+        self._add_gradients(parcel, state, grad_query, grads)
+
+    def _add_gradients(self, parcel: Parcel, state: Backward, grad_query: Tensor, grads: list[Keys]) -> None:
+        options = self.options
+        for rectangle in parcel.rectangles:
+            into = _heads_of(grads[rectangle.block], rectangle)
+            add_rectangle_gradients(
+                grad_query, into.key, into.value, state.grad_out, state.out, state.lse, state.delta, self.query,
+                rectangle.queries, _keys_of(parcel, rectangle), ratio=self._ratio, scale=options.scale,
+                impl=options.impl, dropout=self._dropout(parcel, rectangle),
+            )  # fmt: skip
+
+    def state(self, out: Tensor, lse: Tensor, grad_out: Tensor, grad_lse: Tensor | None) -> Backward:
+        """What the gradients of every parcel are computed from."""
+        delta = None
+        if grad_lse is not None or self.seed is not None:
+            delta = (grad_out.to(self.dtype) * out.to(self.dtype)).sum(-1)
+            if grad_lse is not None:
+                delta -= grad_lse
+        # exp(s - inf) = 0: a row without a key gets and gives no gradient.
+        return Backward(out, lse.masked_fill(lse == float("-inf"), float("inf")), grad_out, delta)
+
+    @property
+    def _ratio(self) -> int:
+        return self.query.shape[2] // self.key.shape[2]
+
+    def _operands(self, piece: Piece) -> tuple[Tensor | None, ...]:
+        rows = slice(*piece.rows)
+        seed = self.seed
+        if seed is not None and self.options.call.documents is not None:
+            # Positions begin anew in every document: the draws must not.
+            seed = seed + 1 + self._absolute_row(self.runs, piece.rows[0])
+        boundaries = None if piece.boundaries is None else torch.tensor(piece.boundaries, dtype=torch.int32)
+        return (
+            self.query[:, rows], self.key[:, rows], self.value[:, rows], boundaries,
+            None if self.is_ignored is None else self.is_ignored[:, rows], seed,
+        )  # fmt: skip
+
+    def _engine_options(self, piece: Piece) -> tuple[str, bool, float, int, int, float, str]:
+        options = self.options
+        return (
+            options.call.pattern.spec, options.call.is_causal, options.scale, piece.position, piece.position,
+            options.dropout_p, options.impl,
+        )  # fmt: skip
+
+    def _dropout(self, parcel: Parcel, rectangle: Rectangle) -> Dropout | None:
+        if self.seed is None:
+            return None
+        queries, keys = rectangle.queries, parcel.blocks[rectangle.block]
+        offset = self.options.call.offset
+        first = keys.row + rectangle.first_head * keys.skew
+        return Dropout(
+            self.seed, self.options.dropout_p,
+            replace(queries, row=self._absolute_row(self.runs, queries.row) + offset),
+            replace(keys, row=self._absolute_row(parcel.runs, first) + offset),
+        )  # fmt: skip
+
+    @staticmethod
+    def _absolute_row(runs: Sequence[Run], row: int) -> int:
+        """The row of the whole sequence that is ``row`` of the shard with these runs."""
+        for start, stop in runs:
+            if row < stop - start:
+                return start + row
+            row -= stop - start
+        raise AssertionError("the row is not of this shard")
+
+
+@dataclass(frozen=True, slots=True)
+class Backward:
+    """The merged output, its log-sum-exp (+inf in rows without a key), their gradients."""
+
+    out: Tensor
+    lse: Tensor
+    grad_out: Tensor
+    delta: Tensor | None
+    """``rowsum(grad_out * out) - grad_lse``, where a kernel does not compute it by itself."""
+
+
+def _keys_of(parcel: Parcel, rectangle: Rectangle) -> Keys:
+    return _heads_of(parcel.keys[rectangle.block], rectangle)
+
+
+def _heads_of(keys: Keys, rectangle: Rectangle) -> Keys:
+    heads = slice(rectangle.first_head, rectangle.first_head + rectangle.queries.num_heads)
+    ignored = None if keys.is_ignored is None else keys.is_ignored[:, heads]
+    return Keys(keys.key[:, heads], keys.value[:, heads], ignored)

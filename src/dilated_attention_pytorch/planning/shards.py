@@ -1,0 +1,358 @@
+"""One sequence over several ranks: which rows a rank holds, and which rows of another rank its queries see."""
+
+from __future__ import annotations
+
+import bisect
+import functools
+from collections.abc import Collection, Iterator
+from dataclasses import dataclass
+from typing import Literal, NamedTuple
+
+from dilated_attention_pytorch.patterns import DilationGroup, Pattern
+
+Layout = Literal["contiguous", "zigzag"]
+_NO_END = 1 << 62
+Run = tuple[int, int]
+"""Rows ``[start, stop)`` of the whole sequence."""
+
+
+@functools.lru_cache(maxsize=4096)
+def shard_runs(
+    num_rows: int, num_shards: int, shard: int, layout: Layout, *, part: tuple[int, int] = (0, 1)
+) -> tuple[Run, ...]:
+    """The runs of rows of one shard, in its order; none of them is empty or touches the next.
+
+    ``"contiguous"``: the shard-th of ``num_shards`` runs. ``"zigzag"``: of twice as many pieces the shard-th from the
+    start and the shard-th from the end, which balances the work under a causal mask (Llama 3, arXiv 2407.21783,
+    section 3.3.2). Sizes differ by one row where they must, the first are the larger. ``part = (j, M)`` is the j-th of
+    M parts of the shard's rows.
+    """
+    pieces = [shard] if layout == "contiguous" else [shard, 2 * num_shards - 1 - shard]
+    total = num_shards if layout == "contiguous" else 2 * num_shards
+    runs = _joined([(_cut(num_rows, total, piece), _cut(num_rows, total, piece + 1)) for piece in pieces])
+    index, parts = part
+    size = sum(stop - start for start, stop in runs)
+    first, last = _cut(size, parts, index), _cut(size, parts, index + 1)
+    clipped, place = [], 0
+    for start, stop in runs:
+        clipped.append((start + max(0, first - place), min(stop, start + last - place)))
+        place += stop - start
+    return _joined(clipped)
+
+
+def _cut(size: int, parts: int, index: int) -> int:
+    """Where the index-th of ``parts`` parts begins."""
+    return index * (size // parts) + min(index, size % parts)
+
+
+def _joined(runs: list[Run]) -> tuple[Run, ...]:
+    joined: list[Run] = []
+    for start, stop in runs:
+        if start >= stop:
+            continue
+        if joined and joined[-1][1] == start:
+            joined[-1] = (joined[-1][0], stop)
+        else:
+            joined.append((start, stop))
+    return tuple(joined)
+
+
+@dataclass(frozen=True, slots=True)
+class Block:
+    """``count`` rows, ``step`` apart, of ``num_heads`` key/value heads: head ``head + i`` from ``row + i skew`` on."""
+
+    row: int
+    count: int
+    step: int
+    head: int
+    num_heads: int
+    skew: int
+
+
+@dataclass(frozen=True, slots=True)
+class Rectangle:
+    """Queries that all see all rows of a block of keys, for heads that begin at the block's ``first_head``-th."""
+
+    queries: Block
+    block: int
+    first_head: int
+
+
+@dataclass(frozen=True, slots=True)
+class ShardedCall:
+    """What the traffic depends on: pattern, heads, mask, position of the first row and documents. No tensor."""
+
+    pattern: Pattern
+    num_kv_heads: int
+    is_causal: bool
+    offset: int
+    documents: tuple[int, ...] | None
+    """Boundaries of packed documents, in rows of the whole sequence; None is one document."""
+
+
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """Rows of a run that one call of the engine takes: one document from ``position`` on, or several whole ones."""
+
+    rows: tuple[int, int]
+    position: int
+    boundaries: tuple[int, ...] | None
+
+
+def pieces(call: ShardedCall, runs: tuple[Run, ...]) -> Iterator[Piece]:
+    """A shard's own runs as calls of the engine; rows count within the shard."""
+    row = 0
+    for start, stop in runs:
+        if call.documents is None:
+            yield Piece((row, row + stop - start), start + call.offset, None)
+        else:
+            inner = [boundary for boundary in call.documents if start < boundary < stop]
+            begin = max(boundary for boundary in call.documents if boundary <= start)
+            if begin < start:  # the document began on another rank
+                end = inner[0] if inner else stop
+                yield Piece((row, row + end - start), start - begin, None)
+            else:
+                end = start
+            if end < stop:
+                boundaries = (*(boundary - end for boundary in inner if boundary > end), stop - end)
+                yield Piece((row + end - start, row + stop - start), 0, (0, *boundaries))
+        row += stop - start
+
+
+@dataclass(frozen=True, slots=True)
+class Team:
+    """Ranks that share segments, and what each of them shows to all the others."""
+
+    members: tuple[int, ...]
+    blocks: tuple[tuple[Block, ...], ...]
+    """For every member its blocks of keys; rows count within its shard."""
+    rectangles: tuple[tuple[Rectangle, ...], ...]
+    """For every member what the asking rank's queries see of its blocks."""
+
+
+class _Seen(NamedTuple):
+    """Rows of one head that a run of queries sees in a run of keys."""
+
+    query: int
+    num_queries: int
+    key: int
+    num_keys: int
+
+
+class _Places:
+    """Ranges of keys of one run under one group, folded into blocks; and where a head's range lies in them."""
+
+    def __init__(self, step: int, wanted: set[tuple[int, int, int]], blocks: list[Block]) -> None:
+        """``wanted`` holds (head, first row, number of rows). The blocks are appended to ``blocks``."""
+        self._step = step
+        self._place_of: dict[tuple[int, int, int], tuple[int, int]] = {}
+        slots: list[dict[int, tuple[int, int]]] = []  # the k-th range that every head has, by head
+        for head, key, num_keys in sorted(wanted):
+            slot = next((slot for slot in slots if head not in slot), None)
+            if slot is None:
+                slots.append(slot := {})
+            slot[head] = (key, num_keys)
+        for slot in slots:
+            for block in _blocks(step, slot):
+                for index in range(block.num_heads):
+                    name = (block.head + index, block.row + index * block.skew, block.count)
+                    self._place_of[name] = (len(blocks), index)
+                blocks.append(block)
+
+    def rectangles(self, seen: list[_Seen | None]) -> Iterator[Rectangle]:
+        """What a run of queries sees of the blocks, by head; ranges that are not in the blocks are left out."""
+        by_block: dict[int, dict[int, tuple[int, int]]] = {}
+        first_head = {}
+        for head, one in enumerate(seen):
+            if one and (head, one.key, one.num_keys) in self._place_of:
+                block, first_head[head] = self._place_of[head, one.key, one.num_keys]
+                by_block.setdefault(block, {})[head] = (one.query, one.num_queries)
+        for number, rows in by_block.items():
+            for queries in _blocks(self._step, rows):
+                yield Rectangle(queries, number, first_head[queries.head])
+
+
+@functools.lru_cache(maxsize=256)
+def exchange(
+    call: ShardedCall, key_runs: tuple[Run, ...], query_runs: tuple[Run, ...]
+) -> tuple[tuple[Block, ...], tuple[Rectangle, ...]]:
+    """The rows of one shard that the queries of another see, and who sees them; rows count within the shards.
+
+    Between two disjoint runs every dilation group has one segment at most in common, so that the selected queries of
+    one see all selected keys of the other, or (later keys, under a causal mask) none: dense rectangles. A run that
+    both shards hold is left out: within it a segment is whole and causality cuts through it.
+    """
+    blocks: list[Block] = []
+    rectangles: list[Rectangle] = []
+    for keys, key_row in with_rows(key_runs):
+        for group in call.pattern.groups:
+            seen = _seen_by_runs(call, group, keys, key_row, query_runs)
+            wanted = {(head, one.key, one.num_keys) for heads in seen for head, one in enumerate(heads) if one}
+            places = _Places(group.dilation_rate, wanted, blocks)
+            for heads in seen:
+                rectangles += places.rectangles(heads)
+    return tuple(blocks), tuple(rectangles)
+
+
+@functools.lru_cache(maxsize=64)
+def teams(call: ShardedCall, shards: tuple[tuple[Run, ...], ...], rank: int) -> tuple[Team, ...]:
+    """The sets of ranks that share segments with ``rank``, in an order that is the same on all of them.
+
+    ``shards`` are the runs of every rank. Every member shows its selected rows of the segments that all members of
+    the team, and no other rank, touch.
+    """
+    segments_of = {
+        members: segments for members, segments in teams_of_segments(call, shards).items() if rank in members
+    }
+    found = []
+    for members in sorted(segments_of):
+        segments = segments_of[members]
+        all_blocks, all_rectangles = [], []
+        for member in members:
+            blocks: list[Block] = []
+            rectangles: list[Rectangle] = []
+            for keys, key_row in with_rows(shards[member]):
+                for number, group in enumerate(call.pattern.groups):
+                    inside = {segment for segment in segments if segment.group == number}
+                    places = _Places(group.dilation_rate, set(ranges(call, group, keys, key_row, inside)), blocks)
+                    if member != rank:
+                        for heads in _seen_by_runs(call, group, keys, key_row, shards[rank]):
+                            rectangles += places.rectangles(heads)
+            all_blocks.append(tuple(blocks))
+            all_rectangles.append(tuple(rectangles))
+        found.append(Team(members, tuple(all_blocks), tuple(all_rectangles)))
+    return tuple(found)
+
+
+@functools.lru_cache(maxsize=64)
+def teams_of_segments(
+    call: ShardedCall, shards: tuple[tuple[Run, ...], ...]
+) -> dict[tuple[int, ...], frozenset[Segment]]:
+    """The segments that several ranks have parts of, by those ranks."""
+    runs = SortedRuns(shards)
+    segments_of: dict[tuple[int, ...], set[Segment]] = {}
+    for segment in {segment for run, _ in runs for segment in segments_beyond(call, run)}:
+        members = tuple(sorted({owner for _, owner in runs.overlapping(segment.start, segment.stop)}))
+        if len(members) > 1:
+            segments_of.setdefault(members, set()).add(segment)
+    return {members: frozenset(segments) for members, segments in segments_of.items()}
+
+
+class SortedRuns:
+    """The runs of all ranks in the order of the sequence, each with the rank that holds it."""
+
+    def __init__(self, shards: tuple[tuple[Run, ...], ...]) -> None:
+        self._runs = sorted((run, rank) for rank, runs in enumerate(shards) for run in runs)
+        self._stops = [stop for (_, stop), _ in self._runs]
+
+    def __iter__(self) -> Iterator[tuple[Run, int]]:
+        return iter(self._runs)
+
+    def overlapping(self, start: int, stop: int) -> Iterator[tuple[Run, int]]:
+        """The runs with a row in ``[start, stop)``."""
+        index = bisect.bisect_right(self._stops, start)
+        while index < len(self._runs) and self._runs[index][0][0] < stop:
+            yield self._runs[index]
+            index += 1
+
+
+class Segment(NamedTuple):
+    """A segment of one group, clipped to its document, in rows of the whole sequence; ``origin`` is its true start."""
+
+    group: int
+    shift: int
+    origin: int
+    start: int
+    stop: int
+
+
+def segments_beyond(call: ShardedCall, run: Run) -> Iterator[Segment]:
+    """The segments of every group and shift that a run has a part of, but not the whole."""
+    for number, group in enumerate(call.pattern.groups):
+        for shift in {group.shift(head) for head in range(call.num_kv_heads)}:
+            for row in {run[0], run[1] - 1}:
+                begin, end = document_at(call, row)
+                start, stop = group.segment_bounds(row - begin, shift)
+                clipped = max(start + begin, begin, 0), min(stop + begin, end)
+                if clipped[0] < run[0] or clipped[1] > run[1]:
+                    yield Segment(number, shift, start + begin, *clipped)
+
+
+def ranges(
+    call: ShardedCall, group: DilationGroup, keys: Run, key_row: int, segments: Collection[Segment]
+) -> Iterator[tuple[int, int, int]]:
+    """Head, first row within the shard and number of the rows of a run that lie in one of the segments."""
+    for segment in segments:
+        first, last = max(segment.start, keys[0]), min(segment.stop, keys[1])
+        for head in range(call.num_kv_heads):
+            if first < last and group.shift(head) == segment.shift:
+                offset = group.offset(head, call.num_kv_heads)
+                key, num_keys = group.selected(segment.origin, offset, first, last)
+                if num_keys:
+                    yield head, key - keys[0] + key_row, num_keys
+
+
+def with_rows(runs: tuple[Run, ...]) -> Iterator[tuple[Run, int]]:
+    """Every run with the row of the shard that it begins at."""
+    row = 0
+    for run in runs:
+        yield run, row
+        row += run[1] - run[0]
+
+
+def _seen_by_runs(
+    call: ShardedCall, group: DilationGroup, keys: Run, key_row: int, query_runs: tuple[Run, ...]
+) -> list[list[_Seen | None]]:
+    """For every run of queries and head what it sees of a run of keys; rows count within the shards."""
+    return [
+        [
+            one and one._replace(query=one.query + query_row, key=one.key + key_row)
+            for one in _seen(call, group, keys, queries)
+        ]
+        for queries, query_row in with_rows(query_runs)
+        if queries != keys and not (call.is_causal and keys[0] > queries[0])
+    ]
+
+
+def _seen(call: ShardedCall, group: DilationGroup, keys: Run, queries: Run) -> Iterator[_Seen | None]:
+    """For every key/value head the rows of both runs in the segment that they share, if they share one."""
+    later, earlier = max(keys[0], queries[0]), min(keys[1], queries[1])
+    begin, end = document_at(call, earlier - 1)
+    for head in range(call.num_kv_heads):
+        start, stop = group.segment_bounds(later - begin, group.shift(head))
+        start, stop = start + begin, stop + begin
+        if start >= earlier or later >= end:
+            yield None
+            continue
+        offset = group.offset(head, call.num_kv_heads)
+        key, num_keys = group.selected(start, offset, max(start, begin, keys[0]), min(stop, end, keys[1]))
+        query, num_queries = group.selected(start, offset, max(start, begin, queries[0]), min(stop, end, queries[1]))
+        found = num_keys and num_queries
+        yield _Seen(query - queries[0], num_queries, key - keys[0], num_keys) if found else None
+
+
+def document_at(call: ShardedCall, row: int) -> tuple[int, int]:
+    """First row, and one past the last, of the document that holds a row; the first is where position 0 would be."""
+    if call.documents is None:
+        return -call.offset, _NO_END
+    index = bisect.bisect_right(call.documents, row)
+    return call.documents[index - 1], call.documents[index]
+
+
+def _blocks(step: int, rows: dict[int, tuple[int, int]]) -> Iterator[Block]:
+    """Heads, each with its first row and number of rows, as blocks: consecutive heads, alike or evenly further on."""
+    heads = sorted(rows)
+    index = 0
+    while index < len(heads):
+        head = heads[index]
+        (row, count), size, skew = rows[head], 1, 0
+        while index + size < len(heads) and heads[index + size] == head + size:
+            following, as_many = rows[head + size]
+            if size == 1:
+                skew = following - row
+            # A view cannot step back.
+            if as_many != count or skew < 0 or following != row + size * skew:
+                break
+            size += 1
+        yield Block(row, count, step, head, size, skew if size > 1 else 0)
+        index += size

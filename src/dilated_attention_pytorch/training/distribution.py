@@ -1,0 +1,232 @@
+"""How a run is spread over its processes: data x context x tensor, on one device mesh."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any, cast
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
+    get_model_state_dict,
+    get_optimizer_state_dict,
+    set_optimizer_state_dict,
+)
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import FSDPModule, fully_shard
+from torch.nn.parallel import DistributedDataParallel
+
+from dilated_attention_pytorch import parallel
+from dilated_attention_pytorch.models.causal_lm import LongNetForCausalLM
+from dilated_attention_pytorch.patterns import Pattern
+from dilated_attention_pytorch.planning import Layout
+
+from .optimizer import parts_of
+from .settings import Strategy, TrainSettings
+from .tensor_parallel import order_of, row_orders, split_matrices
+
+_AXES = ("data", "ring", "heads", "tensor")
+_ROW_AXES = ("data", "ring", "heads")
+"""Processes along these axes hold other rows of text: they share one set of weights and average its gradients."""
+
+
+class ContextAttention:
+    """:func:`parallel.attend` as a model calls its attention: on this process's rows of sequences of one length.
+
+    Args:
+        mesh: the processes that share a sequence.
+        strategy, layout: see :func:`parallel.attend`.
+    """
+
+    def __init__(self, mesh: DeviceMesh, strategy: Strategy, layout: Layout) -> None:
+        self.mesh = mesh
+        self.strategy = strategy
+        self.layout = layout
+        self.sequence_length: int | None = None
+
+    def __call__(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        pattern: Pattern,
+        *,
+        is_causal: bool,
+        cu_seqlens: Tensor | None,
+        dropout_p: float,
+    ) -> Tensor:
+        """See :func:`attend`; all sequences have ``sequence_length`` rows in all processes together."""
+        return parallel.attend(
+            query, key, value, pattern, mesh=self.mesh, strategy=self.strategy, layout=self.layout,
+            sequence_length=self.sequence_length, is_causal=is_causal, cu_seqlens=cu_seqlens, dropout_p=dropout_p,
+        )  # fmt: skip
+
+
+class Distribution:
+    """The processes of a run, and what each of them does. A run of one process does everything itself.
+
+    Args:
+        settings: the run's, whose numbers divide the number of processes (:func:`preflight.check_processes`).
+        device: "cpu" or "cuda".
+    """
+
+    def __init__(self, settings: TrainSettings, device: str) -> None:
+        self.settings = settings
+        self.context_size = settings.context_parallel
+        self.tensor_size = settings.tensor_parallel
+        self.mesh: DeviceMesh | None = None
+        self.attention: ContextAttention | None = None
+        self._orders = row_orders(settings.model, self.tensor_size) if self.tensor_size > 1 else {}
+        self.data_size, self.data_rank = 1, 0
+        if not dist.is_initialized() or dist.get_world_size() == 1:
+            return
+        sequences = dist.get_world_size() // (self.context_size * self.tensor_size)
+        shape = (sequences, self.context_size // settings.heads_parallel, settings.heads_parallel, self.tensor_size)
+        self.mesh = init_device_mesh(device, shape, mesh_dim_names=_AXES)
+        self.data_size, self.data_rank = sequences, self.mesh.get_local_rank("data")
+        if self.context_size > 1:
+            context = self.mesh["ring"] if settings.heads_parallel == 1 else self.mesh["ring", "heads"]
+            self.attention = ContextAttention(context, *_cheapest(settings, context))
+
+    def in_words(self) -> str:
+        """What to add to "on so many devices"; nothing for one process."""
+        if self.mesh is None:
+            return ""
+        parts = [f"{self.data_size} data ({self.settings.data_parallel})"]
+        if self.attention is not None:
+            ways = f"{self.attention.strategy}, {self.attention.layout}"
+            split = f", {self.settings.heads_parallel} of them over heads" if self.settings.heads_parallel > 1 else ""
+            parts.append(f"{self.context_size} context ({ways}{split})")
+        if self.tensor_size > 1:
+            parts.append(f"{self.tensor_size} tensor")
+        return f" in {self.mesh.size()} processes: {' x '.join(parts)}"
+
+    @property
+    def is_sharded(self) -> bool:
+        """Whether a process has only a part of the weights."""
+        return self.mesh is not None and (self.settings.data_parallel == "fsdp" or self.tensor_size > 1)
+
+    @property
+    def rows_rank(self) -> int:
+        """Which of the processes that hold other rows of text this one is: those of one tensor axis hold the same."""
+        return 0 if self.mesh is None else dist.get_rank() // self.tensor_size
+
+    def apply(self, model: LongNetForCausalLM) -> None:
+        """Give ``model`` its attention, and split its weights where the settings say so. In place, once."""
+        if self.mesh is None:
+            return
+        if self.attention is not None:
+            model.model.attention = self.attention
+        if self.tensor_size > 1:
+            split_matrices(model.model, self.mesh["tensor"])
+        if self.settings.data_parallel == "fsdp":
+            mesh = self._rows_mesh()
+            for block in model.model.blocks:
+                fully_shard(block, mesh=mesh)
+            fully_shard(model, mesh=mesh)
+            assert isinstance(model, FSDPModule)
+
+    def wrap(self, model: LongNetForCausalLM) -> nn.Module:
+        """``model`` as the training step calls it: its gradients become the mean over the processes' rows."""
+        if self.mesh is None or self.is_sharded:
+            return model
+        mesh = self._rows_mesh()
+        devices = None if mesh.device_type == "cpu" else [torch.accelerator.current_device_index()]
+        return DistributedDataParallel(model, device_ids=devices, process_group=mesh.get_group())
+
+    def _rows_mesh(self) -> DeviceMesh:
+        assert self.mesh is not None
+        return self.mesh[_ROW_AXES]._flatten("rows")
+
+    def rows(self, inputs: dict[str, Tensor]) -> dict[str, Tensor]:
+        """This process's rows of whole windows: tokens, the tokens after them, and where they lie."""
+        if self.attention is None:
+            return inputs
+        mesh, layout = self.attention.mesh, self.attention.layout
+        tokens = inputs["input_ids"]
+        self.attention.sequence_length = tokens.shape[1]
+        return {
+            "input_ids": parallel.shard(tokens, mesh, layout=layout),
+            "targets": parallel.shard_labels(inputs["labels"], mesh, layout=layout),
+            "positions": parallel.positions(tokens.shape[1], mesh, layout=layout, device=tokens.device),
+        }
+
+    def weights(self, model: LongNetForCausalLM, *, everywhere: bool) -> dict[str, Any]:
+        """The whole weights by name, on every process's device or, on the CPU, in the first process only."""
+        weights = get_model_state_dict(
+            model, options=StateDictOptions(full_state_dict=True, cpu_offload=not everywhere)
+        )  # fmt: skip
+        return {name: self._as_whole(name, cast(Tensor, weight)) for name, weight in weights.items()}
+
+    def whole(self, model: LongNetForCausalLM) -> LongNetForCausalLM:
+        """A model with the whole weights of ``model`` that attends by itself, for every process alike."""
+        if self.mesh is None:
+            return model
+        with torch.device("meta"):
+            whole = LongNetForCausalLM.from_longnet_config(self.settings.model)
+        whole.load_state_dict(self.weights(model, everywhere=True), assign=True)
+        return whole
+
+    def optimizer_state(self, model: LongNetForCausalLM, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+        """The whole state of ``optimizer`` by the names of the weights, in the first process only."""
+        state = get_optimizer_state_dict(
+            model, parts_of(optimizer), options=StateDictOptions(full_state_dict=True, cpu_offload=True)
+        )
+        return _of_weights(state, self._as_whole)
+
+    def load_optimizer_state(
+        self, model: LongNetForCausalLM, optimizer: torch.optim.Optimizer, state: dict[str, Any]
+    ) -> None:
+        """Take up what :meth:`optimizer_state` gave."""
+        set_optimizer_state_dict(
+            model, parts_of(optimizer), optim_state_dict=_of_weights(state, self._as_split),
+            options=StateDictOptions(full_state_dict=True),
+        )  # fmt: skip
+
+    def _as_whole(self, name: str, tensor: Tensor) -> Tensor:
+        order = order_of(name, self._orders)
+        return tensor if order is None else torch.empty_like(tensor).index_copy_(0, order.to(tensor.device), tensor)
+
+    def _as_split(self, name: str, tensor: Tensor) -> Tensor:
+        order = order_of(name, self._orders)
+        return tensor if order is None else tensor[order]
+
+
+def _of_weights(state: dict[str, Any], change: Callable[[str, Tensor], Tensor]) -> dict[str, Any]:
+    """A state of optimizers by the names of weights, with ``change`` made to what has the weights' shapes."""
+    changed = {
+        name: {key: change(name, value) if value.dim() else value for key, value in values.items()}
+        for name, values in state.get("state", {}).items()
+    }
+    return {**state, "state": changed} if state else state
+
+
+def _cheapest(settings: TrainSettings, context: DeviceMesh) -> tuple[Strategy, Layout]:
+    """Strategy and layout: what the settings say, and where they leave it open what costs least."""
+    model, tensor = settings.model, settings.tensor_parallel
+    assert model.num_kv_heads is not None
+    num_kv_heads = model.num_kv_heads // tensor
+    plan = parallel.plan_parallel(
+        model.pattern(0).for_heads(range(num_kv_heads), model.num_kv_heads),
+        (settings.batch_size, settings.context_length, model.num_heads // tensor, model.embed_dim // model.num_heads),
+        context, num_kv_heads=num_kv_heads, is_causal=True,
+        dtype=torch.bfloat16 if settings.precision == "bfloat16" else torch.float32,
+    )  # fmt: skip
+    return next(
+        (estimate.strategy, estimate.layout)
+        for estimate in plan.estimates
+        if settings.strategy in ("auto", estimate.strategy) and settings.layout in ("auto", estimate.layout)
+    )
+
+
+@contextmanager
+def leaving_together() -> Iterator[None]:
+    """At the end, wait for the other processes and take the connections to them down."""
+    yield
+    if dist.is_initialized():
+        # A process that closes its connections while another still reads from them brings that one down.
+        dist.barrier()
+        dist.destroy_process_group()

@@ -1,0 +1,168 @@
+"""Drawn calls of ``parallel.attend``: patterns, lengths, documents and padding that nobody chose, and ranks."""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+
+from dilated_attention_pytorch import parallel
+from drawn import DENSE, DrawnCall, calls, examples
+from oracle import dense_attention
+
+NAMES = ("out", "lse", "grad_query", "grad_key", "grad_value")
+
+
+@dataclass
+class ShardedCase:
+    """One call, and how it is spread over the ranks."""
+
+    call: DrawnCall
+    mesh: tuple[int, ...]
+    strategy: str
+    layout: str
+
+    @property
+    def is_whole(self) -> bool:
+        """Queries and keys are the same rows."""
+        call = self.call
+        same = call.options.get("query_offset", 0) == call.options.get("key_offset", 0)
+        return call.num_queries == call.num_keys and bool(same)
+
+
+@st.composite
+def cases(draw: st.DrawFn, world: int) -> ShardedCase:
+    """Any call that some strategy computes on ``world`` ranks."""
+    call = draw(calls(sizes=DENSE))
+    meshes: list[tuple[int, ...]] = [(world,)]
+    meshes += [(rows, world // rows) for rows in range(1, world + 1) if world % rows == 0 and world > 1]
+    heads = call.kv_heads * call.ratio
+    mesh = draw(st.sampled_from([mesh for mesh in meshes if len(mesh) == 1 or heads >= mesh[1]]))
+    if "key_offset" in call.options and draw(st.booleans()):
+        # The rows of a sequence that begins elsewhere.
+        offset = call.options["query_offset"]
+        call = replace(call, num_keys=call.num_queries, options={**call.options, "key_offset": offset})
+        if "key_padding_mask" in call.options:
+            call.options["key_padding_mask"] = torch.rand(call.batch, call.num_keys) < 0.3
+    is_whole = call.options.get("query_offset", 0) == call.options.get("key_offset", 0)
+    is_whole = is_whole and call.num_queries == call.num_keys and all(g.tail == "ragged" for g in call.summands)
+    strategies = ["ring", "gather"] if is_whole else []
+    if heads >= world:
+        strategies += ["heads"]
+        mesh = (world,) if not is_whole else mesh
+    if not strategies:
+        call = replace(
+            call,
+            num_keys=call.num_queries,
+            options={},
+            summands=tuple(replace(g, tail="ragged") for g in call.summands),
+        )
+        strategies = ["ring", "gather"]
+    strategy = draw(st.sampled_from(strategies))
+    if strategy == "heads":
+        mesh = (world,)
+    return ShardedCase(call, mesh, strategy, draw(st.sampled_from(["contiguous", "zigzag"])))
+
+
+def draw_cases(world: int, number: int, *, where: Callable[[ShardedCase], bool] = lambda _: True) -> list[ShardedCase]:
+    """That many cases for which ``where`` is true; ten times as many and new ones in the sweep."""
+    found: list[ShardedCase] = []
+
+    @examples(number)
+    @given(cases(world).filter(where))
+    def collect(case: ShardedCase) -> None:
+        found.append(case)
+
+    collect()
+    return found
+
+
+def whole_by_oracle(case: ShardedCase) -> list[Tensor]:
+    call = case.call
+    q, k, v, grad_out, grad_lse = call.tensors(torch.float64)
+    leaves = [x.clone().requires_grad_() for x in (q, k, v)]
+    scale = 1.0 / math.sqrt(call.head_dim) if call.scale is None else call.scale
+    out, lse = dense_attention(*leaves, *call.counts(), scale)
+    finite = lse > float("-inf")
+    of_lse = grad_lse if call.seed % 3 else torch.zeros_like(grad_lse)
+    ((out * grad_out).sum() + (torch.where(finite, lse, 0.0) * of_lse).sum()).backward()
+    return [
+        out.detach(),
+        lse.detach(),
+        *(leaf.grad if leaf.grad is not None else torch.zeros_like(leaf) for leaf in leaves),
+    ]
+
+
+@functools.cache
+def mesh_of(sizes: tuple[int, ...]) -> DeviceMesh:
+    return init_device_mesh("cpu", sizes, mesh_dim_names=("rows", "heads")[: len(sizes)])
+
+
+def whole_by_ranks(case: ShardedCase) -> list[Tensor]:
+    """What the ranks compute, put together again on every one of them."""
+    call = case.call
+    mesh = mesh_of(case.mesh)
+    q, k, v, grad_out, grad_lse = call.tensors(torch.float64)
+    lay = {"layout": case.layout}
+    leaves = [parallel.shard(x, mesh, **lay).requires_grad_() for x in (q, k, v)]
+    options: dict[str, Any] = {**call.options, "is_causal": call.is_causal, "scale": call.scale}
+    if "key_padding_mask" in options:
+        options["key_padding_mask"] = parallel.shard(options["key_padding_mask"], mesh, **lay)
+    out, lse = parallel.attend_with_lse(
+        *leaves, call.pattern, mesh=mesh, strategy=case.strategy, sequence_length=call.num_queries,
+        key_sequence_length=call.num_keys, **lay, **options,
+    )  # fmt: skip
+    finite = lse > float("-inf")
+    g_out, g_lse = parallel.shard(grad_out, mesh, **lay), parallel.shard(grad_lse, mesh, **lay)
+    if call.seed % 3:
+        ((out * g_out).sum() + (torch.where(finite, lse, 0.0) * g_lse).sum()).backward()
+    else:
+        (out * g_out).sum().backward()
+    results = [out.detach(), lse.detach(), *(leaf.grad for leaf in leaves)]
+    lengths = [call.num_queries] * 3 + [call.num_keys] * 2
+    return [
+        parallel.unshard(x, mesh, sequence_length=length, **lay) for x, length in zip(results, lengths, strict=True)
+    ]
+
+
+def largest_errors(cases: list[ShardedCase]) -> list[dict[str, float]]:
+    found = []
+    for case in cases:
+        computed = whole_by_ranks(case)
+        if torch.distributed.get_rank() == 0:
+            expected = whole_by_oracle(case)
+            errors = {}
+            for name, mine, theirs in zip(NAMES, computed, expected, strict=True):
+                same = mine == theirs  # infinities
+                errors[name] = float(torch.where(same, 0.0, (mine - theirs).abs()).max()) if mine.numel() else 0.0
+            found.append(errors)
+    return found
+
+
+def counted_traffic(cases: list[ShardedCase]) -> list[tuple[int, int, int, int]]:
+    """Bytes that this rank sends and receives forward, and backward, in every case."""
+    found = []
+    for case in cases:
+        call, mesh = case.call, mesh_of(case.mesh)
+        q, k, v, grad_out, _ = (parallel.shard(x, mesh, layout=case.layout) for x in call.tensors(torch.float64))
+        leaves = [x.requires_grad_() for x in (q, k, v)]
+        options: dict[str, Any] = {**call.options}
+        if "key_padding_mask" in options:
+            options["key_padding_mask"] = parallel.shard(options["key_padding_mask"], mesh, layout=case.layout)
+        with parallel.count_traffic() as forward:
+            out = parallel.attend(
+                *leaves, call.pattern, mesh=mesh, strategy=case.strategy, layout=case.layout,
+                sequence_length=call.num_queries, is_causal=call.is_causal, **options,
+            )  # fmt: skip
+        with parallel.count_traffic() as backward:
+            out.backward(grad_out)
+        found.append((forward.sent, forward.received, backward.sent, backward.received))
+    return found

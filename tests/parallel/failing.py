@@ -1,0 +1,350 @@
+"""Run as a program: ranks that die, stop or disagree. One JSON line for every rank of every case.
+
+    python failing.py FOLDER CASE...
+
+Ranks are forked from one process that has imported everything, so that many cases run beside each other: nearly all of
+the time they wait for a timeout. Under torchrun: ``torchrun ... failing.py --one CASE FOLDER``.
+"""
+
+from __future__ import annotations
+
+import gc
+import json
+import os
+import signal
+import sys
+import time
+from collections.abc import Callable
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch._dynamo  # by every rank otherwise, at its first call
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+
+from dilated_attention_pytorch import DilatedPattern, parallel
+from dilated_attention_pytorch.parallel import wire
+
+TIMEOUT_SECONDS = 6.0
+"""Of the process groups."""
+START_SECONDS = 0.5
+"""Between the starts of two cases: the ranks of one must find each other before the timeout."""
+END_SECONDS = 30.0
+"""After which a rank that has not ended is killed, and counted as hanging."""
+PATTERN = DilatedPattern([32, 128], [1, 4])
+
+
+class Rank:
+    """One rank of a case: its mesh, and calls on it."""
+
+    def __init__(self, culprit: int, strategy: str, report: Callable[..., None]) -> None:
+        self.number = dist.get_rank()
+        self.is_culprit = self.number == culprit
+        self.strategy = strategy
+        self.report = report
+        self.mesh: DeviceMesh = init_device_mesh("cpu", (dist.get_world_size(),))
+
+    def call(self, rows: int = 16, *, is_backward: bool = True, **changes: Any) -> torch.Tensor:
+        """A call of all ranks, and its backward."""
+        dtype = changes.pop("dtype", torch.float32)
+        q, k, v = (torch.randn(1, rows, changes.pop("heads", 4), 8, dtype=dtype, requires_grad=True) for _ in range(3))
+        out = parallel.attend(
+            q, k, v, changes.pop("pattern", PATTERN), mesh=self.mesh,
+            **({"strategy": self.strategy, "is_causal": True} | changes),
+        )  # fmt: skip
+        if is_backward:
+            out.square().sum().backward()
+        return out
+
+    def fault(self, act: Callable[[], Any]) -> Any:
+        """What the culprit does, now."""
+        self.report(fault=time.monotonic(), pid=os.getpid())
+        return act()
+
+    def fault_in_exchange(self, number: int, act: Callable[[], Any]) -> None:
+        """The culprit does it in its ``number``-th exchange from now."""
+        if self.is_culprit:
+            exchange, done = wire.Wire._exchange, [0]
+
+            def counted(*args: Any) -> wire.Pending:
+                done[0] += 1
+                if done[0] == number:
+                    self.fault(act)
+                return exchange(*args)
+
+            wire.Wire._exchange = counted  # type: ignore[method-assign]
+
+
+def _die() -> None:
+    os._exit(17)
+
+
+def _kill() -> None:
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def _stop() -> None:
+    os.kill(os.getpid(), signal.SIGSTOP)
+
+
+def _dies(rank: Rank) -> None:
+    rank.call()
+    if rank.is_culprit:
+        rank.fault(_die)
+    rank.call()
+
+
+def _dies_before_its_first_call(rank: Rank) -> None:
+    if rank.is_culprit:
+        rank.fault(_die)
+    rank.call()
+
+
+def _is_killed_in_backward(rank: Rank) -> None:
+    rank.call()
+    out = rank.call(is_backward=False)
+    rank.fault_in_exchange(2, _kill)
+    out.sum().backward()
+
+
+def _stops(rank: Rank) -> None:
+    """Somewhere in a loop of calls."""
+    rank.call()
+    rank.fault_in_exchange(50, _stop)
+    while True:
+        rank.call()
+
+
+def _refuses(rank: Rank) -> None:
+    rank.call()
+    if rank.is_culprit:
+        rank.fault(lambda: rank.call(rows=15, sequence_length=48))
+    rank.call(sequence_length=48)
+
+
+def _repeats_an_old_call(rank: Rank) -> None:
+    rank.call()
+    rank.call(rows=17)
+    if rank.is_culprit:
+        rank.fault(lambda: rank.call(rows=17))
+    rank.call(is_causal=False)
+
+
+def _skips_backward(rank: Rank) -> None:
+    """And goes on to the next call."""
+    rank.call()
+    if rank.is_culprit:
+        rank.fault(lambda: rank.call(is_backward=False))
+    rank.call()
+    rank.call()
+
+
+def _skips_backward_and_ends(rank: Rank) -> None:
+    rank.call()
+    rank.call(is_backward=not rank.is_culprit)
+    if rank.is_culprit:
+        rank.fault(lambda: None)
+
+
+def _computes_for_long(rank: Rank) -> None:
+    rank.call()
+    if rank.is_culprit:
+        start = time.monotonic()
+        rank.fault(lambda: None)
+        while time.monotonic() < start + TIMEOUT_SECONDS + 8.0:
+            sum(range(1000))
+    rank.call()
+
+
+def _all_refused_before(rank: Rank) -> None:
+    """A wrong call on all ranks, caught: not what is said of a rank that dies later."""
+    for _ in range(2):
+        try:
+            rank.call(rows=15, sequence_length=99)
+        except ValueError:
+            rank.call()
+    _dies(rank)
+
+
+def _dies_on_two_axes(rank: Rank) -> None:
+    """Rank 0 has nothing to do with rank 3, which dies."""
+    rank.mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("rows", "heads"))
+    _dies(rank)
+
+
+def _dies_in_a_sub_group(rank: Rank) -> None:
+    """Two sequences, each over two ranks; the gradients of both are added up."""
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("data", "context"))
+    rank.mesh = mesh["context"]
+    rank.call()
+    rank.fault_in_exchange(5, _die)
+    while True:
+        rank.call()
+        dist.all_reduce(torch.ones(3), group=mesh.get_group("data"))
+
+
+DISAGREEMENTS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
+    "number of rows": ({"rows": 16}, {"rows": 17}),
+    "number of heads": ({"heads": 4}, {"heads": 8}),
+    "pattern": ({}, {"pattern": DilatedPattern([32, 128], [1, 2])}),
+    "dtype": ({}, {"dtype": torch.float64}),
+    "is_causal": ({}, {"is_causal": False}),
+    "strategy": ({"strategy": "ring"}, {"strategy": "gather"}),
+    "layout": ({"layout": "contiguous"}, {"layout": "zigzag"}),
+    "sequence_length": ({"sequence_length": 48}, {"rows": 16, "sequence_length": 47}),
+    "dropout_p": ({"dropout_p": 0.0}, {"dropout_p": 0.5}),
+    "calls made": ({"rows": 11}, {"rows": 11, "calls": 2}),
+}
+
+
+def _disagrees(rank: Rank) -> None:
+    """Every way, one after the other: the group works on after each."""
+    for what, (ours, theirs) in DISAGREEMENTS.items():
+        rank.call(rows=9)
+        start = time.monotonic()
+        changes = dict(theirs if rank.is_culprit else ours)
+        for _ in range(changes.pop("calls", 1)):
+            # Sends nothing, so nobody notices before the next call that is new.
+            rank.call(rows=9, pattern=DilatedPattern([9], [1]), is_backward=False)
+        try:
+            rank.call(**({"rows": 16} | changes))
+        except (parallel.RankFailure, ValueError) as error:
+            rank.report(what=what, message=str(error), seconds=time.monotonic() - start, error=type(error).__name__)
+        else:
+            rank.report(what=what, message="none", seconds=0.0, error="none")
+
+
+def _ends_well(rank: Rank) -> None:
+    rank.call()
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+def _ends_without_a_word(rank: Rank) -> None:
+    rank.call()
+
+
+# The number of ranks, the culprit, and what they do.
+CASES: dict[str, tuple[int, int, str, Callable[[Rank], None]]] = {
+    "dies, ring": (4, 1, "ring", _dies),
+    "dies, gather": (3, 1, "gather", _dies),
+    "dies, heads": (3, 1, "heads", _dies),
+    "dies before its first call": (3, 2, "ring", _dies_before_its_first_call),
+    "is killed in backward, ring": (3, 1, "ring", _is_killed_in_backward),
+    "is killed in backward, gather": (3, 1, "gather", _is_killed_in_backward),
+    "is killed in backward, heads": (3, 1, "heads", _is_killed_in_backward),
+    "stops, ring": (4, 1, "ring", _stops),
+    "stops, gather": (3, 1, "gather", _stops),
+    "stops, heads": (3, 1, "heads", _stops),
+    "holds the store and dies": (3, 0, "ring", _dies),
+    "holds the store and stops": (3, 0, "ring", _stops),
+    "refuses, ring": (3, 1, "ring", _refuses),
+    "refuses, gather": (3, 1, "gather", _refuses),
+    "refuses, heads": (3, 1, "heads", _refuses),
+    "holds the store and refuses": (3, 0, "ring", _refuses),
+    "repeats an old call": (3, 1, "ring", _repeats_an_old_call),
+    "skips backward, ring": (3, 1, "ring", _skips_backward),
+    "skips backward, gather": (3, 1, "gather", _skips_backward),
+    "skips backward, heads": (3, 1, "heads", _skips_backward),
+    "skips backward and ends": (3, 1, "ring", _skips_backward_and_ends),
+    "computes for long": (3, 1, "ring", _computes_for_long),
+    "dies, all refused before": (3, 1, "ring", _all_refused_before),
+    "dies, two axes": (4, 3, "ring", _dies_on_two_axes),
+    "dies, sub-group": (4, 3, "ring", _dies_in_a_sub_group),
+    "disagrees": (3, 1, "ring", _disagrees),
+    "ends well": (2, -1, "ring", _ends_well),
+    "ends without a word": (2, -1, "ring", _ends_without_a_word),
+}
+
+
+def run_rank(case: str, file: Path) -> None:
+    """This process's part of a case; the variables of its environment say which."""
+    _, culprit, strategy, play = CASES[case]
+
+    def report(**said: Any) -> None:
+        with open(file, "a") as out:
+            out.write(json.dumps(said) + "\n")
+
+    torch.set_num_threads(1)
+    seconds = timedelta(seconds=TIMEOUT_SECONDS)
+    if "TORCHELASTIC_RUN_ID" in os.environ:
+        dist.init_process_group("gloo", timeout=seconds)
+    else:
+        store, rank, world = _store(file)
+        dist.init_process_group("gloo", store=store, rank=rank, world_size=world, timeout=seconds)
+    try:
+        play(Rank(culprit, strategy, report))
+    except Exception as error:
+        report(error=type(error).__name__, message=str(error), at=time.monotonic())
+        raise
+
+
+def _store(file: Path) -> tuple[dist.Store, int, int]:
+    """The store, which rank 0 holds, as with ``env://`` but on a free port; this rank, and the number of ranks."""
+    rank, world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    told = file.with_name(f"{file.stem.split('-')[0]}.port")
+    if rank == 0:
+        store = dist.TCPStore("127.0.0.1", 0, world, is_master=True, wait_for_workers=False)
+        told.with_suffix(".new").write_text(str(store.port))
+        told.with_suffix(".new").rename(told)
+    else:
+        while not told.exists():
+            time.sleep(0.02)
+        store = dist.TCPStore("127.0.0.1", int(told.read_text()), world, is_master=False, wait_for_workers=False)
+    return store, rank, world
+
+
+def run_cases(folder: Path, cases: list[str]) -> None:
+    """All at the same time. Writes into results.json for every rank its exit status, what it reported and printed."""
+    children: dict[int, tuple[int, int]] = {}
+    gc.freeze()  # the forked processes need not copy what none of them changes
+    for place, case in enumerate(cases):
+        world = CASES[case][0]
+        for rank in range(world):
+            pid = os.fork()
+            if pid == 0:
+                os.environ |= {"RANK": str(rank), "WORLD_SIZE": str(world)}
+                os.dup2(os.open(folder / f"{place}-{rank}.err", os.O_WRONLY | os.O_CREAT), 2)
+                run_rank(case, folder / f"{place}-{rank}.jsonl")
+                return
+            children[pid] = (place, rank)
+        time.sleep(START_SECONDS)
+    gc.unfreeze()
+    results: list[list[dict[str, Any]]] = [[{} for _ in range(CASES[case][0])] for case in cases]
+    running, stopped = set(children), set()
+    deadline = time.monotonic() + END_SECONDS
+    try:
+        while running and time.monotonic() < deadline:
+            for pid in list(running):
+                found, status = os.waitpid(pid, os.WNOHANG | os.WUNTRACED)
+                place, rank = children[pid]
+                if found and os.WIFSTOPPED(status):
+                    stopped.add(pid)
+                elif found:
+                    running.remove(pid)
+                    results[place][rank] |= {"code": os.waitstatus_to_exitcode(status), "end": time.monotonic()}
+            for pid in stopped & running:
+                # It goes on when the others have ended.
+                if all(other in stopped or children[other][0] != children[pid][0] for other in running):
+                    os.kill(pid, signal.SIGCONT)
+                    stopped.remove(pid)
+            time.sleep(0.02)
+    finally:
+        for pid in running:
+            os.kill(pid, signal.SIGKILL)
+            os.waitpid(pid, 0)
+    for place, ranks in enumerate(results):
+        for rank, result in enumerate(ranks):
+            file = folder / f"{place}-{rank}.jsonl"
+            result["reports"] = [json.loads(line) for line in file.read_text().splitlines()] if file.exists() else []
+            result["stderr"] = (folder / f"{place}-{rank}.err").read_text()
+    (folder / "results.json").write_text(json.dumps(results))
+
+
+if __name__ == "__main__":
+    if sys.argv[1] == "--one":
+        run_rank(sys.argv[2], Path(sys.argv[3]) / f"{os.environ['RANK']}.jsonl")
+    else:
+        run_cases(Path(sys.argv[1]), sys.argv[2:])

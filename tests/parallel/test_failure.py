@@ -1,0 +1,174 @@
+"""A rank that dies, stops or disagrees ends every other one with a message that names it: no hang, no wrong result."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import dilated_attention_pytorch
+from failing import CASES, DISAGREEMENTS, TIMEOUT_SECONDS
+
+PROGRAM = Path(__file__).with_name("failing.py")
+SLACK_SECONDS = 9.0
+"""For the roll call (3 s), for all to hear of it (1.25 s), and for a machine with more processes than cores."""
+
+NO_ANSWER = "rank {culprit} does not answer: the process was killed or stopped, or its host cannot be reached"
+REFUSED = r"rank {culprit} refused the call: ValueError: query must have this rank's 16 of the 48 rows .* got 15;"
+LEFT_OUT = "rank 1 has call number 3, rank 0 has 2. A rank left out a call or a backward pass, or made one more"
+STORE = r"rank 0 \(or a launcher\), which holds the store at which the ranks met, does not answer"
+
+# What every other rank says, and whether it hears of it at once or after the timeout of the group.
+NAMED: dict[str, tuple[str, bool]] = {
+    "dies, ring": (NO_ANSWER, True),
+    "stops, ring": (NO_ANSWER, False),
+    "dies, gather": (NO_ANSWER, True),
+    "stops, gather": (NO_ANSWER, False),
+    "dies, heads": (NO_ANSWER, True),
+    "stops, heads": (NO_ANSWER, False),
+    "dies, two axes": (NO_ANSWER, False),
+    "holds the store and stops": (STORE, False),
+    "is killed in backward, ring": (NO_ANSWER, True),
+    "refuses, ring": (REFUSED, True),
+    "is killed in backward, gather": (NO_ANSWER, True),
+    "refuses, gather": (REFUSED, True),
+    "is killed in backward, heads": (NO_ANSWER, True),
+    "refuses, heads": (REFUSED, True),
+    "holds the store and dies": (STORE, True),
+    "holds the store and refuses": (REFUSED, True),
+    "computes for long": ("rank 1 is alive, but takes no part: it computes for longer than .*made there: 1", False),
+    "skips backward, ring": (LEFT_OUT, False),
+    "dies before its first call": (f"{NO_ANSWER}.*had not made a call on this group yet", True),
+    "skips backward, gather": (LEFT_OUT, False),
+    "dies, all refused before": (NO_ANSWER, True),
+    "skips backward, heads": (LEFT_OUT, False),
+    "repeats an old call": ("rank 1 has is_causal True, rank 0 has False", False),
+    "skips backward and ends": ("rank 1 came to an end while others waited", True),
+}
+
+
+def environment() -> dict[str, str]:
+    source = Path(dilated_attention_pytorch.__file__).parents[1]
+    path = os.pathsep.join(filter(None, (str(source), os.environ.get("PYTHONPATH"))))
+    return {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": path}
+
+
+def run(folder: Path, cases: list[str]) -> list[list[dict[str, Any]]]:
+    """For every case what became of every rank."""
+    command = [sys.executable, str(PROGRAM), str(folder), *cases]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=90, env=environment())
+    assert done.returncode == 0, done.stderr
+    return json.loads((folder / "results.json").read_text())
+
+
+def said(rank: dict[str, Any]) -> dict[str, Any]:
+    """The one error of a rank."""
+    assert "code" in rank, f"a rank hangs: {rank}"
+    errors = [report for report in rank["reports"] if "message" in report]
+    assert len(errors) == 1, rank
+    return errors[0]
+
+
+@pytest.mark.parametrize("part", [0, 1], ids=["first half", "second half"])
+def test_a_failing_rank_ends_every_other_one_with_its_name(part: int, tmp_path: Path, figure: Any) -> None:
+    cases = [*list(NAMED)[part::2], ["dies, sub-group", "disagrees"][part]]
+    for case, ranks in zip(cases, run(tmp_path, cases), strict=True):
+        if case == "disagrees":
+            check_disagreements(ranks, figure)
+        elif case == "dies, sub-group":
+            check_sub_group(ranks, figure)
+        else:
+            check_named(case, ranks, figure)
+
+
+def check_named(case: str, ranks: list[dict[str, Any]], figure: Any) -> None:
+    """All other ranks name the culprit, in the same words."""
+    culprit = CASES[case][1]
+    expected, is_at_once = NAMED[case]
+    faults = [report["fault"] for report in ranks[culprit]["reports"] if "fault" in report]
+    assert len(faults) == 1, (case, ranks)
+    survivors = [rank for number, rank in enumerate(ranks) if number != culprit]
+    for rank in survivors:
+        error = said(rank)
+        assert (rank["code"], error["error"]) == (1, "RankFailure"), (case, rank)
+        assert re.search(expected.format(culprit=culprit), error["message"]), (case, error)
+        assert error["at"] - faults[0] < SLACK_SECONDS + (0.0 if is_at_once else TIMEOUT_SECONDS), (case, error)
+        assert "terminate called" not in rank["stderr"], (case, rank)
+    causes = {said(rank)["message"].split("): ", 1)[-1].split("; the transport")[0] for rank in survivors}
+    assert len(causes) == 1, (case, causes)
+    if "refuses" in case:
+        assert (ranks[culprit]["code"], said(ranks[culprit])["error"]) == (1, "ValueError"), (case, ranks[culprit])
+    else:
+        # One that goes on, as a stopped rank does in the end, does not go on as if nothing had been.
+        assert ranks[culprit].get("code") in (17, -9, 1) or case == "skips backward and ends", (case, ranks[culprit])
+    slowest = max(said(rank)["at"] for rank in survivors) - faults[0]
+    figure(f"failure, rank {culprit} {case}", f"{slowest:.1f} s, {said(survivors[0])['message']}")
+
+
+def check_disagreements(ranks: list[dict[str, Any]], figure: Any) -> None:
+    """All ranks say about what, and the group works on."""
+    names = dict.fromkeys(("number of rows", "number of heads", "sequence_length"), "query")
+    names["calls made"] = "call number"
+    for place, what in enumerate(DISAGREEMENTS):
+        messages = set()
+        for rank in ranks:
+            found = rank["reports"][place]
+            assert (found["what"], found["error"]) == (what, "RankFailure"), (what, found)
+            assert f"rank 1 has {names.get(what, what)} " in found["message"], found
+            messages.add(found["message"])
+        assert len(messages) == 1
+        seconds = max(rank["reports"][place]["seconds"] for rank in ranks)
+        figure(f"failure, rank 1 disagrees about {what}", f"{seconds:.2f} s, {messages.pop()}")
+    assert [rank.get("code") for rank in ranks] == [0, 0, 0], ranks
+
+
+def check_sub_group(ranks: list[dict[str, Any]], figure: Any) -> None:
+    """Global ranks are named; the ranks of the other sequence stop in a collective of their own."""
+    fault = next(report["fault"] for report in ranks[3]["reports"])
+    assert re.search(NO_ANSWER.format(culprit=3), said(ranks[2])["message"]), ranks[2]
+    assert [rank.get("code") for rank in ranks] == [1, 1, 1, 17], ranks
+    seconds = [f"{said(rank)['at'] - fault:.1f} s ({said(rank)['error']})" for rank in ranks[:3]]
+    figure("failure, rank 3 dies in the second of two groups, ranks 0 to 2", ", ".join(seconds))
+
+
+def test_processes_end_well(tmp_path: Path) -> None:
+    """The thread that answers roll calls neither holds up nor aborts the interpreter's exit."""
+    cases = ["ends well", "ends without a word"] * 4
+    codes = [[rank.get("code") for rank in ranks] for ranks in run(tmp_path, cases)]
+    assert codes == [[0, 0]] * len(cases)
+
+
+def test_under_torchrun(tmp_path: Path, figure: Any) -> None:
+    """The store is the agent's, which ends all others as soon as one has ended: they say why before they do."""
+    runs = {}
+    said_by_all = NO_ANSWER.format(culprit=1)
+    for case in ("dies, heads", "stops, heads"):
+        folder = tmp_path / case[:5]
+        folder.mkdir()
+        command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "3", str(PROGRAM)]
+        with (folder / "err").open("w") as err:
+            runs[case] = subprocess.Popen([*command, "--one", case, str(folder)], stderr=err, env=environment())
+    try:
+        for case, process in runs.items():
+            errors = tmp_path / case[:5] / "err"
+            while process.poll() is None and errors.read_text().count(said_by_all) < 2:
+                time.sleep(0.05)
+            assert errors.read_text().count(said_by_all) >= 2, errors.read_text()
+            fault = json.loads((tmp_path / case[:5] / "1.jsonl").read_text())
+            figure(f"failure, rank 1 {case}, under torchrun", f"{time.monotonic() - fault['fault']:.1f} s")
+            if case == "stops, heads":
+                # torchrun's signal to end does not reach a stopped process: it would wait for 30 s before it kills it.
+                os.kill(fault["pid"], signal.SIGCONT)
+            assert process.wait(timeout=30) == 1
+    finally:
+        for process in runs.values():
+            process.terminate()
+            process.wait(timeout=40)

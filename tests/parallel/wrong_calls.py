@@ -1,0 +1,66 @@
+"""Wrong calls of ``parallel.attend`` and its companions, made by all ranks alike."""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+
+from dilated_attention_pytorch import DilatedPattern, parallel
+
+PATTERN = DilatedPattern([4, 16], [1, 2])
+PADDED_TAIL = DilatedPattern([4, 16], [1, 2], tail="zero_padded")
+BOUNDARIES = torch.tensor([0, 5, 16], dtype=torch.int32)
+
+# what is wrong, arguments beside the right ones, the error, what its message says
+CALLS: list[tuple[str, dict[str, Any], type[Exception], str]] = [
+    ("mesh", {"mesh": 2}, TypeError, r"mesh must be a DeviceMesh, such as init_device_mesh.*got int"),
+    ("strategy", {"strategy": "torus"}, ValueError, r"strategy must be one of 'auto', 'ring', 'gather', 'heads', got "),
+    ("layout", {"layout": "striped"}, ValueError, r"layout must be one of 'contiguous', 'zigzag', got 'striped'"),
+    ("length", {"sequence_length": 19}, ValueError, r"query must have this rank's (10|9) of the 19 rows \(rank [01] of "
+     r"2, layout 'contiguous'\), got 8; parallel.shard gives every rank its rows"),
+    ("boundaries", {"cu_seqlens": BOUNDARIES.long()}, TypeError, r"cu_seqlens must be an int32 tensor"),
+    ("boundaries of the rank", {"cu_seqlens": torch.tensor([0, 8], dtype=torch.int32)}, ValueError,
+     r"query must have this rank's 4 of the 8 rows"),
+    ("boundaries and offset", {"cu_seqlens": BOUNDARIES, "query_offset": 4, "key_offset": 4}, ValueError,
+     r"same rows from position 0: got 16 query rows at 4 and 16 key rows at 4"),
+    ("offsets by ring", {"query_offset": 16}, NotImplementedError, r"strategy='ring' is for self-attention.*use "
+     r'strategy="heads" on a 1-D mesh'),
+    ("tail by gather", {"pattern": PADDED_TAIL, "strategy": "gather"}, NotImplementedError,
+     r'tail="zero_padded" depends on whole segments.*strategy="heads"'),
+    ("reference by ring", {"impl": "reference"}, NotImplementedError, r'impl="reference" computes whole sequences'),
+    ("more ranks than heads", {"strategy": "heads", "heads": 1}, ValueError, r"at least one query head for every rank "
+     r'of the axis: got 1 heads and 2 ranks; use a smaller axis for the heads, or strategy="ring"'),
+    ("pattern", {"pattern": [4, 16]}, TypeError, r"pattern must be a Pattern"),
+    ("mask", {"key_padding_mask": torch.zeros(1, 16, dtype=torch.bool)}, ValueError,
+     r"key_padding_mask must have the shape \[B, M\] = \(1, 8\) of key, got \(1, 16\)"),
+    ("dropout", {"dropout_p": 1.5}, ValueError, r"dropout_p must be a probability"),
+]  # fmt: skip
+
+
+def refused() -> list[str]:
+    """The wrong calls whose error is not the expected one, with what came."""
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    found = []
+    for what, changes, error, message in CALLS:
+        options: dict[str, Any] = {"mesh": mesh, "strategy": "ring", "pattern": PATTERN, **changes}
+        heads = options.pop("heads", 2)
+        q = torch.zeros(1, 8, heads, 4)
+        try:
+            parallel.attend(q, q, q, options.pop("pattern"), **options)
+            found.append(f"{what}: accepted")
+        except Exception as came:  # noqa: BLE001 - compared with what is expected
+            if type(came) is not error or not re.search(message, str(came), re.DOTALL):
+                found.append(f"{what}: {type(came).__name__}: {came}")
+    q = torch.zeros(1, 8, 2, 4)
+    try:
+        parallel.attend(q, q, q, PATTERN, mesh=DeviceMesh("cpu", [1, 0]))
+        found.append("order of the mesh: accepted")
+    except ValueError as came:
+        if "must ascend, as process groups order them: got the mesh [1, 0]" not in str(came):
+            found.append(f"order of the mesh: {came}")
+    parallel.attend(q, q, q, PATTERN, mesh=mesh)  # nothing of it stays
+    return found

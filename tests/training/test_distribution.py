@@ -1,0 +1,162 @@
+"""Runs over several processes: every loss, and the weights at the end, are those of one process."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import dilated_attention_pytorch
+from dilated_attention_pytorch.models import LongNetConfig
+from dilated_attention_pytorch.training import train
+from dilated_attention_pytorch.training.callbacks import read_metrics
+from dilated_attention_pytorch.training.tensor_parallel import order_of, row_orders
+from training.runs import quiet, weights, write_texts
+from training.spread_runs import small_settings
+
+LOSS_TOLERANCE = 1e-5  # nats, of losses of 3 to 6
+WEIGHT_TOLERANCE = 1e-5
+TESTS = Path(__file__).parents[1]
+
+# The changes to the settings of the single process, which takes 2 windows a step, and the step to stop after.
+TWO: dict[str, tuple[dict[str, Any], int | None]] = {
+    "ring, ddp": ({"context_parallel": 2, "strategy": "ring"}, None),
+    "heads, ddp": ({"context_parallel": 2, "strategy": "heads", "layout": "zigzag"}, None),
+    "ring, fsdp": ({"context_parallel": 2, "strategy": "ring", "layout": "zigzag", "data_parallel": "fsdp"}, None),
+    "heads, fsdp": ({"context_parallel": 2, "strategy": "heads", "data_parallel": "fsdp"}, None),
+    "accumulating, stopped, ddp": ({"context_parallel": 2, "batch_size": 1, "gradient_accumulation": 2}, 13),
+    "accumulating, stopped, fsdp": (
+        {"context_parallel": 2, "data_parallel": "fsdp", "batch_size": 1, "gradient_accumulation": 2}, 7
+    ),
+    "tensor, stopped": ({"tensor_parallel": 2}, 12),
+    "gather, recomputing, fsdp": (
+        {"context_parallel": 2, "strategy": "gather", "data_parallel": "fsdp", "recomputing": True}, None
+    ),
+}  # fmt: skip
+FOUR: dict[str, tuple[dict[str, Any], int | None]] = {
+    "ring of 4, ddp": ({"context_parallel": 4, "strategy": "ring", "layout": "zigzag"}, None),
+    "heads over 4, fsdp": ({"context_parallel": 4, "strategy": "heads", "data_parallel": "fsdp"}, None),
+    "ring of 2, heads over 2, fsdp": (
+        {"context_parallel": 4, "heads_parallel": 2, "strategy": "ring", "data_parallel": "fsdp"}, None
+    ),
+    "2 sequences, heads, ddp": ({"context_parallel": 2, "strategy": "heads", "batch_size": 1}, None),
+    "2 sequences, ring, stopped, fsdp": (
+        {"context_parallel": 2, "strategy": "ring", "batch_size": 1, "data_parallel": "fsdp"}, 14
+    ),
+    "ring of 2, tensor, stopped, fsdp": ({"context_parallel": 2, "tensor_parallel": 2, "data_parallel": "fsdp"}, 9),
+}  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Texts, and the run of one process."""
+    folder = tmp_path_factory.mktemp("spread")
+    train(small_settings(write_texts(folder / "texts")), folder / "one", quiet())
+    return folder
+
+
+def _torchrun(num_processes: int, words: list[str]) -> subprocess.CompletedProcess[str]:
+    launch = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(num_processes)]
+    source = Path(dilated_attention_pytorch.__file__).parents[1]
+    path = os.pathsep.join(filter(None, (str(source), str(TESTS), os.environ.get("PYTHONPATH"))))
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": path}
+    return subprocess.run(
+        [sys.executable, *launch, *words], capture_output=True, text=True, timeout=300, env=environment, check=False
+    )
+
+
+def _check_follows(folder: Path, name: str, figure: Any) -> None:
+    expected, found = (read_metrics(folder / run) for run in ("one", name))
+    assert [entry["step"] for entry in found] == [entry["step"] for entry in expected]
+    differences = {}
+    for key in ("bits_per_byte", "eval_bits_per_byte"):
+        pairs = [(one[key], several[key]) for one, several in zip(expected, found, strict=True) if key in one]
+        assert len(pairs) == (20 if key == "bits_per_byte" else 2)
+        differences[key] = max(abs(one - several) * math.log(2) for one, several in pairs)
+    assert max(differences.values()) <= LOSS_TOLERANCE
+    norms = [(one["grad_norm"], several["grad_norm"]) for one, several in zip(expected, found, strict=True)
+             if "grad_norm" in one]  # fmt: skip
+    assert all(math.isclose(one, several, rel_tol=1e-5) for one, several in norms)
+    ends = [json.loads((folder / run / "training.json").read_text())["result"] for run in ("one", name)]
+    for key in ("bits_per_byte", "last_quarter_alone"):
+        assert abs(ends[0][key] - ends[1][key]) <= LOSS_TOLERANCE
+    ours, theirs = weights(folder / name), weights(folder / "one")
+    assert ours.keys() == theirs.keys()
+    furthest = max(float((ours[key] - theirs[key]).abs().max()) for key in theirs)
+    assert furthest <= WEIGHT_TOLERANCE
+    figure(
+        f"20 steps beside one process, {name}: largest difference of a loss (nats), held-out loss, weight",
+        f"{differences['bits_per_byte']:.1e}, {differences['eval_bits_per_byte']:.1e}, {furthest:.1e}",
+    )
+
+
+def _check_wrapping(folder: Path, name: str, changes: dict[str, Any], num_processes: int) -> None:
+    record = json.loads((folder / name / "wrapped.json").read_text())
+    is_fsdp, is_split = changes.get("data_parallel") == "fsdp", "tensor_parallel" in changes
+    kind = "FSDPLongNetForCausalLM" if is_fsdp else "LongNetForCausalLM" if is_split else "DistributedDataParallel"
+    assert record["type"] == kind
+    share = 1.1 / num_processes if is_fsdp or is_split else 1.0
+    assert record["local_weights"] <= share * record["weights"]
+
+
+def _check_checkpoint(folder: Path, name: str) -> None:
+    """It holds whole weights by the names of one process: those of the end."""
+    expected, found = weights(folder / "one"), weights(folder / name / "checkpoint-20")
+    assert {key: tensor.shape for key, tensor in found.items()} == {
+        key: tensor.shape for key, tensor in expected.items()
+    }
+    assert all(torch.equal(found[key], tensor) for key, tensor in weights(folder / name).items())
+
+
+def _check_parts_of_matrices(folder: Path, num_processes: int, figure: Any) -> None:
+    assert json.loads((folder / f"muon-{num_processes}.json").read_text()) == 0.0
+    difference = json.loads((folder / f"split-{num_processes}.json").read_text())
+    # Sums of up to 62 rows and 48 columns of numbers around 1, gradients up to a hundred: 1e-16 of each, and some.
+    assert difference <= 1e-11
+    figure(f"matrices split over {num_processes}, float64: largest difference of a logit or gradient", difference)
+
+
+# One test for each launch: parallel workers of pytest would each repeat what tests share.
+@pytest.mark.parametrize(("num_processes", "cases"), [(2, TWO), (4, FOUR)], ids=["two", "four"])
+def test_several_processes_follow_one(
+    num_processes: int, cases: dict[str, tuple[dict[str, Any], int | None]], folder: Path, figure: Any
+) -> None:
+    listed = json.dumps([(name, *case) for name, case in cases.items()])
+    script = TESTS / "training" / "spread_runs.py"
+    run = _torchrun(num_processes, [str(script), str(folder), str(folder / "texts"), listed])
+    assert run.returncode == 0, run.stderr[-8000:]
+    for name, (changes, _) in cases.items():
+        _check_follows(folder, name, figure)
+        _check_wrapping(folder, name, changes, num_processes)
+        _check_checkpoint(folder, name)
+    _check_parts_of_matrices(folder, num_processes, figure)
+
+
+def test_the_command_reports_once_and_ends_in_all_processes(folder: Path) -> None:
+    words = f"train --preset tiny --steps 2 --context-parallel 2 --device cpu --data {folder / 'texts'}"
+    run = _torchrun(2, ["-m", "dilated_attention_pytorch", *words.split(), "--output", str(folder / "command")])
+    assert run.returncode == 0, run.stderr[-8000:]
+    assert "in 2 processes: 1 data (ddp) x 2 context (" in run.stdout
+    assert run.stdout.count("xz -9e takes") == 2  # before the run and beside its result
+    assert run.stdout.count("step 2/2") == 1
+    assert (folder / "command" / "model.safetensors").exists()
+
+
+def test_a_process_has_the_rows_of_its_heads() -> None:
+    config = LongNetConfig(
+        embed_dim=12, num_layers=1, num_heads=6, num_kv_heads=2, ffn_dim=4, segment_lengths=[8], dilation_rates=[1]
+    )
+    orders = row_orders(config, 2)
+    order = order_of("model.blocks.0.attention.in_proj_weight", orders)
+    assert order is not None
+    # Heads of width 2: six of queries, two of keys, two of values. The second process has the second half of each.
+    assert order.tolist()[10:] == [6, 7, 8, 9, 10, 11, 14, 15, 18, 19]
+    assert orders["feed_forward.in_proj.weight"].tolist() == [0, 1, 4, 5, 2, 3, 6, 7]
+    assert order_of("model.blocks.0.attention.out_proj.weight", orders) is None
