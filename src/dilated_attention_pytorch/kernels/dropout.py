@@ -5,8 +5,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-# Odd multipliers of well-known integer mixers: splitmix64 (Steele et al. 2014) and the 32-bit mixer of murmur3.
-_SPLITMIX = (-7046029254386353131, -4658895280553007687, -7723592293110705685)
+from dilated_attention_pytorch.patterns import shifted_right, splitmix64
+
+# Odd multipliers of the 32-bit mixer of murmur3.
 _MURMUR = (-2048144789, -1028477387)
 
 
@@ -31,22 +32,10 @@ def keep_factors(
     Returns:
         Tensor of the broadcast shape. Equal places give equal factors, in whatever slabs they are asked for.
     """
-    queries = _mix64(_mix64(_mix64(seed + batch) + heads) + query_rows)
-    keys = _mix64(_mix64(seed + 1) + key_rows)
+    queries = splitmix64(splitmix64(splitmix64(seed + batch) + heads) + query_rows)
+    keys = splitmix64(splitmix64(seed + 1) + key_rows)
     state = queries.to(torch.int32) ^ keys.to(torch.int32)
-    state = (state ^ _shifted(state, 16, 32)) * _MURMUR[0]
-    state = (state ^ _shifted(state, 13, 32)) * _MURMUR[1]
+    state = (state ^ shifted_right(state, 16, 32)) * _MURMUR[0]
+    state = (state ^ shifted_right(state, 13, 32)) * _MURMUR[1]
     threshold = round(dropout_p * 2**32) - 2**31
     return (state >= threshold).to(dtype) * (1.0 / (1.0 - dropout_p))
-
-
-def _shifted(state: Tensor, by: int, width: int) -> Tensor:
-    """Shift right with zeros coming in; PyTorch's own shift repeats the sign."""
-    return (state >> by) & ((1 << (width - by)) - 1)
-
-
-def _mix64(state: Tensor) -> Tensor:
-    state = state + _SPLITMIX[0]
-    state = (state ^ _shifted(state, 30, 64)) * _SPLITMIX[1]
-    state = (state ^ _shifted(state, 27, 64)) * _SPLITMIX[2]
-    return state ^ _shifted(state, 31, 64)

@@ -122,6 +122,10 @@ class Ledger:
     def __init__(
         self, pattern: Pattern, num_kv_heads: int, device: torch.device, *, rank: int = 0, num_ranks: int = 1
     ) -> None:
+        if pattern.rules:
+            raise NotImplementedError(
+                f"the bounded cache holds the rows of dilated patterns, got {pattern!r}; decode with attend and query_offset"
+            )
         self.pattern = pattern
         self.num_kv_heads = num_kv_heads
         self.rank, self.num_ranks = rank, num_ranks

@@ -2,19 +2,23 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
 from dilated_attention_pytorch.kernels import aten, blockwise
 from dilated_attention_pytorch.kernels.dropout import keep_factors
-from dilated_attention_pytorch.planning import Call, Partial, Plan, Tile, plan
+from dilated_attention_pytorch.planning import Call, Gathered, Partial, Plan, Tile, plan
 
+from .gathered import gathered_views
 from .merge import merge_in_place
+from .operand import Operand, Role
 
+_LARGEST_BIAS = 1 << 22  # elements of a bias that is no view
 _TILE_FLOOR = 1 << 20  # elements; smaller tiles gain no memory worth having and cost calls
 
 
@@ -35,6 +39,12 @@ class Inputs:
     def accumulation_dtype(self) -> torch.dtype:
         return torch.float64 if self.query.dtype == torch.float64 else torch.float32
 
+    @property
+    def has_bias(self) -> bool:
+        """Whether masked scores are computed: a row can then look as if it saw keys of score :data:`aten.MASKED`."""
+        bands = (rule.band(is_causal=self.call.is_causal) for rule in self.call.pattern.rules)
+        return self.key_padding_mask is not None or any(before is not None for before, _ in bands)
+
     def plan(self) -> Plan:
         """The call's plan, tiles bounded so that temporaries stay a small part of the operands."""
         rows = max(self.query.shape[1] * self.query.shape[2], self.key.shape[1] * self.key.shape[2])
@@ -44,23 +54,7 @@ class Inputs:
         return plan(self.call, max(1, tile_elements // self.query.shape[3]))
 
 
-@dataclass(frozen=True, slots=True)
-class _Operand:
-    """A tensor ``[B, rows, heads]`` or ``[B, rows, heads, D]`` that begins at a tile's first row and first head."""
-
-    tensor: Tensor
-    first_row: int
-    first_head: int
-    by_query: bool
-    """Rows and heads are the queries'; else the keys', where all query heads of a group share one head."""
-
-    def rows_of(self, partial: Partial) -> tuple[int, int]:
-        if self.by_query:
-            return partial.query_row - self.first_row, partial.num_queries
-        return partial.key_row - self.first_row, partial.num_keys
-
-
-def _views(partial: Partial, batch: int, ratio: int, operands: list[_Operand]) -> Iterator[list[Tensor]]:
+def _views(partial: Partial, batch: int, ratio: int, operands: list[Operand]) -> Iterator[list[Tensor]]:
     """Every operand as ``[problems, problems, rows(, D)]`` of a partial; more axes than two are looped over."""
     sizes = [batch, *(axis.size for axis in partial.axes), ratio]
     order = sorted(range(len(sizes)), key=lambda index: -sizes[index])
@@ -103,9 +97,9 @@ class _Work:
     def ratio(self) -> int:
         return self.inputs.call.num_heads // self.inputs.call.num_kv_heads
 
-    def whole(self, tensor: Tensor, *, by_query: bool) -> _Operand:
+    def whole(self, tensor: Tensor, *, by_query: bool, role: Role = Role.READ) -> Operand:
         """A full tensor, used where it lies."""
-        return _Operand(tensor[self.batch[0] : self.batch[1]], 0, 0, by_query)
+        return Operand(tensor[self.batch[0] : self.batch[1]], 0, 0, by_query, role)
 
     def region(self, tensor: Tensor, *, by_query: bool) -> Tensor:
         """The tile's rows and heads of a full tensor."""
@@ -114,36 +108,42 @@ class _Work:
         first, last = (head * heads_per_kv_head for head in self.tile.kv_heads)
         return tensor[self.batch[0] : self.batch[1], rows[0] : rows[1], first:last]
 
-    def accumulator(self, tensor: Tensor, *, by_query: bool) -> _Operand:
+    def accumulator(self, tensor: Tensor, *, by_query: bool, role: Role) -> Operand:
         """``tensor`` itself if it accumulates in its own dtype, else zeros for the tile's part of it."""
         dtype = self.inputs.accumulation_dtype
         if tensor.dtype == dtype:
-            return self.whole(tensor, by_query=by_query)
+            return self.whole(tensor, by_query=by_query, role=role)
         rows = self.tile.query_rows if by_query else self.tile.key_rows
         zeros = torch.zeros_like(
             self.region(tensor, by_query=by_query), dtype=dtype, memory_format=torch.contiguous_format
         )
-        return _Operand(zeros, rows[0], self.tile.kv_heads[0], by_query)
+        return Operand(zeros, rows[0], self.tile.kv_heads[0], by_query, role)
 
-    def accumulated(self, operand: _Operand, tensor: Tensor) -> Tensor:
+    def accumulated(self, operand: Operand, tensor: Tensor) -> Tensor:
         """The tile's part of an accumulator of the full ``tensor``, to change in place."""
         return (
             operand.tensor if operand.tensor.dtype != tensor.dtype else self.region(tensor, by_query=operand.by_query)
         )
 
-    def local(self, tensor: Tensor) -> _Operand:
+    def local(self, tensor: Tensor) -> Operand:
         """A tensor that holds the tile's query rows and heads only."""
-        return _Operand(tensor, self.tile.query_rows[0], self.tile.kv_heads[0], by_query=True)
+        return Operand(tensor, self.tile.query_rows[0], self.tile.kv_heads[0], by_query=True)
 
-    def store(self, operand: _Operand, tensor: Tensor) -> None:
+    def store(self, operand: Operand, tensor: Tensor) -> None:
         """Round an accumulator into the tile's part of the full tensor; nothing to do where it lies there already."""
         if operand.tensor.dtype != tensor.dtype:
             self.region(tensor, by_query=operand.by_query).copy_(operand.tensor)
 
-    def views(self, partial: Partial, operands: list[_Operand]) -> Iterator[list[Tensor]]:
-        return _views(partial, self.size, self.ratio, operands)
+    def views(self, partial: Partial | Gathered, operands: list[Operand]) -> Iterator[list[Tensor]]:
+        """Every operand as ``[problems, problems, rows(, D)]``, once or several times until all problems are done."""
+        if isinstance(partial, Gathered):
+            return gathered_views(partial, self.size, self.ratio, operands)
+        views = _views(partial, self.size, self.ratio, operands)
+        if partial.band is None or self.inputs.key_padding_mask is None:
+            return views
+        return _few_at_a_time(views, partial.num_queries * partial.num_keys)
 
-    def side_operands(self) -> list[_Operand]:
+    def side_operands(self) -> list[Operand]:
         """Operands beside q, k and v: the bias of the key padding, then what places pairs for dropout, if any."""
         inputs, call = self.inputs, self.inputs.call
         operands = []
@@ -163,13 +163,17 @@ class _Work:
         return operands
 
     def bias_and_keep_factors(
-        self, side: list[Tensor], num_queries: int
+        self, partial: Partial | Gathered, query: Tensor, side: list[Tensor]
     ) -> tuple[Tensor | None, blockwise.KeepFactors | None]:
-        """From the views of :meth:`side_operands`: the bias of the scores, and the dropout factors."""
-        inputs = self.inputs
+        """From the views of a query and of :meth:`side_operands`: the bias of the scores, and the dropout factors."""
+        inputs, band = self.inputs, _band_of(partial)
         bias = None
+        if band is not None:
+            bias = _band_bias(band, query.shape[2], partial.num_keys, inputs.accumulation_dtype, query.device)
+            bias = bias.expand(*query.shape[:2], -1, -1)
         if inputs.key_padding_mask is not None:
-            bias = side[0].unsqueeze(2).expand(-1, -1, num_queries, -1)
+            of_keys = side[0].unsqueeze(2)
+            bias = of_keys.expand(-1, -1, query.shape[2], -1) if bias is None else bias + of_keys
         seed = inputs.dropout_seed
         if seed is None:
             return bias, None
@@ -193,6 +197,38 @@ def _work(inputs: Inputs) -> Iterator[_Work]:
             yield _Work(inputs, tile, (start, min(start + steps.batch_step, inputs.call.batch_size)))
 
 
+def _few_at_a_time(views: Iterator[list[Tensor]], scores_of_problem: int) -> Iterator[list[Tensor]]:
+    """The same problems in more steps, so that a bias of their scores stays small."""
+    for tensors in views:
+        step = max(1, _LARGEST_BIAS // (scores_of_problem * tensors[0].shape[1]))
+        for start in range(0, tensors[0].shape[0], step):
+            yield [tensor[start : start + step] for tensor in tensors]
+
+
+def _band_of(partial: Partial | Gathered) -> tuple[int, int | None] | None:
+    return partial.band if isinstance(partial, Partial) else None
+
+
+def _is_causal(partial: Partial | Gathered) -> bool:
+    return isinstance(partial, Partial) and partial.is_causal
+
+
+def _is_phantom(partial: Partial | Gathered) -> bool:
+    return isinstance(partial, Partial) and partial.phantoms > 0
+
+
+@functools.lru_cache(maxsize=64)
+def _band_bias(
+    band: tuple[int, int | None], num_queries: int, num_keys: int, dtype: torch.dtype, device: torch.device
+) -> Tensor:
+    """0 where query i sees key j, else :data:`aten.MASKED`, ``[num_queries, num_keys]``."""
+    distance = torch.arange(num_keys, device=device) - torch.arange(num_queries, device=device).unsqueeze(-1)
+    hidden = distance < band[0]
+    if band[1] is not None:
+        hidden |= distance > band[1]
+    return hidden.to(dtype) * aten.MASKED
+
+
 def _phantom_lse(lse: Tensor, partial: Partial) -> Tensor:
     return torch.full_like(lse, float(partial.phantoms)).log_()
 
@@ -203,21 +239,22 @@ def forward(inputs: Inputs) -> tuple[Tensor, Tensor]:
     out = torch.zeros(query.shape, dtype=query.dtype, device=query.device)
     lse = torch.full(query.shape[:3], float("-inf"), dtype=dtype, device=query.device)
     for work in _work(inputs):
-        accumulator = work.accumulator(out, by_query=True)
-        _merge_partials(work, accumulator, work.whole(lse, by_query=True))
+        accumulator = work.accumulator(out, by_query=True, role=Role.MERGED_INTO)
+        _merge_partials(work, accumulator, work.whole(lse, by_query=True, role=Role.MERGED_INTO))
         lse_region = work.region(lse, by_query=True)
-        if inputs.key_padding_mask is not None:
+        if inputs.has_bias:
             dead = lse_region < aten.MASKED / 2
             lse_region.masked_fill_(dead, float("-inf"))
             work.accumulated(accumulator, out).masked_fill_(dead.unsqueeze(-1), 0.0)
         if inputs.dropout_seed is not None:
             work.accumulated(accumulator, out).zero_()
-            _add_dropped(work, accumulator, work.local(_without_infinities(lse_region)))
+            dropped = replace(accumulator, role=Role.ADDED_TO)
+            _add_dropped(work, dropped, work.local(_without_infinities(lse_region)))
         work.store(accumulator, out)
     return out, lse
 
 
-def _merge_partials(work: _Work, out: _Operand, lse: _Operand) -> None:
+def _merge_partials(work: _Work, out: Operand, lse: Operand) -> None:
     inputs = work.inputs
     operands = [
         work.whole(inputs.query, by_query=True), work.whole(inputs.key, by_query=False),
@@ -225,12 +262,13 @@ def _merge_partials(work: _Work, out: _Operand, lse: _Operand) -> None:
     ]  # fmt: skip
     for partial in work.tile.partials:
         for q, k, v, out_view, lse_view, *side in work.views(partial, operands):
-            if partial.phantoms:
+            if _is_phantom(partial):
+                assert isinstance(partial, Partial)
                 merge_in_place(out_view, lse_view, None, _phantom_lse(lse_view, partial))
                 continue
-            bias, _ = work.bias_and_keep_factors(side, partial.num_queries)
+            bias, _ = work.bias_and_keep_factors(partial, q, side)
             compute = aten.fused_forward if aten.is_fused(q, has_bias=bias is not None) else blockwise.blockwise_forward
-            partial_out, partial_lse = compute(q, k, v, bias, is_causal=partial.is_causal, scale=inputs.scale)
+            partial_out, partial_lse = compute(q, k, v, bias, is_causal=_is_causal(partial), scale=inputs.scale)
             if partial.is_first:
                 out_view.copy_(partial_out)
                 lse_view.copy_(partial_lse)
@@ -238,20 +276,20 @@ def _merge_partials(work: _Work, out: _Operand, lse: _Operand) -> None:
                 merge_in_place(out_view, lse_view, partial_out, partial_lse.to(lse_view.dtype))
 
 
-def _add_dropped(work: _Work, out: _Operand, lse: _Operand) -> None:
+def _add_dropped(work: _Work, out: Operand, lse: Operand) -> None:
     inputs = work.inputs
     operands = [
         work.whole(inputs.query, by_query=True), work.whole(inputs.key, by_query=False),
         work.whole(inputs.value, by_query=False), out, lse, *work.side_operands(),
     ]  # fmt: skip
     for partial in work.tile.partials:
-        if partial.phantoms:
+        if _is_phantom(partial):
             continue
         for q, k, v, out_view, lse_view, *side in work.views(partial, operands):
-            bias, keep = work.bias_and_keep_factors(side, partial.num_queries)
+            bias, keep = work.bias_and_keep_factors(partial, q, side)
             assert keep is not None
             out_view += blockwise.blockwise_dropped_forward(
-                q, k, v, lse_view, bias, keep, is_causal=partial.is_causal, scale=inputs.scale
+                q, k, v, lse_view, bias, keep, is_causal=_is_causal(partial), scale=inputs.scale
             )
 
 
@@ -266,14 +304,15 @@ def backward(
     """Gradients of query, key and value from the merged output and log-sum-exp alone."""
     dtype = inputs.accumulation_dtype
     grads = [torch.zeros(x.shape, dtype=x.dtype, device=x.device) for x in (inputs.query, inputs.key, inputs.value)]
-    if inputs.key_padding_mask is not None or inputs.dropout_seed is not None:
+    if inputs.has_bias or inputs.dropout_seed is not None:
         lse = _without_infinities(lse)
     for work in _work(inputs):
-        accumulators = [work.accumulator(grad, by_query=index == 0) for index, grad in enumerate(grads)]
+        accumulators = [
+            work.accumulator(grad, by_query=index == 0, role=Role.ADDED_TO) for index, grad in enumerate(grads)
+        ]
         delta = None
-        if grad_lse is not None or inputs.dropout_seed is not None or not aten.is_fused(
-            inputs.query, has_bias=inputs.key_padding_mask is not None
-        ):  # fmt: skip
+        is_fused = aten.is_fused(inputs.query, has_bias=inputs.has_bias)
+        if grad_lse is not None or inputs.dropout_seed is not None or not is_fused:
             delta = _delta(work, out, grad_out, grad_lse, dtype)
         _add_gradients(work, accumulators, out, lse, grad_out, delta)
         for accumulator, grad in zip(accumulators, grads, strict=True):
@@ -281,7 +320,7 @@ def backward(
     return grads[0], grads[1], grads[2]
 
 
-def _delta(work: _Work, out: Tensor, grad_out: Tensor, grad_lse: Tensor | None, dtype: torch.dtype) -> _Operand:
+def _delta(work: _Work, out: Tensor, grad_out: Tensor, grad_lse: Tensor | None, dtype: torch.dtype) -> Operand:
     products = work.region(grad_out, by_query=True).to(dtype) * work.region(out, by_query=True).to(dtype)
     delta = products.sum(dim=-1)
     if grad_lse is not None:
@@ -290,7 +329,7 @@ def _delta(work: _Work, out: Tensor, grad_out: Tensor, grad_lse: Tensor | None, 
 
 
 def _add_gradients(
-    work: _Work, accumulators: list[_Operand], out: Tensor, lse: Tensor, grad_out: Tensor, delta: _Operand | None
+    work: _Work, accumulators: list[Operand], out: Tensor, lse: Tensor, grad_out: Tensor, delta: Operand | None
 ) -> None:
     inputs = work.inputs
     operands = [
@@ -301,18 +340,18 @@ def _add_gradients(
         *accumulators, *work.side_operands(),
     ]  # fmt: skip
     for partial in work.tile.partials:
-        if partial.phantoms:
+        if _is_phantom(partial):
             continue
         for q, k, v, grad_view, lse_view, out_or_delta, dq, dk, dv, *side in work.views(partial, operands):
-            bias, keep = work.bias_and_keep_factors(side, partial.num_queries)
+            bias, keep = work.bias_and_keep_factors(partial, q, side)
             if delta is None:
                 parts = aten.fused_backward(
-                    grad_view, q, k, v, out_or_delta, lse_view, bias, is_causal=partial.is_causal, scale=inputs.scale
+                    grad_view, q, k, v, out_or_delta, lse_view, bias, is_causal=_is_causal(partial), scale=inputs.scale
                 )
             else:
                 parts = blockwise.blockwise_backward(
                     grad_view, q, k, v, lse_view, out_or_delta, bias, keep,
-                    is_causal=partial.is_causal, scale=inputs.scale,
+                    is_causal=_is_causal(partial), scale=inputs.scale,
                 )  # fmt: skip
             for accumulator, part in zip((dq, dk, dv), parts, strict=True):
                 _add_shared(accumulator, part)

@@ -36,6 +36,8 @@ def check_call(
         raise ValueError(
             f"the pattern is for some of the key/value heads, and not for {key.shape[2]} of them: {pattern}"
         )
+    for rule in pattern.rules:
+        rule.check(max(query_offset + query.shape[1], key_offset + key.shape[1]), key.shape[2])
     if not isinstance(is_causal, bool):
         raise TypeError(f"is_causal must be True or False, got {is_causal!r} of type {type(is_causal).__name__}")
     if scale is not None and not (_is_number(scale) and math.isfinite(scale)):

@@ -334,6 +334,10 @@ def _check_strategy(
             f"strategy={strategy!r} is for self-attention, with query and key of the same rows and offset: got "
             f"{query.shape[1]} and {key.shape[1]} rows of this rank; {remedy}"
         )
+    if pattern.rules:
+        raise NotImplementedError(
+            f"strategy={strategy!r} is for dilated patterns; {remedy} for windows, blocks and global tokens"
+        )
     if any(group.tail == "zero_padded" for group in pattern.groups):
         raise NotImplementedError(
             f'tail="zero_padded" depends on whole segments, which no rank has under strategy={strategy!r}; {remedy}, '

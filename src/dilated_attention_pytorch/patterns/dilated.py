@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import functools
-import json
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import Literal
 
+import torch
 from torch import Tensor
 
-from .pattern import Pattern, PatternSum
+from .pattern import Pattern
 
 OffsetRule = Literal["modulo", "block"]
 Tail = Literal["ragged", "zero_padded"]
@@ -66,6 +65,15 @@ class DilationGroup:
         """
         first = start + (offset - (start - segment_start)) % self.dilation_rate
         return first, -((first - stop) // self.dilation_rate)
+
+    def num_pairs(self, kv_head: int, num_kv_heads: int, sequence_length: int, *, is_causal: bool) -> int:
+        """How many pairs of the first ``sequence_length`` positions see each other."""
+        offset, first = self.offset(kv_head, num_kv_heads), -self.shift(kv_head)
+        starts = torch.arange(first, sequence_length, self.segment_length)
+        stops = (starts + self.segment_length).clamp(max=sequence_length)
+        _, selected = self.selected(starts, offset, starts.clamp(min=0), stops)  # type: ignore[arg-type]
+        number = torch.as_tensor(selected)
+        return int((number * (number + 1) // 2 if is_causal else number * number).sum())
 
     def phantoms(self, sequence_length: int, num_selected: int) -> int:
         """How many zero keys fill a class of ``num_selected`` rows under ``tail="zero_padded"``; 0 otherwise."""
@@ -171,16 +179,6 @@ class PatternOfHeads(Pattern):
         if num_kv_heads != len(self.heads):
             raise ValueError(f"the pattern is for {len(self.heads)} key/value heads, got num_kv_heads {num_kv_heads}")
         return PatternOfHeads(self.pattern, tuple(self.heads[head] for head in heads), self.num_kv_heads)
-
-
-@functools.lru_cache(maxsize=1024)
-def pattern_from_spec(spec: str) -> Pattern:
-    """The pattern whose :attr:`Pattern.spec` this is."""
-    patterns: list[Pattern] = []
-    for lengths, rates, shifts, rule, tail, *heads in json.loads(spec):
-        pattern = DilatedPattern(lengths, rates, offset_rule=rule, tail=tail, segment_shift=shifts)
-        patterns.append(pattern.for_heads(*heads) if heads else pattern)
-    return patterns[0] if len(patterns) == 1 else PatternSum(tuple(patterns))
 
 
 def _integers(name: str, values: Sequence[int], *, least: int) -> tuple[int, ...]:

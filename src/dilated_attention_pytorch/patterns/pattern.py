@@ -13,6 +13,7 @@ from torch import Tensor
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
+    from .blocks import HeadRule
     from .dilated import DilationGroup
 
 
@@ -29,7 +30,12 @@ class Pattern(ABC):
     @property
     @abstractmethod
     def groups(self) -> tuple[DilationGroup, ...]:
-        """The dilation groups whose counts add up to this pattern's."""
+        """The dilation groups whose counts add up to this pattern's, together with the :attr:`rules`."""
+
+    @property
+    def rules(self) -> tuple[HeadRule, ...]:
+        """The rules (windows, blocks, global tokens) whose counts add up to this pattern's, with the groups."""
+        return ()
 
     @abstractmethod
     def for_heads(self, heads: Sequence[int], num_kv_heads: int) -> Pattern:
@@ -78,11 +84,44 @@ class Pattern(ABC):
                 key_segment, key_selected = group.locate(key_positions, head, num_kv_heads)
                 same = query_segment[:, None] == key_segment[None, :]
                 count += (same & query_selected[:, None] & key_selected[None, :]).int()
+            for rule in self.rules:
+                count += rule.sees(head, num_kv_heads, query_positions[:, None], key_positions[None, :]).int()
             heads.append(count)
         stacked = torch.stack(heads)
         if is_causal:
             stacked = stacked * (key_positions[None, :] <= query_positions[:, None])
         return stacked
+
+    def density(self, sequence_length: int, *, num_kv_heads: int = 1, is_causal: bool = False) -> float:
+        """What attention under the pattern computes of what dense attention does: ``sum c / (G N^2)``.
+
+        A pair that counts twice is computed twice. Under a causal mask it is divided by the ``N (N + 1) / 2`` pairs
+        that dense causal attention has. Exact; no N x N mask is made.
+
+        Args:
+            sequence_length: number of positions N, at least 1.
+            num_kv_heads: number of key/value heads G, over which it is the mean.
+            is_causal: count ``t <= p`` only.
+
+        Raises:
+            ValueError: a number below 1, or a length for which the pattern is not defined.
+
+        >>> DilatedPattern([4], [2]).density(8)
+        0.125
+        """
+        for name, number in (("sequence_length", sequence_length), ("num_kv_heads", num_kv_heads)):
+            if number < 1:
+                raise ValueError(f"{name} must be at least 1, got {number}")
+        for rule in self.rules:
+            rule.check(sequence_length, num_kv_heads)
+        pairs = 0
+        for head in range(num_kv_heads):
+            for group in self.groups:
+                pairs += group.num_pairs(head, num_kv_heads, sequence_length, is_causal=is_causal)
+            for rule in self.rules:
+                pairs += rule.num_pairs(head, num_kv_heads, sequence_length, is_causal=is_causal)
+        dense = sequence_length * (sequence_length + 1) // 2 if is_causal else sequence_length**2
+        return pairs / (num_kv_heads * dense)
 
     def plot(
         self, sequence_length: int, *, num_kv_heads: int = 1, is_causal: bool = False, axes: Axes | None = None
@@ -128,6 +167,10 @@ class PatternSum(Pattern):
     @property
     def groups(self) -> tuple[DilationGroup, ...]:
         return tuple(group for pattern in self.patterns for group in pattern.groups)
+
+    @property
+    def rules(self) -> tuple[HeadRule, ...]:
+        return tuple(rule for pattern in self.patterns for rule in pattern.rules)
 
     def for_heads(self, heads: Sequence[int], num_kv_heads: int) -> PatternSum:
         return PatternSum(tuple(pattern.for_heads(heads, num_kv_heads) for pattern in self.patterns))

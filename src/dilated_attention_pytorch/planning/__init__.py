@@ -1,5 +1,6 @@
 """Where: a pattern and lengths become the geometry of partials. Cached, no tensors' values."""
 
+from .gathered import Gathered
 from .geometry import Axis, Partial
 from .plan import Call, Plan, Tile, plan
 from .shards import (
@@ -18,7 +19,6 @@ from .shards import (
 )
 
 __all__ = [
-    "Axis", "Block", "Call", "Layout", "Partial", "Piece", "Plan", "Rectangle", "Run", "ShardedCall", "Team", "Tile",
-    "exchange", "pieces", "plan", "shard_runs", "teams",
-    "with_rows",
+    "Axis", "Block", "Call", "Gathered", "Layout", "Partial", "Piece", "Plan", "Rectangle", "Run", "ShardedCall",
+    "Team", "Tile", "exchange", "pieces", "plan", "shard_runs", "teams", "with_rows",
 ]  # fmt: skip

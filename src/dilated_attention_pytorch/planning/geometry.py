@@ -5,7 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
-from dilated_attention_pytorch.patterns import DilationGroup
+import torch
+
+from dilated_attention_pytorch.patterns import DilationGroup, Spans, num_pairs
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,6 +35,8 @@ class Partial:
     head: int
     is_causal: bool = False
     phantoms: int = 0
+    band: tuple[int, int | None] | None = None
+    """The i-th query sees the j-th key iff ``j - i`` lies within these two numbers; None is no bound."""
     is_first: bool = False
     """No partial before it in the plan touches the same query rows."""
     axes: tuple[Axis, ...] = ()
@@ -48,6 +52,9 @@ class Partial:
     @property
     def num_pairs(self) -> int:
         """Pairs of a query and a key that the partial computes, for one query head per key/value head."""
+        if self.band is not None:
+            rectangle = Spans(*(torch.tensor([bound]) for bound in (0, self.num_queries, 0, self.num_keys)))
+            return num_pairs(rectangle, -self.band[0], self.band[1]) * self.num_problems
         pairs = self.num_queries * (self.num_queries + 1) // 2 if self.is_causal else self.num_queries * self.num_keys
         return pairs * self.num_problems
 
@@ -86,7 +93,9 @@ def group_partials(
             key, num_keys = group.selected(start, offset, key_from, key_to)
         if num_queries:
             first = is_first_group
-            for piece in _pieces(query, num_queries, key, num_keys, group.dilation_rate, head, is_causal=is_causal):
+            for piece in dense_and_causal(
+                query, num_queries, key, num_keys, group.dilation_rate, head, is_causal=is_causal
+            ):
                 rows = (piece.query_row + slabs.query_origin, piece.key_row + slabs.key_origin)
                 yield replace(piece, query_row=rows[0], key_row=rows[1], is_first=first)
                 first = False
@@ -98,7 +107,7 @@ def group_partials(
         position = stop
 
 
-def _pieces(
+def dense_and_causal(
     query: int, num_queries: int, key: int, num_keys: int, step: int, head: int, *, is_causal: bool
 ) -> Iterator[Partial]:
     """Queries and keys of one class of one segment, cut so that every partial is dense or a causal square."""
@@ -125,7 +134,7 @@ def _pieces(
 def fold(partials: Sequence[Partial]) -> list[Partial]:
     """Runs of equal partials at a constant distance become one partial with one axis more, level by level.
 
-    No two of them may touch the same row of the same head: those of one dilation group never do.
+    The problems of one partial never share a row of a query or of a key: gradients are added to them at once.
     """
     folded = list(partials)
     while True:
@@ -139,7 +148,7 @@ def _fold_once(partials: list[Partial]) -> list[Partial]:
     by_shape: dict[tuple[object, ...], list[Partial]] = {}
     for partial in partials:
         shape = (
-            partial.num_queries, partial.num_keys, partial.step, partial.is_causal, partial.phantoms,
+            partial.num_queries, partial.num_keys, partial.step, partial.is_causal, partial.phantoms, partial.band,
             partial.is_first, partial.axes, partial.key_row - partial.query_row,
         )  # fmt: skip
         by_shape.setdefault(shape, []).append(partial)
@@ -152,7 +161,8 @@ def _fold_once(partials: list[Partial]) -> list[Partial]:
                 rows = alike[index + 1].query_row - first.query_row
                 heads = alike[index + 1].head - first.head
                 # Partials that step back stay apart: strides of a view cannot be negative.
-                while min(rows, heads) >= 0 and index + size < len(alike):
+                shares_rows = heads == 0 and rows < _extent(first)
+                while min(rows, heads) >= 0 and not shares_rows and index + size < len(alike):
                     following = alike[index + size]
                     distance = (following.query_row - first.query_row, following.head - first.head)
                     if distance != (size * rows, size * heads):
@@ -162,3 +172,9 @@ def _fold_once(partials: list[Partial]) -> list[Partial]:
             axes = (Axis(size, rows, heads), *first.axes) if size > 1 else first.axes
             folded.append(replace(first, axes=axes))
     return folded
+
+
+def _extent(partial: Partial) -> int:
+    """Rows from the first to one past the last that a problem of one head touches, of queries or of keys."""
+    rows = (max(partial.num_queries, partial.num_keys, 1) - 1) * partial.step + 1
+    return rows + sum((axis.size - 1) * axis.rows for axis in partial.axes if axis.heads == 0)

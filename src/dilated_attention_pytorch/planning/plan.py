@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterator
+from collections.abc import Hashable, Iterator
 from dataclasses import dataclass, replace
 
-from dilated_attention_pytorch.patterns import DilationGroup, Pattern
+from dilated_attention_pytorch.patterns import NO_END, DilationGroup, Pattern
 
+from .gathered import Gathered, rule_partials
 from .geometry import Partial, Slabs, fold, group_partials
 
 
@@ -35,7 +36,7 @@ class Tile:
     query_rows: tuple[int, int]
     key_rows: tuple[int, int]
     kv_heads: tuple[int, int]
-    partials: tuple[Partial, ...]
+    partials: tuple[Partial | Gathered, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,6 +53,8 @@ class Plan:
 def plan(call: Call, tile_size: int) -> Plan:
     """Cut a call into tiles of about ``tile_size`` rows times query heads, never cutting through a segment.
 
+    Windows and blocks reach across any boundary: with a rule in the pattern no document is cut.
+
     Consecutive independent row ranges share a tile while they fit; where one range alone is larger, its heads are
     split; a tile is never smaller than one range of rows for one key/value head.
     """
@@ -67,7 +70,12 @@ def plan(call: Call, tile_size: int) -> Plan:
         heads_per_tile = min(call.num_kv_heads, max(1, tile_size // max(1, num_rows)))
         for head in range(0, call.num_kv_heads, heads_per_tile):
             heads = (head, min(head + heads_per_tile, call.num_kv_heads))
-            partials = [partial for group in _partials(call, groups, ranges, heads) for partial in fold(group)]
+            partials: list[Partial | Gathered] = []
+            for group in _partials(call, groups, ranges, heads):
+                partials += fold(group)
+            for of_rule in _partials_of_rules(call, ranges, heads):
+                is_first = not partials
+                partials += [one if is_first else replace(one, is_first=False) for one in of_rule]
             # Folding gathers equal shapes: what overwrites its rows has to come before what merges into them.
             tiles.append(Tile(query_rows, key_rows, heads, tuple(sorted(partials, key=lambda p: not p.is_first))))
     pairs = sum(partial.num_pairs for tile in tiles for partial in tile.partials)
@@ -103,6 +111,8 @@ def _row_ranges(
     lattices = {
         (group.segment_length, group.shift(head)) for group in groups for head in range(call.num_kv_heads)
     }  # fmt: skip
+    if call.pattern.rules:
+        lattices = {(NO_END, 0)}
     longest_length, longest_shift = max(lattices)
     run: list[tuple[int, int, int, int]] = []
     for begin, end, length in _documents(call):
@@ -146,6 +156,27 @@ def _partials(
                 ]  # fmt: skip
             partials += [partial if partial.head == head else replace(partial, head=head) for partial in of_class[name]]
         yield partials
+
+
+def _partials_of_rules(
+    call: Call, ranges: list[tuple[int, int, int, int]], heads: tuple[int, int]
+) -> Iterator[list[Partial | Gathered]]:
+    """The partials of one tile, a list for every rule, of all heads and documents."""
+    for rule in call.pattern.rules:
+        alike: dict[Hashable, list[int]] = {}
+        for head in range(*heads):
+            kind = rule.kind(head, call.num_kv_heads)
+            if kind is not None:
+                alike.setdefault(kind, []).append(head)
+        partials: list[Partial] = []
+        gathered: list[Gathered] = []
+        for some in alike.values():
+            for first, stop, begin, length in ranges:
+                slabs = _slabs(call, first, stop, begin, length)
+                dense, lists = rule_partials(rule, tuple(some), call.num_kv_heads, slabs, is_causal=call.is_causal)
+                partials += dense
+                gathered += lists
+        yield [*fold(partials), *gathered]
 
 
 def _slabs(call: Call, first: int, stop: int, begin: int, length: int) -> Slabs:

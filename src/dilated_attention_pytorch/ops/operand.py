@@ -1,0 +1,37 @@
+"""Operands of partials: tensors, where a tile begins in them, and what is done with them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import Enum
+
+from torch import Tensor
+
+from dilated_attention_pytorch.planning import Partial
+
+
+class Role(Enum):
+    """What a partial does with an operand."""
+
+    READ = "read"
+    MERGED_INTO = "merged into"
+    """Of queries; a partial that is the first to touch its rows overwrites them."""
+    ADDED_TO = "added to"
+
+
+@dataclass(frozen=True, slots=True)
+class Operand:
+    """A tensor ``[B, rows, heads]`` or ``[B, rows, heads, D]`` that begins at a tile's first row and first head."""
+
+    tensor: Tensor
+    first_row: int
+    first_head: int
+    by_query: bool
+    """Rows and heads are the queries'; else the keys', where all query heads of a group share one head."""
+    role: Role = Role.READ
+
+    def rows_of(self, partial: Partial) -> tuple[int, int]:
+        """First row and number of rows of a partial."""
+        if self.by_query:
+            return partial.query_row - self.first_row, partial.num_queries
+        return partial.key_row - self.first_row, partial.num_keys

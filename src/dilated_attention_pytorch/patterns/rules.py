@@ -1,0 +1,360 @@
+"""Rules of who sees whom that are no segments: windows, blocks and fixed rectangles of positions."""
+
+from __future__ import annotations
+
+import base64
+import functools
+from abc import ABC, abstractmethod
+from collections.abc import Hashable
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from .mixing import splitmix64
+
+NO_END = 1 << 62
+"""Stands for the end of what has none."""
+Range = tuple[int, int]
+"""Positions ``[start, stop)``."""
+
+
+class Spans(NamedTuple):
+    """Rectangles of positions: the queries ``[query_start, query_stop)`` see the keys ``[key_start, key_stop)``.
+
+    int64 ``[spans]`` each, ordered by ``query_start``, then ``key_start``. No pair lies in two of them.
+    """
+
+    query_start: Tensor
+    query_stop: Tensor
+    key_start: Tensor
+    key_stop: Tensor
+
+
+class Rule(ABC):
+    """A count of 0 or 1 for every pair of positions and every key/value head.
+
+    Query p sees key t iff one of :meth:`spans` holds the pair and ``-before <= t - p <= after``.
+    """
+
+    before: int | None = None
+    """How far back a query sees at most; None is any distance."""
+    after: int | None = None
+    """How far ahead a query sees at most; None is any distance."""
+
+    @property
+    @abstractmethod
+    def entry(self) -> list[Any]:
+        """The rule as JSON values: its name, then its numbers."""
+
+    @abstractmethod
+    def sees(self, kv_head: int, num_kv_heads: int, query: Tensor, key: Tensor) -> Tensor:
+        """The definition: bool, for integer tensors of positions p and t that broadcast."""
+
+    @abstractmethod
+    def spans(self, kv_head: int, num_kv_heads: int, queries: Range, keys: Range) -> Spans:
+        """Every pair that the rule may show within two ranges of positions."""
+
+    def kind(self, kv_head: int, num_kv_heads: int) -> Hashable:
+        """Equal for heads that see alike."""
+        return None
+
+    def last_query(self, kv_head: int, num_kv_heads: int, key: Tensor) -> Tensor:
+        """For int64 positions t the last query that sees each, or a bound on it; :data:`NO_END` where there is none.
+
+        What a bounded cache may drop is what no later query sees.
+        """
+        return torch.full_like(key, NO_END)
+
+    def check(self, num_positions: int, num_kv_heads: int) -> None:  # noqa: B027 - most rules hold everywhere
+        """Raise ValueError if the rule is not defined for that many positions or key/value heads."""
+
+
+@dataclass(frozen=True, slots=True)
+class Window(Rule):
+    """Query p sees the keys ``p - before`` to ``p + after``."""
+
+    before: int
+    after: int
+
+    @property
+    def entry(self) -> list[Any]:
+        return ["window", self.before, self.after]
+
+    def sees(self, kv_head: int, num_kv_heads: int, query: Tensor, key: Tensor) -> Tensor:
+        return (key >= query - self.before) & (key <= query + self.after)
+
+    def spans(self, kv_head: int, num_kv_heads: int, queries: Range, keys: Range) -> Spans:
+        start, stop = max(keys[0], queries[0] - self.before), min(keys[1], queries[1] + self.after)
+        query_start, query_stop = max(queries[0], start - self.after), min(queries[1], stop + self.before)
+        if start >= stop or query_start >= query_stop:
+            return _spans([])
+        return _spans([(query_start, query_stop, start, stop)])
+
+    def last_query(self, kv_head: int, num_kv_heads: int, key: Tensor) -> Tensor:
+        return key + self.before
+
+
+@dataclass(frozen=True, slots=True)
+class Rectangles(Rule):
+    """Queries ``[p0, p1)`` see keys ``[t0, t1)``, for fixed ranges that do not overlap; None is no end."""
+
+    rectangles: tuple[tuple[int, int | None, int, int | None], ...]
+
+    @property
+    def entry(self) -> list[Any]:
+        return ["rectangles", [list(rectangle) for rectangle in self.rectangles]]
+
+    @property
+    def _bounds(self) -> list[tuple[int, int, int, int]]:
+        return [(a, NO_END if b is None else b, c, NO_END if d is None else d) for a, b, c, d in self.rectangles]
+
+    def sees(self, kv_head: int, num_kv_heads: int, query: Tensor, key: Tensor) -> Tensor:
+        inside = [(query >= a) & (query < b) & (key >= c) & (key < d) for a, b, c, d in self._bounds]
+        return functools.reduce(torch.logical_or, inside)
+
+    def spans(self, kv_head: int, num_kv_heads: int, queries: Range, keys: Range) -> Spans:
+        clipped = [
+            (max(a, queries[0]), min(b, queries[1]), max(c, keys[0]), min(d, keys[1])) for a, b, c, d in self._bounds
+        ]
+        return _spans(sorted((a, b, c, d) for a, b, c, d in clipped if a < b and c < d))
+
+    def last_query(self, kv_head: int, num_kv_heads: int, key: Tensor) -> Tensor:
+        last = torch.full_like(key, -1)
+        for _, b, c, d in self._bounds:
+            last = torch.where((key >= c) & (key < d), last.clamp(min=b if b == NO_END else b - 1), last)
+        return last
+
+
+class BlockRule(Rule):
+    """A rule over blocks of ``block_size`` positions: all of a query block sees all of a key block, or nothing."""
+
+    block_size: int
+
+    @abstractmethod
+    def sees_block(self, kv_head: int, num_kv_heads: int, query_block: Tensor, key_block: Tensor) -> Tensor:
+        """The definition: bool, for integer tensors of block numbers that broadcast."""
+
+    def sees(self, kv_head: int, num_kv_heads: int, query: Tensor, key: Tensor) -> Tensor:
+        size = self.block_size
+        return self.sees_block(kv_head, num_kv_heads, query // size, key // size)
+
+    def spans(self, kv_head: int, num_kv_heads: int, queries: Range, keys: Range) -> Spans:
+        if queries[0] >= queries[1] or keys[0] >= keys[1]:
+            return _spans([])
+        size = self.block_size
+        first_query, first_key = queries[0] // size, keys[0] // size
+        query_blocks = torch.arange(first_query, -(-queries[1] // size))
+        key_blocks = torch.arange(first_key, -(-keys[1] // size))
+        rows_at_once = max(1, _MASK_CELLS // len(key_blocks))
+        found = [
+            _runs_of_mask(
+                self.sees_block(kv_head, num_kv_heads, some[:, None], key_blocks).expand(len(some), len(key_blocks))
+            )
+            for some in query_blocks.split(rows_at_once)
+        ]
+        query = torch.cat([rows + index * rows_at_once for index, (rows, _, _) in enumerate(found)]) + first_query
+        start, stop = (torch.cat([runs[part] for runs in found]) + first_key for part in (1, 2))
+        return Spans(
+            (query * size).clamp(min=queries[0]), ((query + 1) * size).clamp(max=queries[1]),
+            (start * size).clamp(min=keys[0]), (stop * size).clamp(max=keys[1]),
+        )  # fmt: skip
+
+
+_MASK_CELLS = 1 << 24
+
+
+def _runs_of_mask(mask: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Row, first column and one past the last of every run of True in the rows of a mask."""
+    padded = torch.nn.functional.pad(mask.to(torch.int8), (1, 1))
+    change = padded[:, 1:] - padded[:, :-1]
+    rows, starts = (change == 1).nonzero(as_tuple=True)
+    return rows, starts, (change == -1).nonzero(as_tuple=True)[1]
+
+
+@dataclass(frozen=True, slots=True)
+class StridedBlocks(BlockRule):
+    """Query block i sees the key blocks j with ``(i - j) mod stride == 0``."""
+
+    stride: int
+    block_size: int
+
+    @property
+    def entry(self) -> list[Any]:
+        return ["strided_blocks", self.stride, self.block_size]
+
+    def sees_block(self, kv_head: int, num_kv_heads: int, query_block: Tensor, key_block: Tensor) -> Tensor:
+        return (query_block - key_block) % self.stride == 0
+
+
+@dataclass(frozen=True, slots=True)
+class RandomBlocks(BlockRule):
+    """Of every ``out_of`` consecutive key blocks, query block i sees ``num_blocks``, drawn by the seed and the head.
+
+    Which they are depends on i, the head and the seed alone: not on the length, the world size or the machine.
+    """
+
+    num_blocks: int
+    out_of: int
+    block_size: int
+    seed: int
+
+    @property
+    def entry(self) -> list[Any]:
+        return ["random_blocks", self.num_blocks, self.out_of, self.block_size, self.seed]
+
+    def kind(self, kv_head: int, num_kv_heads: int) -> Hashable:
+        return kv_head
+
+    def sees_block(self, kv_head: int, num_kv_heads: int, query_block: Tensor, key_block: Tensor) -> Tensor:
+        first = key_block // self.out_of * self.out_of
+        state = splitmix64(splitmix64(splitmix64(query_block * 0 + self.seed) ^ kv_head) ^ query_block)
+        own = splitmix64(state ^ key_block)
+        rank = torch.zeros_like(own)
+        for place in range(self.out_of):
+            other = first + place
+            draw = splitmix64(state ^ other)
+            rank += ((draw < own) | ((draw == own) & (other < key_block))).to(rank.dtype)
+        return rank < self.num_blocks
+
+
+@dataclass(frozen=True, slots=True)
+class Hierarchical(BlockRule):
+    """Every block nearer than ``near``; from there to ``near * factor^l`` blocks away every ``factor^l``-th block.
+
+    Level l = 1 to ``levels - 1`` begins where the one before it ends, and sees the last block of each ``factor^l``.
+    """
+
+    near: int
+    levels: int
+    factor: int
+    block_size: int
+
+    @property
+    def entry(self) -> list[Any]:
+        return ["hierarchical", self.near, self.levels, self.factor, self.block_size]
+
+    def sees_block(self, kv_head: int, num_kv_heads: int, query_block: Tensor, key_block: Tensor) -> Tensor:
+        distance = (query_block - key_block).abs()
+        seen = distance < self.near
+        reach = self.near
+        for level in range(1, self.levels):
+            coarse = self.factor**level
+            inside = (distance >= reach) & (distance < self.near * coarse)
+            seen = seen | (inside & (key_block % coarse == coarse - 1))
+            reach = self.near * coarse
+        return seen
+
+    def last_query(self, kv_head: int, num_kv_heads: int, key: Tensor) -> Tensor:
+        block, size = key // self.block_size, self.block_size
+        reach = torch.full_like(block, self.near)
+        for level in range(1, self.levels):
+            coarse = self.factor**level
+            reach = torch.where(block % coarse == coarse - 1, self.near * coarse, reach)
+        return (block + reach) * size - 1
+
+
+@dataclass(frozen=True, slots=True)
+class BlockMask(BlockRule):
+    """A block mask, bits packed row by row: ``[heads or 1, query blocks, key blocks]``."""
+
+    bits: bytes
+    shape: tuple[int, int, int]
+    block_size: int
+
+    @property
+    def entry(self) -> list[Any]:
+        return ["block_mask", base64.b64encode(self.bits).decode(), list(self.shape), self.block_size]
+
+    @property
+    def mask(self) -> Tensor:
+        """bool ``[heads or 1, query blocks, key blocks]``."""
+        return _unpacked(self.bits, self.shape)
+
+    def kind(self, kv_head: int, num_kv_heads: int) -> Hashable:
+        return 0 if self.shape[0] == 1 else kv_head
+
+    def sees_block(self, kv_head: int, num_kv_heads: int, query_block: Tensor, key_block: Tensor) -> Tensor:
+        of_head = self.mask[0 if self.shape[0] == 1 else kv_head].to(query_block.device)
+        inside = (query_block < self.shape[1]) & (key_block < self.shape[2])
+        return of_head[query_block.clamp(max=self.shape[1] - 1), key_block.clamp(max=self.shape[2] - 1)] & inside
+
+    def last_query(self, kv_head: int, num_kv_heads: int, key: Tensor) -> Tensor:
+        of_head = self.mask[0 if self.shape[0] == 1 else kv_head]
+        numbers = torch.arange(1, self.shape[1] + 1).unsqueeze(-1)
+        last = (of_head * numbers).amax(0)  # one past the last query block of each key block
+        return last[(key // self.block_size).clamp(max=self.shape[2] - 1)] * self.block_size - 1
+
+    def check(self, num_positions: int, num_kv_heads: int) -> None:
+        if self.shape[0] not in (1, num_kv_heads):
+            raise ValueError(
+                f"the block mask has {self.shape[0]} heads, got a call of {num_kv_heads} key/value heads; a mask of 1 "
+                "head is for all"
+            )
+        covered = min(self.shape[1], self.shape[2]) * self.block_size
+        if num_positions > covered:
+            raise ValueError(
+                f"the block mask covers {covered} positions ({self.shape[1]} x {self.shape[2]} blocks of "
+                f"{self.block_size}), got {num_positions}; make a mask of {-(-num_positions // self.block_size)} blocks"
+            )
+
+
+@functools.lru_cache(maxsize=64)
+def _unpacked(bits: bytes, shape: tuple[int, int, int]) -> Tensor:
+    size = shape[0] * shape[1] * shape[2]
+    packed = torch.frombuffer(bytearray(bits), dtype=torch.uint8)
+    flat = (packed.unsqueeze(-1) >> torch.arange(8, dtype=torch.uint8)) & 1
+    return flat.view(-1)[:size].view(shape).bool()
+
+
+def packed_mask(mask: Tensor) -> bytes:
+    """A bool tensor as bytes, eight entries each, the first in the lowest bit."""
+    flat = torch.nn.functional.pad(mask.reshape(-1).to(torch.uint8), (0, -mask.numel() % 8)).view(-1, 8)
+    return bytes((flat << torch.arange(8, dtype=torch.uint8)).sum(1).to(torch.uint8).tolist())
+
+
+_RULES: dict[str, type[Rule]] = {
+    "window": Window,
+    "rectangles": Rectangles,
+    "strided_blocks": StridedBlocks,
+    "random_blocks": RandomBlocks,
+    "hierarchical": Hierarchical,
+    "block_mask": BlockMask,
+}
+
+
+def rule_from_entry(name: str, *values: Any) -> Rule:
+    """The rule whose :attr:`Rule.entry` this is."""
+    if name == "rectangles":
+        return Rectangles(tuple(tuple(rectangle) for rectangle in values[0]))
+    if name == "block_mask":
+        bits, shape, block_size = values
+        return BlockMask(base64.b64decode(bits), tuple(shape), block_size)
+    return _RULES[name](*values)
+
+
+def num_pairs(spans: Spans, before: int | None, after: int | None) -> int:
+    """How many pairs with ``-before <= t - p <= after`` the spans hold; None is no bound."""
+    height, width = spans.query_stop - spans.query_start, spans.key_stop - spans.key_start
+
+    def up_to(distance: int) -> Tensor:
+        """Pairs with ``t - p <= distance``: query p sees ``p + distance + 1 - key_start`` keys, if there are."""
+        last = spans.query_stop + distance - spans.key_start
+        return _sum_of_clamped(last, width) - _sum_of_clamped(last - height, width)
+
+    pairs = height * width if after is None else up_to(after)
+    if before is not None:
+        pairs = pairs - up_to(-before - 1)
+    return int(pairs.sum())
+
+
+def _sum_of_clamped(last: Tensor, most: Tensor) -> Tensor:
+    """The sum of ``min(i, most)`` for i from 1 to ``last``, 0 where that is less than 1."""
+    rising = torch.minimum(last, most).clamp(min=0)
+    return rising * (rising + 1) // 2 + (last - most).clamp(min=0) * most
+
+
+def _spans(rectangles: list[tuple[int, int, int, int]]) -> Spans:
+    columns = torch.tensor(rectangles, dtype=torch.int64).view(-1, 4).T
+    return Spans(columns[0], columns[1], columns[2], columns[3])

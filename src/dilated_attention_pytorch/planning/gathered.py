@@ -1,0 +1,188 @@
+"""Partials of rules: dense rectangles and bands where they lie, and lists of key blocks that are gathered first."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from dilated_attention_pytorch.patterns import HeadRule, Spans
+
+from .geometry import Partial, Slabs, dense_and_causal
+
+_BAND_ROWS = (32, 512)
+"""Fewest and most query rows of a partial that a band cuts through."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Gathered:
+    """Problems of ``num_queries`` consecutive query rows, each of which sees all keys of a list of the problem's own.
+
+    Problem i has the query rows from ``query_rows[i]`` on; its keys are, for every j, the ``unit`` rows from
+    ``first_key + unit * key_units[i, j]`` on. The same for every one of ``heads``. Rows count within the slabs.
+    """
+
+    query_rows: Tensor
+    """int64 ``[problems]``; no two problems share a row."""
+    num_queries: int
+    key_units: Tensor
+    """int64 ``[problems, units of a problem]``."""
+    unit: int
+    first_key: int
+    heads: tuple[int, ...]
+    is_first: bool = False
+    """No partial before it in the plan touches the same query rows."""
+
+    @property
+    def num_keys(self) -> int:
+        """Keys of every problem."""
+        return self.key_units.shape[1] * self.unit
+
+    @property
+    def num_pairs(self) -> int:
+        """Pairs of a query and a key that are computed, for one query head per key/value head."""
+        return self.query_rows.shape[0] * self.num_queries * self.num_keys * len(self.heads)
+
+
+def rule_partials(
+    rule: HeadRule, heads: tuple[int, ...], num_kv_heads: int, slabs: Slabs, *, is_causal: bool
+) -> tuple[list[Partial], list[Gathered]]:
+    """The partials of one rule for key/value heads that see alike, and those whose keys are gathered first.
+
+    Partials come head by head. ``is_first`` of the result says which of them no other touches the rows of before.
+    """
+    queries, keys = (slabs.query_start, slabs.query_stop), (slabs.key_start, slabs.key_stop)
+    spans = rule.spans(heads[0], num_kv_heads, queries, keys)
+    before, after = rule.band(is_causal=is_causal)
+    gathered: list[Gathered] = []
+    if before is not None:
+        rectangles = _rectangles(spans)
+        partials = [replace(partial, is_first=True) for one in rectangles for partial in _banded(*one, before, after)]
+    elif (size := rule.block_size) is None:
+        partials = [
+            partial
+            for first, stop, key, key_stop in _rectangles(spans)
+            for partial in dense_and_causal(first, stop - first, key, key_stop - key, 1, 0, is_causal=is_causal)
+        ]
+    else:
+        partials, spans = _cut_by_causality(spans) if is_causal else ([], spans)
+        gathered = _gathered(spans, size, slabs, heads)
+        if _share_no_row(gathered):
+            gathered = [replace(one, is_first=True) for one in gathered]
+    partials = [
+        replace(
+            partial, head=head, query_row=partial.query_row + slabs.query_origin,
+            key_row=partial.key_row + slabs.key_origin,
+        )
+        for head in heads for partial in partials
+    ]  # fmt: skip
+    return partials, gathered
+
+
+def _rectangles(spans: Spans) -> list[tuple[int, int, int, int]]:
+    return list(zip(*(column.tolist() for column in spans), strict=True))
+
+
+def _banded(query: int, query_stop: int, key: int, key_stop: int, before: int, after: int | None) -> Iterator[Partial]:
+    """A band across a rectangle, as partials of a few rows that are cut by it.
+
+    They come in an order in which :func:`fold` finds runs of partials that share no key.
+    """
+    width = key_stop - key if after is None else before + after + 1
+    rows = min(max(1 << (max(1, width // 4) - 1).bit_length(), _BAND_ROWS[0]), _BAND_ROWS[1])
+    starts = range(query, query_stop, rows)
+    apart = -(-(rows + width - 1) // rows)
+    for index in range(min(apart, len(starts))):
+        for start in starts[index::apart]:
+            stop = min(start + rows, query_stop)
+            first = max(key, start - before)
+            last = key_stop if after is None else min(key_stop, stop + after)
+            if first < last:
+                to_first = first - start
+                yield Partial(
+                    start, first, stop - start, last - first, 1, 0,
+                    band=(-before - to_first, None if after is None else after - to_first),
+                )  # fmt: skip
+
+
+def _cut_by_causality(spans: Spans) -> tuple[list[Partial], Spans]:
+    """Causal squares of the spans that the diagonal cuts, and the spans that all of their queries see."""
+    is_whole = spans.key_stop - 1 <= spans.query_start
+    is_cut = ~is_whole & (spans.key_start < spans.query_stop)
+    squares, rectangles = [], [tuple(column[is_whole] for column in spans)]
+    cut = Spans(*(column[is_cut] for column in spans))
+    for first, stop, key, key_stop in _rectangles(cut):
+        for piece in dense_and_causal(first, stop - first, key, key_stop - key, 1, 0, is_causal=True):
+            if piece.is_causal:
+                squares.append(piece)
+            else:
+                bounds = (
+                    piece.query_row,
+                    piece.query_row + piece.num_queries,
+                    piece.key_row,
+                    piece.key_row + piece.num_keys,
+                )
+                rectangles.append(tuple(torch.tensor([bound]) for bound in bounds))
+    whole = Spans(*(torch.cat(columns) for columns in zip(*rectangles, strict=True)))
+    return squares, whole
+
+
+def _gathered(spans: Spans, block_size: int, slabs: Slabs, heads: tuple[int, ...]) -> list[Gathered]:
+    """Lists of whole key blocks, and of the rows of blocks of which the slab holds a part."""
+    # Positions of blocks that lie in the span as a whole.
+    inner_start = -(-spans.key_start // block_size) * block_size
+    inner_stop = torch.maximum(spans.key_stop // block_size * block_size, inner_start)
+    outer = [
+        Spans(*spans[:2], spans.key_start, torch.minimum(inner_start, spans.key_stop)),
+        Spans(*spans[:2], torch.minimum(inner_stop, spans.key_stop), spans.key_stop),
+    ]
+    rest = Spans(*(torch.cat(columns) for columns in zip(*outer, strict=True)))
+    found = _lists(Spans(*spans[:2], inner_start, inner_stop), block_size, slabs, heads)
+    found += _lists(rest, 1, slabs, heads)
+    return found
+
+
+def _lists(spans: Spans, unit: int, slabs: Slabs, heads: tuple[int, ...]) -> list[Gathered]:
+    """Spans of whole units as problems, those with equally many queries and keys together."""
+    counts = ((spans.key_stop - spans.key_start) // unit).clamp(min=0)
+    order = torch.argsort(spans.query_start * _ROW_BOUND + spans.query_stop - spans.query_start, stable=True)
+    order = order[counts[order] > 0]
+    if not len(order):
+        return []
+    names = torch.stack([spans.query_start[order], spans.query_stop[order]], 1)
+    problems, problem_of, _ = torch.unique_consecutive(names, dim=0, return_inverse=True, return_counts=True)
+    counts = counts[order]
+    starts = spans.key_start[order]
+    # Unit numbers of every span, one after the other.
+    before = counts.cumsum(0) - counts
+    place = torch.arange(int(counts.sum())) - before.repeat_interleave(counts)
+    units = (starts // unit).repeat_interleave(counts) + place
+    totals = torch.zeros(len(problems), dtype=torch.int64).index_add_(0, problem_of, counts)
+    ends = totals.cumsum(0)
+    sizes = torch.stack([problems[:, 1] - problems[:, 0], totals], 1)
+    found = []
+    for num_queries, num_units in torch.unique(sizes, dim=0).tolist():
+        of_size = ((sizes[:, 0] == num_queries) & (sizes[:, 1] == num_units)).nonzero().squeeze(1)
+        places = (ends[of_size] - num_units).unsqueeze(1) + torch.arange(num_units)
+        # Units begin at multiples of the unit in the document: in the slab that may be some rows on.
+        first_key = slabs.key_origin % unit
+        shift = (slabs.key_origin - first_key) // unit
+        found.append(
+            Gathered(
+                problems[of_size, 0] + slabs.query_origin, num_queries, units[places] + shift, unit, first_key, heads
+            )
+        )
+    return found
+
+
+_ROW_BOUND = 1 << 31
+
+
+def _share_no_row(gathered: list[Gathered]) -> bool:
+    """Whether no two problems have a query row in common."""
+    starts = torch.cat([torch.empty(0, dtype=torch.int64), *(one.query_rows for one in gathered)])
+    numbers = torch.tensor([one.num_queries for one in gathered for _ in one.query_rows], dtype=torch.int64)
+    order = torch.argsort(starts)
+    return bool((starts[order][1:] >= (starts + numbers)[order][:-1]).all())
