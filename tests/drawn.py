@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import torch
 from hypothesis import HealthCheck, Phase, settings
@@ -11,8 +11,19 @@ from hypothesis import strategies as st
 from hypothesis.internal.conjecture import providers
 from torch import Tensor
 
-from dilated_attention_pytorch import DilatedPattern, Pattern, PatternSum
-from oracle import Groups, dense_counts
+from dilated_attention_pytorch import (
+    DilatedPattern,
+    Pattern,
+    PatternSum,
+    from_block_mask,
+    global_tokens,
+    hierarchical,
+    local_window,
+    per_head,
+    random_blocks,
+    strided_blocks,
+)
+from oracle import Groups, Rule, dense_counts
 
 SWEEP = os.environ.get("HYPOTHESIS_PROFILE") == "sweep"
 
@@ -65,7 +76,7 @@ class DrawnCall:
     kv_heads: int
     ratio: int
     head_dim: int
-    summands: tuple[Groups, ...]
+    summands: tuple[Groups | Rule, ...]
     seed: int
     is_causal: bool
     scale: float | None
@@ -74,12 +85,7 @@ class DrawnCall:
     @property
     def pattern(self) -> Pattern:
         """The drawn pattern: the sum of the summands."""
-        patterns = tuple(
-            DilatedPattern(
-                list(g.lengths), list(g.rates), offset_rule=g.offset_rule, tail=g.tail, segment_shift=list(g.shift)
-            )
-            for g in self.summands
-        )
+        patterns = tuple(pattern_of(summand) for summand in self.summands)
         return patterns[0] if len(patterns) == 1 else PatternSum(patterns)
 
     def tensors(self, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
@@ -114,6 +120,33 @@ class DrawnCall:
         ]  # fmt: skip
         counts, phantoms = zip(*parts, strict=True)
         return torch.stack(counts).sum(0), torch.stack(phantoms).sum(0)
+
+
+def pattern_of(summand: Groups | Rule) -> Pattern:
+    """The pattern that the oracle's numbers stand for."""
+    if isinstance(summand, Groups):
+        return DilatedPattern(
+            list(summand.lengths), list(summand.rates), offset_rule=summand.offset_rule, tail=summand.tail,
+            segment_shift=list(summand.shift),
+        )  # fmt: skip
+    index, number = summand.of_heads
+    if number > 1:  # the other heads see nothing of it
+        nothing = from_block_mask(torch.zeros(1, 1, 1, dtype=torch.bool), 1 << 20)
+        return per_head(
+            [pattern_of(replace(summand, of_heads=(0, 1))) if i == index else nothing for i in range(number)]
+        )
+    match summand.name, summand.numbers:
+        case "window", numbers:
+            return local_window(*numbers)
+        case "global", numbers:
+            return global_tokens(*numbers)
+        case "strided", (stride, size):
+            return strided_blocks(stride, block_size=size)
+        case "hierarchical", (near, levels, factor, size):
+            return hierarchical(near, levels=levels, factor=factor, block_size=size)
+        case "random", (some, out_of, seed, size):
+            return random_blocks(some / out_of, seed=seed, block_size=size)
+    return from_block_mask(torch.tensor(summand.mask), summand.numbers[-1])
 
 
 @st.composite
@@ -158,3 +191,42 @@ def calls(draw: st.DrawFn, *, with_padding: bool = True, sizes: Sizes = DENSE) -
         summands=summands, seed=seed, is_causal=draw(st.booleans()),
         scale=draw(st.sampled_from([None, None, 0.7, -0.3])), options=options,
     )  # fmt: skip
+
+
+@st.composite
+def rules(draw: st.DrawFn, num_positions: int, num_kv_heads: int) -> Rule:
+    """One window, global tokens or one rule of blocks, defined for that many positions."""
+    name = draw(st.sampled_from(["window", "global", "strided", "hierarchical", "random", "random", "mask", "mask"]))
+    size = draw(st.one_of(st.integers(1, 40), st.sampled_from([8, 16, 32])))
+    mask: tuple[tuple[tuple[bool, ...], ...], ...] = ()
+    if name == "window":
+        numbers: tuple[int, ...] = draw(st.tuples(st.integers(0, 150), st.one_of(st.just(0), st.integers(0, 60))))
+    elif name == "global":
+        numbers = (draw(st.integers(1, 30)),)
+    elif name == "strided":
+        numbers = (draw(st.integers(1, 6)), size)
+    elif name == "hierarchical":
+        numbers = (draw(st.integers(1, 3)), draw(st.integers(1, 4)), draw(st.integers(2, 3)), size)
+    elif name == "random":
+        some, out_of = draw(st.sampled_from([(1, 2), (1, 3), (2, 3), (1, 4), (3, 5), (1, 10), (1, 1)]))
+        numbers = (some, out_of, draw(st.integers(0, 2**63 - 1)), size)
+    else:
+        blocks = -(-num_positions // size)
+        generator = torch.Generator().manual_seed(draw(st.integers(0, 2**31)))
+        heads, share = draw(st.sampled_from([1, num_kv_heads])), draw(st.sampled_from([0.1, 0.3, 0.5, 0.9, 1.0]))
+        drawn = torch.rand(heads, max(1, blocks), max(1, blocks), generator=generator) < share
+        mask, numbers = tuple(tuple(map(tuple, head)) for head in drawn.tolist()), (size,)
+    parts = draw(st.sampled_from([1, 1, 1, 2, 3]))
+    return Rule(name, numbers, (draw(st.integers(0, parts - 1)), parts), mask)
+
+
+@st.composite
+def block_calls(draw: st.DrawFn, *, with_padding: bool = True, sizes: Sizes = DENSE) -> DrawnCall:
+    """A call of :func:`calls` whose pattern is a sum of rules, with its dilated patterns or without them."""
+    call = draw(calls(with_padding=with_padding, sizes=sizes))
+    end = max(
+        call.num_queries + int(call.options.get("query_offset", 0)),
+        call.num_keys + int(call.options.get("key_offset", 0)),
+    )
+    ruled = tuple(draw(rules(end, call.kv_heads)) for _ in range(draw(st.sampled_from([1, 1, 2, 3]))))
+    return replace(call, summands=(*(call.summands if draw(st.booleans()) else ()), *ruled))

@@ -20,9 +20,62 @@ class Groups:
     shift: tuple[int, ...] = (0,)
 
 
+@dataclass(frozen=True)
+class Rule:
+    """A window, blocks or global tokens by numbers; for the key/value heads ``g mod of_heads[1] == of_heads[0]``."""
+
+    name: str
+    numbers: tuple[int, ...]
+    of_heads: tuple[int, int] = (0, 1)
+    mask: tuple[tuple[tuple[bool, ...], ...], ...] = ()
+
+    def sees(self, g: int, p: int, t: int) -> bool:
+        """Whether query position p sees key position t (``"window"``, ``"global"``), or block p block t."""
+        match self.name, self.numbers:
+            case "window", (before, after):
+                return p - before <= t <= p + after
+            case "global", (number,):
+                return p < number or t < number
+            case "strided", (stride, _):
+                return p % stride == t % stride
+            case "hierarchical", (near, levels, factor, _):
+                level = next((n for n in range(levels) if abs(p - t) < near * factor**n), None)
+                return level is not None and (t + 1) % factor**level == 0
+            case "random", (number, out_of, seed, _):
+                mates = range(t // out_of * out_of, t // out_of * out_of + out_of)
+                state = splitmix(splitmix(splitmix(seed) ^ g) ^ p)
+                return t in sorted(mates, key=lambda j: (signed(splitmix(state ^ j)), j))[:number]
+            case "mask", _:
+                return self.mask[g % len(self.mask)][p][t]
+        raise AssertionError(self)
+
+    def counts(self, g: int, p: np.ndarray, t: np.ndarray) -> np.ndarray:
+        """bool ``[queries, keys]`` for positions p and t."""
+        if g % self.of_heads[1] != self.of_heads[0]:
+            return np.zeros((len(p), len(t)), dtype=bool)
+        size = 1 if self.name in ("window", "global") else self.numbers[-1]
+        (p, p_place), (t, t_place) = (np.unique(x // size, return_inverse=True) for x in (p, t))
+        seen = [[self.sees(g, i, j) for j in t.tolist()] for i in p.tolist()]
+        return np.array(seen, dtype=bool).reshape(len(p), len(t))[p_place][:, t_place]
+
+
+def splitmix(state: int) -> int:
+    """One step of splitmix64 and its finaliser (Steele et al. 2014)."""
+    state = (state + 0x9E3779B97F4A7C15) % 2**64
+    state = (state ^ state >> 30) * 0xBF58476D1CE4E5B9 % 2**64
+    state = (state ^ state >> 27) * 0x94D049BB133111EB % 2**64
+    return state ^ state >> 31
+
+
+def signed(number: int) -> int:
+    """64 bits as a signed integer."""
+    return number - 2**64 if number >= 2**63 else number
+
+
 def dense_counts(
-    groups: Groups, num_queries: int, num_keys: int, kv_heads: int, *, query_offset: int = 0, key_offset: int = 0,
-    boundaries: list[int] | None = None, is_causal: bool = False, padding: Tensor | None = None, batch: int = 1,
+    groups: Groups | Rule, num_queries: int, num_keys: int, kv_heads: int, *, query_offset: int = 0,
+    key_offset: int = 0, boundaries: list[int] | None = None, is_causal: bool = False,
+    padding: Tensor | None = None, batch: int = 1,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """``c[b, g, p, t]`` and the number of phantom keys ``n[b, g, p]``, by asking the definition for every pair."""
     p, t = np.arange(num_queries) + query_offset, np.arange(num_keys) + key_offset
@@ -36,6 +89,10 @@ def dense_counts(
     counts = np.zeros((kv_heads, num_queries, num_keys), dtype=np.int64)
     phantoms = np.zeros((kv_heads, num_queries), dtype=np.int64)
     for g in range(kv_heads):
+        if isinstance(groups, Rule):
+            c = groups.counts(g, p, t) & (document_of_p[:, None] == document_of_t[None, :])
+            counts[g] = c & (t[None, :] <= p[:, None]) if is_causal else c
+            continue
         for w, r in zip(groups.lengths, groups.rates, strict=True):
             offset = g % r if groups.offset_rule == "modulo" else g // int(np.ceil(kv_heads / r))
             shift = groups.shift[g % len(groups.shift)]

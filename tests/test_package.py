@@ -20,24 +20,28 @@ ORDER = ["patterns", "planning", "kernels", "ops"]
 # What each part may import, beside itself.
 ALLOWED = {
     **{name: set(ORDER[:index]) for index, name in enumerate(ORDER)},
-    "nn": set(ORDER),
+    "selection": {"patterns", "ops", "machine", "errors"},
+    "nn": {*ORDER, "selection"},
     "models": {*ORDER, "nn"},
     "errors": set(),
     "machine": {"errors"},
     "output": {"errors"},
-    "parallel": {*ORDER, "nn"},
+    "parallel": {*ORDER, "nn", "selection"},
     "training": {*ORDER, "nn", "models", "parallel", "errors", "machine", "output"},
     "benchmarks": {*ORDER, "nn", "models", "errors", "machine", "output"},
-    "cli": {*ORDER, "nn", "models", "errors", "machine", "training", "benchmarks"},
+    "cli": {*ORDER, "nn", "models", "errors", "machine", "output", "selection", "training", "benchmarks"},
     "core": {"nn"},
-    "legacy": {"core", "nn", "parallel"},
-    "__init__": {"legacy", "models", "nn", "ops", "patterns"},
+    "legacy": {"core", "nn", "parallel", "selection"},
+    "__init__": {"legacy", "models", "nn", "ops", "patterns", "selection"},
     "__main__": {"cli"},
 }
 PUBLIC = {
-    "AttentionOutput", "DilatedAttention", "DilatedPattern", "LongNetCache", "LongNetConfig", "LongNetForCausalLM",
-    "LongNetLM", "MultiheadDilatedAttention", "Pattern", "PatternSum", "attend", "attend_with_lse",
-    "dilated_attention", "generate", "merge",
+    "AdaptiveBlockAttention", "AttentionOutput", "DilatedAttention", "DilatedPattern", "DynamicDilatedAttention",
+    "DynamicMultiheadDilatedAttention", "DynamicSegmentSelector", "LongNetCache", "LongNetConfig",
+    "LongNetForCausalLM", "LongNetLM", "MultiheadDilatedAttention", "MultiheadPatternAttention", "Pattern",
+    "PatternAttention", "PatternSum", "SegmentSelectionConfig", "SegmentedPattern", "attend", "attend_with_lse",
+    "dilated_attention", "from_block_mask", "generate", "global_tokens", "hierarchical", "local_window", "merge",
+    "per_head", "random_blocks", "strided_blocks",
 }  # fmt: skip
 
 

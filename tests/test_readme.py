@@ -1,4 +1,4 @@
-"""The README's examples run, and its commands exist."""
+"""The examples of the README and of the pages run, and the commands exist."""
 
 from __future__ import annotations
 
@@ -9,12 +9,17 @@ import pytest
 
 ROOT = Path(__file__).parent.parent
 README = (ROOT / "README.md").read_text()
-BLOCKS = re.findall(r"```python\n(.*?)```", README, flags=re.DOTALL)
+PAGES = [ROOT / "README.md", *(ROOT / "docs" / f"{name}.md" for name in ("patterns", "adaptive", "selection"))]
+EXAMPLES = {
+    f"{page.name}, example {number}": text
+    for page in PAGES
+    for number, text in enumerate(re.findall(r"```python\n(.*?)```", page.read_text(), flags=re.DOTALL))
+}
 
 
-@pytest.mark.parametrize("block", range(len(BLOCKS)))
-def test_an_example_runs(block: int) -> None:
-    exec(compile(BLOCKS[block], f"README.md, example {block}", "exec"), {})
+@pytest.mark.parametrize("name", EXAMPLES)
+def test_an_example_runs(name: str) -> None:
+    exec(compile(EXAMPLES[name], name, "exec"), {})
 
 
 def test_the_commands_it_names_exist() -> None:

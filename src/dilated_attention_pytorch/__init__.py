@@ -4,29 +4,65 @@ from typing import TYPE_CHECKING, Any
 
 from . import legacy
 from .models import LongNetCache, LongNetConfig, LongNetLM, generate
-from .nn import DilatedAttention, MultiheadDilatedAttention
+from .nn import (
+    AdaptiveBlockAttention,
+    DilatedAttention,
+    DynamicDilatedAttention,
+    DynamicMultiheadDilatedAttention,
+    MultiheadDilatedAttention,
+    MultiheadPatternAttention,
+    PatternAttention,
+)
 from .ops import AttentionOutput, attend, attend_with_lse, dilated_attention, merge
-from .patterns import DilatedPattern, Pattern, PatternSum
+from .patterns import (
+    DilatedPattern,
+    Pattern,
+    PatternSum,
+    SegmentedPattern,
+    from_block_mask,
+    global_tokens,
+    hierarchical,
+    local_window,
+    per_head,
+    random_blocks,
+    strided_blocks,
+)
+from .selection import DynamicSegmentSelector, SegmentSelectionConfig
 
 if TYPE_CHECKING:
     from .models import LongNetForCausalLM
 
 __all__ = [
+    "AdaptiveBlockAttention",
     "AttentionOutput",
     "DilatedAttention",
     "DilatedPattern",
+    "DynamicDilatedAttention",
+    "DynamicMultiheadDilatedAttention",
+    "DynamicSegmentSelector",
     "LongNetCache",
     "LongNetConfig",
     "LongNetForCausalLM",
     "LongNetLM",
     "MultiheadDilatedAttention",
+    "MultiheadPatternAttention",
     "Pattern",
+    "PatternAttention",
     "PatternSum",
+    "SegmentSelectionConfig",
+    "SegmentedPattern",
     "attend",
     "attend_with_lse",
     "dilated_attention",
+    "from_block_mask",
     "generate",
+    "global_tokens",
+    "hierarchical",
+    "local_window",
     "merge",
+    "per_head",
+    "random_blocks",
+    "strided_blocks",
 ]
 
 legacy.install()

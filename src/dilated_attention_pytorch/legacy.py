@@ -45,6 +45,14 @@ TABLE: tuple[tuple[str, str, str, str, str], ...] = (
     ("core.factory", "create_dilated_attention", "core", "create_dilated_attention", "core.create_dilated_attention"),
     ("core.factory", "create_multihead_dilated_attention", "core", "create_multihead_dilated_attention",
      "core.create_multihead_dilated_attention"),
+    ("utils.dynamic_segment_selector", "DynamicSegmentSelector", "selection", "DynamicSegmentSelector",
+     "DynamicSegmentSelector"),
+    ("utils.dynamic_segment_selector", "SegmentSelectionConfig", "selection", "SegmentSelectionConfig",
+     "SegmentSelectionConfig"),
+    ("dynamic_dilated_attention", "DynamicDilatedAttention", "nn", "DynamicDilatedAttention",
+     "DynamicDilatedAttention"),
+    ("dynamic_dilated_attention", "DynamicMultiheadDilatedAttention", "nn", "DynamicMultiheadDilatedAttention",
+     "DynamicMultiheadDilatedAttention"),
     *(
         (module, name, home, today, f"parallel.{today}")
         for modules, name, home, today in (
@@ -114,5 +122,7 @@ class _OldModule(ModuleType):
 def install() -> None:
     """Make the old module paths importable. They go into ``sys.modules`` and not onto the package, where
     ``dilated_attention`` is today's function."""
-    for module in {entry[0] for entry in TABLE} - {""}:
+    modules = {entry[0] for entry in TABLE} - {""}
+    # Python imports the parent of a module first, where nothing of the package was imported before.
+    for module in modules | {name.rpartition(".")[0] for name in modules if "." in name}:
         sys.modules.setdefault(f"{_PACKAGE}.{module}", _OldModule(f"{_PACKAGE}.{module}"))

@@ -12,7 +12,7 @@ import torch
 from dilated_attention_pytorch.benchmarks import caching, tiling, traffic
 from dilated_attention_pytorch.benchmarks.shapes import SHAPES, Case
 from dilated_attention_pytorch.benchmarks.tiling import KERNELS, Kernel
-from dilated_attention_pytorch.kernels.triton import launch
+from dilated_attention_pytorch.kernels.triton import launch, sides
 
 CASES = {
     "nested": {"rows": 300, "segment_lengths": (64, 128, 256), "dilation_rates": (1, 2, 4)},
@@ -37,9 +37,9 @@ def problem_with_tensors(case: Case) -> launch.Problem:
     return launch.Problem(query, key, value, case.pattern.groups, case.causal, 1.0)
 
 
-def side_of(problem: launch.Problem, case: Case, kernel: Kernel) -> launch._Side:
+def side_of(problem: launch.Problem, case: Case, kernel: Kernel) -> sides.Side:
     # The key gradient takes over the order of the query gradient where both have the same rows.
-    return launch._side(problem, launch._table_of(problem), tiling._tile_rows_of(case, kernel), is_query=True)
+    return sides.side_of(problem, sides.table_of(problem), tiling._tile_rows_of(case, kernel), is_query=True)
 
 
 @pytest.mark.parametrize("name", CASES)
@@ -62,7 +62,7 @@ def test_the_runs_of_every_tile_are_the_kernels(name: str, kernel: Kernel, causa
     tiles = tiling.tiles_of(case, kernel, chosen)
     ours = tiling.runs_of(case, kernel, chosen, tiles)
     side, slots = side_of(problem, case, kernel), tiles.rows.shape[1]
-    theirs = launch._runs(problem, launch._table_of(problem), side, slots, of_queries=kernel == "key_gradient")
+    theirs = sides.runs_of(problem, sides.table_of(problem), side, slots, of_queries=kernel == "key_gradient")
     assert theirs.lines.shape[2] == tiles.capacity
     assert theirs.lines.shape[3] * 4 == caching.bytes_of_run(tiles)
     tiles_per_window = theirs.num_tiles // side.num_windows

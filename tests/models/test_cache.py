@@ -2,11 +2,28 @@
 
 from __future__ import annotations
 
+import threading
+from dataclasses import dataclass, field
 from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
 
+from dilated_attention_pytorch import (
+    AttentionOutput,
+    DilatedPattern,
+    Pattern,
+    attend,
+    from_block_mask,
+    global_tokens,
+    hierarchical,
+    local_window,
+    merge,
+    per_head,
+    random_blocks,
+    strided_blocks,
+)
 from dilated_attention_pytorch.models import LongNetCache, LongNetConfig
 from dilated_attention_pytorch.models.ledger import Ledger
 
@@ -177,3 +194,142 @@ def test_ranks_hold_every_row_once_and_equally_many(make_config: Any, pattern: s
                 counts = (seen // block % num_ranks).bincount(minlength=num_ranks)
                 assert counts.max() - counts.min() <= block
         assert sum(len(step.target) for step in steps[1:]) == len(steps[0].target)
+
+
+DILATED = DilatedPattern([7, 23], [1, 3], segment_shift=[0, 5])
+BLOCKS = torch.rand(3, 16, 16, generator=torch.Generator().manual_seed(3)) < 0.3
+RULES: dict[str, Pattern] = {
+    "a window": local_window(9),
+    "nothing but itself": local_window(0),
+    "a window that looks ahead, beside another": local_window(11, 4) + local_window(3),
+    "global tokens": global_tokens(3),
+    "global tokens and a window": global_tokens(3) + local_window(9),
+    "strided blocks": strided_blocks(3, block_size=4),
+    "random blocks": random_blocks(0.3, seed=5, block_size=4),
+    "levels of blocks": hierarchical(1, levels=3, block_size=4),
+    "a block mask of every head": from_block_mask(BLOCKS, 4),
+    "a window and dilated groups": local_window(9) + DILATED,
+    "a block mask and dilated groups": from_block_mask(BLOCKS[:1], 4) + DILATED,
+    "every head its own, and dilated groups": DILATED
+    + per_head([local_window(6), hierarchical(1, levels=2, block_size=5), global_tokens(2)]),
+    "a rule for some heads": per_head([local_window(6), global_tokens(2) + local_window(1)]) + global_tokens(1),
+}
+
+
+@dataclass(frozen=True)
+class Layer:
+    """What a cache asks of a model: one layer with three key/value heads and any pattern."""
+
+    of_layer: Pattern
+    num_layers: int = 1
+    num_kv_heads: int = 3
+
+    def pattern(self, layer: int) -> Pattern:
+        return self.of_layer
+
+
+def by_cache(pattern: Pattern, tensors: list[Tensor], chunks: str, share: Any = None) -> tuple[Tensor, LongNetCache]:
+    """The whole text's outputs, chunk after chunk."""
+    cache = LongNetCache(Layer(pattern), share=share)  # type: ignore[arg-type]
+    outs = []
+    for q, k, v in zip(*(x.split(CHUNKS[chunks], dim=1) for x in tensors), strict=True):
+        outs.append(cache.step(q.shape[0], q.shape[1], None, q.device).attend(0, q, k, v, 0.0))
+    return torch.cat(outs, dim=1), cache
+
+
+def text(heads: int = 6) -> list[Tensor]:
+    generator = torch.Generator().manual_seed(0)
+    return [torch.randn(2, LENGTH, number, 5, generator=generator).double() for number in (heads, 3, 3)]
+
+
+@pytest.mark.parametrize("pattern", RULES)
+@pytest.mark.parametrize("chunks", CHUNKS)
+@torch.no_grad()
+def test_rules_over_a_cache_equal_naive_attention(pattern: str, chunks: str) -> None:
+    out, _ = by_cache(RULES[pattern], text(), chunks)
+    expected = attend(*text(), RULES[pattern], is_causal=True, impl="reference")
+    torch.testing.assert_close(out, expected, atol=TOLERANCE, rtol=0)
+
+
+@pytest.mark.parametrize("pattern", RULES)
+@pytest.mark.parametrize("chunks", ["token by token", "mixed"])
+@torch.no_grad()
+def test_rows_held_under_rules_are_exactly_those_that_a_later_query_sees(pattern: str, chunks: str) -> None:
+    end = 64 if "mask" in pattern else 3 * LENGTH  # a mask has no later queries
+    positions = torch.arange(end)
+    ledger = Ledger(RULES[pattern], 3, torch.device("cpu"))
+    for chunk in CHUNKS[chunks]:
+        step = ledger.advance(chunk)
+        assert step.num_slots <= ledger.max_slots()
+        texts, later = positions[: ledger.seen], positions[ledger.seen :, None]
+        for head in range(3):
+            held = torch.zeros(ledger.seen, dtype=torch.bool)
+            for rule in RULES[pattern].rules:
+                # Any block may be drawn again.
+                held |= "random" in pattern or rule.sees(head, 3, later, texts).any(0)
+            for group in RULES[pattern].groups:
+                segment, selected = group.locate(positions[: ledger.seen + 1], head, 3)
+                held |= (segment[:-1] == segment[-1]) & selected[:-1]
+            expected = held.nonzero().squeeze(1).tolist()
+            assert ledger.positions(head) == expected, (head, ledger.seen)
+            assert ledger.rows_per_head[head] == len(expected)
+
+
+@torch.no_grad()
+def test_a_window_needs_no_more_memory_than_its_reach() -> None:
+    cache = LongNetCache(Layer(local_window(9)))  # type: ignore[arg-type]
+    for chunk in [40, *[1] * 50, 7, *[1] * 20]:
+        q, k = torch.randn(1, chunk, 6, 5), torch.randn(1, chunk, 3, 5)
+        cache.step(1, chunk, None, q.device).attend(0, q, k, k, 0.0)
+        assert cache.num_bytes <= 2 * 3 * (9 + 1) * 5 * 4
+    assert cache.rows_per_head(0) == [[9, 9, 9]]
+
+
+@dataclass
+class Threads:
+    """Ranks that are threads of this process, as far as a cache asks for them."""
+
+    size: int
+    barrier: threading.Barrier
+    shown: dict[int, AttentionOutput] = field(default_factory=dict)
+
+    def of_rank(self, rank: int) -> Any:
+        everyone = self
+
+        class Share:
+            size = everyone.size
+
+            def merge(self, partial: AttentionOutput) -> AttentionOutput:
+                everyone.shown[rank] = partial
+                everyone.barrier.wait()
+                merged = merge([everyone.shown[other] for other in range(everyone.size)])
+                everyone.barrier.wait()
+                return merged
+
+        share = Share()
+        share.rank = rank  # type: ignore[attr-defined]
+        return share
+
+
+@pytest.mark.parametrize("pattern", RULES)
+def test_ranks_that_share_a_cache_equal_naive_attention_under_rules(pattern: str) -> None:
+    threads = Threads(3, threading.Barrier(3, timeout=30))
+    found: dict[int, tuple[Tensor, LongNetCache]] = {}
+
+    @torch.no_grad()
+    def run(rank: int) -> None:
+        found[rank] = by_cache(RULES[pattern], text(), "mixed", threads.of_rank(rank))
+
+    workers = [threading.Thread(target=run, args=(rank,)) for rank in range(3)]
+    for worker in workers:
+        worker.start()
+    for worker in workers:
+        worker.join()
+    expected = attend(*text(), RULES[pattern], is_causal=True, impl="reference")
+    with torch.no_grad():
+        _, alone = by_cache(RULES[pattern], text(), "mixed")
+    for out, _ in found.values():
+        torch.testing.assert_close(out, expected, atol=TOLERANCE, rtol=0)
+    for head in range(3):
+        held = sorted(row for _, cache in found.values() for row in cache.positions(0, 0, head))
+        assert held == alone.positions(0, 0, head)

@@ -12,13 +12,14 @@ from hypothesis import given
 from torch import Tensor
 
 from dilated_attention_pytorch import attend, attend_with_lse
-from drawn import SWEEP, DrawnCall, calls, examples
+from drawn import SWEEP, DrawnCall, block_calls, calls, examples
 from error_budget import budget
-from oracle import Groups, dense_attention
+from oracle import Groups, Rule, dense_attention
 
 NAMES = ("out", "lse", "grad_query", "grad_key", "grad_value")
 # A test of 2,000 draws, in parts that run in parallel.
 PARTS, DRAWS = 8, 275
+BLOCK_DRAWS = 170  # in three parts
 
 
 def results(out: Tensor, lse: Tensor, inputs: list[Tensor], grad_out: Tensor, grad_lse: Tensor | None) -> list[Tensor]:
@@ -70,6 +71,56 @@ def test_float64_equals_the_oracle_to_1e_10(part: int, impl: str, figure: Any) -
     check()
     assert drawn >= (10 if SWEEP else 1) * DRAWS
     figure(f"float64, {drawn} drawn calls (part {part}), largest errors", {k: f"{v:.1e}" for k, v in worst.items()})
+
+
+@pytest.mark.parametrize("part", range(3))
+def test_block_patterns_in_float64_equal_the_oracle_to_1e_10(part: int, figure: Any) -> None:
+    worst = dict.fromkeys(NAMES, 0.0)
+    drawn = 0
+
+    @examples(BLOCK_DRAWS)
+    @given(block_calls())
+    def check(call: DrawnCall) -> None:
+        nonlocal drawn
+        call.seed += part
+        call.is_causal ^= bool(part & 1)
+        call.summands = tuple(moved(summand, part) for summand in call.summands)
+        *inputs, grad_out, grad_lse = call.tensors(torch.float64)
+        weight = grad_lse if part & 1 else None
+        inputs = [x.requires_grad_() for x in inputs]
+        options = {"is_causal": call.is_causal, "scale": call.scale, **call.options}
+        out, lse = attend_with_lse(*inputs, call.pattern, **options)
+        dead, *expected = oracle(call, inputs, grad_out, weight)
+        assert torch.equal(lse == float("-inf"), dead)
+        drawn += 1
+        for name, got, want in zip(NAMES, results(out, lse, inputs, grad_out, weight), expected, strict=True):
+            error = (got - want).abs().max().item() if got.numel() else 0.0
+            assert error <= 1e-10, (name, error)
+            worst[name] = max(worst[name], error)
+        with torch.no_grad():
+            ones = attend(*inputs[:2], torch.ones_like(inputs[2]), call.pattern, **options)
+        has_zero_keys = any(isinstance(one, Groups) and one.tail == "zero_padded" for one in call.summands)
+        if not has_zero_keys:
+            torch.testing.assert_close(ones, torch.where(dead.unsqueeze(-1), 0.0, torch.ones_like(ones)))
+
+    check()
+    assert drawn >= (10 if SWEEP else 1) * BLOCK_DRAWS
+    figure(
+        f"block patterns, {drawn} drawn calls (part {part}), largest errors", {k: f"{v:.1e}" for k, v in worst.items()}
+    )
+
+
+def moved(summand: Groups | Rule, by: int) -> Groups | Rule:
+    """Another pattern from an equal draw, for another part of one test."""
+    if isinstance(summand, Groups):
+        return rotated(summand, by)
+    if summand.name == "mask":
+        return dataclasses.replace(summand, mask=tuple(tuple(rows[::-1] for rows in head) for head in summand.mask))
+    if summand.name == "random":
+        return dataclasses.replace(
+            summand, numbers=(*summand.numbers[:2], summand.numbers[2] // (1 + by), *summand.numbers[3:])
+        )
+    return dataclasses.replace(summand, numbers=tuple(number + by for number in summand.numbers))
 
 
 def rotated(groups: Groups, by: int) -> Groups:

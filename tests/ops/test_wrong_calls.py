@@ -112,7 +112,7 @@ TABLE: list[tuple[Callable[[], object], type[Exception], str]] = [
     (lambda: mha()(X, X, X, is_causal=True, attn_mask=torch.zeros(6, 6).bool()), NotImplementedError, "attn_mask cannot be combined with a dilated pattern"),
     (lambda: mha()(X, X, X, key_padding_mask=torch.full((1, 6), -1.0)), ValueError, "must hold 0 (keep) and -inf (ignore) only"),
     (lambda: mha()(X[0], X, X), ValueError, "query must be [batch, sequence, 8], got shape (6, 8)"),
-    (lambda: create_dilated_attention("fastest", segment_lengths=[4], dilation_rates=[1]), ValueError, "attention_type must be one of 'auto', 'standard', 'improved', got 'fastest'"),
+    (lambda: create_dilated_attention("fastest", segment_lengths=[4], dilation_rates=[1]), ValueError, "attention_type must be one of 'auto', 'standard', 'improved', 'block_sparse', 'dynamic', 'adaptive', got 'fastest'"),
     (lambda: LongNetConfig.from_dict({"embed_dim": 8, "num_layers": 1, "num_heads": 1, "segment_lengths": [4], "dilation_rates": [1], "windows": 3}), ValueError, "windows"),
 ]  # fmt: skip
 

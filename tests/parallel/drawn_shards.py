@@ -15,8 +15,8 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from dilated_attention_pytorch import parallel
-from drawn import DENSE, DrawnCall, calls, examples
-from oracle import dense_attention
+from drawn import DENSE, DrawnCall, block_calls, calls, examples
+from oracle import Groups, dense_attention
 
 NAMES = ("out", "lse", "grad_query", "grad_key", "grad_value")
 
@@ -38,10 +38,19 @@ class ShardedCase:
         return call.num_queries == call.num_keys and bool(same)
 
 
+CALLS = {"groups": calls(sizes=DENSE), "rules": block_calls(sizes=DENSE)}
+"""Calls with dilated patterns; and with windows, global tokens and blocks, most of them beside dilated patterns."""
+
+
+def is_ragged(call: DrawnCall) -> bool:
+    """No part of the pattern pads its segments."""
+    return all(one.tail == "ragged" for one in call.summands if isinstance(one, Groups))
+
+
 @st.composite
-def cases(draw: st.DrawFn, world: int) -> ShardedCase:
-    """Any call that some strategy computes on ``world`` ranks."""
-    call = draw(calls(sizes=DENSE))
+def cases(draw: st.DrawFn, world: int, kind: str) -> ShardedCase:
+    """Any call of a kind that some strategy computes on ``world`` ranks."""
+    call = draw(CALLS[kind])
     meshes: list[tuple[int, ...]] = [(world,)]
     meshes += [(rows, world // rows) for rows in range(1, world + 1) if world % rows == 0 and world > 1]
     heads = call.kv_heads * call.ratio
@@ -53,8 +62,9 @@ def cases(draw: st.DrawFn, world: int) -> ShardedCase:
         if "key_padding_mask" in call.options:
             call.options["key_padding_mask"] = torch.rand(call.batch, call.num_keys) < 0.3
     is_whole = call.options.get("query_offset", 0) == call.options.get("key_offset", 0)
-    is_whole = is_whole and call.num_queries == call.num_keys and all(g.tail == "ragged" for g in call.summands)
-    strategies = ["ring", "gather"] if is_whole else []
+    is_whole = is_whole and call.num_queries == call.num_keys and is_ragged(call)
+    by_rows = ["ring", "gather"] if kind == "groups" else ["ring", "ring"]
+    strategies = list(by_rows) if is_whole else []
     if heads >= world:
         strategies += ["heads"]
         mesh = (world,) if not is_whole else mesh
@@ -63,21 +73,23 @@ def cases(draw: st.DrawFn, world: int) -> ShardedCase:
             call,
             num_keys=call.num_queries,
             options={},
-            summands=tuple(replace(g, tail="ragged") for g in call.summands),
+            summands=tuple(replace(g, tail="ragged") if isinstance(g, Groups) else g for g in call.summands),
         )
-        strategies = ["ring", "gather"]
+        strategies = by_rows
     strategy = draw(st.sampled_from(strategies))
     if strategy == "heads":
         mesh = (world,)
     return ShardedCase(call, mesh, strategy, draw(st.sampled_from(["contiguous", "zigzag"])))
 
 
-def draw_cases(world: int, number: int, *, where: Callable[[ShardedCase], bool] = lambda _: True) -> list[ShardedCase]:
+def draw_cases(
+    world: int, number: int, *, kind: str = "groups", where: Callable[[ShardedCase], bool] = lambda _: True
+) -> list[ShardedCase]:
     """That many cases for which ``where`` is true; ten times as many and new ones in the sweep."""
     found: list[ShardedCase] = []
 
     @examples(number)
-    @given(cases(world).filter(where))
+    @given(cases(world, kind).filter(where))
     def collect(case: ShardedCase) -> None:
         found.append(case)
 
@@ -166,3 +178,16 @@ def counted_traffic(cases: list[ShardedCase]) -> list[tuple[int, int, int, int]]
             out.backward(grad_out)
         found.append((forward.sent, forward.received, backward.sent, backward.received))
     return found
+
+
+def planned(case: ShardedCase) -> parallel.Estimate:
+    """What :func:`plan_parallel` says of a case."""
+    call = case.call
+    heads = call.kv_heads * call.ratio
+    plan = parallel.plan_parallel(
+        call.pattern, (call.batch, call.num_queries, heads, call.head_dim), case.mesh, num_kv_heads=call.kv_heads,
+        dtype=torch.float64, is_causal=call.is_causal, query_offset=call.options.get("query_offset", 0),
+        cu_seqlens=call.options.get("cu_seqlens"), is_padded="key_padding_mask" in call.options,
+    )  # fmt: skip
+    (estimate,) = (e for e in plan.estimates if (e.strategy, e.layout) == (case.strategy, case.layout))
+    return estimate

@@ -7,22 +7,11 @@ from typing import Any
 import pytest
 import torch
 
-from dilated_attention_pytorch import parallel
-from dilated_attention_pytorch.planning import shard_runs
-from drawn_shards import ShardedCase, counted_traffic, draw_cases
+from dilated_attention_pytorch.planning import ShardedCall, exchange, shard_runs
+from dilated_attention_pytorch.planning.traffic import sent_rows
+from drawn_shards import ShardedCase, counted_traffic, draw_cases, planned
+from oracle import Rule
 from ranks import run_ranks
-
-
-def planned(case: ShardedCase) -> parallel.Estimate:
-    call = case.call
-    heads = call.kv_heads * call.ratio
-    plan = parallel.plan_parallel(
-        call.pattern, (call.batch, call.num_queries, heads, call.head_dim), case.mesh, num_kv_heads=call.kv_heads,
-        dtype=torch.float64, is_causal=call.is_causal, query_offset=call.options.get("query_offset", 0),
-        cu_seqlens=call.options.get("cu_seqlens"), is_padded="key_padding_mask" in call.options,
-    )  # fmt: skip
-    (estimate,) = (e for e in plan.estimates if (e.strategy, e.layout) == (case.strategy, case.layout))
-    return estimate
 
 
 @pytest.mark.parametrize("world", [2, 3, 4])
@@ -40,17 +29,51 @@ def test_bytes_on_the_wire_are_the_planned_ones(world: int, figure: Any) -> None
     figure(f"bytes sent equal the planned ones, {world} ranks", f"{len(cases)} drawn calls, {moved} that send any")
 
 
+@pytest.mark.parametrize("kind", ["groups", "rules"])
 @pytest.mark.parametrize("world", [2, 3, 4])
-def test_operations_of_every_rank_are_the_pairs_of_its_rows(world: int) -> None:
+def test_operations_of_every_rank_are_the_pairs_of_its_rows(world: int, kind: str) -> None:
     """By the dense count of the definition; padded keys count, as kernels compute with them."""
 
     def is_comparable(case: ShardedCase) -> bool:
         by_rows = case.strategy != "heads" and len(case.mesh) == 1
         return case.is_whole and by_rows and "key_padding_mask" not in case.call.options
 
-    for case in draw_cases(world, 30, where=is_comparable):
+    for case in draw_cases(world, 30, kind=kind, where=is_comparable):
         call = case.call
         pairs = call.counts()[0].sum(dim=(0, 1, 3)) * call.ratio  # of every row
         shards = [shard_runs(call.num_queries, world, rank, case.layout) for rank in range(world)]
         of_rank = tuple(sum(int(pairs[start:stop].sum()) for start, stop in runs) for runs in shards)
         assert planned(case).flops == tuple(4 * call.head_dim * number for number in of_rank), case
+
+
+@pytest.mark.parametrize("world", [2, 3, 5])
+def test_a_rank_is_sent_the_rows_that_rules_show_to_its_queries_and_no_others(world: int) -> None:
+    """By asking the definition for every pair of rows; of each head's rows each goes once."""
+
+    def has_rules_only(case: ShardedCase) -> bool:
+        return case.is_whole and all(isinstance(one, Rule) for one in case.call.summands)
+
+    for case in draw_cases(world, 40, kind="rules", where=has_rules_only):
+        call = case.call
+        documents = call.options.get("cu_seqlens")
+        sharded = ShardedCall(
+            call.pattern, call.kv_heads, call.is_causal, call.options.get("query_offset", 0),
+            None if documents is None else tuple(documents.tolist()),
+        )  # fmt: skip
+        call.options.pop("key_padding_mask", None)
+        is_seen = call.counts()[0][0] > 0  # head, query, key
+        shards = tuple(shard_runs(call.num_queries, world, rank, case.layout) for rank in range(world))
+        sent = sent_rows(sharded, shards)
+        for source, key_runs in enumerate(shards):
+            rows = torch.cat([torch.arange(*run) for run in key_runs] or [torch.arange(0)])
+            for target, query_runs in enumerate(shards):
+                if source == target:
+                    continue
+                queries = torch.cat([torch.arange(*run) for run in query_runs] or [torch.arange(0)])
+                expected = is_seen[:, queries][:, :, rows].any(1)  # head, row of the shard
+                found = torch.zeros(expected.shape, dtype=torch.int64)
+                for block in exchange(sharded, key_runs, query_runs).blocks:
+                    heads = slice(block.head, block.head + block.num_heads)
+                    found[heads, block.row : block.row + block.count] += 1
+                assert torch.equal(found, expected.long()), (case, source, target)
+                assert sent[source, target] == expected.sum(), (case, source, target)

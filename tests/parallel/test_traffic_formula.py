@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from dilated_attention_pytorch import DilatedPattern, parallel
+from dilated_attention_pytorch import DilatedPattern, Pattern, global_tokens, local_window, parallel, random_blocks
 from dilated_attention_pytorch.parallel import ring
 from dilated_attention_pytorch.planning import Layout, ShardedCall, exchange, shard_runs
 from dilated_attention_pytorch.planning.traffic import num_pairs, sent_rows
@@ -45,7 +45,7 @@ def test_rows_between_a_thousand_ranks_are_those_of_the_exchange(layout: str, is
     distances = torch.randint(1, 32, (150,), generator=generator).tolist()
     for source, distance in zip(sources, distances, strict=True):
         target = (source + distance * distance) % world
-        blocks, _ = exchange(call, shards[source], shards[target])
+        blocks = exchange(call, shards[source], shards[target]).blocks
         assert sent[source, target] == sum(block.count * block.num_heads for block in blocks), (source, target)
     # All pairs that any rank computes are those of the whole sequence on one.
     (of_one,) = num_pairs(call, (((0, world * rows_each),),))
@@ -57,10 +57,18 @@ def test_rows_between_a_thousand_ranks_are_those_of_the_exchange(layout: str, is
 @pytest.mark.parametrize("is_causal", [True, False])
 def test_all_ranks_send_their_batches_in_one_order(world: int, layout: Layout, is_causal: bool) -> None:
     """A transport that works batches off one by one would otherwise have two ranks wait for each other's later one."""
-    for w, r in ((16, 1), (24, 3), (48, 2), (100, 7), (16 * world, 5)):
-        call = ShardedCall(DilatedPattern([w], [r], segment_shift=[0, 5]), 4, is_causal, 0, None)
+    pairs = ((16, 1), (24, 3), (48, 2), (100, 7), (16 * world, 5))
+    patterns: list[Pattern] = [DilatedPattern([w], [r], segment_shift=[0, 5]) for w, r in pairs]
+    patterns += [
+        local_window(3, 20),
+        local_window(40) + patterns[0],
+        global_tokens(5),
+        random_blocks(0.1, block_size=4),
+    ]
+    for pattern in patterns:
+        call = ShardedCall(pattern, 4, is_causal, 0, None)
         shards = tuple(shard_runs(16 * world + 3, world, rank, layout) for rank in range(world))
         orders = {
             tuple((rank - step.source) % world for step in ring.steps(call, shards, rank)) for rank in range(world)
         }
-        assert len(orders) == 1, (w, r, orders)
+        assert len(orders) == 1, (pattern, orders)

@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from dilated_attention_pytorch import DilatedPattern, parallel
+from dilated_attention_pytorch import DilatedPattern, SegmentedPattern, from_block_mask, local_window, parallel
 
 PATTERN = DilatedPattern([4, 16], [1, 2])
 PADDED_TAIL = DilatedPattern([4, 16], [1, 2], tail="zero_padded")
@@ -31,6 +31,14 @@ CALLS: list[tuple[str, dict[str, Any], type[Exception], str]] = [
      r'strategy="heads" on a 1-D mesh'),
     ("tail by gather", {"pattern": PADDED_TAIL, "strategy": "gather"}, NotImplementedError,
      r'tail="zero_padded" depends on whole segments.*strategy="heads"'),
+    ("rules by gather", {"pattern": PATTERN + local_window(3), "strategy": "gather"}, NotImplementedError,
+     r"strategy='gather' gathers the rows of segments.*use strategy=\"ring\", or strategy=\"heads\""),
+    ("ragged segments by ring", {"pattern": SegmentedPattern([[0, 5]], [1])}, NotImplementedError,
+     r"strategy='ring' finds what ranks share by segments of one length.*use strategy=\"heads\""),
+    ("ragged segments by plan", {"pattern": SegmentedPattern([[0, 5]], [1]), "strategy": "auto"}, NotImplementedError,
+     r'plans count segments of one length.*strategy="heads"'),
+    ("a mask of this rank's blocks", {"pattern": from_block_mask(torch.ones(1, 2, 2, dtype=torch.bool), 4)}, ValueError,
+     r"the block mask covers 8 positions.*got 16; make a mask of 4 blocks"),
     ("reference by ring", {"impl": "reference"}, NotImplementedError, r'impl="reference" computes whole sequences'),
     ("more ranks than heads", {"strategy": "heads", "heads": 1}, ValueError, r"at least one query head for every rank "
      r'of the axis: got 1 heads and 2 ranks; use a smaller axis for the heads, or strategy="ring"'),

@@ -8,8 +8,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dilated_attention_pytorch.planning import Call, Partial, Plan, plan
-from drawn import DrawnCall, calls, examples
+from dilated_attention_pytorch.planning import Call, Gathered, Partial, Plan, plan
+from drawn import DrawnCall, block_calls, calls, examples
 
 
 def plan_of(call: DrawnCall, tile_size: int) -> Plan:
@@ -111,3 +111,28 @@ def test_tiles_partition_the_queries_and_stay_within_their_size(call: DrawnCall,
 def test_the_number_of_pairs_is_the_sum_of_the_counts(call: DrawnCall) -> None:
     pairs = int(call.counts()[0].sum()) * call.ratio
     assert plan_of(call, 1 << 20).num_pairs == pairs
+
+
+@examples(60)
+@given(block_calls(with_padding=False), st.integers(1, 3000))
+def test_pairs_of_block_patterns_are_counted_once_and_no_two_problems_share_a_row(
+    call: DrawnCall, tile_size: int
+) -> None:
+    steps = plan_of(call, tile_size)
+    assert steps.num_pairs == int(call.counts()[0].sum()) * call.ratio
+    for tile in steps.tiles:
+        for partial in tile.partials:
+            if isinstance(partial, Gathered):
+                rows = (partial.query_rows.unsqueeze(-1) + torch.arange(partial.rows_of_range)).view(-1)
+                assert len(rows.unique()) == len(rows)
+                assert tile.query_rows[0] <= rows.min()
+                assert rows.max() < tile.query_rows[1]
+                continue
+            for by_query in (True, False):
+                number = partial.num_queries if by_query else partial.num_keys
+                first = partial.query_row if by_query else partial.key_row
+                rows = [
+                    (head, first + row + partial.step * index)
+                    for row, head in problems(partial) for index in range(number)
+                ]  # fmt: skip
+                assert len(set(rows)) == len(rows)

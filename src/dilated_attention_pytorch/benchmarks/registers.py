@@ -26,7 +26,7 @@ from .results import module_command, origin, write_json
 CAPABILITIES = (80, 90)
 _POINTERS = {
     "ORDER": "*i32", "RUNS": "*i32", "NUM_RUNS": "*i32", "PADDING": "*u8", "SEED": "*i64", "LSE": "*fp32",
-    "GRAD_LSE": "*fp32", "DELTA": "*fp32",
+    "GRAD_LSE": "*fp32", "DELTA": "*fp32", "SPANS": "*i32", "LISTS": "*i32",
     "GROUPS": "*i32", "CU_SEQLENS": "*i32", "PARTIAL_OUT": "*fp32", "PARTIAL_LSE": "*fp32",
 }  # fmt: skip
 _FLOATS = ("scale", "scale_log2", "keep_scale")
@@ -41,6 +41,8 @@ class Usage:
     head_dim: int
     dtype: str
     causal: bool
+    banded: bool
+    """Compiled for patterns with a window."""
     configuration: Configuration
     registers: int
     """Of a thread, at most 255."""
@@ -79,13 +81,21 @@ def compiled(
 
 
 def usage(
-    name: str, capability: int, head_dim: int, dtype: str, chosen: Configuration, *, causal: bool, **features: Any
+    name: str,
+    capability: int,
+    head_dim: int,
+    dtype: str,
+    chosen: Configuration,
+    *,
+    causal: bool,
+    banded: bool = False,
+    **features: Any,
 ) -> Usage:
     """Compile one kernel for one device; ``features`` are its other constants, such as ``DROPOUT=True``."""
     import triton
     from triton.backends.nvidia.compiler import get_ptxas, sm_arch_from_capability
 
-    from dilated_attention_pytorch.kernels.triton import backward, forward
+    from dilated_attention_pytorch.kernels.triton import backward, forward, runs
 
     kernel = {
         "forward": forward.forward_kernel,
@@ -95,8 +105,9 @@ def usage(
     }[name]
     constants: dict[str, Any] = {
         "RATIO": 1, "PACK": 1, "D": head_dim, "BLOCK_D": max(16, triton.next_power_of_2(head_dim)),
-        "BLOCK_ROWS": chosen.block_rows, "BLOCK_RUN": chosen.block_run, "SLOTS": max(32, chosen.block_rows),
-        "WINDOW": 2048, "ORDERED": True, "CAUSAL": causal, "PADDED": False, "PHANTOMS": False, "DROPOUT": False,
+        "BLOCK_ROWS": chosen.block_rows, "BLOCK_RUN": chosen.block_run,
+        "LINE": runs.BITS.value + max(32, chosen.block_rows) // 32 + 2 * banded, "WINDOW": 2048, "ORDERED": True,
+        "CAUSAL": causal, "BANDED": banded, "PADDED": False, "PHANTOMS": False, "DROPOUT": False, "ROTATED": False,
         "HAS_GRAD_LSE": False, **features,
     }  # fmt: skip
     used = {argument: constants[argument] for argument in kernel.arg_names if argument in constants}
@@ -118,23 +129,26 @@ def usage(
     if registers is None or spills is None:
         raise RuntimeError(f"ptxas was expected to report registers and spills, got: {said}")
     return Usage(
-        kernel=name, capability=capability, head_dim=head_dim, dtype=dtype, causal=causal, configuration=chosen,
-        registers=int(registers[1]), shared_bytes=code.metadata.shared, spill_bytes=int(spills[1]) + int(spills[2]),
-        matrix_instructions=assembly.count("wgmma.mma_async") + assembly.count("mma.sync"), compile_seconds=seconds,
+        kernel=name, capability=capability, head_dim=head_dim, dtype=dtype, causal=causal, banded=banded,
+        configuration=chosen, registers=int(registers[1]), shared_bytes=code.metadata.shared,
+        spill_bytes=int(spills[1]) + int(spills[2]), compile_seconds=seconds,
+        matrix_instructions=assembly.count("wgmma.mma_async") + assembly.count("mma.sync"),
     )  # fmt: skip
 
 
 def shipped(
     capability: int, *, head_dims: tuple[int, ...] = (64, 128), dtypes: tuple[str, ...] = ("bf16",)
 ) -> Iterator[Usage]:
-    """Every shipped configuration for a device, with the causal mask and without."""
+    """Every shipped configuration for a device: without a mask, with the causal one, with a band (a causal window)."""
     for name in ("forward", "few_queries", "query_gradient", "key_gradient"):
         for dtype in dtypes:
             for head_dim in head_dims:
                 itemsize = 4 if dtype == "fp32" else 2
-                for chosen in candidates(name, head_dim, itemsize, (capability // 10, capability % 10)):
-                    for causal in (False, True):
-                        yield usage(name, capability, head_dim, dtype, chosen, causal=causal)
+                for causal, banded in ((False, False), (True, False), (True, True)):
+                    of_device = (capability // 10, capability % 10)
+                    for chosen in candidates(name, head_dim, itemsize, of_device, banded):
+                        features = {"ROTATED": True} if banded and name == "few_queries" else {}
+                        yield usage(name, capability, head_dim, dtype, chosen, causal=causal, banded=banded, **features)
 
 
 def main() -> None:
@@ -150,7 +164,7 @@ def main() -> None:
     if is_interpreted():
         raise SystemExit("registers: Triton's interpreter compiles nothing; unset TRITON_INTERPRET")
     table = Table(
-        "kernel", "sm", "D", "dtype", "causal", "rows x run", "warps", "stages", "registers", "shared KiB", "spills",
+        "kernel", "sm", "D", "dtype", "mask", "rows x run", "warps", "stages", "registers", "shared KiB", "spills",
         "compile s",
     )  # fmt: skip
     figures = []
@@ -160,7 +174,8 @@ def main() -> None:
             figures.append(asdict(one))
             blocks = one.configuration
             table.add_row(
-                one.kernel, str(capability), str(one.head_dim), one.dtype, "yes" if one.causal else "no",
+                one.kernel, str(capability), str(one.head_dim), one.dtype,
+                "band" if one.banded else "causal" if one.causal else "none",
                 f"{blocks.block_rows} x {blocks.block_run}", str(blocks.num_warps), str(blocks.num_stages),
                 str(one.registers), f"{one.shared_bytes / 1024:.0f}", str(one.spill_bytes),
                 f"{one.compile_seconds:.1f}",

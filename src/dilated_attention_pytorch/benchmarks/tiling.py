@@ -15,7 +15,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from dilated_attention_pytorch.kernels.triton import launch, order
+from dilated_attention_pytorch.kernels.triton import launch, order, sides
 from dilated_attention_pytorch.kernels.triton.configurations import Configuration
 from dilated_attention_pytorch.kernels.triton.table import group_numbers
 from dilated_attention_pytorch.patterns import DilationGroup
@@ -88,7 +88,7 @@ def problem_of(case: Case) -> launch.Problem:
 
 def configurations_of(case: Case, kernel: Kernel) -> tuple[Configuration, ...]:
     """The candidates that the kernel is shipped with for this case."""
-    return launch._candidates(kernel, problem_of(case).query)
+    return launch._candidates(kernel, problem_of(case))
 
 
 def tiles_of(case: Case, kernel: Kernel, chosen: Configuration, *, window: int | None = None) -> Tiles:
@@ -99,13 +99,13 @@ def tiles_of(case: Case, kernel: Kernel, chosen: Configuration, *, window: int |
     window = window or _window_of(case, kernel)
     is_alike = len(problem.groups) == 1 and problem.groups[0].dilation_rate == 1
     is_ordered = not is_alike and case.rows > min(_tile_rows_of(case, kernel))
-    side = launch._Side(case.rows, 0, window, is_ordered, problem.query)
+    side = sides.Side(case.rows, 0, window, is_ordered, problem.query)
     slots = chosen.block_rows // pack
-    capacity = launch._capacity(problem, window, slots)
+    capacity = sides.capacity_of(problem, window, slots)
     numbers = torch.empty(case.kv_heads, side.num_windows * _ceil(window, slots), device="meta")
-    runs = launch._Runs(torch.empty(0, 0, capacity, device="meta"), numbers, slots)
+    runs = sides.Runs(torch.empty(0, 0, capacity, device="meta"), numbers)
     head_blocks = case.heads // case.kv_heads // pack if is_query else 1
-    num_tiles, layout = launch._layout(problem, side, runs, head_blocks)
+    num_tiles, layout = sides.layout_of(problem, side, runs, head_blocks)
     kv_head, head_block, its_window, tile = _tiles_in_order(
         num_tiles, case.kv_heads, *layout[:4], head_blocks, last_first=is_query and case.causal
     )
@@ -219,7 +219,7 @@ def _window_of(case: Case, kernel: Kernel) -> int:
     most = max(_tile_rows_of(case, kernel))
     shortest = min(group.segment_length for group in problem.groups)
     window = max(16, most, min(shortest, case.rows))
-    return min(1 << (window - 1).bit_length(), launch._LARGEST_WINDOW)
+    return min(1 << (window - 1).bit_length(), sides.LARGEST_WINDOW)
 
 
 def _table_of(problem: launch.Problem) -> Integers:

@@ -17,7 +17,9 @@ from .bench import Bench
 from .generate import Generate
 from .info import Info
 from .profile import Profile
+from .show import Show
 from .train import Train, preset_of
+from .tune import Tune
 
 _TYRO = (tyro.conf.FlagCreatePairsOff,)
 _DISK = {
@@ -49,7 +51,7 @@ def run_command(args: Sequence[str]) -> None:
         raise SystemExit(128 + signal.SIGINT) from None
 
 
-def _parse(args: list[str]) -> Train | Generate | Bench | Profile | Info:
+def _parse(args: list[str]) -> Train | Generate | Bench | Profile | Tune | Show | Info:
     name, rest = (args[0], args[1:]) if args else ("", [])
     prog = "dilated-attention"
     # A command alone, where one is named: tyro's messages then name its fields and nothing of its own.
@@ -61,6 +63,10 @@ def _parse(args: list[str]) -> Train | Generate | Bench | Profile | Info:
         return tyro.cli(Bench, args=rest, prog=f"{prog} bench", config=_TYRO)
     if name == "profile":
         return tyro.cli(Profile, args=rest, prog=f"{prog} profile", config=_TYRO)
+    if name == "tune":
+        return tyro.cli(Tune, args=rest, prog=f"{prog} tune", config=_TYRO)
+    if name == "show":
+        return tyro.cli(Show, args=rest, prog=f"{prog} show", config=_TYRO)
     if name == "info":
         return tyro.cli(Info, args=rest, prog=f"{prog} info", config=_TYRO)
     commands = (
@@ -68,6 +74,8 @@ def _parse(args: list[str]) -> Train | Generate | Bench | Profile | Info:
         | Annotated[Generate, tyro.conf.subcommand("generate")]
         | Annotated[Bench, tyro.conf.subcommand("bench")]
         | Annotated[Profile, tyro.conf.subcommand("profile")]
+        | Annotated[Tune, tyro.conf.subcommand("tune")]
+        | Annotated[Show, tyro.conf.subcommand("show")]
         | Annotated[Info, tyro.conf.subcommand("info")]
     )
     description = "LongNet language models on exact dilated attention: train, generate, measure, see what runs here."

@@ -19,15 +19,15 @@ _BLOCK_SCORES = 1 << 21
 def _blocks(
     query: Tensor, key: Tensor, bias: Tensor | None, *, is_causal: bool, scale: float
 ) -> Iterator[tuple[slice, Tensor, Tensor]]:
-    """Slices of query rows with the queries and biased, masked scores of each, in the accumulation dtype."""
+    """Slices of query rows with the scaled queries and biased, masked scores of each, in the accumulation dtype."""
     dtype = torch.float64 if query.dtype == torch.float64 else torch.float32
     num_queries, num_keys = query.shape[2], key.shape[2]
     keys = key.to(dtype).mT
     rows_per_block = max(1, _BLOCK_SCORES // max(1, query.shape[0] * query.shape[1] * num_keys))
     for start in range(0, num_queries, rows_per_block):
         rows = slice(start, min(start + rows_per_block, num_queries))
-        queries = query[:, :, rows].to(dtype)
-        scores = (queries @ keys).mul_(scale)
+        queries = query[:, :, rows].to(dtype) * scale
+        scores = queries @ keys
         if bias is not None:
             scores += bias[:, :, rows]
         if is_causal:
@@ -64,7 +64,7 @@ def blockwise_dropped_forward(
     """What one partial adds to the output after dropout of the merged probabilities ``exp(s - lse)``."""
     outs = []
     for rows, _, scores in _blocks(query, key, bias, is_causal=is_causal, scale=scale):
-        probabilities = (scores - lse[:, :, rows].unsqueeze(-1)).exp_()
+        probabilities = scores.sub_(lse[:, :, rows].unsqueeze(-1)).exp_()
         probabilities *= keep_factors(rows.start, rows.stop)
         outs.append(probabilities @ value.to(scores.dtype))
     return torch.cat(outs, dim=2)
@@ -82,30 +82,34 @@ def blockwise_backward(
     *,
     is_causal: bool,
     scale: float,
+    product_dtype: torch.dtype | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Gradients of one partial under the merged ``lse``, in the accumulation dtype.
 
     ``dS = P * (keep * dP - delta)`` with ``delta = rowsum(dO * O) - dL``: the gradient of the log-sum-exp included.
+    ``product_dtype`` is what P and dS are rounded to before they are multiplied, as fused kernels round them; the
+    accumulation dtype without it.
     """
     grad_queries = []
     grad_key: Tensor | None = None
     grad_value: Tensor | None = None
     for rows, queries, scores in _blocks(query, key, bias, is_causal=is_causal, scale=scale):
         dtype = scores.dtype
+        rounded = product_dtype or dtype
         grads = grad_out[:, :, rows].to(dtype)
-        probabilities = (scores - lse[:, :, rows].unsqueeze(-1)).exp_()
+        probabilities = scores.sub_(lse[:, :, rows].unsqueeze(-1)).exp_()
         grad_scores = grads @ value.to(dtype).mT
         dropped = probabilities
         if keep_factors is not None:
             factors = keep_factors(rows.start, rows.stop)
             grad_scores *= factors
             dropped = probabilities * factors
-        value_part = dropped.mT @ grads
+        value_part = (dropped.to(rounded).mT @ grads.to(rounded)).to(dtype)
         grad_scores -= delta[:, :, rows].unsqueeze(-1)
         grad_scores *= probabilities
-        grad_scores *= scale
-        key_part = grad_scores.mT @ queries
-        grad_queries.append(grad_scores @ key.to(dtype))
+        grad_scores = grad_scores.to(rounded)
+        key_part = (grad_scores.mT @ queries.to(rounded)).to(dtype)
+        grad_queries.append((grad_scores @ key.to(rounded)).to(dtype).mul_(scale))
         grad_key = key_part if grad_key is None else grad_key.add_(key_part)
         grad_value = value_part if grad_value is None else grad_value.add_(value_part)
     assert grad_key is not None

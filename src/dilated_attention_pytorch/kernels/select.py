@@ -20,13 +20,20 @@ def is_interpreted() -> bool:
     return os.environ.get("TRITON_INTERPRET", "0").lower() in ("1", "true", "yes", "on")
 
 
-def refusal(impl: str, device: torch.device, dtype: torch.dtype, head_dim: int) -> str | None:
-    """Why ``impl`` cannot compute on this device and dtype with heads this wide; None if it can."""
+def refusal(
+    impl: str, device: torch.device, dtype: torch.dtype, head_dim: int, *, is_segmented: bool = False
+) -> str | None:
+    """Why ``impl`` cannot compute on this device and dtype with heads this wide; None if it can.
+
+    ``is_segmented``: the pattern has segments of unequal lengths.
+    """
     if dtype not in (torch.float16, torch.bfloat16, torch.float32, torch.float64):
         return f"attention is computed in float16, bfloat16, float32 or float64, not {dtype}"
     if impl == "reference":
         return None
     if impl == "triton":
+        if is_segmented:
+            return 'the Triton kernels count in segments of one length; impl="aten" computes a SegmentedPattern'
         return _triton_refusal(device, dtype, head_dim)
     if device.type not in ("cpu", "cuda"):
         return (
@@ -61,7 +68,7 @@ def _triton_refusal(device: torch.device, dtype: torch.dtype, head_dim: int) -> 
     return None
 
 
-def select(impl: str, device: torch.device, dtype: torch.dtype, head_dim: int) -> str:
+def select(impl: str, device: torch.device, dtype: torch.dtype, head_dim: int, *, is_segmented: bool = False) -> str:
     """The name of the implementation that computes the call.
 
     ``"auto"`` is ``"triton"`` on a CUDA device where that can run, else ``"aten"``.
@@ -74,9 +81,11 @@ def select(impl: str, device: torch.device, dtype: torch.dtype, head_dim: int) -
         raise ValueError(f"impl must be one of {', '.join(map(repr, IMPLS))}, got {impl!r}")
     chosen = impl
     if impl == "auto":
-        usable = device.type == "cuda" and refusal("triton", device, dtype, head_dim) is None
+        usable = device.type == "cuda" and (
+            refusal("triton", device, dtype, head_dim, is_segmented=is_segmented) is None
+        )
         chosen = "triton" if usable else "aten"
-    reason = refusal(chosen, device, dtype, head_dim)
+    reason = refusal(chosen, device, dtype, head_dim, is_segmented=is_segmented)
     if reason is not None:
         raise NotImplementedError(f"impl={impl!r} cannot compute this call: {reason}")
     return chosen

@@ -10,17 +10,14 @@ import torch
 from torch import Tensor
 
 from dilated_attention_pytorch.ops import attend_with_lse
-from dilated_attention_pytorch.ops.merge import AttentionOutput, merge, merge_in_place
-from dilated_attention_pytorch.ops.rows import attend_rows
+from dilated_attention_pytorch.ops.merge import AttentionOutput, merge
 from dilated_attention_pytorch.patterns import Pattern
 
 from .config import LongNetConfig
-from .ledger import Ledger, LedgerStep, Piece
+from .ledger import Ledger, LedgerStep
 from .padding import Run, group_rows, positions_of
+from .reading import Stored, merge_pieces, merge_stretches
 from .share import CacheShare
-
-_Stored = tuple[Tensor, Tensor]
-"""Keys and values of one layer, ``[sequences, slots, G, D]``."""
 
 
 @dataclass(slots=True)
@@ -29,7 +26,7 @@ class _Cohort:
 
     rows: list[int]
     ledgers: dict[Pattern, Ledger]
-    storage: dict[int, _Stored] = field(default_factory=dict)
+    storage: dict[int, Stored] = field(default_factory=dict)
     seen: int = 0
 
     def select(self, picked: Sequence[int], rows: list[int]) -> _Cohort:
@@ -314,7 +311,11 @@ def _attend_slab(
     if step.pieces:
         assert stored is not None
         out = out.to(lse.dtype)
-        _merge_pieces(step.pieces, query, stored, out, lse)
+        merge_pieces(step.pieces, query, stored, out, lse)
+    if step.stretches:
+        assert stored is not None
+        out = out.to(lse.dtype)
+        merge_stretches(step.stretches, pattern, slab.offset, query, stored, out, lse)
     if share is not None and (step.is_token or slab.offset):
         # Also where this rank holds nothing that the slab sees: another may.
         out, lse = share.merge(AttentionOutput(out, lse))
@@ -331,20 +332,6 @@ def _attend_slab(
     return out.to(query.dtype)
 
 
-def _merge_pieces(pieces: list[Piece], query: Tensor, stored: _Stored, out: Tensor, lse: Tensor) -> None:
-    """Merge what ``query`` sees of the stored rows into ``out`` and ``lse``, piece by piece."""
-    num_kv_heads = stored[0].shape[2]
-    grouped = [tensor.unflatten(2, (num_kv_heads, -1)) for tensor in (query, out, lse)]
-    flat = [tensor.flatten(1, 2) for tensor in stored]
-    for piece in pieces:
-        queries, piece_out, piece_lse = (tensor[:, piece.rows, piece.heads] for tensor in grouped)
-        keys, values = (rows.index_select(1, piece.places).unflatten(1, (piece.num_keys, -1)) for rows in flat)
-        part = attend_rows(queries.flatten(2, 3), keys, values)
-        merge_in_place(
-            piece_out, piece_lse, part.out.view(piece_out.shape), part.lse.to(lse.dtype).view(piece_lse.shape)
-        )
-
-
 def _compact(stored: Tensor, keep: Tensor) -> Tensor:
     """The storage with the rows that stay only, as large as before."""
     compacted = torch.empty_like(stored)
@@ -352,13 +339,13 @@ def _compact(stored: Tensor, keep: Tensor) -> Tensor:
     return compacted
 
 
-def _picked(key: Tensor, value: Tensor, step: LedgerStep) -> _Stored:
+def _picked(key: Tensor, value: Tensor, step: LedgerStep) -> Stored:
     """Of a slab's keys and values ``[B, rows, G, D]`` those to be stored, ``[B, places, D]``."""
     rows = key.flatten(1, 2), value.flatten(1, 2)
     return rows if step.source is None else (rows[0].index_select(1, step.source), rows[1].index_select(1, step.source))
 
 
-def _insert(stored: _Stored | None, rows: _Stored, step: LedgerStep, ledger: Ledger) -> _Stored:
+def _insert(stored: Stored | None, rows: Stored, step: LedgerStep, ledger: Ledger) -> Stored:
     """The storage with keys and values ``[B, places, D]`` more, at the step's target; larger if they need it."""
     slots = 0 if stored is None else stored[0].shape[1]
     if stored is None or step.num_slots > slots:

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import functools
 import math
-from dataclasses import dataclass, field
+from collections.abc import Hashable, Iterator
+from dataclasses import dataclass
 from typing import NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
 
-from dilated_attention_pytorch.patterns import DilationGroup, Pattern
+from dilated_attention_pytorch.patterns import NO_END, DilationGroup, Pattern
+
+from .slots import Slots, Stretch, arithmetic_runs
 
 _Position = TypeVar("_Position", int, Tensor)
 
@@ -33,6 +37,8 @@ class LedgerStep(NamedTuple):
     """The slab is one token: it is stored, then reads itself too, then dead rows go. A longer slab reads the storage
     as it was and sees its own rows by itself; then dead rows go, and what is alive of the slab is stored."""
     pieces: list[Piece]
+    stretches: list[Stretch]
+    """Of a longer slab: stored rows that it sees under rules. What a token sees under them is among the pieces."""
     keep: Tensor | None
     """Flat places of the rows that stay, in their new order, ``[slots * G]``; None if all stay where they are."""
     source: Tensor | None
@@ -42,20 +48,6 @@ class LedgerStep(NamedTuple):
     """Flat places ``slot * G + head`` that they get."""
     num_slots: int
     """Slots in use when they are stored."""
-
-
-@dataclass(slots=True)
-class _Kind:
-    """Key/value heads that select alike in every group: they store the same positions in the same slots."""
-
-    heads: list[int]
-    positions: Tensor
-    """Positions of the slots at the last rebuild, ascending; on the CPU."""
-    appended: list[int] = field(default_factory=list)
-
-    @property
-    def num_slots(self) -> int:
-        return self.positions.shape[0] + len(self.appended)
 
 
 @dataclass(slots=True)
@@ -106,8 +98,10 @@ class Ledger:
     """The rows alive after ``seen`` tokens: those that a later token can still see.
 
     Row p of key/value head g is alive iff for some group p is selected and lies in the segment of position ``seen``,
-    the next token's. A head holds at most ``sum_i ceil(min(w_i, seen) / r_i)`` of them, in the order of the text; a
-    row that several groups see is held once.
+    the next token's; or some rule shows it to a query from ``seen`` on (:meth:`HeadRule.last_query`). Of groups a head
+    holds at most ``sum_i ceil(min(w_i, seen) / r_i)`` rows, of a window those within its reach, of global tokens these
+    tokens, of blocks all that are selected for a later block. What several groups and rules see is held once, and
+    counts as often as it is seen.
 
     Where several ranks share a text, each holds the rows of its own positions only: blocks of :attr:`block_length`
     positions go round the ranks, whoever computed them.
@@ -122,9 +116,10 @@ class Ledger:
     def __init__(
         self, pattern: Pattern, num_kv_heads: int, device: torch.device, *, rank: int = 0, num_ranks: int = 1
     ) -> None:
-        if pattern.rules:
+        if any(group.boundaries is not None for group in pattern.groups):
             raise NotImplementedError(
-                f"the bounded cache holds the rows of dilated patterns, got {pattern!r}; decode with attend and query_offset"
+                "a bounded cache holds rows by segments of one length, and a SegmentedPattern has ragged ones: "
+                f"got {pattern!r}; decode with attend and query_offset"
             )
         self.pattern = pattern
         self.num_kv_heads = num_kv_heads
@@ -132,11 +127,17 @@ class Ledger:
         self.seen = 0
         groups = pattern.groups
         self.block_length = _block_length([group.dilation_rate for group in groups], num_ranks)
-        kinds: dict[tuple[tuple[int, int], ...], list[int]] = {}
+        kinds: dict[tuple[Hashable, ...], list[int]] = {}
         for head in range(num_kv_heads):
-            name = tuple((group.offset(head, num_kv_heads), group.shift(head)) for group in groups)
+            of_groups = [(group.offset(head, num_kv_heads), group.shift(head)) for group in groups]
+            name = (*of_groups, *(rule.kind(head, num_kv_heads) for rule in pattern.rules))
             kinds.setdefault(name, []).append(head)
-        self._kinds = [_Kind(heads, torch.empty(0, dtype=torch.int64)) for heads in kinds.values()]
+        self._kinds = [
+            Slots(
+                heads, num_kv_heads, [rule for rule in pattern.rules if rule.kind(heads[0], num_kv_heads) is not None]
+            )
+            for heads in kinds.values()
+        ]
         self._kind_of = {head: kind for kind in self._kinds for head in kind.heads}
         self._classes: list[_Class] = []
         for group in groups:
@@ -144,7 +145,7 @@ class Ledger:
             for head in range(num_kv_heads):
                 alike.setdefault((group.offset(head, num_kv_heads), group.shift(head)), []).append(head)
             for (offset, shift), heads in alike.items():
-                for run in _arithmetic_runs(heads):
+                for run in arithmetic_runs(heads):
                     members = list(range(num_kv_heads))[run]
                     index = torch.empty(0, len(members), dtype=torch.int64, device=device)
                     self._classes.append(_Class(group, offset, shift, run, members, index))
@@ -154,16 +155,22 @@ class Ledger:
     @property
     def rows_per_head(self) -> list[int]:
         """Rows alive, for each key/value head."""
-        return [self._kind_of[head].num_slots for head in range(self.num_kv_heads)]
+        return [self._kind_of[head].num_rows for head in range(self.num_kv_heads)]
 
     def positions(self, head: int) -> list[int]:
-        """The positions alive for one key/value head, ascending: slot s holds the s-th."""
-        kind = self._kind_of[head]
-        return [*kind.positions.tolist(), *kind.appended]
+        """The positions alive for one key/value head, ascending."""
+        positions: list[int] = self._kind_of[head].sorted_positions().tolist()
+        return positions
 
     def max_slots(self) -> int:
-        """No text needs more slots: ``sum_i ceil(w_i / r_i)``, of which a rank owns a block more than its part."""
+        """No text needs more slots: ``sum_i ceil(w_i / r_i)``, of which a rank owns a block more than its part.
+
+        A window needs its reach and one; of other rules nothing is known here.
+        """
         most = [-(-group.segment_length // group.dilation_rate) for group in self.pattern.groups]
+        for rule in self.pattern.rules:
+            before, _ = rule.band(is_causal=True)
+            most.append(NO_END if before is None else before + 1)
         return sum(min(rows, rows // self.num_ranks + self.block_length) for rows in most)
 
     def places_by_rank(self) -> list[Tensor]:
@@ -174,7 +181,7 @@ class Ledger:
         places = torch.cat([
             positions * self.num_kv_heads + head
             for kind in self._kinds
-            for positions in [self._alive(kind, self.seen)]
+            for positions in [self._alive(kind, self.seen, torch.arange(self.seen))]
             for head in kind.heads
         ])  # fmt: skip
         owners = self._owner(places // self.num_kv_heads)
@@ -187,16 +194,32 @@ class Ledger:
         selecting = [(one, *rows) for one in self._classes if (rows := one.rows_in(start, stop))[1]]
         if num_new != 1:
             pieces = [one.piece(row - start, rows) for one, row, rows in selecting if one.count]
+            # Ranks hold blocks of positions by turns: what lies between is with the others.
+            gap = (self.num_ranks - 1) * self.block_length + 1
+            stretches = [stretch for kind in self._kinds for stretch in kind.stretches(start, stop, gap, self._device)]
             keep, source, target = self._rebuild(start, stop)
-            return LedgerStep(False, pieces, keep, source, target, self._num_slots())
+            return LedgerStep(False, pieces, stretches, keep, source, target, self._num_slots())
         single, target = self._append(start, [one for one, _, _ in selecting])
         pieces, num_slots = [one.piece(0, 1) for one, _, _ in selecting if one.count], self._num_slots()
+        pieces += [piece for kind in self._kinds for piece in self._pieces_of_rules(kind, start)]
         crosses = any(
             one.group.segment_bounds(start, one.shift) != one.group.segment_bounds(stop, one.shift)
             for one in self._lattices
         )
-        keep = self._rebuild(stop, stop)[0] if crosses else None
-        return LedgerStep(True, pieces, keep, single, target, num_slots)
+        if crosses:
+            return LedgerStep(True, pieces, [], self._rebuild(stop, stop)[0], single, target, num_slots)
+        for kind in self._kinds:
+            if kind.rules:
+                kind.release(stop, functools.partial(self._alive_of_groups, kind, stop))
+        return LedgerStep(True, pieces, [], None, single, target, num_slots)
+
+    def _pieces_of_rules(self, kind: Slots, position: int) -> Iterator[Piece]:
+        """What a token sees under every rule, itself if it is stored."""
+        for rule in kind.rules:
+            slots = kind.seen_by_rule(rule, position)
+            if len(slots):
+                for heads in arithmetic_runs(kind.heads):
+                    yield Piece(slice(0, 1), heads, kind.places(slots, heads).to(self._device), len(slots))
 
     def _num_slots(self) -> int:
         return max(kind.num_slots for kind in self._kinds)
@@ -210,17 +233,18 @@ class Ledger:
         return positions if self.num_ranks == 1 else positions[self._owner(positions) == self.rank]
 
     def _append(self, position: int, selecting: list[_Class]) -> tuple[Tensor | None, Tensor]:
-        """Store one token if it is this rank's: the classes that select it grow by a row."""
+        """Store one token if it is this rank's: the classes that select it grow by a row, and rules may show it."""
         if self._owner(position) != self.rank:
             nothing = torch.empty(0, dtype=torch.int64, device=self._device)
             return nothing, nothing
         stored = {head for one in selecting for head in one.members}
         places = [0] * self.num_kv_heads
         for kind in self._kinds:
-            if kind.heads[0] in stored:
+            if kind.heads[0] in stored or kind.last_query_of(position) >= position:
+                slot = kind.append(position)
                 for head in kind.heads:
-                    places[head] = kind.num_slots * self.num_kv_heads + head
-                kind.appended.append(position)
+                    places[head] = slot * self.num_kv_heads + head
+                stored.update(kind.heads)
         target = torch.tensor(places, device=self._device)
         for one in selecting:
             one.append(target[one.heads])
@@ -234,11 +258,12 @@ class Ledger:
         kept, sources, targets = {}, [], []
         dies = False
         for kind in self._kinds:
-            old = torch.cat([kind.positions, torch.tensor(kind.appended, dtype=torch.int64)])
-            alive = self._owned(self._alive(kind, stop))
+            old = kind.positions
+            alive = self._owned(self._alive(kind, stop, torch.cat([old, torch.arange(start, stop)])))
             stays, comes = torch.isin(old, alive).nonzero().squeeze(1), alive[alive >= start]
-            dies = dies or len(stays) < len(old)
-            kind.positions, kind.appended = torch.cat([old[stays], comes]), []
+            stays = stays[old[stays].argsort()]
+            dies = dies or not torch.equal(stays, torch.arange(len(old)))
+            kind.refill(torch.cat([old[stays], comes]))
             slots = torch.arange(len(stays), len(stays) + len(comes))
             for head in kind.heads:
                 kept[head] = stays
@@ -258,10 +283,18 @@ class Ledger:
             one.index, one.count = index.to(self._device), len(rows)
         return keep, torch.cat(sources).to(self._device), torch.cat(targets).to(self._device)
 
-    def _alive(self, kind: _Kind, following: int) -> Tensor:
-        """The positions of one kind that some group shows to a later token, ``following`` being the next one's."""
+    def _alive(self, kind: Slots, following: int, candidates: Tensor) -> Tensor:
+        """What some group or rule shows to a later token, ``following`` being the next one's, ascending.
+
+        Under rules it is looked for among ``candidates``, of which negative ones are no positions.
+        """
+        by_rules = candidates[(candidates >= 0) & (kind.last_query(candidates) >= following)] if kind.rules else None
+        of_groups = self._alive_of_groups(kind, following)
+        return of_groups if by_rules is None else torch.unique(torch.cat([of_groups, by_rules]))
+
+    def _alive_of_groups(self, kind: Slots, following: int) -> Tensor:
         classes = [one.alive(following) for one in self._classes if kind.heads[0] in one.members]
-        return torch.unique(torch.cat(classes))
+        return torch.unique(torch.cat(classes)) if classes else torch.empty(0, dtype=torch.int64)
 
 
 def _block_length(rates: list[int], num_ranks: int) -> int:
@@ -275,16 +308,3 @@ def _block_length(rates: list[int], num_ranks: int) -> int:
     while (factor := math.gcd(multiple // block, num_ranks)) > 1:
         block *= factor
     return block
-
-
-def _arithmetic_runs(heads: list[int]) -> list[slice]:
-    """Ascending head numbers as slices: runs with a constant step, greedily."""
-    runs, index = [], 0
-    while index < len(heads):
-        step = heads[index + 1] - heads[index] if index + 1 < len(heads) else 1
-        stop = index + 1
-        while stop < len(heads) and heads[stop] - heads[stop - 1] == step:
-            stop += 1
-        runs.append(slice(heads[index], heads[stop - 1] + 1, step))
-        index = stop
-    return runs

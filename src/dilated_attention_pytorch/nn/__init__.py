@@ -1,6 +1,18 @@
-"""Dilated attention as modules."""
+"""Attention under patterns as modules."""
 
-from .dilated_attention import DilatedAttention
-from .multihead import MultiheadDilatedAttention
+from .adaptive import AdaptiveBlockAttention, BlockScorer, BlockSelection
+from .dilated_attention import DilatedAttention, PatternAttention
+from .dynamic import DynamicDilatedAttention, DynamicMultiheadDilatedAttention
+from .multihead import MultiheadDilatedAttention, MultiheadPatternAttention
 
-__all__ = ["DilatedAttention", "MultiheadDilatedAttention"]
+__all__ = [
+    "AdaptiveBlockAttention",
+    "BlockScorer",
+    "BlockSelection",
+    "DilatedAttention",
+    "DynamicDilatedAttention",
+    "DynamicMultiheadDilatedAttention",
+    "MultiheadDilatedAttention",
+    "MultiheadPatternAttention",
+    "PatternAttention",
+]

@@ -1,4 +1,4 @@
-"""Dilated attention as a module without parameters."""
+"""Attention under a pattern as modules without parameters."""
 
 from __future__ import annotations
 
@@ -9,10 +9,72 @@ from torch import Tensor, nn
 from dilated_attention_pytorch.kernels.select import Impl
 from dilated_attention_pytorch.ops import attend
 from dilated_attention_pytorch.ops.validation import check_dropout
-from dilated_attention_pytorch.patterns import DilatedPattern, OffsetRule, Tail
+from dilated_attention_pytorch.patterns import DilatedPattern, OffsetRule, Pattern, Tail
 
 
-class DilatedAttention(nn.Module):
+class PatternAttention(nn.Module):
+    """Attention over projected heads under any pattern, block-sparse ones among them: see :func:`attend`.
+
+    Args:
+        pattern: who sees whom: windows, blocks, global tokens, dilated patterns and their sums.
+        dropout: probability of dropping a merged attention probability, in training only.
+        softmax_scale: factor of the scores; ``1 / sqrt(D)`` without it.
+        impl: see :func:`attend`.
+
+    Raises:
+        TypeError: ``pattern`` is no pattern.
+        ValueError: ``dropout`` is not in [0, 1).
+
+    >>> attention = PatternAttention(local_window(127, 0) + global_tokens(4))
+    >>> q = k = v = torch.randn(2, 1000, 8, 64)
+    >>> attention(q, k, v, is_causal=True).shape
+    torch.Size([2, 1000, 8, 64])
+    """
+
+    def __init__(
+        self,
+        pattern: Pattern,
+        dropout: float = 0.0,
+        *,
+        softmax_scale: float | None = None,
+        impl: Impl = "auto",
+    ) -> None:
+        super().__init__()
+        check_dropout("dropout", dropout)
+        if not isinstance(pattern, Pattern):
+            raise TypeError(
+                "pattern must be a pattern such as local_window(127) + global_tokens(4), "
+                f"got {pattern!r} of type {type(pattern).__name__}"
+            )
+        self.pattern = pattern
+        self.dropout = dropout
+        self.softmax_scale = softmax_scale
+        self.impl: Impl = impl
+
+    def forward(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        is_causal: bool = False,
+        *,
+        query_offset: int = 0,
+        key_offset: int = 0,
+        cu_seqlens: Tensor | None = None,
+        key_padding_mask: Tensor | None = None,
+    ) -> Tensor:
+        """Query ``[B, N, H, D]``, key and value ``[B, M, G, D]``, result ``[B, N, H, D]``; see :func:`attend`."""
+        return attend(
+            query, key, value, self.pattern, is_causal=is_causal, scale=self.softmax_scale,
+            query_offset=query_offset, key_offset=key_offset, cu_seqlens=cu_seqlens,
+            key_padding_mask=key_padding_mask, dropout_p=self.dropout if self.training else 0.0, impl=self.impl,
+        )  # fmt: skip
+
+    def extra_repr(self) -> str:
+        return f"pattern={self.pattern}, dropout={self.dropout}"
+
+
+class DilatedAttention(PatternAttention):
     """Multi-scale dilated attention over projected heads (LongNet, arXiv 2307.02486): see :func:`attend`.
 
     Args:
@@ -33,6 +95,8 @@ class DilatedAttention(nn.Module):
     torch.Size([2, 1000, 8, 64])
     """
 
+    pattern: DilatedPattern
+
     def __init__(
         self,
         segment_lengths: Sequence[int],
@@ -45,14 +109,10 @@ class DilatedAttention(nn.Module):
         segment_shift: int | Sequence[int] = 0,
         impl: Impl = "auto",
     ) -> None:
-        super().__init__()
-        check_dropout("dropout", dropout)
-        self.pattern = DilatedPattern(
+        pattern = DilatedPattern(
             segment_lengths, dilation_rates, offset_rule=offset_rule, tail=tail, segment_shift=segment_shift
         )
-        self.dropout = dropout
-        self.softmax_scale = softmax_scale
-        self.impl: Impl = impl
+        super().__init__(pattern, dropout, softmax_scale=softmax_scale, impl=impl)
 
     @property
     def segment_lengths(self) -> tuple[int, ...]:
@@ -63,25 +123,6 @@ class DilatedAttention(nn.Module):
     def dilation_rates(self) -> tuple[int, ...]:
         """The dilation rates r_i."""
         return tuple(self.pattern.dilation_rates)
-
-    def forward(
-        self,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        is_causal: bool = False,
-        *,
-        query_offset: int = 0,
-        key_offset: int = 0,
-        cu_seqlens: Tensor | None = None,
-        key_padding_mask: Tensor | None = None,
-    ) -> Tensor:
-        """Query ``[B, N, H, D]``, key and value ``[B, M, G, D]``, result ``[B, N, H, D]``; see :func:`attend`."""
-        return attend(
-            query, key, value, self.pattern, is_causal=is_causal, scale=self.softmax_scale,
-            query_offset=query_offset, key_offset=key_offset, cu_seqlens=cu_seqlens,
-            key_padding_mask=key_padding_mask, dropout_p=self.dropout if self.training else 0.0, impl=self.impl,
-        )  # fmt: skip
 
     def extra_repr(self) -> str:
         return (

@@ -1,4 +1,4 @@
-"""A drop-in for ``torch.nn.MultiheadAttention(batch_first=True)`` with dilated attention inside."""
+"""Drop-ins for ``torch.nn.MultiheadAttention(batch_first=True)`` with attention under a pattern inside."""
 
 from __future__ import annotations
 
@@ -9,14 +9,14 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from dilated_attention_pytorch.kernels.select import Impl
-from dilated_attention_pytorch.patterns import DilatedPattern, OffsetRule, Tail
+from dilated_attention_pytorch.patterns import DilatedPattern, OffsetRule, Pattern, Tail
 
-from .dilated_attention import DilatedAttention
+from .dilated_attention import DilatedAttention, PatternAttention
 from .product import Product
 
 
-class MultiheadDilatedAttention(nn.Module):
-    """Multi-head dilated attention: ``out_proj(norm(attention(q_proj(query), k_proj(key), v_proj(value))))``.
+class MultiheadPatternAttention(nn.Module):
+    """Multi-head attention under a pattern: ``out_proj(norm(attention(q_proj(query), k_proj(key), v_proj(value))))``.
 
     The parameters have the names and shapes of ``torch.nn.MultiheadAttention``, so its state dict loads as it is:
     one ``in_proj_weight`` where query, key and value are equally wide, else ``q_proj_weight``, ``k_proj_weight`` and
@@ -25,7 +25,7 @@ class MultiheadDilatedAttention(nn.Module):
     Args:
         embed_dim: width E of query and output; ``num_heads`` divides it.
         num_heads: number of query heads H.
-        segment_lengths, dilation_rates: the pattern, see :class:`DilatedPattern`.
+        pattern: who sees whom, see :func:`attend`.
         dropout: probability of dropping a merged attention probability, in training only.
         bias: whether the projections have biases.
         kdim, vdim: widths of key and value, E without them.
@@ -35,14 +35,13 @@ class MultiheadDilatedAttention(nn.Module):
         layernorm_eps: epsilon of that LayerNorm.
         gain: Xavier gain of the value and output projections; MAGNETO's ``sqrt(log(2 L))`` for a decoder of L layers.
         softmax_scale: factor of the scores; ``1 / sqrt(E / H)`` without it.
-        offset_rule, tail, segment_shift: see :class:`DilatedPattern`.
         impl: see :func:`attend`.
         device, dtype: of the parameters.
 
     Raises:
-        TypeError, ValueError: sizes that do not divide, or a pattern argument of the wrong type or range.
+        TypeError, ValueError: sizes that do not divide, or an argument of the wrong type or range.
 
-    >>> attention = MultiheadDilatedAttention(256, 8, [128, 512], [1, 4])
+    >>> attention = MultiheadPatternAttention(256, 8, local_window(127) + strided_blocks(8))
     >>> x = torch.randn(2, 1000, 256)
     >>> out, weights = attention(x, x, x, is_causal=True)
     >>> out.shape, weights
@@ -58,8 +57,7 @@ class MultiheadDilatedAttention(nn.Module):
         self,
         embed_dim: int,
         num_heads: int,
-        segment_lengths: Sequence[int],
-        dilation_rates: Sequence[int],
+        pattern: Pattern,
         dropout: float = 0.0,
         *,
         bias: bool = True,
@@ -70,9 +68,6 @@ class MultiheadDilatedAttention(nn.Module):
         layernorm_eps: float = 1e-5,
         gain: float = 1.0,
         softmax_scale: float | None = None,
-        offset_rule: OffsetRule = "modulo",
-        tail: Tail = "ragged",
-        segment_shift: int | Sequence[int] = 0,
         impl: Impl = "auto",
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
@@ -93,10 +88,7 @@ class MultiheadDilatedAttention(nn.Module):
         self.kdim = embed_dim if kdim is None else kdim
         self.vdim = embed_dim if vdim is None else vdim
         self.gain = gain
-        self.attention = DilatedAttention(
-            segment_lengths, dilation_rates, dropout, softmax_scale=softmax_scale, offset_rule=offset_rule,
-            tail=tail, segment_shift=segment_shift, impl=impl,
-        )  # fmt: skip
+        self.attention = PatternAttention(pattern, dropout, softmax_scale=softmax_scale, impl=impl)
         kv_width = num_kv_heads * self.head_dim
         self._widths = (embed_dim, kv_width, kv_width)
         if self.kdim == self.vdim == embed_dim:
@@ -130,19 +122,9 @@ class MultiheadDilatedAttention(nn.Module):
             self.inner_layernorm.reset_parameters()
 
     @property
-    def pattern(self) -> DilatedPattern:
+    def pattern(self) -> Pattern:
         """The attention pattern."""
         return self.attention.pattern
-
-    @property
-    def segment_lengths(self) -> tuple[int, ...]:
-        """The segment lengths w_i, in positions."""
-        return self.attention.segment_lengths
-
-    @property
-    def dilation_rates(self) -> tuple[int, ...]:
-        """The dilation rates r_i."""
-        return self.attention.dilation_rates
 
     def _in_proj_weights(self) -> tuple[Tensor, Tensor, Tensor]:
         if self.in_proj_weight is not None:
@@ -248,3 +230,76 @@ def _is_causal_mask(mask: Tensor, num_queries: int, num_keys: int) -> bool:
     later = torch.ones(num_queries, num_keys, dtype=torch.bool, device=mask.device).triu(1)
     hidden = torch.zeros(mask.shape, dtype=mask.dtype, device=mask.device).masked_fill_(later, float("-inf"))
     return torch.equal(mask, later if mask.dtype == torch.bool else hidden)
+
+
+class MultiheadDilatedAttention(MultiheadPatternAttention):
+    """Multi-head dilated attention: :class:`MultiheadPatternAttention` under a :class:`DilatedPattern`.
+
+    Args:
+        embed_dim: width E of query and output; ``num_heads`` divides it.
+        num_heads: number of query heads H.
+        segment_lengths, dilation_rates: the pattern, see :class:`DilatedPattern`.
+        offset_rule, tail, segment_shift: see :class:`DilatedPattern`.
+        dropout, bias, kdim, vdim, num_kv_heads, sub_layernorm, layernorm_eps, gain, softmax_scale, impl, device, dtype:
+            as of :class:`MultiheadPatternAttention`.
+
+    Raises:
+        TypeError, ValueError: sizes that do not divide, or a pattern argument of the wrong type or range.
+
+    >>> attention = MultiheadDilatedAttention(256, 8, [128, 512], [1, 4])
+    >>> x = torch.randn(2, 1000, 256)
+    >>> out, weights = attention(x, x, x, is_causal=True)
+    >>> out.shape, weights
+    (torch.Size([2, 1000, 256]), None)
+    """
+
+    attention: DilatedAttention
+
+    def __init__(
+        self,
+        embed_dim: int,
+        num_heads: int,
+        segment_lengths: Sequence[int],
+        dilation_rates: Sequence[int],
+        dropout: float = 0.0,
+        *,
+        bias: bool = True,
+        kdim: int | None = None,
+        vdim: int | None = None,
+        num_kv_heads: int | None = None,
+        sub_layernorm: bool = False,
+        layernorm_eps: float = 1e-5,
+        gain: float = 1.0,
+        softmax_scale: float | None = None,
+        offset_rule: OffsetRule = "modulo",
+        tail: Tail = "ragged",
+        segment_shift: int | Sequence[int] = 0,
+        impl: Impl = "auto",
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        attention = DilatedAttention(
+            segment_lengths, dilation_rates, dropout, softmax_scale=softmax_scale, offset_rule=offset_rule,
+            tail=tail, segment_shift=segment_shift, impl=impl,
+        )  # fmt: skip
+        super().__init__(
+            embed_dim, num_heads, attention.pattern, dropout, bias=bias, kdim=kdim, vdim=vdim,
+            num_kv_heads=num_kv_heads, sub_layernorm=sub_layernorm, layernorm_eps=layernorm_eps, gain=gain,
+            device=device, dtype=dtype,
+        )  # fmt: skip
+        self.attention = attention
+
+    @property
+    def pattern(self) -> DilatedPattern:
+        """The attention pattern."""
+        return self.attention.pattern
+
+    @property
+    def segment_lengths(self) -> tuple[int, ...]:
+        """The segment lengths w_i, in positions."""
+        return self.attention.segment_lengths
+
+    @property
+    def dilation_rates(self) -> tuple[int, ...]:
+        """The dilation rates r_i."""
+        return self.attention.dilation_rates

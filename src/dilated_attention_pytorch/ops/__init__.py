@@ -2,5 +2,6 @@
 
 from .attend import attend, attend_with_lse, dilated_attention
 from .merge import AttentionOutput, merge
+from .selected_blocks import attend_blocks
 
-__all__ = ["AttentionOutput", "attend", "attend_with_lse", "dilated_attention", "merge"]
+__all__ = ["AttentionOutput", "attend", "attend_blocks", "attend_with_lse", "dilated_attention", "merge"]

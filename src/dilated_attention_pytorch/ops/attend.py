@@ -76,7 +76,8 @@ def attend_checked(
     impl: Impl,
 ) -> AttentionOutput:
     """:func:`attend_with_lse` for arguments that are checked, with the seed of its dropout given."""
-    chosen = select(impl, query.device, query.dtype, query.shape[-1])
+    is_segmented = any(group.boundaries is not None for group in pattern.groups)
+    chosen = select(impl, query.device, query.dtype, query.shape[-1], is_segmented=is_segmented)
     query, key, value = cast_by_autocast(query, key, value)
     scale = 1.0 / math.sqrt(query.shape[-1]) if scale is None else float(scale)
     if scale < 0.0:

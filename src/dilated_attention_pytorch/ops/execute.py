@@ -16,7 +16,7 @@ from dilated_attention_pytorch.planning import Call, Gathered, Partial, Plan, Ti
 
 from .gathered import gathered_views
 from .merge import merge_in_place
-from .operand import Operand, Role
+from .operand import Operand, Role, Views
 
 _LARGEST_BIAS = 1 << 22  # elements of a bias that is no view
 _TILE_FLOOR = 1 << 20  # elements; smaller tiles gain no memory worth having and cost calls
@@ -54,7 +54,7 @@ class Inputs:
         return plan(self.call, max(1, tile_elements // self.query.shape[3]))
 
 
-def _views(partial: Partial, batch: int, ratio: int, operands: list[Operand]) -> Iterator[list[Tensor]]:
+def _views(partial: Partial, batch: int, ratio: int, operands: list[Operand]) -> Iterator[Views]:
     """Every operand as ``[problems, problems, rows(, D)]`` of a partial; more axes than two are looped over."""
     sizes = [batch, *(axis.size for axis in partial.axes), ratio]
     order = sorted(range(len(sizes)), key=lambda index: -sizes[index])
@@ -75,10 +75,10 @@ def _views(partial: Partial, batch: int, ratio: int, operands: list[Operand]) ->
         stride = (strides[inner[0]], strides[inner[1]], partial.step * of_row, *(1 for _ in tensor.shape[3:]))
         prepared.append((tensor, size, stride, start, [strides[index] for index in outer]))
     for place in itertools.product(*(range(sizes[index]) for index in outer)):
-        yield [
+        yield Views([
             tensor.as_strided(size, stride, start + sum(i * s for i, s in zip(place, steps, strict=True)))
             for tensor, size, stride, start, steps in prepared
-        ]
+        ])  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True)
@@ -134,7 +134,7 @@ class _Work:
         if operand.tensor.dtype != tensor.dtype:
             self.region(tensor, by_query=operand.by_query).copy_(operand.tensor)
 
-    def views(self, partial: Partial | Gathered, operands: list[Operand]) -> Iterator[list[Tensor]]:
+    def views(self, partial: Partial | Gathered, operands: list[Operand]) -> Iterator[Views]:
         """Every operand as ``[problems, problems, rows(, D)]``, once or several times until all problems are done."""
         if isinstance(partial, Gathered):
             return gathered_views(partial, self.size, self.ratio, operands)
@@ -172,7 +172,8 @@ class _Work:
             bias = _band_bias(band, query.shape[2], partial.num_keys, inputs.accumulation_dtype, query.device)
             bias = bias.expand(*query.shape[:2], -1, -1)
         if inputs.key_padding_mask is not None:
-            of_keys = side[0].unsqueeze(2)
+            # With strides other than 1 the CPU kernel writes the bias out for every query row.
+            of_keys = side[0].contiguous().unsqueeze(2)
             bias = of_keys.expand(-1, -1, query.shape[2], -1) if bias is None else bias + of_keys
         seed = inputs.dropout_seed
         if seed is None:
@@ -197,12 +198,13 @@ def _work(inputs: Inputs) -> Iterator[_Work]:
             yield _Work(inputs, tile, (start, min(start + steps.batch_step, inputs.call.batch_size)))
 
 
-def _few_at_a_time(views: Iterator[list[Tensor]], scores_of_problem: int) -> Iterator[list[Tensor]]:
+def _few_at_a_time(views: Iterator[Views], scores_of_problem: int) -> Iterator[Views]:
     """The same problems in more steps, so that a bias of their scores stays small."""
-    for tensors in views:
-        step = max(1, _LARGEST_BIAS // (scores_of_problem * tensors[0].shape[1]))
-        for start in range(0, tensors[0].shape[0], step):
-            yield [tensor[start : start + step] for tensor in tensors]
+    for whole in views:
+        problems = whole.tensors[0].shape[:2]
+        step = max(1, _LARGEST_BIAS // (scores_of_problem * problems[1]))
+        for start in range(0, problems[0], step):
+            yield Views([tensor[start : start + step] for tensor in whole.tensors])
 
 
 def _band_of(partial: Partial | Gathered) -> tuple[int, int | None] | None:
@@ -261,7 +263,8 @@ def _merge_partials(work: _Work, out: Operand, lse: Operand) -> None:
         work.whole(inputs.value, by_query=False), out, lse, *work.side_operands(),
     ]  # fmt: skip
     for partial in work.tile.partials:
-        for q, k, v, out_view, lse_view, *side in work.views(partial, operands):
+        for views in work.views(partial, operands):
+            q, k, v, out_view, lse_view, *side = views.tensors
             if _is_phantom(partial):
                 assert isinstance(partial, Partial)
                 merge_in_place(out_view, lse_view, None, _phantom_lse(lse_view, partial))
@@ -285,7 +288,8 @@ def _add_dropped(work: _Work, out: Operand, lse: Operand) -> None:
     for partial in work.tile.partials:
         if _is_phantom(partial):
             continue
-        for q, k, v, out_view, lse_view, *side in work.views(partial, operands):
+        for views in work.views(partial, operands):
+            q, k, v, out_view, lse_view, *side = views.tensors
             bias, keep = work.bias_and_keep_factors(partial, q, side)
             assert keep is not None
             out_view += blockwise.blockwise_dropped_forward(
@@ -310,11 +314,13 @@ def backward(
         accumulators = [
             work.accumulator(grad, by_query=index == 0, role=Role.ADDED_TO) for index, grad in enumerate(grads)
         ]
+        needs_delta = grad_lse is not None or inputs.dropout_seed is not None or not aten.is_fused(
+            inputs.query, has_bias=inputs.has_bias
+        )  # fmt: skip
         delta = None
-        is_fused = aten.is_fused(inputs.query, has_bias=inputs.has_bias)
-        if grad_lse is not None or inputs.dropout_seed is not None or not is_fused:
+        if needs_delta or (inputs.call.pattern.rules and inputs.query.dtype != dtype):
             delta = _delta(work, out, grad_out, grad_lse, dtype)
-        _add_gradients(work, accumulators, out, lse, grad_out, delta)
+        _add_gradients(work, accumulators, out, lse, grad_out, delta, needs_delta=needs_delta)
         for accumulator, grad in zip(accumulators, grads, strict=True):
             work.store(accumulator, grad)
     return grads[0], grads[1], grads[2]
@@ -329,38 +335,38 @@ def _delta(work: _Work, out: Tensor, grad_out: Tensor, grad_lse: Tensor | None, 
 
 
 def _add_gradients(
-    work: _Work, accumulators: list[Operand], out: Tensor, lse: Tensor, grad_out: Tensor, delta: Operand | None
+    work: _Work,
+    accumulators: list[Operand],
+    out: Tensor,
+    lse: Tensor,
+    grad_out: Tensor,
+    delta: Operand | None,
+    *,
+    needs_delta: bool,
 ) -> None:
+    """Add the gradients of one tile. ``needs_delta``: no partial has a fused backward, else some may want delta."""
     inputs = work.inputs
     operands = [
-        work.whole(inputs.query, by_query=True), work.whole(inputs.key, by_query=False),
+        *accumulators, work.whole(inputs.query, by_query=True), work.whole(inputs.key, by_query=False),
         work.whole(inputs.value, by_query=False), work.whole(grad_out, by_query=True), work.whole(lse, by_query=True),
         # The fused backward reads the output, the blockwise one its product with the gradient.
-        work.whole(out, by_query=True) if delta is None else delta,
-        *accumulators, *work.side_operands(),
+        work.whole(out, by_query=True), *([] if delta is None else [delta]), *work.side_operands(),
     ]  # fmt: skip
     for partial in work.tile.partials:
         if _is_phantom(partial):
             continue
-        for q, k, v, grad_view, lse_view, out_or_delta, dq, dk, dv, *side in work.views(partial, operands):
+        for views in work.views(partial, operands):
+            _, _, _, q, k, v, grad_view, lse_view, out_view, *rest = views.tensors
+            delta_view, side = (None, rest) if delta is None else (rest[0], rest[1:])
             bias, keep = work.bias_and_keep_factors(partial, q, side)
-            if delta is None:
+            if delta_view is None or not (needs_delta or aten.is_slow_backward(q)):
                 parts = aten.fused_backward(
-                    grad_view, q, k, v, out_or_delta, lse_view, bias, is_causal=_is_causal(partial), scale=inputs.scale
+                    grad_view, q, k, v, out_view, lse_view, bias, is_causal=_is_causal(partial), scale=inputs.scale
                 )
             else:
                 parts = blockwise.blockwise_backward(
-                    grad_view, q, k, v, lse_view, out_or_delta, bias, keep,
-                    is_causal=_is_causal(partial), scale=inputs.scale,
+                    grad_view, q, k, v, lse_view, delta_view, bias, keep,
+                    is_causal=_is_causal(partial), scale=inputs.scale, product_dtype=None if needs_delta else q.dtype,
                 )  # fmt: skip
-            for accumulator, part in zip((dq, dk, dv), parts, strict=True):
-                _add_shared(accumulator, part)
-
-
-def _add_shared(accumulator: Tensor, part: Tensor) -> None:
-    """Add where several problems may share a row (stride 0): their parts are summed first."""
-    for dim in (0, 1):
-        if accumulator.stride(dim) == 0 and accumulator.shape[dim] > 1:
-            part = part.sum(dim, keepdim=True)
-            accumulator = accumulator.narrow(dim, 0, 1)
-    accumulator += part
+            for index, part in enumerate(parts):
+                views.add(index, part)

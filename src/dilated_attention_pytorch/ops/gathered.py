@@ -3,24 +3,26 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from dilated_attention_pytorch.planning import Gathered
 
-from .operand import Operand, Role
+from .operand import Operand, Role, Views
 
 _GATHERED_ELEMENTS = 1 << 18
-"""Elements of the keys that lie together at a time: small enough for a cache, enough for every core."""
+"""Elements of the keys that lie together at a time: few enough for a cache, enough for every core."""
 
 
-def gathered_views(partial: Gathered, batch: int, ratio: int, operands: list[Operand]) -> Iterator[list[Tensor]]:
-    """Every operand as ``[problems, 1, rows(, D)]``; what was changed is written back before the next are yielded.
+def gathered_views(partial: Gathered, batch: int, ratio: int, operands: list[Operand]) -> Iterator[Views]:
+    """Every operand as ``[problems, 1, rows(, D)]``; what was merged into is written back before the next are yielded.
 
     The query heads of a key/value head see the same keys: they are rows of one problem, ``ratio`` for every row.
     """
-    step = max(torch.get_num_threads(), _GATHERED_ELEMENTS // (partial.num_keys * operands[0].tensor.shape[-1]))
+    head_dim, device = operands[0].tensor.shape[-1], operands[0].tensor.device
+    steps = list(_steps(partial, head_dim, device))
     for sequence in range(batch):
         for head in partial.heads:
             columns = [
@@ -29,14 +31,47 @@ def gathered_views(partial: Gathered, batch: int, ratio: int, operands: list[Ope
                 else _KeyColumn(operand, partial, sequence, head)
                 for operand in operands
             ]
-            for start in range(0, partial.query_rows.shape[0], step):
-                some = slice(start, start + step)
-                tensors = [column.take(some) for column in columns]
-                yield tensors
-                for column, tensor in zip(columns, tensors, strict=True):
-                    column.give_back(some, tensor)
+            for step in steps:
+                views = _GatheredViews(columns, step)
+                yield views
+                views.write_back()
             for column in columns:
                 column.finish()
+
+
+class _Step(NamedTuple):
+    """Some of the problems: the rows of their queries, and the units of their keys."""
+
+    query_index: Tensor
+    key_index: Tensor
+    num_problems: int
+
+
+def _steps(partial: Gathered, head_dim: int, device: torch.device) -> Iterator[_Step]:
+    most = max(torch.get_num_threads(), _GATHERED_ELEMENTS // (partial.num_keys * head_dim))
+    offsets = torch.arange(partial.rows_of_range)
+    for rows, units in zip(partial.query_rows.split(most), partial.key_units.split(most), strict=True):
+        index = (rows.unsqueeze(-1) + offsets).view(-1)
+        yield _Step(index.to(device), units.reshape(-1).to(device), rows.shape[0])
+
+
+class _GatheredViews(Views):
+    def __init__(self, columns: list[_QueryColumn | _KeyColumn], step: _Step) -> None:
+        super().__init__([column.take(step) for column in columns])
+        self._columns, self._step = columns, step
+
+    def add(self, index: int, part: Tensor) -> None:
+        column = self._columns[index]
+        if isinstance(column, _KeyColumn):
+            column.add(self._step, part)
+        else:
+            self.tensors[index] += part
+
+    def write_back(self) -> None:
+        """Store what was merged into, or added to, the rows of queries."""
+        for column, tensor in zip(self._columns, self.tensors, strict=True):
+            if isinstance(column, _QueryColumn):
+                column.write_back(self._step, tensor)
 
 
 class _QueryColumn:
@@ -45,29 +80,26 @@ class _QueryColumn:
     def __init__(self, operand: Operand, partial: Gathered, sequence: int, head: int, ratio: int) -> None:
         first = (head - operand.first_head) * ratio
         self._rows = operand.tensor[sequence, :, first : first + ratio]
-        self._first = partial.query_rows - operand.first_row
-        self._offsets = torch.arange(partial.num_queries)
-        self._role = operand.role
+        self._first_row = operand.first_row
+        self._shape = (1, partial.num_queries * ratio, *self._rows.shape[2:])
+        self._is_written = operand.role is not Role.READ
         self._is_overwritten = operand.role is Role.MERGED_INTO and partial.is_first
 
-    def _index(self, some: slice) -> Tensor:
-        index = (self._first[some].unsqueeze(1) + self._offsets).view(-1)
-        return index.to(self._rows.device)
+    def _index(self, step: _Step) -> Tensor:
+        return step.query_index - self._first_row if self._first_row else step.query_index
 
-    def take(self, some: slice) -> Tensor:
-        problems = self._first[some].shape[0]
-        shape = (problems, 1, self._offsets.shape[0] * self._rows.shape[1], *self._rows.shape[2:])
+    def take(self, step: _Step) -> Tensor:
+        shape = (step.num_problems, *self._shape)
         if self._is_overwritten:
             return self._rows.new_empty(shape)
-        return self._rows.index_select(0, self._index(some)).view(shape)
+        return self._rows.index_select(0, self._index(step)).view(shape)
 
-    def give_back(self, some: slice, tensor: Tensor) -> None:
-        if self._role is not Role.READ:
-            index = self._index(some)
-            self._rows.index_copy_(0, index, tensor.view(index.shape[0], *self._rows.shape[1:]))
+    def write_back(self, step: _Step, tensor: Tensor) -> None:
+        if self._is_written:
+            self._rows.index_copy_(0, self._index(step), tensor.view(-1, *self._rows.shape[1:]))
 
     def finish(self) -> None:
-        pass
+        """Nothing is left to do: rows are written where they belong."""
 
 
 class _KeyColumn:
@@ -78,31 +110,23 @@ class _KeyColumn:
         assert first >= 0
         rows = operand.tensor[sequence, first:, head - operand.first_head]
         self._rows = rows[: rows.shape[0] // partial.unit * partial.unit]
-        self._units = partial.key_units
-        self._role = operand.role
-        self._num_keys = partial.num_keys
-        self._unit = partial.unit
-        if operand.role is Role.READ:
-            self._stored = self._rows.contiguous()
-        else:
-            self._stored = torch.zeros(self._rows.shape, dtype=self._rows.dtype, device=self._rows.device)
+        self._shape = (1, partial.num_keys, *self._rows.shape[1:])
+        self._is_read = operand.role is Role.READ
+        stored = self._rows.contiguous() if self._is_read else torch.zeros_like(
+            self._rows, memory_format=torch.contiguous_format
+        )  # fmt: skip
+        self._units = stored.view(self._rows.shape[0] // partial.unit, -1)
 
-    def _index(self, some: slice) -> Tensor:
-        return self._units[some].reshape(-1).to(self._rows.device)
+    def take(self, step: _Step) -> Tensor:
+        if not self._is_read:
+            return self._units  # stands for the sum, to which only parts are added
+        return self._units.index_select(0, step.key_index).view(step.num_problems, *self._shape)
 
-    def take(self, some: slice) -> Tensor:
-        shape = (self._units[some].shape[0], 1, self._num_keys, *self._rows.shape[1:])
-        if self._role is Role.ADDED_TO:
-            return self._rows.new_zeros(shape)
-        of_unit = self._stored.view(self._stored.shape[0] // self._unit, -1)
-        return of_unit.index_select(0, self._index(some)).view(shape)
-
-    def give_back(self, some: slice, tensor: Tensor) -> None:
-        if self._role is Role.ADDED_TO:
-            of_unit = self._stored.view(self._stored.shape[0] // self._unit, -1)
-            index = self._index(some)
-            of_unit.index_add_(0, index, tensor.view(index.shape[0], -1))
+    def add(self, step: _Step, part: Tensor) -> None:
+        """Add one row for every key of every problem."""
+        self._units.index_add_(0, step.key_index, part.reshape(step.key_index.shape[0], -1).to(self._units.dtype))
 
     def finish(self) -> None:
-        if self._role is Role.ADDED_TO:
-            self._rows += self._stored
+        """Give the sums to the rows they belong to."""
+        if not self._is_read:
+            self._rows += self._units.view(self._rows.shape)

@@ -74,13 +74,10 @@ def _problem(
             documents_of(cu_seqlens, query.shape[1])
         cu_seqlens = cu_seqlens.to(query.device).contiguous()
     query, key, value = (_rows_contiguous(tensor) for tensor in (query, key, value))
-    if pattern_from_spec(pattern).rules:
-        raise NotImplementedError(
-            'the Triton kernels compute dilated patterns; impl="aten" computes windows, blocks and global tokens too'
-        )
+    counted = pattern_from_spec(pattern)
     return launch.Problem(
-        query, key, value, pattern_from_spec(pattern).groups, is_causal, scale, query_offset, key_offset, cu_seqlens,
-        key_padding_mask, dropout_seed, dropout_p,
+        query, key, value, counted.groups, is_causal, scale, query_offset, key_offset, cu_seqlens, key_padding_mask,
+        dropout_seed, dropout_p, counted.rules,
     )  # fmt: skip
 
 

@@ -35,3 +35,19 @@ class Operand:
         if self.by_query:
             return partial.query_row - self.first_row, partial.num_queries
         return partial.key_row - self.first_row, partial.num_keys
+
+
+class Views:
+    """The operands of one step of a partial, each ``[problems, problems, rows(, D)]``, in the order they were given."""
+
+    def __init__(self, tensors: list[Tensor]) -> None:
+        self.tensors = tensors
+
+    def add(self, index: int, part: Tensor) -> None:
+        """Add to the operand of that index. Where several problems share a row (stride 0) their parts are summed."""
+        total = self.tensors[index]
+        for dim in (0, 1):
+            if total.stride(dim) == 0 and total.shape[dim] > 1:
+                part = part.sum(dim, keepdim=True)
+                total = total.narrow(dim, 0, 1)
+        total += part

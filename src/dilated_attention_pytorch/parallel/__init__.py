@@ -12,6 +12,7 @@ from .modules import (
     RingMultiheadDilatedAttention,
 )
 from .plan import Estimate, Machine, ParallelPlan, plan_parallel
+from .selection import agreed_selector
 from .sharding import positions, shard, shard_labels, unshard
 from .wire import Traffic, count_traffic
 
@@ -28,6 +29,7 @@ __all__ = [
     "RingDilatedAttention",
     "RingMultiheadDilatedAttention",
     "Traffic",
+    "agreed_selector",
     "attend",
     "attend_with_lse",
     "count_traffic",

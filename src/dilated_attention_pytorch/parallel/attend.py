@@ -117,7 +117,8 @@ def attend(
 
     Every rank passes its own rows (:func:`shard`) and gets its rows of what :func:`dilated_attention_pytorch.attend`
     computes of the whole; the gradients are that call's too. A group of segment length w and rate r moves
-    ``(w - l) / r`` rows to a rank that holds l, and none where segments end with shards (:func:`plan_parallel`).
+    ``(w - l) / r`` rows to a rank that holds l, and none where segments end with shards; windows, blocks and global
+    tokens move the rows that they show to a rank's queries, each once (:func:`plan_parallel`).
 
     Args:
         query: this rank's rows, ``[B, rows, H, D]``.
@@ -126,9 +127,10 @@ def attend(
         mesh: the ranks that share the sequence: 1-D, or 2-D with the rows along the first axis and the heads along the
             second (heads within a node, rows across nodes).
         strategy: ``"ring"``: rows of keys travel point to point, those of the next step while those of this one are
-            computed with. ``"gather"``: all-gather among the ranks of a segment. ``"heads"``: all-to-all, after which
-            a rank has all rows of some heads (Ulysses). On a 2-D mesh the heads are split along its second axis, and
-            ``"ring"`` or ``"gather"`` is what its first does. ``"auto"``: the cheapest by :func:`plan_parallel`.
+            computed with. ``"gather"``: all-gather among the ranks of a segment, for dilated patterns. ``"heads"``:
+            all-to-all, after which a rank has all rows of some heads (Ulysses). On a 2-D mesh the heads are split along
+            its second axis, and ``"ring"`` or ``"gather"`` is what its first does. ``"auto"``: the cheapest by
+            :func:`plan_parallel`.
         layout: how the rows are spread, see :func:`shard`.
         sequence_length: rows of the whole sequence, where the ranks do not divide it; it is ``cu_seqlens[-1]`` where
             that is given, and otherwise this rank's rows times the ranks.
@@ -285,6 +287,8 @@ def _agree(
     # Only what all ranks know may decide: some of them can have equally many rows of queries and keys by chance.
     num_keys = num_queries if keywords.key_sequence_length is None else keywords.key_sequence_length
     num_rows_of(key.shape[1], num_keys, ranks, layout, "key")
+    for rule in pattern.rules:
+        rule.check(max(offset + num_queries, key_offset + num_keys), key.shape[2])
     documents = documents_of(keywords.cu_seqlens, num_queries)
     is_one_sequence = num_keys == num_queries and key_offset == offset
     if documents is not None and not (is_one_sequence and offset == 0):
@@ -334,9 +338,15 @@ def _check_strategy(
             f"strategy={strategy!r} is for self-attention, with query and key of the same rows and offset: got "
             f"{query.shape[1]} and {key.shape[1]} rows of this rank; {remedy}"
         )
-    if pattern.rules:
+    if strategy == "gather" and pattern.rules:
         raise NotImplementedError(
-            f"strategy={strategy!r} is for dilated patterns; {remedy} for windows, blocks and global tokens"
+            "strategy='gather' gathers the rows of segments, so it is for dilated patterns: for windows, blocks and "
+            'global tokens use strategy="ring", or strategy="heads" on a 1-D mesh'
+        )
+    if any(group.boundaries is not None for group in pattern.groups):
+        raise NotImplementedError(
+            f"strategy={strategy!r} finds what ranks share by segments of one length, and a SegmentedPattern has ragged "
+            f"ones; {remedy}"
         )
     if any(group.tail == "zero_padded" for group in pattern.groups):
         raise NotImplementedError(

@@ -11,7 +11,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from dilated_attention_pytorch.planning import Block, Run, Team, teams
+from dilated_attention_pytorch.planning import Block, Exchange, Run, Team, teams
 
 from .shipment import add_gradients, message_length, pack, unpack
 from .slab import Parcel, Slab
@@ -46,7 +46,7 @@ class Gather:
             # Sums of several ranks are taken on the way, so they travel in the accumulation dtype.
             sums = torch.zeros(len(team.members), size, dtype=self._slab.dtype, device=self._slab.key.device)
             for member, parcel in enumerate(self._gathered(team)):
-                if team.members[member] != self._wire.rank and parcel.blocks:
+                if team.members[member] != self._wire.rank and parcel.seen.blocks:
                     part = gradients_of(parcel)
                     sums[member, : part.shape[0]] = part
             own = self._own(team)
@@ -64,7 +64,7 @@ class Gather:
         gathered = self._wire.all_gather(message, team.members, tag=self._tag)
         return [
             Parcel(
-                self._shards[member], blocks, rectangles,
+                self._shards[member], Exchange(blocks, rectangles, ()),
                 unpack(gathered[index], blocks, batch, head_dim, is_padded=is_padded),
             )
             for index, (member, blocks, rectangles) in enumerate(

@@ -158,7 +158,8 @@ def plan_parallel(
     """Bytes per rank and per link, operations per rank and their balance, for every strategy and layout.
 
     Counted from the pattern, exactly: a group of segment length w and rate r needs per rank of l rows
-    ``(w - l) / r`` rows from others, and none where segments end with shards. Needs no process group.
+    ``(w - l) / r`` rows from others, and none where segments end with shards; of windows, blocks and global tokens the
+    rows that they show to its queries. Needs no process group.
 
     Args:
         pattern: the pattern.
@@ -194,6 +195,8 @@ def plan_parallel(
     kv_heads = heads if num_kv_heads is None else num_kv_heads
     if kv_heads < 1 or heads % kv_heads:
         raise ValueError(f"num_kv_heads must divide the {heads} query heads, got {kv_heads}")
+    for rule in pattern.rules:
+        rule.check(query_offset + rows, kv_heads)
     ranks = tuple(mesh.shape) if isinstance(mesh, DeviceMesh) else (mesh,) if isinstance(mesh, int) else tuple(mesh)
     are_counts = all(isinstance(size, int) and not isinstance(size, bool) and size >= 1 for size in ranks)
     if len(ranks) not in (1, 2) or not are_counts:
@@ -219,8 +222,15 @@ def _plan(size: Shape, layouts: tuple[Layout, ...], machine: Machine) -> Paralle
 
 
 def _possible(size: Shape) -> list[Strategy]:
+    if any(group.boundaries is not None for group in size.call.pattern.groups):
+        raise NotImplementedError(
+            "plans count segments of one length, and a SegmentedPattern has ragged ones; name the strategy: "
+            'strategy="heads" on a 1-D mesh computes it'
+        )
     is_padded_tail = any(group.tail == "zero_padded" for group in size.call.pattern.groups)
-    strategies: list[Strategy] = [] if is_padded_tail else ["ring", "gather"]
+    strategies: list[Strategy] = [] if is_padded_tail else ["ring"]
+    if not is_padded_tail and not size.call.pattern.rules:
+        strategies.append("gather")
     if len(size.ranks) == 1 and size.num_heads >= size.ranks[0]:
         strategies.append("heads")
     if not strategies:

@@ -1,7 +1,7 @@
 """Rows of keys from rank to rank, point to point: in step s every rank serves the rank s places after it.
 
 The rows of the next step are under way while those of this one are computed with; gradients go back the same way.
-Only ranks that share a segment exchange anything, and only the rows that the other's queries see.
+Ranks exchange only the rows that the other's queries see, and nothing where there are none.
 """
 
 from __future__ import annotations
@@ -12,8 +12,8 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from dilated_attention_pytorch.planning import Block, Rectangle, Run, ShardedCall, exchange
-from dilated_attention_pytorch.planning.traffic import sent_rows
+from dilated_attention_pytorch.planning import Block, Exchange, Run, ShardedCall, exchange
+from dilated_attention_pytorch.planning.traffic import distances
 
 from .shipment import add_gradients, message_length, pack, unpack
 from .slab import Parcel, Slab
@@ -25,28 +25,23 @@ class _Step:
     """What a rank gets from the rank some places before it, and gives to the one as many places after it."""
 
     source: int
-    wanted: tuple[Block, ...]
-    rectangles: tuple[Rectangle, ...]
+    wanted: Exchange
     target: int
     served: tuple[Block, ...]
 
 
 @functools.lru_cache(maxsize=64)
 def steps(call: ShardedCall, shards: tuple[tuple[Run, ...], ...], rank: int) -> tuple[_Step, ...]:
-    """The steps in which any rank exchanges anything.
+    """The steps in which any rank may exchange anything.
 
     All ranks take the same ones, so that batches of messages come in one order everywhere: a transport that works them
     off one by one, as NCCL does, would otherwise have two ranks wait for each other's later batch.
     """
     found, size = [], len(shards)
-    sent = sent_rows(call, shards)
-    for distance in range(1, size):
-        if not sent.diagonal(distance).any() and not sent.diagonal(distance - size).any():
-            continue
+    for distance in distances(call, shards):
         source, target = (rank - distance) % size, (rank + distance) % size
-        wanted, rectangles = exchange(call, shards[source], shards[rank])
-        served, _ = exchange(call, shards[rank], shards[target])
-        found.append(_Step(source, wanted, rectangles, target, served))
+        served = exchange(call, shards[rank], shards[target]).blocks
+        found.append(_Step(source, exchange(call, shards[source], shards[rank]), target, served))
     return tuple(found)
 
 
@@ -107,8 +102,8 @@ class Ring:
         sends, receives, message = {}, {}, None
         if step.served:
             sends[step.target] = pack(step.served, slab.key, slab.value, slab.is_ignored)
-        if step.wanted:
-            message = self._empty(step.wanted, is_padded=slab.is_ignored is not None)
+        if step.wanted.blocks:
+            message = self._empty(step.wanted.blocks, is_padded=slab.is_ignored is not None)
             receives[step.source] = message
         pending = self._wire.exchange(sends, receives, 2 * self._number, "sending keys around the ring")
         self._under_way = (message, pending)
@@ -123,8 +118,8 @@ class Ring:
             return None
         slab, step = self._slab, self._steps[index]
         batch, _, _, head_dim = slab.key.shape
-        keys = unpack(message, step.wanted, batch, head_dim, is_padded=slab.is_ignored is not None)
-        return Parcel(self._shards[step.source], step.wanted, step.rectangles, keys)
+        keys = unpack(message, step.wanted.blocks, batch, head_dim, is_padded=slab.is_ignored is not None)
+        return Parcel(self._shards[step.source], step.wanted, keys)
 
     @staticmethod
     def _add_returned(

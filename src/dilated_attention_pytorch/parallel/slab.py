@@ -10,6 +10,7 @@ from torch import Tensor
 
 from dilated_attention_pytorch.kernels import aten
 from dilated_attention_pytorch.ops import library
+from dilated_attention_pytorch.ops.merge import merge_in_place
 from dilated_attention_pytorch.ops.rectangles import (
     Dropout,
     Keys,
@@ -17,9 +18,20 @@ from dilated_attention_pytorch.ops.rectangles import (
     block_view,
     merge_rectangle,
 )
-from dilated_attention_pytorch.planning import Block, Piece, Rectangle, Run, ShardedCall, exchange, pieces
+from dilated_attention_pytorch.patterns import BlockPattern, PatternSum
+from dilated_attention_pytorch.planning import (
+    Exchange,
+    Piece,
+    Rectangle,
+    Run,
+    ShardedCall,
+    SlabPair,
+    exchange,
+    pieces,
+)
 
 from .shipment import message_length, unpack
+from .slab_keys import add_to_blocks, keys_of_slab
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,8 +50,7 @@ class Parcel:
 
     runs: tuple[Run, ...]
     """The runs of the shard that the rows come from."""
-    blocks: tuple[Block, ...]
-    rectangles: tuple[Rectangle, ...]
+    seen: Exchange
     keys: list[Keys]
     """The rows of every block."""
 
@@ -76,19 +87,20 @@ class Slab:
         self.dtype = torch.float64 if query.dtype == torch.float64 else torch.float32
         """Merging, and sums over ranks, are in this dtype."""
         self._pieces = tuple(pieces(options.call, runs))
+        self._rules_spec = PatternSum(tuple(map(BlockPattern, options.call.pattern.rules))).spec
 
     def own_parcel(self) -> Parcel:
         """What the runs of this rank see of each other, with keys where they lie."""
-        blocks, rectangles = exchange(self.options.call, self.runs, self.runs)
+        seen = exchange(self.options.call, self.runs, self.runs)
         mask = None if self.is_ignored is None else self.is_ignored.unsqueeze(-1).expand(-1, -1, self.key.shape[2])
         keys = [
             Keys(
                 block_view(self.key, block), block_view(self.value, block),
                 None if mask is None else block_view(mask, block),
             )
-            for block in blocks
+            for block in seen.blocks
         ]  # fmt: skip
-        return Parcel(self.runs, blocks, rectangles, keys)
+        return Parcel(self.runs, seen, keys)
 
     def forward_within(self) -> tuple[Tensor, Tensor]:
         """Output and log-sum-exp of every run by itself, to be merged into; ``out`` in the accumulation dtype."""
@@ -107,11 +119,16 @@ class Slab:
     def merge(self, parcel: Parcel, out: Tensor, lse: Tensor) -> None:
         """Merge what this rank's queries see of a parcel into ``out`` and ``lse``."""
         options = self.options
-        for rectangle in parcel.rectangles:
+        for rectangle in parcel.seen.rectangles:
             merge_rectangle(
                 out, lse, self.query, rectangle.queries, _keys_of(parcel, rectangle), ratio=self._ratio,
                 scale=options.scale, impl=options.impl, dropout=self._dropout(parcel, rectangle),
             )  # fmt: skip
+        for pair in parcel.seen.slab_pairs:
+            rows = slice(*pair.queries)
+            part, part_lse = library.attend(*self._pair_operands(parcel, pair), *self._pair_options(pair))
+            # Merging takes finite numbers: a row that sees nothing here weighs nothing.
+            merge_in_place(out[:, rows], lse[:, rows], part, part_lse.clamp_(min=aten.MASKED))
 
     def finish(self, out: Tensor, lse: Tensor) -> Tensor:
         """``out`` in the query's dtype, once all is merged; rows that saw padding only become rows without a key."""
@@ -148,26 +165,36 @@ class Slab:
         It is laid out as by :func:`pack`, in the accumulation dtype.
         """
         batch, _, _, head_dim = self.key.shape
-        length = message_length(parcel.blocks, batch, head_dim, is_padded=False)
+        blocks = parcel.seen.blocks
+        length = message_length(blocks, batch, head_dim, is_padded=False)
         message = torch.zeros(length, dtype=self.dtype, device=self.key.device)
-        self._add_gradients(parcel, state, grad_query, unpack(message, parcel.blocks, batch, head_dim, is_padded=False))
+        self._add_gradients(parcel, state, grad_query, unpack(message, blocks, batch, head_dim, is_padded=False))
         return message
 
     def add_own_gradients(self, state: Backward, grad_query: Tensor, grad_key: Tensor, grad_value: Tensor) -> None:
         """Add the gradients of what the runs of this rank see of each other."""
         parcel = self.own_parcel()
-        grads = [Keys(block_view(grad_key, block), block_view(grad_value, block), None) for block in parcel.blocks]
+        grads = [Keys(block_view(grad_key, block), block_view(grad_value, block), None) for block in parcel.seen.blocks]
         self._add_gradients(parcel, state, grad_query, grads)
 
     def _add_gradients(self, parcel: Parcel, state: Backward, grad_query: Tensor, grads: list[Keys]) -> None:
         options = self.options
-        for rectangle in parcel.rectangles:
+        for rectangle in parcel.seen.rectangles:
             into = _heads_of(grads[rectangle.block], rectangle)
             add_rectangle_gradients(
                 grad_query, into.key, into.value, state.grad_out, state.out, state.lse, state.delta, self.query,
                 rectangle.queries, _keys_of(parcel, rectangle), ratio=self._ratio, scale=options.scale,
                 impl=options.impl, dropout=self._dropout(parcel, rectangle),
             )  # fmt: skip
+        for pair in parcel.seen.slab_pairs:
+            rows = slice(*pair.queries)
+            of_query, of_key, of_value = library.attend_backward(
+                state.grad_out[:, rows], None if state.grad_lse is None else state.grad_lse[:, rows],
+                state.out[:, rows], state.merged_lse[:, rows],
+                *self._pair_operands(parcel, pair), *self._pair_options(pair),
+            )  # fmt: skip
+            grad_query[:, rows] += of_query
+            add_to_blocks(pair, parcel.seen.blocks, grads, of_key, of_value)
 
     def state(self, out: Tensor, lse: Tensor, grad_out: Tensor, grad_lse: Tensor | None) -> Backward:
         """What the gradients of every parcel are computed from."""
@@ -177,7 +204,7 @@ class Slab:
             if grad_lse is not None:
                 delta -= grad_lse
         # exp(s - inf) = 0: a row without a key gets and gives no gradient.
-        return Backward(out, lse.masked_fill(lse == float("-inf"), float("inf")), grad_out, delta)
+        return Backward(out, lse.masked_fill(lse == float("-inf"), float("inf")), lse, grad_out, grad_lse, delta)
 
     @property
     def _ratio(self) -> int:
@@ -195,6 +222,21 @@ class Slab:
             None if self.is_ignored is None else self.is_ignored[:, rows], seed,
         )  # fmt: skip
 
+    def _pair_operands(self, parcel: Parcel, pair: SlabPair) -> tuple[Tensor | None, ...]:
+        key, value, is_ignored = keys_of_slab(pair, parcel.seen.blocks, parcel.keys, self.key.shape[2])
+        seed = self.seed
+        if seed is not None and self.options.call.documents is not None:
+            # As for pieces, by the row at which the document begins: no piece draws for these pairs.
+            seed = seed + 1 + self._absolute_row(self.runs, pair.queries[0]) - pair.query_position
+        return self.query[:, slice(*pair.queries)], key, value, None, is_ignored, seed
+
+    def _pair_options(self, pair: SlabPair) -> tuple[str, bool, float, int, int, float, str]:
+        options = self.options
+        return (
+            self._rules_spec, options.call.is_causal, options.scale, pair.query_position, pair.key_position,
+            options.dropout_p, options.impl,
+        )  # fmt: skip
+
     def _engine_options(self, piece: Piece) -> tuple[str, bool, float, int, int, float, str]:
         options = self.options
         return (
@@ -205,7 +247,7 @@ class Slab:
     def _dropout(self, parcel: Parcel, rectangle: Rectangle) -> Dropout | None:
         if self.seed is None:
             return None
-        queries, keys = rectangle.queries, parcel.blocks[rectangle.block]
+        queries, keys = rectangle.queries, parcel.seen.blocks[rectangle.block]
         offset = self.options.call.offset
         first = keys.row + rectangle.first_head * keys.skew
         return Dropout(
@@ -226,11 +268,15 @@ class Slab:
 
 @dataclass(frozen=True, slots=True)
 class Backward:
-    """The merged output, its log-sum-exp (+inf in rows without a key), their gradients."""
+    """The merged output and log-sum-exp, their gradients, and what kernels take of them."""
 
     out: Tensor
     lse: Tensor
+    """+inf in rows without a key."""
+    merged_lse: Tensor
+    """-inf in rows without a key."""
     grad_out: Tensor
+    grad_lse: Tensor | None
     delta: Tensor | None
     """``rowsum(grad_out * out) - grad_lse``, where a kernel does not compute it by itself."""
 

@@ -11,7 +11,8 @@ from .blocks import (
     random_blocks,
     strided_blocks,
 )
-from .dilated import DilatedPattern, DilationGroup, OffsetRule, Tail
+from .dilated import DilatedPattern, DilationGroup, OffsetRule, SegmentedPattern, Tail
+from .expression import pattern_from_expression
 from .mixing import shifted_right, splitmix64
 from .pattern import Pattern, PatternSum
 from .rules import NO_END, Range, Spans, num_pairs
@@ -27,6 +28,7 @@ __all__ = [
     "Pattern",
     "PatternSum",
     "Range",
+    "SegmentedPattern",
     "Spans",
     "Tail",
     "from_block_mask",
@@ -34,6 +36,7 @@ __all__ = [
     "hierarchical",
     "local_window",
     "num_pairs",
+    "pattern_from_expression",
     "pattern_from_spec",
     "per_head",
     "random_blocks",

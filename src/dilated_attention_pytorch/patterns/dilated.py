@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import bisect
+import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import Literal
@@ -10,6 +12,7 @@ import torch
 from torch import Tensor
 
 from .pattern import Pattern
+from .rules import NO_END
 
 OffsetRule = Literal["modulo", "block"]
 Tail = Literal["ragged", "zero_padded"]
@@ -31,6 +34,8 @@ class DilationGroup:
     heads: tuple[int, ...] | None = None
     """Where only some heads of a model are at hand: head i of the call is head ``heads[i]`` of ``all_heads``."""
     all_heads: int = 0
+    boundaries: tuple[int, ...] | None = None
+    """Where segments are not all alike: the first position of each, from 0 on. The last has no end."""
 
     def offset(self, kv_head: int, num_kv_heads: int) -> int:
         """The residue o(g) that key/value head g of ``num_kv_heads`` selects."""
@@ -48,6 +53,11 @@ class DilationGroup:
 
     def locate(self, positions: Tensor, kv_head: int, num_kv_heads: int) -> tuple[Tensor, Tensor]:
         """For a tensor of positions: the segment of each, and whether it is selected, for one key/value head."""
+        if self.boundaries is not None:
+            starts = torch.tensor(self.boundaries, device=positions.device)
+            segment = torch.bucketize(positions, starts, right=True) - 1
+            within = positions - starts[segment]
+            return segment, within % self.dilation_rate == self.offset(kv_head, num_kv_heads)
         shifted = positions + self.shift(kv_head)
         within = shifted % self.segment_length
         selected = within % self.dilation_rate == self.offset(kv_head, num_kv_heads)
@@ -55,6 +65,9 @@ class DilationGroup:
 
     def segment_bounds(self, position: int, shift: int) -> tuple[int, int]:
         """First position and one past the last of the segment that holds ``position`` (the first may be negative)."""
+        if self.boundaries is not None:
+            index = bisect.bisect_right(self.boundaries, position)
+            return self.boundaries[index - 1], [*self.boundaries[index : index + 1], NO_END][0]
         start = (position + shift) // self.segment_length * self.segment_length - shift
         return start, start + self.segment_length
 
@@ -69,8 +82,12 @@ class DilationGroup:
     def num_pairs(self, kv_head: int, num_kv_heads: int, sequence_length: int, *, is_causal: bool) -> int:
         """How many pairs of the first ``sequence_length`` positions see each other."""
         offset, first = self.offset(kv_head, num_kv_heads), -self.shift(kv_head)
-        starts = torch.arange(first, sequence_length, self.segment_length)
-        stops = (starts + self.segment_length).clamp(max=sequence_length)
+        if self.boundaries is not None:
+            starts = torch.tensor([bound for bound in self.boundaries if bound < sequence_length])
+            stops = torch.tensor([*starts[1:].tolist(), sequence_length])
+        else:
+            starts = torch.arange(first, sequence_length, self.segment_length)
+            stops = (starts + self.segment_length).clamp(max=sequence_length)
         _, selected = self.selected(starts, offset, starts.clamp(min=0), stops)  # type: ignore[arg-type]
         number = torch.as_tensor(selected)
         return int((number * (number + 1) // 2 if is_causal else number * number).sum())
@@ -152,6 +169,62 @@ class DilatedPattern(Pattern):
 
 
 @dataclass(frozen=True)
+class SegmentedPattern(Pattern):
+    """A dilated pattern whose segments are cut where the text breaks: ragged, given by their first positions.
+
+    As :class:`DilatedPattern`, with segments ``[b_j, b_(j+1))`` instead of runs of w positions. What lies past the
+    last boundary is one more segment. For packed documents the boundaries are those of every document.
+
+    Args:
+        boundaries: for every dilation rate the first positions of the segments, ascending, from 0 on; as
+            ``selection.snap_boundaries`` gives them.
+        dilation_rates: the dilation rates r_i, each at least 1.
+        offset_rule: see :class:`DilatedPattern`.
+
+    Raises:
+        TypeError: a boundary or rate is not an integer.
+        ValueError: no or unequally many, a value out of range, boundaries that do not ascend from 0.
+
+    >>> pattern = SegmentedPattern([[0, 3, 5]], [1])
+    >>> pattern.counts(torch.arange(6), torch.tensor([4]), 1)[0, :, 0].tolist()
+    [0, 0, 0, 1, 1, 0]
+    """
+
+    boundaries: Sequence[Sequence[int]]
+    dilation_rates: Sequence[int]
+    offset_rule: OffsetRule = field(default="modulo", kw_only=True)
+    spec: str = field(init=False, repr=False, compare=False)
+
+    def __post_init__(self) -> None:
+        rates = _integers("dilation_rates", self.dilation_rates, least=1)
+        boundaries = tuple(_integers("boundaries", some, least=0) for some in self.boundaries)
+        if len(boundaries) != len(rates):
+            raise ValueError(
+                "boundaries and dilation_rates pair up, so they must be equally long: "
+                f"got {len(boundaries)} lists of boundaries and {len(rates)} dilation rates"
+            )
+        for some in boundaries:
+            if some[0] != 0 or any(later <= earlier for earlier, later in itertools.pairwise(some)):
+                raise ValueError(f"boundaries must ascend from 0 on, got {list(some)}")
+        if self.offset_rule not in ("modulo", "block"):
+            raise ValueError(f'offset_rule must be "modulo" or "block", got {self.offset_rule!r}')
+        object.__setattr__(self, "boundaries", boundaries)
+        object.__setattr__(self, "dilation_rates", rates)
+        lists = [list(some) for some in boundaries]
+        object.__setattr__(self, "spec", f'[["segments", {lists}, {list(rates)}, "{self.offset_rule}"]]')
+
+    @property
+    def groups(self) -> tuple[DilationGroup, ...]:
+        return tuple(
+            DilationGroup(NO_END, rate, self.offset_rule, boundaries=tuple(some))
+            for some, rate in zip(self.boundaries, self.dilation_rates, strict=True)
+        )
+
+    def for_heads(self, heads: Sequence[int], num_kv_heads: int) -> Pattern:
+        return PatternOfHeads(self, tuple(heads), num_kv_heads)
+
+
+@dataclass(frozen=True)
 class PatternOfHeads(Pattern):
     """A dilated pattern for some of a model's key/value heads, see :meth:`Pattern.for_heads`.
 
@@ -159,7 +232,7 @@ class PatternOfHeads(Pattern):
         ValueError: a head is not one of ``num_kv_heads``, or there is none.
     """
 
-    pattern: DilatedPattern
+    pattern: DilatedPattern | SegmentedPattern
     heads: tuple[int, ...]
     num_kv_heads: int
     spec: str = field(init=False, repr=False, compare=False)

@@ -55,7 +55,7 @@ class Pattern(ABC):
     def __add__(self, other: Pattern) -> PatternSum:
         if not isinstance(other, Pattern):
             return NotImplemented
-        return PatternSum((*_summands(self), *_summands(other)))
+        return PatternSum((self, other))
 
     def counts(
         self, query_positions: Tensor, key_positions: Tensor, num_kv_heads: int, *, is_causal: bool = False
@@ -129,7 +129,8 @@ class Pattern(ABC):
         """Draw the counts of the first ``sequence_length`` positions (needs the extra ``plot``, matplotlib).
 
         Args:
-            sequence_length: number of positions N; the picture has N x N cells.
+            sequence_length: number of positions N; the picture has N x N cells, or, from 2,049 positions on, those
+                of every second, third, ... position.
             num_kv_heads: key/value heads drawn side by side in one row of cells per head.
             is_causal: leave out the keys after the query.
             axes: matplotlib axes to draw on; a new figure without it.
@@ -162,6 +163,7 @@ class PatternSum(Pattern):
     spec: str = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
+        object.__setattr__(self, "patterns", tuple(one for pattern in self.patterns for one in _summands(pattern)))
         object.__setattr__(self, "spec", "[" + ", ".join(pattern.spec[1:-1] for pattern in self.patterns) + "]")
 
     @property

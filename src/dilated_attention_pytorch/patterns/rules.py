@@ -136,6 +136,11 @@ class BlockRule(Rule):
     def sees_block(self, kv_head: int, num_kv_heads: int, query_block: Tensor, key_block: Tensor) -> Tensor:
         """The definition: bool, for integer tensors of block numbers that broadcast."""
 
+    def mask_between(self, kv_head: int, num_kv_heads: int, query_blocks: Tensor, key_blocks: Tensor) -> Tensor:
+        """:meth:`sees_block` of all pairs of two runs of consecutive blocks, bool ``[query blocks, key blocks]``."""
+        seen = self.sees_block(kv_head, num_kv_heads, query_blocks[:, None], key_blocks)
+        return seen.expand(len(query_blocks), len(key_blocks))
+
     def sees(self, kv_head: int, num_kv_heads: int, query: Tensor, key: Tensor) -> Tensor:
         size = self.block_size
         return self.sees_block(kv_head, num_kv_heads, query // size, key // size)
@@ -149,9 +154,7 @@ class BlockRule(Rule):
         key_blocks = torch.arange(first_key, -(-keys[1] // size))
         rows_at_once = max(1, _MASK_CELLS // len(key_blocks))
         found = [
-            _runs_of_mask(
-                self.sees_block(kv_head, num_kv_heads, some[:, None], key_blocks).expand(len(some), len(key_blocks))
-            )
+            _runs_of_mask(self.mask_between(kv_head, num_kv_heads, some, key_blocks))
             for some in query_blocks.split(rows_at_once)
         ]
         query = torch.cat([rows + index * rows_at_once for index, (rows, _, _) in enumerate(found)]) + first_query
@@ -208,15 +211,27 @@ class RandomBlocks(BlockRule):
         return kv_head
 
     def sees_block(self, kv_head: int, num_kv_heads: int, query_block: Tensor, key_block: Tensor) -> Tensor:
-        first = key_block // self.out_of * self.out_of
-        state = splitmix64(splitmix64(splitmix64(query_block * 0 + self.seed) ^ kv_head) ^ query_block)
-        own = splitmix64(state ^ key_block)
+        first, own = key_block // self.out_of * self.out_of, self._draw(kv_head, query_block, key_block)
         rank = torch.zeros_like(own)
         for place in range(self.out_of):
-            other = first + place
-            draw = splitmix64(state ^ other)
-            rank += ((draw < own) | ((draw == own) & (other < key_block))).to(rank.dtype)
+            draw = self._draw(kv_head, query_block, first + place)
+            rank += ((draw < own) | ((draw == own) & (first + place < key_block))).to(rank.dtype)
         return rank < self.num_blocks
+
+    def mask_between(self, kv_head: int, num_kv_heads: int, query_blocks: Tensor, key_blocks: Tensor) -> Tensor:
+        # All draws of a run are ranked at once: a draw for every pair, where pair by pair there are P.
+        first, last = int(key_blocks[0]), int(key_blocks[-1])
+        start = first // self.out_of * self.out_of
+        whole = torch.arange(start, last // self.out_of * self.out_of + self.out_of)
+        draws = self._draw(kv_head, query_blocks[:, None], whole).view(len(query_blocks), -1, self.out_of)
+        chosen = draws.argsort(dim=-1, stable=True)[..., : self.num_blocks]
+        seen = torch.zeros_like(draws, dtype=torch.bool).scatter_(-1, chosen, True)
+        return seen.view(len(query_blocks), -1)[:, first - start : last + 1 - start]
+
+    def _draw(self, kv_head: int, query_block: Tensor, key_block: Tensor) -> Tensor:
+        """A number for every pair; of every P consecutive key blocks those with the least are seen."""
+        seed = splitmix64(torch.tensor(self.seed, device=query_block.device))
+        return splitmix64(splitmix64(splitmix64(seed ^ kv_head) ^ query_block) ^ key_block)
 
 
 @dataclass(frozen=True, slots=True)

@@ -6,7 +6,7 @@ import functools
 import json
 
 from .blocks import block_pattern_from_entry
-from .dilated import DilatedPattern
+from .dilated import DilatedPattern, SegmentedPattern
 from .pattern import Pattern, PatternSum
 
 
@@ -15,6 +15,11 @@ def pattern_from_spec(spec: str) -> Pattern:
     """The pattern whose :attr:`Pattern.spec` this is."""
     patterns: list[Pattern] = []
     for entry in json.loads(spec):
+        if entry[0] == "segments":
+            _, boundaries, rates, rule, *heads = entry
+            segmented = SegmentedPattern(boundaries, rates, offset_rule=rule)
+            patterns.append(segmented.for_heads(*heads) if heads else segmented)
+            continue
         if isinstance(entry[0][0], str):
             patterns.append(block_pattern_from_entry(entry))
             continue

@@ -1,5 +1,6 @@
 """Where: a pattern and lengths become the geometry of partials. Cached, no tensors' values."""
 
+from .exchange import Exchange, SlabPair, exchange
 from .gathered import Gathered
 from .geometry import Axis, Partial
 from .plan import Call, Plan, Tile, plan
@@ -11,7 +12,6 @@ from .shards import (
     Run,
     ShardedCall,
     Team,
-    exchange,
     pieces,
     shard_runs,
     teams,
@@ -19,6 +19,6 @@ from .shards import (
 )
 
 __all__ = [
-    "Axis", "Block", "Call", "Gathered", "Layout", "Partial", "Piece", "Plan", "Rectangle", "Run", "ShardedCall",
-    "Team", "Tile", "exchange", "pieces", "plan", "shard_runs", "teams", "with_rows",
+    "Axis", "Block", "Call", "Exchange", "Gathered", "Layout", "Partial", "Piece", "Plan", "Rectangle", "Run",
+    "ShardedCall", "SlabPair", "Team", "Tile", "exchange", "pieces", "plan", "shard_runs", "teams", "with_rows",
 ]  # fmt: skip

@@ -18,15 +18,15 @@ _BAND_ROWS = (32, 512)
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Gathered:
-    """Problems of ``num_queries`` consecutive query rows, each of which sees all keys of a list of the problem's own.
+    """Problems whose query rows all see all keys of a list of the problem's own.
 
-    Problem i has the query rows from ``query_rows[i]`` on; its keys are, for every j, the ``unit`` rows from
-    ``first_key + unit * key_units[i, j]`` on. The same for every one of ``heads``. Rows count within the slabs.
+    Problem i has, for every j, the ``rows_of_range`` query rows from ``query_rows[i, j]`` on, and the ``unit`` keys
+    from ``first_key + unit * key_units[i, j]`` on. The same for every one of ``heads``. Rows count within the slabs.
     """
 
     query_rows: Tensor
-    """int64 ``[problems]``; no two problems share a row."""
-    num_queries: int
+    """int64 ``[problems, ranges of a problem]``; no two problems share a row."""
+    rows_of_range: int
     key_units: Tensor
     """int64 ``[problems, units of a problem]``."""
     unit: int
@@ -34,6 +34,11 @@ class Gathered:
     heads: tuple[int, ...]
     is_first: bool = False
     """No partial before it in the plan touches the same query rows."""
+
+    @property
+    def num_queries(self) -> int:
+        """Query rows of every problem."""
+        return self.query_rows.shape[1] * self.rows_of_range
 
     @property
     def num_keys(self) -> int:
@@ -91,7 +96,7 @@ def _banded(query: int, query_stop: int, key: int, key_stop: int, before: int, a
     They come in an order in which :func:`fold` finds runs of partials that share no key.
     """
     width = key_stop - key if after is None else before + after + 1
-    rows = min(max(1 << (max(1, width // 4) - 1).bit_length(), _BAND_ROWS[0]), _BAND_ROWS[1])
+    rows = min(max(1 << (max(1, width // 8) - 1).bit_length(), _BAND_ROWS[0]), _BAND_ROWS[1])
     starts = range(query, query_stop, rows)
     apart = -(-(rows + width - 1) // rows)
     for index in range(min(apart, len(starts))):
@@ -169,12 +174,21 @@ def _lists(spans: Spans, unit: int, slabs: Slabs, heads: tuple[int, ...]) -> lis
         # Units begin at multiples of the unit in the document: in the slab that may be some rows on.
         first_key = slabs.key_origin % unit
         shift = (slabs.key_origin - first_key) // unit
-        found.append(
-            Gathered(
-                problems[of_size, 0] + slabs.query_origin, num_queries, units[places] + shift, unit, first_key, heads
-            )
-        )
+        query_rows = problems[of_size, 0] + slabs.query_origin
+        for rows, lists in _alike(query_rows, units[places] + shift):
+            found.append(Gathered(rows, num_queries, lists, unit, first_key, heads))
     return found
+
+
+def _alike(query_rows: Tensor, lists: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
+    """Ranges of query rows with the same list of keys as one problem; problems of equally many ranges together."""
+    unique, problem_of, counts = torch.unique(lists, dim=0, return_inverse=True, return_counts=True)
+    # The ranges of a problem, one problem after the other.
+    rows = query_rows[torch.argsort(problem_of, stable=True)]
+    starts = counts.cumsum(0) - counts
+    for number in counts.unique().tolist():
+        problems = (counts == number).nonzero().squeeze(1)
+        yield rows[starts[problems].unsqueeze(1) + torch.arange(number)], unique[problems]
 
 
 _ROW_BOUND = 1 << 31
@@ -182,7 +196,12 @@ _ROW_BOUND = 1 << 31
 
 def _share_no_row(gathered: list[Gathered]) -> bool:
     """Whether no two problems have a query row in common."""
-    starts = torch.cat([torch.empty(0, dtype=torch.int64), *(one.query_rows for one in gathered)])
-    numbers = torch.tensor([one.num_queries for one in gathered for _ in one.query_rows], dtype=torch.int64)
+    starts = torch.cat([torch.empty(0, dtype=torch.int64), *(one.query_rows.view(-1) for one in gathered)])
+    numbers = torch.cat(
+        [
+            torch.empty(0, dtype=torch.int64),
+            *(torch.full_like(one.query_rows.view(-1), one.rows_of_range) for one in gathered),
+        ]
+    )
     order = torch.argsort(starts)
     return bool((starts[order][1:] >= (starts + numbers)[order][:-1]).all())

@@ -111,7 +111,7 @@ def _row_ranges(
     lattices = {
         (group.segment_length, group.shift(head)) for group in groups for head in range(call.num_kv_heads)
     }  # fmt: skip
-    if call.pattern.rules:
+    if call.pattern.rules or any(group.boundaries is not None for group in groups):
         lattices = {(NO_END, 0)}
     longest_length, longest_shift = max(lattices)
     run: list[tuple[int, int, int, int]] = []

@@ -172,11 +172,10 @@ class _Places:
                 yield Rectangle(queries, number, first_head[queries.head])
 
 
-@functools.lru_cache(maxsize=256)
-def exchange(
+def rectangles_between(
     call: ShardedCall, key_runs: tuple[Run, ...], query_runs: tuple[Run, ...]
 ) -> tuple[tuple[Block, ...], tuple[Rectangle, ...]]:
-    """The rows of one shard that the queries of another see, and who sees them; rows count within the shards.
+    """What the dilation groups show to the queries of one shard of another's rows; rows count within the shards.
 
     Between two disjoint runs every dilation group has one segment at most in common, so that the selected queries of
     one see all selected keys of the other, or (later keys, under a causal mask) none: dense rectangles. A run that

@@ -9,14 +9,42 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from dilated_attention_pytorch.patterns import DilationGroup
+from dilated_attention_pytorch.patterns import DilationGroup, Range
+from dilated_attention_pytorch.patterns import num_pairs as pairs_of_spans
 
+from .exchange import heads_alike, ranks_that_see, seen_rows
 from .shards import Run, Segment, ShardedCall, SortedRuns, document_at, segments_beyond, teams_of_segments
 
 
 @functools.lru_cache(maxsize=64)
 def sent_rows(call: ShardedCall, shards: tuple[tuple[Run, ...], ...]) -> Tensor:
     """Rows of one key/value head each that rank s sends to rank t under :func:`exchange`, int64 ``[ranks, ranks]``."""
+    sent = _sent_because_of_groups(call, shards)
+    for source, target in _may_send_because_of_rules(call, shards):
+        sent[source, target] += sum(seen_rows(call, keys, shards[target]) for keys in shards[source])
+    return sent
+
+
+@functools.lru_cache(maxsize=64)
+def distances(call: ShardedCall, shards: tuple[tuple[Run, ...], ...]) -> tuple[int, ...]:
+    """How many places further a rank may be, around all ranks, that another sends rows to; ascending."""
+    size = len(shards)
+    sent = _sent_because_of_groups(call, shards).nonzero()
+    found = set(((sent[:, 1] - sent[:, 0]) % size).tolist())
+    found |= {(target - source) % size for source, target in _may_send_because_of_rules(call, shards)}
+    return tuple(sorted(found))
+
+
+def _may_send_because_of_rules(call: ShardedCall, shards: tuple[tuple[Run, ...], ...]) -> set[tuple[int, int]]:
+    """Pairs of ranks of which the first has rows that rules may show to the second's queries."""
+    if not call.pattern.rules:
+        return set()
+    runs = SortedRuns(shards)
+    found = {(rank, other) for run, rank in runs for other in ranks_that_see(call, runs, run)}
+    return {(source, target) for source, target in found if source != target}
+
+
+def _sent_because_of_groups(call: ShardedCall, shards: tuple[tuple[Run, ...], ...]) -> Tensor:
     sent = torch.zeros(len(shards), len(shards), dtype=torch.int64)
     runs = SortedRuns(shards)
     for segment in {segment for run, _ in runs for segment in segments_beyond(call, run)}:
@@ -52,6 +80,10 @@ def num_pairs(call: ShardedCall, shards: tuple[tuple[Run, ...], ...]) -> tuple[i
     for group in call.pattern.groups:
         pairs = _pairs(call, group, *(x[:, None] for x in (first, stop, begin, end)))
         total.index_add_(0, ranks, pairs.sum(1))
+    for row, stop_row, start, stop_of_all, rank in found:
+        total[rank] += _pairs_of_rules(
+            call, (row - start, stop_row - start), (max(start, 0) - start, stop_of_all - start)
+        )
     return tuple(total.tolist())
 
 
@@ -112,6 +144,19 @@ def _pairs(call: ShardedCall, group: DilationGroup, first: Tensor, stop: Tensor,
     if not call.is_causal:
         pairs += torch.where(is_one, head, tail) * rows(last, stop, torch.minimum(beyond, end))
     return pairs
+
+
+def _pairs_of_rules(call: ShardedCall, queries: Range, keys: Range) -> int:
+    """Pairs of two ranges of positions of one document under all rules, for every head that they are for."""
+    total = 0
+    for rule in call.pattern.rules:
+        before, after = rule.band(is_causal=call.is_causal)
+        first = keys[0] if before is None else max(keys[0], queries[0] - before)
+        stop = keys[1] if after is None else min(keys[1], queries[1] + after)
+        for heads in heads_alike(call, rule):
+            spans = rule.spans(heads[0], call.num_kv_heads, queries, (first, stop))
+            total += len(heads) * pairs_of_spans(spans, before, after)
+    return total
 
 
 def _bounds(group: DilationGroup, position: Any, shift: Any, begin: Tensor) -> tuple[Tensor, Tensor]:

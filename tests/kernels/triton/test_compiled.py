@@ -36,9 +36,11 @@ for name in ("forward", "query_gradient", "key_gradient"):
 for kernel, constants in (
     (order_kernel, {"WINDOW": 2048, "PACKED": True}),
     (runs_kernel, {"TILE_ROWS": 42, "SLOTS": 64, "WINDOW": 256, "ORDERED": True, "CAUSAL": True, "PACKED": True,
-                   "PHANTOMS": False, "OF_QUERIES": True}),
+                   "PHANTOMS": False, "OF_QUERIES": True, "RULES": True, "BANDED": True, "LINE": 9}),
     (runs_kernel, {"TILE_ROWS": 128, "SLOTS": 128, "WINDOW": 2048, "ORDERED": False, "CAUSAL": False, "PACKED": False,
-                   "PHANTOMS": True, "OF_QUERIES": False}),
+                   "PHANTOMS": True, "OF_QUERIES": False, "RULES": True, "BANDED": False, "LINE": 9}),
+    (runs_kernel, {"TILE_ROWS": 128, "SLOTS": 128, "WINDOW": 2048, "ORDERED": False, "CAUSAL": True, "PACKED": False,
+                   "PHANTOMS": False, "OF_QUERIES": False, "RULES": False, "BANDED": False, "LINE": 9}),
     (merge_splits_kernel, {"D": 48, "BLOCK_D": 64, "BLOCK": 4}),
 ):
     compiled(kernel, capability, "bf16", constants, num_warps=4, num_stages=3)
@@ -54,9 +56,9 @@ def test_no_shipped_configuration_spills_a_register(capability: int, figure: Any
     )  # fmt: skip
     assert compiled.returncode == 0, compiled.stderr
     figures = json.loads(compiled.stdout)
-    named = {(one["kernel"], one["head_dim"], one["causal"]) for one in figures}
+    named = {(one["kernel"], one["head_dim"], one["causal"] + one["banded"]) for one in figures}
     kernels = ("forward", "few_queries", "query_gradient", "key_gradient")
-    assert named >= {(name, width, causal) for name in kernels for width in (64, 128) for causal in (False, True)}
+    assert named >= {(name, width, mask) for name in kernels for width in (64, 128) for mask in (0, 1, 2)}
     for one in figures:
         assert one["spill_bytes"] == 0, one
         # 8.6 to 8.9 have 99 KiB for a program, 9.0 has 227.

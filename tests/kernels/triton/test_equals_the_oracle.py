@@ -17,12 +17,19 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from dilated_attention_pytorch import DilatedPattern, Pattern, attend_with_lse
+from dilated_attention_pytorch import (
+    DilatedPattern,
+    Pattern,
+    attend_with_lse,
+    local_window,
+    random_blocks,
+    strided_blocks,
+)
 from dilated_attention_pytorch.kernels.select import is_interpreted
 from dilated_attention_pytorch.kernels.triton import configurations
-from drawn import SWEEP, DrawnCall, Sizes, calls, examples
+from drawn import SWEEP, DrawnCall, Sizes, block_calls, calls, examples
 from error_budget import budget
-from oracle import Groups, dense_attention
+from oracle import Groups, Rule, dense_attention
 
 DEVICE = "cpu" if is_interpreted() else "cuda"
 NAMES = ("out", "lse", "grad_query", "grad_key", "grad_value")
@@ -33,6 +40,7 @@ SMALL = Sizes(
     segments=st.one_of(st.integers(5, 60), st.sampled_from([3, 8, 16, 32, 64])),
 )  # fmt: skip
 PARTS, DRAWS = 6, 27
+RULED_DRAWS = 7
 
 
 @pytest.fixture(autouse=True)
@@ -153,6 +161,51 @@ def test_chosen_patterns_stay_within_the_error_budget(case: str, causal: bool) -
     check(call, torch.float32, dict.fromkeys(NAMES, 0.0))
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_drawn_windows_blocks_and_sums_stay_within_the_error_budget(dtype: torch.dtype, figure: Any) -> None:
+    used, drawn = dict.fromkeys(NAMES, 0.0), 0
+
+    @examples(RULED_DRAWS, is_shrunk=False)
+    @given(block_calls(sizes=SMALL), st.integers(0, 2**31))
+    def draw(call: DrawnCall, seed: int) -> None:
+        nonlocal drawn
+        call.seed = seed
+        call.is_causal ^= dtype == torch.bfloat16
+        drawn += 1
+        check(call, dtype, used)
+
+    draw()
+    assert drawn >= (10 if SWEEP else 1) * RULED_DRAWS
+    figure(f"Triton, {dtype}, {drawn} drawn block patterns and sums, part of the error budget used",
+           {k: f"{v:.2f}" for k, v in used.items()})  # fmt: skip
+
+
+# fmt: off
+RULED = {
+    "a window narrower than a tile": (257, 1, (Rule("window", (9, 4)),)),
+    "a window wider than a tile": (257, 1, (Rule("window", (100, 30)),)),
+    "a window, global tokens and dilation": (
+        100, 1, (Rule("window", (20, 0)), Rule("global", (3,)), Groups((32, 128), (1, 5)))
+    ),
+    "blocks that end in a tile, three heads in it": (63, 3, (Rule("random", (1, 2, 5, 24)),)),
+    "half of the heads": (100, 1, (Rule("window", (7, 0), (0, 2)), Rule("hierarchical", (1, 3, 2, 16), (1, 2)))),
+}
+# fmt: on
+
+
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("case", RULED)
+def test_chosen_windows_and_blocks_stay_within_the_error_budget(
+    case: str, causal: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if is_interpreted():  # larger tiles than elsewhere: long runs of blocks that need no mask
+        large = (configurations.Configuration(64, 32, 4, 1),)
+        monkeypatch.setattr("dilated_attention_pytorch.kernels.triton.launch.candidates", lambda *_: large)
+    rows, ratio, summands = RULED[case]
+    call = DrawnCall(1, rows, rows, 1 if "heads" not in case else 2, ratio, 16, summands, 4, causal, None)
+    check(call, torch.float32, dict.fromkeys(NAMES, 0.0))
+
+
 PATTERN = DilatedPattern([16, 48, 200], [1, 3, 5])
 
 
@@ -164,9 +217,12 @@ def tensors(*shape: int, dtype: torch.dtype = torch.float32) -> list[Tensor]:
 def test_splitting_the_keys_changes_nothing() -> None:
     from dilated_attention_pytorch.kernels.triton import launch
 
-    for pattern in (PATTERN, PATTERN + DilatedPattern([32], [2], tail="zero_padded")):
+    patterns: tuple[Pattern, ...] = (
+        PATTERN + DilatedPattern([32], [2], tail="zero_padded"), random_blocks(0.5, block_size=12) + local_window(9, 2)
+    )  # fmt: skip
+    for pattern in patterns:
         q, k, v = (x.detach() for x in tensors(2, 37, 3, 16))
-        problem = launch.Problem(q, k, v, pattern.groups, False, 0.3)
+        problem = launch.Problem(q, k, v, pattern.groups, False, 0.3, rules=pattern.rules)
         with poisoned():
             whole, parts = launch.forward(problem, 1), launch.forward(problem, 3)
         for a, b in zip(whole, parts, strict=True):
@@ -174,18 +230,22 @@ def test_splitting_the_keys_changes_nothing() -> None:
 
 
 def test_one_query_after_many_keys_is_split_over_the_grid_and_exact() -> None:
-    from dilated_attention_pytorch.kernels.triton import launch
+    from dilated_attention_pytorch.kernels.triton import launch, sides
 
-    everywhere: Pattern = DilatedPattern([400, 1000], [1, 3])
     q, k, v = (x.detach() for x in tensors(1, 397, 1, 16))
-    problem = launch.Problem(q[:, -1:], k, v, everywhere.groups, True, 0.25, 396, 0)
     few = configurations.candidates("few_queries", 16, 4, (9, 0))[0]
-    side = launch._side(problem, launch._table_of(problem), (16,), is_query=True)
-    assert launch._num_splits(problem, side, few, 1) > 1
-    out, lse = attend_with_lse(q[:, -1:], k, v, everywhere, is_causal=True, scale=0.25, query_offset=396, impl="triton")
-    want = attend_with_lse(q.double(), k.double(), v.double(), everywhere, is_causal=True, scale=0.25, impl="reference")
-    torch.testing.assert_close(out, want.out[:, -1:].float(), rtol=1e-5, atol=1e-6)
-    torch.testing.assert_close(lse, want.lse[:, -1:].float(), rtol=1e-5, atol=1e-6)
+    everywhere: tuple[Pattern, ...] = (
+        DilatedPattern([400, 1000], [1, 3]), local_window(300) + strided_blocks(3, block_size=16)
+    )  # fmt: skip
+    for pattern in everywhere:
+        problem = launch.Problem(q[:, -1:], k, v, pattern.groups, True, 0.25, 396, 0, rules=pattern.rules)
+        side = sides.side_of(problem, sides.table_of(problem), (16,), is_query=True)
+        assert launch._num_splits(problem, side, few, 1) > 1
+        options: Any = {"is_causal": True, "scale": 0.25}
+        out, lse = attend_with_lse(q[:, -1:], k, v, pattern, query_offset=396, impl="triton", **options)
+        want = attend_with_lse(q.double(), k.double(), v.double(), pattern, impl="reference", **options)
+        torch.testing.assert_close(out, want.out[:, -1:].float(), rtol=1e-5, atol=1e-6)
+        torch.testing.assert_close(lse, want.lse[:, -1:].float(), rtol=1e-5, atol=1e-6)
 
 
 def test_rows_attend_to_rows() -> None:
@@ -205,7 +265,7 @@ def test_dropout_drops_what_the_other_implementations_drop() -> None:
     results = []
     for impl in ("triton", "reference"):
         torch.manual_seed(3)
-        out, lse = attend_with_lse(q, k, v, PATTERN, is_causal=True, dropout_p=0.4, impl=impl)  # type: ignore[arg-type]
+        out, lse = attend_with_lse(q, k, v, PATTERN + local_window(9), is_causal=True, dropout_p=0.4, impl=impl)  # type: ignore[arg-type]
         results.append((out, lse, *torch.autograd.grad(out.sin().sum(), (q, k, v))))
     for ours, theirs in zip(*results, strict=True):
         torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-5)
@@ -215,7 +275,9 @@ def test_two_runs_give_equal_bits() -> None:
     q, k, v = tensors(1, 70, 3, 16, dtype=torch.bfloat16)
     runs = []
     for _ in range(2):
-        out, lse = attend_with_lse(q, k, v, PATTERN, is_causal=True, impl="triton")
+        out, lse = attend_with_lse(
+            q, k, v, DilatedPattern([16, 48], [1, 3]) + local_window(30), is_causal=True, impl="triton"
+        )
         runs.append((out, lse, *torch.autograd.grad(out.float().square().sum(), (q, k, v))))
     assert all(torch.equal(a, b) for a, b in zip(*runs, strict=True))
 
@@ -244,7 +306,7 @@ def test_a_scale_of_zero_gives_the_mean_and_no_gradient_of_the_scores() -> None:
 
 
 def test_documents_of_one_and_two_rows_under_a_shift_fit_the_table_of_runs() -> None:
-    from dilated_attention_pytorch.kernels.triton import launch
+    from dilated_attention_pytorch.kernels.triton import launch, sides
 
     q, k, v = tensors(1, 16, 1, 16)
     for pattern in (DilatedPattern([100], [1], segment_shift=99), DilatedPattern([3, 7], [1, 2], segment_shift=2)):
@@ -255,9 +317,9 @@ def test_documents_of_one_and_two_rows_under_a_shift_fit_the_table_of_runs() -> 
             want, _ = attend_with_lse(q, k, v, pattern, impl="reference", **options)  # type: ignore[arg-type]
             torch.testing.assert_close(out, want, rtol=1e-5, atol=1e-6)
             problem = launch.Problem(q, k, v, pattern.groups, False, 0.3, cu_seqlens=bounds)
-            table = launch._table_of(problem)
-            side = launch._side(problem, table, (16,), is_query=True)
-            runs = launch._runs(problem, table, side, 16, of_queries=False)
+            table = sides.table_of(problem)
+            side = sides.side_of(problem, table, (16,), is_query=True)
+            runs = sides.runs_of(problem, table, side, 16, of_queries=False)
             assert int(runs.numbers.max()) <= runs.lines.shape[2]
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from dilated_attention_pytorch import DilatedPattern, attend, attend_with_lse
+from dilated_attention_pytorch import DilatedPattern, attend, attend_with_lse, local_window
 from dilated_attention_pytorch.kernels.select import is_interpreted
 
 DEVICE = "cpu" if is_interpreted() else "cuda"
@@ -20,15 +20,16 @@ def leaves(rows: int, dtype: torch.dtype = torch.float32) -> list[torch.Tensor]:
 
 # opcheck's own comparison reads the gradient of a tensor that is no leaf.
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning")
-@pytest.mark.parametrize("extra", ["plain", "packed", "padded", "dropout"])
+@pytest.mark.parametrize("extra", ["plain", "packed", "padded", "dropout", "window"])
 def test_opcheck(extra: str) -> None:
     q, k, v = leaves(13)
     packed = torch.tensor([0, 9, 13], dtype=torch.int32, device=DEVICE) if extra == "packed" else None
     padding = torch.arange(13, device=DEVICE)[None] % 3 == 1 if extra == "padded" else None
     seed, p = (torch.tensor(5, device=DEVICE), 0.3) if extra == "dropout" else (None, 0.0)
-    options = (packed, padding, seed, PATTERN.spec, True, 0.3, 0, 0, p, "triton")
+    pattern = PATTERN + local_window(4) if extra == "window" else PATTERN
+    options = (packed, padding, seed, pattern.spec, True, 0.3, 0, 0, p, "triton")
     torch.library.opcheck(torch.ops.dilated_attention_pytorch.attend, (q, k, v, *options))
-    out, lse = attend_with_lse(q, k, v, PATTERN)
+    out, lse = attend_with_lse(q, k, v, pattern)
     with torch.no_grad():
         arguments = (torch.randn_like(out), torch.randn_like(lse), out, lse, q, k, v, *options)
         torch.library.opcheck(torch.ops.dilated_attention_pytorch.attend_backward, arguments)

@@ -11,16 +11,17 @@ import triton.language as tl
 
 from .counter import head_state, keep_factors, key_state, query_state
 from .forward import LOG2_E
-from .runs import BITS, is_active_in, load_run
+from .runs import is_active_in, is_in_band, load_band, load_run
 from .tiles import SIZES, load_block, load_lines, place_of, product, rounded, rows_of, store_lines, tile_of
 
 
 @triton.jit
 def _query_blocks(
     query, grad_out, lse, delta, grad_query, KEY, VALUE, key_stride, value_stride, first, rate, count, from_block,
-    to_block, position, is_active, key_offset, PADDING, seed, query_states, threshold, keep_scale, scale_log2,
+    to_block, low, high, position, is_active, key_offset, PADDING, seed, query_states, threshold, keep_scale,
+    scale_log2,
     D: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_RUN: tl.constexpr, MASKED: tl.constexpr, CAUSAL: tl.constexpr,
-    PADDED: tl.constexpr, DROPOUT: tl.constexpr,
+    BANDED: tl.constexpr, PADDED: tl.constexpr, DROPOUT: tl.constexpr,
 ):  # fmt: skip
     """Add the blocks ``[from_block, to_block)`` of a run of keys to the tile's gradient of the queries."""
     line = tl.arange(0, BLOCK_RUN)
@@ -46,8 +47,9 @@ def _query_blocks(
         probability = tl.exp2(score - reference)
         if MASKED or PADDED:
             is_seen = is_key[None, :]
-            if CAUSAL and MASKED:
-                is_seen = is_seen & ((first + index * rate)[None, :] <= position[:, None])
+            if (CAUSAL or BANDED) and MASKED:
+                key_position = (first + index * rate)[None, :]
+                is_seen = is_seen & is_in_band(key_position, position[:, None], low, high, BANDED)
             probability = tl.where(is_seen, probability, 0.0)
         grad_probability = product(grad_out, tl.trans(value))
         if DROPOUT:
@@ -67,8 +69,8 @@ def query_gradient_kernel(
     windows_per_span,
     tiles_per_window, capacity, scale, scale_log2, threshold, keep_scale,
     RATIO: tl.constexpr, PACK: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_ROWS: tl.constexpr,
-    BLOCK_RUN: tl.constexpr, SLOTS: tl.constexpr, WINDOW: tl.constexpr, ORDERED: tl.constexpr, CAUSAL: tl.constexpr,
-    PADDED: tl.constexpr, DROPOUT: tl.constexpr, HAS_GRAD_LSE: tl.constexpr,
+    BLOCK_RUN: tl.constexpr, LINE: tl.constexpr, WINDOW: tl.constexpr, ORDERED: tl.constexpr, CAUSAL: tl.constexpr,
+    BANDED: tl.constexpr, PADDED: tl.constexpr, DROPOUT: tl.constexpr, HAS_GRAD_LSE: tl.constexpr,
 ):  # fmt: skip
     """``GRAD_QUERY[B, N, H, D]``: tiles of query rows as in the forward, keys walked over.
 
@@ -115,22 +117,23 @@ def query_gradient_kernel(
     values = VALUE + batch * value_stride_b + kv_head.to(tl.int64) * value_stride_h
     padding = PADDING + batch * num_keys
     place, is_tile = place_of(kv_head, window, tile, num_queries, tiles_per_window, WINDOW)
-    line = RUNS + place.to(tl.int64) * capacity * (BITS + SLOTS // 32)
+    line = RUNS + place.to(tl.int64) * capacity * LINE
     for _ in range(tl.load(NUM_RUNS + place, mask=is_tile, other=0)):
         first, rate, count, full, _phantoms = load_run(line)
+        low, high = load_band(line, LINE, BANDED)
         is_active = is_row & is_active_in(line, slot)
         num_full, num_blocks = full // BLOCK_RUN, (count + BLOCK_RUN - 1) // BLOCK_RUN
         grad_query = _query_blocks(
             query, grad_out, lse, delta, grad_query, keys, values, key_stride_n, value_stride_n, first, rate, count,
-            0, num_full, position, is_active, key_offset, padding, seed, query_states, threshold, keep_scale,
-            scale_log2, D, BLOCK_D, BLOCK_RUN, False, CAUSAL, PADDED, DROPOUT,
+            0, num_full, low, high, position, is_active, key_offset, padding, seed, query_states, threshold, keep_scale,
+            scale_log2, D, BLOCK_D, BLOCK_RUN, False, CAUSAL, BANDED, PADDED, DROPOUT,
         )  # fmt: skip
         grad_query = _query_blocks(
             query, grad_out, lse, delta, grad_query, keys, values, key_stride_n, value_stride_n, first, rate, count,
-            num_full, num_blocks, position, is_active, key_offset, padding, seed, query_states, threshold, keep_scale,
-            scale_log2, D, BLOCK_D, BLOCK_RUN, True, CAUSAL, PADDED, DROPOUT,
+            num_full, num_blocks, low, high, position, is_active, key_offset, padding, seed, query_states, threshold,
+            keep_scale, scale_log2, D, BLOCK_D, BLOCK_RUN, True, CAUSAL, BANDED, PADDED, DROPOUT,
         )  # fmt: skip
-        line += BITS + SLOTS // 32
+        line += LINE
     # Read once more: keeping the rows through the loops takes registers that the loops need.
     row = rows_of(ORDER, kv_head, window, tile, num_queries, slot, BLOCK_ROWS // PACK, WINDOW, ORDERED)
     lines = (batch * num_queries + row) * (num_kv_heads * RATIO) + head
@@ -140,9 +143,10 @@ def query_gradient_kernel(
 @triton.jit
 def _key_blocks(
     key, value, grad_key, grad_value, QUERY, GRAD_OUT, LSE, DELTA, query_stride, grad_stride, line_stride, first, rate,
-    count, from_block, to_block, clear_from, clear_to, position, is_active, query_offset, state_of_head, key_states,
-    threshold, keep_scale, scale_log2,
-    D: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_RUN: tl.constexpr, CAUSAL: tl.constexpr, DROPOUT: tl.constexpr,
+    count, from_block, to_block, clear_from, clear_to, low, high, position, is_active, query_offset, state_of_head,
+    key_states, threshold, keep_scale, scale_log2,
+    D: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_RUN: tl.constexpr, CAUSAL: tl.constexpr, BANDED: tl.constexpr,
+    DROPOUT: tl.constexpr,
 ):  # fmt: skip
     """Add the blocks ``[from_block, to_block)`` of a run of queries to the tile's gradients of keys and values.
 
@@ -172,8 +176,9 @@ def _key_blocks(
         probability = tl.exp2(score - tl.where(lse == float("-inf"), float("inf"), lse)[None, :])
         if (block < clear_from) | (block >= clear_to):
             is_seen = is_active[:, None]
-            if CAUSAL:
-                is_seen = is_seen & (position[:, None] <= (first + index * rate)[None, :])
+            if CAUSAL or BANDED:
+                query_position = (first + index * rate)[None, :]
+                is_seen = is_seen & is_in_band(position[:, None], query_position, low, high, BANDED)
             probability = tl.where(is_seen, probability, 0.0)
         grad_probability = product(value, tl.trans(grad_out))
         kept = probability
@@ -197,8 +202,8 @@ def key_gradient_kernel(
     windows_per_span,
     tiles_per_window, capacity, scale, scale_log2, threshold, keep_scale,
     RATIO: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_ROWS: tl.constexpr, BLOCK_RUN: tl.constexpr,
-    SLOTS: tl.constexpr, WINDOW: tl.constexpr, ORDERED: tl.constexpr, CAUSAL: tl.constexpr, PADDED: tl.constexpr,
-    DROPOUT: tl.constexpr,
+    LINE: tl.constexpr, WINDOW: tl.constexpr, ORDERED: tl.constexpr, CAUSAL: tl.constexpr, BANDED: tl.constexpr,
+    PADDED: tl.constexpr, DROPOUT: tl.constexpr,
 ):  # fmt: skip
     """``GRAD_KEY`` and ``GRAD_VALUE`` ``[B, M, G, D]``: tiles of key rows, queries of all their heads walked over."""
     batch, kv_head, _, window, tile = tile_of(
@@ -232,9 +237,10 @@ def key_gradient_kernel(
     grad_value = tl.zeros([BLOCK_ROWS, BLOCK_D], tl.float32)
     num_heads = num_kv_heads * RATIO
     place, is_tile = place_of(kv_head, window, tile, num_keys, tiles_per_window, WINDOW)
-    line = RUNS + place.to(tl.int64) * capacity * (BITS + SLOTS // 32)
+    line = RUNS + place.to(tl.int64) * capacity * LINE
     for _ in range(tl.load(NUM_RUNS + place, mask=is_tile, other=0)):
         first, rate, count, unseeing, clear = load_run(line)
+        low, high = load_band(line, LINE, BANDED)
         is_active = is_row & is_active_in(line, slot)
         num_blocks = (count + BLOCK_RUN - 1) // BLOCK_RUN
         clear_from = (clear + BLOCK_RUN - 1) // BLOCK_RUN
@@ -248,10 +254,10 @@ def key_gradient_kernel(
             grad_key, grad_value = _key_blocks(
                 key, value, grad_key, grad_value, queries, grads, LSE + lines, DELTA + lines, query_stride_n,
                 grad_stride_n, num_heads, first, rate, count, unseeing // BLOCK_RUN, num_blocks, clear_from, clear_to,
-                position, is_active, query_offset, state_of_head, key_states, threshold, keep_scale, scale_log2,
-                D, BLOCK_D, BLOCK_RUN, CAUSAL, DROPOUT,
+                low, high, position, is_active, query_offset, state_of_head, key_states, threshold, keep_scale,
+                scale_log2, D, BLOCK_D, BLOCK_RUN, CAUSAL, BANDED, DROPOUT,
             )  # fmt: skip
-        line += BITS + SLOTS // 32
+        line += LINE
     lines = ((batch * num_keys + wide_row) * num_kv_heads + kv_head) * D
     # A padded key was walked over like the others: what it gathered is dropped here.
     store_lines(GRAD_KEY, lines, is_row, tl.where(is_key[:, None], grad_key * scale, 0.0), D, BLOCK_D)

@@ -1,7 +1,7 @@
 """The block sizes that the kernels are shipped with: a few candidates for each device, width of numbers and head dim.
 
-With Triton 3.9 every line compiles without spilling a register, with the causal mask and without, for calls without
-padding, dropout and grouped heads; ``docs/kernels.md`` holds the table and what the others spill,
+With Triton 3.9 every line compiles without spilling a register, with the causal mask, a window's and without, for calls
+without padding, dropout and grouped heads; ``docs/kernels.md`` holds the table and what the others spill,
 ``python -m dilated_attention_pytorch.benchmarks.registers`` makes it and a test repeats it. The first candidate is the
 one taken where nothing is timed: under deterministic algorithms, while a CUDA graph is captured, and in Triton's
 interpreter.
@@ -67,13 +67,31 @@ _HOPPER: dict[str, dict[int, Candidates]] = {
         256: (C(32, 32, 8, 3),),
     },
 }
+# Instead of those above where a window is in the pattern: its mask makes some of them spill.
+_AMPERE_BANDED: dict[str, dict[int, Candidates]] = {
+    "forward": {64: (C(128, 64, 8, 3), C(64, 64, 8, 3))},
+    "key_gradient": {128: (C(64, 32, 8, 3), C(32, 64, 8, 2))},
+}
+_HOPPER_BANDED: dict[str, dict[int, Candidates]] = {
+    "forward": {256: (C(64, 32, 8, 3),)},
+    "few_queries": {64: (C(16, 64, 4, 2),)},
+}
+_FLOAT32_BANDED: dict[str, dict[int, Candidates]] = {"forward": {64: (C(64, 16, 8, 2),)}}
 
 
-def candidates(kernel: str, block_d: int, itemsize: int, capability: tuple[int, int]) -> Candidates:
+def candidates(
+    kernel: str, block_d: int, itemsize: int, capability: tuple[int, int], banded: bool = False
+) -> Candidates:
     """The configurations of a kernel for heads padded to ``block_d`` and numbers of ``itemsize`` bytes.
 
-    ``"few_queries"`` is the forward where one small tile holds all lines of queries, as in decoding.
+    ``"few_queries"`` is the forward where one small tile holds all lines of queries, as in decoding; ``banded`` are
+    patterns with a window.
     """
-    by_kernel = _FLOAT32 if itemsize == 4 else _HOPPER if capability[0] in (9, 10) else _AMPERE
+    if itemsize == 4:
+        by_kernel, instead = _FLOAT32, _FLOAT32_BANDED
+    else:
+        by_kernel, instead = (_HOPPER, _HOPPER_BANDED) if capability[0] in (9, 10) else (_AMPERE, _AMPERE_BANDED)
     by_width = by_kernel[kernel]
+    if banded:
+        by_width = by_width | instead.get(kernel, {})
     return by_width[min(width for width in by_width if width >= block_d)]

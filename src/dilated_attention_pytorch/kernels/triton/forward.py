@@ -10,7 +10,7 @@ import triton
 import triton.language as tl
 
 from .counter import head_state, keep_factors, key_state, query_state
-from .runs import BITS, is_active_in, load_run
+from .runs import is_active_in, is_in_band, load_band, load_run
 from .tiles import SIZES, load_block, load_lines, place_of, product, rounded, rows_of, store_lines, tile_of
 
 LOG2_E = tl.constexpr(1.4426950408889634)
@@ -35,9 +35,9 @@ def _softmax_step(score, value, maximum, total, out, is_active, factor):
 @triton.jit
 def _attend_blocks(
     query, maximum, total, out, KEY, VALUE, key_stride, value_stride, first, rate, count, from_block, to_block,
-    position, is_active, key_offset, PADDING, seed, query_states, threshold, keep_scale, scale_log2,
+    low, high, position, is_active, key_offset, PADDING, seed, query_states, threshold, keep_scale, scale_log2,
     D: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_RUN: tl.constexpr, MASKED: tl.constexpr, CAUSAL: tl.constexpr,
-    PADDED: tl.constexpr, DROPOUT: tl.constexpr,
+    BANDED: tl.constexpr, PADDED: tl.constexpr, DROPOUT: tl.constexpr,
 ):  # fmt: skip
     """The blocks ``[from_block, to_block)`` of the run of keys that begins at position ``first``."""
     line = tl.arange(0, BLOCK_RUN)
@@ -59,8 +59,9 @@ def _attend_blocks(
         score = product(query, tl.trans(key)) * scale_log2
         if MASKED or PADDED:
             is_seen = is_key[None, :]
-            if CAUSAL and MASKED:
-                is_seen = is_seen & ((first + index * rate)[None, :] <= position[:, None])
+            if (CAUSAL or BANDED) and MASKED:
+                key_position = (first + index * rate)[None, :]
+                is_seen = is_seen & is_in_band(key_position, position[:, None], low, high, BANDED)
             score = tl.where(is_seen, score, float("-inf"))
         value = load_block(value_pointers + block * value_step, is_key, MASKED or PADDED, D, BLOCK_D)
         factor = None
@@ -80,10 +81,13 @@ def forward_kernel(
     windows_per_span,
     tiles_per_window, capacity, num_splits, scale_log2, threshold, keep_scale,
     RATIO: tl.constexpr, PACK: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_ROWS: tl.constexpr,
-    BLOCK_RUN: tl.constexpr, SLOTS: tl.constexpr, WINDOW: tl.constexpr, ORDERED: tl.constexpr, CAUSAL: tl.constexpr,
-    PADDED: tl.constexpr, PHANTOMS: tl.constexpr, DROPOUT: tl.constexpr,
+    BLOCK_RUN: tl.constexpr, LINE: tl.constexpr, WINDOW: tl.constexpr, ORDERED: tl.constexpr, CAUSAL: tl.constexpr,
+    BANDED: tl.constexpr, PADDED: tl.constexpr, PHANTOMS: tl.constexpr, DROPOUT: tl.constexpr, ROTATED: tl.constexpr,
 ):  # fmt: skip
-    """``OUT[splits, B, N, H, D]`` and ``LSE[splits, B, N, H]``; each split holds its share of every run's keys."""
+    """``OUT[splits, B, N, H, D]`` and ``LSE[splits, B, N, H]``; each split holds its share of every run's keys.
+
+    A run of few blocks has no share for most splits: ``ROTATED`` gives them to another split with every run.
+    """
     split = tl.program_id(0) % num_splits
     batch, kv_head, head_block, window, tile = tile_of(
         tl.program_id(0) // num_splits, batch_size * num_kv_heads, num_kv_heads, num_spans, heads_per_span,
@@ -108,9 +112,11 @@ def forward_kernel(
     values = VALUE + batch * value_stride_b + kv_head.to(tl.int64) * value_stride_h
     padding = PADDING + batch * num_keys
     place, is_tile = place_of(kv_head, window, tile, num_queries, tiles_per_window, WINDOW)
-    line = RUNS + place.to(tl.int64) * capacity * (BITS + SLOTS // 32)
+    line = RUNS + place.to(tl.int64) * capacity * LINE
+    share = split
     for _ in range(tl.load(NUM_RUNS + place, mask=is_tile, other=0)):
         first, rate, count, full, phantoms = load_run(line)
+        low, high = load_band(line, LINE, BANDED)
         is_active = is_row & is_active_in(line, slot)
         if PHANTOMS:
             has_phantoms = is_active & (tl.where(split == 0, phantoms, 0) > 0)
@@ -121,18 +127,22 @@ def forward_kernel(
             out = out * decay[:, None]
             maximum = highest
         num_full, num_blocks = full // BLOCK_RUN, (count + BLOCK_RUN - 1) // BLOCK_RUN
-        from_block, to_block = num_blocks * split // num_splits, num_blocks * (split + 1) // num_splits
+        from_block, to_block = num_blocks * share // num_splits, num_blocks * (share + 1) // num_splits
         maximum, total, out = _attend_blocks(
             query, maximum, total, out, keys, values, key_stride_n, value_stride_n, first, rate, count,
-            from_block, tl.minimum(num_full, to_block), position, is_active, key_offset, padding, seed,
-            query_states, threshold, keep_scale, scale_log2, D, BLOCK_D, BLOCK_RUN, False, CAUSAL, PADDED, DROPOUT,
+            from_block, tl.minimum(num_full, to_block), low, high, position, is_active, key_offset, padding, seed,
+            query_states, threshold, keep_scale, scale_log2, D, BLOCK_D, BLOCK_RUN, False, CAUSAL, BANDED, PADDED,
+            DROPOUT,
         )  # fmt: skip
         maximum, total, out = _attend_blocks(
             query, maximum, total, out, keys, values, key_stride_n, value_stride_n, first, rate, count,
-            tl.maximum(num_full, from_block), to_block, position, is_active, key_offset, padding, seed,
-            query_states, threshold, keep_scale, scale_log2, D, BLOCK_D, BLOCK_RUN, True, CAUSAL, PADDED, DROPOUT,
+            tl.maximum(num_full, from_block), to_block, low, high, position, is_active, key_offset, padding, seed,
+            query_states, threshold, keep_scale, scale_log2, D, BLOCK_D, BLOCK_RUN, True, CAUSAL, BANDED, PADDED,
+            DROPOUT,
         )  # fmt: skip
-        line += BITS + SLOTS // 32
+        if ROTATED:
+            share = tl.where(share == 0, num_splits, share) - 1
+        line += LINE
     num_heads = num_kv_heads * RATIO
     out_lines = ((split * batch_size + batch) * num_queries + row) * num_heads + head
     has_key = total != 0.0  # NaN is no zero: what came in as NaN or infinite goes out as NaN

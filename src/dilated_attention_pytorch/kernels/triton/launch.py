@@ -9,7 +9,6 @@ from __future__ import annotations
 import contextlib
 import functools
 import math
-from dataclasses import dataclass
 
 import torch
 import triton
@@ -20,74 +19,13 @@ from dilated_attention_pytorch.patterns import DilationGroup
 from .backward import key_gradient_kernel, query_gradient_kernel
 from .configurations import Configuration, candidates
 from .forward import forward_kernel, merge_splits_kernel
-from .order import MEMBERSHIP_BITS, order_kernel
-from .runs import BITS, runs_kernel
-from .table import COVERING_LENGTH, group_numbers, group_table
+from .sides import Problem, Runs, Side, layout_of, rules_of, runs_of, side_of, table_of
+from .table import COVERING_LENGTH
 from .tuning import fastest
 
 # Keys are split where there are fewer tiles than this for each multiprocessor.
 _TILES_PER_MULTIPROCESSOR = 2
-_LARGEST_WINDOW = 2048
-# Keys and values that a span of windows may touch before the next begins: a part of the device's cache (50 MB on H100).
-_SPAN_BYTES = 16 << 20
 _MAX_SPLITS = 64
-
-
-@dataclass(frozen=True, slots=True)
-class Problem:
-    """The operands of one call, checked. ``scale`` is not negative; last dimensions are contiguous."""
-
-    query: Tensor
-    key: Tensor
-    value: Tensor
-    groups: tuple[DilationGroup, ...]
-    is_causal: bool
-    scale: float
-    query_offset: int = 0
-    key_offset: int = 0
-    cu_seqlens: Tensor | None = None
-    key_padding_mask: Tensor | None = None
-    dropout_seed: Tensor | None = None
-    dropout_p: float = 0.0
-
-    @property
-    def sorted_groups(self) -> tuple[DilationGroup, ...]:
-        """The groups from the densest to the sparsest: the order of rows and the table of groups count on it."""
-        return tuple(sorted(self.groups, key=lambda group: (group.dilation_rate, group.segment_length)))
-
-    @property
-    def last_position(self) -> int:
-        """One past the last position of either slab."""
-        return max(self.query_offset + self.query.shape[1], self.key_offset + self.key.shape[1])
-
-
-@dataclass(frozen=True, slots=True)
-class _Side:
-    """The rows that tiles hold, queries or keys: how they are cut into windows and ordered in them."""
-
-    num_rows: int
-    offset: int
-    window: int
-    is_ordered: bool
-    order: Tensor
-
-    @property
-    def num_windows(self) -> int:
-        return -(-self.num_rows // self.window)
-
-
-@dataclass(frozen=True, slots=True)
-class _Runs:
-    """What the tiles of a side walk over: see :mod:`.runs`."""
-
-    lines: Tensor
-    numbers: Tensor
-    slots: int
-
-    @property
-    def num_tiles(self) -> int:
-        """Tiles of one key/value head, a whole number for every window."""
-        return self.numbers.shape[1]
 
 
 def forward(problem: Problem, num_splits: int | None = None) -> tuple[Tensor, Tensor]:
@@ -102,12 +40,12 @@ def forward(problem: Problem, num_splits: int | None = None) -> tuple[Tensor, Te
     if out.numel() == 0:
         return out, lse
     pack = _packed_heads(problem)
-    choices = _candidates("few_queries", query)
+    choices = _candidates("few_queries", problem)
     if query.shape[1] * pack > choices[0].block_rows:
-        choices = _candidates("forward", query)
+        choices = _candidates("forward", problem)
     with _on_device(query):
-        table = _table_of(problem)
-        side = _side(problem, table, _tile_rows(choices, pack), is_query=True)
+        table = table_of(problem)
+        side = side_of(problem, table, _tile_rows(choices, pack), is_query=True)
         if num_splits is None:
             num_splits = _num_splits(problem, side, choices[0], pack)
         parts = (out, lse)
@@ -118,12 +56,13 @@ def forward(problem: Problem, num_splits: int | None = None) -> tuple[Tensor, Te
             )
 
         def launch(chosen: Configuration) -> None:
-            runs = _runs(problem, table, side, chosen.block_rows // pack, of_queries=False)
-            programs, layout = _layout(problem, side, runs, problem.query.shape[2] // problem.key.shape[2] // pack)
+            runs = runs_of(problem, table, side, chosen.block_rows // pack, of_queries=False)
+            programs, layout = layout_of(problem, side, runs, problem.query.shape[2] // problem.key.shape[2] // pack)
             forward_kernel[(programs * num_splits,)](
                 *_tensors(problem), *parts, side.order, runs.lines, runs.numbers, *_optional(problem),
                 *_strides(problem), *_sizes(problem), *layout, num_splits, *_numbers(problem)[1:],
-                **_constants(problem, side, runs, chosen), PACK=pack, PHANTOMS=_has_phantoms(problem),
+                **_constants(problem, side, runs, chosen), PACK=pack, PHANTOMS=problem.has_phantoms,
+                ROTATED=num_splits > 1 and bool(problem.rules),
             )  # fmt: skip
 
         launch(fastest("forward", _tuning_key(problem, pack), choices, launch))
@@ -146,20 +85,20 @@ def backward(
         return grads[0], grads[1], grads[2]
     pack = _packed_heads(problem)
     with _on_device(query):
-        table = _table_of(problem)
+        table = table_of(problem)
         delta = torch.empty_like(lse)
-        query_choices, key_choices = _candidates("query_gradient", query), _candidates("key_gradient", query)
+        query_choices, key_choices = _candidates("query_gradient", problem), _candidates("key_gradient", problem)
         query_rows, key_rows = _tile_rows(query_choices, pack), _tile_rows(key_choices, 1)
         if (query.shape[1], problem.query_offset) == (key.shape[1], problem.key_offset):
-            query_side = key_side = _side(problem, table, query_rows + key_rows, is_query=True)
+            query_side = key_side = side_of(problem, table, query_rows + key_rows, is_query=True)
         else:
-            query_side = _side(problem, table, query_rows, is_query=True)
-            key_side = _side(problem, table, key_rows, is_query=False)
+            query_side = side_of(problem, table, query_rows, is_query=True)
+            key_side = side_of(problem, table, key_rows, is_query=False)
         strides = (*_strides(problem), *grad_out.stride()[:3])
 
         def launch_queries(chosen: Configuration) -> None:
-            runs = _runs(problem, table, query_side, chosen.block_rows // pack, of_queries=False)
-            programs, layout = _layout(problem, query_side, runs, query.shape[2] // key.shape[2] // pack)
+            runs = runs_of(problem, table, query_side, chosen.block_rows // pack, of_queries=False)
+            programs, layout = layout_of(problem, query_side, runs, query.shape[2] // key.shape[2] // pack)
             query_gradient_kernel[(programs,)](
                 *_tensors(problem), out, grad_out, lse, delta if grad_lse is None else grad_lse.contiguous(), delta,
                 grads[0], query_side.order, runs.lines, runs.numbers, *_optional(problem), *strides,
@@ -168,8 +107,8 @@ def backward(
             )  # fmt: skip
 
         def launch_keys(chosen: Configuration) -> None:
-            runs = _runs(problem, table, key_side, chosen.block_rows, of_queries=True)
-            programs, layout = _layout(problem, key_side, runs, 1)
+            runs = runs_of(problem, table, key_side, chosen.block_rows, of_queries=True)
+            programs, layout = layout_of(problem, key_side, runs, 1)
             key_gradient_kernel[(programs,)](
                 *_tensors(problem), grad_out, lse, delta, grads[1], grads[2], key_side.order, runs.lines, runs.numbers,
                 *_optional(problem), *strides, *_sizes(problem), *layout, *_numbers(problem),
@@ -213,9 +152,10 @@ def _on_device(tensor: Tensor) -> contextlib.AbstractContextManager[object]:
     return torch.cuda.device(tensor.device) if tensor.is_cuda else contextlib.nullcontext()
 
 
-def _candidates(kernel: str, query: Tensor) -> tuple[Configuration, ...]:
+def _candidates(kernel: str, problem: Problem) -> tuple[Configuration, ...]:
+    query = problem.query
     capability = torch.cuda.get_device_capability(query.device) if query.is_cuda else (9, 0)
-    return candidates(kernel, _block_d(query), query.element_size(), capability)
+    return candidates(kernel, _block_d(query), query.element_size(), capability, problem.is_banded)
 
 
 def _block_d(query: Tensor) -> int:
@@ -228,93 +168,23 @@ def _packed_heads(problem: Problem) -> int:
     return max(heads for heads in range(1, min(ratio, 16) + 1) if ratio % heads == 0)
 
 
-def _table_of(problem: Problem) -> Tensor:
-    numbers = group_numbers(problem.sorted_groups, problem.key.shape[2], problem.last_position)
-    return group_table(numbers, problem.query.device)
-
-
 def _tile_rows(choices: tuple[Configuration, ...], pack: int) -> tuple[int, ...]:
     return tuple(chosen.block_rows // pack for chosen in choices)
 
 
-def _side(problem: Problem, table: Tensor, tile_rows: tuple[int, ...], *, is_query: bool) -> _Side:
-    """The order of one side's rows, for tiles of every number of rows in ``tile_rows``."""
-    num_rows, offset = (
-        (problem.query.shape[1], problem.query_offset) if is_query else (problem.key.shape[1], problem.key_offset)
-    )
-    lengths = [group.segment_length for group in problem.sorted_groups]
-    window = max(*tile_rows, min(*lengths, num_rows))
-    window = min(max(16, triton.next_power_of_2(window)), _LARGEST_WINDOW)
-    is_alike = len(problem.groups) == 1 and problem.groups[0].dilation_rate == 1
-    if is_alike or num_rows <= min(tile_rows):
-        return _Side(num_rows, offset, window, False, table)
-    num_windows = -(-num_rows // window)
-    num_kv_heads = problem.key.shape[2]
-    order = torch.empty(num_kv_heads, num_windows, window, dtype=torch.int32, device=table.device)
-    order_kernel[(num_windows, num_kv_heads)](
-        order, table, _documents(problem), num_rows, offset, min(len(lengths), MEMBERSHIP_BITS.value), num_kv_heads,
-        lengths.index(min(lengths)),
-        *_search(problem), problem.last_position, WINDOW=window, PACKED=problem.cu_seqlens is not None, num_warps=4,
-        enable_fp_fusion=True,
-    )  # fmt: skip
-    return _Side(num_rows, offset, window, True, order)
-
-
-def _runs(problem: Problem, table: Tensor, side: _Side, tile_rows: int, *, of_queries: bool) -> _Runs:
-    """The runs of keys (or, with ``of_queries``, of queries) of every tile of ``tile_rows`` rows."""
-    num_kv_heads = problem.key.shape[2]
-    num_others, others_offset = (
-        (problem.query.shape[1], problem.query_offset) if of_queries else (problem.key.shape[1], problem.key_offset)
-    )
-    documents, steps = _search(problem)
-    capacity = _capacity(problem, side.window, tile_rows)
-    tiles_per_window = -(-side.window // tile_rows)
-    num_tiles = side.num_windows * tiles_per_window
-    slots = max(32, triton.next_power_of_2(tile_rows))
-    lines = torch.empty(
-        num_kv_heads, num_tiles, capacity, BITS.value + slots // 32, dtype=torch.int32, device=table.device
-    )
-    numbers = torch.empty(num_kv_heads, num_tiles, dtype=torch.int32, device=table.device)
-    runs_kernel[(num_tiles, num_kv_heads)](
-        lines, numbers, side.order, table, _documents(problem), side.num_rows, side.offset, num_others, others_offset,
-        problem.last_position, len(problem.groups), num_kv_heads, documents, steps, tiles_per_window, capacity,
-        TILE_ROWS=tile_rows, SLOTS=slots, WINDOW=side.window, ORDERED=side.is_ordered, CAUSAL=problem.is_causal,
-        PACKED=problem.cu_seqlens is not None, PHANTOMS=_has_phantoms(problem), OF_QUERIES=of_queries, num_warps=1,
-        enable_fp_fusion=True,
-    )  # fmt: skip
-    return _Runs(lines, numbers, slots)
-
-
-def _capacity(problem: Problem, window: int, tile_rows: int) -> int:
-    """The most runs that a tile can have: intervals that its rows, or all rows of its window, meet."""
-    # A document adds its own end, and its segments begin anew: with a shift the first of them is cut short.
-    documents = 0 if problem.cu_seqlens is None else problem.cu_seqlens.shape[0] - 1
-    return sum(min(tile_rows, window // group.segment_length + 2 + 2 * documents) for group in problem.groups)
-
-
-def _layout(problem: Problem, side: _Side, runs: _Runs, head_blocks: int) -> tuple[int, tuple[int, int, int, int, int]]:
-    """Number of programs, then spans, heads and windows a span, tiles a window, and the capacity of the runs."""
-    batch, _, num_kv_heads, head_dim = problem.key.shape
-    longest = min(max(group.segment_length for group in problem.groups), side.num_rows)
-    rows_in_cache = _SPAN_BYTES // (2 * head_dim * problem.key.element_size())
-    windows_per_span = max(1, min(side.num_windows, -(-min(longest, rows_in_cache) // side.window)))
-    heads_in_cache = max(1, rows_in_cache // (windows_per_span * side.window))
-    heads = batch * num_kv_heads
-    heads_per_span = max(number for number in range(1, min(heads, heads_in_cache) + 1) if heads % number == 0)
-    num_spans = -(-side.num_windows // windows_per_span)
-    tiles_per_window = runs.num_tiles // side.num_windows
-    programs = batch * num_kv_heads * num_spans * windows_per_span * tiles_per_window * head_blocks
-    return programs, (num_spans, heads_per_span, windows_per_span, tiles_per_window, runs.lines.shape[2])
-
-
-def _num_splits(problem: Problem, side: _Side, chosen: Configuration, pack: int) -> int:
+def _num_splits(problem: Problem, side: Side, chosen: Configuration, pack: int) -> int:
     """As many parts of every run of keys as keep the device busy where tiles are few, as in decoding."""
     batch, num_keys, _, _ = problem.key.shape
     tiles = batch * problem.query.shape[2] // pack * -(-side.num_rows // (chosen.block_rows // pack))
     wanted = _TILES_PER_MULTIPROCESSOR * _num_multiprocessors(problem.query.device)
-    longest = max(-(-min(group.segment_length, num_keys) // group.dilation_rate) for group in problem.groups)
     if 2 * tiles > wanted:
         return 1
+    longest = max(
+        (-(-min(group.segment_length, num_keys) // group.dilation_rate) for group in problem.groups), default=0
+    )
+    rules = rules_of(problem, of_queries=False)
+    if rules is not None:
+        longest = max(longest, int(max(rules.others_per_row)))
     return max(1, min(wanted // tiles, longest // (2 * chosen.block_run), _MAX_SPLITS))
 
 
@@ -329,25 +199,12 @@ def _tensors(problem: Problem) -> tuple[Tensor, Tensor, Tensor]:
     return problem.query, problem.key, problem.value
 
 
-def _documents(problem: Problem) -> Tensor:
-    """Where the kernels are compiled without a use of an operand, any tensor stands for it."""
-    return problem.query if problem.cu_seqlens is None else problem.cu_seqlens
-
-
 def _optional(problem: Problem) -> tuple[Tensor, Tensor]:
     mask, seed = problem.key_padding_mask, problem.dropout_seed
     return (
         problem.query if mask is None else mask.contiguous().view(torch.uint8),
         problem.query if seed is None else seed,
     )
-
-
-def _search(problem: Problem) -> tuple[int, int]:
-    """Number of documents, and halvings that find one among them."""
-    if problem.cu_seqlens is None:
-        return 1, 0
-    documents = problem.cu_seqlens.shape[0] - 1
-    return documents, documents.bit_length()
 
 
 def _strides(problem: Problem) -> tuple[int, ...]:
@@ -367,21 +224,18 @@ def _numbers(problem: Problem) -> tuple[float, float, int, float]:
     return problem.scale, scale_log2, threshold, 1.0 / (1.0 - problem.dropout_p)
 
 
-def _has_phantoms(problem: Problem) -> bool:
-    return not problem.is_causal and any(group.tail == "zero_padded" for group in problem.groups)
-
-
-def _constants(problem: Problem, side: _Side, runs: _Runs, chosen: Configuration) -> dict[str, object]:
+def _constants(problem: Problem, side: Side, runs: Runs, chosen: Configuration) -> dict[str, object]:
     return {
         "RATIO": problem.query.shape[2] // problem.key.shape[2],
         "D": problem.query.shape[3],
         "BLOCK_D": _block_d(problem.query),
         "BLOCK_ROWS": chosen.block_rows,
         "BLOCK_RUN": chosen.block_run,
-        "SLOTS": runs.slots,
+        "LINE": runs.lines.shape[3],
         "WINDOW": side.window,
         "ORDERED": side.is_ordered,
         "CAUSAL": problem.is_causal,
+        "BANDED": problem.is_banded,
         "PADDED": problem.key_padding_mask is not None,
         "DROPOUT": problem.dropout_p > 0.0,
         "num_warps": chosen.num_warps,
@@ -394,7 +248,7 @@ def _tuning_key(problem: Problem, pack: int) -> tuple[object, ...]:
     """What decides which configuration is fastest: the device, the numbers, the pattern, and lengths by their power."""
     query, key = problem.query, problem.key
     return (
-        query.device, query.dtype, query.shape[3], pack, problem.groups, problem.is_causal,
+        query.device, query.dtype, query.shape[3], pack, problem.groups, problem.rules, problem.is_causal,
         (query.shape[0] * key.shape[2]).bit_length(), query.shape[1].bit_length(), key.shape[1].bit_length(),
         problem.cu_seqlens is not None, problem.key_padding_mask is not None, problem.dropout_p > 0.0,
     )  # fmt: skip

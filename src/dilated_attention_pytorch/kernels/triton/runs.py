@@ -1,8 +1,9 @@
 """The runs of every tile: which rows at a constant distance its own rows see, or are seen by.
 
-A run is what one group contributes to a tile in one interval. The kernels that compute know nothing of patterns: they
-walk over runs. A run is a line of int32 in ``RUNS``, columns as named below, then one bit for every row of the tile:
-whether it takes part.
+A run is what one group contributes to a tile in one interval, or one rule in one of its spans. The kernels
+that compute know nothing of patterns: they walk over runs. A run is a line of int32 in ``RUNS``: columns as named
+below, then one bit for every row of the tile, whether it takes part, and where a window is in the pattern (``BANDED``)
+the least and the largest ``t - p`` of a pair. Without one the only bound is that of the causal mask, 0.
 """
 
 from __future__ import annotations
@@ -10,10 +11,9 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from .rules import FAR, cut_of, first_span, load_list, load_span, within_band
 from .segments import count_up_to, document_bounds, interval_of, is_selected, load_group, num_phantoms, selected
 from .tiles import SIZES, rows_of
-
-FAR = tl.constexpr(0x7FFFFFFF)
 
 FIRST = tl.constexpr(0)  # the position of the first row
 RATE = tl.constexpr(1)  # the distance of a row from the next
@@ -27,10 +27,11 @@ BITS = tl.constexpr(5)
 
 @triton.jit(do_not_specialize=SIZES)
 def runs_kernel(
-    RUNS, NUM_RUNS, ORDER, GROUPS, CU_SEQLENS, num_rows, offset, num_others, others_offset, last_position, num_groups,
-    num_kv_heads, num_documents, search_steps, tiles_per_window, capacity,
+    RUNS, NUM_RUNS, ORDER, GROUPS, SPANS, LISTS, CU_SEQLENS, num_rows, offset, num_others, others_offset, last_position,
+    num_groups, num_rules, num_kv_heads, num_documents, search_steps, span_steps, tiles_per_window, capacity,
     TILE_ROWS: tl.constexpr, SLOTS: tl.constexpr, WINDOW: tl.constexpr, ORDERED: tl.constexpr, CAUSAL: tl.constexpr,
-    PACKED: tl.constexpr, PHANTOMS: tl.constexpr, OF_QUERIES: tl.constexpr,
+    PACKED: tl.constexpr, PHANTOMS: tl.constexpr, OF_QUERIES: tl.constexpr, RULES: tl.constexpr, BANDED: tl.constexpr,
+    LINE: tl.constexpr,
 ):  # fmt: skip
     """``RUNS[kv_head, tile, capacity, :]`` and ``NUM_RUNS[kv_head, tile]`` of tiles of ``num_rows`` rows.
 
@@ -44,20 +45,23 @@ def runs_kernel(
     is_row = row >= 0
     position = tl.maximum(row, 0) + offset
     begin, end = document_bounds(position, CU_SEQLENS, num_documents, search_steps, last_position, PACKED)
-    line = RUNS + (kv_head * tl.num_programs(0) + tile).to(tl.int64) * capacity * (BITS + SLOTS // 32)
+    # Wrong boundaries may leave rows outside of every document: they see nothing.
+    is_inside = is_row & (position >= begin) & (position < end)
+    table = RUNS + (kv_head * tl.num_programs(0) + tile).to(tl.int64) * capacity * LINE
     num_runs = tile * 0
+    low, high = num_runs - FAR, num_runs + FAR
+    if CAUSAL:
+        high = num_runs
     for group in range(num_groups):
         length, rate, group_offset, shift = load_group(GROUPS, group, kv_head, num_kv_heads)
-        start, low, high = interval_of(position, begin, end, length, shift)
-        # Wrong boundaries may leave rows outside of every document: they see nothing.
-        is_inside = is_row & (position >= begin) & (position < end)
+        start, its_first, its_last = interval_of(position, begin, end, length, shift)
         takes_part = is_inside & is_selected(position, start, rate, group_offset)
-        cursor = tl.min(tl.where(takes_part, low, FAR))
-        last = tl.max(tl.where(takes_part, high, -1))
+        cursor = tl.min(tl.where(takes_part, its_first, FAR))
+        last = tl.max(tl.where(takes_part, its_last, -1))
         while cursor < last:
             its_begin, its_end = document_bounds(cursor, CU_SEQLENS, num_documents, search_steps, last_position, PACKED)
             its_start, _, its_stop = interval_of(cursor, its_begin, its_end, length, shift)
-            is_active = takes_part & (low == cursor)
+            is_active = takes_part & (its_first == cursor)
             earliest = tl.min(tl.where(is_active, position, FAR))
             latest = tl.max(tl.where(is_active, position, -1))
             first, count = selected(
@@ -78,17 +82,89 @@ def runs_kernel(
                     edge = count_up_to(earliest, first, rate, count)
                     count = count_up_to(latest, first, rate, count)
             if (latest >= 0) & (count + extra > edge * OF_QUERIES):
-                tl.store(line + FIRST, first)
-                tl.store(line + RATE, rate)
-                tl.store(line + COUNT, count)
-                tl.store(line + EDGE, edge)
-                tl.store(line + EXTRA, extra)
-                bits = tl.reshape(is_active.to(tl.int32) << (slot % 32), [SLOTS // 32, 32])
-                tl.store(line + BITS + tl.arange(0, SLOTS // 32), tl.sum(bits, 1))
-                line += BITS + SLOTS // 32
-                num_runs += 1
+                num_runs = _append(
+                    table, num_runs, first, rate, count, edge, extra, is_active, low, high, SLOTS, BANDED, LINE
+                )
             cursor = tl.maximum(its_stop, cursor + 1)
+    if RULES:
+        for rule in range(num_rules):
+            num_runs = _append_rule(
+                table, num_runs, SPANS, LISTS, CU_SEQLENS, rule, kv_head, num_kv_heads, position, is_inside, num_others,
+                others_offset, last_position, num_documents, search_steps, span_steps, capacity,
+                PACKED, OF_QUERIES, SLOTS, BANDED, LINE,
+            )  # fmt: skip
     tl.store(NUM_RUNS + kv_head * tl.num_programs(0) + tile, num_runs)
+
+
+@triton.jit
+def _append(
+    table, num_runs, first, rate, count, edge, extra, is_active, low, high, SLOTS: tl.constexpr, BANDED: tl.constexpr,
+    LINE: tl.constexpr,
+):  # fmt: skip
+    """Write a run behind the tile's ``num_runs``; returns how many there are now."""
+    line = table + num_runs * LINE
+    tl.store(line + FIRST, first)
+    tl.store(line + RATE, rate)
+    tl.store(line + COUNT, count)
+    tl.store(line + EDGE, edge)
+    tl.store(line + EXTRA, extra)
+    bits = tl.reshape(is_active.to(tl.int32) << (tl.arange(0, SLOTS) % 32), [SLOTS // 32, 32])
+    tl.store(line + BITS + tl.arange(0, SLOTS // 32), tl.sum(bits, 1))
+    if BANDED:
+        tl.store(line + LINE - 2, low)
+        tl.store(line + LINE - 1, high)
+    return num_runs + 1
+
+
+@triton.jit
+def _append_rule(
+    table, num_runs, SPANS, LISTS, CU_SEQLENS, rule, kv_head, num_kv_heads, position, is_inside, num_others,
+    others_offset, last_position, num_documents, search_steps, span_steps, capacity,
+    PACKED: tl.constexpr, OF_QUERIES: tl.constexpr, SLOTS: tl.constexpr, BANDED: tl.constexpr, LINE: tl.constexpr,
+):  # fmt: skip
+    """Write the runs of one rule, document by document and span by span; returns how many the tile has now."""
+    list_first, list_stop, low, high = load_list(LISTS, rule, kv_head, num_kv_heads)
+    nearest, farthest = low, high
+    if OF_QUERIES:
+        nearest, farthest = -high, -low
+    cursor = tl.min(tl.where(is_inside, position, FAR))
+    while cursor < FAR:
+        # Rules count positions from the first of a document on.
+        begin, end = document_bounds(cursor, CU_SEQLENS, num_documents, search_steps, last_position, PACKED)
+        is_its = is_inside & (position >= begin) & (position < end)
+        own = position - begin
+        last_row = tl.max(tl.where(is_its, own, -1))
+        span = first_span(SPANS, cursor - begin, list_first, list_stop, span_steps)
+        start, stop, first_other, stop_other = load_span(SPANS, span, list_stop)
+        while start <= last_row:
+            is_active = is_its & (own >= start) & (own < stop)
+            earliest = tl.min(tl.where(is_active, own, FAR))
+            latest = tl.max(tl.where(is_active, own, -1))
+            first_other = tl.maximum(first_other, tl.maximum(others_offset - begin, 0))
+            stop_other = tl.minimum(stop_other, tl.minimum(others_offset + num_others, end) - begin)
+            if latest >= 0:
+                some_first, some_stop, all_first, all_stop = within_band(
+                    earliest, latest, first_other, stop_other, nearest, farthest
+                )
+                is_mixed = tl.min(is_active.to(tl.int32)) == 0
+                cut, edge, extra = cut_of(
+                    some_first, some_stop, all_first, all_stop, latest - earliest, is_mixed, OF_QUERIES
+                )
+                # The capacity holds them all; memory is kept safe from boundaries that are none.
+                if (cut > some_first) & (num_runs < capacity):
+                    num_runs = _append(
+                        table, num_runs, some_first + begin, 1, cut - some_first, 0, extra, is_active, low, high,
+                        SLOTS, BANDED, LINE,
+                    )  # fmt: skip
+                if (some_stop > cut) & (num_runs < capacity):
+                    num_runs = _append(
+                        table, num_runs, cut + begin, 1, some_stop - cut, edge, (some_stop - cut) * OF_QUERIES,
+                        is_active, low, high, SLOTS, BANDED, LINE,
+                    )  # fmt: skip
+            span += 1
+            start, stop, first_other, stop_other = load_span(SPANS, span, list_stop)
+        cursor = tl.min(tl.where(is_inside & (position >= end), position, FAR))
+    return num_runs
 
 
 @triton.jit
@@ -107,3 +183,20 @@ def load_run(line):
 def is_active_in(line, slot):
     """Whether the row of each slot takes part in the run."""
     return (tl.load(line + BITS + slot // 32) >> (slot % 32)) & 1 != 0
+
+
+@triton.jit
+def load_band(line, LINE: tl.constexpr, BANDED: tl.constexpr):
+    """The least and the largest ``t - p`` of a pair of the run; lines are ``LINE`` long."""
+    if BANDED:
+        return tl.load(line + LINE - 2), tl.load(line + LINE - 1)
+    return 0, 0
+
+
+@triton.jit
+def is_in_band(key_position, query_position, low, high, BANDED: tl.constexpr):
+    """Whether the mask of the run leaves a pair: where no window is in the pattern the causal mask."""
+    if BANDED:
+        distance = key_position - query_position
+        return (distance >= low) & (distance <= high)
+    return key_position <= query_position

@@ -11,9 +11,9 @@ INTERPRETED = tl.constexpr(is_interpreted())
 # Integers that change from call to call: a kernel is not compiled anew because one of them is 1 or a multiple of 16.
 SIZES = [
     "batch_size", "capacity", "heads_per_span", "key_offset", "last_position", "num_documents", "num_groups",
-    "num_keys", "num_kv_heads", "num_lines", "num_others", "num_queries", "num_rows", "num_spans", "num_splits",
-    "offset", "others_offset", "query_offset", "search_steps", "shortest_group", "threshold", "tiles_per_window",
-    "windows_per_span",
+    "num_keys", "num_kv_heads", "num_lines", "num_others", "num_queries", "num_rows", "num_rules", "num_spans",
+    "num_splits", "offset", "others_offset", "query_offset", "search_steps", "shortest_group", "span_steps",
+    "threshold", "tiles_per_window", "windows_per_span",
 ]  # fmt: skip
 
 

@@ -1,0 +1,204 @@
+"""Time of block patterns on this machine, over density times dense attention's time in the same run.
+
+    python -m benchmarks.blocks [--quick] [--only speed growth] [--output FILE]
+
+A time is printed only for a call whose sampled rows, and gradients, passed against a dense softmax in float64.
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from dilated_attention_pytorch import (
+    Pattern,
+    attend,
+    from_block_mask,
+    hierarchical,
+    local_window,
+    random_blocks,
+    strided_blocks,
+)
+from dilated_attention_pytorch.benchmarks.results import module_command, origin, write_json
+
+ROWS, BLOCK, HEAD_DIM = 16384, 128, 64
+DENSITIES = (0.05, 0.1, 0.2)
+# Errors of a row relative to the largest entry of its exact value: what rounding of inputs and weights explains.
+TOLERANCE = {torch.float32: 2e-5, torch.bfloat16: 2e-2}
+
+
+def seconds(call: Callable[[], object]) -> float:
+    start = time.perf_counter()
+    call()
+    return time.perf_counter() - start
+
+
+def drawn_mask(density: float, heads: int) -> Tensor:
+    """A mask of its own for every head, with equally many blocks in all of its rows."""
+    blocks = ROWS // BLOCK
+    generator = torch.Generator().manual_seed(0)
+    order = torch.rand(heads, blocks, blocks, generator=generator).argsort(-1).argsort(-1)
+    return order < round(density * blocks)
+
+
+def patterns(density: float, heads: int) -> dict[str, Pattern]:
+    width = round(density * ROWS)
+    return {
+        "from_block_mask, drawn": from_block_mask(drawn_mask(density, heads), BLOCK),
+        "random_blocks": random_blocks(density),
+        "strided_blocks": strided_blocks(round(1 / density)),
+        "hierarchical": hierarchical(max(1, round(density * ROWS / BLOCK / 5)), levels=4),
+        "local_window": local_window(width // 2, width - width // 2 - 1),
+    }
+
+
+def operands(heads: int, kv_heads: int, dtype: torch.dtype, rows: int = ROWS) -> tuple[Tensor, ...]:
+    """Query, key, value and the gradient of the output."""
+    generator = torch.Generator().manual_seed(rows)
+    return tuple(
+        torch.randn(1, rows, number, HEAD_DIM, generator=generator).to(dtype)
+        for number in (heads, kv_heads, kv_heads, heads)
+    )
+
+
+def check(pattern: Pattern, inputs: tuple[Tensor, ...], *, is_causal: bool) -> float:
+    """Largest relative error of some rows of the output, and of the query's gradient there, against dense float64.
+
+    Raises:
+        SystemExit: it is larger than rounding explains; nothing is timed.
+    """
+    q, k, v, grad = inputs
+    leaves = tuple(x.clone().requires_grad_() for x in (q, k, v))
+    out = attend(leaves[0], leaves[1], leaves[2], pattern, is_causal=is_causal)
+    grad_query, grad_key, grad_value = torch.autograd.grad(out, leaves, grad)
+    out = out.detach()
+    rows = torch.tensor([0, 1, 127, 128, ROWS // 2 + 5, ROWS - 1])
+    counts = pattern.counts(rows, torch.arange(ROWS), k.shape[2], is_causal=is_causal)
+    ratio = q.shape[2] // k.shape[2]
+    exact = [x.double() for x in (q[0, rows], k[0], v[0], grad[0, rows])]
+    query, key, value, of_out = exact[0], *(x.repeat_interleave(ratio, 1) for x in exact[1:3]), exact[3]
+    scores = torch.einsum("nhd,mhd->hnm", query, key) / HEAD_DIM**0.5
+    weights = torch.softmax(scores + counts.repeat_interleave(ratio, 0).double().log(), -1)
+    expected = torch.einsum("hnm,mhd->nhd", weights, value)
+    of_weights = torch.einsum("nhd,mhd->hnm", of_out, value)
+    of_scores = weights * (of_weights - (weights * of_weights).sum(-1, keepdim=True))
+    expected_grad = torch.einsum("hnm,mhd->nhd", of_scores, key) / HEAD_DIM**0.5
+    pairs = ((out[0, rows], expected), (grad_query[0, rows], expected_grad))
+    errors = [float((got.double() - want).abs().max() / want.abs().max()) for got, want in pairs]
+    # Of keys and values one scalar each: <dK, K> = <dS, S> = <dQ, Q>, and <dV, V> = <dO, O>.
+    sums = [float((x.double() * y.double()).sum()) for x, y in ((grad_key, k), (grad_query, q))]
+    scale = float((grad_query.double() * q.double()).abs().sum())
+    errors.append(abs(sums[0] - sums[1]) / scale)
+    sums = [float((x.double() * y.double()).sum()) for x, y in ((grad_value, v), (grad, out))]
+    errors.append(abs(sums[0] - sums[1]) / float((grad.double() * out.double()).abs().sum()))
+    if not max(errors) <= TOLERANCE[q.dtype]:
+        raise SystemExit(f"not timed, because it is wrong: {pattern}: {errors}")
+    return max(errors)
+
+
+def measure(
+    name: str, pattern: Pattern, heads: int, kv_heads: int, dtype: torch.dtype, *, is_causal: bool, repeats: int
+) -> dict[str, Any]:
+    inputs = operands(heads, kv_heads, dtype)
+    error = check(pattern, inputs, is_causal=is_causal)
+    density = pattern.density(ROWS, num_kv_heads=kv_heads, is_causal=is_causal)
+    *leaves, grad = inputs
+    query, key, value = (x.requires_grad_() for x in leaves)
+
+    def ours() -> Tensor:
+        return attend(query, key, value, pattern, is_causal=is_causal)
+
+    def dense() -> Tensor:
+        q, k, v = (x.transpose(1, 2) for x in leaves)
+        out = torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=is_causal, enable_gqa=True)
+        return out.transpose(1, 2)
+
+    result: dict[str, Any] = {
+        "pattern": name, "density": density, "rows": ROWS, "heads": heads, "kv_heads": kv_heads, "head_dim": HEAD_DIM,
+        "block_size": BLOCK, "dtype": str(dtype).removeprefix("torch."), "causal": is_causal, "largest_error": error,
+    }  # fmt: skip
+    for mode in ("forward", "forward_backward"):
+        times: dict[str, list[float]] = {"ours": [], "dense": []}
+        for repeat in range(repeats + 1):
+            for who, call in (("dense", dense), ("ours", ours)):
+                if mode == "forward":
+                    with torch.no_grad():
+                        taken = seconds(call)
+                else:
+                    taken = seconds(lambda call=call: torch.autograd.grad(call(), leaves, grad))  # type: ignore[misc]
+                if repeat:
+                    times[who].append(taken)
+        medians = {who: statistics.median(taken) for who, taken in times.items()}
+        result[mode] = {
+            "seconds": medians["ours"], "dense_seconds": medians["dense"],
+            "fastest": min(times["ours"]), "slowest": max(times["ours"]),
+            "ratio_to_density": medians["ours"] / (density * medians["dense"]),
+        }  # fmt: skip
+    return result
+
+
+def show(result: dict[str, Any]) -> None:
+    forward, both = result["forward"], result["forward_backward"]
+    print(
+        f"{result['pattern']:>22} density {result['density']:.4f} H={result['heads']}:{result['kv_heads']} "
+        f"{result['dtype']:>8} causal={result['causal']!s:>5}  forward {forward['seconds']:.3f} s of "
+        f"{forward['dense_seconds']:.3f} s = {forward['ratio_to_density']:.2f} x density   forward+backward "
+        f"{both['seconds']:.3f} s of {both['dense_seconds']:.3f} s = {both['ratio_to_density']:.2f} x density   "
+        f"(error {result['largest_error']:.0e})",
+        flush=True,
+    )
+
+
+def speed(*, quick: bool) -> list[dict[str, Any]]:
+    """Every kind of block pattern, each density, float32 and bfloat16; grouped heads for the drawn masks."""
+    results = []
+    for dtype in (torch.float32, torch.bfloat16):
+        for density in DENSITIES[1:2] if quick else DENSITIES:
+            for name, pattern in patterns(density, 4).items():
+                result = measure(name, pattern, 4, 4, dtype, is_causal=False, repeats=2 if quick else 3)
+                show(result)
+                results.append(result)
+        for is_causal, kv_heads in ((True, 4), (False, 1)):
+            pattern = from_block_mask(drawn_mask(0.1, kv_heads), BLOCK)
+            result = measure("from_block_mask, drawn", pattern, 4, kv_heads, dtype, is_causal=is_causal, repeats=2)
+            show(result)
+            results.append(result)
+    return results
+
+
+def growth(*, quick: bool) -> dict[str, Any]:
+    """Time of a window of 1,024 at 131,072 rows over its time at 16,384."""
+    times: dict[int, list[float]] = {ROWS: [], 4 * ROWS if quick else 8 * ROWS: []}
+    for repeat in range(3):
+        for rows, of_rows in times.items():
+            q, k, v, _ = operands(4, 4, torch.float32, rows)
+            taken = seconds(lambda q=q, k=k, v=v: attend(q, k, v, local_window(1023), is_causal=True))  # type: ignore[misc]
+            if repeat:
+                of_rows.append(taken)
+    small, large = times
+    ratio = statistics.median(times[large]) / statistics.median(times[small])
+    print(f"growth: a window at {large:,} rows over {small:,}: {ratio:.2f} (rows: {large / small:.0f} x)")
+    return {"rows": [small, large], "seconds": [statistics.median(t) for t in times.values()], "ratio": ratio}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--quick", action="store_true", help="one density, fewer repeats")
+    parser.add_argument("--only", nargs="+", choices=["speed", "growth"], default=["speed", "growth"])
+    parser.add_argument("--output", type=Path, default=Path(__file__).parent / "results" / "blocks.json")
+    arguments = parser.parse_args()
+    results: dict[str, Any] = {"machine": origin(module_command())}
+    for part in arguments.only:
+        results[part] = (speed if part == "speed" else growth)(quick=arguments.quick)
+    write_json(arguments.output, results)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,269 @@
+"""Associative recall at 4,096 tokens: adaptive blocks, 8 of 64 a query, beside a local window of equal cost.
+
+    python -m benchmarks.recall
+
+A text holds pairs of a key and a value token, scattered over noise. Its last 64 tokens are keys that came before; at
+each of them the value that came with it is asked for. Both models are one causal attention layer between a convolution
+of two tokens and a feed-forward layer, and differ in what the attention looks at: the question's own block of 64 and
+the 7 that it chooses by itself, or the 512 positions that end with it. They see the same texts, in stages from dense
+and short to sparse and long, and are compared on texts that neither has seen.
+
+Queries and keys are normalised and a score is at most ``temperature``. For adaptive blocks it is low: one key alone
+cannot win against all others, so that the loss needs the gates and trains the scorer. The window has a high one, with
+which it learns to recall what it sees.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import time
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, Literal, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from dilated_attention_pytorch import attend, local_window
+from dilated_attention_pytorch.benchmarks.results import module_command, origin, write_json
+from dilated_attention_pytorch.nn import AdaptiveBlockAttention
+
+Contestant = Literal["adaptive", "window"]
+
+KEYS, VALUES, NOISE = 64, 32, 32  # kinds of tokens
+QUESTIONS = 64
+WIDTH, HEAD_DIM = 64, 32
+BLOCK, KEPT = 64, 8
+LENGTH = 4096
+TEMPERATURES: dict[Contestant, float] = {"adaptive": 3.0, "window": 8.0}
+RATE, SCORER_RATE = 3e-3, 3e-2
+LIMITS = {"adaptive": 0.95, "window": 0.40}
+
+
+class Stage(NamedTuple):
+    """Training steps on texts of one kind."""
+
+    length: int
+    pairs: int
+    texts: int
+    """In a step."""
+    steps: int
+
+
+STAGES = [Stage(192, 64, 32, 250), Stage(512, 32, 16, 200), Stage(1024, 16, 16, 150), Stage(LENGTH, 32, 8, 1400)]
+
+
+class Texts(NamedTuple):
+    """Tokens ``[texts, length]``; of every question the value and where it came, ``[texts, QUESTIONS]``."""
+
+    tokens: Tensor
+    answers: Tensor
+    positions: Tensor
+
+
+def draw(texts: int, length: int, pairs: int, generator: torch.Generator) -> Texts:
+    """Pairs of different keys at any even places before the questions, which ask for any of them."""
+    context = length - QUESTIONS
+    tokens = torch.randint(NOISE, (texts, context), generator=generator) + KEYS + VALUES
+    places = 2 * torch.rand(texts, context // 2, generator=generator).argsort(1)[:, :pairs]
+    keys = torch.rand(texts, KEYS, generator=generator).argsort(1)[:, :pairs]
+    values = torch.randint(VALUES, (texts, pairs), generator=generator)
+    tokens.scatter_(1, places, keys).scatter_(1, places + 1, values + KEYS)
+    asked = torch.randint(pairs, (texts, QUESTIONS), generator=generator)
+    return Texts(torch.cat([tokens, keys.gather(1, asked)], 1), values.gather(1, asked), places.gather(1, asked) + 1)
+
+
+class Recall(nn.Module):
+    """Token embedding, convolution of two tokens, one causal attention head, feed-forward, logits of values."""
+
+    def __init__(self, contestant: Contestant) -> None:
+        super().__init__()
+        self.scale = TEMPERATURES[contestant]
+        self.embedding = nn.Embedding(KEYS + VALUES + NOISE, WIDTH)
+        self.convolution = nn.Conv1d(WIDTH, WIDTH, 2, groups=WIDTH)
+        self.norm = nn.LayerNorm(WIDTH)
+        self.in_proj = nn.Linear(WIDTH, 3 * HEAD_DIM)
+        self.out_proj = nn.Linear(HEAD_DIM, WIDTH)
+        self.feed_forward = nn.Sequential(
+            nn.LayerNorm(WIDTH),
+            nn.Linear(WIDTH, 4 * WIDTH),
+            nn.GELU(),
+            nn.Linear(4 * WIDTH, WIDTH),
+            nn.LayerNorm(WIDTH),
+        )
+        self.head = nn.Linear(WIDTH, VALUES)
+        self.adaptive = (
+            AdaptiveBlockAttention(
+                1, HEAD_DIM, blocks_per_query=KEPT, block_size=BLOCK, query_block_size=1, softmax_scale=self.scale
+            )
+            if contestant == "adaptive"
+            else None
+        )
+
+    def project(self, tokens: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """The residual stream, and query, key and value ``[texts, length, 1, HEAD_DIM]``."""
+        x = self.embedding(tokens)
+        x = self.norm(x + self.convolution(functional.pad(x, (0, 0, 1, 0)).mT).mT)
+        q, k, v = self.in_proj(x).unflatten(-1, (3, 1, HEAD_DIM)).unbind(2)
+        return x, functional.normalize(q, dim=-1), functional.normalize(k, dim=-1), v
+
+    def forward(self, tokens: Tensor, first: int = -QUESTIONS) -> Tensor:
+        """Logits ``[texts, rows, VALUES]`` of the rows from ``first`` on: the others are not needed."""
+        x, q, k, v = self.project(tokens)
+        start = first % tokens.shape[1]
+        if self.adaptive is None:
+            window = local_window(KEPT * BLOCK - 1)
+            seen = attend(q[:, start:], k, v, window, is_causal=True, scale=self.scale, query_offset=start)
+        else:
+            seen = self.adaptive(q[:, start:], k, v, True, query_offset=start)
+        x = x[:, start:] + self.out_proj(seen.flatten(-2))
+        return self.head(x + self.feed_forward(x))
+
+    def choices(self, tokens: Tensor) -> Tensor:
+        """The blocks that every question looks at, ``[texts, QUESTIONS, KEPT]``."""
+        assert self.adaptive is not None
+        _, q, k, _ = self.project(tokens)
+        start = tokens.shape[1] - QUESTIONS
+        return self.adaptive.select(q[:, start:], k, True, query_offset=start).blocks[:, 0]
+
+
+@torch.no_grad()
+def check(generator: torch.Generator) -> float:
+    """Largest difference, in float64, of questions alone and the whole text; 1 if the future reaches the past."""
+    model = Recall("adaptive").double()
+    tokens = draw(1, 1024, 15, generator).tokens
+    whole = model(tokens, 0)
+    changed = tokens.clone()
+    changed[:, 700:] = torch.randint(KEYS, (1, 324), generator=generator)
+    if not torch.equal(model(changed, 0)[:, :700], whole[:, :700]):
+        return 1.0
+    return float((model(tokens) - whole[:, -QUESTIONS:]).abs().max())
+
+
+@dataclass(frozen=True, slots=True)
+class Score:
+    """What a trained model does on texts of 4,096 tokens that it has not seen."""
+
+    contestant: Contestant
+    seed: int
+    accuracy: float
+    in_reach: float
+    """Questions whose answer lies in what the model looks at."""
+    density: float
+    """Pairs of a question and a key that it computes, of all."""
+    least_scorer_gradient: float | None
+    """Of every parameter of the scorer the norm of the first step's gradient: the smallest."""
+    seconds: float
+    """Of training."""
+
+
+@torch.no_grad()
+def evaluate(model: Recall, texts: Texts) -> tuple[float, float]:
+    """Share of questions that are answered, and of those whose answer is in reach."""
+    answered, reached = [], []
+    for tokens, answers, positions in zip(*(part.split(8) for part in texts), strict=True):
+        answered.append(model(tokens).argmax(-1) == answers)
+        if model.adaptive is None:
+            row = torch.arange(tokens.shape[1] - QUESTIONS, tokens.shape[1])
+            reached.append(positions > row - KEPT * BLOCK)
+        else:
+            reached.append((model.choices(tokens) == positions.unsqueeze(-1) // BLOCK).any(-1))
+    return float(torch.cat(answered).double().mean()), float(torch.cat(reached).double().mean())
+
+
+def train(model: Recall, stages: list[Stage], generator: torch.Generator) -> Iterator[tuple[int, Stage, float]]:
+    """Step number, stage and loss of every step; the rates fall to a twentieth over the last third."""
+    scorer = [] if model.adaptive is None else list(model.adaptive.scorer.parameters())
+    of_scorer = {id(parameter) for parameter in scorer}
+    rest = [parameter for parameter in model.parameters() if id(parameter) not in of_scorer]
+    groups = [{"params": rest, "lr": RATE}, *([{"params": scorer, "lr": SCORER_RATE}] if scorer else [])]
+    optimizer = torch.optim.AdamW(groups, weight_decay=0.0)
+    total = sum(stage.steps for stage in stages)
+    schedule = torch.optim.lr_scheduler.LambdaLR(
+        optimizer, lambda step: min(1.0, 0.05 + 0.95 * 3 * (total - step) / total)
+    )
+    step = 0
+    for stage in stages:
+        for _ in range(stage.steps):
+            texts = draw(stage.texts, stage.length, stage.pairs, generator)
+            loss = functional.cross_entropy(model(texts.tokens).flatten(0, 1), texts.answers.flatten())
+            optimizer.zero_grad()
+            loss.backward()
+            nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+            optimizer.step()
+            schedule.step()
+            step += 1
+            yield step, stage, float(loss.detach())
+
+
+def run(contestant: Contestant, seed: int, stages: list[Stage], held_out: Texts) -> Score:
+    """Train one model and score it."""
+    torch.manual_seed(seed)
+    model = Recall(contestant)
+    begin = time.perf_counter()
+    least: float | None = None
+    few = Texts(*(part[:16] for part in held_out))
+    for step, stage, loss in train(model, stages, torch.Generator().manual_seed(seed)):
+        if step == 1 and model.adaptive is not None:
+            gradients = [parameter.grad for parameter in model.adaptive.scorer.parameters()]
+            least = min(0.0 if grad is None else float(grad.norm()) for grad in gradients)
+        if step % 50 == 0:
+            accuracy, in_reach = evaluate(model, few)
+            print(
+                f"{contestant} seed {seed} step {step:4} on {stage.length:4} tokens: loss {loss:.3f}; at {LENGTH} "
+                f"tokens {accuracy:.3f} answered, {in_reach:.3f} in reach", flush=True,
+            )  # fmt: skip
+    seconds = time.perf_counter() - begin
+    accuracy, in_reach = evaluate(model, held_out)
+    density = KEPT * BLOCK / LENGTH
+    return Score(contestant, seed, accuracy, in_reach, density, least, seconds)
+
+
+def main() -> int:
+    """Train, print and write; 1 if a limit is missed."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1])
+    parser.add_argument("--held-out", type=int, default=64, help="texts that the models are compared on")
+    parser.add_argument("--threads", type=int, default=torch.get_num_threads())
+    parser.add_argument("--output", type=Path, default=Path("benchmarks/results/recall.json"))
+    arguments = parser.parse_args()
+    torch.set_num_threads(arguments.threads)
+    here = origin(module_command())
+    difference = check(torch.Generator().manual_seed(0))
+    if difference > 1e-12:
+        print(f"a question alone and in its text differ by {difference:.1e}: nothing was trained", file=sys.stderr)
+        return 1
+    # No seed of training is as large.
+    held_out = draw(arguments.held_out, LENGTH, STAGES[-1].pairs, torch.Generator().manual_seed(1 << 40))
+    scores: list[Score] = []
+    met = True
+    results: dict[str, Any] = {
+        "machine": here, "length": LENGTH, "block_size": BLOCK, "blocks_per_query": KEPT, "query_block_size": 1,
+        "questions_of_a_text": QUESTIONS, "pairs_of_a_text": STAGES[-1].pairs, "held_out_texts": arguments.held_out,
+        "temperatures": TEMPERATURES, "learning_rates": {"model": RATE, "scorer": SCORER_RATE},
+        "stages": [stage._asdict() for stage in STAGES], "largest_difference_float64": difference, "limits": LIMITS,
+    }  # fmt: skip
+    contestants: tuple[Contestant, ...] = ("adaptive", "window")
+    for seed in arguments.seeds:
+        for contestant in contestants:
+            score = run(contestant, seed, STAGES, held_out)
+            limit = LIMITS[contestant]
+            met &= score.accuracy >= limit if contestant == "adaptive" else score.accuracy < limit
+            scores.append(score)
+            # After every model, so that a run that ends early leaves what it found.
+            write_json(arguments.output, results | {"met": met, "scores": [asdict(score) for score in scores]})
+    print(f"\n{'':>10} {'seed':>4} {'answered':>9} {'in reach':>9} {'density':>8} {'seconds':>8}")
+    for score in scores:
+        print(
+            f"{score.contestant:>10} {score.seed:>4} {score.accuracy:>9.4f} {score.in_reach:>9.4f} "
+            f"{score.density:>8.3f} {score.seconds:>8.0f}"
+        )
+    print(f"written: {arguments.output}")
+    return 0 if met else 1
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

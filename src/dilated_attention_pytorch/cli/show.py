@@ -1,0 +1,92 @@
+"""``dilated-attention show``."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+import tyro
+
+from dilated_attention_pytorch.errors import RunError
+
+_TERMINAL_CELLS = 48
+_SHADES = " .:-=+*#%@"
+
+
+@dataclass(kw_only=True, slots=True)
+class Show:
+    """Show a pattern: who sees whom, and what it costs beside dense attention.
+
+    Write the pattern as in Python, in quotes, for example
+
+        dilated-attention show "local_window(255) + global_tokens(4) + strided_blocks(8, block_size=64)"
+
+    Calls: DilatedPattern([w, ...], [r, ...]), local_window(before, after), global_tokens(n), strided_blocks(stride),
+    random_blocks(density), hierarchical(near, levels=, factor=). Sums add counts: what two of them show counts twice.
+    """
+
+    pattern: tyro.conf.Positional[str]
+    """The sum of calls."""
+    length: int = 4096
+    """Number of positions N."""
+    heads: int = 1
+    """Number of key/value heads."""
+    causal: bool = False
+    """Leave out the keys after the query."""
+    output: Path | None = None
+    """Picture to write, for example pattern.png; the ending picks the format. Without it: none."""
+
+    def run_command(self) -> None:
+        """Print density and a sketch, write the picture.
+
+        Raises:
+            RunError: the pattern is none, a number is out of range, or the picture cannot be written.
+        """
+        from rich.console import Console
+        from rich.table import Table
+
+        from dilated_attention_pytorch.machine import require
+        from dilated_attention_pytorch.patterns import pattern_from_expression
+
+        try:
+            pattern = pattern_from_expression(self.pattern)
+            densities = [pattern.density(self.length, num_kv_heads=self.heads, is_causal=x) for x in (False, True)]
+        except ValueError as error:
+            raise RunError(str(error)) from error
+        console = Console()
+        table = Table("", "all keys", "causal", title=self.pattern, title_justify="left")
+        pairs = [self.length**2, self.length * (self.length + 1) // 2]
+        table.add_row("density, of dense attention's pairs", *(f"{density:.4%}" for density in densities))
+        keys = [f"{d * n / self.length:,.1f}" for d, n in zip(densities, pairs, strict=True)]
+        table.add_row(f"keys a query sees, mean of {self.length:,}", *keys)
+        console.print(table)
+        console.print(self._sketch(console.width // 2), highlight=False, markup=False)
+        if self.output is None:
+            return
+        require("drawing a pattern", ["matplotlib"], "plot")
+        if not self.output.parent.is_dir():
+            raise RunError(f"--output {self.output}: there is no folder {self.output.parent}; make it first")
+        import matplotlib.figure
+
+        figure = matplotlib.figure.Figure(figsize=(3.4 * self.heads + 0.9, 3.6), layout="constrained")
+        pattern.plot(self.length, num_kv_heads=self.heads, is_causal=self.causal, axes=figure.subplots())
+        kinds = figure.canvas.get_supported_filetypes()
+        if self.output.suffix[1:].lower() not in kinds:
+            raise RunError(f"--output {self.output}: pictures end in .{', .'.join(sorted(kinds))}")
+        figure.savefig(self.output, dpi=150)
+        console.print(f"written: {self.output}", highlight=False)
+
+    def _sketch(self, most_cells: int) -> str:
+        """Head 0 in characters, queries downwards: the darker, the more of a cell is seen."""
+        import torch
+
+        from dilated_attention_pytorch.patterns import pattern_from_expression
+
+        pattern = pattern_from_expression(self.pattern)
+        cells = min(_TERMINAL_CELLS, most_cells, self.length)
+        samples = max(1, min(self.length // cells, 8))  # positions of a cell that are looked at
+        bounds = torch.arange(cells * samples) * self.length // (cells * samples)
+        counts = pattern.counts(bounds, bounds, self.heads, is_causal=self.causal)[0]
+        shares = (counts > 0).float().view(cells, samples, cells, samples).mean(dim=(1, 3))
+        shades = torch.where(shares > 0, (shares * (len(_SHADES) - 1)).ceil().long(), 0)
+        return "\n".join("".join(2 * _SHADES[shade] for shade in row) for row in shades.tolist())

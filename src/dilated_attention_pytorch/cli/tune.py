@@ -1,0 +1,154 @@
+"""``dilated-attention tune``."""
+
+from __future__ import annotations
+
+import math
+import shlex
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Literal
+
+from dilated_attention_pytorch.machine import require
+from dilated_attention_pytorch.training.settings import Device
+
+if TYPE_CHECKING:
+    from rich.table import Table
+
+    from dilated_attention_pytorch.selection.tuning import Fit, Timing
+
+DtypeName = Literal["float16", "bfloat16", "float32", "float64"]
+_KEEP_SECONDS = 2.0
+
+
+@dataclass(kw_only=True, slots=True)
+class Tune:
+    """Measure this machine, so that segments are chosen by its own times.
+
+    Attention is timed for a dozen shapes and several patterns each, forward and with gradients. Rates are fitted to the
+    times and stored in the user's cache folder; from then on DynamicSegmentSelector, DynamicDilatedAttention and
+    DynamicMultiheadDilatedAttention of this machine, with this version of PyTorch, predict times by them. The table
+    says how well predictions rank patterns of shapes that were not fitted, beside the formula that needs no
+    measurement: 1 is the order of the measured times.
+
+    The output folder gets tune.json (every time, the rates) and report.txt (the table). The same command again goes on
+    with what is there: it adds rounds, and ends a run that was stopped. Nothing else should compute meanwhile.
+
+    Float32 alone, in half a minute: tune --dtypes float32 --seconds 30
+
+    As a program with one thread will run: tune --threads 1
+    """
+
+    device: Device = "auto"
+    """Where to measure; "auto" takes a CUDA device if there is one."""
+    dtypes: tuple[DtypeName, ...] = ("float32", "bfloat16")
+    """What to measure. Rates of other dtypes in the stored profile stay."""
+    seconds: float = 110.0
+    """Seconds of measuring. Every case is timed once even where that takes longer."""
+    threads: int = 0
+    """CPU threads; 0 leaves the number to PyTorch. A profile is for one number of threads."""
+    output: Path = Path("runs/tune")
+    """Folder for tune.json and report.txt. If it has a tune.json of this machine, that is gone on with."""
+    dry_run: bool = False
+    """A few short sequences: sees in seconds that everything works, and stores no profile."""
+
+    def __post_init__(self) -> None:
+        if not self.dtypes:
+            raise ValueError("dtypes must name at least one dtype, got none")
+        if not math.isfinite(self.seconds) or self.seconds < 0:
+            raise ValueError(f"seconds must be at least 0, got {self.seconds}")
+        if self.threads < 0:
+            raise ValueError(f"threads must be at least 0, got {self.threads}")
+
+    def run_command(self) -> None:
+        """Run it.
+
+        Raises:
+            RunError: no such device, or files that cannot be read or written.
+        """
+        require("tuning", ("rich",), "bench")
+        import torch
+        from rich.console import Console
+        from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
+
+        from dilated_attention_pytorch.benchmarks.run import choose_device
+        from dilated_attention_pytorch.output import check_writable, make_output
+        from dilated_attention_pytorch.selection import load_profile, read_hardware, store_profile, tuning
+
+        console = Console() if sys.stdout.isatty() else Console(width=120)
+        device = choose_device(self.device)
+        if self.threads:
+            torch.set_num_threads(self.threads)
+        hardware = read_hardware(device)
+        names = list(dict.fromkeys(self.dtypes))
+        record = self.output / ("dry-run.json" if self.dry_run else "tune.json")
+        cases = tuning.cases([getattr(torch, name) for name in names], hardware, is_dry=self.dry_run)
+        timings = tuning.kept_timings(record, cases, hardware)
+        make_output(self.output)
+        check_writable(self.output, f"--output {self.output}")
+        kept = sum(len(timing.samples) for timing in timings)
+        console.print(
+            f"{hardware.name}, {hardware.processors} {'threads' if hardware.kind == 'cpu' else 'multiprocessors'}: "
+            f"{len(timings)} cases" + (f", going on after {kept} times in {record}" if kept else ""),
+            highlight=False, soft_wrap=True,
+        )  # fmt: skip
+        columns = (
+            TextColumn("{task.description}"),
+            BarColumn(),
+            TextColumn("{task.fields[round]}"),
+            TimeElapsedColumn(),
+        )
+        command, last = shlex.join(["dilated-attention", *sys.argv[1:]]), time.monotonic()
+        with Progress(*columns, console=console, transient=True) as progress:
+            bar = progress.add_task("measuring", total=len(timings), round="")
+
+            def finished(timing: Timing) -> None:
+                nonlocal last
+                done = sum(len(one.samples) >= len(timing.samples) for one in timings)
+                progress.update(bar, completed=done, round=f"round {len(timing.samples)}", description=_short(timing))
+                if time.monotonic() - last > _KEEP_SECONDS:
+                    tuning.keep_timings(record, timings, hardware, command=command)
+                    last = time.monotonic()
+
+            tuning.measure(timings, device, seconds=0.0 if self.dry_run else self.seconds, finished=finished)
+            progress.update(bar, description="fitting", round="")
+            fits = tuning.fit(timings, hardware)
+        tuning.keep_timings(record, timings, hardware, command=command, fits=[asdict(one) for one in fits])
+        table = _table(fits, timings)
+        console.print(table)
+        written = [record]
+        if not self.dry_run:
+            with (self.output / "report.txt").open("w", encoding="utf-8") as stream:
+                Console(file=stream, width=120).print(table)
+            profile = tuning.profile_of(fits, load_profile(hardware))
+            written += [self.output / "report.txt", store_profile(profile, hardware)]
+        console.print(f"written: {', '.join(map(str, written))}", highlight=False, soft_wrap=True)
+        if self.dry_run:
+            console.print("this was a dry run: the figures mean nothing, and no profile was stored")
+
+
+def _short(timing: Timing) -> str:
+    workload = timing.workload
+    mode = "with gradients" if workload.is_training else "forward"
+    return f"{workload.dtype_name} {mode}, {workload.sequence_length:,} positions"
+
+
+def _table(fits: Sequence[Fit], timings: Sequence[Timing]) -> Table:
+    from rich.table import Table
+
+    rounds = [len(timing.samples) for timing in timings]
+    table = Table(
+        "dtype", "mode", "rank correlation\nfitted", "\nformula", "median error\nfitted", "\nformula",
+        "shapes",
+        title=f"predictions for shapes that were not fitted, {min(rounds)} to {max(rounds)} times of every case",
+        title_justify="left",
+    )  # fmt: skip
+    for one in fits:
+        table.add_row(
+            one.rates.dtype, "forward + backward" if one.rates.is_training else "forward",
+            f"{one.model_correlation:.3f}", f"{one.formula_correlation:.3f}",
+            f"{one.model_error:.1%}", f"{one.formula_error:.1%}", str(one.num_shapes),
+        )  # fmt: skip
+    return table

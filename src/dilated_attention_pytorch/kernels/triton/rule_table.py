@@ -1,0 +1,213 @@
+"""The table of rules that the planning kernel reads: rectangles of positions, and how far a row sees in them.
+
+It holds for ranges of positions that are a little larger than a call's (:data:`_GRANULE_BLOCKS`), so that decoding,
+whose every step is a new call, makes one table for many steps. The kernel cuts what a call does not have.
+"""
+
+from __future__ import annotations
+
+import functools
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from dilated_attention_pytorch.patterns import HeadRule, Spans
+
+FAR = 2**31 - 1
+"""A distance that no two positions have, and a position that none reaches."""
+LAST_POSITION = 2**31 - 2**12
+"""Positions stay below: a block of positions may begin at the last of them and end behind it."""
+NUM_COLUMNS = 5
+"""Of a span: first own row and one past the last, first other row and one past the last, and the largest end of own
+rows of the list so far, which is what spans are found by."""
+LIST_COLUMNS = 4
+"""Of a list: first span, how many, and the least and the largest ``t - p`` of a pair."""
+_GRANULE_BLOCKS = 32
+_GRANULE = 4096
+Range = tuple[int, int]
+
+
+class Tiles(NamedTuple):
+    """What the tiles of a side hold, as far as it decides how many runs they may have."""
+
+    start: int
+    """The position of the first row."""
+    stop: int
+    """One past the position of the last."""
+    reach: int
+    """Rows from the first row of a tile to its last at most, both counted."""
+    is_aligned: bool
+    """Tiles begin at multiples of ``reach`` from the first row on."""
+    num_rows: int
+    """Rows of a tile."""
+    num_documents: int | None
+    """How many documents are packed; None is none."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class RuleTable:
+    """Lists of spans: one for every rule and key/value head, those of heads that see alike only once.
+
+    A tile holds rows of one side, its own; what they see, or are seen by, are the others. Lists are ordered by the
+    first own row.
+    """
+
+    spans: Tensor
+    """int32 ``[spans, 5]`` on the device."""
+    lists: Tensor
+    """int32 ``[rules, key/value heads, 4]`` on the device."""
+    longest: int
+    """Spans of the longest list."""
+    others_per_row: tuple[float, ...]
+    """How many other rows a row meets by each rule, in the mean over own rows and heads."""
+    _spans: tuple[Tensor, ...]
+    """int64 ``[spans, 5]`` of every different list."""
+    _list_of: tuple[tuple[int, ...], ...]
+    """Which list is that of a rule and head."""
+    _runs_of_span: tuple[int, ...]
+    """Runs that a tile makes of one span: by rule."""
+
+    def most_runs(self, tiles: Tiles) -> int:
+        """A bound on the runs of any tile, over all rules; none has more."""
+        bounds = [_most_spans(spans, tiles) for spans in self._spans]
+        per_head = zip(*self._list_of, strict=True)
+        return max(
+            sum(runs * bounds[index] for index, runs in zip(of_rules, self._runs_of_span, strict=True))
+            for of_rules in per_head
+        )
+
+
+def _most_spans(spans: Tensor, tiles: Tiles) -> int:
+    """How many spans of a list a tile meets at most."""
+    if not len(spans) or tiles.stop <= tiles.start:
+        return 0
+    begin, reach = spans[:, 0].contiguous(), spans[:, 4].contiguous()
+    if tiles.num_documents is None and tiles.is_aligned:
+        first = torch.arange(tiles.start, tiles.stop, tiles.reach)
+        last = (first + tiles.reach - 1).clamp(max=tiles.stop - 1)
+        met = torch.searchsorted(begin, last, right=True) - torch.searchsorted(reach, first, right=True)
+        return int(met.max())
+    # So many rows in a row, wherever they lie: most are met from the last row on that a span reaches.
+    some = torch.searchsorted(begin, reach + tiles.reach - 2, right=True)
+    of_any = int((some - torch.searchsorted(reach, reach - 1, right=True)).max())
+    if tiles.num_documents is None:
+        return of_any
+    # The documents that begin before the tile or end behind it are met in some of their rows, wherever those are.
+    # Those between them lie in the tile: a document of n rows meets what lies in the first n rows of both sides.
+    from_row_on = spans[:, [0, 2]].amax(1)
+    within = torch.searchsorted(from_row_on.sort().values, torch.arange(1, tiles.reach + 1))
+    share = (within / torch.arange(1, tiles.reach + 1)).max().item()
+    between = min(min(tiles.num_documents, tiles.num_rows) * int(within[-1]), int(share * tiles.reach) + 1)
+    return min(2, tiles.num_documents) * of_any + between
+
+
+def rule_table(
+    rules: tuple[HeadRule, ...], num_kv_heads: int, queries: Range, keys: Range, *, is_causal: bool, of_queries: bool,
+    device: torch.device,
+) -> RuleTable:  # fmt: skip
+    """The table for tiles of queries in a range of positions and keys in another; ``of_queries`` is for tiles of keys.
+
+    Raises:
+        NotImplementedError: positions that do not fit 32 bits.
+    """
+    if max(queries[1], keys[1]) > LAST_POSITION:
+        raise NotImplementedError(
+            "the Triton kernels count positions in 32 bits: with windows, blocks and global tokens the last position "
+            f'must stay below {LAST_POSITION}, got {max(queries[1], keys[1])}; impl="aten" has no such limit'
+        )
+    sizes = [rule.block_size for rule in rules if rule.block_size is not None]
+    granule = min(_GRANULE_BLOCKS * min(sizes, default=_GRANULE), _GRANULE)
+    around = [(start // granule * granule, min(-(-stop // granule) * granule, FAR)) for start, stop in (queries, keys)]
+    table = _table(rules, num_kv_heads, around[0], around[1], is_causal, of_queries, device)
+    if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+        _captured.add(table)
+    return table
+
+
+_captured: set[RuleTable] = set()
+"""Tables that a CUDA graph reads whenever it is replayed: never dropped."""
+
+
+# One for both passes of some patterns and lengths.
+@functools.lru_cache(maxsize=64)
+def _table(
+    rules: tuple[HeadRule, ...], num_kv_heads: int, queries: Range, keys: Range, is_causal: bool, of_queries: bool,
+    device: torch.device,
+) -> RuleTable:  # fmt: skip
+    found: dict[object, int] = {}
+    spans: list[Tensor] = []
+    means: list[float] = []
+    list_of: list[tuple[int, ...]] = []
+    own, others = (keys, queries) if of_queries else (queries, keys)
+    for number, rule in enumerate(rules):
+        of_heads = []
+        low, high = band_of(rule, is_causal=is_causal)
+        for head in range(num_kv_heads):
+            name = (number, rule.kind(head, num_kv_heads))
+            if name not in found:
+                found[name] = len(spans)
+                one = _columns(rule.spans(head, num_kv_heads, queries, keys), rule, high, of_queries=of_queries)
+                spans.append(one)
+                pairs = ((one[:, 1] - one[:, 0]) * (one[:, 3] - one[:, 2])).sum().item()
+                band = high - low + 1 if low > -FAR else others[1] - others[0]
+                means.append(min(pairs / max(1, own[1] - own[0]), band))
+            of_heads.append(found[name])
+        list_of.append(tuple(of_heads))
+    numbers = [len(one) for one in spans]
+    lines = [
+        [
+            [sum(numbers[:index]), numbers[index], *band_of(rule, is_causal=is_causal)]
+            for index in of_heads
+        ]
+        for rule, of_heads in zip(rules, list_of, strict=True)
+    ]  # fmt: skip
+    return RuleTable(
+        torch.cat(spans).to(torch.int32).to(device),
+        torch.tensor(lines, dtype=torch.int32).to(device),
+        max(numbers),
+        tuple(sum(means[index] for index in of_heads) / num_kv_heads for of_heads in list_of),
+        tuple(spans),
+        tuple(list_of),
+        tuple(2 if rule.band(is_causal=is_causal)[0] is not None else 1 for rule in rules),
+    )
+
+
+def band_of(rule: HeadRule, *, is_causal: bool) -> Range:
+    """The least and the largest ``t - p`` of a pair of the rule, what is unbounded as :data:`FAR`."""
+    before, after = rule.band(is_causal=is_causal)
+    return -FAR if before is None else max(-before, -FAR), FAR if after is None else min(after, FAR)
+
+
+def _columns(spans: Spans, rule: HeadRule, high: int, *, of_queries: bool) -> Tensor:
+    """int64 ``[spans, 5]``, ordered by the first own row, without those whose keys all lie too far ahead."""
+    if of_queries:
+        spans = _by_keys(spans, rule.block_size)
+    is_met = spans.key_start <= spans.query_stop - 1 + high
+    own, others = spans[:2], spans[2:]
+    if of_queries:
+        own, others = others, own
+    four = torch.stack([*own, *others], 1)[is_met]
+    reach = four[:, 1].cummax(0).values if len(four) else four[:, 1]
+    return torch.cat([four, reach[:, None]], 1)
+
+
+def _by_keys(spans: Spans, block_size: int | None) -> Spans:
+    """The same pairs ordered by keys: for a rule of blocks, runs of query blocks for every key block."""
+    if block_size is None or not len(spans.key_start):
+        order = torch.argsort(spans.key_start, stable=True)
+        return Spans(*(column[order] for column in spans))
+    first = spans.key_start // block_size
+    count = -(-spans.key_stop // block_size) - first
+    place = torch.arange(int(count.sum())) - (count.cumsum(0) - count).repeat_interleave(count)
+    key_block = first.repeat_interleave(count) + place
+    query_start, query_stop, key_start, key_stop = (column.repeat_interleave(count) for column in spans)
+    key_start = torch.maximum(key_start, key_block * block_size)
+    key_stop = torch.minimum(key_stop, (key_block + 1) * block_size)
+    order = torch.argsort(key_block, stable=True)  # the queries of a key block stay in order
+    key_block, query_start, query_stop = key_block[order], query_start[order], query_stop[order]
+    begins = torch.ones_like(key_block, dtype=torch.bool)
+    begins[1:] = (key_block[1:] != key_block[:-1]) | (query_start[1:] != query_stop[:-1])
+    ends = torch.cat([begins[1:], begins.new_ones(1)])
+    return Spans(query_start[begins], query_stop[ends], key_start[order][begins], key_stop[order][begins])

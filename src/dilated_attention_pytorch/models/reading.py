@@ -1,0 +1,56 @@
+"""What new rows see of the rows that a cache stores: partials, merged into what they see of each other."""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from dilated_attention_pytorch.kernels.aten import MASKED
+from dilated_attention_pytorch.ops import attend_with_lse
+from dilated_attention_pytorch.ops.merge import merge_in_place
+from dilated_attention_pytorch.ops.rows import attend_rows
+from dilated_attention_pytorch.patterns import BlockPattern, Pattern, PatternSum
+
+from .ledger import Piece
+from .slots import Stretch
+
+Stored = tuple[Tensor, Tensor]
+"""Keys and values of one layer, ``[sequences, slots, G, D]``."""
+
+
+def merge_pieces(pieces: list[Piece], query: Tensor, stored: Stored, out: Tensor, lse: Tensor) -> None:
+    """Merge what ``query`` sees of the stored rows into ``out`` and ``lse``, piece by piece."""
+    num_kv_heads = stored[0].shape[2]
+    grouped = [tensor.unflatten(2, (num_kv_heads, -1)) for tensor in (query, out, lse)]
+    flat = [tensor.flatten(1, 2) for tensor in stored]
+    for piece in pieces:
+        queries, piece_out, piece_lse = (tensor[:, piece.rows, piece.heads] for tensor in grouped)
+        keys, values = (rows.index_select(1, piece.places).unflatten(1, (piece.num_keys, -1)) for rows in flat)
+        part = attend_rows(queries.flatten(2, 3), keys, values)
+        merge_in_place(
+            piece_out, piece_lse, part.out.view(piece_out.shape), part.lse.to(lse.dtype).view(piece_lse.shape)
+        )
+
+
+def merge_stretches(
+    stretches: list[Stretch], pattern: Pattern, offset: int, query: Tensor, stored: Stored, out: Tensor, lse: Tensor
+) -> None:
+    """Merge what ``query``, a slab from position ``offset`` on, sees of the stored rows under rules."""
+    num_kv_heads = stored[0].shape[2]
+    rules = PatternSum(tuple(map(BlockPattern, pattern.rules)))
+    grouped = [tensor.unflatten(2, (num_kv_heads, -1)) for tensor in (query, out, lse)]
+    flat = [tensor.flatten(1, 2) for tensor in stored]
+    for stretch in stretches:
+        heads = range(num_kv_heads)[stretch.heads]
+        queries, part_of_out, part_of_lse = (tensor[:, stretch.rows, stretch.heads] for tensor in grouped)
+        keys, values = (rows.index_select(1, stretch.places).unflatten(1, (-1, len(heads))) for rows in flat)
+        is_absent = None if stretch.is_absent is None else stretch.is_absent.expand(keys.shape[0], -1)
+        part = attend_with_lse(
+            queries.flatten(2, 3), keys, values, rules.for_heads(heads, num_kv_heads), is_causal=True,
+            query_offset=offset, key_offset=stretch.position, key_padding_mask=is_absent,
+        )  # fmt: skip
+        # Merging takes finite numbers: a row that sees nothing here weighs nothing.
+        part_lse = part.lse.to(lse.dtype).clamp(min=MASKED).view(part_of_lse.shape)
+        merge_in_place(part_of_out, part_of_lse, part.out.view(part_of_out.shape), part_lse)
+    is_dead = lse < MASKED / 2
+    lse.masked_fill_(is_dead, float("-inf"))
+    out.masked_fill_(is_dead.unsqueeze(-1), 0.0)

@@ -1,0 +1,150 @@
+"""The slots of key/value heads that store the same positions, and what rules let a later query see of them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from dilated_attention_pytorch.patterns import HeadRule
+
+_FREE = -1
+
+
+class Stretch(NamedTuple):
+    """Stored rows of positions one after the other, of which rules say which rows of a slab see them."""
+
+    rows: slice
+    """Rows of the slab that may see any."""
+    heads: slice
+    """Key/value heads."""
+    places: Tensor
+    """Flat places ``slot * G + head`` of the stored rows, ``[positions * heads]``, position by position."""
+    position: int
+    """Of the first."""
+    is_absent: Tensor | None
+    """bool ``[positions]``: those that are not stored, in whose stead ``places`` has others; None without any."""
+
+
+class Slots:
+    """Key/value heads that see alike under every group and rule: they store the same positions in the same slots.
+
+    Args:
+        heads: the heads, ascending.
+        num_kv_heads: number G of all key/value heads.
+        rules: those that are for these heads.
+    """
+
+    def __init__(self, heads: list[int], num_kv_heads: int, rules: Sequence[HeadRule]) -> None:
+        self.heads = heads
+        self.rules = tuple(rules)
+        self.num_slots = 0
+        """Slots up to the last that was ever in use since :meth:`refill`."""
+        self._num_kv_heads = num_kv_heads
+        self._by_slot = torch.empty(0, dtype=torch.int64)
+        self._last = torch.empty(0, dtype=torch.int64)
+        self._free: list[int] = []
+
+    @property
+    def positions(self) -> Tensor:
+        """The position in every slot, negative in those that are free; on the CPU."""
+        return self._by_slot[: self.num_slots]
+
+    @property
+    def num_rows(self) -> int:
+        """Rows stored."""
+        return self.num_slots - len(self._free)
+
+    def sorted_positions(self) -> Tensor:
+        """The positions stored, ascending."""
+        positions = self.positions
+        return positions[positions != _FREE].sort().values
+
+    def last_query(self, positions: Tensor) -> Tensor:
+        """The last query that rules show each position to, or a bound on it; negative is none."""
+        last = torch.full_like(positions, -1)
+        for rule in self.rules:
+            last = torch.maximum(last, rule.last_query(self.heads[0], self._num_kv_heads, positions))
+        return last
+
+    def last_query_of(self, position: int) -> int:
+        """:meth:`last_query` of one position."""
+        return int(self.last_query(torch.tensor([position]))[0]) if self.rules else -1
+
+    def refill(self, positions: Tensor) -> None:
+        """Slot s holds the s-th of ``positions`` from now on, and there are no others."""
+        self._by_slot, self._last, self._free = positions, self.last_query(positions), []
+        self.num_slots = len(positions)
+
+    def append(self, position: int) -> int:
+        """Take a slot for one more position, a free one if there is; returns the slot."""
+        if self._free:
+            slot = self._free.pop()
+        else:
+            slot = self.num_slots
+            if slot == len(self._by_slot):
+                more = torch.full((slot // 2 + 16,), _FREE)
+                self._by_slot, self._last = torch.cat([self._by_slot, more]), torch.cat([self._last, more])
+            self.num_slots += 1
+        self._by_slot[slot] = position
+        self._last[slot] = self.last_query_of(position)
+        return slot
+
+    def release(self, following: int, still_seen: Callable[[], Tensor]) -> None:
+        """Free the slots of what rules show to no query from ``following`` on, but for the positions ``still_seen``."""
+        positions = self.positions
+        dead = (positions != _FREE) & (self._last[: self.num_slots] < following)
+        if dead.any():
+            dead &= ~torch.isin(positions, still_seen())
+            for slot in dead.nonzero().squeeze(1).tolist():
+                self._by_slot[slot] = _FREE
+                self._free.append(slot)
+
+    def seen_by_rule(self, rule: HeadRule, query: int) -> Tensor:
+        """The slots of what one query sees under a rule; a slot holds no position after the query's."""
+        positions = self.positions
+        seen = rule.sees(self.heads[0], self._num_kv_heads, torch.tensor(query), positions)
+        return (seen & (positions != _FREE)).nonzero().squeeze(1)
+
+    def places(self, slots: Tensor, heads: slice) -> Tensor:
+        """Flat places ``slot * G + head`` of slots, for every one of ``heads``."""
+        members = torch.arange(self._num_kv_heads)[heads]
+        return (slots.unsqueeze(1) * self._num_kv_heads + members).view(-1)
+
+    def stretches(self, start: int, stop: int, largest_gap: int, device: torch.device) -> Iterator[Stretch]:
+        """What rules may show to the queries ``[start, stop)``; positions up to ``largest_gap`` apart are together."""
+        if not self.rules:
+            return
+        positions, slots = self.positions.sort()
+        last = self.last_query(positions)
+        is_seen = (positions != _FREE) & (last >= start)
+        positions, slots, last = positions[is_seen], slots[is_seen], last[is_seen]
+        if not len(positions):
+            return
+        ends = ((positions[1:] - positions[:-1]) > largest_gap).nonzero().squeeze(1) + 1
+        parts = zip(*(tensor.tensor_split(ends) for tensor in (positions, slots, last)), strict=True)
+        for some, of_some, last_of_some in parts:
+            rows = slice(0, min(stop, int(last_of_some.max()) + 1) - start)
+            first = int(some[0])
+            dense = of_some.new_zeros(int(some[-1]) + 1 - first)
+            dense[some - first] = of_some
+            is_absent = torch.ones(dense.shape, dtype=torch.bool)
+            is_absent[some - first] = False
+            for heads in arithmetic_runs(self.heads):
+                absent = is_absent.to(device) if is_absent.any() else None
+                yield Stretch(rows, heads, self.places(dense, heads).to(device), first, absent)
+
+
+def arithmetic_runs(heads: list[int]) -> list[slice]:
+    """Ascending head numbers as slices: runs with a constant step, greedily."""
+    runs, index = [], 0
+    while index < len(heads):
+        step = heads[index + 1] - heads[index] if index + 1 < len(heads) else 1
+        stop = index + 1
+        while stop < len(heads) and heads[stop] - heads[stop - 1] == step:
+            stop += 1
+        runs.append(slice(heads[index], heads[stop - 1] + 1, step))
+        index = stop
+    return runs

@@ -1,0 +1,391 @@
+"""Block-sparse attention whose key blocks a small learned scorer chooses, for every sample, head and query block."""
+
+from __future__ import annotations
+
+import math
+from typing import NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from dilated_attention_pytorch.ops import attend_blocks, attend_with_lse, merge
+from dilated_attention_pytorch.ops.autocast import without_autocast
+from dilated_attention_pytorch.ops.selected_blocks import check_size
+from dilated_attention_pytorch.ops.validation import check_call, check_dropout
+from dilated_attention_pytorch.patterns import Pattern, local_window
+
+_SCORES_AT_ONCE = 1 << 22
+"""Scores of blocks that are ranked at a time."""
+
+
+class BlockSelection(NamedTuple):
+    """What a scorer chose: the blocks of every query block, its own first, and their log-gates.
+
+    ``blocks`` is int64 ``[B, G, query blocks, kept]``, -1 where there was nothing to choose; ``log_gates`` has the
+    same shape, float32 (float64 for float64), 0 for the own block.
+    """
+
+    blocks: Tensor
+    log_gates: Tensor
+
+
+class BlockScorer(nn.Module):
+    """Scores of key blocks for query blocks, from pooled queries and keys.
+
+        q~ = sum_p softmax_p(u_q . q[p]) q[p],   k~ = sum_t softmax_t(u_k . k[t]) k[t]
+        e[i, j] = scale * mean_h (A_h q~[i, h]) . (C k~[j])
+
+    the sums over the rows of a block, the mean over the query heads of a key/value head. At first u = 0, so that
+    pooled is the mean, and A = C is a random projection: e is the score of a mean query and a mean key, in part.
+
+    Parameters: ``query_pool [H, D]``, ``key_pool [G, D]`` (u; none where a block is one row), ``query_map [H, D, d]``
+    and ``key_map [G, D, d]`` (A and C), with d the ``scorer_dim``.
+
+    Args:
+        num_heads, num_kv_heads, head_dim: H, G and D.
+        block_size, query_block_size: positions of a key block and of a query block, which divides it.
+        scorer_dim: width d.
+        device, dtype: of the parameters. Scores are computed in float32, in float64 for float64 inputs.
+    """
+
+    def __init__(
+        self,
+        num_heads: int,
+        num_kv_heads: int,
+        head_dim: int,
+        block_size: int,
+        query_block_size: int,
+        scorer_dim: int,
+        *,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        super().__init__()
+        self.block_size = block_size
+        self.query_block_size = query_block_size
+
+        def parameter(*shape: int) -> nn.Parameter:
+            return nn.Parameter(torch.empty(*shape, device=device, dtype=dtype))
+
+        self.query_map = parameter(num_heads, head_dim, scorer_dim)
+        self.key_map = parameter(num_kv_heads, head_dim, scorer_dim)
+        self.query_pool = parameter(num_heads, head_dim) if query_block_size > 1 else None
+        self.key_pool = parameter(num_kv_heads, head_dim) if block_size > 1 else None
+        self.reset_parameters()
+
+    @torch.no_grad()
+    def reset_parameters(self) -> None:
+        """Pooling by the mean; the same orthonormal projection for a key/value head and its query heads."""
+        for pool in (self.query_pool, self.key_pool):
+            if pool is not None:
+                nn.init.zeros_(pool)
+        heads, width, scorer_dim = self.key_map.shape
+        projection = torch.empty(heads, width, scorer_dim, dtype=torch.float32, device=self.key_map.device)
+        for head in projection:
+            nn.init.orthogonal_(head, gain=math.sqrt(max(1.0, width / scorer_dim)))
+        self.key_map.copy_(projection)
+        self.query_map.copy_(projection.repeat_interleave(self.query_map.shape[0] // heads, 0))
+
+    def forward(
+        self,
+        query: Tensor,
+        key: Tensor,
+        num_blocks: int,
+        *,
+        scale: float,
+        is_causal: bool,
+        query_offset: int,
+        key_padding_mask: Tensor | None,
+    ) -> BlockSelection:
+        """The own block and the best of the others, ``num_blocks`` in all; see :class:`AdaptiveBlockAttention`."""
+        rows, keys = query.shape[1], key.shape[1]
+        hidden_queries = (
+            None if key_padding_mask is None else key_padding_mask[:, query_offset : query_offset + query.shape[1]]
+        )
+        size, query_size = self.block_size, self.query_block_size
+        # What every row of a causal query block may know: the queries up to the block's first.
+        queries = _pooled(query, self.query_pool, query_size, hidden_queries, ahead=query_size - 1 if is_causal else 0)
+        pooled_keys = _pooled(key, self.key_pool, size, key_padding_mask)
+        dtype, kv_heads = queries.dtype, key.shape[2]
+        queries = (queries @ self.query_map.to(dtype)).unflatten(1, (kv_heads, -1)).mean(2) * scale
+        pooled_keys = pooled_keys @ self.key_map.to(dtype)
+        own = (torch.arange(-(-rows // query_size), device=query.device) * query_size + query_offset) // size
+        empty = None
+        if key_padding_mask is not None:
+            padded = functional.pad(key_padding_mask, (0, -keys % size), value=True)
+            empty = padded.unflatten(1, (-1, size)).all(-1)[:, None, None]
+        best = max(0, min(num_blocks, pooled_keys.shape[2]) - 1)
+        chosen = _best(queries.detach(), pooled_keys.detach(), own, best, empty, is_causal=is_causal)
+        index = chosen.clamp(min=0).flatten(2).unsqueeze(-1).expand(-1, -1, -1, pooled_keys.shape[-1])
+        chosen_keys = pooled_keys.gather(2, index).unflatten(2, chosen.shape[2:])
+        log_gates = (queries.unsqueeze(3) * chosen_keys).sum(-1).masked_fill(chosen < 0, 0.0)
+        own = own[:, None].expand(*chosen.shape[:3], 1)
+        return BlockSelection(torch.cat([own, chosen], -1), functional.pad(log_gates, (1, 0)))
+
+
+def _pooled(x: Tensor, pool: Tensor | None, size: int, hidden: Tensor | None, *, ahead: int = 0) -> Tensor:
+    """Rows ``[B, N, heads, D]`` pooled in blocks that begin ``ahead`` rows before: ``[B, heads, ceil(N / size), D]``.
+
+    Hidden rows (bool ``[B, N]``), and those before the first and after the last, take no part; a block of none is 0.
+    """
+    batch, rows = x.shape[:2]
+    dtype = torch.float64 if x.dtype == torch.float64 else torch.float32
+    if hidden is None:
+        hidden = torch.zeros(batch, rows, dtype=torch.bool, device=x.device)
+    blocks = -(-rows // size)
+    ahead = min(ahead, blocks * size)  # of no rows there are none before
+    after = blocks * size - rows - ahead
+    x = functional.pad(x.to(dtype).masked_fill(hidden[:, :, None, None], 0.0), (0, 0, 0, 0, ahead, after))
+    hidden = functional.pad(hidden, (ahead, after), value=True).unflatten(1, (blocks, size)).unsqueeze(-1)
+    x = x.unflatten(1, (blocks, size))
+    logits = x.new_zeros(x.shape[:-1]) if pool is None else (x * pool.to(dtype)).sum(-1)
+    weights = torch.softmax(logits.masked_fill(hidden, torch.finfo(dtype).min), dim=2).masked_fill(hidden, 0.0)
+    return torch.einsum("bnsh,bnshd->bhnd", weights, x)
+
+
+def _best(
+    queries: Tensor, keys: Tensor, own: Tensor, best: int, empty: Tensor | None, *, is_causal: bool
+) -> Tensor:  # fmt: skip
+    """The ``best`` blocks by score, of equal ones the first, -1 where there are fewer; the own one is none of them."""
+    number = torch.arange(keys.shape[2], device=keys.device)
+    step = max(1, _SCORES_AT_ONCE // max(1, queries.shape[0] * queries.shape[1] * keys.shape[2]))
+    found = []
+    for start in range(0, max(1, queries.shape[2]), step):
+        some = slice(start, start + step)
+        mine = own[some].unsqueeze(-1)
+        excluded = number >= mine if is_causal else number == mine
+        excluded = excluded[None, None] if empty is None else excluded | empty
+        scores = (queries[:, :, some] @ keys.mT).masked_fill(excluded, float("-inf"))
+        order = torch.sort(scores, dim=-1, descending=True, stable=True)
+        chosen = order.indices[..., :best]
+        found.append(chosen.masked_fill(order.values[..., :best] == float("-inf"), -1))
+    return torch.cat(found, dim=2)
+
+
+class AdaptiveBlockAttention(nn.Module):
+    """Attention in which every query block sees its own key block and the k - 1 others that a scorer likes best.
+
+    With the log-gate ``e[i, j]`` of :class:`BlockScorer` and the blocks J(i) that are kept, one softmax
+
+        O[p] = sum_(j in J(i)) sum_(t in block j) exp(s[p, t] + e[i, j]) v[t] / (the same without v)
+
+    for the rows p of query block i, ``s = scale * q . k``; :func:`attend_blocks` computes it exactly. The gate of the
+    own block is 1 and those of the others are relative to it: a constant in all gates of a row would cancel in the
+    softmax, so the anchor is what lets the loss reach every parameter of the scorer. With ``pattern`` the counts add:
+    the softmax goes over the chosen blocks and the pattern's keys together, a pair in both counts for both.
+
+    Which blocks are chosen, and their gates, depends on one sample and one key/value head alone; the query heads
+    of a key/value head share the blocks, so that their keys are gathered once. Of equal scores the first block wins.
+
+    Causal: only blocks that end before the query block begins can be chosen (of the own block, a row sees its own
+    position and before), and the queries that are pooled are the ``query_block_size`` rows that end with the query
+    block's *first*: what every row of it may know. No output depends on a later position. A question within a query
+    block therefore chooses blocks for the next one; ``query_block_size=1`` lets every row choose by its own query.
+    Not causal: all other blocks can be chosen, by the queries of the block itself.
+
+    Args:
+        num_heads: number of query heads H.
+        head_dim: width D of a head.
+        num_kv_heads: number of key/value heads G, which divides H; H without it.
+        blocks_per_query: blocks k that a query block sees, its own among them, at least 2. Where there are fewer, all.
+        block_size: positions of a key block; the last one may be ragged.
+        query_block_size: rows that share a choice, which divides ``block_size``; ``block_size`` without it. The work is
+            the same for every size; small ones gather the same keys more often.
+        scorer_dim: width in which the scorer compares.
+        pattern: a static pattern beside the chosen blocks.
+        dropout: probability of dropping a merged attention probability, in training only.
+        softmax_scale: factor of the scores, of the scorer's too; ``1 / sqrt(D)`` without it.
+        device, dtype: of the scorer's parameters.
+
+    Raises:
+        TypeError, ValueError: an argument is of the wrong type or range, or sizes do not divide.
+
+    >>> from dilated_attention_pytorch.nn import AdaptiveBlockAttention
+    >>> attention = AdaptiveBlockAttention(4, 16, num_kv_heads=2, blocks_per_query=4, block_size=32)
+    >>> q, k, v = (torch.randn(2, 500, heads, 16) for heads in (4, 2, 2))
+    >>> attention(q, k, v, is_causal=True).shape
+    torch.Size([2, 500, 4, 16])
+    >>> attention.select(q, k, is_causal=True).blocks[0, 0, :2].tolist()
+    [[0, -1, -1, -1], [1, 0, -1, -1]]
+    """
+
+    def __init__(
+        self,
+        num_heads: int,
+        head_dim: int,
+        *,
+        num_kv_heads: int | None = None,
+        blocks_per_query: int = 8,
+        block_size: int = 64,
+        query_block_size: int | None = None,
+        scorer_dim: int = 32,
+        pattern: Pattern | None = None,
+        dropout: float = 0.0,
+        softmax_scale: float | None = None,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        super().__init__()
+        num_kv_heads = num_heads if num_kv_heads is None else num_kv_heads
+        query_block_size = block_size if query_block_size is None else query_block_size
+        for name, number in (
+            ("num_heads", num_heads), ("head_dim", head_dim), ("num_kv_heads", num_kv_heads),
+            ("block_size", block_size), ("query_block_size", query_block_size), ("scorer_dim", scorer_dim),
+        ):  # fmt: skip
+            check_size(name, number)
+        check_size("blocks_per_query", blocks_per_query, least=2)
+        if num_heads % num_kv_heads:
+            raise ValueError(f"num_kv_heads must divide num_heads: got {num_kv_heads} of {num_heads} heads")
+        if block_size % query_block_size:
+            raise ValueError(
+                "query_block_size must divide block_size, so that a query block lies in one key block: got "
+                f"{query_block_size} and {block_size}"
+            )
+        if pattern is not None and not isinstance(pattern, Pattern):
+            raise TypeError(
+                "pattern must be a Pattern such as local_window(127) + global_tokens(4), or None, "
+                f"got {pattern!r} of type {type(pattern).__name__}"
+            )
+        check_dropout("dropout", dropout)
+        self.num_heads = num_heads
+        self.head_dim = head_dim
+        self.num_kv_heads = num_kv_heads
+        self.blocks_per_query = blocks_per_query
+        self.block_size = block_size
+        self.query_block_size = query_block_size
+        self.pattern = pattern
+        self.dropout = dropout
+        self.softmax_scale = softmax_scale
+        self.scorer = BlockScorer(
+            num_heads, num_kv_heads, head_dim, block_size, query_block_size, scorer_dim, device=device, dtype=dtype
+        )
+
+    def select(
+        self,
+        query: Tensor,
+        key: Tensor,
+        is_causal: bool = False,
+        *,
+        query_offset: int = 0,
+        key_padding_mask: Tensor | None = None,
+    ) -> BlockSelection:
+        """The blocks that a call with these arguments attends to, and their log-gates; see :meth:`forward`.
+
+        Returns:
+            :class:`BlockSelection`: ``blocks`` and ``log_gates`` of ``[B, G, ceil(N / query_block_size), kept]`` with
+            ``kept = min(blocks_per_query, key blocks)``. The gates are differentiable.
+        """
+        self._check(query, key, key, is_causal, query_offset, key_padding_mask)
+        scale = 1.0 / math.sqrt(self.head_dim) if self.softmax_scale is None else self.softmax_scale
+        with without_autocast(query.device.type):
+            selection: BlockSelection = self.scorer(
+                query, key, self.blocks_per_query, scale=scale, is_causal=is_causal, query_offset=query_offset,
+                key_padding_mask=key_padding_mask,
+            )  # fmt: skip
+        return selection
+
+    def forward(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        is_causal: bool = False,
+        *,
+        query_offset: int = 0,
+        key_padding_mask: Tensor | None = None,
+    ) -> Tensor:
+        """Query ``[B, N, H, D]``, key and value ``[B, M, G, D]``, result ``[B, N, H, D]``.
+
+        Args:
+            query, key, value: rows of one sequence: the keys from position 0 on, the queries from ``query_offset`` on.
+            is_causal: a query sees keys at its own position and before only.
+            query_offset: position of the first query row, a multiple of ``query_block_size``.
+            key_padding_mask: bool ``[B, M]``, True = ignore. Neither the keys nor the queries of these positions are
+                pooled, and a block of nothing else is not chosen.
+
+        Raises:
+            TypeError, ValueError: an argument is of the wrong type, shape, dtype or range; queries beyond the keys.
+            NotImplementedError: a causal slab with ``query_block_size > 1``, whose choice depends on queries before it.
+        """
+        self._check(query, key, value, is_causal, query_offset, key_padding_mask)
+        blocks, log_gates = self.select(
+            query, key, is_causal, query_offset=query_offset, key_padding_mask=key_padding_mask
+        )  # fmt: skip
+        dropout_p = self.dropout if self.training else 0.0
+        chosen = attend_blocks(
+            query, key, value, blocks, log_gates, block_size=self.block_size, query_block_size=self.query_block_size,
+            is_causal=is_causal, scale=self.softmax_scale, query_offset=query_offset,
+            key_padding_mask=key_padding_mask, dropout_p=dropout_p,
+        )  # fmt: skip
+        if self.pattern is None:
+            return chosen.out
+        static = attend_with_lse(
+            query, key, value, self.pattern, is_causal=is_causal, scale=self.softmax_scale,
+            query_offset=query_offset, key_padding_mask=key_padding_mask, dropout_p=dropout_p,
+        )  # fmt: skip
+        return merge([chosen, static]).out
+
+    def density(self, sequence_length: int, *, is_causal: bool = False) -> float:
+        """What a call computes of what dense attention does, the static pattern included: the sum of counts / pairs.
+
+        Exact, but that a last block of fewer than ``block_size`` positions counts as whole where it can be chosen.
+        Under a causal mask it is divided by the ``N (N + 1) / 2`` pairs of dense causal attention.
+
+        Raises:
+            ValueError: a length below 1.
+
+        >>> AdaptiveBlockAttention(1, 16, blocks_per_query=8, block_size=64).density(4096)
+        0.125
+        """
+        check_size("sequence_length", sequence_length)
+        size = self.block_size
+        blocks, others = -(-sequence_length // size), self.blocks_per_query - 1
+        pairs = 0
+        for block in range(blocks):
+            rows = min(size, sequence_length - block * size)
+            seen = min(others, block if is_causal else blocks - 1) * size
+            pairs += rows * seen + (rows * (rows + 1) // 2 if is_causal else rows * rows)
+        dense = sequence_length * (sequence_length + 1) // 2 if is_causal else sequence_length**2
+        static = 0.0
+        if self.pattern is not None:
+            static = self.pattern.density(sequence_length, num_kv_heads=self.num_kv_heads, is_causal=is_causal)
+        return pairs / dense + static
+
+    def extra_repr(self) -> str:
+        return (
+            f"num_heads={self.num_heads}, head_dim={self.head_dim}, num_kv_heads={self.num_kv_heads}, "
+            f"blocks_per_query={self.blocks_per_query}, block_size={self.block_size}, "
+            f"query_block_size={self.query_block_size}, pattern={self.pattern}, dropout={self.dropout}"
+        )
+
+    def _check(
+        self, query: Tensor, key: Tensor, value: Tensor, is_causal: bool, query_offset: int,
+        key_padding_mask: Tensor | None,
+    ) -> None:  # fmt: skip
+        check_call(
+            query, key, value, self.pattern or local_window(0), is_causal=is_causal, scale=self.softmax_scale,
+            query_offset=query_offset, key_offset=0, cu_seqlens=None, key_padding_mask=key_padding_mask,
+            dropout_p=self.dropout,
+        )  # fmt: skip
+        for name, tensor, heads in (("query", query, self.num_heads), ("key", key, self.num_kv_heads)):
+            if tuple(tensor.shape[2:]) != (heads, self.head_dim):
+                raise ValueError(
+                    f"{name} must be [batch, sequence, {heads}, {self.head_dim}] for this module's heads, got "
+                    f"{tuple(tensor.shape)}"
+                )
+        if query_offset + query.shape[1] > key.shape[1]:
+            raise ValueError(
+                "a query block keeps its own key block, so queries must be rows of the keys' sequence: got "
+                f"{query.shape[1]} queries from position {query_offset} on and {key.shape[1]} keys; pass all keys from "
+                "position 0 on"
+            )
+        if query_offset % self.query_block_size:
+            raise ValueError(
+                f"query_offset must be a multiple of query_block_size {self.query_block_size}, got {query_offset}"
+            )
+        if is_causal and query_offset and self.query_block_size > 1:
+            raise NotImplementedError(
+                f"query_block_size={self.query_block_size} chooses by queries before the block, which a causal slab at "
+                f"query_offset {query_offset} does not hold; make the module with query_block_size=1, or pass all rows"
+            )

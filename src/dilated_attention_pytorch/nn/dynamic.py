@@ -1,0 +1,243 @@
+"""Dilated attention whose segments are chosen for every shape, as modules: the weights do not depend on them."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from dilated_attention_pytorch.kernels.select import Impl
+from dilated_attention_pytorch.ops import attend
+from dilated_attention_pytorch.patterns import DilatedPattern, OffsetRule, Pattern, Tail
+from dilated_attention_pytorch.selection import DynamicSegmentSelector, SegmentSelectionConfig
+
+from .dilated_attention import DilatedAttention
+from .multihead import MultiheadDilatedAttention
+
+_Lengths = tuple[tuple[int, ...], tuple[int, ...]]
+
+
+class Configuration(NamedTuple):
+    """Segment lengths w_i, in positions, and dilation rates r_i."""
+
+    segment_lengths: tuple[int, ...]
+    dilation_rates: tuple[int, ...]
+
+
+class DynamicDilatedAttention(DilatedAttention):
+    """:class:`DilatedAttention` whose segments a :class:`DynamicSegmentSelector` chooses, for every shape anew.
+
+    The choice depends on the number of positions N (offsets included; the longer of query and key), on batch, heads,
+    width, dtype and device, on ``is_causal``, and on whether there are a padding mask and a dropout probability. It is
+    the same in training and in evaluation, and free memory is read once for every device, at the first call there:
+    the same shape always gets the same segments. Packed documents are segmented as their row of N positions is.
+
+    Under ``torch.compile`` the choice is made while tracing, also with ``fullgraph=True``: one graph for every shape.
+
+    Args:
+        selector_config: the policy; the defaults without it.
+        dropout, softmax_scale, offset_rule, tail, segment_shift, impl: as of :class:`DilatedAttention`.
+        selector: a selector instead of a policy, for modules that decide together, or with a record of a machine.
+
+    Raises:
+        TypeError, ValueError: see :class:`DilatedAttention`; or both a policy and a selector. In a call: no segments
+            fit the budgets, see :meth:`DynamicSegmentSelector.select`.
+
+    >>> attention = DynamicDilatedAttention()
+    >>> q = k = v = torch.randn(1, 1000, 8, 64)
+    >>> attention(q, k, v, is_causal=True).shape
+    torch.Size([1, 1000, 8, 64])
+    >>> len(attention.get_current_configuration().segment_lengths) > 0
+    True
+    """
+
+    def __init__(
+        self,
+        selector_config: SegmentSelectionConfig | None = None,
+        dropout: float = 0.0,
+        *,
+        softmax_scale: float | None = None,
+        offset_rule: OffsetRule = "modulo",
+        tail: Tail = "ragged",
+        segment_shift: int | Sequence[int] = 0,
+        impl: Impl = "auto",
+        selector: DynamicSegmentSelector | None = None,
+    ) -> None:
+        # The lengths stand for those that are chosen later; the other arguments are checked where they always are.
+        super().__init__(
+            [1], [1], dropout, softmax_scale=softmax_scale, offset_rule=offset_rule, tail=tail,
+            segment_shift=segment_shift, impl=impl,
+        )  # fmt: skip
+        if selector_config is not None and selector is not None:
+            raise ValueError("a selector has its own policy: pass selector_config or selector, got both")
+        if selector is not None and not isinstance(selector, DynamicSegmentSelector):
+            raise TypeError(f"selector must be a DynamicSegmentSelector or None, got {type(selector).__name__}")
+        self.selector = DynamicSegmentSelector(selector_config) if selector is None else selector
+        self._current: _Lengths | None = None
+
+    @property
+    def pattern(self) -> DilatedPattern:
+        """The pattern of the last call, see :meth:`get_current_configuration`."""
+        return self._with(self.get_current_configuration())
+
+    @pattern.setter
+    def pattern(self, pattern: Pattern) -> None:
+        # Set once, by the parent: what the chosen patterns have in common.
+        assert isinstance(pattern, DilatedPattern)
+        self._options = pattern
+
+    def _with(self, lengths: _Lengths) -> DilatedPattern:
+        options = self._options
+        return DilatedPattern(
+            *lengths, offset_rule=options.offset_rule, tail=options.tail, segment_shift=options.segment_shift
+        )
+
+    def get_current_configuration(self) -> Configuration:
+        """The segment lengths and dilation rates of the last call.
+
+        Raises:
+            RuntimeError: there was no call yet.
+        """
+        if self._current is None:
+            raise RuntimeError(
+                "segments are chosen for the shape of a call, and there was none yet; call the module first, or ask "
+                "selector.select(sequence_length, batch_size, num_heads, head_dim, dtype, device)"
+            )
+        return Configuration(*self._current)
+
+    @property
+    def segment_lengths(self) -> tuple[int, ...]:
+        """The segment lengths of the last call, see :meth:`get_current_configuration`."""
+        return self.get_current_configuration().segment_lengths
+
+    @property
+    def dilation_rates(self) -> tuple[int, ...]:
+        """The dilation rates of the last call, see :meth:`get_current_configuration`."""
+        return self.get_current_configuration().dilation_rates
+
+    def forward(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        is_causal: bool = False,
+        *,
+        query_offset: int = 0,
+        key_offset: int = 0,
+        cu_seqlens: Tensor | None = None,
+        key_padding_mask: Tensor | None = None,
+    ) -> Tensor:
+        """Query ``[B, N, H, D]``, key and value ``[B, M, G, D]``, result ``[B, N, H, D]``; see :func:`attend`."""
+        pattern = self._options
+        if query.dim() == key.dim() == 4:  # what else comes is refused below
+            length = max(query_offset + query.shape[1], key_offset + key.shape[1])
+            # index() makes integers of sizes that a compiler keeps as symbols.
+            self._current = _decide(
+                self, operator.index(length), operator.index(query.shape[0]), operator.index(query.shape[2]),
+                operator.index(query.shape[3]), operator.index(key.shape[2]), query.dtype, query.device, is_causal,
+                key_padding_mask is not None,
+            )  # fmt: skip
+            pattern = self._with(self._current)
+        return attend(
+            query, key, value, pattern, is_causal=is_causal, scale=self.softmax_scale,
+            query_offset=query_offset, key_offset=key_offset, cu_seqlens=cu_seqlens,
+            key_padding_mask=key_padding_mask, dropout_p=self.dropout if self.training else 0.0, impl=self.impl,
+        )  # fmt: skip
+
+    def extra_repr(self) -> str:
+        return f"{self.selector.config}, dropout={self.dropout}"
+
+
+def _decide(
+    module: DynamicDilatedAttention,
+    sequence_length: int,
+    batch_size: int,
+    num_heads: int,
+    head_dim: int,
+    num_kv_heads: int,
+    dtype: torch.dtype,
+    device: torch.device,
+    is_causal: bool,
+    is_padded: bool,
+) -> _Lengths:
+    options = module._options
+    pattern = module.selector.select(
+        # Attention over nothing is no error, and gets the segments of the least there can be.
+        max(1, sequence_length), max(1, batch_size), num_heads, head_dim, dtype, device, num_kv_heads,
+        is_causal=is_causal, is_padded=is_padded, has_dropout=module.dropout > 0.0, offset_rule=options.offset_rule,
+        tail=options.tail, segment_shift=options.segment_shift,
+    )  # fmt: skip
+    return tuple(pattern.segment_lengths), tuple(pattern.dilation_rates)
+
+
+# What torch.compiler.assume_constant_result marks, which would import the compiler along with this package: called
+# while tracing, with integers, its result is a constant of the graph.
+_decide.__dict__["_dynamo_marked_constant"] = True
+
+
+class DynamicMultiheadDilatedAttention(MultiheadDilatedAttention):
+    """:class:`MultiheadDilatedAttention` with :class:`DynamicDilatedAttention` inside.
+
+    The parameters are those of :class:`MultiheadDilatedAttention`, by name and shape, whatever the segments: weights
+    of one load into the other, and the same weights work for any length.
+
+    Args:
+        embed_dim, num_heads: width E and number of query heads H.
+        selector_config: the policy; the defaults without it.
+        selector: a selector instead of a policy, see :class:`DynamicDilatedAttention`.
+        dropout, bias, kdim, vdim, num_kv_heads, sub_layernorm, layernorm_eps, gain, softmax_scale, offset_rule, tail,
+            segment_shift, impl, device, dtype: as of :class:`MultiheadDilatedAttention`.
+
+    Raises:
+        TypeError, ValueError: see :class:`MultiheadDilatedAttention` and :class:`DynamicDilatedAttention`.
+
+    >>> attention = DynamicMultiheadDilatedAttention(256, 8)
+    >>> x = torch.randn(2, 1000, 256)
+    >>> attention(x, x, x, is_causal=True)[0].shape
+    torch.Size([2, 1000, 256])
+    """
+
+    attention: DynamicDilatedAttention
+
+    def __init__(
+        self,
+        embed_dim: int,
+        num_heads: int,
+        selector_config: SegmentSelectionConfig | None = None,
+        dropout: float = 0.0,
+        *,
+        bias: bool = True,
+        kdim: int | None = None,
+        vdim: int | None = None,
+        num_kv_heads: int | None = None,
+        sub_layernorm: bool = False,
+        layernorm_eps: float = 1e-5,
+        gain: float = 1.0,
+        softmax_scale: float | None = None,
+        offset_rule: OffsetRule = "modulo",
+        tail: Tail = "ragged",
+        segment_shift: int | Sequence[int] = 0,
+        impl: Impl = "auto",
+        selector: DynamicSegmentSelector | None = None,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        super().__init__(
+            embed_dim, num_heads, [1], [1], dropout, bias=bias, kdim=kdim, vdim=vdim, num_kv_heads=num_kv_heads,
+            sub_layernorm=sub_layernorm, layernorm_eps=layernorm_eps, gain=gain, device=device, dtype=dtype,
+        )  # fmt: skip
+        self.attention = DynamicDilatedAttention(
+            selector_config, dropout, softmax_scale=softmax_scale, offset_rule=offset_rule, tail=tail,
+            segment_shift=segment_shift, impl=impl, selector=selector,
+        )  # fmt: skip
+
+    def get_current_configuration(self) -> Configuration:
+        """The segment lengths and dilation rates of the last call.
+
+        Raises:
+            RuntimeError: there was no call yet.
+        """
+        return self.attention.get_current_configuration()

@@ -1,0 +1,208 @@
+"""Problems of some query rows and a list of key blocks: gathered, computed and added up a few at a time."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from dilated_attention_pytorch.kernels.dropout import keep_factors
+
+_ELEMENTS_AT_ONCE = 1 << 19
+"""Elements of gathered keys, and of scores, at a time on a CPU: what its caches hold."""
+_ELEMENTS_ELSEWHERE = 1 << 26
+"""The same for devices that want more work at a time."""
+
+
+class Inputs(NamedTuple):
+    query: Tensor
+    key: Tensor
+    value: Tensor
+    blocks: Tensor
+    log_gates: Tensor | None
+    key_padding_mask: Tensor | None
+    dropout_seed: Tensor | None
+    block_size: int
+    query_block_size: int
+    is_causal: bool
+    scale: float
+    query_offset: int
+    dropout_p: float
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """The dtype of scores and sums."""
+        return torch.float64 if self.query.dtype == torch.float64 else torch.float32
+
+    @property
+    def num_padded_keys(self) -> int:
+        """Keys in whole blocks, at least one."""
+        return max(1, -(-self.key.shape[1] // self.block_size)) * self.block_size
+
+    def by_query_block(self, tensor: Tensor, fill: float = 0.0) -> Tensor:
+        """``[B, N, H(, D)]`` as ``[problems, rows * ratio(, D)]``; a problem is a query block of a key/value head."""
+        heads = self.key.shape[2]
+        tensor = tensor.unsqueeze(-1) if tensor.dim() == 3 else tensor
+        padded = functional.pad(tensor, (0, 0, 0, 0, 0, -tensor.shape[1] % self.query_block_size), value=fill)
+        split = padded.unflatten(2, (heads, -1)).unflatten(1, (-1, self.query_block_size))
+        return split.permute(0, 3, 1, 2, 4, 5).flatten(3, 4).flatten(0, 2)
+
+    def from_query_block(self, problems: Tensor) -> Tensor:
+        """What :meth:`by_query_block` made, as ``[B, N, H, D]``, contiguous."""
+        batch, rows, num_heads = self.query.shape[:3]
+        heads, num_blocks = self.blocks.shape[1:3]
+        ratio = num_heads // heads
+        split = problems.view(batch, heads, num_blocks, self.query_block_size, ratio, problems.shape[-1])
+        return split.permute(0, 2, 3, 1, 4, 5).flatten(3, 4).flatten(1, 2)[:, :rows].contiguous()
+
+    def by_key_block(self, tensor: Tensor) -> Tensor:
+        """``[B, M, G, D]`` as ``[B * G * blocks, block_size * D]``, zeros after the last row."""
+        padded = functional.pad(tensor, (0, 0, 0, 0, 0, self.num_padded_keys - tensor.shape[1]))
+        return padded.transpose(1, 2).flatten(0, 1).unflatten(1, (-1, self.block_size)).flatten(0, 1).flatten(1)
+
+    def from_key_block(self, stored: Tensor) -> Tensor:
+        """What :meth:`by_key_block` made, as ``[B, M, G, D]``, contiguous and in the key's dtype."""
+        batch, rows, heads, width = self.key.shape
+        return (
+            stored.view(batch, heads, self.num_padded_keys, width)[:, :, :rows]
+            .transpose(1, 2)
+            .to(self.key.dtype)
+            .contiguous()
+        )
+
+    def hidden_keys(self) -> Tensor:
+        """bool ``[B * blocks, block_size]``: positions after the last row, and padded ones."""
+        batch, rows = self.key.shape[:2]
+        hidden = self.key_padding_mask
+        if hidden is None:
+            hidden = torch.zeros(batch, rows, dtype=torch.bool, device=self.key.device)
+        return functional.pad(hidden, (0, self.num_padded_keys - rows), value=True).view(-1, self.block_size)
+
+
+class _Chunk(NamedTuple):
+    """Some problems: where they lie, their keys, and what is added to their scores."""
+
+    problems: slice
+    key_rows: Tensor
+    """Rows of :meth:`Inputs.by_key_block`, ``[problems * k]``."""
+    bias: Tensor
+    """Log-gates, -inf where a key is not seen: ``[problems, rows or 1, 1, k * block_size]``."""
+    keep: Tensor | None
+    """Dropout factors, ``[problems, rows, ratio, k * block_size]``."""
+
+
+def _chunks(inputs: Inputs) -> Iterator[_Chunk]:
+    size, rows, device = inputs.block_size, inputs.query_block_size, inputs.query.device
+    heads, width = inputs.key.shape[2:]
+    ratio = inputs.query.shape[2] // heads
+    hidden = inputs.hidden_keys()
+    num_key_blocks = hidden.shape[0] // max(1, inputs.key.shape[0])
+    num_query_blocks, listed = inputs.blocks.shape[2:]
+    blocks = inputs.blocks.reshape(-1, listed)
+    log_gates = None if inputs.log_gates is None else inputs.log_gates.reshape(-1, listed)
+    limit = _ELEMENTS_AT_ONCE if device.type == "cpu" else _ELEMENTS_ELSEWHERE
+    step = max(1, limit // (listed * size * max(width, rows * ratio)))
+    within = torch.arange(size, device=device)
+    for start in range(0, blocks.shape[0], step):
+        some = slice(start, min(start + step, blocks.shape[0]))
+        problem = torch.arange(some.start, some.stop, device=device)
+        of_sequence = problem // (num_query_blocks * heads)
+        chosen = blocks[some]
+        safe = chosen.clamp(min=0)
+        bias = torch.zeros(chosen.shape, dtype=inputs.dtype, device=device)
+        if log_gates is not None:
+            bias = log_gates[some].to(inputs.dtype)
+        unseen = hidden[(of_sequence * num_key_blocks).unsqueeze(1) + safe] | (chosen < 0).unsqueeze(-1)
+        bias = bias.unsqueeze(-1).masked_fill(unseen, float("-inf")).flatten(1)[:, None, None]
+        position = (safe.unsqueeze(-1) * size + within).flatten(1)[:, None, None]
+        row = (problem % num_query_blocks * rows).unsqueeze(1) + torch.arange(rows, device=device)
+        row = (row + inputs.query_offset)[:, :, None, None]
+        if inputs.is_causal:
+            bias = bias.masked_fill(position > row, float("-inf"))
+        keep = None
+        if inputs.dropout_seed is not None:
+            head = (problem // num_query_blocks % heads).unsqueeze(1) * ratio + torch.arange(ratio, device=device)
+            keep = keep_factors(
+                inputs.dropout_seed, of_sequence[:, None, None, None], head[:, None, :, None], row, position,
+                inputs.dropout_p, inputs.dtype,
+            )  # fmt: skip
+        first = (problem // num_query_blocks * num_key_blocks).unsqueeze(1)
+        yield _Chunk(some, (first + safe).flatten(), bias, keep)
+
+
+def _scores(inputs: Inputs, chunk: _Chunk, queries: Tensor, keys: Tensor) -> Tensor:
+    """Scores with the log-gates, ``[problems, rows * ratio, keys]``."""
+    scores = (queries @ keys.mT).mul_(inputs.scale)
+    scores.unflatten(1, (inputs.query_block_size, -1)).add_(chunk.bias)
+    return scores
+
+
+def _probabilities(scores: Tensor, lse: Tensor) -> Tensor:
+    """``exp(s - lse)``, 0 in rows that see no key."""
+    return (scores - lse.masked_fill(lse == float("-inf"), float("inf"))).exp_()
+
+
+def _gather(stored: Tensor, chunk: _Chunk, width: int, dtype: torch.dtype) -> Tensor:
+    problems = chunk.problems.stop - chunk.problems.start
+    return stored.index_select(0, chunk.key_rows).view(problems, -1, width).to(dtype)
+
+
+def forward(inputs: Inputs) -> tuple[Tensor, Tensor]:
+    """Output in the query's dtype and log-sum-exp in the dtype of the sums."""
+    dtype, width = inputs.dtype, inputs.query.shape[-1]
+    queries = inputs.by_query_block(inputs.query)
+    keys, values = inputs.by_key_block(inputs.key), inputs.by_key_block(inputs.value)
+    out = torch.empty_like(queries)
+    lse = torch.empty(*queries.shape[:2], 1, dtype=dtype, device=queries.device)
+    for chunk in _chunks(inputs):
+        scores = _scores(inputs, chunk, queries[chunk.problems].to(dtype), _gather(keys, chunk, width, dtype))
+        lse[chunk.problems] = total = torch.logsumexp(scores, dim=-1, keepdim=True)
+        probabilities = _probabilities(scores, total)
+        if chunk.keep is not None:
+            probabilities.unflatten(1, (inputs.query_block_size, -1)).mul_(chunk.keep)
+        out[chunk.problems] = (probabilities @ _gather(values, chunk, width, dtype)).to(out.dtype)
+    return inputs.from_query_block(out), inputs.from_query_block(lse).squeeze(-1)
+
+
+def backward(
+    inputs: Inputs, out: Tensor, lse: Tensor, grad_out: Tensor, grad_lse: Tensor | None
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Gradients of query, key, value and log-gates: ``dS = P (keep dP - delta)``, ``delta = rowsum(dO O) - dL``.
+
+    The gradient of a log-gate is the sum of dS over the rows and keys of its block.
+    """
+    dtype, width, rows_of_block = inputs.dtype, inputs.query.shape[-1], inputs.query_block_size
+    delta = (grad_out.to(dtype) * out.to(dtype)).sum(-1)
+    if grad_lse is not None:
+        delta -= grad_lse
+    # Rows after the last have no probabilities, so that they neither get nor give a gradient.
+    totals, deltas = inputs.by_query_block(lse, float("inf")), inputs.by_query_block(delta)
+    queries, grads = inputs.by_query_block(inputs.query), inputs.by_query_block(grad_out)
+    keys, values = inputs.by_key_block(inputs.key), inputs.by_key_block(inputs.value)
+    grad_queries = torch.empty_like(queries)
+    grad_keys, grad_values = (torch.zeros(x.shape, dtype=dtype, device=x.device) for x in (keys, values))
+    grad_gates = torch.zeros(inputs.blocks.shape, dtype=dtype, device=queries.device)
+    gates_of_problem = grad_gates.view(-1, grad_gates.shape[-1])
+    for chunk in _chunks(inputs):
+        some = chunk.problems
+        rows, grad_rows = queries[some].to(dtype), grads[some].to(dtype)
+        gathered = _gather(keys, chunk, width, dtype)
+        probabilities = _probabilities(_scores(inputs, chunk, rows, gathered), totals[some])
+        grad_scores = grad_rows @ _gather(values, chunk, width, dtype).mT
+        dropped = probabilities
+        if chunk.keep is not None:
+            grad_scores.unflatten(1, (rows_of_block, -1)).mul_(chunk.keep)
+            dropped = (probabilities.unflatten(1, (rows_of_block, -1)) * chunk.keep).flatten(1, 2)
+        grad_values.index_add_(0, chunk.key_rows, (dropped.mT @ grad_rows).view(len(chunk.key_rows), -1))
+        grad_scores.sub_(deltas[some]).mul_(probabilities)
+        gates_of_problem[some] = grad_scores.sum(1).unflatten(1, (-1, inputs.block_size)).sum(-1)
+        grad_scores.mul_(inputs.scale)
+        grad_queries[some] = (grad_scores @ gathered).to(grad_queries.dtype)
+        grad_keys.index_add_(0, chunk.key_rows, (grad_scores.mT @ rows).view(len(chunk.key_rows), -1))
+    return (
+        inputs.from_query_block(grad_queries), inputs.from_key_block(grad_keys), inputs.from_key_block(grad_values),
+        grad_gates,
+    )  # fmt: skip

@@ -1,0 +1,250 @@
+"""Attention to key blocks that were chosen for every query block at run time, each with a gate of its own."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils.flop_counter import register_flop_formula
+
+from dilated_attention_pytorch.patterns import local_window
+
+from . import block_problems
+from .autocast import cast_by_autocast, without_autocast
+from .merge import AttentionOutput
+from .validation import check_call
+
+_ANY_PATTERN = local_window(0)
+
+
+def attend_blocks(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    blocks: Tensor,
+    log_gates: Tensor | None = None,
+    *,
+    block_size: int,
+    query_block_size: int | None = None,
+    is_causal: bool = False,
+    scale: float | None = None,
+    query_offset: int = 0,
+    key_padding_mask: Tensor | None = None,
+    dropout_p: float = 0.0,
+) -> AttentionOutput:
+    """Attention to listed key blocks with gates: one softmax over ``s + log g``, exact in output and gradient.
+
+    With ``blocks[b, g, i, j]`` the j-th key block that query block i sees and ``e`` its log-gate,
+
+        O[p] = sum_j sum_(t in block j) exp(s[p, t] + e[j]) v[t] / sum_j sum_(t in block j) exp(s[p, t] + e[j]),
+
+    ``s = scale * q . k``, and L[p] is the logarithm of the denominator. A block that is listed twice counts twice.
+    Gradients reach query, key, value and the log-gates, from both outputs, so that the result merges exactly with
+    other partials (:func:`merge`). Scores are never held for more than a few query blocks. One operator of
+    ``torch.library``: it is traced by ``torch.compile(fullgraph=True)``. Without a second derivative.
+
+    Args:
+        query: ``[B, N, H, D]``, float16, bfloat16, float32 or float64.
+        key, value: ``[B, M, G, D]`` of the same dtype and device; G divides H, and the query heads of a key/value head
+            share its blocks.
+        blocks: int64 ``[B, G, ceil(N / query_block_size), k]``: numbers of key blocks, -1 for none.
+        log_gates: floating ``[B, G, ceil(N / query_block_size), k]``; without it every gate is 1.
+        block_size: positions of a key block; the last one may be ragged.
+        query_block_size: rows of a query block; ``block_size`` without it.
+        is_causal: a query sees keys at its own position and before only, whatever blocks are listed.
+        scale: factor of the scores; ``1 / sqrt(D)`` without it.
+        query_offset: absolute position of the first query row; the first key row is position 0.
+        key_padding_mask: bool ``[B, M]``, True = ignore, exactly as if the key were not there.
+        dropout_p: as of :func:`attend`; ``lse`` is that of the undropped probabilities.
+
+    Returns:
+        ``AttentionOutput(out [B, N, H, D], lse [B, N, H])``; a row that sees no key has 0 and -inf.
+
+    Raises:
+        TypeError, ValueError: an argument is of the wrong type, shape, dtype, device or range. Block numbers are
+            checked on the CPU; a device reports one that is out of range itself.
+
+    >>> from dilated_attention_pytorch.ops import attend_blocks
+    >>> q = k = v = torch.randn(1, 100, 2, 8)
+    >>> blocks = torch.tensor([0, 6]).expand(1, 2, 7, 2)
+    >>> attend_blocks(q, k, v, blocks, block_size=16).out.shape
+    torch.Size([1, 100, 2, 8])
+    """
+    check_call(
+        query, key, value, _ANY_PATTERN, is_causal=is_causal, scale=scale, query_offset=query_offset, key_offset=0,
+        cu_seqlens=None, key_padding_mask=key_padding_mask, dropout_p=dropout_p,
+    )  # fmt: skip
+    query_block_size = block_size if query_block_size is None else query_block_size
+    check_size("block_size", block_size)
+    check_size("query_block_size", query_block_size)
+    _check_blocks(query, key, blocks, log_gates, block_size, query_block_size)
+    query, key, value = cast_by_autocast(query, key, value)
+    seed = torch.randint(2**62, (), device=query.device) if dropout_p > 0.0 else None
+    scale = 1.0 / math.sqrt(query.shape[-1]) if scale is None else float(scale)
+    out, lse = _attend_blocks(
+        query, key, value, blocks, log_gates, key_padding_mask, seed, block_size, query_block_size, is_causal, scale,
+        query_offset, dropout_p,
+    )  # fmt: skip
+    return AttentionOutput(out, lse)
+
+
+def check_size(name: str, number: int, *, least: int = 1) -> None:
+    """Raise unless ``number`` is an integer of at least ``least``."""
+    if isinstance(number, bool) or not isinstance(number, int):
+        raise TypeError(f"{name} must be an integer, got {number!r} of type {type(number).__name__}")
+    if number < least:
+        raise ValueError(f"{name} must be at least {least}, got {number}")
+
+
+def _check_blocks(
+    query: Tensor, key: Tensor, blocks: Tensor, log_gates: Tensor | None, block_size: int, query_block_size: int
+) -> None:
+    if not isinstance(blocks, Tensor) or blocks.dtype != torch.int64:
+        kind = blocks.dtype if isinstance(blocks, Tensor) else type(blocks).__name__
+        raise TypeError(f"blocks must be an int64 tensor [B, G, query blocks, k] of block numbers, got {kind}")
+    expected = (key.shape[0], key.shape[2], -(-query.shape[1] // query_block_size))
+    if blocks.dim() != 4 or tuple(blocks.shape[:3]) != expected or blocks.shape[3] == 0:
+        raise ValueError(
+            f"blocks must have the shape [B, G, query blocks, k] = {[*expected, 'k >= 1']} for {query.shape[1]} query "
+            f"rows in blocks of {query_block_size}, got {tuple(blocks.shape)}"
+        )
+    if blocks.device != query.device:
+        raise ValueError(f"blocks must be on query's device {query.device}, got {blocks.device}")
+    if log_gates is not None:
+        if not isinstance(log_gates, Tensor) or not log_gates.is_floating_point():
+            kind = log_gates.dtype if isinstance(log_gates, Tensor) else type(log_gates).__name__
+            raise TypeError(f"log_gates must be a floating tensor of the shape of blocks, or None, got {kind}")
+        if log_gates.shape != blocks.shape or log_gates.device != blocks.device:
+            raise ValueError(
+                f"log_gates must have the shape and device of blocks, {tuple(blocks.shape)} on {blocks.device}, got "
+                f"{tuple(log_gates.shape)} on {log_gates.device}"
+            )
+    if blocks.is_cpu and blocks.numel() and not torch.compiler.is_compiling():
+        num_blocks, least, most = -(-key.shape[1] // block_size), int(blocks.min()), int(blocks.max())
+        if least < -1 or most >= num_blocks:
+            raise ValueError(
+                f"blocks must hold numbers of the {num_blocks} key blocks of {block_size} positions, or -1 for none, "
+                f"got {least} to {most}"
+            )
+
+
+def _inputs(query: Tensor, key: Tensor, value: Tensor, blocks: Tensor, *rest: Any) -> block_problems.Inputs:
+    inputs = block_problems.Inputs(query, key, value, blocks, *rest)
+    if inputs.key_padding_mask is None:
+        return inputs
+    # Not even a NaN at a padded key may reach a result: 0 * NaN is NaN.
+    padded = inputs.key_padding_mask[:, :, None, None]
+    return inputs._replace(key=key.masked_fill(padded, 0.0), value=value.masked_fill(padded, 0.0))
+
+
+@torch.library.custom_op("dilated_attention_pytorch::attend_blocks", mutates_args=())
+def _attend_blocks(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    blocks: Tensor,
+    log_gates: Tensor | None,
+    key_padding_mask: Tensor | None,
+    dropout_seed: Tensor | None,
+    block_size: int,
+    query_block_size: int,
+    is_causal: bool,
+    scale: float,
+    query_offset: int,
+    dropout_p: float,
+) -> tuple[Tensor, Tensor]:
+    """Output and log-sum-exp; see :func:`attend_blocks`."""
+    inputs = _inputs(
+        query, key, value, blocks, log_gates, key_padding_mask, dropout_seed, block_size, query_block_size, is_causal,
+        scale, query_offset, dropout_p,
+    )  # fmt: skip
+    with without_autocast(query.device.type):
+        return block_problems.forward(inputs)
+
+
+@torch.library.custom_op("dilated_attention_pytorch::attend_blocks_backward", mutates_args=())
+def _attend_blocks_backward(
+    grad_out: Tensor,
+    grad_lse: Tensor | None,
+    out: Tensor,
+    lse: Tensor,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    blocks: Tensor,
+    log_gates: Tensor | None,
+    key_padding_mask: Tensor | None,
+    dropout_seed: Tensor | None,
+    block_size: int,
+    query_block_size: int,
+    is_causal: bool,
+    scale: float,
+    query_offset: int,
+    dropout_p: float,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Gradients of query, key, value and log-gates from the merged output and log-sum-exp."""
+    inputs = _inputs(
+        query, key, value, blocks, log_gates, key_padding_mask, dropout_seed, block_size, query_block_size, is_causal,
+        scale, query_offset, dropout_p,
+    )  # fmt: skip
+    with without_autocast(query.device.type):
+        *grads, grad_gates = block_problems.backward(inputs, out, lse, grad_out, grad_lse)
+    gate_dtype = lse.dtype if log_gates is None else log_gates.dtype
+    return grads[0], grads[1], grads[2], grad_gates.to(gate_dtype)
+
+
+@_attend_blocks.register_fake
+def _(query: Tensor, *_: Any) -> tuple[Tensor, Tensor]:
+    dtype = torch.float64 if query.dtype == torch.float64 else torch.float32
+    out = torch.empty(query.shape, dtype=query.dtype, device=query.device)
+    return out, torch.empty(query.shape[:3], dtype=dtype, device=query.device)
+
+
+@_attend_blocks_backward.register_fake
+def _(
+    grad_out: Tensor, grad_lse: Tensor | None, out: Tensor, lse: Tensor, query: Tensor, key: Tensor, value: Tensor,
+    blocks: Tensor, log_gates: Tensor | None, *_: Any,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+    grads = [torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in (query, key, value)]
+    gate_dtype = lse.dtype if log_gates is None else log_gates.dtype
+    return grads[0], grads[1], grads[2], torch.empty(blocks.shape, dtype=gate_dtype, device=query.device)
+
+
+def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
+    ctx.save_for_backward(*inputs[:7], *output)
+    ctx.options = inputs[7:]
+    ctx.set_materialize_grads(False)
+
+
+def _backward(ctx: Any, grad_out: Tensor | None, grad_lse: Tensor | None) -> tuple[Tensor | None, ...]:
+    *operands, out, lse = ctx.saved_tensors
+    nothing = (None,) * (2 + len(ctx.options))
+    if grad_out is None and grad_lse is None:
+        return (None, None, None, None, None, *nothing)
+    if grad_out is None:
+        grad_out = torch.zeros_like(out)
+    *grads, grad_gates = _attend_blocks_backward(grad_out, grad_lse, out, lse, *operands, *ctx.options)
+    return (*grads, None, None if operands[4] is None else grad_gates, *nothing)
+
+
+_attend_blocks.register_autograd(_backward, setup_context=_setup_context)
+
+
+def _num_pairs(operands: tuple[Any, ...]) -> int:
+    """Pairs of a query and a key that are computed: all of every list, -1 and the keys after a query included."""
+    query, _, _, blocks, _, _, _, block_size, query_block_size, *_ = operands
+    return blocks.numel() * block_size * query_block_size * query.shape[2] // blocks.shape[1]
+
+
+@register_flop_formula(torch.ops.dilated_attention_pytorch.attend_blocks, get_raw=True)
+def _attend_flops(*operands: Any, out_val: Any = None, **_: Any) -> int:
+    """Two matrix products: 4 D operations a pair."""
+    return 4 * operands[0].shape[-1] * _num_pairs(operands)
+
+
+@register_flop_formula(torch.ops.dilated_attention_pytorch.attend_blocks_backward, get_raw=True)
+def _attend_backward_flops(*operands: Any, out_val: Any = None, **_: Any) -> int:
+    """Five matrix products, the scores' recomputation among them."""
+    return 10 * operands[4].shape[-1] * _num_pairs(operands[4:])

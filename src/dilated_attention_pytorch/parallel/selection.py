@@ -1,0 +1,97 @@
+"""One choice of segments for all ranks: from the scarcest memory, and one machine's rates."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from typing import Any
+
+import torch
+from torch.distributed.device_mesh import DeviceMesh
+
+from dilated_attention_pytorch.selection import (
+    DynamicSegmentSelector,
+    Hardware,
+    Profile,
+    Rates,
+    SegmentSelectionConfig,
+)
+
+from .failure import RankFailure, disagreement
+from .wire import Wire, whole_world, wire_of
+
+
+def agreed_selector(
+    config: SegmentSelectionConfig | None = None,
+    *,
+    mesh: DeviceMesh | None = None,
+    hardware: Hardware | None = None,
+    profile: Profile | None = None,
+) -> DynamicSegmentSelector:
+    """A selector that makes the same choices on every rank of ``mesh``. All ranks call it.
+
+    Its record of the machine is that of the mesh's first rank, with the free memory of the rank that has least; its
+    rates are those that the first rank measured or was given. Whatever the selector is asked for later needs no other
+    rank: a choice is a pure function of what was agreed on. Every rank is taken to compute the whole call, as under
+    data parallelism; where ranks share the rows of a sequence, each needs less than is counted.
+
+    Args:
+        config: the policy, the same on every rank.
+        mesh: the ranks, in one or two dimensions; all ranks of the process group without it.
+        hardware: this rank's machine; without it the device's own.
+        profile: measured rates, of which the first rank's are taken; without it those stored on its machine.
+
+    Returns:
+        the selector, for ``select`` and for ``DynamicDilatedAttention(selector=...)``. With one process, and no mesh,
+        that of this process alone.
+
+    Raises:
+        TypeError: ``mesh`` is no ``DeviceMesh``, or another argument is of the wrong type.
+        RankFailure: ranks have different policies or kinds of device; the message names the rank and what differs.
+
+    >>> from dilated_attention_pytorch.selection import SegmentSelectionConfig
+    >>> agreed_selector(SegmentSelectionConfig(max_num_segments=3)).config.max_num_segments  # one process
+    3
+    """
+    own = DynamicSegmentSelector(config, hardware=hardware, profile=profile)
+    device_type = _kind(hardware, mesh)
+    mesh = whole_world(device_type) if mesh is None else mesh
+    if mesh is None:
+        return own
+    record, rates = own.machine(torch.device(device_type))
+    said = {"the kind of device": record.kind}
+    said |= {f"SegmentSelectionConfig.{name}": str(value) for name, value in dataclasses.asdict(own.config).items()}
+    for wire in (wire_of(mesh, dim) for dim in range(mesh.ndim)):
+        ranks = _all_say(wire, json.dumps([said, dataclasses.asdict(record), _as_lists(rates)]))
+        if any(policy != said for policy, _, _ in ranks):
+            raise RankFailure(disagreement([0] * len(ranks), [policy for policy, _, _ in ranks], wire.ranks))
+        _, first, lists = ranks[0]
+        least = min(other["free_bytes"] for _, other, _ in ranks)
+        record = dataclasses.replace(Hardware(**first), free_bytes=least)
+        rates = Profile(tuple(Rates(dtype, is_training, tuple(seconds)) for dtype, is_training, seconds in lists))
+    return DynamicSegmentSelector(own.config, hardware=record, profile=rates)
+
+
+def _kind(hardware: Hardware | None, mesh: DeviceMesh | None) -> str:
+    """The kind of device that choices are made for."""
+    if hardware is not None:
+        return hardware.kind
+    if mesh is not None:
+        return mesh.device_type
+    return "cuda" if torch.cuda.is_available() else "cpu"
+
+
+def _all_say(wire: Wire, text: str) -> list[Any]:
+    """What every rank of an axis says, as values of JSON, in the order of the axis."""
+    number = wire.agree({"call": "agreed_selector"})
+    encoded = torch.frombuffer(bytearray(text.encode()), dtype=torch.uint8).to(wire.device)
+    length = torch.tensor([len(encoded)], dtype=torch.int64, device=wire.device)
+    lengths = wire.all_gather(length, tag=number).view(-1).tolist()
+    padded = encoded.new_zeros(max(lengths))
+    padded[: len(encoded)] = encoded
+    rows = wire.all_gather(padded, tag=number).cpu()
+    return [json.loads(bytes(row[:length].tolist())) for row, length in zip(rows, lengths, strict=True)]
+
+
+def _as_lists(profile: Profile) -> list[tuple[str, bool, tuple[float, ...]]]:
+    return [(entry.dtype, entry.is_training, entry.seconds) for entry in profile.rates]

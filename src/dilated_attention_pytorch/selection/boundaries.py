@@ -1,0 +1,121 @@
+"""Segment edges at natural breaks: where texts break, and the edges nearest to those. Integers only."""
+
+from __future__ import annotations
+
+import bisect
+from collections.abc import Callable, Collection, Iterable, Sequence
+from typing import Literal, get_args
+
+from torch import Tensor
+
+Breaks = Literal["newline", "paragraph", "document"]
+BreakRule = Callable[[Sequence[int]], Iterable[int]]
+"""A rule of the user's: from token ids to the positions where something begins."""
+
+
+def find_breaks(
+    tokens: Sequence[int] | Tensor, at: Breaks | BreakRule, *, token: int | Collection[int] | None = None
+) -> tuple[int, ...]:
+    """The positions of a token sequence where something new begins, ascending; 0 and the length are not among them.
+
+    Args:
+        tokens: token ids ``[N]``, a sequence of integers or a tensor with one dimension.
+        at: ``"newline"``: after every break token. ``"paragraph"``: after every run of two break tokens or more, a
+            blank line. ``"document"``: after every separator. Or a function from the ids to positions.
+        token: the break token, or several that all are: newlines for the first two (10 without it, as in UTF-8 bytes),
+            the separator for ``"document"``, which has no default.
+
+    Raises:
+        TypeError: ``tokens`` are not integers in one dimension, or ``at`` is neither a name nor a function.
+        ValueError: an unknown name, no ``token`` for ``"document"``, one for a function, or a position of the
+            function's that is outside of the sequence.
+
+    >>> text = b"one\\ntwo\\n\\nthree"
+    >>> find_breaks(text, "newline"), find_breaks(text, "paragraph")
+    ((4, 8, 9), (9,))
+    """
+    ids = _ids(tokens)
+    if callable(at):
+        if token is not None:
+            raise ValueError(f"token belongs to the named rules, and at is a function: leave it out, got {token!r}")
+        found = sorted(set(at(ids)))
+        for position in found:
+            if isinstance(position, bool) or not isinstance(position, int):
+                raise TypeError(f"at must give integer positions, got {position!r} of type {type(position).__name__}")
+        if found and not 0 <= found[0] <= found[-1] <= len(ids):
+            raise ValueError(f"at must give positions from 0 to {len(ids)}, got {found[0]} to {found[-1]}")
+        return tuple(position for position in found if 0 < position < len(ids))
+    if at not in get_args(Breaks):
+        names = ", ".join(map(repr, get_args(Breaks)))
+        raise ValueError(f"at must be one of {names}, or a function from token ids to positions, got {at!r}")
+    if token is None and at == "document":
+        raise ValueError('at="document" needs token, the id that separates documents, got None')
+    breaking = {10} if token is None else {token} if isinstance(token, int) else set(token)
+    needed, positions, run = (2 if at == "paragraph" else 1), [], 0
+    for position, one in enumerate(ids):
+        if one in breaking:
+            run += 1
+            is_break = run >= needed and (
+                at != "paragraph" or position + 1 == len(ids) or ids[position + 1] not in breaking
+            )
+            if is_break and position + 1 < len(ids):
+                positions.append(position + 1)
+        else:
+            run = 0
+    return tuple(positions)
+
+
+def snap_boundaries(
+    segment_length: int, sequence_length: int, breaks: Iterable[int], *, tolerance: float
+) -> tuple[int, ...]:
+    """Edges of segments: the multiples of w, each moved to the nearest break within ``tolerance * w / 2``.
+
+    An edge moves by less than half of w and by at most ``tolerance * w / 2``, so that edges stay in order and no
+    segment is longer than ``(1 + tolerance) w``. Of two breaks equally far the earlier is taken; an edge without a
+    break near it stays where it is.
+
+    Args:
+        segment_length: the regular segment length w, in positions.
+        sequence_length: positions N.
+        breaks: positions where a segment should rather begin, in any order, as :func:`find_breaks` gives them; those
+            at or beyond the ends are of no effect.
+        tolerance: how much longer than w a segment may be, as a part of w; 0 to 1. With 0 nothing moves.
+
+    Returns:
+        strictly ascending positions, the first 0 and the last N.
+
+    Raises:
+        TypeError: a length is no integer.
+        ValueError: a length below 1, or a tolerance outside of 0 to 1.
+
+    >>> snap_boundaries(100, 350, [93, 108, 240, 299], tolerance=0.5)
+    (0, 93, 200, 299, 350)
+    """
+    for name, value in (("segment_length", segment_length), ("sequence_length", sequence_length)):
+        if isinstance(value, bool) or not isinstance(value, int):
+            raise TypeError(f"{name} must be an integer, got {value!r} of type {type(value).__name__}")
+        if value < 1:
+            raise ValueError(f"{name} must be at least 1, got {value}")
+    if isinstance(tolerance, bool) or not isinstance(tolerance, (int, float)) or not 0.0 <= tolerance <= 1.0:
+        raise ValueError(f"tolerance must be a number from 0 to 1, got {tolerance!r}")
+    known = sorted({position for position in breaks if 0 < position < sequence_length})
+    reach = min(int(tolerance * segment_length / 2), (segment_length - 1) // 2)
+    edges = [0]
+    for edge in range(segment_length, sequence_length, segment_length):
+        place = bisect.bisect_left(known, edge)
+        near = [position for position in known[max(0, place - 1) : place + 1] if abs(position - edge) <= reach]
+        edges.append(min(near, key=lambda position: (abs(position - edge), position), default=edge))
+    return (*edges, sequence_length)
+
+
+def _ids(tokens: Sequence[int] | Tensor) -> Sequence[int]:
+    if isinstance(tokens, Tensor):
+        if tokens.dim() != 1 or tokens.is_floating_point():
+            raise TypeError(f"tokens must be integers [N], got {tokens.dtype} of shape {tuple(tokens.shape)}")
+        listed: list[int] = tokens.tolist()
+        return listed
+    if isinstance(tokens, str) or not isinstance(tokens, Sequence):
+        raise TypeError(f"tokens must be a sequence of integer ids or a tensor [N], got {type(tokens).__name__}")
+    if tokens and not isinstance(tokens[0], int):
+        raise TypeError(f"tokens must be integer ids, got {tokens[0]!r} of type {type(tokens[0]).__name__}")
+    return tokens

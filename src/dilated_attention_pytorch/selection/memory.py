@@ -1,0 +1,84 @@
+"""How many bytes a call takes at its peak: an upper bound, from the engine's operands, results and temporaries."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from dilated_attention_pytorch.patterns import Pattern
+
+from .counts import tiling
+from .hardware import Hardware
+from .workload import Workload
+
+_SCRATCH_OF_A_THREAD = 4 << 20
+"""Blocks of scores and sums that a kernel keeps for every thread."""
+_BLOCK_SCORES = 1 << 21
+"""Scores that one block of a dropped call writes out (``kernels/blockwise.py``)."""
+_BLOCK_BYTES = 96
+"""Bytes a score of such a block: scores, products, factors, and the 64-bit numbers that they are drawn from."""
+_KEPT = 2
+"""Freed pages that the C library keeps for later count as taken: temporaries count twice."""
+
+
+_LIBRARY = 192 << 20
+"""What PyTorch loads and compiles at the first call of a process and keeps: 83 to 145 MiB were measured on a CPU."""
+
+
+@dataclass(frozen=True, slots=True)
+class Bytes:
+    """Where the memory of one call goes, in bytes."""
+
+    operands: int
+    """Query, key and value, and the gradient of the output."""
+    results: int
+    """Output, log-sum-exp, and the gradients."""
+    temporaries: int
+    """Everything between."""
+    library: int
+    """What the first call of a process takes once, whatever its size."""
+
+    @property
+    def total(self) -> int:
+        """At the peak, all of it."""
+        return self.operands + self.results + self.temporaries + self.library
+
+
+def peak_bytes(pattern: Pattern, workload: Workload, hardware: Hardware) -> Bytes:
+    """An upper bound of what one call takes at once, operands included, by ``impl="aten"`` or ``"triton"``.
+
+    With E_q = B N H D and E_k = B N G D elements of i bytes, R = B N H rows and a bytes of an accumulator: operands
+    ``(E_q + 2 E_k) i`` (and E_q i for the gradient of the output), results ``E_q i + R a`` (and the gradients
+    ``(E_q + 2 E_k) i``), temporaries per element of the largest tile, which segments that span everything widen.
+    Operands whose last dimension is not contiguous, and casts of autocast, are copies that are not counted.
+    """
+    i, a = workload.itemsize, workload.accumulation_itemsize
+    rows = workload.batch_size * workload.sequence_length
+    query, key = rows * workload.num_heads * workload.head_dim, rows * workload.num_kv_heads * workload.head_dim
+    lse = rows * workload.num_heads * a
+    operands = (query + 2 * key) * i
+    results = query * i + lse
+    if workload.is_training:
+        operands += query * i
+        results += (query + 2 * key) * i
+    tile = tiling(pattern, workload).elements
+    temporaries = _KEPT * (tile * _bytes_of_an_element(workload) + 6 * tile // workload.head_dim * a)
+    temporaries += _SCRATCH_OF_A_THREAD * (hardware.processors if hardware.kind == "cpu" else 1)
+    if workload.is_padded or workload.has_dropout:
+        temporaries += lse
+    if workload.is_padded:
+        temporaries += 2 * key * i + rows * (a + 1)
+    if workload.has_dropout:
+        scores = max(_BLOCK_SCORES, tile // workload.head_dim)
+        temporaries += scores * _BLOCK_BYTES + 8 * tile * a + 64 * workload.sequence_length
+    return Bytes(operands, results, temporaries, _LIBRARY)
+
+
+def _bytes_of_an_element(workload: Workload) -> int:
+    """Temporaries of one tile, per element of its queries, of the pass that needs more."""
+    i, a = workload.itemsize, workload.accumulation_itemsize
+    if i == a:
+        # Output of a partial; or its three gradients, and a sum over heads that share keys.
+        return 4 * a if workload.is_training else a
+    # Float16 goes through float32 copies; bfloat16 is packed for the kernel, and rounded.
+    copies = {"float16": (4 * a, 8 * a), "bfloat16": (3 * i + a, 8 * i)}[workload.dtype_name]
+    return copies[1] + 3 * a + i if workload.is_training else copies[0] + a

@@ -1,0 +1,87 @@
+"""The sizes of the calls that a pattern is chosen for: integers and a dtype, no tensor."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from dilated_attention_pytorch.patterns import OffsetRule, Tail
+
+_DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Workload:
+    """One shape of self-attention, forward or forward and backward. Another shape is another decision.
+
+    Raises:
+        TypeError: a size is no integer, or the dtype is none that attention is computed in.
+        ValueError: a size below 1, or key/value heads that do not divide the heads.
+    """
+
+    sequence_length: int
+    """Positions N."""
+    batch_size: int
+    """Sequences B."""
+    num_heads: int
+    """Query heads H."""
+    num_kv_heads: int
+    """Key/value heads G, which divide H."""
+    head_dim: int
+    """Width D of a head."""
+    dtype: torch.dtype
+    """Of query, key and value."""
+    is_causal: bool = False
+    """Whether a query sees keys at its own position and before only."""
+    is_training: bool = True
+    """Whether gradients are computed."""
+    is_padded: bool = False
+    """Whether there is a key padding mask: keys and values are then copied once."""
+    has_dropout: bool = False
+    """Whether probabilities are dropped: blocks of them are then written out."""
+    offset_rule: OffsetRule = "modulo"
+    """Of the pattern, see :class:`DilatedPattern`."""
+    tail: Tail = "ragged"
+    """Of the pattern."""
+    segment_shift: int | tuple[int, ...] = 0
+    """Of the pattern."""
+
+    def __post_init__(self) -> None:
+        for name in ("sequence_length", "batch_size", "num_heads", "num_kv_heads", "head_dim"):
+            value = getattr(self, name)
+            if isinstance(value, bool) or not isinstance(value, int):
+                raise TypeError(f"{name} must be an integer, got {value!r} of type {type(value).__name__}")
+            if value < 1:
+                raise ValueError(f"{name} must be at least 1, got {value}")
+        if self.num_heads % self.num_kv_heads:
+            raise ValueError(f"num_kv_heads must divide the {self.num_heads} heads, got {self.num_kv_heads}")
+        if self.dtype not in _DTYPES:
+            raise TypeError(f"dtype must be float16, bfloat16, float32 or float64 of torch, got {self.dtype!r}")
+
+    @property
+    def ratio(self) -> int:
+        """Query heads that share one key/value head."""
+        return self.num_heads // self.num_kv_heads
+
+    @property
+    def itemsize(self) -> int:
+        """Bytes of one element of query, key and value."""
+        return self.dtype.itemsize
+
+    @property
+    def accumulation_itemsize(self) -> int:
+        """Bytes of one element of the log-sum-exp and of a sum."""
+        return max(4, self.itemsize)
+
+    @property
+    def dtype_name(self) -> str:
+        """``"float32"`` for ``torch.float32``."""
+        return str(self.dtype).removeprefix("torch.")
+
+    def __str__(self) -> str:
+        words = [f"{self.sequence_length:,} positions", f"batch {self.batch_size}", f"{self.num_heads} heads"]
+        if self.num_kv_heads != self.num_heads:
+            words.append(f"{self.num_kv_heads} key/value heads")
+        words += [f"of {self.head_dim}", self.dtype_name, "with gradients" if self.is_training else "forward"]
+        return ", ".join(words) + (", causal" if self.is_causal else "")

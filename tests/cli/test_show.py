@@ -1,0 +1,57 @@
+"""``dilated-attention show``: figures, sketch and picture are those of the pattern; what is wrong is said."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from dilated_attention_pytorch import DilatedPattern, local_window, random_blocks
+from dilated_attention_pytorch.cli import main
+from dilated_attention_pytorch.patterns import pattern_from_expression
+
+
+def test_an_expression_is_the_pattern_that_python_makes() -> None:
+    text = " local_window(3, after=1) + DilatedPattern([4, 8], [1, 2], tail='ragged')+random_blocks(0.5, seed=7)"
+    python = local_window(3, 1) + DilatedPattern([4, 8], [1, 2]) + random_blocks(0.5, seed=7)
+    assert pattern_from_expression(text) == python
+
+
+def test_show_prints_density_and_sketch_and_writes_the_picture(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", "100")
+    file = tmp_path / "pattern.png"
+    main(["show", "strided_blocks(4, block_size=2)", "--length", "16", "--causal", "--output", str(file)])
+    printed = capsys.readouterr().out
+    assert "25.0000%" in printed
+    lines = printed.splitlines()
+    first = next(index for index, line in enumerate(lines) if line.startswith("@@"))
+    assert [line.rstrip() for line in lines[first : first + 10]] == [
+        "@@", "@@@@", "    @@", "    @@@@", "        @@", "        @@@@", "            @@", "            @@@@",
+        "@@@@            @@", "@@@@            @@@@",
+    ]  # fmt: skip
+    assert file.read_bytes().startswith(b"\x89PNG")
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["local_window(-1)"], "local_window(-1): before must be at least 0, got -1"),
+        (["print(1)"], "expected a sum of calls of DilatedPattern, global_tokens"),
+        (["local_window(1) * 2"], "got 'local_window(1) * 2'"),
+        (["local_window(x)"], "local_window(x): malformed node"),
+        (["local_window(1"], "is no sum of patterns"),
+        (["local_window(1)", "--length", "0"], "sequence_length must be at least 1, got 0"),
+        (
+            ["local_window(1)", "--length", "9", "--output", "nowhere/p.png"],
+            "there is no folder nowhere; make it first",
+        ),
+        (["local_window(1)", "--length", "9", "--output", "p.xyz"], "--output p.xyz: pictures end in ."),
+    ],
+)
+def test_wrong_patterns_are_said(words: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as left:
+        main(["show", *words])
+    assert left.value.code == 2
+    assert message in capsys.readouterr().err

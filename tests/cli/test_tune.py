@@ -1,0 +1,86 @@
+"""`dilated-attention tune`: what it prints, what it leaves, and what it says to wrong words."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from dilated_attention_pytorch.cli import main
+from dilated_attention_pytorch.selection import load_profile, read_hardware, tuning
+
+WORDS = ["tune", "--dtypes", "float32", "--device", "cpu"]
+
+
+@pytest.fixture(autouse=True)
+def own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+
+
+def test_a_dry_run_prints_correlations_and_stores_no_profile(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    main([*WORDS, "--dry-run", "--output", str(tmp_path / "new")])
+    said = capsys.readouterr().out
+    for words in ("rank correlation", "formula", "forward + backward", "this was a dry run"):
+        assert words in said
+    assert [path.name for path in (tmp_path / "new").iterdir()] == ["dry-run.json"]
+    assert load_profile(read_hardware("cpu")) is None
+
+
+def test_a_run_stores_a_profile_a_report_and_goes_on_when_it_is_called_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    cases = tuning.cases
+    monkeypatch.setattr(tuning, "cases", lambda dtypes, hardware, is_dry: cases(dtypes, hardware, is_dry=True))
+    output = tmp_path / "new"
+    main([*WORDS, "--seconds", "0", "--output", str(output)])
+    profile = load_profile(read_hardware("cpu"))
+    assert profile is not None
+    assert {(entry.dtype, entry.is_training) for entry in profile.rates} == {("float32", False), ("float32", True)}
+    assert "rank correlation" in (output / "report.txt").read_text()
+    capsys.readouterr()
+    main([*WORDS, "--seconds", "0.01", "--output", str(output)])
+    said = capsys.readouterr().out
+    assert f"going on after 36 times in {output / 'tune.json'}" in said
+    record = json.loads((output / "tune.json").read_text())
+    assert max(len(samples) for samples in record["samples"].values()) >= 2
+    assert record["fits"][0]["rates"]["dtype"] == "float32"
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["--seconds", "-1"], "seconds must be at least 0, got -1.0"),
+        (["--dtypes"], "dtypes"),
+        (["--dtypes", "int8"], "int8"),
+        (["--device", "cuda"], "--device cuda: PyTorch finds no CUDA device here"),
+        (["--threads", "-2"], "threads must be at least 0, got -2"),
+        (["--output", "{}/file"], "file"),
+        (["--output", "{}"], "is no record of a tuning"),
+        (["--speed", "9"], "--speed"),
+    ],
+)
+def test_wrong_words_get_a_sentence_and_code_2(
+    words: list[str], message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    import torch
+
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    (tmp_path / "file").touch()
+    (tmp_path / "dry-run.json").write_text("{}")
+    with pytest.raises(SystemExit) as left:
+        main(["tune", "--dry-run", *(word.replace("{}", str(tmp_path)) for word in words)])
+    assert left.value.code == 2
+    said = capsys.readouterr()
+    assert message in said.out + said.err
+
+
+def test_help_teaches_and_ends_with_0(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as left:
+        main(["tune", "--help"])
+    assert left.value.code == 0
+    said = capsys.readouterr().out
+    for words in ("usage: dilated-attention tune", "The same command again goes on", "--seconds"):
+        assert words in " ".join(said.split())

@@ -1,0 +1,208 @@
+"""The runs of windows, blocks and global tokens, as the device plans them: every pair once, no mask too few."""
+
+from __future__ import annotations
+
+import itertools
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from dilated_attention_pytorch import (
+    DilatedPattern,
+    Pattern,
+    attend_with_lse,
+    from_block_mask,
+    global_tokens,
+    local_window,
+    random_blocks,
+    strided_blocks,
+)
+from dilated_attention_pytorch.kernels.select import is_interpreted
+from dilated_attention_pytorch.kernels.triton import launch, rule_table, sides
+from dilated_attention_pytorch.kernels.triton.runs import BITS
+from drawn import DrawnCall, Sizes, block_calls, examples
+
+DEVICE = "cpu" if is_interpreted() else "cuda"
+# The interpreter takes milliseconds to write a run.
+SMALL = Sizes(st.integers(1, 90), batch=1, kv_heads=2, head_dims=(5,), groups=2, summands=(1,))
+
+
+def planned(problem: launch.Problem, tile_rows: int, *, of_queries: bool) -> tuple[torch.Tensor, sides.Runs]:
+    """The rows of every tile ``[heads, tiles, rows]``, -1 where there is none, and the tiles' runs."""
+    table = sides.table_of(problem)
+    side = sides.side_of(problem, table, (tile_rows,), is_query=not of_queries)
+    runs = sides.runs_of(problem, table, side, tile_rows, of_queries=of_queries)
+    tiles, heads = -(-side.window // tile_rows), problem.key.shape[2]
+    rows = torch.arange(side.num_windows * side.window).view(1, side.num_windows, -1).repeat(heads, 1, 1)
+    if side.is_ordered:
+        rows = side.order.cpu().long()
+    rows = torch.nn.functional.pad(rows, (0, tiles * tile_rows - side.window), value=side.num_rows)
+    rows = torch.where(rows.view(heads, -1) < side.num_rows, rows.view(heads, -1), -1)
+    # What lies past the last row is not written.
+    index = torch.arange(rows.shape[1]) % (tiles * tile_rows) + torch.arange(rows.shape[1]) // (tiles * tile_rows) * (
+        side.window
+    )
+    return torch.where(index < side.num_rows, rows, -1).view(heads, -1, tile_rows), runs
+
+
+def check_runs(problem: launch.Problem, counts: torch.Tensor, tile_rows: int, *, of_queries: bool) -> int:
+    """Hold the runs to the dense counts ``[heads, queries, keys]``; returns how many there are."""
+    tiles, runs = planned(problem, tile_rows, of_queries=of_queries)
+    lines, numbers = runs.lines.cpu().tolist(), runs.numbers.cpu()
+    assert int(numbers.max()) <= runs.lines.shape[2]
+    own_offset, others_offset = problem.query_offset, problem.key_offset
+    if of_queries:
+        own_offset, others_offset, counts = others_offset, own_offset, counts.mT
+    got = torch.zeros_like(counts)
+    for head, tile in itertools.product(range(tiles.shape[0]), range(tiles.shape[1])):
+        rows = tiles[head, tile]
+        for line in lines[head][tile][: int(numbers[head, tile])]:
+            first, rate, count, edge, extra = line[:5]
+            is_active = torch.tensor([(line[BITS.value + i // 32] >> i % 32) & 1 for i in range(tile_rows)]) != 0
+            active = rows[is_active]
+            assert (active >= 0).all()
+            assert count > 0
+            others = first + rate * torch.arange(count)
+            # What is read must be there.
+            assert others[0] >= others_offset
+            assert others[-1] < others_offset + counts.shape[2]
+            ahead = others[None] - (active[:, None] + own_offset)
+            ahead = -ahead if of_queries else ahead
+            low, high = line[-2:] if problem.is_banded else (-(2**31), 0 if problem.is_causal else 2**31)
+            seen = (ahead >= low) & (ahead <= high)
+            if of_queries:
+                assert not seen[:, :edge].any()
+                if extra < count:
+                    assert is_active.all()
+                    assert len(rows) >= 32  # a slot without a row takes no part
+                    assert seen[:, extra:].all()
+            else:
+                assert extra == 0
+                assert seen[:, :edge].all()
+            got[head, active[:, None], others[None] - others_offset] += seen.int()
+    assert torch.equal(got, counts)
+    return int(numbers.sum())
+
+
+def problem_of(call: DrawnCall) -> launch.Problem:
+    boundaries = call.options.get("cu_seqlens")
+    query = torch.zeros(1, call.num_queries, call.kv_heads, 16, device=DEVICE)
+    key = torch.zeros(1, call.num_keys, call.kv_heads, 16, device=DEVICE)
+    return launch.Problem(
+        query, key, key, call.pattern.groups, call.is_causal, 1.0, int(call.options.get("query_offset", 0)),
+        int(call.options.get("key_offset", 0)),
+        None if boundaries is None else torch.as_tensor(boundaries).to(DEVICE), rules=call.pattern.rules,
+    )  # fmt: skip
+
+
+def test_the_runs_of_drawn_patterns_hold_every_pair_and_need_no_other_mask(figure: Any) -> None:
+    drawn = runs = 0
+
+    @examples(12, is_shrunk=False)
+    @given(block_calls(with_padding=False, sizes=SMALL), st.sampled_from([16, 21, 32, 64]), st.booleans())
+    def draw(call: DrawnCall, tile_rows: int, of_queries: bool) -> None:
+        nonlocal drawn, runs
+        if any(group.tail == "zero_padded" for group in call.pattern.groups):
+            return
+        call.batch = 1
+        drawn += 1
+        runs += check_runs(problem_of(call), call.counts()[0][0], tile_rows, of_queries=of_queries)
+
+    draw()
+    figure("Triton, drawn block patterns, their runs", f"{drawn} calls, {runs} runs")
+    assert drawn >= 8
+
+
+PATTERNS = {
+    "narrow window": local_window(5, 3),
+    "wide window": local_window(90, 70),
+    "window of its own row": local_window(0),
+    "blocks of a tile": random_blocks(0.4, block_size=64),
+    "blocks of nine": strided_blocks(3, block_size=9),
+    "sum": local_window(20) + global_tokens(4) + DilatedPattern([64, 257], [1, 5]),
+}
+
+
+@pytest.mark.parametrize(
+    ("name", "rows"),
+    [*itertools.product(PATTERNS, [1, 7, 63]), ("narrow window", 257), ("wide window", 257), ("sum", 100)],
+)
+def test_the_runs_of_ragged_lengths_hold_every_pair(name: str, rows: int) -> None:
+    pattern, position = PATTERNS[name], torch.arange(rows)
+    query = torch.zeros(1, rows, 1, 16, device=DEVICE)
+    for is_causal, of_queries in itertools.product((False, True), (False, True)):
+        problem = launch.Problem(query, query, query, pattern.groups, is_causal, 1.0, rules=pattern.rules)
+        counts = pattern.counts(position, position, 1, is_causal=is_causal)
+        check_runs(problem, counts, 64, of_queries=of_queries)
+
+
+@pytest.mark.parametrize("step", [1, 13])
+def test_documents_of_few_rows_fit_the_table_of_runs(step: int) -> None:
+    rows = 32
+    bounds = torch.tensor([*range(0, rows, step), rows], dtype=torch.int32, device=DEVICE)
+    query = torch.zeros(1, rows, 1, 16, device=DEVICE)
+    for pattern in (local_window(9, 9), random_blocks(0.5, block_size=2)):
+        for of_queries in {step == 1, pattern.rules[0].block_size is None}:
+            problem = launch.Problem(
+                query, query, query, (), False, 1.0, cu_seqlens=bounds, rules=(pattern + global_tokens(2)).rules
+            )
+            _, runs = planned(problem, 16, of_queries=of_queries)
+            assert int(runs.numbers.max()) <= runs.lines.shape[2]
+
+
+def test_a_step_of_decoding_makes_no_table_of_its_own() -> None:
+    pattern = local_window(100) + strided_blocks(4)
+    tables = set()
+    for position in range(5000, 5050):
+        q = torch.zeros(1, 1, 2, 16)
+        k = torch.zeros(1, position + 1, 2, 16)
+        problem = launch.Problem(q, k, k, (), True, 1.0, position, 0, rules=pattern.rules)
+        tables.add(sides.rules_of(problem, of_queries=False))
+    assert len(tables) == 1
+
+
+def test_a_window_of_few_keys_walks_over_few_blocks() -> None:
+    """A tile of 64 rows meets 64 + 32 keys of a window of 33: no run holds more."""
+    query = torch.zeros(1, 512, 1, 16, device=DEVICE)
+    problem = launch.Problem(query, query, query, (), True, 1.0, rules=local_window(32).rules)
+    for of_queries in (False, True):
+        _, runs = planned(problem, 64, of_queries=of_queries)
+        assert int(runs.numbers.max()) == 1
+        assert int(runs.lines[:, :, 0, 2].max()) <= 96
+
+
+@pytest.mark.parametrize(
+    ("pattern", "is_ordered"),
+    [
+        (DilatedPattern([1024, 4096, 16384], [1, 4, 16]) + local_window(64), True),
+        (DilatedPattern([64, 256], [1, 4]) + random_blocks(0.5, block_size=64), False),
+        (DilatedPattern([64], [1]) + local_window(64), False),
+    ],
+)
+def test_rows_are_ordered_where_that_leaves_less_to_compute(pattern: Pattern, is_ordered: bool) -> None:
+    query = torch.zeros(1, 4096, 1, 16)
+    problem = launch.Problem(query, query, query, pattern.groups, True, 1.0, rules=pattern.rules)
+    assert sides._is_order_worth_it(problem, 4096, 128, 2048) == is_ordered
+
+
+def test_positions_past_32_bits_are_refused() -> None:
+    q = torch.zeros(1, 3, 1, 16, device=DEVICE)
+    last = rule_table.LAST_POSITION - 3
+    out, _ = attend_with_lse(q, q, q, local_window(2**40, 2), query_offset=last, key_offset=last, impl="triton")
+    assert out.shape == q.shape
+    for pattern in (local_window(3), global_tokens(2)):
+        with pytest.raises(NotImplementedError, match=r"count positions in 32 bits.*impl=\"aten\" has no such limit"):
+            attend_with_lse(q, q, q, pattern, query_offset=last + 1, key_offset=last + 1, impl="triton")
+
+
+def test_heads_that_see_alike_share_their_spans() -> None:
+    mask = torch.ones(1, 4, 4, dtype=torch.bool).tril()
+    q = torch.zeros(1, 64, 3, 16)
+    for pattern, lists in ((from_block_mask(mask, 16), 1), (random_blocks(0.5, block_size=16), 3)):
+        problem = launch.Problem(q, q, q, (), True, 1.0, rules=pattern.rules)
+        table = sides.rules_of(problem, of_queries=False)
+        assert table is not None
+        assert len(table.lists[0, :, 0].unique()) == lists

@@ -1,0 +1,267 @@
+"""Gated attention to listed blocks: equals one dense softmax over the scores and log-gates, in value and gradient."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor
+from torch.utils.flop_counter import FlopCounterMode
+
+from dilated_attention_pytorch import AttentionOutput, attend_with_lse, merge
+from dilated_attention_pytorch.ops import attend_blocks
+from dilated_attention_pytorch.patterns import local_window
+from drawn import examples
+
+
+def dense(
+    q: Tensor, k: Tensor, v: Tensor, blocks: Tensor, log_gates: Tensor | None, *, block_size: int,
+    query_block_size: int, is_causal: bool = False, scale: float | None = None, query_offset: int = 0,
+    key_padding_mask: Tensor | None = None, dropout_p: float = 0.0,
+) -> AttentionOutput:  # fmt: skip
+    """The definition, pair by pair: every listed block adds ``exp(s + e)`` for each of its keys."""
+    assert dropout_p == 0.0
+    num_queries, heads, width = q.shape[1:]
+    num_keys, kv_heads = k.shape[1:3]
+    p, t = torch.arange(num_queries), torch.arange(num_keys)
+    lists = blocks[:, :, p // query_block_size]  # [B, G, N, k]
+    listed = lists.unsqueeze(-1) == t // block_size  # [B, G, N, k, M]
+    if is_causal:
+        listed = listed & (t <= p[:, None] + query_offset)[:, None]
+    if key_padding_mask is not None:
+        listed = listed & ~key_padding_mask[:, None, None, None]
+    e = torch.zeros(lists.shape, dtype=q.dtype) if log_gates is None else log_gates[:, :, p // query_block_size]
+    weights = torch.where(listed, e.exp().unsqueeze(-1), 0.0).sum(3).repeat_interleave(heads // kv_heads, 1)
+    k, v = (x.repeat_interleave(heads // kv_heads, 2) for x in (k, v))
+    s = torch.einsum("bnhd,bmhd->bhnm", q, k) * (width**-0.5 if scale is None else scale)
+    total = (weights * s.exp()).sum(-1)
+    dead = total == 0
+    probabilities = weights * s.exp() / torch.where(dead, 1.0, total).unsqueeze(-1)
+    lse = torch.where(dead, float("-inf"), torch.where(dead, 1.0, total).log())
+    return AttentionOutput(torch.einsum("bhnm,bmhd->bnhd", probabilities, v), lse.transpose(1, 2))
+
+
+@dataclasses.dataclass
+class Case:
+    """One call."""
+
+    tensors: list[Tensor]
+    """Query, key, value, and log-gates if there are any."""
+    blocks: Tensor
+    options: dict[str, Any]
+
+    def run(self, compute: Any, dtype: torch.dtype = torch.float64) -> AttentionOutput:
+        q, k, v, *gates = (x.to(dtype) if i < 3 else x for i, x in enumerate(self.tensors))
+        return compute(q, k, v, self.blocks, gates[0] if gates else None, **self.options)
+
+
+@st.composite
+def cases(draw: st.DrawFn, *, sizes: tuple[int, ...] = (1, 2, 5, 8, 16)) -> Case:
+    batch, kv_heads = draw(st.integers(1, 2)), draw(st.integers(1, 3))
+    heads, width = kv_heads * draw(st.integers(1, 3)), draw(st.sampled_from([1, 3, 8]))
+    num_queries, num_keys = draw(st.integers(1, 40)), draw(st.integers(1, 70))
+    block_size, query_block_size = draw(st.sampled_from(sizes)), draw(st.sampled_from(sizes))
+    generator = torch.Generator().manual_seed(draw(st.integers(0, 2**31)))
+    num_blocks = -(-num_keys // block_size)
+    shape = (batch, kv_heads, -(-num_queries // query_block_size), draw(st.integers(1, 5)))
+    # -1 and blocks that are listed twice among them.
+    blocks = torch.randint(-1, num_blocks, shape, generator=generator)
+    q, k, v = (
+        torch.randn(batch, rows, number, width, generator=generator, dtype=torch.float64)
+        for rows, number in ((num_queries, heads), (num_keys, kv_heads), (num_keys, kv_heads))
+    )
+    gates = [torch.randn(shape, generator=generator, dtype=torch.float64)] if draw(st.integers(0, 3)) else []
+    options: dict[str, Any] = {
+        "block_size": block_size,
+        "query_block_size": query_block_size,
+        "is_causal": draw(st.booleans()),
+        "scale": draw(st.sampled_from([None, 0.7, -0.3])),
+        "query_offset": draw(st.sampled_from([0, 0, 1, 33])),
+    }
+    if draw(st.integers(0, 2)) == 0:
+        options["key_padding_mask"] = torch.rand(batch, num_keys, generator=generator) < 0.5
+    return Case([q, k, v, *gates], blocks, options)
+
+
+@examples(150)
+@given(cases())
+def test_equals_the_dense_softmax_over_scores_and_gates(case: Case) -> None:
+    case.tensors = [x.requires_grad_() for x in case.tensors]
+    results = []
+    for compute in (attend_blocks, dense):
+        out, lse = case.run(compute)
+        alive = lse != float("-inf")
+        loss = out.sin().sum() + lse[alive].cos().sum()
+        results.append((out, lse, *torch.autograd.grad(loss, case.tensors)))
+    for got, want in zip(*results, strict=True):
+        torch.testing.assert_close(got, want, rtol=1e-10, atol=1e-10)
+
+
+@examples(20)
+@given(cases())
+def test_chunks_add_up_to_the_whole(case: Case) -> None:
+    from dilated_attention_pytorch.ops import block_problems
+
+    case.tensors = [x.requires_grad_() for x in case.tensors]
+    results, before = [], block_problems._ELEMENTS_AT_ONCE
+    for limit in (before, 1):
+        block_problems._ELEMENTS_AT_ONCE = limit
+        try:
+            out = case.run(attend_blocks).out
+            results.append((out, *torch.autograd.grad(out.sin().sum(), case.tensors)))
+        finally:
+            block_problems._ELEMENTS_AT_ONCE = before
+    for got, want in zip(*results, strict=True):
+        torch.testing.assert_close(got, want, rtol=1e-12, atol=1e-12)
+
+
+def drawn(rows: int = 37, *, heads: int = 4, kv_heads: int = 2, width: int = 5, size: int = 8, listed: int = 3) -> Case:
+    generator = torch.Generator().manual_seed(3)
+    num_blocks = -(-rows // size)
+    tensors = [
+        torch.randn(2, rows, number, width, generator=generator, dtype=torch.float64)
+        for number in (heads, kv_heads, kv_heads)
+    ]
+    blocks = torch.randint(0, num_blocks, (2, kv_heads, num_blocks, listed), generator=generator)
+    gates = torch.randn(blocks.shape, generator=generator, dtype=torch.float64)
+    return Case([*tensors, gates], blocks, {"block_size": size})
+
+
+def test_gradcheck() -> None:
+    case = drawn(11, size=4, width=2)
+    case.options["is_causal"] = True
+    case.blocks[:, :, :, 0] = torch.arange(3)  # every row sees a key
+    tensors = [x.requires_grad_() for x in case.tensors]
+
+    def call(*tensors: Tensor) -> tuple[Tensor, Tensor]:
+        return tuple(attend_blocks(*tensors[:3], case.blocks, tensors[3], **case.options))
+
+    assert torch.autograd.gradcheck(call, tensors)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_rounding_stays_within_the_budget(dtype: torch.dtype) -> None:
+    case = drawn(100, width=16, size=16)
+    case.tensors = [x.to(dtype).double().requires_grad_() for x in case.tensors[:3]] + case.tensors[3:]
+    case.options["query_block_size"] = 16
+    exact, got = case.run(dense), case.run(attend_blocks, dtype)
+    grads = [torch.autograd.grad(out.double().sin().sum(), case.tensors[:3]) for out in (exact.out, got.out)]
+    for want, have in zip((exact.out, *grads[0]), (got.out, *grads[1]), strict=True):
+        # float32 sums, then one rounding of every result, and of the incoming gradient.
+        assert (have.double() - want).norm() <= 3 * torch.finfo(dtype).eps * want.norm()
+
+
+def test_merges_with_a_static_pattern_into_one_softmax() -> None:
+    case = drawn()
+    case.tensors = [x.requires_grad_() for x in case.tensors]
+    q, k, v, gates = case.tensors
+    window = attend_with_lse(q, k, v, local_window(5), is_causal=True)
+    merged = merge([case.run(lambda *a, **o: attend_blocks(*a, **o, is_causal=True)), window])
+    p, t = torch.arange(37)[:, None], torch.arange(37)
+    lists = case.blocks[:, :, torch.arange(37) // 8]
+    listed = (lists.unsqueeze(-1) == t // 8) & (t <= p)[:, None]
+    weights = torch.where(listed, gates[:, :, torch.arange(37) // 8].exp().unsqueeze(-1), 0.0).sum(3)
+    weights = (weights + ((t <= p) & (t >= p - 5))).repeat_interleave(2, 1)
+    s = torch.einsum("bnhd,bmhd->bhnm", q, k.repeat_interleave(2, 2)) * 5**-0.5
+    terms = weights * s.exp()
+    want = torch.einsum("bhnm,bmhd->bnhd", terms / terms.sum(-1, keepdim=True), v.repeat_interleave(2, 2))
+    torch.testing.assert_close(merged.out, want, rtol=0, atol=1e-12)
+    grads = [torch.autograd.grad(out.sin().sum(), case.tensors) for out in (merged.out, want)]
+    for got, wanted in zip(*grads, strict=True):
+        torch.testing.assert_close(got, wanted, rtol=0, atol=1e-11)
+
+
+def test_dropout_keeps_the_mean_and_its_gradient_is_that_of_what_was_kept() -> None:
+    case = drawn()
+    q, k, v, gates = (x.requires_grad_() for x in case.tensors)
+    whole = attend_blocks(q, k, v, case.blocks, gates, block_size=8)
+    draws = []
+    for seed in range(400):
+        torch.manual_seed(seed)
+        draws.append(attend_blocks(q, k, v, case.blocks, gates, block_size=8, dropout_p=0.3))
+    mean = torch.stack([draw.out for draw in draws]).mean(0)
+    assert (mean - whole.out).abs().max() < 0.25
+    torch.testing.assert_close(draws[0].lse, whole.lse)
+
+    small = drawn(9, size=4, width=1, listed=2)
+
+    def call(*tensors: Tensor) -> Tensor:
+        torch.manual_seed(5)
+        return attend_blocks(*tensors[:3], small.blocks, tensors[3], block_size=4, dropout_p=0.3).out
+
+    assert torch.autograd.gradcheck(call, [x.requires_grad_() for x in small.tensors])
+
+
+def test_a_nan_at_a_padded_key_reaches_nothing() -> None:
+    case = drawn()
+    padding = torch.zeros(2, 37, dtype=torch.bool)
+    padding[:, 20:] = True
+    clean = case.run(lambda *a, **o: attend_blocks(*a, **o, key_padding_mask=padding))
+    for x in case.tensors[1:3]:
+        x[:, 20:] = float("nan")
+    tensors = [x.requires_grad_() for x in case.tensors]
+    out, lse = case.run(lambda *a, **o: attend_blocks(*a, **o, key_padding_mask=padding))
+    assert torch.equal(out, clean.out)
+    assert torch.equal(lse, clean.lse)
+    assert all(grad.isfinite().all() for grad in torch.autograd.grad(out.sin().sum(), tensors))
+
+
+@pytest.mark.parametrize("rows", [0, 37])
+def test_an_empty_batch_or_sequence_is_no_error(rows: int) -> None:
+    q = torch.randn(2 if rows == 0 else 0, rows, 4, 5)
+    blocks = torch.zeros(q.shape[0], 4, -(-rows // 8), 2, dtype=torch.int64)
+    assert attend_blocks(q, q, q, blocks, block_size=8).out.shape == q.shape
+
+
+def test_one_graph_under_the_compiler_and_opcheck() -> None:
+    case = drawn()
+    tensors = [x.requires_grad_() for x in case.tensors]
+
+    def call(q: Tensor, k: Tensor, v: Tensor, gates: Tensor) -> Tensor:
+        out, lse = attend_blocks(q, k, v, case.blocks, gates, block_size=8, is_causal=True)
+        return out.sin().sum() + lse.clamp(min=-9).sum()
+
+    compiled = torch.compile(call, fullgraph=True, backend="aot_eager")
+    for got, want in zip(
+        torch.autograd.grad(compiled(*tensors), tensors), torch.autograd.grad(call(*tensors), tensors), strict=True
+    ):
+        torch.testing.assert_close(got, want)
+    operands = (*tensors[:3], case.blocks, tensors[3], None, None, 8, 8, True, 0.5, 0, 0.0)
+    torch.library.opcheck(torch.ops.dilated_attention_pytorch.attend_blocks, operands)
+
+
+def test_operations_are_counted() -> None:
+    case = drawn(32)
+    case.tensors = [x.requires_grad_() for x in case.tensors]
+    with FlopCounterMode(display=False) as counter:
+        case.run(attend_blocks).out.sum().backward()
+    pairs = 2 * 4 * 32 * 3 * 8
+    assert counter.get_total_flops() == (4 + 10) * 5 * pairs
+
+
+WRONG: list[tuple[dict[str, Any], type[Exception], str]] = [
+    ({"block_size": 0}, ValueError, "block_size must be at least 1, got 0"),
+    ({"block_size": 2.0}, TypeError, "block_size must be an integer, got 2.0"),
+    ({"query_block_size": True}, TypeError, "query_block_size must be an integer, got True"),
+    ({"blocks": torch.zeros(2, 2, 5, 3)}, TypeError, "blocks must be an int64 tensor .* got torch.float32"),
+    ({"blocks": torch.zeros(2, 4, 5, 3, dtype=torch.int64)}, ValueError, r"blocks must have the shape .*2, 2, 5"),
+    ({"blocks": torch.full((2, 2, 5, 3), 5)}, ValueError, "numbers of the 5 key blocks .* got 5 to 5"),
+    ({"log_gates": torch.zeros(2, 2, 5, 3, dtype=torch.int64)}, TypeError, "log_gates must be a floating tensor"),
+    ({"log_gates": torch.zeros(2, 2, 5, 2)}, ValueError, "log_gates must have the shape and device of blocks"),
+    ({"scale": float("inf")}, ValueError, "scale must be a finite number"),
+    ({"dropout_p": 1.0}, ValueError, "dropout_p must be a probability"),
+]
+
+
+@pytest.mark.parametrize(("change", "error", "message"), WRONG)
+def test_a_wrong_call_says_what_was_expected_and_what_came(
+    change: dict[str, Any], error: type[Exception], message: str
+) -> None:
+    case = drawn()
+    call = {"blocks": case.blocks, "log_gates": case.tensors[3], **case.options, **change}
+    with pytest.raises(error, match=message):
+        attend_blocks(*case.tensors[:3], **call)

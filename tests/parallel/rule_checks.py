@@ -1,0 +1,196 @@
+"""Laws of ``parallel.attend`` under windows, blocks and global tokens: every function runs on all ranks of a group."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+from torch.distributed.device_mesh import DeviceMesh
+
+import checks
+from checks import LAYOUTS, by_one, by_ranks, largest, operands
+from dilated_attention_pytorch import (
+    DilatedPattern,
+    SegmentedPattern,
+    attend,
+    global_tokens,
+    hierarchical,
+    local_window,
+    parallel,
+    per_head,
+    random_blocks,
+    strided_blocks,
+)
+from drawn_shards import ShardedCase, counted_traffic, largest_errors
+from error_budget import budget
+from oracle import Groups, Rule, dense_attention, dense_counts
+
+RULES = per_head([local_window(30, 9), random_blocks(0.3, seed=4, block_size=8)]) + global_tokens(3)
+PATTERNS = (
+    RULES,
+    RULES + DilatedPattern([8, 24, 50], [1, 2, 3], segment_shift=[0, 7]),
+    strided_blocks(3, block_size=7),
+)
+
+
+def dropout_drops_what_one_process_drops(mesh: DeviceMesh) -> float:
+    whole, worst = operands(101, 4, 2, 5), 0.0
+    for pattern in PATTERNS:
+        for layout in LAYOUTS:
+            for is_causal in (False, True):
+                torch.manual_seed(3)
+                expected = by_one(whole, pattern, is_causal=is_causal, dropout_p=0.3)
+                torch.manual_seed(3)
+                found = by_ranks(whole, pattern, mesh, layout, strategy="ring", is_causal=is_causal, dropout_p=0.3)
+                worst = max(worst, largest(found, expected))
+    assert worst < 1e-12
+    return worst
+
+
+def dropout_of_documents_is_that_of_the_backward_pass(mesh: DeviceMesh) -> float:
+    """The output is linear in the values, by the factors with which the gradient of the values is computed too."""
+    whole, worst = operands(101, 4, 2, 5), 0.0
+    boundaries = torch.tensor([0, 20, 21, 77, 101], dtype=torch.int32)
+    for pattern in PATTERNS:
+        for layout in LAYOUTS:
+            out, _, _, grad_value = by_ranks(
+                whole, pattern, mesh, layout, strategy="ring", cu_seqlens=boundaries, dropout_p=0.3
+            )
+            worst = max(worst, float(((out * whole[3]).sum() - (whole[2] * grad_value).sum()).abs()))
+    assert worst < 1e-10
+    return worst
+
+
+def low_precision_stays_within_the_error_budget(mesh: DeviceMesh) -> dict[str, str]:
+    pattern = local_window(30, 9) + strided_blocks(3, block_size=7) + DilatedPattern([24], [2])
+    parts = (Rule("window", (30, 9)), Rule("strided", (3, 7)), Groups((24,), (2,)))
+    used = {}
+    for dtype in (torch.float32, torch.bfloat16):
+        whole = operands(101, 4, 2, 16, dtype)
+        exact = [x.double() for x in whole]
+        for is_causal in (False, True):
+            counted = [dense_counts(part, 101, 101, 2, is_causal=is_causal, batch=2) for part in parts]
+            counts, phantoms = (torch.stack(some).sum(0) for some in zip(*counted, strict=True))
+            leaves = [x.clone().requires_grad_() for x in exact[:3]]
+            out, _ = dense_attention(*leaves, counts, phantoms, 0.25)
+            out.backward(exact[3])
+            expected = [out.detach(), *(leaf.grad for leaf in leaves)]
+            k, v = (x.repeat_interleave(2, 2) for x in exact[1:3])
+            bounds = budget(exact[0], k, v, exact[3], counts.repeat_interleave(2, 1).double(), 0.25, dtype)
+            per_kv = [bounds.out, bounds.grad_query, *(
+                x.unflatten(2, (2, 2)).sum(3) for x in (bounds.grad_key, bounds.grad_value)
+            )]  # fmt: skip
+            for layout in LAYOUTS:
+                found = by_ranks(whole, pattern, mesh, layout, strategy="ring", is_causal=is_causal)
+                for name, mine, theirs, bound in zip("okqv", found, expected, per_kv, strict=True):
+                    part = float(((mine.double() - theirs).abs() / bound.clamp(min=1e-30)).max())
+                    used[str(dtype)] = max(used.get(str(dtype), 0.0), part)
+                    assert part < 1.0, (name, dtype, layout, is_causal, part)
+    return {key: f"{part:.2f}" for key, part in used.items()}
+
+
+def what_lies_at_padded_keys_is_never_read(mesh: DeviceMesh) -> None:
+    whole = operands(60, 4, 4, 5)
+    mask = torch.rand(2, 60, generator=torch.Generator().manual_seed(5)) < 0.4
+    mask[0] = True
+    poisoned = [x.clone() for x in whole]
+    poisoned[1][mask], poisoned[2][mask] = math.nan, math.inf
+    for pattern in PATTERNS:
+        for layout in LAYOUTS:
+            clean, dirty = (
+                by_ranks(tensors, pattern, mesh, layout, mask, strategy="ring", is_causal=True)
+                for tensors in (whole, poisoned)
+            )
+            assert all(torch.equal(a, b) for a, b in zip(clean, dirty, strict=True)), (pattern, layout)
+            assert not clean[0][0].any()  # a sequence of padding alone
+            assert largest(clean, by_one(whole, pattern, is_causal=True, key_padding_mask=mask)) < 1e-12
+
+
+def the_future_changes_nothing_before_it(mesh: DeviceMesh) -> None:
+    whole = operands(73, 4, 2, 5)
+    changed = [x.clone() for x in whole[:3]]
+    for x in changed:
+        x[:, 50:] += 1.0
+    for pattern in (*PATTERNS, hierarchical(2, levels=3, block_size=4)):
+        for layout in LAYOUTS:
+            before, after = (
+                by_ranks([*tensors, whole[3]], pattern, mesh, layout, strategy="ring", is_causal=True)[0]
+                for tensors in (whole[:3], changed)
+            )
+            assert torch.equal(before[:, :50], after[:, :50]), (pattern, layout)
+            assert not torch.equal(before[:, 50:], after[:, 50:])
+
+
+def ragged_segments_are_computed_by_heads(mesh: DeviceMesh) -> float:
+    whole = operands(73, 2 * mesh.size(), mesh.size(), 5)
+    pattern = SegmentedPattern([[0, 9, 40, 51], [0, 60]], [1, 3]) + local_window(3)
+    found = by_ranks(whole, pattern, mesh, "zigzag", strategy="heads", is_causal=True)
+    worst = largest(found, by_one(whole, pattern, is_causal=True))
+    assert worst < 1e-12
+    return worst
+
+
+def auto_takes_a_strategy_that_can(mesh: DeviceMesh) -> None:
+    """More ranks than heads leave the ring; without more, all ranks may split the heads."""
+    for heads in (1, 2 * mesh.size()):
+        q, k, v, _ = operands(40, heads, heads, 5)
+        out = parallel.attend(*(parallel.shard(x, mesh) for x in (q, k, v)), RULES, mesh=mesh, sequence_length=40)
+        assert largest([parallel.unshard(out, mesh, sequence_length=40)], [attend(q, k, v, RULES)]) < 1e-12
+
+
+def a_window_sends_its_reach_to_the_next_rank(mesh: DeviceMesh) -> dict[str, int]:
+    """``before`` rows of keys and values to the rank after, ``after`` rows to the one before, and back gradients."""
+    world, rank = mesh.size(), mesh.get_local_rank()
+    before, after, heads, head_dim = 7, 3, 2, 5
+    whole = operands(16 * world, 4, heads, head_dim)
+    sizes = {}
+    for is_causal in (False, True):
+        q, k, v, grad = (parallel.shard(x, mesh) for x in whole)
+        q.requires_grad_()
+        with parallel.count_traffic() as forward:
+            out = parallel.attend(q, k, v, local_window(before, after), mesh=mesh, strategy="ring", is_causal=is_causal)
+        with parallel.count_traffic() as backward:
+            out.backward(grad)
+        row = 2 * heads * head_dim * 2 * 8  # batch, heads, key and value, float64
+        sent = (before if rank < world - 1 else 0) + (after if rank > 0 and not is_causal else 0)
+        received = (before if rank > 0 else 0) + (after if rank < world - 1 and not is_causal else 0)
+        assert (forward.sent, forward.received) == (sent * row, received * row)
+        assert (backward.sent, backward.received) == ((sent + received) * row,) * 2
+        sizes[f"causal {is_causal}"] = forward.sent
+    return sizes
+
+
+def triton_kernels_give_the_same(mesh: DeviceMesh) -> float | None:
+    """In Triton's interpreter, which is slow: on two ranks. Grouped heads, padding, rules beside a dilated group."""
+    if mesh.size() > 2:
+        return None
+    pattern = per_head([local_window(6, 2), random_blocks(0.5, block_size=4)]) + DilatedPattern([20], [3])
+    whole = operands(23, 4, 2, 16, torch.float32)
+    mask = torch.arange(23).expand(2, -1) % 7 == 3
+    expected = by_one(whole, pattern, is_causal=True, key_padding_mask=mask)
+    found = by_ranks(whole, pattern, mesh, "zigzag", mask, strategy="ring", is_causal=True, impl="triton")
+    assert largest(found, expected) < 2e-5
+    return largest(found, expected)
+
+
+CHECKS: list[checks.Check] = [
+    dropout_drops_what_one_process_drops,
+    dropout_of_documents_is_that_of_the_backward_pass,
+    low_precision_stays_within_the_error_budget,
+    what_lies_at_padded_keys_is_never_read,
+    the_future_changes_nothing_before_it,
+    ragged_segments_are_computed_by_heads,
+    auto_takes_a_strategy_that_can,
+    a_window_sends_its_reach_to_the_next_rank,
+    triton_kernels_give_the_same,
+]
+
+
+def run_all(cases: list[ShardedCase], whole_cases: list[ShardedCase]) -> dict[str, Any]:
+    """Everything, in one launch of the ranks."""
+    return {
+        "errors": largest_errors(cases),
+        "traffic": counted_traffic(whole_cases),
+        "checks": checks.run_checks(CHECKS),
+    }

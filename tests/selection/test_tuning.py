@@ -1,0 +1,116 @@
+"""The cost model: a fit that finds the rates it was made from, and timings that survive a stop."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+from dilated_attention_pytorch.errors import RunError
+from dilated_attention_pytorch.selection import Hardware, Profile, Rates, tuning
+from dilated_attention_pytorch.selection.cost import FEATURES, features, weighted
+from dilated_attention_pytorch.selection.fit import fit_seconds, rank_correlation
+from selection.cases import GIB, workload
+
+HARDWARE = Hardware.of_architecture("CPU", free_bytes=4 * GIB, processors=2)
+TRUE = (1e-4, 2e-5, 3e-11, 2e-11, 1e-11, 4e-11, 3e-11, 2e-11, 2e-10, 5e-10, 7e-10, 0.0, 1e-9)
+
+
+def made_up(noise: float) -> list[tuning.Timing]:
+    """Cases with times that a machine of the rates ``TRUE`` would have."""
+    generator = random.Random(0)
+    cases = tuning.cases([torch.float32], HARDWARE)
+    return [
+        replace(case, samples=[weighted(TRUE, features(case.pattern, case.workload, HARDWARE))
+                               * generator.uniform(1, 1 + noise) for _ in range(3)])
+        for case in cases
+    ]  # fmt: skip
+
+
+def test_the_fit_finds_rates_that_predict_what_it_was_made_from() -> None:
+    for one in tuning.fit(made_up(0.0), HARDWARE):
+        assert one.model_error < 0.02
+        assert one.model_correlation > 0.98
+        assert all(seconds >= 0 for seconds in one.rates.seconds)
+        assert len(one.rates.seconds) == len(FEATURES)
+
+
+def test_the_fit_ranks_better_than_the_formula_on_shapes_it_did_not_see() -> None:
+    for one in tuning.fit(made_up(0.05), HARDWARE):
+        assert one.num_shapes == 12
+        assert one.model_correlation > one.formula_correlation
+        assert one.model_error < one.formula_error
+
+
+def test_a_fit_is_not_negative_where_least_squares_would_be() -> None:
+    assert fit_seconds([[1.0, 1.0], [1.0, 2.0], [1.0, 3.0]], [3.0, 2.0, 1.0])[1] == 0.0
+
+
+def test_rank_correlation_is_that_of_the_order() -> None:
+    assert rank_correlation([1, 2, 3], [5, 6, 70]) == pytest.approx(1.0)
+    assert rank_correlation([1, 2, 3], [9, 6, -7]) == pytest.approx(-1.0)
+    assert rank_correlation([1, 1, 2], [4, 4, 5]) == pytest.approx(1.0)
+    assert rank_correlation([1, 1], [2, 3]) == 0.0
+
+
+def test_cases_are_the_same_in_every_run_and_have_names_of_their_own() -> None:
+    dtypes = [torch.float32, torch.bfloat16]
+    cases = tuning.cases(dtypes, HARDWARE)
+    assert cases == tuning.cases(dtypes, HARDWARE)
+    assert len({case.name for case in cases}) == len(cases) > 300
+    assert all(
+        case.workload.sequence_length >= 8192
+        for case in tuning.cases([torch.bfloat16], Hardware.of_architecture("H100", free_bytes=GIB))
+    )
+
+
+def test_a_stopped_run_goes_on_where_it_was(tmp_path: Path) -> None:
+    cases = tuning.cases([torch.float32], HARDWARE, is_dry=True)
+    file = tmp_path / "tune.json"
+    assert tuning.kept_timings(file, cases, HARDWARE) == cases
+
+    class Stop(Exception):
+        pass
+
+    def stop(timing: tuning.Timing) -> None:
+        tuning.keep_timings(file, cases, HARDWARE)
+        if sum(len(case.samples) for case in cases) == 4:
+            raise Stop
+
+    with pytest.raises(Stop):
+        tuning.measure(cases, torch.device("cpu"), seconds=0.0, finished=stop)
+    kept = tuning.kept_timings(file, tuning.cases([torch.float32], HARDWARE, is_dry=True), HARDWARE)
+    before = [list(case.samples) for case in kept]
+    assert [len(samples) for samples in before[:5]] == [1, 1, 1, 1, 0]
+    tuning.measure(kept, torch.device("cpu"), seconds=0.0, finished=lambda timing: None)
+    assert all(len(case.samples) == 1 for case in kept)
+    assert [case.samples for case in kept[:4]] == before[:4]
+
+
+def test_a_record_of_something_else_is_refused(tmp_path: Path) -> None:
+    file = tmp_path / "tune.json"
+    cases = tuning.cases([torch.float32], HARDWARE, is_dry=True)
+    tuning.keep_timings(file, cases, HARDWARE)
+    with pytest.raises(RunError, match="of another machine or version"):
+        tuning.kept_timings(file, cases, replace(HARDWARE, processors=9))
+    for text in ("{", "{}", "[]"):
+        file.write_text(text)
+        with pytest.raises(RunError, match="no record of a tuning"):
+            tuning.kept_timings(file, cases, HARDWARE)
+
+
+def test_rates_that_were_not_measured_now_stay() -> None:
+    old = Profile((Rates("float32", True, (1.0,)), Rates("float64", True, (2.0,))))
+    fits = [tuning.Fit(Rates("float32", True, (3.0,)), 1.0, 1.0, 0.0, 0.0, 1)]
+    assert tuning.profile_of(fits, old).rates == (Rates("float32", True, (3.0,)), Rates("float64", True, (2.0,)))
+    assert tuning.profile_of(fits, None).rates == (Rates("float32", True, (3.0,)),)
+
+
+def test_a_call_that_is_timed_is_the_workload_s() -> None:
+    call = tuning.call_of(
+        workload(sequence_length=50, num_heads=2, num_kv_heads=1, dtype=torch.bfloat16), torch.device("cpu")
+    )
+    assert call(tuning.cases([torch.bfloat16], HARDWARE)[0].pattern) > 0.0
