@@ -41,6 +41,9 @@ bench: $(VENV)/dev.stamp  ## times beside dense, FlexAttention and the published
 benchmark: $(VENV)/dev.stamp  ## the figures of the README, on this machine
 	$(BIN)/python -m benchmarks.attention
 	$(BIN)/python -m benchmarks.decoding
+	$(BIN)/python -m benchmarks.blocks
+	$(BIN)/python -m benchmarks.selection
+	$(BIN)/python -m benchmarks.recall
 	$(BIN)/python -m benchmarks.parallel
 
 format: $(VENV)/dev.stamp

@@ -85,7 +85,7 @@ def check(pattern: Pattern, inputs: tuple[Tensor, ...], *, is_causal: bool) -> f
     exact = [x.double() for x in (q[0, rows], k[0], v[0], grad[0, rows])]
     query, key, value, of_out = exact[0], *(x.repeat_interleave(ratio, 1) for x in exact[1:3]), exact[3]
     scores = torch.einsum("nhd,mhd->hnm", query, key) / HEAD_DIM**0.5
-    weights = torch.softmax(scores + counts.repeat_interleave(ratio, 0).double().log(), -1)
+    weights = torch.softmax(scores + counts.repeat_interleave(ratio, 0).double().log(), -1).nan_to_num(0.0)  # no key
     expected = torch.einsum("hnm,mhd->nhd", weights, value)
     of_weights = torch.einsum("nhd,mhd->hnm", of_out, value)
     of_scores = weights * (of_weights - (weights * of_weights).sum(-1, keepdim=True))

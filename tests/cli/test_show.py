@@ -6,15 +6,31 @@ from pathlib import Path
 
 import pytest
 
-from dilated_attention_pytorch import DilatedPattern, local_window, random_blocks
+from dilated_attention_pytorch import (
+    DilatedPattern,
+    SegmentedPattern,
+    global_tokens,
+    local_window,
+    per_head,
+    random_blocks,
+)
 from dilated_attention_pytorch.cli import main
 from dilated_attention_pytorch.patterns import pattern_from_expression
+
+PLAIN = "arguments are plain numbers, lists and strings, written out (only per_head takes a list of patterns)"
 
 
 def test_an_expression_is_the_pattern_that_python_makes() -> None:
     text = " local_window(3, after=1) + DilatedPattern([4, 8], [1, 2], tail='ragged')+random_blocks(0.5, seed=7)"
     python = local_window(3, 1) + DilatedPattern([4, 8], [1, 2]) + random_blocks(0.5, seed=7)
     assert pattern_from_expression(text) == python
+
+
+def test_segments_and_patterns_by_head_are_written_as_in_python() -> None:
+    text = "SegmentedPattern([[0, 5]], [1]) + per_head([local_window(3), global_tokens(2) + local_window(1)])"
+    by_head = per_head([local_window(3), global_tokens(2) + local_window(1)])
+    assert pattern_from_expression(text) == SegmentedPattern([[0, 5]], [1]) + by_head
+    assert pattern_from_expression("per_head(patterns=(local_window(3),))") == per_head([local_window(3)])
 
 
 def test_show_prints_density_and_sketch_and_writes_the_picture(
@@ -37,10 +53,17 @@ def test_show_prints_density_and_sketch_and_writes_the_picture(
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (["local_window(-1)"], "local_window(-1): before must be at least 0, got -1"),
-        (["print(1)"], "expected a sum of calls of DilatedPattern, global_tokens"),
+        (["local_window(-1)"], "local_window(-1): before must be at least 0"),
+        (["print(1)"], "expected a sum of calls of DilatedPattern, SegmentedPattern, global_tokens"),
         (["local_window(1) * 2"], "got 'local_window(1) * 2'"),
-        (["local_window(x)"], "local_window(x): malformed node"),
+        (["local_window(x)"], f"local_window(x): {PLAIN}, got 'x'"),
+        (["local_window(10**3)"], f"local_window(10**3): {PLAIN}, got '10**3'"),
+        (["local_window(after=10**3)"], f"local_window(after=10**3): {PLAIN}, got '10**3'"),
+        (["local_window(**{})"], f"local_window(**{{}}): {PLAIN}, got '**{{}}'"),
+        (["local_window(*[1])"], f"local_window(*[1]): {PLAIN}, got '*[1]'"),
+        (["local_window([local_window(1)])"], f"{PLAIN}, got '[local_window(1)]'"),
+        (["per_head([3])"], "expected a sum of calls of DilatedPattern, SegmentedPattern"),
+        (["per_head(3)"], "per_head(3): "),
         (["local_window(1"], "is no sum of patterns"),
         (["local_window(1)", "--length", "0"], "sequence_length must be at least 1, got 0"),
         (

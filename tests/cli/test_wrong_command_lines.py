@@ -92,8 +92,8 @@ TRAIN = "train --preset tiny --data {}/texts --output {}/new"
 
 ROWS = [
     # what is no command line
-    Row("", "Expected one of {train, generate, bench, profile, info}"),
-    Row("trian", "Available subcommands: train, generate, bench, profile, info"),
+    Row("", "Expected one of {train, generate, bench, profile, tune, show, info}"),
+    Row("trian", "Available subcommands: train, generate, bench, profile, tune, show, info"),
     Row(f"{TRAIN} --stepz 3", "Unrecognized options: --stepz"),
     Row(f"{TRAIN} --steps three", "invalid"),
     Row(f"{TRAIN} --optimizer sgd", "invalid choice 'sgd'"),

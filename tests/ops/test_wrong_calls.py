@@ -109,7 +109,7 @@ TABLE: list[tuple[Callable[[], object], type[Exception], str]] = [
     (lambda: mha(num_kv_heads=3), ValueError, "num_kv_heads must divide num_heads: got 3 of 2 heads"),
     (lambda: mha()(X, X, X, need_weights=True), NotImplementedError, "pass need_weights=False"),
     (lambda: mha()(X, X, X, attn_mask=torch.ones(6, 6).bool()), NotImplementedError, "pass is_causal=True for a causal mask, key_padding_mask for padding, cu_seqlens for packed documents"),
-    (lambda: mha()(X, X, X, is_causal=True, attn_mask=torch.zeros(6, 6).bool()), NotImplementedError, "attn_mask cannot be combined with a dilated pattern"),
+    (lambda: mha()(X, X, X, is_causal=True, attn_mask=torch.zeros(6, 6).bool()), NotImplementedError, "attn_mask cannot be combined with attention under a pattern"),
     (lambda: mha()(X, X, X, key_padding_mask=torch.full((1, 6), -1.0)), ValueError, "must hold 0 (keep) and -inf (ignore) only"),
     (lambda: mha()(X[0], X, X), ValueError, "query must be [batch, sequence, 8], got shape (6, 8)"),
     (lambda: create_dilated_attention("fastest", segment_lengths=[4], dilation_rates=[1]), ValueError, "attention_type must be one of 'auto', 'standard', 'improved', 'block_sparse', 'dynamic', 'adaptive', got 'fastest'"),

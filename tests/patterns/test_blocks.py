@@ -159,21 +159,27 @@ def test_no_row_of_keys_is_needed_that_the_pattern_does_not_show() -> None:
 
 MASK = torch.ones(1, 2, 2, dtype=torch.bool)
 WRONG: list[tuple[Callable[[], Any], type[Exception], str]] = [
-    (lambda: local_window(-1), ValueError, "before must be at least 0, got -1"),
+    (lambda: local_window(-1), ValueError, "before must be at least 0 and below 2\\^31, got -1"),
+    (lambda: local_window(2**63 - 1), ValueError, "before must be at least 0 and below 2\\^31, got 9223372036854775807"),
+    (lambda: hierarchical(1, levels=100), ValueError, r"must stay below 2\^31, got 1 \* 2\^99; take fewer levels"),
+    (lambda: local_window(1).density(1.5), TypeError, "sequence_length must be an integer, got 1.5"),
+    (lambda: per_head(local_window(1)), TypeError, "put it in a list"),
     (lambda: local_window(2.0), TypeError, "before must be an integer, got 2.0 of type float"),
-    (lambda: global_tokens(0), ValueError, "num_tokens must be at least 1, got 0"),
-    (lambda: strided_blocks(0), ValueError, "stride must be at least 1, got 0"),
-    (lambda: strided_blocks(2, block_size=0), ValueError, "block_size must be at least 1, got 0"),
+    (lambda: global_tokens(0), ValueError, "num_tokens must be at least 1 and below 2\\^31, got 0"),
+    (lambda: strided_blocks(0), ValueError, "stride must be at least 1 .*got 0"),
+    (lambda: strided_blocks(2, block_size=0), ValueError, "block_size must be at least 1 .*got 0"),
     (lambda: random_blocks(0.0), ValueError, "density must be at least 1/128 and at most 1 .* got 0.0"),
     (lambda: random_blocks(1.5), ValueError, "density .* got 1.5"),
     (lambda: random_blocks("0.1"), TypeError, "density must be a number, got '0.1' of type str"),
-    (lambda: random_blocks(0.1, seed=1 << 63), ValueError, "seed must be below 2\\^63, got 9223372036854775808"),
-    (lambda: hierarchical(1, factor=1), ValueError, "factor must be at least 2, got 1"),
-    (lambda: hierarchical(levels=0), ValueError, "levels must be at least 1, got 0"),
+    (lambda: random_blocks(0.1, seed=1 << 63), ValueError, "seed must be at least 0 and below 2\\^63, got 9223372036854775808"),
+    (lambda: hierarchical(1, factor=1), ValueError, "factor must be at least 2 .*got 1"),
+    (lambda: hierarchical(levels=0), ValueError, "levels must be at least 1 .*got 0"),
     (lambda: from_block_mask(MASK.int()), TypeError, "mask must be a bool tensor .* got torch.int32"),
     (lambda: from_block_mask(MASK[0]), ValueError, r"mask must have the shape .* got \(2, 2\)"),
     (lambda: from_block_mask(MASK, 2).density(5), ValueError, "covers 4 positions .* got 5; make a mask of 3 blocks"),
     (lambda: call(from_block_mask(MASK, 2), 5), ValueError, "covers 4 positions .* got 5"),
+    (lambda: call(from_block_mask(MASK, 2), 9, cu_seqlens=torch.tensor([0, 4, 9], dtype=torch.int32)), ValueError,
+     "covers 4 positions .* got 5; make a mask of 3 blocks"),
     (lambda: call(from_block_mask(MASK, 2), 4, query_offset=1), ValueError, "covers 4 positions .* got 5"),
     (lambda: call(from_block_mask(MASK.expand(3, 2, 2), 2), 4), ValueError, "has 3 heads, got a call of 2"),
     (lambda: call(local_window(1).for_heads([0], 2), 4), ValueError, "is for 1 key/value heads, got 2"),
@@ -186,7 +192,7 @@ WRONG: list[tuple[Callable[[], Any], type[Exception], str]] = [
 ]  # fmt: skip
 
 
-def call(pattern: Pattern, rows: int, **options: int) -> Any:
+def call(pattern: Pattern, rows: int, **options: Any) -> Any:
     x = torch.randn(1, rows, 2, 4)
     return attend(x, x, x, pattern, **options)
 

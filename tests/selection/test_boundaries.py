@@ -10,6 +10,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from dilated_attention_pytorch import SegmentedPattern
 from dilated_attention_pytorch.selection import find_breaks, snap_boundaries
 from drawn import examples
 
@@ -52,12 +53,40 @@ def test_breaks_of_a_function_are_those_within_the_sequence() -> None:
     assert find_breaks([1, 2, 3], lambda ids: [3, 1, 0, 1]) == (1,)
 
 
+def test_breaks_may_be_a_tensor_or_an_array_of_integers() -> None:
+    edges = (0, 9, 20)
+    assert snap_boundaries(10, 20, [9], tolerance=0.5) == edges
+    assert snap_boundaries(10, 20, torch.tensor([9]), tolerance=0.5) == edges
+    assert snap_boundaries(10, 20, torch.tensor([9]).numpy(), tolerance=0.5) == edges
+    assert snap_boundaries(10, 20, list(torch.tensor([9]).numpy()), tolerance=0.5) == edges
+    assert find_breaks(b"a\nb\n\nc", lambda ids: torch.tensor([2])) == (2,)
+    assert all(type(edge) is int for edge in snap_boundaries(10, 20, torch.tensor([9]), tolerance=0.5))
+
+
+def test_the_last_edge_begins_an_empty_segment() -> None:
+    pattern = SegmentedPattern([snap_boundaries(4, 10, [3], tolerance=1.0)], [1])
+    assert pattern.density(10) == SegmentedPattern([[0, 3, 8]], [1]).density(10)
+
+
 WRONG: list[tuple[Callable[[], object], type[Exception], str]] = [
     (lambda: find_breaks([1], "line"), ValueError, "'newline', 'paragraph', 'document', or a function"),  # type: ignore[arg-type]
     (lambda: find_breaks([1], "document"), ValueError, "needs token, the id that separates documents, got None"),
     (lambda: find_breaks([1], lambda ids: [2]), ValueError, "positions from 0 to 1, got 2 to 2"),
     (lambda: find_breaks([1], lambda ids: [0.5]), TypeError, "integer positions, got 0.5"),  # type: ignore[list-item]
     (lambda: find_breaks([1], lambda ids: [], token=3), ValueError, "leave it out, got 3"),
+    (lambda: find_breaks([1], lambda ids: [True]), TypeError, "integer positions, got True of type bool"),
+    (lambda: find_breaks(b"a\nb", "newline", token="\n"), TypeError, r"token must be .*, got '\\n' of type str"),  # type: ignore[arg-type]
+    (lambda: find_breaks([1], "newline", token=True), TypeError, "token must be an integer .*, got True of type bool"),
+    (lambda: find_breaks([1], "newline", token=1.0), TypeError, "token must be an integer .*, got 1.0 of type float"),  # type: ignore[arg-type]
+    (lambda: find_breaks([1], "newline", token=(1, "2")), TypeError, "token must be .*, got '2' of type str"),  # type: ignore[arg-type]
+    (lambda: find_breaks([1], "newline", token=torch.tensor(10)), TypeError, r"got tensor\(10\) of type Tensor"),
+    (lambda: find_breaks([1, "b"], "newline"), TypeError, "tokens must be integer ids, got 'b' of type str"),  # type: ignore[list-item]
+    (lambda: find_breaks([1, True], "newline"), TypeError, "tokens must be integer ids, got True of type bool"),
+    (lambda: find_breaks(torch.ones(2).bool(), "newline"), TypeError, r"integers \[N\], got torch.bool"),
+    (lambda: snap_boundaries(10, 50, [3.5, 10.2], tolerance=1), TypeError, "breaks must be integer positions, got 3.5"),  # type: ignore[list-item]
+    (lambda: snap_boundaries(10, 50, [3, True], tolerance=1), TypeError, "breaks must be .*, got True of type bool"),
+    (lambda: snap_boundaries(10, 50, torch.ones(2), tolerance=1), TypeError, "breaks must be .*, got 1.0 of type"),
+    (lambda: snap_boundaries(10, 50, 3, tolerance=1), TypeError, "breaks must be .*, got 3 of type int"),  # type: ignore[arg-type]
     (lambda: find_breaks("text", "newline"), TypeError, "integer ids or a tensor .*, got str"),  # type: ignore[arg-type]
     (lambda: find_breaks(torch.ones(2, 2).int(), "newline"), TypeError, r"integers \[N\], got torch.int32 of shape"),
     (lambda: snap_boundaries(0, 9, [], tolerance=0.1), ValueError, "segment_length must be at least 1, got 0"),

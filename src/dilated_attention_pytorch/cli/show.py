@@ -21,8 +21,10 @@ class Show:
 
         dilated-attention show "local_window(255) + global_tokens(4) + strided_blocks(8, block_size=64)"
 
-    Calls: DilatedPattern([w, ...], [r, ...]), local_window(before, after), global_tokens(n), strided_blocks(stride),
-    random_blocks(density), hierarchical(near, levels=, factor=). Sums add counts: what two of them show counts twice.
+    Calls: DilatedPattern([w, ...], [r, ...]), SegmentedPattern([[0, b, ...], ...], [r, ...]),
+    local_window(before, after), global_tokens(n), strided_blocks(stride), random_blocks(density),
+    hierarchical(near, levels=, factor=), per_head([call, ...]). Arguments are plain numbers, lists and strings; the
+    list of per_head has a call, or a sum of them, for every head. Sums add counts: what two of them show counts twice.
     """
 
     pattern: tyro.conf.Positional[str]

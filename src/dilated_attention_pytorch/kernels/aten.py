@@ -28,8 +28,7 @@ def is_fused(query: Tensor, *, has_bias: bool) -> bool:
 def is_slow_backward(query: Tensor) -> bool:
     """Whether the backward of matrix products is the faster one: for few query rows in bfloat16 on the CPU.
 
-    The kernel packs keys and values anew for every problem: with 128 rows it takes 2.5 times the time per operation
-    of long problems, the matrix products 1.7 times (Zen 5, ``benchmarks/results/blocks.json``).
+    The kernel packs keys and values anew for every problem, which few rows do not pay for.
     """
     return query.device.type == "cpu" and query.dtype == torch.bfloat16 and query.shape[2] < _FEW_ROWS
 

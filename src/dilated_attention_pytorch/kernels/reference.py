@@ -39,6 +39,8 @@ def reference_attention(
         v = v.masked_fill(key_padding_mask[:, :, None, None], 0.0)
     k = k.repeat_interleave(num_heads // num_kv_heads, dim=2)
     v = v.repeat_interleave(num_heads // num_kv_heads, dim=2)
+    unseen = (count == 0).all(dim=2).transpose(1, 2).unsqueeze(-1)  # whatever lies there: 0 * NaN is NaN
+    k, v = k.masked_fill(unseen, 0.0), v.masked_fill(unseen, 0.0)
     scores = scale * torch.einsum("bnhd,bmhd->bhnm", q, k) + count.to(dtype).log()
     phantoms = _phantom_counts(pattern, query_rows, count, num_kv_heads, cu_seqlens)
     if phantoms is not None and not is_causal:

@@ -195,13 +195,14 @@ class MultiheadPatternAttention(nn.Module):
                 raise ValueError(f"{name} must be [batch, sequence, {width}], got shape {tuple(x.shape)}")
         if need_weights:
             raise NotImplementedError(
-                "need_weights=True asks for N x M attention weights, which dilated attention never forms; pass "
+                "need_weights=True asks for N x M attention weights, which attention under a pattern never forms; pass "
                 "need_weights=False, or look at pattern.counts and attend_with_lse for a short sequence"
             )
         if attn_mask is not None and not (is_causal and _is_causal_mask(attn_mask, query.shape[1], key.shape[1])):
             raise NotImplementedError(
-                "attn_mask cannot be combined with a dilated pattern: pass is_causal=True for a causal mask, "
-                f"key_padding_mask for padding, cu_seqlens for packed documents; got a mask of {tuple(attn_mask.shape)}"
+                "attn_mask cannot be combined with attention under a pattern: pass is_causal=True for a causal mask, "
+                "key_padding_mask for padding, cu_seqlens for packed documents, from_block_mask as the pattern for any "
+                f"other mask; got a mask of {tuple(attn_mask.shape)}"
             )
         q, k, v = self.project_in(query, key, value)
         heads = self.attention(
@@ -218,7 +219,7 @@ def _as_bool(key_padding_mask: Tensor | None) -> Tensor | None:
     if not bool(((key_padding_mask == 0) | ignored).all()):
         raise ValueError(
             "a float key_padding_mask must hold 0 (keep) and -inf (ignore) only: other values would weight keys, "
-            "which dilated attention does not do; pass a bool mask with True = ignore"
+            "which attention under a pattern does not do; pass a bool mask with True = ignore"
         )
     return ignored
 

@@ -16,7 +16,7 @@ from dilated_attention_pytorch.patterns import DilatedPattern, OffsetRule, Patte
 from . import library
 from .autocast import cast_by_autocast, without_autocast
 from .merge import AttentionOutput
-from .validation import check_call, documents_of
+from .validation import check_call, check_documents, documents_of
 
 
 def attend_with_lse(
@@ -85,7 +85,7 @@ def attend_checked(
         query, scale = -query, -scale
     if chosen == "reference":
         if cu_seqlens is not None and not torch.compiler.is_compiling():
-            documents_of(cu_seqlens, query.shape[1])
+            check_documents(pattern, documents_of(cu_seqlens, query.shape[1]), key.shape[2])
         with without_autocast(query.device.type):
             out, lse = reference_attention(
                 query, key, value, pattern, is_causal=is_causal, scale=scale, query_offset=query_offset,

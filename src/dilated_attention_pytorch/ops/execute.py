@@ -207,7 +207,7 @@ def _few_at_a_time(views: Iterator[Views], scores_of_problem: int) -> Iterator[V
             yield Views([tensor[start : start + step] for tensor in whole.tensors])
 
 
-def _band_of(partial: Partial | Gathered) -> tuple[int, int | None] | None:
+def _band_of(partial: Partial | Gathered) -> tuple[int, int] | None:
     return partial.band if isinstance(partial, Partial) else None
 
 
@@ -219,16 +219,13 @@ def _is_phantom(partial: Partial | Gathered) -> bool:
     return isinstance(partial, Partial) and partial.phantoms > 0
 
 
-@functools.lru_cache(maxsize=64)
+@functools.lru_cache(maxsize=8)
 def _band_bias(
-    band: tuple[int, int | None], num_queries: int, num_keys: int, dtype: torch.dtype, device: torch.device
+    band: tuple[int, int], num_queries: int, num_keys: int, dtype: torch.dtype, device: torch.device
 ) -> Tensor:
     """0 where query i sees key j, else :data:`aten.MASKED`, ``[num_queries, num_keys]``."""
     distance = torch.arange(num_keys, device=device) - torch.arange(num_queries, device=device).unsqueeze(-1)
-    hidden = distance < band[0]
-    if band[1] is not None:
-        hidden |= distance > band[1]
-    return hidden.to(dtype) * aten.MASKED
+    return ((distance < band[0]) | (distance > band[1])).to(dtype) * aten.MASKED
 
 
 def _phantom_lse(lse: Tensor, partial: Partial) -> Tensor:

@@ -107,24 +107,30 @@ class _KeyColumn:
 
     def __init__(self, operand: Operand, partial: Gathered, sequence: int, head: int) -> None:
         first = partial.first_key - operand.first_row
-        assert first >= 0
-        rows = operand.tensor[sequence, first:, head - operand.first_head]
+        # Units before the first row of the tile's own tensor; no problem of the tile has any of them.
+        self._skipped = max(0, -(first // partial.unit))
+        rows = operand.tensor[sequence, first + self._skipped * partial.unit :, head - operand.first_head]
         self._rows = rows[: rows.shape[0] // partial.unit * partial.unit]
         self._shape = (1, partial.num_keys, *self._rows.shape[1:])
         self._is_read = operand.role is Role.READ
-        stored = self._rows.contiguous() if self._is_read else torch.zeros_like(
-            self._rows, memory_format=torch.contiguous_format
-        )  # fmt: skip
-        self._units = stored.view(self._rows.shape[0] // partial.unit, -1)
+        self._units = self._rows.unflatten(0, (-1, partial.unit))
+        if not self._is_read:
+            self._units = torch.zeros_like(self._units, memory_format=torch.contiguous_format).flatten(1)
+        elif partial.key_units.numel() > self._units.shape[0]:
+            self._units = self._units.flatten(1)  # a copy, where every unit is read about once or more often
+
+    def _index(self, step: _Step) -> Tensor:
+        return step.key_index - self._skipped if self._skipped else step.key_index
 
     def take(self, step: _Step) -> Tensor:
         if not self._is_read:
             return self._units  # stands for the sum, to which only parts are added
-        return self._units.index_select(0, step.key_index).view(step.num_problems, *self._shape)
+        return self._units.index_select(0, self._index(step)).view(step.num_problems, *self._shape)
 
     def add(self, step: _Step, part: Tensor) -> None:
         """Add one row for every key of every problem."""
-        self._units.index_add_(0, step.key_index, part.reshape(step.key_index.shape[0], -1).to(self._units.dtype))
+        parts = part.reshape(step.key_index.shape[0], -1).to(self._units.dtype)
+        self._units.index_add_(0, self._index(step), parts)
 
     def finish(self) -> None:
         """Give the sums to the rows they belong to."""

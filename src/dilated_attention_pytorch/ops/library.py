@@ -13,7 +13,7 @@ from dilated_attention_pytorch.planning import Call, plan
 
 from . import execute
 from .autocast import without_autocast
-from .validation import documents_of
+from .validation import check_documents, documents_of
 
 if TYPE_CHECKING:
     from dilated_attention_pytorch.kernels.triton import launch
@@ -23,9 +23,11 @@ def _call(
     query: Tensor, key: Tensor, cu_seqlens: Tensor | None, pattern: str, is_causal: bool, query_offset: int,
     key_offset: int,
 ) -> Call:  # fmt: skip
+    who_sees_whom, documents = pattern_from_spec(pattern), documents_of(cu_seqlens, query.shape[1])
+    check_documents(who_sees_whom, documents, key.shape[2])
     return Call(
-        pattern_from_spec(pattern), query.shape[0], query.shape[1], key.shape[1], query.shape[2], key.shape[2],
-        query_offset, key_offset, is_causal, documents_of(cu_seqlens, query.shape[1]),
+        who_sees_whom, query.shape[0], query.shape[1], key.shape[1], query.shape[2], key.shape[2],
+        query_offset, key_offset, is_causal, documents,
     )  # fmt: skip
 
 
@@ -69,12 +71,13 @@ def _problem(
     """The operands of the Triton kernels, which plan on the device; boundaries on the CPU are checked, then copied."""
     from dilated_attention_pytorch.kernels.triton import launch
 
+    counted = pattern_from_spec(pattern)
     if cu_seqlens is not None:
-        if cu_seqlens.is_cpu:
-            documents_of(cu_seqlens, query.shape[1])
+        # Boundaries on the device are not waited for: a document may be as long as all of them.
+        boundaries = documents_of(cu_seqlens, query.shape[1]) if cu_seqlens.is_cpu else (0, query.shape[1])
+        check_documents(counted, boundaries, key.shape[2])
         cu_seqlens = cu_seqlens.to(query.device).contiguous()
     query, key, value = (_rows_contiguous(tensor) for tensor in (query, key, value))
-    counted = pattern_from_spec(pattern)
     return launch.Problem(
         query, key, value, counted.groups, is_causal, scale, query_offset, key_offset, cu_seqlens, key_padding_mask,
         dropout_seed, dropout_p, counted.rules,

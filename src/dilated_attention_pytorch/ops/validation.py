@@ -36,8 +36,6 @@ def check_call(
         raise ValueError(
             f"the pattern is for some of the key/value heads, and not for {key.shape[2]} of them: {pattern}"
         )
-    for rule in pattern.rules:
-        rule.check(max(query_offset + query.shape[1], key_offset + key.shape[1]), key.shape[2])
     if not isinstance(is_causal, bool):
         raise TypeError(f"is_causal must be True or False, got {is_causal!r} of type {type(is_causal).__name__}")
     if scale is not None and not (_is_number(scale) and math.isfinite(scale)):
@@ -58,6 +56,10 @@ def check_call(
                 f"0: got {query.shape[1]} query rows at {query_offset} and {key.shape[1]} key rows at {key_offset}; "
                 "attend to each document's slab by itself instead"
             )
+    # Positions of packed documents are those in the document: their boundaries are read where the call is computed.
+    end = max(query_offset + query.shape[1], key_offset + key.shape[1]) if cu_seqlens is None else 0
+    for rule in pattern.rules:
+        rule.check(end, key.shape[2])
     if any(group.tail == "zero_padded" for group in pattern.groups):
         _check_zero_padded(query, key, query_offset, key_offset, key_padding_mask)
 
@@ -148,6 +150,14 @@ def _check_zero_padded(
             'tail="zero_padded" depends on the length of each sequence, which a key_padding_mask leaves open; '
             "pack the sequences with cu_seqlens instead"
         )
+
+
+def check_documents(pattern: Pattern, boundaries: tuple[int, ...] | None, num_kv_heads: int) -> None:
+    """Raise ValueError if a rule of the pattern is not defined for a document as long as the longest."""
+    if boundaries is not None:
+        longest = max(end - start for start, end in itertools.pairwise(boundaries))
+        for rule in pattern.rules:
+            rule.check(longest, num_kv_heads)
 
 
 def documents_of(cu_seqlens: Tensor | None, num_rows: int) -> tuple[int, ...] | None:

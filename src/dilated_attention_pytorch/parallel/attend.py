@@ -345,8 +345,8 @@ def _check_strategy(
         )
     if any(group.boundaries is not None for group in pattern.groups):
         raise NotImplementedError(
-            f"strategy={strategy!r} finds what ranks share by segments of one length, and a SegmentedPattern has ragged "
-            f"ones; {remedy}"
+            f"strategy={strategy!r} finds what ranks share by segments of one length, and a SegmentedPattern has "
+            f"ragged ones; {remedy}"
         )
     if any(group.tail == "zero_padded" for group in pattern.groups):
         raise NotImplementedError(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, field
 from fractions import Fraction
@@ -30,6 +29,8 @@ from .rules import (
 )
 
 _LARGEST_DENOMINATOR = 64
+_END = 1 << 31
+"""No length or distance reaches it."""
 
 
 @dataclass(frozen=True)
@@ -106,7 +107,7 @@ class BlockPattern(Pattern):
         entry: list[Any] = [rule.rule.entry, list(rule.part)]
         if rule.heads is not None:
             entry += [list(rule.heads), rule.all_heads]
-        object.__setattr__(self, "spec", json.dumps([entry]))
+        object.__setattr__(self, "spec", _json([entry]))
 
     @property
     def groups(self) -> tuple[DilationGroup, ...]:
@@ -127,6 +128,15 @@ class BlockPattern(Pattern):
         if not heads or any(not 0 <= head < num_kv_heads for head in heads):
             raise ValueError(f"heads must be some of the key/value heads 0 to {num_kv_heads - 1}, got {list(heads)}")
         return BlockPattern(HeadRule(rule.rule, rule.part, heads, num_kv_heads))
+
+
+def _json(value: Any) -> str:
+    # By hand: torch.compile traces the construction of a pattern, but not the json module.
+    if isinstance(value, list):
+        return "[" + ", ".join([_json(one) for one in value]) + "]"
+    if isinstance(value, str):
+        return f'"{value}"'
+    return "null" if value is None else str(value)
 
 
 def local_window(before: int, after: int = 0) -> BlockPattern:
@@ -208,9 +218,10 @@ def random_blocks(density: float, *, seed: int = 0, block_size: int = 128) -> Bl
             f"(a query block sees m of every P key blocks, P up to {_LARGEST_DENOMINATOR}), got {density!r}"
         )
     _check_integers(least=1, block_size=block_size)
-    _check_integers(least=0, seed=seed)
-    if seed >= 1 << 63:
-        raise ValueError(f"seed must be below 2^63, got {seed}")
+    if isinstance(seed, bool) or not isinstance(seed, int):
+        raise TypeError(f"seed must be an integer, got {seed!r} of type {type(seed).__name__}")
+    if not 0 <= seed < 1 << 63:
+        raise ValueError(f"seed must be at least 0 and below 2^63, got {seed}")
     return BlockPattern(HeadRule(RandomBlocks(share.numerator, share.denominator, block_size, seed)))
 
 
@@ -219,7 +230,7 @@ def hierarchical(near: int = 2, *, levels: int = 4, factor: int = 2, block_size:
 
     Level l = 1 to ``levels - 1`` holds the key blocks at a distance of ``near * factor^(l - 1)`` to
     ``near * factor^l`` blocks, and shows the last block of each run of ``factor^l``. A query sees about
-    ``near (2 + 2 (levels - 1) (1 - 1 / factor))`` blocks, however long the text is.
+    ``2 near - 1 + 2 near (levels - 1) (1 - 1 / factor)`` blocks, however long the text is.
 
     Args:
         near: nearness in blocks of which all are seen, at least 1; a block's own has the distance 0.
@@ -235,6 +246,11 @@ def hierarchical(near: int = 2, *, levels: int = 4, factor: int = 2, block_size:
     """
     _check_integers(least=1, near=near, levels=levels, block_size=block_size)
     _check_integers(least=2, factor=factor)
+    if levels > 31 or near * factor ** (levels - 1) >= _END:
+        raise ValueError(
+            f"near * factor^(levels - 1) blocks must stay below 2^31, got {near} * {factor}^{levels - 1}; "
+            "take fewer levels"
+        )
     return BlockPattern(HeadRule(Hierarchical(near, levels, factor, block_size)))
 
 
@@ -280,6 +296,8 @@ def per_head(patterns: Sequence[Pattern]) -> Pattern:
     >>> per_head([local_window(0), local_window(1)]).counts(torch.arange(2), torch.arange(2), 2).tolist()
     [[[1, 0], [0, 1]], [[1, 0], [1, 1]]]
     """
+    if isinstance(patterns, Pattern):
+        raise TypeError(f"patterns must be a list with a pattern for every head, got {patterns!r}; put it in a list")
     if not patterns:
         raise ValueError("patterns must hold at least one pattern, got none")
     parts: list[Pattern] = []
@@ -306,5 +324,5 @@ def _check_integers(*, least: int, **values: int) -> None:
     for name, value in values.items():
         if isinstance(value, bool) or not isinstance(value, int):
             raise TypeError(f"{name} must be an integer, got {value!r} of type {type(value).__name__}")
-        if value < least:
-            raise ValueError(f"{name} must be at least {least}, got {value}")
+        if not least <= value < _END:
+            raise ValueError(f"{name} must be at least {least} and below 2^31, got {value}")

@@ -6,15 +6,17 @@ import ast
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from .blocks import global_tokens, hierarchical, local_window, random_blocks, strided_blocks
-from .dilated import DilatedPattern
+from .blocks import global_tokens, hierarchical, local_window, per_head, random_blocks, strided_blocks
+from .dilated import DilatedPattern, SegmentedPattern
 from .pattern import Pattern
 
 _CALLS: dict[str, Callable[..., Pattern]] = {
     "DilatedPattern": DilatedPattern,
+    "SegmentedPattern": SegmentedPattern,
     "global_tokens": global_tokens,
     "hierarchical": hierarchical,
     "local_window": local_window,
+    "per_head": per_head,
     "random_blocks": random_blocks,
     "strided_blocks": strided_blocks,
 }
@@ -24,6 +26,8 @@ NAMES: Sequence[str] = tuple(_CALLS)
 
 def pattern_from_expression(text: str) -> Pattern:
     """The pattern of a sum of calls with plain numbers, lists and strings, written as in Python. Nothing is executed.
+
+    The list of ``per_head`` holds sums of calls.
 
     Raises:
         ValueError: the text is no such sum, or a call refuses its arguments; the message says where.
@@ -44,14 +48,39 @@ _EXAMPLE = '"local_window(127) + global_tokens(4) + DilatedPattern([2048, 4096],
 def _pattern(node: ast.expr, text: str) -> Pattern:
     if isinstance(node, ast.BinOp) and isinstance(node.op, ast.Add):
         return _pattern(node.left, text) + _pattern(node.right, text)
-    part = ast.get_source_segment(text.strip(), node) or text
+    part = _source(node, text)
     if not isinstance(node, ast.Call) or not isinstance(node.func, ast.Name) or node.func.id not in _CALLS:
         raise ValueError(
             f"expected a sum of calls of {', '.join(NAMES)}, got {part!r}; write for example {_EXAMPLE}"
         )  # fmt: skip
+    of_patterns = node.func.id == "per_head"
+    arguments = [_argument(argument, text, part, of_patterns=of_patterns) for argument in node.args]
+    keywords: dict[str, Any] = {}
+    for keyword in node.keywords:
+        if keyword.arg is None:
+            raise ValueError(_no_plain_argument(part, f"**{_source(keyword.value, text)}"))
+        keywords[keyword.arg] = _argument(keyword.value, text, part, of_patterns=of_patterns)
     try:
-        arguments = [ast.literal_eval(argument) for argument in node.args]
-        keywords: dict[str, Any] = {str(keyword.arg): ast.literal_eval(keyword.value) for keyword in node.keywords}
         return _CALLS[node.func.id](*arguments, **keywords)
     except (TypeError, ValueError) as error:
         raise ValueError(f"{part}: {error}") from error
+
+
+def _argument(node: ast.expr, text: str, part: str, *, of_patterns: bool) -> Any:
+    if of_patterns and isinstance(node, (ast.List, ast.Tuple)):
+        return [_pattern(one, text) for one in node.elts]
+    try:
+        return ast.literal_eval(node)
+    except (TypeError, ValueError):
+        raise ValueError(_no_plain_argument(part, _source(node, text))) from None
+
+
+def _source(node: ast.expr, text: str) -> str:
+    return ast.get_source_segment(text.strip(), node) or text
+
+
+def _no_plain_argument(part: str, argument: str) -> str:
+    return (
+        f"{part}: arguments are plain numbers, lists and strings, written out (only per_head takes a list of "
+        f"patterns), got {argument!r}"
+    )

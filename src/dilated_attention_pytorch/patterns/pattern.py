@@ -110,6 +110,8 @@ class Pattern(ABC):
         0.125
         """
         for name, number in (("sequence_length", sequence_length), ("num_kv_heads", num_kv_heads)):
+            if isinstance(number, bool) or not isinstance(number, int):
+                raise TypeError(f"{name} must be an integer, got {number!r} of type {type(number).__name__}")
             if number < 1:
                 raise ValueError(f"{name} must be at least 1, got {number}")
         for rule in self.rules:

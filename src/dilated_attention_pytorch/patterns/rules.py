@@ -6,7 +6,7 @@ import base64
 import functools
 from abc import ABC, abstractmethod
 from collections.abc import Hashable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import torch
@@ -165,7 +165,7 @@ class BlockRule(Rule):
         )  # fmt: skip
 
 
-_MASK_CELLS = 1 << 24
+_MASK_CELLS = 1 << 22
 
 
 def _runs_of_mask(mask: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -274,7 +274,7 @@ class Hierarchical(BlockRule):
 class BlockMask(BlockRule):
     """A block mask, bits packed row by row: ``[heads or 1, query blocks, key blocks]``."""
 
-    bits: bytes
+    bits: bytes = field(repr=False)
     shape: tuple[int, int, int]
     block_size: int
 
@@ -302,7 +302,7 @@ class BlockMask(BlockRule):
         return last[(key // self.block_size).clamp(max=self.shape[2] - 1)] * self.block_size - 1
 
     def check(self, num_positions: int, num_kv_heads: int) -> None:
-        if self.shape[0] not in (1, num_kv_heads):
+        if self.shape[0] != 1 and self.shape[0] != num_kv_heads:
             raise ValueError(
                 f"the block mask has {self.shape[0]} heads, got a call of {num_kv_heads} key/value heads; a mask of 1 "
                 "head is for all"
@@ -315,7 +315,7 @@ class BlockMask(BlockRule):
             )
 
 
-@functools.lru_cache(maxsize=64)
+@functools.lru_cache(maxsize=4)
 def _unpacked(bits: bytes, shape: tuple[int, int, int]) -> Tensor:
     size = shape[0] * shape[1] * shape[2]
     packed = torch.frombuffer(bytearray(bits), dtype=torch.uint8)
@@ -326,7 +326,8 @@ def _unpacked(bits: bytes, shape: tuple[int, int, int]) -> Tensor:
 def packed_mask(mask: Tensor) -> bytes:
     """A bool tensor as bytes, eight entries each, the first in the lowest bit."""
     flat = torch.nn.functional.pad(mask.reshape(-1).to(torch.uint8), (0, -mask.numel() % 8)).view(-1, 8)
-    return bytes((flat << torch.arange(8, dtype=torch.uint8)).sum(1).to(torch.uint8).tolist())
+    packed = (flat << torch.arange(8, dtype=torch.uint8)).sum(1).to(torch.uint8).contiguous()
+    return bytes(packed.untyped_storage())
 
 
 _RULES: dict[str, type[Rule]] = {

@@ -10,7 +10,7 @@ from .dilated import DilatedPattern, SegmentedPattern
 from .pattern import Pattern, PatternSum
 
 
-@functools.lru_cache(maxsize=1024)
+@functools.lru_cache(maxsize=64)
 def pattern_from_spec(spec: str) -> Pattern:
     """The pattern whose :attr:`Pattern.spec` this is."""
     patterns: list[Pattern] = []

@@ -63,8 +63,8 @@ def rule_partials(
     before, after = rule.band(is_causal=is_causal)
     gathered: list[Gathered] = []
     if before is not None:
-        rectangles = _rectangles(spans)
-        partials = [replace(partial, is_first=True) for one in rectangles for partial in _banded(*one, before, after)]
+        assert after is not None, "a window is bounded on both sides"
+        partials = [partial for one in _rectangles(spans) for partial in _banded(*one, before, after)]
     elif (size := rule.block_size) is None:
         partials = [
             partial
@@ -90,26 +90,29 @@ def _rectangles(spans: Spans) -> list[tuple[int, int, int, int]]:
     return list(zip(*(column.tolist() for column in spans), strict=True))
 
 
-def _banded(query: int, query_stop: int, key: int, key_stop: int, before: int, after: int | None) -> Iterator[Partial]:
-    """A band across a rectangle, as partials of a few rows that are cut by it.
+def _banded(query: int, query_stop: int, key: int, key_stop: int, before: int, after: int) -> Iterator[Partial]:
+    """A band across a rectangle: for a few rows at a time the keys that all of them see, and the edges it cuts through.
 
     They come in an order in which :func:`fold` finds runs of partials that share no key.
     """
-    width = key_stop - key if after is None else before + after + 1
+    width = before + after + 1
     rows = min(max(1 << (max(1, width // 8) - 1).bit_length(), _BAND_ROWS[0]), _BAND_ROWS[1])
     starts = range(query, query_stop, rows)
     apart = -(-(rows + width - 1) // rows)
     for index in range(min(apart, len(starts))):
         for start in starts[index::apart]:
             stop = min(start + rows, query_stop)
-            first = max(key, start - before)
-            last = key_stop if after is None else min(key_stop, stop + after)
-            if first < last:
-                to_first = first - start
-                yield Partial(
-                    start, first, stop - start, last - first, 1, 0,
-                    band=(-before - to_first, None if after is None else after - to_first),
-                )  # fmt: skip
+            first, last = max(key, start - before), min(key_stop, stop + after)
+            whole, whole_stop = max(first, stop - 1 - before), min(last, start + after + 1)
+            cuts = [(first, last)]
+            if whole_stop - whole > rows:
+                cuts = [(whole, whole_stop), (first, whole), (whole_stop, last)]
+            is_first = True
+            for low, high in cuts:
+                if low < high:
+                    band = None if low >= whole and high <= whole_stop else (start - before - low, start + after - low)
+                    yield Partial(start, low, stop - start, high - low, 1, 0, band=band, is_first=is_first)
+                    is_first = False
 
 
 def _cut_by_causality(spans: Spans) -> tuple[list[Partial], Spans]:

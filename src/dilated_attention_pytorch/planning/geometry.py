@@ -35,7 +35,7 @@ class Partial:
     head: int
     is_causal: bool = False
     phantoms: int = 0
-    band: tuple[int, int | None] | None = None
+    band: tuple[int, int] | None = None
     """The i-th query sees the j-th key iff ``j - i`` lies within these two numbers; None is no bound."""
     is_first: bool = False
     """No partial before it in the plan touches the same query rows."""

@@ -49,7 +49,7 @@ class Plan:
     """Pairs of a query and a key, summed over groups, query heads and the batch: sum of the pattern's count."""
 
 
-@functools.lru_cache(maxsize=512)
+@functools.lru_cache(maxsize=128)
 def plan(call: Call, tile_size: int) -> Plan:
     """Cut a call into tiles of about ``tile_size`` rows times query heads, never cutting through a segment.
 

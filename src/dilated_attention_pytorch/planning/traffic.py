@@ -125,6 +125,7 @@ def _pairs(call: ShardedCall, group: DilationGroup, first: Tensor, stop: Tensor,
 
     The document has rows ``[max(begin, 0), end)``, and ``begin`` is where its position 0 is.
     """
+    assert group.boundaries is None, "segments of one length are counted, and callers refuse others"
     offsets, shifts = _heads(call, group)
     # Segments of the first row and of the last, in rows of the whole sequence.
     (start, after), (last, beyond) = (_bounds(group, row - begin, shifts, begin) for row in (first, stop - 1))

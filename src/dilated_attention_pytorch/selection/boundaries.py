@@ -6,6 +6,7 @@ import bisect
 from collections.abc import Callable, Collection, Iterable, Sequence
 from typing import Literal, get_args
 
+import torch
 from torch import Tensor
 
 Breaks = Literal["newline", "paragraph", "document"]
@@ -26,7 +27,8 @@ def find_breaks(
             the separator for ``"document"``, which has no default.
 
     Raises:
-        TypeError: ``tokens`` are not integers in one dimension, or ``at`` is neither a name nor a function.
+        TypeError: ``tokens`` are not integers in one dimension, ``token`` is neither an integer nor some, or a position
+            of the function's is no integer.
         ValueError: an unknown name, no ``token`` for ``"document"``, one for a function, or a position of the
             function's that is outside of the sequence.
 
@@ -38,10 +40,7 @@ def find_breaks(
     if callable(at):
         if token is not None:
             raise ValueError(f"token belongs to the named rules, and at is a function: leave it out, got {token!r}")
-        found = sorted(set(at(ids)))
-        for position in found:
-            if isinstance(position, bool) or not isinstance(position, int):
-                raise TypeError(f"at must give integer positions, got {position!r} of type {type(position).__name__}")
+        found = sorted(set(_integers("at must give integer positions", at(ids))))
         if found and not 0 <= found[0] <= found[-1] <= len(ids):
             raise ValueError(f"at must give positions from 0 to {len(ids)}, got {found[0]} to {found[-1]}")
         return tuple(position for position in found if 0 < position < len(ids))
@@ -50,7 +49,7 @@ def find_breaks(
         raise ValueError(f"at must be one of {names}, or a function from token ids to positions, got {at!r}")
     if token is None and at == "document":
         raise ValueError('at="document" needs token, the id that separates documents, got None')
-    breaking = {10} if token is None else {token} if isinstance(token, int) else set(token)
+    breaking = {10} if token is None else _breaking(token)
     needed, positions, run = (2 if at == "paragraph" else 1), [], 0
     for position, one in enumerate(ids):
         if one in breaking:
@@ -66,7 +65,7 @@ def find_breaks(
 
 
 def snap_boundaries(
-    segment_length: int, sequence_length: int, breaks: Iterable[int], *, tolerance: float
+    segment_length: int, sequence_length: int, breaks: Iterable[int] | Tensor, *, tolerance: float
 ) -> tuple[int, ...]:
     """Edges of segments: the multiples of w, each moved to the nearest break within ``tolerance * w / 2``.
 
@@ -78,14 +77,15 @@ def snap_boundaries(
         segment_length: the regular segment length w, in positions.
         sequence_length: positions N.
         breaks: positions where a segment should rather begin, in any order, as :func:`find_breaks` gives them; those
-            at or beyond the ends are of no effect.
+            at or beyond the ends are of no effect. A tensor or an array of integers does as well.
         tolerance: how much longer than w a segment may be, as a part of w; 0 to 1. With 0 nothing moves.
 
     Returns:
-        strictly ascending positions, the first 0 and the last N.
+        strictly ascending positions, the first 0 and the last N. As boundaries of a ``SegmentedPattern`` the last
+        begins one more segment, which is empty in a call of N positions: harmless.
 
     Raises:
-        TypeError: a length is no integer.
+        TypeError: a length or a break is no integer.
         ValueError: a length below 1, or a tolerance outside of 0 to 1.
 
     >>> snap_boundaries(100, 350, [93, 108, 240, 299], tolerance=0.5)
@@ -98,7 +98,8 @@ def snap_boundaries(
             raise ValueError(f"{name} must be at least 1, got {value}")
     if isinstance(tolerance, bool) or not isinstance(tolerance, (int, float)) or not 0.0 <= tolerance <= 1.0:
         raise ValueError(f"tolerance must be a number from 0 to 1, got {tolerance!r}")
-    known = sorted({position for position in breaks if 0 < position < sequence_length})
+    whole = _integers("breaks must be integer positions", breaks)
+    known = sorted({position for position in whole if 0 < position < sequence_length})
     reach = min(int(tolerance * segment_length / 2), (segment_length - 1) // 2)
     edges = [0]
     for edge in range(segment_length, sequence_length, segment_length):
@@ -110,12 +111,34 @@ def snap_boundaries(
 
 def _ids(tokens: Sequence[int] | Tensor) -> Sequence[int]:
     if isinstance(tokens, Tensor):
-        if tokens.dim() != 1 or tokens.is_floating_point():
+        if tokens.dim() != 1 or tokens.is_floating_point() or tokens.is_complex() or tokens.dtype == torch.bool:
             raise TypeError(f"tokens must be integers [N], got {tokens.dtype} of shape {tuple(tokens.shape)}")
         listed: list[int] = tokens.tolist()
         return listed
     if isinstance(tokens, str) or not isinstance(tokens, Sequence):
         raise TypeError(f"tokens must be a sequence of integer ids or a tensor [N], got {type(tokens).__name__}")
-    if tokens and not isinstance(tokens[0], int):
-        raise TypeError(f"tokens must be integer ids, got {tokens[0]!r} of type {type(tokens[0]).__name__}")
-    return tokens
+    return tokens if isinstance(tokens, (bytes, range)) else _integers("tokens must be integer ids", tokens)
+
+
+def _breaking(token: int | Collection[int]) -> set[int]:
+    if isinstance(token, int) and not isinstance(token, bool):
+        return {token}
+    expected = "token must be an integer or a collection of integers"
+    if isinstance(token, (str, Tensor)) or not isinstance(token, Collection):
+        raise TypeError(f"{expected}, got {token!r} of type {type(token).__name__}")
+    return set(_integers(expected, token))
+
+
+def _integers(expected: str, values: object) -> list[int]:
+    """The values as a list; TypeError where one is no int. Tensors and arrays of integers are converted."""
+    if hasattr(values, "tolist"):
+        values = values.tolist()
+    if isinstance(values, str) or not isinstance(values, Iterable):
+        raise TypeError(f"{expected}, got {values!r} of type {type(values).__name__}")
+    found = []
+    for value in values:
+        one = value.item() if type(value).__module__ == "numpy" and hasattr(value, "item") else value
+        if isinstance(one, bool) or not isinstance(one, int):
+            raise TypeError(f"{expected}, got {value!r} of type {type(value).__name__}")
+        found.append(one)
+    return found

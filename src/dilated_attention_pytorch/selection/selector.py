@@ -159,6 +159,8 @@ class DynamicSegmentSelector:
             ValueError: the record that was given is of another kind of device.
         """
         device = torch.device(device)
+        if device.type == "cuda" and device.index is None and torch.cuda.is_available():
+            device = torch.device("cuda", torch.cuda.current_device())  # one GPU, one record
         if self._hardware is not None and self._hardware.kind != device.type:
             raise ValueError(
                 f"hardware is the record of a {self._hardware.kind!r} device, got a call on {device.type!r}; pass that "
