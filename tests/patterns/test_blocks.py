@@ -160,7 +160,7 @@ def test_no_row_of_keys_is_needed_that_the_pattern_does_not_show() -> None:
 MASK = torch.ones(1, 2, 2, dtype=torch.bool)
 WRONG: list[tuple[Callable[[], Any], type[Exception], str]] = [
     (lambda: local_window(-1), ValueError, "before must be at least 0 and below 2\\^31, got -1"),
-    (lambda: local_window(2**63 - 1), ValueError, "before must be at least 0 and below 2\\^31, got 9223372036854775807"),
+    (lambda: local_window(2**63 - 1), ValueError, "before must be at least 0 and below .* got 9223372036854775807"),
     (lambda: hierarchical(1, levels=100), ValueError, r"must stay below 2\^31, got 1 \* 2\^99; take fewer levels"),
     (lambda: local_window(1).density(1.5), TypeError, "sequence_length must be an integer, got 1.5"),
     (lambda: per_head(local_window(1)), TypeError, "put it in a list"),
@@ -171,7 +171,7 @@ WRONG: list[tuple[Callable[[], Any], type[Exception], str]] = [
     (lambda: random_blocks(0.0), ValueError, "density must be at least 1/128 and at most 1 .* got 0.0"),
     (lambda: random_blocks(1.5), ValueError, "density .* got 1.5"),
     (lambda: random_blocks("0.1"), TypeError, "density must be a number, got '0.1' of type str"),
-    (lambda: random_blocks(0.1, seed=1 << 63), ValueError, "seed must be at least 0 and below 2\\^63, got 9223372036854775808"),
+    (lambda: random_blocks(0.1, seed=1 << 63), ValueError, "seed must be at least 0 .* got 9223372036854775808"),
     (lambda: hierarchical(1, factor=1), ValueError, "factor must be at least 2 .*got 1"),
     (lambda: hierarchical(levels=0), ValueError, "levels must be at least 1 .*got 0"),
     (lambda: from_block_mask(MASK.int()), TypeError, "mask must be a bool tensor .* got torch.int32"),

@@ -84,7 +84,7 @@ def test_what_counts_in_segments_of_one_length_refuses() -> None:
     q = torch.randn(1, 8, 2, 4)
     with pytest.raises(NotImplementedError, match='impl="aten" computes a SegmentedPattern'):
         attend(q, q, q, pattern, impl="triton")
-    with pytest.raises(NotImplementedError, match="a SegmentedPattern has ragged ones: got .* decode with attend"):
+    with pytest.raises(NotImplementedError, match=r"a SegmentedPattern has ragged ones: got .* decode with attend"):
         Ledger(pattern, 2, torch.device("cpu"))
 
 
