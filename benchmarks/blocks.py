@@ -1,8 +1,11 @@
 """Time of block patterns on this machine, over density times dense attention's time in the same run.
 
-    python -m benchmarks.blocks [--quick] [--only speed growth] [--output FILE]
+    python -m benchmarks.blocks [--quick] [--only speed growth] [--device cuda] [--output FILE]
 
-A time is printed only for a call whose sampled rows, and gradients, passed against a dense softmax in float64.
+On a GPU the same patterns are also given to FlexAttention, as its own map of blocks.
+
+A time is printed only for a call whose sampled rows, and gradients, passed against a dense softmax in float64. It is
+the least of several calls, of both by turns: what else runs on the machine makes calls longer, never shorter.
 """
 
 from __future__ import annotations
@@ -26,6 +29,7 @@ from dilated_attention_pytorch import (
     random_blocks,
     strided_blocks,
 )
+from dilated_attention_pytorch.benchmarks.flex import FlexBlocks
 from dilated_attention_pytorch.benchmarks.results import module_command, origin, write_json
 
 ROWS, BLOCK, HEAD_DIM = 16384, 128, 64
@@ -35,9 +39,16 @@ TOLERANCE = {torch.float32: 2e-5, torch.bfloat16: 2e-2}
 
 
 def seconds(call: Callable[[], object]) -> float:
+    _wait()
     start = time.perf_counter()
     call()
+    _wait()
     return time.perf_counter() - start
+
+
+def _wait() -> None:
+    if torch.cuda.is_available():
+        torch.cuda.synchronize()
 
 
 def drawn_mask(density: float, heads: int) -> Tensor:
@@ -59,11 +70,13 @@ def patterns(density: float, heads: int) -> dict[str, Pattern]:
     }
 
 
-def operands(heads: int, kv_heads: int, dtype: torch.dtype, rows: int = ROWS) -> tuple[Tensor, ...]:
+def operands(
+    heads: int, kv_heads: int, dtype: torch.dtype, rows: int = ROWS, *, device: str = "cpu"
+) -> tuple[Tensor, ...]:
     """Query, key, value and the gradient of the output."""
     generator = torch.Generator().manual_seed(rows)
     return tuple(
-        torch.randn(1, rows, number, HEAD_DIM, generator=generator).to(dtype)
+        torch.randn(1, rows, number, HEAD_DIM, generator=generator).to(device, dtype)
         for number in (heads, kv_heads, kv_heads, heads)
     )
 
@@ -81,6 +94,7 @@ def check(pattern: Pattern, inputs: tuple[Tensor, ...], *, is_causal: bool) -> f
     out = out.detach()
     rows = torch.tensor([0, 1, 127, 128, ROWS // 2 + 5, ROWS - 1])
     counts = pattern.counts(rows, torch.arange(ROWS), k.shape[2], is_causal=is_causal)
+    counts, rows = counts.to(q.device), rows.to(q.device)
     ratio = q.shape[2] // k.shape[2]
     exact = [x.double() for x in (q[0, rows], k[0], v[0], grad[0, rows])]
     query, key, value, of_out = exact[0], *(x.repeat_interleave(ratio, 1) for x in exact[1:3]), exact[3]
@@ -104,9 +118,9 @@ def check(pattern: Pattern, inputs: tuple[Tensor, ...], *, is_causal: bool) -> f
 
 
 def measure(
-    name: str, pattern: Pattern, heads: int, kv_heads: int, dtype: torch.dtype, *, is_causal: bool, repeats: int
+    name: str, pattern: Pattern, heads: int, kv_heads: int, dtype: torch.dtype, *, is_causal: bool, device: str
 ) -> dict[str, Any]:
-    inputs = operands(heads, kv_heads, dtype)
+    inputs = operands(heads, kv_heads, dtype, device=device)
     error = check(pattern, inputs, is_causal=is_causal)
     density = pattern.density(ROWS, num_kv_heads=kv_heads, is_causal=is_causal)
     *leaves, grad = inputs
@@ -120,14 +134,21 @@ def measure(
         out = torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=is_causal, enable_gqa=True)
         return out.transpose(1, 2)
 
+    contestants: dict[str, Callable[[], Tensor]] = {"dense": dense, "ours": ours}
+    if device == "cuda":
+        flex = FlexBlocks(pattern, ROWS, heads, kv_heads, is_causal=is_causal, device=torch.device(device))
+        contestants["flex"] = lambda: flex.attend(query, key, value)
+        difference = float((contestants["flex"]() - ours()).abs().max() / ours().abs().max())
+        if not difference <= 2 * TOLERANCE[dtype]:
+            raise SystemExit(f"not timed, because FlexAttention differs: {pattern}: {difference}")
     result: dict[str, Any] = {
         "pattern": name, "density": density, "rows": ROWS, "heads": heads, "kv_heads": kv_heads, "head_dim": HEAD_DIM,
         "block_size": BLOCK, "dtype": str(dtype).removeprefix("torch."), "causal": is_causal, "largest_error": error,
     }  # fmt: skip
     for mode in ("forward", "forward_backward"):
-        times: dict[str, list[float]] = {"ours": [], "dense": []}
-        for repeat in range(repeats + 1):
-            for who, call in (("dense", dense), ("ours", ours)):
+        times: dict[str, list[float]] = {who: [] for who in contestants}
+        for repeat in range(3):
+            for who, call in (*contestants.items(), ("ours", ours)):
                 if mode == "forward":
                     with torch.no_grad():
                         taken = seconds(call)
@@ -135,50 +156,56 @@ def measure(
                     taken = seconds(lambda call=call: torch.autograd.grad(call(), leaves, grad))  # type: ignore[misc]
                 if repeat:
                     times[who].append(taken)
-        medians = {who: statistics.median(taken) for who, taken in times.items()}
+        least = {who: min(taken) for who, taken in times.items()}
         result[mode] = {
-            "seconds": medians["ours"], "dense_seconds": medians["dense"],
-            "fastest": min(times["ours"]), "slowest": max(times["ours"]),
-            "ratio_to_density": medians["ours"] / (density * medians["dense"]),
+            "seconds": least["ours"], "dense_seconds": least["dense"],
+            "median": statistics.median(times["ours"]), "dense_median": statistics.median(times["dense"]),
+            "ratio_to_density": least["ours"] / (density * least["dense"]),
         }  # fmt: skip
+        if "flex" in least:
+            result[mode] |= {"flex_seconds": least["flex"], "speed_over_flex": least["flex"] / least["ours"]}
     return result
 
 
 def show(result: dict[str, Any]) -> None:
     forward, both = result["forward"], result["forward_backward"]
+    flex = ""
+    if "speed_over_flex" in forward:
+        speeds = (forward["speed_over_flex"], both["speed_over_flex"])
+        flex = "   speed over FlexAttention {:.2f} forward, {:.2f} forward+backward".format(*speeds)
     print(
         f"{result['pattern']:>22} density {result['density']:.4f} H={result['heads']}:{result['kv_heads']} "
         f"{result['dtype']:>8} causal={result['causal']!s:>5}  forward {forward['seconds']:.3f} s of "
         f"{forward['dense_seconds']:.3f} s = {forward['ratio_to_density']:.2f} x density   forward+backward "
         f"{both['seconds']:.3f} s of {both['dense_seconds']:.3f} s = {both['ratio_to_density']:.2f} x density   "
-        f"(error {result['largest_error']:.0e})",
+        f"(error {result['largest_error']:.0e}){flex}",
         flush=True,
     )
 
 
-def speed(*, quick: bool) -> list[dict[str, Any]]:
+def speed(*, quick: bool, device: str) -> list[dict[str, Any]]:
     """Every kind of block pattern, each density, float32 and bfloat16; grouped heads for the drawn masks."""
     results = []
     for dtype in (torch.float32, torch.bfloat16):
         for density in DENSITIES[1:2] if quick else DENSITIES:
             for name, pattern in patterns(density, 4).items():
-                result = measure(name, pattern, 4, 4, dtype, is_causal=False, repeats=2 if quick else 3)
+                result = measure(name, pattern, 4, 4, dtype, is_causal=False, device=device)
                 show(result)
                 results.append(result)
         for is_causal, kv_heads in ((True, 4), (False, 1)):
             pattern = from_block_mask(drawn_mask(0.1, kv_heads), BLOCK)
-            result = measure("from_block_mask, drawn", pattern, 4, kv_heads, dtype, is_causal=is_causal, repeats=2)
+            result = measure("from_block_mask, drawn", pattern, 4, kv_heads, dtype, is_causal=is_causal, device=device)
             show(result)
             results.append(result)
     return results
 
 
-def growth(*, quick: bool) -> dict[str, Any]:
+def growth(*, quick: bool, device: str) -> dict[str, Any]:
     """Time of a window of 1,024 at 131,072 rows over its time at 16,384."""
     times: dict[int, list[float]] = {ROWS: [], 4 * ROWS if quick else 8 * ROWS: []}
     for repeat in range(3):
         for rows, of_rows in times.items():
-            q, k, v, _ = operands(4, 4, torch.float32, rows)
+            q, k, v, _ = operands(4, 4, torch.float32, rows, device=device)
             taken = seconds(lambda q=q, k=k, v=v: attend(q, k, v, local_window(1023), is_causal=True))  # type: ignore[misc]
             if repeat:
                 of_rows.append(taken)
@@ -190,13 +217,14 @@ def growth(*, quick: bool) -> dict[str, Any]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--quick", action="store_true", help="one density, fewer repeats")
+    parser.add_argument("--quick", action="store_true", help="one density, a shorter growth")
     parser.add_argument("--only", nargs="+", choices=["speed", "growth"], default=["speed", "growth"])
+    parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu")
     parser.add_argument("--output", type=Path, default=Path(__file__).parent / "results" / "blocks.json")
     arguments = parser.parse_args()
     results: dict[str, Any] = {"machine": origin(module_command())}
     for part in arguments.only:
-        results[part] = (speed if part == "speed" else growth)(quick=arguments.quick)
+        results[part] = (speed if part == "speed" else growth)(quick=arguments.quick, device=arguments.device)
     write_json(arguments.output, results)
 
 

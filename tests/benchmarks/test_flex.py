@@ -6,7 +6,8 @@ import pytest
 import torch
 
 from benchmark_cases import counts_of, small_case
-from dilated_attention_pytorch.benchmarks.flex import FlexPattern
+from dilated_attention_pytorch import from_block_mask, local_window, strided_blocks
+from dilated_attention_pytorch.benchmarks.flex import FlexBlocks, FlexPattern
 
 # Raised by PyTorch's own modules when the compiler is loaded.
 pytestmark = pytest.mark.filterwarnings("ignore:`torch.jit.script:DeprecationWarning")
@@ -45,3 +46,31 @@ def test_the_map_of_blocks_leaves_nothing_out_and_asks_the_mask_where_it_has_to(
     ):
         for column in columns[:number]:
             assert blocks[:, row, :, column].all()
+
+
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("name", ["mask", "strided", "window"])
+def test_blocks_and_windows_are_told_whole(name: str, causal: bool) -> None:
+    rows, heads, kv_heads = 700, 4, 2
+    generator = torch.Generator().manual_seed(5)
+    pattern = {
+        "mask": from_block_mask(torch.rand(kv_heads, 6, 6, generator=generator) < 0.5, 128),
+        "strided": strided_blocks(3, block_size=128),
+        "window": local_window(200, 131),
+    }[name]
+    flex = FlexBlocks(pattern, rows, heads, kv_heads, is_causal=causal, device=torch.device("cpu"))
+    positions = torch.arange(rows)
+    seen = (pattern.counts(positions, positions, kv_heads, is_causal=causal) > 0).repeat_interleave(2, 0)
+    head, query, key = torch.meshgrid(torch.arange(heads), positions, positions, indexing="ij")
+    assert torch.equal(flex.mask(torch.zeros((), dtype=torch.int64), head, query, key), seen)
+    pad = -rows % 128
+    blocks = torch.nn.functional.pad(seen, (0, pad, 0, pad)).unflatten(2, (-1, 128)).unflatten(1, (-1, 128))
+    assert torch.equal(flex.block_mask.to_dense()[0] > 0, blocks.any(4).any(2))
+    assert flex.block_mask.full_kv_num_blocks is not None
+    assert torch.equal(flex.block_mask.full_kv_num_blocks[0], blocks.all(4).all(2).sum(-1, dtype=torch.int32))
+
+
+def test_patterns_that_flexattention_is_not_told_are_refused() -> None:
+    for pattern in (local_window(3) + local_window(5), strided_blocks(3, block_size=100)):
+        with pytest.raises(ValueError, match="expected"):
+            FlexBlocks(pattern, 700, 2, 2, is_causal=False, device=torch.device("cpu"))

@@ -43,9 +43,9 @@ def test_a_run_stores_a_profile_a_report_and_goes_on_when_it_is_called_again(
     capsys.readouterr()
     main([*WORDS, "--seconds", "0.01", "--output", str(output)])
     said = capsys.readouterr().out
-    assert f"going on after 36 times in {output / 'tune.json'}" in said
+    assert f"going on after 72 times in {output / 'tune.json'}" in said
     record = json.loads((output / "tune.json").read_text())
-    assert max(len(samples) for samples in record["samples"].values()) >= 2
+    assert max(len(samples) for samples in record["samples"].values()) >= 4
     assert record["fits"][0]["rates"]["dtype"] == "float32"
 
 

@@ -43,8 +43,8 @@ def test_wide_windows_equal_dense_attention_and_mask_at_their_edges_alone(
         torch.testing.assert_close(got, want, rtol=0, atol=1e-11)
     steps = plan(Call(local_window(before, after), 1, 4100, 4100, 1, 1, 0, 0, causal), 1 << 40)
     masked = [p for tile in steps.tiles for p in tile.partials if isinstance(p, Partial) and p.band is not None]
-    # What is masked is held in memory for the tiles to come: never more than a tile is high.
-    assert all(partial.num_keys <= 3 * partial.num_queries for partial in masked if partial.num_queries >= 32)
+    # What is masked is held in memory for the tiles to come.
+    assert all(partial.num_keys * partial.num_queries <= 1 << 19 for partial in masked)
 
 
 def test_one_query_sees_its_blocks() -> None:

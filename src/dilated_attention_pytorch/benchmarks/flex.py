@@ -1,10 +1,14 @@
-"""FlexAttention with the pattern as its mask, and the multiplicity of a pair through its score modification."""
+"""FlexAttention with a pattern as its mask, and the multiplicity of a pair through its score modification."""
 
 from __future__ import annotations
+
+from collections.abc import Callable
 
 import torch
 from torch import Tensor
 from torch.nn.attention.flex_attention import BlockMask, flex_attention
+
+from dilated_attention_pytorch.patterns import Pattern
 
 from .shapes import Case
 
@@ -54,8 +58,7 @@ class FlexPattern:
 
     def _block_mask(self, device: torch.device) -> BlockMask:
         rows = self.case.rows
-        start = torch.arange(0, rows, _BLOCK, device=device)
-        stop = (start + _BLOCK).clamp(max=rows)
+        start, stop = _bounds(rows, device)
         some = torch.zeros(len(start), len(start), dtype=torch.bool, device=device)
         every = torch.zeros_like(some)
         for w, r in self.groups:
@@ -64,19 +67,81 @@ class FlexPattern:
             if r == 1:  # all pairs of one segment: nothing is left to ask the mask
                 inside = first == last
                 every |= inside[:, None] & inside & (first[:, None] == first)
-        if self.case.causal:
-            some &= start <= stop[:, None] - 1
-            every &= stop - 1 <= start[:, None]
-        # A block that ends early is asked: its mask covers the rows that are not there.
-        every &= (stop - start == _BLOCK)[:, None] & (stop - start == _BLOCK)
-        partial_indices, full_indices = (_indices(part) for part in (some & ~every, every))
-        return BlockMask.from_kv_blocks(
-            *partial_indices, *full_indices, BLOCK_SIZE=_BLOCK, mask_mod=self.mask, seq_lengths=(rows, rows)
-        )
+        return _map_of_blocks(some[None], every[None], rows, self.mask, is_causal=self.case.causal)
+
+
+class FlexBlocks:
+    """A pattern of whole blocks of 128 positions, or a window, in the terms of FlexAttention.
+
+    Raises:
+        ValueError: the pattern is a sum, or its blocks are not those of FlexAttention's map.
+    """
+
+    def __init__(
+        self, pattern: Pattern, rows: int, heads: int, kv_heads: int, *, is_causal: bool, device: torch.device
+    ) -> None:
+        torch.compiler.reset()
+        if pattern.groups or len(pattern.rules) != 1:
+            raise ValueError(f"expected a window or one pattern of blocks, got {pattern}")
+        self.ratio, self.is_causal = heads // kv_heads, is_causal
+        start, stop = _bounds(rows, device)
+        self.before, self.after = pattern.rules[0].band(is_causal=False)
+        if self.before is None or self.after is None:
+            first, last = (pattern.counts(at.cpu(), at.cpu(), kv_heads) > 0 for at in (start, stop - 1))
+            if not torch.equal(first, last):
+                raise ValueError(f"expected whole blocks of {_BLOCK} positions, got {pattern}")
+            some = first.to(device)
+            every = some.clone()
+        else:
+            some = start[:, None] - self.before <= stop - 1
+            some &= start <= stop[:, None] - 1 + self.after
+            every = stop[:, None] - 1 - self.before <= start
+            every &= stop - 1 <= start[:, None] + self.after
+            some, every = some.expand(kv_heads, -1, -1).clone(), every.expand(kv_heads, -1, -1).clone()
+        self.blocks = some.clone()
+        some, every = (part.repeat_interleave(self.ratio, 0) for part in (some, every))
+        self.block_mask = _map_of_blocks(some, every, rows, self.mask, is_causal=is_causal)
+        self._compiled = torch.compile(flex_attention, dynamic=False)
+
+    def mask(self, batch: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
+        """Whether ``query`` sees ``key``: FlexAttention's ``mask_mod``."""
+        if self.before is None or self.after is None:
+            seen = self.blocks[head // self.ratio, query // _BLOCK, key // _BLOCK]
+        else:
+            seen = (key >= query - self.before) & (key <= query + self.after)
+        return seen & (key <= query) if self.is_causal else seen
+
+    def attend(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        """``[B, N, H, D]``; compiled when it is first called."""
+        q, k, v = (tensor.transpose(1, 2) for tensor in (query, key, value))
+        out = self._compiled(q, k, v, block_mask=self.block_mask, enable_gqa=self.ratio > 1)
+        return out.transpose(1, 2)
+
+
+def _bounds(rows: int, device: torch.device) -> tuple[Tensor, Tensor]:
+    """First position of every block, and the one past its last."""
+    start = torch.arange(0, rows, _BLOCK, device=device)
+    return start, (start + _BLOCK).clamp(max=rows)
+
+
+def _map_of_blocks(
+    some: Tensor, every: Tensor, rows: int, mask: Callable[..., Tensor], *, is_causal: bool
+) -> BlockMask:
+    """The map from blocks ``[heads or 1, Q, K]`` of which some or every pair is seen, before causality."""
+    start, stop = _bounds(rows, some.device)
+    if is_causal:
+        some = some & (start <= stop[:, None] - 1)
+        every = every & (stop - 1 <= start[:, None])
+    # A block that ends early is asked: its mask covers the rows that are not there.
+    every = every & (stop - start == _BLOCK)[:, None] & (stop - start == _BLOCK)
+    partial_indices, full_indices = (_indices(part) for part in (some & ~every, every))
+    return BlockMask.from_kv_blocks(
+        *partial_indices, *full_indices, BLOCK_SIZE=_BLOCK, mask_mod=mask, seq_lengths=(rows, rows)
+    )
 
 
 def _indices(blocks: Tensor) -> tuple[Tensor, Tensor]:
-    """For every block of queries the number of its key blocks ``[1, 1, Q]``, and which they are ``[1, 1, Q, K]``."""
-    numbers = blocks.sum(1, dtype=torch.int32)
-    order = torch.argsort(blocks.int(), dim=1, descending=True, stable=True).int()
-    return numbers[None, None], order[None, None].contiguous()
+    """For every block of queries the number of its key blocks ``[1, heads, Q]``, and which they are."""
+    numbers = blocks.sum(-1, dtype=torch.int32)
+    order = torch.argsort(blocks.int(), dim=-1, descending=True, stable=True).int()
+    return numbers[None], order[None].contiguous()

@@ -45,7 +45,7 @@ class Tune:
     """Where to measure; "auto" takes a CUDA device if there is one."""
     dtypes: tuple[DtypeName, ...] = ("float32", "bfloat16")
     """What to measure. Rates of other dtypes in the stored profile stay."""
-    seconds: float = 110.0
+    seconds: float = 180.0
     """Seconds of measuring. Every case is timed once even where that takes longer."""
     threads: int = 0
     """CPU threads; 0 leaves the number to PyTorch. A profile is for one number of threads."""
@@ -107,7 +107,7 @@ class Tune:
             def finished(timing: Timing) -> None:
                 nonlocal last
                 done = sum(len(one.samples) >= len(timing.samples) for one in timings)
-                progress.update(bar, completed=done, round=f"round {len(timing.samples)}", description=_short(timing))
+                progress.update(bar, completed=done, round=f"{len(timing.samples)} times each", description=_short(timing))
                 if time.monotonic() - last > _KEEP_SECONDS:
                     tuning.keep_timings(record, timings, hardware, command=command)
                     last = time.monotonic()

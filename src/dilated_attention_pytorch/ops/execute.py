@@ -101,6 +101,18 @@ class _Work:
         """A full tensor, used where it lies."""
         return Operand(tensor[self.batch[0] : self.batch[1]], 0, 0, by_query, role)
 
+    def keys(self, tensor: Tensor) -> Operand:
+        """A full tensor of keys or values to read; where bands read rows again and again, head by head in one piece."""
+        if tensor.device.type != "cpu" or not any(_band_of(partial) for partial in self.tile.partials):
+            return self.whole(tensor, by_query=False)
+        pieces = self.region(tensor, by_query=False).transpose(1, 2).contiguous().transpose(1, 2)
+        return Operand(pieces, self.tile.key_rows[0], self.tile.kv_heads[0], by_query=False)
+
+    @property
+    def is_written_once(self) -> bool:
+        """No two partials of the tile touch a query row: nothing is accumulated there."""
+        return all(partial.is_first for partial in self.tile.partials)
+
     def region(self, tensor: Tensor, *, by_query: bool) -> Tensor:
         """The tile's rows and heads of a full tensor."""
         rows = self.tile.query_rows if by_query else self.tile.key_rows
@@ -109,9 +121,9 @@ class _Work:
         return tensor[self.batch[0] : self.batch[1], rows[0] : rows[1], first:last]
 
     def accumulator(self, tensor: Tensor, *, by_query: bool, role: Role) -> Operand:
-        """``tensor`` itself if it accumulates in its own dtype, else zeros for the tile's part of it."""
+        """``tensor`` itself if it can accumulate in its own dtype, else zeros for the tile's part of it."""
         dtype = self.inputs.accumulation_dtype
-        if tensor.dtype == dtype:
+        if tensor.dtype == dtype or (by_query and self.is_written_once):
             return self.whole(tensor, by_query=by_query, role=role)
         rows = self.tile.query_rows if by_query else self.tile.key_rows
         zeros = torch.zeros_like(
@@ -219,7 +231,7 @@ def _is_phantom(partial: Partial | Gathered) -> bool:
     return isinstance(partial, Partial) and partial.phantoms > 0
 
 
-@functools.lru_cache(maxsize=8)
+@functools.lru_cache(maxsize=32)
 def _band_bias(
     band: tuple[int, int], num_queries: int, num_keys: int, dtype: torch.dtype, device: torch.device
 ) -> Tensor:
@@ -243,8 +255,9 @@ def forward(inputs: Inputs) -> tuple[Tensor, Tensor]:
         lse_region = work.region(lse, by_query=True)
         if inputs.has_bias:
             dead = lse_region < aten.MASKED / 2
-            lse_region.masked_fill_(dead, float("-inf"))
-            work.accumulated(accumulator, out).masked_fill_(dead.unsqueeze(-1), 0.0)
+            if dead.device.type != "cpu" or dead.any():  # elsewhere looking would wait for the device
+                lse_region.masked_fill_(dead, float("-inf"))
+                work.accumulated(accumulator, out).masked_fill_(dead.unsqueeze(-1), 0.0)
         if inputs.dropout_seed is not None:
             work.accumulated(accumulator, out).zero_()
             dropped = replace(accumulator, role=Role.ADDED_TO)
@@ -256,8 +269,8 @@ def forward(inputs: Inputs) -> tuple[Tensor, Tensor]:
 def _merge_partials(work: _Work, out: Operand, lse: Operand) -> None:
     inputs = work.inputs
     operands = [
-        work.whole(inputs.query, by_query=True), work.whole(inputs.key, by_query=False),
-        work.whole(inputs.value, by_query=False), out, lse, *work.side_operands(),
+        work.whole(inputs.query, by_query=True), work.keys(inputs.key),
+        work.keys(inputs.value), out, lse, *work.side_operands(),
     ]  # fmt: skip
     for partial in work.tile.partials:
         for views in work.views(partial, operands):
@@ -270,8 +283,8 @@ def _merge_partials(work: _Work, out: Operand, lse: Operand) -> None:
             compute = aten.fused_forward if aten.is_fused(q, has_bias=bias is not None) else blockwise.blockwise_forward
             partial_out, partial_lse = compute(q, k, v, bias, is_causal=_is_causal(partial), scale=inputs.scale)
             if partial.is_first:
-                out_view.copy_(partial_out)
-                lse_view.copy_(partial_lse)
+                views.overwrite(3, partial_out)
+                views.overwrite(4, partial_lse)
             else:
                 merge_in_place(out_view, lse_view, partial_out, partial_lse.to(lse_view.dtype))
 
@@ -279,8 +292,8 @@ def _merge_partials(work: _Work, out: Operand, lse: Operand) -> None:
 def _add_dropped(work: _Work, out: Operand, lse: Operand) -> None:
     inputs = work.inputs
     operands = [
-        work.whole(inputs.query, by_query=True), work.whole(inputs.key, by_query=False),
-        work.whole(inputs.value, by_query=False), out, lse, *work.side_operands(),
+        work.whole(inputs.query, by_query=True), work.keys(inputs.key),
+        work.keys(inputs.value), out, lse, *work.side_operands(),
     ]  # fmt: skip
     for partial in work.tile.partials:
         if _is_phantom(partial):
@@ -344,8 +357,8 @@ def _add_gradients(
     """Add the gradients of one tile. ``needs_delta``: no partial has a fused backward, else some may want delta."""
     inputs = work.inputs
     operands = [
-        *accumulators, work.whole(inputs.query, by_query=True), work.whole(inputs.key, by_query=False),
-        work.whole(inputs.value, by_query=False), work.whole(grad_out, by_query=True), work.whole(lse, by_query=True),
+        *accumulators, work.whole(inputs.query, by_query=True), work.keys(inputs.key),
+        work.keys(inputs.value), work.whole(grad_out, by_query=True), work.whole(lse, by_query=True),
         # The fused backward reads the output, the blockwise one its product with the gradient.
         work.whole(out, by_query=True), *([] if delta is None else [delta]), *work.side_operands(),
     ]  # fmt: skip

@@ -12,7 +12,7 @@ from dilated_attention_pytorch.planning import Gathered
 
 from .operand import Operand, Role, Views
 
-_GATHERED_ELEMENTS = 1 << 18
+_GATHERED_ELEMENTS = 1 << 19
 """Elements of the keys that lie together at a time: few enough for a cache, enough for every core."""
 
 
@@ -45,6 +45,8 @@ class _Step(NamedTuple):
     query_index: Tensor
     key_index: Tensor
     num_problems: int
+    first_row: int | None
+    """Where the rows of the queries begin if all follow each other."""
 
 
 def _steps(partial: Gathered, head_dim: int, device: torch.device) -> Iterator[_Step]:
@@ -52,7 +54,11 @@ def _steps(partial: Gathered, head_dim: int, device: torch.device) -> Iterator[_
     offsets = torch.arange(partial.rows_of_range)
     for rows, units in zip(partial.query_rows.split(most), partial.key_units.split(most), strict=True):
         index = (rows.unsqueeze(-1) + offsets).view(-1)
-        yield _Step(index.to(device), units.reshape(-1).to(device), rows.shape[0])
+        follow_each_other = bool((rows.view(-1).diff() == partial.rows_of_range).all())
+        yield _Step(
+            index.to(device), units.reshape(-1).to(device), rows.shape[0],
+            int(rows.view(-1)[0]) if follow_each_other else None,
+        )  # fmt: skip
 
 
 class _GatheredViews(Views):
@@ -67,6 +73,11 @@ class _GatheredViews(Views):
         else:
             self.tensors[index] += part
 
+    def overwrite(self, index: int, whole: Tensor) -> None:
+        column = self._columns[index]
+        assert isinstance(column, _QueryColumn), "keys are added to"
+        self.tensors[index] = column.overwritten(self._step, self.tensors[index], whole)
+
     def write_back(self) -> None:
         """Store what was merged into, or added to, the rows of queries."""
         for column, tensor in zip(self._columns, self.tensors, strict=True):
@@ -75,7 +86,7 @@ class _GatheredViews(Views):
 
 
 class _QueryColumn:
-    """The query rows of one sequence and the query heads of one key/value head."""
+    """The query rows of one sequence and the query heads of one key/value head: a view where it can be, or copies."""
 
     def __init__(self, operand: Operand, partial: Gathered, sequence: int, head: int, ratio: int) -> None:
         first = (head - operand.first_head) * ratio
@@ -84,19 +95,32 @@ class _QueryColumn:
         self._shape = (1, partial.num_queries * ratio, *self._rows.shape[2:])
         self._is_written = operand.role is not Role.READ
         self._is_overwritten = operand.role is Role.MERGED_INTO and partial.is_first
+        # Rows and heads of a problem are one axis.
+        self._is_flat = ratio == 1 or self._rows.stride(0) == ratio * self._rows.stride(1)
+
+    def _is_view(self, step: _Step) -> bool:
+        return step.first_row is not None and self._is_flat
 
     def _index(self, step: _Step) -> Tensor:
         return step.query_index - self._first_row if self._first_row else step.query_index
 
     def take(self, step: _Step) -> Tensor:
         shape = (step.num_problems, *self._shape)
+        if self._is_view(step):
+            assert step.first_row is not None
+            rows = self._rows.narrow(0, step.first_row - self._first_row, step.query_index.shape[0])
+            return rows.flatten(0, 1).unflatten(0, shape[:3])
         if self._is_overwritten:
             return self._rows.new_empty(shape)
         return self._rows.index_select(0, self._index(step)).view(shape)
 
+    def overwritten(self, step: _Step, tensor: Tensor, whole: Tensor) -> Tensor:
+        """What stands for the rows from now on: ``tensor``, or without a copy ``whole``, which is written back."""
+        return tensor.copy_(whole) if self._is_view(step) else whole.to(tensor.dtype)
+
     def write_back(self, step: _Step, tensor: Tensor) -> None:
-        if self._is_written:
-            self._rows.index_copy_(0, self._index(step), tensor.view(-1, *self._rows.shape[1:]))
+        if self._is_written and not self._is_view(step):
+            self._rows.index_copy_(0, self._index(step), tensor.reshape(-1, *self._rows.shape[1:]))
 
     def finish(self) -> None:
         """Nothing is left to do: rows are written where they belong."""

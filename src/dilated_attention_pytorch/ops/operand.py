@@ -43,6 +43,10 @@ class Views:
     def __init__(self, tensors: list[Tensor]) -> None:
         self.tensors = tensors
 
+    def overwrite(self, index: int, whole: Tensor) -> None:
+        """Set the operand of that index."""
+        self.tensors[index].copy_(whole)
+
     def add(self, index: int, part: Tensor) -> None:
         """Add to the operand of that index. Where several problems share a row (stride 0) their parts are summed."""
         total = self.tensors[index]

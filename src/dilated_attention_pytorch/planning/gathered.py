@@ -12,8 +12,14 @@ from dilated_attention_pytorch.patterns import HeadRule, Spans
 
 from .geometry import Partial, Slabs, dense_and_causal
 
-_BAND_ROWS = (32, 512)
-"""Fewest and most query rows of a partial that a band cuts through."""
+_BAND_ROWS = (64, 192, 256)
+"""Query rows of a partial that a band cuts through: narrow, middle and wide bands.
+
+PyTorch's kernel for the CPU takes 64 rows at once from 192 on; the more rows, the more masked pairs.
+"""
+_NARROW = 256
+_MOST_BIAS = 1 << 19
+"""Elements of a bias that stays in a core's cache; wider bands are cut, so that only their edges have one."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -91,12 +97,15 @@ def _rectangles(spans: Spans) -> list[tuple[int, int, int, int]]:
 
 
 def _banded(query: int, query_stop: int, key: int, key_stop: int, before: int, after: int) -> Iterator[Partial]:
-    """A band across a rectangle: for a few rows at a time the keys that all of them see, and the edges it cuts through.
+    """A band across a rectangle: for a few rows at a time all keys that any of them sees, masked.
 
-    They come in an order in which :func:`fold` finds runs of partials that share no key.
+    Of a wide band the keys that all of the rows see come apart from the edges that it cuts through, and only those are
+    masked. They come in an order in which :func:`fold` finds runs of partials that share no key.
     """
     width = before + after + 1
-    rows = min(max(1 << (max(1, width // 8) - 1).bit_length(), _BAND_ROWS[0]), _BAND_ROWS[1])
+    narrow, middle, wide = _BAND_ROWS
+    is_cut = middle * (width + middle) > _MOST_BIAS
+    rows = wide if is_cut else middle if width >= _NARROW else narrow
     starts = range(query, query_stop, rows)
     apart = -(-(rows + width - 1) // rows)
     for index in range(min(apart, len(starts))):
@@ -105,7 +114,7 @@ def _banded(query: int, query_stop: int, key: int, key_stop: int, before: int, a
             first, last = max(key, start - before), min(key_stop, stop + after)
             whole, whole_stop = max(first, stop - 1 - before), min(last, start + after + 1)
             cuts = [(first, last)]
-            if whole_stop - whole > rows:
+            if is_cut and whole_stop - whole > rows:
                 cuts = [(whole, whole_stop), (first, whole), (whole_stop, last)]
             is_first = True
             for low, high in cuts:
@@ -191,6 +200,8 @@ def _alike(query_rows: Tensor, lists: Tensor) -> Iterator[tuple[Tensor, Tensor]]
     starts = counts.cumsum(0) - counts
     for number in counts.unique().tolist():
         problems = (counts == number).nonzero().squeeze(1)
+        # In the order of their rows, which then often are one run.
+        problems = problems[torch.argsort(rows[starts[problems]])]
         yield rows[starts[problems].unsqueeze(1) + torch.arange(number)], unique[problems]
 
 

@@ -13,17 +13,18 @@ from .workload import Workload
 _BLOCKS = (32, 64, 256)
 """Queries that PyTorch's kernel for the CPU takes at once: the more, the longer the problem."""
 
+_KEYS_AT_ONCE = 512
+"""Keys that the kernel computes at once: a causal problem skips none but whole runs of them."""
+
 FEATURES = (
     "calls", "kernel calls", *(f"pairs in blocks of {block}" for block in _BLOCKS),
-    *(f"causal pairs in blocks of {block}" for block in _BLOCKS), "exponentials", "rows computed", "rows merged",
-    "rows of dilated groups", "rows",
+    *(f"rows in blocks of {block}" for block in _BLOCKS), "exponentials", "rows merged", "rows",
 )  # fmt: skip
 """What seconds are fitted to.
 
-Kernels compute a causal block of queries up to its last row, masked, which goes at another pace; pairs and rows are
-weighted by the width of a head, pairs by how evenly threads share them, and every pair has an exponential beside its
-products. Every row of a group is read and written, one of a later group is merged into what is there, one of a dilated
-group is reached by a stride; every row of the call is written for the first time.
+Pairs and rows are weighted by the width of a head, pairs by how evenly threads share them, and every pair has an
+exponential beside its products. Every row of a group is read, packed and written, which costs more in small blocks; one
+of a later group is merged into what is there; every row of the call is written for the first time.
 """
 
 _CALL_SECONDS = 10e-6
@@ -34,28 +35,31 @@ def features(pattern: Pattern, workload: Workload, hardware: Hardware) -> tuple[
     """The counts of :data:`FEATURES` for one call."""
     cut = tiling(pattern, workload)
     threads = hardware.processors if hardware.kind == "cpu" else 1
-    pairs = dict.fromkeys(_BLOCKS, 0.0)
-    calls = exponentials = computed = merged = dilated = 0.0
+    pairs, computed = dict.fromkeys(_BLOCKS, 0.0), dict.fromkeys(_BLOCKS, 0.0)
+    calls = exponentials = merged = 0.0
     times = workload.ratio * workload.batch_size
     for place, group in enumerate(count_groups(pattern, workload)):
         together, of_group = _problems_together(group, cut, workload)
         calls += of_group
         for rows, count in group.sizes:
             block = block_rows(rows)
-            # A causal block of queries is computed up to its last row.
-            keys = min(rows, (rows + block) / 2) if workload.is_causal else rows
-            of_size = rows * keys * count * times
+            of_size = (_causal_pairs(rows) if workload.is_causal else rows * rows) * count * times
             exponentials += of_size
-            pairs[block] += of_size * _imbalance(together, rows, block, threads, is_training=workload.is_training)
-        rows_of_group = group.rows * times * workload.head_dim
-        computed += rows_of_group
-        merged += rows_of_group if place else 0
-        dilated += rows_of_group if group.dilation_rate > 1 else 0
+            computed[block] += rows * count * times * workload.head_dim
+            pairs[block] += (
+                workload.head_dim
+                * of_size
+                * _imbalance(together, rows, block, threads, is_training=workload.is_training)
+            )
+        merged += group.rows * times * workload.head_dim if place else 0
     total = workload.sequence_length * workload.num_heads * workload.batch_size * workload.head_dim
-    products = [number * workload.head_dim for number in pairs.values()]
-    none = [0.0] * len(products)
-    by_mask = (*none, *products) if workload.is_causal else (*products, *none)
-    return (1.0, calls, *by_mask, exponentials, computed, merged, dilated, float(total))
+    return (1.0, calls, *pairs.values(), *computed.values(), exponentials, merged, float(total))
+
+
+def _causal_pairs(rows: int) -> float:
+    """Pairs that the kernel computes of a causal problem: every run of keys that a block of queries sees some of."""
+    runs, rest = divmod(rows, _KEYS_AT_ONCE)
+    return _KEYS_AT_ONCE**2 * runs * (runs + 1) / 2 + rest * rows
 
 
 def block_rows(rows: int) -> int:

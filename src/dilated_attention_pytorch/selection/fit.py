@@ -6,15 +6,19 @@ import math
 from collections.abc import Sequence
 
 _SWEEPS = 20000
-_SETTLED = 1e-12
+_SETTLED = 1e-10
+_REWEIGHTINGS = 5
+_QUADRATIC_UP_TO = 0.1
 
 
 def fit_seconds(counts: Sequence[Sequence[float]], seconds: Sequence[float]) -> tuple[float, ...]:
-    """Non-negative seconds per unit of every feature that minimise ``sum (predicted / measured - 1)^2``.
+    """Non-negative seconds per unit of every feature that minimise the sum of ``huber(predicted / measured - 1)``.
 
     Relative errors: a candidate is compared with others of its shape, so a call of a millisecond counts as much as
-    one of a second. Not below zero: no work takes time away, and a prediction stays positive where nothing was
-    measured. Solved by coordinate descent on the normal equations, which are convex.
+    one of a second. Huber's loss, quadratic up to a tenth and linear beyond, so that a call which something else on the
+    machine made longer bends the others little. Not below zero: no work takes time away, and a prediction stays
+    positive where nothing was measured. Solved by coordinate descent on the normal equations, which are convex, with
+    weights from the solution before.
 
     Args:
         counts: the features of every timing, ``[timings][features]``.
@@ -26,10 +30,22 @@ def fit_seconds(counts: Sequence[Sequence[float]], seconds: Sequence[float]) -> 
     rows = [[count / time for count in row] for row, time in zip(counts, seconds, strict=True)]
     norms = [math.sqrt(sum(value * value for value in column)) or 1.0 for column in zip(*rows, strict=True)]
     scaled = [[value / norm for value, norm in zip(row, norms, strict=True)] for row in rows]
-    columns = list(zip(*scaled, strict=True))
-    gram = [[sum(a * b for a, b in zip(one, other, strict=True)) for other in columns] for one in columns]
-    target = [sum(column) for column in columns]
-    solution = [0.0] * len(columns)
+    solution = [0.0] * len(norms)
+    weights = [1.0] * len(scaled)
+    for _ in range(_REWEIGHTINGS):
+        solution = _least_squares(scaled, weights, solution)
+        errors = [abs(sum(a * x for a, x in zip(row, solution, strict=True)) - 1) for row in scaled]
+        weights = [min(1.0, _QUADRATIC_UP_TO / max(error, _SETTLED)) for error in errors]
+    return tuple(value / norm for value, norm in zip(solution, norms, strict=True))
+
+
+def _least_squares(rows: list[list[float]], weights: list[float], start: list[float]) -> list[float]:
+    """Non-negative x that minimises ``sum weight (row . x - 1)^2``."""
+    columns = list(zip(*rows, strict=True))
+    weighted = [[weight * value for weight, value in zip(weights, column, strict=True)] for column in columns]
+    gram = [[sum(a * b for a, b in zip(one, other, strict=True)) for other in columns] for one in weighted]
+    target = [sum(column) for column in weighted]
+    solution = list(start)
     for _ in range(_SWEEPS):
         moved = 0.0
         for index, row in enumerate(gram):
@@ -41,7 +57,7 @@ def fit_seconds(counts: Sequence[Sequence[float]], seconds: Sequence[float]) -> 
             solution[index] = new
         if moved < _SETTLED:
             break
-    return tuple(value / norm for value, norm in zip(solution, norms, strict=True))
+    return solution
 
 
 def rank_correlation(one: Sequence[float], other: Sequence[float]) -> float:

@@ -27,6 +27,7 @@ from .profile import Profile, Rates, identity, write_whole
 from .workload import Workload
 
 FORMAT = "dilated-attention-pytorch tuning 1"
+_CALLS_IN_A_ROUND = 2
 _PARTS = 3
 """Into how many parts shapes are dealt to judge a fit."""
 _OF_A_SHAPE = 8
@@ -108,15 +109,16 @@ def cases(dtypes: Sequence[torch.dtype], hardware: Hardware, *, is_dry: bool = F
 def measure(
     timings: Sequence[Timing], device: torch.device, *, seconds: float, finished: Callable[[Timing], None]
 ) -> None:
-    """Call every case once, then all of them again and again until ``seconds`` are over.
+    """Time every case twice, then all of them again and again until ``seconds`` are over.
 
-    Rounds far apart see the machine at several paces; the least time of a case is what it takes.
+    Rounds far apart see the machine at several paces; the least time of a case is what it takes. Before it is timed a
+    case is called once: what it plans is kept only until many others were planned, and programs call one pattern often.
 
     Args:
         timings: get samples; those with fewer go first.
         device: where.
         seconds: after which no further round begins.
-        finished: is called after every call of a case.
+        finished: is called after every round of a case.
     """
     ends_at = time.monotonic() + seconds
     while True:
@@ -128,9 +130,9 @@ def measure(
             if not waiting:
                 continue
             call = call_of(workload, device)
-            call(waiting[0].pattern)  # the first call of a shape finds cold memory
             for timing in waiting:
-                timing.samples.append(call(timing.pattern))
+                call(timing.pattern)
+                timing.samples.extend(call(timing.pattern) for _ in range(_CALLS_IN_A_ROUND))
                 finished(timing)
 
 
