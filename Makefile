@@ -5,7 +5,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 RUN_FOLDER ?= runs/demo
 
-.PHONY: demo test gate format lint types tests sweep bench benchmark clean
+.PHONY: demo test gate format lint types tests docs sweep bench benchmark clean
 
 demo: $(VENV)/train.stamp  ## environment, install, train a LongNet on real text, sample from it
 	@if [ -f $(RUN_FOLDER)/model.safetensors ]; then \
@@ -20,7 +20,7 @@ demo: $(VENV)/train.stamp  ## environment, install, train a LongNet on real text
 test: $(VENV)/dev.stamp  ## environment, install, everything the gate checks
 	$(MAKE) gate
 
-gate: lint types tests
+gate: lint types tests docs
 
 lint:
 	$(BIN)/ruff format --check .
@@ -31,6 +31,9 @@ types:
 
 tests:
 	$(BIN)/pytest -n 2 --dist worksteal
+
+docs: $(VENV)/docs.stamp  ## the documentation site, into build/site
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet
 
 sweep: $(VENV)/dev.stamp  ## the drawn cases again, ten times as many, other draws
 	HYPOTHESIS_PROFILE=sweep $(BIN)/pytest -n 2 tests/ops tests/planning tests/kernels tests/parallel/test_parallel_equals_the_oracle.py tests/parallel/test_plan.py

@@ -27,6 +27,7 @@ ALLOWED = {
     "machine": {"errors"},
     "output": {"errors"},
     "parallel": {*ORDER, "nn", "selection"},
+    "integrations": {*ORDER, "nn", "models"},
     "training": {*ORDER, "nn", "models", "parallel", "errors", "machine", "output"},
     "benchmarks": {*ORDER, "nn", "models", "errors", "machine", "output"},
     "cli": {*ORDER, "nn", "models", "errors", "machine", "output", "selection", "training", "benchmarks"},

@@ -1,4 +1,4 @@
-"""The examples of the README and of the pages run, and the commands exist."""
+"""The examples of the README run, and what it names exists. test_pages.py does the same for the pages of docs."""
 
 from __future__ import annotations
 
@@ -9,11 +9,8 @@ import pytest
 
 ROOT = Path(__file__).parent.parent
 README = (ROOT / "README.md").read_text()
-PAGES = [ROOT / "README.md", *(ROOT / "docs" / f"{name}.md" for name in ("patterns", "adaptive", "selection"))]
 EXAMPLES = {
-    f"{page.name}, example {number}": text
-    for page in PAGES
-    for number, text in enumerate(re.findall(r"```python\n(.*?)```", page.read_text(), flags=re.DOTALL))
+    f"example {number}": text for number, text in enumerate(re.findall(r"```python\n(.*?)```", README, flags=re.DOTALL))
 }
 
 

@@ -40,6 +40,7 @@ def test_self_attention_equals_pytorch_with_its_weights(bias: bool) -> None:
         ({"key_padding_mask": float_padding}, {"key_padding_mask": padding}),
         ({"is_causal": True}, {"attn_mask": causal}),
         ({"is_causal": True, "attn_mask": causal}, {"attn_mask": causal}),
+        ({"attn_mask": causal}, {"attn_mask": causal}),
         ({"is_causal": True, "attn_mask": causal.bool()}, {"attn_mask": causal}),
     ):
         expected, _ = theirs(x, x, x, need_weights=False, **there)

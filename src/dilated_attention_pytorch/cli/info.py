@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 EXTRAS = {
     "bench": ("matplotlib", "rich", "tyro"),
+    "docs": ("mkdocs", "mkdocs-material", "mkdocstrings", "mkdocstrings-python"),
     "plot": ("matplotlib",),
     "train": ("accelerate", "matplotlib", "numpy", "rich", "safetensors", "tensorboard", "transformers", "tyro"),
     "dev": ("hypothesis", "mypy", "pytest", "pytest-xdist", "ruff"),

@@ -107,7 +107,8 @@ class Tune:
             def finished(timing: Timing) -> None:
                 nonlocal last
                 done = sum(len(one.samples) >= len(timing.samples) for one in timings)
-                progress.update(bar, completed=done, round=f"{len(timing.samples)} times each", description=_short(timing))
+                times = f"{len(timing.samples)} times each"
+                progress.update(bar, completed=done, round=times, description=_short(timing))
                 if time.monotonic() - last > _KEEP_SECONDS:
                     tuning.keep_timings(record, timings, hardware, command=command)
                     last = time.monotonic()

@@ -73,7 +73,7 @@ class LongNetCache:
 
     def __init__(self, config: LongNetConfig, *, share: CacheShare | None = None) -> None:
         assert config.num_kv_heads is not None
-        self.patterns = tuple(config.pattern(layer) for layer in range(config.num_layers))
+        self.patterns: tuple[Pattern, ...] = tuple(config.pattern(layer) for layer in range(config.num_layers))
         self.num_kv_heads = config.num_kv_heads
         self.share = share
         self._cohorts: list[_Cohort] = []

@@ -12,6 +12,7 @@ from dilated_attention_pytorch.kernels.select import Impl
 from dilated_attention_pytorch.patterns import DilatedPattern, OffsetRule, Pattern, Tail
 
 from .dilated_attention import DilatedAttention, PatternAttention
+from .masks import check_causal, ignored_keys
 from .product import Product
 
 
@@ -178,7 +179,7 @@ class MultiheadPatternAttention(nn.Module):
             key, value: ``[B, M, kdim]`` and ``[B, M, vdim]``.
             key_padding_mask: ``[B, M]``, bool with True = ignore, or float with -inf = ignore and 0 elsewhere.
             need_weights: must be False: the N x M weights are never formed.
-            attn_mask: None, or with ``is_causal=True`` the square causal mask that ``nn.Transformer`` passes along.
+            attn_mask: None or the square causal mask, which makes the call causal.
             average_attn_weights: of no effect without weights, as in PyTorch.
             is_causal: a query sees keys at its own position and before only.
             cu_seqlens: int32 boundaries of packed documents, see :func:`attend`.
@@ -187,7 +188,7 @@ class MultiheadPatternAttention(nn.Module):
             ``(out [B, N, E], None)``.
 
         Raises:
-            NotImplementedError: ``need_weights`` or ``attn_mask`` was asked for.
+            NotImplementedError: ``need_weights`` or another mask was asked for.
             TypeError, ValueError: wrong dimensions, dtypes or shapes.
         """
         for name, x, width in (("query", query, self.embed_dim), ("key", key, self.kdim), ("value", value, self.vdim)):
@@ -198,39 +199,14 @@ class MultiheadPatternAttention(nn.Module):
                 "need_weights=True asks for N x M attention weights, which attention under a pattern never forms; pass "
                 "need_weights=False, or look at pattern.counts and attend_with_lse for a short sequence"
             )
-        if attn_mask is not None and not (is_causal and _is_causal_mask(attn_mask, query.shape[1], key.shape[1])):
-            raise NotImplementedError(
-                "attn_mask cannot be combined with attention under a pattern: pass is_causal=True for a causal mask, "
-                "key_padding_mask for padding, cu_seqlens for packed documents, from_block_mask as the pattern for any "
-                f"other mask; got a mask of {tuple(attn_mask.shape)}"
-            )
+        if attn_mask is not None:
+            check_causal(attn_mask, query.shape[1], key.shape[1])
+            is_causal = True
         q, k, v = self.project_in(query, key, value)
         heads = self.attention(
-            q, k, v, is_causal, cu_seqlens=cu_seqlens, key_padding_mask=_as_bool(key_padding_mask)
+            q, k, v, is_causal, cu_seqlens=cu_seqlens, key_padding_mask=ignored_keys(key_padding_mask)
         )  # fmt: skip
         return self.project_out(heads), None
-
-
-def _as_bool(key_padding_mask: Tensor | None) -> Tensor | None:
-    """PyTorch's float form of the mask, -inf to ignore and 0 to keep, as bool."""
-    if key_padding_mask is None or not key_padding_mask.is_floating_point():
-        return key_padding_mask
-    ignored = key_padding_mask == float("-inf")
-    if not bool(((key_padding_mask == 0) | ignored).all()):
-        raise ValueError(
-            "a float key_padding_mask must hold 0 (keep) and -inf (ignore) only: other values would weight keys, "
-            "which attention under a pattern does not do; pass a bool mask with True = ignore"
-        )
-    return ignored
-
-
-def _is_causal_mask(mask: Tensor, num_queries: int, num_keys: int) -> bool:
-    """Whether ``mask`` hides exactly the keys after each query: True or -inf there, False or 0 elsewhere."""
-    if mask.shape != (num_queries, num_keys):
-        return False
-    later = torch.ones(num_queries, num_keys, dtype=torch.bool, device=mask.device).triu(1)
-    hidden = torch.zeros(mask.shape, dtype=mask.dtype, device=mask.device).masked_fill_(later, float("-inf"))
-    return torch.equal(mask, later if mask.dtype == torch.bool else hidden)
 
 
 class MultiheadDilatedAttention(MultiheadPatternAttention):

@@ -1,0 +1,22 @@
+"""Attention of this library inside models that people already have."""
+
+from .multihead_replacement import MultiheadReplacement
+from .qkv_replacement import QkvReplacement
+from .replacement import replace_attention
+from .replacement_report import LeftLayer, ReplacedLayer, ReplacementReport
+from .torchscale import AdoptedDilatedAttention, adopt
+from .transformers import BoundedCache, register, set_pattern
+
+__all__ = [
+    "AdoptedDilatedAttention",
+    "BoundedCache",
+    "LeftLayer",
+    "MultiheadReplacement",
+    "QkvReplacement",
+    "ReplacedLayer",
+    "ReplacementReport",
+    "adopt",
+    "register",
+    "replace_attention",
+    "set_pattern",
+]

@@ -1,0 +1,150 @@
+"""Attention under a pattern in a model made of plain PyTorch layers."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from torch import nn
+
+from dilated_attention_pytorch.kernels.select import Impl
+from dilated_attention_pytorch.patterns import Pattern
+
+from .multihead_replacement import MultiheadReplacement
+from .parts import NotReplaceable, parts_of
+from .qkv_replacement import QkvReplacement
+from .replacement_report import LeftLayer, ReplacedLayer, ReplacementReport
+
+PatternChoice = Callable[[str, nn.Module], Pattern | None]
+_REPLACEMENTS = (MultiheadReplacement, QkvReplacement)
+_BLOCK = {"qkv", "proj"}
+
+
+def replace_attention(
+    model: nn.Module,
+    pattern: Pattern | PatternChoice,
+    *,
+    is_causal: bool = False,
+    separate_keys: bool = False,
+    impl: Impl = "auto",
+) -> ReplacementReport:
+    """Give the self-attention layers of a model a pattern, in place: the softmax over ``s`` is over ``s + log c`` then.
+
+    Layers are ``nn.MultiheadAttention``, also inside ``nn.TransformerEncoderLayer`` and ``nn.TransformerDecoderLayer``,
+    and blocks as in timm, with ``qkv``, ``proj`` and ``num_heads``. The replacements hold the same parameter objects
+    under the same names: state dicts exchange both ways, an optimizer made before goes on. The fused fast path of
+    ``nn.TransformerEncoderLayer`` is never taken for a replaced layer, and ``use_nested_tensor`` is turned off in the
+    ``nn.TransformerEncoder`` that hold one.
+
+    Left as they are, with the reason in the report: the cross-attention of ``nn.TransformerDecoderLayer``, layers with
+    ``add_bias_kv`` or ``add_zero_attn``, a forward of their own, position biases, hooks or parts that are not known.
+    Cross-attention elsewhere is seen when it is called, and refused then. Everything is decided before anything is
+    replaced.
+
+    Args:
+        model: the model; a layer in several places stays one layer.
+        pattern: who sees whom; or a function of a layer's name and the layer that returns its pattern, or None to leave
+            the layer.
+        is_causal: the replaced layers attend causally, whatever their calls say. Calls say so themselves with
+            ``is_causal=True`` or a causal ``attn_mask``.
+        separate_keys: allow an ``nn.MultiheadAttention`` to be called with a key that is another tensor than the
+            query, of the same length, row t of both being position t.
+        impl: see :func:`attend`.
+
+    Returns:
+        A report that prints as text: what was replaced, what was left and why.
+
+    Raises:
+        TypeError: ``model`` is no module, or a pattern no pattern.
+        ValueError: nothing could be replaced; says what was looked for and what was left.
+
+    >>> from dilated_attention_pytorch.integrations import replace_attention
+    >>> model = torch.nn.TransformerEncoderLayer(64, 4, batch_first=True)
+    >>> report = replace_attention(model, DilatedPattern([16, 64], [1, 4]))
+    >>> [(layer.name, layer.kind) for layer in report.replaced], report.left
+    ([('self_attn', 'MultiheadAttention')], ())
+    >>> model(torch.randn(2, 100, 64)).shape
+    torch.Size([2, 100, 64])
+    """
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"model must be an nn.Module, got {type(model).__name__}")
+    if not isinstance(pattern, Pattern) and not callable(pattern):
+        raise TypeError(
+            "pattern must be a pattern such as DilatedPattern([2048, 4096], [1, 2]) or a function "
+            f"(name, module) -> pattern or None, got {pattern!r} of type {type(pattern).__name__}"
+        )
+    replacements: dict[str, MultiheadReplacement | QkvReplacement] = {}
+    decided: dict[int, MultiheadReplacement | QkvReplacement | str] = {}
+    kinds: dict[str, str] = {}
+    left: list[LeftLayer] = []
+    for name, layer in model.named_modules(remove_duplicate=False):
+        if not isinstance(layer, (nn.MultiheadAttention, *_REPLACEMENTS)) and not parts_of(layer).keys() >= _BLOCK:
+            continue
+        kinds[name] = type(layer).__name__
+        if id(layer) not in decided:
+            decided[id(layer)] = _decide(
+                model, name, layer, pattern, is_causal=is_causal, separate_keys=separate_keys, impl=impl
+            )
+        decision = decided[id(layer)]
+        if isinstance(decision, str):
+            left.append(LeftLayer(name=name, kind=kinds[name], reason=decision))
+        else:
+            replacements[name] = decision
+    if not replacements:
+        raise ValueError(
+            "nothing was replaced: looked for nn.MultiheadAttention and for blocks with the submodules qkv and proj "
+            f"and the attribute num_heads in the model ({type(model).__name__}), and found "
+            + ("none" if not left else "only\n" + "\n".join(f"  {layer}" for layer in left))
+        )
+    for name, replacement in replacements.items():
+        model.set_submodule(name, replacement)
+    return ReplacementReport(
+        replaced=tuple(
+            ReplacedLayer(name=name, kind=kinds[name], pattern=replacement.pattern)
+            for name, replacement in replacements.items()
+        ),
+        left=tuple(left),
+        nested_tensors_off=_turn_nested_tensors_off(model),
+    )
+
+
+def _decide(
+    model: nn.Module, name: str, layer: nn.Module, pattern: Pattern | PatternChoice, *, is_causal: bool,
+    separate_keys: bool, impl: Impl,
+) -> MultiheadReplacement | QkvReplacement | str:  # fmt: skip
+    """The replacement of a layer, or why it is left."""
+    if isinstance(layer, _REPLACEMENTS):
+        return "it attends under a pattern already"
+    parent, _, own_name = name.rpartition(".")
+    if not name:
+        kind = "MultiheadReplacement" if isinstance(layer, nn.MultiheadAttention) else "QkvReplacement"
+        return f"it cannot be replaced in place: write {kind}(model, pattern)"
+    if own_name == "multihead_attn" and isinstance(model.get_submodule(parent), nn.TransformerDecoderLayer):
+        return "it is the cross-attention of an nn.TransformerDecoderLayer"
+    chosen = pattern if isinstance(pattern, Pattern) else pattern(name, layer)
+    if chosen is None:
+        return "pattern(name, module) returned None for it"
+    if not isinstance(chosen, Pattern):
+        raise TypeError(
+            f"pattern(name, module) must return a pattern or None, got {chosen!r} of type {type(chosen).__name__} for "
+            f"{name}"
+        )
+    try:
+        if isinstance(layer, nn.MultiheadAttention):
+            return MultiheadReplacement(
+                layer, chosen, is_causal=is_causal, separate_keys=separate_keys, impl=impl
+            )  # fmt: skip
+        return QkvReplacement(layer, chosen, is_causal=is_causal, impl=impl)
+    except NotReplaceable as reason:
+        return str(reason)
+
+
+def _turn_nested_tensors_off(model: nn.Module) -> tuple[str, ...]:
+    """An ``nn.TransformerEncoder`` makes nested tensors of padded rows in eval, which only its fast path can read."""
+    names = []
+    for name, encoder in model.named_modules():
+        if not isinstance(encoder, nn.TransformerEncoder) or not encoder.use_nested_tensor:
+            continue
+        if any(isinstance(module, MultiheadReplacement) for module in encoder.modules()):
+            encoder.use_nested_tensor = False
+            names.append(name)
+    return tuple(names)

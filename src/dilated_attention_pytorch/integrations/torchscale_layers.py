@@ -1,0 +1,167 @@
+"""Which modules of a model are torchscale's dilated attention, and what their attributes say of them."""
+
+from __future__ import annotations
+
+import ast
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+
+from dilated_attention_pytorch.patterns import DilatedPattern, Tail
+
+from .xpos import XPos
+
+_PROJECTIONS = ("q_proj", "k_proj", "v_proj", "out_proj")
+_CHILDREN = {*_PROJECTIONS, "inner_attn_ln", "dropout_module", "xpos"}
+_HOOKS = (
+    "_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks", "_state_dict_hooks",
+    "_state_dict_pre_hooks", "_load_state_dict_pre_hooks", "_load_state_dict_post_hooks",
+)  # fmt: skip
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class LayerFacts:
+    """What the place of a layer's submodules leaves open."""
+
+    embed_dim: int
+    """Width E of query and output."""
+    num_heads: int
+    """Heads H, of query, key and value alike."""
+    pattern: DilatedPattern
+    """With the block offsets of the authors' code."""
+    dropout: float
+    """Of the attention, for layers without a ``dropout_module`` that says it."""
+    xpos: XPos | None
+    """The constants of the layer's xPos."""
+
+
+def find_layers(model: nn.Module, tail: Tail) -> list[tuple[nn.Module, LayerFacts]]:
+    """Every dilated attention layer of torchscale in a model, once, with its facts.
+
+    Raises:
+        ValueError: a layer's numbers make no pattern, or ``tail`` is unknown.
+        NotImplementedError: a layer has what :class:`AdoptedDilatedAttention` cannot honour.
+    """
+    DilatedPattern([1], [1], tail=tail)
+    found = []
+    for name, module in model.named_modules():
+        if not set(_PROJECTIONS) <= module._modules.keys():
+            continue
+        args = module.__dict__.get("args")
+        if _setting(args, "segment_length") is None or _setting(args, "dilated_ratio") is None:
+            continue
+        where = f"layer {name!r}" if name else "the layer"
+        refusal = _refusal(module, args)
+        if refusal is not None:
+            raise NotImplementedError(f"{where} cannot be adopted, and nothing was replaced: {refusal}")
+        found.append((module, _facts(module, args, tail, where)))
+    return found
+
+
+def _setting(args: object, name: str) -> object:
+    """A setting of torchscale's configuration, which is an object, a namespace or a mapping; None if not set."""
+    return args.get(name) if isinstance(args, Mapping) else getattr(args, name, None)
+
+
+def _refusal(layer: nn.Module, args: object) -> str | None:
+    """Why a layer cannot be computed here; None if it can."""
+    children = {name: child for name, child in layer._modules.items() if child is not None}
+    if layer.__dict__.get("encoder_decoder_attention"):
+        return (
+            "encoder_decoder_attention attends to another sequence, which a dilated pattern does not; adopt the "
+            "self-attention layers one by one: block.self_attn = adopt(block.self_attn)"
+        )
+    for name in _PROJECTIONS:
+        projection = children.get(name)
+        if projection is None:
+            return f"{name} is None, but a module was expected"
+        if {"A", "B"} <= projection._modules.keys():
+            return (
+                f"{name} is a multiway projection (args.multiway) with one set of weights for every kind of token, "
+                "which is not supported; build the model without multiway"
+            )
+    if _setting(args, "seq_parallel"):
+        return (
+            "args.seq_parallel spreads the sequence over ranks inside the layer; set it to False, and see "
+            "dilated_attention_pytorch.parallel for sequences over several ranks"
+        )
+    own = sorted(
+        (children.keys() - _CHILDREN)
+        | {name for name, parameter in layer._parameters.items() if parameter is not None}
+        | {name for name, buffer in layer._buffers.items() if buffer is not None}
+    )
+    if own:
+        return f"it has {', '.join(own)}, which torchscale's layer has not, so what its forward does is not known"
+    hooks = [name for name in _HOOKS if layer.__dict__.get(name)]
+    if hooks:
+        return f"its hooks would be lost ({', '.join(hooks)}); remove them, adopt, and register them again"
+    dropout = children.get("dropout_module")
+    if dropout is not None and not isinstance(dropout, nn.Dropout):
+        return f"dropout_module must be a torch.nn.Dropout, got {type(dropout).__name__}"
+    return None
+
+
+def _facts(layer: nn.Module, args: object, tail: Tail, where: str) -> LayerFacts:
+    sizes = [layer.__dict__.get(name) for name in ("embed_dim", "num_heads")]
+    embed_dim, num_heads = sizes
+    if not isinstance(embed_dim, int) or not isinstance(num_heads, int):
+        raise ValueError(f"{where} must have the integers embed_dim and num_heads, got {sizes[0]!r} and {sizes[1]!r}")
+    if num_heads < 1 or embed_dim % num_heads:
+        raise ValueError(f"{where}: num_heads must divide embed_dim, got {num_heads} heads and embed_dim {embed_dim}")
+    numbers = [_setting(args, name) for name in ("segment_length", "dilated_ratio")]
+    try:
+        lengths, ratios = (_integers(some) for some in numbers)
+        pattern = DilatedPattern(lengths, ratios, offset_rule="block", tail=tail)
+    except (TypeError, ValueError) as error:
+        raise ValueError(
+            f"{where}: args.segment_length {numbers[0]!r} and args.dilated_ratio {numbers[1]!r} make no pattern: "
+            f"{error}"
+        ) from error
+    dropout = layer.__dict__.get("dropout", 0.0)
+    if not isinstance(dropout, (int, float)) or not 0.0 <= dropout < 1.0:
+        raise ValueError(f"{where}: dropout must be a probability of at least 0 and below 1, got {dropout!r}")
+    xpos = layer._modules.get("xpos")
+    return LayerFacts(
+        embed_dim=embed_dim, num_heads=num_heads, pattern=pattern, dropout=float(dropout),
+        xpos=None if xpos is None else _xpos(xpos, embed_dim // num_heads, where),
+    )  # fmt: skip
+
+
+def _integers(value: object) -> list[int]:
+    """A list, or the list that a string spells."""
+    if isinstance(value, str):
+        try:
+            value = ast.literal_eval(value)
+        except SyntaxError as error:
+            raise ValueError(f"{value!r} is no list of integers") from error
+    if not isinstance(value, Sequence):
+        raise TypeError(f"a list of integers was expected, got {value!r}")
+    return list(value)
+
+
+def _xpos(module: nn.Module, head_dim: int, where: str) -> XPos:
+    base, scale = module.__dict__.get("scale_base"), module._buffers.get("scale")
+    if not isinstance(base, (int, float)) or not 0 < base < math.inf or scale is None:
+        raise ValueError(
+            f"{where}: xpos must have a positive number scale_base and a buffer scale, got scale_base {base!r} and "
+            f"scale {scale!r}"
+        )
+    if head_dim % 2 or scale.shape != (head_dim // 2,):
+        raise ValueError(
+            f"{where}: xpos turns pairs of an even head_dim and has one scale for each pair, got head_dim {head_dim} "
+            f"and scale of shape {tuple(scale.shape)}"
+        )
+    constants = XPos(head_dim, float(base))
+    # The buffer is a constant. A model in float16 has rounded it, one on the meta device has none yet.
+    expected = constants.decays(scale.device)
+    if not scale.is_meta and not torch.allclose(
+        scale.float(), expected, rtol=2 * torch.finfo(scale.dtype).eps, atol=0.0
+    ):  # fmt: skip
+        raise NotImplementedError(
+            f"{where} cannot be adopted, and nothing was replaced: the buffer xpos.scale is not "
+            "(2j + 0.4 head_dim) / (1.4 head_dim) as in torchscale"
+        )
+    return constants

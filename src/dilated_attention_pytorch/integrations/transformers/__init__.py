@@ -1,0 +1,7 @@
+"""Attention under a pattern inside models of transformers, as ``attn_implementation="dilated"``."""
+
+from .bounded import BoundedCache
+from .config import set_pattern
+from .registration import register
+
+__all__ = ["BoundedCache", "register", "set_pattern"]

@@ -1,0 +1,245 @@
+"""The attention function that transformers' models call."""
+
+from __future__ import annotations
+
+import inspect
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from dilated_attention_pytorch.models.padding import group_rows, real_runs
+from dilated_attention_pytorch.ops import attend
+from dilated_attention_pytorch.patterns import Pattern
+
+from .bounded import cache_of
+from .config import layer_pattern
+from .mask import PADDING
+
+# What models and Trainer hand down to every attention, and what has no part in one.
+_OF_OTHERS = frozenset({
+    "cache_position", "deterministic", "max_length_k", "max_length_q", "num_items_in_batch", "output_hidden_states",
+    "output_router_logits", "return_dict", "use_cache",
+})  # fmt: skip
+
+
+def dilated_attention_forward(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    dropout: float = 0.0,
+    scaling: float | None = None,
+    is_causal: bool | None = None,
+    sliding_window: int | None = None,
+    position_ids: Tensor | None = None,
+    cu_seq_lens_q: Tensor | None = None,
+    cu_seq_lens_k: Tensor | None = None,
+    **options: Any,
+) -> tuple[Tensor, None]:
+    """Attention under the pattern of the layer, with the arguments of transformers' attention functions.
+
+    Args:
+        module: the layer's attention; its configuration holds the pattern.
+        query: ``[B, H, N, D]``.
+        key, value: ``[B, G, M, D]``, those of a cache and the query's own.
+        attention_mask: of :func:`documents_mask`.
+        dropout: probability with which a merged probability is dropped.
+        scaling: factor of the scores; ``1 / sqrt(D)`` without it.
+        is_causal: in place of the module's own.
+        sliding_window: tokens that the layer's own window holds.
+        position_ids: ``[B, N]``, looked at for packed rows that the mask cannot know.
+        cu_seq_lens_q, cu_seq_lens_k: int32 boundaries of the documents of one packed row, in place of a mask.
+        options: what is for other implementations; all that is not known to have no part in attention raises.
+
+    Returns:
+        ``[B, N, H, D]``, and None for the weights, which are never made.
+
+    Raises:
+        NotImplementedError, ValueError, TypeError: what cannot be honoured, by name.
+    """
+    _check_options(options)
+    if is_causal is None:
+        is_causal = bool(getattr(module, "is_causal", True))
+    mask = None if attention_mask is None else _checked_mask(attention_mask)
+    bounded = cache_of(key)
+    query, key, value = (tensor.transpose(1, 2) for tensor in (query, key, value))
+    if _is_cross_attention(type(module), getattr(module, "is_decoder", None), is_causal):
+        return _plain_attention(query, key, value, mask, dropout, scaling), None
+    _check_heads(module.config, key.shape[2])
+    layer: int | None = getattr(module, "layer_idx", None)
+    pattern = layer_pattern(module.config, layer, sliding_window, is_causal=is_causal)
+    if bounded is not None:
+        cache, cached_layer = bounded
+        out = cache.attend(cached_layer, query, key, value, pattern, mask, scaling, dropout, is_causal=is_causal)
+        return out, None
+    num_queries, num_columns = query.shape[1], key.shape[1] if mask is None else mask.shape[1]
+    key, value = key[:, :num_columns], value[:, :num_columns]
+    if not is_causal and num_queries != num_columns:
+        raise NotImplementedError(
+            f"attention that is not causal is of a sequence to itself, got {num_queries} queries and {num_columns} "
+            f'keys in {type(module).__name__}: use "sdpa" for this model'
+        )
+    cu_seqlens = None
+    if cu_seq_lens_q is not None:
+        cu_seqlens = _given_documents(cu_seq_lens_q, cu_seq_lens_k, query, num_columns, mask)
+    elif mask is not None and mask.shape[0]:
+        if num_queries != num_columns:
+            return _attend_row_by_row(query, key, value, mask, pattern, scaling, dropout), None
+        cu_seqlens = _boundaries(mask)
+    elif layer == 0 and position_ids is not None and num_queries == num_columns:
+        # Once for all layers: it waits for the device.
+        _check_not_packed(position_ids)
+    if cu_seqlens is None:
+        return attend(
+            query, key, value, pattern, is_causal=is_causal, scale=scaling, query_offset=num_columns - num_queries,
+            dropout_p=dropout,
+        ), None  # fmt: skip
+    flat = [tensor.reshape(1, -1, *tensor.shape[2:]) for tensor in (query, key, value)]
+    out = attend(
+        flat[0], flat[1], flat[2], pattern, is_causal=is_causal, scale=scaling, cu_seqlens=cu_seqlens,
+        dropout_p=dropout,
+    )  # fmt: skip
+    return out.view(query.shape), None
+
+
+def _check_options(options: dict[str, Any]) -> None:
+    reasons = {
+        "softcap": "capped scores cap * tanh(s / cap), as in Gemma 2, are not computed",
+        "position_bias": "learned biases of the scores, as in T5, are not computed",
+        "s_aux": "attention sinks, as in gpt-oss, are not computed",
+        "cache": "paged caches of continuous batching hold no sequence of rows",
+        "output_attentions": "the N x N weights are never made",
+    }
+    for name, given in options.items():
+        if given is None or given is False or name in _OF_OTHERS:
+            continue
+        reason = reasons.get(name, "an argument of attention that is not known here")
+        raise NotImplementedError(
+            f'attn_implementation="dilated" does not honour {name}: {reason}; got a {type(given).__name__}, use '
+            '"sdpa" or "eager" for this model'
+        )
+
+
+def _check_heads(config: Any, num_kv_heads: int) -> None:
+    """Raise where this process has some heads only: a head's residues follow from its number among all."""
+    if not torch.distributed.is_available() or not torch.distributed.is_initialized():
+        return
+    all_heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
+    if num_kv_heads != all_heads:
+        raise NotImplementedError(
+            f'attn_implementation="dilated" needs all {all_heads} key/value heads in one process, got {num_kv_heads}: '
+            "split the model by FSDP in place of tensor parallelism"
+        )
+
+
+def _checked_mask(attention_mask: Tensor) -> Tensor:
+    """The documents ``[B, columns]`` of a mask that :func:`documents_mask` made."""
+    if attention_mask.dtype != torch.int32 or attention_mask.dim() != 4 or attention_mask.shape[1:3] != (1, 1):
+        raise NotImplementedError(
+            'with attn_implementation="dilated" attention_mask has the shape [batch, tokens], 1 for a real token: a '
+            f"mask of its own for every pair of tokens is not honoured, got {attention_mask.dtype} of shape "
+            f"{tuple(attention_mask.shape)}; put who sees whom into the pattern"
+        )
+    return attention_mask[:, 0, 0]
+
+
+@torch.compiler.assume_constant_result
+def _is_cross_attention(kind: type[nn.Module], is_decoder: bool | None, is_causal: bool) -> bool:
+    """Whether the keys are another sequence's: transformers does not say, so what its modules are called decides."""
+    if is_causal:
+        return False
+    if "Cross" in kind.__name__:
+        return True
+    takes_others = {"key_value_states", "encoder_hidden_states"} & set(inspect.signature(kind.forward).parameters)
+    if takes_others and is_decoder is None:
+        raise NotImplementedError(
+            f"{kind.__name__} may attend to another sequence and does not say whether it does: use "
+            '"sdpa" for this model'
+        )
+    return bool(takes_others and is_decoder)
+
+
+def _plain_attention(
+    query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, dropout: float, scaling: float | None
+) -> Tensor:
+    """Every query sees every key that is no padding; layouts as :func:`attend`."""
+    seen = None
+    if mask is not None:
+        key, value = key[:, : mask.shape[1]], value[:, : mask.shape[1]]
+        seen = (mask != PADDING)[:, None, None] if mask.shape[0] else None
+    query, key, value = (tensor.transpose(1, 2) for tensor in (query, key, value))
+    out = functional.scaled_dot_product_attention(
+        query, key, value, seen, dropout_p=dropout, scale=scaling, enable_gqa=query.shape[1] != key.shape[1]
+    )
+    return out.transpose(1, 2).contiguous()
+
+
+def _given_documents(
+    cu_seq_lens_q: Tensor, cu_seq_lens_k: Tensor | None, query: Tensor, num_columns: int, mask: Tensor | None
+) -> Tensor:
+    if query.shape[0] != 1 or query.shape[1] != num_columns or mask is not None:
+        raise ValueError(
+            "cu_seq_lens_q gives the documents of one packed row without padding and without cached tokens: got "
+            f"{query.shape[0]} rows of {query.shape[1]} queries and {num_columns} keys"
+            f"{'' if mask is None else ' and an attention_mask'}; pass use_cache=False and no attention_mask"
+        )
+    if cu_seq_lens_k is not None and cu_seq_lens_k.shape != cu_seq_lens_q.shape:
+        raise ValueError(
+            "cu_seq_lens_q and cu_seq_lens_k must be the same boundaries, those of self-attention: got "
+            f"{cu_seq_lens_q.shape[0] - 1} and {cu_seq_lens_k.shape[0] - 1} documents"
+        )
+    return cu_seq_lens_q.int()
+
+
+def _boundaries(documents: Tensor) -> Tensor:
+    """Where the documents of ``[B, N]`` begin if its rows lie one after the other, and their end: int32.
+
+    Padding is a document as well: it sees itself, and nobody sees it.
+    """
+    batch, columns = documents.shape
+    last = torch.tensor([batch * columns], device=documents.device)
+    begins = documents[:, 1:] != documents[:, :-1]
+    if torch.compiler.is_compiling():
+        # A number of boundaries that is known: rows have padding before and after. Documents may be empty.
+        column = torch.arange(1, columns, device=documents.device)
+        found = torch.where(begins, column, columns).sort(dim=1).values[:, :2]
+        starts = torch.cat([torch.zeros_like(documents[:, :1]), found], dim=1)
+        flat = (starts + torch.arange(batch, device=documents.device)[:, None] * columns).flatten()
+    else:
+        flat = functional.pad(begins, (1, 0), value=True).flatten().nonzero().squeeze(1)
+    return torch.cat([flat, last]).int()
+
+
+def _check_not_packed(position_ids: Tensor) -> None:
+    """Raise for packed rows that the mask cannot know of: transformers looks for them only without a cache."""
+    if position_ids.dim() != 2:
+        return
+    follows = (position_ids.diff(dim=-1) == 1).all()
+    words = "position_ids begin anew within a row: pass "
+    if torch.compiler.is_compiling():
+        torch._assert_async(follows, words + "cu_seq_lens_q, the boundaries of its documents, under torch.compile")
+    elif not follows:
+        raise ValueError(
+            f"{words}use_cache=False, so that transformers sees the documents of packed rows, or cu_seq_lens_q"
+        )
+
+
+def _attend_row_by_row(
+    query: Tensor, key: Tensor, value: Tensor, mask: Tensor, pattern: Pattern, scaling: float | None, dropout: float
+) -> Tensor:
+    """Causal attention to cached rows of which some are padding: rows of one start together."""
+    first = mask.shape[1] - query.shape[1]
+    out = torch.zeros_like(query)
+    for (start, stop), rows in group_rows(real_runs(mask != PADDING)).items():
+        begin = max(start, first)
+        if begin >= stop:
+            continue
+        some = torch.tensor(rows, device=query.device)
+        out[some, begin - first : stop - first] = attend(
+            query[some, begin - first : stop - first], key[some, start:stop], value[some, start:stop], pattern,
+            is_causal=True, scale=scaling, query_offset=begin - start, dropout_p=dropout,
+        )  # fmt: skip
+    return out

@@ -1,0 +1,184 @@
+"""A cache for models of transformers that keeps what the pattern can still see."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from dilated_attention_pytorch.models import LongNetCache
+from dilated_attention_pytorch.models.cache import CacheStep
+from dilated_attention_pytorch.models.padding import real_runs
+from dilated_attention_pytorch.patterns import Pattern
+
+from .config import layer_pattern, window_of_layer
+
+_ATTRIBUTE = "_stored_rows"
+
+
+class _Rows(LongNetCache):
+    """The cache of LongNet for patterns that are given."""
+
+    def __init__(self, patterns: tuple[Pattern, ...], num_kv_heads: int) -> None:
+        self.patterns = patterns
+        self.num_kv_heads = num_kv_heads
+        self.share = None
+        self._cohorts = []
+        self._num_columns = 0
+
+
+class BoundedCache:
+    """Keys and values that a later token can still see: ``past_key_values`` of a decoder with a pattern.
+
+    A key/value head holds at most ``sum_i ceil(min(w_i, t) / r_i)`` rows after t tokens, a window of w tokens at most
+    w: memory stops growing with the text. Logits are those of the model's own cache. It has no gradient. Rows that
+    are gone cannot come back: assisted generation is not possible with it.
+
+    Args:
+        config: the model's configuration, with its pattern (:func:`set_pattern` comes first).
+
+    Raises:
+        TypeError, ValueError: the configuration has no pattern for a layer.
+        NotImplementedError: an encoder-decoder.
+
+    >>> from transformers import LlamaConfig, LlamaForCausalLM
+    >>> from dilated_attention_pytorch import DilatedPattern
+    >>> from dilated_attention_pytorch.integrations import BoundedCache, register, set_pattern
+    >>> register()
+    >>> config = LlamaConfig(
+    ...     vocab_size=97, hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=4,
+    ...     attn_implementation="dilated",
+    ... )
+    >>> model = set_pattern(LlamaForCausalLM(config).eval(), DilatedPattern([16, 64], [1, 4]))
+    >>> cache = BoundedCache(model.config)
+    >>> text = model.generate(torch.randint(97, (1, 200)), past_key_values=cache, max_new_tokens=5, do_sample=False)
+    >>> text.shape, max(cache.rows_per_head(layer=0))  # of 204 rows
+    (torch.Size([1, 205]), 12)
+    """
+
+    is_compileable = False
+    """Read by transformers: shapes change from step to step."""
+    is_croppable = False
+    """Read by transformers: rows that are gone cannot come back."""
+
+    def __init__(self, config: Any) -> None:
+        config = config.get_text_config()
+        if config.is_encoder_decoder:
+            raise NotImplementedError(
+                "BoundedCache is for models with one stack of causal layers, and this is an encoder-decoder: use the "
+                "model's own cache"
+            )
+        self._patterns = tuple(
+            layer_pattern(config, layer, window_of_layer(config, layer), is_causal=True)
+            for layer in range(config.num_hidden_layers)
+        )
+        self._rows: _Rows | None = None
+        self._step: CacheStep | None = None
+        self._served: set[int] = set()
+        self._seen = [0] * config.num_hidden_layers
+
+    def update(self, key_states: Tensor, value_states: Tensor, layer_idx: int) -> tuple[Tensor, Tensor]:
+        """Announce new rows ``[B, G, N, D]`` of a layer; they are stored where its attention is computed.
+
+        Raises:
+            RuntimeError: under gradients.
+        """
+        if torch.is_grad_enabled():
+            raise RuntimeError("BoundedCache has no gradient: call the model under torch.no_grad(), or without a cache")
+        if self._rows is None:
+            self._rows = _Rows(self._patterns, key_states.shape[1])
+        self._seen[layer_idx] += key_states.shape[2]
+        # Models hand the keys on to the attention function, and nothing else that leads to the cache.
+        setattr(key_states, _ATTRIBUTE, (self, layer_idx))
+        return key_states, value_states
+
+    def attend(
+        self,
+        layer: int,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        pattern: Pattern,
+        mask: Tensor | None,
+        scaling: float | None,
+        dropout: float,
+        *,
+        is_causal: bool,
+    ) -> Tensor:
+        """Causal attention of new rows ``[B, N, H, D]`` to what is stored and to each other; then they are stored.
+
+        Raises:
+            NotImplementedError: attention with dropout, or that is not causal.
+            ValueError: the pattern is not the one that the cache was made with.
+        """
+        assert self._rows is not None
+        if dropout or not is_causal:
+            raise NotImplementedError(
+                f"BoundedCache is for causal inference: got dropout {dropout} and is_causal={is_causal}; call "
+                "model.eval(), or use no cache"
+            )
+        if pattern != self._patterns[layer]:
+            raise ValueError(
+                f"the pattern of layer {layer} is not that with which the BoundedCache was made: make a new one after "
+                "set_pattern"
+            )
+        num_new = query.shape[1]
+        if self._step is None or layer in self._served:
+            runs = None if mask is None or not mask.shape[0] else real_runs(mask[:, -num_new:] >= 0)
+            self._step, self._served = self._rows.step(query.shape[0], num_new, runs, query.device), set()
+        self._served.add(layer)
+        if scaling is not None:
+            # The storage is read with scores over sqrt(D).
+            query = query * (scaling * math.sqrt(query.shape[-1]))
+        return self._step.attend(layer, query, key, value, 0.0)
+
+    def rows_per_head(self, layer: int) -> list[int]:
+        """The most rows of any sequence that a layer holds, for each key/value head."""
+        if self._rows is None:
+            return []
+        return [max(rows) for rows in zip(*self._rows.rows_per_head(layer), strict=True)]
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of the keys and values allocated."""
+        return 0 if self._rows is None else self._rows.num_bytes
+
+    def get_seq_length(self, layer_idx: int = 0) -> int:
+        """Columns seen, padding included."""
+        return self._seen[layer_idx]
+
+    def get_query_offset(self, layer_idx: int = 0) -> int:
+        """The column of the next token."""
+        return self._seen[layer_idx]
+
+    def get_mask_sizes(self, query_length: int, layer_idx: int) -> tuple[int, int]:
+        """How many columns a mask is about, and the first of them."""
+        return self._seen[layer_idx] + query_length, 0
+
+    def get_max_length(self, layer_idx: int | None = None) -> int:
+        """-1: a text may be of any length."""
+        return -1
+
+    def activate_past_recording(self) -> None:
+        """Called by transformers before it takes tokens back, as assisted generation does.
+
+        Raises:
+            NotImplementedError: always.
+        """
+        raise NotImplementedError(
+            "a BoundedCache cannot take tokens back, because what they made useless is gone: use the model's own cache "
+            "for assisted generation"
+        )
+
+    def reorder_cache(self, beam_idx: Tensor) -> None:
+        """Row b of the batch becomes what row ``beam_idx[b]`` was."""
+        if self._rows is not None:
+            self._rows.reorder(beam_idx)
+
+
+def cache_of(key: Tensor) -> tuple[BoundedCache, int] | None:
+    """The cache that announced these keys, and their layer; None for keys of another cache or of none."""
+    found: tuple[BoundedCache, int] | None = getattr(key, _ATTRIBUTE, None)
+    return found

@@ -1,0 +1,152 @@
+"""Where the pattern of a layer comes from: the model's configuration, which is saved and loaded with it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from dilated_attention_pytorch.patterns import Pattern, pattern_from_expression, pattern_from_spec
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+FIELD = "dilated_attention"
+_HOW = (
+    "set_pattern(model, DilatedPattern([2048, 8192], [1, 4])), or before the model is built "
+    'config.dilated_attention = {"pattern": "DilatedPattern([2048, 8192], [1, 4])"}'
+)
+_READ: dict[str, Pattern] = {}
+"""Patterns by their text: torch.compile follows a pattern only where it lies in something that it can look up."""
+
+
+def set_pattern(model: PreTrainedModel, pattern: Pattern | Sequence[Pattern | None]) -> PreTrainedModel:
+    """Say under which pattern a model attends; it is written into its configuration, saved and loaded with it.
+
+    Args:
+        model: a model of transformers. Of a model with parts it is the text part whose pattern is set.
+        pattern: one for all layers that have no window of their own, or one per layer. A layer with a sliding window of
+            w tokens attends under ``local_window(w - 1)``; its entry is None.
+
+    Returns:
+        the model itself.
+
+    Raises:
+        TypeError: what came is no pattern.
+        ValueError: a layer would have both a pattern and a window, or neither; the number of patterns is not that of
+            the layers.
+
+    >>> from transformers import LlamaConfig, LlamaForCausalLM
+    >>> from dilated_attention_pytorch import DilatedPattern
+    >>> from dilated_attention_pytorch.integrations import set_pattern
+    >>> config = LlamaConfig(vocab_size=97, hidden_size=32, num_hidden_layers=2, num_attention_heads=4)
+    >>> set_pattern(LlamaForCausalLM(config), DilatedPattern([16], [2])).config.dilated_attention
+    {'pattern': '[[[16], [2], [0], "modulo", "ragged"]]'}
+    """
+    config = model.config.get_text_config()
+    texts: str | list[str | None]
+    if isinstance(pattern, Pattern):
+        texts = pattern.spec
+    else:
+        texts = [None if one is None else _spec(one) for one in pattern]
+        for layer in range(max(len(texts), config.num_hidden_layers)):
+            text_of_layer({"pattern": texts}, config, layer, window_of_layer(config, layer))
+    if isinstance(texts, str):
+        _check_some_layer_is_free(config)
+    setattr(config, FIELD, {"pattern": texts})
+    return model
+
+
+def layer_pattern(config: Any, layer: int | None, window: int | None, *, is_causal: bool) -> Pattern:
+    """The pattern of one layer, that of its window of ``window`` tokens if it has one.
+
+    Raises:
+        TypeError, ValueError: the configuration names no pattern for the layer, or one that cannot be used.
+    """
+    entry = getattr(config, FIELD, None)
+    text = None if entry is None and window is not None else text_of_layer(entry, config, layer, window)
+    if text is None:
+        assert window is not None
+        text = f"local_window({window - 1}, {0 if is_causal else window - 1})"
+    return _READ[_read(text)]
+
+
+def text_of_layer(entry: Any, config: Any, layer: int | None, window: int | None) -> str | None:
+    """What ``config.dilated_attention`` says of a layer: the text of a pattern, or None where its window holds."""
+    if entry is None:
+        raise ValueError(f'attn_implementation="dilated" needs a pattern, and the model has none: {_HOW}')
+    if not isinstance(entry, dict) or list(entry) != ["pattern"]:
+        raise ValueError(
+            f'config.dilated_attention must be {{"pattern": text}} or {{"pattern": [text or None, ...]}}, one per '
+            f"layer, got {entry!r}; write for example {_HOW}"
+        )
+    texts = entry["pattern"]
+    if isinstance(texts, str):
+        if window is None:
+            return texts
+        _check_some_layer_is_free(config)
+        return None
+    if not isinstance(texts, (list, tuple)) or not all(text is None or isinstance(text, str) for text in texts):
+        raise TypeError(f"the pattern in config.dilated_attention must be a text or a list of them, got {texts!r}")
+    if config.is_encoder_decoder:
+        raise ValueError(
+            "an encoder-decoder has two stacks of layers, so config.dilated_attention takes one pattern for all of "
+            f"them, got a list of {len(texts)}"
+        )
+    if len(texts) != config.num_hidden_layers:
+        raise ValueError(
+            f"config.dilated_attention must hold one pattern, or one per layer of {config.num_hidden_layers}, got a "
+            f"list of {len(texts)}"
+        )
+    if layer is None:
+        raise NotImplementedError(
+            "config.dilated_attention holds a pattern per layer, and an attention of this model does not know its "
+            "layer: use one pattern for all"
+        )
+    text = texts[layer]
+    if text is not None and window is not None:
+        raise ValueError(
+            f"layer {layer} has a sliding window of {window} tokens and a pattern, and one of them holds: put None in "
+            "its place in config.dilated_attention to keep the window, or set config.sliding_window to None before "
+            "the model is built (a sum such as local_window(4095) + DilatedPattern([65536], [16]) has both)"
+        )
+    if text is None and window is None:
+        raise ValueError(f"config.dilated_attention has None for layer {layer}, which has no sliding window: {_HOW}")
+    return text
+
+
+def window_of_layer(config: Any, layer: int) -> int | None:
+    """The tokens that a layer's own sliding window holds, the query's among them; None without one."""
+    window: int | None = getattr(config, "sliding_window", None)
+    types: Sequence[str] | None = getattr(config, "layer_types", None)
+    if window is None or types is None:
+        return window
+    return window if layer < len(types) and types[layer] == "sliding_attention" else None
+
+
+def _check_some_layer_is_free(config: Any) -> None:
+    layers = range(config.num_hidden_layers)
+    if all(window_of_layer(config, layer) is not None for layer in layers):
+        raise ValueError(
+            f"every layer of the model has a sliding window of {config.sliding_window} tokens, so its pattern would be "
+            "that of none: remove config.dilated_attention to keep the windows, or set config.sliding_window to None "
+            "before the model is built (a sum such as local_window(4095) + DilatedPattern([65536], [16]) has both)"
+        )
+
+
+def _spec(pattern: Pattern) -> str:
+    if not isinstance(pattern, Pattern):
+        raise TypeError(
+            "pattern must be a Pattern such as DilatedPattern([2048, 8192], [1, 4]), or a sequence of one per layer, "
+            f"got {pattern!r} of type {type(pattern).__name__}"
+        )
+    return pattern.spec
+
+
+@torch.compiler.assume_constant_result
+def _read(text: str) -> str:
+    """Read a text, a sum of calls or a :attr:`Pattern.spec`, and return its key among those read."""
+    if text not in _READ:
+        _READ[text] = pattern_from_spec(text) if text.startswith("[") else pattern_from_expression(text)
+    return text

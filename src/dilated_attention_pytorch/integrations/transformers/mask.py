@@ -1,0 +1,127 @@
+"""What transformers calls a mask: here the document of every key column, and no N x N matrix."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from dilated_attention_pytorch.models.padding import real_runs
+
+PADDING = -1
+MaskFunction = Callable[..., Any]
+
+
+def documents_mask(
+    batch_size: int,
+    q_length: int,
+    kv_length: int,
+    q_offset: int | Tensor = 0,
+    kv_offset: int = 0,
+    mask_function: MaskFunction | None = None,
+    attention_mask: Tensor | None = None,
+    *,
+    use_vmap: bool = False,
+    local_size: int | None = None,
+    allow_is_causal_skip: bool = True,
+    allow_is_bidirectional_skip: bool | None = None,
+    dtype: torch.dtype | None = None,
+    device: torch.device | str = "cpu",
+    config: Any = None,
+) -> Tensor | None:
+    """The document of every key column that is written, as transformers' attention functions get their masks.
+
+    A row's columns of one number are one sequence that starts at position 0; :data:`PADDING` is padding. Packed rows
+    are recognised as transformers recognises them: by position ids without an attention mask and without a cache.
+
+    Args:
+        batch_size, q_length, kv_length, q_offset, kv_offset: of the call, as transformers counts them.
+        mask_function: transformers' rule of who sees whom.
+        attention_mask: bool ``[B, columns]``, True = real.
+        use_vmap: set by transformers where a caller adds a rule of their own.
+        local_size: the window or chunk that the rule has; windows come to the attention by its ``sliding_window``.
+        allow_is_causal_skip, dtype: of dense masks; without a meaning here.
+        allow_is_bidirectional_skip: given by transformers where the attention is not causal.
+        device: of the mask.
+        config: the model's.
+
+    Returns:
+        int32 ``[B, 1, 1, columns]``, ``[0, 1, 1, columns]`` where no row has padding, or None where besides every
+        column is written. Four dimensions, so that transformers hands it on as it is.
+
+    Raises:
+        NotImplementedError: a rule that is no window, or padding between real tokens.
+    """
+    _check_rule(mask_function, use_vmap=use_vmap, local_size=local_size, config=config)
+    is_causal = allow_is_bidirectional_skip is None
+    # A static cache has columns that nothing is written to yet.
+    written = int(q_offset) - kv_offset + q_length if is_causal else kv_length
+    if attention_mask is not None:
+        if attention_mask.dim() != 2:
+            raise NotImplementedError(
+                "attention_mask must have the shape [batch, tokens] with 1 for a real token, got "
+                f"{tuple(attention_mask.shape)}"
+            )
+        missing = kv_offset + written - attention_mask.shape[1]
+        real = functional.pad(attention_mask, (0, max(0, missing)))[:, kv_offset : kv_offset + written]
+        if torch.compiler.is_compiling():
+            rises = real[:, 0].int() + (real[:, 1:] & ~real[:, :-1]).sum(dim=1)
+            torch._assert_async((rises <= 1).all(), "attention_mask has padding between the real tokens of a row")
+            return _as_mask(real)
+        if not real.all():
+            real_runs(real)
+            return _as_mask(real)
+    elif is_causal and written == q_length == kv_length and not torch.compiler.is_compiling():
+        documents = _packed_documents(mask_function, batch_size, q_length, torch.device(device))
+        if documents is not None:
+            return documents[:, None, None]
+    if written == kv_length:
+        return None
+    return torch.empty(0, 1, 1, written, dtype=torch.int32, device=device)
+
+
+def _as_mask(real: Tensor) -> Tensor:
+    return (real.int() - 1)[:, None, None]
+
+
+def _check_rule(mask_function: MaskFunction | None, *, use_vmap: bool, local_size: int | None, config: Any) -> None:
+    if use_vmap:
+        raise NotImplementedError(
+            'attn_implementation="dilated" has the model\'s causal, bidirectional or sliding-window mask under a '
+            'pattern, and or_mask_function or and_mask_function asks for another rule: use "sdpa" or "eager" for it'
+        )
+    # Applied last by transformers, and only for blocks of tokens that see each other both ways.
+    if getattr(mask_function, "__name__", "") == "or_mask":
+        raise NotImplementedError(
+            "block_sequence_ids lets tokens of a block see later ones, which a pattern by positions cannot say: use "
+            'attn_implementation="sdpa" or "eager" for such inputs'
+        )
+    if local_size is not None and getattr(config, "attention_chunk_size", None) == local_size:
+        raise NotImplementedError(
+            f"chunked attention (config.attention_chunk_size={local_size}) is not honoured: build the model with "
+            'attention_chunk_size=None and have DilatedPattern([chunk], [1]) among its patterns, or use "sdpa"'
+        )
+
+
+def _packed_documents(
+    mask_function: MaskFunction | None, batch_size: int, num_columns: int, device: torch.device
+) -> Tensor | None:
+    """The document of every column, ``[B, columns]``; None where every row is one.
+
+    Transformers has them in its rule alone, which is asked whether a column sees the one before: of one document it
+    does.
+    """
+    from transformers.masking_utils import causal_mask_function
+
+    if mask_function is None or mask_function is causal_mask_function or num_columns == 1:
+        return None
+    rows = torch.arange(batch_size, device=device).unsqueeze(1)
+    columns = torch.arange(1, num_columns, device=device).unsqueeze(0)
+    follows: Tensor = mask_function(rows, torch.zeros_like(rows), columns, columns - 1)
+    follows = follows.expand(batch_size, -1)
+    if follows.all():
+        return None
+    return functional.pad((~follows).cumsum(dim=1), (1, 0)).int()

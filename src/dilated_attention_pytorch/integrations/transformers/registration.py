@@ -1,0 +1,46 @@
+"""The one name under which transformers finds the attention and its masks."""
+
+from __future__ import annotations
+
+from .attention import dilated_attention_forward
+from .mask import documents_mask
+
+NAME = "dilated"
+
+
+def register() -> None:
+    """Let every model of transformers that uses its attention interface attend under a pattern.
+
+    ``O[p] = sum_t c[p, t] exp(s[p, t]) v[t] / sum_t c[p, t] exp(s[p, t])`` with the count c of the pattern, in place of
+    the model's dense attention; weights, positions and caches are the model's own. Afterwards a model built or
+    loaded with ``attn_implementation="dilated"``, or told ``model.set_attn_implementation("dilated")``, uses it. The
+    pattern is that of :func:`set_pattern` or of ``config.dilated_attention``; a layer that has none raises. Calling it
+    again changes nothing.
+
+    What a model asks for and this cannot compute raises ``NotImplementedError`` or ``ValueError`` and names it:
+    soft-capped scores, position biases, attention sinks, masks of four dimensions, custom mask functions, chunks of
+    tokens that see each other, paged caches, attention weights as a result.
+
+    Raises:
+        ImportError: transformers is not installed.
+
+    >>> from transformers import LlamaConfig, LlamaForCausalLM
+    >>> from dilated_attention_pytorch import DilatedPattern
+    >>> from dilated_attention_pytorch.integrations import register, set_pattern
+    >>> register()
+    >>> config = LlamaConfig(
+    ...     vocab_size=97, hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=4,
+    ...     num_key_value_heads=2, attn_implementation="dilated",
+    ... )
+    >>> model = set_pattern(LlamaForCausalLM(config), DilatedPattern([16, 64], [1, 4]))
+    >>> model(torch.randint(97, (2, 100))).logits.shape
+    torch.Size([2, 100, 97])
+    """
+    try:
+        from transformers import AttentionInterface, AttentionMaskInterface
+    except ImportError as error:
+        raise ImportError(
+            "register() is for models of transformers 5: pip install 'dilated-attention-pytorch[train]'"
+        ) from error
+    AttentionInterface.register(NAME, dilated_attention_forward)
+    AttentionMaskInterface.register(NAME, documents_mask)

@@ -1,0 +1,55 @@
+"""Masks as PyTorch's modules pass them, brought to what attention under a pattern takes."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+
+def ignored_keys(key_padding_mask: Tensor | None) -> Tensor | None:
+    """The mask as bool, True = ignore. ``nn.TransformerEncoderLayer`` makes floats of it: -inf to ignore, 0 to keep.
+
+    Raises:
+        ValueError: another float, which would weight a key.
+    """
+    if key_padding_mask is None or not key_padding_mask.is_floating_point():
+        return key_padding_mask
+    ignored = key_padding_mask == float("-inf")
+    _require(
+        (ignored | (key_padding_mask == 0)).all(), ValueError,
+        "a float key_padding_mask must hold 0 (keep) and -inf (ignore) only: other values would weight keys, which "
+        "attention under a pattern does not do; pass a bool mask with True = ignore",
+    )  # fmt: skip
+    return ignored
+
+
+def check_causal(attn_mask: Tensor, num_queries: int, num_keys: int) -> None:
+    """Raise unless ``attn_mask`` hides exactly the keys after each query: True or -inf there, False or 0 elsewhere.
+
+    Raises:
+        NotImplementedError: it is any other mask.
+    """
+    if attn_mask.dim() != 2 or attn_mask.shape[0] != num_queries or attn_mask.shape[1] != num_keys:
+        raise NotImplementedError(
+            f"{_OTHER_MASK}; expected a mask of shape {(num_queries, num_keys)}, got {tuple(attn_mask.shape)}"
+        )
+    later = torch.ones(num_queries, num_keys, dtype=torch.bool, device=attn_mask.device).triu(1)
+    if attn_mask.dtype == torch.bool:
+        holds = attn_mask == later
+    else:
+        holds = torch.where(later, attn_mask == float("-inf"), attn_mask == 0)
+    _require(holds.all(), NotImplementedError, f"{_OTHER_MASK}; got a mask that hides other keys or adds to scores")
+
+
+_OTHER_MASK = (
+    "attn_mask can only be the causal mask (True or -inf after each query, False or 0 elsewhere): the pattern says who "
+    "sees whom; pass is_causal=True for it, key_padding_mask for padding, cu_seqlens for packed documents, "
+    "from_block_mask as the pattern for any other mask"
+)
+
+
+def _require(holds: Tensor, error: type[Exception], message: str) -> None:
+    if torch.compiler.is_compiling():  # the values are known when the compiled graph runs
+        torch._assert_async(holds, message)
+    elif not bool(holds):
+        raise error(message)

@@ -1,0 +1,142 @@
+"""Models under a pattern: saved and loaded, packed, checkpointed, compiled, with dropout, in Trainer."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from dilated_attention_pytorch import DilatedPattern, global_tokens, local_window
+from dilated_attention_pytorch.integrations import register, set_pattern
+from integrations.tiny_models import ARCHITECTURES, DECODERS, PATTERN, draw, logits, tiny
+
+register()
+
+
+def close(actual: Tensor, expected: Tensor) -> None:
+    torch.testing.assert_close(actual, expected, rtol=1e-10, atol=1e-10)
+
+
+@pytest.mark.parametrize("name", ARCHITECTURES)
+def test_the_pattern_is_saved_and_loaded_with_the_model(name: str, tmp_path: Path) -> None:
+    model, tokens = set_pattern(tiny(name), PATTERN).float(), draw(1, 50)
+    model.save_pretrained(tmp_path)
+    again = type(model).from_pretrained(tmp_path, attn_implementation="dilated")
+    assert again.config.dilated_attention == model.config.dilated_attention
+    with torch.no_grad():
+        again.set_attn_implementation("sdpa")
+        assert not torch.allclose(logits(again, name, tokens), logits(model, name, tokens), atol=1e-3)
+        again.set_attn_implementation("dilated")
+        torch.testing.assert_close(logits(again, name, tokens), logits(model, name, tokens), rtol=1e-3, atol=1e-3)
+
+
+def test_a_configuration_may_say_the_pattern_in_words() -> None:
+    words = "DilatedPattern([8, 35], [1, 3]) + local_window(5) + global_tokens(2)"
+    model = tiny("llama", dilated_attention={"pattern": words})
+    same = set_pattern(tiny("llama"), PATTERN + local_window(5) + global_tokens(2))
+    by_layer = tiny("llama", dilated_attention={"pattern": [words, words]})
+    tokens = draw(2, 50)
+    close(model(tokens).logits, same(tokens).logits)
+    close(by_layer(tokens).logits, same(tokens).logits)
+
+
+@pytest.mark.parametrize("name", DECODERS)
+def test_packed_rows_are_sequences_of_their_own(name: str) -> None:
+    model = set_pattern(tiny(name), PATTERN)
+    lengths, tokens = (17, 1, 40, 5), draw(2, 63)
+    positions = torch.cat([torch.arange(length) for length in lengths])[None]
+    packed = model(tokens, position_ids=positions, use_cache=False).logits
+    alone = torch.cat([model(part).logits for part in tokens.split(lengths, dim=1)], dim=1)
+    close(packed, alone)
+    boundaries = torch.tensor([0, 17, 18, 58, 63], dtype=torch.int32)
+    given = model(
+        tokens[:1], position_ids=positions, cu_seq_lens_q=boundaries, cu_seq_lens_k=boundaries, max_length_q=40,
+        max_length_k=40,
+    ).logits  # fmt: skip
+    close(given, alone[:1])
+
+
+def test_packed_rows_with_a_cache_are_refused() -> None:
+    model = set_pattern(tiny("llama"), PATTERN)
+    with pytest.raises(ValueError, match="pass use_cache=False"):
+        model(draw(1, 6), position_ids=torch.tensor([[0, 1, 2, 0, 1, 2]]))
+
+
+def losses_and_gradients(model: Any, tokens: Tensor, seed: int = 0) -> tuple[Tensor, list[Tensor]]:
+    torch.manual_seed(seed)
+    loss = model(tokens, labels=tokens).loss
+    return loss, list(torch.autograd.grad(loss, [p for p in model.parameters() if p.requires_grad]))
+
+
+@pytest.mark.parametrize("name", ["llama", "gpt_neox"])
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_gradient_checkpointing_changes_nothing_also_under_dropout(name: str, reentrant: bool) -> None:
+    model = set_pattern(tiny(name, attention_dropout=0.3, use_cache=False), PATTERN).train()
+    tokens = draw(2, 50)
+    loss, gradients = losses_and_gradients(model, tokens)
+    assert loss != losses_and_gradients(model, tokens, seed=1)[0]
+    model.activation_checkpointing_enable({"use_reentrant": reentrant})
+    model.enable_input_require_grads()
+    # A checkpoint of this kind works in backward() only.
+    torch.manual_seed(0)
+    again = model(tokens, labels=tokens).loss
+    again.backward()
+    close(again, loss)
+    for parameter, gradient in zip(
+        [p for p in model.parameters() if p.requires_grad], gradients, strict=True
+    ):  # fmt: skip
+        close(parameter.grad, gradient)
+
+
+@pytest.mark.parametrize("name", ["llama", "bert"])
+def test_one_graph_under_the_compiler_equals_eager(name: str) -> None:
+    model = set_pattern(tiny(name, use_cache=False, num_hidden_layers=1), PATTERN)
+    mask = torch.ones(3, 41, dtype=torch.int64)
+    mask[1, :7] = 0
+    mask[2, 30:] = 0
+    compiled, tokens = torch.compile(model, fullgraph=True, backend="aot_eager"), draw(3, 41)
+    found = []
+    for call in (compiled, model):
+        out = call(tokens, attention_mask=mask).logits[mask.bool()]
+        found.append((out, torch.autograd.grad(out.sin().sum(), model.get_input_embeddings().weight)[0]))
+    for ours, theirs in zip(*found, strict=True):
+        close(ours, theirs)
+    # The compiler cannot know that nothing is padded.
+    close(compiled(tokens, attention_mask=torch.ones_like(mask)).logits, model(tokens).logits)
+
+
+def test_under_the_compiler_packed_rows_need_their_boundaries() -> None:
+    model = set_pattern(tiny("llama", use_cache=False, num_hidden_layers=1), PATTERN)
+    compiled = torch.compile(model, fullgraph=True, backend="eager")
+    close(compiled(draw(1, 6), position_ids=torch.arange(6)[None]).logits, model(draw(1, 6)).logits)
+    with pytest.raises(RuntimeError, match="pass cu_seq_lens_q"):
+        compiled(draw(1, 6), position_ids=torch.tensor([[0, 1, 2, 0, 1, 2]]))
+
+
+PAGE = Path(__file__).parents[2] / "docs" / "transformers.md"
+
+
+def test_the_examples_of_the_page_run_one_after_the_other() -> None:
+    scope: dict[str, Any] = {}
+    for number, example in enumerate(re.findall(r"```python\n(.*?)```", PAGE.read_text(), flags=re.DOTALL)):
+        exec(compile(example, f"{PAGE.name}, example {number}", "exec"), scope)
+
+
+def test_trainer_trains_and_evaluates(tmp_path: Path) -> None:
+    from transformers import Trainer, TrainingArguments
+
+    model = set_pattern(tiny("llama", initializer_range=0.02), DilatedPattern([8, 32], [1, 4])).float()
+    texts = [{"input_ids": row, "labels": row} for row in draw(1, 1).repeat(16, 40) + torch.arange(40) % 5]
+    arguments = TrainingArguments(
+        output_dir=str(tmp_path), max_steps=8, per_device_train_batch_size=4, learning_rate=1e-2, report_to=[],
+        use_cpu=True, disable_tqdm=True, save_strategy="no", activation_checkpointing=True, logging_strategy="no",
+        dataloader_pin_memory=False,
+    )  # fmt: skip
+    trainer = Trainer(model=model, args=arguments, train_dataset=texts, eval_dataset=texts)
+    before = trainer.evaluate()["eval_loss"]
+    trainer.train()
+    assert trainer.evaluate()["eval_loss"] < 0.5 * before

@@ -1,0 +1,115 @@
+"""What a model under a pattern does not honour raises, and names it."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+
+from dilated_attention_pytorch import DilatedPattern
+from dilated_attention_pytorch.integrations import BoundedCache, register, set_pattern
+from integrations.tiny_models import PATTERN, draw, tiny
+
+register()
+TOKENS = draw(2, 12)
+
+
+def model(name: str = "llama", pattern: Any = PATTERN, **changes: Any) -> Any:
+    return set_pattern(tiny(name, **changes), pattern)
+
+
+def t5() -> Any:
+    from transformers import T5Config, T5ForConditionalGeneration
+
+    config = T5Config(vocab_size=31, d_model=16, d_kv=4, d_ff=16, num_layers=1, num_heads=4, decoder_start_token_id=0)
+    config._attn_implementation = "dilated"
+    return set_pattern(T5ForConditionalGeneration(config).eval(), PATTERN)
+
+
+def holes() -> torch.Tensor:
+    mask = torch.ones_like(TOKENS)
+    mask[1, 4] = 0
+    return mask
+
+
+WRONG: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
+    "no pattern": (lambda: tiny("llama")(TOKENS), ValueError, r"needs a pattern.*set_pattern\(model"),
+    "unknown key": (
+        lambda: tiny("llama", dilated_attention={"segments": [4]})(TOKENS), ValueError, "dilated_attention must be",
+    ),
+    "no text": (lambda: tiny("llama", dilated_attention={"pattern": 7})(TOKENS), TypeError, "must be a text or a list"),
+    "no sum of calls": (
+        lambda: tiny("llama", dilated_attention={"pattern": "dense"})(TOKENS), ValueError, "expected a sum of calls",
+    ),
+    "no pattern at all": (lambda: model(pattern=[7, 7]), TypeError, "pattern must be a Pattern.*got 7"),
+    "too many layers": (lambda: model(pattern=[PATTERN] * 3), ValueError, "one per layer of 2, got a list of 3"),
+    "a layer without": (lambda: model(pattern=[PATTERN, None]), ValueError, "None for layer 1"),
+    "window and pattern": (
+        lambda: model("mistral", sliding_window=9), ValueError, "every layer .* sliding window of 9 .* to None before",
+    ),
+    "window and pattern of a layer": (
+        lambda: model("mistral", [PATTERN, None], sliding_window=9), ValueError, "layer 0 has a sliding window of 9",
+    ),
+    "window and pattern in the configuration": (
+        lambda: tiny("mistral", sliding_window=9, dilated_attention={"pattern": PATTERN.spec})(TOKENS),
+        ValueError, "every layer of the model has a sliding window",
+    ),
+    "a pattern per layer of two stacks": (
+        lambda: model("bart", [PATTERN, PATTERN]), ValueError, "two stacks of layers",
+    ),
+    "soft-capping": (lambda: model("Gemma2", [None, PATTERN])(TOKENS), NotImplementedError, "softcap: capped scores"),
+    "position bias": (
+        lambda: t5()(TOKENS, decoder_input_ids=TOKENS), NotImplementedError, "position_bias: learned biases",
+    ),
+    "weights": (
+        lambda: model()(TOKENS, output_attentions=True), NotImplementedError, "output_attentions: the N x N weights",
+    ),
+    "mask of pairs": (
+        lambda: model()(TOKENS, attention_mask=torch.ones(2, 1, 12, 12).bool()), NotImplementedError,
+        r"mask of its own for every pair of tokens is not honoured, got torch.bool of shape \(2, 1, 12, 12\)",
+    ),
+    "padding between tokens": (
+        lambda: model()(TOKENS, attention_mask=holes()), NotImplementedError, "2 runs in row 1",
+    ),
+    "a mask function": (
+        lambda: model("Gemma3", use_bidirectional_attention=True, layer_types=["full_attention"] * 2)(TOKENS),
+        NotImplementedError, "or_mask_function",
+    ),
+    "unknown argument": (lambda: model()(TOKENS, sinks=3), NotImplementedError, "does not honour sinks"),
+    "gradients in a bounded cache": (
+        lambda: model()(TOKENS, past_key_values=BoundedCache(model().config)), RuntimeError, "has no gradient",
+    ),
+    "assisted generation with a bounded cache": (
+        lambda: (m := model()).generate(
+            TOKENS[:1], past_key_values=BoundedCache(m.config), assistant_model=model(), max_new_tokens=4,
+        ),
+        NotImplementedError, "cannot take tokens back",
+    ),
+    "bounded cache of an encoder-decoder": (
+        lambda: BoundedCache(model("bart").config), NotImplementedError, "one stack of causal layers",
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", WRONG)
+def test_a_wrong_call_says_what_is_wrong(case: str) -> None:
+    call, error, words = WRONG[case]
+    with pytest.raises(error, match=words):
+        call()
+
+
+def test_a_bounded_cache_of_another_pattern_is_refused() -> None:
+    changed = model()
+    cache = BoundedCache(changed.config)
+    set_pattern(changed, DilatedPattern([7], [1]))
+    with torch.no_grad(), pytest.raises(ValueError, match="make a new one after set_pattern"):
+        changed(TOKENS, past_key_values=cache)
+
+
+def test_without_transformers_the_extra_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "transformers", None)
+    with pytest.raises(ImportError, match=r"pip install 'dilated-attention-pytorch\[train\]'"):
+        register()

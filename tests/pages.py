@@ -1,0 +1,97 @@
+"""The pages of docs as what they have to run: code of one page in order, command lines, pictures."""
+
+from __future__ import annotations
+
+import doctest
+import os
+import re
+import shlex
+import socket
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).parent.parent
+DOCS = ROOT / "docs"
+_FENCE = re.compile(r"^```(?P<kind>\w*)[^\n]*\n(?P<text>.*?)^```$", flags=re.DOTALL | re.MULTILINE)
+
+
+@dataclass(frozen=True)
+class Block:
+    """A fenced block: its language, its text, and the line of the page that its text begins at."""
+
+    page: Path
+    kind: str
+    text: str
+    line: int
+
+
+def pages() -> list[Path]:
+    """Every page of the site."""
+    return sorted(DOCS.rglob("*.md"))
+
+
+def blocks_of(page: Path) -> list[Block]:
+    """The fenced blocks of a page, in order."""
+    text = page.read_text(encoding="utf-8")
+    return [
+        Block(page, match["kind"], match["text"], text.count("\n", 0, match.start()) + 2)
+        for match in _FENCE.finditer(text)
+    ]
+
+
+def without_blocks(page: Path) -> str:
+    """The text of a page outside of its fenced blocks."""
+    return _FENCE.sub("", page.read_text(encoding="utf-8"))
+
+
+def needs_ranks(page: Path) -> bool:
+    """Whether the code of a page is that of a rank, started by torchrun."""
+    return any("init_device_mesh" in block.text for block in blocks_of(page) if block.kind == "python")
+
+
+def run(page: Path) -> dict[str, Any]:
+    """Run the code of a page in the current folder, block after block with the same names, and return these.
+
+    A block of doctest examples (``pycon``) has to print what stands there.
+    """
+    names: dict[str, Any] = {"__name__": "__main__"}
+    for block in blocks_of(page):
+        if block.kind == "python":
+            # Lines of errors are those of the page.
+            code = compile("\n" * (block.line - 1) + block.text, str(page), "exec")
+            exec(code, names)
+        elif block.kind == "pycon":
+            test = doctest.DocTestParser().get_doctest(block.text, {}, page.name, str(page), block.line - 1)
+            test.globs = names
+            doctest.DebugRunner(optionflags=doctest.NORMALIZE_WHITESPACE).run(test, clear_globs=False)
+    return names
+
+
+def command_lines(block: Block) -> list[list[str]]:
+    """The words of every command of a ``bash`` block; lines that end with a backslash go on."""
+    lines = re.sub(r"\\\n", " ", block.text).splitlines()
+    return [words for line in lines if (words := shlex.split(line, comments=True))]
+
+
+def run_as_rank(page: Path) -> None:
+    """Run a page as the one rank of ``torchrun --nproc-per-node 1``; the page makes the process group."""
+    import torch
+    import torch.distributed as dist
+
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        port = server.getsockname()[1]
+    ranks = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "LOCAL_WORLD_SIZE": "1"}
+    os.environ.update({**ranks, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)})
+    torch.manual_seed(0)
+    torch.set_num_threads(1)
+    run(page)
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    # In a process of its own: see test_pages.py.
+    for word in sys.argv[1:]:
+        print(f"running {word}", flush=True)
+        run_as_rank(Path(word))

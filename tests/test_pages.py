@@ -1,0 +1,248 @@
+"""The pages of docs: their code runs, their commands exist, their pictures are what their code draws."""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import pages
+from pages import DOCS, ROOT, blocks_of
+
+PAGES = {str(page.relative_to(DOCS)): page for page in pages.pages()}
+RUN = {name: page for name, page in PAGES.items() if any(b.kind in ("python", "pycon") for b in blocks_of(page))}
+BASH = {
+    f"{name}:{block.line}": block for name, page in PAGES.items() for block in blocks_of(page) if block.kind == "bash"
+}
+KINDS = {"python", "pycon", "bash", "text"}
+# Words that begin a line of a shell or of Slurm and run nothing of this package.
+OTHER_COMMANDS = {"pip", "make", "export"}
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Where the code of a page runs: it writes there, and finds no profile of this machine's."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    monkeypatch.setenv("MPLBACKEND", "agg")
+    return tmp_path
+
+
+@pytest.mark.parametrize("name", [name for name in RUN if not pages.needs_ranks(RUN[name])])
+def test_the_code_of_a_page_runs_from_its_first_block_to_its_last(name: str, folder: Path) -> None:
+    try:
+        pages.run(RUN[name])
+    finally:
+        if "matplotlib.pyplot" in sys.modules:
+            sys.modules["matplotlib.pyplot"].close("all")
+    for drawn in sorted(folder.glob("*.png")):
+        check_picture(drawn)
+
+
+def test_the_code_of_pages_about_ranks_runs_on_one_rank(folder: Path) -> None:
+    names = [str(page) for page in RUN.values() if pages.needs_ranks(page)]
+    path = os.pathsep.join([str(ROOT / "src"), os.environ.get("PYTHONPATH", "")])
+    # One process for all of them: importing takes longer than what they compute.
+    done = subprocess.run(
+        [sys.executable, "-W", "error", str(ROOT / "tests" / "pages.py"), *names],
+        cwd=folder, env={**os.environ, "PYTHONPATH": path}, capture_output=True, text=True, timeout=300,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert done.stdout.count("running ") == len(names) > 2
+
+
+def check_picture(drawn: Path) -> None:
+    """The picture on the page is the one that its code draws (fonts may differ by some pixels)."""
+    import matplotlib.image
+
+    kept = DOCS / "pictures" / drawn.name
+    assert kept.exists(), f"{kept} is not there; run the page's code and copy its {drawn.name}"
+    assert kept.stat().st_size < 60_000
+    new, old = matplotlib.image.imread(drawn), matplotlib.image.imread(kept)
+    assert new.shape == old.shape
+    assert abs(new - old).mean() < 0.01
+
+
+@pytest.mark.parametrize("name", BASH)
+def test_the_command_lines_of_a_page_exist(name: str) -> None:
+    for words in pages.command_lines(BASH[name]):
+        check_command(words)
+
+
+def check_command(words: list[str]) -> None:
+    from dilated_attention_pytorch.cli.command import _parse
+
+    if "dilated-attention" in words:
+        _parse(words[words.index("dilated-attention") + 1 :])
+    elif "-m" in words:
+        module = words[words.index("-m") + 1]
+        if module == "dilated_attention_pytorch":
+            _parse(words[words.index("-m") + 2 :])
+        else:
+            path = module.replace(".", "/")
+            places = (ROOT / f"{path}.py", ROOT / path / "__main__.py", ROOT / "src" / f"{path}.py")
+            places += (ROOT / "src" / path / "__main__.py",)
+            assert any(place.exists() for place in places), words
+    elif words[0] == "torchrun":
+        assert any((ROOT / word).is_file() for word in words if word.endswith(".py")), words
+    elif words[0] == "make":
+        targets = set(re.findall(r"^([a-z]+):", (ROOT / "Makefile").read_text(), flags=re.MULTILINE))
+        assert {word for word in words[1:] if "=" not in word} <= targets, words
+    else:
+        # An assignment, or a command that is not ours.
+        assert words[0] in OTHER_COMMANDS or re.match(r"\w+=", words[0]), words
+
+
+@pytest.mark.parametrize("name", PAGES)
+def test_code_stands_in_a_block_whose_language_is_named(name: str) -> None:
+    for block in blocks_of(PAGES[name]):
+        assert block.kind in KINDS, f"{name}:{block.line}"
+    rest = pages.without_blocks(PAGES[name])
+    assert "```" not in rest
+    code = re.findall(
+        r"^ {4}(?:>>>|import |from \w+ import|[a-z]\w+ = [\w.]+\(|torchrun |dilated-attention ).*", rest, re.MULTILINE
+    )
+    assert not code, "indented code is run by no test: put it into a fenced block"
+
+
+@pytest.mark.parametrize("name", PAGES)
+def test_a_list_begins_after_an_empty_line(name: str) -> None:
+    # Otherwise it is a list in the repository's browser and a paragraph on the site.
+    lines = pages.without_blocks(PAGES[name]).splitlines()
+    item = re.compile(r" *(?:[-*]|\d+\.) ")
+    for before, line in zip(["", *lines], lines, strict=False):
+        if item.match(line) and not line.startswith(" "):
+            assert not before.strip() or item.match(before) or before.startswith(" "), f"{name}: {line}"
+
+
+@pytest.mark.parametrize("name", PAGES)
+def test_links_lead_to_files_that_exist(name: str) -> None:
+    for link in re.findall(r"\]\((?!https?:)([^)#\s]+)(?:#[^)]*)?\)", pages.without_blocks(PAGES[name])):
+        assert (PAGES[name].parent / link).exists(), f"{name}: {link}"
+
+
+def test_every_page_is_in_the_navigation_once() -> None:
+    named = re.findall(r"[\w-]+(?:/[\w-]+)*\.md", (ROOT / "mkdocs.yml").read_text())
+    assert sorted(named) == sorted(PAGES)
+
+
+def site_hooks() -> Any:
+    specification = importlib.util.spec_from_file_location("site_hooks", DOCS / "site_hooks.py")
+    assert specification is not None
+    assert specification.loader is not None
+    module = importlib.util.module_from_spec(specification)
+    specification.loader.exec_module(module)
+    return module
+
+
+def test_links_to_files_that_are_not_on_the_site_become_their_paths() -> None:
+    plain = site_hooks().without_links_out_of_docs
+    assert plain("[`examples/a.py`](../examples/a.py)", "parallel.md") == "`examples/a.py`"
+    assert plain("[results](../benchmarks/b.json#c)", "parallel.md") == "results (`benchmarks/b.json`)"
+    for kept in (
+        "[a page](../patterns.md#h)",
+        "[a page](attention.md)",
+        "![a picture](../loss.png)",
+        "[x](https://y.z)",
+    ):
+        assert plain(kept, "api/attention.md") == kept
+
+
+def test_docstrings_become_markdown() -> None:
+    docstring = """See :func:`~a.b.attend` and :class:`Pattern`.
+
+    Args:
+        one, two,
+            three: numbers.
+
+    >>> for x in range(2):
+    ...     print(x)
+    0
+    1
+
+    The end."""
+    assert (
+        site_hooks().as_markdown(docstring)
+        == """See `attend` and `Pattern`.
+
+    Args:
+        one, two, three: numbers.
+
+    ```pycon
+    >>> for x in range(2):
+    ...     print(x)
+    0
+    1
+    ```
+
+    The end."""
+    )
+
+
+def test_every_old_name_has_a_row_in_the_page_about_migration() -> None:
+    from dilated_attention_pytorch import legacy
+
+    rows = re.findall(
+        r"^\| `(dilated_attention_pytorch[\w.]*)` \| `(\w+)` \| `([\w.]+)` \|",
+        (DOCS / "migration.md").read_text(),
+        re.MULTILINE,
+    )
+    expected = [
+        (".".join(part for part in ("dilated_attention_pytorch", module) if part), name, today)
+        for module, name, _, _, today in legacy.TABLE
+    ]
+    assert rows == expected
+
+
+def described() -> dict[str, Any]:
+    """What the reference describes, by the path that it is described by."""
+    text = "\n".join(page.read_text() for page in (DOCS / "api").glob("*.md"))
+    paths = re.findall(r"^::: (\S+)$", text, re.MULTILINE)
+    assert len(paths) == len(set(paths))
+    return {path: getattr(importlib.import_module(path.rpartition(".")[0]), path.rpartition(".")[2]) for path in paths}
+
+
+def test_every_public_name_is_in_the_reference() -> None:
+    import dilated_attention_pytorch
+    from dilated_attention_pytorch import integrations, parallel, selection
+
+    found = list(described().values())
+    for module in (dilated_attention_pytorch, integrations, parallel, selection):
+        for name in module.__all__:
+            assert any(getattr(module, name) is one for one in found), f"{module.__name__}.{name}"
+
+
+def test_what_has_the_name_of_a_module_is_described_by_its_full_path() -> None:
+    # Griffe takes the module otherwise: ops.attend is one, and ops.attend.attend the function.
+    for path, one in described().items():
+        leaf, package = path.rpartition(".")[2], one.__module__
+        while package := package.rpartition(".")[0]:
+            folder = ROOT / "src" / package.replace(".", "/")
+            if (folder / leaf).is_dir() or (folder / f"{leaf}.py").exists():
+                assert path == f"{one.__module__}.{one.__qualname__}"
+
+
+def test_every_command_is_in_the_reference() -> None:
+    from dilated_attention_pytorch.cli import command
+
+    classes = {"Train", "Generate", "Bench", "Profile", "Tune", "Show", "Info"}
+    assert classes <= vars(command).keys()
+    named = re.findall(r"^\| `(\w+)` \|", (DOCS / "api" / "command-line.md").read_text(), re.MULTILINE)
+    assert {name.capitalize() for name in named} == classes
+
+
+def test_how_many_blocks_run(figure: Any) -> None:
+    blocks = [block for page in PAGES.values() for block in blocks_of(page)]
+    code = sum(block.kind in ("python", "pycon") for block in blocks)
+    lines = sum(len(pages.command_lines(block)) for block in blocks if block.kind == "bash")
+    figure(
+        "pages of the site: blocks of code run", f"{code}, and {lines} command lines read by the commands' own parser"
+    )
+    assert code
