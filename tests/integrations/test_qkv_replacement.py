@@ -117,6 +117,34 @@ def test_a_block_that_is_causal_stays_so() -> None:
     torch.testing.assert_close(replacement(x), block(x), rtol=1e-10, atol=1e-10)
 
 
+class UnnamedDropout(Attention):
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.nn.functional.dropout(super().forward(x), 0.4, self.training)
+
+
+class CausalUnlessTold(Attention):
+    def forward(self, x: Tensor, attn_mask: Tensor | None = None, is_causal: bool = True) -> Tensor:
+        return super().forward(x, CAUSAL(x.shape[1], dtype=x.dtype) if is_causal else attn_mask)
+
+
+class OtherOrder(Attention):
+    def forward(self, x: Tensor, is_causal: bool = False, attn_mask: Tensor | None = None) -> Tensor:
+        return super().forward(x, CAUSAL(x.shape[1], dtype=x.dtype) if is_causal else attn_mask)
+
+
+@pytest.mark.parametrize(
+    ("kind", "message"),
+    [
+        (UnnamedDropout, "in training it computes something else"),
+        (CausalUnlessTold, "is causal unless a call says is_causal=False"),
+        (OtherOrder, "takes is_causal, attn_mask in this order"),
+    ],
+)
+def test_a_block_whose_call_or_training_would_be_another_is_left(kind: type[Attention], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        QkvReplacement(kind(12, 3).double(), COVERING)
+
+
 class NoisyAttention(Attention):
     def forward(self, x: Tensor) -> Tensor:
         warnings.warn("its author says something", stacklevel=1)

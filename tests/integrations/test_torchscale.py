@@ -310,7 +310,7 @@ REFUSED = [
     (lambda: layer([8], [2], embed_dim=4, num_heads=2, seq_parallel=True), "seq_parallel"),
     (lambda: with_child("gate", nn.Linear(4, 4)), "it has gate"),
     (lambda: with_attribute("bias", nn.Parameter(torch.zeros(4))), "it has bias"),
-    (with_hook, "hooks would be lost"),
+    (with_hook, "it has hooks, which would be lost"),
     (lambda: with_child("dropout_module", nn.AlphaDropout()), "got AlphaDropout"),
     (lambda: with_scale(torch.ones(2)), "xpos.scale is not"),
     (lambda: with_scale(torch.ones(3)), "one scale for each pair"),
@@ -330,6 +330,15 @@ def test_a_layer_that_cannot_be_honoured_is_named_before_anything_is_replaced(ma
         adopt(model)
     assert message in str(raised.value)
     assert not any(isinstance(module, AdoptedDilatedAttention) for module in model.modules())
+
+
+def test_a_layer_that_something_wraps_or_scales_in_its_own_way_is_refused() -> None:
+    for name, value, message in (
+        ("forward", lambda *args: None, "its forward was set on the object"),
+        ("scaling", 1.0, "its scaling is 1.0"),
+    ):
+        with pytest.raises(NotImplementedError, match=message):
+            adopt(Encoder([with_attribute(name, value)]))
 
 
 def test_a_model_without_such_layers_is_told_what_was_looked_for() -> None:

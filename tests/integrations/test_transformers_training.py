@@ -9,9 +9,10 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from transformers import DynamicCache, LlamaConfig, LlamaForCausalLM
 
 from dilated_attention_pytorch import DilatedPattern, global_tokens, local_window
-from dilated_attention_pytorch.integrations import register, set_pattern
+from dilated_attention_pytorch.integrations import BoundedCache, register, set_pattern
 from integrations.tiny_models import ARCHITECTURES, DECODERS, PATTERN, draw, logits, tiny
 
 register()
@@ -53,17 +54,78 @@ def test_packed_rows_are_sequences_of_their_own(name: str) -> None:
     alone = torch.cat([model(part).logits for part in tokens.split(lengths, dim=1)], dim=1)
     close(packed, alone)
     boundaries = torch.tensor([0, 17, 18, 58, 63], dtype=torch.int32)
-    given = model(
-        tokens[:1], position_ids=positions, cu_seq_lens_q=boundaries, cu_seq_lens_k=boundaries, max_length_q=40,
-        max_length_k=40,
-    ).logits  # fmt: skip
-    close(given, alone[:1])
+    for use_cache in (False, True):
+        given = model(
+            tokens[:1], position_ids=positions, cu_seq_lens_q=boundaries, cu_seq_lens_k=boundaries, max_length_q=40,
+            max_length_k=40, use_cache=use_cache,
+        ).logits  # fmt: skip
+        close(given, alone[:1])
 
 
-def test_packed_rows_with_a_cache_are_refused() -> None:
-    model = set_pattern(tiny("llama"), PATTERN)
+def test_packed_rows_that_cannot_be_told_apart_are_refused() -> None:
+    model, tokens = set_pattern(tiny("llama"), PATTERN), draw(1, 6)
+    positions = torch.tensor([[0, 1, 2, 0, 1, 2]])
     with pytest.raises(ValueError, match="pass use_cache=False"):
-        model(draw(1, 6), position_ids=torch.tensor([[0, 1, 2, 0, 1, 2]]))
+        model(tokens, position_ids=positions)
+    with pytest.raises(ValueError, match="must say what position_ids say"):
+        model(tokens, position_ids=positions, cu_seq_lens_q=torch.tensor([0, 2, 6], dtype=torch.int32), use_cache=False)
+    with pytest.raises(ValueError, match=r"must rise by 1 from token to token, .* got a step of 2"):
+        model(tokens, position_ids=torch.arange(0, 12, 2)[None])
+
+
+@pytest.mark.parametrize("way", ["plain", "checkpoints", "padded steps", "bounded cache"])
+def test_autocast_computes_in_its_dtype_as_with_sdpa(way: str) -> None:
+    # Without the float64 norms of the other tests: a rotation in float32 makes query and key wider than value.
+    config = LlamaConfig(
+        vocab_size=31, hidden_size=48, intermediate_size=53, num_hidden_layers=2, num_attention_heads=6,
+        num_key_value_heads=3, use_cache=way == "bounded cache", pad_token_id=0,
+    )  # fmt: skip
+    torch.manual_seed(0)
+    model, tokens = set_pattern(LlamaForCausalLM(config), DilatedPattern([64], [1])).eval(), draw(2, 40)
+    mask = torch.ones_like(tokens)
+    if way == "padded steps":
+        mask[0, :7] = 0
+    if way == "checkpoints":
+        model.train().activation_checkpointing_enable()
+
+    def call() -> Tensor:
+        if way == "plain":
+            return model(tokens).logits
+        if way == "checkpoints":
+            return torch.autograd.grad(model(tokens, labels=tokens).loss, model.lm_head.weight)[0]
+        cache = BoundedCache(model.config) if model.config._attn_implementation == "dilated" else DynamicCache()
+        with torch.no_grad():
+            steps = [
+                model(part, attention_mask=mask[:, :stop], past_key_values=cache, use_cache=True).logits
+                for part, stop in ((tokens[:, :38], 38), (tokens[:, 38:39], 39), (tokens[:, 39:], 40))
+            ]
+        return torch.cat(steps, 1)[mask.bool()]
+
+    found = []
+    for implementation in ("dilated", "sdpa"):
+        model.set_attn_implementation(implementation)
+        with torch.autocast("cpu", torch.bfloat16):
+            found.append(call().float())
+    assert (found[0] - found[1]).abs().max() <= 0.03 * found[1].abs().max()
+
+
+def test_a_window_that_a_model_keeps_to_itself_is_not_overlooked() -> None:
+    window = {"use_sliding_window": True, "sliding_window": 8, "max_window_layers": 1}
+    model = set_pattern(tiny("Qwen2Moe", **window), PATTERN)
+    with pytest.raises(NotImplementedError, match="sliding window of 8 tokens in the configuration"):
+        model(draw(1, 20))
+
+
+def test_a_bounded_cache_is_not_for_another_attention() -> None:
+    model = set_pattern(tiny("llama"), PATTERN)
+    cache = BoundedCache(model.config)
+    model.set_attn_implementation("sdpa")
+    with pytest.raises(ValueError, match=r'the model has "sdpa": call model.set_attn_implementation\("dilated"\)'):
+        BoundedCache(model.config)
+    with torch.no_grad():
+        model(draw(1, 9), past_key_values=cache)
+        with pytest.raises(RuntimeError, match="told of 9 tokens in layer 0, and its attention brought 0"):
+            model(draw(1, 9), past_key_values=cache)
 
 
 def losses_and_gradients(model: Any, tokens: Tensor, seed: int = 0) -> tuple[Tensor, list[Tensor]]:

@@ -16,7 +16,7 @@ def parts_of(layer: nn.Module) -> dict[str, nn.Module]:
 
 
 def check_parts(layer: nn.Module, known_modules: set[str], known_parameters: set[str]) -> None:
-    """Raise unless a layer has no parts but these, and nothing that acts around its forward.
+    """Raise unless a layer has no parts but these, and nothing that acts around its forward (:func:`check_unwrapped`).
 
     Raises:
         NotReplaceable: it has another parameter, buffer or submodule, parameters of another class, hooks, or a forward
@@ -31,6 +31,15 @@ def check_parts(layer: nn.Module, known_modules: set[str], known_parameters: set
         raise NotReplaceable(
             f"its parameters are of the class {', '.join(sorted(classes))}; replace before sharding or quantising"
         )
+    check_unwrapped(layer)
+
+
+def check_unwrapped(layer: nn.Module) -> None:
+    """Raise if something acts around a layer's forward.
+
+    Raises:
+        NotReplaceable: it has hooks, or a forward set on the object.
+    """
     if "forward" in vars(layer):
         raise NotReplaceable("its forward was set on the object, so something wraps it; replace before wrapping")
     hooks = (

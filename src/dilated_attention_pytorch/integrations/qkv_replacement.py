@@ -181,6 +181,13 @@ def _check_arguments(block: nn.Module) -> None:
         raise NotReplaceable(
             f"its forward takes {', '.join(unknown) or 'nothing'}; known are the rows x, then {', '.join(_ARGUMENTS)}"
         )
+    by_place = [argument.name for argument in others[1:] if argument.kind is not inspect.Parameter.KEYWORD_ONLY]
+    if by_place not in ([], ["attn_mask"], ["attn_mask", "is_causal"], ["attn_bias"]):
+        raise NotReplaceable(
+            f"its forward takes {', '.join(by_place)} in this order; known are attn_mask and then is_causal"
+        )
+    if any(argument.name == "is_causal" and argument.default is not False for argument in others):
+        raise NotReplaceable("its forward is causal unless a call says is_causal=False, which would not be heard")
 
 
 @torch.no_grad()
@@ -206,10 +213,22 @@ def _is_causal_by_itself(block: nn.Module, replacement: QkvReplacement) -> bool:
         x = torch.randn(shape, generator=generator, dtype=torch.float64, device="cpu")
         with warnings.catch_warnings(action="ignore"):
             result = theirs(x)
+            for dropout in theirs.modules():
+                if isinstance(dropout, nn.Dropout):
+                    dropout.p = 0.0
+            if "attn_drop" in vars(theirs):
+                vars(theirs)["attn_drop"] = 0.0
+            in_training = theirs.train()(x)
     except (AssertionError, AttributeError, IndexError, KeyError, RuntimeError, TypeError, ValueError) as error:
         # A forward that is not ours may raise anything of these on rows that it was not made for.
         raise NotReplaceable(f"a trial of its forward on rows [2, {num_rows}, E] failed: {error}") from error
-    if isinstance(result, Tensor) and result.shape == (2, num_rows, ours.proj.out_features):
+    are_tensors = isinstance(result, Tensor) and isinstance(in_training, Tensor)
+    if are_tensors and not torch.allclose(in_training, result, rtol=1e-9, atol=1e-9):
+        raise NotReplaceable(
+            "in training it computes something else on drawn rows than in eval, its attn_drop and proj_drop left out: "
+            "dropout by another name is not known"
+        )
+    if are_tensors and result.shape == (2, num_rows, ours.proj.out_features):
         ours.pattern, ours.impl = DilatedPattern([num_rows], [1]), "reference"
         for is_causal in (False, True):
             ours.is_causal = is_causal

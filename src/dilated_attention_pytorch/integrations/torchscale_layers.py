@@ -12,14 +12,11 @@ from torch import nn
 
 from dilated_attention_pytorch.patterns import DilatedPattern, Tail
 
+from .parts import NotReplaceable, check_unwrapped
 from .xpos import XPos
 
 _PROJECTIONS = ("q_proj", "k_proj", "v_proj", "out_proj")
 _CHILDREN = {*_PROJECTIONS, "inner_attn_ln", "dropout_module", "xpos"}
-_HOOKS = (
-    "_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks", "_state_dict_hooks",
-    "_state_dict_pre_hooks", "_load_state_dict_pre_hooks", "_load_state_dict_post_hooks",
-)  # fmt: skip
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -95,9 +92,10 @@ def _refusal(layer: nn.Module, args: object) -> str | None:
     )
     if own:
         return f"it has {', '.join(own)}, which torchscale's layer has not, so what its forward does is not known"
-    hooks = [name for name in _HOOKS if layer.__dict__.get(name)]
-    if hooks:
-        return f"its hooks would be lost ({', '.join(hooks)}); remove them, adopt, and register them again"
+    try:
+        check_unwrapped(layer)
+    except NotReplaceable as reason:
+        return str(reason)
     dropout = children.get("dropout_module")
     if dropout is not None and not isinstance(dropout, nn.Dropout):
         return f"dropout_module must be a torch.nn.Dropout, got {type(dropout).__name__}"
@@ -111,6 +109,13 @@ def _facts(layer: nn.Module, args: object, tail: Tail, where: str) -> LayerFacts
         raise ValueError(f"{where} must have the integers embed_dim and num_heads, got {sizes[0]!r} and {sizes[1]!r}")
     if num_heads < 1 or embed_dim % num_heads:
         raise ValueError(f"{where}: num_heads must divide embed_dim, got {num_heads} heads and embed_dim {embed_dim}")
+    head_dim = embed_dim // num_heads
+    scaling = layer.__dict__.get("scaling", head_dim**-0.5)
+    if not isinstance(scaling, (int, float)) or not math.isclose(scaling, head_dim**-0.5, rel_tol=1e-6):
+        raise NotImplementedError(
+            f"{where} cannot be adopted, and nothing was replaced: its scaling is {scaling!r}, and torchscale's is "
+            f"head_dim ** -0.5 = {head_dim**-0.5}"
+        )
     numbers = [_setting(args, name) for name in ("segment_length", "dilated_ratio")]
     try:
         lengths, ratios = (_integers(some) for some in numbers)
@@ -126,7 +131,7 @@ def _facts(layer: nn.Module, args: object, tail: Tail, where: str) -> LayerFacts
     xpos = layer._modules.get("xpos")
     return LayerFacts(
         embed_dim=embed_dim, num_heads=num_heads, pattern=pattern, dropout=float(dropout),
-        xpos=None if xpos is None else _xpos(xpos, embed_dim // num_heads, where),
+        xpos=None if xpos is None else _xpos(xpos, head_dim, where),
     )  # fmt: skip
 
 

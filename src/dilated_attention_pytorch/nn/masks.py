@@ -34,10 +34,11 @@ def check_causal(attn_mask: Tensor, num_queries: int, num_keys: int) -> None:
             f"{_OTHER_MASK}; expected a mask of shape {(num_queries, num_keys)}, got {tuple(attn_mask.shape)}"
         )
     later = torch.ones(num_queries, num_keys, dtype=torch.bool, device=attn_mask.device).triu(1)
-    if attn_mask.dtype == torch.bool:
-        holds = attn_mask == later
+    if attn_mask.is_floating_point():
+        # Some write the least number of the dtype for -inf.
+        holds = torch.where(later, attn_mask <= torch.finfo(attn_mask.dtype).min / 2, attn_mask == 0)
     else:
-        holds = torch.where(later, attn_mask == float("-inf"), attn_mask == 0)
+        holds = attn_mask == later
     _require(holds.all(), NotImplementedError, f"{_OTHER_MASK}; got a mask that hides other keys or adds to scores")
 
 

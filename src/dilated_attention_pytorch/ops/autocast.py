@@ -13,12 +13,16 @@ def is_autocast(device_type: str) -> bool:
     return torch.amp.is_autocast_available(device_type) and torch.is_autocast_enabled(device_type)
 
 
+def is_cast(*tensors: Tensor) -> bool:
+    """Whether autocast brings these tensors to one dtype."""
+    return is_autocast(tensors[0].device.type) and all(tensor.dtype != torch.float64 for tensor in tensors)
+
+
 def cast_by_autocast(*tensors: Tensor) -> tuple[Tensor, ...]:
     """The tensors in autocast's dtype, as for PyTorch's own attention; as they are without it, and for float64."""
-    device_type = tensors[0].device.type
-    if not is_autocast(device_type) or tensors[0].dtype == torch.float64:
+    if not is_cast(*tensors):
         return tensors
-    dtype = torch.get_autocast_dtype(device_type)
+    dtype = torch.get_autocast_dtype(tensors[0].device.type)
     return tuple(tensor.to(dtype) for tensor in tensors)
 
 

@@ -231,13 +231,14 @@ def _is_phantom(partial: Partial | Gathered) -> bool:
     return isinstance(partial, Partial) and partial.phantoms > 0
 
 
-@functools.lru_cache(maxsize=32)
+@functools.lru_cache(maxsize=2)  # all tiles but those at the ends of the sequence have the same
 def _band_bias(
     band: tuple[int, int], num_queries: int, num_keys: int, dtype: torch.dtype, device: torch.device
 ) -> Tensor:
     """0 where query i sees key j, else :data:`aten.MASKED`, ``[num_queries, num_keys]``."""
-    distance = torch.arange(num_keys, device=device) - torch.arange(num_queries, device=device).unsqueeze(-1)
-    return ((distance < band[0]) | (distance > band[1])).to(dtype) * aten.MASKED
+    distance = torch.arange(1 - num_queries, num_keys, device=device)
+    of_distance = ((distance < band[0]) | (distance > band[1])).to(dtype) * aten.MASKED
+    return of_distance.unfold(0, num_keys, 1).flip(0)  # row i begins at the distance -i
 
 
 def _phantom_lse(lse: Tensor, partial: Partial) -> Tensor:

@@ -10,6 +10,8 @@ from torch import Tensor
 
 from dilated_attention_pytorch.patterns import Pattern
 
+from .autocast import is_cast
+
 
 def check_call(
     query: Tensor,
@@ -84,7 +86,7 @@ def _check_tensors(query: Tensor, key: Tensor, value: Tensor) -> None:
             )
         if tensor.dtype not in (torch.float16, torch.bfloat16, torch.float32, torch.float64):
             raise TypeError(f"{name} must be float16, bfloat16, float32 or float64, got {tensor.dtype}")
-        if tensor.dtype != query.dtype:
+        if tensor.dtype != query.dtype and not is_cast(query, tensor):
             raise TypeError(
                 f"query, key and value must have one dtype: query is {query.dtype}, got {name} {tensor.dtype}; "
                 f"convert with {name}.to(query.dtype)"

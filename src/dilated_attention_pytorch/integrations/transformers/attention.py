@@ -11,10 +11,11 @@ from torch.nn import functional
 
 from dilated_attention_pytorch.models.padding import group_rows, real_runs
 from dilated_attention_pytorch.ops import attend
+from dilated_attention_pytorch.ops.autocast import cast_by_autocast
 from dilated_attention_pytorch.patterns import Pattern
 
 from .bounded import cache_of
-from .config import layer_pattern
+from .config import check_no_window, layer_pattern
 from .mask import PADDING
 
 # What models and Trainer hand down to every attention, and what has no part in one.
@@ -65,11 +66,13 @@ def dilated_attention_forward(
         is_causal = bool(getattr(module, "is_causal", True))
     mask = None if attention_mask is None else _checked_mask(attention_mask)
     bounded = cache_of(key)
-    query, key, value = (tensor.transpose(1, 2) for tensor in (query, key, value))
+    query, key, value = cast_by_autocast(*(tensor.transpose(1, 2) for tensor in (query, key, value)))
     if _is_cross_attention(type(module), getattr(module, "is_decoder", None), is_causal):
         return _plain_attention(query, key, value, mask, dropout, scaling), None
     _check_heads(module.config, key.shape[2])
     layer: int | None = getattr(module, "layer_idx", None)
+    if sliding_window is None and layer is not None:
+        check_no_window(module.config, layer)
     pattern = layer_pattern(module.config, layer, sliding_window, is_causal=is_causal)
     if bounded is not None:
         cache, cached_layer = bounded
@@ -180,11 +183,16 @@ def _plain_attention(
 def _given_documents(
     cu_seq_lens_q: Tensor, cu_seq_lens_k: Tensor | None, query: Tensor, num_columns: int, mask: Tensor | None
 ) -> Tensor:
-    if query.shape[0] != 1 or query.shape[1] != num_columns or mask is not None:
+    if query.shape[0] != 1 or query.shape[1] != num_columns:
         raise ValueError(
-            "cu_seq_lens_q gives the documents of one packed row without padding and without cached tokens: got "
-            f"{query.shape[0]} rows of {query.shape[1]} queries and {num_columns} keys"
-            f"{'' if mask is None else ' and an attention_mask'}; pass use_cache=False and no attention_mask"
+            "cu_seq_lens_q gives the documents of one packed row without cached tokens: got "
+            f"{query.shape[0]} rows of {query.shape[1]} queries and {num_columns} keys; pass use_cache=False"
+        )
+    if mask is not None and not (mask.shape[0] and torch.equal(_boundaries(mask), cu_seq_lens_q.int())):
+        # Without a cache transformers finds the same documents in position_ids.
+        raise ValueError(
+            "cu_seq_lens_q must say what position_ids say, and comes without an attention_mask: got the boundaries "
+            f"{cu_seq_lens_q.tolist()} beside {_boundaries(mask).tolist()}"
         )
     if cu_seq_lens_k is not None and cu_seq_lens_k.shape != cu_seq_lens_q.shape:
         raise ValueError(
@@ -217,13 +225,20 @@ def _check_not_packed(position_ids: Tensor) -> None:
     """Raise for packed rows that the mask cannot know of: transformers looks for them only without a cache."""
     if position_ids.dim() != 2:
         return
-    follows = (position_ids.diff(dim=-1) == 1).all()
+    steps = position_ids.diff(dim=-1)
+    follows = (steps == 1).all()
     words = "position_ids begin anew within a row: pass "
     if torch.compiler.is_compiling():
         torch._assert_async(follows, words + "cu_seq_lens_q, the boundaries of its documents, under torch.compile")
+    elif not follows and (steps <= 0).any():
+        raise ValueError(
+            f"{words}use_cache=False and no attention_mask, so that transformers sees the documents of packed rows, or "
+            "cu_seq_lens_q"
+        )
     elif not follows:
         raise ValueError(
-            f"{words}use_cache=False, so that transformers sees the documents of packed rows, or cu_seq_lens_q"
+            "position_ids must rise by 1 from token to token, as a pattern's positions do, got a step of "
+            f"{int(steps.max())}"
         )
 
 

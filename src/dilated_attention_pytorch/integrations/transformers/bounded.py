@@ -70,6 +70,12 @@ class BoundedCache:
                 "BoundedCache is for models with one stack of causal layers, and this is an encoder-decoder: use the "
                 "model's own cache"
             )
+        implementation = config._attn_implementation
+        if implementation != "dilated":
+            raise ValueError(
+                'BoundedCache keeps what attn_implementation="dilated" reads, and the model has '
+                f'"{implementation}": call model.set_attn_implementation("dilated") first, or name it when loading'
+            )
         self._patterns = tuple(
             layer_pattern(config, layer, window_of_layer(config, layer), is_causal=True)
             for layer in range(config.num_hidden_layers)
@@ -78,17 +84,24 @@ class BoundedCache:
         self._step: CacheStep | None = None
         self._served: set[int] = set()
         self._seen = [0] * config.num_hidden_layers
+        self._attended = [0] * config.num_hidden_layers
 
     def update(self, key_states: Tensor, value_states: Tensor, layer_idx: int) -> tuple[Tensor, Tensor]:
         """Announce new rows ``[B, G, N, D]`` of a layer; they are stored where its attention is computed.
 
         Raises:
-            RuntimeError: under gradients.
+            RuntimeError: under gradients, or if the rows before never came to the attention.
         """
         if torch.is_grad_enabled():
             raise RuntimeError("BoundedCache has no gradient: call the model under torch.no_grad(), or without a cache")
         if self._rows is None:
             self._rows = _Rows(self._patterns, key_states.shape[1])
+        if self._seen[layer_idx] != self._attended[layer_idx]:
+            raise RuntimeError(
+                f"BoundedCache was told of {self._seen[layer_idx]} tokens in layer {layer_idx}, and its attention "
+                f"brought {self._attended[layer_idx]}: this model changes keys between its cache and its attention, or "
+                'does not attend by attn_implementation="dilated"; use the model\'s own cache'
+            )
         self._seen[layer_idx] += key_states.shape[2]
         # Models hand the keys on to the attention function, and nothing else that leads to the cache.
         setattr(key_states, _ATTRIBUTE, (self, layer_idx))
@@ -125,6 +138,7 @@ class BoundedCache:
                 "set_pattern"
             )
         num_new = query.shape[1]
+        self._attended[layer] += num_new
         if self._step is None or layer in self._served:
             runs = None if mask is None or not mask.shape[0] else real_runs(mask[:, -num_new:] >= 0)
             self._step, self._served = self._rows.step(query.shape[0], num_new, runs, query.device), set()

@@ -120,9 +120,26 @@ def window_of_layer(config: Any, layer: int) -> int | None:
     """The tokens that a layer's own sliding window holds, the query's among them; None without one."""
     window: int | None = getattr(config, "sliding_window", None)
     types: Sequence[str] | None = getattr(config, "layer_types", None)
-    if window is None or types is None:
+    if not window:  # 0 is how some configurations say that there is none
+        return None
+    if types is None:
         return window
     return window if layer < len(types) and types[layer] == "sliding_attention" else None
+
+
+def check_no_window(config: Any, layer: int) -> None:
+    """Raise where the configuration gives a layer a sliding window that its model did not hand on.
+
+    Raises:
+        NotImplementedError: it does, so that the pattern would be wider than the model's own mask.
+    """
+    window = window_of_layer(config, layer)
+    if window is not None:
+        raise NotImplementedError(
+            f"layer {layer} has a sliding window of {window} tokens in the configuration, and this model does not tell "
+            "its attention: set config.sliding_window to None before the model is built and give the window as a "
+            f'pattern, local_window({window - 1}), or use "sdpa"'
+        )
 
 
 def _check_some_layer_is_free(config: Any) -> None:
