@@ -31,7 +31,7 @@ TIMEOUT_SECONDS = 6.0
 """Of the process groups."""
 START_SECONDS = 0.5
 """Between the starts of two cases: the ranks of one must find each other before the timeout."""
-END_SECONDS = 120.0
+END_SECONDS = 30.0
 """After which a rank that has not ended is killed, and counted as hanging."""
 PATTERN = DilatedPattern([32, 128], [1, 4])
 

@@ -64,7 +64,7 @@ def environment() -> dict[str, str]:
 def run(folder: Path, cases: list[str]) -> list[list[dict[str, Any]]]:
     """For every case what became of every rank."""
     command = [sys.executable, str(PROGRAM), str(folder), *cases]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=240, env=environment())
+    done = subprocess.run(command, capture_output=True, text=True, timeout=90, env=environment())
     assert done.returncode == 0, done.stderr
     return json.loads((folder / "results.json").read_text())
 

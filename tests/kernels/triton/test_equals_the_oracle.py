@@ -39,7 +39,7 @@ SMALL = Sizes(
     head_dims=(5, 16, 24, 32), groups=3, summands=(1, 1, 1, 2),
     segments=st.one_of(st.integers(5, 60), st.sampled_from([3, 8, 16, 32, 64])),
 )  # fmt: skip
-PARTS, DRAWS = 6, 18
+PARTS, DRAWS = 6, 27
 RULED_DRAWS = 7
 
 
