@@ -5,7 +5,10 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
-_SWEEPS = 20000
+import torch
+from torch import Tensor
+
+_STEPS_PER_FEATURE = 3
 _SETTLED = 1e-10
 _REWEIGHTINGS = 5
 _QUADRATIC_UP_TO = 0.1
@@ -17,8 +20,7 @@ def fit_seconds(counts: Sequence[Sequence[float]], seconds: Sequence[float]) -> 
     Relative errors: a candidate is compared with others of its shape, so a call of a millisecond counts as much as
     one of a second. Huber's loss, quadratic up to a tenth and linear beyond, so that a call which something else on the
     machine made longer bends the others little. Not below zero: no work takes time away, and a prediction stays
-    positive where nothing was measured. Solved by coordinate descent on the normal equations, which are convex, with
-    weights from the solution before.
+    positive where nothing was measured. Solved by least squares with weights from the solution before.
 
     Args:
         counts: the features of every timing, ``[timings][features]``.
@@ -27,36 +29,49 @@ def fit_seconds(counts: Sequence[Sequence[float]], seconds: Sequence[float]) -> 
     >>> [round(x, 9) for x in fit_seconds([[1.0, 10.0], [1.0, 20.0], [1.0, 40.0]], [12.0, 22.0, 42.0])]
     [2.0, 1.0]
     """
-    rows = [[count / time for count in row] for row, time in zip(counts, seconds, strict=True)]
-    norms = [math.sqrt(sum(value * value for value in column)) or 1.0 for column in zip(*rows, strict=True)]
-    scaled = [[value / norm for value, norm in zip(row, norms, strict=True)] for row in rows]
-    solution = [0.0] * len(norms)
-    weights = [1.0] * len(scaled)
+    rows = torch.tensor(counts, dtype=torch.float64) / torch.tensor(seconds, dtype=torch.float64)[:, None]
+    norms = rows.norm(dim=0)
+    norms = norms.where(norms > 0, 1.0)
+    rows = rows / norms
+    weights = torch.ones(len(rows), dtype=torch.float64)
     for _ in range(_REWEIGHTINGS):
-        solution = _least_squares(scaled, weights, solution)
-        errors = [abs(sum(a * x for a, x in zip(row, solution, strict=True)) - 1) for row in scaled]
-        weights = [min(1.0, _QUADRATIC_UP_TO / max(error, _SETTLED)) for error in errors]
-    return tuple(value / norm for value, norm in zip(solution, norms, strict=True))
+        solution = _least_squares(rows, weights)
+        errors = (rows @ solution - 1).abs()
+        weights = (_QUADRATIC_UP_TO / errors.clamp(min=_SETTLED)).clamp(max=1.0)
+    return tuple((solution / norms).tolist())
 
 
-def _least_squares(rows: list[list[float]], weights: list[float], start: list[float]) -> list[float]:
-    """Non-negative x that minimises ``sum weight (row . x - 1)^2``."""
-    columns = list(zip(*rows, strict=True))
-    weighted = [[weight * value for weight, value in zip(weights, column, strict=True)] for column in columns]
-    gram = [[sum(a * b for a, b in zip(one, other, strict=True)) for other in columns] for one in weighted]
-    target = [sum(column) for column in weighted]
-    solution = list(start)
-    for _ in range(_SWEEPS):
-        moved = 0.0
-        for index, row in enumerate(gram):
-            if row[index] == 0.0:
-                continue
-            slope = sum(a * x for a, x in zip(row, solution, strict=True)) - target[index]
-            new = max(0.0, solution[index] - slope / row[index])
-            moved = max(moved, abs(new - solution[index]))
-            solution[index] = new
-        if moved < _SETTLED:
+def _least_squares(rows: Tensor, weights: Tensor) -> Tensor:
+    """Non-negative x that minimises ``sum weight (row . x - 1)^2``, by the active-set method of Lawson and Hanson.
+
+    Source: C. L. Lawson and R. J. Hanson, Solving Least Squares Problems, 1974, chapter 23.
+    """
+    root = weights.sqrt()
+    matrix, target = rows * root[:, None], root
+    solution = torch.zeros_like(rows[0])
+    positive = torch.zeros_like(solution, dtype=torch.bool)
+    for _ in range(_STEPS_PER_FEATURE * len(solution)):
+        slopes = (matrix.T @ (target - matrix @ solution)).masked_fill(positive, -math.inf)
+        if slopes.max() <= _SETTLED:
             break
+        positive[slopes.argmax()] = True
+        wanted = _on(positive, matrix, target)
+        while bool((wanted[positive] <= 0).any()):
+            # As far towards the unconstrained solution as nothing goes below zero; what got there stays there.
+            below = positive & (wanted <= 0)
+            step = (solution[below] / (solution[below] - wanted[below])).min()
+            solution = solution + step * (wanted - solution)
+            positive &= ~(below & (solution <= _SETTLED))
+            solution = solution.where(positive, 0.0)
+            wanted = _on(positive, matrix, target)
+        solution = wanted
+    return solution
+
+
+def _on(positive: Tensor, matrix: Tensor, target: Tensor) -> Tensor:
+    """The least-squares solution with the features of ``positive`` alone, zero elsewhere."""
+    solution = torch.zeros_like(matrix[0])
+    solution[positive] = torch.linalg.lstsq(matrix[:, positive], target[:, None]).solution[:, 0]
     return solution
 
 
