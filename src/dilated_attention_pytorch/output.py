@@ -29,3 +29,10 @@ def make_output(output: Path) -> None:
         raise RunError(
             f"--output {output} cannot be made ({error.strerror}); name a folder on a disk that can be written"
         ) from error
+
+
+def write_text(path: Path, text: str) -> None:
+    """Write a file that is whole or not there."""
+    staged = path.with_name(path.name + ".part")
+    staged.write_text(text, encoding="utf-8")
+    os.replace(staged, path)

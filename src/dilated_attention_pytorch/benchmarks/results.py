@@ -18,6 +18,7 @@ from typing import Any, Literal
 import torch
 
 from dilated_attention_pytorch.machine import machine
+from dilated_attention_pytorch.output import write_text
 
 from .limits import Limits
 from .shapes import Case, Computes
@@ -132,6 +133,4 @@ def module_command() -> str:
 def write_json(file: Path, values: dict[str, Any]) -> None:
     """Write JSON whole or not at all: a reader, or a stop in the middle, never meets half a file."""
     file.parent.mkdir(parents=True, exist_ok=True)
-    partial = file.with_name(file.name + ".partial")
-    partial.write_text(json.dumps(values, indent=1) + "\n", encoding="utf-8")
-    partial.replace(file)
+    write_text(file, json.dumps(values, indent=1) + "\n")

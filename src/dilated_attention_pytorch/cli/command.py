@@ -14,10 +14,12 @@ import tyro
 from dilated_attention_pytorch.training import RunError
 
 from .bench import Bench
+from .extend import Extend
 from .generate import Generate
 from .info import Info
 from .profile import Profile
 from .show import Show
+from .stopping import check_resume_alone
 from .train import Train, preset_of
 from .tune import Tune
 
@@ -51,12 +53,15 @@ def run_command(args: Sequence[str]) -> None:
         raise SystemExit(128 + signal.SIGINT) from None
 
 
-def _parse(args: list[str]) -> Train | Generate | Bench | Profile | Tune | Show | Info:
+def _parse(args: list[str]) -> Train | Extend | Generate | Bench | Profile | Tune | Show | Info:
     name, rest = (args[0], args[1:]) if args else ("", [])
     prog = "dilated-attention"
     # A command alone, where one is named: tyro's messages then name its fields and nothing of its own.
     if name == "train":
         return tyro.cli(Train, default=preset_of(rest), args=rest, prog=f"{prog} train", config=_TYRO)
+    if name == "extend":
+        check_resume_alone(rest)
+        return tyro.cli(Extend, args=rest, prog=f"{prog} extend", config=_TYRO)
     if name == "generate":
         return tyro.cli(Generate, args=rest, prog=f"{prog} generate", config=_TYRO)
     if name == "bench":
@@ -71,6 +76,7 @@ def _parse(args: list[str]) -> Train | Generate | Bench | Profile | Tune | Show 
         return tyro.cli(Info, args=rest, prog=f"{prog} info", config=_TYRO)
     commands = (
         Annotated[Train, tyro.conf.subcommand("train", default=preset_of([]))]
+        | Annotated[Extend, tyro.conf.subcommand("extend")]
         | Annotated[Generate, tyro.conf.subcommand("generate")]
         | Annotated[Bench, tyro.conf.subcommand("bench")]
         | Annotated[Profile, tyro.conf.subcommand("profile")]
@@ -78,7 +84,10 @@ def _parse(args: list[str]) -> Train | Generate | Bench | Profile | Tune | Show 
         | Annotated[Show, tyro.conf.subcommand("show")]
         | Annotated[Info, tyro.conf.subcommand("info")]
     )
-    description = "LongNet language models on exact dilated attention: train, generate, measure, see what runs here."
+    description = (
+        "LongNet language models on exact dilated attention: train, generate, extend other models to longer texts, "
+        "measure, see what runs here."
+    )
     return tyro.cli(commands, args=args, prog=prog, description=description, config=_TYRO)
 
 

@@ -4,15 +4,14 @@ from __future__ import annotations
 
 import dataclasses
 import shlex
-import signal
-import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, NoReturn
+from typing import TYPE_CHECKING
 
 from dilated_attention_pytorch.training import PRESETS, Outcome, RunError, TrainSettings
-from dilated_attention_pytorch.training.checkpoint import checkpoint_step, latest_checkpoint
+
+from .stopping import check_resume_alone, leave_at_once, stopped
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -58,7 +57,7 @@ class Train(TrainSettings):
                 else:
                     outcome = train(_settings(self), self.output, console)
         except KeyboardInterrupt:
-            _leave_at_once(self.output if self.resume is None else self.resume)
+            leave_at_once("train", self.output if self.resume is None else self.resume)
         if is_first_process():
             _report(outcome, console)
         if outcome.stopped_by is not None:
@@ -77,7 +76,7 @@ def preset_of(argv: Sequence[str]) -> Train:
             name = argv[index + 1]
         elif word.startswith("--preset="):
             name = word.partition("=")[2]
-    _check_resume_alone(argv)
+    check_resume_alone(argv)
     if name not in (*PRESETS, "auto"):
         raise RunError(f"--preset {name}: there is no such preset; choose one of auto, {', '.join(PRESETS)}")
     chosen = name
@@ -90,39 +89,8 @@ def preset_of(argv: Sequence[str]) -> Train:
     return Train(**values, preset=name)
 
 
-def _check_resume_alone(argv: Sequence[str]) -> None:
-    flags = [word.partition("=")[0] for word in argv if word.startswith("--")]
-    others = [flag for flag in flags if flag not in ("--resume", "--help")]
-    if "--resume" in flags and others:
-        raise RunError(
-            f"--resume goes on with the run's own settings, so {', '.join(others)} cannot go with it; "
-            "leave that out, or train anew without --resume"
-        )
-
-
 def _settings(command: Train) -> TrainSettings:
     return TrainSettings(**{entry.name: getattr(command, entry.name) for entry in dataclasses.fields(TrainSettings)})
-
-
-def _program() -> str:
-    """What a command line begins with that starts as many processes as there are."""
-    from dilated_attention_pytorch.training.run import num_processes
-
-    several = f"torchrun --nproc-per-node {num_processes()} -m dilated_attention_pytorch"
-    return "dilated-attention" if num_processes() == 1 else several
-
-
-def _leave_at_once(run: Path) -> NoReturn:
-    checkpoint = latest_checkpoint(run)
-    if checkpoint is None:
-        print("\ndilated-attention: stopped at once; there is no checkpoint to go on from", file=sys.stderr)
-    else:
-        print(
-            f"\ndilated-attention: stopped at once; the checkpoint of step {checkpoint_step(checkpoint)} is kept. "
-            f"Go on with:\n  {_program()} train --resume {shlex.quote(str(run))}",
-            file=sys.stderr,
-        )
-    raise SystemExit(128 + signal.SIGINT)
 
 
 def _report(outcome: Outcome, console: Console) -> None:
@@ -130,12 +98,8 @@ def _report(outcome: Outcome, console: Console) -> None:
 
     run = shlex.quote(str(outcome.run))
     if outcome.stopped_by is not None:
-        name = signal.Signals(outcome.stopped_by).name
-        console.print(
-            f"stopped by {name} after step {outcome.step}; a checkpoint is saved in {run}. Go on with:\n"
-            f"  {_program()} train --resume {run}",
-            highlight=False, soft_wrap=True,
-        )  # fmt: skip
+        words = stopped("train", outcome.run, outcome.step, outcome.stopped_by)
+        console.print(words, highlight=False, soft_wrap=True)
         return
     console.rule("sample")
     console.print(escape(outcome.sample or ""), highlight=False, soft_wrap=True)

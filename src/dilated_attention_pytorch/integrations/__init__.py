@@ -5,7 +5,7 @@ from .qkv_replacement import QkvReplacement
 from .replacement import replace_attention
 from .replacement_report import LeftLayer, ReplacedLayer, ReplacementReport
 from .torchscale import AdoptedDilatedAttention, adopt
-from .transformers import BoundedCache, register, set_pattern
+from .transformers import BoundedCache, extend_context, register, set_pattern
 
 __all__ = [
     "AdoptedDilatedAttention",
@@ -16,6 +16,7 @@ __all__ = [
     "ReplacedLayer",
     "ReplacementReport",
     "adopt",
+    "extend_context",
     "register",
     "replace_attention",
     "set_pattern",

@@ -8,6 +8,7 @@ import signal
 import sys
 import threading
 import time
+from collections.abc import Callable
 from pathlib import Path
 from types import FrameType, TracebackType
 from typing import Any
@@ -73,12 +74,12 @@ class Metrics(TrainerCallback):
     Args:
         run: the run folder.
         step: the step that the run is taken up at; entries after it are dropped, they are written again.
-        bytes_per_step: bytes of text in an optimizer step.
+        bytes_after: bytes of text in so many optimizer steps.
     """
 
-    def __init__(self, run: Path, step: int, bytes_per_step: int) -> None:
+    def __init__(self, run: Path, step: int, bytes_after: Callable[[int], float]) -> None:
         self.path = run / METRICS_NAME
-        self.bytes_per_step = bytes_per_step
+        self.bytes_after = bytes_after
         kept = [entry for entry in read_metrics(run) if entry["step"] <= step]
         self._seconds = max((entry["seconds"] for entry in kept), default=0.0)
         self._start = time.perf_counter()
@@ -103,7 +104,8 @@ class Metrics(TrainerCallback):
         now = time.perf_counter()
         if "bits_per_byte" in values:
             step, then = self._pace
-            values["bytes_per_second"] = round((state.global_step - step) * self.bytes_per_step / max(now - then, 1e-9))
+            num_bytes = self.bytes_after(state.global_step) - self.bytes_after(step)
+            values["bytes_per_second"] = round(num_bytes / max(now - then, 1e-9))
         self._pace = (state.global_step, now)
         entry = {"step": state.global_step, "seconds": round(self._seconds + now - self._start, 2), **values}
         with self.path.open("a") as file:
@@ -129,12 +131,12 @@ class Bar(TrainerCallback):
 
     Args:
         console: where to draw.
-        bytes_per_step: bytes of text in an optimizer step.
+        tokens_after: tokens in so many optimizer steps.
     """
 
-    def __init__(self, console: Console, bytes_per_step: int) -> None:
+    def __init__(self, console: Console, tokens_after: Callable[[int], int]) -> None:
         self.console = console
-        self.bytes_per_step = bytes_per_step
+        self.tokens_after = tokens_after
         self.progress = Progress(
             TextColumn("training"), BarColumn(), MofNCompleteColumn(), TextColumn("{task.fields[loss]}"),
             TextColumn("{task.fields[held_out]}"), TextColumn("{task.fields[rate]}"), TimeElapsedColumn(),
@@ -160,7 +162,7 @@ class Bar(TrainerCallback):
         step, then = self._pace
         now = time.perf_counter()
         if now - then > 2.0:
-            self._rate = (state.global_step - step) * self.bytes_per_step / (now - then)
+            self._rate = (self.tokens_after(state.global_step) - self.tokens_after(step)) / (now - then)
             self._pace = (state.global_step, now)
             self.progress.update(self.task, rate=f"{self._rate:,.0f} tokens/s")
         self.progress.update(self.task, completed=state.global_step)

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import os
+import shutil
 import zipfile
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -10,6 +12,8 @@ from typing import TYPE_CHECKING, Any
 from dilated_attention_pytorch.errors import RunError
 
 if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
     from dilated_attention_pytorch.models import LongNetForCausalLM
 
 SETTINGS_NAME = "training.json"
@@ -148,6 +152,11 @@ def _shape(shape: tuple[int, ...] | None) -> str:
 def check_checkpoint(checkpoint: Path) -> None:
     """Raise :class:`RunError` unless a run can be taken up from ``checkpoint``: every file there, whole and fitting."""
     check_weights(checkpoint)
+    check_state(checkpoint)
+
+
+def check_state(checkpoint: Path) -> None:
+    """Raise :class:`RunError` unless what is beside the weights of ``checkpoint`` is there and whole."""
     remedy = "restore the folder from a copy, or train anew into another --output"
     read_json(checkpoint / _STATE_NAME, what="broken checkpoint", remedy=remedy)
     random_states = [path.name for path in checkpoint.glob("rng_state*.pth")] or ["rng_state.pth"]
@@ -158,3 +167,12 @@ def check_checkpoint(checkpoint: Path) -> None:
         # The directory of a zip archive is its end: a file that was cut off has none.
         if not zipfile.is_zipfile(path):
             raise RunError(f"broken checkpoint: {path} is damaged or was not written to its end; {remedy}")
+
+
+def save_finished(model: PreTrainedModel, run: Path) -> None:
+    """Save the trained model into its run folder. The weights come last: where they are, the run is finished."""
+    staging = run / STAGING_NAME
+    model.save_pretrained(staging)
+    for path in sorted(staging.iterdir(), key=lambda path: path.name == WEIGHTS_NAME):
+        os.replace(path, run / path.name)
+    shutil.rmtree(staging)

@@ -18,6 +18,9 @@ from dilated_attention_pytorch.errors import RunError
 SEPARATOR = 0
 """The byte before every file: no text holds it."""
 
+CORPUS_KEYS = ("training_bytes", "training_files", "held_out_bytes", "held_out_files")
+"""What :func:`corpus_figures` says."""
+
 _HELD_OUT_PARTS = 20
 """One part in twenty of the files is held out."""
 
@@ -81,6 +84,14 @@ def read_corpus(paths: Sequence[Path] = ()) -> Corpus:
         return Corpus(_text([content[:cut]]), _text([content[cut:]]), skipped)
     training = [content for index, (_, content) in enumerate(files) if index not in held_out]
     return Corpus(_text(training), _text([files[index][1] for index in sorted(held_out)]), skipped)
+
+
+def corpus_figures(corpus: Corpus) -> dict[str, int]:
+    """How much text there is, by which a run that is taken up knows its text again."""
+    numbers = (
+        len(corpus.training), len(corpus.training.file_starts), len(corpus.held_out), len(corpus.held_out.file_starts)
+    )  # fmt: skip
+    return dict(zip(CORPUS_KEYS, numbers, strict=True))
 
 
 def _held_out(files: Sequence[tuple[str, bytes]]) -> set[int]:

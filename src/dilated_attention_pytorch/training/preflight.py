@@ -167,6 +167,14 @@ def choose_precision(precision: Precision, device: str) -> Precision:
     return "bfloat16" if in_hardware else "float32"
 
 
+def set_threads(threads: int) -> int:
+    """Compute on so many CPU threads, 0 for PyTorch's own choice; the number that it now is."""
+    # The order of a sum depends on the number of threads, so a run keeps the one that it began with.
+    if threads:
+        torch.set_num_threads(threads)
+    return torch.get_num_threads()
+
+
 def needed_space(num_parameters: int) -> int:
     """Bytes that a run writes at most at once."""
     return _BYTES_PER_PARAMETER * num_parameters + _BYTES_BESIDE

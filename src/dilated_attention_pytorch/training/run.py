@@ -7,7 +7,6 @@ import json
 import math
 import os
 import shlex
-import shutil
 import time
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,19 +16,19 @@ import torch
 
 from dilated_attention_pytorch.errors import RunError
 from dilated_attention_pytorch.machine import machine
-from dilated_attention_pytorch.output import check_writable, make_output
+from dilated_attention_pytorch.output import check_writable, make_output, write_text
 
 from . import preflight
 from .checkpoint import (
     SETTINGS_NAME,
-    STAGING_NAME,
     WEIGHTS_NAME,
     check_checkpoint,
     checkpoint_step,
     latest_checkpoint,
     read_json,
+    save_finished,
 )
-from .corpus import Corpus, read_corpus
+from .corpus import CORPUS_KEYS, Corpus, corpus_figures, read_corpus
 from .settings import SampleSettings, TrainSettings
 from .windows import EvaluationWindows, TrainingWindows, long_files
 
@@ -39,8 +38,6 @@ if TYPE_CHECKING:
     from dilated_attention_pytorch.models import LongNetForCausalLM
 
     from .trainer import LongNetTrainer
-
-_CORPUS_KEYS = ("training_bytes", "training_files", "held_out_bytes", "held_out_files")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -92,18 +89,18 @@ def train(settings: TrainSettings, output: Path, console: Console) -> Outcome:
     corpus = read_corpus(settings.data)
     preflight.check_corpus(corpus, settings)
     precision = preflight.choose_precision(settings.precision, device)
-    settings = dataclasses.replace(settings, threads=_set_threads(settings.threads), precision=precision)
+    settings = dataclasses.replace(settings, threads=preflight.set_threads(settings.threads), precision=precision)
     model = _build(settings)
     preflight.check_space(output, sum(parameter.numel() for parameter in model.parameters()))
     make_output(output)
     if is_first_process():
         record = {
             "settings": {**settings.to_dict(), "device": device},
-            "corpus": _figures(corpus),
+            "corpus": corpus_figures(corpus),
             "processes": num_processes(),
             "machine": machine(),
         }
-        _write(output / SETTINGS_NAME, json.dumps(record, indent=2) + "\n")
+        write_text(output / SETTINGS_NAME, json.dumps(record, indent=2) + "\n")
         model.config.save_pretrained(output)
     return _go(_Run(output, settings, device, corpus, model, None, console))
 
@@ -118,12 +115,12 @@ def resume(run: Path, console: Console) -> Outcome:
     checkpoint, settings, figures = _read_run(run)
     device = preflight.choose_device(settings.device)
     corpus = read_corpus(settings.data)
-    if _figures(corpus) != figures:
+    if corpus_figures(corpus) != figures:
         raise RunError(
-            f"--resume {run}: the text is not what the run began with (now {_figures(corpus)}, then {figures}); "
+            f"--resume {run}: the text is not what the run began with (now {corpus_figures(corpus)}, then {figures}); "
             "restore the files, or train anew into another --output"
         )
-    _set_threads(settings.threads)
+    preflight.set_threads(settings.threads)
     model = _build(settings)
     check_writable(run, f"--resume {run}")
     preflight.check_space(run, sum(parameter.numel() for parameter in model.parameters()))
@@ -138,7 +135,7 @@ def _read_run(run: Path) -> tuple[Path, TrainSettings, dict[str, int]]:
     values = read_json(run / SETTINGS_NAME, what=what, remedy=remedy)
     try:
         settings = TrainSettings.from_dict(values["settings"])
-        figures = {name: int(values["corpus"][name]) for name in _CORPUS_KEYS}
+        figures = {name: int(values["corpus"][name]) for name in CORPUS_KEYS}
         processes = int(values["processes"])
     except (KeyError, TypeError, ValueError) as error:
         raise RunError(f"{what}: {run / SETTINGS_NAME} describes no run ({error}); {remedy}") from error
@@ -177,20 +174,6 @@ def _check_same_model(checkpoint: Path, settings: TrainSettings) -> None:
         )
 
 
-def _figures(corpus: Corpus) -> dict[str, int]:
-    numbers = (
-        len(corpus.training), len(corpus.training.file_starts), len(corpus.held_out), len(corpus.held_out.file_starts)
-    )  # fmt: skip
-    return dict(zip(_CORPUS_KEYS, numbers, strict=True))
-
-
-def _set_threads(threads: int) -> int:
-    # The order of a sum depends on the number of threads, so a run keeps the one that it began with.
-    if threads:
-        torch.set_num_threads(threads)
-    return torch.get_num_threads()
-
-
 def _build(settings: TrainSettings) -> LongNetForCausalLM:
     from transformers import set_seed
     from transformers.utils import logging
@@ -212,12 +195,6 @@ def num_processes() -> int:
     return int(os.environ.get("WORLD_SIZE", "1"))
 
 
-def _write(path: Path, text: str) -> None:
-    staged = path.with_name(path.name + ".part")
-    staged.write_text(text, encoding="utf-8")
-    os.replace(staged, path)
-
-
 def _go(run: _Run) -> Outcome:
     from torch.utils.data import Subset
     from torch.utils.tensorboard import SummaryWriter
@@ -228,10 +205,15 @@ def _go(run: _Run) -> Outcome:
     from .callbacks import Bar, Interruption, Metrics
     from .distribution import Distribution
     from .evaluation import draw_losses, xz_bits_per_byte
-    from .trainer import LongNetTrainer, arguments
+    from .run_trainer import arguments
+    from .trainer import LongNetTrainer
 
     settings, folder = run.settings, run.folder
-    args = arguments(settings, folder, run.device)
+    args = arguments(
+        settings, folder, run.device, per_device_train_batch_size=settings.batch_size,
+        per_device_eval_batch_size=settings.batch_size, torch_compile=settings.compile,
+        ddp_find_unused_parameters=False,
+    )  # fmt: skip
     distribution = Distribution(settings, args.device.type)
     windows_per_step = args.train_batch_size * args.gradient_accumulation_steps * distribution.data_size
     evaluation = EvaluationWindows(run.corpus.held_out, settings.context_length, settings.final_eval_windows)
@@ -251,8 +233,8 @@ def _go(run: _Run) -> Outcome:
     bytes_per_step = windows_per_step * settings.context_length
     if trainer.is_world_process_zero():
         _announce(run, trainer, evaluation, bytes_per_step, xz)
-        trainer.add_callback(Metrics(folder, step, bytes_per_step))
-        trainer.add_callback(Bar(run.console, bytes_per_step))
+        trainer.add_callback(Metrics(folder, step, bytes_per_step.__mul__))
+        trainer.add_callback(Bar(run.console, bytes_per_step.__mul__))
         trainer.add_callback(TensorBoardCallback(SummaryWriter(str(folder / "tensorboard"), purge_step=step or None)))
     if distribution.rows_rank:
         # Dropout differs between rows; processes that hold the same rows draw the same.
@@ -276,7 +258,7 @@ def _go(run: _Run) -> Outcome:
 def _announce(
     run: _Run, trainer: LongNetTrainer, evaluation: EvaluationWindows, bytes_per_step: int, xz: float
 ) -> None:
-    settings, figures = run.settings, _figures(run.corpus)
+    settings, figures = run.settings, corpus_figures(run.corpus)
     source = "the Python standard library" if not settings.data else ", ".join(map(str, settings.data))
     parameters = sum(parameter.numel() for parameter in run.model.parameters())
     where = f"{settings.threads} CPU threads" if run.device == "cpu" else f"{trainer.args.world_size} CUDA device(s)"
@@ -325,18 +307,13 @@ def _finish(run: _Run, trainer: LongNetTrainer, evaluation: EvaluationWindows, x
             "evaluation_seconds": round(time.perf_counter() - start, 1),
         }  # fmt: skip
         record = json.loads((folder / SETTINGS_NAME).read_text(encoding="utf-8"))
-        _write(folder / SETTINGS_NAME, json.dumps({**record, "result": result}, indent=2) + "\n")
-        _write(folder / "sample.txt", sample + "\n")
+        write_text(folder / SETTINGS_NAME, json.dumps({**record, "result": result}, indent=2) + "\n")
+        write_text(folder / "sample.txt", sample + "\n")
         draw_losses(folder, xz=xz, final=(trainer.state.global_step, bits))
         with SummaryWriter(str(folder / "tensorboard")) as writer:
             writer.add_scalar("final/bits_per_byte", bits, trainer.state.global_step)
             writer.add_text("sample", sample)
-        # The weights come last: where they are, the run is finished.
-        staging = folder / STAGING_NAME
-        model.save_pretrained(staging)
-        for path in sorted(staging.iterdir(), key=lambda path: path.name == WEIGHTS_NAME):
-            os.replace(path, folder / path.name)
-        shutil.rmtree(staging)
+        save_finished(model, folder)
     return Outcome(
         run=folder, step=trainer.state.global_step, bits_per_byte=bits, xz_bits_per_byte=xz, quarters=quarters,
         last_quarter_alone=alone, sample=sample,

@@ -6,9 +6,12 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from pathlib import Path
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from dilated_attention_pytorch.models.config import LongNetConfig
+
+if TYPE_CHECKING:
+    from _typeshed import DataclassInstance
 
 Optimizer = Literal["muon", "adamw"]
 Schedule = Literal["linear", "cosine", "constant"]
@@ -18,7 +21,7 @@ Strategy = Literal["auto", "ring", "gather", "heads"]
 Layout = Literal["auto", "contiguous", "zigzag"]
 DataParallel = Literal["ddp", "fsdp"]
 
-_LARGEST_SEED = 2**32 - 1  # NumPy, which transformers seeds too, takes no larger one
+LARGEST_SEED = 2**32 - 1  # NumPy, which transformers seeds too, takes no larger one
 
 
 @dataclass(kw_only=True, slots=True)
@@ -116,17 +119,17 @@ class TrainSettings:
             "final_eval_windows", "quarter_files", "save_steps", "context_parallel", "heads_parallel",
             "tensor_parallel",
         ):  # fmt: skip
-            _check(self, name, least=1)
-        _check(self, "seed", least=0, most=_LARGEST_SEED)
+            check_number(self, name, least=1)
+        check_number(self, "seed", least=0, most=LARGEST_SEED)
         for name in ("threads", "sample_length", "sample_temperature", "weight_decay"):
-            _check(self, name, least=0)
-        _check(self, "context_length", least=8)
+            check_number(self, name, least=0)
+        check_number(self, "context_length", least=8)
         for name in ("learning_rate", "muon_learning_rate", "max_grad_norm"):
-            _check(self, name, above=0)
+            check_number(self, name, above=0)
         for name in ("file_start_fraction", "warmup_fraction"):
-            _check(self, name, least=0, most=1)
+            check_number(self, name, least=0, most=1)
         for name in ("adam_beta1", "adam_beta2", "muon_momentum"):
-            _check(self, name, least=0, below=1)
+            check_number(self, name, least=0, below=1)
         if self.context_parallel % self.heads_parallel:
             raise ValueError(
                 "heads_parallel must divide context_parallel, of whose processes it is a part: "
@@ -177,18 +180,18 @@ class SampleSettings:
     """Seed of the draws; without it every call draws anew."""
 
     def __post_init__(self) -> None:
-        _check(self, "max_new_tokens", least=1)
-        _check(self, "temperature", least=0)
+        check_number(self, "max_new_tokens", least=1)
+        check_number(self, "temperature", least=0)
         if self.top_k is not None:
-            _check(self, "top_k", least=1)
+            check_number(self, "top_k", least=1)
         if self.top_p is not None:
-            _check(self, "top_p", above=0, most=1)
+            check_number(self, "top_p", above=0, most=1)
         if self.seed is not None:
-            _check(self, "seed", least=0, most=_LARGEST_SEED)
+            check_number(self, "seed", least=0, most=LARGEST_SEED)
 
 
-def _check(
-    settings: TrainSettings | SampleSettings,
+def check_number(
+    settings: DataclassInstance,
     name: str,
     *,
     least: float = -math.inf,
@@ -196,6 +199,7 @@ def _check(
     below: float = math.inf,
     most: float = math.inf,
 ) -> None:
+    """Raise ``ValueError`` unless a field is a finite number, an integer where so declared, within the bounds."""
     value = getattr(settings, name)
     declared = next(str(entry.type) for entry in fields(settings) if entry.name == name)
     if declared.startswith("int") and not isinstance(value, int):

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
-from torch.utils.data import Dataset
+from torch.utils.data import Dataset, default_collate
 
 from .corpus import Text
 
@@ -38,6 +39,55 @@ class TrainingWindows(Dataset[Window]):
         else:
             start = draw.randrange(last + 1)
         return _window(self.text.data[start : start + self.context_length])
+
+
+class StagedBatches(Dataset[Window]):
+    """Batches for training whose windows grow: each stage has an equal part of the optimizer steps.
+
+    Batch i is drawn by ``(seed, i)`` alone.
+
+    Args:
+        text: to draw windows from, at least as long as the longest.
+        stages: the window's length in each stage.
+        steps: optimizer steps in all.
+        batches_per_step: batches of an optimizer step.
+        batch_tokens: a batch has as many windows as so many tokens make, at least one.
+        seed: of the draws.
+    """
+
+    def __init__(
+        self, text: Text, stages: Sequence[int], *, steps: int, batches_per_step: int, batch_tokens: int, seed: int
+    ) -> None:
+        self.stages = tuple(stages)
+        self.steps = steps
+        self.batches_per_step = batches_per_step
+        self.batch_tokens = batch_tokens
+        self._most_windows = max(1, batch_tokens // min(stages))
+        # No two batches draw the same window, whatever the stages.
+        num_windows = steps * batches_per_step * self._most_windows
+        self._windows = [
+            TrainingWindows(text, length, num_windows, seed=seed, file_start_fraction=0.0) for length in stages
+        ]
+
+    def __len__(self) -> int:
+        return self.steps * self.batches_per_step
+
+    def __getitem__(self, index: int) -> Window:
+        windows = self._windows[self.stage_of(index // self.batches_per_step)]
+        first = index * self._most_windows
+        return default_collate([windows[first + row] for row in range(self._windows_in(windows.context_length))])
+
+    def _windows_in(self, length: int) -> int:
+        return max(1, self.batch_tokens // length)
+
+    def stage_of(self, step: int) -> int:
+        """The stage of an optimizer step, both from 0."""
+        return step * len(self.stages) // self.steps
+
+    def tokens_after(self, step: int) -> int:
+        """Tokens in the first ``step`` optimizer steps."""
+        lengths = [self.stages[self.stage_of(done)] for done in range(step)]
+        return sum(self._windows_in(length) * length for length in lengths) * self.batches_per_step
 
 
 class EvaluationWindows(Dataset[Window]):

@@ -2,6 +2,7 @@
 
 from .bounded import BoundedCache
 from .config import set_pattern
+from .extension import extend_context
 from .registration import register
 
-__all__ = ["BoundedCache", "register", "set_pattern"]
+__all__ = ["BoundedCache", "extend_context", "register", "set_pattern"]

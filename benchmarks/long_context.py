@@ -1,0 +1,112 @@
+"""The long-context recipe on a model made here: bits per byte before, after replacement, after training on.
+
+    python -m benchmarks.long_context
+
+A Llama of some million parameters is trained on the bytes of Python's standard library in windows of 1,024, as a model
+that somebody has would be, by transformers' Trainer with dense attention. Then ``dilated-attention extend`` takes it to
+8,192: once with the pattern, and once with dense attention and the same training, which shows what the pattern itself
+costs. Both runs and what went before are resumed where they stopped when the command is given again.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+
+from dilated_attention_pytorch.benchmarks.results import module_command, origin, write_json
+from dilated_attention_pytorch.training import ExtensionSettings, extend, read_corpus, resume_extension
+from dilated_attention_pytorch.training.checkpoint import latest_checkpoint, read_json
+from dilated_attention_pytorch.training.windows import EvaluationWindows, TrainingWindows
+
+SHORT, LONG = 1024, 8192
+RESULTS = Path("benchmarks/results/long_context.json")
+PICTURE = Path("docs/pictures/long-context.png")
+
+
+def pretrain(folder: Path, steps: int, seed: int) -> None:
+    """Train the short model, if ``folder`` holds none, with 8 windows of 1,024 bytes a step."""
+    from torch.utils.data import Subset
+    from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainingArguments, set_seed
+
+    if (folder / "model.safetensors").exists():
+        return
+    set_seed(seed)
+    model = LlamaForCausalLM(
+        LlamaConfig(
+            vocab_size=256, hidden_size=256, intermediate_size=704, num_hidden_layers=4, num_attention_heads=4,
+            num_key_value_heads=2, max_position_embeddings=SHORT, bos_token_id=None, eos_token_id=None,
+            tie_word_embeddings=True,
+        )
+    )  # fmt: skip
+    corpus = read_corpus()
+    held_out = EvaluationWindows(corpus.held_out, SHORT, 256)
+    trainer = Trainer(
+        model=model,
+        args=TrainingArguments(
+            output_dir=str(folder / "run"), max_steps=steps, per_device_train_batch_size=8,
+            per_device_eval_batch_size=8, learning_rate=2e-3, lr_scheduler_type="linear", warmup_steps=steps // 30,
+            weight_decay=0.1, adam_beta2=0.95, bf16=True, use_cpu=True, seed=seed, logging_steps=steps // 10,
+            eval_strategy="steps", eval_steps=steps // 4, save_steps=steps // 4, save_total_limit=1,
+            prediction_loss_only=True, report_to=[], train_sampling_strategy="sequential", dataloader_pin_memory=False,
+        ),
+        train_dataset=TrainingWindows(corpus.training, SHORT, 8 * steps, seed=seed, file_start_fraction=0.0),
+        eval_dataset=Subset(held_out, held_out.spread(64)),
+    )  # fmt: skip
+    trainer.train(resume_from_checkpoint=(folder / "run").is_dir() and any((folder / "run").glob("checkpoint-*")))
+    model.save_pretrained(folder)
+
+
+def extended(settings: ExtensionSettings, folder: Path, console: Console) -> dict[str, Any]:
+    """The record of an extension run, made or gone on with where it is not finished."""
+    if not (folder / "model.safetensors").exists():
+        outcome = resume_extension(folder, console) if latest_checkpoint(folder) else extend(settings, folder, console)
+        if outcome.stopped_by is not None:
+            sys.exit(128 + outcome.stopped_by)
+    return read_json(folder / "training.json", what="benchmark", remedy="remove the folder and begin anew")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--folder", type=Path, default=Path("runs/long-context"), help="where the runs are kept")
+    parser.add_argument("--pretraining-steps", type=int, default=1500, help="steps of 8,192 bytes of the short model")
+    parser.add_argument("--steps", type=int, default=300, help="steps of 16,384 bytes of the extension")
+    parser.add_argument("--pattern", default="", help="see dilated-attention extend --help")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--output", type=Path, default=RESULTS, help="JSON file to write")
+    arguments = parser.parse_args()
+    console = Console()
+    short = arguments.folder / "short"
+    pretrain(short, arguments.pretraining_steps, arguments.seed)
+    patterns = {"dilated": arguments.pattern, "dense": f"DilatedPattern([{LONG}], [1])"}
+    records = {}
+    for name, pattern in patterns.items():
+        console.rule(name)
+        settings = ExtensionSettings(
+            model=str(short), length=LONG, pattern=pattern, steps=arguments.steps, batch_tokens=2 * LONG,
+            learning_rate=5e-4, seed=arguments.seed, eval_steps=100, save_steps=100,
+        )  # fmt: skip
+        records[name] = extended(settings, arguments.folder / name, console)
+    table = Table("", "attention", *(f"bits per byte reading {length:,}" for length in (SHORT, LONG)))
+    for state in ("before", "replaced", "trained"):
+        for name, record in records.items():
+            if state == "before" and name == "dense":
+                continue
+            bits = record["measured"][state]["bits_per_byte"]
+            attention = "dense" if state == "before" else record["settings"]["pattern"]
+            table.add_row(state, attention, *(f"{bits[str(length)]:.3f}" for length in (SHORT, LONG)))
+    console.print(table)
+    for record in records.values():
+        for entry in record["measured"].values():
+            del entry["by_position"]
+    write_json(arguments.output, {**origin(module_command()), "runs": records})
+    PICTURE.parent.mkdir(parents=True, exist_ok=True)
+    PICTURE.write_bytes((arguments.folder / "dilated" / "context.png").read_bytes())
+
+
+if __name__ == "__main__":
+    main()

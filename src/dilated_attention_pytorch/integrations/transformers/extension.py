@@ -1,0 +1,155 @@
+"""From a model of transformers that was trained on short texts to one that reads long ones."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any, Literal
+
+from torch import nn
+
+from dilated_attention_pytorch.patterns import Pattern
+
+from .config import FIELD, set_pattern
+from .registration import NAME, register
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+Rotary = Literal["yarn", "linear", "ntk", "none"]
+
+
+def extend_context(
+    model: PreTrainedModel, length: int, pattern: Pattern | Sequence[Pattern | None], *, rotary: Rotary = "yarn"
+) -> PreTrainedModel:
+    """Scale the rotary positions of a model to ``length`` tokens and let it attend under a pattern, in place.
+
+    With ``s = length / L``, L the model's ``max_position_embeddings`` before, and pairs of channels that turn by
+    ``theta_i = theta ** (-2 i / d)`` radians a token:
+
+    - ``"yarn"``: pairs with at least 32 turns in L tokens keep ``theta_i``, those with at most one get ``theta_i / s``,
+      those between a mix, and scores are multiplied by ``(0.1 ln(s) + 1) ** 2`` (Peng et al. 2023, arXiv:2309.00071);
+    - ``"linear"``: ``theta_i / s``, positions interpolated (Chen et al. 2023, arXiv:2306.15595);
+    - ``"ntk"``: theta becomes ``theta * s ** (d / (d - 2))``, so that the slowest pair turns as with "linear" and the
+      fastest as before;
+    - ``"none"``: positions as they were, for models that were trained without a bound.
+
+    The weights stay as they are. All of it is written into the configuration, saved and loaded with the model (the
+    implementation excepted: load with ``attn_implementation="dilated"``). What the model computes changes, at short
+    lengths too; training on texts of ``length`` tokens has to make that good.
+
+    Layers with a sliding window keep it, and their rotary parameters where they have some of their own (Gemma 3): no
+    distance within a window is longer than before.
+
+    Args:
+        model: a decoder with rotary positions, not scaled yet.
+        length: tokens of the longest text to come, more than L.
+        pattern: see :func:`set_pattern`.
+        rotary: how positions are scaled.
+
+    Returns:
+        the model itself.
+
+    Raises:
+        TypeError, ValueError: the length is no longer than L, positions are scaled already, or see :func:`set_pattern`.
+        NotImplementedError: the model has no rotary positions of transformers' kind.
+
+    >>> from transformers import LlamaConfig, LlamaForCausalLM
+    >>> from dilated_attention_pytorch import DilatedPattern
+    >>> from dilated_attention_pytorch.integrations import extend_context
+    >>> config = LlamaConfig(
+    ...     vocab_size=97, hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=4,
+    ...     max_position_embeddings=64,
+    ... )
+    >>> model = extend_context(LlamaForCausalLM(config), 256, DilatedPattern([64, 256], [1, 4]))
+    >>> model.config.max_position_embeddings, model.config.rope_parameters["factor"]
+    (256, 4.0)
+    """
+    if rotary not in ("yarn", "linear", "ntk", "none"):
+        raise ValueError(f'rotary must be "yarn", "linear", "ntk" or "none", got {rotary!r}')
+    config = model.config.get_text_config()
+    before = _length_before(config, length)
+    rotaries = _rotaries(model)
+    scaled = copy.deepcopy(config)
+    scaled.max_position_embeddings = length
+    if rotary != "none":
+        scaled.rope_parameters = _scaled(config, rotary, length / before, before)
+    # Everything that may refuse comes before the first change of the model.
+    made = [(parent, name, type(old)(scaled).to(next(old.buffers()).device)) for parent, name, old in rotaries]
+    entry = getattr(config, FIELD, None)
+    set_pattern(model, pattern)
+    register()
+    try:
+        model.set_attn_implementation(NAME)
+    except Exception:
+        setattr(config, FIELD, entry)
+        raise
+    config.max_position_embeddings = length
+    config.rope_parameters = scaled.rope_parameters
+    for parent, name, module in made:
+        module.config = config
+        setattr(parent, name, module)
+    return model
+
+
+def _length_before(config: Any, length: int) -> int:
+    before: int | None = getattr(config, "max_position_embeddings", None)
+    if isinstance(length, bool) or not isinstance(length, int):
+        raise TypeError(f"length must be a number of tokens, an int, got {length!r}")
+    if before is None:
+        raise NotImplementedError(
+            f"{type(config).__name__} has no max_position_embeddings, so the length to extend from is not known: set "
+            "it in the configuration to the length that the model was trained on"
+        )
+    if length <= before:
+        raise ValueError(
+            f"length must be more than the {before} tokens of the model (max_position_embeddings), got {length}; for a "
+            "pattern alone call set_pattern"
+        )
+    return before
+
+
+def _rotaries(model: nn.Module) -> list[tuple[nn.Module, str, Any]]:
+    """Every rotary embedding that makes its frequencies from the configuration, with its parent and name there."""
+    found = [
+        (parent, name, child)
+        for parent in model.modules()
+        for name, child in parent.named_children()
+        if hasattr(child, "compute_default_rope_parameters") and hasattr(child, "config")
+    ]
+    if not found:
+        raise NotImplementedError(
+            f"{type(model).__name__} has no rotary positions of transformers' kind, whose frequencies follow from "
+            "config.rope_parameters, so they cannot be scaled; for a pattern alone call set_pattern"
+        )
+    return found
+
+
+def _scaled(config: Any, rotary: Rotary, factor: float, before: int) -> dict[str, Any]:
+    """``config.rope_parameters`` for positions ``factor`` times as far, of the layers without a window."""
+    parameters: dict[str, Any] = config.rope_parameters
+    if "full_attention" in parameters:
+        inner = _scaled_alike(parameters["full_attention"], config, rotary, factor, before)
+        return {**parameters, "full_attention": inner}
+    return _scaled_alike(parameters, config, rotary, factor, before)
+
+
+def _scaled_alike(
+    parameters: dict[str, Any], config: Any, rotary: Rotary, factor: float, before: int
+) -> dict[str, Any]:
+    kind = parameters.get("rope_type", "default")
+    if kind != "default":
+        raise ValueError(
+            f'positions are scaled already (rope_type "{kind}" in config.rope_parameters), and scaling them again '
+            'would be a guess: pass rotary="none" if they reach far enough, or begin with the model before that'
+        )
+    if rotary == "ntk":
+        head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+        channels = int(head_dim * parameters.get("partial_rotary_factor", 1.0))
+        if channels <= 2:
+            raise ValueError(f'rotary="ntk" needs more than one pair of channels that turn, got {channels} channels')
+        return {**parameters, "rope_theta": parameters["rope_theta"] * factor ** (channels / (channels - 2))}
+    added: dict[str, Any] = {"rope_type": rotary, "factor": factor}
+    if rotary == "yarn":
+        added["original_max_position_embeddings"] = before
+    return {**parameters, **added}

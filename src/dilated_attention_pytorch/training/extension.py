@@ -1,0 +1,384 @@
+"""A pretrained model of transformers taken to longer texts: measured, changed, trained on, measured again."""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+import json
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+
+from dilated_attention_pytorch.errors import RunError
+from dilated_attention_pytorch.machine import machine
+from dilated_attention_pytorch.output import check_writable, make_output, write_text
+
+from . import preflight
+from .checkpoint import (
+    SETTINGS_NAME,
+    WEIGHTS_NAME,
+    check_state,
+    checkpoint_step,
+    latest_checkpoint,
+    read_json,
+    save_finished,
+)
+from .corpus import CORPUS_KEYS, Corpus, Text, corpus_figures, read_corpus
+from .extension_settings import ExtensionSettings
+from .run import num_processes
+from .tokens import load_tokenizer, tokenized
+from .windows import EvaluationWindows, StagedBatches
+
+if TYPE_CHECKING:
+    from rich.console import Console
+    from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
+
+PICTURE_NAME = "context.png"
+STATES = ("before", "replaced", "trained")
+"""The model as it came; with scaled positions and the pattern; after training on."""
+_KIND = "extension"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ExtensionOutcome:
+    """How a run ended."""
+
+    run: Path
+    """The run folder."""
+    step: int
+    """Optimizer steps done."""
+    own_length: int
+    """Tokens that the model was made for before."""
+    length: int
+    """Tokens that it is made for now."""
+    stopped_by: int | None = None
+    """The signal that stopped it; None if it came to its end."""
+    bits_per_byte: dict[str, dict[int, float]]
+    """Held-out bits per byte by state (:data:`STATES`) and by the number of tokens that the model reads at most; the
+    same bytes are predicted in every case."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Run:
+    """A run whose checks have passed."""
+
+    folder: Path
+    settings: ExtensionSettings
+    device: str
+    own_length: int
+    training: Text
+    held_out: Text
+    bytes_per_token: float
+    model: PreTrainedModel
+    checkpoint: Path | None
+    console: Console
+
+
+def extend(settings: ExtensionSettings, output: Path, console: Console) -> ExtensionOutcome:
+    """Take a pretrained model to longer texts, into the folder ``output``, which must be free.
+
+    The model is measured on held-out text at its own length and at the new one, its positions are scaled and its
+    attention replaced (:func:`extend_context`), it is measured again, trained on windows that grow to the new length,
+    and measured a third time.
+
+    Raises:
+        RunError: the model, the data, the folder, the disk or the device does not allow it; before anything is written.
+    """
+    preflight.check_packages("training")
+    _check_alone()
+    preflight.check_output(output)
+    device = preflight.choose_device(settings.device)
+    config = _load_config(settings.model)
+    own_length = _own_length(settings.model, config)
+    try:
+        settings = settings.complete(own_length)
+    except ValueError as error:
+        raise RunError(f"--{error}") from error
+    tokenizer = load_tokenizer(settings.model, config)
+    corpus = read_corpus(settings.data)
+    training, held_out = tokenized(corpus.training, tokenizer), tokenized(corpus.held_out, tokenizer)
+    _check_text(training, held_out, settings)
+    precision = preflight.choose_precision(settings.precision, device)
+    settings = dataclasses.replace(settings, threads=preflight.set_threads(settings.threads), precision=precision)
+    model = _load_model(settings.model, device)
+    preflight.check_space(output, sum(parameter.numel() for parameter in model.parameters()))
+    run = _Run(
+        output, settings, device, own_length, training, held_out, len(corpus.held_out) / len(held_out), model, None,
+        console,
+    )  # fmt: skip
+    _check_model(run)
+    make_output(output)
+    if tokenizer is not None:
+        tokenizer.save_pretrained(output)
+    _announce(run, corpus, tokenizer)
+    record: dict[str, Any] = {
+        "kind": _KIND,
+        "settings": {**settings.to_dict(), "device": device},
+        "own_length": own_length,
+        "corpus": corpus_figures(corpus),
+        "bytes_per_token": run.bytes_per_token,
+        "machine": machine(),
+        "measured": {},
+    }
+    _measure(run, "before", record)
+    _replace(run.model, settings)
+    _measure(run, "replaced", record)
+    write_text(output / SETTINGS_NAME, json.dumps(record, indent=2) + "\n")
+    return _go(run, record)
+
+
+def resume_extension(folder: Path, console: Console) -> ExtensionOutcome:
+    """Go on with a run that was stopped, from its last checkpoint, as if it had never stopped.
+
+    Raises:
+        RunError: there is nothing to go on with, or the checkpoint or the data is not what it was.
+    """
+    from dilated_attention_pytorch.integrations import register
+
+    preflight.check_packages("training")
+    _check_alone()
+    what = f"--resume {folder}"
+    checkpoint, record, settings = _read_run(folder, what)
+    device = preflight.choose_device(settings.device)
+    corpus = read_corpus(settings.data)
+    if corpus_figures(corpus) != record["corpus"]:
+        raise RunError(
+            f"{what}: the text is not what the run began with (now {corpus_figures(corpus)}, then {record['corpus']}); "
+            "restore the files, or begin anew into another --output"
+        )
+    tokenizer = load_tokenizer(str(folder), _load_config(str(checkpoint)))
+    preflight.set_threads(settings.threads)
+    register()
+    model = _load_model(str(checkpoint), device, attn_implementation="dilated")
+    check_writable(folder, what)
+    preflight.check_space(folder, sum(parameter.numel() for parameter in model.parameters()))
+    training, held_out = tokenized(corpus.training, tokenizer), tokenized(corpus.held_out, tokenizer)
+    run = _Run(
+        folder, settings, device, record["own_length"], training, held_out, record["bytes_per_token"], model,
+        checkpoint, console,
+    )  # fmt: skip
+    console.print(f"going on after step {checkpoint_step(checkpoint)} of {settings.steps:,}", highlight=False)
+    return _go(run, record)
+
+
+def _read_run(folder: Path, what: str) -> tuple[Path, dict[str, Any], ExtensionSettings]:
+    if not folder.is_dir():
+        raise RunError(f"{what}: there is no such folder; name the --output of the run that was stopped")
+    remedy = "name the --output of an `extend` command"
+    record = read_json(folder / SETTINGS_NAME, what=what, remedy=remedy)
+    try:
+        if record["kind"] != _KIND:
+            raise ValueError(f"kind {record['kind']!r}")
+        settings = ExtensionSettings.from_dict(record["settings"])
+        if [int(record["corpus"][name]) for name in CORPUS_KEYS] != list(record["corpus"].values()):
+            raise ValueError("corpus")
+        for name in STATES[:2]:
+            _curve(record, name)
+        float(record["bytes_per_token"]), int(record["own_length"])
+    except (KeyError, TypeError, ValueError, AttributeError) as error:
+        raise RunError(f"{what}: {folder / SETTINGS_NAME} describes no such run ({error}); {remedy}") from error
+    if (folder / WEIGHTS_NAME).exists():
+        raise RunError(f"{what}: that run is finished; its model is in {folder}")
+    checkpoint = latest_checkpoint(folder)
+    if checkpoint is None:
+        raise RunError(f"{what}: the run was stopped before its first checkpoint; begin anew into another --output")
+    check_state(checkpoint)
+    return checkpoint, record, settings
+
+
+def _check_alone() -> None:
+    if num_processes() > 1:
+        raise RunError(
+            f"extend runs in one process, and torchrun started {num_processes()}; for several call extend_context and "
+            "give the model to your own trainer (FSDP2, DeepSpeed): docs/long-context.md"
+        )
+
+
+def _load_config(model: str) -> PreTrainedConfig:
+    from transformers import AutoConfig
+
+    try:
+        config: PreTrainedConfig = AutoConfig.from_pretrained(model)
+    except (OSError, ValueError, KeyError) as error:
+        raise RunError(
+            f"--model {model}: it describes no model of transformers ({error}); name a folder with config.json, or a "
+            "model of the hub"
+        ) from error
+    return config
+
+
+def _own_length(model: str, config: PreTrainedConfig) -> int:
+    length: int | None = getattr(config.get_text_config(), "max_position_embeddings", None)
+    if length is None:
+        raise RunError(
+            f"--model {model}: {config.model_type} has no max_position_embeddings, so its length is not known; set it "
+            "in config.json to the length that the model was trained on"
+        )
+    return length
+
+
+def _load_model(model: str, device: str, **options: Any) -> PreTrainedModel:
+    from safetensors import SafetensorError
+    from transformers import AutoModelForCausalLM
+    from transformers.utils import logging
+
+    logging.disable_progress_bar()
+    try:
+        found: Any = AutoModelForCausalLM.from_pretrained(
+            model, dtype=torch.float32, output_loading_info=True, **options
+        )
+    except (OSError, ValueError, RuntimeError, SafetensorError) as error:
+        raise RunError(f"--model {model}: its weights cannot be loaded ({error}); copy them again") from error
+    loaded: PreTrainedModel = found[0]
+    missing = sorted(found[1]["missing_keys"])
+    if missing:
+        raise RunError(
+            f"--model {model}: {len(missing)} weights are missing in it ({missing[0]} the first), so it is no trained "
+            "causal language model; name another one"
+        )
+    moved: PreTrainedModel = nn.Module.to(loaded, device)
+    return moved
+
+
+def _check_text(training: Text, held_out: Text, settings: ExtensionSettings) -> None:
+    for text, what in ((training, "to train on"), (held_out, "held out to measure on")):
+        if len(text) < settings.length:
+            raise RunError(
+                f"--data holds {len(text):,} tokens {what}, fewer than one window of --length {settings.length}; give "
+                "more text"
+            )
+
+
+def _check_model(run: _Run) -> None:
+    """Change the model where it costs nothing, so that what is refused is refused before hours of measuring."""
+    from transformers import AutoModelForCausalLM
+
+    with torch.device("meta"):
+        same = AutoModelForCausalLM.from_config(copy.deepcopy(run.model.config))
+    try:
+        _replace(same, run.settings)
+        _density(run)
+    except (TypeError, ValueError, NotImplementedError) as error:
+        raise RunError(f"--model {run.settings.model}: {error}") from error
+
+
+def _density(run: _Run) -> float:
+    config = run.model.config.get_text_config()
+    heads: int = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
+    pattern = run.settings.read_pattern()
+    return pattern.density(run.settings.length, num_kv_heads=heads, is_causal=True)
+
+
+def _replace(model: PreTrainedModel, settings: ExtensionSettings) -> None:
+    from dilated_attention_pytorch.integrations import extend_context
+
+    extend_context(model, settings.length, settings.read_pattern(), rotary=settings.rotary)
+
+
+def _announce(run: _Run, corpus: Corpus, tokenizer: PreTrainedTokenizerBase | None) -> None:
+    settings, figures = run.settings, corpus_figures(corpus)
+    source = "the Python standard library" if not settings.data else ", ".join(map(str, settings.data))
+    parameters = sum(parameter.numel() for parameter in run.model.parameters())
+    tokens = "bytes" if tokenizer is None else f"tokens of {run.bytes_per_token:.2f} bytes on average"
+    where = f"{settings.threads} CPU threads" if run.device == "cpu" else torch.cuda.get_device_name()
+    for line in (
+        f"text: {source}: {figures['training_bytes']:,} bytes to train on, {figures['held_out_bytes']:,} bytes in "
+        f"{figures['held_out_files']} files held out, read as {tokens}",
+        f"model: {settings.model}: {parameters:,} parameters, {run.own_length:,} tokens of context",
+        f"change: {settings.length:,} tokens, rotary scaling {settings.rotary}, {settings.pattern}: "
+        f"{_density(run):.1%} of the pairs of dense attention",
+        f"run: {settings.steps:,} steps of about {settings.batch_tokens * settings.gradient_accumulation:,} tokens in "
+        f"windows of {', '.join(f'{stage:,}' for stage in settings.stages)}, {settings.precision} on {where}, into "
+        f"{run.folder}",
+    ):
+        run.console.print(line, highlight=False, soft_wrap=True)
+
+
+def _measure(run: _Run, state: str, record: dict[str, Any]) -> None:
+    """Bits per byte of every position, at both lengths, into the record."""
+    from .context_measure import bits_by_position
+
+    windows = EvaluationWindows(run.held_out, run.settings.length, run.settings.final_eval_windows)
+    held_out = [windows[index]["input_ids"] for index in range(len(windows))]
+    start = time.perf_counter()
+    curves = {
+        context: bits_by_position(
+            run.model, held_out, context, run.settings.precision, run.console, f"{state}, reading {context:,} tokens"
+        ) / run.bytes_per_token
+        for context in (run.own_length, run.settings.length)
+    }  # fmt: skip
+    record["measured"][state] = {
+        "bits_per_byte": {str(context): curve.mean().item() for context, curve in curves.items()},
+        "by_position": [round(value, 5) for value in curves[run.settings.length].tolist()],
+        "windows": len(held_out),
+        "seconds": round(time.perf_counter() - start, 1),
+    }
+    words = ", ".join(f"{curve.mean():.3f} reading {context:,} tokens" for context, curve in curves.items())
+    run.console.print(f"{state}: {words} (held-out bits per byte)", highlight=False, soft_wrap=True)
+
+
+def _curve(record: dict[str, Any], state: str) -> Tensor:
+    return torch.tensor(record["measured"][state]["by_position"], dtype=torch.float64)
+
+
+def _go(run: _Run, record: dict[str, Any]) -> ExtensionOutcome:
+    from .callbacks import Bar, Interruption, Metrics
+    from .run_trainer import RunTrainer, arguments
+
+    settings, folder = run.settings, run.folder
+    training = StagedBatches(
+        run.training, settings.stages, steps=settings.steps, batches_per_step=settings.gradient_accumulation,
+        batch_tokens=settings.batch_tokens, seed=settings.seed,
+    )  # fmt: skip
+    evaluation = EvaluationWindows(run.held_out, settings.length, settings.eval_windows)
+    if settings.gradient_checkpointing:
+        run.model.gradient_checkpointing_enable()
+    trainer = RunTrainer(
+        model=run.model,
+        args=arguments(
+            settings, folder, run.device, per_device_train_batch_size=1, per_device_eval_batch_size=1,
+            weight_decay=settings.weight_decay,
+        ),
+        training=training,
+        evaluation=evaluation,
+        data_collator=_one_batch,
+        bytes_per_token=run.bytes_per_token,
+    )  # fmt: skip
+    step = 0 if run.checkpoint is None else checkpoint_step(run.checkpoint)
+    trainer.add_callback(Metrics(folder, step, lambda done: training.tokens_after(done) * run.bytes_per_token))
+    trainer.add_callback(Bar(run.console, training.tokens_after))
+    with Interruption(trainer.accelerator) as interruption:
+        trainer.add_callback(interruption)
+        trainer.train(resume_from_checkpoint=None if run.checkpoint is None else str(run.checkpoint))
+    done = trainer.state.global_step
+    if done == settings.steps:
+        _finish(run, record)
+    return ExtensionOutcome(
+        run=folder, step=done, own_length=run.own_length, length=settings.length,
+        stopped_by=interruption.signal if done < settings.steps else None,
+        bits_per_byte={
+            state: {int(context): bits for context, bits in entry["bits_per_byte"].items()}
+            for state, entry in record["measured"].items()
+        },
+    )  # fmt: skip
+
+
+def _one_batch(items: list[dict[str, Tensor]]) -> dict[str, Tensor]:
+    """What is drawn is a batch already; a window of the evaluation becomes one."""
+    (item,) = items
+    return item if item["input_ids"].dim() == 2 else {name: tensor[None] for name, tensor in item.items()}
+
+
+def _finish(run: _Run, record: dict[str, Any]) -> None:
+    from .context_measure import draw_positions
+
+    _measure(run, "trained", record)
+    write_text(run.folder / SETTINGS_NAME, json.dumps(record, indent=2) + "\n")
+    names = ("before", "after replacement", "after training on")
+    curves = {name: _curve(record, state) for name, state in zip(names, STATES, strict=True)}
+    draw_positions(run.folder / PICTURE_NAME, curves, run.own_length)
+    save_finished(run.model, run.folder)

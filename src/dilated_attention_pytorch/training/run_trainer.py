@@ -1,0 +1,170 @@
+"""transformers' Trainer with losses in bits per byte, and checkpoints that are whole or not there."""
+
+from __future__ import annotations
+
+import errno
+import math
+import os
+import shutil
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError
+from torch.utils.data import Dataset
+from transformers import PrinterCallback, Trainer, TrainingArguments
+
+from dilated_attention_pytorch.errors import RunError
+
+from .checkpoint import STAGING_NAME, checkpoint_step, latest_checkpoint
+from .extension_settings import ExtensionSettings
+from .preflight import needed_space
+from .settings import TrainSettings
+
+_DISK_FULL = (errno.ENOSPC, errno.EDQUOT)
+_READ_ONLY = (errno.EROFS, errno.EACCES, errno.EPERM)
+_SCHEDULES = {"linear": "linear", "cosine": "cosine", "constant": "constant_with_warmup"}
+
+
+def arguments(settings: TrainSettings | ExtensionSettings, run: Path, device: str, **own: Any) -> TrainingArguments:
+    """A run's settings in the words of transformers, and what is its ``own``."""
+    return TrainingArguments(
+        output_dir=str(run),
+        max_steps=settings.steps,
+        gradient_accumulation_steps=settings.gradient_accumulation,
+        learning_rate=settings.learning_rate,
+        lr_scheduler_type=_SCHEDULES[settings.schedule],
+        warmup_steps=round(settings.warmup_fraction * settings.steps),
+        max_grad_norm=settings.max_grad_norm,
+        bf16=settings.precision == "bfloat16",
+        use_cpu=device == "cpu",
+        seed=settings.seed,
+        train_sampling_strategy="sequential",  # the windows are drawn at random already
+        logging_steps=settings.log_steps,
+        logging_nan_inf_filter=False,
+        eval_strategy="steps",
+        eval_steps=settings.eval_steps,
+        prediction_loss_only=True,
+        save_strategy="steps",
+        save_steps=settings.save_steps,
+        dataloader_pin_memory=device == "cuda",
+        report_to=[],
+        disable_tqdm=True,
+        **own,
+    )
+
+
+class RunTrainer(Trainer):
+    """A run in a run folder, whose last complete checkpoint is always there.
+
+    Args:
+        model: the model to train.
+        args: what transformers is told; ``output_dir`` is the run folder.
+        training, evaluation: windows to train on, and of the evaluations on the way.
+        data_collator: makes a batch of them.
+        bytes_per_token: bytes of text that a token stands for, on average.
+    """
+
+    def __init__(
+        self,
+        *,
+        model: torch.nn.Module,
+        args: TrainingArguments,
+        training: Dataset[Any],
+        evaluation: Dataset[Any],
+        data_collator: Any,
+        bytes_per_token: float = 1.0,
+    ) -> None:
+        super().__init__(
+            model=model, args=args, train_dataset=training, eval_dataset=evaluation, data_collator=data_collator
+        )
+        self.run = Path(str(args.output_dir))
+        self.bytes_per_token = bytes_per_token
+        self._is_saving = False
+        self.remove_callback(PrinterCallback)
+
+    def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
+        """Hand ``logs`` to every callback, each loss in bits per byte too.
+
+        Raises:
+            RunError: the loss is no longer a number.
+        """
+        for name in ("loss", "eval_loss", "final_loss"):
+            if name in logs:
+                if not math.isfinite(logs[name]):
+                    raise RunError(
+                        f"the loss is {logs[name]} at step {self.state.global_step}: the run has diverged. The last "
+                        "checkpoint is kept; train anew with a lower --learning-rate (and --muon-learning-rate)"
+                    )
+                logs[name.replace("loss", "bits_per_byte")] = logs[name] / math.log(2) / self.bytes_per_token
+        super().log(logs, start_time)
+
+    def _get_output_dir(self, trial: Any) -> str:
+        return str(self.run / STAGING_NAME) if self._is_saving else str(self.run)
+
+    def _save_checkpoint(self, model: torch.nn.Module, trial: Any) -> None:
+        """Write the checkpoint aside, give it its name when it is complete, and only then remove the one before."""
+        staging = self.run / STAGING_NAME
+        self._is_saving = True
+        try:
+            if self.args.should_save:
+                shutil.rmtree(staging, ignore_errors=True)
+            self.accelerator.wait_for_everyone()
+            super()._save_checkpoint(model, trial)
+            self.accelerator.wait_for_everyone()
+            if self.args.should_save:
+                complete = latest_checkpoint(staging)
+                assert complete is not None
+                _write_through(complete)
+                self._replace_checkpoint(complete)
+        except (OSError, RuntimeError, SafetensorError) as error:
+            shutil.rmtree(staging, ignore_errors=True)
+            reason = self._disk_trouble(error)
+            if reason is None:
+                raise
+            raise RunError(
+                f"{reason} while the checkpoint of step {self.state.global_step} was written to {self.run}; "
+                f"make room and allow writing, {self.how_to_go_on()}"
+            ) from error
+        finally:
+            self._is_saving = False
+
+    def how_to_go_on(self) -> str:
+        """What is left of a run that breaks off, and how to take it up."""
+        kept = latest_checkpoint(self.run)
+        if kept is None:
+            return "no checkpoint was complete yet"
+        return f"the checkpoint of step {checkpoint_step(kept)} is kept: go on from it with --resume {self.run}"
+
+    def _replace_checkpoint(self, complete: Path) -> None:
+        target = self.run / complete.name
+        older = [path for path in self.run.glob("checkpoint-*") if path.name != complete.name]
+        shutil.rmtree(target, ignore_errors=True)
+        os.replace(complete, target)
+        for path in older:
+            shutil.rmtree(path, ignore_errors=True)
+        shutil.rmtree(self.run / STAGING_NAME, ignore_errors=True)
+
+    def _disk_trouble(self, error: Exception) -> str | None:
+        """Why the disk refused, if it was the disk; torch and safetensors do not hand the error number on."""
+        number = error.errno if isinstance(error, OSError) else None
+        if number in _DISK_FULL:
+            return "the disk is full"
+        if number in _READ_ONLY:
+            return "the run folder became read-only"
+        if not isinstance(error, OSError):
+            assert self.model is not None
+            parameters = sum(parameter.numel() for parameter in self.model.parameters())
+            if shutil.disk_usage(self.run).free < needed_space(parameters):
+                return "the disk is full"
+        return None
+
+
+def _write_through(folder: Path) -> None:
+    """Have the files of ``folder`` on the disk before anything else is removed from it."""
+    for path in [*folder.rglob("*"), folder]:
+        descriptor = os.open(path, os.O_RDONLY)
+        try:
+            os.fsync(descriptor)
+        finally:
+            os.close(descriptor)

@@ -1,0 +1,66 @@
+"""Texts as the tokens of a model that somebody else trained."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import torch
+
+from dilated_attention_pytorch.errors import RunError
+
+from .corpus import Text
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedConfig, PreTrainedTokenizerBase
+
+_TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.json", "vocab.txt")
+
+
+def load_tokenizer(model: str, config: PreTrainedConfig) -> PreTrainedTokenizerBase | None:
+    """The tokenizer of a model; None for a model of the 256 bytes that has none.
+
+    Raises:
+        RunError: it has none, and its tokens are not the bytes.
+    """
+    from transformers import AutoTokenizer
+
+    if Path(model).is_dir() and not any((Path(model) / name).exists() for name in _TOKENIZER_FILES):
+        if config.get_text_config().vocab_size == 256:
+            return None
+        raise RunError(
+            f"--model {model}: it has {config.get_text_config().vocab_size} tokens and no tokenizer "
+            f"({_TOKENIZER_FILES[0]}) lies beside it; copy the tokenizer's files into the folder"
+        )
+    try:
+        tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(model)
+    except (OSError, ValueError) as error:
+        raise RunError(f"--model {model}: its tokenizer cannot be loaded ({error})") from error
+    if _separator(tokenizer) is None:
+        raise RunError(
+            f"--model {model}: its tokenizer has neither a bos_token nor an eos_token to put between texts; set one of "
+            "them in tokenizer_config.json"
+        )
+    return tokenizer
+
+
+def _separator(tokenizer: PreTrainedTokenizerBase) -> int | None:
+    first: int | None = tokenizer.bos_token_id
+    return tokenizer.eos_token_id if first is None else first
+
+
+def tokenized(text: Text, tokenizer: PreTrainedTokenizerBase | None) -> Text:
+    """The files of ``text`` as tokens, the separator before each the tokenizer's own; bytes as they are without one."""
+    if tokenizer is None:
+        return text
+    separator = _separator(tokenizer)
+    assert separator is not None
+    files = [text.file(index)[1:].numpy().tobytes().decode() for index in range(len(text.file_starts))]
+    # Texts are longer than what some tokenizers hold for a model's longest input, which is what this run changes.
+    tokens: list[int] = []
+    starts = []
+    for ids in tokenizer(files, add_special_tokens=False, verbose=False)["input_ids"]:
+        starts.append(len(tokens))
+        tokens.append(separator)
+        tokens.extend(ids)
+    return Text(torch.tensor(tokens, dtype=torch.int32), torch.tensor(starts, dtype=torch.int64))

@@ -1,0 +1,318 @@
+"""Taking a pretrained model to longer texts: a small Llama is trained here on short ones, then extended."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import math
+import shutil
+import signal
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch.nn import functional
+from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+
+from dilated_attention_pytorch.integrations import register
+from dilated_attention_pytorch.patterns import pattern_from_expression
+from dilated_attention_pytorch.training import (
+    ExtensionOutcome,
+    ExtensionSettings,
+    RunError,
+    extend,
+    read_corpus,
+    resume_extension,
+)
+from dilated_attention_pytorch.training.callbacks import read_metrics
+from dilated_attention_pytorch.training.context_measure import bits_by_position
+from dilated_attention_pytorch.training.corpus import Text
+from dilated_attention_pytorch.training.tokens import load_tokenizer, tokenized
+from dilated_attention_pytorch.training.windows import EvaluationWindows, StagedBatches, TrainingWindows
+from training.runs import quiet, stop_after, weights, write_texts
+
+OWN, LONG = 32, 128
+
+
+@pytest.fixture(scope="module")
+def texts(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_texts(tmp_path_factory.mktemp("extension") / "texts")
+
+
+@pytest.fixture(scope="module")
+def short(texts: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The pretrained model: 60 steps on windows of 32 bytes."""
+    torch.manual_seed(0)
+    model = LlamaForCausalLM(config()).train()
+    windows = TrainingWindows(read_corpus([texts]).training, OWN, 60 * 32, seed=1, file_start_fraction=0.0)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    for step in range(60):
+        batch = torch.stack([windows[step * 32 + row]["input_ids"] for row in range(32)])
+        model(batch, labels=batch).loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    folder = tmp_path_factory.mktemp("extension") / "short"
+    model.save_pretrained(folder)
+    return folder
+
+
+def config(**changes: Any) -> LlamaConfig:
+    return LlamaConfig(**{
+        "vocab_size": 256, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4,
+        "num_key_value_heads": 2, "max_position_embeddings": OWN, **changes,
+    })  # fmt: skip
+
+
+def tiny(model: Path, data: Path, **changes: Any) -> ExtensionSettings:
+    given: dict[str, Any] = {
+        "model": str(model), "data": (data,), "length": LONG, "steps": 24, "learning_rate": 3e-3,
+        "precision": "float32", "device": "cpu", "threads": 1, "log_steps": 2, "eval_steps": 12, "save_steps": 8,
+        "eval_windows": 2, "final_eval_windows": 6, "batch_tokens": 512, **changes,
+    }  # fmt: skip
+    return ExtensionSettings(**given)
+
+
+@pytest.fixture(scope="module")
+def finished(short: Path, texts: Path, tmp_path_factory: pytest.TempPathFactory) -> ExtensionOutcome:
+    return extend(tiny(short, texts), tmp_path_factory.mktemp("extension") / "finished", quiet())
+
+
+def record_of(outcome: ExtensionOutcome) -> dict[str, Any]:
+    record: dict[str, Any] = json.loads((outcome.run / "training.json").read_text())
+    return record
+
+
+def mean_bits(model: Any, windows: list[torch.Tensor], mask: torch.Tensor | None) -> float:
+    """Bits per token of whole windows, attention as a dense matrix."""
+    total = 0.0
+    for window in windows:
+        tokens = window[None, :-1]
+        added = None if mask is None else mask.expand(1, *mask.shape)
+        with torch.no_grad():
+            logits = model(tokens, attention_mask=added, use_cache=False).logits[0]
+        total += functional.cross_entropy(logits, window[1:]).item() / math.log(2)
+    return total / len(windows)
+
+
+def test_the_recipe_end_to_end_on_a_model_trained_here(finished: ExtensionOutcome, short: Path, texts: Path) -> None:
+    bits = finished.bits_per_byte
+    print({state: {length: round(value, 3) for length, value in row.items()} for state, row in bits.items()})
+    assert finished.step == 24
+    assert finished.stopped_by is None
+    assert all(list(row) == [OWN, LONG] for row in bits.values())
+    # Every figure again from the saved models, attention as a dense matrix of the pattern's log counts.
+    held_out = EvaluationWindows(read_corpus([texts]).held_out, LONG, 6)
+    windows = [held_out[index]["input_ids"] for index in range(len(held_out))]
+    before = LlamaForCausalLM.from_pretrained(short, attn_implementation="eager").eval()
+    assert bits["before"][LONG] == pytest.approx(mean_bits(before, windows, None), rel=1e-5)
+    trained = LlamaForCausalLM.from_pretrained(finished.run, attn_implementation="eager").eval()
+    pattern = pattern_from_expression(f"DilatedPattern([{OWN}, {LONG}], [1, 4])")
+    positions = torch.arange(LONG - 1)
+    counts = pattern.counts(positions, positions, 2, is_causal=True)
+    mask = counts.double().log().float().repeat_interleave(2, dim=0)
+    assert bits["trained"][LONG] == pytest.approx(mean_bits(trained, windows, mask), rel=1e-5)
+    # Training on has made the longer context one that the model can read.
+    assert bits["trained"][LONG] < min(bits["replaced"][LONG], bits["before"][LONG])
+
+
+def test_the_run_leaves_what_it_promises(finished: ExtensionOutcome) -> None:
+    names = {path.name for path in finished.run.iterdir()}
+    assert {"config.json", "training.json", "metrics.jsonl", "model.safetensors", "context.png"} <= names
+    assert not any(name.endswith(".part") or name == ".unfinished" for name in names)
+    assert (finished.run / "context.png").read_bytes().startswith(b"\x89PNG")
+    record = record_of(finished)
+    assert record["settings"]["stages"] == [64, 128]
+    assert record["settings"]["pattern"] == "DilatedPattern([32, 128], [1, 4])"
+    for state in ("before", "replaced", "trained"):
+        entry = record["measured"][state]
+        mean = sum(entry["by_position"]) / len(entry["by_position"])
+        assert entry["bits_per_byte"]["128"] == pytest.approx(mean, abs=1e-4)
+    assert [entry["step"] for entry in read_metrics(finished.run) if "eval_bits_per_byte" in entry] == [12, 24]
+    assert [path.name for path in finished.run.glob("checkpoint-*")] == ["checkpoint-24"]
+
+
+def test_the_saved_model_reads_long_texts_and_generates(finished: ExtensionOutcome) -> None:
+    register()
+    model = AutoModelForCausalLM.from_pretrained(finished.run, attn_implementation="dilated")
+    assert model.config.max_position_embeddings == LONG
+    assert model.config.rope_parameters["rope_type"] == "yarn"
+    assert model.config.rope_parameters["factor"] == LONG / OWN
+    tokens = torch.randint(256, (1, 100))
+    assert model.generate(tokens, max_new_tokens=5, do_sample=False, min_new_tokens=5).shape == (1, 105)
+
+
+def test_a_run_that_was_stopped_ends_bit_for_bit_where_one_that_was_not_ends(
+    finished: ExtensionOutcome, short: Path, texts: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    stop_after(monkeypatch, 10, signal.SIGINT)
+    model = shutil.copytree(short, tmp_path / "short")
+    stopped = extend(tiny(model, texts), tmp_path / "stopped", quiet())
+    assert stopped.stopped_by == signal.SIGINT
+    assert stopped.step in (10, 11)
+    assert not (stopped.run / "model.safetensors").exists()
+    # What the run began with is in its checkpoint: the folder of the model may go.
+    shutil.rmtree(model)
+    resumed = resume_extension(stopped.run, quiet())
+    assert resumed.step == 24
+    assert resumed.bits_per_byte == finished.bits_per_byte
+    whole = weights(finished.run)
+    assert all(torch.equal(tensor, whole[name]) for name, tensor in weights(stopped.run).items())
+    with pytest.raises(RunError, match="that run is finished"):
+        resume_extension(stopped.run, quiet())
+
+
+def test_windows_grow_by_stage_and_none_is_drawn_twice(texts: Path) -> None:
+    text = Text(torch.arange(5000, dtype=torch.int32), torch.tensor([0]))
+    batches = StagedBatches(text, (16, 40, 64), steps=7, batches_per_step=2, batch_tokens=130, seed=3)
+    shapes = [tuple(batches[index]["input_ids"].shape) for index in range(len(batches))]
+    assert shapes == [(8, 16)] * 6 + [(3, 40)] * 4 + [(2, 64)] * 4
+    for step in range(8):
+        assert batches.tokens_after(step) == sum(rows * length for rows, length in shapes[: 2 * step])
+    starts = [int(row[0]) for index in range(len(batches)) for row in batches[index]["input_ids"]]
+    assert len(set(starts)) > 0.95 * len(starts)
+    again = StagedBatches(text, (16, 40, 64), steps=7, batches_per_step=2, batch_tokens=130, seed=3)
+    assert torch.equal(again[9]["labels"], batches[9]["labels"])
+    other = StagedBatches(text, (16, 40, 64), steps=7, batches_per_step=2, batch_tokens=130, seed=4)
+    assert not torch.equal(other[9]["labels"], batches[9]["labels"])
+
+
+@pytest.mark.parametrize("context", [2, 17, 50, 51, 80])
+def test_bits_by_position_are_those_of_every_token_given_what_it_may_see(short: Path, context: int) -> None:
+    model = LlamaForCausalLM.from_pretrained(short, attn_implementation="eager").eval().double()
+    windows = list(torch.randint(256, (3, 51)))
+    bits = bits_by_position(model, windows, context, "float32", quiet(), "")
+    expected = torch.zeros(50, dtype=torch.float64)
+    for window in windows:
+        for target in range(1, 51):
+            first = (target - 1) // (context - 1) * (context - 1)
+            with torch.no_grad():
+                logits = model(window[None, first:target]).logits[0, -1]
+            expected[target - 1] -= logits.float().log_softmax(dim=0)[window[target]].double() / math.log(2) / 3
+    assert torch.allclose(bits, expected, atol=1e-5)
+
+
+def train_tokenizer(folder: Path, text: str) -> PreTrainedTokenizerFast:
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=300,
+        special_tokens=["<end>"],
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+    )
+    tokenizer.train_from_iterator([text], trainer)
+    fast = PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="<end>", model_max_length=16)
+    fast.save_pretrained(folder)
+    return fast
+
+
+def test_a_model_with_a_tokenizer_is_measured_in_bits_per_byte(texts: Path, tmp_path: Path) -> None:
+    corpus = read_corpus([texts])
+    torch.manual_seed(1)
+    folder = tmp_path / "short"
+    LlamaForCausalLM(config(vocab_size=320)).save_pretrained(folder)
+    fast = train_tokenizer(folder, bytes(corpus.training.data).replace(b"\0", b"").decode())
+    tokenizer = load_tokenizer(str(folder), LlamaConfig.from_pretrained(folder))
+    tokens = tokenized(corpus.held_out, tokenizer)
+    for index in range(len(tokens.file_starts)):
+        file = tokens.file(index)
+        assert file[0] == fast.eos_token_id
+        assert fast.decode(file[1:]).encode() == bytes(corpus.held_out.file(index)[1:])
+    outcome = extend(tiny(folder, texts, steps=2, save_steps=2, eval_steps=2), tmp_path / "run", quiet())
+    # Weights that know nothing: as many bits a token as there are tokens to choose from, spread over its bytes.
+    per_token = len(corpus.held_out) / len(tokens)
+    assert per_token > 1.5
+    assert outcome.bits_per_byte["before"][OWN] == pytest.approx(math.log2(320) / per_token, rel=0.05)
+    assert load_tokenizer(str(outcome.run), LlamaConfig.from_pretrained(outcome.run)) is not None
+    evaluations = [entry for entry in read_metrics(outcome.run) if "eval_bits_per_byte" in entry]
+    assert evaluations[0]["eval_bits_per_byte"] == pytest.approx(math.log2(320) / per_token, rel=0.05)
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"length": 32}, "length must be more than the 32 tokens that the model has already"),
+        ({"model": "/nowhere/at/all"}, "--model /nowhere/at/all: it describes no model"),
+        ({"length": 100_000, "batch_tokens": 0}, "fewer than one window of --length 100000"),
+    ],
+)
+def test_what_cannot_be_done_is_said_before_anything_is_written(
+    short: Path, texts: Path, tmp_path: Path, changes: dict[str, Any], words: str
+) -> None:
+    with pytest.raises(RunError, match=words):
+        extend(dataclasses.replace(tiny(short, texts), **changes), tmp_path / "run", quiet())
+    assert not (tmp_path / "run").exists()
+
+
+def test_models_that_cannot_be_extended_are_refused_by_name(texts: Path, tmp_path: Path) -> None:
+    from transformers import GPT2Config, GPT2LMHeadModel
+
+    GPT2LMHeadModel(
+        GPT2Config(vocab_size=256, n_embd=16, n_layer=1, n_head=2, n_positions=OWN, bos_token_id=0, eos_token_id=0)
+    ).save_pretrained(tmp_path / "gpt2")
+    with pytest.raises(RunError, match="GPT2LMHeadModel has no rotary positions"):
+        extend(tiny(tmp_path / "gpt2", texts), tmp_path / "run", quiet())
+    scaled = {"rope_type": "linear", "factor": 2.0, "rope_theta": 1e4}
+    LlamaForCausalLM(config(rope_parameters=scaled)).save_pretrained(tmp_path / "scaled")
+    with pytest.raises(RunError, match="positions are scaled already"):
+        extend(tiny(tmp_path / "scaled", texts), tmp_path / "run", quiet())
+    LlamaForCausalLM(config(vocab_size=300)).save_pretrained(tmp_path / "untold")
+    with pytest.raises(RunError, match="300 tokens and no tokenizer"):
+        extend(tiny(tmp_path / "untold", texts), tmp_path / "run", quiet())
+    LlamaForCausalLM(config()).save_pretrained(tmp_path / "cut")
+    weights_file = tmp_path / "cut" / "model.safetensors"
+    weights_file.write_bytes(weights_file.read_bytes()[:5000])
+    with pytest.raises(RunError, match="its weights cannot be loaded"):
+        extend(tiny(tmp_path / "cut", texts), tmp_path / "run", quiet())
+    assert not (tmp_path / "run").exists()
+
+
+def test_several_processes_are_pointed_to_the_way_for_them(
+    short: Path, texts: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    with pytest.raises(RunError, match="torchrun started 2"):
+        extend(tiny(short, texts), tmp_path / "run", quiet())
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"stages": (64,)}, "stages must rise and end with the length 128"),
+        ({"stages": (128, 64)}, "stages must rise"),
+        ({"stages": (16, 32, 64, 128), "steps": 3}, "no more than the 3 steps"),
+        ({"batch_tokens": 100}, "batch_tokens must hold one window of 128"),
+        ({"pattern": "DilatedPattern([8], [1]"}, "pattern"),
+        ({"learning_rate": 0.0}, "learning_rate must be above 0"),
+        ({"model": ""}, "model must name"),
+    ],
+)
+def test_settings_out_of_range_are_refused(texts: Path, changes: dict[str, Any], words: str) -> None:
+    with pytest.raises(ValueError, match=words):
+        dataclasses.replace(tiny(Path("x"), texts), **changes)
+
+
+def test_damaged_and_foreign_runs_are_not_gone_on_with(
+    short: Path, texts: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with pytest.raises(RunError, match="there is no such folder"):
+        resume_extension(tmp_path / "none", quiet())
+    stop_after(monkeypatch, 10, signal.SIGTERM)
+    run = extend(tiny(short, texts), tmp_path / "run", quiet()).run
+    (checkpoint,) = run.glob("checkpoint-*")
+    state = (checkpoint / "optimizer.pt").read_bytes()
+    (checkpoint / "optimizer.pt").write_bytes(state[: len(state) // 2])
+    with pytest.raises(RunError, match=r"optimizer\.pt is damaged"):
+        resume_extension(run, quiet())
+    (checkpoint / "optimizer.pt").write_bytes(state)
+    record = json.loads((run / "training.json").read_text())
+    (run / "training.json").write_text(json.dumps({**record, "corpus": {**record["corpus"], "held_out_bytes": 1}}))
+    with pytest.raises(RunError, match="the text is not what the run began with"):
+        resume_extension(run, quiet())
+    (run / "training.json").write_text(json.dumps({**record, "kind": "other"}))
+    with pytest.raises(RunError, match="describes no such run"):
+        resume_extension(run, quiet())
