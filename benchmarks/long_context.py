@@ -73,8 +73,8 @@ def extended(settings: ExtensionSettings, folder: Path, console: Console) -> dic
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--folder", type=Path, default=Path("runs/long-context"), help="where the runs are kept")
-    parser.add_argument("--pretraining-steps", type=int, default=1500, help="steps of 8,192 bytes of the short model")
-    parser.add_argument("--steps", type=int, default=300, help="steps of 16,384 bytes of the extension")
+    parser.add_argument("--pretraining-steps", type=int, default=1000, help="steps of 8,192 bytes of the short model")
+    parser.add_argument("--steps", type=int, default=200, help="steps of 8,192 bytes of the extension")
     parser.add_argument("--pattern", default="", help="see dilated-attention extend --help")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--output", type=Path, default=RESULTS, help="JSON file to write")
@@ -87,7 +87,7 @@ def main() -> None:
     for name, pattern in patterns.items():
         console.rule(name)
         settings = ExtensionSettings(
-            model=str(short), length=LONG, pattern=pattern, steps=arguments.steps, batch_tokens=2 * LONG,
+            model=str(short), length=LONG, pattern=pattern, steps=arguments.steps, batch_tokens=LONG,
             learning_rate=5e-4, seed=arguments.seed, eval_steps=100, save_steps=100,
         )  # fmt: skip
         records[name] = extended(settings, arguments.folder / name, console)

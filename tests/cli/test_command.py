@@ -180,7 +180,7 @@ def test_info_lists_the_extras_of_the_package() -> None:
         assert {name for name in wanted if "[" not in name} == set(brought)
 
 
-@pytest.mark.parametrize("words", [[], ["train"], ["generate"], ["bench"], ["profile"], ["info"]])
+@pytest.mark.parametrize("words", [[], ["train"], ["extend"], ["generate"], ["bench"], ["profile"], ["info"]])
 def test_help_explains_and_ends_with_0(words: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as left:
         main([*words, "--help"])
@@ -194,7 +194,7 @@ def test_help_of_a_preset_shows_its_numbers(capsys: pytest.CaptureFixture[str]) 
     assert "32768" in capsys.readouterr().out
 
 
-@pytest.mark.parametrize("command", ["train", "bench", "profile"])
+@pytest.mark.parametrize("command", ["train", "extend", "bench", "profile"])
 def test_help_does_not_wait_for_transformers(command: str) -> None:
     code = (
         "import sys\nfrom dilated_attention_pytorch.cli import main\n"

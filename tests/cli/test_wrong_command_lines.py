@@ -15,6 +15,7 @@ from typing import Any
 
 import pytest
 import torch
+from transformers import LlamaConfig, LlamaForCausalLM
 
 from dilated_attention_pytorch.benchmarks import profiling
 from dilated_attention_pytorch.benchmarks import run as bench_run
@@ -92,8 +93,8 @@ TRAIN = "train --preset tiny --data {}/texts --output {}/new"
 
 ROWS = [
     # what is no command line
-    Row("", "Expected one of {train, generate, bench, profile, tune, show, info}"),
-    Row("trian", "Available subcommands: train, generate, bench, profile, tune, show, info"),
+    Row("", "Expected one of {train, extend, generate, bench, profile, tune, show, info}"),
+    Row("trian", "Available subcommands: train, extend, generate, bench, profile, tune, show, info"),
     Row(f"{TRAIN} --stepz 3", "Unrecognized options: --stepz"),
     Row(f"{TRAIN} --steps three", "invalid"),
     Row(f"{TRAIN} --optimizer sgd", "invalid choice 'sgd'"),
@@ -156,6 +157,18 @@ ROWS = [
     Row("train --resume {}/other-text", "the text is not what the run began with"),
     Row("train --resume {}/stopped", "is read-only for this user; change its permissions", _refuse_writing),
     # what to measure
+    Row("extend --length 512 --output {}/new", "extend needs --model FOLDER, the pretrained model to begin with"),
+    Row("extend --model {}/nothing --output {}/new", "--model {}/nothing: it describes no model of transformers"),
+    Row("extend --model {}/short --length 32 --output {}/new", "--length must be more than the 32 tokens"),
+    Row("extend --model {}/short --length 4 --output {}/new", "length must be at least 8, got 4"),
+    Row("extend --model {}/short --length 64 --stages 8 --output {}/new", "stages must rise and end with the length 64"),
+    Row("extend --model {}/short --length 64 --pattern f(3) --output {}/new", "pattern"),
+    Row("extend --model {}/short --length 64 --data {}/bad/short.txt --output {}/new", "fewer than one window of --length"),
+    Row("extend --model {}/short --length 64 --data {}/texts --output {}/taken", "exists and is not empty; nothing in it"),
+    Row("extend --model {}/short --device cuda --output {}/new", "--device cuda: PyTorch finds no", _take_cuda_away),
+    Row("extend --resume {}/stopped", "describes no such run ('kind'); name the --output of an `extend` command"),
+    Row("extend --resume {}/stopped --steps 5", "so --steps cannot go with it"),
+    Row("train --resume {}/extension", "describes no run"),
     Row("bench --preset fast", "invalid choice 'fast'"),
     Row("bench --shapes square --output {}/new", "shapes: there is no 'square'; choose from paper, slide, three"),
     Row(
@@ -226,6 +239,11 @@ def world(tmp_path_factory: pytest.TempPathFactory) -> Path:
     (world / "taken").mkdir()
     (world / "taken" / "notes.txt").write_text("precious")
     (world / "file").write_text("precious")
+
+    sizes = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
+    LlamaForCausalLM(LlamaConfig(vocab_size=256, max_position_embeddings=32, **sizes)).save_pretrained(world / "short")
+    (world / "extension").mkdir()
+    (world / "extension" / "training.json").write_text(json.dumps({"kind": "extension", "settings": {"model": "x"}}))
 
     def copy(source: str, name: str) -> Path:
         return Path(shutil.copytree(world / source, world / name))

@@ -112,8 +112,6 @@ def extend(settings: ExtensionSettings, output: Path, console: Console) -> Exten
     )  # fmt: skip
     _check_model(run)
     make_output(output)
-    if tokenizer is not None:
-        tokenizer.save_pretrained(output)
     _announce(run, corpus, tokenizer)
     record: dict[str, Any] = {
         "kind": _KIND,
@@ -127,6 +125,9 @@ def extend(settings: ExtensionSettings, output: Path, console: Console) -> Exten
     _measure(run, "before", record)
     _replace(run.model, settings)
     _measure(run, "replaced", record)
+    # Nothing is in the folder until here, so that whoever stops the measuring may begin again into it.
+    if tokenizer is not None:
+        tokenizer.save_pretrained(output)
     write_text(output / SETTINGS_NAME, json.dumps(record, indent=2) + "\n")
     return _go(run, record)
 
