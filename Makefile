@@ -48,6 +48,9 @@ benchmark: $(VENV)/dev.stamp  ## the figures of the README, on this machine
 	$(BIN)/python -m benchmarks.selection
 	$(BIN)/python -m benchmarks.recall
 	$(BIN)/python -m benchmarks.parallel
+	$(BIN)/python -m benchmarks.slide_encoder
+	$(BIN)/python -m benchmarks.transformers_memory
+	$(BIN)/python -m benchmarks.long_context
 
 format: $(VENV)/dev.stamp
 	$(BIN)/ruff format .

@@ -11,6 +11,7 @@ costs. Both runs and what went before are resumed where they stopped when the co
 from __future__ import annotations
 
 import argparse
+import math
 import sys
 from pathlib import Path
 from typing import Any
@@ -24,22 +25,26 @@ from dilated_attention_pytorch.training.checkpoint import latest_checkpoint, rea
 from dilated_attention_pytorch.training.windows import EvaluationWindows, TrainingWindows
 
 SHORT, LONG = 1024, 8192
+KV_HEADS = 4
 RESULTS = Path("benchmarks/results/long_context.json")
 PICTURE = Path("docs/pictures/long-context.png")
 
 
-def pretrain(folder: Path, steps: int, seed: int) -> None:
-    """Train the short model, if ``folder`` holds none, with 8 windows of 1,024 bytes a step."""
+def pretrain(folder: Path, steps: int, seed: int) -> dict[str, Any]:
+    """Train the short model, unless ``folder`` holds it; with how many steps, and its held-out bits per byte."""
     from torch.utils.data import Subset
     from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainingArguments, set_seed
 
-    if (folder / "model.safetensors").exists():
-        return
+    said = folder / "pretraining.json"
+    if said.exists():
+        record = read_json(said, what="benchmark", remedy="remove the folder and begin anew")
+        _refuse_unless_equal(folder, {name: record[name] for name in ("steps", "seed")}, {"steps": steps, "seed": seed})
+        return record
     set_seed(seed)
     model = LlamaForCausalLM(
         LlamaConfig(
             vocab_size=256, hidden_size=256, intermediate_size=704, num_hidden_layers=4, num_attention_heads=4,
-            num_key_value_heads=2, max_position_embeddings=SHORT, bos_token_id=None, eos_token_id=None,
+            num_key_value_heads=KV_HEADS, max_position_embeddings=SHORT, bos_token_id=None, eos_token_id=None,
             tie_word_embeddings=True,
         )
     )  # fmt: skip
@@ -58,11 +63,28 @@ def pretrain(folder: Path, steps: int, seed: int) -> None:
         eval_dataset=Subset(held_out, held_out.spread(64)),
     )  # fmt: skip
     trainer.train(resume_from_checkpoint=(folder / "run").is_dir() and any((folder / "run").glob("checkpoint-*")))
+    bits = trainer.evaluate(held_out)["eval_loss"] / math.log(2)
     model.save_pretrained(folder)
+    record = {"steps": steps, "seed": seed, "bytes_per_step": 8 * SHORT, "bits_per_byte": bits}
+    write_json(said, record)
+    return record
+
+
+def _refuse_unless_equal(folder: Path, found: dict[str, Any], wanted: dict[str, Any]) -> None:
+    if found != wanted:
+        differing = {name: (found.get(name), value) for name, value in wanted.items() if found.get(name) != value}
+        sys.exit(f"{folder} holds a run with other settings (there, asked for: {differing}): name another --folder")
 
 
 def extended(settings: ExtensionSettings, folder: Path, console: Console) -> dict[str, Any]:
     """The record of an extension run, made or gone on with where it is not finished."""
+    if (folder / "training.json").exists():
+        record = read_json(folder / "training.json", what="benchmark", remedy="remove the folder and begin anew")
+        asked = settings.complete(SHORT, KV_HEADS).to_dict()
+        chosen = ("precision", "device", "threads")  # by the machine where the settings leave it open
+        _refuse_unless_equal(
+            folder, *({k: v for k, v in s.items() if k not in chosen} for s in (record["settings"], asked))
+        )
     if not (folder / "model.safetensors").exists():
         outcome = resume_extension(folder, console) if latest_checkpoint(folder) else extend(settings, folder, console)
         if outcome.stopped_by is not None:
@@ -73,15 +95,16 @@ def extended(settings: ExtensionSettings, folder: Path, console: Console) -> dic
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--folder", type=Path, default=Path("runs/long-context"), help="where the runs are kept")
-    parser.add_argument("--pretraining-steps", type=int, default=1000, help="steps of 8,192 bytes of the short model")
-    parser.add_argument("--steps", type=int, default=200, help="steps of 8,192 bytes of the extension")
+    parser.add_argument("--pretraining-steps", type=int, default=600, help="steps of 8,192 bytes of the short model")
+    parser.add_argument("--steps", type=int, default=150, help="steps of 8,192 bytes of the extension")
     parser.add_argument("--pattern", default="", help="see dilated-attention extend --help")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--output", type=Path, default=RESULTS, help="JSON file to write")
     arguments = parser.parse_args()
+    here = origin(module_command())
     console = Console()
     short = arguments.folder / "short"
-    pretrain(short, arguments.pretraining_steps, arguments.seed)
+    pretraining = pretrain(short, arguments.pretraining_steps, arguments.seed)
     patterns = {"dilated": arguments.pattern, "dense": f"DilatedPattern([{LONG}], [1])"}
     records = {}
     for name, pattern in patterns.items():
@@ -103,7 +126,7 @@ def main() -> None:
     for record in records.values():
         for entry in record["measured"].values():
             del entry["by_position"]
-    write_json(arguments.output, {**origin(module_command()), "runs": records})
+    write_json(arguments.output, {"machine": here, "pretraining": pretraining, "runs": records})
     PICTURE.parent.mkdir(parents=True, exist_ok=True)
     PICTURE.write_bytes((arguments.folder / "dilated" / "context.png").read_bytes())
 

@@ -161,10 +161,18 @@ ROWS = [
     Row("extend --model {}/nothing --output {}/new", "--model {}/nothing: it describes no model of transformers"),
     Row("extend --model {}/short --length 32 --output {}/new", "--length must be more than the 32 tokens"),
     Row("extend --model {}/short --length 4 --output {}/new", "length must be at least 8, got 4"),
-    Row("extend --model {}/short --length 64 --stages 8 --output {}/new", "stages must rise and end with the length 64"),
-    Row("extend --model {}/short --length 64 --pattern f(3) --output {}/new", "pattern"),
-    Row("extend --model {}/short --length 64 --data {}/bad/short.txt --output {}/new", "fewer than one window of --length"),
-    Row("extend --model {}/short --length 64 --data {}/texts --output {}/taken", "exists and is not empty; nothing in it"),
+    Row(
+        "extend --model {}/short --length 64 --stages 8 --output {}/new", "stages must rise and end with the length 64"
+    ),
+    Row("extend --model {}/short --length 64 --pattern f(3) --output {}/new", "pattern: "),
+    Row(
+        "extend --model {}/short --length 64 --data {}/bad/short.txt --output {}/new",
+        "fewer than one window of --length",
+    ),
+    Row(
+        "extend --model {}/short --length 64 --data {}/texts --output {}/taken",
+        "exists and is not empty; nothing in it",
+    ),
     Row("extend --model {}/short --device cuda --output {}/new", "--device cuda: PyTorch finds no", _take_cuda_away),
     Row("extend --resume {}/stopped", "describes no such run ('kind'); name the --output of an `extend` command"),
     Row("extend --resume {}/stopped --steps 5", "so --steps cannot go with it"),

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, FalconConfig, FalconForCausalLM
 
 from dilated_attention_pytorch import DilatedPattern
 from dilated_attention_pytorch.integrations import extend_context, register
@@ -98,6 +98,81 @@ def test_layers_with_a_window_keep_it_and_their_positions() -> None:
     assert torch.allclose(rotary.sliding_attention_inv_freq.double(), 1e4**-pairs, rtol=1e-6)
     assert torch.allclose(rotary.full_attention_inv_freq.double(), 1e6**-pairs / FACTOR, rtol=1e-6)
     assert model(draw(1, 70)).logits.shape == (1, 70, 31)
+
+
+def llava(attention: str) -> Any:
+    """A tower of 16-wide patches before a Llama."""
+    from transformers import CLIPVisionConfig, LlamaConfig, LlavaConfig, LlavaForConditionalGeneration
+
+    sizes = {"hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4}
+    config = LlavaConfig(
+        vision_config=CLIPVisionConfig(image_size=8, patch_size=4, projection_dim=32, **sizes),
+        text_config=LlamaConfig(vocab_size=31, max_position_embeddings=OWN, **sizes), image_token_index=30,
+        image_token_id=30, vision_feature_layer=-1,
+    )  # fmt: skip
+    torch.manual_seed(3)
+    model = LlavaForConditionalGeneration(config).eval()
+    model.set_attn_implementation(attention)
+    return model
+
+
+def test_of_a_model_with_parts_the_text_part_is_changed() -> None:
+    model = extend_context(llava("sdpa"), LONG, DilatedPattern([LONG], [1]), rotary="none")
+    assert model.config.text_config._attn_implementation == "dilated"
+    assert model.config.vision_config._attn_implementation == "sdpa"
+    tokens = torch.cat([torch.full((1, 4), 30), draw(1, 40) % 30], dim=1)
+    image = torch.randn(1, 3, 8, 8)
+    with torch.no_grad():
+        expected = llava("sdpa")(input_ids=tokens, pixel_values=image).logits
+        torch.testing.assert_close(model(input_ids=tokens, pixel_values=image).logits, expected, rtol=0, atol=1e-5)
+    scaled = extend_context(llava("sdpa"), LONG, PATTERN)
+    assert scaled.config.text_config.rope_parameters["factor"] == FACTOR
+    assert scaled.config.text_config.dilated_attention == {"pattern": PATTERN.spec}
+
+
+def test_rotary_embeddings_of_other_configurations_stay() -> None:
+    model = tiny("llama", "sdpa", max_position_embeddings=OWN)
+    other = tiny("llama", "sdpa", max_position_embeddings=OWN, head_dim=16).model.rotary_emb
+    model.other = torch.nn.ModuleDict({"rotary": other})
+    extend_context(model, LONG, PATTERN)
+    assert model.other["rotary"] is other
+    assert model.model.rotary_emb.config is model.config
+
+
+@pytest.mark.parametrize(
+    ("name", "rotary", "words"),
+    [
+        ("Falcon", "yarn", "FalconForCausalLM does not use transformers' attention interface"),
+        ("Phi3", "yarn", "Phi3Config does not take the rotary parameters"),
+        ("Phi3", "linear", "Phi3Config does not take the rotary parameters"),
+    ],
+)
+def test_models_that_would_be_half_changed_are_refused(name: str, rotary: Any, words: str) -> None:
+    if name == "Falcon":
+        model = FalconForCausalLM(
+            FalconConfig(vocab_size=31, hidden_size=48, num_hidden_layers=1, num_attention_heads=6,
+                         max_position_embeddings=OWN, attn_implementation="sdpa")
+        )  # fmt: skip
+    else:
+        model = tiny(name, "sdpa", max_position_embeddings=OWN)
+    before, modules = model.config.to_dict(), list(model.modules())
+    with pytest.raises(NotImplementedError, match=words):
+        extend_context(model, LONG, PATTERN, rotary=rotary)
+    assert model.config.to_dict() == before
+    assert not hasattr(model.config, "dilated_attention")
+    assert all(one is other for one, other in zip(model.modules(), modules, strict=True))
+
+
+@pytest.mark.parametrize("kind", ["dynamic", "longrope"])
+def test_positions_that_follow_from_the_length_are_not_kept(kind: str) -> None:
+    parameters: dict[str, Any] = {"rope_type": kind, "rope_theta": THETA}
+    if kind == "longrope":
+        parameters |= {"short_factor": [1.0] * 4, "long_factor": [2.0] * 4, "original_max_position_embeddings": 10}
+    else:
+        parameters["factor"] = 2.0
+    model = tiny("llama", "sdpa", max_position_embeddings=OWN, rope_parameters=parameters)
+    with pytest.raises(NotImplementedError, match='rotary="none" keeps positions'):
+        extend_context(model, LONG, PATTERN, rotary="none")
 
 
 @pytest.mark.parametrize(

@@ -96,8 +96,17 @@ def test_masks_of_a_block_are_the_causal_one_and_padding() -> None:
     torch.testing.assert_close(block(x, torch.ones(ROWS, ROWS, dtype=torch.bool).tril()), causal)
     padded = padding([ROWS, 9])
     torch.testing.assert_close(block(x, ~padded[:, None, None])[1, :9], block(x[1:, :9])[0])
+    causal_mask = CAUSAL(ROWS).double()
+    torch.testing.assert_close(block(x, causal_mask[None, None]), causal)
+    least = torch.finfo(torch.float32).min
+    for hidden in (least, -torch.inf):
+        floats = torch.zeros(2, 1, 1, ROWS).masked_fill(padded[:, None, None], hidden)
+        assert torch.equal(block(x, floats), block(x, ~padded[:, None, None]))
+        torch.testing.assert_close(block(x, floats[1:])[1, :9], block(x[1:, :9])[0])
+    with pytest.raises(ValueError, match="other values would weight keys"):
+        block(x, torch.full((2, 1, 1, ROWS), 0.5))
     for wrong in (torch.zeros(ROWS, ROWS), torch.ones(ROWS, ROWS, dtype=torch.bool), torch.zeros(2, 3, ROWS, ROWS)):
-        with pytest.raises(NotImplementedError, match="attn_mask can only be the causal mask"):
+        with pytest.raises(NotImplementedError, match="attn_mask can be the causal mask"):
             block(x, wrong)
     with pytest.raises(NotImplementedError, match="attn_bias must be None"):
         block(x, attn_bias=torch.zeros(()))

@@ -10,6 +10,7 @@ import warnings
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given
@@ -238,7 +239,11 @@ def test_step_by_step_equals_the_whole_sequence(scale_base: float | None, prompt
             outs.append(ours(chunk.flip(0), chunk.flip(0), chunk.flip(0), state, is_causal=True)[0].flip(0))
             state = {name: tensor.flip(0) for name, tensor in state.items()}
         else:
-            outs.append(ours(chunk, chunk, chunk, state, is_causal=True)[0])
+            # Decoders pass the mask of the whole prefix.
+            mask = torch.zeros(2, stop, dtype=torch.bool)
+            outs.append(ours(chunk, chunk, chunk, state, key_padding_mask=mask, is_causal=True)[0])
+    with pytest.raises(NotImplementedError, match="decode sequences of one length together"):
+        ours(chunk, chunk, chunk, state, key_padding_mask=torch.ones(2, 105, dtype=torch.bool), is_causal=True)
     assert_equal([torch.cat(outs, dim=1)], [whole])
     assert state["prev_key"].shape == state["prev_value"].shape == (2, 3, 101, 4)
 
@@ -362,7 +367,7 @@ WRONG = [
     ({"rel_pos": X}, NotImplementedError, "rel_pos adds a bias"),
     ({"attn_mask": torch.zeros(5, 5), "is_causal": True}, NotImplementedError, "can only be the causal mask"),
     ({"attn_mask": torch.full((5, 5), -math.inf).triu(1)}, NotImplementedError, "with is_causal=False"),
-    ({"key_padding_mask": NO_MASK.int()}, ValueError, "got torch.int32 [2, 5]"),
+    ({"key_padding_mask": NO_MASK.float()}, ValueError, "got torch.float32 [2, 5]"),
     ({"key_padding_mask": NO_MASK[:, :4]}, ValueError, "got torch.bool [2, 4]"),
     ({"key_padding_mask": ~NO_MASK, "cu_seqlens": torch.tensor([0, 5], dtype=torch.int32)}, NotImplementedError,
      "leave the padding out"),
@@ -388,6 +393,42 @@ def test_what_a_call_cannot_honour_is_refused_by_name(
     with pytest.raises(kind) as raised:
         ours(**{"query": X, "key": X, "value": X, **options})
     assert message in str(raised.value)
+
+
+def test_dense_attention_of_torchscale_stays_as_it_is() -> None:
+    """It has the same projections and the same args; what the two classes have besides tells them apart."""
+
+    class MultiheadAttention(DilatedAttention):
+        def attention_ops(self) -> None: ...
+
+    class RealDilatedAttention(MultiheadAttention):
+        def gathering(self) -> None: ...
+
+    def made(kind: type[DilatedAttention], **options: Any) -> DilatedAttention:
+        args = layer([8], [2], embed_dim=4, num_heads=2).args
+        return kind(args, 4, 2, **options).double()
+
+    cross = made(MultiheadAttention, self_attention=False, encoder_decoder_attention=True)
+    model = adopt(Encoder([made(MultiheadAttention), made(RealDilatedAttention), cross]))
+    kinds = [type(block.self_attn).__name__ for block in model.layers]
+    assert kinds == ["MultiheadAttention", "AdoptedDilatedAttention", "MultiheadAttention"]
+    with pytest.raises(ValueError, match="found no layer"):
+        adopt(Encoder([made(MultiheadAttention)]))
+
+
+@pytest.mark.parametrize("lengths", [list(np.array([16, 64])), "[np.int64(16), np.int64(64)]", "[16, 64]", (16, 64)])
+def test_segment_lengths_may_be_numbers_of_numpy(lengths: Any) -> None:
+    ours = adopted(layer(lengths, [1, 4], embed_dim=12, num_heads=3))
+    assert ours.pattern.segment_lengths == (16, 64)
+    assert all(type(length) is int for length in ours.pattern.segment_lengths)
+
+
+def test_a_padding_mask_may_hold_integers() -> None:
+    ours = adopt(layer([8], [2], embed_dim=4, num_heads=2).float())
+    mask = torch.tensor([[0, 0, 0, 1, 1], [0, 1, 0, 0, 0]])
+    expected, _ = ours(x := draw(2, 5, 4).float(), x, x, key_padding_mask=mask.bool())
+    for dtype in (torch.int64, torch.uint8):
+        assert torch.equal(ours(x, x, x, key_padding_mask=mask.to(dtype))[0], expected)
 
 
 def test_an_empty_padding_mask_changes_nothing_as_torchscale_always_passes_one() -> None:

@@ -12,7 +12,7 @@ import torch
 from dilated_attention_pytorch.errors import RunError
 from dilated_attention_pytorch.selection import Hardware, Profile, Rates, tuning
 from dilated_attention_pytorch.selection.cost import FEATURES, features, weighted
-from dilated_attention_pytorch.selection.fit import fit_seconds, rank_correlation
+from dilated_attention_pytorch.selection.fit import _least_squares, fit_seconds, rank_correlation
 from selection.cases import GIB, workload
 
 HARDWARE = Hardware.of_architecture("CPU", free_bytes=4 * GIB, processors=2)
@@ -47,6 +47,26 @@ def test_the_fit_ranks_better_than_the_formula_on_shapes_it_did_not_see() -> Non
 
 def test_a_fit_is_not_negative_where_least_squares_would_be() -> None:
     assert fit_seconds([[1.0, 1.0], [1.0, 2.0], [1.0, 3.0]], [3.0, 2.0, 1.0])[1] == 0.0
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_the_least_squares_solution_meets_its_conditions(seed: int) -> None:
+    """Nothing below zero, and no feature along which the sum of squares would fall: equal, empty and scaled columns."""
+    random = torch.Generator().manual_seed(seed)
+    num_rows, num_features = 2 + seed % 9, 1 + seed % 12
+    rows = torch.randn(num_rows, num_features, generator=random, dtype=torch.float64)
+    if seed % 2:
+        rows = rows.abs()
+    if seed % 3 == 0:
+        rows[:, 0] = rows[:, -1]
+    if seed % 5 == 0:
+        rows[:, num_features // 2] = 0
+    weights = torch.rand(num_rows, generator=random, dtype=torch.float64)
+    solution = _least_squares(rows, weights)
+    slopes = rows.T @ (weights * (1 - rows @ solution))
+    assert (solution >= 0).all()
+    assert slopes.max() <= 1e-9
+    assert (slopes * solution).abs().max() <= 1e-9
 
 
 def test_a_disturbed_timing_bends_the_fit_little() -> None:

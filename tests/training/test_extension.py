@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import json
 import math
 import shutil
@@ -13,7 +14,15 @@ from typing import Any
 import pytest
 import torch
 from torch.nn import functional
-from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+from transformers import (
+    AutoModelForCausalLM,
+    Gemma2Config,
+    Gemma2ForCausalLM,
+    LlamaConfig,
+    LlamaForCausalLM,
+    PreTrainedTokenizerFast,
+    TrainingArguments,
+)
 
 from dilated_attention_pytorch.integrations import register
 from dilated_attention_pytorch.patterns import pattern_from_expression
@@ -107,7 +116,7 @@ def test_the_recipe_end_to_end_on_a_model_trained_here(finished: ExtensionOutcom
     before = LlamaForCausalLM.from_pretrained(short, attn_implementation="eager").eval()
     assert bits["before"][LONG] == pytest.approx(mean_bits(before, windows, None), rel=1e-5)
     trained = LlamaForCausalLM.from_pretrained(finished.run, attn_implementation="eager").eval()
-    pattern = pattern_from_expression(f"DilatedPattern([{OWN}, {LONG}], [1, 4])")
+    pattern = pattern_from_expression(f"DilatedPattern([{OWN}, {2 * OWN}, {LONG}], [1, 2, 2])")
     positions = torch.arange(LONG - 1)
     counts = pattern.counts(positions, positions, 2, is_causal=True)
     mask = counts.double().log().float().repeat_interleave(2, dim=0)
@@ -123,7 +132,7 @@ def test_the_run_leaves_what_it_promises(finished: ExtensionOutcome) -> None:
     assert (finished.run / "context.png").read_bytes().startswith(b"\x89PNG")
     record = record_of(finished)
     assert record["settings"]["stages"] == [64, 128]
-    assert record["settings"]["pattern"] == "DilatedPattern([32, 128], [1, 4])"
+    assert record["settings"]["pattern"] == "DilatedPattern([32, 64, 128], [1, 2, 2])"
     for state in ("before", "replaced", "trained"):
         entry = record["measured"][state]
         mean = sum(entry["by_position"]) / len(entry["by_position"])
@@ -138,6 +147,7 @@ def test_the_saved_model_reads_long_texts_and_generates(finished: ExtensionOutco
     assert model.config.max_position_embeddings == LONG
     assert model.config.rope_parameters["rope_type"] == "yarn"
     assert model.config.rope_parameters["factor"] == LONG / OWN
+    assert model.config.use_cache
     tokens = torch.randint(256, (1, 100))
     assert model.generate(tokens, max_new_tokens=5, do_sample=False, min_new_tokens=5).shape == (1, 105)
 
@@ -216,7 +226,7 @@ def test_a_model_with_a_tokenizer_is_measured_in_bits_per_byte(texts: Path, tmp_
     folder = tmp_path / "short"
     LlamaForCausalLM(config(vocab_size=320)).save_pretrained(folder)
     fast = train_tokenizer(folder, bytes(corpus.training.data).replace(b"\0", b"").decode())
-    tokenizer = load_tokenizer(str(folder), LlamaConfig.from_pretrained(folder))
+    tokenizer = load_tokenizer("", str(folder), LlamaConfig.from_pretrained(folder))
     tokens = tokenized(corpus.held_out, tokenizer)
     for index in range(len(tokens.file_starts)):
         file = tokens.file(index)
@@ -224,10 +234,16 @@ def test_a_model_with_a_tokenizer_is_measured_in_bits_per_byte(texts: Path, tmp_
         assert fast.decode(file[1:]).encode() == bytes(corpus.held_out.file(index)[1:])
     outcome = extend(tiny(folder, texts, steps=2, save_steps=2, eval_steps=2), tmp_path / "run", quiet())
     # Weights that know nothing: as many bits a token as there are tokens to choose from, spread over its bytes.
-    per_token = len(corpus.held_out) / len(tokens)
+    windows = EvaluationWindows(tokens, LONG, 6)
+    predicted = [windows[index]["input_ids"][1:] for index in range(len(windows))]
+    said = sum(len(fast.decode(part[part != fast.eos_token_id]).encode()) for part in predicted)
+    per_token = (said + sum(int((part == fast.eos_token_id).sum()) for part in predicted)) / (len(windows) * (LONG - 1))
     assert per_token > 1.5
+    assert record_of(outcome)["bytes_per_token"] == pytest.approx(per_token, rel=1e-12)
     assert outcome.bits_per_byte["before"][OWN] == pytest.approx(math.log2(320) / per_token, rel=0.05)
-    assert load_tokenizer(str(outcome.run), LlamaConfig.from_pretrained(outcome.run)) is not None
+    saved = load_tokenizer("", str(outcome.run), LlamaConfig.from_pretrained(outcome.run))
+    assert saved is not None
+    assert saved.model_max_length == LONG
     evaluations = [entry for entry in read_metrics(outcome.run) if "eval_bits_per_byte" in entry]
     assert evaluations[0]["eval_bits_per_byte"] == pytest.approx(math.log2(320) / per_token, rel=0.05)
 
@@ -236,7 +252,7 @@ def test_a_model_with_a_tokenizer_is_measured_in_bits_per_byte(texts: Path, tmp_
     ("changes", "words"),
     [
         ({"length": 32}, "length must be more than the 32 tokens that the model has already"),
-        ({"model": "/nowhere/at/all"}, "--model /nowhere/at/all: it describes no model"),
+        ({"model": "/nowhere/at/all"}, "--model /nowhere/at/all: /nowhere/at/all describes no model"),
         ({"length": 100_000, "batch_tokens": 0}, "fewer than one window of --length 100000"),
     ],
 )
@@ -260,15 +276,47 @@ def test_models_that_cannot_be_extended_are_refused_by_name(texts: Path, tmp_pat
     LlamaForCausalLM(config(rope_parameters=scaled)).save_pretrained(tmp_path / "scaled")
     with pytest.raises(RunError, match="positions are scaled already"):
         extend(tiny(tmp_path / "scaled", texts), tmp_path / "run", quiet())
+    # What only a forward shows: scores that are capped.
+    sizes = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2}
+    Gemma2ForCausalLM(
+        Gemma2Config(vocab_size=256, head_dim=8, num_key_value_heads=2, max_position_embeddings=OWN, **sizes)
+    ).save_pretrained(tmp_path / "capped")
+    with pytest.raises(RunError, match="does not honour softcap"):
+        extend(tiny(tmp_path / "capped", texts), tmp_path / "run", quiet())
     LlamaForCausalLM(config(vocab_size=300)).save_pretrained(tmp_path / "untold")
     with pytest.raises(RunError, match="300 tokens and no tokenizer"):
         extend(tiny(tmp_path / "untold", texts), tmp_path / "run", quiet())
     LlamaForCausalLM(config()).save_pretrained(tmp_path / "cut")
     weights_file = tmp_path / "cut" / "model.safetensors"
     weights_file.write_bytes(weights_file.read_bytes()[:5000])
-    with pytest.raises(RunError, match="its weights cannot be loaded"):
+    with pytest.raises(RunError, match=r"the weights of .* cannot be loaded"):
         extend(tiny(tmp_path / "cut", texts), tmp_path / "run", quiet())
     assert not (tmp_path / "run").exists()
+
+
+def test_a_model_that_was_extended_is_not_extended_again(
+    finished: ExtensionOutcome, texts: Path, tmp_path: Path
+) -> None:
+    with pytest.raises(RunError, match="the model has a pattern already"):
+        extend(tiny(finished.run, texts, length=512, batch_tokens=512), tmp_path / "run", quiet())
+
+
+def test_one_process_uses_one_of_several_devices(
+    short: Path, texts: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As where two GPUs are visible: transformers would give each of them half of a batch of one."""
+    setup = TrainingArguments.__dict__["_setup_devices"].func
+
+    def two(self: TrainingArguments) -> Any:
+        device = setup(self)
+        self._n_gpu = 2
+        return device
+
+    found = functools.cached_property(two)
+    found.__set_name__(TrainingArguments, "_setup_devices")
+    monkeypatch.setattr(TrainingArguments, "_setup_devices", found)
+    outcome = extend(tiny(short, texts, steps=2, eval_steps=2, save_steps=2), tmp_path / "run", quiet())
+    assert outcome.step == 2
 
 
 def test_several_processes_are_pointed_to_the_way_for_them(
@@ -313,6 +361,29 @@ def test_damaged_and_foreign_runs_are_not_gone_on_with(
     (run / "training.json").write_text(json.dumps({**record, "corpus": {**record["corpus"], "held_out_bytes": 1}}))
     with pytest.raises(RunError, match="the text is not what the run began with"):
         resume_extension(run, quiet())
-    (run / "training.json").write_text(json.dumps({**record, "kind": "other"}))
-    with pytest.raises(RunError, match="describes no such run"):
+    for damage in ({"kind": "other"}, {"measured": {**record["measured"], "replaced": {"by_position": [1.0]}}}):
+        (run / "training.json").write_text(json.dumps({**record, **damage}))
+        with pytest.raises(RunError, match="describes no such run"):
+            resume_extension(run, quiet())
+    (run / "training.json").write_text(json.dumps(record))
+    described = json.loads((checkpoint / "config.json").read_text())
+    unscaled = {"rope_type": "default", "rope_theta": 1e4}
+    for changed in ({"rope_parameters": unscaled}, {"dilated_attention": {"pattern": "local_window(3)"}}):
+        (checkpoint / "config.json").write_text(json.dumps({**described, **changed}))
+        with pytest.raises(RunError, match=f"foreign checkpoint: .*{next(iter(changed))} differ"):
+            resume_extension(run, quiet())
+    (checkpoint / "config.json").write_text(json.dumps(described))
+    weights_file = checkpoint / "model.safetensors"
+    whole = weights_file.read_bytes()
+    weights_file.write_bytes(whole[:5000])
+    with pytest.raises(RunError, match=r"--resume .*: the weights of .* cannot be loaded"):
         resume_extension(run, quiet())
+    weights_file.write_bytes(whole)
+    file = sorted(texts.iterdir())[0]
+    text = file.read_text()
+    try:
+        file.write_text(text.replace("def", "fed"))
+        with pytest.raises(RunError, match="the text is not what the run began with"):
+            resume_extension(run, quiet())
+    finally:
+        file.write_text(text)

@@ -47,7 +47,7 @@ def run_command(args: Sequence[str]) -> None:
                 raise
             _leave(f"{error.filename}: {error.strerror}; check the path and its permissions, or name another one")
         where = f" ({error.filename})" if error.filename else ""
-        _leave(f"{_DISK[error.errno]}{where}; make room, then go on with `dilated-attention train --resume RUN`")
+        _leave(f"{_DISK[error.errno]}{where}; make room, then go on with --resume RUN")
     except KeyboardInterrupt:
         print("\ndilated-attention: stopped", file=sys.stderr)
         raise SystemExit(128 + signal.SIGINT) from None

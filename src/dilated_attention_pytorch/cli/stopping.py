@@ -20,7 +20,7 @@ def check_resume_alone(argv: Sequence[str]) -> None:
     if "--resume" in flags and others:
         raise RunError(
             f"--resume goes on with the run's own settings, so {', '.join(others)} cannot go with it; "
-            "leave that out, or train anew without --resume"
+            "leave that out, or begin anew without --resume"
         )
 
 

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from dilated_attention_pytorch.kernels.select import Impl
-from dilated_attention_pytorch.nn.masks import check_causal
+from dilated_attention_pytorch.nn.masks import check_causal, ignored_keys
 from dilated_attention_pytorch.ops import attend
 from dilated_attention_pytorch.patterns import DilatedPattern, Pattern
 
@@ -110,8 +110,9 @@ class QkvReplacement(nn.Module):
 
         Args:
             x: ``[B, N, E]``.
-            attn_mask: None; or the causal mask ``[N, N]``, which makes the call causal; or bool ``[B, 1, 1, N]`` for
-                padding. A bool mask is True where a key takes part, as in ``scaled_dot_product_attention``.
+            attn_mask: None; or the causal mask ``[N, N]`` or ``[1, 1, N, N]``, which makes the call causal; or
+                ``[B, 1, 1, N]`` or ``[1, 1, 1, N]`` for padding. As in ``scaled_dot_product_attention`` a bool mask is
+                True where a key takes part, another holds 0 there and -inf, or the dtype's least number, elsewhere.
             is_causal: a row sees itself and rows before only.
             attn_bias: must be None.
 
@@ -129,12 +130,8 @@ class QkvReplacement(nn.Module):
         batch, rows, _ = x.shape
         padding = None
         if attn_mask is not None:
-            takes_part = attn_mask.dtype == torch.bool
-            if takes_part and attn_mask.shape == (batch, 1, 1, rows):
-                padding = ~attn_mask.reshape(batch, rows)
-            else:
-                check_causal(~attn_mask if takes_part else attn_mask, rows, rows)
-                is_causal = True
+            padding = _padding(attn_mask, batch, rows)
+            is_causal = is_causal or padding is None
         q, k, v = self.qkv(x).unflatten(-1, (3, self.num_heads, self.head_dim)).unbind(2)
         # Normalised in the layout [B, H, N, D] of the block; under autocast that may come out in float32.
         q = self.q_norm(q.transpose(1, 2)).transpose(1, 2).to(v.dtype)
@@ -147,6 +144,25 @@ class QkvReplacement(nn.Module):
 
     def extra_repr(self) -> str:
         return f"num_heads={self.num_heads}, pattern={self.pattern}, is_causal={self.is_causal}"
+
+
+def _padding(attn_mask: Tensor, batch: int, rows: int) -> Tensor | None:
+    """bool ``[B, N]``, True = ignore, of a mask for padding; None for the causal mask.
+
+    Raises:
+        NotImplementedError: it is another mask.
+    """
+    hidden = ~attn_mask if attn_mask.dtype == torch.bool else attn_mask
+    if attn_mask.shape in ((batch, 1, 1, rows), (1, 1, 1, rows)):
+        return ignored_keys(hidden).expand(batch, 1, 1, rows).reshape(batch, rows)
+    try:
+        check_causal(hidden[0, 0] if attn_mask.shape == (1, 1, rows, rows) else hidden, rows, rows)
+    except NotImplementedError as error:
+        raise NotImplementedError(
+            f"attn_mask can be the causal mask {[rows, rows]}, or one of keys {[batch, 1, 1, rows]} for padding (in "
+            f"NaFlexViT use_key_only_attn_mask=True): the pattern says who sees whom; got {list(attn_mask.shape)}"
+        ) from error
+    return None
 
 
 def _sizes(block: nn.Module) -> tuple[int, int, float]:

@@ -44,7 +44,8 @@ class ReplacementReport:
     replaced: tuple[ReplacedLayer, ...]
     """The layers that attend under a pattern now, in the model's order."""
     left: tuple[LeftLayer, ...]
-    """The attention layers that are as they were."""
+    """The attention layers that were seen and are as they were. Attention made of other parts, such as a projection for
+    queries and keys and another for values, is not seen."""
     nested_tensors_off: tuple[str, ...]
     """The ``nn.TransformerEncoder`` whose ``use_nested_tensor`` was turned off."""
 

@@ -123,8 +123,9 @@ class AdoptedDilatedAttention(nn.Module):
             incremental_state: for decoding with ``is_causal``: keys and values of the positions before, which this
                 call extends, as ``prev_key`` and ``prev_value`` ``[B, H, M, D]`` before xPos. Step by step gives what
                 one call for the whole sequence gives.
-            key_padding_mask: bool ``[B, N]``, True = ignore. Every sequence gives what its other rows would give
+            key_padding_mask: bool or integers ``[B, N]``, True = ignore. Every sequence gives what its other rows give
                 alone, wherever the ignored rows are; the heads of ignored rows are 0. On a GPU, waits for the mask.
+                With an ``incremental_state`` it may cover the positions before as well, and ignores none.
             attn_mask: None, or with ``is_causal`` the causal mask that torchscale's decoder passes along.
             rel_pos: must be None.
             is_first_step: the ``incremental_state`` holds nothing yet.
@@ -149,7 +150,7 @@ class AdoptedDilatedAttention(nn.Module):
         if incremental_state is not None:
             heads = self._extended(q, k, v, incremental_state)
         elif key_padding_mask is not None and bool(key_padding_mask.any()):
-            heads = self._unpadded(q, k, v, ~key_padding_mask, is_causal=is_causal)
+            heads = self._unpadded(q, k, v, ~key_padding_mask.bool(), is_causal=is_causal)
         else:
             boundaries = documents_of(cu_seqlens, q.shape[1])
             heads = self._attend(q, k, v, is_causal=is_causal, boundaries=boundaries)
@@ -190,9 +191,13 @@ class AdoptedDilatedAttention(nn.Module):
                 f"got a mask of {tuple(attn_mask.shape)} with is_causal={is_causal}"
             )
         if key_padding_mask is not None:
-            if key_padding_mask.dtype != torch.bool or key_padding_mask.shape != query.shape[:2]:
+            # A decoder passes the mask of all positions so far beside the newest ones.
+            state = {} if incremental_state is None else incremental_state
+            cached = state["prev_key"].shape[2] if "prev_key" in state else 0
+            shapes = [[query.shape[0], number] for number in (query.shape[1], cached + query.shape[1])]
+            if key_padding_mask.is_floating_point() or list(key_padding_mask.shape) not in shapes:
                 raise ValueError(
-                    f"key_padding_mask must be bool [batch, sequence] = {list(query.shape[:2])} with True = ignore, "
+                    f"key_padding_mask must be bool [batch, sequence] = {shapes[-1]} with True = ignore, "
                     f"got {key_padding_mask.dtype} {list(key_padding_mask.shape)}"
                 )
             if (cu_seqlens is not None or incremental_state is not None) and bool(key_padding_mask.any()):

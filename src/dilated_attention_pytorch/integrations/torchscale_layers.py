@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import ast
 import math
+import operator
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import nn
@@ -16,6 +19,7 @@ from .parts import NotReplaceable, check_unwrapped
 from .xpos import XPos
 
 _PROJECTIONS = ("q_proj", "k_proj", "v_proj", "out_proj")
+_NUMPY_INTEGER = re.compile(r"np\.u?int\d+\((-?\d+)\)")
 _CHILDREN = {*_PROJECTIONS, "inner_attn_ln", "dropout_module", "xpos"}
 
 
@@ -50,12 +54,19 @@ def find_layers(model: nn.Module, tail: Tail) -> list[tuple[nn.Module, LayerFact
         args = module.__dict__.get("args")
         if _setting(args, "segment_length") is None or _setting(args, "dilated_ratio") is None:
             continue
+        if _is_dense(type(module)):
+            continue
         where = f"layer {name!r}" if name else "the layer"
         refusal = _refusal(module, args)
         if refusal is not None:
             raise NotImplementedError(f"{where} cannot be adopted, and nothing was replaced: {refusal}")
         found.append((module, _facts(module, args, tail, where)))
     return found
+
+
+def _is_dense(kind: type[nn.Module]) -> bool:
+    """Whether a class is torchscale's dense attention, whose objects hold the same and share the same args."""
+    return hasattr(kind, "attention_ops") and not hasattr(kind, "gathering")
 
 
 def _setting(args: object, name: str) -> object:
@@ -135,16 +146,16 @@ def _facts(layer: nn.Module, args: object, tail: Tail, where: str) -> LayerFacts
     )  # fmt: skip
 
 
-def _integers(value: object) -> list[int]:
-    """A list, or the list that a string spells."""
+def _integers(value: object) -> list[Any]:
+    """A list, or the list that a string spells; of NumPy's integers too, also as NumPy 2 writes them."""
     if isinstance(value, str):
         try:
-            value = ast.literal_eval(value)
-        except SyntaxError as error:
+            value = ast.literal_eval(_NUMPY_INTEGER.sub(r"\1", value))
+        except (SyntaxError, ValueError) as error:
             raise ValueError(f"{value!r} is no list of integers") from error
     if not isinstance(value, Sequence):
         raise TypeError(f"a list of integers was expected, got {value!r}")
-    return list(value)
+    return [one if isinstance(one, (bool, float, str)) else operator.index(one) for one in value]
 
 
 def _xpos(module: nn.Module, head_dim: int, where: str) -> XPos:

@@ -2,10 +2,16 @@
 
 from __future__ import annotations
 
+from typing import overload
+
 import torch
 from torch import Tensor
 
 
+@overload
+def ignored_keys(key_padding_mask: None) -> None: ...
+@overload
+def ignored_keys(key_padding_mask: Tensor) -> Tensor: ...
 def ignored_keys(key_padding_mask: Tensor | None) -> Tensor | None:
     """The mask as bool, True = ignore. ``nn.TransformerEncoderLayer`` makes floats of it: -inf to ignore, 0 to keep.
 
@@ -14,7 +20,8 @@ def ignored_keys(key_padding_mask: Tensor | None) -> Tensor | None:
     """
     if key_padding_mask is None or not key_padding_mask.is_floating_point():
         return key_padding_mask
-    ignored = key_padding_mask == float("-inf")
+    # Some write the least number of the dtype for -inf.
+    ignored = key_padding_mask <= torch.finfo(key_padding_mask.dtype).min / 2
     _require(
         (ignored | (key_padding_mask == 0)).all(), ValueError,
         "a float key_padding_mask must hold 0 (keep) and -inf (ignore) only: other values would weight keys, which "

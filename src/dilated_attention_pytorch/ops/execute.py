@@ -238,7 +238,7 @@ def _band_bias(
     """0 where query i sees key j, else :data:`aten.MASKED`, ``[num_queries, num_keys]``."""
     distance = torch.arange(1 - num_queries, num_keys, device=device)
     of_distance = ((distance < band[0]) | (distance > band[1])).to(dtype) * aten.MASKED
-    # Row i begins at the distance -i. The rows of a flipped view lie across each other, which the kernel would write out.
+    # Row i begins at the distance -i. A flipped view has strides that the kernel writes out for every problem.
     return of_distance.unfold(0, num_keys, 1).flip(0).contiguous()
 
 

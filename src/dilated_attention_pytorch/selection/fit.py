@@ -8,7 +8,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-_STEPS_PER_FEATURE = 3
+_STEPS_PER_FEATURE = 10
 _SETTLED = 1e-10
 _REWEIGHTINGS = 5
 _QUADRATIC_UP_TO = 0.1
@@ -50,22 +50,22 @@ def _least_squares(rows: Tensor, weights: Tensor) -> Tensor:
     matrix, target = rows * root[:, None], root
     solution = torch.zeros_like(rows[0])
     positive = torch.zeros_like(solution, dtype=torch.bool)
-    for _ in range(_STEPS_PER_FEATURE * len(solution)):
+    for _ in range(_STEPS_PER_FEATURE * len(solution) + 1):
         slopes = (matrix.T @ (target - matrix @ solution)).masked_fill(positive, -math.inf)
         if slopes.max() <= _SETTLED:
-            break
+            return solution
         positive[slopes.argmax()] = True
         wanted = _on(positive, matrix, target)
         while bool((wanted[positive] <= 0).any()):
             # As far towards the unconstrained solution as nothing goes below zero; what got there stays there.
             below = positive & (wanted <= 0)
-            step = (solution[below] / (solution[below] - wanted[below])).min()
+            step = (solution[below] / (solution[below] - wanted[below])).nan_to_num(0.0).min()
             solution = solution + step * (wanted - solution)
             positive &= ~(below & (solution <= _SETTLED))
             solution = solution.where(positive, 0.0)
             wanted = _on(positive, matrix, target)
         solution = wanted
-    return solution
+    raise ArithmeticError(f"the rates did not settle in {_STEPS_PER_FEATURE} steps a feature: {solution.tolist()}")
 
 
 def _on(positive: Tensor, matrix: Tensor, target: Tensor) -> Tensor:

@@ -132,7 +132,7 @@ def check_weights(folder: Path) -> None:
     except (SafetensorError, OSError) as error:
         raise RunError(
             f"broken checkpoint: {weights} is damaged or was not written to its end ({error}); "
-            "copy it again from where it came from, or train anew"
+            "copy it again from where it came from, or begin anew"
         ) from error
     with torch.device("meta"):
         expected = {name: tuple(tensor.shape) for name, tensor in LongNetForCausalLM(config).state_dict().items()}
@@ -157,7 +157,7 @@ def check_checkpoint(checkpoint: Path) -> None:
 
 def check_state(checkpoint: Path) -> None:
     """Raise :class:`RunError` unless what is beside the weights of ``checkpoint`` is there and whole."""
-    remedy = "restore the folder from a copy, or train anew into another --output"
+    remedy = "restore the folder from a copy, or begin anew into another --output"
     read_json(checkpoint / _STATE_NAME, what="broken checkpoint", remedy=remedy)
     random_states = [path.name for path in checkpoint.glob("rng_state*.pth")] or ["rng_state.pth"]
     for name in (OPTIMIZER_NAME, SCHEDULER_NAME, *random_states):
@@ -172,7 +172,8 @@ def check_state(checkpoint: Path) -> None:
 def save_finished(model: PreTrainedModel, run: Path) -> None:
     """Save the trained model into its run folder. The weights come last: where they are, the run is finished."""
     staging = run / STAGING_NAME
-    model.save_pretrained(staging)
+    shutil.rmtree(staging, ignore_errors=True)
+    model.save_pretrained(staging, max_shard_size="100TB")  # one file, whose presence means that all is there
     for path in sorted(staging.iterdir(), key=lambda path: path.name == WEIGHTS_NAME):
         os.replace(path, run / path.name)
     shutil.rmtree(staging)

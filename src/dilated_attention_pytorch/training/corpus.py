@@ -6,6 +6,7 @@ import errno
 import hashlib
 import os
 import sysconfig
+import zlib
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,7 +19,7 @@ from dilated_attention_pytorch.errors import RunError
 SEPARATOR = 0
 """The byte before every file: no text holds it."""
 
-CORPUS_KEYS = ("training_bytes", "training_files", "held_out_bytes", "held_out_files")
+CORPUS_KEYS = ("training_bytes", "training_files", "held_out_bytes", "held_out_files", "checksum")
 """What :func:`corpus_figures` says."""
 
 _HELD_OUT_PARTS = 20
@@ -88,8 +89,12 @@ def read_corpus(paths: Sequence[Path] = ()) -> Corpus:
 
 def corpus_figures(corpus: Corpus) -> dict[str, int]:
     """How much text there is, by which a run that is taken up knows its text again."""
+    checksum = 0
+    for text in (corpus.training, corpus.held_out):
+        checksum = zlib.crc32(text.data.numpy().tobytes(), checksum)
     numbers = (
-        len(corpus.training), len(corpus.training.file_starts), len(corpus.held_out), len(corpus.held_out.file_starts)
+        len(corpus.training), len(corpus.training.file_starts), len(corpus.held_out), len(corpus.held_out.file_starts),
+        checksum,
     )  # fmt: skip
     return dict(zip(CORPUS_KEYS, numbers, strict=True))
 

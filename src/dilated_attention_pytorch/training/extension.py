@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import dataclasses
 import json
 import time
@@ -30,7 +29,7 @@ from .checkpoint import (
 from .corpus import CORPUS_KEYS, Corpus, Text, corpus_figures, read_corpus
 from .extension_settings import ExtensionSettings
 from .run import num_processes
-from .tokens import load_tokenizer, tokenized
+from .tokens import load_tokenizer, num_bytes, tokenized
 from .windows import EvaluationWindows, StagedBatches
 
 if TYPE_CHECKING:
@@ -92,25 +91,30 @@ def extend(settings: ExtensionSettings, output: Path, console: Console) -> Exten
     _check_alone()
     preflight.check_output(output)
     device = preflight.choose_device(settings.device)
-    config = _load_config(settings.model)
-    own_length = _own_length(settings.model, config)
+    what = f"--model {settings.model}"
+    config = _load_config(what, settings.model)
+    own_length = _own_length(what, config)
     try:
-        settings = settings.complete(own_length)
+        settings = settings.complete(own_length, _num_kv_heads(config))
     except ValueError as error:
         raise RunError(f"--{error}") from error
-    tokenizer = load_tokenizer(settings.model, config)
+    tokenizer = load_tokenizer(what, settings.model, config)
     corpus = read_corpus(settings.data)
     training, held_out = tokenized(corpus.training, tokenizer), tokenized(corpus.held_out, tokenizer)
     _check_text(training, held_out, settings)
     precision = preflight.choose_precision(settings.precision, device)
     settings = dataclasses.replace(settings, threads=preflight.set_threads(settings.threads), precision=precision)
-    model = _load_model(settings.model, device)
+    model = _load_model(what, settings.model, device)
     preflight.check_space(output, sum(parameter.numel() for parameter in model.parameters()))
+    _check_model(model, settings)
+    # What was changed to see whether it can be is read again rather than kept beside.
+    del model
+    windows = _held_out_windows(held_out, settings)
+    bytes_per_token = sum(num_bytes(window[1:], tokenizer) for window in windows) / sum(len(x) - 1 for x in windows)
     run = _Run(
-        output, settings, device, own_length, training, held_out, len(corpus.held_out) / len(held_out), model, None,
-        console,
+        output, settings, device, own_length, training, held_out, bytes_per_token,
+        _load_model(what, settings.model, device), None, console,
     )  # fmt: skip
-    _check_model(run)
     make_output(output)
     _announce(run, corpus, tokenizer)
     record: dict[str, Any] = {
@@ -127,7 +131,9 @@ def extend(settings: ExtensionSettings, output: Path, console: Console) -> Exten
     _measure(run, "replaced", record)
     # Nothing is in the folder until here, so that whoever stops the measuring may begin again into it.
     if tokenizer is not None:
+        tokenizer.model_max_length = settings.length
         tokenizer.save_pretrained(output)
+    record["model"] = _figures_of(run.model.config)
     write_text(output / SETTINGS_NAME, json.dumps(record, indent=2) + "\n")
     return _go(run, record)
 
@@ -151,10 +157,12 @@ def resume_extension(folder: Path, console: Console) -> ExtensionOutcome:
             f"{what}: the text is not what the run began with (now {corpus_figures(corpus)}, then {record['corpus']}); "
             "restore the files, or begin anew into another --output"
         )
-    tokenizer = load_tokenizer(str(folder), _load_config(str(checkpoint)))
+    config = _load_config(what, str(checkpoint))
+    _check_same_model(checkpoint, config, record)
+    tokenizer = load_tokenizer(what, str(folder), config)
     preflight.set_threads(settings.threads)
     register()
-    model = _load_model(str(checkpoint), device, attn_implementation="dilated")
+    model = _load_model(what, str(checkpoint), device, attn_implementation="dilated")
     check_writable(folder, what)
     preflight.check_space(folder, sum(parameter.numel() for parameter in model.parameters()))
     training, held_out = tokenized(corpus.training, tokenizer), tokenized(corpus.held_out, tokenizer)
@@ -179,7 +187,8 @@ def _read_run(folder: Path, what: str) -> tuple[Path, dict[str, Any], ExtensionS
             raise ValueError("corpus")
         for name in STATES[:2]:
             _curve(record, name)
-        float(record["bytes_per_token"]), int(record["own_length"])
+            {int(context): float(bits) for context, bits in record["measured"][name]["bits_per_byte"].items()}
+        _ = float(record["bytes_per_token"]), int(record["own_length"]), record["model"]["use_cache"]
     except (KeyError, TypeError, ValueError, AttributeError) as error:
         raise RunError(f"{what}: {folder / SETTINGS_NAME} describes no such run ({error}); {remedy}") from error
     if (folder / WEIGHTS_NAME).exists():
@@ -199,30 +208,60 @@ def _check_alone() -> None:
         )
 
 
-def _load_config(model: str) -> PreTrainedConfig:
+def _figures_of(config: PreTrainedConfig) -> dict[str, Any]:
+    """What an extension changes of a model, by which its checkpoints are known again."""
+    text = config.get_text_config()
+    names = ("max_position_embeddings", "rope_parameters", "dilated_attention")
+    return {**{name: getattr(text, name, None) for name in names}, "use_cache": getattr(text, "use_cache", None)}
+
+
+def _check_same_model(checkpoint: Path, config: PreTrainedConfig, record: dict[str, Any]) -> None:
+    # The trainer turns the cache of the model off.
+    found, expected = ({**figures, "use_cache": None} for figures in (_figures_of(config), record["model"]))
+    if found != expected:
+        names = [name for name, value in expected.items() if found[name] != value]
+        raise RunError(
+            f"foreign checkpoint: {checkpoint} is of another model than {checkpoint.parent / SETTINGS_NAME} describes "
+            f"({', '.join(names)} differ); bring the two of one run together again"
+        )
+
+
+def _load_config(what: str, model: str) -> PreTrainedConfig:
     from transformers import AutoConfig
 
     try:
         config: PreTrainedConfig = AutoConfig.from_pretrained(model)
     except (OSError, ValueError, KeyError) as error:
         raise RunError(
-            f"--model {model}: it describes no model of transformers ({error}); name a folder with config.json, or a "
+            f"{what}: {model} describes no model of transformers ({error}); it takes a folder with config.json, or a "
             "model of the hub"
         ) from error
     return config
 
 
-def _own_length(model: str, config: PreTrainedConfig) -> int:
+def _own_length(what: str, config: PreTrainedConfig) -> int:
     length: int | None = getattr(config.get_text_config(), "max_position_embeddings", None)
     if length is None:
         raise RunError(
-            f"--model {model}: {config.model_type} has no max_position_embeddings, so its length is not known; set it "
+            f"{what}: {config.model_type} has no max_position_embeddings, so its length is not known; set it "
             "in config.json to the length that the model was trained on"
+        )
+    if hasattr(config.get_text_config(), "dilated_attention"):
+        raise RunError(
+            f"{what}: the model has a pattern already (dilated_attention in config.json), so what it computes with "
+            "dense attention says nothing: begin with the model from before, or call set_pattern or extend_context and "
+            "train with your own trainer"
         )
     return length
 
 
-def _load_model(model: str, device: str, **options: Any) -> PreTrainedModel:
+def _num_kv_heads(config: PreTrainedConfig) -> int:
+    text = config.get_text_config()
+    heads: int = getattr(text, "num_key_value_heads", None) or text.num_attention_heads
+    return heads
+
+
+def _load_model(what: str, model: str, device: str, **options: Any) -> PreTrainedModel:
     from safetensors import SafetensorError
     from transformers import AutoModelForCausalLM
     from transformers.utils import logging
@@ -233,12 +272,12 @@ def _load_model(model: str, device: str, **options: Any) -> PreTrainedModel:
             model, dtype=torch.float32, output_loading_info=True, **options
         )
     except (OSError, ValueError, RuntimeError, SafetensorError) as error:
-        raise RunError(f"--model {model}: its weights cannot be loaded ({error}); copy them again") from error
+        raise RunError(f"{what}: the weights of {model} cannot be loaded ({error}); copy them again") from error
     loaded: PreTrainedModel = found[0]
     missing = sorted(found[1]["missing_keys"])
     if missing:
         raise RunError(
-            f"--model {model}: {len(missing)} weights are missing in it ({missing[0]} the first), so it is no trained "
+            f"{what}: {len(missing)} weights are missing in it ({missing[0]} the first), so it is no trained "
             "causal language model; name another one"
         )
     moved: PreTrainedModel = nn.Module.to(loaded, device)
@@ -254,24 +293,20 @@ def _check_text(training: Text, held_out: Text, settings: ExtensionSettings) -> 
             )
 
 
-def _check_model(run: _Run) -> None:
-    """Change the model where it costs nothing, so that what is refused is refused before hours of measuring."""
-    from transformers import AutoModelForCausalLM
-
-    with torch.device("meta"):
-        same = AutoModelForCausalLM.from_config(copy.deepcopy(run.model.config))
+def _check_model(model: PreTrainedModel, settings: ExtensionSettings) -> None:
+    """Change the model and take a step back and forth, so that what is refused is refused before hours of measuring."""
     try:
-        _replace(same, run.settings)
-        _density(run)
-    except (TypeError, ValueError, NotImplementedError) as error:
-        raise RunError(f"--model {run.settings.model}: {error}") from error
+        _replace(model, settings)
+        _density(model.config, settings)
+        tokens = torch.zeros(1, 16, dtype=torch.int64, device=next(model.parameters()).device)
+        model.train()(tokens, labels=tokens).loss.backward()
+    except (AttributeError, KeyError, NotImplementedError, TypeError, ValueError) as error:
+        raise RunError(f"--model {settings.model}: {error}") from error
 
 
-def _density(run: _Run) -> float:
-    config = run.model.config.get_text_config()
-    heads: int = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
-    pattern = run.settings.read_pattern()
-    return pattern.density(run.settings.length, num_kv_heads=heads, is_causal=True)
+def _density(config: PreTrainedConfig, settings: ExtensionSettings) -> float:
+    pattern, heads = settings.read_pattern(), _num_kv_heads(config)
+    return pattern.density(settings.length, num_kv_heads=heads, is_causal=True)
 
 
 def _replace(model: PreTrainedModel, settings: ExtensionSettings) -> None:
@@ -291,7 +326,7 @@ def _announce(run: _Run, corpus: Corpus, tokenizer: PreTrainedTokenizerBase | No
         f"{figures['held_out_files']} files held out, read as {tokens}",
         f"model: {settings.model}: {parameters:,} parameters, {run.own_length:,} tokens of context",
         f"change: {settings.length:,} tokens, rotary scaling {settings.rotary}, {settings.pattern}: "
-        f"{_density(run):.1%} of the pairs of dense attention",
+        f"{_density(run.model.config, settings):.1%} of the pairs of dense attention",
         f"run: {settings.steps:,} steps of about {settings.batch_tokens * settings.gradient_accumulation:,} tokens in "
         f"windows of {', '.join(f'{stage:,}' for stage in settings.stages)}, {settings.precision} on {where}, into "
         f"{run.folder}",
@@ -299,12 +334,16 @@ def _announce(run: _Run, corpus: Corpus, tokenizer: PreTrainedTokenizerBase | No
         run.console.print(line, highlight=False, soft_wrap=True)
 
 
+def _held_out_windows(text: Text, settings: ExtensionSettings) -> list[Tensor]:
+    windows = EvaluationWindows(text, settings.length, settings.final_eval_windows)
+    return [windows[index]["input_ids"] for index in range(len(windows))]
+
+
 def _measure(run: _Run, state: str, record: dict[str, Any]) -> None:
     """Bits per byte of every position, at both lengths, into the record."""
     from .context_measure import bits_by_position
 
-    windows = EvaluationWindows(run.held_out, run.settings.length, run.settings.final_eval_windows)
-    held_out = [windows[index]["input_ids"] for index in range(len(windows))]
+    held_out = _held_out_windows(run.held_out, run.settings)
     start = time.perf_counter()
     curves = {
         context: bits_by_position(
@@ -337,7 +376,9 @@ def _go(run: _Run, record: dict[str, Any]) -> ExtensionOutcome:
     )  # fmt: skip
     evaluation = EvaluationWindows(run.held_out, settings.length, settings.eval_windows)
     if settings.gradient_checkpointing:
-        run.model.gradient_checkpointing_enable()
+        # transformers 5.23 gave it this name; before it was the other.
+        name = "activation_checkpointing_enable"
+        getattr(run.model, name, run.model.gradient_checkpointing_enable)()
     trainer = RunTrainer(
         model=run.model,
         args=arguments(
@@ -382,4 +423,5 @@ def _finish(run: _Run, record: dict[str, Any]) -> None:
     names = ("before", "after replacement", "after training on")
     curves = {name: _curve(record, state) for name, state in zip(names, STATES, strict=True)}
     draw_positions(run.folder / PICTURE_NAME, curves, run.own_length)
+    run.model.config.get_text_config().use_cache = record["model"]["use_cache"]
     save_finished(run.model, run.folder)

@@ -5,11 +5,13 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 from dilated_attention_pytorch.patterns import Pattern, pattern_from_expression
 
-from .settings import LARGEST_SEED, Device, Precision, Schedule, check_number
+from .settings import LARGEST_SEED, Device, Precision, Schedule, check_choice, check_number
+
+Rotary = Literal["yarn", "linear", "ntk", "none"]
 
 
 @dataclass(kw_only=True, slots=True)
@@ -29,9 +31,10 @@ class ExtensionSettings:
     length: int = 8192
     """Tokens of the longest text that the model is to read."""
     pattern: str = ""
-    """Who attends to whom, as `dilated-attention show` takes it. Empty: segments of the model's own length in full, and
-    of the new length thinned out by the ratio of the two, DilatedPattern([L, length], [1, length / L])."""
-    rotary: Literal["yarn", "linear", "ntk", "none"] = "yarn"
+    """Who attends to whom, as `dilated-attention show` takes it. Empty: segments of the model's own length L in full,
+    and of 2 L, 4 L, ... up to the new length with the rates 2, 4, ..., none above the number of key/value heads, so
+    that every token reads all that far in some head."""
+    rotary: Rotary = "yarn"
     """How positions are scaled to the new length; see extend_context."""
     stages: tuple[int, ...] = ()
     """Lengths of the training windows, one after the other, each for an equal part of the steps. Empty: the model's own
@@ -44,7 +47,7 @@ class ExtensionSettings:
     gradient_accumulation: int = 1
     """Batches whose gradients are added up before an optimizer step."""
     learning_rate: float = 1e-4
-    """Peak learning rate of AdamW. Models of billions of parameters want less (2e-5)."""
+    """Peak learning rate of AdamW. For models of billions of parameters LongLoRA took 2e-5 (arXiv:2309.12307)."""
     weight_decay: float = 0.0
     """Decoupled weight decay of matrices."""
     max_grad_norm: float = 1.0
@@ -88,6 +91,10 @@ class ExtensionSettings:
         for name in ("learning_rate", "max_grad_norm"):
             check_number(self, name, above=0)
         check_number(self, "warmup_fraction", least=0, most=1)
+        for name, choices in (
+            ("rotary", Rotary), ("schedule", Schedule), ("precision", Precision), ("device", Device)
+        ):  # fmt: skip
+            check_choice(self, name, get_args(choices))
         if not self.model:
             raise ValueError("model must name a folder or a model of the hub, got nothing")
         self.data = tuple(Path(path) for path in self.data)
@@ -106,9 +113,12 @@ class ExtensionSettings:
                 f"batch_tokens must hold one window of {self.length} tokens, got {self.batch_tokens}; leave it out"
             )
         if self.pattern:
-            pattern_from_expression(self.pattern)
+            try:
+                pattern_from_expression(self.pattern)
+            except ValueError as error:
+                raise ValueError(f"pattern: {error}") from error
 
-    def complete(self, own_length: int) -> ExtensionSettings:
+    def complete(self, own_length: int, num_kv_heads: int) -> ExtensionSettings:
         """The same with pattern, stages and batch written out, for a model of ``own_length`` tokens.
 
         Raises:
@@ -120,14 +130,15 @@ class ExtensionSettings:
                 f"(max_position_embeddings), got {self.length}"
             )
         values = {entry.name: getattr(self, entry.name) for entry in fields(self)}
+        doubled = [2 * own_length]
+        while doubled[-1] < self.length:
+            doubled.append(2 * doubled[-1])
+        lengths = [*doubled[:-1], self.length]
         if not self.pattern:
-            rate = -(-self.length // own_length)
-            values["pattern"] = f"DilatedPattern([{own_length}, {self.length}], [1, {rate}])"
+            rates = [min(2 << level, num_kv_heads) for level in range(len(lengths))]
+            values["pattern"] = f"DilatedPattern({[own_length, *lengths]}, {[1, *rates]})"
         if not self.stages:
-            stages: list[int] = []
-            while (longest := own_length << len(stages) + 1) < self.length and len(stages) + 1 < self.steps:
-                stages.append(longest)
-            values["stages"] = (*stages, self.length)
+            values["stages"] = tuple(lengths[-self.steps :])
         values["batch_tokens"] = self.batch_tokens or self.length
         return ExtensionSettings(**values)
 
@@ -145,6 +156,6 @@ class ExtensionSettings:
         """The settings whose :meth:`to_dict` this is.
 
         Raises:
-            TypeError, ValueError: a key that is no field, one that is missing, or a value out of range.
+            TypeError, ValueError: a key that is no field, or a value out of range.
         """
         return cls(**{**values, "data": tuple(values["data"]), "stages": tuple(values["stages"])})

@@ -28,7 +28,7 @@ _SCHEDULES = {"linear": "linear", "cosine": "cosine", "constant": "constant_with
 
 def arguments(settings: TrainSettings | ExtensionSettings, run: Path, device: str, **own: Any) -> TrainingArguments:
     """A run's settings in the words of transformers, and what is its ``own``."""
-    return TrainingArguments(
+    args = TrainingArguments(
         output_dir=str(run),
         max_steps=settings.steps,
         gradient_accumulation_steps=settings.gradient_accumulation,
@@ -52,6 +52,9 @@ def arguments(settings: TrainSettings | ExtensionSettings, run: Path, device: st
         disable_tqdm=True,
         **own,
     )
+    # A process uses one device; transformers would spread batches over all that it sees.
+    args._n_gpu = min(1, args.n_gpu)
+    return args
 
 
 class RunTrainer(Trainer):
@@ -94,7 +97,7 @@ class RunTrainer(Trainer):
                 if not math.isfinite(logs[name]):
                     raise RunError(
                         f"the loss is {logs[name]} at step {self.state.global_step}: the run has diverged. The last "
-                        "checkpoint is kept; train anew with a lower --learning-rate (and --muon-learning-rate)"
+                        "checkpoint is kept; train anew with a lower --learning-rate (each of them, if several)"
                     )
                 logs[name.replace("loss", "bits_per_byte")] = logs[name] / math.log(2) / self.bytes_per_token
         super().log(logs, start_time)

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, get_args
 
 from dilated_attention_pytorch.models.config import LongNetConfig
 
@@ -130,6 +130,11 @@ class TrainSettings:
             check_number(self, name, least=0, most=1)
         for name in ("adam_beta1", "adam_beta2", "muon_momentum"):
             check_number(self, name, least=0, below=1)
+        for name, choices in (
+            ("optimizer", Optimizer), ("schedule", Schedule), ("precision", Precision), ("device", Device),
+            ("strategy", Strategy), ("layout", Layout), ("data_parallel", DataParallel),
+        ):  # fmt: skip
+            check_choice(self, name, get_args(choices))
         if self.context_parallel % self.heads_parallel:
             raise ValueError(
                 "heads_parallel must divide context_parallel, of whose processes it is a part: "
@@ -155,7 +160,7 @@ class TrainSettings:
         """The settings whose :meth:`to_dict` this is.
 
         Raises:
-            TypeError, ValueError: a key that is no field, one that is missing, or a value out of range.
+            KeyError, TypeError, ValueError: a key that is no field, no model, or a value out of range.
         """
         return cls(**{**values, "model": LongNetConfig.from_dict(values["model"]), "data": tuple(values["data"])})
 
@@ -188,6 +193,13 @@ class SampleSettings:
             check_number(self, "top_p", above=0, most=1)
         if self.seed is not None:
             check_number(self, "seed", least=0, most=LARGEST_SEED)
+
+
+def check_choice(settings: DataclassInstance, name: str, choices: Sequence[str]) -> None:
+    """Raise ``ValueError`` unless the field ``name`` is one of ``choices``."""
+    value = getattr(settings, name)
+    if value not in choices:
+        raise ValueError(f"{name} must be one of {', '.join(choices)}, got {value!r}")
 
 
 def check_number(

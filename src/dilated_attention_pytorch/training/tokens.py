@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import torch
+from torch import Tensor
 
 from dilated_attention_pytorch.errors import RunError
 
@@ -17,7 +18,7 @@ if TYPE_CHECKING:
 _TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.json", "vocab.txt")
 
 
-def load_tokenizer(model: str, config: PreTrainedConfig) -> PreTrainedTokenizerBase | None:
+def load_tokenizer(what: str, model: str, config: PreTrainedConfig) -> PreTrainedTokenizerBase | None:
     """The tokenizer of a model; None for a model of the 256 bytes that has none.
 
     Raises:
@@ -29,16 +30,16 @@ def load_tokenizer(model: str, config: PreTrainedConfig) -> PreTrainedTokenizerB
         if config.get_text_config().vocab_size == 256:
             return None
         raise RunError(
-            f"--model {model}: it has {config.get_text_config().vocab_size} tokens and no tokenizer "
+            f"{what}: it has {config.get_text_config().vocab_size} tokens and no tokenizer "
             f"({_TOKENIZER_FILES[0]}) lies beside it; copy the tokenizer's files into the folder"
         )
     try:
         tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(model)
     except (OSError, ValueError) as error:
-        raise RunError(f"--model {model}: its tokenizer cannot be loaded ({error})") from error
+        raise RunError(f"{what}: the tokenizer of {model} cannot be loaded ({error}); copy its files again") from error
     if _separator(tokenizer) is None:
         raise RunError(
-            f"--model {model}: its tokenizer has neither a bos_token nor an eos_token to put between texts; set one of "
+            f"{what}: its tokenizer has neither a bos_token nor an eos_token to put between texts; set one of "
             "them in tokenizer_config.json"
         )
     return tokenizer
@@ -47,6 +48,14 @@ def load_tokenizer(model: str, config: PreTrainedConfig) -> PreTrainedTokenizerB
 def _separator(tokenizer: PreTrainedTokenizerBase) -> int | None:
     first: int | None = tokenizer.bos_token_id
     return tokenizer.eos_token_id if first is None else first
+
+
+def num_bytes(tokens: Tensor, tokenizer: PreTrainedTokenizerBase | None) -> int:
+    """Bytes of text that ``tokens`` stand for; a separator counts as one."""
+    if tokenizer is None:
+        return len(tokens)
+    text = str(tokenizer.decode(tokens, skip_special_tokens=True, clean_up_tokenization_spaces=False))
+    return len(text.encode()) + tokens.tolist().count(_separator(tokenizer))
 
 
 def tokenized(text: Text, tokenizer: PreTrainedTokenizerBase | None) -> Text:

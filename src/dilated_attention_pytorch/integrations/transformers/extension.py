@@ -6,6 +6,7 @@ import copy
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, Literal
 
+import torch
 from torch import nn
 
 from dilated_attention_pytorch.patterns import Pattern
@@ -28,7 +29,8 @@ def extend_context(
     ``theta_i = theta ** (-2 i / d)`` radians a token:
 
     - ``"yarn"``: pairs with at least 32 turns in L tokens keep ``theta_i``, those with at most one get ``theta_i / s``,
-      those between a mix, and scores are multiplied by ``(0.1 ln(s) + 1) ** 2`` (Peng et al. 2023, arXiv:2309.00071);
+      those between a mix; cosines and sines are multiplied by ``0.1 ln(s) + 1``, which sharpens the scores of the
+      channels that turn by its square (Peng et al. 2023, arXiv:2309.00071);
     - ``"linear"``: ``theta_i / s``, positions interpolated (Chen et al. 2023, arXiv:2306.15595);
     - ``"ntk"``: theta becomes ``theta * s ** (d / (d - 2))``, so that the slowest pair turns as with "linear" and the
       fastest as before;
@@ -39,7 +41,10 @@ def extend_context(
     lengths too; training on texts of ``length`` tokens has to make that good.
 
     Layers with a sliding window keep it, and their rotary parameters where they have some of their own (Gemma 3): no
-    distance within a window is longer than before.
+    distance within a window is longer than before. Where all layers share one rotary embedding, theirs is scaled too.
+    Models whose layers without a window have no positions (Cohere 2) have nothing to scale: pass "none".
+
+    Of a model with parts the text part is changed; load it with ``attn_implementation={"text_config": "dilated"}``.
 
     Args:
         model: a decoder with rotary positions, not scaled yet.
@@ -52,7 +57,9 @@ def extend_context(
 
     Raises:
         TypeError, ValueError: the length is no longer than L, positions are scaled already, or see :func:`set_pattern`.
-        NotImplementedError: the model has no rotary positions of transformers' kind.
+        NotImplementedError: the model has no rotary positions of transformers' kind, its configuration does not take
+            scaled ones (Phi-3), or it does not use transformers' attention interface (Falcon). The model is then as it
+            was.
 
     >>> from transformers import LlamaConfig, LlamaForCausalLM
     >>> from dilated_attention_pytorch import DilatedPattern
@@ -69,24 +76,33 @@ def extend_context(
         raise ValueError(f'rotary must be "yarn", "linear", "ntk" or "none", got {rotary!r}')
     config = model.config.get_text_config()
     before = _length_before(config, length)
-    rotaries = _rotaries(model)
+    rotaries = _rotaries(model, config)
     scaled = copy.deepcopy(config)
     scaled.max_position_embeddings = length
     if rotary != "none":
         scaled.rope_parameters = _scaled(config, rotary, length / before, before)
-    # Everything that may refuse comes before the first change of the model.
-    made = [(parent, name, type(old)(scaled).to(next(old.buffers()).device)) for parent, name, old in rotaries]
-    entry = getattr(config, FIELD, None)
+    made = _made(rotaries, scaled, is_as_before=rotary == "none")
+    had = {FIELD: getattr(config, FIELD)} if hasattr(config, FIELD) else {}
+    implementation = config._attn_implementation
     set_pattern(model, pattern)
     register()
     try:
-        model.set_attn_implementation(NAME)
+        # Of a model with parts the text part alone has a pattern.
+        parts = [name for name in model.config.sub_configs if getattr(model.config, name, None) is config]
+        model.set_attn_implementation({parts[0]: NAME} if parts else NAME)
+        if config._attn_implementation != NAME:
+            raise NotImplementedError(
+                f"{type(model).__name__} does not use transformers' attention interface, through which it would get a "
+                f'pattern (its attention stays "{implementation}")'
+            )
     except Exception:
-        setattr(config, FIELD, entry)
+        delattr(config, FIELD)
+        for field, value in had.items():
+            setattr(config, field, value)
         raise
     config.max_position_embeddings = length
     config.rope_parameters = scaled.rope_parameters
-    for parent, name, module in made:
+    for (parent, name, _), module in zip(rotaries, made, strict=True):
         module.config = config
         setattr(parent, name, module)
     return model
@@ -109,13 +125,14 @@ def _length_before(config: Any, length: int) -> int:
     return before
 
 
-def _rotaries(model: nn.Module) -> list[tuple[nn.Module, str, Any]]:
-    """Every rotary embedding that makes its frequencies from the configuration, with its parent and name there."""
+def _rotaries(model: nn.Module, config: Any) -> list[tuple[nn.Module, str, Any]]:
+    """Every rotary embedding that makes its frequencies from ``config``, with its parent and name there."""
     found = [
         (parent, name, child)
         for parent in model.modules()
         for name, child in parent.named_children()
-        if hasattr(child, "compute_default_rope_parameters") and hasattr(child, "config")
+        # Other parts of a model, such as a vision tower, have frequencies of their own configuration.
+        if hasattr(child, "compute_default_rope_parameters") and child.config is config
     ]
     if not found:
         raise NotImplementedError(
@@ -123,6 +140,45 @@ def _rotaries(model: nn.Module) -> list[tuple[nn.Module, str, Any]]:
             "config.rope_parameters, so they cannot be scaled; for a pattern alone call set_pattern"
         )
     return found
+
+
+def _made(rotaries: list[tuple[nn.Module, str, Any]], scaled: Any, *, is_as_before: bool) -> list[Any]:
+    """The rotary embeddings of the configuration ``scaled``.
+
+    Raises:
+        NotImplementedError: the configuration does not take them, or would not give them back after saving.
+    """
+    wanted = copy.deepcopy(scaled.rope_parameters)
+    try:
+        again = type(scaled).from_dict(scaled.to_dict())
+        again.validate()
+        made = [type(old)(scaled) for _, _, old in rotaries]
+    except Exception as error:
+        raise NotImplementedError(
+            f"{type(scaled).__name__} does not take the rotary parameters {wanted} ({error}); choose another scaling"
+        ) from error
+    for found in (again.rope_parameters, scaled.rope_parameters):
+        if found != wanted:
+            raise NotImplementedError(
+                f"{type(scaled).__name__} makes other rotary parameters ({found}) of {wanted}; choose another scaling"
+            )
+    for (_, _, old), new in zip(rotaries, made, strict=True):
+        for buffer in old.buffers():
+            new.to(buffer.device)
+        if is_as_before and not _are_equal(old, new):
+            raise NotImplementedError(
+                f'rotary="none" keeps positions, and these follow from the length of the model (rope_type '
+                f'"{wanted.get("rope_type")}"): begin with the model before they were scaled'
+            )
+    return made
+
+
+def _are_equal(one: Any, other: Any) -> bool:
+    """Whether two rotary embeddings turn alike, at every length."""
+    buffers = zip(one.buffers(), other.buffers(), strict=True)
+    scalings = (getattr(module, "attention_scaling", None) for module in (one, other))
+    is_fixed = getattr(one, "rope_type", None) != "dynamic"
+    return is_fixed and len(set(scalings)) == 1 and all(torch.equal(a, b) for a, b in buffers)
 
 
 def _scaled(config: Any, rotary: Rotary, factor: float, before: int) -> dict[str, Any]:

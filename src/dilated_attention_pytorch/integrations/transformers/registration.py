@@ -40,7 +40,7 @@ def register() -> None:
         from transformers import AttentionInterface, AttentionMaskInterface
     except ImportError as error:
         raise ImportError(
-            "register() is for models of transformers 5: pip install 'dilated-attention-pytorch[train]'"
+            "register() is for models of transformers (5.6 or newer): pip install 'dilated-attention-pytorch[train]'"
         ) from error
     AttentionInterface.register(NAME, dilated_attention_forward)
     AttentionMaskInterface.register(NAME, documents_mask)
