@@ -28,7 +28,7 @@ ALLOWED = {
     "output": {"errors"},
     "parallel": {*ORDER, "nn", "selection"},
     "integrations": {*ORDER, "nn", "models"},
-    "training": {*ORDER, "nn", "models", "parallel", "errors", "machine", "output"},
+    "training": {*ORDER, "nn", "models", "parallel", "integrations", "errors", "machine", "output"},
     "benchmarks": {*ORDER, "nn", "models", "errors", "machine", "output"},
     "cli": {*ORDER, "nn", "models", "errors", "machine", "output", "selection", "training", "benchmarks"},
     "core": {"nn"},

@@ -158,7 +158,7 @@ ROWS = [
     Row("train --resume {}/stopped", "is read-only for this user; change its permissions", _refuse_writing),
     # what to measure
     Row("extend --length 512 --output {}/new", "extend needs --model FOLDER, the pretrained model to begin with"),
-    Row("extend --model {}/nothing --output {}/new", "--model {}/nothing: it describes no model of transformers"),
+    Row("extend --model {}/nothing --output {}/new", "--model {}/nothing: {}/nothing describes no model of"),
     Row("extend --model {}/short --length 32 --output {}/new", "--length must be more than the 32 tokens"),
     Row("extend --model {}/short --length 4 --output {}/new", "length must be at least 8, got 4"),
     Row(
