@@ -64,6 +64,18 @@ def test_a_machine_that_is_slower_as_a_whole_moves_nothing() -> None:
     assert not any(move.is_beyond_noise for move in judge_moves(timings_of(before), after))
 
 
+@pytest.mark.parametrize("drift", [0.05, 0.5, 2.0, 20.0])
+@pytest.mark.parametrize("factor", [1e-3, 0.04, 0.3, 0.97, 1.03, 3.0, 25.0, 1e3])
+def test_a_machine_that_drifted_explains_a_factor_either_way_and_no_more(drift: float, factor: float) -> None:
+    (before,), (after,) = (
+        [Row(case=small_case(rows=9), contestant="ours, aten", computes="pattern", status="timed",
+             samples=[seconds] * 3, limit_seconds=limit_seconds)]
+        for seconds, limit_seconds in ((1.0, 0.5), (factor, 0.5 * drift))
+    )  # fmt: skip
+    (move,) = judge_moves(timings_of([before]), [after])
+    assert move.is_beyond_noise == (max(factor, 1 / factor) > 1.06 * max(drift, 1 / drift))
+
+
 def test_only_what_was_timed_in_both_runs_is_compared() -> None:
     before = rows_of(lambda index: 1.0, noise=0.0)
     after = [*before[:3], Row(case=small_case(rows=9), contestant="x", computes="pattern", status="skipped")]

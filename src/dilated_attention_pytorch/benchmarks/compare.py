@@ -99,8 +99,21 @@ class Move:
     contestant: str
     before: float
     after: float
-    noise: float
-    """Seconds that the median may move without a reason."""
+    spread: float
+    """Seconds by which two medians differ without a reason."""
+    drift: float
+    """The rates of the machine around one of the two measurements over those around the other; 1 or more."""
+
+    @property
+    def noise(self) -> float:
+        """Seconds by which the median may move, in the direction in which it did, without the code having changed.
+
+        The time before lay within its spread, and the machine's own drift multiplies or divides what lay there: of a
+        faster time it never explains all.
+        """
+        if self.after > self.before:
+            return (self.before + self.spread) * self.drift - self.before
+        return self.before - (self.before - self.spread) / self.drift
 
     @property
     def is_beyond_noise(self) -> bool:
@@ -124,9 +137,9 @@ def judge_moves(before: Mapping[tuple[str, str], Timing], rows: Sequence[Row]) -
         if row.status == "timed" and row.key in before:
             samples, limit_seconds = before[row.key]
             median, (first, third) = statistics.median(samples), quartiles(samples)
-            drift = abs(row.limit_seconds / limit_seconds - 1.0)
-            noise = max(third - first + row.spread, FLOOR * median) + drift * median
-            moves.append(Move(*row.key, median, row.seconds, noise))
+            drift = row.limit_seconds / limit_seconds
+            spread = max(third - first + row.spread, FLOOR * median)
+            moves.append(Move(*row.key, median, row.seconds, spread, max(drift, 1.0 / drift)))
     return moves
 
 
