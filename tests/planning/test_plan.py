@@ -123,8 +123,15 @@ def test_pairs_of_block_patterns_are_counted_once_and_no_two_problems_share_a_ro
     for tile in steps.tiles:
         for partial in tile.partials:
             if isinstance(partial, Gathered):
-                rows = (partial.query_rows.unsqueeze(-1) + torch.arange(partial.rows_of_range)).view(-1)
+                rows = torch.cat([
+                    (alike.query_rows.unsqueeze(-1) + torch.arange(alike.rows_of_range)).view(-1)
+                    for alike in partial.lists
+                ])  # fmt: skip
                 assert len(rows.unique()) == len(rows)
+                units = torch.cat([alike.units.view(-1) for alike in partial.lists])
+                assert (units.min(), units.max()) == (0, partial.num_units - 1)
+                assert tile.key_rows[0] <= partial.first_key
+                assert partial.first_key + partial.num_units * partial.unit <= tile.key_rows[1]
                 assert tile.query_rows[0] <= rows.min()
                 assert rows.max() < tile.query_rows[1]
                 continue

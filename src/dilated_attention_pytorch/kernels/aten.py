@@ -25,15 +25,19 @@ def is_fused(query: Tensor, *, has_bias: bool) -> bool:
     return query.dtype == torch.float32 and head_dim % 4 == 0
 
 
-def is_slow_backward(query: Tensor) -> bool:
-    """Whether the backward of matrix products is the faster one: for few query rows in bfloat16 on the CPU.
+def is_slow(query: Tensor, num_queries: int, *, is_backward: bool) -> bool:
+    """Whether matrix products are faster than the fused kernel: for few query rows on the CPU.
 
-    The kernel packs keys and values anew for every problem, which few rows do not pay for.
+    The kernel takes 32 query rows at once there, the backward one too, for each of which the matrix library packs keys
+    and values anew. Products in bfloat16 would round the scores, so that its forward is left to the kernel.
     """
-    return query.device.type == "cpu" and query.dtype == torch.bfloat16 and query.shape[2] < _FEW_ROWS
+    if query.device.type != "cpu" or num_queries not in _FEW_ROWS:
+        return False
+    return is_backward or query.dtype != torch.bfloat16
 
 
-_FEW_ROWS = 192
+_FEW_ROWS = range(32, 192)
+"""From 192 rows on the kernel takes 64 at once. Fewer than 32 are no more than it takes."""
 
 
 def fused_forward(

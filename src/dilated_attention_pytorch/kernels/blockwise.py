@@ -1,53 +1,126 @@
-"""One partial by matrix products over blocks of queries: what no fused kernel does (dropout, gradients of the lse).
+"""One partial by matrix products, a few problems and query rows at a time: as many scores as the caches hold.
 
-Takes the same views as the fused kernels; a block of scores is all that is ever materialised.
+What no fused kernel does (dropout, gradients of the log-sum-exp), and on a CPU what its kernel is slower at. Takes the
+same views as the fused kernels.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-KeepFactors = Callable[[int, int], Tensor]
-"""Dropout factors of the query rows ``[start, stop)`` of a view: ``[problems, problems, stop - start, keys]``."""
+Place = tuple[slice | int, slice | int, slice]
+"""Some problems and query rows of a view: ``view[place]`` is ``[problems, rows(, D)]``."""
+KeepFactors = Callable[[Place], Tensor]
+"""Dropout factors of a place: ``[problems, rows, keys]``."""
 
-_BLOCK_SCORES = 1 << 21
+_SCORES_OF_A_CORE = 1 << 19
+"""Scores that are held at a time for every core of a CPU: 2 MiB of float32."""
+_MOST_SCORES = 1 << 21
+"""The same for all cores together where dropout is drawn, whose 64-bit numbers are larger than the scores."""
+_SCORES_ELSEWHERE = 1 << 22
+"""The same for devices that want more work at a time."""
 
 
-def _blocks(
-    query: Tensor, key: Tensor, bias: Tensor | None, *, is_causal: bool, scale: float
-) -> Iterator[tuple[slice, Tensor, Tensor]]:
-    """Slices of query rows with the scaled queries and biased, masked scores of each, in the accumulation dtype."""
-    dtype = torch.float64 if query.dtype == torch.float64 else torch.float32
-    num_queries, num_keys = query.shape[2], key.shape[2]
-    keys = key.to(dtype).mT
-    rows_per_block = max(1, _BLOCK_SCORES // max(1, query.shape[0] * query.shape[1] * num_keys))
-    for start in range(0, num_queries, rows_per_block):
-        rows = slice(start, min(start + rows_per_block, num_queries))
-        queries = query[:, :, rows].to(dtype) * scale
-        scores = queries @ keys
-        if bias is not None:
-            scores += bias[:, :, rows]
-        if is_causal:
-            later = torch.arange(num_keys, device=query.device) > torch.arange(
-                rows.start, rows.stop, device=query.device
-            ).unsqueeze(-1)
-            scores.masked_fill_(later, float("-inf"))
-        yield rows, queries, scores
+class Scratch:
+    """Memory of intermediate results, kept from one step to the next: fresh pages cost as much as what fills them."""
+
+    def __init__(self) -> None:
+        self._kept: dict[object, Tensor] = {}
+
+    def take(self, name: object, shape: tuple[int, ...], like: Tensor, dtype: torch.dtype | None = None) -> Tensor:
+        """Memory of that shape, on the device and in the dtype of ``like``; what was taken under the name is lost."""
+        size, dtype = math.prod(shape), dtype or like.dtype
+        kept = self._kept.get(name)
+        if kept is None or kept.numel() < size or kept.dtype != dtype:
+            kept = self._kept[name] = torch.empty(size, dtype=dtype, device=like.device)
+        return kept[:size].view(shape)
+
+
+class Bias(NamedTuple):
+    """What is added to the scores of a partial."""
+
+    values: Tensor
+    """``[problems, problems, queries, keys]``, any strides, in the accumulation dtype."""
+    unbiased: tuple[int, int] = (0, 0)
+    """The first and one past the last of a run of keys for which it is 0 in every row."""
+
+    def add_to(self, scores: Tensor, place: Place) -> None:
+        """Add it where it is not known to be 0."""
+        values, (start, stop) = self.values[place], self.unbiased
+        if start < stop:
+            scores[..., :start] += values[..., :start]
+            scores[..., stop:] += values[..., stop:]
+        else:
+            scores += values
+
+
+def _places(query: Tensor, num_keys: int, *, most_scores: int | None = None) -> Iterator[Place]:
+    """Problems and query rows with so few scores that they stay in the caches, and enough problems for every core."""
+    first, second, num_queries = query.shape[:3]
+    cores = torch.get_num_threads()
+    limit = cores * _SCORES_OF_A_CORE if query.device.type == "cpu" else _SCORES_ELSEWHERE
+    limit = min(limit, most_scores or limit)
+    problems = min(max(first, second), max(cores, limit // max(1, num_queries * num_keys)))
+    rows = min(num_queries, max(1, limit // max(1, problems * num_keys)))
+    for one in range(min(first, second)):
+        for start in range(0, max(first, second), problems):
+            some = slice(start, start + problems)
+            for row in range(0, num_queries, rows):
+                part = slice(row, row + rows)
+                yield (some, one, part) if first >= second else (one, some, part)
+
+
+def _scores(
+    query: Tensor, key: Tensor, bias: Bias | None, place: Place, out: Tensor, *, is_causal: bool, scale: float
+) -> Tensor:
+    """Scaled, biased and masked scores of a place, in ``out [problems, rows, keys]``."""
+    torch.baddbmm(out, query[place].to(out.dtype), key[place[:2]].mT, beta=0, alpha=scale, out=out)
+    if bias is not None:
+        bias.add_to(out, place)
+    if is_causal:
+        rows = torch.arange(query.shape[2], device=query.device)[place[2]]
+        later = torch.arange(key.shape[2], device=query.device) > rows.unsqueeze(-1)
+        out.masked_fill_(later, float("-inf"))
+    return out
+
+
+def _accumulation_dtype(query: Tensor) -> torch.dtype:
+    return torch.float64 if query.dtype == torch.float64 else torch.float32
 
 
 def blockwise_forward(
-    query: Tensor, key: Tensor, value: Tensor, bias: Tensor | None, *, is_causal: bool, scale: float
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    bias: Bias | None,
+    *,
+    is_causal: bool,
+    scale: float,
+    scratch: Scratch | None = None,
+    results: tuple[Tensor, Tensor] | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Output and log-sum-exp of one partial, in the accumulation dtype."""
-    outs, lses = [], []
-    for _, _, scores in _blocks(query, key, bias, is_causal=is_causal, scale=scale):
-        lse = torch.logsumexp(scores, dim=-1)
-        outs.append((scores - lse.unsqueeze(-1)).exp_() @ value.to(scores.dtype))
-        lses.append(lse)
-    return torch.cat(outs, dim=2), torch.cat(lses, dim=2)
+    """Output and log-sum-exp of one partial: ``results``, or new ones in the accumulation dtype."""
+    dtype, scratch = _accumulation_dtype(query), scratch or Scratch()
+    key, value = key.to(dtype), value.to(dtype)
+    if results is None:
+        shape = query.shape[:3]
+        out, lse = (torch.empty(x, dtype=dtype, device=query.device) for x in ((*shape, value.shape[-1]), shape))
+    else:
+        out, lse = results
+    for place in _places(query, key.shape[2]):
+        scores = scratch.take("scores", (*query[place].shape[:2], key.shape[2]), query, dtype)
+        _scores(query, key, bias, place, scores, is_causal=is_causal, scale=scale)
+        highest = scores.amax(dim=-1, keepdim=True)
+        scores.sub_(highest).exp_()
+        total = scores.sum(dim=-1, keepdim=True)
+        torch.div(torch.bmm(scores, value[place[:2]]), total, out=out[place])
+        torch.add(highest, total.log_(), out=lse[place].unsqueeze(-1))
+    return out, lse
 
 
 def blockwise_dropped_forward(
@@ -55,19 +128,23 @@ def blockwise_dropped_forward(
     key: Tensor,
     value: Tensor,
     lse: Tensor,
-    bias: Tensor | None,
+    bias: Bias | None,
     keep_factors: KeepFactors,
     *,
     is_causal: bool,
     scale: float,
 ) -> Tensor:
     """What one partial adds to the output after dropout of the merged probabilities ``exp(s - lse)``."""
-    outs = []
-    for rows, _, scores in _blocks(query, key, bias, is_causal=is_causal, scale=scale):
-        probabilities = scores.sub_(lse[:, :, rows].unsqueeze(-1)).exp_()
-        probabilities *= keep_factors(rows.start, rows.stop)
-        outs.append(probabilities @ value.to(scores.dtype))
-    return torch.cat(outs, dim=2)
+    dtype, scratch = _accumulation_dtype(query), Scratch()
+    key, value = key.to(dtype), value.to(dtype)
+    out = torch.empty((*query.shape[:3], value.shape[-1]), dtype=dtype, device=query.device)
+    for place in _places(query, key.shape[2], most_scores=_MOST_SCORES):
+        scores = scratch.take("scores", (*query[place].shape[:2], key.shape[2]), query, dtype)
+        _scores(query, key, bias, place, scores, is_causal=is_causal, scale=scale)
+        probabilities = scores.sub_(lse[place].unsqueeze(-1)).exp_()
+        probabilities *= keep_factors(place)
+        out[place] = torch.bmm(probabilities, value[place[:2]])
+    return out
 
 
 def blockwise_backward(
@@ -77,41 +154,57 @@ def blockwise_backward(
     value: Tensor,
     lse: Tensor,
     delta: Tensor,
-    bias: Tensor | None,
+    bias: Bias | None,
     keep_factors: KeepFactors | None,
     *,
     is_causal: bool,
     scale: float,
     product_dtype: torch.dtype | None = None,
+    scratch: Scratch | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Gradients of one partial under the merged ``lse``, in the accumulation dtype.
 
     ``dS = P * (keep * dP - delta)`` with ``delta = rowsum(dO * O) - dL``: the gradient of the log-sum-exp included.
     ``product_dtype`` is what P and dS are rounded to before they are multiplied, as fused kernels round them; the
-    accumulation dtype without it.
+    accumulation dtype without it. With ``scratch`` the gradients lie in it.
     """
-    grad_queries = []
-    grad_key: Tensor | None = None
-    grad_value: Tensor | None = None
-    for rows, queries, scores in _blocks(query, key, bias, is_causal=is_causal, scale=scale):
-        dtype = scores.dtype
-        rounded = product_dtype or dtype
-        grads = grad_out[:, :, rows].to(dtype)
-        probabilities = scores.sub_(lse[:, :, rows].unsqueeze(-1)).exp_()
-        grad_scores = grads @ value.to(dtype).mT
+    dtype, scratch = _accumulation_dtype(query), scratch or Scratch()
+    rounded = product_dtype or dtype
+    keys, values, rounded_key = key.to(dtype), value.to(dtype), key.to(rounded)
+    grad_query, grad_key, grad_value = (
+        scratch.take(f"gradient of the {name}", tuple(x.shape), x, dtype)
+        for name, x in (("query", query), ("key", key), ("value", value))
+    )
+    for place in _places(query, key.shape[2], most_scores=None if keep_factors is None else _MOST_SCORES):
+        problems = place[:2]
+        grad = grad_out[place]
+        shape = (*grad.shape[:2], key.shape[2])
+        scores, grad_scores = (scratch.take(name, shape, query, dtype) for name in ("scores", "their gradient"))
+        _scores(query, keys, bias, place, scores, is_causal=is_causal, scale=scale)
+        probabilities = scores.sub_(lse[place].unsqueeze(-1)).exp_()
+        torch.bmm(grad.to(dtype), values[problems].mT, out=grad_scores)
         dropped = probabilities
         if keep_factors is not None:
-            factors = keep_factors(rows.start, rows.stop)
+            factors = keep_factors(place)
             grad_scores *= factors
             dropped = probabilities * factors
-        value_part = (dropped.to(rounded).mT @ grads.to(rounded)).to(dtype)
-        grad_scores -= delta[:, :, rows].unsqueeze(-1)
-        grad_scores *= probabilities
-        grad_scores = grad_scores.to(rounded)
-        key_part = (grad_scores.mT @ queries.to(rounded)).to(dtype)
-        grad_queries.append((grad_scores @ key.to(rounded)).to(dtype).mul_(scale))
-        grad_key = key_part if grad_key is None else grad_key.add_(key_part)
-        grad_value = value_part if grad_value is None else grad_value.add_(value_part)
-    assert grad_key is not None
-    assert grad_value is not None
-    return torch.cat(grad_queries, dim=2), grad_key, grad_value
+        _add_product(
+            grad_value[problems], dropped.to(rounded).mT, grad.to(rounded), alpha=1.0, is_first=place[2].start == 0
+        )
+        grad_scores.sub_(delta[place].unsqueeze(-1)).mul_(probabilities)
+        of_scores = grad_scores.to(rounded)
+        _add_product(
+            grad_key[problems], of_scores.mT, query[place].to(rounded), alpha=scale, is_first=place[2].start == 0
+        )
+        _add_product(grad_query[place], of_scores, rounded_key[problems], alpha=scale, is_first=True)
+    return grad_query, grad_key, grad_value
+
+
+def _add_product(total: Tensor, left: Tensor, right: Tensor, *, alpha: float, is_first: bool) -> None:
+    """``total += alpha left @ right``, or without what was there before."""
+    if left.dtype == total.dtype:
+        torch.baddbmm(total, left, right, beta=0 if is_first else 1, alpha=alpha, out=total)
+    elif is_first:
+        torch.mul(torch.bmm(left, right), alpha, out=total)
+    else:
+        total.add_(torch.bmm(left, right), alpha=alpha)

@@ -88,6 +88,7 @@ class _Work:
     inputs: Inputs
     tile: Tile
     batch: tuple[int, int]
+    scratch: blockwise.Scratch
 
     @property
     def size(self) -> int:
@@ -107,6 +108,15 @@ class _Work:
             return self.whole(tensor, by_query=False)
         pieces = self.region(tensor, by_query=False).transpose(1, 2).contiguous().transpose(1, 2)
         return Operand(pieces, self.tile.key_rows[0], self.tile.kv_heads[0], by_query=False)
+
+    def is_slow_backward(self, partial: Partial | Gathered) -> bool:
+        """Whether matrix products are faster than a fused kernel for the gradients of a partial."""
+        if isinstance(partial, Gathered):
+            return any(
+                aten.is_slow(self.inputs.query, alike.num_queries * self.ratio, is_backward=True)
+                for alike in partial.lists
+            )
+        return aten.is_slow(self.inputs.query, partial.num_queries, is_backward=True)
 
     @property
     def is_written_once(self) -> bool:
@@ -149,7 +159,7 @@ class _Work:
     def views(self, partial: Partial | Gathered, operands: list[Operand]) -> Iterator[Views]:
         """Every operand as ``[problems, problems, rows(, D)]``, once or several times until all problems are done."""
         if isinstance(partial, Gathered):
-            return gathered_views(partial, self.size, self.ratio, operands)
+            return gathered_views(partial, self.size, self.ratio, operands, self.scratch)
         views = _views(partial, self.size, self.ratio, operands)
         if partial.band is None or self.inputs.key_padding_mask is None:
             return views
@@ -176,38 +186,41 @@ class _Work:
 
     def bias_and_keep_factors(
         self, partial: Partial | Gathered, query: Tensor, side: list[Tensor]
-    ) -> tuple[Tensor | None, blockwise.KeepFactors | None]:
+    ) -> tuple[blockwise.Bias | None, blockwise.KeepFactors | None]:
         """From the views of a query and of :meth:`side_operands`: the bias of the scores, and the dropout factors."""
         inputs, band = self.inputs, _band_of(partial)
         bias = None
         if band is not None:
-            bias = _band_bias(band, query.shape[2], partial.num_keys, inputs.accumulation_dtype, query.device)
-            bias = bias.expand(*query.shape[:2], -1, -1)
+            values = _band_bias(band, query.shape[2], partial.num_keys, inputs.accumulation_dtype, query.device)
+            # Every row sees the keys from the first of the last row to the last of the first row.
+            unbiased = (max(0, query.shape[2] - 1 + band[0]), min(partial.num_keys, band[1] + 1))
+            bias = blockwise.Bias(values.expand(*query.shape[:2], -1, -1), unbiased)
         if inputs.key_padding_mask is not None:
             # With strides other than 1 the CPU kernel writes the bias out for every query row.
             of_keys = side[0].contiguous().unsqueeze(2)
-            bias = of_keys.expand(-1, -1, query.shape[2], -1) if bias is None else bias + of_keys
+            bias = blockwise.Bias(
+                of_keys.expand(-1, -1, query.shape[2], -1) if bias is None else bias.values + of_keys
+            )
         seed = inputs.dropout_seed
         if seed is None:
             return bias, None
         batches, heads, rows, keys = side[-4:]
 
-        def factors(start: int, stop: int) -> Tensor:
-            part = slice(start, stop)
+        def factors(place: blockwise.Place) -> Tensor:
             return keep_factors(
-                seed, batches[:, :, part, None], heads[:, :, part, None],
-                rows[:, :, part, None] + inputs.call.query_offset, keys[:, :, None, :] + inputs.call.key_offset,
-                inputs.dropout_p, inputs.accumulation_dtype,
+                seed, batches[place].unsqueeze(-1), heads[place].unsqueeze(-1),
+                rows[place].unsqueeze(-1) + inputs.call.query_offset,
+                keys[place[:2]].unsqueeze(-2) + inputs.call.key_offset, inputs.dropout_p, inputs.accumulation_dtype,
             )  # fmt: skip
 
         return bias, factors
 
 
 def _work(inputs: Inputs) -> Iterator[_Work]:
-    steps = inputs.plan()
+    steps, scratch = inputs.plan(), blockwise.Scratch()
     for tile in steps.tiles:
         for start in range(0, inputs.call.batch_size, steps.batch_step):
-            yield _Work(inputs, tile, (start, min(start + steps.batch_step, inputs.call.batch_size)))
+            yield _Work(inputs, tile, (start, min(start + steps.batch_step, inputs.call.batch_size)), scratch)
 
 
 def _few_at_a_time(views: Iterator[Views], scores_of_problem: int) -> Iterator[Views]:
@@ -282,13 +295,23 @@ def _merge_partials(work: _Work, out: Operand, lse: Operand) -> None:
                 merge_in_place(out_view, lse_view, None, _phantom_lse(lse_view, partial))
                 continue
             bias, _ = work.bias_and_keep_factors(partial, q, side)
-            compute = aten.fused_forward if aten.is_fused(q, has_bias=bias is not None) else blockwise.blockwise_forward
-            partial_out, partial_lse = compute(q, k, v, bias, is_causal=_is_causal(partial), scale=inputs.scale)
-            if partial.is_first:
-                views.overwrite(3, partial_out)
-                views.overwrite(4, partial_lse)
+            if aten.is_fused(q, has_bias=bias is not None) and not aten.is_slow(q, q.shape[2], is_backward=False):
+                partial_out, partial_lse = aten.fused_forward(
+                    q, k, v, None if bias is None else bias.values, is_causal=_is_causal(partial), scale=inputs.scale
+                )
+                if partial.is_first:
+                    views.overwrite(3, partial_out)
+                    views.overwrite(4, partial_lse)
+                    continue
             else:
-                merge_in_place(out_view, lse_view, partial_out, partial_lse.to(lse_view.dtype))
+                results = (out_view, lse_view) if partial.is_first else None
+                partial_out, partial_lse = blockwise.blockwise_forward(
+                    q, k, v, bias, is_causal=_is_causal(partial), scale=inputs.scale, scratch=work.scratch,
+                    results=results,
+                )  # fmt: skip
+                if partial.is_first:
+                    continue
+            merge_in_place(out_view, lse_view, partial_out, partial_lse.to(lse_view.dtype))
 
 
 def _add_dropped(work: _Work, out: Operand, lse: Operand) -> None:
@@ -330,7 +353,7 @@ def backward(
             inputs.query, has_bias=inputs.has_bias
         )  # fmt: skip
         delta = None
-        if needs_delta or (inputs.call.pattern.rules and inputs.query.dtype != dtype):
+        if needs_delta or any(map(work.is_slow_backward, work.tile.partials)):
             delta = _delta(work, out, grad_out, grad_lse, dtype)
         _add_gradients(work, accumulators, out, lse, grad_out, delta, needs_delta=needs_delta)
         for accumulator, grad in zip(accumulators, grads, strict=True):
@@ -371,14 +394,17 @@ def _add_gradients(
             _, _, _, q, k, v, grad_view, lse_view, out_view, *rest = views.tensors
             delta_view, side = (None, rest) if delta is None else (rest[0], rest[1:])
             bias, keep = work.bias_and_keep_factors(partial, q, side)
-            if delta_view is None or not (needs_delta or aten.is_slow_backward(q)):
+            if not needs_delta and not aten.is_slow(q, q.shape[2], is_backward=True):
                 parts = aten.fused_backward(
-                    grad_view, q, k, v, out_view, lse_view, bias, is_causal=_is_causal(partial), scale=inputs.scale
-                )
+                    grad_view, q, k, v, out_view, lse_view, None if bias is None else bias.values,
+                    is_causal=_is_causal(partial), scale=inputs.scale,
+                )  # fmt: skip
             else:
+                assert delta_view is not None
+                is_rounded = q.dtype == torch.bfloat16 and not needs_delta
                 parts = blockwise.blockwise_backward(
-                    grad_view, q, k, v, lse_view, delta_view, bias, keep,
-                    is_causal=_is_causal(partial), scale=inputs.scale, product_dtype=None if needs_delta else q.dtype,
+                    grad_view, q, k, v, lse_view, delta_view, bias, keep, is_causal=_is_causal(partial),
+                    scale=inputs.scale, product_dtype=q.dtype if is_rounded else None, scratch=work.scratch,
                 )  # fmt: skip
             for index, part in enumerate(parts):
                 views.add(index, part)

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from dilated_attention_pytorch.planning import Gathered
+from dilated_attention_pytorch.kernels.blockwise import Scratch
+from dilated_attention_pytorch.planning import Gathered, KeyLists
 
 from .operand import Operand, Role, Views
 
@@ -16,20 +18,22 @@ _GATHERED_ELEMENTS = 1 << 19
 """Elements of the keys that lie together at a time: few enough for a cache, enough for every core."""
 
 
-def gathered_views(partial: Gathered, batch: int, ratio: int, operands: list[Operand]) -> Iterator[Views]:
+def gathered_views(
+    partial: Gathered, batch: int, ratio: int, operands: list[Operand], scratch: Scratch
+) -> Iterator[Views]:
     """Every operand as ``[problems, 1, rows(, D)]``; what was merged into is written back before the next are yielded.
 
     The query heads of a key/value head see the same keys: they are rows of one problem, ``ratio`` for every row.
     """
     head_dim, device = operands[0].tensor.shape[-1], operands[0].tensor.device
-    steps = list(_steps(partial, head_dim, device))
+    steps = [step for alike in partial.lists for step in _steps(alike, partial.unit * head_dim, device)]
     for sequence in range(batch):
         for head in partial.heads:
             columns = [
-                _QueryColumn(operand, partial, sequence, head, ratio)
+                _QueryColumn(operand, sequence, head, ratio, is_first=partial.is_first)
                 if operand.by_query
-                else _KeyColumn(operand, partial, sequence, head)
-                for operand in operands
+                else _KeyColumn(operand, partial, sequence, head, scratch, name=index)
+                for index, operand in enumerate(operands)
             ]
             for step in steps:
                 views = _GatheredViews(columns, step)
@@ -49,12 +53,12 @@ class _Step(NamedTuple):
     """Where the rows of the queries begin if all follow each other."""
 
 
-def _steps(partial: Gathered, head_dim: int, device: torch.device) -> Iterator[_Step]:
-    most = max(torch.get_num_threads(), _GATHERED_ELEMENTS // (partial.num_keys * head_dim))
-    offsets = torch.arange(partial.rows_of_range)
-    for rows, units in zip(partial.query_rows.split(most), partial.key_units.split(most), strict=True):
+def _steps(alike: KeyLists, elements_of_unit: int, device: torch.device) -> Iterator[_Step]:
+    most = max(torch.get_num_threads(), _GATHERED_ELEMENTS // (alike.units.shape[1] * elements_of_unit))
+    offsets = torch.arange(alike.rows_of_range)
+    for rows, units in zip(alike.query_rows.split(most), alike.units.split(most), strict=True):
         index = (rows.unsqueeze(-1) + offsets).view(-1)
-        follow_each_other = bool((rows.view(-1).diff() == partial.rows_of_range).all())
+        follow_each_other = bool((rows.view(-1).diff() == alike.rows_of_range).all())
         yield _Step(
             index.to(device), units.reshape(-1).to(device), rows.shape[0],
             int(rows.view(-1)[0]) if follow_each_other else None,
@@ -88,13 +92,13 @@ class _GatheredViews(Views):
 class _QueryColumn:
     """The query rows of one sequence and the query heads of one key/value head: a view where it can be, or copies."""
 
-    def __init__(self, operand: Operand, partial: Gathered, sequence: int, head: int, ratio: int) -> None:
+    def __init__(self, operand: Operand, sequence: int, head: int, ratio: int, *, is_first: bool) -> None:
         first = (head - operand.first_head) * ratio
         self._rows = operand.tensor[sequence, :, first : first + ratio]
         self._first_row = operand.first_row
-        self._shape = (1, partial.num_queries * ratio, *self._rows.shape[2:])
+        self._ratio = ratio
         self._is_written = operand.role is not Role.READ
-        self._is_overwritten = operand.role is Role.MERGED_INTO and partial.is_first
+        self._is_overwritten = operand.role is Role.MERGED_INTO and is_first
         # Rows and heads of a problem are one axis.
         self._is_flat = ratio == 1 or self._rows.stride(0) == ratio * self._rows.stride(1)
 
@@ -105,7 +109,8 @@ class _QueryColumn:
         return step.query_index - self._first_row if self._first_row else step.query_index
 
     def take(self, step: _Step) -> Tensor:
-        shape = (step.num_problems, *self._shape)
+        rows_of_problem = step.query_index.shape[0] // step.num_problems * self._ratio
+        shape = (step.num_problems, 1, rows_of_problem, *self._rows.shape[2:])
         if self._is_view(step):
             assert step.first_row is not None
             rows = self._rows.narrow(0, step.first_row - self._first_row, step.query_index.shape[0])
@@ -129,32 +134,36 @@ class _QueryColumn:
 class _KeyColumn:
     """The key rows of one sequence and key/value head, unit by unit in one piece of memory."""
 
-    def __init__(self, operand: Operand, partial: Gathered, sequence: int, head: int) -> None:
+    def __init__(
+        self, operand: Operand, partial: Gathered, sequence: int, head: int, scratch: Scratch, *, name: int
+    ) -> None:
         first = partial.first_key - operand.first_row
-        # Units before the first row of the tile's own tensor; no problem of the tile has any of them.
-        self._skipped = max(0, -(first // partial.unit))
-        rows = operand.tensor[sequence, first + self._skipped * partial.unit :, head - operand.first_head]
-        self._rows = rows[: rows.shape[0] // partial.unit * partial.unit]
-        self._shape = (1, partial.num_keys, *self._rows.shape[1:])
+        stop = first + partial.num_units * partial.unit
+        self._rows = operand.tensor[sequence, first:stop, head - operand.first_head]
         self._is_read = operand.role is Role.READ
         self._units = self._rows.unflatten(0, (-1, partial.unit))
+        self._scratch, self._name = scratch, name
+        shape = (self._units.shape[0], math.prod(self._units.shape[1:]))
         if not self._is_read:
-            self._units = torch.zeros_like(self._units, memory_format=torch.contiguous_format).flatten(1)
-        elif partial.key_units.numel() > self._units.shape[0]:
-            self._units = self._units.flatten(1)  # a copy, where every unit is read about once or more often
-
-    def _index(self, step: _Step) -> Tensor:
-        return step.key_index - self._skipped if self._skipped else step.key_index
+            self._units = scratch.take(("sum", name), shape, self._rows).zero_()
+        elif sum(alike.units.numel() for alike in partial.lists) > shape[0] and not self._units.is_contiguous():
+            # Copied once, where every unit is read about once or more often.
+            copied = scratch.take(("head", name), shape, self._rows)
+            copied.view(self._rows.shape).copy_(self._rows)
+            self._units = copied
 
     def take(self, step: _Step) -> Tensor:
         if not self._is_read:
             return self._units  # stands for the sum, to which only parts are added
-        return self._units.index_select(0, self._index(step)).view(step.num_problems, *self._shape)
+        shape = (step.key_index.shape[0], *self._units.shape[1:])
+        gathered = self._scratch.take(("gathered", self._name), shape, self._units)
+        torch.index_select(self._units, 0, step.key_index, out=gathered)
+        return gathered.view(step.num_problems, 1, -1, *self._rows.shape[1:])
 
     def add(self, step: _Step, part: Tensor) -> None:
         """Add one row for every key of every problem."""
         parts = part.reshape(step.key_index.shape[0], -1).to(self._units.dtype)
-        self._units.index_add_(0, self._index(step), parts)
+        self._units.index_add_(0, step.key_index, parts)
 
     def finish(self) -> None:
         """Give the sums to the rows they belong to."""

@@ -68,6 +68,7 @@ def merge_rectangle(
     for index in range(ratio):
         q, out_view, lse_view = (block_view(x, queries, ratio=ratio, index=index) for x in (query, out, lse))
         bias = _bias(keys, q)
+        values = None if bias is None else bias.values
         if dropout is not None:
             part, part_lse = blockwise.blockwise_forward(q, keys.key, keys.value, bias, is_causal=False, scale=scale)
             part = blockwise.blockwise_dropped_forward(
@@ -75,9 +76,10 @@ def merge_rectangle(
             )
         elif impl == "triton":
             part, part_lse = _triton_forward(q, keys, scale)
+        elif aten.is_fused(q, has_bias=bias is not None):
+            part, part_lse = aten.fused_forward(q, keys.key, keys.value, values, is_causal=False, scale=scale)
         else:
-            compute = aten.fused_forward if aten.is_fused(q, has_bias=bias is not None) else blockwise.blockwise_forward
-            part, part_lse = compute(q, keys.key, keys.value, bias, is_causal=False, scale=scale)
+            part, part_lse = blockwise.blockwise_forward(q, keys.key, keys.value, bias, is_causal=False, scale=scale)
         merge_in_place(out_view, lse_view, part, part_lse.to(lse_view.dtype))
 
 
@@ -111,8 +113,9 @@ def add_rectangle_gradients(
         if impl == "triton" and is_plain:
             parts = _triton_backward(grad_view, q, keys, out_view, lse_view, scale)
         elif is_plain and aten.is_fused(q, has_bias=bias is not None):
+            values = None if bias is None else bias.values
             parts = aten.fused_backward(
-                grad_view, q, keys.key, keys.value, out_view, lse_view, bias, is_causal=False, scale=scale
+                grad_view, q, keys.key, keys.value, out_view, lse_view, values, is_causal=False, scale=scale
             )
         else:
             if delta is None:
@@ -127,11 +130,12 @@ def add_rectangle_gradients(
             total += part
 
 
-def _bias(keys: Keys, query: Tensor) -> Tensor | None:
+def _bias(keys: Keys, query: Tensor) -> blockwise.Bias | None:
     if keys.is_ignored is None:
         return None
     dtype = torch.float64 if query.dtype == torch.float64 else torch.float32
-    return (keys.is_ignored.to(dtype) * aten.MASKED).unsqueeze(2).expand(-1, -1, query.shape[2], -1)
+    values = (keys.is_ignored.to(dtype) * aten.MASKED).unsqueeze(2).expand(-1, -1, query.shape[2], -1)
+    return blockwise.Bias(values)
 
 
 def _keep(dropout: Dropout, query: Tensor, ratio: int, index: int) -> blockwise.KeepFactors:
@@ -139,19 +143,21 @@ def _keep(dropout: Dropout, query: Tensor, ratio: int, index: int) -> blockwise.
     device, queries, keys = query.device, dropout.queries, dropout.keys
     dtype = torch.float64 if query.dtype == torch.float64 else torch.float32
     places = torch.arange(queries.num_heads, device=device)
-    batches = torch.arange(query.shape[0], device=device).view(-1, 1, 1, 1)
-    heads = ((queries.head + places) * ratio + index).view(1, -1, 1, 1)
+    batches = torch.arange(query.shape[0], device=device).view(-1, 1, 1, 1).expand(*query.shape[:3], 1)
+    heads = ((queries.head + places) * ratio + index).view(1, -1, 1, 1).expand(*query.shape[:3], 1)
 
     def rows(block: Block) -> Tensor:
         steps = torch.arange(block.count, device=device) * block.step
         return block.row + places[:, None] * block.skew + steps
 
-    query_rows, key_rows = rows(queries)[None, :, :, None], rows(keys)[None, :, None, :]
+    query_rows = rows(queries)[None, :, :, None].expand(*query.shape[:3], 1)
+    key_rows = rows(keys)[None, :, None, :].expand(query.shape[0], -1, -1, -1)
 
-    def factors(start: int, stop: int) -> Tensor:
+    def factors(place: blockwise.Place) -> Tensor:
         return keep_factors(
-            dropout.seed, batches, heads, query_rows[:, :, start:stop], key_rows, dropout.probability, dtype
-        )
+            dropout.seed, batches[place], heads[place], query_rows[place], key_rows[place[:2]], dropout.probability,
+            dtype,
+        )  # fmt: skip
 
     return factors
 

@@ -35,7 +35,9 @@ def attend_rows(query: Tensor, key: Tensor, value: Tensor, *, scale: float | Non
     batch, rows, _, head_dim = query.shape
     q = query.unflatten(2, (-1, ratio)).permute(0, 2, 1, 3, 4).reshape(batch, key.shape[2], rows * ratio, head_dim)
     k, v = key.transpose(1, 2), value.transpose(1, 2)
-    compute = aten.fused_forward if aten.is_fused(q, has_bias=False) else blockwise.blockwise_forward
-    out, lse = compute(q, k, v, None, is_causal=False, scale=scale)
+    if aten.is_fused(q, has_bias=False):
+        out, lse = aten.fused_forward(q, k, v, None, is_causal=False, scale=scale)
+    else:
+        out, lse = blockwise.blockwise_forward(q, k, v, None, is_causal=False, scale=scale)
     out = out.unflatten(2, (rows, ratio)).permute(0, 2, 1, 3, 4).flatten(2, 3)
     return AttentionOutput(out, lse.unflatten(2, (rows, ratio)).permute(0, 2, 1, 3).flatten(2, 3))

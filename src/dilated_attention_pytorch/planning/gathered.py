@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -22,39 +23,45 @@ _MOST_BIAS = 1 << 19
 """Elements of a bias that stays in a core's cache; wider bands are cut, so that only their edges have one."""
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class Gathered:
-    """Problems whose query rows all see all keys of a list of the problem's own.
+class KeyLists(NamedTuple):
+    """Problems of equally many query rows and equally many keys.
 
-    Problem i has, for every j, the ``rows_of_range`` query rows from ``query_rows[i, j]`` on, and the ``unit`` keys
-    from ``first_key + unit * key_units[i, j]`` on. The same for every one of ``heads``. Rows count within the slabs.
+    Problem i has, for every j, the ``rows_of_range`` query rows from ``query_rows[i, j]`` on, and the units of keys
+    ``units[i]``.
     """
 
     query_rows: Tensor
-    """int64 ``[problems, ranges of a problem]``; no two problems share a row."""
+    """int64 ``[problems, ranges of a problem]``; no two problems share a row. Rows count within the query slab."""
     rows_of_range: int
-    key_units: Tensor
-    """int64 ``[problems, units of a problem]``."""
-    unit: int
-    first_key: int
-    heads: tuple[int, ...]
-    is_first: bool = False
-    """No partial before it in the plan touches the same query rows."""
+    units: Tensor
+    """int64 ``[problems, units of a problem]``, counted from the first that any list has."""
 
     @property
     def num_queries(self) -> int:
         """Query rows of every problem."""
         return self.query_rows.shape[1] * self.rows_of_range
 
-    @property
-    def num_keys(self) -> int:
-        """Keys of every problem."""
-        return self.key_units.shape[1] * self.unit
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Gathered:
+    """Problems whose query rows all see all keys of a list of the problem's own, the same for every one of ``heads``.
+
+    Their keys are whole units of ``unit`` rows; unit 0 begins at the row ``first_key`` of the key slab.
+    """
+
+    lists: tuple[KeyLists, ...]
+    unit: int
+    first_key: int
+    num_units: int
+    """One past the last unit of any list."""
+    heads: tuple[int, ...]
+    is_first: bool = False
+    """No partial before it in the plan touches the same query rows."""
 
     @property
     def num_pairs(self) -> int:
         """Pairs of a query and a key that are computed, for one query head per key/value head."""
-        return self.query_rows.shape[0] * self.num_queries * self.num_keys * len(self.heads)
+        return sum(alike.num_queries * alike.units.numel() for alike in self.lists) * self.unit * len(self.heads)
 
 
 def rule_partials(
@@ -156,18 +163,19 @@ def _gathered(spans: Spans, block_size: int, slabs: Slabs, heads: tuple[int, ...
         Spans(*spans[:2], torch.minimum(inner_stop, spans.key_stop), spans.key_stop),
     ]
     rest = Spans(*(torch.cat(columns) for columns in zip(*outer, strict=True)))
-    found = _lists(Spans(*spans[:2], inner_start, inner_stop), block_size, slabs, heads)
-    found += _lists(rest, 1, slabs, heads)
-    return found
+    found = (
+        _lists(Spans(*spans[:2], inner_start, inner_stop), block_size, slabs, heads), _lists(rest, 1, slabs, heads)
+    )  # fmt: skip
+    return [gathered for gathered in found if gathered is not None]
 
 
-def _lists(spans: Spans, unit: int, slabs: Slabs, heads: tuple[int, ...]) -> list[Gathered]:
+def _lists(spans: Spans, unit: int, slabs: Slabs, heads: tuple[int, ...]) -> Gathered | None:
     """Spans of whole units as problems, those with equally many queries and keys together."""
     counts = ((spans.key_stop - spans.key_start) // unit).clamp(min=0)
     order = torch.argsort(spans.query_start * _ROW_BOUND + spans.query_stop - spans.query_start, stable=True)
     order = order[counts[order] > 0]
     if not len(order):
-        return []
+        return None
     names = torch.stack([spans.query_start[order], spans.query_stop[order]], 1)
     problems, problem_of, _ = torch.unique_consecutive(names, dim=0, return_inverse=True, return_counts=True)
     counts = counts[order]
@@ -176,6 +184,8 @@ def _lists(spans: Spans, unit: int, slabs: Slabs, heads: tuple[int, ...]) -> lis
     before = counts.cumsum(0) - counts
     place = torch.arange(int(counts.sum())) - before.repeat_interleave(counts)
     units = (starts // unit).repeat_interleave(counts) + place
+    first_unit = int(units.min())
+    units -= first_unit
     totals = torch.zeros(len(problems), dtype=torch.int64).index_add_(0, problem_of, counts)
     ends = totals.cumsum(0)
     sizes = torch.stack([problems[:, 1] - problems[:, 0], totals], 1)
@@ -183,13 +193,11 @@ def _lists(spans: Spans, unit: int, slabs: Slabs, heads: tuple[int, ...]) -> lis
     for num_queries, num_units in torch.unique(sizes, dim=0).tolist():
         of_size = ((sizes[:, 0] == num_queries) & (sizes[:, 1] == num_units)).nonzero().squeeze(1)
         places = (ends[of_size] - num_units).unsqueeze(1) + torch.arange(num_units)
-        # Units begin at multiples of the unit in the document: in the slab that may be some rows on.
-        first_key = slabs.key_origin % unit
-        shift = (slabs.key_origin - first_key) // unit
         query_rows = problems[of_size, 0] + slabs.query_origin
-        for rows, lists in _alike(query_rows, units[places] + shift):
-            found.append(Gathered(rows, num_queries, lists, unit, first_key, heads))
-    return found
+        found += [KeyLists(rows, num_queries, lists) for rows, lists in _alike(query_rows, units[places])]
+    # Units begin at multiples of the unit in the document: in the slab that may be some rows on.
+    first_key = slabs.key_origin + first_unit * unit
+    return Gathered(tuple(found), unit, first_key, int(units.max()) + 1, heads)
 
 
 def _alike(query_rows: Tensor, lists: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
@@ -210,12 +218,10 @@ _ROW_BOUND = 1 << 31
 
 def _share_no_row(gathered: list[Gathered]) -> bool:
     """Whether no two problems have a query row in common."""
-    starts = torch.cat([torch.empty(0, dtype=torch.int64), *(one.query_rows.view(-1) for one in gathered)])
-    numbers = torch.cat(
-        [
-            torch.empty(0, dtype=torch.int64),
-            *(torch.full_like(one.query_rows.view(-1), one.rows_of_range) for one in gathered),
-        ]
-    )
+    lists = [alike for one in gathered for alike in one.lists]
+    if not lists:
+        return True
+    starts = torch.cat([alike.query_rows.view(-1) for alike in lists])
+    numbers = torch.cat([torch.full_like(alike.query_rows.view(-1), alike.rows_of_range) for alike in lists])
     order = torch.argsort(starts)
     return bool((starts[order][1:] >= (starts + numbers)[order][:-1]).all())
