@@ -7,7 +7,7 @@ same views as the fused kernels.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import NamedTuple
 
 import torch
@@ -18,6 +18,9 @@ Place = tuple[slice | int, slice | int, slice]
 KeepFactors = Callable[[Place], Tensor]
 """Dropout factors of a place: ``[problems, rows, keys]``."""
 
+_LOG2_E = math.log2(math.e)
+"""Scores are multiplied by it, and powers of two taken: of numbers below -87 PyTorch's exp on a CPU is 50 to 180 times
+slower than of others, its exp2 is not."""
 _SCORES_OF_A_CORE = 1 << 19
 """Scores that are held at a time for every core of a CPU: 2 MiB of float32."""
 _MOST_SCORES = 1 << 21
@@ -42,21 +45,11 @@ class Scratch:
 
 
 class Bias(NamedTuple):
-    """What is added to the scores of a partial."""
+    """What is added to the scores of a run of keys: 0, or far below any score, so that no unit of scores matters."""
 
     values: Tensor
-    """``[problems, problems, queries, keys]``, any strides, in the accumulation dtype."""
-    unbiased: tuple[int, int] = (0, 0)
-    """The first and one past the last of a run of keys for which it is 0 in every row."""
-
-    def add_to(self, scores: Tensor, place: Place) -> None:
-        """Add it where it is not known to be 0."""
-        values, (start, stop) = self.values[place], self.unbiased
-        if start < stop:
-            scores[..., :start] += values[..., :start]
-            scores[..., stop:] += values[..., stop:]
-        else:
-            scores += values
+    """``[problems, problems, queries, keys of the run]``, any strides, in the accumulation dtype."""
+    first_key: int = 0
 
 
 def _places(query: Tensor, num_keys: int, *, most_scores: int | None = None) -> Iterator[Place]:
@@ -65,10 +58,13 @@ def _places(query: Tensor, num_keys: int, *, most_scores: int | None = None) -> 
     cores = torch.get_num_threads()
     limit = cores * _SCORES_OF_A_CORE if query.device.type == "cpu" else _SCORES_ELSEWHERE
     limit = min(limit, most_scores or limit)
-    problems = min(max(first, second), max(cores, limit // max(1, num_queries * num_keys)))
+    all_problems = max(first, second)
+    problems = max(cores, limit // max(1, num_queries * num_keys) // cores * cores)
+    # Steps of about equally many problems, equally many for every core.
+    problems = min(all_problems, -(-all_problems // -(-all_problems // problems) // cores) * cores)
     rows = min(num_queries, max(1, limit // max(1, problems * num_keys)))
     for one in range(min(first, second)):
-        for start in range(0, max(first, second), problems):
+        for start in range(0, all_problems, problems):
             some = slice(start, start + problems)
             for row in range(0, num_queries, rows):
                 part = slice(row, row + rows)
@@ -76,17 +72,22 @@ def _places(query: Tensor, num_keys: int, *, most_scores: int | None = None) -> 
 
 
 def _scores(
-    query: Tensor, key: Tensor, bias: Bias | None, place: Place, out: Tensor, *, is_causal: bool, scale: float
+    query: Tensor, key: Tensor, biases: Sequence[Bias], place: Place, out: Tensor, *, is_causal: bool, scale: float
 ) -> Tensor:
-    """Scaled, biased and masked scores of a place, in ``out [problems, rows, keys]``."""
-    torch.baddbmm(out, query[place].to(out.dtype), key[place[:2]].mT, beta=0, alpha=scale, out=out)
-    if bias is not None:
-        bias.add_to(out, place)
+    """Scaled, biased and masked scores of a place in units of log 2, in ``out [problems, rows, keys]``."""
+    torch.baddbmm(out, query[place].to(out.dtype), key[place[:2]].mT, beta=0, alpha=scale * _LOG2_E, out=out)
+    for values, first_key in biases:
+        out[..., first_key : first_key + values.shape[3]] += values[place]
     if is_causal:
         rows = torch.arange(query.shape[2], device=query.device)[place[2]]
         later = torch.arange(key.shape[2], device=query.device) > rows.unsqueeze(-1)
         out.masked_fill_(later, float("-inf"))
     return out
+
+
+def _probabilities(scores: Tensor, lse: Tensor) -> Tensor:
+    """``exp(s - lse)`` in place of scores in units of log 2."""
+    return scores.sub_((lse * _LOG2_E).unsqueeze(-1)).exp2_()
 
 
 def _accumulation_dtype(query: Tensor) -> torch.dtype:
@@ -97,7 +98,7 @@ def blockwise_forward(
     query: Tensor,
     key: Tensor,
     value: Tensor,
-    bias: Bias | None,
+    biases: Sequence[Bias],
     *,
     is_causal: bool,
     scale: float,
@@ -114,12 +115,12 @@ def blockwise_forward(
         out, lse = results
     for place in _places(query, key.shape[2]):
         scores = scratch.take("scores", (*query[place].shape[:2], key.shape[2]), query, dtype)
-        _scores(query, key, bias, place, scores, is_causal=is_causal, scale=scale)
+        _scores(query, key, biases, place, scores, is_causal=is_causal, scale=scale)
         highest = scores.amax(dim=-1, keepdim=True)
-        scores.sub_(highest).exp_()
+        scores.sub_(highest).exp2_()
         total = scores.sum(dim=-1, keepdim=True)
         torch.div(torch.bmm(scores, value[place[:2]]), total, out=out[place])
-        torch.add(highest, total.log_(), out=lse[place].unsqueeze(-1))
+        torch.add(total.log_(), highest, alpha=1 / _LOG2_E, out=lse[place].unsqueeze(-1))
     return out, lse
 
 
@@ -128,7 +129,7 @@ def blockwise_dropped_forward(
     key: Tensor,
     value: Tensor,
     lse: Tensor,
-    bias: Bias | None,
+    biases: Sequence[Bias],
     keep_factors: KeepFactors,
     *,
     is_causal: bool,
@@ -140,8 +141,8 @@ def blockwise_dropped_forward(
     out = torch.empty((*query.shape[:3], value.shape[-1]), dtype=dtype, device=query.device)
     for place in _places(query, key.shape[2], most_scores=_MOST_SCORES):
         scores = scratch.take("scores", (*query[place].shape[:2], key.shape[2]), query, dtype)
-        _scores(query, key, bias, place, scores, is_causal=is_causal, scale=scale)
-        probabilities = scores.sub_(lse[place].unsqueeze(-1)).exp_()
+        _scores(query, key, biases, place, scores, is_causal=is_causal, scale=scale)
+        probabilities = _probabilities(scores, lse[place])
         probabilities *= keep_factors(place)
         out[place] = torch.bmm(probabilities, value[place[:2]])
     return out
@@ -154,7 +155,7 @@ def blockwise_backward(
     value: Tensor,
     lse: Tensor,
     delta: Tensor,
-    bias: Bias | None,
+    biases: Sequence[Bias],
     keep_factors: KeepFactors | None,
     *,
     is_causal: bool,
@@ -180,8 +181,8 @@ def blockwise_backward(
         grad = grad_out[place]
         shape = (*grad.shape[:2], key.shape[2])
         scores, grad_scores = (scratch.take(name, shape, query, dtype) for name in ("scores", "their gradient"))
-        _scores(query, keys, bias, place, scores, is_causal=is_causal, scale=scale)
-        probabilities = scores.sub_(lse[place].unsqueeze(-1)).exp_()
+        _scores(query, keys, biases, place, scores, is_causal=is_causal, scale=scale)
+        probabilities = _probabilities(scores, lse[place])
         torch.bmm(grad.to(dtype), values[problems].mT, out=grad_scores)
         dropped = probabilities
         if keep_factors is not None:

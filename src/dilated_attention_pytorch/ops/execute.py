@@ -118,6 +118,10 @@ class _Work:
             )
         return aten.is_slow(self.inputs.query, partial.num_queries, is_backward=True)
 
+    def has_bias(self, partial: Partial | Gathered) -> bool:
+        """Whether anything is added to the scores of a partial."""
+        return _band_of(partial) is not None or self.inputs.key_padding_mask is not None
+
     @property
     def is_written_once(self) -> bool:
         """No two partials of the tile touch a query row: nothing is accumulated there."""
@@ -184,26 +188,46 @@ class _Work:
             operands.append(self.whole(keys, by_query=False))
         return operands
 
-    def bias_and_keep_factors(
-        self, partial: Partial | Gathered, query: Tensor, side: list[Tensor]
-    ) -> tuple[blockwise.Bias | None, blockwise.KeepFactors | None]:
-        """From the views of a query and of :meth:`side_operands`: the bias of the scores, and the dropout factors."""
+    def bias(self, partial: Partial | Gathered, query: Tensor, side: list[Tensor]) -> Tensor | None:
+        """The bias of all scores, from the views of a query and of :meth:`side_operands`."""
         inputs, band = self.inputs, _band_of(partial)
         bias = None
         if band is not None:
-            values = _band_bias(band, query.shape[2], partial.num_keys, inputs.accumulation_dtype, query.device)
-            # Every row sees the keys from the first of the last row to the last of the first row.
-            unbiased = (max(0, query.shape[2] - 1 + band[0]), min(partial.num_keys, band[1] + 1))
-            bias = blockwise.Bias(values.expand(*query.shape[:2], -1, -1), unbiased)
+            assert isinstance(partial, Partial)
+            bias = _band_bias(band, query.shape[2], partial.num_keys, inputs.accumulation_dtype, query.device)
+            bias = bias.expand(*query.shape[:2], -1, -1)
         if inputs.key_padding_mask is not None:
             # With strides other than 1 the CPU kernel writes the bias out for every query row.
             of_keys = side[0].contiguous().unsqueeze(2)
-            bias = blockwise.Bias(
-                of_keys.expand(-1, -1, query.shape[2], -1) if bias is None else bias.values + of_keys
-            )
+            bias = of_keys.expand(-1, -1, query.shape[2], -1) if bias is None else bias + of_keys
+        return bias
+
+    def biases(self, partial: Partial | Gathered, query: Tensor, side: list[Tensor]) -> list[blockwise.Bias]:
+        """The same by runs of keys: of a band only the edges, where not every row sees every key."""
+        inputs, band = self.inputs, _band_of(partial)
+        found = []
+        if band is not None:
+            assert isinstance(partial, Partial)
+            # Every row sees the keys from the first of the last row to the last of the first row.
+            whole = max(0, query.shape[2] - 1 + band[0])
+            whole_stop = max(whole, min(partial.num_keys, band[1] + 1))
+            for start, stop in ((0, whole), (whole_stop, partial.num_keys)):
+                if start < stop:
+                    values = _edge_bias(
+                        (band[0] - start, band[1] - start), query.shape[2], stop - start, inputs.accumulation_dtype,
+                        query.device,
+                    )  # fmt: skip
+                    found.append(blockwise.Bias(values.expand(*query.shape[:2], -1, -1), start))
+        if inputs.key_padding_mask is not None:
+            found.append(blockwise.Bias(side[0].unsqueeze(2).expand(-1, -1, query.shape[2], -1)))
+        return found
+
+    def keep_factors(self, side: list[Tensor]) -> blockwise.KeepFactors | None:
+        """Dropout factors from the views of :meth:`side_operands`, if there is dropout."""
+        inputs = self.inputs
         seed = inputs.dropout_seed
         if seed is None:
-            return bias, None
+            return None
         batches, heads, rows, keys = side[-4:]
 
         def factors(place: blockwise.Place) -> Tensor:
@@ -213,7 +237,7 @@ class _Work:
                 keys[place[:2]].unsqueeze(-2) + inputs.call.key_offset, inputs.dropout_p, inputs.accumulation_dtype,
             )  # fmt: skip
 
-        return bias, factors
+        return factors
 
 
 def _work(inputs: Inputs) -> Iterator[_Work]:
@@ -255,6 +279,13 @@ def _band_bias(
     return of_distance.unfold(0, num_keys, 1).flip(0).contiguous()
 
 
+@functools.lru_cache(maxsize=8)  # the same triangles for almost all tiles
+def _edge_bias(
+    band: tuple[int, int], num_queries: int, num_keys: int, dtype: torch.dtype, device: torch.device
+) -> Tensor:
+    return _band_bias.__wrapped__(band, num_queries, num_keys, dtype, device)
+
+
 def _phantom_lse(lse: Tensor, partial: Partial) -> Tensor:
     return torch.full_like(lse, float(partial.phantoms)).log_()
 
@@ -294,10 +325,9 @@ def _merge_partials(work: _Work, out: Operand, lse: Operand) -> None:
                 assert isinstance(partial, Partial)
                 merge_in_place(out_view, lse_view, None, _phantom_lse(lse_view, partial))
                 continue
-            bias, _ = work.bias_and_keep_factors(partial, q, side)
-            if aten.is_fused(q, has_bias=bias is not None) and not aten.is_slow(q, q.shape[2], is_backward=False):
+            if not aten.is_slow(q, q.shape[2], is_backward=False) and aten.is_fused(q, has_bias=work.has_bias(partial)):
                 partial_out, partial_lse = aten.fused_forward(
-                    q, k, v, None if bias is None else bias.values, is_causal=_is_causal(partial), scale=inputs.scale
+                    q, k, v, work.bias(partial, q, side), is_causal=_is_causal(partial), scale=inputs.scale
                 )
                 if partial.is_first:
                     views.overwrite(3, partial_out)
@@ -306,8 +336,8 @@ def _merge_partials(work: _Work, out: Operand, lse: Operand) -> None:
             else:
                 results = (out_view, lse_view) if partial.is_first else None
                 partial_out, partial_lse = blockwise.blockwise_forward(
-                    q, k, v, bias, is_causal=_is_causal(partial), scale=inputs.scale, scratch=work.scratch,
-                    results=results,
+                    q, k, v, work.biases(partial, q, side), is_causal=_is_causal(partial), scale=inputs.scale,
+                    scratch=work.scratch, results=results,
                 )  # fmt: skip
                 if partial.is_first:
                     continue
@@ -325,11 +355,12 @@ def _add_dropped(work: _Work, out: Operand, lse: Operand) -> None:
             continue
         for views in work.views(partial, operands):
             q, k, v, out_view, lse_view, *side = views.tensors
-            bias, keep = work.bias_and_keep_factors(partial, q, side)
+            keep = work.keep_factors(side)
             assert keep is not None
             out_view += blockwise.blockwise_dropped_forward(
-                q, k, v, lse_view, bias, keep, is_causal=_is_causal(partial), scale=inputs.scale
-            )
+                q, k, v, lse_view, work.biases(partial, q, side), keep, is_causal=_is_causal(partial),
+                scale=inputs.scale,
+            )  # fmt: skip
 
 
 def _without_infinities(lse: Tensor) -> Tensor:
@@ -393,18 +424,18 @@ def _add_gradients(
         for views in work.views(partial, operands):
             _, _, _, q, k, v, grad_view, lse_view, out_view, *rest = views.tensors
             delta_view, side = (None, rest) if delta is None else (rest[0], rest[1:])
-            bias, keep = work.bias_and_keep_factors(partial, q, side)
             if not needs_delta and not aten.is_slow(q, q.shape[2], is_backward=True):
                 parts = aten.fused_backward(
-                    grad_view, q, k, v, out_view, lse_view, None if bias is None else bias.values,
+                    grad_view, q, k, v, out_view, lse_view, work.bias(partial, q, side),
                     is_causal=_is_causal(partial), scale=inputs.scale,
                 )  # fmt: skip
             else:
                 assert delta_view is not None
                 is_rounded = q.dtype == torch.bfloat16 and not needs_delta
                 parts = blockwise.blockwise_backward(
-                    grad_view, q, k, v, lse_view, delta_view, bias, keep, is_causal=_is_causal(partial),
-                    scale=inputs.scale, product_dtype=q.dtype if is_rounded else None, scratch=work.scratch,
+                    grad_view, q, k, v, lse_view, delta_view, work.biases(partial, q, side), work.keep_factors(side),
+                    is_causal=_is_causal(partial), scale=inputs.scale,
+                    product_dtype=q.dtype if is_rounded else None, scratch=work.scratch,
                 )  # fmt: skip
             for index, part in enumerate(parts):
                 views.add(index, part)

@@ -68,18 +68,18 @@ def merge_rectangle(
     for index in range(ratio):
         q, out_view, lse_view = (block_view(x, queries, ratio=ratio, index=index) for x in (query, out, lse))
         bias = _bias(keys, q)
-        values = None if bias is None else bias.values
+        biases = () if bias is None else (blockwise.Bias(bias),)
         if dropout is not None:
-            part, part_lse = blockwise.blockwise_forward(q, keys.key, keys.value, bias, is_causal=False, scale=scale)
+            part, part_lse = blockwise.blockwise_forward(q, keys.key, keys.value, biases, is_causal=False, scale=scale)
             part = blockwise.blockwise_dropped_forward(
-                q, keys.key, keys.value, part_lse, bias, _keep(dropout, q, ratio, index), is_causal=False, scale=scale
+                q, keys.key, keys.value, part_lse, biases, _keep(dropout, q, ratio, index), is_causal=False, scale=scale
             )
         elif impl == "triton":
             part, part_lse = _triton_forward(q, keys, scale)
         elif aten.is_fused(q, has_bias=bias is not None):
-            part, part_lse = aten.fused_forward(q, keys.key, keys.value, values, is_causal=False, scale=scale)
+            part, part_lse = aten.fused_forward(q, keys.key, keys.value, bias, is_causal=False, scale=scale)
         else:
-            part, part_lse = blockwise.blockwise_forward(q, keys.key, keys.value, bias, is_causal=False, scale=scale)
+            part, part_lse = blockwise.blockwise_forward(q, keys.key, keys.value, biases, is_causal=False, scale=scale)
         merge_in_place(out_view, lse_view, part, part_lse.to(lse_view.dtype))
 
 
@@ -113,9 +113,8 @@ def add_rectangle_gradients(
         if impl == "triton" and is_plain:
             parts = _triton_backward(grad_view, q, keys, out_view, lse_view, scale)
         elif is_plain and aten.is_fused(q, has_bias=bias is not None):
-            values = None if bias is None else bias.values
             parts = aten.fused_backward(
-                grad_view, q, keys.key, keys.value, out_view, lse_view, values, is_causal=False, scale=scale
+                grad_view, q, keys.key, keys.value, out_view, lse_view, bias, is_causal=False, scale=scale
             )
         else:
             if delta is None:
@@ -123,19 +122,18 @@ def add_rectangle_gradients(
             else:
                 of_rows = block_view(delta, queries, ratio=ratio, index=index)
             parts = blockwise.blockwise_backward(
-                grad_view, q, keys.key, keys.value, lse_view, of_rows, bias,
+                grad_view, q, keys.key, keys.value, lse_view, of_rows, () if bias is None else (blockwise.Bias(bias),),
                 None if dropout is None else _keep(dropout, q, ratio, index), is_causal=False, scale=scale,
             )  # fmt: skip
         for total, part in zip((grad_query_view, grad_key, grad_value), parts, strict=True):
             total += part
 
 
-def _bias(keys: Keys, query: Tensor) -> blockwise.Bias | None:
+def _bias(keys: Keys, query: Tensor) -> Tensor | None:
     if keys.is_ignored is None:
         return None
     dtype = torch.float64 if query.dtype == torch.float64 else torch.float32
-    values = (keys.is_ignored.to(dtype) * aten.MASKED).unsqueeze(2).expand(-1, -1, query.shape[2], -1)
-    return blockwise.Bias(values)
+    return (keys.is_ignored.to(dtype) * aten.MASKED).unsqueeze(2).expand(-1, -1, query.shape[2], -1)
 
 
 def _keep(dropout: Dropout, query: Tensor, ratio: int, index: int) -> blockwise.KeepFactors:

@@ -38,6 +38,6 @@ def attend_rows(query: Tensor, key: Tensor, value: Tensor, *, scale: float | Non
     if aten.is_fused(q, has_bias=False):
         out, lse = aten.fused_forward(q, k, v, None, is_causal=False, scale=scale)
     else:
-        out, lse = blockwise.blockwise_forward(q, k, v, None, is_causal=False, scale=scale)
+        out, lse = blockwise.blockwise_forward(q, k, v, (), is_causal=False, scale=scale)
     out = out.unflatten(2, (rows, ratio)).permute(0, 2, 1, 3, 4).flatten(2, 3)
     return AttentionOutput(out, lse.unflatten(2, (rows, ratio)).permute(0, 2, 1, 3).flatten(2, 3))

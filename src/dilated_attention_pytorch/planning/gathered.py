@@ -13,14 +13,12 @@ from dilated_attention_pytorch.patterns import HeadRule, Spans
 
 from .geometry import Partial, Slabs, dense_and_causal
 
-_BAND_ROWS = (64, 192, 256)
-"""Query rows of a partial that a band cuts through: narrow, middle and wide bands.
-
-PyTorch's kernel for the CPU takes 64 rows at once from 192 on; the more rows, the more masked pairs.
-"""
-_NARROW = 256
-_MOST_BIAS = 1 << 19
-"""Elements of a bias that stays in a core's cache; wider bands are cut, so that only their edges have one."""
+_BAND_ROWS = (64, 128, 256)
+"""Query rows of a partial that a band cuts through, of narrow, middle and wide bands: the more, the more masked pairs."""
+_NARROW, _WIDE = 512, 2560
+"""Keys from which a band is no longer narrow, and from which it is wide: cut, so that only its edges are masked."""
+_KEYS_TOGETHER = 16
+"""Scores of a row that begin on a cache line: worth some masked keys."""
 
 
 class KeyLists(NamedTuple):
@@ -111,14 +109,15 @@ def _banded(query: int, query_stop: int, key: int, key_stop: int, before: int, a
     """
     width = before + after + 1
     narrow, middle, wide = _BAND_ROWS
-    is_cut = middle * (width + middle) > _MOST_BIAS
+    is_cut = width >= _WIDE
     rows = wide if is_cut else middle if width >= _NARROW else narrow
     starts = range(query, query_stop, rows)
-    apart = -(-(rows + width - 1) // rows)
+    apart = -(-(rows + width - 1 + _KEYS_TOGETHER) // rows)
     for index in range(min(apart, len(starts))):
         for start in starts[index::apart]:
             stop = min(start + rows, query_stop)
             first, last = max(key, start - before), min(key_stop, stop + after)
+            first = max(key, last - -(-(last - first) // _KEYS_TOGETHER) * _KEYS_TOGETHER)
             whole, whole_stop = max(first, stop - 1 - before), min(last, start + after + 1)
             cuts = [(first, last)]
             if is_cut and whole_stop - whole > rows:
