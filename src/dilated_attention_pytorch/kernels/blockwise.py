@@ -43,6 +43,21 @@ class Scratch:
             kept = self._kept[name] = torch.empty(size, dtype=dtype, device=like.device)
         return kept[:size].view(shape)
 
+    def cast(self, name: object, tensor: Tensor, dtype: torch.dtype) -> Tensor:
+        """The tensor itself if it has that dtype, else a copy under the name."""
+        return tensor if tensor.dtype == dtype else self.take(name, tuple(tensor.shape), tensor, dtype).copy_(tensor)
+
+    def add_product(self, total: Tensor, left: Tensor, right: Tensor, *, is_first: bool) -> None:
+        """``total += left @ right``, or without what was there before."""
+        if left.dtype == total.dtype:
+            torch.baddbmm(total, left, right, beta=0 if is_first else 1, out=total)
+            return
+        product = torch.bmm(left, right, out=self.take("product", tuple(total.shape), left))
+        if is_first:
+            total.copy_(product)
+        else:
+            total += product
+
 
 class Bias(NamedTuple):
     """What is added to the scores of a run of keys: 0, or far below any score, so that no unit of scores matters."""
@@ -107,7 +122,7 @@ def blockwise_forward(
 ) -> tuple[Tensor, Tensor]:
     """Output and log-sum-exp of one partial: ``results``, or new ones in the accumulation dtype."""
     dtype, scratch = _accumulation_dtype(query), scratch or Scratch()
-    key, value = key.to(dtype), value.to(dtype)
+    key, value = scratch.cast("keys", key, dtype), scratch.cast("values", value, dtype)
     if results is None:
         shape = query.shape[:3]
         out, lse = (torch.empty(x, dtype=dtype, device=query.device) for x in ((*shape, value.shape[-1]), shape))
@@ -137,7 +152,7 @@ def blockwise_dropped_forward(
 ) -> Tensor:
     """What one partial adds to the output after dropout of the merged probabilities ``exp(s - lse)``."""
     dtype, scratch = _accumulation_dtype(query), Scratch()
-    key, value = key.to(dtype), value.to(dtype)
+    key, value = scratch.cast("keys", key, dtype), scratch.cast("values", value, dtype)
     out = torch.empty((*query.shape[:3], value.shape[-1]), dtype=dtype, device=query.device)
     for place in _places(query, key.shape[2], most_scores=_MOST_SCORES):
         scores = scratch.take("scores", (*query[place].shape[:2], key.shape[2]), query, dtype)
@@ -171,7 +186,8 @@ def blockwise_backward(
     """
     dtype, scratch = _accumulation_dtype(query), scratch or Scratch()
     rounded = product_dtype or dtype
-    keys, values, rounded_key = key.to(dtype), value.to(dtype), key.to(rounded)
+    keys, values = scratch.cast("keys", key, dtype), scratch.cast("values", value, dtype)
+    rounded_keys = scratch.cast("rounded keys", key, rounded)
     grad_query, grad_key, grad_value = (
         scratch.take(f"gradient of the {name}", tuple(x.shape), x, dtype)
         for name, x in (("query", query), ("key", key), ("value", value))
@@ -183,29 +199,19 @@ def blockwise_backward(
         scores, grad_scores = (scratch.take(name, shape, query, dtype) for name in ("scores", "their gradient"))
         _scores(query, keys, biases, place, scores, is_causal=is_causal, scale=scale)
         probabilities = _probabilities(scores, lse[place])
-        torch.bmm(grad.to(dtype), values[problems].mT, out=grad_scores)
+        # Times the scale, with which the gradients of the scores reach those of queries and keys.
+        torch.baddbmm(grad_scores, grad.to(dtype), values[problems].mT, beta=0, alpha=scale, out=grad_scores)
         dropped = probabilities
         if keep_factors is not None:
             factors = keep_factors(place)
             grad_scores *= factors
             dropped = probabilities * factors
-        _add_product(
-            grad_value[problems], dropped.to(rounded).mT, grad.to(rounded), alpha=1.0, is_first=place[2].start == 0
-        )
-        grad_scores.sub_(delta[place].unsqueeze(-1)).mul_(probabilities)
-        of_scores = grad_scores.to(rounded)
-        _add_product(
-            grad_key[problems], of_scores.mT, query[place].to(rounded), alpha=scale, is_first=place[2].start == 0
-        )
-        _add_product(grad_query[place], of_scores, rounded_key[problems], alpha=scale, is_first=True)
+        # The first query rows of these problems overwrite what lies there.
+        is_first = place[2].start == 0
+        left = scratch.cast("rounded", dropped, rounded).mT
+        scratch.add_product(grad_value[problems], left, grad.to(rounded), is_first=is_first)
+        grad_scores.sub_((delta[place] * scale).unsqueeze(-1)).mul_(probabilities)
+        left = scratch.cast("rounded", grad_scores, rounded)
+        scratch.add_product(grad_key[problems], left.mT, query[place].to(rounded), is_first=is_first)
+        scratch.add_product(grad_query[place], left, rounded_keys[problems], is_first=True)
     return grad_query, grad_key, grad_value
-
-
-def _add_product(total: Tensor, left: Tensor, right: Tensor, *, alpha: float, is_first: bool) -> None:
-    """``total += alpha left @ right``, or without what was there before."""
-    if left.dtype == total.dtype:
-        torch.baddbmm(total, left, right, beta=0 if is_first else 1, alpha=alpha, out=total)
-    elif is_first:
-        torch.mul(torch.bmm(left, right), alpha, out=total)
-    else:
-        total.add_(torch.bmm(left, right), alpha=alpha)
