@@ -13,6 +13,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from .aten import MASKED
+
 Place = tuple[slice | int, slice | int, slice]
 """Some problems and query rows of a view: ``view[place]`` is ``[problems, rows(, D)]``."""
 KeepFactors = Callable[[Place], Tensor]
@@ -21,6 +23,8 @@ KeepFactors = Callable[[Place], Tensor]
 _LOG2_E = math.log2(math.e)
 """Scores are multiplied by it, and powers of two taken: of numbers below -87 PyTorch's exp on a CPU is 50 to 180 times
 slower than of others, its exp2 is not."""
+MOST_BOUNDED = 24.0
+"""Scores up to this in size need no maximum: sums of their powers, and quotients, stay far within float32."""
 _SCORES_OF_A_CORE = 1 << 19
 """Scores that are held at a time for every core of a CPU: 2 MiB of float32."""
 _MOST_SCORES = 1 << 21
@@ -60,11 +64,17 @@ class Scratch:
 
 
 class Bias(NamedTuple):
-    """What is added to the scores of a run of keys: 0, or far below any score, so that no unit of scores matters."""
+    """What hides some keys of a run from some queries, each ``[problems, problems, queries, keys of the run]``."""
 
     values: Tensor
-    """``[problems, problems, queries, keys of the run]``, any strides, in the accumulation dtype."""
+    """Added to the scores, in the accumulation dtype: 0, or far below any score, so that no unit of scores matters."""
+    factors: Tensor | None = None
+    """What multiplies the powers instead, 1 or 0, where that is known."""
     first_key: int = 0
+
+    def of(self, scores: Tensor) -> Tensor:
+        """The scores ``[problems, rows, keys]`` of the run."""
+        return scores[..., self.first_key : self.first_key + self.values.shape[3]]
 
 
 def _places(query: Tensor, num_keys: int, *, most_scores: int | None = None) -> Iterator[Place]:
@@ -91,13 +101,38 @@ def _scores(
 ) -> Tensor:
     """Scaled, biased and masked scores of a place in units of log 2, in ``out [problems, rows, keys]``."""
     torch.baddbmm(out, query[place].to(out.dtype), key[place[:2]].mT, beta=0, alpha=scale * _LOG2_E, out=out)
-    for values, first_key in biases:
-        out[..., first_key : first_key + values.shape[3]] += values[place]
+    for bias in biases:
+        bias.of(out).add_(bias.values[place])
     if is_causal:
-        rows = torch.arange(query.shape[2], device=query.device)[place[2]]
-        later = torch.arange(key.shape[2], device=query.device) > rows.unsqueeze(-1)
-        out.masked_fill_(later, float("-inf"))
+        out.masked_fill_(_is_later(query, key, place), float("-inf"))
     return out
+
+
+def _is_later(query: Tensor, key: Tensor, place: Place) -> Tensor:
+    rows = torch.arange(query.shape[2], device=query.device)[place[2]]
+    return torch.arange(key.shape[2], device=query.device) > rows.unsqueeze(-1)
+
+
+def _bounded_powers(
+    query: Tensor, key: Tensor, biases: Sequence[Bias], place: Place, out: Tensor, *, is_causal: bool, scale: float
+) -> Tensor:
+    """``exp(s)`` of a place, 0 for hidden keys, in ``out [problems, rows, keys]``."""
+    torch.baddbmm(out, query[place].to(out.dtype), key[place[:2]].mT, beta=0, alpha=scale, out=out).exp_()
+    for bias in biases:
+        assert bias.factors is not None
+        bias.of(out).mul_(bias.factors[place])
+    if is_causal:
+        out.masked_fill_(_is_later(query, key, place), 0.0)
+    return out
+
+
+def largest_score(query: Tensor, key: Tensor, scale: float) -> float:
+    """A bound of the size of all scores: ``scale max|q| max|k|``, NaN if there is one."""
+    longest = [
+        float(torch.linalg.vector_norm(x, dim=-1, dtype=_accumulation_dtype(x)).amax()) if x.numel() else 0.0
+        for x in (query, key)
+    ]
+    return abs(scale) * longest[0] * longest[1]
 
 
 def _probabilities(scores: Tensor, lse: Tensor) -> Tensor:
@@ -119,8 +154,13 @@ def blockwise_forward(
     scale: float,
     scratch: Scratch | None = None,
     results: tuple[Tensor, Tensor] | None = None,
+    is_bounded: bool = False,
 ) -> tuple[Tensor, Tensor]:
-    """Output and log-sum-exp of one partial: ``results``, or new ones in the accumulation dtype."""
+    """Output and log-sum-exp of one partial: ``results``, or new ones in the accumulation dtype.
+
+    ``is_bounded``: no score is larger in size than :data:`MOST_BOUNDED`, and every bias knows its factors. What is
+    subtracted from scores before their powers are taken cancels, so that nothing has to be.
+    """
     dtype, scratch = _accumulation_dtype(query), scratch or Scratch()
     key, value = scratch.cast("keys", key, dtype), scratch.cast("values", value, dtype)
     if results is None:
@@ -130,12 +170,18 @@ def blockwise_forward(
         out, lse = results
     for place in _places(query, key.shape[2]):
         scores = scratch.take("scores", (*query[place].shape[:2], key.shape[2]), query, dtype)
-        _scores(query, key, biases, place, scores, is_causal=is_causal, scale=scale)
-        highest = scores.amax(dim=-1, keepdim=True)
-        scores.sub_(highest).exp2_()
-        total = scores.sum(dim=-1, keepdim=True)
+        if is_bounded:
+            _bounded_powers(query, key, biases, place, scores, is_causal=is_causal, scale=scale)
+            total = scores.sum(dim=-1, keepdim=True)
+            # Of a row that sees none of the keys: an output of 0 and, as of masked scores, a finite log-sum-exp.
+            torch.log(total, out=lse[place].unsqueeze(-1)).clamp_(min=MASKED)
+            total.clamp_(min=torch.finfo(dtype).tiny)
+        else:
+            _scores(query, key, biases, place, scores, is_causal=is_causal, scale=scale)
+            highest = scores.amax(dim=-1, keepdim=True)
+            total = scores.sub_(highest).exp2_().sum(dim=-1, keepdim=True)
+            torch.add(total.log(), highest, alpha=1 / _LOG2_E, out=lse[place].unsqueeze(-1))
         torch.div(torch.bmm(scores, value[place[:2]]), total, out=out[place])
-        torch.add(total.log_(), highest, alpha=1 / _LOG2_E, out=lse[place].unsqueeze(-1))
     return out, lse
 
 

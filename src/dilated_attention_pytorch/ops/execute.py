@@ -89,6 +89,8 @@ class _Work:
     tile: Tile
     batch: tuple[int, int]
     scratch: blockwise.Scratch
+    is_bounded: bool
+    """No score is larger in size than :data:`blockwise.MOST_BOUNDED`, as far as that was looked for."""
 
     @property
     def size(self) -> int:
@@ -213,11 +215,11 @@ class _Work:
             whole_stop = max(whole, min(partial.num_keys, band[1] + 1))
             for start, stop in ((0, whole), (whole_stop, partial.num_keys)):
                 if start < stop:
-                    values = _edge_bias(
+                    edge = _edge(
                         (band[0] - start, band[1] - start), query.shape[2], stop - start, inputs.accumulation_dtype,
                         query.device,
                     )  # fmt: skip
-                    found.append(blockwise.Bias(values.expand(*query.shape[:2], -1, -1), start))
+                    found.append(blockwise.Bias(*(x.expand(*query.shape[:2], -1, -1) for x in edge), start))
         if inputs.key_padding_mask is not None:
             found.append(blockwise.Bias(side[0].unsqueeze(2).expand(-1, -1, query.shape[2], -1)))
         return found
@@ -240,11 +242,12 @@ class _Work:
         return factors
 
 
-def _work(inputs: Inputs) -> Iterator[_Work]:
+def _work(inputs: Inputs, *, is_bounded: bool = False) -> Iterator[_Work]:
     steps, scratch = inputs.plan(), blockwise.Scratch()
     for tile in steps.tiles:
         for start in range(0, inputs.call.batch_size, steps.batch_step):
-            yield _Work(inputs, tile, (start, min(start + steps.batch_step, inputs.call.batch_size)), scratch)
+            batch = (start, min(start + steps.batch_step, inputs.call.batch_size))
+            yield _Work(inputs, tile, batch, scratch, is_bounded)
 
 
 def _few_at_a_time(views: Iterator[Views], scores_of_problem: int) -> Iterator[Views]:
@@ -280,10 +283,12 @@ def _band_bias(
 
 
 @functools.lru_cache(maxsize=8)  # the same triangles for almost all tiles
-def _edge_bias(
+def _edge(
     band: tuple[int, int], num_queries: int, num_keys: int, dtype: torch.dtype, device: torch.device
-) -> Tensor:
-    return _band_bias.__wrapped__(band, num_queries, num_keys, dtype, device)
+) -> tuple[Tensor, Tensor]:
+    """The bias of some keys at the edge of a band, and 1 where it is 0, else 0."""
+    bias = _band_bias.__wrapped__(band, num_queries, num_keys, dtype, device)
+    return bias, (bias == 0).to(dtype)
 
 
 def _phantom_lse(lse: Tensor, partial: Partial) -> Tensor:
@@ -295,7 +300,7 @@ def forward(inputs: Inputs) -> tuple[Tensor, Tensor]:
     query, dtype = inputs.query, inputs.accumulation_dtype
     out = torch.zeros(query.shape, dtype=query.dtype, device=query.device)
     lse = torch.full(query.shape[:3], float("-inf"), dtype=dtype, device=query.device)
-    for work in _work(inputs):
+    for work in _work(inputs, is_bounded=_is_bounded(inputs)):
         accumulator = work.accumulator(out, by_query=True, role=Role.MERGED_INTO)
         _merge_partials(work, accumulator, work.whole(lse, by_query=True, role=Role.MERGED_INTO))
         lse_region = work.region(lse, by_query=True)
@@ -310,6 +315,13 @@ def forward(inputs: Inputs) -> tuple[Tensor, Tensor]:
             _add_dropped(work, dropped, work.local(_without_infinities(lse_region)))
         work.store(accumulator, out)
     return out, lse
+
+
+def _is_bounded(inputs: Inputs) -> bool:
+    """Whether matrix products need no maximum; looked for where rules have few rows, on a CPU without padding."""
+    if inputs.query.device.type != "cpu" or not inputs.call.pattern.rules or inputs.key_padding_mask is not None:
+        return False
+    return blockwise.largest_score(inputs.query, inputs.key, inputs.scale) <= blockwise.MOST_BOUNDED
 
 
 def _merge_partials(work: _Work, out: Operand, lse: Operand) -> None:
@@ -337,7 +349,7 @@ def _merge_partials(work: _Work, out: Operand, lse: Operand) -> None:
                 results = (out_view, lse_view) if partial.is_first else None
                 partial_out, partial_lse = blockwise.blockwise_forward(
                     q, k, v, work.biases(partial, q, side), is_causal=_is_causal(partial), scale=inputs.scale,
-                    scratch=work.scratch, results=results,
+                    scratch=work.scratch, results=results, is_bounded=work.is_bounded,
                 )  # fmt: skip
                 if partial.is_first:
                     continue
