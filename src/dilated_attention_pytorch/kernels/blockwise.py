@@ -84,16 +84,20 @@ def _places(query: Tensor, num_keys: int, *, most_scores: int | None = None) -> 
     limit = cores * _SCORES_OF_A_CORE if query.device.type == "cpu" else _SCORES_ELSEWHERE
     limit = min(limit, most_scores or limit)
     all_problems = max(first, second)
-    problems = max(cores, limit // max(1, num_queries * num_keys) // cores * cores)
-    # Steps of about equally many problems, equally many for every core.
-    problems = min(all_problems, -(-all_problems // -(-all_problems // problems) // cores) * cores)
-    rows = min(num_queries, max(1, limit // max(1, problems * num_keys)))
+    most = max(1, limit // max(1, num_queries * num_keys) // cores) * cores
+    problems = -(-_evenly(all_problems, most) // cores) * cores  # equally many for every core
+    rows = _evenly(num_queries, max(1, limit // max(1, min(problems, all_problems) * num_keys)))
     for one in range(min(first, second)):
         for start in range(0, all_problems, problems):
             some = slice(start, start + problems)
             for row in range(0, num_queries, rows):
                 part = slice(row, row + rows)
                 yield (some, one, part) if first >= second else (one, some, part)
+
+
+def _evenly(number: int, most: int) -> int:
+    """The size of equal parts of a number, as few as have ``most`` or less."""
+    return max(1, -(-number // max(1, -(-number // most))))
 
 
 def _scores(
@@ -223,21 +227,23 @@ def blockwise_backward(
     scale: float,
     product_dtype: torch.dtype | None = None,
     scratch: Scratch | None = None,
-) -> tuple[Tensor, Tensor, Tensor]:
+    totals: Sequence[Tensor] | None = None,
+) -> Sequence[Tensor]:
     """Gradients of one partial under the merged ``lse``, in the accumulation dtype.
 
     ``dS = P * (keep * dP - delta)`` with ``delta = rowsum(dO * O) - dL``: the gradient of the log-sum-exp included.
     ``product_dtype`` is what P and dS are rounded to before they are multiplied, as fused kernels round them; the
-    accumulation dtype without it. With ``scratch`` the gradients lie in it.
+    accumulation dtype without it. With ``scratch`` the gradients lie in it. With ``totals``, shaped like query, key and
+    value, no two problems sharing a row, they are added there.
     """
     dtype, scratch = _accumulation_dtype(query), scratch or Scratch()
     rounded = product_dtype or dtype
     keys, values = scratch.cast("keys", key, dtype), scratch.cast("values", value, dtype)
     rounded_keys = scratch.cast("rounded keys", key, rounded)
-    grad_query, grad_key, grad_value = (
+    grad_query, grad_key, grad_value = grads = totals or [
         scratch.take(f"gradient of the {name}", tuple(x.shape), x, dtype)
         for name, x in (("query", query), ("key", key), ("value", value))
-    )
+    ]
     for place in _places(query, key.shape[2], most_scores=None if keep_factors is None else _MOST_SCORES):
         problems = place[:2]
         grad = grad_out[place]
@@ -252,12 +258,12 @@ def blockwise_backward(
             factors = keep_factors(place)
             grad_scores *= factors
             dropped = probabilities * factors
-        # The first query rows of these problems overwrite what lies there.
-        is_first = place[2].start == 0
+        # In memory of its own the first query rows of these problems overwrite what lies there.
+        is_first = place[2].start == 0 and totals is None
         left = scratch.cast("rounded", dropped, rounded).mT
         scratch.add_product(grad_value[problems], left, grad.to(rounded), is_first=is_first)
         grad_scores.sub_((delta[place] * scale).unsqueeze(-1)).mul_(probabilities)
         left = scratch.cast("rounded", grad_scores, rounded)
         scratch.add_product(grad_key[problems], left.mT, query[place].to(rounded), is_first=is_first)
-        scratch.add_product(grad_query[place], left, rounded_keys[problems], is_first=True)
-    return grad_query, grad_key, grad_value
+        scratch.add_product(grad_query[place], left, rounded_keys[problems], is_first=totals is None)
+    return grads

@@ -51,7 +51,8 @@ class Inputs:
         # Low precision holds three float32 accumulators of a tile beside the kernel's three gradients.
         parts = 24 if self.query.dtype == self.accumulation_dtype else 48
         tile_elements = max(rows * self.query.shape[0] * self.query.shape[3] // parts, _TILE_FLOOR)
-        return plan(self.call, max(1, tile_elements // self.query.shape[3]))
+        has_products = self.query.device.type == "cpu" and self.query.dtype != torch.bfloat16
+        return plan(self.call, max(1, tile_elements // self.query.shape[3]), is_fused=not has_products)
 
 
 def _views(partial: Partial, batch: int, ratio: int, operands: list[Operand]) -> Iterator[Views]:
@@ -444,10 +445,15 @@ def _add_gradients(
             else:
                 assert delta_view is not None
                 is_rounded = q.dtype == torch.bfloat16 and not needs_delta
+                dtype = inputs.accumulation_dtype
+                is_added = all(views.holds_sum(index, dtype) for index in range(3))
                 parts = blockwise.blockwise_backward(
                     grad_view, q, k, v, lse_view, delta_view, work.biases(partial, q, side), work.keep_factors(side),
                     is_causal=_is_causal(partial), scale=inputs.scale,
                     product_dtype=q.dtype if is_rounded else None, scratch=work.scratch,
+                    totals=views.tensors[:3] if is_added else None,
                 )  # fmt: skip
+                if is_added:
+                    continue
             for index, part in enumerate(parts):
                 views.add(index, part)

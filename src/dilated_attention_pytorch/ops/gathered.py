@@ -70,6 +70,9 @@ class _GatheredViews(Views):
         super().__init__([column.take(step) for column in columns])
         self._columns, self._step = columns, step
 
+    def holds_sum(self, index: int, dtype: torch.dtype) -> bool:
+        return isinstance(self._columns[index], _QueryColumn) and super().holds_sum(index, dtype)
+
     def add(self, index: int, part: Tensor) -> None:
         column = self._columns[index]
         if isinstance(column, _KeyColumn):

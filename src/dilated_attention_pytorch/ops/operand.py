@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from enum import Enum
 
+import torch
 from torch import Tensor
 
 from dilated_attention_pytorch.planning import Partial
@@ -46,6 +47,11 @@ class Views:
     def overwrite(self, index: int, whole: Tensor) -> None:
         """Set the operand of that index."""
         self.tensors[index].copy_(whole)
+
+    def holds_sum(self, index: int, dtype: torch.dtype) -> bool:
+        """Whether the operand of that index is memory to add to in that dtype, a row of its own for every problem."""
+        total = self.tensors[index]
+        return total.dtype == dtype and all(total.stride(dim) > 0 or total.shape[dim] == 1 for dim in (0, 1))
 
     def add(self, index: int, part: Tensor) -> None:
         """Add to the operand of that index. Where several problems share a row (stride 0) their parts are summed."""

@@ -15,8 +15,11 @@ from .geometry import Partial, Slabs, dense_and_causal
 
 _BAND_ROWS = (64, 128, 256)
 """Query rows of a partial that a band cuts through, of narrow, middle and wide bands: the more, the more masked pairs."""
-_NARROW, _WIDE = 512, 2560
-"""Keys from which a band is no longer narrow, and from which it is wide: cut, so that only its edges are masked."""
+_NARROW = 512
+"""Keys from which a band is no longer narrow."""
+_WIDE = {"products": 3968, "fused": 2560}
+"""Keys from which a band is wide and cut, so that only its edges are masked: its scores would leave the caches of matrix
+products, its mask costs a fused kernel too much."""
 _KEYS_TOGETHER = 16
 """Scores of a row that begin on a cache line: worth some masked keys."""
 
@@ -63,7 +66,7 @@ class Gathered:
 
 
 def rule_partials(
-    rule: HeadRule, heads: tuple[int, ...], num_kv_heads: int, slabs: Slabs, *, is_causal: bool
+    rule: HeadRule, heads: tuple[int, ...], num_kv_heads: int, slabs: Slabs, *, is_causal: bool, is_fused: bool
 ) -> tuple[list[Partial], list[Gathered]]:
     """The partials of one rule for key/value heads that see alike, and those whose keys are gathered first.
 
@@ -75,7 +78,8 @@ def rule_partials(
     gathered: list[Gathered] = []
     if before is not None:
         assert after is not None, "a window is bounded on both sides"
-        partials = [partial for one in _rectangles(spans) for partial in _banded(*one, before, after)]
+        wide = _WIDE["fused" if is_fused else "products"]
+        partials = [partial for one in _rectangles(spans) for partial in _banded(*one, before, after, wide)]
     elif (size := rule.block_size) is None:
         partials = [
             partial
@@ -101,16 +105,18 @@ def _rectangles(spans: Spans) -> list[tuple[int, int, int, int]]:
     return list(zip(*(column.tolist() for column in spans), strict=True))
 
 
-def _banded(query: int, query_stop: int, key: int, key_stop: int, before: int, after: int) -> Iterator[Partial]:
+def _banded(
+    query: int, query_stop: int, key: int, key_stop: int, before: int, after: int, wide: int
+) -> Iterator[Partial]:
     """A band across a rectangle: for a few rows at a time all keys that any of them sees, masked.
 
     Of a wide band the keys that all of the rows see come apart from the edges that it cuts through, and only those are
     masked. They come in an order in which :func:`fold` finds runs of partials that share no key.
     """
     width = before + after + 1
-    narrow, middle, wide = _BAND_ROWS
-    is_cut = width >= _WIDE
-    rows = wide if is_cut else middle if width >= _NARROW else narrow
+    narrow, middle, many = _BAND_ROWS
+    is_cut = width >= wide
+    rows = many if is_cut else middle if width >= _NARROW else narrow
     starts = range(query, query_stop, rows)
     apart = -(-(rows + width - 1 + _KEYS_TOGETHER) // rows)
     for index in range(min(apart, len(starts))):
