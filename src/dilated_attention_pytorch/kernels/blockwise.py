@@ -20,7 +20,7 @@ Place = tuple[slice | int, slice | int, slice]
 KeepFactors = Callable[[Place], Tensor]
 """Dropout factors of a place: ``[problems, rows, keys]``."""
 
-_LOG2_E = math.log2(math.e)
+LOG2_E = math.log2(math.e)
 """Scores are multiplied by it, and powers of two taken: of numbers below -87 PyTorch's exp on a CPU is 50 to 180 times
 slower than of others, its exp2 is not."""
 MOST_BOUNDED = 24.0
@@ -64,17 +64,11 @@ class Scratch:
 
 
 class Bias(NamedTuple):
-    """What hides some keys of a run from some queries, each ``[problems, problems, queries, keys of the run]``."""
+    """What is added to the scores of a run of keys: 0, or far below any score, so that no unit of scores matters."""
 
     values: Tensor
-    """Added to the scores, in the accumulation dtype: 0, or far below any score, so that no unit of scores matters."""
-    factors: Tensor | None = None
-    """What multiplies the powers instead, 1 or 0, where that is known."""
+    """``[problems, problems, queries, keys of the run]``, any strides, in the accumulation dtype."""
     first_key: int = 0
-
-    def of(self, scores: Tensor) -> Tensor:
-        """The scores ``[problems, rows, keys]`` of the run."""
-        return scores[..., self.first_key : self.first_key + self.values.shape[3]]
 
 
 def _places(query: Tensor, num_keys: int, *, most_scores: int | None = None) -> Iterator[Place]:
@@ -104,44 +98,37 @@ def _scores(
     query: Tensor, key: Tensor, biases: Sequence[Bias], place: Place, out: Tensor, *, is_causal: bool, scale: float
 ) -> Tensor:
     """Scaled, biased and masked scores of a place in units of log 2, in ``out [problems, rows, keys]``."""
-    torch.baddbmm(out, query[place].to(out.dtype), key[place[:2]].mT, beta=0, alpha=scale * _LOG2_E, out=out)
-    for bias in biases:
-        bias.of(out).add_(bias.values[place])
+    torch.baddbmm(out, query[place].to(out.dtype), key[place[:2]].mT, beta=0, alpha=scale * LOG2_E, out=out)
+    for values, first_key in biases:
+        out[..., first_key : first_key + values.shape[3]] += values[place]
     if is_causal:
-        out.masked_fill_(_is_later(query, key, place), float("-inf"))
+        rows = torch.arange(query.shape[2], device=query.device)[place[2]]
+        later = torch.arange(key.shape[2], device=query.device) > rows.unsqueeze(-1)
+        out.masked_fill_(later, float("-inf"))
     return out
 
 
-def _is_later(query: Tensor, key: Tensor, place: Place) -> Tensor:
-    rows = torch.arange(query.shape[2], device=query.device)[place[2]]
-    return torch.arange(key.shape[2], device=query.device) > rows.unsqueeze(-1)
+def score_bounds(query: Tensor, key: Tensor, scale: float, *, is_causal: bool, offset: int) -> Tensor:
+    """Bounds of the size of every query's scores, ``scale |q| max|k|`` over the keys that it may see, ``[B, N, H]``.
 
-
-def _bounded_powers(
-    query: Tensor, key: Tensor, biases: Sequence[Bias], place: Place, out: Tensor, *, is_causal: bool, scale: float
-) -> Tensor:
-    """``exp(s)`` of a place, 0 for hidden keys, in ``out [problems, rows, keys]``."""
-    torch.baddbmm(out, query[place].to(out.dtype), key[place[:2]].mT, beta=0, alpha=scale, out=out).exp_()
-    for bias in biases:
-        assert bias.factors is not None
-        bias.of(out).mul_(bias.factors[place])
+    Of a causal query only keys up to its own position count, so that what comes later changes nothing about it: the
+    i-th query lies at the (i + offset)-th key. NaN where a number is none.
+    """
+    dtype = _accumulation_dtype(query)
+    queries, keys = (torch.linalg.vector_norm(x, dim=-1, dtype=dtype) for x in (query, key))
+    if keys.shape[1] == 0:
+        return torch.zeros_like(queries)
     if is_causal:
-        out.masked_fill_(_is_later(query, key, place), 0.0)
-    return out
-
-
-def largest_score(query: Tensor, key: Tensor, scale: float) -> float:
-    """A bound of the size of all scores: ``scale max|q| max|k|``, NaN if there is one."""
-    longest = [
-        float(torch.linalg.vector_norm(x, dim=-1, dtype=_accumulation_dtype(x)).amax()) if x.numel() else 0.0
-        for x in (query, key)
-    ]
-    return abs(scale) * longest[0] * longest[1]
+        places = torch.arange(queries.shape[1], device=query.device) + offset
+        largest = keys.cummax(dim=1).values[:, places.clamp(0, keys.shape[1] - 1)]
+    else:
+        largest = keys.amax(dim=1, keepdim=True)
+    return queries.unflatten(2, (keys.shape[2], -1)).mul_(largest.unsqueeze(-1)).flatten(2).mul_(abs(scale))
 
 
 def _probabilities(scores: Tensor, lse: Tensor) -> Tensor:
     """``exp(s - lse)`` in place of scores in units of log 2."""
-    return scores.sub_((lse * _LOG2_E).unsqueeze(-1)).exp2_()
+    return scores.sub_((lse * LOG2_E).unsqueeze(-1)).exp2_()
 
 
 def _accumulation_dtype(query: Tensor) -> torch.dtype:
@@ -158,12 +145,13 @@ def blockwise_forward(
     scale: float,
     scratch: Scratch | None = None,
     results: tuple[Tensor, Tensor] | None = None,
-    is_bounded: bool = False,
+    is_bounded: bool | Tensor = False,
 ) -> tuple[Tensor, Tensor]:
     """Output and log-sum-exp of one partial: ``results``, or new ones in the accumulation dtype.
 
-    ``is_bounded``: no score is larger in size than :data:`MOST_BOUNDED`, and every bias knows its factors. What is
-    subtracted from scores before their powers are taken cancels, so that nothing has to be.
+    ``is_bounded``: no score of the query is larger in size than :data:`MOST_BOUNDED`, for all queries or by query, bool
+    ``[problems, problems, queries]``. What is subtracted from scores before their powers are taken cancels; from
+    bounded ones nothing is. The result of a query does not depend on what the others are.
     """
     dtype, scratch = _accumulation_dtype(query), scratch or Scratch()
     key, value = scratch.cast("keys", key, dtype), scratch.cast("values", value, dtype)
@@ -174,17 +162,19 @@ def blockwise_forward(
         out, lse = results
     for place in _places(query, key.shape[2]):
         scores = scratch.take("scores", (*query[place].shape[:2], key.shape[2]), query, dtype)
-        if is_bounded:
-            _bounded_powers(query, key, biases, place, scores, is_causal=is_causal, scale=scale)
-            total = scores.sum(dim=-1, keepdim=True)
-            # Of a row that sees none of the keys: an output of 0 and, as of masked scores, a finite log-sum-exp.
-            torch.log(total, out=lse[place].unsqueeze(-1)).clamp_(min=MASKED)
-            total.clamp_(min=torch.finfo(dtype).tiny)
-        else:
-            _scores(query, key, biases, place, scores, is_causal=is_causal, scale=scale)
-            highest = scores.amax(dim=-1, keepdim=True)
-            total = scores.sub_(highest).exp2_().sum(dim=-1, keepdim=True)
-            torch.add(total.log(), highest, alpha=1 / _LOG2_E, out=lse[place].unsqueeze(-1))
+        _scores(query, key, biases, place, scores, is_causal=is_causal, scale=scale)
+        taken: Tensor | None = None
+        of_place = is_bounded[place] if isinstance(is_bounded, Tensor) else is_bounded
+        if not (of_place.all() if isinstance(of_place, Tensor) else of_place):
+            taken = scores.amax(dim=-1, keepdim=True)
+            if isinstance(of_place, Tensor):
+                taken.masked_fill_(of_place.unsqueeze(-1), 0.0)
+            scores.sub_(taken)
+        total = scores.exp2_().sum(dim=-1, keepdim=True)
+        # A row that sees none of the keys has an output of 0 and, like one of masked scores, a finite log-sum-exp.
+        of_rows = total.log().clamp_(min=MASKED)
+        lse[place] = (of_rows if taken is None else of_rows.add_(taken, alpha=1 / LOG2_E)).squeeze(-1)
+        total.clamp_(min=torch.finfo(dtype).tiny)
         torch.div(torch.bmm(scores, value[place[:2]]), total, out=out[place])
     return out, lse
 
@@ -228,7 +218,7 @@ def blockwise_backward(
     product_dtype: torch.dtype | None = None,
     scratch: Scratch | None = None,
     totals: Sequence[Tensor] | None = None,
-) -> Sequence[Tensor]:
+) -> tuple[Tensor, Tensor, Tensor]:
     """Gradients of one partial under the merged ``lse``, in the accumulation dtype.
 
     ``dS = P * (keep * dP - delta)`` with ``delta = rowsum(dO * O) - dL``: the gradient of the log-sum-exp included.
@@ -240,7 +230,7 @@ def blockwise_backward(
     rounded = product_dtype or dtype
     keys, values = scratch.cast("keys", key, dtype), scratch.cast("values", value, dtype)
     rounded_keys = scratch.cast("rounded keys", key, rounded)
-    grad_query, grad_key, grad_value = grads = totals or [
+    grad_query, grad_key, grad_value = totals or [
         scratch.take(f"gradient of the {name}", tuple(x.shape), x, dtype)
         for name, x in (("query", query), ("key", key), ("value", value))
     ]
@@ -266,4 +256,4 @@ def blockwise_backward(
         left = scratch.cast("rounded", grad_scores, rounded)
         scratch.add_product(grad_key[problems], left.mT, query[place].to(rounded), is_first=is_first)
         scratch.add_product(grad_query[place], left, rounded_keys[problems], is_first=totals is None)
-    return grads
+    return grad_query, grad_key, grad_value

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from dilated_attention_pytorch.kernels.blockwise import LOG2_E
 from dilated_attention_pytorch.kernels.dropout import keep_factors
 
 _ELEMENTS_AT_ONCE = 1 << 19
@@ -134,15 +135,10 @@ def _chunks(inputs: Inputs) -> Iterator[_Chunk]:
 
 
 def _scores(inputs: Inputs, chunk: _Chunk, queries: Tensor, keys: Tensor) -> Tensor:
-    """Scores with the log-gates, ``[problems, rows * ratio, keys]``."""
-    scores = (queries @ keys.mT).mul_(inputs.scale)
-    scores.unflatten(1, (inputs.query_block_size, -1)).add_(chunk.bias)
+    """Scores with the log-gates in units of log 2, ``[problems, rows * ratio, keys]``."""
+    scores = (queries @ keys.mT).mul_(inputs.scale * LOG2_E)
+    scores.unflatten(1, (inputs.query_block_size, -1)).add_(chunk.bias, alpha=LOG2_E)
     return scores
-
-
-def _probabilities(scores: Tensor, lse: Tensor) -> Tensor:
-    """``exp(s - lse)``, 0 in rows that see no key."""
-    return (scores - lse.masked_fill(lse == float("-inf"), float("inf"))).exp_()
 
 
 def _gather(stored: Tensor, chunk: _Chunk, width: int, dtype: torch.dtype) -> Tensor:
@@ -159,11 +155,15 @@ def forward(inputs: Inputs) -> tuple[Tensor, Tensor]:
     lse = torch.empty(*queries.shape[:2], 1, dtype=dtype, device=queries.device)
     for chunk in _chunks(inputs):
         scores = _scores(inputs, chunk, queries[chunk.problems].to(dtype), _gather(keys, chunk, width, dtype))
-        lse[chunk.problems] = total = torch.logsumexp(scores, dim=-1, keepdim=True)
-        probabilities = _probabilities(scores, total)
+        highest = scores.amax(dim=-1, keepdim=True)
+        highest.masked_fill_(highest == float("-inf"), 0.0)  # a row without a key: all powers are 0
+        probabilities = scores.sub_(highest).exp2_()
+        total = probabilities.sum(dim=-1, keepdim=True)
+        torch.add(total.log(), highest, alpha=1 / LOG2_E, out=lse[chunk.problems])
         if chunk.keep is not None:
             probabilities.unflatten(1, (inputs.query_block_size, -1)).mul_(chunk.keep)
-        out[chunk.problems] = (probabilities @ _gather(values, chunk, width, dtype)).to(out.dtype)
+        product = probabilities @ _gather(values, chunk, width, dtype)
+        out[chunk.problems] = product.div_(total.clamp_(min=torch.finfo(dtype).tiny)).to(out.dtype)
     return inputs.from_query_block(out), inputs.from_query_block(lse).squeeze(-1)
 
 
@@ -178,7 +178,8 @@ def backward(
     delta = (grad_out.to(dtype) * out.to(dtype)).sum(-1)
     if grad_lse is not None:
         delta -= grad_lse
-    # Rows after the last have no probabilities, so that they neither get nor give a gradient.
+    # Rows after the last, and those that see no key, have no probabilities: they neither get nor give a gradient.
+    lse = lse.masked_fill(lse == float("-inf"), float("inf"))
     totals, deltas = inputs.by_query_block(lse, float("inf")), inputs.by_query_block(delta)
     queries, grads = inputs.by_query_block(inputs.query), inputs.by_query_block(grad_out)
     keys, values = inputs.by_key_block(inputs.key), inputs.by_key_block(inputs.value)
@@ -190,7 +191,7 @@ def backward(
         some = chunk.problems
         rows, grad_rows = queries[some].to(dtype), grads[some].to(dtype)
         gathered = _gather(keys, chunk, width, dtype)
-        probabilities = _probabilities(_scores(inputs, chunk, rows, gathered), totals[some])
+        probabilities = _scores(inputs, chunk, rows, gathered).sub_(totals[some] * LOG2_E).exp2_()
         grad_scores = grad_rows @ _gather(values, chunk, width, dtype).mT
         dropped = probabilities
         if chunk.keep is not None:

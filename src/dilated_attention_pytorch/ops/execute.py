@@ -90,8 +90,6 @@ class _Work:
     tile: Tile
     batch: tuple[int, int]
     scratch: blockwise.Scratch
-    is_bounded: bool
-    """No score is larger in size than :data:`blockwise.MOST_BOUNDED`, as far as that was looked for."""
 
     @property
     def size(self) -> int:
@@ -216,11 +214,11 @@ class _Work:
             whole_stop = max(whole, min(partial.num_keys, band[1] + 1))
             for start, stop in ((0, whole), (whole_stop, partial.num_keys)):
                 if start < stop:
-                    edge = _edge(
+                    values = _edge_bias(
                         (band[0] - start, band[1] - start), query.shape[2], stop - start, inputs.accumulation_dtype,
                         query.device,
                     )  # fmt: skip
-                    found.append(blockwise.Bias(*(x.expand(*query.shape[:2], -1, -1) for x in edge), start))
+                    found.append(blockwise.Bias(values.expand(*query.shape[:2], -1, -1), start))
         if inputs.key_padding_mask is not None:
             found.append(blockwise.Bias(side[0].unsqueeze(2).expand(-1, -1, query.shape[2], -1)))
         return found
@@ -243,12 +241,12 @@ class _Work:
         return factors
 
 
-def _work(inputs: Inputs, *, is_bounded: bool = False) -> Iterator[_Work]:
+def _work(inputs: Inputs) -> Iterator[_Work]:
     steps, scratch = inputs.plan(), blockwise.Scratch()
     for tile in steps.tiles:
         for start in range(0, inputs.call.batch_size, steps.batch_step):
             batch = (start, min(start + steps.batch_step, inputs.call.batch_size))
-            yield _Work(inputs, tile, batch, scratch, is_bounded)
+            yield _Work(inputs, tile, batch, scratch)
 
 
 def _few_at_a_time(views: Iterator[Views], scores_of_problem: int) -> Iterator[Views]:
@@ -284,12 +282,10 @@ def _band_bias(
 
 
 @functools.lru_cache(maxsize=8)  # the same triangles for almost all tiles
-def _edge(
+def _edge_bias(
     band: tuple[int, int], num_queries: int, num_keys: int, dtype: torch.dtype, device: torch.device
-) -> tuple[Tensor, Tensor]:
-    """The bias of some keys at the edge of a band, and 1 where it is 0, else 0."""
-    bias = _band_bias.__wrapped__(band, num_queries, num_keys, dtype, device)
-    return bias, (bias == 0).to(dtype)
+) -> Tensor:
+    return _band_bias.__wrapped__(band, num_queries, num_keys, dtype, device)
 
 
 def _phantom_lse(lse: Tensor, partial: Partial) -> Tensor:
@@ -301,9 +297,10 @@ def forward(inputs: Inputs) -> tuple[Tensor, Tensor]:
     query, dtype = inputs.query, inputs.accumulation_dtype
     out = torch.zeros(query.shape, dtype=query.dtype, device=query.device)
     lse = torch.full(query.shape[:3], float("-inf"), dtype=dtype, device=query.device)
-    for work in _work(inputs, is_bounded=_is_bounded(inputs)):
+    is_bounded = _is_bounded(inputs)
+    for work in _work(inputs):
         accumulator = work.accumulator(out, by_query=True, role=Role.MERGED_INTO)
-        _merge_partials(work, accumulator, work.whole(lse, by_query=True, role=Role.MERGED_INTO))
+        _merge_partials(work, accumulator, work.whole(lse, by_query=True, role=Role.MERGED_INTO), is_bounded)
         lse_region = work.region(lse, by_query=True)
         if inputs.has_bias:
             dead = lse_region < aten.MASKED / 2
@@ -318,22 +315,28 @@ def forward(inputs: Inputs) -> tuple[Tensor, Tensor]:
     return out, lse
 
 
-def _is_bounded(inputs: Inputs) -> bool:
-    """Whether matrix products need no maximum; looked for where rules have few rows, on a CPU without padding."""
-    if inputs.query.device.type != "cpu" or not inputs.call.pattern.rules or inputs.key_padding_mask is not None:
+def _is_bounded(inputs: Inputs) -> bool | Tensor:
+    """Queries ``[B, N, H]`` whose scores are known to be small, or whether all are; looked for where it saves time."""
+    call = inputs.call
+    if inputs.query.device.type != "cpu" or not call.pattern.rules:
         return False
-    return blockwise.largest_score(inputs.query, inputs.key, inputs.scale) <= blockwise.MOST_BOUNDED
+    bounds = blockwise.score_bounds(
+        inputs.query, inputs.key, inputs.scale, is_causal=call.is_causal, offset=call.query_offset - call.key_offset
+    )
+    is_bounded = bounds <= blockwise.MOST_BOUNDED
+    return bool(is_bounded.all()) or is_bounded
 
 
-def _merge_partials(work: _Work, out: Operand, lse: Operand) -> None:
+def _merge_partials(work: _Work, out: Operand, lse: Operand, is_bounded: bool | Tensor) -> None:
     inputs = work.inputs
     operands = [
-        work.whole(inputs.query, by_query=True), work.keys(inputs.key),
-        work.keys(inputs.value), out, lse, *work.side_operands(),
+        work.whole(inputs.query, by_query=True), work.keys(inputs.key), work.keys(inputs.value), out, lse,
+        *([work.whole(is_bounded, by_query=True)] if isinstance(is_bounded, Tensor) else []), *work.side_operands(),
     ]  # fmt: skip
     for partial in work.tile.partials:
         for views in work.views(partial, operands):
             q, k, v, out_view, lse_view, *side = views.tensors
+            of_queries = side.pop(0) if isinstance(is_bounded, Tensor) else is_bounded
             if _is_phantom(partial):
                 assert isinstance(partial, Partial)
                 merge_in_place(out_view, lse_view, None, _phantom_lse(lse_view, partial))
@@ -350,7 +353,7 @@ def _merge_partials(work: _Work, out: Operand, lse: Operand) -> None:
                 results = (out_view, lse_view) if partial.is_first else None
                 partial_out, partial_lse = blockwise.blockwise_forward(
                     q, k, v, work.biases(partial, q, side), is_causal=_is_causal(partial), scale=inputs.scale,
-                    scratch=work.scratch, results=results, is_bounded=work.is_bounded,
+                    scratch=work.scratch, results=results, is_bounded=of_queries,
                 )  # fmt: skip
                 if partial.is_first:
                     continue

@@ -14,12 +14,12 @@ from dilated_attention_pytorch.patterns import HeadRule, Spans
 from .geometry import Partial, Slabs, dense_and_causal
 
 _BAND_ROWS = (64, 128, 256)
-"""Query rows of a partial that a band cuts through, of narrow, middle and wide bands: the more, the more masked pairs."""
+"""Query rows of a partial that a narrow, a middle or a wide band cuts through: the more, the more masked pairs."""
 _NARROW = 512
 """Keys from which a band is no longer narrow."""
 _WIDE = {"products": 3968, "fused": 2560}
-"""Keys from which a band is wide and cut, so that only its edges are masked: its scores would leave the caches of matrix
-products, its mask costs a fused kernel too much."""
+"""Keys from which a band is wide and cut, so that only its edges are masked: the scores of matrix products would leave
+the caches, and a fused kernel reads a mask for every score."""
 _KEYS_TOGETHER = 16
 """Scores of a row that begin on a cache line: worth some masked keys."""
 
