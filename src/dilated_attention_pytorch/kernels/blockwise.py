@@ -15,8 +15,29 @@ from torch import Tensor
 
 from .aten import MASKED
 
-Place = tuple[slice | int, slice | int, slice]
-"""Some problems and query rows of a view: ``view[place]`` is ``[problems, rows(, D)]``."""
+
+class Place(NamedTuple):
+    """Some problems and query rows of views ``[problems, problems, rows(, D)]``."""
+
+    axis: int
+    one: int
+    """Of this axis of problems one is taken."""
+    some: slice | None
+    """Of the other axis some; all without it."""
+    rows: slice | None
+    """Query rows; all without it."""
+
+    def of_keys(self, view: Tensor) -> Tensor:
+        """These problems of a view of keys, ``[problems, rows(, D)]``."""
+        taken = view.select(self.axis, self.one)
+        return taken if self.some is None else taken[self.some]
+
+    def of_queries(self, view: Tensor) -> Tensor:
+        """These problems and rows of a view of queries, ``[problems, rows(, D)]``."""
+        taken = self.of_keys(view)
+        return taken if self.rows is None else taken[:, self.rows]
+
+
 KeepFactors = Callable[[Place], Tensor]
 """Dropout factors of a place: ``[problems, rows, keys]``."""
 
@@ -83,10 +104,10 @@ def _places(query: Tensor, num_keys: int, *, most_scores: int | None = None) -> 
     rows = _evenly(num_queries, max(1, limit // max(1, min(problems, all_problems) * num_keys)))
     for one in range(min(first, second)):
         for start in range(0, all_problems, problems):
-            some = slice(start, start + problems)
+            some = slice(start, start + problems) if problems < all_problems else None
             for row in range(0, num_queries, rows):
-                part = slice(row, row + rows)
-                yield (some, one, part) if first >= second else (one, some, part)
+                part = slice(row, row + rows) if rows < num_queries else None
+                yield Place(1 if first >= second else 0, one, some, part)
 
 
 def _evenly(number: int, most: int) -> int:
@@ -98,11 +119,13 @@ def _scores(
     query: Tensor, key: Tensor, biases: Sequence[Bias], place: Place, out: Tensor, *, is_causal: bool, scale: float
 ) -> Tensor:
     """Scaled, biased and masked scores of a place in units of log 2, in ``out [problems, rows, keys]``."""
-    torch.baddbmm(out, query[place].to(out.dtype), key[place[:2]].mT, beta=0, alpha=scale * LOG2_E, out=out)
+    torch.baddbmm(
+        out, place.of_queries(query).to(out.dtype), place.of_keys(key).mT, beta=0, alpha=scale * LOG2_E, out=out
+    )
     for values, first_key in biases:
-        out[..., first_key : first_key + values.shape[3]] += values[place]
+        out[..., first_key : first_key + values.shape[3]] += place.of_queries(values)
     if is_causal:
-        rows = torch.arange(query.shape[2], device=query.device)[place[2]]
+        rows = torch.arange(query.shape[2], device=query.device)[place.rows or slice(None)]
         later = torch.arange(key.shape[2], device=query.device) > rows.unsqueeze(-1)
         out.masked_fill_(later, float("-inf"))
     return out
@@ -161,21 +184,25 @@ def blockwise_forward(
     else:
         out, lse = results
     for place in _places(query, key.shape[2]):
-        scores = scratch.take("scores", (*query[place].shape[:2], key.shape[2]), query, dtype)
+        into = place.of_queries(out)
+        scores = scratch.take("scores", (*into.shape[:2], key.shape[2]), query, dtype)
         _scores(query, key, biases, place, scores, is_causal=is_causal, scale=scale)
         taken: Tensor | None = None
-        of_place = is_bounded[place] if isinstance(is_bounded, Tensor) else is_bounded
+        of_place = place.of_queries(is_bounded) if isinstance(is_bounded, Tensor) else is_bounded
         if not (of_place.all() if isinstance(of_place, Tensor) else of_place):
             taken = scores.amax(dim=-1, keepdim=True)
             if isinstance(of_place, Tensor):
                 taken.masked_fill_(of_place.unsqueeze(-1), 0.0)
             scores.sub_(taken)
         total = scores.exp2_().sum(dim=-1, keepdim=True)
-        # A row that sees none of the keys has an output of 0 and, like one of masked scores, a finite log-sum-exp.
-        of_rows = total.log().clamp_(min=MASKED)
-        lse[place] = (of_rows if taken is None else of_rows.add_(taken, alpha=1 / LOG2_E)).squeeze(-1)
-        total.clamp_(min=torch.finfo(dtype).tiny)
-        torch.div(torch.bmm(scores, value[place[:2]]), total, out=out[place])
+        of_rows = torch.log(total, out=place.of_queries(lse).unsqueeze(-1))
+        if biases:
+            # A row that sees none of the keys has an output of 0 and, like one of masked scores, a finite log-sum-exp.
+            of_rows.clamp_(min=MASKED)
+            total.clamp_(min=torch.finfo(dtype).tiny)
+        if taken is not None:
+            of_rows.add_(taken, alpha=1 / LOG2_E)
+        torch.div(torch.bmm(scores, place.of_keys(value)), total, out=into)
     return out, lse
 
 
@@ -195,11 +222,12 @@ def blockwise_dropped_forward(
     key, value = scratch.cast("keys", key, dtype), scratch.cast("values", value, dtype)
     out = torch.empty((*query.shape[:3], value.shape[-1]), dtype=dtype, device=query.device)
     for place in _places(query, key.shape[2], most_scores=_MOST_SCORES):
-        scores = scratch.take("scores", (*query[place].shape[:2], key.shape[2]), query, dtype)
+        into = place.of_queries(out)
+        scores = scratch.take("scores", (*into.shape[:2], key.shape[2]), query, dtype)
         _scores(query, key, biases, place, scores, is_causal=is_causal, scale=scale)
-        probabilities = _probabilities(scores, lse[place])
+        probabilities = _probabilities(scores, place.of_queries(lse))
         probabilities *= keep_factors(place)
-        out[place] = torch.bmm(probabilities, value[place[:2]])
+        into.copy_(torch.bmm(probabilities, place.of_keys(value)))
     return out
 
 
@@ -235,25 +263,24 @@ def blockwise_backward(
         for name, x in (("query", query), ("key", key), ("value", value))
     ]
     for place in _places(query, key.shape[2], most_scores=None if keep_factors is None else _MOST_SCORES):
-        problems = place[:2]
-        grad = grad_out[place]
+        grad = place.of_queries(grad_out)
         shape = (*grad.shape[:2], key.shape[2])
         scores, grad_scores = (scratch.take(name, shape, query, dtype) for name in ("scores", "their gradient"))
         _scores(query, keys, biases, place, scores, is_causal=is_causal, scale=scale)
-        probabilities = _probabilities(scores, lse[place])
+        probabilities = _probabilities(scores, place.of_queries(lse))
         # Times the scale, with which the gradients of the scores reach those of queries and keys.
-        torch.baddbmm(grad_scores, grad.to(dtype), values[problems].mT, beta=0, alpha=scale, out=grad_scores)
+        torch.baddbmm(grad_scores, grad.to(dtype), place.of_keys(values).mT, beta=0, alpha=scale, out=grad_scores)
         dropped = probabilities
         if keep_factors is not None:
             factors = keep_factors(place)
             grad_scores *= factors
             dropped = probabilities * factors
         # In memory of its own the first query rows of these problems overwrite what lies there.
-        is_first = place[2].start == 0 and totals is None
+        is_first = totals is None and (place.rows is None or place.rows.start == 0)
         left = scratch.cast("rounded", dropped, rounded).mT
-        scratch.add_product(grad_value[problems], left, grad.to(rounded), is_first=is_first)
-        grad_scores.sub_((delta[place] * scale).unsqueeze(-1)).mul_(probabilities)
-        left = scratch.cast("rounded", grad_scores, rounded)
-        scratch.add_product(grad_key[problems], left.mT, query[place].to(rounded), is_first=is_first)
-        scratch.add_product(grad_query[place], left, rounded_keys[problems], is_first=totals is None)
+        scratch.add_product(place.of_keys(grad_value), left, grad.to(rounded), is_first=is_first)
+        grad_scores.sub_((place.of_queries(delta) * scale).unsqueeze(-1)).mul_(probabilities)
+        left, queries = scratch.cast("rounded", grad_scores, rounded), place.of_queries(query).to(rounded)
+        scratch.add_product(place.of_keys(grad_key), left.mT, queries, is_first=is_first)
+        scratch.add_product(place.of_queries(grad_query), left, place.of_keys(rounded_keys), is_first=totals is None)
     return grad_query, grad_key, grad_value

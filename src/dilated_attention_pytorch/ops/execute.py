@@ -230,12 +230,13 @@ class _Work:
         if seed is None:
             return None
         batches, heads, rows, keys = side[-4:]
+        absolute_rows, absolute_keys = rows + inputs.call.query_offset, keys + inputs.call.key_offset
 
         def factors(place: blockwise.Place) -> Tensor:
             return keep_factors(
-                seed, batches[place].unsqueeze(-1), heads[place].unsqueeze(-1),
-                rows[place].unsqueeze(-1) + inputs.call.query_offset,
-                keys[place[:2]].unsqueeze(-2) + inputs.call.key_offset, inputs.dropout_p, inputs.accumulation_dtype,
+                seed, place.of_queries(batches).unsqueeze(-1), place.of_queries(heads).unsqueeze(-1),
+                place.of_queries(absolute_rows).unsqueeze(-1), place.of_keys(absolute_keys).unsqueeze(-2),
+                inputs.dropout_p, inputs.accumulation_dtype,
             )  # fmt: skip
 
         return factors

@@ -104,6 +104,7 @@ class _QueryColumn:
         self._is_overwritten = operand.role is Role.MERGED_INTO and is_first
         # Rows and heads of a problem are one axis.
         self._is_flat = ratio == 1 or self._rows.stride(0) == ratio * self._rows.stride(1)
+        self._flat = self._rows.flatten(0, 1) if self._is_flat else self._rows
 
     def _is_view(self, step: _Step) -> bool:
         return step.first_row is not None and self._is_flat
@@ -116,8 +117,8 @@ class _QueryColumn:
         shape = (step.num_problems, 1, rows_of_problem, *self._rows.shape[2:])
         if self._is_view(step):
             assert step.first_row is not None
-            rows = self._rows.narrow(0, step.first_row - self._first_row, step.query_index.shape[0])
-            return rows.flatten(0, 1).unflatten(0, shape[:3])
+            first = (step.first_row - self._first_row) * self._ratio
+            return self._flat[first : first + step.num_problems * rows_of_problem].view(shape)
         if self._is_overwritten:
             return self._rows.new_empty(shape)
         return self._rows.index_select(0, self._index(step)).view(shape)

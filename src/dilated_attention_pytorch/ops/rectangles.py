@@ -153,8 +153,8 @@ def _keep(dropout: Dropout, query: Tensor, ratio: int, index: int) -> blockwise.
 
     def factors(place: blockwise.Place) -> Tensor:
         return keep_factors(
-            dropout.seed, batches[place], heads[place], query_rows[place], key_rows[place[:2]], dropout.probability,
-            dtype,
+            dropout.seed, place.of_queries(batches), place.of_queries(heads), place.of_queries(query_rows),
+            place.of_keys(key_rows), dropout.probability, dtype,
         )  # fmt: skip
 
     return factors
