@@ -118,9 +118,19 @@ def check(pattern: Pattern, inputs: tuple[Tensor, ...], *, is_causal: bool) -> f
 
 
 def measure(
-    name: str, pattern: Pattern, heads: int, kv_heads: int, dtype: torch.dtype, *, is_causal: bool, device: str
+    name: str,
+    pattern: Pattern,
+    heads: int,
+    kv_heads: int,
+    dtype: torch.dtype,
+    *,
+    is_causal: bool,
+    device: str,
+    size: float = 1.0,
 ) -> dict[str, Any]:
-    inputs = operands(heads, kv_heads, dtype, device=device)
+    """Times of one pattern; the queries are normal numbers times ``size``."""
+    query, *others = operands(heads, kv_heads, dtype, device=device)
+    inputs = (query * size, *others)
     error = check(pattern, inputs, is_causal=is_causal)
     density = pattern.density(ROWS, num_kv_heads=kv_heads, is_causal=is_causal)
     *leaves, grad = inputs
@@ -143,7 +153,8 @@ def measure(
             raise SystemExit(f"not timed, because FlexAttention differs: {pattern}: {difference}")
     result: dict[str, Any] = {
         "pattern": name, "density": density, "rows": ROWS, "heads": heads, "kv_heads": kv_heads, "head_dim": HEAD_DIM,
-        "block_size": BLOCK, "dtype": str(dtype).removeprefix("torch."), "causal": is_causal, "largest_error": error,
+        "block_size": BLOCK, "dtype": str(dtype).removeprefix("torch."), "causal": is_causal, "query_size": size,
+        "largest_error": error,
     }  # fmt: skip
     for mode in ("forward", "forward_backward"):
         times: dict[str, list[float]] = {who: [] for who in contestants}
@@ -175,16 +186,16 @@ def show(result: dict[str, Any]) -> None:
         flex = "   speed over FlexAttention {:.2f} forward, {:.2f} forward+backward".format(*speeds)
     print(
         f"{result['pattern']:>22} density {result['density']:.4f} H={result['heads']}:{result['kv_heads']} "
-        f"{result['dtype']:>8} causal={result['causal']!s:>5}  forward {forward['seconds']:.3f} s of "
-        f"{forward['dense_seconds']:.3f} s = {forward['ratio_to_density']:.2f} x density   forward+backward "
-        f"{both['seconds']:.3f} s of {both['dense_seconds']:.3f} s = {both['ratio_to_density']:.2f} x density   "
+        f"{result['dtype']:>8} causal={result['causal']!s:>5} q x{result['query_size']:g}  "
+        f"forward {forward['seconds']:.3f} s of {forward['dense_seconds']:.3f} s = "
+        f"{forward['ratio_to_density']:.2f} x density   forward+backward {both['seconds']:.3f} s of {both['dense_seconds']:.3f} s = {both['ratio_to_density']:.2f} x density   "
         f"(error {result['largest_error']:.0e}){flex}",
         flush=True,
     )
 
 
 def speed(*, quick: bool, device: str) -> list[dict[str, Any]]:
-    """Every kind of block pattern, each density, float32 and bfloat16; grouped heads for the drawn masks."""
+    """Every kind of block pattern, each density, float32 and bfloat16; grouped heads, causal ones, larger scores."""
     results = []
     for dtype in (torch.float32, torch.bfloat16):
         for density in DENSITIES[1:2] if quick else DENSITIES:
@@ -197,6 +208,11 @@ def speed(*, quick: bool, device: str) -> list[dict[str, Any]]:
             result = measure("from_block_mask, drawn", pattern, 4, kv_heads, dtype, is_causal=is_causal, device=device)
             show(result)
             results.append(result)
+    for name, pattern in list(patterns(0.1, 4).items())[::4]:
+        # Scores of any size: the largest of normal numbers are small enough for a shorter way on a CPU.
+        result = measure(name, pattern, 4, 4, torch.float32, is_causal=False, device=device, size=4.0)
+        show(result)
+        results.append(result)
     return results
 
 

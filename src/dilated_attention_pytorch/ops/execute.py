@@ -45,14 +45,18 @@ class Inputs:
         bands = (rule.band(is_causal=self.call.is_causal) for rule in self.call.pattern.rules)
         return self.key_padding_mask is not None or any(before is not None for before, _ in bands)
 
+    @property
+    def has_products(self) -> bool:
+        """Whether few query rows are computed by matrix products in the forward pass."""
+        return self.query.device.type == "cpu" and self.query.dtype != torch.bfloat16
+
     def plan(self) -> Plan:
         """The call's plan, tiles bounded so that temporaries stay a small part of the operands."""
         rows = max(self.query.shape[1] * self.query.shape[2], self.key.shape[1] * self.key.shape[2])
         # Low precision holds three float32 accumulators of a tile beside the kernel's three gradients.
         parts = 24 if self.query.dtype == self.accumulation_dtype else 48
         tile_elements = max(rows * self.query.shape[0] * self.query.shape[3] // parts, _TILE_FLOOR)
-        has_products = self.query.device.type == "cpu" and self.query.dtype != torch.bfloat16
-        return plan(self.call, max(1, tile_elements // self.query.shape[3]), is_fused=not has_products)
+        return plan(self.call, max(1, tile_elements // self.query.shape[3]), is_fused=not self.has_products)
 
 
 def _views(partial: Partial, batch: int, ratio: int, operands: list[Operand]) -> Iterator[Views]:
@@ -271,8 +275,7 @@ def _is_phantom(partial: Partial | Gathered) -> bool:
     return isinstance(partial, Partial) and partial.phantoms > 0
 
 
-@functools.lru_cache(maxsize=2)  # all tiles but those at the ends of the sequence have the same
-def _band_bias(
+def _bias_of_band(
     band: tuple[int, int], num_queries: int, num_keys: int, dtype: torch.dtype, device: torch.device
 ) -> Tensor:
     """0 where query i sees key j, else :data:`aten.MASKED`, ``[num_queries, num_keys]``."""
@@ -282,11 +285,8 @@ def _band_bias(
     return of_distance.unfold(0, num_keys, 1).flip(0).contiguous()
 
 
-@functools.lru_cache(maxsize=8)  # the same triangles for almost all tiles
-def _edge_bias(
-    band: tuple[int, int], num_queries: int, num_keys: int, dtype: torch.dtype, device: torch.device
-) -> Tensor:
-    return _band_bias.__wrapped__(band, num_queries, num_keys, dtype, device)
+_band_bias = functools.lru_cache(maxsize=2)(_bias_of_band)  # all tiles but those at the ends have the same
+_edge_bias = functools.lru_cache(maxsize=8)(_bias_of_band)  # the same triangles for almost all tiles
 
 
 def _phantom_lse(lse: Tensor, partial: Partial) -> Tensor:
@@ -319,7 +319,7 @@ def forward(inputs: Inputs) -> tuple[Tensor, Tensor]:
 def _is_bounded(inputs: Inputs) -> bool | Tensor:
     """Queries ``[B, N, H]`` whose scores are known to be small, or whether all are; looked for where it saves time."""
     call = inputs.call
-    if inputs.query.device.type != "cpu" or not call.pattern.rules:
+    if not inputs.has_products or not call.pattern.rules:
         return False
     bounds = blockwise.score_bounds(
         inputs.query, inputs.key, inputs.scale, is_causal=call.is_causal, offset=call.query_offset - call.key_offset

@@ -10,8 +10,8 @@ from .counts import tiling
 from .hardware import Hardware
 from .workload import Workload
 
-_SCRATCH_OF_A_THREAD = 4 << 20
-"""Blocks of scores and sums that a kernel keeps for every thread."""
+_SCRATCH_OF_A_THREAD = 8 << 20
+"""Blocks of scores and sums that are kept for every thread: by matrix products two of half a million scores."""
 _BLOCK_SCORES = 1 << 21
 """Scores that one block of a dropped call writes out (``kernels/blockwise.py``)."""
 _BLOCK_BYTES = 96
