@@ -13,6 +13,9 @@ import torch
 
 # Before Triton is imported: its kernels then run on CPU tensors. TRITON_INTERPRET=0 tests them on a GPU.
 os.environ.setdefault("TRITON_INTERPRET", "1")
+# PyTorch's store asks for the name of every address that connects, this machine's own too, and waits for the answer.
+# A lost one then holds up a rank, or all of them, for 5 s, which is most of the timeouts in tests of failing ranks.
+os.environ.setdefault("RES_OPTIONS", "timeout:1 attempts:1")
 
 import dilated_attention_pytorch
 from dilated_attention_pytorch.selection import hardware
