@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -12,8 +13,16 @@ import torch
 
 # Before Triton is imported: its kernels then run on CPU tensors. TRITON_INTERPRET=0 tests them on a GPU.
 os.environ.setdefault("TRITON_INTERPRET", "1")
+# PyTorch's store asks for the name of every address that connects, this machine's own too, and waits for the answer.
+# A lost one then holds up a rank, or all of them, for 5 s, which is most of the timeouts in tests of failing ranks.
+os.environ.setdefault("RES_OPTIONS", "timeout:1 attempts:1")
 
 import dilated_attention_pytorch
+from dilated_attention_pytorch.selection import hardware
+
+# Tests run in parallel processes on small inputs: threads of their own would only wait for each other. What modules
+# and their fixtures compute is included, so that it equals what their tests compute to the last bit.
+torch.set_num_threads(1)
 
 _FIGURES = "figures.jsonl"
 
@@ -28,8 +37,22 @@ def _names_of_examples(doctest_namespace: dict[str, Any]) -> None:
 @pytest.fixture(autouse=True)
 def _seeded_and_on_one_thread() -> None:
     torch.manual_seed(0)
-    # Tests run in parallel processes on small inputs: threads of their own would only wait for each other.
-    torch.set_num_threads(1)
+    torch.set_num_threads(1)  # a test before may have taken more
+
+
+@pytest.fixture(autouse=True, scope="session")
+def _no_profile_of_this_machine(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """Rates that the user measured would choose other segments than those that tests and examples expect."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("XDG_CACHE_HOME", str(tmp_path_factory.getbasetemp() / "cache"))
+        yield
+
+
+@pytest.fixture(autouse=True)
+def _examples_have_memory(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Examples choose segments as a user's program does. A container may have less memory left than that takes."""
+    if isinstance(request.node, pytest.DoctestItem):
+        monkeypatch.setattr(hardware, "free_memory", lambda device: 8 << 30)
 
 
 @pytest.fixture

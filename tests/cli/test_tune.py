@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import itertools
 import json
+import time
+from collections import Counter
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -41,11 +45,14 @@ def test_a_run_stores_a_profile_a_report_and_goes_on_when_it_is_called_again(
     assert {(entry.dtype, entry.is_training) for entry in profile.rates} == {("float32", False), ("float32", True)}
     assert "rank correlation" in (output / "report.txt").read_text()
     capsys.readouterr()
-    main([*WORDS, "--seconds", "0.01", "--output", str(output)])
+    # A second passes from one look at the clock to the next: the first, and one before each of 12 shapes with 3 cases.
+    clock = SimpleNamespace(monotonic=itertools.count().__next__, perf_counter=time.perf_counter)
+    monkeypatch.setattr(tuning, "time", clock)
+    main([*WORDS, "--seconds", "4.5", "--output", str(output)])
     said = capsys.readouterr().out
     assert f"going on after 72 times in {output / 'tune.json'}" in said
     record = json.loads((output / "tune.json").read_text())
-    assert max(len(samples) for samples in record["samples"].values()) >= 4
+    assert Counter(len(samples) for samples in record["samples"].values()) == {4: 4 * 3, 2: 8 * 3}
     assert record["fits"][0]["rates"]["dtype"] == "float32"
 
 

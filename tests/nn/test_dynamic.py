@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from pathlib import Path
 
 import pytest
 import torch
@@ -27,11 +26,6 @@ def selector(config: SegmentSelectionConfig = CONFIG) -> DynamicSegmentSelector:
 
 def small(**options: object) -> DynamicDilatedAttention:
     return DynamicDilatedAttention(selector=selector(), **options)  # type: ignore[arg-type]
-
-
-@pytest.fixture(autouse=True)
-def no_stored_profile(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
 
 
 def test_it_is_attention_under_the_selected_pattern_for_every_shape() -> None:
@@ -123,16 +117,31 @@ def test_the_multihead_module_compiles_too() -> None:
         torch.testing.assert_close(compiled(x, x, x)[0], attention(x, x, x)[0])
 
 
-def test_factories_make_them_and_defaults_run() -> None:
+def test_factories_make_them() -> None:
     attention = core.create_dilated_attention("dynamic", selector_config=CONFIG, dropout=0.1)
     assert isinstance(attention, DynamicDilatedAttention)
     assert attention.selector.config == CONFIG
-    multihead = core.create_multihead_dilated_attention("dynamic", embed_dim=8, num_heads=2)
+    policy = SegmentSelectionConfig()
+    multihead = core.create_multihead_dilated_attention("dynamic", embed_dim=8, num_heads=2, selector=selector(policy))
     x = torch.randn(1, 7, 8)
     assert multihead(x, x, x)[0].shape == x.shape
     assert multihead.segment_lengths == (512,)
     assert "min_segment_size=512" in repr(multihead)
     assert multihead.eval()(x[:, :0], x[:, :0], x[:, :0])[0].shape == (1, 0, 8)
+
+
+def test_the_default_is_the_machine_as_it_is() -> None:
+    attention = DynamicMultiheadDilatedAttention(8, 2)
+    chooser = attention.attention.selector
+    hardware, profile = chooser.machine("cpu")
+    assert (hardware.kind, profile) == ("cpu", Profile(()))
+    x = torch.randn(1, 7, 8)
+    if chooser.config.memory_budget(hardware.free_bytes) < 1 << 20:  # a container with little left
+        with pytest.raises(ValueError, match="no segments fit the memory budget"):
+            attention(x, x, x)
+    else:
+        assert attention(x, x, x)[0].shape == x.shape
+        assert attention.segment_lengths == (512,)
 
 
 Q = torch.randn(1, 8, 6, 4)

@@ -8,6 +8,7 @@ the time they wait for a timeout. Under torchrun: ``torchrun ... failing.py --on
 
 from __future__ import annotations
 
+import functools
 import gc
 import json
 import os
@@ -29,22 +30,32 @@ from dilated_attention_pytorch.parallel import wire
 
 TIMEOUT_SECONDS = 6.0
 """Of the process groups."""
-START_SECONDS = 0.5
-"""Between the starts of two cases: the ranks of one must find each other before the timeout."""
-END_SECONDS = 30.0
+END_SECONDS = 180.0
 """After which a rank that has not ended is killed, and counted as hanging."""
+LAUNCHER_SECONDS = 1.0
+"""So much later than the other ranks does torchrun hear that one has died: it would end them before they say why."""
 PATTERN = DilatedPattern([32, 128], [1, 4])
 
 
 class Rank:
     """One rank of a case: its mesh, and calls on it."""
 
-    def __init__(self, culprit: int, strategy: str, report: Callable[..., None]) -> None:
+    def __init__(self, culprit: int, strategy: str, file: Path) -> None:
         self.number = dist.get_rank()
         self.is_culprit = self.number == culprit
         self.strategy = strategy
-        self.report = report
+        self.report = functools.partial(_report, file)
+        self._file = file
+        self._is_ready = False
         self.mesh: DeviceMesh = init_device_mesh("cpu", (dist.get_world_size(),))
+        # Making a process group ends on one rank while another still connects: none may die before all have met.
+        dist.barrier()
+
+    def get_ready(self) -> None:
+        """Say that what takes long at the start is over: the next case can begin."""
+        if not self._is_ready:
+            self._is_ready = True
+            _ready(self._file).touch()
 
     def call(self, rows: int = 16, *, is_backward: bool = True, **changes: Any) -> torch.Tensor:
         """A call of all ranks, and its backward."""
@@ -56,6 +67,7 @@ class Rank:
         )  # fmt: skip
         if is_backward:
             out.square().sum().backward()
+        self.get_ready()
         return out
 
     def fault(self, act: Callable[[], Any]) -> Any:
@@ -97,6 +109,7 @@ def _dies(rank: Rank) -> None:
 
 
 def _dies_before_its_first_call(rank: Rank) -> None:
+    rank.get_ready()
     if rank.is_culprit:
         rank.fault(_die)
     rank.call()
@@ -262,22 +275,18 @@ CASES: dict[str, tuple[int, int, str, Callable[[Rank], None]]] = {
 def run_rank(case: str, file: Path) -> None:
     """This process's part of a case; the variables of its environment say which."""
     _, culprit, strategy, play = CASES[case]
-
-    def report(**said: Any) -> None:
-        with open(file, "a") as out:
-            out.write(json.dumps(said) + "\n")
-
     torch.set_num_threads(1)
     seconds = timedelta(seconds=TIMEOUT_SECONDS)
-    if "TORCHELASTIC_RUN_ID" in os.environ:
-        dist.init_process_group("gloo", timeout=seconds)
-    else:
-        store, rank, world = _store(file)
-        dist.init_process_group("gloo", store=store, rank=rank, world_size=world, timeout=seconds)
     try:
-        play(Rank(culprit, strategy, report))
+        if "TORCHELASTIC_RUN_ID" in os.environ:
+            dist.init_process_group("gloo", timeout=seconds)
+        else:
+            store, rank, world = _store(file)
+            dist.init_process_group("gloo", store=store, rank=rank, world_size=world, timeout=seconds)
+        play(Rank(culprit, strategy, file))
     except Exception as error:
-        report(error=type(error).__name__, message=str(error), at=time.monotonic())
+        transport = str(error.__cause__ or "")
+        _report(file, error=type(error).__name__, message=str(error), transport=transport, at=time.monotonic())
         raise
 
 
@@ -296,55 +305,107 @@ def _store(file: Path) -> tuple[dist.Store, int, int]:
     return store, rank, world
 
 
-def run_cases(folder: Path, cases: list[str]) -> None:
-    """All at the same time. Writes into results.json for every rank its exit status, what it reported and printed."""
-    children: dict[int, tuple[int, int]] = {}
-    gc.freeze()  # the forked processes need not copy what none of them changes
-    for place, case in enumerate(cases):
-        world = CASES[case][0]
-        for rank in range(world):
-            pid = os.fork()
-            if pid == 0:
-                os.environ |= {"RANK": str(rank), "WORLD_SIZE": str(world)}
-                os.dup2(os.open(folder / f"{place}-{rank}.err", os.O_WRONLY | os.O_CREAT), 2)
-                run_rank(case, folder / f"{place}-{rank}.jsonl")
-                return
-            children[pid] = (place, rank)
-        time.sleep(START_SECONDS)
-    gc.unfreeze()
-    results: list[list[dict[str, Any]]] = [[{} for _ in range(CASES[case][0])] for case in cases]
-    running, stopped = set(children), set()
-    deadline = time.monotonic() + END_SECONDS
-    try:
-        while running and time.monotonic() < deadline:
-            for pid in list(running):
-                found, status = os.waitpid(pid, os.WNOHANG | os.WUNTRACED)
-                place, rank = children[pid]
-                if found and os.WIFSTOPPED(status):
-                    stopped.add(pid)
-                elif found:
-                    running.remove(pid)
-                    results[place][rank] |= {"code": os.waitstatus_to_exitcode(status), "end": time.monotonic()}
-            for pid in stopped & running:
-                # It goes on when the others have ended.
-                if all(other in stopped or children[other][0] != children[pid][0] for other in running):
-                    os.kill(pid, signal.SIGCONT)
-                    stopped.remove(pid)
+def _report(file: Path, **said: Any) -> None:
+    """One line of what a rank says."""
+    with file.open("a") as out:
+        out.write(json.dumps(said) + "\n")
+
+
+def _ready(file: Path) -> Path:
+    """The file whose existence says that a rank is ready."""
+    return file.with_suffix(".ready")
+
+
+class Running:
+    """Ranks that have been started, and what became of them."""
+
+    def __init__(self) -> None:
+        self.ranks: dict[int, tuple[int, Path]] = {}
+        """Those that have not ended: case and file, by the number of the process."""
+        self.codes: dict[Path, int] = {}
+        """How the others ended."""
+        self._stopped: set[int] = set()
+
+    def wait(self, is_over: Callable[[], bool]) -> None:
+        """Until that is so, or nothing has come of it for so long that a rank hangs."""
+        deadline = time.monotonic() + END_SECONDS
+        while not is_over() and time.monotonic() < deadline:
+            self._look()
             time.sleep(0.02)
-    finally:
-        for pid in running:
+
+    def kill(self) -> None:
+        """End those that have not ended."""
+        for pid in self.ranks:
             os.kill(pid, signal.SIGKILL)
             os.waitpid(pid, 0)
-    for place, ranks in enumerate(results):
-        for rank, result in enumerate(ranks):
+
+    def _look(self) -> None:
+        for pid, (_, file) in list(self.ranks.items()):
+            found, status = os.waitpid(pid, os.WNOHANG | os.WUNTRACED)
+            if found and os.WIFSTOPPED(status):
+                self._stopped.add(pid)
+            elif found:
+                del self.ranks[pid]
+                self.codes[file] = os.waitstatus_to_exitcode(status)
+        for pid in self._stopped & self.ranks.keys():
+            # It goes on when the others have ended.
+            case = self.ranks[pid][0]
+            if all(other in self._stopped or place != case for other, (place, _) in self.ranks.items()):
+                os.kill(pid, signal.SIGCONT)
+                self._stopped.remove(pid)
+
+
+def run_one(case: str, folder: Path) -> None:
+    """A process of torchrun's: the rank itself, or, where a rank dies, the parent that tells torchrun of it."""
+    file = folder / f"{os.environ['RANK']}.jsonl"
+    _, culprit, _, play = CASES[case]
+    if play is _dies and int(os.environ["RANK"]) == culprit:
+        pid = os.fork()
+        if pid:
+            code = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+            time.sleep(LAUNCHER_SECONDS)
+            sys.exit(code)
+    run_rank(case, file)
+
+
+def run_cases(folder: Path, cases: list[str]) -> None:
+    """All at the same time. Writes into results.json for every rank its exit status, what it reported and printed."""
+    parent, running = os.getpid(), Running()
+    gc.freeze()  # the forked processes need not copy what none of them changes
+    try:
+        for place, case in enumerate(cases):
+            world = CASES[case][0]
+            files = [folder / f"{place}-{rank}.jsonl" for rank in range(world)]
+            for rank, file in enumerate(files):
+                pid = os.fork()
+                if pid == 0:
+                    os.environ |= {"RANK": str(rank), "WORLD_SIZE": str(world)}
+                    os.dup2(os.open(file.with_suffix(".err"), os.O_WRONLY | os.O_CREAT), 2)
+                    run_rank(case, file)
+                    return
+                running.ranks[pid] = (place, file)
+            # One case after the other: if all started at once, ranks would not find each other before the timeout.
+            running.wait(lambda files=files: all(_ready(file).exists() or file in running.codes for file in files))
+        gc.unfreeze()
+        running.wait(lambda: not running.ranks)
+    finally:
+        if os.getpid() == parent:
+            running.kill()
+    results = []
+    for place, case in enumerate(cases):
+        ranks = []
+        for rank in range(CASES[case][0]):
             file = folder / f"{place}-{rank}.jsonl"
+            result: dict[str, Any] = {"code": running.codes[file]} if file in running.codes else {}
             result["reports"] = [json.loads(line) for line in file.read_text().splitlines()] if file.exists() else []
-            result["stderr"] = (folder / f"{place}-{rank}.err").read_text()
+            result["stderr"] = file.with_suffix(".err").read_text()
+            ranks.append(result)
+        results.append(ranks)
     (folder / "results.json").write_text(json.dumps(results))
 
 
 if __name__ == "__main__":
     if sys.argv[1] == "--one":
-        run_rank(sys.argv[2], Path(sys.argv[3]) / f"{os.environ['RANK']}.jsonl")
+        run_one(sys.argv[2], Path(sys.argv[3]))
     else:
         run_cases(Path(sys.argv[1]), sys.argv[2:])

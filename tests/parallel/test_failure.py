@@ -15,18 +15,23 @@ from typing import Any
 import pytest
 
 import dilated_attention_pytorch
-from failing import CASES, DISAGREEMENTS, TIMEOUT_SECONDS
+from failing import CASES, DISAGREEMENTS
+from processes import end_whole, run_whole
 
 PROGRAM = Path(__file__).with_name("failing.py")
-SLACK_SECONDS = 9.0
-"""For the roll call (3 s), for all to hear of it (1.25 s), and for a machine with more processes than cores."""
+LATEST_SECONDS = 40.0
+"""After a fault until a rank has ended. The timeout of the group (6 s), the roll call (3 s) and the time for all to
+hear of it (1.25 s) are 10 s: the rest is for slow machines, where what a rank says is right all the same."""
+HANG_SECONDS = 400.0
+TIMED_OUT = "Timed out waiting"
+"""What gloo says after the timeout of the group."""
 
 NO_ANSWER = "rank {culprit} does not answer: the process was killed or stopped, or its host cannot be reached"
 REFUSED = r"rank {culprit} refused the call: ValueError: query must have this rank's 16 of the 48 rows .* got 15;"
 LEFT_OUT = "rank 1 has call number 3, rank 0 has 2. A rank left out a call or a backward pass, or made one more"
 STORE = r"rank 0 \(or a launcher\), which holds the store at which the ranks met, does not answer"
 
-# What every other rank says, and whether it hears of it at once or after the timeout of the group.
+# What every other rank says, and whether one of them hears of it at once, not after the timeout of the group.
 NAMED: dict[str, tuple[str, bool]] = {
     "dies, ring": (NO_ANSWER, True),
     "stops, ring": (NO_ANSWER, False),
@@ -64,7 +69,7 @@ def environment() -> dict[str, str]:
 def run(folder: Path, cases: list[str]) -> list[list[dict[str, Any]]]:
     """For every case what became of every rank."""
     command = [sys.executable, str(PROGRAM), str(folder), *cases]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=90, env=environment())
+    done = run_whole(command, HANG_SECONDS, env=environment())
     assert done.returncode == 0, done.stderr
     return json.loads((folder / "results.json").read_text())
 
@@ -93,15 +98,20 @@ def check_named(case: str, ranks: list[dict[str, Any]], figure: Any) -> None:
     """All other ranks name the culprit, in the same words."""
     culprit = CASES[case][1]
     expected, is_at_once = NAMED[case]
+    expected = expected.format(culprit=culprit)
     faults = [report["fault"] for report in ranks[culprit]["reports"] if "fault" in report]
     assert len(faults) == 1, (case, ranks)
     survivors = [rank for number, rank in enumerate(ranks) if number != culprit]
     for rank in survivors:
         error = said(rank)
         assert (rank["code"], error["error"]) == (1, "RankFailure"), (case, rank)
-        assert re.search(expected.format(culprit=culprit), error["message"]), (case, error)
-        assert error["at"] - faults[0] < SLACK_SECONDS + (0.0 if is_at_once else TIMEOUT_SECONDS), (case, error)
+        assert re.search(expected, error["message"]), (case, error)
+        assert error["at"] - faults[0] < LATEST_SECONDS, (case, error)
         assert "terminate called" not in rank["stderr"], (case, rank)
+    if is_at_once:
+        # Seconds would say how fast the machine is. A rank that waits for other survivors may still time out.
+        assert any(TIMED_OUT not in said(rank)["transport"] for rank in survivors), (case, survivors)
+        assert TIMED_OUT not in said(survivors[0])["message"], (case, survivors)
     causes = {said(rank)["message"].split("): ", 1)[-1].split("; the transport")[0] for rank in survivors}
     assert len(causes) == 1, (case, causes)
     if "refuses" in case:
@@ -147,7 +157,7 @@ def test_processes_end_well(tmp_path: Path) -> None:
 
 
 def test_under_torchrun(tmp_path: Path, figure: Any) -> None:
-    """The store is the agent's, which ends all others as soon as one has ended: they say why before they do."""
+    """The store is the agent's, which ends all others soon after one has ended: they say why before they do."""
     runs = {}
     said_by_all = NO_ANSWER.format(culprit=1)
     for case in ("dies, heads", "stops, heads"):
@@ -155,11 +165,14 @@ def test_under_torchrun(tmp_path: Path, figure: Any) -> None:
         folder.mkdir()
         command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "3", str(PROGRAM)]
         with (folder / "err").open("w") as err:
-            runs[case] = subprocess.Popen([*command, "--one", case, str(folder)], stderr=err, env=environment())
+            runs[case] = subprocess.Popen(
+                [*command, "--one", case, str(folder)], stderr=err, text=True, env=environment(), start_new_session=True
+            )
+    deadline = time.monotonic() + HANG_SECONDS
     try:
         for case, process in runs.items():
             errors = tmp_path / case[:5] / "err"
-            while process.poll() is None and errors.read_text().count(said_by_all) < 2:
+            while errors.read_text().count(said_by_all) < 2 and process.poll() is None and time.monotonic() < deadline:
                 time.sleep(0.05)
             assert errors.read_text().count(said_by_all) >= 2, errors.read_text()
             fault = json.loads((tmp_path / case[:5] / "1.jsonl").read_text())
@@ -167,8 +180,7 @@ def test_under_torchrun(tmp_path: Path, figure: Any) -> None:
             if case == "stops, heads":
                 # torchrun's signal to end does not reach a stopped process: it would wait for 30 s before it kills it.
                 os.kill(fault["pid"], signal.SIGCONT)
-            assert process.wait(timeout=30) == 1
+            assert process.wait(timeout=HANG_SECONDS) == 1
     finally:
         for process in runs.values():
-            process.terminate()
-            process.wait(timeout=40)
+            end_whole(process)

@@ -19,12 +19,14 @@ from typing import Any
 import pytest
 
 import dilated_attention_pytorch
-from host_ranks import MESHES, TIMEOUT_SECONDS
+from host_ranks import MESHES
 
 PROGRAM = Path(__file__).with_name("host_ranks.py")
 TOLERANCE = 1e-10
-SLACK_SECONDS = 9.0
-"""For the roll call (3 s), for all to hear of it (1.25 s), and for a machine with more processes than cores."""
+LATEST_SECONDS = 60.0
+"""After the cut until a rank has ended. The timeout of the group (6 s), the roll call (3 s) and the time for all to
+hear of it (1.25 s) are 10 s: the rest is for slow machines."""
+HANG_SECONDS = 180.0
 NETEM = "netem delay 5ms 1ms loss 1%"
 TBF = "tbf rate 20mbit burst 4kb latency 5ms"
 """Packets wait for their turn at the rate, and are lost where they would wait longer than the latency."""
@@ -109,7 +111,7 @@ def test_two_hosts_compute_what_one_process_does(hosts: list[Host], tmp_path: Pa
     discipline = impede(hosts)
     processes = [host.start(hosts, "compare", tmp_path) for host in hosts]
     for place, process in enumerate(processes):
-        assert process.wait(timeout=90) == 0, (tmp_path / f"{place}.err").read_text()
+        assert process.wait(timeout=HANG_SECONDS) == 0, (tmp_path / f"{place}.err").read_text()
     found = [json.loads((tmp_path / f"compare-{rank}.json").read_text()) for rank in range(4)]
     for name in MESHES:
         worst = max(rank[name][0] for rank in found)
@@ -132,11 +134,11 @@ def test_a_link_that_is_cut_ends_the_ranks_of_both_hosts(hosts: list[Host], tmp_
     processes = [host.start(hosts, "loop", tmp_path) for host in hosts]
     files = [tmp_path / f"loop-{rank}.json" for rank in range(4)]
     try:
-        _wait_for(lambda: all(file.exists() for file in files), 60.0, processes)
+        _wait_for(lambda: all(file.exists() for file in files), HANG_SECONDS, processes)
         time.sleep(0.5)
         hosts[0].run(f"ip link set {hosts[0].link} down")
         cut = time.monotonic()
-        _wait_for(lambda: all("message" in file.read_text() for file in files), 40.0, processes)
+        _wait_for(lambda: all("message" in file.read_text() for file in files), LATEST_SECONDS, processes)
     finally:
         for process in processes:
             process.kill()
@@ -144,7 +146,7 @@ def test_a_link_that_is_cut_ends_the_ranks_of_both_hosts(hosts: list[Host], tmp_
     reports = [json.loads(file.read_text()) for file in files]
     for rank, report in enumerate(reports):
         seconds = report["at"] - cut
-        assert seconds < TIMEOUT_SECONDS + SLACK_SECONDS, report
+        assert seconds < LATEST_SECONDS, report
         figure(f"two hosts, link cut, rank {rank}", f"{seconds:.1f} s, {report['message']}")
     # The store is on the first host, whose ranks know who does not answer; the others only that it is out of reach.
     for report in reports[:2]:

@@ -18,6 +18,7 @@ from dilated_attention_pytorch.models import LongNetConfig
 from dilated_attention_pytorch.training import train
 from dilated_attention_pytorch.training.callbacks import read_metrics
 from dilated_attention_pytorch.training.tensor_parallel import order_of, row_orders
+from processes import run_whole
 from training.runs import quiet, weights, write_texts
 from training.spread_runs import small_settings
 
@@ -67,9 +68,8 @@ def _torchrun(num_processes: int, words: list[str]) -> subprocess.CompletedProce
     source = Path(dilated_attention_pytorch.__file__).parents[1]
     path = os.pathsep.join(filter(None, (str(source), str(TESTS), os.environ.get("PYTHONPATH"))))
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": path}
-    return subprocess.run(
-        [sys.executable, *launch, *words], capture_output=True, text=True, timeout=300, env=environment, check=False
-    )
+    # A guard against hanging alone: one launch trains eight times.
+    return run_whole([sys.executable, *launch, *words], 1200, env=environment)
 
 
 def _check_follows(folder: Path, name: str, figure: Any) -> None:
