@@ -188,7 +188,8 @@ def show(result: dict[str, Any]) -> None:
         f"{result['pattern']:>22} density {result['density']:.4f} H={result['heads']}:{result['kv_heads']} "
         f"{result['dtype']:>8} causal={result['causal']!s:>5} q x{result['query_size']:g}  "
         f"forward {forward['seconds']:.3f} s of {forward['dense_seconds']:.3f} s = "
-        f"{forward['ratio_to_density']:.2f} x density   forward+backward {both['seconds']:.3f} s of {both['dense_seconds']:.3f} s = {both['ratio_to_density']:.2f} x density   "
+        f"{forward['ratio_to_density']:.2f} x density   forward+backward "
+        f"{both['seconds']:.3f} s of {both['dense_seconds']:.3f} s = {both['ratio_to_density']:.2f} x density   "
         f"(error {result['largest_error']:.0e}){flex}",
         flush=True,
     )
