@@ -8,9 +8,15 @@ import torch
 from torch import Tensor
 
 
+@torch.compiler.assume_constant_result
+def _has_autocast(device_type: str) -> bool:
+    # It never changes, and torch.compile of PyTorch 2.11 does not trace the question.
+    return torch.amp.is_autocast_available(device_type)
+
+
 def is_autocast(device_type: str) -> bool:
     """Whether autocast is on for this kind of device; kinds that it does not know have none."""
-    return torch.amp.is_autocast_available(device_type) and torch.is_autocast_enabled(device_type)
+    return _has_autocast(device_type) and torch.is_autocast_enabled(device_type)
 
 
 def is_cast(*tensors: Tensor) -> bool:
