@@ -206,29 +206,47 @@ def blockwise_forward(
     return out, lse
 
 
-def blockwise_dropped_forward(
+def blockwise_weighted_sum(
     query: Tensor,
     key: Tensor,
-    value: Tensor,
     lse: Tensor,
+    values: Tensor,
     biases: Sequence[Bias],
-    keep_factors: KeepFactors,
+    keep_factors: KeepFactors | None = None,
+    factors: Sequence[tuple[Tensor, Tensor]] = (),
     *,
     is_causal: bool,
     scale: float,
+    of_keys: bool = False,
 ) -> Tensor:
-    """What one partial adds to the output after dropout of the merged probabilities ``exp(s - lse)``."""
+    """What one partial adds to ``sum_t P[p, t] f[p, t] values[t]``, ``P = exp(s - lse)`` the merged probabilities.
+
+    f is the product of what dropout keeps and of ``factors``, each a pair of views of queries and of keys: their
+    product by rows. With ``of_keys`` the values are the queries' and ``sum_p P[p, t] f[p, t] values[p]`` is added up.
+    """
     dtype, scratch = _accumulation_dtype(query), Scratch()
-    key, value = scratch.cast("keys", key, dtype), scratch.cast("values", value, dtype)
-    out = torch.empty((*query.shape[:3], value.shape[-1]), dtype=dtype, device=query.device)
-    for place in _places(query, key.shape[2], most_scores=_MOST_SCORES):
-        into = place.of_queries(out)
-        scores = scratch.take("scores", (*into.shape[:2], key.shape[2]), query, dtype)
-        _scores(query, key, biases, place, scores, is_causal=is_causal, scale=scale)
-        probabilities = _probabilities(scores, place.of_queries(lse))
-        probabilities *= keep_factors(place)
-        into.copy_(torch.bmm(probabilities, place.of_keys(value)))
-    return out
+    key = scratch.cast("keys", key, dtype)
+    rights = [right.to(dtype) for _, right in factors]
+    values = values.to(dtype)
+    shape = (*(key if of_keys else query).shape[:3], values.shape[3])
+    total = torch.empty(shape, dtype=dtype, device=query.device)
+    for place in _places(query, key.shape[2], most_scores=None if keep_factors is None else _MOST_SCORES):
+        of_place = place.of_queries(lse)
+        shape = (*of_place.shape, key.shape[2])
+        weights = scratch.take("weights", shape, query, dtype)
+        _scores(query, key, biases, place, weights, is_causal=is_causal, scale=scale)
+        _probabilities(weights, of_place)
+        if keep_factors is not None:
+            weights *= keep_factors(place)
+        for (left, _), right in zip(factors, rights, strict=True):
+            product = scratch.take("factor", shape, query, dtype)
+            weights *= torch.bmm(place.of_queries(left).to(dtype), place.of_keys(right).mT, out=product)
+        if of_keys:
+            is_first = place.rows is None or place.rows.start == 0
+            scratch.add_product(place.of_keys(total), weights.mT, place.of_queries(values), is_first=is_first)
+        else:
+            place.of_queries(total).copy_(torch.bmm(weights, place.of_keys(values)))
+    return total
 
 
 def blockwise_backward(

@@ -15,8 +15,10 @@ from dilated_attention_pytorch.patterns import DilatedPattern, OffsetRule, Patte
 
 from . import library
 from .autocast import cast_by_autocast, without_autocast
+from .derivatives import attend_operands
 from .merge import AttentionOutput
 from .validation import check_call, check_documents, documents_of
+from .weighted_sum import Operands
 
 
 def attend_with_lse(
@@ -93,10 +95,9 @@ def attend_checked(
                 keep_probability=_dense_keep_factors(query, key, dropout_seed, query_offset, key_offset, dropout_p),
             )  # fmt: skip
     else:
-        out, lse = library.attend(
-            query, key, value, cu_seqlens, key_padding_mask, dropout_seed, pattern.spec, is_causal, scale,
-            query_offset, key_offset, dropout_p, chosen,
-        )  # fmt: skip
+        operators = library.AttendOperators(scale, pattern.spec, is_causal, query_offset, key_offset, dropout_p, chosen)
+        operands = Operands(query, key, None, cu_seqlens, key_padding_mask, dropout_seed)
+        out, lse = attend_operands(operators, value, operands)
     return AttentionOutput(out, lse)
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 import torch
@@ -11,6 +11,8 @@ from torch.nn import functional
 
 from dilated_attention_pytorch.kernels.blockwise import LOG2_E
 from dilated_attention_pytorch.kernels.dropout import keep_factors
+
+from .weighted_sum import Factor
 
 _ELEMENTS_AT_ONCE = 1 << 19
 """Elements of gathered keys, and of scores, at a time on a CPU: what its caches hold."""
@@ -64,15 +66,12 @@ class Inputs(NamedTuple):
         padded = functional.pad(tensor, (0, 0, 0, 0, 0, self.num_padded_keys - tensor.shape[1]))
         return padded.transpose(1, 2).flatten(0, 1).unflatten(1, (-1, self.block_size)).flatten(0, 1).flatten(1)
 
-    def from_key_block(self, stored: Tensor) -> Tensor:
-        """What :meth:`by_key_block` made, as ``[B, M, G, D]``, contiguous and in the key's dtype."""
-        batch, rows, heads, width = self.key.shape
-        return (
-            stored.view(batch, heads, self.num_padded_keys, width)[:, :, :rows]
-            .transpose(1, 2)
-            .to(self.key.dtype)
-            .contiguous()
-        )
+    def from_key_block(self, stored: Tensor, dtype: torch.dtype) -> Tensor:
+        """What :meth:`by_key_block` made, as ``[B, M, G, D]``, contiguous and in that dtype."""
+        batch, rows, heads = self.key.shape[:3]
+        width = stored.shape[1] // self.block_size
+        whole = stored.view(batch, heads, self.num_padded_keys, width)
+        return whole[:, :, :rows].transpose(1, 2).to(dtype).contiguous()
 
     def hidden_keys(self) -> Tensor:
         """bool ``[B * blocks, block_size]``: positions after the last row, and padded ones."""
@@ -203,7 +202,56 @@ def backward(
         grad_scores.mul_(inputs.scale)
         grad_queries[some] = (grad_scores @ gathered).to(grad_queries.dtype)
         grad_keys.index_add_(0, chunk.key_rows, (grad_scores.mT @ rows).view(len(chunk.key_rows), -1))
+    storage = inputs.key.dtype
     return (
-        inputs.from_query_block(grad_queries), inputs.from_key_block(grad_keys), inputs.from_key_block(grad_values),
-        grad_gates,
+        inputs.from_query_block(grad_queries), inputs.from_key_block(grad_keys, storage),
+        inputs.from_key_block(grad_values, storage), grad_gates,
     )  # fmt: skip
+
+
+def weighted_sum(inputs: Inputs, lse: Tensor, values: Tensor | None, factors: Sequence[Factor], axis: str) -> Tensor:
+    """The sum of ``P f`` times values for every query or key, or of ``P f`` for every listed block.
+
+    ``P = exp(s - lse)``, dropped if the inputs have dropout, and f is the product of the factors; in the dtype of sums.
+    ``inputs.value`` is not read.
+    """
+    dtype, rows_of_block = inputs.dtype, inputs.query_block_size
+    totals = inputs.by_query_block(lse.masked_fill(lse == float("-inf"), float("inf")), float("inf"))
+    queries, keys = inputs.by_query_block(inputs.query), inputs.by_key_block(inputs.key)
+    sides = [
+        (
+            None if left is None else inputs.by_query_block(left),
+            None if right is None else inputs.by_key_block(right),
+            None if gates is None else gates.reshape(-1, gates.shape[-1]),
+        )
+        for left, right, gates in factors
+    ]
+    of_queries = inputs.by_query_block(values) if axis == "keys" and values is not None else None
+    of_keys = inputs.by_key_block(values) if axis == "queries" and values is not None else None
+    width = 0 if values is None else values.shape[3]
+    shape = {"queries": (*queries.shape[:2], width), "keys": (keys.shape[0], inputs.block_size * width)}
+    total = torch.zeros(shape.get(axis, inputs.blocks.shape), dtype=dtype, device=lse.device)
+    for chunk in _chunks(inputs):
+        some = chunk.problems
+        gathered = _gather(keys, chunk, inputs.query.shape[-1], dtype)
+        weights = _scores(inputs, chunk, queries[some].to(dtype), gathered).sub_(totals[some] * LOG2_E).exp2_()
+        if chunk.keep is not None:
+            weights.unflatten(1, (rows_of_block, -1)).mul_(chunk.keep)
+        for left, right, gates in sides:
+            factor = None
+            if left is not None and right is not None:
+                factor = left[some].to(dtype) @ _gather(right, chunk, left.shape[-1], dtype).mT
+            if gates is not None:
+                of_keys_of_block = gates[some].to(dtype).repeat_interleave(inputs.block_size, dim=1).unsqueeze(1)
+                factor = of_keys_of_block if factor is None else factor + of_keys_of_block
+            weights = weights if factor is None else weights * factor
+        if of_keys is not None:
+            total[some] = weights @ _gather(of_keys, chunk, width, dtype)
+        elif of_queries is not None:
+            parts = weights.mT @ of_queries[some].to(dtype)
+            total.index_add_(0, chunk.key_rows, parts.view(len(chunk.key_rows), -1))
+        else:
+            total.view(-1, total.shape[-1])[some] = weights.sum(1).unflatten(1, (-1, inputs.block_size)).sum(-1)
+    if axis == "queries":
+        return inputs.from_query_block(total)
+    return inputs.from_key_block(total, dtype) if axis == "keys" else total

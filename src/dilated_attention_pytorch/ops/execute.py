@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import itertools
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -311,7 +311,7 @@ def forward(inputs: Inputs) -> tuple[Tensor, Tensor]:
         if inputs.dropout_seed is not None:
             work.accumulated(accumulator, out).zero_()
             dropped = replace(accumulator, role=Role.ADDED_TO)
-            _add_dropped(work, dropped, work.local(_without_infinities(lse_region)))
+            _add_weighted(work, dropped, work.local(_without_infinities(lse_region)), inputs.value)
         work.store(accumulator, out)
     return out, lse
 
@@ -361,23 +361,53 @@ def _merge_partials(work: _Work, out: Operand, lse: Operand, is_bounded: bool | 
             merge_in_place(out_view, lse_view, partial_out, partial_lse.to(lse_view.dtype))
 
 
-def _add_dropped(work: _Work, out: Operand, lse: Operand) -> None:
+def weighted_sum(
+    inputs: Inputs, lse: Tensor, values: Tensor, factors: Sequence[tuple[Tensor, Tensor]], *, of_keys: bool
+) -> Tensor:
+    """``sum_t P[p, t] f[p, t] values[t]`` for every query p, in the accumulation dtype; ``inputs.value`` is not read.
+
+    P are the merged probabilities ``c exp(s - lse)``, dropped if the inputs have dropout, and f is the product of the
+    ``factors``: ``left [B, N, H, width]`` by rows of ``right [B, M, G, width]``. With ``of_keys`` the values are the
+    queries' and the result is ``sum_p P[p, t] f[p, t] values[p]`` for every key t.
+    """
+    shape = (*(inputs.key if of_keys else inputs.query).shape[:3], values.shape[3])
+    total = torch.zeros(shape, dtype=inputs.accumulation_dtype, device=values.device)
+    lse = _without_infinities(lse)
+    for work in _work(inputs):
+        _add_weighted(
+            work, work.whole(total, by_query=not of_keys, role=Role.ADDED_TO), work.whole(lse, by_query=True), values,
+            factors, of_keys=of_keys,
+        )  # fmt: skip
+    return total
+
+
+def _add_weighted(
+    work: _Work,
+    total: Operand,
+    lse: Operand,
+    values: Tensor,
+    factors: Sequence[tuple[Tensor, Tensor]] = (),
+    *,
+    of_keys: bool = False,
+) -> None:
     inputs = work.inputs
+    sides = [side for left, right in factors for side in (work.whole(left, by_query=True), work.keys(right))]
     operands = [
-        work.whole(inputs.query, by_query=True), work.keys(inputs.key),
-        work.keys(inputs.value), out, lse, *work.side_operands(),
+        work.whole(inputs.query, by_query=True), work.keys(inputs.key), total, lse,
+        work.whole(values, by_query=True) if of_keys else work.keys(values), *sides, *work.side_operands(),
     ]  # fmt: skip
     for partial in work.tile.partials:
         if _is_phantom(partial):
             continue
         for views in work.views(partial, operands):
-            q, k, v, out_view, lse_view, *side = views.tensors
-            keep = work.keep_factors(side)
-            assert keep is not None
-            out_view += blockwise.blockwise_dropped_forward(
-                q, k, v, lse_view, work.biases(partial, q, side), keep, is_causal=_is_causal(partial),
-                scale=inputs.scale,
+            q, k, _, lse_view, values_view, *rest = views.tensors
+            of_factors, side = rest[: len(sides)], rest[len(sides) :]
+            part = blockwise.blockwise_weighted_sum(
+                q, k, lse_view, values_view, work.biases(partial, q, side), work.keep_factors(side),
+                list(zip(of_factors[::2], of_factors[1::2], strict=True)), is_causal=_is_causal(partial),
+                scale=inputs.scale, of_keys=of_keys,
             )  # fmt: skip
+            views.add(2, part)
 
 
 def _without_infinities(lse: Tensor) -> Tensor:

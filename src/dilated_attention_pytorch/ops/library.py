@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -13,7 +15,9 @@ from dilated_attention_pytorch.planning import Call, plan
 
 from . import execute
 from .autocast import without_autocast
+from .derivatives import gradients, refuse_tangents
 from .validation import check_documents, documents_of
+from .weighted_sum import Axis, Factor, Operands, Operators
 
 if TYPE_CHECKING:
     from dilated_attention_pytorch.kernels.triton import launch
@@ -46,9 +50,7 @@ def _inputs(
     dropout_p: float,
 ) -> execute.Inputs:
     if key_padding_mask is not None:
-        # Not even a NaN at a padded key may reach a result: 0 * NaN is NaN.
-        key = key.masked_fill(key_padding_mask[:, :, None, None], 0.0)
-        value = value.masked_fill(key_padding_mask[:, :, None, None], 0.0)
+        key, value = _without_padding(key, key_padding_mask), _without_padding(value, key_padding_mask)
     call = _call(query, key, cu_seqlens, pattern, is_causal, query_offset, key_offset)
     query, key, value = (_rows_contiguous(tensor) for tensor in (query, key, value))
     return execute.Inputs(query, key, value, call, scale, key_padding_mask, dropout_seed, dropout_p)
@@ -84,6 +86,11 @@ def _problem(
     )  # fmt: skip
 
 
+def _without_padding(tensor: Tensor, key_padding_mask: Tensor) -> Tensor:
+    # Not even a NaN at a padded key may reach a result: 0 * NaN is NaN.
+    return tensor.masked_fill(key_padding_mask[:, :, None, None], 0.0)
+
+
 def _rows_contiguous(tensor: Tensor) -> Tensor:
     # The fused kernels read the last dimension as if its stride were 1, whatever it is.
     return tensor if tensor.stride(-1) == 1 else tensor.contiguous()
@@ -106,6 +113,7 @@ def attend(
     impl: str,
 ) -> tuple[Tensor, Tensor]:
     """Output and log-sum-exp; see :func:`dilated_attention_pytorch.attend_with_lse`."""
+    refuse_tangents(query, key, value)
     options = (
         cu_seqlens, key_padding_mask, dropout_seed, pattern, is_causal, scale, query_offset, key_offset, dropout_p
     )  # fmt: skip
@@ -138,6 +146,7 @@ def attend_backward(
     impl: str,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Gradients of query, key and value from the merged output and log-sum-exp."""
+    refuse_tangents(query, key, value, grad_out, grad_lse)
     options = (
         cu_seqlens, key_padding_mask, dropout_seed, pattern, is_causal, scale, query_offset, key_offset, dropout_p
     )  # fmt: skip
@@ -150,6 +159,40 @@ def attend_backward(
             out, lse = out.contiguous(), lse.contiguous()
             return launch.backward(_problem(query, key, value, *options), out, lse, grad_out, grad_lse)
         return execute.backward(_inputs(query, key, value, *options), out, lse, grad_out, grad_lse)
+
+
+@torch.library.custom_op("dilated_attention_pytorch::weighted_sum", mutates_args=())
+def weighted_sum(
+    values: Tensor,
+    lefts: list[Tensor],
+    rights: list[Tensor],
+    of_keys: bool,
+    lse: Tensor,
+    query: Tensor,
+    key: Tensor,
+    cu_seqlens: Tensor | None,
+    key_padding_mask: Tensor | None,
+    dropout_seed: Tensor | None,
+    pattern: str,
+    is_causal: bool,
+    scale: float,
+    query_offset: int,
+    key_offset: int,
+    dropout_p: float,
+) -> Tensor:
+    """A weighted sum of the queries, or of the keys, in the accumulation dtype; see :mod:`.weighted_sum`."""
+
+    def of_key(tensor: Tensor) -> Tensor:
+        return _rows_contiguous(tensor if key_padding_mask is None else _without_padding(tensor, key_padding_mask))
+
+    factors = [(_rows_contiguous(left), of_key(right)) for left, right in zip(lefts, rights, strict=True)]
+    values = _rows_contiguous(values) if of_keys else of_key(values)
+    inputs = _inputs(
+        query, key, key, cu_seqlens, key_padding_mask, dropout_seed, pattern, is_causal, scale, query_offset,
+        key_offset, dropout_p,
+    )  # fmt: skip
+    with without_autocast(query.device.type):
+        return execute.weighted_sum(inputs, lse, values, factors, of_keys=of_keys)
 
 
 def _lse_dtype(query: Tensor) -> torch.dtype:
@@ -177,20 +220,61 @@ def _(
     return grads[0], grads[1], grads[2]
 
 
+@weighted_sum.register_fake
+def _(
+    values: Tensor, lefts: list[Tensor], rights: list[Tensor], of_keys: bool, lse: Tensor, query: Tensor, key: Tensor,
+    *_: Any,
+) -> Tensor:  # fmt: skip
+    return lse.new_empty((*(key if of_keys else query).shape[:3], values.shape[3]))
+
+
+@dataclass(frozen=True, slots=True)
+class AttendOperators(Operators):
+    """The operators of one call of :func:`attend`."""
+
+    scale: float
+    pattern: str
+    is_causal: bool
+    query_offset: int
+    key_offset: int
+    dropout_p: float
+    impl: str
+
+    def forward(self, operands: Operands, value: Tensor) -> tuple[Tensor, Tensor]:
+        return attend(operands.query, operands.key, value, *operands[3:], *self._options, self.impl)
+
+    def backward(
+        self, operands: Operands, value: Tensor, grad_out: Tensor, grad_lse: Tensor | None, out: Tensor, lse: Tensor
+    ) -> tuple[Tensor, ...]:
+        return attend_backward(
+            grad_out, grad_lse, out, lse, operands.query, operands.key, value, *operands[3:], *self._options, self.impl
+        )
+
+    def weighted_sum(
+        self, axis: Axis, operands: Operands, lse: Tensor, values: Tensor | None, factors: Sequence[Factor]
+    ) -> Tensor:
+        return weighted_sum(
+            values, [factor.left for factor in factors], [factor.right for factor in factors], axis == "keys", lse,
+            operands.query, operands.key, *operands[3:], *self._options,
+        )  # fmt: skip
+
+    @property
+    def _options(self) -> tuple[Any, ...]:
+        return (self.pattern, self.is_causal, self.scale, self.query_offset, self.key_offset, self.dropout_p)
+
+
 def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
+    pattern, is_causal, scale, *rest = inputs[6:]
     ctx.save_for_backward(*inputs[:6], *output)
-    ctx.options = inputs[6:]
+    ctx.operators = AttendOperators(scale, pattern, is_causal, *rest)
     ctx.set_materialize_grads(False)
 
 
 def _backward(ctx: Any, grad_out: Tensor | None, grad_lse: Tensor | None) -> tuple[Tensor | None, ...]:
-    *operands, out, lse = ctx.saved_tensors
-    grads: tuple[Tensor | None, ...] = (None, None, None)
-    if grad_out is not None or grad_lse is not None:
-        if grad_out is None:
-            grad_out = torch.zeros_like(out)
-        grads = attend_backward(grad_out, grad_lse, out, lse, *operands, *ctx.options)
-    return (*grads, *(None for _ in range(10)))
+    query, key, value, *rest, out, lse = ctx.saved_tensors
+    operands = Operands(query, key, None, *rest)
+    grads = gradients(ctx.operators, value, operands, grad_out, grad_lse, out, lse)
+    return (*grads[:3], *(None for _ in range(10)))
 
 
 attend.register_autograd(_backward, setup_context=_setup_context)
@@ -213,3 +297,11 @@ def _attend_flops(*operands: Any, out_val: Any = None, **_: Any) -> int:
 def _attend_backward_flops(*operands: Any, out_val: Any = None, **_: Any) -> int:
     """Five matrix products, the scores' recomputation among them, as PyTorch counts its own attention."""
     return 10 * operands[4].shape[-1] * _num_pairs(operands[4:])
+
+
+@register_flop_formula(torch.ops.dilated_attention_pytorch.weighted_sum, get_raw=True)
+def _weighted_sum_flops(*operands: Any, out_val: Any = None, **_: Any) -> int:
+    """The scores, the factors and the sum: two operations a pair and column."""
+    values, lefts, _, _, _, query, key, *rest = operands
+    columns = query.shape[-1] + values.shape[-1] + sum(left.shape[-1] for left in lefts)
+    return 2 * columns * _num_pairs((query, key, key, *rest))

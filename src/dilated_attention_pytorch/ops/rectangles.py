@@ -71,8 +71,8 @@ def merge_rectangle(
         biases = () if bias is None else (blockwise.Bias(bias),)
         if dropout is not None:
             part, part_lse = blockwise.blockwise_forward(q, keys.key, keys.value, biases, is_causal=False, scale=scale)
-            part = blockwise.blockwise_dropped_forward(
-                q, keys.key, keys.value, part_lse, biases, _keep(dropout, q, ratio, index), is_causal=False, scale=scale
+            part = blockwise.blockwise_weighted_sum(
+                q, keys.key, part_lse, keys.value, biases, _keep(dropout, q, ratio, index), is_causal=False, scale=scale
             )
         elif impl == "triton":
             part, part_lse = _triton_forward(q, keys, scale)

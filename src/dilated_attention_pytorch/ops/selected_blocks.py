@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -13,8 +15,10 @@ from dilated_attention_pytorch.patterns import local_window
 
 from . import block_problems
 from .autocast import cast_by_autocast, without_autocast
+from .derivatives import attend_operands, gradients, refuse_tangents
 from .merge import AttentionOutput
 from .validation import check_call
+from .weighted_sum import Axis, Factor, Operands, Operators, factors_of
 
 _ANY_PATTERN = local_window(0)
 
@@ -43,7 +47,7 @@ def attend_blocks(
     ``s = scale * q . k``, and L[p] is the logarithm of the denominator. A block that is listed twice counts twice.
     Gradients reach query, key, value and the log-gates, from both outputs, so that the result merges exactly with
     other partials (:func:`merge`). Scores are never held for more than a few query blocks. One operator of
-    ``torch.library``: it is traced by ``torch.compile(fullgraph=True)``. Without a second derivative.
+    ``torch.library``: it is traced by ``torch.compile(fullgraph=True)``.
 
     Args:
         query: ``[B, N, H, D]``, float16, bfloat16, float32 or float64.
@@ -83,10 +87,9 @@ def attend_blocks(
     query, key, value = cast_by_autocast(query, key, value)
     seed = torch.randint(2**62, (), device=query.device) if dropout_p > 0.0 else None
     scale = 1.0 / math.sqrt(query.shape[-1]) if scale is None else float(scale)
-    out, lse = _attend_blocks(
-        query, key, value, blocks, log_gates, key_padding_mask, seed, block_size, query_block_size, is_causal, scale,
-        query_offset, dropout_p,
-    )  # fmt: skip
+    operators = _BlockOperators(scale, block_size, query_block_size, is_causal, query_offset, dropout_p)
+    operands = Operands(query, key, log_gates, blocks, key_padding_mask, seed)
+    out, lse = attend_operands(operators, value, operands)
     return AttentionOutput(out, lse)
 
 
@@ -121,8 +124,11 @@ def _check_blocks(
                 f"log_gates must have the shape and device of blocks, {tuple(blocks.shape)} on {blocks.device}, got "
                 f"{tuple(log_gates.shape)} on {log_gates.device}"
             )
-    if blocks.is_cpu and blocks.numel() and not torch.compiler.is_compiling():
-        num_blocks, least, most = -(-key.shape[1] // block_size), int(blocks.min()), int(blocks.max())
+
+
+def _check_numbers(blocks: Tensor, num_keys: int, block_size: int) -> None:
+    if blocks.is_cpu and blocks.numel():
+        num_blocks, least, most = -(-num_keys // block_size), int(blocks.min()), int(blocks.max())
         if least < -1 or most >= num_blocks:
             raise ValueError(
                 f"blocks must hold numbers of the {num_blocks} key blocks of {block_size} positions, or -1 for none, "
@@ -132,11 +138,15 @@ def _check_blocks(
 
 def _inputs(query: Tensor, key: Tensor, value: Tensor, blocks: Tensor, *rest: Any) -> block_problems.Inputs:
     inputs = block_problems.Inputs(query, key, value, blocks, *rest)
-    if inputs.key_padding_mask is None:
+    padding = inputs.key_padding_mask
+    if padding is None:
         return inputs
+    return inputs._replace(key=_without_padding(key, padding), value=_without_padding(value, padding))
+
+
+def _without_padding(tensor: Any, key_padding_mask: Tensor) -> Any:
     # Not even a NaN at a padded key may reach a result: 0 * NaN is NaN.
-    padded = inputs.key_padding_mask[:, :, None, None]
-    return inputs._replace(key=key.masked_fill(padded, 0.0), value=value.masked_fill(padded, 0.0))
+    return None if tensor is None else tensor.masked_fill(key_padding_mask[:, :, None, None], 0.0)
 
 
 @torch.library.custom_op("dilated_attention_pytorch::attend_blocks", mutates_args=())
@@ -156,6 +166,8 @@ def _attend_blocks(
     dropout_p: float,
 ) -> tuple[Tensor, Tensor]:
     """Output and log-sum-exp; see :func:`attend_blocks`."""
+    refuse_tangents(query, key, value, log_gates)
+    _check_numbers(blocks, key.shape[1], block_size)
     inputs = _inputs(
         query, key, value, blocks, log_gates, key_padding_mask, dropout_seed, block_size, query_block_size, is_causal,
         scale, query_offset, dropout_p,
@@ -185,6 +197,7 @@ def _attend_blocks_backward(
     dropout_p: float,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Gradients of query, key, value and log-gates from the merged output and log-sum-exp."""
+    refuse_tangents(query, key, value, log_gates, grad_out, grad_lse)
     inputs = _inputs(
         query, key, value, blocks, log_gates, key_padding_mask, dropout_seed, block_size, query_block_size, is_causal,
         scale, query_offset, dropout_p,
@@ -193,6 +206,38 @@ def _attend_blocks_backward(
         *grads, grad_gates = block_problems.backward(inputs, out, lse, grad_out, grad_lse)
     gate_dtype = lse.dtype if log_gates is None else log_gates.dtype
     return grads[0], grads[1], grads[2], grad_gates.to(gate_dtype)
+
+
+@torch.library.custom_op("dilated_attention_pytorch::weighted_block_sum", mutates_args=())
+def _weighted_sum(
+    axis: str,
+    values: Tensor | None,
+    factors: list[Tensor | None],
+    lse: Tensor,
+    query: Tensor,
+    key: Tensor,
+    blocks: Tensor,
+    log_gates: Tensor | None,
+    key_padding_mask: Tensor | None,
+    dropout_seed: Tensor | None,
+    block_size: int,
+    query_block_size: int,
+    is_causal: bool,
+    scale: float,
+    query_offset: int,
+    dropout_p: float,
+) -> Tensor:
+    """A weighted sum of the queries, the keys or the blocks, in the dtype of sums; see :mod:`.weighted_sum`."""
+    inputs = _inputs(
+        query, key, key, blocks, log_gates, key_padding_mask, dropout_seed, block_size, query_block_size, is_causal,
+        scale, query_offset, dropout_p,
+    )  # fmt: skip
+    of_pairs = factors_of(factors)
+    if key_padding_mask is not None:
+        of_pairs = [f._replace(right=_without_padding(f.right, key_padding_mask)) for f in of_pairs]
+        values = _without_padding(values, key_padding_mask) if axis == "queries" else values
+    with without_autocast(query.device.type):
+        return block_problems.weighted_sum(inputs, lse, values, of_pairs, axis)
 
 
 @_attend_blocks.register_fake
@@ -212,21 +257,68 @@ def _(
     return grads[0], grads[1], grads[2], torch.empty(blocks.shape, dtype=gate_dtype, device=query.device)
 
 
+@_weighted_sum.register_fake
+def _(
+    axis: str, values: Tensor | None, factors: list[Tensor | None], lse: Tensor, query: Tensor, key: Tensor,
+    blocks: Tensor, *_: Any,
+) -> Tensor:  # fmt: skip
+    if values is None:
+        return lse.new_empty(blocks.shape)
+    return lse.new_empty((*(query if axis == "queries" else key).shape[:3], values.shape[3]))
+
+
+@dataclass(frozen=True, slots=True)
+class _BlockOperators(Operators):
+    """The operators of one call of :func:`attend_blocks`."""
+
+    scale: float
+    block_size: int
+    query_block_size: int
+    is_causal: bool
+    query_offset: int
+    dropout_p: float
+
+    def forward(self, operands: Operands, value: Tensor) -> tuple[Tensor, Tensor]:
+        return _attend_blocks(*self._tensors(operands, value), *self._options)
+
+    def backward(
+        self, operands: Operands, value: Tensor, grad_out: Tensor, grad_lse: Tensor | None, out: Tensor, lse: Tensor
+    ) -> tuple[Tensor, ...]:
+        *grads, grad_gates = _attend_blocks_backward(
+            grad_out, grad_lse, out, lse, *self._tensors(operands, value), *self._options
+        )
+        return tuple(grads) if operands.log_gates is None else (*grads, grad_gates)
+
+    def weighted_sum(
+        self, axis: Axis, operands: Operands, lse: Tensor, values: Tensor | None, factors: Sequence[Factor]
+    ) -> Tensor:
+        query, key, _, *others = self._tensors(operands, operands.key)
+        flat = [tensor for factor in factors for tensor in factor]
+        return _weighted_sum(axis, values, flat, lse, query, key, *others, *self._options)
+
+    def _tensors(self, operands: Operands, value: Tensor) -> tuple[Any, ...]:
+        query, key, log_gates, blocks, key_padding_mask, dropout_seed = operands
+        return query, key, value, blocks, log_gates, key_padding_mask, dropout_seed
+
+    @property
+    def _options(self) -> tuple[Any, ...]:
+        return (
+            self.block_size, self.query_block_size, self.is_causal, self.scale, self.query_offset, self.dropout_p
+        )  # fmt: skip
+
+
 def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
+    block_size, query_block_size, is_causal, scale, *rest = inputs[7:]
     ctx.save_for_backward(*inputs[:7], *output)
-    ctx.options = inputs[7:]
+    ctx.operators = _BlockOperators(scale, block_size, query_block_size, is_causal, *rest)
     ctx.set_materialize_grads(False)
 
 
 def _backward(ctx: Any, grad_out: Tensor | None, grad_lse: Tensor | None) -> tuple[Tensor | None, ...]:
-    *operands, out, lse = ctx.saved_tensors
-    nothing = (None,) * (2 + len(ctx.options))
-    if grad_out is None and grad_lse is None:
-        return (None, None, None, None, None, *nothing)
-    if grad_out is None:
-        grad_out = torch.zeros_like(out)
-    *grads, grad_gates = _attend_blocks_backward(grad_out, grad_lse, out, lse, *operands, *ctx.options)
-    return (*grads, None, None if operands[4] is None else grad_gates, *nothing)
+    query, key, value, blocks, log_gates, key_padding_mask, seed, out, lse = ctx.saved_tensors
+    operands = Operands(query, key, log_gates, blocks, key_padding_mask, seed)
+    *grads, grad_gates = gradients(ctx.operators, value, operands, grad_out, grad_lse, out, lse)
+    return (*grads, None, grad_gates, *(None for _ in range(8)))
 
 
 _attend_blocks.register_autograd(_backward, setup_context=_setup_context)
@@ -248,3 +340,12 @@ def _attend_flops(*operands: Any, out_val: Any = None, **_: Any) -> int:
 def _attend_backward_flops(*operands: Any, out_val: Any = None, **_: Any) -> int:
     """Five matrix products, the scores' recomputation among them."""
     return 10 * operands[4].shape[-1] * _num_pairs(operands[4:])
+
+
+@register_flop_formula(torch.ops.dilated_attention_pytorch.weighted_block_sum, get_raw=True)
+def _weighted_sum_flops(*operands: Any, out_val: Any = None, **_: Any) -> int:
+    """The scores, the factors and the sum: two operations a pair and column."""
+    values, factors, query = operands[1], operands[2], operands[4]
+    columns = query.shape[-1] + (0 if values is None else values.shape[-1])
+    columns += sum(left.shape[-1] for left in factors[::3] if left is not None)
+    return 2 * columns * _num_pairs((query, query, query, *operands[6:]))

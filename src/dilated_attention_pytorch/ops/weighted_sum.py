@@ -1,0 +1,258 @@
+"""Weighted sums: what derivatives of attention of any order are made of, and whose derivatives are such sums.
+
+With P the merged probabilities of all pairs (query p, key t) and f a product of factors of pairs, a weighted sum is
+
+    sum_t P[p, t] f[p, t] x[t]    or, over the queries,    sum_p P[p, t] f[p, t] x[p].
+
+The tangent of a score is such a factor, and so is the gradient that reaches a probability. The scores are
+``s = scale * q . k + e``, where ``e`` is the log-gate of the pair's block, if there are any.
+"""
+
+from __future__ import annotations
+
+import functools
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
+from typing import Any, Literal, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.autograd import forward_ad
+from torch.autograd.function import Function
+
+Axis = Literal["queries", "keys", "blocks"]
+"""What a weighted sum has one value for: every query, every key, or every listed block of every query block."""
+
+
+class Operands(NamedTuple):
+    """What the scores are of. The last three have no derivative."""
+
+    query: Tensor
+    key: Tensor
+    log_gates: Tensor | None
+    which: Tensor | None
+    """Boundaries of packed documents, or listed blocks."""
+    key_padding_mask: Tensor | None
+    dropout_seed: Tensor | None
+
+    def undropped(self) -> Operands:
+        return self._replace(dropout_seed=None)
+
+
+class Factor(NamedTuple):
+    """A factor of every pair: ``left[p] . right[t] + gates[block of the pair]``, of what there is."""
+
+    left: Tensor | None
+    """``[B, N, H, width]``"""
+    right: Tensor | None
+    """``[B, M, G, width]``"""
+    gates: Tensor | None = None
+    """``[B, G, query blocks, k]``"""
+
+
+class Tangents(NamedTuple):
+    """Tangents of query, key, value and log-gates; None is zero."""
+
+    query: Tensor | None
+    key: Tensor | None
+    value: Tensor | None
+    log_gates: Tensor | None
+
+
+class Operators(ABC):
+    """The operators of one kind of call, with what is no tensor of it. They know nothing of derivatives."""
+
+    scale: float
+
+    @abstractmethod
+    def forward(self, operands: Operands, value: Tensor) -> tuple[Tensor, Tensor]:
+        """Output and log-sum-exp."""
+
+    @abstractmethod
+    def backward(
+        self, operands: Operands, value: Tensor, grad_out: Tensor, grad_lse: Tensor | None, out: Tensor, lse: Tensor
+    ) -> tuple[Tensor, ...]:
+        """Gradients of query, key, value and, if there are any, log-gates."""
+
+    @abstractmethod
+    def weighted_sum(
+        self, axis: Axis, operands: Operands, lse: Tensor, values: Tensor | None, factors: Sequence[Factor]
+    ) -> Tensor:
+        """The sum of the factors of every pair times P, with dropout if ``operands`` have a seed, in the accumulation
+        dtype. ``values``: of the keys for a sum of the queries, of the queries for one of the keys, else None."""
+
+
+def nestable(jvp: Callable[..., Any]) -> Callable[..., Any]:
+    """A ``jvp(ctx, saved, *tangents)`` of a function, whose own operations have tangents: those of outer levels.
+
+    PyTorch calls it without, so that a tangent of a tangent would be 0.
+    """
+
+    @functools.wraps(jvp)
+    def with_tangents(ctx: Any, *tangents: Any) -> Any:
+        with forward_ad._set_fwd_grad_enabled(True):
+            # Of this level they have tangents already, which are among the arguments.
+            saved = [None if x is None else forward_ad.unpack_dual(x).primal for x in ctx.saved_tensors]
+            return jvp(ctx, saved, *tangents)
+
+    return with_tangents
+
+
+class WeightedSum(Function):
+    """:meth:`Operators.weighted_sum`: ``apply(axis, operators, lse, values, *operands, *factors)``.
+
+    Here ``lse`` is a variable of its own: P is ``exp(s - lse)``.
+    """
+
+    @staticmethod
+    def forward(axis: Axis, operators: Operators, lse: Tensor, values: Tensor | None, *tensors: Any) -> Tensor:
+        return operators.weighted_sum(axis, Operands(*tensors[:6]), lse, values, factors_of(tensors[6:]))
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+        ctx.axis, ctx.operators, *tensors = inputs
+        ctx.save_for_backward(*tensors)
+        ctx.save_for_forward(*tensors)
+        ctx.set_materialize_grads(False)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor | None) -> tuple[Tensor | None, ...]:
+        lse, values, *tensors = ctx.saved_tensors
+        if grad is None:
+            return (None,) * (4 + len(tensors))
+        operands, factors = Operands(*tensors[:6]), factors_of(tensors[6:])
+        # What every pair's term is multiplied by in the product of the sum with its gradient.
+        last = {
+            "queries": Factor(grad, values),
+            "keys": Factor(values, grad),
+            "blocks": Factor(None, None, grad),
+        }[ctx.axis]  # fmt: skip
+        of_scores, (key, query, gates) = [*factors, last], (operands.key, operands.query, operands.log_gates)
+        is_needed = dict(zip(("lse", "values", *Operands._fields), ctx.needs_input_grad[2:10], strict=True))
+
+        def total(axis: Axis, like: Tensor | None, values: Tensor | None, factors: list[Factor]) -> Tensor | None:
+            return (
+                None if like is None
+                else weighted_sum(axis, ctx.operators, operands, lse, values, factors).to(like.dtype)
+            )  # fmt: skip
+
+        grads: dict[str, Tensor | None] = dict.fromkeys(is_needed)
+        if is_needed["lse"]:
+            of_rows = total("queries", lse, ones_of(key), of_scores)
+            assert of_rows is not None
+            grads["lse"] = -of_rows.squeeze(-1)
+        if is_needed["values"]:
+            grads["values"] = total("keys" if ctx.axis == "queries" else "queries", values, grad, factors)
+        if is_needed["query"]:
+            grads["query"] = total("queries", query, ctx.operators.scale * key, of_scores)
+        if is_needed["key"]:
+            grads["key"] = total("keys", key, ctx.operators.scale * query, of_scores)
+        if is_needed["log_gates"]:
+            grads["log_gates"] = total("blocks", gates, None, of_scores)
+        of_factors: list[Tensor | None] = []
+        for index, factor in enumerate(factors):
+            others = [*factors[:index], *factors[index + 1 :], last]
+            of_factors += [
+                total("queries", factor.left, factor.right, others),
+                total("keys", factor.right, factor.left, others),
+                total("blocks", factor.gates, None, others),
+            ]
+        return (None, None, *grads.values(), *of_factors)
+
+    @staticmethod
+    @nestable
+    def jvp(ctx: Any, saved: list[Any], *tangents: Any) -> Tensor:
+        lse, values, *tensors = saved
+        _, _, of_lse, of_values, of_query, of_key, of_gates, _, _, _, *rest = tangents
+        operands, factors = Operands(*tensors[:6]), factors_of(tensors[6:])
+
+        def total(values: Tensor | None, factors: list[Factor]) -> Tensor:
+            return weighted_sum(ctx.axis, ctx.operators, operands, lse, values, factors)
+
+        scores = moved_scores(ctx.operators.scale, operands, Tangents(of_query, of_key, None, of_gates))
+        if of_lse is not None:
+            scores = less(scores or Factor(None, None), of_lse, ones_of(operands.key))
+        parts = [] if scores is None else [total(values, [*factors, scores])]
+        if of_values is not None:
+            parts.append(total(of_values, factors))
+        for index, (factor, moved) in enumerate(zip(factors, factors_of(rest), strict=True)):
+            lefts = [x for x in (moved.left, None if moved.right is None else factor.left) if x is not None]
+            rights = [x for x in (None if moved.left is None else factor.right, moved.right) if x is not None]
+            if not lefts and moved.gates is None:
+                continue
+            of_factor = Factor(joined(lefts) if lefts else None, joined(rights) if rights else None, moved.gates)
+            parts.append(total(values, [*factors[:index], of_factor, *factors[index + 1 :]]))
+        result = sum(parts)
+        assert isinstance(result, Tensor)
+        return result
+
+    @staticmethod
+    def vmap(info: Any, in_dims: tuple[int | None, ...], *inputs: Any) -> tuple[Any, Any]:
+        return by_sequence(WeightedSum, info.batch_size, in_dims, inputs)
+
+
+def by_sequence(
+    function: type[Function], size: int, in_dims: tuple[int | None, ...], inputs: tuple[Any, ...]
+) -> tuple[Any, Any]:
+    """``function`` of ``size`` calls side by side as one call over more sequences.
+
+    What is not by sequence (boundaries of documents, the seed of dropout, which counts the sequences) has less than two
+    dimensions: where such a tensor differs from call to call, or pairs are dropped, the calls follow each other.
+    """
+    tensors = [(x, dim) for x, dim in zip(inputs, in_dims, strict=True) if isinstance(x, Tensor)]
+    if any(x.dim() - (dim is not None) == 0 or (x.dim() == 2 and dim is not None) for x, dim in tensors):
+        results = [
+            function.apply(*(
+                x.select(dim, number) if dim is not None else x for x, dim in zip(inputs, in_dims, strict=True)
+            ))
+            for number in range(size)
+        ]  # fmt: skip
+        if isinstance(results[0], Tensor):
+            return torch.stack(results), 0
+        return tuple(map(torch.stack, zip(*results, strict=True))), (0,) * len(results[0])
+
+    def whole(x: Any, dim: int | None) -> Any:
+        if not isinstance(x, Tensor) or x.dim() == 1:
+            return x
+        return (x.expand(size, *x.shape) if dim is None else x.movedim(dim, 0)).flatten(0, 1)
+
+    results = function.apply(*(whole(x, dim) for x, dim in zip(inputs, in_dims, strict=True)))
+    if isinstance(results, Tensor):
+        return results.unflatten(0, (size, -1)), 0
+    return tuple(x.unflatten(0, (size, -1)) for x in results), (0,) * len(results)
+
+
+def less(factor: Factor, number: Tensor, ones: Tensor) -> Factor:
+    """The factor less a number of every query ``[B, N, H]``."""
+    lefts = [x for x in (factor.left, -number.unsqueeze(-1)) if x is not None]
+    rights = [x for x in (factor.right, ones) if x is not None]
+    return Factor(joined(lefts), joined(rights), factor.gates)
+
+
+def moved_scores(scale: float, operands: Operands, moved: Tangents) -> Factor | None:
+    """The tangent of every score; None if it is zero everywhere."""
+    lefts = [scale * x for x in (moved.query, None if moved.key is None else operands.query) if x is not None]
+    rights = [x for x in (None if moved.query is None else operands.key, moved.key) if x is not None]
+    if not lefts:
+        return None if moved.log_gates is None else Factor(None, None, moved.log_gates)
+    return Factor(joined(lefts), joined(rights), moved.log_gates)
+
+
+def joined(tensors: Sequence[Tensor]) -> Tensor:
+    return tensors[0] if len(tensors) == 1 else torch.cat(list(tensors), dim=-1)
+
+
+def ones_of(key: Tensor) -> Tensor:
+    return torch.ones_like(key[..., :1])
+
+
+def weighted_sum(
+    axis: Axis, operators: Operators, operands: Operands, lse: Tensor, values: Tensor | None, factors: Sequence[Factor]
+) -> Tensor:
+    flat = [tensor for factor in factors for tensor in factor]
+    result: Tensor = WeightedSum.apply(axis, operators, lse, values, *operands, *flat)
+    return result
+
+
+def factors_of(flat: Sequence[Any]) -> list[Factor]:
+    return [Factor(*flat[start : start + 3]) for start in range(0, len(flat), 3)]
