@@ -78,16 +78,17 @@ def __getattr__(name: str) -> Any:
     from .parallel import HeadParallelDilatedAttention
 
     class OldHeadParallelDilatedAttention(HeadParallelDilatedAttention):
-        """:class:`HeadParallelDilatedAttention` with the old keywords that chose a backend."""
+        """:class:`HeadParallelDilatedAttention` with the old keywords that chose a backend, which can only be off."""
 
         def __init__(
             self, *args: Any, use_xformers: bool | None = None, use_flex_attention: bool | None = None, **options: Any
         ) -> None:
-            if use_xformers is not None or use_flex_attention is not None:
-                warnings.warn(
-                    "use_xformers and use_flex_attention change nothing: impl= picks the kernels, and no choice "
-                    "changes the result", DeprecationWarning, stacklevel=2,
-                )  # fmt: skip
+            for name, is_asked in (("use_xformers", use_xformers), ("use_flex_attention", use_flex_attention)):
+                if is_asked:
+                    raise ValueError(
+                        f"{name} must be False or left out, got {is_asked!r}: neither backend is used here; impl= "
+                        "picks the kernels, and no choice changes the result"
+                    )
             super().__init__(*args, **options)
 
     return OldHeadParallelDilatedAttention

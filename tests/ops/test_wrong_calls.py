@@ -17,9 +17,11 @@ from dilated_attention_pytorch import (
     MultiheadDilatedAttention,
     attend,
     dilated_attention,
+    legacy,
     merge,
+    parallel,
 )
-from dilated_attention_pytorch.core import create_dilated_attention
+from dilated_attention_pytorch.core import create_dilated_attention, create_multihead_dilated_attention
 from dilated_attention_pytorch.kernels.select import refusal, select
 
 P = DilatedPattern([4, 8], [1, 2])
@@ -105,6 +107,21 @@ TABLE: list[tuple[Callable[[], object], type[Exception], str]] = [
     (lambda: dilated_attention(Q, K, K, [4], [1], tail="zero_padded", key_offset=2), NotImplementedError, 'use tail="ragged" for slabs'),
     (lambda: dilated_attention(Q, K, K, [4], [1], tail="zero_padded", key_padding_mask=torch.zeros(1, 6).bool()), NotImplementedError, "pack the sequences with cu_seqlens instead"),
     (lambda: DilatedAttention([4], [1], dropout=-0.1), ValueError, "dropout must be a probability of at least 0 and below 1, got -0.1"),
+    (lambda: DilatedAttention([1, 2], [2048, 4096]), ValueError, "segment_lengths come first and dilation_rates second, and no rate of a module is larger than its segment: got rate 2048 for segment length 1 in segment_lengths [1, 2] and dilation_rates [2048, 4096]; other packages take them in the other order"),
+    (lambda: DilatedAttention([4, 6], [1, 7]), ValueError, "got rate 7 for segment length 6 in segment_lengths [4, 6] and dilation_rates [1, 7]"),
+    (lambda: MultiheadDilatedAttention(8, 2, [1, 2], [8, 16]), ValueError, "segment_lengths come first and dilation_rates second"),
+    (lambda: create_dilated_attention(segment_lengths=[1, 2], dilation_rates=[8, 16]), ValueError, "segment_lengths come first and dilation_rates second"),
+    (lambda: create_multihead_dilated_attention(embed_dim=8, num_heads=2, segment_lengths=[1, 2], dilation_rates=[8, 16]), ValueError, "segment_lengths come first and dilation_rates second"),
+    (lambda: parallel.ParallelDilatedAttention([1, 2], [8, 16]), ValueError, "segment_lengths come first and dilation_rates second"),
+    (lambda: parallel.RingMultiheadDilatedAttention(8, 2, [1, 2], [8, 16]), ValueError, "segment_lengths come first and dilation_rates second"),
+    (lambda: LongNetConfig(embed_dim=8, num_layers=1, num_heads=1, segment_lengths=[1], dilation_rates=[4]), ValueError, "segment_lengths come first and dilation_rates second"),
+    (lambda: parallel.RingDilatedAttention([4], [1], ring_size=8)(Q, K, K), ValueError, "ring_size must be the number of ranks that share the sequence, 1 here, got 8; start the program with torchrun --nproc-per-node 8 and torch.distributed.init_process_group(), pass mesh= for another set of ranks, or leave ring_size out"),
+    (lambda: parallel.RingMultiheadDilatedAttention(8, 2, [4], [1], ring_size=2)(X, X, X), ValueError, "ring_size must be the number of ranks that share the sequence, 1 here, got 2"),
+    (lambda: parallel.RingDilatedAttention([4], [1], ring_size=0), ValueError, "ring_size must be at least 1, got 0"),
+    (lambda: parallel.RingDilatedAttention([4], [1], ring_size=2.0), TypeError, "ring_size must be an integer, got 2.0 of type float"),
+    (lambda: parallel.ParallelDilatedAttention([4], [1], sequence_length=12)(Q, K, K), ValueError, "sequence_length must be the rows of the whole sequence, which one process holds all of: got 12 and 6 rows of query"),
+    (lambda: legacy.HeadParallelDilatedAttention([4], [1], use_xformers=True), ValueError, "use_xformers must be False or left out, got True: neither backend is used here; impl= picks the kernels"),
+    (lambda: legacy.HeadParallelDilatedAttention([4], [1], use_flex_attention=True), ValueError, "use_flex_attention must be False or left out, got True"),
     (lambda: mha(num_heads=3), ValueError, "num_heads must divide embed_dim: got 3 heads and embed_dim 8"),
     (lambda: mha(num_kv_heads=3), ValueError, "num_kv_heads must divide num_heads: got 3 of 2 heads"),
     (lambda: mha()(X, X, X, need_weights=True), NotImplementedError, "pass need_weights=False"),

@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, fields
 from typing import Any, Literal, get_args
 
+from dilated_attention_pytorch.ops.validation import check_order
 from dilated_attention_pytorch.patterns import DilatedPattern, OffsetRule
 
 Activation = Literal["swiglu", "gelu"]
@@ -44,7 +45,7 @@ class LongNetConfig:
     segment_lengths: Sequence[int]
     """Segment lengths w_i of the attention pattern, in positions."""
     dilation_rates: Sequence[int]
-    """Dilation rates r_i, one for every segment length."""
+    """Dilation rates r_i, one for every segment length and none larger than it."""
     offset_rule: OffsetRule = "modulo"
     """Which residues a head selects, see :class:`DilatedPattern`."""
     layer_segment_shifts: Sequence[int] = (0,)
@@ -101,6 +102,7 @@ class LongNetConfig:
             )
         # A pattern checks what it is made of.
         patterns = [self._pattern(shift) for shift in self.layer_segment_shifts]
+        check_order(patterns[0].segment_lengths, patterns[0].dilation_rates)
         self.segment_lengths = tuple(patterns[0].segment_lengths)
         self.dilation_rates = tuple(patterns[0].dilation_rates)
         self.layer_segment_shifts = tuple(self.layer_segment_shifts)

@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 from dilated_attention_pytorch.kernels.select import Impl
 from dilated_attention_pytorch.ops import attend
-from dilated_attention_pytorch.ops.validation import check_dropout
+from dilated_attention_pytorch.ops.validation import check_dropout, check_order
 from dilated_attention_pytorch.patterns import DilatedPattern, OffsetRule, Pattern, Tail
 
 
@@ -79,15 +79,15 @@ class DilatedAttention(PatternAttention):
 
     Args:
         segment_lengths: segment lengths w_i, in positions.
-        dilation_rates: dilation rates r_i, one for every segment length.
+        dilation_rates: dilation rates r_i, one for every segment length and none larger than it.
         dropout: probability of dropping a merged attention probability, in training only.
         softmax_scale: factor of the scores; ``1 / sqrt(D)`` without it.
         offset_rule, tail, segment_shift: see :class:`DilatedPattern`.
         impl: see :func:`attend`.
 
     Raises:
-        TypeError, ValueError: a pattern argument is of the wrong type or range, see :class:`DilatedPattern`; or
-            ``dropout`` is not in [0, 1).
+        TypeError, ValueError: a pattern argument is of the wrong type or range, see :class:`DilatedPattern`; a rate is
+            larger than its segment, as where the two are in the wrong order; or ``dropout`` is not in [0, 1).
 
     >>> attention = DilatedAttention([128, 512], [1, 4])
     >>> q = k = v = torch.randn(2, 1000, 8, 64)
@@ -112,6 +112,7 @@ class DilatedAttention(PatternAttention):
         pattern = DilatedPattern(
             segment_lengths, dilation_rates, offset_rule=offset_rule, tail=tail, segment_shift=segment_shift
         )
+        check_order(pattern.segment_lengths, pattern.dilation_rates)
         super().__init__(pattern, dropout, softmax_scale=softmax_scale, impl=impl)
 
     @property

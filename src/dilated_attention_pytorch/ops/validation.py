@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import itertools
 import math
+import warnings
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
@@ -11,6 +13,9 @@ from torch import Tensor
 from dilated_attention_pytorch.patterns import Pattern
 
 from .autocast import is_cast
+
+_MOST_HEADS = 128
+"""More heads than this, and more than rows, are taken for rows: models have up to 128 heads, texts have more tokens."""
 
 
 def check_call(
@@ -109,8 +114,43 @@ def _check_tensors(query: Tensor, key: Tensor, value: Tensor) -> None:
     if key.shape[2] == 0 or query.shape[2] == 0 or query.shape[2] % key.shape[2]:
         raise ValueError(
             "the number of key/value heads must divide the number of query heads (layout [batch, sequence, heads, "
-            f"head_dim]): got {query.shape[2]} query heads and {key.shape[2]} key/value heads"
+            f"head_dim]): got {query.shape[2]} query heads and {key.shape[2]} key/value heads; tensors "
+            "[batch, heads, sequence, head_dim] are brought to it by .transpose(1, 2)"
         )
+    if not torch.compiler.is_compiling() and all(_looks_swapped(tensor) for tensor in (query, key)):
+        _warn_of_swapped_axes(tuple(query.shape), tuple(key.shape))
+
+
+def _looks_swapped(tensor: Tensor) -> bool:
+    return tensor.shape[2] > max(_MOST_HEADS, tensor.shape[1])
+
+
+_WARNED: list[str] = []
+"""The warning, once it was given: once is enough for every layer and step."""
+
+
+def _warn_of_swapped_axes(query: tuple[int, ...], key: tuple[int, ...]) -> None:
+    if _WARNED:
+        return
+    _WARNED.append(
+        f"query {query} and key {key} have more heads than rows if they are [batch, sequence, heads, head_dim], as "
+        f"attention under a pattern takes them: got {query[2]} heads and {query[1]} rows. If they are [batch, heads, "
+        "sequence, head_dim], as scaled_dot_product_attention takes them, pass query.transpose(1, 2), "
+        "key.transpose(1, 2) and value.transpose(1, 2), and transpose the result back"
+    )
+    warnings.warn(_WARNED[0], stacklevel=2)
+
+
+def check_order(segment_lengths: Sequence[int], dilation_rates: Sequence[int]) -> None:
+    """Raise ValueError where a rate is larger than its segment: in a module the two are rather in the other order."""
+    for length, rate in zip(segment_lengths, dilation_rates, strict=True):
+        if rate > length:
+            raise ValueError(
+                "segment_lengths come first and dilation_rates second, and no rate of a module is larger than its "
+                f"segment: got rate {rate} for segment length {length} in segment_lengths {list(segment_lengths)} and "
+                f"dilation_rates {list(dilation_rates)}; other packages take them in the other order. "
+                "PatternAttention(DilatedPattern(segment_lengths, dilation_rates)) takes any rate"
+            )
 
 
 def _check_key_padding_mask(mask: Tensor, key: Tensor) -> None:

@@ -9,6 +9,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from dilated_attention_pytorch.nn import DilatedAttention, MultiheadDilatedAttention
+from dilated_attention_pytorch.ops.selected_blocks import check_size
 from dilated_attention_pytorch.planning import Layout
 
 from .attend import attend, check_strategy
@@ -76,6 +77,12 @@ class ParallelDilatedAttention(DilatedAttention):
         """This rank's rows: query ``[B, rows, H, D]``, key and value ``[B, rows, G, D]``; see :func:`attend`."""
         mesh = whole_world(query.device.type) if self.mesh is None else self.mesh
         if mesh is None:
+            if self.sequence_length is not None and query.dim() == 4 and query.shape[1] != self.sequence_length:
+                raise ValueError(
+                    f"sequence_length must be the rows of the whole sequence, which one process holds all of: got "
+                    f"{self.sequence_length} and {query.shape[1]} rows of query; start the program with torchrun and "
+                    "torch.distributed.init_process_group(), or leave sequence_length out"
+                )
             return super().forward(
                 query, key, value, is_causal, query_offset=query_offset, key_offset=key_offset, cu_seqlens=cu_seqlens,
                 key_padding_mask=key_padding_mask,
@@ -95,13 +102,14 @@ class RingDilatedAttention(ParallelDilatedAttention):
     """:class:`ParallelDilatedAttention` by the ring: rows of keys travel from rank to rank, memory is O(N / ranks).
 
     Args:
-        ring_size: the number of ranks that the caller counts on; checked where there are several.
+        ring_size: the number of ranks that the caller counts on; any number without it, also one process.
 
     Raises:
-        ValueError: at the first call, there are more or fewer ranks than ``ring_size``.
+        TypeError, ValueError: ``ring_size`` is no number of ranks. At a call: there are more or fewer ranks than
+            ``ring_size``; one process is one rank.
 
     >>> from dilated_attention_pytorch import parallel
-    >>> attention = parallel.RingDilatedAttention([2048, 4096, 8192], [1, 2, 4], ring_size=8)
+    >>> attention = parallel.RingDilatedAttention([2048, 4096, 8192], [1, 2, 4])
     >>> q = k = v = torch.randn(1, 100, 4, 16)
     >>> attention(q, k, v).shape
     torch.Size([1, 100, 4, 16])
@@ -117,17 +125,19 @@ class RingDilatedAttention(ParallelDilatedAttention):
         **options: Any,
     ) -> None:
         super().__init__(segment_lengths, dilation_rates, dropout, strategy="ring", **options)
-        if ring_size is not None and ring_size < 1:
-            raise ValueError(f"ring_size must be a number of ranks, at least 1, got {ring_size}")
+        if ring_size is not None:
+            check_size("ring_size", ring_size)
         self.ring_size = ring_size
 
     def forward(self, query: Tensor, key: Tensor, value: Tensor, is_causal: bool = False, **options: Any) -> Tensor:
         """See :meth:`ParallelDilatedAttention.forward`."""
         mesh = whole_world(query.device.type) if self.mesh is None else self.mesh
-        if self.ring_size is not None and mesh is not None and mesh.size() not in (1, self.ring_size):
+        num_ranks = 1 if mesh is None else mesh.size()
+        if self.ring_size is not None and num_ranks != self.ring_size:
             raise ValueError(
-                f"ring_size must be the number of ranks that share the sequence, {mesh.size()} here, got "
-                f"{self.ring_size}; leave it out, or pass mesh= for another set of ranks"
+                f"ring_size must be the number of ranks that share the sequence, {num_ranks} here, got "
+                f"{self.ring_size}; start the program with torchrun --nproc-per-node {self.ring_size} and "
+                "torch.distributed.init_process_group(), pass mesh= for another set of ranks, or leave ring_size out"
             )
         return super().forward(query, key, value, is_causal, **options)
 
