@@ -28,6 +28,7 @@ from .checkpoint import (
 )
 from .corpus import CORPUS_KEYS, Corpus, Text, corpus_figures, read_corpus
 from .extension_settings import ExtensionSettings
+from .finite import what_is_not_finite
 from .run import num_processes
 from .tokens import load_tokenizer, num_bytes, tokenized
 from .windows import EvaluationWindows, StagedBatches
@@ -280,6 +281,9 @@ def _load_model(what: str, model: str, device: str, **options: Any) -> PreTraine
             f"{what}: {len(missing)} weights are missing in it ({missing[0]} the first), so it is no trained "
             "causal language model; name another one"
         )
+    broken = what_is_not_finite({"weights": loaded.named_parameters()})
+    if broken is not None:
+        raise RunError(f"{what}: NaN or infinity is in {broken} of {model}, so nothing can be trained from it")
     moved: PreTrainedModel = nn.Module.to(loaded, device)
     return moved
 
