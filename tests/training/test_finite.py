@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import io
 import math
 import re
 from pathlib import Path
 
 import pytest
 import torch
+from rich.console import Console
 
 from dilated_attention_pytorch.training import RunError, resume, train
 from dilated_attention_pytorch.training.checkpoint import latest_checkpoint
@@ -61,13 +63,17 @@ def test_a_run_that_breaks_at_a_save_step_or_beside_one_loses_nothing(
     assert all(torch.equal(expected[name], found[name]) for name in expected)
 
 
-def test_a_run_that_breaks_before_its_first_checkpoint_does_not_speak_of_one(
+def test_a_run_that_breaks_before_its_first_checkpoint_does_not_speak_of_one_and_leaves_the_terminal_as_it_was(
     texts: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    console = Console(file=io.StringIO(), force_terminal=True)
     break_at(monkeypatch, "gradient", 3)
     with pytest.raises(RunError, match="no checkpoint was complete yet") as raised:
-        train(tiny_settings(texts), tmp_path / "run", quiet())
+        train(tiny_settings(texts), tmp_path / "run", console)
     assert "kept" not in str(raised.value)
+    assert isinstance(console.file, io.StringIO)
+    hidden, shown = (console.file.getvalue().rfind(f"\x1b[?25{state}") for state in "lh")
+    assert 0 <= hidden < shown
 
 
 def test_gradients_whose_norm_overflows_are_not_stepped_with(

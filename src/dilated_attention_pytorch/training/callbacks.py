@@ -149,6 +149,16 @@ class Bar(TrainerCallback):
         self._rate = 0.0
         self._loss: float | None = None
 
+    def __enter__(self) -> Bar:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        # However the run ends: what is printed next stands below the bar, and the terminal gets its cursor back.
+        if self.progress.live.is_started:
+            self.progress.stop()
+
     def on_train_begin(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
@@ -193,9 +203,3 @@ class Bar(TrainerCallback):
             )
         # An evaluation is no step: its time is left out of the rate.
         self._pace = (state.global_step, time.perf_counter()) if "eval_loss" in logs else self._pace
-
-    def on_train_end(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
-    ) -> None:
-        """Leave the bar as it is."""
-        self.progress.stop()

@@ -396,8 +396,8 @@ def _go(run: _Run, record: dict[str, Any]) -> ExtensionOutcome:
     )  # fmt: skip
     step = 0 if run.checkpoint is None else checkpoint_step(run.checkpoint)
     trainer.add_callback(Metrics(folder, step, lambda done: training.tokens_after(done) * run.bytes_per_token))
-    trainer.add_callback(Bar(run.console, training.tokens_after))
-    with Interruption(trainer.accelerator) as interruption:
+    with Interruption(trainer.accelerator) as interruption, Bar(run.console, training.tokens_after) as bar:
+        trainer.add_callback(bar)
         trainer.add_callback(interruption)
         trainer.train(resume_from_checkpoint=None if run.checkpoint is None else str(run.checkpoint))
     done = trainer.state.global_step
