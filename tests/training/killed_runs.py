@@ -31,7 +31,7 @@ from torch.optim.optimizer import Optimizer, register_optimizer_step_pre_hook
 
 from dilated_attention_pytorch.training import TrainSettings, resume, train
 from dilated_attention_pytorch.training.callbacks import read_metrics
-from dilated_attention_pytorch.training.checkpoint import checkpoint_step, latest_checkpoint
+from dilated_attention_pytorch.training.checkpoint import STAGING_NAME, checkpoint_step, latest_checkpoint
 from dilated_attention_pytorch.training.distribution import leaving_together
 from dilated_attention_pytorch.training.optimizer import MuonWithAdamW, ShardedMuon
 from dilated_attention_pytorch.training.trainer import LongNetTrainer
@@ -45,6 +45,8 @@ MESHES: dict[str, tuple[int, dict[str, Any]]] = {
     "tensor": (2, {"tensor_parallel": 2}),
     "context": (2, {"context_parallel": 2}),
     "fsdp x context": (4, {"data_parallel": "fsdp", "context_parallel": 2}),
+    "fsdp x tensor": (4, {"data_parallel": "fsdp", "tensor_parallel": 2}),
+    "ring x heads": (4, {"context_parallel": 4, "heads_parallel": 2, "strategy": "ring"}),
 }
 _FORK = multiprocessing.get_context("fork")
 _HANGS = 300.0
@@ -243,7 +245,7 @@ class Trial:
     """What killing one run showed."""
 
     kills: list[str]
-    """Which rank, and from which step on it was to be killed."""
+    """Which rank, after the beginning of which step, and whether a checkpoint was being written."""
     alone: int
     """Kills of one rank after which the others ended by themselves, out of those of one rank of several."""
     differing: list[str]
@@ -289,7 +291,8 @@ def kill_and_resume(
                 continue  # it had come to its end
             if victim is not None and size > 1:
                 trial.alone += ended
-            trial.kills.append(f"{'all' if victim is None else f'rank {victim}'} at {step}")
+            writing = " (writing)" if (output / STAGING_NAME).exists() else ""
+            trial.kills.append(f"{'all' if victim is None else f'rank {victim}'} at {step}{writing}")
         if not (output / "model.safetensors").exists():
             finish(settings, output, size, log)
         trial.differing += what_differs(output, whole, steps)

@@ -199,6 +199,16 @@ def test_a_model_that_is_not_finite_is_refused_before_it_is_measured(short: Path
     assert not (tmp_path / "run").exists()
 
 
+def test_a_model_that_overflows_is_refused_where_it_is_measured(short: Path, texts: Path, tmp_path: Path) -> None:
+    model = LlamaForCausalLM.from_pretrained(short)
+    with torch.no_grad():
+        model.model.norm.weight *= 1e38
+    model.save_pretrained(tmp_path / "large")
+    with pytest.raises(RunError, match="before, reading 32 tokens, the model computes NaN or infinity from finite"):
+        extend(tiny(tmp_path / "large", texts), tmp_path / "run", quiet())
+    assert not any((tmp_path / "run").iterdir())
+
+
 def test_an_evaluation_before_the_first_entry_of_the_training_loss_says_what_is_known(
     short: Path, texts: Path, tmp_path: Path
 ) -> None:

@@ -355,6 +355,12 @@ def _measure(run: _Run, state: str, record: dict[str, Any]) -> None:
         ) / run.bytes_per_token
         for context in (run.own_length, run.settings.length)
     }  # fmt: skip
+    for context, curve in curves.items():
+        if not bool(curve.isfinite().all()):
+            raise RunError(
+                f"{state}, reading {context:,} tokens, the model computes NaN or infinity from finite weights in "
+                f"{run.settings.precision}; try --precision float32 or another --rotary, or begin with another model"
+            )
     record["measured"][state] = {
         "bits_per_byte": {str(context): curve.mean().item() for context, curve in curves.items()},
         "by_position": [round(value, 5) for value in curves[run.settings.length].tolist()],
