@@ -4,8 +4,9 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 RUN_FOLDER ?= runs/demo
+SWEEP_FOLDER ?= build/sweep-resume
 
-.PHONY: demo test gate format lint types tests docs sweep bench benchmark clean
+.PHONY: demo test gate format lint types tests docs sweep sweep-resume bench benchmark clean
 
 demo: $(VENV)/train.stamp  ## environment, install, train a LongNet on real text, sample from it
 	@if [ -f $(RUN_FOLDER)/model.safetensors ]; then \
@@ -37,6 +38,10 @@ docs: $(VENV)/docs.stamp  ## the documentation site, into build/site
 
 sweep: $(VENV)/dev.stamp  ## the drawn cases again, ten times as many, other draws
 	HYPOTHESIS_PROFILE=sweep $(BIN)/pytest -n 2 tests/ops tests/planning tests/kernels tests/parallel/test_parallel_equals_the_oracle.py tests/parallel/test_plan.py
+
+sweep-resume: $(VENV)/dev.stamp  ## runs on every mesh that are killed 5 times or broken, and taken up: the same bits at the end
+	PYTHONPATH=tests OMP_NUM_THREADS=1 $(BIN)/python tests/training/killed_runs.py $(SWEEP_FOLDER)
+	PYTHONPATH=tests OMP_NUM_THREADS=1 $(BIN)/python tests/training/broken_runs.py $(SWEEP_FOLDER)
 
 bench: $(VENV)/dev.stamp  ## times beside dense, FlexAttention and the published route, under 5 minutes
 	$(BIN)/dilated-attention bench --preset cpu

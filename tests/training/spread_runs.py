@@ -31,10 +31,11 @@ from training.runs import quiet, stopped_run
 
 def small_settings(texts: Path, **changes: Any) -> TrainSettings:
     """Grouped heads, groups below, at and above the rows of a process, and a length that 4 processes do not divide."""
-    recomputing = changes.pop("recomputing", False)
+    recomputing, dropout = changes.pop("recomputing", False), changes.pop("dropout", 0.0)
     model = LongNetConfig(
         embed_dim=32, num_layers=2, num_heads=4, num_kv_heads=2, ffn_dim=56, segment_lengths=(13, 48, 97),
         dilation_rates=(1, 2, 3), layer_segment_shifts=(0, 24), gradient_checkpointing=recomputing,
+        dropout=dropout,
     )  # fmt: skip
     given: dict[str, Any] = {
         "model": model, "data": (texts,), "context_length": 97, "steps": 20, "batch_size": 2, "threads": 1,

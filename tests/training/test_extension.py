@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import io
 import json
 import math
 import shutil
@@ -13,6 +14,7 @@ from typing import Any
 
 import pytest
 import torch
+from rich.console import Console
 from torch.nn import functional
 from transformers import (
     AutoModelForCausalLM,
@@ -37,8 +39,10 @@ from dilated_attention_pytorch.training import (
 from dilated_attention_pytorch.training.callbacks import read_metrics
 from dilated_attention_pytorch.training.context_measure import bits_by_position
 from dilated_attention_pytorch.training.corpus import Text
+from dilated_attention_pytorch.training.run_trainer import RunTrainer
 from dilated_attention_pytorch.training.tokens import load_tokenizer, tokenized
 from dilated_attention_pytorch.training.windows import EvaluationWindows, StagedBatches, TrainingWindows
+from training.broken_runs import break_at
 from training.runs import quiet, stop_after, weights, write_texts
 
 OWN, LONG = 32, 128
@@ -170,6 +174,49 @@ def test_a_run_that_was_stopped_ends_bit_for_bit_where_one_that_was_not_ends(
     assert all(torch.equal(tensor, whole[name]) for name, tensor in weights(stopped.run).items())
     with pytest.raises(RunError, match="that run is finished"):
         resume_extension(stopped.run, quiet())
+
+
+def test_a_run_that_breaks_ends_in_words_and_loses_nothing(
+    finished: ExtensionOutcome, short: Path, texts: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with monkeypatch.context() as patch:
+        break_at(patch, "weight", 16, RunTrainer)
+        words = "the checkpoint of step 16 is not written: NaN or infinity is in 1 of 21 weights .*; .* step 8 is kept"
+        with pytest.raises(RunError, match=words):
+            extend(tiny(short, texts), tmp_path / "run", quiet())
+    assert resume_extension(tmp_path / "run", quiet()).bits_per_byte == finished.bits_per_byte
+    whole = weights(finished.run)
+    assert all(torch.equal(tensor, whole[name]) for name, tensor in weights(tmp_path / "run").items())
+
+
+def test_a_model_that_is_not_finite_is_refused_before_it_is_measured(short: Path, texts: Path, tmp_path: Path) -> None:
+    model = LlamaForCausalLM.from_pretrained(short)
+    with torch.no_grad():
+        model.model.norm.weight[3] = math.nan
+    model.save_pretrained(tmp_path / "broken")
+    with pytest.raises(RunError, match=r"NaN or infinity is in 1 of 21 weights \(model\.norm\.weight\)"):
+        extend(tiny(tmp_path / "broken", texts), tmp_path / "run", quiet())
+    assert not (tmp_path / "run").exists()
+
+
+def test_a_model_that_overflows_is_refused_where_it_is_measured(short: Path, texts: Path, tmp_path: Path) -> None:
+    model = LlamaForCausalLM.from_pretrained(short)
+    with torch.no_grad():
+        model.model.norm.weight *= 1e38
+    model.save_pretrained(tmp_path / "large")
+    with pytest.raises(RunError, match="before, reading 32 tokens, the model computes NaN or infinity from finite"):
+        extend(tiny(tmp_path / "large", texts), tmp_path / "run", quiet())
+    assert not any((tmp_path / "run").iterdir())
+
+
+def test_an_evaluation_before_the_first_entry_of_the_training_loss_says_what_is_known(
+    short: Path, texts: Path, tmp_path: Path
+) -> None:
+    console = Console(file=io.StringIO(), width=200)
+    extend(tiny(short, texts, steps=3, log_steps=5, eval_steps=3), tmp_path / "run", console)
+    assert isinstance(console.file, io.StringIO)
+    assert "step 3/3: held-out " in console.file.getvalue()
+    assert "nan" not in console.file.getvalue()
 
 
 def test_windows_grow_by_stage_and_none_is_drawn_twice(texts: Path) -> None:

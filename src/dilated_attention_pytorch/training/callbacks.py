@@ -129,6 +129,8 @@ def read_metrics(run: Path) -> list[dict[str, Any]]:
 class Bar(TrainerCallback):
     """A bar with the loss, tokens a second and the time left; on no terminal a line for every evaluation.
 
+    Where an evaluation comes before the first entry of the training loss, its line has none.
+
     Args:
         console: where to draw.
         tokens_after: tokens in so many optimizer steps.
@@ -145,7 +147,17 @@ class Bar(TrainerCallback):
         self.task = self.progress.add_task("training", total=None, loss="", held_out="", rate="")
         self._pace = (0, 0.0)
         self._rate = 0.0
-        self._loss = float("nan")
+        self._loss: float | None = None
+
+    def __enter__(self) -> Bar:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        # However the run ends: what is printed next stands below the bar, and the terminal gets its cursor back.
+        if self.progress.live.is_started:
+            self.progress.stop()
 
     def on_train_begin(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
@@ -184,16 +196,10 @@ class Bar(TrainerCallback):
             held_out = logs["eval_bits_per_byte"]
             self.progress.update(self.task, held_out=f"held-out {held_out:.3f}")
             rate = f", {self._rate:,.0f} tokens/s" if self._rate else ""
+            training = "" if self._loss is None else f"training {self._loss:.3f}, "
             self.console.print(
-                f"step {state.global_step}/{state.max_steps}: training {self._loss:.3f}, "
-                f"held-out {held_out:.3f} bits per byte{rate}",
+                f"step {state.global_step}/{state.max_steps}: {training}held-out {held_out:.3f} bits per byte{rate}",
                 highlight=False,
             )
         # An evaluation is no step: its time is left out of the rate.
         self._pace = (state.global_step, time.perf_counter()) if "eval_loss" in logs else self._pace
-
-    def on_train_end(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
-    ) -> None:
-        """Leave the bar as it is."""
-        self.progress.stop()

@@ -24,7 +24,6 @@ from dilated_attention_pytorch.models.causal_lm import LongNetForCausalLM
 from dilated_attention_pytorch.patterns import Pattern
 from dilated_attention_pytorch.planning import Layout
 
-from .optimizer import parts_of
 from .settings import Strategy, TrainSettings
 from .tensor_parallel import order_of, row_orders, split_matrices
 
@@ -173,7 +172,7 @@ class Distribution:
     def optimizer_state(self, model: LongNetForCausalLM, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
         """The whole state of ``optimizer`` by the names of the weights, in the first process only."""
         state = get_optimizer_state_dict(
-            model, parts_of(optimizer), options=StateDictOptions(full_state_dict=True, cpu_offload=True)
+            model, optimizer, options=StateDictOptions(full_state_dict=True, cpu_offload=True)
         )
         return _of_weights(state, self._as_whole)
 
@@ -182,7 +181,7 @@ class Distribution:
     ) -> None:
         """Take up what :meth:`optimizer_state` gave."""
         set_optimizer_state_dict(
-            model, parts_of(optimizer), optim_state_dict=_of_weights(state, self._as_split),
+            model, optimizer, optim_state_dict=_of_weights(state, self._as_split),
             options=StateDictOptions(full_state_dict=True),
         )  # fmt: skip
 

@@ -28,6 +28,7 @@ from .checkpoint import (
 )
 from .corpus import CORPUS_KEYS, Corpus, Text, corpus_figures, read_corpus
 from .extension_settings import ExtensionSettings
+from .finite import what_is_not_finite
 from .run import num_processes
 from .tokens import load_tokenizer, num_bytes, tokenized
 from .windows import EvaluationWindows, StagedBatches
@@ -280,6 +281,9 @@ def _load_model(what: str, model: str, device: str, **options: Any) -> PreTraine
             f"{what}: {len(missing)} weights are missing in it ({missing[0]} the first), so it is no trained "
             "causal language model; name another one"
         )
+    broken = what_is_not_finite({"weights": loaded.named_parameters()})
+    if broken is not None:
+        raise RunError(f"{what}: NaN or infinity is in {broken} of {model}, so nothing can be trained from it")
     moved: PreTrainedModel = nn.Module.to(loaded, device)
     return moved
 
@@ -351,6 +355,12 @@ def _measure(run: _Run, state: str, record: dict[str, Any]) -> None:
         ) / run.bytes_per_token
         for context in (run.own_length, run.settings.length)
     }  # fmt: skip
+    for context, curve in curves.items():
+        if not bool(curve.isfinite().all()):
+            raise RunError(
+                f"{state}, reading {context:,} tokens, the model computes NaN or infinity from finite weights in "
+                f"{run.settings.precision}; try --precision float32 or another --rotary, or begin with another model"
+            )
     record["measured"][state] = {
         "bits_per_byte": {str(context): curve.mean().item() for context, curve in curves.items()},
         "by_position": [round(value, 5) for value in curves[run.settings.length].tolist()],
@@ -392,8 +402,8 @@ def _go(run: _Run, record: dict[str, Any]) -> ExtensionOutcome:
     )  # fmt: skip
     step = 0 if run.checkpoint is None else checkpoint_step(run.checkpoint)
     trainer.add_callback(Metrics(folder, step, lambda done: training.tokens_after(done) * run.bytes_per_token))
-    trainer.add_callback(Bar(run.console, training.tokens_after))
-    with Interruption(trainer.accelerator) as interruption:
+    with Interruption(trainer.accelerator) as interruption, Bar(run.console, training.tokens_after) as bar:
+        trainer.add_callback(bar)
         trainer.add_callback(interruption)
         trainer.train(resume_from_checkpoint=None if run.checkpoint is None else str(run.checkpoint))
     done = trainer.state.global_step

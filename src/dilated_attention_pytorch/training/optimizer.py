@@ -53,16 +53,27 @@ def _take_part(sharded: DTensor, whole: torch.Tensor) -> None:
 class MuonWithAdamW(torch.optim.Optimizer):
     """:class:`torch.optim.Muon` and :class:`torch.optim.AdamW` behind one step, one schedule and one state dict.
 
+    The two have no parameter groups and no states of their own: :meth:`parts` gives them those that are here at that
+    moment. So whatever puts new ones here (loading, torch's tools for sharded states, copying), a schedule that sets
+    "lr" here sets what they step with.
+
     Args:
         muon: the optimizer of the matrices.
-        adamw: the optimizer of everything else.
+        adamw: the optimizer of everything else, and of groups that are added later.
     """
 
     def __init__(self, muon: torch.optim.Muon, adamw: torch.optim.AdamW) -> None:
-        self.muon = muon
-        self.adamw = adamw
-        # The groups are the two optimizers' own dictionaries: a schedule that sets "lr" here sets it there.
         super().__init__([*muon.param_groups, *adamw.param_groups], {})
+        self.defaults = dict(adamw.defaults)
+        self._parts = (muon, adamw)
+
+    def parts(self) -> tuple[torch.optim.Muon, torch.optim.AdamW]:
+        """The two, with the groups and states of this optimizer."""
+        muon, adamw = self._parts
+        matrices = len(muon.param_groups)
+        muon.param_groups, adamw.param_groups = self.param_groups[:matrices], self.param_groups[matrices:]
+        muon.state = adamw.state = self.state
+        return muon, adamw
 
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
@@ -71,24 +82,13 @@ class MuonWithAdamW(torch.optim.Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        self.muon.step()
-        self.adamw.step()
+        for part in self.parts():
+            part.step()
         return loss
 
-    def state_dict(self) -> dict[str, Any]:
-        """``{"muon": ..., "adamw": ...}``."""
-        return {"muon": self.muon.state_dict(), "adamw": self.adamw.state_dict()}
-
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Take up what :meth:`state_dict` gave."""
-        self.muon.load_state_dict(state_dict["muon"])
-        self.adamw.load_state_dict(state_dict["adamw"])
-        self.param_groups = [*self.muon.param_groups, *self.adamw.param_groups]
-
-
-def parts_of(optimizer: torch.optim.Optimizer) -> list[torch.optim.Optimizer]:
-    """The optimizers of torch that ``optimizer`` steps, which torch's own tools for their states know."""
-    return [optimizer.muon, optimizer.adamw] if isinstance(optimizer, MuonWithAdamW) else [optimizer]
+    def __getstate__(self) -> dict[str, Any]:
+        # torch's own names groups and states alone; a copy needs the two as well.
+        return {**super().__getstate__(), "_parts": self.parts()}
 
 
 def build_optimizer(model: nn.Module, settings: TrainSettings) -> torch.optim.Optimizer:

@@ -231,15 +231,16 @@ def _go(run: _Run) -> Outcome:
     xz = xz_bits_per_byte(evaluation.predicted())
     step = 0 if run.checkpoint is None else checkpoint_step(run.checkpoint)
     bytes_per_step = windows_per_step * settings.context_length
+    bar = Bar(run.console, bytes_per_step.__mul__)
     if trainer.is_world_process_zero():
         _announce(run, trainer, evaluation, bytes_per_step, xz)
         trainer.add_callback(Metrics(folder, step, bytes_per_step.__mul__))
-        trainer.add_callback(Bar(run.console, bytes_per_step.__mul__))
+        trainer.add_callback(bar)
         trainer.add_callback(TensorBoardCallback(SummaryWriter(str(folder / "tensorboard"), purge_step=step or None)))
     if distribution.rows_rank:
         # Dropout differs between rows; processes that hold the same rows draw the same.
         torch.manual_seed(settings.seed + (distribution.rows_rank << 32))
-    with Interruption(trainer.accelerator) as interruption:
+    with Interruption(trainer.accelerator) as interruption, bar:
         trainer.add_callback(interruption)
         try:
             trainer.train(resume_from_checkpoint=None if run.checkpoint is None else str(run.checkpoint))

@@ -1,4 +1,4 @@
-"""transformers' Trainer with losses in bits per byte, and checkpoints that are whole or not there."""
+"""transformers' Trainer with losses in bits per byte, and checkpoints that are whole and finite or not there."""
 
 from __future__ import annotations
 
@@ -12,12 +12,13 @@ from typing import Any
 import torch
 from safetensors import SafetensorError
 from torch.utils.data import Dataset
-from transformers import PrinterCallback, Trainer, TrainingArguments
+from transformers import PrinterCallback, TrainingArguments
 
 from dilated_attention_pytorch.errors import RunError
 
 from .checkpoint import STAGING_NAME, checkpoint_step, latest_checkpoint
 from .extension_settings import ExtensionSettings
+from .finite_trainer import FiniteTrainer
 from .preflight import needed_space
 from .settings import TrainSettings
 
@@ -57,7 +58,7 @@ def arguments(settings: TrainSettings | ExtensionSettings, run: Path, device: st
     return args
 
 
-class RunTrainer(Trainer):
+class RunTrainer(FiniteTrainer):
     """A run in a run folder, whose last complete checkpoint is always there.
 
     Args:
@@ -92,12 +93,11 @@ class RunTrainer(Trainer):
         Raises:
             RunError: the loss is no longer a number.
         """
-        for name in ("loss", "eval_loss", "final_loss"):
+        for name, said in (("loss", "loss"), ("eval_loss", "held-out loss"), ("final_loss", "held-out loss")):
             if name in logs:
                 if not math.isfinite(logs[name]):
                     raise RunError(
-                        f"the loss is {logs[name]} at step {self.state.global_step}: the run has diverged. The last "
-                        "checkpoint is kept; train anew with a lower --learning-rate (each of them, if several)"
+                        f"the {said} is {logs[name]} after step {self.state.global_step}; {self.after_divergence()}"
                     )
                 logs[name.replace("loss", "bits_per_byte")] = logs[name] / math.log(2) / self.bytes_per_token
         super().log(logs, start_time)
@@ -107,6 +107,7 @@ class RunTrainer(Trainer):
 
     def _save_checkpoint(self, model: torch.nn.Module, trial: Any) -> None:
         """Write the checkpoint aside, give it its name when it is complete, and only then remove the one before."""
+        self.check_state(f"the checkpoint of step {self.state.global_step} is not written")
         staging = self.run / STAGING_NAME
         self._is_saving = True
         try:

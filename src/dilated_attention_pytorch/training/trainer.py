@@ -8,7 +8,6 @@ from typing import Any
 import torch
 from accelerate.optimizer import AcceleratedOptimizer
 from torch import Tensor
-from torch.distributed.tensor import DTensor
 from torch.utils.data import DataLoader, Dataset, default_collate
 from transformers import TrainingArguments
 from transformers.trainer_utils import EvalLoopOutput
@@ -68,10 +67,6 @@ class LongNetTrainer(RunTrainer):
         prepared = self.accelerator.prepare_model(self.model, evaluation_mode=True)
         prepared._is_accelerate_prepared = True
         return self.distribution.wrap(prepared)
-
-    def _clip_grad_norm(self, model: torch.nn.Module) -> Tensor:
-        norm: Tensor = super()._clip_grad_norm(model)
-        return norm.full_tensor() if isinstance(norm, DTensor) else norm
 
     def get_train_dataloader(self) -> DataLoader[Window]:
         """The windows of this process and of those that share its sequences, in their order."""

@@ -1,0 +1,118 @@
+"""transformers' Trainer that neither steps with nor saves what is not finite."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+from torch.nn.utils import clip_grads_with_norm_, get_total_norm
+from transformers import Trainer, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
+
+from dilated_attention_pytorch.errors import RunError
+
+from .finite import is_finite_everywhere, what_is_not_finite
+
+
+class FiniteTrainer(Trainer):
+    """A trainer that ends, in all of its processes alike, where a value is not finite: before it does any harm.
+
+    Losses and gradients are looked at before a step is taken with them, weights and states of the optimizer before the
+    first step and before they are saved (:meth:`check_state`).
+    """
+
+    def __init__(self, **given: Any) -> None:
+        super().__init__(**given)
+        self._step_losses: list[Tensor] = []
+        self.add_callback(_AtBeginning(self._check_beginning))
+
+    def how_to_go_on(self) -> str:
+        """What is left of a run that breaks off, and how to take it up."""
+        raise NotImplementedError
+
+    def after_divergence(self) -> str:
+        """What is left of a run in which a value is not finite, how to take it up, and what to change."""
+        precision = " or --precision float32" if self.args.bf16 else ""
+        return (
+            f"{self.how_to_go_on()}. If the same step fails again, the run diverges: begin anew with a lower "
+            f"--learning-rate (each of them, if several){precision}"
+        )
+
+    def check_state(self, what: str) -> None:
+        """Raise :class:`RunError` about ``what`` if a weight or a state of the optimizer is not finite."""
+        broken = self._state_that_is_not_finite()
+        if broken is not None:
+            raise RunError(f"{what}: NaN or infinity is in {broken}; {self.after_divergence()}")
+
+    def training_step(self, *args: Any, **kwargs: Any) -> Tensor:
+        """The loss of a batch, after its backward pass."""
+        loss: Tensor = super().training_step(*args, **kwargs)
+        self._step_losses.append(loss)
+        return loss
+
+    def _clip_grad_norm(self, model: torch.nn.Module) -> Tensor:
+        """Scale the gradients down to the largest norm that is allowed; the norm that they had.
+
+        Raises:
+            RunError: in every process, if a loss or a gradient is not finite in any.
+        """
+        parameters = [parameter for parameter in model.parameters() if parameter.grad is not None]
+        norm = get_total_norm([parameter.grad for parameter in parameters if parameter.grad is not None])
+        whole = norm.full_tensor() if isinstance(norm, DTensor) else norm
+        # Before they are scaled: a norm that is NaN or infinite would make every gradient NaN or 0.
+        if not is_finite_everywhere(*self._step_losses, whole):
+            broken = what_is_not_finite({
+                "losses": [(f"{loss.item()}", loss) for loss in self._step_losses],
+                "gradients": [(name, weight.grad) for name, weight in self._weights() if weight.grad is not None],
+                "weights": self._weights(),
+            })  # fmt: skip
+            broken = broken or "the norm of the gradient, which is too large for its dtype"
+            raise RunError(
+                f"step {self.state.global_step + 1} is not taken: NaN or infinity is in {broken}; "
+                f"{self.after_divergence()}"
+            )
+        self._step_losses.clear()
+        clip_grads_with_norm_(parameters, self.args.max_grad_norm, norm)
+        return whole
+
+    def _weights(self) -> list[tuple[str, Tensor]]:
+        assert self.model is not None
+        # FSDP shows the weights as it gathered them for an evaluation; what is stepped is in the state dict always.
+        state = self.model.state_dict(keep_vars=True)
+        return [(name, value) for name, value in state.items() if isinstance(value, torch.nn.Parameter)]
+
+    def _state_that_is_not_finite(self) -> str | None:
+        assert self.optimizer is not None
+        names = {weight: name for name, weight in self._weights()}
+        states = [
+            (f"{key} of {names[weight]}", value)
+            for weight, state in self.optimizer.state.items()
+            for key, value in state.items()
+            if isinstance(value, Tensor)
+        ]
+        return what_is_not_finite({"weights": self._weights(), "optimizer states": states})
+
+    def _check_beginning(self) -> None:
+        broken = self._state_that_is_not_finite()
+        if broken is not None:
+            step = self.state.global_step
+            found = f"the checkpoint of step {step} cannot be gone on with" if step else "the model cannot be trained"
+            raise RunError(
+                f"{found}: NaN or infinity is in {broken}; "
+                + ("remove it to go on with the one before, or begin anew" if step else "begin with another one")
+            )
+
+
+class _AtBeginning(TrainerCallback):
+    """Calls ``check`` when all is loaded and nothing is trained yet."""
+
+    def __init__(self, check: Callable[[], None]) -> None:
+        self.check = check
+
+    def on_train_begin(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
+        """Call it."""
+        self.check()
