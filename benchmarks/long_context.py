@@ -21,7 +21,8 @@ from rich.table import Table
 
 from dilated_attention_pytorch.benchmarks.results import module_command, origin, write_json
 from dilated_attention_pytorch.training import ExtensionSettings, extend, read_corpus, resume_extension
-from dilated_attention_pytorch.training.checkpoint import latest_checkpoint, read_json
+from dilated_attention_pytorch.training.checkpoint import latest_checkpoint
+from dilated_attention_pytorch.training.manifest import read_json
 from dilated_attention_pytorch.training.windows import EvaluationWindows, TrainingWindows
 
 SHORT, LONG = 1024, 8192

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 from .errors import RunError
@@ -33,6 +35,26 @@ def make_output(output: Path) -> None:
 
 def write_text(path: Path, text: str) -> None:
     """Write a file that is whole or not there."""
+    with replacing(path) as staged:
+        staged.write_text(text, encoding="utf-8")
+
+
+@contextmanager
+def replacing(path: Path) -> Iterator[Path]:
+    """Where to write a file that is whole or not there: it takes the place of ``path`` at the end, on the disk."""
     staged = path.with_name(path.name + ".part")
-    staged.write_text(text, encoding="utf-8")
+    # What lies there may be a link to something else.
+    staged.unlink(missing_ok=True)
+    yield staged
+    sync(staged)
     os.replace(staged, path)
+    sync(path.parent)
+
+
+def sync(path: Path) -> None:
+    """Have a file, or the names in a folder, on the disk."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

@@ -24,7 +24,8 @@ from dilated_attention_pytorch.benchmarks.shapes import SHAPES
 from dilated_attention_pytorch.cli import main
 from dilated_attention_pytorch.training import run as training_run
 from dilated_attention_pytorch.training import train
-from training.runs import quiet, stopped_run, tiny_settings, write_texts
+from dilated_attention_pytorch.training.manifest import sealed
+from training.runs import change_sealed, quiet, seal_again, stopped_run, tiny_settings, write_texts
 
 Patch = Callable[[pytest.MonkeyPatch], None]
 
@@ -149,10 +150,16 @@ ROWS = [
     Row("train --resume {}/finished", "that run is finished; sample from it with `dilated-attention generate"),
     Row("train --resume {}/unbegun", "stopped before its first checkpoint; train anew"),
     Row("train --resume {}/truncated", "model.safetensors is damaged or was not written to its end"),
-    Row("train --resume {}/cut-optimizer", "optimizer.pt is damaged or was not written to its end; restore"),
+    Row("train --resume {}/cut-optimizer", "optimizer.pt is damaged or was not written to its end: it has"),
     Row("train --resume {}/no-scheduler", "scheduler.pt does not exist; restore the folder from a copy"),
     Row("train --resume {}/other-model", "is of another model than {}/other-model/training.json describes (rope_theta"),
+    Row("train --resume {}/changed-config", "config.json is damaged or was not written to its end: it has"),
+    Row("train --resume {}/other-run", "checkpoint-2 was written by another run ("),
+    Row("train --resume {}/no-manifest", "manifest.json does not exist; restore the folder from a copy"),
+    Row("train --resume {}/flipped-checkpoint", "its bytes are not those that were written (SHA-256); restore"),
     Row("train --resume {}/bad-settings", "training.json is damaged, it is no JSON"),
+    Row("train --resume {}/changed-settings", "training.json is damaged or was changed: its checksum is another one"),
+    Row("train --resume {}/earlier", "was written by an earlier version of this package, which is the one to go on"),
     Row("train --resume {}/stopped", "start it with torchrun --nproc-per-node 1", _start_two_processes),
     Row("train --resume {}/other-text", "the text is not what the run began with"),
     Row("train --resume {}/stopped", "is read-only for this user; change its permissions", _refuse_writing),
@@ -220,7 +227,12 @@ ROWS = [
     Row("generate {}/taken --prompt x", "holds no trained model: neither model.safetensors nor a checkpoint is in it"),
     Row("generate {}/file --prompt x", "is no run folder: it is a file"),
     Row("generate {}/cut-weights --prompt x", "model.safetensors is damaged or was not written to its end"),
-    Row("generate {}/no-config --prompt x", "config.json does not exist; name a folder that `dilated-attention train`"),
+    Row("generate {}/flipped --prompt x", "its bytes are not those that were written (SHA-256); copy it again"),
+    Row("generate {}/flipped-checkpoint --prompt x", "its bytes are not those that were written (SHA-256); restore"),
+    Row(
+        "generate {}/no-config --prompt x",
+        "config.json does not exist; copy it again, or, if it was changed on purpose, remove",
+    ),
     Row("generate {}/foreign --prompt x", "describes a model of type 'gpt2', not 'longnet-dilated'"),
     Row("generate {}/unfit --prompt x", "do not fit"),
     Row("generate {}/finished --prompt x --device cuda", "PyTorch finds no CUDA device here", _take_cuda_away),
@@ -251,13 +263,18 @@ def world(tmp_path_factory: pytest.TempPathFactory) -> Path:
     sizes = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
     LlamaForCausalLM(LlamaConfig(vocab_size=256, max_position_embeddings=32, **sizes)).save_pretrained(world / "short")
     (world / "extension").mkdir()
-    (world / "extension" / "training.json").write_text(json.dumps({"kind": "extension", "settings": {"model": "x"}}))
+    (world / "extension" / "training.json").write_text(sealed({"kind": "extension", "settings": {"model": "x"}}))
 
     def copy(source: str, name: str) -> Path:
         return Path(shutil.copytree(world / source, world / name))
 
     def cut(path: Path) -> None:
         path.write_bytes(path.read_bytes()[: path.stat().st_size // 2])
+
+    def flip(path: Path) -> None:
+        whole = bytearray(path.read_bytes())
+        whole[-3] ^= 4
+        path.write_bytes(whole)
 
     def change(path: Path, **values: Any) -> None:
         path.write_text(json.dumps(json.loads(path.read_text()) | values))
@@ -266,14 +283,28 @@ def world(tmp_path_factory: pytest.TempPathFactory) -> Path:
     cut(copy("stopped", "truncated") / "checkpoint-2" / "model.safetensors")
     cut(copy("stopped", "cut-optimizer") / "checkpoint-2" / "optimizer.pt")
     (copy("stopped", "no-scheduler") / "checkpoint-2" / "scheduler.pt").unlink()
+    change(copy("stopped", "changed-config") / "checkpoint-2" / "config.json", rope_theta=77.0)
     change(copy("stopped", "other-model") / "checkpoint-2" / "config.json", rope_theta=77.0)
+    seal_again(world / "other-model" / "checkpoint-2")
+    copy("stopped", "other-run")
+    change_sealed(world / "other-run" / "training.json", run="00")
+    (copy("stopped", "no-manifest") / "checkpoint-2" / "manifest.json").unlink()
+    change(copy("stopped", "changed-settings") / "training.json", processes=2)
+    unsealed = json.loads((copy("stopped", "earlier") / "training.json").read_text())
+    del unsealed["sha256"]
+    (world / "earlier" / "training.json").write_text(json.dumps(unsealed))
     cut(copy("stopped", "bad-settings") / "training.json")
     record = json.loads((world / "stopped" / "training.json").read_text())
-    change(copy("stopped", "other-text") / "training.json", corpus={**record["corpus"], "training_bytes": 1})
+    copy("stopped", "other-text")
+    change_sealed(world / "other-text" / "training.json", corpus={**record["corpus"], "training_bytes": 1})
     cut(copy("finished", "cut-weights") / "model.safetensors")
     (copy("finished", "no-config") / "config.json").unlink()
-    change(copy("finished", "foreign") / "config.json", model_type="gpt2")
-    change(copy("finished", "unfit") / "config.json", embed_dim=64)
+    flip(copy("finished", "flipped") / "model.safetensors")
+    flip(copy("stopped", "flipped-checkpoint") / "checkpoint-2" / "model.safetensors")
+    # Folders without a manifest, as save_pretrained makes them.
+    for name, values in (("foreign", {"model_type": "gpt2"}), ("unfit", {"embed_dim": 64})):
+        (copy("finished", name) / "manifest.json").unlink()
+        change(world / name / "config.json", **values)
 
     name = SHAPES["three"].case(rows=8192).name
     no_limits = {"limits": None, "limit_seconds": 1.0}

@@ -15,6 +15,7 @@ from safetensors.torch import load_file
 
 from dilated_attention_pytorch.training import PRESETS, Outcome, TrainSettings, train
 from dilated_attention_pytorch.training.callbacks import Metrics
+from dilated_attention_pytorch.training.manifest import MANIFEST_NAME, read_sealed, sealed, write_manifest
 
 
 def quiet() -> Console:
@@ -59,6 +60,19 @@ def stopped_run(monkeypatch: pytest.MonkeyPatch, settings: TrainSettings, output
     """A run that got SIGINT at ``step`` and stopped after the next one."""
     stop_after(monkeypatch, step, signal.SIGINT)
     return train(settings, output, quiet())
+
+
+def change_sealed(path: Path, **values: Any) -> None:
+    """Change values of a file with a checksum of its own, as the program itself would write it."""
+    path.write_text(sealed({**read_sealed(path, what="test", remedy=""), **values}))
+
+
+def seal_again(checkpoint: Path, *others: str, **values: Any) -> None:
+    """Give a checkpoint that was changed, and got ``others``, a manifest to which it is whole."""
+    about = read_sealed(checkpoint / MANIFEST_NAME, what="test", remedy="") | values
+    names = [*about.pop("files"), *others]
+    del about["format"]
+    write_manifest(checkpoint, names, **about)
 
 
 def weights(run: Path) -> dict[str, torch.Tensor]:

@@ -43,7 +43,7 @@ from dilated_attention_pytorch.training.run_trainer import RunTrainer
 from dilated_attention_pytorch.training.tokens import load_tokenizer, tokenized
 from dilated_attention_pytorch.training.windows import EvaluationWindows, StagedBatches, TrainingWindows
 from training.broken_runs import break_at
-from training.runs import quiet, stop_after, weights, write_texts
+from training.runs import change_sealed, quiet, seal_again, stop_after, weights, write_texts
 
 OWN, LONG = 32, 128
 
@@ -142,7 +142,7 @@ def test_the_run_leaves_what_it_promises(finished: ExtensionOutcome) -> None:
         mean = sum(entry["by_position"]) / len(entry["by_position"])
         assert entry["bits_per_byte"]["128"] == pytest.approx(mean, abs=1e-4)
     assert [entry["step"] for entry in read_metrics(finished.run) if "eval_bits_per_byte" in entry] == [12, 24]
-    assert [path.name for path in finished.run.glob("checkpoint-*")] == ["checkpoint-24"]
+    assert {path.name for path in finished.run.glob("checkpoint-*")} == {"checkpoint-16", "checkpoint-24"}
 
 
 def test_the_saved_model_reads_long_texts_and_generates(finished: ExtensionOutcome) -> None:
@@ -398,34 +398,42 @@ def test_damaged_and_foreign_runs_are_not_gone_on_with(
         resume_extension(tmp_path / "none", quiet())
     stop_after(monkeypatch, 10, signal.SIGTERM)
     run = extend(tiny(short, texts), tmp_path / "run", quiet()).run
-    (checkpoint,) = run.glob("checkpoint-*")
+    checkpoint, older = sorted(run.glob("checkpoint-*"), key=lambda path: -int(path.name.split("-")[1]))
+    shutil.rmtree(older)
     state = (checkpoint / "optimizer.pt").read_bytes()
     (checkpoint / "optimizer.pt").write_bytes(state[: len(state) // 2])
     with pytest.raises(RunError, match=r"optimizer\.pt is damaged"):
         resume_extension(run, quiet())
     (checkpoint / "optimizer.pt").write_bytes(state)
-    record = json.loads((run / "training.json").read_text())
-    (run / "training.json").write_text(json.dumps({**record, "corpus": {**record["corpus"], "held_out_bytes": 1}}))
+    written = (run / "training.json").read_text()
+    record = json.loads(written)
+    change_sealed(run / "training.json", corpus={**record["corpus"], "held_out_bytes": 1})
     with pytest.raises(RunError, match="the text is not what the run began with"):
         resume_extension(run, quiet())
     for damage in ({"kind": "other"}, {"measured": {**record["measured"], "replaced": {"by_position": [1.0]}}}):
-        (run / "training.json").write_text(json.dumps({**record, **damage}))
+        change_sealed(run / "training.json", **{**record, **damage})
         with pytest.raises(RunError, match="describes no such run"):
             resume_extension(run, quiet())
-    (run / "training.json").write_text(json.dumps(record))
+    (run / "training.json").write_text(written.replace('"seed": 0', '"seed": 1'))
+    with pytest.raises(RunError, match="is damaged or was changed: its checksum"):
+        resume_extension(run, quiet())
+    (run / "training.json").write_text(written)
     described = json.loads((checkpoint / "config.json").read_text())
     unscaled = {"rope_type": "default", "rope_theta": 1e4}
     for changed in ({"rope_parameters": unscaled}, {"dilated_attention": {"pattern": "local_window(3)"}}):
         (checkpoint / "config.json").write_text(json.dumps({**described, **changed}))
+        seal_again(checkpoint)
         with pytest.raises(RunError, match=f"foreign checkpoint: .*{next(iter(changed))} differ"):
             resume_extension(run, quiet())
     (checkpoint / "config.json").write_text(json.dumps(described))
     weights_file = checkpoint / "model.safetensors"
     whole = weights_file.read_bytes()
     weights_file.write_bytes(whole[:5000])
+    seal_again(checkpoint)
     with pytest.raises(RunError, match=r"--resume .*: the weights of .* cannot be loaded"):
         resume_extension(run, quiet())
     weights_file.write_bytes(whole)
+    seal_again(checkpoint)
     file = sorted(texts.iterdir())[0]
     text = file.read_text()
     try:

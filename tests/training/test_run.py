@@ -59,8 +59,11 @@ def test_metrics_hold_training_and_evaluation_in_bits(finished: Outcome) -> None
     assert all(0 < entry.get("bits_per_byte", 1) < 12 for entry in entries)
 
 
-def test_the_last_checkpoint_alone_is_kept(finished: Outcome) -> None:
-    assert [path.name for path in finished.run.glob("checkpoint-*")] == ["checkpoint-9"]
+def test_as_many_checkpoints_are_kept_as_the_settings_say(finished: Outcome, texts: Path, tmp_path: Path) -> None:
+    assert {path.name for path in finished.run.glob("checkpoint-*")} == {"checkpoint-8", "checkpoint-9"}
+    for keep, kept in ((1, {9}), (3, {6, 8, 9})):
+        run = train(tiny_settings(texts, save_steps=2, keep_checkpoints=keep), tmp_path / f"{keep}", quiet()).run
+        assert {path.name for path in run.glob("checkpoint-*")} == {f"checkpoint-{step}" for step in kept}
 
 
 def test_bits_over_the_context_are_the_mean_of_its_quarters(finished: Outcome) -> None:

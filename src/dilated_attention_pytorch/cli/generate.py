@@ -43,7 +43,9 @@ class Generate(SampleSettings):
 
         preflight.check_packages("generating")
         device = preflight.choose_device(self.device)
-        folder = model_folder(self.run)
+        folder, left = model_folder(self.run)
+        for name, reason in left.items():
+            print(f"dilated-attention: {name} is left, and {folder.name} is taken: {reason}", file=sys.stderr)
         prompt = self.prompt
         is_dialogue = prompt is None and sys.stdin.isatty()
         if prompt is None and not is_dialogue:

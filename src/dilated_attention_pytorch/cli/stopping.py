@@ -26,7 +26,7 @@ def check_resume_alone(argv: Sequence[str]) -> None:
 
 def go_on_with(command: str, run: Path) -> str:
     """The command line that takes a run up, on as many processes as there are."""
-    from dilated_attention_pytorch.training.run import num_processes
+    from dilated_attention_pytorch.training.together import num_processes
 
     several = f"torchrun --nproc-per-node {num_processes()} -m dilated_attention_pytorch"
     program = "dilated-attention" if num_processes() == 1 else several

@@ -44,7 +44,7 @@ class Train(TrainSettings):
         from rich.console import Console
 
         from dilated_attention_pytorch.training import preflight, resume, train
-        from dilated_attention_pytorch.training.run import is_first_process
+        from dilated_attention_pytorch.training.together import is_first_process
 
         preflight.check_packages("training")
         from dilated_attention_pytorch.training.distribution import leaving_together

@@ -18,6 +18,8 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
+from dilated_attention_pytorch.output import write_text
+
 METRICS_NAME = "metrics.jsonl"
 
 
@@ -84,9 +86,7 @@ class Metrics(TrainerCallback):
         self._seconds = max((entry["seconds"] for entry in kept), default=0.0)
         self._start = time.perf_counter()
         self._pace = (step, self._start)
-        staged = self.path.with_suffix(".part")
-        staged.write_text("".join(json.dumps(entry) + "\n" for entry in kept))
-        os.replace(staged, self.path)
+        write_text(self.path, "".join(json.dumps(entry) + "\n" for entry in kept))
 
     def on_log(
         self,

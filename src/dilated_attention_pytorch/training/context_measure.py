@@ -12,6 +12,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from dilated_attention_pytorch.output import replacing
+
 if TYPE_CHECKING:
     from rich.console import Console
     from transformers import PreTrainedModel
@@ -84,9 +86,8 @@ def draw_positions(path: Path, curves: Mapping[str, Tensor], own_length: int) ->
     axes.yaxis.set_major_formatter(lambda value, _: f"{value:g}")
     axes.grid(alpha=0.3)
     axes.legend()
-    staged = path.with_name(f".{path.name}")
-    figure.savefig(staged, dpi=120, format="png")
-    staged.replace(path)
+    with replacing(path) as staged:
+        figure.savefig(staged, dpi=120, format="png")
 
 
 def _binned(bits: Tensor) -> tuple[list[float], list[float]]:

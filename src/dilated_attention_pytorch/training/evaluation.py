@@ -12,6 +12,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from dilated_attention_pytorch.output import replacing
+
 from .callbacks import read_metrics
 
 if TYPE_CHECKING:
@@ -84,5 +86,6 @@ def draw_losses(run: Path, *, xz: float, final: tuple[int, float] | None) -> Pat
     axes.grid(alpha=0.3)
     axes.legend()
     path = run / "loss.png"
-    figure.savefig(path, dpi=120)
+    with replacing(path) as staged:
+        figure.savefig(staged, dpi=120, format="png")
     return path

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import dataclasses
-import json
+import pickle
+import secrets
 import time
+from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -17,19 +19,14 @@ from dilated_attention_pytorch.machine import machine
 from dilated_attention_pytorch.output import check_writable, make_output, write_text
 
 from . import preflight
-from .checkpoint import (
-    SETTINGS_NAME,
-    WEIGHTS_NAME,
-    check_state,
-    checkpoint_step,
-    latest_checkpoint,
-    read_json,
-    save_finished,
-)
+from .checkpoint import SETTINGS_NAME, WEIGHTS_NAME, Start, checkpoint_step, choose_start, save_finished
 from .corpus import CORPUS_KEYS, Corpus, Text, corpus_figures, read_corpus
 from .extension_settings import ExtensionSettings
 from .finite import what_is_not_finite
-from .run import num_processes
+from .lease import Lease
+from .manifest import read_sealed, sealed, sums, verify_sums
+from .process import ending_with_launcher
+from .together import num_processes
 from .tokens import load_tokenizer, num_bytes, tokenized
 from .windows import EvaluationWindows, StagedBatches
 
@@ -67,6 +64,7 @@ class _Run:
     """A run whose checks have passed."""
 
     folder: Path
+    run_id: str
     settings: ExtensionSettings
     device: str
     own_length: int
@@ -74,7 +72,8 @@ class _Run:
     held_out: Text
     bytes_per_token: float
     model: PreTrainedModel
-    checkpoint: Path | None
+    start: Start
+    lease: Lease
     console: Console
 
 
@@ -106,37 +105,46 @@ def extend(settings: ExtensionSettings, output: Path, console: Console) -> Exten
     precision = preflight.choose_precision(settings.precision, device)
     settings = dataclasses.replace(settings, threads=preflight.set_threads(settings.threads), precision=precision)
     model = _load_model(what, settings.model, device)
-    preflight.check_space(output, sum(parameter.numel() for parameter in model.parameters()))
+    preflight.check_space(
+        output, sum(parameter.numel() for parameter in model.parameters()), settings.keep_checkpoints
+    )  # fmt: skip
     _check_model(model, settings)
     # What was changed to see whether it can be is read again rather than kept beside.
     del model
     windows = _held_out_windows(held_out, settings)
     bytes_per_token = sum(num_bytes(window[1:], tokenizer) for window in windows) / sum(len(x) - 1 for x in windows)
-    run = _Run(
-        output, settings, device, own_length, training, held_out, bytes_per_token,
-        _load_model(what, settings.model, device), None, console,
-    )  # fmt: skip
+    model = _load_model(what, settings.model, device)
     make_output(output)
-    _announce(run, corpus, tokenizer)
-    record: dict[str, Any] = {
-        "kind": _KIND,
-        "settings": {**settings.to_dict(), "device": device},
-        "own_length": own_length,
-        "corpus": corpus_figures(corpus),
-        "bytes_per_token": run.bytes_per_token,
-        "machine": machine(),
-        "measured": {},
-    }
-    _measure(run, "before", record)
-    _replace(run.model, settings)
-    _measure(run, "replaced", record)
-    # Nothing is in the folder until here, so that whoever stops the measuring may begin again into it.
-    if tokenizer is not None:
-        tokenizer.model_max_length = settings.length
-        tokenizer.save_pretrained(output)
-    record["model"] = _figures_of(run.model.config)
-    write_text(output / SETTINGS_NAME, json.dumps(record, indent=2) + "\n")
-    return _go(run, record)
+    with ending_with_launcher(f"extend into {output}"), ExitStack() as held:
+        lease = held.enter_context(Lease(output, lambda line: console.print(line, highlight=False, soft_wrap=True)))
+        # Another job may have begun, and ended, since it was looked at.
+        preflight.check_output(output)
+        run = _Run(
+            output, secrets.token_hex(8), settings, device, own_length, training, held_out, bytes_per_token, model,
+            Start(checkpoint=None, left={}), lease, console,
+        )  # fmt: skip
+        _announce(run, corpus, tokenizer)
+        record: dict[str, Any] = {
+            "kind": _KIND,
+            "run": run.run_id,
+            "settings": {**settings.to_dict(), "device": device},
+            "own_length": own_length,
+            "corpus": corpus_figures(corpus),
+            "bytes_per_token": run.bytes_per_token,
+            "machine": machine(),
+            "measured": {},
+        }
+        _measure(run, "before", record)
+        _replace(run.model, settings)
+        _measure(run, "replaced", record)
+        lease.check()
+        # Nothing but the lease is in the folder until here: whoever stops the measuring may begin again into it.
+        if tokenizer is not None:
+            tokenizer.model_max_length = settings.length
+            record["tokenizer"] = sums(output, (Path(name).name for name in tokenizer.save_pretrained(output)))
+        record["model"] = _figures_of(run.model.config)
+        write_text(output / SETTINGS_NAME, sealed(record))
+        return _go(run, record)
 
 
 def resume_extension(folder: Path, console: Console) -> ExtensionOutcome:
@@ -150,7 +158,7 @@ def resume_extension(folder: Path, console: Console) -> ExtensionOutcome:
     preflight.check_packages("training")
     _check_alone()
     what = f"--resume {folder}"
-    checkpoint, record, settings = _read_run(folder, what)
+    record, settings = _read_run(folder, what)
     device = preflight.choose_device(settings.device)
     corpus = read_corpus(settings.data)
     if corpus_figures(corpus) != record["corpus"]:
@@ -158,30 +166,47 @@ def resume_extension(folder: Path, console: Console) -> ExtensionOutcome:
             f"{what}: the text is not what the run began with (now {corpus_figures(corpus)}, then {record['corpus']}); "
             "restore the files, or begin anew into another --output"
         )
-    config = _load_config(what, str(checkpoint))
-    _check_same_model(checkpoint, config, record)
-    tokenizer = load_tokenizer(what, str(folder), config)
-    preflight.set_threads(settings.threads)
-    register()
-    model = _load_model(what, str(checkpoint), device, attn_implementation="dilated")
     check_writable(folder, what)
-    preflight.check_space(folder, sum(parameter.numel() for parameter in model.parameters()))
-    training, held_out = tokenized(corpus.training, tokenizer), tokenized(corpus.held_out, tokenizer)
-    run = _Run(
-        folder, settings, device, record["own_length"], training, held_out, record["bytes_per_token"], model,
-        checkpoint, console,
-    )  # fmt: skip
-    console.print(f"going on after step {checkpoint_step(checkpoint)} of {settings.steps:,}", highlight=False)
-    return _go(run, record)
+    with ending_with_launcher(what), ExitStack() as held:
+        lease = held.enter_context(Lease(folder, lambda line: console.print(line, highlight=False, soft_wrap=True)))
+        start = choose_start(
+            folder,
+            record["run"],
+            1,
+            lambda checkpoint: _check_same_model(checkpoint, _load_config(what, checkpoint), record),
+        )
+        if start.checkpoint is None:
+            raise RunError(f"{what}: the run was stopped before its first checkpoint; begin anew into another --output")
+        tokenizer = None
+        if "tokenizer" in record:
+            remedy = "restore the folder from a copy, or begin anew into another --output"
+            verify_sums(folder, record["tokenizer"], what=what, remedy=remedy)
+            tokenizer = load_tokenizer(what, str(folder), _load_config(what, start.checkpoint))
+        preflight.set_threads(settings.threads)
+        register()
+        model = _load_model(what, str(start.checkpoint), device, attn_implementation="dilated")
+        preflight.check_space(
+            folder, sum(parameter.numel() for parameter in model.parameters()), settings.keep_checkpoints
+        )  # fmt: skip
+        training, held_out = tokenized(corpus.training, tokenizer), tokenized(corpus.held_out, tokenizer)
+        run = _Run(
+            folder, record["run"], settings, device, record["own_length"], training, held_out,
+            record["bytes_per_token"], model, start, lease, console,
+        )  # fmt: skip
+        for line in start.in_words():
+            console.print(line, highlight=False, soft_wrap=True)
+        step = checkpoint_step(start.checkpoint)
+        console.print(f"going on after step {step} of {settings.steps:,}", highlight=False)
+        return _go(run, record)
 
 
-def _read_run(folder: Path, what: str) -> tuple[Path, dict[str, Any], ExtensionSettings]:
+def _read_run(folder: Path, what: str) -> tuple[dict[str, Any], ExtensionSettings]:
     if not folder.is_dir():
         raise RunError(f"{what}: there is no such folder; name the --output of the run that was stopped")
     remedy = "name the --output of an `extend` command"
-    record = read_json(folder / SETTINGS_NAME, what=what, remedy=remedy)
+    record = read_sealed(folder / SETTINGS_NAME, what=what, remedy=remedy)
     try:
-        if record["kind"] != _KIND:
+        if record["kind"] != _KIND or not isinstance(record["run"], str):
             raise ValueError(f"kind {record['kind']!r}")
         settings = ExtensionSettings.from_dict(record["settings"])
         if [int(record["corpus"][name]) for name in CORPUS_KEYS] != list(record["corpus"].values()):
@@ -194,11 +219,7 @@ def _read_run(folder: Path, what: str) -> tuple[Path, dict[str, Any], ExtensionS
         raise RunError(f"{what}: {folder / SETTINGS_NAME} describes no such run ({error}); {remedy}") from error
     if (folder / WEIGHTS_NAME).exists():
         raise RunError(f"{what}: that run is finished; its model is in {folder}")
-    checkpoint = latest_checkpoint(folder)
-    if checkpoint is None:
-        raise RunError(f"{what}: the run was stopped before its first checkpoint; begin anew into another --output")
-    check_state(checkpoint)
-    return checkpoint, record, settings
+    return record, settings
 
 
 def _check_alone() -> None:
@@ -227,11 +248,11 @@ def _check_same_model(checkpoint: Path, config: PreTrainedConfig, record: dict[s
         )
 
 
-def _load_config(what: str, model: str) -> PreTrainedConfig:
+def _load_config(what: str, model: str | Path) -> PreTrainedConfig:
     from transformers import AutoConfig
 
     try:
-        config: PreTrainedConfig = AutoConfig.from_pretrained(model)
+        config: PreTrainedConfig = AutoConfig.from_pretrained(model, trust_remote_code=False)
     except (OSError, ValueError, KeyError) as error:
         raise RunError(
             f"{what}: {model} describes no model of transformers ({error}); it takes a folder with config.json, or a "
@@ -270,8 +291,13 @@ def _load_model(what: str, model: str, device: str, **options: Any) -> PreTraine
     logging.disable_progress_bar()
     try:
         found: Any = AutoModelForCausalLM.from_pretrained(
-            model, dtype=torch.float32, output_loading_info=True, **options
+            model, dtype=torch.float32, output_loading_info=True, trust_remote_code=False, **options
         )
+    except pickle.UnpicklingError as error:
+        raise RunError(
+            f"{what}: the weights of {model} are a pickle that holds more than tensors, and were not unpickled, as "
+            "what is in it would run; take a copy with model.safetensors, or convert it with the program that wrote it"
+        ) from error
     except (OSError, ValueError, RuntimeError, SafetensorError) as error:
         raise RunError(f"{what}: the weights of {model} cannot be loaded ({error}); copy them again") from error
     loaded: PreTrainedModel = found[0]
@@ -395,17 +421,22 @@ def _go(run: _Run, record: dict[str, Any]) -> ExtensionOutcome:
             settings, folder, run.device, per_device_train_batch_size=1, per_device_eval_batch_size=1,
             weight_decay=settings.weight_decay,
         ),
+        run_id=run.run_id,
+        keep=settings.keep_checkpoints,
+        lease=run.lease,
+        left=run.start.left.keys(),
         training=training,
         evaluation=evaluation,
         data_collator=_one_batch,
         bytes_per_token=run.bytes_per_token,
     )  # fmt: skip
-    step = 0 if run.checkpoint is None else checkpoint_step(run.checkpoint)
+    checkpoint = run.start.checkpoint
+    step = 0 if checkpoint is None else checkpoint_step(checkpoint)
     trainer.add_callback(Metrics(folder, step, lambda done: training.tokens_after(done) * run.bytes_per_token))
     with Interruption(trainer.accelerator) as interruption, Bar(run.console, training.tokens_after) as bar:
         trainer.add_callback(bar)
         trainer.add_callback(interruption)
-        trainer.train(resume_from_checkpoint=None if run.checkpoint is None else str(run.checkpoint))
+        trainer.train(resume_from_checkpoint=None if checkpoint is None else str(checkpoint))
     done = trainer.state.global_step
     if done == settings.steps:
         _finish(run, record)
@@ -429,9 +460,11 @@ def _finish(run: _Run, record: dict[str, Any]) -> None:
     from .context_measure import draw_positions
 
     _measure(run, "trained", record)
-    write_text(run.folder / SETTINGS_NAME, json.dumps(record, indent=2) + "\n")
+    run.lease.check()
+    write_text(run.folder / SETTINGS_NAME, sealed(record))
     names = ("before", "after replacement", "after training on")
     curves = {name: _curve(record, state) for name, state in zip(names, STATES, strict=True)}
     draw_positions(run.folder / PICTURE_NAME, curves, run.own_length)
     run.model.config.get_text_config().use_cache = record["model"]["use_cache"]
-    save_finished(run.model, run.folder)
+    run.lease.check()
+    save_finished(run.model, run.folder, run_id=run.run_id, step=run.settings.steps)

@@ -76,12 +76,14 @@ class ExtensionSettings:
     final_eval_windows: int = 32
     """Largest number of held-out windows by which the model is measured before, after replacement and at the end."""
     save_steps: int = 50
-    """Steps between two checkpoints. The last complete one is kept."""
+    """Steps between two checkpoints."""
+    keep_checkpoints: int = 2
+    """Checkpoints to keep. The newest one that is whole is gone on from, so that one that is damaged loses little."""
 
     def __post_init__(self) -> None:
         for name in (
             "steps", "gradient_accumulation", "log_steps", "eval_steps", "eval_windows", "final_eval_windows",
-            "save_steps",
+            "save_steps", "keep_checkpoints",
         ):  # fmt: skip
             check_number(self, name, least=1)
         check_number(self, "length", least=8)

@@ -13,14 +13,16 @@ from dilated_attention_pytorch.errors import RunError
 from dilated_attention_pytorch.machine import require
 from dilated_attention_pytorch.output import check_writable
 
-from .checkpoint import SETTINGS_NAME, WEIGHTS_NAME
+from .checkpoint import SETTINGS_NAME, WEIGHTS_NAME, checkpoints
 from .corpus import Corpus
+from .lease import LEASE_NAME
 from .settings import Device, Precision, TrainSettings
 
 _TO_GENERATE = ("transformers", "safetensors")
 _TO_TRAIN = (*_TO_GENERATE, "accelerate", "rich", "matplotlib", "tensorboard")
-_BYTES_PER_PARAMETER = 28
-"""Two checkpoints (weights and two moments in float32), as the old one goes only when the new one is there; a model."""
+_WEIGHT_BYTES = 4
+_CHECKPOINT_BYTES = 3 * _WEIGHT_BYTES
+"""Of a parameter in a checkpoint: the weight and two moments in float32."""
 _BYTES_BESIDE = 20 << 20
 
 
@@ -31,11 +33,14 @@ def check_packages(purpose: Literal["training", "generating"]) -> None:
 
 
 def check_output(output: Path) -> None:
-    """Raise :class:`RunError` unless ``output`` is free and can be made. Makes nothing."""
+    """Raise :class:`RunError` unless ``output`` is free and can be made. Makes nothing.
+
+    A lease alone is what a run leaves that was killed before it wrote anything.
+    """
     if os.path.lexists(output) and not output.is_dir():
         raise RunError(f"--output {output} is a file, not a folder; name a free folder, for example {_free(output)}")
     if output.is_dir():
-        if any(output.iterdir()):
+        if any(path.name != LEASE_NAME for path in output.iterdir()):
             is_stopped = (output / SETTINGS_NAME).exists() and not (output / WEIGHTS_NAME).exists()
             going_on = f", or go on with that run: --resume {output}" if is_stopped else ""
             raise RunError(
@@ -175,15 +180,18 @@ def set_threads(threads: int) -> int:
     return torch.get_num_threads()
 
 
-def needed_space(num_parameters: int) -> int:
-    """Bytes that a run writes at most at once."""
-    return _BYTES_PER_PARAMETER * num_parameters + _BYTES_BESIDE
+def checkpoint_space(num_parameters: int) -> int:
+    """Bytes that a run needs to write one more checkpoint."""
+    return _CHECKPOINT_BYTES * num_parameters + _BYTES_BESIDE
 
 
-def check_space(output: Path, num_parameters: int) -> None:
-    """Raise :class:`RunError` unless the checkpoints of the run fit on the disk of ``output``."""
+def check_space(output: Path, num_parameters: int, keep: int) -> None:
+    """Raise :class:`RunError` unless the checkpoints of the run, ``keep`` at a time, fit on the disk of ``output``."""
     folder = next(path for path in (output.absolute(), *output.absolute().parents) if path.is_dir())
-    needed, free = needed_space(num_parameters), shutil.disk_usage(folder).free
+    # The oldest one goes only when the newest is there; those of a run that goes on are on the disk already.
+    missing = max(1, keep + 1 - len(checkpoints(output)))
+    needed = (missing * _CHECKPOINT_BYTES + _WEIGHT_BYTES) * num_parameters + _BYTES_BESIDE
+    free = shutil.disk_usage(folder).free
     if free < needed:
         raise RunError(
             f"--output {output}: the run needs {needed / 1e6:,.0f} MB for its checkpoints and the disk has "

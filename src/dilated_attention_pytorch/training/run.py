@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import dataclasses
-import json
 import math
-import os
+import secrets
 import shlex
 import time
+from collections.abc import Callable
+from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -22,18 +23,26 @@ from . import preflight
 from .checkpoint import (
     SETTINGS_NAME,
     WEIGHTS_NAME,
-    check_checkpoint,
+    Start,
+    check_weights,
     checkpoint_step,
-    latest_checkpoint,
-    read_json,
+    choose_start,
+    file_names,
+    manifest_digest,
     save_finished,
+    verify_checkpoint,
 )
 from .corpus import CORPUS_KEYS, Corpus, corpus_figures, read_corpus
+from .lease import Lease
+from .manifest import read_sealed, sealed
+from .process import ending_with_launcher, launch, launch_record
 from .settings import SampleSettings, TrainSettings
+from .together import all_or_none, from_all, from_first, is_first_process, num_processes, process_rank
 from .windows import EvaluationWindows, TrainingWindows, long_files
 
 if TYPE_CHECKING:
     from rich.console import Console
+    from transformers import TrainingArguments
 
     from dilated_attention_pytorch.models import LongNetForCausalLM
 
@@ -62,28 +71,34 @@ class Outcome:
     """A sampled text."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, kw_only=True, slots=True)
 class _Run:
     """A run whose checks have passed."""
 
     folder: Path
+    run_id: str
     settings: TrainSettings
     device: str
     corpus: Corpus
     model: LongNetForCausalLM
-    checkpoint: Path | None
+    args: TrainingArguments
+    start: Start
+    lease: Lease | None
     console: Console
 
 
 def train(settings: TrainSettings, output: Path, console: Console) -> Outcome:
     """Train a new model into the folder ``output``, which must be free.
 
+    Where torchrun starts its processes again after a failure, the run that they began goes on from its last checkpoint.
+
     Raises:
         RunError: the data, the folder, the disk or the device does not allow it; before anything is written.
     """
     preflight.check_packages("training")
     preflight.check_processes(settings, num_processes())
-    if is_first_process():
+    is_again = is_first_process() and _was_begun_by_this_launch(output)
+    if is_first_process() and not is_again:
         preflight.check_output(output)
     device = preflight.choose_device(settings.device)
     corpus = read_corpus(settings.data)
@@ -91,49 +106,147 @@ def train(settings: TrainSettings, output: Path, console: Console) -> Outcome:
     precision = preflight.choose_precision(settings.precision, device)
     settings = dataclasses.replace(settings, threads=preflight.set_threads(settings.threads), precision=precision)
     model = _build(settings)
-    preflight.check_space(output, sum(parameter.numel() for parameter in model.parameters()))
-    make_output(output)
-    if is_first_process():
-        record = {
-            "settings": {**settings.to_dict(), "device": device},
-            "corpus": corpus_figures(corpus),
-            "processes": num_processes(),
-            "machine": machine(),
-        }
-        write_text(output / SETTINGS_NAME, json.dumps(record, indent=2) + "\n")
-        model.config.save_pretrained(output)
-    return _go(_Run(output, settings, device, corpus, model, None, console))
+    preflight.check_space(output, _size(model), settings.keep_checkpoints)
+    args = _meet(settings, output, device)
+    if from_first(lambda: is_again):
+        return _go_on(output, console, may_begin=True)
+    run_id = from_first(lambda: secrets.token_hex(8))
+    agents = launch_record(from_all(launch()))
+    with ending_with_launcher(f"train into {output}"), ExitStack() as held:
+
+        def begin() -> Lease:
+            make_output(output)
+            lease = held.enter_context(Lease(output, _tell(console)))
+            # Another job may have begun, and ended, since it was looked at.
+            preflight.check_output(output)
+            record = {
+                "run": run_id,
+                "settings": {**settings.to_dict(), "device": device},
+                "corpus": corpus_figures(corpus),
+                "processes": num_processes(),
+                "launch": agents,
+                "machine": machine(),
+            }
+            write_text(output / SETTINGS_NAME, sealed(record))
+            model.config.save_pretrained(output)
+            return lease
+
+        lease = _first_alone(begin)
+        start = Start(checkpoint=None, left={})
+        return _go(
+            _Run(
+                folder=output, run_id=run_id, settings=settings, device=device, corpus=corpus, model=model, args=args,
+                start=start, lease=lease, console=console,
+            )
+        )  # fmt: skip
 
 
 def resume(run: Path, console: Console) -> Outcome:
     """Go on with a run that was stopped, from its last checkpoint, as if it had never stopped.
 
     Raises:
-        RunError: there is nothing to go on with, or the checkpoint or the data is not what it was.
+        RunError: there is nothing to go on with, or no checkpoint or the data is what it was, or another job is at it.
     """
     preflight.check_packages("training")
-    checkpoint, settings, figures = _read_run(run)
+    return _go_on(run, console)
+
+
+def _go_on(run: Path, console: Console, *, may_begin: bool = False) -> Outcome:
+    what = f"--resume {run}"
+    run_id, settings, figures = _read_run(run)
     device = preflight.choose_device(settings.device)
     corpus = read_corpus(settings.data)
     if corpus_figures(corpus) != figures:
         raise RunError(
-            f"--resume {run}: the text is not what the run began with (now {corpus_figures(corpus)}, then {figures}); "
+            f"{what}: the text is not what the run began with (now {corpus_figures(corpus)}, then {figures}); "
             "restore the files, or train anew into another --output"
         )
     preflight.set_threads(settings.threads)
     model = _build(settings)
-    check_writable(run, f"--resume {run}")
-    preflight.check_space(run, sum(parameter.numel() for parameter in model.parameters()))
-    return _go(_Run(run, settings, device, corpus, model, checkpoint, console))
+    check_writable(run, what)
+    preflight.check_space(run, _size(model), settings.keep_checkpoints)
+    args = _meet(settings, run, device)
+    with ending_with_launcher(what), ExitStack() as held:
+        lease = _first_alone(lambda: held.enter_context(Lease(run, _tell(console))))
+
+        def choose() -> Start:
+            start = choose_start(run, run_id, num_processes(), lambda checkpoint: _check_model(checkpoint, settings))
+            if start.checkpoint is None and not may_begin:
+                raise RunError(
+                    f"{what}: the run was stopped before its first checkpoint; train anew into another --output"
+                )
+            return start
+
+        start = from_first(choose)
+        all_or_none(lambda: _check_seen(start, run_id))
+        return _go(
+            _Run(
+                folder=run, run_id=run_id, settings=settings, device=device, corpus=corpus, model=model, args=args,
+                start=start, lease=lease, console=console,
+            )
+        )  # fmt: skip
 
 
-def _read_run(run: Path) -> tuple[Path, TrainSettings, dict[str, int]]:
+def _was_begun_by_this_launch(output: Path) -> bool:
+    """Whether the run in ``output`` is one that this torchrun started, before it started its processes again."""
+    mine = launch()
+    if mine is None or not (output / SETTINGS_NAME).exists():
+        return False
+    try:
+        record = read_sealed(output / SETTINGS_NAME, what="--output", remedy="")
+    except RunError:
+        return False  # of whoever that is: it is not written over
+    return mine.is_in(record.get("launch"))
+
+
+def _meet(settings: TrainSettings, folder: Path, device: str) -> TrainingArguments:
+    """What transformers is told. It lets the processes find each other when it is asked for the device."""
+    from .run_trainer import arguments
+
+    args = arguments(
+        settings, folder, device, per_device_train_batch_size=settings.batch_size,
+        per_device_eval_batch_size=settings.batch_size, torch_compile=settings.compile,
+        ddp_find_unused_parameters=False,
+    )  # fmt: skip
+    assert args.device is not None
+    return args
+
+
+def _tell(console: Console) -> Callable[[str], None]:
+    return lambda line: console.print(line, highlight=False, soft_wrap=True)
+
+
+def _first_alone(take: Callable[[], Lease]) -> Lease | None:
+    """What ``take`` returns, in the first process; None in the others. What it raises, in all."""
+    taken: list[Lease] = []
+    from_first(lambda: taken.append(take()))
+    return taken[0] if taken else None
+
+
+def _check_seen(start: Start, run_id: str) -> None:
+    """Raise :class:`RunError` unless this process reads what the first one has found to be whole."""
+    if start.checkpoint is None or is_first_process():
+        return
+    verify_checkpoint(start.checkpoint, run_id, file_names(num_processes(), process_rank()))
+    if manifest_digest(start.checkpoint) != start.digest:
+        raise RunError(
+            f"{start.checkpoint} is another one here than where the first process looks; the run folder must lie on a "
+            "file system that all hosts of the run share"
+        )
+
+
+def _size(model: LongNetForCausalLM) -> int:
+    return sum(parameter.numel() for parameter in model.parameters())
+
+
+def _read_run(run: Path) -> tuple[str, TrainSettings, dict[str, int]]:
     what = f"--resume {run}"
     if not run.is_dir():
         raise RunError(f"{what}: there is no such folder; name the --output of the run that was stopped")
     remedy = "name the --output of a `train` command"
-    values = read_json(run / SETTINGS_NAME, what=what, remedy=remedy)
+    values = read_sealed(run / SETTINGS_NAME, what=what, remedy=remedy)
     try:
+        run_id = str(values["run"])
         settings = TrainSettings.from_dict(values["settings"])
         figures = {name: int(values["corpus"][name]) for name in CORPUS_KEYS}
         processes = int(values["processes"])
@@ -149,12 +262,12 @@ def _read_run(run: Path) -> tuple[Path, TrainSettings, dict[str, int]]:
             f"{what}: the run began with {processes} processes, each with its part of the text, and this is one of "
             f"{num_processes()}; start it with torchrun --nproc-per-node {processes}"
         )
-    checkpoint = latest_checkpoint(run)
-    if checkpoint is None:
-        raise RunError(f"{what}: the run was stopped before its first checkpoint; train anew into another --output")
-    check_checkpoint(checkpoint)
+    return run_id, settings, figures
+
+
+def _check_model(checkpoint: Path, settings: TrainSettings) -> None:
+    check_weights(checkpoint)
     _check_same_model(checkpoint, settings)
-    return checkpoint, settings, figures
 
 
 def _check_same_model(checkpoint: Path, settings: TrainSettings) -> None:
@@ -185,16 +298,6 @@ def _build(settings: TrainSettings) -> LongNetForCausalLM:
     return LongNetForCausalLM.from_longnet_config(settings.model)
 
 
-def is_first_process() -> bool:
-    """Whether this process is the one that writes and prints, of those that torchrun started."""
-    return int(os.environ.get("RANK", "0")) == 0
-
-
-def num_processes() -> int:
-    """How many processes torchrun started; 1 without it."""
-    return int(os.environ.get("WORLD_SIZE", "1"))
-
-
 def _go(run: _Run) -> Outcome:
     from torch.utils.data import Subset
     from torch.utils.tensorboard import SummaryWriter
@@ -205,15 +308,9 @@ def _go(run: _Run) -> Outcome:
     from .callbacks import Bar, Interruption, Metrics
     from .distribution import Distribution
     from .evaluation import draw_losses, xz_bits_per_byte
-    from .run_trainer import arguments
     from .trainer import LongNetTrainer
 
-    settings, folder = run.settings, run.folder
-    args = arguments(
-        settings, folder, run.device, per_device_train_batch_size=settings.batch_size,
-        per_device_eval_batch_size=settings.batch_size, torch_compile=settings.compile,
-        ddp_find_unused_parameters=False,
-    )  # fmt: skip
+    settings, folder, args = run.settings, run.folder, run.args
     distribution = Distribution(settings, args.device.type)
     windows_per_step = args.train_batch_size * args.gradient_accumulation_steps * distribution.data_size
     evaluation = EvaluationWindows(run.corpus.held_out, settings.context_length, settings.final_eval_windows)
@@ -222,6 +319,9 @@ def _go(run: _Run) -> Outcome:
         args=args,
         settings=settings,
         distribution=distribution,
+        run_id=run.run_id,
+        lease=run.lease,
+        left=run.start.left.keys(),
         training=TrainingWindows(
             run.corpus.training, settings.context_length, settings.steps * windows_per_step, seed=settings.seed,
             file_start_fraction=settings.file_start_fraction,
@@ -229,7 +329,8 @@ def _go(run: _Run) -> Outcome:
         evaluation=Subset(evaluation, evaluation.spread(settings.eval_windows)),
     )  # fmt: skip
     xz = xz_bits_per_byte(evaluation.predicted())
-    step = 0 if run.checkpoint is None else checkpoint_step(run.checkpoint)
+    checkpoint = run.start.checkpoint
+    step = 0 if checkpoint is None else checkpoint_step(checkpoint)
     bytes_per_step = windows_per_step * settings.context_length
     bar = Bar(run.console, bytes_per_step.__mul__)
     if trainer.is_world_process_zero():
@@ -243,7 +344,7 @@ def _go(run: _Run) -> Outcome:
     with Interruption(trainer.accelerator) as interruption, bar:
         trainer.add_callback(interruption)
         try:
-            trainer.train(resume_from_checkpoint=None if run.checkpoint is None else str(run.checkpoint))
+            trainer.train(resume_from_checkpoint=None if checkpoint is None else str(checkpoint))
         except RankFailure as error:
             raise RunError(f"{error}; {trainer.how_to_go_on()}") from error
     # Its writer is closed by now, and it would open another one elsewhere.
@@ -277,8 +378,10 @@ def _announce(
         f"xz -9e takes {xz:.3f} bits per byte of the {len(evaluation.predicted()):,} held-out bytes to be predicted",
     ):
         run.console.print(line, highlight=False, soft_wrap=True)
-    if run.checkpoint is not None:
-        run.console.print(f"going on after step {checkpoint_step(run.checkpoint)}", highlight=False)
+    for line in run.start.in_words():
+        run.console.print(line, highlight=False, soft_wrap=True)
+    if run.start.checkpoint is not None:
+        run.console.print(f"going on after step {checkpoint_step(run.start.checkpoint)}", highlight=False)
 
 
 def _finish(run: _Run, trainer: LongNetTrainer, evaluation: EvaluationWindows, xz: float) -> Outcome:
@@ -307,14 +410,16 @@ def _finish(run: _Run, trainer: LongNetTrainer, evaluation: EvaluationWindows, x
             "bits_per_byte_by_quarter": quarters, "last_quarter_alone": alone, "quarter_files": len(files),
             "evaluation_seconds": round(time.perf_counter() - start, 1),
         }  # fmt: skip
-        record = json.loads((folder / SETTINGS_NAME).read_text(encoding="utf-8"))
-        write_text(folder / SETTINGS_NAME, json.dumps({**record, "result": result}, indent=2) + "\n")
+        trainer.check_lease()
+        record = read_sealed(folder / SETTINGS_NAME, what="the end of the run", remedy="restore it from a copy")
+        write_text(folder / SETTINGS_NAME, sealed({**record, "result": result}))
         write_text(folder / "sample.txt", sample + "\n")
         draw_losses(folder, xz=xz, final=(trainer.state.global_step, bits))
         with SummaryWriter(str(folder / "tensorboard")) as writer:
             writer.add_scalar("final/bits_per_byte", bits, trainer.state.global_step)
             writer.add_text("sample", sample)
-        save_finished(model, folder)
+        trainer.check_lease()
+        save_finished(model, folder, run_id=run.run_id, step=trainer.state.global_step)
     return Outcome(
         run=folder, step=trainer.state.global_step, bits_per_byte=bits, xz_bits_per_byte=xz, quarters=quarters,
         last_quarter_alone=alone, sample=sample,

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import errno
 import math
-import os
 import shutil
+import threading
+from collections.abc import Collection, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -16,10 +18,11 @@ from transformers import PrinterCallback, TrainingArguments
 
 from dilated_attention_pytorch.errors import RunError
 
-from .checkpoint import STAGING_NAME, checkpoint_step, latest_checkpoint
+from .checkpoint import STAGING_NAME, checkpoint_step, clear, fitting, latest_checkpoint, publish
 from .extension_settings import ExtensionSettings
 from .finite_trainer import FiniteTrainer
-from .preflight import needed_space
+from .lease import Lease
+from .preflight import checkpoint_space
 from .settings import TrainSettings
 
 _DISK_FULL = (errno.ENOSPC, errno.EDQUOT)
@@ -59,11 +62,15 @@ def arguments(settings: TrainSettings | ExtensionSettings, run: Path, device: st
 
 
 class RunTrainer(FiniteTrainer):
-    """A run in a run folder, whose last complete checkpoint is always there.
+    """A run in a run folder, whose last complete checkpoints are always there.
 
     Args:
         model: the model to train.
         args: what transformers is told; ``output_dir`` is the run folder.
+        run_id: the run's name for itself, which its checkpoints bear.
+        keep: checkpoints to keep.
+        lease: the right to write to the run folder; None in the processes that write nothing of their own.
+        left: names of checkpoints that are damaged, which go when the next one is complete.
         training, evaluation: windows to train on, and of the evaluations on the way.
         data_collator: makes a batch of them.
         bytes_per_token: bytes of text that a token stands for, on average.
@@ -74,6 +81,10 @@ class RunTrainer(FiniteTrainer):
         *,
         model: torch.nn.Module,
         args: TrainingArguments,
+        run_id: str,
+        keep: int,
+        lease: Lease | None,
+        left: Collection[str],
         training: Dataset[Any],
         evaluation: Dataset[Any],
         data_collator: Any,
@@ -83,16 +94,51 @@ class RunTrainer(FiniteTrainer):
             model=model, args=args, train_dataset=training, eval_dataset=evaluation, data_collator=data_collator
         )
         self.run = Path(str(args.output_dir))
+        self.run_id = run_id
+        self.keep = keep
+        self.lease = lease
+        self.left = left
         self.bytes_per_token = bytes_per_token
         self._is_saving = False
         self.remove_callback(PrinterCallback)
+
+    def train(self, *args: Any, **options: Any) -> Any:
+        """See :meth:`transformers.Trainer.train`.
+
+        Raises:
+            RunError: the disk refuses what callbacks write.
+        """
+        try:
+            with _said_once():
+                return super().train(*args, **options)
+        except OSError as error:
+            reason = self._disk_trouble(error)
+            if reason is None:
+                raise
+            raise RunError(
+                f"{reason} after step {self.state.global_step}; make room and allow writing, {self.how_to_go_on()}"
+            ) from error
+
+    def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
+        with fitting(checkpoint or ""):
+            super()._load_optimizer_and_scheduler(checkpoint)
+
+    def _load_rng_state(self, checkpoint: str | None) -> None:
+        with fitting(checkpoint or ""):
+            super()._load_rng_state(checkpoint)
+
+    def check_lease(self) -> None:
+        """Raise :class:`RunError` if another job has taken the run folder."""
+        if self.lease is not None:
+            self.lease.check()
 
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
         """Hand ``logs`` to every callback, each loss in bits per byte too.
 
         Raises:
-            RunError: the loss is no longer a number.
+            RunError: the loss is no longer a number, or another job has taken the run folder.
         """
+        self.check_lease()
         for name, said in (("loss", "loss"), ("eval_loss", "held-out loss"), ("final_loss", "held-out loss")):
             if name in logs:
                 if not math.isfinite(logs[name]):
@@ -112,17 +158,22 @@ class RunTrainer(FiniteTrainer):
         self._is_saving = True
         try:
             if self.args.should_save:
-                shutil.rmtree(staging, ignore_errors=True)
+                self.check_lease()
+                clear(staging)
             self.accelerator.wait_for_everyone()
             super()._save_checkpoint(model, trial)
             self.accelerator.wait_for_everyone()
             if self.args.should_save:
                 complete = latest_checkpoint(staging)
                 assert complete is not None
-                _write_through(complete)
-                self._replace_checkpoint(complete)
+                self.check_lease()
+                publish(
+                    complete, self.run, run_id=self.run_id, processes=self.args.world_size, keep=self.keep,
+                    left=self.left,
+                )  # fmt: skip
+                self.left = ()
         except (OSError, RuntimeError, SafetensorError) as error:
-            shutil.rmtree(staging, ignore_errors=True)
+            clear(staging)
             reason = self._disk_trouble(error)
             if reason is None:
                 raise
@@ -140,15 +191,6 @@ class RunTrainer(FiniteTrainer):
             return "no checkpoint was complete yet"
         return f"the checkpoint of step {checkpoint_step(kept)} is kept: go on from it with --resume {self.run}"
 
-    def _replace_checkpoint(self, complete: Path) -> None:
-        target = self.run / complete.name
-        older = [path for path in self.run.glob("checkpoint-*") if path.name != complete.name]
-        shutil.rmtree(target, ignore_errors=True)
-        os.replace(complete, target)
-        for path in older:
-            shutil.rmtree(path, ignore_errors=True)
-        shutil.rmtree(self.run / STAGING_NAME, ignore_errors=True)
-
     def _disk_trouble(self, error: Exception) -> str | None:
         """Why the disk refused, if it was the disk; torch and safetensors do not hand the error number on."""
         number = error.errno if isinstance(error, OSError) else None
@@ -159,16 +201,23 @@ class RunTrainer(FiniteTrainer):
         if not isinstance(error, OSError):
             assert self.model is not None
             parameters = sum(parameter.numel() for parameter in self.model.parameters())
-            if shutil.disk_usage(self.run).free < needed_space(parameters):
+            if shutil.disk_usage(self.run).free < checkpoint_space(parameters):
                 return "the disk is full"
         return None
 
 
-def _write_through(folder: Path) -> None:
-    """Have the files of ``folder`` on the disk before anything else is removed from it."""
-    for path in [*folder.rglob("*"), folder]:
-        descriptor = os.open(path, os.O_RDONLY)
-        try:
-            os.fsync(descriptor)
-        finally:
-            os.close(descriptor)
+@contextmanager
+def _said_once() -> Iterator[None]:
+    """A disk that refuses is said once: TensorBoard's thread prints what it hands on to the main thread."""
+    before = threading.excepthook
+
+    def hook(args: threading.ExceptHookArgs, /) -> None:
+        error = args.exc_value
+        if not (isinstance(error, OSError) and error.errno in (*_DISK_FULL, *_READ_ONLY)):
+            before(args)
+
+    threading.excepthook = hook
+    try:
+        yield
+    finally:
+        threading.excepthook = before

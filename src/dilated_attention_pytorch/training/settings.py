@@ -105,7 +105,9 @@ class TrainSettings:
     quarter_files: int = 48
     """Largest number of held-out files, each at least context_length long, measured by quarter of the context."""
     save_steps: int = 200
-    """Steps between two checkpoints. The last complete one is kept."""
+    """Steps between two checkpoints."""
+    keep_checkpoints: int = 2
+    """Checkpoints to keep. The newest one that is whole is gone on from, so that one that is damaged loses little."""
     sample_prompt: str = ""
     """What the text in sample.txt continues; empty: the beginning of a file."""
     sample_length: int = 600
@@ -116,8 +118,8 @@ class TrainSettings:
     def __post_init__(self) -> None:
         for name in (
             "steps", "batch_size", "gradient_accumulation", "log_steps", "eval_steps", "eval_windows",
-            "final_eval_windows", "quarter_files", "save_steps", "context_parallel", "heads_parallel",
-            "tensor_parallel",
+            "final_eval_windows", "quarter_files", "save_steps", "keep_checkpoints", "context_parallel",
+            "heads_parallel", "tensor_parallel",
         ):  # fmt: skip
             check_number(self, name, least=1)
         check_number(self, "seed", least=0, most=LARGEST_SEED)

@@ -34,7 +34,7 @@ def load_tokenizer(what: str, model: str, config: PreTrainedConfig) -> PreTraine
             f"({_TOKENIZER_FILES[0]}) lies beside it; copy the tokenizer's files into the folder"
         )
     try:
-        tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(model)
+        tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(model, trust_remote_code=False)
     except (OSError, ValueError) as error:
         raise RunError(f"{what}: the tokenizer of {model} cannot be loaded ({error}); copy its files again") from error
     if _separator(tokenizer) is None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Collection
 from typing import Any
 
 import torch
@@ -14,8 +15,9 @@ from transformers.trainer_utils import EvalLoopOutput
 
 from dilated_attention_pytorch.models import LongNetForCausalLM
 
-from .checkpoint import OPTIMIZER_NAME, SCHEDULER_NAME
+from .checkpoint import OPTIMIZER_NAME, SCHEDULER_NAME, fitting
 from .distribution import Distribution
+from .lease import Lease
 from .optimizer import build_optimizer
 from .run_trainer import RunTrainer
 from .settings import TrainSettings
@@ -30,6 +32,7 @@ class LongNetTrainer(RunTrainer):
         args: see :func:`run_trainer.arguments`.
         settings: what the run is told.
         distribution: what this process does of it.
+        run_id, lease, left: see :class:`RunTrainer`.
         training, evaluation: windows to train on, and of the evaluations on the way.
     """
 
@@ -42,14 +45,18 @@ class LongNetTrainer(RunTrainer):
         args: TrainingArguments,
         settings: TrainSettings,
         distribution: Distribution,
+        run_id: str,
+        lease: Lease | None,
+        left: Collection[str],
         training: Dataset[Window],
         evaluation: Dataset[Window],
     ) -> None:
         self.settings = settings
         self.distribution = distribution
         super().__init__(
-            model=model, args=args, training=training, evaluation=evaluation, data_collator=default_collate
-        )
+            model=model, args=args, run_id=run_id, keep=settings.keep_checkpoints, lease=lease, left=left,
+            training=training, evaluation=evaluation, data_collator=default_collate,
+        )  # fmt: skip
 
     def create_optimizer(self, model: torch.nn.Module | None = None) -> torch.optim.Optimizer:
         """See :func:`build_optimizer`; weights are split over the processes before, as it steps this process's part."""
@@ -149,9 +156,10 @@ class LongNetTrainer(RunTrainer):
         if checkpoint is None or not self.distribution.is_sharded:
             super()._load_optimizer_and_scheduler(checkpoint)
             return
-        state = torch.load(os.path.join(checkpoint, OPTIMIZER_NAME), map_location="cpu", weights_only=True)
-        self.distribution.load_optimizer_state(self.model, self._own_optimizer(), state)
-        self._scheduler().load_state_dict(torch.load(os.path.join(checkpoint, SCHEDULER_NAME), weights_only=True))
+        with fitting(checkpoint):
+            state = torch.load(os.path.join(checkpoint, OPTIMIZER_NAME), map_location="cpu", weights_only=True)
+            self.distribution.load_optimizer_state(self.model, self._own_optimizer(), state)
+            self._scheduler().load_state_dict(torch.load(os.path.join(checkpoint, SCHEDULER_NAME), weights_only=True))
 
     def _own_optimizer(self) -> torch.optim.Optimizer:
         """What :func:`build_optimizer` made, without accelerate's wrapper."""

@@ -1,0 +1,169 @@
+"""What a folder of files holds, written down, so that whoever reads it knows that it is what was written."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import stat
+from collections.abc import Collection, Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from io import BufferedReader
+from pathlib import Path
+from typing import Any
+
+from dilated_attention_pytorch.errors import RunError
+from dilated_attention_pytorch.output import write_text
+
+MANIFEST_NAME = "manifest.json"
+_FORMAT = 1
+_DIGEST = "sha256"
+_LONGEST = 1 << 24
+"""Bytes of the largest file that is read as JSON: the manifest of a run of 100,000 processes."""
+
+
+def write_manifest(folder: Path, names: Collection[str], **about: Any) -> None:
+    """Write the sizes and SHA-256 of the files ``names`` of ``folder``, and ``about``, into its manifest.
+
+    All of it is on the disk when this returns, the manifest last.
+    """
+    values = {"format": _FORMAT, **about, "files": sums(folder, names)}
+    write_text(folder / MANIFEST_NAME, sealed(values))
+
+
+def sums(folder: Path, names: Iterable[str]) -> dict[str, Any]:
+    """Sizes and SHA-256 of files, which are on the disk when this returns."""
+    found = {}
+    for name in sorted(names):
+        with open(folder / name, "rb") as file:
+            found[name] = {"bytes": os.fstat(file.fileno()).st_size, _DIGEST: _sum(file)}
+            os.fsync(file.fileno())
+    return found
+
+
+def verify_manifest(folder: Path, *, what: str, remedy: str, reading: Collection[str] | None = None) -> dict[str, Any]:
+    """The manifest of ``folder``, after the files that are about to be read were found to be those that it names.
+
+    Args:
+        folder: the folder.
+        what, remedy: parts of the sentence that says what is wrong.
+        reading: names of the files; None for all that the manifest names.
+
+    Raises:
+        RunError: one of them, or the manifest, is missing, is not what was written, or is no file.
+    """
+    path = folder / MANIFEST_NAME
+    manifest = read_sealed(path, what=what, remedy=remedy)
+    if manifest.get("format") != _FORMAT:
+        raise RunError(f"{what}: {path} has the format {manifest.get('format')!r}, and {_FORMAT} is known; {remedy}")
+    files = manifest.get("files")
+    verify_sums(folder, files, what=what, remedy=remedy, reading=reading)
+    return manifest
+
+
+def verify_sums(folder: Path, files: Any, *, what: str, remedy: str, reading: Collection[str] | None = None) -> None:
+    """Raise :class:`RunError` unless files are those of which :func:`sums` gave ``files``."""
+    if not isinstance(files, dict):
+        raise RunError(f"{what}: what was written to {folder} is not written down; {remedy}")
+    for name in files if reading is None else reading:
+        said = files.get(name)
+        if not isinstance(said, dict):
+            raise RunError(f"{what}: {folder / name} is none of the files that were written there; {remedy}")
+        if name != Path(name).name:
+            raise RunError(f"{what}: {name!r} is no name of a file in {folder}; {remedy}")
+        _verify_file(folder / name, said, f"{what}: {folder / name}", remedy)
+
+
+def _verify_file(path: Path, said: dict[str, Any], what: str, remedy: str) -> None:
+    with opened(path, what, remedy) as file:
+        size = os.fstat(file.fileno()).st_size
+        if size != said.get("bytes"):
+            raise RunError(
+                f"{what} is damaged or was not written to its end: it has {size:,} bytes, and {said.get('bytes')!r} "
+                f"were written; {remedy}"
+            )
+        if _sum(file) != said.get(_DIGEST):
+            raise RunError(f"{what} is damaged: its bytes are not those that were written (SHA-256); {remedy}")
+
+
+@contextmanager
+def opened(path: Path, what: str, remedy: str) -> Iterator[BufferedReader]:
+    """The file at ``path``, open for reading: no device, no pipe.
+
+    Raises:
+        RunError: there is none, or something else; or it cannot be read.
+    """
+    try:
+        # What is a pipe would keep this waiting for a writer.
+        descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK)
+    except FileNotFoundError as error:
+        raise RunError(f"{what} does not exist; {remedy}") from error
+    except PermissionError as error:
+        raise RunError(f"{what} may not be read by this user; change its permissions (chmod +r)") from error
+    except OSError as error:
+        raise RunError(f"{what} cannot be read ({error.strerror}); {remedy}") from error
+    if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+        os.close(descriptor)
+        raise RunError(f"{what} is no file; {remedy}")
+    with open(descriptor, "rb") as file:
+        try:
+            yield file
+        except OSError as error:
+            raise RunError(f"{what} cannot be read ({error.strerror}); {remedy}") from error
+
+
+def sealed(values: Mapping[str, Any]) -> str:
+    """JSON of ``values`` with their digest in it, for :func:`read_sealed`. One that is in them already is no value."""
+    values = {name: value for name, value in values.items() if name != _DIGEST}
+    return json.dumps({**values, _DIGEST: _digest_of(values)}, indent=2) + "\n"
+
+
+def read_sealed(path: Path, *, what: str, remedy: str) -> dict[str, Any]:
+    """The values of a file that :func:`sealed` made, without the digest.
+
+    Raises:
+        RunError: it is missing, is no such file, or was changed since.
+    """
+    values = read_json(path, what=what, remedy=remedy)
+    found = values.pop(_DIGEST, None)
+    if found is None:
+        raise RunError(
+            f"{what}: {path} has no checksum of its own: it was written by an earlier version of this package, which "
+            f"is the one to go on with, or by hand; {remedy}"
+        )
+    try:
+        expected = _digest_of(values)
+    except (ValueError, RecursionError) as error:
+        raise RunError(f"{what}: {path} is damaged, it is no JSON of ours ({error}); {remedy}") from error
+    if found != expected:
+        raise RunError(f"{what}: {path} is damaged or was changed: its checksum is another one; {remedy}")
+    return values
+
+
+def read_json(path: Path, *, what: str, remedy: str) -> dict[str, Any]:
+    """An object from a JSON file.
+
+    Raises:
+        RunError: it is missing, or holds something else; ``what`` and ``remedy`` are parts of the sentence.
+    """
+    if path.parent.exists() and not path.parent.is_dir():
+        raise RunError(f"{what}: {path.parent} is a file, not a folder; {remedy}")
+    with opened(path, f"{what}: {path}", remedy) as file:
+        found = file.read(_LONGEST + 1)
+    if len(found) > _LONGEST:
+        raise RunError(f"{what}: {path} is damaged, it is larger than any that is written; {remedy}")
+    try:
+        values = json.loads(found.decode("utf-8"))
+    except (ValueError, RecursionError) as error:
+        raise RunError(f"{what}: {path} is damaged, it is no JSON ({error}); {remedy}") from error
+    if not isinstance(values, dict):
+        raise RunError(f"{what}: {path} is damaged, it holds no JSON object; {remedy}")
+    return values
+
+
+def _digest_of(values: Mapping[str, Any]) -> str:
+    return hashlib.sha256(json.dumps(values, sort_keys=True).encode()).hexdigest()
+
+
+def _sum(file: BufferedReader) -> str:
+    return hashlib.file_digest(file, "sha256").hexdigest()

@@ -1,0 +1,76 @@
+"""What the processes of a run do as one: the first decides, and none goes on where another cannot."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+from dilated_attention_pytorch.errors import RunError
+
+_Value = TypeVar("_Value")
+
+
+def process_rank() -> int:
+    """This process's number among those that torchrun started."""
+    return int(os.environ.get("RANK", "0"))
+
+
+def is_first_process() -> bool:
+    """Whether this process is the one that writes and prints, of those that torchrun started."""
+    return process_rank() == 0
+
+
+def num_processes() -> int:
+    """How many processes torchrun started; 1 without it."""
+    return int(os.environ.get("WORLD_SIZE", "1"))
+
+
+def from_first(decide: Callable[[], _Value]) -> _Value:
+    """What ``decide`` returns in the first process, in every process; nothing is called in the others.
+
+    Raises:
+        RunError: the first process raises it; then all do.
+    """
+    import torch.distributed as dist
+
+    if num_processes() == 1:
+        return decide()
+    said: list[Any] = [None, None]
+    if is_first_process():
+        try:
+            said[0] = decide()
+        except RunError as error:
+            said[1] = str(error)
+    dist.broadcast_object_list(said)
+    if said[1] is not None:
+        raise RunError(said[1])
+    value: _Value = said[0]
+    return value
+
+
+def from_all(value: _Value) -> list[_Value]:
+    """The ``value`` of every process, in every process."""
+    import torch.distributed as dist
+
+    if num_processes() == 1:
+        return [value]
+    values: list[Any] = [None] * num_processes()
+    dist.all_gather_object(values, value)
+    return values
+
+
+def all_or_none(check: Callable[[], None]) -> None:
+    """Call ``check`` in every process.
+
+    Raises:
+        RunError: one of them raises it; then all do, with the words of the first of these.
+    """
+    words = ""
+    try:
+        check()
+    except RunError as error:
+        words = str(error)
+    for rank, found in enumerate(from_all(words)):
+        if found:
+            raise RunError(found if num_processes() == 1 else f"rank {rank}: {found}")
