@@ -32,8 +32,8 @@ TIMEOUT_SECONDS = 6.0
 """Of the process groups."""
 END_SECONDS = 180.0
 """After which a rank that has not ended is killed, and counted as hanging."""
-LAUNCHER_SECONDS = 1.0
-"""So much later than the other ranks does torchrun hear that one has died: it would end them before they say why."""
+NEVER_SECONDS = 3600.0
+"""A timeout that no test waits for."""
 PATTERN = DilatedPattern([32, 128], [1, 4])
 
 
@@ -74,6 +74,19 @@ class Rank:
         """What the culprit does, now."""
         self.report(fault=time.monotonic(), pid=os.getpid())
         return act()
+
+    def wait_until_others_wait(self) -> None:
+        """Until all other ranks of the mesh, of one axis, wait for this one."""
+        roll = wire._connections().roll_call
+        group = self.mesh.get_group()
+        others = [rank for rank in dist.get_process_group_ranks(group) if rank != self.number]
+        number = wire.wire_of(self.mesh)._num_calls + 1
+        while True:
+            roll.question()
+            answers = roll.answers(group.group_name, others) or {}
+            if [answer.number for answer in answers.values() if answer.waits] == [number] * len(others):
+                return
+            time.sleep(0.1)
 
     def fault_in_exchange(self, number: int, act: Callable[[], Any]) -> None:
         """The culprit does it in its ``number``-th exchange from now."""
@@ -130,6 +143,86 @@ def _stops(rank: Rank) -> None:
         rank.call()
 
 
+def _on_two_axes(rank: Rank) -> None:
+    rank.mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("rows", "heads"))
+
+
+def _stops_in_forward(rank: Rank) -> None:
+    """Rank 0 has nothing to do with rank 3, which stops."""
+    _on_two_axes(rank)
+    rank.call()
+    rank.fault_in_exchange(2, _stop)
+    rank.call()
+
+
+def _stops_in_backward(rank: Rank) -> None:
+    _on_two_axes(rank)
+    rank.call()
+    out = rank.call(is_backward=False)
+    rank.fault_in_exchange(2, _stop)
+    out.sum().backward()
+
+
+def _stops_unseen_by_the_transport(rank: Rank) -> None:
+    """The groups have no timeout to speak of: what is noticed, the thread notices."""
+    _on_two_axes(rank)
+    rank.call()
+    wire._connections().roll_call.timeout = TIMEOUT_SECONDS
+    rank.fault_in_exchange(5, _stop)
+    while True:
+        rank.call()
+
+
+def _stops_in_a_sub_group(rank: Rank) -> None:
+    """Two sequences, each over two ranks; those of the other sequence wait in a collective of the program's own."""
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("data", "context"))
+    rank.mesh = mesh["context"]
+    rank.call()
+    rank.fault_in_exchange(5, _stop)
+    while True:
+        rank.call()
+        dist.all_reduce(torch.ones(3), group=mesh.get_group("data"))
+
+
+def _poisons_and_dies(rank: Rank) -> None:
+    """It writes into the store what no rank would, and the other ranks find out nevertheless that it has died."""
+    rank.call()
+    if rank.is_culprit:
+        store = dist.distributed_c10d._get_default_store()
+        group = rank.mesh.get_group().group_name
+        for key in (
+            "questions",
+            "failures/1",
+            "failures/2",
+            "beat/0",
+            "beat/2",
+            f"answer/{group}/0",
+            f"call/{group}/2",
+        ):
+            store.set(f"dilated_attention_pytorch/{key}", b"\xff\x00 10**9")
+        rank.fault(_die)
+    rank.call()
+
+
+def _tells_another_to_end(rank: Rank) -> None:
+    """While that one waits for it."""
+    rank.call()
+    store = dist.distributed_c10d._get_default_store()
+    store.set(f"pid of {rank.number}", str(os.getpid()))
+    if rank.is_culprit:
+        rank.wait_until_others_wait()
+        rank.fault(lambda: os.kill(int(store.get("pid of 2")), signal.SIGTERM))
+    rank.call()
+
+
+def _dies_while_others_wait(rank: Rank) -> None:
+    rank.call()
+    if rank.is_culprit:
+        rank.wait_until_others_wait()
+        rank.fault(_die)
+    rank.call()
+
+
 def _refuses(rank: Rank) -> None:
     rank.call()
     if rank.is_culprit:
@@ -183,7 +276,7 @@ def _all_refused_before(rank: Rank) -> None:
 
 def _dies_on_two_axes(rank: Rank) -> None:
     """Rank 0 has nothing to do with rank 3, which dies."""
-    rank.mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("rows", "heads"))
+    _on_two_axes(rank)
     _dies(rank)
 
 
@@ -251,6 +344,14 @@ CASES: dict[str, tuple[int, int, str, Callable[[Rank], None]]] = {
     "stops, ring": (4, 1, "ring", _stops),
     "stops, gather": (3, 1, "gather", _stops),
     "stops, heads": (3, 1, "heads", _stops),
+    "stops, two axes, forward": (4, 3, "ring", _stops_in_forward),
+    "stops, two axes, backward": (4, 3, "ring", _stops_in_backward),
+    "stops, two axes, rank 2": (4, 2, "gather", _stops_in_backward),
+    "stops, unseen by the transport": (4, 3, "ring", _stops_unseen_by_the_transport),
+    "stops, sub-group": (4, 3, "ring", _stops_in_a_sub_group),
+    "poisons the store and dies": (3, 1, "ring", _poisons_and_dies),
+    "tells another to end": (3, 1, "ring", _tells_another_to_end),
+    "dies while others wait": (3, 1, "heads", _dies_while_others_wait),
     "holds the store and dies": (3, 0, "ring", _dies),
     "holds the store and stops": (3, 0, "ring", _stops),
     "refuses, ring": (3, 1, "ring", _refuses),
@@ -276,7 +377,8 @@ def run_rank(case: str, file: Path) -> None:
     """This process's part of a case; the variables of its environment say which."""
     _, culprit, strategy, play = CASES[case]
     torch.set_num_threads(1)
-    seconds = timedelta(seconds=TIMEOUT_SECONDS)
+    is_unseen = play is _stops_unseen_by_the_transport
+    seconds = timedelta(seconds=NEVER_SECONDS if is_unseen else TIMEOUT_SECONDS)
     try:
         if "TORCHELASTIC_RUN_ID" in os.environ:
             dist.init_process_group("gloo", timeout=seconds)
@@ -355,19 +457,6 @@ class Running:
                 self._stopped.remove(pid)
 
 
-def run_one(case: str, folder: Path) -> None:
-    """A process of torchrun's: the rank itself, or, where a rank dies, the parent that tells torchrun of it."""
-    file = folder / f"{os.environ['RANK']}.jsonl"
-    _, culprit, _, play = CASES[case]
-    if play is _dies and int(os.environ["RANK"]) == culprit:
-        pid = os.fork()
-        if pid:
-            code = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
-            time.sleep(LAUNCHER_SECONDS)
-            sys.exit(code)
-    run_rank(case, file)
-
-
 def run_cases(folder: Path, cases: list[str]) -> None:
     """All at the same time. Writes into results.json for every rank its exit status, what it reported and printed."""
     parent, running = os.getpid(), Running()
@@ -406,6 +495,6 @@ def run_cases(folder: Path, cases: list[str]) -> None:
 
 if __name__ == "__main__":
     if sys.argv[1] == "--one":
-        run_one(sys.argv[2], Path(sys.argv[3]))
+        run_rank(sys.argv[2], Path(sys.argv[3]) / f"{os.environ['RANK']}.jsonl")
     else:
         run_cases(Path(sys.argv[1]), sys.argv[2:])

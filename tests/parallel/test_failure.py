@@ -49,6 +49,12 @@ NAMED: dict[str, tuple[str, bool]] = {
     "refuses, heads": (REFUSED, True),
     "holds the store and dies": (STORE, True),
     "holds the store and refuses": (REFUSED, True),
+    "stops, two axes, forward": (NO_ANSWER, False),
+    "stops, two axes, backward": (NO_ANSWER, False),
+    "stops, two axes, rank 2": (NO_ANSWER, False),
+    "stops, unseen by the transport": (f"{NO_ANSWER}.*no sign of life for 6 s", False),
+    "poisons the store and dies": (NO_ANSWER, True),
+    "dies while others wait": (NO_ANSWER, True),
     "computes for long": ("rank 1 is alive, but takes no part: it computes for longer than .*made there: 1", False),
     "skips backward, ring": (LEFT_OUT, False),
     "dies before its first call": (f"{NO_ANSWER}.*had not made a call on this group yet", True),
@@ -84,12 +90,15 @@ def said(rank: dict[str, Any]) -> dict[str, Any]:
 
 @pytest.mark.parametrize("part", [0, 1], ids=["first half", "second half"])
 def test_a_failing_rank_ends_every_other_one_with_its_name(part: int, tmp_path: Path, figure: Any) -> None:
-    cases = [*list(NAMED)[part::2], ["dies, sub-group", "disagrees"][part]]
+    others = (["dies, sub-group", "stops, sub-group"], ["disagrees", "tells another to end"])
+    cases = [*list(NAMED)[part::2], *others[part]]
     for case, ranks in zip(cases, run(tmp_path, cases), strict=True):
         if case == "disagrees":
             check_disagreements(ranks, figure)
-        elif case == "dies, sub-group":
-            check_sub_group(ranks, figure)
+        elif case == "tells another to end":
+            check_told(ranks, figure)
+        elif "sub-group" in case:
+            check_sub_group(case, ranks, figure)
         else:
             check_named(case, ranks, figure)
 
@@ -140,13 +149,27 @@ def check_disagreements(ranks: list[dict[str, Any]], figure: Any) -> None:
     assert [rank.get("code") for rank in ranks] == [0, 0, 0], ranks
 
 
-def check_sub_group(ranks: list[dict[str, Any]], figure: Any) -> None:
+def check_sub_group(case: str, ranks: list[dict[str, Any]], figure: Any) -> None:
     """Global ranks are named; the ranks of the other sequence stop in a collective of their own."""
-    fault = next(report["fault"] for report in ranks[3]["reports"])
-    assert re.search(NO_ANSWER.format(culprit=3), said(ranks[2])["message"]), ranks[2]
-    assert [rank.get("code") for rank in ranks] == [1, 1, 1, 17], ranks
+    fault = next(report["fault"] for report in ranks[3]["reports"] if "fault" in report)
+    named = NO_ANSWER.format(culprit=3)
+    assert re.search(named, said(ranks[2])["message"]), ranks[2]
+    assert [rank.get("code") for rank in ranks] == [1, 1, 1, 17 if "dies" in case else 1], ranks
+    if "stops" in case:
+        assert all(named in said(rank)["message"] or f": {named}" in rank["stderr"] for rank in ranks[:3]), ranks
     seconds = [f"{said(rank)['at'] - fault:.1f} s ({said(rank)['error']})" for rank in ranks[:3]]
-    figure("failure, rank 3 dies in the second of two groups, ranks 0 to 2", ", ".join(seconds))
+    figure(f"failure, rank 3 {case}, ranks 0 to 2", ", ".join(seconds))
+
+
+def check_told(ranks: list[dict[str, Any]], figure: Any) -> None:
+    """A rank that is told to end while it waits says first what it waited for, and all say the same."""
+    told = r"rank 2 was told to end \(SIGTERM\) while sending keys around the ring \(with rank 1\)"
+    assert [rank.get("code") for rank in ranks] == [1, 1, -signal.SIGTERM], ranks
+    for rank in ranks[:2]:
+        assert re.search(told, said(rank)["message"]), rank
+    lines = [line for line in ranks[2]["stderr"].splitlines() if re.match(f"rank 2: told to end.*: {told}", line)]
+    assert len(lines) == 1, ranks[2]
+    figure("failure, rank 2 is told to end while it waits for rank 1", lines[0])
 
 
 def test_processes_end_well(tmp_path: Path) -> None:
@@ -157,10 +180,9 @@ def test_processes_end_well(tmp_path: Path) -> None:
 
 
 def test_under_torchrun(tmp_path: Path, figure: Any) -> None:
-    """The store is the agent's, which ends all others soon after one has ended: they say why before they do."""
+    """The store is the agent's, which ends all others as soon as one has ended: they say why before they do."""
     runs = {}
-    said_by_all = NO_ANSWER.format(culprit=1)
-    for case in ("dies, heads", "stops, heads"):
+    for case in ("dies while others wait", "stops, heads"):
         folder = tmp_path / case[:5]
         folder.mkdir()
         command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "3", str(PROGRAM)]
@@ -171,11 +193,11 @@ def test_under_torchrun(tmp_path: Path, figure: Any) -> None:
     deadline = time.monotonic() + HANG_SECONDS
     try:
         for case, process in runs.items():
-            errors = tmp_path / case[:5] / "err"
-            while errors.read_text().count(said_by_all) < 2 and process.poll() is None and time.monotonic() < deadline:
+            folder = tmp_path / case[:5]
+            while not says(folder) and process.poll() is None and time.monotonic() < deadline:
                 time.sleep(0.05)
-            assert errors.read_text().count(said_by_all) >= 2, errors.read_text()
-            fault = json.loads((tmp_path / case[:5] / "1.jsonl").read_text())
+            assert says(folder), (folder / "err").read_text()
+            fault = json.loads((folder / "1.jsonl").read_text())
             figure(f"failure, rank 1 {case}, under torchrun", f"{time.monotonic() - fault['fault']:.1f} s")
             if case == "stops, heads":
                 # torchrun's signal to end does not reach a stopped process: it would wait for 30 s before it kills it.
@@ -184,3 +206,12 @@ def test_under_torchrun(tmp_path: Path, figure: Any) -> None:
     finally:
         for process in runs.values():
             end_whole(process)
+
+
+def says(folder: Path) -> bool:
+    """Whether ranks 0 and 2 have both said why they end: by the error, or, told to end, in their own words."""
+    named, text = NO_ANSWER.format(culprit=1), (folder / "err").read_text()
+    files = [folder / f"{rank}.jsonl" for rank in (0, 2)]
+    raised = [file.exists() and named in file.read_text() for file in files]
+    printed = [re.search(rf"rank {rank}: told to end \(SIGTERM\) while .*: {named}", text) for rank in (0, 2)]
+    return all(by_error or in_words for by_error, in_words in zip(raised, printed, strict=True))

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import json
 import os
 import re
 import signal
@@ -14,9 +13,13 @@ import time
 import zlib
 from collections.abc import Iterator, Mapping, Sequence
 
-from .roll_call import KNOWN_SECONDS, LISTENING_SECONDS, Answer, RollCall
+from .note import Answer, Failure, call_to_note
+from .roll_call import KNOWN_SECONDS, LISTENING_SECONDS, Heard, RollCall, names, no_answer
+from .watch import Watch
 
 _POLL_SECONDS = 0.1
+_ASKING_SECONDS = 1.0
+"""After which a question is asked again: somebody may have written over it."""
 _TRANSPORT_LENGTH = 120
 """Letters of the transport's own message: the whole of it is the error's cause."""
 
@@ -30,112 +33,173 @@ class Board:
 
     Args:
         roll: this process's place among all processes.
+        watch: what gets this process out of a wait.
         group: a name of the group that no other has.
         ranks: the global ranks of the group.
     """
 
-    def __init__(self, roll: RollCall, group: str, ranks: Sequence[int]) -> None:
+    def __init__(self, roll: RollCall, watch: Watch, group: str, ranks: Sequence[int]) -> None:
         self._roll = roll
+        self._watch = watch
         self._group = group
         self._ranks = ranks
         self._call: Mapping[str, str] = {}
         self._number = 0
+        self._said = ""
         self.waits = ""
         """What this rank waits for, in words; empty outside of every exchange."""
         roll.look()
         self._born = len(roll.failures)
-        roll.answer(group, self._answer)
+        roll.answer(group, ranks, self._answer)
 
     def enter(self, call: Mapping[str, str], number: int) -> None:
         """This rank makes the ``number``-th call on this group: what it refused before is no longer of interest."""
         self._call, self._number = call, number
         self._roll.words = ""
 
+    def meet(self) -> None:
+        """All ranks of the group have taken part in a call."""
+        self._roll.meet(self._ranks)
+
     def refuse(self, error: Exception) -> None:
         """This rank raises an error of its own; the others would wait for it until their timeout."""
         self._roll.words = f"rank {self._roll.rank} refused the call: {type(error).__name__}: {error}"
 
-    def diagnose(self, error: Exception, doing: str) -> str:
-        """After an error of the transport: which rank is the cause. All ranks that ask get the same answer.
+    @contextlib.contextmanager
+    def waiting(self, doing: str, *, is_in_reach: bool) -> Iterator[None]:
+        """This rank waits for others. An error of the transport becomes one that names the rank and what happened.
 
-        Returns when the other processes can have heard of it, as this one may hold the store and end now.
+        Args:
+            doing: what it waits for, in words.
+            is_in_reach: whether the watch can get it out of the wait; told to end it then says why it waits.
         """
-        text = re.sub(r"^\[/\S*\] ", "", str(error))  # the place in gloo's source
-        transport = textwrap.shorten(text, _TRANSPORT_LENGTH, placeholder=" ...")
-        with _held_back(signal.SIGTERM) as words:
+
+        def say() -> None:
+            if not self._said:
+                self.diagnose(None, doing)
+            print(self._said, file=sys.stderr, flush=True)
+
+        self.waits, self._said = doing, ""
+        try:
+            with self._watch.heeding(say) if is_in_reach else contextlib.nullcontext():
+                try:
+                    yield
+                except RankFailure:
+                    raise
+                except RuntimeError as error:
+                    raise RankFailure(f"{doing}: {self.diagnose(error, doing)}") from error
+        finally:
+            self.waits = ""
+
+    def diagnose(self, error: Exception | None, doing: str) -> str:
+        """After an error of the transport, or told to end without one: which rank is the cause.
+
+        All ranks that ask get the same answer. Returns when the other processes can have heard of it, as this one may
+        hold the store and end now.
+        """
+        transport = ""
+        if error is not None and not self._watch.is_told:
+            text = re.sub(r"^\[/\S*\] ", "", str(error))  # the place in gloo's source
+            transport = f"; the transport said: {textwrap.shorten(text, _TRANSPORT_LENGTH, placeholder=' ...')}"
+        with _held_back(signal.SIGTERM, self._watch) as words:
             self._roll.look()
-            cause, is_found = "", False
+            cause, found = "", None
             if self._known() is None:
-                cause, is_found = self._cause(transport)
-            if is_found and self._known() is None:
-                self._roll.publish(cause)
+                cause, found = self._cause(transport, doing)
+            if found is not None and self._known() is None:
+                self._roll.publish(found)
             known = self._known()
             if known is not None:
-                cause, since = known
-                time.sleep(max(0.0, since + KNOWN_SECONDS - time.monotonic()))
+                cause = known.failure.cause
+                time.sleep(max(0.0, known.at + KNOWN_SECONDS - time.monotonic()))
             self._roll.words = cause
-            if cause.startswith(f"rank {self._roll.rank} "):
+            if cause.startswith(f"rank {self._roll.rank} ") and not self._watch.is_told:
                 cause = f"the other ranks gave this one up: {cause}"
-            words.append(f"rank {self._roll.rank}: {doing}: {cause}")
+            is_told = "told to end (SIGTERM) while " if self._watch.is_told else ""
+            self._said = f"rank {self._roll.rank}: {is_told}{doing}: {cause}"
+            words.append(self._said)
         return cause
 
-    def _answer(self) -> tuple[Answer, str]:
+    def _answer(self) -> tuple[Answer, Mapping[str, str]]:
         call, number = self._call, self._number
-        text = json.dumps(call)
-        return Answer(number=number, call=f"{zlib.crc32(text.encode()):08x}", waits=self.waits), text
+        digest = f"{zlib.crc32(call_to_note(call).encode()):08x}"
+        return Answer(number=number, call=digest, waits=self.waits, is_told=self._watch.is_told), call
 
-    def _known(self) -> tuple[str, float] | None:
-        """The first failure that was published since this group exists, and since when this process knows it."""
+    def _known(self) -> Heard | None:
+        """The first failure that was published since this group exists."""
         return self._roll.failures[self._born] if len(self._roll.failures) > self._born else None
 
-    def _cause(self, transport: str) -> tuple[str, bool]:
-        """The cause, and whether it was found. Asks all ranks of the group where they are."""
-        start = time.monotonic()
+    def _cause(self, transport: str, doing: str) -> tuple[str, Failure | None]:
+        """The cause, and what to tell the others if it was found. Asks all ranks of the group where they are."""
+        start = asked = time.monotonic()
         question = self._roll.question()
-        answers: dict[int, Answer] | None = {}
-        silent: list[int] = []
         others = [rank for rank in self._ranks if rank != self._roll.rank]
         while question is not None:
             answers = self._roll.answers(self._group, others)
-            known = self._known()
-            if known is not None:
-                return known[0], True
+            if self._known() is not None:
+                return "", None
             if answers is None:
                 break
-            heard = {rank: a for rank, a in answers.items() if a.question >= question or a.has_left}
-            for answer in heard.values():
-                if answer.words:
-                    return answer.words, True
-            silent = [rank for rank in others if rank not in heard]
-            left = [rank for rank, answer in heard.items() if answer.has_left]
-            if left:
-                return (
-                    f"{_names(left)} came to an end while others waited: the program ended there, or an error that it "
-                    f"printed; the transport said: {transport}"
-                ), True
             seconds = time.monotonic() - start
-            if silent and seconds > LISTENING_SECONDS:
-                return _no_answer(silent, [rank for rank in silent if rank not in answers], transport), True
-            if not silent:
-                cause = self._differing(heard) or self._outside(heard)
-                if cause is not None:
-                    return cause, True
+            heard = {rank: answer for rank, answer in answers.items() if answer.question >= question or answer.has_left}
+            told = self._told(heard, doing)
+            cause = self._answered(heard, transport) or self._unanswered(heard, answers, seconds, transport)
+            if cause is None and len(heard) == len(others):
                 # They wait for ranks of other groups, and are about to say for which.
-                if seconds > 2 * LISTENING_SECONDS:
+                if told is not None:
+                    cause = told if seconds > LISTENING_SECONDS + KNOWN_SECONDS else None
+                else:
+                    cause = self._differing(heard) or self._outside(heard)
+                if cause is None and seconds > 2 * LISTENING_SECONDS:
                     return (
-                        f"{_names(self._ranks)} is alive and waits in the same call: the network lost a message, or a "
-                        f"rank that they all wait for came too late; the transport said: {transport}"
-                    ), False
+                        f"{names(self._ranks)} is alive and waits in the same call: the network lost a message, or a "
+                        f"rank that they all wait for came too late{transport}"
+                    ), None
+            if cause is not None:
+                return cause, Failure(cause)
+            if time.monotonic() - asked > _ASKING_SECONDS:
+                asked = time.monotonic()
+                self._roll.question()
             time.sleep(_POLL_SECONDS)
-        known = self._known()
-        if known is not None:
-            return known[0], True
         is_agents = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
         holder = "torchrun's agent on the first host" if is_agents else "rank 0 (or a launcher)"
         return (
             f"{holder}, which holds the store at which the ranks met, does not answer: the process has ended or was "
-            f"stopped, or its host cannot be reached; the transport said: {transport}"
-        ), False
+            f"stopped, or its host cannot be reached{transport}"
+        ), None
+
+    def _answered(self, heard: Mapping[int, Answer], transport: str) -> str | None:
+        """The cause, if a rank says it or has left."""
+        for answer in heard.values():
+            if answer.words:
+                return answer.words
+        left = [rank for rank, answer in heard.items() if answer.has_left]
+        if not left:
+            return None
+        return (
+            f"{names(left)} came to an end while others waited: the program ended there, or an error that it "
+            f"printed{transport}"
+        )
+
+    def _unanswered(
+        self, heard: Mapping[int, Answer], answers: Mapping[int, Answer], seconds: float, transport: str
+    ) -> str | None:
+        """The cause, if ranks have not answered for long."""
+        silent = [rank for rank in self._ranks if rank != self._roll.rank and rank not in heard]
+        if not silent or seconds <= LISTENING_SECONDS:
+            return None
+        text = no_answer(silent)
+        never = [rank for rank in silent if rank not in answers]
+        if never:
+            text += f" ({names(never)} had not made a call on this group yet)"
+        return text + transport
+
+    def _told(self, heard: Mapping[int, Answer], doing: str) -> str | None:
+        """That a rank was told to end, if one was: what the others then wait for says nothing."""
+        told = [rank for rank, answer in heard.items() if answer.is_told]
+        if self._watch.is_told:
+            return f"rank {self._roll.rank} was told to end (SIGTERM) while {doing}; no rank is known to have failed"
+        return f"{names(told)} was told to end (SIGTERM)" if told else None
 
     def _differing(self, heard: Mapping[int, Answer]) -> str | None:
         """The ranks that wait in another call than the others."""
@@ -161,7 +225,7 @@ class Board:
             return None
         numbers = ", ".join(str(heard[rank].number) for rank in outside)
         return (
-            f"{_names(outside)} is alive, but takes no part: it computes for longer than the group's timeout, or left "
+            f"{names(outside)} is alive, but takes no part: it computes for longer than the group's timeout, or left "
             f"out a call or a backward pass that the others make (calls made there: {numbers}; here: {self._number})"
         )
 
@@ -188,29 +252,15 @@ def disagreement(numbers: Sequence[int], calls: Sequence[Mapping[str, str]], ran
     return text + "Every rank must make the same calls in the same order, with the same arguments and its own rows"
 
 
-def _no_answer(silent: Sequence[int], never: Sequence[int], transport: str) -> str:
-    text = (
-        f"{_names(silent)} does not answer: the process was killed or stopped, or its host cannot be reached. Look at "
-        "what it printed last, and start the run again from its last checkpoint"
-    )
-    if never:
-        text += f" ({_names(never)} had not made a call on this group yet)"
-    return f"{text}; the transport said: {transport}"
-
-
-def _names(ranks: Sequence[int]) -> str:
-    listed = ", ".join(map(str, ranks[:16])) + (f" and {len(ranks) - 16} more" if len(ranks) > 16 else "")
-    return f"rank {listed}" if len(ranks) == 1 else f"each of the ranks {listed}"
-
-
 @contextlib.contextmanager
-def _held_back(number: signal.Signals) -> Iterator[list[str]]:
+def _held_back(number: signal.Signals, watch: Watch) -> Iterator[list[str]]:
     """A launcher ends the other processes when one has died: its signal waits until they have said which.
 
     Yields a list for the words, which are printed if the signal came.
     """
     words: list[str] = []
-    if threading.current_thread() is not threading.main_thread() or signal.getsignal(number) is None:
+    is_main = threading.current_thread() is threading.main_thread()
+    if not is_main or signal.getsignal(number) is None or watch.is_heeding:
         yield words
         return
     has_come = threading.Event()

@@ -4,13 +4,28 @@ from __future__ import annotations
 
 import atexit
 import contextlib
-import json
+import dataclasses
 import queue
+import sys
 import threading
 import time
-from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
+import uuid
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from datetime import timedelta
 from typing import TYPE_CHECKING, TypeVar
+
+from .note import (
+    Answer,
+    Failure,
+    UnreadableNoteError,
+    call_to_note,
+    read_answer,
+    read_call,
+    read_failure,
+    read_number,
+)
+from .pulse import LEFT, Pulse
 
 if TYPE_CHECKING:
     from torch.distributed import Store
@@ -18,33 +33,26 @@ if TYPE_CHECKING:
 _Result = TypeVar("_Result")
 
 LOOK_SECONDS = 0.5
-"""How often a process looks for questions and failures."""
+"""How often a process looks for questions and failures, and leaves a beat."""
 LISTENING_SECONDS = 3.0
 """Six looks: a process that is silent for so long is stopped or gone, however busy the machine is."""
 KNOWN_SECONDS = 2.5 * LOOK_SECONDS
 """After so long all processes that are alive know of a failure."""
+WATCHERS = 8
+"""So many members of a group listen for the beat of each: one that finds it silent tells all."""
+_MOST_FAILURES = 64
+_MOST_COMPLAINTS = 16
 
 _PREFIX = "dilated_attention_pytorch"
 _QUESTIONS = f"{_PREFIX}/questions"
-_FAILURES = f"{_PREFIX}/failures"
 
 
 @dataclass(frozen=True, slots=True)
-class Answer:
-    """Where a process is, in its own words."""
+class Heard:
+    """A failure, and when this process heard of it."""
 
-    question: int = 0
-    """The latest question that it has heard."""
-    number: int = 0
-    """Calls that it has made on the group of the one who asks."""
-    call: str = ""
-    """A digest of the last one."""
-    waits: str = ""
-    """What it waits for; empty if it waits for no other rank."""
-    words: str = ""
-    """Why it makes no call any more."""
-    has_left: bool = False
-    """Its process or its process group came to an end."""
+    failure: Failure
+    at: float
 
 
 class RollCall:
@@ -53,128 +61,236 @@ class RollCall:
     Args:
         store: the store.
         rank: this process's global rank.
+        timeout: seconds without a sign of life after which a process is given up.
         is_over: whether the process group of ``store`` has been taken down.
     """
 
-    def __init__(self, store: Store, rank: int, is_over: Callable[[], bool]) -> None:
+    def __init__(self, store: Store, rank: int, timeout: float, is_over: Callable[[], bool]) -> None:
         self.rank = rank
+        self.timeout = max(timeout, LISTENING_SECONDS)
         self.words = ""
         """Why this process makes no call any more, while that is so."""
-        self.failures: list[tuple[str, float]] = []
-        """What was published, in the order that all processes see, and when this one heard of it."""
+        self.failures: list[Heard] = []
+        """What was published, in the order that all processes see."""
+        self.unreadable: dict[str, str] = {}
+        """What stands in the store where a note of a process should, by its key."""
         self._store = store.clone()  # type: ignore[attr-defined]
+        # A value that somebody takes away while it is read would be waited for.
+        self._store.set_timeout(timedelta(seconds=LISTENING_SECONDS))
         self._is_over = is_over
         self._is_silent = False
         self._requests: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
-        self._answers: dict[str, Callable[[], tuple[Answer, str]]] = {}
-        self._heard = self._store.add(_QUESTIONS, 0)
-        self._store.add(_FAILURES, 0)
+        self._answers: dict[str, Callable[[], tuple[Answer, Mapping[str, str]]]] = {}
+        self._pulse = Pulse(2 * LOOK_SECONDS)
+        self._life = uuid.uuid4().hex
+        self._num_notes = 0
+        self._num_failures = 0  # notes of them that were read, those included that could not be
+        self._seen = 0  # the number of the latest question, as it stood in the store
+        self._seen = self._heard = self._number()  # and the largest of all that stood there
+        self._last = self._began = time.monotonic()
         self._look()
         self._thread = threading.Thread(target=self._run, name="dilated-attention-roll-call", daemon=True)
         self._thread.start()
         # A thread that comes back from the store's C++ code while the interpreter goes away would abort the process.
         atexit.register(self.stop)
 
-    def answer(self, group: str, about: Callable[[], tuple[Answer, str]]) -> None:
-        """From now on answer questions about ``group`` with what ``about`` returns, that and the last call in words."""
+    def answer(self, group: str, ranks: Sequence[int], about: Callable[[], tuple[Answer, Mapping[str, str]]]) -> None:
+        """From now on answer questions about ``group`` with what ``about`` returns, that and the last call in words.
+
+        Listens for the members of ``ranks`` that come after this one.
+        """
+        place = ranks.index(self.rank)
+        others = [*ranks[place + 1 :], *ranks[:place]]
 
         def register() -> int:
             self._answers[group] = about
+            self._pulse.watch(others[:WATCHERS])
             self._say(group)
             return 1
 
         self._ask(register)
 
+    def meet(self, ranks: Sequence[int]) -> None:
+        """These processes have taken part in something: from now on they are missed."""
+        self._requests.put(lambda: self._pulse.meet(ranks))
+
     def question(self) -> int | None:
         """Ask all processes where they are; the number of the question, or None if the store does not answer."""
-        return self._ask(lambda: self._store.add(_QUESTIONS, 1))
+
+        def write() -> int:
+            self._seen = self._heard = max(self._heard, self._number()) + 1
+            self._store.set(_QUESTIONS, str(self._seen))
+            for group in self._answers:
+                self._say(group)
+            return self._heard
+
+        return self._ask(write)
 
     def answers(self, group: str, ranks: Sequence[int]) -> dict[int, Answer] | None:
-        """The latest answers of those ``ranks`` that ever gave one; None if the store does not answer."""
+        """The latest answers of those ``ranks`` that ever gave one; None if the store does not answer.
+
+        One to a question that nobody asked is none.
+        """
 
         def read() -> dict[int, Answer]:
-            keys = {rank: _answer_key(group, rank) for rank in ranks}
-            if keys and not self._store.check(list(keys.values())):
-                keys = {rank: key for rank, key in keys.items() if self._store.check([key])}
-            texts = self._store.multi_get(list(keys.values())) if keys else []
-            return {rank: Answer(**json.loads(text)) for rank, text in zip(keys, texts, strict=True)}
+            notes = self._read({_answer_key(group, rank): rank for rank in ranks})
+            self._heard = max(self._heard, self._number())
+            found = {rank: self._understood(_answer_key(group, rank), read_answer, note) for rank, note in notes}
+            return {rank: a for rank, a in found.items() if a is not None and a.question <= self._heard}
 
         return self._ask(read)
 
     def calls(self, group: str, ranks: Sequence[int]) -> dict[int, dict[str, str]] | None:
-        """The last calls of ``ranks``, which have answered; None if the store does not answer."""
-        return self._ask(lambda: {rank: json.loads(self._store.get(_call_key(group, rank))) for rank in ranks})
+        """The last calls of ``ranks``; None if the store does not answer, or not with all of them."""
 
-    def publish(self, failure: str) -> None:
+        def read() -> dict[int, dict[str, str]]:
+            notes = self._read({_call_key(group, rank): rank for rank in ranks})
+            found = {rank: self._understood(_call_key(group, rank), read_call, note) for rank, note in notes}
+            return {rank: call for rank, call in found.items() if call is not None}
+
+        found = self._ask(read)
+        return found if found is not None and len(found) == len(ranks) else None
+
+    def publish(self, failure: Failure) -> None:
         """Add to :attr:`failures` of all processes."""
 
         def write() -> int:
-            number = self._store.add(_FAILURES, 1)
-            self._store.set(f"{_FAILURES}/{number}", failure)
-            return number
+            self._publish(failure)
+            return 1
 
-        if self._ask(write) is not None:
-            self.look()
+        self._ask(write)
 
     def look(self) -> None:
         """Hear now of the latest failures."""
 
         def look() -> int:
-            self._look()
+            self._look_for_failures()
             return 1
 
         self._ask(look)
 
+    @property
+    def can_answer(self) -> bool:
+        """Whether there is a thread, and it does not hang in the store."""
+        return self._thread.is_alive() and not self._is_silent
+
     def stop(self) -> None:
         """Leave word, and end the thread. What this process alone knows is told while its store may still stand."""
-        if self.words and not self.failures and self._can_answer():
-            self.publish(self.words)
+        if self.words and not self.failures and self.can_answer:
+            self.publish(Failure(self.words))
             time.sleep(KNOWN_SECONDS)
         self._requests.put(None)
-        self._thread.join(timeout=LISTENING_SECONDS if self._can_answer() else 0.0)
+        self._thread.join(timeout=LISTENING_SECONDS if self.can_answer else 0.0)
         atexit.unregister(self.stop)
 
     def _run(self) -> None:
         last = time.monotonic()
-        # Without the store there is nobody to talk to: whoever asks then gets no answer, and says so.
-        with contextlib.suppress(RuntimeError):
-            while True:
-                request: Callable[[], None] | None = self._look
-                with contextlib.suppress(queue.Empty):
-                    request = self._requests.get(timeout=max(0.0, last + LOOK_SECONDS - time.monotonic()))
-                if request is None or self._is_over():
-                    for group in self._answers:
-                        self._say(group, has_left=True)
-                    return
-                if request == self._look:
-                    last = time.monotonic()
+        while True:
+            request: Callable[[], None] | None = self._look
+            with contextlib.suppress(queue.Empty):
+                request = self._requests.get(timeout=max(0.0, last + LOOK_SECONDS - time.monotonic()))
+            if request is None or self._is_over():
+                request = self._leave
+            if request == self._look:
+                last = time.monotonic()
+            self._began = time.monotonic()
+            try:
                 request()
+            except RuntimeError as error:
+                # Without the store there is nobody to talk to: whoever asks then gets no answer, and says so.
+                if not _is_slow(error) or request == self._leave:
+                    return
+                self._is_silent = True
+            else:
                 self._is_silent = False
+                if request == self._leave:
+                    return
+
+    def _leave(self) -> None:
+        for group in self._answers:
+            self._say(group, has_left=True)
+        self._store.set(_beat_key(self.rank), LEFT)
 
     def _look(self) -> None:
-        questions, failures = map(int, self._store.multi_get([_QUESTIONS, _FAILURES]))
-        for number in range(len(self.failures) + 1, failures + 1):
-            if not self._store.check([f"{_FAILURES}/{number}"]):
-                break  # counted, and not written yet
-            self.failures.append((self._store.get(f"{_FAILURES}/{number}").decode(), time.monotonic()))
-        if questions != self._heard:
-            self._heard = questions
+        self._num_notes += 1
+        self._store.set(_beat_key(self.rank), f"{self._life} {self._num_notes}")
+        self._look_for_failures()
+        number = self._number()
+        if number != self._seen:
+            self._seen, self._heard = number, max(self._heard, number)
             for group in self._answers:
                 self._say(group)
+        beats = dict(self._read({_beat_key(rank): rank for rank in self._pulse.watched}))
+        now = time.monotonic()
+        self._pulse.look(beats, now - self._last)
+        self._last = now
+        named = {rank for heard in self.failures for rank in heard.failure.silent}
+        silent = [rank for rank in self._pulse.silent(self.timeout) if rank not in named]
+        if silent:
+            self._publish(Failure(f"{no_answer(silent)} (no sign of life for {self.timeout:g} s)", tuple(silent)))
+
+    def _look_for_failures(self) -> None:
+        for _ in range(_MOST_FAILURES):
+            key = _failure_key(self._num_failures + 1)
+            if not self._store.check([key]):
+                return
+            self._num_failures += 1
+            failure = self._understood(key, read_failure, self._store.get(key))
+            if failure is not None:
+                self.failures.append(Heard(failure, time.monotonic()))
+
+    def _publish(self, failure: Failure) -> None:
+        note = failure.to_note()
+        for _ in range(_MOST_FAILURES):
+            self._look_for_failures()
+            # Whoever is first has the place.
+            if self._store.compare_set(_failure_key(self._num_failures + 1), "", note) == note.encode():
+                break
+        self._look_for_failures()
+
+    def _number(self) -> int:
+        """Of the latest question, as it stands in the store."""
+        if not self._store.check([_QUESTIONS]):
+            return 0
+        number = self._understood(_QUESTIONS, read_number, self._store.get(_QUESTIONS))
+        return self._seen if number is None else number
+
+    def _read(self, ranks: Mapping[str, int]) -> list[tuple[int, bytes]]:
+        """What stands under those keys that exist, by the rank of each."""
+        keys = list(ranks)
+        if keys and not self._store.check(keys):
+            keys = [key for key in keys if self._store.check([key])]
+        return [(ranks[key], note) for key, note in zip(keys, self._store.multi_get(keys), strict=True)] if keys else []
+
+    def _understood(self, key: str, read: Callable[[bytes], _Result], note: bytes) -> _Result | None:
+        """What ``note`` says. What cannot be read is said once, and passed over."""
+        try:
+            found = read(note)
+        except UnreadableNoteError as error:
+            if key not in self.unreadable and len(self.unreadable) < _MOST_COMPLAINTS:
+                print(
+                    f"rank {self.rank}: passing over {key!r} in the store, which this package did not write: {error}",
+                    file=sys.stderr, flush=True,
+                )  # fmt: skip
+            self.unreadable[key] = str(error)
+            return None
+        self.unreadable.pop(key, None)
+        return found
 
     def _say(self, group: str, *, has_left: bool = False) -> None:
         answer, call = self._answers[group]()
         # The call first: whoever sees the answer finds it.
-        self._store.set(_call_key(group, self.rank), call)
-        said = asdict(answer) | {"question": self._heard, "words": self.words, "has_left": has_left}
-        self._store.set(_answer_key(group, self.rank), json.dumps(said))
+        self._store.set(_call_key(group, self.rank), call_to_note(call))
+        said = dataclasses.replace(answer, question=self._heard, words=self.words, has_left=has_left)
+        self._store.set(_answer_key(group, self.rank), said.to_note())
 
     def _ask(self, request: Callable[[], _Result]) -> _Result | None:
         """What ``request`` returns from the thread; None if the store is gone or silent."""
         results: queue.SimpleQueue[_Result] = queue.SimpleQueue()
         self._requests.put(lambda: results.put(request()))
-        deadline = time.monotonic() + LISTENING_SECONDS
-        while self._can_answer():
+        # A request that has waited for the store for long has shown already that it does not answer.
+        deadline = max(time.monotonic() + 2 * LOOK_SECONDS, self._began + LISTENING_SECONDS)
+        while self.can_answer:
             with contextlib.suppress(queue.Empty):
                 return results.get(timeout=0.1)
             self._is_silent = time.monotonic() > deadline
@@ -182,9 +298,34 @@ class RollCall:
             return results.get_nowait()
         return None
 
-    def _can_answer(self) -> bool:
-        """Whether there is a thread, and it does not hang in the store."""
-        return self._thread.is_alive() and not self._is_silent
+
+def no_answer(silent: Sequence[int]) -> str:
+    """What is said of ranks that give no sign of life."""
+    return (
+        f"{names(silent)} does not answer: the process was killed or stopped, or its host cannot be reached. Look at "
+        "what it printed last, and start the run again from its last checkpoint"
+    )
+
+
+def names(ranks: Sequence[int]) -> str:
+    """Some ranks in words, as the subject of a sentence."""
+    listed = ", ".join(map(str, ranks[:16])) + (f" and {len(ranks) - 16} more" if len(ranks) > 16 else "")
+    return f"rank {listed}" if len(ranks) == 1 else f"each of the ranks {listed}"
+
+
+def _is_slow(error: RuntimeError) -> bool:
+    """Whether the store let something wait for too long, and the connection to it still stands."""
+    from torch.distributed import DistNetworkError
+
+    return "imeout" in str(error) and not isinstance(error, DistNetworkError)
+
+
+def _beat_key(rank: int) -> str:
+    return f"{_PREFIX}/beat/{rank}"
+
+
+def _failure_key(number: int) -> str:
+    return f"{_PREFIX}/failures/{number}"
 
 
 def _answer_key(group: str, rank: int) -> str:

@@ -8,6 +8,7 @@ import json
 import zlib
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from datetime import timedelta
 
 import torch
 import torch.distributed as dist
@@ -16,6 +17,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from .failure import Board, RankFailure, disagreement
 from .roll_call import RollCall
+from .watch import Watch
 
 
 @dataclass(slots=True)
@@ -36,6 +38,9 @@ _REDUCE_SCATTER = getattr(dist, "reduce_scatter_single", None) or dist.reduce_sc
 
 # Tags of messages: numbers of calls are below.
 _AGREEMENT_TAG = 1 << 30
+
+_BREAKING_TAG = (1 << 30) + 2
+_AT_ONCE = timedelta(milliseconds=1)
 
 _MOST_AGREED = 1 << 16
 
@@ -77,7 +82,7 @@ class Pending:
         """
         with self._wire.explained(self._waits):
             for work in self._works:
-                work.wait()
+                self._wire.wait(work)
         # gloo waits for ever for what it has waited for before.
         self._works, self._tensors = (), ()
 
@@ -92,14 +97,19 @@ class Wire:
         self.rank = dist.get_rank(group)
         self.size = len(self.ranks)
         # A group can have a backend for every kind of device; its own name tells only one of them.
-        is_nccl = group._get_backend(torch.device(device_type)).name() == "nccl"
+        backend = group._get_backend(torch.device(device_type)).name()
+        is_nccl, self._is_gloo = backend == "nccl", backend == "gloo"
         self.device = torch.device("cuda", torch.cuda.current_device()) if is_nccl else torch.device("cpu")
         self.has_tags = not is_nccl
         """Whether messages carry tags. Collectives carry none, so where messages do, they are used for everything: a
         rank that left something out is then found out, and not served what was meant for another call."""
+        self._timeout = as_long_as_all(group)
         self._num_calls = 0
         self._agreed: set[int] = set()
-        self._board = Board(_connections().roll_call, group.group_name, self.ranks) if self.size > 1 else None
+        self._board: Board | None = None
+        if self.size > 1:
+            known = _connections()
+            self._board = Board(known.roll_call, known.watch, group.group_name, self.ranks)
 
     def agree(self, call: Mapping[str, object]) -> int:
         """Make sure once for every ``call`` that all ranks make it; later calls cost a look into a set.
@@ -125,6 +135,8 @@ class Wire:
         header = torch.tensor([self._num_calls, digest, len(encoded)], device=self.device)
         doing = "comparing the call with the other ranks"
         headers = self._gather(header, range(self.size), _AGREEMENT_TAG, doing).tolist()
+        if not self._agreed:
+            self._board.meet()
         if any(other != headers[0] for other in headers):
             padded = encoded.new_zeros(max(length for _, _, length in headers))
             padded[: len(encoded)] = encoded
@@ -189,21 +201,27 @@ class Wire:
             dist.broadcast(tensor, group_src=source, group=self.group)
         return tensor
 
+    def wait(self, work: dist.Work) -> None:
+        """Return when ``work`` is done."""
+        if self._is_gloo:
+            # Its messages have the timeout that the group was made with, unless they are told another one.
+            work.wait(self._timeout)
+        else:
+            work.wait()
+
     @contextlib.contextmanager
     def explained(self, doing: str) -> Iterator[None]:
         """Turn an error of the transport into one that names the rank and what happened to it."""
         if self._board is None:
             yield
             return
-        self._board.waits = doing
-        try:
+        with self._board.waiting(doing, is_in_reach=self._is_gloo):
             yield
-        except RankFailure:
-            raise
-        except RuntimeError as error:
-            raise RankFailure(f"{doing}: {self._board.diagnose(error, doing)}") from error
-        finally:
-            self._board.waits = ""
+
+    @property
+    def is_waiting(self) -> bool:
+        """Whether this rank waits for another one on this axis."""
+        return self._board is not None and bool(self._board.waits)
 
     @contextlib.contextmanager
     def announced(self) -> Iterator[None]:
@@ -297,6 +315,7 @@ class _Connections:
 
     store: dist.Store
     roll_call: RollCall
+    watch: Watch
     wires: dict[tuple[str, str], Wire] = field(default_factory=dict)
     """By the name of the group and the kind of device."""
     meshes: dict[str, DeviceMesh] = field(default_factory=dict)
@@ -309,10 +328,52 @@ _CONNECTIONS: list[_Connections] = []
 def _connections() -> _Connections:
     store = dist.distributed_c10d._get_default_store()
     if not _CONNECTIONS or _CONNECTIONS[0].store is not store:
-        roll_call = RollCall(store, dist.get_rank(), lambda: not _is_default(store))
-        _CONNECTIONS[:] = [_Connections(store, roll_call)]
+
+        def is_over() -> bool:
+            return not dist.is_initialized() or dist.distributed_c10d._get_default_store() is not store
+
+        wires: dict[tuple[str, str], Wire] = {}
+        roll_call = RollCall(store, dist.get_rank(), _timeout_of_all().total_seconds(), is_over)
+        watch = Watch(roll_call, _break_off, lambda: any(wire.is_waiting for wire in list(wires.values())), is_over)
+        _CONNECTIONS[:] = [_Connections(store, roll_call, watch, wires)]
     return _CONNECTIONS[0]
 
 
-def _is_default(store: dist.Store) -> bool:
-    return dist.is_initialized() and dist.distributed_c10d._get_default_store() is store
+def as_long_as_all(group: dist.ProcessGroup) -> timedelta:
+    """Have the ranks of ``group`` wait for each other no longer than those of the whole process group do.
+
+    torch makes the groups of a mesh's axes with its own default of half an hour, whatever ``init_process_group`` was
+    told.
+
+    Returns:
+        how long that is.
+    """
+    timeout = min(_timeout_of(group), _timeout_of_all())
+    dist.distributed_c10d._set_pg_timeout(timeout, group)
+    return timeout
+
+
+def _timeout_of(group: dist.ProcessGroup) -> timedelta:
+    backends = [group._get_backend(device) for device in group._device_types]
+    return min(backend.options._timeout for backend in backends)
+
+
+def _timeout_of_all() -> timedelta:
+    assert dist.group.WORLD is not None
+    return _timeout_of(dist.group.WORLD)
+
+
+def _break_off() -> None:
+    """Make every wait of this process in a group of gloo raise, in whichever thread.
+
+    gloo has no call for that. It gives up all messages of a group, though, when one of them was waited for in vain.
+    """
+    cpu = torch.device("cpu")
+    for group in list(dist.distributed_c10d._world.pg_map):
+        if group.size() > 1 and cpu in group._device_types and group._get_backend(cpu).name() == "gloo":
+            with contextlib.suppress(RuntimeError, ValueError):  # that, or the program takes the group down just now
+                work = dist.irecv(
+                    torch.empty(1), group=group, group_src=(group.rank() + 1) % group.size(), tag=_BREAKING_TAG
+                )
+                assert work is not None
+                work.wait(_AT_ONCE)

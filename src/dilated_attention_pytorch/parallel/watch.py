@@ -1,0 +1,118 @@
+"""A thread that gets a waiting process out of its wait, where a rank is given up or the process is told to end."""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import signal
+import socket
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from types import FrameType
+
+from .roll_call import KNOWN_SECONDS, LOOK_SECONDS, RollCall
+
+
+class Watch:
+    """Whoever waits for other ranks waits in the transport's C++ code, which neither errors nor signals reach.
+
+    This thread breaks the wait off, for two reasons: a rank gives no sign of life, as all ranks were told; or a signal
+    tells this process to end, and it has yet to say what it waited for.
+
+    Args:
+        roll: this process's place among all processes.
+        break_off: makes every wait of this process raise ``RuntimeError``.
+        is_waiting: whether this process waits in a call that says so.
+        is_over: whether the process group has been taken down.
+    """
+
+    def __init__(
+        self,
+        roll: RollCall,
+        break_off: Callable[[], None],
+        is_waiting: Callable[[], bool],
+        is_over: Callable[[], bool],
+    ) -> None:
+        self.is_told = False
+        """Whether the signal to end came while this process waited."""
+        self._roll = roll
+        self._break_off = break_off
+        self._is_waiting = is_waiting
+        self._is_over = is_over
+        self._num_known = len(roll.failures)
+        self._is_heeding = False
+        # Python tells signals to its main thread alone, and to a file descriptor.
+        self._bell, self._button = socket.socketpair()
+        self._bell.setblocking(False)
+        self._button.setblocking(False)
+        self._end = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="dilated-attention-watch", daemon=True)
+        self._thread.start()
+        atexit.register(self.stop)
+
+    @contextlib.contextmanager
+    def heeding(self, say: Callable[[], None]) -> Iterator[None]:
+        """SIGTERM, where the program leaves it to the system, ends the process only after ``say`` has been called."""
+        is_main = threading.current_thread() is threading.main_thread()
+        if not is_main or self._is_heeding or signal.getsignal(signal.SIGTERM) is not signal.SIG_DFL:
+            yield
+            return
+        before = signal.set_wakeup_fd(self._button.fileno(), warn_on_full_buffer=False)
+        signal.signal(signal.SIGTERM, self._note)
+        self._is_heeding = True
+        try:
+            yield
+        finally:
+            if self.is_told:
+                say()
+            self._is_heeding = False
+            signal.signal(signal.SIGTERM, signal.SIG_DFL)
+            signal.set_wakeup_fd(before)
+            if self.is_told:
+                signal.raise_signal(signal.SIGTERM)
+
+    @property
+    def is_heeding(self) -> bool:
+        """Whether the signal to end is held back until this rank has said why it waits."""
+        return self._is_heeding
+
+    def stop(self) -> None:
+        """End the thread: one that comes back from C++ code while the interpreter goes away would abort the process."""
+        self._end.set()
+        self._thread.join(timeout=2 * LOOK_SECONDS)
+        for heard in self._roll.failures[self._num_known :]:
+            if heard.failure.silent and not self._roll.words:
+                self._tell(heard.failure.cause)
+        atexit.unregister(self.stop)
+
+    def _note(self, number: int, frame: FrameType | None) -> None:
+        self.is_told = True
+
+    def _run(self) -> None:
+        while not self._end.wait(LOOK_SECONDS) and not self._is_over():
+            if self._rings():
+                self._break_off()
+            known = self._roll.failures[self._num_known :]
+            # Not before the others can have heard of it: this process may hold the store, and end now.
+            if known and time.monotonic() - known[0].at >= KNOWN_SECONDS:
+                self._num_known += 1
+                if known[0].failure.silent:
+                    self._give_up(known[0].failure.cause)
+
+    def _give_up(self, cause: str) -> None:
+        if not self._is_waiting():
+            # Another collective of the program, if it waits in one, ends with an error that names no rank.
+            self._tell(cause)
+        self._break_off()
+
+    def _tell(self, cause: str) -> None:
+        print(f"rank {self._roll.rank}: {cause}", file=sys.stderr, flush=True)
+
+    def _rings(self) -> bool:
+        """Whether a signal to end has come."""
+        numbers = b""
+        with contextlib.suppress(BlockingIOError):
+            numbers = self._bell.recv(4096)
+        return signal.SIGTERM in numbers
