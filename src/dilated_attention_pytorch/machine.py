@@ -13,6 +13,7 @@ from typing import Any
 import torch
 
 from .errors import RunError
+from .installation import install_command
 
 _PACKAGES = ("torch", "triton", "transformers", "accelerate", "safetensors", "numpy")
 
@@ -29,10 +30,7 @@ def require(purpose: str, packages: Sequence[str], extra: str) -> None:
     """Raise :class:`RunError` unless ``packages`` are installed, which the extra ``extra`` brings."""
     missing = [name for name in packages if importlib.util.find_spec(name) is None]
     if missing:
-        raise RunError(
-            f"{purpose} needs {', '.join(missing)}, not installed here: "
-            f"pip install 'dilated-attention-pytorch[{extra}]'"
-        )
+        raise RunError(f"{purpose} needs {', '.join(missing)}, not installed here: {install_command(extra)}")
 
 
 def processor() -> str:
