@@ -21,18 +21,19 @@ ORDER = ["patterns", "planning", "kernels", "ops"]
 # What each part may import, beside itself.
 ALLOWED = {
     **{name: {*ORDER[:index], "installation"} for index, name in enumerate(ORDER)},
-    "selection": {"patterns", "ops", "machine", "errors"},
+    "selection": {"patterns", "ops", "machine", "memory", "errors"},
     "nn": {*ORDER, "selection"},
     "models": {*ORDER, "nn", "installation"},
     "errors": set(),
     "installation": set(),
     "machine": {"errors", "installation"},
+    "memory": {"errors"},
     "output": {"errors"},
     "waiting": set(),
     "parallel": {*ORDER, "nn", "selection"},
     "integrations": {*ORDER, "nn", "models", "installation"},
-    "training": {*ORDER, "nn", "models", "parallel", "integrations", "errors", "machine", "output"},
-    "benchmarks": {*ORDER, "nn", "models", "errors", "machine", "output"},
+    "training": {*ORDER, "nn", "models", "parallel", "integrations", "errors", "machine", "memory", "output"},
+    "benchmarks": {*ORDER, "nn", "models", "errors", "machine", "memory", "output"},
     "cli": {
         *ORDER,
         "nn",

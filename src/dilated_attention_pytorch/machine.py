@@ -17,6 +17,9 @@ from .installation import install_command
 
 _PACKAGES = ("torch", "triton", "transformers", "accelerate", "safetensors", "numpy")
 
+MOST_THREADS = 1024
+"""With tens of thousands the OpenMP runtime overruns the stack: the process is killed without a word."""
+
 
 def package_version(name: str) -> str | None:
     """The installed version of a distribution; None if there is none."""
@@ -31,6 +34,22 @@ def require(purpose: str, packages: Sequence[str], extra: str) -> None:
     missing = [name for name in packages if importlib.util.find_spec(name) is None]
     if missing:
         raise RunError(f"{purpose} needs {', '.join(missing)}, not installed here: {install_command(extra)}")
+
+
+def set_threads(threads: int) -> int:
+    """Compute on so many CPU threads, 0 for PyTorch's own choice; the number that it now is.
+
+    Raises:
+        RunError: more than the OpenMP runtime starts.
+    """
+    if threads > MOST_THREADS:
+        raise RunError(
+            f"--threads must be at most {MOST_THREADS:,}, got {threads}; this machine has {os.cpu_count()} cores, and "
+            "0 leaves the number to PyTorch"
+        )
+    if threads:
+        torch.set_num_threads(threads)
+    return torch.get_num_threads()
 
 
 def processor() -> str:

@@ -127,7 +127,7 @@ ROWS = [
     Row("train --preset tiny --output {}/new --data {}/bad/binary.bin", "is not text: it holds zero bytes"),
     Row("train --preset tiny --output {}/new --data {}/bad/latin.txt", "convert it (iconv -f LATIN1 -t UTF-8)"),
     Row("train --preset tiny --output {}/new --data {}/bad/short.txt", "fewer than one window of --context-length 256"),
-    Row("train --preset tiny --output {}/new --data {}/bad/textless", "holds no text file (1 files were looked at)"),
+    Row("train --preset tiny --output {}/new --data {}/bad/textless", "no text file (1 files were looked at: 1 not"),
     Row(TRAIN, "module3.py may not be read by this user; change its permissions", _refuse_reading),
     # where to write
     Row("train --preset tiny --data {}/texts --output {}/taken", "exists and is not empty; nothing in it was changed"),

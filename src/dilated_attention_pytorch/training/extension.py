@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from dilated_attention_pytorch.errors import RunError
-from dilated_attention_pytorch.machine import machine
+from dilated_attention_pytorch.machine import machine, set_threads
 from dilated_attention_pytorch.output import check_writable, make_output, write_text
 
 from . import preflight
@@ -28,7 +28,9 @@ from .checkpoint import (
 )
 from .corpus import CORPUS_KEYS, Corpus, Text, corpus_figures, read_corpus
 from .extension_settings import ExtensionSettings
+from .footprint import check_extension_memory
 from .run import num_processes
+from .text_files import in_words
 from .tokens import load_tokenizer, num_bytes, tokenized
 from .windows import EvaluationWindows, StagedBatches
 
@@ -99,11 +101,12 @@ def extend(settings: ExtensionSettings, output: Path, console: Console) -> Exten
     except ValueError as error:
         raise RunError(f"--{error}") from error
     tokenizer = load_tokenizer(what, settings.model, config)
-    corpus = read_corpus(settings.data)
+    corpus = read_corpus(settings.data, say=console.print)
     training, held_out = tokenized(corpus.training, tokenizer), tokenized(corpus.held_out, tokenizer)
     _check_text(training, held_out, settings)
     precision = preflight.choose_precision(settings.precision, device)
-    settings = dataclasses.replace(settings, threads=preflight.set_threads(settings.threads), precision=precision)
+    settings = dataclasses.replace(settings, threads=set_threads(settings.threads), precision=precision)
+    check_extension_memory(settings, config, _num_parameters(what, config), device)
     model = _load_model(what, settings.model, device)
     preflight.check_space(output, sum(parameter.numel() for parameter in model.parameters()))
     _check_model(model, settings)
@@ -151,7 +154,7 @@ def resume_extension(folder: Path, console: Console) -> ExtensionOutcome:
     what = f"--resume {folder}"
     checkpoint, record, settings = _read_run(folder, what)
     device = preflight.choose_device(settings.device)
-    corpus = read_corpus(settings.data)
+    corpus = read_corpus(settings.data, say=console.print)
     if corpus_figures(corpus) != record["corpus"]:
         raise RunError(
             f"{what}: the text is not what the run began with (now {corpus_figures(corpus)}, then {record['corpus']}); "
@@ -160,7 +163,7 @@ def resume_extension(folder: Path, console: Console) -> ExtensionOutcome:
     config = _load_config(what, str(checkpoint))
     _check_same_model(checkpoint, config, record)
     tokenizer = load_tokenizer(what, str(folder), config)
-    preflight.set_threads(settings.threads)
+    set_threads(settings.threads)
     register()
     model = _load_model(what, str(checkpoint), device, attn_implementation="dilated")
     check_writable(folder, what)
@@ -261,6 +264,18 @@ def _num_kv_heads(config: PreTrainedConfig) -> int:
     return heads
 
 
+def _num_parameters(what: str, config: PreTrainedConfig) -> int:
+    """Weights of the model that a configuration describes, without making any."""
+    from transformers import AutoModelForCausalLM
+
+    try:
+        with torch.device("meta"):
+            model = AutoModelForCausalLM.from_config(config)
+    except (ValueError, RuntimeError) as error:
+        raise RunError(f"{what}: its config.json describes no causal language model ({error}); name one") from error
+    return sum(parameter.numel() for parameter in model.parameters())
+
+
 def _load_model(what: str, model: str, device: str, **options: Any) -> PreTrainedModel:
     from safetensors import SafetensorError
     from transformers import AutoModelForCausalLM
@@ -323,7 +338,7 @@ def _announce(run: _Run, corpus: Corpus, tokenizer: PreTrainedTokenizerBase | No
     where = f"{settings.threads} CPU threads" if run.device == "cpu" else torch.cuda.get_device_name()
     for line in (
         f"text: {source}: {figures['training_bytes']:,} bytes to train on, {figures['held_out_bytes']:,} bytes in "
-        f"{figures['held_out_files']} files held out, read as {tokens}",
+        f"{figures['held_out_files']} files held out, read as {tokens}{in_words(corpus.skipped, '; left out: ')}",
         f"model: {settings.model}: {parameters:,} parameters, {run.own_length:,} tokens of context",
         f"change: {settings.length:,} tokens, rotary scaling {settings.rotary}, {settings.pattern}: "
         f"{_density(run.model.config, settings):.1%} of the pairs of dense attention",
