@@ -1,6 +1,13 @@
 """Multi-scale dilated attention in PyTorch, exact in forward and gradient."""
 
+import os
+import sys
 from typing import TYPE_CHECKING, Any
+
+from .waiting import choose_waiting
+
+# How threads wait is settled when torch is imported, which everything below does.
+choose_waiting(os.environ, sys.orig_argv)
 
 from . import legacy
 from .models import LongNetCache, LongNetConfig, LongNetLM, generate
@@ -30,8 +37,9 @@ from .patterns import (
 from .selection import DynamicSegmentSelector, SegmentSelectionConfig
 
 if TYPE_CHECKING:
-    from .models import LongNetForCausalLM
+    from .models import LongNetForCausalLM as LongNetForCausalLM
 
+# What `import *` brings needs torch alone, so LongNetForCausalLM, which needs transformers, is asked for by its name.
 __all__ = [
     "AdaptiveBlockAttention",
     "AttentionOutput",
@@ -42,7 +50,6 @@ __all__ = [
     "DynamicSegmentSelector",
     "LongNetCache",
     "LongNetConfig",
-    "LongNetForCausalLM",
     "LongNetLM",
     "MultiheadDilatedAttention",
     "MultiheadPatternAttention",

@@ -13,8 +13,12 @@ from typing import Any
 import torch
 
 from .errors import RunError
+from .installation import install_command
 
 _PACKAGES = ("torch", "triton", "transformers", "accelerate", "safetensors", "numpy")
+
+MOST_THREADS = 1024
+"""With tens of thousands the OpenMP runtime overruns the stack: the process is killed without a word."""
 
 
 def package_version(name: str) -> str | None:
@@ -29,10 +33,23 @@ def require(purpose: str, packages: Sequence[str], extra: str) -> None:
     """Raise :class:`RunError` unless ``packages`` are installed, which the extra ``extra`` brings."""
     missing = [name for name in packages if importlib.util.find_spec(name) is None]
     if missing:
+        raise RunError(f"{purpose} needs {', '.join(missing)}, not installed here: {install_command(extra)}")
+
+
+def set_threads(threads: int) -> int:
+    """Compute on so many CPU threads, 0 for PyTorch's own choice; the number that it now is.
+
+    Raises:
+        RunError: more than the OpenMP runtime starts.
+    """
+    if threads > MOST_THREADS:
         raise RunError(
-            f"{purpose} needs {', '.join(missing)}, not installed here: "
-            f"pip install 'dilated-attention-pytorch[{extra}]'"
+            f"--threads must be at most {MOST_THREADS:,}, got {threads}; this machine has {os.cpu_count()} cores, and "
+            "0 leaves the number to PyTorch"
         )
+    if threads:
+        torch.set_num_threads(threads)
+    return torch.get_num_threads()
 
 
 def processor() -> str:

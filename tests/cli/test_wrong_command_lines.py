@@ -22,6 +22,7 @@ from dilated_attention_pytorch.benchmarks import run as bench_run
 from dilated_attention_pytorch.benchmarks.results import FORMAT
 from dilated_attention_pytorch.benchmarks.shapes import SHAPES
 from dilated_attention_pytorch.cli import main
+from dilated_attention_pytorch.installation import install_command
 from dilated_attention_pytorch.training import run as training_run
 from dilated_attention_pytorch.training import train
 from dilated_attention_pytorch.training.manifest import sealed
@@ -127,7 +128,7 @@ ROWS = [
     Row("train --preset tiny --output {}/new --data {}/bad/binary.bin", "is not text: it holds zero bytes"),
     Row("train --preset tiny --output {}/new --data {}/bad/latin.txt", "convert it (iconv -f LATIN1 -t UTF-8)"),
     Row("train --preset tiny --output {}/new --data {}/bad/short.txt", "fewer than one window of --context-length 256"),
-    Row("train --preset tiny --output {}/new --data {}/bad/textless", "holds no text file (1 files were looked at)"),
+    Row("train --preset tiny --output {}/new --data {}/bad/textless", "no text file (1 files were looked at: 1 not"),
     Row(TRAIN, "module3.py may not be read by this user; change its permissions", _refuse_reading),
     # where to write
     Row("train --preset tiny --data {}/texts --output {}/taken", "exists and is not empty; nothing in it was changed"),
@@ -140,9 +141,9 @@ ROWS = [
     Row(TRAIN, "MB for its checkpoints and the disk has 10 MB free; free some space", _fill_disk),
     Row(f"{TRAIN} --device cuda", "PyTorch finds no CUDA device here; use --device cpu", _take_cuda_away),
     # what is not installed
-    Row(TRAIN, "not installed here: pip install 'dilated-attention-pytorch[train]'", _uninstall("accelerate")),
+    Row(TRAIN, f"accelerate, not installed here: {install_command('train')}", _uninstall("accelerate")),
     Row("generate {}/finished --prompt x", "generating needs transformers", _uninstall("transformers")),
-    Row("info", "the command needs tyro, not installed here: pip install", _uninstall_tyro),
+    Row("info --x", f"the command needs tyro, not installed here: {install_command('train')}", _uninstall_tyro),
     # going on
     Row("train --resume {}/stopped --steps 5", "--resume goes on with the run's own settings, so --steps cannot go"),
     Row("train --resume {}/nothing", "there is no such folder; name the --output of the run that was stopped"),

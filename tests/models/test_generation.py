@@ -39,6 +39,11 @@ def test_top_k_and_top_p_cut_the_tail() -> None:
     assert set(sample(logits, top_p=0.1).tolist()) == {0}
     assert set(sample(logits).tolist()) == {0, 1, 2, 3}
     assert set(sample(logits, temperature=0.0).tolist()) == {0}
+    for smallest in (1e-30, 1e-40, 5e-324):  # above 0, and below what float32 holds
+        assert set(sample(logits, temperature=smallest).tolist()) == {0}
+        assert set(sample(1e30 * logits, temperature=smallest).tolist()) == {0}
+        assert set(sample(logits, top_p=smallest).tolist()) == {0}
+    assert set(sample(logits, temperature=1e308).tolist()) == {0, 1, 2, 3}
 
 
 @pytest.mark.parametrize(

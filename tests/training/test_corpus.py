@@ -67,7 +67,7 @@ def test_what_is_no_text_in_a_folder_is_counted_and_left_out(tmp_path: Path) -> 
     (tmp_path / "empty.txt").touch()
     (tmp_path / ".hidden").write_text("hidden")
     corpus = read_corpus([tmp_path])
-    assert corpus.skipped == 3
+    assert corpus.skipped == {"empty": 1, "not UTF-8 text": 2}
     assert len(corpus.training.file_starts) + len(corpus.held_out.file_starts) == 5
 
 

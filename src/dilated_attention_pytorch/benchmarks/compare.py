@@ -68,6 +68,8 @@ def read_earlier(file: Path) -> Earlier:
     """
     remedy = "name the bench.json of an earlier `dilated-attention bench`"
     try:
+        if file.exists() and not (file.is_file() or file.is_dir()):
+            raise RunError(f"--compare {file} is no regular file; {remedy}")
         values = json.loads(file.read_text(encoding="utf-8"))
     except FileNotFoundError as error:
         raise RunError(f"--compare {file} does not exist; {remedy}") from error

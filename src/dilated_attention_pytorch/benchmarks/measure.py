@@ -40,7 +40,7 @@ class Budget:
         """How often to call what takes so long: a spread needs five calls, or three long ones."""
         if self.is_dry:
             return _FEWEST_CALLS
-        return max(_FEWEST_CALLS if seconds > 1.0 else 5, min(_MOST_CALLS, int(self.seconds_each / seconds)))
+        return max(_FEWEST_CALLS if seconds > 1.0 else 5, int(min(_MOST_CALLS, self.seconds_each / seconds)))
 
 
 @dataclass(slots=True)

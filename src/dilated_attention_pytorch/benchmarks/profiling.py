@@ -21,14 +21,14 @@ from torch.profiler import ProfilerActivity, profile, record_function
 
 from dilated_attention_pytorch.errors import RunError
 from dilated_attention_pytorch.kernels.select import select
-from dilated_attention_pytorch.machine import machine, require
-from dilated_attention_pytorch.output import make_output
+from dilated_attention_pytorch.machine import machine, require, set_threads
+from dilated_attention_pytorch.output import check_free_folder, make_output
 
 from .clock import Clock
 from .contestants import CONTESTANTS, Attention, Contestant
 from .report import in_words
 from .results import write_json
-from .run import check_output, choose_device
+from .run import check_case_memory, choose_device
 from .settings import ProfileSettings
 from .shapes import SHAPES, Case
 
@@ -54,12 +54,12 @@ def profile_call(settings: ProfileSettings, console: Console) -> list[Spent]:
     """
     require("profiling", ("matplotlib",), "bench")
     device = choose_device(settings.device)
-    check_output(settings.output)
+    check_free_folder(settings.output)
     case = case_of(settings)
     contestant = _choose(settings, case, device)
+    check_case_memory([case], device)
+    set_threads(settings.threads)
     make_output(settings.output)
-    if settings.threads:
-        torch.set_num_threads(settings.threads)
     operands = case.operands(device)
     attention = contestant.prepare(case, operands)
     grad = torch.randn_like(operands[0].detach()) if settings.backward else None

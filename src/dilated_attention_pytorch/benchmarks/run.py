@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field
@@ -14,8 +13,9 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
 from dilated_attention_pytorch.errors import RunError
-from dilated_attention_pytorch.machine import processor, require
-from dilated_attention_pytorch.output import check_writable, make_output
+from dilated_attention_pytorch.machine import processor, require, set_threads
+from dilated_attention_pytorch.memory import check_memory
+from dilated_attention_pytorch.output import check_free_folder, make_output
 
 from .claims import claim_of
 from .clock import Clock
@@ -75,9 +75,9 @@ def run(settings: BenchSettings, console: Console, command: str) -> Outcome:
     name = ("gpu" if device.type == "cuda" else "cpu") if settings.preset == "auto" else settings.preset
     preset, output = PRESETS[name], settings.output or Path(f"runs/bench-{name}")
     cases = planned_cases(settings, preset)
-    check_output(output)
-    if settings.threads:
-        torch.set_num_threads(settings.threads)
+    check_free_folder(output)
+    check_case_memory(cases, device)
+    set_threads(settings.threads)
     outcome = Outcome(output, origin(command), settings)
     earlier = None
     if settings.compare is not None:
@@ -144,6 +144,15 @@ def describe(device: torch.device) -> str:
     return f"{torch.get_num_threads()} threads of {processor()}"
 
 
+def check_case_memory(cases: Sequence[Case], device: torch.device) -> None:
+    """Raise :class:`RunError` if the operands and results of a case are more than the memory that is free."""
+    largest = max(cases, key=lambda case: case.held_bytes)
+    check_memory(
+        largest.held_bytes, device, what=f"{largest.name}",
+        remedy="take fewer --rows, a smaller --batch, or a narrower head",
+    )  # fmt: skip
+
+
 def choose_device(device: Device) -> torch.device:
     """The device to compute on.
 
@@ -157,17 +166,3 @@ def choose_device(device: Device) -> torch.device:
             "and its driver (`dilated-attention info` shows what is there)"
         )
     return torch.device("cuda" if available and device != "cpu" else "cpu")
-
-
-def check_output(output: Path) -> None:
-    """Raise :class:`RunError` unless the folder is free and can be made. Makes nothing."""
-    if os.path.lexists(output) and not output.is_dir():
-        raise RunError(f"--output {output} is a file, not a folder; name a free folder")
-    if output.is_dir() and any(output.iterdir()):
-        raise RunError(f"--output {output} exists and is not empty; nothing in it was changed. Name a free folder")
-    folder = output.absolute()
-    while not os.path.lexists(folder):
-        folder = folder.parent
-    if not folder.is_dir():
-        raise RunError(f"--output {output} cannot be made: {folder} is a file; name a folder below a folder")
-    check_writable(folder, f"--output {output} cannot be made")

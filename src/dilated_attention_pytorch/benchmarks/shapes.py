@@ -121,6 +121,16 @@ class Case:
             least += 4 * query + 4 * key + statistics
         return self.batch * least
 
+    @property
+    def held_bytes(self) -> int:
+        """Bytes of operands and results, which lie in memory at once whoever computes: ``e D N (2 H + 2 G)``.
+
+        With gradients there are as many again: of the operands, and of the output.
+        """
+        rows = self.num_queries * self.heads + self.rows * self.kv_heads
+        held = 2 * rows * self.batch * self.head_dim * self.torch_dtype.itemsize
+        return 2 * held if self.mode == "forward_backward" else held
+
     def _num_seen_rows(self, computes: Computes) -> int:
         if computes == "dense":
             return self.rows * self.kv_heads

@@ -13,15 +13,29 @@ def main(args: Sequence[str] | None = None) -> None:
         SystemExit: with 2 for what the user can mend, after a sentence on standard error; with 128 and the number of
             the signal for a run that was stopped.
     """
+    words = list(sys.argv[1:] if args is None else args)
     try:
         from .command import run_command
     except ModuleNotFoundError as error:
         if error.name not in ("tyro", "rich"):
             raise
-        print(
-            f"dilated-attention: the command needs {error.name}, not installed here: "
-            "pip install 'dilated-attention-pytorch[train]'",
-            file=sys.stderr,
-        )
-        raise SystemExit(2) from None
-    run_command(sys.argv[1:] if args is None else args)
+        _run_without(error.name, words)
+    else:
+        run_command(words)
+
+
+def _run_without(missing: str, words: Sequence[str]) -> None:
+    """Where what parses command lines is missing: ``info``, which says what there is, and the way to the rest."""
+    from dilated_attention_pytorch.installation import install_command
+
+    if words == ["info"]:
+        from .info import Info
+
+        Info().run_command()
+        return
+    print(
+        f"dilated-attention: the command needs {missing}, not installed here: {install_command('train')} "
+        "(`dilated-attention info` runs without)",
+        file=sys.stderr,
+    )
+    raise SystemExit(2)

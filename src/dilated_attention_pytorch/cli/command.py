@@ -7,9 +7,11 @@ import os
 import signal
 import sys
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Annotated, NoReturn
 
 import tyro
+from tyro.constructors import ConstructorRegistry, PrimitiveConstructorSpec, PrimitiveTypeInfo
 
 from dilated_attention_pytorch.training import RunError
 
@@ -24,17 +26,36 @@ from .train import Train, preset_of
 from .tune import Tune
 
 _TYRO = (tyro.conf.FlagCreatePairsOff,)
-_DISK = {
-    errno.ENOSPC: "the disk is full",
-    errno.EDQUOT: "the disk quota is used up",
-    errno.EROFS: "the disk is read-only",
-}
+_FULL = {errno.ENOSPC: "the disk is full", errno.EDQUOT: "the disk quota is used up"}
+_THAT_GO_ON = ("train", "extend")
+
+_PATHS = ConstructorRegistry()
+"""How the words of a command line become paths."""
+
+
+@_PATHS.primitive_rule
+def _path(info: PrimitiveTypeInfo) -> PrimitiveConstructorSpec[Path] | None:
+    if info.type is not Path:
+        return None
+    return PrimitiveConstructorSpec(
+        nargs=1, metavar="PATH", instance_from_str=_read_path, is_instance=lambda value: isinstance(value, Path),
+        str_from_instance=lambda path: [str(path)],
+    )  # fmt: skip
+
+
+def _read_path(words: list[str]) -> Path:
+    # Python takes the empty path for the working folder, which nobody means who writes nothing.
+    if not words[0].strip():
+        raise ValueError("a path must not be empty (is a variable of the shell not set?); . is this folder")
+    return Path(words[0])
 
 
 def run_command(args: Sequence[str]) -> None:
     """Parse ``args`` and run what they ask for; see :func:`dilated_attention_pytorch.cli.main`."""
     try:
-        _parse(list(args)).run_command()
+        with _PATHS:
+            command = _parse(list(args))
+        command.run_command()
     except RunError as error:
         _leave(str(error))
     except BrokenPipeError:
@@ -42,12 +63,15 @@ def run_command(args: Sequence[str]) -> None:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         raise SystemExit(128 + signal.SIGPIPE) from None
     except OSError as error:
-        if error.errno not in _DISK:
-            if error.filename is None:
-                raise
-            _leave(f"{error.filename}: {error.strerror}; check the path and its permissions, or name another one")
-        where = f" ({error.filename})" if error.filename else ""
-        _leave(f"{_DISK[error.errno]}{where}; make room, then go on with --resume RUN")
+        if error.errno in _FULL:
+            where = f" ({error.filename})" if error.filename else ""
+            going_on = "then go on with --resume RUN" if args[0] in _THAT_GO_ON else "or name a folder on another disk"
+            _leave(f"{_FULL[error.errno]}{where}; make room, {going_on}")
+        if error.filename is None:
+            raise
+        if error.errno == errno.EROFS:
+            _leave(f"{error.filename}: the disk is read-only; name a place on one that can be written")
+        _leave(f"{error.filename}: {error.strerror}; check the path and its permissions, or name another one")
     except KeyboardInterrupt:
         print("\ndilated-attention: stopped", file=sys.stderr)
         raise SystemExit(128 + signal.SIGINT) from None

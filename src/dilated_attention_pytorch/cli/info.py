@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 import platform
+import shutil
+import textwrap
+from collections.abc import Sequence
 from dataclasses import dataclass
 
-EXTRAS = {
-    "bench": ("matplotlib", "rich", "tyro"),
-    "docs": ("mkdocs", "mkdocs-material", "mkdocstrings", "mkdocstrings-python"),
-    "plot": ("matplotlib",),
-    "train": ("accelerate", "matplotlib", "numpy", "rich", "safetensors", "tensorboard", "transformers", "tyro"),
-    "dev": ("hypothesis", "mypy", "pytest", "pytest-xdist", "ruff"),
-}
-"""What each extra of the package brings."""
+from dilated_attention_pytorch.installation import EXTRAS, NAME, install_command
+
+_NARROWEST = 24
 
 
 @dataclass(kw_only=True, slots=True)
@@ -20,47 +18,66 @@ class Info:
     """Show versions, devices, and which implementations of attention can run here and why the others cannot."""
 
     def run_command(self) -> None:
-        """Print the tables."""
+        """Print the tables. It needs torch alone, so that it runs where something else is missing."""
         import torch
-        from rich.console import Console
-        from rich.table import Table
 
-        from dilated_attention_pytorch.kernels.select import IMPLS, refusal
         from dilated_attention_pytorch.machine import devices, package_version, processor
+        from dilated_attention_pytorch.waiting import waiting_in_words
 
-        console = Console()
-        here = Table("what", "here", title="machine", title_justify="left")
-        here.add_row("dilated-attention-pytorch", package_version("dilated-attention-pytorch") or "from source")
-        here.add_row("Python", platform.python_version())
-        here.add_row("PyTorch", torch.__version__)
-        here.add_row("CUDA of this PyTorch", torch.version.cuda or "none: built for CPUs only")
-        here.add_row("processor", processor())
-        here.add_row("threads", str(torch.get_num_threads()))
-        here.add_row("CUDA devices", "\n".join(devices()) or "none")
-        console.print(here)
+        _print_table("machine", ("what", "here"), [
+            (NAME, package_version(NAME) or "from source"),
+            ("Python", platform.python_version()),
+            ("PyTorch", torch.__version__),
+            ("CUDA of this PyTorch", torch.version.cuda or "none: built for CPUs only"),
+            ("processor", processor()),
+            ("threads", str(torch.get_num_threads())),
+            ("threads that wait", waiting_in_words()),
+            *(("CUDA device", device) for device in devices() or ["none"]),
+        ])  # fmt: skip
+        _print_table("implementations of attention", ("impl", "device", "dtypes", "runs"), _implementations())
+        packages = sorted({(_name(word), extra) for extra, words in EXTRAS.items() for word in words})
+        names = dict.fromkeys(name for name, _ in packages)
+        _print_table("optional packages", ("package", "version", "extra that brings it"), [
+            (name, package_version(name) or "not installed", ", ".join(extra for own, extra in packages if own == name))
+            for name in names
+        ])  # fmt: skip
+        print(f"an extra is installed with: {install_command('train')}")
 
-        kinds = ["cpu", "cuda"] if torch.cuda.is_available() else ["cpu"]
-        names = {
-            "float16": torch.float16,
-            "bfloat16": torch.bfloat16,
-            "float32": torch.float32,
-            "float64": torch.float64,
-        }
-        table = Table("impl", "device", "dtypes", "runs", title="implementations of attention", title_justify="left")
-        for impl in (name for name in IMPLS if name != "auto"):
-            for kind in kinds:
-                refusals: dict[str | None, list[str]] = {}
-                for name, dtype in names.items():
-                    refusals.setdefault(refusal(impl, torch.device(kind), dtype, 64), []).append(name)
-                for reason, dtypes in refusals.items():
-                    table.add_row(impl, kind, ", ".join(dtypes), "yes" if reason is None else f"no: {reason}")
-            if "cuda" not in kinds:
-                table.add_row(impl, "cuda", "", "no: PyTorch finds no CUDA device here")
-        console.print(table)
 
-        packages = Table("package", "version", "extra that brings it", title="optional packages", title_justify="left")
-        for name in sorted({name for brought in EXTRAS.values() for name in brought}):
-            extras = [extra for extra, brought in EXTRAS.items() if name in brought]
-            packages.add_row(name, package_version(name) or "not installed", ", ".join(extras))
-        console.print(packages)
-        console.print("an extra is installed with: pip install 'dilated-attention-pytorch\\[train]'", highlight=False)
+def _name(requirement: str) -> str:
+    return requirement.partition(">=")[0]
+
+
+def _implementations() -> list[tuple[str, ...]]:
+    import torch
+
+    from dilated_attention_pytorch.kernels.select import IMPLS, refusal
+
+    kinds = ["cpu", "cuda"] if torch.cuda.is_available() else ["cpu"]
+    names = {"float16": torch.float16, "bfloat16": torch.bfloat16, "float32": torch.float32, "float64": torch.float64}
+    rows = []
+    for impl in (name for name in IMPLS if name != "auto"):
+        for kind in kinds:
+            refusals: dict[str | None, list[str]] = {}
+            for name, dtype in names.items():
+                refusals.setdefault(refusal(impl, torch.device(kind), dtype, 64), []).append(name)
+            for reason, dtypes in refusals.items():
+                rows.append((impl, kind, ", ".join(dtypes), "yes" if reason is None else f"no: {reason}"))
+        if "cuda" not in kinds:
+            rows.append((impl, "cuda", "", "no: PyTorch finds no CUDA device here"))
+    return rows
+
+
+def _print_table(title: str, header: tuple[str, ...], rows: Sequence[tuple[str, ...]]) -> None:
+    """Columns as wide as what they hold, the last one wrapped at the width of the terminal."""
+    widths = [max(len(row[column]) for row in (header, *rows)) for column in range(len(header) - 1)]
+    left = sum(widths) + 2 * len(widths)
+    rest = max(_NARROWEST, shutil.get_terminal_size((120, 24)).columns - left)
+    print(f"{title}\n{'-' * len(title)}")
+    for row in (header, *rows):
+        first, *more = textwrap.wrap(row[-1], rest) or [""]
+        cells = [cell.ljust(width) for cell, width in zip(row[:-1], widths, strict=True)]
+        print("  ".join([*cells, first]).rstrip())
+        for line in more:
+            print(" " * left + line)
+    print()

@@ -10,6 +10,7 @@ import tyro
 from dilated_attention_pytorch.errors import RunError
 
 _TERMINAL_CELLS = 48
+_MOST_HEADS, _MOST_PANELS = 4096, 64
 _SHADES = " .:-=+*#%@"
 
 
@@ -47,9 +48,11 @@ class Show:
         from rich.console import Console
         from rich.table import Table
 
-        from dilated_attention_pytorch.machine import require
         from dilated_attention_pytorch.patterns import pattern_from_expression
 
+        self._check_output()
+        if self.heads > _MOST_HEADS:
+            raise RunError(f"--heads must be at most {_MOST_HEADS:,}, got {self.heads}; a few show how heads differ")
         try:
             pattern = pattern_from_expression(self.pattern)
             densities = [pattern.density(self.length, num_kv_heads=self.heads, is_causal=x) for x in (False, True)]
@@ -65,18 +68,32 @@ class Show:
         console.print(self._sketch(console.width // 2), highlight=False, markup=False)
         if self.output is None:
             return
-        require("drawing a pattern", ["matplotlib"], "plot")
-        if not self.output.parent.is_dir():
-            raise RunError(f"--output {self.output}: there is no folder {self.output.parent}; make it first")
         import matplotlib.figure
 
         figure = matplotlib.figure.Figure(figsize=(3.4 * self.heads + 0.9, 3.6), layout="constrained")
         pattern.plot(self.length, num_kv_heads=self.heads, is_causal=self.causal, axes=figure.subplots())
-        kinds = figure.canvas.get_supported_filetypes()
-        if self.output.suffix[1:].lower() not in kinds:
-            raise RunError(f"--output {self.output}: pictures end in .{', .'.join(sorted(kinds))}")
         figure.savefig(self.output, dpi=150)
         console.print(f"written: {self.output}", highlight=False)
+
+    def _check_output(self) -> None:
+        """Raise :class:`RunError` unless the picture can be drawn and written, if there is to be one."""
+        from dilated_attention_pytorch.machine import require
+        from dilated_attention_pytorch.output import check_new_file
+
+        if self.output is None:
+            return
+        require("drawing a pattern", ["matplotlib"], "plot")
+        from matplotlib.backend_bases import FigureCanvasBase
+
+        kinds = FigureCanvasBase.get_supported_filetypes()
+        if self.output.suffix[1:].lower() not in kinds:
+            raise RunError(f"--output {self.output}: pictures end in .{', .'.join(sorted(kinds))}")
+        if self.heads > _MOST_PANELS:
+            raise RunError(
+                f"--output draws a panel for every head: --heads must be at most {_MOST_PANELS} beside it, got "
+                f"{self.heads}"
+            )
+        check_new_file(self.output)
 
     def _sketch(self, most_cells: int) -> str:
         """Head 0 in characters, queries downwards: the darker, the more of a cell is seen."""
@@ -88,7 +105,7 @@ class Show:
         cells = min(_TERMINAL_CELLS, most_cells, self.length)
         samples = max(1, min(self.length // cells, 8))  # positions of a cell that are looked at
         bounds = torch.arange(cells * samples) * self.length // (cells * samples)
-        counts = pattern.counts(bounds, bounds, self.heads, is_causal=self.causal)[0]
+        counts = pattern.for_heads([0], self.heads).counts(bounds, bounds, 1, is_causal=self.causal)[0]
         shares = (counts > 0).float().view(cells, samples, cells, samples).mean(dim=(1, 3))
         shades = torch.where(shares > 0, (shares * (len(_SHADES) - 1)).ceil().long(), 0)
         return "\n".join("".join(2 * _SHADES[shade] for shade in row) for row in shades.tolist())

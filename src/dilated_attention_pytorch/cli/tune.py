@@ -11,7 +11,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
-from dilated_attention_pytorch.machine import require
+from dilated_attention_pytorch.machine import require, set_threads
 from dilated_attention_pytorch.training.settings import Device
 
 if TYPE_CHECKING:
@@ -74,20 +74,22 @@ class Tune:
         from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 
         from dilated_attention_pytorch.benchmarks.run import choose_device
-        from dilated_attention_pytorch.output import check_writable, make_output
+        from dilated_attention_pytorch.output import check_makeable, check_new_file, make_output
         from dilated_attention_pytorch.selection import load_profile, read_hardware, store_profile, tuning
 
         console = Console() if sys.stdout.isatty() else Console(width=120)
         device = choose_device(self.device)
-        if self.threads:
-            torch.set_num_threads(self.threads)
+        set_threads(self.threads)
         hardware = read_hardware(device)
         names = list(dict.fromkeys(self.dtypes))
         record = self.output / ("dry-run.json" if self.dry_run else "tune.json")
         cases = tuning.cases([getattr(torch, name) for name in names], hardware, is_dry=self.dry_run)
+        check_makeable(self.output)
+        report = self.output / "report.txt"
+        if not record.exists() and not self.dry_run:
+            check_new_file(report)
         timings = tuning.kept_timings(record, cases, hardware)
         make_output(self.output)
-        check_writable(self.output, f"--output {self.output}")
         kept = sum(len(timing.samples) for timing in timings)
         console.print(
             f"{hardware.name}, {hardware.processors} {'threads' if hardware.kind == 'cpu' else 'multiprocessors'}: "
@@ -121,10 +123,10 @@ class Tune:
         console.print(table)
         written = [record]
         if not self.dry_run:
-            with (self.output / "report.txt").open("w", encoding="utf-8") as stream:
+            with report.open("w", encoding="utf-8") as stream:
                 Console(file=stream, width=120).print(table)
             profile = tuning.profile_of(fits, load_profile(hardware))
-            written += [self.output / "report.txt", store_profile(profile, hardware)]
+            written += [report, store_profile(profile, hardware)]
         console.print(f"written: {', '.join(map(str, written))}", highlight=False, soft_wrap=True)
         if self.dry_run:
             console.print("this was a dry run: the figures mean nothing, and no profile was stored")

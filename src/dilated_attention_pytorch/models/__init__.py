@@ -9,15 +9,15 @@ from .longnet import AttentionFunction, LongNetLM
 from .share import CacheShare
 
 if TYPE_CHECKING:
-    from .causal_lm import LongNetCausalLMConfig, LongNetForCausalLM
+    from .causal_lm import LongNetCausalLMConfig as LongNetCausalLMConfig
+    from .causal_lm import LongNetForCausalLM as LongNetForCausalLM
 
+# What needs transformers is asked for by its name, so that `import *` needs torch alone.
 __all__ = [
     "AttentionFunction",
     "CacheShare",
     "LongNetCache",
-    "LongNetCausalLMConfig",
     "LongNetConfig",
-    "LongNetForCausalLM",
     "LongNetLM",
     "generate",
     "generate_naive",

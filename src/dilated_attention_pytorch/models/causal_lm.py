@@ -11,6 +11,8 @@ from torch import Tensor, nn
 from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 
+from dilated_attention_pytorch.installation import install_command
+
 try:
     from transformers import (
         AutoConfig,
@@ -22,9 +24,7 @@ try:
     )
     from transformers.modeling_outputs import CausalLMOutputWithPast
 except ImportError as error:
-    raise ImportError(
-        "LongNetForCausalLM needs transformers 5: pip install 'dilated-attention-pytorch[train]'"
-    ) from error
+    raise ImportError(f"LongNetForCausalLM needs transformers 5: {install_command('train')}") from error
 
 from dilated_attention_pytorch.nn import MultiheadDilatedAttention
 

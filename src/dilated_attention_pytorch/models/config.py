@@ -116,6 +116,24 @@ class LongNetConfig:
         """The attention pattern of block ``layer``, counted from 0."""
         return self._pattern(self.layer_segment_shifts[layer % len(self.layer_segment_shifts)])
 
+    @property
+    def num_parameters(self) -> int:
+        """Weights of the model, every one once: from the sizes alone, without making any.
+
+        >>> from dilated_attention_pytorch.models import LongNetConfig, LongNetLM
+        >>> config = LongNetConfig(embed_dim=8, num_layers=3, num_heads=2, segment_lengths=[4], dilation_rates=[1])
+        >>> config.num_parameters == sum(weight.numel() for weight in LongNetLM(config).parameters())
+        True
+        """
+        assert self.num_kv_heads is not None
+        assert self.ffn_dim is not None
+        width, inner = self.embed_dim, self.ffn_dim
+        key_width = width // self.num_heads * self.num_kv_heads
+        matrices = 2 * width * (width + key_width) + (3 if self.activation == "swiglu" else 2) * width * inner
+        norms = 2 * (3 * width + inner)  # before and inside the attention, before and inside the feed-forward
+        tables = self.vocab_size * width * (1 if self.tie_embeddings else 2)
+        return tables + self.num_layers * (matrices + norms) + 2 * width
+
     def to_dict(self) -> dict[str, Any]:
         """The fields by name, as values that JSON holds.
 

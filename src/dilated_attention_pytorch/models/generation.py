@@ -151,7 +151,9 @@ def sample(
     """Draw a token ``[B]`` from ``softmax(logits / temperature)``, ``logits [B, V]``, cut to top_k, then to top_p."""
     if temperature == 0.0:
         return logits.argmax(dim=-1)
-    scores = logits.float() / temperature
+    # Less their largest, no score leaves float32, however small the temperature: the likeliest stay 0.
+    scores = logits.float()
+    scores = (scores - scores.amax(dim=-1, keepdim=True)) / max(temperature, torch.finfo(torch.float32).tiny)
     if top_k is not None and top_k < scores.shape[-1]:
         least = scores.topk(top_k, dim=-1).values[:, -1:]
         scores = scores.masked_fill(scores < least, float("-inf"))
@@ -159,6 +161,7 @@ def sample(
         ordered, order = scores.sort(dim=-1, descending=True)
         probabilities = ordered.softmax(dim=-1)
         before = probabilities.cumsum(dim=-1) - probabilities
-        cut = (before >= top_p).scatter(1, order, before >= top_p)
-        scores = scores.masked_fill(cut, float("-inf"))
+        above = before >= top_p
+        above[:, 0] = False  # the likeliest stays, also where top_p is 0 in float32
+        scores = scores.masked_fill(above.scatter(1, order, above), float("-inf"))
     return torch.multinomial(scores.softmax(dim=-1), 1, generator=generator).squeeze(1)

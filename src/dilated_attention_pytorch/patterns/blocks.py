@@ -13,6 +13,8 @@ from torch import Tensor
 from .dilated import DilationGroup
 from .pattern import Pattern, PatternSum
 from .rules import (
+    MASK_CELLS,
+    MOST_BLOCK_PAIRS,
     BlockMask,
     BlockRule,
     Hierarchical,
@@ -69,8 +71,22 @@ class HeadRule:
 
     def num_pairs(self, kv_head: int, num_kv_heads: int, sequence_length: int, *, is_causal: bool) -> int:
         """How many pairs of the first ``sequence_length`` positions see each other."""
-        spans = self.spans(kv_head, num_kv_heads, (0, sequence_length), (0, sequence_length))
-        return num_pairs(spans, *self.band(is_causal=is_causal))
+        at_once, size = sequence_length, self.block_size
+        if size is not None:
+            blocks = -(-sequence_length // size)
+            if blocks**2 > MOST_BLOCK_PAIRS:
+                raise ValueError(
+                    f"{sequence_length:,} positions in blocks of {size} are {blocks**2:,} pairs of blocks to look at, "
+                    f"and at most {MOST_BLOCK_PAIRS:,} are; take fewer positions or larger blocks"
+                )
+            # Some rows of blocks at a time, so that memory does not grow with all pairs.
+            at_once = max(1, MASK_CELLS // blocks) * size
+        pairs = 0
+        for start in range(0, sequence_length, at_once):
+            queries = (start, min(start + at_once, sequence_length))
+            spans = self.spans(kv_head, num_kv_heads, queries, (0, sequence_length))
+            pairs += num_pairs(spans, *self.band(is_causal=is_causal))
+        return pairs
 
     def band(self, *, is_causal: bool) -> tuple[int | None, int | None]:
         """How far back and how far ahead a query sees at most, under a causal mask not at all ahead; None is any."""

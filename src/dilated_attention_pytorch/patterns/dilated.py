@@ -83,14 +83,20 @@ class DilationGroup:
         """How many pairs of the first ``sequence_length`` positions see each other."""
         offset, first = self.offset(kv_head, num_kv_heads), -self.shift(kv_head)
         if self.boundaries is not None:
-            starts = torch.tensor([bound for bound in self.boundaries if bound < sequence_length])
-            stops = torch.tensor([*starts[1:].tolist(), sequence_length])
+            starts = [bound for bound in self.boundaries if bound < sequence_length]
+            segments = [(start, stop, 1) for start, stop in itertools.pairwise([*starts, sequence_length])]
         else:
-            starts = torch.arange(first, sequence_length, self.segment_length)
-            stops = (starts + self.segment_length).clamp(max=sequence_length)
-        _, selected = self.selected(starts, offset, starts.clamp(min=0), stops)  # type: ignore[arg-type]
-        number = torch.as_tensor(selected)
-        return int((number * (number + 1) // 2 if is_causal else number * number).sum())
+            # All segments but the first and the last are alike.
+            length, count = self.segment_length, -((first - sequence_length) // self.segment_length)
+            last = first + (count - 1) * length
+            segments = [(first, min(first + length, sequence_length), 1)]
+            if count > 1:
+                segments += [(first + length, first + 2 * length, count - 2), (last, sequence_length, 1)]
+        pairs = 0
+        for start, stop, alike in segments:
+            _, number = self.selected(start, offset, max(start, 0), stop)
+            pairs += alike * (number * (number + 1) // 2 if is_causal else number * number)
+        return pairs
 
     def phantoms(self, sequence_length: int, num_selected: int) -> int:
         """How many zero keys fill a class of ``num_selected`` rows under ``tail="zero_padded"``; 0 otherwise."""

@@ -16,6 +16,9 @@ if TYPE_CHECKING:
     from .blocks import HeadRule
     from .dilated import DilationGroup
 
+MOST_POSITIONS = 1 << 31
+"""Of longer texts the pairs of positions overflow 64 bits."""
+
 
 class Pattern(ABC):
     """Who may look at whom, and how often it counts: a count ``c[g, p, t] >= 0`` for every key/value head g.
@@ -104,7 +107,8 @@ class Pattern(ABC):
             is_causal: count ``t <= p`` only.
 
         Raises:
-            ValueError: a number below 1, or a length for which the pattern is not defined.
+            ValueError: a number below 1, a length for which the pattern is not defined or whose pairs 64 bits do not
+                count, or more pairs of blocks than can be looked at.
 
         >>> DilatedPattern([4], [2]).density(8)
         0.125
@@ -114,6 +118,11 @@ class Pattern(ABC):
                 raise TypeError(f"{name} must be an integer, got {number!r} of type {type(number).__name__}")
             if number < 1:
                 raise ValueError(f"{name} must be at least 1, got {number}")
+        if sequence_length > MOST_POSITIONS:
+            raise ValueError(
+                f"sequence_length must be at most {MOST_POSITIONS:,}, whose pairs are counted in 64 bits, got "
+                f"{sequence_length}"
+            )
         for rule in self.rules:
             rule.check(sequence_length, num_kv_heads)
         pairs = 0

@@ -6,6 +6,8 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from dilated_attention_pytorch.installation import install_command
+
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
@@ -23,9 +25,7 @@ def draw(
     try:
         import matplotlib.pyplot as plt
     except ImportError as error:
-        raise ImportError(
-            "drawing a pattern needs matplotlib: pip install 'dilated-attention-pytorch[plot]'"
-        ) from error
+        raise ImportError(f"drawing a pattern needs matplotlib: {install_command('plot')}") from error
     if sequence_length < 1:
         raise ValueError(f"sequence_length must be at least 1, got {sequence_length}")
     step = -(-sequence_length // _MOST_CELLS)

@@ -152,7 +152,7 @@ class BlockRule(Rule):
         first_query, first_key = queries[0] // size, keys[0] // size
         query_blocks = torch.arange(first_query, -(-queries[1] // size))
         key_blocks = torch.arange(first_key, -(-keys[1] // size))
-        rows_at_once = max(1, _MASK_CELLS // len(key_blocks))
+        rows_at_once = max(1, MASK_CELLS // len(key_blocks))
         found = [
             _runs_of_mask(self.mask_between(kv_head, num_kv_heads, some, key_blocks))
             for some in query_blocks.split(rows_at_once)
@@ -165,7 +165,10 @@ class BlockRule(Rule):
         )  # fmt: skip
 
 
-_MASK_CELLS = 1 << 22
+MASK_CELLS = 1 << 22
+"""Pairs of blocks that are looked at at once."""
+MOST_BLOCK_PAIRS = 1 << 30
+"""More of them are not counted: it would take minutes for every head."""
 
 
 def _runs_of_mask(mask: Tensor) -> tuple[Tensor, Tensor, Tensor]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal
@@ -10,6 +9,7 @@ from typing import Literal
 import torch
 
 from dilated_attention_pytorch.machine import processor
+from dilated_attention_pytorch.memory import free_memory, unknown_memory
 
 Architecture = Literal["H200", "H100", "A100", "V100", "RTX", "AMD MI", "other GPU", "CPU"]
 
@@ -140,61 +140,7 @@ def read_hardware(device: torch.device | str) -> Hardware:
             family, free_bytes=free, name=properties.name, processors=properties.multi_processor_count
         )
         return replace(nominal, cache_bytes=properties.L2_cache_size or nominal.cache_bytes)
-    raise NotImplementedError(_unknown(device))
-
-
-def free_memory(device: torch.device | str) -> int:
-    """Bytes that this process could still take on a device.
-
-    On Linux what the kernel calls available, or less where a control group of this process leaves less. On a GPU what
-    the driver has free, and what PyTorch's allocator holds without using it.
-
-    Raises:
-        NotImplementedError: a kind of device, or a system, whose free memory this package cannot read.
-    """
-    device = torch.device(device)
-    if device.type == "cuda":
-        unused = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
-        return int(torch.cuda.mem_get_info(device)[0]) + unused
-    table = Path("/proc/meminfo")
-    if device.type != "cpu" or not table.exists():
-        raise NotImplementedError(_unknown(device))
-    lines = [line.split() for line in table.read_text().splitlines()]
-    available = next(int(words[1]) * 1024 for words in lines if words[0] == "MemAvailable:")
-    return min([available, *_left_in_groups()])
-
-
-def _unknown(device: torch.device) -> str:
-    return (
-        f"free memory is read for CUDA devices and on Linux for the CPU, not for {device.type!r} on this system; "
-        "pass hardware=Hardware.of_architecture(..., free_bytes=...) with what may be used"
-    )
-
-
-def _left_in_groups() -> Iterator[int]:
-    """What every control group that this process is in, or within, leaves of its limit (both versions of them)."""
-    own = Path("/proc/self/cgroup")
-    for line in own.read_text().splitlines() if own.exists() else ():
-        _, controllers, path = line.split(":", 2)
-        if controllers == "":
-            root, names = Path("/sys/fs/cgroup"), ("memory.max", "memory.current", "inactive_file")
-        elif "memory" in controllers.split(","):
-            root = Path("/sys/fs/cgroup/memory")
-            names = ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file")
-        else:
-            continue
-        group = root / path.lstrip("/")
-        for folder in (group, *group.parents):
-            limit, usage, reclaimable = folder / names[0], folder / names[1], folder / "memory.stat"
-            if limit.is_file() and usage.is_file() and limit.read_text().strip().isdecimal():
-                used = int(usage.read_text())
-                # Pages of files that nobody reads any more count as used, and go when they are needed.
-                for entry in reclaimable.read_text().splitlines() if reclaimable.is_file() else ():
-                    key, _, value = entry.partition(" ")
-                    used -= int(value) if key == names[2] else 0
-                yield max(0, int(limit.read_text()) - used)
-            if folder == root:
-                break
+    raise NotImplementedError(unknown_memory(device))
 
 
 def _core_cache() -> int | None:

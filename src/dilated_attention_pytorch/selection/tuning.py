@@ -232,6 +232,8 @@ def kept_timings(file: Path, timings: Sequence[Timing], hardware: Hardware) -> l
         RunError: the file is no record of a tuning, or of another machine or version.
     """
     try:
+        if file.exists() and not file.is_file():
+            raise ValueError("it is no regular file")
         record = json.loads(file.read_text(encoding="utf-8"))
     except FileNotFoundError:
         return list(timings)

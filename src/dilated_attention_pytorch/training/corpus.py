@@ -2,19 +2,18 @@
 
 from __future__ import annotations
 
-import errno
 import hashlib
-import os
 import sysconfig
 import zlib
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 from torch import Tensor
 
-from dilated_attention_pytorch.errors import RunError
+from .text_files import read_text_files
 
 SEPARATOR = 0
 """The byte before every file: no text holds it."""
@@ -50,8 +49,8 @@ class Corpus:
 
     training: Text
     held_out: Text
-    skipped: int
-    """Files found in folders and left out: empty, or not UTF-8 text."""
+    skipped: Counter[str]
+    """How many files found in folders were left out, by the reason."""
 
 
 def standard_library() -> Path:
@@ -59,25 +58,22 @@ def standard_library() -> Path:
     return Path(sysconfig.get_paths()["stdlib"])
 
 
-def read_corpus(paths: Sequence[Path] = ()) -> Corpus:
+def read_corpus(paths: Sequence[Path] = (), *, say: Callable[[str], None] | None = None) -> Corpus:
     """The files at ``paths``, folders searched for text files; without any, the source of Python's standard library.
 
     About one file in twenty is held out, by a hash of its path relative to the folder that was given, and at least
     one; a single file is cut instead, at its last twentieth.
 
+    Args:
+        paths: regular files, and folders.
+        say: is given a sentence on how far it is, whenever some seconds have passed in silence.
+
     Raises:
-        RunError: a path that is missing, empty, unreadable or not text; what to do about it is in the message.
+        RunError: a path that is missing, empty, unreadable, irregular or not text, or more text than the memory that is
+            free; what to do about it is in the message.
     """
-    files: list[tuple[str, bytes]] = []
-    skipped = 0
-    for path in paths or (standard_library(),):
-        if path.is_dir():
-            suffix = "" if paths else ".py"
-            found, left_out = _read_folder(path, suffix)
-            files += found
-            skipped += left_out
-        else:
-            files.append((path.name, _read_named(path)))
+    found = read_text_files(paths or (standard_library(),), separator=SEPARATOR, suffix="" if paths else ".py", say=say)
+    files, skipped = found.files, found.skipped
     held_out = _held_out(files)
     if not held_out:
         content = files[0][1]
@@ -125,72 +121,3 @@ def _character_boundary(content: bytes, cut: int) -> int:
     while cut > 0 and content[cut] & 0xC0 == 0x80:
         cut -= 1
     return cut
-
-
-def _is_text(content: bytes) -> bool:
-    if SEPARATOR in content:
-        return False
-    try:
-        content.decode()
-    except UnicodeDecodeError:
-        return False
-    return True
-
-
-def _read(path: Path) -> bytes:
-    try:
-        return path.read_bytes()
-    except OSError as error:
-        raise RunError(_why_unreadable(path, error)) from error
-
-
-def _why_unreadable(path: Path, error: OSError) -> str:
-    if isinstance(error, FileNotFoundError | NotADirectoryError):
-        return f"--data: {path} does not exist; check the path (it is read from {Path.cwd()})"
-    if isinstance(error, PermissionError):
-        return f"--data: {path} may not be read by this user; change its permissions (chmod +r) or leave it out"
-    reason = os.strerror(error.errno if error.errno is not None else errno.EIO)
-    return f"--data: {path} cannot be read ({reason}); check the disk that it is on, or leave it out"
-
-
-def _read_named(path: Path) -> bytes:
-    content = _read(path)
-    if not content:
-        raise RunError(f"--data: {path} is empty; name a file that holds text")
-    if not _is_text(content):
-        raise RunError(
-            f"--data: {path} is not text: it holds zero bytes or is not UTF-8; "
-            "name text files, or convert it (iconv -f LATIN1 -t UTF-8)"
-        )
-    return content
-
-
-def _read_folder(folder: Path, suffix: str) -> tuple[list[tuple[str, bytes]], int]:
-    """The text files below a folder by their path in it, and how many others there are; hidden names are passed by."""
-    files = []
-    skipped = 0
-
-    def refuse(error: OSError) -> None:
-        raise RunError(_why_unreadable(Path(error.filename), error)) from error
-
-    for place, folders, names in os.walk(folder, onerror=refuse):
-        folders[:] = sorted(
-            name
-            for name in folders
-            if not name.startswith(".") and name not in ("site-packages", "dist-packages", "__pycache__")
-        )
-        for name in sorted(names):
-            path = Path(place, name)
-            if name.startswith(".") or not name.endswith(suffix) or not path.is_file():
-                continue
-            content = _read(path)
-            if content and _is_text(content):
-                files.append((path.relative_to(folder).as_posix(), content))
-            else:
-                skipped += 1
-    if not files:
-        raise RunError(
-            f"--data: the folder {folder} holds no text file ({skipped} files were looked at); "
-            "name a folder with UTF-8 text files in it"
-        )
-    return files, skipped

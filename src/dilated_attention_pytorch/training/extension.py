@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from dilated_attention_pytorch.errors import RunError
-from dilated_attention_pytorch.machine import machine
+from dilated_attention_pytorch.machine import machine, set_threads
 from dilated_attention_pytorch.output import check_writable, make_output, write_text
 
 from . import preflight
@@ -23,9 +23,11 @@ from .checkpoint import SETTINGS_NAME, WEIGHTS_NAME, Start, checkpoint_step, cho
 from .corpus import CORPUS_KEYS, Corpus, Text, corpus_figures, read_corpus
 from .extension_settings import ExtensionSettings
 from .finite import what_is_not_finite
+from .footprint import check_extension_memory
 from .lease import Lease
 from .manifest import read_sealed, sealed, sums, verify_sums
 from .process import ending_with_launcher
+from .text_files import in_words
 from .together import num_processes
 from .tokens import load_tokenizer, num_bytes, tokenized
 from .windows import EvaluationWindows, StagedBatches
@@ -99,11 +101,12 @@ def extend(settings: ExtensionSettings, output: Path, console: Console) -> Exten
     except ValueError as error:
         raise RunError(f"--{error}") from error
     tokenizer = load_tokenizer(what, settings.model, config)
-    corpus = read_corpus(settings.data)
+    corpus = read_corpus(settings.data, say=console.print)
     training, held_out = tokenized(corpus.training, tokenizer), tokenized(corpus.held_out, tokenizer)
     _check_text(training, held_out, settings)
     precision = preflight.choose_precision(settings.precision, device)
-    settings = dataclasses.replace(settings, threads=preflight.set_threads(settings.threads), precision=precision)
+    settings = dataclasses.replace(settings, threads=set_threads(settings.threads), precision=precision)
+    check_extension_memory(settings, config, _num_parameters(what, config), device)
     model = _load_model(what, settings.model, device)
     preflight.check_space(
         output, sum(parameter.numel() for parameter in model.parameters()), settings.keep_checkpoints
@@ -160,7 +163,7 @@ def resume_extension(folder: Path, console: Console) -> ExtensionOutcome:
     what = f"--resume {folder}"
     record, settings = _read_run(folder, what)
     device = preflight.choose_device(settings.device)
-    corpus = read_corpus(settings.data)
+    corpus = read_corpus(settings.data, say=console.print)
     if corpus_figures(corpus) != record["corpus"]:
         raise RunError(
             f"{what}: the text is not what the run began with (now {corpus_figures(corpus)}, then {record['corpus']}); "
@@ -182,7 +185,7 @@ def resume_extension(folder: Path, console: Console) -> ExtensionOutcome:
             remedy = "restore the folder from a copy, or begin anew into another --output"
             verify_sums(folder, record["tokenizer"], what=what, remedy=remedy)
             tokenizer = load_tokenizer(what, str(folder), _load_config(what, start.checkpoint))
-        preflight.set_threads(settings.threads)
+        set_threads(settings.threads)
         register()
         model = _load_model(what, str(start.checkpoint), device, attn_implementation="dilated")
         preflight.check_space(
@@ -283,6 +286,18 @@ def _num_kv_heads(config: PreTrainedConfig) -> int:
     return heads
 
 
+def _num_parameters(what: str, config: PreTrainedConfig) -> int:
+    """Weights of the model that a configuration describes, without making any."""
+    from transformers import AutoModelForCausalLM
+
+    try:
+        with torch.device("meta"):
+            model = AutoModelForCausalLM.from_config(config)
+    except (ValueError, RuntimeError) as error:
+        raise RunError(f"{what}: its config.json describes no causal language model ({error}); name one") from error
+    return sum(parameter.numel() for parameter in model.parameters())
+
+
 def _load_model(what: str, model: str, device: str, **options: Any) -> PreTrainedModel:
     from safetensors import SafetensorError
     from transformers import AutoModelForCausalLM
@@ -353,7 +368,7 @@ def _announce(run: _Run, corpus: Corpus, tokenizer: PreTrainedTokenizerBase | No
     where = f"{settings.threads} CPU threads" if run.device == "cpu" else torch.cuda.get_device_name()
     for line in (
         f"text: {source}: {figures['training_bytes']:,} bytes to train on, {figures['held_out_bytes']:,} bytes in "
-        f"{figures['held_out_files']} files held out, read as {tokens}",
+        f"{figures['held_out_files']} files held out, read as {tokens}{in_words(corpus.skipped, '; left out: ')}",
         f"model: {settings.model}: {parameters:,} parameters, {run.own_length:,} tokens of context",
         f"change: {settings.length:,} tokens, rotary scaling {settings.rotary}, {settings.pattern}: "
         f"{_density(run.model.config, settings):.1%} of the pairs of dense attention",

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import shutil
 from pathlib import Path
 from typing import Literal
@@ -11,7 +10,7 @@ import torch
 
 from dilated_attention_pytorch.errors import RunError
 from dilated_attention_pytorch.machine import require
-from dilated_attention_pytorch.output import check_writable
+from dilated_attention_pytorch.output import check_free_folder
 
 from .checkpoint import SETTINGS_NAME, WEIGHTS_NAME, checkpoints
 from .corpus import Corpus
@@ -37,29 +36,9 @@ def check_output(output: Path) -> None:
 
     A lease alone is what a run leaves that was killed before it wrote anything.
     """
-    if os.path.lexists(output) and not output.is_dir():
-        raise RunError(f"--output {output} is a file, not a folder; name a free folder, for example {_free(output)}")
-    if output.is_dir():
-        if any(path.name != LEASE_NAME for path in output.iterdir()):
-            is_stopped = (output / SETTINGS_NAME).exists() and not (output / WEIGHTS_NAME).exists()
-            going_on = f", or go on with that run: --resume {output}" if is_stopped else ""
-            raise RunError(
-                f"--output {output} exists and is not empty; nothing in it was changed. "
-                f"Name a free folder, for example --output {_free(output)}{going_on}"
-            )
-        parent = output
-    else:
-        parent = next(folder for folder in output.absolute().parents if os.path.lexists(folder))
-    if not parent.is_dir():
-        raise RunError(f"--output {output} cannot be made: {parent} is a file; name a folder below a folder")
-    check_writable(parent, f"--output {output} cannot be made")
-
-
-def _free(output: Path) -> Path:
-    number = 2
-    while os.path.lexists(candidate := output.with_name(f"{output.name}-{number}")):
-        number += 1
-    return candidate
+    is_stopped = (output / SETTINGS_NAME).exists() and not (output / WEIGHTS_NAME).exists()
+    going_on = f", or go on with that run: --resume {output}" if is_stopped else ""
+    check_free_folder(output, going_on=going_on, beside=LEASE_NAME)
 
 
 def check_corpus(corpus: Corpus, settings: TrainSettings) -> None:
@@ -170,14 +149,6 @@ def choose_precision(precision: Precision, device: str) -> Precision:
     # The public torch.cpu.get_capabilities came later than the oldest torch that the package accepts.
     in_hardware = torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported()
     return "bfloat16" if in_hardware else "float32"
-
-
-def set_threads(threads: int) -> int:
-    """Compute on so many CPU threads, 0 for PyTorch's own choice; the number that it now is."""
-    # The order of a sum depends on the number of threads, so a run keeps the one that it began with.
-    if threads:
-        torch.set_num_threads(threads)
-    return torch.get_num_threads()
 
 
 def checkpoint_space(num_parameters: int) -> int:

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from dilated_attention_pytorch.errors import RunError
-from dilated_attention_pytorch.machine import machine
+from dilated_attention_pytorch.machine import machine, set_threads
 from dilated_attention_pytorch.output import check_writable, make_output, write_text
 
 from . import preflight
@@ -33,10 +33,12 @@ from .checkpoint import (
     verify_checkpoint,
 )
 from .corpus import CORPUS_KEYS, Corpus, corpus_figures, read_corpus
+from .footprint import check_training_memory
 from .lease import Lease
 from .manifest import read_sealed, sealed
 from .process import ending_with_launcher, launch, launch_record
 from .settings import SampleSettings, TrainSettings
+from .text_files import in_words
 from .together import all_or_none, from_all, from_first, is_first_process, num_processes, process_rank
 from .windows import EvaluationWindows, TrainingWindows, long_files
 
@@ -101,10 +103,11 @@ def train(settings: TrainSettings, output: Path, console: Console) -> Outcome:
     if is_first_process() and not is_again:
         preflight.check_output(output)
     device = preflight.choose_device(settings.device)
-    corpus = read_corpus(settings.data)
+    corpus = read_corpus(settings.data, say=console.print if is_first_process() else None)
     preflight.check_corpus(corpus, settings)
     precision = preflight.choose_precision(settings.precision, device)
-    settings = dataclasses.replace(settings, threads=preflight.set_threads(settings.threads), precision=precision)
+    settings = dataclasses.replace(settings, threads=set_threads(settings.threads), precision=precision)
+    check_training_memory(settings, device, num_processes())
     model = _build(settings)
     preflight.check_space(output, _size(model), settings.keep_checkpoints)
     args = _meet(settings, output, device)
@@ -155,13 +158,14 @@ def _go_on(run: Path, console: Console, *, may_begin: bool = False) -> Outcome:
     what = f"--resume {run}"
     run_id, settings, figures = _read_run(run)
     device = preflight.choose_device(settings.device)
-    corpus = read_corpus(settings.data)
+    corpus = read_corpus(settings.data, say=console.print if is_first_process() else None)
     if corpus_figures(corpus) != figures:
         raise RunError(
             f"{what}: the text is not what the run began with (now {corpus_figures(corpus)}, then {figures}); "
             "restore the files, or train anew into another --output"
         )
-    preflight.set_threads(settings.threads)
+    set_threads(settings.threads)
+    check_training_memory(settings, device, num_processes())
     model = _build(settings)
     check_writable(run, what)
     preflight.check_space(run, _size(model), settings.keep_checkpoints)
@@ -365,12 +369,9 @@ def _announce(
     parameters = sum(parameter.numel() for parameter in run.model.parameters())
     where = f"{settings.threads} CPU threads" if run.device == "cpu" else f"{trainer.args.world_size} CUDA device(s)"
     spread = trainer.distribution.in_words()
-    skipped = (
-        f"; {run.corpus.skipped} files that are empty or not UTF-8 text are left out" if run.corpus.skipped else ""
-    )
     for line in (
         f"text: {source}: {figures['training_bytes']:,} bytes to train on, {figures['held_out_bytes']:,} bytes in "
-        f"{figures['held_out_files']} files held out{skipped}",
+        f"{figures['held_out_files']} files held out{in_words(run.corpus.skipped, '; left out: ')}",
         f"model: {parameters:,} parameters, context {settings.context_length:,} bytes, "
         f"segments {list(settings.model.segment_lengths)}, rates {list(settings.model.dilation_rates)}",
         f"run: {settings.steps:,} steps of {bytes_per_step:,} bytes, {settings.optimizer}, {settings.precision} on "

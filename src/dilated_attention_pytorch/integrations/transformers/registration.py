@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dilated_attention_pytorch.installation import install_command
+
 from .attention import dilated_attention_forward
 from .mask import documents_mask
 
@@ -40,7 +42,7 @@ def register() -> None:
         from transformers import AttentionInterface, AttentionMaskInterface
     except ImportError as error:
         raise ImportError(
-            "register() is for models of transformers (5.6 or newer): pip install 'dilated-attention-pytorch[train]'"
+            f"register() is for models of transformers (5.6 or newer): {install_command('train')}"
         ) from error
     AttentionInterface.register(NAME, dilated_attention_forward)
     AttentionMaskInterface.register(NAME, documents_mask)

@@ -1,0 +1,73 @@
+"""How this package was installed, and so the command that brings what an extra of it needs."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import json
+import shlex
+import tomllib
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+NAME = "dilated-attention-pytorch"
+EXTRAS: Mapping[str, tuple[str, ...]] = {
+    "bench": ("matplotlib>=3.8", "rich>=13", "tyro>=1.0"),
+    "docs": ("mkdocs>=1.6,<2", "mkdocs-material>=9.7", "mkdocstrings>=1.0", "mkdocstrings-python>=2.0"),
+    "plot": ("matplotlib>=3.8",),
+    "train": (
+        "accelerate>=1.10", "matplotlib>=3.8", "numpy", "rich>=13", "safetensors>=0.4", "tensorboard>=2.15",
+        "transformers>=5.6", "tyro>=1.0",
+    ),
+    "triton": ("triton>=3.6",),
+    "dev": ("hypothesis>=6.100", "mypy>=1.15", "pytest>=8", "pytest-xdist>=3.6", "ruff>=0.12"),
+}  # fmt: skip
+"""What each extra of the package brings (``dev`` the others too)."""
+
+_PACKAGE = Path(__file__).resolve().parent
+
+
+def install_command(extra: str) -> str:
+    """The shell command that installs the extra ``extra`` for the package that is running.
+
+    The public index has another project under this name, so the command never leaves the choice to the index: it names
+    the checkout, the folder, the repository or the file that this package came from, and where that is not recorded,
+    the packages of the extra themselves.
+    """
+    assert extra in EXTRAS
+    distribution = _distribution()
+    installer = "" if distribution is None else (distribution.read_text("INSTALLER") or "").strip()
+    command = "uv pip install" if installer == "uv" else "pip install"
+    checkout = _checkout()
+    if checkout is not None:
+        return f"{command} -e {shlex.quote(f'{checkout}[{extra}]')}"
+    origin = None if distribution is None else distribution.read_text("direct_url.json")
+    if origin is not None:
+        return f"{command} {shlex.quote(f'{NAME}[{extra}] @ {_url(json.loads(origin))}')}"
+    return f"{command} {shlex.join(EXTRAS[extra])}"
+
+
+def _checkout() -> Path | None:
+    """The folder with the project's ``pyproject.toml``, where the package runs from its source in it."""
+    project = _PACKAGE.parents[1] / "pyproject.toml"
+    if _PACKAGE.parent.name != "src" or not project.is_file():
+        return None
+    table = tomllib.loads(project.read_text(encoding="utf-8"))
+    return project.parent if table.get("project", {}).get("name") == NAME else None
+
+
+def _distribution() -> importlib.metadata.Distribution | None:
+    """The record of the installation that the running package is part of; another one of that name is none."""
+    for found in importlib.metadata.distributions(name=NAME):
+        if Path(str(found.locate_file(_PACKAGE.name))).resolve() == _PACKAGE:
+            return found
+    return None
+
+
+def _url(origin: Mapping[str, Any]) -> str:
+    """Where the package came from, as a requirement names it (PEP 610)."""
+    repository, subdirectory = origin.get("vcs_info"), origin.get("subdirectory")
+    url = str(origin["url"])
+    if repository is not None:
+        url = f"{repository['vcs']}+{url}@{repository['commit_id']}"
+    return url if subdirectory is None else f"{url}#subdirectory={subdirectory}"

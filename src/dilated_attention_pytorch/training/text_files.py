@@ -1,0 +1,174 @@
+"""The text files that ``--data`` names, read into memory; what is no text is counted by the reason."""
+
+from __future__ import annotations
+
+import codecs
+import errno
+import os
+import stat
+import time
+from collections import Counter
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+from dilated_attention_pytorch.errors import RunError
+from dilated_attention_pytorch.memory import check_memory, in_bytes
+
+_LOOKED_AT = 1 << 16
+"""Bytes by which most files that are no text are known, so that large ones are not read."""
+_SILENT_SECONDS = 5.0
+_OTHERS_FOLDERS = ("site-packages", "dist-packages", "__pycache__")
+
+EMPTY, NO_TEXT, IRREGULAR, GONE = "empty", "not UTF-8 text", "no regular files", "gone while the folder was read"
+"""Why files of a folder are left out."""
+
+
+class TextFiles:
+    """Reads text files one after the other.
+
+    Args:
+        separator: the byte that no text holds.
+        say: is given a sentence on how far it is, whenever some seconds have passed in silence.
+    """
+
+    def __init__(self, separator: int, say: Callable[[str], None] | None = None) -> None:
+        self.separator = separator
+        self.files: list[tuple[str, bytes]] = []
+        """Their names, those of a folder by the path in it, and what they hold."""
+        self.skipped: Counter[str] = Counter()
+        """How many files of folders were left out, by the reason."""
+        self._say = say
+        self._said_at = time.monotonic()
+        self._bytes = 0
+
+    def read_file(self, path: Path) -> None:
+        """Read one file that was named.
+
+        Raises:
+            RunError: it is missing, unreadable, empty, no regular file, or no text.
+        """
+        try:
+            status = path.stat()
+        except (OSError, ValueError) as error:
+            raise RunError(_why_unreadable(path, error)) from error
+        if not stat.S_ISREG(status.st_mode):
+            raise RunError(f"--data: {path} is no regular file and no folder; write its text to a file and name that")
+        if not status.st_size:
+            raise RunError(f"--data: {path} is empty; name a file that holds text")
+        content = self._read(path, status.st_size)
+        if content is None:
+            raise RunError(
+                f"--data: {path} is not text: it holds zero bytes or is not UTF-8; "
+                "name text files, or convert it (iconv -f LATIN1 -t UTF-8)"
+            )
+        self.files.append((path.name, content))
+
+    def read_folder(self, folder: Path, suffix: str) -> None:
+        """Read the text files below a folder whose names end in ``suffix``; hidden names are passed by.
+
+        Raises:
+            RunError: one may not be read, or none is text.
+        """
+        found, skipped = len(self.files), self.skipped.total()
+
+        def refuse(error: OSError) -> None:
+            # Below the folder a name may go while others are read, as those of processes in /proc do.
+            if error.errno not in (errno.ENOENT, errno.ESRCH) or Path(error.filename) == folder:
+                raise RunError(_why_unreadable(Path(error.filename), error)) from error
+            self.skipped[GONE] += 1
+
+        for place, folders, names in os.walk(folder, onerror=refuse):
+            folders[:] = sorted(name for name in folders if not name.startswith(".") and name not in _OTHERS_FOLDERS)
+            self._report(place)
+            for name in sorted(names):
+                if not name.startswith(".") and name.endswith(suffix):
+                    self._read_found(Path(place, name), folder)
+        if len(self.files) == found:
+            looked_at = self.skipped.total() - skipped
+            raise RunError(
+                f"--data: the folder {folder} holds no text file ({looked_at} files were looked at"
+                f"{in_words(self.skipped, ': ')}); name a folder with UTF-8 text files in it"
+            )
+
+    def _read_found(self, path: Path, folder: Path) -> None:
+        self._report(path)
+        try:
+            status = path.stat()
+            if not stat.S_ISREG(status.st_mode):
+                reason = IRREGULAR
+            elif not status.st_size:
+                reason = EMPTY
+            else:
+                content = self._read(path, status.st_size)
+                if content is not None:
+                    self.files.append((path.relative_to(folder).as_posix(), content))
+                    return
+                reason = NO_TEXT
+        except FileNotFoundError:
+            reason = IRREGULAR if path.is_symlink() else GONE
+        except OSError as error:
+            raise RunError(_why_unreadable(path, error)) from error
+        self.skipped[reason] += 1
+
+    def _read(self, path: Path, size: int) -> bytes | None:
+        """What a regular file holds; None where that is no text."""
+        with path.open("rb") as stream:
+            if not self._is_text(stream.read(_LOOKED_AT), is_whole=False):
+                return None
+        # All files, and once more as one row of bytes.
+        check_memory(self._bytes + 2 * size, "cpu", what=f"--data: the text up to {path}", remedy="name fewer files")
+        content = path.read_bytes()
+        if not content or not self._is_text(content, is_whole=True):
+            return None
+        self._bytes += len(content)
+        return content
+
+    def _is_text(self, content: bytes, *, is_whole: bool) -> bool:
+        if self.separator in content:
+            return False
+        try:
+            codecs.getincrementaldecoder("utf-8")().decode(content, final=is_whole)
+        except UnicodeDecodeError:
+            return False
+        return True
+
+    def _report(self, place: str | Path) -> None:
+        if self._say is not None and time.monotonic() - self._said_at > _SILENT_SECONDS:
+            self._said_at = time.monotonic()
+            self._say(
+                f"reading --data: {len(self.files):,} files of text, {in_bytes(self._bytes)}, now in {place}"
+                f"{in_words(self.skipped, '; left out: ')}"
+            )
+
+
+def in_words(skipped: Counter[str], before: str) -> str:
+    """The files that were left out by the reason, after the words ``before``; nothing if there are none."""
+    return before + ", ".join(f"{count:,} {reason}" for reason, count in skipped.items()) if skipped else ""
+
+
+def _why_unreadable(path: Path, error: OSError | ValueError) -> str:
+    if isinstance(error, FileNotFoundError | NotADirectoryError):
+        return f"--data: {path} does not exist; check the path (it is read from {Path.cwd()})"
+    if isinstance(error, PermissionError):
+        return f"--data: {path} may not be read by this user; change its permissions (chmod +r) or leave it out"
+    if isinstance(error, ValueError) or error.errno is None:
+        return f"--data: {path} cannot be read ({error}); name another path"
+    reason = os.strerror(error.errno)
+    return f"--data: {path} cannot be read ({reason}); check the disk that it is on, or leave it out"
+
+
+def read_text_files(
+    paths: Sequence[Path], *, separator: int, suffix: str = "", say: Callable[[str], None] | None = None
+) -> TextFiles:
+    """The files at ``paths``, folders searched for files whose names end in ``suffix``.
+
+    Raises:
+        RunError: see :class:`TextFiles`.
+    """
+    files = TextFiles(separator, say)
+    for path in paths:
+        if path.is_dir():
+            files.read_folder(path, suffix)
+        else:
+            files.read_file(path)
+    return files
