@@ -119,7 +119,8 @@ def test_the_recipe_end_to_end_on_a_model_trained_here(finished: ExtensionOutcom
     windows = [held_out[index]["input_ids"] for index in range(len(held_out))]
     before = LlamaForCausalLM.from_pretrained(short, attn_implementation="eager").eval()
     assert bits["before"][LONG] == pytest.approx(mean_bits(before, windows, None), rel=1e-5)
-    trained = LlamaForCausalLM.from_pretrained(finished.run, attn_implementation="eager").eval()
+    with pytest.warns(UserWarning, match=r'has a pattern in .* attends to everything \("eager"\)'):
+        trained = LlamaForCausalLM.from_pretrained(finished.run, attn_implementation="eager").eval()
     pattern = pattern_from_expression(f"DilatedPattern([{OWN}, {2 * OWN}, {LONG}], [1, 2, 2])")
     positions = torch.arange(LONG - 1)
     counts = pattern.counts(positions, positions, 2, is_causal=True)

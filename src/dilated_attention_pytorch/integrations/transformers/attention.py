@@ -16,7 +16,8 @@ from dilated_attention_pytorch.patterns import Pattern
 
 from .bounded import cache_of
 from .config import check_no_window, layer_pattern
-from .mask import PADDING
+from .documents import PADDING, is_causal_seal, is_seal, unseal
+from .layers import note_attended
 
 # What models and Trainer hand down to every attention, and what has no part in one.
 _OF_OTHERS = frozenset({
@@ -49,7 +50,7 @@ def dilated_attention_forward(
         attention_mask: of :func:`documents_mask`.
         dropout: probability with which a merged probability is dropped.
         scaling: factor of the scores; ``1 / sqrt(D)`` without it.
-        is_causal: in place of the module's own.
+        is_causal: in place of the module's own; of a mask the mask's holds.
         sliding_window: tokens that the layer's own window holds.
         position_ids: ``[B, N]``, looked at for packed rows that the mask cannot know.
         cu_seq_lens_q, cu_seq_lens_k: int32 boundaries of the documents of one packed row, in place of a mask.
@@ -61,12 +62,25 @@ def dilated_attention_forward(
     Raises:
         NotImplementedError, ValueError, TypeError: what cannot be honoured, by name.
     """
+    note_attended(module)
     _check_options(options)
-    if is_causal is None:
-        is_causal = bool(getattr(module, "is_causal", True))
-    mask = None if attention_mask is None else _checked_mask(attention_mask)
     bounded = cache_of(key)
+    mask, num_columns = None, key.shape[2]
+    if attention_mask is not None:
+        mask, num_columns = _checked_mask(attention_mask), attention_mask.shape[3]
+        # Some models say that nothing is causal where there is a mask, because a dense one would say it.
+        is_causal = is_causal_seal(attention_mask)
+    elif is_causal is None:
+        is_causal = bool(getattr(module, "is_causal", True))
+    if key.shape[2] < num_columns and bounded is None:
+        raise NotImplementedError(
+            f"{type(module).__name__} brought {key.shape[2]} keys with a mask of {num_columns} columns, so which of "
+            'them are there is not known: use "sdpa" for this model'
+        )
     query, key, value = cast_by_autocast(*(tensor.transpose(1, 2) for tensor in (query, key, value)))
+    # A static cache has columns that nothing is written to yet.
+    key, value = key[:, :num_columns], value[:, :num_columns]
+    num_queries = query.shape[1]
     if _is_cross_attention(type(module), getattr(module, "is_decoder", None), is_causal):
         return _plain_attention(query, key, value, mask, dropout, scaling), None
     _check_heads(module.config, key.shape[2])
@@ -78,8 +92,6 @@ def dilated_attention_forward(
         cache, cached_layer = bounded
         out = cache.attend(cached_layer, query, key, value, pattern, mask, scaling, dropout, is_causal=is_causal)
         return out, None
-    num_queries, num_columns = query.shape[1], key.shape[1] if mask is None else mask.shape[1]
-    key, value = key[:, :num_columns], value[:, :num_columns]
     if not is_causal and num_queries != num_columns:
         raise NotImplementedError(
             f"attention that is not causal is of a sequence to itself, got {num_queries} queries and {num_columns} "
@@ -88,7 +100,7 @@ def dilated_attention_forward(
     cu_seqlens = None
     if cu_seq_lens_q is not None:
         cu_seqlens = _given_documents(cu_seq_lens_q, cu_seq_lens_k, query, num_columns, mask)
-    elif mask is not None and mask.shape[0]:
+    elif mask is not None:
         if num_queries != num_columns:
             return _attend_row_by_row(query, key, value, mask, pattern, scaling, dropout), None
         cu_seqlens = _boundaries(mask)
@@ -138,15 +150,15 @@ def _check_heads(config: Any, num_kv_heads: int) -> None:
         )
 
 
-def _checked_mask(attention_mask: Tensor) -> Tensor:
-    """The documents ``[B, columns]`` of a mask that :func:`documents_mask` made."""
-    if attention_mask.dtype != torch.int32 or attention_mask.dim() != 4 or attention_mask.shape[1:3] != (1, 1):
+def _checked_mask(attention_mask: Tensor) -> Tensor | None:
+    """The documents ``[B, columns]`` of a mask that :func:`documents_mask` made; None where every row is one."""
+    if not is_seal(attention_mask):
         raise NotImplementedError(
             'with attn_implementation="dilated" attention_mask has the shape [batch, tokens], 1 for a real token: a '
             f"mask of its own for every pair of tokens is not honoured, got {attention_mask.dtype} of shape "
             f"{tuple(attention_mask.shape)}; put who sees whom into the pattern"
         )
-    return attention_mask[:, 0, 0]
+    return unseal(attention_mask)
 
 
 @torch.compiler.assume_constant_result
@@ -171,8 +183,7 @@ def _plain_attention(
     """Every query sees every key that is no padding; layouts as :func:`attend`."""
     seen = None
     if mask is not None:
-        key, value = key[:, : mask.shape[1]], value[:, : mask.shape[1]]
-        seen = (mask != PADDING)[:, None, None] if mask.shape[0] else None
+        seen = (mask != PADDING)[:, None, None]
     query, key, value = (tensor.transpose(1, 2) for tensor in (query, key, value))
     out = functional.scaled_dot_product_attention(
         query, key, value, seen, dropout_p=dropout, scale=scaling, enable_gqa=query.shape[1] != key.shape[1]
@@ -188,7 +199,7 @@ def _given_documents(
             "cu_seq_lens_q gives the documents of one packed row without cached tokens: got "
             f"{query.shape[0]} rows of {query.shape[1]} queries and {num_columns} keys; pass use_cache=False"
         )
-    if mask is not None and not (mask.shape[0] and torch.equal(_boundaries(mask), cu_seq_lens_q.int())):
+    if mask is not None and not torch.equal(_boundaries(mask), cu_seq_lens_q.int()):
         # Without a cache transformers finds the same documents in position_ids.
         raise ValueError(
             "cu_seq_lens_q must say what position_ids say, and comes without an attention_mask: got the boundaries "

@@ -140,7 +140,7 @@ class BoundedCache:
         num_new = query.shape[1]
         self._attended[layer] += num_new
         if self._step is None or layer in self._served:
-            runs = None if mask is None or not mask.shape[0] else real_runs(mask[:, -num_new:] >= 0)
+            runs = None if mask is None else real_runs(mask[:, -num_new:] >= 0)
             self._step, self._served = self._rows.step(query.shape[0], num_new, runs, query.device), set()
         self._served.add(layer)
         if scaling is not None:

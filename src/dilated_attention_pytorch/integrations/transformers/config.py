@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 
 from dilated_attention_pytorch.patterns import Pattern, pattern_from_expression, pattern_from_spec
 
-if TYPE_CHECKING:
-    from transformers import PreTrainedModel
-
+NAME = "dilated"
+"""The one name under which transformers finds the attention and its masks."""
 FIELD = "dilated_attention"
 _HOW = (
     "set_pattern(model, DilatedPattern([2048, 8192], [1, 4])), or before the model is built "
@@ -21,41 +20,49 @@ _READ: dict[str, Pattern] = {}
 """Patterns by their text: torch.compile follows a pattern only where it lies in something that it can look up."""
 
 
-def set_pattern(model: PreTrainedModel, pattern: Pattern | Sequence[Pattern | None]) -> PreTrainedModel:
-    """Say under which pattern a model attends; it is written into its configuration, saved and loaded with it.
-
-    Args:
-        model: a model of transformers. Of a model with parts it is the text part whose pattern is set.
-        pattern: one for all layers that have no window of their own, or one per layer. A layer with a sliding window of
-            w tokens attends under ``local_window(w - 1)``; its entry is None.
-
-    Returns:
-        the model itself.
+def check_pattern(pattern: Pattern | Sequence[Pattern | None], config: Any) -> dict[str, Any]:
+    """What ``config.dilated_attention`` will say.
 
     Raises:
-        TypeError: what came is no pattern.
-        ValueError: a layer would have both a pattern and a window, or neither; the number of patterns is not that of
-            the layers.
-
-    >>> from transformers import LlamaConfig, LlamaForCausalLM
-    >>> from dilated_attention_pytorch import DilatedPattern
-    >>> from dilated_attention_pytorch.integrations import set_pattern
-    >>> config = LlamaConfig(vocab_size=97, hidden_size=32, num_hidden_layers=2, num_attention_heads=4)
-    >>> set_pattern(LlamaForCausalLM(config), DilatedPattern([16], [2])).config.dilated_attention
-    {'pattern': '[[[16], [2], [0], "modulo", "ragged"]]'}
+        TypeError, ValueError: see :func:`set_pattern`.
     """
-    config = model.config.get_text_config()
-    texts: str | list[str | None]
     if isinstance(pattern, Pattern):
-        texts = pattern.spec
-    else:
-        texts = [None if one is None else _spec(one) for one in pattern]
-        for layer in range(max(len(texts), config.num_hidden_layers)):
-            text_of_layer({"pattern": texts}, config, layer, window_of_layer(config, layer))
-    if isinstance(texts, str):
         _check_some_layer_is_free(config)
-    setattr(config, FIELD, {"pattern": texts})
-    return model
+        return {"pattern": pattern.spec}
+    texts = [None if one is None else _spec(one) for one in pattern]
+    for layer in range(max(len(texts), config.num_hidden_layers)):
+        text_of_layer({"pattern": texts}, config, layer, window_of_layer(config, layer))
+    return {"pattern": texts}
+
+
+def chosen_parts(config: Any, is_chosen: Callable[[Any], bool]) -> Any:
+    """What transformers takes as ``attn_implementation`` so that the chosen parts of a configuration have ours.
+
+    Our name, a dictionary of it by the names of the parts, or None where no part is chosen.
+    """
+    parts = {}
+    for name in config.sub_configs:
+        part = getattr(config, name, None)
+        inner = None if part is None else chosen_parts(part, is_chosen)
+        if inner is not None:
+            parts[name] = inner
+    if not is_chosen(config):
+        return parts or None
+    return {"": NAME, **parts} if parts else NAME
+
+
+def keep_implementation(config: Any) -> None:
+    """Have a configuration with a pattern name the implementation too, as transformers reads it when it loads one.
+
+    transformers takes ``attn_implementation`` from a saved configuration, and does not write it there.
+    """
+    chosen = chosen_parts(config, lambda part: getattr(part, FIELD, None) is not None)
+    if chosen is not None:
+        config.attn_implementation = chosen
+    for name in config.sub_configs:
+        part = getattr(config, name, None)
+        if part is not None:
+            keep_implementation(part)
 
 
 def layer_pattern(config: Any, layer: int | None, window: int | None, *, is_causal: bool) -> Pattern:
@@ -143,6 +150,8 @@ def check_no_window(config: Any, layer: int) -> None:
 
 
 def _check_some_layer_is_free(config: Any) -> None:
+    if not getattr(config, "sliding_window", None):
+        return
     layers = range(config.num_hidden_layers)
     if all(window_of_layer(config, layer) is not None for layer in layers):
         raise ValueError(

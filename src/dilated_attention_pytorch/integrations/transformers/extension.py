@@ -11,8 +11,7 @@ from torch import nn
 
 from dilated_attention_pytorch.patterns import Pattern
 
-from .config import FIELD, set_pattern
-from .registration import NAME, register
+from .pattern import set_pattern
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -36,15 +35,14 @@ def extend_context(
       fastest as before;
     - ``"none"``: positions as they were, for models that were trained without a bound.
 
-    The weights stay as they are. All of it is written into the configuration, saved and loaded with the model (the
-    implementation excepted: load with ``attn_implementation="dilated"``). What the model computes changes, at short
-    lengths too; training on texts of ``length`` tokens has to make that good.
+    The weights stay as they are. All of it is written into the configuration, saved and loaded with the model. What the
+    model computes changes, at short lengths too; training on texts of ``length`` tokens has to make that good.
 
     Layers with a sliding window keep it, and their rotary parameters where they have some of their own (Gemma 3): no
     distance within a window is longer than before. Where all layers share one rotary embedding, theirs is scaled too.
     Models whose layers without a window have no positions (Cohere 2) have nothing to scale: pass "none".
 
-    Of a model with parts the text part is changed; load it with ``attn_implementation={"text_config": "dilated"}``.
+    Of a model with parts the text part is changed.
 
     Args:
         model: a decoder with rotary positions, not scaled yet.
@@ -82,24 +80,7 @@ def extend_context(
     if rotary != "none":
         scaled.rope_parameters = _scaled(config, rotary, length / before, before)
     made = _made(rotaries, scaled, is_as_before=rotary == "none")
-    had = {FIELD: getattr(config, FIELD)} if hasattr(config, FIELD) else {}
-    implementation = config._attn_implementation
     set_pattern(model, pattern)
-    register()
-    try:
-        # Of a model with parts the text part alone has a pattern.
-        parts = [name for name in model.config.sub_configs if getattr(model.config, name, None) is config]
-        model.set_attn_implementation({parts[0]: NAME} if parts else NAME)
-        if config._attn_implementation != NAME:
-            raise NotImplementedError(
-                f"{type(model).__name__} does not use transformers' attention interface, through which it would get a "
-                f'pattern (its attention stays "{implementation}")'
-            )
-    except Exception:
-        delattr(config, FIELD)
-        for field, value in had.items():
-            setattr(config, field, value)
-        raise
     config.max_position_embeddings = length
     config.rope_parameters = scaled.rope_parameters
     for (parent, name, _), module in zip(rotaries, made, strict=True):

@@ -11,7 +11,8 @@ from torch.nn import functional
 
 from dilated_attention_pytorch.models.padding import real_runs
 
-PADDING = -1
+from .documents import seal, seal_whole
+
 MaskFunction = Callable[..., Any]
 
 
@@ -31,11 +32,12 @@ def documents_mask(
     dtype: torch.dtype | None = None,
     device: torch.device | str = "cpu",
     config: Any = None,
-) -> Tensor | None:
+) -> Tensor:
     """The document of every key column that is written, as transformers' attention functions get their masks.
 
-    A row's columns of one number are one sequence that starts at position 0; :data:`PADDING` is padding. Packed rows
-    are recognised as transformers recognises them: by position ids without an attention mask and without a cache.
+    It is never None, which says "no mask" to a model that computes attention itself and would let it see everything.
+    Packed rows are recognised as transformers recognises them: by position ids without an attention mask and without a
+    cache.
 
     Args:
         batch_size, q_length, kv_length, q_offset, kv_offset: of the call, as transformers counts them.
@@ -49,8 +51,7 @@ def documents_mask(
         config: the model's.
 
     Returns:
-        int32 ``[B, 1, 1, columns]``, ``[0, 1, 1, columns]`` where no row has padding, or None where besides every
-        column is written. Four dimensions, so that transformers hands it on as it is.
+        what :func:`seal` makes of them, :func:`seal_whole` where every row is one document without padding.
 
     Raises:
         NotImplementedError: a rule that is no window, or padding between real tokens.
@@ -70,21 +71,15 @@ def documents_mask(
         if torch.compiler.is_compiling():
             rises = real[:, 0].int() + (real[:, 1:] & ~real[:, :-1]).sum(dim=1)
             torch._assert_async((rises <= 1).all(), "attention_mask has padding between the real tokens of a row")
-            return _as_mask(real)
+            return seal(real.int() - 1, is_causal=is_causal)
         if not real.all():
             real_runs(real)
-            return _as_mask(real)
+            return seal(real.int() - 1, is_causal=is_causal)
     elif is_causal and written == q_length == kv_length and not torch.compiler.is_compiling():
         documents = _packed_documents(mask_function, batch_size, q_length, torch.device(device))
         if documents is not None:
-            return documents[:, None, None]
-    if written == kv_length:
-        return None
-    return torch.empty(0, 1, 1, written, dtype=torch.int32, device=device)
-
-
-def _as_mask(real: Tensor) -> Tensor:
-    return (real.int() - 1)[:, None, None]
+            return seal(documents, is_causal=is_causal)
+    return seal_whole(written, torch.device(device), is_causal=is_causal)
 
 
 def _check_rule(mask_function: MaskFunction | None, *, use_vmap: bool, local_size: int | None, config: Any) -> None:

@@ -1,13 +1,13 @@
-"""The one name under which transformers finds the attention and its masks."""
+"""What transformers is told of: the attention, its masks, and models that are built to attend by it."""
 
 from __future__ import annotations
 
 from dilated_attention_pytorch.installation import install_command
 
 from .attention import dilated_attention_forward
+from .building import watch_building
+from .config import NAME
 from .mask import documents_mask
-
-NAME = "dilated"
 
 
 def register() -> None:
@@ -46,3 +46,4 @@ def register() -> None:
         ) from error
     AttentionInterface.register(NAME, dilated_attention_forward)
     AttentionMaskInterface.register(NAME, documents_mask)
+    watch_building()

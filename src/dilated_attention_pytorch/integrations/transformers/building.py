@@ -1,0 +1,63 @@
+"""Models of transformers as they are built: those that are to attend under a pattern are watched from the start."""
+
+from __future__ import annotations
+
+import sys
+import warnings
+from typing import Any
+
+from torch import nn
+from torch.nn.modules.module import register_module_module_registration_hook
+
+from .config import FIELD, NAME, keep_implementation
+from .layers import watch
+
+_SEEN = "_seen_being_built"
+_HOOKS: list[Any] = []
+
+
+def watch_building() -> None:
+    """See every model that is built from now on, when it gets its first part. Calling it again changes nothing.
+
+    PyTorch calls the hook; transformers has no place for one, and a model that does not use its attention interface
+    never calls anything of ours.
+    """
+    if not _HOOKS:
+        _HOOKS.append(register_module_module_registration_hook(_see))
+
+
+def _see(module: nn.Module, name: str, part: nn.Module) -> None:
+    from transformers import PreTrainedModel
+
+    if not isinstance(module, PreTrainedModel) or _SEEN in vars(module) or "config" not in vars(module):
+        return
+    setattr(module, _SEEN, True)
+    config = module.config
+    keep_implementation(config)
+    has_pattern = getattr(config, FIELD, None) is not None
+    if config._attn_implementation == NAME:
+        _check_tables(type(module))
+        watch(module)
+    elif has_pattern:
+        watch(module)
+        if any(isinstance(inner, PreTrainedModel) and inner.config is config for inner in part.modules()):
+            return  # said of the model inside
+        warnings.warn(
+            f'{type(module).__name__} has a pattern in config.dilated_attention and attends to everything ("'
+            f'{config._attn_implementation}"): pass attn_implementation="dilated", or call set_pattern, which saves '
+            "that choice with the model",
+            stacklevel=4,
+        )
+
+
+def _check_tables(kind: type[nn.Module]) -> None:
+    """Raise for a model that takes the class of its attention from a table: it would say KeyError."""
+    for name, table in vars(sys.modules[kind.__module__]).items():
+        if not isinstance(table, dict) or "eager" not in table or NAME in table:
+            continue
+        if all(isinstance(value, type) and issubclass(value, nn.Module) for value in table.values()):
+            raise NotImplementedError(
+                f"{kind.__name__} does not use transformers' attention interface, through which a layer gets its "
+                f"pattern: it has attention of its own for each of {', '.join(table)} ({name}). Use one of them for "
+                "this model, without a pattern"
+            )

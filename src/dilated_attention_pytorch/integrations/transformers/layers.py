@@ -1,0 +1,185 @@
+"""The attention layers of a model: each must attend by the attention under a pattern, and show once that it did."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import types
+from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+
+from .config import NAME
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+_PROOF = "_attended_under_pattern"
+"""False on a layer that was found and has not attended yet, True afterwards; layers that were not found have none."""
+
+_OF_ATTENTION = ("scaled_dot_product_attention", "_flash_attention_forward", "multi_head_attention_forward")
+"""Functions that nothing but attention calls."""
+
+
+def look_through(model: nn.Module, configs: Sequence[Any], *, is_whole: bool) -> None:
+    """Find the attention layers of the parts of a model that have one of these configurations.
+
+    Afterwards each of them raises if its first call does not come to the attention under the pattern.
+
+    Args:
+        model: one of transformers.
+        configs: configurations, by identity.
+        is_whole: whether they are the whole of what has attention, so that there must be a layer.
+
+    Raises:
+        NotImplementedError: a layer computes attention itself, or no layer uses transformers' attention interface.
+    """
+    from transformers import PreTrainedModel
+
+    layers, rest = [], ""
+    for name, module, config in _parts(model, configs):
+        kind: Any = type(module)
+        if isinstance(module, PreTrainedModel):
+            continue
+        if _uses_interface(kind):
+            layers.append((name, module, config))
+        elif _computes_attention(kind):
+            raise NotImplementedError(
+                f"{type(model).__name__} does not use transformers' attention interface, through which a layer gets "
+                f'its pattern, in every layer: {kind.__name__} ("{name}") computes attention itself. Use "sdpa" or '
+                '"eager" for this model, without a pattern'
+            )
+        elif _is_named_attention(kind):
+            rest = rest or f': {kind.__name__} ("{name}") is something else'
+    if not layers and (is_whole or rest):
+        raise NotImplementedError(
+            f"{type(model).__name__} does not use transformers' attention interface, through which a layer gets its "
+            f'pattern{rest}. Use "sdpa" or "eager" for this model, without a pattern'
+        )
+    for name, module, config in layers:
+        if _PROOF not in vars(module):
+            setattr(module, _PROOF, False)
+            module.register_forward_hook(functools.partial(_check_attended, name, config))
+
+
+def note_attended(module: nn.Module) -> None:
+    """Told by the attention under the pattern whose layer it computes.
+
+    Raises:
+        ValueError: the model of this layer was never looked through, so other layers of it may attend to everything.
+    """
+    has_attended: bool | None = getattr(module, _PROOF, None)
+    if has_attended is None:
+        raise ValueError(
+            f"{type(module).__name__} is in a model of which it is not known whether every layer attends under the "
+            "pattern: call set_pattern(model, pattern) after the model is built, or have the pattern in the "
+            "configuration and register() called before it is built"
+        )
+    if not has_attended and not torch.compiler.is_compiling():
+        setattr(module, _PROOF, True)
+
+
+def watch(model: PreTrainedModel) -> None:
+    """Look a model through before its first call under a pattern: it is not complete yet."""
+    model.register_forward_pre_hook(_before_call)
+
+
+def _before_call(model: PreTrainedModel, args: Any) -> None:
+    if model.config._attn_implementation == NAME and not getattr(model, _PROOF, False):
+        _look_through_once(model)
+
+
+# Under torch.compile too, where it changes nothing that is computed.
+@torch.compiler.assume_constant_result
+def _look_through_once(model: PreTrainedModel) -> None:
+    look_through(model, [model.config], is_whole=False)
+    setattr(model, _PROOF, True)
+
+
+def _check_attended(name: str, config: Any, module: nn.Module, args: Any, output: Any) -> None:
+    if getattr(module, _PROOF) or torch.compiler.is_compiling() or config._attn_implementation != NAME:
+        return
+    raise NotImplementedError(
+        f'{type(module).__name__} ("{name}") did not come to the attention under the pattern and computed attention '
+        'itself: one of its options keeps it from transformers\' attention interface; use "sdpa" or "eager" for it'
+    )
+
+
+def _parts(model: nn.Module, configs: Sequence[Any]) -> Iterator[tuple[str, nn.Module, Any]]:
+    """Every module below one of these configurations, with its name: its own or that of what it is in."""
+    wanted = {id(config): config for config in configs}
+    seen: set[int] = set()
+    todo: list[tuple[str, nn.Module, Any]] = [("", model, None)]
+    while todo:
+        name, module, config = todo.pop()
+        if id(module) in seen:
+            continue
+        seen.add(id(module))
+        own = vars(module).get("config")
+        config = config if own is None else wanted.get(id(own))
+        if config is not None:
+            yield name, module, config
+        children = [(f"{name}.{key}" if name else key, child, config) for key, child in module.named_children()]
+        todo += reversed(children)
+
+
+def _is_named_attention(kind: type[nn.Module]) -> bool:
+    name = kind.__name__.casefold()
+    return "attention" in name or "attn" in name
+
+
+@functools.cache
+def _uses_interface(kind: type[nn.Module]) -> bool:
+    from transformers import AttentionInterface
+
+    return any(isinstance(value, AttentionInterface) for _, value in _names(kind))
+
+
+@functools.cache
+def _computes_attention(kind: type[nn.Module]) -> bool:
+    """Whether a class that does not use the interface computes self-attention.
+
+    A head that pools all tokens into one, and attention to another sequence, are no self-attention.
+    """
+    if issubclass(kind, nn.MultiheadAttention):
+        return True
+    names = {name.casefold() for name, _ in _names(kind)}
+    if "Pool" in kind.__name__ or "Cross" in kind.__name__:
+        return False
+    if names.intersection(_OF_ATTENTION):
+        return True
+    return _is_named_attention(kind) and any("softmax" in name or name == "logsumexp" for name in names)
+
+
+def _names(kind: type[nn.Module]) -> Iterator[tuple[str, Any]]:
+    """The names that the methods of a class use, and the functions of its file that they call, with what is global.
+
+    They are in the compiled code, which unlike the source is always there.
+    """
+    todo: list[types.FunctionType] = []
+    methods: set[str] = set()
+    for base in kind.__mro__:
+        if base.__module__.startswith("torch."):
+            break
+        for name, value in vars(base).items():
+            if name not in methods and isinstance(value, types.FunctionType):
+                methods.add(name)
+                todo.append(value)
+    done: set[types.FunctionType] = set()
+    while todo:
+        function = inspect.unwrap(todo.pop())
+        if function in done:
+            continue
+        done.add(function)
+        codes = [function.__code__]
+        while codes:
+            code = codes.pop()
+            codes += [constant for constant in code.co_consts if isinstance(constant, types.CodeType)]
+            for name in code.co_names:
+                value = function.__globals__.get(name)
+                yield name, value
+                # What the interface falls back to is in the same file.
+                if isinstance(value, types.FunctionType) and value.__module__ == function.__module__:
+                    todo.append(value)

@@ -1,0 +1,311 @@
+"""Nothing attends to everything in silence: layers that do not come to the pattern, masks in other hands, loading."""
+
+from __future__ import annotations
+
+import copy
+import io
+import json
+import warnings
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from torch import Tensor
+from torch.nn import functional
+from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText
+
+from dilated_attention_pytorch import DilatedPattern
+from dilated_attention_pytorch.integrations import register, set_pattern
+from dilated_attention_pytorch.integrations.transformers.attention import dilated_attention_forward
+from dilated_attention_pytorch.integrations.transformers.mask import documents_mask
+from integrations.test_extend_context import llava
+from integrations.tiny_models import PATTERN, draw, tiny
+
+register()
+WORDS = {"pattern": PATTERN.spec}
+
+_BERT = {
+    "vocab_size": 31, "hidden_size": 48, "num_hidden_layers": 2, "num_attention_heads": 6, "intermediate_size": 53,
+    "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2,
+}  # fmt: skip
+_GPT = {"vocab_size": 31, "n_embd": 48, "n_layer": 2, "n_head": 6, "bos_token_id": 1, "eos_token_id": 2}
+OF_THEIR_OWN: dict[str, tuple[str, dict[str, Any], str]] = {
+    # Takes transformers' mask and adds it to scores of its own.
+    "Bloom": (
+        "ForCausalLM", {"vocab_size": 31, "hidden_size": 48, "n_layer": 2, "n_head": 6},
+        r'BloomAttention \("transformer.h.0.self_attention"\) computes attention itself',
+    ),
+    "RoFormer": ("ForCausalLM", {"is_decoder": True, **_BERT}, r'RoFormerSelfAttention \("roformer.encoder.layer.0'),
+    # Makes a mask of its own, and has none of ours.
+    "Deberta": ("ForMaskedLM", _BERT, r'DisentangledSelfAttention \("deberta.encoder.layer.0.attention.self"\)'),
+    "OpenAIGPT": ("LMHeadModel", _GPT, r'Attention \("transformer.h.0.attn"\) computes attention itself'),
+    # Uses the interface in its decoder alone.
+    "PegasusX": (
+        "ForConditionalGeneration",
+        {
+            "vocab_size": 31, "d_model": 48, "encoder_layers": 1, "decoder_layers": 1, "encoder_attention_heads": 6,
+            "decoder_attention_heads": 6, "encoder_ffn_dim": 53, "decoder_ffn_dim": 53, "block_size": 8,
+            "num_global_tokens": 2,
+        },
+        r'PegasusXGlobalLocalAttention \("model.encoder.layers.0.self_attn"\) computes',
+    ),
+    # No softmax in it, and no use of the interface.
+    "Yoso": ("ForMaskedLM", _BERT, r'YosoAttention \("yoso.encoder.layer.0.attention"\) is something else'),
+}  # fmt: skip
+
+
+def model_of_its_own(name: str, attention: str | None, **changes: Any) -> Any:
+    suffix, sizes, _ = OF_THEIR_OWN[name]
+    config = getattr(transformers, name + "Config")(**sizes, **changes)
+    config._attn_implementation = attention
+    torch.manual_seed(0)
+    return getattr(transformers, name + suffix)(config).eval()
+
+
+@pytest.mark.parametrize("name", OF_THEIR_OWN)
+@pytest.mark.parametrize("attention", ["dilated", None])
+def test_set_pattern_refuses_a_model_that_computes_attention_itself(name: str, attention: str | None) -> None:
+    model = model_of_its_own(name, attention)
+    before = model.config.to_dict()
+    with pytest.raises(NotImplementedError, match=OF_THEIR_OWN[name][2]) as caught:
+        set_pattern(model, PATTERN)
+    assert "does not use transformers' attention interface" in str(caught.value)
+    assert model.config.to_dict() == before
+
+
+@pytest.mark.parametrize("name", OF_THEIR_OWN)
+def test_such_a_model_with_a_pattern_in_its_configuration_computes_nothing(name: str) -> None:
+    model = model_of_its_own(name, "dilated", dilated_attention=WORDS)
+    tokens = draw(1, 12)
+    more = {"decoder_input_ids": tokens} if model.config.is_encoder_decoder else {}
+    with pytest.raises(NotImplementedError, match="does not use transformers' attention interface"):
+        model(tokens, **more)
+
+
+@pytest.mark.parametrize(
+    ("name", "sizes", "words"),
+    [
+        ("Falcon", {"hidden_size": 48, "num_hidden_layers": 1, "num_attention_heads": 6}, "eager, sdpa, flash"),
+        ("Git", {**_BERT, "vocab_size": 103}, r"for each of eager \(GIT_SELF_ATTENTION_CLASSES\)"),
+    ],
+)
+def test_a_model_with_a_table_of_attention_classes_is_refused_when_it_is_built(
+    name: str, sizes: dict[str, Any], words: str
+) -> None:
+    config = getattr(transformers, name + "Config")(**sizes)
+    config._attn_implementation = "dilated"
+    with pytest.raises(NotImplementedError, match=f"{name}Model does not use .* it has attention of its own.*{words}"):
+        getattr(transformers, name + "ForCausalLM")(config)
+
+
+def by_itself(hidden_states: Tensor, *args: Any, **options: Any) -> tuple[Tensor, None]:
+    """In place of an attention, one that looks at no mask and does not use the interface."""
+    return hidden_states.mean(dim=1, keepdim=True).expand_as(hidden_states), None
+
+
+def test_a_layer_that_does_not_come_to_the_attention_is_named() -> None:
+    model, tokens = set_pattern(tiny("llama"), PATTERN), draw(1, 12)
+    attention = model.model.layers[1].self_attn
+    attention.forward = by_itself
+    for _ in range(2):
+        with pytest.raises(NotImplementedError, match=r'LlamaAttention \("model.layers.1.self_attn"\) did not come to'):
+            model(tokens)
+    del attention.forward
+    model(tokens)
+    model.set_attn_implementation("sdpa")
+    attention.forward = by_itself
+    model(tokens)
+
+
+def test_a_layer_of_a_model_that_was_not_looked_through_is_refused() -> None:
+    model = tiny("llama", "sdpa")
+    model.set_attn_implementation("dilated")
+    model.config.dilated_attention = WORDS
+    with pytest.raises(ValueError, match=r"LlamaAttention is in a model of which .* call set_pattern\(model"):
+        model(draw(1, 12))
+    set_pattern(model, PATTERN)(draw(1, 12))
+
+
+def test_set_pattern_is_enough_for_a_model_of_another_attention() -> None:
+    model, same = set_pattern(tiny("llama", "eager"), PATTERN), set_pattern(tiny("llama"), PATTERN)
+    assert model.config._attn_implementation == "dilated"
+    with torch.no_grad():
+        assert torch.equal(model(draw(1, 50)).logits, same(draw(1, 50)).logits)
+
+
+@pytest.mark.parametrize("way", ["copied", "pickled"])
+def test_a_copy_of_a_model_is_looked_through_as_the_model_is(way: str) -> None:
+    model = set_pattern(tiny("gpt_neox"), PATTERN)
+    if way == "copied":
+        again = copy.deepcopy(model)
+    else:
+        file = io.BytesIO()
+        torch.save(model, file)
+        file.seek(0)
+        again = torch.load(file, weights_only=False)
+    attention = again.gpt_neox.layers[0].attention
+    attention.forward = by_itself
+    with pytest.raises(NotImplementedError, match=r'"gpt_neox.layers.0.attention"\) did not come to'):
+        again(draw(1, 12))
+    del attention.forward
+    assert torch.equal(again(draw(1, 50)).logits, model(draw(1, 50)).logits)
+
+
+def a_mask(length: int = 7, real: Tensor | None = None, **more: Any) -> Any:
+    return documents_mask(2, length, length, attention_mask=real, **more)
+
+
+COMPUTED = {
+    "add": lambda scores, mask: scores + mask[:, :, :, :7],
+    "add the other way": lambda scores, mask: mask + scores,
+    "subtract": lambda scores, mask: (1.0 - mask) * -1e9 + scores,
+    "fill": lambda scores, mask: scores.masked_fill(mask == 0, -1e9),
+    "fill with it": lambda scores, mask: scores.masked_fill(mask, -1e9),
+    "where": lambda scores, mask: torch.where(mask, scores, -1e9),
+    "in place": lambda scores, mask: scores.add_(mask),
+    "to the dtype of the scores": lambda scores, mask: scores + mask.to(scores.dtype),
+    "as bool": lambda scores, mask: scores.masked_fill(~mask.bool(), -1e9),
+    "one minus it": lambda scores, mask: 1 - mask,
+    "the greater": lambda scores, mask: torch.maximum(scores, mask),
+    "padded": lambda scores, mask: functional.pad(mask, (0, 1)),
+    "scaled_dot_product_attention": lambda scores, mask: functional.scaled_dot_product_attention(
+        scores, scores, scores, attn_mask=mask
+    ),
+    "the value": lambda scores, mask: mask.tolist(),
+    "the truth": lambda scores, mask: scores if mask.all() else mask,
+}
+
+
+@pytest.mark.parametrize("what", COMPUTED)
+@pytest.mark.parametrize("is_padded", [False, True])
+def test_code_that_computes_attention_itself_cannot_use_the_mask(what: str, is_padded: bool) -> None:
+    real = torch.ones(2, 7, dtype=torch.bool)
+    real[1, :3] = not is_padded
+    with pytest.raises((RuntimeError, TypeError)):
+        COMPUTED[what](torch.randn(2, 6, 7, 7), a_mask(real=real))
+
+
+# Importing inductor scripts functions of PyTorch's own.
+@pytest.mark.filterwarnings("ignore:`torch.jit.script_method` is deprecated:DeprecationWarning")
+@pytest.mark.parametrize(("is_padded", "backend"), [(False, "aot_eager"), (True, "aot_eager"), (True, "inductor")])
+def test_the_compiler_takes_the_mask_as_eager_does(is_padded: bool, backend: str) -> None:
+    """Made within a graph, and handed to one, as generate does with a static cache."""
+    attention = set_pattern(tiny("llama"), PATTERN).model.layers[0].self_attn
+    query = torch.randn(2, 6, 7, 8, dtype=torch.float64)
+    real = torch.ones(2, 7, dtype=torch.bool)
+    real[1, :3] = not is_padded
+
+    def made(query: Tensor, real: Tensor) -> Tensor:
+        return given(query, a_mask(real=real))
+
+    def given(query: Tensor, mask: Tensor) -> Tensor:
+        return dilated_attention_forward(attention, query, query[:, :3], query[:, :3], mask)[0]
+
+    expected = made(query, real)
+    for function, what in ((made, real), (given, a_mask(real=real))):
+        compiled = torch.compile(function, fullgraph=True, backend=backend)
+        assert torch.equal(compiled(query, what), expected)
+    with pytest.raises(RuntimeError, match="Invalid dtype"):
+        torch.compile(lambda scores, real: scores + a_mask(real=real), backend="eager")(torch.randn(2, 6, 7, 7), real)
+
+
+@pytest.mark.parametrize("is_given", [False, True])
+@pytest.mark.parametrize("more", [{}, {"allow_is_bidirectional_skip": True}])
+def test_there_is_a_mask_for_every_call(is_given: bool, more: dict[str, Any]) -> None:
+    mask = a_mask(real=torch.ones(2, 7, dtype=torch.bool) if is_given else None, **more)
+    assert mask is not None
+    assert mask.shape == (1, 1, 2, 7)
+    with pytest.raises(RuntimeError):
+        torch.randn(1, 6, 2, 7) + mask
+
+
+@pytest.mark.parametrize("said", [None, False, True])
+def test_who_sees_whom_is_what_the_mask_says(said: bool | None) -> None:
+    """Moonshine says that nothing is causal where it has a mask, because a dense one would say it."""
+    model = set_pattern(tiny("llama"), PATTERN)
+    attention = model.model.layers[0].self_attn
+    query = torch.randn(2, 6, 7, 8, dtype=torch.float64)
+    causal, both = (
+        dilated_attention_forward(attention, query, query[:, :3], query[:, :3], a_mask(**more), is_causal=said)[0]
+        for more in ({}, {"allow_is_bidirectional_skip": True})
+    )
+    changed = query.clone()
+    changed[:, :, 6] = 0
+    again = dilated_attention_forward(attention, changed, changed[:, :3], changed[:, :3], a_mask(), is_causal=said)[0]
+    assert torch.equal(again[:, :6], causal[:, :6])
+    assert not torch.allclose(causal[:, :6], both[:, :6])
+
+
+def test_a_mask_of_other_columns_than_the_keys_is_refused() -> None:
+    attention = set_pattern(tiny("llama"), PATTERN).model.layers[0].self_attn
+    query = torch.randn(2, 6, 7, 8, dtype=torch.float64)
+    with pytest.raises(NotImplementedError, match="LlamaAttention brought 7 keys with a mask of 9 columns"):
+        dilated_attention_forward(attention, query, query[:, :3], query[:, :3], a_mask(9))
+
+
+def saved(model: Any, folder: Path) -> dict[str, Any]:
+    model.save_pretrained(folder)
+    return json.loads((folder / "config.json").read_text())
+
+
+def test_a_model_that_is_saved_comes_back_under_its_pattern_however_often(tmp_path: Path) -> None:
+    model, tokens = set_pattern(tiny("qwen3", "sdpa"), PATTERN).float(), draw(1, 50)
+    with torch.no_grad():
+        expected = model.save_pretrained(tmp_path / "0") or AutoModelForCausalLM.from_pretrained(tmp_path / "0")(tokens)
+        for turn in range(1, 3):
+            again = AutoModelForCausalLM.from_pretrained(tmp_path / str(turn - 1))
+            assert again.config._attn_implementation == "dilated"
+            assert torch.equal(again(tokens).logits, expected.logits)
+            assert saved(again, tmp_path / str(turn))["attn_implementation"] == "dilated"
+        dense = AutoModelForCausalLM.from_pretrained(tmp_path / "0")
+        dense.set_attn_implementation("sdpa")
+        assert not torch.allclose(dense(tokens).logits, expected.logits, atol=1e-3)
+        fresh = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(tmp_path / "0"))
+        assert fresh.config._attn_implementation == "dilated"
+
+
+def test_the_text_part_of_a_model_comes_back_under_its_pattern(tmp_path: Path) -> None:
+    model = set_pattern(llava("sdpa"), PATTERN)
+    for turn in range(2):
+        assert saved(model, tmp_path / str(turn))["attn_implementation"] == {"text_config": "dilated"}
+        model = AutoModelForImageTextToText.from_pretrained(tmp_path / str(turn))
+        assert model.config.text_config._attn_implementation == "dilated"
+        assert model.config.vision_config._attn_implementation == "sdpa"
+    with torch.no_grad():
+        model(input_ids=draw(1, 12) % 30)
+
+
+def test_dense_attention_that_is_asked_for_is_given_and_said(tmp_path: Path) -> None:
+    set_pattern(tiny("llama"), PATTERN).save_pretrained(tmp_path)
+    with pytest.warns(UserWarning, match=r'LlamaModel has a pattern in config.* attends to everything \("sdpa"\)'):
+        model = AutoModelForCausalLM.from_pretrained(tmp_path, attn_implementation="sdpa")
+    assert model.config._attn_implementation == "sdpa"
+    model.save_pretrained(tmp_path)
+    assert AutoModelForCausalLM.from_pretrained(tmp_path).config._attn_implementation == "dilated"
+    # Looked through when it was built, so it may change.
+    model.set_attn_implementation("dilated")
+    model(draw(1, 12))
+
+
+def test_a_pattern_that_was_written_by_hand_without_the_implementation_is_not_dense_in_silence(tmp_path: Path) -> None:
+    config = tiny("llama", "sdpa").config
+    config.dilated_attention = WORDS
+    config.save_pretrained(tmp_path)
+    with pytest.warns(UserWarning, match='pass attn_implementation="dilated", or call set_pattern'):
+        AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(tmp_path))
+
+
+def test_models_without_a_pattern_are_left_alone() -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        model = tiny("llama", "sdpa")
+    assert not model._forward_pre_hooks
+    assert "attn_implementation" not in model.config.to_dict()
+
+
+def test_the_text_part_alone_may_be_dilated() -> None:
+    model = set_pattern(llava("sdpa"), DilatedPattern([64], [1]))
+    assert model.config._attn_implementation == "sdpa"
+    assert model.config.text_config._attn_implementation == "dilated"
