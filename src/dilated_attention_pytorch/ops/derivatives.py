@@ -17,11 +17,11 @@ from .weighted_sum import (
     Operators,
     Tangents,
     by_sequence,
-    joined,
     less,
     moved_scores,
     nestable,
     ones_of,
+    tangent_of,
     weighted_sum,
 )
 
@@ -240,10 +240,9 @@ def _tangents_of_gradients(
     if scores is not None:
         assert of_lse is not None
         scores = less(scores, of_lse, ones)
-    of_probability = _Less(Factor(grad_out, value), delta)
-    lefts = [x for x in (of_grad_out, None if moved.value is None else grad_out) if x is not None]
-    rights = [x for x in (None if of_grad_out is None else value, moved.value) if x is not None]
-    its_tangent = _Less(Factor(joined(lefts), joined(rights)) if lefts else None, of_delta)
+    product = Factor(grad_out, value)
+    of_probability = _Less(product, delta)
+    its_tangent = _Less(tangent_of(product, Factor(of_grad_out, moved.value)), of_delta)
 
     def total(axis: Axis, values: Tensor | None, of_values: Tensor | None) -> Tensor:
         """The tangent of the sum of the gradients of scores times values."""
