@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import itertools
 import re
+from collections.abc import Callable
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
+from torch.autograd import forward_ad
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from dilated_attention_pytorch import DilatedPattern, SegmentedPattern, from_block_mask, local_window, parallel
@@ -70,5 +74,43 @@ def refused() -> list[str]:
     except ValueError as came:
         if "must ascend, as process groups order them: got the mesh [1, 0]" not in str(came):
             found.append(f"order of the mesh: {came}")
+    found += _other_derivatives(mesh)
     parallel.attend(q, q, q, PATTERN, mesh=mesh)  # nothing of it stays
+    return found
+
+
+def _other_derivatives(mesh: DeviceMesh) -> list[str]:
+    """The derivatives beside the gradient that are not refused, or not by the sentence."""
+    q, found = torch.randn(1, 8, 2, 4), []
+
+    def attended(strategy: str) -> Callable[[Tensor], Tensor]:
+        return lambda x: parallel.attend(x, x, x, PATTERN, mesh=mesh, strategy=strategy)
+
+    def dual(function: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
+        with forward_ad.dual_level():
+            return function(forward_ad.make_dual(x, x))
+
+    def with_a_graph(function: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
+        leaf = x.clone().requires_grad_()
+        # A gradient of the result without a graph of its own: what PyTorch takes for a constant.
+        return torch.autograd.grad(function(leaf).sum(), leaf, create_graph=True)[0]
+
+    ways: dict[str, Callable[[Callable[[Tensor], Tensor], Tensor], Any]] = {
+        "jvp": lambda function, x: torch.func.jvp(function, (x,), (x,)),
+        "grad": lambda function, x: torch.func.grad(lambda y: function(y).sum())(x),
+        "vmap": lambda function, x: torch.func.vmap(function)(x.unsqueeze(0)),
+        "dual": dual,
+        "create_graph": with_a_graph,
+    }
+    functions = {strategy: attended(strategy) for strategy in ("ring", "gather", "heads")}
+    functions["unshard"] = lambda x: parallel.unshard(x, mesh)
+    for (name, function), (way, derivative) in itertools.product(functions.items(), ways.items()):
+        try:
+            derivative(function, q)
+            found.append(f"{way} of {name}: accepted")
+        except NotImplementedError as came:
+            if "over several ranks there is the gradient and no other derivative" not in str(came):
+                found.append(f"{way} of {name}: {came}")
+        except Exception as came:  # noqa: BLE001 - reported
+            found.append(f"{way} of {name}: {type(came).__name__}: {came}")
     return found

@@ -17,11 +17,11 @@ from .weighted_sum import (
     Operators,
     Tangents,
     by_sequence,
-    joined,
     less,
     moved_scores,
     nestable,
     ones_of,
+    tangent_of,
     weighted_sum,
 )
 
@@ -72,7 +72,7 @@ def attend_operands(operators: Operators, value: Tensor, operands: Operands) -> 
                 'attention: leave that function out of torch.compile, or attend with impl="reference"'
             )
         return operators.forward(operands, value)
-    if not _is_transformed(value, *operands):
+    if not is_transformed(value, *operands):
         return operators.forward(operands, value)  # the operator has a gradient of its own
     out, lse = Attend.apply(operators, value, *operands)
     return out, lse
@@ -84,7 +84,7 @@ def _is_differentiated_by_transforms() -> bool:
     return any(level.key() in (TransformType.Grad, TransformType.Jvp) for level in levels)
 
 
-def _is_transformed(*tensors: Tensor | None) -> bool:
+def is_transformed(*tensors: Tensor | None) -> bool:
     """Whether tangents, or transforms of ``torch.func``, are to pass: operators know neither."""
     return torch._C._are_functorch_transforms_active() or (_is_dual_level() and _has_tangents(*tensors))
 
@@ -131,7 +131,7 @@ def gradients(
         return None, None, None, None
     grad_out = torch.zeros_like(out) if grad_out is None else grad_out
     tensors = (grad_out, grad_lse, out, lse, value, *operands)
-    if not torch.compiler.is_compiling() and (torch.is_grad_enabled() or _is_transformed(*tensors)):
+    if not torch.compiler.is_compiling() and (torch.is_grad_enabled() or is_transformed(*tensors)):
         grads = _Gradients.apply(operators, *tensors)
     else:
         grads = operators.backward(operands, value, grad_out, grad_lse, out, lse)
@@ -240,10 +240,9 @@ def _tangents_of_gradients(
     if scores is not None:
         assert of_lse is not None
         scores = less(scores, of_lse, ones)
-    of_probability = _Less(Factor(grad_out, value), delta)
-    lefts = [x for x in (of_grad_out, None if moved.value is None else grad_out) if x is not None]
-    rights = [x for x in (None if of_grad_out is None else value, moved.value) if x is not None]
-    its_tangent = _Less(Factor(joined(lefts), joined(rights)) if lefts else None, of_delta)
+    product = Factor(grad_out, value)
+    of_probability = _Less(product, delta)
+    its_tangent = _Less(tangent_of(product, Factor(of_grad_out, moved.value)), of_delta)
 
     def total(axis: Axis, values: Tensor | None, of_values: Tensor | None) -> Tensor:
         """The tangent of the sum of the gradients of scores times values."""

@@ -130,11 +130,12 @@ class WeightedSum(Function):
         of_scores, (key, query, gates) = [*factors, last], (operands.key, operands.query, operands.log_gates)
         is_needed = dict(zip(("lse", "values", *Operands._fields), ctx.needs_input_grad[2:10], strict=True))
 
-        def total(axis: Axis, like: Tensor | None, values: Tensor | None, factors: list[Factor]) -> Tensor | None:
-            return (
-                None if like is None
-                else weighted_sum(axis, ctx.operators, operands, lse, values, factors).to(like.dtype)
-            )  # fmt: skip
+        def total(
+            axis: Axis, like: Tensor | None, values: Tensor | None, factors: list[Factor], scale: float = 1.0
+        ) -> Tensor | None:
+            if like is None:
+                return None
+            return (scale * weighted_sum(axis, ctx.operators, operands, lse, values, factors)).to(like.dtype)
 
         grads: dict[str, Tensor | None] = dict.fromkeys(is_needed)
         if is_needed["lse"]:
@@ -144,9 +145,9 @@ class WeightedSum(Function):
         if is_needed["values"]:
             grads["values"] = total("keys" if ctx.axis == "queries" else "queries", values, grad, factors)
         if is_needed["query"]:
-            grads["query"] = total("queries", query, ctx.operators.scale * key, of_scores)
+            grads["query"] = total("queries", query, key, of_scores, ctx.operators.scale)
         if is_needed["key"]:
-            grads["key"] = total("keys", key, ctx.operators.scale * query, of_scores)
+            grads["key"] = total("keys", key, query, of_scores, ctx.operators.scale)
         if is_needed["log_gates"]:
             grads["log_gates"] = total("blocks", gates, None, of_scores)
         of_factors: list[Tensor | None] = []
@@ -171,17 +172,14 @@ class WeightedSum(Function):
 
         scores = moved_scores(ctx.operators.scale, operands, Tangents(of_query, of_key, None, of_gates))
         if of_lse is not None:
-            scores = less(scores or Factor(None, None), of_lse, ones_of(operands.key))
+            scores = less(scores, of_lse, ones_of(operands.key))
         parts = [] if scores is None else [total(values, [*factors, scores])]
         if of_values is not None:
             parts.append(total(of_values, factors))
         for index, (factor, moved) in enumerate(zip(factors, factors_of(rest), strict=True)):
-            lefts = [x for x in (moved.left, None if moved.right is None else factor.left) if x is not None]
-            rights = [x for x in (None if moved.left is None else factor.right, moved.right) if x is not None]
-            if not lefts and moved.gates is None:
-                continue
-            of_factor = Factor(joined(lefts) if lefts else None, joined(rights) if rights else None, moved.gates)
-            parts.append(total(values, [*factors[:index], of_factor, *factors[index + 1 :]]))
+            of_factor = tangent_of(factor, moved)
+            if of_factor is not None:
+                parts.append(total(values, [*factors[:index], of_factor, *factors[index + 1 :]]))
         result = sum(parts)
         assert isinstance(result, Tensor)
         return result
@@ -222,24 +220,30 @@ def by_sequence(
     return tuple(x.unflatten(0, (size, -1)) for x in results), (0,) * len(results)
 
 
-def less(factor: Factor, number: Tensor, ones: Tensor) -> Factor:
+def less(factor: Factor | None, number: Tensor, ones: Tensor) -> Factor:
     """The factor less a number of every query ``[B, N, H]``."""
-    lefts = [x for x in (factor.left, -number.unsqueeze(-1)) if x is not None]
-    rights = [x for x in (factor.right, ones) if x is not None]
-    return Factor(joined(lefts), joined(rights), factor.gates)
+    factor = factor or Factor(None, None)
+    return Factor(_joined([factor.left, -number.unsqueeze(-1)]), _joined([factor.right, ones]), factor.gates)
 
 
 def moved_scores(scale: float, operands: Operands, moved: Tangents) -> Factor | None:
     """The tangent of every score; None if it is zero everywhere."""
-    lefts = [scale * x for x in (moved.query, None if moved.key is None else operands.query) if x is not None]
-    rights = [x for x in (None if moved.query is None else operands.key, moved.key) if x is not None]
-    if not lefts:
-        return None if moved.log_gates is None else Factor(None, None, moved.log_gates)
-    return Factor(joined(lefts), joined(rights), moved.log_gates)
+    dtype = torch.float64 if operands.query.dtype == torch.float64 else torch.float32
+    left, moved_left = (None if x is None else scale * x.to(dtype) for x in (operands.query, moved.query))
+    return tangent_of(Factor(left, operands.key), Factor(moved_left, moved.key, moved.log_gates))
 
 
-def joined(tensors: Sequence[Tensor]) -> Tensor:
-    return tensors[0] if len(tensors) == 1 else torch.cat(list(tensors), dim=-1)
+def tangent_of(factor: Factor, moved: Factor) -> Factor | None:
+    """The tangent of a factor from those of its parts; None if it is zero."""
+    lefts = [moved.left, None if moved.right is None else factor.left]
+    rights = [None if moved.left is None else factor.right, moved.right]
+    found = Factor(_joined(lefts), _joined(rights), moved.gates)
+    return None if found.left is None and found.gates is None else found
+
+
+def _joined(tensors: Sequence[Tensor | None]) -> Tensor | None:
+    some = [tensor for tensor in tensors if tensor is not None]
+    return torch.cat(some, dim=-1) if len(some) > 1 else (some[0] if some else None)
 
 
 def ones_of(key: Tensor) -> Tensor:

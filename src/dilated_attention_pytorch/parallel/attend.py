@@ -18,6 +18,7 @@ from dilated_attention_pytorch.ops.validation import check_call, check_cu_seqlen
 from dilated_attention_pytorch.patterns import Pattern
 from dilated_attention_pytorch.planning import Layout, ShardedCall, shard_runs, with_rows
 
+from .first_derivative import refuse_other_derivatives
 from .heads import Heads, Places, Route, ToHeads, ToRows, to_heads
 from .plan import Shape, Strategy, cheapest
 from .sequence import SequenceAttention, Task
@@ -150,7 +151,8 @@ def attend(
 
     Raises:
         TypeError, ValueError: an argument is of the wrong type, shape, dtype, device or range.
-        NotImplementedError: the strategy cannot compute this call; the message says which can.
+        NotImplementedError: the strategy cannot compute this call; the message says which can. Or derivatives other
+            than the gradient are asked for: tangents, transforms of ``torch.func``, ``create_graph=True``.
         RankFailure: the ranks disagree about the call, or one died or does not answer.
 
     >>> from dilated_attention_pytorch import parallel
@@ -187,6 +189,7 @@ def _attend(
             query_offset=keywords.query_offset, key_offset=keywords.key_offset, cu_seqlens=None,
             key_padding_mask=keywords.key_padding_mask, dropout_p=keywords.dropout_p,
         )  # fmt: skip
+        refuse_other_derivatives(query, key, value)
         # Before the ranks compare their calls: autocast decides about the dtype of what they exchange.
         query, key, value = cast_by_autocast(query, key, value)
         agreed = _agree(ranks, query, key, value, pattern, keywords, is_lse_wanted=is_lse_wanted)

@@ -8,8 +8,8 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
+from .first_derivative import first_derivative
 from .wire import Wire
 
 Places = tuple[tuple[int, int, int], ...]
@@ -91,7 +91,7 @@ class ToHeads(torch.autograd.Function):
         return to_heads(query, route), to_heads(key, kv_route), to_heads(value, kv_route)
 
     @staticmethod
-    @once_differentiable
+    @first_derivative
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         """The other direction."""
         return (*(to_rows(grad, route) for grad, route in zip(grads, ctx.routes, strict=True)), None, None)
@@ -107,7 +107,7 @@ class ToRows(torch.autograd.Function):
         return tuple(to_rows(tensor, route) for tensor in tensors)
 
     @staticmethod
-    @once_differentiable
+    @first_derivative
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         """The other direction."""
         return (None, *(to_heads(grad, ctx.route) for grad in grads))

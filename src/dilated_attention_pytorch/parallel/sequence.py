@@ -7,11 +7,11 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from dilated_attention_pytorch.ops.autocast import without_autocast
 from dilated_attention_pytorch.planning import Run
 
+from .first_derivative import first_derivative
 from .gather import Gather
 from .ring import Ring
 from .slab import Options, Slab
@@ -61,7 +61,7 @@ class SequenceAttention(torch.autograd.Function):
         return out, lse
 
     @staticmethod
-    @once_differentiable
+    @first_derivative
     def backward(ctx: Any, grad_out: Tensor | None, grad_lse: Tensor | None) -> tuple[Tensor | None, ...]:
         """All ranks take part, whether this one's rows have a gradient or not."""
         query, key, value, is_ignored, seed, out, lse = ctx.saved_tensors

@@ -14,6 +14,7 @@ from torch.nn import functional
 from dilated_attention_pytorch.ops.validation import documents_of
 from dilated_attention_pytorch.planning import Layout, Run, shard_runs
 
+from .first_derivative import first_derivative, refuse_other_derivatives
 from .wire import Wire, wire_of
 
 LAYOUTS: tuple[str, ...] = get_args(Layout)
@@ -191,11 +192,13 @@ def unshard(
 
     Raises:
         TypeError, ValueError: see :func:`shard`; or this rank's rows are not its part of ``sequence_length``.
+        NotImplementedError: derivatives other than the gradient are asked for.
     """
     ranks = ranks_of(mesh)
     with ranks.rows.announced():
         layout = check_layout(layout)
         _check_dim(tensor, dim)
+        refuse_other_derivatives(tensor)
         held = tensor.shape[dim]
         total = num_rows_of(held, sequence_length, ranks, layout, f"tensor (dimension {dim})")
     shape = [total if place == dim % tensor.dim() else size for place, size in enumerate(tensor.shape)]
@@ -230,8 +233,9 @@ class _Unshard(torch.autograd.Function):
         return whole.movedim(0, dim)
 
     @staticmethod
+    @first_derivative
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        """This rank's rows of the gradient."""
+        """This rank's rows of the gradient. Its own derivative would need the rows of all ranks again."""
         return _rows_of(grad, ctx.runs, ctx.dim), None, None, None, None, None
 
 
