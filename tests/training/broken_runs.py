@@ -25,7 +25,7 @@ from transformers import TrainerCallback
 from dilated_attention_pytorch.training.checkpoint import checkpoint_step, latest_checkpoint
 from dilated_attention_pytorch.training.run_trainer import RunTrainer
 from dilated_attention_pytorch.training.trainer import LongNetTrainer
-from training.killed_runs import MESHES, finish, launch, left_alone, what_differs
+from training.killed_runs import HANGS, MESHES, finish, launch, left_alone, what_differs
 
 KINDS = ("loss", "gradient", "weight", "state")
 VALUES = {"loss": math.nan, "gradient": math.inf, "weight": math.nan, "state": math.inf}
@@ -102,7 +102,7 @@ def break_and_resume(folder: Path, mesh: str, optimizer: str, *, kind: str, step
         log,
         disturb=lambda rank: break_at(pytest.MonkeyPatch(), kind, step) if rank == size - 1 else None,
     )
-    assert attempt.wait(300.0), f"the run hangs: {attempt.said()}"
+    assert attempt.wait(HANGS), f"the run hangs: {attempt.said()}"
     assert all(rank.exitcode == 1 for rank in attempt.ranks), attempt.said()
     said = {
         re.findall(r"^dilated_attention_pytorch.errors.RunError: (.*)$", path.read_text(), re.MULTILINE)[-1]

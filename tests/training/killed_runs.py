@@ -49,7 +49,7 @@ MESHES: dict[str, tuple[int, dict[str, Any]]] = {
     "ring x heads": (4, {"context_parallel": 4, "heads_parallel": 2, "strategy": "ring"}),
 }
 _FORK = multiprocessing.get_context("fork")
-_HANGS = 300.0
+HANGS = 900.0
 """Seconds after which a run that says nothing hangs: no run takes a tenth of it."""
 
 
@@ -80,7 +80,7 @@ class Attempt:
     def has_reached(self) -> bool:
         """Wait for that step."""
         try:
-            return self.reached.poll(_HANGS) and self.reached.recv() is not None
+            return self.reached.poll(HANGS) and self.reached.recv() is not None
         except EOFError:  # no rank is left that could say so
             return False
 
@@ -92,7 +92,7 @@ class Attempt:
     def end(self) -> None:
         """Leave none of them."""
         self.kill(self.ranks)
-        assert self.wait(_HANGS)
+        assert self.wait(HANGS)
 
     def said(self) -> str:
         """How each of them ended, and the end of what it printed."""
@@ -188,7 +188,7 @@ def _watch(reach: Connection, note_step: int | None) -> None:
 def finish(settings: TrainSettings, output: Path, size: int, log: Path) -> None:
     """Begin the run or take it up, and let it come to its end."""
     attempt = launch(settings, output, size, log)
-    ended = attempt.wait(_HANGS)
+    ended = attempt.wait(HANGS)
     attempt.end()
     assert ended, f"the run hangs: {attempt.said()}"
     assert [rank.exitcode for rank in attempt.ranks] == [0] * size, attempt.said()

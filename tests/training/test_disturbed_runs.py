@@ -25,7 +25,7 @@ def _lines(script: str, folder: Path, words: str) -> list[str]:
     path = os.pathsep.join([str(Path(dilated_attention_pytorch.__file__).parents[1]), str(TESTS)])
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": path}
     command = [sys.executable, str(TESTS / "training" / script), str(folder), *words.split()]
-    run = run_whole(command, 900, env=environment)  # a guard against hanging alone
+    run = run_whole(command, 3600, env=environment)  # a guard against hanging alone
     assert run.returncode == 0, run.stdout + run.stderr[-8000:]
     return run.stdout.splitlines()
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
@@ -12,15 +11,6 @@ from torch.distributed.tensor import DTensor
 
 _NAMED = 3
 """So many names stand in a sentence."""
-
-
-@dataclass(frozen=True, slots=True)
-class _Broken:
-    """What a process found among its tensors of one kind."""
-
-    kind: str
-    names: list[str]
-    total: int
 
 
 def is_finite_everywhere(*values: Tensor) -> bool:
@@ -41,26 +31,27 @@ def what_is_not_finite(tensors: Mapping[str, Iterable[tuple[str, Tensor]]]) -> s
 
     Every process must ask, and gets the same answer.
     """
-    mine = [_broken(kind, list(named)) for kind, named in tensors.items()]
-    found: list[list[_Broken]] = [mine]
+    listed = {kind: list(named) for kind, named in tensors.items()}
+    mine = {
+        kind: {number: name for number, (name, tensor) in enumerate(named) if not _is_finite(tensor)}
+        for kind, named in listed.items()
+    }
+    found: list[dict[str, dict[int, str]]] = [mine]
     if not _is_alone():
-        found = [[] for _ in range(dist.get_world_size())]
+        found = [{} for _ in range(dist.get_world_size())]
         dist.all_gather_object(found, mine)
     sentences = []
-    for number, kind in enumerate(tensors):
-        ranks = {rank: kinds[number] for rank, kinds in enumerate(found) if kinds[number].names}
-        if ranks:
-            worst = max(ranks.values(), key=lambda broken: len(broken.names))
-            sentences.append(f"{len(worst.names)} of {worst.total} {kind} ({_listed(worst.names)}){_on(list(ranks))}")
+    for kind, named in listed.items():
+        ranks = [rank for rank, its in enumerate(found) if its[kind]]
+        broken = {number: name for its in reversed(found) for number, name in its[kind].items()}
+        if broken:
+            names = [broken[number] for number in sorted(broken)]
+            sentences.append(f"{len(names)} of {len(named)} {kind} ({_listed(names)}){_on(ranks)}")
     return " and ".join(sentences) or None
 
 
 def _is_alone() -> bool:
     return not dist.is_initialized() or dist.get_world_size() == 1
-
-
-def _broken(kind: str, named: list[tuple[str, Tensor]]) -> _Broken:
-    return _Broken(kind, [name for name, tensor in named if not _is_finite(tensor)], len(named))
 
 
 def _is_finite(tensor: Tensor) -> bool:
