@@ -1,4 +1,4 @@
-"""Run folders mangled at random: what a checkpoint is gone on from must be what was written, and nothing may be executed.
+"""Run folders mangled at random: a run goes on from what was written, or not at all, and nothing is executed.
 
     PYTHONPATH=tests python -m training.mangling --trials 5000 --seed 0 --commands 20
 
@@ -263,7 +263,8 @@ def _forge_manifest(run: Path, world: World, draw: random.Random) -> str:
     manifest = read_sealed(_whole(path), what="test", remedy="")
     name = draw.choice(list(manifest["files"]))
     change = draw.choice([
-        {"run": "00"}, {"step": 9}, {"format": 2}, {"files": {}}, {"files": []}, {"files": {**manifest["files"], name: 3}},
+        {"run": "00"}, {"step": 9}, {"format": 2}, {"files": {}}, {"files": []},
+        {"files": {**manifest["files"], name: 3}},
         {"files": {**manifest["files"], "../../texts/module1.py": manifest["files"][name]}}, {"files": {name: None}},
         {"files": {**manifest["files"], name: {"bytes": 3, "sha256": "00"}}}, {"step": True}, {"step": None},
     ])  # fmt: skip
@@ -272,7 +273,9 @@ def _forge_manifest(run: Path, world: World, draw: random.Random) -> str:
     if draw.random() < 0.3:
         text = json.dumps(forged)
     elif draw.random() < 0.2:
-        text = draw.choice(["[" * 100_000, '{"sha256": ' + "9" * 5000 + "}", "null", "[]", '{"sha256": NaN}', "\ud800x"])
+        text = draw.choice(
+            ["[" * 100_000, '{"sha256": ' + "9" * 5000 + "}", "null", "[]", '{"sha256": NaN}', "\ud800x"]
+        )
     path.write_bytes(text.encode("utf-8", errors="surrogatepass"))
     return f"manifest with {next(iter(change))} forged"
 
