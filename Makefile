@@ -5,7 +5,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 RUN_FOLDER ?= runs/demo
 
-.PHONY: demo test gate format lint types tests docs sweep bench benchmark clean
+.PHONY: demo test gate format lint types tests docs sweep mangled bench benchmark clean
 
 demo: $(VENV)/train.stamp  ## environment, install, train a LongNet on real text, sample from it
 	@if [ -f $(RUN_FOLDER)/model.safetensors ]; then \
@@ -37,6 +37,9 @@ docs: $(VENV)/docs.stamp  ## the documentation site, into build/site
 
 sweep: $(VENV)/dev.stamp  ## the drawn cases again, ten times as many, other draws
 	HYPOTHESIS_PROFILE=sweep $(BIN)/pytest -n 2 tests/ops tests/planning tests/kernels tests/parallel/test_parallel_equals_the_oracle.py tests/parallel/test_plan.py
+
+mangled: $(VENV)/dev.stamp  ## 5,000 run folders, damaged at random: refused, or gone on with from what was written
+	OMP_NUM_THREADS=1 PYTHONPATH=tests $(BIN)/python -m training.mangling --trials 5000 --seed 0 --commands 20
 
 bench: $(VENV)/dev.stamp  ## times beside dense, FlexAttention and the published route, under 5 minutes
 	$(BIN)/dilated-attention bench --preset cpu

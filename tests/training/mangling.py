@@ -372,6 +372,8 @@ def main() -> None:
             with_command = arguments.commands > 0 and number % every == every - 1
             trial = attempt(world, draw, Path(folder) / "run", with_command=with_command)
             counts[trial.kind, trial.outcome] += 1
+            if number % 500 == 499:
+                print(f"{number + 1} of {arguments.trials}", file=sys.stderr, flush=True)
     outcomes = sorted({outcome for _, outcome in counts})
     for kind in sorted({kind for kind, _ in counts}):
         print(f"{kind:20}", *(f"{outcome}: {counts[kind, outcome]:5}" for outcome in outcomes), sep="  ")
