@@ -6,7 +6,7 @@ BIN := $(VENV)/bin
 RUN_FOLDER ?= runs/demo
 SWEEP_FOLDER ?= build/sweep-resume
 
-.PHONY: demo test gate format lint types tests docs sweep sweep-resume bench benchmark clean
+.PHONY: demo test gate format lint types tests docs sweep sweep-resume mangled bench benchmark clean
 
 demo: $(VENV)/train.stamp  ## environment, install, train a LongNet on real text, sample from it
 	@if [ -f $(RUN_FOLDER)/model.safetensors ]; then \
@@ -42,6 +42,9 @@ sweep: $(VENV)/dev.stamp  ## the drawn cases again, ten times as many, other dra
 sweep-resume: $(VENV)/dev.stamp  ## runs on every mesh that are killed 5 times or broken, and taken up: the same bits at the end
 	PYTHONPATH=tests OMP_NUM_THREADS=1 $(BIN)/python tests/training/killed_runs.py $(SWEEP_FOLDER)
 	PYTHONPATH=tests OMP_NUM_THREADS=1 $(BIN)/python tests/training/broken_runs.py $(SWEEP_FOLDER)
+
+mangled: $(VENV)/dev.stamp  ## 5,000 run folders, damaged at random: refused, or gone on with from what was written
+	OMP_NUM_THREADS=1 PYTHONPATH=tests $(BIN)/python -m training.mangling --trials 5000 --seed 0 --commands 20
 
 bench: $(VENV)/dev.stamp  ## times beside dense, FlexAttention and the published route, under 5 minutes
 	$(BIN)/dilated-attention bench --preset cpu

@@ -1,4 +1,4 @@
-"""Run folders mangled at random: what a checkpoint is gone on from must be what was written, and nothing may be executed.
+"""Run folders mangled at random: a run goes on from what was written, or not at all, and nothing is executed.
 
     PYTHONPATH=tests python -m training.mangling --trials 5000 --seed 0 --commands 20
 
@@ -263,7 +263,8 @@ def _forge_manifest(run: Path, world: World, draw: random.Random) -> str:
     manifest = read_sealed(_whole(path), what="test", remedy="")
     name = draw.choice(list(manifest["files"]))
     change = draw.choice([
-        {"run": "00"}, {"step": 9}, {"format": 2}, {"files": {}}, {"files": []}, {"files": {**manifest["files"], name: 3}},
+        {"run": "00"}, {"step": 9}, {"format": 2}, {"files": {}}, {"files": []},
+        {"files": {**manifest["files"], name: 3}},
         {"files": {**manifest["files"], "../../texts/module1.py": manifest["files"][name]}}, {"files": {name: None}},
         {"files": {**manifest["files"], name: {"bytes": 3, "sha256": "00"}}}, {"step": True}, {"step": None},
     ])  # fmt: skip
@@ -371,6 +372,8 @@ def main() -> None:
             with_command = arguments.commands > 0 and number % every == every - 1
             trial = attempt(world, draw, Path(folder) / "run", with_command=with_command)
             counts[trial.kind, trial.outcome] += 1
+            if number % 500 == 499:
+                print(f"{number + 1} of {arguments.trials}", file=sys.stderr, flush=True)
     outcomes = sorted({outcome for _, outcome in counts})
     for kind in sorted({kind for kind, _ in counts}):
         print(f"{kind:20}", *(f"{outcome}: {counts[kind, outcome]:5}" for outcome in outcomes), sep="  ")

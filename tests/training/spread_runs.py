@@ -2,8 +2,9 @@
 
     torchrun --nproc-per-node N tests/training/spread_runs.py FOLDER TEXTS CASES
 
-CASES is JSON: a list of ``[name, changes of the settings, step to stop after and resume from, or null]``. Beside what a
-run leaves, the first process writes how it wrapped the model, and how far parts of matrices are from whole ones.
+CASES is JSON: a list of ``[name, changes of the settings, step to stop after and resume from, or null]``; a run whose
+name says "damaged" finds a bit of its last checkpoint flipped when it is resumed. Beside what a run leaves, the first
+process writes how it wrapped the model, and how far parts of matrices are from whole ones.
 """
 
 from __future__ import annotations
@@ -23,6 +24,7 @@ from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
 from dilated_attention_pytorch.models import LongNetConfig, LongNetForCausalLM, LongNetLM
 from dilated_attention_pytorch.training import TrainSettings, resume, train
+from dilated_attention_pytorch.training.checkpoint import latest_checkpoint
 from dilated_attention_pytorch.training.distribution import Distribution, leaving_together
 from dilated_attention_pytorch.training.optimizer import ShardedMuon
 from dilated_attention_pytorch.training.tensor_parallel import order_of, row_orders, split_matrices
@@ -115,6 +117,18 @@ def _record_split(folder: Path) -> None:
         (folder / f"split-{size}.json").write_text(json.dumps(max(differences)))
 
 
+def _flip_a_bit(run: Path) -> None:
+    latest = latest_checkpoint(run)
+    assert latest is not None
+    weights = latest / "model.safetensors"
+    dist.barrier()
+    if dist.get_rank() == 0:
+        found = bytearray(weights.read_bytes())
+        found[-1] ^= 1
+        weights.write_bytes(found)
+    dist.barrier()
+
+
 def main() -> None:
     """Do them."""
     folder, texts, cases = Path(sys.argv[1]), Path(sys.argv[2]), json.loads(sys.argv[3])
@@ -128,6 +142,8 @@ def main() -> None:
                     train(settings, folder / name, quiet())
                 else:
                     stopped_run(monkeypatch, settings, folder / name, stop)
+                    if "damaged" in name:
+                        _flip_a_bit(folder / name)
                     torch.manual_seed(12345)
                     resume(folder / name, quiet())
         _record_muon(folder)

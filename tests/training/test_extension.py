@@ -33,6 +33,7 @@ from dilated_attention_pytorch.training import (
     ExtensionSettings,
     RunError,
     extend,
+    extension,
     read_corpus,
     resume_extension,
 )
@@ -43,6 +44,7 @@ from dilated_attention_pytorch.training.run_trainer import RunTrainer
 from dilated_attention_pytorch.training.tokens import load_tokenizer, tokenized
 from dilated_attention_pytorch.training.windows import EvaluationWindows, StagedBatches, TrainingWindows
 from training.broken_runs import break_at
+from training.mangling import Payload
 from training.runs import change_sealed, quiet, seal_again, stop_after, weights, write_texts
 
 OWN, LONG = 32, 128
@@ -342,6 +344,28 @@ def test_models_that_cannot_be_extended_are_refused_by_name(texts: Path, tmp_pat
     assert not (tmp_path / "run").exists()
 
 
+def test_a_model_that_would_run_a_program_is_refused_in_words_and_not_executed(texts: Path, tmp_path: Path) -> None:
+    folder, canary = tmp_path / "pickle", tmp_path / "canary"
+    LlamaForCausalLM(config()).save_pretrained(folder)
+    (folder / "model.safetensors").unlink()
+    torch.save({"model.norm.weight": Payload(canary)}, folder / "pytorch_model.bin")
+    with pytest.raises(RunError, match=r"a pickle that holds more than tensors, and were not unpickled"):
+        extend(tiny(folder, texts), tmp_path / "run", quiet())
+    folder = tmp_path / "code"
+    LlamaForCausalLM(config()).save_pretrained(folder)
+    described = json.loads((folder / "config.json").read_text())
+    own = {"model_type": "own", "auto_map": {"AutoConfig": "own.Own"}}
+    (folder / "config.json").write_text(json.dumps({**described, **own}))
+    (folder / "own.py").write_text(
+        f"import pathlib\nfrom transformers import PretrainedConfig\npathlib.Path('{canary}').touch()\n"
+        "class Own(PretrainedConfig):\n    pass\n"
+    )
+    with pytest.raises(RunError, match=r"describes no model of transformers"):
+        extend(tiny(folder, texts), tmp_path / "run", quiet())
+    assert not canary.exists()
+    assert not (tmp_path / "run").exists()
+
+
 def test_a_model_that_was_extended_is_not_extended_again(
     finished: ExtensionOutcome, texts: Path, tmp_path: Path
 ) -> None:
@@ -400,9 +424,14 @@ def test_damaged_and_foreign_runs_are_not_gone_on_with(
     stop_after(monkeypatch, 10, signal.SIGTERM)
     run = extend(tiny(short, texts), tmp_path / "run", quiet()).run
     checkpoint, older = sorted(run.glob("checkpoint-*"), key=lambda path: -int(path.name.split("-")[1]))
-    shutil.rmtree(older)
     state = (checkpoint / "optimizer.pt").read_bytes()
     (checkpoint / "optimizer.pt").write_bytes(state[: len(state) // 2])
+    with monkeypatch.context() as patch:
+        patch.setattr(extension, "_go", lambda run, record: run)
+        taken: Any = resume_extension(run, quiet())
+        assert taken.start.checkpoint == older
+        assert list(taken.start.left) == [checkpoint.name]
+    shutil.rmtree(older)
     with pytest.raises(RunError, match=r"optimizer\.pt is damaged"):
         resume_extension(run, quiet())
     (checkpoint / "optimizer.pt").write_bytes(state)

@@ -23,7 +23,7 @@ class Extend(ExtensionSettings):
     Measures the model on held-out text at its own length and at the new one, scales its rotary positions, gives it
     dilated attention, measures it again, trains it on windows that grow to the new length, and measures it again.
     The run folder gets training.json with the figures, metrics.jsonl, context.png (bits per byte by position), the last
-    checkpoint, and at the end config.json, model.safetensors and the tokenizer. Ctrl-C saves a checkpoint and ends;
+    checkpoints, and at the end config.json, model.safetensors and the tokenizer. Ctrl-C saves a checkpoint and ends;
     --resume goes on.
 
         dilated-attention extend --model my/llama --length 32768 --data texts/ --output runs/long

@@ -26,7 +26,7 @@ class Generate(SampleSettings):
     """
 
     run: tyro.conf.Positional[Path]
-    """Run folder that `train` wrote; of a run that is not finished, the last checkpoint."""
+    """Run folder that `train` wrote; of one that is not finished, the last whole checkpoint."""
     prompt: str | None = None
     """The text to go on from. Without it: standard input, or on a terminal one prompt after the other."""
     device: Device = "auto"

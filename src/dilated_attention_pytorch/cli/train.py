@@ -23,7 +23,7 @@ class Train(TrainSettings):
 
     Without flags: the preset for this machine, on the source files of Python's standard library. The run folder gets
     config.json, training.json, metrics.jsonl, tensorboard/, loss.png, sample.txt, model.safetensors and the last
-    checkpoint. Ctrl-C saves a checkpoint and ends; --resume goes on.
+    checkpoints. Ctrl-C saves a checkpoint and ends; --resume goes on.
     """
 
     preset: str = "auto"

@@ -1,0 +1,167 @@
+"""What a run goes on from: checkpoints that are whole and its own, and nothing that would be executed."""
+
+from __future__ import annotations
+
+import errno
+import io
+import os
+import random
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from rich.console import Console
+from tensorboard.summary.writer.record_writer import RecordWriter
+
+from dilated_attention_pytorch.cli import main
+from dilated_attention_pytorch.training import RunError, resume, train
+from dilated_attention_pytorch.training.run_trainer import RunTrainer
+from training.mangling import NEW, OLD, Payload, World, attempt, make_world
+from training.runs import quiet, seal_again, tiny_settings, weights, write_texts
+
+
+@pytest.fixture(scope="module")
+def world(tmp_path_factory: pytest.TempPathFactory) -> World:
+    return make_world(tmp_path_factory.mktemp("mangled"))
+
+
+@pytest.fixture
+def run(world: World, tmp_path: Path) -> Path:
+    """A copy of the run that was stopped."""
+    return Path(shutil.copytree(world.stopped, tmp_path / "run"))
+
+
+def _flip(path: Path) -> None:
+    found = bytearray(path.read_bytes())
+    found[len(found) // 2] ^= 1
+    path.write_bytes(found)
+
+
+def test_mangled_run_folders_are_refused_or_gone_on_with_from_what_was_written(world: World, tmp_path: Path) -> None:
+    draw = random.Random(1)
+    outcomes = [attempt(world, draw, tmp_path / "run").outcome for _ in range(100)]
+    assert {"refused", "the one before", "the newest"} == set(outcomes)
+
+
+@pytest.mark.parametrize("name", ["model.safetensors", "optimizer.pt"])
+def test_a_damaged_checkpoint_is_left_for_the_one_before_which_is_said_and_ends_bit_for_bit_alike(
+    world: World, run: Path, name: str
+) -> None:
+    _flip(run / f"checkpoint-{NEW}" / name)
+    said = io.StringIO()
+    assert resume(run, Console(file=said, width=1000)).step == 9
+    assert f"checkpoint-{NEW} is left, and checkpoint-{OLD} before it is taken: broken checkpoint: " in said.getvalue()
+    assert f"{name} is damaged: its bytes are not those that were written (SHA-256)" in said.getvalue()
+    assert f"going on after step {OLD}" in said.getvalue()
+    expected, found = weights(world.whole), weights(run)
+    assert all(torch.equal(expected[key], found[key]) for key in expected | found)
+    # What was damaged has gone, as the run has written better ones.
+    assert {path.name for path in run.glob("checkpoint-*")} == {"checkpoint-8", "checkpoint-9"}
+
+
+def test_a_damaged_older_checkpoint_does_not_count_among_those_that_are_kept(run: Path) -> None:
+    os.rename(run / f"checkpoint-{NEW}", run / "aside")
+    shutil.copytree(run / f"checkpoint-{OLD}", run / "checkpoint-5")
+    assert resume(run, quiet()).step == 9
+    assert {path.name for path in run.glob("checkpoint-*")} == {"checkpoint-8", "checkpoint-9"}
+
+
+def test_where_no_checkpoint_is_whole_each_is_said(run: Path) -> None:
+    for step in (OLD, NEW):
+        _flip(run / f"checkpoint-{step}" / "scheduler.pt")
+    with pytest.raises(RunError, match=rf"-{NEW}/scheduler.pt is damaged.*Nor can the one before.*-{OLD}/scheduler.pt"):
+        resume(run, quiet())
+
+
+@pytest.mark.parametrize("name", ["optimizer.pt", "scheduler.pt", "rng_state.pth"])
+def test_a_pickle_that_a_strangers_manifest_speaks_for_is_refused_in_words_and_not_executed(
+    run: Path, tmp_path: Path, name: str
+) -> None:
+    shutil.rmtree(run / f"checkpoint-{OLD}")
+    torch.save({"state": Payload(tmp_path / "canary")}, run / f"checkpoint-{NEW}" / name)
+    seal_again(run / f"checkpoint-{NEW}")
+    with pytest.raises(RunError, match=f"{name} is no state of a training run, and was not unpickled"):
+        resume(run, quiet())
+    assert not (tmp_path / "canary").exists()
+
+
+def test_states_of_another_kind_are_refused_in_words(run: Path) -> None:
+    torch.save({"state": {}, "param_groups": []}, run / f"checkpoint-{NEW}" / "optimizer.pt")
+    seal_again(run / f"checkpoint-{NEW}")
+    with pytest.raises(RunError, match=r"the states in .* do not fit this run"):
+        resume(run, quiet())
+
+
+def test_a_checkpoint_holds_what_is_read_and_nothing_else(run: Path) -> None:
+    assert {path.name for path in (run / f"checkpoint-{NEW}").iterdir()} == {
+        "config.json", "generation_config.json", "model.safetensors", "optimizer.pt", "scheduler.pt", "rng_state.pth",
+        "trainer_state.json", "manifest.json",
+    }  # fmt: skip
+
+
+def _link(run: Path, name: str, target: Path) -> None:
+    (run / name).unlink(missing_ok=True)
+    (run / name).symlink_to(target)
+
+
+@pytest.mark.parametrize("name", [
+    ".unfinished", "checkpoint-8", "training.json.part", "metrics.jsonl.part", "loss.png", "loss.png.part",
+    "sample.txt", "config.json",
+])  # fmt: skip
+def test_links_in_a_run_folder_are_replaced_and_what_they_lead_to_is_left_alone(
+    run: Path, tmp_path: Path, name: str
+) -> None:
+    target = tmp_path / "precious"
+    if name in (".unfinished", "checkpoint-8"):
+        target.mkdir()
+        (target / "file").write_text("precious")
+    else:
+        target.write_text("precious")
+    _link(run, name, target)
+    assert resume(run, quiet()).step == 9
+    assert (target / "file" if target.is_dir() else target).read_text() == "precious"
+    assert [path.name for path in tmp_path.iterdir() if path != run] == ["precious"]
+    assert not any(path.is_symlink() for path in run.rglob("*"))
+
+
+def test_generate_says_which_checkpoint_it_leaves(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    _flip(run / f"checkpoint-{NEW}" / "model.safetensors")
+    main(["generate", str(run), "--prompt", "def", "--max-new-tokens", "3"])
+    captured = capsys.readouterr()
+    assert captured.out.startswith("def")
+    assert f"checkpoint-{NEW} is left, and checkpoint-{OLD} is taken: broken checkpoint: " in captured.err
+
+
+@pytest.mark.parametrize(("save_steps", "kept"), [
+    (100, "no checkpoint was complete yet"), (1, "the checkpoint of step 1 is kept"),
+])  # fmt: skip
+def test_what_is_kept_of_a_run_that_diverges_is_what_there_is(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, save_steps: int, kept: str
+) -> None:
+    log: Callable[..., None] = RunTrainer.log
+
+    def diverge(self: RunTrainer, logs: dict[str, float], start_time: float | None = None) -> None:
+        log(self, {**logs, "loss": float("nan")} if self.state.global_step == 2 else logs, start_time)
+
+    monkeypatch.setattr(RunTrainer, "log", diverge)
+    with pytest.raises(RunError, match=rf"diverged.*{kept}"):
+        train(tiny_settings(write_texts(tmp_path / "texts"), save_steps=save_steps), tmp_path / "run", quiet())
+
+
+def test_a_disk_that_is_full_is_said_once_where_a_thread_writes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    written = RecordWriter.write
+    numbers = iter(range(100_000))
+
+    def write(self: RecordWriter, data: bytes) -> None:
+        if next(numbers) > 5:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        written(self, data)
+
+    monkeypatch.setattr(RecordWriter, "write", write)
+    with pytest.raises(RunError, match=r"the disk is full after step \d; make room and allow writing, no checkpoint"):
+        train(tiny_settings(write_texts(tmp_path / "texts"), save_steps=100), tmp_path / "run", quiet())
+    assert capsys.readouterr().err == ""

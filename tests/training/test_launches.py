@@ -1,0 +1,111 @@
+"""Runs that torchrun starts: what is left when it, or one of its processes, is killed."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+
+import dilated_attention_pytorch
+from dilated_attention_pytorch.training import train
+from dilated_attention_pytorch.training.lease import Lease
+from dilated_attention_pytorch.training.process import Launch, Mark, launch_record
+from processes import end_whole, run_whole
+from training.runs import quiet, tiny_settings, weights, write_texts
+
+TESTS = Path(__file__).parents[1]
+HANG_SECONDS = 400.0
+
+
+def _command(num_processes: int, words: list[str], *options: str) -> list[str]:
+    launch = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(num_processes), *options]
+    return [sys.executable, *launch, str(TESTS / "training" / "failing_rank.py"), *words]
+
+
+def _environment() -> dict[str, str]:
+    source = Path(dilated_attention_pytorch.__file__).parents[1]
+    path = os.pathsep.join(filter(None, (str(source), str(TESTS), os.environ.get("PYTHONPATH"))))
+    return {**os.environ, "OMP_NUM_THREADS": "1", "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1", "PYTHONPATH": path}
+
+
+def _words(texts: Path, output: Path) -> list[str]:
+    """The command line of :func:`tiny_settings`."""
+    words = (
+        "train --preset tiny --steps 9 --save-steps 4 --log-steps 2 --eval-steps 5 --sample-length 20 --device cpu "
+        "--threads 1 --precision float32 --model.dropout 0.1"
+    )
+    return [*words.split(), "--data", str(texts), "--output", str(output)]
+
+
+def test_a_run_that_torchrun_starts_again_goes_on_and_ends_bit_for_bit_where_it_would_have(tmp_path: Path) -> None:
+    texts = write_texts(tmp_path / "texts")
+    whole = train(tiny_settings(texts, threads=1, device="cpu", precision="float32"), tmp_path / "whole", quiet())
+    # It is killed before its first checkpoint, and after it.
+    words = ["dies", "0", "2,6", *_words(texts, tmp_path / "run")]
+    ended = run_whole(_command(1, words, "--max-restarts", "2"), HANG_SECONDS, env=_environment())
+    assert ended.returncode == 0, ended.stderr
+    assert (tmp_path / "reached-2").exists()
+    assert (tmp_path / "reached-6").exists()
+    assert ended.stdout.count("going on after step 4") == 1
+    expected, found = weights(whole.run), weights(tmp_path / "run")
+    assert all(torch.equal(expected[name], found[name]) for name in expected | found)
+
+
+def test_a_launch_knows_the_runs_that_it_began_and_no_others() -> None:
+    agent, other = Mark("node1", 7, "place", "100"), Mark("node2", 7, "elsewhere", "200")
+    record = launch_record([Launch("none", agent), Launch("none", agent), Launch("none", other)])
+    assert record == {"name": "none", "agents": [agent.to_dict(), other.to_dict()]}
+    assert Launch("none", agent).is_in(record)
+    assert Launch("none", other).is_in(record)
+    # Launches are called alike where nobody names them: the agent's process tells them apart.
+    for started in ("101", ""):
+        assert not Launch("none", dataclasses.replace(agent, started=started)).is_in(record)
+    assert not Launch("run2", agent).is_in(record)
+    assert not Launch("none", agent).is_in(None)
+    assert launch_record([None, None]) is None
+
+
+def test_ranks_end_when_their_agent_is_killed_and_the_folder_is_free_at_once(tmp_path: Path) -> None:
+    words = ["waits", "1", "6", *_words(write_texts(tmp_path / "texts"), tmp_path / "run")]
+    with subprocess.Popen(
+        _command(2, words), stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, env=_environment(),
+        start_new_session=True, text=True,
+    ) as agent:  # fmt: skip
+        try:
+            reached = tmp_path / "reached-6"
+            _wait_until(reached.exists, agent)
+            ranks = [
+                int(reached.read_text()),
+                json.loads((tmp_path / "run" / "lease.json").read_text())["holder"]["pid"],
+            ]
+            assert all(_is_running(rank) for rank in ranks)
+            os.kill(agent.pid, signal.SIGKILL)
+            _wait_until(lambda: not any(_is_running(rank) for rank in ranks))
+        finally:
+            end_whole(agent)
+    with Lease(tmp_path / "run", lambda line: None) as lease:
+        lease.check()
+    assert [path.name for path in (tmp_path / "run").glob("checkpoint-*")] == ["checkpoint-4"]
+
+
+def _wait_until(holds: Callable[[], bool], agent: subprocess.Popen[str] | None = None) -> None:
+    deadline = time.monotonic() + HANG_SECONDS
+    while not holds():
+        assert agent is None or agent.poll() is None
+        assert time.monotonic() < deadline, "it hangs"
+        time.sleep(0.1)
+
+
+def _is_running(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] not in "ZX"
+    except FileNotFoundError:
+        return False
