@@ -5,8 +5,10 @@ from __future__ import annotations
 import json
 import math
 import os
+import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
@@ -18,13 +20,14 @@ from dilated_attention_pytorch.models import LongNetConfig
 from dilated_attention_pytorch.training import train
 from dilated_attention_pytorch.training.callbacks import read_metrics
 from dilated_attention_pytorch.training.tensor_parallel import order_of, row_orders
-from processes import run_whole
+from processes import end_whole, run_whole
 from training.runs import quiet, weights, write_texts
 from training.spread_runs import small_settings
 
 LOSS_TOLERANCE = 1e-5  # nats, of losses of 3 to 6
 WEIGHT_TOLERANCE = 1e-5
 TESTS = Path(__file__).parents[1]
+HANG_SECONDS = 600.0
 
 # The changes to the settings of the single process, which takes 2 windows a step, and the step to stop after.
 TWO: dict[str, tuple[dict[str, Any], int | None]] = {
@@ -65,13 +68,19 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def _torchrun(num_processes: int, words: list[str]) -> subprocess.CompletedProcess[str]:
-    launch = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(num_processes)]
+def _launch(num_processes: int) -> list[str]:
+    return [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(num_processes)]
+
+
+def _environment() -> dict[str, str]:
     source = Path(dilated_attention_pytorch.__file__).parents[1]
     path = os.pathsep.join(filter(None, (str(source), str(TESTS), os.environ.get("PYTHONPATH"))))
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": path}
+    return {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": path}
+
+
+def _torchrun(num_processes: int, words: list[str]) -> subprocess.CompletedProcess[str]:
     # A guard against hanging alone: one launch trains eight times.
-    return run_whole([sys.executable, *launch, *words], 1200, env=environment)
+    return run_whole([*_launch(num_processes), *words], 1200, env=_environment())
 
 
 def _check_follows(folder: Path, name: str, figure: Any) -> None:
@@ -152,6 +161,40 @@ def test_the_command_reports_once_and_ends_in_all_processes(folder: Path) -> Non
     assert run.stdout.count("xz -9e takes") == 2  # before the run and beside its result
     assert run.stdout.count("step 2/2") == 1
     assert (folder / "command" / "model.safetensors").exists()
+
+
+def test_a_stopped_process_ends_the_run_with_its_number_in_every_other(folder: Path, figure: Any) -> None:
+    """Two sequences of two processes: those of the other sequence wait in a collective of torch's own."""
+    place = folder / "stopped"
+    place.mkdir()
+    changes = json.dumps({"context_parallel": 2, "strategy": "ring", "batch_size": 1, "timeout": 6})
+    words = [str(TESTS / "training" / "stopped_rank.py"), str(place), str(folder / "texts"), changes]
+    said = [place / f"said-{rank}.json" for rank in range(4)]
+    with (place / "err").open("w") as err:
+        process = subprocess.Popen(
+            [*_launch(4), *words], stderr=err, text=True, env=_environment(), start_new_session=True
+        )
+    try:
+        deadline = time.monotonic() + HANG_SECONDS
+        while not all(map(_is_whole, said)) and process.poll() is None and time.monotonic() < deadline:
+            time.sleep(0.05)
+        assert all(map(_is_whole, said)), (place / "err").read_text()
+        stopped = json.loads(said[3].read_text())
+        # torchrun's signal to end does not reach a stopped process: it would wait for 30 s before it kills it.
+        os.kill(stopped["pid"], signal.SIGCONT)
+        assert process.wait(timeout=HANG_SECONDS) == 1
+    finally:
+        end_whole(process)
+    for file in said[:3]:
+        ended = json.loads(file.read_text())
+        assert ": rank 3 does not answer: the process was killed or stopped" in ended["message"]
+        assert ended["message"].endswith("; no checkpoint was complete yet")
+        figure(f"training with --timeout 6, rank 3 is stopped, {file.stem}", f"{ended['at'] - stopped['at']:.1f} s")
+
+
+def _is_whole(file: Path) -> bool:
+    """Whether a rank has written all that it says."""
+    return file.exists() and file.read_text().endswith("}")
 
 
 def test_a_process_has_the_rows_of_its_heads() -> None:

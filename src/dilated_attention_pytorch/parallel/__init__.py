@@ -14,7 +14,7 @@ from .modules import (
 from .plan import Estimate, Machine, ParallelPlan, plan_parallel
 from .selection import agreed_selector
 from .sharding import positions, shard, shard_labels, unshard
-from .wire import Traffic, count_traffic
+from .wire import Traffic, count_traffic, naming_ranks
 
 __all__ = [
     "DistributedDilatedAttention",
@@ -33,6 +33,7 @@ __all__ = [
     "attend",
     "attend_with_lse",
     "count_traffic",
+    "naming_ranks",
     "plan_parallel",
     "positions",
     "shard",

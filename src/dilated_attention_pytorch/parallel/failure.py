@@ -36,13 +36,17 @@ class Board:
         watch: what gets this process out of a wait.
         group: a name of the group that no other has.
         ranks: the global ranks of the group.
+        is_of_all: whether this rank takes part in what the group does when it waits in any other group, too.
     """
 
-    def __init__(self, roll: RollCall, watch: Watch, group: str, ranks: Sequence[int]) -> None:
+    def __init__(
+        self, roll: RollCall, watch: Watch, group: str, ranks: Sequence[int], *, is_of_all: bool = False
+    ) -> None:
         self._roll = roll
         self._watch = watch
         self._group = group
         self._ranks = ranks
+        self._is_of_all = is_of_all
         self._call: Mapping[str, str] = {}
         self._number = 0
         self._said = ""
@@ -123,7 +127,8 @@ class Board:
     def _answer(self) -> tuple[Answer, Mapping[str, str]]:
         call, number = self._call, self._number
         digest = f"{zlib.crc32(call_to_note(call).encode()):08x}"
-        return Answer(number=number, call=digest, waits=self.waits, is_told=self._watch.is_told), call
+        waits = self.waits or ("for ranks of another group" if self._is_of_all and self._watch.is_waiting() else "")
+        return Answer(number=number, call=digest, waits=waits, is_told=self._watch.is_told), call
 
     def _known(self) -> Heard | None:
         """The first failure that was published since this group exists."""

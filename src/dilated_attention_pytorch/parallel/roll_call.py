@@ -67,7 +67,7 @@ class RollCall:
 
     def __init__(self, store: Store, rank: int, timeout: float, is_over: Callable[[], bool]) -> None:
         self.rank = rank
-        self.timeout = max(timeout, LISTENING_SECONDS)
+        self.wait_at_most(timeout)
         self.words = ""
         """Why this process makes no call any more, while that is so."""
         self.failures: list[Heard] = []
@@ -93,6 +93,10 @@ class RollCall:
         self._thread.start()
         # A thread that comes back from the store's C++ code while the interpreter goes away would abort the process.
         atexit.register(self.stop)
+
+    def wait_at_most(self, seconds: float) -> None:
+        """Give a process up that has been silent for so long."""
+        self.timeout = max(seconds, LISTENING_SECONDS)
 
     def answer(self, group: str, ranks: Sequence[int], about: Callable[[], tuple[Answer, Mapping[str, str]]]) -> None:
         """From now on answer questions about ``group`` with what ``about`` returns, that and the last call in words.

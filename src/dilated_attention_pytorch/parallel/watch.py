@@ -39,7 +39,7 @@ class Watch:
         """Whether the signal to end came while this process waited."""
         self._roll = roll
         self._break_off = break_off
-        self._is_waiting = is_waiting
+        self.is_waiting = is_waiting
         self._is_over = is_over
         self._num_known = len(roll.failures)
         self._is_heeding = False
@@ -102,7 +102,7 @@ class Watch:
                     self._give_up(known[0].failure.cause)
 
     def _give_up(self, cause: str) -> None:
-        if not self._is_waiting():
+        if not self.is_waiting():
             # Another collective of the program, if it waits in one, ends with an error that names no rank.
             self._tell(cause)
         self._break_off()

@@ -1,4 +1,4 @@
-"""The only module that talks to ``torch.distributed``: messages between the ranks of one axis of a mesh, counted."""
+"""Messages between the ranks of one axis of a mesh, counted: all that this package sends, it sends here."""
 
 from __future__ import annotations
 
@@ -8,7 +8,6 @@ import json
 import zlib
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from datetime import timedelta
 
 import torch
 import torch.distributed as dist
@@ -16,6 +15,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from .failure import Board, RankFailure, disagreement
+from .groups import all_groups, as_long_as_all, break_off, is_of_transport, timeout_of
 from .roll_call import RollCall
 from .watch import Watch
 
@@ -38,9 +38,6 @@ _REDUCE_SCATTER = getattr(dist, "reduce_scatter_single", None) or dist.reduce_sc
 
 # Tags of messages: numbers of calls are below.
 _AGREEMENT_TAG = 1 << 30
-
-_BREAKING_TAG = (1 << 30) + 2
-_AT_ONCE = timedelta(milliseconds=1)
 
 _MOST_AGREED = 1 << 16
 
@@ -333,47 +330,37 @@ def _connections() -> _Connections:
             return not dist.is_initialized() or dist.distributed_c10d._get_default_store() is not store
 
         wires: dict[tuple[str, str], Wire] = {}
-        roll_call = RollCall(store, dist.get_rank(), _timeout_of_all().total_seconds(), is_over)
-        watch = Watch(roll_call, _break_off, lambda: any(wire.is_waiting for wire in list(wires.values())), is_over)
+        roll_call = RollCall(store, dist.get_rank(), timeout_of(dist.group.WORLD).total_seconds(), is_over)
+        watch = Watch(roll_call, break_off, lambda: any(wire.is_waiting for wire in list(wires.values())), is_over)
         _CONNECTIONS[:] = [_Connections(store, roll_call, watch, wires)]
     return _CONNECTIONS[0]
 
 
-def as_long_as_all(group: dist.ProcessGroup) -> timedelta:
-    """Have the ranks of ``group`` wait for each other no longer than those of the whole process group do.
+@contextlib.contextmanager
+def naming_ranks(doing: str) -> Iterator[None]:
+    """Errors of the program's own collectives, in all groups that it made, become errors that name the rank.
 
-    torch makes the groups of a mesh's axes with its own default of half an hour, whatever ``init_process_group`` was
-    told.
+    Args:
+        doing: what the ranks do in the block, in words.
 
-    Returns:
-        how long that is.
+    Raises:
+        RankFailure: a rank died, does not answer, or takes no part.
     """
-    timeout = min(_timeout_of(group), _timeout_of_all())
-    dist.distributed_c10d._set_pg_timeout(timeout, group)
-    return timeout
-
-
-def _timeout_of(group: dist.ProcessGroup) -> timedelta:
-    backends = [group._get_backend(device) for device in group._device_types]
-    return min(backend.options._timeout for backend in backends)
-
-
-def _timeout_of_all() -> timedelta:
-    assert dist.group.WORLD is not None
-    return _timeout_of(dist.group.WORLD)
-
-
-def _break_off() -> None:
-    """Make every wait of this process in a group of gloo raise, in whichever thread.
-
-    gloo has no call for that. It gives up all messages of a group, though, when one of them was waited for in vain.
-    """
-    cpu = torch.device("cpu")
-    for group in list(dist.distributed_c10d._world.pg_map):
-        if group.size() > 1 and cpu in group._device_types and group._get_backend(cpu).name() == "gloo":
-            with contextlib.suppress(RuntimeError, ValueError):  # that, or the program takes the group down just now
-                work = dist.irecv(
-                    torch.empty(1), group=group, group_src=(group.rank() + 1) % group.size(), tag=_BREAKING_TAG
-                )
-                assert work is not None
-                work.wait(_AT_ONCE)
+    if not dist.is_initialized() or dist.get_world_size() == 1:
+        yield
+        return
+    known, ranks = _connections(), range(dist.get_world_size())
+    for group in all_groups():
+        as_long_as_all(group)
+    known.roll_call.wait_at_most(timeout_of(dist.group.WORLD).total_seconds())
+    board = Board(known.roll_call, known.watch, f"all, {doing}", ranks, is_of_all=True)
+    board.meet()
+    try:
+        yield
+    except RankFailure:
+        raise
+    except RuntimeError as error:
+        if not is_of_transport(error):
+            raise
+        board.waits = doing
+        raise RankFailure(f"{doing}: {board.diagnose(error, doing)}") from error

@@ -21,6 +21,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from dilated_attention_pytorch import parallel
 from dilated_attention_pytorch.models.causal_lm import LongNetForCausalLM
+from dilated_attention_pytorch.parallel.groups import as_long_as_all, wait_at_most
 from dilated_attention_pytorch.patterns import Pattern
 from dilated_attention_pytorch.planning import Layout
 
@@ -82,6 +83,7 @@ class Distribution:
         self.data_size, self.data_rank = 1, 0
         if not dist.is_initialized() or dist.get_world_size() == 1:
             return
+        wait_at_most(settings.timeout)
         sequences = dist.get_world_size() // (self.context_size * self.tensor_size)
         shape = (sequences, self.context_size // settings.heads_parallel, settings.heads_parallel, self.tensor_size)
         self.mesh = init_device_mesh(device, shape, mesh_dim_names=_AXES)
@@ -138,7 +140,9 @@ class Distribution:
 
     def _rows_mesh(self) -> DeviceMesh:
         assert self.mesh is not None
-        return self.mesh[_ROW_AXES]._flatten("rows")
+        mesh = self.mesh[_ROW_AXES]._flatten("rows")
+        as_long_as_all(mesh.get_group())
+        return mesh
 
     def rows(self, inputs: dict[str, Tensor]) -> dict[str, Tensor]:
         """This process's rows of whole windows: tokens, the tokens after them, and where they lie."""

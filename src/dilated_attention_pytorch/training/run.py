@@ -7,8 +7,8 @@ import math
 import secrets
 import shlex
 import time
-from collections.abc import Callable
-from contextlib import ExitStack
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -210,7 +210,7 @@ def _meet(settings: TrainSettings, folder: Path, device: str) -> TrainingArgumen
     args = arguments(
         settings, folder, device, per_device_train_batch_size=settings.batch_size,
         per_device_eval_batch_size=settings.batch_size, torch_compile=settings.compile,
-        ddp_find_unused_parameters=False,
+        ddp_find_unused_parameters=False, ddp_timeout=settings.timeout,
     )  # fmt: skip
     assert args.device is not None
     return args
@@ -307,8 +307,6 @@ def _go(run: _Run) -> Outcome:
     from torch.utils.tensorboard import SummaryWriter
     from transformers.integrations import TensorBoardCallback
 
-    from dilated_attention_pytorch.parallel import RankFailure
-
     from .callbacks import Bar, Interruption, Metrics
     from .distribution import Distribution
     from .evaluation import draw_losses, xz_bits_per_byte
@@ -347,10 +345,8 @@ def _go(run: _Run) -> Outcome:
         torch.manual_seed(settings.seed + (distribution.rows_rank << 32))
     with Interruption(trainer.accelerator) as interruption, bar:
         trainer.add_callback(interruption)
-        try:
+        with _naming_ranks("training", trainer):
             trainer.train(resume_from_checkpoint=None if checkpoint is None else str(checkpoint))
-        except RankFailure as error:
-            raise RunError(f"{error}; {trainer.how_to_go_on()}") from error
     # Its writer is closed by now, and it would open another one elsewhere.
     trainer.remove_callback(TensorBoardCallback)
     done = trainer.state.global_step
@@ -358,7 +354,20 @@ def _go(run: _Run) -> Outcome:
         if trainer.is_world_process_zero():
             draw_losses(folder, xz=xz, final=None)
         return Outcome(run=folder, step=done, stopped_by=interruption.signal)
-    return _finish(run, trainer, evaluation, xz)
+    with _naming_ranks("evaluating", trainer):
+        return _finish(run, trainer, evaluation, xz)
+
+
+@contextmanager
+def _naming_ranks(doing: str, trainer: LongNetTrainer) -> Iterator[None]:
+    """Where a process fails, every other one ends with its number, and with what is left of the run."""
+    from dilated_attention_pytorch.parallel import RankFailure, naming_ranks
+
+    try:
+        with naming_ranks(doing):
+            yield
+    except RankFailure as error:
+        raise RunError(f"{error}; {trainer.how_to_go_on()}") from error
 
 
 def _announce(

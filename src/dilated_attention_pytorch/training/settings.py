@@ -90,6 +90,10 @@ class TrainSettings:
     (torch's fully_shard)."""
     tensor_parallel: int = 1
     """Processes that split the heads, the feed-forward and the tokens of every layer's matrices."""
+    timeout: int = 600
+    """Seconds that a process waits for another one. Then the run ends with the number of the one that was killed or
+    stopped, or takes no part. What one process does while the others wait, such as writing a checkpoint, has to take
+    less."""
     compile: bool = False
     """Whether to run the model through torch.compile: minutes at the start, then faster steps on a GPU."""
     seed: int = 0
@@ -126,6 +130,7 @@ class TrainSettings:
         for name in ("threads", "sample_length", "sample_temperature", "weight_decay"):
             check_number(self, name, least=0)
         check_number(self, "context_length", least=8)
+        check_number(self, "timeout", least=5)
         for name in ("learning_rate", "muon_learning_rate", "max_grad_norm"):
             check_number(self, name, above=0)
         for name in ("file_start_fraction", "warmup_fraction"):
