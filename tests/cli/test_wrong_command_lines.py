@@ -8,6 +8,7 @@ import hashlib
 import json
 import os
 import shutil
+import socket
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -72,6 +73,21 @@ def _take_cuda_away(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
 
 
+def _take_network_away(monkeypatch: pytest.MonkeyPatch) -> None:
+    import huggingface_hub
+
+    def connect(address: tuple[str, int], timeout: float) -> None:
+        raise socket.gaierror(socket.EAI_NONAME, "Name or service not known")
+
+    def ask(*words: Any, **options: Any) -> None:
+        raise AssertionError("the hub was asked")
+
+    monkeypatch.setattr(socket, "create_connection", connect)
+    monkeypatch.setattr(huggingface_hub, "hf_hub_download", ask)
+    for name in ("https_proxy", "HTTPS_PROXY"):
+        monkeypatch.delenv(name, raising=False)
+
+
 def _start_two_processes(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("WORLD_SIZE", "2")
 
@@ -104,6 +120,35 @@ ROWS = [
     Row("generate", "required"),
     Row("info --verbose", "Unrecognized options: --verbose"),
     # numbers out of range
+    Row(f"{TRAIN} --threads 100000", "--threads must be at most 1,024, got 100000; this machine has"),
+    Row("extend --model {}/short --threads 100000 --length 64 --data {}/texts --output {}/new", "at most 1,024, got"),
+    Row("bench --threads 100000 --output {}/new", "--threads must be at most 1,024, got 100000; this machine has"),
+    Row("profile --threads 100000 --output {}/new", "--threads must be at most 1,024, got 100000; this machine has"),
+    Row("tune --threads 100000 --output {}/new", "--threads must be at most 1,024, got 100000; this machine has"),
+    Row("show local_window(1) --heads 10000000000", "--heads must be at most 4,096, got 10000000000"),
+    Row("show local_window(1) --heads 65 --output {}/new.png", "--heads must be at most 64 beside it, got 65"),
+    Row("show local_window(1) --length 10000000000", "sequence_length must be at most 2,147,483,648, whose pairs"),
+    Row("show random_blocks(0.1) --length 1000000000", "are 61,035,156,250,000 pairs of blocks to look at, and"),
+    Row(f"{TRAIN} --steps 1000000000000000000000000000000", "must be at most 281,474,976,710,656, got 2,000,000,000"),
+    Row(f"{TRAIN} --gradient-accumulation 9223372036854775808", "the windows of a batch must be at most 281,474"),
+    Row("extend --model x --steps 1000000000000000000000 --output {}/new", "the windows of a batch must be at most"),
+    Row(f"{TRAIN} --muon-learning-rate 1e308", "muon_learning_rate must be at most 1000000.0, got 1e+308"),
+    Row(f"{TRAIN} --learning-rate 1e308", "learning_rate must be at most 1000000.0, got 1e+308"),
+    Row(f"{TRAIN} --sample-prompt \udcff", "sample_prompt must be UTF-8 text, got '\\udcff'"),
+    # more memory than there is
+    Row(f"{TRAIN} --batch-size 100000000", "GB are free; take a smaller --batch-size or --context-length, or add"),
+    Row(f"{TRAIN} --batch-size 100000000", "TB activations) needs at least"),
+    Row(f"{TRAIN} --model.embed-dim 100000", "GB are free; take a smaller --model.embed-dim, --model.ffn-dim or"),
+    Row(f"{TRAIN} --model.num-layers 10000000000", "GB are free; take a smaller"),
+    Row(
+        "extend --model {}/short --length 64 --batch-tokens 100000000000 --data {}/texts --output {}/new",
+        "GB are free; take smaller --batch-tokens or a smaller --length",
+    ),
+    Row("bench --rows 10000000000 --output {}/new", "GB are free; take fewer --rows, a smaller --batch, or"),
+    Row("bench --batch 10000000000 --output {}/new", "GB are free; take fewer --rows, a smaller --batch, or"),
+    Row("bench --rows 1000000000000000000000000000000 --output {}/new", "GB are free; take fewer --rows"),
+    Row("profile --rows 10000000000 --output {}/new", "GB are free; take fewer --rows, a smaller --batch, or"),
+    Row("profile --head-dim 10000000000 --output {}/new", "GB are free; take fewer --rows, a smaller --batch, or"),
     Row(f"{TRAIN} --steps 0", "steps must be at least 1, got 0"),
     Row(f"{TRAIN} --learning-rate -1", "learning_rate must be above 0, got -1.0"),
     Row(f"{TRAIN} --batch-size 0", "batch_size must be at least 1, got 0"),
@@ -130,7 +175,31 @@ ROWS = [
     Row("train --preset tiny --output {}/new --data {}/bad/short.txt", "fewer than one window of --context-length 256"),
     Row("train --preset tiny --output {}/new --data {}/bad/textless", "no text file (1 files were looked at: 1 not"),
     Row(TRAIN, "module3.py may not be read by this user; change its permissions", _refuse_reading),
+    Row(
+        "train --preset tiny --output {}/new --data /dev/zero", "/dev/zero is no regular file and no folder; write its"
+    ),
+    Row("train --preset tiny --output {}/new --data {}/bad/pipe", "pipe is no regular file and no folder; write its"),
+    Row(
+        "train --preset tiny --output {}/new --data {}/bad/odd",
+        "looked at: 1 no regular files, 1 empty); name a folder",
+    ),
+    Row("train --preset tiny --output {}/new --data=", "a path on the command line is empty (a variable of"),
     # where to write
+    Row(
+        "train --preset tiny --data {}/texts --output=",
+        "a path on the command line is empty (a variable of",
+    ),
+    Row("train --preset tiny --data {}/texts --output ..", "--output .. exists and is not empty; nothing in it was"),
+    Row("train --preset tiny --data {}/texts --output /", "for example --output runs/new-2"),
+    Row("extend --model {}/short --length 64 --data {}/texts --output /", "for example --output runs/new-2"),
+    Row("bench --output /", "for example --output runs/new-2"),
+    Row("train --preset tiny --data {}/texts --output \udcff", "is no name in UTF-8; name another one"),
+    Row("profile --output \udcff", "is no name in UTF-8; name another one"),
+    Row("tune --output {}/file", "--output {}/file cannot be made: {}/file is a file; name a folder below a folder"),
+    Row("tune --output {}/reports", "report.txt exists; nothing in it was changed. Name a new file, for example"),
+    Row("show local_window(1) --output {}/old.png", "old.png exists; nothing in it was changed. Name a new file, for"),
+    Row("show local_window(1) --output {}/old.png", "for example --output {}/old-2.png"),
+    Row("show local_window(1) --output {}/new.png", "is read-only for this user; change its", _refuse_writing),
     Row("train --preset tiny --data {}/texts --output {}/taken", "exists and is not empty; nothing in it was changed"),
     Row("train --preset tiny --data {}/texts --output {}/taken", "for example --output {}/taken-2"),
     Row("train --preset tiny --data {}/texts --output {}/stopped", "or go on with that run: --resume {}/stopped"),
@@ -166,7 +235,15 @@ ROWS = [
     Row("train --resume {}/stopped", "is read-only for this user; change its permissions", _refuse_writing),
     # what to measure
     Row("extend --length 512 --output {}/new", "extend needs --model FOLDER, the pretrained model to begin with"),
-    Row("extend --model {}/nothing --output {}/new", "--model {}/nothing: {}/nothing describes no model of"),
+    Row("extend --model {}/nothing --output {}/new", "--model {}/nothing: there is no such folder (looked for from"),
+    Row("extend --model {}/taken --output {}/new", "--model {}/taken: there is no config.json in that folder; name a"),
+    Row("extend --model {}/file --output {}/new", "--model {}/file: it is a file, not a folder; name a folder with"),
+    Row("extend --model ../nothing --output {}/new", "--model ../nothing: there is no such folder (looked for from"),
+    Row(
+        "extend --model nothere/x --output {}/new",
+        "and no hub to ask for a model of that name (huggingface.co: Name or",
+        _take_network_away,
+    ),
     Row("extend --model {}/short --length 32 --output {}/new", "--length must be more than the 32 tokens"),
     Row("extend --model {}/short --length 4 --output {}/new", "length must be at least 8, got 4"),
     Row(
@@ -207,6 +284,7 @@ ROWS = [
     Row("bench --output {}/new --compare {}/nothing", "nothing does not exist; name the bench.json of an earlier"),
     Row("bench --output {}/new --compare {}/taken", "taken cannot be read (Is a directory); name the bench.json"),
     Row("bench --output {}/new --compare {}/file", "file is no JSON"),
+    Row("bench --output {}/new --compare /dev/zero", "--compare /dev/zero is no regular file; name the bench.json of"),
     Row("bench --output {}/new --compare {}/finished/config.json", "is not written by this version of the benchmark"),
     Row("bench --output {}/new --compare {}/dry.json", "dry.json is of a dry run, which measures nothing"),
     Row("bench --output {}/new --compare {}/other-cases.json", "holds no time of any case that is about to be run"),
@@ -254,12 +332,19 @@ def world(tmp_path_factory: pytest.TempPathFactory) -> Path:
     (bad / "textless").mkdir(parents=True)
     (bad / "textless" / "image.png").write_bytes(b"\x89PNG\0\0")
     (bad / "empty.txt").touch()
+    (bad / "odd").mkdir()
+    (bad / "odd" / "empty").touch()
+    os.mkfifo(bad / "odd" / "a-pipe")
+    os.mkfifo(bad / "pipe")
     (bad / "binary.bin").write_bytes(bytes(range(256)) * 9)
     (bad / "latin.txt").write_bytes("é".encode("latin-1") * 999)
     (bad / "short.txt").write_text("short\n" * 11)
     (world / "taken").mkdir()
     (world / "taken" / "notes.txt").write_text("precious")
     (world / "file").write_text("precious")
+    (world / "old.png").write_bytes(b"precious")
+    (world / "reports").mkdir()
+    (world / "reports" / "report.txt").write_text("precious")
 
     sizes = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
     LlamaForCausalLM(LlamaConfig(vocab_size=256, max_position_embeddings=32, **sizes)).save_pretrained(world / "short")
@@ -349,3 +434,21 @@ def test_a_wrong_command_line_says_what_to_do_and_changes_nothing(
     assert captured.out == ""
     assert _state(world) == before
     assert not any(tmp_path.iterdir())
+
+
+def test_the_folder_that_one_stands_in_is_refused_with_a_name_beside_it(
+    world: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(world / "taken")
+    for command in (
+        "train --preset tiny --data ../texts",
+        "extend --model ../short --data ../texts",
+        "bench",
+        "profile",
+    ):
+        with pytest.raises(SystemExit) as left:
+            main([*command.split(), "--output", "."])
+        assert left.value.code == 2
+        said = " ".join(capsys.readouterr().err.split())
+        assert "--output . exists and is not empty; nothing in it was changed." in said
+        assert f"for example --output {world}/taken-2" in said

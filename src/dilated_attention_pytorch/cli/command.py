@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated, NoReturn
 
+import torch
 import tyro
 from tyro.constructors import ConstructorRegistry, PrimitiveConstructorSpec, PrimitiveTypeInfo
 
@@ -46,7 +47,9 @@ def _path(info: PrimitiveTypeInfo) -> PrimitiveConstructorSpec[Path] | None:
 def _read_path(words: list[str]) -> Path:
     # Python takes the empty path for the working folder, which nobody means who writes nothing.
     if not words[0].strip():
-        raise ValueError("a path must not be empty (is a variable of the shell not set?); . is this folder")
+        raise RunError(
+            "a path on the command line is empty (a variable of the shell that is not set?); this folder is ."
+        )
     return Path(words[0])
 
 
@@ -72,6 +75,13 @@ def run_command(args: Sequence[str]) -> None:
         if error.errno == errno.EROFS:
             _leave(f"{error.filename}: the disk is read-only; name a place on one that can be written")
         _leave(f"{error.filename}: {error.strerror}; check the path and its permissions, or name another one")
+    except (MemoryError, torch.OutOfMemoryError) as error:
+        _leave_out_of_memory(args[0], error)
+    except RuntimeError as error:
+        # PyTorch has no class of its own for the memory of the CPU.
+        if "can't allocate memory" not in str(error):
+            raise
+        _leave_out_of_memory(args[0], error)
     except KeyboardInterrupt:
         print("\ndilated-attention: stopped", file=sys.stderr)
         raise SystemExit(128 + signal.SIGINT) from None
@@ -113,6 +123,12 @@ def _parse(args: list[str]) -> Train | Extend | Generate | Bench | Profile | Tun
         "measure, see what runs here."
     )
     return tyro.cli(commands, args=args, prog=prog, description=description, config=_TYRO)
+
+
+def _leave_out_of_memory(name: str, error: Exception) -> NoReturn:
+    going_on = ", or go on where there is more of it with --resume RUN" if name in _THAT_GO_ON else ""
+    reason = str(error).partition("\n")[0]
+    _leave(f"the memory is used up{f' ({reason})' if reason else ''}; take smaller numbers{going_on}")
 
 
 def _leave(sentence: str) -> NoReturn:

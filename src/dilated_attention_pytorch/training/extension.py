@@ -27,6 +27,7 @@ from .footprint import check_extension_memory
 from .lease import Lease
 from .manifest import read_sealed, sealed, sums, verify_sums
 from .process import ending_with_launcher
+from .pretrained import check_source, num_parameters
 from .text_files import in_words
 from .together import num_processes
 from .tokens import load_tokenizer, num_bytes, tokenized
@@ -94,6 +95,7 @@ def extend(settings: ExtensionSettings, output: Path, console: Console) -> Exten
     preflight.check_output(output)
     device = preflight.choose_device(settings.device)
     what = f"--model {settings.model}"
+    check_source(what, settings.model)
     config = _load_config(what, settings.model)
     own_length = _own_length(what, config)
     try:
@@ -106,7 +108,7 @@ def extend(settings: ExtensionSettings, output: Path, console: Console) -> Exten
     _check_text(training, held_out, settings)
     precision = preflight.choose_precision(settings.precision, device)
     settings = dataclasses.replace(settings, threads=set_threads(settings.threads), precision=precision)
-    check_extension_memory(settings, config, _num_parameters(what, config), device)
+    check_extension_memory(settings, config, num_parameters(what, config), device)
     model = _load_model(what, settings.model, device)
     preflight.check_space(
         output, sum(parameter.numel() for parameter in model.parameters()), settings.keep_checkpoints
@@ -284,18 +286,6 @@ def _num_kv_heads(config: PreTrainedConfig) -> int:
     text = config.get_text_config()
     heads: int = getattr(text, "num_key_value_heads", None) or text.num_attention_heads
     return heads
-
-
-def _num_parameters(what: str, config: PreTrainedConfig) -> int:
-    """Weights of the model that a configuration describes, without making any."""
-    from transformers import AutoModelForCausalLM
-
-    try:
-        with torch.device("meta"):
-            model = AutoModelForCausalLM.from_config(config)
-    except (ValueError, RuntimeError) as error:
-        raise RunError(f"{what}: its config.json describes no causal language model ({error}); name one") from error
-    return sum(parameter.numel() for parameter in model.parameters())
 
 
 def _load_model(what: str, model: str, device: str, **options: Any) -> PreTrainedModel:

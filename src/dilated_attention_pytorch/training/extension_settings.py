@@ -9,7 +9,7 @@ from typing import Any, Literal, get_args
 
 from dilated_attention_pytorch.patterns import Pattern, pattern_from_expression
 
-from .settings import LARGEST_SEED, Device, Precision, Schedule, check_choice, check_number
+from .settings import LARGEST_RATE, LARGEST_SEED, Device, Precision, Schedule, check_choice, check_number, check_windows
 
 Rotary = Literal["yarn", "linear", "ntk", "none"]
 
@@ -90,8 +90,9 @@ class ExtensionSettings:
         check_number(self, "seed", least=0, most=LARGEST_SEED)
         for name in ("threads", "batch_tokens", "weight_decay"):
             check_number(self, name, least=0)
-        for name in ("learning_rate", "max_grad_norm"):
-            check_number(self, name, above=0)
+        check_number(self, "learning_rate", above=0, most=LARGEST_RATE)
+        check_number(self, "max_grad_norm", above=0)
+        check_windows(self.steps * self.gradient_accumulation * max(1, self.batch_tokens // 8))
         check_number(self, "warmup_fraction", least=0, most=1)
         for name, choices in (
             ("rotary", Rotary), ("schedule", Schedule), ("precision", Precision), ("device", Device)

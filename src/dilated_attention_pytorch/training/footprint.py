@@ -43,11 +43,11 @@ def footprint(settings: TrainSettings, num_processes: int) -> Footprint:
 
     Per token and layer, with i bytes an element of what is computed in the precision of the run: in the width E the
     float32 input and output of both norms, and queries, the attention's output before and after its norm, keys and
-    values; in the width F gate and up, their activation and product, and what the norm makes of it; in lower precision
-    the float32 copies that the norms inside compute on. With blocks recomputed, one number of the width E, and all of
-    it for one layer. What else there is at the peak is not counted (partial results of segments, gradients of
-    activations, freed pages): of eight settings from 30 thousand to 20 million weights the real peaks, less 0.1 GB of
-    libraries, were 1.1 to 2.1 times as large.
+    values; in the width F gate and up, their activation and product, and what the norm makes of it. With blocks
+    recomputed, one number of the width E, and all of it for one layer. What else there is at the peak is not counted
+    (copies for norms in lower precision, partial results of segments, gradients of activations, freed pages): of ten
+    settings from 30 thousand to 20 million weights the real peaks, less 0.1 GB of libraries, were 1.1 to 2.1 times as
+    large.
     """
     model = settings.model
     assert model.num_kv_heads is not None
@@ -58,9 +58,8 @@ def footprint(settings: TrainSettings, num_processes: int) -> Footprint:
     rows = -(-settings.context_length // settings.context_parallel)
     tokens, element = settings.batch_size * rows, _element(settings.precision)
     key_share = 2 * model.num_kv_heads / model.num_heads
-    copy = 4 if element < 4 else 0
-    of_width = 16 + copy + int((3 + key_share) * element)
-    of_inner = 5 * element + copy
+    of_width = 16 + int((3 + key_share) * element)
+    of_inner = 5 * element
     per_layer = (of_width * model.embed_dim + of_inner * model.ffn_dim) // settings.tensor_parallel
     kept = model.num_layers * per_layer
     if model.gradient_checkpointing:

@@ -22,6 +22,8 @@ Layout = Literal["auto", "contiguous", "zigzag"]
 DataParallel = Literal["ddp", "fsdp"]
 
 LARGEST_SEED = 2**32 - 1  # NumPy, which transformers seeds too, takes no larger one
+LARGEST_RATE = 1e6  # a step of it leaves float32 soon
+_MOST_WINDOWS = 2**48  # what counts them, on any number of processes, stays an index
 
 
 @dataclass(kw_only=True, slots=True)
@@ -131,8 +133,11 @@ class TrainSettings:
             check_number(self, name, least=0)
         check_number(self, "context_length", least=8)
         check_number(self, "timeout", least=5)
-        for name in ("learning_rate", "muon_learning_rate", "max_grad_norm"):
-            check_number(self, name, above=0)
+        for name in ("learning_rate", "muon_learning_rate"):
+            check_number(self, name, above=0, most=LARGEST_RATE)
+        check_number(self, "max_grad_norm", above=0)
+        check_windows(self.steps * self.batch_size * self.gradient_accumulation)
+        check_text(self, "sample_prompt")
         for name in ("file_start_fraction", "warmup_fraction"):
             check_number(self, name, least=0, most=1)
         for name in ("adam_beta1", "adam_beta2", "muon_momentum"):
@@ -200,6 +205,23 @@ class SampleSettings:
             check_number(self, "top_p", above=0, most=1)
         if self.seed is not None:
             check_number(self, "seed", least=0, most=LARGEST_SEED)
+
+
+def check_windows(number: int) -> None:
+    """Raise ``ValueError`` unless a run of ``number`` windows can be counted."""
+    if number > _MOST_WINDOWS:
+        raise ValueError(
+            f"steps times gradient_accumulation times the windows of a batch must be at most {_MOST_WINDOWS:,}, got "
+            f"{number:,}"
+        )
+
+
+def check_text(settings: DataclassInstance, name: str) -> None:
+    """Raise ``ValueError`` unless the field ``name`` is text that UTF-8 holds."""
+    try:
+        getattr(settings, name).encode()
+    except UnicodeEncodeError as error:
+        raise ValueError(f"{name} must be UTF-8 text, got {getattr(settings, name)!r}") from error
 
 
 def check_choice(settings: DataclassInstance, name: str, choices: Sequence[str]) -> None:

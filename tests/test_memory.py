@@ -1,0 +1,47 @@
+"""What is free is what the kernel, the control groups and the process's own limit leave; more is refused in words."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import pytest
+import torch
+
+from dilated_attention_pytorch import memory
+from dilated_attention_pytorch.errors import RunError
+from dilated_attention_pytorch.machine import MOST_THREADS, set_threads
+from dilated_attention_pytorch.memory import check_memory
+
+
+def test_more_than_is_free_is_refused_with_both_figures(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(memory, "free_memory", lambda device: 12_300_000_000)
+    check_memory(12_300_000_000, "cpu", what="the run", remedy="wait")
+    with pytest.raises(RunError, match=r"^the run needs at least 12\.4 GB of memory, and 12\.3 GB are free; wait$"):
+        check_memory(12_400_000_000, "cpu", what="the run", remedy="wait")
+    with pytest.raises(RunError, match=r"needs at least 6\.2 GB of memory in each of 2 processes, and 12\.3 GB"):
+        check_memory(6_200_000_000, "cpu", what="the run", remedy="wait", sharing=2)
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="Linux tells what is free")
+def test_the_limit_of_addresses_of_the_process_is_a_limit() -> None:
+    code = (
+        "import resource\nfrom dilated_attention_pytorch.memory import free_memory\nbefore = free_memory('cpu')\n"
+        "taken = int(open('/proc/self/statm').read().split()[0]) * resource.getpagesize()\n"
+        "resource.setrlimit(resource.RLIMIT_AS, (taken + (100 << 20),) * 2)\nprint(before, free_memory('cpu'))"
+    )
+    run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    before, after = map(int, run.stdout.split())
+    assert after <= 100 << 20 < before
+
+
+def test_threads_are_set_up_to_what_the_runtime_starts() -> None:
+    before = torch.get_num_threads()
+    try:
+        assert set_threads(1) == 1
+        assert set_threads(0) == 1
+        with pytest.raises(RunError, match=rf"must be at most 1,024, got {MOST_THREADS + 1}; this machine has"):
+            set_threads(MOST_THREADS + 1)
+        assert torch.get_num_threads() == 1
+    finally:
+        torch.set_num_threads(before)

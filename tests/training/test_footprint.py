@@ -1,0 +1,88 @@
+"""A run is refused for its memory only where it could not have run: the estimate lies below real peaks, and near."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from dilated_attention_pytorch import memory
+from dilated_attention_pytorch.errors import RunError
+from dilated_attention_pytorch.models import LongNetConfig
+from dilated_attention_pytorch.training import PRESETS, TrainSettings
+from dilated_attention_pytorch.training.footprint import check_training_memory, footprint
+from training.runs import write_texts
+
+_LIBRARIES = 100e6
+"""What the first step loads beside what is imported: about 103 MB in a run of 30 thousand weights."""
+_PEAK = """
+import resource, sys
+import accelerate, matplotlib.figure, transformers
+from dilated_attention_pytorch.cli import main
+from dilated_attention_pytorch.training import run, run_trainer, trainer
+before = int(open("/proc/self/statm").read().split()[1]) * resource.getpagesize()
+main(sys.argv[1:])
+print("bytes", resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 - before)
+"""
+
+
+def _settings(words: str) -> TrainSettings:
+    settings = PRESETS["tiny"]()
+    values: dict[str, Any] = {}
+    model: dict[str, Any] = {}
+    for flag in words.split():
+        name, _, value = flag.partition("=")
+        target = model if name.startswith("model.") else values
+        target[name.removeprefix("model.").replace("-", "_")] = int(value) if value.isdecimal() else value
+    if model:
+        # ffn_dim and the key/value heads of the preset stay.
+        values["model"] = LongNetConfig(**{**dataclasses.asdict(settings.model), **model})
+    return dataclasses.replace(settings, **values)
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="peaks are read as Linux counts them")
+def test_the_estimate_is_below_the_peak_of_a_run_and_above_a_third_of_it(tmp_path: Path, figure: Any) -> None:
+    words = "precision=float32 batch-size=16 model.embed-dim=256 model.ffn-dim=1024"
+    texts = write_texts(tmp_path / "texts")
+    flags = " ".join(f"--{word.replace('=', ' ')}" for word in words.split())
+    line = (
+        f"train --preset tiny --data {texts} --output {tmp_path}/run --steps 2 --eval-windows 1 --final-eval-windows 1 "
+        f"--quarter-files 1 --sample-length 1 --threads 1 {flags}"
+    )
+    environment = os.environ | {"OMP_NUM_THREADS": "1", "MALLOC_ARENA_MAX": "1"}
+    run = subprocess.run(
+        [sys.executable, "-c", _PEAK, *line.split()], env=environment, capture_output=True, text=True, check=True
+    )
+    peak = int(run.stdout.split()[-1]) - _LIBRARIES
+    estimate = footprint(_settings(words), 1).total
+    assert peak / 3 < estimate < peak
+    figure(f"peak of a training run beside its estimate, {words}", f"{peak / 1e6:.0f} MB, {estimate / 1e6:.0f} MB")
+
+
+def test_processes_share_what_they_split_and_the_memory_of_their_host(monkeypatch: pytest.MonkeyPatch) -> None:
+    alone = footprint(_settings(""), 1)
+    assert footprint(_settings("data-parallel=fsdp"), 4).weights == alone.weights // 4
+    assert footprint(_settings("context-parallel=4"), 4).activations < alone.activations / 3
+    assert footprint(_settings("tensor-parallel=2"), 2).weights == alone.weights // 2
+    monkeypatch.setattr(memory, "free_memory", lambda device: 2 * alone.total)
+    check_training_memory(_settings(""), "cpu", 1)
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "3")
+    check_training_memory(_settings(""), "cuda", 3)
+    with pytest.raises(RunError, match=r"in each of 3 processes, and .* are free; take a smaller --batch-size"):
+        check_training_memory(_settings(""), "cpu", 3)
+
+
+@pytest.mark.parametrize("name", list(PRESETS))
+def test_blocks_that_are_recomputed_take_less(name: str) -> None:
+    settings = PRESETS[name]()
+    kept, recomputed = (
+        dataclasses.replace(settings, model=dataclasses.replace(settings.model, gradient_checkpointing=choice))
+        for choice in (False, True)
+    )
+    assert footprint(recomputed, 1).activations < footprint(kept, 1).activations
+    assert footprint(recomputed, 1).weights == footprint(kept, 1).weights
