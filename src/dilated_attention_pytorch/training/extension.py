@@ -26,8 +26,8 @@ from .finite import what_is_not_finite
 from .footprint import check_extension_memory
 from .lease import Lease
 from .manifest import read_sealed, sealed, sums, verify_sums
-from .process import ending_with_launcher
 from .pretrained import check_source, num_parameters
+from .process import ending_with_launcher
 from .text_files import in_words
 from .together import num_processes
 from .tokens import load_tokenizer, num_bytes, tokenized
