@@ -5,6 +5,7 @@ A sum of n products in the accumulation dtype is off by at most ``n a`` times th
 Values are rounded to storage three times on the way to an output: the probabilities (or dS) before their product with
 the values, the kernel's partial result, and the merged result. PyTorch's bfloat16 kernel on the CPU computes
 exponentials by a short polynomial: 7.1e-5 relative at 16 keys and more, measured on the operator itself with D = 1.
+Scores far apart have the probabilities 1 and 0 however they are rounded: that is what is known of large ones.
 """
 
 from __future__ import annotations
@@ -43,7 +44,10 @@ def budget(
     # Scores: D products, then the scaling, the subtraction of the maximum and the exponential.
     score_error = (head_dim + 8) * a * (abs(scale) * q.abs() @ k.abs().mT).amax(-1, keepdim=True)
     exponential = 2.0**-13 if storage == torch.bfloat16 else 4 * a
-    p_relative = 2 * (score_error + exponential) + (num_keys + 32) * a
+    # Of two scores further apart than their errors and any power that counts, the smaller has the probability 0.
+    two = s.masked_fill(dead, 0.0).topk(min(2, num_keys), dim=-1).values
+    is_apart = two[..., :1] - two[..., -1:] > 2 * score_error + 104 if num_keys > 1 else ~dead
+    p_relative = 2 * (score_error.masked_fill(is_apart, 0.0) + exponential) + (num_keys + 32) * a
     spread = p @ v.abs()
     out_error = (p_relative + 3 * u + num_keys * a) * spread
     lse = torch.where(dead, 0.0, s.masked_fill(dead, 0.0).logsumexp(-1, keepdim=True))

@@ -121,6 +121,7 @@ def dense_attention(
     s = torch.where(weights > 0, s + weights.clamp(min=1).to(s.dtype).log(), float("-inf"))
     dead = (weights == 0).all(-1)
     lse = torch.where(dead, 0.0, s.masked_fill(dead.unsqueeze(-1), 0.0).logsumexp(-1))
-    p = torch.where(weights > 0, (s - lse.unsqueeze(-1)).exp(), 0.0)[..., :-1]
+    # Not exp(s - lse), whose numbers are too coarse for scores of 1e16.
+    p = torch.where(weights > 0, s.masked_fill(dead.unsqueeze(-1), 0.0).softmax(-1), 0.0)[..., :-1]
     out = torch.einsum("bhnm,bmhd->bnhd", p if keep is None else p * keep, v)
     return out, lse.masked_fill(dead, float("-inf")).transpose(1, 2)

@@ -22,7 +22,9 @@ from dilated_attention_pytorch import (
     MultiheadDilatedAttention,
     attend,
     attend_with_lse,
+    local_window,
     parallel,
+    random_blocks,
 )
 from error_budget import budget
 from oracle import Groups, dense_attention, dense_counts
@@ -145,6 +147,50 @@ def low_precision_stays_within_the_error_budget(mesh: DeviceMesh) -> dict[str, s
                         used[key] = max(used.get(key, 0.0), part)
                         assert part < 1.0, (name, dtype, strategy, layout, is_causal, part)
     return {key: f"{part:.2f}" for key, part in used.items()}
+
+
+def inputs_of_any_magnitude_have_the_gradients_of_one_process(mesh: DeviceMesh) -> float:
+    """Scores of up to 1e16: the ranks agree about probabilities that no log-sum-exp in float32 tells apart."""
+    ruled = local_window(9) + random_blocks(0.3, block_size=8, seed=2) + DilatedPattern([40], [2])
+    cases = (("ring", PATTERN), ("gather", PATTERN), ("heads", PATTERN), ("ring", ruled))
+    mask = torch.rand(2, 101, generator=torch.Generator().manual_seed(5)) < 0.3
+    worst = 0.0
+    for size in (1e-6, 1e2, 1e5, 1e8):
+        q, k, v, grad = operands(101, 4, 2, 16, torch.float32)
+        whole = [q * size, k * size, v, grad]
+        for index, (strategy, pattern) in enumerate(cases):
+            padding, options = mask if index % 2 else None, {"is_causal": index > 1}
+            exact = [x.double() for x in whole]
+            expected = by_one(exact, pattern, impl="reference", key_padding_mask=padding, **options)
+            found = by_ranks(whole, pattern, mesh, LAYOUTS[index % 2], padding, strategy=strategy, **options)
+            for name, mine, theirs in zip("oqkv", found, expected, strict=True):
+                error = float((mine - theirs).abs().max()) / (max(1.0, size) if name in "qk" else 1.0)
+                assert error < 3e-3 if size == 1e2 else error < 1e-5, (name, size, strategy, error)
+                worst = max(worst, error)
+            if strategy != "heads":  # which draws apart
+                outs = []
+                for computed in (by_one, by_ranks):
+                    torch.manual_seed(3)
+                    places = (mesh, "contiguous") if computed is by_ranks else ()
+                    how = {"strategy": strategy} if computed is by_ranks else {}
+                    outs.append(computed(whole, pattern, *places, dropout_p=0.3, **how, **options))
+                for mine, theirs in zip(outs[1][::3], outs[0][::3], strict=True):
+                    assert float((mine - theirs).abs().max()) < 3e-3, (size, strategy)
+    return worst
+
+
+def what_is_not_finite_stays_with_what_sees_it(mesh: DeviceMesh) -> None:
+    whole = operands(73, 4, 2, 5)
+    spoilt = [x.clone() for x in whole]
+    spoilt[1][:, 50:], spoilt[2][:, 60:] = math.nan, math.inf
+    for x in (whole[3], spoilt[3]):
+        x[:, 50:] = 0.0
+    for strategy in ("ring", "gather", "heads"):
+        for layout in LAYOUTS:
+            clean = by_ranks(whole, PATTERN, mesh, layout, strategy=strategy, is_causal=True)
+            dirty = by_ranks(spoilt, PATTERN, mesh, layout, strategy=strategy, is_causal=True)
+            for a, b in zip(clean[:2], dirty[:2], strict=True):  # output and gradient of the queries
+                torch.testing.assert_close(b[:, :50], a[:, :50])
 
 
 def triton_kernels_give_the_same(mesh: DeviceMesh) -> float:

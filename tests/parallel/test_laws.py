@@ -13,6 +13,8 @@ CHECKS: list[checks.Check] = [
     checks.dropout_drops_what_one_process_drops,
     checks.dropout_by_heads_draws_apart_and_keeps_the_mean,
     checks.low_precision_stays_within_the_error_budget,
+    checks.inputs_of_any_magnitude_have_the_gradients_of_one_process,
+    checks.what_is_not_finite_stays_with_what_sees_it,
     checks.triton_kernels_give_the_same,
     checks.what_lies_at_padded_keys_is_never_read,
     checks.the_future_changes_nothing_before_it,

@@ -52,6 +52,8 @@ _MOST_SCORES = 1 << 21
 """The same for all cores together where dropout is drawn, whose 64-bit numbers are larger than the scores."""
 _SCORES_ELSEWHERE = 1 << 22
 """The same for devices that want more work at a time."""
+_ELEMENTS_OF_NORMS = 1 << 18
+"""Elements of rows whose norms are taken at a time."""
 
 
 class Scratch:
@@ -149,9 +151,38 @@ def score_bounds(query: Tensor, key: Tensor, scale: float, *, is_causal: bool, o
     return queries.unflatten(2, (keys.shape[2], -1)).mul_(largest.unsqueeze(-1)).flatten(2).mul_(abs(scale))
 
 
-def _probabilities(scores: Tensor, lse: Tensor) -> Tensor:
-    """``exp(s - lse)`` in place of scores in units of log 2."""
-    return scores.sub_((lse * LOG2_E).unsqueeze(-1)).exp2_()
+def largest_norm(rows: Tensor) -> float:
+    """The largest norm of a row ``[..., D]`` on the CPU; 0 elsewhere, where looking would wait for the device.
+
+    Rows that hold a NaN or an infinity are left out: what is computed of them is not finite anyway.
+    """
+    if rows.device.type != "cpu" or rows.numel() == 0:
+        return 0.0
+    # Some at a time: of low precision they are copied first.
+    dim = max(range(rows.dim() - 1), key=lambda dim: rows.shape[dim])
+    parts = rows.split(max(1, _ELEMENTS_OF_NORMS * rows.shape[dim] // rows.numel()), dim)
+    norms = (torch.linalg.vector_norm(part, dim=-1, dtype=_accumulation_dtype(rows)) for part in parts)
+    return max(float(norm.nan_to_num_(nan=0.0, posinf=0.0).max()) for norm in norms)
+
+
+def has_large_scores(query_norm: float, key_norm: float, scale: float, dtype: torch.dtype) -> bool:
+    """Whether rows of at most these norms may have a score so large that one log-sum-exp loses what follows it.
+
+    ``exp(s - L)`` is off by the spacing of numbers as large as L: 2**-10 from the scores on that count as large.
+    ``dtype`` is that of the operands.
+    """
+    accumulation = torch.float64 if dtype == torch.float64 else torch.float32
+    return query_norm * key_norm * abs(scale) > 2.0**-10 / torch.finfo(accumulation).eps
+
+
+def _probabilities(scores: Tensor, lse: Tensor, rest: Tensor | None) -> Tensor:
+    """``exp(s - lse)`` in place of scores in units of log 2; of the pair ``(lse, rest)`` where there is one."""
+    if rest is None:
+        scores.sub_((lse * LOG2_E).unsqueeze(-1))
+    else:
+        # Never more than 1, also where a library sums the products of equal rows in another order.
+        scores.sub_(lse.unsqueeze(-1)).sub_(rest.unsqueeze(-1)).clamp_(max=0.0)
+    return scores.exp2_()
 
 
 def _accumulation_dtype(query: Tensor) -> torch.dtype:
@@ -169,12 +200,20 @@ def blockwise_forward(
     scratch: Scratch | None = None,
     results: tuple[Tensor, Tensor] | None = None,
     is_bounded: bool | Tensor = False,
+    rest: Tensor | None = None,
+    is_dropped: bool = False,
 ) -> tuple[Tensor, Tensor]:
     """Output and log-sum-exp of one partial: ``results``, or new ones in the accumulation dtype.
 
     ``is_bounded``: no score of the query is larger in size than :data:`MOST_BOUNDED`, for all queries or by query, bool
     ``[problems, problems, queries]``. What is subtracted from scores before their powers are taken cancels; from
     bounded ones nothing is. The result of a query does not depend on what the others are.
+
+    ``rest`` is for scores that :func:`has_large_scores` finds, none of which is bounded. A log-sum-exp in one number
+    would lose what follows the largest of them, so that it is a pair in units of log 2: the largest score, in the
+    place of the log-sum-exp, and in ``rest`` the logarithm of the sum of powers of what scores differ from it. Scores
+    are then computed in the steps of the gradient (``is_dropped``: of that with dropout): both have the same to the
+    last bit.
     """
     dtype, scratch = _accumulation_dtype(query), scratch or Scratch()
     key, value = scratch.cast("keys", key, dtype), scratch.cast("values", value, dtype)
@@ -183,7 +222,7 @@ def blockwise_forward(
         out, lse = (torch.empty(x, dtype=dtype, device=query.device) for x in ((*shape, value.shape[-1]), shape))
     else:
         out, lse = results
-    for place in _places(query, key.shape[2]):
+    for place in _places(query, key.shape[2], most_scores=_MOST_SCORES if is_dropped else None):
         into = place.of_queries(out)
         scores = scratch.take("scores", (*into.shape[:2], key.shape[2]), query, dtype)
         _scores(query, key, biases, place, scores, is_causal=is_causal, scale=scale)
@@ -200,7 +239,11 @@ def blockwise_forward(
             # A row that sees none of the keys has an output of 0 and, like one of masked scores, a finite log-sum-exp.
             of_rows.clamp_(min=MASKED)
             total.clamp_(min=torch.finfo(dtype).tiny)
-        if taken is not None:
+        if rest is not None:
+            assert taken is not None, "large scores have no bound"
+            of_rows.copy_(taken)
+            torch.log2(total, out=place.of_queries(rest).unsqueeze(-1))
+        elif taken is not None:
             of_rows.add_(taken, alpha=1 / LOG2_E)
         torch.div(torch.bmm(scores, place.of_keys(value)), total, out=into)
     return out, lse
@@ -218,11 +261,13 @@ def blockwise_weighted_sum(
     is_causal: bool,
     scale: float,
     of_keys: bool = False,
+    rest: Tensor | None = None,
 ) -> Tensor:
     """What one partial adds to ``sum_t P[p, t] f[p, t] values[t]``, ``P = exp(s - lse)`` the merged probabilities.
 
     f is the product of what dropout keeps and of ``factors``, each a pair of views of queries and of keys: their
     product by rows. With ``of_keys`` the values are the queries' and ``sum_p P[p, t] f[p, t] values[p]`` is added up.
+    With ``rest``, it and ``lse`` are a pair, see :func:`blockwise_forward`.
     """
     dtype, scratch = _accumulation_dtype(query), Scratch()
     key = scratch.cast("keys", key, dtype)
@@ -235,7 +280,7 @@ def blockwise_weighted_sum(
         shape = (*of_place.shape, key.shape[2])
         weights = scratch.take("weights", shape, query, dtype)
         _scores(query, key, biases, place, weights, is_causal=is_causal, scale=scale)
-        _probabilities(weights, of_place)
+        _probabilities(weights, of_place, None if rest is None else place.of_queries(rest))
         if keep_factors is not None:
             weights *= keep_factors(place)
         for (left, _), right in zip(factors, rights, strict=True):
@@ -264,13 +309,15 @@ def blockwise_backward(
     product_dtype: torch.dtype | None = None,
     scratch: Scratch | None = None,
     totals: Sequence[Tensor] | None = None,
+    rest: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Gradients of one partial under the merged ``lse``, in the accumulation dtype.
 
     ``dS = P * (keep * dP - delta)`` with ``delta = rowsum(dO * O) - dL``: the gradient of the log-sum-exp included.
     ``product_dtype`` is what P and dS are rounded to before they are multiplied, as fused kernels round them; the
     accumulation dtype without it. With ``scratch`` the gradients lie in it. With ``totals``, shaped like query, key and
-    value, no two problems sharing a row, they are added there.
+    value, no two problems sharing a row, they are added there. With ``rest``, it and ``lse`` are a pair, see
+    :func:`blockwise_forward`.
     """
     dtype, scratch = _accumulation_dtype(query), scratch or Scratch()
     rounded = product_dtype or dtype
@@ -285,7 +332,7 @@ def blockwise_backward(
         shape = (*grad.shape[:2], key.shape[2])
         scores, grad_scores = (scratch.take(name, shape, query, dtype) for name in ("scores", "their gradient"))
         _scores(query, keys, biases, place, scores, is_causal=is_causal, scale=scale)
-        probabilities = _probabilities(scores, place.of_queries(lse))
+        probabilities = _probabilities(scores, place.of_queries(lse), None if rest is None else place.of_queries(rest))
         # Times the scale, with which the gradients of the scores reach those of queries and keys.
         torch.baddbmm(grad_scores, grad.to(dtype), place.of_keys(values).mT, beta=0, alpha=scale, out=grad_scores)
         dropped = probabilities

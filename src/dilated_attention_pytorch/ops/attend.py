@@ -120,10 +120,13 @@ def attend(
 
     ``O[p] = sum_t c[p, t] exp(s[p, t]) v[t] / sum_t c[p, t] exp(s[p, t])`` with ``s = scale * q . k`` and the count
     c of the pattern for the key/value head that serves the query head (LongNet, arXiv 2307.02486, with its
-    merge of the groups differentiated too). A row that sees no key has output 0 and zero gradient.
+    merge of the groups differentiated too). A row that sees no key has output 0 and zero gradient. How large inputs may
+    be, and how far a NaN or an infinity reaches in which implementation: docs/definition.md, "Numbers of any size"
+    and "What is not finite".
 
     Args:
-        query: ``[B, N, H, D]``, float16, bfloat16, float32 or float64. Any strides.
+        query: ``[B, N, H, D]``, float16, bfloat16, float32 or float64. Any strides. More than 128 heads, and more than
+            rows, are warned of once: they look like SDPA's ``[B, H, N, D]``.
         key, value: ``[B, M, G, D]`` of the same dtype and device; the number G of key/value heads divides H, and
             query head h is served by key/value head ``h // (H / G)``.
         pattern: who sees whom, e.g. :class:`DilatedPattern`; patterns add with ``+``.

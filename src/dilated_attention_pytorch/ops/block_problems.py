@@ -45,11 +45,11 @@ class Inputs(NamedTuple):
         """Keys in whole blocks, at least one."""
         return max(1, -(-self.key.shape[1] // self.block_size)) * self.block_size
 
-    def by_query_block(self, tensor: Tensor, fill: float = 0.0) -> Tensor:
+    def by_query_block(self, tensor: Tensor) -> Tensor:
         """``[B, N, H(, D)]`` as ``[problems, rows * ratio(, D)]``; a problem is a query block of a key/value head."""
         heads = self.key.shape[2]
         tensor = tensor.unsqueeze(-1) if tensor.dim() == 3 else tensor
-        padded = functional.pad(tensor, (0, 0, 0, 0, 0, -tensor.shape[1] % self.query_block_size), value=fill)
+        padded = functional.pad(tensor, (0, 0, 0, 0, 0, -tensor.shape[1] % self.query_block_size))
         split = padded.unflatten(2, (heads, -1)).unflatten(1, (-1, self.query_block_size))
         return split.permute(0, 3, 1, 2, 4, 5).flatten(3, 4).flatten(0, 2)
 
@@ -140,6 +140,14 @@ def _scores(inputs: Inputs, chunk: _Chunk, queries: Tensor, keys: Tensor) -> Ten
     return scores
 
 
+def _powers(scores: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """``2 ** (score - largest of the row)`` in place, the sums of the rows, and the largest; 0 without any key."""
+    highest = scores.amax(dim=-1, keepdim=True)
+    highest.masked_fill_(highest == float("-inf"), 0.0)
+    powers = scores.sub_(highest).exp2_()
+    return powers, powers.sum(dim=-1, keepdim=True), highest
+
+
 def _gather(stored: Tensor, chunk: _Chunk, width: int, dtype: torch.dtype) -> Tensor:
     problems = chunk.problems.stop - chunk.problems.start
     return stored.index_select(0, chunk.key_rows).view(problems, -1, width).to(dtype)
@@ -154,10 +162,7 @@ def forward(inputs: Inputs) -> tuple[Tensor, Tensor]:
     lse = torch.empty(*queries.shape[:2], 1, dtype=dtype, device=queries.device)
     for chunk in _chunks(inputs):
         scores = _scores(inputs, chunk, queries[chunk.problems].to(dtype), _gather(keys, chunk, width, dtype))
-        highest = scores.amax(dim=-1, keepdim=True)
-        highest.masked_fill_(highest == float("-inf"), 0.0)  # a row without a key: all powers are 0
-        probabilities = scores.sub_(highest).exp2_()
-        total = probabilities.sum(dim=-1, keepdim=True)
+        probabilities, total, highest = _powers(scores)
         torch.add(total.log(), highest, alpha=1 / LOG2_E, out=lse[chunk.problems])
         if chunk.keep is not None:
             probabilities.unflatten(1, (inputs.query_block_size, -1)).mul_(chunk.keep)
@@ -167,19 +172,18 @@ def forward(inputs: Inputs) -> tuple[Tensor, Tensor]:
 
 
 def backward(
-    inputs: Inputs, out: Tensor, lse: Tensor, grad_out: Tensor, grad_lse: Tensor | None
+    inputs: Inputs, out: Tensor, grad_out: Tensor, grad_lse: Tensor | None
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Gradients of query, key, value and log-gates: ``dS = P (keep dP - delta)``, ``delta = rowsum(dO O) - dL``.
 
-    The gradient of a log-gate is the sum of dS over the rows and keys of its block.
+    The gradient of a log-gate is the sum of dS over the rows and keys of its block. A problem holds all keys of its
+    rows, so that their probabilities are summed anew: a log-sum-exp in one number is too coarse where scores are large.
     """
     dtype, width, rows_of_block = inputs.dtype, inputs.query.shape[-1], inputs.query_block_size
     delta = (grad_out.to(dtype) * out.to(dtype)).sum(-1)
     if grad_lse is not None:
         delta -= grad_lse
-    # Rows after the last, and those that see no key, have no probabilities: they neither get nor give a gradient.
-    lse = lse.masked_fill(lse == float("-inf"), float("inf"))
-    totals, deltas = inputs.by_query_block(lse, float("inf")), inputs.by_query_block(delta)
+    deltas = inputs.by_query_block(delta)
     queries, grads = inputs.by_query_block(inputs.query), inputs.by_query_block(grad_out)
     keys, values = inputs.by_key_block(inputs.key), inputs.by_key_block(inputs.value)
     grad_queries = torch.empty_like(queries)
@@ -190,7 +194,8 @@ def backward(
         some = chunk.problems
         rows, grad_rows = queries[some].to(dtype), grads[some].to(dtype)
         gathered = _gather(keys, chunk, width, dtype)
-        probabilities = _scores(inputs, chunk, rows, gathered).sub_(totals[some] * LOG2_E).exp2_()
+        probabilities, total, _ = _powers(_scores(inputs, chunk, rows, gathered))
+        probabilities.div_(total.clamp_(min=torch.finfo(dtype).tiny))
         grad_scores = grad_rows @ _gather(values, chunk, width, dtype).mT
         dropped = probabilities
         if chunk.keep is not None:

@@ -15,7 +15,7 @@ from dilated_attention_pytorch.kernels.dropout import keep_factors
 from dilated_attention_pytorch.planning import Call, Gathered, Partial, Plan, Tile, plan
 
 from .gathered import gathered_views
-from .merge import merge_in_place
+from .merge import merge_in_place, merge_pairs_in_place
 from .operand import Operand, Role, Views
 
 _LARGEST_BIAS = 1 << 22  # elements of a bias that is no view
@@ -293,15 +293,20 @@ def _phantom_lse(lse: Tensor, partial: Partial) -> Tensor:
     return torch.full_like(lse, float(partial.phantoms)).log_()
 
 
-def forward(inputs: Inputs) -> tuple[Tensor, Tensor]:
-    """Output in the query's dtype and log-sum-exp in the accumulation dtype."""
+def forward(inputs: Inputs, rest: Tensor | None = None) -> tuple[Tensor, Tensor]:
+    """Output in the query's dtype and log-sum-exp in the accumulation dtype.
+
+    ``rest``, zeros shaped like the log-sum-exp, is for large scores: all is computed by matrix products, and the two
+    become a pair, see :func:`merge_pairs_in_place`.
+    """
     query, dtype = inputs.query, inputs.accumulation_dtype
     out = torch.zeros(query.shape, dtype=query.dtype, device=query.device)
     lse = torch.full(query.shape[:3], float("-inf"), dtype=dtype, device=query.device)
-    is_bounded = _is_bounded(inputs)
+    is_bounded = rest is None and _is_bounded(inputs)
     for work in _work(inputs):
         accumulator = work.accumulator(out, by_query=True, role=Role.MERGED_INTO)
-        _merge_partials(work, accumulator, work.whole(lse, by_query=True, role=Role.MERGED_INTO), is_bounded)
+        logs = [work.whole(x, by_query=True, role=Role.MERGED_INTO) for x in (lse, rest) if x is not None]
+        _merge_partials(work, accumulator, logs, is_bounded)
         lse_region = work.region(lse, by_query=True)
         if inputs.has_bias:
             dead = lse_region < aten.MASKED / 2
@@ -311,7 +316,10 @@ def forward(inputs: Inputs) -> tuple[Tensor, Tensor]:
         if inputs.dropout_seed is not None:
             work.accumulated(accumulator, out).zero_()
             dropped = replace(accumulator, role=Role.ADDED_TO)
-            _add_weighted(work, dropped, work.local(_without_infinities(lse_region)), inputs.value)
+            of_rows = None if rest is None else work.whole(rest, by_query=True)
+            _add_weighted(
+                work, dropped, work.local(_without_infinities(lse_region)), inputs.value, rest=of_rows
+            )  # fmt: skip
         work.store(accumulator, out)
     return out, lse
 
@@ -328,21 +336,29 @@ def _is_bounded(inputs: Inputs) -> bool | Tensor:
     return bool(is_bounded.all()) or is_bounded
 
 
-def _merge_partials(work: _Work, out: Operand, lse: Operand, is_bounded: bool | Tensor) -> None:
-    inputs = work.inputs
+def _merge_partials(work: _Work, out: Operand, logs: list[Operand], is_bounded: bool | Tensor) -> None:
+    """``logs``: the log-sum-exp, or the pair that it is where scores are large."""
+    inputs, is_large = work.inputs, len(logs) == 2
     operands = [
-        work.whole(inputs.query, by_query=True), work.keys(inputs.key), work.keys(inputs.value), out, lse,
+        work.whole(inputs.query, by_query=True), work.keys(inputs.key), work.keys(inputs.value), out, *logs,
         *([work.whole(is_bounded, by_query=True)] if isinstance(is_bounded, Tensor) else []), *work.side_operands(),
     ]  # fmt: skip
     for partial in work.tile.partials:
         for views in work.views(partial, operands):
             q, k, v, out_view, lse_view, *side = views.tensors
+            rest = side.pop(0) if is_large else None
             of_queries = side.pop(0) if isinstance(is_bounded, Tensor) else is_bounded
             if _is_phantom(partial):
                 assert isinstance(partial, Partial)
-                merge_in_place(out_view, lse_view, None, _phantom_lse(lse_view, partial))
+                phantom_lse = _phantom_lse(lse_view, partial)
+                if rest is None:
+                    merge_in_place(out_view, lse_view, None, phantom_lse)
+                else:
+                    phantom_pair = (torch.zeros_like(rest), phantom_lse * blockwise.LOG2_E)
+                    merge_pairs_in_place(out_view, (lse_view, rest), None, phantom_pair)
                 continue
-            if not aten.is_slow(q, q.shape[2], is_backward=False) and aten.is_fused(q, has_bias=work.has_bias(partial)):
+            is_slow = is_large or aten.is_slow(q, q.shape[2], is_backward=False)
+            if not is_slow and aten.is_fused(q, has_bias=work.has_bias(partial)):
                 partial_out, partial_lse = aten.fused_forward(
                     q, k, v, work.bias(partial, q, side), is_causal=_is_causal(partial), scale=inputs.scale
                 )
@@ -352,11 +368,17 @@ def _merge_partials(work: _Work, out: Operand, lse: Operand, is_bounded: bool | 
                     continue
             else:
                 results = (out_view, lse_view) if partial.is_first else None
+                partial_rest = rest if rest is None or partial.is_first else torch.empty_like(rest)
                 partial_out, partial_lse = blockwise.blockwise_forward(
                     q, k, v, work.biases(partial, q, side), is_causal=_is_causal(partial), scale=inputs.scale,
-                    scratch=work.scratch, results=results, is_bounded=of_queries,
+                    scratch=work.scratch, results=results, is_bounded=of_queries, rest=partial_rest,
+                    is_dropped=is_large and inputs.dropout_seed is not None,
                 )  # fmt: skip
                 if partial.is_first:
+                    continue
+                if rest is not None:
+                    assert partial_rest is not None
+                    merge_pairs_in_place(out_view, (lse_view, rest), partial_out, (partial_lse, partial_rest))
                     continue
             merge_in_place(out_view, lse_view, partial_out, partial_lse.to(lse_view.dtype))
 
@@ -389,23 +411,26 @@ def _add_weighted(
     factors: Sequence[tuple[Tensor, Tensor]] = (),
     *,
     of_keys: bool = False,
+    rest: Operand | None = None,
 ) -> None:
     inputs = work.inputs
     sides = [side for left, right in factors for side in (work.whole(left, by_query=True), work.keys(right))]
     operands = [
         work.whole(inputs.query, by_query=True), work.keys(inputs.key), total, lse,
-        work.whole(values, by_query=True) if of_keys else work.keys(values), *sides, *work.side_operands(),
+        work.whole(values, by_query=True) if of_keys else work.keys(values), *sides,
+        *([] if rest is None else [rest]), *work.side_operands(),
     ]  # fmt: skip
     for partial in work.tile.partials:
         if _is_phantom(partial):
             continue
         for views in work.views(partial, operands):
-            q, k, _, lse_view, values_view, *rest = views.tensors
-            of_factors, side = rest[: len(sides)], rest[len(sides) :]
+            q, k, _, lse_view, values_view, *others = views.tensors
+            of_factors, side = others[: len(sides)], others[len(sides) :]
+            rest_view = None if rest is None else side.pop(0)
             part = blockwise.blockwise_weighted_sum(
                 q, k, lse_view, values_view, work.biases(partial, q, side), work.keep_factors(side),
                 list(zip(of_factors[::2], of_factors[1::2], strict=True)), is_causal=_is_causal(partial),
-                scale=inputs.scale, of_keys=of_keys,
+                scale=inputs.scale, of_keys=of_keys, rest=rest_view,
             )  # fmt: skip
             views.add(2, part)
 
@@ -416,9 +441,17 @@ def _without_infinities(lse: Tensor) -> Tensor:
 
 
 def backward(
-    inputs: Inputs, out: Tensor, lse: Tensor, grad_out: Tensor, grad_lse: Tensor | None
+    inputs: Inputs,
+    out: Tensor,
+    lse: Tensor,
+    grad_out: Tensor,
+    grad_lse: Tensor | None,
+    rest: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Gradients of query, key and value from the merged output and log-sum-exp alone."""
+    """Gradients of query, key and value from the merged output and log-sum-exp alone.
+
+    With ``rest``, it and the log-sum-exp are the pair that :func:`forward` makes of them.
+    """
     dtype = inputs.accumulation_dtype
     grads = [torch.zeros(x.shape, dtype=x.dtype, device=x.device) for x in (inputs.query, inputs.key, inputs.value)]
     if inputs.has_bias or inputs.dropout_seed is not None:
@@ -427,13 +460,12 @@ def backward(
         accumulators = [
             work.accumulator(grad, by_query=index == 0, role=Role.ADDED_TO) for index, grad in enumerate(grads)
         ]
-        needs_delta = grad_lse is not None or inputs.dropout_seed is not None or not aten.is_fused(
-            inputs.query, has_bias=inputs.has_bias
-        )  # fmt: skip
+        is_fused = rest is None and inputs.dropout_seed is None and grad_lse is None
+        needs_delta = not (is_fused and aten.is_fused(inputs.query, has_bias=inputs.has_bias))
         delta = None
         if needs_delta or any(map(work.is_slow_backward, work.tile.partials)):
             delta = _delta(work, out, grad_out, grad_lse, dtype)
-        _add_gradients(work, accumulators, out, lse, grad_out, delta, needs_delta=needs_delta)
+        _add_gradients(work, accumulators, out, lse, grad_out, delta, rest, needs_delta=needs_delta)
         for accumulator, grad in zip(accumulators, grads, strict=True):
             work.store(accumulator, grad)
     return grads[0], grads[1], grads[2]
@@ -454,6 +486,7 @@ def _add_gradients(
     lse: Tensor,
     grad_out: Tensor,
     delta: Operand | None,
+    rest: Tensor | None,
     *,
     needs_delta: bool,
 ) -> None:
@@ -463,14 +496,16 @@ def _add_gradients(
         *accumulators, work.whole(inputs.query, by_query=True), work.keys(inputs.key),
         work.keys(inputs.value), work.whole(grad_out, by_query=True), work.whole(lse, by_query=True),
         # The fused backward reads the output, the blockwise one its product with the gradient.
-        work.whole(out, by_query=True), *([] if delta is None else [delta]), *work.side_operands(),
+        work.whole(out, by_query=True), *([] if delta is None else [delta]),
+        *([] if rest is None else [work.whole(rest, by_query=True)]), *work.side_operands(),
     ]  # fmt: skip
     for partial in work.tile.partials:
         if _is_phantom(partial):
             continue
         for views in work.views(partial, operands):
-            _, _, _, q, k, v, grad_view, lse_view, out_view, *rest = views.tensors
-            delta_view, side = (None, rest) if delta is None else (rest[0], rest[1:])
+            _, _, _, q, k, v, grad_view, lse_view, out_view, *side = views.tensors
+            delta_view = None if delta is None else side.pop(0)
+            rest_view = None if rest is None else side.pop(0)
             if not needs_delta and not aten.is_slow(q, q.shape[2], is_backward=True):
                 parts = aten.fused_backward(
                     grad_view, q, k, v, out_view, lse_view, work.bias(partial, q, side),
@@ -485,7 +520,7 @@ def _add_gradients(
                     grad_view, q, k, v, lse_view, delta_view, work.biases(partial, q, side), work.keep_factors(side),
                     is_causal=_is_causal(partial), scale=inputs.scale,
                     product_dtype=q.dtype if is_rounded else None, scratch=work.scratch,
-                    totals=views.tensors[:3] if is_added else None,
+                    totals=views.tensors[:3] if is_added else None, rest=rest_view,
                 )  # fmt: skip
                 if is_added:
                     continue

@@ -13,7 +13,7 @@ from torch.utils.flop_counter import register_flop_formula
 from dilated_attention_pytorch.patterns import pattern_from_spec
 from dilated_attention_pytorch.planning import Call, plan
 
-from . import execute
+from . import execute, extremes
 from .autocast import without_autocast
 from .derivatives import gradients, refuse_tangents
 from .validation import check_documents, documents_of
@@ -122,7 +122,7 @@ def attend(
             from dilated_attention_pytorch.kernels.triton import launch
 
             return launch.forward(_problem(query, key, value, *options))
-        return execute.forward(_inputs(query, key, value, *options))
+        return extremes.forward(_inputs(query, key, value, *options))
 
 
 @torch.library.custom_op("dilated_attention_pytorch::attend_backward", mutates_args=())
@@ -158,7 +158,24 @@ def attend_backward(
             # The kernels read them as they write them, contiguous; rows of a longer call are not.
             out, lse = out.contiguous(), lse.contiguous()
             return launch.backward(_problem(query, key, value, *options), out, lse, grad_out, grad_lse)
-        return execute.backward(_inputs(query, key, value, *options), out, lse, grad_out, grad_lse)
+        return extremes.backward(_inputs(query, key, value, *options), out, lse, grad_out, grad_lse)
+
+
+def attend_pair(*operands: Any) -> tuple[Tensor, Tensor, Tensor]:
+    """What :data:`attend` gives where scores are large, the log-sum-exp as a pair: see :func:`execute.forward`.
+
+    ``operands`` are those of :data:`attend` but for ``impl``. For slabs whose partials are merged with others.
+    """
+    inputs = _inputs(*operands)
+    rest = torch.zeros(inputs.query.shape[:3], dtype=inputs.accumulation_dtype, device=inputs.query.device)
+    return *execute.forward(inputs, rest), rest
+
+
+def attend_pair_backward(
+    grad_out: Tensor, grad_lse: Tensor | None, out: Tensor, pair: tuple[Tensor, Tensor], *operands: Any
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Gradients of query, key and value under a merged output and pair, of the operands of :func:`attend_pair`."""
+    return execute.backward(_inputs(*operands), out, pair[0], _rows_contiguous(grad_out), grad_lse, pair[1])
 
 
 @torch.library.custom_op("dilated_attention_pytorch::weighted_sum", mutates_args=())

@@ -70,9 +70,28 @@ def merge_in_place(out: Tensor, lse: Tensor, partial_out: Tensor | None, partial
 
     The two weights sum to 1, so that ``out`` is read and written once: ``O + (O_i - O) * sigmoid(L_i - L)``.
     """
-    weight = torch.sigmoid(partial_lse - lse).unsqueeze_(-1)
+    _mix(out, partial_out, torch.sigmoid(partial_lse - lse))
+    lse.copy_(torch.logaddexp(lse, partial_lse))
+
+
+def merge_pairs_in_place(
+    out: Tensor, pair: tuple[Tensor, Tensor], partial_out: Tensor | None, partial_pair: tuple[Tensor, Tensor]
+) -> None:
+    """:func:`merge_in_place` where scores are large and a log-sum-exp is a pair ``(largest score, rest)``.
+
+    It is their sum, in units of log 2; in one number what follows the largest score would be lost.
+    """
+    highest = torch.maximum(pair[0], partial_pair[0])
+    power, partial_power = (((top - highest) + rest).exp2_() for top, rest in (pair, partial_pair))
+    total = power + partial_power
+    _mix(out, partial_out, partial_power / total)
+    pair[0].copy_(highest)
+    torch.log2(total, out=pair[1])
+
+
+def _mix(out: Tensor, partial_out: Tensor | None, weight: Tensor) -> None:
+    weight = weight.unsqueeze(-1)
     if partial_out is None:
         out.mul_(1.0 - weight)
     else:
         out.lerp_(partial_out.to(out.dtype), weight)
-    lse.copy_(torch.logaddexp(lse, partial_lse))

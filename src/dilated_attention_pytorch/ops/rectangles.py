@@ -12,7 +12,7 @@ from dilated_attention_pytorch.kernels import aten, blockwise
 from dilated_attention_pytorch.kernels.dropout import keep_factors
 from dilated_attention_pytorch.planning import Block
 
-from .merge import merge_in_place
+from .merge import merge_in_place, merge_pairs_in_place
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,20 +59,31 @@ def merge_rectangle(
     scale: float,
     impl: str,
     dropout: Dropout | None,
+    rest: Tensor | None,
 ) -> None:
     """Merge what the queries of a block see of ``keys`` into ``out [B, N, H, D]`` and ``lse [B, N, H]``.
 
     Both are in the accumulation dtype of ``query [B, N, H, D]``. ``ratio`` query heads share a key/value head,
-    ``scale`` is not negative, ``impl`` is "aten" or "triton". Dropout is computed by matrix products under both.
+    ``scale`` is not negative, ``impl`` is "aten" or "triton". Dropout is computed by matrix products under both. With
+    ``rest``, for large scores, it and ``lse`` are a pair, see :func:`merge_pairs_in_place`.
     """
     for index in range(ratio):
         q, out_view, lse_view = (block_view(x, queries, ratio=ratio, index=index) for x in (query, out, lse))
+        rest_view = None if rest is None else block_view(rest, queries, ratio=ratio, index=index)
+        part_rest = None if rest_view is None else torch.empty_like(rest_view)
         bias = _bias(keys, q)
         biases = () if bias is None else (blockwise.Bias(bias),)
         if dropout is not None:
-            part, part_lse = blockwise.blockwise_forward(q, keys.key, keys.value, biases, is_causal=False, scale=scale)
+            part, part_lse = blockwise.blockwise_forward(
+                q, keys.key, keys.value, biases, is_causal=False, scale=scale, rest=part_rest, is_dropped=True
+            )
             part = blockwise.blockwise_weighted_sum(
-                q, keys.key, part_lse, keys.value, biases, _keep(dropout, q, ratio, index), is_causal=False, scale=scale
+                q, keys.key, part_lse, keys.value, biases, _keep(dropout, q, ratio, index), is_causal=False,
+                scale=scale, rest=part_rest,
+            )  # fmt: skip
+        elif rest is not None:
+            part, part_lse = blockwise.blockwise_forward(
+                q, keys.key, keys.value, biases, is_causal=False, scale=scale, rest=part_rest
             )
         elif impl == "triton":
             part, part_lse = _triton_forward(q, keys, scale)
@@ -80,7 +91,10 @@ def merge_rectangle(
             part, part_lse = aten.fused_forward(q, keys.key, keys.value, bias, is_causal=False, scale=scale)
         else:
             part, part_lse = blockwise.blockwise_forward(q, keys.key, keys.value, biases, is_causal=False, scale=scale)
-        merge_in_place(out_view, lse_view, part, part_lse.to(lse_view.dtype))
+        if rest_view is None or part_rest is None:
+            merge_in_place(out_view, lse_view, part, part_lse.to(lse_view.dtype))
+        else:
+            merge_pairs_in_place(out_view, (lse_view, rest_view), part, (part_lse, part_rest))
 
 
 def add_rectangle_gradients(
@@ -99,17 +113,19 @@ def add_rectangle_gradients(
     scale: float,
     impl: str,
     dropout: Dropout | None,
+    rest: Tensor | None,
 ) -> None:
     """Add one rectangle's gradients under the merged ``out`` and ``lse`` (+inf in rows without a key).
 
     ``grad_query [B, N, H, D]`` and ``grad_key``, ``grad_value [B, heads, rows, D]`` are in the accumulation dtype.
-    ``delta [B, N, H]`` is ``rowsum(grad_out * out) - grad_lse``, needed where that or dropout is: None otherwise.
+    ``delta [B, N, H]`` is ``rowsum(grad_out * out) - grad_lse``, needed where that or dropout is: None otherwise. With
+    ``rest``, it and ``lse`` are a pair, as in :func:`merge_rectangle`.
     """
     for index in range(ratio):
         views = [block_view(x, queries, ratio=ratio, index=index) for x in (query, grad_out, out, lse, grad_query)]
         q, grad_view, out_view, lse_view, grad_query_view = views
         bias = _bias(keys, q)
-        is_plain = delta is None and dropout is None
+        is_plain = delta is None and dropout is None and rest is None
         if impl == "triton" and is_plain:
             parts = _triton_backward(grad_view, q, keys, out_view, lse_view, scale)
         elif is_plain and aten.is_fused(q, has_bias=bias is not None):
@@ -124,6 +140,7 @@ def add_rectangle_gradients(
             parts = blockwise.blockwise_backward(
                 grad_view, q, keys.key, keys.value, lse_view, of_rows, () if bias is None else (blockwise.Bias(bias),),
                 None if dropout is None else _keep(dropout, q, ratio, index), is_causal=False, scale=scale,
+                rest=None if rest is None else block_view(rest, queries, ratio=ratio, index=index),
             )  # fmt: skip
         for total, part in zip((grad_query_view, grad_key, grad_value), parts, strict=True):
             total += part

@@ -16,6 +16,7 @@ from dilated_attention_pytorch.patterns import local_window
 from . import block_problems
 from .autocast import cast_by_autocast, without_autocast
 from .derivatives import attend_operands, gradients, refuse_tangents
+from .extremes import backward_around, forward_around
 from .merge import AttentionOutput
 from .validation import check_call
 from .weighted_sum import Axis, Factor, Operands, Operators, factors_of
@@ -149,6 +150,33 @@ def _without_padding(tensor: Any, key_padding_mask: Tensor) -> Any:
     return None if tensor is None else tensor.masked_fill(key_padding_mask[:, :, None, None], 0.0)
 
 
+@dataclass(frozen=True, slots=True)
+class _Selected:
+    """The computation of a call, see :mod:`.extremes`."""
+
+    inputs: block_problems.Inputs
+
+    def forward(self, query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
+        return block_problems.forward(self.inputs._replace(query=query, key=key, value=value))
+
+    def backward(
+        self, operands: tuple[Tensor, Tensor, Tensor], out: Tensor, lse: Tensor, grad_out: Tensor,
+        grad_lse: Tensor | None,
+    ) -> tuple[Tensor, ...]:  # fmt: skip
+        query, key, value = operands
+        return block_problems.backward(
+            self.inputs._replace(query=query, key=key, value=value), out, grad_out, grad_lse
+        )  # fmt: skip
+
+    def undropped(self) -> _Selected:
+        return _Selected(self.inputs._replace(dropout_seed=None))
+
+    def gradients_of(self, rows: Tensor) -> tuple[Tensor, ...]:
+        """A log-gate is of all rows of a query block."""
+        of_blocks = (self.inputs.by_query_block(rows.float()) > 0).flatten(1).any(1)
+        return (of_blocks.view(self.inputs.blocks.shape[:3]).unsqueeze(-1),)
+
+
 @torch.library.custom_op("dilated_attention_pytorch::attend_blocks", mutates_args=())
 def _attend_blocks(
     query: Tensor,
@@ -173,7 +201,7 @@ def _attend_blocks(
         scale, query_offset, dropout_p,
     )  # fmt: skip
     with without_autocast(query.device.type):
-        return block_problems.forward(inputs)
+        return forward_around(_Selected(inputs), inputs.query, inputs.key, inputs.value)
 
 
 @torch.library.custom_op("dilated_attention_pytorch::attend_blocks_backward", mutates_args=())
@@ -203,7 +231,8 @@ def _attend_blocks_backward(
         scale, query_offset, dropout_p,
     )  # fmt: skip
     with without_autocast(query.device.type):
-        *grads, grad_gates = block_problems.backward(inputs, out, lse, grad_out, grad_lse)
+        operands = (inputs.query, inputs.key, inputs.value)
+        *grads, grad_gates = backward_around(_Selected(inputs), operands, out, lse, grad_out, grad_lse)
     gate_dtype = lse.dtype if log_gates is None else log_gates.dtype
     return grads[0], grads[1], grads[2], grad_gates.to(gate_dtype)
 

@@ -51,11 +51,11 @@ class SequenceAttention(torch.autograd.Function):
             slab = task.slab(query, key, value, is_ignored, seed)
             others = task.others(slab)
             others.begin()
-            accumulated, lse = slab.forward_within()
-            slab.merge(slab.own_parcel(), accumulated, lse)
-            others.forward(lambda parcel: slab.merge(parcel, accumulated, lse))
-            out = slab.finish(accumulated, lse)
-        ctx.save_for_backward(query, key, value, is_ignored, seed, out, lse)
+            accumulated, merged = slab.forward_within()
+            slab.merge(slab.own_parcel(), accumulated, merged)
+            others.forward(lambda parcel: slab.merge(parcel, accumulated, merged))
+            out, lse = slab.finish(accumulated, merged)
+        ctx.save_for_backward(query, key, value, is_ignored, seed, out, merged, slab.rest)
         ctx.task = task
         ctx.set_materialize_grads(False)
         return out, lse
@@ -64,17 +64,18 @@ class SequenceAttention(torch.autograd.Function):
     @first_derivative
     def backward(ctx: Any, grad_out: Tensor | None, grad_lse: Tensor | None) -> tuple[Tensor | None, ...]:
         """All ranks take part, whether this one's rows have a gradient or not."""
-        query, key, value, is_ignored, seed, out, lse = ctx.saved_tensors
+        query, key, value, is_ignored, seed, out, merged, rest = ctx.saved_tensors
         task: Task = ctx.task
         if grad_out is None:
             grad_out = torch.zeros_like(out)
         with without_autocast(query.device.type):
             slab = task.slab(query, key, value, is_ignored, seed)
+            slab.rest = rest
             others = task.others(slab)
             others.begin()
             grad_out = grad_out.contiguous()
-            grad_query, grad_key, grad_value = slab.backward_within(out, lse, grad_out, grad_lse)
-            state = slab.state(out, lse, grad_out, grad_lse)
+            grad_query, grad_key, grad_value = slab.backward_within(out, merged, grad_out, grad_lse)
+            state = slab.state(out, merged, grad_out, grad_lse)
             slab.add_own_gradients(state, grad_query, grad_key, grad_value)
             others.backward(lambda parcel: slab.gradients(parcel, state, grad_query), grad_key, grad_value)
         grads = (grad_query.to(query.dtype), grad_key.to(key.dtype), grad_value.to(value.dtype))

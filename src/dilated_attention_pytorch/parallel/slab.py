@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from dilated_attention_pytorch.kernels import aten
+from dilated_attention_pytorch.kernels import aten, blockwise
 from dilated_attention_pytorch.ops import library
-from dilated_attention_pytorch.ops.merge import merge_in_place
+from dilated_attention_pytorch.ops.merge import merge_in_place, merge_pairs_in_place
 from dilated_attention_pytorch.ops.rectangles import (
     Dropout,
     Keys,
@@ -86,6 +88,8 @@ class Slab:
         self.seed = seed
         self.dtype = torch.float64 if query.dtype == torch.float64 else torch.float32
         """Merging, and sums over ranks, are in this dtype."""
+        self.rest: Tensor | None = None
+        """Where scores are large the log-sum-exp is a pair, see :func:`merge_pairs_in_place`: the other part of it."""
         self._pieces = tuple(pieces(options.call, runs))
         self._rules_spec = PatternSum(tuple(map(BlockPattern, options.call.pattern.rules))).spec
 
@@ -104,38 +108,74 @@ class Slab:
 
     def forward_within(self) -> tuple[Tensor, Tensor]:
         """Output and log-sum-exp of every run by itself, to be merged into; ``out`` in the accumulation dtype."""
-        query = self.query
-        if len(self._pieces) == 1:
+        query, is_large = self.query, self._is_large(self.key)
+        if len(self._pieces) == 1 and not is_large:
             (piece,) = self._pieces
             out, lse = library.attend(*self._operands(piece), *self._engine_options(piece))
             return out.to(self.dtype), lse
         out = torch.empty(query.shape, dtype=self.dtype, device=query.device)
         lse = torch.empty(query.shape[:3], dtype=self.dtype, device=query.device)
+        if is_large:
+            self._make_pair(lse)
         for piece in self._pieces:
             rows = slice(*piece.rows)
-            out[:, rows], lse[:, rows] = library.attend(*self._operands(piece), *self._engine_options(piece))
+            operands = (*self._operands(piece), *self._engine_options(piece))
+            if self.rest is None:
+                out[:, rows], lse[:, rows] = library.attend(*operands)
+            else:
+                out[:, rows], lse[:, rows], self.rest[:, rows] = library.attend_pair(*operands[:-1])
         return out, lse
+
+    def _is_large(self, *keys: Tensor) -> bool:
+        """Whether scores of this rank's queries with these keys may be large."""
+        if self.options.impl != "aten":
+            return False
+        largest = max(map(blockwise.largest_norm, keys), default=0.0)
+        return blockwise.has_large_scores(self._query_norm, largest, self.options.scale, self.query.dtype)
+
+    @functools.cached_property
+    def _query_norm(self) -> float:
+        return blockwise.largest_norm(self.query)
+
+    def _make_pair(self, lse: Tensor) -> None:
+        """Have the log-sum-exp ``lse`` be a pair from now on."""
+        if self.rest is None:
+            lse.mul_(blockwise.LOG2_E)
+            self.rest = torch.zeros_like(lse)
 
     def merge(self, parcel: Parcel, out: Tensor, lse: Tensor) -> None:
         """Merge what this rank's queries see of a parcel into ``out`` and ``lse``."""
         options = self.options
+        # Once the log-sum-exp is a pair it stays one: what follows is computed with it, large or not.
+        if self._is_large(*(keys.key for keys in parcel.keys)):
+            self._make_pair(lse)
+        rest = self.rest
         for rectangle in parcel.seen.rectangles:
             merge_rectangle(
                 out, lse, self.query, rectangle.queries, _keys_of(parcel, rectangle), ratio=self._ratio,
-                scale=options.scale, impl=options.impl, dropout=self._dropout(parcel, rectangle),
+                scale=options.scale, impl=options.impl, dropout=self._dropout(parcel, rectangle), rest=rest,
             )  # fmt: skip
         for pair in parcel.seen.slab_pairs:
             rows = slice(*pair.queries)
-            part, part_lse = library.attend(*self._pair_operands(parcel, pair), *self._pair_options(pair))
+            operands = (*self._pair_operands(parcel, pair), *self._pair_options(pair))
             # Merging takes finite numbers: a row that sees nothing here weighs nothing.
-            merge_in_place(out[:, rows], lse[:, rows], part, part_lse.clamp_(min=aten.MASKED))
+            if rest is None:
+                part, part_lse = library.attend(*operands)
+                merge_in_place(out[:, rows], lse[:, rows], part, part_lse.clamp_(min=aten.MASKED))
+            else:
+                part, part_lse, part_rest = library.attend_pair(*operands[:-1])
+                part_pair = (part_lse.clamp_(min=aten.MASKED), part_rest)
+                merge_pairs_in_place(out[:, rows], (lse[:, rows], rest[:, rows]), part, part_pair)
 
-    def finish(self, out: Tensor, lse: Tensor) -> Tensor:
-        """``out`` in the query's dtype, once all is merged; rows that saw padding only become rows without a key."""
+    def finish(self, out: Tensor, lse: Tensor) -> tuple[Tensor, Tensor]:
+        """``out`` in the query's dtype and the log-sum-exp, once all is merged.
+
+        Rows that saw padding only become rows without a key.
+        """
         is_dead = lse < aten.MASKED / 2
         lse.masked_fill_(is_dead, float("-inf"))
         out.masked_fill_(is_dead.unsqueeze(-1), 0.0)
-        return out.to(self.query.dtype)
+        return out.to(self.query.dtype), lse if self.rest is None else (lse + self.rest) / blockwise.LOG2_E
 
     def backward_within(
         self, out: Tensor, lse: Tensor, grad_out: Tensor, grad_lse: Tensor | None
@@ -146,10 +186,8 @@ class Slab:
         grads = [] if is_one else [torch.empty(x.shape, dtype=self.dtype, device=x.device) for x in tensors]
         for piece in self._pieces:
             rows = slice(*piece.rows)
-            parts = library.attend_backward(
-                grad_out[:, rows], None if grad_lse is None else grad_lse[:, rows], out[:, rows], lse[:, rows],
-                *self._operands(piece), *self._engine_options(piece),
-            )  # fmt: skip
+            operands = (*self._operands(piece), *self._engine_options(piece))
+            parts = self._slab_gradients(rows, out, lse, grad_out, grad_lse, operands)
             if is_one:
                 return parts[0].to(self.dtype), parts[1].to(self.dtype), parts[2].to(self.dtype)
             # Each is let go of once it is copied: of one run they are half as large as what they are copied to.
@@ -158,6 +196,16 @@ class Slab:
             for grad in grads:
                 grad[:, rows] = remaining.pop(0)
         return grads[0], grads[1], grads[2]
+
+    def _slab_gradients(
+        self, rows: slice, out: Tensor, lse: Tensor, grad_out: Tensor, grad_lse: Tensor | None,
+        operands: tuple[Any, ...],
+    ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+        """Gradients of query, key and value of one call for some of the rows."""
+        of_rows = (grad_out[:, rows], None if grad_lse is None else grad_lse[:, rows], out[:, rows])
+        if self.rest is None:
+            return library.attend_backward(*of_rows, lse[:, rows], *operands)
+        return library.attend_pair_backward(*of_rows, (lse[:, rows], self.rest[:, rows]), *operands[:-1])
 
     def gradients(self, parcel: Parcel, state: Backward, grad_query: Tensor) -> Tensor:
         """Add a parcel's part of the query's gradient; returns those of its keys and values as one message.
@@ -184,15 +232,14 @@ class Slab:
             add_rectangle_gradients(
                 grad_query, into.key, into.value, state.grad_out, state.out, state.lse, state.delta, self.query,
                 rectangle.queries, _keys_of(parcel, rectangle), ratio=self._ratio, scale=options.scale,
-                impl=options.impl, dropout=self._dropout(parcel, rectangle),
+                impl=options.impl, dropout=self._dropout(parcel, rectangle), rest=self.rest,
             )  # fmt: skip
         for pair in parcel.seen.slab_pairs:
             rows = slice(*pair.queries)
-            of_query, of_key, of_value = library.attend_backward(
-                state.grad_out[:, rows], None if state.grad_lse is None else state.grad_lse[:, rows],
-                state.out[:, rows], state.merged_lse[:, rows],
-                *self._pair_operands(parcel, pair), *self._pair_options(pair),
-            )  # fmt: skip
+            operands = (*self._pair_operands(parcel, pair), *self._pair_options(pair))
+            of_query, of_key, of_value = self._slab_gradients(
+                rows, state.out, state.merged_lse, state.grad_out, state.grad_lse, operands
+            )
             grad_query[:, rows] += of_query
             add_to_blocks(pair, parcel.seen.blocks, grads, of_key, of_value)
 

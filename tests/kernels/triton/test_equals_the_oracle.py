@@ -337,6 +337,24 @@ def test_what_is_not_finite_comes_out_as_nan(bad: float) -> None:
         assert out[0, 4].isfinite().all()
 
 
+@pytest.mark.filterwarnings("ignore::RuntimeWarning")  # numpy's, in the interpreter
+def test_what_is_not_finite_stays_in_the_tiles_that_see_it() -> None:
+    """What docs/definition.md promises of these kernels, and no more: rows of its own tile before it may be NaN too."""
+    found = []
+    rows, before, at = (40, 32, 37) if is_interpreted() else (160, 128, 150)
+    q, *others = tensors(1, rows, 1, 16)
+    for is_spoilt in (False, True):
+        k, v = (x.detach().clone() for x in others)
+        if is_spoilt:
+            k[0, at, 0, 3] = v[0, at, 0, 5] = math.nan
+        out, lse = attend_with_lse(q, k, v, DilatedPattern([rows], [1]), is_causal=True, impl="triton")
+        grad_query = torch.autograd.grad(out[:, :before].sin().sum(), q)[0]
+        found.append([out[:, :before], lse[:, :before], grad_query[:, :before], out[:, at:]])
+    for clean, spoilt in zip(found[0][:3], found[1][:3], strict=True):
+        assert torch.equal(clean, spoilt)
+    assert found[1][3].isnan().all()
+
+
 @pytest.mark.parametrize("bounds", [[0, 15], [8, 30], [4, 12, 20]])
 def test_rows_outside_of_every_document_see_nothing(bounds: list[int]) -> None:
     from dilated_attention_pytorch.kernels.triton import launch

@@ -1,0 +1,166 @@
+"""Numbers that kernels do not survive: scores too large for one log-sum-exp, and NaN or infinities.
+
+Kernels multiply tiles, and a probability of 0 times a NaN is NaN: a key would reach rows that do not see it. What is
+not finite is looked for in the results, where it costs next to nothing, and if it is there they are put together of
+two computations, one without it. All of this is for the CPU: elsewhere looking would wait for the device.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from dilated_attention_pytorch.kernels.blockwise import LOG2_E, has_large_scores, largest_norm
+
+from . import execute
+
+
+class Computation(Protocol):
+    """Attention that is computed for other operands of the same call."""
+
+    def forward(self, query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
+        """Output and log-sum-exp."""
+
+    def backward(
+        self, operands: tuple[Tensor, Tensor, Tensor], out: Tensor, lse: Tensor, grad_out: Tensor,
+        grad_lse: Tensor | None,
+    ) -> tuple[Tensor, ...]:  # fmt: skip
+        """Gradients of query, key and value, and of what else there is."""
+
+    def undropped(self) -> Computation:
+        """The same without dropout."""
+
+    def gradients_of(self, rows: Tensor) -> tuple[Tensor, ...]:
+        """Which numbers of the gradients beside those of query, key and value depend on the marked rows."""
+
+
+def forward(inputs: execute.Inputs) -> tuple[Tensor, Tensor]:
+    """:func:`execute.forward`, where a row gets nothing of a NaN or an infinity that it does not see."""
+    return forward_around(_Plan(inputs), inputs.query, inputs.key, inputs.value)
+
+
+def backward(
+    inputs: execute.Inputs, out: Tensor, lse: Tensor, grad_out: Tensor, grad_lse: Tensor | None
+) -> tuple[Tensor, Tensor, Tensor]:
+    """:func:`execute.backward` for scores of any size; a NaN or an infinity reaches what it is in relation with.
+
+    Where scores are large, ``lse`` must be of all keys of ``inputs`` and no others.
+    """
+    operands = (inputs.query, inputs.key, inputs.value)
+    grads = backward_around(_Plan(inputs), operands, out, lse, grad_out, grad_lse)
+    return grads[0], grads[1], grads[2]
+
+
+@dataclass(frozen=True, slots=True)
+class _Plan:
+    inputs: execute.Inputs
+
+    def forward(self, query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
+        inputs = replace(self.inputs, query=query, key=key, value=value)
+        if inputs.dropout_seed is not None and _has_large_scores(inputs):
+            # What is dropped is known once all is merged: probabilities are computed anew, as for the gradient.
+            rest = torch.zeros(query.shape[:3], dtype=inputs.accumulation_dtype, device=query.device)
+            out, top = execute.forward(inputs, rest)
+            return out, (top + rest) / LOG2_E
+        return execute.forward(inputs)
+
+    def backward(
+        self, operands: tuple[Tensor, Tensor, Tensor], out: Tensor, lse: Tensor, grad_out: Tensor,
+        grad_lse: Tensor | None,
+    ) -> tuple[Tensor, ...]:  # fmt: skip
+        query, key, value = operands
+        inputs = replace(self.inputs, query=query, key=key, value=value)
+        rest = None
+        if _has_large_scores(inputs):
+            # Probabilities sum to 1 if they are of the very scores that the log-sum-exp is of: both are computed here.
+            rest = torch.zeros_like(lse)
+            out, lse = execute.forward(inputs, rest)
+        return execute.backward(inputs, out, lse, grad_out, grad_lse, rest)
+
+    def undropped(self) -> _Plan:
+        return _Plan(replace(self.inputs, dropout_seed=None, dropout_p=0.0))
+
+    def gradients_of(self, rows: Tensor) -> tuple[Tensor, ...]:
+        return ()
+
+
+def forward_around(computation: Computation, query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
+    """``computation.forward`` in which a NaN or an infinity of a key or value reaches the rows that see it alone."""
+    out, lse = computation.forward(query, key, value)
+    if not _has_nan(out):
+        return out, lse
+    bad_keys, bad_values = _not_finite(key), _not_finite(value)
+    if not (bad_keys.any() or bad_values.any()):
+        return out, lse
+    seen = _seen(computation, query, torch.stack((bad_keys, bad_values), -1))
+    clean_out, clean_lse = computation.forward(query, _without(key, bad_keys), _without(value, bad_values))
+    sees_any = seen.any(-1)
+    return torch.where(sees_any.unsqueeze(-1), out, clean_out), torch.where(seen[..., 0], lse, clean_lse)
+
+
+def backward_around(
+    computation: Computation,
+    operands: tuple[Tensor, Tensor, Tensor],
+    out: Tensor,
+    lse: Tensor,
+    grad_out: Tensor,
+    grad_lse: Tensor | None,
+) -> tuple[Tensor, ...]:
+    """``computation.backward`` in which what is not finite reaches what it is in relation with alone."""
+    grads = computation.backward(operands, out, lse, grad_out, grad_lse)
+    if not _has_nan(*grads):
+        return grads
+    query, key, value = operands
+    bad_keys = _not_finite(key) | _not_finite(value)
+    bad_rows = _not_finite(query) | _not_finite(out) | _not_finite(grad_out) | lse.isnan() | (lse == float("inf"))
+    if grad_lse is not None:
+        bad_rows |= ~grad_lse.isfinite()
+    if not (bad_keys.any() or bad_rows.any()):
+        return grads
+    bad_rows |= _seen(computation, query, bad_keys.unsqueeze(-1)).squeeze(-1)
+    clean = computation.backward(
+        (_without(query, bad_rows), _without(key, bad_keys), _without(value, bad_keys)), _without(out, bad_rows),
+        lse.masked_fill(bad_rows, float("inf")), _without(grad_out, bad_rows),
+        None if grad_lse is None else grad_lse.masked_fill(bad_rows, 0.0),
+    )  # fmt: skip
+    reached = _reached(computation, key, bad_rows).unsqueeze(-1)
+    is_bad = (bad_rows.unsqueeze(-1), reached, reached, *computation.gradients_of(bad_rows))
+    return tuple(torch.where(*three) for three in zip(is_bad, grads, clean, strict=True))
+
+
+def _has_large_scores(inputs: execute.Inputs) -> bool:
+    return has_large_scores(largest_norm(inputs.query), largest_norm(inputs.key), inputs.scale, inputs.query.dtype)
+
+
+def _has_nan(*tensors: Tensor) -> bool:
+    return tensors[0].device.type == "cpu" and any(bool(tensor.sum().isnan()) for tensor in tensors)
+
+
+def _not_finite(tensor: Tensor) -> Tensor:
+    """Rows ``[B, N, H]`` that hold a NaN or an infinity."""
+    return ~tensor.isfinite().all(-1)
+
+
+def _without(tensor: Tensor, bad: Tensor) -> Tensor:
+    """The tensor with rows of zeros instead of the bad ones."""
+    return tensor.masked_fill(bad.unsqueeze(-1), 0.0)
+
+
+def _seen(computation: Computation, query: Tensor, keys: Tensor) -> Tensor:
+    """Which rows see any of the keys marked in ``keys [B, M, G, kinds]``, ``[B, N, H, kinds]``.
+
+    Of scores that are all 0 the output is the share of the marked keys.
+    """
+    marks = keys.float()
+    return computation.undropped().forward(marks.new_zeros(*query.shape[:3], keys.shape[3]), marks * 0, marks)[0] > 0
+
+
+def _reached(computation: Computation, key: Tensor, rows: Tensor) -> Tensor:
+    """Which keys ``[B, M, G]`` any of the marked rows ``[B, N, H]`` sees: those whose values get a gradient of them."""
+    marks = rows.float().unsqueeze(-1)
+    undropped, zeros = computation.undropped(), (marks * 0, *(marks.new_zeros(*key.shape[:3], 1) for _ in range(2)))
+    out, lse = undropped.forward(*zeros)
+    return undropped.backward(zeros, out, lse, marks, None)[2].squeeze(-1) > 0

@@ -1,0 +1,290 @@
+"""Numbers of any size: finite and right wherever the reference is, and a NaN stays with what is in relation with it."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from dilated_attention_pytorch import (
+    DilatedPattern,
+    Pattern,
+    attend,
+    attend_with_lse,
+    global_tokens,
+    local_window,
+    random_blocks,
+)
+from dilated_attention_pytorch.nn import AdaptiveBlockAttention
+from dilated_attention_pytorch.ops import attend_blocks, merge
+from error_budget import budget
+from oracle import dense_attention
+
+NAMES = ("out", "lse", "grad_query", "grad_key", "grad_value")
+ROWS, HEADS, KV_HEADS, WIDTH = 97, 4, 2, 16
+PATTERNS: dict[str, Pattern] = {
+    "dilated": DilatedPattern([16, 50, 128], [1, 2, 3]),
+    "zero-padded": DilatedPattern([16, 50], [1, 3], tail="zero_padded"),
+    "window": local_window(20, 3),
+    "blocks": random_blocks(0.3, block_size=16, seed=1),
+    "sum": local_window(9) + global_tokens(3) + DilatedPattern([64], [2]),
+}
+MAGNITUDES = (1e-6, 1e-3, 1.0, 1e2, 1e4, 1e5, 1e6, 1e8)
+
+
+def draw(dtype: torch.dtype, query: float, key: float, value: float) -> list[Tensor]:
+    """Query, key and value of these magnitudes, and the gradient of the output."""
+    generator = torch.Generator().manual_seed(3)
+    shapes = ((HEADS, query), (KV_HEADS, key), (KV_HEADS, value), (HEADS, 1.0))
+    return [
+        (torch.randn(1, ROWS, heads, WIDTH, generator=generator, dtype=torch.float64) * size).to(dtype)
+        for heads, size in shapes
+    ]
+
+
+def counts_of(pattern: Pattern, *, is_causal: bool, mask: Tensor | None = None) -> Tensor:
+    positions = torch.arange(ROWS)
+    counts = pattern.counts(positions, positions, KV_HEADS, is_causal=is_causal)[None]
+    return counts if mask is None else counts * ~mask[:, None, None]
+
+
+def results(operands: list[Tensor], pattern: Pattern, **options: Any) -> list[Tensor]:
+    *leaves, grad = (x.clone() for x in operands)
+    leaves = [x.requires_grad_() for x in leaves]
+    torch.manual_seed(7)
+    out, lse = attend_with_lse(*leaves, pattern, **options)
+    return [out.detach(), lse.detach(), *torch.autograd.grad(out, leaves, grad.to(out.dtype))]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16, torch.float64], ids=str)
+@pytest.mark.parametrize("name", PATTERNS)
+def test_inputs_of_any_magnitude_have_the_results_and_gradients_of_exact_arithmetic(
+    name: str, dtype: torch.dtype, figure: Any
+) -> None:
+    """Within the error budget, and never finite less often than the reference in the same dtype."""
+    pattern, largest = PATTERNS[name], torch.finfo(dtype).max
+    used = 0.0
+    for size in MAGNITUDES:
+        for index, sizes in enumerate(((size, size, 1.0), (size, size, size), (size, 1.0, size), (1.0, 1.0, size))):
+            if max(sizes) * 6 > largest:
+                continue
+            operands = draw(dtype, *sizes)
+            is_causal = index % 2 == 1
+            mask = torch.arange(ROWS)[None] % 5 == 1 if index > 1 and name != "zero-padded" else None
+            options = {"is_causal": is_causal, "key_padding_mask": mask}
+            found = results(operands, pattern, **options)
+            reference = results(operands, pattern, impl="reference", **options)
+            exact = results([x.double() for x in operands], pattern, impl="reference", **options)
+            for what, mine, theirs in zip(NAMES, found, reference, strict=True):
+                assert bool((mine.isfinite() | ~theirs.isfinite()).all()), (what, sizes)
+            if name == "zero-padded":  # the budget knows no keys of score 0
+                continue
+            counts = counts_of(pattern, is_causal=is_causal, mask=mask).repeat_interleave(HEADS // KV_HEADS, 1)
+            q, k, v, grad = (x.double() for x in operands)
+            k, v = (x.repeat_interleave(HEADS // KV_HEADS, 2) for x in (k, v))
+            bounds = list(budget(q, k, v, grad, counts.double(), WIDTH**-0.5, dtype))
+            bounds[3:] = [x.unflatten(2, (KV_HEADS, -1)).sum(3) for x in bounds[3:]]
+            for what, mine, want, bound in zip(NAMES, found, exact, bounds, strict=True):
+                is_held = want.isfinite() & (want.abs() + bound < largest)
+                error = (mine.double() - want).abs()[is_held]
+                bound = bound[is_held] + torch.finfo(dtype).tiny * 64
+                assert bool((error <= bound).all()), (what, sizes, float((error / bound).max()))
+                used = max(used, float((error / bound).max())) if error.numel() else used
+    figure(f"magnitudes 1e-6 to 1e8, {name} patterns, {dtype}, largest part of the error budget used", f"{used:.2f}")
+
+
+def test_values_get_the_gradients_of_the_keys_that_are_chosen() -> None:
+    """Scores of 1e16: every row sees one key, in whichever groups, and the budget would hide a factor of two."""
+    for pattern in PATTERNS.values():
+        for is_causal in (False, True):
+            operands = draw(torch.float32, 1e8, 1e8, 1.0)
+            found = results(operands, pattern, is_causal=is_causal)
+            exact = results([x.double() for x in operands], pattern, is_causal=is_causal, impl="reference")
+            torch.testing.assert_close(found[4].double(), exact[4], rtol=1e-5, atol=1e-5)
+            torch.testing.assert_close(found[0].double(), exact[0], rtol=1e-6, atol=1e-6)
+
+
+@pytest.mark.parametrize("name", PATTERNS)
+def test_dropout_of_large_scores_is_that_of_the_reference(name: str) -> None:
+    for size in (1.0, 1e5, 1e8):
+        operands = draw(torch.float32, size, size, 1.0)
+        found, expected = (
+            results(x, PATTERNS[name], dropout_p=0.4, is_causal=True, impl=impl)
+            for x, impl in ((operands, "aten"), ([x.double() for x in operands], "reference"))
+        )
+        for index in (0, 4):
+            torch.testing.assert_close(found[index].double(), expected[index], rtol=1e-4, atol=1e-4)
+        for index in (2, 3):  # products of rounded ones with rows of that size
+            assert float((found[index] - expected[index]).abs().max()) <= 1e-4 * max(1.0, size)
+
+
+@pytest.mark.parametrize("size", [1e-6, 1e2, 1e5, 1e8])
+def test_chosen_blocks_of_any_magnitude_have_the_gradients_of_the_reference(size: float) -> None:
+    *operands, grad = draw(torch.float32, size, size, 1.0)
+    blocks = torch.tensor([[0, 2], [1, 3], [2, -1], [3, 5], [4, 4], [5, 0], [6, 1]]).expand(1, KV_HEADS, 7, 2)
+    gates = torch.randn(1, KV_HEADS, 7, 2)
+    both = []
+    for dtype in (torch.float32, torch.float64):
+        leaves = [x.to(dtype).requires_grad_() for x in (*operands, gates)]
+        if dtype == torch.float32:
+            out, _ = attend_blocks(*leaves[:3], blocks, leaves[3], block_size=16, is_causal=True)
+        else:
+            out = dense_blocks(*leaves, blocks)
+        both.append([out.detach().double(), *(x.double() for x in torch.autograd.grad(out, leaves, grad.to(dtype)))])
+    for found, want, factor in zip(*both, (1.0, size, size, 1.0, 1.0), strict=True):
+        assert bool(found.isfinite().all())
+        assert float((found - want).abs().max()) <= 3e-4 * max(1.0, factor)
+
+
+def dense_blocks(query: Tensor, key: Tensor, value: Tensor, gates: Tensor, blocks: Tensor) -> Tensor:
+    """Blocks of 16 by one dense softmax over the keys of every list, in double precision."""
+    rows = torch.arange(ROWS)
+    outs = []
+    for head in range(HEADS):
+        kv = head // (HEADS // KV_HEADS)
+        powers = []
+        for place in range(blocks.shape[3]):
+            listed = blocks[0, kv, rows // 16, place]
+            is_seen = (listed[:, None] == rows // 16) & (rows <= rows[:, None])
+            scores = query[0, :, head] @ key[0, :, kv].mT * WIDTH**-0.5 + gates[0, kv, rows // 16, place][:, None]
+            powers.append(scores.masked_fill(~is_seen, -math.inf))
+        outs.append(torch.cat(powers, -1).softmax(-1) @ value[0, :, kv].repeat(blocks.shape[3], 1))
+    return torch.stack(outs, 1)[None]
+
+
+# What is not finite, and how far it reaches.
+
+VALUES = (math.nan, math.inf, -math.inf)
+BOUNDARIES = torch.tensor([0, 40, 41, ROWS], dtype=torch.int32)
+
+
+def seen_from(counts: Tensor, keys: Tensor) -> Tensor:
+    """Rows ``[B, N, H]`` that see any of the marked keys ``[B, M, G]``."""
+    seen = torch.einsum("bgnm,bmg->bng", counts.double(), keys.double()) > 0
+    return seen.repeat_interleave(HEADS // KV_HEADS, 2)
+
+
+def reached_by(counts: Tensor, rows: Tensor) -> Tensor:
+    """Keys ``[B, M, G]`` that any of the marked rows ``[B, N, H]`` sees."""
+    of_heads = rows.unflatten(2, (KV_HEADS, -1)).any(3)
+    return torch.einsum("bgnm,bng->bmg", counts.double(), of_heads.double()) > 0
+
+
+def check_reach(found: list[Tensor], clean: list[Tensor], bad_rows: Tensor, reached: Tensor) -> None:
+    """What is in no relation with anything bad is as it is without it."""
+    for what, mine, want in zip(NAMES, found, clean, strict=True):
+        is_good = ~(reached if what in ("grad_key", "grad_value") else bad_rows)
+        torch.testing.assert_close(mine[is_good], want[is_good], rtol=1e-5, atol=1e-4, msg=what)
+
+
+@pytest.mark.parametrize("is_packed", [False, True])
+@pytest.mark.parametrize("is_causal", [False, True])
+@pytest.mark.parametrize("name", [name for name in PATTERNS if name != "zero-padded"])
+def test_what_is_not_finite_reaches_the_rows_and_keys_that_are_in_relation_with_it_alone(
+    name: str, is_causal: bool, is_packed: bool
+) -> None:
+    pattern = PATTERNS[name]
+    counts = counts_of(pattern, is_causal=is_causal)
+    if is_packed:
+        if name == "blocks":
+            pytest.skip("blocks of the whole text")
+        positions = [torch.arange(b - a) for a, b in zip(BOUNDARIES.tolist(), BOUNDARIES.tolist()[1:], strict=False)]
+        parts = [pattern.counts(p, p, KV_HEADS, is_causal=is_causal) for p in positions]
+        counts = torch.stack([torch.block_diag(*(part[head] for part in parts)) for head in range(KV_HEADS)])[None]
+    options = {"is_causal": is_causal, "cu_seqlens": BOUNDARIES if is_packed else None}
+    for index, value in enumerate(VALUES):
+        for kind in range(4):  # query, key, value, gradient of the output
+            operands = draw(torch.float32, 1.0, 1.0, 1.0)
+            bad_keys = torch.zeros(1, ROWS, KV_HEADS, dtype=torch.bool)
+            bad_rows = torch.zeros(1, ROWS, HEADS, dtype=torch.bool)
+            row, head = 31 + 13 * index, 1
+            (bad_keys if kind in (1, 2) else bad_rows)[0, row, head] = True
+            bad_rows |= seen_from(counts, bad_keys)
+            spoilt = [x.clone() for x in operands]
+            spoilt[kind][0, row, head, 5] = value
+            found = results(spoilt, pattern, **options)
+            # Rows in relation with it give no gradient to compare with.
+            operands[3] = operands[3].masked_fill(bad_rows.unsqueeze(-1), 0.0)
+            clean = results(operands, pattern, **options)
+            if kind == 3:
+                clean[0], clean[1] = found[0], found[1]
+            check_reach(found, clean, bad_rows, reached_by(counts, bad_rows) | bad_keys)
+            if math.isnan(value) and kind in (0, 1) and bool(bad_rows.any()):
+                assert bool(found[0][bad_rows].isnan().all()), "it does reach what sees it"
+
+
+@pytest.mark.parametrize("impl", ["aten", "reference"])
+def test_nothing_that_lies_at_a_padded_key_reaches_a_result_or_a_gradient(impl: str) -> None:
+    for pattern in (PATTERNS["dilated"], PATTERNS["sum"], PATTERNS["blocks"]):
+        mask = torch.arange(ROWS)[None] % 4 == 2
+        operands = draw(torch.float32, 1.0, 1.0, 1.0)
+        clean = results(operands, pattern, key_padding_mask=mask, is_causal=True, impl=impl)
+        for value in VALUES:
+            for kind in (1, 2):
+                operands[kind][mask] = value
+        found = results(operands, pattern, key_padding_mask=mask, is_causal=True, impl=impl)
+        for mine, want in zip(found, clean, strict=True):
+            assert torch.equal(mine, want)
+        assert all(bool((grad[mask] == 0).all()) for grad in found[3:])
+
+
+def test_a_future_that_is_not_finite_changes_no_chosen_block_before_it() -> None:
+    """Nor does what lies at padded keys, and a gate's gradient is that of its own rows."""
+    *operands, grad = draw(torch.float32, 1.0, 1.0, 1.0)
+    blocks = torch.tensor([[0, -1], [1, 0], [2, 1], [3, 0], [4, 1], [5, 0], [6, 1]]).expand(1, KV_HEADS, 7, 2)
+    gates, mask = torch.randn(1, KV_HEADS, 7, 2), torch.zeros(1, ROWS, dtype=torch.bool)
+    mask[0, 20], start = True, 85
+    grad[:, start:] = 0.0
+    both = []
+    for is_spoilt in (False, True):
+        leaves = [x.clone() for x in (*operands, gates)]
+        if is_spoilt:
+            for kind in (1, 2):
+                leaves[kind][:, start:] = math.nan
+                leaves[kind][:, 20] = math.inf
+        leaves = [x.requires_grad_() for x in leaves]
+        out, lse = attend_blocks(
+            *leaves[:3], blocks, leaves[3], block_size=16, is_causal=True, key_padding_mask=mask
+        )  # fmt: skip
+        grads = torch.autograd.grad(out, leaves, grad)
+        # Blocks 0, 1 and 5 are seen by rows that see the future.
+        both.append(
+            [x[:, :start] for x in (out, lse, grads[0])] + [x[:, 32:80] for x in grads[1:3]] + [grads[3][:, :, :5]]
+        )
+        assert bool(out[:, start:].isnan().all()) == is_spoilt
+    for mine, want in zip(both[1], both[0], strict=True):
+        torch.testing.assert_close(mine, want, rtol=1e-5, atol=1e-5)
+
+
+def test_an_adaptive_layer_keeps_a_spoilt_future_from_its_past() -> None:
+    attention = AdaptiveBlockAttention(
+        HEADS, WIDTH, num_kv_heads=KV_HEADS, blocks_per_query=3, block_size=8, scorer_dim=4, pattern=local_window(5)
+    )
+    q, k, v, _ = draw(torch.float32, 1.0, 1.0, 1.0)
+    before = attention(q, k, v, is_causal=True)
+    for x in (q, k, v):
+        x[:, 50:] = math.nan
+    torch.testing.assert_close(attention(q, k, v, is_causal=True)[:, :48], before[:, :48], rtol=1e-5, atol=1e-5)
+
+
+def test_partials_of_a_spoilt_slab_merge_to_what_the_whole_call_gives() -> None:
+    q, k, v, _ = draw(torch.float32, 1.0, 1.0, 1.0)
+    pattern = PATTERNS["dilated"]
+    want = attend(q, k, v, pattern, is_causal=True)
+    k[:, 60] = v[:, 60] = math.nan
+    halves = [
+        attend_with_lse(q, x, y, pattern, is_causal=True, key_offset=start)
+        for x, y, start in ((k[:, :50], v[:, :50], 0), (k[:, 50:], v[:, 50:], 50))
+    ]
+    torch.testing.assert_close(merge(halves).out[:, :60], want[:, :60], rtol=1e-5, atol=1e-5)
+
+
+def test_the_oracle_itself_holds_at_every_magnitude() -> None:
+    """It is compared with: its probabilities sum to 1 where ``exp(s - L)`` would not."""
+    q, k, v, _ = (x.double() for x in draw(torch.float32, 1e8, 1e8, 1.0))
+    counts = counts_of(PATTERNS["dilated"], is_causal=False)
+    out, _ = dense_attention(q, k, torch.ones_like(v), counts, torch.zeros(1, KV_HEADS, ROWS), 0.25)
+    assert bool(((out == 1) | (out == 0)).all())
