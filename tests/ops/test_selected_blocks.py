@@ -101,6 +101,53 @@ def test_equals_the_dense_softmax_over_scores_and_gates(case: Case) -> None:
         torch.testing.assert_close(got, want, rtol=1e-10, atol=1e-10)
 
 
+# PyTorch scripts functions of its own when first asked for a tangent.
+@pytest.mark.filterwarnings("ignore:`torch.jit.script:DeprecationWarning")
+def test_every_other_derivative_equals_the_dense_softmaxs(figure: Any) -> None:
+    """Tangents, second derivatives and a third one, of query, key, value and log-gates together."""
+    worst: dict[str, float] = {}
+
+    @examples(40)
+    @given(cases())
+    def check(case: Case) -> None:
+        tensors, of_all = tuple(case.tensors), tuple(range(len(case.tensors)))
+        torch.manual_seed(len(of_all))
+        first, second = (tuple(torch.randn_like(x) for x in tensors) for _ in range(2))
+
+        def derivatives(compute: Any) -> dict[str, tuple[Tensor, ...]]:
+            def outputs(*changed: Tensor) -> tuple[Tensor, Tensor]:
+                out, lse = dataclasses.replace(case, tensors=list(changed)).run(compute)
+                return out, torch.where(lse == float("-inf"), 0.0, lse)
+
+            def loss(*changed: Tensor) -> Tensor:
+                out, lse = outputs(*changed)
+                return out.sin().sum() + lse.cos().sum()
+
+            gradient = torch.func.grad(loss, of_all)
+            return {
+                "jvp": torch.func.jvp(outputs, tensors, first)[1],
+                "vmap": torch.func.vmap(outputs)(*(torch.stack([x, y]) for x, y in zip(tensors, first, strict=True))),
+                "forward over reverse": torch.func.jvp(gradient, tensors, first)[1],
+                "reverse over reverse": torch.func.vjp(gradient, *tensors)[1](first),
+                "forward over forward": torch.func.jvp(
+                    lambda *x: torch.func.jvp(outputs, x, first)[1], tensors, second
+                )[1],
+                "reverse over forward over reverse": torch.func.vjp(
+                    lambda *x: torch.func.jvp(gradient, x, first)[1], *tensors
+                )[1](second),
+            }
+
+        ours, theirs = derivatives(attend_blocks), derivatives(dense)
+        for name, wanted in theirs.items():
+            for got, want in zip(ours[name], wanted, strict=True):
+                error = float((got - want).abs().max() / want.abs().max().clamp(min=1.0))
+                assert error <= 1e-10, (name, error)
+                worst[name] = max(worst.get(name, 0.0), error)
+
+    check()
+    figure("listed blocks, derivatives in float64, largest differences", {k: f"{v:.1e}" for k, v in worst.items()})
+
+
 @examples(20)
 @given(cases())
 def test_chunks_add_up_to_the_whole(case: Case) -> None:
@@ -230,8 +277,14 @@ def test_one_graph_under_the_compiler_and_opcheck() -> None:
         torch.autograd.grad(compiled(*tensors), tensors), torch.autograd.grad(call(*tensors), tensors), strict=True
     ):
         torch.testing.assert_close(got, want)
-    operands = (*tensors[:3], case.blocks, tensors[3], None, None, 8, 8, True, 0.5, 0, 0.0)
-    torch.library.opcheck(torch.ops.dilated_attention_pytorch.attend_blocks, operands)
+    q, k, v, gates = tensors
+    options = (case.blocks, gates, None, None, 8, 8, True, 0.5, 0, 0.0)
+    torch.library.opcheck(torch.ops.dilated_attention_pytorch.attend_blocks, (q, k, v, *options))
+    lse = torch.randn(q.shape[:3], dtype=q.dtype)
+    for axis, values in (("queries", v), ("keys", q), ("blocks", None)):
+        operands = (axis, values, [q, k, None, None, None, gates], lse, q, k, *options)
+        with torch.no_grad():
+            torch.library.opcheck(torch.ops.dilated_attention_pytorch.weighted_block_sum, operands)
 
 
 def test_operations_are_counted() -> None:
