@@ -161,6 +161,6 @@ def _seen(computation: Computation, query: Tensor, keys: Tensor) -> Tensor:
 def _reached(computation: Computation, key: Tensor, rows: Tensor) -> Tensor:
     """Which keys ``[B, M, G]`` any of the marked rows ``[B, N, H]`` sees: those whose values get a gradient of them."""
     marks = rows.float().unsqueeze(-1)
-    undropped, zeros = computation.undropped(), (marks * 0, *(marks.new_zeros(*key.shape[:3], 1) for _ in range(2)))
-    out, lse = undropped.forward(*zeros)
-    return undropped.backward(zeros, out, lse, marks, None)[2].squeeze(-1) > 0
+    undropped, keys = computation.undropped(), marks.new_zeros(*key.shape[:3], 1)
+    out, lse = undropped.forward(marks * 0, keys, keys)
+    return undropped.backward((marks * 0, keys, keys), out, lse, marks, None)[2].squeeze(-1) > 0
