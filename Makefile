@@ -35,8 +35,9 @@ tests:
 docs: $(VENV)/docs.stamp  ## the documentation site, into build/site
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet
 
-sweep: $(VENV)/dev.stamp  ## the drawn cases again, ten times as many, other draws
+sweep: $(VENV)/dev.stamp  ## the drawn cases again, ten times as many, other draws; 20 stopped ranks
 	HYPOTHESIS_PROFILE=sweep $(BIN)/pytest -n 2 tests/ops tests/planning tests/kernels tests/parallel/test_parallel_equals_the_oracle.py tests/parallel/test_plan.py
+	$(BIN)/python tests/parallel/stop_trials.py
 
 bench: $(VENV)/dev.stamp  ## times beside dense, FlexAttention and the published route, under 5 minutes
 	$(BIN)/dilated-attention bench --preset cpu
