@@ -36,8 +36,9 @@ tests:
 docs: $(VENV)/docs.stamp  ## the documentation site, into build/site
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet
 
-sweep: $(VENV)/dev.stamp  ## the drawn cases again, ten times as many, other draws
+sweep: $(VENV)/dev.stamp  ## the drawn cases again, ten times as many, other draws; 20 stopped ranks
 	HYPOTHESIS_PROFILE=sweep $(BIN)/pytest -n 2 tests/ops tests/planning tests/kernels tests/parallel/test_parallel_equals_the_oracle.py tests/parallel/test_plan.py
+	$(BIN)/python tests/parallel/stop_trials.py
 
 sweep-resume: $(VENV)/dev.stamp  ## runs on every mesh that are killed 5 times or broken, and taken up: the same bits at the end
 	PYTHONPATH=tests OMP_NUM_THREADS=1 $(BIN)/python tests/training/killed_runs.py $(SWEEP_FOLDER)

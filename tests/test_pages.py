@@ -52,7 +52,7 @@ def test_the_code_of_pages_about_ranks_runs_on_one_rank(folder: Path) -> None:
     # One process for all of them: importing takes longer than what they compute.
     done = subprocess.run(
         [sys.executable, "-W", "error", str(ROOT / "tests" / "pages.py"), *names],
-        cwd=folder, env={**os.environ, "PYTHONPATH": path}, capture_output=True, text=True, timeout=300,
+        cwd=folder, env={**os.environ, "PYTHONPATH": path}, capture_output=True, text=True, timeout=900,
     )  # fmt: skip
     assert done.returncode == 0, done.stdout + done.stderr
     assert done.stdout.count("running ") == len(names) > 2

@@ -20,6 +20,7 @@ from dilated_attention_pytorch.training import evaluation
 from training.runs import stop_after, write_texts
 
 ROOT = Path(__file__).parents[2]
+HANG_SECONDS = 600.0
 
 
 @pytest.fixture(scope="module")
@@ -89,12 +90,16 @@ def test_a_signal_from_outside_ends_a_process_cleanly(tmp_path: Path) -> None:
     words[words.index("--steps") + 1] = "100000"
     process = subprocess.Popen(_as_process(*words), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
     metrics = tmp_path / "run" / "metrics.jsonl"
-    deadline = time.monotonic() + 120
-    while not (metrics.exists() and metrics.stat().st_size) and time.monotonic() < deadline:
-        assert process.poll() is None, process.communicate()[1]
-        time.sleep(0.1)
-    process.send_signal(signal.SIGTERM)
-    out, err = process.communicate(timeout=120)
+    deadline = time.monotonic() + HANG_SECONDS
+    try:
+        while not (metrics.exists() and metrics.stat().st_size):
+            assert process.poll() is None, process.communicate()[1]
+            assert time.monotonic() < deadline
+            time.sleep(0.1)
+        process.send_signal(signal.SIGTERM)
+        out, err = process.communicate(timeout=HANG_SECONDS)
+    finally:
+        process.kill()
     assert process.returncode == 128 + signal.SIGTERM
     assert "stopped by SIGTERM" in out
     assert "Traceback" not in err
@@ -145,7 +150,7 @@ def test_the_reader_of_the_output_may_go_away(run: Path) -> None:
     process.stdout.close()
     said = process.stderr.read()
     process.stderr.close()
-    process.wait(timeout=60)
+    process.wait(timeout=HANG_SECONDS)
     assert said == b""
 
 

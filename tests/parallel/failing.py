@@ -27,11 +27,14 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from dilated_attention_pytorch import DilatedPattern, parallel
 from dilated_attention_pytorch.parallel import wire
+from dilated_attention_pytorch.parallel.groups import wait_at_most
 
-TIMEOUT_SECONDS = 6.0
-"""Of the process groups."""
-END_SECONDS = 180.0
+TIMEOUT_SECONDS = 10.0
+"""Of the process groups. What the ranks compute between two exchanges takes less on any machine."""
+END_SECONDS = 300.0
 """After which a rank that has not ended is killed, and counted as hanging."""
+HANG_SECONDS = 400.0
+"""Within which all ranks of a case have to start."""
 NEVER_SECONDS = 3600.0
 """A timeout that no test waits for."""
 PATTERN = DilatedPattern([32, 128], [1, 4])
@@ -40,7 +43,7 @@ PATTERN = DilatedPattern([32, 128], [1, 4])
 class Rank:
     """One rank of a case: its mesh, and calls on it."""
 
-    def __init__(self, culprit: int, strategy: str, file: Path) -> None:
+    def __init__(self, culprit: int, strategy: str, file: Path, timeout: float) -> None:
         self.number = dist.get_rank()
         self.is_culprit = self.number == culprit
         self.strategy = strategy
@@ -50,6 +53,8 @@ class Rank:
         self.mesh: DeviceMesh = init_device_mesh("cpu", (dist.get_world_size(),))
         # Making a process group ends on one rank while another still connects: none may die before all have met.
         dist.barrier()
+        # What ``init_process_group(timeout=)`` says; within that time the ranks would have to start as well.
+        wait_at_most(timeout)
 
     def get_ready(self) -> None:
         """Say that what takes long at the start is over: the next case can begin."""
@@ -147,20 +152,18 @@ def _on_two_axes(rank: Rank) -> None:
     rank.mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("rows", "heads"))
 
 
-def _stops_in_forward(rank: Rank) -> None:
-    """Rank 0 has nothing to do with rank 3, which stops."""
-    _on_two_axes(rank)
+def _stops_in(rank: Rank, *, is_backward: bool, num_axes: int = 1) -> None:
+    """In one of its two passes. On two axes of two, a rank has nothing to do with the one that is diagonal to it."""
+    if num_axes == 2:
+        _on_two_axes(rank)
     rank.call()
-    rank.fault_in_exchange(2, _stop)
-    rank.call()
-
-
-def _stops_in_backward(rank: Rank) -> None:
-    _on_two_axes(rank)
-    rank.call()
-    out = rank.call(is_backward=False)
-    rank.fault_in_exchange(2, _stop)
-    out.sum().backward()
+    if is_backward:
+        out = rank.call(is_backward=False)
+        rank.fault_in_exchange(2, _stop)
+        out.sum().backward()
+    else:
+        rank.fault_in_exchange(1, _stop)
+        rank.call()
 
 
 def _stops_unseen_by_the_transport(rank: Rank) -> None:
@@ -344,9 +347,8 @@ CASES: dict[str, tuple[int, int, str, Callable[[Rank], None]]] = {
     "stops, ring": (4, 1, "ring", _stops),
     "stops, gather": (3, 1, "gather", _stops),
     "stops, heads": (3, 1, "heads", _stops),
-    "stops, two axes, forward": (4, 3, "ring", _stops_in_forward),
-    "stops, two axes, backward": (4, 3, "ring", _stops_in_backward),
-    "stops, two axes, rank 2": (4, 2, "gather", _stops_in_backward),
+    "stops, two axes, forward": (4, 3, "ring", functools.partial(_stops_in, is_backward=False, num_axes=2)),
+    "stops, two axes, backward": (4, 2, "gather", functools.partial(_stops_in, is_backward=True, num_axes=2)),
     "stops, unseen by the transport": (4, 3, "ring", _stops_unseen_by_the_transport),
     "stops, sub-group": (4, 3, "ring", _stops_in_a_sub_group),
     "poisons the store and dies": (3, 1, "ring", _poisons_and_dies),
@@ -372,20 +374,35 @@ CASES: dict[str, tuple[int, int, str, Callable[[Rank], None]]] = {
     "ends without a word": (2, -1, "ring", _ends_without_a_word),
 }
 
+TRIALS: dict[str, tuple[int, int, str, Callable[[Rank], None]]] = {
+    f"stops in {'backward' if is_backward else 'forward'}, {strategy}, {num_axes} axis, rank {culprit} of {world}": (
+        world, culprit, strategy, functools.partial(_stops_in, is_backward=is_backward, num_axes=num_axes)
+    )
+    for strategy, num_axes, world, culprits in (
+        ("ring", 1, 3, (1, 2)), ("gather", 1, 3, (1, 2)), ("heads", 1, 3, (1, 2)),
+        ("ring", 2, 4, (1, 3)), ("gather", 2, 4, (2, 3)),
+    )
+    for culprit in culprits
+    for is_backward in (False, True)
+}  # fmt: skip
+"""Twenty, for ``stop_trials.py``. Rank 0 holds the store; that it stops is one of the cases."""
+CASES |= TRIALS
+
 
 def run_rank(case: str, file: Path) -> None:
     """This process's part of a case; the variables of its environment say which."""
     _, culprit, strategy, play = CASES[case]
     torch.set_num_threads(1)
-    is_unseen = play is _stops_unseen_by_the_transport
-    seconds = timedelta(seconds=NEVER_SECONDS if is_unseen else TIMEOUT_SECONDS)
+    timeout = NEVER_SECONDS if play is _stops_unseen_by_the_transport else TIMEOUT_SECONDS
     try:
         if "TORCHELASTIC_RUN_ID" in os.environ:
-            dist.init_process_group("gloo", timeout=seconds)
+            dist.init_process_group("gloo", timeout=timedelta(seconds=HANG_SECONDS))
         else:
             store, rank, world = _store(file)
-            dist.init_process_group("gloo", store=store, rank=rank, world_size=world, timeout=seconds)
-        play(Rank(culprit, strategy, file))
+            dist.init_process_group(
+                "gloo", store=store, rank=rank, world_size=world, timeout=timedelta(seconds=HANG_SECONDS)
+            )
+        play(Rank(culprit, strategy, file, timeout))
     except Exception as error:
         transport = str(error.__cause__ or "")
         _report(file, error=type(error).__name__, message=str(error), transport=transport, at=time.monotonic())

@@ -15,15 +15,19 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 
+HANG_SECONDS = 600.0
+"""A guard against hanging alone: on a machine that does other things too, processes start minutes after each other."""
+
 
 class RankError(AssertionError):
     """A rank raised; the text is its traceback."""
 
 
-def run_ranks(world: int, function: Callable[..., Any], *args: Any, timeout: float = 60.0) -> list[Any]:
+def run_ranks(world: int, function: Callable[..., Any], *args: Any, timeout: float = HANG_SECONDS) -> list[Any]:
     """``function(*args)`` on ``world`` processes of one gloo group; the results by rank.
 
-    ``function`` is one of a module's own names and returns what can be pickled. ``timeout`` is the group's.
+    ``function`` is one of a module's own names and returns what can be pickled. ``timeout`` is the group's; all have to
+    start within it.
     """
     context = mp.get_context("spawn")
     results = context.SimpleQueue()

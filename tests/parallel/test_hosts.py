@@ -26,7 +26,7 @@ TOLERANCE = 1e-10
 LATEST_SECONDS = 60.0
 """After the cut until a rank has ended. The timeout of the group (6 s), the roll call (3 s) and the time for all to
 hear of it (1.25 s) are 10 s: the rest is for slow machines."""
-HANG_SECONDS = 180.0
+HANG_SECONDS = 600.0
 NETEM = "netem delay 5ms 1ms loss 1%"
 TBF = "tbf rate 20mbit burst 4kb latency 5ms"
 """Packets wait for their turn at the rate, and are lost where they would wait longer than the latency."""
@@ -135,7 +135,6 @@ def test_a_link_that_is_cut_ends_the_ranks_of_both_hosts(hosts: list[Host], tmp_
     files = [tmp_path / f"loop-{rank}.json" for rank in range(4)]
     try:
         _wait_for(lambda: all(file.exists() for file in files), HANG_SECONDS, processes)
-        time.sleep(0.5)
         hosts[0].run(f"ip link set {hosts[0].link} down")
         cut = time.monotonic()
         _wait_for(lambda: all("message" in file.read_text() for file in files), LATEST_SECONDS, processes)
@@ -150,7 +149,7 @@ def test_a_link_that_is_cut_ends_the_ranks_of_both_hosts(hosts: list[Host], tmp_
         figure(f"two hosts, link cut, rank {rank}", f"{seconds:.1f} s, {report['message']}")
     # The store is on the first host, whose ranks know who does not answer; the others only that it is out of reach.
     for report in reports[:2]:
-        assert re.search("rank 2|each of the ranks 2, 3", report["message"].split("): ", 1)[1]), report
+        assert re.search("rank [23]|each of the ranks 2, 3", report["message"].split("): ", 1)[1]), report
     for report in reports[2:]:
         assert "(with rank " in report["message"], report
         assert "torchrun's agent on the first host, which holds the store" in report["message"], report

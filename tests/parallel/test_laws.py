@@ -33,7 +33,7 @@ CHECKS: list[checks.Check] = [
 
 @pytest.fixture(scope="module", params=[2, 4], ids=["2 ranks", "4 ranks"])
 def found(request: pytest.FixtureRequest) -> tuple[int, list[dict[str, tuple[str | None, Any]]]]:
-    return request.param, run_ranks(request.param, checks.run_checks, CHECKS, timeout=120)
+    return request.param, run_ranks(request.param, checks.run_checks, CHECKS)
 
 
 @pytest.mark.parametrize("check", CHECKS, ids=lambda check: check.__name__)

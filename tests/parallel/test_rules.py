@@ -26,7 +26,7 @@ def drawn(world: int) -> tuple[list[ShardedCase], list[ShardedCase]]:
 @pytest.fixture(scope="module", params=[2, 3], ids=["2 ranks", "3 ranks"])
 def found(request: pytest.FixtureRequest) -> list[dict[str, Any]]:
     """What every rank has found."""
-    return run_ranks(request.param, run_all, *drawn(request.param), timeout=120)
+    return run_ranks(request.param, run_all, *drawn(request.param))
 
 
 def test_drawn_calls_equal_the_oracle(found: list[dict[str, Any]], figure: Any) -> None:

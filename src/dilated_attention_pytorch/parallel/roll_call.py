@@ -229,8 +229,9 @@ class RollCall:
         self._pulse.look(beats, now - self._last)
         self._last = now
         named = {rank for heard in self.failures for rank in heard.failure.silent}
-        silent = [rank for rank in self._pulse.silent(self.timeout) if rank not in named]
-        if silent:
+        if any(rank not in named for rank in self._pulse.silent(self.timeout)):
+            # With those that fell silent together with it, such as the other ranks of its host.
+            silent = self._pulse.silent(self.timeout - 2 * LOOK_SECONDS)
             self._publish(Failure(f"{no_answer(silent)} (no sign of life for {self.timeout:g} s)", tuple(silent)))
 
     def _look_for_failures(self) -> None:
