@@ -22,7 +22,7 @@ from dilated_attention_pytorch import (
     random_blocks,
     strided_blocks,
 )
-from dilated_attention_pytorch.patterns import NO_END, pattern_from_spec
+from dilated_attention_pytorch.patterns import NO_END, blocks, pattern_from_spec
 from drawn import block_calls, examples, pattern_of, rules
 from oracle import Rule, dense_counts
 
@@ -189,6 +189,8 @@ WRONG: list[tuple[Callable[[], Any], type[Exception], str]] = [
     (lambda: per_head([3]), TypeError, "patterns must hold patterns, got 3 of type int"),
     (lambda: local_window(1) + 3, TypeError, "unsupported operand"),
     (lambda: local_window(1).density(0), ValueError, "sequence_length must be at least 1, got 0"),
+    (lambda: local_window(1).density(10**10), ValueError, "sequence_length must be at most 2,147,483,648, .* 64 bits"),
+    (lambda: strided_blocks(2, block_size=2).density(10**6), ValueError, "are 250,000,000,000 pairs of blocks to look"),
 ]  # fmt: skip
 
 
@@ -207,3 +209,13 @@ def test_what_is_wrong_is_said(row: tuple[Callable[[], Any], type[Exception], st
 def test_positions_without_an_end() -> None:
     (rule,) = global_tokens(3).rules
     assert rule.last_query(0, 1, torch.arange(5)).tolist() == [NO_END, NO_END, NO_END, 2, 2]
+
+
+@pytest.mark.parametrize("causal", [False, True])
+def test_the_density_does_not_depend_on_how_many_blocks_are_looked_at_at_once(
+    causal: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    patterns = (strided_blocks(3, block_size=7), random_blocks(0.3, block_size=5, seed=2), local_window(5, 2))
+    at_once = [pattern.density(257, num_kv_heads=2, is_causal=causal) for pattern in patterns]
+    monkeypatch.setattr(blocks, "MASK_CELLS", 1)
+    assert [pattern.density(257, num_kv_heads=2, is_causal=causal) for pattern in patterns] == at_once

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import random
 
 import pytest
 import torch
@@ -78,3 +79,22 @@ def test_the_picture_shows_the_counts() -> None:
     assert torch.equal(drawn[:, 9:], counts[1])
     with pytest.raises(ValueError, match="sequence_length must be at least 1, got 0"):
         pattern.plot(0)
+
+
+def test_the_density_is_the_mean_of_the_counts_at_any_shift_and_length() -> None:
+    draw = random.Random(7)
+    for _ in range(60):
+        lengths, rates = [draw.randint(1, 80) for _ in range(2)], [draw.randint(1, 9) for _ in range(2)]
+        shift = [draw.randint(0, 90) for _ in range(draw.randint(1, 2))]
+        rule = draw.choice(("modulo", "block"))
+        pattern = DilatedPattern(lengths, rates, segment_shift=shift, offset_rule=rule)
+        length, heads = draw.choice((1, 2, 7, 63, 101)), draw.randint(1, 3)
+        every = torch.arange(length)
+        for causal, dense in ((False, length**2), (True, length * (length + 1) // 2)):
+            seen = int(pattern.counts(every, every, heads, is_causal=causal).sum())
+            assert pattern.density(length, num_kv_heads=heads, is_causal=causal) == seen / (heads * dense)
+
+
+def test_the_density_of_two_thousand_million_positions_makes_no_list_of_segments() -> None:
+    # Every position sees itself alone, in as many segments as positions.
+    assert DilatedPattern([1], [1]).density(1 << 31) == 1 / (1 << 31)

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 from pathlib import Path
 
 import pytest
 import torch
 
-from dilated_attention_pytorch.training import RunError, read_corpus
+from dilated_attention_pytorch import memory
+from dilated_attention_pytorch.training import RunError, read_corpus, text_files
 from dilated_attention_pytorch.training.corpus import SEPARATOR, Text, standard_library
+from dilated_attention_pytorch.training.text_files import in_words
 
 
 def _texts(folder: Path, count: int) -> Path:
@@ -88,3 +91,62 @@ def test_the_standard_library_is_real_text_without_installed_packages() -> None:
     assert len(corpus.training) > 5_000_000
     assert 0.01 < len(corpus.held_out) / (len(corpus.training) + len(corpus.held_out)) < 0.12
     assert standard_library().joinpath("os.py").read_bytes() in _files(corpus.training) | _files(corpus.held_out)
+
+
+def test_pipes_empty_files_and_broken_links_are_left_out_and_said_and_nothing_waits(tmp_path: Path) -> None:
+    _texts(tmp_path, 5)
+    os.mkfifo(tmp_path / "a-pipe")  # opening it would wait for a writer
+    (tmp_path / "broken").symlink_to(tmp_path / "nowhere")
+    (tmp_path / "loop").symlink_to(tmp_path)
+    (tmp_path / "log.txt").touch()
+    corpus = read_corpus([tmp_path])
+    assert corpus.skipped == {"no regular files": 2, "empty": 1}
+    assert in_words(corpus.skipped, "; left out: ") == "; left out: 2 no regular files, 1 empty"
+
+
+@pytest.mark.skipif(not Path("/proc/self").exists(), reason="Linux has /proc")
+def test_files_of_the_kernel_are_empty_whatever_reading_them_would_give() -> None:
+    with pytest.raises(RunError, match=r"the folder /proc/self/net holds no text file \(\d+ files .* empty"):
+        read_corpus([Path("/proc/self/net")])
+    with pytest.raises(RunError, match=r"/proc/version is empty"):
+        read_corpus([Path("/proc/version")])
+
+
+def test_how_far_it_is_is_said_where_reading_takes_long(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    _texts(tmp_path, 7)
+    clock = itertools.count(0.0, 3.0)  # three seconds pass between two looks at it
+    monkeypatch.setattr(text_files.time, "monotonic", lambda: next(clock))
+    said: list[str] = []
+    read_corpus([tmp_path], say=said.append)
+    assert said
+    assert all(line.startswith("reading --data: ") and str(tmp_path) in line for line in said)
+    counts = [int(line.split()[2]) for line in said]
+    assert counts == sorted(counts)
+    assert counts[-1] > 1
+    quiet: list[str] = []
+    monkeypatch.setattr(text_files.time, "monotonic", lambda: 0.0)
+    read_corpus([tmp_path], say=quiet.append)
+    assert not quiet
+
+
+def test_more_text_than_memory_is_refused_at_the_file_that_is_too_much(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(text_files, "_CHECKED_EVERY", 1)
+    (tmp_path / "a.txt").write_text("a" * 1000)
+    (tmp_path / "b.txt").write_text("b" * 1000)
+    (tmp_path / "c.bin").write_bytes(bytes(100_000))  # is known by its beginning and never read
+    monkeypatch.setattr(memory, "free_memory", lambda device: 3000)
+    assert read_corpus([tmp_path]).skipped == {"not UTF-8 text": 1}
+    monkeypatch.setattr(memory, "free_memory", lambda device: 2999)
+    with pytest.raises(RunError, match=r"the text up to .*b\.txt needs at least .* are free; name fewer files"):
+        read_corpus([tmp_path])
+
+
+def test_a_character_may_lie_across_what_is_looked_at_first(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(text_files, "_LOOKED_AT", 4)
+    (tmp_path / "a.txt").write_text("aaaé" * 9)
+    (tmp_path / "b.txt").write_bytes("aaaé".encode()[:4])
+    corpus = read_corpus([tmp_path])
+    assert corpus.skipped == {"not UTF-8 text": 1}
+    assert len(corpus.training) + len(corpus.held_out) == 2 + 5 * 9

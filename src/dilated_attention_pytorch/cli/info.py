@@ -55,7 +55,7 @@ def _implementations() -> list[tuple[str, ...]]:
 
     kinds = ["cpu", "cuda"] if torch.cuda.is_available() else ["cpu"]
     names = {"float16": torch.float16, "bfloat16": torch.bfloat16, "float32": torch.float32, "float64": torch.float64}
-    rows = []
+    rows: list[tuple[str, ...]] = []
     for impl in (name for name in IMPLS if name != "auto"):
         for kind in kinds:
             refusals: dict[str | None, list[str]] = {}

@@ -86,8 +86,8 @@ class Tune:
         cases = tuning.cases([getattr(torch, name) for name in names], hardware, is_dry=self.dry_run)
         check_makeable(self.output)
         report = self.output / "report.txt"
-        if not record.exists() and not self.dry_run:
-            check_new_file(report)
+        if report.exists() and not record.exists() and not self.dry_run:
+            check_new_file(report)  # it is no report of an earlier run of this command
         timings = tuning.kept_timings(record, cases, hardware)
         make_output(self.output)
         kept = sum(len(timing.samples) for timing in timings)

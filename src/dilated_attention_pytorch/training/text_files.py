@@ -16,6 +16,8 @@ from dilated_attention_pytorch.memory import check_memory, in_bytes
 
 _LOOKED_AT = 1 << 16
 """Bytes by which most files that are no text are known, so that large ones are not read."""
+_CHECKED_EVERY = 1 << 24
+"""Bytes between two looks at the memory that is free."""
 _SILENT_SECONDS = 5.0
 _OTHERS_FOLDERS = ("site-packages", "dist-packages", "__pycache__")
 
@@ -39,7 +41,7 @@ class TextFiles:
         """How many files of folders were left out, by the reason."""
         self._say = say
         self._said_at = time.monotonic()
-        self._bytes = 0
+        self._bytes, self._unchecked = 0, 0
 
     def read_file(self, path: Path) -> None:
         """Read one file that was named.
@@ -115,8 +117,12 @@ class TextFiles:
         with path.open("rb") as stream:
             if not self._is_text(stream.read(_LOOKED_AT), is_whole=False):
                 return None
-        # All files, and once more as one row of bytes.
-        check_memory(self._bytes + 2 * size, "cpu", what=f"--data: the text up to {path}", remedy="name fewer files")
+        self._unchecked += size
+        if self._unchecked >= _CHECKED_EVERY:
+            self._unchecked = 0
+            # This file, and all of them once more as one row of bytes.
+            needed = self._bytes + 2 * size
+            check_memory(needed, "cpu", what=f"--data: the text up to {path}", remedy="name fewer files")
         content = path.read_bytes()
         if not content or not self._is_text(content, is_whole=True):
             return None
