@@ -119,6 +119,46 @@ def test_a_layer_that_does_not_come_to_the_attention_is_named() -> None:
     model(tokens)
 
 
+def test_attention_that_chooses_its_keys_by_content_is_refused() -> None:
+    model = tiny("llama")
+    model.model.layers[1].self_attn.indexer = type("KeyIndexer", (torch.nn.Module,), {})()
+    with pytest.raises(NotImplementedError, match=r'chooses by content .*KeyIndexer of "model.layers.1.self_attn"'):
+        set_pattern(model, PATTERN)
+
+
+def test_heads_that_pool_and_attention_to_others_stay_as_they_are() -> None:
+    sizes = {"hidden_size": 48, "num_hidden_layers": 2, "num_attention_heads": 6, "intermediate_size": 53}
+    config = transformers.SiglipVisionConfig(image_size=16, patch_size=4, **sizes)
+    torch.manual_seed(0)
+    model = transformers.SiglipVisionModel(config).double().eval()
+    image = torch.randn(2, 3, 16, 16, dtype=torch.float64)
+    with torch.no_grad():
+        expected = model(image)
+        found = set_pattern(model, DilatedPattern([16], [1]))(image)
+        torch.testing.assert_close(found.pooler_output, expected.pooler_output, rtol=0, atol=1e-10)
+        changed = set_pattern(model, PATTERN)(image)
+        assert not torch.allclose(changed.pooler_output, expected.pooler_output, atol=1e-6)
+
+
+def test_other_parts_that_were_told_of_the_implementation_need_a_pattern_as_well() -> None:
+    model = llava("sdpa")
+    model.set_attn_implementation("dilated")
+    set_pattern(model, PATTERN)
+    tokens = torch.cat([torch.full((1, 4), 30), draw(1, 9) % 30], dim=1)
+    model(input_ids=tokens[:, 4:])
+    with pytest.raises(ValueError, match="needs a pattern, and the model has none"):
+        model(input_ids=tokens, pixel_values=torch.randn(1, 3, 8, 8))
+
+
+def test_a_window_that_a_model_gives_to_layers_without_one_is_not_the_pattern_s_end() -> None:
+    sizes = {**_BERT, "intermediate_size": 64, "num_key_value_heads": 3, "head_dim": 8, "num_local_experts": 2}
+    types = ["linear_attention", "full_attention"]
+    config = transformers.MiniMaxConfig(**sizes, sliding_window=8, layer_types=types)
+    model = set_pattern(transformers.MiniMaxForCausalLM(config).eval(), PATTERN)
+    with pytest.raises(ValueError, match=r'layer 1 is "full_attention" in config.* a sliding window of 8 tokens'):
+        model(draw(1, 20))
+
+
 def test_a_layer_of_a_model_that_was_not_looked_through_is_refused() -> None:
     model = tiny("llama", "sdpa")
     model.set_attn_implementation("dilated")

@@ -29,6 +29,22 @@ def t5() -> Any:
     return set_pattern(T5ForConditionalGeneration(config).eval(), PATTERN)
 
 
+def sharing_keys() -> Any:
+    from transformers import Gemma3nTextConfig
+
+    types = ["sliding_attention", "full_attention"] * 2
+    config = Gemma3nTextConfig(num_hidden_layers=4, intermediate_size=8, num_kv_shared_layers=2, layer_types=types)
+    config.dilated_attention = {"pattern": PATTERN.spec}
+    config._attn_implementation = "dilated"
+    return config
+
+
+def twice() -> Any:
+    differential = model("DiffLlama", num_attention_heads=4, num_key_value_heads=2, head_dim=12)
+    with torch.no_grad():
+        return differential(TOKENS, past_key_values=BoundedCache(differential.config))
+
+
 def holes() -> torch.Tensor:
     mask = torch.ones_like(TOKENS)
     mask[1, 4] = 0
@@ -90,6 +106,17 @@ WRONG: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
     ),
     "bounded cache of an encoder-decoder": (
         lambda: BoundedCache(model("bart").config), NotImplementedError, "one stack of causal layers",
+    ),
+    "bounded cache of convolutions": (
+        lambda: BoundedCache(model("Lfm2", layer_types=["conv", "full_attention"]).config), NotImplementedError,
+        "what layer 0 of this model keeps is a LinearAttentionLayer",
+    ),
+    "bounded cache of layers that share keys": (
+        lambda: BoundedCache(sharing_keys()), NotImplementedError,
+        r"layer 2 of this model keeps is a DummyLayer|2 layers of .* keep none of their own",
+    ),
+    "bounded cache of two calls": (
+        lambda: twice(), NotImplementedError, "told of 12 tokens in layer 0, and its attention brings token 24",
     ),
 }  # fmt: skip
 

@@ -41,7 +41,7 @@ class BoundedCache:
 
     Raises:
         TypeError, ValueError: the configuration has no pattern for a layer.
-        NotImplementedError: an encoder-decoder.
+        NotImplementedError: an encoder-decoder, layers that keep something else or share keys and values.
 
     >>> from transformers import LlamaConfig, LlamaForCausalLM
     >>> from dilated_attention_pytorch import DilatedPattern
@@ -76,6 +76,7 @@ class BoundedCache:
                 'BoundedCache keeps what attn_implementation="dilated" reads, and the model has '
                 f'"{implementation}": call model.set_attn_implementation("dilated") first, or name it when loading'
             )
+        _check_layers(config)
         self._patterns = tuple(
             layer_pattern(config, layer, window_of_layer(config, layer), is_causal=True)
             for layer in range(config.num_hidden_layers)
@@ -123,7 +124,7 @@ class BoundedCache:
         """Causal attention of new rows ``[B, N, H, D]`` to what is stored and to each other; then they are stored.
 
         Raises:
-            NotImplementedError: attention with dropout, or that is not causal.
+            NotImplementedError: attention with dropout, that is not causal, or of another number of calls than one.
             ValueError: the pattern is not the one that the cache was made with.
         """
         assert self._rows is not None
@@ -138,6 +139,12 @@ class BoundedCache:
                 "set_pattern"
             )
         num_new = query.shape[1]
+        if self._attended[layer] + num_new != self._seen[layer]:
+            raise NotImplementedError(
+                f"BoundedCache was told of {self._seen[layer]} tokens in layer {layer}, and its attention brings token "
+                f"{self._attended[layer] + num_new}: what is stored is attended to once, and this model attends to the "
+                "keys of a layer several times, as DiffLlama does and layers that share keys; use the model's own cache"
+            )
         self._attended[layer] += num_new
         if self._step is None or layer in self._served:
             runs = None if mask is None else real_runs(mask[:, -num_new:] >= 0)
@@ -190,6 +197,25 @@ class BoundedCache:
         """Row b of the batch becomes what row ``beam_idx[b]`` was."""
         if self._rows is not None:
             self._rows.reorder(beam_idx)
+
+
+def _check_layers(config: Any) -> None:
+    """Raise for a model whose own cache keeps more than keys and values of every layer."""
+    from transformers import DynamicCache
+
+    kinds = [type(layer).__name__ for layer in DynamicCache(config=config).layers]
+    others = [number for number, kind in enumerate(kinds) if kind not in ("DynamicLayer", "DynamicSlidingWindowLayer")]
+    if others:
+        raise NotImplementedError(
+            "BoundedCache keeps keys and values, some of every layer, and what layer "
+            f"{others[0]} of this model keeps is a {kinds[others[0]]} (convolutions, linear attention and recurrent "
+            "layers have a state, and layers that share keys have none): use the model's own cache"
+        )
+    if len(kinds) != config.num_hidden_layers:
+        raise NotImplementedError(
+            f"BoundedCache keeps keys and values of every layer, and {config.num_hidden_layers - len(kinds)} layers of "
+            f"this model's {config.num_hidden_layers} keep none of their own: use the model's own cache"
+        )
 
 
 def cache_of(key: Tensor) -> tuple[BoundedCache, int] | None:

@@ -93,6 +93,12 @@ def text_of_layer(entry: Any, config: Any, layer: int | None, window: int | None
         if window is None:
             return texts
         _check_some_layer_is_free(config)
+        if layer is not None and window_of_layer(config, layer) is None and getattr(config, "layer_types", None):
+            raise ValueError(
+                f'layer {layer} is "{config.layer_types[layer]}" in config.layer_types, and its model gives it a '
+                f"sliding window of {window} tokens, so the pattern would be that of none: set config.sliding_window "
+                "to None before the model is built"
+            )
         return None
     if not isinstance(texts, (list, tuple)) or not all(text is None or isinstance(text, str) for text in texts):
         raise TypeError(f"the pattern in config.dilated_attention must be a text or a list of them, got {texts!r}")
@@ -131,7 +137,7 @@ def window_of_layer(config: Any, layer: int) -> int | None:
         return None
     if types is None:
         return window
-    return window if layer < len(types) and types[layer] == "sliding_attention" else None
+    return window if layer < len(types) and "sliding" in types[layer] else None
 
 
 def check_no_window(config: Any, layer: int) -> None:

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 _PROOF = "_attended_under_pattern"
-"""False on a layer that was found and has not attended yet, True afterwards; layers that were not found have none."""
+"""Of a layer: False when it was found, True when it has attended. Of a model: True when it was looked through."""
 
 _OF_ATTENTION = ("scaled_dot_product_attention", "_flash_attention_forward", "multi_head_attention_forward")
 """Functions that nothing but attention calls."""
@@ -39,12 +39,15 @@ def look_through(model: nn.Module, configs: Sequence[Any], *, is_whole: bool) ->
     from transformers import PreTrainedModel
 
     layers, rest = [], ""
-    for name, module, config in _parts(model, configs):
+    for name, module, config, is_apart in _parts(model, configs):
         kind: Any = type(module)
         if isinstance(module, PreTrainedModel):
             continue
         if _uses_interface(kind):
+            _check_keys_are_not_chosen(model, name, module)
             layers.append((name, module, config))
+        elif is_apart:
+            continue
         elif _computes_attention(kind):
             raise NotImplementedError(
                 f"{type(model).__name__} does not use transformers' attention interface, through which a layer gets "
@@ -82,12 +85,14 @@ def note_attended(module: nn.Module) -> None:
 
 
 def watch(model: PreTrainedModel) -> None:
-    """Look a model through before its first call under a pattern: it is not complete yet."""
-    model.register_forward_pre_hook(_before_call)
+    """Look a model through before its first call under a pattern: it may not be complete yet."""
+    if _PROOF not in vars(model):
+        setattr(model, _PROOF, False)
+        model.register_forward_pre_hook(_before_call)
 
 
 def _before_call(model: PreTrainedModel, args: Any) -> None:
-    if model.config._attn_implementation == NAME and not getattr(model, _PROOF, False):
+    if model.config._attn_implementation == NAME and not getattr(model, _PROOF):
         _look_through_once(model)
 
 
@@ -107,22 +112,39 @@ def _check_attended(name: str, config: Any, module: nn.Module, args: Any, output
     )
 
 
-def _parts(model: nn.Module, configs: Sequence[Any]) -> Iterator[tuple[str, nn.Module, Any]]:
-    """Every module below one of these configurations, with its name: its own or that of what it is in."""
+def _parts(model: nn.Module, configs: Sequence[Any]) -> Iterator[tuple[str, nn.Module, Any, bool]]:
+    """Every module below one of these configurations: name, module, configuration, whether it is no self-attention.
+
+    A configuration is a module's own or that of what it is in. A head that pools all tokens into one, attention to
+    another sequence and what is in them are no self-attention.
+    """
     wanted = {id(config): config for config in configs}
     seen: set[int] = set()
-    todo: list[tuple[str, nn.Module, Any]] = [("", model, None)]
+    todo: list[tuple[str, nn.Module, Any, bool]] = [("", model, None, False)]
     while todo:
-        name, module, config = todo.pop()
+        name, module, config, is_apart = todo.pop()
         if id(module) in seen:
             continue
         seen.add(id(module))
         own = vars(module).get("config")
         config = config if own is None else wanted.get(id(own))
+        is_apart = is_apart or "Pool" in type(module).__name__ or "Cross" in type(module).__name__
         if config is not None:
-            yield name, module, config
-        children = [(f"{name}.{key}" if name else key, child, config) for key, child in module.named_children()]
+            yield name, module, config, is_apart
+        children = [
+            (f"{name}.{key}" if name else key, child, config, is_apart) for key, child in module.named_children()
+        ]
         todo += reversed(children)
+
+
+def _check_keys_are_not_chosen(model: nn.Module, name: str, layer: nn.Module) -> None:
+    """Raise for attention that writes into its mask which keys a query may see, as DeepSeek's sparse attention does."""
+    for _, child in layer.named_children():
+        if "Indexer" in type(child).__name__:
+            raise NotImplementedError(
+                f"{type(model).__name__} chooses by content which keys a query sees ({type(child).__name__} of "
+                f'"{name}"), and a pattern goes by positions: use "sdpa" or "eager" for this model, without a pattern'
+            )
 
 
 def _is_named_attention(kind: type[nn.Module]) -> bool:
@@ -139,15 +161,10 @@ def _uses_interface(kind: type[nn.Module]) -> bool:
 
 @functools.cache
 def _computes_attention(kind: type[nn.Module]) -> bool:
-    """Whether a class that does not use the interface computes self-attention.
-
-    A head that pools all tokens into one, and attention to another sequence, are no self-attention.
-    """
+    """Whether a class that does not use the interface computes attention."""
     if issubclass(kind, nn.MultiheadAttention):
         return True
     names = {name.casefold() for name, _ in _names(kind)}
-    if "Pool" in kind.__name__ or "Cross" in kind.__name__:
-        return False
     if names.intersection(_OF_ATTENTION):
         return True
     return _is_named_attention(kind) and any("softmax" in name or name == "logsumexp" for name in names)

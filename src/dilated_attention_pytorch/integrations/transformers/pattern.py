@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 from dilated_attention_pytorch.patterns import Pattern
 
 from .config import FIELD, NAME, check_pattern, chosen_parts, keep_implementation
-from .layers import look_through
+from .layers import look_through, watch
 from .registration import register
 
 if TYPE_CHECKING:
@@ -42,11 +42,17 @@ def set_pattern(model: PreTrainedModel, pattern: Pattern | Sequence[Pattern | No
     >>> set_pattern(LlamaForCausalLM(config), DilatedPattern([16], [2])).config.dilated_attention
     {'pattern': '[[[16], [2], [0], "modulo", "ragged"]]'}
     """
+    from transformers import PreTrainedModel
+
     config = model.config.get_text_config()
     configs = [config, *_copies(model, config)]
     look_through(model, configs, is_whole=True)
     entry = check_pattern(pattern, config)
     register()
+    for module in model.modules():
+        # Other parts may have the implementation as well.
+        if isinstance(module, PreTrainedModel):
+            watch(module)
     model.set_attn_implementation(chosen_parts(model.config, lambda part: part is config))
     for one in configs:
         if one._attn_implementation != NAME:
