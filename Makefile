@@ -5,8 +5,10 @@ VENV := .venv
 BIN := $(VENV)/bin
 RUN_FOLDER ?= runs/demo
 SWEEP_FOLDER ?= build/sweep-resume
+# The oldest PyTorch that pyproject.toml promises.
+OLDEST := $(shell sed -n 's/.*"torch>=\([0-9.]*\)".*/\1/p' pyproject.toml)
 
-.PHONY: demo test gate format lint types tests docs sweep sweep-resume mangled bench benchmark clean
+.PHONY: demo test gate format lint types tests oldest docs sweep sweep-resume mangled bench benchmark clean
 
 demo: $(VENV)/train.stamp  ## environment, install, train a LongNet on real text, sample from it
 	@if [ -f $(RUN_FOLDER)/model.safetensors ]; then \
@@ -32,6 +34,9 @@ types:
 
 tests:
 	$(BIN)/pytest -n 2 --dist worksteal
+
+oldest: $(VENV)-oldest/dev.stamp  ## the tests on the oldest PyTorch that is promised; its wheels bring CUDA, 5 GB
+	$(VENV)-oldest/bin/pytest -n 2 --dist worksteal
 
 docs: $(VENV)/docs.stamp  ## the documentation site, into build/site
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet
@@ -71,5 +76,11 @@ $(VENV)/%.stamp: pyproject.toml constraints.txt
 	$(BIN)/pip install --quiet --constraint constraints.txt --editable ".[$*]"
 	touch $@
 
+$(VENV)-oldest/dev.stamp: pyproject.toml constraints.txt
+	test -x $(VENV)-oldest/bin/python || $(PYTHON) -m venv $(VENV)-oldest
+	sed '/^torch==/d' constraints.txt > $(VENV)-oldest/constraints.txt
+	$(VENV)-oldest/bin/pip install --quiet --constraint $(VENV)-oldest/constraints.txt "torch==$(OLDEST).*" --editable ".[dev]"
+	touch $@
+
 clean:
-	rm -rf $(VENV) build dist src/*.egg-info
+	rm -rf $(VENV) $(VENV)-oldest build dist src/*.egg-info

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from dilated_attention_pytorch.kernels.select import Impl
 from dilated_attention_pytorch.ops import attend
+from dilated_attention_pytorch.ops.tracing import constant_of_graph
 from dilated_attention_pytorch.patterns import DilatedPattern, OffsetRule, Pattern, Tail
 from dilated_attention_pytorch.selection import DynamicSegmentSelector, SegmentSelectionConfig
 
@@ -151,6 +152,7 @@ class DynamicDilatedAttention(DilatedAttention):
         return f"{self.selector.config}, dropout={self.dropout}"
 
 
+@constant_of_graph
 def _decide(
     module: DynamicDilatedAttention,
     sequence_length: int,
@@ -171,11 +173,6 @@ def _decide(
         tail=options.tail, segment_shift=options.segment_shift,
     )  # fmt: skip
     return tuple(pattern.segment_lengths), tuple(pattern.dilation_rates)
-
-
-# What torch.compiler.assume_constant_result marks, which would import the compiler along with this package: called
-# while tracing, with integers, its result is a constant of the graph.
-_decide.__dict__["_dynamo_marked_constant"] = True
 
 
 class DynamicMultiheadDilatedAttention(MultiheadDilatedAttention):

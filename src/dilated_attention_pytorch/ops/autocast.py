@@ -7,8 +7,10 @@ import contextlib
 import torch
 from torch import Tensor
 
+from .tracing import constant_of_graph
 
-@torch.compiler.assume_constant_result
+
+@constant_of_graph
 def _has_autocast(device_type: str) -> bool:
     # It never changes, and torch.compile of PyTorch 2.11 does not trace the question.
     return torch.amp.is_autocast_available(device_type)

@@ -10,6 +10,7 @@ from torch._C._functorch import TransformType
 from torch.autograd import forward_ad
 from torch.autograd.function import Function
 
+from .tracing import constant_of_graph
 from .weighted_sum import (
     Axis,
     Factor,
@@ -78,7 +79,7 @@ def attend_operands(operators: Operators, value: Tensor, operands: Operands) -> 
     return out, lse
 
 
-@torch.compiler.assume_constant_result
+@constant_of_graph
 def _is_differentiated_by_transforms() -> bool:
     levels = torch._C._functorch.get_interpreter_stack() or ()
     return any(level.key() in (TransformType.Grad, TransformType.Jvp) for level in levels)
