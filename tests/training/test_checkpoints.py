@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import errno
 import io
+import json
 import os
 import random
 import shutil
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -17,6 +19,8 @@ from tensorboard.summary.writer.record_writer import RecordWriter
 
 from dilated_attention_pytorch.cli import main
 from dilated_attention_pytorch.training import RunError, resume, train
+from dilated_attention_pytorch.training.callbacks import read_metrics
+from dilated_attention_pytorch.training.checkpoint import load_model
 from dilated_attention_pytorch.training.run_trainer import RunTrainer
 from training.mangling import NEW, OLD, Payload, World, attempt, make_world
 from training.runs import quiet, seal_again, tiny_settings, weights, write_texts
@@ -124,6 +128,32 @@ def test_links_in_a_run_folder_are_replaced_and_what_they_lead_to_is_left_alone(
     assert (target / "file" if target.is_dir() else target).read_text() == "precious"
     assert [path.name for path in tmp_path.iterdir() if path != run] == ["precious"]
     assert not any(path.is_symlink() for path in run.rglob("*"))
+
+
+@pytest.mark.parametrize("rest", [
+    b'{"step": 8, "sec', b"[1]", b"\xff\xfe", b"[" * 100_000, b'{"step": "4", "seconds": 1.0}', b"null",
+    b'{"step": 4, "seconds": 1.0, "bits_per_byte": "low"}',
+])  # fmt: skip
+def test_metrics_are_read_up_to_the_first_line_that_is_none(tmp_path: Path, rest: bytes) -> None:
+    entry = {"step": 2, "seconds": 0.5, "bits_per_byte": 3.0}
+    later = b'{"step": 9, "seconds": 1.0}\n'
+    (tmp_path / "metrics.jsonl").write_bytes(json.dumps(entry).encode() + b"\n" + rest + b"\n" + later)
+    assert read_metrics(tmp_path) == [entry]
+
+
+@pytest.mark.parametrize("changes", [
+    {"num_layers": 10**30}, {"num_layers": "x"}, {"embed_dim": 1e9}, {"dtype": "banana"}, {"dtype": 5},
+    {"id2label": 3}, {"quantization_config": 3}, {"attn_implementation": "x"}, {"vocab_size": None},
+], ids=str)  # fmt: skip
+def test_a_configuration_that_describes_no_model_is_refused_in_words(
+    world: World, tmp_path: Path, changes: dict[str, Any]
+) -> None:
+    for name in ("config.json", "model.safetensors"):
+        shutil.copy(world.whole / name, tmp_path)
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps({**json.loads(path.read_text()), **changes}))
+    with pytest.raises(RunError, match=r"config\.json describes"):
+        load_model(tmp_path)
 
 
 def test_generate_says_which_checkpoint_it_leaves(run: Path, capsys: pytest.CaptureFixture[str]) -> None:

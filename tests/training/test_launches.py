@@ -22,7 +22,7 @@ from processes import end_whole, run_whole
 from training.runs import quiet, tiny_settings, weights, write_texts
 
 TESTS = Path(__file__).parents[1]
-HANG_SECONDS = 400.0
+HANG_SECONDS = 1200.0
 
 
 def _command(num_processes: int, words: list[str], *options: str) -> list[str]:

@@ -20,6 +20,8 @@ from transformers import TrainerCallback, TrainerControl, TrainerState, Training
 
 from dilated_attention_pytorch.output import write_text
 
+from .manifest import opened
+
 METRICS_NAME = "metrics.jsonl"
 
 
@@ -113,16 +115,27 @@ class Metrics(TrainerCallback):
 
 
 def read_metrics(run: Path) -> list[dict[str, Any]]:
-    """The entries of ``metrics.jsonl``; a last line that was cut off is left out."""
+    """The entries of ``metrics.jsonl``, up to the first line that was cut off or is none.
+
+    Raises:
+        RunError: it cannot be read.
+    """
     path = run / METRICS_NAME
     if not path.exists():
         return []
+    with opened(path, str(path), "remove it: it only tells how the losses went") as file:
+        lines = file.read().decode("utf-8", errors="replace").splitlines()
     entries = []
-    for line in path.read_text().splitlines():
+    for line in lines:
         try:
-            entries.append(json.loads(line))
-        except json.JSONDecodeError:
+            entry = json.loads(line)
+        except (ValueError, RecursionError):
             break
+        if not isinstance(entry, dict) or not all(
+            isinstance(value, (int, float)) for value in (entry.get("step"), entry.get("seconds"), *entry.values())
+        ):
+            break
+        entries.append(entry)
     return entries
 
 

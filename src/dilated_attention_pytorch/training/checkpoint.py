@@ -37,6 +37,7 @@ _STATE_NAME = "trainer_state.json"
 _ALSO_WRITTEN = ("generation_config.json",)
 """What models of transformers may add to a checkpoint."""
 _VERSIONS = ("dilated-attention-pytorch", "torch", "transformers", "accelerate")
+_NAME_A_RUN = "name a folder that `dilated-attention train` wrote"
 _RESTORE = "restore the folder from a copy, or begin anew into another --output"
 _UNFIT = (pickle.UnpicklingError, ValueError, TypeError, LookupError, AttributeError, ArithmeticError)
 """What is raised for values that are not of the kind that a state holds."""
@@ -70,6 +71,17 @@ class Start:
     """Newer ones by name, and why each is left."""
     digest: str = ""
     """SHA-256 of the checkpoint's manifest, by which other processes know that they see the same one."""
+
+    def verify_here(self, run_id: str, processes: int, rank: int) -> None:
+        """Raise :class:`RunError` unless this process reads what the first one has found to be whole."""
+        if self.checkpoint is None or rank == 0:
+            return
+        verify_checkpoint(self.checkpoint, run_id, file_names(processes, rank))
+        if manifest_digest(self.checkpoint) != self.digest:
+            raise RunError(
+                f"{self.checkpoint} is another one here than where the first process looks; the run folder must lie on "
+                "a file system that all hosts of the run share"
+            )
 
     def in_words(self) -> Iterator[str]:
         """A line for each checkpoint that is left."""
@@ -288,7 +300,17 @@ def load_model(folder: Path) -> LongNetForCausalLM:
         verify_manifest(folder, what="broken model", remedy=remedy, reading=(CONFIG_NAME, WEIGHTS_NAME))
     check_weights(folder)
     logging.disable_progress_bar()
-    return LongNetForCausalLM.from_pretrained(folder)
+    with _described_by(folder / CONFIG_NAME):
+        return LongNetForCausalLM.from_pretrained(folder)
+
+
+@contextmanager
+def _described_by(path: Path) -> Iterator[None]:
+    """What transformers makes of a configuration; a value that it cannot use is a :class:`RunError`."""
+    try:
+        yield
+    except (AttributeError, TypeError, ValueError) as error:
+        raise RunError(f"broken checkpoint: {path} describes no model ({error}); {_NAME_A_RUN}") from error
 
 
 def check_weights(folder: Path) -> None:
@@ -298,7 +320,7 @@ def check_weights(folder: Path) -> None:
 
     from dilated_attention_pytorch.models import LongNetCausalLMConfig, LongNetForCausalLM
 
-    remedy = "name a folder that `dilated-attention train` wrote"
+    remedy = _NAME_A_RUN
     values = read_json(folder / CONFIG_NAME, what="broken checkpoint", remedy=remedy)
     kind = values.get("model_type")
     if kind != LongNetCausalLMConfig.model_type:
@@ -306,10 +328,8 @@ def check_weights(folder: Path) -> None:
             f"foreign checkpoint: {folder / CONFIG_NAME} describes a model of type {kind!r}, "
             f"not {LongNetCausalLMConfig.model_type!r}; {remedy}"
         )
-    try:
+    with _described_by(folder / CONFIG_NAME):
         config = LongNetCausalLMConfig.from_pretrained(folder)
-    except (TypeError, ValueError) as error:
-        raise RunError(f"broken checkpoint: {folder / CONFIG_NAME} describes no model ({error}); {remedy}") from error
     if config.vocab_size != 256:
         raise RunError(
             f"foreign checkpoint: {folder / CONFIG_NAME} describes a model of {config.vocab_size} tokens, "
@@ -326,7 +346,13 @@ def check_weights(folder: Path) -> None:
             f"broken checkpoint: {weights} is damaged or was not written to its end ({error}); "
             "copy it again from where it came from, or begin anew"
         ) from error
-    with torch.device("meta"):
+    # Every layer has weights: a number of layers that none could have is not built to be compared.
+    if config.num_layers > len(found):
+        raise RunError(
+            f"foreign checkpoint: {folder / CONFIG_NAME} describes a model of {config.num_layers} layers, and "
+            f"{weights} holds {len(found)} tensors; bring the two files of one model together again"
+        )
+    with _described_by(folder / CONFIG_NAME), torch.device("meta"):
         expected = {name: tuple(tensor.shape) for name, tensor in LongNetForCausalLM(config).state_dict().items()}
     for name in sorted(expected.keys() | found.keys()):
         if expected.get(name) != found.get(name):

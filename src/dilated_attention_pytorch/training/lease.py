@@ -52,6 +52,7 @@ class Lease:
         self._tell = tell
         self._file = -1
         self._is_over = threading.Event()
+        self._thread = threading.Thread(target=self._keep, name="dilated-attention-lease", daemon=True)
         self._record: dict[str, Any] = {}
 
     def __enter__(self) -> Lease:
@@ -67,17 +68,25 @@ class Lease:
                 break
             except FileExistsError:
                 self._take_over()
-        self._renew(0)
-        threading.Thread(target=self._keep, name="dilated-attention-lease", daemon=True).start()
+        try:
+            self._renew(0)
+        except OSError:
+            self.path.unlink(missing_ok=True)
+            os.close(self._file)
+            raise
+        self._thread.start()
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
         self._is_over.set()
+        self._thread.join(timeout=RENEWAL_SECONDS)
         if self._is_mine():
             self.path.unlink(missing_ok=True)
-        os.close(self._file)
+        # A thread that still hangs in the file system must not find another file under this number.
+        if not self._thread.is_alive():
+            os.close(self._file)
 
     def check(self) -> None:
         """Raise :class:`RunError` if another job has taken the folder: before anything is written to it."""

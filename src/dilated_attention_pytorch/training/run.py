@@ -27,10 +27,7 @@ from .checkpoint import (
     check_weights,
     checkpoint_step,
     choose_start,
-    file_names,
-    manifest_digest,
     save_finished,
-    verify_checkpoint,
 )
 from .corpus import CORPUS_KEYS, Corpus, corpus_figures, read_corpus
 from .footprint import check_training_memory
@@ -39,7 +36,7 @@ from .manifest import read_sealed, sealed
 from .process import ending_with_launcher, launch, launch_record
 from .settings import SampleSettings, TrainSettings
 from .text_files import in_words
-from .together import all_or_none, from_all, from_first, is_first_process, num_processes, process_rank
+from .together import all_or_none, from_all, from_first, in_first, is_first_process, num_processes, process_rank
 from .windows import EvaluationWindows, TrainingWindows, long_files
 
 if TYPE_CHECKING:
@@ -134,7 +131,7 @@ def train(settings: TrainSettings, output: Path, console: Console) -> Outcome:
             model.config.save_pretrained(output)
             return lease
 
-        lease = _first_alone(begin)
+        lease = in_first(begin)
         start = Start(checkpoint=None, left={})
         return _go(
             _Run(
@@ -171,7 +168,7 @@ def _go_on(run: Path, console: Console, *, may_begin: bool = False) -> Outcome:
     preflight.check_space(run, _size(model), settings.keep_checkpoints)
     args = _meet(settings, run, device)
     with ending_with_launcher(what), ExitStack() as held:
-        lease = _first_alone(lambda: held.enter_context(Lease(run, _tell(console))))
+        lease = in_first(lambda: held.enter_context(Lease(run, _tell(console))))
 
         def choose() -> Start:
             start = choose_start(run, run_id, num_processes(), lambda checkpoint: _check_model(checkpoint, settings))
@@ -182,7 +179,7 @@ def _go_on(run: Path, console: Console, *, may_begin: bool = False) -> Outcome:
             return start
 
         start = from_first(choose)
-        all_or_none(lambda: _check_seen(start, run_id))
+        all_or_none(lambda: start.verify_here(run_id, num_processes(), process_rank()))
         return _go(
             _Run(
                 folder=run, run_id=run_id, settings=settings, device=device, corpus=corpus, model=model, args=args,
@@ -218,25 +215,6 @@ def _meet(settings: TrainSettings, folder: Path, device: str) -> TrainingArgumen
 
 def _tell(console: Console) -> Callable[[str], None]:
     return lambda line: console.print(line, highlight=False, soft_wrap=True)
-
-
-def _first_alone(take: Callable[[], Lease]) -> Lease | None:
-    """What ``take`` returns, in the first process; None in the others. What it raises, in all."""
-    taken: list[Lease] = []
-    from_first(lambda: taken.append(take()))
-    return taken[0] if taken else None
-
-
-def _check_seen(start: Start, run_id: str) -> None:
-    """Raise :class:`RunError` unless this process reads what the first one has found to be whole."""
-    if start.checkpoint is None or is_first_process():
-        return
-    verify_checkpoint(start.checkpoint, run_id, file_names(num_processes(), process_rank()))
-    if manifest_digest(start.checkpoint) != start.digest:
-        raise RunError(
-            f"{start.checkpoint} is another one here than where the first process looks; the run folder must lie on a "
-            "file system that all hosts of the run share"
-        )
 
 
 def _size(model: LongNetForCausalLM) -> int:

@@ -49,6 +49,17 @@ def from_first(decide: Callable[[], _Value]) -> _Value:
     return value
 
 
+def in_first(take: Callable[[], _Value]) -> _Value | None:
+    """What ``take`` returns, in the first process, which keeps it; None in the others.
+
+    Raises:
+        RunError: the first process raises it; then all do.
+    """
+    taken: list[_Value] = []
+    from_first(lambda: taken.append(take()))
+    return taken[0] if taken else None
+
+
 def from_all(value: _Value) -> list[_Value]:
     """The ``value`` of every process, in every process."""
     import torch.distributed as dist
