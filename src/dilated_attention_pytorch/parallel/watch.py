@@ -97,15 +97,19 @@ class Watch:
         self.is_told = True
 
     def _run(self) -> None:
-        while not self._end.wait(LOOK_SECONDS) and not self._is_over():
-            if self._rings():
-                self._break_off()
-            known = self._roll.failures[self._num_known :]
-            # Not before the others can have heard of it: this process may hold the store, and end now.
-            if known and time.monotonic() - known[0].at >= KNOWN_SECONDS:
-                self._num_known += 1
-                if known[0].failure.silent:
-                    self._give_up(known[0].failure.cause)
+        with self._bell, self._button:
+            while not self._end.wait(LOOK_SECONDS) and not self._is_over():
+                self._look()
+
+    def _look(self) -> None:
+        if self._rings():
+            self._break_off()
+        known = self._roll.failures[self._num_known :]
+        # Not before the others can have heard of it: this process may hold the store, and end now.
+        if known and time.monotonic() - known[0].at >= KNOWN_SECONDS:
+            self._num_known += 1
+            if known[0].failure.silent:
+                self._give_up(known[0].failure.cause)
 
     def _give_up(self, cause: str) -> None:
         if not self.waits():
