@@ -267,6 +267,12 @@ def _computes_for_long(rank: Rank) -> None:
     rank.call()
 
 
+def _computes_for_long_on_two_axes(rank: Rank) -> None:
+    """Rank 0 waits for ranks that wait for rank 3, and are not to blame."""
+    _on_two_axes(rank)
+    _computes_for_long(rank)
+
+
 def _all_refused_before(rank: Rank) -> None:
     """A wrong call on all ranks, caught: not what is said of a rank that dies later."""
     for _ in range(2):
@@ -366,6 +372,7 @@ CASES: dict[str, tuple[int, int, str, Callable[[Rank], None]]] = {
     "skips backward, heads": (3, 1, "heads", _skips_backward),
     "skips backward and ends": (3, 1, "ring", _skips_backward_and_ends),
     "computes for long": (3, 1, "ring", _computes_for_long),
+    "computes for long, two axes": (4, 3, "ring", _computes_for_long_on_two_axes),
     "dies, all refused before": (3, 1, "ring", _all_refused_before),
     "dies, two axes": (4, 3, "ring", _dies_on_two_axes),
     "dies, sub-group": (4, 3, "ring", _dies_in_a_sub_group),

@@ -55,6 +55,10 @@ NAMED: dict[str, tuple[str, bool]] = {
     "poisons the store and dies": (NO_ANSWER, True),
     "dies while others wait": (NO_ANSWER, True),
     "computes for long": ("rank 1 is alive, but takes no part: it computes for longer than .*made there: 1", False),
+    "computes for long, two axes": (
+        "rank 3 is alive, but takes no part: it computes for longer than .*there: 1",
+        False,
+    ),
     "skips backward, ring": (LEFT_OUT, False),
     "dies before its first call": (f"{NO_ANSWER}.*had not made a call on this group yet", True),
     "skips backward, gather": (LEFT_OUT, False),

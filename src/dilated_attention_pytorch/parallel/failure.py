@@ -36,22 +36,19 @@ class Board:
         watch: what gets this process out of a wait.
         group: a name of the group that no other has.
         ranks: the global ranks of the group.
-        is_of_all: whether this rank takes part in what the group does when it waits in any other group, too.
     """
 
-    def __init__(
-        self, roll: RollCall, watch: Watch, group: str, ranks: Sequence[int], *, is_of_all: bool = False
-    ) -> None:
+    def __init__(self, roll: RollCall, watch: Watch, group: str, ranks: Sequence[int]) -> None:
         self._roll = roll
         self._watch = watch
         self._group = group
         self._ranks = ranks
-        self._is_of_all = is_of_all
         self._call: Mapping[str, str] = {}
         self._number = 0
         self._said = ""
         self.waits = ""
         """What this rank waits for, in words; empty outside of every exchange."""
+        watch.ask(lambda: self.waits)
         roll.look()
         self._born = len(roll.failures)
         roll.answer(group, ranks, self._answer)
@@ -127,8 +124,11 @@ class Board:
     def _answer(self) -> tuple[Answer, Mapping[str, str]]:
         call, number = self._call, self._number
         digest = f"{zlib.crc32(call_to_note(call).encode()):08x}"
-        waits = self.waits or ("for ranks of another group" if self._is_of_all and self._watch.is_waiting() else "")
-        return Answer(number=number, call=digest, waits=waits, is_told=self._watch.is_told), call
+        elsewhere = "" if self.waits else self._watch.waits()
+        answer = Answer(
+            number=number, call=digest, waits=self.waits, elsewhere=elsewhere, is_told=self._watch.is_told
+        )  # fmt: skip
+        return answer, call
 
     def _known(self) -> Heard | None:
         """The first failure that was published since this group exists."""
@@ -150,16 +150,13 @@ class Board:
             told = self._told(heard, doing)
             cause = self._answered(heard, transport) or self._unanswered(heard, answers, seconds, transport)
             if cause is None and len(heard) == len(others):
-                # They wait for ranks of other groups, and are about to say for which.
                 if told is not None:
                     cause = told if seconds > LISTENING_SECONDS + KNOWN_SECONDS else None
                 else:
                     cause = self._differing(heard) or self._outside(heard)
-                if cause is None and seconds > 2 * LISTENING_SECONDS:
-                    return (
-                        f"{names(self._ranks)} is alive and waits in the same call: the network lost a message, or a "
-                        f"rank that they all wait for came too late{transport}"
-                    ), None
+                # Who waits for ranks of another group is about to say for which.
+                if cause is None and seconds > 3 * LISTENING_SECONDS:
+                    return f"{self._all_wait(heard)}{transport}", None
             if cause is not None:
                 return cause, Failure(cause)
             if time.monotonic() - asked > _ASKING_SECONDS:
@@ -225,13 +222,25 @@ class Board:
 
     def _outside(self, heard: Mapping[int, Answer]) -> str | None:
         """The ranks that wait for nobody."""
-        outside = [rank for rank, answer in heard.items() if not answer.waits]
+        outside = [rank for rank, answer in heard.items() if not answer.waits and not answer.elsewhere]
         if not outside:
             return None
         numbers = ", ".join(str(heard[rank].number) for rank in outside)
         return (
             f"{names(outside)} is alive, but takes no part: it computes for longer than the group's timeout, or left "
             f"out a call or a backward pass that the others make (calls made there: {numbers}; here: {self._number})"
+        )
+
+    def _all_wait(self, heard: Mapping[int, Answer]) -> str:
+        """That nobody is to blame."""
+        elsewhere = "; ".join(
+            f"rank {rank} waits for others: {a.elsewhere}" for rank, a in heard.items() if a.elsewhere
+        )
+        if elsewhere:
+            return f"{names(self._ranks)} is alive, and {elsewhere}"
+        return (
+            f"{names(self._ranks)} is alive and waits in the same call: the network lost a message, or a rank that "
+            "they all wait for came too late"
         )
 
 

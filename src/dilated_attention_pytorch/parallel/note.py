@@ -27,7 +27,9 @@ class Answer:
     call: str = ""
     """A digest of the last one."""
     waits: str = ""
-    """What it waits for; empty if it waits for no other rank."""
+    """What it waits for in that group; empty if it waits for no rank of it."""
+    elsewhere: str = ""
+    """What it waits for in another group."""
     words: str = ""
     """Why it makes no call any more."""
     is_told: bool = False

@@ -24,7 +24,6 @@ class Watch:
     Args:
         roll: this process's place among all processes.
         break_off: makes every wait of this process raise ``RuntimeError``.
-        is_waiting: whether this process waits in a call that says so.
         is_over: whether the process group has been taken down.
     """
 
@@ -32,14 +31,13 @@ class Watch:
         self,
         roll: RollCall,
         break_off: Callable[[], None],
-        is_waiting: Callable[[], bool],
         is_over: Callable[[], bool],
     ) -> None:
         self.is_told = False
         """Whether the signal to end came while this process waited."""
         self._roll = roll
         self._break_off = break_off
-        self.is_waiting = is_waiting
+        self._waits: list[Callable[[], str]] = []
         self._is_over = is_over
         self._num_known = len(roll.failures)
         self._is_heeding = False
@@ -51,6 +49,14 @@ class Watch:
         self._thread = threading.Thread(target=self._run, name="dilated-attention-watch", daemon=True)
         self._thread.start()
         atexit.register(self.stop)
+
+    def ask(self, waits: Callable[[], str]) -> None:
+        """From now on ask it, too, what this process waits for."""
+        self._waits.append(waits)
+
+    def waits(self) -> str:
+        """What this process waits for in the calls of this package, in words; empty if it waits in none."""
+        return "; ".join(filter(None, (waits() for waits in self._waits)))
 
     @contextlib.contextmanager
     def heeding(self, say: Callable[[], None]) -> Iterator[None]:
@@ -91,18 +97,22 @@ class Watch:
         self.is_told = True
 
     def _run(self) -> None:
-        while not self._end.wait(LOOK_SECONDS) and not self._is_over():
-            if self._rings():
-                self._break_off()
-            known = self._roll.failures[self._num_known :]
-            # Not before the others can have heard of it: this process may hold the store, and end now.
-            if known and time.monotonic() - known[0].at >= KNOWN_SECONDS:
-                self._num_known += 1
-                if known[0].failure.silent:
-                    self._give_up(known[0].failure.cause)
+        with self._bell, self._button:
+            while not self._end.wait(LOOK_SECONDS) and not self._is_over():
+                self._look()
+
+    def _look(self) -> None:
+        if self._rings():
+            self._break_off()
+        known = self._roll.failures[self._num_known :]
+        # Not before the others can have heard of it: this process may hold the store, and end now.
+        if known and time.monotonic() - known[0].at >= KNOWN_SECONDS:
+            self._num_known += 1
+            if known[0].failure.silent:
+                self._give_up(known[0].failure.cause)
 
     def _give_up(self, cause: str) -> None:
-        if not self.is_waiting():
+        if not self.waits():
             # Another collective of the program, if it waits in one, ends with an error that names no rank.
             self._tell(cause)
         self._break_off()

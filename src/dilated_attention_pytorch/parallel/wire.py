@@ -215,11 +215,6 @@ class Wire:
         with self._board.waiting(doing, is_in_reach=self._is_gloo):
             yield
 
-    @property
-    def is_waiting(self) -> bool:
-        """Whether this rank waits for another one on this axis."""
-        return self._board is not None and bool(self._board.waits)
-
     @contextlib.contextmanager
     def announced(self) -> Iterator[None]:
         """Leave word for the other ranks where this one refuses a call: they would wait for it until their timeout."""
@@ -329,10 +324,8 @@ def _connections() -> _Connections:
         def is_over() -> bool:
             return not dist.is_initialized() or dist.distributed_c10d._get_default_store() is not store
 
-        wires: dict[tuple[str, str], Wire] = {}
         roll_call = RollCall(store, dist.get_rank(), timeout_of(dist.group.WORLD).total_seconds(), is_over)
-        watch = Watch(roll_call, break_off, lambda: any(wire.is_waiting for wire in list(wires.values())), is_over)
-        _CONNECTIONS[:] = [_Connections(store, roll_call, watch, wires)]
+        _CONNECTIONS[:] = [_Connections(store, roll_call, Watch(roll_call, break_off, is_over))]
     return _CONNECTIONS[0]
 
 
@@ -353,7 +346,7 @@ def naming_ranks(doing: str) -> Iterator[None]:
     for group in all_groups():
         as_long_as_all(group)
     known.roll_call.wait_at_most(timeout_of(dist.group.WORLD).total_seconds())
-    board = Board(known.roll_call, known.watch, f"all, {doing}", ranks, is_of_all=True)
+    board = Board(known.roll_call, known.watch, f"all, {doing}", ranks)
     board.meet()
     try:
         yield
