@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import errno
 from pathlib import Path
 
+import matplotlib.figure
 import pytest
 
 from dilated_attention_pytorch import (
@@ -78,3 +80,31 @@ def test_wrong_patterns_are_said(words: list[str], message: str, capsys: pytest.
         main(["show", *words])
     assert left.value.code == 2
     assert message in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(("error", "message"), [
+    (OSError(errno.EROFS, "Read-only file system", "p.png"), "p.png: the disk is read-only; name a place on one"),
+    (OSError(errno.ENOSPC, "No space left", "p.png"), "the disk is full (p.png); make room, or name a folder"),
+    (MemoryError(), "the memory is used up; take smaller numbers"),
+    (RuntimeError("DefaultCPUAllocator: can't allocate memory: 9 bytes"), "the memory is used up (DefaultCPU"),
+])  # fmt: skip
+def test_what_fails_while_the_picture_is_written_is_said_and_nothing_of_going_on(
+    error: Exception, message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def fail(*words: object, **options: object) -> None:
+        raise error
+
+    monkeypatch.setattr(matplotlib.figure.Figure, "savefig", fail)
+    with pytest.raises(SystemExit) as left:
+        main(["show", "local_window(1)", "--length", "9", "--output", str(tmp_path / "p.png")])
+    assert left.value.code == 2
+    said = capsys.readouterr().err
+    assert said.startswith(f"dilated-attention: {message}")
+    assert "--resume" not in said
+
+
+def test_every_head_is_sketched_as_the_first_however_many_there_are(capsys: pytest.CaptureFixture[str]) -> None:
+    main(["show", "DilatedPattern([8], [4])", "--length", "8", "--heads", "4"])
+    four = capsys.readouterr().out.splitlines()[-8:]
+    main(["show", "DilatedPattern([8], [4])", "--length", "8", "--heads", "4096"])
+    assert capsys.readouterr().out.splitlines()[-8:] == four

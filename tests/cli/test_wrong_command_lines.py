@@ -132,8 +132,8 @@ ROWS = [
     Row(f"{TRAIN} --steps 1000000000000000000000000000000", "must be at most 281,474,976,710,656, got 2,000,000,000"),
     Row(f"{TRAIN} --gradient-accumulation 9223372036854775808", "the windows of a batch must be at most 281,474"),
     Row("extend --model x --steps 1000000000000000000000 --output {}/new", "the windows of a batch must be at most"),
-    Row(f"{TRAIN} --muon-learning-rate 1e308", "muon_learning_rate must be at most 1000000.0, got 1e+308"),
-    Row(f"{TRAIN} --learning-rate 1e308", "learning_rate must be at most 1000000.0, got 1e+308"),
+    Row(f"{TRAIN} --muon-learning-rate 1e308", "muon_learning_rate must be at most 1e+36, got 1e+308"),
+    Row(f"{TRAIN} --learning-rate 1e308", "learning_rate must be at most 1e+36, got 1e+308"),
     Row(f"{TRAIN} --sample-prompt \udcff", "sample_prompt must be UTF-8 text, got '\\udcff'"),
     # more memory than there is
     Row(f"{TRAIN} --batch-size 100000000", "GB are free; take a smaller --batch-size or --context-length, or add"),

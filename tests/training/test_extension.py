@@ -302,7 +302,7 @@ def test_a_model_with_a_tokenizer_is_measured_in_bits_per_byte(texts: Path, tmp_
     ("changes", "words"),
     [
         ({"length": 32}, "length must be more than the 32 tokens that the model has already"),
-        ({"model": "/nowhere/at/all"}, "--model /nowhere/at/all: /nowhere/at/all describes no model"),
+        ({"model": "/nowhere/at/all"}, "--model /nowhere/at/all: there is no such folder"),
         ({"length": 100_000, "batch_tokens": 0}, "fewer than one window of --length 100000"),
     ],
 )

@@ -22,7 +22,7 @@ Layout = Literal["auto", "contiguous", "zigzag"]
 DataParallel = Literal["ddp", "fsdp"]
 
 LARGEST_SEED = 2**32 - 1  # NumPy, which transformers seeds too, takes no larger one
-LARGEST_RATE = 1e6  # a step of it leaves float32 soon
+LARGEST_RATE = 1e36  # float32 holds it, and what optimizers multiply it with
 _MOST_WINDOWS = 2**48  # what counts them, on any number of processes, stays an index
 
 
