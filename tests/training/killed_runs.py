@@ -41,6 +41,7 @@ from training.spread_runs import small_settings
 MESHES: dict[str, tuple[int, dict[str, Any]]] = {
     "plain": (1, {}),
     "ddp": (2, {}),
+    "ddp of 4": (4, {}),
     "fsdp": (2, {"data_parallel": "fsdp"}),
     "tensor": (2, {"tensor_parallel": 2}),
     "context": (2, {"context_parallel": 2}),

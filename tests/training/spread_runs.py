@@ -129,6 +129,24 @@ def _flip_a_bit(run: Path) -> None:
     dist.barrier()
 
 
+def _record_averages(folder: Path, texts: Path) -> None:
+    """Steps in which gradients of the same rows and weights were averaged to other bits than in the first."""
+    settings = small_settings(texts)
+    torch.manual_seed(0)
+    model = LongNetForCausalLM.from_longnet_config(settings.model)
+    wrapped = Distribution(settings, "cpu").wrap(model)
+    torch.manual_seed(1 + dist.get_rank())
+    rows = torch.randint(256, (2, 97))
+    gradients = []
+    for _ in range(4):
+        model.zero_grad()
+        wrapped(input_ids=rows, labels=rows).loss.backward()
+        gradients.append([weight.grad.clone() for weight in model.parameters() if weight.grad is not None])
+    other = [step for step, found in enumerate(gradients) if not all(map(torch.equal, found, gradients[0]))]
+    if dist.get_rank() == 0:
+        (folder / f"averages-{dist.get_world_size()}.json").write_text(json.dumps(other))
+
+
 def main() -> None:
     """Do them."""
     folder, texts, cases = Path(sys.argv[1]), Path(sys.argv[2]), json.loads(sys.argv[3])
@@ -148,6 +166,7 @@ def main() -> None:
                     resume(folder / name, quiet())
         _record_muon(folder)
         _record_split(folder)
+        _record_averages(folder, texts)
 
 
 if __name__ == "__main__":

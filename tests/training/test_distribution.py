@@ -150,6 +150,8 @@ def test_several_processes_follow_one(
         _check_follows(folder, name, figure)
         _check_wrapping(folder, name, changes, num_processes)
         _check_checkpoint(folder, name)
+    # A run that was taken up begins with a first step again.
+    assert json.loads((folder / f"averages-{num_processes}.json").read_text()) == []
     _check_parts_of_matrices(folder, num_processes, figure)
 
 

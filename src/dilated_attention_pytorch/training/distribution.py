@@ -136,7 +136,10 @@ class Distribution:
             return model
         mesh = self._rows_mesh()
         devices = None if mesh.device_type == "cpu" else [torch.accelerator.current_device_index()]
-        return DistributedDataParallel(model, device_ids=devices, process_group=mesh.get_group())
+        wrapped = DistributedDataParallel(model, device_ids=devices, process_group=mesh.get_group())
+        # DDP compares a hook's annotations with types; those of this module are strings.
+        wrapped.register_comm_hook(mesh.get_group(), lambda group, bucket: _average_each(group, bucket))
+        return wrapped
 
     def _rows_mesh(self) -> DeviceMesh:
         assert self.mesh is not None
@@ -196,6 +199,20 @@ class Distribution:
     def _as_split(self, name: str, tensor: Tensor) -> Tensor:
         order = order_of(name, self._orders)
         return tensor if order is None else tensor[order]
+
+
+def _average_each(group: dist.ProcessGroup, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:
+    """Average every gradient of a bucket by itself over the processes of ``group``.
+
+    In which order more than two processes add up depends on the place in what is sent. DDP fills its buckets anew after
+    its first step, so that a run that was taken up would add up otherwise there; a gradient alone is always the same.
+    """
+    buffer, size = bucket.buffer(), group.size()
+    sums = [
+        dist.all_reduce(gradient.div_(size), group=group, async_op=True).get_future() for gradient in bucket.gradients()
+    ]
+    averaged: torch.futures.Future[Tensor] = torch.futures.collect_all(sums).then(lambda done: buffer)
+    return averaged
 
 
 def _of_weights(state: dict[str, Any], change: Callable[[str, Tensor], Tensor]) -> dict[str, Any]:
