@@ -45,11 +45,11 @@ class Inputs(NamedTuple):
         """Keys in whole blocks, at least one."""
         return max(1, -(-self.key.shape[1] // self.block_size)) * self.block_size
 
-    def by_query_block(self, tensor: Tensor) -> Tensor:
+    def by_query_block(self, tensor: Tensor, fill: float = 0.0) -> Tensor:
         """``[B, N, H(, D)]`` as ``[problems, rows * ratio(, D)]``; a problem is a query block of a key/value head."""
         heads = self.key.shape[2]
         tensor = tensor.unsqueeze(-1) if tensor.dim() == 3 else tensor
-        padded = functional.pad(tensor, (0, 0, 0, 0, 0, -tensor.shape[1] % self.query_block_size))
+        padded = functional.pad(tensor, (0, 0, 0, 0, 0, -tensor.shape[1] % self.query_block_size), value=fill)
         split = padded.unflatten(2, (heads, -1)).unflatten(1, (-1, self.query_block_size))
         return split.permute(0, 3, 1, 2, 4, 5).flatten(3, 4).flatten(0, 2)
 
