@@ -278,6 +278,22 @@ def test_who_sees_whom_is_what_the_mask_says(said: bool | None) -> None:
     assert not torch.allclose(causal[:, :6], both[:, :6])
 
 
+def test_a_causal_layer_without_a_mask_is_what_sdpa_makes_of_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """BridgeTower's layers say that they are causal, get no mask, and with "eager" see everything."""
+    query = torch.randn(2, 6, 7, 8, dtype=torch.float64)
+
+    def attended() -> Tensor:
+        layer = set_pattern(tiny("llama"), PATTERN).model.layers[0].self_attn
+        return dilated_attention_forward(layer, query, query[:, :3], query[:, :3], None)[0]
+
+    layer = set_pattern(tiny("llama"), PATTERN).model.layers[0].self_attn
+    masked = dilated_attention_forward(layer, query, query[:, :3], query[:, :3], a_mask())[0]
+    assert torch.equal(attended(), masked)
+    monkeypatch.setattr(transformers.LlamaForCausalLM, "_supports_sdpa", False)
+    with pytest.raises(NotImplementedError, match="LlamaAttention says that it is causal and came without a mask"):
+        attended()
+
+
 def test_a_mask_of_other_columns_than_the_keys_is_refused() -> None:
     attention = set_pattern(tiny("llama"), PATTERN).model.layers[0].self_attn
     query = torch.randn(2, 6, 7, 8, dtype=torch.float64)

@@ -17,7 +17,7 @@ from dilated_attention_pytorch.patterns import Pattern
 from .bounded import cache_of
 from .config import check_no_window, layer_pattern
 from .documents import PADDING, is_causal_seal, is_seal, unseal
-from .layers import note_attended
+from .layers import is_causal_without_mask, note_attended
 
 # What models and Trainer hand down to every attention, and what has no part in one.
 _OF_OTHERS = frozenset({
@@ -71,7 +71,7 @@ def dilated_attention_forward(
         # Some models say that nothing is causal where there is a mask, because a dense one would say it.
         is_causal = is_causal_seal(attention_mask)
     elif is_causal is None:
-        is_causal = bool(getattr(module, "is_causal", True))
+        is_causal = is_causal_without_mask(module)
     if key.shape[2] < num_columns and bounded is None:
         raise NotImplementedError(
             f"{type(module).__name__} brought {key.shape[2]} keys with a mask of {num_columns} columns, so which of "

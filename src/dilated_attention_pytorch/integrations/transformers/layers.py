@@ -19,11 +19,14 @@ if TYPE_CHECKING:
 _PROOF = "_attended_under_pattern"
 """Of a layer: False when it was found, True when it has attended. Of a model: True when it was looked through."""
 
+_BY_SDPA = "_is_causal_as_by_sdpa"
+"""Whether the model of a layer supports "sdpa", which without a mask goes by what the layer says of itself."""
+
 _OF_ATTENTION = ("scaled_dot_product_attention", "_flash_attention_forward", "multi_head_attention_forward")
 """Functions that nothing but attention calls."""
 
 
-def look_through(model: nn.Module, configs: Sequence[Any], *, is_whole: bool) -> None:
+def look_through(model: PreTrainedModel, configs: Sequence[Any], *, is_whole: bool) -> None:
     """Find the attention layers of the parts of a model that have one of these configurations.
 
     Afterwards each of them raises if its first call does not come to the attention under the pattern.
@@ -62,6 +65,7 @@ def look_through(model: nn.Module, configs: Sequence[Any], *, is_whole: bool) ->
             f'pattern{rest}. Use "sdpa" or "eager" for this model, without a pattern'
         )
     for name, module, config in layers:
+        setattr(module, _BY_SDPA, model._supports_sdpa)
         if _PROOF not in vars(module):
             setattr(module, _PROOF, False)
             module.register_forward_hook(functools.partial(_check_attended, name, config))
@@ -82,6 +86,22 @@ def note_attended(module: nn.Module) -> None:
         )
     if not has_attended and not torch.compiler.is_compiling():
         setattr(module, _PROOF, True)
+
+
+def is_causal_without_mask(layer: nn.Module) -> bool:
+    """Whether a layer that got no mask attends to what came before alone, as transformers' "sdpa" decides it.
+
+    Raises:
+        NotImplementedError: the layer says that it is causal, and its model has "eager" alone, which without a mask
+            attends to everything.
+    """
+    is_causal = bool(getattr(layer, "is_causal", True))
+    if is_causal and not getattr(layer, _BY_SDPA):
+        raise NotImplementedError(
+            f"{type(layer).__name__} says that it is causal and came without a mask, and its model does not support "
+            '"sdpa", which would go by that: with "eager" it attends to everything. Use "eager" for this model'
+        )
+    return is_causal
 
 
 def watch(model: PreTrainedModel) -> None:
