@@ -395,12 +395,33 @@ TRIALS: dict[str, tuple[int, int, str, Callable[[Rank], None]]] = {
 """Twenty, for ``stop_trials.py``. Rank 0 holds the store; that it stops is one of the cases."""
 CASES |= TRIALS
 
+AT_ONCE = {
+    "dies, ring",
+    "dies, gather",
+    "dies, heads",
+    "is killed in backward, ring",
+    "refuses, ring",
+    "is killed in backward, gather",
+    "refuses, gather",
+    "is killed in backward, heads",
+    "refuses, heads",
+    "holds the store and dies",
+    "holds the store and refuses",
+    "poisons the store and dies",
+    "dies while others wait",
+    "dies before its first call",
+    "dies, all refused before",
+    "skips backward and ends",
+}
+"""Cases that the others hear of at once: their groups have no timeout to speak of."""
+
 
 def run_rank(case: str, file: Path) -> None:
     """This process's part of a case; the variables of its environment say which."""
     _, culprit, strategy, play = CASES[case]
     torch.set_num_threads(1)
-    timeout = NEVER_SECONDS if play is _stops_unseen_by_the_transport else TIMEOUT_SECONDS
+    is_unseen = play is _stops_unseen_by_the_transport
+    timeout = NEVER_SECONDS if is_unseen or case in AT_ONCE else TIMEOUT_SECONDS
     try:
         if "TORCHELASTIC_RUN_ID" in os.environ:
             dist.init_process_group("gloo", timeout=timedelta(seconds=HANG_SECONDS))
