@@ -5,7 +5,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 RUN_FOLDER ?= runs/demo
 
-.PHONY: demo test gate format lint types tests docs sweep bench benchmark clean
+.PHONY: demo test gate format lint types tests docs sweep architectures bench benchmark clean
 
 demo: $(VENV)/train.stamp  ## environment, install, train a LongNet on real text, sample from it
 	@if [ -f $(RUN_FOLDER)/model.safetensors ]; then \
@@ -36,7 +36,10 @@ docs: $(VENV)/docs.stamp  ## the documentation site, into build/site
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet
 
 sweep: $(VENV)/dev.stamp  ## the drawn cases again, ten times as many, other draws
-	HYPOTHESIS_PROFILE=sweep $(BIN)/pytest -n 2 tests/ops tests/planning tests/kernels tests/parallel/test_parallel_equals_the_oracle.py tests/parallel/test_plan.py
+	HYPOTHESIS_PROFILE=sweep $(BIN)/pytest -n 2 tests/ops tests/planning tests/kernels tests/parallel/test_parallel_equals_the_oracle.py tests/parallel/test_plan.py tests/integrations/test_architectures.py
+
+architectures: $(VENV)/dev.stamp  ## every architecture of the installed transformers judged anew, into the docs
+	$(BIN)/python -m benchmarks.architectures
 
 bench: $(VENV)/dev.stamp  ## times beside dense, FlexAttention and the published route, under 5 minutes
 	$(BIN)/dilated-attention bench --preset cpu
