@@ -8,7 +8,7 @@ SWEEP_FOLDER ?= build/sweep-resume
 # The oldest PyTorch that pyproject.toml promises.
 OLDEST := $(shell sed -n 's/.*"torch>=\([0-9.]*\)".*/\1/p' pyproject.toml)
 
-.PHONY: demo test gate format lint types tests oldest docs sweep sweep-resume mangled bench benchmark clean
+.PHONY: demo test gate format lint types tests oldest docs sweep sweep-resume mangled architectures bench benchmark clean
 
 demo: $(VENV)/train.stamp  ## environment, install, train a LongNet on real text, sample from it
 	@if [ -f $(RUN_FOLDER)/model.safetensors ]; then \
@@ -42,7 +42,7 @@ docs: $(VENV)/docs.stamp  ## the documentation site, into build/site
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet
 
 sweep: $(VENV)/dev.stamp  ## the drawn cases again, ten times as many, other draws; 20 stopped ranks
-	HYPOTHESIS_PROFILE=sweep $(BIN)/pytest -n 2 tests/ops tests/planning tests/kernels tests/parallel/test_parallel_equals_the_oracle.py tests/parallel/test_plan.py
+	HYPOTHESIS_PROFILE=sweep $(BIN)/pytest -n 2 tests/ops tests/planning tests/kernels tests/parallel/test_parallel_equals_the_oracle.py tests/parallel/test_plan.py tests/integrations/test_architectures.py
 	$(BIN)/python tests/parallel/stop_trials.py
 
 sweep-resume: $(VENV)/dev.stamp  ## runs on every mesh that are killed 5 times or broken, and taken up: the same bits at the end
@@ -51,6 +51,9 @@ sweep-resume: $(VENV)/dev.stamp  ## runs on every mesh that are killed 5 times o
 
 mangled: $(VENV)/dev.stamp  ## 5,000 run folders, damaged at random: refused, or gone on with from what was written
 	OMP_NUM_THREADS=1 PYTHONPATH=tests $(BIN)/python -m training.mangling --trials 5000 --seed 0 --commands 20
+
+architectures: $(VENV)/dev.stamp  ## every architecture of the installed transformers judged anew, into the docs
+	$(BIN)/python -m benchmarks.architectures
 
 bench: $(VENV)/dev.stamp  ## times beside dense, FlexAttention and the published route, under 5 minutes
 	$(BIN)/dilated-attention bench --preset cpu

@@ -1,0 +1,148 @@
+"""The results as a file with one row a line, and as the page of the docs."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections import Counter, defaultdict
+from collections.abc import Iterable
+from dataclasses import asdict, fields
+from pathlib import Path
+from typing import Any
+
+from dilated_attention_pytorch.output import write_text
+
+from .verdict import NEITHER, NOT_APPLICABLE, REFUSED, WORKS, Verdict
+
+RESULTS = Path("benchmarks/results/architectures.json")
+PAGE = Path("docs/architectures.md")
+COMMAND = "python -m benchmarks.architectures"
+
+_SIGNS = {
+    "equals dense counts": "=", "gradients": "g", "causal": "c", "padding on the left": "l",
+    "padding on the right": "r", "cached generation": "k",
+}  # fmt: skip
+_UNBUILT = ("not built", "not judged")
+_HEAD = """# Architectures of transformers
+
+What [`attn_implementation="dilated"`](transformers.md) does in every architecture of transformers {transformers},
+made by `{command}` (torch {torch}, {date}).
+
+| of {judged} classes of models with attention that were built and run | |
+|---|---|
+| [work](#works) | {works} |
+| [are refused](#refused), in a sentence that says why | {refused} |
+| [neither](#neither) | {neither} |
+
+{others} more are [not judged](#not-judged): they have no attention, or no small model of them runs here.
+
+A class of models stands for its type: the causal language model where there is one, the plain model otherwise, both
+where they are two networks (an encoder, and the same as decoder). A small model with random weights, in float64 where
+it can be, runs under `DilatedPattern([8, 64], [1, 3])`.
+
+- It **works** if it gives what the same weights give by a second implementation that shares nothing with this
+  library: dense attention to whose scores `log c` is added, c counted pair by pair. The pattern must change the
+  result, so that a model that ignores it is found; no attention may be computed beside the interface; and the laws
+  must hold that hold for the dense model: rows padded on the left and on the right equal the rows alone, a later
+  token changes nothing before it, text generated from the cache equals text generated without one, gradients equal
+  those of the second implementation.
+- It is **refused** if it raises an error of this library that names the reason.
+- All else is **neither**.
+
+## Works
+
+Shown: `=` equals dense attention with the counts, `g` so do the gradients of all weights, `c` a later token changes
+nothing before it, `l` and `r` rows padded on the left and on the right equal the rows alone, `k` text from the
+model's cache equals text without one. A sign is missing where the dense model does not keep that law either, or has
+no such input. "The text part alone" means `attn_implementation={{"text_config": "dilated"}}`: the other parts stay as
+they are.
+
+| type | class | shown | besides |
+|---|---|---|---|"""
+
+
+def write_results(file: Path, origin: dict[str, Any], verdicts: Iterable[Verdict]) -> None:
+    """A row a line, without the fields that say nothing."""
+    rows = [json.dumps({name: value for name, value in asdict(v).items() if value not in ("", [], None, False)})
+            for v in verdicts]  # fmt: skip
+    body = ",\n  ".join(rows)
+    write_text(file, f'{{\n "origin": {json.dumps(origin)},\n "verdicts": [\n  {body}\n ]\n}}\n')
+
+
+def read_results(file: Path) -> tuple[dict[str, Any], list[Verdict]]:
+    """What :func:`write_results` wrote."""
+    found = json.loads(file.read_text())
+    names = {field.name for field in fields(Verdict)}
+    return found["origin"], [
+        Verdict(**({"class_name": "", "is_decoder": False} | {name: row[name] for name in row if name in names}))
+        for row in found["verdicts"]
+    ]
+
+
+def page(origin: dict[str, Any], verdicts: list[Verdict]) -> str:
+    """The page of the docs."""
+    versions = origin["versions"]
+    count = Counter(verdict.verdict for verdict in verdicts)
+    of = {name: [verdict for verdict in verdicts if verdict.verdict == name] for name in
+          (WORKS, REFUSED, NEITHER, NOT_APPLICABLE)}  # fmt: skip
+    head = _HEAD.format(
+        transformers=versions["transformers"], torch=versions["torch"].partition("+")[0], date=origin["date"],
+        command=COMMAND, judged=len(verdicts) - count[NOT_APPLICABLE], works=count[WORKS], refused=count[REFUSED],
+        neither=count[NEITHER], others=count[NOT_APPLICABLE],
+    )  # fmt: skip
+    return "\n".join([
+        head,
+        *(f"| {v.model_type} | {_class(v)} | {_shown(v)} | {v.way} |" for v in of[WORKS]),
+        "",
+        "## Refused",
+        "",
+        *_by_reason(of[REFUSED]),
+        "## Neither",
+        "",
+        *(_table("what was seen", of[NEITHER]) or ["None.", ""]),
+        "## Not judged",
+        "",
+        *_by_reason([v for v in of[NOT_APPLICABLE] if not v.reason.startswith(_UNBUILT)]),
+        *_table("why it was not built or called", [v for v in of[NOT_APPLICABLE] if v.reason.startswith(_UNBUILT)]),
+    ])  # fmt: skip
+
+
+def _class(verdict: Verdict) -> str:
+    return (f"`{verdict.class_name}`" if verdict.class_name else "") + (", `is_decoder`" if verdict.is_decoder else "")
+
+
+def _shown(verdict: Verdict) -> str:
+    signs = "".join(_SIGNS[check] for check in verdict.checks if check in _SIGNS)
+    others = [check for check in verdict.checks if check not in _SIGNS]
+    return " ".join([f"`{signs}`", *others])
+
+
+def _table(title: str, verdicts: list[Verdict]) -> list[str]:
+    if not verdicts:
+        return []
+    rows = [f"| {v.model_type} | {_class(v)} | {_plain(v.reason.partition(' | ')[0])} |" for v in verdicts]
+    return [f"| type | class | {title} |", "|---|---|---|", *rows, ""]
+
+
+def _by_reason(verdicts: list[Verdict]) -> list[str]:
+    """Classes under the sentence that they share, the most frequent first."""
+    groups: dict[str, list[Verdict]] = defaultdict(list)
+    for verdict in verdicts:
+        groups[_plain(_without_names(verdict))].append(verdict)
+    lines = []
+    for reason, rows in sorted(groups.items(), key=lambda item: (-len(item[1]), item[0])):
+        lines += [f"**{reason}** ({len(rows)})", "", ", ".join(f"{v.model_type} {_class(v)}".strip() for v in rows), ""]
+    return lines
+
+
+def _without_names(verdict: Verdict) -> str:
+    """A reason without what differs between models: names of classes and layers, numbers of shapes."""
+    reason = verdict.reason.partition("; got")[0].partition(", got")[0]
+    reason = re.sub(r' \("[^"]*"\)', "", reason.replace(verdict.class_name or " ", "…"))
+    reason = re.sub(r"\b[A-Z]\w*(?:Attention|Model|LM|Layer|Encoder|Decoder|Generation)\w*\b", "…", reason)
+    return re.sub(r"\([0-9, ]+\)", "(…)", reason)
+
+
+def _plain(text: str) -> str:
+    """Text that a table of Markdown takes as it is."""
+    return " ".join(text.split()).replace("|", "/").replace("*", r"\*").replace("<", "&lt;")
