@@ -211,7 +211,13 @@ def _average_each(group: dist.ProcessGroup, bucket: dist.GradBucket) -> torch.fu
     sums = [
         dist.all_reduce(gradient.div_(size), group=group, async_op=True).get_future() for gradient in bucket.gradients()
     ]
-    averaged: torch.futures.Future[Tensor] = torch.futures.collect_all(sums).then(lambda done: buffer)
+
+    def sent(done: torch.futures.Future[list[torch.futures.Future[Any]]]) -> Tensor:
+        for each in done.value():
+            each.value()  # raises what the transport said: a sum that failed is no average
+        return buffer
+
+    averaged: torch.futures.Future[Tensor] = torch.futures.collect_all(sums).then(sent)
     return averaged
 
 
