@@ -53,10 +53,7 @@ NAMED: dict[str, str] = {
     "poisons the store and dies": NO_ANSWER,
     "dies while others wait": NO_ANSWER,
     "computes for long": "rank 1 is alive, but takes no part: it computes for longer than .*made there: 1",
-    "computes for long, two axes": (
-        "rank 3 is alive, but takes no part: it computes for longer than .*there: 1",
-        False,
-    ),
+    "computes for long, two axes": "rank 3 is alive, but takes no part: it computes for longer than .*made there: 1",
     "skips backward, ring": LEFT_OUT,
     "dies before its first call": f"{NO_ANSWER}.*had not made a call on this group yet",
     "skips backward, gather": LEFT_OUT,
