@@ -119,7 +119,11 @@ def _before_call(model: PreTrainedModel, args: Any) -> None:
 # Under torch.compile too, where it changes nothing that is computed.
 @torch.compiler.assume_constant_result
 def _look_through_once(model: PreTrainedModel) -> None:
-    look_through(model, [model.config], is_whole=False)
+    from transformers import PreTrainedModel
+
+    # Those inside as well: some are never called as a whole, and their layers are called one by one.
+    inside = [module.config for module in model.modules() if isinstance(module, PreTrainedModel)]
+    look_through(model, [config for config in inside if config._attn_implementation == NAME], is_whole=False)
     setattr(model, _PROOF, True)
 
 
