@@ -89,12 +89,17 @@ def _check_told_later(subject: Subject) -> None:
         return
     except Wrong as wrong:
         raise Wrong(f"told by set_attn_implementation: {wrong}") from wrong
-    differences = []
+    differences = [float("inf")]
     for way, change in _ways(subject):
         config = subject.config()
         attention = change(config)
-        if not way or _runs_dense(subject, change):
-            differences.append(distance(out, call(subject.model(_swapped(attention), config), subject.inputs)))
+        if way and not _runs_dense(subject, change):
+            continue
+        try:
+            expected = call(subject.model(_swapped(attention), config), subject.inputs)
+        except KeyError:  # a part has classes of its own for every implementation that it knows
+            continue
+        differences.append(distance(out, expected))
     if min(differences) > TOLERANCE[subject.dtype]:
         raise Wrong(f"told by set_attn_implementation it runs, and is {min(differences):.1e} off the reference")
 
