@@ -63,8 +63,10 @@ they are.
 
 def write_results(file: Path, origin: dict[str, Any], verdicts: Iterable[Verdict]) -> None:
     """A row a line, without the fields that say nothing."""
-    rows = [json.dumps({name: value for name, value in asdict(v).items() if value not in ("", [], None, False)})
-            for v in verdicts]  # fmt: skip
+    rows = [
+        json.dumps({name: x for name, x in asdict(v).items() if x is not False and x not in ("", [], None)})
+        for v in verdicts
+    ]
     body = ",\n  ".join(rows)
     write_text(file, f'{{\n "origin": {json.dumps(origin)},\n "verdicts": [\n  {body}\n ]\n}}\n')
 
