@@ -133,6 +133,7 @@ ROWS = [
     Row(f"{TRAIN} --gradient-accumulation 9223372036854775808", "the windows of a batch must be at most 281,474"),
     Row("extend --model x --steps 1000000000000000000000 --output {}/new", "the windows of a batch must be at most"),
     Row(f"{TRAIN} --muon-learning-rate 1e308", "muon_learning_rate must be at most 1e+36, got 1e+308"),
+    Row(f"{TRAIN} --timeout 1000000000000", "timeout must be at most 604800, got 1000000000000"),
     Row(f"{TRAIN} --learning-rate 1e308", "learning_rate must be at most 1e+36, got 1e+308"),
     Row(f"{TRAIN} --sample-prompt \udcff", "sample_prompt must be UTF-8 text, got '\\udcff'"),
     # more memory than there is

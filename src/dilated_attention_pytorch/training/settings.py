@@ -22,6 +22,7 @@ Layout = Literal["auto", "contiguous", "zigzag"]
 DataParallel = Literal["ddp", "fsdp"]
 
 LARGEST_SEED = 2**32 - 1  # NumPy, which transformers seeds too, takes no larger one
+LONGEST_TIMEOUT = 7 * 24 * 3600  # seconds; durations of the transport overflow far beyond
 LARGEST_RATE = 1e36  # float32 holds it, and what optimizers multiply it with
 _MOST_WINDOWS = 2**48  # what counts them, on any number of processes, stays an index
 
@@ -85,7 +86,7 @@ class TrainSettings:
     """How rows of keys and values reach the processes that need them: "ring" (point to point), "gather" (one collective
     call) or "heads" (all-to-all from rows to heads). "auto" takes what plan_parallel expects to be fastest."""
     layout: Layout = "auto"
-    """Which rows a process has: "contiguous", or "zigzag" (one piece from the front, one from the back, which
+    """Which rows a process has: "contiguous", or "zigzag" (one part from the front, one from the back, which
     balances causal attention). "auto" takes the better balanced one."""
     data_parallel: DataParallel = "ddp"
     """"ddp": every process has all weights. "fsdp": weights, gradients and optimizer state are split over the processes
@@ -132,7 +133,7 @@ class TrainSettings:
         for name in ("threads", "sample_length", "sample_temperature", "weight_decay"):
             check_number(self, name, least=0)
         check_number(self, "context_length", least=8)
-        check_number(self, "timeout", least=5)
+        check_number(self, "timeout", least=5, most=LONGEST_TIMEOUT)
         for name in ("learning_rate", "muon_learning_rate"):
             check_number(self, name, above=0, most=LARGEST_RATE)
         check_number(self, "max_grad_norm", above=0)
@@ -245,7 +246,8 @@ def check_number(
     declared = next(str(entry.type) for entry in fields(settings) if entry.name == name)
     if declared.startswith("int") and not isinstance(value, int):
         raise ValueError(f"{name} must be an integer, got {value!r}")
-    if isinstance(value, bool) or not isinstance(value, (int, float)) or not math.isfinite(value):
+    is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
+    if not is_number or (isinstance(value, float) and not math.isfinite(value)):
         raise ValueError(f"{name} must be a finite number, got {value!r}")
     bounds = ((f"at least {least}", value >= least), (f"above {above}", value > above),
               (f"below {below}", value < below), (f"at most {most}", value <= most))  # fmt: skip
