@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import sys
 from collections.abc import Callable
 from typing import Any
@@ -10,6 +11,7 @@ import pytest
 import torch
 
 from dilated_attention_pytorch import DilatedPattern
+from dilated_attention_pytorch.installation import install_command
 from dilated_attention_pytorch.integrations import BoundedCache, register, set_pattern
 from integrations.tiny_models import PATTERN, draw, tiny
 
@@ -138,5 +140,5 @@ def test_a_bounded_cache_of_another_pattern_is_refused() -> None:
 
 def test_without_transformers_the_extra_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "transformers", None)
-    with pytest.raises(ImportError, match=r"pip install 'dilated-attention-pytorch\[train\]'"):
+    with pytest.raises(ImportError, match=re.escape(install_command("train"))):
         register()
