@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import importlib
 import io
 import json
 import warnings
@@ -17,8 +18,9 @@ from torch.nn import functional
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText
 
 from dilated_attention_pytorch import DilatedPattern
-from dilated_attention_pytorch.integrations import register, set_pattern
+from dilated_attention_pytorch.integrations import BoundedCache, register, set_pattern
 from dilated_attention_pytorch.integrations.transformers.attention import dilated_attention_forward
+from dilated_attention_pytorch.integrations.transformers.config import check_pattern
 from dilated_attention_pytorch.integrations.transformers.mask import documents_mask
 from integrations.test_extend_context import llava
 from integrations.tiny_models import PATTERN, draw, tiny
@@ -124,6 +126,105 @@ def test_attention_that_chooses_its_keys_by_content_is_refused() -> None:
     model.model.layers[1].self_attn.indexer = type("KeyIndexer", (torch.nn.Module,), {})()
     with pytest.raises(NotImplementedError, match=r'chooses by content .*KeyIndexer of "model.layers.1.self_attn"'):
         set_pattern(model, PATTERN)
+
+
+_DECODER = {**_BERT, "num_key_value_heads": 3, "head_dim": 8}
+READERS: dict[str, tuple[str, dict[str, Any], str]] = {
+    # Writes a mask of its own into transformers'.
+    "Doge": ("Model", _DECODER, r'values of its attention mask in DogeAttention \("layers.0.self_attn"\)'),
+    # Its convolution leaves out what is padding.
+    "LasrEncoder": (
+        "",
+        {
+            "hidden_size": 48, "num_hidden_layers": 1, "num_attention_heads": 6, "num_key_value_heads": 6,
+            "intermediate_size": 53, "subsampling_conv_channels": 8, "num_mel_bins": 16,
+        },
+        r'values of its attention mask in LasrEncoderConvolutionModule \("layers.0.conv"\)',
+    ),
+    # Attends to its own tokens and the encoder's at once.
+    "T5Gemma2Decoder": (
+        "", {**_DECODER, "dropout_rate": 0.0},
+        r'in one softmax \(T5Gemma2MergedAttention of "layers.0.self_attn"\)',
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", READERS)
+@pytest.mark.parametrize("attention", ["dilated", "eager"])
+def test_a_model_that_reads_the_values_of_its_mask_is_refused(name: str, attention: str) -> None:
+    suffix, sizes, words = READERS[name]
+    config = getattr(transformers, name + "Config")(**sizes)
+    config._attn_implementation = attention
+    model = (getattr(transformers, name + suffix, None) or modeling(name))._from_config(config).eval()
+    with pytest.raises(NotImplementedError, match=words):
+        set_pattern(model, PATTERN)
+    assert not hasattr(config, "dilated_attention")
+
+
+def modeling(name: str) -> Any:
+    """A class of transformers that is in no list of its own."""
+    return getattr(importlib.import_module("transformers.models.t5gemma2.modeling_t5gemma2"), name)
+
+
+@pytest.mark.parametrize("name", ["Musicgen", "MusicgenMelody"])
+def test_of_several_parts_with_text_one_must_be_chosen(name: str) -> None:
+    small = {"num_layers": 1, "num_attention_heads": 2}
+    config = getattr(transformers, name + "Config")(
+        text_encoder={"model_type": "t5", "d_model": 16, "d_kv": 8, "d_ff": 16, "num_heads": 2, **small},
+        audio_encoder={"model_type": "encodec", "num_filters": 2, "hidden_size": 4, "codebook_size": 16},
+        decoder={
+            "vocab_size": 31, "hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "ffn_dim": 16,
+            "pad_token_id": 30, "bos_token_id": 30, "num_codebooks": 2,
+        },
+    )  # fmt: skip
+    model = getattr(transformers, name + "ForConditionalGeneration")(config).eval()
+    with pytest.raises(NotImplementedError, match=r"got text_encoder, audio_encoder, decoder: .*\(model.decoder, pat"):
+        set_pattern(model, PATTERN)
+    with pytest.raises(NotImplementedError, match="got text_encoder, audio_encoder, decoder"):
+        BoundedCache(config)
+    tokens = draw(2, 20) % 30
+    with torch.no_grad():
+        expected = model.decoder(tokens).logits
+        torch.testing.assert_close(set_pattern(model.decoder, DilatedPattern([20], [1]))(tokens).logits, expected)
+        assert not torch.allclose(set_pattern(model.decoder, PATTERN)(tokens).logits, expected, atol=1e-3)
+
+
+def test_windows_of_their_own_of_every_layer_are_kept() -> None:
+    """NeoMME has windows of two sizes, and no window in every sixth layer and the last."""
+    sizes = {**_DECODER, "num_hidden_layers": 4, "embedding_rank": 16, "head_dim": 16, "num_attention_heads": 3}
+    config = transformers.NeoMMEConfig(**sizes, sliding_window=3, attn_implementation="eager")
+    torch.manual_seed(0)
+    model, tokens = transformers.NeoMMEModel(config).double().eval(), draw(1, 40)
+    with torch.no_grad():
+        # Those that write into the residual stream begin as zeros.
+        for weight in model.parameters():
+            weight.normal_(std=0.3)
+        expected = model(tokens).last_hidden_state
+        found = set_pattern(model, DilatedPattern([40], [1]))(tokens).last_hidden_state
+        torch.testing.assert_close(found, expected, rtol=0, atol=1e-5)
+        assert not torch.allclose(set_pattern(model, PATTERN)(tokens).last_hidden_state, expected, atol=1e-3)
+    config.layer_types = ["sliding_attention"] * 4
+    config.per_layer_config = {layer: {"sliding_window": 3 + layer} for layer in range(4)}
+    with pytest.raises(ValueError, match="every layer of the model has a sliding window of 3, 4, 5, 6 tokens"):
+        set_pattern(model, PATTERN)
+
+
+def test_a_configuration_that_does_not_say_how_many_layers_there_are_takes_one_pattern() -> None:
+    config = transformers.CvtConfig()
+    assert check_pattern(PATTERN, config) == WORDS
+    with pytest.raises(NotImplementedError, match="CvtConfig has no num_hidden_layers: give one pattern for the whole"):
+        check_pattern([PATTERN], config)
+
+
+def test_chunked_attention_is_refused_for_good() -> None:
+    config = transformers.Llama4TextConfig(
+        **_DECODER, attention_chunk_size=8, num_local_experts=2, intermediate_size_mlp=53
+    )
+    model = set_pattern(transformers.Llama4ForCausalLM(config).eval(), PATTERN)
+    with pytest.raises(
+        NotImplementedError, match=r'attention_chunk_size=8\) is not honoured, .* use "sdpa" or "eager"'
+    ):
+        model(draw(1, 12))
 
 
 def test_heads_that_pool_and_attention_to_others_stay_as_they_are() -> None:

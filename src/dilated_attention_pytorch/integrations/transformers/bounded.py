@@ -13,7 +13,7 @@ from dilated_attention_pytorch.models.cache import CacheStep
 from dilated_attention_pytorch.models.padding import real_runs
 from dilated_attention_pytorch.patterns import Pattern
 
-from .config import layer_pattern, window_of_layer
+from .config import layer_pattern, num_layers, text_config, window_of_layer
 
 _ATTRIBUTE = "_stored_rows"
 
@@ -64,7 +64,7 @@ class BoundedCache:
     """Read by transformers: rows that are gone cannot come back."""
 
     def __init__(self, config: Any) -> None:
-        config = config.get_text_config()
+        config = text_config(config)
         if config.is_encoder_decoder:
             raise NotImplementedError(
                 "BoundedCache is for models with one stack of causal layers, and this is an encoder-decoder: use the "
@@ -79,7 +79,7 @@ class BoundedCache:
         _check_layers(config)
         self._patterns = tuple(
             layer_pattern(config, layer, window_of_layer(config, layer), is_causal=True)
-            for layer in range(config.num_hidden_layers)
+            for layer in range(num_layers(config))
         )
         self._rows: _Rows | None = None
         self._step: CacheStep | None = None

@@ -30,7 +30,7 @@ def check_pattern(pattern: Pattern | Sequence[Pattern | None], config: Any) -> d
         _check_some_layer_is_free(config)
         return {"pattern": pattern.spec}
     texts = [None if one is None else _spec(one) for one in pattern]
-    for layer in range(max(len(texts), config.num_hidden_layers)):
+    for layer in range(max(len(texts), num_layers(config))):
         text_of_layer({"pattern": texts}, config, layer, window_of_layer(config, layer))
     return {"pattern": texts}
 
@@ -107,10 +107,10 @@ def text_of_layer(entry: Any, config: Any, layer: int | None, window: int | None
             "an encoder-decoder has two stacks of layers, so config.dilated_attention takes one pattern for all of "
             f"them, got a list of {len(texts)}"
         )
-    if len(texts) != config.num_hidden_layers:
+    if len(texts) != num_layers(config):
         raise ValueError(
-            f"config.dilated_attention must hold one pattern, or one per layer of {config.num_hidden_layers}, got a "
-            f"list of {len(texts)}"
+            f"config.dilated_attention must hold one pattern, or one per layer of {num_layers(config)}, got a list of "
+            f"{len(texts)}"
         )
     if layer is None:
         raise NotImplementedError(
@@ -131,8 +131,10 @@ def text_of_layer(entry: Any, config: Any, layer: int | None, window: int | None
 
 def window_of_layer(config: Any, layer: int) -> int | None:
     """The tokens that a layer's own sliding window holds, the query's among them; None without one."""
-    window: int | None = getattr(config, "sliding_window", None)
     types: Sequence[str] | None = getattr(config, "layer_types", None)
+    if getattr(config, "is_heterogeneous", False):
+        config = config.per_layer_config[layer]
+    window: int | None = getattr(config, "sliding_window", None)
     if not window:  # 0 is how some configurations say that there is none
         return None
     if types is None:
@@ -156,15 +158,47 @@ def check_no_window(config: Any, layer: int) -> None:
 
 
 def _check_some_layer_is_free(config: Any) -> None:
-    if not getattr(config, "sliding_window", None):
+    if not getattr(config, "is_heterogeneous", False) and not getattr(config, "sliding_window", None):
         return
-    layers = range(config.num_hidden_layers)
-    if all(window_of_layer(config, layer) is not None for layer in layers):
+    windows = [window_of_layer(config, layer) for layer in range(num_layers(config))]
+    if None not in windows:
+        sizes = ", ".join(map(str, dict.fromkeys(windows)))
         raise ValueError(
-            f"every layer of the model has a sliding window of {config.sliding_window} tokens, so its pattern would be "
-            "that of none: remove config.dilated_attention to keep the windows, or set config.sliding_window to None "
-            "before the model is built (a sum such as local_window(4095) + DilatedPattern([65536], [16]) has both)"
+            f"every layer of the model has a sliding window of {sizes} tokens, so its pattern would be that of none: "
+            "remove config.dilated_attention to keep the windows, or set config.sliding_window to None before the "
+            "model is built (a sum such as local_window(4095) + DilatedPattern([65536], [16]) has both)"
         )
+
+
+def text_config(config: Any) -> Any:
+    """The configuration of the text part, or the one given where there are no parts.
+
+    Raises:
+        NotImplementedError: several parts have text, as a text encoder and a decoder of codes.
+    """
+    try:
+        return config.get_text_config()
+    except ValueError as error:
+        parts = [name for name in config.sub_configs if getattr(config, name, None) is not None]
+        raise NotImplementedError(
+            f"more than one part of a model with a {type(config).__name__} may be meant, got {', '.join(parts)}: call "
+            f"set_pattern on one of them, as in set_pattern(model.{parts[-1]}, pattern)"
+        ) from error
+
+
+def num_layers(config: Any) -> int:
+    """The number of layers of one stack.
+
+    Raises:
+        NotImplementedError: the configuration does not say it.
+    """
+    number: int | None = getattr(config, "num_hidden_layers", None)
+    if number is None:
+        raise NotImplementedError(
+            f"a pattern per layer, or one beside sliding windows, needs the number of layers, and "
+            f"{type(config).__name__} has no num_hidden_layers: give one pattern for the whole model"
+        )
+    return number
 
 
 def _spec(pattern: Pattern) -> str:

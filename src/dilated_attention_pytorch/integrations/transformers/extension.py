@@ -11,6 +11,7 @@ from torch import nn
 
 from dilated_attention_pytorch.patterns import Pattern
 
+from .config import text_config
 from .pattern import set_pattern
 
 if TYPE_CHECKING:
@@ -72,7 +73,7 @@ def extend_context(
     """
     if rotary not in ("yarn", "linear", "ntk", "none"):
         raise ValueError(f'rotary must be "yarn", "linear", "ntk" or "none", got {rotary!r}')
-    config = model.config.get_text_config()
+    config = text_config(model.config)
     before = _length_before(config, length)
     rotaries = _rotaries(model, config)
     scaled = copy.deepcopy(config)

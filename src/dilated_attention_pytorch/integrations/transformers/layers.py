@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dis
 import functools
 import inspect
 import types
@@ -46,18 +47,23 @@ def look_through(model: PreTrainedModel, configs: Sequence[Any], *, is_whole: bo
         kind: Any = type(module)
         if isinstance(module, PreTrainedModel):
             continue
-        if _uses_interface(kind):
+        is_layer = _uses_interface(kind)
+        if is_layer:
             _check_keys_are_not_chosen(model, name, module)
+            _check_is_of_one_sequence(model, name, module)
             layers.append((name, module, config))
-        elif is_apart:
+        if is_apart:
             continue
-        elif _computes_attention(kind):
+        _check_reads_no_mask(model, name, module)
+        if is_layer:
+            continue
+        if _computes_attention(kind):
             raise NotImplementedError(
                 f"{type(model).__name__} does not use transformers' attention interface, through which a layer gets "
                 f'its pattern, in every layer: {kind.__name__} ("{name}") computes attention itself. Use "sdpa" or '
                 '"eager" for this model, without a pattern'
             )
-        elif _is_named_attention(kind):
+        if _is_named_attention(kind):
             rest = rest or f': {kind.__name__} ("{name}") is something else'
     if not layers and (is_whole or rest):
         raise NotImplementedError(
@@ -171,6 +177,26 @@ def _check_keys_are_not_chosen(model: nn.Module, name: str, layer: nn.Module) ->
             )
 
 
+def _check_is_of_one_sequence(model: nn.Module, name: str, layer: nn.Module) -> None:
+    if "Merged" in type(layer).__name__:
+        raise NotImplementedError(
+            f"{type(model).__name__} attends to its own sequence and to another in one softmax "
+            f'({type(layer).__name__} of "{name}"), and a pattern is of one sequence: use "sdpa" or "eager" for this '
+            "model, without a pattern"
+        )
+
+
+def _check_reads_no_mask(model: nn.Module, name: str, module: nn.Module) -> None:
+    """Raise for modules that make something else of the mask, as a convolution does that leaves padding out."""
+    kind: Any = type(module)
+    if _reads_mask(kind):
+        raise NotImplementedError(
+            f'{type(model).__name__} reads the values of its attention mask in {kind.__name__} ("{name}"), and '
+            'with attn_implementation="dilated" it has none for pairs of tokens: use "sdpa" or "eager" for this model, '
+            "without a pattern"
+        )
+
+
 def _is_named_attention(kind: type[nn.Module]) -> bool:
     name = kind.__name__.casefold()
     return "attention" in name or "attn" in name
@@ -194,20 +220,37 @@ def _computes_attention(kind: type[nn.Module]) -> bool:
     return _is_named_attention(kind) and any("softmax" in name or name == "logsumexp" for name in names)
 
 
+@functools.cache
+def _reads_mask(kind: type[nn.Module]) -> bool:
+    """Whether a method of a class asks if its attention mask is bool, which only code that reads its values does."""
+    for function in _methods(kind):
+        words = [instruction.argval for instruction in dis.get_instructions(inspect.unwrap(function))]
+        for word, *after in zip(*(words[first:] for first in range(5)), strict=False):
+            # One instruction may load several variables.
+            loaded = word[-1] if isinstance(word, tuple) and word else word
+            if loaded == "attention_mask" and after == ["dtype", "torch", "bool", "=="]:
+                return True
+    return False
+
+
+def _methods(kind: type[nn.Module]) -> Iterator[types.FunctionType]:
+    """The methods of a class and of its bases outside of PyTorch."""
+    names: set[str] = set()
+    for base in kind.__mro__:
+        if base.__module__.startswith("torch."):
+            break
+        for name, value in vars(base).items():
+            if name not in names and isinstance(value, types.FunctionType):
+                names.add(name)
+                yield value
+
+
 def _names(kind: type[nn.Module]) -> Iterator[tuple[str, Any]]:
     """The names that the methods of a class use, and the functions of its file that they call, with what is global.
 
     They are in the compiled code, which unlike the source is always there.
     """
-    todo: list[types.FunctionType] = []
-    methods: set[str] = set()
-    for base in kind.__mro__:
-        if base.__module__.startswith("torch."):
-            break
-        for name, value in vars(base).items():
-            if name not in methods and isinstance(value, types.FunctionType):
-                methods.add(name)
-                todo.append(value)
+    todo = list(_methods(kind))
     done: set[types.FunctionType] = set()
     while todo:
         function = inspect.unwrap(todo.pop())

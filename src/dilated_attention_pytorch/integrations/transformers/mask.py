@@ -96,8 +96,8 @@ def _check_rule(mask_function: MaskFunction | None, *, use_vmap: bool, local_siz
         )
     if local_size is not None and getattr(config, "attention_chunk_size", None) == local_size:
         raise NotImplementedError(
-            f"chunked attention (config.attention_chunk_size={local_size}) is not honoured: build the model with "
-            'attention_chunk_size=None and have DilatedPattern([chunk], [1]) among its patterns, or use "sdpa"'
+            f"chunked attention (config.attention_chunk_size={local_size}) is not honoured, and transformers makes its "
+            'mask in every call of such a model: use "sdpa" or "eager" for this model, without a pattern'
         )
 
 

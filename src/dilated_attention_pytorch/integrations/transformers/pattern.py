@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from dilated_attention_pytorch.patterns import Pattern
 
-from .config import FIELD, NAME, check_pattern, chosen_parts, keep_implementation
+from .config import FIELD, NAME, check_pattern, chosen_parts, keep_implementation, text_config
 from .layers import look_through, watch
 from .registration import register
 
@@ -33,7 +33,8 @@ def set_pattern(model: PreTrainedModel, pattern: Pattern | Sequence[Pattern | No
         TypeError: what came is no pattern.
         ValueError: a layer would have both a pattern and a window, or neither; the number of patterns is not that of
             the layers.
-        NotImplementedError: the model, or a layer that is named, does not use transformers' attention interface.
+        NotImplementedError: the model, or a layer that is named, does not use transformers' attention interface, or
+            more than one part may be meant.
 
     >>> from transformers import LlamaConfig, LlamaForCausalLM
     >>> from dilated_attention_pytorch import DilatedPattern
@@ -44,7 +45,7 @@ def set_pattern(model: PreTrainedModel, pattern: Pattern | Sequence[Pattern | No
     """
     from transformers import PreTrainedModel
 
-    config = model.config.get_text_config()
+    config = text_config(model.config)
     configs = [config, *_copies(model, config)]
     look_through(model, configs, is_whole=True)
     entry = check_pattern(pattern, config)
