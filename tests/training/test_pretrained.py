@@ -49,7 +49,11 @@ def test_a_hub_that_does_not_is_named_beside_the_folder(
 
 
 @pytest.mark.parametrize("model", ["./a", "a/b/c", "../a", "/a/b", "a b", "a/b/"])
-def test_what_is_no_name_of_the_hub_is_a_folder_that_is_missing(model: str, address: tuple[str, int]) -> None:
+def test_what_is_no_name_of_the_hub_is_a_folder_that_is_missing(
+    model: str, address: tuple[str, int], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "here").mkdir()
+    monkeypatch.chdir(tmp_path / "here")  # whatever lies beside the folder of the tests
     with pytest.raises(RunError, match=r"there is no such folder \(looked for from .*\); name a folder with config"):
         check_source(f"--model {model}", model)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import json
 import os
 import secrets
@@ -10,7 +11,7 @@ import shlex
 import sys
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from datetime import datetime
 from pathlib import Path
 from types import TracebackType
@@ -34,8 +35,9 @@ class Lease:
 
     The holder writes its name into a file that can be made by one alone, and renews it. Who finds such a file leaves
     the folder alone, unless the holder is provably gone (its process was one of this machine and has ended), or has not
-    renewed the lease for :data:`LEASE_SECONDS`, by the clock of who waits. A file system that hosts share needs no more
-    than that it makes a file once, and renames one at once; locks of the system do not reach over every one.
+    renewed the lease for :data:`LEASE_SECONDS`, by the clock of who waits. Jobs of one machine change the file one
+    after the other, by a lock of the system. Such locks do not reach over every file system that hosts share. There a
+    file must be made once and renamed at once, and a holder whose lease was taken all the same ends at :meth:`check`.
 
     Args:
         run: the run folder, which exists.
@@ -63,19 +65,36 @@ class Lease:
             "command": shlex.join(sys.argv)[:1000],
         }
         while True:
-            try:
-                self._file = os.open(self.path, os.O_CREAT | os.O_EXCL | os.O_RDWR | os.O_NOFOLLOW, 0o644)
-                break
-            except FileExistsError:
-                self._take_over()
+            with self._alone():
+                try:
+                    self._file = os.open(self.path, os.O_CREAT | os.O_EXCL | os.O_RDWR | os.O_NOFOLLOW, 0o644)
+                except FileExistsError:
+                    pass
+                else:
+                    self._write_first()
+                    break
+            self._take_over()
+        self._thread.start()
+        return self
+
+    def _write_first(self) -> None:
         try:
             self._renew(0)
         except OSError:
             self.path.unlink(missing_ok=True)
             os.close(self._file)
             raise
-        self._thread.start()
-        return self
+
+    @contextlib.contextmanager
+    def _alone(self) -> Iterator[None]:
+        """No other job of this machine changes the lease meanwhile, where the file system has locks."""
+        folder = os.open(self.run, os.O_RDONLY)
+        try:
+            with contextlib.suppress(OSError):
+                fcntl.flock(folder, fcntl.LOCK_EX)
+            yield
+        finally:
+            os.close(folder)
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
@@ -138,13 +157,18 @@ class Lease:
                     return
                 if now != found:
                     raise self._held(now)
+        with self._alone():
+            if _read(self.path) == found:
+                self._remove(found)
+
+    def _remove(self, found: bytes) -> None:
         aside = self.path.with_name(f"{LEASE_NAME}.{self._token}")
         try:
             os.rename(self.path, aside)
         except FileNotFoundError:
-            return  # another job was faster
+            return  # a job of another machine was faster
         try:
-            # Another one may have taken the folder just before: then it gets its lease back.
+            # It may have taken the folder just before: then it gets its lease back.
             moved = _read(aside)
             if moved is not None and _token_of(moved) != _token_of(found):
                 with contextlib.suppress(FileExistsError):
