@@ -52,6 +52,8 @@ def main() -> None:
     else:
         rows = {}
     where = origin(module_command())
+    if rows:  # of which some were judged by an earlier command
+        where["command"] = f"{old_origin['command']}; {where['command']}"
     begun = time.monotonic()
 
     def report(verdict: Verdict, taken: float) -> None:

@@ -42,6 +42,10 @@ def test_every_type_of_model_that_is_installed_has_a_row() -> None:
     assert not missing, f"no row for {', '.join(missing)}: run {COMMAND}"
 
 
+def test_every_row_works_or_is_refused_in_words() -> None:
+    assert [name for name, row in ROWS.items() if row.verdict == NEITHER] == []
+
+
 def test_the_page_of_the_docs_shows_the_table() -> None:
     assert (ROOT / PAGE).read_text() == page(ORIGIN, VERDICTS), f"run {COMMAND} --page"
 
