@@ -288,3 +288,16 @@ def test_the_oracle_itself_holds_at_every_magnitude() -> None:
     counts = counts_of(PATTERNS["dilated"], is_causal=False)
     out, _ = dense_attention(q, k, torch.ones_like(v), counts, torch.zeros(1, KV_HEADS, ROWS), 0.25)
     assert bool(((out == 1) | (out == 0)).all())
+
+
+@pytest.mark.filterwarnings("ignore:`torch.jit.script:DeprecationWarning")  # PyTorch's own
+def test_where_one_key_has_all_probability_a_tangent_is_that_of_its_value() -> None:
+    q, k = (1e4 * torch.randn(1, 23, 3, 5) for _ in range(2))
+    value, tangent = torch.randn(2, 1, 23, 3, 5)
+
+    def output(value: Tensor) -> Tensor:
+        return attend(q, k, value, DilatedPattern([23], [1]))
+
+    best = torch.einsum("bnhd,bmhd->bnhm", q.double(), k.double()).argmax(-1)
+    expected = tangent.gather(1, best.unsqueeze(-1).expand(tangent.shape))  # row best[b, n, h] of its head
+    torch.testing.assert_close(torch.func.jvp(output, (value,), (tangent,))[1], expected, rtol=1e-5, atol=1e-5)

@@ -72,6 +72,12 @@ def test_a_damaged_older_checkpoint_does_not_count_among_those_that_are_kept(run
     assert {path.name for path in run.glob("checkpoint-*")} == {"checkpoint-8", "checkpoint-9"}
 
 
+def test_a_whole_checkpoint_under_the_name_of_a_damaged_one_is_kept(run: Path) -> None:
+    os.rename(run / f"checkpoint-{NEW}", run / "checkpoint-8")  # which is left, and written again after step 8
+    assert resume(run, quiet()).step == 9
+    assert {path.name for path in run.glob("checkpoint-*")} == {"checkpoint-8", "checkpoint-9"}
+
+
 def test_where_no_checkpoint_is_whole_each_is_said(run: Path) -> None:
     for step in (OLD, NEW):
         _flip(run / f"checkpoint-{step}" / "scheduler.pt")

@@ -27,7 +27,9 @@ from dilated_attention_pytorch.cli import main
 from dilated_attention_pytorch.training import run, run_trainer, trainer
 before = int(open("/proc/self/statm").read().split()[1]) * resource.getpagesize()
 main(sys.argv[1:])
-print("bytes", resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 - before)
+# Of this program: the peak that getrusage tells is that of the process that started it, where that was larger.
+status = dict(line.split(":", 1) for line in open("/proc/self/status"))
+print("bytes", int(status["VmHWM"].split()[0]) * 1024 - before)
 """
 
 

@@ -217,11 +217,11 @@ def backward(
 def weighted_sum(inputs: Inputs, lse: Tensor, values: Tensor | None, factors: Sequence[Factor], axis: str) -> Tensor:
     """The sum of ``P f`` times values for every query or key, or of ``P f`` for every listed block.
 
-    ``P = exp(s - lse)``, dropped if the inputs have dropout, and f is the product of the factors; in the dtype of sums.
-    ``inputs.value`` is not read.
+    P are the probabilities, dropped if the inputs have dropout, and f is the product of the factors; in the dtype of
+    sums. ``inputs.value`` is not read.
     """
     dtype, rows_of_block = inputs.dtype, inputs.query_block_size
-    totals = inputs.by_query_block(lse.masked_fill(lse == float("-inf"), float("inf")), float("inf"))
+    has_none = inputs.by_query_block(lse, float("-inf")) == float("-inf")
     queries, keys = inputs.by_query_block(inputs.query), inputs.by_key_block(inputs.key)
     sides = [
         (
@@ -239,7 +239,9 @@ def weighted_sum(inputs: Inputs, lse: Tensor, values: Tensor | None, factors: Se
     for chunk in _chunks(inputs):
         some = chunk.problems
         gathered = _gather(keys, chunk, inputs.query.shape[-1], dtype)
-        weights = _scores(inputs, chunk, queries[some].to(dtype), gathered).sub_(totals[some] * LOG2_E).exp2_()
+        # As in the gradient, summed anew; rows after the last, and those without a key, have no probability.
+        weights, total_of_row, _ = _powers(_scores(inputs, chunk, queries[some].to(dtype), gathered))
+        weights.div_(total_of_row.clamp_(min=torch.finfo(dtype).tiny)).masked_fill_(has_none[some], 0.0)
         if chunk.keep is not None:
             weights.unflatten(1, (rows_of_block, -1)).mul_(chunk.keep)
         for left, right, gates in sides:

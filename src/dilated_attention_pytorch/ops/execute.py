@@ -384,13 +384,20 @@ def _merge_partials(work: _Work, out: Operand, logs: list[Operand], is_bounded: 
 
 
 def weighted_sum(
-    inputs: Inputs, lse: Tensor, values: Tensor, factors: Sequence[tuple[Tensor, Tensor]], *, of_keys: bool
+    inputs: Inputs,
+    lse: Tensor,
+    values: Tensor,
+    factors: Sequence[tuple[Tensor, Tensor]],
+    rest: Tensor | None = None,
+    *,
+    of_keys: bool,
 ) -> Tensor:
     """``sum_t P[p, t] f[p, t] values[t]`` for every query p, in the accumulation dtype; ``inputs.value`` is not read.
 
     P are the merged probabilities ``c exp(s - lse)``, dropped if the inputs have dropout, and f is the product of the
     ``factors``: ``left [B, N, H, width]`` by rows of ``right [B, M, G, width]``. With ``of_keys`` the values are the
-    queries' and the result is ``sum_p P[p, t] f[p, t] values[p]`` for every key t.
+    queries' and the result is ``sum_p P[p, t] f[p, t] values[p]`` for every key t. With ``rest``, it and ``lse`` are
+    the pair that :func:`forward` makes of them.
     """
     shape = (*(inputs.key if of_keys else inputs.query).shape[:3], values.shape[3])
     total = torch.zeros(shape, dtype=inputs.accumulation_dtype, device=values.device)
@@ -398,7 +405,7 @@ def weighted_sum(
     for work in _work(inputs):
         _add_weighted(
             work, work.whole(total, by_query=not of_keys, role=Role.ADDED_TO), work.whole(lse, by_query=True), values,
-            factors, of_keys=of_keys,
+            factors, of_keys=of_keys, rest=None if rest is None else work.whole(rest, by_query=True),
         )  # fmt: skip
     return total
 

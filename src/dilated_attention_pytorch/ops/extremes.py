@@ -7,6 +7,7 @@ two computations, one without it. All of this is for the CPU: elsewhere looking 
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Protocol
 
@@ -30,8 +31,8 @@ class Computation(Protocol):
     ) -> tuple[Tensor, ...]:  # fmt: skip
         """Gradients of query, key and value, and of what else there is."""
 
-    def undropped(self) -> Computation:
-        """The same without dropout."""
+    def unweighted(self) -> Computation:
+        """The same without dropout and without finite gates: for which row sees which key."""
 
     def gradients_of(self, rows: Tensor) -> tuple[Tensor, ...]:
         """Which numbers of the gradients beside those of query, key and value depend on the marked rows."""
@@ -52,6 +53,17 @@ def backward(
     operands = (inputs.query, inputs.key, inputs.value)
     grads = backward_around(_Plan(inputs), operands, out, lse, grad_out, grad_lse)
     return grads[0], grads[1], grads[2]
+
+
+def weighted_sum(
+    inputs: execute.Inputs, lse: Tensor, values: Tensor, factors: Sequence[tuple[Tensor, Tensor]], *, of_keys: bool
+) -> Tensor:
+    """:func:`execute.weighted_sum` for scores of any size. ``lse`` must be of all keys of ``inputs`` and no others."""
+    rest = None
+    if _has_large_scores(inputs):
+        rest = torch.zeros_like(lse)
+        _, lse = execute.forward(inputs, rest)
+    return execute.weighted_sum(inputs, lse, values, factors, rest, of_keys=of_keys)
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,7 +92,7 @@ class _Plan:
             out, lse = execute.forward(inputs, rest)
         return execute.backward(inputs, out, lse, grad_out, grad_lse, rest)
 
-    def undropped(self) -> _Plan:
+    def unweighted(self) -> _Plan:
         return _Plan(replace(self.inputs, dropout_seed=None, dropout_p=0.0))
 
     def gradients_of(self, rows: Tensor) -> tuple[Tensor, ...]:
@@ -155,12 +167,12 @@ def _seen(computation: Computation, query: Tensor, keys: Tensor) -> Tensor:
     Of scores that are all 0 the output is the share of the marked keys.
     """
     marks = keys.float()
-    return computation.undropped().forward(marks.new_zeros(*query.shape[:3], keys.shape[3]), marks * 0, marks)[0] > 0
+    return computation.unweighted().forward(marks.new_zeros(*query.shape[:3], keys.shape[3]), marks * 0, marks)[0] > 0
 
 
 def _reached(computation: Computation, key: Tensor, rows: Tensor) -> Tensor:
     """Which keys ``[B, M, G]`` any of the marked rows ``[B, N, H]`` sees: those whose values get a gradient of them."""
     marks = rows.float().unsqueeze(-1)
-    undropped, keys = computation.undropped(), marks.new_zeros(*key.shape[:3], 1)
-    out, lse = undropped.forward(marks * 0, keys, keys)
-    return undropped.backward((marks * 0, keys, keys), out, lse, marks, None)[2].squeeze(-1) > 0
+    unweighted, keys = computation.unweighted(), marks.new_zeros(*key.shape[:3], 1)
+    out, lse = unweighted.forward(marks * 0, keys, keys)
+    return unweighted.backward((marks * 0, keys, keys), out, lse, marks, None)[2].squeeze(-1) > 0

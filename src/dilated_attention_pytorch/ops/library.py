@@ -209,7 +209,7 @@ def weighted_sum(
         key_offset, dropout_p,
     )  # fmt: skip
     with without_autocast(query.device.type):
-        return execute.weighted_sum(inputs, lse, values, factors, of_keys=of_keys)
+        return extremes.weighted_sum(inputs, lse, values, factors, of_keys=of_keys)
 
 
 def _lse_dtype(query: Tensor) -> torch.dtype:

@@ -168,8 +168,12 @@ class _Selected:
             self.inputs._replace(query=query, key=key, value=value), out, grad_out, grad_lse
         )  # fmt: skip
 
-    def undropped(self) -> _Selected:
-        return _Selected(self.inputs._replace(dropout_seed=None))
+    def unweighted(self) -> _Selected:
+        # Whether a row sees a block is a gate of -inf or another; a small one would hide that it does.
+        gates = self.inputs.log_gates
+        if gates is not None:
+            gates = torch.zeros_like(gates).masked_fill(gates == float("-inf"), float("-inf"))
+        return _Selected(self.inputs._replace(dropout_seed=None, log_gates=gates))
 
     def gradients_of(self, rows: Tensor) -> tuple[Tensor, ...]:
         """A log-gate is of all rows of a query block."""

@@ -215,7 +215,7 @@ def publish(staged: Path, run: Path, *, run_id: str, processes: int, keep: int, 
         run_id: the run's name for itself.
         processes: how many processes wrote into it.
         keep: checkpoints to keep, this one included.
-        left: names of others that are damaged.
+        left: names of those that were damaged when the run went on; this one may have got the name of one.
 
     Raises:
         RunError: what a process wrote is not there.
@@ -239,7 +239,8 @@ def publish(staged: Path, run: Path, *, run_id: str, processes: int, keep: int, 
     os.rename(staged, target)
     sync(run)
     # A run that went on from an older checkpoint writes those after it anew: what is left of them is of no use.
-    before = [path for path in checkpoints(run) if path.name not in left and checkpoint_step(path) <= step]
+    whole = [path for path in checkpoints(run) if path == target or path.name not in left]
+    before = [path for path in whole if checkpoint_step(path) <= step]
     for path in checkpoints(run):
         if path not in before[:keep]:
             clear(path)

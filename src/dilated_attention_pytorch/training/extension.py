@@ -189,6 +189,8 @@ def resume_extension(folder: Path, console: Console) -> ExtensionOutcome:
             tokenizer = load_tokenizer(what, str(folder), _load_config(what, start.checkpoint))
         set_threads(settings.threads)
         register()
+        config = _load_config(what, start.checkpoint)
+        check_extension_memory(settings, config, num_parameters(what, config), device)
         model = _load_model(what, str(start.checkpoint), device, attn_implementation="dilated")
         preflight.check_space(
             folder, sum(parameter.numel() for parameter in model.parameters()), settings.keep_checkpoints
@@ -444,7 +446,8 @@ def _go(run: _Run, record: dict[str, Any]) -> ExtensionOutcome:
         trainer.train(resume_from_checkpoint=None if checkpoint is None else str(checkpoint))
     done = trainer.state.global_step
     if done == settings.steps:
-        _finish(run, record)
+        with trainer.writing("the trained model"):
+            _finish(run, record)
     return ExtensionOutcome(
         run=folder, step=done, own_length=run.own_length, length=settings.length,
         stopped_by=interruption.signal if done < settings.steps else None,

@@ -109,4 +109,6 @@ def check_extension_memory(
 def _check(least: Footprint, device: str, *, batch: str, model: str) -> None:
     sharing = int(os.environ.get("LOCAL_WORLD_SIZE", "1")) if device == "cpu" else 1
     remedy = batch if least.activations > least.weights else model
-    check_memory(least.total, device, what=f"the run {least.in_words()}", remedy=remedy, sharing=sharing)
+    # No process has chosen its device yet.
+    where = device if device == "cpu" else f"{device}:{os.environ.get('LOCAL_RANK', '0')}"
+    check_memory(least.total, where, what=f"the run {least.in_words()}", remedy=remedy, sharing=sharing)

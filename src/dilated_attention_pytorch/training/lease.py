@@ -101,7 +101,7 @@ class Lease:
     ) -> None:
         self._is_over.set()
         self._thread.join(timeout=RENEWAL_SECONDS)
-        if self._is_mine():
+        if self.is_held():
             self.path.unlink(missing_ok=True)
         # A thread that still hangs in the file system must not find another file under this number.
         if not self._thread.is_alive():
@@ -109,13 +109,14 @@ class Lease:
 
     def check(self) -> None:
         """Raise :class:`RunError` if another job has taken the folder: before anything is written to it."""
-        if not self._is_mine():
+        if not self.is_held():
             raise RunError(
                 f"{self.run} was taken by another job ({_in_words(_read(self.path))}) while this one did not renew its "
                 f"lease, or {LEASE_NAME} was removed; this job ends here and writes nothing more"
             )
 
-    def _is_mine(self) -> bool:
+    def is_held(self) -> bool:
+        """Whether this job still has the folder."""
         return _token_of(_read(self.path)) == self._token
 
     def _keep(self) -> None:

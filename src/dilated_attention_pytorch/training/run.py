@@ -109,6 +109,7 @@ def train(settings: TrainSettings, output: Path, console: Console) -> Outcome:
     preflight.check_space(output, _size(model), settings.keep_checkpoints)
     args = _meet(settings, output, device)
     if from_first(lambda: is_again):
+        del model, corpus  # both are made again
         return _go_on(output, console, may_begin=True)
     run_id = from_first(lambda: secrets.token_hex(8))
     agents = launch_record(from_all(launch()))
@@ -407,7 +408,8 @@ def _finish(run: _Run, trainer: LongNetTrainer, evaluation: EvaluationWindows, x
             writer.add_scalar("final/bits_per_byte", bits, trainer.state.global_step)
             writer.add_text("sample", sample)
         trainer.check_lease()
-        save_finished(model, folder, run_id=run.run_id, step=trainer.state.global_step)
+        with trainer.writing("the trained model"):
+            save_finished(model, folder, run_id=run.run_id, step=trainer.state.global_step)
     return Outcome(
         run=folder, step=trainer.state.global_step, bits_per_byte=bits, xz_bits_per_byte=xz, quarters=quarters,
         last_quarter_alone=alone, sample=sample,

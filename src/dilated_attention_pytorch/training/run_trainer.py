@@ -18,7 +18,7 @@ from transformers import PrinterCallback, TrainingArguments
 
 from dilated_attention_pytorch.errors import RunError
 
-from .checkpoint import STAGING_NAME, checkpoint_step, clear, fitting, latest_checkpoint, publish
+from .checkpoint import STAGING_NAME, checkpoint_step, checkpoints, clear, fitting, latest_checkpoint, publish
 from .extension_settings import ExtensionSettings
 from .finite_trainer import FiniteTrainer
 from .lease import Lease
@@ -154,39 +154,50 @@ class RunTrainer(FiniteTrainer):
     def _save_checkpoint(self, model: torch.nn.Module, trial: Any) -> None:
         """Write the checkpoint aside, give it its name when it is complete, and only then remove the one before."""
         self.check_state(f"the checkpoint of step {self.state.global_step} is not written")
-        staging = self.run / STAGING_NAME
         self._is_saving = True
         try:
-            if self.args.should_save:
-                self.check_lease()
-                clear(staging)
-            self.accelerator.wait_for_everyone()
-            super()._save_checkpoint(model, trial)
-            self.accelerator.wait_for_everyone()
-            if self.args.should_save:
-                complete = latest_checkpoint(staging)
-                assert complete is not None
-                self.check_lease()
-                publish(
-                    complete, self.run, run_id=self.run_id, processes=self.args.world_size, keep=self.keep,
-                    left=self.left,
-                )  # fmt: skip
-                self.left = ()
-        except (OSError, RuntimeError, SafetensorError) as error:
+            with self.writing(f"the checkpoint of step {self.state.global_step}"):
+                self._write_checkpoint(model, trial)
+        finally:
+            self._is_saving = False
+
+    def _write_checkpoint(self, model: torch.nn.Module, trial: Any) -> None:
+        staging = self.run / STAGING_NAME
+        if self.args.should_save:
+            self.check_lease()
             clear(staging)
+        self.accelerator.wait_for_everyone()
+        super()._save_checkpoint(model, trial)
+        self.accelerator.wait_for_everyone()
+        if self.args.should_save:
+            complete = latest_checkpoint(staging)
+            assert complete is not None
+            self.check_lease()
+            publish(
+                complete, self.run, run_id=self.run_id, processes=self.args.world_size, keep=self.keep,
+                left=self.left,
+            )  # fmt: skip
+        self.left = ()
+
+    @contextmanager
+    def writing(self, what: str) -> Iterator[None]:
+        """Raise :class:`RunError` where the disk refuses ``what``, and clear away what was written of it."""
+        try:
+            yield
+        except (OSError, RuntimeError, SafetensorError) as error:
+            # Of a job that has taken the folder meanwhile nothing is cleared away.
+            if self.args.should_save and (self.lease is None or self.lease.is_held()):
+                clear(self.run / STAGING_NAME)
             reason = self._disk_trouble(error)
             if reason is None:
                 raise
             raise RunError(
-                f"{reason} while the checkpoint of step {self.state.global_step} was written to {self.run}; "
-                f"make room and allow writing, {self.how_to_go_on()}"
+                f"{reason} while {what} was written to {self.run}; make room and allow writing, {self.how_to_go_on()}"
             ) from error
-        finally:
-            self._is_saving = False
 
     def how_to_go_on(self) -> str:
         """What is left of a run that breaks off, and how to take it up."""
-        kept = latest_checkpoint(self.run)
+        kept = next((path for path in checkpoints(self.run) if path.name not in self.left), None)
         if kept is None:
             return "no checkpoint was complete yet"
         return f"the checkpoint of step {checkpoint_step(kept)} is kept: go on from it with --resume {self.run}"

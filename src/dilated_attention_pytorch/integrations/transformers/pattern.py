@@ -54,13 +54,17 @@ def set_pattern(model: PreTrainedModel, pattern: Pattern | Sequence[Pattern | No
         # Other parts may have the implementation as well.
         if isinstance(module, PreTrainedModel):
             watch(module)
+    before = [(one, one._attn_implementation) for one in configs]
     model.set_attn_implementation(chosen_parts(model.config, lambda part: part is config))
+    stays = [one._attn_implementation for one in configs if one._attn_implementation != NAME]
+    if stays:
+        for one, implementation in before:
+            one._attn_implementation = implementation
+        raise NotImplementedError(
+            f"{type(model).__name__} does not use transformers' attention interface, through which a layer gets its "
+            f'pattern (its attention stays "{stays[0]}")'
+        )
     for one in configs:
-        if one._attn_implementation != NAME:
-            raise NotImplementedError(
-                f"{type(model).__name__} does not use transformers' attention interface, through which a layer gets "
-                f'its pattern (its attention stays "{one._attn_implementation}")'
-            )
         setattr(one, FIELD, dict(entry))
     keep_implementation(model.config)
     return model
