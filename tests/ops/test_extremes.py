@@ -107,6 +107,19 @@ def test_values_get_the_gradients_of_the_keys_that_are_chosen() -> None:
             torch.testing.assert_close(found[0].double(), exact[0], rtol=1e-6, atol=1e-6)
 
 
+@pytest.mark.parametrize("sizes", [(1e20, 1e-9), (1e-9, 1e20), (3e37, 1e-25), (1e-25, 3e37)])
+def test_rows_whose_squares_overflow_or_vanish_have_the_gradients_of_their_scores(sizes: tuple[float, float]) -> None:
+    """Scores are 1e11 to 1e12 here: the norm of one side is infinite in float32, that of the other 0 at 1e-25."""
+    for pattern in PATTERNS.values():
+        operands = draw(torch.float32, *sizes, 1.0)
+        found = results(operands, pattern, is_causal=True)
+        exact = results([x.double() for x in operands], pattern, is_causal=True, impl="reference")
+        for index in (0, 4):
+            torch.testing.assert_close(found[index].double(), exact[index], rtol=1e-5, atol=1e-5)
+        for index, size in ((2, sizes[1]), (3, sizes[0])):
+            assert float((found[index] - exact[index]).abs().max()) <= 1e-4 * size
+
+
 @pytest.mark.parametrize("name", PATTERNS)
 def test_dropout_of_large_scores_is_that_of_the_reference(name: str) -> None:
     for size in (1.0, 1e5, 1e8):

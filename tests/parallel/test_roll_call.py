@@ -172,3 +172,18 @@ def test_a_rank_whose_beat_stops_is_named_by_all_others(store: dist.TCPStore) ->
     wait_for(lambda: bool(rolls[1].failures))  # and hears of it when it goes on
     for roll in rolls[:2]:
         roll.stop()
+
+
+def test_who_left_an_earlier_process_group_has_not_left_the_one_made_again(store: dist.TCPStore) -> None:
+    """Two process groups one after the other on one store; in the second, rank 1 comes late and leaves."""
+    for roll in [join(store, rank) for rank in RANKS]:
+        roll.stop()
+    first, third = join(store, 0), join(store, 2)
+    assert set(first.answers(GROUP, [1, 2]) or {}) == {2}
+    second = join(store, 1)
+    wait_for(lambda: 1 in (first.answers(GROUP, [1]) or {}))
+    assert not (first.answers(GROUP, [1]) or {})[1].has_left
+    second.stop()
+    assert (first.answers(GROUP, [1]) or {})[1].has_left
+    for roll in (first, third):
+        roll.stop()

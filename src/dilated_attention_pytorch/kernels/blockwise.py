@@ -54,6 +54,8 @@ _SCORES_ELSEWHERE = 1 << 22
 """The same for devices that want more work at a time."""
 _ELEMENTS_OF_NORMS = 1 << 18
 """Elements of rows whose norms are taken at a time."""
+_SAFE_NORM = 2.0**-60
+"""Of rows with a larger norm no square that matters vanishes in float32."""
 
 
 class Scratch:
@@ -154,15 +156,25 @@ def score_bounds(query: Tensor, key: Tensor, scale: float, *, is_causal: bool, o
 def largest_norm(rows: Tensor) -> float:
     """The largest norm of a row ``[..., D]`` on the CPU; 0 elsewhere, where looking would wait for the device.
 
-    Rows that hold a NaN or an infinity are left out: what is computed of them is not finite anyway.
+    Rows that hold a NaN or an infinity are left out: what is computed of them is not finite anyway. Of rows whose
+    squares overflow or vanish it is a bound, ``sqrt(D)`` times as large at most.
     """
     if rows.device.type != "cpu" or rows.numel() == 0:
         return 0.0
     # Some at a time: of low precision they are copied first.
     dim = max(range(rows.dim() - 1), key=lambda dim: rows.shape[dim])
     parts = rows.split(max(1, _ELEMENTS_OF_NORMS * rows.shape[dim] // rows.numel()), dim)
-    norms = (torch.linalg.vector_norm(part, dim=-1, dtype=_accumulation_dtype(rows)) for part in parts)
-    return max(float(norm.nan_to_num_(nan=0.0, posinf=0.0).max()) for norm in norms)
+    return max(map(_largest_norm, parts))
+
+
+def _largest_norm(rows: Tensor) -> float:
+    norms = torch.linalg.vector_norm(rows, dim=-1, dtype=_accumulation_dtype(rows))
+    largest = float(norms.max())
+    if _SAFE_NORM < largest < math.inf:
+        return largest
+    # A NaN, an infinity, or squares that overflow or vanish: a bound that takes none.
+    is_finite = rows.isfinite().all(dim=-1, keepdim=True)
+    return float(rows.abs().where(is_finite, 0.0).max()) * math.sqrt(rows.shape[-1])
 
 
 def has_large_scores(query_norm: float, key_norm: float, scale: float, dtype: torch.dtype) -> bool:

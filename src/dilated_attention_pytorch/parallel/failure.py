@@ -193,7 +193,7 @@ class Board:
         text = no_answer(silent)
         never = [rank for rank in silent if rank not in answers]
         if never:
-            text += f" ({names(never)} had not made a call on this group yet)"
+            text += f" ({names(never)} had not made a call on this group yet, or ended before this rank made its first)"
         return text + transport
 
     def _told(self, heard: Mapping[int, Answer], doing: str) -> str | None:

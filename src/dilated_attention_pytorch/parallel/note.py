@@ -36,6 +36,8 @@ class Answer:
     """A signal tells it to end, and it looks for the cause."""
     has_left: bool = False
     """Its process or its process group came to an end."""
+    life: str = ""
+    """Of the roll call that says it: a process that makes its process group again gets another one."""
 
     def to_note(self) -> str:
         """For the store."""

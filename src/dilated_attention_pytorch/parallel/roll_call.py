@@ -81,6 +81,7 @@ class RollCall:
         self._is_silent = False
         self._requests: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
         self._answers: dict[str, Callable[[], tuple[Answer, Mapping[str, str]]]] = {}
+        self._before: dict[str, set[str]] = {}
         self._pulse = Pulse(2 * LOOK_SECONDS)
         self._life = uuid.uuid4().hex
         self._num_notes = 0
@@ -107,6 +108,10 @@ class RollCall:
         others = [*ranks[place + 1 :], *ranks[:place]]
 
         def register() -> int:
+            if group not in self._answers and self._store.check([_answer_key(group, self.rank)]):
+                # The process group was made again on one store: who left the one before has not left this one.
+                said = self._answers_that_stand(group, others).values()
+                self._before[group] = {answer.life for answer in said if answer.has_left}
             self._answers[group] = about
             self._pulse.watch(others[:WATCHERS])
             self._say(group)
@@ -137,10 +142,9 @@ class RollCall:
         """
 
         def read() -> dict[int, Answer]:
-            notes = self._read({_answer_key(group, rank): rank for rank in ranks})
+            found, before = self._answers_that_stand(group, ranks), self._before.get(group, set())
             self._heard = max(self._heard, self._number())
-            found = {rank: self._understood(_answer_key(group, rank), read_answer, note) for rank, note in notes}
-            return {rank: a for rank, a in found.items() if a is not None and a.question <= self._heard}
+            return {rank: a for rank, a in found.items() if a.question <= self._heard and a.life not in before}
 
         return self._ask(read)
 
@@ -267,6 +271,11 @@ class RollCall:
             keys = [key for key in keys if self._store.check([key])]
         return [(ranks[key], note) for key, note in zip(keys, self._store.multi_get(keys), strict=True)] if keys else []
 
+    def _answers_that_stand(self, group: str, ranks: Sequence[int]) -> dict[int, Answer]:
+        notes = self._read({_answer_key(group, rank): rank for rank in ranks})
+        found = {rank: self._understood(_answer_key(group, rank), read_answer, note) for rank, note in notes}
+        return {rank: answer for rank, answer in found.items() if answer is not None}
+
     def _understood(self, key: str, read: Callable[[bytes], _Result], note: bytes) -> _Result | None:
         """What ``note`` says. What cannot be read is said once, and passed over."""
         try:
@@ -286,7 +295,9 @@ class RollCall:
         answer, call = self._answers[group]()
         # The call first: whoever sees the answer finds it.
         self._store.set(_call_key(group, self.rank), call_to_note(call))
-        said = dataclasses.replace(answer, question=self._heard, words=self.words, has_left=has_left)
+        said = dataclasses.replace(
+            answer, question=self._heard, words=self.words, has_left=has_left, life=self._life
+        )  # fmt: skip
         self._store.set(_answer_key(group, self.rank), said.to_note())
 
     def _ask(self, request: Callable[[], _Result]) -> _Result | None:

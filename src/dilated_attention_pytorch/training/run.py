@@ -105,12 +105,12 @@ def train(settings: TrainSettings, output: Path, console: Console) -> Outcome:
     precision = preflight.choose_precision(settings.precision, device)
     settings = dataclasses.replace(settings, threads=set_threads(settings.threads), precision=precision)
     check_training_memory(settings, device, num_processes())
-    model = _build(settings)
-    preflight.check_space(output, _size(model), settings.keep_checkpoints)
+    preflight.check_space(output, settings.model.num_parameters, settings.keep_checkpoints)
     args = _meet(settings, output, device)
     if from_first(lambda: is_again):
-        del model, corpus  # both are made again
+        del corpus  # it is read again
         return _go_on(output, console, may_begin=True)
+    model = _build(settings)
     run_id = from_first(lambda: secrets.token_hex(8))
     agents = launch_record(from_all(launch()))
     with ending_with_launcher(f"train into {output}"), ExitStack() as held:
@@ -164,10 +164,10 @@ def _go_on(run: Path, console: Console, *, may_begin: bool = False) -> Outcome:
         )
     set_threads(settings.threads)
     check_training_memory(settings, device, num_processes())
-    model = _build(settings)
     check_writable(run, what)
-    preflight.check_space(run, _size(model), settings.keep_checkpoints)
+    preflight.check_space(run, settings.model.num_parameters, settings.keep_checkpoints)
     args = _meet(settings, run, device)
+    model = _build(settings)
     with ending_with_launcher(what), ExitStack() as held:
         lease = in_first(lambda: held.enter_context(Lease(run, _tell(console))))
 
@@ -216,10 +216,6 @@ def _meet(settings: TrainSettings, folder: Path, device: str) -> TrainingArgumen
 
 def _tell(console: Console) -> Callable[[str], None]:
     return lambda line: console.print(line, highlight=False, soft_wrap=True)
-
-
-def _size(model: LongNetForCausalLM) -> int:
-    return sum(parameter.numel() for parameter in model.parameters())
 
 
 def _read_run(run: Path) -> tuple[str, TrainSettings, dict[str, int]]:
@@ -271,6 +267,8 @@ def _check_same_model(checkpoint: Path, settings: TrainSettings) -> None:
 
 
 def _build(settings: TrainSettings) -> LongNetForCausalLM:
+    """The model, with its first weights. After :func:`_meet`: what it takes would be missing where others still check
+    how much memory there is."""
     from transformers import set_seed
     from transformers.utils import logging
 
