@@ -1,0 +1,312 @@
+#include "kernels.h"
+#include "packing.h"
+
+namespace dilated_attention {
+namespace {
+
+#ifndef GRAD_ROWS
+#define GRAD_ROWS 64
+#define GRAD_KEYS 128
+#endif
+constexpr int64_t kRowsOfTile = GRAD_ROWS;
+constexpr int64_t kKeysOfBlock = GRAD_KEYS;
+constexpr int64_t kAlignment = 16;
+constexpr int64_t kRowsOfChunk = 4096;  // query rows that lie packed at a time
+constexpr int64_t kKeysOfSplit = 1024;  // fewer keys are not worth a thread of their own
+
+// Gradients of one partial under the merged output O and log-sum-exp L: with P = exp(s - L) and
+// dS = P (dP - rowsum(dO O) + dL), dV = P' dO, dK = dS' Q and dQ = dS K. Scores are computed transposed, [keys, queries]:
+// L and what is subtracted from dP are then numbers of columns, and P and dS are left operands as they are.
+template <class T>
+class Backward {
+  using C = Factor<T>;
+  static constexpr int64_t kPairs = kPair<C>;
+
+ public:
+  Backward(const Partial& partial, const Masks& masks, const BackwardOperands& x)
+      : p_(partial), masks_(masks), query_(x.query), key_(x.key), value_(x.value), out_(x.out), grad_out_(x.grad_out),
+        lse_(x.lse), grad_lse_(x.grad_lse ? *x.grad_lse : x.lse), has_grad_lse_(x.grad_lse.has_value()),
+        grad_query_(x.grad_query, x.first_query, x.first_head * partial.ratio), grad_key_(x.grad_key, x.first_key, x.first_head),
+        grad_value_(x.grad_value, x.first_key, x.first_head), scale_(static_cast<float>(x.scale)),
+        width_(rounded_up(partial.head_dim, kPairs)), positions_(std::max<int64_t>(1, kRowsOfTile / partial.ratio)),
+        rows_(rounded_up(positions_ * partial.ratio, kAlignment)), tiles_(tiles_of(partial, positions_)),
+        most_tiles_(std::min<int64_t>(tiles_.size(), std::max<int64_t>(1, kRowsOfChunk / rows_))) {}
+
+  void run() {
+    // Where domains are few, their keys are dealt out too, and every share has a gradient of the queries of its own.
+    const int64_t num_domains = p_.domains.size(), num_tiles = tiles_.size(), threads = at::get_num_threads();
+    const int64_t wanted = threads == 1 ? 1 : (4 * threads + num_domains - 1) / num_domains;
+    const int64_t splits = std::clamp<int64_t>(p_.num_keys / kKeysOfSplit, 1, wanted);
+    const int64_t keys_of_split = rounded_up((p_.num_keys + splits - 1) / splits, kKeysOfBlock);
+    const int64_t of_tile = rows_ * p_.head_dim;
+    std::vector<float> shares(splits > 1 ? num_domains * splits * most_tiles_ * of_tile : 0);
+    for (int64_t first = 0; first < num_tiles; first += most_tiles_) {
+      const int64_t tiles = std::min(most_tiles_, num_tiles - first);
+      for_each_piece(num_domains * splits, [&](const auto& next) {
+        Scratch scratch(*this, splits == 1);
+        for (int64_t piece; (piece = next()) >= 0;) {
+          const Domain& domain = p_.domains[piece / splits];
+          const int64_t begin = piece % splits * keys_of_split, end = std::min(begin + keys_of_split, p_.num_keys);
+          float* grads = splits == 1 ? scratch.grad_queries.data() : shares.data() + piece * tiles * of_tile;
+          std::fill_n(grads, tiles * of_tile, 0.0f);
+          add(domain, begin, end, first, tiles, grads, scratch);
+          if (splits > 1) continue;
+          for (int64_t tile = 0; tile < tiles; tile++)
+            add_to_queries(domain, tiles_[first + tile], grads + tile * of_tile, scratch.lines.data());
+        }
+        at::native::cpublas::brgemm_release(kPairs == 2);
+      });
+      if (splits == 1) continue;
+      for_each_piece(num_domains * tiles, [&](const auto& next) {
+        std::vector<float> lines(of_tile);
+        for (int64_t piece; (piece = next()) >= 0;) {
+          const int64_t domain = piece / tiles, tile = piece % tiles;
+          for (int64_t split = 0; split < splits; split++)
+            add_to_queries(
+                p_.domains[domain], tiles_[first + tile], shares.data() + ((domain * splits + split) * tiles + tile) * of_tile,
+                lines.data());
+        }
+      });
+    }
+  }
+
+ private:
+  struct Scratch {
+    // Of the tiles of a chunk: queries and gradients as right operands, transposed and not; L, delta and counters.
+    std::vector<C> queries_t, grads_t, queries, grads;
+    std::vector<float> lse, delta, grad_queries;
+    std::vector<uint32_t> query_counters;
+    // Of a block of keys: as left operands, and their gradients.
+    std::vector<C> keys, values, keys_t;
+    std::vector<float> grad_keys, grad_values;
+    std::vector<uint32_t> key_counters;
+    std::vector<uint8_t> is_hidden;
+    bool has_hidden;
+    // Of both.
+    std::vector<float> scores, grad_scores, kept;
+    std::vector<C> probabilities, rounded, paired;
+    std::vector<C> rows;
+    std::vector<float> lines;
+
+    Scratch(const Backward& b, bool has_grads) {
+      const int64_t rows_of_tile = b.rows_, width = b.width_, head_dim = b.p_.head_dim, of_chunk = b.most_tiles_ * rows_of_tile;
+      for (auto* x : {&queries_t, &grads_t, &queries, &grads}) x->resize(of_chunk * width);
+      for (auto* x : {&lse, &delta}) x->resize(of_chunk);
+      grad_queries.resize(has_grads ? of_chunk * head_dim : 0);
+      for (auto* x : {&keys, &values, &keys_t}) x->resize(kKeysOfBlock * width);
+      for (auto* x : {&grad_keys, &grad_values}) x->resize(kKeysOfBlock * head_dim);
+      is_hidden.resize(kKeysOfBlock);
+      for (auto* x : {&scores, &grad_scores}) x->resize(kKeysOfBlock * rows_of_tile);
+      if (kPairs == 2)
+        for (auto* x : {&probabilities, &rounded, &paired}) x->resize(kKeysOfBlock * rows_of_tile);
+      rows.resize(rows_of_tile * width);
+      lines.resize(std::max<int64_t>(2, rows_of_tile) * head_dim);
+      if (!b.masks_.is_dropped) return;
+      query_counters.resize(of_chunk);
+      key_counters.resize(kKeysOfBlock);
+      kept.resize(2 * kKeysOfBlock * rows_of_tile);
+    }
+  };
+
+  void pack_tile(const Domain& d, const Tile& tile, int64_t place, Scratch& s) const {
+    const Problem& problem = p_.problems[tile.problem];
+    const int64_t rows = (tile.stop - tile.first) * p_.ratio, at = place * rows_ * width_, head_dim = p_.head_dim;
+    const auto copy = [&](const Rows<const T>& from, C* transposed, C* paired) {
+      C* to = s.rows.data();
+      for (int64_t i = tile.first; i < tile.stop; i++)
+        for (int64_t g = 0; g < p_.ratio; g++, to += width_) {
+          convert(from.at(d.batch, p_.query_row(d, problem, i), d.head * p_.ratio + g), to, head_dim);
+          std::fill(to + head_dim, to + width_, C(0));
+        }
+      std::fill(to, s.rows.data() + rows_ * width_, C(0));
+      pack_transposed(s.rows.data(), width_, transposed, rows_, rows_, width_);
+      pack_rows(s.rows.data(), width_, paired, rows_, width_);
+    };
+    copy(query_, s.queries_t.data() + at, s.queries.data() + at);
+    copy(grad_out_, s.grads_t.data() + at, s.grads.data() + at);
+    float *lse = s.lse.data() + place * rows_, *delta = s.delta.data() + place * rows_;
+    std::fill(lse + rows, lse + rows_, kInfinity);
+    std::fill(delta + rows, delta + rows_, 0.0f);
+    for (int64_t r = 0; r < rows; r++) {
+      const int64_t row = p_.query_row(d, problem, tile.first + r / p_.ratio), head = d.head * p_.ratio + r % p_.ratio;
+      const float of_row = *lse_.at(d.batch, row, head);
+      // A row without a key has no probabilities.
+      lse[r] = of_row == -kInfinity ? kInfinity : of_row * kLog2E;
+      float *out = s.lines.data(), *grad = out + head_dim;
+      convert(out_.at(d.batch, row, head), out, head_dim);
+      convert(grad_out_.at(d.batch, row, head), grad, head_dim);
+      delta[r] = dot(out, grad, head_dim) - (has_grad_lse_ ? *grad_lse_.at(d.batch, row, head) : 0.0f);
+      if (of_row == -kInfinity) delta[r] = 0.0f;
+      if (masks_.is_dropped) s.query_counters[place * rows_ + r] = masks_.of_query(d.batch, head, row);
+    }
+  }
+
+  // Returns whether any of the keys is to be seen.
+  bool pack_block(const Domain& d, int64_t first, int64_t count, Scratch& s) const {
+    int64_t num_hidden = 0;
+    for (int64_t x = 0; x < kKeysOfBlock; x++) {
+      const int64_t row = d.key_row + (first + x) * p_.step;
+      s.is_hidden[x] = x >= count || masks_.hides(d, row);
+      num_hidden += s.is_hidden[x];
+      if (masks_.is_dropped) s.key_counters[x] = masks_.of_key(row);
+    }
+    if (num_hidden == kKeysOfBlock) return false;
+    s.has_hidden = num_hidden > kKeysOfBlock - count;
+    const auto copy = [&](const Rows<const T>& from, C* to) {
+      for (int64_t x = 0; x < kKeysOfBlock; x++, to += width_) {
+        if (!s.is_hidden[x]) convert(from.at(d.batch, d.key_row + (first + x) * p_.step, d.head), to, p_.head_dim);
+        std::fill(s.is_hidden[x] ? to : to + p_.head_dim, to + width_, C(0));
+      }
+    };
+    copy(key_, s.keys.data());
+    copy(value_, s.values.data());
+    transpose(s.keys.data(), width_, s.keys_t.data(), kKeysOfBlock, kKeysOfBlock, p_.head_dim);
+    std::fill(s.grad_keys.begin(), s.grad_keys.end(), 0.0f);
+    std::fill(s.grad_values.begin(), s.grad_values.end(), 0.0f);
+    return true;
+  }
+
+  // Adds what the tiles from `first_tile` on make of the keys [begin, end); `grads` are theirs, transposed.
+  void add(const Domain& d, int64_t begin, int64_t end, int64_t first_tile, int64_t tiles, float* grads, Scratch& s) const {
+    bool is_begun = false;
+    for (int64_t first = begin; first < end; first += kKeysOfBlock) {
+      const int64_t stop = std::min(first + kKeysOfBlock, end);
+      bool is_packed = false, is_seen = true;
+      for (int64_t place = 0; place < tiles && is_seen; place++) {
+        const Tile& tile = tiles_[first_tile + place];
+        p_.for_each_run(p_.problems[tile.problem], tile.first, tile.stop, first, stop, [&](int64_t run, int64_t run_end) {
+          if (!is_begun)
+            for (int64_t other = 0; other < tiles; other++) pack_tile(d, tiles_[first_tile + other], other, s);
+          is_begun = true;
+          if (!is_packed) is_seen = pack_block(d, first, stop - first, s);
+          is_packed = true;
+          if (is_seen) add_tile(tile, first, run - first, run_end - first, place, grads, s);
+        });
+      }
+      if (is_packed && is_seen) add_to_keys(d, first, stop - first, s);
+    }
+  }
+
+  void add_tile(const Tile& tile, int64_t first, int64_t run, int64_t run_end, int64_t place, float* grads, Scratch& s) const {
+    const int64_t begin = run / kAlignment * kAlignment, keys = rounded_up(run_end - begin, kAlignment);
+    const int64_t at = place * rows_ * width_, head_dim = p_.head_dim;
+    multiply(keys, rows_, width_, s.keys.data() + begin * width_, width_, s.queries_t.data() + at, rows_, s.scores.data(), rows_, false);
+    multiply(keys, rows_, width_, s.values.data() + begin * width_, width_, s.grads_t.data() + at, rows_, s.grad_scores.data(), rows_, false);
+    mask(tile, first, begin, keys, run, run_end, s);
+    if (masks_.is_dropped) draw(begin, keys, place, s);
+    differentiate(keys, place, s);
+    const C *probabilities, *rounded, *paired;
+    if constexpr (kPairs == 2) {
+      probabilities = s.probabilities.data(), rounded = s.rounded.data(), paired = s.paired.data();
+    } else {
+      probabilities = masks_.is_dropped ? s.kept.data() : s.scores.data(), rounded = paired = s.grad_scores.data();
+    }
+    multiply(keys, head_dim, rows_, probabilities, rows_, s.grads.data() + at, width_, s.grad_values.data() + begin * head_dim, head_dim, true);
+    multiply(keys, head_dim, rows_, rounded, rows_, s.queries.data() + at, width_, s.grad_keys.data() + begin * head_dim, head_dim, true);
+    multiply(head_dim, rows_, keys, s.keys_t.data() + begin, kKeysOfBlock, paired, rows_, grads + place * rows_ * head_dim, rows_, true);
+  }
+
+  // Scores of pairs that do not see each other become -inf. Columns are queries, `ratio` heads of each.
+  void mask(const Tile& tile, int64_t first, int64_t begin, int64_t keys, int64_t run, int64_t run_end, Scratch& s) const {
+    const bool is_banded = p_.problems[tile.problem].units == nullptr &&
+        (tile.stop - 1 + p_.low > first + run || tile.first + p_.high < first + run_end - 1);
+    if (!is_banded && !s.has_hidden && begin == run && begin + keys == run_end) return;
+    for (int64_t x = begin; x < begin + keys; x++) {
+      float* row = s.scores.data() + (x - begin) * rows_;
+      if (x < run || x >= run_end || s.is_hidden[x]) {
+        std::fill(row, row + rows_, -kInfinity);
+      } else if (is_banded) {
+        const int64_t low = std::clamp<int64_t>((first + x - p_.high - tile.first) * p_.ratio, 0, rows_);
+        const int64_t high = std::clamp<int64_t>((first + x - p_.low - tile.first + 1) * p_.ratio, low, rows_);
+        std::fill(row, row + low, -kInfinity);
+        std::fill(row + high, row + rows_, -kInfinity);
+      }
+    }
+  }
+
+  // What dropout multiplies the probabilities of the pairs by.
+  void draw(int64_t begin, int64_t keys, int64_t place, Scratch& s) const {
+    const uint32_t* queries = s.query_counters.data() + place * rows_;
+    for (int64_t x = 0; x < keys; x++) {
+      float* row = s.kept.data() + x * rows_;
+      const uint32_t key = s.key_counters[begin + x];
+      for (int64_t c = 0; c < rows_; c++) row[c] = masks_.keeps(queries[c], key) ? masks_.keep_factor : 0.0f;
+    }
+  }
+
+  // P and dS of scores and gradients of probabilities: in place of them in float32, rounded beside them in bfloat16.
+  void differentiate(int64_t keys, int64_t place, Scratch& s) const {
+    constexpr bool is_coarse = !std::is_same_v<T, float>;
+    const Floats factor(scale_ * kLog2E);
+    const float *lse = s.lse.data() + place * rows_, *delta = s.delta.data() + place * rows_;
+    for (int64_t x = 0; x < keys; x += kPairs) {
+      for (int64_t c = 0; c < rows_; c += kLanes) {
+        const Floats of_lse = Floats::loadu(lse + c), of_delta = Floats::loadu(delta + c);
+        Floats p[2], ds[2];
+        for (int64_t y = 0; y < kPairs; y++) {
+          const int64_t at = (x + y) * rows_ + c;
+          Floats grad = Floats::loadu(s.grad_scores.data() + at);
+          p[y] = exp2<is_coarse>(at::vec::fmsub(Floats::loadu(s.scores.data() + at), factor, of_lse));
+          if (masks_.is_dropped) {
+            const Floats kept = Floats::loadu(s.kept.data() + at);
+            ds[y] = p[y] * (grad * kept - of_delta);
+            p[y] = p[y] * kept;
+          } else {
+            ds[y] = p[y] * (grad - of_delta);
+          }
+          if constexpr (kPairs == 1) {
+            p[y].store((masks_.is_dropped ? s.kept : s.scores).data() + at);
+            ds[y].store(s.grad_scores.data() + at);
+          }
+        }
+        if constexpr (kPairs == 2) {
+          store_rows(s.probabilities.data() + x * rows_ + c, rows_, p[0], p[1]);
+          store_rows(s.rounded.data() + x * rows_ + c, rows_, ds[0], ds[1]);
+          store_interleaved(s.paired.data() + x * rows_ + 2 * c, ds[0], ds[1]);
+        }
+      }
+    }
+  }
+
+  void add_to_keys(const Domain& d, int64_t first, int64_t count, const Scratch& s) const {
+    for (int64_t x = 0; x < count; x++) {
+      const int64_t row = d.key_row + (first + x) * p_.step;
+      float *key = grad_key_.at(d.batch, row, d.head), *value = grad_value_.at(d.batch, row, d.head);
+      const float *of_key = s.grad_keys.data() + x * p_.head_dim, *of_value = s.grad_values.data() + x * p_.head_dim;
+      for (int64_t c = 0; c < p_.head_dim; c++) key[c] += of_key[c] * scale_;
+      for (int64_t c = 0; c < p_.head_dim; c++) value[c] += of_value[c];
+    }
+  }
+
+  void add_to_queries(const Domain& d, const Tile& tile, const float* grads, float* lines) const {
+    transpose(grads, rows_, lines, p_.head_dim, p_.head_dim, rows_);
+    for (int64_t i = tile.first; i < tile.stop; i++)
+      for (int64_t g = 0; g < p_.ratio; g++, lines += p_.head_dim) {
+        float* to = grad_query_.at(d.batch, p_.query_row(d, p_.problems[tile.problem], i), d.head * p_.ratio + g);
+        for (int64_t c = 0; c < p_.head_dim; c++) to[c] += lines[c] * scale_;
+      }
+  }
+
+  const Partial& p_;
+  const Masks& masks_;
+  const Rows<const T> query_, key_, value_, out_, grad_out_;
+  const Rows<const float> lse_, grad_lse_;
+  const bool has_grad_lse_;
+  const Rows<float> grad_query_, grad_key_, grad_value_;
+  const float scale_;
+  const int64_t width_, positions_, rows_;
+  const std::vector<Tile> tiles_;
+  const int64_t most_tiles_;
+};
+
+}  // namespace
+
+void backward(const Partial& partial, const Masks& masks, const BackwardOperands& operands) {
+  switch (operands.query.scalar_type()) {
+    case at::kFloat: return Backward<float>(partial, masks, operands).run();
+    case at::kBFloat16: return Backward<BFloat16>(partial, masks, operands).run();
+    default: return Backward<Half>(partial, masks, operands).run();
+  }
+}
+
+}  // namespace dilated_attention

@@ -1,0 +1,276 @@
+#include "kernels.h"
+#include "packing.h"
+
+namespace dilated_attention {
+namespace {
+
+#ifndef ROWS_OF_TILE
+#define ROWS_OF_TILE 128
+#define KEYS_OF_BLOCK 256
+#endif
+constexpr int64_t kRowsOfTile = ROWS_OF_TILE;
+constexpr int64_t kKeysOfBlock = KEYS_OF_BLOCK;
+constexpr int64_t kAlignment = 16;  // of the first key and the number of keys of a product
+constexpr int64_t kPackedBytes = int64_t{1} << 25;
+
+// One online softmax over the keys that a tile of queries sees; its result is merged into that of other partials.
+template <class T>
+class Forward {
+  using C = Factor<T>;
+  static constexpr int64_t kPairs = kPair<C>;
+
+ public:
+  Forward(const Partial& partial, const Masks& masks, const ForwardOperands& x)
+      : p_(partial), masks_(masks), query_(x.query), key_(x.key), value_(x.value),
+        out_(x.out, x.first_row, x.first_head), rounded_out_(x.out, x.first_row, x.first_head),
+        lse_(x.lse, x.first_row, x.first_head), is_rounded_(x.out.scalar_type() != at::kFloat),
+        factor_(static_cast<float>(x.scale) * kLog2E), width_(rounded_up(partial.head_dim, kPairs)),
+        tiles_(tiles_of(partial, std::max<int64_t>(1, kRowsOfTile / partial.ratio))) {}
+
+  void run() {
+    const int64_t num_domains = p_.domains.size(), num_tiles = tiles_.size();
+    // A window of keys lies packed at a time, of as many domains as fit.
+    const int64_t window = p_.unit == 0 ? kKeysOfWindow : p_.num_keys;
+    const int64_t blocks_of_domain = (std::min(p_.num_keys, window) + kKeysOfBlock - 1) / kKeysOfBlock;
+    const int64_t bytes = blocks_of_domain * kKeysOfBlock * (width_ + p_.head_dim) * sizeof(C);
+    const int64_t together = std::clamp<int64_t>(kPackedBytes / bytes, 1, num_domains);
+    std::vector<Block> packed(together * blocks_of_domain);
+    std::vector<C> memory(packed.size() * kKeysOfBlock * (width_ + p_.head_dim));
+    for (int64_t begin = 0; begin < p_.num_keys; begin += window) {
+      const int64_t end = std::min(begin + window, p_.num_keys), blocks = (end - begin + kKeysOfBlock - 1) / kKeysOfBlock;
+      for (int64_t start = 0; start < num_domains; start += together) {
+        const int64_t some = std::min(together, num_domains - start);
+        for_each_piece(some * blocks, [&](const auto& next) {
+          std::vector<C> rows(kKeysOfBlock * width_);
+          for (int64_t piece; (piece = next()) >= 0;) {
+            const int64_t place = piece / blocks * blocks_of_domain + piece % blocks;
+            packed[place].factors = memory.data() + place * kKeysOfBlock * (width_ + p_.head_dim);
+            pack(p_.domains[start + piece / blocks], begin + piece % blocks * kKeysOfBlock, end, rows.data(), packed[place]);
+          }
+        });
+        for_each_piece(some * num_tiles, [&](const auto& next) {
+          Scratch scratch(*this);
+          for (int64_t piece; (piece = next()) >= 0;) {
+            // From the end: the tiles of a causal partial that see most come first.
+            const Tile& tile = tiles_[num_tiles - 1 - piece / some];
+            const int64_t domain = piece % some;
+            attend(p_.domains[start + domain], tile, packed.data() + domain * blocks_of_domain, begin, end, scratch);
+          }
+          at::native::cpublas::brgemm_release(kPairs == 2);
+        });
+      }
+    }
+  }
+
+ private:
+  // Keys as the right operands of both products: [width, keys] and [keys, head_dim].
+  struct Block {
+    C* factors;
+    std::vector<float> bias;        // -inf for hidden keys; empty without any
+    std::vector<uint32_t> counters;  // of dropout
+    bool is_hidden;                  // all of it
+  };
+
+  struct Scratch {
+    std::vector<C> queries, probabilities;
+    std::vector<float> scores, sums, top, totals, line;
+    std::vector<uint32_t> counters;
+
+    explicit Scratch(const Forward& f) {
+      const int64_t positions = std::max<int64_t>(1, kRowsOfTile / f.p_.ratio), rows = rounded_up(positions * f.p_.ratio, 16);
+      queries.resize(rows * f.width_);
+      probabilities.resize(kPairs == 2 ? rows * kKeysOfBlock : 0);
+      scores.resize(rows * kKeysOfBlock);
+      sums.resize(rows * f.p_.head_dim);
+      top.resize(rows);
+      totals.resize(rows * kLanes);
+      line.resize(f.p_.head_dim);
+      counters.resize(rows);
+    }
+
+    C* probabilities_of(int64_t row) {
+      if constexpr (kPairs == 2)
+        return probabilities.data() + row * kKeysOfBlock;
+      else
+        return scores.data() + row * kKeysOfBlock;
+    }
+  };
+
+  void pack(const Domain& d, int64_t first, int64_t stop, C* rows, Block& block) const {
+    const int64_t count = std::min(kKeysOfBlock, stop - first), head_dim = p_.head_dim;
+    int64_t num_hidden = 0;
+    block.bias.clear();
+    for (int64_t x = 0; x < count; x++)
+      if (masks_.hides(d, d.key_row + (first + x) * p_.step)) {
+        block.bias.resize(kKeysOfBlock);
+        block.bias[x] = -kInfinity;
+        num_hidden++;
+      }
+    block.is_hidden = num_hidden == count;
+    if (block.is_hidden) return;
+    const auto copy = [&](const Rows<const T>& from, int64_t width) {
+      for (int64_t x = 0; x < kKeysOfBlock; x++) {
+        C* to = rows + x * width;
+        const bool is_read = x < count && (num_hidden == 0 || block.bias[x] == 0.0f);
+        if (is_read) convert(from.at(d.batch, d.key_row + (first + x) * p_.step, d.head), to, head_dim);
+        std::fill(is_read ? to + head_dim : to, to + width, C(0));
+      }
+    };
+    copy(key_, width_);
+    pack_transposed(rows, width_, block.factors, kKeysOfBlock, kKeysOfBlock, width_);
+    copy(value_, head_dim);
+    pack_rows(rows, head_dim, block.factors + width_ * kKeysOfBlock, kKeysOfBlock, head_dim);
+    if (!masks_.is_dropped) return;
+    block.counters.assign(kKeysOfBlock, 0);
+    for (int64_t x = 0; x < count; x++) block.counters[x] = masks_.of_key(d.key_row + (first + x) * p_.step);
+  }
+
+  void attend(const Domain& d, const Tile& tile, const Block* packed, int64_t begin, int64_t end, Scratch& s) const {
+    bool is_begun = false;
+    const Problem& problem = p_.problems[tile.problem];
+    for (int64_t at = 0; at * kKeysOfBlock < end - begin; at++) {
+      const int64_t first = begin + at * kKeysOfBlock, stop = std::min(first + kKeysOfBlock, end);
+      if (packed[at].is_hidden) continue;
+      p_.for_each_run(problem, tile.first, tile.stop, first, stop, [&](int64_t run, int64_t run_end) {
+        if (!is_begun) load(d, problem, tile, s);
+        add(problem, tile, packed[at], first, run - first, run_end - first, !is_begun, s);
+        is_begun = true;
+      });
+    }
+    if (!is_begun) return;
+    for (int64_t i = tile.first, r = 0; i < tile.stop; i++)
+      for (int64_t g = 0; g < p_.ratio; g++, r++) merge(d.batch, p_.query_row(d, problem, i), d.head * p_.ratio + g, s, r);
+  }
+
+  int64_t rows_of(const Tile& tile) const { return (tile.stop - tile.first) * p_.ratio; }
+  // Few heights, as every one has a kernel of its own.
+  int64_t height_of(const Tile& tile) const { return rows_of(tile) > 8 ? rounded_up(rows_of(tile), 16) : rows_of(tile); }
+
+  void load(const Domain& d, const Problem& problem, const Tile& tile, Scratch& s) const {
+    const int64_t rows = rows_of(tile);
+    for (int64_t i = tile.first, r = 0; i < tile.stop; i++)
+      for (int64_t g = 0; g < p_.ratio; g++, r++) {
+        const int64_t row = p_.query_row(d, problem, i), head = d.head * p_.ratio + g;
+        C* to = s.queries.data() + r * width_;
+        convert(query_.at(d.batch, row, head), to, p_.head_dim);
+        std::fill(to + p_.head_dim, to + width_, C(0));
+        if (masks_.is_dropped) s.counters[r] = masks_.of_query(d.batch, head, row);
+      }
+    std::fill(s.queries.begin() + rows * width_, s.queries.begin() + height_of(tile) * width_, C(0));
+    std::fill_n(s.top.begin(), rows, -kInfinity);
+    std::fill_n(s.totals.begin(), rows * kLanes, 0.0f);
+  }
+
+  // Adds what the tile sees of the keys [run, run_end) of a block that begins with the key `first`.
+  void add(
+      const Problem& problem, const Tile& tile, const Block& block, int64_t first, int64_t run, int64_t run_end, bool is_first,
+      Scratch& s) const {
+    const int64_t rows = rows_of(tile), height = height_of(tile), head_dim = p_.head_dim;
+    const int64_t begin = run / kAlignment * kAlignment, count = rounded_up(run_end - begin, kAlignment);
+    const C *keys = block.factors, *values = keys + kKeysOfBlock * width_;
+    multiply(height, count, width_, s.queries.data(), width_, keys + begin * kPairs, kKeysOfBlock, s.scores.data(), kKeysOfBlock, false);
+    const bool is_banded = problem.units == nullptr &&
+        (tile.stop - 1 + p_.low > first + run || tile.first + p_.high < first + run_end - 1);
+    const bool is_masked = is_banded || begin < run || run_end < begin + count;
+    for (int64_t r = 0; r < rows; r++) {
+      float* row = s.scores.data() + r * kKeysOfBlock;
+      if (!block.bias.empty())
+        for (int64_t x = 0; x < count; x++) row[x] += block.bias[begin + x];
+      if (is_masked) {
+        const int64_t i = tile.first + r / p_.ratio - first;
+        const int64_t low = is_banded ? std::clamp(i + p_.low, run, run_end) : run;
+        const int64_t high = is_banded ? std::clamp(i + p_.high + 1, low, run_end) : run_end;
+        std::fill(row, row + low - begin, -kInfinity);
+        std::fill(row + high - begin, row + count, -kInfinity);
+      }
+      C* probabilities = s.probabilities_of(r);
+      const float decay = exponentiate(row, probabilities, count, s.top[r], s.totals.data() + r * kLanes);
+      if (masks_.is_dropped) drop(s.counters[r], block.counters.data() + begin, probabilities, count);
+      if (!is_first && decay != 1.0f) {
+        float* sums = s.sums.data() + r * head_dim;
+        for (int64_t c = 0; c < head_dim; c++) sums[c] *= decay;
+      }
+    }
+    multiply(
+        height, head_dim, count, s.probabilities_of(0), kKeysOfBlock, values + begin * head_dim, head_dim, s.sums.data(), head_dim,
+        !is_first);
+  }
+
+  void drop(uint32_t query, const uint32_t* keys, C* probabilities, int64_t count) const {
+    for (int64_t x = 0; x < count; x++) probabilities[x] = masks_.keeps(query, keys[x]) ? probabilities[x] : C(0);
+  }
+
+  // Powers of two of a row's scores, less the largest so far; what earlier sums are to be multiplied by.
+  float exponentiate(float* row, C* probabilities, int64_t count, float& top, float* totals) const {
+    constexpr bool is_coarse = !std::is_same_v<T, float>;
+    Floats most(-kInfinity), more(-kInfinity);
+    int64_t x = 0;
+    for (; x + 2 * kLanes <= count; x += 2 * kLanes) {
+      most = at::vec::maximum(most, Floats::loadu(row + x));
+      more = at::vec::maximum(more, Floats::loadu(row + x + kLanes));
+    }
+    if (x < count) most = at::vec::maximum(most, Floats::loadu(row + x));
+    const float before = top;
+    top = std::max(before, largest(at::vec::maximum(most, more)) * factor_);
+    const float safe = top == -kInfinity ? 0.0f : top;
+    const float decay = before == top ? 1.0f : exp2f(before - safe);
+    const Floats factor(factor_), minus(-safe);
+    Floats sum(0.0f), other(0.0f);
+    for (x = 0; x + 2 * kLanes <= count; x += 2 * kLanes) {
+      const Floats low = exp2<is_coarse>(at::vec::fmadd(Floats::loadu(row + x), factor, minus));
+      const Floats high = exp2<is_coarse>(at::vec::fmadd(Floats::loadu(row + x + kLanes), factor, minus));
+      sum = sum + low;
+      other = other + high;
+      store_pair(probabilities + x, low, high);
+    }
+    if (x < count) {
+      const Floats low = exp2<is_coarse>(at::vec::fmadd(Floats::loadu(row + x), factor, minus));
+      sum = sum + low;
+      store_one(probabilities + x, low);
+    }
+    at::vec::fmadd(Floats::loadu(totals), Floats(decay), sum + other).store(totals);
+    return decay;
+  }
+
+  void merge(int64_t batch, int64_t row, int64_t head, Scratch& s, int64_t r) const {
+    const float total = sum_of(Floats::loadu(s.totals.data() + r * kLanes));
+    if (total == 0.0f) return;  // it sees none of these keys
+    const int64_t head_dim = p_.head_dim;
+    float *lse = lse_.at(batch, row, head), *out = is_rounded_ ? s.line.data() : out_.at(batch, row, head);
+    const float *sums = s.sums.data() + r * head_dim, own = (s.top[r] + log2f(total)) * kLn2;
+    if (*lse == -kInfinity) {
+      const float factor = masks_.keep_factor / total;
+      for (int64_t c = 0; c < head_dim; c++) out[c] = sums[c] * factor;
+      *lse = own;
+    } else {
+      if (is_rounded_) convert(rounded_out_.at(batch, row, head), out, head_dim);
+      const float weight = 1.0f / (1.0f + expf(*lse - own)), rest = 1.0f - weight, factor = weight * masks_.keep_factor / total;
+      for (int64_t c = 0; c < head_dim; c++) out[c] = out[c] * rest + sums[c] * factor;
+      *lse = std::max(*lse, own) + log1pf(expf(-std::abs(*lse - own)));
+    }
+    if (is_rounded_) convert(out, rounded_out_.at(batch, row, head), head_dim);
+  }
+
+  const Partial& p_;
+  const Masks& masks_;
+  const Rows<const T> query_, key_, value_;
+  const Rows<float> out_;
+  const Rows<T> rounded_out_;
+  const Rows<float> lse_;
+  const bool is_rounded_;
+  const float factor_;
+  const int64_t width_;
+  const std::vector<Tile> tiles_;
+};
+
+}  // namespace
+
+void forward(const Partial& partial, const Masks& masks, const ForwardOperands& operands) {
+  switch (operands.query.scalar_type()) {
+    case at::kFloat: return Forward<float>(partial, masks, operands).run();
+    case at::kBFloat16: return Forward<BFloat16>(partial, masks, operands).run();
+    default: return Forward<Half>(partial, masks, operands).run();
+  }
+}
+
+}  // namespace dilated_attention

@@ -1,0 +1,32 @@
+// The kernels: a partial carried out, forward and backward.
+#pragma once
+
+#include <optional>
+
+#include "partial.h"
+
+namespace dilated_attention {
+
+// Keys that the forward pass has packed at a time: what a query sees of more is merged window by window.
+constexpr int64_t kKeysOfWindow = 8192;
+
+// Results begin with `first_row` and `first_head` of the queries. `lse` is -inf where nothing was merged yet.
+struct ForwardOperands {
+  const at::Tensor &query, &key, &value, &out, &lse;
+  double scale;
+  int64_t first_row, first_head;
+};
+
+// Gradients, float32, are added to; they begin with these rows and this key/value head.
+struct BackwardOperands {
+  const at::Tensor &grad_out, &query, &key, &value, &out, &lse;
+  const std::optional<at::Tensor>& grad_lse;
+  const at::Tensor &grad_query, &grad_key, &grad_value;
+  double scale;
+  int64_t first_query, first_key, first_head;
+};
+
+void forward(const Partial& partial, const Masks& masks, const ForwardOperands& operands);
+void backward(const Partial& partial, const Masks& masks, const BackwardOperands& operands);
+
+}  // namespace dilated_attention

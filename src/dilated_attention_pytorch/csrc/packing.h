@@ -1,0 +1,55 @@
+// Rows of keys as the right operands of products: copied once, read by every tile of queries that sees them.
+#pragma once
+
+#include "vectors.h"
+
+namespace dilated_attention {
+
+// A matrix [rows, width] as [width, rows].
+inline void transpose(const float* from, int64_t ld_from, float* to, int64_t ld_to, int64_t rows, int64_t width) {
+  for (int64_t row = 0; row < rows; row += kLanes)
+    for (int64_t column = 0; column < width; column += kLanes)
+      at::vec::transpose_mxn<float>(
+          from + row * ld_from + column, ld_from, to + column * ld_to + row, ld_to,
+          static_cast<int>(std::min(kLanes, rows - row)), static_cast<int>(std::min(kLanes, width - column)));
+}
+
+#if defined(__AVX512BF16__)
+inline void transpose(const BFloat16* from, int64_t ld_from, BFloat16* to, int64_t ld_to, int64_t rows, int64_t width) {
+  constexpr int64_t step = 32;
+  for (int64_t row = 0; row < rows; row += step)
+    for (int64_t column = 0; column < width; column += step)
+      at::vec::transpose_mxn<BFloat16>(
+          from + row * ld_from + column, ld_from, to + column * ld_to + row, ld_to,
+          static_cast<int>(std::min(step, rows - row)), static_cast<int>(std::min(step, width - column)));
+}
+#endif
+
+// Rows [count, width] transposed, as the right operand of a product with [any, width]; in pairs for bfloat16, of which
+// there must be whole ones.
+template <class C>
+void pack_transposed(const C* rows, int64_t ld_rows, C* packed, int64_t ld, int64_t count, int64_t width) {
+  constexpr int64_t pair = kPair<C>;
+  transpose(
+      reinterpret_cast<const float*>(rows), ld_rows / pair, reinterpret_cast<float*>(packed), ld, count, width / pair);
+}
+
+// Rows [count, width] as the right operand of a product with [any, count]: as they lie, in pairs for bfloat16, of which
+// there must be whole ones.
+template <class C>
+void pack_rows(const C* rows, int64_t ld_rows, C* packed, int64_t count, int64_t width) {
+  if constexpr (kPair<C> == 1) {
+    for (int64_t row = 0; row < count; row++) std::copy_n(rows + row * ld_rows, width, packed + row * width);
+  } else {
+    for (int64_t row = 0; row < count; row += 2) {
+      const C *first = rows + row * ld_rows, *second = first + ld_rows;
+      C* to = packed + row * width;
+      for (int64_t column = 0; column < width; column++) {
+        to[2 * column] = first[column];
+        to[2 * column + 1] = second[column];
+      }
+    }
+  }
+}
+
+}  // namespace dilated_attention

@@ -1,0 +1,153 @@
+// Vectors of float32 as wide as the processor's, and what softmax does with them.
+#pragma once
+
+#include <ATen/cpu/vec/functional.h>
+#include <ATen/cpu/vec/vec.h>
+#include <ATen/native/CPUBlas.h>
+
+#include <algorithm>
+#include <cmath>
+#include <cstdint>
+#include <limits>
+#include <type_traits>
+
+namespace dilated_attention {
+
+using at::BFloat16;
+using at::Half;
+using Floats = at::vec::Vectorized<float>;
+
+constexpr int64_t kLanes = Floats::size();
+constexpr float kLog2E = 1.4426950408889634f;
+constexpr float kLn2 = 0.6931471805599453f;
+constexpr float kInfinity = std::numeric_limits<float>::infinity();
+
+// What products are taken of: bfloat16 where the processor multiplies it, float32 otherwise.
+#if defined(__AVX512BF16__)
+template <class T>
+using Factor = std::conditional_t<std::is_same_v<T, BFloat16>, BFloat16, float>;
+#else
+template <class T>
+using Factor = float;
+#endif
+
+// Rows of bfloat16 lie in pairs for the right operand of a product.
+template <class C>
+constexpr int64_t kPair = std::is_same_v<C, BFloat16> ? 2 : 1;
+
+inline int64_t rounded_up(int64_t number, int64_t step) { return (number + step - 1) / step * step; }
+
+// 2**x, the relative error at most 1e-7 (2.3e-7 for `is_coarse`); 0 for what is too small, NaN for NaN.
+template <bool is_coarse>
+inline Floats exp2(Floats x) {
+  const auto polynomial = [](Floats part) {
+    Floats p(is_coarse ? 0.001327644451521337f : 0.0001534579205326736f);
+    constexpr float coarse[] = {0.009675538167357445f, 0.05550713464617729f, 0.24022120237350464f, 0.6931469440460205f, 1.0000001192092896f};
+    constexpr float fine[] = {0.0013399929739534855f, 0.009618489071726799f, 0.05550328642129898f, 0.24022646248340607f, 0.6931471824645996f, 1.0f};
+    if constexpr (is_coarse) {
+      for (float c : coarse) p = at::vec::fmadd(p, part, Floats(c));
+    } else {
+      for (float c : fine) p = at::vec::fmadd(p, part, Floats(c));
+    }
+    return p;
+  };
+#if defined(CPU_CAPABILITY_AVX512)
+  const __m512 whole = _mm512_roundscale_ps(x, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
+  return _mm512_scalef_ps(polynomial(Floats(_mm512_sub_ps(x, whole))), whole);
+#else
+  const Floats smallest(-126.0f), safe = at::vec::maximum(x, smallest), whole = safe.round();
+  const Floats power = polynomial(safe - whole);
+  const __m256i exponent = _mm256_slli_epi32(_mm256_cvtps_epi32(whole), 23);
+  const Floats scaled(_mm256_castsi256_ps(_mm256_add_epi32(_mm256_castps_si256(power), exponent)));
+  return Floats::blendv(scaled, Floats(0.0f), x < smallest);
+#endif
+}
+
+inline float largest(Floats x) {
+#if defined(CPU_CAPABILITY_AVX512)
+  return _mm512_reduce_max_ps(x);
+#else
+  return at::vec::vec_reduce_all<float>([](Floats& a, Floats& b) { return at::vec::maximum(a, b); }, x);
+#endif
+}
+
+inline float sum_of(Floats x) {
+#if defined(CPU_CAPABILITY_AVX512)
+  return _mm512_reduce_add_ps(x);
+#else
+  return at::vec::vec_reduce_all<float>([](Floats& a, Floats& b) { return a + b; }, x);
+#endif
+}
+
+inline void store_pair(float* at, Floats low, Floats high) {
+  low.store(at);
+  high.store(at + kLanes);
+}
+
+inline void store_pair(BFloat16* at, Floats low, Floats high) {
+#if defined(__AVX512BF16__)
+  _mm512_storeu_si512(at, (__m512i)_mm512_cvtne2ps_pbh(high, low));
+#else
+  at::vec::convert_from_float<BFloat16>(low, high).store(at);
+#endif
+}
+
+inline void store_one(float* at, Floats x) { x.store(at); }
+
+inline void store_one(BFloat16* at, Floats x) { at::vec::convert_from_float<BFloat16>(x, x).store(at, kLanes); }
+
+#if defined(__AVX512BF16__)
+// One vector into each of two rows, `ld` apart.
+inline void store_rows(BFloat16* at, int64_t ld, Floats first, Floats second) {
+  _mm256_storeu_si256(reinterpret_cast<__m256i*>(at), (__m256i)_mm512_cvtneps_pbh(first));
+  _mm256_storeu_si256(reinterpret_cast<__m256i*>(at + ld), (__m256i)_mm512_cvtneps_pbh(second));
+}
+
+// Two vectors in pairs of a number of each.
+inline void store_interleaved(BFloat16* at, Floats first, Floats second) {
+  const __m512i low = _mm512_cvtepu16_epi32((__m256i)_mm512_cvtneps_pbh(first));
+  const __m512i high = _mm512_cvtepu16_epi32((__m256i)_mm512_cvtneps_pbh(second));
+  _mm512_storeu_si512(at, _mm512_or_si512(low, _mm512_slli_epi32(high, 16)));
+}
+#endif
+
+inline float dot(const float* left, const float* right, int64_t count) {
+  Floats sum(0.0f);
+  int64_t at = 0;
+  for (; at + kLanes <= count; at += kLanes) sum = at::vec::fmadd(Floats::loadu(left + at), Floats::loadu(right + at), sum);
+  float total = sum_of(sum);
+  for (; at < count; at++) total += left[at] * right[at];
+  return total;
+}
+
+// `count` numbers from one type to another.
+template <class From, class To>
+inline void convert(const From* from, To* to, int64_t count) {
+  if constexpr (std::is_same_v<From, To>) {
+    std::copy_n(from, count, to);
+  } else if constexpr (std::is_same_v<To, float>) {
+    using Lows = at::vec::Vectorized<From>;
+    int64_t at = 0;
+    for (; at + Lows::size() <= count; at += Lows::size()) {
+      const auto [low, high] = at::vec::convert_to_float<From>(Lows::loadu(from + at));
+      low.store(to + at);
+      high.store(to + at + kLanes);
+    }
+    for (; at < count; at++) to[at] = static_cast<float>(from[at]);
+  } else {
+    using Lows = at::vec::Vectorized<To>;
+    int64_t at = 0;
+    for (; at + Lows::size() <= count; at += Lows::size())
+      at::vec::convert_from_float<To>(Floats::loadu(from + at), Floats::loadu(from + at + kLanes)).store(to + at);
+    for (; at < count; at++) to[at] = static_cast<To>(from[at]);
+  }
+}
+
+// c = a b, or c + a b, with a [m, k] and b [k, n]; bfloat16 b lies in pairs of rows.
+template <class C>
+inline void multiply(
+    int64_t m, int64_t n, int64_t k, const C* a, int64_t ld_a, const C* b, int64_t ld_b, float* c, int64_t ld_c, bool is_added) {
+  at::native::cpublas::brgemm(m, n, k, ld_a, ld_b, ld_c, is_added, a, b, c, kPair<C> == 2);
+}
+
+}  // namespace dilated_attention
