@@ -20,11 +20,13 @@ PACKAGE = Path(dilated_attention_pytorch.__file__).parent
 ORDER = ["patterns", "planning", "kernels", "ops"]
 # What each part may import, beside itself.
 ALLOWED = {
-    **{name: {*ORDER[:index], "installation"} for index, name in enumerate(ORDER)},
-    "selection": {"patterns", "ops", "machine", "memory", "errors"},
-    "nn": {*ORDER, "selection"},
+    **{name: {*ORDER[:index], "installation", "folders", "tracing"} for index, name in enumerate(ORDER)},
+    "selection": {"patterns", "ops", "machine", "memory", "errors", "folders"},
+    "nn": {*ORDER, "selection", "tracing"},
     "models": {*ORDER, "nn", "installation"},
     "errors": set(),
+    "folders": set(),
+    "tracing": set(),
     "installation": set(),
     "machine": {"errors", "installation"},
     "memory": {"errors"},

@@ -13,6 +13,7 @@ import pytest
 import torch
 
 from dilated_attention_pytorch.errors import RunError
+from dilated_attention_pytorch.folders import cache_folder
 from dilated_attention_pytorch.selection import (
     DynamicSegmentSelector,
     Hardware,
@@ -24,7 +25,6 @@ from dilated_attention_pytorch.selection import (
     store_profile,
 )
 from dilated_attention_pytorch.selection.cost import FEATURES
-from dilated_attention_pytorch.selection.profile import cache_folder
 from selection.cases import GIB
 
 HARDWARE = Hardware.of_architecture("CPU", free_bytes=GIB, name="A processor", processors=3)

@@ -25,7 +25,8 @@ def main(args: Sequence[str] | None = None) -> None:
 
 
 def _run_without(missing: str, words: Sequence[str]) -> None:
-    """Where what parses command lines is missing: ``info``, which says what there is, and the way to the rest."""
+    """Where what parses command lines is missing: the commands that have no options, and the way to the rest."""
+    from dilated_attention_pytorch.errors import RunError
     from dilated_attention_pytorch.installation import install_command
 
     if words == ["info"]:
@@ -33,9 +34,18 @@ def _run_without(missing: str, words: Sequence[str]) -> None:
 
         Info().run_command()
         return
+    if words == ["build"]:
+        from .build import Build
+
+        try:
+            Build().run_command()
+        except RunError as error:
+            print(f"dilated-attention: {error}", file=sys.stderr)
+            raise SystemExit(2) from None
+        return
     print(
         f"dilated-attention: the command needs {missing}, not installed here: {install_command('train')} "
-        "(`dilated-attention info` runs without)",
+        "(`dilated-attention info` and `dilated-attention build` run without)",
         file=sys.stderr,
     )
     raise SystemExit(2)

@@ -17,6 +17,7 @@ from tyro.constructors import ConstructorRegistry, PrimitiveConstructorSpec, Pri
 from dilated_attention_pytorch.training import RunError
 
 from .bench import Bench
+from .build import Build
 from .extend import Extend
 from .generate import Generate
 from .info import Info
@@ -87,7 +88,7 @@ def run_command(args: Sequence[str]) -> None:
         raise SystemExit(128 + signal.SIGINT) from None
 
 
-def _parse(args: list[str]) -> Train | Extend | Generate | Bench | Profile | Tune | Show | Info:
+def _parse(args: list[str]) -> Train | Extend | Generate | Bench | Profile | Tune | Show | Build | Info:
     name, rest = (args[0], args[1:]) if args else ("", [])
     prog = "dilated-attention"
     # A command alone, where one is named: tyro's messages then name its fields and nothing of its own.
@@ -106,6 +107,8 @@ def _parse(args: list[str]) -> Train | Extend | Generate | Bench | Profile | Tun
         return tyro.cli(Tune, args=rest, prog=f"{prog} tune", config=_TYRO)
     if name == "show":
         return tyro.cli(Show, args=rest, prog=f"{prog} show", config=_TYRO)
+    if name == "build":
+        return tyro.cli(Build, args=rest, prog=f"{prog} build", config=_TYRO)
     if name == "info":
         return tyro.cli(Info, args=rest, prog=f"{prog} info", config=_TYRO)
     commands = (
@@ -116,6 +119,7 @@ def _parse(args: list[str]) -> Train | Extend | Generate | Bench | Profile | Tun
         | Annotated[Profile, tyro.conf.subcommand("profile")]
         | Annotated[Tune, tyro.conf.subcommand("tune")]
         | Annotated[Show, tyro.conf.subcommand("show")]
+        | Annotated[Build, tyro.conf.subcommand("build")]
         | Annotated[Info, tyro.conf.subcommand("info")]
     )
     description = (

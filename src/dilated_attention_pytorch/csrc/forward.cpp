@@ -23,7 +23,7 @@ class Forward {
   Forward(const Partial& partial, const Masks& masks, const ForwardOperands& x)
       : p_(partial), masks_(masks), query_(x.query), key_(x.key), value_(x.value),
         out_(x.out, x.first_row, x.first_head), rounded_out_(x.out, x.first_row, x.first_head),
-        lse_(x.lse, x.first_row, x.first_head), is_rounded_(x.out.scalar_type() != at::kFloat),
+        lse_(x.lse), is_rounded_(x.out.scalar_type() != at::kFloat),
         factor_(static_cast<float>(x.scale) * kLog2E), width_(rounded_up(partial.head_dim, kPairs)),
         tiles_(tiles_of(partial, std::max<int64_t>(1, kRowsOfTile / partial.ratio))) {}
 

@@ -10,7 +10,8 @@ namespace dilated_attention {
 // Keys that the forward pass has packed at a time: what a query sees of more is merged window by window.
 constexpr int64_t kKeysOfWindow = 8192;
 
-// Results begin with `first_row` and `first_head` of the queries. `lse` is -inf where nothing was merged yet.
+// `out` begins with `first_row` and `first_head` of the queries. `lse` is -inf where nothing was merged yet. `out` may be
+// of the queries' dtype if every row is merged into once; else it is float32.
 struct ForwardOperands {
   const at::Tensor &query, &key, &value, &out, &lse;
   double scale;

@@ -8,17 +8,34 @@ namespace {
 using at::IntArrayRef;
 using at::Tensor;
 
-// `domains` [domains, 4]: batch, key/value head, first query row, first key row. `geometry`: queries and keys of a
-// domain, step, the bounds of the band, keys of a unit. With lists, `rows` and `units` are those of all problems one
-// after the other, and `row_ends` and `unit_ends` tell where each ends.
+// How Python tells of a partial. `geometry`: sequences of the batch, first query row, first key row, queries, keys,
+// step, lower and upper bound of the band, keys of a unit. `axes`: size, rows and heads of every axis. With lists, `rows`
+// and `units` are those of all problems, one after the other, and `row_ends` and `unit_ends` tell where each ends.
 Partial partial_of(
-    const Tensor& query, const Tensor& key, const Tensor& domains, IntArrayRef geometry, const std::optional<Tensor>& rows,
-    const std::optional<Tensor>& row_ends, const std::optional<Tensor>& units, const std::optional<Tensor>& unit_ends) {
-  Partial partial{{}, {}, geometry[1], geometry[2], geometry[3], geometry[4], geometry[5], query.size(2) / key.size(2), query.size(3)};
-  const auto* domain = domains.const_data_ptr<int64_t>();
-  for (int64_t i = 0; i < domains.size(0); i++, domain += 4) partial.domains.push_back({domain[0], domain[1], domain[2], domain[3]});
+    const Tensor& query, const Tensor& key, IntArrayRef geometry, IntArrayRef heads, IntArrayRef axes,
+    const std::optional<Tensor>& rows, const std::optional<Tensor>& row_ends, const std::optional<Tensor>& units,
+    const std::optional<Tensor>& unit_ends) {
+  Partial partial{};
+  for (int64_t batch = 0; batch < geometry[0]; batch++)
+    for (const int64_t head : heads) partial.domains.push_back({batch, head, geometry[1], geometry[2]});
+  for (size_t axis = 0; axis < axes.size(); axis += 3) {
+    std::vector<Domain> domains;
+    for (const Domain& first : partial.domains)
+      for (int64_t i = 0; i < axes[axis]; i++)
+        domains.push_back(
+            {first.batch, first.head + i * axes[axis + 2], first.query_row + i * axes[axis + 1],
+             first.key_row + i * axes[axis + 1]});
+    partial.domains = std::move(domains);
+  }
+  partial.num_keys = geometry[4];
+  partial.step = geometry[5];
+  partial.low = geometry[6];
+  partial.high = geometry[7];
+  partial.unit = geometry[8];
+  partial.ratio = query.size(2) / key.size(2);
+  partial.head_dim = query.size(3);
   if (!rows) {
-    partial.problems.push_back({geometry[0], nullptr, nullptr, 0});
+    partial.problems.push_back({geometry[3], nullptr, nullptr, 0});
     return partial;
   }
   const int64_t *row_end = row_ends->const_data_ptr<int64_t>(), *unit_end = unit_ends->const_data_ptr<int64_t>();
@@ -28,8 +45,9 @@ Partial partial_of(
   return partial;
 }
 
+// `places`: positions of the first query and key of the slabs, and the first sequence's index in the batch.
 Masks masks_of(
-    const std::optional<Tensor>& hidden, const std::optional<Tensor>& seed, double dropout_p, IntArrayRef offsets) {
+    const std::optional<Tensor>& hidden, const std::optional<Tensor>& seed, double dropout_p, IntArrayRef places) {
   Masks masks;
   if (hidden) {
     masks.hidden = hidden->const_data_ptr<bool>();
@@ -40,44 +58,47 @@ Masks masks_of(
     masks.seed = static_cast<uint64_t>(seed->item<int64_t>());
     masks.threshold = static_cast<int32_t>(std::llround(dropout_p * 4294967296.0) - 2147483648LL);
     masks.keep_factor = static_cast<float>(1.0 / (1.0 - dropout_p));
-    masks.query_offset = offsets[0];
-    masks.key_offset = offsets[1];
+    masks.query_offset = places[0];
+    masks.key_offset = places[1];
+    masks.first_batch = places[2];
   }
   return masks;
 }
 
 void attend(
-    const Tensor& query, const Tensor& key, const Tensor& value, Tensor out, Tensor lse, const Tensor& domains,
-    IntArrayRef geometry, const std::optional<Tensor>& rows, const std::optional<Tensor>& row_ends,
-    const std::optional<Tensor>& units, const std::optional<Tensor>& unit_ends, const std::optional<Tensor>& hidden,
-    const std::optional<Tensor>& seed, double dropout_p, IntArrayRef offsets, double scale, IntArrayRef first) {
-  const Partial partial = partial_of(query, key, domains, geometry, rows, row_ends, units, unit_ends);
-  forward(partial, masks_of(hidden, seed, dropout_p, offsets), {query, key, value, out, lse, scale, first[0], first[1]});
+    const Tensor& query, const Tensor& key, const Tensor& value, Tensor out, Tensor lse, IntArrayRef first,
+    IntArrayRef geometry, IntArrayRef heads, IntArrayRef axes, const std::optional<Tensor>& rows,
+    const std::optional<Tensor>& row_ends, const std::optional<Tensor>& units, const std::optional<Tensor>& unit_ends,
+    const std::optional<Tensor>& hidden, const std::optional<Tensor>& seed, double dropout_p, IntArrayRef places,
+    double scale) {
+  const Partial partial = partial_of(query, key, geometry, heads, axes, rows, row_ends, units, unit_ends);
+  forward(partial, masks_of(hidden, seed, dropout_p, places), {query, key, value, out, lse, scale, first[0], first[1]});
 }
 
 void attend_backward(
     const Tensor& grad_out, const Tensor& query, const Tensor& key, const Tensor& value, const Tensor& out, const Tensor& lse,
-    const std::optional<Tensor>& grad_lse, Tensor grad_query, Tensor grad_key, Tensor grad_value, const Tensor& domains,
-    IntArrayRef geometry, const std::optional<Tensor>& rows, const std::optional<Tensor>& row_ends,
-    const std::optional<Tensor>& units, const std::optional<Tensor>& unit_ends, const std::optional<Tensor>& hidden,
-    const std::optional<Tensor>& seed, double dropout_p, IntArrayRef offsets, double scale, IntArrayRef first) {
-  const Partial partial = partial_of(query, key, domains, geometry, rows, row_ends, units, unit_ends);
+    const std::optional<Tensor>& grad_lse, Tensor grad_query, Tensor grad_key, Tensor grad_value, IntArrayRef first,
+    IntArrayRef geometry, IntArrayRef heads, IntArrayRef axes, const std::optional<Tensor>& rows,
+    const std::optional<Tensor>& row_ends, const std::optional<Tensor>& units, const std::optional<Tensor>& unit_ends,
+    const std::optional<Tensor>& hidden, const std::optional<Tensor>& seed, double dropout_p, IntArrayRef places,
+    double scale) {
+  const Partial partial = partial_of(query, key, geometry, heads, axes, rows, row_ends, units, unit_ends);
   backward(
-      partial, masks_of(hidden, seed, dropout_p, offsets),
+      partial, masks_of(hidden, seed, dropout_p, places),
       {grad_out, query, key, value, out, lse, grad_lse, grad_query, grad_key, grad_value, scale, first[0], first[1], first[2]});
 }
 
 }  // namespace
 }  // namespace dilated_attention
 
-#define GEOMETRY                                                                                       \
-  "Tensor domains, int[] geometry, Tensor? rows, Tensor? row_ends, Tensor? units, Tensor? unit_ends, " \
-  "Tensor? hidden, Tensor? seed, float dropout_p, int[] offsets, float scale, int[] first) -> ()"
+#define PARTIAL                                                                                               \
+  "int[] first, int[] geometry, int[] heads, int[] axes, Tensor? rows, Tensor? row_ends, Tensor? units, "     \
+  "Tensor? unit_ends, Tensor? hidden, Tensor? seed, float dropout_p, int[] places, float scale) -> ()"
 
 TORCH_LIBRARY(dilated_attention_native, m) {
-  m.def("forward(Tensor query, Tensor key, Tensor value, Tensor(a!) out, Tensor(b!) lse, " GEOMETRY, &dilated_attention::attend);
+  m.def("attend(Tensor query, Tensor key, Tensor value, Tensor(a!) out, Tensor(b!) lse, " PARTIAL, &dilated_attention::attend);
   m.def(
-      "backward(Tensor grad_out, Tensor query, Tensor key, Tensor value, Tensor out, Tensor lse, Tensor? grad_lse, "
-      "Tensor(a!) grad_query, Tensor(b!) grad_key, Tensor(c!) grad_value, " GEOMETRY,
+      "attend_backward(Tensor grad_out, Tensor query, Tensor key, Tensor value, Tensor out, Tensor lse, Tensor? grad_lse, "
+      "Tensor(a!) grad_query, Tensor(b!) grad_key, Tensor(c!) grad_value, " PARTIAL,
       &dilated_attention::attend_backward);
 }

@@ -96,7 +96,8 @@ struct Masks {
   uint64_t seed = 0;
   int32_t threshold = 0;
   float keep_factor = 1.0f;
-  int64_t query_offset = 0, key_offset = 0;  // of the first rows of the slabs
+  int64_t query_offset = 0, key_offset = 0;  // positions of the first rows of the slabs
+  int64_t first_batch = 0;                   // index of the first sequence in the batch
 
   bool hides(const Domain& domain, int64_t row) const { return hidden != nullptr && hidden[domain.batch * hidden_batch + row]; }
 
@@ -108,7 +109,7 @@ struct Masks {
     return x ^ (x >> 31);
   }
   uint32_t of_query(int64_t batch, int64_t head, int64_t row) const {
-    return static_cast<uint32_t>(splitmix64(splitmix64(splitmix64(seed + batch) + head) + query_offset + row));
+    return static_cast<uint32_t>(splitmix64(splitmix64(splitmix64(seed + first_batch + batch) + head) + query_offset + row));
   }
   uint32_t of_key(int64_t row) const { return static_cast<uint32_t>(splitmix64(splitmix64(seed + 1) + key_offset + row)); }
   bool keeps(uint32_t query, uint32_t key) const {

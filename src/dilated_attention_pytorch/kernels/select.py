@@ -8,11 +8,13 @@ from typing import Literal, get_args
 
 import torch
 
-Impl = Literal["auto", "triton", "aten", "reference"]
+from . import compilation
+
+Impl = Literal["auto", "triton", "native", "aten", "reference"]
 IMPLS: tuple[str, ...] = get_args(Impl)
 
 MAX_HEAD_DIM = 256
-"""The widest head that the Triton kernels keep in registers."""
+"""The widest head that the Triton kernels keep in registers, and the native ones in caches."""
 
 
 def is_interpreted() -> bool:
@@ -35,12 +37,24 @@ def refusal(
         if is_segmented:
             return 'the Triton kernels count in segments of one length; impl="aten" computes a SegmentedPattern'
         return _triton_refusal(device, dtype, head_dim)
+    if impl == "native":
+        return _native_refusal(device, dtype, head_dim)
     if device.type not in ("cpu", "cuda"):
         return (
             f"PyTorch's kernels that return the log-sum-exp exist for cpu and cuda devices, not for {device.type!r}; "
             'impl="reference" runs on any device, in memory that grows with N * M'
         )
     return None
+
+
+def _native_refusal(device: torch.device, dtype: torch.dtype, head_dim: int) -> str | None:
+    if device.type != "cpu":
+        return f"the native kernels are for CPUs, not for {device.type!r} tensors"
+    if dtype == torch.float64:
+        return 'the native kernels accumulate in float32; impl="aten" and impl="reference" compute in float64'
+    if head_dim > MAX_HEAD_DIM:
+        return f'the native kernels take heads up to {MAX_HEAD_DIM} wide, got {head_dim}; use impl="aten"'
+    return compilation.refusal()
 
 
 def _triton_refusal(device: torch.device, dtype: torch.dtype, head_dim: int) -> str | None:
@@ -86,6 +100,8 @@ def select(impl: str, device: torch.device, dtype: torch.dtype, head_dim: int, *
         )
         chosen = "triton" if usable else "aten"
     reason = refusal(chosen, device, dtype, head_dim, is_segmented=is_segmented)
+    if reason is None and chosen == "native":
+        reason = compilation.refusal_to_load()
     if reason is not None:
         raise NotImplementedError(f"impl={impl!r} cannot compute this call: {reason}")
     return chosen

@@ -7,7 +7,7 @@ import contextlib
 import torch
 from torch import Tensor
 
-from .tracing import constant_of_graph
+from dilated_attention_pytorch.tracing import constant_of_graph
 
 
 @constant_of_graph

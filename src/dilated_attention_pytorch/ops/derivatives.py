@@ -10,7 +10,7 @@ from torch._C._functorch import TransformType
 from torch.autograd import forward_ad
 from torch.autograd.function import Function
 
-from .tracing import constant_of_graph
+from dilated_attention_pytorch.tracing import constant_of_graph
 from .weighted_sum import (
     Axis,
     Factor,

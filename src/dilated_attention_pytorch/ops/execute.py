@@ -10,9 +10,9 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from dilated_attention_pytorch.kernels import aten, blockwise
+from dilated_attention_pytorch.kernels import aten, blockwise, native
 from dilated_attention_pytorch.kernels.dropout import keep_factors
-from dilated_attention_pytorch.planning import Call, Gathered, Partial, Plan, Tile, plan
+from dilated_attention_pytorch.planning import Bands, Call, Gathered, Partial, Plan, Tile, plan
 
 from .gathered import gathered_views
 from .merge import merge_in_place, merge_pairs_in_place
@@ -34,6 +34,8 @@ class Inputs:
     key_padding_mask: Tensor | None
     dropout_seed: Tensor | None
     dropout_p: float
+    is_native: bool = False
+    """Whether the package's own CPU kernels compute partials, where no scores are too large for them."""
 
     @property
     def accumulation_dtype(self) -> torch.dtype:
@@ -50,13 +52,14 @@ class Inputs:
         """Whether few query rows are computed by matrix products in the forward pass."""
         return self.query.device.type == "cpu" and self.query.dtype != torch.bfloat16
 
-    def plan(self) -> Plan:
+    def plan(self, *, is_native: bool) -> Plan:
         """The call's plan, tiles bounded so that temporaries stay a small part of the operands."""
+        bands: Bands = "whole" if is_native else "products" if self.has_products else "fused"
         rows = max(self.query.shape[1] * self.query.shape[2], self.key.shape[1] * self.key.shape[2])
         # Low precision holds three float32 accumulators of a tile beside the kernel's three gradients.
         parts = 24 if self.query.dtype == self.accumulation_dtype else 48
         tile_elements = max(rows * self.query.shape[0] * self.query.shape[3] // parts, _TILE_FLOOR)
-        return plan(self.call, max(1, tile_elements // self.query.shape[3]), is_fused=not self.has_products)
+        return plan(self.call, max(1, tile_elements // self.query.shape[3]), bands=bands)
 
 
 def _views(partial: Partial, batch: int, ratio: int, operands: list[Operand]) -> Iterator[Views]:
@@ -94,6 +97,7 @@ class _Work:
     tile: Tile
     batch: tuple[int, int]
     scratch: blockwise.Scratch
+    is_native: bool
 
     @property
     def size(self) -> int:
@@ -109,7 +113,8 @@ class _Work:
 
     def keys(self, tensor: Tensor) -> Operand:
         """A full tensor of keys or values to read; where bands read rows again and again, head by head in one piece."""
-        if tensor.device.type != "cpu" or not any(_band_of(partial) for partial in self.tile.partials):
+        is_read_once = self.is_native or tensor.device.type != "cpu"
+        if is_read_once or not any(_band_of(partial) for partial in self.tile.partials):
             return self.whole(tensor, by_query=False)
         pieces = self.region(tensor, by_query=False).transpose(1, 2).contiguous().transpose(1, 2)
         return Operand(pieces, self.tile.key_rows[0], self.tile.kv_heads[0], by_query=False)
@@ -130,7 +135,10 @@ class _Work:
     @property
     def is_written_once(self) -> bool:
         """No two partials of the tile touch a query row: nothing is accumulated there."""
-        return all(partial.is_first for partial in self.tile.partials)
+        return all(
+            partial.is_first and (not self.is_native or native.is_written_once(partial))
+            for partial in self.tile.partials
+        )
 
     def region(self, tensor: Tensor, *, by_query: bool) -> Tensor:
         """The tile's rows and heads of a full tensor."""
@@ -142,7 +150,8 @@ class _Work:
     def accumulator(self, tensor: Tensor, *, by_query: bool, role: Role) -> Operand:
         """``tensor`` itself if it can accumulate in its own dtype, else zeros for the tile's part of it."""
         dtype = self.inputs.accumulation_dtype
-        if tensor.dtype == dtype or (by_query and self.is_written_once):
+        is_added_to = self.is_native and role is Role.ADDED_TO
+        if tensor.dtype == dtype or (by_query and self.is_written_once and not is_added_to):
             return self.whole(tensor, by_query=by_query, role=role)
         rows = self.tile.query_rows if by_query else self.tile.key_rows
         zeros = torch.zeros_like(
@@ -173,6 +182,13 @@ class _Work:
         if partial.band is None or self.inputs.key_padding_mask is None:
             return views
         return _few_at_a_time(views, partial.num_queries * partial.num_keys)
+
+    def masks(self) -> native.Masks:
+        """What the native kernels leave out."""
+        inputs, some = self.inputs, slice(*self.batch)
+        hidden = None if inputs.key_padding_mask is None else inputs.key_padding_mask[some]
+        offsets = (inputs.call.query_offset, inputs.call.key_offset)
+        return native.Masks(hidden, inputs.dropout_seed, inputs.dropout_p, *offsets, self.batch[0])
 
     def side_operands(self) -> list[Operand]:
         """Operands beside q, k and v: the bias of the key padding, then what places pairs for dropout, if any."""
@@ -246,12 +262,12 @@ class _Work:
         return factors
 
 
-def _work(inputs: Inputs) -> Iterator[_Work]:
-    steps, scratch = inputs.plan(), blockwise.Scratch()
+def _work(inputs: Inputs, *, is_native: bool = False) -> Iterator[_Work]:
+    steps, scratch = inputs.plan(is_native=is_native), blockwise.Scratch()
     for tile in steps.tiles:
         for start in range(0, inputs.call.batch_size, steps.batch_step):
             batch = (start, min(start + steps.batch_step, inputs.call.batch_size))
-            yield _Work(inputs, tile, batch, scratch)
+            yield _Work(inputs, tile, batch, scratch, is_native)
 
 
 def _few_at_a_time(views: Iterator[Views], scores_of_problem: int) -> Iterator[Views]:
@@ -302,18 +318,19 @@ def forward(inputs: Inputs, rest: Tensor | None = None) -> tuple[Tensor, Tensor]
     query, dtype = inputs.query, inputs.accumulation_dtype
     out = torch.zeros(query.shape, dtype=query.dtype, device=query.device)
     lse = torch.full(query.shape[:3], float("-inf"), dtype=dtype, device=query.device)
-    is_bounded = rest is None and _is_bounded(inputs)
-    for work in _work(inputs):
+    is_native = inputs.is_native and rest is None
+    is_bounded = rest is None and not is_native and _is_bounded(inputs)
+    for work in _work(inputs, is_native=is_native):
         accumulator = work.accumulator(out, by_query=True, role=Role.MERGED_INTO)
         logs = [work.whole(x, by_query=True, role=Role.MERGED_INTO) for x in (lse, rest) if x is not None]
         _merge_partials(work, accumulator, logs, is_bounded)
         lse_region = work.region(lse, by_query=True)
-        if inputs.has_bias:
+        if inputs.has_bias and not is_native:
             dead = lse_region < aten.MASKED / 2
             if dead.device.type != "cpu" or dead.any():  # elsewhere looking would wait for the device
                 lse_region.masked_fill_(dead, float("-inf"))
                 work.accumulated(accumulator, out).masked_fill_(dead.unsqueeze(-1), 0.0)
-        if inputs.dropout_seed is not None:
+        if inputs.dropout_seed is not None and not is_native:
             work.accumulated(accumulator, out).zero_()
             dropped = replace(accumulator, role=Role.ADDED_TO)
             of_rows = None if rest is None else work.whole(rest, by_query=True)
@@ -344,6 +361,13 @@ def _merge_partials(work: _Work, out: Operand, logs: list[Operand], is_bounded: 
         *([work.whole(is_bounded, by_query=True)] if isinstance(is_bounded, Tensor) else []), *work.side_operands(),
     ]  # fmt: skip
     for partial in work.tile.partials:
+        if work.is_native and not _is_phantom(partial):
+            q, k, v = (operand.tensor for operand in operands[:3])
+            native.merge_partial(
+                partial, q, k, v, out.tensor, logs[0].tensor, work.masks(), scale=inputs.scale,
+                first_row=out.first_row, first_head=out.first_head * work.ratio,
+            )  # fmt: skip
+            continue
         for views in work.views(partial, operands):
             q, k, v, out_view, lse_view, *side = views.tensors
             rest = side.pop(0) if is_large else None
@@ -463,10 +487,16 @@ def backward(
     grads = [torch.zeros(x.shape, dtype=x.dtype, device=x.device) for x in (inputs.query, inputs.key, inputs.value)]
     if inputs.has_bias or inputs.dropout_seed is not None:
         lse = _without_infinities(lse)
-    for work in _work(inputs):
+    is_native = inputs.is_native and rest is None
+    for work in _work(inputs, is_native=is_native):
         accumulators = [
             work.accumulator(grad, by_query=index == 0, role=Role.ADDED_TO) for index, grad in enumerate(grads)
         ]
+        if is_native:
+            _add_native_gradients(work, accumulators, out, lse, grad_out, grad_lse)
+            for accumulator, grad in zip(accumulators, grads, strict=True):
+                work.store(accumulator, grad)
+            continue
         is_fused = rest is None and inputs.dropout_seed is None and grad_lse is None
         needs_delta = not (is_fused and aten.is_fused(inputs.query, has_bias=inputs.has_bias))
         delta = None
@@ -476,6 +506,22 @@ def backward(
         for accumulator, grad in zip(accumulators, grads, strict=True):
             work.store(accumulator, grad)
     return grads[0], grads[1], grads[2]
+
+
+def _add_native_gradients(
+    work: _Work, accumulators: list[Operand], out: Tensor, lse: Tensor, grad_out: Tensor, grad_lse: Tensor | None
+) -> None:
+    inputs, some = work.inputs, slice(*work.batch)
+    grad_query, grad_key, grad_value = (accumulator.tensor for accumulator in accumulators)
+    query_first, key_first = accumulators[:2]
+    for partial in work.tile.partials:
+        if _is_phantom(partial):
+            continue
+        native.add_gradients(
+            partial, grad_out[some], inputs.query[some], inputs.key[some], inputs.value[some], out[some], lse[some],
+            None if grad_lse is None else grad_lse[some], (grad_query, grad_key, grad_value), work.masks(),
+            scale=inputs.scale, first=(query_first.first_row, key_first.first_row, key_first.first_head),
+        )  # fmt: skip
 
 
 def _delta(work: _Work, out: Tensor, grad_out: Tensor, grad_lse: Tensor | None, dtype: torch.dtype) -> Operand:

@@ -48,12 +48,16 @@ def _inputs(
     query_offset: int,
     key_offset: int,
     dropout_p: float,
+    *,
+    is_native: bool = False,
 ) -> execute.Inputs:
     if key_padding_mask is not None:
         key, value = _without_padding(key, key_padding_mask), _without_padding(value, key_padding_mask)
     call = _call(query, key, cu_seqlens, pattern, is_causal, query_offset, key_offset)
     query, key, value = (_rows_contiguous(tensor) for tensor in (query, key, value))
-    return execute.Inputs(query, key, value, call, scale, key_padding_mask, dropout_seed, dropout_p)
+    return execute.Inputs(
+        query, key, value, call, scale, key_padding_mask, dropout_seed, dropout_p, is_native=is_native
+    )  # fmt: skip
 
 
 def _problem(
@@ -122,7 +126,7 @@ def attend(
             from dilated_attention_pytorch.kernels.triton import launch
 
             return launch.forward(_problem(query, key, value, *options))
-        return extremes.forward(_inputs(query, key, value, *options))
+        return extremes.forward(_inputs(query, key, value, *options, is_native=impl == "native"))
 
 
 @torch.library.custom_op("dilated_attention_pytorch::attend_backward", mutates_args=())
@@ -158,7 +162,8 @@ def attend_backward(
             # The kernels read them as they write them, contiguous; rows of a longer call are not.
             out, lse = out.contiguous(), lse.contiguous()
             return launch.backward(_problem(query, key, value, *options), out, lse, grad_out, grad_lse)
-        return extremes.backward(_inputs(query, key, value, *options), out, lse, grad_out, grad_lse)
+        inputs = _inputs(query, key, value, *options, is_native=impl == "native")
+        return extremes.backward(inputs, out, lse, grad_out, grad_lse)
 
 
 def attend_pair(*operands: Any) -> tuple[Tensor, Tensor, Tensor]:

@@ -1,7 +1,7 @@
 """Where: a pattern and lengths become the geometry of partials. Cached, no tensors' values."""
 
 from .exchange import Exchange, SlabPair, exchange
-from .gathered import Gathered, KeyLists
+from .gathered import Bands, Gathered, KeyLists
 from .geometry import Axis, Partial
 from .plan import Call, Plan, Tile, plan
 from .shards import (
@@ -19,6 +19,6 @@ from .shards import (
 )
 
 __all__ = [
-    "Axis", "Block", "Call", "Exchange", "Gathered", "KeyLists", "Layout", "Partial", "Piece", "Plan", "Rectangle",
+    "Axis", "Bands", "Block", "Call", "Exchange", "Gathered", "KeyLists", "Layout", "Partial", "Piece", "Plan", "Rectangle",
     "Run", "ShardedCall", "SlabPair", "Team", "Tile", "exchange", "pieces", "plan", "shard_runs", "teams", "with_rows",
 ]  # fmt: skip

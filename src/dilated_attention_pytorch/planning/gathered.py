@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 import torch
 from torch import Tensor
@@ -20,6 +20,8 @@ _NARROW = 512
 _WIDE = {"products": 3968, "fused": 2560}
 """Keys from which a band is wide and cut, so that only its edges are masked: the scores of matrix products would leave
 the caches, and a fused kernel reads a mask for every score."""
+Bands = Literal["products", "fused", "whole"]
+"""Who computes windows: matrix products and fused kernels have them cut, others take a band as it is."""
 _KEYS_TOGETHER = 16
 """Scores of a row that begin on a cache line: worth some masked keys."""
 
@@ -66,7 +68,7 @@ class Gathered:
 
 
 def rule_partials(
-    rule: HeadRule, heads: tuple[int, ...], num_kv_heads: int, slabs: Slabs, *, is_causal: bool, is_fused: bool
+    rule: HeadRule, heads: tuple[int, ...], num_kv_heads: int, slabs: Slabs, *, is_causal: bool, bands: Bands
 ) -> tuple[list[Partial], list[Gathered]]:
     """The partials of one rule for key/value heads that see alike, and those whose keys are gathered first.
 
@@ -78,8 +80,12 @@ def rule_partials(
     gathered: list[Gathered] = []
     if before is not None:
         assert after is not None, "a window is bounded on both sides"
-        wide = _WIDE["fused" if is_fused else "products"]
-        partials = [partial for one in _rectangles(spans) for partial in _banded(*one, before, after, wide)]
+        if bands == "whole":
+            bands_of = (_band(*one, before, after) for one in _rectangles(spans))
+            partials = [partial for partial in bands_of if partial.num_keys]
+        else:
+            wide = _WIDE[bands]
+            partials = [partial for one in _rectangles(spans) for partial in _banded(*one, before, after, wide)]
     elif (size := rule.block_size) is None:
         partials = [
             partial
@@ -103,6 +109,13 @@ def rule_partials(
 
 def _rectangles(spans: Spans) -> list[tuple[int, int, int, int]]:
     return list(zip(*(column.tolist() for column in spans), strict=True))
+
+
+def _band(query: int, query_stop: int, key: int, key_stop: int, before: int, after: int) -> Partial:
+    """A band across a rectangle, of the keys that any query sees."""
+    first, last = max(key, query - before), min(key_stop, query_stop + after)
+    band = (query - before - first, query + after - first)
+    return Partial(query, first, query_stop - query, max(0, last - first), 1, 0, band=band, is_first=True)
 
 
 def _banded(

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 
 from dilated_attention_pytorch.patterns import NO_END, DilationGroup, Pattern
 
-from .gathered import Gathered, rule_partials
+from .gathered import Bands, Gathered, rule_partials
 from .geometry import Partial, Slabs, fold, group_partials
 
 
@@ -50,10 +50,10 @@ class Plan:
 
 
 @functools.lru_cache(maxsize=128)
-def plan(call: Call, tile_size: int, *, is_fused: bool = False) -> Plan:
+def plan(call: Call, tile_size: int, *, bands: Bands = "products") -> Plan:
     """Cut a call into tiles of about ``tile_size`` rows times query heads, never cutting through a segment.
 
-    ``is_fused``: a fused kernel computes windows, not matrix products, and has them cut where it is better at that.
+    ``bands``: who computes windows, which are cut where it is better at that.
 
     Windows and blocks reach across any boundary: with a rule in the pattern no document is cut.
 
@@ -75,7 +75,7 @@ def plan(call: Call, tile_size: int, *, is_fused: bool = False) -> Plan:
             partials: list[Partial | Gathered] = []
             for group in _partials(call, groups, ranges, heads):
                 partials += fold(group)
-            for of_rule in _partials_of_rules(call, ranges, heads, is_fused=is_fused):
+            for of_rule in _partials_of_rules(call, ranges, heads, bands):
                 is_first = not partials
                 partials += [one if is_first else replace(one, is_first=False) for one in of_rule]
             # Folding gathers equal shapes: what overwrites its rows has to come before what merges into them.
@@ -161,7 +161,7 @@ def _partials(
 
 
 def _partials_of_rules(
-    call: Call, ranges: list[tuple[int, int, int, int]], heads: tuple[int, int], *, is_fused: bool
+    call: Call, ranges: list[tuple[int, int, int, int]], heads: tuple[int, int], bands: Bands
 ) -> Iterator[list[Partial | Gathered]]:
     """The partials of one tile, a list for every rule, of all heads and documents."""
     for rule in call.pattern.rules:
@@ -176,7 +176,7 @@ def _partials_of_rules(
             for first, stop, begin, length in ranges:
                 slabs = _slabs(call, first, stop, begin, length)
                 dense, lists = rule_partials(
-                    rule, tuple(some), call.num_kv_heads, slabs, is_causal=call.is_causal, is_fused=is_fused
+                    rule, tuple(some), call.num_kv_heads, slabs, is_causal=call.is_causal, bands=bands
                 )
                 partials += dense
                 gathered += lists

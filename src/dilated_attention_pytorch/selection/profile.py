@@ -16,6 +16,7 @@ from typing import Any
 import torch
 
 from dilated_attention_pytorch.errors import RunError
+from dilated_attention_pytorch.folders import cache_folder
 from dilated_attention_pytorch.machine import package_version
 from dilated_attention_pytorch.patterns import Pattern
 
@@ -63,14 +64,6 @@ def identity(hardware: Hardware) -> dict[str, str | int]:
         "torch": torch.__version__,
         "dilated-attention-pytorch": package_version("dilated-attention-pytorch") or "from source",
     }
-
-
-def cache_folder() -> Path:
-    """``$XDG_CACHE_HOME/dilated-attention-pytorch``, or ``~/.cache/dilated-attention-pytorch``."""
-    named = Path(os.environ.get("XDG_CACHE_HOME", ""))
-    # The rule for these folders: a relative path is not one.
-    base = named if named.is_absolute() else Path.home() / ".cache"
-    return base / "dilated-attention-pytorch"
 
 
 def profile_path(hardware: Hardware, folder: Path | None = None) -> Path:
