@@ -33,6 +33,7 @@ types:
 	$(BIN)/mypy
 
 tests:
+	$(BIN)/dilated-attention build || true
 	$(BIN)/pytest -n 2 --dist worksteal
 
 oldest: $(VENV)-oldest/dev.stamp  ## the tests on the oldest PyTorch that is promised; its wheels bring CUDA, 5 GB

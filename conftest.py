@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 from collections.abc import Iterator
@@ -18,6 +19,7 @@ os.environ.setdefault("TRITON_INTERPRET", "1")
 os.environ.setdefault("RES_OPTIONS", "timeout:1 attempts:1")
 
 import dilated_attention_pytorch
+from dilated_attention_pytorch.kernels.compilation import BuildError, library_path
 from dilated_attention_pytorch.selection import hardware
 
 # Tests run in parallel processes on small inputs: threads of their own would only wait for each other. What modules
@@ -42,9 +44,17 @@ def _seeded_and_on_one_thread() -> None:
 
 @pytest.fixture(autouse=True, scope="session")
 def _no_profile_of_this_machine(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
-    """Rates that the user measured would choose other segments than those that tests and examples expect."""
+    """Rates that the user measured would choose other segments than those that tests and examples expect.
+
+    The compiled kernels of this machine are the user's: made if they are not there, as `make test` does.
+    """
+    cache = tmp_path_factory.getbasetemp() / "cache"
+    with contextlib.suppress(BuildError):
+        path = library_path()
+        (cache / "dilated-attention-pytorch").mkdir(parents=True)
+        (cache / "dilated-attention-pytorch" / path.parent.name).symlink_to(path.parent)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("XDG_CACHE_HOME", str(tmp_path_factory.getbasetemp() / "cache"))
+        patch.setenv("XDG_CACHE_HOME", str(cache))
         yield
 
 

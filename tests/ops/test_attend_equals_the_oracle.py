@@ -12,6 +12,7 @@ from hypothesis import given
 from torch import Tensor
 
 from dilated_attention_pytorch import attend, attend_with_lse
+from dilated_attention_pytorch.kernels.select import Impl
 from dilated_attention_pytorch.ops import execute
 from drawn import SWEEP, DrawnCall, block_calls, calls, examples
 from error_budget import budget
@@ -146,8 +147,9 @@ def test_the_reference_equals_the_oracle(call: DrawnCall) -> None:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize("kind", ["dilated", "block"])
+@pytest.mark.parametrize("impl", ["aten", "native"])
 def test_low_precision_stays_within_the_error_budget(
-    kind: str, dtype: torch.dtype, figure: Any, monkeypatch: pytest.MonkeyPatch
+    impl: Impl, kind: str, dtype: torch.dtype, figure: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     used = dict.fromkeys(NAMES, 0.0)
     if kind == "block":  # low precision accumulates in tensors that begin where a tile does: many small ones
@@ -161,7 +163,9 @@ def test_low_precision_stays_within_the_error_budget(
         )
         *inputs, grad_out, _ = call.tensors(dtype)
         inputs = [x.requires_grad_() for x in inputs]
-        out, lse = attend_with_lse(*inputs, call.pattern, is_causal=call.is_causal, scale=call.scale, **call.options)
+        out, lse = attend_with_lse(
+            *inputs, call.pattern, is_causal=call.is_causal, scale=call.scale, impl=impl, **call.options
+        )
         assert out.dtype == dtype
         assert lse.dtype == torch.float32
         got = results(out, lse, inputs, grad_out, None)
@@ -181,7 +185,10 @@ def test_low_precision_stays_within_the_error_budget(
                 used[name] = max(used[name], ((x.double() - y).abs() / (bound + floor)).max().item())
 
     check()
-    figure(f"{kind} patterns, {dtype}, largest part of the error budget used", {k: f"{v:.2f}" for k, v in used.items()})
+    figure(
+        f"{impl}, {kind} patterns, {dtype}, largest part of the error budget used",
+        {k: f"{v:.2f}" for k, v in used.items()},
+    )
 
 
 def test_bfloat16_is_as_exact_as_dense_attention_in_bfloat16(figure: Any) -> None:

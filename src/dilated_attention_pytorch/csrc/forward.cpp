@@ -11,6 +11,7 @@ namespace {
 constexpr int64_t kRowsOfTile = ROWS_OF_TILE;
 constexpr int64_t kKeysOfBlock = KEYS_OF_BLOCK;
 constexpr int64_t kAlignment = 16;  // of the first key and the number of keys of a product
+constexpr float kRoundedScore = 1024.0f;
 constexpr int64_t kPackedBytes = int64_t{1} << 25;
 
 // One online softmax over the keys that a tile of queries sees; its result is merged into that of other partials.
@@ -211,10 +212,14 @@ class Forward {
     }
     if (x < count) most = at::vec::maximum(most, Floats::loadu(row + x));
     const float before = top;
-    top = std::max(before, largest(at::vec::maximum(most, more)) * factor_);
+    top = std::max(before, largest(at::vec::maximum(most, more)));
     const float safe = top == -kInfinity ? 0.0f : top;
-    const float decay = before == top ? 1.0f : exp2f(before - safe);
-    const Floats factor(factor_), minus(-safe);
+    const float decay = before == top ? 1.0f : exp2f((before - safe) * factor_);
+    if (std::abs(safe * factor_) > kRoundedScore) {
+      // The rounding of so large a product would be seen in the powers.
+      for (x = 0; x < count; x += kLanes) (Floats::loadu(row + x) - Floats(safe)).store(row + x);
+    }
+    const Floats factor(factor_), minus(std::abs(safe * factor_) > kRoundedScore ? 0.0f : -safe * factor_);
     Floats sum(0.0f), other(0.0f);
     for (x = 0; x + 2 * kLanes <= count; x += 2 * kLanes) {
       const Floats low = exp2<is_coarse>(at::vec::fmadd(Floats::loadu(row + x), factor, minus));
@@ -237,7 +242,7 @@ class Forward {
     if (total == 0.0f) return;  // it sees none of these keys
     const int64_t head_dim = p_.head_dim;
     float *lse = lse_.at(batch, row, head), *out = is_rounded_ ? s.line.data() : out_.at(batch, row, head);
-    const float *sums = s.sums.data() + r * head_dim, own = (s.top[r] + log2f(total)) * kLn2;
+    const float *sums = s.sums.data() + r * head_dim, own = s.top[r] * (factor_ * kLn2) + logf(total);
     if (*lse == -kInfinity) {
       const float factor = masks_.keep_factor / total;
       for (int64_t c = 0; c < head_dim; c++) out[c] = sums[c] * factor;

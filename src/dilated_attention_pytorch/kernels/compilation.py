@@ -63,7 +63,9 @@ def build_of_this_machine() -> Build:
     """
     machine = platform.machine()
     if machine not in ("x86_64", "AMD64") or sys.platform != "linux":
-        raise BuildError(f"the native kernels are for x86-64 processors under Linux, this is {machine} ({sys.platform})")
+        raise BuildError(
+            f"the native kernels are for x86-64 processors under Linux, this is {machine} ({sys.platform})"
+        )
     capability = torch.backends.cpu.get_cpu_capability()
     if capability not in _ARCHITECTURES:
         raise BuildError(
@@ -160,7 +162,9 @@ def load() -> None:
 
 def _refuse_to_build(build: Build) -> None:
     if os.environ.get(NO_BUILD, "0") not in ("", "0"):
-        raise BuildError(f"the native kernels are not compiled yet, and {NO_BUILD} is set: run `dilated-attention build`")
+        raise BuildError(
+            f"the native kernels are not compiled yet, and {NO_BUILD} is set: run `dilated-attention build`"
+        )
     if build.failure.exists():
         raise BuildError(f"{build.failure.read_text()}\n`dilated-attention build` tries again")
 

@@ -11,9 +11,9 @@ from torch import Tensor
 
 from dilated_attention_pytorch.kernels.select import Impl
 from dilated_attention_pytorch.ops import attend
-from dilated_attention_pytorch.tracing import constant_of_graph
 from dilated_attention_pytorch.patterns import DilatedPattern, OffsetRule, Pattern, Tail
 from dilated_attention_pytorch.selection import DynamicSegmentSelector, SegmentSelectionConfig
+from dilated_attention_pytorch.tracing import constant_of_graph
 
 from .dilated_attention import DilatedAttention
 from .multihead import MultiheadDilatedAttention

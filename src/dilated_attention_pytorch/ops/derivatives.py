@@ -11,6 +11,7 @@ from torch.autograd import forward_ad
 from torch.autograd.function import Function
 
 from dilated_attention_pytorch.tracing import constant_of_graph
+
 from .weighted_sum import (
     Axis,
     Factor,

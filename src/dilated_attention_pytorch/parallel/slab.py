@@ -128,7 +128,7 @@ class Slab:
 
     def _is_large(self, *keys: Tensor) -> bool:
         """Whether scores of this rank's queries with these keys may be large."""
-        if self.options.impl != "aten":
+        if self.options.impl == "triton":
             return False
         largest = max(map(blockwise.largest_norm, keys), default=0.0)
         return blockwise.has_large_scores(self._query_norm, largest, self.options.scale, self.query.dtype)

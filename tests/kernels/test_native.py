@@ -1,0 +1,188 @@
+"""The native CPU kernels: what they read, how exact they are, and cases that small drawn calls do not reach."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from torch import Tensor
+
+from dilated_attention_pytorch import (
+    DilatedPattern,
+    Pattern,
+    attend,
+    attend_with_lse,
+    global_tokens,
+    local_window,
+    random_blocks,
+)
+from dilated_attention_pytorch.kernels import native
+from dilated_attention_pytorch.kernels.compilation import refusal_to_load
+from dilated_attention_pytorch.kernels.select import Impl
+from drawn import DrawnCall, block_calls, calls, examples
+
+pytestmark = pytest.mark.skipif(refusal_to_load() is not None, reason=str(refusal_to_load()))
+
+NAMES = ("out", "lse", "grad_query", "grad_key", "grad_value")
+PATTERNS: dict[str, Pattern] = {
+    "dilated": DilatedPattern([16, 50, 128], [1, 2, 3]),
+    "zero-padded": DilatedPattern([16, 50], [1, 3], tail="zero_padded"),
+    "window": local_window(20, 3),
+    "blocks": random_blocks(0.3, block_size=16, seed=1),
+    "sum": local_window(9) + global_tokens(3) + DilatedPattern([64], [2]),
+}
+
+
+def outcome(operands: list[Tensor], pattern: Pattern, impl: Impl, **options: Any) -> list[Tensor]:
+    """Output, log-sum-exp and gradients; the last two operands are the gradients of the outputs."""
+    *leaves, grad_out, grad_lse = operands
+    leaves = [x.detach().requires_grad_() for x in leaves]
+    out, lse = attend_with_lse(*leaves, pattern, impl=impl, **options)
+    seen = lse.masked_fill(lse == -math.inf, 0.0)
+    grads = torch.autograd.grad((out, seen), leaves, (grad_out.to(out.dtype), grad_lse.to(lse.dtype)))
+    return [out.detach(), lse.detach(), *grads]
+
+
+def draw(shape: tuple[int, int, int, int, int, int], dtype: torch.dtype, seed: int = 0) -> list[Tensor]:
+    """Operands of ``(batch, queries, keys, heads, key/value heads, width)``."""
+    generator = torch.Generator().manual_seed(seed)
+    batch, queries, keys, heads, kv_heads, width = shape
+    sizes = [(batch, queries, heads, width), *[(batch, keys, kv_heads, width)] * 2, (batch, queries, heads, width)]
+    operands = [torch.randn(size, generator=generator, dtype=torch.float64).to(dtype) for size in sizes]
+    return [*operands, torch.randn(sizes[0][:3], generator=generator, dtype=torch.float64)]
+
+
+def assert_close(found: list[Tensor], expected: list[Tensor], tolerance: float) -> None:
+    for name, got, want in zip(NAMES, found, expected, strict=False):
+        is_seen = want.isfinite()
+        assert torch.equal(got.isfinite(), is_seen), name
+        got, want = got.double()[is_seen], want.double()[is_seen]
+        if want.numel():
+            assert float((got - want).norm()) <= tolerance * float(want.norm() + 1e-6), name
+
+
+@pytest.mark.parametrize("kind", ["dilated", "block"])
+def test_operands_in_storage_of_nan_give_the_same_bits(kind: str) -> None:
+    @examples(60)
+    @given(calls() if kind == "dilated" else block_calls())
+    def check(call: DrawnCall) -> None:
+        for dtype in (torch.float32, torch.bfloat16, torch.float16):
+            *operands, grad_lse = call.tensors(dtype)
+            apart = []
+            for x in operands:
+                # Rows, heads and widths with NaN around them.
+                batch, rows, heads, width = x.shape
+                room = torch.full((batch, 2 * rows + 3, heads + 2, width + 5), math.nan, dtype=dtype)
+                view = room[:, 1 : 1 + 2 * rows : 2, 1:-1, 2 : 2 + width]
+                apart.append(view.copy_(x))
+            options = {"is_causal": call.is_causal, "scale": call.scale, **call.options}
+            for got, want in zip(
+                outcome([*apart, grad_lse], call.pattern, "native", **options),
+                outcome([*[x.contiguous() for x in operands], grad_lse], call.pattern, "native", **options),
+                strict=True,
+            ):
+                assert torch.equal(got, want)
+                assert not got.isnan().any()
+
+    check()
+
+
+@pytest.mark.parametrize("width", [16, 48, 64, 128])
+def test_float32_is_at_most_twice_as_far_from_exact_arithmetic_as_the_fused_kernel(width: int, figure: Any) -> None:
+    pattern = DilatedPattern([256, 512, 1024], [1, 2, 4])
+    worst = 0.0
+    for is_causal in (False, True):
+        operands = draw((1, 1024, 1024, 4, 2, width), torch.float32)
+        exact = outcome([x.double() for x in operands], pattern, "aten", is_causal=is_causal)
+        theirs, ours = (outcome(operands, pattern, impl, is_causal=is_causal) for impl in ("aten", "native"))
+        for name, mine, other, want in zip(NAMES, ours, theirs, exact, strict=True):
+            ratio = float((mine - want).norm() / (other - want).norm())
+            assert ratio <= 2.0, name
+            worst = max(worst, ratio)
+    figure(f"native, float32, heads {width} wide, largest error over that of the fused kernel", f"{worst:.2f}")
+
+
+@pytest.mark.parametrize("name", PATTERNS)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+def test_dropout_and_padding_leave_out_what_the_reference_leaves_out(name: str, dtype: torch.dtype) -> None:
+    tolerance = {torch.float32: 3e-6, torch.bfloat16: 1e-2, torch.float16: 1e-3}[dtype]
+    for is_causal in (False, True):
+        for dropout_p in (0.0, 0.37):
+            operands = draw((2, 97, 97, 4, 2, 24), dtype)
+            mask = None if name == "zero-padded" else torch.arange(97).expand(2, 97) % 5 == torch.arange(2)[:, None]
+            options = {"is_causal": is_causal, "dropout_p": dropout_p, "key_padding_mask": mask}
+            both = []
+            for impl, tensors in (("native", operands), ("reference", [x.double() for x in operands])):
+                torch.manual_seed(3)
+                both.append(outcome(tensors, PATTERNS[name], impl, **options))  # type: ignore[arg-type]
+            assert_close(*both, tolerance)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_many_keys_and_many_queries_are_taken_in_parts(dtype: torch.dtype) -> None:
+    """More keys than lie packed at a time, and more queries; on several threads keys are dealt out as well."""
+    tolerance = {torch.float32: 3e-6, torch.bfloat16: 1e-2}[dtype]
+    for shape, pattern in (
+        ((1, 150, 2 * native.KEYS_OF_WINDOW + 300, 2, 1, 8), DilatedPattern([1 << 20], [1])),
+        ((1, 150, 3 * native.KEYS_OF_WINDOW, 1, 1, 8), local_window(9000, 9000)),
+        ((1, 9000, 2100, 1, 1, 8), DilatedPattern([1 << 20], [1])),
+        ((1, 9000, 9000, 1, 1, 8), local_window(700, 30)),
+    ):
+        operands = draw(shape, dtype)
+        offsets = {"query_offset": 8000} if shape[1] == 150 else {}
+        expected = outcome([x.double() for x in operands], pattern, "aten", **offsets)
+        for threads in (1, 3):
+            torch.set_num_threads(threads)
+            assert_close(outcome(operands, pattern, "native", **offsets), expected, tolerance)
+
+
+def test_two_calls_give_the_same_bits() -> None:
+    torch.set_num_threads(3)
+    for pattern in PATTERNS.values():
+        for dtype in (torch.float32, torch.bfloat16):
+            operands = draw((2, 300, 300, 4, 2, 40), dtype)
+            first, second = (outcome(operands, pattern, "native", is_causal=True) for _ in range(2))
+            assert all(map(torch.equal, first, second))
+
+
+@pytest.mark.parametrize("name", PATTERNS)
+def test_what_comes_later_changes_no_bit_of_what_was_before(name: str) -> None:
+    q, k, v, *_ = draw((1, 97, 97, 4, 2, 16), torch.float32)
+    out = attend(q, k, v, PATTERNS[name], is_causal=True, impl="native")
+    for position in (1, 16, 63, 64, 96):
+        changed_key, changed_value = k.clone(), v.clone()
+        changed_key[:, position:] *= 30.0
+        changed_value[:, position:] += 1e4
+        changed = attend(q, changed_key, changed_value, PATTERNS[name], is_causal=True, impl="native")
+        assert torch.equal(out[:, :position], changed[:, :position])
+
+
+def test_what_is_not_finite_and_large_scores_are_as_under_the_fused_kernel() -> None:
+    """Both are found around the kernels: see tests/ops/test_extremes.py."""
+    operands = draw((1, 97, 97, 4, 2, 16), torch.float32)
+    operands[1][0, 40, 1] = math.nan
+    operands[2][0, 70, 0] = math.inf
+    large = [operands[0] * 1e5, operands[1].nan_to_num() * 1e3, *operands[2:]]
+    large[2] = large[2].nan_to_num(posinf=1.0)
+    for pattern in PATTERNS.values():
+        for tensors in (operands, large):
+            ours, theirs = (outcome(tensors, pattern, impl, is_causal=True) for impl in ("native", "aten"))
+            for mine, other in zip(ours, theirs, strict=True):
+                assert torch.equal(mine.isfinite(), other.isfinite())
+        assert_close(ours[:2], theirs[:2], 1e-6)
+        assert all(map(torch.equal, ours[2:], theirs[2:]))  # gradients of large scores are of the same products
+
+
+def test_other_devices_dtypes_and_widths_are_refused() -> None:
+    q = torch.randn(1, 8, 2, 16, dtype=torch.float64)
+    with pytest.raises(NotImplementedError, match='accumulate in float32; impl="aten"'):
+        attend(q, q, q, local_window(3), impl="native")
+    wide = torch.randn(1, 8, 2, 264)
+    with pytest.raises(NotImplementedError, match="up to 256 wide, got 264"):
+        attend(wide, wide, wide, local_window(3), impl="native")
+    meta = torch.empty(1, 8, 2, 16, device="meta")
+    with pytest.raises(NotImplementedError, match="for CPUs, not for 'meta'"):
+        attend(meta, meta, meta, local_window(3), impl="native")
