@@ -111,8 +111,8 @@ TRAIN = "train --preset tiny --data {}/texts --output {}/new"
 
 ROWS = [
     # what is no command line
-    Row("", "Expected one of {train, extend, generate, bench, profile, tune, show, info}"),
-    Row("trian", "Available subcommands: train, extend, generate, bench, profile, tune, show, info"),
+    Row("", "Expected one of {train, extend, generate, bench, profile, tune, show, build, info}"),
+    Row("trian", "Available subcommands: train, extend, generate, bench, profile, tune, show, build, info"),
     Row(f"{TRAIN} --stepz 3", "Unrecognized options: --stepz"),
     Row(f"{TRAIN} --steps three", "invalid"),
     Row(f"{TRAIN} --optimizer sgd", "invalid choice 'sgd'"),
@@ -295,7 +295,7 @@ ROWS = [
     Row("profile --shape square --output {}/new", "shape: there is no 'square'; choose from paper, slide, three"),
     Row("profile --rows 0 --output {}/new", "rows must be at least 1, got 0"),
     Row(
-        "profile --contestant ours --output {}/new", "it must be part of one name, got 4; choose one of 'ours, triton'"
+        "profile --contestant ours --output {}/new", "it must be part of one name, got 5; choose one of 'ours, triton'"
     ),
     Row("profile --contestant flash_attn --output {}/new", "cannot compute this call: the package flash_attn is not"),
     Row("profile --shape decode --backward --output {}/new", "a decoding step has none; leave it out"),

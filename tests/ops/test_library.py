@@ -8,6 +8,7 @@ from hypothesis import given
 from torch.utils.flop_counter import FlopCounterMode
 
 from dilated_attention_pytorch import DilatedPattern, attend, attend_with_lse, dilated_attention
+from dilated_attention_pytorch.kernels import select
 from drawn import DrawnCall, calls, examples
 
 PATTERN = DilatedPattern([13, 32], [1, 3])
@@ -21,12 +22,15 @@ def leaves(*shapes: tuple[int, ...], dtype: torch.dtype = torch.float32) -> list
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning")
 @pytest.mark.parametrize("causal", [False, True])
 @pytest.mark.parametrize("extra", ["plain", "packed", "padded", "dropout"])
-def test_opcheck(causal: bool, extra: str) -> None:
+@pytest.mark.parametrize("impl", ["aten", "native"])
+def test_opcheck(impl: str, causal: bool, extra: str) -> None:
+    if select.refusal(impl, torch.device("cpu"), torch.float32, 8) is not None:
+        pytest.skip("not on this machine")
     q, k, v = leaves((2, 37, 4, 8), (2, 37, 2, 8), (2, 37, 2, 8))
     packed = torch.tensor([0, 9, 37], dtype=torch.int32) if extra == "packed" else None
     padding = (torch.rand(2, 37) < 0.3) if extra == "padded" else None
     seed, p = (torch.tensor(5), 0.3) if extra == "dropout" else (None, 0.0)
-    options = (packed, padding, seed, PATTERN.spec, causal, 0.3, 0, 0, p, "aten")
+    options = (packed, padding, seed, PATTERN.spec, causal, 0.3, 0, 0, p, impl)
     torch.library.opcheck(torch.ops.dilated_attention_pytorch.attend, (q, k, v, *options))
     out, lse = attend_with_lse(q, k, v, PATTERN)
     with torch.no_grad():

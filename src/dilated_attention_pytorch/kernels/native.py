@@ -12,6 +12,8 @@ from torch import Tensor
 
 from dilated_attention_pytorch.planning import Gathered, Partial
 
+from .compilation import load
+
 KEYS_OF_WINDOW = 8192
 """Keys of which queries see more are merged window by window: results of a row are then written more than once."""
 _NO_BOUND = 1 << 60
@@ -59,6 +61,7 @@ def merge_partial(
         masks: keys and pairs that are left out.
         scale: factor of the scores, not negative.
     """
+    load()
     torch.ops.dilated_attention_native.attend(
         query, key, value, out, lse, [first_row, first_head], *_partial(partial, query), *_masks(masks), scale
     )
@@ -83,6 +86,7 @@ def add_gradients(
 
     ``first``: the query row, the key row and the key/value head that the gradients begin with.
     """
+    load()
     torch.ops.dilated_attention_native.attend_backward(
         grad_out, query, key, value, out, lse, grad_lse, *grads, list(first), *_partial(partial, query), *_masks(masks),
         scale,

@@ -141,9 +141,9 @@ def attend(
         key_padding_mask: bool ``[B, M]``, True = ignore, exactly as if the key were not there.
         dropout_p: probability with which each merged probability ``c exp(s - L)`` is dropped, the others scaled by
             ``1 / (1 - p)``. Drawn from PyTorch's random state.
-        impl: ``"auto"``, ``"triton"`` (kernels of this package, NVIDIA GPUs), ``"aten"`` (PyTorch's fused kernels, CPU
-            and CUDA) or ``"reference"`` (dense, any device). All agree to rounding. ``"auto"`` is ``"triton"`` where
-            that can run, else ``"aten"``.
+        impl: ``"auto"``, ``"triton"`` (kernels of this package, NVIDIA GPUs), ``"native"`` (kernels of this package,
+            x86-64 CPUs), ``"aten"`` (PyTorch's fused kernels, CPU and CUDA) or ``"reference"`` (dense, any device). All
+            agree to rounding. ``"auto"`` is ``"triton"`` where that can run, else ``"aten"``.
 
     Returns:
         ``[B, N, H, D]`` in the query's dtype, contiguous. Under autocast, inputs other than float64 are cast first.

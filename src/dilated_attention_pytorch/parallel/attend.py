@@ -359,6 +359,6 @@ def _check_strategy(
         )
     if impl in ("reference", "native"):
         raise NotImplementedError(
-            f"impl={impl!r} computes whole sequences, which no rank has under strategy={strategy!r}; {remedy}, or "
+            f'impl="{impl}" computes whole sequences, which no rank has under strategy={strategy!r}; {remedy}, or '
             'impl="aten"'
         )

@@ -20,5 +20,6 @@ from .shards import (
 
 __all__ = [
     "Axis", "Bands", "Block", "Call", "Exchange", "Gathered", "KeyLists", "Layout", "Partial", "Piece", "Plan",
-    "Rectangle", "Run", "ShardedCall", "SlabPair", "Team", "Tile", "exchange", "pieces", "plan", "shard_runs", "teams", "with_rows",
+    "Rectangle", "Run", "ShardedCall", "SlabPair", "Team", "Tile", "exchange", "pieces", "plan", "shard_runs", "teams",
+    "with_rows",
 ]  # fmt: skip
