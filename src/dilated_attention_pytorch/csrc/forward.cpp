@@ -1,5 +1,6 @@
 #include "kernels.h"
 #include "packing.h"
+#include "results.h"
 
 namespace dilated_attention {
 namespace {
@@ -23,8 +24,7 @@ class Forward {
  public:
   Forward(const Partial& partial, const Masks& masks, const ForwardOperands& x)
       : p_(partial), masks_(masks), query_(x.query), key_(x.key), value_(x.value),
-        out_(x.out, x.first_row, x.first_head), rounded_out_(x.out, x.first_row, x.first_head),
-        lse_(x.lse), is_rounded_(x.out.scalar_type() != at::kFloat),
+        results_(x, partial, masks),
         factor_(static_cast<float>(x.scale) * kLog2E), width_(rounded_up(partial.head_dim, kPairs)),
         tiles_(tiles_of(partial, std::max<int64_t>(1, kRowsOfTile / partial.ratio))) {}
 
@@ -74,7 +74,7 @@ class Forward {
 
   struct Scratch {
     std::vector<C> queries, probabilities;
-    std::vector<float> scores, sums, top, totals, line;
+    std::vector<float> scores, sums, top, totals;
     std::vector<uint32_t> counters;
 
     explicit Scratch(const Forward& f) {
@@ -85,7 +85,6 @@ class Forward {
       sums.resize(rows * f.p_.head_dim);
       top.resize(rows);
       totals.resize(rows * kLanes);
-      line.resize(f.p_.head_dim);
       counters.resize(rows);
     }
 
@@ -140,7 +139,13 @@ class Forward {
     }
     if (!is_begun) return;
     for (int64_t i = tile.first, r = 0; i < tile.stop; i++)
-      for (int64_t g = 0; g < p_.ratio; g++, r++) merge(d.batch, p_.query_row(d, problem, i), d.head * p_.ratio + g, s, r);
+      for (int64_t g = 0; g < p_.ratio; g++, r++) {
+        const float total = sum_of(Floats::loadu(s.totals.data() + r * kLanes));
+        if (total == 0.0f) continue;  // it sees none of these keys
+        results_.merge(
+            d.batch, p_.query_row(d, problem, i), d.head * p_.ratio + g, s.sums.data() + r * p_.head_dim,
+            s.top[r] * (factor_ * kLn2), total);
+      }
   }
 
   int64_t rows_of(const Tile& tile) const { return (tile.stop - tile.first) * p_.ratio; }
@@ -237,32 +242,10 @@ class Forward {
     return decay;
   }
 
-  void merge(int64_t batch, int64_t row, int64_t head, Scratch& s, int64_t r) const {
-    const float total = sum_of(Floats::loadu(s.totals.data() + r * kLanes));
-    if (total == 0.0f) return;  // it sees none of these keys
-    const int64_t head_dim = p_.head_dim;
-    float *lse = lse_.at(batch, row, head), *out = is_rounded_ ? s.line.data() : out_.at(batch, row, head);
-    const float *sums = s.sums.data() + r * head_dim, own = s.top[r] * (factor_ * kLn2) + logf(total);
-    if (*lse == -kInfinity) {
-      const float factor = masks_.keep_factor / total;
-      for (int64_t c = 0; c < head_dim; c++) out[c] = sums[c] * factor;
-      *lse = own;
-    } else {
-      if (is_rounded_) convert(rounded_out_.at(batch, row, head), out, head_dim);
-      const float weight = 1.0f / (1.0f + expf(*lse - own)), rest = 1.0f - weight, factor = weight * masks_.keep_factor / total;
-      for (int64_t c = 0; c < head_dim; c++) out[c] = out[c] * rest + sums[c] * factor;
-      *lse = std::max(*lse, own) + log1pf(expf(-std::abs(*lse - own)));
-    }
-    if (is_rounded_) convert(out, rounded_out_.at(batch, row, head), head_dim);
-  }
-
   const Partial& p_;
   const Masks& masks_;
   const Rows<const T> query_, key_, value_;
-  const Rows<float> out_;
-  const Rows<T> rounded_out_;
-  const Rows<float> lse_;
-  const bool is_rounded_;
+  const Results<T> results_;
   const float factor_;
   const int64_t width_;
   const std::vector<Tile> tiles_;
@@ -271,6 +254,9 @@ class Forward {
 }  // namespace
 
 void forward(const Partial& partial, const Masks& masks, const ForwardOperands& operands) {
+  const bool is_listed = partial.unit != 0;
+  if (!is_listed && !masks.is_dropped && partial.problems[0].count * partial.ratio <= kRowsOfStream)
+    return stream(partial, masks, operands);
   switch (operands.query.scalar_type()) {
     case at::kFloat: return Forward<float>(partial, masks, operands).run();
     case at::kBFloat16: return Forward<BFloat16>(partial, masks, operands).run();

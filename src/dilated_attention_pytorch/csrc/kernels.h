@@ -9,6 +9,8 @@ namespace dilated_attention {
 
 // Keys that the forward pass has packed at a time: what a query sees of more is merged window by window.
 constexpr int64_t kKeysOfWindow = 8192;
+// Queries of a domain that are so few that nothing is packed for them.
+constexpr int64_t kRowsOfStream = 16;
 
 // `out` begins with `first_row` and `first_head` of the queries. `lse` is -inf where nothing was merged yet. `out` may be
 // of the queries' dtype if every row is merged into once; else it is float32.
@@ -28,6 +30,7 @@ struct BackwardOperands {
 };
 
 void forward(const Partial& partial, const Masks& masks, const ForwardOperands& operands);
+void stream(const Partial& partial, const Masks& masks, const ForwardOperands& operands);
 void backward(const Partial& partial, const Masks& masks, const BackwardOperands& operands);
 
 }  // namespace dilated_attention

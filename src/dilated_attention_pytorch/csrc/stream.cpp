@@ -1,0 +1,156 @@
+#include "kernels.h"
+#include "packing.h"
+#include "results.h"
+
+namespace dilated_attention {
+namespace {
+
+constexpr int64_t kKeysOfChunk = 512;  // one piece of work
+constexpr int64_t kColumns = kRowsOfStream;
+
+// Few queries and many keys, as in a step of decoding: keys and values are read once, where they lie, and nothing is
+// packed but pairs of values of bfloat16. Scores are computed transposed, [keys, queries], with keys as the left operand.
+// Every chunk of keys has sums of its own, which are added up in their order.
+template <class T>
+class Stream {
+  using C = Factor<T>;
+  static constexpr int64_t kPairs = kPair<C>;
+
+ public:
+  Stream(const Partial& partial, const Masks& masks, const ForwardOperands& x)
+      : p_(partial), masks_(masks), query_(x.query), key_(x.key), value_(x.value), results_(x, partial, masks),
+        factor_(static_cast<float>(x.scale) * kLog2E), width_(rounded_up(partial.head_dim, kPairs)),
+        positions_(partial.problems[0].count), rows_(positions_ * partial.ratio) {}
+
+  void run() {
+    const int64_t num_domains = p_.domains.size(), chunks = (p_.num_keys + kKeysOfChunk - 1) / kKeysOfChunk;
+    const int64_t of_chunk = kColumns * (p_.head_dim + 2);
+    std::vector<float> sums(num_domains * chunks * of_chunk);
+    for_each_piece(num_domains * chunks, [&](const auto& next) {
+      Scratch scratch(width_, p_.head_dim);
+      for (int64_t piece; (piece = next()) >= 0;) {
+        const int64_t first = piece % chunks * kKeysOfChunk, stop = std::min(first + kKeysOfChunk, p_.num_keys);
+        add(p_.domains[piece / chunks], first, stop, sums.data() + piece * of_chunk, scratch);
+      }
+      at::native::cpublas::brgemm_release(kPairs == 2);
+    });
+    for_each_piece(num_domains, [&](const auto& next) {
+      std::vector<float> line(p_.head_dim);
+      for (int64_t domain; (domain = next()) >= 0;)
+        for (int64_t r = 0; r < rows_; r++) merge(p_.domains[domain], r, sums.data() + domain * chunks * of_chunk, chunks, line);
+    });
+  }
+
+ private:
+  struct Scratch {
+    std::vector<C> queries, queries_t, rows, values, probabilities;
+    std::vector<float> scores, transposed;
+    Scratch(int64_t width, int64_t head_dim)
+        : queries(kColumns * width), queries_t(kColumns * width), rows(kKeysOfChunk * width), values(kKeysOfChunk * head_dim),
+          probabilities(kPairs == 2 ? kColumns * kKeysOfChunk : 0), scores(kKeysOfChunk * kColumns), transposed(kColumns * kKeysOfChunk) {}
+  };
+
+  // Of these keys: sums of values [rows, head_dim], then the largest score and the total of every row.
+  void add(const Domain& d, int64_t first, int64_t stop, float* sums, Scratch& s) const {
+    const int64_t count = stop - first, keys = rounded_up(count, 16), head_dim = p_.head_dim;
+    std::fill(s.queries.begin(), s.queries.end(), C(0));
+    for (int64_t r = 0; r < rows_; r++)
+      convert(query_.at(d.batch, row_of(d, r), d.head * p_.ratio + r % p_.ratio), s.queries.data() + r * width_, head_dim);
+    pack_transposed(s.queries.data(), width_, s.queries_t.data(), kColumns, kColumns, width_);
+    copy(key_, d, first, count, keys, width_, s.rows.data());
+    multiply(keys, kColumns, width_, s.rows.data(), width_, s.queries_t.data(), kColumns, s.scores.data(), kColumns, false);
+    mask(d, first, count, keys, s.scores.data());
+    exponentiate(keys, sums + kColumns * head_dim, s);
+    copy(value_, d, first, count, keys, head_dim, s.rows.data());
+    pack_rows(s.rows.data(), head_dim, s.values.data(), keys, head_dim);
+    multiply(rows_, head_dim, keys, probabilities_of(s), kKeysOfChunk, s.values.data(), head_dim, sums, head_dim, false);
+  }
+
+  int64_t row_of(const Domain& d, int64_t r) const { return p_.query_row(d, p_.problems[0], r / p_.ratio); }
+
+  static C* probabilities_of(Scratch& s) {
+    if constexpr (kPairs == 2)
+      return s.probabilities.data();
+    else
+      return s.transposed.data();
+  }
+
+  void copy(const Rows<const T>& from, const Domain& d, int64_t first, int64_t count, int64_t keys, int64_t width, C* to) const {
+    for (int64_t x = 0; x < keys; x++, to += width) {
+      const int64_t row = d.key_row + (first + x) * p_.step;
+      const bool is_read = x < count && !masks_.hides(d, row);
+      if (is_read) convert(from.at(d.batch, row, d.head), to, p_.head_dim);
+      std::fill(is_read ? to + p_.head_dim : to, to + width, C(0));
+    }
+  }
+
+  void mask(const Domain& d, int64_t first, int64_t count, int64_t keys, float* scores) const {
+    const bool is_banded = positions_ - 1 + p_.low > first || p_.high < first + count - 1;
+    for (int64_t x = 0; x < keys; x++, scores += kColumns) {
+      if (x >= count || masks_.hides(d, d.key_row + (first + x) * p_.step)) {
+        std::fill(scores, scores + kColumns, -kInfinity);
+      } else if (is_banded) {
+        const int64_t low = std::clamp<int64_t>((first + x - p_.high) * p_.ratio, 0, kColumns);
+        const int64_t high = std::clamp<int64_t>((first + x - p_.low + 1) * p_.ratio, low, kColumns);
+        std::fill(scores, scores + low, -kInfinity);
+        std::fill(scores + high, scores + kColumns, -kInfinity);
+      }
+    }
+  }
+
+  // Powers of two of the scores of every query, less its largest, as rows; `tops`: the largest, then the totals.
+  void exponentiate(int64_t keys, float* tops, Scratch& s) const {
+    constexpr bool is_coarse = !std::is_same_v<T, float>;
+    const Floats factor(factor_);
+    for (int64_t c = 0; c < kColumns; c += kLanes) {
+      Floats top(-kInfinity), total(0.0f);
+      for (int64_t x = 0; x < keys; x++) top = at::vec::maximum(top, Floats::loadu(s.scores.data() + x * kColumns + c));
+      const Floats safe = Floats::blendv(top, Floats(0.0f), top == Floats(-kInfinity));
+      for (int64_t x = 0; x < keys; x++) {
+        float* score = s.scores.data() + x * kColumns + c;
+        const Floats power = exp2<is_coarse>((Floats::loadu(score) - safe) * factor);
+        power.store(score);
+        total = total + power;
+      }
+      top.store(tops + c);
+      total.store(tops + kColumns + c);
+    }
+    transpose(s.scores.data(), kColumns, s.transposed.data(), kKeysOfChunk, keys, kColumns);
+    if constexpr (kPairs == 2)
+      for (int64_t r = 0; r < rows_; r++) convert(s.transposed.data() + r * kKeysOfChunk, s.probabilities.data() + r * kKeysOfChunk, keys);
+  }
+
+  void merge(const Domain& d, int64_t r, const float* sums, int64_t chunks, std::vector<float>& line) const {
+    const int64_t head_dim = p_.head_dim, of_chunk = kColumns * (head_dim + 2);
+    float top = -kInfinity, total = 0.0f;
+    for (int64_t chunk = 0; chunk < chunks; chunk++) top = std::max(top, sums[chunk * of_chunk + kColumns * head_dim + r]);
+    if (top == -kInfinity) return;  // it sees none of these keys
+    std::fill(line.begin(), line.end(), 0.0f);
+    for (int64_t chunk = 0; chunk < chunks; chunk++, sums += of_chunk) {
+      const float of_top = sums[kColumns * head_dim + r], weight = of_top == top ? 1.0f : exp2f((of_top - top) * factor_);
+      if (weight == 0.0f) continue;
+      total += weight * sums[kColumns * (head_dim + 1) + r];
+      for (int64_t c = 0; c < head_dim; c++) line[c] += weight * sums[r * head_dim + c];
+    }
+    results_.merge(d.batch, row_of(d, r), d.head * p_.ratio + r % p_.ratio, line.data(), top * (factor_ * kLn2), total);
+  }
+
+  const Partial& p_;
+  const Masks& masks_;
+  const Rows<const T> query_, key_, value_;
+  const Results<T> results_;
+  const float factor_;
+  const int64_t width_, positions_, rows_;
+};
+
+}  // namespace
+
+void stream(const Partial& partial, const Masks& masks, const ForwardOperands& operands) {
+  switch (operands.query.scalar_type()) {
+    case at::kFloat: return Stream<float>(partial, masks, operands).run();
+    case at::kBFloat16: return Stream<BFloat16>(partial, masks, operands).run();
+    default: return Stream<Half>(partial, masks, operands).run();
+  }
+}
+
+}  // namespace dilated_attention
