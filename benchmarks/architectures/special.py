@@ -2,13 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
-
-import torch
-from torch import Tensor
-
-from .sizes import FIRST_TOKEN, LAST_TOKEN
 
 _ROTARY = {"rope_type": "default", "rope_theta": 10000.0}
 _STAGES = {"depths": [1, 1, 1, 1], "out_features": ["stage2", "stage3", "stage4"]}
@@ -18,6 +12,33 @@ _SWIN = {"embed_dim": 48, "depths": [1, 1, 1, 1], "num_heads": [3, 6, 12, 24], "
 _WIDE = {"encoder_hidden_dim": 256, "d_model": 256}
 _FOUR_LAYERS = {"num_hidden_layers": 4, "out_indices": [1, 2, 3, 4], "reshape_hidden_states": False}
 _SERIES = {"prediction_length": 11, "context_length": 37, "lags_sequence": [1, 2, 3], "num_time_features": 1}
+
+_MAMBA = {"mamba_n_heads": 8, "mamba_d_head": 16, "mamba_d_state": 16, "mamba_chunk_size": 8}
+_STEP = {
+    "layer_types": ["full_attention", "sliding_attention"], "sliding_window": 5, "share_expert_dim": 48,
+    "rope_parameters": {"full_attention": _ROTARY, "sliding_attention": _ROTARY},
+}  # fmt: skip
+
+_SEAMLESS = {
+    "speech_encoder_layers": 2, "speech_encoder_attention_heads": 4, "speech_encoder_intermediate_size": 48,
+    "t2u_encoder_layers": 2, "t2u_decoder_layers": 2, "t2u_encoder_ffn_dim": 48, "t2u_decoder_ffn_dim": 48,
+    "t2u_vocab_size": 160, "unit_hifi_gan_vocab_size": 160, "unit_embed_dim": 64,
+}  # fmt: skip
+_VIBEVOICE = {"num_filters": 4, "downsampling_ratios": [2, 2, 4], "depths": [1, 1, 1, 1]}
+
+_ALL_FOUR = {
+    "num_hidden_layers": 4, "out_features": ["stage1", "stage2", "stage3", "stage4"], "reshape_hidden_states": False,
+}  # fmt: skip
+_HIERA = {
+    "image_size": [64, 64], "blocks_per_stage": [1, 1, 1, 1], "embed_dim_per_stage": [16, 32, 64, 64],
+    "num_attention_heads_per_stage": [1, 2, 4, 4], "window_size_per_stage": [8, 4, 4, 2],
+    "global_attention_blocks": [1, 2], "hidden_size": 16,
+}  # fmt: skip
+_SAM3_FEATURES = {"fpn_hidden_size": 64, "backbone_feature_sizes": [[32, 32], [16, 16], [8, 8]]}
+_HIERA_FEATURES = {
+    "backbone_channel_list": [64, 64, 32, 16], "backbone_feature_sizes": [[16, 16], [8, 8], [4, 4]],
+    "fpn_hidden_size": 64,
+}  # fmt: skip
 
 CHANGES: dict[str, dict[str, Any]] = {
     "align": {"projection_dim": 80},
@@ -31,9 +52,14 @@ CHANGES: dict[str, dict[str, Any]] = {
     "prompt_depth_anything": {
         "reassemble_hidden_size": 64, "backbone_config": {"model_type": "dinov2", **_FOUR_LAYERS},
     },
-    "chmv2": {"backbone_config": {"model_type": "dinov3_vit", **_FOUR_LAYERS, "return_class_token": True}},
+    "chmv2": {
+        "backbone_config": {
+            "model_type": "dinov3_vit", **_FOUR_LAYERS, "reshape_hidden_states": True, "return_class_token": True,
+        },
+        "post_process_channels": [32, 32, 32, 32],
+    },
     "deepseek_ocr2_text": {"rope_parameters": _ROTARY, "mlp_layer_types": ["dense", "sparse"]},
-    "dots3_note_audio_encoder": {"adapter_input_size": 64},
+    "dots3_note_audio_encoder": {"adapter_input_size": 64, "downsample_hidden_size": 16},
     "dots3_note_vision_encoder": {"adapter_in_dim": 64},
     "glm4v_moe_text": {"rope_parameters": {**_ROTARY, "partial_rotary_factor": 0.5, "mrope_section": [1, 1, 2]}},
     "gemma3n_text": {"num_kv_shared_layers": 0},
@@ -42,12 +68,10 @@ CHANGES: dict[str, dict[str, Any]] = {
     "moonshine_streaming": {"num_attention_heads": 4, "num_key_value_heads": 4},
     "nemotron3_5_transcribe_audio": {"head_config": {"audio_hidden_size": 64}},
     "nemotron3_diarization": {"head_config": {"audio_hidden_size": 64}},
-    "swin": _SWIN,
+    "swin": {**_SWIN, "window_size": 2},
     "swinv2": _SWIN,
-    "donut-swin": _SWIN,
+    "donut-swin": {**_SWIN, "window_size": 2},
     "maskformer-swin": _SWIN,
-    "janus_vqgan": {"base_channels": 32, "embed_dim": 32, "num_embeddings": 128},
-    "qwen4_exp_text": {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16},
     "phi4_multimodal_audio": {"nemo_conv_channels": 64},
     "mimi": {"upsample_groups": 64},
     "emu3_vqgan": {"base_channels": 32, "embed_dim": 32, "num_embeddings": 128, "hidden_size": 64},
@@ -59,17 +83,119 @@ CHANGES: dict[str, dict[str, Any]] = {
         },
     },
     "autoformer": _SERIES,
-    "bamba": {"attn_layer_indices": [1]},
+    "bamba": {"attn_layer_indices": [1], **_MAMBA},
+    "falcon_h1": {"mamba_d_ssm": 128, **_MAMBA},
+    "granitemoehybrid": {"layer_types": ["linear_attention", "full_attention"], **_MAMBA},
+    "jamba": {"attn_layer_period": 2, "attn_layer_offset": 1},
+    "nemotron_h": {
+        "layers_block_type": ["linear_attention", "moe", "full_attention", "mlp"], "mamba_num_heads": 8,
+        "mamba_head_dim": 16, "n_groups": 2, "ssm_state_size": 16, "chunk_size": 8,
+    },
+    "recurrent_gemma": {"block_types": ["recurrent", "attention"], "attention_window_size": 5},
+    "zamba": {"num_hidden_layers": 4, "layers_block_type": ["linear_attention", "hybrid"] * 2},
+    "step3p5": _STEP,
+    "step3p7": {"text_config": _STEP},
+    "step3p7_text": _STEP,
+    "blip-2": {"image_token_index": 5, "num_query_tokens": 7},
+    "instructblip": {"image_token_index": 5, "num_query_tokens": 7},
+    "instructblipvideo": {"video_token_index": 5, "num_query_tokens": 7},
+    "gemma4_assistant": {"text_config": {"hidden_size_per_layer_input": 0, "vocab_size_per_layer_input": 0}},
+    "idefics": {"vision_config": {"embed_dim": 64}},
+    "inkling_vision": {"num_hidden_layers": 4},
+    "molmo2": {"adapter_config": {"vision_feature_layer": [1, 0]}},
+    "molmo2_vision": {"image_size": [56, 56]},
+    "molmo2_adapter": {"vision_feature_layer": [1, 0]},
+    "muse_spark_audio": {
+        "num_hidden_layers": 2, "patch_sizes": [8, 4], "hidden_sizes": [32, 64], "depths": [1, 1],
+    },
+    "nemotron_h_omni": {"vision_config": {"video_temporal_patch_size": 2}},
+    "qwen4_exp_text": {
+        "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16, "indexer_n_heads": 2, "indexer_kv_heads": 1,
+        "indexer_head_dim": 16, "indexer_budget": 8, "indexer_compress_ratio": 2,
+    },
+    "shieldgemma2": {"yes_token_index": 20, "no_token_index": 21},
+    "bridgetower_vision_model": {"image_size": 64},
+    "deepseek_ocr2_vision": {"encoder_config": {"hidden_size": 64}, "sam_config": {"downsample_channels": [64, 64]}},
+    "dots3_note": {"vision_config": {"adapter_out_dim": 64}, "audio_config": {"adapter_out_dim": 64}},
+    "fun_asr_nano": {"adaptor_config": {"hidden_size": 64, "intermediate_size": 16}},
+    "granite4_vision": {"deepstack_layer_map": [[0, 0]], "downsample_rate": "1/2"},
+    "llama4_vision_model": {"intermediate_size": 256, "projector_input_dim": 64, "projector_output_dim": 64},
+    "minicpm_ocr_vision": {"insert_layer_id": 0},
+    "minicpmv4_6_vision": {"insert_layer_id": 0},
+    "minicpmv4_7_vision": {"insert_layer_id": 0},
+    "mllama_vision_model": {"intermediate_layers_indices": [0, 1], "num_global_layers": 1},
+    "moshi_depth": {"num_codebooks": 24, "audio_vocab_size": 160},
+    "paddleocr_vl_vision": {"rope_parameters": {"rope_type": "axial", "rope_theta": 10000.0}},
+    "tvp": {"max_img_size": 64, "visual_prompt_size": 8, "num_frames": 2},
+    "unlimited_ocr_vision": {"sam_config": {"downsample_channels": [64, 64]}},
+    "nemotron_asr_streaming_encoder": {"subsampling_conv_channels": 16},
+    "qwen2_5_omni_bigvgan": {"upsample_initial_channel": 128},
+    "qwen2_5_omni_dit": {
+        "rope_parameters": _ROTARY, "num_embeds": 160, "enc_channels": [32, 32, 32, 32, 96], "enc_emb_dim": 16,
+        "enc_dim": 16, "look_ahead_layers": [1],
+    },
+    "seamless_m4t": _SEAMLESS,
+    "seamless_m4t_v2": _SEAMLESS,
+    "vibevoice_acoustic_tokenizer": _VIBEVOICE,
+    "vibevoice_acoustic_tokenizer_decoder": _VIBEVOICE,
+    "vibevoice_acoustic_tokenizer_encoder": _VIBEVOICE,
+    "dac": {"encoder_hidden_size": 16, "decoder_hidden_size": 64},
+    "neucodec": {"quantization_levels": [4, 4, 4], "quantization_dim": 64},
+    "xcodec2": {"quantization_levels": [4, 4, 4], "quantization_dim": 64},
+    "tipsv2_dpt": {"backbone_config": _ALL_FOUR, "neck_hidden_sizes": [32, 32, 32, 32]},
+    "zoedepth": {"backbone_config": _ALL_FOUR, "neck_hidden_sizes": [32, 32, 32, 32], "bottleneck_features": 32},
+    "mask2former": {
+        "backbone_config": {"out_features": ["stage1", "stage2", "stage3", "stage4"]}, "feature_size": 64,
+        "mask_feature_size": 64, "encoder_feedforward_dim": 48, "num_queries": 20,
+    },
+    "oneformer": {
+        "backbone_config": {"out_features": ["stage1", "stage2", "stage3", "stage4"]}, "conv_dim": 64, "mask_dim": 64,
+        "encoder_feedforward_dim": 48, "num_queries": 20, "text_encoder_width": 64, "task_seq_len": 19,
+        "text_encoder_vocab_size": 160,
+    },
+    "lw_detr_vit": {"num_windows": 4},
+    "lw_detr": {
+        "backbone_config": {"out_features": ["stage1", "stage2"]}, "projector_scale_factors": [1.0], "num_queries": 12,
+        "group_detr": 1,
+    },
+    "rf_detr": {"num_queries": 12, "group_detr": 1},
+    "pp_doclayout_v2": {**_HGNET, "num_queries": 12},
+    "pp_doclayout_v3": {
+        "backbone_config": {"model_type": "hgnet_v2", "out_features": ["stage1", "stage2", "stage3", "stage4"]},
+        "num_queries": 12,
+    },
+    "pp_doclayout_v4": {**_HGNET, "num_queries": 12},
+    "grounding-dino": {"num_queries": 12},
+    "mm-grounding-dino": {"num_queries": 12},
+    "vitmatte": {"fusion_hidden_sizes": [32, 32, 32, 32], "convstream_hidden_sizes": [16, 16, 16]},
+    "vjepa2": {
+        "crop_size": 64, "frames_per_clip": 4, "pred_hidden_size": 64, "pred_num_attention_heads": 4,
+        "pred_num_hidden_layers": 2,
+    },
+    "seggpt": {
+        "image_size": [128, 64], "pretrain_image_size": 64, "merge_index": 0,
+        "intermediate_hidden_state_indices": [0, 1],
+    },
+    "sam2_hiera_det_model": _HIERA,
+    "sam2_vision_model": {**_HIERA_FEATURES, "backbone_config": _HIERA},
+    "sam2": {"vision_config": {**_HIERA_FEATURES, "backbone_config": _HIERA}},
+    "sam3_vision_model": _SAM3_FEATURES,
+    "sam3_vit_model": {"window_size": 2},
+    "florence_vision": {"embed_dim": [16, 32, 64, 64], "num_heads": [2, 2, 4, 4], "num_groups": [2, 2, 4, 4]},
+    "janus_vqgan": {"base_channels": 32, "embed_dim": 32, "num_embeddings": 128, "num_patches": 4},
+    "slanext": {"vision_config": {"output_channels": 64}, "post_conv_in_channels": 64, "post_conv_out_channels": 64},
+    "xcodec": {"acoustic_model_config": {"downsampling_ratios": [2, 4, 5, 8], "upsampling_ratios": [8, 5, 4, 2]}},
+    "xmod": {"default_language": "en_XX"},
     "blt": {"encoder_hash_byte_group_vocab": 50},
     "chameleon": {"vocabulary_map": {"<image>": 9, "IMGIMGA": 10}},
     "cohere_compass_text": {"rope_parameters": {"full_attention": _ROTARY, "sliding_attention": _ROTARY}},
     "conditional_detr": _DETR,
     "dab-detr": _DETR,
-    "dbrx": {"attn_config": {"rope_theta": 10000.0, "kv_n_heads": 2}},
+    "dbrx": {"attn_config": {"rope_theta": 10000.0, "kv_n_heads": 2, "clip_qkv": 8.0}},
     "deformable_detr": _DETR,
     "depth_pro": {
-        "patch_size": 64, "scaled_images_ratios": (1.0,), "scaled_images_overlap_ratios": (0.0,),
-        "scaled_images_feature_dims": (64,),
+        "patch_size": 64, "intermediate_hook_ids": [1, 0], "intermediate_feature_dims": [64, 64],
+        "scaled_images_feature_dims": [64, 64, 64],
     },
     "detr": _DETR,
     "diffusion_gemma_text": {"num_experts": 4, "top_k_experts": 2, "moe_intermediate_size": 48},
@@ -79,7 +205,6 @@ CHANGES: dict[str, dict[str, Any]] = {
         "moe_intermediate_size": [48, 48], "rope_parameters": {**_ROTARY, "mrope_section": [3, 3, 2]},
     },
     "esm": {"vocab_size": 160, "pad_token_id": 0, "mask_token_id": 4},
-    "gemma4_assistant": {"text_config": {"hidden_size_per_layer_input": 0}},
     "gpt_neo": {"attention_types": [[["global", "local"], 1]], "num_layers": 2, "window_size": 5},
     "hunyuan_v1_dense": {"head_dim": 16, "num_key_value_heads": 2},
     "hunyuan_v1_moe": {"head_dim": 16, "num_key_value_heads": 2},
@@ -90,7 +215,7 @@ CHANGES: dict[str, dict[str, Any]] = {
     "mamba2": {"num_heads": 8},
     "ministral": {"head_dim": 16},
     "nemotron": {"num_key_value_heads": 2},
-    "omdet-turbo": _DETR,
+    "omdet-turbo": {**_DETR, "encoder_in_channels": [512, 1024, 2048], "num_queries": 12},
     "perceiver": {
         "num_latents": 19, "d_latents": 64, "num_self_attends_per_block": 2, "num_self_attention_heads": 4,
         "num_cross_attention_heads": 4,
@@ -112,64 +237,3 @@ NOT_HERE: dict[str, str] = {
     "sam3_tracker_video": "is called with the session of a video",
 }
 """Model types of which no model is called, and why."""
-
-
-def inputs_of(class_name: str, config: Any) -> dict[str, Any] | None:
-    """What a class is called with, where the names of its arguments do not tell; None for all others."""
-    make = _INPUTS.get(class_name)
-    return None if make is None else make(config)
-
-
-def _noise(*shape: int) -> Tensor:
-    return torch.randn(shape, generator=torch.Generator().manual_seed(7), dtype=torch.float64)
-
-
-def _tokens(*shape: int, seed: int = 0) -> Tensor:
-    return torch.randint(FIRST_TOKEN, LAST_TOKEN, shape, generator=torch.Generator().manual_seed(seed))
-
-
-def _qformer(config: Any) -> dict[str, Any]:
-    return {"query_embeds": _noise(2, 11, config.hidden_size),
-            "encoder_hidden_states": _noise(2, 17, config.encoder_hidden_size)}  # fmt: skip
-
-
-def _flattened(width: int) -> Tensor:
-    """17 patches of an image with their rows and columns before their numbers."""
-    places = torch.arange(1.0, 18.0, dtype=torch.float64).expand(2, 17)[..., None].expand(-1, -1, 2)
-    return torch.cat([places, _noise(2, 17, width)], dim=-1)
-
-
-_INPUTS: dict[str, Callable[[Any], dict[str, Any]]] = {
-    "Blip2QFormerModel": _qformer,
-    "DecisionTransformerModel": lambda config: {
-        "states": _noise(2, 9, config.state_dim), "actions": _noise(2, 9, config.act_dim), "rewards": _noise(2, 9, 1),
-        "returns_to_go": _noise(2, 9, 1), "timesteps": torch.arange(9).expand(2, -1),
-        "attention_mask": torch.ones(2, 9, dtype=torch.long),
-    },
-    "DiaModel": lambda config: {
-        "input_ids": _tokens(2, 29), "decoder_input_ids": _tokens(2, 23, config.decoder_config.num_channels) % 50,
-    },
-    "GraniteSpeechCTCEncoder": lambda config: {"hidden_states": _noise(2, 40, config.input_dim)},
-    "GraniteSpeechPlusCTCEncoder": lambda config: {"hidden_states": _noise(2, 40, config.input_dim)},
-    "Phi4MultimodalAudioModel": lambda config: {
-        "hidden_states": _noise(2, 96, config.input_size), "mask": torch.ones(2, 96, dtype=torch.bool),
-    },
-    "Pix2StructForConditionalGeneration": lambda config: {
-        "flattened_patches": _flattened(config.vision_config.patch_embed_hidden_size),
-        "decoder_input_ids": _tokens(2, 23),
-    },
-    "Pix2StructVisionModel": lambda config: {"flattened_patches": _flattened(config.patch_embed_hidden_size)},
-    "Kosmos2_5VisionModel": lambda config: {"flattened_patches": _flattened(config.patch_embed_hidden_size)},
-    "Gemma3nAudioEncoder": lambda config: {
-        "audio_mel": _noise(2, 64, config.input_feat_size), "audio_mel_mask": torch.zeros(2, 64, dtype=torch.bool),
-    },
-    "GraniteSpeech5Encoder": lambda config: {"input_features": _noise(2, 40, config.input_dim)},
-    "KyutaiSpeechToTextModel": lambda config: {"input_ids": _tokens(2, 29, config.num_codebooks + 1) % 50},
-    "Idefics2PerceiverResampler": lambda config: {
-        "context": _noise(2, 17, config.hidden_size), "attention_mask": torch.ones(2, 17, dtype=torch.long),
-    },
-    "LxmertModel": lambda config: {
-        "input_ids": _tokens(2, 29), "visual_feats": _noise(2, 13, config.visual_feat_dim),
-        "visual_pos": _noise(2, 13, config.visual_pos_dim),
-    },
-}  # fmt: skip
