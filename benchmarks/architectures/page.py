@@ -54,9 +54,8 @@ it can be, runs under `DilatedPattern([8, 64], [1, 3])`.
 Shown: `=` equals dense attention with the counts, `g` so do the gradients of all weights, `c` a later token changes
 nothing before it, `l` and `r` rows padded on the left and on the right equal the rows alone, `k` text from the
 model's cache equals text without one. A sign is missing where the dense model does not keep that law either, or has
-no such input. "The text part alone" means `attn_implementation={{"text_config": "dilated"}}`, "its own layers alone"
-`{{"": "dilated", "vision_config": "eager"}}`, `set_pattern(model.encoder, pattern)` that the pattern is given to that
-part: the other parts stay as they are.
+no such input. "The text part alone" means `attn_implementation={{"text_config": "dilated"}}`; a call of `set_pattern`
+is one on a model that was built without `"dilated"`. Either way the other parts stay as they are.
 
 | type | class | shown | besides |
 |---|---|---|---|"""

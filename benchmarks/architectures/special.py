@@ -30,14 +30,19 @@ _ALL_FOUR = {
     "num_hidden_layers": 4, "out_features": ["stage1", "stage2", "stage3", "stage4"], "reshape_hidden_states": False,
 }  # fmt: skip
 _HIERA = {
-    "image_size": [64, 64], "blocks_per_stage": [1, 1, 1, 1], "embed_dim_per_stage": [16, 32, 64, 64],
-    "num_attention_heads_per_stage": [1, 2, 4, 4], "window_size_per_stage": [8, 4, 4, 2],
-    "global_attention_blocks": [1, 2], "hidden_size": 16,
+    "image_size": [64, 64], "blocks_per_stage": [1, 2, 2, 1], "embed_dim_per_stage": [16, 32, 64, 128],
+    "num_attention_heads_per_stage": [1, 2, 4, 8], "window_size_per_stage": [8, 4, 4, 2],
+    "global_attention_blocks": [4], "hidden_size": 16,
 }  # fmt: skip
 _SAM3_FEATURES = {"fpn_hidden_size": 64, "backbone_feature_sizes": [[32, 32], [16, 16], [8, 8]]}
 _HIERA_FEATURES = {
-    "backbone_channel_list": [64, 64, 32, 16], "backbone_feature_sizes": [[16, 16], [8, 8], [4, 4]],
+    "backbone_channel_list": [128, 64, 32, 16], "backbone_feature_sizes": [[16, 16], [8, 8], [4, 4]],
     "fpn_hidden_size": 64,
+}  # fmt: skip
+_TRACKER = {
+    "mask_decoder_config": {"hidden_size": 128}, "memory_attention_hidden_size": 128,
+    "memory_encoder_hidden_size": 128, "memory_attention_feed_forward_hidden_size": 48,
+    "mask_downsampler_embed_dim": 128, "memory_fuser_embed_dim": 128, "memory_fuser_intermediate_dim": 64,
 }  # fmt: skip
 
 CHANGES: dict[str, dict[str, Any]] = {
@@ -140,10 +145,10 @@ CHANGES: dict[str, dict[str, Any]] = {
     "vibevoice_acoustic_tokenizer_decoder": _VIBEVOICE,
     "vibevoice_acoustic_tokenizer_encoder": _VIBEVOICE,
     "dac": {"encoder_hidden_size": 16, "decoder_hidden_size": 64},
-    "neucodec": {"quantization_levels": [4, 4, 4], "quantization_dim": 64},
-    "xcodec2": {"quantization_levels": [4, 4, 4], "quantization_dim": 64},
+    "neucodec": {"encoder_hidden_size": 8, "quantization_levels": [4, 4, 4], "quantization_dim": 128},
+    "xcodec2": {"encoder_hidden_size": 8, "quantization_levels": [4, 4, 4], "quantization_dim": 128},
     "tipsv2_dpt": {"backbone_config": _ALL_FOUR, "neck_hidden_sizes": [32, 32, 32, 32]},
-    "zoedepth": {"backbone_config": _ALL_FOUR, "neck_hidden_sizes": [32, 32, 32, 32], "bottleneck_features": 32},
+    "zoedepth": {"backbone_config": _ALL_FOUR, "neck_hidden_sizes": [32, 32, 32, 32], "bottleneck_features": 64},
     "mask2former": {
         "backbone_config": {"out_features": ["stage1", "stage2", "stage3", "stage4"]}, "feature_size": 64,
         "mask_feature_size": 64, "encoder_feedforward_dim": 48, "num_queries": 20,
@@ -178,6 +183,14 @@ CHANGES: dict[str, dict[str, Any]] = {
     },
     "sam2_hiera_det_model": _HIERA,
     "sam2_vision_model": {**_HIERA_FEATURES, "backbone_config": _HIERA},
+    "sam2_video": {
+        "vision_config": {**_HIERA_FEATURES, "backbone_config": _HIERA, "fpn_hidden_size": 128},
+        "prompt_encoder_config": {"hidden_size": 128}, "memory_attention_rope_feat_sizes": [4, 4], **_TRACKER,
+    },
+    "sam3_tracker_video": {
+        "vision_config": {"fpn_hidden_size": 128}, "prompt_encoder_config": {"hidden_size": 128, "image_size": 112},
+        "memory_attention_rope_feat_sizes": [8, 8], "image_size": 112, **_TRACKER,
+    },
     "sam2": {"vision_config": {**_HIERA_FEATURES, "backbone_config": _HIERA}},
     "sam3_vision_model": _SAM3_FEATURES,
     "sam3_vit_model": {"window_size": 2},
@@ -185,6 +198,9 @@ CHANGES: dict[str, dict[str, Any]] = {
     "janus_vqgan": {"base_channels": 32, "embed_dim": 32, "num_embeddings": 128, "num_patches": 4},
     "slanext": {"vision_config": {"output_channels": 64}, "post_conv_in_channels": 64, "post_conv_out_channels": 64},
     "xcodec": {"acoustic_model_config": {"downsampling_ratios": [2, 4, 5, 8], "upsampling_ratios": [8, 5, 4, 2]}},
+    "sam3_tracker_prompt_encoder": {"image_size": 112},
+    "sam3_lite_text_text_model": {"num_hidden_layers": 3},
+    "uvdoc": {"backbone_config": {"out_features": [f"stage{number}" for number in range(1, 7)]}},
     "xmod": {"default_language": "en_XX"},
     "blt": {"encoder_hash_byte_group_vocab": 50},
     "chameleon": {"vocabulary_map": {"<image>": 9, "IMGIMGA": 10}},
@@ -215,7 +231,9 @@ CHANGES: dict[str, dict[str, Any]] = {
     "mamba2": {"num_heads": 8},
     "ministral": {"head_dim": 16},
     "nemotron": {"num_key_value_heads": 2},
-    "omdet-turbo": {**_DETR, "encoder_in_channels": [512, 1024, 2048], "num_queries": 12},
+    "omdet-turbo": {**_DETR, "encoder_in_channels": [512, 1024, 2048], "num_queries": 12,
+        "apply_layernorm_after_vision_backbone": False, "vision_features_channels": [256, 256, 256],
+    },
     "perceiver": {
         "num_latents": 19, "d_latents": 64, "num_self_attends_per_block": 2, "num_self_attention_heads": 4,
         "num_cross_attention_heads": 4,
@@ -231,9 +249,8 @@ CHANGES: dict[str, dict[str, Any]] = {
 """Arguments of configurations, by model type."""
 
 NOT_HERE: dict[str, str] = {
-    "edgetam_video": "is called with the session of a video",
-    "sam2_video": "is called with the session of a video",
+    "omdet-turbo": "keeps what its text encoder gave, so that a second call shows nothing",
     "sam3_video": "is called with the session of a video",
-    "sam3_tracker_video": "is called with the session of a video",
+    "edgetam_video": "is called with the session of a video",
 }
 """Model types of which no model is called, and why."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 from collections.abc import Callable
 from typing import Any
 
@@ -64,6 +65,18 @@ def _mask_features(config: Any) -> dict[str, Any]:
     }  # fmt: skip
 
 
+def _session(model: Any, folder: str, size: int) -> Any:
+    """Of a video of two images, with a point on the first of them, which the model has seen."""
+    module: Any = importlib.import_module(f"transformers.models.{folder}.modeling_{folder}")
+    (kind,) = (value for name, value in vars(module).items() if name.endswith("InferenceSession"))
+    session = kind(noise(2, 3, size, size), size, size, dtype=model.dtype)
+    point = {"point_coords": torch.full((1, 1, 1, 2), 30.0), "point_labels": torch.ones(1, 1, 1, dtype=torch.int32)}
+    session.add_point_inputs(session.obj_id_to_idx(1), 0, point)
+    session.obj_with_new_inputs = [1]
+    model(inference_session=session, frame_idx=0)
+    return session
+
+
 VISION_INPUTS: dict[str, Callable[[Any], dict[str, Any]]] = {
     "BridgeTowerVisionModel": lambda config: {"image": noise(2, 3, config.image_size, config.image_size)},
     "DeepseekOcr2VisionEncoder": lambda config: {"inputs_embeds": noise(2, 40, config.hidden_size), "num_patches": 20},
@@ -92,6 +105,7 @@ VISION_INPUTS: dict[str, Callable[[Any], dict[str, Any]]] = {
         "pooled_patches_idx": torch.arange(32).view(8, 4),
     },
     "Molmo2VisionModel": lambda config: {"pixel_values": noise(2, 16, 3 * config.patch_size**2)},
+    "PPOCRV5MobileDetModel": lambda config: {"hidden_states": noise(2, 3, 64, 64)},
     "PaddleOCRVisionModel": lambda config: {
         "pixel_values": noise(1, 48, 3, config.patch_size, config.patch_size), "grid_thw": torch.tensor([[1, 6, 8]]),
     },
@@ -111,6 +125,12 @@ VISION_INPUTS: dict[str, Callable[[Any], dict[str, Any]]] = {
     "SLANeXtBackbone": lambda config: {"hidden_states": noise(2, 3, 64, 64)},
     "Sam2HieraDetModel": lambda config: {"pixel_values": noise(2, 3, 64, 64)},
     "Sam2VisionModel": lambda config: {"pixel_values": noise(2, 3, 64, 64)},
+    "Sam2VideoModel": lambda config: {
+        "inference_session": lambda model: _session(model, "sam2_video", 64), "frame_idx": 1,
+    },
+    "Sam3TrackerVideoModel": lambda config: {
+        "inference_session": lambda model: _session(model, "sam3_tracker_video", 112), "frame_idx": 1,
+    },
     "Sam2Model": lambda config: {
         "pixel_values": noise(2, 3, 64, 64), "input_points": noise(2, 1, 5, 2),
         "input_labels": torch.ones(2, 1, 5, dtype=torch.long),

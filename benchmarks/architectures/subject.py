@@ -179,10 +179,10 @@ def seed() -> None:
 
 
 def call(model: Any, inputs: dict[str, Any], *, grad: bool = False) -> list[Tensor]:
-    """What the model gives: every tensor of numbers but the caches."""
+    """What the model gives: every tensor of numbers but the caches. Inputs that it changes are made by functions."""
     seed()
     with torch.set_grad_enabled(grad):
-        out = model(**inputs)
+        out = model(**{name: value(model) if callable(value) else value for name, value in inputs.items()})
     return list(_tensors(out))
 
 

@@ -29,6 +29,8 @@ class Way:
     part: str = ""
     is_partial: bool = False
     """Whether other parts keep an attention of their own."""
+    is_set_later: bool = False
+    """Whether the model is built with the attention of others."""
 
     def ours(self, subject: Subject) -> Any:
         """The model under :data:`PATTERN`."""
@@ -41,8 +43,9 @@ class Way:
         """The same by the second implementation."""
         config = subject.config()
         model = subject.model(_swapped(self.change(config)), config)
-        if self.part:
-            model.get_submodule(self.part).set_attn_implementation(reference.NAME)
+        if self.is_set_later:
+            part = model.get_submodule(self.part)
+            part.set_attn_implementation({"": reference.NAME} if part.config.sub_configs else reference.NAME)
         return model
 
     def runs_dense(self, subject: Subject) -> bool:
@@ -63,19 +66,15 @@ def ways(subject: Subject) -> Iterator[Way]:
     if _without_windows(subject.config()):
         yield Way("without the model's own windows", lambda config: _without_windows(config) and "dilated")
     text = text_config(config)
-    others = [name for name in type(config).sub_configs if getattr(config, name) is not text]
     parts = [name for name in type(config).sub_configs if getattr(config, name) is text]
     if parts:
-        name, alone = "the text part alone", {"": subject.dense, **dict.fromkeys(parts, "dilated")}
-    elif others:
-        name, alone = "its own layers alone", {"": "dilated", **dict.fromkeys(others, subject.dense)}
-    else:
-        return
-    yield Way(name, lambda config: alone, is_partial=True)
-    if _without_windows(config):
-        yield Way(
-            f"{name}, without its own windows", lambda config: _without_windows(config) and alone, is_partial=True
-        )
+        alone = {"": subject.dense, **dict.fromkeys(parts, "dilated")}
+        yield Way("the text part alone", lambda config: alone, is_partial=True)
+        if _without_windows(config):
+            name = "the text part alone, without its own windows"
+            yield Way(name, lambda config: _without_windows(config) and alone, is_partial=True)
+    elif config.sub_configs:
+        yield _set_later(subject, "set_pattern(model, pattern)")
 
 
 def way_of_part(subject: Subject, refusal: str) -> Way | None:
@@ -83,7 +82,11 @@ def way_of_part(subject: Subject, refusal: str) -> Way | None:
     found = re.search(r"set_pattern\(model\.([\w.]+), pattern\)", refusal)
     if found is None:
         return None
-    return Way(f"`{found.group(0)}`", lambda config: subject.dense, part=found.group(1), is_partial=True)
+    return _set_later(subject, found.group(0), found.group(1))
+
+
+def _set_later(subject: Subject, call: str, part: str = "") -> Way:
+    return Way(f"`{call}`", lambda config: subject.dense, part, is_partial=True, is_set_later=True)
 
 
 def _swapped(attention: Any) -> Any:
