@@ -8,9 +8,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from .audio_inputs import AUDIO_INPUTS
 from .drawing import draw_tokens, noise
-from .special_audio import AUDIO_INPUTS
-from .special_vision import VISION_INPUTS
+from .vision_inputs import VISION_INPUTS
 
 
 def inputs_of(class_name: str, config: Any) -> dict[str, Any] | None:
