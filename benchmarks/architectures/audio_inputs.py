@@ -75,7 +75,6 @@ AUDIO_INPUTS: dict[str, Callable[[Any], dict[str, Any]]] = {
     "VibeVoiceAcousticTokenizerDecoderModel": lambda config: {"hidden_states": noise(2, config.hidden_size, 20)},
     "VibeVoiceAcousticTokenizerEncoderModel": lambda config: {"hidden_states": noise(2, 1, 640)},
     "Xcodec2Model": _codec,
-    "XcodecModel": lambda config: {"input_values": noise(2, 1, 9600)},
     "VoxtralRealtimeModel": lambda config: {
         "input_ids": draw_tokens(2, 25), "input_features": noise(2, config.audio_config.num_mel_bins, 200),
     },

@@ -45,8 +45,8 @@ def _judge(kind: Kind, recipe: list[Any] | None) -> Verdict:
     try:
         subject = find_subject(kind, recipe)
     except NotBuilt as error:
-        package = re.search(r"requires the (\S+) library", str(error))
-        verdict.reason = f"needs {package.group(1)}" if package else f"not built: {error}"
+        package = re.search(r"requires the (\S+) library|No module named '(\w+)'", str(error))
+        verdict.reason = f"needs {package.group(1) or package.group(2)}" if package else f"not built: {error}"
         return verdict
     verdict.recipe = [subject.level, str(subject.dtype).removeprefix("torch."), subject.number]
     if subject.dense != DENSE[0]:
