@@ -141,7 +141,7 @@ def _without_names(verdict: Verdict) -> str:
     """A reason without what differs between models: names of classes and layers, numbers of shapes."""
     reason = verdict.reason.partition("; got")[0].partition(", got")[0]
     reason = re.sub(r' \("[^"]*"\)', "", reason.replace(verdict.class_name or " ", "…"))
-    reason = re.sub(r"\b[A-Z]\w*(?:Attention|Model|LM|Layer|Encoder|Decoder|Generation)\w*\b", "…", reason)
+    reason = re.sub(r"\b[A-Z]\w*(?:Attention|Model|LM|Layer|Encoder|Decoder|Generation|Config)\w*\b", "…", reason)
     return re.sub(r"\([0-9, ]+\)", "(…)", reason)
 
 

@@ -82,7 +82,11 @@ def layer_pattern(config: Any, layer: int | None, window: int | None, *, is_caus
 def text_of_layer(entry: Any, config: Any, layer: int | None, window: int | None) -> str | None:
     """What ``config.dilated_attention`` says of a layer: the text of a pattern, or None where its window holds."""
     if entry is None:
-        raise ValueError(f'attn_implementation="dilated" needs a pattern, and the model has none: {_HOW}')
+        raise ValueError(
+            f'attn_implementation="dilated" needs a pattern, and the model has none in its {type(config).__name__}: '
+            f"{_HOW}; a part that is to stay as it is needs another implementation, as in "
+            'attn_implementation={"text_config": "dilated"}'
+        )
     if not isinstance(entry, dict) or list(entry) != ["pattern"]:
         raise ValueError(
             f'config.dilated_attention must be {{"pattern": text}} or {{"pattern": [text or None, ...]}}, one per '

@@ -52,16 +52,14 @@ def look_through(model: PreTrainedModel, configs: Sequence[Any], *, is_whole: bo
             _check_keys_are_not_chosen(model, name, module)
             _check_is_of_one_sequence(model, name, module)
             layers.append((name, module, config))
-        _check_reads_no_mask(model, name, module)
-        if is_layer or is_apart:
-            continue
-        if _computes_attention(kind):
+        if not is_layer and not is_apart and _computes_attention(kind):
             raise NotImplementedError(
                 f"{type(model).__name__} does not use transformers' attention interface, through which a layer gets "
                 f'its pattern, in every layer: {kind.__name__} ("{name}") computes attention itself. Use "sdpa" or '
                 '"eager" for this model, without a pattern'
             )
-        if _is_named_attention(kind):
+        _check_reads_no_mask(model, name, module)
+        if not is_layer and not is_apart and _is_named_attention(kind):
             rest = rest or f': {kind.__name__} ("{name}") is something else'
     if not layers and is_whole:
         check_is_in_no_part(model, configs)
