@@ -150,6 +150,7 @@ VISION_INPUTS: dict[str, Callable[[Any], dict[str, Any]]] = {
     "SegGptModel": lambda config: {
         name: noise(2, 3, 64, 64) for name in ("pixel_values", "prompt_pixel_values", "prompt_masks")
     },
+    "XCLIPVisionModel": lambda config: {"pixel_values": noise(2 * config.num_frames, 3, 64, 64)},
     "VJEPA2Model": lambda config: {"pixel_values_videos": noise(2, 4, 3, 64, 64)},
     "TvpModel": lambda config: {
         "input_ids": draw_tokens(1, 29), "attention_mask": torch.ones(1, 29, dtype=torch.long),

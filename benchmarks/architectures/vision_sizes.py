@@ -133,6 +133,7 @@ VISION_CHANGES: dict[str, dict[str, Any]] = {
         "crop_size": 64, "frames_per_clip": 4, "pred_hidden_size": 64, "pred_num_attention_heads": 4,
         "pred_num_hidden_layers": 2,
     },
+    "xclip_vision_model": {"mit_hidden_size": 64, "mit_intermediate_size": 48, "mit_num_attention_heads": 4},
     "zoedepth": {"backbone_config": _ALL_FOUR, "neck_hidden_sizes": [32, 32, 32, 32], "bottleneck_features": 64},
 }  # fmt: skip
 """Arguments of configurations, by model type."""
