@@ -10,17 +10,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .sizes import FIRST_TOKEN, LAST_TOKEN
-from .special import inputs_of
+from .drawing import draw_tokens, noise
+from .special_inputs import inputs_of
 
 TOKENS, DECODER_TOKENS = 29, 23
 """Two lengths, so that attention to another sequence is seen in its shape."""
 ROWS = 2
-
-
-def draw_tokens(*shape: int, seed: int = 0) -> Tensor:
-    """Ordinary tokens."""
-    return torch.randint(FIRST_TOKEN, LAST_TOKEN, shape, generator=torch.Generator().manual_seed(seed))
 
 
 def candidates(model: Any, limit: int = 24) -> Iterator[dict[str, Any]]:
@@ -48,6 +43,8 @@ def candidates(model: Any, limit: int = 24) -> Iterator[dict[str, Any]]:
     ways_to_call = [base, *([*base, name] for name in wider), [*base, *wider]]
     if main != "input_ids" and "input_ids" in parameters and not required:
         ways_to_call.insert(1, ["input_ids"])
+    if "inputs_embeds" in parameters and "inputs_embeds" not in base:
+        ways_to_call.append(["inputs_embeds"])
     for names in ways_to_call:
         ways = [_values(name, model) for name in names]
         for values in itertools.islice(itertools.product(*ways), limit):
@@ -81,10 +78,6 @@ def _int(value: Any, default: int) -> int:
     return int(value) if isinstance(value, (int, float)) else default
 
 
-def _noise(*shape: int) -> Tensor:
-    return torch.randn(shape, generator=torch.Generator().manual_seed(7), dtype=torch.float64)
-
-
 def _values(name: str, model: Any) -> list[Any]:
     """What a parameter may be, by its name."""
     config = model.config
@@ -105,7 +98,7 @@ def _values(name: str, model: Any) -> list[Any]:
             ]
         case "inputs_embeds" | "hidden_states" | "encoder_hidden_states" | "decoder_inputs_embeds" | "inputs":
             length = DECODER_TOKENS + 8 if name == "encoder_hidden_states" else TOKENS
-            return [_noise(ROWS, length, width), *_patches(config), draw_tokens(ROWS, 256)]
+            return [noise(ROWS, length, width), *_patches(config), draw_tokens(ROWS, 256)]
         case "attention_mask":
             return [torch.ones(ROWS, TOKENS, dtype=torch.long), None]
         case "pixel_values" | "pixel_values_videos" | "images" | "flattened_patches" | "pixel_values_images":
@@ -116,13 +109,13 @@ def _values(name: str, model: Any) -> list[Any]:
             return [torch.zeros(ROWS, TOKENS, 4, dtype=torch.long)]
         case "input_features" | "audio_features" | "input_audio_embeds" | "audio_values":
             return [
-                _noise(ROWS, mels, frames), _noise(ROWS, 96, mels), _noise(ROWS, mels, 96), _noise(ROWS, 1, 64, mels),
-                _noise(mels, 200), _noise(ROWS, 96, 2 * mels), _noise(ROWS, 1, 1024, mels), _noise(ROWS, 96, 128),
+                noise(ROWS, mels, frames), noise(ROWS, 96, mels), noise(ROWS, mels, 96), noise(ROWS, 1, 64, mels),
+                noise(mels, 200), noise(ROWS, 96, 2 * mels), noise(ROWS, 1, 1024, mels), noise(ROWS, 96, 128),
             ]  # fmt: skip
         case "input_values" | "padded_audio" | "waveform":
             return [
-                _noise(ROWS, 6400), _noise(ROWS, 1, 9600), _noise(ROWS, 1024, mels), _noise(ROWS, 100, mels),
-                _noise(ROWS, mels, 100),
+                noise(ROWS, 6400), noise(ROWS, 1, 9600), noise(ROWS, 1024, mels), noise(ROWS, 100, mels),
+                noise(ROWS, mels, 100),
             ]  # fmt: skip
         case "feature_lens" | "input_features_lens" | "feature_lengths":
             return [torch.tensor([200])]
@@ -133,16 +126,16 @@ def _values(name: str, model: Any) -> list[Any]:
             length = _int(_find(config, "context_length"), 32) if _find(config, "patch_length") else length
             channels = _int(_find(config, "num_input_channels", "input_size"), 1)
             shapes = [(ROWS, length, channels), (ROWS, length)]
-            return [_noise(*shape) if name == "past_values" else torch.ones(shape) for shape in shapes]
+            return [noise(*shape) if name == "past_values" else torch.ones(shape) for shape in shapes]
         case "past_values_padding":
             return [torch.zeros(ROWS, _int(_find(config, "context_length"), 32))]
         case "past_time_features" | "future_time_features":
             features = _int(_find(config, "num_time_features"), 0)
             ahead = _int(_find(config, "prediction_length"), 8)
             length = _int(_find(config, "context_length"), 32) + max([0, *(_find(config, "lags_sequence") or [])])
-            return [_noise(ROWS, length if name[0] == "p" else ahead, features)]
+            return [noise(ROWS, length if name[0] == "p" else ahead, features)]
         case "future_values":
-            return [_noise(ROWS, _int(_find(config, "prediction_length"), 8))]
+            return [noise(ROWS, _int(_find(config, "prediction_length"), 8))]
         case "freq":
             return [torch.zeros(ROWS, 1, dtype=torch.long)]
         case "timestep" | "timesteps":
@@ -150,9 +143,9 @@ def _values(name: str, model: Any) -> list[Any]:
         case "position_ids":
             return [torch.arange(TOKENS)[None].expand(ROWS, -1)]
         case "query_embeds":
-            return [_noise(ROWS, 11, width)]
+            return [noise(ROWS, 11, width)]
         case "speech_inputs":
-            return [_noise(ROWS, 9600)]
+            return [noise(ROWS, 9600)]
         case _ if name.endswith("mask"):
             return [torch.ones(ROWS, length, dtype=torch.long) for length in (frames, 96, TOKENS)]
         case _:
@@ -167,11 +160,11 @@ def _images(config: Any, *, videos: bool = False) -> list[Tensor]:
     given = _find(config, "image_size", "img_size")
     sizes = list(dict.fromkeys([named, 64, 224]))
     frames = _int(_find(config, "num_frames", "frames_per_clip"), 4)
-    images = [_noise(ROWS, channels, size, size) for size in sizes]
-    clips = [_noise(ROWS, frames, channels, size, size) for size in sizes[:2]]
-    others = [_noise(ROWS, 2, channels, sizes[0], sizes[0]), _noise(ROWS, channels, frames, sizes[0], sizes[0])]
+    images = [noise(ROWS, channels, size, size) for size in sizes]
+    clips = [noise(ROWS, frames, channels, size, size) for size in sizes[:2]]
+    others = [noise(ROWS, 2, channels, sizes[0], sizes[0]), noise(ROWS, channels, frames, sizes[0], sizes[0])]
     if isinstance(given, (list, tuple)) and len(given) == 2:
-        images.insert(0, _noise(ROWS, channels, int(given[0]), int(given[1])))
+        images.insert(0, noise(ROWS, channels, int(given[0]), int(given[1])))
     return [*clips, *images, *others] if videos else [*images, *clips, *others]
 
 
@@ -183,6 +176,6 @@ def _patches(config: Any) -> list[Tensor]:
     if channels > 9 or patch > 64:
         return []
     return [
-        _noise(64, channels * frames * patch * patch), _noise(64, channels, patch, patch),
-        _noise(ROWS, 64, channels * patch * patch),
+        noise(64, channels * frames * patch * patch), noise(64, channels, patch, patch),
+        noise(ROWS, 64, channels * patch * patch),
     ]  # fmt: skip

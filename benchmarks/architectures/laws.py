@@ -9,9 +9,9 @@ import torch
 from torch import Tensor
 
 from . import reference
-from .inputs import draw_tokens
+from .drawing import draw_tokens
 from .outcome import NotedRefusal, SortedErrors, Wrong
-from .subject import TOLERANCE, Subject, call, distance, seed
+from .subject import TOLERANCE, Subject, call, distance, seed, text_config
 
 
 def gradients(ours: Any, dense: Any, subject: Subject) -> list[str]:
@@ -73,7 +73,7 @@ def padding(ours: Any, dense: Any, subject: Subject) -> list[str]:
     for side, real in (("right", slice(0, length - pad)), ("left", slice(pad, length))):
         mask = torch.zeros_like(tokens)
         mask[:, real] = 1
-        filled = torch.where(mask.bool(), tokens, getattr(ours.config.get_text_config(), "pad_token_id", 0) or 0)
+        filled = torch.where(mask.bool(), tokens, getattr(text_config(ours.config), "pad_token_id", 0) or 0)
         padded = {**subject.inputs, "input_ids": filled, "attention_mask": mask}
         alone = {**subject.inputs, "input_ids": tokens[:, real], "attention_mask": mask[:, real]}
         if "position_ids" in parameters and side == "left":

@@ -54,8 +54,8 @@ it can be, runs under `DilatedPattern([8, 64], [1, 3])`.
 Shown: `=` equals dense attention with the counts, `g` so do the gradients of all weights, `c` a later token changes
 nothing before it, `l` and `r` rows padded on the left and on the right equal the rows alone, `k` text from the
 model's cache equals text without one. A sign is missing where the dense model does not keep that law either, or has
-no such input. "The text part alone" means `attn_implementation={{"text_config": "dilated"}}`: the other parts stay as
-they are.
+no such input. "The text part alone" means `attn_implementation={{"text_config": "dilated"}}`; a call of `set_pattern`
+is one on a model that was built without `"dilated"`. Either way the other parts stay as they are.
 
 | type | class | shown | besides |
 |---|---|---|---|"""
@@ -141,7 +141,7 @@ def _without_names(verdict: Verdict) -> str:
     """A reason without what differs between models: names of classes and layers, numbers of shapes."""
     reason = verdict.reason.partition("; got")[0].partition(", got")[0]
     reason = re.sub(r' \("[^"]*"\)', "", reason.replace(verdict.class_name or " ", "…"))
-    reason = re.sub(r"\b[A-Z]\w*(?:Attention|Model|LM|Layer|Encoder|Decoder|Generation)\w*\b", "…", reason)
+    reason = re.sub(r"\b[A-Z]\w*(?:Attention|Model|LM|Layer|Encoder|Decoder|Generation|Config)\w*\b", "…", reason)
     return re.sub(r"\([0-9, ]+\)", "(…)", reason)
 
 

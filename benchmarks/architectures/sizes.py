@@ -7,6 +7,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from huggingface_hub.errors import StrictDataclassError
+
 WIDTH, HEADS, KV_HEADS, HEAD_DIM, INNER = 64, 4, 2, 16, 48
 VOCABULARY, FIRST_TOKEN, LAST_TOKEN = 160, 80, 130
 """Tokens drawn lie between the two; special ones lie outside."""
@@ -89,7 +91,7 @@ def small_config(config_class: Any, level: str, changes: dict[str, dict[str, Any
     """
     try:
         default = config_class()
-    except (TypeError, ValueError):
+    except (TypeError, ValueError, StrictDataclassError):
         default = config_class(**changes.get(config_class.model_type, {}))
     return _rebuilt(default, level, changes, {})
 

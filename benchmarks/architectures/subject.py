@@ -18,6 +18,8 @@ from .sizes import PARAMETERS, number_of_parameters, small_config
 from .special import CHANGES
 
 LEVELS = ("tiny", "shallow", "default")
+DENSE = ("eager", "sdpa")
+"""Few models have the second alone, or take their masks by it alone."""
 SEARCH_SECONDS = 1.5
 """Of the processor's time: no longer are inputs tried with a configuration."""
 TOLERANCE = {torch.float64: 1e-6, torch.float32: 2e-4}
@@ -38,6 +40,8 @@ class Subject:
     number: int
     inputs: dict[str, Any]
     weights: dict[str, Tensor]
+    dense: str = DENSE[0]
+    """The attention of transformers' own under which it runs."""
 
     def config(self) -> Any:
         """A fresh configuration."""
@@ -75,43 +79,60 @@ def find_subject(kind: Kind, recipe: list[Any] | None) -> Subject:
 def _search(kind: Kind, recipe: list[Any] | None) -> Subject:
     """A model of this kind that runs dense, and inputs that it takes."""
     problems: dict[str, str] = {}
-    wants_float32 = recipe is not None
     for level in LEVELS if recipe is None else [recipe[0]]:
-        for dtype in (torch.float64, torch.float32) if recipe is None else [getattr(torch, recipe[1])]:
-            if dtype is torch.float32 and not wants_float32:
-                continue
-            try:
-                size = number_of_parameters(partial(_build, kind, _config(kind, level), "eager", None))
-                if size > PARAMETERS:
-                    problems.setdefault(level, f"{size / 1e6:.0f} million parameters")
-                    break
-                model = _build(kind, _config(kind, level), "eager", dtype).eval()
-            except Exception as error:  # noqa: BLE001 - a model that is not built is a row that says why
-                problems.setdefault(level, _short(error))
-                break
-            _draw_weights(model)
-            begun = time.process_time()
-            for number, inputs in enumerate(candidates(model)):
-                if recipe is not None and number != recipe[2]:
-                    continue
-                if time.process_time() - begun > SEARCH_SECONDS:
-                    break
-                cast = {
-                    name: value.to(dtype) if isinstance(value, Tensor) and value.is_floating_point() else value
-                    for name, value in inputs.items()
-                }
-                try:
-                    out = call(model, cast)
-                except Exception as error:  # noqa: BLE001 - the next inputs are tried
-                    wants_float32 |= any(word in str(error) for word in ("dtype", "Double", "float", "Float"))
-                    problems.setdefault(level, f"{', '.join(inputs)}: {_short(error)}")
-                    continue
-                if not out or not all(bool(tensor.isfinite().any()) for tensor in out):
-                    problems.setdefault(level, f"{', '.join(inputs)}: no finite results")
-                    wants_float32 = True
-                    continue
-                return Subject(kind, level, dtype, number, cast, model.state_dict())
+        for dense in DENSE if recipe is None else recipe[3:] or DENSE[:1]:
+            subject = _search_level(kind, level, dense, recipe, problems)
+            if subject is not None:
+                return subject
     raise NotBuilt(" | ".join(f"{level}: {problem}" for level, problem in problems.items()))
+
+
+def _search_level(
+    kind: Kind, level: str, dense: str, recipe: list[Any] | None, problems: dict[str, str]
+) -> Subject | None:
+    """The same of one size, under one attention; what goes wrong first is noted among the problems."""
+    wants_float32 = recipe is not None
+    for dtype in (torch.float64, torch.float32) if recipe is None else [getattr(torch, recipe[1])]:
+        if dtype is torch.float32 and not wants_float32:
+            continue
+        try:
+            size = number_of_parameters(partial(_build, kind, _config(kind, level), dense, None))
+            if size > PARAMETERS:
+                problems.setdefault(level, f"{size / 1e6:.0f} million parameters")
+                break
+            model = _build(kind, _config(kind, level), dense, dtype).eval()
+        except Exception as error:  # noqa: BLE001 - a model that is not built is a row that says why
+            problems.setdefault(level, _short(error))
+            break
+        _draw_weights(model)
+        begun = time.process_time()
+        for number, inputs in enumerate(candidates(model)):
+            if recipe is not None and number != recipe[2]:
+                continue
+            if time.process_time() - begun > SEARCH_SECONDS:
+                break
+            cast = {name: _cast(value, dtype) for name, value in inputs.items()}
+            try:
+                out = call(model, cast)
+            except Exception as error:  # noqa: BLE001 - the next inputs are tried
+                wants_float32 |= any(word in str(error) for word in ("dtype", "Double", "float", "Float"))
+                problems.setdefault(level, f"{', '.join(inputs)}: {_short(error)}")
+                continue
+            if not out or not all(bool(tensor.isfinite().any()) for tensor in out):
+                problems.setdefault(level, f"{', '.join(inputs)}: no finite results")
+                wants_float32 = True
+                continue
+            return Subject(kind, level, dtype, number, cast, model.state_dict(), dense)
+    return None
+
+
+def _cast(value: Any, dtype: torch.dtype) -> Any:
+    """The same with its floats of one dtype, within lists and dictionaries too."""
+    if isinstance(value, Tensor):
+        return value.to(dtype) if value.is_floating_point() else value
+    if isinstance(value, dict):
+        return {name: _cast(one, dtype) for name, one in value.items()}
+    return type(value)(_cast(one, dtype) for one in value) if isinstance(value, (list, tuple)) else value
 
 
 def _short(error: Exception) -> str:
@@ -158,10 +179,10 @@ def seed() -> None:
 
 
 def call(model: Any, inputs: dict[str, Any], *, grad: bool = False) -> list[Tensor]:
-    """What the model gives: every tensor of numbers but the caches."""
+    """What the model gives: every tensor of numbers but the caches. Inputs that it changes are made by functions."""
     seed()
     with torch.set_grad_enabled(grad):
-        out = model(**inputs)
+        out = model(**{name: value(model) if callable(value) else value for name, value in inputs.items()})
     return list(_tensors(out))
 
 
@@ -176,3 +197,11 @@ def _tensors(out: Any) -> Iterator[Tensor]:
     elif isinstance(out, (list, tuple)):
         for value in out:
             yield from _tensors(value)
+
+
+def text_config(config: Any) -> Any:
+    """That of the text part, or the whole where there is none or where there are two."""
+    try:
+        return config.get_text_config()
+    except ValueError:
+        return config

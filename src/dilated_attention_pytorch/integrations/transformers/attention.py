@@ -168,7 +168,9 @@ def _is_cross_attention(kind: type[nn.Module], is_decoder: bool | None, is_causa
         return False
     if "Cross" in kind.__name__:
         return True
-    takes_others = {"key_value_states", "encoder_hidden_states"} & set(inspect.signature(kind.forward).parameters)
+    takes_others = {"key_value_states", "encoder_hidden_states", "key"} & set(
+        inspect.signature(kind.forward).parameters
+    )
     if takes_others and is_decoder is None:
         raise NotImplementedError(
             f"{kind.__name__} may attend to another sequence and does not say whether it does: use "

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import sys
+import functools
 import warnings
 from typing import Any
 
@@ -11,6 +11,7 @@ from torch.nn.modules.module import register_module_module_registration_hook
 
 from .config import FIELD, NAME, keep_implementation
 from .layers import watch
+from .names import names_to_build
 
 _SEEN = "_seen_being_built"
 _HOOKS: list[Any] = []
@@ -50,14 +51,37 @@ def _see(module: nn.Module, name: str, part: nn.Module) -> None:
         )
 
 
-def _check_tables(kind: type[nn.Module]) -> None:
+def _check_tables(kind: Any) -> None:
     """Raise for a model that takes the class of its attention from a table: it would say KeyError."""
-    for name, table in vars(sys.modules[kind.__module__]).items():
-        if not isinstance(table, dict) or "eager" not in table or NAME in table:
+    found = _table_of(kind)
+    if found is not None:
+        name, implementations = found
+        raise NotImplementedError(
+            f"{kind.__name__} does not use transformers' attention interface, through which a layer gets its pattern: "
+            f"it has attention of its own for each of {', '.join(implementations)} ({name}). Use one of them for this "
+            "model, without a pattern"
+        )
+
+
+@functools.cache
+def _table_of(kind: Any) -> tuple[str, tuple[str, ...]] | None:
+    """The table from which a class, or one of its file that its constructor names, takes attention, and its names."""
+    todo: list[Any] = [kind]
+    done: set[Any] = set()
+    while todo:
+        one = todo.pop()
+        if not _is_module(one) or one.__module__ != kind.__module__ or one in done:
             continue
-        if all(isinstance(value, type) and issubclass(value, nn.Module) for value in table.values()):
-            raise NotImplementedError(
-                f"{kind.__name__} does not use transformers' attention interface, through which a layer gets its "
-                f"pattern: it has attention of its own for each of {', '.join(table)} ({name}). Use one of them for "
-                "this model, without a pattern"
-            )
+        done.add(one)
+        for name, value in names_to_build(one):
+            if not isinstance(value, dict):
+                todo.append(value)
+                continue
+            if "eager" in value and NAME not in value and all(map(_is_module, value.values())):
+                return name, tuple(value)
+            todo += value.values()
+    return None
+
+
+def _is_module(value: Any) -> bool:
+    return isinstance(value, type) and issubclass(value, nn.Module)

@@ -16,6 +16,8 @@ _HOW = (
     "set_pattern(model, DilatedPattern([2048, 8192], [1, 4])), or before the model is built "
     'config.dilated_attention = {"pattern": "DilatedPattern([2048, 8192], [1, 4])"}'
 )
+_WITHOUT_ATTENTION = frozenset({"linear_attention", "conv", "moe", "mlp"})
+"""Types of layers to which no pattern applies."""
 _READ: dict[str, Pattern] = {}
 """Patterns by their text: torch.compile follows a pattern only where it lies in something that it can look up."""
 
@@ -40,15 +42,13 @@ def chosen_parts(config: Any, is_chosen: Callable[[Any], bool]) -> Any:
 
     Our name, a dictionary of it by the names of the parts, or None where no part is chosen.
     """
-    parts = {}
-    for name in config.sub_configs:
-        part = getattr(config, name, None)
-        inner = None if part is None else chosen_parts(part, is_chosen)
-        if inner is not None:
-            parts[name] = inner
+    inside = {name: part for name in config.sub_configs if (part := getattr(config, name, None)) is not None}
+    chosen = {name: chosen_parts(part, is_chosen) for name, part in inside.items()}
+    parts = {name: choice for name, choice in chosen.items() if choice is not None}
     if not is_chosen(config):
         return parts or None
-    return {"": NAME, **parts} if parts else NAME
+    # The name alone would be that of every part.
+    return {"": NAME, **parts} if inside else NAME
 
 
 def keep_implementation(config: Any) -> None:
@@ -82,7 +82,11 @@ def layer_pattern(config: Any, layer: int | None, window: int | None, *, is_caus
 def text_of_layer(entry: Any, config: Any, layer: int | None, window: int | None) -> str | None:
     """What ``config.dilated_attention`` says of a layer: the text of a pattern, or None where its window holds."""
     if entry is None:
-        raise ValueError(f'attn_implementation="dilated" needs a pattern, and the model has none: {_HOW}')
+        raise ValueError(
+            f'attn_implementation="dilated" needs a pattern, and the model has none in its {type(config).__name__}: '
+            f"{_HOW}; a part that is to stay as it is needs another implementation, as in "
+            'attn_implementation={"text_config": "dilated"}'
+        )
     if not isinstance(entry, dict) or list(entry) != ["pattern"]:
         raise ValueError(
             f'config.dilated_attention must be {{"pattern": text}} or {{"pattern": [text or None, ...]}}, one per '
@@ -160,8 +164,10 @@ def check_no_window(config: Any, layer: int) -> None:
 def _check_some_layer_is_free(config: Any) -> None:
     if not getattr(config, "is_heterogeneous", False) and not getattr(config, "sliding_window", None):
         return
-    windows = [window_of_layer(config, layer) for layer in range(num_layers(config))]
-    if None not in windows:
+    types: Sequence[str] = getattr(config, "layer_types", None) or ()
+    idle = {layer for layer, kind in enumerate(types) if kind in _WITHOUT_ATTENTION}
+    windows = [window_of_layer(config, layer) for layer in range(num_layers(config)) if layer not in idle]
+    if windows and None not in windows:
         sizes = ", ".join(map(str, dict.fromkeys(windows)))
         raise ValueError(
             f"every layer of the model has a sliding window of {sizes} tokens, so its pattern would be that of none: "

@@ -5,7 +5,6 @@ from __future__ import annotations
 import dis
 import functools
 import inspect
-import types
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -13,6 +12,7 @@ import torch
 from torch import nn
 
 from .config import NAME
+from .names import methods_of, names_of
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -52,19 +52,17 @@ def look_through(model: PreTrainedModel, configs: Sequence[Any], *, is_whole: bo
             _check_keys_are_not_chosen(model, name, module)
             _check_is_of_one_sequence(model, name, module)
             layers.append((name, module, config))
-        if is_apart:
-            continue
-        _check_reads_no_mask(model, name, module)
-        if is_layer:
-            continue
-        if _computes_attention(kind):
+        if not is_layer and not is_apart and _computes_attention(kind):
             raise NotImplementedError(
                 f"{type(model).__name__} does not use transformers' attention interface, through which a layer gets "
                 f'its pattern, in every layer: {kind.__name__} ("{name}") computes attention itself. Use "sdpa" or '
                 '"eager" for this model, without a pattern'
             )
-        if _is_named_attention(kind):
+        _check_reads_no_mask(model, name, module)
+        if not is_layer and not is_apart and _is_named_attention(kind):
             rest = rest or f': {kind.__name__} ("{name}") is something else'
+    if not layers and is_whole:
+        check_is_in_no_part(model, configs)
     if not layers and (is_whole or rest):
         raise NotImplementedError(
             f"{type(model).__name__} does not use transformers' attention interface, through which a layer gets its "
@@ -75,6 +73,29 @@ def look_through(model: PreTrainedModel, configs: Sequence[Any], *, is_whole: bo
         if _PROOF not in vars(module):
             setattr(module, _PROOF, False)
             module.register_forward_hook(functools.partial(_check_attended, name, config))
+
+
+def check_is_in_no_part(model: PreTrainedModel, configs: Sequence[Any]) -> None:
+    """Raise where the attention is in a part that has to be given the pattern itself.
+
+    Raises:
+        NotImplementedError: it names the first of them, one that has a chosen configuration if there is one.
+    """
+    from transformers import PreTrainedModel
+
+    names = {False: "", True: ""}
+    for name, part in model.named_modules():
+        if part is model or not isinstance(part, PreTrainedModel):
+            continue
+        kinds: set[Any] = {type(module) for _, module, _, _ in _parts(part, [part.config])}
+        if any(_uses_interface(kind) for kind in kinds if not issubclass(kind, PreTrainedModel)):
+            is_meant = any(part.config is config for config in configs)
+            names[is_meant] = names[is_meant] or name
+    if any(names.values()):
+        raise NotImplementedError(
+            f"{type(model).__name__} has its attention in parts with configurations of their own: call set_pattern on "
+            f"one of them, as in set_pattern(model.{names[True] or names[False]}, pattern)"
+        )
 
 
 def note_attended(module: nn.Module) -> None:
@@ -206,7 +227,7 @@ def _is_named_attention(kind: type[nn.Module]) -> bool:
 def _uses_interface(kind: type[nn.Module]) -> bool:
     from transformers import AttentionInterface
 
-    return any(isinstance(value, AttentionInterface) for _, value in _names(kind))
+    return any(isinstance(value, AttentionInterface) for _, value in names_of(kind))
 
 
 @functools.cache
@@ -214,7 +235,7 @@ def _computes_attention(kind: type[nn.Module]) -> bool:
     """Whether a class that does not use the interface computes attention."""
     if issubclass(kind, nn.MultiheadAttention):
         return True
-    names = {name.casefold() for name, _ in _names(kind)}
+    names = {name.casefold() for name, _ in names_of(kind)}
     if names.intersection(_OF_ATTENTION):
         return True
     return _is_named_attention(kind) and any("softmax" in name or name == "logsumexp" for name in names)
@@ -223,7 +244,7 @@ def _computes_attention(kind: type[nn.Module]) -> bool:
 @functools.cache
 def _reads_mask(kind: type[nn.Module]) -> bool:
     """Whether a method of a class asks if its attention mask is bool, which only code that reads its values does."""
-    for function in _methods(kind):
+    for function in methods_of(kind):
         words = [instruction.argval for instruction in dis.get_instructions(inspect.unwrap(function))]
         for word, *after in zip(*(words[first:] for first in range(5)), strict=False):
             # One instruction may load several variables.
@@ -231,39 +252,3 @@ def _reads_mask(kind: type[nn.Module]) -> bool:
             if loaded == "attention_mask" and after == ["dtype", "torch", "bool", "=="]:
                 return True
     return False
-
-
-def _methods(kind: type[nn.Module]) -> Iterator[types.FunctionType]:
-    """The methods of a class and of its bases outside of PyTorch."""
-    names: set[str] = set()
-    for base in kind.__mro__:
-        if base.__module__.startswith("torch."):
-            break
-        for name, value in vars(base).items():
-            if name not in names and isinstance(value, types.FunctionType):
-                names.add(name)
-                yield value
-
-
-def _names(kind: type[nn.Module]) -> Iterator[tuple[str, Any]]:
-    """The names that the methods of a class use, and the functions of its file that they call, with what is global.
-
-    They are in the compiled code, which unlike the source is always there.
-    """
-    todo = list(_methods(kind))
-    done: set[types.FunctionType] = set()
-    while todo:
-        function = inspect.unwrap(todo.pop())
-        if function in done:
-            continue
-        done.add(function)
-        codes = [function.__code__]
-        while codes:
-            code = codes.pop()
-            codes += [constant for constant in code.co_consts if isinstance(constant, types.CodeType)]
-            for name in code.co_names:
-                value = function.__globals__.get(name)
-                yield name, value
-                # What the interface falls back to is in the same file.
-                if isinstance(value, types.FunctionType) and value.__module__ == function.__module__:
-                    todo.append(value)

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 from dilated_attention_pytorch.patterns import Pattern
 
 from .config import FIELD, NAME, check_pattern, chosen_parts, keep_implementation, text_config
-from .layers import look_through, watch
+from .layers import check_is_in_no_part, look_through, watch
 from .registration import register
 
 if TYPE_CHECKING:
@@ -60,6 +60,7 @@ def set_pattern(model: PreTrainedModel, pattern: Pattern | Sequence[Pattern | No
     if stays:
         for one, implementation in before:
             one._attn_implementation = implementation
+        check_is_in_no_part(model, configs)
         raise NotImplementedError(
             f"{type(model).__name__} does not use transformers' attention interface, through which a layer gets its "
             f'pattern (its attention stays "{stays[0]}")'

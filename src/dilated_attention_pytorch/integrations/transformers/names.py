@@ -1,0 +1,58 @@
+"""The names that the code of a class uses: it tells what a module does before the module is called."""
+
+from __future__ import annotations
+
+import inspect
+import types
+from collections.abc import Iterator
+from typing import Any
+
+from torch import nn
+
+
+def methods_of(kind: type[nn.Module]) -> Iterator[types.FunctionType]:
+    """The methods of a class and of its bases outside of PyTorch."""
+    names: set[str] = set()
+    for base in kind.__mro__:
+        if base.__module__.startswith("torch."):
+            break
+        for name, value in vars(base).items():
+            if name not in names and isinstance(value, types.FunctionType):
+                names.add(name)
+                yield value
+
+
+def names_of(kind: type[nn.Module]) -> Iterator[tuple[str, Any]]:
+    """The names that the methods of a class use, and the functions of its file that they call, with what is global.
+
+    They are in the compiled code, which unlike the source is always there.
+    """
+    return _names_from(list(methods_of(kind)), {})
+
+
+def names_to_build(kind: type[nn.Module]) -> Iterator[tuple[str, Any]]:
+    """Those of the constructors of a class, and of the methods and functions of its file that they call."""
+    bases = [base for base in kind.__mro__ if base.__module__ == kind.__module__]
+    methods = {name: value for base in bases[::-1] for name, value in vars(base).items()}
+    return _names_from([vars(base)["__init__"] for base in bases if "__init__" in vars(base)], methods)
+
+
+def _names_from(todo: list[Any], methods: dict[str, Any]) -> Iterator[tuple[str, Any]]:
+    """The names that functions use and those that they call: functions of their file, and methods by their names."""
+    done: set[types.FunctionType] = set()
+    while todo:
+        function = inspect.unwrap(todo.pop())
+        if function in done:
+            continue
+        done.add(function)
+        codes = [function.__code__]
+        while codes:
+            code = codes.pop()
+            codes += [constant for constant in code.co_consts if isinstance(constant, types.CodeType)]
+            for name in code.co_names:
+                value = function.__globals__.get(name)
+                yield name, value
+                # What the interface falls back to is in the same file.
+                for called in (value, methods.get(name)):
+                    if isinstance(called, types.FunctionType) and called.__module__ == function.__module__:
+                        todo.append(called)
