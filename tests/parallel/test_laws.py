@@ -15,6 +15,7 @@ CHECKS: list[checks.Check] = [
     checks.low_precision_stays_within_the_error_budget,
     checks.inputs_of_any_magnitude_have_the_gradients_of_one_process,
     checks.what_is_not_finite_stays_with_what_sees_it,
+    checks.native_kernels_give_the_same,
     checks.triton_kernels_give_the_same,
     checks.what_lies_at_padded_keys_is_never_read,
     checks.the_future_changes_nothing_before_it,

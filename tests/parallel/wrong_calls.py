@@ -43,7 +43,6 @@ CALLS: list[tuple[str, dict[str, Any], type[Exception], str]] = [
      r'plans count segments of one length.*strategy="heads"'),
     ("a mask of this rank's blocks", {"pattern": from_block_mask(torch.ones(1, 2, 2, dtype=torch.bool), 4)}, ValueError,
      r"the block mask covers 8 positions.*got 16; make a mask of 4 blocks"),
-    ("native by ring", {"impl": "native"}, NotImplementedError, r'impl="native" computes whole sequences'),
     ("reference by ring", {"impl": "reference"}, NotImplementedError, r'impl="reference" computes whole sequences'),
     ("more ranks than heads", {"strategy": "heads", "heads": 1}, ValueError, r"at least one query head for every rank "
      r'of the axis: got 1 heads and 2 ranks; use a smaller axis for the heads, or strategy="ring"'),

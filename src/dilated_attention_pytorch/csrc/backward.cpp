@@ -24,10 +24,12 @@ class Backward {
 
  public:
   Backward(const Partial& partial, const Masks& masks, const BackwardOperands& x)
-      : p_(partial), masks_(masks), query_(x.query), key_(x.key), value_(x.value), out_(x.out), grad_out_(x.grad_out),
+      : p_(partial), masks_(masks), query_(x.query), key_(x.key, x.of_keys.row, x.of_keys.head),
+        value_(x.value, x.of_keys.row, x.of_keys.head), out_(x.out), grad_out_(x.grad_out),
         lse_(x.lse), grad_lse_(x.grad_lse ? *x.grad_lse : x.lse), has_grad_lse_(x.grad_lse.has_value()),
-        grad_query_(x.grad_query, x.first_query, x.first_head * partial.ratio), grad_key_(x.grad_key, x.first_key, x.first_head),
-        grad_value_(x.grad_value, x.first_key, x.first_head), scale_(static_cast<float>(x.scale)),
+        grad_query_(x.grad_query, x.of_grad_query.row, x.of_grad_query.head * partial.ratio),
+        grad_key_(x.grad_key, x.of_grad_keys.row, x.of_grad_keys.head),
+        grad_value_(x.grad_value, x.of_grad_keys.row, x.of_grad_keys.head), scale_(static_cast<float>(x.scale)),
         width_(rounded_up(partial.head_dim, kPairs)), positions_(std::max<int64_t>(1, kRowsOfTile / partial.ratio)),
         rows_(rounded_up(positions_ * partial.ratio, kAlignment)), tiles_(tiles_of(partial, positions_)),
         most_tiles_(std::min<int64_t>(tiles_.size(), std::max<int64_t>(1, kRowsOfChunk / rows_))) {}
@@ -145,7 +147,7 @@ class Backward {
   bool pack_block(const Domain& d, int64_t first, int64_t count, Scratch& s) const {
     int64_t num_hidden = 0;
     for (int64_t x = 0; x < kKeysOfBlock; x++) {
-      const int64_t row = d.key_row + (first + x) * p_.step;
+      const int64_t row = p_.key_row(d, first + x);
       s.is_hidden[x] = x >= count || masks_.hides(d, row);
       num_hidden += s.is_hidden[x];
       if (masks_.is_dropped) s.key_counters[x] = masks_.of_key(row);
@@ -154,7 +156,7 @@ class Backward {
     s.has_hidden = num_hidden > kKeysOfBlock - count;
     const auto copy = [&](const Rows<const T>& from, C* to) {
       for (int64_t x = 0; x < kKeysOfBlock; x++, to += width_) {
-        if (!s.is_hidden[x]) convert(from.at(d.batch, d.key_row + (first + x) * p_.step, d.head), to, p_.head_dim);
+        if (!s.is_hidden[x]) convert(from.at(d.batch, p_.key_row(d, first + x), d.head), to, p_.head_dim);
         std::fill(s.is_hidden[x] ? to : to + p_.head_dim, to + width_, C(0));
       }
     };
@@ -270,7 +272,7 @@ class Backward {
 
   void add_to_keys(const Domain& d, int64_t first, int64_t count, const Scratch& s) const {
     for (int64_t x = 0; x < count; x++) {
-      const int64_t row = d.key_row + (first + x) * p_.step;
+      const int64_t row = p_.key_row(d, first + x);
       float *key = grad_key_.at(d.batch, row, d.head), *value = grad_value_.at(d.batch, row, d.head);
       const float *of_key = s.grad_keys.data() + x * p_.head_dim, *of_value = s.grad_values.data() + x * p_.head_dim;
       for (int64_t c = 0; c < p_.head_dim; c++) key[c] += of_key[c] * scale_;

@@ -23,7 +23,7 @@ class Forward {
 
  public:
   Forward(const Partial& partial, const Masks& masks, const ForwardOperands& x)
-      : p_(partial), masks_(masks), query_(x.query), key_(x.key), value_(x.value),
+      : p_(partial), masks_(masks), query_(x.query), key_(x.key, x.of_keys.row, x.of_keys.head), value_(x.value, x.of_keys.row, x.of_keys.head),
         results_(x, partial, masks),
         factor_(static_cast<float>(x.scale) * kLog2E), width_(rounded_up(partial.head_dim, kPairs)),
         tiles_(tiles_of(partial, std::max<int64_t>(1, kRowsOfTile / partial.ratio))) {}
@@ -101,7 +101,7 @@ class Forward {
     int64_t num_hidden = 0;
     block.bias.clear();
     for (int64_t x = 0; x < count; x++)
-      if (masks_.hides(d, d.key_row + (first + x) * p_.step)) {
+      if (masks_.hides(d, p_.key_row(d, first + x))) {
         block.bias.resize(kKeysOfBlock);
         block.bias[x] = -kInfinity;
         num_hidden++;
@@ -112,7 +112,7 @@ class Forward {
       for (int64_t x = 0; x < kKeysOfBlock; x++) {
         C* to = rows + x * width;
         const bool is_read = x < count && (num_hidden == 0 || block.bias[x] == 0.0f);
-        if (is_read) convert(from.at(d.batch, d.key_row + (first + x) * p_.step, d.head), to, head_dim);
+        if (is_read) convert(from.at(d.batch, p_.key_row(d, first + x), d.head), to, head_dim);
         std::fill(is_read ? to + head_dim : to, to + width, C(0));
       }
     };
@@ -122,7 +122,7 @@ class Forward {
     pack_rows(rows, head_dim, block.factors + width_ * kKeysOfBlock, kKeysOfBlock, head_dim);
     if (!masks_.is_dropped) return;
     block.counters.assign(kKeysOfBlock, 0);
-    for (int64_t x = 0; x < count; x++) block.counters[x] = masks_.of_key(d.key_row + (first + x) * p_.step);
+    for (int64_t x = 0; x < count; x++) block.counters[x] = masks_.of_key(p_.key_row(d, first + x));
   }
 
   void attend(const Domain& d, const Tile& tile, const Block* packed, int64_t begin, int64_t end, Scratch& s) const {

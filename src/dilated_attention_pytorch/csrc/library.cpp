@@ -8,32 +8,34 @@ namespace {
 using at::IntArrayRef;
 using at::Tensor;
 
-// How Python tells of a partial. `geometry`: sequences of the batch, first query row, first key row, queries, keys,
-// step, lower and upper bound of the band, keys of a unit. `axes`: size, rows and heads of every axis. With lists, `rows`
+// How Python tells of a partial. `geometry`: sequences of the batch, first query row, first key row, queries, keys, rows
+// from query to query and from key to key, lower and upper bound of the band, keys of a unit. `axes`: of every axis its
+// size, and by how many query rows, key rows and heads its domains are apart. With lists, `rows`
 // and `units` are those of all problems, one after the other, and `row_ends` and `unit_ends` tell where each ends.
 Partial partial_of(
-    const Tensor& query, const Tensor& key, IntArrayRef geometry, IntArrayRef heads, IntArrayRef axes,
+    int64_t head_dim, int64_t ratio, IntArrayRef geometry, IntArrayRef heads, IntArrayRef axes,
     const std::optional<Tensor>& rows, const std::optional<Tensor>& row_ends, const std::optional<Tensor>& units,
     const std::optional<Tensor>& unit_ends) {
   Partial partial{};
   for (int64_t batch = 0; batch < geometry[0]; batch++)
     for (const int64_t head : heads) partial.domains.push_back({batch, head, geometry[1], geometry[2]});
-  for (size_t axis = 0; axis < axes.size(); axis += 3) {
+  for (size_t axis = 0; axis < axes.size(); axis += 4) {
     std::vector<Domain> domains;
     for (const Domain& first : partial.domains)
       for (int64_t i = 0; i < axes[axis]; i++)
         domains.push_back(
-            {first.batch, first.head + i * axes[axis + 2], first.query_row + i * axes[axis + 1],
-             first.key_row + i * axes[axis + 1]});
+            {first.batch, first.head + i * axes[axis + 3], first.query_row + i * axes[axis + 1],
+             first.key_row + i * axes[axis + 2]});
     partial.domains = std::move(domains);
   }
   partial.num_keys = geometry[4];
   partial.step = geometry[5];
-  partial.low = geometry[6];
-  partial.high = geometry[7];
-  partial.unit = geometry[8];
-  partial.ratio = query.size(2) / key.size(2);
-  partial.head_dim = query.size(3);
+  partial.key_step = geometry[6];
+  partial.low = geometry[7];
+  partial.high = geometry[8];
+  partial.unit = geometry[9];
+  partial.ratio = ratio;
+  partial.head_dim = head_dim;
   if (!rows) {
     partial.problems.push_back({geometry[3], nullptr, nullptr, 0});
     return partial;
@@ -47,12 +49,10 @@ Partial partial_of(
 
 // `places`: positions of the first query and key of the slabs, and the first sequence's index in the batch.
 Masks masks_of(
-    const std::optional<Tensor>& hidden, const std::optional<Tensor>& seed, double dropout_p, IntArrayRef places) {
+    const std::optional<Tensor>& hidden, const std::optional<Tensor>& seed, double dropout_p, IntArrayRef places,
+    const Place& of_keys) {
   Masks masks;
-  if (hidden) {
-    masks.hidden = hidden->const_data_ptr<bool>();
-    masks.hidden_batch = hidden->stride(0);
-  }
+  if (hidden) masks.hidden.emplace(*hidden, of_keys.row, of_keys.head);
   if (seed) {
     masks.is_dropped = true;
     masks.seed = static_cast<uint64_t>(seed->item<int64_t>());
@@ -67,33 +67,36 @@ Masks masks_of(
 
 void attend(
     const Tensor& query, const Tensor& key, const Tensor& value, Tensor out, Tensor lse, IntArrayRef first,
-    IntArrayRef geometry, IntArrayRef heads, IntArrayRef axes, const std::optional<Tensor>& rows,
+    int64_t ratio, IntArrayRef geometry, IntArrayRef heads, IntArrayRef axes, const std::optional<Tensor>& rows,
     const std::optional<Tensor>& row_ends, const std::optional<Tensor>& units, const std::optional<Tensor>& unit_ends,
     const std::optional<Tensor>& hidden, const std::optional<Tensor>& seed, double dropout_p, IntArrayRef places,
     double scale) {
-  const Partial partial = partial_of(query, key, geometry, heads, axes, rows, row_ends, units, unit_ends);
-  forward(partial, masks_of(hidden, seed, dropout_p, places), {query, key, value, out, lse, scale, first[0], first[1]});
+  const Partial partial = partial_of(query.size(3), ratio, geometry, heads, axes, rows, row_ends, units, unit_ends);
+  const Place of_out{first[0], first[1]}, of_keys{first[2], first[3]};
+  forward(partial, masks_of(hidden, seed, dropout_p, places, of_keys), {query, key, value, out, lse, scale, of_out, of_keys});
 }
 
 void attend_backward(
     const Tensor& grad_out, const Tensor& query, const Tensor& key, const Tensor& value, const Tensor& out, const Tensor& lse,
     const std::optional<Tensor>& grad_lse, Tensor grad_query, Tensor grad_key, Tensor grad_value, IntArrayRef first,
-    IntArrayRef geometry, IntArrayRef heads, IntArrayRef axes, const std::optional<Tensor>& rows,
+    int64_t ratio, IntArrayRef geometry, IntArrayRef heads, IntArrayRef axes, const std::optional<Tensor>& rows,
     const std::optional<Tensor>& row_ends, const std::optional<Tensor>& units, const std::optional<Tensor>& unit_ends,
     const std::optional<Tensor>& hidden, const std::optional<Tensor>& seed, double dropout_p, IntArrayRef places,
     double scale) {
-  const Partial partial = partial_of(query, key, geometry, heads, axes, rows, row_ends, units, unit_ends);
+  const Partial partial = partial_of(query.size(3), ratio, geometry, heads, axes, rows, row_ends, units, unit_ends);
+  const Place of_grad_query{first[0], first[1]}, of_grad_keys{first[2], first[3]}, of_keys{first[4], first[5]};
   backward(
-      partial, masks_of(hidden, seed, dropout_p, places),
-      {grad_out, query, key, value, out, lse, grad_lse, grad_query, grad_key, grad_value, scale, first[0], first[1], first[2]});
+      partial, masks_of(hidden, seed, dropout_p, places, of_keys),
+      {grad_out, query, key, value, out, lse, grad_lse, grad_query, grad_key, grad_value, scale, of_grad_query, of_grad_keys,
+       of_keys});
 }
 
 }  // namespace
 }  // namespace dilated_attention
 
 #define PARTIAL                                                                                               \
-  "int[] first, int[] geometry, int[] heads, int[] axes, Tensor? rows, Tensor? row_ends, Tensor? units, "     \
-  "Tensor? unit_ends, Tensor? hidden, Tensor? seed, float dropout_p, int[] places, float scale) -> ()"
+  "int[] first, int ratio, int[] geometry, int[] heads, int[] axes, Tensor? rows, Tensor? row_ends, "         \
+  "Tensor? units, Tensor? unit_ends, Tensor? hidden, Tensor? seed, float dropout_p, int[] places, float scale) -> ()"
 
 TORCH_LIBRARY(dilated_attention_native, m) {
   m.def("attend(Tensor query, Tensor key, Tensor value, Tensor(a!) out, Tensor(b!) lse, " PARTIAL, &dilated_attention::attend);

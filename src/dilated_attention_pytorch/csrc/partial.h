@@ -5,6 +5,7 @@
 #include <ATen/core/Tensor.h>
 
 #include <atomic>
+#include <optional>
 #include <vector>
 
 #include "vectors.h"
@@ -45,15 +46,17 @@ constexpr int64_t kNoBound = int64_t{1} << 60;
 struct Partial {
   std::vector<Domain> domains;
   std::vector<Problem> problems;
-  int64_t num_keys, step;  // of a domain
-  int64_t low, high;       // the i-th query of a problem sees the j-th key only if low <= j - i <= high
-  int64_t unit;            // keys of a unit
-  int64_t ratio;           // query heads of a key/value head
+  int64_t num_keys, step, key_step;  // of a domain; rows from one query to the next, and from one key
+  int64_t low, high;                 // the i-th query of a problem sees the j-th key only if low <= j - i <= high
+  int64_t unit;                      // keys of a unit
+  int64_t ratio;                     // query heads of a key/value head
   int64_t head_dim;
 
   int64_t query_row(const Domain& domain, const Problem& problem, int64_t i) const {
     return domain.query_row + (problem.rows == nullptr ? i * step : problem.rows[i]);
   }
+
+  int64_t key_row(const Domain& domain, int64_t j) const { return domain.key_row + j * key_step; }
 
   // Calls `body(begin, end)` for every run of keys in [begin, end) that any of the queries [first, stop) sees.
   template <class Body>
@@ -90,8 +93,7 @@ inline std::vector<Tile> tiles_of(const Partial& partial, int64_t positions) {
 
 // Keys that are as if they were not there, and what dropout takes away.
 struct Masks {
-  const bool* hidden = nullptr;  // [B, rows of keys]
-  int64_t hidden_batch = 0;
+  std::optional<Rows<const bool>> hidden;  // [B, rows of keys, key/value heads]
   bool is_dropped = false;
   uint64_t seed = 0;
   int32_t threshold = 0;
@@ -99,7 +101,7 @@ struct Masks {
   int64_t query_offset = 0, key_offset = 0;  // positions of the first rows of the slabs
   int64_t first_batch = 0;                   // index of the first sequence in the batch
 
-  bool hides(const Domain& domain, int64_t row) const { return hidden != nullptr && hidden[domain.batch * hidden_batch + row]; }
+  bool hides(const Domain& domain, int64_t row) const { return hidden && *hidden->at(domain.batch, row, domain.head); }
 
   // A pair is kept iff its mixed state is not below the threshold: kernels/dropout.py.
   static uint64_t splitmix64(uint64_t x) {

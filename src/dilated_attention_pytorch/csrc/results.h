@@ -9,7 +9,8 @@ template <class T>
 class Results {
  public:
   Results(const ForwardOperands& x, const Partial& partial, const Masks& masks)
-      : out_(x.out, x.first_row, x.first_head), rounded_out_(x.out, x.first_row, x.first_head), lse_(x.lse),
+      : out_(x.out, x.of_out.row, x.of_out.head * partial.ratio),
+        rounded_out_(x.out, x.of_out.row, x.of_out.head * partial.ratio), lse_(x.lse),
         is_rounded_(x.out.scalar_type() != at::kFloat), head_dim_(partial.head_dim), keep_factor_(masks.keep_factor) {}
 
   // `sums` and `total` are of the powers of what scores exceed `top`; `sums` are written over.

@@ -18,7 +18,7 @@ class Stream {
 
  public:
   Stream(const Partial& partial, const Masks& masks, const ForwardOperands& x)
-      : p_(partial), masks_(masks), query_(x.query), key_(x.key), value_(x.value), results_(x, partial, masks),
+      : p_(partial), masks_(masks), query_(x.query), key_(x.key, x.of_keys.row, x.of_keys.head), value_(x.value, x.of_keys.row, x.of_keys.head), results_(x, partial, masks),
         factor_(static_cast<float>(x.scale) * kLog2E), width_(rounded_up(partial.head_dim, kPairs)),
         positions_(partial.problems[0].count), rows_(positions_ * partial.ratio) {}
 
@@ -77,7 +77,7 @@ class Stream {
 
   void copy(const Rows<const T>& from, const Domain& d, int64_t first, int64_t count, int64_t keys, int64_t width, C* to) const {
     for (int64_t x = 0; x < keys; x++, to += width) {
-      const int64_t row = d.key_row + (first + x) * p_.step;
+      const int64_t row = p_.key_row(d, first + x);
       const bool is_read = x < count && !masks_.hides(d, row);
       if (is_read) convert(from.at(d.batch, row, d.head), to, p_.head_dim);
       std::fill(is_read ? to + p_.head_dim : to, to + width, C(0));
@@ -87,7 +87,7 @@ class Stream {
   void mask(const Domain& d, int64_t first, int64_t count, int64_t keys, float* scores) const {
     const bool is_banded = positions_ - 1 + p_.low > first || p_.high < first + count - 1;
     for (int64_t x = 0; x < keys; x++, scores += kColumns) {
-      if (x >= count || masks_.hides(d, d.key_row + (first + x) * p_.step)) {
+      if (x >= count || masks_.hides(d, p_.key_row(d, first + x))) {
         std::fill(scores, scores + kColumns, -kInfinity);
       } else if (is_banded) {
         const int64_t low = std::clamp<int64_t>((first + x - p_.high) * p_.ratio, 0, kColumns);

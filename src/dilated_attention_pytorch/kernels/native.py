@@ -19,17 +19,43 @@ KEYS_OF_WINDOW = 8192
 _NO_BOUND = 1 << 60
 
 
+class Place(NamedTuple):
+    """The first row and the first key/value head that a tensor begins with."""
+
+    row: int
+    head: int
+
+
+WHOLE = Place(0, 0)
+
+
 class Masks(NamedTuple):
     """What a call hides and drops."""
 
-    hidden: Tensor | None
-    """bool ``[B, M]``: keys that are as if they were not there."""
-    seed: Tensor | None
-    dropout_p: float
-    query_offset: int
-    key_offset: int
-    first_sequence: int
+    hidden: Tensor | None = None
+    """bool ``[B, M]`` or ``[B, M, G]``: keys that are as if they were not there."""
+    seed: Tensor | None = None
+    dropout_p: float = 0.0
+    query_offset: int = 0
+    key_offset: int = 0
+    first_sequence: int = 0
     """Of the whole batch, the sequence that operands begin with."""
+
+
+class Remote(NamedTuple):
+    """Queries where they lie, and keys that came from elsewhere: every query sees every key."""
+
+    query_row: int
+    step: int
+    num_queries: int
+    head: int
+    num_heads: int
+    skew: int
+    """Query rows from one key/value head to the next."""
+    num_keys: int
+
+
+Geometry = Partial | Gathered | Remote
 
 
 def is_written_once(partial: Partial | Gathered) -> bool:
@@ -38,7 +64,7 @@ def is_written_once(partial: Partial | Gathered) -> bool:
 
 
 def merge_partial(
-    partial: Partial | Gathered,
+    partial: Geometry,
     query: Tensor,
     key: Tensor,
     value: Tensor,
@@ -46,29 +72,32 @@ def merge_partial(
     lse: Tensor,
     masks: Masks,
     *,
+    ratio: int,
     scale: float,
-    first_row: int,
-    first_head: int,
+    of_out: Place = WHOLE,
 ) -> None:
     """Merge what the queries of a partial see into ``out`` and ``lse``, which is -inf where nothing was merged yet.
 
     Args:
         partial: which rows see which; without phantom keys.
-        query: ``[B, N, H, D]``, float16, bfloat16 or float32; key, value: ``[B, M, G, D]``.
-        out: ``[B, rows, heads, D]``, from ``first_row`` and ``first_head`` of the queries on. Float32; of the query's
-            dtype if every row is written once.
+        query: ``[B, N, H, D]``, float16, bfloat16 or float32; key, value: ``[B, M, G, D]``, of remote keys those heads
+            alone that the partial is of.
+        out: ``[B, rows, heads, D]``, from the place ``of_out`` on. Float32; of the query's dtype if every row is
+            written once.
         lse: float32 ``[B, N, H]``.
         masks: keys and pairs that are left out.
+        ratio: query heads of a key/value head.
         scale: factor of the scores, not negative.
     """
     load()
     torch.ops.dilated_attention_native.attend(
-        query, key, value, out, lse, [first_row, first_head], *_partial(partial, query), *_masks(masks), scale
-    )
+        query, key, value, out, lse, [*of_out, *_place_of_keys(partial)], ratio, *_geometry(partial, query),
+        *_arguments(masks, key), scale,
+    )  # fmt: skip
 
 
 def add_gradients(
-    partial: Partial | Gathered,
+    partial: Geometry,
     grad_out: Tensor,
     query: Tensor,
     key: Tensor,
@@ -79,37 +108,46 @@ def add_gradients(
     grads: tuple[Tensor, Tensor, Tensor],
     masks: Masks,
     *,
+    ratio: int,
     scale: float,
-    first: tuple[int, int, int],
+    of_grad_query: Place = WHOLE,
+    of_grad_keys: Place = WHOLE,
 ) -> None:
-    """Add the gradients of a partial to those of query, key and value, float32, under the merged ``out`` and ``lse``.
+    """Add a partial's gradients to those of query, key and value, float32, under the merged ``out`` and ``lse``.
 
-    ``first``: the query row, the key row and the key/value head that the gradients begin with.
+    ``lse`` is an infinity of either sign in rows without a key.
     """
     load()
+    of_keys = _place_of_keys(partial)
+    places = [*of_grad_query, *(of_keys if isinstance(partial, Remote) else of_grad_keys), *of_keys]
     torch.ops.dilated_attention_native.attend_backward(
-        grad_out, query, key, value, out, lse, grad_lse, *grads, list(first), *_partial(partial, query), *_masks(masks),
-        scale,
+        grad_out, query, key, value, out, lse, grad_lse, *grads, places, ratio, *_geometry(partial, query),
+        *_arguments(masks, key), scale,
     )  # fmt: skip
 
 
-def _partial(partial: Partial | Gathered, query: Tensor) -> tuple[Any, ...]:
-    sequences = query.shape[0]
+def _place_of_keys(partial: Geometry) -> Place:
+    return Place(0, partial.head) if isinstance(partial, Remote) else WHOLE
+
+
+def _geometry(partial: Geometry, query: Tensor) -> tuple[Any, ...]:
+    """As ``csrc/library.cpp`` reads it."""
+    sequences, unbounded = query.shape[0], (-_NO_BOUND, _NO_BOUND)
     if isinstance(partial, Gathered):
         lists = partial.lists
         offsets = [torch.arange(alike.rows_of_range) for alike in lists]
         rows = [(x.query_rows.unsqueeze(-1) + own).flatten(1) for x, own in zip(lists, offsets, strict=True)]
         units = [alike.units.sort(dim=1).values for alike in lists]
-        geometry = [
-            sequences, 0, partial.first_key, 0, partial.num_units * partial.unit, 1, -_NO_BOUND, _NO_BOUND, partial.unit
-        ]  # fmt: skip
-        return geometry, list(partial.heads), [], *_one_after_the_other(rows), *_one_after_the_other(units)
+        num_keys = partial.num_units * partial.unit
+        numbers = [sequences, 0, partial.first_key, 0, num_keys, 1, 1, *unbounded, partial.unit]
+        return numbers, list(partial.heads), [], *_one_after_the_other(rows), *_one_after_the_other(units)
+    if isinstance(partial, Remote):
+        numbers = [sequences, partial.query_row, 0, partial.num_queries, partial.num_keys, partial.step, 1]
+        return [*numbers, *unbounded, 0], [partial.head], [partial.num_heads, partial.skew, 0, 1], *(None,) * 4
     low, high = partial.band or (-_NO_BOUND, 0 if partial.is_causal else _NO_BOUND)
-    geometry = [
-        sequences, partial.query_row, partial.key_row, partial.num_queries, partial.num_keys, partial.step, low, high, 0
-    ]  # fmt: skip
-    axes = [number for axis in partial.axes for number in (axis.size, axis.rows, axis.heads)]
-    return geometry, [partial.head], axes, None, None, None, None
+    numbers = [sequences, partial.query_row, partial.key_row, partial.num_queries, partial.num_keys]
+    axes = [number for axis in partial.axes for number in (axis.size, axis.rows, axis.rows, axis.heads)]
+    return [*numbers, partial.step, partial.step, low, high, 0], [partial.head], axes, *(None,) * 4
 
 
 def _one_after_the_other(lists: list[Tensor]) -> tuple[Tensor, Tensor]:
@@ -118,6 +156,8 @@ def _one_after_the_other(lists: list[Tensor]) -> tuple[Tensor, Tensor]:
     return torch.cat([alike.reshape(-1) for alike in lists]), sizes.cumsum(0)
 
 
-def _masks(masks: Masks) -> tuple[Any, ...]:
-    places = [masks.query_offset, masks.key_offset, masks.first_sequence]
-    return masks.hidden, masks.seed, masks.dropout_p, places
+def _arguments(masks: Masks, key: Tensor) -> tuple[Any, ...]:
+    hidden = masks.hidden
+    if hidden is not None and hidden.dim() == 2:
+        hidden = hidden.unsqueeze(-1).expand(-1, -1, key.shape[2])
+    return hidden, masks.seed, masks.dropout_p, [masks.query_offset, masks.key_offset, masks.first_sequence]

@@ -364,8 +364,8 @@ def _merge_partials(work: _Work, out: Operand, logs: list[Operand], is_bounded: 
         if work.is_native and not _is_phantom(partial):
             q, k, v = (operand.tensor for operand in operands[:3])
             native.merge_partial(
-                partial, q, k, v, out.tensor, logs[0].tensor, work.masks(), scale=inputs.scale,
-                first_row=out.first_row, first_head=out.first_head * work.ratio,
+                partial, q, k, v, out.tensor, logs[0].tensor, work.masks(), ratio=work.ratio, scale=inputs.scale,
+                of_out=native.Place(out.first_row, out.first_head),
             )  # fmt: skip
             continue
         for views in work.views(partial, operands):
@@ -513,14 +513,14 @@ def _add_native_gradients(
 ) -> None:
     inputs, some = work.inputs, slice(*work.batch)
     grad_query, grad_key, grad_value = (accumulator.tensor for accumulator in accumulators)
-    query_first, key_first = accumulators[:2]
+    of_grad_query, of_grad_keys = (native.Place(one.first_row, one.first_head) for one in accumulators[:2])
     for partial in work.tile.partials:
         if _is_phantom(partial):
             continue
         native.add_gradients(
             partial, grad_out[some], inputs.query[some], inputs.key[some], inputs.value[some], out[some], lse[some],
             None if grad_lse is None else grad_lse[some], (grad_query, grad_key, grad_value), work.masks(),
-            scale=inputs.scale, first=(query_first.first_row, key_first.first_row, key_first.first_head),
+            ratio=work.ratio, scale=inputs.scale, of_grad_query=of_grad_query, of_grad_keys=of_grad_keys,
         )  # fmt: skip
 
 

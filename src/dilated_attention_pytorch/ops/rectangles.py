@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from dilated_attention_pytorch.kernels import aten, blockwise
+from dilated_attention_pytorch.kernels import aten, blockwise, native
 from dilated_attention_pytorch.kernels.dropout import keep_factors
 from dilated_attention_pytorch.planning import Block
 
@@ -64,9 +64,14 @@ def merge_rectangle(
     """Merge what the queries of a block see of ``keys`` into ``out [B, N, H, D]`` and ``lse [B, N, H]``.
 
     Both are in the accumulation dtype of ``query [B, N, H, D]``. ``ratio`` query heads share a key/value head,
-    ``scale`` is not negative, ``impl`` is "aten" or "triton". Dropout is computed by matrix products under both. With
-    ``rest``, for large scores, it and ``lse`` are a pair, see :func:`merge_pairs_in_place`.
+    ``scale`` is not negative, ``impl`` is "aten", "native" or "triton". Dropout is computed by matrix products under
+    all of them. With ``rest``, for large scores, it and ``lse`` are a pair, see :func:`merge_pairs_in_place`.
     """
+    if impl == "native" and dropout is None and rest is None:
+        native.merge_partial(
+            _remote(queries, keys), query, *_by_rows(keys), out, lse, _masks(keys), ratio=ratio, scale=scale
+        )
+        return
     for index in range(ratio):
         q, out_view, lse_view = (block_view(x, queries, ratio=ratio, index=index) for x in (query, out, lse))
         rest_view = None if rest is None else block_view(rest, queries, ratio=ratio, index=index)
@@ -104,6 +109,7 @@ def add_rectangle_gradients(
     grad_out: Tensor,
     out: Tensor,
     lse: Tensor,
+    grad_lse: Tensor | None,
     delta: Tensor | None,
     query: Tensor,
     queries: Block,
@@ -121,6 +127,13 @@ def add_rectangle_gradients(
     ``delta [B, N, H]`` is ``rowsum(grad_out * out) - grad_lse``, needed where that or dropout is: None otherwise. With
     ``rest``, it and ``lse`` are a pair, as in :func:`merge_rectangle`.
     """
+    if impl == "native" and dropout is None and rest is None:
+        rows = (grad_key.transpose(1, 2), grad_value.transpose(1, 2))
+        native.add_gradients(
+            _remote(queries, keys), grad_out, query, *_by_rows(keys), out, lse, grad_lse, (grad_query, *rows),
+            _masks(keys), ratio=ratio, scale=scale,
+        )  # fmt: skip
+        return
     for index in range(ratio):
         views = [block_view(x, queries, ratio=ratio, index=index) for x in (query, grad_out, out, lse, grad_query)]
         q, grad_view, out_view, lse_view, grad_query_view = views
@@ -144,6 +157,20 @@ def add_rectangle_gradients(
             )  # fmt: skip
         for total, part in zip((grad_query_view, grad_key, grad_value), parts, strict=True):
             total += part
+
+
+def _remote(queries: Block, keys: Keys) -> native.Remote:
+    return native.Remote(
+        queries.row, queries.step, queries.count, queries.head, queries.num_heads, queries.skew, keys.key.shape[2]
+    )
+
+
+def _by_rows(keys: Keys) -> tuple[Tensor, Tensor]:
+    return keys.key.transpose(1, 2), keys.value.transpose(1, 2)
+
+
+def _masks(keys: Keys) -> native.Masks:
+    return native.Masks(None if keys.is_ignored is None else keys.is_ignored.transpose(1, 2))
 
 
 def _bias(keys: Keys, query: Tensor) -> Tensor | None:

@@ -144,7 +144,7 @@ def attend(
         key_padding_mask: bool ``[B, rows]``, True = ignore, for this rank's rows of key.
         dropout_p: see :func:`dilated_attention_pytorch.attend`. Every rank draws from its own random state. Where ranks
             hold rows of all heads and are seeded alike, they drop what one process drops (without ``cu_seqlens``).
-        impl: ``"auto"``, ``"triton"`` or ``"aten"``; ``"native"`` and ``"reference"`` with ``strategy="heads"`` only.
+        impl: ``"auto"``, ``"triton"``, ``"native"`` or ``"aten"``; ``"reference"`` with ``strategy="heads"`` only.
 
     Returns:
         ``[B, rows, H, D]`` in the query's dtype.
@@ -307,8 +307,7 @@ def _agree(
             call, query.shape[0], num_queries, query.shape[2], query.shape[3], query.dtype, mask is not None,
             tuple(wire.size for wire in (ranks.rows, ranks.heads) if wire is not None),
         )  # fmt: skip
-        is_of_parts = is_one_sequence and keywords.impl not in ("reference", "native")
-        needs_whole = ranks.heads is None and not is_of_parts
+        needs_whole = ranks.heads is None and not (is_one_sequence and keywords.impl != "reference")
         strategy = "heads" if needs_whole else cheapest(size, layout)
     _check_strategy(ranks, strategy, query, key, pattern, keywords.impl, is_one_sequence=is_one_sequence)
     numbers = ranks.agree({
@@ -357,8 +356,8 @@ def _check_strategy(
             f'tail="zero_padded" depends on whole segments, which no rank has under strategy={strategy!r}; {remedy}, '
             'or tail="ragged"'
         )
-    if impl in ("reference", "native"):
+    if impl == "reference":
         raise NotImplementedError(
-            f'impl="{impl}" computes whole sequences, which no rank has under strategy={strategy!r}; {remedy}, or '
+            f'impl="reference" computes whole sequences, which no rank has under strategy={strategy!r}; {remedy}, or '
             'impl="aten"'
         )

@@ -230,8 +230,8 @@ class Slab:
         for rectangle in parcel.seen.rectangles:
             into = _heads_of(grads[rectangle.block], rectangle)
             add_rectangle_gradients(
-                grad_query, into.key, into.value, state.grad_out, state.out, state.lse, state.delta, self.query,
-                rectangle.queries, _keys_of(parcel, rectangle), ratio=self._ratio, scale=options.scale,
+                grad_query, into.key, into.value, state.grad_out, state.out, state.lse, state.grad_lse, state.delta,
+                self.query, rectangle.queries, _keys_of(parcel, rectangle), ratio=self._ratio, scale=options.scale,
                 impl=options.impl, dropout=self._dropout(parcel, rectangle), rest=self.rest,
             )  # fmt: skip
         for pair in parcel.seen.slab_pairs:
