@@ -29,11 +29,12 @@ import torch
 
 from dilated_attention_pytorch.training import RunError, resume, train
 from dilated_attention_pytorch.training import run as training_run
-from dilated_attention_pytorch.training.checkpoint import checkpoint_step, file_names
+from dilated_attention_pytorch.training.checkpoint import SETTINGS_NAME, checkpoint_step, file_names
 from dilated_attention_pytorch.training.manifest import MANIFEST_NAME, read_sealed, sealed
 from training.runs import quiet, seal_again, stopped_run, tiny_settings, weights, write_texts
 
 OLD, NEW = 4, 7
+_BEFORE, _NEWEST = "the one before", "the newest"
 _NAMES = [*file_names(1), MANIFEST_NAME]
 
 
@@ -294,7 +295,8 @@ class Trial:
     kind: str
     said: str
     outcome: str
-    """"refused", "the one before", or "the newest" (what was damaged is not read)."""
+    """"refused", "the one before", "the newest" (what was damaged is not read), or "the other run": both its settings and
+    its checkpoints were put there, so that the folder is that run."""
 
 
 def _start_of(run: Path) -> Path | None:
@@ -331,16 +333,20 @@ def attempt(world: World, draw: random.Random, place: Path, *, with_command: boo
     if checkpoint is None:
         outcome = "refused"
     else:
-        step = checkpoint_step(checkpoint)
-        outcome = {OLD: "the one before", NEW: "the newest"}[step]
+        is_other = _identity(run) == _identity(world.other)
+        outcome = "the other run" if is_other else {OLD: _BEFORE, NEW: _NEWEST}[checkpoint_step(checkpoint)]
         for name in file_names(1):
-            written = (world.stopped / checkpoint.name / name).read_bytes()
+            written = ((world.other if is_other else world.stopped) / checkpoint.name / name).read_bytes()
             assert (checkpoint / name).read_bytes() == written, f"{words}: {outcome} has another {name}"
     if with_command:
         _go_to_the_end(world, run, outcome, words)
     assert not world.canary.exists(), words
     shutil.rmtree(run)
     return Trial(damages[0].__name__.strip("_"), words, outcome)
+
+
+def _identity(run: Path) -> str:
+    return str(read_sealed(run / SETTINGS_NAME, what="test", remedy="")["run"])
 
 
 def _go_to_the_end(world: World, run: Path, outcome: str, words: str) -> None:
@@ -352,6 +358,8 @@ def _go_to_the_end(world: World, run: Path, outcome: str, words: str) -> None:
         assert ended.stderr.startswith("dilated-attention: "), f"{words}: {ended.stderr}"
         return
     assert ended.returncode == 0, f"{words}: {ended.stderr}"
+    if outcome not in (_BEFORE, _NEWEST):
+        return
     expected, found = weights(world.whole), weights(run)
     assert all(torch.equal(expected[name], found[name]) for name in expected | found), words
 
