@@ -295,8 +295,8 @@ class Trial:
     kind: str
     said: str
     outcome: str
-    """"refused", "the one before", "the newest" (what was damaged is not read), or "the other run": both its settings and
-    its checkpoints were put there, so that the folder is that run."""
+    """"refused", "the one before", "the newest" (what was damaged is not read), or "the other run": both its settings
+    and its checkpoints were put there, so that the folder is that run."""
 
 
 def _start_of(run: Path) -> Path | None:
