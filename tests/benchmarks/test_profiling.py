@@ -52,7 +52,7 @@ def test_memory_over_time_ends_with_the_results_of_the_call(tmp_path: Path) -> N
     ("options", "words"),
     [
         ({"contestant": "nobody"}, "must be part of one name, got 0; choose one of 'ours, triton'"),
-        ({"contestant": "ours"}, "must be part of one name, got 4"),
+        ({"contestant": "ours"}, "must be part of one name, got 5"),
         ({"contestant": "cache"}, "cannot compute this call: the cache of the models is for decoding"),
         ({"num_groups": 4}, "the shape three has 3 dilation groups"),
     ],
