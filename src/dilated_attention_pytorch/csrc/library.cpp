@@ -47,6 +47,8 @@ Partial partial_of(
   return partial;
 }
 
+bool is_empty(const Partial& partial) { return partial.domains.empty() || partial.num_keys == 0; }
+
 // `places`: positions of the first query and key of the slabs, and the first sequence's index in the batch.
 Masks masks_of(
     const std::optional<Tensor>& hidden, const std::optional<Tensor>& seed, double dropout_p, IntArrayRef places,
@@ -72,6 +74,7 @@ void attend(
     const std::optional<Tensor>& hidden, const std::optional<Tensor>& seed, double dropout_p, IntArrayRef places,
     double scale) {
   const Partial partial = partial_of(query.size(3), ratio, geometry, heads, axes, rows, row_ends, units, unit_ends);
+  if (is_empty(partial)) return;
   const Place of_out{first[0], first[1]}, of_keys{first[2], first[3]};
   forward(partial, masks_of(hidden, seed, dropout_p, places, of_keys), {query, key, value, out, lse, scale, of_out, of_keys});
 }
@@ -84,6 +87,7 @@ void attend_backward(
     const std::optional<Tensor>& hidden, const std::optional<Tensor>& seed, double dropout_p, IntArrayRef places,
     double scale) {
   const Partial partial = partial_of(query.size(3), ratio, geometry, heads, axes, rows, row_ends, units, unit_ends);
+  if (is_empty(partial)) return;
   const Place of_grad_query{first[0], first[1]}, of_grad_keys{first[2], first[3]}, of_keys{first[4], first[5]};
   backward(
       partial, masks_of(hidden, seed, dropout_p, places, of_keys),
