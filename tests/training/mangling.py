@@ -89,14 +89,14 @@ def _drawn_file(run: Path, draw: random.Random) -> Path:
 
 
 def _whole(path: Path) -> Path:
-    """``path``, if it is a file that can be damaged: no link, no pipe."""
-    if path.is_symlink() or not path.is_file():
+    """``path``, if it is a file that can be damaged: no link, no pipe, not empty."""
+    if path.is_symlink() or not path.is_file() or not path.stat().st_size:
         raise _NothingLeft
     return path
 
 
 def _flip_bits(run: Path, world: World, draw: random.Random) -> str:
-    path = _drawn_file(run, draw) if draw.random() < 0.9 else run / "training.json"
+    path = _drawn_file(run, draw) if draw.random() < 0.9 else _whole(run / "training.json")
     found = bytearray(path.read_bytes())
     count = draw.choice([1, 1, 1, 2, 8])
     for _ in range(count):
@@ -106,7 +106,7 @@ def _flip_bits(run: Path, world: World, draw: random.Random) -> str:
 
 
 def _cut(run: Path, world: World, draw: random.Random) -> str:
-    path = _drawn_file(run, draw) if draw.random() < 0.9 else run / "training.json"
+    path = _drawn_file(run, draw) if draw.random() < 0.9 else _whole(run / "training.json")
     os.truncate(path, draw.choice([0, 1, draw.randrange(path.stat().st_size), path.stat().st_size - 1]))
     return f"{path.name} cut"
 
