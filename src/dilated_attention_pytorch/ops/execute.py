@@ -52,7 +52,7 @@ class Inputs:
         """Whether few query rows are computed by matrix products in the forward pass."""
         return self.query.device.type == "cpu" and self.query.dtype != torch.bfloat16
 
-    def plan(self, *, is_native: bool) -> Plan:
+    def plan(self, *, is_native: bool = False) -> Plan:
         """The call's plan, tiles bounded so that temporaries stay a small part of the operands."""
         bands: Bands = "whole" if is_native else "products" if self.has_products else "fused"
         rows = max(self.query.shape[1] * self.query.shape[2], self.key.shape[1] * self.key.shape[2])
