@@ -12,7 +12,7 @@ from hypothesis import given
 from torch import Tensor
 
 from dilated_attention_pytorch import attend, attend_with_lse
-from dilated_attention_pytorch.kernels.select import Impl
+from dilated_attention_pytorch.kernels.select import Impl, refusal
 from dilated_attention_pytorch.ops import execute
 from drawn import SWEEP, DrawnCall, block_calls, calls, examples
 from error_budget import budget
@@ -151,6 +151,8 @@ def test_the_reference_equals_the_oracle(call: DrawnCall) -> None:
 def test_low_precision_stays_within_the_error_budget(
     impl: Impl, kind: str, dtype: torch.dtype, figure: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    if refusal(impl, torch.device("cpu"), dtype, 1) is not None:
+        pytest.skip("not on this machine")
     used = dict.fromkeys(NAMES, 0.0)
     if kind == "block":  # low precision accumulates in tensors that begin where a tile does: many small ones
         monkeypatch.setattr(execute, "_TILE_FLOOR", 64)

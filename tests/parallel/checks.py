@@ -26,6 +26,7 @@ from dilated_attention_pytorch import (
     parallel,
     random_blocks,
 )
+from dilated_attention_pytorch.kernels.compilation import refusal_to_load
 from error_budget import budget
 from oracle import Groups, dense_attention, dense_counts
 
@@ -212,8 +213,13 @@ def triton_kernels_give_the_same(mesh: DeviceMesh) -> float:
     return worst
 
 
-def native_kernels_give_the_same(mesh: DeviceMesh) -> float:
-    """In float32 against one process in float64: every route, grouped heads, dropout, and padding with NaN in it."""
+def native_kernels_give_the_same(mesh: DeviceMesh) -> float | None:
+    """In float32 against one process in float64: every route, grouped heads, dropout, and padding with NaN in it.
+
+    None on a machine that cannot compile them.
+    """
+    if refusal_to_load() is not None:
+        return None
     mask = torch.arange(101).expand(2, -1) % 7 == 3
     worst = 0.0
     for strategy in ("ring", "gather", "heads"):
