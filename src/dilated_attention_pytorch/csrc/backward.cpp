@@ -4,12 +4,8 @@
 namespace dilated_attention {
 namespace {
 
-#ifndef GRAD_ROWS
-#define GRAD_ROWS 64
-#define GRAD_KEYS 128
-#endif
-constexpr int64_t kRowsOfTile = GRAD_ROWS;
-constexpr int64_t kKeysOfBlock = GRAD_KEYS;
+constexpr int64_t kRowsOfTile = 64;
+constexpr int64_t kKeysOfBlock = 128;
 constexpr int64_t kAlignment = 16;
 constexpr int64_t kRowsOfChunk = 4096;  // query rows that lie packed at a time
 constexpr int64_t kKeysOfSplit = 1024;  // fewer keys are not worth a thread of their own

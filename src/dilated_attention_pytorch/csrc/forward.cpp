@@ -5,12 +5,8 @@
 namespace dilated_attention {
 namespace {
 
-#ifndef ROWS_OF_TILE
-#define ROWS_OF_TILE 128
-#define KEYS_OF_BLOCK 256
-#endif
-constexpr int64_t kRowsOfTile = ROWS_OF_TILE;
-constexpr int64_t kKeysOfBlock = KEYS_OF_BLOCK;
+constexpr int64_t kRowsOfTile = 128;
+constexpr int64_t kKeysOfBlock = 256;
 constexpr int64_t kAlignment = 16;  // of the first key and the number of keys of a product
 constexpr float kRoundedScore = 1024.0f;
 constexpr int64_t kPackedBytes = int64_t{1} << 25;

@@ -8,8 +8,8 @@ namespace {
 constexpr int64_t kKeysOfChunk = 512;  // one piece of work
 constexpr int64_t kColumns = kRowsOfStream;
 
-// Few queries and many keys, as in a step of decoding: keys and values are read once, where they lie, and nothing is
-// packed but pairs of values of bfloat16. Scores are computed transposed, [keys, queries], with keys as the left operand.
+// Few queries and many keys, as in a step of decoding: keys and values are read once, and copied row by row, a chunk at
+// a time; keys are not transposed. Scores are computed transposed, [keys, queries], with keys as the left operand.
 // Every chunk of keys has sums of its own, which are added up in their order.
 template <class T>
 class Stream {

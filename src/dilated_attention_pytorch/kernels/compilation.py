@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import fcntl
 import functools
 import hashlib
 import os
@@ -172,6 +171,8 @@ def _refuse_to_build(build: Build) -> None:
 @contextmanager
 def _locked(folder: Path) -> Iterator[None]:
     """One process of this machine at a time; the lock goes with the process that holds it."""
+    import fcntl  # there is none beside Unix, where nothing is compiled
+
     try:
         folder.mkdir(parents=True, exist_ok=True)
         lock = (folder / _LOCK).open("a")
