@@ -17,25 +17,26 @@ from dilated_attention_pytorch import legacy
 from dilated_attention_pytorch.installation import install_command
 
 PACKAGE = Path(dilated_attention_pytorch.__file__).parent
-ORDER = ["patterns", "planning", "kernels", "ops"]
+ORDER = ["patterns", "planning", "kernels", "engine", "ops"]
 # What each part may import, beside itself.
 ALLOWED = {
-    **{name: {*ORDER[:index], "installation", "folders", "tracing"} for index, name in enumerate(ORDER)},
-    "selection": {"patterns", "ops", "machine", "memory", "errors", "folders"},
-    "nn": {*ORDER, "selection", "tracing"},
+    **{name: {*ORDER[:index], "installation", "folders", "precision", "tracing"} for index, name in enumerate(ORDER)},
+    "selection": {"patterns", "planning", "ops", "machine", "memory", "errors", "folders"},
+    "nn": {*ORDER, "precision", "selection", "tracing"},
     "models": {*ORDER, "nn", "installation"},
     "errors": set(),
     "folders": set(),
+    "precision": set(),
     "tracing": set(),
     "installation": set(),
     "machine": {"errors", "installation"},
     "memory": {"errors"},
     "output": {"errors"},
     "waiting": set(),
-    "parallel": {*ORDER, "nn", "selection"},
+    "parallel": {*ORDER, "nn", "precision", "selection"},
     "integrations": {*ORDER, "nn", "models", "installation"},
     "training": {*ORDER, "nn", "models", "parallel", "integrations", "errors", "machine", "memory", "output"},
-    "benchmarks": {*ORDER, "nn", "models", "errors", "machine", "memory", "output"},
+    "benchmarks": {*ORDER, "nn", "precision", "models", "errors", "machine", "memory", "output"},
     "cli": {
         *ORDER,
         "nn",

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from dilated_attention_pytorch import Pattern, attend, from_block_mask, local_window, random_blocks, strided_blocks
-from dilated_attention_pytorch.kernels import aten
+from dilated_attention_pytorch.kernels import fused
 from dilated_attention_pytorch.planning import Call, Partial, plan
 
 
@@ -86,8 +86,8 @@ def test_a_mask_has_to_cover_the_longest_document_and_no_more() -> None:
 def test_the_bias_of_a_window_lies_as_the_cpu_kernel_reads_it(monkeypatch: pytest.MonkeyPatch) -> None:
     """Its rows in one piece: a bias of other strides is written out for every problem, at twice the time of a call."""
     strides = set()
-    for name in ("fused_forward", "fused_backward"):
-        compute = getattr(aten, name)
+    for name in ("forward", "backward"):
+        compute = getattr(fused, name)
 
         def noting(*args: Any, compute: Any = compute, **options: Any) -> Any:
             # The bias follows query, key and value, or the six tensors of a backward pass.
@@ -96,7 +96,7 @@ def test_the_bias_of_a_window_lies_as_the_cpu_kernel_reads_it(monkeypatch: pytes
                 strides.add((bias.shape[-1] == bias.stride(-2), bias.stride(-1)))
             return compute(*args, **options)
 
-        monkeypatch.setattr(aten, name, noting)
+        monkeypatch.setattr(fused, name, noting)
     x = torch.randn(1, 1500, 2, 8, requires_grad=True)
-    attend(x, x, x, local_window(211, 190)).sum().backward()
+    attend(x, x, x, local_window(211, 190), impl="aten").sum().backward()
     assert strides == {(True, 1)}

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from dilated_attention_pytorch import DilatedPattern, attend
-from dilated_attention_pytorch.ops.execute import Inputs
+from dilated_attention_pytorch.engine.call import Inputs
 from dilated_attention_pytorch.planning import Call, plan
 from dilated_attention_pytorch.selection import Hardware, SegmentSelectionConfig, Workload, candidates
 from dilated_attention_pytorch.selection.counts import flops, num_pairs, tiling

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
-from dilated_attention_pytorch.kernels import aten
+from dilated_attention_pytorch.kernels import fused
 from dilated_attention_pytorch.kernels.select import Impl, is_interpreted, refusal
 from dilated_attention_pytorch.ops import attend
 
@@ -91,7 +91,7 @@ def _published_refuses(case: Case, device: torch.device) -> str | None:
     if case.mode == "decode":
         return "the published code has no decoding"
     probe = torch.empty(1, 1, 1, case.head_dim, dtype=case.torch_dtype, device=device)
-    if not aten.is_fused(probe, has_bias=False):
+    if not fused.is_fused(probe, has_bias=False):
         return f"no flash kernel of PyTorch takes {case.dtype} heads of {case.head_dim} on this device"
     return None
 

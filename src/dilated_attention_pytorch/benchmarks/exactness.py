@@ -15,6 +15,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from dilated_attention_pytorch.precision import accumulation_dtype
+
 from .shapes import Case, Computes
 
 NAMES = ("out", "grad_query", "grad_key", "grad_value")
@@ -112,7 +114,7 @@ def allowed_errors(case: Case) -> tuple[float, float]:
     """
     dtype = case.torch_dtype
     storage = torch.finfo(dtype).eps / 2
-    accumulation = torch.finfo(torch.float64 if dtype == torch.float64 else torch.float32).eps / 2
+    accumulation = torch.finfo(accumulation_dtype(dtype)).eps / 2
     scores = 2 * (case.head_dim + 8) * math.sqrt(case.head_dim) * accumulation
     sums = 2 * math.sqrt(case.rows) * accumulation
     exponential = 2.0**-13 if dtype == torch.bfloat16 else 4 * accumulation

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from dilated_attention_pytorch.kernels.aten import fused_backward, fused_forward
+from dilated_attention_pytorch.kernels import fused
 from dilated_attention_pytorch.patterns import DilationGroup, Pattern
 
 
@@ -124,7 +124,7 @@ class _Group(torch.autograd.Function):
         of_key = _classes(group, start, stop, length, num_kv_heads, num_kv_heads, query.device)
         q = _gather(query, of_query)
         k, v = (_gather(x, of_key).repeat_interleave(num_heads // num_kv_heads, 1) for x in (key, value))
-        out, lse = fused_forward(q, k, v, None, is_causal=is_causal, scale=scale)
+        out, lse = fused.forward(q, k, v, None, is_causal=is_causal, scale=scale)
         out, share = out.to(query.dtype), _real_share(of_query, lse, is_causal=is_causal)
         real_out = out if share is None else out / share.unsqueeze(-1).to(out.dtype)
         real_lse = lse if share is None else lse + share.log()
@@ -148,7 +148,7 @@ class _Group(torch.autograd.Function):
             g, out, g_lse = g / share.to(g.dtype), out / share.to(out.dtype), g_lse / share
         size = (g * g).sum(-1, keepdim=True, dtype=lse.dtype)
         moved = out - torch.where(size > 0, g_lse / size, 0.0).to(out.dtype) * g
-        grad_q, grad_k, grad_v = fused_backward(g, q, k, v, moved, lse, None, is_causal=is_causal, scale=scale)
+        grad_q, grad_k, grad_v = fused.backward(g, q, k, v, moved, lse, None, is_causal=is_causal, scale=scale)
         ratio = query.shape[2] // key.shape[2]
         grad_k, grad_v = (x.unflatten(1, (-1, ratio)).sum(2) for x in (grad_k, grad_v))
         return (

@@ -145,6 +145,19 @@ def refusal_to_load() -> str | None:
     return None
 
 
+@constant_of_graph
+@functools.cache
+def is_loaded() -> bool:
+    """Whether the kernels are loaded; the first call of a process loads them, and compiles them if there are none."""
+    return refusal_to_load() is None
+
+
+@constant_of_graph
+def was_loaded() -> bool:
+    """Whether the kernels are loaded already."""
+    return load.cache_info().currsize > 0
+
+
 @functools.cache
 def load() -> None:
     """Make the kernels known to PyTorch, once in a process.

@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from dilated_attention_pytorch.patterns import Pattern
+from dilated_attention_pytorch.precision import accumulation_dtype
 
 
 def reference_attention(
@@ -27,7 +28,7 @@ def reference_attention(
     ``keep_probability`` is what the merged probabilities are multiplied by under dropout, ``[B, H, N, M]``.
     """
     num_heads, num_kv_heads = query.shape[2], key.shape[2]
-    dtype = torch.float64 if query.dtype == torch.float64 else torch.float32
+    dtype = accumulation_dtype(query.dtype)
     q, k, v = query.to(dtype), key.to(dtype), value.to(dtype)
     query_rows = torch.arange(query.shape[1], device=query.device) + query_offset
     key_rows = torch.arange(key.shape[1], device=query.device) + key_offset

@@ -38,7 +38,8 @@ def refusal(
             return 'the Triton kernels count in segments of one length; impl="aten" computes a SegmentedPattern'
         return _triton_refusal(device, dtype, head_dim)
     if impl == "native":
-        return _native_refusal(device, dtype, head_dim)
+        mismatch = _native_mismatch(device, dtype, head_dim)
+        return compilation.refusal() if mismatch is None and not compilation.was_loaded() else mismatch
     if device.type not in ("cpu", "cuda"):
         return (
             f"PyTorch's kernels that return the log-sum-exp exist for cpu and cuda devices, not for {device.type!r}; "
@@ -47,14 +48,15 @@ def refusal(
     return None
 
 
-def _native_refusal(device: torch.device, dtype: torch.dtype, head_dim: int) -> str | None:
+def _native_mismatch(device: torch.device, dtype: torch.dtype, head_dim: int) -> str | None:
+    """Why the native kernels do not take such a call, on whatever machine."""
     if device.type != "cpu":
         return f"the native kernels are for CPUs, not for {device.type!r} tensors"
     if dtype == torch.float64:
         return 'the native kernels accumulate in float32; impl="aten" and impl="reference" compute in float64'
     if head_dim > MAX_HEAD_DIM:
         return f'the native kernels take heads up to {MAX_HEAD_DIM} wide, got {head_dim}; use impl="aten"'
-    return compilation.refusal()
+    return None
 
 
 def _triton_refusal(device: torch.device, dtype: torch.dtype, head_dim: int) -> str | None:
@@ -82,10 +84,19 @@ def _triton_refusal(device: torch.device, dtype: torch.dtype, head_dim: int) -> 
     return None
 
 
+def _automatic(device: torch.device, dtype: torch.dtype, head_dim: int, *, is_segmented: bool) -> str:
+    if device.type == "cuda" and refusal("triton", device, dtype, head_dim, is_segmented=is_segmented) is None:
+        return "triton"
+    if _native_mismatch(device, dtype, head_dim) is None and compilation.is_loaded():
+        return "native"
+    return "aten"
+
+
 def select(impl: str, device: torch.device, dtype: torch.dtype, head_dim: int, *, is_segmented: bool = False) -> str:
     """The name of the implementation that computes the call.
 
-    ``"auto"`` is ``"triton"`` on a CUDA device where that can run, else ``"aten"``.
+    ``"auto"`` is ``"triton"`` on a CUDA device where that can run, ``"native"`` on a CPU where that can, else
+    ``"aten"``. The first call on a CPU compiles the native kernels, if that was not done before.
 
     Raises:
         ValueError: ``impl`` is no known name.
@@ -95,10 +106,7 @@ def select(impl: str, device: torch.device, dtype: torch.dtype, head_dim: int, *
         raise ValueError(f"impl must be one of {', '.join(map(repr, IMPLS))}, got {impl!r}")
     chosen = impl
     if impl == "auto":
-        usable = device.type == "cuda" and (
-            refusal("triton", device, dtype, head_dim, is_segmented=is_segmented) is None
-        )
-        chosen = "triton" if usable else "aten"
+        chosen = _automatic(device, dtype, head_dim, is_segmented=is_segmented)
     reason = refusal(chosen, device, dtype, head_dim, is_segmented=is_segmented)
     if reason is None and chosen == "native":
         reason = compilation.refusal_to_load()

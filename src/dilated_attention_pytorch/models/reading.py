@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import math
+
 from torch import Tensor
 
-from dilated_attention_pytorch.kernels.aten import MASKED
+from dilated_attention_pytorch.engine.merge import clear_dead_rows, merge_in_place
+from dilated_attention_pytorch.engine.remote import merge_rows
+from dilated_attention_pytorch.kernels.fused import MASKED
+from dilated_attention_pytorch.kernels.products import Result
+from dilated_attention_pytorch.kernels.select import select
 from dilated_attention_pytorch.ops import attend_with_lse
-from dilated_attention_pytorch.ops.merge import merge_in_place
-from dilated_attention_pytorch.ops.rows import attend_rows
 from dilated_attention_pytorch.patterns import BlockPattern, Pattern, PatternSum
 
 from .ledger import Piece
@@ -19,16 +23,14 @@ Stored = tuple[Tensor, Tensor]
 
 def merge_pieces(pieces: list[Piece], query: Tensor, stored: Stored, out: Tensor, lse: Tensor) -> None:
     """Merge what ``query`` sees of the stored rows into ``out`` and ``lse``, piece by piece."""
-    num_kv_heads = stored[0].shape[2]
+    num_kv_heads, head_dim = stored[0].shape[2:]
     grouped = [tensor.unflatten(2, (num_kv_heads, -1)) for tensor in (query, out, lse)]
     flat = [tensor.flatten(1, 2) for tensor in stored]
+    scale, impl = 1.0 / math.sqrt(head_dim), select("auto", query.device, query.dtype, head_dim)
     for piece in pieces:
         queries, piece_out, piece_lse = (tensor[:, piece.rows, piece.heads] for tensor in grouped)
         keys, values = (rows.index_select(1, piece.places).unflatten(1, (piece.num_keys, -1)) for rows in flat)
-        part = attend_rows(queries.flatten(2, 3), keys, values)
-        merge_in_place(
-            piece_out, piece_lse, part.out.view(piece_out.shape), part.lse.to(lse.dtype).view(piece_lse.shape)
-        )
+        merge_rows(queries, keys, values, piece_out, piece_lse, scale=scale, impl=impl)
 
 
 def merge_stretches(
@@ -49,8 +51,6 @@ def merge_stretches(
             query_offset=offset, key_offset=stretch.position, key_padding_mask=is_absent,
         )  # fmt: skip
         # Merging takes finite numbers: a row that sees nothing here weighs nothing.
-        part_lse = part.lse.to(lse.dtype).clamp(min=MASKED).view(part_of_lse.shape)
-        merge_in_place(part_of_out, part_of_lse, part.out.view(part_of_out.shape), part_lse)
-    is_dead = lse < MASKED / 2
-    lse.masked_fill_(is_dead, float("-inf"))
-    out.masked_fill_(is_dead.unsqueeze(-1), 0.0)
+        of_part = Result(part.out.view(part_of_out.shape), part.lse.clamp(min=MASKED).view(part_of_lse.shape))
+        merge_in_place(part_of_out, part_of_lse, None, of_part)
+    clear_dead_rows(out, lse)

@@ -14,6 +14,7 @@ from dilated_attention_pytorch.ops.autocast import without_autocast
 from dilated_attention_pytorch.ops.selected_blocks import check_size
 from dilated_attention_pytorch.ops.validation import check_call, check_dropout
 from dilated_attention_pytorch.patterns import Pattern, local_window
+from dilated_attention_pytorch.precision import accumulation_dtype
 
 _SCORES_AT_ONCE = 1 << 22
 """Scores of blocks that are ranked at a time."""
@@ -130,7 +131,7 @@ def _pooled(x: Tensor, pool: Tensor | None, size: int, hidden: Tensor | None, *,
     Hidden rows (bool ``[B, N]``), and those before the first and after the last, take no part; a block of none is 0.
     """
     batch, rows = x.shape[:2]
-    dtype = torch.float64 if x.dtype == torch.float64 else torch.float32
+    dtype = accumulation_dtype(x.dtype)
     if hidden is None:
         hidden = torch.zeros(batch, rows, dtype=torch.bool, device=x.device)
     blocks = -(-rows // size)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 
 import torch
@@ -12,11 +11,13 @@ from dilated_attention_pytorch.kernels.dropout import keep_factors
 from dilated_attention_pytorch.kernels.reference import reference_attention
 from dilated_attention_pytorch.kernels.select import Impl, select
 from dilated_attention_pytorch.patterns import DilatedPattern, OffsetRule, Pattern, Tail
+from dilated_attention_pytorch.precision import accumulation_dtype
 
 from . import library
 from .autocast import cast_by_autocast, without_autocast
 from .derivatives import attend_operands
 from .merge import AttentionOutput
+from .prepare import with_scale
 from .validation import check_call, check_documents, documents_of
 from .weighted_sum import Operands
 
@@ -81,10 +82,7 @@ def attend_checked(
     is_segmented = any(group.boundaries is not None for group in pattern.groups)
     chosen = select(impl, query.device, query.dtype, query.shape[-1], is_segmented=is_segmented)
     query, key, value = cast_by_autocast(query, key, value)
-    scale = 1.0 / math.sqrt(query.shape[-1]) if scale is None else float(scale)
-    if scale < 0.0:
-        # The fused kernels look for the row maximum before they scale, which is right for positive scales only.
-        query, scale = -query, -scale
+    query, scale = with_scale(query, scale)
     if chosen == "reference":
         if cu_seqlens is not None and not torch.compiler.is_compiling():
             check_documents(pattern, documents_of(cu_seqlens, query.shape[1]), key.shape[2])
@@ -143,7 +141,7 @@ def attend(
             ``1 / (1 - p)``. Drawn from PyTorch's random state.
         impl: ``"auto"``, ``"triton"`` (kernels of this package, NVIDIA GPUs), ``"native"`` (kernels of this package,
             x86-64 CPUs), ``"aten"`` (PyTorch's fused kernels, CPU and CUDA) or ``"reference"`` (dense, any device). All
-            agree to rounding. ``"auto"`` is ``"triton"`` where that can run, else ``"aten"``.
+            agree to rounding. ``"auto"`` is ``"triton"`` or ``"native"`` where that can run, else ``"aten"``.
 
     Returns:
         ``[B, N, H, D]`` in the query's dtype, contiguous. Under autocast, inputs other than float64 are cast first.
@@ -214,6 +212,5 @@ def _dense_keep_factors(
 
     return keep_factors(
         seed, index(query.shape[0], 0, 0), index(query.shape[2], 0, 1), index(query.shape[1], query_offset, 2),
-        index(key.shape[1], key_offset, 3), dropout_p,
-        torch.float64 if query.dtype == torch.float64 else torch.float32,
+        index(key.shape[1], key_offset, 3), dropout_p, accumulation_dtype(query.dtype),
     )  # fmt: skip

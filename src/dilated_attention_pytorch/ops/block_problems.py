@@ -9,8 +9,9 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from dilated_attention_pytorch.kernels.blockwise import LOG2_E
 from dilated_attention_pytorch.kernels.dropout import keep_factors
+from dilated_attention_pytorch.kernels.products import LOG2_E
+from dilated_attention_pytorch.precision import accumulation_dtype
 
 from .weighted_sum import Factor
 
@@ -38,7 +39,7 @@ class Inputs(NamedTuple):
     @property
     def dtype(self) -> torch.dtype:
         """The dtype of scores and sums."""
-        return torch.float64 if self.query.dtype == torch.float64 else torch.float32
+        return accumulation_dtype(self.query.dtype)
 
     @property
     def num_padded_keys(self) -> int:

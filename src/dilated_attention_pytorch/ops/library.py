@@ -10,12 +10,16 @@ import torch
 from torch import Tensor
 from torch.utils.flop_counter import register_flop_formula
 
+from dilated_attention_pytorch.engine import call as engine
+from dilated_attention_pytorch.engine import extremes
+from dilated_attention_pytorch.engine.call import Inputs
 from dilated_attention_pytorch.patterns import pattern_from_spec
 from dilated_attention_pytorch.planning import Call, plan
+from dilated_attention_pytorch.precision import accumulation_dtype
 
-from . import execute, extremes
 from .autocast import without_autocast
 from .derivatives import gradients, refuse_tangents
+from .prepare import as_rows, without_padding
 from .validation import check_documents, documents_of
 from .weighted_sum import Axis, Factor, Operands, Operators
 
@@ -48,16 +52,10 @@ def _inputs(
     query_offset: int,
     key_offset: int,
     dropout_p: float,
-    *,
-    is_native: bool = False,
-) -> execute.Inputs:
-    if key_padding_mask is not None:
-        key, value = _without_padding(key, key_padding_mask), _without_padding(value, key_padding_mask)
+    impl: str = "aten",
+) -> Inputs:
     call = _call(query, key, cu_seqlens, pattern, is_causal, query_offset, key_offset)
-    query, key, value = (_rows_contiguous(tensor) for tensor in (query, key, value))
-    return execute.Inputs(
-        query, key, value, call, scale, key_padding_mask, dropout_seed, dropout_p, is_native=is_native
-    )  # fmt: skip
+    return Inputs(query, key, value, call, scale, key_padding_mask, dropout_seed, dropout_p, impl)
 
 
 def _problem(
@@ -83,21 +81,53 @@ def _problem(
         boundaries = documents_of(cu_seqlens, query.shape[1]) if cu_seqlens.is_cpu else (0, query.shape[1])
         check_documents(counted, boundaries, key.shape[2])
         cu_seqlens = cu_seqlens.to(query.device).contiguous()
-    query, key, value = (_rows_contiguous(tensor) for tensor in (query, key, value))
     return launch.Problem(
         query, key, value, counted.groups, is_causal, scale, query_offset, key_offset, cu_seqlens, key_padding_mask,
         dropout_seed, dropout_p, counted.rules,
     )  # fmt: skip
 
 
-def _without_padding(tensor: Tensor, key_padding_mask: Tensor) -> Tensor:
-    # Not even a NaN at a padded key may reach a result: 0 * NaN is NaN.
-    return tensor.masked_fill(key_padding_mask[:, :, None, None], 0.0)
+def attend_prepared(*operands: Any) -> tuple[Tensor, Tensor]:
+    """:data:`attend` of operands with rows of stride 1, keys and values zero where they are padding."""
+    *rest, impl = operands
+    if impl == "triton":
+        from dilated_attention_pytorch.kernels.triton import launch
+
+        return launch.forward(_problem(*rest))
+    return extremes.forward(_inputs(*operands))
 
 
-def _rows_contiguous(tensor: Tensor) -> Tensor:
-    # The fused kernels read the last dimension as if its stride were 1, whatever it is.
-    return tensor if tensor.stride(-1) == 1 else tensor.contiguous()
+def attend_backward_prepared(
+    grad_out: Tensor, grad_lse: Tensor | None, out: Tensor, lse: Tensor, *operands: Any
+) -> tuple[Tensor, Tensor, Tensor]:
+    """:data:`attend_backward` of operands as :func:`attend_prepared` takes them."""
+    grad_out = as_rows(grad_out)
+    *rest, impl = operands
+    if impl == "triton":
+        from dilated_attention_pytorch.kernels.triton import launch
+
+        # The kernels read them as they write them, contiguous; rows of a longer call are not.
+        out, lse = out.contiguous(), lse.contiguous()
+        return launch.backward(_problem(*rest), out, lse, grad_out, grad_lse)
+    return extremes.backward(_inputs(*operands), out, lse, grad_out, grad_lse)
+
+
+def attend_pair(*operands: Any) -> tuple[Tensor, Tensor, Tensor]:
+    """:func:`attend_prepared` where scores are large, the log-sum-exp as a pair: see :func:`.engine.call.forward`.
+
+    For slabs whose partials are merged with others.
+    """
+    inputs = _inputs(*operands)
+    rest = torch.zeros(inputs.query.shape[:3], dtype=inputs.accumulation_dtype, device=inputs.query.device)
+    return *engine.forward(inputs, rest), rest
+
+
+def attend_pair_backward(
+    grad_out: Tensor, grad_lse: Tensor | None, out: Tensor, pair: tuple[Tensor, Tensor], *operands: Any
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Gradients of query, key and value under a merged output and pair, of the operands of :func:`attend_pair`."""
+    lse, rest = pair
+    return engine.backward(_inputs(*operands), out, lse, as_rows(grad_out), grad_lse, rest)
 
 
 @torch.library.custom_op("dilated_attention_pytorch::attend", mutates_args=())
@@ -118,15 +148,17 @@ def attend(
 ) -> tuple[Tensor, Tensor]:
     """Output and log-sum-exp; see :func:`dilated_attention_pytorch.attend_with_lse`."""
     refuse_tangents(query, key, value)
-    options = (
-        cu_seqlens, key_padding_mask, dropout_seed, pattern, is_causal, scale, query_offset, key_offset, dropout_p
-    )  # fmt: skip
+    query, key, value = as_rows(query), _of_keys(key, key_padding_mask, impl), _of_keys(value, key_padding_mask, impl)
     with without_autocast(query.device.type):
-        if impl == "triton":
-            from dilated_attention_pytorch.kernels.triton import launch
+        return attend_prepared(
+            query, key, value, cu_seqlens, key_padding_mask, dropout_seed, pattern, is_causal, scale, query_offset,
+            key_offset, dropout_p, impl,
+        )  # fmt: skip
 
-            return launch.forward(_problem(query, key, value, *options))
-        return extremes.forward(_inputs(query, key, value, *options, is_native=impl == "native"))
+
+def _of_keys(tensor: Tensor, key_padding_mask: Tensor | None, impl: str) -> Tensor:
+    """Keys or values as the kernels of ``impl`` take them; the Triton kernels do not read what is hidden."""
+    return as_rows(tensor if impl == "triton" else without_padding(tensor, key_padding_mask))
 
 
 @torch.library.custom_op("dilated_attention_pytorch::attend_backward", mutates_args=())
@@ -151,36 +183,12 @@ def attend_backward(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Gradients of query, key and value from the merged output and log-sum-exp."""
     refuse_tangents(query, key, value, grad_out, grad_lse)
-    options = (
-        cu_seqlens, key_padding_mask, dropout_seed, pattern, is_causal, scale, query_offset, key_offset, dropout_p
-    )  # fmt: skip
-    grad_out = _rows_contiguous(grad_out)
+    query, key, value = as_rows(query), _of_keys(key, key_padding_mask, impl), _of_keys(value, key_padding_mask, impl)
     with without_autocast(query.device.type):
-        if impl == "triton":
-            from dilated_attention_pytorch.kernels.triton import launch
-
-            # The kernels read them as they write them, contiguous; rows of a longer call are not.
-            out, lse = out.contiguous(), lse.contiguous()
-            return launch.backward(_problem(query, key, value, *options), out, lse, grad_out, grad_lse)
-        inputs = _inputs(query, key, value, *options, is_native=impl == "native")
-        return extremes.backward(inputs, out, lse, grad_out, grad_lse)
-
-
-def attend_pair(*operands: Any) -> tuple[Tensor, Tensor, Tensor]:
-    """What :data:`attend` gives where scores are large, the log-sum-exp as a pair: see :func:`execute.forward`.
-
-    ``operands`` are those of :data:`attend` but for ``impl``. For slabs whose partials are merged with others.
-    """
-    inputs = _inputs(*operands)
-    rest = torch.zeros(inputs.query.shape[:3], dtype=inputs.accumulation_dtype, device=inputs.query.device)
-    return *execute.forward(inputs, rest), rest
-
-
-def attend_pair_backward(
-    grad_out: Tensor, grad_lse: Tensor | None, out: Tensor, pair: tuple[Tensor, Tensor], *operands: Any
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Gradients of query, key and value under a merged output and pair, of the operands of :func:`attend_pair`."""
-    return execute.backward(_inputs(*operands), out, pair[0], _rows_contiguous(grad_out), grad_lse, pair[1])
+        return attend_backward_prepared(
+            grad_out, grad_lse, out, lse, query, key, value, cu_seqlens, key_padding_mask, dropout_seed, pattern,
+            is_causal, scale, query_offset, key_offset, dropout_p, impl,
+        )  # fmt: skip
 
 
 @torch.library.custom_op("dilated_attention_pytorch::weighted_sum", mutates_args=())
@@ -205,26 +213,23 @@ def weighted_sum(
     """A weighted sum of the queries, or of the keys, in the accumulation dtype; see :mod:`.weighted_sum`."""
 
     def of_key(tensor: Tensor) -> Tensor:
-        return _rows_contiguous(tensor if key_padding_mask is None else _without_padding(tensor, key_padding_mask))
+        return as_rows(without_padding(tensor, key_padding_mask))
 
-    factors = [(_rows_contiguous(left), of_key(right)) for left, right in zip(lefts, rights, strict=True)]
-    values = _rows_contiguous(values) if of_keys else of_key(values)
+    factors = [(as_rows(left), of_key(right)) for left, right in zip(lefts, rights, strict=True)]
+    values = as_rows(values) if of_keys else of_key(values)
+    key = of_key(key)
     inputs = _inputs(
-        query, key, key, cu_seqlens, key_padding_mask, dropout_seed, pattern, is_causal, scale, query_offset,
+        as_rows(query), key, key, cu_seqlens, key_padding_mask, dropout_seed, pattern, is_causal, scale, query_offset,
         key_offset, dropout_p,
     )  # fmt: skip
     with without_autocast(query.device.type):
         return extremes.weighted_sum(inputs, lse, values, factors, of_keys=of_keys)
 
 
-def _lse_dtype(query: Tensor) -> torch.dtype:
-    return torch.float64 if query.dtype == torch.float64 else torch.float32
-
-
 @attend.register_fake
 def _(query: Tensor, *_: Any) -> tuple[Tensor, Tensor]:
     out = torch.empty(query.shape, dtype=query.dtype, device=query.device)
-    return out, torch.empty(query.shape[:3], dtype=_lse_dtype(query), device=query.device)
+    return out, torch.empty(query.shape[:3], dtype=accumulation_dtype(query.dtype), device=query.device)
 
 
 @attend_backward.register_fake

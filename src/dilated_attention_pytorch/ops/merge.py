@@ -8,6 +8,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from dilated_attention_pytorch.precision import accumulation_dtype
+
 
 class AttentionOutput(NamedTuple):
     """An attention output with the log-sum-exp of its scores: what can still be merged exactly.
@@ -53,7 +55,7 @@ def merge(partials: Sequence[AttentionOutput | tuple[Tensor, Tensor]]) -> Attent
                 f"{tuple(partials[0][0].shape)}, got partial {index} with out {tuple(out.shape)} and lse "
                 f"{tuple(lse.shape)}"
             )
-    dtype = torch.float64 if partials[0][0].dtype == torch.float64 else torch.float32
+    dtype = accumulation_dtype(partials[0][0].dtype)
     all_lse = torch.stack([lse.to(dtype) for _, lse in partials])
     no_key = (all_lse == float("-inf")).all(dim=0)
     # A row without a key takes part as zeros: its softmax and its gradient stay finite, then it is masked out.
@@ -63,35 +65,3 @@ def merge(partials: Sequence[AttentionOutput | tuple[Tensor, Tensor]]) -> Attent
     assert isinstance(merged, Tensor)
     total = torch.where(no_key, float("-inf"), torch.logsumexp(safe, dim=0))
     return AttentionOutput(merged.to(partials[0][0].dtype), total)
-
-
-def merge_in_place(out: Tensor, lse: Tensor, partial_out: Tensor | None, partial_lse: Tensor) -> None:
-    """Merge one partial with finite log-sum-exp into ``out`` and ``lse``. Without an output it counts as 0.
-
-    The two weights sum to 1, so that ``out`` is read and written once: ``O + (O_i - O) * sigmoid(L_i - L)``.
-    """
-    _mix(out, partial_out, torch.sigmoid(partial_lse - lse))
-    lse.copy_(torch.logaddexp(lse, partial_lse))
-
-
-def merge_pairs_in_place(
-    out: Tensor, pair: tuple[Tensor, Tensor], partial_out: Tensor | None, partial_pair: tuple[Tensor, Tensor]
-) -> None:
-    """:func:`merge_in_place` where scores are large and a log-sum-exp is a pair ``(largest score, rest)``.
-
-    It is their sum, in units of log 2; in one number what follows the largest score would be lost.
-    """
-    highest = torch.maximum(pair[0], partial_pair[0])
-    power, partial_power = (((top - highest) + rest).exp2_() for top, rest in (pair, partial_pair))
-    total = power + partial_power
-    _mix(out, partial_out, partial_power / total)
-    pair[0].copy_(highest)
-    torch.log2(total, out=pair[1])
-
-
-def _mix(out: Tensor, partial_out: Tensor | None, weight: Tensor) -> None:
-    weight = weight.unsqueeze(-1)
-    if partial_out is None:
-        out.mul_(1.0 - weight)
-    else:
-        out.lerp_(partial_out.to(out.dtype), weight)

@@ -11,12 +11,13 @@ import torch
 from torch import Tensor
 from torch.utils.flop_counter import register_flop_formula
 
+from dilated_attention_pytorch.engine.extremes import backward_around, forward_around
 from dilated_attention_pytorch.patterns import local_window
+from dilated_attention_pytorch.precision import accumulation_dtype
 
 from . import block_problems
 from .autocast import cast_by_autocast, without_autocast
 from .derivatives import attend_operands, gradients, refuse_tangents
-from .extremes import backward_around, forward_around
 from .merge import AttentionOutput
 from .validation import check_call
 from .weighted_sum import Axis, Factor, Operands, Operators, factors_of
@@ -275,7 +276,7 @@ def _weighted_sum(
 
 @_attend_blocks.register_fake
 def _(query: Tensor, *_: Any) -> tuple[Tensor, Tensor]:
-    dtype = torch.float64 if query.dtype == torch.float64 else torch.float32
+    dtype = accumulation_dtype(query.dtype)
     out = torch.empty(query.shape, dtype=query.dtype, device=query.device)
     return out, torch.empty(query.shape[:3], dtype=dtype, device=query.device)
 

@@ -20,6 +20,8 @@ from torch import Tensor
 from torch.autograd import forward_ad
 from torch.autograd.function import Function
 
+from dilated_attention_pytorch.precision import accumulation_dtype
+
 Axis = Literal["queries", "keys", "blocks"]
 """What a weighted sum has one value for: every query, every key, or every listed block of every query block."""
 
@@ -228,7 +230,7 @@ def less(factor: Factor | None, number: Tensor, ones: Tensor) -> Factor:
 
 def moved_scores(scale: float, operands: Operands, moved: Tangents) -> Factor | None:
     """The tangent of every score; None if it is zero everywhere."""
-    dtype = torch.float64 if operands.query.dtype == torch.float64 else torch.float32
+    dtype = accumulation_dtype(operands.query.dtype)
     left, moved_left = (None if x is None else scale * x.to(dtype) for x in (operands.query, moved.query))
     return tangent_of(Factor(left, operands.key), Factor(moved_left, moved.key, moved.log_gates))
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
 from typing import get_args
 
@@ -14,6 +13,7 @@ from dilated_attention_pytorch.kernels.select import Impl, select
 from dilated_attention_pytorch.ops import AttentionOutput
 from dilated_attention_pytorch.ops.attend import attend_checked
 from dilated_attention_pytorch.ops.autocast import cast_by_autocast
+from dilated_attention_pytorch.ops.prepare import as_rows, with_scale, without_padding
 from dilated_attention_pytorch.ops.validation import check_call, check_cu_seqlens, documents_of
 from dilated_attention_pytorch.patterns import Pattern
 from dilated_attention_pytorch.planning import Layout, ShardedCall, shard_runs, with_rows
@@ -254,14 +254,9 @@ def _by_rows(
     keywords: _Keywords,
 ) -> tuple[Tensor, Tensor]:
     """Ring or gather along the first axis."""
-    scale = 1.0 / math.sqrt(query.shape[-1]) if keywords.scale is None else float(keywords.scale)
-    if scale < 0.0:
-        # The fused kernels look for the row maximum before they scale, which is right for positive scales only.
-        query, scale = -query, -scale
-    if is_ignored is not None:
-        # Not even a NaN at a padded key may reach a result: 0 * NaN is NaN.
-        key, value = (x.masked_fill(is_ignored[:, :, None, None], 0.0) for x in (key, value))
-    query, key, value = (x if x.stride(-1) == 1 else x.contiguous() for x in (query, key, value))
+    query, scale = with_scale(query, keywords.scale)
+    key, value = (without_padding(x, is_ignored) for x in (key, value))
+    query, key, value = (as_rows(x) for x in (query, key, value))
     call = ShardedCall(pattern, key.shape[2], keywords.is_causal, keywords.query_offset, agreed.documents)
     impl = select(keywords.impl, query.device, query.dtype, query.shape[-1])
     size = ranks.rows.size

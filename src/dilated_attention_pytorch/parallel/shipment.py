@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 from torch import Tensor
 
-from dilated_attention_pytorch.ops.rectangles import Keys, block_view
+from dilated_attention_pytorch.engine.remote import RemoteKeys, block_view
 from dilated_attention_pytorch.planning import Block
 
 
@@ -31,14 +31,16 @@ def pack(blocks: Sequence[Block], key: Tensor, value: Tensor, is_ignored: Tensor
     place = 0
     for tensor in tensors:
         for block in blocks:
-            view = block_view(tensor, block)
+            view = block_view(tensor, block).transpose(1, 2)
             message[place : place + view.numel()].view(view.shape).copy_(view)
             place += view.numel()
     return message
 
 
-def unpack(message: Tensor, blocks: Sequence[Block], batch_size: int, head_dim: int, *, is_padded: bool) -> list[Keys]:
-    """The rows of every block, as views of a message that :func:`pack` made."""
+def unpack(
+    message: Tensor, blocks: Sequence[Block], batch_size: int, head_dim: int, *, is_padded: bool
+) -> list[RemoteKeys]:
+    """The rows of every block, as views of a message that :func:`pack` made; there they lie head by head."""
     place = 0
 
     def take(block: Block, *more: int) -> Tensor:
@@ -46,12 +48,12 @@ def unpack(message: Tensor, blocks: Sequence[Block], batch_size: int, head_dim: 
         shape = (batch_size, block.num_heads, block.count, *more)
         view = message[place : place + math.prod(shape)].view(shape)
         place += view.numel()
-        return view
+        return view.transpose(1, 2)
 
     keys = [take(block, head_dim) for block in blocks]
     values = [take(block, head_dim) for block in blocks]
     masks = [take(block).bool() if is_padded else None for block in blocks]
-    return [Keys(*rows) for rows in zip(keys, values, masks, strict=True)]
+    return [RemoteKeys(*rows) for rows in zip(keys, values, masks, strict=True)]
 
 
 def add_gradients(message: Tensor, blocks: Sequence[Block], grad_key: Tensor, grad_value: Tensor) -> None:

@@ -10,16 +10,21 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from dilated_attention_pytorch.kernels import aten, blockwise
-from dilated_attention_pytorch.ops import library
-from dilated_attention_pytorch.ops.merge import merge_in_place, merge_pairs_in_place
-from dilated_attention_pytorch.ops.rectangles import (
+from dilated_attention_pytorch.engine.extremes import has_large_scores, largest_norm
+from dilated_attention_pytorch.engine.merge import clear_dead_rows, merge_in_place, without_infinities
+from dilated_attention_pytorch.engine.remote import (
     Dropout,
-    Keys,
-    add_rectangle_gradients,
+    RemoteKeys,
+    add_key_gradients,
     block_view,
-    merge_rectangle,
+    merge_keys,
+    positions_of,
+    work_of,
 )
+from dilated_attention_pytorch.engine.work import Work
+from dilated_attention_pytorch.kernels.fused import MASKED
+from dilated_attention_pytorch.kernels.products import LOG2_E, Result
+from dilated_attention_pytorch.ops import library
 from dilated_attention_pytorch.patterns import BlockPattern, PatternSum
 from dilated_attention_pytorch.planning import (
     Exchange,
@@ -31,6 +36,7 @@ from dilated_attention_pytorch.planning import (
     exchange,
     pieces,
 )
+from dilated_attention_pytorch.precision import accumulation_dtype
 
 from .shipment import message_length, unpack
 from .slab_keys import add_to_blocks, keys_of_slab
@@ -53,7 +59,7 @@ class Parcel:
     runs: tuple[Run, ...]
     """The runs of the shard that the rows come from."""
     seen: Exchange
-    keys: list[Keys]
+    keys: list[RemoteKeys]
     """The rows of every block."""
 
 
@@ -86,10 +92,10 @@ class Slab:
         self.value = value
         self.is_ignored = is_ignored
         self.seed = seed
-        self.dtype = torch.float64 if query.dtype == torch.float64 else torch.float32
+        self.dtype = accumulation_dtype(query.dtype)
         """Merging, and sums over ranks, are in this dtype."""
         self.rest: Tensor | None = None
-        """Where scores are large the log-sum-exp is a pair, see :func:`merge_pairs_in_place`: the other part of it."""
+        """Where scores are large the log-sum-exp is a pair, see :class:`Result`: the other part of it."""
         self._pieces = tuple(pieces(options.call, runs))
         self._rules_spec = PatternSum(tuple(map(BlockPattern, options.call.pattern.rules))).spec
 
@@ -98,7 +104,7 @@ class Slab:
         seen = exchange(self.options.call, self.runs, self.runs)
         mask = None if self.is_ignored is None else self.is_ignored.unsqueeze(-1).expand(-1, -1, self.key.shape[2])
         keys = [
-            Keys(
+            RemoteKeys(
                 block_view(self.key, block), block_view(self.value, block),
                 None if mask is None else block_view(mask, block),
             )
@@ -111,7 +117,7 @@ class Slab:
         query, is_large = self.query, self._is_large(self.key)
         if len(self._pieces) == 1 and not is_large:
             (piece,) = self._pieces
-            out, lse = library.attend(*self._operands(piece), *self._engine_options(piece))
+            out, lse = library.attend_prepared(*self._operands(piece), *self._engine_options(piece))
             return out.to(self.dtype), lse
         out = torch.empty(query.shape, dtype=self.dtype, device=query.device)
         lse = torch.empty(query.shape[:3], dtype=self.dtype, device=query.device)
@@ -121,7 +127,7 @@ class Slab:
             rows = slice(*piece.rows)
             operands = (*self._operands(piece), *self._engine_options(piece))
             if self.rest is None:
-                out[:, rows], lse[:, rows] = library.attend(*operands)
+                out[:, rows], lse[:, rows] = library.attend_prepared(*operands)
             else:
                 out[:, rows], lse[:, rows], self.rest[:, rows] = library.attend_pair(*operands[:-1])
         return out, lse
@@ -130,52 +136,42 @@ class Slab:
         """Whether scores of this rank's queries with these keys may be large."""
         if self.options.impl == "triton":
             return False
-        largest = max(map(blockwise.largest_norm, keys), default=0.0)
-        return blockwise.has_large_scores(self._query_norm, largest, self.options.scale, self.query.dtype)
+        largest = max(map(largest_norm, keys), default=0.0)
+        return has_large_scores(self._query_norm, largest, self.options.scale, self.query.dtype)
 
     @functools.cached_property
     def _query_norm(self) -> float:
-        return blockwise.largest_norm(self.query)
+        return largest_norm(self.query)
 
     def _make_pair(self, lse: Tensor) -> None:
         """Have the log-sum-exp ``lse`` be a pair from now on."""
         if self.rest is None:
-            lse.mul_(blockwise.LOG2_E)
+            lse.mul_(LOG2_E)
             self.rest = torch.zeros_like(lse)
 
     def merge(self, parcel: Parcel, out: Tensor, lse: Tensor) -> None:
         """Merge what this rank's queries see of a parcel into ``out`` and ``lse``."""
-        options = self.options
         # Once the log-sum-exp is a pair it stays one: what follows is computed with it, large or not.
         if self._is_large(*(keys.key for keys in parcel.keys)):
             self._make_pair(lse)
         rest = self.rest
         for rectangle in parcel.seen.rectangles:
-            merge_rectangle(
-                out, lse, self.query, rectangle.queries, _keys_of(parcel, rectangle), ratio=self._ratio,
-                scale=options.scale, impl=options.impl, dropout=self._dropout(parcel, rectangle), rest=rest,
-            )  # fmt: skip
+            merge_keys(self._work(parcel, rectangle), out, lse, rest)
         for pair in parcel.seen.slab_pairs:
             rows = slice(*pair.queries)
             operands = (*self._pair_operands(parcel, pair), *self._pair_options(pair))
+            of_rows = (out[:, rows], lse[:, rows], None if rest is None else rest[:, rows])
+            part = library.attend_prepared(*operands) if rest is None else library.attend_pair(*operands[:-1])
             # Merging takes finite numbers: a row that sees nothing here weighs nothing.
-            if rest is None:
-                part, part_lse = library.attend(*operands)
-                merge_in_place(out[:, rows], lse[:, rows], part, part_lse.clamp_(min=aten.MASKED))
-            else:
-                part, part_lse, part_rest = library.attend_pair(*operands[:-1])
-                part_pair = (part_lse.clamp_(min=aten.MASKED), part_rest)
-                merge_pairs_in_place(out[:, rows], (lse[:, rows], rest[:, rows]), part, part_pair)
+            merge_in_place(*of_rows, Result(part[0], part[1].clamp_(min=MASKED), *part[2:]))
 
     def finish(self, out: Tensor, lse: Tensor) -> tuple[Tensor, Tensor]:
         """``out`` in the query's dtype and the log-sum-exp, once all is merged.
 
         Rows that saw padding only become rows without a key.
         """
-        is_dead = lse < aten.MASKED / 2
-        lse.masked_fill_(is_dead, float("-inf"))
-        out.masked_fill_(is_dead.unsqueeze(-1), 0.0)
-        return out.to(self.query.dtype), lse if self.rest is None else (lse + self.rest) / blockwise.LOG2_E
+        clear_dead_rows(out, lse)
+        return out.to(self.query.dtype), lse if self.rest is None else (lse + self.rest) / LOG2_E
 
     def backward_within(
         self, out: Tensor, lse: Tensor, grad_out: Tensor, grad_lse: Tensor | None
@@ -204,7 +200,7 @@ class Slab:
         """Gradients of query, key and value of one call for some of the rows."""
         of_rows = (grad_out[:, rows], None if grad_lse is None else grad_lse[:, rows], out[:, rows])
         if self.rest is None:
-            return library.attend_backward(*of_rows, lse[:, rows], *operands)
+            return library.attend_backward_prepared(*of_rows, lse[:, rows], *operands)
         return library.attend_pair_backward(*of_rows, (lse[:, rows], self.rest[:, rows]), *operands[:-1])
 
     def gradients(self, parcel: Parcel, state: Backward, grad_query: Tensor) -> Tensor:
@@ -222,17 +218,15 @@ class Slab:
     def add_own_gradients(self, state: Backward, grad_query: Tensor, grad_key: Tensor, grad_value: Tensor) -> None:
         """Add the gradients of what the runs of this rank see of each other."""
         parcel = self.own_parcel()
-        grads = [Keys(block_view(grad_key, block), block_view(grad_value, block), None) for block in parcel.seen.blocks]
+        grads = [RemoteKeys(*(block_view(x, block) for x in (grad_key, grad_value))) for block in parcel.seen.blocks]
         self._add_gradients(parcel, state, grad_query, grads)
 
-    def _add_gradients(self, parcel: Parcel, state: Backward, grad_query: Tensor, grads: list[Keys]) -> None:
-        options = self.options
+    def _add_gradients(self, parcel: Parcel, state: Backward, grad_query: Tensor, grads: list[RemoteKeys]) -> None:
         for rectangle in parcel.seen.rectangles:
             into = _heads_of(grads[rectangle.block], rectangle)
-            add_rectangle_gradients(
-                grad_query, into.key, into.value, state.grad_out, state.out, state.lse, state.grad_lse, state.delta,
-                self.query, rectangle.queries, _keys_of(parcel, rectangle), ratio=self._ratio, scale=options.scale,
-                impl=options.impl, dropout=self._dropout(parcel, rectangle), rest=self.rest,
+            add_key_gradients(
+                self._work(parcel, rectangle), grad_query, into, state.out, state.lse, self.rest, state.grad_out,
+                state.grad_lse,
             )  # fmt: skip
         for pair in parcel.seen.slab_pairs:
             rows = slice(*pair.queries)
@@ -245,17 +239,15 @@ class Slab:
 
     def state(self, out: Tensor, lse: Tensor, grad_out: Tensor, grad_lse: Tensor | None) -> Backward:
         """What the gradients of every parcel are computed from."""
-        delta = None
-        if grad_lse is not None or self.seed is not None:
-            delta = (grad_out.to(self.dtype) * out.to(self.dtype)).sum(-1)
-            if grad_lse is not None:
-                delta -= grad_lse
-        # exp(s - inf) = 0: a row without a key gets and gives no gradient.
-        return Backward(out, lse.masked_fill(lse == float("-inf"), float("inf")), lse, grad_out, grad_lse, delta)
+        return Backward(out, without_infinities(lse), lse, grad_out, grad_lse)
 
-    @property
-    def _ratio(self) -> int:
-        return self.query.shape[2] // self.key.shape[2]
+    def _work(self, parcel: Parcel, rectangle: Rectangle) -> Work:
+        options = self.options
+        return work_of(
+            self.query, rectangle.queries, _heads_of(parcel.keys[rectangle.block], rectangle),
+            ratio=self.query.shape[2] // self.key.shape[2], scale=options.scale, impl=options.impl,
+            dropout=self._dropout(parcel, rectangle),
+        )  # fmt: skip
 
     def _operands(self, piece: Piece) -> tuple[Tensor | None, ...]:
         rows = slice(*piece.rows)
@@ -294,13 +286,13 @@ class Slab:
     def _dropout(self, parcel: Parcel, rectangle: Rectangle) -> Dropout | None:
         if self.seed is None:
             return None
-        queries, keys = rectangle.queries, parcel.seen.blocks[rectangle.block]
-        offset = self.options.call.offset
+        queries, keys, offset = rectangle.queries, parcel.seen.blocks[rectangle.block], self.options.call.offset
         first = keys.row + rectangle.first_head * keys.skew
+        keys = replace(keys, row=0, num_heads=queries.num_heads)
         return Dropout(
             self.seed, self.options.dropout_p,
-            replace(queries, row=self._absolute_row(self.runs, queries.row) + offset),
-            replace(keys, row=self._absolute_row(parcel.runs, first) + offset),
+            self._absolute_row(self.runs, queries.row) + offset - queries.row,
+            positions_of(keys, self._absolute_row(parcel.runs, first) + offset).to(self.query.device),
         )  # fmt: skip
 
     @staticmethod
@@ -324,15 +316,9 @@ class Backward:
     """-inf in rows without a key."""
     grad_out: Tensor
     grad_lse: Tensor | None
-    delta: Tensor | None
-    """``rowsum(grad_out * out) - grad_lse``, where a kernel does not compute it by itself."""
 
 
-def _keys_of(parcel: Parcel, rectangle: Rectangle) -> Keys:
-    return _heads_of(parcel.keys[rectangle.block], rectangle)
-
-
-def _heads_of(keys: Keys, rectangle: Rectangle) -> Keys:
+def _heads_of(keys: RemoteKeys, rectangle: Rectangle) -> RemoteKeys:
     heads = slice(rectangle.first_head, rectangle.first_head + rectangle.queries.num_heads)
-    ignored = None if keys.is_ignored is None else keys.is_ignored[:, heads]
-    return Keys(keys.key[:, heads], keys.value[:, heads], ignored)
+    hidden = None if keys.hidden is None else keys.hidden[:, :, heads]
+    return RemoteKeys(keys.key[:, :, heads], keys.value[:, :, heads], hidden)

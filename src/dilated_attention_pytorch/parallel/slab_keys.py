@@ -6,50 +6,51 @@ from collections.abc import Iterator, Sequence
 
 from torch import Tensor
 
-from dilated_attention_pytorch.ops.rectangles import Keys
+from dilated_attention_pytorch.engine.remote import RemoteKeys
 from dilated_attention_pytorch.planning import Block, SlabPair
 
 
 def keys_of_slab(
-    pair: SlabPair, blocks: Sequence[Block], keys: Sequence[Keys], num_heads: int
+    pair: SlabPair, blocks: Sequence[Block], keys: Sequence[RemoteKeys], num_heads: int
 ) -> tuple[Tensor, Tensor, Tensor | None]:
-    """Keys and values ``[B, M, G, D]`` of the pair's rows, and which are padding, ``[B, M]``.
+    """RemoteKeys and values ``[B, M, G, D]`` of the pair's rows, and which are padding, ``[B, M]``.
 
     Views where one block holds all of it; else copies that are zero where no block has a row of a head.
     """
     parts = list(_parts(pair, blocks, keys))
     within, heads, of_block = parts[0]
     if len(parts) == 1 and heads == slice(0, num_heads):
-        ignored = None if of_block.is_ignored is None else of_block.is_ignored[:, 0]
-        return of_block.key.transpose(1, 2), of_block.value.transpose(1, 2), ignored
-    batch, _, _, head_dim = of_block.key.shape
+        return of_block.key, of_block.value, None if of_block.hidden is None else of_block.hidden[:, :, 0]
+    batch, *_, head_dim = of_block.key.shape
     num_rows = pair.keys[1] - pair.keys[0]
     key, value = (of_block.key.new_zeros(batch, num_rows, num_heads, head_dim) for _ in range(2))
-    is_ignored = None if of_block.is_ignored is None else of_block.is_ignored.new_zeros(batch, num_rows)
+    hidden = None if of_block.hidden is None else of_block.hidden.new_zeros(batch, num_rows)
     for within, heads, part in parts:
-        key[:, within, heads], value[:, within, heads] = part.key.transpose(1, 2), part.value.transpose(1, 2)
-        if is_ignored is not None and part.is_ignored is not None:
-            is_ignored[:, within] = part.is_ignored[:, 0]
-    return key, value, is_ignored
+        key[:, within, heads], value[:, within, heads] = part.key, part.value
+        if hidden is not None and part.hidden is not None:
+            hidden[:, within] = part.hidden[:, :, 0]
+    return key, value, hidden
 
 
 def add_to_blocks(
-    pair: SlabPair, blocks: Sequence[Block], grads: Sequence[Keys], grad_key: Tensor, grad_value: Tensor
+    pair: SlabPair, blocks: Sequence[Block], grads: Sequence[RemoteKeys], grad_key: Tensor, grad_value: Tensor
 ) -> None:
     """Add gradients ``[B, M, G, D]`` of the pair's rows to those of the blocks that hold them."""
     for within, heads, into in _parts(pair, blocks, grads):
         for total, part in ((into.key, grad_key), (into.value, grad_value)):
-            total += part[:, within, heads].transpose(1, 2)
+            total += part[:, within, heads]
 
 
-def _parts(pair: SlabPair, blocks: Sequence[Block], keys: Sequence[Keys]) -> Iterator[tuple[slice, slice, Keys]]:
+def _parts(
+    pair: SlabPair, blocks: Sequence[Block], keys: Sequence[RemoteKeys]
+) -> Iterator[tuple[slice, slice, RemoteKeys]]:
     """What every block holds of the pair's rows: which of them, which heads, and views of these."""
     for number in pair.blocks:
         block, held = blocks[number], keys[number]
         start, stop = max(block.row, pair.keys[0]), min(block.row + block.count, pair.keys[1])
         rows = slice(start - block.row, stop - block.row)
-        ignored = None if held.is_ignored is None else held.is_ignored[:, :, rows]
+        hidden = None if held.hidden is None else held.hidden[:, rows]
         yield (
             slice(start - pair.keys[0], stop - pair.keys[0]), slice(block.head, block.head + block.num_heads),
-            Keys(held.key[:, :, rows], held.value[:, :, rows], ignored),
+            RemoteKeys(held.key[:, rows], held.value[:, rows], hidden),
         )  # fmt: skip

@@ -3,7 +3,7 @@
 from .exchange import Exchange, SlabPair, exchange
 from .gathered import Bands, Gathered, KeyLists
 from .geometry import Axis, Partial
-from .plan import Call, Plan, Tile, plan
+from .plan import Call, Plan, Tile, plan, tile_size
 from .shards import (
     Block,
     Layout,
@@ -21,5 +21,5 @@ from .shards import (
 __all__ = [
     "Axis", "Bands", "Block", "Call", "Exchange", "Gathered", "KeyLists", "Layout", "Partial", "Piece", "Plan",
     "Rectangle", "Run", "ShardedCall", "SlabPair", "Team", "Tile", "exchange", "pieces", "plan", "shard_runs", "teams",
-    "with_rows",
+    "tile_size", "with_rows",
 ]  # fmt: skip

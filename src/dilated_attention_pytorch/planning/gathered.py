@@ -17,11 +17,10 @@ _BAND_ROWS = (64, 128, 256)
 """Query rows of a partial that a narrow, a middle or a wide band cuts through: the more, the more masked pairs."""
 _NARROW = 512
 """Keys from which a band is no longer narrow."""
-_WIDE = {"products": 3968, "fused": 2560}
-"""Keys from which a band is wide and cut, so that only its edges are masked: the scores of matrix products would leave
-the caches, and a fused kernel reads a mask for every score."""
-Bands = Literal["products", "fused", "whole"]
-"""Who computes windows: matrix products and fused kernels have them cut, others take a band as it is."""
+_WIDE = 2560
+"""Keys from which a band is wide and cut, so that only its edges are masked: a mask is read for every score."""
+Bands = Literal["cut", "whole"]
+"""How windows are planned: cut into a few rows at a time with a mask for each, or as the band that they are."""
 _KEYS_TOGETHER = 16
 """Scores of a row that begin on a cache line: worth some masked keys."""
 
@@ -84,8 +83,7 @@ def rule_partials(
             bands_of = (_band(*one, before, after) for one in _rectangles(spans))
             partials = [partial for partial in bands_of if partial.num_keys]
         else:
-            wide = _WIDE[bands]
-            partials = [partial for one in _rectangles(spans) for partial in _banded(*one, before, after, wide)]
+            partials = [partial for one in _rectangles(spans) for partial in _banded(*one, before, after)]
     elif (size := rule.block_size) is None:
         partials = [
             partial
@@ -118,9 +116,7 @@ def _band(query: int, query_stop: int, key: int, key_stop: int, before: int, aft
     return Partial(query, first, query_stop - query, max(0, last - first), 1, 0, band=band, is_first=True)
 
 
-def _banded(
-    query: int, query_stop: int, key: int, key_stop: int, before: int, after: int, wide: int
-) -> Iterator[Partial]:
+def _banded(query: int, query_stop: int, key: int, key_stop: int, before: int, after: int) -> Iterator[Partial]:
     """A band across a rectangle: for a few rows at a time all keys that any of them sees, masked.
 
     Of a wide band the keys that all of the rows see come apart from the edges that it cuts through, and only those are
@@ -128,7 +124,7 @@ def _banded(
     """
     width = before + after + 1
     narrow, middle, many = _BAND_ROWS
-    is_cut = width >= wide
+    is_cut = width >= _WIDE
     rows = many if is_cut else middle if width >= _NARROW else narrow
     starts = range(query, query_stop, rows)
     apart = -(-(rows + width - 1 + _KEYS_TOGETHER) // rows)

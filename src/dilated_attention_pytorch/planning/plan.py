@@ -49,11 +49,28 @@ class Plan:
     """Pairs of a query and a key, summed over groups, query heads and the batch: sum of the pattern's count."""
 
 
+_TILE_FLOOR = 1 << 20
+"""Elements; smaller tiles gain no memory worth having and cost calls."""
+
+
+def tile_size(num_rows: int, head_dim: int, itemsize: int) -> int:
+    """Rows times query heads of a tile, so that what is kept of one beside the operands is a small part of them.
+
+    Args:
+        num_rows: rows times heads times sequences of the larger of query and key.
+        head_dim: width of a head.
+        itemsize: bytes of a number of the operands. Low precision holds three float32 accumulators of a tile beside
+            the gradients.
+    """
+    parts = 24 if itemsize >= 4 else 48
+    return max(1, max(num_rows * head_dim // parts, _TILE_FLOOR) // head_dim)
+
+
 @functools.lru_cache(maxsize=128)
-def plan(call: Call, tile_size: int, *, bands: Bands = "products") -> Plan:
+def plan(call: Call, tile_size: int, *, bands: Bands = "cut") -> Plan:
     """Cut a call into tiles of about ``tile_size`` rows times query heads, never cutting through a segment.
 
-    ``bands``: who computes windows, which are cut where it is better at that.
+    ``bands``: how windows are planned.
 
     Windows and blocks reach across any boundary: with a rule in the pattern no document is cut.
 

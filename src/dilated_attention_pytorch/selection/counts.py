@@ -7,11 +7,9 @@ from collections import Counter
 from dataclasses import dataclass
 
 from dilated_attention_pytorch.patterns import DilationGroup, Pattern
+from dilated_attention_pytorch.planning import tile_size
 
 from .workload import Workload
-
-_TILE_FLOOR = 1 << 20
-"""Elements of the smallest tile, as the engine has it (``ops/execute.py``; a test compares the tiles)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,7 +96,8 @@ def tiling(pattern: Pattern, workload: Workload) -> Tiling:
     common multiple of the lengths, or at the end of the sequence.
     """
     length, ratio, heads = workload.sequence_length, workload.ratio, workload.num_kv_heads
-    size = _tile_size(workload)
+    num_rows = length * workload.num_heads * workload.batch_size
+    size = tile_size(num_rows, workload.head_dim, workload.itemsize)
     closed = math.lcm(*(group.segment_length for group in pattern.groups))
     lattices = {group.shift(head) for group in pattern.groups for head in range(heads)}
     if lattices != {0}:
@@ -112,10 +111,3 @@ def tiling(pattern: Pattern, workload: Workload) -> Tiling:
     largest = max(size, closed * ratio)
     elements = min(largest, length * workload.num_heads * workload.batch_size) * workload.head_dim
     return Tiling(rows, of_tile, batch, tiles, elements)
-
-
-def _tile_size(workload: Workload) -> int:
-    """Rows times query heads that the engine puts into a tile."""
-    parts = 24 if workload.itemsize == workload.accumulation_itemsize else 48
-    elements = workload.sequence_length * workload.num_heads * workload.batch_size * workload.head_dim
-    return max(1, max(elements // parts, _TILE_FLOOR) // workload.head_dim)

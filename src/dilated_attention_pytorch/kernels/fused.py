@@ -13,7 +13,7 @@ MASKED = -1e30
 
 
 def is_fused(query: Tensor, *, has_bias: bool) -> bool:
-    """Whether a fused kernel of PyTorch takes these operands; blockwise matrix products take them all."""
+    """Whether a fused kernel of PyTorch takes these operands; matrix products take them all."""
     if query.device.type == "cpu":
         return True
     head_dim = query.shape[-1]
@@ -25,22 +25,7 @@ def is_fused(query: Tensor, *, has_bias: bool) -> bool:
     return query.dtype == torch.float32 and head_dim % 4 == 0
 
 
-def is_slow(query: Tensor, num_queries: int, *, is_backward: bool) -> bool:
-    """Whether matrix products are faster than the fused kernel: for few query rows on the CPU.
-
-    The kernel takes 32 query rows at once there, the backward one too, for each of which the matrix library packs keys
-    and values anew. Products in bfloat16 would round the scores, so that its forward is left to the kernel.
-    """
-    if query.device.type != "cpu" or num_queries not in _FEW_ROWS:
-        return False
-    return is_backward or query.dtype != torch.bfloat16
-
-
-_FEW_ROWS = range(32, 192)
-"""From 192 rows on the kernel takes 64 at once. Fewer than 32 are no more than it takes."""
-
-
-def fused_forward(
+def forward(
     query: Tensor, key: Tensor, value: Tensor, bias: Tensor | None, *, is_causal: bool, scale: float
 ) -> tuple[Tensor, Tensor]:
     """Output and log-sum-exp of one partial; ``bias`` (CPU only, in the accumulation dtype) is added to the scores."""
@@ -59,7 +44,7 @@ def fused_forward(
     return results[0], results[1]
 
 
-def fused_backward(
+def backward(
     grad_out: Tensor,
     query: Tensor,
     key: Tensor,

@@ -7,6 +7,7 @@ two computations, one without it. All of this is for the CPU: elsewhere looking 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Protocol
@@ -14,9 +15,15 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from dilated_attention_pytorch.kernels.blockwise import LOG2_E, has_large_scores, largest_norm
+from dilated_attention_pytorch.precision import accumulation_dtype
 
-from . import execute
+from . import call
+from .call import Inputs
+
+_ELEMENTS_OF_NORMS = 1 << 18
+"""Elements of rows whose norms are taken at a time."""
+_SAFE_NORM = 2.0**-60
+"""Of rows with a larger norm no square that matters vanishes in float32."""
 
 
 class Computation(Protocol):
@@ -38,15 +45,15 @@ class Computation(Protocol):
         """Which numbers of the gradients beside those of query, key and value depend on the marked rows."""
 
 
-def forward(inputs: execute.Inputs) -> tuple[Tensor, Tensor]:
-    """:func:`execute.forward`, where a row gets nothing of a NaN or an infinity that it does not see."""
+def forward(inputs: Inputs) -> tuple[Tensor, Tensor]:
+    """:func:`.call.forward`, where a row gets nothing of a NaN or an infinity that it does not see."""
     return forward_around(_Plan(inputs), inputs.query, inputs.key, inputs.value)
 
 
 def backward(
-    inputs: execute.Inputs, out: Tensor, lse: Tensor, grad_out: Tensor, grad_lse: Tensor | None
+    inputs: Inputs, out: Tensor, lse: Tensor, grad_out: Tensor, grad_lse: Tensor | None
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """:func:`execute.backward` for scores of any size; a NaN or an infinity reaches what it is in relation with.
+    """:func:`.call.backward` for scores of any size; a NaN or an infinity reaches what it is in relation with.
 
     Where scores are large, ``lse`` must be of all keys of ``inputs`` and no others.
     """
@@ -56,28 +63,22 @@ def backward(
 
 
 def weighted_sum(
-    inputs: execute.Inputs, lse: Tensor, values: Tensor, factors: Sequence[tuple[Tensor, Tensor]], *, of_keys: bool
+    inputs: Inputs, lse: Tensor, values: Tensor, factors: Sequence[tuple[Tensor, Tensor]], *, of_keys: bool
 ) -> Tensor:
-    """:func:`execute.weighted_sum` for scores of any size. ``lse`` must be of all keys of ``inputs`` and no others."""
+    """:func:`.call.weighted_sum` for scores of any size. ``lse`` must be of all keys of ``inputs`` and no others."""
     rest = None
     if _has_large_scores(inputs):
         rest = torch.zeros_like(lse)
-        _, lse = execute.forward(inputs, rest)
-    return execute.weighted_sum(inputs, lse, values, factors, rest, of_keys=of_keys)
+        _, lse = call.forward(inputs, rest)
+    return call.weighted_sum(inputs, lse, values, factors, rest, of_keys=of_keys)
 
 
 @dataclass(frozen=True, slots=True)
 class _Plan:
-    inputs: execute.Inputs
+    inputs: Inputs
 
     def forward(self, query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
-        inputs = replace(self.inputs, query=query, key=key, value=value)
-        if inputs.dropout_seed is not None and _has_large_scores(inputs):
-            # What is dropped is known once all is merged: probabilities are computed anew, as for the gradient.
-            rest = torch.zeros(query.shape[:3], dtype=inputs.accumulation_dtype, device=query.device)
-            out, top = execute.forward(inputs, rest)
-            return out, (top + rest) / LOG2_E
-        return execute.forward(inputs)
+        return call.forward(replace(self.inputs, query=query, key=key, value=value))
 
     def backward(
         self, operands: tuple[Tensor, Tensor, Tensor], out: Tensor, lse: Tensor, grad_out: Tensor,
@@ -89,8 +90,8 @@ class _Plan:
         if _has_large_scores(inputs):
             # Probabilities sum to 1 if they are of the very scores that the log-sum-exp is of: both are computed here.
             rest = torch.zeros_like(lse)
-            out, lse = execute.forward(inputs, rest)
-        return execute.backward(inputs, out, lse, grad_out, grad_lse, rest)
+            out, lse = call.forward(inputs, rest)
+        return call.backward(inputs, out, lse, grad_out, grad_lse, rest)
 
     def unweighted(self) -> _Plan:
         return _Plan(replace(self.inputs, dropout_seed=None, dropout_p=0.0))
@@ -143,7 +144,40 @@ def backward_around(
     return tuple(torch.where(*three) for three in zip(is_bad, grads, clean, strict=True))
 
 
-def _has_large_scores(inputs: execute.Inputs) -> bool:
+def largest_norm(rows: Tensor) -> float:
+    """The largest norm of a row ``[..., D]`` on the CPU; 0 elsewhere, where looking would wait for the device.
+
+    Rows that hold a NaN or an infinity are left out: what is computed of them is not finite anyway. Of rows whose
+    squares overflow or vanish it is a bound, ``sqrt(D)`` times as large at most.
+    """
+    if rows.device.type != "cpu" or rows.numel() == 0:
+        return 0.0
+    # Some at a time: of low precision they are copied first.
+    dim = max(range(rows.dim() - 1), key=lambda dim: rows.shape[dim])
+    parts = rows.split(max(1, _ELEMENTS_OF_NORMS * rows.shape[dim] // rows.numel()), dim)
+    return max(map(_largest_norm, parts))
+
+
+def _largest_norm(rows: Tensor) -> float:
+    norms = torch.linalg.vector_norm(rows, dim=-1, dtype=accumulation_dtype(rows.dtype))
+    largest = float(norms.max())
+    if _SAFE_NORM < largest < math.inf:
+        return largest
+    # A NaN, an infinity, or squares that overflow or vanish: a bound that takes none.
+    is_finite = rows.isfinite().all(dim=-1, keepdim=True)
+    return float(rows.abs().where(is_finite, 0.0).max()) * math.sqrt(rows.shape[-1])
+
+
+def has_large_scores(query_norm: float, key_norm: float, scale: float, dtype: torch.dtype) -> bool:
+    """Whether rows of at most these norms may have a score so large that one log-sum-exp loses what follows it.
+
+    ``exp(s - L)`` is off by the spacing of numbers as large as L: 2**-10 from the scores on that count as large.
+    ``dtype`` is that of the operands.
+    """
+    return query_norm * key_norm * abs(scale) > 2.0**-10 / torch.finfo(accumulation_dtype(dtype)).eps
+
+
+def _has_large_scores(inputs: Inputs) -> bool:
     return has_large_scores(largest_norm(inputs.query), largest_norm(inputs.key), inputs.scale, inputs.query.dtype)
 
 

@@ -2,44 +2,41 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from dilated_attention_pytorch.kernels.blockwise import Scratch
 from dilated_attention_pytorch.planning import Gathered, KeyLists
 
-from .operand import Operand, Role, Views
+from .operands import FactorName, Name, Operand, Operands, Role, Rows
+from .views import PartialViews
 
 _GATHERED_ELEMENTS = 1 << 19
 """Elements of the keys that lie together at a time: few enough for a cache, enough for every core."""
 
 
-def gathered_views(
-    partial: Gathered, batch: int, ratio: int, operands: list[Operand], scratch: Scratch
-) -> Iterator[Views]:
+def gathered_views(partial: Gathered, batch: int, ratio: int, operands: Operands) -> Iterator[PartialViews]:
     """Every operand as ``[problems, 1, rows(, D)]``; what was merged into is written back before the next are yielded.
 
     The query heads of a key/value head see the same keys: they are rows of one problem, ``ratio`` for every row.
     """
-    head_dim, device = operands[0].tensor.shape[-1], operands[0].tensor.device
-    steps = [step for alike in partial.lists for step in _steps(alike, partial.unit * head_dim, device)]
+    query = operands["query"].tensor
+    steps = [step for alike in partial.lists for step in _steps(alike, partial.unit * query.shape[-1], query.device)]
     for sequence in range(batch):
         for head in partial.heads:
-            columns = [
-                _QueryColumn(operand, sequence, head, ratio, is_first=partial.is_first)
-                if operand.by_query
-                else _KeyColumn(operand, partial, sequence, head, scratch, name=index)
-                for index, operand in enumerate(operands)
-            ]
+            columns: dict[Name | FactorName, _QueryColumn | _KeyColumn] = {
+                name: _QueryColumn(operand, sequence, head, ratio, is_first=partial.is_first)
+                if operand.rows is Rows.QUERY
+                else _KeyColumn(operand, partial, sequence, head)
+                for name, operand in operands.items()
+            }
             for step in steps:
                 views = _GatheredViews(columns, step)
                 yield views
                 views.write_back()
-            for column in columns:
+            for column in columns.values():
                 column.finish()
 
 
@@ -65,31 +62,28 @@ def _steps(alike: KeyLists, elements_of_unit: int, device: torch.device) -> Iter
         )  # fmt: skip
 
 
-class _GatheredViews(Views):
-    def __init__(self, columns: list[_QueryColumn | _KeyColumn], step: _Step) -> None:
-        super().__init__([column.take(step) for column in columns])
+class _GatheredViews(PartialViews):
+    def __init__(self, columns: dict[Name | FactorName, _QueryColumn | _KeyColumn], step: _Step) -> None:
+        super().__init__({name: column.take(step) for name, column in columns.items()})
         self._columns, self._step = columns, step
 
-    def holds_sum(self, index: int, dtype: torch.dtype) -> bool:
-        return isinstance(self._columns[index], _QueryColumn) and super().holds_sum(index, dtype)
-
-    def add(self, index: int, part: Tensor) -> None:
-        column = self._columns[index]
+    def add(self, name: Name, part: Tensor) -> None:
+        column = self._columns[name]
         if isinstance(column, _KeyColumn):
             column.add(self._step, part)
         else:
-            self.tensors[index] += part
+            self._tensors[name] += part
 
-    def overwrite(self, index: int, whole: Tensor) -> None:
-        column = self._columns[index]
+    def overwrite(self, name: Name, whole: Tensor) -> None:
+        column = self._columns[name]
         assert isinstance(column, _QueryColumn), "keys are added to"
-        self.tensors[index] = column.overwritten(self._step, self.tensors[index], whole)
+        self._tensors[name] = column.overwritten(self._step, self._tensors[name], whole)
 
     def write_back(self) -> None:
         """Store what was merged into, or added to, the rows of queries."""
-        for column, tensor in zip(self._columns, self.tensors, strict=True):
+        for name, column in self._columns.items():
             if isinstance(column, _QueryColumn):
-                column.write_back(self._step, tensor)
+                column.write_back(self._step, self._tensors[name])
 
 
 class _QueryColumn:
@@ -132,41 +126,34 @@ class _QueryColumn:
             self._rows.index_copy_(0, self._index(step), tensor.reshape(-1, *self._rows.shape[1:]))
 
     def finish(self) -> None:
-        """Nothing is left to do: rows are written where they belong."""
+        """No-op: rows are written where they belong."""
 
 
 class _KeyColumn:
-    """The key rows of one sequence and key/value head, unit by unit in one piece of memory."""
+    """The key rows of one sequence and key/value head, unit by unit."""
 
-    def __init__(
-        self, operand: Operand, partial: Gathered, sequence: int, head: int, scratch: Scratch, *, name: int
-    ) -> None:
+    def __init__(self, operand: Operand, partial: Gathered, sequence: int, head: int) -> None:
         first = partial.first_key - operand.first_row
         stop = first + partial.num_units * partial.unit
         self._rows = operand.tensor[sequence, first:stop, head - operand.first_head]
         self._is_read = operand.role is Role.READ
-        self._units = self._rows.unflatten(0, (-1, partial.unit))
-        self._scratch, self._name = scratch, name
-        shape = (self._units.shape[0], math.prod(self._units.shape[1:]))
-        if not self._is_read:
-            self._units = scratch.take(("sum", name), shape, self._rows).zero_()
-        elif sum(alike.units.numel() for alike in partial.lists) > shape[0] and not self._units.is_contiguous():
-            # Copied once, where every unit is read about once or more often.
-            copied = scratch.take(("head", name), shape, self._rows)
-            copied.view(self._rows.shape).copy_(self._rows)
-            self._units = copied
+        if self._is_read:
+            self._units = self._rows.unflatten(0, (-1, partial.unit))
+            if sum(alike.units.numel() for alike in partial.lists) > self._units.shape[0]:
+                # Copied once, where every unit is read about once or more often.
+                self._units = self._units.contiguous()
+        else:
+            self._units = self._rows.new_zeros(self._rows.shape).unflatten(0, (-1, partial.unit))
 
     def take(self, step: _Step) -> Tensor:
         if not self._is_read:
             return self._units  # stands for the sum, to which only parts are added
-        shape = (step.key_index.shape[0], *self._units.shape[1:])
-        gathered = self._scratch.take(("gathered", self._name), shape, self._units)
-        torch.index_select(self._units, 0, step.key_index, out=gathered)
+        gathered = self._units.index_select(0, step.key_index)
         return gathered.view(step.num_problems, 1, -1, *self._rows.shape[1:])
 
     def add(self, step: _Step, part: Tensor) -> None:
         """Add one row for every key of every problem."""
-        parts = part.reshape(step.key_index.shape[0], -1).to(self._units.dtype)
+        parts = part.reshape(step.key_index.shape[0], *self._units.shape[1:]).to(self._units.dtype)
         self._units.index_add_(0, step.key_index, parts)
 
     def finish(self) -> None:

@@ -1,0 +1,1 @@
+"""Partials carried out: views of operands, masks, the merge, forward and backward. Nothing here checks arguments."""

@@ -1,0 +1,56 @@
+"""Partials carried out, backward: gradients under the merged output and log-sum-exp."""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from dilated_attention_pytorch.kernels import native
+from dilated_attention_pytorch.kernels import partial as kernels
+
+from .operands import Name, Operand
+from .work import Work, is_causal, is_phantom
+
+
+def add_gradients(
+    work: Work,
+    grads: tuple[Operand, Operand, Operand],
+    out: Tensor,
+    lse: Tensor,
+    rest: Tensor | None,
+    grad_out: Tensor,
+    grad_lse: Tensor | None,
+) -> None:
+    """Add the partials' gradients of query, key and value to ``grads``, in the accumulation dtype.
+
+    ``out [B, N, H, D]`` and ``lse [B, N, H]`` are merged over all partials of all calls; ``lse`` is +inf in rows
+    without a key. With ``rest``, it and ``lse`` are a pair, see :class:`.products.Result`.
+    """
+    names: tuple[Name, ...] = ("grad_query", "grad_key", "grad_value")
+    operands = work.operands() | dict(zip(names, grads, strict=True))
+    operands |= {"out": Operand(out), "lse": Operand(lse), "grad_out": Operand(grad_out)}
+    if rest is not None:
+        operands["rest"] = Operand(rest)
+    if grad_lse is not None:
+        operands["grad_lse"] = Operand(grad_lse)
+    for partial in work.partials:
+        if is_phantom(partial):
+            continue
+        kernel = work.kernel(partial, is_pair=rest is not None, has_lse_gradient=grad_lse is not None)
+        if kernel == "native":
+            of_query, of_key, of_value = (grad.tensor for grad in grads)
+            native.add_gradients(
+                partial, grad_out, work.query, work.key, work.value, out, lse, grad_lse, (of_query, of_key, of_value),
+                work.masks, ratio=work.ratio, scale=work.scale,
+                of_grad_query=native.Place(grads[0].first_row, grads[0].first_head),
+                of_grad_keys=native.Place(grads[1].first_row, grads[1].first_head),
+                first_sequence=work.first_sequence, is_remote=work.is_remote,
+            )  # fmt: skip
+            continue
+        for views in work.views(partial, operands):
+            parts = kernels.backward(
+                kernel, views["grad_out"], views.get("grad_lse"), views["query"], views["key"], views["value"],
+                views["out"], views["lse"], views.get("rest"), work.bias(partial, views), work.keep_factors(views),
+                is_causal=is_causal(partial), scale=work.scale,
+            )  # fmt: skip
+            for name, part in zip(names, parts, strict=True):
+                views.add(name, part)

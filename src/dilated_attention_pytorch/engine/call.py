@@ -1,0 +1,192 @@
+"""One call carried out: its plan tile by tile, each accumulated and rounded on its own."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from dilated_attention_pytorch.kernels import native
+from dilated_attention_pytorch.kernels.masks import Masks
+from dilated_attention_pytorch.planning import Call, Plan, Tile, plan, tile_size
+from dilated_attention_pytorch.precision import accumulation_dtype
+
+from .backward import add_gradients
+from .forward import add_weighted, merge_partials
+from .merge import clear_dead_rows, without_infinities
+from .operands import Operand, Role, Rows
+from .work import Work
+
+
+@dataclass(frozen=True, slots=True)
+class Inputs:
+    """The operands of one call and what it computes of them.
+
+    Checked before. Last dimensions are contiguous, the scale is not negative, and padded keys and values are zero.
+    """
+
+    query: Tensor
+    key: Tensor
+    value: Tensor
+    call: Call
+    scale: float
+    key_padding_mask: Tensor | None
+    dropout_seed: Tensor | None
+    dropout_p: float
+    impl: str = "aten"
+    """Either "aten" or "native"; where scores are too large for the native kernels, products take their place."""
+
+    @property
+    def accumulation_dtype(self) -> torch.dtype:
+        """The dtype of the log-sum-exp and of sums."""
+        return accumulation_dtype(self.query.dtype)
+
+    def plan(self) -> Plan:
+        """The call's plan, tiles bounded so that temporaries stay a small part of the operands."""
+        call, (batch, *_, head_dim) = self.call, self.query.shape
+        rows = batch * max(call.num_queries * call.num_heads, call.num_keys * call.num_kv_heads)
+        size = tile_size(rows, head_dim, self.query.element_size())
+        return plan(call, size, bands="whole" if self.impl == "native" else "cut")
+
+
+@dataclass(frozen=True, slots=True)
+class _Portion:
+    """A tile of a plan for some sequences of the batch."""
+
+    inputs: Inputs
+    tile: Tile
+    batch: tuple[int, int]
+
+    def work(self) -> Work:
+        inputs, some = self.inputs, slice(*self.batch)
+        hidden, call = inputs.key_padding_mask, inputs.call
+        masks = Masks(
+            None if hidden is None else hidden[some], inputs.dropout_seed, inputs.dropout_p, call.query_offset,
+            call.key_offset,
+        )  # fmt: skip
+        return Work(
+            self.tile.partials, inputs.query[some], inputs.key[some], inputs.value[some],
+            call.num_heads // call.num_kv_heads, inputs.scale, inputs.impl, masks, self.batch[0],
+        )  # fmt: skip
+
+    def of_batch(self, tensor: Tensor) -> Tensor:
+        """These sequences of a tensor."""
+        return tensor[slice(*self.batch)]
+
+    def region(self, tensor: Tensor, rows: Rows) -> Tensor:
+        """The tile's rows and heads of a full tensor."""
+        start, stop = self.tile.query_rows if rows is Rows.QUERY else self.tile.key_rows
+        call = self.inputs.call
+        ratio = call.num_heads // call.num_kv_heads if rows is Rows.QUERY else 1
+        first, last = (head * ratio for head in self.tile.kv_heads)
+        return self.of_batch(tensor)[:, start:stop, first:last]
+
+    def accumulator(self, tensor: Tensor, rows: Rows, role: Role) -> Operand:
+        """``tensor`` itself if it can accumulate in its own dtype, else zeros for the tile's part of it."""
+        dtype = self.inputs.accumulation_dtype
+        is_native = self.inputs.impl == "native"
+        # No two partials of the tile touch a query row: nothing is accumulated there.
+        is_written_once = rows is Rows.QUERY and all(
+            partial.is_first and (not is_native or (role is Role.MERGED_INTO and native.is_written_once(partial)))
+            for partial in self.tile.partials
+        )
+        if tensor.dtype == dtype or is_written_once:
+            return Operand(self.of_batch(tensor), rows, role)
+        zeros = torch.zeros_like(self.region(tensor, rows), dtype=dtype, memory_format=torch.contiguous_format)
+        first_row = (self.tile.query_rows if rows is Rows.QUERY else self.tile.key_rows)[0]
+        return Operand(zeros, rows, role, first_row, self.tile.kv_heads[0])
+
+    def accumulated(self, operand: Operand, tensor: Tensor) -> Tensor:
+        """The tile's part of an accumulator of the full ``tensor``, to change in place."""
+        return operand.tensor if operand.tensor.dtype != tensor.dtype else self.region(tensor, operand.rows)
+
+    def store(self, operand: Operand, tensor: Tensor) -> None:
+        """Round an accumulator into the tile's part of the full tensor; no-op where it lies there already."""
+        if operand.tensor.dtype != tensor.dtype:
+            self.region(tensor, operand.rows).copy_(operand.tensor)
+
+
+def _portions(inputs: Inputs) -> Iterator[_Portion]:
+    steps = inputs.plan()
+    for tile in steps.tiles:
+        for start in range(0, inputs.call.batch_size, steps.batch_step):
+            yield _Portion(inputs, tile, (start, min(start + steps.batch_step, inputs.call.batch_size)))
+
+
+def _for_pair(inputs: Inputs, rest: Tensor | None) -> Inputs:
+    return inputs if rest is None else replace(inputs, impl="aten")
+
+
+def forward(inputs: Inputs, rest: Tensor | None = None) -> tuple[Tensor, Tensor]:
+    """Output in the query's dtype and log-sum-exp in the accumulation dtype.
+
+    ``rest``, zeros shaped like the log-sum-exp, is for large scores: all is computed by matrix products, and the two
+    become a pair, see :class:`.products.Result`.
+    """
+    query = inputs.query
+    out = torch.zeros(query.shape, dtype=query.dtype, device=query.device)
+    lse = torch.full(query.shape[:3], float("-inf"), dtype=inputs.accumulation_dtype, device=query.device)
+    for portion in _portions(_for_pair(inputs, rest)):
+        accumulator = portion.accumulator(out, Rows.QUERY, Role.MERGED_INTO)
+        of_rest = None if rest is None else portion.of_batch(rest)
+        merge_partials(portion.work(), accumulator, portion.of_batch(lse), of_rest)
+        clear_dead_rows(portion.accumulated(accumulator, out), portion.region(lse, Rows.QUERY))
+        portion.store(accumulator, out)
+    return out, lse
+
+
+def backward(
+    inputs: Inputs, out: Tensor, lse: Tensor, grad_out: Tensor, grad_lse: Tensor | None, rest: Tensor | None = None
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Gradients of query, key and value from the merged output and log-sum-exp alone.
+
+    With ``rest``, it and the log-sum-exp are the pair that :func:`forward` makes of them.
+    """
+    operands = ((inputs.query, Rows.QUERY), (inputs.key, Rows.KEY), (inputs.value, Rows.KEY))
+    of_query, of_key, of_value = (torch.zeros(x.shape, dtype=x.dtype, device=x.device) for x, _ in operands)
+    lse = without_infinities(lse)
+    for portion in _portions(_for_pair(inputs, rest)):
+        accumulators = (
+            portion.accumulator(of_query, Rows.QUERY, Role.ADDED_TO),
+            portion.accumulator(of_key, Rows.KEY, Role.ADDED_TO),
+            portion.accumulator(of_value, Rows.KEY, Role.ADDED_TO),
+        )
+        some = (None if x is None else portion.of_batch(x) for x in (rest, grad_lse))
+        of_rest, of_grad_lse = some
+        add_gradients(
+            portion.work(), accumulators, portion.of_batch(out), portion.of_batch(lse), of_rest,
+            portion.of_batch(grad_out), of_grad_lse,
+        )  # fmt: skip
+        for accumulator, grad in zip(accumulators, (of_query, of_key, of_value), strict=True):
+            portion.store(accumulator, grad)
+    return of_query, of_key, of_value
+
+
+def weighted_sum(
+    inputs: Inputs,
+    lse: Tensor,
+    values: Tensor,
+    factors: Sequence[tuple[Tensor, Tensor]],
+    rest: Tensor | None = None,
+    *,
+    of_keys: bool,
+) -> Tensor:
+    """``sum_t P[p, t] f[p, t] values[t]`` for every query p, in the accumulation dtype; ``inputs.value`` is not read.
+
+    P are the merged probabilities ``c exp(s - lse)``, dropped if the inputs have dropout, and f is the product of the
+    ``factors``: ``left [B, N, H, width]`` by rows of ``right [B, M, G, width]``. With ``of_keys`` the values are the
+    queries' and the result is ``sum_p P[p, t] f[p, t] values[p]`` for every key t. With ``rest``, it and ``lse`` are
+    the pair that :func:`forward` makes of them.
+    """
+    shape = (*(inputs.key if of_keys else inputs.query).shape[:3], values.shape[3])
+    total = torch.zeros(shape, dtype=inputs.accumulation_dtype, device=values.device)
+    lse = without_infinities(lse)
+    for portion in _portions(replace(inputs, impl="aten")):
+        add_weighted(
+            portion.work(), portion.of_batch(total), portion.of_batch(lse),
+            None if rest is None else portion.of_batch(rest), portion.of_batch(values),
+            [(portion.of_batch(left), portion.of_batch(right)) for left, right in factors], of_keys=of_keys,
+        )  # fmt: skip
+    return total

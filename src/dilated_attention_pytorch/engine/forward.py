@@ -1,0 +1,106 @@
+"""Partials carried out, forward: merged or summed where they belong."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from dilated_attention_pytorch.kernels import native, products
+from dilated_attention_pytorch.kernels import partial as kernels
+from dilated_attention_pytorch.kernels.products import LOG2_E, Result
+from dilated_attention_pytorch.planning import Partial
+
+from .merge import merge_in_place
+from .operands import Operand, Operands, Role, Rows
+from .views import PartialViews
+from .work import Work, is_causal, is_phantom
+
+
+def merge_partials(work: Work, out: Operand, lse: Tensor, rest: Tensor | None = None) -> None:
+    """Merge what the queries of the partials see into ``out`` and ``lse``, -inf where nothing was merged yet.
+
+    With ``rest``, it and ``lse`` are a pair, see :class:`Result`. Rows that saw hidden keys alone are left with an
+    ``lse`` of about :data:`MASKED`, but by the native kernels: see :func:`.merge.clear_dead_rows`.
+    """
+    operands = {**work.operands(), "out": out, "lse": Operand(lse, role=Role.MERGED_INTO)}
+    if rest is not None:
+        operands["rest"] = Operand(rest, role=Role.MERGED_INTO)
+    for partial in work.partials:
+        if is_phantom(partial):
+            assert isinstance(partial, Partial)
+            merged_into: Operands = {
+                name: operands[name] for name in ("query", "out", "lse", "rest") if name in operands
+            }
+            for views in work.views(partial, merged_into):
+                _merge_phantoms(views, partial.phantoms)
+            continue
+        kernel = work.kernel(partial, is_pair=rest is not None)
+        if kernel == "native":
+            native.merge_partial(
+                partial, work.query, work.key, work.value, out.tensor, lse, work.masks, ratio=work.ratio,
+                scale=work.scale, of_out=native.Place(out.first_row, out.first_head),
+                first_sequence=work.first_sequence, is_remote=work.is_remote,
+            )  # fmt: skip
+            continue
+        for views in work.views(partial, operands):
+            result = kernels.forward(
+                kernel, views["query"], views["key"], views["value"], work.bias(partial, views),
+                work.keep_factors(views), is_causal=is_causal(partial), scale=work.scale, is_pair=rest is not None,
+            )  # fmt: skip
+            if not partial.is_first:
+                merge_in_place(views["out"], views["lse"], views.get("rest"), result)
+                continue
+            views.overwrite("out", result.out)
+            views.overwrite("lse", result.lse)
+            if result.rest is not None:
+                views.overwrite("rest", result.rest)
+
+
+def _merge_phantoms(views: PartialViews, count: int) -> None:
+    """Merge keys of score 0 and value 0."""
+    lse, rest = views["lse"], views.get("rest")
+    of_keys = torch.full_like(lse, float(count)).log_()
+    out = torch.zeros((), dtype=lse.dtype, device=lse.device)
+    if rest is None:
+        merge_in_place(views["out"], lse, None, Result(out, of_keys))
+    else:
+        merge_in_place(views["out"], lse, rest, Result(out, torch.zeros_like(rest), of_keys * LOG2_E))
+
+
+def add_weighted(
+    work: Work,
+    total: Tensor,
+    lse: Tensor,
+    rest: Tensor | None,
+    values: Tensor,
+    factors: Sequence[tuple[Tensor, Tensor]],
+    *,
+    of_keys: bool,
+) -> None:
+    """Add ``sum_t P[p, t] f[p, t] values[t]`` over the partials, see :func:`.products.weighted_sum`.
+
+    ``total`` is by query, or by key with ``of_keys``; ``values`` are then the queries'. Factors are
+    ``left [B, N, H, width]`` and ``right [B, M, G, width]``.
+    """
+    by_query, by_key = Rows.QUERY, work.rows_of_keys
+    operands = {
+        **work.operands(), "lse": Operand(lse), "values": Operand(values, by_query if of_keys else by_key),
+        "total": Operand(total, by_key if of_keys else by_query, Role.ADDED_TO),
+    }  # fmt: skip
+    if rest is not None:
+        operands["rest"] = Operand(rest)
+    for index, (left, right) in enumerate(factors):
+        operands["left", index], operands["right", index] = Operand(left), Operand(right, by_key)
+    for partial in work.partials:
+        if is_phantom(partial):
+            continue
+        for views in work.views(partial, operands):
+            part = products.weighted_sum(
+                views["query"], views["key"], views["lse"], views.get("rest"), views["values"],
+                [(views["left", index], views["right", index], None) for index in range(len(factors))],
+                work.bias(partial, views), work.keep_factors(views), is_causal=is_causal(partial), scale=work.scale,
+                of_keys=of_keys,
+            )  # fmt: skip
+            views.add("total", part)

@@ -1,0 +1,47 @@
+"""Operands of partials: tensors, whose rows they hold, where these begin, and what is done with them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import Enum
+from typing import Literal
+
+from torch import Tensor
+
+Name = Literal[
+    "query", "key", "value", "out", "lse", "rest", "grad_out", "grad_lse", "grad_query", "grad_key", "grad_value",
+    "total", "values", "key_bias", "sequences", "heads", "query_positions", "key_positions",
+]  # fmt: skip
+FactorName = tuple[Literal["left", "right"], int]
+"""A side of one of the factors of a weighted sum."""
+
+
+class Rows(Enum):
+    """Whose rows and heads an operand holds."""
+
+    QUERY = "of the queries"
+    KEY = "of the keys, where all query heads of a group share one head"
+    REMOTE = "of the keys of one partial alone, which came from elsewhere"
+
+
+class Role(Enum):
+    """What a partial does with an operand."""
+
+    READ = "read"
+    MERGED_INTO = "merged into"
+    """Of queries; a partial that is the first to touch its rows overwrites them."""
+    ADDED_TO = "added to"
+
+
+@dataclass(frozen=True, slots=True)
+class Operand:
+    """A tensor ``[B, rows, heads]`` or ``[B, rows, heads, D]`` and the first row and key/value head that it holds."""
+
+    tensor: Tensor
+    rows: Rows = Rows.QUERY
+    role: Role = Role.READ
+    first_row: int = 0
+    first_head: int = 0
+
+
+Operands = dict[Name | FactorName, Operand]

@@ -1,0 +1,120 @@
+"""One dense partial whose keys came from elsewhere: from another rank, or out of a cache."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from dilated_attention_pytorch.kernels.masks import Masks
+from dilated_attention_pytorch.planning import Axis, Block, Partial
+
+from .backward import add_gradients
+from .forward import merge_partials
+from .operands import Operand, Role, Rows
+from .work import Work
+
+
+@dataclass(frozen=True, slots=True)
+class RemoteKeys:
+    """Keys that all queries of a block see."""
+
+    key: Tensor
+    """``[B, rows, heads, D]``, the heads of the block of queries; of any strides but the last, which is 1."""
+    value: Tensor
+    hidden: Tensor | None = None
+    """bool ``[B, rows, heads]``, True = padding; keys and values are zero there."""
+
+
+@dataclass(frozen=True, slots=True)
+class Dropout:
+    """Which pairs of a block of queries and remote keys are dropped: by the seed, and by absolute positions."""
+
+    seed: Tensor
+    probability: float
+    query_offset: int
+    """Position of the first row of the query tensor, if rows follow each other as in the block."""
+    key_positions: Tensor
+    """int64 ``[rows, heads]``"""
+
+
+def block_view(tensor: Tensor, block: Block) -> Tensor:
+    """A block's rows ``[B, count, heads(, D)]`` of a tensor ``[B, rows, heads(, D)]``, without a copy."""
+    of_batch, of_row, of_head = tensor.stride()[:3]
+    size = (tensor.shape[0], block.count, block.num_heads, *tensor.shape[3:])
+    stride = (of_batch, block.step * of_row, block.skew * of_row + of_head, *tensor.stride()[3:])
+    return tensor.as_strided(size, stride, tensor.storage_offset() + block.row * of_row + block.head * of_head)
+
+
+def positions_of(block: Block, offset: int) -> Tensor:
+    """Positions ``[count, heads]`` of a block's rows, of which row 0 is at ``offset``."""
+    rows = torch.arange(block.count) * block.step
+    return offset + block.row + rows.unsqueeze(1) + torch.arange(block.num_heads) * block.skew
+
+
+def work_of(
+    query: Tensor, queries: Block, keys: RemoteKeys, *, ratio: int, scale: float, impl: str, dropout: Dropout | None
+) -> Work:
+    """What the queries of a block see of remote keys.
+
+    Args:
+        query: ``[B, N, H, D]``, in which the block's rows lie.
+        queries: rows of the key/value heads that ``keys`` has.
+        keys: what they see.
+        ratio: query heads of a key/value head.
+        scale: factor of the scores, not negative.
+        impl: "aten", "native" or "triton".
+        dropout: None is none.
+    """
+    axes = (Axis(queries.num_heads, queries.skew, 1),) if queries.num_heads > 1 else ()
+    num_keys = keys.key.shape[1]
+    partial = Partial(queries.row, 0, queries.count, num_keys, queries.step, queries.head, axes=axes)
+    masks = Masks(keys.hidden)
+    if dropout is not None:
+        masks = Masks(
+            keys.hidden, dropout.seed, dropout.probability, dropout.query_offset, key_positions=dropout.key_positions
+        )
+    return Work((partial,), query, keys.key, keys.value, ratio, scale, impl, masks, is_remote=True)
+
+
+def merge_keys(work: Work, out: Tensor, lse: Tensor, rest: Tensor | None = None) -> None:
+    """Merge into ``out [B, N, H, D]`` and ``lse [B, N, H]``, in the accumulation dtype, of all rows of the query."""
+    merge_partials(work, Operand(out, role=Role.MERGED_INTO), lse, rest)
+
+
+def add_key_gradients(
+    work: Work,
+    grad_query: Tensor,
+    grads: RemoteKeys,
+    out: Tensor,
+    lse: Tensor,
+    rest: Tensor | None,
+    grad_out: Tensor,
+    grad_lse: Tensor | None,
+) -> None:
+    """Add gradients to ``grad_query [B, N, H, D]`` and to those of the keys, all in the accumulation dtype."""
+    of_query = Operand(grad_query, role=Role.ADDED_TO)
+    of_key, of_value = (Operand(x, Rows.REMOTE, Role.ADDED_TO) for x in (grads.key, grads.value))
+    add_gradients(work, (of_query, of_key, of_value), out, lse, rest, grad_out, grad_lse)
+
+
+def merge_rows(query: Tensor, key: Tensor, value: Tensor, out: Tensor, lse: Tensor, *, scale: float, impl: str) -> None:
+    """Merge what every row ``[B, N, G, H / G, D]`` sees of all keys ``[B, M, G, D]`` into ``out`` and ``lse``.
+
+    Heads are those of every key/value head together; key/value heads may lie any constant distance apart.
+    """
+    tensors, (num_rows, heads, ratio) = (query, out, lse), query.shape[1:4]
+    if num_rows == 1:
+        # The query heads of a key/value head are rows: its keys are read once for all of them.
+        parts = [[x[:, 0].transpose(1, 2) for x in tensors]]
+    elif all(x.stride(2) == ratio * x.stride(3) for x in tensors):
+        parts = [[x.flatten(2, 3) for x in tensors]]
+    else:
+        parts = [[x.select(3, index) for x in tensors] for index in range(ratio)]
+    for rows, into, log in parts:
+        block = Block(0, rows.shape[1], 1, 0, heads, 0)
+        work = work_of(
+            rows, block, RemoteKeys(key, value), ratio=rows.shape[2] // heads, scale=scale, impl=impl, dropout=None
+        )
+        merge_keys(work, into, log)

@@ -1,0 +1,152 @@
+"""Some partials of one call and what they are computed with: kernel, views and masks."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from dilated_attention_pytorch.kernels import partial as kernels
+from dilated_attention_pytorch.kernels.dropout import keep_factors
+from dilated_attention_pytorch.kernels.fused import MASKED
+from dilated_attention_pytorch.kernels.masks import Masks
+from dilated_attention_pytorch.kernels.products import KeepFactors, Place
+from dilated_attention_pytorch.planning import Gathered, Partial
+from dilated_attention_pytorch.precision import accumulation_dtype
+
+from .gathered import gathered_views
+from .operands import Operand, Operands, Rows
+from .views import PartialViews, strided_views
+
+_LARGEST_BIAS = 1 << 22  # elements of a bias that is no view
+
+
+@dataclass(frozen=True, slots=True)
+class Work:
+    """Partials for some sequences of the batch. ``query``, ``key`` and ``value`` are of these sequences alone."""
+
+    partials: Sequence[Partial | Gathered]
+    query: Tensor
+    key: Tensor
+    value: Tensor
+    ratio: int
+    """Query heads of a key/value head."""
+    scale: float
+    """Not negative."""
+    impl: str
+    """One of "native", "aten" and, for remote keys alone, "triton"."""
+    masks: Masks
+    """Of these sequences alone."""
+    first_sequence: int = 0
+    """Index of the first of these sequences in the batch."""
+    is_remote: bool = False
+    """Keys and values are those of the one partial alone: ``[B, rows, heads, D]``."""
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """The accumulation dtype."""
+        return accumulation_dtype(self.query.dtype)
+
+    @property
+    def rows_of_keys(self) -> Rows:
+        """Whose rows keys are."""
+        return Rows.REMOTE if self.is_remote else Rows.KEY
+
+    def kernel(self, partial: Partial | Gathered, *, is_pair: bool, has_lse_gradient: bool = False) -> kernels.Kernel:
+        """The kernel that computes a partial."""
+        has_bias = self.masks.hidden is not None or (isinstance(partial, Partial) and partial.band is not None)
+        return kernels.kernel_of(
+            self.impl, self.query, has_bias=has_bias, is_dropped=self.masks.seed is not None, is_pair=is_pair,
+            is_remote=self.is_remote, has_lse_gradient=has_lse_gradient,
+        )  # fmt: skip
+
+    def operands(self) -> Operands:
+        """Query, key and value, hidden keys, and what places pairs for dropout, of what there is."""
+        found: Operands = {
+            "query": Operand(self.query),
+            "key": Operand(self.key, self.rows_of_keys),
+            "value": Operand(self.value, self.rows_of_keys),
+        }
+        masks, device = self.masks, self.query.device
+        of_keys, of_queries = self.key.shape[:3], self.query.shape[:3]
+        if masks.hidden is not None:
+            bias = masks.hidden.to(self.dtype) * MASKED
+            bias = bias.unsqueeze(-1).expand(of_keys) if bias.dim() == 2 else bias
+            found["key_bias"] = Operand(bias, self.rows_of_keys)
+        if masks.seed is not None:
+            sequences = torch.arange(of_queries[0], device=device) + self.first_sequence
+            found["sequences"] = Operand(sequences.view(-1, 1, 1).expand(of_queries))
+            found["heads"] = Operand(torch.arange(of_queries[2], device=device).expand(of_queries))
+            rows = torch.arange(of_queries[1], device=device) + masks.query_offset
+            found["query_positions"] = Operand(rows.view(-1, 1).expand(of_queries))
+            keys = masks.key_positions
+            if keys is None:
+                keys = (torch.arange(of_keys[1], device=device) + masks.key_offset).view(-1, 1)
+            found["key_positions"] = Operand(keys.expand(of_keys), self.rows_of_keys)
+        return found
+
+    def views(self, partial: Partial | Gathered, operands: Operands) -> Iterator[PartialViews]:
+        """Every operand as ``[problems, problems, rows(, D)]``, once or several times until all problems are done."""
+        size = self.query.shape[0]
+        if isinstance(partial, Gathered):
+            yield from gathered_views(partial, size, self.ratio, operands)
+            return
+        for views in strided_views(partial, size, self.ratio, operands):
+            if partial.band is None or "key_bias" not in operands:
+                yield views
+            else:  # in steps, so that a bias of the scores of all problems of a step stays small
+                yield from views.split(max(1, _LARGEST_BIAS // _num_scores(partial, views["query"].shape[1])))
+
+    def bias(self, partial: Partial | Gathered, views: PartialViews) -> Tensor | None:
+        """What is added to the scores: 0, or :data:`MASKED`, ``[problems, problems, queries, keys]``."""
+        query, of_keys, bias = views["query"], views.get("key_bias"), None
+        if isinstance(partial, Partial) and partial.band is not None:
+            bias = _band_bias(partial.band, partial.num_queries, partial.num_keys, self.dtype, query.device)
+            bias = bias.expand(*query.shape[:2], -1, -1)
+        if of_keys is not None:
+            # With strides other than 1 the fused CPU kernel writes the bias out for every query row.
+            of_keys = of_keys.contiguous().unsqueeze(2)
+            bias = of_keys.expand(-1, -1, query.shape[2], -1) if bias is None else bias + of_keys
+        return bias
+
+    def keep_factors(self, views: PartialViews) -> KeepFactors | None:
+        """Dropout factors of a place; None without dropout."""
+        masks = self.masks
+        if masks.seed is None:
+            return None
+        seed = masks.seed
+
+        def factors(place: Place) -> Tensor:
+            sequences, heads, rows = (
+                place.of_queries(views[name]).unsqueeze(-1) for name in ("sequences", "heads", "query_positions")
+            )
+            keys = place.of_keys(views["key_positions"]).unsqueeze(-2)
+            return keep_factors(seed, sequences, heads, rows, keys, masks.dropout_p, self.dtype)
+
+        return factors
+
+
+def is_phantom(partial: Partial | Gathered) -> bool:
+    """Whether a partial stands for keys of score 0 and value 0."""
+    return isinstance(partial, Partial) and partial.phantoms > 0
+
+
+def is_causal(partial: Partial | Gathered) -> bool:
+    """Whether the i-th query of a partial sees its first i + 1 keys."""
+    return isinstance(partial, Partial) and partial.is_causal
+
+
+def _num_scores(partial: Partial, problems: int) -> int:
+    return partial.num_queries * partial.num_keys * problems
+
+
+def _band_bias(
+    band: tuple[int, int], num_queries: int, num_keys: int, dtype: torch.dtype, device: torch.device
+) -> Tensor:
+    """0 where query i sees key j, else :data:`MASKED`, ``[num_queries, num_keys]``."""
+    distance = torch.arange(1 - num_queries, num_keys, device=device)
+    of_distance = ((distance < band[0]) | (distance > band[1])).to(dtype) * MASKED
+    # Row i begins at the distance -i. The fused CPU kernel writes the strides of a flipped view out for every problem.
+    return of_distance.unfold(0, num_keys, 1).flip(0).contiguous()

@@ -1,0 +1,141 @@
+"""Who computes a partial: the only choice among the kernels, and one call for all that take views.
+
+Views are ``[problems, problems, rows(, D)]`` with a contiguous last dimension; any stride elsewhere, 0 included. The
+native kernels take a partial as a whole, where its rows lie: see :mod:`.native`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from . import fused, products
+from .products import KeepFactors, Result
+
+Kernel = Literal["native", "triton", "fused", "products"]
+
+
+def kernel_of(
+    impl: str,
+    query: Tensor,
+    *,
+    has_bias: bool,
+    is_dropped: bool,
+    is_pair: bool,
+    is_remote: bool = False,
+    has_lse_gradient: bool = False,
+) -> Kernel:
+    """The kernel that computes a partial of a call whose implementation is ``impl``.
+
+    Args:
+        impl: "native", "triton" or "aten".
+        query: of the call: its device, dtype and head width count.
+        has_bias: a band or hidden keys mask scores.
+        is_dropped: with dropout.
+        is_pair: the log-sum-exp is a pair, as scores are large: see :class:`.products.Result`.
+        is_remote: the keys came from elsewhere.
+        has_lse_gradient: the log-sum-exp has a gradient.
+    """
+    if is_pair or (is_dropped and (impl != "native" or is_remote)):
+        return "products"
+    if impl == "native":
+        return "native"
+    if has_lse_gradient:
+        return "products"
+    if impl == "triton":
+        return "triton"
+    return "fused" if fused.is_fused(query, has_bias=has_bias) else "products"
+
+
+def forward(
+    kernel: Kernel,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    bias: Tensor | None,
+    keep_factors: KeepFactors | None,
+    *,
+    is_causal: bool,
+    scale: float,
+    is_pair: bool,
+) -> Result:
+    """Output and finite log-sum-exp of one partial; arguments as of :func:`.products.forward`."""
+    if kernel == "products":
+        return products.forward(
+            query, key, value, bias, keep_factors, is_causal=is_causal, scale=scale, is_pair=is_pair
+        )
+    if kernel == "triton":
+        return _triton_forward(query, key, value, bias, scale)
+    return Result(*fused.forward(query, key, value, bias, is_causal=is_causal, scale=scale))
+
+
+def backward(
+    kernel: Kernel,
+    grad_out: Tensor,
+    grad_lse: Tensor | None,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    rest: Tensor | None,
+    bias: Tensor | None,
+    keep_factors: KeepFactors | None,
+    *,
+    is_causal: bool,
+    scale: float,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Gradients of one partial under the merged ``out`` and ``lse``, which is +inf in rows without a key."""
+    if kernel == "products":
+        delta = (grad_out.to(lse.dtype) * out.to(lse.dtype)).sum(-1)
+        if grad_lse is not None:
+            delta -= grad_lse
+        return products.backward(
+            grad_out, query, key, value, lse, rest, delta, bias, keep_factors, is_causal=is_causal, scale=scale
+        )[:3]
+    if kernel == "triton":
+        return _triton_backward(grad_out, query, key, value, out, lse, bias, scale)
+    return fused.backward(grad_out, query, key, value, out, lse, bias, is_causal=is_causal, scale=scale)
+
+
+def _problems(bias: Tensor | None, count: int) -> Iterator[tuple[slice, Tensor | None]]:
+    """Problems of the second axis that one launch takes: all, or one by one where each has hidden keys of its own."""
+    if bias is None:
+        yield slice(None), None
+        return
+    for problem in range(count):
+        yield slice(problem, problem + 1), bias[:, problem, 0] < 0
+
+
+def _triton_forward(query: Tensor, key: Tensor, value: Tensor, bias: Tensor | None, scale: float) -> Result:
+    from .triton import launch
+
+    parts = [
+        launch.attend_rows(
+            *(x[:, some].transpose(1, 2) for x in (query, key, value)), scale=scale, key_padding_mask=hidden
+        )
+        for some, hidden in _problems(bias, query.shape[1])
+    ]
+    out, lse = (torch.cat(part, dim=2).transpose(1, 2) for part in zip(*parts, strict=True))
+    return Result(out, lse.clamp(min=fused.MASKED))
+
+
+def _triton_backward(
+    grad_out: Tensor, query: Tensor, key: Tensor, value: Tensor, out: Tensor, lse: Tensor, bias: Tensor | None,
+    scale: float,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    from .triton import launch
+
+    parts = [
+        launch.attend_rows_backward(
+            *(x[:, some].transpose(1, 2) for x in (query, key, value)),
+            *(x[:, some].transpose(1, 2).contiguous() for x in (out, lse, grad_out)),
+            scale=scale, key_padding_mask=hidden,
+        )
+        for some, hidden in _problems(bias, query.shape[1])
+    ]  # fmt: skip
+    grad_query, grad_key, grad_value = (torch.cat(part, dim=2).transpose(1, 2) for part in zip(*parts, strict=True))
+    return grad_query, grad_key, grad_value

@@ -1,0 +1,259 @@
+"""One partial by matrix products, a few problems and query rows at a time: as many scores as the caches hold.
+
+What no fused kernel does: dropout, gradients of the log-sum-exp and of a bias, scores of any size, weighted sums, any
+device. Takes the same views as the fused kernels.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from dilated_attention_pytorch.precision import accumulation_dtype
+
+from .fused import MASKED
+
+
+class Place(NamedTuple):
+    """Some problems and query rows of views ``[problems, problems, rows(, D)]``."""
+
+    axis: int
+    one: int
+    """Fixed index along ``axis``, one of the two axes of problems."""
+    some: slice | None
+    """Range along the other axis; None is all of it."""
+    rows: slice | None
+    """Query rows; None is all of them."""
+
+    def of_keys(self, view: Tensor) -> Tensor:
+        """These problems of a view of keys, ``[problems, rows(, D)]``."""
+        taken = view.select(self.axis, self.one)
+        return taken if self.some is None else taken[self.some]
+
+    def of_queries(self, view: Tensor) -> Tensor:
+        """These problems and rows of a view of queries, ``[problems, rows(, D)]``."""
+        taken = self.of_keys(view)
+        return taken if self.rows is None else taken[:, self.rows]
+
+    @property
+    def is_first(self) -> bool:
+        """Whether no other place has the first query row of these problems."""
+        return self.rows is None or self.rows.start == 0
+
+
+KeepFactors = Callable[[Place], Tensor]
+"""Dropout factors of a place: ``[problems, rows, keys]``."""
+
+LOG2_E = math.log2(math.e)
+"""Scores are multiplied by it, and powers of two taken: of numbers below -87 PyTorch's exp on a CPU is 50 to 180 times
+slower than of others, its exp2 is not."""
+_SCORES_OF_A_CORE = 1 << 19
+"""Scores that are held at a time for every core of a CPU: 2 MiB of float32."""
+_MOST_SCORES = 1 << 21
+"""The same for all cores together where dropout is drawn, whose 64-bit numbers are larger than the scores."""
+_SCORES_ELSEWHERE = 1 << 22
+"""The same for devices that want more work at a time."""
+
+
+class Result(NamedTuple):
+    """What a partial gives, in the accumulation dtype."""
+
+    out: Tensor
+    lse: Tensor
+    """Finite; about :data:`MASKED` for rows of masked keys."""
+    rest: Tensor | None = None
+    """With it, ``lse + rest`` is the log-sum-exp in units of log 2: the largest score, and the logarithm of the sum of
+    powers of what scores differ from it. In one number, what follows a large score would be lost."""
+
+
+def forward(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    bias: Tensor | None = None,
+    keep_factors: KeepFactors | None = None,
+    *,
+    is_causal: bool,
+    scale: float,
+    is_pair: bool = False,
+) -> Result:
+    """Output and log-sum-exp of one partial.
+
+    Args:
+        query: ``[problems, problems, N, D]``; key, value: ``[problems, problems, M, D]``, any strides.
+        bias: added to the scores, ``[problems, problems, N, M]``, any strides, in the accumulation dtype.
+        keep_factors: what dropout multiplies probabilities by.
+        is_causal: the i-th query sees the first i + 1 keys.
+        scale: factor of the scores.
+        is_pair: return the log-sum-exp as a pair. Scores are computed in the steps of :func:`backward`, so that both
+            have the same scores to the last bit.
+    """
+    dtype = accumulation_dtype(query.dtype)
+    key, value = key.to(dtype), value.to(dtype)
+    out = torch.empty(*query.shape[:3], value.shape[-1], dtype=dtype, device=query.device)
+    lse = torch.empty(query.shape[:3], dtype=dtype, device=query.device)
+    rest = torch.empty_like(lse) if is_pair else None
+    for place in _places(query, key.shape[2], is_dropped=keep_factors is not None):
+        scores = _scores(query, key, bias, place, is_causal=is_causal, scale=scale)
+        largest = scores.amax(dim=-1, keepdim=True)
+        if bias is not None:
+            # A row whose keys all have a bias of -inf has no largest score.
+            largest.clamp_(min=MASKED)
+        total = scores.sub_(largest).exp2_().sum(dim=-1, keepdim=True)
+        if bias is not None:
+            # Such a row has an output of 0 and, like a row of masked keys, a finite log-sum-exp.
+            total.clamp_(min=torch.finfo(dtype).tiny)
+        if rest is None:
+            place.of_queries(lse).copy_((total.log2() + largest).squeeze(-1) / LOG2_E)
+        else:
+            place.of_queries(lse).copy_(largest.squeeze(-1))
+            place.of_queries(rest).copy_(total.log2().squeeze(-1))
+        if keep_factors is not None:
+            scores *= keep_factors(place)
+        torch.div(torch.bmm(scores, place.of_keys(value)), total, out=place.of_queries(out))
+    return Result(out, lse, rest)
+
+
+def weighted_sum(
+    query: Tensor,
+    key: Tensor,
+    lse: Tensor,
+    rest: Tensor | None,
+    values: Tensor | None,
+    factors: Sequence[tuple[Tensor | None, Tensor | None, Tensor | None]],
+    bias: Tensor | None = None,
+    keep_factors: KeepFactors | None = None,
+    *,
+    is_causal: bool,
+    scale: float,
+    of_keys: bool = False,
+) -> Tensor:
+    """What one partial adds to ``sum_t P[p, t] f[p, t] values[t]``, ``P = exp(s - lse)`` the merged probabilities.
+
+    f is the product of what dropout keeps and of ``factors``: of each, ``left[p] . right[t] + of_key[t]``, of what
+    there is. With ``of_keys`` the values are the queries' and ``sum_p P[p, t] f[p, t] values[p]`` is added up; values
+    of None are ones, ``[problems, problems, rows, 1]``. With ``rest``, it and ``lse`` are a pair, see :class:`Result`.
+    """
+    dtype = accumulation_dtype(query.dtype)
+    key = key.to(dtype)
+    rows = query if of_keys else key
+    values = rows.new_ones(*rows.shape[:3], 1, dtype=dtype) if values is None else values.to(dtype)
+    casts = [[None if x is None else x.to(dtype) for x in factor] for factor in factors]
+    total = torch.zeros(*(key if of_keys else query).shape[:3], values.shape[3], dtype=dtype, device=query.device)
+    for place in _places(query, key.shape[2], is_dropped=keep_factors is not None):
+        weights = _scores(query, key, bias, place, is_causal=is_causal, scale=scale)
+        _probabilities(weights, place, lse, rest)
+        if keep_factors is not None:
+            weights *= keep_factors(place)
+        for left, right, of_key in casts:
+            factor = None
+            if left is not None and right is not None:
+                factor = torch.bmm(place.of_queries(left), place.of_keys(right).mT)
+            if of_key is not None:
+                along = place.of_keys(of_key).unsqueeze(1)
+                factor = along if factor is None else factor.add_(along)
+            if factor is not None:
+                weights *= factor
+        if of_keys:
+            place.of_keys(total).baddbmm_(weights.mT, place.of_queries(values))
+        else:
+            place.of_queries(total).copy_(torch.bmm(weights, place.of_keys(values)))
+    return total
+
+
+def backward(
+    grad_out: Tensor,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    lse: Tensor,
+    rest: Tensor | None,
+    delta: Tensor,
+    bias: Tensor | None = None,
+    keep_factors: KeepFactors | None = None,
+    *,
+    is_causal: bool,
+    scale: float,
+    needs_bias: bool = False,
+) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
+    """Gradients of query, key and value of one partial under the merged ``lse``, in the accumulation dtype.
+
+    ``dS = P * (keep * dP - delta)`` with ``delta = rowsum(dO * O) - dL``: the gradient of the log-sum-exp included.
+    The last, if ``needs_bias``, is the gradient of a bias of every key, ``sum_p dS[p, t] [problems, problems, M]``.
+    With ``rest``, it and ``lse`` are a pair, see :class:`Result`.
+    """
+    dtype = accumulation_dtype(query.dtype)
+    key, value = key.to(dtype), value.to(dtype)
+    grad_query, grad_key, grad_value = (
+        torch.zeros(x.shape, dtype=dtype, device=query.device) for x in (query, key, value)
+    )
+    grad_bias = torch.zeros(key.shape[:3], dtype=dtype, device=query.device) if needs_bias else None
+    for place in _places(query, key.shape[2], is_dropped=keep_factors is not None):
+        rows, grad = place.of_queries(query).to(dtype), place.of_queries(grad_out).to(dtype)
+        probabilities = _scores(query, key, bias, place, is_causal=is_causal, scale=scale)
+        _probabilities(probabilities, place, lse, rest)
+        grad_scores = torch.bmm(grad, place.of_keys(value).mT)
+        dropped = probabilities
+        if keep_factors is not None:
+            kept = keep_factors(place)
+            grad_scores *= kept
+            dropped = probabilities * kept
+        place.of_keys(grad_value).baddbmm_(dropped.mT, grad)
+        grad_scores.sub_(place.of_queries(delta).unsqueeze(-1)).mul_(probabilities)
+        place.of_keys(grad_key).baddbmm_(grad_scores.mT, rows, alpha=scale)
+        place.of_queries(grad_query).baddbmm_(grad_scores, place.of_keys(key), alpha=scale)
+        if grad_bias is not None:
+            place.of_keys(grad_bias).add_(grad_scores.sum(1))
+    return grad_query, grad_key, grad_value, grad_bias
+
+
+def _places(query: Tensor, num_keys: int, *, is_dropped: bool) -> Iterator[Place]:
+    """Problems and query rows with so few scores that they stay in the caches, and enough problems for every core."""
+    first, second, num_queries = query.shape[:3]
+    cores = torch.get_num_threads()
+    limit = cores * _SCORES_OF_A_CORE if query.device.type == "cpu" else _SCORES_ELSEWHERE
+    limit = min(limit, _MOST_SCORES) if is_dropped else limit
+    all_problems = max(first, second)
+    most = max(1, limit // max(1, num_queries * num_keys) // cores) * cores
+    problems = -(-_evenly(all_problems, most) // cores) * cores  # equally many for every core
+    rows = _evenly(num_queries, max(1, limit // max(1, min(problems, all_problems) * num_keys)))
+    for one in range(min(first, second)):
+        for start in range(0, all_problems, problems):
+            some = slice(start, start + problems) if problems < all_problems else None
+            for row in range(0, num_queries, rows):
+                part = slice(row, row + rows) if rows < num_queries else None
+                yield Place(1 if first >= second else 0, one, some, part)
+
+
+def _evenly(number: int, most: int) -> int:
+    """The size of equal parts of a number, as few as have ``most`` or less."""
+    return max(1, -(-number // max(1, -(-number // most))))
+
+
+def _scores(query: Tensor, key: Tensor, bias: Tensor | None, place: Place, *, is_causal: bool, scale: float) -> Tensor:
+    """Scaled, biased and masked scores of a place in units of log 2, ``[problems, rows, keys]``."""
+    rows, keys = place.of_queries(query).to(key.dtype), place.of_keys(key)
+    scores = torch.empty(*rows.shape[:2], keys.shape[1], dtype=key.dtype, device=key.device)
+    torch.baddbmm(scores, rows, keys.mT, beta=0, alpha=scale * LOG2_E, out=scores)
+    if bias is not None:
+        scores.add_(place.of_queries(bias), alpha=LOG2_E)
+    if is_causal:
+        queries = torch.arange(query.shape[2], device=query.device)[place.rows or slice(None)]
+        later = torch.arange(key.shape[2], device=query.device) > queries.unsqueeze(-1)
+        scores.masked_fill_(later, float("-inf"))
+    return scores
+
+
+def _probabilities(scores: Tensor, place: Place, lse: Tensor, rest: Tensor | None) -> None:
+    """``exp(s - lse)`` in place of scores in units of log 2; of the pair ``(lse, rest)`` where there is one."""
+    of_rows = place.of_queries(lse).unsqueeze(-1)
+    if rest is None:
+        scores.sub_(of_rows * LOG2_E)
+    else:
+        # Never more than 1, also where a library sums the products of equal rows in another order.
+        scores.sub_(of_rows).sub_(place.of_queries(rest).unsqueeze(-1)).clamp_(max=0.0)
+    scores.exp2_()
