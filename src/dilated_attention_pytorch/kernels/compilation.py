@@ -145,6 +145,17 @@ def refusal_to_load() -> str | None:
     return None
 
 
+@constant_of_graph
+def is_usable() -> bool:
+    """Whether the kernels are loaded, which are compiled if they are not there yet: tried once in a process."""
+    return _is_usable()
+
+
+@functools.cache
+def _is_usable() -> bool:
+    return refusal_to_load() is None
+
+
 @functools.cache
 def load() -> None:
     """Make the kernels known to PyTorch, once in a process.

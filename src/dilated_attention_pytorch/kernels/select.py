@@ -47,14 +47,23 @@ def refusal(
     return None
 
 
+def is_native_usable(device: torch.device, dtype: torch.dtype, head_dim: int) -> bool:
+    """Whether the native kernels compute this here. They are compiled if they are not yet, tried once in a process."""
+    return _native_operands_refusal(device, dtype, head_dim) is None and compilation.is_usable()
+
+
 def _native_refusal(device: torch.device, dtype: torch.dtype, head_dim: int) -> str | None:
+    return _native_operands_refusal(device, dtype, head_dim) or compilation.refusal()
+
+
+def _native_operands_refusal(device: torch.device, dtype: torch.dtype, head_dim: int) -> str | None:
     if device.type != "cpu":
         return f"the native kernels are for CPUs, not for {device.type!r} tensors"
     if dtype == torch.float64:
         return 'the native kernels accumulate in float32; impl="aten" and impl="reference" compute in float64'
     if head_dim > MAX_HEAD_DIM:
         return f'the native kernels take heads up to {MAX_HEAD_DIM} wide, got {head_dim}; use impl="aten"'
-    return compilation.refusal()
+    return None
 
 
 def _triton_refusal(device: torch.device, dtype: torch.dtype, head_dim: int) -> str | None:

@@ -1,4 +1,4 @@
-"""Problems of some query rows and a list of key blocks: gathered, computed and added up a few at a time."""
+"""Problems of some query rows and a list of key blocks: by native kernels, or gathered and computed a few at a time."""
 
 from __future__ import annotations
 
@@ -9,7 +9,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from dilated_attention_pytorch.kernels.blockwise import LOG2_E
+from dilated_attention_pytorch.kernels import native
+from dilated_attention_pytorch.kernels.blockwise import LOG2_E, has_large_scores, largest_norm
 from dilated_attention_pytorch.kernels.dropout import keep_factors
 
 from .weighted_sum import Factor
@@ -18,6 +19,8 @@ _ELEMENTS_AT_ONCE = 1 << 19
 """Elements of gathered keys, and of scores, at a time on a CPU: what its caches hold."""
 _ELEMENTS_ELSEWHERE = 1 << 26
 """The same for devices that want more work at a time."""
+_MOST_GATE = 2.0**100
+"""Log-gates up to this many times the scale are numbers for the native kernels, which divide them by it."""
 
 
 class Inputs(NamedTuple):
@@ -34,6 +37,8 @@ class Inputs(NamedTuple):
     scale: float
     query_offset: int
     dropout_p: float
+    is_native: bool = False
+    """Whether the package's own CPU kernels compute it, where no score or gate is too large for them."""
 
     @property
     def dtype(self) -> torch.dtype:
@@ -155,6 +160,73 @@ def _gather(stored: Tensor, chunk: _Chunk, width: int, dtype: torch.dtype) -> Te
 
 def forward(inputs: Inputs) -> tuple[Tensor, Tensor]:
     """Output in the query's dtype and log-sum-exp in the dtype of the sums."""
+    if not _fits_native(inputs):
+        return _forward_by_products(inputs)
+    query, key, value, masks = _native_operands(inputs)
+    out = torch.zeros(query.shape, dtype=query.dtype)
+    lse = torch.full(query.shape[:3], float("-inf"), dtype=inputs.dtype)
+    native.merge_listed(_lists(inputs), query, key, value, out, lse, masks, scale=inputs.scale)
+    return out, lse
+
+
+def backward(
+    inputs: Inputs, out: Tensor, lse: Tensor, grad_out: Tensor, grad_lse: Tensor | None
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Gradients of query, key, value and log-gates."""
+    if not _fits_native(inputs):
+        return _backward_by_products(inputs, out, grad_out, grad_lse)
+    if _has_large_scores(inputs):
+        # Of the very probabilities that the gradient is of.
+        out, _ = _forward_by_products(inputs)
+        return _backward_by_products(inputs, out, grad_out, grad_lse)
+    query, key, value, masks = _native_operands(inputs)
+    lists = _lists(inputs)
+    totals = [torch.zeros(x.shape, dtype=inputs.dtype) for x in (query, key, value)]
+    of_units = native.add_listed_gradients(
+        lists, _rows_contiguous(grad_out), query, key, value, _rows_contiguous(out), lse, grad_lse,
+        (totals[0], totals[1], totals[2]), masks, scale=inputs.scale,
+    )  # fmt: skip
+    grads = [total.to(x.dtype) for total, x in zip(totals, (query, key, value), strict=True)]
+    of_gates = inputs.blocks.new_zeros(inputs.blocks.shape, dtype=inputs.dtype)
+    return grads[0], grads[1], grads[2], of_gates if of_units is None else lists.by_block(of_units)
+
+
+def _fits_native(inputs: Inputs) -> bool:
+    return inputs.is_native and _largest_gate(inputs) < _MOST_GATE * inputs.scale
+
+
+def _largest_gate(inputs: Inputs) -> float:
+    """The size of the largest finite log-gate; 0 without any."""
+    gates = inputs.log_gates
+    if gates is None or gates.numel() == 0:
+        return 0.0
+    return float(gates.abs().masked_fill(~gates.isfinite(), 0.0).max())
+
+
+def _has_large_scores(inputs: Inputs) -> bool:
+    """Whether scores with their gates may be so large that one log-sum-exp loses what follows it."""
+    score = largest_norm(inputs.query) * largest_norm(inputs.key) * abs(inputs.scale)
+    return has_large_scores(score + _largest_gate(inputs), 1.0, 1.0, inputs.query.dtype)
+
+
+def _native_operands(inputs: Inputs) -> tuple[Tensor, Tensor, Tensor, native.Masks]:
+    masks = native.Masks(inputs.key_padding_mask, inputs.dropout_seed, inputs.dropout_p, inputs.query_offset)
+    return _rows_contiguous(inputs.query), _rows_contiguous(inputs.key), _rows_contiguous(inputs.value), masks
+
+
+def _lists(inputs: Inputs) -> native.Listed:
+    return native.listed(
+        inputs.blocks, inputs.log_gates, block_size=inputs.block_size, query_block_size=inputs.query_block_size,
+        is_causal=inputs.is_causal, query_offset=inputs.query_offset,
+    )  # fmt: skip
+
+
+def _rows_contiguous(tensor: Tensor) -> Tensor:
+    """The tensor, whose last dimension the kernels read as if its stride were 1."""
+    return tensor if tensor.stride(-1) == 1 else tensor.contiguous()
+
+
+def _forward_by_products(inputs: Inputs) -> tuple[Tensor, Tensor]:
     dtype, width = inputs.dtype, inputs.query.shape[-1]
     queries = inputs.by_query_block(inputs.query)
     keys, values = inputs.by_key_block(inputs.key), inputs.by_key_block(inputs.value)
@@ -171,10 +243,10 @@ def forward(inputs: Inputs) -> tuple[Tensor, Tensor]:
     return inputs.from_query_block(out), inputs.from_query_block(lse).squeeze(-1)
 
 
-def backward(
+def _backward_by_products(
     inputs: Inputs, out: Tensor, grad_out: Tensor, grad_lse: Tensor | None
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Gradients of query, key, value and log-gates: ``dS = P (keep dP - delta)``, ``delta = rowsum(dO O) - dL``.
+    """``dS = P (keep dP - delta)``, ``delta = rowsum(dO O) - dL``.
 
     The gradient of a log-gate is the sum of dS over the rows and keys of its block. A problem holds all keys of its
     rows, so that their probabilities are summed anew: a log-sum-exp in one number is too coarse where scores are large.

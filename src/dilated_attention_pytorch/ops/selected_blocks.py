@@ -5,12 +5,13 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal, get_args
 
 import torch
 from torch import Tensor
 from torch.utils.flop_counter import register_flop_formula
 
+from dilated_attention_pytorch.kernels.select import is_native_usable, select
 from dilated_attention_pytorch.patterns import local_window
 
 from . import block_problems
@@ -21,6 +22,8 @@ from .merge import AttentionOutput
 from .validation import check_call
 from .weighted_sum import Axis, Factor, Operands, Operators, factors_of
 
+BlocksImpl = Literal["auto", "native", "aten"]
+_IMPLS: tuple[str, ...] = get_args(BlocksImpl)
 _ANY_PATTERN = local_window(0)
 
 
@@ -38,6 +41,7 @@ def attend_blocks(
     query_offset: int = 0,
     key_padding_mask: Tensor | None = None,
     dropout_p: float = 0.0,
+    impl: BlocksImpl = "auto",
 ) -> AttentionOutput:
     """Attention to listed key blocks with gates: one softmax over ``s + log g``, exact in output and gradient.
 
@@ -63,6 +67,10 @@ def attend_blocks(
         query_offset: absolute position of the first query row; the first key row is position 0.
         key_padding_mask: bool ``[B, M]``, True = ignore, exactly as if the key were not there.
         dropout_p: as of :func:`attend`; ``lse`` is that of the undropped probabilities.
+        impl: ``"native"`` (kernels of this package, x86-64 CPUs; heads up to 256 wide, not in float64), ``"aten"``
+            (matrix products of PyTorch, any device) or ``"auto"``: ``"native"`` where that can run and a query block
+            has rows enough, else ``"aten"``. Both agree to rounding. Kernels that are not compiled yet are compiled by
+            the first call that takes them, ``"auto"`` too. Derivatives beside the gradient are products under both.
 
     Returns:
         ``AttentionOutput(out [B, N, H, D], lse [B, N, H])``; a row that sees no key has 0 and -inf.
@@ -70,6 +78,7 @@ def attend_blocks(
     Raises:
         TypeError, ValueError: an argument is of the wrong type, shape, dtype, device or range. Block numbers are
             checked on the CPU; a device reports one that is out of range itself.
+        NotImplementedError: ``impl="native"`` cannot compute this call; the message says why.
 
     >>> from dilated_attention_pytorch.ops import attend_blocks
     >>> q = k = v = torch.randn(1, 100, 2, 8)
@@ -86,12 +95,23 @@ def attend_blocks(
     check_size("query_block_size", query_block_size)
     _check_blocks(query, key, blocks, log_gates, block_size, query_block_size)
     query, key, value = cast_by_autocast(query, key, value)
+    chosen = _chosen(impl, query)
     seed = torch.randint(2**62, (), device=query.device) if dropout_p > 0.0 else None
     scale = 1.0 / math.sqrt(query.shape[-1]) if scale is None else float(scale)
-    operators = _BlockOperators(scale, block_size, query_block_size, is_causal, query_offset, dropout_p)
+    if scale < 0.0:
+        query, scale = -query, -scale  # the native kernels look for the largest score before they scale
+    operators = _BlockOperators(scale, block_size, query_block_size, is_causal, query_offset, dropout_p, chosen)
     operands = Operands(query, key, log_gates, blocks, key_padding_mask, seed)
     out, lse = attend_operands(operators, value, operands)
     return AttentionOutput(out, lse)
+
+
+def _chosen(impl: str, query: Tensor) -> str:
+    if impl not in _IMPLS:
+        raise ValueError(f"impl of listed blocks must be one of {', '.join(map(repr, _IMPLS))}, got {impl!r}")
+    if impl == "auto":
+        return "native" if is_native_usable(query.device, query.dtype, query.shape[-1]) else "aten"
+    return impl if impl == "aten" else select(impl, query.device, query.dtype, query.shape[-1])
 
 
 def check_size(name: str, number: int, *, least: int = 1) -> None:
@@ -137,8 +157,10 @@ def _check_numbers(blocks: Tensor, num_keys: int, block_size: int) -> None:
             )
 
 
-def _inputs(query: Tensor, key: Tensor, value: Tensor, blocks: Tensor, *rest: Any) -> block_problems.Inputs:
-    inputs = block_problems.Inputs(query, key, value, blocks, *rest)
+def _inputs(
+    query: Tensor, key: Tensor, value: Tensor, blocks: Tensor, *rest: Any, is_native: bool = False
+) -> block_problems.Inputs:
+    inputs = block_problems.Inputs(query, key, value, blocks, *rest, is_native=is_native)
     padding = inputs.key_padding_mask
     if padding is None:
         return inputs
@@ -165,7 +187,7 @@ class _Selected:
     ) -> tuple[Tensor, ...]:  # fmt: skip
         query, key, value = operands
         return block_problems.backward(
-            self.inputs._replace(query=query, key=key, value=value), out, grad_out, grad_lse
+            self.inputs._replace(query=query, key=key, value=value), out, lse, grad_out, grad_lse
         )  # fmt: skip
 
     def unweighted(self) -> _Selected:
@@ -196,13 +218,14 @@ def _attend_blocks(
     scale: float,
     query_offset: int,
     dropout_p: float,
+    impl: str,
 ) -> tuple[Tensor, Tensor]:
     """Output and log-sum-exp; see :func:`attend_blocks`."""
     refuse_tangents(query, key, value, log_gates)
     _check_numbers(blocks, key.shape[1], block_size)
     inputs = _inputs(
         query, key, value, blocks, log_gates, key_padding_mask, dropout_seed, block_size, query_block_size, is_causal,
-        scale, query_offset, dropout_p,
+        scale, query_offset, dropout_p, is_native=impl == "native",
     )  # fmt: skip
     with without_autocast(query.device.type):
         return forward_around(_Selected(inputs), inputs.query, inputs.key, inputs.value)
@@ -227,12 +250,13 @@ def _attend_blocks_backward(
     scale: float,
     query_offset: int,
     dropout_p: float,
+    impl: str,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Gradients of query, key, value and log-gates from the merged output and log-sum-exp."""
     refuse_tangents(query, key, value, log_gates, grad_out, grad_lse)
     inputs = _inputs(
         query, key, value, blocks, log_gates, key_padding_mask, dropout_seed, block_size, query_block_size, is_causal,
-        scale, query_offset, dropout_p,
+        scale, query_offset, dropout_p, is_native=impl == "native",
     )  # fmt: skip
     with without_autocast(query.device.type):
         operands = (inputs.query, inputs.key, inputs.value)
@@ -310,15 +334,16 @@ class _BlockOperators(Operators):
     is_causal: bool
     query_offset: int
     dropout_p: float
+    impl: str
 
     def forward(self, operands: Operands, value: Tensor) -> tuple[Tensor, Tensor]:
-        return _attend_blocks(*self._tensors(operands, value), *self._options)
+        return _attend_blocks(*self._tensors(operands, value), *self._options, self.impl)
 
     def backward(
         self, operands: Operands, value: Tensor, grad_out: Tensor, grad_lse: Tensor | None, out: Tensor, lse: Tensor
     ) -> tuple[Tensor, ...]:
         *grads, grad_gates = _attend_blocks_backward(
-            grad_out, grad_lse, out, lse, *self._tensors(operands, value), *self._options
+            grad_out, grad_lse, out, lse, *self._tensors(operands, value), *self._options, self.impl
         )
         return tuple(grads) if operands.log_gates is None else (*grads, grad_gates)
 
@@ -351,7 +376,7 @@ def _backward(ctx: Any, grad_out: Tensor | None, grad_lse: Tensor | None) -> tup
     query, key, value, blocks, log_gates, key_padding_mask, seed, out, lse = ctx.saved_tensors
     operands = Operands(query, key, log_gates, blocks, key_padding_mask, seed)
     *grads, grad_gates = gradients(ctx.operators, value, operands, grad_out, grad_lse, out, lse)
-    return (*grads, None, grad_gates, *(None for _ in range(8)))
+    return (*grads, None, grad_gates, *(None for _ in range(9)))
 
 
 _attend_blocks.register_autograd(_backward, setup_context=_setup_context)
