@@ -24,6 +24,8 @@ from .weighted_sum import Axis, Factor, Operands, Operators, factors_of
 
 BlocksImpl = Literal["auto", "native", "aten"]
 _IMPLS: tuple[str, ...] = get_args(BlocksImpl)
+_LEAST_NATIVE_BLOCK = 16
+"""Positions of a key block from which on "auto" is "native": its kernels multiply that many keys at a time."""
 _ANY_PATTERN = local_window(0)
 
 
@@ -68,9 +70,9 @@ def attend_blocks(
         key_padding_mask: bool ``[B, M]``, True = ignore, exactly as if the key were not there.
         dropout_p: as of :func:`attend`; ``lse`` is that of the undropped probabilities.
         impl: ``"native"`` (kernels of this package, x86-64 CPUs; heads up to 256 wide, not in float64), ``"aten"``
-            (matrix products of PyTorch, any device) or ``"auto"``: ``"native"`` where that can run and a query block
-            has rows enough, else ``"aten"``. Both agree to rounding. Kernels that are not compiled yet are compiled by
-            the first call that takes them, ``"auto"`` too. Derivatives beside the gradient are products under both.
+            (matrix products of PyTorch, any device) or ``"auto"``: ``"native"`` where that can run and a key block has
+            16 positions or more, else ``"aten"``. Both agree to rounding. Kernels that are not there yet are compiled
+            by the first call that takes them, ``"auto"`` too. Derivatives beside the gradient are products under both.
 
     Returns:
         ``AttentionOutput(out [B, N, H, D], lse [B, N, H])``; a row that sees no key has 0 and -inf.
@@ -95,7 +97,7 @@ def attend_blocks(
     check_size("query_block_size", query_block_size)
     _check_blocks(query, key, blocks, log_gates, block_size, query_block_size)
     query, key, value = cast_by_autocast(query, key, value)
-    chosen = _chosen(impl, query)
+    chosen = _chosen(impl, query, block_size)
     seed = torch.randint(2**62, (), device=query.device) if dropout_p > 0.0 else None
     scale = 1.0 / math.sqrt(query.shape[-1]) if scale is None else float(scale)
     if scale < 0.0:
@@ -106,11 +108,12 @@ def attend_blocks(
     return AttentionOutput(out, lse)
 
 
-def _chosen(impl: str, query: Tensor) -> str:
+def _chosen(impl: str, query: Tensor, block_size: int) -> str:
     if impl not in _IMPLS:
         raise ValueError(f"impl of listed blocks must be one of {', '.join(map(repr, _IMPLS))}, got {impl!r}")
     if impl == "auto":
-        return "native" if is_native_usable(query.device, query.dtype, query.shape[-1]) else "aten"
+        is_worth_it = block_size >= _LEAST_NATIVE_BLOCK
+        return "native" if is_worth_it and is_native_usable(query.device, query.dtype, query.shape[-1]) else "aten"
     return impl if impl == "aten" else select(impl, query.device, query.dtype, query.shape[-1])
 
 
@@ -160,7 +163,7 @@ def _check_numbers(blocks: Tensor, num_keys: int, block_size: int) -> None:
 def _inputs(
     query: Tensor, key: Tensor, value: Tensor, blocks: Tensor, *rest: Any, is_native: bool = False
 ) -> block_problems.Inputs:
-    inputs = block_problems.Inputs(query, key, value, blocks, *rest, is_native=is_native)
+    inputs = block_problems.Inputs(query, key, value, blocks, *rest)._replace(is_native=is_native)
     padding = inputs.key_padding_mask
     if padding is None:
         return inputs
