@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from typing import Any
 
 import pytest
@@ -13,9 +14,18 @@ from torch import Tensor
 from torch.utils.flop_counter import FlopCounterMode
 
 from dilated_attention_pytorch import AttentionOutput, attend_with_lse, merge
+from dilated_attention_pytorch.kernels.compilation import refusal_to_load
 from dilated_attention_pytorch.ops import attend_blocks
 from dilated_attention_pytorch.patterns import local_window
 from drawn import examples
+
+NO_KERNELS = refusal_to_load()
+needs_kernels = pytest.mark.skipif(NO_KERNELS is not None, reason=str(NO_KERNELS))
+IMPLS = ["aten", pytest.param("native", marks=needs_kernels)]
+EXACTEST = {"aten": torch.float64, "native": torch.float32}
+"""The dtype with the smallest errors that an implementation computes in."""
+BUDGETS = {torch.float32: 5e-6, torch.bfloat16: 3e-2, torch.float16: 4e-3}
+"""Norm of an error over that of the result and of a 1 for each number of it: what gradients are sums of cancels."""
 
 
 def dense(
@@ -54,15 +64,36 @@ class Case:
     blocks: Tensor
     options: dict[str, Any]
 
-    def run(self, compute: Any, dtype: torch.dtype = torch.float64) -> AttentionOutput:
+    def run(self, compute: Any, dtype: torch.dtype = torch.float64, **options: Any) -> AttentionOutput:
         q, k, v, *gates = (x.to(dtype) if i < 3 else x for i, x in enumerate(self.tensors))
-        return compute(q, k, v, self.blocks, gates[0] if gates else None, **self.options)
+        return compute(q, k, v, self.blocks, gates[0] if gates else None, **self.options, **options)
+
+    def outcome(self, compute: Any, dtype: torch.dtype = torch.float64, **options: Any) -> list[Tensor]:
+        """Output, log-sum-exp and gradients, in double precision, of operands that are exact in ``dtype``."""
+        generator = torch.Generator().manual_seed(0)
+        tensors = [x.to(dtype).double() if i < 3 else x for i, x in enumerate(self.tensors)]
+        case = dataclasses.replace(self, tensors=[x.detach().requires_grad_() for x in tensors])
+        torch.manual_seed(7)
+        out, lse = case.run(compute, **options) if compute is dense else case.run(compute, dtype, **options)
+        seen = lse.masked_fill(lse == -math.inf, 0.0)
+        of_outputs = [torch.randn(x.shape, generator=generator, dtype=torch.float64) for x in (out, lse)]
+        of_outputs = [of_outputs[0].to(dtype).to(out.dtype), of_outputs[1].float().to(lse.dtype)]
+        grads = torch.autograd.grad((out, seen), case.tensors, of_outputs)
+        return [x.detach().double() for x in (out, lse, *grads)]
+
+
+def assert_close(found: list[Tensor], expected: list[Tensor], budget: float) -> None:
+    for number, (got, want) in enumerate(zip(found, expected, strict=True)):
+        is_seen = want.isfinite()
+        assert torch.equal(got.isfinite(), is_seen), number
+        got, want = got[is_seen], want[is_seen]
+        assert float((got - want).norm()) <= budget * (float(want.norm()) + want.numel() ** 0.5), number
 
 
 @st.composite
 def cases(draw: st.DrawFn, *, sizes: tuple[int, ...] = (1, 2, 5, 8, 16)) -> Case:
     batch, kv_heads = draw(st.integers(1, 2)), draw(st.integers(1, 3))
-    heads, width = kv_heads * draw(st.integers(1, 3)), draw(st.sampled_from([1, 3, 8]))
+    heads, width = kv_heads * draw(st.integers(1, 3)), draw(st.sampled_from([1, 3, 8, 33]))
     num_queries, num_keys = draw(st.integers(1, 40)), draw(st.integers(1, 70))
     block_size, query_block_size = draw(st.sampled_from(sizes)), draw(st.sampled_from(sizes))
     generator = torch.Generator().manual_seed(draw(st.integers(0, 2**31)))
@@ -75,6 +106,8 @@ def cases(draw: st.DrawFn, *, sizes: tuple[int, ...] = (1, 2, 5, 8, 16)) -> Case
         for rows, number in ((num_queries, heads), (num_keys, kv_heads), (num_keys, kv_heads))
     )
     gates = [torch.randn(shape, generator=generator, dtype=torch.float64)] if draw(st.integers(0, 3)) else []
+    if gates and draw(st.booleans()):
+        gates[0][torch.rand(shape, generator=generator) < 0.2] = -math.inf
     options: dict[str, Any] = {
         "block_size": block_size,
         "query_block_size": query_block_size,
@@ -99,6 +132,45 @@ def test_equals_the_dense_softmax_over_scores_and_gates(case: Case) -> None:
         results.append((out, lse, *torch.autograd.grad(loss, case.tensors)))
     for got, want in zip(*results, strict=True):
         torch.testing.assert_close(got, want, rtol=1e-10, atol=1e-10)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("impl", IMPLS)
+def test_drawn_calls_stay_within_the_budget(impl: str, dtype: torch.dtype) -> None:
+    @examples(60)
+    @given(cases(sizes=(1, 5, 16, 24, 33)))
+    def check(case: Case) -> None:
+        rounded = dataclasses.replace(case, tensors=[x.to(dtype).double() for x in case.tensors[:3]] + case.tensors[3:])
+        assert_close(case.outcome(attend_blocks, dtype, impl=impl), rounded.outcome(dense), BUDGETS[dtype])
+
+    check()
+
+
+@needs_kernels
+@pytest.mark.parametrize(
+    ("block_size", "width"), [(1, 9), (16, 64), (100, 151), (128, 256), (200, 64), (200, 151), (1500, 9)]
+)
+def test_blocks_of_any_size_on_any_number_of_threads(block_size: int, width: int) -> None:
+    """More keys than are one piece of work, blocks that its pieces would cut, one sequence and head, and more."""
+    generator = torch.Generator().manual_seed(block_size)
+    for kv_heads, is_causal in ((1, True), (2, False)):
+        num_blocks = -(-2900 // block_size)
+        tensors = [
+            torch.randn(1, rows, heads, width, generator=generator, dtype=torch.float64)
+            for rows, heads in ((150, 2), (2900, kv_heads), (2900, kv_heads))
+        ]
+        blocks = torch.randint(-1, num_blocks, (1, kv_heads, 3, 4), generator=generator)
+        gates = torch.randn(blocks.shape, generator=generator, dtype=torch.float64)
+        options = {"block_size": block_size, "query_block_size": 60, "is_causal": is_causal, "query_offset": 2700}
+        case = Case([*tensors, gates], blocks, options)
+        rounded = dataclasses.replace(case, tensors=[x.float().double() for x in tensors] + [gates])
+        expected = rounded.outcome(attend_blocks, dropout_p=0.2)
+        for threads in (1, 3):
+            torch.set_num_threads(threads)
+            found = case.outcome(attend_blocks, torch.float32, impl="native", dropout_p=0.2)
+            assert_close(found, expected, BUDGETS[torch.float32])
+            again = case.outcome(attend_blocks, torch.float32, impl="native", dropout_p=0.2)
+            assert all(map(torch.equal, found, again))
 
 
 # PyTorch scripts functions of its own when first asked for a tangent.
@@ -151,17 +223,17 @@ def test_every_other_derivative_equals_the_dense_softmaxs(figure: Any) -> None:
 @examples(20)
 @given(cases())
 def test_chunks_add_up_to_the_whole(case: Case) -> None:
-    from dilated_attention_pytorch.ops import block_problems
+    from dilated_attention_pytorch.engine import listed
 
     case.tensors = [x.requires_grad_() for x in case.tensors]
-    results, before = [], block_problems._ELEMENTS_AT_ONCE
+    results, before = [], listed._ELEMENTS_AT_ONCE
     for limit in (before, 1):
-        block_problems._ELEMENTS_AT_ONCE = limit
+        listed._ELEMENTS_AT_ONCE = limit
         try:
             out = case.run(attend_blocks).out
             results.append((out, *torch.autograd.grad(out.sin().sum(), case.tensors)))
         finally:
-            block_problems._ELEMENTS_AT_ONCE = before
+            listed._ELEMENTS_AT_ONCE = before
     for got, want in zip(*results, strict=True):
         torch.testing.assert_close(got, want, rtol=1e-12, atol=1e-12)
 
@@ -190,12 +262,13 @@ def test_gradcheck() -> None:
     assert torch.autograd.gradcheck(call, tensors)
 
 
+@pytest.mark.parametrize("impl", IMPLS)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
-def test_rounding_stays_within_the_budget(dtype: torch.dtype) -> None:
+def test_rounding_stays_within_the_budget(dtype: torch.dtype, impl: str) -> None:
     case = drawn(100, width=16, size=16)
     case.tensors = [x.to(dtype).double().requires_grad_() for x in case.tensors[:3]] + case.tensors[3:]
     case.options["query_block_size"] = 16
-    exact, got = case.run(dense), case.run(attend_blocks, dtype)
+    exact, got = case.run(dense), case.run(attend_blocks, dtype, impl=impl)
     grads = [torch.autograd.grad(out.double().sin().sum(), case.tensors[:3]) for out in (exact.out, got.out)]
     for want, have in zip((exact.out, *grads[0]), (got.out, *grads[1]), strict=True):
         # float32 sums, then one rounding of every result, and of the incoming gradient.
@@ -243,33 +316,139 @@ def test_dropout_keeps_the_mean_and_its_gradient_is_that_of_what_was_kept() -> N
     assert torch.autograd.gradcheck(call, [x.requires_grad_() for x in small.tensors])
 
 
-def test_a_nan_at_a_padded_key_reaches_nothing() -> None:
+@pytest.mark.parametrize("impl", IMPLS)
+@pytest.mark.parametrize("is_gated", [False, True])
+def test_pairs_are_dropped_by_their_place_alone(is_gated: bool, impl: str) -> None:
+    """Every value is a column of its own, so that an output is 0 where its pair is dropped."""
+    rows, seed = 200, 11
+    query, key = torch.zeros(2, rows, 4, rows), torch.zeros(2, rows, 2, rows)
+    value = torch.eye(rows)[None, :, None].expand(2, rows, 2, rows)
+    blocks = torch.tensor([3, 0, -1, 6, 3, 1]).expand(2, 2, 13, 6)
+    gates = torch.randn(2, 2, 13, 6) if is_gated else None
+    results = []
+    for name, dtype in ((impl, torch.float32), ("aten", torch.float64)):
+        torch.manual_seed(seed)
+        results.append(
+            attend_blocks(
+                *(x.to(dtype) for x in (query, key, value)), blocks, gates, block_size=30, query_block_size=16,
+                query_offset=5, is_causal=True, dropout_p=0.37, impl=name,
+            ).out
+        )  # fmt: skip
+    assert torch.equal(results[0] > 0, results[1] > 0)
+    assert 0.2 < float((results[0] > 0).float().mean()) < 0.4
+    torch.testing.assert_close(results[0].double(), results[1], rtol=1e-5, atol=0)
+
+
+@needs_kernels
+@pytest.mark.parametrize("gate", [-50.0, -1e4, -1e12, -1e33, 50.0, 1e4])
+def test_gates_of_any_size_are_as_under_products(gate: float) -> None:
+    """Of a row that sees such a block alone, and beside others."""
+    case = drawn(100, width=16, size=16)
+    assert case.tensors[3].shape[3] == 3
+    case.tensors[3][:, :, ::2] = gate
+    case.tensors[3][:, :, 1::2, 1] = gate
+    found, expected = (case.outcome(attend_blocks, torch.float32, impl=impl) for impl in ("native", "aten"))
+    assert_close(found, expected, BUDGETS[torch.float32] * max(1.0, abs(gate) / 16))
+
+
+@needs_kernels
+def test_the_gradient_of_large_scores_is_that_of_products() -> None:
+    for size, gate in ((1e4, 0.0), (1.0, 1e4)):
+        case = drawn(100, width=16, size=16)
+        case.tensors[0] *= size
+        case.tensors[3] += gate
+        found, expected = (case.outcome(attend_blocks, torch.float32, impl=impl) for impl in ("native", "aten"))
+        assert_close(found[:2], expected[:2], 1e-3 if gate else 1e-6)
+        assert all(map(torch.equal, found[2:], expected[2:]))
+
+
+@pytest.mark.parametrize("impl", IMPLS)
+def test_a_scale_of_zero_counts_the_keys(impl: str) -> None:
+    case = drawn(100, width=16, size=16)
+    found = case.outcome(attend_blocks, torch.float32, impl=impl, scale=0.0, is_causal=True)
+    assert_close(found, case.outcome(attend_blocks, scale=0.0, is_causal=True), BUDGETS[torch.float32])
+
+
+@needs_kernels
+def test_auto_is_native_where_that_computes_and_key_blocks_are_large_enough() -> None:
+    for size, dtype, chosen in (
+        (16, torch.float32, "native"),
+        (16, torch.float64, "aten"),
+        (15, torch.float32, "aten"),
+    ):
+        case = drawn(100, width=16, size=size)
+        auto, named = (case.outcome(attend_blocks, dtype, impl=impl) for impl in ("auto", chosen))
+        assert all(map(torch.equal, auto, named))
+
+
+@needs_kernels
+@pytest.mark.filterwarnings("ignore:`torch.jit.script:DeprecationWarning")
+def test_derivatives_beside_the_gradient_of_native_outputs() -> None:
+    case = drawn(width=16)
+    first = tuple(torch.randn_like(x) for x in case.tensors)
+
+    def derivatives(impl: str, dtype: torch.dtype) -> list[Tensor]:
+        tensors, tangents = (tuple(x.to(dtype) for x in some) for some in (case.tensors, first))
+
+        def outputs(*changed: Tensor) -> tuple[Tensor, Tensor]:
+            return tuple(attend_blocks(*changed[:3], case.blocks, changed[3], block_size=8, impl=impl))
+
+        gradient = torch.func.grad(lambda *x: sum(y.sin().sum() for y in outputs(*x)), (0, 1, 2, 3))
+        found = [
+            *torch.func.jvp(outputs, tensors, tangents)[1],
+            *torch.func.jvp(gradient, tensors, tangents)[1],
+            *torch.func.vjp(gradient, *tensors)[1](tangents),
+            *torch.func.vmap(outputs)(*(torch.stack([x, y]) for x, y in zip(tensors, tangents, strict=True))),
+        ]
+        return [x.double() for x in found]
+
+    assert_close(derivatives("native", torch.float32), derivatives("aten", torch.float64), 1e-5)
+
+
+@pytest.mark.parametrize("impl", IMPLS)
+def test_a_nan_at_a_padded_key_reaches_nothing(impl: str) -> None:
     case = drawn()
+    dtype = EXACTEST[impl]
     padding = torch.zeros(2, 37, dtype=torch.bool)
     padding[:, 20:] = True
-    clean = case.run(lambda *a, **o: attend_blocks(*a, **o, key_padding_mask=padding))
+    clean = case.run(attend_blocks, dtype, key_padding_mask=padding, impl=impl)
     for x in case.tensors[1:3]:
         x[:, 20:] = float("nan")
     tensors = [x.requires_grad_() for x in case.tensors]
-    out, lse = case.run(lambda *a, **o: attend_blocks(*a, **o, key_padding_mask=padding))
+    out, lse = case.run(attend_blocks, dtype, key_padding_mask=padding, impl=impl)
     assert torch.equal(out, clean.out)
     assert torch.equal(lse, clean.lse)
     assert all(grad.isfinite().all() for grad in torch.autograd.grad(out.sin().sum(), tensors))
 
 
+@pytest.mark.parametrize("impl", IMPLS)
 @pytest.mark.parametrize("rows", [0, 37])
-def test_an_empty_batch_or_sequence_is_no_error(rows: int) -> None:
-    q = torch.randn(2 if rows == 0 else 0, rows, 4, 5)
+def test_an_empty_batch_or_sequence_is_no_error(rows: int, impl: str) -> None:
+    q = torch.randn(2 if rows == 0 else 0, rows, 4, 5, requires_grad=True)
     blocks = torch.zeros(q.shape[0], 4, -(-rows // 8), 2, dtype=torch.int64)
-    assert attend_blocks(q, q, q, blocks, block_size=8).out.shape == q.shape
+    gates = torch.zeros(blocks.shape, requires_grad=True)
+    out = attend_blocks(q, q, q, blocks, gates, block_size=8, impl=impl).out
+    assert out.shape == q.shape
+    assert [x.shape for x in torch.autograd.grad(out.sum(), (q, gates))] == [q.shape, gates.shape]
 
 
-def test_one_graph_under_the_compiler_and_opcheck() -> None:
+@pytest.mark.parametrize("impl", IMPLS)
+def test_lists_of_nothing_give_nothing(impl: str) -> None:
     case = drawn()
-    tensors = [x.requires_grad_() for x in case.tensors]
+    case.blocks.fill_(-1)
+    out, lse, *grads = case.outcome(attend_blocks, torch.float32, impl=impl)
+    assert bool((lse == -math.inf).all())
+    assert not any(bool(x.any()) for x in (out, *grads))
+
+
+@pytest.mark.parametrize("impl", IMPLS)
+def test_one_graph_under_the_compiler_and_opcheck(impl: str) -> None:
+    torch._dynamo.reset()
+    case = drawn()
+    tensors = [x.to(EXACTEST[impl]).requires_grad_() for x in case.tensors]
 
     def call(q: Tensor, k: Tensor, v: Tensor, gates: Tensor) -> Tensor:
-        out, lse = attend_blocks(q, k, v, case.blocks, gates, block_size=8, is_causal=True)
+        out, lse = attend_blocks(q, k, v, case.blocks, gates, block_size=8, is_causal=True, impl=impl)
         return out.sin().sum() + lse.clamp(min=-9).sum()
 
     compiled = torch.compile(call, fullgraph=True, backend="aot_eager")
@@ -279,8 +458,12 @@ def test_one_graph_under_the_compiler_and_opcheck() -> None:
         torch.testing.assert_close(got, want)
     q, k, v, gates = tensors
     options = (case.blocks, gates, None, None, 8, 8, True, 0.5, 0, 0.0)
-    torch.library.opcheck(torch.ops.dilated_attention_pytorch.attend_blocks, (q, k, v, *options))
+    torch.library.opcheck(torch.ops.dilated_attention_pytorch.attend_blocks, (q, k, v, *options, impl))
     lse = torch.randn(q.shape[:3], dtype=q.dtype)
+    with torch.no_grad():
+        grads = (torch.randn_like(q), torch.randn_like(lse), torch.randn_like(q), lse)
+        operator = torch.ops.dilated_attention_pytorch.attend_blocks_backward
+        torch.library.opcheck(operator, (*grads, q, k, v, *options, impl))
     for axis, values in (("queries", v), ("keys", q), ("blocks", None)):
         operands = (axis, values, [q, k, None, None, None, gates], lse, q, k, *options)
         with torch.no_grad():
@@ -307,6 +490,8 @@ WRONG: list[tuple[dict[str, Any], type[Exception], str]] = [
     ({"log_gates": torch.zeros(2, 2, 5, 2)}, ValueError, "log_gates must have the shape and device of blocks"),
     ({"scale": float("inf")}, ValueError, "scale must be a finite number"),
     ({"dropout_p": 1.0}, ValueError, "dropout_p must be a probability"),
+    ({"impl": "reference"}, ValueError, "must be one of 'auto', 'native', 'aten', got 'reference'"),
+    ({"impl": "native"}, NotImplementedError, "impl='native' cannot compute this call: .* accumulate in float32"),
 ]
 
 

@@ -26,16 +26,20 @@ class Backward {
         grad_query_(x.grad_query, x.of_grad_query.row, x.of_grad_query.head * partial.ratio),
         grad_key_(x.grad_key, x.of_grad_keys.row, x.of_grad_keys.head),
         grad_value_(x.grad_value, x.of_grad_keys.row, x.of_grad_keys.head), scale_(static_cast<float>(x.scale)),
-        width_(rounded_up(partial.head_dim, kPairs)), positions_(std::max<int64_t>(1, kRowsOfTile / partial.ratio)),
+        width_(rounded_up(partial.head_dim, kPairs)), positions_(std::clamp<int64_t>(kRowsOfTile / partial.ratio, 1, longest_problem(partial))),
         rows_(rounded_up(positions_ * partial.ratio, kAlignment)), tiles_(tiles_of(partial, positions_)),
-        most_tiles_(std::min<int64_t>(tiles_.size(), std::max<int64_t>(1, kRowsOfChunk / rows_))) {}
+        most_tiles_(std::clamp<int64_t>(
+            kRowsOfChunk / rounded_up(std::max(kRowsOfTile / partial.ratio * partial.ratio, partial.ratio), kAlignment), 1,
+            tiles_.size())) {}
 
   void run() {
     // Where domains are few, their keys are dealt out too, and every share has a gradient of the queries of its own.
     const int64_t num_domains = p_.domains.size(), num_tiles = tiles_.size(), threads = at::get_num_threads();
     const int64_t wanted = threads == 1 ? 1 : (4 * threads + num_domains - 1) / num_domains;
     const int64_t splits = std::clamp<int64_t>(p_.num_keys / kKeysOfSplit, 1, wanted);
-    const int64_t keys_of_split = rounded_up((p_.num_keys + splits - 1) / splits, kKeysOfBlock);
+    // A unit with a gate is of one share, which adds up its gradient.
+    const int64_t whole = p_.has_gates() ? rounded_up(kKeysOfBlock, p_.unit) : kKeysOfBlock;
+    const int64_t keys_of_split = rounded_up((p_.num_keys + splits - 1) / splits, whole);
     const int64_t of_tile = rows_ * p_.head_dim;
     std::vector<float> shares(splits > 1 ? num_domains * splits * most_tiles_ * of_tile : 0);
     for (int64_t first = 0; first < num_tiles; first += most_tiles_) {
@@ -172,27 +176,31 @@ class Backward {
       bool is_packed = false, is_seen = true;
       for (int64_t place = 0; place < tiles && is_seen; place++) {
         const Tile& tile = tiles_[first_tile + place];
-        p_.for_each_run(p_.problems[tile.problem], tile.first, tile.stop, first, stop, [&](int64_t run, int64_t run_end) {
+        p_.for_each_run(d, tile, first, stop, [&](const Run& run) {
           if (!is_begun)
             for (int64_t other = 0; other < tiles; other++) pack_tile(d, tiles_[first_tile + other], other, s);
           is_begun = true;
           if (!is_packed) is_seen = pack_block(d, first, stop - first, s);
           is_packed = true;
-          if (is_seen) add_tile(tile, first, run - first, run_end - first, place, grads, s);
+          if (is_seen) add_tile(tile, first, run, place, grads, s);
         });
       }
       if (is_packed && is_seen) add_to_keys(d, first, stop - first, s);
     }
   }
 
-  void add_tile(const Tile& tile, int64_t first, int64_t run, int64_t run_end, int64_t place, float* grads, Scratch& s) const {
+  void add_tile(const Tile& tile, int64_t first, const Run& of_keys, int64_t place, float* grads, Scratch& s) const {
+    const int64_t run = of_keys.begin - first, run_end = of_keys.end - first;
     const int64_t begin = run / kAlignment * kAlignment, keys = rounded_up(run_end - begin, kAlignment);
     const int64_t at = place * rows_ * width_, head_dim = p_.head_dim;
     multiply(keys, rows_, width_, s.keys.data() + begin * width_, width_, s.queries_t.data() + at, rows_, s.scores.data(), rows_, false);
     multiply(keys, rows_, width_, s.values.data() + begin * width_, width_, s.grads_t.data() + at, rows_, s.grad_scores.data(), rows_, false);
     mask(tile, first, begin, keys, run, run_end, s);
     if (masks_.is_dropped) draw(begin, keys, place, s);
-    differentiate(keys, place, s);
+    if (of_keys.grad_gate != nullptr)
+      *of_keys.grad_gate += differentiate<true>(keys, place, of_keys.gate, s);
+    else
+      differentiate<false>(keys, place, 0.0f, s);
     const C *probabilities, *rounded, *paired;
     if constexpr (kPairs == 2) {
       probabilities = s.probabilities.data(), rounded = s.rounded.data(), paired = s.paired.data();
@@ -206,16 +214,16 @@ class Backward {
 
   // Scores of pairs that do not see each other become -inf. Columns are queries, `ratio` heads of each.
   void mask(const Tile& tile, int64_t first, int64_t begin, int64_t keys, int64_t run, int64_t run_end, Scratch& s) const {
-    const bool is_banded = p_.problems[tile.problem].units == nullptr &&
-        (tile.stop - 1 + p_.low > first + run || tile.first + p_.high < first + run_end - 1);
+    const int64_t position = p_.position(tile);
+    const bool is_banded = position + tile.stop - tile.first - 1 + p_.low > first + run || position + p_.high < first + run_end - 1;
     if (!is_banded && !s.has_hidden && begin == run && begin + keys == run_end) return;
     for (int64_t x = begin; x < begin + keys; x++) {
       float* row = s.scores.data() + (x - begin) * rows_;
       if (x < run || x >= run_end || s.is_hidden[x]) {
         std::fill(row, row + rows_, -kInfinity);
       } else if (is_banded) {
-        const int64_t low = std::clamp<int64_t>((first + x - p_.high - tile.first) * p_.ratio, 0, rows_);
-        const int64_t high = std::clamp<int64_t>((first + x - p_.low - tile.first + 1) * p_.ratio, low, rows_);
+        const int64_t low = std::clamp<int64_t>((first + x - p_.high - position) * p_.ratio, 0, rows_);
+        const int64_t high = std::clamp<int64_t>((first + x - p_.low - position + 1) * p_.ratio, low, rows_);
         std::fill(row, row + low, -kInfinity);
         std::fill(row + high, row + rows_, -kInfinity);
       }
@@ -233,13 +241,18 @@ class Backward {
   }
 
   // P and dS of scores and gradients of probabilities: in place of them in float32, rounded beside them in bfloat16.
-  void differentiate(int64_t keys, int64_t place, Scratch& s) const {
+  // Returns the sum of dS if the keys have a gate.
+  template <bool is_gated>
+  float differentiate(int64_t keys, int64_t place, float gate, Scratch& s) const {
     constexpr bool is_coarse = !std::is_same_v<T, float>;
-    const Floats factor(scale_ * kLog2E);
+    const Floats factor(scale_ * kLog2E), of_gate(gate * kLog2E);
+    Floats sum(0.0f);
     const float *lse = s.lse.data() + place * rows_, *delta = s.delta.data() + place * rows_;
     for (int64_t x = 0; x < keys; x += kPairs) {
       for (int64_t c = 0; c < rows_; c += kLanes) {
-        const Floats of_lse = Floats::loadu(lse + c), of_delta = Floats::loadu(delta + c);
+        const Floats of_delta = Floats::loadu(delta + c);
+        Floats of_lse = Floats::loadu(lse + c);
+        if constexpr (is_gated) of_lse = of_lse - of_gate;
         Floats p[2], ds[2];
         for (int64_t y = 0; y < kPairs; y++) {
           const int64_t at = (x + y) * rows_ + c;
@@ -252,6 +265,7 @@ class Backward {
           } else {
             ds[y] = p[y] * (grad - of_delta);
           }
+          if constexpr (is_gated) sum = sum + ds[y];
           if constexpr (kPairs == 1) {
             p[y].store((masks_.is_dropped ? s.kept : s.scores).data() + at);
             ds[y].store(s.grad_scores.data() + at);
@@ -264,6 +278,7 @@ class Backward {
         }
       }
     }
+    return is_gated ? sum_of(sum) : 0.0f;
   }
 
   void add_to_keys(const Domain& d, int64_t first, int64_t count, const Scratch& s) const {

@@ -27,22 +27,26 @@ class Forward {
   void run() {
     const int64_t num_domains = p_.domains.size(), num_tiles = tiles_.size();
     // A window of keys lies packed at a time, of as many domains as fit.
-    const int64_t window = p_.unit == 0 ? kKeysOfWindow : p_.num_keys;
+    const int64_t window = p_.lists.empty() ? kKeysOfWindow : p_.num_keys;
     const int64_t blocks_of_domain = (std::min(p_.num_keys, window) + kKeysOfBlock - 1) / kKeysOfBlock;
-    const int64_t bytes = blocks_of_domain * kKeysOfBlock * (width_ + p_.head_dim) * sizeof(C);
+    const int64_t of_block = kKeysOfBlock * (width_ + p_.head_dim), bytes = blocks_of_domain * of_block * sizeof(C);
     const int64_t together = std::clamp<int64_t>(kPackedBytes / bytes, 1, num_domains);
     std::vector<Block> packed(together * blocks_of_domain);
-    std::vector<C> memory(packed.size() * kKeysOfBlock * (width_ + p_.head_dim));
+    std::vector<C> memory;
     for (int64_t begin = 0; begin < p_.num_keys; begin += window) {
       const int64_t end = std::min(begin + window, p_.num_keys), blocks = (end - begin + kKeysOfBlock - 1) / kKeysOfBlock;
       for (int64_t start = 0; start < num_domains; start += together) {
         const int64_t some = std::min(together, num_domains - start);
-        for_each_piece(some * blocks, [&](const auto& next) {
+        const std::vector<int64_t> places = seen_blocks(start, some, blocks, blocks_of_domain);
+        for (Block& block : packed) block.is_hidden = true;
+        memory.resize(std::max<size_t>(memory.size(), places.size() * of_block));
+        for_each_piece(places.size(), [&](const auto& next) {
           std::vector<C> rows(kKeysOfBlock * width_);
           for (int64_t piece; (piece = next()) >= 0;) {
-            const int64_t place = piece / blocks * blocks_of_domain + piece % blocks;
-            packed[place].factors = memory.data() + place * kKeysOfBlock * (width_ + p_.head_dim);
-            pack(p_.domains[start + piece / blocks], begin + piece % blocks * kKeysOfBlock, end, rows.data(), packed[place]);
+            Block& block = packed[places[piece]];
+            block.factors = memory.data() + piece * of_block;
+            const int64_t domain = start + places[piece] / blocks_of_domain, first = places[piece] % blocks_of_domain;
+            pack(p_.domains[domain], begin + first * kKeysOfBlock, end, rows.data(), block);
           }
         });
         for_each_piece(some * num_tiles, [&](const auto& next) {
@@ -92,6 +96,24 @@ class Forward {
     }
   };
 
+  // The blocks of some domains that are packed, each domain's `blocks_of_domain` further: all, or those of any list.
+  std::vector<int64_t> seen_blocks(int64_t start, int64_t some, int64_t blocks, int64_t blocks_of_domain) const {
+    std::vector<int64_t> places;
+    for (int64_t domain = 0; domain < some; domain++) {
+      std::vector<bool> is_seen(blocks, p_.lists.empty());
+      for (size_t problem = 0; problem < p_.problems.size() && !p_.lists.empty(); problem++) {
+        const List& list = p_.lists[p_.domains[start + domain].first_list + problem];
+        for (int64_t i = 0; i < list.count; i++) {
+          const int64_t first = list.units[i] * p_.unit, stop = std::min(first + p_.unit, p_.num_keys);
+          for (int64_t block = first / kKeysOfBlock; block * kKeysOfBlock < stop; block++) is_seen[block] = true;
+        }
+      }
+      for (int64_t block = 0; block < blocks; block++)
+        if (is_seen[block]) places.push_back(domain * blocks_of_domain + block);
+    }
+    return places;
+  }
+
   void pack(const Domain& d, int64_t first, int64_t stop, C* rows, Block& block) const {
     const int64_t count = std::min(kKeysOfBlock, stop - first), head_dim = p_.head_dim;
     int64_t num_hidden = 0;
@@ -127,9 +149,9 @@ class Forward {
     for (int64_t at = 0; at * kKeysOfBlock < end - begin; at++) {
       const int64_t first = begin + at * kKeysOfBlock, stop = std::min(first + kKeysOfBlock, end);
       if (packed[at].is_hidden) continue;
-      p_.for_each_run(problem, tile.first, tile.stop, first, stop, [&](int64_t run, int64_t run_end) {
+      p_.for_each_run(d, tile, first, stop, [&](const Run& run) {
         if (!is_begun) load(d, problem, tile, s);
-        add(problem, tile, packed[at], first, run - first, run_end - first, !is_begun, s);
+        add(tile, packed[at], first, run, !is_begun, s);
         is_begun = true;
       });
     }
@@ -163,30 +185,30 @@ class Forward {
     std::fill_n(s.totals.begin(), rows * kLanes, 0.0f);
   }
 
-  // Adds what the tile sees of the keys [run, run_end) of a block that begins with the key `first`.
-  void add(
-      const Problem& problem, const Tile& tile, const Block& block, int64_t first, int64_t run, int64_t run_end, bool is_first,
-      Scratch& s) const {
+  // Adds what the tile sees of a run of a block that begins with the key `first`.
+  void add(const Tile& tile, const Block& block, int64_t first, const Run& of_keys, bool is_first, Scratch& s) const {
     const int64_t rows = rows_of(tile), height = height_of(tile), head_dim = p_.head_dim;
+    const int64_t run = of_keys.begin - first, run_end = of_keys.end - first, position = p_.position(tile);
     const int64_t begin = run / kAlignment * kAlignment, count = rounded_up(run_end - begin, kAlignment);
     const C *keys = block.factors, *values = keys + kKeysOfBlock * width_;
     multiply(height, count, width_, s.queries.data(), width_, keys + begin * kPairs, kKeysOfBlock, s.scores.data(), kKeysOfBlock, false);
-    const bool is_banded = problem.units == nullptr &&
-        (tile.stop - 1 + p_.low > first + run || tile.first + p_.high < first + run_end - 1);
+    const bool is_banded = position + tile.stop - tile.first - 1 + p_.low > first + run || position + p_.high < first + run_end - 1;
     const bool is_masked = is_banded || begin < run || run_end < begin + count;
+    // As if it were part of the product, which is multiplied by the factor.
+    const float gate = of_keys.gate == 0.0f ? 0.0f : static_cast<float>(of_keys.gate * (double{kLog2E} / factor_));
     for (int64_t r = 0; r < rows; r++) {
       float* row = s.scores.data() + r * kKeysOfBlock;
       if (!block.bias.empty())
         for (int64_t x = 0; x < count; x++) row[x] += block.bias[begin + x];
       if (is_masked) {
-        const int64_t i = tile.first + r / p_.ratio - first;
+        const int64_t i = position + r / p_.ratio - first;
         const int64_t low = is_banded ? std::clamp(i + p_.low, run, run_end) : run;
         const int64_t high = is_banded ? std::clamp(i + p_.high + 1, low, run_end) : run_end;
         std::fill(row, row + low - begin, -kInfinity);
         std::fill(row + high - begin, row + count, -kInfinity);
       }
       C* probabilities = s.probabilities_of(r);
-      const float decay = exponentiate(row, probabilities, count, s.top[r], s.totals.data() + r * kLanes);
+      const float decay = exponentiate(row, probabilities, count, gate, s.top[r], s.totals.data() + r * kLanes);
       if (masks_.is_dropped) drop(s.counters[r], block.counters.data() + begin, probabilities, count);
       if (!is_first && decay != 1.0f) {
         float* sums = s.sums.data() + r * head_dim;
@@ -202,8 +224,8 @@ class Forward {
     for (int64_t x = 0; x < count; x++) probabilities[x] = masks_.keeps(query, keys[x]) ? probabilities[x] : C(0);
   }
 
-  // Powers of two of a row's scores, less the largest so far; what earlier sums are to be multiplied by.
-  float exponentiate(float* row, C* probabilities, int64_t count, float& top, float* totals) const {
+  // Powers of two of a row's scores with their gate, less the largest so far; what earlier sums are to be multiplied by.
+  float exponentiate(float* row, C* probabilities, int64_t count, float gate, float& top, float* totals) const {
     constexpr bool is_coarse = !std::is_same_v<T, float>;
     Floats most(-kInfinity), more(-kInfinity);
     int64_t x = 0;
@@ -213,14 +235,14 @@ class Forward {
     }
     if (x < count) most = at::vec::maximum(most, Floats::loadu(row + x));
     const float before = top;
-    top = std::max(before, largest(at::vec::maximum(most, more)));
+    top = std::max(before, largest(at::vec::maximum(most, more)) + gate);
     const float safe = top == -kInfinity ? 0.0f : top;
     const float decay = before == top ? 1.0f : exp2f((before - safe) * factor_);
     if (std::abs(safe * factor_) > kRoundedScore) {
       // The rounding of so large a product would be seen in the powers.
-      for (x = 0; x < count; x += kLanes) (Floats::loadu(row + x) - Floats(safe)).store(row + x);
+      for (x = 0; x < count; x += kLanes) (Floats::loadu(row + x) - Floats(safe - gate)).store(row + x);
     }
-    const Floats factor(factor_), minus(std::abs(safe * factor_) > kRoundedScore ? 0.0f : -safe * factor_);
+    const Floats factor(factor_), minus(std::abs(safe * factor_) > kRoundedScore ? 0.0f : (gate - safe) * factor_);
     Floats sum(0.0f), other(0.0f);
     for (x = 0; x + 2 * kLanes <= count; x += 2 * kLanes) {
       const Floats low = exp2<is_coarse>(at::vec::fmadd(Floats::loadu(row + x), factor, minus));
@@ -250,8 +272,7 @@ class Forward {
 }  // namespace
 
 void forward(const Partial& partial, const Masks& masks, const ForwardOperands& operands) {
-  const bool is_listed = partial.unit != 0;
-  if (!is_listed && !masks.is_dropped && partial.problems[0].count * partial.ratio <= kRowsOfStream)
+  if (partial.lists.empty() && !masks.is_dropped && partial.problems[0].count * partial.ratio <= kRowsOfStream)
     return stream(partial, masks, operands);
   switch (operands.query.scalar_type()) {
     case at::kFloat: return Forward<float>(partial, masks, operands).run();

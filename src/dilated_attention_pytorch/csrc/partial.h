@@ -28,17 +28,36 @@ class Rows {
   int64_t batch_, row_, head_;
 };
 
-// Rows of one sequence and key/value head, from these on.
+// Rows of one sequence and key/value head, from these on. With lists, those of its problems begin with `first_list`.
 struct Domain {
-  int64_t batch, head, query_row, key_row;
+  int64_t batch, head, query_row, key_row, first_list;
 };
 
 // Query rows of every domain that see the same keys, but for the band.
 struct Problem {
-  int64_t count;            // of query rows
-  const int64_t* rows;      // from the first row of the domain on; null: every `step`-th
-  const int64_t* units;     // ascending, the keys that they see; null: all
-  int64_t num_units;
+  int64_t count;        // of query rows
+  int64_t position;     // of the first against the band; the others follow it
+  const int64_t* rows;  // from the first row of the domain on; null: every `step`-th from the position on
+};
+
+// Keys that the queries of a problem see, in units.
+struct List {
+  int64_t count;
+  const int64_t* units;  // ascending; what is there twice is seen twice
+  const float* gates;    // of every unit, what is added to its scores; null: nothing
+  float* grad_gates;     // where their gradients are added to; null: there are none
+};
+
+// Keys [begin, end) that lie together and have one gate.
+struct Run {
+  int64_t begin, end;
+  float gate = 0.0f;
+  float* grad_gate = nullptr;
+};
+
+// Query rows that are computed together.
+struct Tile {
+  int64_t problem, first, stop;
 };
 
 constexpr int64_t kNoBound = int64_t{1} << 60;
@@ -46,42 +65,57 @@ constexpr int64_t kNoBound = int64_t{1} << 60;
 struct Partial {
   std::vector<Domain> domains;
   std::vector<Problem> problems;
+  std::vector<List> lists;           // of problems, one for each; none: all keys are seen
   int64_t num_keys, step, key_step;  // of a domain; rows from one query to the next, and from one key
-  int64_t low, high;                 // the i-th query of a problem sees the j-th key only if low <= j - i <= high
+  int64_t low, high;                 // a query at the position i sees the j-th key only if low <= j - i <= high
   int64_t unit;                      // keys of a unit
   int64_t ratio;                     // query heads of a key/value head
   int64_t head_dim;
 
   int64_t query_row(const Domain& domain, const Problem& problem, int64_t i) const {
-    return domain.query_row + (problem.rows == nullptr ? i * step : problem.rows[i]);
+    return domain.query_row + (problem.rows == nullptr ? (problem.position + i) * step : problem.rows[i]);
   }
 
   int64_t key_row(const Domain& domain, int64_t j) const { return domain.key_row + j * key_step; }
 
-  // Calls `body(begin, end)` for every run of keys in [begin, end) that any of the queries [first, stop) sees.
+  bool has_gates() const { return !lists.empty() && lists[0].gates != nullptr; }
+
+  // Of the first query of a tile.
+  int64_t position(const Tile& tile) const { return problems[tile.problem].position + tile.first; }
+
+  // Calls `body(run)` for every run of keys in [begin, end) that any of the queries of a tile sees.
   template <class Body>
-  void for_each_run(const Problem& problem, int64_t first, int64_t stop, int64_t begin, int64_t end, Body body) const {
-    if (problem.units == nullptr) {
-      begin = std::max(begin, first + low);
-      end = std::min(end, stop + high);
-      if (begin < end) body(begin, end);
+  void for_each_run(const Domain& domain, const Tile& tile, int64_t begin, int64_t end, Body body) const {
+    const int64_t stop = position(tile) + tile.stop - tile.first;
+    const int64_t least = std::max(begin, position(tile) + low), most = std::min(end, stop + high);
+    if (lists.empty()) {
+      if (least < most) body(Run{least, most});
       return;
     }
-    const int64_t* last = problem.units + problem.num_units;
-    const int64_t* next = std::lower_bound(problem.units, last, begin / unit);
-    while (next < last && *next * unit < end) {
-      const int64_t run = *next * unit;
-      int64_t run_end = run + unit;
-      for (next++; next < last && *next * unit == run_end; next++) run_end += unit;
-      body(std::max(run, begin), std::min(run_end, end));
+    const List& list = lists[domain.first_list + tile.problem];
+    const int64_t* last = list.units + list.count;
+    const int64_t* next = std::lower_bound(list.units, last, begin / unit);
+    while (next < last && *next * unit < most) {
+      const int64_t place = next - list.units;
+      Run run{std::max(*next * unit, least), (*next + 1) * unit};
+      next++;
+      if (list.gates == nullptr) {
+        for (; next < last && *next * unit == run.end; next++) run.end += unit;
+      } else {
+        run.gate = list.gates[place];
+        if (list.grad_gates != nullptr) run.grad_gate = list.grad_gates + place;
+      }
+      run.end = std::min(run.end, most);
+      if (run.begin < run.end) body(run);
     }
   }
 };
 
-// Query rows that are computed together.
-struct Tile {
-  int64_t problem, first, stop;
-};
+inline int64_t longest_problem(const Partial& partial) {
+  int64_t rows = 1;
+  for (const Problem& problem : partial.problems) rows = std::max(rows, problem.count);
+  return rows;
+}
 
 inline std::vector<Tile> tiles_of(const Partial& partial, int64_t positions) {
   std::vector<Tile> tiles;

@@ -78,7 +78,7 @@ class Inputs(NamedTuple):
     def from_key_block(self, stored: Tensor, dtype: torch.dtype) -> Tensor:
         """What :meth:`by_key_block` made, as ``[B, M, G, D]``, contiguous and in that dtype."""
         batch, rows, heads = self.key.shape[:3]
-        whole = stored.view(batch, heads, self.num_padded_keys, -1)
+        whole = stored.view(batch, heads, self.num_padded_keys, stored.shape[1] // self.block_size)
         return whole[:, :, :rows].transpose(1, 2).to(dtype).contiguous()
 
     def hidden_keys(self) -> Tensor:

@@ -146,9 +146,13 @@ def refusal_to_load() -> str | None:
 
 
 @constant_of_graph
-@functools.cache
 def is_loaded() -> bool:
     """Whether the kernels are loaded; the first call of a process loads them, and compiles them if there are none."""
+    return _is_loaded()
+
+
+@functools.cache
+def _is_loaded() -> bool:
     return refusal_to_load() is None
 
 

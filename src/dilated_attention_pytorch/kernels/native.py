@@ -104,6 +104,105 @@ def add_gradients(
     )  # fmt: skip
 
 
+class Listed(NamedTuple):
+    """Key blocks that the query blocks of every head see, as the kernels read them; without -1 and gates of -inf."""
+
+    block_size: int
+    query_block_size: int
+    last: int
+    """How far after its own position the last key is that a query row sees, the first rows of both being at 0."""
+    units: Tensor
+    """Blocks of all lists, one list after the other, ascending in each."""
+    ends: Tensor
+    """Where each list ends."""
+    gates: Tensor | None
+    """float32, of every unit."""
+    places: tuple[Tensor, Tensor]
+    """Where the units come from: the order of blocks in their lists, and which of them are there."""
+
+    def by_block(self, of_units: Tensor) -> Tensor:
+        """One number a unit as one a listed block, ``[B, G, query blocks, k]``; 0 for those that are left out."""
+        order, is_there = self.places
+        ascending = of_units.new_zeros(order.shape)
+        ascending[is_there] = of_units
+        return torch.empty_like(ascending).scatter_(-1, order, ascending)
+
+
+def listed(
+    blocks: Tensor,
+    log_gates: Tensor | None,
+    *,
+    block_size: int,
+    query_block_size: int,
+    is_causal: bool,
+    query_offset: int,
+) -> Listed:
+    """The lists ``blocks [B, G, query blocks, k]`` and their log-gates as the kernels read them."""
+    ascending, order = blocks.sort(dim=-1, stable=True)
+    is_there, gates = ascending >= 0, None
+    if log_gates is not None:
+        gates = log_gates.float().gather(-1, order)
+        is_there &= gates != -torch.inf
+        gates = gates[is_there]
+    return Listed(
+        block_size, query_block_size, query_offset if is_causal else _NO_BOUND, ascending[is_there],
+        is_there.sum(-1).flatten().cumsum(0), gates, (order, is_there),
+    )  # fmt: skip
+
+
+def merge_listed(
+    lists: Listed, query: Tensor, key: Tensor, value: Tensor, out: Tensor, lse: Tensor, masks: Masks, *, scale: float
+) -> None:
+    """Merge what the query blocks see of their lists into ``out``, of the query's dtype, and ``lse``, -inf so far.
+
+    Operands are those of :func:`merge_partial`, all of them whole. ``scale`` is positive, and no gate is larger in size
+    than ``2**100`` times it.
+    """
+    if query.shape[1] == 0:
+        return
+    load()
+    ratio = query.shape[2] // key.shape[2]
+    torch.ops.dilated_attention_native.attend(
+        query, key, value, out, lse, [*WHOLE, *WHOLE], ratio, *_geometry_of_lists(lists, query, key),
+        *_arguments(masks, key, 0), scale, lists.gates,
+    )  # fmt: skip
+
+
+def add_listed_gradients(
+    lists: Listed,
+    grad_out: Tensor,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    grad_lse: Tensor | None,
+    grads: tuple[Tensor, Tensor, Tensor],
+    masks: Masks,
+    *,
+    scale: float,
+) -> Tensor | None:
+    """Add the gradients of query, key and value to ``grads``, float32; return those of the gates, one a unit."""
+    grad_gates = None if lists.gates is None else torch.zeros_like(lists.gates)
+    if query.shape[1] == 0:
+        return grad_gates
+    load()
+    ratio = query.shape[2] // key.shape[2]
+    torch.ops.dilated_attention_native.attend_backward(
+        grad_out, query, key, value, out, lse, grad_lse, *grads, [*WHOLE, *WHOLE, *WHOLE], ratio,
+        *_geometry_of_lists(lists, query, key), *_arguments(masks, key, 0), scale, lists.gates, grad_gates,
+    )  # fmt: skip
+    return grad_gates
+
+
+def _geometry_of_lists(lists: Listed, query: Tensor, key: Tensor) -> tuple[Any, ...]:
+    """As ``csrc/library.cpp`` reads it."""
+    num_queries, num_keys = query.shape[1], key.shape[1]
+    row_ends = (torch.arange(-(-num_queries // lists.query_block_size)) + 1) * lists.query_block_size
+    numbers = [query.shape[0], 0, 0, 0, num_keys, 1, 1, -_NO_BOUND, lists.last, lists.block_size]
+    return numbers, list(range(key.shape[2])), [], None, row_ends.clamp_(max=num_queries), lists.units, lists.ends
+
+
 def _geometry(partial: Partial | Gathered, query: Tensor, *, is_remote: bool) -> tuple[Any, ...]:
     """As ``csrc/library.cpp`` reads it."""
     sequences, unbounded = query.shape[0], (-_NO_BOUND, _NO_BOUND)

@@ -2,26 +2,31 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal, get_args
 
 import torch
 from torch import Tensor
 from torch.utils.flop_counter import register_flop_formula
 
+from dilated_attention_pytorch.engine import listed
 from dilated_attention_pytorch.engine.extremes import backward_around, forward_around
+from dilated_attention_pytorch.kernels.select import select
 from dilated_attention_pytorch.patterns import local_window
 from dilated_attention_pytorch.precision import accumulation_dtype
 
-from . import block_problems
 from .autocast import cast_by_autocast, without_autocast
 from .derivatives import attend_operands, gradients, refuse_tangents
 from .merge import AttentionOutput
+from .prepare import as_rows, with_scale, without_padding
 from .validation import check_call
 from .weighted_sum import Axis, Factor, Operands, Operators, factors_of
 
+BlocksImpl = Literal["auto", "native", "aten"]
+_IMPLS: tuple[str, ...] = get_args(BlocksImpl)
+_LEAST_NATIVE_BLOCK = 16
+"""Positions of a key block from which on "auto" is "native": its kernels multiply that many keys at a time."""
 _ANY_PATTERN = local_window(0)
 
 
@@ -39,6 +44,7 @@ def attend_blocks(
     query_offset: int = 0,
     key_padding_mask: Tensor | None = None,
     dropout_p: float = 0.0,
+    impl: BlocksImpl = "auto",
 ) -> AttentionOutput:
     """Attention to listed key blocks with gates: one softmax over ``s + log g``, exact in output and gradient.
 
@@ -64,6 +70,10 @@ def attend_blocks(
         query_offset: absolute position of the first query row; the first key row is position 0.
         key_padding_mask: bool ``[B, M]``, True = ignore, exactly as if the key were not there.
         dropout_p: as of :func:`attend`; ``lse`` is that of the undropped probabilities.
+        impl: ``"native"`` (kernels of this package, x86-64 CPUs; heads up to 256 wide, not in float64), ``"aten"``
+            (matrix products of PyTorch, any device) or ``"auto"``: ``"native"`` where that can run and a key block has
+            16 positions or more, else ``"aten"``. Both agree to rounding. Kernels that are not there yet are compiled
+            by the first call that takes them, ``"auto"`` too. Derivatives beside the gradient are products under both.
 
     Returns:
         ``AttentionOutput(out [B, N, H, D], lse [B, N, H])``; a row that sees no key has 0 and -inf.
@@ -71,6 +81,7 @@ def attend_blocks(
     Raises:
         TypeError, ValueError: an argument is of the wrong type, shape, dtype, device or range. Block numbers are
             checked on the CPU; a device reports one that is out of range itself.
+        NotImplementedError: ``impl="native"`` cannot compute this call; the message says why.
 
     >>> from dilated_attention_pytorch.ops import attend_blocks
     >>> q = k = v = torch.randn(1, 100, 2, 8)
@@ -87,12 +98,22 @@ def attend_blocks(
     check_size("query_block_size", query_block_size)
     _check_blocks(query, key, blocks, log_gates, block_size, query_block_size)
     query, key, value = cast_by_autocast(query, key, value)
+    chosen = _chosen(impl, query, block_size)
     seed = torch.randint(2**62, (), device=query.device) if dropout_p > 0.0 else None
-    scale = 1.0 / math.sqrt(query.shape[-1]) if scale is None else float(scale)
-    operators = _BlockOperators(scale, block_size, query_block_size, is_causal, query_offset, dropout_p)
+    query, scale = with_scale(query, scale)
+    operators = _BlockOperators(scale, block_size, query_block_size, is_causal, query_offset, dropout_p, chosen)
     operands = Operands(query, key, log_gates, blocks, key_padding_mask, seed)
     out, lse = attend_operands(operators, value, operands)
     return AttentionOutput(out, lse)
+
+
+def _chosen(impl: str, query: Tensor, block_size: int) -> str:
+    if impl not in _IMPLS:
+        raise ValueError(f"impl of listed blocks must be one of {', '.join(map(repr, _IMPLS))}, got {impl!r}")
+    if impl == "aten" or (impl == "auto" and block_size < _LEAST_NATIVE_BLOCK):
+        return "aten"
+    chosen = select(impl, query.device, query.dtype, query.shape[-1])
+    return chosen if chosen == "native" else "aten"
 
 
 def check_size(name: str, number: int, *, least: int = 1) -> None:
@@ -138,36 +159,35 @@ def _check_numbers(blocks: Tensor, num_keys: int, block_size: int) -> None:
             )
 
 
-def _inputs(query: Tensor, key: Tensor, value: Tensor, blocks: Tensor, *rest: Any) -> block_problems.Inputs:
-    inputs = block_problems.Inputs(query, key, value, blocks, *rest)
-    padding = inputs.key_padding_mask
-    if padding is None:
-        return inputs
-    return inputs._replace(key=_without_padding(key, padding), value=_without_padding(value, padding))
-
-
-def _without_padding(tensor: Any, key_padding_mask: Tensor) -> Any:
-    # Not even a NaN at a padded key may reach a result: 0 * NaN is NaN.
-    return None if tensor is None else tensor.masked_fill(key_padding_mask[:, :, None, None], 0.0)
+def _inputs(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    blocks: Tensor,
+    log_gates: Tensor | None,
+    key_padding_mask: Tensor | None,
+    *options: Any,
+) -> listed.Inputs:
+    key, value = (as_rows(without_padding(x, key_padding_mask)) for x in (key, value))
+    return listed.Inputs(as_rows(query), key, value, blocks, log_gates, key_padding_mask, *options)
 
 
 @dataclass(frozen=True, slots=True)
 class _Selected:
     """The computation of a call, see :mod:`.extremes`."""
 
-    inputs: block_problems.Inputs
+    inputs: listed.Inputs
 
     def forward(self, query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
-        return block_problems.forward(self.inputs._replace(query=query, key=key, value=value))
+        return listed.forward(self.inputs._replace(query=query, key=key, value=value))
 
     def backward(
         self, operands: tuple[Tensor, Tensor, Tensor], out: Tensor, lse: Tensor, grad_out: Tensor,
         grad_lse: Tensor | None,
     ) -> tuple[Tensor, ...]:  # fmt: skip
         query, key, value = operands
-        return block_problems.backward(
-            self.inputs._replace(query=query, key=key, value=value), out, grad_out, grad_lse
-        )  # fmt: skip
+        inputs = self.inputs._replace(query=query, key=key, value=value)
+        return listed.backward(inputs, as_rows(out), lse, as_rows(grad_out), grad_lse)
 
     def unweighted(self) -> _Selected:
         # Whether a row sees a block is a gate of -inf or another; a small one would hide that it does.
@@ -197,13 +217,14 @@ def _attend_blocks(
     scale: float,
     query_offset: int,
     dropout_p: float,
+    impl: str,
 ) -> tuple[Tensor, Tensor]:
     """Output and log-sum-exp; see :func:`attend_blocks`."""
     refuse_tangents(query, key, value, log_gates)
     _check_numbers(blocks, key.shape[1], block_size)
     inputs = _inputs(
         query, key, value, blocks, log_gates, key_padding_mask, dropout_seed, block_size, query_block_size, is_causal,
-        scale, query_offset, dropout_p,
+        scale, query_offset, dropout_p, impl,
     )  # fmt: skip
     with without_autocast(query.device.type):
         return forward_around(_Selected(inputs), inputs.query, inputs.key, inputs.value)
@@ -228,12 +249,13 @@ def _attend_blocks_backward(
     scale: float,
     query_offset: int,
     dropout_p: float,
+    impl: str,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Gradients of query, key, value and log-gates from the merged output and log-sum-exp."""
     refuse_tangents(query, key, value, log_gates, grad_out, grad_lse)
     inputs = _inputs(
         query, key, value, blocks, log_gates, key_padding_mask, dropout_seed, block_size, query_block_size, is_causal,
-        scale, query_offset, dropout_p,
+        scale, query_offset, dropout_p, impl,
     )  # fmt: skip
     with without_autocast(query.device.type):
         operands = (inputs.query, inputs.key, inputs.value)
@@ -268,10 +290,13 @@ def _weighted_sum(
     )  # fmt: skip
     of_pairs = factors_of(factors)
     if key_padding_mask is not None:
-        of_pairs = [f._replace(right=_without_padding(f.right, key_padding_mask)) for f in of_pairs]
-        values = _without_padding(values, key_padding_mask) if axis == "queries" else values
+        of_pairs = [
+            f if f.right is None else f._replace(right=without_padding(f.right, key_padding_mask)) for f in of_pairs
+        ]
+        if axis == "queries" and values is not None:
+            values = without_padding(values, key_padding_mask)
     with without_autocast(query.device.type):
-        return block_problems.weighted_sum(inputs, lse, values, of_pairs, axis)
+        return listed.weighted_sum(inputs, lse, values, of_pairs, axis)
 
 
 @_attend_blocks.register_fake
@@ -311,15 +336,16 @@ class _BlockOperators(Operators):
     is_causal: bool
     query_offset: int
     dropout_p: float
+    impl: str
 
     def forward(self, operands: Operands, value: Tensor) -> tuple[Tensor, Tensor]:
-        return _attend_blocks(*self._tensors(operands, value), *self._options)
+        return _attend_blocks(*self._tensors(operands, value), *self._options, self.impl)
 
     def backward(
         self, operands: Operands, value: Tensor, grad_out: Tensor, grad_lse: Tensor | None, out: Tensor, lse: Tensor
     ) -> tuple[Tensor, ...]:
         *grads, grad_gates = _attend_blocks_backward(
-            grad_out, grad_lse, out, lse, *self._tensors(operands, value), *self._options
+            grad_out, grad_lse, out, lse, *self._tensors(operands, value), *self._options, self.impl
         )
         return tuple(grads) if operands.log_gates is None else (*grads, grad_gates)
 
@@ -352,7 +378,7 @@ def _backward(ctx: Any, grad_out: Tensor | None, grad_lse: Tensor | None) -> tup
     query, key, value, blocks, log_gates, key_padding_mask, seed, out, lse = ctx.saved_tensors
     operands = Operands(query, key, log_gates, blocks, key_padding_mask, seed)
     *grads, grad_gates = gradients(ctx.operators, value, operands, grad_out, grad_lse, out, lse)
-    return (*grads, None, grad_gates, *(None for _ in range(8)))
+    return (*grads, None, grad_gates, *(None for _ in range(9)))
 
 
 _attend_blocks.register_autograd(_backward, setup_context=_setup_context)
