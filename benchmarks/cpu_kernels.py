@@ -115,7 +115,9 @@ def fitted(case: Case) -> Case | None:
 
 def grid() -> tuple[list[Case], list[Case]]:
     """The cases in the order in which they are run, and those that take too long."""
-    draw, cases, too_long = random.Random(0), [], []
+    draw = random.Random(0)
+    cases: list[Case] = []
+    too_long: list[Case] = []
     for dtype, head_dim, rows, kind, mode in itertools.product(DTYPES, HEAD_DIMS, ROWS, KINDS, MODES):
         case = Case(
             dtype=dtype, head_dim=head_dim, rows=rows, kind=kind, mode=mode, causal=draw.random() < 0.5, heads=1,

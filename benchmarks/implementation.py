@@ -10,7 +10,7 @@ import torch
 
 from dilated_attention_pytorch.kernels import select as selection
 
-_READERS = ("ops.attend", "ops.rows", "parallel.attend")
+READERS = ("ops.attend", "ops.rows", "parallel.attend")
 """Modules that ask for an implementation by ``select``."""
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
@@ -37,7 +37,7 @@ def take(impl: str) -> dict[str, str]:
             is_open = name == "auto" and selection.refusal(impl, device, dtype, head_dim, **facts) is None
             return original(impl if is_open else name, device, dtype, head_dim, **facts)
 
-        for reader in _READERS:
+        for reader in READERS:
             vars(importlib.import_module(f"dilated_attention_pytorch.{reader}"))["select"] = select
     return {"asked": impl, **{str(dtype).removeprefix("torch."): taken(dtype) for dtype in DTYPES}}
 
