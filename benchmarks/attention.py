@@ -1,17 +1,22 @@
 """Time and memory of dilated attention on this machine, as ratios to dense attention's own rate in the same run.
 
-    python -m benchmarks.attention [--quick] [--only speed growth memory paper floor] [--output FILE]
+    python -m benchmarks.attention [--quick] [--only speed head_dims avx2 growth long_growth memory paper floor]
+        [--impl auto|native|aten] [--rows N ...] [--head-dims D ...] [--output FILE]
 
-A time is printed only for a call whose sampled rows passed against the definition.
+A time is printed only for a call whose sampled rows passed against the definition. The bound of a time is the exact
+number of operations of its pattern over the rate of PyTorch's dense attention at 8,192 rows, in the same run and dtype.
 """
 
 from __future__ import annotations
 
 import argparse
+import itertools
+import json
 import os
 import statistics
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -27,9 +32,16 @@ from dilated_attention_pytorch.benchmarks.exactness import draw_samples, judge, 
 from dilated_attention_pytorch.benchmarks.results import module_command, origin, write_json
 from dilated_attention_pytorch.benchmarks.shapes import Case, DtypeName
 
+from .implementation import add_choice, in_words, judged, take
+
 SPEED = ((2048, 1), (4096, 2), (8192, 4))
 PAPER = ((2048, 1), (4096, 2), (8192, 4), (16384, 6), (32768, 12))
 DENSE_ROWS = 8192
+LIMITS = {torch.float32: (0.50, 0.65), torch.bfloat16: (0.30, 0.45)}  # of the bound: forward, forward + backward
+CAUSAL = 1.1  # causal calls may take so many times more
+LIMIT_AVX2, LIMIT_GROWTH, LIMIT_MEMORY = 1.0, 66.0, 0.5
+LEAST_VECTORS = {"ATEN_CPU_CAPABILITY": "avx2", "ONEDNN_MAX_CPU_ISA": "AVX2", "MKL_ENABLE_INSTRUCTIONS": "AVX2"}
+"""PyTorch's own kernels, and ours, heed the first alone; the products that both call are oneDNN's and MKL's."""
 
 
 def pattern_of(groups: tuple[tuple[int, int], ...]) -> DilatedPattern:
@@ -45,22 +57,22 @@ def seconds(call: Callable[[], object]) -> float:
 Operands = tuple[Tensor, Tensor, Tensor]
 
 
-def operands(rows: int, heads: int, dtype: torch.dtype) -> tuple[Operands, Tensor]:
+def operands(rows: int, heads: int, dtype: torch.dtype, head_dim: int = 64) -> tuple[Operands, Tensor]:
     """Query, key and value that want gradients, and the gradient of the output."""
     generator = torch.Generator().manual_seed(rows)
-    q, k, v, g = (torch.randn(1, rows, heads, 64, generator=generator).to(dtype) for _ in range(4))
+    q, k, v, g = (torch.randn(1, rows, heads, head_dim, generator=generator).to(dtype) for _ in range(4))
     return (q.requires_grad_(), k.requires_grad_(), v.requires_grad_()), g
 
 
 class Dense:
     """Dense scaled dot-product attention at 8,192 rows: the rate that this machine reaches."""
 
-    def __init__(self, heads: int, dtype: torch.dtype, *, is_causal: bool) -> None:
-        self.inputs, self.grad = operands(DENSE_ROWS, heads, dtype)
+    def __init__(self, heads: int, dtype: torch.dtype, head_dim: int, *, is_causal: bool) -> None:
+        self.inputs, self.grad = operands(DENSE_ROWS, heads, dtype, head_dim)
         self.is_causal = is_causal
         # PyTorch counts the whole square for its own causal attention: here the triangle counts.
         pairs = DENSE_ROWS * (DENSE_ROWS + 1) // 2 if is_causal else DENSE_ROWS**2
-        self.flops = 4 * 64 * heads * pairs
+        self.flops = 4 * head_dim * heads * pairs
 
     def forward(self) -> Tensor:
         q, k, v = (x.transpose(1, 2) for x in self.inputs)
@@ -100,10 +112,21 @@ def gate(groups: tuple[tuple[int, int], ...], inputs: Operands, *, is_causal: bo
 
 
 def measure(
-    groups: tuple[tuple[int, int], ...], rows: int, heads: int, dtype: torch.dtype, *, is_causal: bool, repeats: int
+    groups: tuple[tuple[int, int], ...],
+    rows: int,
+    heads: int,
+    dtype: torch.dtype,
+    *,
+    is_causal: bool,
+    repeats: int,
+    head_dim: int = 64,
+    limits: tuple[float, float] | None = None,
 ) -> dict[str, Any]:
-    """Median times of ours and of dense attention, taken in turn, and their ratio per operation."""
-    inputs, grad = operands(rows, heads, dtype)
+    """Median times of ours and of dense attention, taken in turn, and their ratio per operation.
+
+    ``limits`` of that ratio: forward, forward + backward.
+    """
+    inputs, grad = operands(rows, heads, dtype, head_dim)
     errors = gate(groups, inputs, is_causal=is_causal)
     pattern = pattern_of(groups)
     with FlopCounterMode(display=False) as counter, torch.no_grad():
@@ -120,14 +143,15 @@ def measure(
     def both_seconds() -> float:
         return seconds(lambda: torch.autograd.grad(forward(), inputs, grad))
 
-    dense = Dense(heads, dtype, is_causal=is_causal)
+    dense = Dense(heads, dtype, head_dim, is_causal=is_causal)
     result: dict[str, Any] = {
-        "groups": groups, "rows": rows, "heads": heads, "head_dim": 64, "dtype": str(dtype).removeprefix("torch."),
-        "causal": is_causal, "forward_flops": flops, "largest_sampled_errors": errors,
+        "groups": groups, "rows": rows, "heads": heads, "head_dim": head_dim,
+        "dtype": str(dtype).removeprefix("torch."), "causal": is_causal, "forward_flops": flops,
+        "largest_sampled_errors": errors,
     }  # fmt: skip
-    for name, ours, theirs, factor in (
-        ("forward", forward_seconds, dense.forward_seconds, 1.0),
-        ("forward_backward", both_seconds, dense.both_seconds, 3.5),
+    for name, ours, theirs, factor, limit in (
+        ("forward", forward_seconds, dense.forward_seconds, 1.0, limits and limits[0]),
+        ("forward_backward", both_seconds, dense.both_seconds, 3.5, limits and limits[1]),
     ):
         times: list[float] = []
         dense_times: list[float] = []
@@ -137,60 +161,121 @@ def measure(
             times.append(ours())
             dense_times.append(theirs())
         rate = factor * dense.flops / statistics.median(dense_times)
-        bound = factor * flops / rate
+        ratio = statistics.median(times) / (factor * flops / rate)
         result[name] = {
             "seconds": statistics.median(times), "fastest": min(times), "slowest": max(times),
-            "dense_rate_gflops": rate / 1e9, "ratio_to_bound": statistics.median(times) / bound,
+            "dense_seconds": statistics.median(dense_times), "dense_rows": DENSE_ROWS, "dense_rate_gflops": rate / 1e9,
+            "ratio_to_bound": ratio,
         }  # fmt: skip
+        if limit is not None:
+            result[name] |= judged(ratio, limit)
     return result
 
 
 def show(result: dict[str, Any]) -> None:
     both, forward = result["forward_backward"], result["forward"]
+    words = [
+        f"{x['seconds']:8.3f} s = {x['ratio_to_bound']:.3f} x bound "
+        + (in_words(x["ratio_to_bound"], x["limit"]) if "limit" in x else "")
+        for x in (forward, both)
+    ]
     print(
-        f"N={result['rows']:>7,} H={result['heads']:>2} {result['dtype']:>8} causal={result['causal']!s:>5}  "
-        f"forward {forward['seconds']:8.3f} s = {forward['ratio_to_bound']:.3f} x bound   "
-        f"forward+backward {both['seconds']:8.3f} s = {both['ratio_to_bound']:.3f} x bound   "
-        f"(dense {forward['dense_rate_gflops']:.0f} and {both['dense_rate_gflops']:.0f} GFLOP/s, "
+        f"N={result['rows']:>7,} H={result['heads']:>2} D={result['head_dim']:>3} {result['dtype']:>8} "
+        f"causal={result['causal']!s:>5}  forward {words[0]}  forward+backward {words[1]}  "
+        f"(dense forward {forward['dense_seconds']:.3f} s, {forward['dense_rate_gflops']:.0f} and "
+        f"{both['dense_rate_gflops']:.0f} GFLOP/s, "
         f"largest error {max(result['largest_sampled_errors'].values()):.1e})",
         flush=True,
     )
 
 
-def speed(*, quick: bool) -> list[dict[str, Any]]:
-    """At 16,384 and 65,536 rows in float32 and bfloat16: time over (FLOPs / dense rate)."""
+def limits_of(dtype: torch.dtype, *, is_causal: bool) -> tuple[float, float]:
+    """Of the ratio to the bound: forward, forward + backward."""
+    if torch.backends.cpu.get_cpu_capability() == "AVX2":
+        return LIMIT_AVX2, LIMIT_AVX2
+    forward, both = LIMITS[dtype]
+    return (CAUSAL * forward, CAUSAL * both) if is_causal else (forward, both)
+
+
+def timed(rows: list[int], head_dims: list[int], repeats: int, *, quick: bool) -> list[dict[str, Any]]:
     results = []
-    for rows in (16384,) if quick else (16384, 65536):
-        for dtype in (torch.float32, torch.bfloat16):
-            for is_causal in (False, True):
-                result = measure(SPEED, rows, 8, dtype, is_causal=is_causal, repeats=3 if rows > 20000 else 5)
-                show(result)
-                results.append(result)
+    heads, rows, repeats = (1, [4096], 1) if quick else (8, rows, repeats)
+    for number, head_dim, dtype, is_causal in itertools.product(rows, head_dims, LIMITS, (False, True)):
+        result = measure(
+            SPEED, number, heads, dtype, is_causal=is_causal, repeats=min(repeats, 3) if number > 20000 else repeats,
+            head_dim=head_dim, limits=limits_of(dtype, is_causal=is_causal),
+        )  # fmt: skip
+        show(result)
+        results.append(result)
     return results
 
 
-def growth(*, quick: bool) -> dict[str, Any]:
-    """Time at 131,072 rows over time at 16,384."""
-    times: dict[int, list[float]] = {16384: [], 32768 if quick else 131072: []}
+def speed(options: argparse.Namespace) -> list[dict[str, Any]]:
+    """At 16,384 and 65,536 rows in float32 and bfloat16: time over (FLOPs / dense rate)."""
+    return timed(options.rows, options.head_dims, 5, quick=options.quick)
+
+
+def head_dims(options: argparse.Namespace) -> list[dict[str, Any]]:
+    """The same at 16,384 rows with heads of 48, 96 and 128."""
+    return timed([16384], [48, 96, 128], 3, quick=options.quick)
+
+
+def avx2(options: argparse.Namespace) -> dict[str, Any]:
+    """The same in a process that uses no more than AVX2: PyTorch's kernels and ours, oneDNN's and MKL's products."""
+    with tempfile.TemporaryDirectory() as folder:
+        file = Path(folder) / "speed.json"
+        command = [
+            sys.executable, "-m", "benchmarks.attention", "--only", "speed", "--impl", options.impl,
+            "--rows", *map(str, options.rows), "--output", str(file), *(["--quick"] if options.quick else []),
+        ]  # fmt: skip
+        subprocess.run(command, check=True, env={**os.environ, **LEAST_VECTORS})
+        found: dict[str, Any] = json.loads(file.read_text())
+    instructions = found["machine"]["vector_instructions"]
+    if instructions != "AVX2":
+        raise SystemExit(f"PyTorch computes with {instructions} where AVX2 was asked for")
+    return {
+        "environment": LEAST_VECTORS, "vector_instructions": instructions, "impl": found["impl"],
+        "speed": found["speed"],
+    }  # fmt: skip
+
+
+def growth_between(small: int, large: int, heads: int) -> dict[str, Any]:
+    times: dict[int, list[float]] = {small: [], large: []}
     for repeat in range(3):
         for rows, of_rows in times.items():
-            inputs, _ = operands(rows, 8, torch.float32)
+            inputs, _ = operands(rows, heads, torch.float32)
             start = time.perf_counter()
             with torch.no_grad():
                 attend(*inputs, pattern_of(SPEED))
             taken = time.perf_counter() - start
             if repeat:
                 of_rows.append(taken)
-    small, large = times
     ratio = statistics.median(times[large]) / statistics.median(times[small])
-    print(f"growth: time at {large:,} rows over time at {small:,}: {ratio:.2f} (rows: {large / small:.0f} x)")
-    return {"rows": [small, large], "seconds": [statistics.median(t) for t in times.values()], "ratio": ratio}
+    limit = LIMIT_GROWTH / 64 * large / small
+    print(
+        f"growth: time at {large:,} rows over time at {small:,}, {heads} heads: {ratio:.2f} {in_words(ratio, limit)} "
+        f"(rows: {large / small:.0f} x)"
+    )
+    return {
+        "rows": [small, large], "heads": heads, "seconds": [statistics.median(t) for t in times.values()],
+        "ratio": ratio, **judged(ratio, limit),
+    }  # fmt: skip
 
 
-def floor(*, quick: bool) -> list[dict[str, Any]]:
+def growth(options: argparse.Namespace) -> dict[str, Any]:
+    """Time at 131,072 rows over time at 16,384."""
+    return growth_between(16384, 32768 if options.quick else 131072, 8)
+
+
+def long_growth(options: argparse.Namespace) -> dict[str, Any]:
+    """Time at 1,048,576 rows over time at 16,384, of one head."""
+    return growth_between(16384, 65536 if options.quick else 1 << 20, 1)
+
+
+def floor(options: argparse.Namespace) -> list[dict[str, Any]]:
     """What no use of the kernel avoids: its own causal rate at 2,048 rows, and the first touch of the output."""
     results = []
-    rows, whole = 2048, 16384 if quick else 65536
+    rows, whole = 2048, 16384 if options.quick else 65536
     for dtype in (torch.float32, torch.bfloat16):
         x = operands(DENSE_ROWS, 8, dtype)[0][0].detach()
         triangles = x.unflatten(1, (-1, rows)).flatten(0, 1)  # four of 2,048 rows: the work of the pattern's groups
@@ -233,13 +318,16 @@ def memory_of_one(rows: int, dtype: torch.dtype, *, is_causal: bool) -> None:
     print(transient / (inputs[0].numel() * inputs[0].element_size()))
 
 
-def memory(*, quick: bool) -> list[dict[str, Any]]:
+def memory(options: argparse.Namespace) -> list[dict[str, Any]]:
     """Transient memory of forward + backward as a part of the size of q, each in a process of its own."""
     results = []
     for dtype in ("float32", "bfloat16"):
         for causal in (False, True):
-            rows = 16384 if quick else 65536
-            command = [sys.executable, "-m", "benchmarks.attention", "--memory-of", str(rows), dtype, str(int(causal))]
+            rows = 16384 if options.quick else 65536
+            command = [
+                sys.executable, "-m", "benchmarks.attention", "--impl", options.impl,
+                "--memory-of", str(rows), dtype, str(int(causal)),
+            ]  # fmt: skip
             # glibc keeps freed pages of up to 64 MiB for later. With its threshold fixed they leave the process, and
             # the peak is what was in use at once; without, the pages it kept are counted too.
             parts = {}
@@ -248,16 +336,20 @@ def memory(*, quick: bool) -> list[dict[str, Any]]:
                 parts[name] = float(run.stdout)
             print(
                 f"transient memory at {rows:,} rows, {dtype}, causal={causal}: {parts['in_use']:.3f} x the size of q "
+                f"{in_words(parts['in_use'], LIMIT_MEMORY)} "
                 f"({parts['with_freed_pages']:.3f} with the freed pages that glibc keeps)"
             )
-            results.append({"rows": rows, "dtype": dtype, "causal": causal, "parts_of_query": parts})
+            results.append({
+                "rows": rows, "dtype": dtype, "causal": causal, "parts_of_query": parts,
+                **judged(parts["in_use"], LIMIT_MEMORY),
+            })  # fmt: skip
     return results
 
 
-def paper(*, quick: bool) -> list[dict[str, Any]]:
+def paper(options: argparse.Namespace) -> list[dict[str, Any]]:
     """The paper's own configuration: exact in float64 on sampled rows, then timed in float32."""
     results = []
-    for rows in (4001,) if quick else (32768, 40001):
+    for rows in (4001,) if options.quick else (32768, 40001):
         for is_causal in (False, True):
             inputs, _ = operands(rows, 12, torch.float64)
             errors = gate(PAPER, inputs, is_causal=is_causal)
@@ -274,20 +366,28 @@ def paper(*, quick: bool) -> list[dict[str, Any]]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parts = {"speed": speed, "growth": growth, "memory": memory, "paper": paper, "floor": floor}
+    parts: dict[str, Callable[[argparse.Namespace], Any]] = {
+        "speed": speed, "head_dims": head_dims, "avx2": avx2, "growth": growth, "long_growth": long_growth,
+        "memory": memory, "paper": paper, "floor": floor,
+    }  # fmt: skip
     parser.add_argument("--only", nargs="+", choices=parts, default=list(parts), help="which parts to run")
+    add_choice(parser)
+    parser.add_argument("--rows", type=int, nargs="+", default=[16384, 65536], help="of the parts speed and avx2")
+    parser.add_argument("--head-dims", type=int, nargs="+", default=[64], help="of the part speed")
     parser.add_argument("--quick", action="store_true", help="small sizes: checks the benchmark, publishes nothing")
     parser.add_argument("--output", type=Path, default=Path("benchmarks/results/attention.json"))
     parser.add_argument("--memory-of", nargs=3, help=argparse.SUPPRESS)
     arguments = parser.parse_args()
+    impl = take(arguments.impl)
     if arguments.memory_of:
         rows, dtype, causal = arguments.memory_of
         memory_of_one(int(rows), getattr(torch, dtype), is_causal=causal == "1")
         return
-    results: dict[str, Any] = {"machine": origin(module_command())}
+    results: dict[str, Any] = {"machine": origin(module_command()), "impl": impl}
+    print(f"impl: {impl}")
     for name in arguments.only:
         print(f"--- {name}: {(parts[name].__doc__ or '').strip()}", flush=True)
-        results[name] = parts[name](quick=arguments.quick)
+        results[name] = parts[name](arguments)
     write_json(arguments.output, results)
     print(f"written: {arguments.output}")
 

@@ -1,6 +1,7 @@
 """Time of block patterns on this machine, over density times dense attention's time in the same run.
 
-    python -m benchmarks.blocks [--quick] [--only speed growth] [--device cuda] [--output FILE]
+    python -m benchmarks.blocks [--quick] [--only speed growth] [--impl auto|native|aten] [--device cuda]
+        [--output FILE]
 
 On a GPU the same patterns are also given to FlexAttention, as its own map of blocks.
 
@@ -32,10 +33,17 @@ from dilated_attention_pytorch import (
 from dilated_attention_pytorch.benchmarks.flex import FlexBlocks
 from dilated_attention_pytorch.benchmarks.results import module_command, origin, write_json
 
+from .implementation import add_choice, in_words, judged, take
+
 ROWS, BLOCK, HEAD_DIM = 16384, 128, 64
 DENSITIES = (0.05, 0.1, 0.2)
 # Errors of a row relative to the largest entry of its exact value: what rounding of inputs and weights explains.
 TOLERANCE = {torch.float32: 2e-5, torch.bfloat16: 2e-2}
+# Of density times dense attention's time on a CPU.
+LIMITS = {
+    torch.float32: {"forward": 0.65, "forward_backward": 0.80},
+    torch.bfloat16: {"forward": 0.45, "forward_backward": 0.60},
+}  # fmt: skip
 
 
 def seconds(call: Callable[[], object]) -> float:
@@ -168,11 +176,14 @@ def measure(
                 if repeat:
                     times[who].append(taken)
         least = {who: min(taken) for who, taken in times.items()}
+        ratio = least["ours"] / (density * least["dense"])
         result[mode] = {
             "seconds": least["ours"], "dense_seconds": least["dense"],
             "median": statistics.median(times["ours"]), "dense_median": statistics.median(times["dense"]),
-            "ratio_to_density": least["ours"] / (density * least["dense"]),
+            "ratio_to_density": ratio,
         }  # fmt: skip
+        if device == "cpu":
+            result[mode] |= judged(ratio, LIMITS[dtype][mode])
         if "flex" in least:
             result[mode] |= {"flex_seconds": least["flex"], "speed_over_flex": least["flex"] / least["ours"]}
     return result
@@ -180,6 +191,7 @@ def measure(
 
 def show(result: dict[str, Any]) -> None:
     forward, both = result["forward"], result["forward_backward"]
+    words = [in_words(x["ratio_to_density"], x["limit"]) if "limit" in x else "" for x in (forward, both)]
     flex = ""
     if "speed_over_flex" in forward:
         speeds = (forward["speed_over_flex"], both["speed_over_flex"])
@@ -188,8 +200,9 @@ def show(result: dict[str, Any]) -> None:
         f"{result['pattern']:>22} density {result['density']:.4f} H={result['heads']}:{result['kv_heads']} "
         f"{result['dtype']:>8} causal={result['causal']!s:>5} q x{result['query_size']:g}  "
         f"forward {forward['seconds']:.3f} s of {forward['dense_seconds']:.3f} s = "
-        f"{forward['ratio_to_density']:.2f} x density   forward+backward "
-        f"{both['seconds']:.3f} s of {both['dense_seconds']:.3f} s = {both['ratio_to_density']:.2f} x density   "
+        f"{forward['ratio_to_density']:.2f} x density {words[0]}  forward+backward "
+        f"{both['seconds']:.3f} s of {both['dense_seconds']:.3f} s = "
+        f"{both['ratio_to_density']:.2f} x density {words[1]}  "
         f"(error {result['largest_error']:.0e}){flex}",
         flush=True,
     )
@@ -236,10 +249,12 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--quick", action="store_true", help="one density, a shorter growth")
     parser.add_argument("--only", nargs="+", choices=["speed", "growth"], default=["speed", "growth"])
+    add_choice(parser)
     parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu")
     parser.add_argument("--output", type=Path, default=Path(__file__).parent / "results" / "blocks.json")
     arguments = parser.parse_args()
-    results: dict[str, Any] = {"machine": origin(module_command())}
+    results: dict[str, Any] = {"machine": origin(module_command()), "impl": take(arguments.impl)}
+    print(f"impl: {results['impl']}")
     for part in arguments.only:
         results[part] = (speed if part == "speed" else growth)(quick=arguments.quick, device=arguments.device)
     write_json(arguments.output, results)

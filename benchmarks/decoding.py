@@ -1,9 +1,13 @@
 """Decoding: time per token, cached rows and memory after a short and a long text, beside the formula.
 
-    python -m benchmarks.decoding
+    python -m benchmarks.decoding [--quick] [--only model kernel] [--impl auto|native|aten] [--output FILE]
 
 The correctness gate runs first: cached logits equal those of the whole text in one call. A token's cost depends on how
 far its segments have filled, so every length is measured at places spread over one longest segment from there on.
+
+The part "kernel" is one call: the last of so many rows through ``attend``. The bytes of the keys and values that it
+sees, over its time, are held against a copy of a quarter of a GiB before each call, which counts what it reads and what
+it writes, and leaves nothing of the keys in a cache.
 """
 
 from __future__ import annotations
@@ -20,14 +24,22 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from dilated_attention_pytorch import DilatedPattern, Pattern, attend
 from dilated_attention_pytorch.benchmarks.results import module_command, origin, write_json
 from dilated_attention_pytorch.models import LongNetCache, LongNetConfig, LongNetLM
+
+from .implementation import add_choice, in_words, judged, take
 
 PATTERN: dict[str, Any] = {"segment_lengths": [2048, 4096, 8192], "dilation_rates": [1, 2, 4]}
 SIZES: dict[str, Any] = {"vocab_size": 256, "embed_dim": 256, "num_layers": 4, "num_heads": 8, "num_kv_heads": 4}
 PLACES = 8  # over one longest segment
 CHUNK = 1024  # tokens read at a time
 LIMIT = 1.5  # time per token at 60,000 tokens over that at 9,000
+KERNEL_ROWS = (60_000, 1_000_000)
+KERNEL_HEADS, KERNEL_KV_HEADS, HEAD_DIM = 8, 4, 64
+LEAST_BANDWIDTH = 0.6  # bytes of keys and values a second over those of a copy
+COPIED_BYTES = 1 << 28
+TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 1e-2}  # of the kernel's output, as a whole
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,6 +55,13 @@ class Point:
     """``sum_i ceil(min(w_i, t) / r_i)`` at the last place."""
     cache_bytes: int
     """The most that was allocated at any place."""
+    key_value_bytes: float
+    """Of the rows of all layers that a token sees: the mean over the places."""
+
+    @property
+    def bytes_per_second(self) -> float:
+        """Of keys and values, in the whole time of a token."""
+        return 1e3 * self.key_value_bytes / self.milliseconds_per_token
 
 
 def check_equality() -> float:
@@ -69,58 +88,158 @@ def decode(model: LongNetLM, cache: LongNetCache, num_tokens: int) -> Iterator[f
         yield 1e3 * (time.perf_counter() - begin)
 
 
+def seen_rows(pattern: Pattern, rows: int, kv_heads: int) -> Tensor:
+    """bool ``[G, M]``: the rows that the last of ``rows`` sees, of every head."""
+    return pattern.counts(torch.tensor([rows - 1]), torch.arange(rows), kv_heads, is_causal=True)[:, 0] > 0
+
+
+def key_value_bytes(config: LongNetConfig, tokens: int) -> int:
+    """Bytes of the rows, of all layers, that the last of so many tokens sees."""
+    assert config.num_kv_heads is not None
+    rows = sum(
+        int(seen_rows(pattern, tokens, config.num_kv_heads).sum())
+        for pattern in map(config.pattern, range(config.num_layers))
+    )
+    return 2 * 4 * rows * (config.embed_dim // config.num_heads)
+
+
 def measure(model: LongNetLM, length: int, num_tokens: int) -> Point:
     """Read ``length`` tokens, then at each place decode ``num_tokens / PLACES`` and read on to the next."""
     config, cache = model.config, LongNetCache(model.config)
     distance = max(config.segment_lengths) // PLACES
-    times, rows, sizes = [], [], []
+    times, rows, sizes, seen = [], [], [], []
     for place in range(PLACES):
         read(model, cache, length + place * distance - cache.tokens_seen[0] if place else length)
         rows += [count for layer in range(config.num_layers) for count in cache.rows_per_head(layer)[0]]
         times.append(statistics.median(decode(model, cache, num_tokens // PLACES)))
         sizes.append(cache.num_bytes)
+        seen.append(key_value_bytes(config, cache.tokens_seen[0]))
     pairs = zip(config.segment_lengths, config.dilation_rates, strict=True)
     formula = sum(-(-min(w, cache.tokens_seen[0]) // r) for w, r in pairs)
-    return Point(length, statistics.mean(times), max(rows), formula, max(sizes))
+    return Point(length, statistics.mean(times), max(rows), formula, max(sizes), statistics.mean(seen))
+
+
+def copy_seconds(source: Tensor, target: Tensor) -> float:
+    begin = time.perf_counter()
+    target.copy_(source)
+    return time.perf_counter() - begin
+
+
+def measure_kernel(name: str, pattern: Pattern, rows: int, dtype: torch.dtype, repeats: int) -> dict[str, Any]:
+    """Median times of the last row's call, of a copy before each of them, and the ratio of their bytes a second.
+
+    Raises:
+        SystemExit: the output is further from a softmax in float64 than rounding explains; nothing is timed.
+    """
+    size = (1, min(rows, 1 << 15), KERNEL_KV_HEADS, HEAD_DIM)
+    query = torch.randn(1, 1, KERNEL_HEADS, HEAD_DIM).to(dtype)
+    key, value = (torch.randn(size).to(dtype).repeat(1, -(-rows // size[1]), 1, 1)[:, :rows] for _ in range(2))
+    seen = seen_rows(pattern, rows, KERNEL_KV_HEADS)
+
+    def call() -> Tensor:
+        return attend(query, key, value, pattern, is_causal=True, query_offset=rows - 1)
+
+    counts = pattern.counts(torch.tensor([rows - 1]), torch.arange(rows), KERNEL_KV_HEADS, is_causal=True)[0, 0]
+    keys, values = (x[0, seen[0], 0].double() for x in (key, value))
+    queries = query[0, 0, : KERNEL_HEADS // KERNEL_KV_HEADS].double()
+    scores = queries @ keys.T / HEAD_DIM**0.5 + counts[seen[0]].double().log()
+    expected = scores.softmax(-1) @ values
+    error = float((call()[0, 0, : len(queries)].double() - expected).norm() / expected.norm())
+    if not error <= TOLERANCE[dtype]:
+        raise SystemExit(f"not timed, because it is wrong: {name}, {rows} rows, {dtype}: {error:.1e}")
+    source = torch.ones(COPIED_BYTES, dtype=torch.int8)
+    target = torch.empty_like(source).copy_(source)
+    copies, times = [], []
+    for _ in range(repeats):
+        copies.append(copy_seconds(source, target))
+        begin = time.perf_counter()
+        call()
+        times.append(time.perf_counter() - begin)
+    read, copied = (statistics.median(x) for x in (times, copies))
+    num_bytes = 2 * int(seen.sum()) * HEAD_DIM * dtype.itemsize
+    bandwidths = num_bytes / read, 2 * COPIED_BYTES / copied
+    ratio = bandwidths[0] / bandwidths[1]
+    words = str(dtype).removeprefix("torch.")
+    print(
+        f"{name:>8} {rows:>9,} rows {words:>8}: {1e3 * read:8.3f} ms for {num_bytes / 1e6:8.1f} MB of keys and "
+        f"values = {bandwidths[0] / 1e9:5.1f} GB/s, {ratio:.3f} of a copy's {bandwidths[1] / 1e9:.1f} GB/s "
+        f"{in_words(ratio, LEAST_BANDWIDTH, is_least=True)}  (error {error:.0e})",
+        flush=True,
+    )
+    return {
+        "pattern": name, "rows": rows, "dtype": words, "heads": KERNEL_HEADS, "kv_heads": KERNEL_KV_HEADS,
+        "head_dim": HEAD_DIM, "seconds": read, "fastest": min(times), "key_value_bytes": num_bytes,
+        "bytes_per_second": bandwidths[0], "copy_bytes_per_second": bandwidths[1], "error": error, "ratio": ratio,
+        **judged(ratio, LEAST_BANDWIDTH, is_least=True),
+    }  # fmt: skip
+
+
+def kernel(arguments: argparse.Namespace) -> list[dict[str, Any]]:
+    """The last row alone: of all rows, and under the model's pattern."""
+    results = []
+    for dtype in TOLERANCE:
+        for rows in (20_000,) if arguments.quick else KERNEL_ROWS:
+            for name, pattern in (("all rows", DilatedPattern([rows], [1])), ("dilated", DilatedPattern(**PATTERN))):
+                results.append(measure_kernel(name, pattern, rows, dtype, 2 if arguments.quick else 9))
+    return results
+
+
+def whole_model(arguments: argparse.Namespace) -> dict[str, Any]:
+    """A model with a cache, from each length on."""
+    model = LongNetLM(LongNetConfig(**SIZES, **PATTERN, layer_segment_shifts=(0, 1024))).eval()
+    measure(model, 1, arguments.tokens)  # the first calls of every kernel
+    points = [measure(model, length, arguments.tokens) for length in arguments.lengths]
+    print(f"{SIZES | PATTERN}")
+    print(f"{'tokens':>8} {'ms/token':>9} {'rows/head':>10} {'formula':>8} {'cache MB':>9} {'GB/s of K and V':>16}")
+    for point in points:
+        print(
+            f"{point.tokens:>8} {point.milliseconds_per_token:>9.2f} {point.rows_per_head:>10} {point.formula:>8} "
+            f"{point.cache_bytes / 1e6:>9.2f} {point.bytes_per_second / 1e9:>16.2f}"
+        )
+    by_length = {point.tokens: point.milliseconds_per_token for point in points}
+    ratio = by_length[60_000] / by_length[9_000] if {60_000, 9_000} <= by_length.keys() else None
+    if ratio is not None:
+        print(f"time per token at 60,000 over 9,000: {ratio:.2f} {in_words(ratio, LIMIT)}")
+    return {
+        "model": SIZES | PATTERN | {"layer_segment_shifts": [0, 1024]}, "dtype": "float32", "chunk": CHUNK,
+        "points": [{**asdict(point), "key_value_bytes_per_second": point.bytes_per_second} for point in points],
+        "ratio_60000_over_9000": ratio, "limit": LIMIT,
+    }  # fmt: skip
 
 
 @torch.no_grad()
 def main() -> int:
     """Print a table and write it, with the machine and the command it came from."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--lengths", type=int, nargs="+", default=[1_000, 9_000, 30_000, 60_000])
+    parts = ("model", "kernel")
+    parser.add_argument("--only", nargs="+", choices=parts, default=list(parts), help="which parts to run")
+    add_choice(parser)
+    parser.add_argument("--lengths", type=int, nargs="+", default=[1_000, 9_000, 30_000, 60_000, 1_000_000])
     parser.add_argument("--tokens", type=int, default=320, help="tokens decoded from each length on")
     parser.add_argument("--threads", type=int, default=torch.get_num_threads())
+    parser.add_argument("--quick", action="store_true", help="short texts: checks the benchmark, publishes nothing")
     parser.add_argument("--output", type=Path, default=Path("benchmarks/results/decoding.json"))
     arguments = parser.parse_args()
+    if arguments.quick:
+        arguments.lengths, arguments.tokens = [1_000, 2_000], 16
     torch.set_num_threads(arguments.threads)
     torch.manual_seed(0)
+    impl = take(arguments.impl)
     difference = check_equality()
     if difference > 1e-11:
         print(f"cached logits differ from uncached ones by {difference:.1e}: nothing was measured", file=sys.stderr)
         return 1
-    model = LongNetLM(LongNetConfig(**SIZES, **PATTERN, layer_segment_shifts=(0, 1024))).eval()
-    here = origin(module_command())
-    measure(model, 1, arguments.tokens)  # the first calls of every kernel
-    points = [measure(model, length, arguments.tokens) for length in arguments.lengths]
-    print(f"{SIZES | PATTERN}\nlargest difference of cached and uncached logits, float64: {difference:.1e}")
-    print(f"{'tokens':>8} {'ms/token':>9} {'rows/head':>10} {'formula':>8} {'cache MB':>9}")
-    for point in points:
-        print(
-            f"{point.tokens:>8} {point.milliseconds_per_token:>9.2f} {point.rows_per_head:>10} {point.formula:>8} "
-            f"{point.cache_bytes / 1e6:>9.2f}"
-        )
-    by_length = {point.tokens: point.milliseconds_per_token for point in points}
-    ratio = by_length[60_000] / by_length[9_000] if {60_000, 9_000} <= by_length.keys() else None
-    if ratio is not None:
-        print(f"time per token at 60,000 over 9,000: {ratio:.2f} (limit {LIMIT})")
-    results = {
-        "machine": here, "model": SIZES | PATTERN | {"layer_segment_shifts": [0, 1024]}, "dtype": "float32",
-        "chunk": CHUNK, "largest_difference_float64": difference, "points": [asdict(point) for point in points],
-        "ratio_60000_over_9000": ratio, "limit": LIMIT,
+    results: dict[str, Any] = {
+        "machine": origin(module_command()), "impl": impl, "largest_difference_float64": difference
     }  # fmt: skip
+    print(f"impl: {impl}\nlargest difference of cached and uncached logits, float64: {difference:.1e}")
+    if "kernel" in arguments.only:
+        results["kernel"] = kernel(arguments)
+    if "model" in arguments.only:
+        results |= whole_model(arguments)
     write_json(arguments.output, results)
     print(f"written: {arguments.output}")
+    ratio = results.get("ratio_60000_over_9000")
     return 0 if ratio is None or ratio <= LIMIT else 1
 
 

@@ -1,6 +1,7 @@
 """The slide encoder on the CPU: seconds and peak memory of the adopted model and of the published route in PyTorch.
 
-    python -m benchmarks.slide_encoder
+    python -m benchmarks.slide_encoder [--lengths N ...] [--only adopted "published, fused" "published, dense"]
+        [--impl auto|native|aten] [--output FILE]
 
 12 layers, 768 wide, 16 heads, the pattern of the GigaPath encoder. The published route pads, selects classes, attends
 within them, scatters and merges, as torchscale's layer does; flash-attn, which it needs there, is PyTorch's own fused
@@ -18,6 +19,7 @@ import sys
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -27,9 +29,13 @@ from dilated_attention_pytorch.benchmarks.clock import Clock
 from dilated_attention_pytorch.benchmarks.results import module_command, origin, write_json
 from dilated_attention_pytorch.integrations import adopt
 
+from .implementation import add_choice, in_words, judged, take
+
 SEGMENT_LENGTHS = [1024, 5792, 32768, 185363, 1048576]
 DILATED_RATIOS = [1, 2, 4, 8, 16]
 WIDTH, HEADS, FEEDFORWARD = 768, 16, 3072
+LIMIT = 0.40  # seconds of the adopted model over those of the published route with the fused kernel
+NAMES = ("adopted", "published, fused", "published, dense")
 TOLERANCE = {torch.float64: 1e-10, torch.float32: 1e-4}  # of the largest output
 
 
@@ -166,17 +172,30 @@ def measure(name: str, model: nn.Module, x: Tensor, expected: Tensor | None, rep
     return Point(rows=x.shape[1], model=name, seconds=seconds, peak_bytes=peak, largest_difference=error), outs[0]
 
 
+def compared(ours: Point, published: Point) -> dict[str, Any]:
+    """Seconds and peak memory of the adopted model over those of the published route with the fused kernel."""
+    ratio = statistics.median(ours.seconds) / statistics.median(published.seconds)
+    peaks = ours.peak_bytes, published.peak_bytes
+    memory = None if peaks[0] is None or not peaks[1] else peaks[0] / peaks[1]
+    words = "" if memory is None else f", of its peak memory: {memory:.3f}"
+    print(f"{ours.rows:>7} adopted, of the seconds of published, fused: {ratio:.3f} {in_words(ratio, LIMIT)}{words}")
+    return {"rows": ours.rows, "seconds_ratio": ratio, **judged(ratio, LIMIT), "peak_memory_ratio": memory}
+
+
 @torch.no_grad()
 def main() -> int:
     """Print a table and write it, with the machine and the command it came from."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--lengths", type=int, nargs="+", default=[1_000, 5_000, 20_000])
+    parser.add_argument("--only", nargs="+", choices=NAMES, default=list(NAMES), help="of the models that are timed")
+    add_choice(parser)
     parser.add_argument("--layers", type=int, default=12)
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--threads", type=int, default=torch.get_num_threads())
     parser.add_argument("--output", type=Path, default=Path("benchmarks/results/slide_encoder.json"))
     arguments = parser.parse_args()
     torch.set_num_threads(arguments.threads)
+    impl = take(arguments.impl)
     torch.manual_seed(0)
     small_difference = check_equality()
     if not small_difference < TOLERANCE[torch.float64]:
@@ -184,9 +203,11 @@ def main() -> int:
         return 1
     here = origin(module_command())
     encoders = models(SEGMENT_LENGTHS, WIDTH, HEADS, arguments.layers)
+    encoders = {name: model for name, model in encoders.items() if name in arguments.only}
     print(f"{arguments.layers} layers, {WIDTH} wide, {HEADS} heads, float32, {torch.get_num_threads()} threads")
+    print(f"impl: {impl}")
     print(f"{'rows':>7} {'model':<18} {'seconds':>9} {'peak MB':>9} {'difference':>11}")
-    points = []
+    points, ratios = [], []
     for rows in arguments.lengths:
         x, expected = torch.randn(1, rows, WIDTH), None
         for name, model in encoders.items():
@@ -199,12 +220,17 @@ def main() -> int:
             peak = "-" if point.peak_bytes is None else f"{point.peak_bytes / 1e6:.0f}"
             print(
                 f"{rows:>7} {name:<18} {statistics.median(point.seconds):>9.3f} {peak:>9} "
-                f"{point.largest_difference:>11.1e}"
+                f"{point.largest_difference:>11.1e}",
+                flush=True,
             )
+        by_name = {point.model: point for point in points if point.rows == rows}
+        if {"adopted", "published, fused"} <= by_name.keys():
+            ratios.append(compared(by_name["adopted"], by_name["published, fused"]))
     results = {
-        "machine": here, "layers": arguments.layers, "width": WIDTH, "heads": HEADS, "dtype": "float32",
+        "machine": here, "impl": impl, "layers": arguments.layers, "width": WIDTH, "heads": HEADS, "dtype": "float32",
         "segment_lengths": SEGMENT_LENGTHS, "dilated_ratios": DILATED_RATIOS,
         "largest_difference_float64": small_difference, "points": [asdict(point) for point in points],
+        "adopted_over_published_fused": ratios,
     }  # fmt: skip
     write_json(arguments.output, results)
     print(f"written: {arguments.output}")

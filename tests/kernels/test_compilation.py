@@ -25,6 +25,7 @@ from dilated_attention_pytorch.kernels.compilation import (
 from processes import run_whole
 
 HANG_SECONDS = 120.0
+CAPABILITY = torch.backends.cpu.get_cpu_capability()
 
 
 @pytest.fixture(autouse=True)
@@ -190,3 +191,20 @@ def test_the_command_compiles_and_says_where(tmp_path: Path, monkeypatch: pytest
     assert "dilated-attention: " in found.stderr
     assert "could not compile the native kernels (status 1)\n    no good" in found.stderr
     assert "Traceback" not in found.stderr
+
+
+@pytest.mark.skipif(CAPABILITY not in ("AVX512", "AVX2"), reason="the processor has less than AVX2")
+def test_a_process_told_to_compute_with_avx2_has_kernels_of_avx2(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    calls = compiler(tmp_path, monkeypatch, WRITES)
+    program = "from dilated_attention_pytorch.kernels.compilation import library_path; print(library_path().parent)"
+    source = str(Path(dilated_attention_pytorch.__file__).parents[1])
+    environment = {**os.environ, "PYTHONPATH": source, "ATEN_CPU_CAPABILITY": "avx2"}
+    folder = run_whole([sys.executable, "-c", program], HANG_SECONDS, env=environment).stdout.strip()
+    compiled = [line for line in calls.read_text().splitlines() if " -c " in line]
+    assert compiled
+    assert all("-march=x86-64-v3 -DCPU_CAPABILITY=AVX2 " in f"{line} " for line in compiled)
+    assert not any("native" in line.split("-fPIC")[0] or "AVX512" in line for line in compiled)
+    monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda: "AVX512")
+    assert folder != str(build_of_this_machine().folder)

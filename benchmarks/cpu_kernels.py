@@ -1,0 +1,277 @@
+"""The package's CPU kernels against PyTorch's own: time of impl="native" over impl="aten" on a grid of calls.
+
+    python -m benchmarks.cpu_kernels [--quick] [--seconds S] [--output FILE]
+
+Every dtype with every width of heads, number of rows and kind of pattern, each as a step of decoding (one query, the
+last), as a forward and as a forward and backward. Whether a call is causal and whether heads are grouped is drawn;
+heads are as many as make a call take milliseconds. A call of more than a few dozen GFLOP is made causal, and
+left out if that does not help.
+
+A case is timed only after native agrees with aten in more precise arithmetic on the same operands (float64, or float32
+for the dtypes of 16 bits), output and gradients, as far as rounding explains. Both are then called by turns; the ratio
+is that of the least times: what else runs on the machine makes calls longer, never shorter.
+"""
+
+from __future__ import annotations
+
+import argparse
+import functools
+import itertools
+import math
+import random
+import statistics
+import sys
+import time
+from collections.abc import Callable, Iterable
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+
+from dilated_attention_pytorch import DilatedPattern, Pattern, attend, from_block_mask, local_window
+from dilated_attention_pytorch.benchmarks import exactness, shapes
+from dilated_attention_pytorch.benchmarks.results import module_command, origin, write_json
+from dilated_attention_pytorch.kernels.select import Impl
+
+Mode = Literal["decode", "forward", "forward_backward"]
+DTYPES: tuple[shapes.DtypeName, ...] = ("float32", "bfloat16", "float16")
+HEAD_DIMS = (16, 48, 64, 96, 128, 256)
+ROWS = (256, 2048, 16384)
+KINDS = ("dilated", "local_window", "blocks", "dense")
+MODES: tuple[Mode, ...] = ("decode", "forward", "forward_backward")
+TARGET, MOST = 0.5e9, 35e9  # operations of a call: what heads are added up to, and what is not passed
+LEAST_SAMPLE = 1e-3  # seconds: shorter calls are repeated within a sample
+
+
+@functools.cache
+def pattern_of(kind: str, rows: int, kv_heads: int) -> Pattern:
+    """The pattern of a kind, scaled to the rows."""
+    if kind == "dilated":
+        return DilatedPattern([rows // 16, rows // 8, rows // 4], [1, 2, 4])
+    if kind == "local_window":
+        return local_window(rows // 16, rows // 16)
+    if kind == "dense":
+        return DilatedPattern([rows], [1])
+    block = 32 if rows == min(ROWS) else 128
+    number = rows // block
+    drawn = torch.rand(kv_heads, number, number, generator=torch.Generator().manual_seed(rows)) < 0.12
+    return from_block_mask(drawn | torch.eye(number, dtype=torch.bool), block)
+
+
+@functools.cache
+def pairs_of(kind: str, rows: int, kv_heads: int, *, is_causal: bool) -> float:
+    """Pairs of a query and a key, of a head."""
+    density = pattern_of(kind, rows, kv_heads).density(rows, num_kv_heads=kv_heads, is_causal=is_causal)
+    return density * (rows * (rows + 1) / 2 if is_causal else rows**2)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Case:
+    """One call."""
+
+    dtype: shapes.DtypeName
+    head_dim: int
+    rows: int
+    kind: str
+    mode: Mode
+    causal: bool
+    heads: int
+    kv_heads: int
+
+    @property
+    def name(self) -> str:
+        """The case in words."""
+        heads = f"H={self.heads}" + ("" if self.heads == self.kv_heads else f"/{self.kv_heads}")
+        return (
+            f"{self.mode}, {self.kind}, {self.dtype}, D={self.head_dim}, N={self.rows}, {heads}, "
+            f"{'causal' if self.causal else 'not causal'}"
+        )
+
+    @property
+    def flops(self) -> float:
+        """Operations of the call."""
+        pairs = pairs_of(self.kind, self.rows, self.kv_heads, is_causal=self.causal)
+        if self.mode == "decode":
+            pairs /= self.rows
+        per_pair = shapes.FORWARD_FLOPS + (shapes.BACKWARD_FLOPS if self.mode == "forward_backward" else 0)
+        return self.heads * self.head_dim * per_pair * pairs
+
+
+def fitted(case: Case) -> Case | None:
+    """The case with as many heads as make it long enough; None if it is too long with one."""
+    values = asdict(case)
+    if case.mode == "decode":
+        return Case(**values | {"heads": 32, "kv_heads": 32 // case.kv_heads})
+    one = Case(**values | {"heads": 1, "kv_heads": 1})
+    if one.flops > MOST:
+        one = Case(**asdict(one) | {"causal": True})
+    if one.flops > MOST:
+        return None
+    heads = 2 ** max(0, min(5, math.floor(math.log2(TARGET / one.flops))))
+    return Case(**asdict(one) | {"heads": heads, "kv_heads": max(1, heads // case.kv_heads)})
+
+
+def grid() -> tuple[list[Case], list[Case]]:
+    """The cases in the order in which they are run, and those that take too long."""
+    draw = random.Random(0)
+    cases: list[Case] = []
+    too_long: list[Case] = []
+    for dtype, head_dim, rows, kind, mode in itertools.product(DTYPES, HEAD_DIMS, ROWS, KINDS, MODES):
+        case = Case(
+            dtype=dtype, head_dim=head_dim, rows=rows, kind=kind, mode=mode, causal=draw.random() < 0.5, heads=1,
+            kv_heads=draw.choice((1, 1, 4)),  # here: query heads of a key/value head
+        )  # fmt: skip
+        found = fitted(case)
+        (too_long if found is None else cases).append(case if found is None else found)
+    draw.shuffle(cases)
+    return cases, too_long
+
+
+class Call:
+    """A case with its operands."""
+
+    def __init__(self, case: Case) -> None:
+        self.case, self.pattern = case, pattern_of(case.kind, case.rows, case.kv_heads)
+        self.is_backward = case.mode == "forward_backward"
+        generator = torch.Generator().manual_seed(case.rows + case.head_dim)
+        dtype = getattr(torch, case.dtype)
+        queries = 1 if case.mode == "decode" else case.rows
+        sizes = ((queries, case.heads), (case.rows, case.kv_heads), (case.rows, case.kv_heads), (queries, case.heads))
+        *leaves, self.grad = (
+            torch.randn(1, rows, heads, case.head_dim, generator=generator).to(dtype) for rows, heads in sizes
+        )
+        self.leaves = tuple(leaf.requires_grad_(self.is_backward) for leaf in leaves)
+        self.offset = case.rows - queries
+
+    def results(self, impl: Impl, dtype: torch.dtype | None = None) -> tuple[Tensor, ...]:
+        """The output, and the gradients where they are part of the call."""
+        leaves, grad = self.leaves, self.grad
+        if dtype is not None:
+            leaves = tuple(leaf.detach().to(dtype).requires_grad_(self.is_backward) for leaf in leaves)
+            grad = grad.to(dtype)
+        query, key, value = leaves
+        out = attend(
+            query, key, value, self.pattern, is_causal=self.case.causal, query_offset=self.offset, impl=impl
+        )  # fmt: skip
+        return (out, *torch.autograd.grad(out, leaves, grad)) if self.is_backward else (out,)
+
+    def error(self) -> float:
+        """The largest error of native to aten in more precise arithmetic, over what rounding explains."""
+        case = self.case
+        precise = torch.float64 if case.dtype == "float32" else torch.float32
+        allowed, _ = exactness.allowed_errors(
+            shapes.Case(
+                shape="grid", mode="forward", rows=case.rows, heads=case.heads, kv_heads=case.kv_heads,
+                head_dim=case.head_dim, segment_lengths=(case.rows,) * (3 if case.kind == "dilated" else 1),
+                dilation_rates=(1,) * (3 if case.kind == "dilated" else 1), causal=case.causal, dtype=case.dtype,
+            )
+        )  # fmt: skip
+        pairs = zip(self.results("native"), self.results("aten", precise), strict=True)
+        errors = [float(((got.to(precise) - want).norm() / want.norm()).detach()) for got, want in pairs]
+        return max(math.inf if math.isnan(error) else error for error in errors) / allowed
+
+
+def seconds(call: Callable[[], object], times: int = 1) -> float:
+    start = time.perf_counter()
+    for _ in range(times):
+        call()
+    return (time.perf_counter() - start) / times
+
+
+def measure(case: Case, budget: float) -> dict[str, Any]:
+    """The ratio of the least times; without it where native is wrong."""
+    call = Call(case)
+    result: dict[str, Any] = {**asdict(case), "name": case.name, "gflop": case.flops / 1e9, "error": call.error()}
+    if not result["error"] <= 1.0:
+        return result
+    impls: tuple[Impl, Impl] = ("native", "aten")
+    samples: dict[str, list[float]] = {impl: [] for impl in impls}
+    with torch.set_grad_enabled(call.is_backward):
+        first = {impl: seconds(lambda impl=impl: call.results(impl)) for impl in impls}  # type: ignore[misc]
+        times = {impl: max(1, math.ceil(LEAST_SAMPLE / first[impl])) for impl in impls}
+        turn = sum(times[impl] * first[impl] for impl in impls)
+        for _ in range(max(2, min(7, math.floor(budget / turn)))):
+            for impl in impls:
+                samples[impl].append(seconds(lambda impl=impl: call.results(impl), times[impl]))  # type: ignore[misc]
+    least = {impl: min(taken) for impl, taken in samples.items()}
+    return result | {
+        "turns": len(samples["native"]), "native_seconds": least["native"], "aten_seconds": least["aten"],
+        "native_median": statistics.median(samples["native"]), "aten_median": statistics.median(samples["aten"]),
+        "ratio": least["native"] / least["aten"],
+    }  # fmt: skip
+
+
+def geometric_mean(ratios: Iterable[float]) -> float:
+    return statistics.geometric_mean(list(ratios))
+
+
+def summary(results: list[dict[str, Any]]) -> dict[str, Any]:
+    """Counts, geometric means over all and over every value of every axis, the worst, and all that are slower."""
+    right = [result for result in results if "ratio" in result]
+    slower = sorted((x for x in right if x["ratio"] > 1.0), key=lambda x: -x["ratio"])
+    axes = ("mode", "dtype", "head_dim", "rows", "kind", "causal")
+    return {
+        "cases": len(right),
+        "wrong": [result["name"] for result in results if "ratio" not in result],
+        "slower": len(slower),
+        "geometric_mean": geometric_mean(result["ratio"] for result in right),
+        "worst": max(result["ratio"] for result in right),
+        "geometric_mean_by": {
+            axis: {
+                str(value): geometric_mean(x["ratio"] for x in right if x[axis] == value)
+                for value in sorted({x[axis] for x in right})
+            }
+            for axis in axes
+        },
+        "slower_cases": [{name: x[name] for name in ("name", "ratio", "native_seconds")} for x in slower],
+    }
+
+
+def show(found: dict[str, Any], seconds_taken: float) -> None:
+    print(
+        f"{found['cases']} cases in {seconds_taken:.0f} s: native over aten {found['geometric_mean']:.3f} in the "
+        f"geometric mean, {found['worst']:.2f} at worst; slower in {found['slower']}, wrong in {len(found['wrong'])}"
+    )
+    for axis, means in found["geometric_mean_by"].items():
+        print(f"  {axis:<10}", "  ".join(f"{value} {mean:.3f}" for value, mean in means.items()))
+    for case in found["slower_cases"][:40]:
+        print(f"  slower: {case['ratio']:.2f} x ({1e3 * case['native_seconds']:.2f} ms)  {case['name']}")
+    for name in found["wrong"]:
+        print(f"  WRONG: {name}")
+
+
+def main() -> int:
+    """Run the grid, print what came of it and write it."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--quick", action="store_true", help="40 small cases: checks the benchmark, publishes nothing")
+    parser.add_argument("--only", default="", help="cases whose name contains this")
+    parser.add_argument("--seconds", type=float, default=0.15, help="that a case is timed for, two turns at least")
+    parser.add_argument("--output", type=Path, default=Path(__file__).parent / "results" / "cpu_kernels.json")
+    arguments = parser.parse_args()
+    cases, too_long = grid()
+    cases = [case for case in cases if arguments.only in case.name]
+    if arguments.quick:
+        cases = [case for case in cases if case.flops < 5e8][:40]
+    here, start, results = origin(module_command()), time.perf_counter(), []
+    for case in cases:
+        results.append(measure(case, 0.0 if arguments.quick else arguments.seconds))
+        if sys.stdout.isatty():
+            print(f"\r{len(results)} of {len(cases)}", end="", flush=True)
+    taken = time.perf_counter() - start
+    found = summary(results)
+    show(found, taken)
+    write_json(
+        arguments.output,
+        {
+            "machine": here, "impl": ["native", "aten"], "seconds": taken, **found,
+            "too_long": [case.name for case in too_long], "results": results,
+        },
+    )  # fmt: skip
+    print(f"written: {arguments.output}")
+    return 1 if found["wrong"] else 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

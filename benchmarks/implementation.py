@@ -1,0 +1,64 @@
+"""What a benchmark measures, by ``--impl``, and whether a ratio that it found is within its limit."""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+from typing import Any, Literal
+
+import torch
+
+from dilated_attention_pytorch.kernels import select as selection
+
+READERS = ("ops.attend", "ops.rows", "parallel.attend")
+"""Modules that ask for an implementation by ``select``."""
+DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+
+Verdict = Literal["holds", "short"]
+
+
+def add_choice(parser: argparse.ArgumentParser) -> None:
+    """``--impl``: what computes attention wherever nothing else is named."""
+    parser.add_argument(
+        "--impl", choices=("auto", "native", "aten"), default="auto", help='what impl="auto" stands for in this run'
+    )
+
+
+def take(impl: str) -> dict[str, str]:
+    """Have ``"auto"`` stand for ``impl`` in this process, also within models, where it can compute a call at all.
+
+    Returns:
+        for the record of the run: what was asked for, and for each dtype what CPU tensors get.
+    """
+    if impl != "auto":
+        original = selection.select
+
+        def select(name: str, device: torch.device, dtype: torch.dtype, head_dim: int, **facts: bool) -> str:
+            is_open = name == "auto" and selection.refusal(impl, device, dtype, head_dim, **facts) is None
+            return original(impl if is_open else name, device, dtype, head_dim, **facts)
+
+        for reader in READERS:
+            vars(importlib.import_module(f"dilated_attention_pytorch.{reader}"))["select"] = select
+    return {"asked": impl, **{str(dtype).removeprefix("torch."): taken(dtype) for dtype in DTYPES}}
+
+
+def taken(dtype: torch.dtype) -> str:
+    """What computes heads of 64 in ``dtype`` on the CPU, after :func:`take`."""
+    select = vars(importlib.import_module("dilated_attention_pytorch.ops.attend"))["select"]
+    name: str = select("auto", torch.device("cpu"), dtype, 64)
+    return name
+
+
+def verdict(value: float, limit: float, *, is_least: bool = False) -> Verdict:
+    """Whether ``value`` is at most the limit; with ``is_least``, at least. A miss is recorded, and fails nothing."""
+    return "holds" if (value >= limit if is_least else value <= limit) else "short"
+
+
+def judged(value: float, limit: float, *, is_least: bool = False) -> dict[str, Any]:
+    """The limit and the verdict, for the record."""
+    return {"limit": round(limit, 4), "verdict": verdict(value, limit, is_least=is_least)}
+
+
+def in_words(value: float, limit: float, *, is_least: bool = False) -> str:
+    """The limit and the verdict, for a printed line."""
+    return f"(limit {'>=' if is_least else '<='} {limit:.3g}: {verdict(value, limit, is_least=is_least)})"

@@ -1,0 +1,111 @@
+"""A training step of the demo's model: tokens a second with the package's CPU kernels and with PyTorch's.
+
+    python -m benchmarks.training_step [--quick] [--repeats N] [--output FILE]
+
+The settings are those of `dilated-attention train` on two CPU cores (the preset "cpu"), random bytes the text. A step
+is forward, backward, clipping and the optimizer, in float32 or under bfloat16 autocast, with every implementation by
+turns from the same weights on the same text. Before any time is taken, their first losses must agree.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import copy
+import functools
+import statistics
+import time
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from dilated_attention_pytorch import attend
+from dilated_attention_pytorch.benchmarks.results import module_command, origin, write_json
+from dilated_attention_pytorch.kernels.select import Impl
+from dilated_attention_pytorch.models import LongNetForCausalLM
+from dilated_attention_pytorch.training import PRESETS, TrainSettings
+from dilated_attention_pytorch.training.optimizer import build_optimizer
+
+IMPLS: tuple[Impl, ...] = ("aten", "native")
+PRECISIONS = {torch.float32: 1e-5, torch.bfloat16: 1e-2}
+"""How far first losses may be apart, as a part of them."""
+
+
+class Run:
+    """A model with its optimizer."""
+
+    def __init__(self, model: LongNetForCausalLM, settings: TrainSettings, impl: Impl, dtype: torch.dtype) -> None:
+        self.model, self.settings, self.dtype = copy.deepcopy(model).train(), settings, dtype
+        self.model.model.attention = functools.partial(attend, impl=impl)
+        self.optimizer = build_optimizer(self.model, settings)
+        self.losses: list[float] = []
+        self.seconds: list[float] = []
+
+    def step(self, ids: Tensor) -> None:
+        """One optimizer step."""
+        start = time.perf_counter()
+        lower = self.dtype != torch.float32
+        with torch.autocast("cpu", self.dtype) if lower else contextlib.nullcontext():
+            loss = self.model(ids, labels=ids).loss
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(self.model.parameters(), self.settings.max_grad_norm)
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+        self.losses.append(float(loss.detach()))
+        self.seconds.append(time.perf_counter() - start)
+
+
+def measure(settings: TrainSettings, dtype: torch.dtype, repeats: int) -> dict[str, Any]:
+    """Median times of the steps after the first, by turns.
+
+    Raises:
+        SystemExit: the first losses are further apart than rounding explains; nothing is timed.
+    """
+    torch.manual_seed(0)
+    model = LongNetForCausalLM.from_longnet_config(settings.model)
+    runs = {impl: Run(model, settings, impl, dtype) for impl in IMPLS}
+    for repeat in range(1 + repeats):
+        ids = torch.randint(256, (settings.batch_size, settings.context_length))
+        for run in runs.values():
+            run.step(ids)
+        first = [run.losses[0] for run in runs.values()]
+        if not repeat and not max(first) - min(first) <= PRECISIONS[dtype] * max(first):
+            raise SystemExit(f"not timed, because first losses differ: {dict(zip(runs, first, strict=True))}")
+    tokens = settings.batch_size * settings.context_length
+    result: dict[str, Any] = {"dtype": str(dtype).removeprefix("torch."), "tokens_per_step": tokens}
+    for impl, run in runs.items():
+        taken = statistics.median(run.seconds[1:])
+        result[impl] = {
+            "seconds": taken, "fastest": min(run.seconds[1:]), "tokens_per_second": tokens / taken,
+            "losses": run.losses,
+        }  # fmt: skip
+        words = f"{taken:8.3f} s a step  {tokens / taken:10,.0f} tokens a second"
+        print(f"{result['dtype']:>8} {impl:>7} {words}", flush=True)
+    result["native_over_aten"] = result["native"]["seconds"] / result["aten"]["seconds"]
+    print(f"{result['dtype']:>8}  native over aten: {result['native_over_aten']:.3f} of the time of a step")
+    return result
+
+
+def main() -> None:
+    """Print a line for each and write them, with the machine and the command they came from."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--quick", action="store_true", help="1,024 bytes, one repeat: checks, publishes nothing")
+    parser.add_argument("--repeats", type=int, default=7)
+    parser.add_argument("--output", type=Path, default=Path(__file__).parent / "results" / "training_step.json")
+    arguments = parser.parse_args()
+    settings, repeats = PRESETS["cpu"](), arguments.repeats
+    if arguments.quick:
+        settings, repeats = replace(settings, context_length=1024), 1
+    here = origin(module_command())
+    results = [measure(settings, dtype, repeats) for dtype in PRECISIONS]
+    write_json(arguments.output, {
+        "machine": here, "impl": list(IMPLS), "preset": "cpu", "settings": settings.to_dict(), "results": results,
+    })  # fmt: skip
+    print(f"written: {arguments.output}")
+
+
+if __name__ == "__main__":
+    main()
