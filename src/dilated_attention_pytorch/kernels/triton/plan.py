@@ -227,6 +227,8 @@ class LaunchPlan:
     def _choice(self, kernel: str, choices: tuple[Configuration, ...]) -> Choice:
         """What decides which is fastest: the device, the numbers, the pattern, and lengths by their power."""
         kind = self.kind
+        if len(choices) == 1:
+            return Choice(choices)
         return choice_of(
             kernel, choices, kind.device, kind.dtype, kind.head_dim, kind.packed_heads, kind.groups, kind.rules,
             kind.is_causal, (kind.batch_size * kind.num_kv_heads).bit_length(), self.num_queries.bit_length(),

@@ -19,7 +19,34 @@ Numbers = tuple[tuple[tuple[int, ...], ...], ...]
 def group_table(
     groups: tuple[DilationGroup, ...], num_kv_heads: int, last_position: int, device: torch.device
 ) -> Tensor:
-    """The integers of :func:`group_numbers` on a device; where there are none, a line that no kernel reads."""
+    """The integers of :func:`group_numbers` on a device: int32 ``[groups, key/value heads, 5]``.
+
+    Without groups it is a line that no kernel reads.
+
+    Raises:
+        NotImplementedError: positions and segments together do not fit 32 bits.
+    """
+    ends, longest = _tables(groups, num_kv_heads)
+    index = bisect.bisect_left(ends, last_position)
+    if longest[index] + last_position > _LAST_POSITION:
+        raise NotImplementedError(
+            "the Triton kernels count positions in 32 bits: the last position plus the longest segment must "
+            f'stay below 2**31, got {last_position} and {longest[index]}; impl="aten" has no such limit'
+        )
+    return _table(groups, num_kv_heads, ends[index], device)
+
+
+@functools.lru_cache(maxsize=64)
+def _tables(groups: tuple[DilationGroup, ...], num_kv_heads: int) -> tuple[list[float], list[int]]:
+    """The last positions, in order, up to which tables are alike, and the longest segment of each."""
+    whole = {(_whole_up_to(group, head), group.segment_length) for group in groups for head in range(num_kv_heads)}
+    ends = [*sorted({float(end) for end, _ in whole}), float("inf")]
+    of_end = ((COVERING_LENGTH if end <= up_to else length for up_to, length in whole) for end in ends)
+    return ends, [max(lengths, default=0) for lengths in of_end]
+
+
+@functools.lru_cache(maxsize=256)
+def _table(groups: tuple[DilationGroup, ...], num_kv_heads: int, last_position: float, device: torch.device) -> Tensor:
     return _on_device(group_numbers(groups, num_kv_heads, last_position) or (((0,),),), device)
 
 
@@ -30,37 +57,13 @@ def _on_device(numbers: Numbers, device: torch.device) -> Tensor:
     return torch.tensor(numbers, dtype=torch.int32, device=device)
 
 
-def group_numbers(groups: tuple[DilationGroup, ...], num_kv_heads: int, last_position: int) -> Numbers:
-    """``[groups, key/value heads, 5]``: length, rate, offset, shift, whether the tail is zero-padded.
-
-    Raises:
-        NotImplementedError: positions and segments together do not fit 32 bits.
-    """
-    ends = _ends(groups, num_kv_heads)
-    numbers, longest = _numbers(groups, num_kv_heads, ends[bisect.bisect_left(ends, last_position)])
-    if longest + last_position > _LAST_POSITION:
-        raise NotImplementedError(
-            "the Triton kernels count positions in 32 bits: the last position plus the longest segment must "
-            f'stay below 2**31, got {last_position} and {longest}; impl="aten" has no such limit'
-        )
-    return numbers
-
-
 def _whole_up_to(group: DilationGroup, head: int) -> int:
     """The last position up to which one segment of a group holds all positions."""
     return min(group.segment_length - group.shift(head), COVERING_LENGTH)
 
 
-@functools.lru_cache(maxsize=64)
-def _ends(groups: tuple[DilationGroup, ...], num_kv_heads: int) -> list[float]:
-    """The last positions, in order, behind which a segment more is cut: tables of those between two are alike."""
-    ends = {float(_whole_up_to(group, head)) for group in groups for head in range(num_kv_heads)}
-    return [*sorted(ends), float("inf")]
-
-
-@functools.lru_cache(maxsize=256)
-def _numbers(groups: tuple[DilationGroup, ...], num_kv_heads: int, last_position: float) -> tuple[Numbers, int]:
-    """The table, and the longest segment in it."""
+def group_numbers(groups: tuple[DilationGroup, ...], num_kv_heads: int, last_position: float) -> Numbers:
+    """Of every group and key/value head: length, rate, offset, shift, whether the tail is zero-padded."""
     table = []
     for group in groups:
         lines = []
@@ -73,5 +76,4 @@ def _numbers(groups: tuple[DilationGroup, ...], num_kv_heads: int, last_position
             rate = min(group.dilation_rate, _LAST_POSITION - length)
             lines.append((length, rate, offset, shift, int(group.tail == "zero_padded")))
         table.append(tuple(lines))
-    longest = max((line[0] for lines in table for line in lines), default=0)
-    return tuple(table), longest
+    return tuple(table)
