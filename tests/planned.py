@@ -11,8 +11,7 @@ from torch import Tensor
 from dilated_attention_pytorch.kernels.triton import launch, plan
 from dilated_attention_pytorch.kernels.triton.configurations import Configuration
 from dilated_attention_pytorch.kernels.triton.problem import Problem
-from dilated_attention_pytorch.kernels.triton.sides import Side, side_of
-from dilated_attention_pytorch.kernels.triton.tuning import Choice
+from dilated_attention_pytorch.kernels.triton.sides import Side
 
 
 class Planned(NamedTuple):
@@ -30,11 +29,11 @@ def planned(
     problem: Problem, sizes: tuple[int, ...], tile_rows: int | None = None, *, of_queries: bool = False
 ) -> Planned:
     """For tiles of ``tile_rows`` rows (the first of ``sizes``) in an order that serves all ``sizes``."""
-    blocks = Configuration(sizes[0] if tile_rows is None else tile_rows, 16, 4, 1)
     whole = plan.plan_of(problem)
-    side = side_of(whole.kind, whole.rules, *whole.others(not of_queries), sizes)
-    name = "key_gradient" if of_queries else "query_gradient"
-    kernel = plan.KernelPlan(name, whole, Choice((blocks,)), side, 1)
+    lines = (sizes[0] if tile_rows is None else tile_rows) * (1 if of_queries else whole.kind.packed_heads)
+    blocks = Configuration(lines, 16, 4, 1)
+    side = whole.side(whole.positions.keys if of_queries else whole.positions.queries, sizes)
+    kernel = whole.kernel_plan("key_gradient" if of_queries else "query_gradient", (blocks,), side)
     order = launch.order_of(problem, kernel)
     return Planned(side, order, *launch.runs_of(problem, kernel, kernel.walk(blocks), order))
 

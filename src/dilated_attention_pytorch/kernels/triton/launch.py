@@ -18,7 +18,7 @@ from .backward import key_gradient_kernel, query_gradient_kernel
 from .configurations import Configuration
 from .forward import forward_kernel, merge_splits_kernel
 from .order import order_kernel
-from .plan import KernelPlan, LaunchPlan, Walk, plan_of
+from .plan import KernelPlan, Walk, plan_of
 from .problem import Problem
 from .runs import runs_kernel
 from .table import COVERING_LENGTH
@@ -41,8 +41,7 @@ def forward(problem: Problem, num_splits: int | None = None) -> tuple[Tensor, Te
     lse = torch.empty(query.shape[:3], dtype=torch.float32, device=query.device)
     if out.numel() == 0:
         return out, lse
-    plan = plan_of(problem)
-    kernel = plan.forward
+    kernel = plan_of(problem).forward
     splits = kernel.num_splits if num_splits is None else num_splits
     operands = (*_optional(problem), *_strides(problem))
     with _on_device(query):
@@ -59,7 +58,7 @@ def forward(problem: Problem, num_splits: int | None = None) -> tuple[Tensor, Te
 
         launch(fastest(kernel.choice, launch))
         if splits > 1:
-            _merge_splits(plan, parts, out, lse)
+            _merge_splits(kernel, parts, out, lse)
     return out, lse
 
 
@@ -138,18 +137,18 @@ def order_of(problem: Problem, kernel: KernelPlan) -> Tensor:
 
     Where rows are not ordered, a tensor that no kernel reads.
     """
-    table, side = kernel.plan.table, kernel.side
+    table, side = kernel.table, kernel.side
     if not side.is_ordered:
         return table
     grid, numbers, constants = kernel.order
-    order = table.new_empty((kernel.plan.kind.num_kv_heads, side.num_windows, side.window))
+    order = table.new_empty((kernel.kind.num_kv_heads, side.num_windows, side.window))
     order_kernel[grid](order, table, _documents(problem), *numbers, **constants)
     return order
 
 
 def runs_of(problem: Problem, kernel: KernelPlan, walk: Walk, order: Tensor) -> tuple[Tensor, Tensor]:
     """The runs of every tile and how many they are: int32 ``[heads, tiles, most, line]`` and ``[heads, tiles]``."""
-    table = kernel.plan.table
+    table = kernel.table
     grid, numbers, constants = walk.planning
     runs, num_runs = table.new_empty(walk.runs), table.new_empty(walk.runs[:2])
     runs_kernel[grid](
@@ -183,9 +182,9 @@ def _strides(problem: Problem) -> tuple[int, ...]:
     return *problem.query.stride()[:3], *problem.key.stride()[:3], *problem.value.stride()[:3]
 
 
-def _merge_splits(plan: LaunchPlan, parts: tuple[Tensor, Tensor], out: Tensor, lse: Tensor) -> None:
+def _merge_splits(kernel: KernelPlan, parts: tuple[Tensor, Tensor], out: Tensor, lse: Tensor) -> None:
     block, lines = 4, lse.numel()
     merge_splits_kernel[(-(-lines // block),)](
-        *parts, out, lse, lines, parts[0].shape[0], D=out.shape[3], BLOCK_D=plan.kind.block_d, BLOCK=block, num_warps=4,
-        enable_fp_fusion=True,
+        *parts, out, lse, lines, parts[0].shape[0], D=out.shape[3], BLOCK_D=kernel.kind.block_d, BLOCK=block,
+        num_warps=4, enable_fp_fusion=True,
     )  # fmt: skip

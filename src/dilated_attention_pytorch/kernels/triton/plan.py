@@ -43,12 +43,41 @@ class Walk(NamedTuple):
     computing: Launch
 
 
+class Positions(NamedTuple):
+    """The ranges of positions that a call is about."""
+
+    num_queries: int
+    num_keys: int
+    query_offset: int
+    key_offset: int
+
+    @property
+    def last(self) -> int:
+        """One past the last position of either slab."""
+        return max(self.query_offset + self.num_queries, self.key_offset + self.num_keys)
+
+    @property
+    def queries(self) -> tuple[int, int]:
+        """How many they are, and the position of the first."""
+        return self.num_queries, self.query_offset
+
+    @property
+    def keys(self) -> tuple[int, int]:
+        """How many they are, and the position of the first."""
+        return self.num_keys, self.key_offset
+
+
 @dataclass(frozen=True, eq=False)
 class KernelPlan:
     """The launches of one kernel that computes."""
 
     kernel: str
-    plan: LaunchPlan
+    kind: Kind
+    positions: Positions
+    table: Tensor
+    """The table of groups."""
+    rules: RuleTable | None
+    """The table of rules for the tiles of this kernel."""
     choice: Choice
     side: Side
     pack: int
@@ -63,16 +92,15 @@ class KernelPlan:
     @functools.cached_property
     def rule_tensors(self) -> tuple[Tensor, Tensor]:
         """Spans and lists of the table of rules; without rules a tensor that no kernel reads."""
-        rules = self.plan.rules_of_keys if self.of_queries else self.plan.rules
-        return (self.plan.table, self.plan.table) if rules is None else (rules.spans, rules.lists)
+        return (self.table, self.table) if self.rules is None else (self.rules.spans, self.rules.lists)
 
     @functools.cached_property
     def order(self) -> Launch:
         """The launch that orders the rows of the side."""
-        kind, side, lengths = self.plan.kind, self.side, self.plan.kind.segment_lengths
+        kind, side, lengths = self.kind, self.side, self.kind.segment_lengths
         numbers = (
             side.num_rows, side.offset, min(len(lengths), MEMBERSHIP_BITS.value), kind.num_kv_heads,
-            lengths.index(min(lengths)), *kind.search, self.plan.last_position,
+            lengths.index(min(lengths)), *kind.search, self.positions.last,
         )  # fmt: skip
         constants = {
             "WINDOW": side.window, "PACKED": kind.num_documents is not None, "num_warps": 4, "enable_fp_fusion": True,
@@ -82,17 +110,17 @@ class KernelPlan:
     @functools.cached_property
     def num_splits(self) -> int:
         """As many parts of every run of keys as keep the device busy where tiles are few, as in decoding."""
-        plan, kind, chosen = self.plan, self.plan.kind, self.choice.candidates[0]
+        kind, chosen, num_keys = self.kind, self.choice.candidates[0], self.positions.num_keys
         tile_rows = chosen.block_rows // self.pack
         tiles = kind.batch_size * kind.num_heads // self.pack * -(-self.side.num_rows // tile_rows)
         wanted = TILES_PER_MULTIPROCESSOR * kind.num_multiprocessors
         if 2 * tiles > wanted:
             return 1
         longest = max(
-            (-(-min(group.segment_length, plan.num_keys) // group.dilation_rate) for group in kind.groups), default=0
+            (-(-min(group.segment_length, num_keys) // group.dilation_rate) for group in kind.groups), default=0
         )
-        if plan.rules is not None:
-            longest = max(longest, int(max(plan.rules.others_per_row)))
+        if self.rules is not None:
+            longest = max(longest, int(max(self.rules.others_per_row)))
         return max(1, min(wanted // tiles, longest // (2 * chosen.block_run), _MAX_SPLITS))
 
     def walk(self, chosen: Configuration, num_splits: int = 1) -> Walk:
@@ -102,10 +130,11 @@ class KernelPlan:
         return self._walks[chosen, num_splits]
 
     def _derived(self, chosen: Configuration, num_splits: int) -> Walk:
-        plan, kind, side = self.plan, self.plan.kind, self.side
-        rules = plan.rules_of_keys if self.of_queries else plan.rules
+        kind, side, rules, positions = self.kind, self.side, self.rules, self.positions
         tile_rows = chosen.block_rows // self.pack
-        head_blocks = 1 if self.of_queries else kind.ratio // self.pack
+        head_blocks, others = kind.ratio // self.pack, positions.keys
+        if self.of_queries:
+            head_blocks, others = 1, positions.queries
         programs, layout = layout_of(kind, side, tile_rows, head_blocks)
         capacity, line = capacity_of(kind, rules, side, tile_rows), line_of(kind, tile_rows)
         num_tiles = side.num_windows * layout[-1]
@@ -113,9 +142,9 @@ class KernelPlan:
         planning = Launch(
             (num_tiles, kind.num_kv_heads),
             (
-                side.num_rows, side.offset, *plan.others(self.of_queries), plan.last_position, len(kind.groups),
-                len(kind.rules), kind.num_kv_heads, *kind.search, 0 if rules is None else rules.longest.bit_length(),
-                layout[-1], capacity,
+                side.num_rows, side.offset, *others, positions.last, len(kind.groups), len(kind.rules),
+                kind.num_kv_heads, *kind.search, 0 if rules is None else rules.longest.bit_length(), layout[-1],
+                capacity,
             ),
             {
                 **common, "TILE_ROWS": tile_rows, "SLOTS": slots_of(tile_rows), "CAUSAL": kind.is_causal,
@@ -124,8 +153,8 @@ class KernelPlan:
             },
         )  # fmt: skip
         sizes = (
-            kind.batch_size, plan.num_queries, plan.num_keys, kind.num_kv_heads, plan.query_offset, plan.key_offset,
-            *layout, capacity,
+            kind.batch_size, positions.num_queries, positions.num_keys, kind.num_kv_heads, positions.query_offset,
+            positions.key_offset, *layout, capacity,
         )  # fmt: skip
         constants = {
             **kind.constants, **common, "BLOCK_ROWS": chosen.block_rows, "BLOCK_RUN": chosen.block_run,
@@ -146,21 +175,13 @@ class LaunchPlan:
     """The launches of calls of one kind about the same positions; each part is derived when it is asked for first."""
 
     kind: Kind
-    num_queries: int
-    num_keys: int
-    query_offset: int
-    key_offset: int
-
-    @property
-    def last_position(self) -> int:
-        """One past the last position of either slab."""
-        return max(self.query_offset + self.num_queries, self.key_offset + self.num_keys)
+    positions: Positions
 
     @functools.cached_property
     def table(self) -> Tensor:
         """The table of groups; where there is none, a line that no kernel reads."""
         kind = self.kind
-        return group_table(kind.sorted_groups, kind.num_kv_heads, self.last_position, kind.device)
+        return group_table(kind.sorted_groups, kind.num_kv_heads, self.positions.last, kind.device)
 
     @functools.cached_property
     def rules(self) -> RuleTable | None:
@@ -176,53 +197,56 @@ class LaunchPlan:
         kind = self.kind
         if not kind.rules:
             return None
-        queries = (self.query_offset, self.query_offset + self.num_queries)
-        keys = (self.key_offset, self.key_offset + self.num_keys)
+        queries, keys = ((first, first + number) for number, first in (self.positions.queries, self.positions.keys))
         return rule_table(
             kind.rules, kind.num_kv_heads, queries, keys, is_causal=kind.is_causal, of_queries=of_queries,
             device=kind.device,
         )  # fmt: skip
-
-    def others(self, of_queries: bool) -> tuple[int, int]:
-        """Number and first position of the rows that tiles of queries, or with ``of_queries`` of keys, walk over."""
-        return (self.num_queries, self.query_offset) if of_queries else (self.num_keys, self.key_offset)
 
     @functools.cached_property
     def forward(self) -> KernelPlan:
         """Of the kernel that computes the output."""
         pack = self.kind.packed_heads
         choices = self.candidates("few_queries")
-        if self.num_queries * pack > choices[0].block_rows:
+        if self.positions.num_queries * pack > choices[0].block_rows:
             choices = self.candidates("forward")
-        side = self._side(_tile_rows(choices, pack), of_queries=False)
-        return KernelPlan("forward", self, self._choice("forward", choices), side, pack)
+        side = self.side(self.positions.queries, _tile_rows(choices, pack))
+        return self.kernel_plan("forward", choices, side)
 
     @functools.cached_property
     def query_gradient(self) -> KernelPlan:
         """Of the kernel that computes the gradient of the queries."""
-        choices, pack = self.candidates("query_gradient"), self.kind.packed_heads
-        tile_rows = _tile_rows(choices, pack)
-        if self.others(True) == self.others(False):
+        choices, positions = self.candidates("query_gradient"), self.positions
+        tile_rows = _tile_rows(choices, self.kind.packed_heads)
+        if positions.queries == positions.keys:
             tile_rows += _tile_rows(self.candidates("key_gradient"), 1)
-        side = self._side(tile_rows, of_queries=False)
-        return KernelPlan("query_gradient", self, self._choice("query_gradient", choices), side, pack)
+        return self.kernel_plan("query_gradient", choices, self.side(positions.queries, tile_rows))
 
     @functools.cached_property
     def key_gradient(self) -> KernelPlan:
         """Of the kernel that computes those of keys and values; on the same rows one order serves both."""
         choices, side = self.candidates("key_gradient"), self.query_gradient.side
-        if self.others(True) != self.others(False):
-            side = self._side(_tile_rows(choices, 1), of_queries=True)
-        return KernelPlan("key_gradient", self, self._choice("key_gradient", choices), side, 1)
+        if self.positions.queries != self.positions.keys:
+            side = self.side(self.positions.keys, _tile_rows(choices, 1))
+        return self.kernel_plan("key_gradient", choices, side)
 
     def candidates(self, kernel: str) -> tuple[Configuration, ...]:
         """The configurations that the kernel is shipped with."""
         kind = self.kind
         return candidates(kernel, kind.block_d, kind.dtype.itemsize, kind.capability, kind.is_banded)
 
-    def _side(self, tile_rows: tuple[int, ...], *, of_queries: bool) -> Side:
-        """Of the rows that tiles hold: queries, or with ``of_queries`` keys."""
-        return side_of(self.kind, self.rules, *self.others(not of_queries), tile_rows)
+    def side(self, rows: tuple[int, int], tile_rows: tuple[int, ...]) -> Side:
+        """Of the rows that tiles hold, queries or keys."""
+        return side_of(self.kind, self.rules, *rows, tile_rows)
+
+    def kernel_plan(self, kernel: str, choices: tuple[Configuration, ...], side: Side) -> KernelPlan:
+        """Of the kernel of this name with these candidates, on the tiles of a side."""
+        rules, pack = self.rules, self.kind.packed_heads
+        if kernel == "key_gradient":
+            rules, pack = self.rules_of_keys, 1
+        return KernelPlan(
+            kernel, self.kind, self.positions, self.table, rules, self._choice(kernel, choices), side, pack
+        )  # fmt: skip
 
     def _choice(self, kernel: str, choices: tuple[Configuration, ...]) -> Choice:
         """What decides which is fastest: the device, the numbers, the pattern, and lengths by their power."""
@@ -231,8 +255,9 @@ class LaunchPlan:
             return Choice(choices)
         return choice_of(
             kernel, choices, kind.device, kind.dtype, kind.head_dim, kind.packed_heads, kind.groups, kind.rules,
-            kind.is_causal, (kind.batch_size * kind.num_kv_heads).bit_length(), self.num_queries.bit_length(),
-            self.num_keys.bit_length(), kind.num_documents is not None, kind.is_padded, kind.dropout_p > 0.0,
+            kind.is_causal, (kind.batch_size * kind.num_kv_heads).bit_length(),
+            self.positions.num_queries.bit_length(), self.positions.num_keys.bit_length(),
+            kind.num_documents is not None, kind.is_padded, kind.dropout_p > 0.0,
         )  # fmt: skip
 
 
@@ -254,7 +279,7 @@ def plan_of(problem: Problem) -> LaunchPlan:
         query.device, query.dtype, batch_size, num_heads, num_kv_heads, head_dim, problem.groups, problem.rules,
         problem.is_causal, float(problem.scale), problem.dropout_p, num_documents, problem.key_padding_mask is not None,
     )  # fmt: skip
-    plan = _plan(kind, num_queries, num_keys, problem.query_offset, problem.key_offset)
+    plan = _plan(kind, Positions(num_queries, num_keys, problem.query_offset, problem.key_offset))
     if kind.rules and query.is_cuda and torch.cuda.is_current_stream_capturing():
         _captured.add(plan)
     return plan
