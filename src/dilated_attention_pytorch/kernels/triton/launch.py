@@ -148,12 +148,11 @@ def order_of(problem: Problem, kernel: KernelPlan) -> Tensor:
 
 def runs_of(problem: Problem, kernel: KernelPlan, walk: Walk, order: Tensor) -> tuple[Tensor, Tensor]:
     """The runs of every tile and how many they are: int32 ``[heads, tiles, most, line]`` and ``[heads, tiles]``."""
-    table = kernel.table
+    table, rules = kernel.table, kernel.rules
+    spans, lists = (table, table) if rules is None else (rules.spans, rules.lists)
     grid, numbers, constants = walk.planning
     runs, num_runs = table.new_empty(walk.runs), table.new_empty(walk.runs[:2])
-    runs_kernel[grid](
-        runs, num_runs, order, table, *kernel.rule_tensors, _documents(problem), *numbers, **constants
-    )  # fmt: skip
+    runs_kernel[grid](runs, num_runs, order, table, spans, lists, _documents(problem), *numbers, **constants)
     return runs, num_runs
 
 

@@ -58,12 +58,12 @@ class Positions(NamedTuple):
 
     @property
     def queries(self) -> tuple[int, int]:
-        """How many they are, and the position of the first."""
+        """Number and first position."""
         return self.num_queries, self.query_offset
 
     @property
     def keys(self) -> tuple[int, int]:
-        """How many they are, and the position of the first."""
+        """Number and first position."""
         return self.num_keys, self.key_offset
 
 
@@ -88,11 +88,6 @@ class KernelPlan:
     def of_queries(self) -> bool:
         """Whether tiles hold keys and walk over queries."""
         return self.kernel == "key_gradient"
-
-    @functools.cached_property
-    def rule_tensors(self) -> tuple[Tensor, Tensor]:
-        """Spans and lists of the table of rules; without rules a tensor that no kernel reads."""
-        return (self.table, self.table) if self.rules is None else (self.rules.spans, self.rules.lists)
 
     @functools.cached_property
     def order(self) -> Launch:

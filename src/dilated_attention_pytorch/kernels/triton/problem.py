@@ -16,7 +16,7 @@ from .rule_table import FAR, Range, band_of
 
 @dataclass(frozen=True, slots=True)
 class Problem:
-    """The operands of one call, checked. Nothing is checked again and nothing raised; last dimensions are contiguous.
+    """The operands of one call, checked; last dimensions are contiguous.
 
     ``query`` is ``[B, N, H, D]``, ``key`` and ``value`` are ``[B, M, G, D]`` with G dividing H, all of one floating
     dtype; ``cu_seqlens`` is int32 ``[documents + 1]``, ``key_padding_mask`` bool ``[B, M]`` and ``dropout_seed`` an
@@ -125,15 +125,10 @@ class Kind:
     def constants(self) -> dict[str, object]:
         """What every kernel that computes is compiled for, whatever its blocks."""
         return {
-            "RATIO": self.ratio,
-            "D": self.head_dim,
-            "BLOCK_D": self.block_d,
-            "CAUSAL": self.is_causal,
-            "BANDED": self.is_banded,
-            "PADDED": self.is_padded,
-            "DROPOUT": self.dropout_p > 0.0,
+            "RATIO": self.ratio, "D": self.head_dim, "BLOCK_D": self.block_d, "CAUSAL": self.is_causal,
+            "BANDED": self.is_banded, "PADDED": self.is_padded, "DROPOUT": self.dropout_p > 0.0,
             "enable_fp_fusion": True,
-        }
+        }  # fmt: skip
 
 
 kind_of = functools.lru_cache(maxsize=64)(Kind)
