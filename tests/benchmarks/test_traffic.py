@@ -12,7 +12,8 @@ import torch
 from dilated_attention_pytorch.benchmarks import caching, tiling, traffic
 from dilated_attention_pytorch.benchmarks.shapes import SHAPES, Case
 from dilated_attention_pytorch.benchmarks.tiling import KERNELS, Kernel
-from dilated_attention_pytorch.kernels.triton import launch, sides
+from dilated_attention_pytorch.kernels.triton.problem import Problem
+from planned import Planned, planned
 
 CASES = {
     "nested": {"rows": 300, "segment_lengths": (64, 128, 256), "dilation_rates": (1, 2, 4)},
@@ -32,24 +33,25 @@ def case_of(name: str, causal: bool) -> Case:
     return Case(shape=name, mode="forward", head_dim=32, causal=causal, dtype="bfloat16", **sizes)
 
 
-def problem_with_tensors(case: Case) -> launch.Problem:
+def problem_with_tensors(case: Case) -> Problem:
     query, key, value = case.operands(torch.device("cpu"))
-    return launch.Problem(query, key, value, case.pattern.groups, case.causal, 1.0)
+    return Problem(query, key, value, case.pattern.groups, case.causal, 1.0)
 
 
-def side_of(problem: launch.Problem, case: Case, kernel: Kernel) -> sides.Side:
+def planned_by_kernels(case: Case, kernel: Kernel, slots: int) -> Planned:
     # The key gradient takes over the order of the query gradient where both have the same rows.
-    return sides.side_of(problem, sides.table_of(problem), tiling._tile_rows_of(case, kernel), is_query=True)
+    rows = tiling._tile_rows_of(case, kernel)
+    return planned(problem_with_tensors(case), rows, slots, of_queries=kernel == "key_gradient")
 
 
 @pytest.mark.parametrize("name", CASES)
 def test_the_order_of_rows_is_the_kernels(name: str) -> None:
     case = case_of(name, False)
-    side = side_of(problem_with_tensors(case), case, "forward")
+    side, order, *_ = planned_by_kernels(case, "forward", 16)
     tiles = tiling.tiles_of(case, "forward", tiling.configurations_of(case, "forward")[0])
     assert (tiles.window, tiles.is_ordered, tiles.num_windows) == (side.window, True, side.num_windows)
     ours = tiling.order_of_rows(case, side.window)
-    assert np.array_equal(ours[ours >= 0], side.order.numpy()[ours >= 0])
+    assert np.array_equal(ours[ours >= 0], order.numpy()[ours >= 0])
     assert sorted(ours[0][ours[0] >= 0]) == list(range(case.rows))
 
 
@@ -58,20 +60,21 @@ def test_the_order_of_rows_is_the_kernels(name: str) -> None:
 @pytest.mark.parametrize("name", CASES)
 def test_the_runs_of_every_tile_are_the_kernels(name: str, kernel: Kernel, causal: bool) -> None:
     case = case_of(name, causal)
-    problem, chosen = problem_with_tensors(case), tiling.configurations_of(case, kernel)[0]
+    chosen = tiling.configurations_of(case, kernel)[0]
     tiles = tiling.tiles_of(case, kernel, chosen)
     ours = tiling.runs_of(case, kernel, chosen, tiles)
-    side, slots = side_of(problem, case, kernel), tiles.rows.shape[1]
-    theirs = sides.runs_of(problem, sides.table_of(problem), side, slots, of_queries=kernel == "key_gradient")
-    assert theirs.lines.shape[2] == tiles.capacity
-    assert theirs.lines.shape[3] * 4 == caching.bytes_of_run(tiles)
-    tiles_per_window = theirs.num_tiles // side.num_windows
+    slots = tiles.rows.shape[1]
+    side, order, lines, numbers = planned_by_kernels(case, kernel, slots)
+    _, num_tiles, capacity, line = lines.shape
+    assert capacity == tiles.capacity
+    assert line * 4 == caching.bytes_of_run(tiles)
+    tiles_per_window = num_tiles // side.num_windows
     found = 0
     for head in range(case.kv_heads):
-        for place in range(theirs.num_tiles):
+        for place in range(num_tiles):
             window, tile = divmod(place, tiles_per_window)
-            rows = side.order[head, window, tile * slots : (tile + 1) * slots].numpy()
-            their_runs = theirs.lines[head, place, : int(theirs.numbers[head, place]), :4].tolist()
+            rows = order[head, window, tile * slots : (tile + 1) * slots].numpy()
+            their_runs = lines[head, place, : int(numbers[head, place]), :4].tolist()
             if their_runs:
                 (our_tile,) = np.flatnonzero((tiles.kv_head == head) & (tiles.rows[:, 0] == rows[0]))
                 its = ours.tile == our_tile
@@ -200,4 +203,4 @@ def test_the_papers_pattern_moves_little_more_than_it_must(causal: bool, figure:
 
 def test_a_decoding_step_is_refused() -> None:
     with pytest.raises(NotImplementedError, match="only whole sequences"):
-        tiling.problem_of(SHAPES["decode"].case(rows=128))
+        tiling.plan_of_case(SHAPES["decode"].case(rows=128))

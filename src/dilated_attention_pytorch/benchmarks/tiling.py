@@ -15,8 +15,10 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from dilated_attention_pytorch.kernels.triton import launch, order, sides
+from dilated_attention_pytorch.kernels.triton import order, sides
 from dilated_attention_pytorch.kernels.triton.configurations import Configuration
+from dilated_attention_pytorch.kernels.triton.plan import LaunchPlan, plan_of
+from dilated_attention_pytorch.kernels.triton.problem import Problem
 from dilated_attention_pytorch.kernels.triton.table import group_numbers
 from dilated_attention_pytorch.patterns import DilationGroup
 
@@ -74,8 +76,8 @@ class Runs:
         return int((self.to_block - self.from_block).sum())
 
 
-def problem_of(case: Case) -> launch.Problem:
-    """The launcher's view of a case, with tensors that hold nothing."""
+def plan_of_case(case: Case) -> LaunchPlan:
+    """The launcher's plan of a case, from tensors that hold nothing."""
     if case.mode == "decode" or case.batch != 1:
         raise NotImplementedError(f"only whole sequences, one at a time, are modelled, got the case {case.name}")
 
@@ -83,31 +85,28 @@ def problem_of(case: Case) -> launch.Problem:
         return torch.empty(1, case.rows, heads, case.head_dim, dtype=case.torch_dtype, device="meta")
 
     key = empty(case.kv_heads)
-    return launch.Problem(empty(case.heads), key, key, case.pattern.groups, case.causal, 1.0)
+    return plan_of(Problem(empty(case.heads), key, key, case.pattern.groups, case.causal, 1.0))
 
 
 def configurations_of(case: Case, kernel: Kernel) -> tuple[Configuration, ...]:
     """The candidates that the kernel is shipped with for this case."""
-    return launch._candidates(kernel, problem_of(case))
+    return plan_of_case(case).candidates(kernel)
 
 
 def tiles_of(case: Case, kernel: Kernel, chosen: Configuration, *, window: int | None = None) -> Tiles:
     """The tiles of a kernel. Another ``window`` than the launcher's (a power of two) is for trying sizes."""
-    problem = problem_of(case)
+    kind = plan_of_case(case).kind
     is_query = kernel != "key_gradient"
-    pack = launch._packed_heads(problem) if is_query else 1
+    pack = kind.packed_heads if is_query else 1
     window = window or _window_of(case, kernel)
-    is_alike = len(problem.groups) == 1 and problem.groups[0].dilation_rate == 1
+    is_alike = len(kind.groups) == 1 and kind.groups[0].dilation_rate == 1
     is_ordered = not is_alike and case.rows > min(_tile_rows_of(case, kernel))
-    side = sides.Side(case.rows, 0, window, is_ordered, problem.query)
+    side = sides.Side(case.rows, 0, window, is_ordered)
     slots = chosen.block_rows // pack
-    capacity = sides.capacity_of(problem, window, slots)
-    numbers = torch.empty(case.kv_heads, side.num_windows * _ceil(window, slots), device="meta")
-    runs = sides.Runs(torch.empty(0, 0, capacity, device="meta"), numbers)
     head_blocks = case.heads // case.kv_heads // pack if is_query else 1
-    num_tiles, layout = sides.layout_of(problem, side, runs, head_blocks)
+    num_tiles, layout = sides.layout_of(kind, side, slots, head_blocks)
     kv_head, head_block, its_window, tile = _tiles_in_order(
-        num_tiles, case.kv_heads, *layout[:4], head_blocks, last_first=is_query and case.causal
+        num_tiles, case.kv_heads, *layout, head_blocks, last_first=is_query and case.causal
     )
     lines = _rows_by_tile(case, window, slots, is_ordered=is_ordered)
     # Spans fill up with windows that do not exist.
@@ -116,14 +115,13 @@ def tiles_of(case: Case, kernel: Kernel, chosen: Configuration, *, window: int |
     rows[exists] = lines[kv_head[exists], its_window[exists], tile[exists]]
     return Tiles(
         kv_head=kv_head, head_block=head_block, rows=rows, pack=pack, window=window, num_windows=side.num_windows,
-        capacity=capacity, is_ordered=is_ordered,
+        capacity=sides.capacity_of(kind, None, side, slots), is_ordered=is_ordered,
     )  # fmt: skip
 
 
 def runs_of(case: Case, kernel: Kernel, chosen: Configuration, tiles: Tiles) -> Runs:
     """What every tile walks over."""
-    problem = problem_of(case)
-    table = _table_of(problem)
+    table = _table_of(case)
     parts = []
     for head in range(case.kv_heads):
         its_tiles = np.flatnonzero(tiles.kv_head == head)
@@ -173,7 +171,7 @@ def executed_pairs(case: Case, kernel: Kernel, chosen: Configuration, num_blocks
 
 def classes_of(case: Case) -> Iterator[tuple[DilationGroup, int, int]]:
     """Every group, key/value head, and number of rows that the group selects for it in one of its segments."""
-    for group in problem_of(case).sorted_groups:
+    for group in plan_of_case(case).kind.sorted_groups:
         for head in range(case.kv_heads):
             offset, begin = group.offset(head, case.kv_heads), 0
             while begin < case.rows:
@@ -185,7 +183,7 @@ def classes_of(case: Case) -> Iterator[tuple[DilationGroup, int, int]]:
 
 def blocks_of_dense_launches(case: Case, kernel: Kernel, chosen: Configuration) -> int:
     """Blocks of the other design: every group a launch of its own, dense tiles over the selected rows of a segment."""
-    pack = 1 if kernel == "key_gradient" else launch._packed_heads(problem_of(case))
+    pack = 1 if kernel == "key_gradient" else plan_of_case(case).kind.packed_heads
     slots, block, total = chosen.block_rows // pack, chosen.block_run, 0
     for _, _, count in classes_of(case):
         tile_begin = np.arange(0, count, slots)
@@ -206,33 +204,31 @@ def _tile_rows_of(case: Case, kernel: Kernel) -> tuple[int, ...]:
     """Rows of the tiles that one order of rows serves."""
     # Queries and keys have the same rows here: both gradients share the order.
     kernels: tuple[Kernel, ...] = ("forward",) if kernel == "forward" else ("query_gradient", "key_gradient")
-    pack = launch._packed_heads(problem_of(case))
+    pack = plan_of_case(case).kind.packed_heads
     return tuple(
-        rows
+        chosen.block_rows // (1 if name == "key_gradient" else pack)
         for name in kernels
-        for rows in launch._tile_rows(configurations_of(case, name), 1 if name == "key_gradient" else pack)
+        for chosen in configurations_of(case, name)
     )
 
 
 def _window_of(case: Case, kernel: Kernel) -> int:
-    problem = problem_of(case)
     most = max(_tile_rows_of(case, kernel))
-    shortest = min(group.segment_length for group in problem.groups)
+    shortest = min(plan_of_case(case).kind.segment_lengths)
     window = max(16, most, min(shortest, case.rows))
     return min(1 << (window - 1).bit_length(), sides.LARGEST_WINDOW)
 
 
-def _table_of(problem: launch.Problem) -> Integers:
+def _table_of(case: Case) -> Integers:
     """``[groups, key/value heads, columns]`` as the kernels read it."""
-    numbers = group_numbers(problem.sorted_groups, problem.key.shape[2], problem.last_position)
+    numbers = group_numbers(plan_of_case(case).kind.sorted_groups, case.kv_heads, case.rows)
     return np.array(numbers, np.int64)
 
 
 def order_of_rows(case: Case, window: int) -> Integers:
     """``[key/value heads, windows, window]``: the rows of each window in order, -1 past the last row."""
-    problem = problem_of(case)
-    table = _table_of(problem)
-    lengths = [group.segment_length for group in problem.sorted_groups]
+    table = _table_of(case)
+    lengths = plan_of_case(case).kind.segment_lengths
     shortest = lengths.index(min(lengths))
     bits, all_bits = order.MEMBERSHIP_BITS.value, order.ALL_BITS.value
     row = np.arange(_ceil(case.rows, window) * window).reshape(-1, window)

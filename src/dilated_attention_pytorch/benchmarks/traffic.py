@@ -15,7 +15,7 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from dilated_attention_pytorch.kernels.triton import launch
+from dilated_attention_pytorch.kernels.triton import plan
 
 from .caching import Replay, bytes_of_run, replay
 from .results import module_command, origin, write_json
@@ -133,7 +133,7 @@ def bytes_of(case: Case, *, backward: bool) -> Bytes:
         terms["runs"] = terms.get("runs", 0) + 2 * its_runs
         outside += order + its_runs
         room = max(room, bytes_of_run(tiles) * tiles.capacity * len(tiles.kv_head))
-        side_by_side = launch._TILES_PER_MULTIPROCESSOR * MULTIPROCESSORS
+        side_by_side = plan.TILES_PER_MULTIPROCESSOR * MULTIPROCESSORS
         sizes = tuple(CACHES.values())
         replays.append(replay(case, kernel, chosen, tiles, runs, capacities=sizes, side_by_side=side_by_side))
     # Besides what is replayed, and what is done for the runs: the order written, and out read for delta.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -13,7 +14,7 @@ from torch.utils.flop_counter import register_flop_formula
 from dilated_attention_pytorch.engine import call as engine
 from dilated_attention_pytorch.engine import extremes
 from dilated_attention_pytorch.engine.call import Inputs
-from dilated_attention_pytorch.patterns import pattern_from_spec
+from dilated_attention_pytorch.patterns import DilationGroup, HeadRule, pattern_from_spec
 from dilated_attention_pytorch.planning import Call, plan
 from dilated_attention_pytorch.precision import accumulation_dtype
 
@@ -75,16 +76,23 @@ def _problem(
     """The operands of the Triton kernels, which plan on the device; boundaries on the CPU are checked, then copied."""
     from dilated_attention_pytorch.kernels.triton import launch
 
-    counted = pattern_from_spec(pattern)
+    groups, rules = _summands(pattern)
     if cu_seqlens is not None:
         # Boundaries on the device are not waited for: a document may be as long as all of them.
         boundaries = documents_of(cu_seqlens, query.shape[1]) if cu_seqlens.is_cpu else (0, query.shape[1])
-        check_documents(counted, boundaries, key.shape[2])
+        check_documents(pattern_from_spec(pattern), boundaries, key.shape[2])
         cu_seqlens = cu_seqlens.to(query.device).contiguous()
     return launch.Problem(
-        query, key, value, counted.groups, is_causal, scale, query_offset, key_offset, cu_seqlens, key_padding_mask,
-        dropout_seed, dropout_p, counted.rules,
+        query, key, value, groups, is_causal, scale, query_offset, key_offset, cu_seqlens, key_padding_mask,
+        dropout_seed, dropout_p, rules,
     )  # fmt: skip
+
+
+@functools.lru_cache(maxsize=64)
+def _summands(pattern: str) -> tuple[tuple[DilationGroup, ...], tuple[HeadRule, ...]]:
+    """Groups and rules of a pattern: the same objects in every call, which finds its plan of launches by them."""
+    counted = pattern_from_spec(pattern)
+    return counted.groups, counted.rules
 
 
 def attend_prepared(*operands: Any) -> tuple[Tensor, Tensor]:

@@ -30,6 +30,7 @@ from dilated_attention_pytorch.kernels.triton import configurations
 from drawn import SWEEP, DrawnCall, Sizes, block_calls, calls, examples
 from error_budget import budget
 from oracle import Groups, Rule, dense_attention
+from planned import planned, with_candidates
 
 DEVICE = "cpu" if is_interpreted() else "cuda"
 NAMES = ("out", "lse", "grad_query", "grad_key", "grad_value")
@@ -47,8 +48,7 @@ RULED_DRAWS = 7
 def _small_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
     """Blocks of the interpreter's runs: small ones, so that small calls have many tiles and long runs of blocks."""
     if is_interpreted():
-        small = (configurations.Configuration(16, 16, 4, 1),)
-        monkeypatch.setattr("dilated_attention_pytorch.kernels.triton.launch.candidates", lambda *_: small)
+        with_candidates(monkeypatch, configurations.Configuration(16, 16, 4, 1))
 
 
 @contextlib.contextmanager
@@ -199,8 +199,7 @@ def test_chosen_windows_and_blocks_stay_within_the_error_budget(
     case: str, causal: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     if is_interpreted():  # larger tiles than elsewhere: long runs of blocks that need no mask
-        large = (configurations.Configuration(64, 32, 4, 1),)
-        monkeypatch.setattr("dilated_attention_pytorch.kernels.triton.launch.candidates", lambda *_: large)
+        with_candidates(monkeypatch, configurations.Configuration(64, 32, 4, 1))
     rows, ratio, summands = RULED[case]
     call = DrawnCall(1, rows, rows, 1 if "heads" not in case else 2, ratio, 16, summands, 4, causal, None)
     check(call, torch.float32, dict.fromkeys(NAMES, 0.0))
@@ -230,17 +229,16 @@ def test_splitting_the_keys_changes_nothing() -> None:
 
 
 def test_one_query_after_many_keys_is_split_over_the_grid_and_exact() -> None:
-    from dilated_attention_pytorch.kernels.triton import launch, sides
+    from dilated_attention_pytorch.kernels.triton import launch
+    from dilated_attention_pytorch.kernels.triton.plan import plan_of
 
     q, k, v = (x.detach() for x in tensors(1, 397, 1, 16))
-    few = configurations.candidates("few_queries", 16, 4, (9, 0))[0]
     everywhere: tuple[Pattern, ...] = (
         DilatedPattern([400, 1000], [1, 3]), local_window(300) + strided_blocks(3, block_size=16)
     )  # fmt: skip
     for pattern in everywhere:
         problem = launch.Problem(q[:, -1:], k, v, pattern.groups, True, 0.25, 396, 0, rules=pattern.rules)
-        side = sides.side_of(problem, sides.table_of(problem), (16,), is_query=True)
-        assert launch._num_splits(problem, side, few, 1) > 1
+        assert plan_of(problem).forward.num_splits > 1
         options: Any = {"is_causal": True, "scale": 0.25}
         out, lse = attend_with_lse(q[:, -1:], k, v, pattern, query_offset=396, impl="triton", **options)
         want = attend_with_lse(q.double(), k.double(), v.double(), pattern, impl="reference", **options)
@@ -306,7 +304,7 @@ def test_a_scale_of_zero_gives_the_mean_and_no_gradient_of_the_scores() -> None:
 
 
 def test_documents_of_one_and_two_rows_under_a_shift_fit_the_table_of_runs() -> None:
-    from dilated_attention_pytorch.kernels.triton import launch, sides
+    from dilated_attention_pytorch.kernels.triton import launch
 
     q, k, v = tensors(1, 16, 1, 16)
     for pattern in (DilatedPattern([100], [1], segment_shift=99), DilatedPattern([3, 7], [1, 2], segment_shift=2)):
@@ -317,9 +315,7 @@ def test_documents_of_one_and_two_rows_under_a_shift_fit_the_table_of_runs() -> 
             want, _ = attend_with_lse(q, k, v, pattern, impl="reference", **options)  # type: ignore[arg-type]
             torch.testing.assert_close(out, want, rtol=1e-5, atol=1e-6)
             problem = launch.Problem(q, k, v, pattern.groups, False, 0.3, cu_seqlens=bounds)
-            table = sides.table_of(problem)
-            side = sides.side_of(problem, table, (16,), is_query=True)
-            runs = sides.runs_of(problem, table, side, 16, of_queries=False)
+            runs = planned(problem, (16,))
             assert int(runs.numbers.max()) <= runs.lines.shape[2]
 
 

@@ -12,7 +12,8 @@ import triton.language as tl
 
 from dilated_attention_pytorch import DilatedPattern, Pattern, attend_with_lse, local_window, strided_blocks
 from dilated_attention_pytorch.kernels.select import is_interpreted
-from dilated_attention_pytorch.kernels.triton import launch, sides
+from dilated_attention_pytorch.kernels.triton import plan
+from dilated_attention_pytorch.kernels.triton.problem import Problem
 from dilated_attention_pytorch.kernels.triton.segments import (
     count_up_to,
     interval_of,
@@ -21,6 +22,7 @@ from dilated_attention_pytorch.kernels.triton.segments import (
     selected,
 )
 from dilated_attention_pytorch.patterns import DilationGroup
+from planned import planned, with_candidates
 
 DEVICE = "cpu" if is_interpreted() else "cuda"
 
@@ -73,15 +75,14 @@ def test_the_arithmetic_of_segments_is_that_of_the_pattern(length: int, rate: in
 def test_rows_keep_to_their_window_and_equal_rows_lie_side_by_side(rows: int) -> None:
     pattern = DilatedPattern([64, 128, 300], [1, 2, 4], segment_shift=(0, 17, 5))
     q = torch.empty(1, rows, 3, 16, device=DEVICE)
-    problem = launch.Problem(q, q, q, pattern.groups, False, 1.0)
-    side = sides.side_of(problem, sides.table_of(problem), (16,), is_query=True)
+    side, rows_in_order, *_ = planned(Problem(q, q, q, pattern.groups, False, 1.0), (16,))
     assert side.is_ordered
     for head in range(3):
         membership = torch.stack([group.locate(torch.arange(rows), head, 3)[1] for group in pattern.groups])
         segment = pattern.groups[0].locate(torch.arange(rows), head, 3)[0]
         for window in range(side.num_windows):
             begin, end = window * side.window, min(rows, (window + 1) * side.window)
-            order = side.order[head, window, : end - begin].cpu().long()
+            order = rows_in_order[head, window, : end - begin].cpu().long()
             assert sorted(order.tolist()) == list(range(begin, end))
             kinds = [(int(segment[row]), *membership[:, row].tolist()) for row in order]
             changes = sum(a != b for a, b in itertools.pairwise(kinds))
@@ -110,7 +111,7 @@ def launches(monkeypatch: pytest.MonkeyPatch, compute: Any) -> int:
     not is_interpreted(), reason="counts the interpreter's launches; benchmarks/gpu.py counts a device's"
 )
 def test_the_number_of_launches_depends_on_nothing(monkeypatch: pytest.MonkeyPatch, figure: Any) -> None:
-    monkeypatch.setattr(launch, "candidates", lambda *_: (launch.Configuration(16, 16, 4, 1),))
+    with_candidates(monkeypatch, plan.Configuration(16, 16, 4, 1))
     counted: dict[str, tuple[int, int]] = {}
     for rows, lengths, rates in (
         (40, [40], [2]), (40, [8, 16, 40], [1, 2, 3]), (70, [5, 8, 16, 32, 70], [1, 2, 4, 6, 12]),

@@ -21,24 +21,26 @@ from dilated_attention_pytorch import (
     strided_blocks,
 )
 from dilated_attention_pytorch.kernels.select import is_interpreted
-from dilated_attention_pytorch.kernels.triton import launch, rule_table, sides
+from dilated_attention_pytorch.kernels.triton import rule_table, sides
+from dilated_attention_pytorch.kernels.triton.plan import plan_of
+from dilated_attention_pytorch.kernels.triton.problem import Problem
 from dilated_attention_pytorch.kernels.triton.runs import BITS
 from drawn import DrawnCall, Sizes, block_calls, examples
+from planned import Planned, planned
 
 DEVICE = "cpu" if is_interpreted() else "cuda"
 # The interpreter takes milliseconds to write a run.
 SMALL = Sizes(st.integers(1, 90), batch=1, kv_heads=2, head_dims=(5,), groups=2, summands=(1,))
 
 
-def planned(problem: launch.Problem, tile_rows: int, *, of_queries: bool) -> tuple[torch.Tensor, sides.Runs]:
+def tiles_of(problem: Problem, tile_rows: int, *, of_queries: bool) -> tuple[torch.Tensor, Planned]:
     """The rows of every tile ``[heads, tiles, rows]``, -1 where there is none, and the tiles' runs."""
-    table = sides.table_of(problem)
-    side = sides.side_of(problem, table, (tile_rows,), is_query=not of_queries)
-    runs = sides.runs_of(problem, table, side, tile_rows, of_queries=of_queries)
+    runs = planned(problem, (tile_rows,), of_queries=of_queries)
+    side = runs.side
     tiles, heads = -(-side.window // tile_rows), problem.key.shape[2]
     rows = torch.arange(side.num_windows * side.window).view(1, side.num_windows, -1).repeat(heads, 1, 1)
     if side.is_ordered:
-        rows = side.order.cpu().long()
+        rows = runs.order.cpu().long()
     rows = torch.nn.functional.pad(rows, (0, tiles * tile_rows - side.window), value=side.num_rows)
     rows = torch.where(rows.view(heads, -1) < side.num_rows, rows.view(heads, -1), -1)
     # What lies past the last row is not written.
@@ -48,9 +50,9 @@ def planned(problem: launch.Problem, tile_rows: int, *, of_queries: bool) -> tup
     return torch.where(index < side.num_rows, rows, -1).view(heads, -1, tile_rows), runs
 
 
-def check_runs(problem: launch.Problem, counts: torch.Tensor, tile_rows: int, *, of_queries: bool) -> int:
+def check_runs(problem: Problem, counts: torch.Tensor, tile_rows: int, *, of_queries: bool) -> int:
     """Hold the runs to the dense counts ``[heads, queries, keys]``; returns how many there are."""
-    tiles, runs = planned(problem, tile_rows, of_queries=of_queries)
+    tiles, runs = tiles_of(problem, tile_rows, of_queries=of_queries)
     lines, numbers = runs.lines.cpu().tolist(), runs.numbers.cpu()
     assert int(numbers.max()) <= runs.lines.shape[2]
     own_offset, others_offset = problem.query_offset, problem.key_offset
@@ -71,7 +73,7 @@ def check_runs(problem: launch.Problem, counts: torch.Tensor, tile_rows: int, *,
             assert others[-1] < others_offset + counts.shape[2]
             ahead = others[None] - (active[:, None] + own_offset)
             ahead = -ahead if of_queries else ahead
-            low, high = line[-2:] if problem.is_banded else (-(2**31), 0 if problem.is_causal else 2**31)
+            low, high = line[-2:] if plan_of(problem).kind.is_banded else (-(2**31), 0 if problem.is_causal else 2**31)
             seen = (ahead >= low) & (ahead <= high)
             if of_queries:
                 assert not seen[:, :edge].any()
@@ -87,11 +89,11 @@ def check_runs(problem: launch.Problem, counts: torch.Tensor, tile_rows: int, *,
     return int(numbers.sum())
 
 
-def problem_of(call: DrawnCall) -> launch.Problem:
+def problem_of(call: DrawnCall) -> Problem:
     boundaries = call.options.get("cu_seqlens")
     query = torch.zeros(1, call.num_queries, call.kv_heads, 16, device=DEVICE)
     key = torch.zeros(1, call.num_keys, call.kv_heads, 16, device=DEVICE)
-    return launch.Problem(
+    return Problem(
         query, key, key, call.pattern.groups, call.is_causal, 1.0, int(call.options.get("query_offset", 0)),
         int(call.options.get("key_offset", 0)),
         None if boundaries is None else torch.as_tensor(boundaries).to(DEVICE), rules=call.pattern.rules,
@@ -134,7 +136,7 @@ def test_the_runs_of_ragged_lengths_hold_every_pair(name: str, rows: int) -> Non
     pattern, position = PATTERNS[name], torch.arange(rows)
     query = torch.zeros(1, rows, 1, 16, device=DEVICE)
     for is_causal, of_queries in itertools.product((False, True), (False, True)):
-        problem = launch.Problem(query, query, query, pattern.groups, is_causal, 1.0, rules=pattern.rules)
+        problem = Problem(query, query, query, pattern.groups, is_causal, 1.0, rules=pattern.rules)
         counts = pattern.counts(position, position, 1, is_causal=is_causal)
         check_runs(problem, counts, 64, of_queries=of_queries)
 
@@ -146,10 +148,10 @@ def test_documents_of_few_rows_fit_the_table_of_runs(step: int) -> None:
     query = torch.zeros(1, rows, 1, 16, device=DEVICE)
     for pattern in (local_window(9, 9), random_blocks(0.5, block_size=2)):
         for of_queries in {step == 1, pattern.rules[0].block_size is None}:
-            problem = launch.Problem(
+            problem = Problem(
                 query, query, query, (), False, 1.0, cu_seqlens=bounds, rules=(pattern + global_tokens(2)).rules
             )
-            _, runs = planned(problem, 16, of_queries=of_queries)
+            runs = planned(problem, (16,), of_queries=of_queries)
             assert int(runs.numbers.max()) <= runs.lines.shape[2]
 
 
@@ -159,17 +161,17 @@ def test_a_step_of_decoding_makes_no_table_of_its_own() -> None:
     for position in range(5000, 5050):
         q = torch.zeros(1, 1, 2, 16)
         k = torch.zeros(1, position + 1, 2, 16)
-        problem = launch.Problem(q, k, k, (), True, 1.0, position, 0, rules=pattern.rules)
-        tables.add(sides.rules_of(problem, of_queries=False))
+        problem = Problem(q, k, k, (), True, 1.0, position, 0, rules=pattern.rules)
+        tables.add(plan_of(problem).rules)
     assert len(tables) == 1
 
 
 def test_a_window_of_few_keys_walks_over_few_blocks() -> None:
     """A tile of 64 rows meets 64 + 32 keys of a window of 33: no run holds more."""
     query = torch.zeros(1, 512, 1, 16, device=DEVICE)
-    problem = launch.Problem(query, query, query, (), True, 1.0, rules=local_window(32).rules)
+    problem = Problem(query, query, query, (), True, 1.0, rules=local_window(32).rules)
     for of_queries in (False, True):
-        _, runs = planned(problem, 64, of_queries=of_queries)
+        runs = planned(problem, (64,), of_queries=of_queries)
         assert int(runs.numbers.max()) == 1
         assert int(runs.lines[:, :, 0, 2].max()) <= 96
 
@@ -184,8 +186,9 @@ def test_a_window_of_few_keys_walks_over_few_blocks() -> None:
 )
 def test_rows_are_ordered_where_that_leaves_less_to_compute(pattern: Pattern, is_ordered: bool) -> None:
     query = torch.zeros(1, 4096, 1, 16)
-    problem = launch.Problem(query, query, query, pattern.groups, True, 1.0, rules=pattern.rules)
-    assert sides._is_order_worth_it(problem, 4096, 128, 2048) == is_ordered
+    problem = Problem(query, query, query, pattern.groups, True, 1.0, rules=pattern.rules)
+    plan = plan_of(problem)
+    assert sides._is_order_worth_it(plan.kind, plan.rules, 4096, 128, 2048) == is_ordered
 
 
 def test_positions_past_32_bits_are_refused() -> None:
@@ -202,7 +205,7 @@ def test_heads_that_see_alike_share_their_spans() -> None:
     mask = torch.ones(1, 4, 4, dtype=torch.bool).tril()
     q = torch.zeros(1, 64, 3, 16)
     for pattern, lists in ((from_block_mask(mask, 16), 1), (random_blocks(0.5, block_size=16), 3)):
-        problem = launch.Problem(q, q, q, (), True, 1.0, rules=pattern.rules)
-        table = sides.rules_of(problem, of_queries=False)
+        problem = Problem(q, q, q, (), True, 1.0, rules=pattern.rules)
+        table = plan_of(problem).rules
         assert table is not None
         assert len(table.lists[0, :, 0].unique()) == lists

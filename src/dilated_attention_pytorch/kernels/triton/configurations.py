@@ -9,6 +9,7 @@ interpreter.
 
 from __future__ import annotations
 
+import functools
 from typing import NamedTuple
 
 
@@ -79,6 +80,7 @@ _HOPPER_BANDED: dict[str, dict[int, Candidates]] = {
 _FLOAT32_BANDED: dict[str, dict[int, Candidates]] = {"forward": {64: (C(64, 16, 8, 2),)}}
 
 
+@functools.cache
 def candidates(
     kernel: str, block_d: int, itemsize: int, capability: tuple[int, int], banded: bool = False
 ) -> Candidates:

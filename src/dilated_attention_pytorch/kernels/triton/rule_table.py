@@ -7,7 +7,7 @@ whose every step is a new call, makes one table for many steps. The kernel cuts 
 from __future__ import annotations
 
 import functools
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import NamedTuple
 
 import torch
@@ -32,14 +32,11 @@ Range = tuple[int, int]
 class Tiles(NamedTuple):
     """What the tiles of a side hold, as far as it decides how many runs they may have."""
 
-    start: int
-    """The position of the first row."""
-    stop: int
-    """One past the position of the last."""
+    rows: Range | None
+    """The positions of the first row and one past the last where tiles begin at multiples of ``reach`` from the first
+    on; None is anywhere."""
     reach: int
     """Rows from the first row of a tile to its last at most, both counted."""
-    is_aligned: bool
-    """Tiles begin at multiples of ``reach`` from the first row on."""
     num_rows: int
     """Rows of a tile."""
     num_documents: int | None
@@ -68,9 +65,15 @@ class RuleTable:
     """Which list is that of a rule and head."""
     _runs_of_span: tuple[int, ...]
     """Runs that a tile makes of one span: by rule."""
+    _most_runs: dict[Tiles, int] = field(default_factory=dict)
 
     def most_runs(self, tiles: Tiles) -> int:
         """A bound on the runs of any tile, over all rules; none has more."""
+        if tiles not in self._most_runs:
+            self._most_runs[tiles] = self._bound(tiles)
+        return self._most_runs[tiles]
+
+    def _bound(self, tiles: Tiles) -> int:
         bounds = [_most_spans(spans, tiles) for spans in self._spans]
         per_head = zip(*self._list_of, strict=True)
         return max(
@@ -81,12 +84,13 @@ class RuleTable:
 
 def _most_spans(spans: Tensor, tiles: Tiles) -> int:
     """How many spans of a list a tile meets at most."""
-    if not len(spans) or tiles.stop <= tiles.start:
+    if not len(spans):
         return 0
     begin, reach = spans[:, 0].contiguous(), spans[:, 4].contiguous()
-    if tiles.num_documents is None and tiles.is_aligned:
-        first = torch.arange(tiles.start, tiles.stop, tiles.reach)
-        last = (first + tiles.reach - 1).clamp(max=tiles.stop - 1)
+    if tiles.num_documents is None and tiles.rows is not None:
+        start, stop = tiles.rows
+        first = torch.arange(start, stop, tiles.reach)
+        last = (first + tiles.reach - 1).clamp(max=stop - 1)
         met = torch.searchsorted(begin, last, right=True) - torch.searchsorted(reach, first, right=True)
         return int(met.max())
     # So many rows in a row, wherever they lie: most are met from the last row on that a span reaches.
@@ -120,14 +124,7 @@ def rule_table(
     sizes = [rule.block_size for rule in rules if rule.block_size is not None]
     granule = min(_GRANULE_BLOCKS * min(sizes, default=_GRANULE), _GRANULE)
     around = [(start // granule * granule, min(-(-stop // granule) * granule, FAR)) for start, stop in (queries, keys)]
-    table = _table(rules, num_kv_heads, around[0], around[1], is_causal, of_queries, device)
-    if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
-        _captured.add(table)
-    return table
-
-
-_captured: set[RuleTable] = set()
-"""Tables that a CUDA graph reads whenever it is replayed: never dropped."""
+    return _table(rules, num_kv_heads, around[0], around[1], is_causal, of_queries, device)
 
 
 # One for both passes of some patterns and lengths.

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
+from dataclasses import dataclass
 
 import torch
 
@@ -10,37 +12,44 @@ from dilated_attention_pytorch.kernels.select import is_interpreted
 
 from .configurations import Configuration
 
-_chosen: dict[tuple[object, ...], Configuration] = {}
+
+@dataclass(slots=True, eq=False)
+class Choice:
+    """The configurations that a kernel may be launched with for one kind of call, and which was the fastest."""
+
+    candidates: tuple[Configuration, ...]
+    timed: Configuration | None = None
 
 
-def fastest(
-    kernel: str,
-    key: tuple[object, ...],
-    choices: tuple[Configuration, ...],
-    launch: Callable[[Configuration], None],
-) -> Configuration:
-    """The fastest of ``choices`` for calls of this key.
+@functools.cache
+def choice_of(kernel: str, candidates: tuple[Configuration, ...], *key: object) -> Choice:
+    """The one choice for calls of this key."""
+    return Choice(candidates)
 
-    The first call of a key compiles every choice and times each for some milliseconds (Triton's ``do_bench``, which
-    takes some memory to flush the device's cache with). Nothing is timed, and the first choice taken, under
-    deterministic algorithms (timings vary from run to run), in Triton's interpreter, and where a CUDA graph is captured
-    before the kind of call was timed.
+
+def fastest(choice: Choice, launch: Callable[[Configuration], None]) -> Configuration:
+    """The fastest candidate of a choice.
+
+    The first call compiles every candidate and times each for some milliseconds (Triton's ``do_bench``, which takes
+    some memory to flush the device's cache with). Nothing is timed, and the first candidate taken, under deterministic
+    algorithms (timings vary from run to run), in Triton's interpreter, and where a CUDA graph is captured before the
+    kind of call was timed.
     """
-    if len(choices) == 1 or is_interpreted() or torch.are_deterministic_algorithms_enabled():
-        return choices[0]
-    name = (kernel, choices, *key)
-    if name not in _chosen:
-        if torch.cuda.is_current_stream_capturing():
-            return choices[0]
-        _chosen[name] = min(choices, key=lambda choice: _milliseconds(launch, choice))
-    return _chosen[name]
+    first = choice.candidates[0]
+    if len(choice.candidates) == 1 or torch.are_deterministic_algorithms_enabled():
+        return first
+    if choice.timed is None:
+        if is_interpreted() or torch.cuda.is_current_stream_capturing():
+            return first
+        choice.timed = min(choice.candidates, key=lambda candidate: _milliseconds(launch, candidate))
+    return choice.timed
 
 
-def _milliseconds(launch: Callable[[Configuration], None], choice: Configuration) -> float:
+def _milliseconds(launch: Callable[[Configuration], None], candidate: Configuration) -> float:
     from triton.runtime.errors import OutOfResources
     from triton.testing import do_bench
 
     try:
-        return do_bench(lambda: launch(choice), warmup=5, rep=20)
+        return do_bench(lambda: launch(candidate), warmup=5, rep=20)
     except OutOfResources:  # a device with less shared memory than others of its capability
         return float("inf")

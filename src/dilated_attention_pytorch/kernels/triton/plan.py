@@ -1,0 +1,286 @@
+"""All that a call's launches need and that no tensor's values decide: derived once, for both passes and later calls.
+
+What changes from step to step in decoding, the ranges of positions, is apart from what does not (:class:`.Kind`): a
+step at a new position finds its kind, its tables and their bounds, and derives some integers.
+"""
+
+from __future__ import annotations
+
+import functools
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from .configurations import Configuration, candidates
+from .order import MEMBERSHIP_BITS
+from .problem import Kind, Problem, kind_of
+from .rule_table import RuleTable, rule_table
+from .sides import Side, capacity_of, layout_of, line_of, side_of, slots_of
+from .table import group_table
+from .tuning import Choice, choice_of
+
+# Keys are split where there are fewer tiles than this for each multiprocessor.
+TILES_PER_MULTIPROCESSOR = 2
+_MAX_SPLITS = 64
+
+
+class Launch(NamedTuple):
+    """What a kernel is launched with besides tensors and strides."""
+
+    grid: tuple[int, ...]
+    numbers: tuple[float, ...]
+    constants: dict[str, Any]
+
+
+class Walk(NamedTuple):
+    """The launches for tiles of one size: of the kernel that writes their runs, and of the one that walks over them."""
+
+    runs: tuple[int, int, int, int]
+    """The shape of the table of runs: heads, tiles, the most runs of a tile, the integers of a run."""
+    planning: Launch
+    computing: Launch
+
+
+class Positions(NamedTuple):
+    """The ranges of positions that a call is about."""
+
+    num_queries: int
+    num_keys: int
+    query_offset: int
+    key_offset: int
+
+    @property
+    def last(self) -> int:
+        """One past the last position of either slab."""
+        return max(self.query_offset + self.num_queries, self.key_offset + self.num_keys)
+
+    @property
+    def queries(self) -> tuple[int, int]:
+        """Number and first position."""
+        return self.num_queries, self.query_offset
+
+    @property
+    def keys(self) -> tuple[int, int]:
+        """Number and first position."""
+        return self.num_keys, self.key_offset
+
+
+@dataclass(frozen=True, eq=False)
+class KernelPlan:
+    """The launches of one kernel that computes."""
+
+    kernel: str
+    kind: Kind
+    positions: Positions
+    table: Tensor
+    """The table of groups."""
+    rules: RuleTable | None
+    """The table of rules for the tiles of this kernel."""
+    choice: Choice
+    side: Side
+    pack: int
+    """Query heads that share a tile."""
+    _walks: dict[tuple[Configuration, int], Walk] = field(default_factory=dict)
+
+    @property
+    def of_queries(self) -> bool:
+        """Whether tiles hold keys and walk over queries."""
+        return self.kernel == "key_gradient"
+
+    @functools.cached_property
+    def order(self) -> Launch:
+        """The launch that orders the rows of the side."""
+        kind, side, lengths = self.kind, self.side, self.kind.segment_lengths
+        numbers = (
+            side.num_rows, side.offset, min(len(lengths), MEMBERSHIP_BITS.value), kind.num_kv_heads,
+            lengths.index(min(lengths)), *kind.search, self.positions.last,
+        )  # fmt: skip
+        constants = {
+            "WINDOW": side.window, "PACKED": kind.num_documents is not None, "num_warps": 4, "enable_fp_fusion": True,
+        }  # fmt: skip
+        return Launch((side.num_windows, kind.num_kv_heads), numbers, constants)
+
+    @functools.cached_property
+    def num_splits(self) -> int:
+        """As many parts of every run of keys as keep the device busy where tiles are few, as in decoding."""
+        kind, chosen, num_keys = self.kind, self.choice.candidates[0], self.positions.num_keys
+        tile_rows = chosen.block_rows // self.pack
+        tiles = kind.batch_size * kind.num_heads // self.pack * -(-self.side.num_rows // tile_rows)
+        wanted = TILES_PER_MULTIPROCESSOR * kind.num_multiprocessors
+        if 2 * tiles > wanted:
+            return 1
+        longest = max(
+            (-(-min(group.segment_length, num_keys) // group.dilation_rate) for group in kind.groups), default=0
+        )
+        if self.rules is not None:
+            longest = max(longest, int(max(self.rules.others_per_row)))
+        return max(1, min(wanted // tiles, longest // (2 * chosen.block_run), _MAX_SPLITS))
+
+    def walk(self, chosen: Configuration, num_splits: int = 1) -> Walk:
+        """The launches for the blocks of a configuration, every run of keys in ``num_splits`` parts."""
+        if (chosen, num_splits) not in self._walks:
+            self._walks[chosen, num_splits] = self._derived(chosen, num_splits)
+        return self._walks[chosen, num_splits]
+
+    def _derived(self, chosen: Configuration, num_splits: int) -> Walk:
+        kind, side, rules, positions = self.kind, self.side, self.rules, self.positions
+        tile_rows = chosen.block_rows // self.pack
+        head_blocks, others = kind.ratio // self.pack, positions.keys
+        if self.of_queries:
+            head_blocks, others = 1, positions.queries
+        programs, layout = layout_of(kind, side, tile_rows, head_blocks)
+        capacity, line = capacity_of(kind, rules, side, tile_rows), line_of(kind, tile_rows)
+        num_tiles = side.num_windows * layout[-1]
+        common = {"WINDOW": side.window, "ORDERED": side.is_ordered, "LINE": line}
+        planning = Launch(
+            (num_tiles, kind.num_kv_heads),
+            (
+                side.num_rows, side.offset, *others, positions.last, len(kind.groups), len(kind.rules),
+                kind.num_kv_heads, *kind.search, 0 if rules is None else rules.longest.bit_length(), layout[-1],
+                capacity,
+            ),
+            {
+                **common, "TILE_ROWS": tile_rows, "SLOTS": slots_of(tile_rows), "CAUSAL": kind.is_causal,
+                "PACKED": kind.num_documents is not None, "PHANTOMS": kind.has_phantoms, "OF_QUERIES": self.of_queries,
+                "RULES": rules is not None, "BANDED": kind.is_banded, "num_warps": 1, "enable_fp_fusion": True,
+            },
+        )  # fmt: skip
+        sizes = (
+            kind.batch_size, positions.num_queries, positions.num_keys, kind.num_kv_heads, positions.query_offset,
+            positions.key_offset, *layout, capacity,
+        )  # fmt: skip
+        constants = {
+            **kind.constants, **common, "BLOCK_ROWS": chosen.block_rows, "BLOCK_RUN": chosen.block_run,
+            "num_warps": chosen.num_warps, "num_stages": chosen.num_stages,
+        }  # fmt: skip
+        if not self.of_queries:
+            constants["PACK"] = self.pack
+        if self.kernel == "forward":
+            constants |= {"PHANTOMS": kind.has_phantoms, "ROTATED": num_splits > 1 and bool(kind.rules)}
+            computing = Launch((programs * num_splits,), (*sizes, num_splits, *kind.factors[1:]), constants)
+        else:
+            computing = Launch((programs,), (*sizes, *kind.factors), constants)
+        return Walk((kind.num_kv_heads, num_tiles, capacity, line), planning, computing)
+
+
+@dataclass(frozen=True, eq=False)
+class LaunchPlan:
+    """The launches of calls of one kind about the same positions; each part is derived when it is asked for first."""
+
+    kind: Kind
+    positions: Positions
+
+    @functools.cached_property
+    def table(self) -> Tensor:
+        """The table of groups; where there is none, a line that no kernel reads."""
+        kind = self.kind
+        return group_table(kind.sorted_groups, kind.num_kv_heads, self.positions.last, kind.device)
+
+    @functools.cached_property
+    def rules(self) -> RuleTable | None:
+        """The table of rules for tiles of queries."""
+        return self._rules(of_queries=False)
+
+    @functools.cached_property
+    def rules_of_keys(self) -> RuleTable | None:
+        """The table of rules for tiles of keys."""
+        return self._rules(of_queries=True)
+
+    def _rules(self, *, of_queries: bool) -> RuleTable | None:
+        kind = self.kind
+        if not kind.rules:
+            return None
+        queries, keys = ((first, first + number) for number, first in (self.positions.queries, self.positions.keys))
+        return rule_table(
+            kind.rules, kind.num_kv_heads, queries, keys, is_causal=kind.is_causal, of_queries=of_queries,
+            device=kind.device,
+        )  # fmt: skip
+
+    @functools.cached_property
+    def forward(self) -> KernelPlan:
+        """Of the kernel that computes the output."""
+        pack = self.kind.packed_heads
+        choices = self.candidates("few_queries")
+        if self.positions.num_queries * pack > choices[0].block_rows:
+            choices = self.candidates("forward")
+        side = self.side(self.positions.queries, _tile_rows(choices, pack))
+        return self.kernel_plan("forward", choices, side)
+
+    @functools.cached_property
+    def query_gradient(self) -> KernelPlan:
+        """Of the kernel that computes the gradient of the queries."""
+        choices, positions = self.candidates("query_gradient"), self.positions
+        tile_rows = _tile_rows(choices, self.kind.packed_heads)
+        if positions.queries == positions.keys:
+            tile_rows += _tile_rows(self.candidates("key_gradient"), 1)
+        return self.kernel_plan("query_gradient", choices, self.side(positions.queries, tile_rows))
+
+    @functools.cached_property
+    def key_gradient(self) -> KernelPlan:
+        """Of the kernel that computes those of keys and values; on the same rows one order serves both."""
+        choices, side = self.candidates("key_gradient"), self.query_gradient.side
+        if self.positions.queries != self.positions.keys:
+            side = self.side(self.positions.keys, _tile_rows(choices, 1))
+        return self.kernel_plan("key_gradient", choices, side)
+
+    def candidates(self, kernel: str) -> tuple[Configuration, ...]:
+        """The configurations that the kernel is shipped with."""
+        kind = self.kind
+        return candidates(kernel, kind.block_d, kind.dtype.itemsize, kind.capability, kind.is_banded)
+
+    def side(self, rows: tuple[int, int], tile_rows: tuple[int, ...]) -> Side:
+        """Of the rows that tiles hold, queries or keys."""
+        return side_of(self.kind, self.rules, *rows, tile_rows)
+
+    def kernel_plan(self, kernel: str, choices: tuple[Configuration, ...], side: Side) -> KernelPlan:
+        """Of the kernel of this name with these candidates, on the tiles of a side."""
+        rules, pack = self.rules, self.kind.packed_heads
+        if kernel == "key_gradient":
+            rules, pack = self.rules_of_keys, 1
+        return KernelPlan(
+            kernel, self.kind, self.positions, self.table, rules, self._choice(kernel, choices), side, pack
+        )  # fmt: skip
+
+    def _choice(self, kernel: str, choices: tuple[Configuration, ...]) -> Choice:
+        """What decides which is fastest: the device, the numbers, the pattern, and lengths by their power."""
+        kind = self.kind
+        if len(choices) == 1:
+            return Choice(choices)
+        return choice_of(
+            kernel, choices, kind.device, kind.dtype, kind.head_dim, kind.packed_heads, kind.groups, kind.rules,
+            kind.is_causal, (kind.batch_size * kind.num_kv_heads).bit_length(),
+            self.positions.num_queries.bit_length(), self.positions.num_keys.bit_length(),
+            kind.num_documents is not None, kind.is_padded, kind.dropout_p > 0.0,
+        )  # fmt: skip
+
+
+def _tile_rows(choices: tuple[Configuration, ...], pack: int) -> tuple[int, ...]:
+    return tuple(chosen.block_rows // pack for chosen in choices)
+
+
+def plan_of(problem: Problem) -> LaunchPlan:
+    """The one plan of the calls that have shapes, dtype, device, pattern, positions and options in common.
+
+    Raises, now or when a part is asked for first:
+        NotImplementedError: positions that do not fit 32 bits.
+    """
+    query, key, boundaries = problem.query, problem.key, problem.cu_seqlens
+    num_documents = None if boundaries is None else boundaries.shape[0] - 1
+    batch_size, num_queries, num_heads, head_dim = query.shape
+    _, num_keys, num_kv_heads, _ = key.shape
+    kind = kind_of(
+        query.device, query.dtype, batch_size, num_heads, num_kv_heads, head_dim, problem.groups, problem.rules,
+        problem.is_causal, float(problem.scale), problem.dropout_p, num_documents, problem.key_padding_mask is not None,
+    )  # fmt: skip
+    plan = _plan(kind, Positions(num_queries, num_keys, problem.query_offset, problem.key_offset))
+    if kind.rules and query.is_cuda and torch.cuda.is_current_stream_capturing():
+        _captured.add(plan)
+    return plan
+
+
+# One for every layer of a model and both passes; a step of decoding makes its own, and it is small.
+_plan = functools.lru_cache(maxsize=64)(LaunchPlan)
+_captured: set[LaunchPlan] = set()
+"""Plans with tables that a CUDA graph reads whenever it is replayed: never dropped."""

@@ -1,0 +1,146 @@
+"""The operands of a call, and what calls of one kind have in common wherever they lie."""
+
+from __future__ import annotations
+
+import functools
+import math
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from dilated_attention_pytorch.patterns import DilationGroup, HeadRule
+
+from .rule_table import FAR, Range, band_of
+
+
+@dataclass(frozen=True, slots=True)
+class Problem:
+    """The operands of one call, checked; last dimensions are contiguous.
+
+    ``query`` is ``[B, N, H, D]``, ``key`` and ``value`` are ``[B, M, G, D]`` with G dividing H, all of one floating
+    dtype; ``cu_seqlens`` is int32 ``[documents + 1]``, ``key_padding_mask`` bool ``[B, M]`` and ``dropout_seed`` an
+    int64 scalar, on the same device. ``scale`` is not negative.
+    """
+
+    query: Tensor
+    key: Tensor
+    value: Tensor
+    groups: tuple[DilationGroup, ...]
+    is_causal: bool
+    scale: float
+    query_offset: int = 0
+    key_offset: int = 0
+    cu_seqlens: Tensor | None = None
+    key_padding_mask: Tensor | None = None
+    dropout_seed: Tensor | None = None
+    dropout_p: float = 0.0
+    rules: tuple[HeadRule, ...] = ()
+
+
+@dataclass(frozen=True, eq=False)
+class Kind:
+    """All that decides about the launches of a call but for the ranges of positions that it is about."""
+
+    device: torch.device
+    dtype: torch.dtype
+    batch_size: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    groups: tuple[DilationGroup, ...]
+    rules: tuple[HeadRule, ...]
+    is_causal: bool
+    scale: float
+    dropout_p: float
+    num_documents: int | None
+    """How many documents are packed; None is none."""
+    is_padded: bool
+
+    @property
+    def ratio(self) -> int:
+        """Query heads of one key/value head."""
+        return self.num_heads // self.num_kv_heads
+
+    @functools.cached_property
+    def packed_heads(self) -> int:
+        """Query heads of one key/value head that share a tile: their rows see the same keys."""
+        return largest_divisor(self.ratio, 16)
+
+    @functools.cached_property
+    def block_d(self) -> int:
+        """The width of the blocks that hold a head."""
+        return max(16, next_power_of_2(self.head_dim))
+
+    @functools.cached_property
+    def capability(self) -> tuple[int, int]:
+        """The compute capability of the device; where there is none, as in Triton's interpreter, 9.0."""
+        return torch.cuda.get_device_capability(self.device) if self.device.type == "cuda" else (9, 0)
+
+    @functools.cached_property
+    def num_multiprocessors(self) -> int:
+        """How many programs the device computes side by side."""
+        if self.device.type != "cuda":
+            return 2  # Triton's interpreter: enough that decoding splits its keys there too
+        return torch.cuda.get_device_properties(self.device).multi_processor_count
+
+    @functools.cached_property
+    def sorted_groups(self) -> tuple[DilationGroup, ...]:
+        """The groups from the densest to the sparsest: the order of rows and the table of groups count on it."""
+        return tuple(sorted(self.groups, key=lambda group: (group.dilation_rate, group.segment_length)))
+
+    @functools.cached_property
+    def segment_lengths(self) -> tuple[int, ...]:
+        """Of the sorted groups."""
+        return tuple(group.segment_length for group in self.sorted_groups)
+
+    @functools.cached_property
+    def bands(self) -> tuple[Range, ...]:
+        """The least and the largest ``t - p`` of a pair of each rule."""
+        return tuple(band_of(rule, is_causal=self.is_causal) for rule in self.rules)
+
+    @functools.cached_property
+    def is_banded(self) -> bool:
+        """Whether a rule bounds the distance of a key otherwise than the causal mask does."""
+        causal = (-FAR, 0 if self.is_causal else FAR)
+        return any(band != causal for band in self.bands)
+
+    @functools.cached_property
+    def has_phantoms(self) -> bool:
+        """Whether keys of score 0 and value 0 fill up the classes of a group."""
+        return not self.is_causal and any(group.tail == "zero_padded" for group in self.groups)
+
+    @functools.cached_property
+    def search(self) -> tuple[int, int]:
+        """Number of documents, and halvings that find one among them."""
+        return (1, 0) if self.num_documents is None else (self.num_documents, self.num_documents.bit_length())
+
+    @functools.cached_property
+    def factors(self) -> tuple[float, float, int, float]:
+        """Scale of the gradients, of the scores in base 2, and what dropout compares with and multiplies by."""
+        threshold = min(round(self.dropout_p * 2**32) - 2**31, 2**31 - 1)
+        return self.scale, self.scale * math.log2(math.e), threshold, 1.0 / (1.0 - self.dropout_p)
+
+    @functools.cached_property
+    def constants(self) -> dict[str, object]:
+        """What every kernel that computes is compiled for, whatever its blocks."""
+        return {
+            "RATIO": self.ratio, "D": self.head_dim, "BLOCK_D": self.block_d, "CAUSAL": self.is_causal,
+            "BANDED": self.is_banded, "PADDED": self.is_padded, "DROPOUT": self.dropout_p > 0.0,
+            "enable_fp_fusion": True,
+        }  # fmt: skip
+
+
+kind_of = functools.lru_cache(maxsize=64)(Kind)
+"""The one :class:`Kind` of these fields."""
+
+
+def next_power_of_2(number: int) -> int:
+    """The least power of two that is not less than a number from 1 on; Triton's own takes several microseconds."""
+    return 1 << (number - 1).bit_length()
+
+
+@functools.lru_cache(maxsize=256)
+def largest_divisor(number: int, most: int) -> int:
+    """The largest divisor of a number that is ``most`` at most."""
+    return max(divisor for divisor in range(1, min(number, most) + 1) if number % divisor == 0)
