@@ -10,7 +10,7 @@ import torch
 
 from dilated_attention_pytorch.kernels import select as selection
 
-READERS = ("ops.attend", "ops.rows", "parallel.attend")
+READERS = ("ops.attend", "ops.selected_blocks", "models.reading", "parallel.attend")
 """Modules that ask for an implementation by ``select``."""
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
