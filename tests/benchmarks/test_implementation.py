@@ -44,7 +44,7 @@ def test_native_is_taken_where_it_can_compute_and_the_rest_goes_on_as_before() -
 
 def test_auto_changes_nothing() -> None:
     assert take("auto")["float32"] == selection.select("auto", CPU, torch.float32, 64)
-    assert asked("ops.rows", "auto", torch.float32) == selection.select("auto", CPU, torch.float32, 64)
+    assert asked("models.reading", "auto", torch.float32) == selection.select("auto", CPU, torch.float32, 64)
 
 
 def test_a_limit_is_printed_and_recorded_with_its_verdict() -> None:
