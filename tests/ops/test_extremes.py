@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from typing import Any
+from typing import Any, Literal
 
 import pytest
 import torch
@@ -141,8 +141,13 @@ def test_dropout_of_large_scores_is_that_of_the_reference(name: str) -> None:
             assert float((found[index] - expected[index]).abs().max()) <= 1e-4 * max(1.0, size)
 
 
+@pytest.mark.parametrize("impl", ["aten", "native"])
 @pytest.mark.parametrize("size", [1e-6, 1e2, 1e5, 1e8])
-def test_chosen_blocks_of_any_magnitude_have_the_gradients_of_the_reference(size: float) -> None:
+def test_chosen_blocks_of_any_magnitude_have_the_gradients_of_the_reference(
+    size: float, impl: Literal["aten", "native"]
+) -> None:
+    if reason := refusal(impl, torch.device("cpu"), torch.float32, WIDTH):
+        pytest.skip(reason)
     *operands, grad = draw(torch.float32, size, size, 1.0)
     blocks = torch.tensor([[0, 2], [1, 3], [2, -1], [3, 5], [4, 4], [5, 0], [6, 1]]).expand(1, KV_HEADS, 7, 2)
     gates = torch.randn(1, KV_HEADS, 7, 2)
@@ -150,13 +155,14 @@ def test_chosen_blocks_of_any_magnitude_have_the_gradients_of_the_reference(size
     for dtype in (torch.float32, torch.float64):
         leaves = [x.to(dtype).requires_grad_() for x in (*operands, gates)]
         if dtype == torch.float32:
-            out, _ = attend_blocks(*leaves[:3], blocks, leaves[3], block_size=16, is_causal=True)
+            out, _ = attend_blocks(*leaves[:3], blocks, leaves[3], block_size=16, is_causal=True, impl=impl)
         else:
             out = dense_blocks(*leaves, blocks)
         both.append([out.detach().double(), *(x.double() for x in torch.autograd.grad(out, leaves, grad.to(dtype)))])
     for found, want, factor in zip(*both, (1.0, size, size, 1.0, 1.0), strict=True):
         assert bool(found.isfinite().all())
-        assert float((found - want).abs().max()) <= 3e-4 * max(1.0, factor)
+        # Scores of a few 1e4 lie 2e-3 apart in float32; of larger ones a row has one probability of 1.
+        assert float((found - want).abs().max()) <= (1e-3 if size == 1e2 else 3e-4) * max(1.0, factor)
 
 
 def dense_blocks(query: Tensor, key: Tensor, value: Tensor, gates: Tensor, blocks: Tensor) -> Tensor:

@@ -316,6 +316,29 @@ def test_dropout_keeps_the_mean_and_its_gradient_is_that_of_what_was_kept() -> N
     assert torch.autograd.gradcheck(call, [x.requires_grad_() for x in small.tensors])
 
 
+@needs_kernels
+def test_operands_in_storage_of_nan_give_the_same_bits() -> None:
+    @examples(30)
+    @given(cases(sizes=(5, 16, 33)))
+    def check(case: Case) -> None:
+        for dtype in (torch.float32, torch.bfloat16):
+
+            def apart(q: Tensor, k: Tensor, v: Tensor, *rest: Any, **options: Any) -> AttentionOutput:
+                tensors = []
+                for x in (q, k, v):
+                    batch, rows, heads, width = x.shape
+                    room = torch.full((batch, 2 * rows + 3, heads + 2, width + 5), math.nan, dtype=x.dtype)
+                    place = (slice(None), slice(1, 1 + 2 * rows, 2), slice(1, -1), slice(2, 2 + width))
+                    room[place] = x
+                    tensors.append(room[place])
+                return attend_blocks(*tensors, *rest, **options)
+
+            found, expected = (case.outcome(compute, dtype, impl="native") for compute in (apart, attend_blocks))
+            assert all(map(torch.equal, found, expected))
+
+    check()
+
+
 @pytest.mark.parametrize("impl", IMPLS)
 @pytest.mark.parametrize("is_gated", [False, True])
 def test_pairs_are_dropped_by_their_place_alone(is_gated: bool, impl: str) -> None:

@@ -26,11 +26,11 @@ class Backward {
         grad_query_(x.grad_query, x.of_grad_query.row, x.of_grad_query.head * partial.ratio),
         grad_key_(x.grad_key, x.of_grad_keys.row, x.of_grad_keys.head),
         grad_value_(x.grad_value, x.of_grad_keys.row, x.of_grad_keys.head), scale_(static_cast<float>(x.scale)),
-        width_(rounded_up(partial.head_dim, kPairs)), positions_(std::clamp<int64_t>(kRowsOfTile / partial.ratio, 1, longest_problem(partial))),
+        width_(rounded_up(partial.head_dim, kPairs)),
+        positions_(std::min(positions_of_tile(partial), longest_problem(partial))),
         rows_(rounded_up(positions_ * partial.ratio, kAlignment)), tiles_(tiles_of(partial, positions_)),
         most_tiles_(std::clamp<int64_t>(
-            kRowsOfChunk / rounded_up(std::max(kRowsOfTile / partial.ratio * partial.ratio, partial.ratio), kAlignment), 1,
-            tiles_.size())) {}
+            kRowsOfChunk / rounded_up(positions_of_tile(partial) * partial.ratio, kAlignment), 1, tiles_.size())) {}
 
   void run() {
     // Where domains are few, their keys are dealt out too, and every share has a gradient of the queries of its own.
@@ -109,6 +109,8 @@ class Backward {
       kept.resize(2 * kKeysOfBlock * rows_of_tile);
     }
   };
+
+  static int64_t positions_of_tile(const Partial& partial) { return std::max<int64_t>(1, kRowsOfTile / partial.ratio); }
 
   void pack_tile(const Domain& d, const Tile& tile, int64_t place, Scratch& s) const {
     const Problem& problem = p_.problems[tile.problem];
@@ -214,8 +216,8 @@ class Backward {
 
   // Scores of pairs that do not see each other become -inf. Columns are queries, `ratio` heads of each.
   void mask(const Tile& tile, int64_t first, int64_t begin, int64_t keys, int64_t run, int64_t run_end, Scratch& s) const {
-    const int64_t position = p_.position(tile);
-    const bool is_banded = position + tile.stop - tile.first - 1 + p_.low > first + run || position + p_.high < first + run_end - 1;
+    const int64_t position = p_.position(tile), last = position + tile.stop - tile.first - 1;
+    const bool is_banded = last + p_.low > first + run || position + p_.high < first + run_end - 1;
     if (!is_banded && !s.has_hidden && begin == run && begin + keys == run_end) return;
     for (int64_t x = begin; x < begin + keys; x++) {
       float* row = s.scores.data() + (x - begin) * rows_;

@@ -188,11 +188,12 @@ class Forward {
   // Adds what the tile sees of a run of a block that begins with the key `first`.
   void add(const Tile& tile, const Block& block, int64_t first, const Run& of_keys, bool is_first, Scratch& s) const {
     const int64_t rows = rows_of(tile), height = height_of(tile), head_dim = p_.head_dim;
-    const int64_t run = of_keys.begin - first, run_end = of_keys.end - first, position = p_.position(tile);
+    const int64_t run = of_keys.begin - first, run_end = of_keys.end - first;
+    const int64_t position = p_.position(tile), last = position + tile.stop - tile.first - 1;
     const int64_t begin = run / kAlignment * kAlignment, count = rounded_up(run_end - begin, kAlignment);
     const C *keys = block.factors, *values = keys + kKeysOfBlock * width_;
     multiply(height, count, width_, s.queries.data(), width_, keys + begin * kPairs, kKeysOfBlock, s.scores.data(), kKeysOfBlock, false);
-    const bool is_banded = position + tile.stop - tile.first - 1 + p_.low > first + run || position + p_.high < first + run_end - 1;
+    const bool is_banded = last + p_.low > first + run || position + p_.high < first + run_end - 1;
     const bool is_masked = is_banded || begin < run || run_end < begin + count;
     // As if it were part of the product, which is multiplied by the factor.
     const float gate = of_keys.gate == 0.0f ? 0.0f : static_cast<float>(of_keys.gate * (double{kLog2E} / factor_));

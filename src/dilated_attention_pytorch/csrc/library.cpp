@@ -17,7 +17,8 @@ using at::Tensor;
 Partial partial_of(
     int64_t head_dim, int64_t ratio, IntArrayRef geometry, IntArrayRef heads, IntArrayRef axes,
     const std::optional<Tensor>& rows, const std::optional<Tensor>& row_ends, const std::optional<Tensor>& units,
-    const std::optional<Tensor>& unit_ends, const std::optional<Tensor>& gates, const std::optional<Tensor>& grad_gates) {
+    const std::optional<Tensor>& unit_ends, const std::optional<Tensor>& gates,
+    const std::optional<Tensor>& grad_gates) {
   Partial partial{};
   for (int64_t batch = 0; batch < geometry[0]; batch++)
     for (const int64_t head : heads) partial.domains.push_back({batch, head, geometry[1], geometry[2], 0});
@@ -44,17 +45,21 @@ Partial partial_of(
   }
   const int64_t *row_end = row_ends->const_data_ptr<int64_t>(), *unit_end = unit_ends->const_data_ptr<int64_t>();
   for (int64_t i = 0, row = 0; i < row_ends->numel(); row = row_end[i++])
-    partial.problems.push_back({row_end[i] - row, rows ? 0 : row, rows ? rows->const_data_ptr<int64_t>() + row : nullptr});
+    partial.problems.push_back(
+        {row_end[i] - row, rows ? 0 : row, rows ? rows->const_data_ptr<int64_t>() + row : nullptr});
   for (int64_t i = 0, unit = 0; i < unit_ends->numel(); unit = unit_end[i++])
     partial.lists.push_back(
-        {unit_end[i] - unit, units->const_data_ptr<int64_t>() + unit, gates ? gates->const_data_ptr<float>() + unit : nullptr,
+        {unit_end[i] - unit, units->const_data_ptr<int64_t>() + unit,
+         gates ? gates->const_data_ptr<float>() + unit : nullptr,
          grad_gates ? grad_gates->mutable_data_ptr<float>() + unit : nullptr});
   if (partial.lists.size() > partial.problems.size())
     for (size_t i = 0; i < partial.domains.size(); i++) partial.domains[i].first_list = i * partial.problems.size();
   return partial;
 }
 
-bool is_empty(const Partial& partial) { return partial.domains.empty() || partial.problems.empty() || partial.num_keys == 0; }
+bool is_empty(const Partial& partial) {
+  return partial.domains.empty() || partial.problems.empty() || partial.num_keys == 0;
+}
 
 // `places`: positions of the first query and key of the slabs, and the first sequence's index in the batch.
 Masks masks_of(
@@ -80,7 +85,8 @@ void attend(
     const std::optional<Tensor>& row_ends, const std::optional<Tensor>& units, const std::optional<Tensor>& unit_ends,
     const std::optional<Tensor>& hidden, const std::optional<Tensor>& seed, double dropout_p, IntArrayRef places,
     double scale, const std::optional<Tensor>& gates) {
-  const Partial partial = partial_of(query.size(3), ratio, geometry, heads, axes, rows, row_ends, units, unit_ends, gates, {});
+  const Partial partial =
+      partial_of(query.size(3), ratio, geometry, heads, axes, rows, row_ends, units, unit_ends, gates, {});
   if (is_empty(partial)) return;
   const Place of_out{first[0], first[1]}, of_keys{first[2], first[3]};
   forward(partial, masks_of(hidden, seed, dropout_p, places, of_keys), {query, key, value, out, lse, scale, of_out, of_keys});
@@ -106,13 +112,15 @@ void attend_backward(
 }  // namespace
 }  // namespace dilated_attention
 
-#define PARTIAL                                                                                               \
-  "int[] first, int ratio, int[] geometry, int[] heads, int[] axes, Tensor? rows, Tensor? row_ends, "         \
+#define PARTIAL                                                                                                  \
+  "int[] first, int ratio, int[] geometry, int[] heads, int[] axes, Tensor? rows, Tensor? row_ends, "            \
   "Tensor? units, Tensor? unit_ends, Tensor? hidden, Tensor? seed, float dropout_p, int[] places, float scale, " \
   "Tensor? gates=None"
 
 TORCH_LIBRARY(dilated_attention_native, m) {
-  m.def("attend(Tensor query, Tensor key, Tensor value, Tensor(a!) out, Tensor(b!) lse, " PARTIAL ") -> ()", &dilated_attention::attend);
+  m.def(
+      "attend(Tensor query, Tensor key, Tensor value, Tensor(a!) out, Tensor(b!) lse, " PARTIAL ") -> ()",
+      &dilated_attention::attend);
   m.def(
       "attend_backward(Tensor grad_out, Tensor query, Tensor key, Tensor value, Tensor out, Tensor lse, Tensor? grad_lse, "
       "Tensor(a!) grad_query, Tensor(b!) grad_key, Tensor(c!) grad_value, " PARTIAL

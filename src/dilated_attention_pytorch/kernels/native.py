@@ -199,7 +199,8 @@ def _geometry_of_lists(lists: Listed, query: Tensor, key: Tensor) -> tuple[Any, 
     """As ``csrc/library.cpp`` reads it."""
     num_queries, num_keys = query.shape[1], key.shape[1]
     row_ends = (torch.arange(-(-num_queries // lists.query_block_size)) + 1) * lists.query_block_size
-    numbers = [query.shape[0], 0, 0, 0, num_keys, 1, 1, -_NO_BOUND, lists.last, lists.block_size]
+    unit = min(lists.block_size, max(1, num_keys))
+    numbers = [query.shape[0], 0, 0, 0, num_keys, 1, 1, -_NO_BOUND, lists.last, unit]
     return numbers, list(range(key.shape[2])), [], None, row_ends.clamp_(max=num_queries), lists.units, lists.ends
 
 
