@@ -225,7 +225,7 @@ class Forward {
     for (int64_t x = 0; x < count; x++) probabilities[x] = masks_.keeps(query, keys[x]) ? probabilities[x] : C(0);
   }
 
-  // Powers of two of a row's scores with their gate, less the largest so far; what earlier sums are to be multiplied by.
+  // Powers of two of a row's scores with their gate, less the largest so far; the factor of earlier sums.
   float exponentiate(float* row, C* probabilities, int64_t count, float gate, float& top, float* totals) const {
     constexpr bool is_coarse = !std::is_same_v<T, float>;
     Floats most(-kInfinity), more(-kInfinity);

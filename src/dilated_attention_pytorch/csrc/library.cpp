@@ -10,10 +10,9 @@ using at::Tensor;
 
 // How Python tells of a partial. `geometry`: sequences of the batch, first query row, first key row, queries, keys, rows
 // from query to query and from key to key, lower and upper bound of the band, keys of a unit. `axes`: of every axis its
-// size, and by how many query rows, key rows and heads its domains are apart. With lists, `rows`
-// and `units` are those of all problems, one after the other, and `row_ends` and `unit_ends` tell where each ends. Without
-// `rows` problems follow each other. Units are those of every domain, or of one after the other, with `gates` if they
-// have any.
+// size, and by how many query rows, key rows and heads its domains are apart. With lists, `rows` and `units` are those of
+// all problems, one after the other, and `row_ends` and `unit_ends` tell where each ends. Without `rows`, problems follow
+// each other. Units are those of every domain, or of one domain after the other, with `gates` if they have any.
 Partial partial_of(
     int64_t head_dim, int64_t ratio, IntArrayRef geometry, IntArrayRef heads, IntArrayRef axes,
     const std::optional<Tensor>& rows, const std::optional<Tensor>& row_ends, const std::optional<Tensor>& units,
