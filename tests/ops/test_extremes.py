@@ -52,6 +52,11 @@ def counts_of(pattern: Pattern, *, is_causal: bool, mask: Tensor | None = None) 
     return counts if mask is None else counts * ~mask[:, None, None]
 
 
+def skip_unless_here(impl: str) -> None:
+    if reason := refusal(impl, torch.device("cpu"), torch.float32, WIDTH):
+        pytest.skip(reason)
+
+
 def results(operands: list[Tensor], pattern: Pattern, **options: Any) -> list[Tensor]:
     *leaves, grad = (x.clone() for x in operands)
     leaves = [x.requires_grad_() for x in leaves]
@@ -133,7 +138,7 @@ def test_dropout_of_large_scores_is_that_of_the_reference(name: str) -> None:
         operands = draw(torch.float32, size, size, 1.0)
         found, expected = (
             results(x, PATTERNS[name], dropout_p=0.4, is_causal=True, impl=impl)
-            for x, impl in ((operands, "aten"), ([x.double() for x in operands], "reference"))
+            for x, impl in ((operands, "auto"), ([x.double() for x in operands], "reference"))
         )
         for index in (0, 4):
             torch.testing.assert_close(found[index].double(), expected[index], rtol=1e-4, atol=1e-4)
@@ -146,8 +151,7 @@ def test_dropout_of_large_scores_is_that_of_the_reference(name: str) -> None:
 def test_chosen_blocks_of_any_magnitude_have_the_gradients_of_the_reference(
     size: float, impl: Literal["aten", "native"]
 ) -> None:
-    if reason := refusal(impl, torch.device("cpu"), torch.float32, WIDTH):
-        pytest.skip(reason)
+    skip_unless_here(impl)
     *operands, grad = draw(torch.float32, size, size, 1.0)
     blocks = torch.tensor([[0, 2], [1, 3], [2, -1], [3, 5], [4, 4], [5, 0], [6, 1]]).expand(1, KV_HEADS, 7, 2)
     gates = torch.randn(1, KV_HEADS, 7, 2)
@@ -159,10 +163,14 @@ def test_chosen_blocks_of_any_magnitude_have_the_gradients_of_the_reference(
         else:
             out = dense_blocks(*leaves, blocks)
         both.append([out.detach().double(), *(x.double() for x in torch.autograd.grad(out, leaves, grad.to(dtype)))])
+    # A score has an error of its own rounding, which is the relative error of its probability; where scores are so large
+    # that this is more than 1, a row has one probability of 1 and the others vanish.
+    largest = float(math.prod(x.detach().norm(dim=-1).max() for x in operands[:2]) * WIDTH**-0.5)
+    rounding = torch.finfo(torch.float32).eps * largest / 4
+    tolerance = max(3e-4, rounding if rounding < 0.1 else 0.0)
     for found, want, factor in zip(*both, (1.0, size, size, 1.0, 1.0), strict=True):
         assert bool(found.isfinite().all())
-        # Scores of a few 1e4 lie 2e-3 apart in float32; of larger ones a row has one probability of 1.
-        assert float((found - want).abs().max()) <= (1e-3 if size == 1e2 else 3e-4) * max(1.0, factor)
+        assert float((found - want).abs().max()) <= tolerance * max(1.0, factor)
 
 
 def dense_blocks(query: Tensor, key: Tensor, value: Tensor, gates: Tensor, blocks: Tensor) -> Tensor:
@@ -211,16 +219,18 @@ def check_reach(found: list[Tensor], clean: list[Tensor], bad_rows: Tensor, reac
     ("name", "is_packed"),
     [*((name, False) for name in ("dilated", "window", "blocks", "sum")), ("dilated", True), ("sum", True)],
 )
+@pytest.mark.parametrize("impl", ["aten", "native"])
 def test_what_is_not_finite_reaches_the_rows_and_keys_that_are_in_relation_with_it_alone(
-    name: str, is_causal: bool, is_packed: bool
+    impl: str, name: str, is_causal: bool, is_packed: bool
 ) -> None:
+    skip_unless_here(impl)
     pattern = PATTERNS[name]
     counts = counts_of(pattern, is_causal=is_causal)
     if is_packed:
         positions = [torch.arange(b - a) for a, b in zip(BOUNDARIES.tolist(), BOUNDARIES.tolist()[1:], strict=False)]
         parts = [pattern.counts(p, p, KV_HEADS, is_causal=is_causal) for p in positions]
         counts = torch.stack([torch.block_diag(*(part[head] for part in parts)) for head in range(KV_HEADS)])[None]
-    options = {"is_causal": is_causal, "cu_seqlens": BOUNDARIES if is_packed else None}
+    options = {"is_causal": is_causal, "cu_seqlens": BOUNDARIES if is_packed else None, "impl": impl}
     for index, value in enumerate(VALUES):
         for kind in range(4):  # query, key, value, gradient of the output
             operands = draw(torch.float32, 1.0, 1.0, 1.0)
@@ -242,8 +252,9 @@ def test_what_is_not_finite_reaches_the_rows_and_keys_that_are_in_relation_with_
                 assert bool(found[0][bad_rows].isnan().all()), "it does reach what sees it"
 
 
-@pytest.mark.parametrize("impl", ["aten", "reference"])
+@pytest.mark.parametrize("impl", ["aten", "native", "reference"])
 def test_nothing_that_lies_at_a_padded_key_reaches_a_result_or_a_gradient(impl: str) -> None:
+    skip_unless_here(impl)
     for pattern in (PATTERNS["dilated"], PATTERNS["sum"], PATTERNS["blocks"]):
         mask = torch.arange(ROWS)[None] % 4 == 2
         operands = draw(torch.float32, 1.0, 1.0, 1.0)

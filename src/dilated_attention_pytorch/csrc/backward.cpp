@@ -41,7 +41,8 @@ class Backward {
     const int64_t whole = p_.has_gates() ? rounded_up(kKeysOfBlock, p_.unit) : kKeysOfBlock;
     const int64_t keys_of_split = rounded_up((p_.num_keys + splits - 1) / splits, whole);
     const int64_t of_tile = rows_ * p_.head_dim;
-    std::vector<float> shares(splits > 1 ? num_domains * splits * most_tiles_ * of_tile : 0);
+    Buffer<float> memory;
+    float* shares = memory.at_least(splits > 1 ? num_domains * splits * most_tiles_ * of_tile : 0);
     for (int64_t first = 0; first < num_tiles; first += most_tiles_) {
       const int64_t tiles = std::min(most_tiles_, num_tiles - first);
       for_each_piece(num_domains * splits, [&](const auto& next) {
@@ -49,7 +50,7 @@ class Backward {
         for (int64_t piece; (piece = next()) >= 0;) {
           const Domain& domain = p_.domains[piece / splits];
           const int64_t begin = piece % splits * keys_of_split, end = std::min(begin + keys_of_split, p_.num_keys);
-          float* grads = splits == 1 ? scratch.grad_queries.data() : shares.data() + piece * tiles * of_tile;
+          float* grads = splits == 1 ? scratch.grad_queries.data() : shares + piece * tiles * of_tile;
           std::fill_n(grads, tiles * of_tile, 0.0f);
           add(domain, begin, end, first, tiles, grads, scratch);
           if (splits > 1) continue;
@@ -65,7 +66,7 @@ class Backward {
           const int64_t domain = piece / tiles, tile = piece % tiles;
           for (int64_t split = 0; split < splits; split++)
             add_to_queries(
-                p_.domains[domain], tiles_[first + tile], shares.data() + ((domain * splits + split) * tiles + tile) * of_tile,
+                p_.domains[domain], tiles_[first + tile], shares + ((domain * splits + split) * tiles + tile) * of_tile,
                 lines.data());
         }
       });

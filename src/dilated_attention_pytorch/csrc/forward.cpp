@@ -32,19 +32,19 @@ class Forward {
     const int64_t of_block = kKeysOfBlock * (width_ + p_.head_dim), bytes = blocks_of_domain * of_block * sizeof(C);
     const int64_t together = std::clamp<int64_t>(kPackedBytes / bytes, 1, num_domains);
     std::vector<Block> packed(together * blocks_of_domain);
-    std::vector<C> memory;
+    Buffer<C> memory;
     for (int64_t begin = 0; begin < p_.num_keys; begin += window) {
       const int64_t end = std::min(begin + window, p_.num_keys), blocks = (end - begin + kKeysOfBlock - 1) / kKeysOfBlock;
       for (int64_t start = 0; start < num_domains; start += together) {
         const int64_t some = std::min(together, num_domains - start);
         const std::vector<int64_t> places = seen_blocks(start, some, blocks, blocks_of_domain);
         for (Block& block : packed) block.is_hidden = true;
-        memory.resize(std::max<size_t>(memory.size(), places.size() * of_block));
+        C* factors = memory.at_least(places.size() * of_block);
         for_each_piece(places.size(), [&](const auto& next) {
           std::vector<C> rows(kKeysOfBlock * width_);
           for (int64_t piece; (piece = next()) >= 0;) {
             Block& block = packed[places[piece]];
-            block.factors = memory.data() + piece * of_block;
+            block.factors = factors + piece * of_block;
             const int64_t domain = start + places[piece] / blocks_of_domain, first = places[piece] % blocks_of_domain;
             pack(p_.domains[domain], begin + first * kKeysOfBlock, end, rows.data(), block);
           }

@@ -23,6 +23,9 @@ class Rows {
 
   T* at(int64_t batch, int64_t row, int64_t head) const { return data_ + batch * batch_ + row * row_ + head * head_; }
 
+  // Elements from one row to the next.
+  int64_t row_stride() const { return row_; }
+
  private:
   T* data_;
   int64_t batch_, row_, head_;

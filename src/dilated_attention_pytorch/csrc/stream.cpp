@@ -8,9 +8,10 @@ namespace {
 constexpr int64_t kKeysOfChunk = 512;  // one piece of work
 constexpr int64_t kColumns = kRowsOfStream;
 
-// Few queries and many keys, as in a step of decoding: keys and values are read once, and copied row by row, a chunk at
-// a time; keys are not transposed. Scores are computed transposed, [keys, queries], with keys as the left operand.
-// Every chunk of keys has sums of its own, which are added up in their order.
+// Few queries and many keys, as in a step of decoding: keys and values are read once, where they lie if they are of the
+// dtype of products, else copied row by row, a chunk at a time; keys are not transposed. Scores are computed transposed,
+// [keys, queries], with keys as the left operand. Every chunk of keys has sums of its own, which are added up in their
+// order.
 template <class T>
 class Stream {
   using C = Factor<T>;
@@ -25,19 +26,20 @@ class Stream {
   void run() {
     const int64_t num_domains = p_.domains.size(), chunks = (p_.num_keys + kKeysOfChunk - 1) / kKeysOfChunk;
     const int64_t of_chunk = kColumns * (p_.head_dim + 2);
-    std::vector<float> sums(num_domains * chunks * of_chunk);
+    Buffer<float> memory;
+    float* sums = memory.at_least(num_domains * chunks * of_chunk);
     for_each_piece(num_domains * chunks, [&](const auto& next) {
       Scratch scratch(width_, p_.head_dim);
       for (int64_t piece; (piece = next()) >= 0;) {
         const int64_t first = piece % chunks * kKeysOfChunk, stop = std::min(first + kKeysOfChunk, p_.num_keys);
-        add(p_.domains[piece / chunks], first, stop, sums.data() + piece * of_chunk, scratch);
+        add(p_.domains[piece / chunks], first, stop, sums + piece * of_chunk, scratch);
       }
       at::native::cpublas::brgemm_release(kPairs == 2);
     });
     for_each_piece(num_domains, [&](const auto& next) {
       std::vector<float> line(p_.head_dim);
       for (int64_t domain; (domain = next()) >= 0;)
-        for (int64_t r = 0; r < rows_; r++) merge(p_.domains[domain], r, sums.data() + domain * chunks * of_chunk, chunks, line);
+        for (int64_t r = 0; r < rows_; r++) merge(p_.domains[domain], r, sums + domain * chunks * of_chunk, chunks, line);
     });
   }
 
@@ -57,13 +59,39 @@ class Stream {
     for (int64_t r = 0; r < rows_; r++)
       convert(query_.at(d.batch, row_of(d, r), d.head * p_.ratio + r % p_.ratio), s.queries.data() + r * width_, head_dim);
     pack_transposed(s.queries.data(), width_, s.queries_t.data(), kColumns, kColumns, width_);
-    copy(key_, d, first, count, keys, width_, s.rows.data());
-    multiply(keys, kColumns, width_, s.rows.data(), width_, s.queries_t.data(), kColumns, s.scores.data(), kColumns, false);
+    const bool is_whole = count == kKeysOfChunk && !hides_any(d, first, stop);
+    const Matrix of_keys = rows_of(key_, d, first, count, keys, width_, is_whole, s);
+    multiply(keys, kColumns, width_, of_keys.data, of_keys.ld, s.queries_t.data(), kColumns, s.scores.data(), kColumns, false);
     mask(d, first, count, keys, s.scores.data());
     exponentiate(keys, sums + kColumns * head_dim, s);
-    copy(value_, d, first, count, keys, head_dim, s.rows.data());
-    pack_rows(s.rows.data(), head_dim, s.values.data(), keys, head_dim);
-    multiply(rows_, head_dim, keys, probabilities_of(s), kKeysOfChunk, s.values.data(), head_dim, sums, head_dim, false);
+    Matrix of_values = rows_of(value_, d, first, count, keys, head_dim, is_whole, s);
+    if constexpr (kPairs == 2) {
+      pack_rows(of_values.data, of_values.ld, s.values.data(), keys, head_dim);
+      of_values = {s.values.data(), head_dim};
+    }
+    multiply(rows_, head_dim, keys, probabilities_of(s), kKeysOfChunk, of_values.data, of_values.ld, sums, head_dim, false);
+  }
+
+  struct Matrix {
+    const C* data;
+    int64_t ld;
+  };
+
+  // Rows of keys or values where they lie, if all of a chunk are seen and nothing is to be converted; else a copy.
+  Matrix rows_of(
+      const Rows<const T>& from, const Domain& d, int64_t first, int64_t count, int64_t keys, int64_t width, bool is_whole,
+      Scratch& s) const {
+    if constexpr (std::is_same_v<T, C>)
+      if (is_whole && width == p_.head_dim)
+        return {from.at(d.batch, p_.key_row(d, first), d.head), from.row_stride() * p_.key_step};
+    copy(from, d, first, count, keys, width, s.rows.data());
+    return {s.rows.data(), width};
+  }
+
+  bool hides_any(const Domain& d, int64_t first, int64_t stop) const {
+    for (int64_t x = first; x < stop && masks_.hidden; x++)
+      if (masks_.hides(d, p_.key_row(d, x))) return true;
+    return false;
   }
 
   int64_t row_of(const Domain& d, int64_t r) const { return p_.query_row(d, p_.problems[0], r / p_.ratio); }
@@ -123,7 +151,11 @@ class Stream {
   void merge(const Domain& d, int64_t r, const float* sums, int64_t chunks, std::vector<float>& line) const {
     const int64_t head_dim = p_.head_dim, of_chunk = kColumns * (head_dim + 2);
     float top = -kInfinity, total = 0.0f;
-    for (int64_t chunk = 0; chunk < chunks; chunk++) top = std::max(top, sums[chunk * of_chunk + kColumns * head_dim + r]);
+    for (int64_t chunk = 0; chunk < chunks; chunk++) {
+      const float of_top = sums[chunk * of_chunk + kColumns * head_dim + r];
+      if (!(of_top <= top)) top = of_top;  // a NaN is the largest
+      if (std::isnan(top)) break;
+    }
     if (top == -kInfinity) return;  // it sees none of these keys
     std::fill(line.begin(), line.end(), 0.0f);
     for (int64_t chunk = 0; chunk < chunks; chunk++, sums += of_chunk) {

@@ -9,6 +9,7 @@
 #include <cmath>
 #include <cstdint>
 #include <limits>
+#include <memory>
 #include <type_traits>
 
 namespace dilated_attention {
@@ -34,6 +35,20 @@ using Factor = float;
 // Rows of bfloat16 lie in pairs for the right operand of a product.
 template <class C>
 constexpr int64_t kPair = std::is_same_v<C, BFloat16> ? 2 : 1;
+
+// Numbers that are not set yet: their memory is touched first by the threads that write to it.
+template <class T>
+class Buffer {
+ public:
+  T* at_least(int64_t size) {
+    if (size > size_) data_.reset(new T[size_ = size]);
+    return data_.get();
+  }
+
+ private:
+  std::unique_ptr<T[]> data_;
+  int64_t size_ = 0;
+};
 
 inline int64_t rounded_up(int64_t number, int64_t step) { return (number + step - 1) / step * step; }
 
