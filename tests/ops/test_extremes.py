@@ -163,8 +163,8 @@ def test_chosen_blocks_of_any_magnitude_have_the_gradients_of_the_reference(
         else:
             out = dense_blocks(*leaves, blocks)
         both.append([out.detach().double(), *(x.double() for x in torch.autograd.grad(out, leaves, grad.to(dtype)))])
-    # A score has an error of its own rounding, which is the relative error of its probability; where scores are so large
-    # that this is more than 1, a row has one probability of 1 and the others vanish.
+    # A score has an error of its own rounding, which is the relative error of its probability. Where scores are so
+    # large that this is more than 1, a row has one probability of 1 and the others vanish.
     largest = float(math.prod(x.detach().norm(dim=-1).max() for x in operands[:2]) * WIDTH**-0.5)
     rounding = torch.finfo(torch.float32).eps * largest / 4
     tolerance = max(3e-4, rounding if rounding < 0.1 else 0.0)

@@ -11,8 +11,7 @@ from torch.nn import functional
 
 from dilated_attention_pytorch.ops import attend_blocks, attend_with_lse, merge
 from dilated_attention_pytorch.ops.autocast import without_autocast
-from dilated_attention_pytorch.ops.selected_blocks import check_size
-from dilated_attention_pytorch.ops.validation import check_call, check_dropout
+from dilated_attention_pytorch.ops.validation import check_call, check_dropout, check_size
 from dilated_attention_pytorch.patterns import Pattern, local_window
 from dilated_attention_pytorch.precision import accumulation_dtype
 

@@ -20,7 +20,7 @@ from .autocast import cast_by_autocast, without_autocast
 from .derivatives import attend_operands, gradients, refuse_tangents
 from .merge import AttentionOutput
 from .prepare import as_rows, with_scale, without_padding
-from .validation import check_call
+from .validation import check_block_numbers, check_blocks, check_call, check_size
 from .weighted_sum import Axis, Factor, Operands, Operators, factors_of
 
 BlocksImpl = Literal["auto", "native", "aten"]
@@ -96,7 +96,7 @@ def attend_blocks(
     query_block_size = block_size if query_block_size is None else query_block_size
     check_size("block_size", block_size)
     check_size("query_block_size", query_block_size)
-    _check_blocks(query, key, blocks, log_gates, block_size, query_block_size)
+    check_blocks(query, key, blocks, log_gates, block_size, query_block_size)
     query, key, value = cast_by_autocast(query, key, value)
     chosen = _chosen(impl, query, block_size)
     seed = torch.randint(2**62, (), device=query.device) if dropout_p > 0.0 else None
@@ -114,49 +114,6 @@ def _chosen(impl: str, query: Tensor, block_size: int) -> str:
         return "aten"
     chosen = select(impl, query.device, query.dtype, query.shape[-1])
     return chosen if chosen == "native" else "aten"
-
-
-def check_size(name: str, number: int, *, least: int = 1) -> None:
-    """Raise unless ``number`` is an integer of at least ``least``."""
-    if isinstance(number, bool) or not isinstance(number, int):
-        raise TypeError(f"{name} must be an integer, got {number!r} of type {type(number).__name__}")
-    if number < least:
-        raise ValueError(f"{name} must be at least {least}, got {number}")
-
-
-def _check_blocks(
-    query: Tensor, key: Tensor, blocks: Tensor, log_gates: Tensor | None, block_size: int, query_block_size: int
-) -> None:
-    if not isinstance(blocks, Tensor) or blocks.dtype != torch.int64:
-        kind = blocks.dtype if isinstance(blocks, Tensor) else type(blocks).__name__
-        raise TypeError(f"blocks must be an int64 tensor [B, G, query blocks, k] of block numbers, got {kind}")
-    expected = (key.shape[0], key.shape[2], -(-query.shape[1] // query_block_size))
-    if blocks.dim() != 4 or tuple(blocks.shape[:3]) != expected or blocks.shape[3] == 0:
-        raise ValueError(
-            f"blocks must have the shape [B, G, query blocks, k] = {[*expected, 'k >= 1']} for {query.shape[1]} query "
-            f"rows in blocks of {query_block_size}, got {tuple(blocks.shape)}"
-        )
-    if blocks.device != query.device:
-        raise ValueError(f"blocks must be on query's device {query.device}, got {blocks.device}")
-    if log_gates is not None:
-        if not isinstance(log_gates, Tensor) or not log_gates.is_floating_point():
-            kind = log_gates.dtype if isinstance(log_gates, Tensor) else type(log_gates).__name__
-            raise TypeError(f"log_gates must be a floating tensor of the shape of blocks, or None, got {kind}")
-        if log_gates.shape != blocks.shape or log_gates.device != blocks.device:
-            raise ValueError(
-                f"log_gates must have the shape and device of blocks, {tuple(blocks.shape)} on {blocks.device}, got "
-                f"{tuple(log_gates.shape)} on {log_gates.device}"
-            )
-
-
-def _check_numbers(blocks: Tensor, num_keys: int, block_size: int) -> None:
-    if blocks.is_cpu and blocks.numel():
-        num_blocks, least, most = -(-num_keys // block_size), int(blocks.min()), int(blocks.max())
-        if least < -1 or most >= num_blocks:
-            raise ValueError(
-                f"blocks must hold numbers of the {num_blocks} key blocks of {block_size} positions, or -1 for none, "
-                f"got {least} to {most}"
-            )
 
 
 def _inputs(
@@ -221,7 +178,7 @@ def _attend_blocks(
 ) -> tuple[Tensor, Tensor]:
     """Output and log-sum-exp; see :func:`attend_blocks`."""
     refuse_tangents(query, key, value, log_gates)
-    _check_numbers(blocks, key.shape[1], block_size)
+    check_block_numbers(blocks, key.shape[1], block_size)
     inputs = _inputs(
         query, key, value, blocks, log_gates, key_padding_mask, dropout_seed, block_size, query_block_size, is_causal,
         scale, query_offset, dropout_p, impl,

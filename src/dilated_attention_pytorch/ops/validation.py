@@ -218,3 +218,48 @@ def documents_of(cu_seqlens: Tensor | None, num_rows: int) -> tuple[int, ...] | 
     if any(end < start for start, end in itertools.pairwise(boundaries)):
         raise ValueError(f"cu_seqlens must not decrease, got {list(boundaries)}")
     return boundaries
+
+
+def check_size(name: str, number: int, *, least: int = 1) -> None:
+    """Raise unless ``number`` is an integer of at least ``least``."""
+    if isinstance(number, bool) or not isinstance(number, int):
+        raise TypeError(f"{name} must be an integer, got {number!r} of type {type(number).__name__}")
+    if number < least:
+        raise ValueError(f"{name} must be at least {least}, got {number}")
+
+
+def check_blocks(
+    query: Tensor, key: Tensor, blocks: Tensor, log_gates: Tensor | None, block_size: int, query_block_size: int
+) -> None:
+    """Raise what is wrong with the lists and gates of :func:`attend_blocks`, but for the numbers of blocks."""
+    if not isinstance(blocks, Tensor) or blocks.dtype != torch.int64:
+        kind = blocks.dtype if isinstance(blocks, Tensor) else type(blocks).__name__
+        raise TypeError(f"blocks must be an int64 tensor [B, G, query blocks, k] of block numbers, got {kind}")
+    expected = (key.shape[0], key.shape[2], -(-query.shape[1] // query_block_size))
+    if blocks.dim() != 4 or tuple(blocks.shape[:3]) != expected or blocks.shape[3] == 0:
+        raise ValueError(
+            f"blocks must have the shape [B, G, query blocks, k] = {[*expected, 'k >= 1']} for {query.shape[1]} query "
+            f"rows in blocks of {query_block_size}, got {tuple(blocks.shape)}"
+        )
+    if blocks.device != query.device:
+        raise ValueError(f"blocks must be on query's device {query.device}, got {blocks.device}")
+    if log_gates is not None:
+        if not isinstance(log_gates, Tensor) or not log_gates.is_floating_point():
+            kind = log_gates.dtype if isinstance(log_gates, Tensor) else type(log_gates).__name__
+            raise TypeError(f"log_gates must be a floating tensor of the shape of blocks, or None, got {kind}")
+        if log_gates.shape != blocks.shape or log_gates.device != blocks.device:
+            raise ValueError(
+                f"log_gates must have the shape and device of blocks, {tuple(blocks.shape)} on {blocks.device}, got "
+                f"{tuple(log_gates.shape)} on {log_gates.device}"
+            )
+
+
+def check_block_numbers(blocks: Tensor, num_keys: int, block_size: int) -> None:
+    """Raise unless blocks on the CPU are numbers of key blocks or -1."""
+    if blocks.is_cpu and blocks.numel():
+        num_blocks, least, most = -(-num_keys // block_size), int(blocks.min()), int(blocks.max())
+        if least < -1 or most >= num_blocks:
+            raise ValueError(
+                f"blocks must hold numbers of the {num_blocks} key blocks of {block_size} positions, or -1 for none, "
+                f"got {least} to {most}"
+            )

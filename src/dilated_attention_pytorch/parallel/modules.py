@@ -9,7 +9,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from dilated_attention_pytorch.nn import DilatedAttention, MultiheadDilatedAttention
-from dilated_attention_pytorch.ops.selected_blocks import check_size
+from dilated_attention_pytorch.ops.validation import check_size
 from dilated_attention_pytorch.planning import Layout
 
 from .attend import attend, check_strategy
