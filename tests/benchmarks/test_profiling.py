@@ -22,7 +22,7 @@ def profiled(output: Path, **options: object) -> str:
 
 
 def test_it_says_where_time_and_memory_go(tmp_path: Path) -> None:
-    said = profiled(tmp_path, backward=True)
+    said = profiled(tmp_path, backward=True, contestant="ours, aten")
     for words in ("_scaled_dot_product_flash_attention_for_cpu_backward", "memory beyond the operands", "trace.json"):
         assert words in said
     assert {path.name for path in tmp_path.iterdir()} == {"trace.json", "memory.png", "profile.json"}

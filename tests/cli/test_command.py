@@ -165,7 +165,7 @@ def test_bench_prints_times_and_writes_results_and_plots(tmp_path: Path, capsys:
 
 
 def test_profile_prints_the_operators_and_writes_a_trace(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    main(["profile", "--rows", "300", "--backward", "--output", str(tmp_path / "new")])
+    main(["profile", "--rows", "300", "--backward", "--contestant", "ours, aten", "--output", str(tmp_path / "new")])
     said = capsys.readouterr().out
     assert "_scaled_dot_product_flash_attention_for_cpu" in said
     assert (tmp_path / "new" / "trace.json").exists()
