@@ -7,6 +7,7 @@ import platform
 import stat
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -22,6 +23,7 @@ from dilated_attention_pytorch.kernels.compilation import (
     library_path,
     refusal,
 )
+from dilated_attention_pytorch.kernels.select import select
 from processes import run_whole
 
 HANG_SECONDS = 120.0
@@ -29,11 +31,20 @@ CAPABILITY = torch.backends.cpu.get_cpu_capability()
 
 
 @pytest.fixture(autouse=True)
-def _nothing_is_compiled(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def _nothing_is_compiled(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     monkeypatch.delenv(compilation.NO_BUILD, raising=False)
     monkeypatch.setattr(platform, "machine", lambda: "x86_64")
     monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda: "AVX2")
+    forget()
+    yield
+    forget()
+
+
+def forget() -> None:
+    """What this process knows of the kernels of this machine."""
+    compilation.load.cache_clear()
+    compilation._is_loaded.cache_clear()
 
 
 def compiler(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, body: str) -> Path:
@@ -109,9 +120,9 @@ def test_no_compiler_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
         library_path()
     assert "no C++ compiler" in str(refusal())
     q = torch.randn(1, 8, 2, 16)
-    compilation.load.cache_clear()
     with pytest.raises(NotImplementedError, match=r"impl='native' cannot compute this call: no C\+\+ compiler"):
         attend(q, q, q, local_window(3), impl="native")
+    assert select("auto", q.device, q.dtype, 16) == "aten"
     torch.testing.assert_close(
         attend(q, q, q, local_window(3)), attend(q, q, q, local_window(3), impl="reference"), rtol=1e-5, atol=1e-5
     )

@@ -158,7 +158,7 @@ def test_every_refusal_is_a_sentence(monkeypatch: pytest.MonkeyPatch) -> None:
     assert "pip install triton" in str(refusal("triton", cuda, torch.bfloat16, 64))
 
 
-def test_auto_takes_triton_where_it_can_run(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_auto_takes_our_own_kernels_where_they_can_run(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TRITON_INTERPRET", "0")
     capability = [(9, 0)]
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: capability[0])
@@ -166,7 +166,10 @@ def test_auto_takes_triton_where_it_can_run(monkeypatch: pytest.MonkeyPatch) -> 
     assert select("auto", cuda, torch.bfloat16, 64) == "triton"
     assert select("auto", cuda, torch.float64, 64) == "aten"
     assert select("auto", cuda, torch.bfloat16, 512) == "aten"
-    assert select("auto", cpu, torch.bfloat16, 64) == "aten"
+    assert select("auto", cpu, torch.float64, 64) == "aten"
+    assert select("auto", cpu, torch.bfloat16, 257) == "aten"
+    is_native = refusal("native", cpu, torch.bfloat16, 64) is None
+    assert select("auto", cpu, torch.bfloat16, 64) == ("native" if is_native else "aten")
     capability[0] = (7, 0)
     assert select("auto", cuda, torch.float16, 64) == "aten"
     with pytest.raises(NotImplementedError, match=r"this GPU has 7\.0"):
