@@ -73,6 +73,19 @@ def test_cached_equals_naive_across_every_boundary(make_model: Any, pattern: str
 
 
 @pytest.mark.parametrize("pattern", PATTERNS)
+@pytest.mark.parametrize("chunks", ["one chunk", "mixed"])
+@torch.no_grad()
+def test_cached_equals_naive_in_float32_too(make_model: Any, pattern: str, chunks: str) -> None:
+    """In float32 other kernels compute than in float64: the package's own, where they can."""
+    model, ids = make_model(**PATTERNS[pattern]), torch.randint(29, (2, LENGTH))
+    want = model(ids)
+    model = model.float()
+    cache = LongNetCache(model.config)
+    logits = torch.cat([model(chunk, cache=cache) for chunk in ids.split(CHUNKS[chunks], dim=1)], dim=1)
+    torch.testing.assert_close(logits.double(), want, atol=1e-5, rtol=0)
+
+
+@pytest.mark.parametrize("pattern", PATTERNS)
 @pytest.mark.parametrize("chunks", ["token by token", "mixed"])
 @torch.no_grad()
 def test_cached_rows_are_exactly_those_alive(make_model: Any, pattern: str, chunks: str) -> None:
@@ -249,6 +262,8 @@ def test_rules_over_a_cache_equal_naive_attention(pattern: str, chunks: str) -> 
     out, _ = by_cache(RULES[pattern], text(), chunks)
     expected = attend(*text(), RULES[pattern], is_causal=True, impl="reference")
     torch.testing.assert_close(out, expected, atol=TOLERANCE, rtol=0)
+    in_float32, _ = by_cache(RULES[pattern], [x.float() for x in text()], chunks)
+    torch.testing.assert_close(in_float32.double(), expected, atol=1e-5, rtol=0)
 
 
 @pytest.mark.parametrize("pattern", RULES)
