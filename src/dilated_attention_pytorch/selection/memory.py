@@ -11,9 +11,14 @@ from .hardware import Hardware
 from .workload import Workload
 
 _SCRATCH_OF_A_THREAD = 8 << 20
-"""Blocks of scores and sums that are kept for every thread: by matrix products two of half a million scores."""
+"""Blocks of scores and sums of every thread: by matrix products two of half a million scores."""
+_NATIVE_BYTES_OF_A_COLUMN = 144 << 10
+"""What a thread of the native kernels holds beside, by column of a head: 4,096 packed query rows, their gradients, and
+its shares of them where keys are dealt out."""
+_NATIVE_PACKED = 32 << 20
+"""Keys that the native kernels have packed at a time."""
 _BLOCK_SCORES = 1 << 21
-"""Scores that one block of a dropped call writes out (``kernels/blockwise.py``)."""
+"""Scores that one block of a dropped call writes out (``kernels/products.py``)."""
 _BLOCK_BYTES = 96
 """Bytes a score of such a block: scores, products, factors, and the 64-bit numbers that they are drawn from."""
 _KEPT = 2
@@ -44,7 +49,7 @@ class Bytes:
 
 
 def peak_bytes(pattern: Pattern, workload: Workload, hardware: Hardware) -> Bytes:
-    """An upper bound of what one call takes at once, operands included, by ``impl="aten"`` or ``"triton"``.
+    """An upper bound of what one call takes at once, operands included, whichever implementation computes it.
 
     With E_q = B N H D and E_k = B N G D elements of i bytes, R = B N H rows and a bytes of an accumulator: operands
     ``(E_q + 2 E_k) i`` (and E_q i for the gradient of the output), results ``E_q i + R a`` (and the gradients
@@ -62,7 +67,11 @@ def peak_bytes(pattern: Pattern, workload: Workload, hardware: Hardware) -> Byte
         results += (query + 2 * key) * i
     tile = tiling(pattern, workload).elements
     temporaries = _KEPT * (tile * _bytes_of_an_element(workload) + 6 * tile // workload.head_dim * a)
-    temporaries += _SCRATCH_OF_A_THREAD * (hardware.processors if hardware.kind == "cpu" else 1)
+    if hardware.kind == "cpu":
+        of_thread = _SCRATCH_OF_A_THREAD + _NATIVE_BYTES_OF_A_COLUMN * workload.head_dim * workload.is_training
+        temporaries += of_thread * hardware.processors + _NATIVE_PACKED
+    else:
+        temporaries += _SCRATCH_OF_A_THREAD
     if workload.is_padded or workload.has_dropout:
         temporaries += lse
     if workload.is_padded:
