@@ -96,7 +96,7 @@ def attend_blocks(
     query_block_size = block_size if query_block_size is None else query_block_size
     check_size("block_size", block_size)
     check_size("query_block_size", query_block_size)
-    check_blocks(query, key, blocks, log_gates, block_size, query_block_size)
+    check_blocks(query, key, blocks, log_gates, query_block_size)
     query, key, value = cast_by_autocast(query, key, value)
     chosen = _chosen(impl, query, block_size)
     seed = torch.randint(2**62, (), device=query.device) if dropout_p > 0.0 else None

@@ -228,9 +228,7 @@ def check_size(name: str, number: int, *, least: int = 1) -> None:
         raise ValueError(f"{name} must be at least {least}, got {number}")
 
 
-def check_blocks(
-    query: Tensor, key: Tensor, blocks: Tensor, log_gates: Tensor | None, block_size: int, query_block_size: int
-) -> None:
+def check_blocks(query: Tensor, key: Tensor, blocks: Tensor, log_gates: Tensor | None, query_block_size: int) -> None:
     """Raise what is wrong with the lists and gates of :func:`attend_blocks`, but for the numbers of blocks."""
     if not isinstance(blocks, Tensor) or blocks.dtype != torch.int64:
         kind = blocks.dtype if isinstance(blocks, Tensor) else type(blocks).__name__

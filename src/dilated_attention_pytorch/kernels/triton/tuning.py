@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -21,10 +20,12 @@ class Choice:
     timed: Configuration | None = None
 
 
-@functools.cache
+_CHOICES: dict[tuple[object, ...], Choice] = {}
+
+
 def choice_of(kernel: str, candidates: tuple[Configuration, ...], *key: object) -> Choice:
     """The one choice for calls of this key."""
-    return Choice(candidates)
+    return _CHOICES.setdefault((kernel, candidates, *key), Choice(candidates))
 
 
 def fastest(choice: Choice, launch: Callable[[Configuration], None]) -> Configuration:
