@@ -7,11 +7,14 @@ namespace {
 
 constexpr int64_t kKeysOfChunk = 512;  // one piece of work
 constexpr int64_t kColumns = kRowsOfStream;
+constexpr int64_t kFewRows = 4;         // so few that products would mostly be of zeros
+constexpr int64_t kKeysTogether = 4;    // whose values are added at once
+constexpr int64_t kRowsAhead = 12;      // rows lie apart, where a processor does not foresee them
 
 // Few queries and many keys, as in a step of decoding: keys and values are read once, where they lie if they are of the
 // dtype of products, else copied row by row, a chunk at a time; keys are not transposed. Scores are computed transposed,
-// [keys, queries], with keys as the left operand. Every chunk of keys has sums of its own, which are added up in their
-// order.
+// [keys, queries], with keys as the left operand; of very few queries by a loop over the keys in place of products. Every
+// chunk of keys has sums of its own, which are added up in their order.
 template <class T>
 class Stream {
   using C = Factor<T>;
@@ -31,8 +34,14 @@ class Stream {
     for_each_piece(num_domains * chunks, [&](const auto& next) {
       Scratch scratch(width_, p_.head_dim);
       for (int64_t piece; (piece = next()) >= 0;) {
-        const int64_t first = piece % chunks * kKeysOfChunk, stop = std::min(first + kKeysOfChunk, p_.num_keys);
-        add(p_.domains[piece / chunks], first, stop, sums + piece * of_chunk, scratch);
+        // Chunk by chunk, as rows of all heads lie together.
+        const int64_t domain = piece % num_domains, chunk = piece / num_domains;
+        const int64_t first = chunk * kKeysOfChunk, stop = std::min(first + kKeysOfChunk, p_.num_keys);
+        float* of_piece = sums + (domain * chunks + chunk) * of_chunk;
+        if (rows_ <= kFewRows)
+          add_few(p_.domains[domain], first, stop, of_piece, scratch);
+        else
+          add(p_.domains[domain], first, stop, of_piece, scratch);
       }
       at::native::cpublas::brgemm_release(kPairs == 2);
     });
@@ -46,10 +55,11 @@ class Stream {
  private:
   struct Scratch {
     std::vector<C> queries, queries_t, rows, values, probabilities;
-    std::vector<float> scores, transposed;
+    std::vector<float> scores, transposed, lines;
     Scratch(int64_t width, int64_t head_dim)
         : queries(kColumns * width), queries_t(kColumns * width), rows(kKeysOfChunk * width), values(kKeysOfChunk * head_dim),
-          probabilities(kPairs == 2 ? kColumns * kKeysOfChunk : 0), scores(kKeysOfChunk * kColumns), transposed(kColumns * kKeysOfChunk) {}
+          probabilities(kPairs == 2 ? kColumns * kKeysOfChunk : 0), scores(kKeysOfChunk * kColumns), transposed(kColumns * kKeysOfChunk),
+          lines((kFewRows + kKeysTogether) * head_dim) {}
   };
 
   // Of these keys: sums of values [rows, head_dim], then the largest score and the total of every row.
@@ -70,6 +80,81 @@ class Stream {
       of_values = {s.values.data(), head_dim};
     }
     multiply(rows_, head_dim, keys, probabilities_of(s), kKeysOfChunk, of_values.data, of_values.ld, sums, head_dim, false);
+  }
+
+  // A row in float32: where it lies, or converted into `line`.
+  const float* floats(const T* row, float* line) const {
+    if constexpr (std::is_same_v<T, float>) {
+      return row;
+    } else {
+      convert(row, line, p_.head_dim);
+      return line;
+    }
+  }
+
+  void prefetch(const T* row) const {
+    for (int64_t c = 0; c < p_.head_dim; c += 64 / static_cast<int64_t>(sizeof(T))) __builtin_prefetch(row + c);
+  }
+
+  // The same as `add`, with scores as [queries, keys].
+  void add_few(const Domain& d, int64_t first, int64_t stop, float* sums, Scratch& s) const {
+    constexpr bool is_coarse = !std::is_same_v<T, float>;
+    const int64_t count = stop - first, keys = rounded_up(count, kLanes), head_dim = p_.head_dim;
+    float *queries = s.lines.data(), *lines = queries + kFewRows * head_dim, *tops = sums + kColumns * head_dim;
+    for (int64_t r = 0; r < rows_; r++)
+      convert(query_.at(d.batch, row_of(d, r), d.head * p_.ratio + r % p_.ratio), queries + r * head_dim, head_dim);
+    for (int64_t x = 0; x < count; x++) {
+      const int64_t row = p_.key_row(d, first + x);
+      const bool is_hidden = masks_.hides(d, row);
+      prefetch(key_.at(d.batch, p_.key_row(d, std::min(first + x + kRowsAhead, stop - 1)), d.head));
+      const float* key = is_hidden ? nullptr : floats(key_.at(d.batch, row, d.head), lines);
+      for (int64_t r = 0; r < rows_; r++)
+        s.scores[r * kKeysOfChunk + x] = is_hidden ? -kInfinity : dot(key, queries + r * head_dim, head_dim);
+    }
+    for (int64_t r = 0; r < rows_; r++) {
+      float* scores = s.scores.data() + r * kKeysOfChunk;
+      const int64_t i = r / p_.ratio - first;
+      const int64_t low = std::clamp(i + p_.low, int64_t{0}, count), high = std::clamp(i + p_.high + 1, low, count);
+      std::fill(scores, scores + low, -kInfinity);
+      std::fill(scores + high, scores + keys, -kInfinity);
+      Floats most(-kInfinity), total(0.0f);
+      for (int64_t x = 0; x < keys; x += kLanes) most = at::vec::maximum(most, Floats::loadu(scores + x));
+      tops[r] = largest(most);
+      const Floats safe(tops[r] == -kInfinity ? 0.0f : tops[r]), factor(factor_);
+      for (int64_t x = 0; x < keys; x += kLanes) {
+        const Floats power = exp2<is_coarse>((Floats::loadu(scores + x) - safe) * factor);
+        power.store(scores + x);
+        total = total + power;
+      }
+      tops[kColumns + r] = sum_of(total);
+    }
+    std::fill_n(sums, rows_ * head_dim, 0.0f);
+    for (int64_t x = 0; x < count; x += kKeysTogether) {
+      const float* values[kKeysTogether];
+      float powers[kFewRows][kKeysTogether] = {};
+      for (int64_t y = 0; y < kKeysTogether; y++) {
+        const int64_t row = p_.key_row(d, first + x + y);
+        prefetch(value_.at(d.batch, p_.key_row(d, std::min(first + x + y + kRowsAhead, stop - 1)), d.head));
+        // What is not there counts as zeros.
+        const bool is_seen = x + y < count && !masks_.hides(d, row);
+        float* line = lines + y * head_dim;
+        if (!is_seen) std::fill_n(line, head_dim, 0.0f);
+        values[y] = is_seen ? floats(value_.at(d.batch, row, d.head), line) : line;
+        for (int64_t r = 0; r < rows_ && is_seen; r++) powers[r][y] = s.scores[r * kKeysOfChunk + x + y];
+      }
+      for (int64_t r = 0; r < rows_; r++) add_weighted(powers[r], values, sums + r * head_dim);
+    }
+  }
+
+  void add_weighted(const float* powers, const float* const* values, float* sums) const {
+    int64_t c = 0;
+    for (; c + kLanes <= p_.head_dim; c += kLanes) {
+      Floats sum = Floats::loadu(sums + c);
+      for (int64_t y = 0; y < kKeysTogether; y++) sum = at::vec::fmadd(Floats(powers[y]), Floats::loadu(values[y] + c), sum);
+      sum.store(sums + c);
+    }
+    for (; c < p_.head_dim; c++)
+      for (int64_t y = 0; y < kKeysTogether; y++) sums[c] += powers[y] * values[y][c];
   }
 
   struct Matrix {

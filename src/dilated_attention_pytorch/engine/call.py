@@ -19,6 +19,8 @@ from .merge import clear_dead_rows, without_infinities
 from .operands import Operand, Role, Rows
 from .work import Work
 
+_NO_BOUND = 1 << 62
+
 
 @dataclass(frozen=True, slots=True)
 class Inputs:
@@ -43,12 +45,18 @@ class Inputs:
         """The dtype of the log-sum-exp and of sums."""
         return accumulation_dtype(self.query.dtype)
 
-    def plan(self) -> Plan:
-        """The call's plan, tiles bounded so that temporaries stay a small part of the operands."""
+    def plan(self, *, is_backward: bool = False) -> Plan:
+        """The call's plan, tiles bounded so that temporaries stay a small part of the operands.
+
+        The native kernels have none but accumulators of low precision: without them one tile is all.
+        """
         call, (batch, *_, head_dim) = self.call, self.query.shape
         rows = batch * max(call.num_queries * call.num_heads, call.num_keys * call.num_kv_heads)
         size = tile_size(rows, head_dim, self.query.element_size())
-        return plan(call, size, bands="whole" if self.impl == "native" else "cut")
+        if self.impl != "native":
+            return plan(call, size)
+        is_small = not is_backward and batch * call.num_queries * call.num_heads <= size
+        return plan(call, _NO_BOUND if is_small or self.query.dtype == torch.float32 else size, bands="whole")
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,8 +116,8 @@ class _Portion:
             self.region(tensor, operand.rows).copy_(operand.tensor)
 
 
-def _portions(inputs: Inputs) -> Iterator[_Portion]:
-    steps = inputs.plan()
+def _portions(inputs: Inputs, *, is_backward: bool = False) -> Iterator[_Portion]:
+    steps = inputs.plan(is_backward=is_backward)
     for tile in steps.tiles:
         for start in range(0, inputs.call.batch_size, steps.batch_step):
             yield _Portion(inputs, tile, (start, min(start + steps.batch_step, inputs.call.batch_size)))
@@ -147,7 +155,7 @@ def backward(
     operands = ((inputs.query, Rows.QUERY), (inputs.key, Rows.KEY), (inputs.value, Rows.KEY))
     of_query, of_key, of_value = (torch.zeros(x.shape, dtype=x.dtype, device=x.device) for x, _ in operands)
     lse = without_infinities(lse)
-    for portion in _portions(_for_pair(inputs, rest)):
+    for portion in _portions(_for_pair(inputs, rest), is_backward=True):
         accumulators = (
             portion.accumulator(of_query, Rows.QUERY, Role.ADDED_TO),
             portion.accumulator(of_key, Rows.KEY, Role.ADDED_TO),
