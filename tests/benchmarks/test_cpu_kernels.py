@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import itertools
+import json
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -71,3 +73,16 @@ def test_slower_cases_are_counted_and_listed_the_worst_first() -> None:
     assert (found["cases"], found["slower"], found["worst"], found["wrong"]) == (3, 2, 2.0, ["bad"])
     assert [case["name"] for case in found["slower_cases"]] == ["2.0", "1.5"]
     assert found["geometric_mean"] == pytest.approx(0.75 ** (1 / 3))
+
+
+def test_what_auto_takes_on_a_cpu_is_what_the_measured_table_has_as_faster() -> None:
+    """``auto`` is "native" for every kind of call with AVX-512; no kind takes longer there in the geometric mean."""
+    table = json.loads((Path(__file__).parents[2] / "benchmarks" / "results" / "cpu_kernels.json").read_text())
+    assert table["machine"]["vector_instructions"] == "AVX512"
+    assert table["wrong"] == []
+    assert table["cases"] > 600
+    assert {name for names in table["geometric_mean_by"].values() for name in names} >= {
+        "decode", "forward", "forward_backward", "float32", "bfloat16", "float16", "dilated", "blocks", "local_window"
+    }  # fmt: skip
+    slower = {name: mean for means in table["geometric_mean_by"].values() for name, mean in means.items() if mean >= 1}
+    assert slower == {}

@@ -146,9 +146,12 @@ def refusal_to_load() -> str | None:
 
 
 @constant_of_graph
-def is_loaded() -> bool:
-    """Whether the kernels are loaded; the first call of a process loads them, and compiles them if there are none."""
-    return _is_loaded()
+def is_preferred() -> bool:
+    """Whether ``impl="auto"`` takes the kernels: where they are compiled for AVX-512, and were measured to be faster.
+
+    The first call of a process loads them, and compiles them if there are none.
+    """
+    return torch.backends.cpu.get_cpu_capability() == "AVX512" and _is_loaded()
 
 
 @functools.cache

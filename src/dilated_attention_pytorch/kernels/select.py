@@ -87,7 +87,7 @@ def _triton_refusal(device: torch.device, dtype: torch.dtype, head_dim: int) -> 
 def _automatic(device: torch.device, dtype: torch.dtype, head_dim: int, *, is_segmented: bool) -> str:
     if device.type == "cuda" and refusal("triton", device, dtype, head_dim, is_segmented=is_segmented) is None:
         return "triton"
-    if _native_mismatch(device, dtype, head_dim) is None and compilation.is_loaded():
+    if _native_mismatch(device, dtype, head_dim) is None and compilation.is_preferred():
         return "native"
     return "aten"
 
@@ -95,8 +95,8 @@ def _automatic(device: torch.device, dtype: torch.dtype, head_dim: int, *, is_se
 def select(impl: str, device: torch.device, dtype: torch.dtype, head_dim: int, *, is_segmented: bool = False) -> str:
     """The name of the implementation that computes the call.
 
-    ``"auto"`` is ``"triton"`` on a CUDA device where that can run, ``"native"`` on a CPU where that can, else
-    ``"aten"``. The first call on a CPU compiles the native kernels, if that was not done before.
+    ``"auto"`` is ``"triton"`` on a CUDA device where that can run, ``"native"`` on a CPU with AVX-512 where that can,
+    else ``"aten"``. The first call on such a CPU compiles the native kernels, if that was not done before.
 
     Raises:
         ValueError: ``impl`` is no known name.
