@@ -1,4 +1,4 @@
-"""Segment selection held against this machine: memory against the budget, time against the best, the brief's table.
+"""Segment selection held against this machine: memory against the budget, time against the best, and a table.
 
     dilated-attention tune
     python -m benchmarks.selection [--only memory speed table] [--output FILE]
@@ -36,8 +36,8 @@ from dilated_attention_pytorch.selection.selector import estimate
 from dilated_attention_pytorch.selection.tuning import call_of
 
 CPU = torch.device("cpu")
-BRIEF = DilatedPattern([512, 1024], [1, 2])
-"""What the brief's first version chose for 1K, 4K and 16K positions alike."""
+FIRST_VERSION = DilatedPattern([512, 1024], [1, 2])
+"""What the earlier package's first version chose for 1K, 4K and 16K positions alike."""
 
 
 def drawn_workload(
@@ -196,7 +196,7 @@ def _times(workload: Workload, patterns: list[DilatedPattern]) -> dict[DilatedPa
 
 
 def table() -> list[dict[str, Any]]:
-    """1K, 4K and 16K positions: the brief's choice and today's, with what each is judged by and its measured time."""
+    """1K, 4K and 16K positions: the first version's choice and today's, what judges each, and its measured time."""
     rows = []
     for length in (1024, 4096, 16384):
         workload = Workload(
@@ -204,10 +204,10 @@ def table() -> list[dict[str, Any]]:
         )
         selector = DynamicSegmentSelector()
         choice = selector.choose(workload, CPU)
-        theirs = estimate(BRIEF, workload, *selector.machine(CPU), selector.config)
-        times = _times(workload, [BRIEF, choice.best.pattern])
+        theirs = estimate(FIRST_VERSION, workload, *selector.machine(CPU), selector.config)
+        times = _times(workload, [FIRST_VERSION, choice.best.pattern])
         fastest = min(one.seconds for one in choice.fitting)
-        for name, one in (("brief", theirs), ("now", choice.best)):
+        for name, one in (("first version", theirs), ("now", choice.best)):
             row = _row(one, choice, fastest, selector.config) | {"measured_seconds": times[one.pattern]}
             print(f"{length:6} {name:5} {row}")
             rows.append({"sequence_length": length, "whose": name, "candidates": choice.num_candidates, **row})

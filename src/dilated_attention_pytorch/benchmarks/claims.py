@@ -1,4 +1,4 @@
-"""The headline figures of the project's brief, as claimed, with the hardware that they name: to stand beside ours."""
+"""The headline figures of the earlier package, as claimed, with the hardware that they name: to stand beside ours."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from .shapes import Case
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Claim:
-    """What a text of the brief says of one shape. None where it says nothing."""
+    """What the documents of the earlier package say of one shape. None where they say nothing."""
 
     text: str
     shape: str
@@ -47,7 +47,7 @@ CLAIMS: tuple[Claim, ...] = (
         milliseconds=8.3, peak_megabytes=114, kilobytes_per_token=14.25,
     ),
 )  # fmt: skip
-"""Every row of the brief's tables. Memory is per GPU; the texts do not say whether gradients were computed."""
+"""Every row of those documents' tables. Memory is per GPU; the texts do not say whether gradients were computed."""
 
 
 def claim_of(case: Case) -> Claim | None:
@@ -58,8 +58,8 @@ def claim_of(case: Case) -> Claim | None:
 def print_claims(rows: Sequence[Row], device: str, console: Console) -> None:
     """A table of the claims whose shape was run, with the fastest of our implementations beside each."""
     table = Table(
-        "brief", "N", "hardware claimed", "claimed", "here", "of the call", "memory claimed", "here",
-        "a token claimed", "here", title="claims of the brief beside this machine", title_justify="left",
+        "claim", "N", "hardware claimed", "claimed", "here", "of the call", "memory claimed", "here",
+        "a token claimed", "here", title="claims of the earlier package beside this machine", title_justify="left",
         caption=f"here: {device}; float32 at H = 8, D = 64. On other hardware: a ratio of the two would say nothing of "
         "the code. Memory here is all of a call: operands, results and everything between.",
         caption_justify="left",

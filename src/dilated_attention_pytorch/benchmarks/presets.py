@@ -1,4 +1,4 @@
-"""Ready sweeps: for two CPU cores, for a GPU, and for the figures of the brief."""
+"""Ready sweeps: for two CPU cores, for a GPU, and for the figures of the earlier package's documents."""
 
 from __future__ import annotations
 

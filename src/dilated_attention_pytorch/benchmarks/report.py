@@ -93,7 +93,7 @@ def in_words(seconds: float) -> str:
 
 
 def print_report(rows: Sequence[Row], console: Console, *, device: str, is_dry: bool) -> None:
-    """Who has no time and why, how time grows, what the machine reached, and the brief's claims if they were run."""
+    """Who has no time and why, how time grows, what the machine reached, and the claims if they were run."""
     print_absences(rows, console)
     exponents = {} if is_dry else growth(rows)
     if exponents:

@@ -23,7 +23,7 @@ class BenchSettings:
 
     preset: PresetName = "auto"
     """Which sweeps to begin with: cpu (under 5 minutes on two cores), gpu (bfloat16, 32,768 to 1,048,576 rows, under 8
-    minutes on an H200), claims (the figures of the project's brief beside this machine's). "auto": gpu if there is a
+    minutes on an H200), claims (the earlier package's figures beside this machine's). "auto": gpu if there is a
     CUDA device, else cpu."""
     output: Path | None = None
     """Folder to make for bench.json, time.png and limit.png. It must not exist, or be empty. Without it:

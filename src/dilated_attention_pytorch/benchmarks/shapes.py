@@ -213,11 +213,11 @@ SHAPES: dict[str, Shape] = {
             segment_lengths=_THREE["segment_lengths"], dilation_rates=_THREE["dilation_rates"],
         ),
         Shape(
-            name="hybrid-ring", about="the table of the brief's hybrid-ring.txt", heads=8, head_dim=64,
+            name="hybrid-ring", about="the earlier package's hybrid ring", heads=8, head_dim=64,
             segment_lengths=(512, 1024), dilation_rates=(1, 2), rows=(1024, 2048, 4096, 8192, 16384),
         ),
         Shape(
-            name="head-parallel", about="the figures of the brief's head-parallel.txt", heads=8, head_dim=64,
+            name="head-parallel", about="the earlier package's head-parallel attention", heads=8, head_dim=64,
             segment_lengths=_THREE["segment_lengths"], dilation_rates=_THREE["dilation_rates"], rows=(8192,),
         ),
         # 64 rows short of the end of every segment: the query sees nearly all of each, and steps follow it.

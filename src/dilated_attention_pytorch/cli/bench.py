@@ -23,7 +23,7 @@ class Bench(BenchSettings):
 
     What a change of the code moved: bench --output new --compare old/bench.json
 
-    The figures of the project's brief beside this machine's: bench --preset claims
+    The earlier package's figures beside this machine's: bench --preset claims
 
     Does everything work, in seconds: bench --preset gpu --dry-run
     """
