@@ -7,7 +7,7 @@ from torch import Tensor
 from dilated_attention_pytorch.kernels import native
 from dilated_attention_pytorch.kernels import partial as kernels
 
-from .operands import Name, Operand
+from .operands import Name, Operand, Operands
 from .work import Work, is_causal, is_phantom
 
 
@@ -26,12 +26,13 @@ def add_gradients(
     without a key. With ``rest``, it and ``lse`` are a pair, see :class:`.products.Result`.
     """
     names: tuple[Name, ...] = ("grad_query", "grad_key", "grad_value")
-    operands = work.operands() | dict(zip(names, grads, strict=True))
-    operands |= {"out": Operand(out), "lse": Operand(lse), "grad_out": Operand(grad_out)}
+    own: Operands = {"out": Operand(out), "lse": Operand(lse), "grad_out": Operand(grad_out)}
+    own |= dict(zip(names, grads, strict=True))
     if rest is not None:
-        operands["rest"] = Operand(rest)
+        own["rest"] = Operand(rest)
     if grad_lse is not None:
-        operands["grad_lse"] = Operand(grad_lse)
+        own["grad_lse"] = Operand(grad_lse)
+    operands: Operands = {}
     for partial in work.partials:
         if is_phantom(partial):
             continue
@@ -46,6 +47,7 @@ def add_gradients(
                 first_sequence=work.first_sequence, is_remote=work.is_remote,
             )  # fmt: skip
             continue
+        operands = operands or {**work.operands(), **own}
         for views in work.views(partial, operands):
             parts = kernels.backward(
                 kernel, views["grad_out"], views.get("grad_lse"), views["query"], views["key"], views["value"],

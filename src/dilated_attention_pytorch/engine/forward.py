@@ -24,15 +24,13 @@ def merge_partials(work: Work, out: Operand, lse: Tensor, rest: Tensor | None = 
     With ``rest``, it and ``lse`` are a pair, see :class:`Result`. Rows that saw hidden keys alone are left with an
     ``lse`` of about :data:`MASKED`, but by the native kernels: see :func:`.merge.clear_dead_rows`.
     """
-    operands = {**work.operands(), "out": out, "lse": Operand(lse, role=Role.MERGED_INTO)}
+    merged_into: Operands = {"query": Operand(work.query), "out": out, "lse": Operand(lse, role=Role.MERGED_INTO)}
     if rest is not None:
-        operands["rest"] = Operand(rest, role=Role.MERGED_INTO)
+        merged_into["rest"] = Operand(rest, role=Role.MERGED_INTO)
+    operands: Operands = {}
     for partial in work.partials:
         if is_phantom(partial):
             assert isinstance(partial, Partial)
-            merged_into: Operands = {
-                name: operands[name] for name in ("query", "out", "lse", "rest") if name in operands
-            }
             for views in work.views(partial, merged_into):
                 _merge_phantoms(views, partial.phantoms)
             continue
@@ -44,6 +42,7 @@ def merge_partials(work: Work, out: Operand, lse: Tensor, rest: Tensor | None = 
                 first_sequence=work.first_sequence, is_remote=work.is_remote,
             )  # fmt: skip
             continue
+        operands = operands or {**work.operands(), **merged_into}
         for views in work.views(partial, operands):
             result = kernels.forward(
                 kernel, views["query"], views["key"], views["value"], work.bias(partial, views),
