@@ -187,7 +187,7 @@ def calls(draw: st.DrawFn, *, with_padding: bool = True, sizes: Sizes = DENSE) -
     summands = tuple(draw(groups(tail, sizes)) for _ in range(draw(st.sampled_from(sizes.summands))))
     return DrawnCall(
         batch=batch, num_queries=num_queries, num_keys=num_keys, kv_heads=draw(st.integers(1, sizes.kv_heads)),
-        ratio=draw(st.sampled_from([1, 1, 2, 3])), head_dim=draw(st.sampled_from(sizes.head_dims)),
+        ratio=draw(st.sampled_from([1, 1, 2, 3, 8])), head_dim=draw(st.sampled_from(sizes.head_dims)),
         summands=summands, seed=seed, is_causal=draw(st.booleans()),
         scale=draw(st.sampled_from([None, None, 0.7, -0.3])), options=options,
     )  # fmt: skip

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from hypothesis import given
+from hypothesis import strategies as st
 from torch import Tensor
 
 from dilated_attention_pytorch import (
@@ -137,6 +138,42 @@ def test_many_keys_and_many_queries_are_taken_in_parts(dtype: torch.dtype) -> No
         for threads in (1, 3):
             torch.set_num_threads(threads)
             assert_close(outcome(operands, pattern, "native", **offsets), expected, tolerance)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+def test_few_queries_read_keys_and_values_of_any_shape(dtype: torch.dtype) -> None:
+    """Steps of decoding: as many queries as are taken without packing, and more heads than are read together."""
+    tolerance = {torch.float32: 3e-6, torch.bfloat16: 1e-2, torch.float16: 1e-3}[dtype]
+
+    @examples(40)
+    @given(st.data())
+    def check(data: st.DataObject) -> None:
+        batch, queries, ratio, kv_heads = (data.draw(st.integers(1, most)) for most in (3, 3, 5, 5))
+        keys, width = data.draw(st.integers(queries, 1300)), data.draw(st.integers(1, 140))
+        operands = draw((batch, queries, keys, ratio * kv_heads, kv_heads, width), dtype, data.draw(st.integers(0, 99)))
+        patterns: list[Pattern] = [
+            DilatedPattern([keys], [1]), DilatedPattern([2048, 90], [1, 3]), local_window(700, 3)
+        ]  # fmt: skip
+        hidden = torch.rand(batch, keys, generator=torch.Generator().manual_seed(keys)) < 0.3
+        options = {
+            "is_causal": data.draw(st.booleans()), "query_offset": keys - queries,
+            "key_padding_mask": hidden if data.draw(st.booleans()) else None,
+        }  # fmt: skip
+        pattern = data.draw(st.sampled_from(patterns))
+        found = outcome(operands, pattern, "native", **options)
+        assert_close(found, outcome([x.double() for x in operands], pattern, "aten", **options), tolerance)
+
+    check()
+
+
+@pytest.mark.parametrize("ratio", [1, 2, 3, 5, 7, 16, 48])
+def test_edges_of_bands_cut_tiles_of_any_number_of_heads(ratio: int) -> None:
+    for dtype, tolerance in ((torch.float32, 3e-6), (torch.bfloat16, 1e-2)):
+        for pattern in (local_window(90, 40), DilatedPattern([500, 700], [1, 3])):
+            operands = draw((1, 700, 700, ratio, 1, 9), dtype, ratio)
+            for is_causal in (False, True):
+                expected = outcome([x.double() for x in operands], pattern, "aten", is_causal=is_causal)
+                assert_close(outcome(operands, pattern, "native", is_causal=is_causal), expected, tolerance)
 
 
 def test_two_calls_give_the_same_bits() -> None:

@@ -225,8 +225,9 @@ class Backward {
       if (x < run || x >= run_end || s.is_hidden[x]) {
         std::fill(row, row + rows_, -kInfinity);
       } else if (is_banded) {
-        const int64_t low = std::clamp<int64_t>((first + x - p_.high - position) * p_.ratio, 0, rows_);
-        const int64_t high = std::clamp<int64_t>((first + x - p_.low - position + 1) * p_.ratio, low, rows_);
+        // Bounds first: multiplied by the heads they would overflow.
+        const int64_t low = std::clamp<int64_t>(first + x - p_.high - position, 0, positions_) * p_.ratio;
+        const int64_t high = std::max(low, std::clamp<int64_t>(first + x - p_.low - position + 1, 0, positions_) * p_.ratio);
         std::fill(row, row + low, -kInfinity);
         std::fill(row + high, row + rows_, -kInfinity);
       }

@@ -2,10 +2,12 @@
 #include "packing.h"
 #include "results.h"
 
+#include <numeric>
+
 namespace dilated_attention {
 namespace {
 
-constexpr int64_t kRowsOfTile = 128;
+constexpr int64_t kRowsOfStrip = 64;  // of a tile at the edge of a band, where each strip has keys of its own
 constexpr int64_t kKeysOfBlock = 256;
 constexpr int64_t kAlignment = 16;  // of the first key and the number of keys of a product
 constexpr float kRoundedScore = 1024.0f;
@@ -16,13 +18,15 @@ template <class T>
 class Forward {
   using C = Factor<T>;
   static constexpr int64_t kPairs = kPair<C>;
+  // More rows read packed keys less often; scores of a block still lie in a processor's second cache.
+  static constexpr int64_t kRowsOfTile = kPairs == 2 ? 128 : 256;
 
  public:
   Forward(const Partial& partial, const Masks& masks, const ForwardOperands& x)
       : p_(partial), masks_(masks), query_(x.query), key_(x.key, x.of_keys.row, x.of_keys.head), value_(x.value, x.of_keys.row, x.of_keys.head),
         results_(x, partial, masks),
         factor_(static_cast<float>(x.scale) * kLog2E), width_(rounded_up(partial.head_dim, kPairs)),
-        tiles_(tiles_of(partial, std::max<int64_t>(1, kRowsOfTile / partial.ratio))) {}
+        tiles_(tiles_of(partial, std::max<int64_t>(1, kRowsOfTile / partial.ratio))), strip_(positions_of_strip(partial.ratio)) {}
 
   void run() {
     const int64_t num_domains = p_.domains.size(), num_tiles = tiles_.size();
@@ -146,14 +150,20 @@ class Forward {
   void attend(const Domain& d, const Tile& tile, const Block* packed, int64_t begin, int64_t end, Scratch& s) const {
     bool is_begun = false;
     const Problem& problem = p_.problems[tile.problem];
+    const int64_t position = p_.position(tile), last = position + tile.stop - tile.first - 1;
     for (int64_t at = 0; at * kKeysOfBlock < end - begin; at++) {
       const int64_t first = begin + at * kKeysOfBlock, stop = std::min(first + kKeysOfBlock, end);
       if (packed[at].is_hidden) continue;
-      p_.for_each_run(d, tile, first, stop, [&](const Run& run) {
-        if (!is_begun) load(d, problem, tile, s);
-        add(tile, packed[at], first, run, !is_begun, s);
-        is_begun = true;
-      });
+      const bool is_edge = last + p_.low > first || position + p_.high < stop - 1;
+      const int64_t step = is_edge ? strip_ : tile.stop - tile.first;
+      for (int64_t i = tile.first; i < tile.stop; i += step) {
+        const Tile strip{tile.problem, i, std::min(i + step, tile.stop)};
+        p_.for_each_run(d, strip, first, stop, [&](const Run& run) {
+          if (!is_begun) load(d, problem, tile, s);
+          is_begun = true;
+          add(strip, (i - tile.first) * p_.ratio, packed[at], first, run, s);
+        });
+      }
     }
     if (!is_begun) return;
     for (int64_t i = tile.first, r = 0; i < tile.stop; i++)
@@ -164,6 +174,12 @@ class Forward {
             d.batch, p_.query_row(d, problem, i), d.head * p_.ratio + g, s.sums.data() + r * p_.head_dim,
             s.top[r] * (factor_ * kLn2), total);
       }
+  }
+
+  // Rows of a strip are a multiple of those that a product is rounded up to.
+  static int64_t positions_of_strip(int64_t ratio) {
+    const int64_t unit = 16 / std::gcd(int64_t{16}, ratio);
+    return std::max<int64_t>(1, kRowsOfStrip / ratio / unit) * unit;
   }
 
   int64_t rows_of(const Tile& tile) const { return (tile.stop - tile.first) * p_.ratio; }
@@ -181,24 +197,26 @@ class Forward {
         if (masks_.is_dropped) s.counters[r] = masks_.of_query(d.batch, head, row);
       }
     std::fill(s.queries.begin() + rows * width_, s.queries.begin() + height_of(tile) * width_, C(0));
+    std::fill_n(s.sums.begin(), height_of(tile) * p_.head_dim, 0.0f);
     std::fill_n(s.top.begin(), rows, -kInfinity);
     std::fill_n(s.totals.begin(), rows * kLanes, 0.0f);
   }
 
-  // Adds what the tile sees of a run of a block that begins with the key `first`.
-  void add(const Tile& tile, const Block& block, int64_t first, const Run& of_keys, bool is_first, Scratch& s) const {
+  // Adds what a strip, rows of a tile from `first_row` on, sees of a run of a block that begins with the key `first`.
+  void add(const Tile& tile, int64_t first_row, const Block& block, int64_t first, const Run& of_keys, Scratch& s) const {
     const int64_t rows = rows_of(tile), height = height_of(tile), head_dim = p_.head_dim;
     const int64_t run = of_keys.begin - first, run_end = of_keys.end - first;
     const int64_t position = p_.position(tile), last = position + tile.stop - tile.first - 1;
     const int64_t begin = run / kAlignment * kAlignment, count = rounded_up(run_end - begin, kAlignment);
     const C *keys = block.factors, *values = keys + kKeysOfBlock * width_;
-    multiply(height, count, width_, s.queries.data(), width_, keys + begin * kPairs, kKeysOfBlock, s.scores.data(), kKeysOfBlock, false);
+    float *scores = s.scores.data() + first_row * kKeysOfBlock, *sums = s.sums.data() + first_row * head_dim;
+    multiply(height, count, width_, s.queries.data() + first_row * width_, width_, keys + begin * kPairs, kKeysOfBlock, scores, kKeysOfBlock, false);
     const bool is_banded = last + p_.low > first + run || position + p_.high < first + run_end - 1;
     const bool is_masked = is_banded || begin < run || run_end < begin + count;
     // As if it were part of the product, which is multiplied by the factor.
     const float gate = of_keys.gate == 0.0f ? 0.0f : static_cast<float>(of_keys.gate * (double{kLog2E} / factor_));
     for (int64_t r = 0; r < rows; r++) {
-      float* row = s.scores.data() + r * kKeysOfBlock;
+      float* row = scores + r * kKeysOfBlock;
       if (!block.bias.empty())
         for (int64_t x = 0; x < count; x++) row[x] += block.bias[begin + x];
       if (is_masked) {
@@ -208,17 +226,15 @@ class Forward {
         std::fill(row, row + low - begin, -kInfinity);
         std::fill(row + high - begin, row + count, -kInfinity);
       }
-      C* probabilities = s.probabilities_of(r);
-      const float decay = exponentiate(row, probabilities, count, gate, s.top[r], s.totals.data() + r * kLanes);
-      if (masks_.is_dropped) drop(s.counters[r], block.counters.data() + begin, probabilities, count);
-      if (!is_first && decay != 1.0f) {
-        float* sums = s.sums.data() + r * head_dim;
-        for (int64_t c = 0; c < head_dim; c++) sums[c] *= decay;
-      }
+      C* probabilities = s.probabilities_of(first_row + r);
+      const float decay = exponentiate(row, probabilities, count, gate, s.top[first_row + r], s.totals.data() + (first_row + r) * kLanes);
+      if (masks_.is_dropped) drop(s.counters[first_row + r], block.counters.data() + begin, probabilities, count);
+      if (decay != 1.0f)
+        for (int64_t c = 0; c < head_dim; c++) sums[r * head_dim + c] *= decay;
     }
     multiply(
-        height, head_dim, count, s.probabilities_of(0), kKeysOfBlock, values + begin * head_dim, head_dim, s.sums.data(), head_dim,
-        !is_first);
+        height, head_dim, count, s.probabilities_of(first_row), kKeysOfBlock, values + begin * head_dim, head_dim, sums, head_dim,
+        true);
   }
 
   void drop(uint32_t query, const uint32_t* keys, C* probabilities, int64_t count) const {
@@ -268,6 +284,7 @@ class Forward {
   const float factor_;
   const int64_t width_;
   const std::vector<Tile> tiles_;
+  const int64_t strip_;  // positions of one
 };
 
 }  // namespace

@@ -8,8 +8,8 @@ namespace {
 constexpr int64_t kKeysOfChunk = 512;  // one piece of work
 constexpr int64_t kColumns = kRowsOfStream;
 constexpr int64_t kFewRows = 4;         // so few that products would mostly be of zeros
-constexpr int64_t kKeysTogether = 4;    // whose values are added at once
-constexpr int64_t kRowsAhead = 12;      // rows lie apart, where a processor does not foresee them
+constexpr int64_t kDomainsTogether = 8;  // of few rows, whose keys are read by turns
+constexpr int64_t kBytesAhead = 8 << 10;  // that are asked for before they are read
 
 // Few queries and many keys, as in a step of decoding: keys and values are read once, where they lie if they are of the
 // dtype of products, else copied row by row, a chunk at a time; keys are not transposed. Scores are computed transposed,
@@ -23,25 +23,36 @@ class Stream {
  public:
   Stream(const Partial& partial, const Masks& masks, const ForwardOperands& x)
       : p_(partial), masks_(masks), query_(x.query), key_(x.key, x.of_keys.row, x.of_keys.head), value_(x.value, x.of_keys.row, x.of_keys.head), results_(x, partial, masks),
-        factor_(static_cast<float>(x.scale) * kLog2E), width_(rounded_up(partial.head_dim, kPairs)),
+        factor_(static_cast<float>(x.scale) * kLog2E), width_(rounded_up(partial.head_dim, kPairs)), sum_width_(rounded_up(partial.head_dim, 2 * kLanes)),
         positions_(partial.problems[0].count), rows_(positions_ * partial.ratio) {}
 
   void run() {
     const int64_t num_domains = p_.domains.size(), chunks = (p_.num_keys + kKeysOfChunk - 1) / kKeysOfChunk;
-    const int64_t of_chunk = kColumns * (p_.head_dim + 2);
+    const int64_t of_chunk = rows_ * sum_width_ + 2 * kColumns;
     Buffer<float> memory;
     float* sums = memory.at_least(num_domains * chunks * of_chunk);
-    for_each_piece(num_domains * chunks, [&](const auto& next) {
-      Scratch scratch(width_, p_.head_dim);
+    // Chunk by chunk, as rows of all heads lie together.
+    const int64_t together = rows_ <= kFewRows ? kDomainsTogether : 1, groups = (num_domains + together - 1) / together;
+    for_each_piece(groups * chunks, [&](const auto& next) {
+      std::optional<Scratch> scratch;
+      Buffer<float> memory_of_few;
       for (int64_t piece; (piece = next()) >= 0;) {
-        // Chunk by chunk, as rows of all heads lie together.
-        const int64_t domain = piece % num_domains, chunk = piece / num_domains;
+        const int64_t domain = piece % groups * together, chunk = piece / groups;
         const int64_t first = chunk * kKeysOfChunk, stop = std::min(first + kKeysOfChunk, p_.num_keys);
         float* of_piece = sums + (domain * chunks + chunk) * of_chunk;
-        if (rows_ <= kFewRows)
-          add_few(p_.domains[domain], first, stop, of_piece, scratch);
-        else
-          add(p_.domains[domain], first, stop, of_piece, scratch);
+        const Domain* d = p_.domains.data() + domain;
+        const auto few = [&](auto rows) {
+          add_few<rows>(d, std::min(together, num_domains - domain), first, stop, of_piece, chunks * of_chunk, memory_of_few);
+        };
+        switch (rows_) {
+          case 1: few(std::integral_constant<int, 1>()); break;
+          case 2: few(std::integral_constant<int, 2>()); break;
+          case 3: few(std::integral_constant<int, 3>()); break;
+          case 4: few(std::integral_constant<int, 4>()); break;
+          default:
+            if (!scratch) scratch.emplace(width_, p_.head_dim);
+            add(*d, first, stop, of_piece, *scratch);
+        }
       }
       at::native::cpublas::brgemm_release(kPairs == 2);
     });
@@ -55,11 +66,10 @@ class Stream {
  private:
   struct Scratch {
     std::vector<C> queries, queries_t, rows, values, probabilities;
-    std::vector<float> scores, transposed, lines;
+    std::vector<float> scores, transposed;
     Scratch(int64_t width, int64_t head_dim)
         : queries(kColumns * width), queries_t(kColumns * width), rows(kKeysOfChunk * width), values(kKeysOfChunk * head_dim),
-          probabilities(kPairs == 2 ? kColumns * kKeysOfChunk : 0), scores(kKeysOfChunk * kColumns), transposed(kColumns * kKeysOfChunk),
-          lines((kFewRows + kKeysTogether) * head_dim) {}
+          probabilities(kPairs == 2 ? kColumns * kKeysOfChunk : 0), scores(kKeysOfChunk * kColumns), transposed(kColumns * kKeysOfChunk) {}
   };
 
   // Of these keys: sums of values [rows, head_dim], then the largest score and the total of every row.
@@ -73,88 +83,112 @@ class Stream {
     const Matrix of_keys = rows_of(key_, d, first, count, keys, width_, is_whole, s);
     multiply(keys, kColumns, width_, of_keys.data, of_keys.ld, s.queries_t.data(), kColumns, s.scores.data(), kColumns, false);
     mask(d, first, count, keys, s.scores.data());
-    exponentiate(keys, sums + kColumns * head_dim, s);
+    exponentiate(keys, sums + rows_ * sum_width_, s);
     Matrix of_values = rows_of(value_, d, first, count, keys, head_dim, is_whole, s);
     if constexpr (kPairs == 2) {
       pack_rows(of_values.data, of_values.ld, s.values.data(), keys, head_dim);
       of_values = {s.values.data(), head_dim};
     }
-    multiply(rows_, head_dim, keys, probabilities_of(s), kKeysOfChunk, of_values.data, of_values.ld, sums, head_dim, false);
+    multiply(rows_, head_dim, keys, probabilities_of(s), kKeysOfChunk, of_values.data, of_values.ld, sums, sum_width_, false);
   }
 
-  // A row in float32: where it lies, or converted into `line`.
-  const float* floats(const T* row, float* line) const {
-    if constexpr (std::is_same_v<T, float>) {
-      return row;
-    } else {
-      convert(row, line, p_.head_dim);
-      return line;
+  // The same as `add`, with scores as [queries, keys], for several domains.
+  template <int kRows>
+  void add_few(
+      const Domain* domains, int64_t num_domains, int64_t first, int64_t stop, float* sums, int64_t of_domain,
+      Buffer<float>& memory) const {
+    const int64_t count = stop - first, of_scores = kRows * kKeysOfChunk, of_rows = kRows * sum_width_;
+    float* scores = memory.at_least(num_domains * (of_scores + of_rows));
+    float* queries = scores + num_domains * of_scores;
+    std::fill_n(queries, num_domains * of_rows, 0.0f);
+    for (int64_t i = 0; i < num_domains; i++) {
+      const Domain& d = domains[i];
+      for (int64_t r = 0; r < kRows; r++)
+        convert(
+            query_.at(d.batch, row_of(d, r), d.head * p_.ratio + r % p_.ratio), queries + i * of_rows + r * sum_width_, p_.head_dim);
+      std::fill_n(scores + i * of_scores, of_scores, -kInfinity);
+      std::fill_n(sums + i * of_domain, of_rows, 0.0f);
+    }
+    // Sizes by value: they stay in registers.
+    const int64_t width = sum_width_, head_dim = p_.head_dim;
+    for_each_row(key_, domains, num_domains, first, count, [=](int64_t i, int64_t x, const T* key) {
+      const float* of_domain = queries + i * of_rows;
+      Floats dots[kRows];
+      for (int r = 0; r < kRows; r++) dots[r] = Floats(0.0f);
+      for_each_part(key, head_dim, [&](int64_t c, Floats part) {
+        for (int r = 0; r < kRows; r++) dots[r] = at::vec::fmadd(part, Floats::loadu(of_domain + r * width + c), dots[r]);
+      });
+      for (int r = 0; r < kRows; r++) scores[i * of_scores + r * kKeysOfChunk + x] = sum_of(dots[r]);
+    });
+    for (int64_t i = 0; i < num_domains; i++)
+      for (int64_t r = 0; r < kRows; r++)
+        exponentiate_few(
+            scores + i * of_scores + r * kKeysOfChunk, r / p_.ratio - first, count, sums + i * of_domain + rows_ * sum_width_ + r);
+    for_each_row(value_, domains, num_domains, first, count, [=](int64_t i, int64_t x, const T* value) {
+      float* sum = sums + i * of_domain;
+      Floats powers[kRows];
+      for (int r = 0; r < kRows; r++) powers[r] = Floats(scores[i * of_scores + r * kKeysOfChunk + x]);
+      for_each_part(value, head_dim, [&](int64_t c, Floats part) {
+        for (int r = 0; r < kRows; r++)
+          at::vec::fmadd(powers[r], part, Floats::loadu(sum + r * width + c)).store(sum + r * width + c);
+      });
+    });
+  }
+
+  // Calls `body(domain, key, row)` for the rows of a chunk that are not hidden: those of all domains before the next key,
+  // as heads lie beside each other and memory is read fastest in its order.
+  template <class Body>
+  void for_each_row(
+      const Rows<const T>& from, const Domain* domains, int64_t num_domains, int64_t first, int64_t count, Body body) const {
+    constexpr int64_t of_line = 64 / static_cast<int64_t>(sizeof(T));
+    const T* rows[kDomainsTogether];
+    for (int64_t i = 0; i < num_domains; i++) rows[i] = from.at(domains[i].batch, p_.key_row(domains[i], first), domains[i].head);
+    const int64_t stride = from.row_stride() * p_.key_step;
+    const int64_t head_dim = p_.head_dim, ahead = kBytesAhead / (num_domains * head_dim * static_cast<int64_t>(sizeof(T))) + 1;
+    const bool is_any_hidden = masks_.hidden.has_value();
+    for (int64_t x = 0; x < count; x++)
+      for (int64_t i = 0; i < num_domains; i++) {
+        const T* row = rows[i] + x * stride;
+        if (x + ahead < count)
+          for (int64_t c = 0; c < head_dim; c += of_line) __builtin_prefetch(row + ahead * stride + c, 0, 2);
+        if (!is_any_hidden || !masks_.hides(domains[i], p_.key_row(domains[i], first + x))) body(i, x, row);
+      }
+  }
+
+  // Calls `body(column, vector)` for the numbers of a row, zeros after the last.
+  template <class Body>
+  static void for_each_part(const T* row, int64_t head_dim, Body body) {
+    using Lows = at::vec::Vectorized<T>;
+    for (int64_t c = 0; c < head_dim; c += Lows::size()) {
+      const Lows numbers = c + Lows::size() <= head_dim ? Lows::loadu(row + c) : Lows::loadu(row + c, head_dim - c);
+      if constexpr (std::is_same_v<T, float>) {
+        body(c, numbers);
+      } else {
+        const auto [low, high] = at::vec::convert_to_float<T>(numbers);
+        body(c, low);
+        body(c + kLanes, high);
+      }
     }
   }
 
-  void prefetch(const T* row) const {
-    for (int64_t c = 0; c < p_.head_dim; c += 64 / static_cast<int64_t>(sizeof(T))) __builtin_prefetch(row + c);
-  }
-
-  // The same as `add`, with scores as [queries, keys].
-  void add_few(const Domain& d, int64_t first, int64_t stop, float* sums, Scratch& s) const {
+  // A query's scores of a chunk as powers of two, less the largest; `top`: the largest, then `kColumns` on the total.
+  // The query sees the j-th key if `low <= j - position <= high`.
+  void exponentiate_few(float* scores, int64_t position, int64_t count, float* top) const {
     constexpr bool is_coarse = !std::is_same_v<T, float>;
-    const int64_t count = stop - first, keys = rounded_up(count, kLanes), head_dim = p_.head_dim;
-    float *queries = s.lines.data(), *lines = queries + kFewRows * head_dim, *tops = sums + kColumns * head_dim;
-    for (int64_t r = 0; r < rows_; r++)
-      convert(query_.at(d.batch, row_of(d, r), d.head * p_.ratio + r % p_.ratio), queries + r * head_dim, head_dim);
-    for (int64_t x = 0; x < count; x++) {
-      const int64_t row = p_.key_row(d, first + x);
-      const bool is_hidden = masks_.hides(d, row);
-      prefetch(key_.at(d.batch, p_.key_row(d, std::min(first + x + kRowsAhead, stop - 1)), d.head));
-      const float* key = is_hidden ? nullptr : floats(key_.at(d.batch, row, d.head), lines);
-      for (int64_t r = 0; r < rows_; r++)
-        s.scores[r * kKeysOfChunk + x] = is_hidden ? -kInfinity : dot(key, queries + r * head_dim, head_dim);
+    const int64_t keys = rounded_up(count, kLanes);
+    const int64_t low = std::clamp(position + p_.low, int64_t{0}, count), high = std::clamp(position + p_.high + 1, low, count);
+    std::fill(scores, scores + low, -kInfinity);
+    std::fill(scores + high, scores + keys, -kInfinity);
+    Floats most(-kInfinity), total(0.0f);
+    for (int64_t x = 0; x < keys; x += kLanes) most = at::vec::maximum(most, Floats::loadu(scores + x));
+    top[0] = largest(most);
+    const Floats safe(top[0] == -kInfinity ? 0.0f : top[0]), factor(factor_);
+    for (int64_t x = 0; x < keys; x += kLanes) {
+      const Floats power = exp2<is_coarse>((Floats::loadu(scores + x) - safe) * factor);
+      power.store(scores + x);
+      total = total + power;
     }
-    for (int64_t r = 0; r < rows_; r++) {
-      float* scores = s.scores.data() + r * kKeysOfChunk;
-      const int64_t i = r / p_.ratio - first;
-      const int64_t low = std::clamp(i + p_.low, int64_t{0}, count), high = std::clamp(i + p_.high + 1, low, count);
-      std::fill(scores, scores + low, -kInfinity);
-      std::fill(scores + high, scores + keys, -kInfinity);
-      Floats most(-kInfinity), total(0.0f);
-      for (int64_t x = 0; x < keys; x += kLanes) most = at::vec::maximum(most, Floats::loadu(scores + x));
-      tops[r] = largest(most);
-      const Floats safe(tops[r] == -kInfinity ? 0.0f : tops[r]), factor(factor_);
-      for (int64_t x = 0; x < keys; x += kLanes) {
-        const Floats power = exp2<is_coarse>((Floats::loadu(scores + x) - safe) * factor);
-        power.store(scores + x);
-        total = total + power;
-      }
-      tops[kColumns + r] = sum_of(total);
-    }
-    std::fill_n(sums, rows_ * head_dim, 0.0f);
-    for (int64_t x = 0; x < count; x += kKeysTogether) {
-      const float* values[kKeysTogether];
-      float powers[kFewRows][kKeysTogether] = {};
-      for (int64_t y = 0; y < kKeysTogether; y++) {
-        const int64_t row = p_.key_row(d, first + x + y);
-        prefetch(value_.at(d.batch, p_.key_row(d, std::min(first + x + y + kRowsAhead, stop - 1)), d.head));
-        // What is not there counts as zeros.
-        const bool is_seen = x + y < count && !masks_.hides(d, row);
-        float* line = lines + y * head_dim;
-        if (!is_seen) std::fill_n(line, head_dim, 0.0f);
-        values[y] = is_seen ? floats(value_.at(d.batch, row, d.head), line) : line;
-        for (int64_t r = 0; r < rows_ && is_seen; r++) powers[r][y] = s.scores[r * kKeysOfChunk + x + y];
-      }
-      for (int64_t r = 0; r < rows_; r++) add_weighted(powers[r], values, sums + r * head_dim);
-    }
-  }
-
-  void add_weighted(const float* powers, const float* const* values, float* sums) const {
-    int64_t c = 0;
-    for (; c + kLanes <= p_.head_dim; c += kLanes) {
-      Floats sum = Floats::loadu(sums + c);
-      for (int64_t y = 0; y < kKeysTogether; y++) sum = at::vec::fmadd(Floats(powers[y]), Floats::loadu(values[y] + c), sum);
-      sum.store(sums + c);
-    }
-    for (; c < p_.head_dim; c++)
-      for (int64_t y = 0; y < kKeysTogether; y++) sums[c] += powers[y] * values[y][c];
+    top[kColumns] = sum_of(total);
   }
 
   struct Matrix {
@@ -203,8 +237,9 @@ class Stream {
       if (x >= count || masks_.hides(d, p_.key_row(d, first + x))) {
         std::fill(scores, scores + kColumns, -kInfinity);
       } else if (is_banded) {
-        const int64_t low = std::clamp<int64_t>((first + x - p_.high) * p_.ratio, 0, kColumns);
-        const int64_t high = std::clamp<int64_t>((first + x - p_.low + 1) * p_.ratio, low, kColumns);
+        // Bounds first: multiplied by the heads they would overflow.
+        const int64_t low = std::clamp<int64_t>(first + x - p_.high, 0, positions_) * p_.ratio;
+        const int64_t high = std::max(low, std::clamp<int64_t>(first + x - p_.low + 1, 0, positions_) * p_.ratio);
         std::fill(scores, scores + low, -kInfinity);
         std::fill(scores + high, scores + kColumns, -kInfinity);
       }
@@ -234,20 +269,20 @@ class Stream {
   }
 
   void merge(const Domain& d, int64_t r, const float* sums, int64_t chunks, std::vector<float>& line) const {
-    const int64_t head_dim = p_.head_dim, of_chunk = kColumns * (head_dim + 2);
+    const int64_t head_dim = p_.head_dim, of_chunk = rows_ * sum_width_ + 2 * kColumns;
     float top = -kInfinity, total = 0.0f;
     for (int64_t chunk = 0; chunk < chunks; chunk++) {
-      const float of_top = sums[chunk * of_chunk + kColumns * head_dim + r];
+      const float of_top = sums[chunk * of_chunk + rows_ * sum_width_ + r];
       if (!(of_top <= top)) top = of_top;  // a NaN is the largest
       if (std::isnan(top)) break;
     }
     if (top == -kInfinity) return;  // it sees none of these keys
     std::fill(line.begin(), line.end(), 0.0f);
     for (int64_t chunk = 0; chunk < chunks; chunk++, sums += of_chunk) {
-      const float of_top = sums[kColumns * head_dim + r], weight = of_top == top ? 1.0f : exp2f((of_top - top) * factor_);
+      const float of_top = sums[rows_ * sum_width_ + r], weight = of_top == top ? 1.0f : exp2f((of_top - top) * factor_);
       if (weight == 0.0f) continue;
-      total += weight * sums[kColumns * (head_dim + 1) + r];
-      for (int64_t c = 0; c < head_dim; c++) line[c] += weight * sums[r * head_dim + c];
+      total += weight * sums[rows_ * sum_width_ + kColumns + r];
+      for (int64_t c = 0; c < head_dim; c++) line[c] += weight * sums[r * sum_width_ + c];
     }
     results_.merge(d.batch, row_of(d, r), d.head * p_.ratio + r % p_.ratio, line.data(), top * (factor_ * kLn2), total);
   }
@@ -257,7 +292,7 @@ class Stream {
   const Rows<const T> query_, key_, value_;
   const Results<T> results_;
   const float factor_;
-  const int64_t width_, positions_, rows_;
+  const int64_t width_, sum_width_, positions_, rows_;
 };
 
 }  // namespace
