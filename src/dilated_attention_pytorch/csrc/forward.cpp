@@ -290,7 +290,7 @@ class Forward {
 }  // namespace
 
 void forward(const Partial& partial, const Masks& masks, const ForwardOperands& operands) {
-  if (partial.lists.empty() && !masks.is_dropped && partial.problems[0].count * partial.ratio <= kRowsOfStream)
+  if (partial.problems.size() == 1 && !masks.is_dropped && partial.problems[0].count * partial.ratio <= kRowsOfStream)
     return stream(partial, masks, operands);
   switch (operands.query.scalar_type()) {
     case at::kFloat: return Forward<float>(partial, masks, operands).run();

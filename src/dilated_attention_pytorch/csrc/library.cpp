@@ -12,7 +12,8 @@ using at::Tensor;
 // from query to query and from key to key, lower and upper bound of the band, keys of a unit. `axes`: of every axis its
 // size, and by how many query rows, key rows and heads its domains are apart. With lists, `rows` and `units` are those of
 // all problems, one after the other, and `row_ends` and `unit_ends` tell where each ends. Without `rows`, problems follow
-// each other. Units are those of every domain, or of one domain after the other, with `gates` if they have any.
+// each other. Units are those of one domain after the other, again from the first on when all are used, with `gates` if
+// they have any.
 Partial partial_of(
     int64_t head_dim, int64_t ratio, IntArrayRef geometry, IntArrayRef heads, IntArrayRef axes,
     const std::optional<Tensor>& rows, const std::optional<Tensor>& row_ends, const std::optional<Tensor>& units,
@@ -38,21 +39,23 @@ Partial partial_of(
   partial.unit = geometry[9];
   partial.ratio = ratio;
   partial.head_dim = head_dim;
-  if (!row_ends) {
+  if (row_ends) {
+    const int64_t* row_end = row_ends->const_data_ptr<int64_t>();
+    for (int64_t i = 0, row = 0; i < row_ends->numel(); row = row_end[i++])
+      partial.problems.push_back(
+          {row_end[i] - row, rows ? 0 : row, rows ? rows->const_data_ptr<int64_t>() + row : nullptr});
+  } else {
     partial.problems.push_back({geometry[3], 0, nullptr});
-    return partial;
   }
-  const int64_t *row_end = row_ends->const_data_ptr<int64_t>(), *unit_end = unit_ends->const_data_ptr<int64_t>();
-  for (int64_t i = 0, row = 0; i < row_ends->numel(); row = row_end[i++])
-    partial.problems.push_back(
-        {row_end[i] - row, rows ? 0 : row, rows ? rows->const_data_ptr<int64_t>() + row : nullptr});
+  if (!unit_ends) return partial;
+  const int64_t* unit_end = unit_ends->const_data_ptr<int64_t>();
   for (int64_t i = 0, unit = 0; i < unit_ends->numel(); unit = unit_end[i++])
     partial.lists.push_back(
         {unit_end[i] - unit, units->const_data_ptr<int64_t>() + unit,
          gates ? gates->const_data_ptr<float>() + unit : nullptr,
          grad_gates ? grad_gates->mutable_data_ptr<float>() + unit : nullptr});
-  if (partial.lists.size() > partial.problems.size())
-    for (size_t i = 0; i < partial.domains.size(); i++) partial.domains[i].first_list = i * partial.problems.size();
+  for (size_t i = 0; i < partial.domains.size() && !partial.lists.empty(); i++)
+    partial.domains[i].first_list = i * partial.problems.size() % partial.lists.size();
   return partial;
 }
 

@@ -22,13 +22,17 @@ class Stream {
 
  public:
   Stream(const Partial& partial, const Masks& masks, const ForwardOperands& x)
-      : p_(partial), masks_(masks), query_(x.query), key_(x.key, x.of_keys.row, x.of_keys.head), value_(x.value, x.of_keys.row, x.of_keys.head), results_(x, partial, masks),
-        factor_(static_cast<float>(x.scale) * kLog2E), width_(rounded_up(partial.head_dim, kPairs)), sum_width_(rounded_up(partial.head_dim, 2 * kLanes)),
+      : p_(partial), masks_(masks), query_(x.query), key_(x.key, x.of_keys.row, x.of_keys.head),
+        value_(x.value, x.of_keys.row, x.of_keys.head), results_(x, partial, masks),
+        factor_(static_cast<float>(x.scale) * kLog2E), width_(rounded_up(partial.head_dim, kPairs)),
+        sum_width_(rounded_up(partial.head_dim, 2 * kLanes)), position_(partial.problems[0].position),
         positions_(partial.problems[0].count), rows_(positions_ * partial.ratio) {}
 
   void run() {
-    const int64_t num_domains = p_.domains.size(), chunks = (p_.num_keys + kKeysOfChunk - 1) / kKeysOfChunk;
-    const int64_t of_chunk = rows_ * sum_width_ + 2 * kColumns;
+    const int64_t num_domains = p_.domains.size(), of_chunk = rows_ * sum_width_ + 2 * kColumns;
+    int64_t most = p_.lists.empty() ? p_.num_keys : 0;
+    for (const List& list : p_.lists) most = std::max(most, list.count * p_.unit);
+    const int64_t chunks = (most + kKeysOfChunk - 1) / kKeysOfChunk;
     Buffer<float> memory;
     float* sums = memory.at_least(num_domains * chunks * of_chunk);
     // Chunk by chunk, as rows of all heads lie together.
@@ -36,14 +40,12 @@ class Stream {
     for_each_piece(groups * chunks, [&](const auto& next) {
       std::optional<Scratch> scratch;
       Buffer<float> memory_of_few;
+      std::vector<Keys> keys(together);
       for (int64_t piece; (piece = next()) >= 0;) {
-        const int64_t domain = piece % groups * together, chunk = piece / groups;
-        const int64_t first = chunk * kKeysOfChunk, stop = std::min(first + kKeysOfChunk, p_.num_keys);
+        const int64_t domain = piece % groups * together, chunk = piece / groups, some = std::min(together, num_domains - domain);
         float* of_piece = sums + (domain * chunks + chunk) * of_chunk;
-        const Domain* d = p_.domains.data() + domain;
-        const auto few = [&](auto rows) {
-          add_few<rows>(d, std::min(together, num_domains - domain), first, stop, of_piece, chunks * of_chunk, memory_of_few);
-        };
+        for (int64_t i = 0; i < some; i++) find(p_.domains[domain + i], chunk * kKeysOfChunk, keys[i]);
+        const auto few = [&](auto rows) { add_few<rows>(keys.data(), some, of_piece, chunks * of_chunk, memory_of_few); };
         switch (rows_) {
           case 1: few(std::integral_constant<int, 1>()); break;
           case 2: few(std::integral_constant<int, 2>()); break;
@@ -51,7 +53,7 @@ class Stream {
           case 4: few(std::integral_constant<int, 4>()); break;
           default:
             if (!scratch) scratch.emplace(width_, p_.head_dim);
-            add(*d, first, stop, of_piece, *scratch);
+            add(keys[0], of_piece, *scratch);
         }
       }
       at::native::cpublas::brgemm_release(kPairs == 2);
@@ -72,19 +74,56 @@ class Stream {
           probabilities(kPairs == 2 ? kColumns * kKeysOfChunk : 0), scores(kKeysOfChunk * kColumns), transposed(kColumns * kKeysOfChunk) {}
   };
 
+  // The keys of a chunk of one domain.
+  struct Keys {
+    const Domain* domain;
+    int64_t count;
+    int64_t places[kKeysOfChunk];  // among the keys of the domain
+    int64_t rows[kKeysOfChunk];
+    float gates[kKeysOfChunk];  // as if they were part of the products, which are multiplied by the factor
+    bool is_listed, has_gates, has_hidden, is_banded;
+    bool is_hidden[kKeysOfChunk];
+  };
+
+  // The chunk of what a domain sees that begins with its key number `first`.
+  void find(const Domain& d, int64_t first, Keys& keys) const {
+    keys.domain = &d;
+    keys.count = 0;
+    keys.is_listed = !p_.lists.empty();
+    keys.has_gates = p_.has_gates();
+    if (!keys.is_listed) {
+      for (int64_t j = first; j < std::min(first + kKeysOfChunk, p_.num_keys); j++) keys.places[keys.count++] = j;
+    } else {
+      const List& list = p_.lists[d.first_list];
+      for (int64_t x = first; x < std::min(first + kKeysOfChunk, list.count * p_.unit); x++) {
+        const int64_t place = list.units[x / p_.unit] * p_.unit + x % p_.unit;
+        if (place >= p_.num_keys) continue;
+        if (keys.has_gates) keys.gates[keys.count] = static_cast<float>(list.gates[x / p_.unit] * (double{kLog2E} / factor_));
+        keys.places[keys.count++] = place;
+      }
+    }
+    keys.has_hidden = keys.is_banded = false;
+    for (int64_t x = 0; x < keys.count; x++) {
+      keys.rows[x] = p_.key_row(d, keys.places[x]);
+      keys.is_hidden[x] = masks_.hides(d, keys.rows[x]);
+      keys.has_hidden |= keys.is_hidden[x];
+      const int64_t distance = keys.places[x] - position_;
+      keys.is_banded |= positions_ - 1 + p_.low > distance || p_.high < distance;
+    }
+  }
+
   // Of these keys: sums of values [rows, head_dim], then the largest score and the total of every row.
-  void add(const Domain& d, int64_t first, int64_t stop, float* sums, Scratch& s) const {
-    const int64_t count = stop - first, keys = rounded_up(count, 16), head_dim = p_.head_dim;
+  void add(const Keys& k, float* sums, Scratch& s) const {
+    const int64_t keys = rounded_up(k.count, 16), head_dim = p_.head_dim;
+    if (keys == 0) return void(std::fill_n(sums + rows_ * sum_width_, kColumns, -kInfinity));
     std::fill(s.queries.begin(), s.queries.end(), C(0));
-    for (int64_t r = 0; r < rows_; r++)
-      convert(query_.at(d.batch, row_of(d, r), d.head * p_.ratio + r % p_.ratio), s.queries.data() + r * width_, head_dim);
+    for (int64_t r = 0; r < rows_; r++) load(*k.domain, r, s.queries.data() + r * width_);
     pack_transposed(s.queries.data(), width_, s.queries_t.data(), kColumns, kColumns, width_);
-    const bool is_whole = count == kKeysOfChunk && !hides_any(d, first, stop);
-    const Matrix of_keys = rows_of(key_, d, first, count, keys, width_, is_whole, s);
+    const Matrix of_keys = rows_of(key_, k, keys, width_, s);
     multiply(keys, kColumns, width_, of_keys.data, of_keys.ld, s.queries_t.data(), kColumns, s.scores.data(), kColumns, false);
-    mask(d, first, count, keys, s.scores.data());
+    mask(k, keys, s.scores.data());
     exponentiate(keys, sums + rows_ * sum_width_, s);
-    Matrix of_values = rows_of(value_, d, first, count, keys, head_dim, is_whole, s);
+    Matrix of_values = rows_of(value_, k, keys, head_dim, s);
     if constexpr (kPairs == 2) {
       pack_rows(of_values.data, of_values.ld, s.values.data(), keys, head_dim);
       of_values = {s.values.data(), head_dim};
@@ -94,24 +133,19 @@ class Stream {
 
   // The same as `add`, with scores as [queries, keys], for several domains.
   template <int kRows>
-  void add_few(
-      const Domain* domains, int64_t num_domains, int64_t first, int64_t stop, float* sums, int64_t of_domain,
-      Buffer<float>& memory) const {
-    const int64_t count = stop - first, of_scores = kRows * kKeysOfChunk, of_rows = kRows * sum_width_;
+  void add_few(const Keys* keys, int64_t num_domains, float* sums, int64_t of_domain, Buffer<float>& memory) const {
+    const int64_t of_scores = kRows * kKeysOfChunk, of_rows = kRows * sum_width_;
     float* scores = memory.at_least(num_domains * (of_scores + of_rows));
     float* queries = scores + num_domains * of_scores;
     std::fill_n(queries, num_domains * of_rows, 0.0f);
     for (int64_t i = 0; i < num_domains; i++) {
-      const Domain& d = domains[i];
-      for (int64_t r = 0; r < kRows; r++)
-        convert(
-            query_.at(d.batch, row_of(d, r), d.head * p_.ratio + r % p_.ratio), queries + i * of_rows + r * sum_width_, p_.head_dim);
+      for (int64_t r = 0; r < kRows; r++) load(*keys[i].domain, r, queries + i * of_rows + r * sum_width_);
       std::fill_n(scores + i * of_scores, of_scores, -kInfinity);
       std::fill_n(sums + i * of_domain, of_rows, 0.0f);
     }
     // Sizes by value: they stay in registers.
     const int64_t width = sum_width_, head_dim = p_.head_dim;
-    for_each_row(key_, domains, num_domains, first, count, [=](int64_t i, int64_t x, const T* key) {
+    for_each_row(key_, keys, num_domains, [=](int64_t i, int64_t x, const T* key) {
       const float* of_domain = queries + i * of_rows;
       Floats dots[kRows];
       for (int r = 0; r < kRows; r++) dots[r] = Floats(0.0f);
@@ -122,9 +156,8 @@ class Stream {
     });
     for (int64_t i = 0; i < num_domains; i++)
       for (int64_t r = 0; r < kRows; r++)
-        exponentiate_few(
-            scores + i * of_scores + r * kKeysOfChunk, r / p_.ratio - first, count, sums + i * of_domain + rows_ * sum_width_ + r);
-    for_each_row(value_, domains, num_domains, first, count, [=](int64_t i, int64_t x, const T* value) {
+        exponentiate_few(keys[i], r, scores + i * of_scores + r * kKeysOfChunk, sums + i * of_domain + of_rows + r);
+    for_each_row(value_, keys, num_domains, [=](int64_t i, int64_t x, const T* value) {
       float* sum = sums + i * of_domain;
       Floats powers[kRows];
       for (int r = 0; r < kRows; r++) powers[r] = Floats(scores[i * of_scores + r * kKeysOfChunk + x]);
@@ -138,20 +171,23 @@ class Stream {
   // Calls `body(domain, key, row)` for the rows of a chunk that are not hidden: those of all domains before the next key,
   // as heads lie beside each other and memory is read fastest in its order.
   template <class Body>
-  void for_each_row(
-      const Rows<const T>& from, const Domain* domains, int64_t num_domains, int64_t first, int64_t count, Body body) const {
+  void for_each_row(const Rows<const T>& from, const Keys* keys, int64_t num_domains, Body body) const {
     constexpr int64_t of_line = 64 / static_cast<int64_t>(sizeof(T));
-    const T* rows[kDomainsTogether];
-    for (int64_t i = 0; i < num_domains; i++) rows[i] = from.at(domains[i].batch, p_.key_row(domains[i], first), domains[i].head);
-    const int64_t stride = from.row_stride() * p_.key_step;
-    const int64_t head_dim = p_.head_dim, ahead = kBytesAhead / (num_domains * head_dim * static_cast<int64_t>(sizeof(T))) + 1;
-    const bool is_any_hidden = masks_.hidden.has_value();
+    const T* begin[kDomainsTogether];
+    int64_t count = 0;
+    for (int64_t i = 0; i < num_domains; i++) {
+      begin[i] = from.at(keys[i].domain->batch, 0, keys[i].domain->head);
+      count = std::max(count, keys[i].count);
+    }
+    const int64_t stride = from.row_stride(), head_dim = p_.head_dim;
+    const int64_t ahead = kBytesAhead / (num_domains * head_dim * static_cast<int64_t>(sizeof(T))) + 1;
     for (int64_t x = 0; x < count; x++)
       for (int64_t i = 0; i < num_domains; i++) {
-        const T* row = rows[i] + x * stride;
-        if (x + ahead < count)
-          for (int64_t c = 0; c < head_dim; c += of_line) __builtin_prefetch(row + ahead * stride + c, 0, 2);
-        if (!is_any_hidden || !masks_.hides(domains[i], p_.key_row(domains[i], first + x))) body(i, x, row);
+        if (x + ahead < keys[i].count) {
+          const T* later = begin[i] + keys[i].rows[x + ahead] * stride;
+          for (int64_t c = 0; c < head_dim; c += of_line) __builtin_prefetch(later + c, 0, 2);
+        }
+        if (x < keys[i].count && !keys[i].is_hidden[x]) body(i, x, begin[i] + keys[i].rows[x] * stride);
       }
   }
 
@@ -172,13 +208,12 @@ class Stream {
   }
 
   // A query's scores of a chunk as powers of two, less the largest; `top`: the largest, then `kColumns` on the total.
-  // The query sees the j-th key if `low <= j - position <= high`.
-  void exponentiate_few(float* scores, int64_t position, int64_t count, float* top) const {
+  void exponentiate_few(const Keys& k, int64_t r, float* scores, float* top) const {
     constexpr bool is_coarse = !std::is_same_v<T, float>;
-    const int64_t keys = rounded_up(count, kLanes);
-    const int64_t low = std::clamp(position + p_.low, int64_t{0}, count), high = std::clamp(position + p_.high + 1, low, count);
-    std::fill(scores, scores + low, -kInfinity);
-    std::fill(scores + high, scores + keys, -kInfinity);
+    const int64_t keys = rounded_up(k.count, kLanes), position = position_ + r / p_.ratio;
+    for (int64_t x = 0; x < k.count && k.has_gates; x++) scores[x] += k.gates[x];
+    for (int64_t x = 0; x < k.count && k.is_banded; x++)
+      if (k.places[x] < position + p_.low || k.places[x] > position + p_.high) scores[x] = -kInfinity;
     Floats most(-kInfinity), total(0.0f);
     for (int64_t x = 0; x < keys; x += kLanes) most = at::vec::maximum(most, Floats::loadu(scores + x));
     top[0] = largest(most);
@@ -196,21 +231,24 @@ class Stream {
     int64_t ld;
   };
 
-  // Rows of keys or values where they lie, if all of a chunk are seen and nothing is to be converted; else a copy.
-  Matrix rows_of(
-      const Rows<const T>& from, const Domain& d, int64_t first, int64_t count, int64_t keys, int64_t width, bool is_whole,
-      Scratch& s) const {
+  // Rows of keys or values where they lie, if they lie evenly, all are seen and nothing is to be converted; else a copy.
+  Matrix rows_of(const Rows<const T>& from, const Keys& k, int64_t keys, int64_t width, Scratch& s) const {
+    const Domain& d = *k.domain;
     if constexpr (std::is_same_v<T, C>)
-      if (is_whole && width == p_.head_dim)
-        return {from.at(d.batch, p_.key_row(d, first), d.head), from.row_stride() * p_.key_step};
-    copy(from, d, first, count, keys, width, s.rows.data());
+      if (k.count == kKeysOfChunk && !k.is_listed && !k.has_hidden && width == p_.head_dim)
+        return {from.at(d.batch, k.rows[0], d.head), from.row_stride() * p_.key_step};
+    C* to = s.rows.data();
+    for (int64_t x = 0; x < keys; x++, to += width) {
+      const bool is_read = x < k.count && !k.is_hidden[x];
+      if (is_read) convert(from.at(d.batch, k.rows[x], d.head), to, p_.head_dim);
+      std::fill(is_read ? to + p_.head_dim : to, to + width, C(0));
+    }
     return {s.rows.data(), width};
   }
 
-  bool hides_any(const Domain& d, int64_t first, int64_t stop) const {
-    for (int64_t x = first; x < stop && masks_.hidden; x++)
-      if (masks_.hides(d, p_.key_row(d, x))) return true;
-    return false;
+  template <class To>
+  void load(const Domain& d, int64_t r, To* to) const {
+    convert(query_.at(d.batch, row_of(d, r), d.head * p_.ratio + r % p_.ratio), to, p_.head_dim);
   }
 
   int64_t row_of(const Domain& d, int64_t r) const { return p_.query_row(d, p_.problems[0], r / p_.ratio); }
@@ -222,27 +260,20 @@ class Stream {
       return s.transposed.data();
   }
 
-  void copy(const Rows<const T>& from, const Domain& d, int64_t first, int64_t count, int64_t keys, int64_t width, C* to) const {
-    for (int64_t x = 0; x < keys; x++, to += width) {
-      const int64_t row = p_.key_row(d, first + x);
-      const bool is_read = x < count && !masks_.hides(d, row);
-      if (is_read) convert(from.at(d.batch, row, d.head), to, p_.head_dim);
-      std::fill(is_read ? to + p_.head_dim : to, to + width, C(0));
-    }
-  }
-
-  void mask(const Domain& d, int64_t first, int64_t count, int64_t keys, float* scores) const {
-    const bool is_banded = positions_ - 1 + p_.low > first || p_.high < first + count - 1;
+  void mask(const Keys& k, int64_t keys, float* scores) const {
     for (int64_t x = 0; x < keys; x++, scores += kColumns) {
-      if (x >= count || masks_.hides(d, p_.key_row(d, first + x))) {
+      if (x >= k.count || k.is_hidden[x]) {
         std::fill(scores, scores + kColumns, -kInfinity);
-      } else if (is_banded) {
-        // Bounds first: multiplied by the heads they would overflow.
-        const int64_t low = std::clamp<int64_t>(first + x - p_.high, 0, positions_) * p_.ratio;
-        const int64_t high = std::max(low, std::clamp<int64_t>(first + x - p_.low + 1, 0, positions_) * p_.ratio);
-        std::fill(scores, scores + low, -kInfinity);
-        std::fill(scores + high, scores + kColumns, -kInfinity);
+        continue;
       }
+      for (int64_t r = 0; r < kColumns && k.has_gates; r++) scores[r] += k.gates[x];
+      if (!k.is_banded) continue;
+      // Bounds first: multiplied by the heads they would overflow.
+      const int64_t distance = k.places[x] - position_;
+      const int64_t low = std::clamp<int64_t>(distance - p_.high, 0, positions_) * p_.ratio;
+      const int64_t high = std::max(low, std::clamp<int64_t>(distance - p_.low + 1, 0, positions_) * p_.ratio);
+      std::fill(scores, scores + low, -kInfinity);
+      std::fill(scores + high, scores + kColumns, -kInfinity);
     }
   }
 
@@ -292,7 +323,7 @@ class Stream {
   const Rows<const T> query_, key_, value_;
   const Results<T> results_;
   const float factor_;
-  const int64_t width_, sum_width_, positions_, rows_;
+  const int64_t width_, sum_width_, position_, positions_, rows_;
 };
 
 }  // namespace

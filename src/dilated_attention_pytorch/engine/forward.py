@@ -39,9 +39,10 @@ def merge_partials(work: Work, out: Operand, lse: Tensor, rest: Tensor | None = 
             native.merge_partial(
                 partial, work.query, work.key, work.value, out.tensor, lse, work.masks, ratio=work.ratio,
                 scale=work.scale, of_out=native.Place(out.first_row, out.first_head),
-                first_sequence=work.first_sequence, is_remote=work.is_remote,
+                first_sequence=work.first_sequence, is_remote=work.is_remote, seen_rows=work.seen_rows,
             )  # fmt: skip
             continue
+        assert work.seen_rows is None, "only the native kernels read listed rows"
         operands = operands or {**work.operands(), **merged_into}
         for views in work.views(partial, operands):
             result = kernels.forward(

@@ -25,6 +25,9 @@ class RemoteKeys:
     value: Tensor
     hidden: Tensor | None = None
     """bool ``[B, rows, heads]``, True = padding; keys and values are zero there."""
+    seen_rows: Tensor | None = None
+    """int64 ``[heads, count]``: the rows that queries see, of every head; None is all of them. Only where
+    :func:`.kernels.partial.reads_listed_rows` says so."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,7 +78,9 @@ def work_of(
         masks = Masks(
             keys.hidden, dropout.seed, dropout.probability, dropout.query_offset, key_positions=dropout.key_positions
         )
-    return Work((partial,), query, keys.key, keys.value, ratio, scale, impl, masks, is_remote=True)
+    return Work(
+        (partial,), query, keys.key, keys.value, ratio, scale, impl, masks, is_remote=True, seen_rows=keys.seen_rows
+    )
 
 
 def merge_keys(work: Work, out: Tensor, lse: Tensor, rest: Tensor | None = None) -> None:
@@ -99,8 +104,8 @@ def add_key_gradients(
     add_gradients(work, (of_query, of_key, of_value), out, lse, rest, grad_out, grad_lse)
 
 
-def merge_rows(query: Tensor, key: Tensor, value: Tensor, out: Tensor, lse: Tensor, *, scale: float, impl: str) -> None:
-    """Merge what every row ``[B, N, G, H / G, D]`` sees of all keys ``[B, M, G, D]`` into ``out`` and ``lse``.
+def merge_rows(query: Tensor, keys: RemoteKeys, out: Tensor, lse: Tensor, *, scale: float, impl: str) -> None:
+    """Merge what every row ``[B, N, G, H / G, D]`` sees of the keys ``[B, M, G, D]`` into ``out`` and ``lse``.
 
     Heads are those of every key/value head together; key/value heads may lie any constant distance apart.
     """
@@ -114,7 +119,5 @@ def merge_rows(query: Tensor, key: Tensor, value: Tensor, out: Tensor, lse: Tens
         parts = [[x.select(3, index) for x in tensors] for index in range(ratio)]
     for rows, into, log in parts:
         block = Block(0, rows.shape[1], 1, 0, heads, 0)
-        work = work_of(
-            rows, block, RemoteKeys(key, value), ratio=rows.shape[2] // heads, scale=scale, impl=impl, dropout=None
-        )
+        work = work_of(rows, block, keys, ratio=rows.shape[2] // heads, scale=scale, impl=impl, dropout=None)
         merge_keys(work, into, log)

@@ -43,6 +43,8 @@ class Work:
     """Index of the first of these sequences in the batch."""
     is_remote: bool = False
     """Keys and values are those of the one partial alone: ``[B, rows, heads, D]``."""
+    seen_rows: Tensor | None = None
+    """Of remote keys, the rows that the queries see: see :class:`.remote.RemoteKeys`."""
 
     @property
     def dtype(self) -> torch.dtype:

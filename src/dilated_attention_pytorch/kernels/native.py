@@ -17,6 +17,8 @@ from .masks import Masks
 
 KEYS_OF_WINDOW = 8192
 """Keys of which queries see more are merged window by window: results of a row are then written more than once."""
+ROWS_OF_STREAM = 16
+"""Query rows of a key/value head that are so few that keys are read row by row, and may lie anywhere."""
 _NO_BOUND = 1 << 60
 
 
@@ -49,6 +51,7 @@ def merge_partial(
     of_out: Place = WHOLE,
     first_sequence: int = 0,
     is_remote: bool = False,
+    seen_rows: Tensor | None = None,
 ) -> None:
     """Merge what the queries of a partial see into ``out`` and ``lse``, which is -inf where nothing was merged yet.
 
@@ -63,12 +66,20 @@ def merge_partial(
         scale: factor of the scores, not negative.
         first_sequence: of the whole batch, the sequence that operands begin with.
         is_remote: keys and values are the rows and heads of the partial alone, one row after the other.
+        seen_rows: int64 ``[heads, count]``, the rows of remote keys that are seen, of every head; None is all of them.
+            Of at most :data:`ROWS_OF_STREAM` queries of a key/value head, without dropout.
     """
     load()
     of_keys = Place(0, partial.head) if is_remote and isinstance(partial, Partial) else WHOLE
+    geometry = _geometry(partial, query, is_remote=is_remote)
+    if seen_rows is not None:
+        num_heads, count = seen_rows.shape
+        ends = torch.arange(1, num_heads + 1) * count
+        numbers, heads, axes, *_ = geometry
+        geometry = ([*numbers[:-1], 1], heads, axes, None, None, seen_rows.reshape(-1), ends)
     torch.ops.dilated_attention_native.attend(
-        query, key, value, out, lse, [*of_out, *of_keys], ratio, *_geometry(partial, query, is_remote=is_remote),
-        *_arguments(masks, key, first_sequence), scale,
+        query, key, value, out, lse, [*of_out, *of_keys], ratio, *geometry, *_arguments(masks, key, first_sequence),
+        scale,
     )  # fmt: skip
 
 

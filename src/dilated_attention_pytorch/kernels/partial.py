@@ -12,7 +12,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from . import fused, products
+from . import fused, native, products
 from .products import KeepFactors, Result
 
 Kernel = Literal["native", "triton", "fused", "products"]
@@ -48,6 +48,12 @@ def kernel_of(
     if impl == "triton":
         return "triton"
     return "fused" if fused.is_fused(query, has_bias=has_bias) else "products"
+
+
+def reads_listed_rows(impl: str, num_rows: int) -> bool:
+    """Whether the kernel of a call reads remote keys row by row where they lie, for that many query rows of a key/value
+    head; else the rows that they see must lie together."""
+    return impl == "native" and num_rows <= native.ROWS_OF_STREAM
 
 
 def forward(

@@ -7,8 +7,9 @@ import math
 from torch import Tensor
 
 from dilated_attention_pytorch.engine.merge import clear_dead_rows, merge_in_place
-from dilated_attention_pytorch.engine.remote import merge_rows
+from dilated_attention_pytorch.engine.remote import RemoteKeys, merge_rows
 from dilated_attention_pytorch.kernels.fused import MASKED
+from dilated_attention_pytorch.kernels.partial import reads_listed_rows
 from dilated_attention_pytorch.kernels.products import Result
 from dilated_attention_pytorch.kernels.select import select
 from dilated_attention_pytorch.ops import attend_with_lse
@@ -29,8 +30,14 @@ def merge_pieces(pieces: list[Piece], query: Tensor, stored: Stored, out: Tensor
     scale, impl = 1.0 / math.sqrt(head_dim), select("auto", query.device, query.dtype, head_dim)
     for piece in pieces:
         queries, piece_out, piece_lse = (tensor[:, piece.rows, piece.heads] for tensor in grouped)
-        keys, values = (rows.index_select(1, piece.places).unflatten(1, (piece.num_keys, -1)) for rows in flat)
-        merge_rows(queries, keys, values, piece_out, piece_lse, scale=scale, impl=impl)
+        if reads_listed_rows(impl, queries.shape[1] * queries.shape[3]):
+            keys, values = (rows[:, :, piece.heads] for rows in stored)
+            slots = (piece.places // num_kv_heads).view(piece.num_keys, -1).T
+            seen = RemoteKeys(keys, values, seen_rows=slots)
+        else:
+            keys, values = (rows.index_select(1, piece.places).unflatten(1, (piece.num_keys, -1)) for rows in flat)
+            seen = RemoteKeys(keys, values)
+        merge_rows(queries, seen, piece_out, piece_lse, scale=scale, impl=impl)
 
 
 def merge_stretches(
