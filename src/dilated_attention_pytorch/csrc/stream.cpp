@@ -24,7 +24,7 @@ class Stream {
   Stream(const Partial& partial, const Masks& masks, const ForwardOperands& x)
       : p_(partial), masks_(masks), query_(x.query), key_(x.key, x.of_keys.row, x.of_keys.head),
         value_(x.value, x.of_keys.row, x.of_keys.head), results_(x, partial, masks),
-        factor_(static_cast<float>(x.scale) * kLog2E), width_(rounded_up(partial.head_dim, kPairs)),
+        factor_(static_cast<float>(x.scale) * kLog2E), of_gate_(double{kLog2E} / factor_), width_(rounded_up(partial.head_dim, kPairs)),
         sum_width_(rounded_up(partial.head_dim, 2 * kLanes)), position_(partial.problems[0].position),
         positions_(partial.problems[0].count), rows_(positions_ * partial.ratio) {}
 
@@ -95,11 +95,14 @@ class Stream {
       for (int64_t j = first; j < std::min(first + kKeysOfChunk, p_.num_keys); j++) keys.places[keys.count++] = j;
     } else {
       const List& list = p_.lists[d.first_list];
-      for (int64_t x = first; x < std::min(first + kKeysOfChunk, list.count * p_.unit); x++) {
-        const int64_t place = list.units[x / p_.unit] * p_.unit + x % p_.unit;
-        if (place >= p_.num_keys) continue;
-        if (keys.has_gates) keys.gates[keys.count] = static_cast<float>(list.gates[x / p_.unit] * (double{kLog2E} / factor_));
-        keys.places[keys.count++] = place;
+      int64_t unit = first / p_.unit, within = first % p_.unit;
+      for (int64_t x = 0; x < kKeysOfChunk && unit < list.count; x++) {
+        const int64_t place = list.units[unit] * p_.unit + within;
+        if (place < p_.num_keys) {
+          if (keys.has_gates) keys.gates[keys.count] = static_cast<float>(list.gates[unit] * of_gate_);
+          keys.places[keys.count++] = place;
+        }
+        if (++within == p_.unit) within = 0, unit++;
       }
     }
     keys.has_hidden = keys.is_banded = false;
@@ -323,6 +326,7 @@ class Stream {
   const Rows<const T> query_, key_, value_;
   const Results<T> results_;
   const float factor_;
+  const double of_gate_;
   const int64_t width_, sum_width_, position_, positions_, rows_;
 };
 
