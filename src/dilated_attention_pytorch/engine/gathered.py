@@ -46,8 +46,6 @@ class _Step(NamedTuple):
     query_index: Tensor
     key_index: Tensor
     num_problems: int
-    first_row: int | None
-    """Where the rows of the queries begin if all follow each other."""
 
 
 def _steps(alike: KeyLists, elements_of_unit: int, device: torch.device) -> Iterator[_Step]:
@@ -55,11 +53,7 @@ def _steps(alike: KeyLists, elements_of_unit: int, device: torch.device) -> Iter
     offsets = torch.arange(alike.rows_of_range)
     for rows, units in zip(alike.query_rows.split(most), alike.units.split(most), strict=True):
         index = (rows.unsqueeze(-1) + offsets).view(-1)
-        follow_each_other = bool((rows.view(-1).diff() == alike.rows_of_range).all())
-        yield _Step(
-            index.to(device), units.reshape(-1).to(device), rows.shape[0],
-            int(rows.view(-1)[0]) if follow_each_other else None,
-        )  # fmt: skip
+        yield _Step(index.to(device), units.reshape(-1).to(device), rows.shape[0])
 
 
 class _GatheredViews(PartialViews):
@@ -75,9 +69,7 @@ class _GatheredViews(PartialViews):
             self._tensors[name] += part
 
     def overwrite(self, name: Name, whole: Tensor) -> None:
-        column = self._columns[name]
-        assert isinstance(column, _QueryColumn), "keys are added to"
-        self._tensors[name] = column.overwritten(self._step, self._tensors[name], whole)
+        self._tensors[name] = whole.to(self._tensors[name].dtype)
 
     def write_back(self) -> None:
         """Store what was merged into, or added to, the rows of queries."""
@@ -87,43 +79,26 @@ class _GatheredViews(PartialViews):
 
 
 class _QueryColumn:
-    """The query rows of one sequence and the query heads of one key/value head: a view where it can be, or copies."""
+    """The query rows of one sequence and the query heads of one key/value head."""
 
     def __init__(self, operand: Operand, sequence: int, head: int, ratio: int, *, is_first: bool) -> None:
         first = (head - operand.first_head) * ratio
         self._rows = operand.tensor[sequence, :, first : first + ratio]
         self._first_row = operand.first_row
-        self._ratio = ratio
         self._is_written = operand.role is not Role.READ
         self._is_overwritten = operand.role is Role.MERGED_INTO and is_first
-        # Rows and heads of a problem are one axis.
-        self._is_flat = ratio == 1 or self._rows.stride(0) == ratio * self._rows.stride(1)
-        self._flat = self._rows.flatten(0, 1) if self._is_flat else self._rows
-
-    def _is_view(self, step: _Step) -> bool:
-        return step.first_row is not None and self._is_flat
-
-    def _index(self, step: _Step) -> Tensor:
-        return step.query_index - self._first_row if self._first_row else step.query_index
 
     def take(self, step: _Step) -> Tensor:
-        rows_of_problem = step.query_index.shape[0] // step.num_problems * self._ratio
+        rows_of_problem = step.query_index.shape[0] // step.num_problems * self._rows.shape[1]
         shape = (step.num_problems, 1, rows_of_problem, *self._rows.shape[2:])
-        if self._is_view(step):
-            assert step.first_row is not None
-            first = (step.first_row - self._first_row) * self._ratio
-            return self._flat[first : first + step.num_problems * rows_of_problem].view(shape)
         if self._is_overwritten:
             return self._rows.new_empty(shape)
-        return self._rows.index_select(0, self._index(step)).view(shape)
-
-    def overwritten(self, step: _Step, tensor: Tensor, whole: Tensor) -> Tensor:
-        """What stands for the rows from now on: ``tensor``, or without a copy ``whole``, which is written back."""
-        return tensor.copy_(whole) if self._is_view(step) else whole.to(tensor.dtype)
+        return self._rows.index_select(0, step.query_index - self._first_row).view(shape)
 
     def write_back(self, step: _Step, tensor: Tensor) -> None:
-        if self._is_written and not self._is_view(step):
-            self._rows.index_copy_(0, self._index(step), tensor.reshape(-1, *self._rows.shape[1:]))
+        if self._is_written:
+            rows = tensor.reshape(-1, *self._rows.shape[1:])
+            self._rows.index_copy_(0, step.query_index - self._first_row, rows)
 
     def finish(self) -> None:
         """No-op: rows are written where they belong."""
