@@ -118,7 +118,10 @@ class Stream {
   // Of these keys: sums of values [rows, head_dim], then the largest score and the total of every row.
   void add(const Keys& k, float* sums, Scratch& s) const {
     const int64_t keys = rounded_up(k.count, 16), head_dim = p_.head_dim;
-    if (keys == 0) return void(std::fill_n(sums + rows_ * sum_width_, kColumns, -kInfinity));
+    if (keys == 0) {  // the list of this domain is shorter than others
+      std::fill_n(sums + rows_ * sum_width_, kColumns, -kInfinity);
+      return;
+    }
     std::fill(s.queries.begin(), s.queries.end(), C(0));
     for (int64_t r = 0; r < rows_; r++) load(*k.domain, r, s.queries.data() + r * width_);
     pack_transposed(s.queries.data(), width_, s.queries_t.data(), kColumns, kColumns, width_);
