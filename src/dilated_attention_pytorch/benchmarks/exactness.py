@@ -66,7 +66,7 @@ def _nan_last(value: float) -> float:
 
 
 def row_counts(case: Case, row: int, kv_head: int, computes: Computes, device: torch.device) -> Tensor:
-    """``c[row, t]`` for every key position t, by the definition (design.md, section 2): float64 ``[rows]``."""
+    """``c[row, t]`` for every key position t, by the definition (docs/definition.md): float64 ``[rows]``."""
     t = torch.arange(case.rows, device=device)
     counts = torch.full((case.rows,), float(computes == "dense"), dtype=torch.float64, device=device)
     if computes == "pattern":

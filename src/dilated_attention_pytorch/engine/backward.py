@@ -32,6 +32,7 @@ def add_gradients(
         own["rest"] = Operand(rest)
     if grad_lse is not None:
         own["grad_lse"] = Operand(grad_lse)
+    assert work.seen_rows is None, "rows of a cache are read without a gradient"
     operands: Operands = {}
     for partial in work.partials:
         if is_phantom(partial):

@@ -73,6 +73,9 @@ def merge_partial(
     of_keys = Place(0, partial.head) if is_remote and isinstance(partial, Partial) else WHOLE
     geometry = _geometry(partial, query, is_remote=is_remote)
     if seen_rows is not None:
+        assert isinstance(partial, Partial)
+        assert partial.num_queries * ratio <= ROWS_OF_STREAM
+        assert masks.seed is None
         num_heads, count = seen_rows.shape
         ends = torch.arange(1, num_heads + 1) * count
         numbers, heads, axes, *_ = geometry

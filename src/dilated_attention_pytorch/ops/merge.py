@@ -25,7 +25,7 @@ def merge(partials: Sequence[AttentionOutput | tuple[Tensor, Tensor]]) -> Attent
     """Merge partials over the same queries into the softmax over all their keys together. Differentiable.
 
     ``L = logsumexp_i L_i``, ``O = sum_i exp(L_i - L) O_i``; a row that no partial gave a key has O = 0, L = -inf and
-    zero gradient (design.md, section 2; the online softmax of Milakov and Gimelshein 2018, arXiv 1805.02867).
+    zero gradient (docs/definition.md; the online softmax of Milakov and Gimelshein 2018, arXiv 1805.02867).
 
     Args:
         partials: at least one pair ``(out [B, N, H, D], lse [B, N, H])`` of equal shapes.

@@ -24,7 +24,7 @@ class Pattern(ABC):
     """Who may look at whom, and how often it counts: a count ``c[g, p, t] >= 0`` for every key/value head g.
 
     Patterns are frozen, hashable and hold integers only. They add: ``(a + b)`` has the count ``c_a + c_b``, and
-    attention under it is one softmax over everything that a query sees (design.md, section 2).
+    attention under it is one softmax over everything that a query sees (docs/definition.md).
     """
 
     spec: str
