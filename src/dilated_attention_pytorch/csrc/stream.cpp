@@ -18,6 +18,7 @@ constexpr int64_t kBytesAhead = 8 << 10;  // that are asked for before they are 
 template <class T>
 class Stream {
   using C = Factor<T>;
+  using Numbers = at::vec::Vectorized<T>;
   static constexpr int64_t kPairs = kPair<C>;
 
  public:
@@ -39,7 +40,7 @@ class Stream {
     const int64_t together = rows_ <= kFewRows ? kDomainsTogether : 1, groups = (num_domains + together - 1) / together;
     for_each_piece(groups * chunks, [&](const auto& next) {
       std::optional<Scratch> scratch;
-      Buffer<float> memory_of_few;
+      Few memory_of_few;
       std::vector<Keys> keys(together);
       for (int64_t piece; (piece = next()) >= 0;) {
         const int64_t domain = piece % groups * together, chunk = piece / groups, some = std::min(together, num_domains - domain);
@@ -72,6 +73,11 @@ class Stream {
     Scratch(int64_t width, int64_t head_dim)
         : queries(kColumns * width), queries_t(kColumns * width), rows(kKeysOfChunk * width), values(kKeysOfChunk * head_dim),
           probabilities(kPairs == 2 ? kColumns * kKeysOfChunk : 0), scores(kKeysOfChunk * kColumns), transposed(kColumns * kKeysOfChunk) {}
+  };
+
+  struct Few {
+    Buffer<float> scores;
+    Buffer<C> queries;
   };
 
   // The keys of a chunk of one domain.
@@ -139,45 +145,52 @@ class Stream {
 
   // The same as `add`, with scores as [queries, keys], for several domains.
   template <int kRows>
-  void add_few(const Keys* keys, int64_t num_domains, float* sums, int64_t of_domain, Buffer<float>& memory) const {
-    const int64_t of_scores = kRows * kKeysOfChunk, of_rows = kRows * sum_width_;
-    float* scores = memory.at_least(num_domains * (of_scores + of_rows));
-    float* queries = scores + num_domains * of_scores;
-    std::fill_n(queries, num_domains * of_rows, 0.0f);
+  void add_few(const Keys* keys, int64_t num_domains, float* sums, int64_t of_domain, Few& few) const {
+    // Of two rows in float32 one key at a time is as fast as memory; else fewer instructions for each are faster.
+    constexpr int kTogether = std::is_same_v<T, float> && kRows <= 2 ? 1 : 4;
+    constexpr int64_t of_scores = kRows * kKeysOfChunk;
+    const int64_t of_rows = kRows * sum_width_;
+    float* scores = few.scores.at_least(num_domains * of_scores);
+    C* queries = few.queries.at_least(num_domains * of_rows);
+    std::fill_n(queries, num_domains * of_rows, C(0));
+    std::fill_n(scores, num_domains * of_scores, -kInfinity);
     for (int64_t i = 0; i < num_domains; i++) {
       for (int64_t r = 0; r < kRows; r++) load(*keys[i].domain, r, queries + i * of_rows + r * sum_width_);
-      std::fill_n(scores + i * of_scores, of_scores, -kInfinity);
       std::fill_n(sums + i * of_domain, of_rows, 0.0f);
     }
     // Sizes by value: they stay in registers.
     const int64_t width = sum_width_, head_dim = p_.head_dim;
-    for_each_row(key_, keys, num_domains, [=](int64_t i, int64_t x, const T* key) {
-      const float* of_domain = queries + i * of_rows;
-      Floats dots[kRows];
-      for (int r = 0; r < kRows; r++) dots[r] = Floats(0.0f);
-      for_each_part(key, head_dim, [&](int64_t c, Floats part) {
-        for (int r = 0; r < kRows; r++) dots[r] = at::vec::fmadd(part, Floats::loadu(of_domain + r * width + c), dots[r]);
-      });
-      for (int r = 0; r < kRows; r++) scores[i * of_scores + r * kKeysOfChunk + x] = sum_of(dots[r]);
+    for_each_rows<kTogether>(key_, keys, num_domains, [=](int64_t i, int64_t x, const auto& rows) {
+      constexpr int kKeys = std::tuple_size_v<std::decay_t<decltype(rows)>>;
+      Floats dots[kRows][kKeys];
+      for (auto& of_row : dots) std::fill_n(of_row, kKeys, Floats(0.0f));
+      for (int64_t c = 0; c < head_dim; c += Numbers::size())
+        for (int y = 0; y < kKeys; y++) {
+          const Numbers part = part_of(rows[y], c, head_dim);
+          for (int r = 0; r < kRows; r++) dots[r][y] = add_products(part, queries + i * of_rows + r * width + c, dots[r][y]);
+        }
+      for (int r = 0; r < kRows; r++) store_sums(dots[r], scores + i * of_scores + r * kKeysOfChunk + x);
     });
     for (int64_t i = 0; i < num_domains; i++)
       for (int64_t r = 0; r < kRows; r++)
         exponentiate_few(keys[i], r, scores + i * of_scores + r * kKeysOfChunk, sums + i * of_domain + of_rows + r);
-    for_each_row(value_, keys, num_domains, [=](int64_t i, int64_t x, const T* value) {
-      float* sum = sums + i * of_domain;
-      Floats powers[kRows];
-      for (int r = 0; r < kRows; r++) powers[r] = Floats(scores[i * of_scores + r * kKeysOfChunk + x]);
-      for_each_part(value, head_dim, [&](int64_t c, Floats part) {
-        for (int r = 0; r < kRows; r++)
-          at::vec::fmadd(powers[r], part, Floats::loadu(sum + r * width + c)).store(sum + r * width + c);
-      });
+    for_each_rows<kTogether>(value_, keys, num_domains, [=](int64_t i, int64_t x, const auto& rows) {
+      constexpr int kKeys = std::tuple_size_v<std::decay_t<decltype(rows)>>;
+      Floats powers[kRows][kKeys];
+      for (int r = 0; r < kRows; r++)
+        for (int y = 0; y < kKeys; y++) powers[r][y] = Floats(scores[i * of_scores + r * kKeysOfChunk + x + y]);
+      for (int64_t c = 0; c < head_dim; c += Numbers::size()) {
+        Numbers parts[kKeys];
+        for (int y = 0; y < kKeys; y++) parts[y] = part_of(rows[y], c, head_dim);
+        for (int r = 0; r < kRows; r++) add_weighted(powers[r], parts, sums + i * of_domain + r * width + c);
+      }
     });
   }
 
-  // Calls `body(domain, key, row)` for the rows of a chunk that are not hidden: those of all domains before the next key,
-  // as heads lie beside each other and memory is read fastest in its order.
-  template <class Body>
-  void for_each_row(const Rows<const T>& from, const Keys* keys, int64_t num_domains, Body body) const {
+  // Calls `body(domain, key, rows)` for the rows of a chunk that are not hidden, several keys at a time: those of all
+  // domains before the next keys, as heads lie beside each other and memory is read fastest in its order.
+  template <int kKeys, class Body>
+  void for_each_rows(const Rows<const T>& from, const Keys* keys, int64_t num_domains, Body body) const {
     constexpr int64_t of_line = 64 / static_cast<int64_t>(sizeof(T));
     const T* begin[kDomainsTogether];
     int64_t count = 0;
@@ -186,31 +199,26 @@ class Stream {
       count = std::max(count, keys[i].count);
     }
     const int64_t stride = from.row_stride(), head_dim = p_.head_dim;
-    const int64_t ahead = kBytesAhead / (num_domains * head_dim * static_cast<int64_t>(sizeof(T))) + 1;
-    for (int64_t x = 0; x < count; x++)
+    const int64_t ahead = kBytesAhead / (num_domains * head_dim * static_cast<int64_t>(sizeof(T))) + kKeys;
+    for (int64_t x = 0; x < count; x += kKeys)
       for (int64_t i = 0; i < num_domains; i++) {
-        if (x + ahead < keys[i].count) {
-          const T* later = begin[i] + keys[i].rows[x + ahead] * stride;
-          for (int64_t c = 0; c < head_dim; c += of_line) __builtin_prefetch(later + c, 0, 2);
+        const auto at = [&](int64_t y) { return begin[i] + keys[i].rows[y] * stride; };
+        for (int64_t y = x + ahead; y < std::min(x + ahead + kKeys, keys[i].count); y++)
+          for (int64_t c = 0; c < head_dim; c += of_line) __builtin_prefetch(at(y) + c, 0, 2);
+        if (!keys[i].has_hidden && x + kKeys <= keys[i].count) {
+          std::array<const T*, kKeys> rows;
+          for (int y = 0; y < kKeys; y++) rows[y] = at(x + y);
+          body(i, x, rows);
+        } else {
+          for (int64_t y = x; y < std::min(x + kKeys, keys[i].count); y++)
+            if (!keys[i].is_hidden[y]) body(i, y, std::array{at(y)});
         }
-        if (x < keys[i].count && !keys[i].is_hidden[x]) body(i, x, begin[i] + keys[i].rows[x] * stride);
       }
   }
 
-  // Calls `body(column, vector)` for the numbers of a row, zeros after the last.
-  template <class Body>
-  static void for_each_part(const T* row, int64_t head_dim, Body body) {
-    using Lows = at::vec::Vectorized<T>;
-    for (int64_t c = 0; c < head_dim; c += Lows::size()) {
-      const Lows numbers = c + Lows::size() <= head_dim ? Lows::loadu(row + c) : Lows::loadu(row + c, head_dim - c);
-      if constexpr (std::is_same_v<T, float>) {
-        body(c, numbers);
-      } else {
-        const auto [low, high] = at::vec::convert_to_float<T>(numbers);
-        body(c, low);
-        body(c + kLanes, high);
-      }
-    }
+  // The numbers of a row from number `c` on, zeros after the last.
+  static Numbers part_of(const T* row, int64_t c, int64_t head_dim) {
+    return c + Numbers::size() <= head_dim ? Numbers::loadu(row + c) : Numbers::loadu(row + c, head_dim - c);
   }
 
   // A query's scores of a chunk as powers of two, less the largest; `top`: the largest, then `kColumns` on the total.

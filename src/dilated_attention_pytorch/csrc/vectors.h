@@ -6,10 +6,12 @@
 #include <ATen/native/CPUBlas.h>
 
 #include <algorithm>
+#include <array>
 #include <cmath>
 #include <cstdint>
 #include <limits>
 #include <memory>
+#include <tuple>
 #include <type_traits>
 
 namespace dilated_attention {
@@ -125,6 +127,55 @@ inline void store_interleaved(BFloat16* at, Floats first, Floats second) {
   _mm512_storeu_si512(at, _mm512_or_si512(low, _mm512_slli_epi32(high, 16)));
 }
 #endif
+
+// `sum`, and the products of the numbers of a vector with those at `right`, added up in any order.
+inline Floats add_products(Floats left, const float* right, Floats sum) {
+  return at::vec::fmadd(left, Floats::loadu(right), sum);
+}
+
+template <class T>
+inline Floats add_products(at::vec::Vectorized<T> left, const float* right, Floats sum) {
+  const auto [low, high] = at::vec::convert_to_float<T>(left);
+  return add_products(high, right + kLanes, add_products(low, right, sum));
+}
+
+#if defined(__AVX512BF16__)
+inline Floats add_products(at::vec::Vectorized<BFloat16> left, const BFloat16* right, Floats sum) {
+  return _mm512_dpbf16_ps(sum, (__m512bh)(__m512i)left, (__m512bh)_mm512_loadu_si512(right));
+}
+#endif
+
+// Adds vectors, each times its weight, to the numbers at `sum`.
+template <int count>
+inline void add_weighted(const Floats (&weights)[count], const Floats (&vectors)[count], float* sum) {
+  Floats total = Floats::loadu(sum);
+  for (int i = 0; i < count; i++) total = at::vec::fmadd(weights[i], vectors[i], total);
+  total.store(sum);
+}
+
+template <int count, class T>
+inline void add_weighted(const Floats (&weights)[count], const at::vec::Vectorized<T> (&vectors)[count], float* sum) {
+  Floats lows[count], highs[count];
+  for (int i = 0; i < count; i++) std::tie(lows[i], highs[i]) = at::vec::convert_to_float<T>(vectors[i]);
+  add_weighted(weights, lows, sum);
+  add_weighted(weights, highs, sum + kLanes);
+}
+
+// The sum of each vector.
+template <int count>
+inline void store_sums(const Floats (&x)[count], float* at) {
+#if defined(CPU_CAPABILITY_AVX512)
+  if constexpr (count == 4) {
+    const __m512 low = _mm512_add_ps(_mm512_unpacklo_ps(x[0], x[1]), _mm512_unpackhi_ps(x[0], x[1]));
+    const __m512 high = _mm512_add_ps(_mm512_unpacklo_ps(x[2], x[3]), _mm512_unpackhi_ps(x[2], x[3]));
+    const __m512 all = _mm512_add_ps(_mm512_shuffle_ps(low, high, 0x44), _mm512_shuffle_ps(low, high, 0xEE));
+    const __m256 half = _mm256_add_ps(_mm512_castps512_ps256(all), _mm512_extractf32x8_ps(all, 1));
+    _mm_storeu_ps(at, _mm_add_ps(_mm256_castps256_ps128(half), _mm256_extractf128_ps(half, 1)));
+    return;
+  }
+#endif
+  for (int i = 0; i < count; i++) at[i] = sum_of(x[i]);
+}
 
 inline float dot(const float* left, const float* right, int64_t count) {
   Floats sum(0.0f);
