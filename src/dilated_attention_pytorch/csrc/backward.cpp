@@ -7,7 +7,7 @@ namespace {
 constexpr int64_t kRowsOfTile = 64;
 constexpr int64_t kKeysOfBlock = 128;
 constexpr int64_t kAlignment = 16;
-constexpr int64_t kRowsOfChunk = 4096;  // query rows that lie packed at a time
+constexpr int64_t kRowsOfChunk = 4096;  // query rows that lie packed at a time, for every thread
 constexpr int64_t kKeysOfSplit = 1024;  // fewer keys are not worth a thread of their own
 
 // Gradients of one partial under the merged output O and log-sum-exp L: with P = exp(s - L) and
@@ -29,120 +29,150 @@ class Backward {
         width_(rounded_up(partial.head_dim, kPairs)),
         positions_(std::min(positions_of_tile(partial), longest_problem(partial))),
         rows_(rounded_up(positions_ * partial.ratio, kAlignment)), tiles_(tiles_of(partial, positions_)),
-        most_tiles_(std::clamp<int64_t>(
-            kRowsOfChunk / rounded_up(positions_of_tile(partial) * partial.ratio, kAlignment), 1, tiles_.size())) {}
+        splits_(splits_of(partial)), most_tiles_(std::clamp<int64_t>(
+            kRowsOfChunk * (splits_ > 1 ? at::get_num_threads() : 1) /
+                rounded_up(positions_of_tile(partial) * partial.ratio, kAlignment),
+            1, tiles_.size())) {}
 
   void run() {
-    // Where domains are few, their keys are dealt out too, and every share has a gradient of the queries of its own.
-    const int64_t num_domains = p_.domains.size(), num_tiles = tiles_.size(), threads = at::get_num_threads();
-    const int64_t wanted = threads == 1 ? 1 : (4 * threads + num_domains - 1) / num_domains;
-    const int64_t splits = std::clamp<int64_t>(p_.num_keys / kKeysOfSplit, 1, wanted);
-    // A unit with a gate is of one share, which adds up its gradient.
-    const int64_t whole = p_.has_gates() ? rounded_up(kKeysOfBlock, p_.unit) : kKeysOfBlock;
-    const int64_t keys_of_split = rounded_up((p_.num_keys + splits - 1) / splits, whole);
-    const int64_t of_tile = rows_ * p_.head_dim;
-    Buffer<float> memory;
-    float* shares = memory.at_least(splits > 1 ? num_domains * splits * most_tiles_ * of_tile : 0);
-    for (int64_t first = 0; first < num_tiles; first += most_tiles_) {
-      const int64_t tiles = std::min(most_tiles_, num_tiles - first);
-      for_each_piece(num_domains * splits, [&](const auto& next) {
-        Scratch scratch(*this, splits == 1);
-        for (int64_t piece; (piece = next()) >= 0;) {
-          const Domain& domain = p_.domains[piece / splits];
-          const int64_t begin = piece % splits * keys_of_split, end = std::min(begin + keys_of_split, p_.num_keys);
-          float* grads = splits == 1 ? scratch.grad_queries.data() : shares + piece * tiles * of_tile;
-          std::fill_n(grads, tiles * of_tile, 0.0f);
-          add(domain, begin, end, first, tiles, grads, scratch);
-          if (splits > 1) continue;
-          for (int64_t tile = 0; tile < tiles; tile++)
-            add_to_queries(domain, tiles_[first + tile], grads + tile * of_tile, scratch.lines.data());
-        }
-        at::native::cpublas::brgemm_release(kPairs == 2);
-      });
-      if (splits == 1) continue;
-      for_each_piece(num_domains * tiles, [&](const auto& next) {
-        std::vector<float> lines(of_tile);
-        for (int64_t piece; (piece = next()) >= 0;) {
-          const int64_t domain = piece / tiles, tile = piece % tiles;
-          for (int64_t split = 0; split < splits; split++)
-            add_to_queries(
-                p_.domains[domain], tiles_[first + tile], shares + ((domain * splits + split) * tiles + tile) * of_tile,
-                lines.data());
-        }
-      });
-    }
+    if (splits_ == 1)
+      run_domains();
+    else
+      for (const Domain& domain : p_.domains) run_shares(domain);
   }
 
  private:
+  // Tiles of a chunk: queries and gradients as right operands, transposed and not; L, delta and counters.
+  struct Tiles {
+    Buffer<C> factors;
+    C *queries_t, *grads_t, *queries, *grads;
+    std::vector<float> lse, delta;
+    std::vector<uint32_t> counters;
+
+    explicit Tiles(const Backward& b) : lse(b.most_tiles_ * b.rows_), delta(lse.size()), counters(b.masks_.is_dropped ? lse.size() : 0) {
+      const int64_t size = b.most_tiles_ * b.rows_ * b.width_;
+      queries_t = factors.at_least(4 * size), grads_t = queries_t + size, queries = grads_t + size, grads = queries + size;
+    }
+  };
+
   struct Scratch {
-    // Of the tiles of a chunk: queries and gradients as right operands, transposed and not; L, delta and counters.
-    std::vector<C> queries_t, grads_t, queries, grads;
-    std::vector<float> lse, delta, grad_queries;
-    std::vector<uint32_t> query_counters;
     // Of a block of keys: as left operands, and their gradients.
     std::vector<C> keys, values, keys_t;
     std::vector<float> grad_keys, grad_values;
     std::vector<uint32_t> key_counters;
     std::vector<uint8_t> is_hidden;
     bool has_hidden;
-    // Of both.
+    // Of it and a tile.
     std::vector<float> scores, grad_scores, kept;
     std::vector<C> probabilities, rounded, paired;
-    std::vector<C> rows;
-    std::vector<float> lines;
 
-    Scratch(const Backward& b, bool has_grads) {
-      const int64_t rows_of_tile = b.rows_, width = b.width_, head_dim = b.p_.head_dim, of_chunk = b.most_tiles_ * rows_of_tile;
-      for (auto* x : {&queries_t, &grads_t, &queries, &grads}) x->resize(of_chunk * width);
-      for (auto* x : {&lse, &delta}) x->resize(of_chunk);
-      grad_queries.resize(has_grads ? of_chunk * head_dim : 0);
-      for (auto* x : {&keys, &values, &keys_t}) x->resize(kKeysOfBlock * width);
-      for (auto* x : {&grad_keys, &grad_values}) x->resize(kKeysOfBlock * head_dim);
+    explicit Scratch(const Backward& b) {
+      for (auto* x : {&keys, &values, &keys_t}) x->resize(kKeysOfBlock * b.width_);
+      for (auto* x : {&grad_keys, &grad_values}) x->resize(kKeysOfBlock * b.p_.head_dim);
       is_hidden.resize(kKeysOfBlock);
-      for (auto* x : {&scores, &grad_scores}) x->resize(kKeysOfBlock * rows_of_tile);
+      for (auto* x : {&scores, &grad_scores}) x->resize(kKeysOfBlock * b.rows_);
       if (kPairs == 2)
-        for (auto* x : {&probabilities, &rounded, &paired}) x->resize(kKeysOfBlock * rows_of_tile);
-      rows.resize(rows_of_tile * width);
-      lines.resize(std::max<int64_t>(2, rows_of_tile) * head_dim);
+        for (auto* x : {&probabilities, &rounded, &paired}) x->resize(kKeysOfBlock * b.rows_);
       if (!b.masks_.is_dropped) return;
-      query_counters.resize(of_chunk);
       key_counters.resize(kKeysOfBlock);
-      kept.resize(2 * kKeysOfBlock * rows_of_tile);
+      kept.resize(2 * kKeysOfBlock * b.rows_);
     }
   };
 
+  // How many shares the keys of a domain are dealt out in: 1 where domains are enough for the threads.
+  static int64_t splits_of(const Partial& partial) {
+    const int64_t threads = at::get_num_threads();
+    if (threads == 1 || static_cast<int64_t>(partial.domains.size()) >= 4 * threads) return 1;
+    return std::clamp<int64_t>(partial.num_keys / kKeysOfSplit, 1, 2 * threads);
+  }
+
+  // Each domain is a piece of work.
+  void run_domains() const {
+    const int64_t num_tiles = tiles_.size(), of_tile = rows_ * p_.head_dim;
+    for_each_piece(p_.domains.size(), [&](const auto& next) {
+      Scratch scratch(*this);
+      Tiles packed(*this);
+      Buffer<C> rows;
+      Buffer<float> memory;
+      float *grads = memory.at_least((most_tiles_ + 1) * of_tile), *lines = grads + most_tiles_ * of_tile;
+      std::vector<uint8_t> has_grads(most_tiles_);
+      for (int64_t piece; (piece = next()) >= 0;)
+        for (int64_t first = 0; first < num_tiles; first += most_tiles_) {
+          const Domain& domain = p_.domains[piece];
+          const int64_t tiles = std::min(most_tiles_, num_tiles - first);
+          for (int64_t tile = 0; tile < tiles; tile++) pack_tile(domain, tiles_[first + tile], tile, packed, rows);
+          add(domain, 0, p_.num_keys, first, tiles, packed, grads, has_grads.data(), scratch);
+          for (int64_t tile = 0; tile < tiles; tile++)
+            if (has_grads[tile]) add_to_queries(domain, tiles_[first + tile], grads + tile * of_tile, lines);
+        }
+      at::native::cpublas::brgemm_release(kPairs == 2);
+    });
+  }
+
+  // Domains are few: the keys of one are dealt out, and every share has a gradient of the queries of its own.
+  void run_shares(const Domain& domain) const {
+    const int64_t num_tiles = tiles_.size(), of_tile = rows_ * p_.head_dim;
+    // A unit with a gate is of one share, which adds up its gradient.
+    const int64_t whole = p_.has_gates() ? rounded_up(kKeysOfBlock, p_.unit) : kKeysOfBlock;
+    const int64_t keys_of_share = rounded_up((p_.num_keys + splits_ - 1) / splits_, whole);
+    Tiles packed(*this);
+    Buffer<float> memory;
+    float* shares = memory.at_least(splits_ * most_tiles_ * of_tile);
+    std::vector<uint8_t> has_grads(splits_ * most_tiles_);
+    for (int64_t first = 0; first < num_tiles; first += most_tiles_) {
+      const int64_t tiles = std::min(most_tiles_, num_tiles - first);
+      for_each_piece(tiles, [&](const auto& next) {
+        Buffer<C> rows;
+        for (int64_t tile; (tile = next()) >= 0;) pack_tile(domain, tiles_[first + tile], tile, packed, rows);
+      });
+      for_each_piece(splits_, [&](const auto& next) {
+        Scratch scratch(*this);
+        for (int64_t share; (share = next()) >= 0;) {
+          const int64_t begin = share * keys_of_share, end = std::min(begin + keys_of_share, p_.num_keys);
+          add(domain, begin, end, first, tiles, packed, shares + share * tiles * of_tile, has_grads.data() + share * tiles, scratch);
+        }
+        at::native::cpublas::brgemm_release(kPairs == 2);
+      });
+      for_each_piece(tiles, [&](const auto& next) {
+        Buffer<float> lines;
+        for (int64_t tile; (tile = next()) >= 0;)
+          for (int64_t share = 0, at = tile; share < splits_; share++, at += tiles)
+            if (has_grads[at]) add_to_queries(domain, tiles_[first + tile], shares + at * of_tile, lines.at_least(of_tile));
+      });
+    }
+  }
+
   static int64_t positions_of_tile(const Partial& partial) { return std::max<int64_t>(1, kRowsOfTile / partial.ratio); }
 
-  void pack_tile(const Domain& d, const Tile& tile, int64_t place, Scratch& s) const {
+  void pack_tile(const Domain& d, const Tile& tile, int64_t place, Tiles& packed, Buffer<C>& memory) const {
     const Problem& problem = p_.problems[tile.problem];
     const int64_t rows = (tile.stop - tile.first) * p_.ratio, at = place * rows_ * width_, head_dim = p_.head_dim;
     const auto copy = [&](const Rows<const T>& from, C* transposed, C* paired) {
-      C* to = s.rows.data();
+      C* lines = kPairs == 1 ? paired : memory.at_least(rows_ * width_);
+      C* to = lines;
       for (int64_t i = tile.first; i < tile.stop; i++)
         for (int64_t g = 0; g < p_.ratio; g++, to += width_) {
           convert(from.at(d.batch, p_.query_row(d, problem, i), d.head * p_.ratio + g), to, head_dim);
-          std::fill(to + head_dim, to + width_, C(0));
+          if (head_dim < width_) to[head_dim] = C(0);
         }
-      std::fill(to, s.rows.data() + rows_ * width_, C(0));
-      pack_transposed(s.rows.data(), width_, transposed, rows_, rows_, width_);
-      pack_rows(s.rows.data(), width_, paired, rows_, width_);
+      std::fill(to, lines + rows_ * width_, C(0));
+      pack_transposed(lines, width_, transposed, rows_, rows_, width_);
+      if constexpr (kPairs == 2) pack_rows(lines, width_, paired, rows_, width_);
     };
-    copy(query_, s.queries_t.data() + at, s.queries.data() + at);
-    copy(grad_out_, s.grads_t.data() + at, s.grads.data() + at);
-    float *lse = s.lse.data() + place * rows_, *delta = s.delta.data() + place * rows_;
+    copy(query_, packed.queries_t + at, packed.queries + at);
+    copy(grad_out_, packed.grads_t + at, packed.grads + at);
+    float *lse = packed.lse.data() + place * rows_, *delta = packed.delta.data() + place * rows_;
     std::fill(lse + rows, lse + rows_, kInfinity);
     std::fill(delta + rows, delta + rows_, 0.0f);
     for (int64_t r = 0; r < rows; r++) {
       const int64_t row = p_.query_row(d, problem, tile.first + r / p_.ratio), head = d.head * p_.ratio + r % p_.ratio;
       const float of_row = *lse_.at(d.batch, row, head);
+      if (masks_.is_dropped) packed.counters[place * rows_ + r] = masks_.of_query(d.batch, head, row);
       // A row without a key has no probabilities.
       lse[r] = of_row == -kInfinity ? kInfinity : of_row * kLog2E;
-      float *out = s.lines.data(), *grad = out + head_dim;
-      convert(out_.at(d.batch, row, head), out, head_dim);
-      convert(grad_out_.at(d.batch, row, head), grad, head_dim);
-      delta[r] = dot(out, grad, head_dim) - (has_grad_lse_ ? *grad_lse_.at(d.batch, row, head) : 0.0f);
-      if (of_row == -kInfinity) delta[r] = 0.0f;
-      if (masks_.is_dropped) s.query_counters[place * rows_ + r] = masks_.of_query(d.batch, head, row);
+      delta[r] = of_row == -kInfinity ? 0.0f
+                                      : dot(out_.at(d.batch, row, head), grad_out_.at(d.batch, row, head), head_dim) -
+                                            (has_grad_lse_ ? *grad_lse_.at(d.batch, row, head) : 0.0f);
     }
   }
 
@@ -160,7 +190,8 @@ class Backward {
     const auto copy = [&](const Rows<const T>& from, C* to) {
       for (int64_t x = 0; x < kKeysOfBlock; x++, to += width_) {
         if (!s.is_hidden[x]) convert(from.at(d.batch, p_.key_row(d, first + x), d.head), to, p_.head_dim);
-        std::fill(s.is_hidden[x] ? to : to + p_.head_dim, to + width_, C(0));
+        if (s.is_hidden[x]) std::fill(to, to + width_, C(0));
+        if (p_.head_dim < width_) to[p_.head_dim] = C(0);
       }
     };
     copy(key_, s.keys.data());
@@ -171,48 +202,53 @@ class Backward {
     return true;
   }
 
-  // Adds what the tiles from `first_tile` on make of the keys [begin, end); `grads` are theirs, transposed.
-  void add(const Domain& d, int64_t begin, int64_t end, int64_t first_tile, int64_t tiles, float* grads, Scratch& s) const {
-    bool is_begun = false;
+  // Adds what the tiles from `first_tile` on make of the keys [begin, end). `grads` become theirs, transposed, where
+  // `has_grads` says so.
+  void add(
+      const Domain& d, int64_t begin, int64_t end, int64_t first_tile, int64_t tiles, const Tiles& packed, float* grads,
+      uint8_t* has_grads, Scratch& s) const {
+    std::fill_n(has_grads, tiles, 0);
     for (int64_t first = begin; first < end; first += kKeysOfBlock) {
       const int64_t stop = std::min(first + kKeysOfBlock, end);
       bool is_packed = false, is_seen = true;
       for (int64_t place = 0; place < tiles && is_seen; place++) {
         const Tile& tile = tiles_[first_tile + place];
         p_.for_each_run(d, tile, first, stop, [&](const Run& run) {
-          if (!is_begun)
-            for (int64_t other = 0; other < tiles; other++) pack_tile(d, tiles_[first_tile + other], other, s);
-          is_begun = true;
           if (!is_packed) is_seen = pack_block(d, first, stop - first, s);
           is_packed = true;
-          if (is_seen) add_tile(tile, first, run, place, grads, s);
+          if (!is_seen) return;
+          add_tile(tile, first, run, place, packed, grads, has_grads[place], s);
+          has_grads[place] = true;
         });
       }
       if (is_packed && is_seen) add_to_keys(d, first, stop - first, s);
     }
   }
 
-  void add_tile(const Tile& tile, int64_t first, const Run& of_keys, int64_t place, float* grads, Scratch& s) const {
+  void add_tile(
+      const Tile& tile, int64_t first, const Run& of_keys, int64_t place, const Tiles& packed, float* grads, bool is_added,
+      Scratch& s) const {
     const int64_t run = of_keys.begin - first, run_end = of_keys.end - first;
     const int64_t begin = run / kAlignment * kAlignment, keys = rounded_up(run_end - begin, kAlignment);
     const int64_t at = place * rows_ * width_, head_dim = p_.head_dim;
-    multiply(keys, rows_, width_, s.keys.data() + begin * width_, width_, s.queries_t.data() + at, rows_, s.scores.data(), rows_, false);
-    multiply(keys, rows_, width_, s.values.data() + begin * width_, width_, s.grads_t.data() + at, rows_, s.grad_scores.data(), rows_, false);
+    multiply(keys, rows_, width_, s.keys.data() + begin * width_, width_, packed.queries_t + at, rows_, s.scores.data(), rows_, false);
+    multiply(keys, rows_, width_, s.values.data() + begin * width_, width_, packed.grads_t + at, rows_, s.grad_scores.data(), rows_, false);
     mask(tile, first, begin, keys, run, run_end, s);
-    if (masks_.is_dropped) draw(begin, keys, place, s);
+    if (masks_.is_dropped) draw(begin, keys, packed.counters.data() + place * rows_, s);
+    const float *lse = packed.lse.data() + place * rows_, *delta = packed.delta.data() + place * rows_;
     if (of_keys.grad_gate != nullptr)
-      *of_keys.grad_gate += differentiate<true>(keys, place, of_keys.gate, s);
+      *of_keys.grad_gate += differentiate<true>(keys, lse, delta, of_keys.gate, s);
     else
-      differentiate<false>(keys, place, 0.0f, s);
+      differentiate<false>(keys, lse, delta, 0.0f, s);
     const C *probabilities, *rounded, *paired;
     if constexpr (kPairs == 2) {
       probabilities = s.probabilities.data(), rounded = s.rounded.data(), paired = s.paired.data();
     } else {
       probabilities = masks_.is_dropped ? s.kept.data() : s.scores.data(), rounded = paired = s.grad_scores.data();
     }
-    multiply(keys, head_dim, rows_, probabilities, rows_, s.grads.data() + at, width_, s.grad_values.data() + begin * head_dim, head_dim, true);
-    multiply(keys, head_dim, rows_, rounded, rows_, s.queries.data() + at, width_, s.grad_keys.data() + begin * head_dim, head_dim, true);
-    multiply(head_dim, rows_, keys, s.keys_t.data() + begin, kKeysOfBlock, paired, rows_, grads + place * rows_ * head_dim, rows_, true);
+    multiply(keys, head_dim, rows_, probabilities, rows_, packed.grads + at, width_, s.grad_values.data() + begin * head_dim, head_dim, true);
+    multiply(keys, head_dim, rows_, rounded, rows_, packed.queries + at, width_, s.grad_keys.data() + begin * head_dim, head_dim, true);
+    multiply(head_dim, rows_, keys, s.keys_t.data() + begin, kKeysOfBlock, paired, rows_, grads + place * rows_ * head_dim, rows_, is_added);
   }
 
   // Scores of pairs that do not see each other become -inf. Columns are queries, `ratio` heads of each.
@@ -235,8 +271,7 @@ class Backward {
   }
 
   // What dropout multiplies the probabilities of the pairs by.
-  void draw(int64_t begin, int64_t keys, int64_t place, Scratch& s) const {
-    const uint32_t* queries = s.query_counters.data() + place * rows_;
+  void draw(int64_t begin, int64_t keys, const uint32_t* queries, Scratch& s) const {
     for (int64_t x = 0; x < keys; x++) {
       float* row = s.kept.data() + x * rows_;
       const uint32_t key = s.key_counters[begin + x];
@@ -247,11 +282,10 @@ class Backward {
   // P and dS of scores and gradients of probabilities: in place of them in float32, rounded beside them in bfloat16.
   // Returns the sum of dS if the keys have a gate.
   template <bool is_gated>
-  float differentiate(int64_t keys, int64_t place, float gate, Scratch& s) const {
+  float differentiate(int64_t keys, const float* lse, const float* delta, float gate, Scratch& s) const {
     constexpr bool is_coarse = !std::is_same_v<T, float>;
     const Floats factor(scale_ * kLog2E), of_gate(gate * kLog2E);
     Floats sum(0.0f);
-    const float *lse = s.lse.data() + place * rows_, *delta = s.delta.data() + place * rows_;
     for (int64_t x = 0; x < keys; x += kPairs) {
       for (int64_t c = 0; c < rows_; c += kLanes) {
         const Floats of_delta = Floats::loadu(delta + c);
@@ -313,7 +347,7 @@ class Backward {
   const float scale_;
   const int64_t width_, positions_, rows_;
   const std::vector<Tile> tiles_;
-  const int64_t most_tiles_;
+  const int64_t splits_, most_tiles_;
 };
 
 }  // namespace

@@ -34,21 +34,35 @@ void pack_transposed(const C* rows, int64_t ld_rows, C* packed, int64_t ld, int6
       reinterpret_cast<const float*>(rows), ld_rows / pair, reinterpret_cast<float*>(packed), ld, count, width / pair);
 }
 
+// Two rows as pairs of a number of each.
+inline void interleave(const BFloat16* first, const BFloat16* second, BFloat16* to, int64_t width) {
+  int64_t column = 0;
+#if defined(__AVX512BF16__)
+  constexpr int64_t step = 32;
+  // Numbers of 16 bits are moved within quarters of a vector, then the quarters.
+  const __m512i lows = _mm512_setr_epi64(0, 1, 8, 9, 2, 3, 10, 11), highs = _mm512_setr_epi64(4, 5, 12, 13, 6, 7, 14, 15);
+  for (; column + step <= width; column += step) {
+    const __m512i a = _mm512_loadu_si512(first + column), b = _mm512_loadu_si512(second + column);
+    const __m512i low = _mm512_unpacklo_epi16(a, b), high = _mm512_unpackhi_epi16(a, b);
+    _mm512_storeu_si512(to + 2 * column, _mm512_permutex2var_epi64(low, lows, high));
+    _mm512_storeu_si512(to + 2 * column + step, _mm512_permutex2var_epi64(low, highs, high));
+  }
+#endif
+  for (; column < width; column++) {
+    to[2 * column] = first[column];
+    to[2 * column + 1] = second[column];
+  }
+}
+
 // Rows [count, width] as the right operand of a product with [any, count]: as they lie, in pairs for bfloat16, of which
 // there must be whole ones.
 template <class C>
 void pack_rows(const C* rows, int64_t ld_rows, C* packed, int64_t count, int64_t width) {
   if constexpr (kPair<C> == 1) {
-    for (int64_t row = 0; row < count; row++) std::copy_n(rows + row * ld_rows, width, packed + row * width);
+    for (int64_t row = 0; row < count; row++) convert(rows + row * ld_rows, packed + row * width, width);
   } else {
-    for (int64_t row = 0; row < count; row += 2) {
-      const C *first = rows + row * ld_rows, *second = first + ld_rows;
-      C* to = packed + row * width;
-      for (int64_t column = 0; column < width; column++) {
-        to[2 * column] = first[column];
-        to[2 * column + 1] = second[column];
-      }
-    }
+    for (int64_t row = 0; row < count; row += 2)
+      interleave(rows + row * ld_rows, rows + (row + 1) * ld_rows, packed + row * width, width);
   }
 }
 

@@ -177,20 +177,34 @@ inline void store_sums(const Floats (&x)[count], float* at) {
   for (int i = 0; i < count; i++) at[i] = sum_of(x[i]);
 }
 
-inline float dot(const float* left, const float* right, int64_t count) {
+template <class T>
+inline float dot(const T* left, const T* right, int64_t count) {
+  using Numbers = at::vec::Vectorized<T>;
   Floats sum(0.0f);
+  const auto add = [&](Numbers a, Numbers b) {
+    if constexpr (std::is_same_v<T, float>) {
+      sum = at::vec::fmadd(a, b, sum);
+    } else {
+      const auto [low_a, high_a] = at::vec::convert_to_float<T>(a);
+      const auto [low_b, high_b] = at::vec::convert_to_float<T>(b);
+      sum = at::vec::fmadd(high_a, high_b, at::vec::fmadd(low_a, low_b, sum));
+    }
+  };
   int64_t at = 0;
-  for (; at + kLanes <= count; at += kLanes) sum = at::vec::fmadd(Floats::loadu(left + at), Floats::loadu(right + at), sum);
-  float total = sum_of(sum);
-  for (; at < count; at++) total += left[at] * right[at];
-  return total;
+  for (; at + Numbers::size() <= count; at += Numbers::size()) add(Numbers::loadu(left + at), Numbers::loadu(right + at));
+  if (at < count) add(Numbers::loadu(left + at, count - at), Numbers::loadu(right + at, count - at));
+  return sum_of(sum);
 }
 
 // `count` numbers from one type to another.
 template <class From, class To>
 inline void convert(const From* from, To* to, int64_t count) {
   if constexpr (std::is_same_v<From, To>) {
-    std::copy_n(from, count, to);
+    // Rows are short: a call of the library's copy takes longer.
+    using Numbers = at::vec::Vectorized<To>;
+    int64_t at = 0;
+    for (; at + Numbers::size() <= count; at += Numbers::size()) Numbers::loadu(from + at).store(to + at);
+    for (; at < count; at++) to[at] = from[at];
   } else if constexpr (std::is_same_v<To, float>) {
     using Lows = at::vec::Vectorized<From>;
     int64_t at = 0;
