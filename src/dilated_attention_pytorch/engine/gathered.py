@@ -37,7 +37,8 @@ def gathered_views(partial: Gathered, batch: int, ratio: int, operands: Operands
                 yield views
                 views.write_back()
             for column in columns.values():
-                column.finish()
+                if isinstance(column, _KeyColumn):
+                    column.finish()
 
 
 class _Step(NamedTuple):
@@ -99,9 +100,6 @@ class _QueryColumn:
         if self._is_written:
             rows = tensor.reshape(-1, *self._rows.shape[1:])
             self._rows.index_copy_(0, step.query_index - self._first_row, rows)
-
-    def finish(self) -> None:
-        """No-op: rows are written where they belong."""
 
 
 class _KeyColumn:
