@@ -7,7 +7,9 @@ namespace {
 constexpr int64_t kRowsOfTile = 64;
 constexpr int64_t kKeysOfBlock = 128;
 constexpr int64_t kAlignment = 16;
-constexpr int64_t kRowsOfChunk = 4096;  // query rows that lie packed at a time, for every thread
+// Query rows that lie packed at a time, for every thread. Where keys are dealt out all threads share the packed rows, of
+// which there are as many as give each thread four times as many rows of gradients.
+constexpr int64_t kRowsOfChunk = 4096;
 constexpr int64_t kKeysOfSplit = 1024;  // fewer keys are not worth a thread of their own
 
 // Gradients of one partial under the merged output O and log-sum-exp L: with P = exp(s - L) and
@@ -30,7 +32,7 @@ class Backward {
         positions_(std::min(positions_of_tile(partial), longest_problem(partial))),
         rows_(rounded_up(positions_ * partial.ratio, kAlignment)), tiles_(tiles_of(partial, positions_)),
         splits_(splits_of(partial)), most_tiles_(std::clamp<int64_t>(
-            kRowsOfChunk * (splits_ > 1 ? at::get_num_threads() : 1) /
+            kRowsOfChunk * (splits_ > 1 ? 4 * at::get_num_threads() / splits_ : 1) /
                 rounded_up(positions_of_tile(partial) * partial.ratio, kAlignment),
             1, tiles_.size())) {}
 
