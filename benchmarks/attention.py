@@ -32,7 +32,7 @@ from dilated_attention_pytorch.benchmarks.exactness import draw_samples, judge, 
 from dilated_attention_pytorch.benchmarks.results import module_command, origin, write_json
 from dilated_attention_pytorch.benchmarks.shapes import Case, DtypeName
 
-from .implementation import add_choice, in_words, judged, take
+from .implementation import LEAST_VECTORS, add_choice, in_words, judged, take
 
 SPEED = ((2048, 1), (4096, 2), (8192, 4))
 PAPER = ((2048, 1), (4096, 2), (8192, 4), (16384, 6), (32768, 12))
@@ -40,8 +40,6 @@ DENSE_ROWS = 8192
 LIMITS = {torch.float32: (0.50, 0.65), torch.bfloat16: (0.30, 0.45)}  # of the bound: forward, forward + backward
 CAUSAL = 1.1  # causal calls may take so many times more
 LIMIT_AVX2, LIMIT_GROWTH, LIMIT_MEMORY = 1.0, 66.0, 0.5
-LEAST_VECTORS = {"ATEN_CPU_CAPABILITY": "avx2", "ONEDNN_MAX_CPU_ISA": "AVX2", "MKL_ENABLE_INSTRUCTIONS": "AVX2"}
-"""PyTorch's own kernels, and ours, heed the first alone; the products that both call are oneDNN's and MKL's."""
 
 
 def pattern_of(groups: tuple[tuple[int, int], ...]) -> DilatedPattern:

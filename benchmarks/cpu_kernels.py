@@ -1,6 +1,6 @@
 """The package's CPU kernels against PyTorch's own: time of impl="native" over impl="aten" on a grid of calls.
 
-    python -m benchmarks.cpu_kernels [--quick] [--seconds S] [--output FILE]
+    python -m benchmarks.cpu_kernels [--quick] [--avx2] [--seconds S] [--output FILE]
 
 Every dtype with every width of heads, number of rows and kind of pattern, each as a step of decoding (one query, the
 last), as a forward and as a forward and backward. Whether a call is causal and whether heads are grouped is drawn;
@@ -18,8 +18,10 @@ import argparse
 import functools
 import itertools
 import math
+import os
 import random
 import statistics
+import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterable
@@ -34,6 +36,8 @@ from dilated_attention_pytorch import DilatedPattern, Pattern, attend, from_bloc
 from dilated_attention_pytorch.benchmarks import exactness, shapes
 from dilated_attention_pytorch.benchmarks.results import module_command, origin, write_json
 from dilated_attention_pytorch.kernels.select import Impl
+
+from .implementation import LEAST_VECTORS
 
 Mode = Literal["decode", "forward", "forward_backward"]
 DTYPES: tuple[shapes.DtypeName, ...] = ("float32", "bfloat16", "float16")
@@ -246,10 +250,16 @@ def main() -> int:
     """Run the grid, print what came of it and write it."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--quick", action="store_true", help="40 small cases: checks the benchmark, publishes nothing")
+    parser.add_argument("--avx2", action="store_true", help="in a process that uses no more than AVX2")
     parser.add_argument("--only", default="", help="cases whose name contains this")
     parser.add_argument("--seconds", type=float, default=0.15, help="that a case is timed for, two turns at least")
-    parser.add_argument("--output", type=Path, default=Path(__file__).parent / "results" / "cpu_kernels.json")
+    parser.add_argument("--output", type=Path, help="cpu_kernels.json, or cpu_kernels_avx2.json, without it")
     arguments = parser.parse_args()
+    if arguments.avx2 and any(os.environ.get(name) != value for name, value in LEAST_VECTORS.items()):
+        words = [sys.executable, "-m", "benchmarks.cpu_kernels", *sys.argv[1:]]
+        return subprocess.run(words, check=False, env={**os.environ, **LEAST_VECTORS}).returncode
+    name = "cpu_kernels_avx2.json" if arguments.avx2 else "cpu_kernels.json"
+    output = arguments.output or Path(__file__).parent / "results" / name
     cases, too_long = grid()
     cases = [case for case in cases if arguments.only in case.name]
     if arguments.quick:
@@ -263,13 +273,13 @@ def main() -> int:
     found = summary(results)
     show(found, taken)
     write_json(
-        arguments.output,
+        output,
         {
             "machine": here, "impl": ["native", "aten"], "seconds": taken, **found,
             "too_long": [case.name for case in too_long], "results": results,
         },
     )  # fmt: skip
-    print(f"written: {arguments.output}")
+    print(f"written: {output}")
     return 1 if found["wrong"] else 0
 
 

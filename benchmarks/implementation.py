@@ -12,6 +12,8 @@ from dilated_attention_pytorch.kernels import select as selection
 
 READERS = ("ops.attend", "ops.selected_blocks", "models.reading", "parallel.attend")
 """Modules that ask for an implementation by ``select``."""
+LEAST_VECTORS = {"ATEN_CPU_CAPABILITY": "avx2", "ONEDNN_MAX_CPU_ISA": "AVX2", "MKL_ENABLE_INSTRUCTIONS": "AVX2"}
+"""PyTorch's own kernels, and ours, heed the first alone; the products that both call are oneDNN's and MKL's."""
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 Verdict = Literal["holds", "short"]

@@ -147,11 +147,11 @@ def refusal_to_load() -> str | None:
 
 @constant_of_graph
 def is_preferred() -> bool:
-    """Whether ``impl="auto"`` takes the kernels: where they are compiled for AVX-512, and were measured to be faster.
+    """Whether ``impl="auto"`` takes the kernels: wherever they can be compiled and loaded.
 
     The first call of a process loads them, and compiles them if there are none.
     """
-    return torch.backends.cpu.get_cpu_capability() == "AVX512" and _is_loaded()
+    return _is_loaded()
 
 
 @functools.cache

@@ -95,8 +95,8 @@ def _automatic(device: torch.device, dtype: torch.dtype, head_dim: int, *, is_se
 def select(impl: str, device: torch.device, dtype: torch.dtype, head_dim: int, *, is_segmented: bool = False) -> str:
     """The name of the implementation that computes the call.
 
-    ``"auto"`` is ``"triton"`` on a CUDA device where that can run, ``"native"`` on a CPU with AVX-512 where that can,
-    else ``"aten"``. The first call on such a CPU compiles the native kernels, if that was not done before.
+    ``"auto"`` is ``"triton"`` on a CUDA device where that can run, ``"native"`` on a CPU where that can, else
+    ``"aten"``. The first call on such a CPU compiles the native kernels, if that was not done before.
 
     Raises:
         ValueError: ``impl`` is no known name.

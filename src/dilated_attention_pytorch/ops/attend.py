@@ -141,8 +141,7 @@ def attend(
             ``1 / (1 - p)``. Drawn from PyTorch's random state.
         impl: ``"auto"``, ``"triton"`` (kernels of this package, NVIDIA GPUs), ``"native"`` (kernels of this package,
             x86-64 CPUs), ``"aten"`` (PyTorch's fused kernels, CPU and CUDA) or ``"reference"`` (dense, any device). All
-            agree to rounding. ``"auto"`` is ``"triton"``, or ``"native"`` with AVX-512, where that can run, else
-            ``"aten"``.
+            agree to rounding. ``"auto"`` is ``"triton"`` or ``"native"`` where that can run, else ``"aten"``.
 
     Returns:
         ``[B, N, H, D]`` in the query's dtype, contiguous. Under autocast, inputs other than float64 are cast first.
