@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import math
+import os
+import sys
 from typing import Any
 
 import pytest
@@ -25,6 +27,7 @@ from dilated_attention_pytorch.kernels import native
 from dilated_attention_pytorch.kernels.compilation import refusal_to_load
 from dilated_attention_pytorch.kernels.select import Impl
 from drawn import DrawnCall, Sizes, block_calls, calls, examples
+from processes import run_whole
 
 pytestmark = pytest.mark.skipif(refusal_to_load() is not None, reason=str(refusal_to_load()))
 
@@ -269,3 +272,13 @@ def test_other_devices_dtypes_and_widths_are_refused() -> None:
     meta = torch.empty(1, 8, 2, 16, device="meta")
     with pytest.raises(NotImplementedError, match="for CPUs, not for 'meta'"):
         attend(meta, meta, meta, local_window(3), impl="native")
+
+
+@pytest.mark.skipif(torch.backends.cpu.get_cpu_capability() != "AVX512", reason="the other tests are of AVX2 here")
+def test_kernels_of_avx2_keep_the_same_laws() -> None:
+    laws = "at_most_twice or dropout_and_padding or few_queries or stored_rows or several_tiles"
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:xdist", "-o", "addopts=", __file__, "-k", laws]
+    environment = {**os.environ, "ATEN_CPU_CAPABILITY": "avx2", "ONEDNN_MAX_CPU_ISA": "AVX2"}
+    found = run_whole(command, 600.0, env=environment)
+    assert " passed" in found.stdout, found.stdout
+    assert found.returncode == 0, found.stdout
