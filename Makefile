@@ -68,6 +68,7 @@ benchmark: $(VENV)/dev.stamp  ## the figures of the README, on this machine
 	$(BIN)/python -m benchmarks.parallel
 	$(BIN)/python -m benchmarks.slide_encoder
 	$(BIN)/python -m benchmarks.cpu_kernels
+	$(BIN)/python -m benchmarks.cpu_kernels --avx2
 	$(BIN)/python -m benchmarks.training_step
 	$(BIN)/python -m benchmarks.transformers_memory
 	$(BIN)/python -m benchmarks.long_context

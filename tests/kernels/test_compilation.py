@@ -129,6 +129,19 @@ def test_no_compiler_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
     )
 
 
+def test_auto_does_without_the_kernels_where_the_user_has_no_home(monkeypatch: pytest.MonkeyPatch) -> None:
+    def home() -> Path:
+        raise RuntimeError("Could not determine home directory.")
+
+    monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
+    monkeypatch.setattr(Path, "home", home)
+    assert "Could not determine home directory. Name one in XDG_CACHE_HOME" in str(refusal())
+    q = torch.randn(1, 8, 2, 16)
+    assert select("auto", q.device, q.dtype, 16) == "aten"
+    with pytest.raises(NotImplementedError, match="no folder for the native kernels"):
+        attend(q, q, q, local_window(3), impl="native")
+
+
 def test_a_broken_compiler_is_quoted_and_not_called_again_unasked(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

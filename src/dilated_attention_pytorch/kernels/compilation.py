@@ -58,7 +58,7 @@ def build_of_this_machine() -> Build:
     """What would be compiled here.
 
     Raises:
-        BuildError: the processor or the system has no kernels, or no compiler is found.
+        BuildError: the processor or the system has no kernels, no compiler is found, or the user has no folder.
     """
     machine = platform.machine()
     if machine not in ("x86_64", "AMD64") or sys.platform != "linux":
@@ -75,6 +75,10 @@ def build_of_this_machine() -> Build:
     compiler = shutil.which(name)
     if compiler is None:
         raise BuildError(f"no C++ compiler: {name!r} is not found; install g++ 11 or newer, or name one in CXX")
+    try:
+        kept = cache_folder()
+    except RuntimeError as error:  # of a user without a home
+        raise BuildError(f"no folder for the native kernels: {error} Name one in XDG_CACHE_HOME") from error
     root = Path(torch.__file__).parent
     arguments = (
         "-std=c++20", "-O3", *_ARCHITECTURES[capability], "-fPIC", "-shared", "-fopenmp", f"-I{root / 'include'}",
@@ -85,7 +89,7 @@ def build_of_this_machine() -> Build:
         identity.update(part.encode() + b"\0")
     for source in sorted(SOURCES.iterdir()):
         identity.update(source.name.encode() + source.read_bytes() + b"\0")
-    return Build(compiler, arguments, cache_folder() / f"native-{identity.hexdigest()}")
+    return Build(compiler, arguments, kept / f"native-{identity.hexdigest()}")
 
 
 def compile_kernels(build: Build) -> None:
