@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 import itertools
+from typing import get_args
 
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dilated_attention_pytorch.planning import Call, Gathered, Partial, Plan, plan
+from dilated_attention_pytorch import DilatedPattern
+from dilated_attention_pytorch.planning import Bands, Call, Gathered, Partial, Plan, plan
 from drawn import DrawnCall, block_calls, calls, examples
 
+BANDS = st.sampled_from(get_args(Bands))
 
-def plan_of(call: DrawnCall, tile_size: int) -> Plan:
+
+def plan_of(call: DrawnCall, tile_size: int, bands: Bands = "cut") -> Plan:
     documents = call.options.get("cu_seqlens")
     return plan(
         Call(
@@ -20,7 +24,7 @@ def plan_of(call: DrawnCall, tile_size: int) -> Plan:
             call.options.get("query_offset", 0), call.options.get("key_offset", 0), call.is_causal,
             None if documents is None else tuple(documents.tolist()),
         ),
-        tile_size,
+        tile_size, bands=bands,
     )  # fmt: skip
 
 
@@ -37,11 +41,11 @@ def problems(partial: Partial) -> list[tuple[int, int]]:
 
 
 @examples(150)
-@given(calls(with_padding=False), st.integers(1, 3000))
-def test_partials_cover_exactly_what_the_pattern_counts(call: DrawnCall, tile_size: int) -> None:
+@given(calls(with_padding=False), st.integers(1, 3000), BANDS)
+def test_partials_cover_exactly_what_the_pattern_counts(call: DrawnCall, tile_size: int, bands: Bands) -> None:
     counts, phantoms = call.counts()
     got, got_phantoms = torch.zeros_like(counts[0]), torch.zeros_like(phantoms[0])
-    for tile in plan_of(call, tile_size).tiles:
+    for tile in plan_of(call, tile_size, bands).tiles:
         for partial in tile.partials:
             for rows, heads in problems(partial):
                 queries = partial.query_row + rows + partial.step * torch.arange(partial.num_queries)
@@ -56,16 +60,17 @@ def test_partials_cover_exactly_what_the_pattern_counts(call: DrawnCall, tile_si
                 assert tile.key_rows[0] <= keys.min()
                 assert keys.max() < tile.key_rows[1]
                 block = torch.ones(len(queries), len(keys), dtype=torch.long)
-                got[head, queries[:, None], keys] += block.tril() if partial.is_causal else block
+                low, high = partial.band or (-len(queries), 0 if partial.is_causal else len(keys))
+                got[head, queries[:, None], keys] += block.triu(low).tril(high)
     assert torch.equal(got, counts[0])
     assert torch.equal(got_phantoms, phantoms[0])
 
 
 @examples(150)
-@given(calls(with_padding=False), st.integers(1, 3000))
-def test_no_view_of_a_partial_visits_a_row_twice(call: DrawnCall, tile_size: int) -> None:
+@given(calls(with_padding=False), st.integers(1, 3000), BANDS)
+def test_no_view_of_a_partial_visits_a_row_twice(call: DrawnCall, tile_size: int, bands: Bands) -> None:
     """Results are merged into views in place, so their rows must be distinct: the queries' and the keys'."""
-    for tile in plan_of(call, tile_size).tiles:
+    for tile in plan_of(call, tile_size, bands).tiles:
         for partial in tile.partials:
             for first, count in ((partial.query_row, partial.num_queries), (partial.key_row, partial.num_keys)):
                 visits = [
@@ -77,9 +82,11 @@ def test_no_view_of_a_partial_visits_a_row_twice(call: DrawnCall, tile_size: int
 
 
 @examples(100)
-@given(calls(with_padding=False), st.integers(1, 3000))
-def test_what_overwrites_its_rows_comes_before_what_merges_into_them(call: DrawnCall, tile_size: int) -> None:
-    for tile in plan_of(call, tile_size).tiles:
+@given(calls(with_padding=False), st.integers(1, 3000), BANDS)
+def test_what_overwrites_its_rows_comes_before_what_merges_into_them(
+    call: DrawnCall, tile_size: int, bands: Bands
+) -> None:
+    for tile in plan_of(call, tile_size, bands).tiles:
         touched: set[tuple[int, int]] = set()
         for partial in tile.partials:
             rows = {
@@ -92,9 +99,9 @@ def test_what_overwrites_its_rows_comes_before_what_merges_into_them(call: Drawn
 
 
 @examples(100)
-@given(calls(with_padding=False), st.integers(1, 3000))
-def test_tiles_partition_the_queries_and_stay_within_their_size(call: DrawnCall, tile_size: int) -> None:
-    steps = plan_of(call, tile_size)
+@given(calls(with_padding=False), st.integers(1, 3000), BANDS)
+def test_tiles_partition_the_queries_and_stay_within_their_size(call: DrawnCall, tile_size: int, bands: Bands) -> None:
+    steps = plan_of(call, tile_size, bands)
     owner = torch.zeros(call.num_queries, call.kv_heads)
     for tile in steps.tiles:
         owner[slice(*tile.query_rows), slice(*tile.kv_heads)] += 1
@@ -104,6 +111,17 @@ def test_tiles_partition_the_queries_and_stay_within_their_size(call: DrawnCall,
         assert heads == 1 or rows * heads * call.ratio <= tile_size
     assert (owner == 1).all()
     assert 1 <= steps.batch_step <= call.batch
+
+
+def test_a_slab_of_a_causal_text_is_one_partial_for_kernels_that_take_bands_and_a_row_is_one_for_all() -> None:
+    def partials_of(first: int, count: int, bands: Bands) -> list[tuple[int, int, tuple[int, int] | None]]:
+        call = Call(DilatedPattern([512], [1]), 1, count, first + count, 4, 4, first, 0, is_causal=True)
+        (tile,) = plan(call, 1 << 62, bands=bands).tiles
+        return [(x.num_queries, x.num_keys, x.band) for x in tile.partials if isinstance(x, Partial)]
+
+    assert partials_of(700, 100, "whole") == [(100, 288, (-99, 188))]
+    assert partials_of(700, 100, "cut") == [(100, 100, None), (100, 188, None)]
+    assert partials_of(700, 1, "whole") == partials_of(700, 1, "cut") == [(1, 189, None)]
 
 
 @examples(60)

@@ -29,6 +29,7 @@ class Backward {
         grad_key_(x.grad_key, x.of_grad_keys.row, x.of_grad_keys.head),
         grad_value_(x.grad_value, x.of_grad_keys.row, x.of_grad_keys.head), scale_(static_cast<float>(x.scale)),
         width_(rounded_up(partial.head_dim, kPairs)),
+        keys_of_block_(std::clamp(rounded_up(partial.num_keys, kAlignment), kAlignment, kKeysOfBlock)),
         positions_(std::min(positions_of_tile(partial), longest_problem(partial))),
         rows_(rounded_up(positions_ * partial.ratio, kAlignment)), tiles_(tiles_of(partial, positions_)),
         splits_(splits_of(partial)), most_tiles_(std::clamp<int64_t>(
@@ -69,15 +70,15 @@ class Backward {
     std::vector<C> probabilities, rounded, paired;
 
     explicit Scratch(const Backward& b) {
-      for (auto* x : {&keys, &values, &keys_t}) x->resize(kKeysOfBlock * b.width_);
-      for (auto* x : {&grad_keys, &grad_values}) x->resize(kKeysOfBlock * b.p_.head_dim);
-      is_hidden.resize(kKeysOfBlock);
-      for (auto* x : {&scores, &grad_scores}) x->resize(kKeysOfBlock * b.rows_);
+      for (auto* x : {&keys, &values, &keys_t}) x->resize(b.keys_of_block_ * b.width_);
+      for (auto* x : {&grad_keys, &grad_values}) x->resize(b.keys_of_block_ * b.p_.head_dim);
+      is_hidden.resize(b.keys_of_block_);
+      for (auto* x : {&scores, &grad_scores}) x->resize(b.keys_of_block_ * b.rows_);
       if (kPairs == 2)
-        for (auto* x : {&probabilities, &rounded, &paired}) x->resize(kKeysOfBlock * b.rows_);
+        for (auto* x : {&probabilities, &rounded, &paired}) x->resize(b.keys_of_block_ * b.rows_);
       if (!b.masks_.is_dropped) return;
-      key_counters.resize(kKeysOfBlock);
-      kept.resize(2 * kKeysOfBlock * b.rows_);
+      key_counters.resize(b.keys_of_block_);
+      kept.resize(2 * b.keys_of_block_ * b.rows_);
     }
   };
 
@@ -115,7 +116,7 @@ class Backward {
   void run_shares(const Domain& domain) const {
     const int64_t num_tiles = tiles_.size(), of_tile = rows_ * p_.head_dim;
     // A unit with a gate is of one share, which adds up its gradient.
-    const int64_t whole = p_.has_gates() ? rounded_up(kKeysOfBlock, p_.unit) : kKeysOfBlock;
+    const int64_t whole = p_.has_gates() ? rounded_up(keys_of_block_, p_.unit) : keys_of_block_;
     const int64_t keys_of_share = rounded_up((p_.num_keys + splits_ - 1) / splits_, whole);
     Tiles packed(*this);
     Buffer<float> memory;
@@ -181,16 +182,16 @@ class Backward {
   // Returns whether any of the keys is to be seen.
   bool pack_block(const Domain& d, int64_t first, int64_t count, Scratch& s) const {
     int64_t num_hidden = 0;
-    for (int64_t x = 0; x < kKeysOfBlock; x++) {
+    for (int64_t x = 0; x < keys_of_block_; x++) {
       const int64_t row = p_.key_row(d, first + x);
       s.is_hidden[x] = x >= count || masks_.hides(d, row);
       num_hidden += s.is_hidden[x];
       if (masks_.is_dropped) s.key_counters[x] = masks_.of_key(row);
     }
-    if (num_hidden == kKeysOfBlock) return false;
-    s.has_hidden = num_hidden > kKeysOfBlock - count;
+    if (num_hidden == keys_of_block_) return false;
+    s.has_hidden = num_hidden > keys_of_block_ - count;
     const auto copy = [&](const Rows<const T>& from, C* to) {
-      for (int64_t x = 0; x < kKeysOfBlock; x++, to += width_) {
+      for (int64_t x = 0; x < keys_of_block_; x++, to += width_) {
         if (!s.is_hidden[x]) convert(from.at(d.batch, p_.key_row(d, first + x), d.head), to, p_.head_dim);
         if (s.is_hidden[x]) std::fill(to, to + width_, C(0));
         if (p_.head_dim < width_) to[p_.head_dim] = C(0);
@@ -198,7 +199,7 @@ class Backward {
     };
     copy(key_, s.keys.data());
     copy(value_, s.values.data());
-    transpose(s.keys.data(), width_, s.keys_t.data(), kKeysOfBlock, kKeysOfBlock, p_.head_dim);
+    transpose(s.keys.data(), width_, s.keys_t.data(), keys_of_block_, keys_of_block_, p_.head_dim);
     std::fill(s.grad_keys.begin(), s.grad_keys.end(), 0.0f);
     std::fill(s.grad_values.begin(), s.grad_values.end(), 0.0f);
     return true;
@@ -210,8 +211,8 @@ class Backward {
       const Domain& d, int64_t begin, int64_t end, int64_t first_tile, int64_t tiles, const Tiles& packed, float* grads,
       uint8_t* has_grads, Scratch& s) const {
     std::fill_n(has_grads, tiles, 0);
-    for (int64_t first = begin; first < end; first += kKeysOfBlock) {
-      const int64_t stop = std::min(first + kKeysOfBlock, end);
+    for (int64_t first = begin; first < end; first += keys_of_block_) {
+      const int64_t stop = std::min(first + keys_of_block_, end);
       bool is_packed = false, is_seen = true;
       for (int64_t place = 0; place < tiles && is_seen; place++) {
         const Tile& tile = tiles_[first_tile + place];
@@ -250,7 +251,7 @@ class Backward {
     }
     multiply(keys, head_dim, rows_, probabilities, rows_, packed.grads + at, width_, s.grad_values.data() + begin * head_dim, head_dim, true);
     multiply(keys, head_dim, rows_, rounded, rows_, packed.queries + at, width_, s.grad_keys.data() + begin * head_dim, head_dim, true);
-    multiply(head_dim, rows_, keys, s.keys_t.data() + begin, kKeysOfBlock, paired, rows_, grads + place * rows_ * head_dim, rows_, is_added);
+    multiply(head_dim, rows_, keys, s.keys_t.data() + begin, keys_of_block_, paired, rows_, grads + place * rows_ * head_dim, rows_, is_added);
   }
 
   // Scores of pairs that do not see each other become -inf. Columns are queries, `ratio` heads of each.
@@ -347,7 +348,7 @@ class Backward {
   const bool has_grad_lse_;
   const Rows<float> grad_query_, grad_key_, grad_value_;
   const float scale_;
-  const int64_t width_, positions_, rows_;
+  const int64_t width_, keys_of_block_, positions_, rows_;
   const std::vector<Tile> tiles_;
   const int64_t splits_, most_tiles_;
 };

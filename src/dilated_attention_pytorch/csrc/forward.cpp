@@ -11,7 +11,7 @@ constexpr int64_t kRowsOfStrip = 64;  // of a tile at the edge of a band, where 
 constexpr int64_t kKeysOfBlock = 256;
 constexpr int64_t kAlignment = 16;  // of the first key and the number of keys of a product
 constexpr float kRoundedScore = 1024.0f;
-constexpr int64_t kPackedBytes = int64_t{1} << 25;
+constexpr int64_t kPackedBytes = int64_t{1} << 24;
 
 // One online softmax over the keys that a tile of queries sees; its result is merged into that of other partials.
 template <class T>
@@ -26,31 +26,33 @@ class Forward {
       : p_(partial), masks_(masks), query_(x.query), key_(x.key, x.of_keys.row, x.of_keys.head), value_(x.value, x.of_keys.row, x.of_keys.head),
         results_(x, partial, masks),
         factor_(static_cast<float>(x.scale) * kLog2E), width_(rounded_up(partial.head_dim, kPairs)),
-        tiles_(tiles_of(partial, std::max<int64_t>(1, kRowsOfTile / partial.ratio))), strip_(positions_of_strip(partial.ratio)) {}
+        keys_of_block_(std::clamp(rounded_up(partial.num_keys, kAlignment), kAlignment, kKeysOfBlock)),
+        positions_(std::min(std::max<int64_t>(1, kRowsOfTile / partial.ratio), longest_problem(partial))),
+        tiles_(tiles_of(partial, positions_)), strip_(positions_of_strip(partial.ratio)) {}
 
   void run() {
     const int64_t num_domains = p_.domains.size(), num_tiles = tiles_.size();
     // A window of keys lies packed at a time, of as many domains as fit.
     const int64_t window = p_.lists.empty() ? kKeysOfWindow : p_.num_keys;
-    const int64_t blocks_of_domain = (std::min(p_.num_keys, window) + kKeysOfBlock - 1) / kKeysOfBlock;
-    const int64_t of_block = kKeysOfBlock * (width_ + p_.head_dim), bytes = blocks_of_domain * of_block * sizeof(C);
+    const int64_t blocks_of_domain = (std::min(p_.num_keys, window) + keys_of_block_ - 1) / keys_of_block_;
+    const int64_t of_block = keys_of_block_ * (width_ + p_.head_dim), bytes = blocks_of_domain * of_block * sizeof(C);
     const int64_t together = std::clamp<int64_t>(kPackedBytes / bytes, 1, num_domains);
     std::vector<Block> packed(together * blocks_of_domain);
     Buffer<C> memory;
     for (int64_t begin = 0; begin < p_.num_keys; begin += window) {
-      const int64_t end = std::min(begin + window, p_.num_keys), blocks = (end - begin + kKeysOfBlock - 1) / kKeysOfBlock;
+      const int64_t end = std::min(begin + window, p_.num_keys), blocks = (end - begin + keys_of_block_ - 1) / keys_of_block_;
       for (int64_t start = 0; start < num_domains; start += together) {
         const int64_t some = std::min(together, num_domains - start);
         const std::vector<int64_t> places = seen_blocks(start, some, blocks, blocks_of_domain);
         for (Block& block : packed) block.is_hidden = true;
         C* factors = memory.at_least(places.size() * of_block);
         for_each_piece(places.size(), [&](const auto& next) {
-          std::vector<C> rows(kKeysOfBlock * width_);
+          std::vector<C> rows(keys_of_block_ * width_);
           for (int64_t piece; (piece = next()) >= 0;) {
             Block& block = packed[places[piece]];
             block.factors = factors + piece * of_block;
             const int64_t domain = start + places[piece] / blocks_of_domain, first = places[piece] % blocks_of_domain;
-            pack(p_.domains[domain], begin + first * kKeysOfBlock, end, rows.data(), block);
+            pack(p_.domains[domain], begin + first * keys_of_block_, end, rows.data(), block);
           }
         });
         for_each_piece(some * num_tiles, [&](const auto& next) {
@@ -82,21 +84,22 @@ class Forward {
     std::vector<uint32_t> counters;
 
     explicit Scratch(const Forward& f) {
-      const int64_t positions = std::max<int64_t>(1, kRowsOfTile / f.p_.ratio), rows = rounded_up(positions * f.p_.ratio, 16);
+      const int64_t rows = rounded_up(f.positions_ * f.p_.ratio, 16);
       queries.resize(rows * f.width_);
-      probabilities.resize(kPairs == 2 ? rows * kKeysOfBlock : 0);
-      scores.resize(rows * kKeysOfBlock);
+      probabilities.resize(kPairs == 2 ? rows * f.keys_of_block_ : 0);
+      scores.resize(rows * f.keys_of_block_);
       sums.resize(rows * f.p_.head_dim);
       top.resize(rows);
       totals.resize(rows * kLanes);
       counters.resize(rows);
     }
 
-    C* probabilities_of(int64_t row) {
+    // From one place on, in rows as long as those of the scores.
+    C* probabilities_at(int64_t place) {
       if constexpr (kPairs == 2)
-        return probabilities.data() + row * kKeysOfBlock;
+        return probabilities.data() + place;
       else
-        return scores.data() + row * kKeysOfBlock;
+        return scores.data() + place;
     }
   };
 
@@ -109,7 +112,7 @@ class Forward {
         const List& list = p_.lists[p_.domains[start + domain].first_list + problem];
         for (int64_t i = 0; i < list.count; i++) {
           const int64_t first = list.units[i] * p_.unit, stop = std::min(first + p_.unit, p_.num_keys);
-          for (int64_t block = first / kKeysOfBlock; block * kKeysOfBlock < stop; block++) is_seen[block] = true;
+          for (int64_t block = first / keys_of_block_; block * keys_of_block_ < stop; block++) is_seen[block] = true;
         }
       }
       for (int64_t block = 0; block < blocks; block++)
@@ -119,19 +122,19 @@ class Forward {
   }
 
   void pack(const Domain& d, int64_t first, int64_t stop, C* rows, Block& block) const {
-    const int64_t count = std::min(kKeysOfBlock, stop - first), head_dim = p_.head_dim;
+    const int64_t count = std::min(keys_of_block_, stop - first), head_dim = p_.head_dim;
     int64_t num_hidden = 0;
     block.bias.clear();
     for (int64_t x = 0; x < count; x++)
       if (masks_.hides(d, p_.key_row(d, first + x))) {
-        block.bias.resize(kKeysOfBlock);
+        block.bias.resize(keys_of_block_);
         block.bias[x] = -kInfinity;
         num_hidden++;
       }
     block.is_hidden = num_hidden == count;
     if (block.is_hidden) return;
     const auto copy = [&](const Rows<const T>& from, int64_t width) {
-      for (int64_t x = 0; x < kKeysOfBlock; x++) {
+      for (int64_t x = 0; x < keys_of_block_; x++) {
         C* to = rows + x * width;
         const bool is_read = x < count && (num_hidden == 0 || block.bias[x] == 0.0f);
         if (is_read) convert(from.at(d.batch, p_.key_row(d, first + x), d.head), to, head_dim);
@@ -139,11 +142,11 @@ class Forward {
       }
     };
     copy(key_, width_);
-    pack_transposed(rows, width_, block.factors, kKeysOfBlock, kKeysOfBlock, width_);
+    pack_transposed(rows, width_, block.factors, keys_of_block_, keys_of_block_, width_);
     copy(value_, head_dim);
-    pack_rows(rows, head_dim, block.factors + width_ * kKeysOfBlock, kKeysOfBlock, head_dim);
+    pack_rows(rows, head_dim, block.factors + width_ * keys_of_block_, keys_of_block_, head_dim);
     if (!masks_.is_dropped) return;
-    block.counters.assign(kKeysOfBlock, 0);
+    block.counters.assign(keys_of_block_, 0);
     for (int64_t x = 0; x < count; x++) block.counters[x] = masks_.of_key(p_.key_row(d, first + x));
   }
 
@@ -151,8 +154,8 @@ class Forward {
     bool is_begun = false;
     const Problem& problem = p_.problems[tile.problem];
     const int64_t position = p_.position(tile), last = position + tile.stop - tile.first - 1;
-    for (int64_t at = 0; at * kKeysOfBlock < end - begin; at++) {
-      const int64_t first = begin + at * kKeysOfBlock, stop = std::min(first + kKeysOfBlock, end);
+    for (int64_t at = 0; at * keys_of_block_ < end - begin; at++) {
+      const int64_t first = begin + at * keys_of_block_, stop = std::min(first + keys_of_block_, end);
       if (packed[at].is_hidden) continue;
       const bool is_edge = last + p_.low > first || position + p_.high < stop - 1;
       const int64_t step = is_edge ? strip_ : tile.stop - tile.first;
@@ -208,15 +211,15 @@ class Forward {
     const int64_t run = of_keys.begin - first, run_end = of_keys.end - first;
     const int64_t position = p_.position(tile), last = position + tile.stop - tile.first - 1;
     const int64_t begin = run / kAlignment * kAlignment, count = rounded_up(run_end - begin, kAlignment);
-    const C *keys = block.factors, *values = keys + kKeysOfBlock * width_;
-    float *scores = s.scores.data() + first_row * kKeysOfBlock, *sums = s.sums.data() + first_row * head_dim;
-    multiply(height, count, width_, s.queries.data() + first_row * width_, width_, keys + begin * kPairs, kKeysOfBlock, scores, kKeysOfBlock, false);
+    const C *keys = block.factors, *values = keys + keys_of_block_ * width_;
+    float *scores = s.scores.data() + first_row * keys_of_block_, *sums = s.sums.data() + first_row * head_dim;
+    multiply(height, count, width_, s.queries.data() + first_row * width_, width_, keys + begin * kPairs, keys_of_block_, scores, keys_of_block_, false);
     const bool is_banded = last + p_.low > first + run || position + p_.high < first + run_end - 1;
     const bool is_masked = is_banded || begin < run || run_end < begin + count;
     // As if it were part of the product, which is multiplied by the factor.
     const float gate = of_keys.gate == 0.0f ? 0.0f : static_cast<float>(of_keys.gate * (double{kLog2E} / factor_));
     for (int64_t r = 0; r < rows; r++) {
-      float* row = scores + r * kKeysOfBlock;
+      float* row = scores + r * keys_of_block_;
       if (!block.bias.empty())
         for (int64_t x = 0; x < count; x++) row[x] += block.bias[begin + x];
       if (is_masked) {
@@ -226,14 +229,14 @@ class Forward {
         std::fill(row, row + low - begin, -kInfinity);
         std::fill(row + high - begin, row + count, -kInfinity);
       }
-      C* probabilities = s.probabilities_of(first_row + r);
+      C* probabilities = s.probabilities_at((first_row + r) * keys_of_block_);
       const float decay = exponentiate(row, probabilities, count, gate, s.top[first_row + r], s.totals.data() + (first_row + r) * kLanes);
       if (masks_.is_dropped) drop(s.counters[first_row + r], block.counters.data() + begin, probabilities, count);
       if (decay != 1.0f)
         for (int64_t c = 0; c < head_dim; c++) sums[r * head_dim + c] *= decay;
     }
     multiply(
-        height, head_dim, count, s.probabilities_of(first_row), kKeysOfBlock, values + begin * head_dim, head_dim, sums, head_dim,
+        height, head_dim, count, s.probabilities_at(first_row * keys_of_block_), keys_of_block_, values + begin * head_dim, head_dim, sums, head_dim,
         true);
   }
 
@@ -282,7 +285,7 @@ class Forward {
   const Rows<const T> query_, key_, value_;
   const Results<T> results_;
   const float factor_;
-  const int64_t width_;
+  const int64_t width_, keys_of_block_, positions_;  // positions of a tile
   const std::vector<Tile> tiles_;
   const int64_t strip_;  // positions of one
 };

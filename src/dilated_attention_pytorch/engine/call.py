@@ -68,20 +68,19 @@ class _Portion:
     batch: tuple[int, int]
 
     def work(self) -> Work:
-        inputs, some = self.inputs, slice(*self.batch)
-        hidden, call = inputs.key_padding_mask, inputs.call
+        inputs, hidden, call = self.inputs, self.inputs.key_padding_mask, self.inputs.call
         masks = Masks(
-            None if hidden is None else hidden[some], inputs.dropout_seed, inputs.dropout_p, call.query_offset,
-            call.key_offset,
+            None if hidden is None else self.of_batch(hidden), inputs.dropout_seed, inputs.dropout_p,
+            call.query_offset, call.key_offset,
         )  # fmt: skip
         return Work(
-            self.tile.partials, inputs.query[some], inputs.key[some], inputs.value[some],
+            self.tile.partials, self.of_batch(inputs.query), self.of_batch(inputs.key), self.of_batch(inputs.value),
             call.num_heads // call.num_kv_heads, inputs.scale, inputs.impl, masks, self.batch[0],
         )  # fmt: skip
 
     def of_batch(self, tensor: Tensor) -> Tensor:
         """These sequences of a tensor."""
-        return tensor[slice(*self.batch)]
+        return tensor if self.batch == (0, tensor.shape[0]) else tensor[slice(*self.batch)]
 
     def region(self, tensor: Tensor, rows: Rows) -> Tensor:
         """The tile's rows and heads of a full tensor."""
@@ -140,7 +139,8 @@ def forward(inputs: Inputs, rest: Tensor | None = None) -> tuple[Tensor, Tensor]
         accumulator = portion.accumulator(out, Rows.QUERY, Role.MERGED_INTO)
         of_rest = None if rest is None else portion.of_batch(rest)
         merge_partials(portion.work(), accumulator, portion.of_batch(lse), of_rest)
-        clear_dead_rows(portion.accumulated(accumulator, out), portion.region(lse, Rows.QUERY))
+        if portion.inputs.impl != "native":
+            clear_dead_rows(portion.accumulated(accumulator, out), portion.region(lse, Rows.QUERY))
         portion.store(accumulator, out)
     return out, lse
 

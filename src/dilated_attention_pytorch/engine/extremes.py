@@ -182,7 +182,7 @@ def _has_large_scores(inputs: Inputs) -> bool:
 
 
 def _has_nan(*tensors: Tensor) -> bool:
-    return tensors[0].device.type == "cpu" and any(bool(tensor.sum().isnan()) for tensor in tensors)
+    return tensors[0].device.type == "cpu" and any(math.isnan(tensor.sum()) for tensor in tensors)
 
 
 def _not_finite(tensor: Tensor) -> Tensor:

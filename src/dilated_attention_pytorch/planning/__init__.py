@@ -1,8 +1,8 @@
 """Where: a pattern and lengths become the geometry of partials. Cached, no tensors' values."""
 
 from .exchange import Exchange, SlabPair, exchange
-from .gathered import Bands, Gathered, KeyLists
-from .geometry import Axis, Partial
+from .gathered import Gathered, KeyLists
+from .geometry import Axis, Bands, Partial
 from .plan import Call, Plan, Tile, plan, tile_size
 from .shards import (
     Block,

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from typing import Literal, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from dilated_attention_pytorch.patterns import HeadRule, Spans
 
-from .geometry import Partial, Slabs, dense_and_causal
+from .geometry import Bands, Partial, Slabs, dense_and_causal
 
 _BAND_ROWS = (64, 128, 256)
 """Query rows of a partial that a narrow, a middle or a wide band cuts through: the more, the more masked pairs."""
@@ -19,8 +19,6 @@ _NARROW = 512
 """Keys from which a band is no longer narrow."""
 _WIDE = 2560
 """Keys from which a band is wide and cut, so that only its edges are masked: a mask is read for every score."""
-Bands = Literal["cut", "whole"]
-"""How windows are planned: cut into a few rows at a time with a mask for each, or as the band that they are."""
 _KEYS_TOGETHER = 16
 """Scores of a row that begin on a cache line: worth some masked keys."""
 
@@ -88,7 +86,9 @@ def rule_partials(
         partials = [
             partial
             for first, stop, key, key_stop in _rectangles(spans)
-            for partial in dense_and_causal(first, stop - first, key, key_stop - key, 1, 0, is_causal=is_causal)
+            for partial in dense_and_causal(
+                first, stop - first, key, key_stop - key, 1, 0, is_causal=is_causal, bands=bands
+            )
         ]
     else:
         partials, spans = _cut_by_causality(spans) if is_causal else ([], spans)
@@ -152,7 +152,7 @@ def _cut_by_causality(spans: Spans) -> tuple[list[Partial], Spans]:
     squares, rectangles = [], [tuple(column[is_whole] for column in spans)]
     cut = Spans(*(column[is_cut] for column in spans))
     for first, stop, key, key_stop in _rectangles(cut):
-        for piece in dense_and_causal(first, stop - first, key, key_stop - key, 1, 0, is_causal=True):
+        for piece in dense_and_causal(first, stop - first, key, key_stop - key, 1, 0, is_causal=True, bands="cut"):
             if piece.is_causal:
                 squares.append(piece)
             else:

@@ -4,10 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from typing import Literal
 
 import torch
 
 from dilated_attention_pytorch.patterns import DilationGroup, Spans, num_pairs
+
+Bands = Literal["cut", "whole"]
+"""How windows and the causal mask are planned: as partials that kernels without a band can compute, or as the bands
+that they are."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,12 +81,16 @@ class Slabs:
 
 
 def group_partials(
-    group: DilationGroup, head: int, num_kv_heads: int, slabs: Slabs, *, is_causal: bool, is_first_group: bool
+    group: DilationGroup,
+    head: int,
+    num_kv_heads: int,
+    slabs: Slabs,
+    *,
+    is_causal: bool,
+    bands: Bands,
+    is_first_group: bool,
 ) -> Iterator[Partial]:
-    """The partials of one dilation group for one key/value head, segment by segment.
-
-    With the causal mask, the keys before the first query of a segment are one dense partial, those from it on a square.
-    """
+    """The partials of one dilation group for one key/value head, segment by segment."""
     shift, offset = group.shift(head), group.offset(head, num_kv_heads)
     position = slabs.query_start
     while position < slabs.query_stop:
@@ -94,7 +103,7 @@ def group_partials(
         if num_queries:
             first = is_first_group
             for piece in dense_and_causal(
-                query, num_queries, key, num_keys, group.dilation_rate, head, is_causal=is_causal
+                query, num_queries, key, num_keys, group.dilation_rate, head, is_causal=is_causal, bands=bands
             ):
                 rows = (piece.query_row + slabs.query_origin, piece.key_row + slabs.key_origin)
                 yield replace(piece, query_row=rows[0], key_row=rows[1], is_first=first)
@@ -108,25 +117,29 @@ def group_partials(
 
 
 def dense_and_causal(
-    query: int, num_queries: int, key: int, num_keys: int, step: int, head: int, *, is_causal: bool
+    query: int, num_queries: int, key: int, num_keys: int, step: int, head: int, *, is_causal: bool, bands: Bands
 ) -> Iterator[Partial]:
-    """Queries and keys of one class of one segment, cut so that every partial is dense or a causal square."""
-    if not num_keys:
-        return
-    if not is_causal:
-        yield Partial(query, key, num_queries, num_keys, step, head)
-        return
+    """Queries and keys of one class of one segment, cut so that every partial is dense or a causal square.
+
+    Bands that stay whole make one partial of them, a band where it is neither.
+    """
     ahead = (key - query) // step  # queries before the first key see nothing
-    if ahead > 0:
-        query, num_queries = key, num_queries - ahead
-        if num_queries <= 0:
-            return
-    behind = min(max(0, -ahead), num_keys)  # keys before the first query are seen by every query
-    square = min(num_queries, num_keys - behind) if num_keys > behind else 0
-    if square:
-        yield Partial(query, key + behind * step, square, square, step, head, is_causal=True)
-        if num_queries > square:  # queries after the last key
-            yield Partial(query + square * step, key + behind * step, num_queries - square, square, step, head)
+    if is_causal and ahead > 0:
+        query, num_queries, ahead = key, num_queries - ahead, 0
+    if not num_keys or num_queries <= 0:
+        return
+    behind = min(-ahead, num_keys)  # keys before the first query are seen by every query
+    of_first = min(behind + 1, num_keys)
+    if not is_causal or of_first == num_keys or num_queries == 1:
+        yield Partial(query, key, num_queries, of_first if is_causal else num_keys, step, head)
+        return
+    square = min(num_queries, num_keys - behind)
+    if bands == "whole" and (behind or num_queries > square):
+        yield Partial(query, key, num_queries, behind + square, step, head, band=(1 - num_queries, behind))
+        return
+    yield Partial(query, key + behind * step, square, square, step, head, is_causal=True)
+    if num_queries > square:  # queries after the last key
+        yield Partial(query + square * step, key + behind * step, num_queries - square, square, step, head)
     if behind:
         yield Partial(query, key, num_queries, behind, step, head)
 

@@ -8,8 +8,8 @@ from dataclasses import dataclass, replace
 
 from dilated_attention_pytorch.patterns import NO_END, DilationGroup, Pattern
 
-from .gathered import Bands, Gathered, rule_partials
-from .geometry import Partial, Slabs, fold, group_partials
+from .gathered import Gathered, rule_partials
+from .geometry import Bands, Partial, Slabs, fold, group_partials
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,7 +70,7 @@ def tile_size(num_rows: int, head_dim: int, itemsize: int) -> int:
 def plan(call: Call, tile_size: int, *, bands: Bands = "cut") -> Plan:
     """Cut a call into tiles of about ``tile_size`` rows times query heads, never cutting through a segment.
 
-    ``bands``: how windows are planned.
+    ``bands``: how windows and the causal mask are planned.
 
     Windows and blocks reach across any boundary: with a rule in the pattern no document is cut.
 
@@ -90,7 +90,7 @@ def plan(call: Call, tile_size: int, *, bands: Bands = "cut") -> Plan:
         for head in range(0, call.num_kv_heads, heads_per_tile):
             heads = (head, min(head + heads_per_tile, call.num_kv_heads))
             partials: list[Partial | Gathered] = []
-            for group in _partials(call, groups, ranges, heads):
+            for group in _partials(call, groups, ranges, heads, bands):
                 partials += fold(group)
             for of_rule in _partials_of_rules(call, ranges, heads, bands):
                 is_first = not partials
@@ -153,7 +153,11 @@ def _row_ranges(
 
 
 def _partials(
-    call: Call, groups: tuple[DilationGroup, ...], ranges: list[tuple[int, int, int, int]], heads: tuple[int, int]
+    call: Call,
+    groups: tuple[DilationGroup, ...],
+    ranges: list[tuple[int, int, int, int]],
+    heads: tuple[int, int],
+    bands: Bands,
 ) -> Iterator[list[Partial]]:
     """The partials of one tile, a list for every group, the heads of a group one after the other.
 
@@ -170,7 +174,7 @@ def _partials(
                     for first, stop, begin, length in ranges
                     for partial in group_partials(
                         group, head, call.num_kv_heads, _slabs(call, first, stop, begin, length),
-                        is_causal=call.is_causal, is_first_group=group is groups[0],
+                        is_causal=call.is_causal, bands=bands, is_first_group=group is groups[0],
                     )
                 ]  # fmt: skip
             partials += [partial if partial.head == head else replace(partial, head=head) for partial in of_class[name]]
