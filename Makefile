@@ -67,6 +67,8 @@ benchmark: $(VENV)/dev.stamp  ## the figures of the README, on this machine
 	$(BIN)/python -m benchmarks.recall
 	$(BIN)/python -m benchmarks.parallel
 	$(BIN)/python -m benchmarks.slide_encoder
+	$(BIN)/python -m benchmarks.products
+	$(BIN)/python -m benchmarks.products --avx2
 	$(BIN)/python -m benchmarks.cpu_kernels
 	$(BIN)/python -m benchmarks.cpu_kernels --avx2
 	$(BIN)/python -m benchmarks.training_step

@@ -150,11 +150,8 @@ def refusal_to_load() -> str | None:
 
 
 @constant_of_graph
-def is_preferred() -> bool:
-    """Whether ``impl="auto"`` takes the kernels: wherever they can be compiled and loaded.
-
-    The first call of a process loads them, and compiles them if there are none.
-    """
+def can_load() -> bool:
+    """Whether the kernels can be compiled and loaded, which the first call of a process does."""
     return _is_loaded()
 
 

@@ -87,7 +87,7 @@ def _triton_refusal(device: torch.device, dtype: torch.dtype, head_dim: int) -> 
 def _automatic(device: torch.device, dtype: torch.dtype, head_dim: int, *, is_segmented: bool) -> str:
     if device.type == "cuda" and refusal("triton", device, dtype, head_dim, is_segmented=is_segmented) is None:
         return "triton"
-    if _native_mismatch(device, dtype, head_dim) is None and compilation.is_preferred():
+    if _native_mismatch(device, dtype, head_dim) is None and compilation.can_load():
         return "native"
     return "aten"
 
