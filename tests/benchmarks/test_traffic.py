@@ -64,17 +64,17 @@ def test_the_runs_of_every_tile_are_the_kernels(name: str, kernel: Kernel, causa
     tiles = tiling.tiles_of(case, kernel, chosen)
     ours = tiling.runs_of(case, kernel, chosen, tiles)
     slots = tiles.rows.shape[1]
-    side, order, lines, numbers = planned_by_kernels(case, kernel, slots)
-    _, num_tiles, capacity, line = lines.shape
-    assert capacity == tiles.capacity
-    assert line * 4 == caching.bytes_of_run(tiles)
+    theirs = planned_by_kernels(case, kernel, slots)
+    side, order, num_tiles = theirs.side, theirs.order, theirs.ranges.shape[1]
+    assert theirs.lines.shape[1] == tiles.lines_per_head
+    assert theirs.lines.shape[2] * 4 == caching.bytes_of_run(tiles)
     tiles_per_window = num_tiles // side.num_windows
     found = 0
     for head in range(case.kv_heads):
         for place in range(num_tiles):
             window, tile = divmod(place, tiles_per_window)
             rows = order[head, window, tile * slots : (tile + 1) * slots].numpy()
-            their_runs = lines[head, place, : int(numbers[head, place]), :4].tolist()
+            their_runs = theirs.runs(head, place)[:, :4].tolist()
             if their_runs:
                 (our_tile,) = np.flatnonzero((tiles.kv_head == head) & (tiles.rows[:, 0] == rows[0]))
                 its = ours.tile == our_tile

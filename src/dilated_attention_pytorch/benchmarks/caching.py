@@ -144,7 +144,7 @@ def _bytes_used_once(case: Case, kernel: Kernel, tiles: Tiles, runs: Runs) -> In
     row_bytes = case.head_dim * case.torch_dtype.itemsize
     num_rows = (tiles.rows >= 0).sum(1)
     read, written = {"forward": (1, 1), "query_gradient": (2, 1), "key_gradient": (2, 2)}[kernel]
-    tables = np.bincount(runs.tile, minlength=len(num_rows)) * bytes_of_run(tiles) + 4
+    tables = np.bincount(runs.tile, minlength=len(num_rows)) * bytes_of_run(tiles) + 8
     tables += 4 * num_rows * tiles.is_ordered
     return np.stack([num_rows * tiles.pack * read * row_bytes + tables, num_rows * tiles.pack * written * row_bytes])
 

@@ -25,7 +25,7 @@ from .results import module_command, origin, write_json
 
 CAPABILITIES = (80, 90)
 _POINTERS = {
-    "ORDER": "*i32", "RUNS": "*i32", "NUM_RUNS": "*i32", "PADDING": "*u8", "SEED": "*i64", "LSE": "*fp32",
+    "ORDER": "*i32", "RUNS": "*i32", "RANGES": "*i32", "PADDING": "*u8", "SEED": "*i64", "LSE": "*fp32",
     "GRAD_LSE": "*fp32", "DELTA": "*fp32", "SPANS": "*i32", "LISTS": "*i32",
     "GROUPS": "*i32", "CU_SEQLENS": "*i32", "PARTIAL_OUT": "*fp32", "PARTIAL_LSE": "*fp32",
 }  # fmt: skip

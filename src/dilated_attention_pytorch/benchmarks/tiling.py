@@ -19,6 +19,7 @@ from dilated_attention_pytorch.kernels.triton import order, sides
 from dilated_attention_pytorch.kernels.triton.configurations import Configuration
 from dilated_attention_pytorch.kernels.triton.plan import LaunchPlan, plan_of
 from dilated_attention_pytorch.kernels.triton.problem import Problem
+from dilated_attention_pytorch.kernels.triton.regions import regions_of
 from dilated_attention_pytorch.kernels.triton.table import group_numbers
 from dilated_attention_pytorch.patterns import DilationGroup
 
@@ -47,8 +48,8 @@ class Tiles:
     """Query heads that share a tile."""
     window: int
     num_windows: int
-    capacity: int
-    """Runs of a tile that the table of runs has room for."""
+    lines_per_head: int
+    """Runs of a key/value head that the table of runs has room for."""
     is_ordered: bool
     """Whether a table of the order of rows is written and read."""
 
@@ -115,7 +116,7 @@ def tiles_of(case: Case, kernel: Kernel, chosen: Configuration, *, window: int |
     rows[exists] = lines[kv_head[exists], its_window[exists], tile[exists]]
     return Tiles(
         kv_head=kv_head, head_block=head_block, rows=rows, pack=pack, window=window, num_windows=side.num_windows,
-        capacity=sides.capacity_of(kind, None, side, slots), is_ordered=is_ordered,
+        lines_per_head=regions_of(kind, None, side, slots).lines, is_ordered=is_ordered,
     )  # fmt: skip
 
 
@@ -238,7 +239,7 @@ def order_of_rows(case: Case, window: int) -> Integers:
     for head in range(case.kv_heads):
         length, _, _, shift = table[shortest, head, :4]
         is_boundary = (position == np.maximum(position - (position + shift) % length, 0)) & (index > 0)
-        piece = np.minimum(np.cumsum(is_boundary, 1), window - 2)
+        piece = np.cumsum(is_boundary, 1)
         membership = np.zeros_like(row)
         for length, rate, offset, shift in table[:bits, head, :4]:
             takes_part = (position + shift) % length % rate == offset

@@ -127,12 +127,12 @@ def bytes_of(case: Case, *, backward: bool) -> Bytes:
         tiles = tiles_of(case, kernel, chosen)
         runs = runs_of(case, kernel, chosen, tiles)
         order = 4 * case.rows * case.kv_heads * tiles.is_ordered
-        its_runs = len(runs.tile) * bytes_of_run(tiles) + 4 * len(tiles.kv_head)
+        its_runs = len(runs.tile) * bytes_of_run(tiles) + 8 * len(tiles.kv_head)
         # The order is read for the runs and by the kernel; the runs are written, and read by it.
         terms["order of rows"] = terms.get("order of rows", order) + 2 * order
         terms["runs"] = terms.get("runs", 0) + 2 * its_runs
         outside += order + its_runs
-        room = max(room, bytes_of_run(tiles) * tiles.capacity * len(tiles.kv_head))
+        room = max(room, bytes_of_run(tiles) * tiles.lines_per_head * case.kv_heads + 8 * len(tiles.kv_head))
         side_by_side = plan.TILES_PER_MULTIPROCESSOR * MULTIPROCESSORS
         sizes = tuple(CACHES.values())
         replays.append(replay(case, kernel, chosen, tiles, runs, capacities=sizes, side_by_side=side_by_side))

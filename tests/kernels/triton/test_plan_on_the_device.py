@@ -113,24 +113,26 @@ def launches(monkeypatch: pytest.MonkeyPatch, compute: Any) -> int:
 def test_the_number_of_launches_depends_on_nothing(monkeypatch: pytest.MonkeyPatch, figure: Any) -> None:
     with_candidates(monkeypatch, plan.Configuration(16, 16, 4, 1))
     counted: dict[str, tuple[int, int]] = {}
-    for rows, lengths, rates in (
-        (40, [40], [2]), (40, [8, 16, 40], [1, 2, 3]), (70, [5, 8, 16, 32, 70], [1, 2, 4, 6, 12]),
-        (40, [40, 40], [1, 5]),
+    for rows, lengths, rates, bounds in (
+        (40, [40], [2], None), (40, [8, 16, 40], [1, 2, 3], None), (40, [8, 16, 40], [1, 2, 3], [0, 11, 12, 40]),
+        (70, [5, 8, 16, 32, 70], [1, 2, 4, 6, 12], None), (40, [40, 40], [1, 5], None),
     ):  # fmt: skip
         q, k, v = (torch.randn(1, rows, 2, 16, requires_grad=True) for _ in range(3))
         pattern: Pattern = DilatedPattern(lengths, rates)
-        name = f"{len(lengths)} groups"
+        name = f"{len(lengths)} groups" + (", packed documents" if bounds else "")
+        boundaries = None if bounds is None else torch.tensor(bounds, dtype=torch.int32)
+        options: Any = {"cu_seqlens": boundaries, "impl": "triton"}
         if len(lengths) == 2:
             pattern, name = pattern + local_window(9) + strided_blocks(2, block_size=16), "2 groups and 2 rules"
         results: list[torch.Tensor] = []
-        forward = launches(monkeypatch, lambda: results.append(attend_with_lse(q, k, v, pattern, impl="triton").out))  # noqa: B023
+        forward = launches(monkeypatch, lambda: results.append(attend_with_lse(q, k, v, pattern, **options).out))  # noqa: B023
         backward = launches(monkeypatch, lambda: results[0].sum().backward())  # noqa: B023
         counted[name] = (forward, backward)
     figure("kernel launches (forward, backward) by number of groups", counted)
     # Where rows are not ordered, as where rules weigh more than groups do, that launch is left out.
     assert set(counted.values()) <= {(3, 5), (2, 4)}
-    assert list(counted.values())[:3] == [(3, 5)] * 3
-    assert len(counted) == 4
+    assert list(counted.values())[:4] == [(3, 5)] * 4
+    assert len(counted) == 5
 
 
 def test_positions_past_32_bits_are_refused() -> None:

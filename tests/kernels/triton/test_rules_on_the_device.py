@@ -24,69 +24,12 @@ from dilated_attention_pytorch.kernels.select import is_interpreted
 from dilated_attention_pytorch.kernels.triton import rule_table, sides
 from dilated_attention_pytorch.kernels.triton.plan import plan_of
 from dilated_attention_pytorch.kernels.triton.problem import Problem
-from dilated_attention_pytorch.kernels.triton.runs import BITS
 from drawn import DrawnCall, Sizes, block_calls, examples
-from planned import Planned, planned
+from planned import check_runs, planned
 
 DEVICE = "cpu" if is_interpreted() else "cuda"
 # The interpreter takes milliseconds to write a run.
 SMALL = Sizes(st.integers(1, 90), batch=1, kv_heads=2, head_dims=(5,), groups=2, summands=(1,))
-
-
-def tiles_of(problem: Problem, tile_rows: int, *, of_queries: bool) -> tuple[torch.Tensor, Planned]:
-    """The rows of every tile ``[heads, tiles, rows]``, -1 where there is none, and the tiles' runs."""
-    runs = planned(problem, (tile_rows,), of_queries=of_queries)
-    side = runs.side
-    tiles, heads = -(-side.window // tile_rows), problem.key.shape[2]
-    rows = torch.arange(side.num_windows * side.window).view(1, side.num_windows, -1).repeat(heads, 1, 1)
-    if side.is_ordered:
-        rows = runs.order.cpu().long()
-    rows = torch.nn.functional.pad(rows, (0, tiles * tile_rows - side.window), value=side.num_rows)
-    rows = torch.where(rows.view(heads, -1) < side.num_rows, rows.view(heads, -1), -1)
-    # What lies past the last row is not written.
-    index = torch.arange(rows.shape[1]) % (tiles * tile_rows) + torch.arange(rows.shape[1]) // (tiles * tile_rows) * (
-        side.window
-    )
-    return torch.where(index < side.num_rows, rows, -1).view(heads, -1, tile_rows), runs
-
-
-def check_runs(problem: Problem, counts: torch.Tensor, tile_rows: int, *, of_queries: bool) -> int:
-    """Hold the runs to the dense counts ``[heads, queries, keys]``; returns how many there are."""
-    tiles, runs = tiles_of(problem, tile_rows, of_queries=of_queries)
-    lines, numbers = runs.lines.cpu().tolist(), runs.numbers.cpu()
-    assert int(numbers.max()) <= runs.lines.shape[2]
-    own_offset, others_offset = problem.query_offset, problem.key_offset
-    if of_queries:
-        own_offset, others_offset, counts = others_offset, own_offset, counts.mT
-    got = torch.zeros_like(counts)
-    for head, tile in itertools.product(range(tiles.shape[0]), range(tiles.shape[1])):
-        rows = tiles[head, tile]
-        for line in lines[head][tile][: int(numbers[head, tile])]:
-            first, rate, count, edge, extra = line[:5]
-            is_active = torch.tensor([(line[BITS.value + i // 32] >> i % 32) & 1 for i in range(tile_rows)]) != 0
-            active = rows[is_active]
-            assert (active >= 0).all()
-            assert count > 0
-            others = first + rate * torch.arange(count)
-            # What is read must be there.
-            assert others[0] >= others_offset
-            assert others[-1] < others_offset + counts.shape[2]
-            ahead = others[None] - (active[:, None] + own_offset)
-            ahead = -ahead if of_queries else ahead
-            low, high = line[-2:] if plan_of(problem).kind.is_banded else (-(2**31), 0 if problem.is_causal else 2**31)
-            seen = (ahead >= low) & (ahead <= high)
-            if of_queries:
-                assert not seen[:, :edge].any()
-                if extra < count:
-                    assert is_active.all()
-                    assert len(rows) >= 32  # a slot without a row takes no part
-                    assert seen[:, extra:].all()
-            else:
-                assert extra == 0
-                assert seen[:, :edge].all()
-            got[head, active[:, None], others[None] - others_offset] += seen.int()
-    assert torch.equal(got, counts)
-    return int(numbers.sum())
 
 
 def problem_of(call: DrawnCall) -> Problem:
@@ -141,6 +84,15 @@ def test_the_runs_of_ragged_lengths_hold_every_pair(name: str, rows: int) -> Non
         check_runs(problem, counts, 64, of_queries=of_queries)
 
 
+def counts_of_documents(pattern: Pattern, boundaries: list[int]) -> torch.Tensor:
+    """``c[head, p, t]`` of one head: every document by itself."""
+    counts = torch.zeros(1, boundaries[-1], boundaries[-1], dtype=torch.int64)
+    for begin, end in itertools.pairwise(boundaries):
+        position = torch.arange(end - begin)
+        counts[:, begin:end, begin:end] = pattern.counts(position, position, 1, is_causal=False)
+    return counts
+
+
 @pytest.mark.parametrize("step", [1, 13])
 def test_documents_of_few_rows_fit_the_table_of_runs(step: int) -> None:
     rows = 32
@@ -148,11 +100,9 @@ def test_documents_of_few_rows_fit_the_table_of_runs(step: int) -> None:
     query = torch.zeros(1, rows, 1, 16, device=DEVICE)
     for pattern in (local_window(9, 9), random_blocks(0.5, block_size=2)):
         for of_queries in {step == 1, pattern.rules[0].block_size is None}:
-            problem = Problem(
-                query, query, query, (), False, 1.0, cu_seqlens=bounds, rules=(pattern + global_tokens(2)).rules
-            )
-            runs = planned(problem, (16,), of_queries=of_queries)
-            assert int(runs.numbers.max()) <= runs.lines.shape[2]
+            whole = pattern + global_tokens(2)
+            problem = Problem(query, query, query, (), False, 1.0, cu_seqlens=bounds, rules=whole.rules)
+            check_runs(problem, counts_of_documents(whole, bounds.tolist()), 16, of_queries=of_queries)
 
 
 def test_a_step_of_decoding_makes_no_table_of_its_own() -> None:
@@ -172,8 +122,8 @@ def test_a_window_of_few_keys_walks_over_few_blocks() -> None:
     problem = Problem(query, query, query, (), True, 1.0, rules=local_window(32).rules)
     for of_queries in (False, True):
         runs = planned(problem, (64,), of_queries=of_queries)
-        assert int(runs.numbers.max()) == 1
-        assert int(runs.lines[:, :, 0, 2].max()) <= 96
+        assert int(runs.ranges[..., 1].max()) == 1
+        assert max(int(runs.runs(0, tile)[0, 2]) for tile in range(8)) <= 96
 
 
 @pytest.mark.parametrize(

@@ -12,7 +12,7 @@ import triton.language as tl
 from .counter import head_state, keep_factors, key_state, query_state
 from .forward import LOG2_E
 from .runs import is_active_in, is_in_band, load_band, load_run
-from .tiles import SIZES, load_block, load_lines, place_of, product, rounded, rows_of, store_lines, tile_of
+from .tiles import SIZES, lines_of, load_block, load_lines, product, rounded, rows_of, store_lines, tile_of
 
 
 @triton.jit
@@ -62,12 +62,12 @@ def _query_blocks(
 
 @triton.jit(do_not_specialize=SIZES)
 def query_gradient_kernel(
-    QUERY, KEY, VALUE, OUT, GRAD_OUT, LSE, GRAD_LSE, DELTA, GRAD_QUERY, ORDER, RUNS, NUM_RUNS, PADDING, SEED,
+    QUERY, KEY, VALUE, OUT, GRAD_OUT, LSE, GRAD_LSE, DELTA, GRAD_QUERY, ORDER, RUNS, RANGES, PADDING, SEED,
     query_stride_b, query_stride_n, query_stride_h, key_stride_b, key_stride_n, key_stride_h,
     value_stride_b, value_stride_n, value_stride_h, grad_stride_b, grad_stride_n, grad_stride_h,
     batch_size, num_queries, num_keys, num_kv_heads, query_offset, key_offset, num_spans, heads_per_span,
     windows_per_span,
-    tiles_per_window, capacity, scale, scale_log2, threshold, keep_scale,
+    tiles_per_window, lines_per_head, scale, scale_log2, threshold, keep_scale,
     RATIO: tl.constexpr, PACK: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_ROWS: tl.constexpr,
     BLOCK_RUN: tl.constexpr, LINE: tl.constexpr, WINDOW: tl.constexpr, ORDERED: tl.constexpr, CAUSAL: tl.constexpr,
     BANDED: tl.constexpr, PADDED: tl.constexpr, DROPOUT: tl.constexpr, HAS_GRAD_LSE: tl.constexpr,
@@ -116,9 +116,10 @@ def query_gradient_kernel(
     keys = KEY + batch * key_stride_b + kv_head.to(tl.int64) * key_stride_h
     values = VALUE + batch * value_stride_b + kv_head.to(tl.int64) * value_stride_h
     padding = PADDING + batch * num_keys
-    place, is_tile = place_of(kv_head, window, tile, num_queries, tiles_per_window, WINDOW)
-    line = RUNS + place.to(tl.int64) * capacity * LINE
-    for _ in range(tl.load(NUM_RUNS + place, mask=is_tile, other=0)):
+    line, num_runs = lines_of(
+        RUNS, RANGES, kv_head, window, tile, num_queries, tiles_per_window, lines_per_head, WINDOW, LINE
+    )
+    for _ in range(num_runs):
         first, rate, count, full, _phantoms = load_run(line)
         low, high = load_band(line, LINE, BANDED)
         is_active = is_row & is_active_in(line, slot)
@@ -195,12 +196,12 @@ def _key_blocks(
 
 @triton.jit(do_not_specialize=SIZES)
 def key_gradient_kernel(
-    QUERY, KEY, VALUE, GRAD_OUT, LSE, DELTA, GRAD_KEY, GRAD_VALUE, ORDER, RUNS, NUM_RUNS, PADDING, SEED,
+    QUERY, KEY, VALUE, GRAD_OUT, LSE, DELTA, GRAD_KEY, GRAD_VALUE, ORDER, RUNS, RANGES, PADDING, SEED,
     query_stride_b, query_stride_n, query_stride_h, key_stride_b, key_stride_n, key_stride_h,
     value_stride_b, value_stride_n, value_stride_h, grad_stride_b, grad_stride_n, grad_stride_h,
     batch_size, num_queries, num_keys, num_kv_heads, query_offset, key_offset, num_spans, heads_per_span,
     windows_per_span,
-    tiles_per_window, capacity, scale, scale_log2, threshold, keep_scale,
+    tiles_per_window, lines_per_head, scale, scale_log2, threshold, keep_scale,
     RATIO: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_ROWS: tl.constexpr, BLOCK_RUN: tl.constexpr,
     LINE: tl.constexpr, WINDOW: tl.constexpr, ORDERED: tl.constexpr, CAUSAL: tl.constexpr, BANDED: tl.constexpr,
     PADDED: tl.constexpr, DROPOUT: tl.constexpr,
@@ -236,9 +237,10 @@ def key_gradient_kernel(
     grad_key = tl.zeros([BLOCK_ROWS, BLOCK_D], tl.float32)
     grad_value = tl.zeros([BLOCK_ROWS, BLOCK_D], tl.float32)
     num_heads = num_kv_heads * RATIO
-    place, is_tile = place_of(kv_head, window, tile, num_keys, tiles_per_window, WINDOW)
-    line = RUNS + place.to(tl.int64) * capacity * LINE
-    for _ in range(tl.load(NUM_RUNS + place, mask=is_tile, other=0)):
+    line, num_runs = lines_of(
+        RUNS, RANGES, kv_head, window, tile, num_keys, tiles_per_window, lines_per_head, WINDOW, LINE
+    )
+    for _ in range(num_runs):
         first, rate, count, unseeing, clear = load_run(line)
         low, high = load_band(line, LINE, BANDED)
         is_active = is_row & is_active_in(line, slot)

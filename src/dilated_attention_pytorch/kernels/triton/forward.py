@@ -11,7 +11,7 @@ import triton.language as tl
 
 from .counter import head_state, keep_factors, key_state, query_state
 from .runs import is_active_in, is_in_band, load_band, load_run
-from .tiles import SIZES, load_block, load_lines, place_of, product, rounded, rows_of, store_lines, tile_of
+from .tiles import SIZES, lines_of, load_block, load_lines, product, rounded, rows_of, store_lines, tile_of
 
 LOG2_E = tl.constexpr(1.4426950408889634)
 LN_2 = tl.constexpr(0.6931471805599453)
@@ -74,12 +74,12 @@ def _attend_blocks(
 
 @triton.jit(do_not_specialize=SIZES)
 def forward_kernel(
-    QUERY, KEY, VALUE, OUT, LSE, ORDER, RUNS, NUM_RUNS, PADDING, SEED,
+    QUERY, KEY, VALUE, OUT, LSE, ORDER, RUNS, RANGES, PADDING, SEED,
     query_stride_b, query_stride_n, query_stride_h, key_stride_b, key_stride_n, key_stride_h,
     value_stride_b, value_stride_n, value_stride_h,
     batch_size, num_queries, num_keys, num_kv_heads, query_offset, key_offset, num_spans, heads_per_span,
     windows_per_span,
-    tiles_per_window, capacity, num_splits, scale_log2, threshold, keep_scale,
+    tiles_per_window, lines_per_head, num_splits, scale_log2, threshold, keep_scale,
     RATIO: tl.constexpr, PACK: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_ROWS: tl.constexpr,
     BLOCK_RUN: tl.constexpr, LINE: tl.constexpr, WINDOW: tl.constexpr, ORDERED: tl.constexpr, CAUSAL: tl.constexpr,
     BANDED: tl.constexpr, PADDED: tl.constexpr, PHANTOMS: tl.constexpr, DROPOUT: tl.constexpr, ROTATED: tl.constexpr,
@@ -111,10 +111,11 @@ def forward_kernel(
     keys = KEY + batch * key_stride_b + kv_head.to(tl.int64) * key_stride_h
     values = VALUE + batch * value_stride_b + kv_head.to(tl.int64) * value_stride_h
     padding = PADDING + batch * num_keys
-    place, is_tile = place_of(kv_head, window, tile, num_queries, tiles_per_window, WINDOW)
-    line = RUNS + place.to(tl.int64) * capacity * LINE
+    line, num_runs = lines_of(
+        RUNS, RANGES, kv_head, window, tile, num_queries, tiles_per_window, lines_per_head, WINDOW, LINE
+    )
     share = split
-    for _ in range(tl.load(NUM_RUNS + place, mask=is_tile, other=0)):
+    for _ in range(num_runs):
         first, rate, count, full, phantoms = load_run(line)
         low, high = load_band(line, LINE, BANDED)
         is_active = is_row & is_active_in(line, slot)

@@ -147,13 +147,16 @@ def order_of(problem: Problem, kernel: KernelPlan) -> Tensor:
 
 
 def runs_of(problem: Problem, kernel: KernelPlan, walk: Walk, order: Tensor) -> tuple[Tensor, Tensor]:
-    """The runs of every tile and how many they are: int32 ``[heads, tiles, most, line]`` and ``[heads, tiles]``."""
+    """The runs of all tiles, and each tile's first line and number of them.
+
+    int32 ``[heads, lines, integers of a run]`` and ``[heads, tiles, 2]``.
+    """
     table, rules = kernel.table, kernel.rules
     spans, lists = (table, table) if rules is None else (rules.spans, rules.lists)
     grid, numbers, constants = walk.planning
-    runs, num_runs = table.new_empty(walk.runs), table.new_empty(walk.runs[:2])
-    runs_kernel[grid](runs, num_runs, order, table, spans, lists, _documents(problem), *numbers, **constants)
-    return runs, num_runs
+    runs, ranges = table.new_empty(walk.runs), table.new_empty(walk.ranges)
+    runs_kernel[grid](runs, ranges, order, table, spans, lists, _documents(problem), *numbers, **constants)
+    return runs, ranges
 
 
 def _on_device(tensor: Tensor) -> contextlib.AbstractContextManager[object]:

@@ -33,8 +33,7 @@ def order_kernel(
     begin, end = document_bounds(position, CU_SEQLENS, num_documents, search_steps, last_position, PACKED)
     length, _, _, shift = load_group(GROUPS, shortest_group, kv_head, num_kv_heads)
     _, low, _ = interval_of(position, begin, end, length, shift)
-    # At most WINDOW - 2, so that no row has the code of none.
-    piece = tl.minimum(tl.cumsum(((position == low) & (index > 0)).to(tl.int32), 0), WINDOW - 2)
+    piece = tl.cumsum(((position == low) & (index > 0)).to(tl.int32), 0)
     membership = tl.zeros([WINDOW], tl.int32)
     for group in range(num_groups):
         length, rate, group_offset, shift = load_group(GROUPS, group, kv_head, num_kv_heads)
@@ -42,6 +41,7 @@ def order_kernel(
         takes_part = is_selected(position, start, rate, group_offset).to(tl.int32)
         membership = membership << 1 | takes_part
     code = (piece << MEMBERSHIP_BITS | (ALL_BITS - membership)) * WINDOW + index
+    # The last row of a window may have the code of none, where every row is a piece; it is the last in order as well.
     code = tl.where(row < num_rows, code, NO_ROW)
     ordered = tl.sort(code)
     place = ORDER + (kv_head * tl.num_programs(0) + window).to(tl.int64) * WINDOW + index

@@ -16,8 +16,10 @@ from torch import Tensor
 from .configurations import Configuration, candidates
 from .order import MEMBERSHIP_BITS
 from .problem import Kind, Problem, kind_of
+from .regions import regions_of
 from .rule_table import RuleTable, rule_table
-from .sides import Side, capacity_of, layout_of, line_of, side_of, slots_of
+from .runs import line_of, slots_of
+from .sides import Side, layout_of, side_of
 from .table import group_table
 from .tuning import Choice, choice_of
 
@@ -37,8 +39,10 @@ class Launch(NamedTuple):
 class Walk(NamedTuple):
     """The launches for tiles of one size: of the kernel that writes their runs, and of the one that walks over them."""
 
-    runs: tuple[int, int, int, int]
-    """The shape of the table of runs: heads, tiles, the most runs of a tile, the integers of a run."""
+    runs: tuple[int, int, int]
+    """The shape of the table of runs: heads, lines of a head, the integers of a run."""
+    ranges: tuple[int, int, int]
+    """The shape of the table of the lines of every tile: heads, tiles, first line and number of lines."""
     planning: Launch
     computing: Launch
 
@@ -131,7 +135,7 @@ class KernelPlan:
         if self.of_queries:
             head_blocks, others = 1, positions.queries
         programs, layout = layout_of(kind, side, tile_rows, head_blocks)
-        capacity, line = capacity_of(kind, rules, side, tile_rows), line_of(kind, tile_rows)
+        regions, line = regions_of(kind, rules, side, tile_rows), line_of(kind, tile_rows)
         num_tiles = side.num_windows * layout[-1]
         common = {"WINDOW": side.window, "ORDERED": side.is_ordered, "LINE": line}
         planning = Launch(
@@ -139,7 +143,7 @@ class KernelPlan:
             (
                 side.num_rows, side.offset, *others, positions.last, len(kind.groups), len(kind.rules),
                 kind.num_kv_heads, *kind.search, 0 if rules is None else rules.longest.bit_length(), layout[-1],
-                capacity,
+                *regions,
             ),
             {
                 **common, "TILE_ROWS": tile_rows, "SLOTS": slots_of(tile_rows), "CAUSAL": kind.is_causal,
@@ -149,7 +153,7 @@ class KernelPlan:
         )  # fmt: skip
         sizes = (
             kind.batch_size, positions.num_queries, positions.num_keys, kind.num_kv_heads, positions.query_offset,
-            positions.key_offset, *layout, capacity,
+            positions.key_offset, *layout, regions.lines,
         )  # fmt: skip
         constants = {
             **kind.constants, **common, "BLOCK_ROWS": chosen.block_rows, "BLOCK_RUN": chosen.block_run,
@@ -162,7 +166,7 @@ class KernelPlan:
             computing = Launch((programs * num_splits,), (*sizes, num_splits, *kind.factors[1:]), constants)
         else:
             computing = Launch((programs,), (*sizes, *kind.factors), constants)
-        return Walk((kind.num_kv_heads, num_tiles, capacity, line), planning, computing)
+        return Walk((kind.num_kv_heads, regions.lines, line), (kind.num_kv_heads, num_tiles, 2), planning, computing)
 
 
 @dataclass(frozen=True, eq=False)

@@ -95,6 +95,26 @@ class Kind:
         return tuple(group.segment_length for group in self.sorted_groups)
 
     @functools.cached_property
+    def num_shifted_groups(self) -> int:
+        """Groups whose first segment is cut short for some head."""
+        return sum(any(group.shift(head) for head in range(self.num_kv_heads)) for group in self.groups)
+
+    @functools.cached_property
+    def num_unaligned_groups(self) -> int:
+        """Groups with segments that begin within one of the densest shortest group, for some head."""
+        lengths = self.segment_lengths
+        shortest = self.sorted_groups[lengths.index(min(lengths))] if lengths else None
+        return sum(
+            any(
+                group.segment_length % shortest.segment_length
+                or (group.shift(head) - shortest.shift(head)) % shortest.segment_length
+                for head in range(self.num_kv_heads)
+            )
+            for group in self.groups
+            if shortest is not None
+        )
+
+    @functools.cached_property
     def bands(self) -> tuple[Range, ...]:
         """The least and the largest ``t - p`` of a pair of each rule."""
         return tuple(band_of(rule, is_causal=self.is_causal) for rule in self.rules)

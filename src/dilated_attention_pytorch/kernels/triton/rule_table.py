@@ -37,10 +37,6 @@ class Tiles(NamedTuple):
     on; None is anywhere."""
     reach: int
     """Rows from the first row of a tile to its last at most, both counted."""
-    num_rows: int
-    """Rows of a tile."""
-    num_documents: int | None
-    """How many documents are packed; None is none."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -68,16 +64,21 @@ class RuleTable:
     _most_runs: dict[Tiles, int] = field(default_factory=dict)
 
     def most_runs(self, tiles: Tiles) -> int:
-        """A bound on the runs of any tile, over all rules; none has more."""
+        """A bound on the runs that any tile has in one document, over all rules; none has more."""
         if tiles not in self._most_runs:
-            self._most_runs[tiles] = self._bound(tiles)
+            self._most_runs[tiles] = self._most([_most_spans(spans, tiles) for spans in self._spans])
         return self._most_runs[tiles]
 
-    def _bound(self, tiles: Tiles) -> int:
-        bounds = [_most_spans(spans, tiles) for spans in self._spans]
+    def most_runs_within(self, num_rows: int) -> int:
+        """The same of a tile that holds a whole document, where that has so many rows at most."""
+        # It meets what begins in its rows on both sides.
+        return self._most([int((spans[:, [0, 2]].amax(1) < num_rows).sum()) for spans in self._spans])
+
+    def _most(self, spans: list[int]) -> int:
+        """Runs of the head that has most, where so many spans of every list are met."""
         per_head = zip(*self._list_of, strict=True)
         return max(
-            sum(runs * bounds[index] for index, runs in zip(of_rules, self._runs_of_span, strict=True))
+            sum(runs * spans[index] for index, runs in zip(of_rules, self._runs_of_span, strict=True))
             for of_rules in per_head
         )
 
@@ -87,7 +88,7 @@ def _most_spans(spans: Tensor, tiles: Tiles) -> int:
     if not len(spans):
         return 0
     begin, reach = spans[:, 0].contiguous(), spans[:, 4].contiguous()
-    if tiles.num_documents is None and tiles.rows is not None:
+    if tiles.rows is not None:
         start, stop = tiles.rows
         first = torch.arange(start, stop, tiles.reach)
         last = (first + tiles.reach - 1).clamp(max=stop - 1)
@@ -95,16 +96,7 @@ def _most_spans(spans: Tensor, tiles: Tiles) -> int:
         return int(met.max())
     # So many rows in a row, wherever they lie: most are met from the last row on that a span reaches.
     some = torch.searchsorted(begin, reach + tiles.reach - 2, right=True)
-    of_any = int((some - torch.searchsorted(reach, reach - 1, right=True)).max())
-    if tiles.num_documents is None:
-        return of_any
-    # The documents that begin before the tile or end behind it are met in some of their rows, wherever those are.
-    # Those between them lie in the tile: a document of n rows meets what lies in the first n rows of both sides.
-    from_row_on = spans[:, [0, 2]].amax(1)
-    within = torch.searchsorted(from_row_on.sort().values, torch.arange(1, tiles.reach + 1))
-    share = (within / torch.arange(1, tiles.reach + 1)).max().item()
-    between = min(min(tiles.num_documents, tiles.num_rows) * int(within[-1]), int(share * tiles.reach) + 1)
-    return min(2, tiles.num_documents) * of_any + between
+    return int((some - torch.searchsorted(reach, reach - 1, right=True)).max())
 
 
 def rule_table(

@@ -11,6 +11,8 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from .problem import Kind, next_power_of_2
+from .regions import first_line
 from .rules import FAR, cut_of, first_span, load_list, load_span, within_band
 from .segments import count_up_to, document_bounds, interval_of, is_selected, load_group, num_phantoms, selected
 from .tiles import SIZES, rows_of
@@ -25,15 +27,26 @@ EXTRA = tl.constexpr(4)
 BITS = tl.constexpr(5)
 
 
+def slots_of(tile_rows: int) -> int:
+    """Bits of a run, one for every row of a tile and some to fill up words."""
+    return max(32, next_power_of_2(tile_rows))
+
+
+def line_of(kind: Kind, tile_rows: int) -> int:
+    """Integers of a run: its numbers, bits for the rows of a tile, the two ends of a band."""
+    return BITS.value + slots_of(tile_rows) // 32 + 2 * kind.is_banded
+
+
 @triton.jit(do_not_specialize=SIZES)
 def runs_kernel(
-    RUNS, NUM_RUNS, ORDER, GROUPS, SPANS, LISTS, CU_SEQLENS, num_rows, offset, num_others, others_offset, last_position,
-    num_groups, num_rules, num_kv_heads, num_documents, search_steps, span_steps, tiles_per_window, capacity,
+    RUNS, RANGES, ORDER, GROUPS, SPANS, LISTS, CU_SEQLENS, num_rows, offset, num_others, others_offset, last_position,
+    num_groups, num_rules, num_kv_heads, num_documents, search_steps, span_steps, tiles_per_window, per_tile,
+    per_document, lines_per_head,
     TILE_ROWS: tl.constexpr, SLOTS: tl.constexpr, WINDOW: tl.constexpr, ORDERED: tl.constexpr, CAUSAL: tl.constexpr,
     PACKED: tl.constexpr, PHANTOMS: tl.constexpr, OF_QUERIES: tl.constexpr, RULES: tl.constexpr, BANDED: tl.constexpr,
     LINE: tl.constexpr,
 ):  # fmt: skip
-    """``RUNS[kv_head, tile, capacity, :]`` and ``NUM_RUNS[kv_head, tile]`` of tiles of ``num_rows`` rows.
+    """``RUNS[kv_head, lines_per_head, :]``, and in ``RANGES[kv_head, tile, :]`` the first line of a tile and how many.
 
     Tiles hold queries and runs keys, or, with ``OF_QUERIES``, the other way round.
     """
@@ -47,7 +60,14 @@ def runs_kernel(
     begin, end = document_bounds(position, CU_SEQLENS, num_documents, search_steps, last_position, PACKED)
     # Wrong boundaries may leave rows outside of every document: they see nothing.
     is_inside = is_row & (position >= begin) & (position < end)
-    table = RUNS + (kv_head * tl.num_programs(0) + tile).to(tl.int64) * capacity * LINE
+    ends = first_line(
+        GROUPS, CU_SEQLENS, tile + tl.arange(0, 2), kv_head, num_rows, offset, num_groups, num_kv_heads, num_documents,
+        search_steps, last_position, tiles_per_window, per_tile, per_document, TILE_ROWS, WINDOW, PACKED,
+    )  # fmt: skip
+    first_run = tl.min(ends)
+    # As many as there are runs, or more; memory is kept safe from boundaries that are none.
+    room = tl.max(ends) - first_run
+    table = RUNS + (kv_head.to(tl.int64) * lines_per_head + first_run) * LINE
     num_runs = tile * 0
     low, high = num_runs - FAR, num_runs + FAR
     if CAUSAL:
@@ -81,7 +101,7 @@ def runs_kernel(
                 if CAUSAL:
                     edge = count_up_to(earliest, first, rate, count)
                     count = count_up_to(latest, first, rate, count)
-            if (latest >= 0) & (count + extra > edge * OF_QUERIES):
+            if (latest >= 0) & (count + extra > edge * OF_QUERIES) & (num_runs < room):
                 num_runs = _append(
                     table, num_runs, first, rate, count, edge, extra, is_active, low, high, SLOTS, BANDED, LINE
                 )
@@ -90,10 +110,12 @@ def runs_kernel(
         for rule in range(num_rules):
             num_runs = _append_rule(
                 table, num_runs, SPANS, LISTS, CU_SEQLENS, rule, kv_head, num_kv_heads, position, is_inside, num_others,
-                others_offset, last_position, num_documents, search_steps, span_steps, capacity,
+                others_offset, last_position, num_documents, search_steps, span_steps, room,
                 PACKED, OF_QUERIES, SLOTS, BANDED, LINE,
             )  # fmt: skip
-    tl.store(NUM_RUNS + kv_head * tl.num_programs(0) + tile, num_runs)
+    place = RANGES + (kv_head * tl.num_programs(0) + tile) * 2
+    tl.store(place, first_run)
+    tl.store(place + 1, num_runs)
 
 
 @triton.jit
@@ -119,7 +141,7 @@ def _append(
 @triton.jit
 def _append_rule(
     table, num_runs, SPANS, LISTS, CU_SEQLENS, rule, kv_head, num_kv_heads, position, is_inside, num_others,
-    others_offset, last_position, num_documents, search_steps, span_steps, capacity,
+    others_offset, last_position, num_documents, search_steps, span_steps, room,
     PACKED: tl.constexpr, OF_QUERIES: tl.constexpr, SLOTS: tl.constexpr, BANDED: tl.constexpr, LINE: tl.constexpr,
 ):  # fmt: skip
     """Write the runs of one rule, document by document and span by span; returns how many the tile has now."""
@@ -150,13 +172,12 @@ def _append_rule(
                 cut, edge, extra = cut_of(
                     some_first, some_stop, all_first, all_stop, latest - earliest, is_mixed, OF_QUERIES
                 )
-                # The capacity holds them all; memory is kept safe from boundaries that are none.
-                if (cut > some_first) & (num_runs < capacity):
+                if (cut > some_first) & (num_runs < room):
                     num_runs = _append(
                         table, num_runs, some_first + begin, 1, cut - some_first, 0, extra, is_active, low, high,
                         SLOTS, BANDED, LINE,
                     )  # fmt: skip
-                if (some_stop > cut) & (num_runs < capacity):
+                if (some_stop > cut) & (num_runs < room):
                     num_runs = _append(
                         table, num_runs, cut + begin, 1, some_stop - cut, edge, (some_stop - cut) * OF_QUERIES,
                         is_active, low, high, SLOTS, BANDED, LINE,

@@ -26,12 +26,12 @@ def load_group(GROUPS, group, kv_head, num_kv_heads):
 
 
 @triton.jit
-def document_bounds(position, CU_SEQLENS, num_documents, search_steps, last_position, PACKED: tl.constexpr):
-    """First position, and one past the last, of the document that holds each position."""
+def document_of(position, CU_SEQLENS, num_documents, search_steps, last_position, PACKED: tl.constexpr):
+    """Number, first position, and one past the last, of the document that holds each position."""
     begin = position * 0
     end = begin + last_position
+    low = begin
     if PACKED:
-        low = begin
         high = begin + num_documents
         for _ in range(search_steps):  # cu_seqlens[low] <= position < cu_seqlens[high]
             middle = (low + high) // 2
@@ -40,6 +40,13 @@ def document_bounds(position, CU_SEQLENS, num_documents, search_steps, last_posi
             high = tl.where(is_later, high, middle)
         begin = tl.load(CU_SEQLENS + low)
         end = tl.load(CU_SEQLENS + low + 1)
+    return low, begin, end
+
+
+@triton.jit
+def document_bounds(position, CU_SEQLENS, num_documents, search_steps, last_position, PACKED: tl.constexpr):
+    """First position, and one past the last, of the document that holds each position."""
+    _, begin, end = document_of(position, CU_SEQLENS, num_documents, search_steps, last_position, PACKED)
     return begin, end
 
 

@@ -1,4 +1,4 @@
-"""The rows that tiles hold, queries or keys: how they are cut into windows, and how much is kept for what they meet.
+"""The rows that tiles hold, queries or keys: how they are cut into windows.
 
 Integers only: the kernels of :mod:`.order` and :mod:`.runs` plan the rest on the device.
 """
@@ -10,8 +10,7 @@ from dataclasses import dataclass
 from dilated_attention_pytorch.patterns import HeadRule
 
 from .problem import Kind, largest_divisor, next_power_of_2
-from .rule_table import RuleTable, Tiles
-from .runs import BITS
+from .rule_table import RuleTable
 
 LARGEST_WINDOW = 2048
 # Keys and values that a span of windows may touch before the next begins: a part of the device's cache (50 MB on H100).
@@ -66,32 +65,6 @@ def _walked(rule: HeadRule, seen: float, reach: int) -> float:
     if rule.block_size is not None:
         return seen * max(1.0, reach / rule.block_size)
     return seen + reach * (rule.band(is_causal=False)[0] is not None)
-
-
-def slots_of(tile_rows: int) -> int:
-    """Bits of a run, one for every row of a tile and some to fill up words."""
-    return max(32, next_power_of_2(tile_rows))
-
-
-def line_of(kind: Kind, tile_rows: int) -> int:
-    """Integers of a run: its numbers, bits for the rows of a tile, the two ends of a band."""
-    return BITS.value + slots_of(tile_rows) // 32 + 2 * kind.is_banded
-
-
-def capacity_of(kind: Kind, rules: RuleTable | None, side: Side, tile_rows: int) -> int:
-    """The most runs that a tile of ``tile_rows`` rows can have."""
-    # Of groups: intervals that its rows, or all rows of its window, meet. A document adds its own end, and its segments
-    # begin anew: with a shift the first of them is cut short.
-    documents = kind.num_documents or 0
-    capacity = sum(min(tile_rows, side.window // length + 2 + 2 * documents) for length in kind.segment_lengths)
-    if rules is None:
-        return capacity
-    reach = side.window if side.is_ordered else min(tile_rows, side.num_rows)
-    # One tile is bounded wherever it lies: a step of decoding, of which each begins elsewhere, asks for the same again.
-    is_aligned = side.is_ordered or (side.num_rows > tile_rows and side.window % tile_rows == 0)
-    begins = (side.offset, side.offset + side.num_rows) if is_aligned else None
-    # At least one: a table without lines is no memory that a kernel could be given.
-    return max(1, capacity + rules.most_runs(Tiles(begins, reach, tile_rows, kind.num_documents)))
 
 
 def layout_of(kind: Kind, side: Side, tile_rows: int, head_blocks: int) -> tuple[int, tuple[int, int, int, int]]:

@@ -10,10 +10,10 @@ from dilated_attention_pytorch.kernels.select import is_interpreted
 INTERPRETED = tl.constexpr(is_interpreted())
 # Integers that change from call to call: a kernel is not compiled anew because one of them is 1 or a multiple of 16.
 SIZES = [
-    "batch_size", "capacity", "heads_per_span", "key_offset", "last_position", "num_documents", "num_groups",
+    "batch_size", "heads_per_span", "key_offset", "last_position", "lines_per_head", "num_documents", "num_groups",
     "num_keys", "num_kv_heads", "num_lines", "num_others", "num_queries", "num_rows", "num_rules", "num_spans",
-    "num_splits", "offset", "others_offset", "query_offset", "search_steps", "shortest_group", "span_steps",
-    "threshold", "tiles_per_window", "windows_per_span",
+    "num_splits", "offset", "others_offset", "per_document", "per_tile", "query_offset", "search_steps",
+    "shortest_group", "span_steps", "threshold", "tiles_per_window", "windows_per_span",
 ]  # fmt: skip
 
 
@@ -42,10 +42,16 @@ def tile_of(
 
 
 @triton.jit
-def place_of(kv_head, window, tile, num_rows, tiles_per_window, WINDOW: tl.constexpr):
-    """Where the runs of a tile are, and whether there are any: a span may reach past the last window."""
+def lines_of(
+    RUNS, RANGES, kv_head, window, tile, num_rows, tiles_per_window, lines_per_head, WINDOW: tl.constexpr,
+    LINE: tl.constexpr,
+):  # fmt: skip
+    """The first run of a tile, and how many it has; none where a span reaches past the last window."""
     num_windows = (num_rows + WINDOW - 1) // WINDOW
-    return (kv_head * num_windows + window) * tiles_per_window + tile, window < num_windows
+    range_of_tile = RANGES + ((kv_head * num_windows + window) * tiles_per_window + tile) * 2
+    first = tl.load(range_of_tile, mask=window < num_windows, other=0)
+    line = RUNS + (kv_head.to(tl.int64) * lines_per_head + first) * LINE
+    return line, tl.load(range_of_tile + 1, mask=window < num_windows, other=0)
 
 
 @triton.jit
