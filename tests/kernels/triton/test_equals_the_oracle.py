@@ -303,6 +303,20 @@ def test_a_scale_of_zero_gives_the_mean_and_no_gradient_of_the_scores() -> None:
     assert not any(grad.any() for grad in grads)
 
 
+def test_a_scale_of_zero_counts_the_keys_that_are_seen() -> None:
+    q, k, v = (x.detach() for x in tensors(1, 37, 2, 16))
+    mask = torch.zeros(1, 37, dtype=torch.bool, device=DEVICE)
+    mask[:, 5:31] = True
+    pattern = DilatedPattern([10, 37], [1, 3]) + local_window(9, 2)
+    for causal, padding in ((False, mask), (True, mask), (True, None)):
+        options: Any = {"is_causal": causal, "key_padding_mask": padding, "scale": 0.0}
+        out, lse = attend_with_lse(q, k, v, pattern, impl="triton", **options)
+        want = attend_with_lse(q.double(), k.double(), v.double(), pattern, impl="reference", **options)
+        assert (want.lse == float("-inf")).any() == (padding is not None)
+        torch.testing.assert_close(out, want.out.float(), rtol=1e-5, atol=1e-6)
+        torch.testing.assert_close(lse, want.lse.float(), rtol=1e-5, atol=1e-6)
+
+
 def test_documents_of_one_and_two_rows_under_a_shift_fit_the_table_of_runs() -> None:
     from dilated_attention_pytorch.kernels.triton import launch
 

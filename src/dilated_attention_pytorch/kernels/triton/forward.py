@@ -18,12 +18,17 @@ LN_2 = tl.constexpr(0.6931471805599453)
 
 
 @triton.jit
-def _softmax_step(score, value, maximum, total, out, is_active, factor):
-    """One block of the online softmax, in base 2 (Milakov and Gimelshein 2018, arXiv 1805.02867)."""
-    highest = tl.maximum(maximum, tl.where(is_active, tl.max(score, 1), float("-inf")))
+def _softmax_step(score, value, maximum, total, out, is_active, factor, scale_log2):
+    """One block of the online softmax, in base 2 (Milakov and Gimelshein 2018, arXiv 1805.02867).
+
+    ``score`` is ``q.k``, -inf where a key is not seen; ``scale_log2`` is positive, so that the largest product is the
+    largest score and -inf stays -inf. A row's maximum is scaled, its products are only in the exponent, by the one
+    fused multiply-add that subtracts the maximum.
+    """
+    highest = tl.maximum(maximum, tl.where(is_active, tl.max(score, 1) * scale_log2, float("-inf")))
     reference = tl.where(highest == float("-inf"), 0.0, highest)
     # An infinite reference makes every probability of a row that does not take part 0.
-    probability = tl.exp2(score - tl.where(is_active, reference, float("inf"))[:, None])
+    probability = tl.exp2(score * scale_log2 - tl.where(is_active, reference, float("inf"))[:, None])
     decay = tl.exp2(maximum - reference)
     total = total * decay + tl.sum(probability, 1)
     if factor is not None:
@@ -56,7 +61,7 @@ def _attend_blocks(
             row = first - key_offset + index * rate
             is_key = is_key & (tl.load(PADDING + row, mask=is_key, other=1) == 0)
         key = load_block(key_pointers + block * key_step, is_key, MASKED or PADDED, D, BLOCK_D)
-        score = product(query, tl.trans(key)) * scale_log2
+        score = product(query, tl.trans(key))
         if MASKED or PADDED:
             is_seen = is_key[None, :]
             if (CAUSAL or BANDED) and MASKED:
@@ -68,7 +73,7 @@ def _attend_blocks(
         if DROPOUT:
             key_states = key_state(seed, (first + index * rate).to(tl.int64))
             factor = keep_factors(query_states[:, None], key_states[None, :], threshold, keep_scale)
-        maximum, total, out = _softmax_step(score, value, maximum, total, out, is_active, factor)
+        maximum, total, out = _softmax_step(score, value, maximum, total, out, is_active, factor, scale_log2)
     return maximum, total, out
 
 
@@ -144,6 +149,12 @@ def forward_kernel(
         if ROTATED:
             share = tl.where(share == 0, num_splits, share) - 1
         line += LINE
+    if BLOCK_D > 128 and not (CAUSAL or BANDED):  # where no mask needs their positions
+        # Rows are read once more: keeping them through the loops takes registers that the loops need. The barrier is
+        # there for the compiler, which would make one load of the two.
+        tl.debug_barrier()
+        row = rows_of(ORDER, kv_head, window, tile, num_queries, slot, BLOCK_ROWS // PACK, WINDOW, ORDERED)
+        is_row = row >= 0
     num_heads = num_kv_heads * RATIO
     out_lines = ((split * batch_size + batch) * num_queries + row) * num_heads + head
     has_key = total != 0.0  # NaN is no zero: what came in as NaN or infinite goes out as NaN

@@ -137,9 +137,13 @@ class Kind:
 
     @functools.cached_property
     def factors(self) -> tuple[float, float, int, float]:
-        """Scale of the gradients, of the scores in base 2, and what dropout compares with and multiplies by."""
+        """Scale of the gradients, of the scores in base 2, and what dropout compares with and multiplies by.
+
+        The scores' is positive: for 0 it is 2^-126, which makes every probability 1 as well, but leaves -inf as it is.
+        """
+        scale_log2 = max(self.scale * math.log2(math.e), torch.finfo(torch.float32).tiny)
         threshold = min(round(self.dropout_p * 2**32) - 2**31, 2**31 - 1)
-        return self.scale, self.scale * math.log2(math.e), threshold, 1.0 / (1.0 - self.dropout_p)
+        return self.scale, scale_log2, threshold, 1.0 / (1.0 - self.dropout_p)
 
     @functools.cached_property
     def constants(self) -> dict[str, object]:
