@@ -77,7 +77,6 @@ _HOPPER_BANDED: dict[str, dict[int, Candidates]] = {
     "forward": {256: (C(64, 32, 8, 3),)},
     "few_queries": {64: (C(16, 64, 4, 2),)},
 }
-_FLOAT32_BANDED: dict[str, dict[int, Candidates]] = {"forward": {64: (C(64, 16, 8, 2),)}}
 
 
 @functools.cache
@@ -90,10 +89,8 @@ def candidates(
     patterns with a window.
     """
     if itemsize == 4:
-        by_kernel, instead = _FLOAT32, _FLOAT32_BANDED
+        by_width = _FLOAT32[kernel]
     else:
         by_kernel, instead = (_HOPPER, _HOPPER_BANDED) if capability[0] in (9, 10) else (_AMPERE, _AMPERE_BANDED)
-    by_width = by_kernel[kernel]
-    if banded:
-        by_width = by_width | instead.get(kernel, {})
+        by_width = by_kernel[kernel] | (instead.get(kernel, {}) if banded else {})
     return by_width[min(width for width in by_width if width >= block_d)]
