@@ -153,7 +153,7 @@ def test_a_cache_that_holds_everything_moves_what_the_formula_says(name: str, ke
         )
         for h in range(case.kv_heads)
     )
-    of_runs, tables = row * seen * 2, len(runs.tile) * caching.bytes_of_run(tiles) + 4 * len(tiles.kv_head)
+    of_runs, tables = row * seen * 2, len(runs.tile) * caching.bytes_of_run(tiles) + 8 * len(tiles.kv_head)
     tables += 4 * case.rows * case.kv_heads
     if kernel == "forward":
         assert moved[EVERYTHING_FITS] == 2 * query + of_runs + sectors + tables

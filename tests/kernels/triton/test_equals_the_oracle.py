@@ -317,6 +317,26 @@ def test_a_scale_of_zero_counts_the_keys_that_are_seen() -> None:
         torch.testing.assert_close(lse, want.lse.float(), rtol=1e-5, atol=1e-6)
 
 
+@pytest.mark.parametrize(("dtype", "bound"), [(torch.float16, 27), (torch.bfloat16, 30), (torch.float32, 30)], ids=str)
+def test_outputs_are_right_up_to_the_largest_scores_that_a_fused_multiply_add_allows(
+    dtype: torch.dtype, bound: int
+) -> None:
+    """The interpreter does not fuse: it is a GPU that could fail."""
+    rows, head_dim = 41, 16
+    # Scores of both signs from half the bound on, far from each other: the largest has all of the probability.
+    sizes = torch.linspace(0.5, 1.0, rows, dtype=torch.float64)[torch.randperm(rows)]
+    signs = torch.where(torch.arange(rows) % 2 == 0, 1.0, -1.0)
+    base = math.sqrt(2.0**bound / head_dim / 0.25)
+    q, k = ((base * x)[None, :, None, None].expand(1, rows, 1, head_dim) for x in (signs, sizes))
+    q, k, v = (x.to(DEVICE, dtype) for x in (q, k, torch.randn(1, rows, 1, head_dim)))
+    pattern = DilatedPattern([16, 200], [1, 3])
+    out, lse = attend_with_lse(q, k, v, pattern, is_causal=True, scale=0.25, impl="triton")
+    want = attend_with_lse(q.double(), k.double(), v.double(), pattern, is_causal=True, scale=0.25, impl="reference")
+    assert 0.9 < float(want.lse.abs().max()) / 2.0**bound < 1.1
+    torch.testing.assert_close(out, want.out.to(dtype))
+    torch.testing.assert_close(lse, want.lse.float())
+
+
 def test_documents_of_one_and_two_rows_under_a_shift_fit_the_table_of_runs() -> None:
     from dilated_attention_pytorch.kernels.triton import launch
 

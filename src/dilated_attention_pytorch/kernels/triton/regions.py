@@ -91,7 +91,7 @@ def first_line(
     """The first line of the region of each tile, or behind the last tile the end of the last region."""
     row = tile // tiles_per_window * WINDOW + tile % tiles_per_window * TILE_ROWS
     position = tl.minimum(row, num_rows - 1) + offset
-    document, begin, _ = document_of(position, CU_SEQLENS, num_documents, search_steps, last_position, PACKED)
+    document, begin, _end = document_of(position, CU_SEQLENS, num_documents, search_steps, last_position, PACKED)
     begin = tl.minimum(tl.maximum(begin, 0), position)
     line = tile * per_tile + document * per_document
     for group in range(num_groups):
