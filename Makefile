@@ -8,7 +8,7 @@ SWEEP_FOLDER ?= build/sweep-resume
 # The oldest PyTorch that pyproject.toml promises.
 OLDEST := $(shell sed -n 's/.*"torch>=\([0-9.]*\)".*/\1/p' pyproject.toml)
 
-.PHONY: demo test gate format lint types tests oldest docs sweep sweep-resume mangled architectures bench benchmark clean
+.PHONY: demo test gate format lint types tests oldest docs sweep sweep-resume mangled stream trackers zero architectures cluster bench benchmark gpu clean
 
 demo: $(VENV)/train.stamp  ## environment, install, train a LongNet on real text, sample from it
 	@if [ -f $(RUN_FOLDER)/model.safetensors ]; then \
@@ -36,7 +36,7 @@ tests:
 	$(BIN)/dilated-attention build || true
 	$(BIN)/pytest -n 2 --dist worksteal
 
-oldest: $(VENV)-oldest/dev.stamp  ## the tests on the oldest PyTorch that is promised; its wheels bring CUDA, 5 GB
+oldest: $(VENV)-oldest/dev.stamp  ## the tests on the oldest PyTorch that is promised, kernels compiled by its Triton among them; its wheels bring CUDA, 5 GB
 	$(VENV)-oldest/bin/pytest -n 2 --dist worksteal
 
 docs: $(VENV)/docs.stamp  ## the documentation site, into build/site
@@ -46,15 +46,31 @@ sweep: $(VENV)/dev.stamp  ## the drawn cases again, ten times as many, other dra
 	HYPOTHESIS_PROFILE=sweep $(BIN)/pytest -n 2 tests/ops tests/planning tests/kernels tests/parallel/test_parallel_equals_the_oracle.py tests/parallel/test_plan.py tests/integrations/test_architectures.py
 	$(BIN)/python tests/parallel/stop_trials.py
 
-sweep-resume: $(VENV)/dev.stamp  ## runs on every mesh that are killed 5 times or broken, and taken up: the same bits at the end
+sweep-resume: $(VENV)/dev.stamp  ## runs on every mesh that are killed 5 times or broken, and taken up: the same bits at the end; faults that runs survive
 	PYTHONPATH=tests OMP_NUM_THREADS=1 $(BIN)/python tests/training/killed_runs.py $(SWEEP_FOLDER)
 	PYTHONPATH=tests OMP_NUM_THREADS=1 $(BIN)/python tests/training/broken_runs.py $(SWEEP_FOLDER)
+	PYTHONPATH=tests OMP_NUM_THREADS=1 $(BIN)/python tests/training/faulty_runs.py $(SWEEP_FOLDER)
+	PYTHONPATH=tests OMP_NUM_THREADS=1 $(BIN)/python tests/training/standing_rank.py $(SWEEP_FOLDER)
 
 mangled: $(VENV)/dev.stamp  ## 5,000 run folders, damaged at random: refused, or gone on with from what was written
 	OMP_NUM_THREADS=1 PYTHONPATH=tests $(BIN)/python -m training.mangling --trials 5000 --seed 0 --commands 20
 
+trackers: $(VENV)/dev.stamp $(VENV)/track.stamp  ## Weights & Biases (offline) and MLflow hold what a run logs; both are large
+	$(BIN)/pytest tests/training/other_trackers.py
+
+zero: $(VENV)/dev.stamp $(VENV)/deepspeed.stamp  ## DeepSpeed's ZeRO, every stage: the losses, weights and moments of one process
+	$(BIN)/pytest tests/training/test_zero.py
+
+stream: $(VENV)/dev.stamp  ## 1 GB of made text (GB=10) made into a cache of tokens with flat memory, and drawn from beside a training step
+	$(BIN)/python -m benchmarks.loader --stream $(or $(GB),1)
+
 architectures: $(VENV)/dev.stamp  ## every architecture of the installed transformers judged anew, into the docs
 	$(BIN)/python -m benchmarks.architectures
+
+cluster: $(VENV)/dev.stamp  ## the files of examples/cluster, run as far as one machine goes: Slurm, Kubernetes, TorchX
+	test -x $(VENV)-cluster/bin/torchx || $(PYTHON) -m venv $(VENV)-cluster
+	$(VENV)-cluster/bin/pip install --quiet torchx kubernetes-validate
+	PATH="$(CURDIR)/$(VENV)-cluster/bin:$$PATH" $(BIN)/python tests/examples/cluster_jobs.py
 
 bench: $(VENV)/dev.stamp  ## times beside dense, FlexAttention and the published route, under 5 minutes
 	$(BIN)/dilated-attention bench --preset cpu
@@ -72,8 +88,16 @@ benchmark: $(VENV)/dev.stamp  ## the figures of the README, on this machine
 	$(BIN)/python -m benchmarks.cpu_kernels
 	$(BIN)/python -m benchmarks.cpu_kernels --avx2
 	$(BIN)/python -m benchmarks.training_step
+	$(BIN)/python -m benchmarks.training_memory
+	$(BIN)/python -m benchmarks.optimizer_states
+	$(BIN)/python -m benchmarks.sharded_states
+	$(BIN)/python -m benchmarks.checkpoints
 	$(BIN)/python -m benchmarks.transformers_memory
 	$(BIN)/python -m benchmarks.long_context
+	$(BIN)/python -m benchmarks.loader
+
+gpu: $(VENV)/dev.stamp  ## on a machine with a GPU: is it right, how fast, within its memory; again goes on; DRY=1 tries it on a CPU
+	$(BIN)/python -m benchmarks.gpu $(if $(DRY),--dry-run)
 
 format: $(VENV)/dev.stamp
 	$(BIN)/ruff format .
@@ -92,4 +116,4 @@ $(VENV)-oldest/dev.stamp: pyproject.toml constraints.txt
 	touch $@
 
 clean:
-	rm -rf $(VENV) $(VENV)-oldest build dist src/*.egg-info
+	rm -rf $(VENV) $(VENV)-oldest $(VENV)-cluster build dist src/*.egg-info

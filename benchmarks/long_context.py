@@ -23,7 +23,7 @@ from dilated_attention_pytorch.benchmarks.results import module_command, origin,
 from dilated_attention_pytorch.training import ExtensionSettings, extend, read_corpus, resume_extension
 from dilated_attention_pytorch.training.checkpoint import latest_checkpoint
 from dilated_attention_pytorch.training.manifest import read_json
-from dilated_attention_pytorch.training.windows import EvaluationWindows, TrainingWindows
+from dilated_attention_pytorch.training.windows import EvaluationWindows, TrainingWindows, evenly_spread
 
 SHORT, LONG = 1024, 8192
 KV_HEADS = 4
@@ -61,7 +61,7 @@ def pretrain(folder: Path, steps: int, seed: int) -> dict[str, Any]:
             prediction_loss_only=True, report_to=[], train_sampling_strategy="sequential", dataloader_pin_memory=False,
         ),
         train_dataset=TrainingWindows(corpus.training, SHORT, 8 * steps, seed=seed, file_start_fraction=0.0),
-        eval_dataset=Subset(held_out, held_out.spread(64)),
+        eval_dataset=Subset(held_out, evenly_spread(len(held_out), 64)),
     )  # fmt: skip
     trainer.train(resume_from_checkpoint=(folder / "run").is_dir() and any((folder / "run").glob("checkpoint-*")))
     bits = trainer.evaluate(held_out)["eval_loss"] / math.log(2)

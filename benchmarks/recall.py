@@ -30,11 +30,10 @@ from torch.nn import functional
 from dilated_attention_pytorch import attend, local_window
 from dilated_attention_pytorch.benchmarks.results import module_command, origin, write_json
 from dilated_attention_pytorch.nn import AdaptiveBlockAttention
+from dilated_attention_pytorch.training.recall import KEYS, NOISE, QUESTIONS, VALUES, Texts, draw
 
 Contestant = Literal["adaptive", "window"]
 
-KEYS, VALUES, NOISE = 64, 32, 32  # kinds of tokens
-QUESTIONS = 64
 WIDTH, HEAD_DIM = 64, 32
 BLOCK, KEPT = 64, 8
 LENGTH = 4096
@@ -54,26 +53,6 @@ class Stage(NamedTuple):
 
 
 STAGES = [Stage(192, 64, 32, 250), Stage(512, 32, 16, 200), Stage(1024, 16, 16, 150), Stage(LENGTH, 32, 8, 1400)]
-
-
-class Texts(NamedTuple):
-    """Tokens ``[texts, length]``; of every question the value and where it came, ``[texts, QUESTIONS]``."""
-
-    tokens: Tensor
-    answers: Tensor
-    positions: Tensor
-
-
-def draw(texts: int, length: int, pairs: int, generator: torch.Generator) -> Texts:
-    """Pairs of different keys at any even places before the questions, which ask for any of them."""
-    context = length - QUESTIONS
-    tokens = torch.randint(NOISE, (texts, context), generator=generator) + KEYS + VALUES
-    places = 2 * torch.rand(texts, context // 2, generator=generator).argsort(1)[:, :pairs]
-    keys = torch.rand(texts, KEYS, generator=generator).argsort(1)[:, :pairs]
-    values = torch.randint(VALUES, (texts, pairs), generator=generator)
-    tokens.scatter_(1, places, keys).scatter_(1, places + 1, values + KEYS)
-    asked = torch.randint(pairs, (texts, QUESTIONS), generator=generator)
-    return Texts(torch.cat([tokens, keys.gather(1, asked)], 1), values.gather(1, asked), places.gather(1, asked) + 1)
 
 
 class Recall(nn.Module):

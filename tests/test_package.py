@@ -35,7 +35,18 @@ ALLOWED = {
     "waiting": set(),
     "parallel": {*ORDER, "nn", "precision", "selection"},
     "integrations": {*ORDER, "nn", "models", "installation"},
-    "training": {*ORDER, "nn", "models", "parallel", "integrations", "errors", "machine", "memory", "output"},
+    "training": {
+        *ORDER,
+        "nn",
+        "models",
+        "parallel",
+        "integrations",
+        "errors",
+        "folders",
+        "machine",
+        "memory",
+        "output",
+    },
     "benchmarks": {*ORDER, "nn", "precision", "models", "errors", "machine", "memory", "output"},
     "cli": {
         *ORDER,
@@ -159,7 +170,7 @@ def test_old_names_import_with_a_warning_that_names_todays(row: tuple[str, ...])
     assert scope["old"] is new or issubclass(scope["old"], new)
 
 
-def test_old_calls_of_the_brief_run() -> None:
+def test_old_calls_run() -> None:
     import torch
 
     from dilated_attention_pytorch import core

@@ -22,7 +22,7 @@ RUN = {name: page for name, page in PAGES.items() if any(b.kind in ("python", "p
 BASH = {
     f"{name}:{block.line}": block for name, page in PAGES.items() for block in blocks_of(page) if block.kind == "bash"
 }
-KINDS = {"python", "pycon", "bash", "text"}
+KINDS = {"python", "pycon", "bash", "text", "toml"}
 # Found before pages have a cache folder of their own, where the kernels would be compiled again.
 NO_KERNELS = refusal_to_load()
 # Words that begin a line of a shell or of Slurm and run nothing of this package.
@@ -76,7 +76,10 @@ def check_picture(drawn: Path) -> None:
 
 
 @pytest.mark.parametrize("name", BASH)
-def test_the_command_lines_of_a_page_exist(name: str) -> None:
+def test_the_command_lines_of_a_page_exist(name: str, folder: Path) -> None:
+    for block in blocks_of(BASH[name].page):
+        if block.kind == "toml":
+            (folder / "my.toml").write_text(block.text)
     for words in pages.command_lines(BASH[name]):
         check_command(words)
 
@@ -237,7 +240,7 @@ def test_what_has_the_name_of_a_module_is_described_by_its_full_path() -> None:
 def test_every_command_is_in_the_reference() -> None:
     from dilated_attention_pytorch.cli import command
 
-    classes = {"Train", "Extend", "Generate", "Bench", "Profile", "Tune", "Show", "Info"}
+    classes = {"Train", "Extend", "Generate", "Eval", "Report", "Tokenizer", "Bench", "Profile", "Tune", "Show", "Info"}
     assert classes <= vars(command).keys()
     named = re.findall(r"^\| `(\w+)` \|", (DOCS / "api" / "command-line.md").read_text(), re.MULTILINE)
     assert {name.capitalize() for name in named} == classes

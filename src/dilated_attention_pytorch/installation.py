@@ -12,15 +12,22 @@ from typing import Any
 
 NAME = "dilated-attention-pytorch"
 EXTRAS: Mapping[str, tuple[str, ...]] = {
+    "8bit": ("bitsandbytes>=0.46",),
     "bench": ("matplotlib>=3.8", "rich>=13", "tyro>=1.0"),
+    "data": ("pyarrow>=18",),
+    "deepspeed": ("deepspeed>=0.19.6",),
     "docs": ("mkdocs>=1.6,<2", "mkdocs-material>=9.7", "mkdocstrings>=1.0", "mkdocstrings-python>=2.0"),
     "plot": ("matplotlib>=3.8",),
+    "report": ("plotly>=6",),
+    "track": ("mlflow>=3", "prometheus-client>=0.20", "wandb>=0.22"),
     "train": (
         "accelerate>=1.10", "matplotlib>=3.8", "numpy", "rich>=13", "safetensors>=0.4", "tensorboard>=2.15",
-        "transformers>=5.6", "tyro>=1.0",
+        "tomli-w>=1.0", "transformers>=5.6", "typeguard>=4", "tyro>=1.0",
     ),
     "triton": ("triton>=3.6",),
-    "dev": ("hypothesis>=6.100", "mypy>=1.15", "pytest>=8", "pytest-xdist>=3.6", "ruff>=0.12"),
+    "dev": (
+        "hypothesis>=6.100", "mypy>=1.15", "prometheus-client>=0.20", "pytest>=8", "pytest-xdist>=3.6", "ruff>=0.12",
+    ),
 }  # fmt: skip
 """What each extra of the package brings (``dev`` the others too)."""
 

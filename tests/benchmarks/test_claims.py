@@ -1,4 +1,4 @@
-"""The claims are the brief's own numbers, row by row."""
+"""The claims are those of the earlier package's documents, row by row."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ HYBRID_RING = [
 ]
 
 
-def test_the_rows_are_those_of_the_brief() -> None:
+def test_the_rows_are_those_of_the_documents() -> None:
     ring = [claim for claim in CLAIMS if claim.shape == "hybrid-ring"]
     assert [
         (claim.rows, claim.peak_megabytes, claim.kilobytes_per_token, claim.tokens_per_second) for claim in ring
@@ -32,7 +32,7 @@ def test_the_rows_are_those_of_the_brief() -> None:
 
 
 def test_the_preset_measures_every_claim_in_float32() -> None:
-    cases = planned_cases(BenchSettings(), PRESETS["claims"])
+    cases = list(planned_cases(BenchSettings(), PRESETS["claims"]))
     assert {(claim.shape, claim.rows) for claim in CLAIMS} == {(case.shape, case.rows) for case in cases}
     assert {case.dtype for case in cases} == {"float32"}
 

@@ -36,7 +36,7 @@ def test_memory_over_time_ends_with_the_results_of_the_call(tmp_path: Path) -> N
     gc.collect()
     gc.disable()  # it would free during the call what others left, and less would be in use than before
     try:
-        profiled(tmp_path, backward=True, contestant="published")
+        profiled(tmp_path, backward=True, contestant="published route")
     finally:
         gc.enable()
     timeline = read_timeline(tmp_path / "trace.json", is_cuda=False)
@@ -52,7 +52,7 @@ def test_memory_over_time_ends_with_the_results_of_the_call(tmp_path: Path) -> N
     ("options", "words"),
     [
         ({"contestant": "nobody"}, "must be part of one name, got 0; choose one of 'ours, triton'"),
-        ({"contestant": "ours"}, "must be part of one name, got 5"),
+        ({"contestant": "ours"}, "must be part of one name, got 8"),
         ({"contestant": "cache"}, "cannot compute this call: the cache of the models is for decoding"),
         ({"num_groups": 4}, "the shape three has 3 dilation groups"),
     ],

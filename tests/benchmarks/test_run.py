@@ -47,7 +47,7 @@ def test_a_run_leaves_a_table_results_and_plots(tmp_path: Path) -> None:
         assert (tmp_path / name).read_bytes().startswith(PNG)
     for words in ("ours, aten", "published route", "dense SDPA (all pairs)", "limits, median", "this was a dry run"):
         assert words in said
-    assert {path.name for path in tmp_path.iterdir()} == {RESULTS_NAME, "time.png", "limit.png"}
+    assert {path.name for path in tmp_path.iterdir()} == {RESULTS_NAME, "time.png", "limit.png", "page.md"}
 
 
 def test_everyone_without_a_time_has_a_sentence(tmp_path: Path) -> None:

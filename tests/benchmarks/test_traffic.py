@@ -204,3 +204,19 @@ def test_the_papers_pattern_moves_little_more_than_it_must(causal: bool, figure:
 def test_a_decoding_step_is_refused() -> None:
     with pytest.raises(NotImplementedError, match="only whole sequences"):
         tiling.plan_of_case(SHAPES["decode"].case(rows=128))
+
+
+def test_halves_compute_what_their_own_rows_see() -> None:
+    """One segment of 256 keys at a rate of 2, its rows 0, 2, ... side by side, and the others, which see nothing."""
+    case = Case(
+        shape="half of the rows", mode="forward", head_dim=64, causal=True, dtype="bfloat16", rows=512, heads=1,
+        kv_heads=1,
+        segment_lengths=(512,), dilation_rates=(2,),
+    )  # fmt: skip
+    # The 256 selected rows in tiles of 128 walk over 1 and 2 blocks of 128 keys; halves of them over 1, 1, 2 and 2.
+    pairs = 256 * 257 // 2
+    assert traffic.operations_of_halves(case) == {"whole": 3 * 128 * 128 / pairs, "halves": 6 * 64 * 128 / pairs}
+    paper = SHAPES["paper"].case(rows=4096, dtype="bfloat16", causal=True)
+    whole = {row.block_rows: row.ratio for row in traffic.operations_of(paper, "forward") if row.block_run == 128}
+    ratios = traffic.operations_of_halves(paper)
+    assert ratios["halves"] < ratios["whole"] == whole[128]

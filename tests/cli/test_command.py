@@ -161,7 +161,7 @@ def test_bench_prints_times_and_writes_results_and_plots(tmp_path: Path, capsys:
     said = capsys.readouterr().out
     for words in ("ours, aten", "dense SDPA", "this was a dry run", "bench.json"):
         assert words in said
-    assert {path.name for path in (tmp_path / "new").iterdir()} == {"bench.json", "time.png", "limit.png"}
+    assert {path.name for path in (tmp_path / "new").iterdir()} == {"bench.json", "page.md", "time.png", "limit.png"}
 
 
 def test_profile_prints_the_operators_and_writes_a_trace(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -187,7 +187,9 @@ def test_info_lists_the_extras_of_the_package() -> None:
         assert [word for word in wanted if "[" not in word] == list(brought)
 
 
-@pytest.mark.parametrize("words", [[], ["train"], ["extend"], ["generate"], ["bench"], ["profile"], ["info"]])
+@pytest.mark.parametrize(
+    "words", [[], ["train"], ["extend"], ["generate"], ["eval"], ["report"], ["bench"], ["profile"], ["info"]]
+)
 def test_help_explains_and_ends_with_0(words: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as left:
         main([*words, "--help"])
@@ -201,7 +203,7 @@ def test_help_of_a_preset_shows_its_numbers(capsys: pytest.CaptureFixture[str]) 
     assert "32768" in capsys.readouterr().out
 
 
-@pytest.mark.parametrize("command", ["train", "extend", "bench", "profile"])
+@pytest.mark.parametrize("command", ["train", "extend", "eval", "report", "bench", "profile"])
 def test_help_does_not_wait_for_transformers(command: str) -> None:
     code = (
         "import sys\nfrom dilated_attention_pytorch.cli import main\n"

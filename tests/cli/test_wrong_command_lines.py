@@ -26,6 +26,7 @@ from dilated_attention_pytorch.cli import main
 from dilated_attention_pytorch.installation import install_command
 from dilated_attention_pytorch.training import run as training_run
 from dilated_attention_pytorch.training import train
+from dilated_attention_pytorch.training.data.tokenizer import train_tokenizer
 from dilated_attention_pytorch.training.manifest import sealed
 from training.runs import change_sealed, quiet, seal_again, stopped_run, tiny_settings, write_texts
 
@@ -90,6 +91,16 @@ def _take_network_away(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def _start_two_processes(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("WORLD_SIZE", "2")
+    monkeypatch.setenv("MASTER_ADDR", "localhost")
+
+
+def _start_three_processes(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("WORLD_SIZE", "3")
+    monkeypatch.setenv("MASTER_ADDR", "localhost")
+
+
+def _start_two_processes_by_hand(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("WORLD_SIZE", "2")
 
 
 def _uninstall(name: str) -> Patch:
@@ -109,17 +120,22 @@ def _uninstall_tyro(monkeypatch: pytest.MonkeyPatch) -> None:
 
 TRAIN = "train --preset tiny --data {}/texts --output {}/new"
 
+COMMANDS = "train, extend, generate, eval, report, tokenizer, bench, profile, tune, show, build, info"
 ROWS = [
     # what is no command line
-    Row("", "Expected one of {train, extend, generate, bench, profile, tune, show, build, info}"),
-    Row("trian", "Available subcommands: train, extend, generate, bench, profile, tune, show, build, info"),
+    Row("", f"Expected one of {{{COMMANDS}}}"),
+    Row("trian", f"Available subcommands: {COMMANDS}"),
     Row(f"{TRAIN} --stepz 3", "Unrecognized options: --stepz"),
     Row(f"{TRAIN} --steps three", "invalid"),
     Row(f"{TRAIN} --optimizer sgd", "invalid choice 'sgd'"),
+    Row(f"{TRAIN} --on-nan ignore", "invalid choice 'ignore'"),
     Row("train --preset huge", "--preset huge: there is no such preset; choose one of auto, cpu, gpu, gpu-large, tiny"),
     Row("generate", "required"),
     Row("info --verbose", "Unrecognized options: --verbose"),
     # numbers out of range
+    Row(f"{TRAIN} --spike-window 0", "spike_window must be at least 1, got 0"),
+    Row(f"{TRAIN} --spike-deviations -1", "spike_deviations must be at least 0, got -1"),
+    Row(f"{TRAIN} --spike-deviations nan", "spike_deviations must be a finite number, got nan"),
     Row(f"{TRAIN} --threads 100000", "--threads must be at most 1,024, got 100000; this machine has"),
     Row("extend --model {}/short --threads 100000 --length 64 --data {}/texts --output {}/new", "at most 1,024, got"),
     Row("bench --threads 100000 --output {}/new", "--threads must be at most 1,024, got 100000; this machine has"),
@@ -137,7 +153,7 @@ ROWS = [
     Row(f"{TRAIN} --learning-rate 1e308", "learning_rate must be at most 1e+36, got 1e+308"),
     Row(f"{TRAIN} --sample-prompt \udcff", "sample_prompt must be UTF-8 text, got '\\udcff'"),
     # more memory than there is
-    Row(f"{TRAIN} --batch-size 100000000", "GB are free; take a smaller --batch-size or --context-length, or add"),
+    Row(f"{TRAIN} --batch-size 100000000", "GB are free; take a smaller --batch-size, --max-tokens or"),
     Row(f"{TRAIN} --batch-size 100000000", "TB activations) needs at least"),
     Row(f"{TRAIN} --model.embed-dim 100000", "GB are free; take a smaller --model.embed-dim, --model.ffn-dim or"),
     Row(f"{TRAIN} --model.num-layers 10000000000", "GB are free; take a smaller"),
@@ -163,6 +179,11 @@ ROWS = [
     # processes
     Row(f"{TRAIN} --context-parallel 2", "got 1; start it with torchrun --nproc-per-node 2 -m"),
     Row(f"{TRAIN} --context-parallel 4", "must be a multiple of 4, got 2", _start_two_processes),
+    Row(f"{TRAIN} --data-parallel zero1", "runs under torchrun, with one process too; start it with torchrun"),
+    Row(f"{TRAIN} --offload optimizer", 'set data_parallel to "zero1", "zero2" or "zero3", got "ddp"'),
+    Row(f"{TRAIN} --precision tf32 --device cpu", "--precision tf32 is how CUDA GPUs"),
+    Row(f"{TRAIN} --schedule wsd --decay-fraction 1", 'at most 1 together for the schedule "wsd", got 0.03 and 1.0'),
+    Row(f"{TRAIN} --parallel auto --data-parallel fsdp", 'parallel "auto" chooses data_parallel and context_parallel'),
     Row(f"{TRAIN} --data-parallel fsdp", "this is the only one; start it with torchrun --nproc-per-node 2"),
     Row(f"{TRAIN} --strategy ring", "--strategy ring says how processes share a sequence"),
     Row(f"{TRAIN} --strategy star", "invalid choice 'star'"),
@@ -184,6 +205,60 @@ ROWS = [
         "train --preset tiny --output {}/new --data {}/bad/odd",
         "looked at: 1 no regular files, 1 empty); name a folder",
     ),
+    # records, tokenizers, packing, mixtures
+    Row("train --preset tiny --output {}/new --data {}/bad/no.jsonl", "bad/no.jsonl does not exist (it is read from"),
+    Row("train --preset tiny --output {}/new --data {}/bad/cut.jsonl", "bad/cut.jsonl, line 2 is no JSON (Expecting"),
+    Row(
+        "train --preset tiny --output {}/new --data {}/bad/good.jsonl --text-field body", "line 1 has no 'body'; it has"
+    ),
+    Row("train --preset tiny --output {}/new --data {}/bad/blank.jsonl", "blank.jsonl holds no record with text in it"),
+    Row("train --preset tiny --output {}/new --data {}/bad/bad.parquet", "bad.parquet is damaged or no Parquet file ("),
+    Row("train --preset tiny --output {}/new --data {}/bad/no.parquet", "no.parquet does not exist (it is read"),
+    Row("train --preset tiny --output {}/new --data {}/bad/saved", "state.json is not what save_to_disk of datasets"),
+    Row("train --preset tiny --output {}/new --data {}/bad/splits", "holds several splits (test, train); name one, as"),
+    Row(
+        "train --preset tiny --output {}/new --data {}/bad/bad.parquet",
+        f"pyarrow, not installed here: {install_command('data')}",
+        _uninstall("pyarrow"),
+    ),
+    Row("train --preset tiny --output {}/new --cache {}/new2 --data {}/bad/cut.jsonl", "cut.jsonl, line 2 is no JSON"),
+    Row(f"{TRAIN} --cache {{}}/file", "the cache of tokens cannot be written to {}/file (File exists); make room"),
+    Row(f"{TRAIN} --model.vocab-size 300", "model.vocab_size must be 256, one token a byte, got 300; or name the"),
+    Row(f"{TRAIN} --tokenizer {{}}/tokenizer.json", "has 300 tokens and the model 256; add --model.vocab-size 300"),
+    Row(f"{TRAIN} --tokenizer {{}}/taken", "there is no file {}/taken/tokenizer.json; name the tokenizer.json of a"),
+    Row(f"{TRAIN} --tokenizer {{}}/file", "{}/file is damaged or no tokenizer ("),
+    Row(f"{TRAIN} --weights 1 2", "weights must be one for each of data, got 2 for 1; leave them out"),
+    Row(f"{TRAIN} --weights 0", "weights must be finite numbers above 0, got 0"),
+    Row(f"{TRAIN} --packing rows", "invalid choice 'rows'"),
+    Row(f"{TRAIN} --packing documents --file-start-fraction 0.5", "every document begins one; leave it out"),
+    Row(f"{TRAIN} --packing documents --stages.lengths 64 256", "stages are of windows, got [64, 256] beside packing"),
+    Row(f"{TRAIN} --packing documents --compile", "compile is for windows: the documents of every row"),
+    Row(f"{TRAIN} --max-tokens 512", 'max_tokens counts the tokens of whole documents: add packing "documents"'),
+    Row(f"{TRAIN} --max-batch-size 5", "max_batch_size bounds the batches that max_tokens makes; add that"),
+    Row(f"{TRAIN} --packing documents --max-tokens 512", "batch_size counts rows, got 2 beside max_tokens"),
+    Row(
+        f"{TRAIN} --packing documents --batch-size 1 --max-tokens 99",
+        "max_tokens must hold the longest document, of con",
+    ),
+    Row(
+        f"{TRAIN} --packing documents --batch-size 1 --max-tokens 512 --context-parallel 2",
+        "max_tokens makes batches of any length, which 2 processes cannot share (context_parallel); leave it out",
+    ),
+    Row(f"{TRAIN} --workers -1", "workers must be at least 0, got -1"),
+    Row(
+        "train --preset tiny --output {}/new --data {}/texts {}/bad/short.txt --weights 1 1",
+        "bad/short.txt holds 64 bytes of training text, fewer than one window of --context-length 256",
+    ),
+    Row("tokenizer {}/texts --vocab-size 100 --output {}/new.json", "--vocab-size must be at least 257, the bytes and"),
+    Row("tokenizer {}/bad/short.txt --vocab-size 999 --output {}/new.json", "the text gives 261 tokens only; take 261"),
+    Row("tokenizer {}/texts --vocab-size 300 --output {}/file", "file exists; nothing in it was changed. Name a new"),
+    Row("tokenizer {}/bad/cut.jsonl --vocab-size 300 --output {}/new.json", "cut.jsonl, line 2 is no JSON"),
+    Row(
+        "extend --model {}/short --length 64 --data {}/bad/cut.jsonl --output {}/new", "cut.jsonl, line 2 is no JSON ("
+    ),
+    Row("generate {}/tokens --prompt x", "holds a model of 300 tokens, not of the 256 bytes, and no tokenizer.json"),
+    Row("generate {}/other-tokenizer --prompt x", "broken tokenizer: {}/other-tokenizer/tokenizer.json is damaged"),
+    Row("train --resume {}/other-tokenizer", "broken tokenizer: {}/other-tokenizer/tokenizer.json is damaged"),
     Row("train --preset tiny --output {}/new --data=", "a path on the command line is empty (a variable of"),
     # where to write
     Row(
@@ -216,10 +291,12 @@ ROWS = [
     Row("info --x", f"the command needs tyro, not installed here: {install_command('train')}", _uninstall_tyro),
     # going on
     Row("train --resume {}/stopped --steps 5", "--resume goes on with the run's own settings, so --steps cannot go"),
+    Row("train --resume {}/stopped --no-async-checkpoints", "so --no-async-checkpoints cannot go with it"),
+    Row("train --resume {}/stopped --spike-window 0", "spike_window must be at least 1, got 0"),
     Row("train --resume {}/nothing", "there is no such folder; name the --output of the run that was stopped"),
     Row("train --resume {}/taken", "training.json does not exist; name the --output of a `train` command"),
     Row("train --resume {}/finished", "that run is finished; sample from it with `dilated-attention generate"),
-    Row("train --resume {}/unbegun", "stopped before its first checkpoint; train anew"),
+    Row("train --resume {}/unbegun", "stopped before its first checkpoint; begin anew"),
     Row("train --resume {}/truncated", "model.safetensors is damaged or was not written to its end"),
     Row("train --resume {}/cut-optimizer", "optimizer.pt is damaged or was not written to its end: it has"),
     Row("train --resume {}/no-scheduler", "scheduler.pt does not exist; restore the folder from a copy"),
@@ -231,7 +308,9 @@ ROWS = [
     Row("train --resume {}/bad-settings", "training.json is damaged, it is no JSON"),
     Row("train --resume {}/changed-settings", "training.json is damaged or was changed: its checksum is another one"),
     Row("train --resume {}/earlier", "was written by an earlier version of this package, which is the one to go on"),
-    Row("train --resume {}/stopped", "start it with torchrun --nproc-per-node 1", _start_two_processes),
+    Row("train --resume {}/stopped", "cannot share evenly; go on with 1 or 2 processes", _start_three_processes),
+    Row("train --resume {}/stopped", "does not say where they meet (MASTER_ADDR)", _start_two_processes_by_hand),
+    Row(TRAIN, "does not say where they meet (MASTER_ADDR)", _start_two_processes_by_hand),
     Row("train --resume {}/other-text", "the text is not what the run began with"),
     Row("train --resume {}/stopped", "is read-only for this user; change its permissions", _refuse_writing),
     # what to measure
@@ -262,7 +341,7 @@ ROWS = [
     Row("extend --model {}/short --device cuda --output {}/new", "--device cuda: PyTorch finds no", _take_cuda_away),
     Row("extend --resume {}/stopped", "describes no such run ('kind'); name the --output of an `extend` command"),
     Row("extend --resume {}/stopped --steps 5", "so --steps cannot go with it"),
-    Row("train --resume {}/extension", "describes no run"),
+    Row("train --resume {}/extension", "describes no such run"),
     Row("bench --preset fast", "invalid choice 'fast'"),
     Row("bench --shapes square --output {}/new", "shapes: there is no 'square'; choose from paper, slide, three"),
     Row(
@@ -295,9 +374,9 @@ ROWS = [
     Row("profile --shape square --output {}/new", "shape: there is no 'square'; choose from paper, slide, three"),
     Row("profile --rows 0 --output {}/new", "rows must be at least 1, got 0"),
     Row(
-        "profile --contestant ours --output {}/new", "it must be part of one name, got 5; choose one of 'ours, triton'"
+        "profile --contestant ours --output {}/new", "it must be part of one name, got 8; choose one of 'ours, triton'"
     ),
-    Row("profile --contestant flash_attn --output {}/new", "cannot compute this call: the package flash_attn is not"),
+    Row("profile --contestant FlashAttention-2 --output {}/new", "the package of flash_attn is not installed"),
     Row("profile --shape decode --backward --output {}/new", "a decoding step has none; leave it out"),
     Row("profile --num-groups 9 --output {}/new", "the shape three has 3 dilation groups; name at most so many"),
     Row("profile --output {}/taken", "exists and is not empty; nothing in it was changed. Name a free folder"),
@@ -316,6 +395,38 @@ ROWS = [
     Row("generate {}/foreign --prompt x", "describes a model of type 'gpt2', not 'longnet-dilated'"),
     Row("generate {}/unfit --prompt x", "do not fit"),
     Row("generate {}/finished --prompt x --device cuda", "PyTorch finds no CUDA device here", _take_cuda_away),
+    # where figures go
+    Row(f"{TRAIN} --track comet", "invalid choice 'comet'"),
+    Row(
+        f"{TRAIN} --track wandb",
+        f"--track wandb needs wandb, not installed here: {install_command('track')}",
+        _uninstall("wandb"),
+    ),
+    Row(f"{TRAIN} --track prometheus prometheus", "track must be different ones of tensorboard, wandb, mlflow, prom"),
+    Row(f"{TRAIN} --prometheus-port 9000", 'prometheus_port is for "prometheus" in track, got 9000'),
+    Row(f"{TRAIN} --track prometheus --prometheus-port 99999", "prometheus_port must be at most 65535, got 99999"),
+    # runs to compare and models to measure
+    Row("report --output {}/new.html", "report needs the folder of at least one run: dilated-attention report runs/"),
+    Row("report {}/nothing --output {}/new.html", "{}/nothing is no run folder; name the --output of a `train`"),
+    Row("report {}/taken --output {}/new.html", "training.json does not exist; name the --output of a `train` or"),
+    Row("report {}/finished {}/bad-settings --output {}/new.html", "training.json is damaged, it is no JSON"),
+    Row("report {}/finished --output {}/file", "file exists; nothing in it was changed. Name a new file, for example"),
+    Row("report {}/finished --output {}/no/new.html", "there is no folder {}/no; make it first"),
+    Row("report {}/finished --output {}/new.html", "the report needs plotly, not installed here", _uninstall("plotly")),
+    Row("eval", "required"),
+    Row("eval {}/nothing", "{}/nothing: there is no such folder (looked for from"),
+    Row("eval {}/taken", "{}/taken: there is no config.json in that folder; name a folder with config.json and"),
+    Row("eval {}/file", "{}/file: it is a file, not a folder; name a folder with config.json and weights"),
+    Row("eval {}/finished --lengths 4", "lengths must be different numbers of at least 16 tokens, got [4]"),
+    Row("eval {}/finished --lengths 64 64", "lengths must be different numbers of at least 16 tokens, got [64, 64]"),
+    Row("eval {}/finished --windows 0", "windows must be at least 1, got 0"),
+    Row("eval {}/finished --lengths 1000000", "fewer than one window of --lengths 1000000; give more text, or"),
+    Row("eval {}/finished --output {}/old.png", "--output {}/old.png: the figures are JSON, for example {}/old.json"),
+    Row("eval {}/finished --output {}/dry.json", "dry.json exists; nothing in it was changed. Name a new file, for"),
+    Row("eval {}/finished --output {}/old.json", "old.png exists; nothing in it was changed. Name a new file, for"),
+    Row("eval {}/flipped", "its bytes are not those that were written (SHA-256); "),
+    Row("eval {}/unbegun", "holds no trained model: neither model.safetensors nor a checkpoint is in it"),
+    Row("eval {}/finished --device cuda", "PyTorch finds no CUDA device here", _take_cuda_away),
 ]
 
 
@@ -340,6 +451,23 @@ def world(tmp_path_factory: pytest.TempPathFactory) -> Path:
     (bad / "binary.bin").write_bytes(bytes(range(256)) * 9)
     (bad / "latin.txt").write_bytes("é".encode("latin-1") * 999)
     (bad / "short.txt").write_text("short\n" * 11)
+    (bad / "good.jsonl").write_text('{"text": "good"}\n')
+    (bad / "cut.jsonl").write_text('{"text": "good"}\n{\n')
+    (bad / "blank.jsonl").write_text('{"text": ""}\n')
+    (bad / "bad.parquet").write_bytes(b"PAR1" * 9)
+    (bad / "saved").mkdir()
+    (bad / "saved" / "state.json").write_text("{}")
+    for split in ("train", "test"):
+        (bad / "splits" / split).mkdir(parents=True)
+        (bad / "splits" / split / "state.json").write_text("{}")
+    (bad / "splits" / "dataset_dict.json").write_text("{}")
+    tokenizer = train_tokenizer([path.read_bytes() for path in sorted(texts.iterdir())], 300)
+    (world / "tokenizer.json").write_text(tokenizer.text)
+    over_tokens = dataclasses.replace(
+        settings, tokenizer=world / "tokenizer.json", model=dataclasses.replace(settings.model, vocab_size=300)
+    )
+    with pytest.MonkeyPatch.context() as monkeypatch:
+        stopped_run(monkeypatch, over_tokens, world / "tokens", 1)
     (world / "taken").mkdir()
     (world / "taken" / "notes.txt").write_text("precious")
     (world / "file").write_text("precious")
@@ -366,6 +494,8 @@ def world(tmp_path_factory: pytest.TempPathFactory) -> Path:
     def change(path: Path, **values: Any) -> None:
         path.write_text(json.dumps(json.loads(path.read_text()) | values))
 
+    cut(copy("tokens", "other-tokenizer") / "tokenizer.json")
+    (world / "tokens" / "tokenizer.json").unlink()
     shutil.rmtree(copy("stopped", "unbegun") / "checkpoint-2")
     cut(copy("stopped", "truncated") / "checkpoint-2" / "model.safetensors")
     cut(copy("stopped", "cut-optimizer") / "checkpoint-2" / "optimizer.pt")

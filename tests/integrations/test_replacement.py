@@ -238,7 +238,7 @@ def test_dropout_of_the_attention_is_active_in_training_only() -> None:
     assert torch.equal(layer(x, x, x)[0], layer(x, x, x)[0])
 
 
-def test_the_brief_s_loop_over_the_blocks_of_a_model_works() -> None:
+def test_a_loop_over_the_blocks_of_a_model_works() -> None:
     with pytest.warns(DeprecationWarning, match="is the old name"):
         from dilated_attention_pytorch import ImprovedMultiheadDilatedAttention
     x = torch.randn(2, ROWS, 12)

@@ -16,7 +16,12 @@ from torch.nn import functional
 transformers = pytest.importorskip("transformers")
 
 from dilated_attention_pytorch.installation import install_command  # noqa: E402
-from dilated_attention_pytorch.models import LongNetCache, LongNetForCausalLM  # noqa: E402
+from dilated_attention_pytorch.models import (  # noqa: E402
+    LongNetCache,
+    LongNetConfig,
+    LongNetForCausalLM,
+    token_loss,
+)
 from dilated_attention_pytorch.models import causal_lm as causal_lm_module  # noqa: E402
 
 # transformers 5.23 calls these activation_checkpointing; the names before it are those of every version 5.
@@ -115,7 +120,7 @@ def test_the_loss_is_that_of_the_next_token(model: LongNetForCausalLM) -> None:
 
 def test_targets_are_labels_shifted_before(model: LongNetForCausalLM) -> None:
     ids = torch.randint(29, (2, 31))
-    targets = causal_lm_module.next_tokens(ids)
+    targets = token_loss.next_tokens(ids)
     assert targets[:, -1].tolist() == [-100, -100]
     assert torch.equal(model(ids, targets=targets).loss, model(ids, labels=ids).loss)
     rows = torch.tensor([3, 4, 17, 30])
@@ -140,11 +145,55 @@ def test_the_loss_in_blocks_is_the_loss(model: LongNetForCausalLM, monkeypatch: 
     ids = torch.randint(29, (2, 31))
     whole = model(ids, labels=ids).loss
     grads = torch.autograd.grad(whole, list(model.parameters()))
-    monkeypatch.setattr(causal_lm_module, "_LOSS_BLOCK", 29 * 11)
+    monkeypatch.setattr(token_loss, "LOGITS_AT_ONCE", 29 * 11)
+    monkeypatch.setattr(token_loss, "LEAST_ROWS", 1)
     blocks = model(ids, labels=ids).loss
     torch.testing.assert_close(blocks, whole, atol=1e-13, rtol=0)
     for grad, expected in zip(torch.autograd.grad(blocks, list(model.parameters())), grads, strict=True):
         torch.testing.assert_close(grad, expected, atol=1e-12, rtol=0)
+
+
+@pytest.mark.parametrize("tied", [True, False])
+def test_without_logits_the_loss_is_the_same_and_no_more_than_a_block_of_them_is_there(
+    tied: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = LongNetConfig(
+        vocab_size=29, embed_dim=16, num_layers=2, num_heads=2, segment_lengths=[8, 16], dilation_rates=[1, 2],
+        tie_embeddings=tied,
+    )  # fmt: skip
+    model = LongNetForCausalLM.from_longnet_config(config).double()
+    ids = torch.randint(29, (2, 31))
+    whole = model(ids, labels=ids, num_items_in_batch=17).loss
+    grads = torch.autograd.grad(whole, list(model.parameters()))
+    monkeypatch.setattr(token_loss, "LOGITS_AT_ONCE", 29 * 11)
+    monkeypatch.setattr(token_loss, "LEAST_ROWS", 1)
+    there: list[int] = []
+    model.model.out_proj.register_forward_hook(lambda module, args, logits: there.append(logits.numel()))
+    output = model(ids, labels=ids, num_items_in_batch=17, skip_logits=True)
+    assert output.logits is None
+    torch.testing.assert_close(output.loss, whole, atol=1e-13, rtol=0)
+    for grad, expected in zip(torch.autograd.grad(output.loss, list(model.parameters())), grads, strict=True):
+        torch.testing.assert_close(grad, expected, atol=1e-12, rtol=0)
+    # Six blocks forward and again backward.
+    assert len(there) == 12
+    assert max(there) == 29 * 11
+    with pytest.raises(ValueError, match="skip_logits leaves nothing but a loss"):
+        model(ids, skip_logits=True)
+
+
+def test_many_blocks_do_not_round_the_gradient_of_the_output_matrix_away(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Under autocast every block's part of it is in bfloat16: their sum is in float32, as with whole logits."""
+    torch.manual_seed(0)
+    matrix = torch.nn.Linear(32, 50, bias=False)
+    hidden, targets = torch.randn(1, 2048, 32) + 0.5, torch.randint(50, (1, 2048))
+    monkeypatch.setattr(token_loss, "LEAST_ROWS", 1)
+    exact = torch.autograd.grad(token_loss.token_loss(matrix(hidden), targets), matrix.weight)[0]
+    for at_once in (1 << 22, 50 * 64, 50 * 2):
+        monkeypatch.setattr(token_loss, "LOGITS_AT_ONCE", at_once)
+        with torch.autocast("cpu", torch.bfloat16):
+            loss = token_loss.token_loss_of_hidden(hidden, matrix, 50, targets)
+        grad = torch.autograd.grad(loss, matrix.weight)[0]
+        assert float((grad - exact).norm() / exact.norm()) < 0.005
 
 
 def test_gradient_checkpointing_is_switched_as_transformers_does(model: LongNetForCausalLM) -> None:

@@ -136,6 +136,21 @@ def test_checkpointing_gives_the_same_gradients(make_model: Any, dropout: float)
         torch.testing.assert_close(gradient, reference, atol=0, rtol=0)
 
 
+def test_every_so_manieth_block_is_computed_again_and_the_gradients_stay(make_model: Any) -> None:
+    ids = tokens(2, 61)
+    plain = make_model(num_layers=5).train()
+    expected = gradients(plain, ids, plain)
+    model = make_model(num_layers=5, gradient_checkpointing=True, checkpoint_every=2).train()
+    model.load_state_dict(plain.state_dict())
+    computed = [0] * 5
+    for layer, block in enumerate(model.blocks):
+        # Before, as a recomputation ends where all that is kept is there.
+        block.register_forward_pre_hook(lambda *_, layer=layer: computed.__setitem__(layer, computed[layer] + 1))
+    for gradient, reference in zip(gradients(model, ids, model), expected, strict=True):
+        torch.testing.assert_close(gradient, reference, atol=0, rtol=0)
+    assert computed == [2, 1, 2, 1, 2]
+
+
 @pytest.mark.parametrize("gradient_checkpointing", [False, True])
 def test_the_training_forward_compiles_as_one_graph(make_model: Any, gradient_checkpointing: bool) -> None:
     torch.compiler.reset()

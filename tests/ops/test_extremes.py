@@ -268,6 +268,19 @@ def test_nothing_that_lies_at_a_padded_key_reaches_a_result_or_a_gradient(impl: 
         assert all(bool((grad[mask] == 0).all()) for grad in found[3:])
 
 
+def test_the_reference_lets_it_reach_rows_of_its_own_sequence_and_head_alone() -> None:
+    q, k, v = (torch.randn(2, 30, 2, 4) for _ in range(3))
+    pattern = DilatedPattern([30], [2])  # head 0 selects even positions
+    clean = attend(q, k, v, pattern, impl="reference")
+    v[1, 7, 0] = k[1, 7, 0] = math.nan
+    assert torch.equal(attend(q, k, v, pattern, impl="reference"), clean)
+    v[1, 8, 0] = math.nan
+    spoilt = attend(q, k, v, pattern, impl="reference")
+    assert torch.equal(spoilt[0], clean[0])
+    assert torch.equal(spoilt[1, :, 1], clean[1, :, 1])
+    assert spoilt[1, ::2, 0].isnan().all()
+
+
 def test_a_future_that_is_not_finite_changes_no_chosen_block_before_it() -> None:
     """Nor does what lies at padded keys, and a gate's gradient is that of its own rows."""
     *operands, grad = draw(torch.float32, 1.0, 1.0, 1.0)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -27,6 +28,7 @@ from dilated_attention_pytorch.kernels.select import refusal, select
 P = DilatedPattern([4, 8], [1, 2])
 Q, K = torch.zeros(1, 6, 4, 8), torch.zeros(1, 6, 2, 8)
 X = torch.zeros(1, 6, 8)
+START = torch.tensor(0)
 
 
 def ints(*values: int) -> torch.Tensor:
@@ -65,6 +67,23 @@ TABLE: list[tuple[Callable[[], object], type[Exception], str]] = [
     (lambda: DilatedPattern([4], [1], segment_shift=-3), ValueError, "segment_shift must hold integers of at least 0, got -3"),
     (lambda: DilatedPattern([4], [1], offset_rule="random"), ValueError, 'offset_rule must be "modulo" or "block", got \'random\''),
     (lambda: DilatedPattern([4], [1], tail="padded"), ValueError, 'tail must be "ragged" or "zero_padded", got \'padded\''),
+    (lambda: attend(Q, K, K, P, is_causal=True, query_offset=ints(3)), TypeError,
+     "query_offset must be an integer, or an int64 tensor without dimensions, got a tensor of torch.int32 of shape (1,)"),
+    (lambda: attend(Q, K, K, P, is_causal=True, query_offset=START.to("meta")), ValueError,
+     "query_offset, a tensor, must be on query's device cpu, got meta; a position that the host knows is passed as an"),
+    (lambda: attend(Q, K, K, P, query_offset=START), NotImplementedError,
+     "rows of the buffer behind the position are not seen: pass is_causal=True, or query_offset as an integer"),
+    (lambda: attend(Q, K, K, P, is_causal=True, query_offset=START, cu_seqlens=ints(0, 6)), NotImplementedError,
+     "query_offset as a tensor does not go with cu_seqlens: pass query_offset as an integer"),
+    (lambda: attend(Q, K, K, P, is_causal=True, query_offset=START, dropout_p=0.1), NotImplementedError,
+     "query_offset as a tensor does not go with dropout_p: pass query_offset as an integer"),
+    (lambda: attend(Q, K, K, DilatedPattern([4], [2], tail="zero_padded"), is_causal=True, query_offset=START),
+     NotImplementedError, 'query_offset as a tensor does not go with tail="zero_padded": pass query_offset as an'),
+    (lambda: attend(Q, K[:, :4], K[:, :4], P, is_causal=True, key_offset=1, query_offset=START), ValueError,
+     "between 0 and key_offset + M - N: got 6 rows of query, and 4 rows of key at 1"),
+    (lambda: attend(Q, K, K, P, is_causal=True, query_offset=START, impl="aten"), NotImplementedError,
+     'impl="aten" plans a call with the position of its queries, which lies in a tensor: pass query_offset as an'),
+    (lambda: attend(Q, K, K, P, is_causal=True, key_offset=START), TypeError, "key_offset must be an integer position"),
     (lambda: attend(Q[0], K, K, P), ValueError, "query must have 4 dimensions [batch, sequence, heads, head_dim], got shape (6, 4, 8)"),
     (lambda: attend(Q.numpy(), K, K, P), TypeError, "query must be a tensor, got ndarray"),
     (lambda: attend(Q.int(), K, K, P), TypeError, "query must be float16, bfloat16, float32 or float64, got torch.int32"),
@@ -98,7 +117,8 @@ TABLE: list[tuple[Callable[[], object], type[Exception], str]] = [
     (lambda: attend(Q, K, K, P, cu_seqlens=ints(0, 4, 2, 6)), ValueError, "cu_seqlens must not decrease, got [0, 4, 2, 6]"),
     (lambda: attend(Q, K, K, P, cu_seqlens=ints(0, 4, 2, 6), impl="reference"), ValueError, "cu_seqlens must not decrease"),
     (lambda: attend(Q, K, K, P, cu_seqlens=ints(0, 6), query_offset=3), ValueError, "got 6 query rows at 3 and 6 key rows at 0"),
-    (lambda: attend(Q, K, K, P, impl="flash"), ValueError, "impl must be one of 'auto', 'triton', 'native', 'aten', 'reference', got 'flash'"),
+    (lambda: attend(Q, K, K, P, impl="flash"), ValueError, "impl must be one of 'auto', 'triton', 'triton-fp8', 'gluon', 'cudnn', 'native', 'aten', 'reference', got 'flash'"),
+    (lambda: attend(*(x.bfloat16() for x in (Q, K, K)), P, impl="cudnn"), NotImplementedError, "impl='cudnn' cannot compute this call: cuDNN is for NVIDIA GPUs, not for 'cpu' tensors of this PyTorch; use impl=\"aten\""),
     (lambda: attend(Q.double(), K.double(), K.double(), P, impl="triton"), NotImplementedError, "impl='triton' cannot compute this call: the Triton kernels accumulate in float32; impl=\"aten\" and impl=\"reference\" compute in float64"),
     (lambda: attend(*(torch.zeros(1, 3, 1, 264),) * 3, P, impl="triton"), NotImplementedError, "up to 256 wide; use impl=\"aten\""),
     (lambda: attend(Q, K, K, P, cu_seqlens=ints(0, 5), impl="triton"), ValueError, "cu_seqlens must run from 0 to the number of rows 6, got 0 to 5"),
@@ -148,12 +168,28 @@ def test_every_refusal_is_a_sentence(monkeypatch: pytest.MonkeyPatch) -> None:
     assert refusal("reference", torch.device("xpu"), torch.float32, 64) is None
     assert "not for 'mps'" in str(refusal("aten", torch.device("mps"), torch.float32, 64))
     assert "not torch.int8" in str(refusal("reference", cpu, torch.int8, 64))
+    monkeypatch.setenv("TRITON_INTERPRET", "1")
+    assert "Gluon has no interpreter" in str(refusal("gluon", cpu, torch.bfloat16, 64))
     monkeypatch.setenv("TRITON_INTERPRET", "0")
-    assert "run on NVIDIA GPUs, not on 'cpu' tensors" in str(refusal("triton", cpu, torch.bfloat16, 64))
+    assert "for NVIDIA and AMD GPUs, not for 'cpu' tensors" in str(refusal("triton", cpu, torch.bfloat16, 64))
+    assert "for NVIDIA and AMD GPUs, not for 'cpu' tensors" in str(refusal("gluon", cpu, torch.bfloat16, 64))
+    assert "for NVIDIA and AMD GPUs, not for 'cpu' tensors" in str(refusal("triton-fp8", cpu, torch.bfloat16, 64))
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: (7, 5))
     assert 'this GPU has 7.5; use impl="aten"' in str(refusal("triton", cuda, torch.bfloat16, 64))
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: (8, 0))
+    assert 'this GPU has 8.0; use impl="triton"' in str(refusal("gluon", cuda, torch.bfloat16, 64))
+    assert 'need compute capability 8.9 (Ada) or newer, this GPU has 8.0; use impl="triton"' in str(
+        refusal("triton-fp8", cuda, torch.bfloat16, 64)
+    )
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: (9, 0))
+    assert refusal("gluon", cuda, torch.float16, 128) is None
+    assert refusal("triton-fp8", cuda, torch.float16, 96) is None
+    assert "not torch.float32" in str(refusal("gluon", cuda, torch.float32, 64))
+    assert "heads of 64 and 128, got 96" in str(refusal("gluon", cuda, torch.bfloat16, 96))
+    assert "SegmentedPattern" in str(refusal("gluon", cuda, torch.bfloat16, 64, is_segmented=True))
     monkeypatch.setattr(torch.version, "hip", "7.0")
-    assert "this PyTorch is for AMD" in str(refusal("triton", cuda, torch.bfloat16, 64))
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: SimpleNamespace(gcnArchName="gfx90a:xnack-"))
+    assert "for the AMD GPUs gfx942 and gfx950, this one is gfx90a" in str(refusal("triton", cuda, torch.bfloat16, 64))
     monkeypatch.setattr("importlib.util.find_spec", lambda _: None)
     assert "pip install triton" in str(refusal("triton", cuda, torch.bfloat16, 64))
 
@@ -174,3 +210,19 @@ def test_auto_takes_our_own_kernels_where_they_can_run(monkeypatch: pytest.Monke
     assert select("auto", cuda, torch.float16, 64) == "aten"
     with pytest.raises(NotImplementedError, match=r"this GPU has 7\.0"):
         select("triton", cuda, torch.float16, 64)
+
+
+@pytest.mark.parametrize("name", ["gfx942:sramecc+:xnack-", "gfx950"])
+def test_an_amd_gpu_computes_with_our_kernels_where_they_are_named(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+    monkeypatch.setenv("TRITON_INTERPRET", "0")
+    monkeypatch.setattr(torch.version, "hip", "7.0")
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: SimpleNamespace(gcnArchName=name))
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: (9, 4))
+    cuda = torch.device("cuda")
+    assert select("triton", cuda, torch.bfloat16, 64) == "triton"
+    assert select("auto", cuda, torch.bfloat16, 64) == "aten"
+    reason = "multiplies FP8 numbers of another format, e4m3fnuz" if "gfx942" in name else "has no blocks of it yet"
+    assert f"{name.partition(':')[0]} {reason}" in str(refusal("triton-fp8", cuda, torch.bfloat16, 64))
+    assert "accumulate in float32" in str(refusal("triton", cuda, torch.float64, 64))
+    assert "up to 256 wide" in str(refusal("triton", cuda, torch.bfloat16, 512))
+    assert "segments of one length" in str(refusal("triton", cuda, torch.bfloat16, 64, is_segmented=True))

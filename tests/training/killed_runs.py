@@ -166,8 +166,12 @@ def _rank(
 
 def _watch(reach: Connection, note_step: int | None) -> None:
     """Say through ``reach`` that a step is begun, and hold every step to the schedule."""
-    take = LongNetTrainer.training_step
+    take, load = LongNetTrainer.training_step, LongNetTrainer._load_optimizer_and_scheduler
     schedule: list[Any] = []
+
+    def forget_and_load(self: LongNetTrainer, checkpoint: str | None) -> None:
+        schedule.clear()  # of a trainer before, from which the run has gone back
+        load(self, checkpoint)
 
     def take_and_note(self: LongNetTrainer, *args: Any, **kwargs: Any) -> torch.Tensor:
         if self.state.global_step == note_step:
@@ -183,6 +187,7 @@ def _watch(reach: Connection, note_step: int | None) -> None:
         assert [group["lr"] for group in optimizer.param_groups] == expected
 
     LongNetTrainer.training_step = take_and_note  # type: ignore[method-assign]
+    LongNetTrainer._load_optimizer_and_scheduler = forget_and_load  # type: ignore[method-assign]
     register_optimizer_step_pre_hook(compare)
 
 
@@ -216,10 +221,13 @@ def what_differs(run: Path, other: Path, steps: int) -> list[str]:
     states = [torch.load(folder / f"checkpoint-{steps}" / "optimizer.pt", weights_only=True) for folder in (run, other)]
     if not _equal(*states):
         differing.append("optimizer states")
+    # How fast it was, and where it was taken up, are other.
+    named = ("step", "loss", "bits_per_byte", "eval_bits_per_byte", "grad_norm", "learning_rate")
     figures = [
         [
-            {name: value for name, value in entry.items() if name not in ("seconds", "bytes_per_second")}
+            {name: entry[name] for name in named if name in entry}
             for entry in read_metrics(folder)
+            if "matrix_product_flops" not in entry
         ]
         for folder in (run, other)
     ]

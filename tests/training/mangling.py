@@ -308,7 +308,7 @@ def _start_of(run: Path) -> Path | None:
             resume(run, quiet())
         except RunError:
             return None
-    found: Path | None = taken[0].start.checkpoint
+    found: Path | None = taken[0].place.start.checkpoint
     assert found is not None
     return found
 

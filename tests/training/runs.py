@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import dataclasses
 import io
+import json
 import signal
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +17,10 @@ from safetensors.torch import load_file
 
 from dilated_attention_pytorch.training import PRESETS, Outcome, TrainSettings, train
 from dilated_attention_pytorch.training.callbacks import Metrics
+from dilated_attention_pytorch.training.lifecycle import OpenRun
 from dilated_attention_pytorch.training.manifest import MANIFEST_NAME, read_sealed, sealed, write_manifest
+from dilated_attention_pytorch.training.start import Start
+from dilated_attention_pytorch.training.trainer import LongNetTrainer
 
 
 def quiet() -> Console:
@@ -56,10 +61,41 @@ def stop_after(monkeypatch: pytest.MonkeyPatch, step: int, number: int) -> None:
     monkeypatch.setattr(Metrics, "on_log", write_and_signal)
 
 
+def record_samples(monkeypatch: pytest.MonkeyPatch, folder: Path) -> None:
+    """Have every process of a run write down what it trains on, step by step."""
+    compute_loss = LongNetTrainer.compute_loss
+
+    def record(self: LongNetTrainer, model: Any, inputs: dict[str, Any], *args: Any, **kwargs: Any) -> Any:
+        if model.training and self.distribution.rows_rank % self.distribution.context_size == 0:
+            # Of a batch of windows each row is a sample; packed documents are joined into one row.
+            ends = inputs["cu_seqlens"].tolist() if "cu_seqlens" in inputs else None
+            tokens = inputs["input_ids"].tolist()
+            rows = tokens if ends is None else [tokens[0][first:after] for first, after in pairwise(ends)]
+            with open(folder / f"{self.distribution.rows_rank}.jsonl", "a") as file:
+                file.writelines(json.dumps([self.state.global_step, row]) + "\n" for row in rows)
+        return compute_loss(self, model, inputs, *args, **kwargs)
+
+    folder.mkdir(exist_ok=True)
+    monkeypatch.setattr(LongNetTrainer, "compute_loss", record)
+
+
+def samples_of(folder: Path) -> list[Any]:
+    """What was recorded, by step; the samples of a step in an order of their own, as processes share them."""
+    lines = [json.loads(line) for path in folder.iterdir() for line in path.read_text().splitlines()]
+    return sorted(lines)
+
+
 def stopped_run(monkeypatch: pytest.MonkeyPatch, settings: TrainSettings, output: Path, step: int) -> Outcome:
     """A run that got SIGINT at ``step`` and stopped after the next one."""
     stop_after(monkeypatch, step, signal.SIGINT)
     return train(settings, output, quiet())
+
+
+def open_run(folder: Path) -> OpenRun:
+    """A run that begins in ``folder``, for what needs nothing else of it."""
+    return OpenRun(
+        folder=folder, run_id="of-a-test", start=Start(checkpoint=None, left={}), lease=None, console=quiet()
+    )
 
 
 def change_sealed(path: Path, **values: Any) -> None:

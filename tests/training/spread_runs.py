@@ -22,7 +22,7 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
-from dilated_attention_pytorch.models import LongNetConfig, LongNetForCausalLM, LongNetLM
+from dilated_attention_pytorch.models import LongNetConfig, LongNetForCausalLM, LongNetLM, token_loss
 from dilated_attention_pytorch.training import TrainSettings, resume, train
 from dilated_attention_pytorch.training.checkpoint import latest_checkpoint
 from dilated_attention_pytorch.training.distribution import Distribution, leaving_together
@@ -151,6 +151,8 @@ def main() -> None:
     """Do them."""
     folder, texts, cases = Path(sys.argv[1]), Path(sys.argv[2]), json.loads(sys.argv[3])
     torch.set_num_threads(1)
+    # One process has all logits at once, these a block of rows' at a time.
+    token_loss.LOGITS_AT_ONCE, token_loss.LEAST_ROWS = 256 * 30, 1
     with leaving_together():
         for name, changes, stop in cases:
             settings = small_settings(texts, **changes)

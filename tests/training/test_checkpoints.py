@@ -20,8 +20,8 @@ from tensorboard.summary.writer.record_writer import RecordWriter
 from dilated_attention_pytorch.cli import main
 from dilated_attention_pytorch.training import RunError, resume, train
 from dilated_attention_pytorch.training.callbacks import read_metrics
-from dilated_attention_pytorch.training.checkpoint import load_model
 from dilated_attention_pytorch.training.run_trainer import RunTrainer
+from dilated_attention_pytorch.training.trained_model import load_model
 from training.mangling import NEW, OLD, Payload, World, attempt, make_world
 from training.runs import quiet, seal_again, tiny_settings, weights, write_texts
 

@@ -84,7 +84,10 @@ def _torchrun(num_processes: int, words: list[str]) -> subprocess.CompletedProce
 
 
 def _check_follows(folder: Path, name: str, figure: Any) -> None:
-    expected, found = (read_metrics(folder / run) for run in ("one", name))
+    # Where a run is taken up a line says what the machine can do.
+    expected, found = (
+        [entry for entry in read_metrics(folder / run) if "matrix_product_flops" not in entry] for run in ("one", name)
+    )
     assert [entry["step"] for entry in found] == [entry["step"] for entry in expected]
     differences = {}
     for key in ("bits_per_byte", "eval_bits_per_byte"):

@@ -47,3 +47,11 @@ def test_what_breaks_on_one_rank_ends_all_of_them_in_the_same_words_and_nothing_
     (line,) = _lines("broken_runs.py", folder, words)
     assert "step 6 is not taken: NaN or infinity is in 1 of 27 gradients (model.layernorm.bias) on rank 1;" in line
     assert "the checkpoint of step 3 is kept" in line
+
+
+def test_a_nan_or_a_lack_of_memory_on_one_rank_is_survived_by_all_of_them(folder: Path, figure: Any) -> None:
+    """All meshes: `make sweep-resume`."""
+    nan, memory = _lines("faulty_runs.py", folder, "--meshes ddp")
+    assert nan.startswith("ddp, nan: started 1 times, skipped, resumed;")
+    assert memory.startswith("ddp, memory: started 1 times, out of memory;")
+    figure("a fault of one rank of two", f"{nan}; {memory}")

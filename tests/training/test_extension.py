@@ -40,7 +40,10 @@ from dilated_attention_pytorch.training import (
 from dilated_attention_pytorch.training.callbacks import read_metrics
 from dilated_attention_pytorch.training.context_measure import bits_by_position
 from dilated_attention_pytorch.training.corpus import Text
+from dilated_attention_pytorch.training.faults import read_faults
+from dilated_attention_pytorch.training.report import read_run
 from dilated_attention_pytorch.training.run_trainer import RunTrainer
+from dilated_attention_pytorch.training.stages import Stages, stage_ends
 from dilated_attention_pytorch.training.tokens import load_tokenizer, tokenized
 from dilated_attention_pytorch.training.windows import EvaluationWindows, StagedBatches, TrainingWindows
 from training.broken_runs import break_at
@@ -132,6 +135,24 @@ def test_the_recipe_end_to_end_on_a_model_trained_here(finished: ExtensionOutcom
     assert bits["trained"][LONG] < min(bits["replaced"][LONG], bits["before"][LONG])
 
 
+def test_the_log_counts_operations_of_every_stage_and_the_report_reads_the_run(finished: ExtensionOutcome) -> None:
+    entries = read_metrics(finished.run)
+    rate = entries[0]["matrix_product_flops"]
+    # A stage reads 512 tokens a step; a longer one has more pairs, and so more operations a token.
+    of_token = {entry["step"]: entry["mfu"] * rate / entry["tokens_per_second"] for entry in entries if "mfu" in entry}
+    # 3 passes; 2 a weight of 2 layers of 4 x 32 x 32 (2 of them halved) and 3 x 32 x 64, and of the output matrix.
+    of_matrices = 3 * 2 * (2 * (3 * 32 * 32 + 3 * 32 * 64) + 32 * 256)
+    pattern = pattern_from_expression(record_of(finished)["settings"]["pattern"])
+    for step, length in ((2, 64), (24, 128)):
+        pairs = pattern.num_pairs(length, num_kv_heads=2, is_causal=True)
+        expected = of_matrices + 3 * 2 * 2 * 4 * 8 * pairs / length
+        assert of_token[step] == pytest.approx(expected, rel=0.02)
+    run = read_run(finished.run)
+    assert (run.command, run.figures["state"], run.figures["steps"]) == ("extend", "finished", "24 of 24")
+    bits = finished.bits_per_byte["trained"][LONG]
+    assert run.figures[f"bits per byte, trained, reading {LONG} tokens"] == f"{bits:.3f}"
+
+
 def test_the_run_leaves_what_it_promises(finished: ExtensionOutcome) -> None:
     names = {path.name for path in finished.run.iterdir()}
     assert {"config.json", "training.json", "metrics.jsonl", "model.safetensors", "context.png"} <= names
@@ -179,6 +200,44 @@ def test_a_run_that_was_stopped_ends_bit_for_bit_where_one_that_was_not_ends(
         resume_extension(stopped.run, quiet())
 
 
+def test_the_same_command_given_again_goes_on_and_then_finds_nothing_left_to_do(
+    finished: ExtensionOutcome, short: Path, texts: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert extend(tiny(short, texts), finished.run, quiet(), may_resume=True) == finished
+    with pytest.raises(RunError, match=r"with other settings .learning_rate 0.003 there, 0.1 here"):
+        extend(tiny(short, texts, learning_rate=0.1), finished.run, quiet(), may_resume=True)
+    with monkeypatch.context() as patch:
+        stop_after(patch, 10, signal.SIGINT)
+        stopped = extend(tiny(short, texts), tmp_path / "run", quiet(), may_resume=True)
+    assert stopped.stopped_by == signal.SIGINT
+    resumed = extend(tiny(short, texts), tmp_path / "run", quiet(), may_resume=True)
+    assert resumed == dataclasses.replace(finished, run=tmp_path / "run")
+
+
+def test_a_run_that_was_killed_before_its_first_checkpoint_is_begun_again(
+    finished: ExtensionOutcome, short: Path, texts: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def die(*args: Any, **options: Any) -> None:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(RunTrainer, "_stage_checkpoint", die)
+        with pytest.raises(KeyboardInterrupt):
+            extend(tiny(short, texts), tmp_path / "run", quiet())
+    with pytest.raises(RunError, match="stopped before its first checkpoint"):
+        resume_extension(tmp_path / "run", quiet())
+    again = extend(tiny(short, texts), tmp_path / "run", quiet(), may_resume=True)
+    assert again == dataclasses.replace(finished, run=tmp_path / "run")
+
+
+@pytest.mark.parametrize("optimizer", ["adamw-bf16", "adamw-8bit"])
+def test_small_moments_extend_a_model_as_well(
+    finished: ExtensionOutcome, short: Path, texts: Path, tmp_path: Path, optimizer: Any
+) -> None:
+    outcome = extend(tiny(short, texts, optimizer=optimizer), tmp_path / "run", quiet())
+    assert outcome.bits_per_byte["trained"][LONG] == pytest.approx(finished.bits_per_byte["trained"][LONG], rel=0.01)
+
+
 def test_a_run_that_breaks_ends_in_words_and_loses_nothing(
     finished: ExtensionOutcome, short: Path, texts: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -190,6 +249,16 @@ def test_a_run_that_breaks_ends_in_words_and_loses_nothing(
     assert resume_extension(tmp_path / "run", quiet()).bits_per_byte == finished.bits_per_byte
     whole = weights(finished.run)
     assert all(torch.equal(tensor, whole[name]) for name, tensor in weights(tmp_path / "run").items())
+
+
+def test_a_batch_that_breaks_the_run_is_left_out_where_that_is_asked_for(
+    short: Path, texts: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    break_at(monkeypatch, "gradient", 10, RunTrainer)
+    run = extend(tiny(short, texts, steps=12, on_nan="skip"), tmp_path / "run", quiet()).run
+    (skipped,), (resumed,) = read_faults(run, "skipped"), read_faults(run, "resumed")
+    assert (skipped["step"], skipped["batches"], resumed["step"]) == (10, [9, 9], 8)
+    assert [path.name for path in sorted(run.glob("checkpoint-*"))] == ["checkpoint-12", "checkpoint-8"]
 
 
 def test_a_model_that_is_not_finite_is_refused_before_it_is_measured(short: Path, texts: Path, tmp_path: Path) -> None:
@@ -224,16 +293,17 @@ def test_an_evaluation_before_the_first_entry_of_the_training_loss_says_what_is_
 
 def test_windows_grow_by_stage_and_none_is_drawn_twice(texts: Path) -> None:
     text = Text(torch.arange(5000, dtype=torch.int32), torch.tensor([0]))
-    batches = StagedBatches(text, (16, 40, 64), steps=7, batches_per_step=2, batch_tokens=130, seed=3)
+    stages = Stages((16, 40, 64), stage_ends(7, 3), (8, 3, 2))
+    batches = StagedBatches(text, stages, batches_per_step=2, seed=3)
     shapes = [tuple(batches[index]["input_ids"].shape) for index in range(len(batches))]
     assert shapes == [(8, 16)] * 6 + [(3, 40)] * 4 + [(2, 64)] * 4
     for step in range(8):
         assert batches.tokens_after(step) == sum(rows * length for rows, length in shapes[: 2 * step])
     starts = [int(row[0]) for index in range(len(batches)) for row in batches[index]["input_ids"]]
     assert len(set(starts)) > 0.95 * len(starts)
-    again = StagedBatches(text, (16, 40, 64), steps=7, batches_per_step=2, batch_tokens=130, seed=3)
+    again = StagedBatches(text, stages, batches_per_step=2, seed=3)
     assert torch.equal(again[9]["labels"], batches[9]["labels"])
-    other = StagedBatches(text, (16, 40, 64), steps=7, batches_per_step=2, batch_tokens=130, seed=4)
+    other = StagedBatches(text, stages, batches_per_step=2, seed=4)
     assert not torch.equal(other[9]["labels"], batches[9]["labels"])
 
 
@@ -427,10 +497,10 @@ def test_damaged_and_foreign_runs_are_not_gone_on_with(
     state = (checkpoint / "optimizer.pt").read_bytes()
     (checkpoint / "optimizer.pt").write_bytes(state[: len(state) // 2])
     with monkeypatch.context() as patch:
-        patch.setattr(extension, "_go", lambda run, record: run)
+        patch.setattr(extension, "_go", lambda run, record, device: run)
         taken: Any = resume_extension(run, quiet())
-        assert taken.start.checkpoint == older
-        assert list(taken.start.left) == [checkpoint.name]
+        assert taken.place.start.checkpoint == older
+        assert list(taken.place.start.left) == [checkpoint.name]
     shutil.rmtree(older)
     with pytest.raises(RunError, match=r"optimizer\.pt is damaged"):
         resume_extension(run, quiet())

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import os
 import subprocess
@@ -71,6 +72,13 @@ def test_processes_share_what_they_split_and_the_memory_of_their_host(monkeypatc
     assert footprint(_settings("data-parallel=fsdp"), 4).weights == alone.weights // 4
     assert footprint(_settings("context-parallel=4"), 4).activations < alone.activations / 3
     assert footprint(_settings("tensor-parallel=2"), 2).weights == alone.weights // 2
+    copy = 8 * _settings("").model.num_parameters  # weights and Muon's moments in float32
+    for free in (alone.total + copy, alone.total + copy - 1):
+        monkeypatch.setattr(memory, "free_memory", lambda device, free=free: free)
+        check_training_memory(_settings(""), "cuda", 1)
+        check_training_memory(dataclasses.replace(_settings(""), async_checkpoints=False), "cpu", 1)
+        with contextlib.nullcontext() if free == alone.total + copy else pytest.raises(RunError, match="copy for a ch"):
+            check_training_memory(_settings(""), "cpu", 1)
     monkeypatch.setattr(memory, "free_memory", lambda device: 2 * alone.total)
     check_training_memory(_settings(""), "cpu", 1)
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "3")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import json
 import os
@@ -11,11 +12,14 @@ import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import torch
+from torch.distributed import TCPStore
 
 import dilated_attention_pytorch
 from dilated_attention_pytorch.training import train
+from dilated_attention_pytorch.training.faults import cost_of_faults, read_faults
 from dilated_attention_pytorch.training.lease import Lease
 from dilated_attention_pytorch.training.process import Launch, Mark, launch_record
 from processes import end_whole, run_whole
@@ -45,7 +49,9 @@ def _words(texts: Path, output: Path) -> list[str]:
     return [*words.split(), "--data", str(texts), "--output", str(output)]
 
 
-def test_a_run_that_torchrun_starts_again_goes_on_and_ends_bit_for_bit_where_it_would_have(tmp_path: Path) -> None:
+def test_a_run_that_torchrun_starts_again_goes_on_and_ends_bit_for_bit_where_it_would_have(
+    tmp_path: Path, figure: Any
+) -> None:
     texts = write_texts(tmp_path / "texts")
     whole = train(tiny_settings(texts, threads=1, device="cpu", precision="float32"), tmp_path / "whole", quiet())
     # It is killed before its first checkpoint, and after it.
@@ -55,6 +61,11 @@ def test_a_run_that_torchrun_starts_again_goes_on_and_ends_bit_for_bit_where_it_
     assert (tmp_path / "reached-2").exists()
     assert (tmp_path / "reached-6").exists()
     assert ended.stdout.count("going on after step 4") == 1
+    down = [
+        (fault["after"], fault["step"], fault["down_seconds"]) for fault in read_faults(tmp_path / "run", "resumed")
+    ]
+    assert [entry[:2] for entry in down] == [("killed", 0), ("killed", 4)]
+    figure("killed under torchrun --max-restarts: step gone on from, seconds until computing again", down)
     expected, found = weights(whole.run), weights(tmp_path / "run")
     assert all(torch.equal(expected[name], found[name]) for name in expected | found)
 
@@ -96,10 +107,51 @@ def test_ranks_end_when_their_agent_is_killed_and_the_folder_is_free_at_once(tmp
     assert [path.name for path in (tmp_path / "run").glob("checkpoint-*")] == ["checkpoint-4"]
 
 
-def _wait_until(holds: Callable[[], bool], agent: subprocess.Popen[str] | None = None) -> None:
+def test_a_run_that_loses_a_node_goes_on_without_it(tmp_path: Path, figure: Any) -> None:
+    """Two agents stand for two nodes; the one with rank 1 is killed with all that it has started."""
+    words = ["waits", "1", "6", *_words(write_texts(tmp_path / "texts"), tmp_path / "run"), "--eval-windows", "1"]
+    # Neither node holds the store at which agents meet: with the one that does, torchrun ends all of them.
+    store = TCPStore("localhost", 0, is_master=True, wait_for_workers=False)
+    command = [
+        sys.executable, "-m", "torch.distributed.run", "--nnodes", "1:2", "--nproc-per-node", "1", "--max-restarts",
+        "3", "--rdzv-backend", "c10d", "--rdzv-endpoint", f"localhost:{store.port}", "--rdzv-id", "run", "--rdzv-conf",
+        "is_host=0,last_call_timeout=3,keep_alive_interval=1,keep_alive_max_attempts=2",
+        str(TESTS / "training" / "failing_rank.py"), *words,
+    ]  # fmt: skip
+    with open(tmp_path / "said", "w") as said, contextlib.ExitStack() as nodes:
+        agents = [
+            nodes.enter_context(
+                subprocess.Popen(command, stdout=said, stderr=said, env=_environment(), start_new_session=True)
+            )
+            for _ in range(2)
+        ]
+        try:
+            reached = tmp_path / "reached-6"
+            _wait_until(reached.exists, *agents)
+            rank = int(reached.read_text())
+            lost = next(agent for agent in agents if agent.pid == _parent(rank))
+            (left,) = (agent for agent in agents if agent is not lost)
+            os.kill(lost.pid, signal.SIGKILL)
+            os.kill(rank, signal.SIGKILL)
+            assert left.wait(HANG_SECONDS) == 0, (tmp_path / "said").read_text()
+        finally:
+            for agent in agents:
+                end_whole(agent)
+    assert "the run began with 2 processes and goes on with 1" in (tmp_path / "said").read_text()
+    resumed = read_faults(tmp_path / "run", "resumed")[-1]
+    assert (resumed["step"], resumed["processes"]) == (4, 1)
+    assert (tmp_path / "run" / "checkpoint-9").is_dir()
+    figure("a lost node of two: seconds lost", cost_of_faults(tmp_path / "run").seconds_lost)
+
+
+def _parent(pid: int) -> int:
+    return int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
+
+
+def _wait_until(holds: Callable[[], bool], *agents: subprocess.Popen[Any]) -> None:
     deadline = time.monotonic() + HANG_SECONDS
     while not holds():
-        assert agent is None or agent.poll() is None
+        assert all(agent.poll() is None for agent in agents)
         assert time.monotonic() < deadline, "it hangs"
         time.sleep(0.1)
 

@@ -20,7 +20,7 @@ from torch.distributed.checkpoint.state_dict import (
 
 from dilated_attention_pytorch.models import LongNetLM
 from dilated_attention_pytorch.training import PRESETS
-from dilated_attention_pytorch.training.optimizer import MuonWithAdamW, build_optimizer
+from dilated_attention_pytorch.training.optimizer import MuonWithAdamW, build_adamw, build_optimizer, round_at_random
 
 
 def _step(model: LongNetLM, optimizer: torch.optim.Optimizer, seed: int) -> None:
@@ -131,3 +131,86 @@ def test_a_loaded_optimizer_takes_the_same_steps() -> None:
         _step(model, optimizer, seed)
         _step(twin, other, seed)
     assert all(torch.equal(a, b) for a, b in zip(model.parameters(), twin.parameters(), strict=True))
+
+
+def bytes_of_state(optimizer: torch.optim.Optimizer) -> int:
+    values = [
+        value for state in optimizer.state.values() for value in state.values() if isinstance(value, torch.Tensor)
+    ]
+    return sum(value.numel() * value.element_size() for value in values)
+
+
+@pytest.mark.parametrize(("kind", "most"), [("adamw-bf16", 4.01), ("adamw-8bit", 2.2)])
+def test_small_moments_take_the_bytes_that_they_promise_and_steps_like_whole_ones(
+    kind: Literal["adamw-bf16", "adamw-8bit"], most: float, figure: Callable[[str, str], None]
+) -> None:
+    """Regression to a matrix behind noise: 300 steps, loading on the way, end as near to it as AdamW's."""
+    settings = dataclasses.replace(PRESETS["tiny"](), learning_rate=1e-2)
+    torch.manual_seed(0)
+    inputs, goal = torch.randn(512, 128), torch.randn(128, 128) / 12
+    losses = {}
+    for name in ("adamw", kind):
+        torch.manual_seed(1)
+        weight = torch.nn.Parameter(torch.randn(128, 128) / 12)
+        groups = [{"params": [weight], "weight_decay": 0.0}]
+        optimizer = build_adamw(name, groups, settings, (0.9, 0.999))
+        for step in range(300):
+            if step == 150 and name == kind:
+                saved = copy.deepcopy(optimizer.state_dict())
+                optimizer = build_adamw(name, [{"params": [weight], "weight_decay": 0.0}], settings, (0.9, 0.999))
+                optimizer.load_state_dict(saved)
+            optimizer.zero_grad()
+            draws = torch.Generator().manual_seed(step)
+            rows, noise = torch.randint(512, (64,), generator=draws), torch.randn(64, 128, generator=draws)
+            (inputs[rows] @ (weight - goal) + noise).square().mean().backward()
+            optimizer.step()
+        losses[name] = float((inputs @ (weight - goal)).detach().square().mean())
+        per_weight = bytes_of_state(optimizer) / weight.numel()
+    assert per_weight <= most
+    figure(
+        f"{kind}: bytes of state a weight, loss beside AdamW's",
+        f"{per_weight:.2f}, {losses[kind]:.2e}, {losses['adamw']:.2e}",
+    )
+    assert losses[kind] < 1.05 * losses["adamw"]
+
+
+def test_rounding_at_random_is_right_on_average_and_never_further_than_a_unit() -> None:
+    values = torch.randn(1000).exp() * torch.tensor([1.0, -1.0]).repeat(500)
+    generator = torch.Generator().manual_seed(0)
+    draws = torch.stack([round_at_random(values, generator).float() for _ in range(4000)])
+    unit = values.abs() * 2.0**-7
+    assert bool(((draws - values).abs() <= unit).all())
+    # The standard error of the mean of 4,000 draws is at most unit / 126.
+    assert bool(((draws.mean(dim=0) - values).abs() < unit / 20).all())
+    exact = values.bfloat16().float()
+    assert torch.equal(round_at_random(exact, generator).float(), exact)
+
+
+def test_what_is_not_finite_stays_so_and_a_copy_steps_like_the_original() -> None:
+    nans = torch.tensor([0x7FFFFFFF, 0x7FC00000, -1, 0x7F800000, -0x800000], dtype=torch.int32).view(torch.float32)
+    rounded = round_at_random(nans, torch.Generator().manual_seed(0)).float()
+    assert torch.equal(rounded.isnan(), nans.isnan())
+    assert torch.equal(rounded[3:], nans[3:])
+    weight = torch.nn.Parameter(torch.randn(64))
+    optimizer = build_adamw("adamw-bf16", [{"params": [weight], "weight_decay": 0.0}], PRESETS["tiny"](), (0.9, 0.95))
+    copied = copy.deepcopy(optimizer)
+    (other,) = copied.param_groups[0]["params"]
+    for parameter, each in ((weight, optimizer), (other, copied)):
+        parameter.grad = torch.linspace(-1, 1, 64)
+        each.step()
+        each.step()
+    assert torch.equal(weight, other)
+    with pytest.raises(ValueError, match=r"weights in float32, got torch\.bfloat16"):
+        build_adamw("adamw-bf16", [{"params": [weight.detach().bfloat16()]}], PRESETS["tiny"](), (0.9, 0.95))
+
+
+def test_moments_in_bfloat16_do_not_stand_still() -> None:
+    """Rounded to the nearest, a second moment that should fall by a thousandth a step would stay what it is."""
+    settings = PRESETS["tiny"]()
+    weight = torch.nn.Parameter(torch.zeros(256))
+    optimizer = build_adamw("adamw-bf16", [{"params": [weight], "weight_decay": 0.0}], settings, (0.9, 0.999))
+    for step in range(1000):
+        weight.grad = torch.full_like(weight, 1.0 if step == 0 else 0.0)
+        optimizer.step()
+    expected = 0.001 * 0.999**999
+    assert float(optimizer.state[weight]["exp_avg_sq"].float().mean()) == pytest.approx(expected, rel=0.02)

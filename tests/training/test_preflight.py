@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
+from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 
-from dilated_attention_pytorch.training import PRESETS, RunError
-from dilated_attention_pytorch.training.preflight import check_processes, choose_precision
+from dilated_attention_pytorch.training import PRESETS, RunError, preflight
+from dilated_attention_pytorch.training.preflight import check_processes, check_space, choose_precision
 
 
 @pytest.mark.parametrize(("avx512_bf16", "amx", "expected"), [
@@ -52,3 +55,20 @@ def test_processes_that_do_not_fit_are_refused(changes: dict[str, Any], num_proc
 ])  # fmt: skip
 def test_processes_that_fit_are_taken(changes: dict[str, Any], num_processes: int) -> None:
     check_processes(dataclasses.replace(PRESETS["tiny"](), **changes), num_processes)
+
+
+@pytest.mark.parametrize(("optimizer", "of_a_weight"), [
+    ("muon", 12), ("adamw", 12), ("adamw-bf16", 8), ("adamw-8bit", 7),
+])  # fmt: skip
+def test_the_space_of_checkpoints_is_that_of_the_optimizer(
+    optimizer: Any, of_a_weight: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Two that are kept and the next one, the trained weights, and 20 MiB beside."""
+    settings = dataclasses.replace(PRESETS["tiny"](), optimizer=optimizer)
+    needed = (3 * of_a_weight + 4) * 1_000_000 + (20 << 20)
+    for free in (needed, needed - 1):
+        monkeypatch.setattr(preflight.shutil, "disk_usage", lambda path, free=free: SimpleNamespace(free=free))
+        with (
+            contextlib.nullcontext() if free == needed else pytest.raises(RunError, match=f"needs {needed / 1e6:,.0f}")
+        ):
+            check_space(tmp_path / "run", 1_000_000, settings)

@@ -17,13 +17,14 @@ from dilated_attention_pytorch.models import LongNetLM
 from dilated_attention_pytorch.parallel import RankFailure
 from dilated_attention_pytorch.training import RunError, preflight, resume, train
 from dilated_attention_pytorch.training.callbacks import read_metrics
-from dilated_attention_pytorch.training.checkpoint import latest_checkpoint, load_model
+from dilated_attention_pytorch.training.checkpoint import latest_checkpoint
 from dilated_attention_pytorch.training.evaluation import (
     bits_by_quarter,
     bits_of_last_quarter_alone,
     xz_bits_per_byte,
 )
 from dilated_attention_pytorch.training.run import Outcome
+from dilated_attention_pytorch.training.trained_model import load_model
 from training.runs import quiet, stop_after, stopped_run, tiny_settings, weights, write_texts
 
 
@@ -90,7 +91,7 @@ def test_xz_is_measured_in_bits_per_byte() -> None:
     assert xz_bits_per_byte(b"a" * 10_000) < 0.2
 
 
-@pytest.mark.parametrize("optimizer", ["muon", "adamw"])
+@pytest.mark.parametrize("optimizer", ["muon", "adamw", "adamw-bf16", "adamw-8bit"])
 def test_a_run_that_was_stopped_ends_bit_for_bit_where_one_that_was_not_ends(
     texts: Path, finished: Outcome, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, optimizer: str
 ) -> None:

@@ -14,17 +14,22 @@ from rich.console import Console
 
 from dilated_attention_pytorch.errors import RunError
 
+from .measure import DeviceLostError
 from .results import module_command
 from .run import run
 from .settings import BenchSettings, PresetName
 from .shapes import DtypeName, Mode
+
+LEAVES_WHEN_LOST = 75
+"""What the process leaves with after an error that only a new process gets over."""
 
 
 def main() -> None:
     """Parse the command line and run.
 
     Raises:
-        SystemExit: with 2, after a sentence on standard error, for what the user can mend.
+        SystemExit: with 2, after a sentence on standard error, for what the user can mend; with 75 where the device is
+            lost to this process, and the same command with --resume goes on.
     """
     parser = argparse.ArgumentParser(
         prog="python -m dilated_attention_pytorch.benchmarks", description=BenchSettings.__doc__,
@@ -39,6 +44,7 @@ def main() -> None:
     parser.add_argument("--dtypes", nargs="+", choices=get_args(DtypeName), default=(), help="dtypes")
     parser.add_argument("--contestants", nargs="+", default=(), help="parts of the names of those who take part")
     parser.add_argument("--time-limit", type=float, help="seconds after which no further call is begun")
+    parser.add_argument("--resume", action="store_true", help="go on with the run in the output folder")
     parser.add_argument("--compare", type=Path, help="bench.json of an earlier run")
     parser.add_argument("--dry-run", action="store_true", help="a few rows: sees that everything works")
     words = parser.parse_args()
@@ -48,10 +54,13 @@ def main() -> None:
         settings = BenchSettings(
             preset=words.preset, output=words.output, shapes=tuple(words.shapes), rows=tuple(words.rows),
             head_dims=tuple(words.head_dims), modes=tuple(words.modes), dtypes=tuple(words.dtypes),
-            contestants=tuple(words.contestants), time_limit=words.time_limit, compare=words.compare,
-            dry_run=words.dry_run,
+            contestants=tuple(words.contestants), time_limit=words.time_limit, resume=words.resume,
+            compare=words.compare, dry_run=words.dry_run,
         )  # fmt: skip
         run(settings, console, module_command())
+    except DeviceLostError as error:
+        print(f"{parser.prog}: {error}", file=sys.stderr)
+        raise SystemExit(LEAVES_WHEN_LOST) from error
     except (RunError, ValueError) as error:
         print(f"{parser.prog}: {error}", file=sys.stderr)
         raise SystemExit(2) from error

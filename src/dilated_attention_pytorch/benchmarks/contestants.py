@@ -12,13 +12,15 @@ from typing import get_args
 
 import torch
 from torch import Tensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import scaled_dot_product_attention
 
 from dilated_attention_pytorch.kernels import fused
-from dilated_attention_pytorch.kernels.select import Impl, is_interpreted, refusal
+from dilated_attention_pytorch.kernels.select import ON_DEVICE, Impl, is_interpreted, refusal
 from dilated_attention_pytorch.ops import attend
 
-from .published import published_attention
+from .exactness import Rounding
+from .published import Kernel, published_attention
 from .shapes import Case, Computes
 
 Attention = Callable[[Tensor, Tensor, Tensor], Tensor]
@@ -26,6 +28,8 @@ Attention = Callable[[Tensor, Tensor, Tensor], Tensor]
 
 _DENSE_SCORES_BYTES = 1 << 28
 _FLEX_ON_CPU_ROWS = 1024
+FLEX = "FlexAttention"
+"""The contestant that is compiled for every shape anew."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,16 +43,36 @@ class Contestant:
     """Why it takes no part in a case; None if it does."""
     prepare: Callable[[Case, tuple[Tensor, Tensor, Tensor]], Attention]
     """What is done once for a shape, timed on its own: masks, caches."""
+    rounding: Rounding = "storage"
+    """What its products are rounded to, which decides how far from the definition it may be."""
 
 
 def _ours_refuses(case: Case, device: torch.device, *, impl: Impl) -> str | None:
-    if impl == "triton" and is_interpreted():
+    if impl in ON_DEVICE and is_interpreted():
         return "TRITON_INTERPRET is set: the interpreter checks the kernels, its time says nothing about them"
+    if impl == "triton-fp8" and case.mode == "forward_backward":
+        return "the forward in e4m3 has no gradient"
     # Counts, scores, probabilities and their gradients.
     scores = 16 * case.batch * case.heads * case.num_queries * case.rows
     if impl == "reference" and scores > _DENSE_SCORES_BYTES:
         return f"it holds all N * M scores and their like: timed up to {_DENSE_SCORES_BYTES >> 20} MiB of them"
-    return refusal(impl, device, case.torch_dtype, case.head_dim)
+    reason = refusal(impl, device, case.torch_dtype, case.head_dim)
+    return _gluon_refuses(case) if reason is None and impl == "gluon" else reason
+
+
+def _gluon_refuses(case: Case) -> str | None:
+    """What the kernel says of the call; it looks at shapes and strides alone, so no device has to hold them."""
+    from dilated_attention_pytorch.kernels.triton import hopper
+    from dilated_attention_pytorch.kernels.triton.problem import Problem
+
+    def like(rows: int, heads: int) -> Tensor:
+        return torch.empty(case.batch, rows, heads, case.head_dim, dtype=case.torch_dtype, device="meta")
+
+    query, key = like(case.num_queries, case.heads), like(case.rows, case.kv_heads)
+    pattern = case.pattern
+    return hopper.refusal(
+        Problem(query, key, key, pattern.groups, case.causal, 1.0, case.query_offset, rules=pattern.rules)
+    )  # fmt: skip
 
 
 def _prepare_ours(case: Case, operands: tuple[Tensor, Tensor, Tensor], *, impl: Impl) -> Attention:
@@ -60,6 +84,8 @@ def _prepare_ours(case: Case, operands: tuple[Tensor, Tensor, Tensor], *, impl: 
 def _cache_refuses(case: Case, device: torch.device) -> str | None:
     if case.mode != "decode":
         return "the cache of the models is for decoding"
+    if case.block_density is not None:
+        return "the cache of the models is for dilation groups"
     if not case.causal:
         return "the cache of the models holds what a causal query sees"
     return None
@@ -87,17 +113,21 @@ def _prepare_cache(case: Case, operands: tuple[Tensor, Tensor, Tensor]) -> Atten
     return decode
 
 
-def _published_refuses(case: Case, device: torch.device) -> str | None:
+def _published_refuses(case: Case, device: torch.device, *, kernel: Kernel) -> str | None:
     if case.mode == "decode":
         return "the published code has no decoding"
+    if case.block_density is not None:
+        return "the published code has dilation groups alone"
+    if kernel == "cudnn":
+        return refusal("cudnn", device, case.torch_dtype, case.head_dim)
     probe = torch.empty(1, 1, 1, case.head_dim, dtype=case.torch_dtype, device=device)
     if not fused.is_fused(probe, has_bias=False):
         return f"no flash kernel of PyTorch takes {case.dtype} heads of {case.head_dim} on this device"
     return None
 
 
-def _prepare_published(case: Case, operands: tuple[Tensor, Tensor, Tensor]) -> Attention:
-    return functools.partial(published_attention, pattern=case.pattern, is_causal=case.causal)
+def _prepare_published(case: Case, operands: tuple[Tensor, Tensor, Tensor], *, kernel: Kernel) -> Attention:
+    return functools.partial(published_attention, pattern=case.pattern, is_causal=case.causal, kernel=kernel)
 
 
 def _flex_refuses(case: Case, device: torch.device) -> str | None:
@@ -105,6 +135,8 @@ def _flex_refuses(case: Case, device: torch.device) -> str | None:
         return "a decoding step sees other rows every time, and FlexAttention wants a block mask for each"
     if case.dtype == "float64":
         return "FlexAttention does not compute in float64"
+    if case.block_density is not None and case.block_size != 128:
+        return "it is told blocks of 128 positions"
     if device.type == "cpu":
         if case.mode != "forward":
             return "FlexAttention has no backward on the CPU"
@@ -116,12 +148,37 @@ def _flex_refuses(case: Case, device: torch.device) -> str | None:
 
 
 def _prepare_flex(case: Case, operands: tuple[Tensor, Tensor, Tensor]) -> Attention:
-    from .flex import FlexPattern
+    from .flex import FlexBlocks, FlexPattern
 
-    return FlexPattern(case, operands[0].device).attend
+    device = operands[0].device
+    if case.block_density is None:
+        return FlexPattern(case, device).attend
+    return FlexBlocks(
+        case.pattern, case.rows, case.heads, case.kv_heads, is_causal=case.causal, device=device
+    ).attend  # fmt: skip
 
 
-def _prepare_dense(case: Case, operands: tuple[Tensor, Tensor, Tensor]) -> Attention:
+def _dense_refuses(case: Case, device: torch.device) -> str | None:
+    if _is_half_on_cuda(case, device):
+        return "PyTorch would choose one of the two kernels that are timed by name"
+    return None
+
+
+def _pinned_refuses(case: Case, device: torch.device, *, backend: SDPBackend) -> str | None:
+    if not _is_half_on_cuda(case, device):
+        return "PyTorch's flash and cuDNN attention compute in float16 and bfloat16 on CUDA devices"
+    if backend == SDPBackend.CUDNN_ATTENTION:
+        return refusal("cudnn", device, case.torch_dtype, case.head_dim)
+    return None
+
+
+def _is_half_on_cuda(case: Case, device: torch.device) -> bool:
+    return device.type == "cuda" and case.dtype in ("float16", "bfloat16")
+
+
+def _prepare_dense(
+    case: Case, operands: tuple[Tensor, Tensor, Tensor], *, backend: SDPBackend | None = None
+) -> Attention:
     is_grouped = case.heads != case.kv_heads
 
     def dense(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
@@ -130,43 +187,91 @@ def _prepare_dense(case: Case, operands: tuple[Tensor, Tensor, Tensor]) -> Atten
         is_causal = case.causal and case.mode != "decode"
         return scaled_dot_product_attention(q, k, v, is_causal=is_causal, enable_gqa=is_grouped).transpose(1, 2)
 
-    return dense
+    if backend is None:
+        return dense
+
+    def pinned(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        with sdpa_kernel(backend):
+            return dense(query, key, value)
+
+    return pinned
 
 
-def _flash_attn_refuses(case: Case, device: torch.device) -> str | None:
-    if importlib.util.find_spec("flash_attn") is None:
-        return "the package flash_attn is not installed"
-    if device.type != "cuda" or case.dtype not in ("float16", "bfloat16"):
-        return "flash_attn computes in float16 and bfloat16 on CUDA devices"
+_FLASH_MODULES = {2: "flash_attn", 3: "flash_attn_interface", 4: "flash_attn.cute"}
+"""Where the versions of FlashAttention have their ``flash_attn_func``."""
+
+
+def _flash_attn_refuses(case: Case, device: torch.device, *, version: int) -> str | None:
+    name = _FLASH_MODULES[version]
+    if importlib.util.find_spec(name.partition(".")[0]) is None or importlib.util.find_spec(name) is None:
+        return f"the package of {name} is not installed"
+    if not _is_half_on_cuda(case, device):
+        return "FlashAttention computes in float16 and bfloat16 on CUDA devices"
     return None
 
 
-def _prepare_flash_attn(case: Case, operands: tuple[Tensor, Tensor, Tensor]) -> Attention:
-    flash_attn = importlib.import_module("flash_attn")
-    # It aligns the causal mask at the last row, so a decoding step needs no other call.
-    return functools.partial(flash_attn.flash_attn_func, causal=case.causal)
+def _prepare_flash_attn(case: Case, operands: tuple[Tensor, Tensor, Tensor], *, version: int) -> Attention:
+    flash_attn_func = importlib.import_module(_FLASH_MODULES[version]).flash_attn_func
+
+    def flash(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        # It aligns the causal mask at the last row, so a decoding step needs no other call.
+        result = flash_attn_func(query, key, value, causal=case.causal)
+        # Some versions return the log-sum-exp beside the output.
+        out: Tensor = result[0] if isinstance(result, tuple) else result
+        return out
+
+    return flash
 
 
 def _ours(impl: Impl) -> Contestant:
     return Contestant(
         f"ours, {impl}", "pattern", functools.partial(_ours_refuses, impl=impl),
-        functools.partial(_prepare_ours, impl=impl),
+        functools.partial(_prepare_ours, impl=impl), "e4m3" if impl == "triton-fp8" else "storage",
+    )  # fmt: skip
+
+
+def _published(name: str, kernel: Kernel) -> Contestant:
+    return Contestant(
+        name, "pattern", functools.partial(_published_refuses, kernel=kernel),
+        functools.partial(_prepare_published, kernel=kernel),
+    )  # fmt: skip
+
+
+def _pinned(name: str, backend: SDPBackend) -> Contestant:
+    return Contestant(
+        name, "dense", functools.partial(_pinned_refuses, backend=backend),
+        functools.partial(_prepare_dense, backend=backend),
+    )  # fmt: skip
+
+
+def _flash_attn(version: int) -> Contestant:
+    return Contestant(
+        f"dense FlashAttention-{version}", "dense", functools.partial(_flash_attn_refuses, version=version),
+        functools.partial(_prepare_flash_attn, version=version),
     )  # fmt: skip
 
 
 CONTESTANTS: tuple[Contestant, ...] = (
     *(_ours(impl) for impl in get_args(Impl) if impl != "auto"),
     Contestant("ours, model cache", "pattern", _cache_refuses, _prepare_cache),
-    Contestant("published route", "pattern", _published_refuses, _prepare_published),
-    Contestant("FlexAttention", "pattern", _flex_refuses, _prepare_flex),
-    Contestant("dense SDPA", "dense", lambda case, device: None, _prepare_dense),
-    Contestant("dense flash_attn", "dense", _flash_attn_refuses, _prepare_flash_attn),
+    _published("published route", "fused"),
+    _published("published route, cuDNN", "cudnn"),
+    Contestant(FLEX, "pattern", _flex_refuses, _prepare_flex),
+    Contestant("dense SDPA", "dense", _dense_refuses, _prepare_dense),
+    _pinned("dense SDPA, flash", SDPBackend.FLASH_ATTENTION),
+    _pinned("dense SDPA, cuDNN", SDPBackend.CUDNN_ATTENTION),
+    *(_flash_attn(version) for version in _FLASH_MODULES),
 )
 """Everyone, in the order of the tables."""
 
 
 def find_contestants(names: tuple[str, ...]) -> tuple[Contestant, ...]:
-    """The contestants whose name contains one of ``names``; all without names."""
+    """The contestants of these names; those whose name contains one that is nobody's; all without names."""
     if not names:
         return CONTESTANTS
-    return tuple(entry for entry in CONTESTANTS if any(name in entry.name for name in names))
+    everyone = {entry.name for entry in CONTESTANTS}
+
+    def is_meant(entry: Contestant) -> bool:
+        return any(name == entry.name or (name not in everyone and name in entry.name) for name in names)
+
+    return tuple(filter(is_meant, CONTESTANTS))

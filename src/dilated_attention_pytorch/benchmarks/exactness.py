@@ -11,6 +11,7 @@ import math
 import random
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Literal
 
 import torch
 from torch import Tensor
@@ -19,6 +20,8 @@ from dilated_attention_pytorch.precision import accumulation_dtype
 
 from .shapes import Case, Computes
 
+Rounding = Literal["storage", "e4m3"]
+"""What the operands of products are rounded to: as they are stored, or to e4m3 with a scale for every row."""
 NAMES = ("out", "grad_query", "grad_key", "grad_value")
 _STRETCHES = 24
 _CANCELLED = 0.01
@@ -69,7 +72,10 @@ def row_counts(case: Case, row: int, kv_head: int, computes: Computes, device: t
     """``c[row, t]`` for every key position t, by the definition (docs/definition.md): float64 ``[rows]``."""
     t = torch.arange(case.rows, device=device)
     counts = torch.full((case.rows,), float(computes == "dense"), dtype=torch.float64, device=device)
-    if computes == "pattern":
+    if computes == "pattern" and case.block_density is not None:
+        seen = case.block_mask()[kv_head, row // case.block_size].to(device)
+        counts += seen[t // case.block_size]
+    elif computes == "pattern":
         for w, r in zip(case.segment_lengths, case.dilation_rates, strict=True):
             offset = kv_head % r if case.offset_rule == "modulo" else kv_head // math.ceil(case.kv_heads / r)
             if row % w % r == offset:
@@ -84,7 +90,7 @@ def draw_samples(case: Case) -> list[Sample]:
     generator = random.Random(0)
     if case.mode == "decode":
         return [Sample(0, head, case.rows - 1) for head in range(case.heads)]
-    shortest = min(case.segment_lengths)
+    shortest = min(case.segment_lengths, default=case.block_size)
     bounds = [case.rows * part // _STRETCHES for part in range(_STRETCHES + 1)]
     rows = {0, case.rows - 1, shortest - 1, shortest}
     rows |= {generator.randrange(a, b) for a, b in itertools.pairwise(bounds) if a < b}
@@ -104,13 +110,16 @@ def sampled_gradient(case: Case, samples: Sequence[Sample], like: Tensor) -> Ten
     return grad
 
 
-def allowed_errors(case: Case) -> tuple[float, float]:
+def allowed_errors(case: Case, rounding: Rounding = "storage") -> tuple[float, float]:
     """What rounding explains: of a result as a whole, and of one element relative to the terms of its sum.
 
     A value is rounded to storage as a probability (or its gradient), as the result of each group, and merged: ``n + 2``
     roundings of ``u`` for n groups. They add up in the worst element and as a root of the sum of squares in the whole.
     On top, in the accumulation dtype: scores of D products of size up to about ``sqrt(D)``, sums over the keys, and in
     bfloat16 on the CPU an exponential by a short polynomial (7.1e-5, see tests/error_budget.py).
+
+    In e4m3 four more are rounded, by ``2^-4`` at most: query, key, probability and value. What rounds a query or a key
+    moves a score, of the size 1 for normal operands, as much as what rounds a probability or a value moves an output.
     """
     dtype = case.torch_dtype
     storage = torch.finfo(dtype).eps / 2
@@ -118,9 +127,11 @@ def allowed_errors(case: Case) -> tuple[float, float]:
     scores = 2 * (case.head_dim + 8) * math.sqrt(case.head_dim) * accumulation
     sums = 2 * math.sqrt(case.rows) * accumulation
     exponential = 2.0**-13 if dtype == torch.bfloat16 else 4 * accumulation
-    roundings = len(case.segment_lengths) + 2
+    roundings = max(1, len(case.segment_lengths)) + 2
     exact = scores + sums + exponential
-    return math.sqrt(roundings) * storage + exact, roundings * storage + exact
+    numbers, coarse = (4, 2.0**-4) if rounding == "e4m3" else (0, 0.0)
+    as_a_whole = math.sqrt(roundings) * storage + math.sqrt(numbers) * coarse + exact
+    return as_a_whole, roundings * storage + numbers * coarse + exact
 
 
 class _Tally:
@@ -155,6 +166,7 @@ def judge(
     out: Tensor,
     grad_out: Tensor | None = None,
     grads: Sequence[Tensor] | None = None,
+    rounding: Rounding = "storage",
 ) -> Verdict:
     """Compare ``out`` at the samples, and the gradients under ``grad_out`` everywhere, with the dense definition.
 
@@ -166,6 +178,7 @@ def judge(
         out: what the contestant returned, ``[B, N, H, D]``.
         grad_out: :func:`sampled_gradient` of the same samples, if gradients are checked.
         grads: the contestant's gradients of query, key and value under it.
+        rounding: what the contestant rounds the operands of its products to.
     """
     names = NAMES if grads is not None else NAMES[:1]
     tallies = {name: _Tally(case.torch_dtype) for name in names}
@@ -213,4 +226,4 @@ def judge(
             tallies["grad_value"].add(grads[2][batch, :, kv_head], of_value[0], of_value[1])
     errors = {name: tally.relative for name, tally in tallies.items()}
     worst = {name: tally.worst for name, tally in tallies.items()}
-    return Verdict(errors, worst, *allowed_errors(case))
+    return Verdict(errors, worst, *allowed_errors(case, rounding))

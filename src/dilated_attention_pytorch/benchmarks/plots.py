@@ -12,8 +12,11 @@ from .contestants import CONTESTANTS
 from .results import Row, quartiles
 
 TIME_NAME, LIMIT_NAME = "time.png", "limit.png"
-_COLORS = ("#d62728", "#1f77b4", "#9467bd", "#e377c2", "#ff7f0e", "#2ca02c", "#7f7f7f", "#17becf")
-_MARKERS = "osD^vP*X"
+_COLORS = (
+    "#d62728", "#1f77b4", "#9467bd", "#e377c2", "#ff7f0e", "#2ca02c", "#7f7f7f", "#17becf", "#8c564b", "#bcbd22",
+    "#000000", "#aec7e8", "#ffbb78", "#98df8a", "#c5b0d5", "#ff9896", "#c49c94",
+)  # fmt: skip
+_MARKERS = "osD^vP*Xp<>hd8H"
 
 
 def write_plots(rows: Sequence[Row], output: Path) -> list[Path]:

@@ -5,10 +5,11 @@ from __future__ import annotations
 import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import get_args
+from typing import Any, get_args
 
 from dilated_attention_pytorch.errors import RunError
 
+from .contestants import FLEX
 from .settings import BenchSettings, PresetName
 from .shapes import SHAPES, Case, DtypeName, Mode
 
@@ -24,6 +25,8 @@ class Sweep:
     causal: tuple[bool, ...] = ()
     head_dims: tuple[int, ...] = ()
     num_groups: tuple[int, ...] = ()
+    without: tuple[str, ...] = ()
+    """Names of contestants that are left out of these cases, unless the settings name contestants."""
 
     def cases(self, batch: int) -> list[Case]:
         """The combinations, the rows innermost."""
@@ -53,6 +56,11 @@ class Preset:
 
 _BOTH: tuple[Mode, ...] = ("forward", "forward_backward")
 
+
+def _gpu(*, dtypes: tuple[DtypeName, ...] = ("bfloat16",), **cases: Any) -> Sweep:
+    return Sweep(dtypes=dtypes, without=(FLEX,), **cases)
+
+
 PRESETS: dict[str, Preset] = {
     "cpu": Preset(
         sweeps=(
@@ -71,20 +79,22 @@ PRESETS: dict[str, Preset] = {
         seconds_each=1.0, call_limit=6.0, time_limit=240.0,
     ),
     "gpu": Preset(
+        # By importance: the time limit cuts off at the end, and a run that is resumed goes on there.
         sweeps=(
-            # What is asked of the kernels, then what else there is to see: the time limit cuts off at the end.
-            *(
-                Sweep(
-                    shape=shape, rows=(32768, 131072, 1048576), modes=_BOTH, dtypes=("bfloat16",), head_dims=(head_dim,)
-                )
-                for head_dim in (128, 64)
-                for shape in ("paper", "three")
-            ),
-            Sweep(shape="three", rows=(32768, 131072), modes=_BOTH, dtypes=("bfloat16",), causal=(True,)),
-            Sweep(shape="slide", modes=("forward_backward",), dtypes=("float16",)),
-            Sweep(shape="decode", rows=(8128, 130944), dtypes=("bfloat16",)),
-            Sweep(shape="three", rows=(131072,), dtypes=("bfloat16",), num_groups=(1, 2)),
-            Sweep(shape="three", rows=(32768,), dtypes=("float32",), modes=_BOTH),
+            # FlexAttention compiles anew for every case: two shapes show it.
+            Sweep(shape="paper", rows=(32768,), modes=_BOTH, dtypes=("bfloat16",)),
+            Sweep(shape="blocks", rows=(32768,), modes=_BOTH, dtypes=("bfloat16",)),
+            _gpu(shape="paper", rows=(32768,), modes=_BOTH, causal=(True,)),
+            _gpu(shape="three", rows=(32768,), modes=_BOTH, head_dims=(128,)),
+            _gpu(shape="decode", rows=(8128, 130944)),
+            _gpu(shape="paper", rows=(131072, 1048576), modes=_BOTH),
+            _gpu(shape="paper", rows=(32768, 131072, 1048576), modes=_BOTH, head_dims=(128,)),
+            _gpu(shape="three", rows=(131072, 1048576), modes=_BOTH, head_dims=(128,)),
+            _gpu(shape="three", rows=(32768, 131072), modes=_BOTH, causal=(True,)),
+            _gpu(shape="three", rows=(32768, 131072, 1048576), modes=_BOTH),
+            _gpu(shape="slide", modes=("forward_backward",), dtypes=("float16",)),
+            _gpu(shape="three", rows=(131072,), num_groups=(1, 2)),
+            _gpu(shape="three", rows=(32768,), dtypes=("float32",), modes=_BOTH),
         ),
         seconds_each=0.4, call_limit=1.5, time_limit=420.0,
     ),
@@ -98,8 +108,10 @@ PRESETS: dict[str, Preset] = {
 assert set(PRESETS) | {"auto"} == set(get_args(PresetName))
 
 
-def planned_cases(settings: BenchSettings, preset: Preset) -> list[Case]:
-    """The cases of a run: the preset's sweeps, or one of every shape that is named, with what the settings replace.
+def planned_cases(settings: BenchSettings, preset: Preset) -> dict[Case, tuple[str, ...]]:
+    """The cases of a run, each with the contestants that are left out of it.
+
+    They are the preset's sweeps, or one of every shape that is named, with what the settings replace.
 
     Raises:
         RunError: a number of groups that a shape does not have.
@@ -107,7 +119,7 @@ def planned_cases(settings: BenchSettings, preset: Preset) -> list[Case]:
     sweeps: Sequence[Sweep] = preset.sweeps
     if settings.shapes:
         sweeps = [Sweep(shape=shape) for shape in settings.shapes]
-    cases: dict[str, Case] = {}
+    cases: dict[Case, tuple[str, ...]] = {}
     for sweep in sweeps:
         most = len(SHAPES[sweep.shape].segment_lengths)
         for number in settings.num_groups:
@@ -121,12 +133,14 @@ def planned_cases(settings: BenchSettings, preset: Preset) -> list[Case]:
             for name in ("rows", "modes", "dtypes", "causal", "head_dims", "num_groups")
             if (values := getattr(settings, name))
         }
-        cases |= {case.name: case for case in replace(sweep, **replaced).cases(settings.batch)}
-    ordered = list(cases.values())
-    return [_tiny(case, index) for index, case in enumerate(ordered)] if settings.dry_run else ordered
+        for case in replace(sweep, **replaced).cases(settings.batch):
+            cases.setdefault(case, () if settings.contestants else sweep.without)
+    if settings.dry_run:
+        return {_tiny(case, index): without for index, (case, without) in enumerate(cases.items())}
+    return cases
 
 
 def _tiny(case: Case, index: int) -> Case:
     """The case at a few rows, other ones for every case, so that none is lost; segments shrink with them."""
     lengths = tuple(max(4, length // 256) for length in case.segment_lengths)
-    return replace(case, rows=40 + index, segment_lengths=lengths)
+    return replace(case, rows=40 + index, segment_lengths=lengths, block_size=8)

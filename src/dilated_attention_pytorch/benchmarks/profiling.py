@@ -114,7 +114,8 @@ def _choose(settings: ProfileSettings, case: Case, device: torch.device) -> Cont
     part = settings.contestant
     if part is None:
         part = f"ours, {select('auto', device, case.torch_dtype, case.head_dim)}"
-    found = [entry for entry in CONTESTANTS if part in entry.name]
+    whole = [entry for entry in CONTESTANTS if part == entry.name]
+    found = whole or [entry for entry in CONTESTANTS if part in entry.name]
     if len(found) != 1:
         names = ", ".join(repr(entry.name) for entry in found or CONTESTANTS)
         raise RunError(f"--contestant {part}: it must be part of one name, got {len(found)}; choose one of {names}")

@@ -10,16 +10,21 @@ from __future__ import annotations
 
 import functools
 import math
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor
 
-from dilated_attention_pytorch.kernels import fused
+from dilated_attention_pytorch.kernels import partial as kernels
 from dilated_attention_pytorch.patterns import DilationGroup, Pattern
 
+Kernel = Literal["fused", "cudnn"]
+"""What computes a gathered group: PyTorch's flash attention, or its cuDNN attention."""
 
-def published_attention(query: Tensor, key: Tensor, value: Tensor, pattern: Pattern, *, is_causal: bool) -> Tensor:
+
+def published_attention(
+    query: Tensor, key: Tensor, value: Tensor, pattern: Pattern, *, is_causal: bool, kernel: Kernel = "fused"
+) -> Tensor:
     """Attention under ``pattern`` by the published route: ``[B, N, H, D]``, differentiable.
 
     Args:
@@ -27,11 +32,12 @@ def published_attention(query: Tensor, key: Tensor, value: Tensor, pattern: Patt
         key, value: ``[B, N, G, D]`` with G dividing H.
         pattern: dilation groups without shifts and with ragged tails.
         is_causal: a query sees keys at its own position and before only.
+        kernel: what computes the groups.
     """
     outs, lses = [], []
     for group in pattern.groups:
         for start, stop, length in _runs_of_segments(group, query.shape[1]):
-            out, lse = _Group.apply(query, key, value, group, start, stop, length, is_causal)
+            out, lse = _Group.apply(query, key, value, group, start, stop, length, is_causal, kernel)
             outs.append(out)
             lses.append(lse)
     stacked = torch.stack(lses)
@@ -117,27 +123,28 @@ class _Group(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any, query: Tensor, key: Tensor, value: Tensor, group: DilationGroup, start: int, stop: int, length: int,
-        is_causal: bool,
+        is_causal: bool, kernel: Kernel,
     ) -> tuple[Tensor, Tensor]:  # fmt: skip
         num_heads, num_kv_heads, scale = query.shape[2], key.shape[2], query.shape[3] ** -0.5
         of_query = _classes(group, start, stop, length, num_kv_heads, num_heads, query.device)
         of_key = _classes(group, start, stop, length, num_kv_heads, num_kv_heads, query.device)
         q = _gather(query, of_query)
         k, v = (_gather(x, of_key).repeat_interleave(num_heads // num_kv_heads, 1) for x in (key, value))
-        out, lse = fused.forward(q, k, v, None, is_causal=is_causal, scale=scale)
+        result = kernels.forward(kernel, q, k, v, None, None, is_causal=is_causal, scale=scale, is_pair=False)
+        out, lse = result.out, result.lse
         out, share = out.to(query.dtype), _real_share(of_query, lse, is_causal=is_causal)
         real_out = out if share is None else out / share.unsqueeze(-1).to(out.dtype)
         real_lse = lse if share is None else lse + share.log()
         dense_out = _scatter(real_out, of_query, query)
         dense_lse = _scatter(real_lse.unsqueeze(-1), of_query, query[..., :1], -math.inf)
         ctx.save_for_backward(query, key, value, q, k, v, out, lse)
-        ctx.options = (of_query, of_key, is_causal, scale)
+        ctx.options = (of_query, of_key, is_causal, scale, kernel)
         return dense_out, dense_lse.squeeze(-1)
 
     @staticmethod
     def backward(ctx: Any, grad_out: Tensor, grad_lse: Tensor) -> tuple[Tensor | None, ...]:
         query, key, value, q, k, v, out, lse = ctx.saved_tensors
-        of_query, of_key, is_causal, scale = ctx.options
+        of_query, of_key, is_causal, scale, kernel = ctx.options
         # The softmax without the padding is P / share, which is the gradient of its log-sum-exp too, so the scores'
         # is P / share * (dP - rowsum(dO * O) + dL). The kernel computes P * (dP' - rowsum(dO' * O')): with dO' = dO /
         # share, O' is the O without padding, moved along dO' until the row sum is the wanted one.
@@ -148,10 +155,12 @@ class _Group(torch.autograd.Function):
             g, out, g_lse = g / share.to(g.dtype), out / share.to(out.dtype), g_lse / share
         size = (g * g).sum(-1, keepdim=True, dtype=lse.dtype)
         moved = out - torch.where(size > 0, g_lse / size, 0.0).to(out.dtype) * g
-        grad_q, grad_k, grad_v = fused.backward(g, q, k, v, moved, lse, None, is_causal=is_causal, scale=scale)
+        grad_q, grad_k, grad_v = kernels.backward(
+            kernel, g, None, q, k, v, moved, lse, None, None, None, is_causal=is_causal, scale=scale
+        )
         ratio = query.shape[2] // key.shape[2]
         grad_k, grad_v = (x.unflatten(1, (-1, ratio)).sum(2) for x in (grad_k, grad_v))
         return (
             _scatter(grad_q, of_query, query).to(query.dtype), _scatter(grad_k, of_key, key).to(key.dtype),
-            _scatter(grad_v, of_key, value).to(value.dtype), None, None, None, None, None,
+            _scatter(grad_v, of_key, value).to(value.dtype), None, None, None, None, None, None,
         )  # fmt: skip

@@ -22,9 +22,9 @@ def print_series(rows: Sequence[Row], console: Console) -> None:
     """The table of one series, and below it who has no time and why."""
     table = Table(title=escape(rows[0].case.series), title_justify="left")
     for name, justify in (
-        ("N", "right"), ("who", "left"), ("time", "right"), ("spread", "right"), ("x ours", "right"),
-        ("GFLOP/s", "right"), ("of limit", "right"), ("transient / q", "right"), ("peak MB", "right"),
-        ("error", "right"),
+        ("N", "right"), ("who", "left"), ("time", "right"), ("spread", "right"), ("launch", "right"),
+        ("x ours", "right"), ("GFLOP/s", "right"), ("of limit", "right"), ("transient / q", "right"),
+        ("peak MB", "right"), ("error", "right"),
     ):  # fmt: skip
         table.add_column(name, justify="right" if justify == "right" else "left", no_wrap=True)
     before: int | None = None
@@ -37,7 +37,7 @@ def print_series(rows: Sequence[Row], console: Console) -> None:
         table.add_row(
             f"{row.case.rows:,}" if row.case.rows != before else "",
             row.contestant + (" (all pairs)" if row.computes == "dense" else ""),
-            in_words(row.seconds), f"{row.spread / row.seconds:.0%}",
+            in_words(row.seconds), f"{row.spread / row.seconds:.0%}", _launch(row),
             f"{row.seconds / min(ours):.2f}" if ours else "",
             f"{row.flops / row.seconds / 1e9:,.0f}", f"{row.of_limit:.0%}", _transient(row),
             "" if row.peak_bytes is None else f"{row.peak_bytes / 1e6:,.0f}",
@@ -75,6 +75,13 @@ def _is_ours(row: Row) -> bool:
     return row.status == "timed" and row.contestant.startswith("ours")
 
 
+def _launch(row: Row) -> str:
+    """What the host took to launch a call on a GPU, with a sign where the time beside it waits for that."""
+    if row.host_seconds is None:
+        return ""
+    return in_words(row.host_seconds) + ("" if row.is_hidden else " !")
+
+
 def _transient(row: Row) -> str:
     if row.transient_bytes is None:
         return ""
@@ -105,6 +112,8 @@ def print_report(rows: Sequence[Row], console: Console, *, device: str, is_dry: 
         console.print(table)
     print_limits(rows, device, console, is_dry=is_dry)
     print_claims(rows, device, console)
+    if any(not row.is_hidden for row in rows):
+        console.print("! the device waited for the host in such a call: its time is not that of the kernels alone")
     if is_dry:
         console.print("this was a dry run: everything works, and no number above means anything", highlight=False)
 

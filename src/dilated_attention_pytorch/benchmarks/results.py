@@ -10,8 +10,8 @@ import shlex
 import statistics
 import sys
 from collections import defaultdict
-from collections.abc import Iterable, Sequence
-from dataclasses import asdict, dataclass, field
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Any, Literal
 
@@ -43,6 +43,10 @@ class Row:
     """Relative errors that the gate found, of output and gradients."""
     samples: list[float] = field(default_factory=list)
     """Seconds of every call."""
+    host_samples: list[float] = field(default_factory=list)
+    """Seconds that the host took to launch every call on a GPU; a sample leaves them out where ``is_hidden``."""
+    is_hidden: bool = True
+    """Whether every call was launched before the device began with it: else the samples hold waits for the host."""
     preparation_seconds: float = 0.0
     """What is done once for the shape: block masks, filling a cache. Not part of the samples."""
     limits: Limits | None = None
@@ -60,6 +64,11 @@ class Row:
     def seconds(self) -> float:
         """The median time."""
         return statistics.median(self.samples)
+
+    @property
+    def host_seconds(self) -> float | None:
+        """The median time of a launch; None where the host computes."""
+        return statistics.median(self.host_samples) if self.host_samples else None
 
     @property
     def spread(self) -> float:
@@ -83,9 +92,19 @@ class Row:
         if self.status == "timed":
             values |= {
                 "median_seconds": self.seconds, "interquartile_seconds": self.spread, "of_limit": self.of_limit,
-                "flops_per_second": self.flops / self.seconds,
+                "flops_per_second": self.flops / self.seconds, "host_seconds": self.host_seconds,
             }  # fmt: skip
         return values
+
+    @staticmethod
+    def from_dict(values: Mapping[str, Any]) -> Row:
+        """What :meth:`to_dict` made; what an older file does not have is as by default."""
+        known = {entry.name: values[entry.name] for entry in fields(Row) if entry.name in values}
+        lists = {name: tuple(value) for name, value in known["case"].items() if isinstance(value, list)}
+        limits = known["limits"]
+        return Row(**{
+            **known, "case": Case(**{**known["case"], **lists}), "limits": None if limits is None else Limits(**limits),
+        })  # fmt: skip
 
 
 def quartiles(samples: Sequence[float]) -> tuple[float, float]:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections import defaultdict
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -20,13 +21,15 @@ from dilated_attention_pytorch.output import check_free_folder, make_output
 from .claims import claim_of
 from .clock import Clock
 from .compare import Earlier, compare, read_earlier
-from .contestants import find_contestants
+from .contestants import Contestant, find_contestants
 from .limits import Probe
-from .measure import Budget, measure_case
-from .plots import write_plots
+from .measure import OUT_OF_TIME, Budget, DeviceLostError, measure_case
+from .page import write_page
 from .presets import PRESETS, planned_cases
 from .report import print_report, print_series
 from .results import FORMAT, Row, origin, write_json
+from .resumption import rows_to_keep
+from .schedule import print_schedule, schedule
 from .settings import BenchSettings, Device
 from .shapes import Case
 
@@ -42,8 +45,9 @@ class Outcome:
     settings: BenchSettings
     rows: list[Row] = field(default_factory=list)
     seconds: float = 0.0
-    """Of the whole run."""
+    """Of the whole run, with those that it goes on with."""
     is_complete: bool = False
+    """Whether it came to its end, and the time limit cut nothing off."""
 
     def write(self) -> None:
         """Write what there is so far."""
@@ -75,25 +79,37 @@ def run(settings: BenchSettings, console: Console, command: str) -> Outcome:
     name = ("gpu" if device.type == "cuda" else "cpu") if settings.preset == "auto" else settings.preset
     preset, output = PRESETS[name], settings.output or Path(f"runs/bench-{name}")
     cases = planned_cases(settings, preset)
-    check_free_folder(output)
-    check_case_memory(cases, device)
+    if not settings.resume:
+        check_free_folder(output)
+    check_case_memory(list(cases), device)
     set_threads(settings.threads)
     outcome = Outcome(output, origin(command), settings)
+    if settings.resume:
+        outcome.rows, outcome.seconds = rows_to_keep(output / RESULTS_NAME, outcome.machine, settings)
     earlier = None
     if settings.compare is not None:
         earlier = read_earlier(settings.compare)
         earlier.check(outcome.machine, {case.name for case in cases}, any_machine=settings.compare_any_machine)
-    make_output(output)
-    started = time.monotonic()
+    if not settings.resume:
+        make_output(output)
+    started, before = time.monotonic(), outcome.seconds
+    time_limit = _or(settings.time_limit, preset.time_limit)
     budget = Budget(
         seconds_each=0.0 if settings.dry_run else _or(settings.seconds_each, preset.seconds_each),
         call_limit=_or(settings.call_limit, preset.call_limit),
-        ends_at=started + _or(settings.time_limit, preset.time_limit),
+        ends_at=started + time_limit,
         is_dry=settings.dry_run,
     )
     clock = Clock(device)
-    _time_cases(outcome, cases, clock, budget, console)
-    outcome.seconds, outcome.is_complete = time.monotonic() - started, True
+    kept = {row.key for row in outcome.rows}
+    left = {case: (*without, *(who for name, who in kept if name == case.name)) for case, without in cases.items()}
+    contestants = find_contestants(settings.contestants)
+    probes: dict[str, Probe] = {case.dtype: Probe(clock, case.torch_dtype, is_dry=budget.is_dry) for case in cases}
+    rates = {dtype: probe.at_first for dtype, probe in probes.items()}
+    print_schedule(schedule(left, contestants, rates, budget, device), time_limit, console)
+    _time_cases(outcome, cases, contestants, clock, probes, budget, console)
+    outcome.seconds = before + time.monotonic() - started
+    outcome.is_complete = all(row.reason != OUT_OF_TIME for row in outcome.rows)
     outcome.write()
     _conclude(outcome, earlier, device, console)
     return outcome
@@ -103,28 +119,44 @@ def _or(value: float | None, default: float) -> float:
     return default if value is None else value
 
 
-def _time_cases(outcome: Outcome, cases: Sequence[Case], clock: Clock, budget: Budget, console: Console) -> None:
-    contestants = find_contestants(outcome.settings.contestants)
+def _time_cases(
+    outcome: Outcome,
+    cases: Mapping[Case, Sequence[str]],
+    contestants: Sequence[Contestant],
+    clock: Clock,
+    probes: Mapping[str, Probe],
+    budget: Budget,
+    console: Console,
+) -> None:
     columns = (
         TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(),
     )  # fmt: skip
+    kept: dict[Case, list[Row]] = defaultdict(list)
+    for row in outcome.rows:
+        kept[row.case].append(row)
+    order = list(cases)
     with Progress(*columns, console=console, transient=True) as progress:
-        bar = progress.add_task("limits of this machine", total=len(cases) * len(contestants))
+        bar = progress.add_task("", total=len(cases) * len(contestants) - len(outcome.rows))
 
         def begin(what: str) -> Callable[[], None]:
             progress.update(bar, description=what)
             return lambda: progress.advance(bar)
 
-        probes: dict[str, Probe] = {}
         series: list[Row] = []
-        for index, case in enumerate(cases):
-            if case.dtype not in probes:
-                probes[case.dtype] = Probe(clock, case.torch_dtype, is_dry=budget.is_dry)
-            rows = measure_case(case, contestants, clock, probes[case.dtype], budget, begin)
+        for index, case in enumerate(order):
+            known = {row.contestant for row in kept[case]}
+            wanted = [entry for entry in contestants if entry.name not in known]
+            try:
+                rows = measure_case(case, wanted, clock, probes[case.dtype], budget, begin, cases[case])
+            except DeviceLostError as error:
+                outcome.rows += error.rows
+                outcome.write()
+                raise
             outcome.rows += rows
-            series += rows
-            outcome.write()
-            if index + 1 == len(cases) or cases[index + 1].series != case.series:
+            series += kept[case] + rows
+            if rows:
+                outcome.write()
+            if index + 1 == len(order) or order[index + 1].series != case.series:
                 print_series(series, console)
                 series = []
 
@@ -133,7 +165,10 @@ def _conclude(outcome: Outcome, earlier: Earlier | None, device: torch.device, c
     print_report(outcome.rows, console, device=describe(device), is_dry=outcome.settings.dry_run)
     if earlier is not None:
         compare(earlier, outcome.rows, outcome.machine, console)
-    written = [outcome.output / RESULTS_NAME, *write_plots(outcome.rows, outcome.output)]
+    results = outcome.output / RESULTS_NAME
+    written = [results, *write_page(results)]
+    if not outcome.is_complete:
+        console.print("the time limit cut off some of it: --resume goes on there", highlight=False)
     console.print(f"{outcome.seconds:.0f} s; written: {', '.join(map(str, written))}", highlight=False, soft_wrap=True)
 
 

@@ -29,7 +29,7 @@ class BenchSettings:
     """Folder to make for bench.json, time.png and limit.png. It must not exist, or be empty. Without it:
     runs/bench-PRESET."""
     shapes: tuple[str, ...] = ()
-    """Sweep these shapes instead of the preset's: paper, slide, three, hybrid-ring, head-parallel, decode."""
+    """Sweep these shapes instead of the preset's: paper, slide, three, hybrid-ring, head-parallel, blocks, decode."""
     rows: tuple[int, ...] = ()
     """Numbers of rows N, instead of those of every sweep."""
     modes: tuple[Mode, ...] = ()
@@ -56,6 +56,8 @@ class BenchSettings:
     """Leave out a contestant whose single call takes more seconds than this at the machine's matrix-product rate."""
     time_limit: float | None = None
     """Seconds after which no further call is begun; what is left out is said in the table."""
+    resume: bool = False
+    """Go on with the run in the output folder: what it measured is kept, what the time limit cut off is measured."""
     compare: Path | None = None
     """bench.json of an earlier run on this machine: say what moved beyond noise."""
     compare_any_machine: bool = False
@@ -117,7 +119,7 @@ class ProfileSettings:
     """
 
     shape: str = "three"
-    """Which sizes and pattern: paper, slide, three, hybrid-ring, head-parallel, decode."""
+    """Which sizes and pattern: paper, slide, three, hybrid-ring, head-parallel, blocks, decode."""
     rows: int | None = None
     """Number of rows N; without it the shape's largest."""
     backward: bool = False

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import functools
 from dataclasses import dataclass
 from typing import Literal
 
 import torch
 from torch import Tensor
 
-from dilated_attention_pytorch.patterns import DilatedPattern, OffsetRule
+from dilated_attention_pytorch.patterns import DilatedPattern, OffsetRule, Pattern, from_block_mask
 from dilated_attention_pytorch.planning import Call, plan
 
 Mode = Literal["forward", "forward_backward", "decode"]
@@ -42,11 +43,22 @@ class Case:
     offset_rule: OffsetRule = "modulo"
     causal: bool
     dtype: DtypeName
+    block_density: float | None = None
+    """Share of the key blocks that a query block sees. With it the pattern is :meth:`block_mask` and has no groups."""
+    block_size: int = 128
 
     @property
-    def pattern(self) -> DilatedPattern:
+    def pattern(self) -> Pattern:
         """The pattern of the call."""
+        if self.block_density is not None:
+            return from_block_mask(self.block_mask(), self.block_size)
         return DilatedPattern(self.segment_lengths, self.dilation_rates, offset_rule=self.offset_rule)
+
+    def block_mask(self) -> Tensor:
+        """Which key blocks a query block sees, bool ``[G, query blocks, key blocks]``: drawn for every key/value head,
+        equally many for every query block, its own among them."""
+        assert self.block_density is not None
+        return _drawn_mask(self.kv_heads, -(-self.rows // self.block_size), self.block_density)
 
     @property
     def torch_dtype(self) -> torch.dtype:
@@ -71,7 +83,10 @@ class Case:
         grouped = "" if self.kv_heads == self.heads else f"/{self.kv_heads}"
         batch = "" if self.batch == 1 else f", batch {self.batch}"
         causal = "causal" if self.causal else "not causal"
-        groups = f"{len(self.segment_lengths)} groups to {max(self.segment_lengths)}"
+        if self.block_density is not None:
+            groups = f"{self.block_density:.0%} of blocks of {self.block_size}"
+        else:
+            groups = f"{len(self.segment_lengths)} groups to {max(self.segment_lengths)}"
         mode = "" if self.mode == self.shape else f", {self.mode.replace('_', ' + ')}"
         return (
             f"{self.shape}{mode}, {self.dtype}, {causal}, H={self.heads}{grouped}, D={self.head_dim}, {groups}{batch}"
@@ -153,6 +168,13 @@ class Case:
         return query, draw(self.rows, self.kv_heads), draw(self.rows, self.kv_heads)
 
 
+@functools.lru_cache(maxsize=4)
+def _drawn_mask(heads: int, blocks: int, density: float) -> Tensor:
+    drawn = torch.rand(heads, blocks, blocks, generator=torch.Generator().manual_seed(0))
+    drawn.diagonal(dim1=1, dim2=2).fill_(-1.0)
+    return drawn.argsort(-1).argsort(-1) < max(1, round(density * blocks))
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Shape:
     """Sizes that belong together under a name, and the rows at which they are looked at."""
@@ -163,9 +185,11 @@ class Shape:
     kv_heads: int | None = None
     """None: as many as query heads."""
     head_dim: int
-    segment_lengths: tuple[int, ...]
-    dilation_rates: tuple[int, ...]
+    segment_lengths: tuple[int, ...] = ()
+    dilation_rates: tuple[int, ...] = ()
     offset_rule: OffsetRule = "modulo"
+    block_density: float | None = None
+    """Of a pattern of blocks, which has no segments."""
     causal: bool = False
     dtype: DtypeName = "float32"
     mode: Mode = "forward"
@@ -191,6 +215,7 @@ class Shape:
             kv_heads=self.kv_heads or self.heads, head_dim=head_dim or self.head_dim,
             segment_lengths=self.segment_lengths[:num_groups], dilation_rates=self.dilation_rates[:num_groups],
             offset_rule=self.offset_rule, causal=self.causal if causal is None else causal, dtype=dtype or self.dtype,
+            block_density=self.block_density,
         )  # fmt: skip
 
 
@@ -219,6 +244,10 @@ SHAPES: dict[str, Shape] = {
         Shape(
             name="head-parallel", about="the earlier package's head-parallel attention", heads=8, head_dim=64,
             segment_lengths=_THREE["segment_lengths"], dilation_rates=_THREE["dilation_rates"], rows=(8192,),
+        ),
+        Shape(
+            name="blocks", about="a tenth of the blocks of 128 rows", heads=8, head_dim=64, block_density=0.1,
+            rows=(4096, 32768),
         ),
         # 64 rows short of the end of every segment: the query sees nearly all of each, and steps follow it.
         Shape(

@@ -16,6 +16,7 @@ from rich.console import Console
 from rich.table import Table
 
 from dilated_attention_pytorch.kernels.triton import plan
+from dilated_attention_pytorch.kernels.triton.configurations import Configuration
 
 from .caching import Replay, bytes_of_run, replay
 from .results import module_command, origin, write_json
@@ -95,9 +96,9 @@ class Bytes:
 
 
 def operations_of(case: Case, kernel: Kernel) -> list[Operations]:
-    """One for every candidate that the kernel is shipped with."""
+    """One for every size of blocks among the candidates that the kernel is shipped with."""
     found = []
-    for chosen in configurations_of(case, kernel):
+    for chosen in {(one.block_rows, one.block_run): one for one in configurations_of(case, kernel)}.values():
         blocks = runs_of(case, kernel, chosen, tiles_of(case, kernel, chosen)).num_blocks
         dense = blocks_of_dense_launches(case, kernel, chosen)
         row = Operations(
@@ -107,6 +108,17 @@ def operations_of(case: Case, kernel: Kernel) -> list[Operations]:
         )  # fmt: skip
         found.append(row)
     return found
+
+
+def operations_of_halves(case: Case) -> dict[str, float]:
+    """Pairs over those of the pattern, in blocks of 128 keys: where 128 rows walk over what some of them see, and where
+    every four warps of the warp-specialised forward compute what some of their own 64 see."""
+    ratios = {}
+    for name, rows in (("whole", 128), ("halves", 64)):
+        blocks = Configuration(rows, 128, 4, 2)
+        number = runs_of(case, "forward", blocks, tiles_of(case, "forward", blocks)).num_blocks
+        ratios[name] = executed_pairs(case, "forward", blocks, number) / case.num_pairs("pattern")
+    return ratios
 
 
 def bytes_of(case: Case, *, backward: bool) -> Bytes:
@@ -275,6 +287,9 @@ def main() -> None:
                     "ratio_of_dense_launches": row.ratio_of_dense_launches,
                 }
                 for row in operations
+            ],
+            "warp_specialized": [
+                {"case": case.name, **operations_of_halves(case)} for case in cases if case.head_dim in (64, 128)
             ],
             "bytes": [{**asdict(row), "case": row.case.name} for row in moved],
         },

@@ -18,13 +18,16 @@ from dilated_attention_pytorch.training import RunError
 
 from .bench import Bench
 from .build import Build
-from .extend import Extend
+from .evaluate import Eval
+from .extend import Extend, defaults_of_extend
 from .generate import Generate
 from .info import Info
 from .profile import Profile
+from .report import Report
 from .show import Show
-from .stopping import check_resume_alone
-from .train import Train, preset_of
+from .stopping import flags_in
+from .tokenizer import Tokenizer
+from .train import Train, defaults_of
 from .tune import Tune
 
 _TYRO = (tyro.conf.FlagCreatePairsOff,)
@@ -88,17 +91,26 @@ def run_command(args: Sequence[str]) -> None:
         raise SystemExit(128 + signal.SIGINT) from None
 
 
-def _parse(args: list[str]) -> Train | Extend | Generate | Bench | Profile | Tune | Show | Build | Info:
+def _parse(
+    args: list[str],
+) -> Train | Extend | Generate | Eval | Report | Tokenizer | Bench | Profile | Tune | Show | Build | Info:
     name, rest = (args[0], args[1:]) if args else ("", [])
     prog = "dilated-attention"
     # A command alone, where one is named: tyro's messages then name its fields and nothing of its own.
     if name == "train":
-        return tyro.cli(Train, default=preset_of(rest), args=rest, prog=f"{prog} train", config=_TYRO)
+        train = tyro.cli(Train, default=defaults_of(rest), args=rest, prog=f"{prog} train", config=_TYRO)
+        train.given = tuple(flag.removeprefix("--").replace("-", "_") for flag in flags_in(rest))
+        return train
     if name == "extend":
-        check_resume_alone(rest)
-        return tyro.cli(Extend, args=rest, prog=f"{prog} extend", config=_TYRO)
+        return tyro.cli(Extend, default=defaults_of_extend(rest), args=rest, prog=f"{prog} extend", config=_TYRO)
     if name == "generate":
         return tyro.cli(Generate, args=rest, prog=f"{prog} generate", config=_TYRO)
+    if name == "eval":
+        return tyro.cli(Eval, args=rest, prog=f"{prog} eval", config=_TYRO)
+    if name == "report":
+        return tyro.cli(Report, args=rest, prog=f"{prog} report", config=_TYRO)
+    if name == "tokenizer":
+        return tyro.cli(Tokenizer, args=rest, prog=f"{prog} tokenizer", config=_TYRO)
     if name == "bench":
         return tyro.cli(Bench, args=rest, prog=f"{prog} bench", config=_TYRO)
     if name == "profile":
@@ -112,9 +124,12 @@ def _parse(args: list[str]) -> Train | Extend | Generate | Bench | Profile | Tun
     if name == "info":
         return tyro.cli(Info, args=rest, prog=f"{prog} info", config=_TYRO)
     commands = (
-        Annotated[Train, tyro.conf.subcommand("train", default=preset_of([]))]
+        Annotated[Train, tyro.conf.subcommand("train", default=defaults_of([]))]
         | Annotated[Extend, tyro.conf.subcommand("extend")]
         | Annotated[Generate, tyro.conf.subcommand("generate")]
+        | Annotated[Eval, tyro.conf.subcommand("eval")]
+        | Annotated[Report, tyro.conf.subcommand("report")]
+        | Annotated[Tokenizer, tyro.conf.subcommand("tokenizer")]
         | Annotated[Bench, tyro.conf.subcommand("bench")]
         | Annotated[Profile, tyro.conf.subcommand("profile")]
         | Annotated[Tune, tyro.conf.subcommand("tune")]

@@ -11,10 +11,11 @@ from typing import TYPE_CHECKING
 import tyro
 
 from dilated_attention_pytorch.training import RunError, SampleSettings
-from dilated_attention_pytorch.training.settings import Device
+from dilated_attention_pytorch.training.run_settings import Device
 
 if TYPE_CHECKING:
     from dilated_attention_pytorch.models import LongNetLM
+    from dilated_attention_pytorch.training.data.tokenizer import Tokenizer
 
 
 @dataclass(kw_only=True, slots=True)
@@ -22,7 +23,7 @@ class Generate(SampleSettings):
     """Generate text from a run folder, character by character as it comes.
 
     The prompt is taken as the beginning of a file. Memory does not grow with the length of the text: the cache keeps
-    only what a later byte can still see.
+    only what a later token can still see.
     """
 
     run: tyro.conf.Positional[Path]
@@ -39,7 +40,8 @@ class Generate(SampleSettings):
             RunError: the folder holds no model that can be loaded, or the prompt is no text.
         """
         from dilated_attention_pytorch.training import preflight
-        from dilated_attention_pytorch.training.checkpoint import load_model, model_folder
+        from dilated_attention_pytorch.training.data.run_data import tokenizer_of
+        from dilated_attention_pytorch.training.trained_model import load_model, model_folder
 
         preflight.check_packages("generating")
         device = preflight.choose_device(self.device)
@@ -51,11 +53,12 @@ class Generate(SampleSettings):
         if prompt is None and not is_dialogue:
             prompt = _standard_input()
         model = load_model(folder).model.to(device)
+        tokenizer = tokenizer_of(self.run, model.config.vocab_size)
         if isinstance(sys.stdout, io.TextIOWrapper):
             # The model may write characters that the terminal has no code for.
             sys.stdout.reconfigure(errors="replace")
         if prompt is not None:
-            self._write(model, prompt)
+            self._write(model, tokenizer, prompt)
             return
         print("Type a prompt and Enter; Ctrl-C stops a text, Ctrl-D ends.")
         while True:
@@ -65,16 +68,16 @@ class Generate(SampleSettings):
                 print()
                 return
             try:
-                self._write(model, prompt)
+                self._write(model, tokenizer, prompt)
             except KeyboardInterrupt:
                 print()
 
-    def _write(self, model: LongNetLM, prompt: str) -> None:
+    def _write(self, model: LongNetLM, tokenizer: Tokenizer, prompt: str) -> None:
         from dilated_attention_pytorch.training.sampling import sample_text
 
         sys.stdout.write(prompt)
         sys.stdout.flush()
-        for piece in sample_text(model, prompt, self):
+        for piece in sample_text(model, prompt, self, tokenizer):
             sys.stdout.write(piece)
             sys.stdout.flush()
         sys.stdout.write("\n")

@@ -19,7 +19,7 @@ class Profile(ProfileSettings):
 
     The paper's pattern with gradients: profile --shape paper --rows 32768 --backward --dtype bfloat16
 
-    The same call by another route: profile --contestant published --output runs/theirs
+    The same call by another route: profile --contestant "published route" --output runs/theirs
     """
 
     def run_command(self) -> None:

@@ -12,16 +12,39 @@ from typing import NoReturn
 from dilated_attention_pytorch.training import RunError
 from dilated_attention_pytorch.training.checkpoint import checkpoint_step, latest_checkpoint
 
+AUTO = "auto"
+"""What ``--resume`` says of a run that may have begun."""
 
-def check_resume_alone(argv: Sequence[str]) -> None:
-    """Raise :class:`RunError` for other flags beside ``--resume``."""
-    flags = [word.partition("=")[0] for word in argv if word.startswith("--")]
-    others = [flag for flag in flags if flag not in ("--resume", "--help")]
-    if "--resume" in flags and others:
+
+def is_auto(resume: Path) -> bool:
+    """Whether a command line goes on with what it began itself. A folder of that name is ``./auto``."""
+    return str(resume) == AUTO
+
+
+def flags_in(argv: Sequence[str]) -> list[str]:
+    """The flags of a command line, without their values."""
+    return [word.partition("=")[0] for word in argv if word.startswith("--")]
+
+
+def check_resume_alone(argv: Sequence[str], beside: Sequence[str] = ()) -> None:
+    """Raise :class:`RunError` for other flags beside ``--resume RUN`` than those ``beside`` it."""
+    flags = flags_in(argv)
+    others = [flag for flag in flags if flag not in ("--resume", "--help", *beside)]
+    if "--resume" in flags and others and word_after("--resume", argv) != AUTO:
         raise RunError(
             f"--resume goes on with the run's own settings, so {', '.join(others)} cannot go with it; "
             "leave that out, or begin anew without --resume"
         )
+
+
+def word_after(flag: str, argv: Sequence[str]) -> str | None:
+    """What a command line gives for ``flag``; None where it does not."""
+    for index, word in enumerate(argv):
+        if word == flag and index + 1 < len(argv):
+            return argv[index + 1]
+        if word.startswith(f"{flag}="):
+            return word.partition("=")[2]
+    return None
 
 
 def go_on_with(command: str, run: Path) -> str:

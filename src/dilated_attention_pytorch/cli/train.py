@@ -10,11 +10,17 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from dilated_attention_pytorch.training import PRESETS, Outcome, RunError, TrainSettings
+from dilated_attention_pytorch.training.configuration import read_configuration, with_values
+from dilated_attention_pytorch.training.spreading import ON_FAULTS, SPREADING
 
-from .stopping import check_resume_alone, leave_at_once, stopped
+from .stopping import check_resume_alone, is_auto, leave_at_once, stopped, word_after
 
 if TYPE_CHECKING:
     from rich.console import Console
+
+
+_BESIDE_RESUME = (*SPREADING, *ON_FAULTS)
+"""Settings that a run may be given when it goes on."""
 
 
 @dataclass(kw_only=True, slots=True)
@@ -22,8 +28,8 @@ class Train(TrainSettings):
     """Train a LongNet language model on text.
 
     Without flags: the preset for this machine, on the source files of Python's standard library. The run folder gets
-    config.json, training.json, metrics.jsonl, tensorboard/, loss.png, sample.txt, model.safetensors and the last
-    checkpoints. Ctrl-C saves a checkpoint and ends; --resume goes on.
+    config.json, training.json, run.toml, metrics.jsonl, tensorboard/, loss.png, sample.txt, model.safetensors and the
+    last checkpoints. Ctrl-C saves a checkpoint and ends; --resume goes on.
     """
 
     preset: str = "auto"
@@ -32,8 +38,17 @@ class Train(TrainSettings):
     other flag changes one number of it; --help after --preset shows them."""
     output: Path = Path("runs/longnet")
     """Run folder to make. It must not exist, or be empty."""
+    config: Path | None = None
+    """TOML file with settings by their names, underscores for dashes, those of the model in a table [model]. It changes
+    the preset, and flags change it. Every run leaves its own as run.toml."""
     resume: Path | None = None
-    """Go on with the stopped run in this folder, with all its own settings; no other flag goes with it."""
+    """Go on with the stopped run in this folder, with all its own settings. Only flags that say how it is spread over
+    processes go with it (--context-parallel, --heads-parallel, --strategy, --layout, --data-parallel, --offload,
+    --tensor-parallel, --batch-size, --timeout), what to do about batches that break it (--on-nan,
+    --spike-deviations, --spike-window), --workers and --cache. "auto", beside any flags: go on with the run that the
+    same command line began in --output, if there is one, for jobs that a scheduler starts again."""
+    given: tuple[str, ...] = dataclasses.field(default=(), init=False)
+    """Names of the settings that the command line itself gives."""
 
     def run_command(self) -> None:
         """Train or go on, and report.
@@ -52,31 +67,32 @@ class Train(TrainSettings):
         console = Console()
         try:
             with leaving_together():
-                if self.resume is not None:
-                    outcome = resume(self.resume, console)
+                if self.resume is None or is_auto(self.resume):
+                    outcome = train(_settings(self), self.output, console, may_resume=self.resume is not None)
                 else:
-                    outcome = train(_settings(self), self.output, console)
+                    changes = {name: getattr(self, name) for name in self.given if name in _BESIDE_RESUME}
+                    outcome = resume(self.resume, console, changes)
         except KeyboardInterrupt:
-            leave_at_once("train", self.output if self.resume is None else self.resume)
+            leave_at_once("train", self.output if self.resume is None or is_auto(self.resume) else self.resume)
         if is_first_process():
             _report(outcome, console)
         if outcome.stopped_by is not None:
             raise SystemExit(128 + outcome.stopped_by)
 
 
-def preset_of(argv: Sequence[str]) -> Train:
-    """The defaults of ``train``: those of the preset that ``argv`` names, the words after ``train``.
+def defaults_of(argv: Sequence[str]) -> Train:
+    """The defaults of ``train``: the preset that ``argv``, the words after ``train``, or the file of ``--config``
+    names, changed by that file.
 
     Raises:
-        RunError: there is no such preset, or other flags beside ``--resume``.
+        RunError: there is no such preset or file, the file holds what is no setting, or other flags stand beside
+            ``--resume``.
     """
-    name = "auto"
-    for index, word in enumerate(argv):
-        if word == "--preset" and index + 1 < len(argv):
-            name = argv[index + 1]
-        elif word.startswith("--preset="):
-            name = word.partition("=")[2]
-    check_resume_alone(argv)
+    check_resume_alone(argv, beside=[f"--{name.replace('_', '-')}" for name in _BESIDE_RESUME])
+    file = word_after("--config", argv)
+    values = read_configuration(Path(file)) if file else {}
+    named = values.pop("preset", "auto")
+    name = word_after("--preset", argv) or named
     if name not in (*PRESETS, "auto"):
         raise RunError(f"--preset {name}: there is no such preset; choose one of auto, {', '.join(PRESETS)}")
     chosen = name
@@ -85,8 +101,8 @@ def preset_of(argv: Sequence[str]) -> Train:
 
         chosen = "gpu" if torch.cuda.is_available() else "cpu"
     settings = PRESETS[chosen]()
-    values = {entry.name: getattr(settings, entry.name) for entry in dataclasses.fields(settings)}
-    return Train(**values, preset=name)
+    fields = {entry.name: getattr(settings, entry.name) for entry in dataclasses.fields(settings)}
+    return with_values(Train(**fields, preset=name), values, Path(file or "."))
 
 
 def _settings(command: Train) -> TrainSettings:
@@ -111,7 +127,8 @@ def _report(outcome: Outcome, console: Console) -> None:
     )  # fmt: skip
     console.print(_quarters_in_words(outcome), highlight=False, soft_wrap=True)
     console.print(
-        f"in {run}: model.safetensors, config.json, training.json, metrics.jsonl, tensorboard/, loss.png, sample.txt\n"
+        f"in {run}: model.safetensors, config.json, training.json, run.toml, metrics.jsonl, loss.png, "
+        "sample.txt\n"
         f"generate from it with:\n  dilated-attention generate {run} --prompt 'def main('",
         highlight=False, soft_wrap=True,
     )  # fmt: skip

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
 from dilated_attention_pytorch.machine import require, set_threads
-from dilated_attention_pytorch.training.settings import Device
+from dilated_attention_pytorch.training.run_settings import Device
 
 if TYPE_CHECKING:
     from rich.table import Table

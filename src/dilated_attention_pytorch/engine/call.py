@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
@@ -9,6 +10,7 @@ import torch
 from torch import Tensor
 
 from dilated_attention_pytorch.kernels import native
+from dilated_attention_pytorch.kernels import partial as kernels
 from dilated_attention_pytorch.kernels.masks import Masks
 from dilated_attention_pytorch.planning import Call, Plan, Tile, plan, tile_size
 from dilated_attention_pytorch.precision import accumulation_dtype
@@ -20,6 +22,9 @@ from .operands import Operand, Role, Rows
 from .work import Work
 
 _NO_BOUND = 1 << 62
+_TILE_OF_CUDNN = 1 << 26
+"""Least elements of a tile for cuDNN, 128 MiB of the query: heads of different residues are one call if they lie in one
+tile, and smaller tiles hold few of them."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,7 +43,7 @@ class Inputs:
     dropout_seed: Tensor | None
     dropout_p: float
     impl: str = "aten"
-    """Either "aten" or "native"; where scores are too large for the native kernels, products take their place."""
+    """"aten", "cudnn" or "native"; where scores are too large for one log-sum-exp, products take the kernels' place."""
 
     @property
     def accumulation_dtype(self) -> torch.dtype:
@@ -53,6 +58,8 @@ class Inputs:
         call, (batch, *_, head_dim) = self.call, self.query.shape
         rows = batch * max(call.num_queries * call.num_heads, call.num_keys * call.num_kv_heads)
         size = tile_size(rows, head_dim, self.query.element_size())
+        if self.impl == "cudnn":
+            size = max(size, _TILE_OF_CUDNN // head_dim)
         if self.impl != "native":
             return plan(call, size)
         is_small = not is_backward and batch * call.num_queries * call.num_heads <= size
@@ -122,8 +129,16 @@ def _portions(inputs: Inputs, *, is_backward: bool = False) -> Iterator[_Portion
             yield _Portion(inputs, tile, (start, min(start + steps.batch_step, inputs.call.batch_size)))
 
 
-def _for_pair(inputs: Inputs, rest: Tensor | None) -> Inputs:
-    return inputs if rest is None else replace(inputs, impl="aten")
+def _for_kernels(inputs: Inputs, rest: Tensor | None) -> Inputs:
+    """The call with rows that its kernels can read; where the log-sum-exp is a pair, they are matrix products."""
+    if rest is not None:
+        return replace(inputs, impl="aten")
+    operands = (inputs.query, inputs.key, inputs.value)
+    laid_out = [kernels.laid_out(inputs.impl, operand) for operand in operands]
+    if all(map(operator.is_, laid_out, operands)):
+        return inputs
+    query, key, value = laid_out
+    return replace(inputs, query=query, key=key, value=value)
 
 
 def forward(inputs: Inputs, rest: Tensor | None = None) -> tuple[Tensor, Tensor]:
@@ -135,7 +150,7 @@ def forward(inputs: Inputs, rest: Tensor | None = None) -> tuple[Tensor, Tensor]
     query = inputs.query
     out = torch.zeros(query.shape, dtype=query.dtype, device=query.device)
     lse = torch.full(query.shape[:3], float("-inf"), dtype=inputs.accumulation_dtype, device=query.device)
-    for portion in _portions(_for_pair(inputs, rest)):
+    for portion in _portions(_for_kernels(inputs, rest)):
         accumulator = portion.accumulator(out, Rows.QUERY, Role.MERGED_INTO)
         of_rest = None if rest is None else portion.of_batch(rest)
         merge_partials(portion.work(), accumulator, portion.of_batch(lse), of_rest)
@@ -155,7 +170,7 @@ def backward(
     operands = ((inputs.query, Rows.QUERY), (inputs.key, Rows.KEY), (inputs.value, Rows.KEY))
     of_query, of_key, of_value = (torch.zeros(x.shape, dtype=x.dtype, device=x.device) for x, _ in operands)
     lse = without_infinities(lse)
-    for portion in _portions(_for_pair(inputs, rest), is_backward=True):
+    for portion in _portions(_for_kernels(inputs, rest), is_backward=True):
         accumulators = (
             portion.accumulator(of_query, Rows.QUERY, Role.ADDED_TO),
             portion.accumulator(of_key, Rows.KEY, Role.ADDED_TO),

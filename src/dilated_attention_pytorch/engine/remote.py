@@ -7,6 +7,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from dilated_attention_pytorch.kernels import partial as kernels
 from dilated_attention_pytorch.kernels.masks import Masks
 from dilated_attention_pytorch.planning import Axis, Block, Partial
 
@@ -67,7 +68,7 @@ def work_of(
         keys: what they see.
         ratio: query heads of a key/value head.
         scale: factor of the scores, not negative.
-        impl: "aten", "native" or "triton".
+        impl: "aten", "cudnn", "native" or "triton".
         dropout: None is none.
     """
     axes = (Axis(queries.num_heads, queries.skew, 1),) if queries.num_heads > 1 else ()
@@ -78,9 +79,8 @@ def work_of(
         masks = Masks(
             keys.hidden, dropout.seed, dropout.probability, dropout.query_offset, key_positions=dropout.key_positions
         )
-    return Work(
-        (partial,), query, keys.key, keys.value, ratio, scale, impl, masks, is_remote=True, seen_rows=keys.seen_rows
-    )
+    query, key, value = (kernels.laid_out(impl, x) for x in (query, keys.key, keys.value))
+    return Work((partial,), query, key, value, ratio, scale, impl, masks, is_remote=True, seen_rows=keys.seen_rows)
 
 
 def merge_keys(work: Work, out: Tensor, lse: Tensor, rest: Tensor | None = None) -> None:

@@ -36,7 +36,7 @@ class Work:
     scale: float
     """Not negative."""
     impl: str
-    """One of "native", "aten" and, for remote keys alone, "triton"."""
+    """One of "native", "cudnn", "aten" and, for remote keys alone, "triton"."""
     masks: Masks
     """Of these sequences alone."""
     first_sequence: int = 0

@@ -8,10 +8,21 @@ from typing import Literal, get_args
 
 import torch
 
-from . import compilation
+from dilated_attention_pytorch.tracing import constant_of_graph
 
-Impl = Literal["auto", "triton", "native", "aten", "reference"]
+from . import compilation, cudnn
+from .triton.target import AMD, target_of
+
+Impl = Literal["auto", "triton", "triton-fp8", "gluon", "cudnn", "native", "aten", "reference"]
 IMPLS: tuple[str, ...] = get_args(Impl)
+
+ON_DEVICE = ("triton", "triton-fp8", "gluon")
+"""Those that plan on the device. The backward of ``"gluon"`` is that of ``"triton"``; ``"triton-fp8"`` has none."""
+
+NO_FP8_GRADIENT = (
+    'impl="triton-fp8" computes the forward alone, and a gradient is asked for: call it under torch.no_grad(), or use '
+    'impl="triton"'
+)
 
 MAX_HEAD_DIM = 256
 """The widest head that the Triton kernels keep in registers, and the native ones in caches."""
@@ -33,10 +44,15 @@ def refusal(
         return f"attention is computed in float16, bfloat16, float32 or float64, not {dtype}"
     if impl == "reference":
         return None
-    if impl == "triton":
+    if impl in ON_DEVICE:
         if is_segmented:
             return 'the Triton kernels count in segments of one length; impl="aten" computes a SegmentedPattern'
-        return _triton_refusal(device, dtype, head_dim)
+        reason = _triton_refusal(device, dtype, head_dim)
+        if reason is None and impl == "gluon":
+            return _gluon_refusal(device, dtype, head_dim)
+        return _fp8_refusal(device) if reason is None and impl == "triton-fp8" else reason
+    if impl == "cudnn":
+        return _cudnn_refusal(device, dtype, head_dim)
     if impl == "native":
         mismatch = _native_mismatch(device, dtype, head_dim)
         return compilation.refusal() if mismatch is None and not compilation.was_loaded() else mismatch
@@ -70,11 +86,17 @@ def _triton_refusal(device: torch.device, dtype: torch.dtype, head_dim: int) -> 
         return None
     if device.type != "cuda":
         return (
-            f'the Triton kernels run on NVIDIA GPUs, not on {device.type!r} tensors; impl="aten" runs there '
+            f'the Triton kernels are for NVIDIA and AMD GPUs, not for {device.type!r} tensors; impl="aten" runs there '
             "(to check the kernels themselves on the CPU, start Python with TRITON_INTERPRET=1)"
         )
     if torch.version.hip is not None:
-        return 'the Triton kernels are configured for NVIDIA GPUs, this PyTorch is for AMD; use impl="aten"'
+        target = target_of(device)
+        if target not in AMD:
+            return (
+                f"the Triton kernels are configured for the AMD GPUs {' and '.join(AMD)}, this one is {target}; "
+                'use impl="aten"'
+            )
+        return None
     capability = torch.cuda.get_device_capability(device)
     if capability < (8, 0):
         return (
@@ -84,8 +106,86 @@ def _triton_refusal(device: torch.device, dtype: torch.dtype, head_dim: int) -> 
     return None
 
 
+def _cudnn_refusal(device: torch.device, dtype: torch.dtype, head_dim: int) -> str | None:
+    if dtype not in (torch.float16, torch.bfloat16):
+        return f'cuDNN\'s attention computes in float16 and bfloat16, not in {dtype}; use impl="aten"'
+    if head_dim % 8 or head_dim > cudnn.MAX_HEAD_DIM:
+        return (
+            f"cuDNN's attention takes heads of 8, 16, ... {cudnn.MAX_HEAD_DIM} numbers, got {head_dim}; "
+            'use impl="triton" or impl="aten"'
+        )
+    if device.type != "cuda" or torch.version.hip is not None:
+        return f'cuDNN is for NVIDIA GPUs, not for {device.type!r} tensors of this PyTorch; use impl="aten"'
+    capability = torch.cuda.get_device_capability(device)
+    if not (8, 0) <= capability <= (12, 1):
+        return (
+            "PyTorch gives compute capabilities 8.0 to 12.1 to cuDNN's attention, this GPU has "
+            f'{capability[0]}.{capability[1]}; use impl="aten"'
+        )
+    version = _cudnn_version()
+    if version < cudnn.LEAST_VERSION:
+        return (
+            "cuDNN's attention is right for any number of rows from version 9.15.1 on "
+            f"({cudnn.LEAST_VERSION}), got {version or 'none'}; install a PyTorch that brings a newer one, "
+            'or use impl="aten"'
+        )
+    if torch.are_deterministic_algorithms_enabled():
+        return (
+            "cuDNN's gradients are not deterministic, and torch.use_deterministic_algorithms asks for that; "
+            'use impl="triton"'
+        )
+    if os.environ.get("TORCH_CUDNN_SDPA_AVOID_RECOMPILE", "0") not in ("", "0"):
+        return (
+            "TORCH_CUDNN_SDPA_AVOID_RECOMPILE lays the log-sum-exp out in another way than what is merged here; "
+            'unset it, or use impl="aten"'
+        )
+    return None
+
+
+def _gluon_refusal(device: torch.device, dtype: torch.dtype, head_dim: int) -> str | None:
+    """What the warp-specialised kernel refuses beyond what the others do; each call on its own: ``hopper.refusal``."""
+    if dtype not in (torch.float16, torch.bfloat16):
+        return f'the warp-specialised kernel multiplies float16 and bfloat16, not {dtype}; use impl="triton"'
+    if head_dim not in (64, 128):
+        return f'the warp-specialised kernel takes heads of 64 and 128, got {head_dim}; use impl="triton"'
+    if is_interpreted():
+        return 'Gluon has no interpreter, and TRITON_INTERPRET is set; use impl="triton"'
+    capability = torch.cuda.get_device_capability(device)
+    if capability != (9, 0):
+        return (
+            "the warp-specialised kernel is for compute capability 9.0 (Hopper), this GPU has "
+            f'{capability[0]}.{capability[1]}; use impl="triton"'
+        )
+    return None
+
+
+def _fp8_refusal(device: torch.device) -> str | None:
+    """What the forward in e4m3 refuses beyond what the others do; each call on its own: ``fp8.refusal``."""
+    if is_interpreted():
+        return None
+    target = target_of(device)
+    if target in AMD:
+        why = "multiplies FP8 numbers of another format, e4m3fnuz" if target == "gfx942" else "has no blocks of it yet"
+        return f'the forward in e4m3 is for NVIDIA GPUs, and {target} {why}; use impl="triton"'
+    capability = torch.cuda.get_device_capability(device)
+    if capability < (8, 9):
+        return (
+            "products of e4m3 numbers need compute capability 8.9 (Ada) or newer, this GPU has "
+            f'{capability[0]}.{capability[1]}; use impl="triton"'
+        )
+    return None
+
+
+@constant_of_graph
+def _cudnn_version() -> int:
+    """The version of cuDNN, 0 without it."""
+    return torch.backends.cudnn.version() or 0
+
+
 def _automatic(device: torch.device, dtype: torch.dtype, head_dim: int, *, is_segmented: bool) -> str:
-    if device.type == "cuda" and refusal("triton", device, dtype, head_dim, is_segmented=is_segmented) is None:
+    # For AMD GPUs the kernels were compiled and never run: there they are taken by name only.
+    is_nvidia = device.type == "cuda" and torch.version.hip is None
+    if is_nvidia and refusal("triton", device, dtype, head_dim, is_segmented=is_segmented) is None:
         return "triton"
     if _native_mismatch(device, dtype, head_dim) is None and compilation.can_load():
         return "native"
@@ -95,8 +195,9 @@ def _automatic(device: torch.device, dtype: torch.dtype, head_dim: int, *, is_se
 def select(impl: str, device: torch.device, dtype: torch.dtype, head_dim: int, *, is_segmented: bool = False) -> str:
     """The name of the implementation that computes the call.
 
-    ``"auto"`` is ``"triton"`` on a CUDA device where that can run, ``"native"`` on a CPU where that can, else
-    ``"aten"``. The first call on such a CPU compiles the native kernels, if that was not done before.
+    ``"auto"`` is ``"triton"`` on an NVIDIA GPU where that can run, ``"native"`` on a CPU where that can, else
+    ``"aten"``. The first call on such a CPU compiles the native kernels, if that was not done before. ``"cudnn"`` is
+    taken where it is named only: nothing was timed on a GPU yet.
 
     Raises:
         ValueError: ``impl`` is no known name.

@@ -8,7 +8,6 @@ from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 
 from dilated_attention_pytorch.installation import install_command
@@ -32,10 +31,11 @@ from .blocks import FeedForward
 from .cache import LongNetCache
 from .config import LongNetConfig
 from .longnet import LongNetLM
+from .token_loss import next_tokens, token_loss, token_loss_of_hidden
 
 # How transformers is told to checkpoint is a call (gradient_checkpointing_enable), not a part of the saved model.
-_FIELDS = tuple(field.name for field in fields(LongNetConfig) if field.name != "gradient_checkpointing")
-_LOSS_BLOCK = 1 << 22  # logits that are float32 at once
+_OF_TRAINING = ("gradient_checkpointing", "checkpoint_every")
+_FIELDS = tuple(field.name for field in fields(LongNetConfig) if field.name not in _OF_TRAINING)
 _SMALLEST = LongNetConfig(
     embed_dim=256, num_layers=4, num_heads=4, segment_lengths=[512, 2048, 8192], dilation_rates=[1, 4, 16]
 )
@@ -81,7 +81,7 @@ class LongNetCausalLMConfig(PreTrainedConfig):
 
     @classmethod
     def from_longnet_config(cls, config: LongNetConfig) -> LongNetCausalLMConfig:
-        """The configuration with the fields of ``config``, apart from ``gradient_checkpointing``."""
+        """The configuration with the fields of ``config``, apart from those of training alone."""
         values = config.to_dict()
         return cls(**{name: values[name] for name in _FIELDS})
 
@@ -126,6 +126,7 @@ class LongNetForCausalLM(PreTrainedModel, GenerationMixin):
         """A model with fresh weights."""
         model = cls(LongNetCausalLMConfig.from_longnet_config(config))
         model.model.gradient_checkpointing = config.gradient_checkpointing
+        model.model.config.checkpoint_every = config.checkpoint_every
         return model
 
     def get_input_embeddings(self) -> nn.Module:
@@ -174,6 +175,7 @@ class LongNetForCausalLM(PreTrainedModel, GenerationMixin):
         return_dict: bool | None = None,
         targets: Tensor | None = None,
         positions: Tensor | None = None,
+        skip_logits: bool = False,
     ) -> CausalLMOutputWithPast | tuple[Tensor, ...]:
         """Logits, and with ``labels`` or ``targets`` the loss.
 
@@ -191,9 +193,11 @@ class LongNetForCausalLM(PreTrainedModel, GenerationMixin):
             targets: integer ``[B, N]``, the token after each position instead of labels, for rows that do not follow
                 each other, as those of a process that has a part of a sequence; -100 is ignored.
             positions: ``[N]`` or ``[B, N]``, where those rows lie, see :meth:`LongNetLM.forward`.
+            skip_logits: compute the loss alone, from a block of rows' logits at a time: those of a long text with many
+                tokens to choose from never exist as a whole.
 
         Returns:
-            ``CausalLMOutputWithPast(loss, logits [B, N, V], past_key_values)``.
+            ``CausalLMOutputWithPast(loss, logits [B, N, V], past_key_values)``; without logits if they are skipped.
         """
         cache = past_key_values
         if cache is None and use_cache:
@@ -201,18 +205,17 @@ class LongNetForCausalLM(PreTrainedModel, GenerationMixin):
         hidden = self.model.hidden_states(
             input_ids, attention_mask=attention_mask, cu_seqlens=cu_seqlens, cache=cache, positions=positions
         )
-        logits = self.model.logits(hidden[:, -logits_to_keep:] if logits_to_keep else hidden)
-        loss = None
-        if labels is not None and targets is not None:
-            raise ValueError("labels and targets both say which tokens come next: got both; pass one of them")
-        for name, tokens in (("labels", labels), ("targets", targets)):
-            if tokens is None:
-                continue
-            if tokens.shape != logits.shape[:2]:
-                raise ValueError(
-                    f"{name} must have the shape {tuple(logits.shape[:2])} of the logits, got {tuple(tokens.shape)}"
-                )
-            loss = token_loss(logits, next_tokens(tokens) if name == "labels" else tokens, num_items_in_batch)
+        kept = hidden[:, -logits_to_keep:] if logits_to_keep else hidden
+        expected = _expected(labels, targets, kept.shape[:2])
+        logits = loss = None
+        if skip_logits:
+            if expected is None:
+                raise ValueError("skip_logits leaves nothing but a loss: pass labels or targets, or leave it out")
+            vocab_size = self.config.vocab_size
+            loss = token_loss_of_hidden(kept, self.model.logits, vocab_size, expected, num_items_in_batch)
+        else:
+            logits = self.model.logits(kept)
+            loss = None if expected is None else token_loss(logits, expected, num_items_in_batch)
         # transformers passes the cache on without looking inside; its own class would hold every row.
         output = CausalLMOutputWithPast(loss=loss, logits=logits, past_key_values=cache)  # type: ignore[arg-type]
         as_dict = self.config.return_dict if return_dict is None else return_dict
@@ -262,40 +265,14 @@ class LongNetForCausalLM(PreTrainedModel, GenerationMixin):
         return past_key_values
 
 
-def next_tokens(tokens: Tensor) -> Tensor:
-    """The token after each position of ``tokens [B, N]``; -100, which no loss counts, after the last."""
-    return functional.pad(tokens, (0, 1), value=-100)[:, 1:]
-
-
-def token_loss(logits: Tensor, targets: Tensor, num_items: Tensor | int | None = None) -> Tensor:
-    """Mean cross-entropy in float32 (float64 for float64 logits). Targets of -100 are ignored.
-
-    Float32 copies of low-precision logits exist for a block of positions at a time.
-
-    Args:
-        logits: ``[B, N, V]``.
-        targets: integer ``[B, N]``, what the logits are about.
-        num_items: what the sum is divided by; the number of targets counted without it.
-
-    Returns:
-        a scalar; NaN where no target counts and ``num_items`` is not given, as in PyTorch.
-    """
-    targets = targets.flatten()
-    flat = logits.flatten(0, 1)
-    rows = max(1, _LOSS_BLOCK // flat.shape[1])
-    if flat.shape[0] <= rows:
-        total = _summed_loss(flat, targets)
-    else:
-        blocks = zip(flat.split(rows), targets.split(rows), strict=True)
-        parts = [checkpoint(_summed_loss, *block, use_reentrant=False) for block in blocks]
-        total = torch.stack(parts).sum()
-    count = (targets != -100).sum() if num_items is None else num_items
-    return total / (count.to(total.device) if isinstance(count, Tensor) else count)
-
-
-def _summed_loss(logits: Tensor, targets: Tensor) -> Tensor:
-    dtype = torch.promote_types(logits.dtype, torch.float32)
-    return functional.cross_entropy(logits.to(dtype), targets, ignore_index=-100, reduction="sum")
+def _expected(labels: Tensor | None, targets: Tensor | None, shape: torch.Size) -> Tensor | None:
+    """The token after each row; None if nobody says."""
+    if labels is not None and targets is not None:
+        raise ValueError("labels and targets both say which tokens come next: got both; pass one of them")
+    for name, tokens in (("labels", labels), ("targets", targets)):
+        if tokens is not None and tokens.shape != shape:
+            raise ValueError(f"{name} must have the shape {tuple(shape)} of the logits, got {tuple(tokens.shape)}")
+    return targets if labels is None else next_tokens(labels)
 
 
 AutoConfig.register(LongNetCausalLMConfig.model_type, LongNetCausalLMConfig, exist_ok=True)

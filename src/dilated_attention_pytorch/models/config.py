@@ -61,10 +61,12 @@ class LongNetConfig:
     tie_embeddings: bool = True
     """Whether the output matrix is the embedding table."""
     gradient_checkpointing: bool = False
-    """Recompute every block in the backward instead of keeping its activations, in training."""
+    """Recompute blocks in the backward instead of keeping their activations, in training."""
+    checkpoint_every: int = 1
+    """Of the blocks that gradient_checkpointing recomputes, every n-th, the first one included; 1 is all."""
 
     def __post_init__(self) -> None:
-        for name in ("vocab_size", "embed_dim", "num_layers", "num_heads"):
+        for name in ("vocab_size", "embed_dim", "num_layers", "num_heads", "checkpoint_every"):
             _check_count(name, getattr(self, name))
         for name in ("num_kv_heads", "ffn_dim"):
             if getattr(self, name) is not None:
@@ -112,6 +114,10 @@ class LongNetConfig:
             self.segment_lengths, self.dilation_rates, offset_rule=self.offset_rule, segment_shift=shift
         )
 
+    def is_recomputed(self, layer: int) -> bool:
+        """Whether block ``layer``, counted from 0, is recomputed where gradients are checkpointed."""
+        return layer % self.checkpoint_every == 0
+
     def pattern(self, layer: int) -> DilatedPattern:
         """The attention pattern of block ``layer``, counted from 0."""
         return self._pattern(self.layer_segment_shifts[layer % len(self.layer_segment_shifts)])
@@ -125,14 +131,21 @@ class LongNetConfig:
         >>> config.num_parameters == sum(weight.numel() for weight in LongNetLM(config).parameters())
         True
         """
+        assert self.ffn_dim is not None
+        width, inner = self.embed_dim, self.ffn_dim
+        norms = 2 * (3 * width + inner)  # before and inside the attention, before and inside the feed-forward
+        own_table = 0 if self.tie_embeddings else self.vocab_size * width
+        return own_table + self.num_matrix_weights + self.num_layers * norms + 2 * width
+
+    @property
+    def num_matrix_weights(self) -> int:
+        """Weights of the matrices that every token is multiplied by: those of the blocks, and the output matrix."""
         assert self.num_kv_heads is not None
         assert self.ffn_dim is not None
         width, inner = self.embed_dim, self.ffn_dim
         key_width = width // self.num_heads * self.num_kv_heads
-        matrices = 2 * width * (width + key_width) + (3 if self.activation == "swiglu" else 2) * width * inner
-        norms = 2 * (3 * width + inner)  # before and inside the attention, before and inside the feed-forward
-        tables = self.vocab_size * width * (1 if self.tie_embeddings else 2)
-        return tables + self.num_layers * (matrices + norms) + 2 * width
+        of_block = 2 * width * (width + key_width) + (3 if self.activation == "swiglu" else 2) * width * inner
+        return self.num_layers * of_block + self.vocab_size * width
 
     def to_dict(self) -> dict[str, Any]:
         """The fields by name, as values that JSON holds.

@@ -174,12 +174,13 @@ class LongNetLM(nn.Module):
             attend_layer = functools.partial(self._attend_runs, runs)
         else:
             if positions is None:
-                positions = _positions(rows, cu_seqlens, input_ids.device)
+                positions = document_positions(rows, cu_seqlens, input_ids.device)
             attend_layer = functools.partial(self._attend, cu_seqlens)
         x = self.dropout(self.embedding(input_ids) * math.sqrt(self.config.embed_dim))
         turn = rotary(positions, self.config.embed_dim // self.config.num_heads, self.config.rope_theta, x.dtype)
-        for block in self.blocks:
-            if self.gradient_checkpointing and self.training and torch.is_grad_enabled():
+        recomputes = self.gradient_checkpointing and self.training and torch.is_grad_enabled()
+        for layer, block in enumerate(self.blocks):
+            if recomputes and self.config.is_recomputed(layer):
                 x = self.checkpoint_function(block, x, turn, attend_layer)
             else:
                 x = block(x, turn, attend_layer)
@@ -224,7 +225,7 @@ class LongNetLM(nn.Module):
         return out
 
 
-def _positions(rows: int, cu_seqlens: Tensor | None, device: torch.device) -> Tensor:
+def document_positions(rows: int, cu_seqlens: Tensor | None, device: torch.device) -> Tensor:
     """Positions ``[N]`` that start at 0 in every document."""
     places = torch.arange(rows, device=device)
     if cu_seqlens is None:

@@ -9,16 +9,18 @@ from torch import Tensor
 
 from dilated_attention_pytorch.kernels.dropout import keep_factors
 from dilated_attention_pytorch.kernels.reference import reference_attention
-from dilated_attention_pytorch.kernels.select import Impl, select
+from dilated_attention_pytorch.kernels.select import NO_FP8_GRADIENT, Impl
 from dilated_attention_pytorch.patterns import DilatedPattern, OffsetRule, Pattern, Tail
 from dilated_attention_pytorch.precision import accumulation_dtype
 
 from . import library
+from .attend_at import attend_from, last_start
 from .autocast import cast_by_autocast, without_autocast
-from .derivatives import attend_operands
+from .derivatives import attend_operands, has_derivatives
+from .implementation import implementation_of
 from .merge import AttentionOutput
-from .prepare import with_scale
-from .validation import check_call, check_documents, documents_of
+from .prepare import with_scale, without_padding
+from .validation import check_call, check_documents, check_query_start, documents_of
 from .weighted_sum import Operands
 
 
@@ -30,7 +32,7 @@ def attend_with_lse(
     *,
     is_causal: bool = False,
     scale: float | None = None,
-    query_offset: int = 0,
+    query_offset: int | Tensor = 0,
     key_offset: int = 0,
     cu_seqlens: Tensor | None = None,
     key_padding_mask: Tensor | None = None,
@@ -51,9 +53,15 @@ def attend_with_lse(
     (torch.Size([1, 100, 4, 8]), torch.Size([1, 100, 4]))
     """
     check_call(
-        query, key, value, pattern, is_causal=is_causal, scale=scale, query_offset=query_offset,
-        key_offset=key_offset, cu_seqlens=cu_seqlens, key_padding_mask=key_padding_mask, dropout_p=dropout_p,
+        query, key, value, pattern, is_causal=is_causal, scale=scale,
+        query_offset=0 if isinstance(query_offset, Tensor) else query_offset, key_offset=key_offset,
+        cu_seqlens=cu_seqlens, key_padding_mask=key_padding_mask, dropout_p=dropout_p,
     )  # fmt: skip
+    if isinstance(query_offset, Tensor):
+        check_query_start(
+            query_offset, query, key, pattern, is_causal=is_causal, key_offset=key_offset, cu_seqlens=cu_seqlens,
+            dropout_p=dropout_p,
+        )  # fmt: skip
     seed = torch.randint(2**62, (), device=query.device) if dropout_p > 0.0 else None
     return attend_checked(
         query, key, value, pattern, is_causal=is_causal, scale=scale, query_offset=query_offset,
@@ -70,7 +78,7 @@ def attend_checked(
     *,
     is_causal: bool,
     scale: float | None,
-    query_offset: int,
+    query_offset: int | Tensor,
     key_offset: int,
     cu_seqlens: Tensor | None,
     key_padding_mask: Tensor | None,
@@ -79,10 +87,25 @@ def attend_checked(
     impl: Impl,
 ) -> AttentionOutput:
     """:func:`attend_with_lse` for arguments that are checked, with the seed of its dropout given."""
-    is_segmented = any(group.boundaries is not None for group in pattern.groups)
-    chosen = select(impl, query.device, query.dtype, query.shape[-1], is_segmented=is_segmented)
     query, key, value = cast_by_autocast(query, key, value)
+    chosen = implementation_of(impl, query, pattern)
+    if chosen == "triton-fp8" and has_derivatives(query, key, value):
+        raise NotImplementedError(NO_FP8_GRADIENT)
     query, scale = with_scale(query, scale)
+    if isinstance(query_offset, Tensor):
+        if chosen == "triton":
+            return AttentionOutput(
+                *attend_from(query, key, value, query_offset, key_padding_mask, pattern.spec, scale, key_offset)
+            )
+        if chosen != "reference":
+            raise NotImplementedError(
+                f'impl="{chosen}" plans a call with the position of its queries, which lies in a tensor: pass '
+                'query_offset as an integer, or a CUDA tensor with tensors that impl="triton" computes'
+            )
+        query_offset = int(query_offset.clamp(0, last_start(query, key, key_offset)))
+        rows = torch.arange(key_offset, key_offset + key.shape[1], device=key.device)
+        is_ahead = (rows >= query_offset + query.shape[1]).expand(key.shape[:2])
+        key, value = without_padding(key, is_ahead), without_padding(value, is_ahead)
     if chosen == "reference":
         if cu_seqlens is not None and not torch.compiler.is_compiling():
             check_documents(pattern, documents_of(cu_seqlens, query.shape[1]), key.shape[2])
@@ -107,7 +130,7 @@ def attend(
     *,
     is_causal: bool = False,
     scale: float | None = None,
-    query_offset: int = 0,
+    query_offset: int | Tensor = 0,
     key_offset: int = 0,
     cu_seqlens: Tensor | None = None,
     key_padding_mask: Tensor | None = None,
@@ -131,7 +154,12 @@ def attend(
         is_causal: a query sees keys at its own position and before only.
         scale: factor of the scores; ``1 / sqrt(D)`` without it.
         query_offset, key_offset: absolute positions of the first query row and the first key row, so that a shard,
-            a chunk of a prefill or one decoding step lands on the right segments and residues.
+            a chunk of a prefill or one decoding step lands on the right segments and residues. ``query_offset`` may be
+            an int64 scalar on query's device, whose value the host does not read: a CUDA graph that was captured once
+            then decodes a whole text, from a buffer of keys and values in which rows past the position hold anything.
+            Values from 0 to ``key_offset + M - N`` are meant, others are taken for the nearest of these. It goes with
+            ``is_causal=True`` and ``impl="triton"`` (``"reference"`` waits for the value), without a gradient,
+            ``cu_seqlens``, dropout and ``tail="zero_padded"``.
         cu_seqlens: int32 ``[documents + 1]`` row boundaries of documents packed along the sequence (for every
             sequence of the batch): each is a sequence of its own that starts at position 0. On the
             query's device, or on the CPU (checked, then copied). ``impl="triton"`` does not wait for a device to check
@@ -139,9 +167,13 @@ def attend(
         key_padding_mask: bool ``[B, M]``, True = ignore, exactly as if the key were not there.
         dropout_p: probability with which each merged probability ``c exp(s - L)`` is dropped, the others scaled by
             ``1 / (1 - p)``. Drawn from PyTorch's random state.
-        impl: ``"auto"``, ``"triton"`` (kernels of this package, NVIDIA GPUs), ``"native"`` (kernels of this package,
-            x86-64 CPUs), ``"aten"`` (PyTorch's fused kernels, CPU and CUDA) or ``"reference"`` (dense, any device). All
-            agree to rounding. ``"auto"`` is ``"triton"`` or ``"native"`` where that can run, else ``"aten"``.
+        impl: ``"auto"``, ``"triton"`` (kernels of this package, NVIDIA and AMD GPUs), ``"gluon"`` (the same with a
+            forward for compute capability 9.0 whose warps share the work) and ``"cudnn"`` (PyTorch's cuDNN attention
+            over strided views), both by name only as they have not run on a device yet, ``"triton-fp8"`` (without
+            gradients, by name only: query, key, value and probabilities rounded to e4m3, from compute capability 8.9
+            on), ``"native"`` (kernels of this package, x86-64 CPUs), ``"aten"`` (PyTorch's fused kernels, CPU and CUDA)
+            or ``"reference"`` (dense, any device). All agree to rounding, which to e4m3 leaves 4 bits. ``"auto"`` is
+            ``"triton"`` on an NVIDIA GPU and ``"native"`` on a CPU where these can run, else ``"aten"``.
 
     Returns:
         ``[B, N, H, D]`` in the query's dtype, contiguous. Under autocast, inputs other than float64 are cast first.
@@ -174,7 +206,7 @@ def dilated_attention(
     segment_shift: int | Sequence[int] = 0,
     is_causal: bool = False,
     scale: float | None = None,
-    query_offset: int = 0,
+    query_offset: int | Tensor = 0,
     key_offset: int = 0,
     cu_seqlens: Tensor | None = None,
     key_padding_mask: Tensor | None = None,

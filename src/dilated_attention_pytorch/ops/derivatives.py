@@ -12,6 +12,7 @@ from torch.autograd.function import Function
 
 from dilated_attention_pytorch.tracing import constant_of_graph
 
+from .dispatch import is_dual_level, is_recorded, is_seen
 from .weighted_sum import (
     Axis,
     Factor,
@@ -37,28 +38,43 @@ class Attend(Function):
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
-        ctx.operators, *tensors = inputs
-        ctx.save_for_backward(*tensors, *output)
-        ctx.save_for_forward(*tensors, *output)
+        ctx.operators, value, *operands = inputs
+        # As the operators save them: activation checkpointing tells tensors apart by their order alone, and may see the
+        # one in the forward and the other where that is computed again.
+        tensors = (*operands[:2], value, *operands[2:], *output)
+        ctx.save_for_backward(*tensors)
+        ctx.save_for_forward(*tensors)
         ctx.set_materialize_grads(False)
 
     @staticmethod
     def backward(ctx: Any, grad_out: Tensor | None, grad_lse: Tensor | None) -> tuple[Tensor | None, ...]:
-        value, *operands, out, lse = ctx.saved_tensors
-        grads = gradients(ctx.operators, value, Operands(*operands), grad_out, grad_lse, out, lse)
+        query, key, value, *others, out, lse = ctx.saved_tensors
+        grads = gradients(ctx.operators, value, Operands(query, key, *others), grad_out, grad_lse, out, lse)
         return (None, grads[2], grads[0], grads[1], grads[3], None, None, None)
 
     @staticmethod
     @nestable
     def jvp(ctx: Any, saved: list[Any], *tangents: Any) -> tuple[Tensor, Tensor]:
-        value, *operands, out, lse = saved
+        query, key, value, *others, out, lse = saved
         _, value_tangent, query_tangent, key_tangent, gate_tangent, *_ = tangents
         moved = Tangents(query_tangent, key_tangent, value_tangent, gate_tangent)
-        return _tangents_of_outputs(ctx.operators, value, Operands(*operands), lse, moved, out.dtype)
+        return _tangents_of_outputs(ctx.operators, value, Operands(query, key, *others), lse, moved, out.dtype)
 
     @staticmethod
     def vmap(info: Any, in_dims: tuple[int | None, ...], *inputs: Any) -> tuple[Any, Any]:
         return by_sequence(Attend, info.batch_size, in_dims, inputs)
+
+
+class _Computed(Attend):
+    """:class:`Attend` where nothing but autograd sees it."""
+
+    @staticmethod
+    def forward(operators: Operators, value: Tensor, *operands: Any) -> tuple[Tensor, Tensor]:
+        return operators.compute(Operands(*operands), value)
+
+
+# `Function.apply` first binds the arguments to a signature, which only transforms need.
+_computed = super(Function, _Computed).apply
 
 
 def attend_operands(operators: Operators, value: Tensor, operands: Operands) -> tuple[Tensor, Tensor]:
@@ -67,6 +83,11 @@ def attend_operands(operators: Operators, value: Tensor, operands: Operands) -> 
     Raises:
         NotImplementedError: ``torch.compile`` traces derivatives of ``torch.func`` through it.
     """
+    if not is_seen(value, *operands):
+        if is_recorded(value, *operands):
+            out, lse = _computed(operators, value, *operands)
+            return out, lse
+        return operators.compute(operands, value)
     if torch.compiler.is_compiling():
         if _is_differentiated_by_transforms():
             raise NotImplementedError(
@@ -88,16 +109,17 @@ def _is_differentiated_by_transforms() -> bool:
 
 def is_transformed(*tensors: Tensor | None) -> bool:
     """Whether tangents, or transforms of ``torch.func``, are to pass: operators know neither."""
-    return torch._C._are_functorch_transforms_active() or (_is_dual_level() and _has_tangents(*tensors))
-
-
-def _is_dual_level() -> bool:
-    """Whether there can be tangents at all: asked often, answered fast."""
-    return forward_ad._current_level >= 0 and forward_ad._is_fwd_grad_enabled()
+    return torch._C._are_functorch_transforms_active() or (is_dual_level() and _has_tangents(*tensors))
 
 
 def _has_tangents(*tensors: Tensor | None) -> bool:
     return any(tensor is not None and forward_ad.unpack_dual(tensor).tangent is not None for tensor in tensors)
+
+
+def has_derivatives(*tensors: Tensor | None) -> bool:
+    """Whether a gradient or a tangent of what is computed of these tensors is to be taken."""
+    is_recorded = torch.is_grad_enabled() and any(tensor is not None and tensor.requires_grad for tensor in tensors)
+    return is_recorded or (is_dual_level() and _has_tangents(*tensors))
 
 
 def refuse_tangents(*tensors: Tensor | None) -> None:
@@ -106,7 +128,7 @@ def refuse_tangents(*tensors: Tensor | None) -> None:
     Raises:
         NotImplementedError: one of the tensors has a tangent that is to pass.
     """
-    if not _is_dual_level():
+    if not is_dual_level():
         return
     # Operators run where derivatives are done with: tangents are seen only where nothing is left out.
     everything = torch._C.DispatchKeySet(torch._C.DispatchKey.Undefined)
@@ -135,6 +157,8 @@ def gradients(
     tensors = (grad_out, grad_lse, out, lse, value, *operands)
     if not torch.compiler.is_compiling() and (torch.is_grad_enabled() or is_transformed(*tensors)):
         grads = _Gradients.apply(operators, *tensors)
+    elif not is_seen(grad_out, grad_lse, value, *operands):
+        grads = operators.compute_gradients(operands, value, grad_out, grad_lse, out, lse)
     else:
         grads = operators.backward(operands, value, grad_out, grad_lse, out, lse)
     return (*grads, None) if len(grads) == 3 else grads

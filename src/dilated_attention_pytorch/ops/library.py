@@ -14,6 +14,7 @@ from torch.utils.flop_counter import register_flop_formula
 from dilated_attention_pytorch.engine import call as engine
 from dilated_attention_pytorch.engine import extremes
 from dilated_attention_pytorch.engine.call import Inputs
+from dilated_attention_pytorch.kernels.select import NO_FP8_GRADIENT, ON_DEVICE
 from dilated_attention_pytorch.patterns import DilationGroup, HeadRule, pattern_from_spec
 from dilated_attention_pytorch.planning import Call, plan
 from dilated_attention_pytorch.precision import accumulation_dtype
@@ -25,7 +26,7 @@ from .validation import check_documents, documents_of
 from .weighted_sum import Axis, Factor, Operands, Operators
 
 if TYPE_CHECKING:
-    from dilated_attention_pytorch.kernels.triton import launch
+    from dilated_attention_pytorch.kernels.triton.problem import Problem
 
 
 def _call(
@@ -72,24 +73,24 @@ def _problem(
     query_offset: int,
     key_offset: int,
     dropout_p: float,
-) -> launch.Problem:
+) -> Problem:
     """The operands of the Triton kernels, which plan on the device; boundaries on the CPU are checked, then copied."""
-    from dilated_attention_pytorch.kernels.triton import launch
+    from dilated_attention_pytorch.kernels.triton.problem import Problem
 
-    groups, rules = _summands(pattern)
+    groups, rules = summands(pattern)
     if cu_seqlens is not None:
         # Boundaries on the device are not waited for: a document may be as long as all of them.
         boundaries = documents_of(cu_seqlens, query.shape[1]) if cu_seqlens.is_cpu else (0, query.shape[1])
         check_documents(pattern_from_spec(pattern), boundaries, key.shape[2])
         cu_seqlens = cu_seqlens.to(query.device).contiguous()
-    return launch.Problem(
+    return Problem(
         query, key, value, groups, is_causal, scale, query_offset, key_offset, cu_seqlens, key_padding_mask,
         dropout_seed, dropout_p, rules,
     )  # fmt: skip
 
 
 @functools.lru_cache(maxsize=64)
-def _summands(pattern: str) -> tuple[tuple[DilationGroup, ...], tuple[HeadRule, ...]]:
+def summands(pattern: str) -> tuple[tuple[DilationGroup, ...], tuple[HeadRule, ...]]:
     """Groups and rules of a pattern: the same objects in every call, which finds its plan of launches by them."""
     counted = pattern_from_spec(pattern)
     return counted.groups, counted.rules
@@ -102,7 +103,16 @@ def attend_prepared(*operands: Any) -> tuple[Tensor, Tensor]:
         from dilated_attention_pytorch.kernels.triton import launch
 
         return launch.forward(_problem(*rest))
-    return extremes.forward(_inputs(*operands))
+    if impl == "gluon":
+        from dilated_attention_pytorch.kernels.triton import hopper
+
+        return hopper.forward(_problem(*rest))
+    if impl == "triton-fp8":
+        from dilated_attention_pytorch.kernels.triton import fp8
+
+        return fp8.forward(_problem(*rest))
+    with without_autocast(operands[0].device.type):
+        return extremes.forward(_inputs(*operands))
 
 
 def attend_backward_prepared(
@@ -111,13 +121,15 @@ def attend_backward_prepared(
     """:data:`attend_backward` of operands as :func:`attend_prepared` takes them."""
     grad_out = as_rows(grad_out)
     *rest, impl = operands
-    if impl == "triton":
+    if impl == "triton-fp8":
+        raise NotImplementedError(NO_FP8_GRADIENT)
+    if impl in ON_DEVICE:
         from dilated_attention_pytorch.kernels.triton import launch
 
         # The kernels read them as they write them, contiguous; rows of a longer call are not.
-        out, lse = out.contiguous(), lse.contiguous()
-        return launch.backward(_problem(*rest), out, lse, grad_out, grad_lse)
-    return extremes.backward(_inputs(*operands), out, lse, grad_out, grad_lse)
+        return launch.backward(_problem(*rest), out.contiguous(), lse.contiguous(), grad_out, grad_lse)
+    with without_autocast(operands[0].device.type):
+        return extremes.backward(_inputs(*operands), out, lse, grad_out, grad_lse)
 
 
 def attend_pair(*operands: Any) -> tuple[Tensor, Tensor, Tensor]:
@@ -138,8 +150,7 @@ def attend_pair_backward(
     return engine.backward(_inputs(*operands), out, lse, as_rows(grad_out), grad_lse, rest)
 
 
-@torch.library.custom_op("dilated_attention_pytorch::attend", mutates_args=())
-def attend(
+def _attend(
     query: Tensor,
     key: Tensor,
     value: Tensor,
@@ -157,20 +168,18 @@ def attend(
     """Output and log-sum-exp; see :func:`dilated_attention_pytorch.attend_with_lse`."""
     refuse_tangents(query, key, value)
     query, key, value = as_rows(query), _of_keys(key, key_padding_mask, impl), _of_keys(value, key_padding_mask, impl)
-    with without_autocast(query.device.type):
-        return attend_prepared(
-            query, key, value, cu_seqlens, key_padding_mask, dropout_seed, pattern, is_causal, scale, query_offset,
-            key_offset, dropout_p, impl,
-        )  # fmt: skip
+    return attend_prepared(
+        query, key, value, cu_seqlens, key_padding_mask, dropout_seed, pattern, is_causal, scale, query_offset,
+        key_offset, dropout_p, impl,
+    )  # fmt: skip
 
 
 def _of_keys(tensor: Tensor, key_padding_mask: Tensor | None, impl: str) -> Tensor:
     """Keys or values as the kernels of ``impl`` take them; the Triton kernels do not read what is hidden."""
-    return as_rows(tensor if impl == "triton" else without_padding(tensor, key_padding_mask))
+    return as_rows(tensor if impl in ON_DEVICE else without_padding(tensor, key_padding_mask))
 
 
-@torch.library.custom_op("dilated_attention_pytorch::attend_backward", mutates_args=())
-def attend_backward(
+def _attend_backward(
     grad_out: Tensor,
     grad_lse: Tensor | None,
     out: Tensor,
@@ -192,11 +201,16 @@ def attend_backward(
     """Gradients of query, key and value from the merged output and log-sum-exp."""
     refuse_tangents(query, key, value, grad_out, grad_lse)
     query, key, value = as_rows(query), _of_keys(key, key_padding_mask, impl), _of_keys(value, key_padding_mask, impl)
-    with without_autocast(query.device.type):
-        return attend_backward_prepared(
-            grad_out, grad_lse, out, lse, query, key, value, cu_seqlens, key_padding_mask, dropout_seed, pattern,
-            is_causal, scale, query_offset, key_offset, dropout_p, impl,
-        )  # fmt: skip
+    return attend_backward_prepared(
+        grad_out, grad_lse, out, lse, query, key, value, cu_seqlens, key_padding_mask, dropout_seed, pattern,
+        is_causal, scale, query_offset, key_offset, dropout_p, impl,
+    )  # fmt: skip
+
+
+attend = torch.library.custom_op("dilated_attention_pytorch::attend", _attend, mutates_args=())
+attend_backward = torch.library.custom_op(
+    "dilated_attention_pytorch::attend_backward", _attend_backward, mutates_args=()
+)
 
 
 @torch.library.custom_op("dilated_attention_pytorch::weighted_sum", mutates_args=())
@@ -263,7 +277,7 @@ def _(
     return lse.new_empty((*(key if of_keys else query).shape[:3], values.shape[3]))
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True, eq=False)
 class AttendOperators(Operators):
     """The operators of one call of :func:`attend`."""
 
@@ -275,15 +289,21 @@ class AttendOperators(Operators):
     dropout_p: float
     impl: str
 
+    def compute(self, operands: Operands, value: Tensor) -> tuple[Tensor, Tensor]:
+        return _attend(*self._arguments(operands, value))
+
+    def compute_gradients(
+        self, operands: Operands, value: Tensor, grad_out: Tensor, grad_lse: Tensor | None, out: Tensor, lse: Tensor
+    ) -> tuple[Tensor, ...]:
+        return _attend_backward(grad_out, grad_lse, out, lse, *self._arguments(operands, value))
+
     def forward(self, operands: Operands, value: Tensor) -> tuple[Tensor, Tensor]:
-        return attend(operands.query, operands.key, value, *operands[3:], *self._options, self.impl)
+        return attend(*self._arguments(operands, value))
 
     def backward(
         self, operands: Operands, value: Tensor, grad_out: Tensor, grad_lse: Tensor | None, out: Tensor, lse: Tensor
     ) -> tuple[Tensor, ...]:
-        return attend_backward(
-            grad_out, grad_lse, out, lse, operands.query, operands.key, value, *operands[3:], *self._options, self.impl
-        )
+        return attend_backward(grad_out, grad_lse, out, lse, *self._arguments(operands, value))
 
     def weighted_sum(
         self, axis: Axis, operands: Operands, lse: Tensor, values: Tensor | None, factors: Sequence[Factor]
@@ -293,14 +313,18 @@ class AttendOperators(Operators):
             operands.query, operands.key, *operands[3:], *self._options,
         )  # fmt: skip
 
+    def _arguments(self, operands: Operands, value: Tensor) -> tuple[Any, ...]:
+        query, key, _, *others = operands
+        return query, key, value, *others, *self._options, self.impl
+
     @property
     def _options(self) -> tuple[Any, ...]:
-        return (self.pattern, self.is_causal, self.scale, self.query_offset, self.key_offset, self.dropout_p)
+        return self.pattern, self.is_causal, self.scale, self.query_offset, self.key_offset, self.dropout_p
 
 
 def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
     pattern, is_causal, scale, *rest = inputs[6:]
-    ctx.save_for_backward(*inputs[:6], *output)
+    ctx.save_for_backward(*inputs[:6], *output)  # the order of derivatives.Attend
     ctx.operators = AttendOperators(scale, pattern, is_causal, *rest)
     ctx.set_materialize_grads(False)
 
@@ -315,11 +339,18 @@ def _backward(ctx: Any, grad_out: Tensor | None, grad_lse: Tensor | None) -> tup
 attend.register_autograd(_backward, setup_context=_setup_context)
 
 
-def _num_pairs(operands: tuple[Any, ...]) -> int:
+def num_pairs(
+    query: Tensor, key: Tensor, cu_seqlens: Tensor | None, pattern: str, is_causal: bool, query_offset: int,
+    key_offset: int,
+) -> int:  # fmt: skip
     """Pairs of a query and a key under the pattern; a padded key counts, the kernels compute with it."""
+    return plan(_call(query, key, cu_seqlens, pattern, is_causal, query_offset, key_offset), 1 << 62).num_pairs
+
+
+def _num_pairs(operands: tuple[Any, ...]) -> int:
+    """Of the operands of :data:`attend`."""
     query, key, _, cu_seqlens, _, _, pattern, is_causal, _, query_offset, key_offset, *_ = operands
-    call = _call(query, key, cu_seqlens, pattern, is_causal, query_offset, key_offset)
-    return plan(call, 1 << 62).num_pairs
+    return num_pairs(query, key, cu_seqlens, pattern, is_causal, query_offset, key_offset)
 
 
 @register_flop_formula(torch.ops.dilated_attention_pytorch.attend, get_raw=True)

@@ -159,8 +159,7 @@ class _Selected:
         return (of_blocks.view(self.inputs.blocks.shape[:3]).unsqueeze(-1),)
 
 
-@torch.library.custom_op("dilated_attention_pytorch::attend_blocks", mutates_args=())
-def _attend_blocks(
+def _forward(
     query: Tensor,
     key: Tensor,
     value: Tensor,
@@ -187,8 +186,7 @@ def _attend_blocks(
         return forward_around(_Selected(inputs), inputs.query, inputs.key, inputs.value)
 
 
-@torch.library.custom_op("dilated_attention_pytorch::attend_blocks_backward", mutates_args=())
-def _attend_blocks_backward(
+def _gradients(
     grad_out: Tensor,
     grad_lse: Tensor | None,
     out: Tensor,
@@ -219,6 +217,12 @@ def _attend_blocks_backward(
         *grads, grad_gates = backward_around(_Selected(inputs), operands, out, lse, grad_out, grad_lse)
     gate_dtype = lse.dtype if log_gates is None else log_gates.dtype
     return grads[0], grads[1], grads[2], grad_gates.to(gate_dtype)
+
+
+_attend_blocks = torch.library.custom_op("dilated_attention_pytorch::attend_blocks", _forward, mutates_args=())
+_attend_blocks_backward = torch.library.custom_op(
+    "dilated_attention_pytorch::attend_blocks_backward", _gradients, mutates_args=()
+)
 
 
 @torch.library.custom_op("dilated_attention_pytorch::weighted_block_sum", mutates_args=())
@@ -295,16 +299,23 @@ class _BlockOperators(Operators):
     dropout_p: float
     impl: str
 
+    def compute(self, operands: Operands, value: Tensor) -> tuple[Tensor, Tensor]:
+        return _forward(*self._arguments(operands, value))
+
+    def compute_gradients(
+        self, operands: Operands, value: Tensor, grad_out: Tensor, grad_lse: Tensor | None, out: Tensor, lse: Tensor
+    ) -> tuple[Tensor, ...]:
+        grads = _gradients(grad_out, grad_lse, out, lse, *self._arguments(operands, value))
+        return grads[:3] if operands.log_gates is None else grads
+
     def forward(self, operands: Operands, value: Tensor) -> tuple[Tensor, Tensor]:
-        return _attend_blocks(*self._tensors(operands, value), *self._options, self.impl)
+        return _attend_blocks(*self._arguments(operands, value))
 
     def backward(
         self, operands: Operands, value: Tensor, grad_out: Tensor, grad_lse: Tensor | None, out: Tensor, lse: Tensor
     ) -> tuple[Tensor, ...]:
-        *grads, grad_gates = _attend_blocks_backward(
-            grad_out, grad_lse, out, lse, *self._tensors(operands, value), *self._options, self.impl
-        )
-        return tuple(grads) if operands.log_gates is None else (*grads, grad_gates)
+        grads = tuple(_attend_blocks_backward(grad_out, grad_lse, out, lse, *self._arguments(operands, value)))
+        return grads[:3] if operands.log_gates is None else grads
 
     def weighted_sum(
         self, axis: Axis, operands: Operands, lse: Tensor, values: Tensor | None, factors: Sequence[Factor]
@@ -312,6 +323,9 @@ class _BlockOperators(Operators):
         query, key, _, *others = self._tensors(operands, operands.key)
         flat = [tensor for factor in factors for tensor in factor]
         return _weighted_sum(axis, values, flat, lse, query, key, *others, *self._options)
+
+    def _arguments(self, operands: Operands, value: Tensor) -> tuple[Any, ...]:
+        return *self._tensors(operands, value), *self._options, self.impl
 
     def _tensors(self, operands: Operands, value: Tensor) -> tuple[Any, ...]:
         query, key, log_gates, blocks, key_padding_mask, dropout_seed = operands
@@ -326,14 +340,15 @@ class _BlockOperators(Operators):
 
 def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
     block_size, query_block_size, is_causal, scale, *rest = inputs[7:]
-    ctx.save_for_backward(*inputs[:7], *output)
+    query, key, value, blocks, log_gates, *others = inputs[:7]
+    ctx.save_for_backward(query, key, value, log_gates, blocks, *others, *output)  # the order of derivatives.Attend
     ctx.operators = _BlockOperators(scale, block_size, query_block_size, is_causal, *rest)
     ctx.set_materialize_grads(False)
 
 
 def _backward(ctx: Any, grad_out: Tensor | None, grad_lse: Tensor | None) -> tuple[Tensor | None, ...]:
-    query, key, value, blocks, log_gates, key_padding_mask, seed, out, lse = ctx.saved_tensors
-    operands = Operands(query, key, log_gates, blocks, key_padding_mask, seed)
+    query, key, value, *others, out, lse = ctx.saved_tensors
+    operands = Operands(query, key, *others)
     *grads, grad_gates = gradients(ctx.operators, value, operands, grad_out, grad_lse, out, lse)
     return (*grads, None, grad_gates, *(None for _ in range(9)))
 

@@ -14,6 +14,7 @@ from dilated_attention_pytorch.patterns import Pattern
 
 from .autocast import is_cast
 
+_DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 _MOST_HEADS = 128
 """More heads than this, and more than rows, are taken for rows: models have up to 128 heads, texts have more tokens."""
 
@@ -39,36 +40,92 @@ def check_call(
             "pattern must be a Pattern such as DilatedPattern([2048, 4096], [1, 2]), "
             f"got {pattern!r} of type {type(pattern).__name__}"
         )
-    if any(group.heads is not None and len(group.heads) != key.shape[2] for group in pattern.groups):
-        raise ValueError(
-            f"the pattern is for some of the key/value heads, and not for {key.shape[2]} of them: {pattern}"
-        )
+    num_queries, (_, num_keys, num_kv_heads, _) = query.shape[1], key.shape
+    is_zero_padded = False
+    for group in pattern.groups:
+        if group.heads is not None and len(group.heads) != num_kv_heads:
+            raise ValueError(
+                f"the pattern is for some of the key/value heads, and not for {num_kv_heads} of them: {pattern}"
+            )
+        is_zero_padded = is_zero_padded or group.tail == "zero_padded"
     if not isinstance(is_causal, bool):
         raise TypeError(f"is_causal must be True or False, got {is_causal!r} of type {type(is_causal).__name__}")
     if scale is not None and not (_is_number(scale) and math.isfinite(scale)):
         raise ValueError(f"scale must be a finite number or None for 1 / sqrt(D), got {scale!r}")
     check_dropout("dropout_p", dropout_p)
-    for name, offset in (("query_offset", query_offset), ("key_offset", key_offset)):
-        if isinstance(offset, bool) or not isinstance(offset, (int, torch.SymInt)):
-            raise TypeError(f"{name} must be an integer position, got {offset!r} of type {type(offset).__name__}")
-        if offset < 0:
-            raise ValueError(f"{name} is the absolute position of the slab's first row, at least 0, got {offset}")
+    _check_offset("query_offset", query_offset)
+    _check_offset("key_offset", key_offset)
     if key_padding_mask is not None:
         _check_key_padding_mask(key_padding_mask, key)
     if cu_seqlens is not None:
         check_cu_seqlens(cu_seqlens, query)
-        if query.shape[1] != key.shape[1] or query_offset != 0 or key_offset != 0:
+        if num_queries != num_keys or query_offset != 0 or key_offset != 0:
             raise ValueError(
                 "cu_seqlens packs documents of self-attention, so query and key must have the same rows from position "
-                f"0: got {query.shape[1]} query rows at {query_offset} and {key.shape[1]} key rows at {key_offset}; "
+                f"0: got {num_queries} query rows at {query_offset} and {num_keys} key rows at {key_offset}; "
                 "attend to each document's slab by itself instead"
             )
-    # Positions of packed documents are those in the document: their boundaries are read where the call is computed.
-    end = max(query_offset + query.shape[1], key_offset + key.shape[1]) if cu_seqlens is None else 0
-    for rule in pattern.rules:
-        rule.check(end, key.shape[2])
-    if any(group.tail == "zero_padded" for group in pattern.groups):
+    if pattern.rules:
+        # Positions of packed documents are those in the document: their boundaries are read where the call is computed.
+        end = max(query_offset + num_queries, key_offset + num_keys) if cu_seqlens is None else 0
+        for rule in pattern.rules:
+            rule.check(end, num_kv_heads)
+    if is_zero_padded:
         _check_zero_padded(query, key, query_offset, key_offset, key_padding_mask)
+
+
+def _check_offset(name: str, offset: int) -> None:
+    if isinstance(offset, bool) or not isinstance(offset, (int, torch.SymInt)):
+        raise TypeError(f"{name} must be an integer position, got {offset!r} of type {type(offset).__name__}")
+    if offset < 0:
+        raise ValueError(f"{name} is the absolute position of the slab's first row, at least 0, got {offset}")
+
+
+def check_query_start(
+    query_start: Tensor,
+    query: Tensor,
+    key: Tensor,
+    pattern: Pattern,
+    *,
+    is_causal: bool,
+    key_offset: int,
+    cu_seqlens: Tensor | None,
+    dropout_p: float,
+) -> None:
+    """Raise what is wrong with a ``query_offset`` on the device and what goes with it; its value is not read.
+
+    The other arguments are those of a call that :func:`check_call` accepts.
+    """
+    if query_start.dtype != torch.int64 or query_start.dim() != 0:
+        raise TypeError(
+            "query_offset must be an integer, or an int64 tensor without dimensions, got a tensor of "
+            f"{query_start.dtype} of shape {tuple(query_start.shape)}"
+        )
+    if query_start.device != query.device:
+        raise ValueError(
+            f"query_offset, a tensor, must be on query's device {query.device}, got {query_start.device}; a position "
+            "that the host knows is passed as an integer"
+        )
+    if not is_causal:
+        raise NotImplementedError(
+            "query_offset as a tensor is for decoding, where rows of the buffer behind the position are not seen: pass "
+            "is_causal=True, or query_offset as an integer"
+        )
+    refused = {
+        "cu_seqlens": cu_seqlens is not None,
+        "dropout_p": dropout_p > 0.0,
+        'tail="zero_padded"': any(group.tail == "zero_padded" for group in pattern.groups),
+    }
+    for name, is_given in refused.items():
+        if is_given:
+            raise NotImplementedError(
+                f"query_offset as a tensor does not go with {name}: pass query_offset as an integer"
+            )
+    if query.shape[1] > key_offset + key.shape[1]:
+        raise ValueError(
+            "the rows of query must lie before the last of key, so that query_offset can be between 0 and key_offset + "
+            f"M - N: got {query.shape[1]} rows of query, and {key.shape[1]} rows of key at {key_offset}"
+        )
 
 
 def check_dropout(name: str, probability: float) -> None:
@@ -89,7 +146,7 @@ def _check_tensors(query: Tensor, key: Tensor, value: Tensor) -> None:
             raise ValueError(
                 f"{name} must have 4 dimensions [batch, sequence, heads, head_dim], got shape {tuple(tensor.shape)}"
             )
-        if tensor.dtype not in (torch.float16, torch.bfloat16, torch.float32, torch.float64):
+        if tensor.dtype not in _DTYPES:
             raise TypeError(f"{name} must be float16, bfloat16, float32 or float64, got {tensor.dtype}")
         if tensor.dtype != query.dtype and not is_cast(query, tensor):
             raise TypeError(
@@ -104,25 +161,24 @@ def _check_tensors(query: Tensor, key: Tensor, value: Tensor) -> None:
         raise ValueError(
             f"key and value must have one shape [B, M, G, D]: key is {tuple(key.shape)}, got value {tuple(value.shape)}"
         )
-    if key.shape[0] != query.shape[0]:
-        raise ValueError(f"query and key must have one batch size: query has {query.shape[0]}, got key {key.shape[0]}")
-    if key.shape[3] != query.shape[3] or query.shape[3] == 0:
+    batch_size, num_queries, num_heads, head_dim = query.shape
+    key_batch_size, num_keys, num_kv_heads, key_head_dim = key.shape
+    if key_batch_size != batch_size:
+        raise ValueError(f"query and key must have one batch size: query has {batch_size}, got key {key_batch_size}")
+    if key_head_dim != head_dim or head_dim == 0:
         raise ValueError(
             "query and key must have one head_dim of at least 1 (the last dimension): "
-            f"query has {query.shape[3]}, got key {key.shape[3]}"
+            f"query has {head_dim}, got key {key_head_dim}"
         )
-    if key.shape[2] == 0 or query.shape[2] == 0 or query.shape[2] % key.shape[2]:
+    if num_kv_heads == 0 or num_heads == 0 or num_heads % num_kv_heads:
         raise ValueError(
             "the number of key/value heads must divide the number of query heads (layout [batch, sequence, heads, "
-            f"head_dim]): got {query.shape[2]} query heads and {key.shape[2]} key/value heads; tensors "
+            f"head_dim]): got {num_heads} query heads and {num_kv_heads} key/value heads; tensors "
             "[batch, heads, sequence, head_dim] are brought to it by .transpose(1, 2)"
         )
-    if not torch.compiler.is_compiling() and all(_looks_swapped(tensor) for tensor in (query, key)):
+    has_many_heads = num_kv_heads > _MOST_HEADS and not torch.compiler.is_compiling()
+    if has_many_heads and num_heads > num_queries and num_kv_heads > num_keys:
         _warn_of_swapped_axes(tuple(query.shape), tuple(key.shape))
-
-
-def _looks_swapped(tensor: Tensor) -> bool:
-    return tensor.shape[2] > max(_MOST_HEADS, tensor.shape[1])
 
 
 _WARNED: list[str] = []

@@ -67,8 +67,18 @@ class Operators(ABC):
     scale: float
 
     @abstractmethod
+    def compute(self, operands: Operands, value: Tensor) -> tuple[Tensor, Tensor]:
+        """Output and log-sum-exp, computed here and now; not recorded, and seen by nothing: :mod:`.dispatch`."""
+
+    @abstractmethod
+    def compute_gradients(
+        self, operands: Operands, value: Tensor, grad_out: Tensor, grad_lse: Tensor | None, out: Tensor, lse: Tensor
+    ) -> tuple[Tensor, ...]:
+        """:meth:`backward` in the same way."""
+
+    @abstractmethod
     def forward(self, operands: Operands, value: Tensor) -> tuple[Tensor, Tensor]:
-        """Output and log-sum-exp."""
+        """Output and log-sum-exp by the registered operator."""
 
     @abstractmethod
     def backward(

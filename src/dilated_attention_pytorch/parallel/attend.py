@@ -144,7 +144,8 @@ def attend(
         key_padding_mask: bool ``[B, rows]``, True = ignore, for this rank's rows of key.
         dropout_p: see :func:`dilated_attention_pytorch.attend`. Every rank draws from its own random state. Where ranks
             hold rows of all heads and are seeded alike, they drop what one process drops (without ``cu_seqlens``).
-        impl: ``"auto"``, ``"triton"``, ``"native"`` or ``"aten"``; ``"reference"`` with ``strategy="heads"`` only.
+        impl: ``"auto"``, ``"triton"``, ``"cudnn"``, ``"native"`` or ``"aten"``; ``"reference"``, ``"gluon"`` and
+            ``"triton-fp8"`` with ``strategy="heads"`` only.
 
     Returns:
         ``[B, rows, H, D]`` in the query's dtype.
@@ -355,4 +356,9 @@ def _check_strategy(
         raise NotImplementedError(
             f'impl="reference" computes whole sequences, which no rank has under strategy={strategy!r}; {remedy}, or '
             'impl="aten"'
+        )
+    if impl in ("gluon", "triton-fp8"):
+        raise NotImplementedError(
+            f'impl="{impl}" computes calls whose rows one device has, and under strategy={strategy!r} keys come from '
+            f'other ranks; {remedy}, or impl="triton"'
         )

@@ -10,7 +10,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .dilated import DilationGroup
 from .pattern import Pattern, PatternSum
 from .rules import (
     MASK_CELLS,
@@ -115,8 +114,10 @@ class HeadRule:
 class BlockPattern(Pattern):
     """A pattern made of one rule: what :func:`local_window` and its like return."""
 
+    groups = ()
     rule: HeadRule
     spec: str = field(init=False, repr=False, compare=False)
+    rules: tuple[HeadRule, ...] = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
         rule = self.rule
@@ -124,14 +125,7 @@ class BlockPattern(Pattern):
         if rule.heads is not None:
             entry += [list(rule.heads), rule.all_heads]
         object.__setattr__(self, "spec", _json([entry]))
-
-    @property
-    def groups(self) -> tuple[DilationGroup, ...]:
-        return ()
-
-    @property
-    def rules(self) -> tuple[HeadRule, ...]:
-        return (self.rule,)
+        object.__setattr__(self, "rules", (rule,))
 
     def for_heads(self, heads: Sequence[int], num_kv_heads: int) -> BlockPattern:
         rule, heads = self.rule, tuple(heads)

@@ -139,6 +139,7 @@ class DilatedPattern(Pattern):
     tail: Tail = field(default="ragged", kw_only=True)
     segment_shift: int | Sequence[int] = field(default=0, kw_only=True)
     spec: str = field(init=False, repr=False, compare=False)
+    groups: tuple[DilationGroup, ...] = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
         lengths = _integers("segment_lengths", self.segment_lengths, least=1)
@@ -160,15 +161,11 @@ class DilatedPattern(Pattern):
         # Written out by hand: torch.compile traces the construction of a pattern, but not the json module.
         numbers = ", ".join(str(list(part)) for part in (lengths, rates, shifts))
         object.__setattr__(self, "spec", f'[[{numbers}, "{self.offset_rule}", "{self.tail}"]]')
-
-    @property
-    def groups(self) -> tuple[DilationGroup, ...]:
-        shift = self.segment_shift
-        shifts = (shift,) if isinstance(shift, int) else tuple(shift)
-        return tuple(
+        groups = tuple(
             DilationGroup(length, rate, self.offset_rule, self.tail, shifts)
-            for length, rate in zip(self.segment_lengths, self.dilation_rates, strict=True)
+            for length, rate in zip(lengths, rates, strict=True)
         )
+        object.__setattr__(self, "groups", groups)
 
     def for_heads(self, heads: Sequence[int], num_kv_heads: int) -> Pattern:
         return PatternOfHeads(self, tuple(heads), num_kv_heads)
@@ -200,6 +197,7 @@ class SegmentedPattern(Pattern):
     dilation_rates: Sequence[int]
     offset_rule: OffsetRule = field(default="modulo", kw_only=True)
     spec: str = field(init=False, repr=False, compare=False)
+    groups: tuple[DilationGroup, ...] = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
         rates = _integers("dilation_rates", self.dilation_rates, least=1)
@@ -218,13 +216,11 @@ class SegmentedPattern(Pattern):
         object.__setattr__(self, "dilation_rates", rates)
         lists = [list(some) for some in boundaries]
         object.__setattr__(self, "spec", f'[["segments", {lists}, {list(rates)}, "{self.offset_rule}"]]')
-
-    @property
-    def groups(self) -> tuple[DilationGroup, ...]:
-        return tuple(
-            DilationGroup(NO_END, rate, self.offset_rule, boundaries=tuple(some))
-            for some, rate in zip(self.boundaries, self.dilation_rates, strict=True)
+        groups = tuple(
+            DilationGroup(NO_END, rate, self.offset_rule, boundaries=some)
+            for some, rate in zip(boundaries, rates, strict=True)
         )
+        object.__setattr__(self, "groups", groups)
 
     def for_heads(self, heads: Sequence[int], num_kv_heads: int) -> Pattern:
         return PatternOfHeads(self, tuple(heads), num_kv_heads)
@@ -242,6 +238,7 @@ class PatternOfHeads(Pattern):
     heads: tuple[int, ...]
     num_kv_heads: int
     spec: str = field(init=False, repr=False, compare=False)
+    groups: tuple[DilationGroup, ...] = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
         if not self.heads or any(not 0 <= head < self.num_kv_heads for head in self.heads):
@@ -249,10 +246,8 @@ class PatternOfHeads(Pattern):
                 f"heads must be some of the key/value heads 0 to {self.num_kv_heads - 1}, got {list(self.heads)}"
             )
         object.__setattr__(self, "spec", f"{self.pattern.spec[:-2]}, {list(self.heads)}, {self.num_kv_heads}]]")
-
-    @property
-    def groups(self) -> tuple[DilationGroup, ...]:
-        return tuple(replace(group, heads=self.heads, all_heads=self.num_kv_heads) for group in self.pattern.groups)
+        groups = tuple(replace(group, heads=self.heads, all_heads=self.num_kv_heads) for group in self.pattern.groups)
+        object.__setattr__(self, "groups", groups)
 
     def for_heads(self, heads: Sequence[int], num_kv_heads: int) -> Pattern:
         if num_kv_heads != len(self.heads):

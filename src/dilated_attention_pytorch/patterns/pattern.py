@@ -29,16 +29,10 @@ class Pattern(ABC):
 
     spec: str
     """The pattern as JSON text. Equal patterns have equal text; :func:`pattern_from_spec` reads it back."""
-
-    @property
-    @abstractmethod
-    def groups(self) -> tuple[DilationGroup, ...]:
-        """The dilation groups whose counts add up to this pattern's, together with the :attr:`rules`."""
-
-    @property
-    def rules(self) -> tuple[HeadRule, ...]:
-        """The rules (windows, blocks, global tokens) whose counts add up to this pattern's, with the groups."""
-        return ()
+    groups: tuple[DilationGroup, ...]
+    """The dilation groups whose counts add up to this pattern's, together with the :attr:`rules`."""
+    rules: tuple[HeadRule, ...] = ()
+    """The rules (windows, blocks, global tokens) whose counts add up to this pattern's, with the groups."""
 
     @abstractmethod
     def for_heads(self, heads: Sequence[int], num_kv_heads: int) -> Pattern:
@@ -95,23 +89,19 @@ class Pattern(ABC):
             stacked = stacked * (key_positions[None, :] <= query_positions[:, None])
         return stacked
 
-    def density(self, sequence_length: int, *, num_kv_heads: int = 1, is_causal: bool = False) -> float:
-        """What attention under the pattern computes of what dense attention does: ``sum c / (G N^2)``.
-
-        A pair that counts twice is computed twice. Under a causal mask it is divided by the ``N (N + 1) / 2`` pairs
-        that dense causal attention has. Exact; no N x N mask is made.
+    def num_pairs(self, sequence_length: int, *, num_kv_heads: int = 1, is_causal: bool = False) -> int:
+        """The sum of the count over all pairs of positions and key/value heads: what attention computes, exactly.
 
         Args:
             sequence_length: number of positions N, at least 1.
-            num_kv_heads: number of key/value heads G, over which it is the mean.
+            num_kv_heads: number of key/value heads G.
             is_causal: count ``t <= p`` only.
 
         Raises:
-            ValueError: a number below 1, a length for which the pattern is not defined or whose pairs 64 bits do not
-                count, or more pairs of blocks than can be looked at.
+            ValueError: see :meth:`density`.
 
-        >>> DilatedPattern([4], [2]).density(8)
-        0.125
+        >>> DilatedPattern([4], [2]).num_pairs(8, is_causal=True)
+        6
         """
         for name, number in (("sequence_length", sequence_length), ("num_kv_heads", num_kv_heads)):
             if isinstance(number, bool) or not isinstance(number, int):
@@ -131,6 +121,27 @@ class Pattern(ABC):
                 pairs += group.num_pairs(head, num_kv_heads, sequence_length, is_causal=is_causal)
             for rule in self.rules:
                 pairs += rule.num_pairs(head, num_kv_heads, sequence_length, is_causal=is_causal)
+        return pairs
+
+    def density(self, sequence_length: int, *, num_kv_heads: int = 1, is_causal: bool = False) -> float:
+        """What attention under the pattern computes of what dense attention does: ``sum c / (G N^2)``.
+
+        A pair that counts twice is computed twice. Under a causal mask it is divided by the ``N (N + 1) / 2`` pairs
+        that dense causal attention has. Exact; no N x N mask is made.
+
+        Args:
+            sequence_length: number of positions N, at least 1.
+            num_kv_heads: number of key/value heads G, over which it is the mean.
+            is_causal: count ``t <= p`` only.
+
+        Raises:
+            ValueError: a number below 1, a length for which the pattern is not defined or whose pairs 64 bits do not
+                count, or more pairs of blocks than can be looked at.
+
+        >>> DilatedPattern([4], [2]).density(8)
+        0.125
+        """
+        pairs = self.num_pairs(sequence_length, num_kv_heads=num_kv_heads, is_causal=is_causal)
         dense = sequence_length * (sequence_length + 1) // 2 if is_causal else sequence_length**2
         return pairs / (num_kv_heads * dense)
 
@@ -172,18 +183,14 @@ class PatternSum(Pattern):
 
     patterns: tuple[Pattern, ...]
     spec: str = field(init=False, repr=False, compare=False)
+    groups: tuple[DilationGroup, ...] = field(init=False, repr=False, compare=False)
+    rules: tuple[HeadRule, ...] = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "patterns", tuple(one for pattern in self.patterns for one in _summands(pattern)))
         object.__setattr__(self, "spec", "[" + ", ".join(pattern.spec[1:-1] for pattern in self.patterns) + "]")
-
-    @property
-    def groups(self) -> tuple[DilationGroup, ...]:
-        return tuple(group for pattern in self.patterns for group in pattern.groups)
-
-    @property
-    def rules(self) -> tuple[HeadRule, ...]:
-        return tuple(rule for pattern in self.patterns for rule in pattern.rules)
+        object.__setattr__(self, "groups", tuple(group for pattern in self.patterns for group in pattern.groups))
+        object.__setattr__(self, "rules", tuple(rule for pattern in self.patterns for rule in pattern.rules))
 
     def for_heads(self, heads: Sequence[int], num_kv_heads: int) -> PatternSum:
         return PatternSum(tuple(pattern.for_heads(heads, num_kv_heads) for pattern in self.patterns))

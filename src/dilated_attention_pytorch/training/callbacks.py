@@ -8,11 +8,12 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from types import FrameType, TracebackType
 from typing import Any
 
+import torch
 from accelerate import Accelerator
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
@@ -20,7 +21,11 @@ from transformers import TrainerCallback, TrainerControl, TrainerState, Training
 
 from dilated_attention_pytorch.output import write_text
 
+from .faults import cost_of_faults
+from .going_back import GoBack
 from .manifest import opened
+from .measures import Work, peak_memory
+from .trackers import Tracker
 
 METRICS_NAME = "metrics.jsonl"
 
@@ -28,12 +33,20 @@ METRICS_NAME = "metrics.jsonl"
 class Interruption(TrainerCallback):
     """Ctrl-C (SIGINT) and SIGTERM end the run after the step at hand, with a checkpoint; a second one ends it at once.
 
+    A checkpoint that could not be written ends it too, in all processes, without waiting for the next one.
+
     Args:
         accelerator: of the trainer; a signal to one of its processes stops them all.
+        has_failed: whether this process could not write a checkpoint.
+        raise_failure: what every process then calls.
     """
 
-    def __init__(self, accelerator: Accelerator) -> None:
+    def __init__(
+        self, accelerator: Accelerator, has_failed: Callable[[], bool], raise_failure: Callable[[], None]
+    ) -> None:
         self.accelerator = accelerator
+        self.has_failed = has_failed
+        self.raise_failure = raise_failure
         self.signal: int | None = None
         self._before: dict[int, Any] = {}
 
@@ -48,6 +61,8 @@ class Interruption(TrainerCallback):
     ) -> None:
         for number, handler in self._before.items():
             signal.signal(number, handler)
+        if self.signal is not None and kind is not None and issubclass(kind, GoBack):
+            signal.raise_signal(self.signal)  # the checkpoint that the run went back to is there: nothing is lost
 
     def _note(self, number: int, frame: FrameType | None) -> None:
         self.signal = number
@@ -62,11 +77,13 @@ class Interruption(TrainerCallback):
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> TrainerControl:
         """Ask for a checkpoint and the end, on every process if one was signalled."""
+        has_failed = self.has_failed()
         if self.accelerator.num_processes > 1:
-            import torch
-
-            number = torch.tensor(self.signal or 0, device=self.accelerator.device)
-            self.signal = int(self.accelerator.gather(number.unsqueeze(0)).max()) or None
+            mine = torch.tensor([[self.signal or 0, has_failed]], device=self.accelerator.device)
+            number, has_failed = self.accelerator.gather(mine).amax(0).tolist()
+            self.signal = number or None
+        if has_failed:
+            self.raise_failure()
         if self.signal is not None and state.global_step < state.max_steps:
             control.should_save = control.should_log = control.should_training_stop = True
         return control
@@ -75,20 +92,41 @@ class Interruption(TrainerCallback):
 class Metrics(TrainerCallback):
     """One JSON object a line in ``metrics.jsonl``: every entry of the training loss and every evaluation.
 
+    Where the run begins and wherever it is taken up a line says what the machine can do (``matrix_product_flops``).
+    Every entry is handed to the trackers too.
+
     Args:
         run: the run folder.
         step: the step that the run is taken up at; entries after it are dropped, they are written again.
-        bytes_after: bytes of text in so many optimizer steps.
+        work: what the steps are.
+        device: where the run computes.
+        matrix_product_flops: operations a second that its processes reach together (:func:`matrix_product_rate`).
+        trackers: who else takes the figures.
     """
 
-    def __init__(self, run: Path, step: int, bytes_after: Callable[[int], float]) -> None:
+    def __init__(
+        self,
+        run: Path,
+        step: int,
+        *,
+        work: Work,
+        device: torch.device,
+        matrix_product_flops: float,
+        trackers: Sequence[Tracker],
+    ) -> None:
         self.path = run / METRICS_NAME
-        self.bytes_after = bytes_after
+        self.work = work
+        self.device = device
+        self.matrix_product_flops = matrix_product_flops
+        self.trackers = trackers
         kept = [entry for entry in read_metrics(run) if entry["step"] <= step]
         self._seconds = max((entry["seconds"] for entry in kept), default=0.0)
+        begun = {"step": step, "seconds": self._seconds, "matrix_product_flops": matrix_product_flops}
+        # Taken up again at the same step, the line of the time before says nothing more.
+        kept = [entry for entry in kept if "matrix_product_flops" not in entry or entry["step"] < step]
+        write_text(self.path, "".join(json.dumps(entry) + "\n" for entry in [*kept, begun]))
         self._start = time.perf_counter()
         self._pace = (step, self._start)
-        write_text(self.path, "".join(json.dumps(entry) + "\n" for entry in kept))
 
     def on_log(
         self,
@@ -98,20 +136,25 @@ class Metrics(TrainerCallback):
         logs: dict[str, float] | None = None,
         **kwargs: Any,
     ) -> None:
-        """Append an entry, its rate since the last one included."""
-        names = ("bits_per_byte", "eval_bits_per_byte", "learning_rate", "grad_norm")
+        """Append an entry, its rates since the last one included."""
+        names = ("loss", "bits_per_byte", "eval_bits_per_byte", "learning_rate", "grad_norm")
         values = {name: logs[name] for name in names if logs and name in logs}
         if not values or not state.is_world_process_zero:
             return
-        now = time.perf_counter()
+        now, (step, then) = time.perf_counter(), self._pace
         if "bits_per_byte" in values:
-            step, then = self._pace
-            num_bytes = self.bytes_after(state.global_step) - self.bytes_after(step)
-            values["bytes_per_second"] = round(num_bytes / max(now - then, 1e-9))
+            values |= self.work.rates(step, state.global_step, now - then, self.matrix_product_flops)
+            cost = cost_of_faults(self.path.parent)
+            values |= {
+                "peak_memory_bytes": peak_memory(self.device), "restarts": cost.restarts,
+                "seconds_lost": cost.seconds_lost,
+            }  # fmt: skip
         self._pace = (state.global_step, now)
         entry = {"step": state.global_step, "seconds": round(self._seconds + now - self._start, 2), **values}
         with self.path.open("a") as file:
             file.write(json.dumps(entry) + "\n")
+        for tracker in self.trackers:
+            tracker.log(state.global_step, values)
 
 
 def read_metrics(run: Path) -> list[dict[str, Any]]:

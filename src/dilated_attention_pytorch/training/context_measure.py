@@ -6,13 +6,15 @@ import math
 from collections.abc import Mapping, Sequence
 from itertools import pairwise
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 from torch import Tensor
 from torch.nn import functional
 
 from dilated_attention_pytorch.output import replacing
+
+from .row_logits import RowLogits, row_logits
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -46,19 +48,47 @@ def bits_by_position(
     from rich.progress import track
 
     model.eval()
-    device = next(model.parameters()).device
+    parts = row_logits(model)
     total = torch.zeros(len(windows[0]) - 1, dtype=torch.float64)
     for window in track(windows, what, console=console, disable=not console.is_terminal, transient=True):
         for start in range(0, len(window) - 1, context - 1):
-            tokens = window[start : start + context].to(device)
-            with torch.autocast(device.type, torch.bfloat16, enabled=precision == "bfloat16"):
-                logits = model(tokens[None, :-1], use_cache=False).logits[0]
-            for first in range(0, len(logits), _ROWS):
-                rows = logits[first : first + _ROWS].float()
-                nats = functional.cross_entropy(rows, tokens[1 + first : 1 + first + _ROWS], reduction="none")
-                place = start + first
-                total[place : place + len(nats)] += nats.double().cpu() / math.log(2)
+            bits = predicted(model, parts, window[start : start + context], precision).bits
+            total[start : start + len(bits)] += bits
     return total / len(windows)
+
+
+class Predicted(NamedTuple):
+    """What a model made of every token of a text but the first, given those before it."""
+
+    bits: Tensor
+    """float64 ``[N - 1]``."""
+    is_likeliest: Tensor
+    """bool ``[N - 1]``: whether no other token was likelier."""
+
+
+@torch.inference_mode()
+def predicted(model: PreTrainedModel, parts: RowLogits | None, tokens: Tensor, precision: str) -> Predicted:
+    """How well a model predicts a text.
+
+    Args:
+        model: a causal language model, set to evaluation.
+        parts: of :func:`row_logits`; with them the logits of a block of rows are there at once.
+        tokens: int64 ``[N]``.
+        precision: "bfloat16" computes under autocast.
+    """
+    device = next(model.parameters()).device
+    tokens = tokens.to(device)
+    bits, is_likeliest = [], []
+    with torch.autocast(device.type, torch.bfloat16, enabled=precision == "bfloat16"):
+        inputs = tokens[None, :-1]
+        computed = model(inputs, use_cache=False).logits[0] if parts is None else parts.hidden(inputs)[0]
+        for first in range(0, len(computed), _ROWS):
+            rows = computed[first : first + _ROWS]
+            logits = (rows if parts is None else parts.output(rows)).float()
+            expected = tokens[1 + first : 1 + first + len(rows)]
+            bits.append(functional.cross_entropy(logits, expected, reduction="none").double().cpu() / math.log(2))
+            is_likeliest.append((logits.argmax(-1) == expected).cpu())
+    return Predicted(torch.cat(bits), torch.cat(is_likeliest))
 
 
 def draw_positions(path: Path, curves: Mapping[str, Tensor], own_length: int) -> None:
@@ -76,7 +106,7 @@ def draw_positions(path: Path, curves: Mapping[str, Tensor], own_length: int) ->
     FigureCanvasAgg(figure)
     axes = figure.subplots()
     for name, bits in curves.items():
-        places, means = _binned(bits)
+        places, means = binned(bits)
         axes.plot(places, means, marker="o", markersize=3, label=f"{name}: {bits.mean():.3f} on average")
     axes.axvline(own_length, color="black", linestyle="--", linewidth=1, label=f"length before: {own_length:,}")
     axes.set_xscale("log", base=2)
@@ -90,7 +120,7 @@ def draw_positions(path: Path, curves: Mapping[str, Tensor], own_length: int) ->
         figure.savefig(staged, dpi=120, format="png")
 
 
-def _binned(bits: Tensor) -> tuple[list[float], list[float]]:
+def binned(bits: Tensor) -> tuple[list[float], list[float]]:
     """Means over ranges that grow with the position, at their geometric middles."""
     edges = [1]
     while edges[-1] <= len(bits):

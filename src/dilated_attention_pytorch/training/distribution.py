@@ -21,12 +21,14 @@ from torch.nn.parallel import DistributedDataParallel
 
 from dilated_attention_pytorch import parallel
 from dilated_attention_pytorch.models.causal_lm import LongNetForCausalLM
-from dilated_attention_pytorch.parallel.groups import as_long_as_all, wait_at_most
+from dilated_attention_pytorch.models.longnet import document_positions
+from dilated_attention_pytorch.parallel.groups import all_groups, as_long_as_all, wait_at_most
 from dilated_attention_pytorch.patterns import Pattern
 from dilated_attention_pytorch.planning import Layout
 
 from .settings import Strategy, TrainSettings
 from .tensor_parallel import order_of, row_orders, split_matrices
+from .zero import ZeroEngine, zero_stage
 
 _AXES = ("data", "ring", "heads", "tensor")
 _ROW_AXES = ("data", "ring", "heads")
@@ -79,9 +81,10 @@ class Distribution:
         self.tensor_size = settings.tensor_parallel
         self.mesh: DeviceMesh | None = None
         self.attention: ContextAttention | None = None
+        self.engine: ZeroEngine | None = None
         self._orders = row_orders(settings.model, self.tensor_size) if self.tensor_size > 1 else {}
         self.data_size, self.data_rank = 1, 0
-        if not dist.is_initialized() or dist.get_world_size() == 1:
+        if not dist.is_initialized() or (dist.get_world_size() == 1 and not zero_stage(settings)):
             return
         wait_at_most(settings.timeout)
         sequences = dist.get_world_size() // (self.context_size * self.tensor_size)
@@ -103,12 +106,14 @@ class Distribution:
             parts.append(f"{self.context_size} context ({ways}{split})")
         if self.tensor_size > 1:
             parts.append(f"{self.tensor_size} tensor")
-        return f" in {self.mesh.size()} processes: {' x '.join(parts)}"
+        several = "" if self.mesh.size() == 1 else "es"
+        return f" in {self.mesh.size()} process{several}: {' x '.join(parts)}"
 
     @property
     def is_sharded(self) -> bool:
         """Whether a process has only a part of the weights."""
-        return self.mesh is not None and (self.settings.data_parallel == "fsdp" or self.tensor_size > 1)
+        splits = self.settings.data_parallel in ("fsdp", "zero3")
+        return self.mesh is not None and (splits or self.tensor_size > 1)
 
     @property
     def rows_rank(self) -> int:
@@ -141,6 +146,14 @@ class Distribution:
         wrapped.register_comm_hook(mesh.get_group(), lambda group, bucket: _average_each(group, bucket))
         return wrapped
 
+    def hand_over(self, model: LongNetForCausalLM, optimizer: torch.optim.Optimizer) -> ZeroEngine:
+        """Have DeepSpeed split the states of ``model`` and ``optimizer``; the engine that steps them from now on."""
+        assert self.mesh is not None
+        self.engine = ZeroEngine.of(model, optimizer, self.settings, self.mesh.device_type)
+        for group in all_groups():
+            as_long_as_all(group)
+        return self.engine
+
     def _rows_mesh(self) -> DeviceMesh:
         assert self.mesh is not None
         mesh = self.mesh[_ROW_AXES]._flatten("rows")
@@ -154,14 +167,41 @@ class Distribution:
         mesh, layout = self.attention.mesh, self.attention.layout
         tokens = inputs["input_ids"]
         self.attention.sequence_length = tokens.shape[1]
-        return {
+        rows = {
             "input_ids": parallel.shard(tokens, mesh, layout=layout),
             "targets": parallel.shard_labels(inputs["labels"], mesh, layout=layout),
             "positions": parallel.positions(tokens.shape[1], mesh, layout=layout, device=tokens.device),
         }
+        if "cu_seqlens" in inputs:
+            of_documents = document_positions(tokens.shape[1], inputs["cu_seqlens"], tokens.device)
+            rows |= {"cu_seqlens": inputs["cu_seqlens"], "positions": of_documents[rows["positions"]]}
+        return rows
+
+    def share_random_states(self) -> None:
+        """Give processes that hold the same rows the random numbers of the first of them, so that they drop alike.
+
+        A checkpoint that other processes wrote may hold another state for each.
+        """
+        if self.mesh is None or self.tensor_size == 1:
+            return
+        group = self.mesh["tensor"].get_group()
+        device = self.mesh.device_type
+        state = torch.get_rng_state().to(device)
+        dist.broadcast(state, group=group, group_src=0)
+        torch.set_rng_state(state.cpu())
+        if device == "cuda":
+            of_device = torch.cuda.get_rng_state().to(device)
+            dist.broadcast(of_device, group=group, group_src=0)
+            torch.cuda.set_rng_state(of_device.cpu())
 
     def weights(self, model: LongNetForCausalLM, *, everywhere: bool) -> dict[str, Any]:
         """The whole weights by name, on every process's device or, on the CPU, in the first process only."""
+        if self.engine is not None:
+            whole = self.engine.weights(model)
+            if everywhere:
+                return {name: weight.clone() for name, weight in whole}
+            is_first = dist.get_rank() == 0
+            return {name: weight.to("cpu", copy=True) for name, weight in whole if is_first}
         weights = get_model_state_dict(
             model, options=StateDictOptions(full_state_dict=True, cpu_offload=not everywhere)
         )  # fmt: skip
@@ -178,6 +218,8 @@ class Distribution:
 
     def optimizer_state(self, model: LongNetForCausalLM, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
         """The whole state of ``optimizer`` by the names of the weights, in the first process only."""
+        if self.engine is not None:
+            return self.engine.state_by_names(model)
         state = get_optimizer_state_dict(
             model, optimizer, options=StateDictOptions(full_state_dict=True, cpu_offload=True)
         )
@@ -186,7 +228,20 @@ class Distribution:
     def load_optimizer_state(
         self, model: LongNetForCausalLM, optimizer: torch.optim.Optimizer, state: dict[str, Any]
     ) -> None:
-        """Take up what :meth:`optimizer_state` gave."""
+        """Take up what :meth:`optimizer_state` gave.
+
+        Raises:
+            ValueError: it is the state of other weights.
+        """
+        trained = {name for name, parameter in model.named_parameters() if parameter.requires_grad}
+        grouped = {name for group in state["param_groups"] for name in group["params"]}
+        for what, found in (("states", state["state"].keys()), ("groups", grouped)):
+            if found != trained:
+                differing = sorted(found ^ trained)
+                raise ValueError(f"the optimizer's {what} are of other weights: {differing[0]} is in one of them alone")
+        if self.engine is not None:
+            self.engine.load_state_by_names(model, state)
+            return
         set_optimizer_state_dict(
             model, optimizer, optim_state_dict=_of_weights(state, self._as_split),
             options=StateDictOptions(full_state_dict=True),
@@ -224,7 +279,10 @@ def _average_each(group: dist.ProcessGroup, bucket: dist.GradBucket) -> torch.fu
 def _of_weights(state: dict[str, Any], change: Callable[[str, Tensor], Tensor]) -> dict[str, Any]:
     """A state of optimizers by the names of weights, with ``change`` made to what has the weights' shapes."""
     changed = {
-        name: {key: change(name, value) if value.dim() else value for key, value in values.items()}
+        name: {
+            key: change(name, value) if isinstance(value, Tensor) and value.dim() else value
+            for key, value in values.items()
+        }
         for name, values in state.get("state", {}).items()
     }
     return {**state, "state": changed} if state else state

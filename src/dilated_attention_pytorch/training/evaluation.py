@@ -25,7 +25,9 @@ def xz_bits_per_byte(data: bytes) -> float:
     return 8 * len(lzma.compress(data, preset=9 | lzma.PRESET_EXTREME)) / len(data)
 
 
-def bits_by_quarter(model: LongNetLM, files: Sequence[Tensor], precision: str) -> list[float]:
+def bits_by_quarter(
+    model: LongNetLM, files: Sequence[Tensor], precision: str, lengths: Tensor | None = None
+) -> list[float]:
     """Mean bits per byte over each quarter of the context.
 
     The quarters hold different text (files begin with what is hard to guess), so a fall from the first to the last
@@ -35,18 +37,33 @@ def bits_by_quarter(model: LongNetLM, files: Sequence[Tensor], precision: str) -
         model: the model, on the device to compute on; set to evaluation.
         files: int64 ``[context + 1]`` each, the separator and the beginning of a file.
         precision: "bfloat16" computes under autocast.
+        lengths: int64 ``[vocab_size]``, bytes that each token stands for; one without it.
     """
-    means = [[part.mean() for part in _bits(model, file, precision).tensor_split(4)] for file in files]
+    means = []
+    for file in files:
+        bits, sizes = _bits(model, file, precision), _sizes(file, lengths)
+        parts = zip(bits.tensor_split(4), sizes.tensor_split(4), strict=True)
+        means.append([part.mean() / size.mean() for part, size in parts])
     return torch.tensor(means, dtype=torch.float64).mean(dim=0).tolist()
 
 
-def bits_of_last_quarter_alone(model: LongNetLM, files: Sequence[Tensor], precision: str) -> float:
+def bits_of_last_quarter_alone(
+    model: LongNetLM, files: Sequence[Tensor], precision: str, lengths: Tensor | None = None
+) -> float:
     """Mean bits per byte over the last quarter of the context where the model sees nothing before that quarter.
 
     What lies between this and the last of :func:`bits_by_quarter` is what the text further back is worth.
     """
-    means = [_bits(model, file[-((len(file) - 1) // 4) - 1 :], precision).mean() for file in files]
+    means = []
+    for file in files:
+        quarter = file[-((len(file) - 1) // 4) - 1 :]
+        means.append(_bits(model, quarter, precision).mean() / _sizes(quarter, lengths).mean())
     return torch.tensor(means, dtype=torch.float64).mean().item()
+
+
+def _sizes(tokens: Tensor, lengths: Tensor | None) -> Tensor:
+    """Bytes of every token but the first, ``[tokens - 1]``."""
+    return torch.ones(len(tokens) - 1) if lengths is None else lengths[tokens[1:]].float()
 
 
 @torch.inference_mode()

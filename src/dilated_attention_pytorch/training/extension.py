@@ -3,39 +3,53 @@
 from __future__ import annotations
 
 import dataclasses
-import pickle
-import secrets
+import functools
 import time
-from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from dilated_attention_pytorch.errors import RunError
 from dilated_attention_pytorch.machine import machine, set_threads
-from dilated_attention_pytorch.output import check_writable, make_output, write_text
+from dilated_attention_pytorch.output import write_text
 
 from . import preflight
-from .checkpoint import SETTINGS_NAME, WEIGHTS_NAME, Start, checkpoint_step, choose_start, save_finished
-from .corpus import CORPUS_KEYS, Corpus, Text, corpus_figures, read_corpus
+from .checkpoint import SETTINGS_NAME
+from .configuration import CONFIGURATION_NAME, configuration_text
+from .corpus import Corpus, Text, corpus_figures, read_corpus
 from .extension_settings import ExtensionSettings
-from .finite import what_is_not_finite
+from .flops import pretrained_flops, training_flops
 from .footprint import check_extension_memory
-from .lease import Lease
+from .going_back import going_back
+from .lifecycle import OpenRun, begin, check_same_corpus, find_run, read_record, take_up, train_to_the_end
 from .manifest import read_sealed, sealed, sums, verify_sums
-from .pretrained import check_source, num_parameters
-from .process import ending_with_launcher
+from .measures import Work
+from .pretrained import (
+    check_same_model,
+    check_source,
+    figures_of,
+    length_of,
+    load_config,
+    load_model,
+    num_kv_heads,
+    num_parameters,
+)
+from .publishing import save_finished
+from .row_logits import row_logits
+from .stages import Stages, stage_ends
 from .text_files import in_words
-from .together import num_processes
 from .tokens import load_tokenizer, num_bytes, tokenized
-from .windows import EvaluationWindows, StagedBatches
+from .trackers import check_trackers, tracking
+from .windows import EvaluationWindows, StagedBatches, one_batch
 
 if TYPE_CHECKING:
     from rich.console import Console
     from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
+
+    from .run_trainer import RunTrainer
 
 PICTURE_NAME = "context.png"
 STATES = ("before", "replaced", "trained")
@@ -62,94 +76,108 @@ class ExtensionOutcome:
     same bytes are predicted in every case."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, kw_only=True, slots=True)
 class _Run:
     """A run whose checks have passed."""
 
-    folder: Path
-    run_id: str
+    place: OpenRun
     settings: ExtensionSettings
-    device: str
     own_length: int
     training: Text
     held_out: Text
     bytes_per_token: float
     model: PreTrainedModel
-    start: Start
-    lease: Lease
-    console: Console
 
 
-def extend(settings: ExtensionSettings, output: Path, console: Console) -> ExtensionOutcome:
+def extend(
+    settings: ExtensionSettings, output: Path, console: Console, *, may_resume: bool = False
+) -> ExtensionOutcome:
     """Take a pretrained model to longer texts, into the folder ``output``, which must be free.
 
     The model is measured on held-out text at its own length and at the new one, its positions are scaled and its
     attention replaced (:func:`extend_context`), it is measured again, trained on windows that grow to the new length,
     and measured a third time.
 
+    Args:
+        settings: what to do.
+        output: the run folder.
+        console: where to say what happens.
+        may_resume: go on with the run that the same settings began in ``output``, if there is one; return what came
+            of it if it is finished.
+
     Raises:
         RunError: the model, the data, the folder, the disk or the device does not allow it; before anything is written.
     """
     preflight.check_packages("training")
-    _check_alone()
+    check_trackers(settings)
+    preflight.check_alone()
+    return going_back(
+        lambda: _begin(settings, output, console, may_resume), lambda: _go_on(output, console, may_begin=True), console
+    )
+
+
+def _begin(settings: ExtensionSettings, output: Path, console: Console, may_resume: bool) -> ExtensionOutcome:
+    preflight.check_optimizer(settings.optimizer)
+    found = find_run(output, settings, "extend") if may_resume else "nothing"
+    if found == "finished":
+        ended = read_sealed(output / SETTINGS_NAME, what="--resume auto", remedy="restore it from a copy")
+        return _outcome(output, ended, ended["settings"]["steps"], None)
+    if found == "stopped":
+        return _go_on(output, console, may_begin=True)
     preflight.check_output(output)
     device = preflight.choose_device(settings.device)
     what = f"--model {settings.model}"
     check_source(what, settings.model)
-    config = _load_config(what, settings.model)
-    own_length = _own_length(what, config)
+    config = load_config(what, settings.model)
+    own_length = length_of(what, config)
     try:
-        settings = settings.complete(own_length, _num_kv_heads(config))
+        settings = settings.complete(own_length, num_kv_heads(config))
     except ValueError as error:
         raise RunError(f"--{error}") from error
     tokenizer = load_tokenizer(what, settings.model, config)
-    corpus = read_corpus(settings.data, say=console.print)
+    corpus = read_corpus(settings.data, text_field=settings.text_field, say=console.print)
     training, held_out = tokenized(corpus.training, tokenizer), tokenized(corpus.held_out, tokenizer)
     _check_text(training, held_out, settings)
     precision = preflight.choose_precision(settings.precision, device)
     settings = dataclasses.replace(settings, threads=set_threads(settings.threads), precision=precision)
     check_extension_memory(settings, config, num_parameters(what, config), device)
-    model = _load_model(what, settings.model, device)
-    preflight.check_space(
-        output, sum(parameter.numel() for parameter in model.parameters()), settings.keep_checkpoints
-    )  # fmt: skip
+    model = load_model(what, settings.model, device)
+    preflight.check_space(output, sum(parameter.numel() for parameter in model.parameters()), settings)
     _check_model(model, settings)
     # What was changed to see whether it can be is read again rather than kept beside.
     del model
     windows = _held_out_windows(held_out, settings)
     bytes_per_token = sum(num_bytes(window[1:], tokenizer) for window in windows) / sum(len(x) - 1 for x in windows)
-    model = _load_model(what, settings.model, device)
-    make_output(output)
-    with ending_with_launcher(f"extend into {output}"), ExitStack() as held:
-        lease = held.enter_context(Lease(output, lambda line: console.print(line, highlight=False, soft_wrap=True)))
-        # Another job may have begun, and ended, since it was looked at.
-        preflight.check_output(output)
+    model = load_model(what, settings.model, device)
+    with begin(output, console, "extend") as place:
         run = _Run(
-            output, secrets.token_hex(8), settings, device, own_length, training, held_out, bytes_per_token, model,
-            Start(checkpoint=None, left={}), lease, console,
+            place=place, settings=settings, own_length=own_length, training=training, held_out=held_out,
+            bytes_per_token=bytes_per_token, model=model,
         )  # fmt: skip
-        _announce(run, corpus, tokenizer)
+        _announce(run, corpus, tokenizer, device)
         record: dict[str, Any] = {
             "kind": _KIND,
-            "run": run.run_id,
+            "run": place.run_id,
             "settings": {**settings.to_dict(), "device": device},
             "own_length": own_length,
             "corpus": corpus_figures(corpus),
-            "bytes_per_token": run.bytes_per_token,
+            "bytes_per_token": bytes_per_token,
             "machine": machine(),
             "measured": {},
         }
         _measure(run, "before", record)
-        _replace(run.model, settings)
+        _replace(model, settings)
         _measure(run, "replaced", record)
-        lease.check()
+        assert place.lease is not None
+        place.lease.check()
         # Nothing but the lease is in the folder until here: whoever stops the measuring may begin again into it.
         if tokenizer is not None:
             tokenizer.model_max_length = settings.length
             record["tokenizer"] = sums(output, (Path(name).name for name in tokenizer.save_pretrained(output)))
-        record["model"] = _figures_of(run.model.config)
+        record["model"] = figures_of(model.config)
         write_text(output / SETTINGS_NAME, sealed(record))
-        return _go(run, record)
+        write_text(output / CONFIGURATION_NAME, configuration_text(record["settings"], "extend"))
+        return _go(run, record, device)
 
 
 def resume_extension(folder: Path, console: Console) -> ExtensionOutcome:
@@ -158,167 +186,64 @@ def resume_extension(folder: Path, console: Console) -> ExtensionOutcome:
     Raises:
         RunError: there is nothing to go on with, or the checkpoint or the data is not what it was.
     """
+    preflight.check_packages("training")
+    preflight.check_alone()
+    return going_back(lambda: _go_on(folder, console), lambda: _go_on(folder, console, may_begin=True), console)
+
+
+def _go_on(folder: Path, console: Console, *, may_begin: bool = False) -> ExtensionOutcome:
+    """With ``may_begin`` a run that has no checkpoint yet is trained from its beginning, not measured again."""
     from dilated_attention_pytorch.integrations import register
 
-    preflight.check_packages("training")
-    _check_alone()
     what = f"--resume {folder}"
-    record, settings = _read_run(folder, what)
+    with read_record(folder, "extend", finished=f"its model is in {folder}") as record:
+        settings = _read_settings(record)
+    preflight.check_optimizer(settings.optimizer)
+    check_trackers(settings)
     device = preflight.choose_device(settings.device)
-    corpus = read_corpus(settings.data, say=console.print)
-    if corpus_figures(corpus) != record["corpus"]:
-        raise RunError(
-            f"{what}: the text is not what the run began with (now {corpus_figures(corpus)}, then {record['corpus']}); "
-            "restore the files, or begin anew into another --output"
-        )
-    check_writable(folder, what)
-    with ending_with_launcher(what), ExitStack() as held:
-        lease = held.enter_context(Lease(folder, lambda line: console.print(line, highlight=False, soft_wrap=True)))
-        start = choose_start(
-            folder,
-            record["run"],
-            1,
-            lambda checkpoint: _check_same_model(checkpoint, _load_config(what, checkpoint), record),
-        )
-        if start.checkpoint is None:
-            raise RunError(f"{what}: the run was stopped before its first checkpoint; begin anew into another --output")
+    corpus = read_corpus(settings.data, text_field=settings.text_field, say=console.print)
+    check_same_corpus(corpus_figures(corpus), record["corpus"], folder)
+    check = functools.partial(check_same_model, what, record["model"])
+    with take_up(folder, console, run_id=record["run"], check=check, may_begin=may_begin) as place:
+        checkpoint = place.start.checkpoint
+        source = settings.model if checkpoint is None else str(checkpoint)
         tokenizer = None
         if "tokenizer" in record:
             remedy = "restore the folder from a copy, or begin anew into another --output"
             verify_sums(folder, record["tokenizer"], what=what, remedy=remedy)
-            tokenizer = load_tokenizer(what, str(folder), _load_config(what, start.checkpoint))
+            tokenizer = load_tokenizer(what, str(folder), load_config(what, source))
         set_threads(settings.threads)
         register()
-        config = _load_config(what, start.checkpoint)
+        config = load_config(what, source)
         check_extension_memory(settings, config, num_parameters(what, config), device)
-        model = _load_model(what, str(start.checkpoint), device, attn_implementation="dilated")
-        preflight.check_space(
-            folder, sum(parameter.numel() for parameter in model.parameters()), settings.keep_checkpoints
-        )  # fmt: skip
+        if checkpoint is None:
+            model = load_model(what, source, device)
+            _replace(model, settings)
+        else:
+            model = load_model(what, source, device, attn_implementation="dilated")
+        size = sum(parameter.numel() for parameter in model.parameters())
+        preflight.check_space(folder, size, settings)
         training, held_out = tokenized(corpus.training, tokenizer), tokenized(corpus.held_out, tokenizer)
         run = _Run(
-            folder, record["run"], settings, device, record["own_length"], training, held_out,
-            record["bytes_per_token"], model, start, lease, console,
+            place=place, settings=settings, own_length=record["own_length"], training=training, held_out=held_out,
+            bytes_per_token=record["bytes_per_token"], model=model,
         )  # fmt: skip
-        for line in start.in_words():
-            console.print(line, highlight=False, soft_wrap=True)
-        step = checkpoint_step(start.checkpoint)
-        console.print(f"going on after step {step} of {settings.steps:,}", highlight=False)
-        return _go(run, record)
+        return _go(run, record, device)
 
 
-def _read_run(folder: Path, what: str) -> tuple[dict[str, Any], ExtensionSettings]:
-    if not folder.is_dir():
-        raise RunError(f"{what}: there is no such folder; name the --output of the run that was stopped")
-    remedy = "name the --output of an `extend` command"
-    record = read_sealed(folder / SETTINGS_NAME, what=what, remedy=remedy)
-    try:
-        if record["kind"] != _KIND or not isinstance(record["run"], str):
-            raise ValueError(f"kind {record['kind']!r}")
-        settings = ExtensionSettings.from_dict(record["settings"])
-        if [int(record["corpus"][name]) for name in CORPUS_KEYS] != list(record["corpus"].values()):
-            raise ValueError("corpus")
-        for name in STATES[:2]:
-            _curve(record, name)
-            {int(context): float(bits) for context, bits in record["measured"][name]["bits_per_byte"].items()}
-        _ = float(record["bytes_per_token"]), int(record["own_length"]), record["model"]["use_cache"]
-    except (KeyError, TypeError, ValueError, AttributeError) as error:
-        raise RunError(f"{what}: {folder / SETTINGS_NAME} describes no such run ({error}); {remedy}") from error
-    if (folder / WEIGHTS_NAME).exists():
-        raise RunError(f"{what}: that run is finished; its model is in {folder}")
-    return record, settings
+def _read_settings(record: dict[str, Any]) -> ExtensionSettings:
+    """The settings in a record, of which everything else that is read later is looked at too.
 
-
-def _check_alone() -> None:
-    if num_processes() > 1:
-        raise RunError(
-            f"extend runs in one process, and torchrun started {num_processes()}; for several call extend_context and "
-            "give the model to your own trainer (FSDP2, DeepSpeed): docs/long-context.md"
-        )
-
-
-def _figures_of(config: PreTrainedConfig) -> dict[str, Any]:
-    """What an extension changes of a model, by which its checkpoints are known again."""
-    text = config.get_text_config()
-    names = ("max_position_embeddings", "rope_parameters", "dilated_attention")
-    return {**{name: getattr(text, name, None) for name in names}, "use_cache": getattr(text, "use_cache", None)}
-
-
-def _check_same_model(checkpoint: Path, config: PreTrainedConfig, record: dict[str, Any]) -> None:
-    # The trainer turns the cache of the model off.
-    found, expected = ({**figures, "use_cache": None} for figures in (_figures_of(config), record["model"]))
-    if found != expected:
-        names = [name for name, value in expected.items() if found[name] != value]
-        raise RunError(
-            f"foreign checkpoint: {checkpoint} is of another model than {checkpoint.parent / SETTINGS_NAME} describes "
-            f"({', '.join(names)} differ); bring the two of one run together again"
-        )
-
-
-def _load_config(what: str, model: str | Path) -> PreTrainedConfig:
-    from transformers import AutoConfig
-
-    try:
-        config: PreTrainedConfig = AutoConfig.from_pretrained(model, trust_remote_code=False)
-    except (OSError, ValueError, KeyError) as error:
-        raise RunError(
-            f"{what}: {model} describes no model of transformers ({error}); it takes a folder with config.json, or a "
-            "model of the hub"
-        ) from error
-    return config
-
-
-def _own_length(what: str, config: PreTrainedConfig) -> int:
-    length: int | None = getattr(config.get_text_config(), "max_position_embeddings", None)
-    if length is None:
-        raise RunError(
-            f"{what}: {config.model_type} has no max_position_embeddings, so its length is not known; set it "
-            "in config.json to the length that the model was trained on"
-        )
-    if hasattr(config.get_text_config(), "dilated_attention"):
-        raise RunError(
-            f"{what}: the model has a pattern already (dilated_attention in config.json), so what it computes with "
-            "dense attention says nothing: begin with the model from before, or call set_pattern or extend_context and "
-            "train with your own trainer"
-        )
-    return length
-
-
-def _num_kv_heads(config: PreTrainedConfig) -> int:
-    text = config.get_text_config()
-    heads: int = getattr(text, "num_key_value_heads", None) or text.num_attention_heads
-    return heads
-
-
-def _load_model(what: str, model: str, device: str, **options: Any) -> PreTrainedModel:
-    from safetensors import SafetensorError
-    from transformers import AutoModelForCausalLM
-    from transformers.utils import logging
-
-    logging.disable_progress_bar()
-    try:
-        found: Any = AutoModelForCausalLM.from_pretrained(
-            model, dtype=torch.float32, output_loading_info=True, trust_remote_code=False, **options
-        )
-    except pickle.UnpicklingError as error:
-        raise RunError(
-            f"{what}: the weights of {model} are a pickle that holds more than tensors, and were not unpickled, as "
-            "what is in it would run; take a copy with model.safetensors, or convert it with the program that wrote it"
-        ) from error
-    except (OSError, ValueError, RuntimeError, SafetensorError) as error:
-        raise RunError(f"{what}: the weights of {model} cannot be loaded ({error}); copy them again") from error
-    loaded: PreTrainedModel = found[0]
-    missing = sorted(found[1]["missing_keys"])
-    if missing:
-        raise RunError(
-            f"{what}: {len(missing)} weights are missing in it ({missing[0]} the first), so it is no trained "
-            "causal language model; name another one"
-        )
-    broken = what_is_not_finite({"weights": loaded.named_parameters()})
-    if broken is not None:
-        raise RunError(f"{what}: NaN or infinity is in {broken} of {model}, so nothing can be trained from it")
-    moved: PreTrainedModel = nn.Module.to(loaded, device)
-    return moved
+    Raises:
+        KeyError, TypeError, ValueError, AttributeError: it is the record of no such run.
+    """
+    if record["kind"] != _KIND:
+        raise ValueError(f"kind {record['kind']!r}")
+    for name in STATES[:2]:
+        _curve(record, name)
+        {int(context): float(bits) for context, bits in record["measured"][name]["bits_per_byte"].items()}
+    _ = float(record["bytes_per_token"]), int(record["own_length"]), record["model"]["use_cache"]
+    return ExtensionSettings.from_dict(record["settings"])
 
 
 def _check_text(training: Text, held_out: Text, settings: ExtensionSettings) -> None:
@@ -342,7 +267,7 @@ def _check_model(model: PreTrainedModel, settings: ExtensionSettings) -> None:
 
 
 def _density(config: PreTrainedConfig, settings: ExtensionSettings) -> float:
-    pattern, heads = settings.read_pattern(), _num_kv_heads(config)
+    pattern, heads = settings.read_pattern(), num_kv_heads(config)
     return pattern.density(settings.length, num_kv_heads=heads, is_causal=True)
 
 
@@ -352,13 +277,13 @@ def _replace(model: PreTrainedModel, settings: ExtensionSettings) -> None:
     extend_context(model, settings.length, settings.read_pattern(), rotary=settings.rotary)
 
 
-def _announce(run: _Run, corpus: Corpus, tokenizer: PreTrainedTokenizerBase | None) -> None:
+def _announce(run: _Run, corpus: Corpus, tokenizer: PreTrainedTokenizerBase | None, device: str) -> None:
     settings, figures = run.settings, corpus_figures(corpus)
     source = "the Python standard library" if not settings.data else ", ".join(map(str, settings.data))
     parameters = sum(parameter.numel() for parameter in run.model.parameters())
     tokens = "bytes" if tokenizer is None else f"tokens of {run.bytes_per_token:.2f} bytes on average"
-    where = f"{settings.threads} CPU threads" if run.device == "cpu" else torch.cuda.get_device_name()
-    for line in (
+    where = f"{settings.threads} CPU threads" if device == "cpu" else torch.cuda.get_device_name()
+    run.place.say(
         f"text: {source}: {figures['training_bytes']:,} bytes to train on, {figures['held_out_bytes']:,} bytes in "
         f"{figures['held_out_files']} files held out, read as {tokens}{in_words(corpus.skipped, '; left out: ')}",
         f"model: {settings.model}: {parameters:,} parameters, {run.own_length:,} tokens of context",
@@ -366,9 +291,8 @@ def _announce(run: _Run, corpus: Corpus, tokenizer: PreTrainedTokenizerBase | No
         f"{_density(run.model.config, settings):.1%} of the pairs of dense attention",
         f"run: {settings.steps:,} steps of about {settings.batch_tokens * settings.gradient_accumulation:,} tokens in "
         f"windows of {', '.join(f'{stage:,}' for stage in settings.stages)}, {settings.precision} on {where}, into "
-        f"{run.folder}",
-    ):
-        run.console.print(line, highlight=False, soft_wrap=True)
+        f"{run.place.folder}",
+    )
 
 
 def _held_out_windows(text: Text, settings: ExtensionSettings) -> list[Tensor]:
@@ -382,12 +306,11 @@ def _measure(run: _Run, state: str, record: dict[str, Any]) -> None:
 
     held_out = _held_out_windows(run.held_out, run.settings)
     start = time.perf_counter()
-    curves = {
-        context: bits_by_position(
-            run.model, held_out, context, run.settings.precision, run.console, f"{state}, reading {context:,} tokens"
-        ) / run.bytes_per_token
-        for context in (run.own_length, run.settings.length)
-    }  # fmt: skip
+    curves = {}
+    for context in (run.own_length, run.settings.length):
+        doing = f"{state}, reading {context:,} tokens"
+        bits = bits_by_position(run.model, held_out, context, run.settings.precision, run.place.console, doing)
+        curves[context] = bits / run.bytes_per_token
     for context, curve in curves.items():
         if not bool(curve.isfinite().all()):
             raise RunError(
@@ -401,56 +324,59 @@ def _measure(run: _Run, state: str, record: dict[str, Any]) -> None:
         "seconds": round(time.perf_counter() - start, 1),
     }
     words = ", ".join(f"{curve.mean():.3f} reading {context:,} tokens" for context, curve in curves.items())
-    run.console.print(f"{state}: {words} (held-out bits per byte)", highlight=False, soft_wrap=True)
+    run.place.say(f"{state}: {words} (held-out bits per byte)")
 
 
 def _curve(record: dict[str, Any], state: str) -> Tensor:
     return torch.tensor(record["measured"][state]["by_position"], dtype=torch.float64)
 
 
-def _go(run: _Run, record: dict[str, Any]) -> ExtensionOutcome:
-    from .callbacks import Bar, Interruption, Metrics
-    from .run_trainer import RunTrainer, arguments
+def _go(run: _Run, record: dict[str, Any], device: str) -> ExtensionOutcome:
+    from .extension_trainer import ExtensionTrainer
+    from .run_trainer import arguments
 
-    settings, folder = run.settings, run.folder
+    settings, place = run.settings, run.place
+    logits = row_logits(run.model)
+    if logits is None:
+        place.say(
+            "loss: this model changes what its output matrix gives, so the logits of a whole window are there at once"
+        )
+    windows = tuple(max(1, settings.batch_tokens // length) for length in settings.stages)
+    stages = Stages(settings.stages, stage_ends(settings.steps, len(settings.stages)), windows)
     training = StagedBatches(
-        run.training, settings.stages, steps=settings.steps, batches_per_step=settings.gradient_accumulation,
-        batch_tokens=settings.batch_tokens, seed=settings.seed,
+        run.training, stages, batches_per_step=settings.gradient_accumulation, seed=settings.seed
     )  # fmt: skip
     evaluation = EvaluationWindows(run.held_out, settings.length, settings.eval_windows)
     if settings.gradient_checkpointing:
         # transformers 5.23 gave it this name; before it was the other.
         name = "activation_checkpointing_enable"
         getattr(run.model, name, run.model.gradient_checkpointing_enable)()
-    trainer = RunTrainer(
-        model=run.model,
-        args=arguments(
-            settings, folder, run.device, per_device_train_batch_size=1, per_device_eval_batch_size=1,
-            weight_decay=settings.weight_decay,
-        ),
-        run_id=run.run_id,
-        keep=settings.keep_checkpoints,
-        lease=run.lease,
-        left=run.start.left.keys(),
-        training=training,
-        evaluation=evaluation,
-        data_collator=_one_batch,
-        bytes_per_token=run.bytes_per_token,
+    args = arguments(settings, place.folder, device, per_device_train_batch_size=1, per_device_eval_batch_size=1)
+    trainer = ExtensionTrainer(
+        logits=logits, settings=settings, model=run.model, args=args, place=place, training=training,
+        evaluation=evaluation, data_collator=one_batch, bytes_per_token=run.bytes_per_token,
     )  # fmt: skip
-    checkpoint = run.start.checkpoint
-    step = 0 if checkpoint is None else checkpoint_step(checkpoint)
-    trainer.add_callback(Metrics(folder, step, lambda done: training.tokens_after(done) * run.bytes_per_token))
-    with Interruption(trainer.accelerator) as interruption, Bar(run.console, training.tokens_after) as bar:
-        trainer.add_callback(bar)
-        trainer.add_callback(interruption)
-        trainer.train(resume_from_checkpoint=None if checkpoint is None else str(checkpoint))
-    done = trainer.state.global_step
-    if done == settings.steps:
-        with trainer.writing("the trained model"):
-            _finish(run, record)
+    flops = pretrained_flops(run.model, settings.read_pattern(), num_kv_heads(run.model.config))
+    work = Work(
+        tokens_after=training.tokens_after, bytes_after=lambda done: training.tokens_after(done) * run.bytes_per_token,
+        flops_after=lambda done: settings.gradient_accumulation * training_flops(flops, stages, done),
+    )  # fmt: skip
+    with tracking(settings, place) as trackers:
+        stopped_by = train_to_the_end(place, trainer, work=work, trackers=trackers)
+        done = trainer.state.global_step
+        if done == settings.steps:
+            with trainer.writing("the trained model"):
+                _finish(run, record, trainer)
+            bits = record["measured"][STATES[-1]]["bits_per_byte"][str(settings.length)]
+            for tracker in trackers:
+                tracker.log(done, {"final_bits_per_byte": bits})
+    return _outcome(place.folder, record, done, stopped_by)
+
+
+def _outcome(folder: Path, record: dict[str, Any], step: int, stopped_by: int | None) -> ExtensionOutcome:
     return ExtensionOutcome(
-        run=folder, step=done, own_length=run.own_length, length=settings.length,
-        stopped_by=interruption.signal if done < settings.steps else None,
+        run=folder, step=step, own_length=record["own_length"], length=record["settings"]["length"],
+        stopped_by=stopped_by,
         bits_per_byte={
             state: {int(context): bits for context, bits in entry["bits_per_byte"].items()}
             for state, entry in record["measured"].items()
@@ -458,21 +384,16 @@ def _go(run: _Run, record: dict[str, Any]) -> ExtensionOutcome:
     )  # fmt: skip
 
 
-def _one_batch(items: list[dict[str, Tensor]]) -> dict[str, Tensor]:
-    """What is drawn is a batch already; a window of the evaluation becomes one."""
-    (item,) = items
-    return item if item["input_ids"].dim() == 2 else {name: tensor[None] for name, tensor in item.items()}
-
-
-def _finish(run: _Run, record: dict[str, Any]) -> None:
+def _finish(run: _Run, record: dict[str, Any], trainer: RunTrainer) -> None:
     from .context_measure import draw_positions
 
+    folder = run.place.folder
     _measure(run, "trained", record)
-    run.lease.check()
-    write_text(run.folder / SETTINGS_NAME, sealed(record))
+    trainer.check_lease()
+    write_text(folder / SETTINGS_NAME, sealed(record))
     names = ("before", "after replacement", "after training on")
     curves = {name: _curve(record, state) for name, state in zip(names, STATES, strict=True)}
-    draw_positions(run.folder / PICTURE_NAME, curves, run.own_length)
+    draw_positions(folder / PICTURE_NAME, curves, run.own_length)
     run.model.config.get_text_config().use_cache = record["model"]["use_cache"]
-    run.lease.check()
-    save_finished(run.model, run.folder, run_id=run.run_id, step=run.settings.steps)
+    trainer.check_lease()
+    save_finished(run.model, folder, run_id=run.place.run_id, step=run.settings.steps)

@@ -4,18 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
-from pathlib import Path
 from typing import Any, Literal, get_args
 
 from dilated_attention_pytorch.patterns import Pattern, pattern_from_expression
 
-from .settings import LARGEST_RATE, LARGEST_SEED, Device, Precision, Schedule, check_choice, check_number, check_windows
+from .run_settings import AdamW, RunSettings, check_choice, check_number, check_windows
 
 Rotary = Literal["yarn", "linear", "ntk", "none"]
 
 
 @dataclass(kw_only=True, slots=True)
-class ExtensionSettings:
+class ExtensionSettings(RunSettings):
     """Take a pretrained language model of transformers to longer texts.
 
     Raises:
@@ -25,9 +24,6 @@ class ExtensionSettings:
     model: str
     """A decoder with rotary positions (Llama, Mistral, Qwen, GPT-NeoX, Gemma ...): a folder with config.json and
     weights, or a name on the Hugging Face hub. Without a tokenizer, and with 256 tokens, its tokens are bytes."""
-    data: tuple[Path, ...] = ()
-    """Text files, and folders that are searched for text files, to train and evaluate on. Without it: the source files
-    of the standard library of the running Python (about 31 MB)."""
     length: int = 8192
     """Tokens of the longest text that the model is to read."""
     pattern: str = ""
@@ -40,67 +36,34 @@ class ExtensionSettings:
     """Lengths of the training windows, one after the other, each for an equal part of the steps. Empty: the model's own
     length doubled until it is the new one."""
     steps: int = 300
-    """Optimizer steps of the run."""
     batch_tokens: int = 0
     """Tokens that go through the model at once, as windows of the length of the stage; 0: one window of the new
     length."""
-    gradient_accumulation: int = 1
-    """Batches whose gradients are added up before an optimizer step."""
+    optimizer: AdamW = "adamw"
+    """"adamw"; "adamw-bf16": with moments in bfloat16, 4 bytes a weight instead of 8; "adamw-8bit": in 8 bits
+    (bitsandbytes), 2 bytes."""
     learning_rate: float = 1e-4
     """Peak learning rate of AdamW. For models of billions of parameters LongLoRA took 2e-5 (arXiv:2309.12307)."""
     weight_decay: float = 0.0
     """Decoupled weight decay of matrices."""
-    max_grad_norm: float = 1.0
-    """Gradients whose joint norm is larger are scaled down to it."""
-    warmup_fraction: float = 0.03
-    """Fraction of the steps over which the learning rate rises from 0."""
-    schedule: Schedule = "linear"
-    """How the learning rate falls to 0 after that, or "constant"."""
     gradient_checkpointing: bool = False
     """Whether to compute every layer again in the backward pass: less memory, a third more time."""
-    precision: Precision = "auto"
-    """"bfloat16": matrix products and attention in bfloat16 (autocast), weights and optimizer in float32. "auto":
-    bfloat16 where the processor or GPU has instructions for it, else float32; the run records which."""
-    device: Device = "auto"
-    """Where to compute; "auto" takes a CUDA device if there is one."""
-    threads: int = 0
-    """CPU threads; 0 leaves the number to PyTorch."""
-    seed: int = 0
-    """Seed of the order of the data and of dropout."""
-    log_steps: int = 5
-    """Steps between two entries of the training loss."""
     eval_steps: int = 50
-    """Steps between two evaluations on held-out text."""
     eval_windows: int = 4
     """Held-out windows of the new length in these evaluations."""
     final_eval_windows: int = 32
     """Largest number of held-out windows by which the model is measured before, after replacement and at the end."""
     save_steps: int = 50
-    """Steps between two checkpoints."""
-    keep_checkpoints: int = 2
-    """Checkpoints to keep. The newest one that is whole is gone on from, so that one that is damaged loses little."""
 
     def __post_init__(self) -> None:
-        for name in (
-            "steps", "gradient_accumulation", "log_steps", "eval_steps", "eval_windows", "final_eval_windows",
-            "save_steps", "keep_checkpoints",
-        ):  # fmt: skip
-            check_number(self, name, least=1)
+        RunSettings.__post_init__(self)
         check_number(self, "length", least=8)
-        check_number(self, "seed", least=0, most=LARGEST_SEED)
-        for name in ("threads", "batch_tokens", "weight_decay"):
-            check_number(self, name, least=0)
-        check_number(self, "learning_rate", above=0, most=LARGEST_RATE)
-        check_number(self, "max_grad_norm", above=0)
+        check_number(self, "batch_tokens", least=0)
         check_windows(self.steps * self.gradient_accumulation * max(1, self.batch_tokens // 8))
-        check_number(self, "warmup_fraction", least=0, most=1)
-        for name, choices in (
-            ("rotary", Rotary), ("schedule", Schedule), ("precision", Precision), ("device", Device)
-        ):  # fmt: skip
-            check_choice(self, name, get_args(choices))
+        check_choice(self, "rotary", get_args(Rotary))
+        check_choice(self, "optimizer", get_args(AdamW))
         if not self.model:
             raise ValueError("model must name a folder or a model of the hub, got nothing")
-        self.data = tuple(Path(path) for path in self.data)
         self.stages = tuple(self.stages)
         if any(isinstance(stage, bool) or not isinstance(stage, int) or stage < 8 for stage in self.stages):
             raise ValueError(f"stages must be lengths of at least 8 tokens, got {list(self.stages)}")
@@ -120,6 +83,10 @@ class ExtensionSettings:
                 pattern_from_expression(self.pattern)
             except ValueError as error:
                 raise ValueError(f"pattern: {error}") from error
+
+    def left_open(self) -> dict[str, Any]:
+        """Values of settings that leave the choice to the run."""
+        return {**RunSettings.left_open(self), "pattern": "", "stages": [], "batch_tokens": 0}
 
     def complete(self, own_length: int, num_kv_heads: int) -> ExtensionSettings:
         """The same with pattern, stages and batch written out, for a model of ``own_length`` tokens.
@@ -151,8 +118,7 @@ class ExtensionSettings:
 
     def to_dict(self) -> dict[str, Any]:
         """The fields by name, as values that JSON holds."""
-        values = {entry.name: getattr(self, entry.name) for entry in fields(self)}
-        return {**values, "data": [str(path.absolute()) for path in self.data], "stages": list(self.stages)}
+        return {**RunSettings.to_dict(self), "stages": list(self.stages)}
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> ExtensionSettings:

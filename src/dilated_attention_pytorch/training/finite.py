@@ -31,22 +31,24 @@ def what_is_not_finite(tensors: Mapping[str, Iterable[tuple[str, Tensor]]]) -> s
 
     Every process must ask, and gets the same answer.
     """
-    listed = {kind: list(named) for kind, named in tensors.items()}
-    mine = {
-        kind: {number: name for number, (name, tensor) in enumerate(named) if not _is_finite(tensor)}
-        for kind, named in listed.items()
-    }
+    counts: dict[str, int] = {}
+    mine: dict[str, dict[int, str]] = {}
+    for kind, named in tensors.items():
+        # One after the other: what is gathered to be looked at need not be there as a whole.
+        looked = [(name, _is_finite(tensor)) for name, tensor in named]
+        counts[kind] = len(looked)
+        mine[kind] = {number: name for number, (name, is_finite) in enumerate(looked) if not is_finite}
     found: list[dict[str, dict[int, str]]] = [mine]
     if not _is_alone():
         found = [{} for _ in range(dist.get_world_size())]
         dist.all_gather_object(found, mine)
     sentences = []
-    for kind, named in listed.items():
+    for kind, count in counts.items():
         ranks = [rank for rank, its in enumerate(found) if its[kind]]
         broken = {number: name for its in reversed(found) for number, name in its[kind].items()}
         if broken:
             names = [broken[number] for number in sorted(broken)]
-            sentences.append(f"{len(names)} of {len(named)} {kind} ({_listed(names)}){_on(ranks)}")
+            sentences.append(f"{len(names)} of {count} {kind} ({_listed(names)}){_on(ranks)}")
     return " and ".join(sentences) or None
 
 
@@ -56,8 +58,8 @@ def _is_alone() -> bool:
 
 def _is_finite(tensor: Tensor) -> bool:
     local = (tensor.to_local() if isinstance(tensor, DTensor) else tensor).detach()
-    if not local.numel():
-        return True
+    if not local.numel() or not local.is_floating_point():
+        return True  # integers, as the moments of an optimizer of 8 bits are
     # The largest magnitude is NaN or infinite where any value is, and no mask as long as the tensor is made.
     return bool(torch.isfinite(torch.linalg.vector_norm(local, ord=torch.inf)))
 

@@ -2,22 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Iterator
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 from torch.nn.utils import clip_grads_with_norm_, get_total_norm
-from transformers import Trainer, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
+from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
 from dilated_attention_pytorch.errors import RunError
 
 from .finite import is_finite_everywhere, what_is_not_finite
+from .micro_batch import MicroBatchTrainer
 
 
-class FiniteTrainer(Trainer):
-    """A trainer that ends, in all of its processes alike, where a value is not finite: before it does any harm.
+class FiniteTrainer(MicroBatchTrainer):
+    """A trainer that breaks off, in all of its processes alike, where a value is not finite: before it does any harm.
 
     Losses and gradients are looked at before a step is taken with them, weights and states of the optimizer before the
     first step and before they are saved (:meth:`check_state`).
@@ -26,11 +27,7 @@ class FiniteTrainer(Trainer):
     def __init__(self, **given: Any) -> None:
         super().__init__(**given)
         self._step_losses: list[Tensor] = []
-        self.add_callback(_AtBeginning(self._check_beginning))
-
-    def how_to_go_on(self) -> str:
-        """What is left of a run that breaks off, and how to take it up."""
-        raise NotImplementedError
+        self.add_callback(_AtBeginning(self.begin_training))
 
     def after_divergence(self) -> str:
         """What is left of a run in which a value is not finite, how to take it up, and what to change."""
@@ -40,11 +37,23 @@ class FiniteTrainer(Trainer):
             f"--learning-rate (each of them, if several){precision}"
         )
 
+    def break_off(self, what: str, *, batch_of: int | None) -> NoReturn:
+        """Raise what ends this training, in every process alike.
+
+        Args:
+            what: why, in words.
+            batch_of: the step whose batch did it; None if that cannot be told.
+        """
+        raise RunError(f"{what}; {self.after_divergence()}")
+
+    def check_loss(self, step: int, losses: list[Tensor]) -> None:
+        """Look at the losses of the batches of a step, which are finite, before the step is taken."""
+
     def check_state(self, what: str) -> None:
-        """Raise :class:`RunError` about ``what`` if a weight or a state of the optimizer is not finite."""
+        """Break off about ``what`` if a weight or a state of the optimizer is not finite."""
         broken = self._state_that_is_not_finite()
         if broken is not None:
-            raise RunError(f"{what}: NaN or infinity is in {broken}; {self.after_divergence()}")
+            self.break_off(f"{what}: NaN or infinity is in {broken}", batch_of=None)
 
     def training_step(self, *args: Any, **kwargs: Any) -> Tensor:
         """The loss of a batch, after its backward pass."""
@@ -55,12 +64,13 @@ class FiniteTrainer(Trainer):
     def _clip_grad_norm(self, model: torch.nn.Module) -> Tensor:
         """Scale the gradients down to the largest norm that is allowed; the norm that they had.
 
-        Raises:
-            RunError: in every process, if a loss or a gradient is not finite in any.
+        Every process breaks off if a loss or a gradient is not finite in any.
         """
+        step = self.state.global_step + 1
         parameters = [parameter for parameter in model.parameters() if parameter.grad is not None]
         norm = get_total_norm([parameter.grad for parameter in parameters if parameter.grad is not None])
-        whole = norm.full_tensor() if isinstance(norm, DTensor) else norm
+        # Without any gradient, as of a batch that is left out, it is on the CPU.
+        whole = norm.full_tensor() if isinstance(norm, DTensor) else norm.to(self.args.device)
         # Before they are scaled: a norm that is NaN or infinite would make every gradient NaN or 0.
         if not is_finite_everywhere(*self._step_losses, whole):
             broken = what_is_not_finite({
@@ -69,32 +79,33 @@ class FiniteTrainer(Trainer):
                 "weights": self._weights(),
             })  # fmt: skip
             broken = broken or "the norm of the gradient, which is too large for its dtype"
-            raise RunError(
-                f"step {self.state.global_step + 1} is not taken: NaN or infinity is in {broken}; "
-                f"{self.after_divergence()}"
-            )
+            self.break_off(f"step {step} is not taken: NaN or infinity is in {broken}", batch_of=step)
+        self.check_loss(step, self._step_losses)
         self._step_losses.clear()
         clip_grads_with_norm_(parameters, self.args.max_grad_norm, norm)
         return whole
 
-    def _weights(self) -> list[tuple[str, Tensor]]:
+    def _weights(self) -> Iterator[tuple[str, Tensor]]:
         assert self.model is not None
         # FSDP shows the weights as it gathered them for an evaluation; what is stepped is in the state dict always.
         state = self.model.state_dict(keep_vars=True)
-        return [(name, value) for name, value in state.items() if isinstance(value, torch.nn.Parameter)]
+        return ((name, value) for name, value in state.items() if isinstance(value, torch.nn.Parameter))
 
-    def _state_that_is_not_finite(self) -> str | None:
+    def _states(self) -> Iterator[tuple[str, Tensor]]:
         assert self.optimizer is not None
         names = {weight: name for name, weight in self._weights()}
-        states = [
+        return (
             (f"{key} of {names[weight]}", value)
             for weight, state in self.optimizer.state.items()
             for key, value in state.items()
             if isinstance(value, Tensor)
-        ]
-        return what_is_not_finite({"weights": self._weights(), "optimizer states": states})
+        )
 
-    def _check_beginning(self) -> None:
+    def _state_that_is_not_finite(self) -> str | None:
+        return what_is_not_finite({"weights": self._weights(), "optimizer states": self._states()})
+
+    def begin_training(self) -> None:
+        """Raise :class:`RunError` unless what was loaded is finite."""
         broken = self._state_that_is_not_finite()
         if broken is not None:
             step = self.state.global_step
@@ -106,13 +117,13 @@ class FiniteTrainer(Trainer):
 
 
 class _AtBeginning(TrainerCallback):
-    """Calls ``check`` when all is loaded and nothing is trained yet."""
+    """Calls ``begin`` when all is loaded and nothing is trained yet."""
 
-    def __init__(self, check: Callable[[], None]) -> None:
-        self.check = check
+    def __init__(self, begin: Callable[[], None]) -> None:
+        self.begin = begin
 
     def on_train_begin(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
         """Call it."""
-        self.check()
+        self.begin()

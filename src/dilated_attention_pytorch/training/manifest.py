@@ -118,6 +118,21 @@ def sealed(values: Mapping[str, Any]) -> str:
     return json.dumps({**values, _DIGEST: _digest_of(values)}, indent=2) + "\n"
 
 
+def sealed_line(values: Mapping[str, Any]) -> str:
+    """As :func:`sealed`, in one line and without its end, for :func:`unsealed`."""
+    return json.dumps({**values, _DIGEST: _digest_of(values)})
+
+
+def unsealed(line: bytes) -> dict[str, Any] | None:
+    """The values of a line that :func:`sealed_line` made; None of any other."""
+    try:
+        values = json.loads(line)
+        is_ours = isinstance(values, dict) and values.pop(_DIGEST, None) == _digest_of(values)
+    except (ValueError, RecursionError):
+        return None
+    return values if is_ours else None
+
+
 def read_sealed(path: Path, *, what: str, remedy: str) -> dict[str, Any]:
     """The values of a file that :func:`sealed` made, without the digest.
 

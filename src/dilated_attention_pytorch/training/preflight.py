@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import shutil
 from pathlib import Path
 from typing import Literal
@@ -13,15 +14,17 @@ from dilated_attention_pytorch.machine import require
 from dilated_attention_pytorch.output import check_free_folder
 
 from .checkpoint import SETTINGS_NAME, WEIGHTS_NAME, checkpoints
-from .corpus import Corpus
+from .extension_settings import ExtensionSettings
+from .footprint import checkpoint_bytes
 from .lease import LEASE_NAME
-from .settings import Device, Precision, TrainSettings
+from .run_settings import Device, Precision
+from .settings import Optimizer, TrainSettings
+from .together import num_processes
+from .zero import check_zero
 
 _TO_GENERATE = ("transformers", "safetensors")
-_TO_TRAIN = (*_TO_GENERATE, "accelerate", "rich", "matplotlib", "tensorboard")
-_WEIGHT_BYTES = 4
-_CHECKPOINT_BYTES = 3 * _WEIGHT_BYTES
-"""Of a parameter in a checkpoint: the weight and two moments in float32."""
+_TO_TRAIN = (*_TO_GENERATE, "accelerate", "rich", "matplotlib", "tensorboard", "tomli_w", "typeguard")
+_FLOAT32 = 4
 _BYTES_BESIDE = 20 << 20
 
 
@@ -29,6 +32,12 @@ def check_packages(purpose: Literal["training", "generating"]) -> None:
     """Raise :class:`RunError` unless what ``purpose`` needs of the extra ``train`` is installed."""
     names = _TO_TRAIN if purpose == "training" else _TO_GENERATE
     require(purpose, names, "train")
+
+
+def check_optimizer(optimizer: Optimizer) -> None:
+    """Raise :class:`RunError` unless what computes its steps is installed."""
+    if optimizer == "adamw-8bit":
+        require("--optimizer adamw-8bit", ("bitsandbytes",), "8bit")
 
 
 def check_output(output: Path) -> None:
@@ -41,34 +50,39 @@ def check_output(output: Path) -> None:
     check_free_folder(output, going_on=going_on, beside=LEASE_NAME)
 
 
-def check_corpus(corpus: Corpus, settings: TrainSettings) -> None:
-    """Raise :class:`RunError` unless there is text for one window to train on, and something to evaluate."""
-    length = len(corpus.training)
-    if length < settings.context_length:
+def check_launch() -> None:
+    """Raise :class:`RunError` if there are several processes that cannot know where they meet."""
+    if num_processes() > 1 and "MASTER_ADDR" not in os.environ:
         raise RunError(
-            f"--data holds {length:,} bytes of training text, fewer than one window of --context-length "
-            f"{settings.context_length}; give more text, or a --context-length of at most {length}"
-        )
-    if len(corpus.held_out) < 8:
-        raise RunError(
-            f"--data leaves {len(corpus.held_out)} bytes to evaluate on, and at least 8 are needed; give more text"
+            f"the environment says that there are {num_processes()} processes (WORLD_SIZE) and does not say where they "
+            "meet (MASTER_ADDR); start them with torchrun, or unset WORLD_SIZE for one process"
         )
 
 
-def check_processes(settings: TrainSettings, num_processes: int) -> None:
-    """Raise :class:`RunError` unless ``settings`` say what each of ``num_processes`` processes is to do."""
+def check_alone() -> None:
+    """Raise :class:`RunError` if there are several processes, and the run is one of `extend`."""
+    if num_processes() > 1:
+        raise RunError(
+            f"extend runs in one process, and torchrun started {num_processes()}; for several call extend_context and "
+            "give the model to your own trainer (FSDP2, DeepSpeed): docs/long-context.md"
+        )
+
+
+def check_processes(settings: TrainSettings, processes: int) -> None:
+    """Raise :class:`RunError` unless ``settings`` say what each of ``processes`` processes is to do."""
+    check_zero(settings)
     context, tensor, model = settings.context_parallel, settings.tensor_parallel, settings.model
     together = context * tensor
     launch = "start it with torchrun --nproc-per-node {} -m dilated_attention_pytorch train ..."
-    if num_processes % together:
+    if processes % together:
         flags = {"--context-parallel": context, "--tensor-parallel": tensor}
         named = " and ".join(f"{flag} {size}" for flag, size in flags.items() if size > 1)
-        least = -(-num_processes // together) * together
+        least = -(-processes // together) * together
         raise RunError(
-            f"for {named} the number of processes must be a multiple of {together}, got {num_processes}; "
+            f"for {named} the number of processes must be a multiple of {together}, got {processes}; "
             f"{launch.format(least)}"
         )
-    if num_processes == 1 and settings.data_parallel == "fsdp":
+    if processes == 1 and settings.data_parallel == "fsdp":
         raise RunError(
             "--data-parallel fsdp splits the weights over several processes and this is the only one; "
             f"{launch.format(2)}, or leave it out"
@@ -100,20 +114,27 @@ def check_processes(settings: TrainSettings, num_processes: int) -> None:
             f"{named} {splitting} splits {local_heads} heads of each process over more processes than there are heads; "
             f"use at most {local_heads}, or --strategy ring"
         )
-    if settings.context_length < context:
+    shortest = min(settings.stages.lengths, default=settings.context_length)
+    if shortest < context:
+        named = "--stages.lengths" if settings.stages.lengths else "--context-length"
         raise RunError(
-            f"--context-length {settings.context_length} has fewer rows than --context-parallel {context} has "
-            f"processes; use at most --context-parallel {settings.context_length}"
+            f"{named} {shortest} has fewer rows than --context-parallel {context} has processes; use at most "
+            f"--context-parallel {shortest}"
         )
     if tensor > 1 and model.attention_dropout:
         raise RunError(
             f"--model.attention-dropout {model.attention_dropout} with --tensor-parallel {tensor}: the heads of all "
             "processes would drop alike; leave one of them out"
         )
-    if tensor > 1 and settings.data_parallel == "ddp" and num_processes > tensor:
+    if tensor > 1 and settings.data_parallel == "ddp" and processes > tensor:
         raise RunError(
-            f"--tensor-parallel {tensor} beside {num_processes // tensor} groups of processes that read other rows "
+            f"--tensor-parallel {tensor} beside {processes // tensor} groups of processes that read other rows "
             "needs weights that know where they are; add --data-parallel fsdp"
+        )
+    if settings.optimizer == "adamw-8bit" and (tensor > 1 or settings.data_parallel == "fsdp"):
+        raise RunError(
+            "--optimizer adamw-8bit steps whole weights, and --tensor-parallel and --data-parallel fsdp split them; "
+            "take adamw-bf16 beside them"
         )
     if settings.compile and (together > 1 or settings.data_parallel == "fsdp"):
         raise RunError(
@@ -141,7 +162,15 @@ def choose_precision(precision: Precision, device: str) -> Precision:
     """ "bfloat16" or "float32": what was asked for, else bfloat16 where it is computed in hardware.
 
     On Zen 5 (avx512_bf16) the linear layers of the CPU preset run 4 times as fast in it; emulated they would be slower.
+
+    Raises:
+        RunError: the device has no such products.
     """
+    if precision == "tf32" and (device != "cuda" or torch.cuda.get_device_capability() < (8, 0)):
+        raise RunError(
+            "--precision tf32 is how CUDA GPUs from compute capability 8.0 (Ampere) on multiply matrices of float32, "
+            "and this device does not; take --precision float32"
+        )
     if precision != "auto":
         return precision
     if device == "cuda":
@@ -151,17 +180,18 @@ def choose_precision(precision: Precision, device: str) -> Precision:
     return "bfloat16" if in_hardware else "float32"
 
 
-def checkpoint_space(num_parameters: int) -> int:
+def checkpoint_space(optimizer: Optimizer, num_parameters: int) -> int:
     """Bytes that a run needs to write one more checkpoint."""
-    return _CHECKPOINT_BYTES * num_parameters + _BYTES_BESIDE
+    return checkpoint_bytes(optimizer, num_parameters) + _BYTES_BESIDE
 
 
-def check_space(output: Path, num_parameters: int, keep: int) -> None:
-    """Raise :class:`RunError` unless the checkpoints of the run, ``keep`` at a time, fit on the disk of ``output``."""
+def check_space(output: Path, num_parameters: int, settings: TrainSettings | ExtensionSettings) -> None:
+    """Raise :class:`RunError` unless the checkpoints that the run keeps fit on the disk of ``output``."""
     folder = next(path for path in (output.absolute(), *output.absolute().parents) if path.is_dir())
     # The oldest one goes only when the newest is there; those of a run that goes on are on the disk already.
-    missing = max(1, keep + 1 - len(checkpoints(output)))
-    needed = (missing * _CHECKPOINT_BYTES + _WEIGHT_BYTES) * num_parameters + _BYTES_BESIDE
+    missing = max(1, settings.keep_checkpoints + 1 - len(checkpoints(output)))
+    trained = _FLOAT32 * num_parameters
+    needed = missing * checkpoint_bytes(settings.optimizer, num_parameters) + trained + _BYTES_BESIDE
     free = shutil.disk_usage(folder).free
     if free < needed:
         raise RunError(

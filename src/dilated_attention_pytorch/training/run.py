@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import dataclasses
-import math
-import secrets
+import functools
+import random
 import shlex
 import time
-from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -17,27 +16,37 @@ import torch
 
 from dilated_attention_pytorch.errors import RunError
 from dilated_attention_pytorch.machine import machine, set_threads
-from dilated_attention_pytorch.output import check_writable, make_output, write_text
+from dilated_attention_pytorch.output import write_text
 
 from . import preflight
-from .checkpoint import (
-    SETTINGS_NAME,
-    WEIGHTS_NAME,
-    Start,
-    check_weights,
-    checkpoint_step,
-    choose_start,
-    save_finished,
-)
-from .corpus import CORPUS_KEYS, Corpus, corpus_figures, read_corpus
+from .checkpoint import SETTINGS_NAME
+from .configuration import CONFIGURATION_NAME, configuration_text
+from .data.run_data import Evaluation, RunData, read_data, read_tokenizer, save_tokenizer, verify_tokenizer
 from .footprint import check_training_memory
-from .lease import Lease
-from .manifest import read_sealed, sealed
-from .process import ending_with_launcher, launch, launch_record
+from .going_back import going_back
+from .lifecycle import (
+    Found,
+    OpenRun,
+    begin,
+    check_same_corpus,
+    find_run,
+    naming_ranks,
+    read_record,
+    take_up,
+    train_to_the_end,
+)
+from .manifest import opened, read_sealed, sealed
+from .parallel_choice import choose_together
+from .process import launch, launch_record
+from .publishing import save_finished
 from .settings import SampleSettings, TrainSettings
+from .spreading import spread_anew
+from .stages import Stages
 from .text_files import in_words
-from .together import all_or_none, from_all, from_first, in_first, is_first_process, num_processes, process_rank
-from .windows import EvaluationWindows, TrainingWindows, long_files
+from .together import from_all, from_first, in_first, is_first_process, num_processes
+from .trackers import check_trackers, tracking
+from .verification import check_same_model
+from .zero import zero_stage
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -46,6 +55,9 @@ if TYPE_CHECKING:
     from dilated_attention_pytorch.models import LongNetForCausalLM
 
     from .trainer import LongNetTrainer
+
+
+SAMPLE_NAME = "sample.txt"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -74,119 +86,154 @@ class Outcome:
 class _Run:
     """A run whose checks have passed."""
 
-    folder: Path
-    run_id: str
+    place: OpenRun
     settings: TrainSettings
     device: str
-    corpus: Corpus
+    data: RunData
     model: LongNetForCausalLM
     args: TrainingArguments
-    start: Start
-    lease: Lease | None
-    console: Console
 
 
-def train(settings: TrainSettings, output: Path, console: Console) -> Outcome:
+def train(settings: TrainSettings, output: Path, console: Console, *, may_resume: bool = False) -> Outcome:
     """Train a new model into the folder ``output``, which must be free.
 
     Where torchrun starts its processes again after a failure, the run that they began goes on from its last checkpoint.
+
+    Args:
+        settings: what to do.
+        output: the run folder.
+        console: where to say what happens.
+        may_resume: go on with the run that the same settings began in ``output``, if there is one; return what came
+            of it if it is finished.
 
     Raises:
         RunError: the data, the folder, the disk or the device does not allow it; before anything is written.
     """
     preflight.check_packages("training")
-    preflight.check_processes(settings, num_processes())
-    is_again = is_first_process() and _was_begun_by_this_launch(output)
-    if is_first_process() and not is_again:
-        preflight.check_output(output)
+    preflight.check_launch()
+    return going_back(
+        lambda: _begin(settings, output, console, may_resume),
+        lambda: _go_on(output, console, {}, may_begin=True),
+        console,
+    )
+
+
+def _begin(settings: TrainSettings, output: Path, console: Console, may_resume: bool) -> Outcome:
+    preflight.check_optimizer(settings.optimizer)
+    check_trackers(settings)
+    found: Found = "nothing"
+    if may_resume:
+        # A file system that hosts share may show one process what it does not show another yet: the first one looks.
+        _meet(settings, output, preflight.choose_device(settings.device))
+        found = from_first(lambda: find_run(output, settings, "train"))
+    if found == "finished":
+        return _finished(output)
+    is_again = found == "stopped" or _was_begun_by_this_launch(output)
+    if not is_again:
+        preflight.check_processes(settings, num_processes())
+        if is_first_process():
+            preflight.check_output(output)
     device = preflight.choose_device(settings.device)
-    corpus = read_corpus(settings.data, say=console.print if is_first_process() else None)
-    preflight.check_corpus(corpus, settings)
     precision = preflight.choose_precision(settings.precision, device)
     settings = dataclasses.replace(settings, threads=set_threads(settings.threads), precision=precision)
     check_training_memory(settings, device, num_processes())
-    preflight.check_space(output, settings.model.num_parameters, settings.keep_checkpoints)
+    preflight.check_space(output, settings.model.num_parameters, settings)
     args = _meet(settings, output, device)
     if from_first(lambda: is_again):
-        del corpus  # it is read again
-        return _go_on(output, console, may_begin=True)
+        return _go_on(output, console, {}, may_begin=True)
+    settings = choose_together(settings, device, console)
+    tokenizer = read_tokenizer(settings)
+    data = read_data(settings, tokenizer, console.print)
+    data.check()
     model = _build(settings)
-    run_id = from_first(lambda: secrets.token_hex(8))
     agents = launch_record(from_all(launch()))
-    with ending_with_launcher(f"train into {output}"), ExitStack() as held:
+    with begin(output, console, "train") as place:
 
-        def begin() -> Lease:
-            make_output(output)
-            lease = held.enter_context(Lease(output, _tell(console)))
-            # Another job may have begun, and ended, since it was looked at.
-            preflight.check_output(output)
-            record = {
-                "run": run_id,
+        def write_record() -> None:
+            record: dict[str, Any] = {
+                "run": place.run_id,
                 "settings": {**settings.to_dict(), "device": device},
-                "corpus": corpus_figures(corpus),
+                "corpus": data.figures,
+                **save_tokenizer(tokenizer, output),
                 "processes": num_processes(),
                 "launch": agents,
                 "machine": machine(),
             }
             write_text(output / SETTINGS_NAME, sealed(record))
+            write_text(output / CONFIGURATION_NAME, configuration_text(record["settings"], "train"))
             model.config.save_pretrained(output)
-            return lease
 
-        lease = in_first(begin)
-        start = Start(checkpoint=None, left={})
-        return _go(
-            _Run(
-                folder=output, run_id=run_id, settings=settings, device=device, corpus=corpus, model=model, args=args,
-                start=start, lease=lease, console=console,
-            )
-        )  # fmt: skip
+        in_first(write_record)
+        return _go(_Run(place=place, settings=settings, device=device, data=data, model=model, args=args))
 
 
-def resume(run: Path, console: Console) -> Outcome:
+def resume(run: Path, console: Console, changes: Mapping[str, Any] | None = None) -> Outcome:
     """Go on with a run that was stopped, from its last checkpoint, as if it had never stopped.
+
+    Another number of processes, or ``changes`` of how the run is spread over them, go on with the same steps on the
+    same windows (:func:`.spreading.spread_anew`); results then differ by rounding, and dropout by its draws.
+    ``changes`` may also say what to do about batches that break the run (:data:`.spreading.ON_FAULTS`).
 
     Raises:
         RunError: there is nothing to go on with, or no checkpoint or the data is what it was, or another job is at it.
     """
     preflight.check_packages("training")
-    return _go_on(run, console)
+    preflight.check_launch()
+    return going_back(
+        lambda: _go_on(run, console, changes or {}),
+        lambda: _go_on(run, console, changes or {}, may_begin=True),
+        console,
+    )
 
 
-def _go_on(run: Path, console: Console, *, may_begin: bool = False) -> Outcome:
-    what = f"--resume {run}"
-    run_id, settings, figures = _read_run(run)
+def _go_on(run: Path, console: Console, changes: Mapping[str, Any], *, may_begin: bool = False) -> Outcome:
+    sampling = f"sample from it with `dilated-attention generate {shlex.quote(str(run))}`"
+    with read_record(run, "train", finished=sampling) as record:
+        settings = TrainSettings.from_dict(record["settings"])
+        processes = int(record["processes"])
+    try:
+        settings = spread_anew(settings, processes, num_processes(), changes)
+    except (RunError, ValueError) as error:
+        raise RunError(f"--resume {run}: {error}") from error
+    preflight.check_processes(settings, num_processes())
+    if num_processes() != processes and is_first_process():
+        console.print(
+            f"the run began with {processes} processes and goes on with {num_processes()}: batches of "
+            f"{settings.batch_size} windows, {settings.gradient_accumulation} of them a step",
+            highlight=False, soft_wrap=True,
+        )  # fmt: skip
+    preflight.check_optimizer(settings.optimizer)
+    check_trackers(settings)
     device = preflight.choose_device(settings.device)
-    corpus = read_corpus(settings.data, say=console.print if is_first_process() else None)
-    if corpus_figures(corpus) != figures:
-        raise RunError(
-            f"{what}: the text is not what the run began with (now {corpus_figures(corpus)}, then {figures}); "
-            "restore the files, or train anew into another --output"
-        )
+    verify_tokenizer(run, record)
+    tokenizer = read_tokenizer(settings, run)
     set_threads(settings.threads)
     check_training_memory(settings, device, num_processes())
-    check_writable(run, what)
-    preflight.check_space(run, settings.model.num_parameters, settings.keep_checkpoints)
+    preflight.check_space(run, settings.model.num_parameters, settings)
     args = _meet(settings, run, device)
+    data = read_data(settings, tokenizer, console.print)
+    check_same_corpus(data.figures, record["corpus"], run)
     model = _build(settings)
-    with ending_with_launcher(what), ExitStack() as held:
-        lease = in_first(lambda: held.enter_context(Lease(run, _tell(console))))
+    check = functools.partial(check_same_model, model=settings.model)
+    with take_up(run, console, run_id=record["run"], check=check, may_begin=may_begin) as place:
+        return _go(_Run(place=place, settings=settings, device=device, data=data, model=model, args=args))
 
-        def choose() -> Start:
-            start = choose_start(run, run_id, num_processes(), lambda checkpoint: _check_model(checkpoint, settings))
-            if start.checkpoint is None and not may_begin:
-                raise RunError(
-                    f"{what}: the run was stopped before its first checkpoint; train anew into another --output"
-                )
-            return start
 
-        start = from_first(choose)
-        all_or_none(lambda: start.verify_here(run_id, num_processes(), process_rank()))
-        return _go(
-            _Run(
-                folder=run, run_id=run_id, settings=settings, device=device, corpus=corpus, model=model, args=args,
-                start=start, lease=lease, console=console,
-            )
-        )  # fmt: skip
+def _finished(run: Path) -> Outcome:
+    """How a run ended that is finished."""
+    record = read_sealed(run / SETTINGS_NAME, what="--resume auto", remedy="restore it from a copy")
+    result = record["result"]
+    return Outcome(
+        run=run, step=record["settings"]["steps"], bits_per_byte=result["bits_per_byte"],
+        xz_bits_per_byte=result["xz_bits_per_byte"], quarters=result["bits_per_byte_by_quarter"],
+        last_quarter_alone=result["last_quarter_alone"], sample=_read_sample(run),
+    )  # fmt: skip
+
+
+def _read_sample(run: Path) -> str:
+    what = f"--resume auto: {run / SAMPLE_NAME}"
+    with opened(run / SAMPLE_NAME, what, "restore it from a copy") as file:
+        return file.read().decode("utf-8", errors="replace").removesuffix("\n")
 
 
 def _was_begun_by_this_launch(output: Path) -> bool:
@@ -209,61 +256,11 @@ def _meet(settings: TrainSettings, folder: Path, device: str) -> TrainingArgumen
         settings, folder, device, per_device_train_batch_size=settings.batch_size,
         per_device_eval_batch_size=settings.batch_size, torch_compile=settings.compile,
         ddp_find_unused_parameters=False, ddp_timeout=settings.timeout,
+        # The gradients of every batch of a step go to the process that keeps them.
+        accelerator_config={"gradient_accumulation_kwargs": {"sync_each_batch": zero_stage(settings) > 0}},
     )  # fmt: skip
     assert args.device is not None
     return args
-
-
-def _tell(console: Console) -> Callable[[str], None]:
-    return lambda line: console.print(line, highlight=False, soft_wrap=True)
-
-
-def _read_run(run: Path) -> tuple[str, TrainSettings, dict[str, int]]:
-    what = f"--resume {run}"
-    if not run.is_dir():
-        raise RunError(f"{what}: there is no such folder; name the --output of the run that was stopped")
-    remedy = "name the --output of a `train` command"
-    values = read_sealed(run / SETTINGS_NAME, what=what, remedy=remedy)
-    try:
-        run_id = str(values["run"])
-        settings = TrainSettings.from_dict(values["settings"])
-        figures = {name: int(values["corpus"][name]) for name in CORPUS_KEYS}
-        processes = int(values["processes"])
-    except (KeyError, TypeError, ValueError) as error:
-        raise RunError(f"{what}: {run / SETTINGS_NAME} describes no run ({error}); {remedy}") from error
-    if (run / WEIGHTS_NAME).exists():
-        raise RunError(
-            f"{what}: that run is finished; sample from it with `dilated-attention generate {shlex.quote(str(run))}`, "
-            "or train anew into another --output"
-        )
-    if processes != num_processes():
-        raise RunError(
-            f"{what}: the run began with {processes} processes, each with its part of the text, and this is one of "
-            f"{num_processes()}; start it with torchrun --nproc-per-node {processes}"
-        )
-    return run_id, settings, figures
-
-
-def _check_model(checkpoint: Path, settings: TrainSettings) -> None:
-    check_weights(checkpoint)
-    _check_same_model(checkpoint, settings)
-
-
-def _check_same_model(checkpoint: Path, settings: TrainSettings) -> None:
-    from dilated_attention_pytorch.models import LongNetCausalLMConfig
-
-    found = LongNetCausalLMConfig.from_pretrained(checkpoint).to_longnet_config()
-    expected = dataclasses.replace(settings.model, gradient_checkpointing=found.gradient_checkpointing)
-    if found != expected:
-        names = [
-            entry.name
-            for entry in dataclasses.fields(found)
-            if getattr(found, entry.name) != getattr(expected, entry.name)
-        ]
-        raise RunError(
-            f"foreign checkpoint: {checkpoint} is of another model than {checkpoint.parent / SETTINGS_NAME} describes "
-            f"({', '.join(names)} differ); bring the two of one run together again"
-        )
 
 
 def _build(settings: TrainSettings) -> LongNetForCausalLM:
@@ -281,116 +278,88 @@ def _build(settings: TrainSettings) -> LongNetForCausalLM:
 
 def _go(run: _Run) -> Outcome:
     from torch.utils.data import Subset
-    from torch.utils.tensorboard import SummaryWriter
-    from transformers.integrations import TensorBoardCallback
 
-    from .callbacks import Bar, Interruption, Metrics
     from .distribution import Distribution
     from .evaluation import draw_losses, xz_bits_per_byte
     from .trainer import LongNetTrainer
 
-    settings, folder, args = run.settings, run.folder, run.args
+    settings, place, args = run.settings, run.place, run.args
     distribution = Distribution(settings, args.device.type)
     windows_per_step = args.train_batch_size * args.gradient_accumulation_steps * distribution.data_size
-    evaluation = EvaluationWindows(run.corpus.held_out, settings.context_length, settings.final_eval_windows)
+    stages = Stages.of(settings.stages, settings.model, context_length=settings.context_length, steps=settings.steps)
+    training = run.data.training(stages, windows_per_step)
+    evaluation = run.data.evaluation()
     trainer = LongNetTrainer(
         model=run.model,
         args=args,
         settings=settings,
         distribution=distribution,
-        run_id=run.run_id,
-        lease=run.lease,
-        left=run.start.left.keys(),
-        training=TrainingWindows(
-            run.corpus.training, settings.context_length, settings.steps * windows_per_step, seed=settings.seed,
-            file_start_fraction=settings.file_start_fraction,
-        ),
+        place=place,
+        data=run.data,
+        stages=stages,
+        training=training,
         evaluation=Subset(evaluation, evaluation.spread(settings.eval_windows)),
     )  # fmt: skip
     xz = xz_bits_per_byte(evaluation.predicted())
-    checkpoint = run.start.checkpoint
-    step = 0 if checkpoint is None else checkpoint_step(checkpoint)
-    bytes_per_step = windows_per_step * settings.context_length
-    bar = Bar(run.console, bytes_per_step.__mul__)
     if trainer.is_world_process_zero():
-        _announce(run, trainer, evaluation, bytes_per_step, xz)
-        trainer.add_callback(Metrics(folder, step, bytes_per_step.__mul__))
-        trainer.add_callback(bar)
-        trainer.add_callback(TensorBoardCallback(SummaryWriter(str(folder / "tensorboard"), purge_step=step or None)))
+        _announce(run, trainer, evaluation, run.data.in_words(training, windows_per_step), xz)
     if distribution.rows_rank:
         # Dropout differs between rows; processes that hold the same rows draw the same.
-        torch.manual_seed(settings.seed + (distribution.rows_rank << 32))
-    with Interruption(trainer.accelerator) as interruption, bar:
-        trainer.add_callback(interruption)
-        with _naming_ranks("training", trainer):
-            trainer.train(resume_from_checkpoint=None if checkpoint is None else str(checkpoint))
-    # Its writer is closed by now, and it would open another one elsewhere.
-    trainer.remove_callback(TensorBoardCallback)
-    done = trainer.state.global_step
-    if done < settings.steps:
-        if trainer.is_world_process_zero():
-            draw_losses(folder, xz=xz, final=None)
-        return Outcome(run=folder, step=done, stopped_by=interruption.signal)
-    with _naming_ranks("evaluating", trainer):
-        return _finish(run, trainer, evaluation, xz)
+        # A CPU's generator takes 32 bits of the seed: the sum of both would be the same one for all.
+        torch.manual_seed(random.Random(f"{settings.seed}:{distribution.rows_rank}").getrandbits(63))
+    with tracking(settings, place) as trackers:
+        work = run.data.work(training, stages, windows_per_step)
+        stopped_by = train_to_the_end(place, trainer, work=work, trackers=trackers)
+        done = trainer.state.global_step
+        if done < settings.steps:
+            if trainer.is_world_process_zero():
+                draw_losses(place.folder, xz=xz, final=None)
+            return Outcome(run=place.folder, step=done, stopped_by=stopped_by)
+        with naming_ranks("evaluating", trainer):
+            outcome = _finish(run, trainer, evaluation, xz)
+        for tracker in trackers:
+            assert outcome.bits_per_byte is not None
+            tracker.log(done, {"final_bits_per_byte": outcome.bits_per_byte})
+    return outcome
 
 
-@contextmanager
-def _naming_ranks(doing: str, trainer: LongNetTrainer) -> Iterator[None]:
-    """Where a process fails, every other one ends with its number, and with what is left of the run."""
-    from dilated_attention_pytorch.parallel import RankFailure, naming_ranks
-
-    try:
-        with naming_ranks(doing):
-            yield
-    except RankFailure as error:
-        raise RunError(f"{error}; {trainer.how_to_go_on()}") from error
-
-
-def _announce(
-    run: _Run, trainer: LongNetTrainer, evaluation: EvaluationWindows, bytes_per_step: int, xz: float
-) -> None:
-    settings, figures = run.settings, corpus_figures(run.corpus)
+def _announce(run: _Run, trainer: LongNetTrainer, evaluation: Evaluation, training: str, xz: float) -> None:
+    settings, figures = run.settings, run.data.figures
     source = "the Python standard library" if not settings.data else ", ".join(map(str, settings.data))
     parameters = sum(parameter.numel() for parameter in run.model.parameters())
     where = f"{settings.threads} CPU threads" if run.device == "cpu" else f"{trainer.args.world_size} CUDA device(s)"
     spread = trainer.distribution.in_words()
-    for line in (
+    run.place.say(
         f"text: {source}: {figures['training_bytes']:,} bytes to train on, {figures['held_out_bytes']:,} bytes in "
-        f"{figures['held_out_files']} files held out{in_words(run.corpus.skipped, '; left out: ')}",
-        f"model: {parameters:,} parameters, context {settings.context_length:,} bytes, "
+        f"{figures['held_out_files']} files held out{in_words(run.data.skipped, '; left out: ')}",
+        f"model: {parameters:,} parameters, context {settings.context_length:,} {run.data.unit}, "
         f"segments {list(settings.model.segment_lengths)}, rates {list(settings.model.dilation_rates)}",
-        f"run: {settings.steps:,} steps of {bytes_per_step:,} bytes, {settings.optimizer}, {settings.precision} on "
-        f"{where}{spread}, into {run.folder}",
+        f"run: {settings.steps:,} steps, {training}, {settings.optimizer}, {settings.precision} on "
+        f"{where}{spread}, into {run.place.folder}",
         f"xz -9e takes {xz:.3f} bits per byte of the {len(evaluation.predicted()):,} held-out bytes to be predicted",
-    ):
-        run.console.print(line, highlight=False, soft_wrap=True)
-    for line in run.start.in_words():
-        run.console.print(line, highlight=False, soft_wrap=True)
-    if run.start.checkpoint is not None:
-        run.console.print(f"going on after step {checkpoint_step(run.start.checkpoint)}", highlight=False)
+    )
 
 
-def _finish(run: _Run, trainer: LongNetTrainer, evaluation: EvaluationWindows, xz: float) -> Outcome:
-    from torch.utils.tensorboard import SummaryWriter
-
+def _finish(run: _Run, trainer: LongNetTrainer, evaluation: Evaluation, xz: float) -> Outcome:
     from .evaluation import bits_by_quarter, bits_of_last_quarter_alone, draw_losses
     from .sampling import sample_text
 
-    settings, folder = run.settings, run.folder
+    settings, place, folder = run.settings, run.place, run.place.folder
     if trainer.is_world_process_zero():
-        run.console.print("evaluating on the held-out text", highlight=False)
+        place.say("evaluating on the held-out text")
     start = time.perf_counter()
-    bits = trainer.evaluate(evaluation, metric_key_prefix="final")["final_loss"] / math.log(2)
-    files = long_files(run.corpus.held_out, settings.context_length, settings.quarter_files)
+    bits = trainer.evaluate(evaluation, metric_key_prefix="final")["final_bits_per_byte"]
+    files, lengths = run.data.long_files(), run.data.byte_lengths
     # Every process goes on alone and alike, so that none waits for another's evaluation.
     model = trainer.distribution.whole(trainer.accelerator.unwrap_model(trainer.model, keep_torch_compile=False))
-    quarters = bits_by_quarter(model.model, files, settings.precision) if files else None
-    alone = bits_of_last_quarter_alone(model.model, files, settings.precision) if files else None
+    quarters = bits_by_quarter(model.model, files, settings.precision, lengths) if files else None
+    alone = bits_of_last_quarter_alone(model.model, files, settings.precision, lengths) if files else None
     sampling = SampleSettings(
         max_new_tokens=max(1, settings.sample_length), temperature=settings.sample_temperature, seed=settings.seed
     )
-    sample = settings.sample_prompt + "".join(sample_text(model.model, settings.sample_prompt, sampling))
+    sample = settings.sample_prompt + "".join(
+        sample_text(model.model, settings.sample_prompt, sampling, run.data.tokenizer)
+    )
     if trainer.is_world_process_zero():
         result: dict[str, Any] = {
             "bits_per_byte": bits, "xz_bits_per_byte": xz, "held_out_bytes": len(evaluation.predicted()),
@@ -400,14 +369,11 @@ def _finish(run: _Run, trainer: LongNetTrainer, evaluation: EvaluationWindows, x
         trainer.check_lease()
         record = read_sealed(folder / SETTINGS_NAME, what="the end of the run", remedy="restore it from a copy")
         write_text(folder / SETTINGS_NAME, sealed({**record, "result": result}))
-        write_text(folder / "sample.txt", sample + "\n")
+        write_text(folder / SAMPLE_NAME, sample + "\n")
         draw_losses(folder, xz=xz, final=(trainer.state.global_step, bits))
-        with SummaryWriter(str(folder / "tensorboard")) as writer:
-            writer.add_scalar("final/bits_per_byte", bits, trainer.state.global_step)
-            writer.add_text("sample", sample)
         trainer.check_lease()
         with trainer.writing("the trained model"):
-            save_finished(model, folder, run_id=run.run_id, step=trainer.state.global_step)
+            save_finished(model, folder, run_id=place.run_id, step=trainer.state.global_step)
     return Outcome(
         run=folder, step=trainer.state.global_step, bits_per_byte=bits, xz_bits_per_byte=xz, quarters=quarters,
         last_quarter_alone=alone, sample=sample,

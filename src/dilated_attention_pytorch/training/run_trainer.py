@@ -4,43 +4,68 @@ from __future__ import annotations
 
 import errno
 import math
+import os
 import shutil
 import threading
-from collections.abc import Collection, Iterator
+from collections.abc import Callable, Collection, Iterator, Sized
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from safetensors import SafetensorError
+from torch import Tensor
 from torch.utils.data import Dataset
 from transformers import PrinterCallback, TrainingArguments
 
 from dilated_attention_pytorch.errors import RunError
 
-from .checkpoint import STAGING_NAME, checkpoint_step, checkpoints, clear, fitting, latest_checkpoint, publish
+from .checkpoint import (
+    OPTIMIZER_NAME,
+    SCHEDULER_NAME,
+    STAGING_NAME,
+    checkpoint_step,
+    checkpoints,
+    latest_checkpoint,
+)
+from .checkpoint_writer import CheckpointWriter
 from .extension_settings import ExtensionSettings
+from .faults import Kind, note_fault, note_resumed
 from .finite_trainer import FiniteTrainer
-from .lease import Lease
+from .going_back import GoBack
+from .lifecycle import OpenRun
 from .preflight import checkpoint_space
+from .publishing import clear, publish
 from .settings import TrainSettings
+from .spikes import SpikeWatch
+from .together import from_first
+from .verification import fitting
 
 _DISK_FULL = (errno.ENOSPC, errno.EDQUOT)
 _READ_ONLY = (errno.EROFS, errno.EACCES, errno.EPERM)
-_SCHEDULES = {"linear": "linear", "cosine": "cosine", "constant": "constant_with_warmup"}
+_SCHEDULES = {"linear": "linear", "cosine": "cosine", "wsd": "warmup_stable_decay", "constant": "constant_with_warmup"}
 
 
 def arguments(settings: TrainSettings | ExtensionSettings, run: Path, device: str, **own: Any) -> TrainingArguments:
     """A run's settings in the words of transformers, and what is its ``own``."""
+    if device == "cpu":
+        # accelerate imports DeepSpeed where it is installed, and that warns of a machine without a GPU if not told.
+        os.environ.setdefault("DS_ACCELERATOR", "cpu")
+    falling: dict[str, Any] = {}
+    if settings.schedule == "wsd":
+        falling = {"num_decay_steps": max(1, round(settings.decay_fraction * settings.steps)), "decay_type": "linear"}
     args = TrainingArguments(
         output_dir=str(run),
         max_steps=settings.steps,
         gradient_accumulation_steps=settings.gradient_accumulation,
         learning_rate=settings.learning_rate,
         lr_scheduler_type=_SCHEDULES[settings.schedule],
+        lr_scheduler_kwargs=falling,
         warmup_steps=round(settings.warmup_fraction * settings.steps),
         max_grad_norm=settings.max_grad_norm,
         bf16=settings.precision == "bfloat16",
+        tf32=settings.precision == "tf32" if device == "cuda" else None,
         use_cpu=device == "cpu",
         seed=settings.seed,
         train_sampling_strategy="sequential",  # the windows are drawn at random already
@@ -67,10 +92,8 @@ class RunTrainer(FiniteTrainer):
     Args:
         model: the model to train.
         args: what transformers is told; ``output_dir`` is the run folder.
-        run_id: the run's name for itself, which its checkpoints bear.
-        keep: checkpoints to keep.
-        lease: the right to write to the run folder; None in the processes that write nothing of their own.
-        left: names of checkpoints that are damaged, which go when the next one is complete.
+        settings: what the run is told.
+        place: the run folder, and the right to write to it. Damaged checkpoints in it go when the next one is complete.
         training, evaluation: windows to train on, and of the evaluations on the way.
         data_collator: makes a batch of them.
         bytes_per_token: bytes of text that a token stands for, on average.
@@ -81,25 +104,29 @@ class RunTrainer(FiniteTrainer):
         *,
         model: torch.nn.Module,
         args: TrainingArguments,
-        run_id: str,
-        keep: int,
-        lease: Lease | None,
-        left: Collection[str],
+        settings: TrainSettings | ExtensionSettings,
+        place: OpenRun,
         training: Dataset[Any],
         evaluation: Dataset[Any],
         data_collator: Any,
         bytes_per_token: float = 1.0,
     ) -> None:
         super().__init__(
-            model=model, args=args, train_dataset=training, eval_dataset=evaluation, data_collator=data_collator
-        )
-        self.run = Path(str(args.output_dir))
-        self.run_id = run_id
-        self.keep = keep
-        self.lease = lease
-        self.left = left
+            model=model, args=args, train_dataset=training, eval_dataset=evaluation, data_collator=data_collator,
+            most_rows=place.most_rows,
+        )  # fmt: skip
+        self.settings = settings
+        self.place = place
+        self.run, self.run_id, self.lease = place.folder, place.run_id, place.lease
+        self.left: Collection[str] = place.start.left.keys()
         self.bytes_per_token = bytes_per_token
+        self.writer = CheckpointWriter(settings.async_checkpoints)
+        self._to_write: list[Callable[[], None]] = []
         self._is_saving = False
+        self._logged = place.step
+        self._spikes = SpikeWatch(settings.spike_deviations, settings.spike_window)
+        self.add_callback(self._spikes)
+        self._num_weights = sum(weight.numel() for weight in model.parameters())
         self.remove_callback(PrinterCallback)
 
     def train(self, *args: Any, **options: Any) -> Any:
@@ -109,8 +136,10 @@ class RunTrainer(FiniteTrainer):
             RunError: the disk refuses what callbacks write.
         """
         try:
-            with _said_once():
-                return super().train(*args, **options)
+            with _said_once(), self.writer:
+                result = super().train(*args, **options)
+                self.finish_writing()
+                return result
         except OSError as error:
             reason = self._disk_trouble(error)
             if reason is None:
@@ -132,6 +161,73 @@ class RunTrainer(FiniteTrainer):
         if self.lease is not None:
             self.lease.check()
 
+    def begin_training(self) -> None:
+        """Write down that the run goes on, once what was loaded is found to be finite."""
+        super().begin_training()
+        if self.place.before is not None and self.args.should_save:
+            note_resumed(
+                self.run, self.place.before, self.place.start.checkpoint, step=self.place.step,
+                processes=self.args.world_size,
+            )  # fmt: skip
+
+    def training_step(self, *args: Any, **options: Any) -> Tensor:
+        """The loss of a batch, after its backward pass; a step whose batch is left out has neither."""
+        if self.state.global_step + 1 in self.place.skipped:
+            return torch.zeros((), device=self.args.device)
+        return super().training_step(*args, **options)
+
+    def check_loss(self, step: int, losses: list[Tensor]) -> None:
+        """Break off where the loss of the batch is a spike."""
+        if self.settings.spike_deviations == 0 or not losses:
+            return
+        loss = torch.stack(losses).sum().to(torch.float64)
+        spike = self._spikes.spike(self.accelerator.gather(loss.reshape(1)).mean().item())
+        if spike is not None:
+            self.finish_writing()
+            self._go_back(f"step {step} is not taken: {spike}", batch_of=step)
+
+    def break_off(self, what: str, *, batch_of: int | None) -> NoReturn:
+        """Go back to the newest checkpoint if the run is told to, else end it."""
+        self.finish_writing()
+        if self.settings.on_nan == "skip":
+            self._go_back(what, batch_of=batch_of)
+        super().break_off(what, batch_of=batch_of)
+
+    def _go_back(self, what: str, *, batch_of: int | None) -> NoReturn:
+        """Write down which batch is left out, and raise :class:`GoBack`.
+
+        Raises:
+            RunError: the step before was left out too, or the same thing was gone back for in vain.
+        """
+        step = self.state.global_step if batch_of is None else batch_of
+        in_vain = self.place.skipped if batch_of is not None else self.place.broken
+        if in_vain & {step, step - (batch_of is not None)}:
+            raise RunError(f"{what}, after the run has gone back for that once; {self.after_divergence()}")
+        where = "its beginning" if latest_checkpoint(self.run) is None else "the newest checkpoint"
+        if batch_of is None:
+            self._note("broken", step=step, reason=what)
+            raise GoBack(f"{what}; going back to {where}")
+        assert isinstance(self.train_dataset, Sized)
+        size = len(self.train_dataset) // self.args.max_steps
+        first = (step - 1) * size
+        self._note("skipped", step=step, batches=[first, first + size - 1], reason=what)
+        raise GoBack(
+            f"{what}; going back to {where}, and on without batches {first:,} to {first + size - 1:,} of step {step}"
+        )
+
+    def _note(self, kind: Kind, **values: Any) -> None:
+        from_first(self.check_lease)
+        if self.args.should_save:
+            note_fault(self.run, kind, **values)
+
+    def note_rows(self, rows: int, reason: str) -> None:
+        """Write down and say that batches are taken in parts of ``rows`` from now on."""
+        step, rank = self.state.global_step + 1, self.args.process_index
+        self.check_lease()
+        note_fault(self.run, "out of memory", step=step, rows=rows, rank=rank, reason=reason)
+        on = f"rank {rank}: " if self.args.world_size > 1 else ""
+        self.place.say(f"{on}{reason}: windows are taken {rows} at once from now on, as many as before in every step")
+
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
         """Hand ``logs`` to every callback, each loss in bits per byte too.
 
@@ -139,45 +235,108 @@ class RunTrainer(FiniteTrainer):
             RunError: the loss is no longer a number, or another job has taken the run folder.
         """
         self.check_lease()
+        if "loss" in logs:
+            self._leave_out_skipped(logs)
         for name, said in (("loss", "loss"), ("eval_loss", "held-out loss"), ("final_loss", "held-out loss")):
             if name in logs:
                 if not math.isfinite(logs[name]):
+                    self.finish_writing()
                     raise RunError(
                         f"the {said} is {logs[name]} after step {self.state.global_step}; {self.after_divergence()}"
                     )
-                logs[name.replace("loss", "bits_per_byte")] = logs[name] / math.log(2) / self.bytes_per_token
+                logs[name.replace("loss", "bits_per_byte")] = self.bits_per_byte(name, logs[name])
         super().log(logs, start_time)
+
+    def _leave_out_skipped(self, logs: dict[str, float]) -> None:
+        """The mean loss of the steps since the last entry, of which some had none."""
+        steps = range(self._logged + 1, self.state.global_step + 1)
+        taken = len(steps) - len(self.place.skipped.intersection(steps))
+        self._logged = self.state.global_step
+        if taken == 0:
+            del logs["loss"]
+        elif taken < len(steps):
+            logs["loss"] *= len(steps) / taken
+
+    def bits_per_byte(self, name: str, loss: float) -> float:
+        """The ``loss`` that is logged as ``name``, in nats a token, in bits per byte."""
+        return loss / math.log(2) / self.bytes_per_token
 
     def _get_output_dir(self, trial: Any) -> str:
         return str(self.run / STAGING_NAME) if self._is_saving else str(self.run)
 
+    def finish_writing(self) -> None:
+        """Wait, in every process, for the checkpoint that is being written.
+
+        Raises:
+            RunError: it could not be written.
+        """
+        from_first(self.writer.finish)
+
     def _save_checkpoint(self, model: torch.nn.Module, trial: Any) -> None:
-        """Write the checkpoint aside, give it its name when it is complete, and only then remove the one before."""
-        self.check_state(f"the checkpoint of step {self.state.global_step} is not written")
+        """Have the checkpoint written aside, named when it is complete, and only then the one before removed."""
+        what = f"the checkpoint of step {self.state.global_step}"
+        self.check_state(f"{what} is not written")
+        self.finish_writing()
         self._is_saving = True
         try:
-            with self.writing(f"the checkpoint of step {self.state.global_step}"):
-                self._write_checkpoint(model, trial)
+            with self.writing(what):
+                self._stage_checkpoint(model, trial)
         finally:
             self._is_saving = False
-
-    def _write_checkpoint(self, model: torch.nn.Module, trial: Any) -> None:
-        staging = self.run / STAGING_NAME
         if self.args.should_save:
-            self.check_lease()
-            clear(staging)
+            self.writer.start(partial(self._complete_checkpoint, what, self._to_write))
+        self._to_write = []
+
+    def _stage_checkpoint(self, model: torch.nn.Module, trial: Any) -> None:
+        """Write what is small, of every process; what is large is kept as it is now, to be written."""
+        from_first(self.check_lease)
+        if self.args.should_save:
+            clear(self.run / STAGING_NAME)
         self.accelerator.wait_for_everyone()
         super()._save_checkpoint(model, trial)
         self.accelerator.wait_for_everyone()
-        if self.args.should_save:
-            complete = latest_checkpoint(staging)
+
+    def _complete_checkpoint(self, what: str, to_write: list[Callable[[], None]]) -> None:
+        with self.writing(what):
+            for write in to_write:
+                write()
+            complete = latest_checkpoint(self.run / STAGING_NAME)
             assert complete is not None
             self.check_lease()
             publish(
-                complete, self.run, run_id=self.run_id, processes=self.args.world_size, keep=self.keep,
-                left=self.left,
+                complete, self.run, run_id=self.run_id, processes=self.args.world_size,
+                keep=self.settings.keep_checkpoints, left=self.left, check=self.check_lease,
             )  # fmt: skip
         self.left = ()
+
+    def weights_to_save(self) -> dict[str, Tensor]:
+        """The whole weights by name, in the first process; every process takes part."""
+        assert self.model is not None
+        return self.model.state_dict()
+
+    def optimizer_to_save(self) -> dict[str, Any]:
+        """The whole state of the optimizer, in the first process; every process takes part."""
+        assert self.optimizer is not None
+        return self.optimizer.state_dict()
+
+    def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
+        """Have the whole model saved; every process takes part."""
+        weights = self.weights_to_save()
+        if self.args.should_save:
+            self._to_write.append(partial(self._save, output_dir, self.writer.kept(weights)))
+
+    def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
+        state = self.optimizer_to_save()
+        if self.args.should_save:
+            os.makedirs(output_dir, exist_ok=True)
+            path = os.path.join(output_dir, OPTIMIZER_NAME)
+            self._to_write.append(partial(_save_state, self.writer.kept(state), path))
+            torch.save(self.own_scheduler().state_dict(), os.path.join(output_dir, SCHEDULER_NAME))
+
+    def own_scheduler(self) -> torch.optim.lr_scheduler.LRScheduler:
+        """The schedule of the learning rates."""
+        assert isinstance(self.lr_scheduler, torch.optim.lr_scheduler.LRScheduler)
+        return self.lr_scheduler
 
     @contextmanager
     def writing(self, what: str) -> Iterator[None]:
@@ -197,6 +356,7 @@ class RunTrainer(FiniteTrainer):
 
     def how_to_go_on(self) -> str:
         """What is left of a run that breaks off, and how to take it up."""
+        self.writer.wait()
         kept = next((path for path in checkpoints(self.run) if path.name not in self.left), None)
         if kept is None:
             return "no checkpoint was complete yet"
@@ -209,12 +369,12 @@ class RunTrainer(FiniteTrainer):
             return "the disk is full"
         if number in _READ_ONLY:
             return "the run folder became read-only"
-        if not isinstance(error, OSError):
-            assert self.model is not None
-            parameters = sum(parameter.numel() for parameter in self.model.parameters())
-            if shutil.disk_usage(self.run).free < checkpoint_space(parameters):
-                return "the disk is full"
-        return None
+        is_short = shutil.disk_usage(self.run).free < checkpoint_space(self.settings.optimizer, self._num_weights)
+        return "the disk is full" if is_short and not isinstance(error, OSError) else None
+
+
+def _save_state(state: dict[str, Any], path: str) -> None:
+    torch.save(state, path)
 
 
 @contextmanager

@@ -14,10 +14,13 @@ from pathlib import Path
 from dilated_attention_pytorch.errors import RunError
 from dilated_attention_pytorch.memory import check_memory, in_bytes
 
+from .data.records import are_records, records
+
 _LOOKED_AT = 1 << 16
 """Bytes by which most files that are no text are known, so that large ones are not read."""
 _CHECKED_EVERY = 1 << 24
 """Bytes between two looks at the memory that is free."""
+_TOO_MUCH = "name fewer files, or keep the text on the disk (train --cache FOLDER)"
 _SILENT_SECONDS = 5.0
 _OTHERS_FOLDERS = ("site-packages", "dist-packages", "__pycache__")
 
@@ -92,6 +95,24 @@ class TextFiles:
                 f"{in_words(self.skipped, ': ')}); name a folder with UTF-8 text files in it"
             )
 
+    def read_records(self, path: Path, text_field: str) -> None:
+        """Read the texts of a file of records, each of which then counts as a file.
+
+        Raises:
+            RunError: see :func:`.data.records.records`; or no record holds text.
+        """
+        found = len(self.files)
+        for record in records(path, text_field):
+            self._report(path)
+            if not record.text:
+                self.skipped[EMPTY] += 1
+                continue
+            self._check_memory(path, len(record.text))
+            self._bytes += len(record.text)
+            self.files.append((record.name, record.text))
+        if len(self.files) == found:
+            raise RunError(f"--data: {path} holds no record with text in it; name a file that does")
+
     def _read_found(self, path: Path, folder: Path) -> None:
         self._report(path)
         try:
@@ -117,17 +138,20 @@ class TextFiles:
         with path.open("rb") as stream:
             if not self._is_text(stream.read(_LOOKED_AT), is_whole=False):
                 return None
-        self._unchecked += size
-        if self._unchecked >= _CHECKED_EVERY:
-            self._unchecked = 0
-            # This file, and all of them once more as one row of bytes.
-            needed = self._bytes + 2 * size
-            check_memory(needed, "cpu", what=f"--data: the text up to {path}", remedy="name fewer files")
+        self._check_memory(path, size)
         content = path.read_bytes()
         if not content or not self._is_text(content, is_whole=True):
             return None
         self._bytes += len(content)
         return content
+
+    def _check_memory(self, path: Path, size: int) -> None:
+        self._unchecked += size
+        if self._unchecked >= _CHECKED_EVERY:
+            self._unchecked = 0
+            # This file, and all of them once more as one row of bytes.
+            needed = self._bytes + 2 * size
+            check_memory(needed, "cpu", what=f"--data: the text up to {path}", remedy=_TOO_MUCH)
 
     def _is_text(self, content: bytes, *, is_whole: bool) -> bool:
         if self.separator in content:
@@ -164,16 +188,23 @@ def _why_unreadable(path: Path, error: OSError | ValueError) -> str:
 
 
 def read_text_files(
-    paths: Sequence[Path], *, separator: int, suffix: str = "", say: Callable[[str], None] | None = None
+    paths: Sequence[Path],
+    *,
+    separator: int,
+    suffix: str = "",
+    text_field: str = "text",
+    say: Callable[[str], None] | None = None,
 ) -> TextFiles:
-    """The files at ``paths``, folders searched for files whose names end in ``suffix``.
+    """The files at ``paths``, folders searched for files whose names end in ``suffix``, and files of records.
 
     Raises:
-        RunError: see :class:`TextFiles`.
+        RunError: see :class:`TextFiles` and :func:`.data.records.records`.
     """
     files = TextFiles(separator, say)
     for path in paths:
-        if path.is_dir():
+        if are_records(path):
+            files.read_records(path, text_field)
+        elif path.is_dir():
             files.read_folder(path, suffix)
         else:
             files.read_file(path)

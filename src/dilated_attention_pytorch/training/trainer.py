@@ -2,26 +2,35 @@
 
 from __future__ import annotations
 
+import math
 import os
-from collections.abc import Collection
+import random
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
 from accelerate.optimizer import AcceleratedOptimizer
 from torch import Tensor
-from torch.utils.data import DataLoader, Dataset, default_collate
+from torch.optim.lr_scheduler import LambdaLR
+from torch.utils.data import DataLoader, Dataset
 from transformers import TrainingArguments
 from transformers.trainer_utils import EvalLoopOutput
 
 from dilated_attention_pytorch.models import LongNetForCausalLM
 
-from .checkpoint import OPTIMIZER_NAME, SCHEDULER_NAME, fitting
+from .checkpoint import OPTIMIZER_NAME, SCHEDULER_NAME
+from .data.byte_count import ByteCount, bits_per_byte
+from .data.run_data import RunData
 from .distribution import Distribution
-from .lease import Lease
+from .finite import is_finite_everywhere
+from .lifecycle import OpenRun
 from .optimizer import build_optimizer
 from .run_trainer import RunTrainer
 from .settings import TrainSettings
+from .stages import Stages
+from .verification import fitting
 from .windows import Window, WindowShare
+from .zero import zero_stage
 
 
 class LongNetTrainer(RunTrainer):
@@ -32,8 +41,11 @@ class LongNetTrainer(RunTrainer):
         args: see :func:`run_trainer.arguments`.
         settings: what the run is told.
         distribution: what this process does of it.
-        run_id, lease, left: see :class:`RunTrainer`.
-        training, evaluation: windows to train on, and of the evaluations on the way.
+        place: see :class:`RunTrainer`.
+        data: what the run reads.
+        stages: what changes with the steps.
+        training: samples to train on, one for each window of the longest that a batch has.
+        evaluation: windows of the evaluations on the way.
     """
 
     model: LongNetForCausalLM
@@ -45,17 +57,23 @@ class LongNetTrainer(RunTrainer):
         args: TrainingArguments,
         settings: TrainSettings,
         distribution: Distribution,
-        run_id: str,
-        lease: Lease | None,
-        left: Collection[str],
+        place: OpenRun,
+        data: RunData,
+        stages: Stages,
         training: Dataset[Window],
         evaluation: Dataset[Window],
     ) -> None:
-        self.settings = settings
+        self.settings: TrainSettings = settings
         self.distribution = distribution
+        self.stages = stages
+        self._collate = data.collate
+        lengths = data.byte_lengths
+        self.trained, self.evaluated = (
+            None if lengths is None else ByteCount(lengths, args.device) for _ in range(2)
+        )  # fmt: skip
         super().__init__(
-            model=model, args=args, run_id=run_id, keep=settings.keep_checkpoints, lease=lease, left=left,
-            training=training, evaluation=evaluation, data_collator=default_collate,
+            model=model, args=args, settings=settings, place=place, training=training, evaluation=evaluation,
+            data_collator=data.collate_held_out,
         )  # fmt: skip
 
     def create_optimizer(self, model: torch.nn.Module | None = None) -> torch.optim.Optimizer:
@@ -73,20 +91,58 @@ class LongNetTrainer(RunTrainer):
         # accelerate gives the model its precision; it knows nothing of the mesh and is told to leave the rest alone.
         prepared = self.accelerator.prepare_model(self.model, evaluation_mode=True)
         prepared._is_accelerate_prepared = True
-        return self.distribution.wrap(prepared)
+        if not zero_stage(self.settings):
+            return self.distribution.wrap(prepared)
+        stepped = self.distribution.hand_over(prepared, self.create_optimizer())
+        # Wrapped here, as accelerate would load its state once more, into groups of its own.
+        wrapped: Any = self.accelerator.prepare_optimizer(stepped, device_placement=False)
+        wrapped._is_accelerate_prepared = True
+        self.optimizer = wrapped
+        return stepped.engine
+
+    def _clip_grad_norm(self, model: torch.nn.Module) -> Tensor:
+        engine = self.distribution.engine
+        if engine is None:
+            return super()._clip_grad_norm(model)
+        step, losses = self.state.global_step + 1, self._step_losses
+        is_finite = is_finite_everywhere(*losses)
+        if is_finite:
+            self.check_loss(step, losses)
+        self._step_losses = []
+        norm = torch.tensor(engine.clip_and_step() if is_finite else math.nan)
+        if not norm.isfinite():
+            self.break_off(
+                f"step {step} is not taken: NaN or infinity is in the losses or the gradients", batch_of=step
+            )
+        return norm
+
+    def _weights(self) -> Iterator[tuple[str, Tensor]]:
+        engine = self.distribution.engine
+        return super()._weights() if engine is None else engine.weights(self.model)
+
+    def _states(self) -> Iterator[tuple[str, Tensor]]:
+        engine = self.distribution.engine
+        if engine is None:
+            return super()._states()
+        return ((f"{key} of {name}", moment) for name, key, moment in engine.moments(self.model))
 
     def get_train_dataloader(self) -> DataLoader[Window]:
         """The windows of this process and of those that share its sequences, in their order."""
-        return self._share(self.train_dataset, self._train_batch_size)
+        return self._share(self.train_dataset, self._train_batch_size, self._collate, self.settings.workers)
 
     def get_eval_dataloader(self, eval_dataset: Any = None) -> DataLoader[Window]:
         """As :meth:`get_train_dataloader`; every process has as many batches."""
-        return self._share(self.eval_dataset if eval_dataset is None else eval_dataset, self.args.eval_batch_size)
+        windows = self.eval_dataset if eval_dataset is None else eval_dataset
+        return self._share(windows, self.args.eval_batch_size, self.data_collator)
 
-    def _share(self, windows: Any, batch_size: int) -> DataLoader[Window]:
+    def _share(
+        self, windows: Any, batch_size: int, collate: Callable[[list[Window]], Window], workers: int = 0
+    ) -> DataLoader[Window]:
         share = WindowShare(windows, len(windows), self.distribution.data_rank, self.distribution.data_size)
         return DataLoader(
-            share, batch_size, collate_fn=self.data_collator, pin_memory=self.args.dataloader_pin_memory
+            share, batch_size, collate_fn=collate, pin_memory=self.args.dataloader_pin_memory, num_workers=workers,
+            # Whoever forks a process whose threads are at work may wait for one of them for ever.
+            multiprocessing_context="spawn" if workers else None,
         )  # fmt: skip
 
     # transformers counts the labels of all processes; these say how many of them hold the same ones.
@@ -98,6 +154,35 @@ class LongNetTrainer(RunTrainer):
         """Processes that hold the same rows."""
         return self.distribution.tensor_size
 
+    def create_scheduler(
+        self, num_training_steps: int, optimizer: torch.optim.Optimizer | None = None
+    ) -> torch.optim.lr_scheduler.LRScheduler:
+        """The schedule of the settings, times the factor of the stage that a step belongs to."""
+        if self.lr_scheduler is None and self.stages.learning_rates:
+            optimizer = self.optimizer if optimizer is None else optimizer
+            whole = super().create_scheduler(num_training_steps, optimizer)
+            assert isinstance(whole, LambdaLR)
+            factors = [self._staged(factor) for factor in whole.lr_lambdas]
+            for group, rate in zip(whole.optimizer.param_groups, whole.base_lrs, strict=True):
+                group["lr"] = group["initial_lr"] = rate
+            self.lr_scheduler = LambdaLR(whole.optimizer, factors)
+        return super().create_scheduler(num_training_steps, optimizer)
+
+    def _staged(self, factor: Callable[[int], float]) -> Callable[[int], float]:
+        return lambda step: factor(step) * self.stages.learning_rate(step)
+
+    def training_step(self, *args: Any, **options: Any) -> Tensor:
+        """A batch forward and backward, with the attention pattern of the stage that the step belongs to."""
+        patterns = self.stages.patterns_at(self.state.global_step)
+        if not patterns:
+            return super().training_step(*args, **options)
+        model, own = self.model.model, self.model.model.patterns
+        model.patterns = patterns
+        try:
+            return super().training_step(*args, **options)
+        finally:
+            model.patterns = own
+
     def compute_loss(
         self,
         model: torch.nn.Module,
@@ -106,7 +191,28 @@ class LongNetTrainer(RunTrainer):
         num_items_in_batch: Tensor | int | None = None,
     ) -> Any:
         """The loss of this process's rows over the labels of all: the mean over all processes is that of the batch."""
-        return super().compute_loss(model, self.distribution.rows(inputs), return_outputs, num_items_in_batch)
+        rows = {**self.distribution.rows(inputs), "skip_logits": True}
+        loss = super().compute_loss(model, rows, return_outputs, num_items_in_batch)
+        # The engine has gradients of batches before that it could not take back.
+        self._is_exchanging |= self.distribution.engine is not None
+        counted = self.trained if model.training else self.evaluated
+        if counted is not None:
+            assert isinstance(loss, Tensor)
+            assert num_items_in_batch is not None
+            counted.add(loss * num_items_in_batch, inputs["labels"])
+        return loss
+
+    def averages_every_part(self) -> bool:
+        """Whether the gradients of every part of a batch are averaged over the processes at once."""
+        return self.distribution.engine is not None
+
+    def bits_per_byte(self, name: str, loss: float) -> float:
+        """See :meth:`RunTrainer.bits_per_byte`; by the bytes that were predicted since the entry before."""
+        counted = self.trained if name == "loss" else self.evaluated
+        if counted is None:
+            return super().bits_per_byte(name, loss)
+        taken = self.accelerator.gather(counted.take())
+        return bits_per_byte(taken, self.distribution.context_size * self.distribution.tensor_size)
 
     def evaluation_loop(
         self,
@@ -118,6 +224,8 @@ class LongNetTrainer(RunTrainer):
     ) -> EvalLoopOutput:
         """The mean loss over every label that counts, on all processes; nothing else is evaluated."""
         self.model.eval()
+        # What gathers weights for a moment does so where the engine is called.
+        model = self.model if self.distribution.engine is None else self.distribution.engine.engine
         total = torch.zeros((), dtype=torch.float64, device=self.args.device)
         count = torch.zeros_like(total)
         for batch in dataloader:
@@ -125,7 +233,7 @@ class LongNetTrainer(RunTrainer):
             labels = self._get_num_items_in_batch([inputs], self.args.device)
             assert labels is not None
             with torch.no_grad():
-                loss = self.compute_loss(self.model, inputs, num_items_in_batch=labels)
+                loss = self.compute_loss(model, inputs, num_items_in_batch=labels)
             total += loss * labels
             count += labels
         mean = (self.accelerator.gather(total.unsqueeze(0)).mean() / count).item()
@@ -134,38 +242,41 @@ class LongNetTrainer(RunTrainer):
         # transformers too leaves out the predictions of an evaluation that needs none.
         return EvalLoopOutput(None, None, {f"{metric_key_prefix}_loss": mean}, share.num_windows)  # type: ignore[arg-type]
 
-    def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
-        """Save the whole model; every process takes part."""
-        if not self.distribution.is_sharded:
-            super().save_model(output_dir, _internal_call)
-            return
-        weights = self.distribution.weights(self.model, everywhere=False)
-        if self.args.should_save:
-            self._save(output_dir, weights)
+    def exchanges_in_forward(self) -> bool:
+        """Whether other processes wait for this one in the forward pass."""
+        split = self.distribution.is_sharded or self.distribution.engine is not None
+        return split or self.distribution.attention is not None
 
-    def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
+    def weights_to_save(self) -> dict[str, Tensor]:
+        """The whole weights by name, in the first process; every process takes part."""
         if not self.distribution.is_sharded:
-            super()._save_optimizer_and_scheduler(output_dir)
-            return
-        state = self.distribution.optimizer_state(self.model, self._own_optimizer())
-        if self.args.should_save:
-            torch.save(state, os.path.join(output_dir, OPTIMIZER_NAME))
-            torch.save(self._scheduler().state_dict(), os.path.join(output_dir, SCHEDULER_NAME))
+            return super().weights_to_save()
+        return self.distribution.weights(self.model, everywhere=False)
+
+    def optimizer_to_save(self) -> dict[str, Any]:
+        """The whole state of the optimizer by the names of the weights, in the first process."""
+        return self.distribution.optimizer_state(self.model, self._own_optimizer())
 
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
-        if checkpoint is None or not self.distribution.is_sharded:
-            super()._load_optimizer_and_scheduler(checkpoint)
+        if checkpoint is None:
             return
         with fitting(checkpoint):
             state = torch.load(os.path.join(checkpoint, OPTIMIZER_NAME), map_location="cpu", weights_only=True)
             self.distribution.load_optimizer_state(self.model, self._own_optimizer(), state)
-            self._scheduler().load_state_dict(torch.load(os.path.join(checkpoint, SCHEDULER_NAME), weights_only=True))
+            self.own_scheduler().load_state_dict(
+                torch.load(os.path.join(checkpoint, SCHEDULER_NAME), weights_only=True)
+            )
+
+    def _load_rng_state(self, checkpoint: str | None) -> None:
+        if checkpoint is None or self.place.start.has_random_states:
+            super()._load_rng_state(checkpoint)
+            self.distribution.share_random_states()
+            return
+        # Another number of processes draws other numbers, from here on the same in every run that goes on from here.
+        drawn = random.Random(f"{self.settings.seed}:{self.place.step}:{self.distribution.rows_rank}").getrandbits(63)
+        torch.manual_seed(drawn)
 
     def _own_optimizer(self) -> torch.optim.Optimizer:
         """What :func:`build_optimizer` made, without accelerate's wrapper."""
         assert isinstance(self.optimizer, AcceleratedOptimizer)
         return self.optimizer.optimizer
-
-    def _scheduler(self) -> torch.optim.lr_scheduler.LRScheduler:
-        assert isinstance(self.lr_scheduler, torch.optim.lr_scheduler.LRScheduler)
-        return self.lr_scheduler

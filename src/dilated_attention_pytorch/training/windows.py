@@ -9,11 +9,12 @@ import torch
 from torch import Tensor
 from torch.utils.data import Dataset, default_collate
 
+from dilated_attention_pytorch.models.token_loss import IGNORED
+
 from .corpus import Text
+from .stages import Stages
 
 Window = dict[str, Tensor]
-IGNORED = -100
-"""The label that no loss counts."""
 
 
 class TrainingWindows(Dataset[Window]):
@@ -42,52 +43,57 @@ class TrainingWindows(Dataset[Window]):
 
 
 class StagedBatches(Dataset[Window]):
-    """Batches for training whose windows grow: each stage has an equal part of the optimizer steps.
+    """Batches for training whose windows change with the stage of the run.
 
     Batch i is drawn by ``(seed, i)`` alone.
 
     Args:
         text: to draw windows from, at least as long as the longest.
-        stages: the window's length in each stage.
-        steps: optimizer steps in all.
+        stages: what the run does in each of its stages.
         batches_per_step: batches of an optimizer step.
-        batch_tokens: a batch has as many windows as so many tokens make, at least one.
         seed: of the draws.
+        file_start_fraction: see :class:`TrainingWindows`.
     """
 
     def __init__(
-        self, text: Text, stages: Sequence[int], *, steps: int, batches_per_step: int, batch_tokens: int, seed: int
+        self, text: Text, stages: Stages, *, batches_per_step: int, seed: int, file_start_fraction: float = 0.0
     ) -> None:
-        self.stages = tuple(stages)
-        self.steps = steps
+        self.stages = stages
         self.batches_per_step = batches_per_step
-        self.batch_tokens = batch_tokens
-        self._most_windows = max(1, batch_tokens // min(stages))
+        self._most_windows = max(stages.windows)
         # No two batches draw the same window, whatever the stages.
-        num_windows = steps * batches_per_step * self._most_windows
+        num_windows = len(self) * self._most_windows
         self._windows = [
-            TrainingWindows(text, length, num_windows, seed=seed, file_start_fraction=0.0) for length in stages
+            TrainingWindows(text, length, num_windows, seed=seed, file_start_fraction=file_start_fraction)
+            for length in stages.lengths
         ]
 
     def __len__(self) -> int:
-        return self.steps * self.batches_per_step
+        return self.stages.ends[-1] * self.batches_per_step
 
     def __getitem__(self, index: int) -> Window:
-        windows = self._windows[self.stage_of(index // self.batches_per_step)]
-        first = index * self._most_windows
-        return default_collate([windows[first + row] for row in range(self._windows_in(windows.context_length))])
-
-    def _windows_in(self, length: int) -> int:
-        return max(1, self.batch_tokens // length)
-
-    def stage_of(self, step: int) -> int:
-        """The stage of an optimizer step, both from 0."""
-        return step * len(self.stages) // self.steps
+        stage = self.stages.at(index // self.batches_per_step)
+        windows, first = self._windows[stage], index * self._most_windows
+        return default_collate([windows[first + row] for row in range(self.stages.windows[stage])])
 
     def tokens_after(self, step: int) -> int:
         """Tokens in the first ``step`` optimizer steps."""
-        lengths = [self.stages[self.stage_of(done)] for done in range(step)]
-        return sum(self._windows_in(length) * length for length in lengths) * self.batches_per_step
+        return self.stages.tokens_after(step) * self.batches_per_step
+
+    def in_words(self, unit: str) -> str:
+        """How many tokens, each a ``unit``, its steps take, in windows of which length."""
+        firsts = (0, *self.stages.ends)
+        parts = [
+            f"{self.tokens_after(first + 1) - self.tokens_after(first):,} {unit}"
+            + (f" in windows of {length:,} from step {first + 1:,}" if len(self.stages.lengths) > 1 else "")
+            for first, length in zip(firsts, self.stages.lengths, strict=False)
+        ]
+        return "each of " + ", then ".join(parts)
+
+
+def joined(batches: Sequence[Window]) -> Window:
+    """The windows of several batches, of one length, as one batch."""
+    return {name: torch.cat([batch[name] for batch in batches]) for name in batches[0]}
 
 
 class EvaluationWindows(Dataset[Window]):
@@ -100,7 +106,7 @@ class EvaluationWindows(Dataset[Window]):
         self.text = text
         self.length = min(context_length, len(text))
         whole = (len(text) - 1) // (self.length - 1)
-        self.starts = [place * (self.length - 1) for place in _spread(whole, most_windows)]
+        self.starts = [place * (self.length - 1) for place in evenly_spread(whole, most_windows)]
 
     def __len__(self) -> int:
         return len(self.starts)
@@ -108,14 +114,6 @@ class EvaluationWindows(Dataset[Window]):
     def __getitem__(self, index: int) -> Window:
         start = self.starts[index]
         return _window(self.text.data[start : start + self.length])
-
-    def predicted(self) -> bytes:
-        """The bytes that the windows predict, in their order."""
-        return b"".join(self.text.data[start + 1 : start + self.length].numpy().tobytes() for start in self.starts)
-
-    def spread(self, count: int) -> list[int]:
-        """The indices of ``count`` windows, evenly spread."""
-        return _spread(len(self), count)
 
 
 class WindowShare(Dataset[Window]):
@@ -141,7 +139,14 @@ class WindowShare(Dataset[Window]):
         return {**window, "labels": torch.full_like(window["labels"], IGNORED)}
 
 
-def _spread(total: int, count: int) -> list[int]:
+def one_batch(items: list[dict[str, Tensor]]) -> dict[str, Tensor]:
+    """What is drawn is a batch already; a window of the evaluation becomes one."""
+    (item,) = items
+    return item if item["input_ids"].dim() == 2 else {name: tensor[None] for name, tensor in item.items()}
+
+
+def evenly_spread(total: int, count: int) -> list[int]:
+    """``count`` of the numbers below ``total``, or all where there are fewer."""
     count = min(count, total)
     return [place * total // count for place in range(count)]
 
@@ -155,5 +160,5 @@ def long_files(text: Text, context_length: int, most_files: int) -> list[Tensor]
     """The separator and the first ``context_length`` bytes of evenly spread files that are at least that long."""
     lengths = torch.diff(text.file_starts, append=torch.tensor([len(text)])) - 1
     indices = torch.nonzero(lengths >= context_length).flatten().tolist()
-    chosen = [indices[place] for place in _spread(len(indices), most_files)]
+    chosen = [indices[place] for place in evenly_spread(len(indices), most_files)]
     return [text.file(index)[: context_length + 1].to(torch.int64) for index in chosen]

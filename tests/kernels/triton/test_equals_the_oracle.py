@@ -6,9 +6,7 @@ mistake shows.
 
 from __future__ import annotations
 
-import contextlib
 import math
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -27,19 +25,11 @@ from dilated_attention_pytorch import (
 )
 from dilated_attention_pytorch.kernels.select import is_interpreted
 from dilated_attention_pytorch.kernels.triton import configurations
-from drawn import SWEEP, DrawnCall, Sizes, block_calls, calls, examples
-from error_budget import budget
-from oracle import Groups, Rule, dense_attention
+from drawn import SWEEP, DrawnCall, block_calls, calls, examples
+from oracle import Groups, Rule
 from planned import planned, with_candidates
+from triton_calls import DEVICE, NAMES, SMALL, check, poisoned
 
-DEVICE = "cpu" if is_interpreted() else "cuda"
-NAMES = ("out", "lse", "grad_query", "grad_key", "grad_value")
-# The interpreter takes a tenth of a millisecond for every operation of every program: few tiles, few intervals.
-SMALL = Sizes(
-    st.one_of(st.sampled_from([1, 7, 15, 16, 17, 33]), st.integers(1, 45)), batch=2, kv_heads=2,
-    head_dims=(5, 16, 24, 32), groups=3, summands=(1, 1, 1, 2),
-    segments=st.one_of(st.integers(5, 60), st.sampled_from([3, 8, 16, 32, 64])),
-)  # fmt: skip
 PARTS, DRAWS = 6, 27
 RULED_DRAWS = 7
 
@@ -49,70 +39,6 @@ def _small_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
     """Blocks of the interpreter's runs: small ones, so that small calls have many tiles and long runs of blocks."""
     if is_interpreted():
         with_candidates(monkeypatch, configurations.Configuration(16, 16, 4, 1))
-
-
-@contextlib.contextmanager
-def poisoned() -> Iterator[None]:
-    """Every ``torch.empty`` is filled with NaN, or the largest integer."""
-    torch.use_deterministic_algorithms(True)
-    try:
-        assert torch.utils.deterministic.fill_uninitialized_memory
-        yield
-    finally:
-        torch.use_deterministic_algorithms(False)
-
-
-def surrounded(x: Tensor) -> Tensor:
-    """``x`` as a view into storage that is NaN everywhere else."""
-    batch, rows, heads, head_dim = x.shape
-    storage = torch.full((batch, rows + 40, heads + 1, head_dim + 3), float("nan"), dtype=x.dtype, device=DEVICE)
-    view = storage[:, 20 : rows + 20, :heads, :head_dim]
-    view.copy_(x)
-    return view.detach().requires_grad_()
-
-
-def check(call: DrawnCall, dtype: torch.dtype, used: dict[str, float], *, with_lse: bool = True) -> None:
-    """One call within the error budget."""
-    *inputs, grad_out, grad_lse = call.tensors(dtype)
-    grad_lse = grad_lse if with_lse else torch.zeros_like(grad_lse)
-    here = [surrounded(x) for x in inputs]
-    options = {name: x.to(DEVICE) if isinstance(x, Tensor) else x for name, x in call.options.items()}
-    with poisoned():
-        out, lse = attend_with_lse(
-            *here, call.pattern, is_causal=call.is_causal, scale=call.scale, impl="triton", **options
-        )
-        dead = lse == float("-inf")
-        finite = torch.where(dead, 0.0, lse)
-        # The gradient of the output is strided like the query; only rows that saw a key have an lse to differentiate.
-        weights = surrounded(grad_out).detach()
-        lse_weights = torch.where(dead, 0.0, grad_lse.to(DEVICE, torch.float32))
-        grads = torch.autograd.grad((out, finite), here, (weights, lse_weights))
-    scale = 1 / math.sqrt(call.head_dim) if call.scale is None else call.scale
-    exact = [x.detach().double().requires_grad_() for x in inputs]
-    counts, phantoms = call.counts()
-    want_out, want_lse = dense_attention(*exact, counts, phantoms, scale)
-    assert torch.equal(dead.cpu(), want_lse == float("-inf"))
-    want_finite = torch.where(dead.cpu(), 0.0, want_lse)
-    lse_weights = lse_weights.cpu().double()
-    want_grads = torch.autograd.grad((want_out, want_finite), exact, (grad_out.double(), lse_weights))
-    # The budget sees the phantom keys as what they are: keys of score and value 0.
-    most = int(phantoms.max()) if phantoms.numel() else 0
-    filled = torch.cat([counts, (torch.arange(most) < phantoms.unsqueeze(-1)).to(counts)], -1)
-    q, k, v = (x.detach() for x in exact)
-    k, v = (
-        torch.nn.functional.pad(x, (0, 0, 0, 0, 0, most)).repeat_interleave(call.ratio, 2) for x in (k, v)
-    )  # fmt: skip
-    filled = filled.repeat_interleave(call.ratio, 1).double()
-    bounds = budget(q, k, v, grad_out.double(), filled, scale, dtype, lse_weights)
-    got = (out, finite, *grads)
-    for name, x, y, bound in zip(NAMES, got, (want_out, want_finite, *want_grads), bounds, strict=True):
-        if name in ("grad_key", "grad_value"):
-            bound = bound[:, : call.num_keys].unflatten(2, (-1, call.ratio)).sum(3)
-        bound = bound + torch.finfo(dtype).tiny * 64
-        error = (x.detach().cpu().double() - y).abs()
-        assert (error <= bound).all(), (name, error.max().item())
-        if error.numel():
-            used[name] = max(used[name], (error / bound).max().item())
 
 
 @pytest.mark.parametrize("part", range(PARTS))

@@ -1,7 +1,9 @@
 """The backward kernels, from the merged output and log-sum-exp: ``P = c exp(s - L)``, ``delta = rowsum(dO * O)``.
 
 One kernel holds query rows and walks over keys for dQ, as the forward does; the other holds key rows and walks over
-queries for dK and dV. Each gradient row has one owner that adds in a fixed order: two runs give equal bits.
+queries for dK and dV. Each gradient row has one owner that adds in a fixed order: two runs give equal bits. With
+``QUERIES`` the second computes dQ as well, 5 products a pair instead of 3 and 4: what a tile of keys adds to a row of
+it is added atomically, in the order in which tiles come, and bits differ from run to run.
 """
 
 from __future__ import annotations
@@ -145,9 +147,9 @@ def query_gradient_kernel(
 def _key_blocks(
     key, value, grad_key, grad_value, QUERY, GRAD_OUT, LSE, DELTA, query_stride, grad_stride, line_stride, first, rate,
     count, from_block, to_block, clear_from, clear_to, low, high, position, is_active, query_offset, state_of_head,
-    key_states, threshold, keep_scale, scale_log2,
+    key_states, threshold, keep_scale, scale_log2, QUERY_SUM, scale,
     D: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_RUN: tl.constexpr, CAUSAL: tl.constexpr, BANDED: tl.constexpr,
-    DROPOUT: tl.constexpr,
+    DROPOUT: tl.constexpr, QUERIES: tl.constexpr,
 ):  # fmt: skip
     """Add the blocks ``[from_block, to_block)`` of a run of queries to the tile's gradients of keys and values.
 
@@ -189,14 +191,18 @@ def _key_blocks(
             kept = probability * factor
             grad_probability *= factor
         grad_value = product(rounded(kept, grad_out.dtype), grad_out, grad_value)
-        grad_score = probability * (grad_probability - delta[None, :])
-        grad_key = product(rounded(grad_score, query.dtype), query, grad_key)
+        grad_score = rounded(probability * (grad_probability - delta[None, :]), query.dtype)
+        grad_key = product(grad_score, query, grad_key)
+        if QUERIES:
+            places = QUERY_SUM + ((line_pointers + block * line_step) * D)[:, None] + column[None, :]
+            is_place = is_query[:, None] & (column < D)[None, :]
+            tl.atomic_add(places, product(tl.trans(grad_score), key) * scale, mask=is_place, sem="relaxed")
     return grad_key, grad_value
 
 
 @triton.jit(do_not_specialize=SIZES)
 def key_gradient_kernel(
-    QUERY, KEY, VALUE, GRAD_OUT, LSE, DELTA, GRAD_KEY, GRAD_VALUE, ORDER, RUNS, RANGES, PADDING, SEED,
+    QUERY, KEY, VALUE, GRAD_OUT, LSE, DELTA, GRAD_KEY, GRAD_VALUE, QUERY_SUM, ORDER, RUNS, RANGES, PADDING, SEED,
     query_stride_b, query_stride_n, query_stride_h, key_stride_b, key_stride_n, key_stride_h,
     value_stride_b, value_stride_n, value_stride_h, grad_stride_b, grad_stride_n, grad_stride_h,
     batch_size, num_queries, num_keys, num_kv_heads, query_offset, key_offset, num_spans, heads_per_span,
@@ -204,9 +210,12 @@ def key_gradient_kernel(
     tiles_per_window, lines_per_head, scale, scale_log2, threshold, keep_scale,
     RATIO: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_ROWS: tl.constexpr, BLOCK_RUN: tl.constexpr,
     LINE: tl.constexpr, WINDOW: tl.constexpr, ORDERED: tl.constexpr, CAUSAL: tl.constexpr, BANDED: tl.constexpr,
-    PADDED: tl.constexpr, DROPOUT: tl.constexpr,
+    PADDED: tl.constexpr, DROPOUT: tl.constexpr, QUERIES: tl.constexpr,
 ):  # fmt: skip
-    """``GRAD_KEY`` and ``GRAD_VALUE`` ``[B, M, G, D]``: tiles of key rows, queries of all their heads walked over."""
+    """``GRAD_KEY`` and ``GRAD_VALUE`` ``[B, M, G, D]``: tiles of key rows, queries of all their heads walked over.
+
+    With ``QUERIES`` added to ``QUERY_SUM[B, N, H, D]``, float32, as well: the gradient of the queries.
+    """
     batch, kv_head, _, window, tile = tile_of(
         tl.program_id(0),
         batch_size * num_kv_heads,
@@ -247,6 +256,9 @@ def key_gradient_kernel(
         num_blocks = (count + BLOCK_RUN - 1) // BLOCK_RUN
         clear_from = (clear + BLOCK_RUN - 1) // BLOCK_RUN
         clear_to = tl.maximum(clear_from, count // BLOCK_RUN)
+        if QUERIES and PADDED:  # a padded key is 0 here, its probability need not be finite, and 0 times that is NaN
+            is_active &= is_key
+            clear_from = clear_to
         for member in range(RATIO):
             head = wide_head * RATIO + member
             queries = QUERY + batch * query_stride_b + head * query_stride_h
@@ -257,10 +269,28 @@ def key_gradient_kernel(
                 key, value, grad_key, grad_value, queries, grads, LSE + lines, DELTA + lines, query_stride_n,
                 grad_stride_n, num_heads, first, rate, count, unseeing // BLOCK_RUN, num_blocks, clear_from, clear_to,
                 low, high, position, is_active, query_offset, state_of_head, key_states, threshold, keep_scale,
-                scale_log2, D, BLOCK_D, BLOCK_RUN, CAUSAL, BANDED, DROPOUT,
+                scale_log2, QUERY_SUM + lines * D, scale, D, BLOCK_D, BLOCK_RUN, CAUSAL, BANDED, DROPOUT, QUERIES,
             )  # fmt: skip
         line += LINE
     lines = ((batch * num_keys + wide_row) * num_kv_heads + kv_head) * D
     # A padded key was walked over like the others: what it gathered is dropped here.
     store_lines(GRAD_KEY, lines, is_row, tl.where(is_key[:, None], grad_key * scale, 0.0), D, BLOCK_D)
     store_lines(GRAD_VALUE, lines, is_row, tl.where(is_key[:, None], grad_value, 0.0), D, BLOCK_D)
+
+
+@triton.jit(do_not_specialize=SIZES)
+def delta_kernel(
+    OUT, GRAD_OUT, GRAD_LSE, DELTA, grad_stride_b, grad_stride_n, grad_stride_h, num_queries, num_heads, num_lines,
+    D: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK: tl.constexpr, HAS_GRAD_LSE: tl.constexpr,
+):  # fmt: skip
+    """``DELTA[B, N, H] = rowsum(dO * O) - dL``, where no tile of queries computes it on its way."""
+    line = (tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)).to(tl.int64)
+    is_line = line < num_lines
+    head, row = line % num_heads, line // num_heads
+    batch, row = row // num_queries, row % num_queries
+    grad_lines = batch * grad_stride_b + row * grad_stride_n + head * grad_stride_h
+    grad_out = load_lines(GRAD_OUT, grad_lines, is_line, D, BLOCK_D).to(tl.float32)
+    delta = tl.sum(load_lines(OUT, line * D, is_line, D, BLOCK_D).to(tl.float32) * grad_out, 1)
+    if HAS_GRAD_LSE:
+        delta -= tl.load(GRAD_LSE + line, mask=is_line, other=0.0)
+    tl.store(DELTA + line, delta, mask=is_line)

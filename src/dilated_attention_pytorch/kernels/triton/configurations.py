@@ -1,15 +1,19 @@
 """The block sizes that the kernels are shipped with: a few candidates for each device, width of numbers and head dim.
 
-With Triton 3.9 every line compiles without spilling a register, with the causal mask, a window's and without, for calls
-without padding, dropout and grouped heads; ``docs/kernels.md`` holds the table and what the others spill,
-``python -m dilated_attention_pytorch.benchmarks.registers`` makes it and a test repeats it. The first candidate is the
-one taken where nothing is timed: under deterministic algorithms, while a CUDA graph is captured, and in Triton's
-interpreter.
+With Triton 3.6 and 3.9 no line for heads of 64 and 128 in 16 bits spills a register in a loop over blocks, with the
+causal mask and without, for calls without padding, dropout and grouped heads; on compute capability 8.0 and 9.0 with
+the mask of a window too, and there with 3.9 in float32 and for heads of 256. What a line spills elsewhere is stored and
+loaded once a tile or run. ``python -m dilated_attention_pytorch.benchmarks.registers`` compiles them, a test does so
+again, and ``docs/kernels.md`` holds the tables. For AMD GPUs they were compiled and never run.
+
+The first candidate is the one taken where nothing is timed: under deterministic algorithms, while a CUDA graph is
+captured, and in Triton's interpreter.
 """
 
 from __future__ import annotations
 
 import functools
+from collections.abc import Iterator
 from typing import NamedTuple
 
 
@@ -25,14 +29,16 @@ class Configuration(NamedTuple):
 C = Configuration
 Candidates = tuple[Configuration, ...]
 # kernel -> widest head (rounded up to a power of two) -> candidates
-_FLOAT32: dict[str, dict[int, Candidates]] = {
+Table = dict[str, dict[int, Candidates]]
+_FLOAT32: Table = {
     "forward": {64: (C(64, 32, 8, 2),), 128: (C(32, 16, 8, 2),), 256: (C(16, 16, 8, 2),)},
     "few_queries": {256: (C(16, 16, 8, 2),)},
     "query_gradient": {64: (C(16, 64, 8, 2),), 128: (C(16, 32, 8, 2),), 256: (C(16, 16, 8, 2),)},
     "key_gradient": {64: (C(32, 32, 8, 2),), 128: (C(32, 32, 8, 2),), 256: (C(32, 16, 8, 2),)},
+    "single_backward": {64: (C(32, 32, 8, 2),), 128: (C(32, 32, 8, 2),), 256: (C(16, 16, 8, 2),)},
 }
-# Compute capability 8.x, and newer devices with its 99 KiB of shared memory for a program.
-_AMPERE: dict[str, dict[int, Candidates]] = {
+# Compute capability 8.x, and 11.x and newer with 99 KiB of shared memory for a program.
+_AMPERE: Table = {
     "forward": {
         64: (C(128, 64, 8, 3), C(64, 64, 4, 3)),
         128: (C(128, 32, 8, 3), C(64, 64, 8, 3)),
@@ -49,14 +55,25 @@ _AMPERE: dict[str, dict[int, Candidates]] = {
         128: (C(64, 64, 8, 2), C(64, 32, 8, 3)),
         256: (C(32, 32, 8, 2),),
     },
+    "single_backward": {64: (C(64, 32, 8, 2),), 128: (C(64, 16, 8, 2),), 256: (C(32, 16, 8, 2),)},
+    "fp8_forward": {64: (C(128, 32, 8, 3),), 128: (C(64, 32, 8, 3),), 256: (C(64, 32, 8, 2),)},
+    "fp8_few_queries": {128: (C(16, 64, 4, 3),), 256: (C(16, 32, 8, 2),)},
 }
-_HOPPER: dict[str, dict[int, Candidates]] = {
+_HOPPER: Table = {
     "forward": {
-        64: (C(128, 128, 8, 3), C(128, 64, 8, 3), C(64, 64, 4, 3)),
+        64: (C(128, 128, 8, 3), C(128, 64, 8, 3), C(128, 64, 4, 2), C(64, 64, 4, 3)),
         128: (C(128, 64, 8, 3), C(128, 32, 8, 3), C(64, 64, 8, 3)),
         256: (C(128, 32, 8, 2), C(64, 32, 8, 3)),
     },
     "few_queries": {128: (C(16, 64, 4, 3),), 256: (C(16, 32, 8, 2),)},
+    "fp8_forward": {
+        64: (C(128, 128, 8, 3), C(128, 64, 8, 3)),
+        128: (C(128, 64, 8, 3),),
+        256: (C(64, 32, 8, 2),),
+    },
+    "fp8_few_queries": {128: (C(16, 64, 4, 3),), 256: (C(16, 32, 8, 2),)},
+    # Warps of each half of a tile, and as many for the other; one copies keys.
+    "warp_specialized": {64: (C(128, 128, 4, 4),), 128: (C(128, 128, 4, 2),)},
     "query_gradient": {
         64: (C(128, 64, 8, 3), C(128, 128, 8, 2), C(64, 64, 4, 3)),
         128: (C(128, 64, 8, 2), C(64, 64, 8, 3)),
@@ -64,33 +81,98 @@ _HOPPER: dict[str, dict[int, Candidates]] = {
     },
     "key_gradient": {
         64: (C(128, 64, 8, 3), C(128, 32, 8, 3), C(64, 64, 4, 3)),
-        128: (C(64, 32, 8, 3), C(64, 32, 8, 2)),
+        128: (C(128, 32, 8, 2), C(64, 32, 8, 3), C(64, 32, 8, 2)),
         256: (C(32, 32, 8, 3),),
     },
+    "single_backward": {64: (C(128, 32, 8, 2),), 128: (C(64, 32, 8, 2),), 256: (C(32, 16, 8, 2),)},
+}
+# Compute capability 10.x instead: products are written to a memory of their own and read from there.
+_BLACKWELL: Table = {
+    "forward": {64: (C(128, 64, 8, 3), C(128, 64, 4, 2), C(64, 64, 4, 3))},
+    "fp8_forward": {64: (C(128, 64, 8, 3),)},
+    "query_gradient": {
+        64: (C(128, 64, 8, 3), C(64, 64, 4, 3)),
+        128: (C(64, 64, 8, 3), C(128, 64, 8, 2)),
+    },
+    "key_gradient": {128: (C(64, 32, 8, 3), C(64, 32, 8, 2), C(128, 32, 8, 2))},
+}
+# Warps are 64 wide, and 8 of them have 256 registers a thread where 4 have 512.
+_AMD: Table = {
+    "forward": {
+        64: (C(128, 64, 4, 1), C(128, 64, 4, 2)),
+        128: (C(128, 64, 4, 1), C(128, 32, 4, 1)),
+        256: (C(64, 32, 4, 1),),
+    },
+    "few_queries": {128: (C(16, 64, 4, 1),), 256: (C(16, 32, 4, 1),)},
+    "query_gradient": {
+        64: (C(128, 64, 4, 1), C(64, 64, 4, 1)),
+        128: (C(128, 32, 4, 1), C(64, 64, 4, 1)),
+        256: (C(32, 32, 4, 1),),
+    },
+    "key_gradient": {
+        64: (C(128, 32, 4, 1), C(64, 64, 4, 1)),
+        128: (C(128, 32, 4, 1), C(64, 32, 4, 1)),
+        256: (C(32, 16, 4, 1),),
+    },
+}
+_AMD_FLOAT32: Table = {
+    "forward": {64: (C(64, 32, 4, 1),), 128: (C(32, 32, 4, 1),), 256: (C(16, 16, 4, 1),)},
+    "few_queries": {256: (C(16, 16, 4, 1),)},
+    "query_gradient": {64: (C(64, 32, 4, 1),), 128: (C(32, 32, 4, 1),), 256: (C(16, 16, 4, 1),)},
+    "key_gradient": {64: (C(32, 32, 4, 1),), 128: (C(32, 16, 4, 1),), 256: (C(16, 16, 4, 1),)},
 }
 # Instead of those above where a window is in the pattern: its mask makes some of them spill.
-_AMPERE_BANDED: dict[str, dict[int, Candidates]] = {
+_AMPERE_BANDED: Table = {
     "forward": {64: (C(128, 64, 8, 3), C(64, 64, 8, 3))},
     "key_gradient": {128: (C(64, 32, 8, 3), C(32, 64, 8, 2))},
 }
-_HOPPER_BANDED: dict[str, dict[int, Candidates]] = {
+_HOPPER_BANDED: Table = {
     "forward": {256: (C(64, 32, 8, 3),)},
     "few_queries": {64: (C(16, 64, 4, 2),)},
 }
+# With Triton before 3.9 instead, on 9.x and 10.x: other blocks spill registers in the loop over blocks there.
+_HOPPER_BEFORE_3_9: Table = {
+    "key_gradient": {
+        64: (C(128, 32, 8, 3), C(128, 32, 8, 2)),
+        128: (C(128, 16, 8, 2), C(128, 32, 8, 2), C(64, 32, 8, 2)),
+    },
+}
+_BLACKWELL_BEFORE_3_9: Table = {"forward": {64: (C(128, 64, 8, 3), C(64, 64, 4, 3))}}
 
 
 @functools.cache
 def candidates(
-    kernel: str, block_d: int, itemsize: int, capability: tuple[int, int], banded: bool = False
+    kernel: str, block_d: int, itemsize: int, target: str, banded: bool, triton: tuple[int, int]
 ) -> Candidates:
     """The configurations of a kernel for heads padded to ``block_d`` and numbers of ``itemsize`` bytes.
 
-    ``"few_queries"`` is the forward where one small tile holds all lines of queries, as in decoding; ``banded`` are
-    patterns with a window.
+    ``"few_queries"`` is the forward where one small tile holds all lines of queries, as in decoding; ``"fp8_forward"``
+    and ``"fp8_few_queries"`` are the same in e4m3, whose numbers have one byte. ``target`` is the compiler's name of
+    the device, ``banded`` are patterns with a window, ``triton`` is the compiler's version.
     """
-    if itemsize == 4:
-        by_width = _FLOAT32[kernel]
-    else:
-        by_kernel, instead = (_HOPPER, _HOPPER_BANDED) if capability[0] in (9, 10) else (_AMPERE, _AMPERE_BANDED)
-        by_width = by_kernel[kernel] | (instead.get(kernel, {}) if banded else {})
+    by_width: dict[int, Candidates] = {}
+    for table in _tables(target, itemsize, banded, triton):
+        by_width |= table.get(kernel, {})
     return by_width[min(width for width in by_width if width >= block_d)]
+
+
+def _tables(target: str, itemsize: int, banded: bool, triton: tuple[int, int]) -> Iterator[Table]:
+    """What a later one has stands instead of what an earlier one has."""
+    if target.startswith("gfx"):
+        yield _AMD_FLOAT32 if itemsize == 4 else _AMD
+    elif itemsize == 4:
+        yield _FLOAT32
+    elif target.startswith(("sm_9", "sm_10")):
+        yield _HOPPER
+        if target.startswith("sm_10"):
+            yield _BLACKWELL
+        if banded:
+            yield _HOPPER_BANDED
+        if triton < (3, 9):
+            yield _HOPPER_BEFORE_3_9
+            if target.startswith("sm_10"):
+                yield _BLACKWELL_BEFORE_3_9
+    else:
+        yield _AMPERE
+        if banded:
+            yield _AMPERE_BANDED

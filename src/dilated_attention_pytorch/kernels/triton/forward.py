@@ -11,40 +11,71 @@ import triton.language as tl
 
 from .counter import head_state, keep_factors, key_state, query_state
 from .runs import is_active_in, is_in_band, load_band, load_run
-from .tiles import SIZES, lines_of, load_block, load_lines, product, rounded, rows_of, store_lines, tile_of
+from .segments import first_position
+from .tiles import SIZES, exponent_of, lines_of, load_block, load_lines, product, rounded, rows_of, store_lines, tile_of
 
 LOG2_E = tl.constexpr(1.4426950408889634)
 LN_2 = tl.constexpr(0.6931471805599453)
+LARGEST_WEIGHT_LOG2 = tl.constexpr(8)
+"""Of a weight of e4m3 values before it is rounded: 2^8 is the largest power of two that e4m3 has."""
+LEAST_FACTOR = tl.constexpr(2.0**-126)
+LEAST_MAXIMUM = tl.constexpr(-64.0)
+"""Of a row with phantom keys beside e4m3 values: far below that of values of any use, far above what overflows."""
 
 
 @triton.jit
-def _softmax_step(score, value, maximum, total, out, is_active, factor, scale_log2):
+def probabilities_of(score, maximum, total, is_active, scale_log2):
     """One block of the online softmax, in base 2 (Milakov and Gimelshein 2018, arXiv 1805.02867).
 
     ``score`` is ``q.k``, -inf where a key is not seen; ``scale_log2`` is positive, so that the largest product is the
     largest score and -inf stays -inf. A row's maximum is scaled, its products are only in the exponent, by the one
-    fused multiply-add that subtracts the maximum.
+    fused multiply-add that subtracts the maximum. Returns the maximum, the sum, what the output so far is to be
+    multiplied by, and the probabilities, all up to the factor that the maximum is.
     """
-    highest = tl.maximum(maximum, tl.where(is_active, tl.max(score, 1) * scale_log2, float("-inf")))
+    return _probabilities_under(score, tl.max(score, 1) * scale_log2, maximum, total, is_active, scale_log2)
+
+
+@triton.jit
+def _probabilities_under(score, highest, maximum, total, is_active, scale_log2):
+    """:func:`probabilities_of` with what a row's maximum is at least; ``scale_log2`` may be a column, one for a row."""
+    highest = tl.maximum(maximum, tl.where(is_active, highest, float("-inf")))
     reference = tl.where(highest == float("-inf"), 0.0, highest)
     # An infinite reference makes every probability of a row that does not take part 0.
     probability = tl.exp2(score * scale_log2 - tl.where(is_active, reference, float("inf"))[:, None])
     decay = tl.exp2(maximum - reference)
-    total = total * decay + tl.sum(probability, 1)
-    if factor is not None:
-        probability = probability * factor
-    out = product(rounded(probability, value.dtype), value, out * decay[:, None])
-    return highest, total, out
+    return highest, total * decay + tl.sum(probability, 1), decay, probability
+
+
+@triton.jit
+def scaled_weights_of(score, maximum, total, is_active, scale_log2, value_scale, MASKED: tl.constexpr):
+    """:func:`probabilities_of` and the weights of e4m3 values: probabilities times the scales of the values.
+
+    ``scale_log2`` has one factor for a row. Its maximum is one of scores plus the logarithm of their value's scale,
+    less 8: no weight passes 256, whatever the scales are. Keys that a row does not see take no part in it.
+    """
+    magnitude = (exponent_of(value_scale) - LARGEST_WEIGHT_LOG2).to(tl.float32)
+    factor = scale_log2[:, None]
+    if MASKED:
+        highest = tl.max(score * factor + magnitude[None, :], 1)
+    else:
+        highest = tl.max(score, 1) * scale_log2 + tl.max(magnitude, 0)
+    maximum, total, decay, probability = _probabilities_under(score, highest, maximum, total, is_active, factor)
+    return maximum, total, decay, probability * value_scale[None, :]
 
 
 @triton.jit
 def _attend_blocks(
-    query, maximum, total, out, KEY, VALUE, key_stride, value_stride, first, rate, count, from_block, to_block,
+    query, maximum, total, out, KEY, VALUE, KEY_SCALE, VALUE_SCALE, key_stride, value_stride, first, rate, count,
+    from_block, to_block,
     low, high, position, is_active, key_offset, PADDING, seed, query_states, threshold, keep_scale, scale_log2,
     D: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_RUN: tl.constexpr, MASKED: tl.constexpr, CAUSAL: tl.constexpr,
-    BANDED: tl.constexpr, PADDED: tl.constexpr, DROPOUT: tl.constexpr,
+    BANDED: tl.constexpr, PADDED: tl.constexpr, DROPOUT: tl.constexpr, SCALED: tl.constexpr,
 ):  # fmt: skip
-    """The blocks ``[from_block, to_block)`` of the run of keys that begins at position ``first``."""
+    """The blocks ``[from_block, to_block)`` of the run of keys that begins at position ``first``.
+
+    ``SCALED`` keys and values are e4m3 numbers times the scale of their row; then ``scale_log2`` has a factor for each
+    row of queries.
+    """
     line = tl.arange(0, BLOCK_RUN)
     column = tl.arange(0, BLOCK_D)
     first_row = (first - key_offset).to(tl.int64)
@@ -62,6 +93,8 @@ def _attend_blocks(
             is_key = is_key & (tl.load(PADDING + row, mask=is_key, other=1) == 0)
         key = load_block(key_pointers + block * key_step, is_key, MASKED or PADDED, D, BLOCK_D)
         score = product(query, tl.trans(key))
+        if SCALED:
+            score *= tl.load(KEY_SCALE + first_row + index * wide_rate, mask=is_key, other=0.0)[None, :]
         if MASKED or PADDED:
             is_seen = is_key[None, :]
             if (CAUSAL or BANDED) and MASKED:
@@ -69,17 +102,23 @@ def _attend_blocks(
                 is_seen = is_seen & is_in_band(key_position, position[:, None], low, high, BANDED)
             score = tl.where(is_seen, score, float("-inf"))
         value = load_block(value_pointers + block * value_step, is_key, MASKED or PADDED, D, BLOCK_D)
-        factor = None
+        if SCALED:
+            value_scale = tl.load(VALUE_SCALE + first_row + index * wide_rate, mask=is_key, other=0.0)
+            maximum, total, decay, probability = scaled_weights_of(
+                score, maximum, total, is_active, scale_log2, value_scale, MASKED
+            )
+        else:
+            maximum, total, decay, probability = probabilities_of(score, maximum, total, is_active, scale_log2)
         if DROPOUT:
             key_states = key_state(seed, (first + index * rate).to(tl.int64))
-            factor = keep_factors(query_states[:, None], key_states[None, :], threshold, keep_scale)
-        maximum, total, out = _softmax_step(score, value, maximum, total, out, is_active, factor, scale_log2)
+            probability *= keep_factors(query_states[:, None], key_states[None, :], threshold, keep_scale)
+        out = product(rounded(probability, value.dtype), value, out * decay[:, None])
     return maximum, total, out
 
 
 @triton.jit(do_not_specialize=SIZES)
 def forward_kernel(
-    QUERY, KEY, VALUE, OUT, LSE, ORDER, RUNS, RANGES, PADDING, SEED,
+    QUERY, KEY, VALUE, OUT, LSE, ORDER, RUNS, RANGES, PADDING, SEED, QUERY_SCALE, KEY_SCALE, VALUE_SCALE,
     query_stride_b, query_stride_n, query_stride_h, key_stride_b, key_stride_n, key_stride_h,
     value_stride_b, value_stride_n, value_stride_h,
     batch_size, num_queries, num_keys, num_kv_heads, query_offset, key_offset, num_spans, heads_per_span,
@@ -88,10 +127,13 @@ def forward_kernel(
     RATIO: tl.constexpr, PACK: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_ROWS: tl.constexpr,
     BLOCK_RUN: tl.constexpr, LINE: tl.constexpr, WINDOW: tl.constexpr, ORDERED: tl.constexpr, CAUSAL: tl.constexpr,
     BANDED: tl.constexpr, PADDED: tl.constexpr, PHANTOMS: tl.constexpr, DROPOUT: tl.constexpr, ROTATED: tl.constexpr,
+    SCALED: tl.constexpr,
 ):  # fmt: skip
     """``OUT[splits, B, N, H, D]`` and ``LSE[splits, B, N, H]``; each split holds its share of every run's keys.
 
     A run of few blocks has no share for most splits: ``ROTATED`` gives them to another split with every run.
+    ``query_offset`` is the position of the first query, or a pointer to it. ``SCALED``: query, key and value are e4m3
+    numbers, and ``QUERY_SCALE[B, H, N]``, ``KEY_SCALE[B, G, M]`` and ``VALUE_SCALE[B, G, M]`` what each row is times.
     """
     split = tl.program_id(0) % num_splits
     batch, kv_head, head_block, window, tile = tile_of(
@@ -105,7 +147,14 @@ def forward_kernel(
     batch = batch.to(tl.int64)
     query_lines = batch * query_stride_b + row.to(tl.int64) * query_stride_n + head.to(tl.int64) * query_stride_h
     query = load_lines(QUERY, query_lines, is_row, D, BLOCK_D)
-    position = row + query_offset
+    factor, key_scales, value_scales = scale_log2, KEY_SCALE, VALUE_SCALE
+    if SCALED:
+        scales = QUERY_SCALE + (batch * num_kv_heads * RATIO + head) * num_queries + row
+        factor = tl.load(scales, mask=is_row, other=0.0) * scale_log2
+        factor = tl.where(factor < LEAST_FACTOR, LEAST_FACTOR, factor)  # 0 would make NaN of a score of -inf; NaN stays
+        key_scales += (batch * num_kv_heads + kv_head) * num_keys
+        value_scales += (batch * num_kv_heads + kv_head) * num_keys
+    position = row + first_position(query_offset, key_offset + num_keys - num_queries)
     seed = tl.load(SEED) if DROPOUT else 0
     query_states = position
     if DROPOUT:
@@ -126,7 +175,8 @@ def forward_kernel(
         is_active = is_row & is_active_in(line, slot)
         if PHANTOMS:
             has_phantoms = is_active & (tl.where(split == 0, phantoms, 0) > 0)
-            highest = tl.where(has_phantoms, tl.maximum(maximum, 0.0), maximum)
+            # A phantom has the score 0; beside scaled values the maximum has another unit.
+            highest = tl.where(has_phantoms, tl.maximum(maximum, LEAST_MAXIMUM if SCALED else 0.0), maximum)
             reference = tl.where(highest == float("-inf"), 0.0, highest)
             decay = tl.exp2(maximum - reference)
             total = total * decay + tl.where(has_phantoms, phantoms * tl.exp2(-reference), 0.0)
@@ -135,16 +185,16 @@ def forward_kernel(
         num_full, num_blocks = full // BLOCK_RUN, (count + BLOCK_RUN - 1) // BLOCK_RUN
         from_block, to_block = num_blocks * share // num_splits, num_blocks * (share + 1) // num_splits
         maximum, total, out = _attend_blocks(
-            query, maximum, total, out, keys, values, key_stride_n, value_stride_n, first, rate, count,
-            from_block, tl.minimum(num_full, to_block), low, high, position, is_active, key_offset, padding, seed,
-            query_states, threshold, keep_scale, scale_log2, D, BLOCK_D, BLOCK_RUN, False, CAUSAL, BANDED, PADDED,
-            DROPOUT,
+            query, maximum, total, out, keys, values, key_scales, value_scales, key_stride_n, value_stride_n, first,
+            rate, count, from_block, tl.minimum(num_full, to_block), low, high, position, is_active, key_offset,
+            padding, seed, query_states, threshold, keep_scale, factor, D, BLOCK_D, BLOCK_RUN, False, CAUSAL, BANDED,
+            PADDED, DROPOUT, SCALED,
         )  # fmt: skip
         maximum, total, out = _attend_blocks(
-            query, maximum, total, out, keys, values, key_stride_n, value_stride_n, first, rate, count,
-            tl.maximum(num_full, from_block), to_block, low, high, position, is_active, key_offset, padding, seed,
-            query_states, threshold, keep_scale, scale_log2, D, BLOCK_D, BLOCK_RUN, True, CAUSAL, BANDED, PADDED,
-            DROPOUT,
+            query, maximum, total, out, keys, values, key_scales, value_scales, key_stride_n, value_stride_n, first,
+            rate, count, tl.maximum(num_full, from_block), to_block, low, high, position, is_active, key_offset,
+            padding, seed, query_states, threshold, keep_scale, factor, D, BLOCK_D, BLOCK_RUN, True, CAUSAL, BANDED,
+            PADDED, DROPOUT, SCALED,
         )  # fmt: skip
         if ROTATED:
             share = tl.where(share == 0, num_splits, share) - 1

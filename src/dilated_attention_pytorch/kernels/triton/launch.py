@@ -14,21 +14,21 @@ from torch import Tensor
 
 from dilated_attention_pytorch.patterns import DilationGroup
 
-from .backward import key_gradient_kernel, query_gradient_kernel
+from .backward import delta_kernel, key_gradient_kernel, query_gradient_kernel
 from .configurations import Configuration
 from .forward import forward_kernel, merge_splits_kernel
 from .order import order_kernel
 from .plan import KernelPlan, Walk, plan_of
-from .problem import Problem
+from .problem import Kind, Problem
 from .runs import runs_kernel
 from .table import COVERING_LENGTH
-from .tuning import fastest
+from .tuning import Backward, are_backwards_timed, fastest
 
 _EVERYTHING = (DilationGroup(COVERING_LENGTH, 1),)
 
 
 def forward(problem: Problem, num_splits: int | None = None) -> tuple[Tensor, Tensor]:
-    """Output ``[B, N, H, D]`` in the query's dtype and log-sum-exp ``[B, N, H]`` in float32.
+    """Output ``[B, N, H, D]`` in the query's dtype, or that of its scales, and log-sum-exp ``[B, N, H]`` in float32.
 
     ``num_splits`` cuts every run of keys into that many parts, computed side by side and merged; without it as many as
     the device needs to be busy.
@@ -36,15 +36,17 @@ def forward(problem: Problem, num_splits: int | None = None) -> tuple[Tensor, Te
     Raises:
         NotImplementedError: positions that do not fit 32 bits.
     """
-    query = problem.query
-    out = query.new_empty(query.shape)
+    query, scales = problem.query, problem.scales
+    out = torch.empty_like(
+        query, dtype=None if scales is None else scales.dtype, memory_format=torch.contiguous_format
+    )  # fmt: skip
     lse = torch.empty(query.shape[:3], dtype=torch.float32, device=query.device)
     if out.numel() == 0:
         return out, lse
     kernel = plan_of(problem).forward
     splits = kernel.num_splits if num_splits is None else num_splits
-    operands = (*_optional(problem), *_strides(problem))
-    with _on_device(query):
+    operands = (*_optional(problem), *((query, query, query) if scales is None else scales[:3]), *strides_of(problem))
+    with on_device(query):
         order = order_of(problem, kernel)
         parts = (out, lse)
         if splits > 1:
@@ -53,8 +55,9 @@ def forward(problem: Problem, num_splits: int | None = None) -> tuple[Tensor, Te
         def launch(chosen: Configuration) -> None:
             walk = kernel.walk(chosen, splits)
             runs = runs_of(problem, kernel, walk, order)
-            grid, numbers, constants = walk.computing
-            forward_kernel[grid](*_tensors(problem), *parts, order, *runs, *operands, *numbers, **constants)
+            before, after, keywords = walk.computing
+            numbers = (*before, problem.query_offset, *after)
+            forward_kernel.run(*_tensors(problem), *parts, order, *runs, *operands, *numbers, **keywords)
 
         launch(fastest(kernel.choice, launch))
         if splits > 1:
@@ -63,49 +66,77 @@ def forward(problem: Problem, num_splits: int | None = None) -> tuple[Tensor, Te
 
 
 def backward(
-    problem: Problem, out: Tensor, lse: Tensor, grad_out: Tensor, grad_lse: Tensor | None
+    problem: Problem, out: Tensor, lse: Tensor, grad_out: Tensor, grad_lse: Tensor | None, way: Backward | None = None
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Gradients of query, key and value from the merged ``out`` and ``lse``, contiguous, in the inputs' dtypes.
 
     ``out`` and ``grad_out`` are ``[B, N, H, D]``, the first contiguous, the rows of the other; ``lse`` and
-    ``grad_lse`` ``[B, N, H]`` in float32.
+    ``grad_lse`` ``[B, N, H]`` in float32. ``way`` says by which kernels; without it by the pair, or by what is faster
+    where that is timed.
 
     Raises:
-        NotImplementedError: positions that do not fit 32 bits.
+        NotImplementedError: positions that do not fit 32 bits, or that the device alone knows.
     """
+    if isinstance(problem.query_offset, Tensor):
+        raise NotImplementedError(
+            "the gradient is planned with the position of the queries, and got one that lies on the device: pass "
+            "query_offset as an integer"
+        )
     tensors = _tensors(problem)
-    grad_query, grad_key, grad_value = (tensor.new_empty(tensor.shape) for tensor in tensors)
+    grad_query, grad_key, grad_value = (
+        torch.empty_like(tensor, memory_format=torch.contiguous_format) for tensor in tensors
+    )
     if grad_query.numel() == 0 or grad_key.numel() == 0:
         return grad_query.zero_(), grad_key.zero_(), grad_value.zero_()
     plan = plan_of(problem)
-    of_queries, of_keys = plan.query_gradient, plan.key_gradient
-    operands = (*_optional(problem), *_strides(problem), *grad_out.stride()[:3])
-    with _on_device(problem.query):
-        order = order_of(problem, of_queries)
-        order_of_keys = order if of_keys.side is of_queries.side else order_of(problem, of_keys)
-        delta = torch.empty_like(lse)
-        given = delta if grad_lse is None else grad_lse.contiguous()
+    operands = (*_optional(problem), *strides_of(problem), *grad_out.stride()[:3])
+    delta = torch.empty_like(lse)
+    given = delta if grad_lse is None else grad_lse.contiguous()
 
-        def launch_queries(chosen: Configuration) -> None:
-            walk = of_queries.walk(chosen)
-            runs = runs_of(problem, of_queries, walk, order)
-            grid, numbers, constants = walk.computing
-            query_gradient_kernel[grid](
-                *tensors, out, grad_out, lse, given, delta, grad_query, order, *runs, *operands, *numbers, **constants,
-                HAS_GRAD_LSE=grad_lse is not None,
-            )  # fmt: skip
+    def launch_queries(order: Tensor) -> None:
+        kernel = plan.query_gradient
 
-        def launch_keys(chosen: Configuration) -> None:
-            walk = of_keys.walk(chosen)
-            runs = runs_of(problem, of_keys, walk, order_of_keys)
-            grid, numbers, constants = walk.computing
-            key_gradient_kernel[grid](
-                *tensors, grad_out, lse, delta, grad_key, grad_value, order_of_keys, *runs, *operands, *numbers,
-                **constants,
-            )  # fmt: skip
+        def launch(chosen: Configuration) -> None:
+            walk = kernel.walk(chosen)
+            runs = runs_of(problem, kernel, walk, order)
+            before, after, keywords = walk.computing
+            rows = (out, grad_out, lse, given, delta, grad_query)
+            numbers = (*before, problem.query_offset, *after)
+            has_grad_lse = {"HAS_GRAD_LSE": grad_lse is not None}
+            query_gradient_kernel.run(*tensors, *rows, order, *runs, *operands, *numbers, **keywords, **has_grad_lse)
 
-        launch_queries(fastest(of_queries.choice, launch_queries))
-        launch_keys(fastest(of_keys.choice, launch_keys))
+        launch(fastest(kernel.choice, launch))
+
+    def launch_keys(kernel: KernelPlan, order: Tensor, query_sum: Tensor | None) -> None:
+        def launch(chosen: Configuration) -> None:
+            walk = kernel.walk(chosen)
+            runs = runs_of(problem, kernel, walk, order)
+            before, after, keywords = walk.computing
+            added_to = delta if query_sum is None else query_sum.zero_()
+            rows = (grad_out, lse, delta, grad_key, grad_value, added_to)
+            numbers = (*before, problem.query_offset, *after)
+            key_gradient_kernel.run(*tensors, *rows, order, *runs, *operands, *numbers, **keywords)
+
+        launch(fastest(kernel.choice, launch))
+
+    def launch_way(way: Backward) -> None:
+        if way == "single":
+            query_sum = grad_query if grad_query.dtype == torch.float32 else torch.empty_like(out, dtype=torch.float32)
+            _delta(plan.kind, out, grad_out, grad_lse, delta)
+            launch_keys(plan.single_backward, order_of(problem, plan.single_backward), query_sum)
+            if query_sum is not grad_query:
+                grad_query.copy_(query_sum)
+            return
+        order = order_of(problem, plan.query_gradient)
+        launch_queries(order)
+        is_shared = plan.key_gradient.side is plan.query_gradient.side
+        launch_keys(plan.key_gradient, order if is_shared else order_of(problem, plan.key_gradient), None)
+
+    with on_device(problem.query):
+        if way is not None:
+            launch_way(way)
+        else:
+            launch_way(fastest(plan.backward, launch_way) if are_backwards_timed() else "pair")
     return grad_query, grad_key, grad_value
 
 
@@ -137,12 +168,13 @@ def order_of(problem: Problem, kernel: KernelPlan) -> Tensor:
 
     Where rows are not ordered, a tensor that no kernel reads.
     """
-    table, side = kernel.table, kernel.side
-    if not side.is_ordered:
+    table = kernel.table
+    if not kernel.side.is_ordered:
         return table
-    grid, numbers, constants = kernel.order
-    order = table.new_empty((kernel.kind.num_kv_heads, side.num_windows, side.window))
-    order_kernel[grid](order, table, _documents(problem), *numbers, **constants)
+    before, after, keywords = kernel.order
+    order = table.new_empty(*kernel.order_shape)
+    numbers = (*before, _offset(problem, kernel), *after)
+    order_kernel.run(order, table, _documents(problem), *numbers, **keywords)
     return order
 
 
@@ -153,18 +185,25 @@ def runs_of(problem: Problem, kernel: KernelPlan, walk: Walk, order: Tensor) -> 
     """
     table, rules = kernel.table, kernel.rules
     spans, lists = (table, table) if rules is None else (rules.spans, rules.lists)
-    grid, numbers, constants = walk.planning
-    runs, ranges = table.new_empty(walk.runs), table.new_empty(walk.ranges)
-    runs_kernel[grid](runs, ranges, order, table, spans, lists, _documents(problem), *numbers, **constants)
+    before, after, keywords = walk.planning
+    runs, ranges = table.new_empty(*walk.runs), table.new_empty(*walk.ranges)
+    numbers = (*before, _offset(problem, kernel), *after)
+    runs_kernel.run(runs, ranges, order, table, spans, lists, _documents(problem), *numbers, **keywords)
     return runs, ranges
 
 
-def _on_device(tensor: Tensor) -> contextlib.AbstractContextManager[object]:
+def on_device(tensor: Tensor) -> contextlib.AbstractContextManager[object]:
+    """Within it, launches are on the tensor's device."""
     return torch.cuda.device(tensor.device) if tensor.is_cuda else contextlib.nullcontext()
 
 
 def _tensors(problem: Problem) -> tuple[Tensor, Tensor, Tensor]:
     return problem.query, problem.key, problem.value
+
+
+def _offset(problem: Problem, kernel: KernelPlan) -> int | Tensor:
+    """The position of the first row that tiles hold."""
+    return problem.key_offset if kernel.of_queries else problem.query_offset
 
 
 def _documents(problem: Problem) -> Tensor:
@@ -180,7 +219,8 @@ def _optional(problem: Problem) -> tuple[Tensor, Tensor]:
     )
 
 
-def _strides(problem: Problem) -> tuple[int, ...]:
+def strides_of(problem: Problem) -> tuple[int, ...]:
+    """Of sequences, rows and heads of query, key and value."""
     return *problem.query.stride()[:3], *problem.key.stride()[:3], *problem.value.stride()[:3]
 
 
@@ -189,4 +229,13 @@ def _merge_splits(kernel: KernelPlan, parts: tuple[Tensor, Tensor], out: Tensor,
     merge_splits_kernel[(-(-lines // block),)](
         *parts, out, lse, lines, parts[0].shape[0], D=out.shape[3], BLOCK_D=kernel.kind.block_d, BLOCK=block,
         num_warps=4, enable_fp_fusion=True,
+    )  # fmt: skip
+
+
+def _delta(kind: Kind, out: Tensor, grad_out: Tensor, grad_lse: Tensor | None, delta: Tensor) -> None:
+    block, lines = 16, delta.numel()
+    delta_kernel[(-(-lines // block),)](
+        out, grad_out, delta if grad_lse is None else grad_lse.contiguous(), delta, *grad_out.stride()[:3],
+        out.shape[1], out.shape[2], lines, D=out.shape[3], BLOCK_D=kind.block_d, BLOCK=block,
+        HAS_GRAD_LSE=grad_lse is not None, num_warps=4, enable_fp_fusion=True,
     )  # fmt: skip

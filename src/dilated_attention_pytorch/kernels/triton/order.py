@@ -11,7 +11,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from .segments import document_bounds, interval_of, is_selected, load_group
+from .segments import document_bounds, first_position, interval_of, is_selected, load_group
 from .tiles import SIZES
 
 MEMBERSHIP_BITS = tl.constexpr(9)
@@ -25,7 +25,11 @@ def order_kernel(
     ORDER, GROUPS, CU_SEQLENS, num_rows, offset, num_groups, num_kv_heads, shortest_group, num_documents, search_steps,
     last_position, WINDOW: tl.constexpr, PACKED: tl.constexpr,
 ):  # fmt: skip
-    """``ORDER[kv_head, window, :]``: the rows of the window in order; what lies past the last row is not written."""
+    """``ORDER[kv_head, window, :]``: the rows of the window in order; what lies past the last row is not written.
+
+    ``offset`` is the position of the first row, or a pointer to it.
+    """
+    offset = first_position(offset, last_position - num_rows)
     window, kv_head = tl.program_id(0), tl.program_id(1)
     index = tl.arange(0, WINDOW)
     row = window * WINDOW + index

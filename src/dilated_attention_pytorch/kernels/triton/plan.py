@@ -21,19 +21,34 @@ from .rule_table import RuleTable, rule_table
 from .runs import line_of, slots_of
 from .sides import Side, layout_of, side_of
 from .table import group_table
-from .tuning import Choice, choice_of
+from .target import triton_version
+from .tuning import BACKWARDS, Backward, Candidate, Choice, choice_of
 
 # Keys are split where there are fewer tiles than this for each multiprocessor.
 TILES_PER_MULTIPROCESSOR = 2
 _MAX_SPLITS = 64
+# Of those of all kernels that compute.
+WARP_SPECIALIZED_CONSTANTS = (
+    "RATIO", "PACK", "D", "BLOCK_RUN", "LINE", "WINDOW", "ORDERED", "CAUSAL", "BANDED", "num_warps"
+)  # fmt: skip
 
 
 class Launch(NamedTuple):
-    """What a kernel is launched with besides tensors and strides."""
+    """What a kernel is launched with: ``kernel.run(*tensors, *before, offset, *after, **keywords)``."""
 
-    grid: tuple[int, ...]
-    numbers: tuple[float, ...]
-    constants: dict[str, Any]
+    before: tuple[int, ...]
+    """Numbers, up to the position of the first row of tiles or queries, which may lie on the device."""
+    after: tuple[float, ...]
+    """The numbers that follow it."""
+    keywords: dict[str, Any]
+    """The grid, and what the kernel is compiled for."""
+
+
+def launch_of(
+    grid: tuple[int, ...], before: tuple[int, ...], after: tuple[float, ...], constants: dict[str, Any]
+) -> Launch:
+    """What ``kernel[grid](..., *before, offset, *after, **constants)`` would launch, put together once."""
+    return Launch(before, after, {"grid": grid, "warmup": False, "enable_fp_fusion": True, **constants})
 
 
 class Walk(NamedTuple):
@@ -52,18 +67,27 @@ class Positions(NamedTuple):
 
     num_queries: int
     num_keys: int
-    query_offset: int
+    query_offset: int | None
+    """None where the device alone knows it: queries then lie before ``last``, and nothing here depends on where."""
     key_offset: int
 
     @property
     def last(self) -> int:
         """One past the last position of either slab."""
-        return max(self.query_offset + self.num_queries, self.key_offset + self.num_keys)
+        last_key = self.key_offset + self.num_keys
+        return last_key if self.query_offset is None else max(self.query_offset + self.num_queries, last_key)
 
     @property
-    def queries(self) -> tuple[int, int]:
+    def queries(self) -> tuple[int, int | None]:
         """Number and first position."""
         return self.num_queries, self.query_offset
+
+    @property
+    def range_of_queries(self) -> tuple[int, int]:
+        """First position of a query that sees a key, and one past the last."""
+        if self.query_offset is None:
+            return self.key_offset, self.last
+        return self.query_offset, self.query_offset + self.num_queries
 
     @property
     def keys(self) -> tuple[int, int]:
@@ -82,7 +106,7 @@ class KernelPlan:
     """The table of groups."""
     rules: RuleTable | None
     """The table of rules for the tiles of this kernel."""
-    choice: Choice
+    choice: Choice[Configuration]
     side: Side
     pack: int
     """Query heads that share a tile."""
@@ -91,20 +115,25 @@ class KernelPlan:
     @property
     def of_queries(self) -> bool:
         """Whether tiles hold keys and walk over queries."""
-        return self.kernel == "key_gradient"
+        return self.kernel in ("key_gradient", "single_backward")
+
+    @functools.cached_property
+    def order_shape(self) -> tuple[int, int, int]:
+        """The shape of the table of the order: heads, windows, rows of a window."""
+        return self.kind.num_kv_heads, self.side.num_windows, self.side.window
 
     @functools.cached_property
     def order(self) -> Launch:
         """The launch that orders the rows of the side."""
         kind, side, lengths = self.kind, self.side, self.kind.segment_lengths
-        numbers = (
-            side.num_rows, side.offset, min(len(lengths), MEMBERSHIP_BITS.value), kind.num_kv_heads,
-            lengths.index(min(lengths)), *kind.search, self.positions.last,
+        after = (
+            min(len(lengths), MEMBERSHIP_BITS.value), kind.num_kv_heads, lengths.index(min(lengths)), *kind.search,
+            self.positions.last,
         )  # fmt: skip
         constants = {
-            "WINDOW": side.window, "PACKED": kind.num_documents is not None, "num_warps": 4, "enable_fp_fusion": True,
+            "WINDOW": side.window, "PACKED": kind.num_documents is not None, "num_warps": 4,
         }  # fmt: skip
-        return Launch((side.num_windows, kind.num_kv_heads), numbers, constants)
+        return launch_of((side.num_windows, kind.num_kv_heads), (side.num_rows,), after, constants)
 
     @functools.cached_property
     def num_splits(self) -> int:
@@ -124,48 +153,53 @@ class KernelPlan:
 
     def walk(self, chosen: Configuration, num_splits: int = 1) -> Walk:
         """The launches for the blocks of a configuration, every run of keys in ``num_splits`` parts."""
-        if (chosen, num_splits) not in self._walks:
-            self._walks[chosen, num_splits] = self._derived(chosen, num_splits)
-        return self._walks[chosen, num_splits]
+        walk = self._walks.get((chosen, num_splits))
+        if walk is None:
+            walk = self._walks[chosen, num_splits] = self._derived(chosen, num_splits)
+        return walk
 
     def _derived(self, chosen: Configuration, num_splits: int) -> Walk:
         kind, side, rules, positions = self.kind, self.side, self.rules, self.positions
         tile_rows = chosen.block_rows // self.pack
-        head_blocks, others = kind.ratio // self.pack, positions.keys
+        head_blocks, others = kind.ratio // self.pack, (positions.num_keys, positions.key_offset)
         if self.of_queries:
-            head_blocks, others = 1, positions.queries
+            assert positions.query_offset is not None, "the gradient of keys is of queries whose position is known here"
+            head_blocks, others = 1, (positions.num_queries, positions.query_offset)
         programs, layout = layout_of(kind, side, tile_rows, head_blocks)
-        regions, line = regions_of(kind, rules, side, tile_rows), line_of(kind, tile_rows)
+        regions, line = regions_of(kind, rules, side, tile_rows), line_of(tile_rows, is_banded=kind.is_banded)
         num_tiles = side.num_windows * layout[-1]
         common = {"WINDOW": side.window, "ORDERED": side.is_ordered, "LINE": line}
-        planning = Launch(
+        planning = launch_of(
             (num_tiles, kind.num_kv_heads),
+            (side.num_rows,),
             (
-                side.num_rows, side.offset, *others, positions.last, len(kind.groups), len(kind.rules),
+                *others, positions.last, len(kind.groups), len(kind.rules),
                 kind.num_kv_heads, *kind.search, 0 if rules is None else rules.longest.bit_length(), layout[-1],
                 *regions,
             ),
             {
                 **common, "TILE_ROWS": tile_rows, "SLOTS": slots_of(tile_rows), "CAUSAL": kind.is_causal,
                 "PACKED": kind.num_documents is not None, "PHANTOMS": kind.has_phantoms, "OF_QUERIES": self.of_queries,
-                "RULES": rules is not None, "BANDED": kind.is_banded, "num_warps": 1, "enable_fp_fusion": True,
+                "RULES": rules is not None, "BANDED": kind.is_banded, "num_warps": 1,
             },
         )  # fmt: skip
-        sizes = (
-            kind.batch_size, positions.num_queries, positions.num_keys, kind.num_kv_heads, positions.query_offset,
-            positions.key_offset, *layout, regions.lines,
-        )  # fmt: skip
+        sizes = kind.batch_size, positions.num_queries, positions.num_keys, kind.num_kv_heads
+        after = positions.key_offset, *layout, regions.lines
         constants = {
             **kind.constants, **common, "BLOCK_ROWS": chosen.block_rows, "BLOCK_RUN": chosen.block_run,
             "num_warps": chosen.num_warps, "num_stages": chosen.num_stages,
         }  # fmt: skip
-        if not self.of_queries:
-            constants["PACK"] = self.pack
-        if self.kernel == "forward":
+        constants |= {"QUERIES": self.kernel == "single_backward"} if self.of_queries else {"PACK": self.pack}
+        if self.kernel == "warp_specialized":
+            constants = {name: constants[name] for name in WARP_SPECIALIZED_CONSTANTS} | {"STAGES": chosen.num_stages}
+            before = kind.batch_size, positions.num_queries, kind.num_kv_heads
+            computing = launch_of((programs,), before, (*after, kind.factors[1]), constants)
+        elif self.kernel == "forward":
             constants |= {"PHANTOMS": kind.has_phantoms, "ROTATED": num_splits > 1 and bool(kind.rules)}
-            computing = Launch((programs * num_splits,), (*sizes, num_splits, *kind.factors[1:]), constants)
+            constants |= {"SCALED": kind.is_scaled}
+            computing = launch_of((programs * num_splits,), sizes, (*after, num_splits, *kind.factors[1:]), constants)
         else:
-            computing = Launch((programs,), (*sizes, *kind.factors), constants)
+            computing = launch_of((programs,), sizes, (*after, *kind.factors), constants)
         return Walk((kind.num_kv_heads, regions.lines, line), (kind.num_kv_heads, num_tiles, 2), planning, computing)
 
 
@@ -196,21 +230,28 @@ class LaunchPlan:
         kind = self.kind
         if not kind.rules:
             return None
-        queries, keys = ((first, first + number) for number, first in (self.positions.queries, self.positions.keys))
+        num_keys, first_key = self.positions.keys
         return rule_table(
-            kind.rules, kind.num_kv_heads, queries, keys, is_causal=kind.is_causal, of_queries=of_queries,
-            device=kind.device,
+            kind.rules, kind.num_kv_heads, self.positions.range_of_queries, (first_key, first_key + num_keys),
+            is_causal=kind.is_causal, of_queries=of_queries, device=kind.device,
         )  # fmt: skip
 
     @functools.cached_property
     def forward(self) -> KernelPlan:
         """Of the kernel that computes the output."""
-        pack = self.kind.packed_heads
-        choices = self.candidates("few_queries")
+        pack, scaled = self.kind.packed_heads, "fp8_" if self.kind.is_scaled else ""
+        choices = self.candidates(f"{scaled}few_queries")
         if self.positions.num_queries * pack > choices[0].block_rows:
-            choices = self.candidates("forward")
+            choices = self.candidates(f"{scaled}forward")
         side = self.side(self.positions.queries, _tile_rows(choices, pack))
         return self.kernel_plan("forward", choices, side)
+
+    @functools.cached_property
+    def warp_specialized(self) -> KernelPlan:
+        """Of the kernel that computes the output by warps of two kinds, for ``impl="gluon"``."""
+        choices = self.candidates("warp_specialized")
+        side = self.side(self.positions.queries, _tile_rows(choices, self.kind.packed_heads))
+        return self.kernel_plan("warp_specialized", choices, side)
 
     @functools.cached_property
     def query_gradient(self) -> KernelPlan:
@@ -229,25 +270,36 @@ class LaunchPlan:
             side = self.side(self.positions.keys, _tile_rows(choices, 1))
         return self.kernel_plan("key_gradient", choices, side)
 
+    @functools.cached_property
+    def single_backward(self) -> KernelPlan:
+        """Of the kernel that computes all three gradients."""
+        choices = self.candidates("single_backward")
+        return self.kernel_plan("single_backward", choices, self.side(self.positions.keys, _tile_rows(choices, 1)))
+
+    @functools.cached_property
+    def backward(self) -> Choice[Backward]:
+        """Which kernels compute the gradients."""
+        return self._choice("backward", BACKWARDS)
+
     def candidates(self, kernel: str) -> tuple[Configuration, ...]:
         """The configurations that the kernel is shipped with."""
         kind = self.kind
-        return candidates(kernel, kind.block_d, kind.dtype.itemsize, kind.capability, kind.is_banded)
+        return candidates(kernel, kind.block_d, kind.dtype.itemsize, kind.target, kind.is_banded, triton_version())
 
-    def side(self, rows: tuple[int, int], tile_rows: tuple[int, ...]) -> Side:
+    def side(self, rows: tuple[int, int | None], tile_rows: tuple[int, ...]) -> Side:
         """Of the rows that tiles hold, queries or keys."""
         return side_of(self.kind, self.rules, *rows, tile_rows)
 
     def kernel_plan(self, kernel: str, choices: tuple[Configuration, ...], side: Side) -> KernelPlan:
         """Of the kernel of this name with these candidates, on the tiles of a side."""
         rules, pack = self.rules, self.kind.packed_heads
-        if kernel == "key_gradient":
+        if kernel in ("key_gradient", "single_backward"):
             rules, pack = self.rules_of_keys, 1
         return KernelPlan(
             kernel, self.kind, self.positions, self.table, rules, self._choice(kernel, choices), side, pack
         )  # fmt: skip
 
-    def _choice(self, kernel: str, choices: tuple[Configuration, ...]) -> Choice:
+    def _choice(self, kernel: str, choices: tuple[Candidate, ...]) -> Choice[Candidate]:
         """What decides which is fastest: the device, the numbers, the pattern, and lengths by their power."""
         kind = self.kind
         if len(choices) == 1:
@@ -267,6 +319,8 @@ def _tile_rows(choices: tuple[Configuration, ...], pack: int) -> tuple[int, ...]
 def plan_of(problem: Problem) -> LaunchPlan:
     """The one plan of the calls that have shapes, dtype, device, pattern, positions and options in common.
 
+    Where the device alone knows the position of the queries, the one of all its values.
+
     Raises, now or when a part is asked for first:
         NotImplementedError: positions that do not fit 32 bits.
     """
@@ -278,7 +332,8 @@ def plan_of(problem: Problem) -> LaunchPlan:
         query.device, query.dtype, batch_size, num_heads, num_kv_heads, head_dim, problem.groups, problem.rules,
         problem.is_causal, float(problem.scale), problem.dropout_p, num_documents, problem.key_padding_mask is not None,
     )  # fmt: skip
-    plan = _plan(kind, Positions(num_queries, num_keys, problem.query_offset, problem.key_offset))
+    query_offset = None if isinstance(problem.query_offset, Tensor) else problem.query_offset
+    plan = _plan(kind, Positions(num_queries, num_keys, query_offset, problem.key_offset))
     if kind.rules and query.is_cuda and torch.cuda.is_current_stream_capturing():
         _captured.add(plan)
     return plan

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import math
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -12,15 +13,29 @@ from torch import Tensor
 from dilated_attention_pytorch.patterns import DilationGroup, HeadRule
 
 from .rule_table import FAR, Range, band_of
+from .target import target_of
 
 
-@dataclass(frozen=True, slots=True)
+class Scales(NamedTuple):
+    """What each row of e4m3 operands is times, float32, and the dtype of what is computed of them."""
+
+    query: Tensor
+    """``[B, H, N]``."""
+    key: Tensor
+    """``[B, G, M]``, as those of the values."""
+    value: Tensor
+    dtype: torch.dtype
+
+
+@dataclass(slots=True, eq=False)
 class Problem:
     """The operands of one call, checked; last dimensions are contiguous.
 
     ``query`` is ``[B, N, H, D]``, ``key`` and ``value`` are ``[B, M, G, D]`` with G dividing H, all of one floating
     dtype; ``cu_seqlens`` is int32 ``[documents + 1]``, ``key_padding_mask`` bool ``[B, M]`` and ``dropout_seed`` an
-    int64 scalar, on the same device. ``scale`` is not negative.
+    int64 scalar, on the same device. ``scale`` is not negative. ``query_offset`` is an integer; or, for the forward
+    under a causal mask, an int64 scalar on the device, which kernels keep within 0 and ``key_offset + M - N``.
+    e4m3 operands have ``scales``, for the forward alone: see :mod:`.fp8`.
     """
 
     query: Tensor
@@ -29,13 +44,14 @@ class Problem:
     groups: tuple[DilationGroup, ...]
     is_causal: bool
     scale: float
-    query_offset: int = 0
+    query_offset: int | Tensor = 0
     key_offset: int = 0
     cu_seqlens: Tensor | None = None
     key_padding_mask: Tensor | None = None
     dropout_seed: Tensor | None = None
     dropout_p: float = 0.0
     rules: tuple[HeadRule, ...] = ()
+    scales: Scales | None = None
 
 
 @dataclass(frozen=True, eq=False)
@@ -62,6 +78,11 @@ class Kind:
         """Query heads of one key/value head."""
         return self.num_heads // self.num_kv_heads
 
+    @property
+    def is_scaled(self) -> bool:
+        """Whether rows are e4m3 numbers times a scale."""
+        return self.dtype == torch.float8_e4m3fn
+
     @functools.cached_property
     def packed_heads(self) -> int:
         """Query heads of one key/value head that share a tile: their rows see the same keys."""
@@ -69,13 +90,13 @@ class Kind:
 
     @functools.cached_property
     def block_d(self) -> int:
-        """The width of the blocks that hold a head."""
-        return max(16, next_power_of_2(self.head_dim))
+        """The width of the blocks that hold a head: products take 16 numbers at a time, 32 of 8 bits."""
+        return max(32 if self.is_scaled else 16, next_power_of_2(self.head_dim))
 
     @functools.cached_property
-    def capability(self) -> tuple[int, int]:
-        """The compute capability of the device; where there is none, as in Triton's interpreter, 9.0."""
-        return torch.cuda.get_device_capability(self.device) if self.device.type == "cuda" else (9, 0)
+    def target(self) -> str:
+        """The compiler's name of the device; where there is none, as in Triton's interpreter, ``"sm_90"``."""
+        return target_of(self.device)
 
     @functools.cached_property
     def num_multiprocessors(self) -> int:
@@ -151,7 +172,6 @@ class Kind:
         return {
             "RATIO": self.ratio, "D": self.head_dim, "BLOCK_D": self.block_d, "CAUSAL": self.is_causal,
             "BANDED": self.is_banded, "PADDED": self.is_padded, "DROPOUT": self.dropout_p > 0.0,
-            "enable_fp_fusion": True,
         }  # fmt: skip
 
 

@@ -70,7 +70,7 @@ def regions_of(kind: Kind, rules: RuleTable | None, side: Side, tile_rows: int) 
         if kind.num_documents is None:
             # One tile is bounded wherever it lies: a step of decoding, which begins elsewhere, asks for the same again.
             is_aligned = side.is_ordered or (side.num_rows > tile_rows and side.window % tile_rows == 0)
-            begins = (side.offset, side.offset + side.num_rows) if is_aligned else None
+            begins = None if side.offset is None or not is_aligned else (side.offset, side.offset + side.num_rows)
             per_tile += rules.most_runs(Tiles(begins, reach))
         else:
             of_any, within = rules.most_runs(Tiles(None, reach)), rules.most_runs_within(reach)

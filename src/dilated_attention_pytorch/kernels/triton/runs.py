@@ -11,10 +11,19 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from .problem import Kind, next_power_of_2
+from .problem import next_power_of_2
 from .regions import first_line
 from .rules import FAR, cut_of, first_span, load_list, load_span, within_band
-from .segments import count_up_to, document_bounds, interval_of, is_selected, load_group, num_phantoms, selected
+from .segments import (
+    count_up_to,
+    document_bounds,
+    first_position,
+    interval_of,
+    is_selected,
+    load_group,
+    num_phantoms,
+    selected,
+)
 from .tiles import SIZES, rows_of
 
 FIRST = tl.constexpr(0)  # the position of the first row
@@ -32,9 +41,9 @@ def slots_of(tile_rows: int) -> int:
     return max(32, next_power_of_2(tile_rows))
 
 
-def line_of(kind: Kind, tile_rows: int) -> int:
+def line_of(tile_rows: int, *, is_banded: bool) -> int:
     """Integers of a run: its numbers, bits for the rows of a tile, the two ends of a band."""
-    return BITS.value + slots_of(tile_rows) // 32 + 2 * kind.is_banded
+    return BITS.value + slots_of(tile_rows) // 32 + 2 * is_banded
 
 
 @triton.jit(do_not_specialize=SIZES)
@@ -48,8 +57,10 @@ def runs_kernel(
 ):  # fmt: skip
     """``RUNS[kv_head, lines_per_head, :]``, and in ``RANGES[kv_head, tile, :]`` the first line of a tile and how many.
 
-    Tiles hold queries and runs keys, or, with ``OF_QUERIES``, the other way round.
+    Tiles hold queries and runs keys, or, with ``OF_QUERIES``, the other way round. ``offset`` is the position of the
+    first row that tiles hold, or a pointer to it.
     """
+    offset = first_position(offset, last_position - num_rows)
     tile, kv_head = tl.program_id(0), tl.program_id(1)
     slot = tl.arange(0, SLOTS)
     row = rows_of(

@@ -19,6 +19,16 @@ NUM_COLUMNS = tl.constexpr(5)
 
 
 @triton.jit
+def first_position(offset, most):
+    """``offset``; where that is a pointer, the integer there, no less than 0 and no more than ``most``."""
+    if offset.dtype.is_ptr():
+        position = tl.minimum(tl.maximum(tl.load(offset), 0), most).to(tl.int32)
+    else:
+        position = offset
+    return position
+
+
+@triton.jit
 def load_group(GROUPS, group, kv_head, num_kv_heads):
     """Segment length, rate, offset and shift of a group for one key/value head."""
     line = GROUPS + (group * num_kv_heads + kv_head) * NUM_COLUMNS

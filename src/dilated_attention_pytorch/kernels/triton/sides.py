@@ -22,7 +22,8 @@ class Side:
     """The rows of one side, and whether they are ordered within their windows."""
 
     num_rows: int
-    offset: int
+    offset: int | None
+    """The position of the first row; None where the device alone knows it."""
     window: int
     is_ordered: bool
 
@@ -31,7 +32,7 @@ class Side:
         return -(-self.num_rows // self.window)
 
 
-def side_of(kind: Kind, rules: RuleTable | None, num_rows: int, offset: int, tile_rows: tuple[int, ...]) -> Side:
+def side_of(kind: Kind, rules: RuleTable | None, num_rows: int, offset: int | None, tile_rows: tuple[int, ...]) -> Side:
     """The rows from position ``offset`` on, for tiles of every number of rows in ``tile_rows``."""
     window = max(*tile_rows, min([*kind.segment_lengths, num_rows]))
     window = min(max(16, next_power_of_2(window)), LARGEST_WINDOW)

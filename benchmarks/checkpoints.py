@@ -1,0 +1,119 @@
+"""What checkpoints cost: written beside the steps, and with steps that wait for them.
+
+    python -m benchmarks.checkpoints [--quick] [--steps N] [--output FILE]
+
+The demo's run (the preset "cpu") saves a checkpoint every second step. Measured are the seconds that a step waits for
+its checkpoint, the processor time of the thread that writes it, and the seconds of forward and backward of a step. The
+cost at the preset's own --save-steps is waiting and processor time together, as if the step lacked every core that the
+thread takes. Every sample is in the result. The weights of both runs must be the same bits.
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import tempfile
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from rich.console import Console
+from safetensors.torch import load_file
+
+from dilated_attention_pytorch.benchmarks.results import module_command, origin, write_json
+from dilated_attention_pytorch.training import PRESETS, TrainSettings, train
+from dilated_attention_pytorch.training.trainer import LongNetTrainer
+
+
+@contextmanager
+def measured(seconds: dict[str, list[float]]) -> Iterator[None]:
+    """Fill ``seconds`` while runs of this process train."""
+    take, save, complete = (
+        LongNetTrainer.training_step, LongNetTrainer._save_checkpoint, LongNetTrainer._complete_checkpoint,
+    )  # fmt: skip
+
+    def timed_step(self: LongNetTrainer, *args: Any, **options: Any) -> torch.Tensor:
+        start = time.perf_counter()
+        loss = take(self, *args, **options)
+        seconds["step"].append(time.perf_counter() - start)
+        return loss
+
+    def timed_save(self: LongNetTrainer, *args: Any) -> None:
+        self.writer.finish()  # how long the one before took is not this one's
+        start = time.perf_counter()
+        save(self, *args)
+        seconds["waiting"].append(time.perf_counter() - start)
+
+    def timed_complete(self: LongNetTrainer, *args: Any) -> None:
+        wall, processor = time.perf_counter(), time.thread_time()
+        complete(self, *args)
+        seconds["writing"].append(time.perf_counter() - wall)
+        seconds["writing_processor"].append(time.thread_time() - processor)
+
+    LongNetTrainer.training_step = timed_step  # type: ignore[method-assign]
+    LongNetTrainer._save_checkpoint = timed_save  # type: ignore[assignment,method-assign]
+    LongNetTrainer._complete_checkpoint = timed_complete  # type: ignore[assignment,method-assign]
+    try:
+        yield
+    finally:
+        LongNetTrainer.training_step = take  # type: ignore[method-assign]
+        LongNetTrainer._save_checkpoint = save  # type: ignore[method-assign]
+        LongNetTrainer._complete_checkpoint = complete  # type: ignore[method-assign]
+
+
+def measure(settings: TrainSettings, folder: Path, save_steps: int, is_beside: bool) -> dict[str, Any]:
+    """One run; the cost of a checkpoint every ``save_steps`` steps, as a part of their time."""
+    seconds: dict[str, list[float]] = {"step": [], "waiting": [], "writing": [], "writing_processor": []}
+    with measured(seconds):
+        train(replace(settings, async_checkpoints=is_beside), folder, Console(quiet=True))
+    middle = {name: statistics.median(values[1:]) for name, values in seconds.items()}
+    taken = middle["waiting"] + (middle["writing_processor"] if is_beside else 0.0)
+    cost = taken / (save_steps * middle["step"])
+    name = "beside the steps" if is_beside else "steps wait"
+    print(
+        f"{name:>16}: a step {middle['step']:.2f} s, waits {middle['waiting']:.3f} s for its checkpoint, which takes "
+        f"{middle['writing']:.3f} s ({middle['writing_processor']:.3f} s of a processor); every {save_steps} steps: "
+        f"{100 * cost:.3f} % of the time",
+        flush=True,
+    )
+    return {"async_checkpoints": is_beside, "medians": middle, "cost": cost, "seconds": seconds}
+
+
+def main() -> None:
+    """Print a line for each and write them, with the machine and the command they came from."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--quick", action="store_true", help="1,024 bytes, 5 steps: checks, publishes nothing")
+    parser.add_argument("--steps", type=int, default=13)
+    parser.add_argument("--output", type=Path, default=Path(__file__).parent / "results" / "checkpoints.json")
+    arguments = parser.parse_args()
+    preset = PRESETS["cpu"]()
+    settings = replace(
+        preset, steps=arguments.steps, save_steps=2, eval_steps=10_000, eval_windows=1, final_eval_windows=1,
+        quarter_files=1, sample_length=1, device="cpu",
+    )  # fmt: skip
+    if arguments.quick:
+        settings = replace(settings, context_length=1024, steps=5)
+    here = origin(module_command())
+    with tempfile.TemporaryDirectory(dir=".") as name:
+        folder = Path(name)
+        results = [measure(settings, folder / str(choice), preset.save_steps, choice) for choice in (True, False)]
+        beside, between = (load_file(folder / str(choice) / "model.safetensors") for choice in (True, False))
+        if not all(torch.equal(beside[key], between[key]) for key in between):
+            raise SystemExit("not published, because the weights of the two runs differ")
+        written = sum(path.stat().st_size for path in (folder / "True" / f"checkpoint-{settings.steps}").iterdir())
+    print(f"the same bits; a checkpoint has {written / 1e6:.1f} MB")
+    if arguments.quick:
+        return
+    write_json(arguments.output, {
+        "machine": here, "preset": "cpu", "settings": settings.to_dict(), "save_steps": preset.save_steps,
+        "checkpoint_bytes": written, "results": results,
+    })  # fmt: skip
+    print(f"written: {arguments.output}")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,266 @@
+"""Everything that only a GPU settles, by one command: is it right, how fast is it, does it stay within its memory.
+
+    python -m benchmarks.gpu             # make gpu
+    python -m benchmarks.gpu --dry-run   # the same steps at a few rows, on a CPU too
+
+Every step is a process of its own, and the record is written after each. Given again, the command goes on: what passed
+is not repeated, and the benchmark takes up what --seconds cut off. It leaves with 0 when all is done and right, with 3
+when something is left, with 1 when something is wrong.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib.util
+import json
+import os
+import shlex
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+
+from dilated_attention_pytorch.benchmarks.__main__ import LEAVES_WHEN_LOST
+from dilated_attention_pytorch.benchmarks.results import module_command, origin, write_json
+
+from .gpu_gate import LEAVES_WHEN_REFUSED
+
+ROOT = Path(__file__).parent.parent
+RECORD = "gpu.json"
+Status = Literal["passed", "failed", "skipped", "cut off"]
+_TAIL = 4000
+_MOST_PROCESSES = 8
+"""Of one step, of which each broke the device."""
+_LEAST_SECONDS = 10.0
+"""A step is not begun with less."""
+_GATE: dict[str, tuple[str, ...]] = {
+    "triton": ("--contestants", "ours, triton"),
+    "single backward": ("--contestants", "ours, triton", "--backward", "single"),
+    "gluon": ("--contestants", "ours, gluon"),
+    "triton-fp8": ("--contestants", "ours, triton-fp8"),
+    "cudnn": ("--contestants", "ours, cudnn"),
+    "aten": ("--contestants", "ours, aten"),
+    "published": ("--contestants", "published"),
+}
+"""What is held to the definition, a process each: one that breaks the device does not take the others with it."""
+_WATCHED = ("ours, triton", "ours, gluon", "ours, triton-fp8", "ours, cudnn", "ours, aten")
+"""Whose memory accesses compute-sanitizer looks at; of the first, both backwards."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Step:
+    """One process."""
+
+    name: str
+    command: tuple[str, ...]
+    most_seconds: float
+    """It is cut off after so many."""
+    environment: dict[str, str] = field(default_factory=dict)
+    refusal: str | None = None
+    """Why it is not run."""
+    is_done: Callable[[], bool] = lambda: True
+    """Whether a process that ended well has done all of it."""
+    begun_anew: int | None = None
+    """What it leaves with where a new process goes on."""
+
+
+@dataclass(kw_only=True, slots=True)
+class Outcome:
+    """What became of a step."""
+
+    name: str
+    status: Status
+    reason: str = ""
+    seconds: float = 0.0
+    command: str = ""
+    tail: str = ""
+    """The end of what it said."""
+    code: int | None = None
+    """What the process left with; None where it was ended."""
+
+
+def steps(output: Path, *, is_dry: bool, seconds: float) -> list[Step]:
+    """The steps in their order, for so many seconds.
+
+    The benchmark holds every call against the definition too: what is wrong costs its own figures alone.
+    """
+    python = sys.executable
+    has_gpu = torch.cuda.is_available()
+    no_gpu = (
+        None if has_gpu or is_dry else "PyTorch finds no CUDA device here; --dry-run goes through the steps without"
+    )
+    missing = [name for name in ("pytest", "hypothesis") if importlib.util.find_spec(name) is None]
+    sanitizer = shutil.which("compute-sanitizer")
+    drawn: tuple[str, ...] = ("--calls", "8", "--dtypes", "bfloat16", "float16")
+    if is_dry:
+        drawn = ("--calls", "1", "--dtypes", "bfloat16", "--most-rows", "70")
+    bench = output / "bench"
+    resumed = ("--resume",) if (bench / "bench.json").exists() else ()
+    small = ("--calls", "2", "--most-rows", "200", "--dtypes", "bfloat16")
+
+    def checked(tool: str, backward: str) -> Step:
+        who = _WATCHED if backward == "pair" else _WATCHED[:1]
+        name = tool if backward == "pair" else f"{tool}, {backward} backward"
+        module = (python, "-m", "benchmarks.gpu_gate", *small, "--contestants", *who, "--backward", backward)
+        prefix = (sanitizer or "compute-sanitizer", "--tool", tool, "--error-exitcode", "9")
+        return Step(
+            name=name, command=(*prefix, *module, "--output", str(output / f"{name}.json")), most_seconds=240.0,
+            # Freed memory stays with PyTorch's allocator: every tensor must be an allocation of its own.
+            environment={"PYTORCH_NO_CUDA_MEMORY_CACHING": "1", "TRITON_INTERPRET": "0"},
+            refusal=no_gpu or (None if has_gpu else "it watches a GPU")
+            or (None if sanitizer else "compute-sanitizer is not on the PATH (it comes with the CUDA toolkit)"),
+        )  # fmt: skip
+
+    return [
+        *(
+            Step(
+                name=f"gate, {who}", most_seconds=180.0, refusal=no_gpu,
+                command=(
+                    python, "-m", "benchmarks.gpu_gate", *drawn, *_GATE[who], "--output",
+                    str(output / f"gate-{who}.json"),
+                ),
+            )
+            for who in (("aten",) if is_dry and not has_gpu else _GATE)
+        ),
+        Step(
+            name="benchmark",
+            command=(
+                python, "-m", "dilated_attention_pytorch.benchmarks", "--preset", "gpu", "--output", str(bench),
+                "--time-limit", f"{0.8 * seconds:.0f}", *resumed, *(("--dry-run",) if is_dry else ()),
+            ),
+            most_seconds=seconds, refusal=no_gpu,
+            begun_anew=LEAVES_WHEN_LOST, is_done=lambda: _is_complete(bench / "bench.json"),
+        ),
+        *(checked(tool, backward) for tool in ("memcheck", "racecheck") for backward in ("pair", "single")),
+        Step(
+            name="tests",
+            command=(
+                python, "-m", "pytest", "-q", "-x", "tests/kernels/triton", "--ignore",
+                "tests/kernels/triton/test_compiled.py", *(("--collect-only",) if is_dry else ()),
+            ),
+            most_seconds=seconds, environment={"TRITON_INTERPRET": "0"} if has_gpu else {},
+            refusal=no_gpu or (f"{' and '.join(missing)} not installed: pip install -e .[dev]" if missing else None),
+        ),
+    ]  # fmt: skip
+
+
+def _is_complete(file: Path) -> bool:
+    return bool(json.loads(file.read_text(encoding="utf-8"))["complete"])
+
+
+def run_step(step: Step, seconds: float, log: Path) -> Outcome:
+    """Run a step for so many seconds at most; what it says goes to a file, and its end is printed."""
+    outcome = Outcome(name=step.name, status="skipped", reason=step.refusal or "", command=shlex.join(step.command))
+    if step.refusal is not None:
+        return outcome
+    path = os.pathsep.join(filter(None, (str(ROOT / "src"), os.environ.get("PYTHONPATH"))))
+    environment = {**os.environ, "PYTHONPATH": path, **step.environment}
+    started, limit = time.monotonic(), min(step.most_seconds, seconds)
+    log.parent.mkdir(parents=True, exist_ok=True)
+    with log.open("w", encoding="utf-8") as said:
+        # A group of its own: what it started ends with it.
+        process = subprocess.Popen(
+            step.command, cwd=ROOT, env=environment, stdout=said, stderr=subprocess.STDOUT, start_new_session=True
+        )
+        try:
+            code: int | None = process.wait(timeout=limit)
+        except subprocess.TimeoutExpired:
+            code = None
+        finally:
+            if process.poll() is None:
+                os.killpg(process.pid, signal.SIGKILL)
+                process.wait()
+    outcome.seconds, outcome.code = time.monotonic() - started, code
+    outcome.tail = log.read_text(encoding="utf-8", errors="replace")[-_TAIL:]
+    print(outcome.tail, flush=True)
+    if code is None:
+        outcome.status, outcome.reason = "cut off", f"not done after {limit:.0f} s"
+    elif code == step.begun_anew:
+        outcome.status, outcome.reason = "cut off", "the device was lost to the process"
+    elif code == LEAVES_WHEN_REFUSED:
+        outcome.status, outcome.reason = (
+            "skipped",
+            "everything is refused on this device, with the sentences of its log",
+        )
+    elif code != 0:
+        outcome.status, outcome.reason = "failed", f"it left with {code}"
+    elif not step.is_done():
+        outcome.status, outcome.reason = "cut off", "its time limit left something out"
+    else:
+        outcome.status = "passed"
+    return outcome
+
+
+def earlier(file: Path, *, is_dry: bool) -> dict[str, Outcome]:
+    """What passed in earlier runs of the command."""
+    if not file.exists():
+        return {}
+    values = json.loads(file.read_text(encoding="utf-8"))
+    if values["dry_run"] != is_dry:
+        raise SystemExit(f"{file} is of {'a dry' if values['dry_run'] else 'another'} run; name another --output")
+    return {one["name"]: Outcome(**one) for one in values["steps"] if one["status"] == "passed"}
+
+
+def run(output: Path, *, is_dry: bool, seconds: float, only: Sequence[str] = ()) -> list[Outcome]:
+    """Run what has not passed yet, for so many seconds, and write the record after every step."""
+    record: dict[str, Any] = {"machine": origin(module_command()), "dry_run": is_dry, "complete": False}
+    ends_at = time.monotonic() + seconds
+    passed = earlier(output / RECORD, is_dry=is_dry)
+    outcomes: list[Outcome] = []
+    for index, name in enumerate(step.name for step in steps(output, is_dry=is_dry, seconds=seconds)):
+        left = ends_at - time.monotonic()
+        if name in passed:
+            outcome = passed[name]
+        elif only and name not in only:
+            outcome = Outcome(name=name, status="cut off", reason="--only leaves it out")
+        elif left < _LEAST_SECONDS:
+            outcome = Outcome(name=name, status="cut off", reason="no time was left to begin it")
+        else:
+            outcome = Outcome(name=name, status="cut off")
+            for _ in range(_MOST_PROCESSES):
+                left = ends_at - time.monotonic()
+                step = steps(output, is_dry=is_dry, seconds=left)[index]
+                print(f"== {name}: {shlex.join(step.command)}", flush=True)
+                outcome = run_step(step, left, output / f"{name}.txt")
+                if (
+                    outcome.code is None
+                    or outcome.code != step.begun_anew
+                    or ends_at - time.monotonic() < _LEAST_SECONDS
+                ):
+                    break
+        outcomes.append(outcome)
+        record["steps"] = [asdict(one) for one in outcomes]
+        record["complete"] = all(one.status in ("passed", "skipped") for one in outcomes)
+        write_json(output / RECORD, record)
+    return outcomes
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--dry-run", action="store_true", help="the same steps at a few rows; measures nothing")
+    parser.add_argument("--seconds", type=float, default=560.0, help="after so many, what runs is cut off")
+    parser.add_argument("--only", nargs="+", default=[], help="steps by name")
+    parser.add_argument("--output", type=Path, help="folder of the results; default benchmarks/results/gpu")
+    words = parser.parse_args()
+    default = ROOT / ("runs/gpu-dry" if words.dry_run else "benchmarks/results/gpu")
+    output = (words.output or default).resolve()
+    outcomes = run(output, is_dry=words.dry_run, seconds=words.seconds, only=words.only)
+    for outcome in outcomes:
+        reason = f": {outcome.reason}" if outcome.reason else ""
+        print(f"{outcome.name:>10} {outcome.seconds:5.0f} s  {outcome.status}{reason}")
+    print(f"written: {output / RECORD}")
+    if any(one.status == "failed" for one in outcomes) or all(one.status == "skipped" for one in outcomes):
+        raise SystemExit(1)
+    if any(one.status == "cut off" for one in outcomes):
+        raise SystemExit(3)
+
+
+if __name__ == "__main__":
+    main()

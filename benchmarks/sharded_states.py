@@ -1,0 +1,147 @@
+"""What data parallelism keeps in every process, and whether its losses are those of one process.
+
+    python -m benchmarks.sharded_states [--quick] [--output FILE]
+
+A small LongNet, AdamW in float32, 20 steps of the same windows: in one process, then in two of gloo with DDP, FSDP2 and
+DeepSpeed's ZeRO of each stage, with offload. Counted are the float tensors that a process holds when its optimizer
+begins the last step, each storage once: weights, gradients, moments, and what the engine keeps beside them.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import json
+import math
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from rich.console import Console
+from torch.distributed.tensor import DTensor
+from torch.optim.optimizer import register_optimizer_step_pre_hook
+
+from dilated_attention_pytorch.benchmarks.results import module_command, origin, write_json
+from dilated_attention_pytorch.models import LongNetConfig
+from dilated_attention_pytorch.training import TrainSettings, train
+from dilated_attention_pytorch.training.callbacks import read_metrics
+from dilated_attention_pytorch.training.distribution import leaving_together
+
+CASES: dict[str, dict[str, Any]] = {
+    "DDP": {"data_parallel": "ddp"}, "FSDP2": {"data_parallel": "fsdp"}, "ZeRO-1": {"data_parallel": "zero1"},
+    "ZeRO-2": {"data_parallel": "zero2"}, "ZeRO-3": {"data_parallel": "zero3"},
+    "ZeRO-3, optimizer on the CPU": {"data_parallel": "zero3", "offload": "optimizer"},
+    "ZeRO-3, optimizer and weights on the CPU": {"data_parallel": "zero3", "offload": "parameters"},
+}  # fmt: skip
+LOSS_TOLERANCE = 1e-3  # nats
+
+
+def settings_of(texts: Path, **changes: Any) -> TrainSettings:
+    """A run of seconds that takes 2 windows a step."""
+    model = LongNetConfig(
+        embed_dim=128, num_layers=4, num_heads=4, ffn_dim=256, segment_lengths=(32, 128), dilation_rates=(1, 4)
+    )
+    given: dict[str, Any] = {
+        "model": model, "data": (texts,), "context_length": 128, "steps": 20, "batch_size": 2, "threads": 1,
+        "optimizer": "adamw", "precision": "float32", "device": "cpu", "log_steps": 1, "eval_steps": 20,
+        "eval_windows": 1, "final_eval_windows": 1, "quarter_files": 1, "save_steps": 20, "sample_length": 1,
+    }  # fmt: skip
+    return TrainSettings(**{**given, **changes})
+
+
+def float_bytes() -> int:
+    """Bytes of the float tensors of this process, each storage once."""
+    storages: dict[int, int] = {}
+    for found in gc.get_objects():
+        # By its class: others compute what they say that they are.
+        if issubclass(type(found), torch.Tensor) and found.is_floating_point() and found.device.type == "cpu":
+            local = found.to_local() if isinstance(found, DTensor) else found
+            storages[local.untyped_storage().data_ptr()] = local.untyped_storage().nbytes()
+    return sum(storages.values())
+
+
+def run_cases(folder: Path, names: list[str]) -> None:
+    """The runs of this process, each with what it held, written by the first."""
+    counted: list[int] = []
+    before = [float_bytes()]
+    register_optimizer_step_pre_hook(lambda *_: counted.append(float_bytes() - before[0]))
+    for name in names:
+        counted.clear()
+        changes = CASES.get(name, {})
+        size = 1 if name in CASES else 2
+        train(settings_of(folder / "texts", batch_size=size, **changes), folder / name, Console(quiet=True))
+        held = [max(counted[len(counted) // 2 :])]
+        if dist.is_initialized():
+            all_held: list[Any] = [None] * dist.get_world_size()
+            dist.all_gather_object(all_held, held[0])
+            held = all_held
+        if not dist.is_initialized() or dist.get_rank() == 0:
+            (folder / f"{name}.json").write_text(json.dumps(held))
+        gc.collect()
+        before[0] = float_bytes()
+
+
+def measure(names: list[str]) -> list[dict[str, Any]]:
+    """Run all in their processes, and compare.
+
+    Raises:
+        SystemExit: a run fails, or its losses are others.
+    """
+    results = []
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        (folder / "texts").mkdir()
+        for number in range(23):
+            lines = [f"def f{number}_{line}(x): return x * {line % 7} + {number}\n" for line in range(9 + 2 * number)]
+            (folder / "texts" / f"module{number}.py").write_text("".join(lines))
+        launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+        script = ["-m", "benchmarks.sharded_states", "--folder", str(folder), "--names"]
+        for launch, listed in (([], ["one process"]), (launcher, names)):
+            subprocess.run([sys.executable, *launch, *script, json.dumps(listed)], check=True)
+        expected = _losses(folder / "one process")
+        parameters = settings_of(folder / "texts").model.num_parameters
+        for case in ("one process", *names):
+            furthest = max(abs(a - b) for a, b in zip(expected, _losses(folder / case), strict=True))
+            if not furthest <= LOSS_TOLERANCE:
+                raise SystemExit(f"not published: a loss of {case} is {furthest} nats from that of one process")
+            held = json.loads((folder / f"{case}.json").read_text())
+            results.append({
+                "case": case, "bytes_per_weight": [value / parameters for value in held],
+                "largest_difference": furthest,
+            })  # fmt: skip
+            figures = ", ".join(f"{value / parameters:.2f}" for value in held)
+            print(f"{case:>42}: {figures} bytes a weight, losses within {furthest:.1e} nats", flush=True)
+    return results
+
+
+def _losses(run: Path) -> list[float]:
+    return [entry["bits_per_byte"] * math.log(2) for entry in read_metrics(run) if "bits_per_byte" in entry]
+
+
+def main() -> None:
+    """Print a line for each and write them, with the machine and the command they came from."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--quick", action="store_true", help="DDP and ZeRO-2 alone: checks")
+    parser.add_argument("--folder", type=Path, help=argparse.SUPPRESS)
+    parser.add_argument("--names", help=argparse.SUPPRESS)
+    parser.add_argument("--output", type=Path, default=Path(__file__).parent / "results" / "sharded_states.json")
+    arguments = parser.parse_args()
+    if arguments.folder is not None:
+        torch.set_num_threads(1)
+        with leaving_together():
+            run_cases(arguments.folder, json.loads(arguments.names))
+        return
+    here = origin(module_command())
+    results = measure(["DDP", "ZeRO-2"] if arguments.quick else list(CASES))
+    write_json(arguments.output, {
+        "machine": here, "settings": settings_of(Path("texts")).to_dict() | {"data": []}, "results": results,
+    })  # fmt: skip
+    print(f"written: {arguments.output}")
+
+
+if __name__ == "__main__":
+    main()

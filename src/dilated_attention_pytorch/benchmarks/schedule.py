@@ -1,0 +1,93 @@
+"""What a run is about to do: its cases in their order, what each may take, and where the time limit falls."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+from rich.console import Console
+from rich.markup import escape
+from rich.table import Table
+
+from .contestants import FLEX, Contestant
+from .limits import Limits
+from .measure import Budget
+from .shapes import Case
+
+_SHARE_OF_LIMIT = 0.25
+"""What a contestant is expected to reach of the machine's rates."""
+_FIXED_SECONDS = 0.3
+"""The gate, the operands and what Python does, for one contestant in one case."""
+_COMPILE_SECONDS = {
+    "ours, triton": 15.0, "ours, triton-fp8": 10.0, "ours, gluon": 10.0, "ours, cudnn": 3.0,
+    "published route, cuDNN": 3.0, FLEX: 30.0,
+}  # fmt: skip
+"""On a GPU, where a contestant compiles or plans for a case: assumed, not measured."""
+
+
+@dataclass(frozen=True, slots=True)
+class Step:
+    """A case and those who take part in it."""
+
+    case: Case
+    contestants: tuple[Contestant, ...]
+    seconds: float
+    """Expected, for all of them."""
+
+
+def schedule(
+    cases: Mapping[Case, tuple[str, ...]],
+    contestants: Sequence[Contestant],
+    limits: Mapping[str, Limits],
+    budget: Budget,
+    device: torch.device,
+) -> list[Step]:
+    """The steps of a run, in the order of the cases.
+
+    Args:
+        cases: with the names of contestants that are left out.
+        contestants: of the run.
+        limits: rates of the machine by dtype.
+        budget: of the run.
+        device: where it is computed.
+    """
+    steps = []
+    for case, without in cases.items():
+        rates = limits[case.dtype]
+        taking_part = tuple(
+            entry for entry in contestants
+            if entry.name not in without and entry.refusal(case, device) is None
+            and (budget.is_dry or rates.seconds(case, entry.computes) <= budget.call_limit)
+        )  # fmt: skip
+        steps.append(Step(case, taking_part, sum(_seconds(case, one, rates, budget, device) for one in taking_part)))
+    return steps
+
+
+def _seconds(case: Case, contestant: Contestant, limits: Limits, budget: Budget, device: torch.device) -> float:
+    call = limits.seconds(case, contestant.computes) / _SHARE_OF_LIMIT
+    compilation = _COMPILE_SECONDS.get(contestant.name, 0.0) if device.type == "cuda" else 0.0
+    return _FIXED_SECONDS + compilation + call * (2 + budget.repeats(call))
+
+
+def print_schedule(steps: Sequence[Step], time_limit: float, console: Console) -> None:
+    """The plan of a run, before it starts."""
+    table = Table(title="plan", title_justify="left")
+    for name in ("", "case", "who", "about", "until"):
+        table.add_column(
+            name, justify="left" if name == "case" else "right", overflow="fold" if name == "case" else "ellipsis"
+        )
+    until = 0.0
+    for number, step in enumerate(steps, 1):
+        until += step.seconds
+        late = " (after the limit)" if until > time_limit else ""
+        table.add_row(
+            str(number), escape(step.case.name), str(len(step.contestants)), f"{step.seconds:.0f} s",
+            f"{until:.0f} s{late}",
+        )  # fmt: skip
+    console.print(table)
+    console.print(
+        f"about {until:.0f} s, estimated from the rates of this machine; nothing is begun after {time_limit:.0f} s, "
+        "and --resume goes on with what is left",
+        highlight=False, soft_wrap=True,
+    )  # fmt: skip

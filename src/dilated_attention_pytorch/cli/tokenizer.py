@@ -1,0 +1,53 @@
+"""``dilated-attention tokenizer``."""
+
+from __future__ import annotations
+
+import shlex
+from dataclasses import dataclass
+from pathlib import Path
+
+import tyro
+
+from dilated_attention_pytorch.machine import require
+from dilated_attention_pytorch.output import check_new_file, write_text
+
+
+@dataclass(kw_only=True, slots=True)
+class Tokenizer:
+    """Train a byte-level BPE tokenizer on what `train` would train on: held-out documents are left out.
+
+    Its tokens are the 256 bytes, <|endoftext|>, which stands between documents, and pairs merged by how often they
+    come. Any text is its tokens joined, so losses stay bits per byte exactly.
+    """
+
+    data: tyro.conf.Positional[tuple[Path, ...]] = ()
+    """As for `train`: text files, folders, JSONL, Parquet, folders that datasets saved; without it the source of the
+    standard library of the running Python."""
+    vocab_size: int
+    """How many tokens, at least 257; the model's --model.vocab-size."""
+    output: Path
+    """The tokenizer.json to write, as the libraries tokenizers and transformers read it. It must not exist."""
+    text_field: str = "text"
+    """The member or column of records that holds the text."""
+
+    def run_command(self) -> None:
+        """Train and write it.
+
+        Raises:
+            RunError: the data, the number or the file does not allow it; before anything is written.
+        """
+        require("training a tokenizer", ("tokenizers", "numpy"), "train")
+        from dilated_attention_pytorch.training.data.sources import Sources
+        from dilated_attention_pytorch.training.data.tokenizer import check_vocab_size, train_tokenizer
+
+        check_new_file(self.output)
+        check_vocab_size(self.vocab_size)
+        sources = Sources(self.data, self.text_field, print)
+        sources.survey()
+        tokenizer = train_tokenizer(sources.texts_to_train_on(), self.vocab_size)
+        write_text(self.output, tokenizer.text)
+        print(
+            f"{shlex.quote(str(self.output))}: {tokenizer.vocab_size:,} tokens, from what is not held out of "
+            f"{sources.num_bytes:,} bytes of text; train with it:\n  dilated-attention train --tokenizer "
+            f"{shlex.quote(str(self.output))} --model.vocab-size {tokenizer.vocab_size}"
+        )

@@ -1,0 +1,38 @@
+"""Which GPU the kernels are compiled for, by the name that the compiler has for it, and by which compiler."""
+
+from __future__ import annotations
+
+import functools
+
+import torch
+
+AMD = ("gfx942", "gfx950")
+"""The AMD GPUs (MI300, MI350) that the kernels are configured for: compiled, never run."""
+
+
+def target_of(device: torch.device) -> str:
+    """The compiler's name of a device: ``"sm_90"`` for compute capability 9.0, ``"gfx942"`` for AMD's MI300.
+
+    Where there is no GPU, as in Triton's interpreter, ``"sm_90"``.
+    """
+    if device.type != "cuda":
+        return "sm_90"
+    if torch.version.hip is not None:  # "gfx942:sramecc+:xnack-" has two switches behind the name
+        name: str = torch.cuda.get_device_properties(device).gcnArchName
+        return name.split(":")[0]
+    major, minor = torch.cuda.get_device_capability(device)
+    return f"sm_{major}{minor}"
+
+
+def multiplies_e4m3(target: str) -> bool:
+    """Whether the forward in e4m3 is configured for a device, by the compiler's name: NVIDIA's from sm_89 on."""
+    return target.startswith("sm_") and int(target.removeprefix("sm_")) >= 89
+
+
+@functools.cache
+def triton_version() -> tuple[int, int]:
+    """Major and minor: (3, 9)."""
+    import triton
+
+    major, minor = triton.__version__.split(".")[:2]
+    return int(major), int(minor)

@@ -1,0 +1,110 @@
+"""Settings in a file: TOML read over the defaults of a command, and what a run was told in the end written down."""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+import tomllib
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, TypeVar, get_args, get_type_hints
+
+from dilated_attention_pytorch.errors import RunError
+
+if TYPE_CHECKING:
+    from _typeshed import DataclassInstance
+
+CONFIGURATION_NAME = "run.toml"
+
+_Settings = TypeVar("_Settings", bound="DataclassInstance")
+
+
+def read_configuration(path: Path) -> dict[str, Any]:
+    """The tables of a TOML file.
+
+    Raises:
+        RunError: it is not there, cannot be read, or is no TOML.
+    """
+    try:
+        with path.open("rb") as file:
+            return tomllib.load(file)
+    except FileNotFoundError as error:
+        raise RunError(f"--config {path}: there is no such file") from error
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        raise RunError(f"--config {path} is no TOML: {error}") from error
+    except OSError as error:
+        raise RunError(f"--config {path} cannot be read: {error.strerror}") from error
+
+
+def with_values(settings: _Settings, values: Mapping[str, Any], path: Path, table: str = "") -> _Settings:
+    """``settings`` with the ``values`` that a file gives for some of its fields.
+
+    Lists become tuples, words become paths where a field holds paths, and a table changes the fields of the settings
+    that the field of its name holds.
+
+    Args:
+        settings: what holds without the file.
+        values: by the names of fields.
+        path: the file, for what is said of it.
+        table: where ``values`` are in it, with the dot after it.
+
+    Raises:
+        RunError: a key that is no field, a value of another type, or one out of range.
+    """
+    from typeguard import CollectionCheckStrategy, TypeCheckError, check_type
+
+    names = [entry.name for entry in dataclasses.fields(settings) if entry.init]
+    hints = get_type_hints(type(settings))
+    given: dict[str, Any] = {}
+    for name, value in values.items():
+        if name not in names:
+            nearest = difflib.get_close_matches(name, names, 1)
+            remedy = f"did you mean {table}{nearest[0]}?" if nearest else "--help lists the settings that there are"
+            raise RunError(f"--config {path}: there is no setting {table}{name}; {remedy}")
+        held = getattr(settings, name)
+        if dataclasses.is_dataclass(held) and isinstance(value, Mapping):
+            given[name] = with_values(held, value, path, f"{table}{name}.")  # type: ignore[type-var]
+            continue
+        found = _as_held(value, hints[name])
+        try:
+            check_type(found, hints[name], collection_check_strategy=CollectionCheckStrategy.ALL_ITEMS)
+        except TypeCheckError as error:
+            raise RunError(f"--config {path}: {table}{name} = {value!r}: {error}") from error
+        given[name] = found
+    try:
+        return dataclasses.replace(settings, **given)
+    except (TypeError, ValueError) as error:
+        raise RunError(f"--config {path}: {table}{error}") from error
+
+
+def _as_held(value: Any, hint: Any) -> Any:
+    """``value``, of a file, as settings hold it."""
+    if isinstance(value, list):
+        inner = next(iter(get_args(hint)), None)
+        return tuple(_as_held(entry, inner) for entry in value)
+    is_path = hint is Path or Path in get_args(hint)
+    return Path(value) if is_path and isinstance(value, str) else value
+
+
+def configuration_text(values: Mapping[str, Any], command: str) -> str:
+    """``values``, the :meth:`to_dict` of settings, as a file that ``--config`` takes.
+
+    Args:
+        values: by name; a None is left out.
+        command: the command that takes it.
+    """
+    import tomli_w
+
+    head = (
+        f"# What this run was told and what was chosen for it. The same again:\n"
+        f"#   dilated-attention {command} --config {CONFIGURATION_NAME} --output ANOTHER\n\n"
+    )
+    return head + tomli_w.dumps(_without_none(values), multiline_strings=False)
+
+
+def _without_none(values: Mapping[str, Any]) -> dict[str, Any]:
+    return {
+        name: _without_none(value) if isinstance(value, Mapping) else value
+        for name, value in values.items()
+        if value is not None
+    }

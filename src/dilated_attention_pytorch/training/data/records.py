@@ -1,0 +1,179 @@
+"""Texts out of files of records: JSONL, Parquet, and Arrow folders as ``datasets`` saves them.
+
+Arrow is read by pyarrow, which maps its files into memory; ``datasets`` would bring twenty packages more for the same
+files.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from dilated_attention_pytorch.errors import RunError
+from dilated_attention_pytorch.machine import require
+
+if TYPE_CHECKING:
+    import pyarrow as pa
+
+_STATE, _SPLITS = "state.json", "dataset_dict.json"
+_ROWS_AT_ONCE = 256
+_LONGEST_LINE = 1 << 30
+_REMEDY = "restore the file, or leave it out"
+
+
+@dataclass(frozen=True, slots=True)
+class Record:
+    """One text of a file of records."""
+
+    name: str
+    """The file's name and the number of the line or row, by which it is held out or not."""
+    text: bytes
+    """UTF-8; empty where the record's text is."""
+
+
+def are_records(path: Path) -> bool:
+    """Whether ``path`` is read record by record: by its name, or as a folder that ``save_to_disk`` wrote."""
+    if path.is_dir():
+        return (path / _STATE).is_file() or (path / _SPLITS).is_file()
+    return path.suffix in (".jsonl", ".parquet")
+
+
+def files_of_records(path: Path) -> list[Path]:
+    """The files that :func:`records` reads, in their order.
+
+    Raises:
+        RunError: it is a folder of several splits, of rows that were only selected, or a damaged one.
+    """
+    if not path.is_dir():
+        return [path]
+    if (path / _SPLITS).is_file():
+        splits = sorted(entry.name for entry in path.iterdir() if (entry / _STATE).is_file())
+        raise RunError(f"--data: {path} holds several splits ({', '.join(splits)}); name one, as {path / 'train'}")
+    try:
+        state = json.loads((path / _STATE).read_text(encoding="utf-8"))
+        files = [path / Path(entry["filename"]).name for entry in state["_data_files"]]
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise RunError(
+            f"--data: {path / _STATE} is not what save_to_disk of datasets writes ({error}); save it again"
+        ) from error
+    if state.get("_indices_data_files"):
+        raise RunError(f"--data: {path} holds rows that are only selected; call flatten_indices() and save it again")
+    return files
+
+
+def records(path: Path, field: str) -> Iterator[Record]:
+    """The texts of a file or folder for which :func:`are_records` holds.
+
+    Args:
+        path: where they are.
+        field: the name of the member or column that holds the text.
+
+    Raises:
+        RunError: pyarrow is missing, or a file cannot be read, is damaged, or holds what is no text; with the file and
+            the line or row.
+    """
+    for file in files_of_records(path):
+        check_regular(file)
+        with _readable(file):
+            yield from _of_lines(file, field) if file.suffix == ".jsonl" else _of_table(file, field)
+
+
+def check_regular(file: Path) -> None:
+    """Raise :class:`RunError` for a file that is not there, a pipe or a device."""
+    if not file.is_file():
+        reason = "is no regular file" if file.exists() else f"does not exist (it is read from {Path.cwd()})"
+        raise RunError(f"--data: {file} {reason}; check the path")
+
+
+@contextmanager
+def _readable(file: Path) -> Iterator[None]:
+    try:
+        yield
+    except OSError as error:
+        reason = error.strerror or str(error)
+        raise RunError(f"--data: {file} cannot be read ({reason}); check the path and its permissions") from error
+
+
+def _of_lines(file: Path, field: str) -> Iterator[Record]:
+    with file.open("rb") as lines:
+        number = 0
+        while line := lines.readline(_LONGEST_LINE):
+            number += 1
+            where = f"{file}, line {number}"
+            if not line.strip():
+                continue
+            try:
+                values = json.loads(line)
+            except (ValueError, RecursionError) as error:
+                raise RunError(f"--data: {where} is no JSON ({error}); {_REMEDY}") from error
+            if not isinstance(values, dict):
+                raise RunError(f"--data: {where} is no object, but {type(values).__name__}; write {{...}} a line")
+            if field not in values:
+                raise RunError(f"--data: {where} has no {field!r}; {_other_field(values)}")
+            yield Record(f"{file.name}:{number}", _as_text(values[field], field, where))
+
+
+def _of_table(file: Path, field: str) -> Iterator[Record]:
+    require(f"--data {file}", ("pyarrow",), "data")
+    import pyarrow as pa
+
+    try:
+        number = 0
+        for batch in _batches(file, field):
+            for value in batch.column(field).to_pylist():
+                number += 1
+                yield Record(f"{file.name}:{number}", _as_text(value, field, f"{file}, row {number}"))
+    except pa.ArrowException as error:
+        reason = str(error).partition("\n")[0]
+        raise RunError(f"--data: {file} is damaged or no {_kind(file)} ({reason}); {_REMEDY}") from error
+
+
+def _batches(file: Path, field: str) -> Iterator[pa.RecordBatch]:
+    """A few rows at a time, so that memory does not grow with the file."""
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    if file.suffix == ".parquet":
+        with pq.ParquetFile(file) as table:
+            _check_columns(table.schema_arrow, field, file)
+            yield from table.iter_batches(batch_size=_ROWS_AT_ONCE, columns=[field])
+        return
+    with pa.memory_map(str(file)) as mapped, pa.ipc.open_stream(mapped) as stream:
+        _check_columns(stream.schema, field, file)
+        for batch in stream:
+            for first in range(0, batch.num_rows, _ROWS_AT_ONCE):
+                yield batch.slice(first, _ROWS_AT_ONCE)
+
+
+def _check_columns(schema: pa.Schema, field: str, file: Path) -> None:
+    import pyarrow as pa
+
+    if field not in schema.names:
+        raise RunError(f"--data: {file} has no column {field!r}; {_other_field(dict.fromkeys(schema.names))}")
+    kind = schema.field(field).type
+    if not (pa.types.is_string(kind) or pa.types.is_large_string(kind)):
+        raise RunError(f"--data: the column {field!r} of {file} holds {kind}, not text; name another with --text-field")
+
+
+def _kind(file: Path) -> str:
+    return "Parquet file" if file.suffix == ".parquet" else "Arrow stream"
+
+
+def _other_field(values: dict[str, Any]) -> str:
+    return f"it has {', '.join(map(repr, values)) or 'nothing'}; name the one that holds the text with --text-field"
+
+
+def _as_text(value: Any, field: str, where: str) -> bytes:
+    if not isinstance(value, str):
+        raise RunError(f"--data: {where}: {field!r} is {value!r:.60}, not text; {_REMEDY}")
+    try:
+        text = value.encode()
+    except UnicodeEncodeError as error:
+        raise RunError(f"--data: {where}: {field!r} is no text that UTF-8 holds ({error.reason}); {_REMEDY}") from error
+    if b"\0" in text:
+        raise RunError(f"--data: {where}: {field!r} holds a zero character, which no text does; {_REMEDY}")
+    return text

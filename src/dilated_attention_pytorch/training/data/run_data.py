@@ -1,0 +1,301 @@
+"""The data of a run: its texts as tokens, and what is drawn from them to train and to evaluate on."""
+
+from __future__ import annotations
+
+import zlib
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import cache, cached_property
+from itertools import chain
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+from torch.utils.data import Dataset, default_collate
+
+from dilated_attention_pytorch.errors import RunError
+from dilated_attention_pytorch.folders import cache_folder
+from dilated_attention_pytorch.machine import require
+from dilated_attention_pytorch.models.token_loss import IGNORED
+
+from ..checkpoint import SETTINGS_NAME
+from ..corpus import CORPUS_KEYS, Corpus, Text, corpus_figures, read_corpus
+from ..flops import documents_flops, longnet_flops, training_flops
+from ..manifest import read_sealed, sums, verify_sums
+from ..measures import Work
+from ..together import all_or_none, from_first, is_first_process
+from ..windows import EvaluationWindows, StagedBatches, Window, evenly_spread, joined, long_files
+from .buckets import BucketedBatches
+from .documents import PackedRows, as_one_row
+from .mixture import Mixture
+from .sources import Sources
+from .token_cache import Say, cached_corpus, open_corpus
+from .tokenizer import BYTES, TOKENIZER_NAME, BytePairs, Tokenizer, byte_lengths, bytes_of, load_tokenizer
+
+if TYPE_CHECKING:
+    from ..settings import TrainSettings
+    from ..stages import Stages
+
+Collate = Callable[[list[Window]], Window]
+
+
+def read_tokenizer(settings: TrainSettings, folder: Path | None = None) -> Tokenizer:
+    """The tokenizer of a run: from where its settings say, or from the ``folder`` of a run that goes on.
+
+    Raises:
+        RunError: it cannot be loaded, or the model has another number of tokens.
+    """
+    if settings.tokenizer is None:
+        return BYTES
+    require(f"--tokenizer {settings.tokenizer}", ("tokenizers",), "train")
+    what = f"--tokenizer {settings.tokenizer}"
+    loaded = load_tokenizer(settings.tokenizer) if folder is None else load_tokenizer(folder, f"--resume {folder}")
+    if loaded.vocab_size != settings.model.vocab_size:
+        raise RunError(
+            f"{what} has {loaded.vocab_size:,} tokens and the model {settings.model.vocab_size:,}; "
+            f"add --model.vocab-size {loaded.vocab_size}"
+        )
+    return loaded
+
+
+def save_tokenizer(tokenizer: Tokenizer, folder: Path) -> dict[str, Any]:
+    """Copy the tokenizer into a run folder; what the run's record says of it: nothing for bytes."""
+    return {"tokenizer": sums(folder, tokenizer.save(folder))} if isinstance(tokenizer, BytePairs) else {}
+
+
+def verify_tokenizer(folder: Path, record: dict[str, Any]) -> None:
+    """Raise :class:`RunError` unless the tokenizer in a run folder is the one that was written there."""
+    if "tokenizer" in record:
+        remedy = f"restore the file, or copy the run's --tokenizer to {folder / TOKENIZER_NAME} again"
+        verify_sums(folder, record["tokenizer"], what="broken tokenizer", remedy=remedy)
+
+
+def tokenizer_of(folder: Path, vocab_size: int) -> Tokenizer:
+    """The tokenizer of a model of ``vocab_size`` tokens whose run folder is ``folder``.
+
+    Raises:
+        RunError: it is not there, or another one.
+    """
+    if not (folder / TOKENIZER_NAME).is_file():
+        if vocab_size == BYTES.vocab_size:
+            return BYTES
+        raise RunError(
+            f"{folder} holds a model of {vocab_size} tokens, not of the 256 bytes, and no {TOKENIZER_NAME}; copy the "
+            "tokenizer that it was trained with into the folder"
+        )
+    if (folder / SETTINGS_NAME).is_file():
+        remedy = "restore the file from a copy, or remove it"
+        verify_tokenizer(folder, read_sealed(folder / SETTINGS_NAME, what="broken run folder", remedy=remedy))
+    tokenizer = load_tokenizer(folder, f"the tokenizer of {folder}")
+    if tokenizer.vocab_size != vocab_size:
+        raise RunError(
+            f"{folder / TOKENIZER_NAME} has {tokenizer.vocab_size} tokens and the model {vocab_size}; bring the two of "
+            "one run together again"
+        )
+    return tokenizer
+
+
+def read_data(settings: TrainSettings, tokenizer: Tokenizer, say: Say | None) -> RunData:
+    """The texts of a run, after its processes have met: the first one makes what is kept on the disk.
+
+    Raises:
+        RunError: see :func:`.corpus.read_corpus` and :func:`.token_cache.cached_corpus`.
+    """
+    parts = [(path,) for path in settings.data] if settings.weights else [settings.data]
+    speaks = say if is_first_process() else None
+    if tokenizer is BYTES and settings.cache is None:
+        corpora = [read_corpus(part, text_field=settings.text_field, say=speaks) for part in parts]
+        return RunData(tuple(corpora), settings, tokenizer)
+    require("tokens on the disk", ("numpy",), "train")
+    folder = settings.cache or cache_folder() / "tokens"
+    caches = from_first(
+        lambda: [cached_corpus(Sources(part, settings.text_field, speaks), tokenizer, folder, speaks) for part in parts]
+    )
+    opened: list[Corpus] = []
+    all_or_none(lambda: opened.extend(map(open_corpus, caches)))
+    return RunData(tuple(opened), settings, tokenizer)
+
+
+@dataclass(frozen=True)
+class RunData:
+    """What a run reads."""
+
+    corpora: tuple[Corpus, ...]
+    """One for each weight, or the one."""
+    settings: TrainSettings
+    """What the run is told."""
+    tokenizer: Tokenizer
+    """What its tokens are."""
+
+    @cached_property
+    def figures(self) -> dict[str, int]:
+        """How much text there is: of a mixture the sums, and the checksum of all."""
+        found = [corpus_figures(corpus) for corpus in self.corpora]
+        if len(found) == 1:
+            return found[0]
+        checksums = [figures[CORPUS_KEYS[-1]] for figures in found]
+        joined = {name: sum(figures[name] for figures in found) for name in found[0]}
+        return joined | {CORPUS_KEYS[-1]: zlib.crc32(repr(checksums).encode())}
+
+    @property
+    def skipped(self) -> Counter[str]:
+        """How many files and records were left out, by the reason."""
+        return sum((corpus.skipped for corpus in self.corpora), Counter())
+
+    @property
+    def bytes_per_token(self) -> float:
+        """Of the training text, on average."""
+        return self.figures["training_bytes"] / sum(len(corpus.training) for corpus in self.corpora)
+
+    @property
+    def byte_lengths(self) -> Tensor | None:
+        """Bytes of every token, where losses have to be counted by them; None where a mean a token is one a byte."""
+        is_plain = self.tokenizer is BYTES and self.settings.packing == "windows"
+        return None if is_plain else byte_lengths(self.tokenizer)
+
+    @property
+    def unit(self) -> str:
+        """What a token is."""
+        return "bytes" if self.tokenizer is BYTES else "tokens"
+
+    @property
+    def collate(self) -> Collate:
+        """Makes a batch of samples to train on."""
+        return joined if self.settings.packing == "windows" else as_one_row
+
+    @property
+    def collate_held_out(self) -> Collate:
+        """Makes a batch of held-out samples."""
+        return default_collate if self.settings.packing == "windows" else as_one_row
+
+    def check(self) -> None:
+        """Raise :class:`RunError` unless there is text for one window to train on, and something to evaluate."""
+        length, unit = self.settings.context_length, self.unit
+        for number, corpus in enumerate(self.corpora):
+            source = f" {self.settings.data[number]}" if self.settings.weights else ""
+            found = len(corpus.training)
+            if found < length:
+                raise RunError(
+                    f"--data{source} holds {found:,} {unit} of training text, fewer than one window of "
+                    f"--context-length {length}; give more text, or a --context-length of at most {found}"
+                )
+            least = length if self.settings.weights else 8
+            if len(corpus.held_out) < least:
+                raise RunError(
+                    f"--data{source} leaves {len(corpus.held_out)} {unit} to evaluate on, and at least {least} are "
+                    "needed; give more text"
+                )
+
+    def training(self, stages: Stages, samples_per_step: int) -> Dataset[Window]:
+        """What is trained on: batches of windows, rows of documents, or whole batches of documents."""
+        members = [self._samples(corpus.training, stages, samples_per_step) for corpus in self.corpora]
+        weights, seed = self.settings.weights, self.settings.seed
+        return Mixture(members, weights, seed=seed) if weights else members[0]
+
+    def _samples(self, text: Text, stages: Stages, per_step: int) -> StagedBatches | PackedRows | BucketedBatches:
+        settings = self.settings
+        number = settings.steps * per_step
+        if settings.max_tokens:
+            return BucketedBatches(
+                text, settings.context_length, max_tokens=settings.max_tokens,
+                max_batch_size=settings.max_batch_size, num_batches=number, seed=settings.seed,
+            )  # fmt: skip
+        if settings.packing == "documents":
+            return PackedRows(text, settings.context_length, number, seed=settings.seed)
+        return StagedBatches(
+            text, stages, batches_per_step=per_step, seed=settings.seed,
+            file_start_fraction=settings.file_start_fraction,
+        )  # fmt: skip
+
+    def work(self, training: Any, stages: Stages, samples_per_step: int) -> Work:
+        """What the optimizer steps over :meth:`training` are; bytes by the average of a token."""
+        flops = longnet_flops(self.settings.model)
+        first = training.members[0] if isinstance(training, Mixture) else training
+        if isinstance(first, StagedBatches):
+            return Work(
+                tokens_after=first.tokens_after,
+                bytes_after=lambda step: first.tokens_after(step) * self.bytes_per_token,
+                flops_after=lambda step: samples_per_step * training_flops(flops, stages, step),
+            )
+        of_length = cache(lambda length: documents_flops(flops, [length]))
+        sums = [(0, 0)]
+
+        def after(step: int) -> tuple[int, int]:
+            while len(sums) <= step:
+                tokens, operations = sums[-1]
+                for index in range((len(sums) - 1) * samples_per_step, len(sums) * samples_per_step):
+                    drawn = training.member_of(index) if isinstance(training, Mixture) else training
+                    lengths = drawn.lengths_in(index)
+                    tokens, operations = tokens + sum(lengths), operations + sum(map(of_length, lengths))
+                sums.append((tokens, operations))
+            return sums[step]
+
+        return Work(
+            tokens_after=lambda step: after(step)[0],
+            bytes_after=lambda step: after(step)[0] * self.bytes_per_token,
+            flops_after=lambda step: after(step)[1],
+        )
+
+    def in_words(self, training: Any, samples_per_step: int) -> str:
+        """How many tokens its steps take, and of what."""
+        first = training.members[0] if isinstance(training, Mixture) else training
+        if isinstance(first, StagedBatches):
+            return first.in_words(self.unit)
+        most = f"at most {self.settings.max_tokens * samples_per_step:,}"
+        number = most if self.settings.max_tokens else f"{self.settings.context_length * samples_per_step:,}"
+        return f"each of {number} {self.unit} of whole documents"
+
+    def evaluation(self) -> Evaluation:
+        """Held-out windows or rows, of a mixture from each source in its proportion."""
+        settings = self.settings
+        weights = settings.weights or (1.0,)
+        members = [
+            self._held_out(corpus.held_out, max(1, int(settings.final_eval_windows * weight / sum(weights))))
+            for corpus, weight in zip(self.corpora, weights, strict=True)
+        ]
+        return Evaluation(members, self.tokenizer)
+
+    def _held_out(self, text: Text, most: int) -> list[Window] | EvaluationWindows:
+        if self.settings.packing == "windows":
+            return EvaluationWindows(text, self.settings.context_length, most)
+        length = min(self.settings.context_length, len(text))
+        rows = PackedRows(text, length, len(text) // length, seed=None)
+        return [rows[index] for index in evenly_spread(len(rows), most)]
+
+    def long_files(self) -> list[Tensor]:
+        """The beginnings of held-out files that are as long as the context."""
+        most = self.settings.quarter_files
+        found = [long_files(corpus.held_out, self.settings.context_length, most) for corpus in self.corpora]
+        files = list(chain.from_iterable(found))
+        return [files[index] for index in evenly_spread(len(files), most)]
+
+
+class Evaluation(Dataset[Window]):
+    """Held-out samples, those of one source after those of the other.
+
+    Args:
+        members: what each source has.
+        tokenizer: says what bytes they are.
+    """
+
+    def __init__(self, members: Sequence[Sequence[Window] | EvaluationWindows], tokenizer: Tokenizer) -> None:
+        self.tokenizer = tokenizer
+        self._samples = [(member, index) for member in members for index in range(len(member))]
+
+    def __len__(self) -> int:
+        return len(self._samples)
+
+    def __getitem__(self, index: int) -> Window:
+        member, place = self._samples[index]
+        return member[place]
+
+    def spread(self, count: int) -> list[int]:
+        """The indices of ``count`` samples, evenly spread."""
+        return evenly_spread(len(self), count)
+
+    def predicted(self) -> bytes:
+        """The bytes that the samples predict, in their order."""
+        labels = [self[index]["labels"][1:] for index in range(len(self))]
+        return bytes_of(self.tokenizer, torch.cat([row[row != IGNORED] for row in labels]))

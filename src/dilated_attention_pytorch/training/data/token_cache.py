@@ -1,0 +1,222 @@
+"""Texts as tokens on the disk: made once for the same files and tokenizer, mapped into memory, never read into it."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import shutil
+import tempfile
+import time
+import warnings
+import zlib
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from io import BufferedWriter
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from dilated_attention_pytorch.errors import RunError
+from dilated_attention_pytorch.memory import in_bytes
+from dilated_attention_pytorch.output import sync
+
+from ..corpus import CORPUS_KEYS, Corpus, Text
+from ..manifest import MANIFEST_NAME, read_sealed, verify_manifest, write_manifest
+from .sources import PIECE_BYTES, Piece, Sources
+from .tokenizer import Tokenizer
+
+if TYPE_CHECKING:
+    from .tokenizer import Tokens
+
+_FORMAT = 1
+_SIDES = ("training", "held-out")
+_FILES = tuple(f"{side}.{kind}" for side in _SIDES for kind in ("tokens", "starts"))
+_AT_ONCE = 4 * PIECE_BYTES
+"""Bytes of text that are made into tokens at once, on all cores."""
+_READ_AT_ONCE = 1 << 22
+_SILENT_SECONDS = 5.0
+_REMEDY = "it is made again"
+
+Say = Callable[[str], None]
+
+
+@dataclass(frozen=True, slots=True)
+class MappedText(Text):
+    """A text whose tokens lie in a file; another process to which it is sent maps the file itself."""
+
+    stem: Path
+    """The files' path without what says which of the two it is."""
+    dtype: str
+    """Of the tokens, as NumPy names it."""
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _map_text, (self.stem, self.dtype)
+
+
+def cached_corpus(sources: Sources, tokenizer: Tokenizer, folder: Path, say: Say | None) -> Path:
+    """The folder below ``folder`` with the tokens of ``sources``, made if it is not there or is damaged.
+
+    Args:
+        sources: the texts.
+        tokenizer: makes tokens of them.
+        folder: where such folders are kept.
+        say: is told what takes long, and what was damaged.
+
+    Raises:
+        RunError: a text is broken, or the folder cannot be written.
+    """
+    files = sources.fingerprint()
+    key = {"format": _FORMAT, "tokenizer": tokenizer.digest, "text_field": sources.text_field, "files": files}
+    digest = hashlib.sha256(json.dumps(key).encode()).hexdigest()[:32]
+    target = folder / digest
+    if os.path.lexists(target):
+        try:
+            verify_manifest(target, what="the cache of tokens", remedy=_REMEDY, reading=_FILES)
+        except RunError as error:
+            if say is not None:
+                say(str(error))
+        else:
+            return target
+    sources.survey()
+    with _beside(folder) as staging:
+        about = _make(sources, tokenizer, staging, say)
+        if sources.fingerprint() != files:
+            raise RunError("--data: a file changed while it was read; start again when nothing writes to it")
+        write_manifest(staging, _FILES, **about)
+        if os.path.lexists(target):
+            os.rename(target, staging / "replaced")
+        os.rename(staging, target)
+        sync(folder)
+    shutil.rmtree(target / "replaced", ignore_errors=True)
+    return target
+
+
+def open_corpus(cache: Path) -> Corpus:
+    """The corpus in a folder that :func:`cached_corpus` gave, mapped into memory.
+
+    Raises:
+        RunError: this process does not see that folder, or its files are shorter than they were.
+    """
+    remedy = "name a --cache on a file system that all hosts of the run share"
+    about = read_sealed(cache / MANIFEST_NAME, what="the cache of tokens", remedy=remedy)
+    for name in _FILES:
+        found, expected = (cache / name).stat().st_size, about["files"][name]["bytes"]
+        if found != expected:
+            raise RunError(f"the cache of tokens: {cache / name} has {found:,} bytes, not {expected:,}; {remedy}")
+    training, held_out = (_map_text(cache / side, about["dtype"]) for side in _SIDES)
+    return Corpus(training, held_out, Counter(about["skipped"]), about["figures"])
+
+
+def _map_text(stem: Path, dtype: str) -> MappedText:
+    starts = _map(stem.with_name(f"{stem.name}.starts"), "int64")
+    return MappedText(_map(stem.with_name(f"{stem.name}.tokens"), dtype), starts, stem, dtype)
+
+
+def _map(path: Path, dtype: str) -> Tensor:
+    import numpy as np
+
+    if not path.stat().st_size:  # nothing can be mapped
+        return torch.from_numpy(np.zeros(0, dtype))
+    with warnings.catch_warnings():
+        # PyTorch warns that nothing may be written to it. Nothing is.
+        warnings.filterwarnings("ignore", message="The given NumPy array is not writable")
+        return torch.from_numpy(np.memmap(path, dtype, mode="r"))
+
+
+@contextmanager
+def _beside(folder: Path) -> Iterator[Path]:
+    """A new folder within ``folder``, which goes unless it was renamed.
+
+    Raises:
+        RunError: the system refuses to write.
+    """
+    staging = None
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        staging = Path(tempfile.mkdtemp(prefix=".unfinished-", dir=folder))
+        yield staging
+    except OSError as error:
+        raise RunError(
+            f"the cache of tokens cannot be written to {folder} ({error.strerror}); make room and allow writing, or "
+            "name another folder with --cache"
+        ) from error
+    finally:
+        if staging is not None:
+            shutil.rmtree(staging, ignore_errors=True)
+
+
+class _Side:
+    """The tokens of one side of the split, as they are written."""
+
+    def __init__(self, tokens: BufferedWriter, starts: BufferedWriter, dtype: Any) -> None:
+        self.tokens, self.starts, self.dtype = tokens, starts, dtype
+        self.num_tokens = self.num_documents = self.num_bytes = 0
+
+    def add(self, piece: Piece, tokens: Tokens, separator: int) -> None:
+        """Write the tokens of the next piece of text."""
+        import numpy as np
+
+        if piece.is_first:
+            self.starts.write(np.array([self.num_tokens], np.int64).tobytes())
+            self.tokens.write(np.array([separator], self.dtype).tobytes())
+            self.num_tokens += 1
+            self.num_documents += 1
+            self.num_bytes += 1
+        self.tokens.write(tokens.astype(self.dtype, copy=False).tobytes())
+        self.num_tokens += len(tokens)
+        self.num_bytes += len(piece.text)
+
+
+def _make(sources: Sources, tokenizer: Tokenizer, folder: Path, say: Say | None) -> dict[str, Any]:
+    """Write the files of a cache; what its manifest says of them."""
+    import numpy as np
+
+    dtype = np.min_scalar_type(tokenizer.vocab_size - 1)
+    started = said = time.monotonic()
+    with ExitStack() as opened:
+        files = [opened.enter_context(open(folder / name, "wb")) for name in _FILES]
+        sides = (_Side(files[0], files[1], dtype), _Side(files[2], files[3], dtype))
+        for batch in _batches(sources.pieces()):
+            texts = [piece.text for piece in batch]
+            for piece, tokens in zip(batch, tokenizer.encode(texts), strict=True):
+                sides[piece.is_held_out].add(piece, tokens, tokenizer.separator)
+            if say is not None and time.monotonic() - said > _SILENT_SECONDS:
+                said = time.monotonic()
+                done = sum(side.num_bytes for side in sides)
+                pace = done / (said - started)
+                words = f"{in_bytes(done)} of {in_bytes(sources.num_bytes)}, {in_bytes(round(pace))}/s"
+                say(f"making tokens of --data: {words}")
+    training, held_out = sides
+    checksum = 0
+    for side in _SIDES:
+        checksum = _checksum(folder / f"{side}.tokens", checksum)
+    numbers = (training.num_bytes, training.num_documents, held_out.num_bytes, held_out.num_documents, checksum)
+    figures = dict(zip(CORPUS_KEYS, numbers, strict=True))
+    if tokenizer.vocab_size > 256:
+        figures |= {"training_tokens": training.num_tokens, "held_out_tokens": held_out.num_tokens}
+    return {"dtype": dtype.name, "figures": figures, "skipped": dict(sources.skipped), "tokenizer": tokenizer.digest}
+
+
+def _batches(pieces: Iterator[Piece]) -> Iterator[list[Piece]]:
+    batch: list[Piece] = []
+    size = 0
+    for piece in pieces:
+        batch.append(piece)
+        size += len(piece.text)
+        if size >= _AT_ONCE:
+            yield batch
+            batch, size = [], 0
+    if batch:
+        yield batch
+
+
+def _checksum(path: Path, checksum: int) -> int:
+    with path.open("rb") as file:
+        while block := file.read(_READ_AT_ONCE):
+            checksum = zlib.crc32(block, checksum)
+    return checksum

@@ -1,0 +1,155 @@
+"""A model that is to be measured, whether a run left it or transformers did."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from torch import Tensor
+
+from dilated_attention_pytorch.errors import RunError
+
+from .checkpoint import CONFIG_NAME, SETTINGS_NAME, WEIGHTS_NAME, latest_checkpoint
+from .corpus import Text, read_corpus
+from .data.run_data import read_data, tokenizer_of
+from .data.token_cache import Say
+from .data.tokenizer import Tokenizer, byte_lengths
+from .manifest import MANIFEST_NAME, read_sealed, verify_manifest
+from .pretrained import check_source, load_config, load_model
+from .settings import TrainSettings
+from .tokens import load_tokenizer, num_bytes, tokenized
+from .trained_model import model_folder
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+_REMEDY = "name the --output of a `train` or `extend` command, or a model of transformers"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class EvaluatedModel:
+    """A causal language model, ready to read."""
+
+    model: PreTrainedModel
+    tokenizer: PreTrainedTokenizerBase | None
+    """That of a model of transformers; None where its tokens are bytes."""
+    own_length: int
+    """Tokens that it was trained on at once."""
+    run: tuple[TrainSettings, Tokenizer] | None = None
+    """What the run of `train` was told that trained it, and its tokenizer."""
+    data: tuple[Path, ...] = ()
+    """The text of the run of `extend` that trained it; empty for the default, and where none is known."""
+    text_field: str = "text"
+    """The member or column of that run's records."""
+    weights: str = ""
+    """The folder of its weights, by its name."""
+    left: Mapping[str, str] = field(default_factory=dict)
+    """Newer checkpoints by name, with why each is left."""
+
+    def tokens_of(self, text: str) -> Sequence[int]:
+        """The tokens of a piece of text."""
+        if self.run is not None:
+            return [int(token) for token in self.run[1].encode([text.encode()])[0]]
+        if self.tokenizer is None:
+            return list(text.encode())
+        ids: list[int] = self.tokenizer(text, add_special_tokens=False)["input_ids"]
+        return ids
+
+    def num_bytes(self, tokens: Tensor) -> int:
+        """Bytes of text that ``tokens`` stand for; a separator counts as one."""
+        if self.run is None:
+            return num_bytes(tokens, self.tokenizer)
+        return int(byte_lengths(self.run[1])[tokens].sum())
+
+    def held_out(self, data: Sequence[Path], text_field: str, say: Say) -> tuple[list[Text], Sequence[float]]:
+        """The held-out tokens of each source, and its weight.
+
+        Args:
+            data: other text than what the model was trained on; nothing for that.
+            text_field: of its records; nothing for that of the run.
+            say: is told what takes long.
+
+        Raises:
+            RunError: the text cannot be read.
+        """
+        if self.run is None:
+            corpus = read_corpus(data or self.data, text_field=text_field or self.text_field, say=say)
+            return [tokenized(corpus.held_out, self.tokenizer)], (1.0,)
+        told, tokenizer = self.run
+        told = replace(told, text_field=text_field or told.text_field)
+        if data:
+            told = replace(told, data=tuple(data), weights=())
+        corpora = read_data(told, tokenizer, say).corpora
+        return [corpus.held_out for corpus in corpora], told.weights or (1.0,)
+
+
+def open_model(name: str, device: str) -> EvaluatedModel:
+    """The model of a run folder, of an unfinished run that of its newest checkpoint, or one of transformers.
+
+    Args:
+        name: the folder, or a name on the hub.
+        device: "cpu" or "cuda".
+
+    Raises:
+        RunError: there is none, or it is damaged.
+    """
+    from dilated_attention_pytorch.integrations import register
+    from dilated_attention_pytorch.models import causal_lm  # noqa: F401 - has transformers know a LongNet
+
+    run = Path(name)
+    if not (run / SETTINGS_NAME).exists():
+        check_source(name, name)
+        return _open(name, name, name, device, own_length=None)
+    record = read_sealed(run / SETTINGS_NAME, what=name, remedy=_REMEDY)
+    register()
+    try:
+        if "kind" not in record:
+            settings = TrainSettings.from_dict(record["settings"])
+        else:
+            settings, values = None, record["settings"]
+            own_length, data = int(values["length"]), tuple(map(Path, values["data"]))
+            text_field = str(values.get("text_field", "text"))
+    except (KeyError, TypeError, ValueError) as error:
+        raise RunError(f"{run / SETTINGS_NAME} describes no run ({error}); {_REMEDY}") from error
+    if settings is not None:
+        folder, left = model_folder(run)
+        trained = settings, tokenizer_of(run, settings.model.vocab_size)
+        opened = _open(name, str(folder), None, device, own_length=settings.context_length)
+        return replace(opened, run=trained, weights=folder.name, left=left)
+    folder = _extended(run)
+    opened = _open(name, str(folder), name, device, own_length=own_length)
+    return replace(opened, data=data, text_field=text_field, weights=folder.name)
+
+
+def _extended(run: Path) -> Path:
+    """The folder with the weights of a run of `extend`."""
+    folder = run if (run / WEIGHTS_NAME).exists() else latest_checkpoint(run)
+    if folder is None:
+        raise RunError(
+            f"{run} holds no model yet: the run was stopped before its first checkpoint; go on with it first"
+        )
+    return folder
+
+
+def _open(
+    what: str, folder: str, tokenizer_folder: str | None, device: str, *, own_length: int | None
+) -> EvaluatedModel:
+    if (Path(folder) / MANIFEST_NAME).exists():
+        remedy = f"copy it again, or, if it was changed on purpose, remove {Path(folder) / MANIFEST_NAME}"
+        verify_manifest(Path(folder), what="broken model", remedy=remedy, reading=(CONFIG_NAME, WEIGHTS_NAME))
+    config = load_config(what, folder)
+    text = config.get_text_config()
+    options = {"attn_implementation": "dilated"} if hasattr(text, "dilated_attention") else {}
+    if own_length is None:
+        segments = getattr(text, "segment_lengths", None)
+        own_length = max(segments) if segments else getattr(text, "max_position_embeddings", None)
+    if own_length is None:
+        raise RunError(
+            f"{what}: {config.model_type} has no max_position_embeddings, so its length is not known; set it in "
+            "config.json to the length that the model was trained on"
+        )
+    tokenizer = None if tokenizer_folder is None else load_tokenizer(what, tokenizer_folder, config)
+    model = load_model(what, folder, device, **options)
+    return EvaluatedModel(model=model.eval(), tokenizer=tokenizer, own_length=own_length)

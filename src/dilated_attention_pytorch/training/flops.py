@@ -1,0 +1,104 @@
+"""Operations of a training step, counted exactly: every matrix that a token meets, every pair of the pattern."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
+
+import torch
+from torch.utils.flop_counter import FlopCounterMode
+
+from dilated_attention_pytorch.errors import RunError
+from dilated_attention_pytorch.patterns import Pattern
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+    from dilated_attention_pytorch.models.config import LongNetConfig
+
+    from .stages import Stages
+
+_FORWARD_AND_BACKWARD = 3
+"""Forward passes that a step is worth: the backward pass has two products for each one of the forward pass. What is
+computed again (recomputed blocks, the scores within a backward pass) is no work of the model and does not count."""
+_TOKENS = 16
+"""Of the text by which the operations of a pretrained model are counted."""
+
+
+@dataclass(frozen=True, slots=True)
+class ForwardFlops:
+    """Operations of a forward pass: multiplications and additions, each counted as one."""
+
+    per_token: int
+    """Of the matrices: 2 a weight."""
+    per_pair: int
+    """Of the attention: 4 D for every pair of a query and a key, times the query heads of a key/value head."""
+    patterns: tuple[Pattern, ...]
+    """Of the layers whose pairs are counted."""
+    num_kv_heads: int
+    """Key/value heads of a layer."""
+
+    def of_text(self, length: int) -> int:
+        """Of one text of ``length`` tokens, logits of every token included."""
+        return _of_text(self, length)
+
+
+@functools.lru_cache(maxsize=64)
+def _of_text(flops: ForwardFlops, length: int) -> int:
+    pairs = sum(
+        pattern.num_pairs(length, num_kv_heads=flops.num_kv_heads, is_causal=True) for pattern in flops.patterns
+    )
+    return flops.per_token * length + flops.per_pair * pairs
+
+
+def training_flops(flops: ForwardFlops, stages: Stages, step: int) -> int:
+    """Of the first ``step`` optimizer steps, forward and backward, one batch of one window of the longest in each."""
+    patterns = stages.patterns or (flops.patterns,) * len(stages.lengths)
+    counts = zip(stages.windows_after(step), stages.lengths, patterns, strict=True)
+    return _FORWARD_AND_BACKWARD * sum(
+        count * replace(flops, patterns=of_stage).of_text(length) for count, length, of_stage in counts
+    )
+
+
+def documents_flops(flops: ForwardFlops, lengths: Sequence[int]) -> int:
+    """Of texts of so many tokens that do not see each other, forward and backward."""
+    return _FORWARD_AND_BACKWARD * sum(map(flops.of_text, lengths))
+
+
+def longnet_flops(config: LongNetConfig) -> ForwardFlops:
+    """Of a LongNet, from its sizes alone."""
+    assert config.num_kv_heads is not None
+    head_dim, ratio = config.embed_dim // config.num_heads, config.num_heads // config.num_kv_heads
+    patterns = tuple(config.pattern(layer) for layer in range(config.num_layers))
+    return ForwardFlops(2 * config.num_matrix_weights, 4 * head_dim * ratio, patterns, config.num_kv_heads)
+
+
+@torch.no_grad()
+def pretrained_flops(model: PreTrainedModel, pattern: Pattern, num_kv_heads: int) -> ForwardFlops:
+    """Of a model of transformers whose layers attend under ``pattern``: whatever layers it has, they are counted once.
+
+    PyTorch counts a forward pass of a short text: what is not attention by the token, attention by the pair.
+
+    Raises:
+        RunError: its attention is not that of the pattern.
+    """
+    device = next(model.parameters()).device
+    tokens = torch.arange(_TOKENS, device=device)[None] % model.config.get_text_config().vocab_size
+    was_training = model.training
+    model.eval()
+    with FlopCounterMode(display=False) as counter:
+        model(tokens, use_cache=False)
+    model.train(was_training)
+    attention = torch.ops.dilated_attention_pytorch.attend
+    counts = counter.get_flop_counts()["Global"]
+    pairs = pattern.num_pairs(_TOKENS, num_kv_heads=num_kv_heads, is_causal=True)
+    of_pairs, rest = divmod(counts.get(attention, 0), pairs)
+    if not of_pairs or rest:
+        raise RunError(
+            f"the operations of {type(model).__name__} were to be counted by the {pairs} pairs of its pattern, and its "
+            f"attention computed {counts.get(attention, 0)}; report this model"
+        )
+    others = sum(count for operator, count in counts.items() if operator is not attention)
+    return ForwardFlops(others // _TOKENS, of_pairs, (pattern,), num_kv_heads)

@@ -1,0 +1,289 @@
+"""What every run that trains does alike: taking its folder, going on from its last checkpoint, training to its end."""
+
+from __future__ import annotations
+
+import os
+import secrets
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager, suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal
+
+import torch
+
+from dilated_attention_pytorch.errors import RunError
+from dilated_attention_pytorch.output import check_writable, make_output
+
+from . import preflight
+from .checkpoint import SETTINGS_NAME, WEIGHTS_NAME, checkpoint_step
+from .corpus import CORPUS_KEYS
+from .faults import Interrupted, cost_of_faults, interrupted, most_rows, note_fault, steps_of
+from .lease import Lease
+from .manifest import read_sealed
+from .measures import Work, matrix_product_rate
+from .process import ending_with_launcher
+from .start import Start, choose_start
+from .together import all_or_none, from_all, from_first, in_first, num_processes, process_rank
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+    from .run_settings import RunSettings
+    from .run_trainer import RunTrainer
+    from .trackers import Tracker
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class OpenRun:
+    """A run folder that this job alone writes to."""
+
+    folder: Path
+    """The run folder."""
+    run_id: str
+    """The run's name for itself."""
+    start: Start
+    """Where it goes on."""
+    lease: Lease | None
+    """The right to write to the folder; None in the processes that write nothing of their own."""
+    console: Console
+    """Where to say what happens."""
+    before: Interrupted | None = None
+    """What the job before left, of a run that goes on."""
+    skipped: frozenset[int] = frozenset()
+    """Steps, from 1, that are taken without their batch."""
+    broken: frozenset[int] = frozenset()
+    """Steps after which the state was not finite, and the run went back."""
+    most_rows: int | None = None
+    """Windows that a process takes at once since memory ran out; None if it never did."""
+
+    @property
+    def step(self) -> int:
+        """Optimizer steps done before."""
+        return 0 if self.start.checkpoint is None else checkpoint_step(self.start.checkpoint)
+
+    def say(self, *lines: str) -> None:
+        """Print lines as they are."""
+        for line in lines:
+            self.console.print(line, highlight=False, markup=False, soft_wrap=True)
+
+
+@contextmanager
+def begin(output: Path, console: Console, command: str) -> Iterator[OpenRun]:
+    """Make the run folder ``output``, and hold it while the context lasts; every process of the run takes part.
+
+    Raises:
+        RunError: another job has it, or began and ended there since it was looked at.
+    """
+    run_id = from_first(lambda: secrets.token_hex(8))
+    with ending_with_launcher(f"{command} into {output}"), ExitStack() as held:
+
+        def take() -> Lease:
+            make_output(output)
+            lease = held.enter_context(Lease(output, _tell(console)))
+            preflight.check_output(output)
+            return lease
+
+        lease = in_first(take)
+        start = Start(checkpoint=None, left={})
+        yield OpenRun(folder=output, run_id=run_id, start=start, lease=lease, console=console)
+
+
+@contextmanager
+def take_up(
+    folder: Path, console: Console, *, run_id: str, check: Callable[[Path], None], may_begin: bool = False
+) -> Iterator[OpenRun]:
+    """Hold the folder of a run that was stopped while the context lasts; every process of the run takes part.
+
+    Args:
+        folder: the run folder.
+        console: where to say what happens.
+        run_id: the run's name for itself.
+        check: raises :class:`RunError` for a checkpoint that is whole and not the run's.
+        may_begin: whether the run may go on from nothing.
+
+    Raises:
+        RunError: another job has it, or no checkpoint of it is whole.
+    """
+    what = f"--resume {folder}"
+    with ending_with_launcher(what), ExitStack() as held:
+        before = in_first(lambda: interrupted(folder))
+        lease = in_first(lambda: held.enter_context(Lease(folder, _tell(console))))
+
+        def choose() -> Start:
+            start = choose_start(folder, run_id, num_processes(), check)
+            if start.checkpoint is None and not may_begin:
+                raise RunError(
+                    f"{what}: the run was stopped before its first checkpoint; begin anew into another --output"
+                )
+            return start
+
+        start = from_first(choose)
+        all_or_none(lambda: start.verify_here(run_id, num_processes(), process_rank()))
+        skipped, broken, rows = from_first(
+            lambda: (steps_of(folder, "skipped"), steps_of(folder, "broken"), most_rows(folder))
+        )
+        yield OpenRun(
+            folder=folder, run_id=run_id, start=start, lease=lease, console=console, before=before, skipped=skipped,
+            broken=broken, most_rows=rows,
+        )  # fmt: skip
+
+
+def _tell(console: Console) -> Callable[[str], None]:
+    return lambda line: console.print(line, highlight=False, markup=False, soft_wrap=True)
+
+
+@contextmanager
+def read_record(folder: Path, command: str, *, finished: str) -> Iterator[dict[str, Any]]:
+    """What a run wrote down of itself. Within the context it is read; what cannot be read of it is a sentence.
+
+    Args:
+        folder: the run folder.
+        command: what begins such runs.
+        finished: what to do with one that is finished.
+
+    Raises:
+        RunError: there is no such run, its record is damaged or of another kind, or it is finished.
+    """
+    what = f"--resume {folder}"
+    if not folder.is_dir():
+        raise RunError(f"{what}: there is no such folder; name the --output of the run that was stopped")
+    with _described(folder, command) as record:
+        yield record
+    if (folder / WEIGHTS_NAME).exists():
+        raise RunError(f"{what}: that run is finished; {finished}, or begin anew into another --output")
+    check_writable(folder, what)
+
+
+@contextmanager
+def _described(folder: Path, command: str) -> Iterator[dict[str, Any]]:
+    """The record of a run, while it is read.
+
+    Raises:
+        RunError: it is damaged, or of another kind.
+    """
+    article = "an" if command[0] in "aeiou" else "a"
+    what, remedy = f"--resume {folder}", f"name the --output of {article} `{command}` command"
+    record = read_sealed(folder / SETTINGS_NAME, what=what, remedy=remedy)
+    try:
+        _ = {name: int(record["corpus"][name]) for name in CORPUS_KEYS}
+        if not isinstance(record["run"], str):
+            raise TypeError(f"run {record['run']!r}")
+        yield record
+    except (KeyError, TypeError, ValueError, AttributeError) as error:
+        raise RunError(f"{what}: {folder / SETTINGS_NAME} describes no such run ({error}); {remedy}") from error
+
+
+Found = Literal["nothing", "stopped", "finished"]
+"""What lies in a folder where a run may have been."""
+
+
+def find_run(output: Path, settings: RunSettings, command: str) -> Found:
+    """What became of the run that the same command line began in ``output``, if it did.
+
+    Args:
+        output: the run folder.
+        settings: what this command line says. What it leaves open may have been chosen in any way.
+        command: what begins such runs.
+
+    Raises:
+        RunError: there is a run of another command line.
+    """
+    if not os.path.lexists(output / SETTINGS_NAME):
+        return "nothing"
+    with _described(output, command) as record:
+        begun = record["settings"]
+        left_open = settings.left_open()
+        told = {name: value for name, value in settings.to_dict().items() if left_open.get(name) != value}
+        differing = sorted(name for name, value in told.items() if begun.get(name) != value)
+    if differing:
+        words = ", ".join(f"{name} {begun.get(name)!r} there, {told[name]!r} here" for name in differing[:3])
+        raise RunError(
+            f"--resume auto: the run in {output} was begun with other settings ({words}"
+            f"{', ...' if len(differing) > 3 else ''}); name another --output, or go on with --resume {output}"
+        )
+    return "finished" if (output / WEIGHTS_NAME).exists() else "stopped"
+
+
+def check_same_corpus(found: dict[str, int], figures: dict[str, int], folder: Path) -> None:
+    """Raise :class:`RunError` unless the text of a run that goes on is what the run began with, by its figures."""
+    if found != figures:
+        raise RunError(
+            f"--resume {folder}: the text is not what the run began with (now {found}, then {figures}); restore the "
+            "files, or begin anew into another --output"
+        )
+
+
+def train_to_the_end(
+    run: OpenRun,
+    trainer: RunTrainer,
+    *,
+    work: Work,
+    trackers: Sequence[Tracker],
+) -> int | None:
+    """Train from where the run goes on, with its bar, its metrics and its checkpoints.
+
+    Args:
+        run: the run.
+        trainer: its trainer.
+        work: what its steps are.
+        trackers: who takes its figures, beside its log.
+
+    Returns:
+        the signal that stopped it; None at its end.
+
+    Raises:
+        RunError: it cannot go on; says what is left of it.
+    """
+    from .callbacks import Bar, Interruption, Metrics
+
+    bar = Bar(run.console, work.tokens_after)
+    args = trainer.args
+    dtype = torch.bfloat16 if args.bf16 else torch.float16 if args.fp16 else torch.float32
+    rate = sum(from_all(matrix_product_rate(args.device, dtype)))
+    with _noting_failure(run, trainer):
+        if trainer.is_world_process_zero():
+            run.say(*run.start.in_words())
+            if run.start.checkpoint is not None:
+                run.say(f"going on after step {run.step} of {args.max_steps:,}")
+            trainer.add_callback(
+                Metrics(
+                    run.folder, run.step, work=work, device=args.device, matrix_product_flops=rate, trackers=trackers
+                )
+            )
+            trainer.add_callback(bar)
+        checkpoint = run.start.checkpoint
+        with Interruption(trainer.accelerator, trainer.writer.has_failed, trainer.finish_writing) as interruption, bar:
+            trainer.add_callback(interruption)
+            with naming_ranks("training", trainer):
+                trainer.train(resume_from_checkpoint=None if checkpoint is None else str(checkpoint))
+        stopped_by = interruption.signal if trainer.state.global_step < args.max_steps else None
+        if trainer.is_world_process_zero():
+            if stopped_by is not None:
+                note_fault(run.folder, "stopped", step=trainer.state.global_step, signal=stopped_by)
+            run.say(*filter(None, [cost_of_faults(run.folder).in_words()]))
+    return stopped_by
+
+
+@contextmanager
+def _noting_failure(run: OpenRun, trainer: RunTrainer) -> Iterator[None]:
+    """An error that ends the run is written down, if the folder is still this job's and takes it."""
+    try:
+        yield
+    except RunError as error:
+        if run.lease is not None and run.lease.is_held():
+            with suppress(OSError):
+                note_fault(run.folder, "failed", step=trainer.state.global_step, reason=str(error))
+        raise
+
+
+@contextmanager
+def naming_ranks(doing: str, trainer: RunTrainer) -> Iterator[None]:
+    """Where a process fails, every other one ends with its number, and with what is left of the run."""
+    from dilated_attention_pytorch import parallel
+
+    try:
+        with parallel.naming_ranks(doing):
+            yield
+    except parallel.RankFailure as error:
+        raise RunError(f"{error}; {trainer.how_to_go_on()}") from error

@@ -1,0 +1,84 @@
+"""What a run records beside its losses: how much work its steps are, how fast the machine is, and memory."""
+
+from __future__ import annotations
+
+import resource
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+
+_SIZES = (256, 512, 1024, 2048, 4096, 8192)
+_LONG_ENOUGH = 0.01
+"""Seconds of a product by which the rate of a machine shows."""
+_PRODUCTS = 3
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Work:
+    """What the first optimizer steps of a run are, on all of its processes together."""
+
+    tokens_after: Callable[[int], int]
+    """Tokens in so many steps."""
+    bytes_after: Callable[[int], float]
+    """Bytes of text in so many steps."""
+    flops_after: Callable[[int], int]
+    """Operations of the model in so many steps, forward and backward (:mod:`.flops`)."""
+
+    def rates(self, first: int, last: int, seconds: float, matrix_product_flops: float) -> dict[str, float]:
+        """Tokens, bytes and operations a second of the steps after ``first`` up to ``last``.
+
+        Args:
+            first, last: optimizer steps done before and after.
+            seconds: what they took.
+            matrix_product_flops: operations a second of the machine; ``mfu``, the model FLOP utilisation, is the part
+                of it that the model's own operations take.
+        """
+        seconds = max(seconds, 1e-9)
+        flops = self.flops_after(last) - self.flops_after(first)
+        return {
+            "tokens_per_second": round((self.tokens_after(last) - self.tokens_after(first)) / seconds),
+            "bytes_per_second": round((self.bytes_after(last) - self.bytes_after(first)) / seconds),
+            "mfu": float(f"{flops / seconds / matrix_product_flops:.4g}"),
+        }
+
+
+def matrix_product_rate(device: torch.device, dtype: torch.dtype) -> float:
+    """Operations a second of a square matrix product in ``dtype``: the fastest of a few, of a size that takes a while.
+
+    Some tenths of a second. The benchmark's own probe (``benchmarks.limits``) takes seconds and half a gigabyte.
+    """
+    generator = torch.Generator(device).manual_seed(0)
+    rate = 0.0
+    for size in _SIZES:
+        # Normal numbers: a GPU that multiplies zeros draws less power and runs faster than it ever will on data.
+        left, right = (torch.randn(size, size, generator=generator, device=device).to(dtype) for _ in range(2))
+        torch.mm(left, right)
+        seconds = min(_seconds(left, right) for _ in range(_PRODUCTS))
+        rate = max(rate, 2 * size**3 / seconds)
+        if seconds > _LONG_ENOUGH:
+            break
+    return rate
+
+
+def _seconds(left: torch.Tensor, right: torch.Tensor) -> float:
+    _wait(left.device)
+    start = time.perf_counter()
+    torch.mm(left, right)
+    _wait(left.device)
+    return time.perf_counter() - start
+
+
+def _wait(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
+def peak_memory(device: torch.device) -> int:
+    """Bytes that this process has had at most: allocated on a GPU, resident on a CPU."""
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated(device)
+    # Linux counts kibibytes, macOS bytes.
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)

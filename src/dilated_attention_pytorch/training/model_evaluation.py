@@ -1,0 +1,303 @@
+"""What a model makes of texts, by how much of them it reads: bits per byte, and what it still knows of what it read."""
+
+from __future__ import annotations
+
+import functools
+import json
+import statistics
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from torch import Tensor
+
+from dilated_attention_pytorch.errors import RunError
+from dilated_attention_pytorch.machine import machine, set_threads
+from dilated_attention_pytorch.output import check_new_file, replacing, write_text
+
+from . import preflight
+from .context_measure import binned, bits_by_position, predicted
+from .evaluated_model import EvaluatedModel, open_model
+from .recall import NEEDLE_LETTERS, Asked, Task, associations, needle
+from .row_logits import RowLogits, row_logits
+from .run_settings import LARGEST_SEED, Device, Precision, check_number
+from .windows import EvaluationWindows
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from rich.console import Console
+    from transformers import PreTrainedModel
+
+RESULT_NAME = "eval.json"
+_SHORTEST = 256
+"""Tokens of the shortest text of the recall tasks: their words are to have room."""
+
+
+@dataclass(kw_only=True, slots=True)
+class EvalSettings:
+    """How a model is measured.
+
+    Raises:
+        ValueError: a number out of range.
+    """
+
+    data: tuple[Path, ...] = ()
+    """As of `train`: text files, folders, records, of whose held-out part windows are taken. Without it: what
+    the run was trained on, or the source files of the standard library of the running Python."""
+    text_field: str = ""
+    """The member or column of records that holds the text. Empty: the run's own, or "text"."""
+    lengths: tuple[int, ...] = ()
+    """Tokens that the model reads at most, each measured on the same text. Empty: 1024, 2048, ... (or from a quarter of
+    the model's own length on, if that is less) up to twice its own length."""
+    windows: int = 8
+    """Held-out windows of the largest length."""
+    recall_texts: int = 8
+    """Texts of each length for every recall task; 0 leaves recall out."""
+    precision: Precision = "auto"
+    """As in training."""
+    device: Device = "auto"
+    """Where to compute; "auto" takes a CUDA device if there is one."""
+    threads: int = 0
+    """CPU threads; 0 leaves the number to PyTorch."""
+    seed: int = 0
+    """Seed of the strings, words and places of the recall tasks."""
+
+    def __post_init__(self) -> None:
+        for name, least in (("windows", 1), ("recall_texts", 0), ("threads", 0), ("seed", 0)):
+            check_number(self, name, least=least)
+        check_number(self, "seed", most=LARGEST_SEED)
+        if any(length < 16 for length in self.lengths) or len(set(self.lengths)) < len(self.lengths):
+            raise ValueError(f"lengths must be different numbers of at least 16 tokens, got {list(self.lengths)}")
+
+
+def evaluate_model(model: str, settings: EvalSettings, output: Path | None, console: Console) -> Path:
+    """Measure a model, print the tables, and write ``output`` and a picture beside it.
+
+    Args:
+        model: a run folder, or a model of transformers.
+        settings: what to measure.
+        output: JSON file to write, new; None for ``eval.json`` in the folder.
+        console: where to print.
+
+    Returns:
+        the file that was written.
+
+    Raises:
+        RunError: the model, the text, the file or the device does not allow it; nothing is written.
+    """
+    preflight.check_packages("training")
+    file = output or (Path(model) / RESULT_NAME if Path(model).is_dir() else Path(RESULT_NAME))
+    picture = file.with_suffix(".png")
+    if picture == file:
+        raise RunError(f"--output {file}: the figures are JSON, for example {file.with_suffix('.json')}")
+    for path in (file, picture):
+        check_new_file(path)
+    device = preflight.choose_device(settings.device)
+    precision = preflight.choose_precision(settings.precision, device)
+    set_threads(settings.threads)
+    opened = open_model(model, device)
+    lengths = sorted(settings.lengths) or _lengths_up_to(2 * opened.own_length)
+    for name, reason in opened.left.items():
+        console.print(f"{name} is left, and {opened.weights} is taken: {reason}", highlight=False, soft_wrap=True)
+    texts, weights = opened.held_out(settings.data, settings.text_field, console.print)
+    least = min(map(len, texts))
+    if least < max(lengths):
+        raise RunError(
+            f"--data holds out {least:,} tokens, fewer than one window of --lengths {max(lengths)}; give more "
+            f"text, or --lengths of at most {least}"
+        )
+    windows = [
+        EvaluationWindows(text, max(lengths), max(1, int(settings.windows * weight / sum(weights))))
+        for text, weight in zip(texts, weights, strict=True)
+    ]
+    held_out = [of_text[index]["input_ids"] for of_text in windows for index in range(len(of_text))]
+    try:
+        result = _measure(opened, settings, held_out, lengths, precision, console)
+    except IndexError as error:
+        raise RunError(
+            f"{model} cannot read {max(lengths):,} tokens ({error}); give --lengths up to {opened.own_length}"
+        ) from error
+    result = {
+        "model": model,
+        "weights": opened.weights,
+        "own_length": opened.own_length,
+        "precision": precision,
+        **result,
+        "machine": machine(),
+    }
+    print_result(result, console)
+    write_text(file, json.dumps(result, indent=1) + "\n")
+    draw_result(result, picture)
+    console.print(f"written: {file} and {picture}", highlight=False, soft_wrap=True)
+    return file
+
+
+def _lengths_up_to(longest: int) -> list[int]:
+    """Doubled from 1,024, or from an eighth of the longest, whichever is less."""
+    lengths = [max(16, min(1024, longest // 8))]
+    while 2 * lengths[-1] <= longest:
+        lengths.append(2 * lengths[-1])
+    return lengths
+
+
+def _measure(
+    opened: EvaluatedModel,
+    settings: EvalSettings,
+    held_out: Sequence[Tensor],
+    lengths: Sequence[int],
+    precision: str,
+    console: Console,
+) -> dict[str, Any]:
+    tokens = sum(len(window) - 1 for window in held_out)
+    bytes_per_token = sum(opened.num_bytes(window[1:]) for window in held_out) / tokens
+    result: dict[str, Any] = {
+        "windows": len(held_out), "bytes_per_token": bytes_per_token, "bits_per_byte": {}, "by_position": {}
+    }  # fmt: skip
+    for length in lengths:
+        doing = f"reading {length:,} tokens"
+        bits = bits_by_position(opened.model, held_out, length, precision, console, doing) / bytes_per_token
+        if not bool(bits.isfinite().all()):
+            raise RunError(f"{doing}, the model computes NaN or infinity in {precision}; try --precision float32")
+        result["bits_per_byte"][str(length)] = bits.mean().item()
+        # A piece of the window after the other is read alone: a position is one in such a piece.
+        whole = bits[: len(bits) // (length - 1) * (length - 1)].view(-1, length - 1).mean(dim=0)
+        result["by_position"][str(length)] = list(zip(*binned(whole), strict=True))
+    if settings.recall_texts:
+        recalled = [length for length in lengths if length >= _SHORTEST]
+        look = functools.partial(_look, opened.model, row_logits(opened.model), precision)
+        result["needle"] = list(_needles(opened, settings, held_out, recalled, look))
+        result["associations"] = _associations(opened, settings, recalled, look)
+    return result
+
+
+def _needles(
+    opened: EvaluatedModel,
+    settings: EvalSettings,
+    held_out: Sequence[Tensor],
+    lengths: Sequence[int],
+    look: Callable[[Task], _Found],
+) -> Iterator[dict[str, float]]:
+    """Bits a letter of a random string where it comes again and where it came first, by the distance."""
+    for length in lengths:
+        distance = length - 2 * NEEDLE_LETTERS - 64
+        tasks = [
+            needle(held_out[number % len(held_out)], distance, settings.seed + number, opened.tokens_of)
+            for number in range(settings.recall_texts)
+        ]
+        found = [look(task) for task in tasks]
+        yield {
+            "distance": distance,
+            "again": statistics.fmean(bits / asked.num_bytes for one in found for asked, bits, _ in one.again),
+            "first": statistics.fmean(
+                one.first / task.again[0].num_bytes for one, task in zip(found, tasks, strict=True)
+            ),
+        }
+
+
+def _associations(
+    opened: EvaluatedModel, settings: EvalSettings, lengths: Sequence[int], look: Callable[[Task], _Found]
+) -> list[dict[str, float]]:
+    """Values by their keys: the part that every token of was the likeliest, and bits a byte, by the distance."""
+    asked: list[tuple[Asked, float, bool]] = []
+    for length in lengths:
+        for number in range(settings.recall_texts):
+            asked += look(associations(length, settings.seed + number, opened.tokens_of)).again
+    rows = []
+    for low, high in zip([0, *lengths], lengths, strict=False):
+        of_range = [(one, bits, known) for one, bits, known in asked if low < one.distance <= high]
+        if of_range:
+            rows.append({
+                "distance": statistics.fmean(one.distance for one, _, _ in of_range), "asked": len(of_range),
+                "answered": statistics.fmean(known for _, _, known in of_range),
+                "bits_per_byte": statistics.fmean(bits / one.num_bytes for one, bits, _ in of_range),
+            })  # fmt: skip
+    return rows
+
+
+@dataclass(frozen=True, slots=True)
+class _Found:
+    again: list[tuple[Asked, float, bool]]
+    """Of everything that came again its bits, and whether every token of it was the likeliest."""
+    first: float
+    """Bits of what came first."""
+
+
+def _look(model: PreTrainedModel, parts: RowLogits | None, precision: str, task: Task) -> _Found:
+    seen = predicted(model, parts, task.tokens, precision)
+
+    def of(rows: tuple[int, int]) -> tuple[float, bool]:
+        span = slice(rows[0] - 1, rows[1] - 1)  # the first token of a text is not predicted
+        return seen.bits[span].sum().item(), bool(seen.is_likeliest[span].all())
+
+    first = of(task.first)[0] if task.first[1] else 0.0
+    return _Found([(asked, *of(asked.rows)) for asked in task.again], first)
+
+
+def print_result(result: Mapping[str, Any], console: Console) -> None:
+    """The tables of a result."""
+    from rich.table import Table
+
+    table = Table("reading at most, tokens", "bits per byte", title="held-out text", title_justify="left")
+    for length, bits in result["bits_per_byte"].items():
+        own = " (its own length)" if int(length) == result["own_length"] else ""
+        table.add_row(f"{int(length):,}{own}", f"{bits:.4f}")
+    console.print(table)
+    if result.get("needle"):
+        table = Table("distance, tokens", "where it comes again", "where it came first", title_justify="left",
+                      title="bits per byte of random letters")  # fmt: skip
+        for row in result["needle"]:
+            table.add_row(f"{row['distance']:,}", f"{row['again']:.3f}", f"{row['first']:.3f}")
+        console.print(table)
+    if result.get("associations"):
+        table = Table("distance, tokens, mean", "asked", "answered", "bits per byte", title_justify="left",
+                      title="second words of pairs, by their first")  # fmt: skip
+        for row in result["associations"]:
+            table.add_row(
+                f"{row['distance']:,.0f}", f"{row['asked']}", f"{row['answered']:.1%}", f"{row['bits_per_byte']:.3f}"
+            )
+        console.print(table)
+
+
+def draw_result(result: Mapping[str, Any], file: Path) -> None:
+    """The same as a picture."""
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(10, 7.5), layout="constrained")
+    FigureCanvasAgg(figure)
+    by_length, by_position, by_needle, by_pair = figure.subplots(2, 2).flat
+    lengths = {int(length): bits for length, bits in result["bits_per_byte"].items()}
+    _draw(by_length, "tokens read at most", "bits per byte, held-out", {"": (list(lengths), list(lengths.values()))})
+    by_length.axvline(result["own_length"], color="black", linestyle="--", linewidth=1, label="its own length")
+    by_length.legend()
+    curves = {
+        f"reading {int(name):,}": tuple(zip(*points, strict=True)) for name, points in result["by_position"].items()
+    }
+    _draw(by_position, "position in the text that is read, tokens", "bits per byte, held-out", curves)
+    rows = result.get("needle", [])
+    distances = [row["distance"] for row in rows]
+    _draw(by_needle, "distance, tokens", "bits per byte of random letters", {
+        "where they come again": (distances, [row["again"] for row in rows]),
+        "where they came first": (distances, [row["first"] for row in rows]),
+    })  # fmt: skip
+    rows = result.get("associations", [])
+    answered = ([row["distance"] for row in rows], [row["answered"] for row in rows])
+    _draw(by_pair, "distance, tokens", "second words known by their first", {"": answered})
+    by_pair.set_ylim(-0.03, 1.03)
+    with replacing(file) as staged:
+        figure.savefig(staged, dpi=120, format="png")
+
+
+def _draw(axes: Axes, x: str, y: str, curves: Mapping[str, Any]) -> None:
+    for name, (places, values) in curves.items():
+        axes.plot(places, values, marker="o", markersize=3, label=name or None)
+    if any(curves):
+        axes.legend()
+    if any(places for places, _ in curves.values()):
+        axes.set_xscale("log", base=2)
+    else:
+        axes.text(0.5, 0.5, "not measured", ha="center", transform=axes.transAxes)
+    axes.set_xlabel(x)
+    axes.set_ylabel(y)
+    axes.grid(alpha=0.3)

@@ -1,0 +1,92 @@
+"""``--parallel auto``: how a run is spread over the processes that there are, from what fits into their memory."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+from collections.abc import Iterator
+from typing import TYPE_CHECKING
+
+from dilated_attention_pytorch.errors import RunError
+from dilated_attention_pytorch.memory import free_memory, in_bytes
+
+from .footprint import check_training_memory, footprint
+from .preflight import check_processes
+from .settings import TrainSettings
+from .together import all_or_none, from_first, is_first_process, num_processes
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+_REAL_PEAK = 2.1
+"""Real peaks were up to so many times the estimate, which is a lower bound."""
+
+
+def choose_together(settings: TrainSettings, device: str, console: Console) -> TrainSettings:
+    """:func:`choose_parallel` in every process of a run that leaves it open, with the reason printed once.
+
+    Raises:
+        RunError: what was chosen takes more memory than there is.
+    """
+    if settings.parallel == "told":
+        return settings
+    # The first decides for all: what is free differs between hosts.
+    chosen, reason = from_first(lambda: choose_parallel(settings, device, num_processes()))
+    if is_first_process():
+        console.print(reason, highlight=False, soft_wrap=True)
+    all_or_none(lambda: check_training_memory(chosen, device, num_processes()))
+    return chosen
+
+
+def choose_parallel(settings: TrainSettings, device: str, processes: int) -> tuple[TrainSettings, str]:
+    """``settings`` with the first way to spread the run that fits, and the reason in a sentence.
+
+    By turns: every process with all weights (DDP), weights split (FSDP), and then two, four, ... processes at a
+    sequence. What a step takes grows with the processes that read other windows, so fewer of them share a sequence
+    where that fits. Where nothing does, the last way is taken, and the check of memory refuses it or not.
+
+    Args:
+        settings: what the run is told; its own ``data_parallel`` and ``context_parallel`` do not count.
+        device: "cpu" or "cuda".
+        processes: how many there are.
+
+    Raises:
+        RunError: the settings do not go with so many processes.
+    """
+    sharing = int(os.environ.get("LOCAL_WORLD_SIZE", "1")) if device == "cpu" else 1
+    where = device if device == "cpu" else f"{device}:{os.environ.get('LOCAL_RANK', '0')}"
+    free = free_memory(where) // sharing
+    left: list[str] = []
+    last: TrainSettings | None = None
+    for chosen in _ways(settings, processes):
+        name = _name(chosen)
+        try:
+            check_processes(chosen, processes)
+        except RunError as error:
+            left.append(f"{name} does not go: {error}")
+            continue
+        last, needed = chosen, int(_REAL_PEAK * footprint(chosen, processes).total)
+        if needed <= free:
+            before = f"; {', '.join(left)}" if left else ""
+            return chosen, f"--parallel auto takes {name}: about {in_bytes(needed)} of {in_bytes(free)} free{before}"
+        left.append(f"{name} would take {in_bytes(needed)}")
+    if last is None:
+        raise RunError(f"--parallel auto finds no way for {processes} processes: {', '.join(left)}")
+    return last, f"--parallel auto takes {_name(last)}, though nothing is sure to fit: {', '.join(left)}"
+
+
+def _ways(settings: TrainSettings, processes: int) -> Iterator[TrainSettings]:
+    told = dataclasses.replace(settings, parallel="told", context_parallel=1, data_parallel="ddp")
+    yield told
+    if processes == 1:
+        return
+    context = 1
+    while context <= (1 if settings.max_tokens else processes):
+        if processes % context == 0:
+            yield dataclasses.replace(told, context_parallel=context, data_parallel="fsdp")
+        context *= 2
+
+
+def _name(settings: TrainSettings) -> str:
+    context = f" with {settings.context_parallel} processes at a sequence" if settings.context_parallel > 1 else ""
+    return settings.data_parallel + context

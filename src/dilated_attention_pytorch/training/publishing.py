@@ -1,0 +1,95 @@
+"""Checkpoints and finished models get their names when all of them is on the disk."""
+
+from __future__ import annotations
+
+import os
+import shutil
+from collections.abc import Callable, Collection
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from dilated_attention_pytorch.errors import RunError
+from dilated_attention_pytorch.machine import package_version
+from dilated_attention_pytorch.output import sync
+
+from .checkpoint import ALSO_WRITTEN, STAGING_NAME, WEIGHTS_NAME, checkpoint_step, checkpoints, file_names
+from .manifest import write_manifest
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+_VERSIONS = ("dilated-attention-pytorch", "torch", "transformers", "accelerate")
+
+
+def publish(
+    staged: Path,
+    run: Path,
+    *,
+    run_id: str,
+    processes: int,
+    keep: int,
+    left: Collection[str],
+    check: Callable[[], None],
+) -> None:
+    """Give a checkpoint that was written aside its name, and remove those that it replaces.
+
+    Args:
+        staged: its folder, below the one for what is not complete.
+        run: the run folder.
+        run_id: the run's name for itself.
+        processes: how many processes wrote into it.
+        keep: checkpoints to keep, this one included.
+        left: names of those that were damaged when the run went on; this one may have got the name of one.
+        check: raises :class:`RunError` if the folder is another job's by now. Reading all that was written takes long.
+
+    Raises:
+        RunError: what a process wrote is not there.
+    """
+    names = [*file_names(processes), *(name for name in ALSO_WRITTEN if (staged / name).exists())]
+    missing = [name for name in names if not (staged / name).exists()]
+    if missing:
+        raise RunError(
+            f"{missing[0]} is not in {staged}, though its process has written it: the run folder must lie on a file "
+            "system that all hosts of the run share"
+        )
+    for path in staged.iterdir():
+        if path.name not in names:
+            clear(path)
+    versions = {name: package_version(name) for name in _VERSIONS}
+    step = checkpoint_step(staged)
+    write_manifest(staged, names, run=run_id, step=step, processes=processes, versions=versions)
+    check()
+    target = run / staged.name
+    if os.path.lexists(target):
+        os.rename(target, staged.with_name("replaced"))
+    os.rename(staged, target)
+    sync(run)
+    # A run that went on from an older checkpoint writes those after it anew: what is left of them is of no use.
+    whole = [path for path in checkpoints(run) if path == target or path.name not in left]
+    before = [path for path in whole if checkpoint_step(path) <= step]
+    for path in checkpoints(run):
+        if path not in before[:keep]:
+            clear(path)
+    clear(run / STAGING_NAME)
+
+
+def clear(path: Path) -> None:
+    """Remove what lies there, as far as the system lets it: a folder, a file, or a link, but not what that leads to."""
+    if path.is_dir() and not path.is_symlink():
+        shutil.rmtree(path, ignore_errors=True)
+    else:
+        path.unlink(missing_ok=True)
+
+
+def save_finished(model: PreTrainedModel, run: Path, *, run_id: str, step: int) -> None:
+    """Save the trained model into its run folder. The weights come last: where they are, the run is finished."""
+    staging = run / STAGING_NAME
+    clear(staging)
+    model.save_pretrained(staging, max_shard_size="100TB")  # one file, whose presence means that all is there
+    names = [path.name for path in staging.iterdir()]
+    versions = {name: package_version(name) for name in _VERSIONS}
+    write_manifest(staging, names, run=run_id, step=step, versions=versions)
+    for path in sorted(staging.iterdir(), key=lambda path: path.name == WEIGHTS_NAME):
+        os.replace(path, run / path.name)
+    sync(run)
+    clear(staging)

@@ -1,0 +1,278 @@
+"""Runs side by side as one page: what they log as charts, what differs in their settings, how they ended.
+
+The page is made of the files of the run folders alone, so of unfinished runs too, and holds all that it shows.
+"""
+
+from __future__ import annotations
+
+import html
+import statistics
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal
+
+from dilated_attention_pytorch.errors import RunError
+from dilated_attention_pytorch.machine import require
+from dilated_attention_pytorch.output import check_new_file, write_text
+
+from .callbacks import read_metrics
+from .checkpoint import SETTINGS_NAME, WEIGHTS_NAME
+from .manifest import read_sealed
+
+if TYPE_CHECKING:
+    from plotly.graph_objects import Figure
+
+_REMEDY = "name the --output of a `train` or `extend` command"
+_COLORS = ("#3b82f6", "#f97316", "#10b981", "#e11d48", "#a855f7", "#ca8a04", "#06b6d4", "#84cc16")
+_RANGES = {"free": "normal", "from 0": "tozero", "logarithmic": "normal"}
+_MISSING = "\u2013"
+
+
+@dataclass(frozen=True, slots=True)
+class Chart:
+    """A figure of the log over the optimizer steps."""
+
+    name: str
+    """As the log has it."""
+    title: str
+    unit: str
+    scale: float = 1.0
+    """What the unit is of the log's."""
+    held_out: str = ""
+    """The figure of the evaluations on the way, drawn with it."""
+    scale_of_axis: Literal["free", "from 0", "logarithmic"] = "free"
+
+
+CHARTS = (
+    Chart("loss", "Training loss", "nats per token"),
+    Chart("bits_per_byte", "Bits per byte, training and held-out", "bits per byte", held_out="eval_bits_per_byte"),
+    Chart("tokens_per_second", "Tokens a second", "tokens / s", scale_of_axis="from 0"),
+    Chart("mfu", "Model FLOP utilisation", "% of the matrix-product rate", 100.0, scale_of_axis="from 0"),
+    Chart("peak_memory_bytes", "Peak memory of the first process", "GB", 1e-9, scale_of_axis="from 0"),
+    Chart("grad_norm", "Norm of the gradient", "before clipping", scale_of_axis="logarithmic"),
+    Chart("learning_rate", "Learning rate", "of the first parameter group"),
+)
+
+
+@dataclass(frozen=True, slots=True)
+class RecordedRun:
+    """A run as its folder tells it."""
+
+    name: str
+    """The folder as it was named."""
+    command: str
+    settings: Mapping[str, str]
+    """By name, those of the model with ``model.`` before it, as text."""
+    figures: Mapping[str, str]
+    """How it ended, or how far it is."""
+    entries: Sequence[Mapping[str, float]]
+    """Its log."""
+
+
+def write_report(runs: Sequence[Path], output: Path) -> list[RecordedRun]:
+    """Write the page of the ``runs`` to the new file ``output``; what it shows.
+
+    Raises:
+        RunError: no run is named, a folder is of none, or the file is there; nothing is written.
+    """
+    require("the report", ("plotly",), "report")
+    if not runs:
+        raise RunError("report needs the folder of at least one run: dilated-attention report runs/one runs/other")
+    check_new_file(output)
+    recorded = [read_run(run) for run in runs]
+    write_text(output, "".join(_page(recorded)))
+    return recorded
+
+
+def read_run(folder: Path) -> RecordedRun:
+    """A run, finished or not, of `train` or of `extend`.
+
+    Raises:
+        RunError: the folder is of none, or its record is damaged.
+    """
+    if not folder.is_dir():
+        raise RunError(f"report: {folder} is no run folder; {_REMEDY}")
+    record = read_sealed(folder / SETTINGS_NAME, what="report", remedy=_REMEDY)
+    entries = read_metrics(folder)
+    try:
+        settings = dict(_flat(record["settings"]))
+        figures = dict(_figures(folder, record, entries))
+    except (KeyError, TypeError, ValueError, AttributeError) as error:
+        raise RunError(f"report: {folder / SETTINGS_NAME} describes no run ({error}); {_REMEDY}") from error
+    return RecordedRun(str(folder), "extend" if "kind" in record else "train", settings, figures, entries)
+
+
+def _flat(values: Mapping[str, Any], before: str = "") -> Iterator[tuple[str, str]]:
+    for name, value in values.items():
+        if isinstance(value, Mapping):
+            yield from _flat(value, f"{before}{name}.")
+        else:
+            yield before + name, ", ".join(map(str, value)) if isinstance(value, list) else str(value)
+
+
+def _figures(
+    folder: Path, record: Mapping[str, Any], entries: Sequence[Mapping[str, float]]
+) -> Iterator[tuple[str, str]]:
+    steps = int(record["settings"]["steps"])
+    done = int(max((entry["step"] for entry in entries), default=0))
+    is_finished = (folder / WEIGHTS_NAME).exists()
+    yield "state", "finished" if is_finished else "not finished"
+    yield "steps", f"{done:,} of {steps:,}"
+    yield "training, s", f"{max((entry['seconds'] for entry in entries), default=0.0):,.0f}"
+    for name, words in (("bits_per_byte", "training"), ("eval_bits_per_byte", "held-out, on the way")):
+        yield f"last bits per byte, {words}", _last(entries, name, "{:.3f}")
+    result = record.get("result") or {}
+    yield "bits per byte, held-out, at the end", _number(result.get("bits_per_byte"), "{:.3f}")
+    yield "xz -9e on the same bytes", _number(result.get("xz_bits_per_byte"), "{:.3f}")
+    yield "last quarter of the context", _number((result.get("bits_per_byte_by_quarter") or [None])[-1], "{:.3f}")
+    yield "the same without what is before it", _number(result.get("last_quarter_alone"), "{:.3f}")
+    for state, measured in record.get("measured", {}).items():
+        for context, bits in measured["bits_per_byte"].items():
+            yield f"bits per byte, {state}, reading {int(context):,} tokens", f"{bits:.3f}"
+    yield "tokens a second, median", _median(entries, "tokens_per_second", "{:,.0f}")
+    yield "model FLOP utilisation, median", _median(entries, "mfu", "{:.1%}")
+    yield "matrix products of the machine, GFLOP/s", _last(entries, "matrix_product_flops", "{:,.0f}", 1e-9)
+    yield "peak memory, GB", _last(entries, "peak_memory_bytes", "{:.2f}", 1e-9)
+    yield "restarts", _last(entries, "restarts", "{:.0f}")
+    yield "seconds lost by restarts", _last(entries, "seconds_lost", "{:,.1f}")
+    machine = record["machine"]
+    yield "machine", ", ".join(machine["cuda_devices"]) or f"{machine['cores']} cores, {machine['processor']}"
+    yield "torch", str(machine["versions"]["torch"])
+
+
+def _values(entries: Sequence[Mapping[str, float]], name: str) -> list[float]:
+    return [entry[name] for entry in entries if name in entry]
+
+
+def _last(entries: Sequence[Mapping[str, float]], name: str, form: str, scale: float = 1.0) -> str:
+    return _number(next((value * scale for value in reversed(_values(entries, name))), None), form)
+
+
+def _median(entries: Sequence[Mapping[str, float]], name: str, form: str) -> str:
+    values = _values(entries, name)
+    return _number(statistics.median(values) if values else None, form)
+
+
+def _number(value: float | None, form: str) -> str:
+    return _MISSING if value is None else form.format(value)
+
+
+def _page(runs: Sequence[RecordedRun]) -> Iterator[str]:
+    from plotly.offline import get_plotlyjs
+
+    yield _HEAD
+    yield f"<script>{get_plotlyjs()}</script></head><body><h1>Training runs</h1>"
+    yield "<h2>Figures</h2>" + _table(runs, [(name, [run.figures.get(name, _MISSING) for run in runs])
+                                            for name in _names([run.figures for run in runs])])  # fmt: skip
+    yield "<h2>Over the steps</h2><p>Touch or point at a chart to read it.</p><main>"
+    for chart in CHARTS:
+        if any(chart.name in entry or chart.held_out in entry for run in runs for entry in run.entries):
+            yield f"<section><h3>{html.escape(chart.title)}</h3>{_drawn(_figure(chart, runs), chart.name)}</section>"
+    yield "</main>"
+    if len(runs) > 1:
+        rows = [
+            (name, [run.settings.get(name, _MISSING) for run in runs])
+            for name in _names([run.settings for run in runs])
+        ]
+        yield "<h2>Settings that differ</h2>"
+        differing = [(name, values) for name, values in rows if len(set(values)) > 1]
+        yield _table(runs, differing) if differing else "<p>None.</p>"
+    yield f"<script>{_PAINT}</script></body></html>\n"
+
+
+def _names(tables: Sequence[Mapping[str, str]]) -> list[str]:
+    """The names in all of them that one has a value for, in their order."""
+    return [
+        name
+        for name in dict.fromkeys(name for table in tables for name in table)
+        if any(table.get(name, _MISSING) != _MISSING for table in tables)
+    ]
+
+
+def _table(runs: Sequence[RecordedRun], rows: Sequence[tuple[str, Sequence[str]]]) -> str:
+    head = "".join(
+        f'<th><i style="background:{_COLORS[index % len(_COLORS)]}"></i>{html.escape(run.name)}<br>'
+        f"<small>{run.command}</small></th>"
+        for index, run in enumerate(runs)
+    )
+    body = "".join(
+        f"<tr><th>{html.escape(name)}</th>{''.join(f'<td>{html.escape(value)}</td>' for value in values)}</tr>"
+        for name, values in rows
+    )
+    return f"<div class=table><table><thead><tr><td></td>{head}</tr></thead><tbody>{body}</tbody></table></div>"
+
+
+def _figure(chart: Chart, runs: Sequence[RecordedRun]) -> Figure:
+    from plotly.graph_objects import Figure, Scatter
+
+    figure = Figure()
+    for index, run in enumerate(runs):
+        color = _COLORS[index % len(_COLORS)]
+        for name, of_what in ((chart.name, ""), (chart.held_out, ", held-out")):
+            points = [(entry["step"], entry[name] * chart.scale) for entry in run.entries if name and name in entry]
+            if points:
+                steps, values = zip(*points, strict=True)
+                line = {"color": color, "width": 1.5, **({"dash": "dot"} if of_what else {})}
+                figure.add_trace(Scatter(
+                    x=steps, y=values, name=html.escape(run.name) + of_what, line=line,
+                    mode="lines+markers" if of_what or len(points) < 40 else "lines", marker={"size": 5},
+                ))  # fmt: skip
+    figure.update_layout(
+        height=320, margin={"l": 56, "r": 12, "t": 8, "b": 40}, hovermode="x unified", showlegend=True,
+        legend={"orientation": "h", "y": -0.25}, paper_bgcolor="rgba(0,0,0,0)", plot_bgcolor="rgba(0,0,0,0)",
+        xaxis={"title": {"text": "optimizer step"}}, hoverlabel={"namelength": -1},
+        yaxis={
+            "title": {"text": chart.unit}, "hoverformat": ".4~g", "rangemode": _RANGES[chart.scale_of_axis],
+            "type": "log" if chart.scale_of_axis == "logarithmic" else "linear",
+        },
+    )  # fmt: skip
+    return figure
+
+
+def _drawn(figure: Figure, name: str) -> str:
+    config = {"responsive": True, "displayModeBar": False}
+    drawn: str = figure.to_html(full_html=False, include_plotlyjs=False, div_id=f"chart-{name}", config=config)
+    return drawn
+
+
+_HEAD = """<!doctype html>
+<html lang="en"><head><meta charset="utf-8"><title>Training runs</title>
+<meta name="viewport" content="width=device-width, initial-scale=1">
+<style>
+:root { color-scheme: light dark; --page: #fff; --text: #1f2937; --faint: #6b7280; --line: #d1d5db; --head: #f3f4f6; }
+@media (prefers-color-scheme: dark) {
+  :root { --page: #111827; --text: #e5e7eb; --faint: #9ca3af; --line: #374151; --head: #1f2937; }
+}
+body { margin: 0 auto; padding: 1rem; max-width: 84rem; font: 16px/1.5 system-ui, sans-serif; color: var(--text);
+  background: var(--page); }
+h1 { font-size: 1.5rem; margin: 0 0 .5rem } h2 { font-size: 1.2rem; margin: 2rem 0 .5rem }
+h3 { font-size: 1rem; margin: 0 } p, small { color: var(--faint) }
+main { display: grid; gap: 1.5rem; grid-template-columns: repeat(auto-fit, minmax(min(100%, 32rem), 1fr)) }
+section { min-width: 0 }
+.table { overflow-x: auto; border: 1px solid var(--line); border-radius: 6px }
+table { border-collapse: collapse; width: 100%; font-size: .875rem; font-variant-numeric: tabular-nums }
+th, td { padding: .3rem .6rem; border-bottom: 1px solid var(--line); text-align: right; vertical-align: top;
+  min-width: 5.5rem }
+tbody th { text-align: left; font-weight: 400; color: var(--faint); position: sticky; left: 0; background: var(--page) }
+thead { background: var(--head) } tbody tr:last-child > * { border-bottom: 0 } td { overflow-wrap: break-word }
+i { display: inline-block; width: .7em; height: .7em; border-radius: 50%; margin-right: .4em }
+</style>
+"""
+
+_PAINT = """
+const dark = matchMedia("(prefers-color-scheme: dark)");
+function paint() {
+  const color = name => getComputedStyle(document.documentElement).getPropertyValue(name);
+  const axis = {gridcolor: color("--line"), linecolor: color("--line"), zerolinecolor: color("--line")};
+  for (const chart of document.querySelectorAll(".plotly-graph-div")) {
+    const values = {"font.color": color("--text"), "hoverlabel.bgcolor": color("--page"), "hoverlabel.bordercolor":
+      color("--line"), "hoverlabel.font.color": color("--text")};
+    for (const which of ["xaxis", "yaxis"])
+      for (const [name, value] of Object.entries(axis)) values[`${which}.${name}`] = value;
+    Plotly.relayout(chart, values);
+  }
+}
+dark.addEventListener("change", paint);
+paint();
+"""

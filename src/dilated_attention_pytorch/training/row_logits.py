@@ -1,0 +1,87 @@
+"""Logits of a language model of transformers for some rows: those of a long text are never there at once."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+
+from dilated_attention_pytorch.models.token_loss import next_tokens, token_loss
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+_TOKENS = 16
+"""Of the text by which the two ways are compared."""
+_ROUNDING = 1e-4
+"""Of the largest logit: between two products of one matrix that have different numbers of rows."""
+_LARGE = 1000.0
+
+
+@dataclass(frozen=True, slots=True)
+class RowLogits:
+    """The two parts of a model whose logits are its output matrix times its last hidden state, row by row."""
+
+    decoder: nn.Module
+    """Tokens to hidden states."""
+    output: nn.Module
+    """Hidden states to logits."""
+
+    @property
+    def vocab_size(self) -> int:
+        """Logits of a row."""
+        weight = self.output.weight
+        assert isinstance(weight, Tensor)
+        return weight.shape[0]
+
+    def hidden(self, tokens: Tensor, **options: Any) -> Tensor:
+        """The hidden states ``[B, N, E]`` after the last layer and its norm."""
+        states: Tensor = self.decoder(tokens, use_cache=False, **options).last_hidden_state
+        return states
+
+
+def row_logits(model: PreTrainedModel) -> RowLogits | None:
+    """The parts of ``model``; None for one that does more to its logits, such as capping them, or to its loss.
+
+    Both ways are computed for a short text and compared: the logits, those of hidden states a thousand times as large,
+    at which a cap shows, and the loss in training, to which others may be added.
+    """
+    decoder, output = model.base_model, model.get_output_embeddings()
+    if decoder is model or output is None:
+        return None
+    parts = RowLogits(decoder, output)
+    tokens = torch.arange(_TOKENS, device=output.weight.device)[None] % parts.vocab_size
+    was_training = model.training
+    try:
+        model.eval()
+        with torch.no_grad():
+            for factor in (1.0, _LARGE):
+                with _scaled_input(output, factor):
+                    expected = model(tokens, use_cache=False).logits
+                    found = output(parts.hidden(tokens))
+                if found.shape != expected.shape or not _are_close(found, expected):
+                    return None
+            loss = model(tokens, labels=tokens, use_cache=False).loss
+            ours = token_loss(output(parts.hidden(tokens)), next_tokens(tokens))
+            return parts if _are_close(ours, loss) else None
+    except (AttributeError, TypeError, ValueError):
+        return None  # its decoder is called in another way
+    finally:
+        model.train(was_training)
+
+
+@contextmanager
+def _scaled_input(output: nn.Module, factor: float) -> Iterator[None]:
+    handle = output.register_forward_pre_hook(lambda module, args: (args[0] * factor, *args[1:]))
+    try:
+        yield
+    finally:
+        handle.remove()
+
+
+def _are_close(found: Tensor, expected: Tensor) -> bool:
+    return bool((found - expected).abs().max() <= _ROUNDING * expected.abs().max())

@@ -1,0 +1,192 @@
+"""Stages of a run: windows that grow, each stage with its part of the steps, pattern and learning rate."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
+from fractions import Fraction
+from itertools import accumulate
+from typing import Any
+
+from dilated_attention_pytorch.models.config import LongNetConfig
+from dilated_attention_pytorch.patterns import DilatedPattern, Pattern, pattern_from_expression
+
+_SHORTEST = 8
+
+
+@dataclass(kw_only=True, slots=True)
+class StageSettings:
+    """Stages of a run, each list with an entry for every stage. Without lengths there is one stage.
+
+    Raises:
+        ValueError: a number out of range, or lists of different lengths.
+    """
+
+    lengths: tuple[int, ...] = ()
+    """Length of the windows in each stage; they rise to context_length, and a batch has as many tokens in every stage
+    as divide into whole windows."""
+    fractions: tuple[float, ...] = ()
+    """Part of the optimizer steps that each stage takes; they add up to 1. Without them: equal parts."""
+    windows: tuple[int, ...] = ()
+    """Windows that take the place of one of context_length. Without them: as many as have its tokens."""
+    learning_rates: tuple[float, ...] = ()
+    """What the learning rates of the schedule are multiplied with in each stage. Without them: 1."""
+    patterns: tuple[str, ...] = ()
+    """Segment lengths and rates of each stage, as in Python: "DilatedPattern([256, 1024], [1, 4])". Without them: the
+    model's, which evaluations always take."""
+
+    def __post_init__(self) -> None:
+        for name in ("lengths", "fractions", "windows", "learning_rates", "patterns"):
+            values = tuple(getattr(self, name))
+            setattr(self, name, values)
+            if values and len(values) != len(self.lengths):
+                raise ValueError(
+                    f"stages.{name} must have an entry for each of the {len(self.lengths)} stages.lengths, got "
+                    f"{list(values)}"
+                )
+        for name, least in (("lengths", _SHORTEST), ("windows", 1)):
+            values = getattr(self, name)
+            if any(isinstance(value, bool) or not isinstance(value, int) or value < least for value in values):
+                raise ValueError(f"stages.{name} must be integers of at least {least}, got {list(values)}")
+        for name in ("fractions", "learning_rates"):
+            values = getattr(self, name)
+            if any(isinstance(value, bool) or not 0 < value < math.inf for value in values):
+                raise ValueError(f"stages.{name} must be finite numbers above 0, got {list(values)}")
+        if self.fractions and abs(sum(self.fractions) - 1) > 1e-6:
+            raise ValueError(f"stages.fractions must add up to 1, got {list(self.fractions)}")
+        self.read_patterns()
+
+    def check(self, context_length: int, steps: int, model: LongNetConfig) -> None:
+        """Raise ``ValueError`` unless a run of ``steps`` with windows of ``context_length`` has these stages."""
+        if not self.lengths:
+            return
+        if max(self.lengths) != context_length or list(self.lengths) != sorted(self.lengths):
+            raise ValueError(
+                f"stages.lengths must rise and end with the context_length {context_length}, got {list(self.lengths)}"
+            )
+        if not self.ends_by_step(steps):
+            raise ValueError(
+                f"stages must have a step each: {steps} steps in parts of {list(self.fractions or self.lengths)} leave "
+                "one of them without"
+            )
+        for length, windows in zip(self.lengths, self.windows, strict=False):
+            if windows * length > context_length:
+                raise ValueError(
+                    f"stages.windows must have no more tokens than one of the context_length {context_length}, got "
+                    f"{windows} of {length}"
+                )
+        self.patterns_of(model)
+
+    def read_patterns(self) -> list[DilatedPattern]:
+        """Segment lengths and rates of each stage; nothing where the model's hold."""
+        found = []
+        for expression in self.patterns:
+            try:
+                pattern = pattern_from_expression(expression)
+            except ValueError as error:
+                raise ValueError(f"stages.patterns: {error}") from error
+            if not isinstance(pattern, DilatedPattern) or pattern != DilatedPattern(
+                pattern.segment_lengths, pattern.dilation_rates
+            ):
+                raise ValueError(
+                    "stages.patterns say segment lengths and rates, DilatedPattern(lengths, rates); all else is the "
+                    f"model's: got {expression}"
+                )
+            found.append(pattern)
+        return found
+
+    def patterns_of(self, model: LongNetConfig) -> tuple[tuple[Pattern, ...], ...]:
+        """For each stage the pattern of every layer of ``model``; nothing where its own hold.
+
+        Raises:
+            ValueError: a pattern that the model cannot have.
+        """
+        configs = []
+        for pattern in self.read_patterns():
+            lengths, rates = tuple(pattern.segment_lengths), tuple(pattern.dilation_rates)
+            try:
+                configs.append(replace(model, segment_lengths=lengths, dilation_rates=rates))
+            except ValueError as error:
+                raise ValueError(f"stages.patterns: {pattern!r}: {error}") from error
+        return tuple(tuple(map(config.pattern, range(model.num_layers))) for config in configs)
+
+    def ends_by_step(self, steps: int) -> tuple[int, ...]:
+        """The optimizer step before which each stage ends; empty where a stage would have none of them."""
+        ends = stage_ends(steps, len(self.lengths), self.fractions)
+        return ends if all(first < last for first, last in zip((0, *ends), ends, strict=False)) else ()
+
+    def to_dict(self) -> dict[str, Any]:
+        """The fields by name, as values that JSON holds."""
+        return {name: list(values) for name, values in asdict(self).items()}
+
+    @classmethod
+    def from_dict(cls, values: Mapping[str, Any]) -> StageSettings:
+        """The settings whose :meth:`to_dict` this is.
+
+        Raises:
+            TypeError, ValueError: a key that is no field, or a value out of range.
+        """
+        return cls(**{name: tuple(entries) for name, entries in values.items()})
+
+
+def stage_ends(steps: int, count: int, fractions: Sequence[float] = ()) -> tuple[int, ...]:
+    """The step before which each of ``count`` stages ends, of ``steps`` in all.
+
+    >>> stage_ends(7, 3), stage_ends(10, 2, [0.3, 0.7])
+    ((3, 5, 7), (3, 10))
+    """
+    parts = [Fraction(part).limit_denominator(10**6) for part in fractions] or [Fraction(1, count)] * count
+    return (*(math.ceil(end * steps) for end in list(accumulate(parts))[:-1]), steps)
+
+
+@dataclass(frozen=True, slots=True)
+class Stages:
+    """What a run does in each of its stages, by optimizer step.
+
+    Args:
+        lengths: of the windows.
+        ends: the step before which each stage ends.
+        windows: how many windows a batch has for each that it would have of the longest; by stage.
+        learning_rates: factors of the learning rates.
+        patterns: attention patterns of the layers; none where the model's own hold.
+    """
+
+    lengths: tuple[int, ...]
+    ends: tuple[int, ...]
+    windows: tuple[int, ...]
+    learning_rates: tuple[float, ...] = ()
+    patterns: tuple[tuple[Pattern, ...], ...] = ()
+
+    @classmethod
+    def of(cls, settings: StageSettings, model: LongNetConfig, *, context_length: int, steps: int) -> Stages:
+        """The stages of a run of ``model`` whose windows in the end have ``context_length`` tokens."""
+        lengths = settings.lengths or (context_length,)
+        return cls(
+            lengths, stage_ends(steps, len(lengths), settings.fractions),
+            settings.windows or tuple(context_length // length for length in lengths),
+            settings.learning_rates, settings.patterns_of(model),
+        )  # fmt: skip
+
+    def at(self, step: int) -> int:
+        """The stage of an optimizer step, both from 0; the last one after the end."""
+        return next((stage for stage, end in enumerate(self.ends) if step < end), len(self.ends) - 1)
+
+    def learning_rate(self, step: int) -> float:
+        """The factor of the learning rates at an optimizer step."""
+        return self.learning_rates[self.at(step)] if self.learning_rates else 1.0
+
+    def patterns_at(self, step: int) -> tuple[Pattern, ...]:
+        """The attention patterns of the layers at an optimizer step; none where the model's own hold."""
+        return self.patterns[self.at(step)] if self.patterns else ()
+
+    def windows_after(self, step: int) -> tuple[int, ...]:
+        """Windows of each stage in the first ``step`` optimizer steps that have one batch of one window of the longest
+        each."""
+        starts = (0, *self.ends)
+        done = [max(0, min(step, end) - start) for start, end in zip(starts, self.ends, strict=False)]
+        return tuple(steps * count for steps, count in zip(done, self.windows, strict=True))
+
+    def tokens_after(self, step: int) -> int:
+        """Tokens of these windows."""
+        return sum(count * length for count, length in zip(self.windows_after(step), self.lengths, strict=True))

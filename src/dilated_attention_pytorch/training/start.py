@@ -1,0 +1,94 @@
+"""Where a run goes on: at the newest of its checkpoints that is whole."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from dilated_attention_pytorch.errors import RunError
+
+from .checkpoint import OF_ALL, RESTORE, checkpoints, file_names
+from .manifest import MANIFEST_NAME, read_sealed
+from .verification import verify_checkpoint
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Start:
+    """Where a run goes on."""
+
+    checkpoint: Path | None
+    """The newest checkpoint that is whole; None if the run has none yet."""
+    left: Mapping[str, str]
+    """Newer ones by name, and why each is left."""
+    digest: str = ""
+    """SHA-256 of the checkpoint's manifest, by which other processes know that they see the same one."""
+    has_random_states: bool = True
+    """Whether as many processes wrote it as go on: each then finds its random numbers in it."""
+
+    def verify_here(self, run_id: str, processes: int, rank: int) -> None:
+        """Raise :class:`RunError` unless this process reads what the first one has found to be whole."""
+        if self.checkpoint is None or rank == 0:
+            return
+        verify_checkpoint(self.checkpoint, run_id, files_to_read(self.checkpoint, processes, rank))
+        if manifest_digest(self.checkpoint) != self.digest:
+            raise RunError(
+                f"{self.checkpoint} is another one here than where the first process looks; the run folder must lie on "
+                "a file system that all hosts of the run share"
+            )
+
+    def in_words(self) -> Iterator[str]:
+        """A line for each checkpoint that is left."""
+        assert self.checkpoint is not None or not self.left
+        for name, reason in self.left.items():
+            assert self.checkpoint is not None
+            yield f"{name} is left, and {self.checkpoint.name} before it is taken: {reason}"
+
+
+def choose_start(run: Path, run_id: str, processes: int, check: Callable[[Path], None]) -> Start:
+    """The newest checkpoint of ``run`` that is whole, and that ``check`` does not refuse.
+
+    Args:
+        run: the run folder.
+        run_id: the run's name for itself.
+        processes: how many processes it has.
+        check: raises :class:`RunError` for a checkpoint that is whole and not the run's.
+
+    Raises:
+        RunError: there are checkpoints, and none is.
+    """
+    left: dict[str, str] = {}
+    for checkpoint in checkpoints(run):
+        try:
+            verify_checkpoint(checkpoint, run_id, files_to_read(checkpoint, processes))
+            check(checkpoint)
+        except RunError as error:
+            left[checkpoint.name] = str(error)
+            continue
+        has_states, digest = _num_writers(checkpoint) == processes, manifest_digest(checkpoint)
+        return Start(checkpoint=checkpoint, left=left, digest=digest, has_random_states=has_states)
+    if left:
+        newest, *older = left.values()
+        raise RunError(". ".join([newest, *(f"Nor can the one before be taken: {reason}" for reason in older)]))
+    return Start(checkpoint=None, left=left)
+
+
+def files_to_read(checkpoint: Path, processes: int, rank: int | None = None) -> list[str]:
+    """What ``processes``, or the process ``rank`` of them, read of a checkpoint that others may have written.
+
+    Raises:
+        RunError: its manifest is not what was written.
+    """
+    return file_names(processes, rank) if _num_writers(checkpoint) == processes else [*OF_ALL]
+
+
+def _num_writers(checkpoint: Path) -> Any:
+    """How many processes wrote a checkpoint."""
+    return read_sealed(checkpoint / MANIFEST_NAME, what="broken checkpoint", remedy=RESTORE).get("processes")
+
+
+def manifest_digest(checkpoint: Path) -> str:
+    """SHA-256 of the manifest."""
+    return hashlib.sha256((checkpoint / MANIFEST_NAME).read_bytes()).hexdigest()

@@ -1,0 +1,67 @@
+"""The model of a run folder: which of its folders has it, and loading it."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from dilated_attention_pytorch.errors import RunError
+
+from .checkpoint import CONFIG_NAME, RESTORE, WEIGHTS_NAME, checkpoints
+from .manifest import MANIFEST_NAME, verify_manifest
+from .verification import check_weights, described_by
+
+if TYPE_CHECKING:
+    from dilated_attention_pytorch.models import LongNetForCausalLM
+
+
+def model_folder(run: Path) -> tuple[Path, Mapping[str, str]]:
+    """The folder with the weights of a run: its own once it is finished, before that its newest whole checkpoint.
+
+    Returns:
+        the folder; and newer checkpoints by name, with why each is left.
+
+    Raises:
+        RunError: there are none, or none is whole.
+    """
+    if not run.is_dir():
+        reason = "it is a file" if run.exists() else "there is no such folder"
+        raise RunError(f"{run} is no run folder: {reason}; name the --output of a `train` command")
+    if (run / WEIGHTS_NAME).exists():
+        return run, {}
+    left: dict[str, str] = {}
+    for checkpoint in checkpoints(run):
+        try:
+            verify_manifest(checkpoint, what="broken checkpoint", remedy=RESTORE, reading=(CONFIG_NAME, WEIGHTS_NAME))
+            check_weights(checkpoint)
+        except RunError as error:
+            left[checkpoint.name] = str(error)
+            continue
+        return checkpoint, left
+    if left:
+        raise RunError(next(iter(left.values())))
+    raise RunError(
+        f"{run} holds no trained model: neither {WEIGHTS_NAME} nor a checkpoint is in it; "
+        "name the --output of a `train` command that has saved one"
+    )
+
+
+def load_model(folder: Path) -> LongNetForCausalLM:
+    """The model of a folder with ``config.json`` and ``model.safetensors``, after both were checked.
+
+    Raises:
+        RunError: a file is missing or damaged, or belongs to another model.
+    """
+    from transformers.utils import logging
+
+    from dilated_attention_pytorch.models import LongNetForCausalLM
+
+    remedy = f"copy it again, or, if it was changed on purpose, remove {folder / MANIFEST_NAME}"
+    if os.path.lexists(folder / MANIFEST_NAME):
+        verify_manifest(folder, what="broken model", remedy=remedy, reading=(CONFIG_NAME, WEIGHTS_NAME))
+    check_weights(folder)
+    logging.disable_progress_bar()
+    with described_by(folder / CONFIG_NAME):
+        return LongNetForCausalLM.from_pretrained(folder)

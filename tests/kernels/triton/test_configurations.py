@@ -1,0 +1,47 @@
+"""Which blocks a device and a version of Triton get."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from dilated_attention_pytorch.benchmarks.registers import KERNELS, SHARED_KIB, is_shipped
+from dilated_attention_pytorch.kernels.triton.configurations import Configuration, candidates
+from dilated_attention_pytorch.kernels.triton.target import target_of
+
+
+@pytest.mark.parametrize("target", [*SHARED_KIB, "sm_87", "sm_103", "sm_110", "sm_121"])
+def test_every_device_has_candidates_for_every_call(target: str) -> None:
+    for kernel in (name for name in KERNELS if is_shipped(name, target)):
+        for width in (16, 32, 64, 128, 256):
+            for itemsize in (1,) if kernel.startswith("fp8") else (2, 4):
+                for banded in (False, True):
+                    for version in ((3, 6), (3, 9)):
+                        found = candidates(kernel, width, itemsize, target, banded, version)
+                        assert 1 <= len(found) <= 4
+                        assert len(set(found)) == len(found)
+
+
+def test_some_kernels_have_other_blocks_before_triton_3_9() -> None:
+    for target in ("sm_90", "sm_100"):
+        older, newer = (candidates("key_gradient", 64, 2, target, False, version) for version in ((3, 8), (3, 9)))
+        assert Configuration(128, 64, 8, 3) in set(newer) - set(older)
+    older, newer = (candidates("forward", 64, 2, "sm_100", False, version) for version in ((3, 8), (3, 9)))
+    assert set(newer) - set(older) == {Configuration(128, 64, 4, 2)}
+    for target in ("sm_80", "gfx942"):
+        older, newer = (candidates("key_gradient", 64, 2, target, False, version) for version in ((3, 8), (3, 9)))
+        assert older == newer
+
+
+def test_a_device_is_named_as_its_compiler_names_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    cuda = torch.device("cuda")
+    monkeypatch.setattr(torch.version, "hip", None)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: (12, 0))
+    assert target_of(cuda) == "sm_120"
+    assert target_of(torch.device("cpu")) == "sm_90"
+    monkeypatch.setattr(torch.version, "hip", "7.0")
+    properties = SimpleNamespace(gcnArchName="gfx942:sramecc+:xnack-")
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: properties)
+    assert target_of(cuda) == "gfx942"

@@ -1,0 +1,107 @@
+"""Records of JSONL, Parquet and Arrow: the same texts whatever the file, and what is broken is named with its line."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+from dilated_attention_pytorch.errors import RunError
+from dilated_attention_pytorch.training.corpus import read_corpus
+from dilated_attention_pytorch.training.data.records import Record, are_records, records
+
+TEXTS = ["first\nof two lines", "", "zweiter: äöü 𝄞", *(f"number {number}" for number in range(600))]
+
+
+def write_jsonl(path: Path, texts: list[str], field: str = "text") -> Path:
+    path.write_text("".join(json.dumps({"id": number, field: text}) + "\n" for number, text in enumerate(texts)))
+    return path
+
+
+def write_arrow(folder: Path, texts: list[str], **state: object) -> Path:
+    """A folder as ``save_to_disk`` of datasets 4 and 5 writes it, its rows in two files."""
+    folder.mkdir()
+    halves = [texts[:100], texts[100:]]
+    for number, half in enumerate(halves):
+        table = pa.table({"id": range(len(half)), "text": half})
+        with pa.ipc.new_stream(folder / f"data-0000{number}-of-00002.arrow", table.schema) as stream:
+            stream.write_table(table, max_chunksize=37)
+    files = [{"filename": f"data-0000{number}-of-00002.arrow"} for number in range(2)]
+    (folder / "state.json").write_text(json.dumps({"_data_files": files, "_split": None, **state}))
+    (folder / "dataset_info.json").write_text("{}")
+    return folder
+
+
+def test_texts_are_the_same_in_every_format(tmp_path: Path) -> None:
+    pq.write_table(pa.table({"text": TEXTS, "id": range(len(TEXTS))}), tmp_path / "a.parquet", row_group_size=50)
+    places = [
+        write_jsonl(tmp_path / "a.jsonl", TEXTS), tmp_path / "a.parquet", write_arrow(tmp_path / "saved", TEXTS)
+    ]  # fmt: skip
+    for place in places:
+        assert are_records(place)
+        assert [record.text.decode() for record in records(place, "text")] == TEXTS
+    assert next(records(places[0], "text")) == Record("a.jsonl:1", TEXTS[0].encode())
+    assert [record.name for record in records(places[2], "text")][99:101] == [
+        "data-00000-of-00002.arrow:100", "data-00001-of-00002.arrow:1",
+    ]  # fmt: skip
+
+
+def test_each_text_is_a_document_of_the_corpus_and_empty_ones_are_said(tmp_path: Path) -> None:
+    corpus = read_corpus([write_jsonl(tmp_path / "a.jsonl", TEXTS, "body")], text_field="body")
+    assert corpus.skipped == {"empty": 1}
+    found = [
+        text.file(index)[1:].numpy().tobytes().decode()
+        for text in (corpus.training, corpus.held_out)
+        for index in range(len(text.file_starts))
+    ]
+    assert sorted(found) == sorted(filter(None, TEXTS))
+    assert 5 < len(corpus.held_out.file_starts) < 90
+
+
+@pytest.mark.parametrize(("line", "message"), [
+    ('{"text": "cut', r"a\.jsonl, line 3 is no JSON \(Invalid control character"),
+    ('["text"]', r"a\.jsonl, line 3 is no object, but list"),
+    ('{"body": "x"}', r"line 3 has no 'text'; it has 'body'; name the one that holds the text with --text-field"),
+    ('{"text": 5}', r"line 3: 'text' is 5, not text"),
+    ('{"text": "a\\ud800"}', r"line 3: 'text' is no text that UTF-8 holds"),
+    ('{"text": "a\\u0000"}', r"line 3: 'text' holds a zero character"),
+])  # fmt: skip
+def test_a_broken_line_is_named(line: str, message: str, tmp_path: Path) -> None:
+    path = tmp_path / "a.jsonl"
+    path.write_text('{"text": "good"}\n\n' + line + "\n")
+    with pytest.raises(RunError, match=message):
+        list(records(path, "text"))
+
+
+def test_what_is_wrong_with_a_table_is_said(tmp_path: Path) -> None:
+    path = tmp_path / "a.parquet"
+    pq.write_table(pa.table({"text": ["x", None], "id": [1, 2]}), path)
+    with pytest.raises(RunError, match=r"a\.parquet, row 2: 'text' is None, not text"):
+        list(records(path, "text"))
+    with pytest.raises(RunError, match=r"the column 'id' of .* holds int64, not text; name another with --text-field"):
+        list(records(path, "id"))
+    with pytest.raises(RunError, match=r"has no column 'body'; it has 'text', 'id'"):
+        list(records(path, "body"))
+    path.write_bytes(path.read_bytes()[:-9])
+    with pytest.raises(RunError, match=r"a\.parquet is damaged or no Parquet file"):
+        list(records(path, "text"))
+    folder = write_arrow(tmp_path / "saved", TEXTS)
+    cut = folder / "data-00001-of-00002.arrow"
+    cut.write_bytes(cut.read_bytes()[:3000])
+    with pytest.raises(RunError, match=r"data-00001-of-00002\.arrow .*(damaged|cannot be read)"):
+        list(records(folder, "text"))
+
+
+def test_folders_of_splits_and_of_selected_rows_are_refused(tmp_path: Path) -> None:
+    (tmp_path / "both").mkdir()
+    (tmp_path / "both" / "dataset_dict.json").write_text('{"splits": ["train", "test"]}')
+    for split in ("train", "test"):
+        write_arrow(tmp_path / "both" / split, TEXTS)
+    with pytest.raises(RunError, match=r"both holds several splits \(test, train\); name one, as .*/both/train"):
+        list(records(tmp_path / "both", "text"))
+    selected = write_arrow(tmp_path / "selected", TEXTS, _indices_data_files=[{"filename": "indices.arrow"}])
+    with pytest.raises(RunError, match=r"rows that are only selected; call flatten_indices\(\) and save it again"):
+        list(records(selected, "text"))

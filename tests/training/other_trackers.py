@@ -1,0 +1,85 @@
+"""Weights & Biases (offline) and MLflow hold what the log holds. By `make trackers`: too large for the gate."""
+
+from __future__ import annotations
+
+import json
+import struct
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import wandb
+from mlflow import MlflowClient
+from wandb.proto import wandb_internal_pb2
+
+from dilated_attention_pytorch.training import RunError
+from dilated_attention_pytorch.training.trackers import check_trackers, tracking
+from training.runs import open_run, tiny_settings
+
+_BLOCK, _HEAD = 1 << 15, 7
+
+
+def wandb_records(file: Path) -> Iterator[wandb_internal_pb2.Record]:
+    """What an offline run wrote: records in LevelDB's log format, after a head of 7 bytes."""
+    data, place, record = file.read_bytes(), _HEAD, b""
+    while place + _HEAD <= len(data):
+        if _BLOCK - place % _BLOCK < _HEAD:
+            place += _BLOCK - place % _BLOCK
+            continue
+        _, length, kind = struct.unpack_from("<IHB", data, place)
+        record += data[place + _HEAD : place + _HEAD + length]
+        place += _HEAD + length
+        if kind in (1, 4):  # whole, or the last part
+            yield wandb_internal_pb2.Record.FromString(record)
+            record = b""
+
+
+def wandb_history(folder: Path) -> list[dict[str, float]]:
+    entries = []
+    for file in sorted(folder.glob("wandb/offline-run-*/run-*.wandb")):
+        for record in wandb_records(file):
+            if record.WhichOneof("record_type") == "history":
+                items = {item.key or ".".join(item.nested_key): item.value_json for item in record.history.item}
+                entries.append({name: json.loads(value) for name, value in items.items()})
+    return entries
+
+
+@pytest.mark.filterwarnings("ignore")  # theirs
+def test_wandb_writes_an_offline_run_of_every_figure(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("WANDB_MODE", "offline")
+    wandb.teardown()  # what it read of the environment before
+    settings = tiny_settings(tmp_path, track=("wandb",))
+    check_trackers(settings)
+    with tracking(settings, open_run(tmp_path)) as (tracker,):
+        tracker.log(2, {"loss": 1.5, "mfu": 0.25})
+        tracker.log(4, {"loss": 1.25})
+    wandb.teardown()  # the process that writes has ended
+    found = [(entry["_step"], entry["loss"], entry.get("mfu")) for entry in wandb_history(tmp_path)]
+    assert found == [(2, 1.5, 0.25), (4, 1.25, None)]
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_wandb_without_a_login_is_refused_before_the_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("WANDB_MODE", "WANDB_API_KEY"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("HOME", str(tmp_path))
+    monkeypatch.setenv("NETRC", str(tmp_path / "netrc"))
+    wandb.teardown()
+    with pytest.raises(RunError, match="nobody is logged in at Weights & Biases here; run `wandb login`"):
+        check_trackers(tiny_settings(tmp_path, track=("wandb",)))
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_mlflow_holds_every_figure_once_where_a_run_goes_on(tmp_path: Path) -> None:
+    settings = tiny_settings(tmp_path, track=("mlflow",))
+    for steps in ((2, 4), (4, 6)):
+        with tracking(settings, open_run(tmp_path)) as (tracker,):
+            for step in steps:
+                tracker.log(step, {"loss": 1.0 / step, "mfu": 0.25})
+    client = MlflowClient(tracking_uri=f"sqlite:///{tmp_path}/mlflow/mlflow.db")
+    (experiment,) = [found for found in client.search_experiments() if found.name == "dilated-attention"]
+    (run,) = client.search_runs([experiment.experiment_id])
+    history = client.get_metric_history(run.info.run_id, "loss")
+    assert [(metric.step, metric.value) for metric in history] == [(2, 0.5), (4, 0.25), (6, 1.0 / 6)]
+    assert run.data.params["steps"] == "9"
+    assert run.info.status == "FINISHED"

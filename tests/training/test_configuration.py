@@ -1,0 +1,138 @@
+"""Settings in files: what is written is read back, a run's own file gives the same run, and what is wrong is said."""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from dilated_attention_pytorch.cli import main
+from dilated_attention_pytorch.cli.train import defaults_of
+from dilated_attention_pytorch.training import PRESETS, ExtensionSettings, RunError, TrainSettings, train
+from dilated_attention_pytorch.training import run as training_run
+from dilated_attention_pytorch.training.configuration import (
+    CONFIGURATION_NAME,
+    configuration_text,
+    read_configuration,
+    with_values,
+)
+from dilated_attention_pytorch.training.stages import StageSettings
+from training.runs import quiet, tiny_settings, weights, write_texts
+
+NUMBERS = st.floats(min_value=1e-30, max_value=1e30)
+PATHS = st.lists(st.text(st.characters(codec="utf-8", exclude_characters="\0"), min_size=1), max_size=3)
+
+
+@st.composite
+def stages_of(draw: st.DrawFn, settings: TrainSettings) -> StageSettings:
+    if not draw(st.booleans()):
+        return StageSettings()
+    return StageSettings(
+        lengths=(8, settings.context_length), learning_rates=(draw(NUMBERS), 1.0), fractions=(0.5, 0.5)
+    )
+
+
+@st.composite
+def training_settings(draw: st.DrawFn) -> TrainSettings:
+    settings = PRESETS[draw(st.sampled_from(sorted(PRESETS)))]()
+    model = dataclasses.replace(
+        settings.model,
+        dropout=draw(st.floats(0, 0.9)),
+        tie_embeddings=draw(st.booleans()),
+        layer_segment_shifts=tuple(draw(st.lists(st.integers(0, 60), min_size=1, max_size=3))),
+    )
+    return dataclasses.replace(
+        settings, model=model, data=tuple(Path("/", path) for path in draw(PATHS)), steps=draw(st.integers(2, 10**6)),
+        learning_rate=draw(NUMBERS), compile=draw(st.booleans()), sample_prompt=draw(st.text(max_size=20)),
+        schedule=draw(st.sampled_from(["linear", "cosine", "constant"])), stages=draw(stages_of(settings)),
+    )  # fmt: skip
+
+
+@given(training_settings())
+def test_training_settings_come_back_from_their_file(tmp_path_factory: Any, settings: TrainSettings) -> None:
+    file = tmp_path_factory.mktemp("configuration") / CONFIGURATION_NAME
+    file.write_text(configuration_text(settings.to_dict(), "train"))
+    assert with_values(PRESETS["cpu"](), read_configuration(file), file) == settings
+
+
+@given(st.lists(st.integers(8, 10**6), max_size=4), NUMBERS)
+def test_extension_settings_come_back_from_their_file(tmp_path_factory: Any, stages: list[int], rate: float) -> None:
+    rising = tuple(sorted(stages))
+    length = rising[-1] if rising else 4096
+    settings = ExtensionSettings(
+        model="some/model", length=length, stages=rising, learning_rate=rate, pattern="local_window(64)"
+    )
+    file = tmp_path_factory.mktemp("configuration") / CONFIGURATION_NAME
+    file.write_text(configuration_text(settings.to_dict(), "extend"))
+    assert with_values(ExtensionSettings(model="other"), read_configuration(file), file) == settings
+
+
+def test_a_run_is_run_again_from_the_file_that_it_leaves(tmp_path: Path) -> None:
+    first = train(tiny_settings(write_texts(tmp_path / "texts")), tmp_path / "first", quiet())
+    file = first.run / CONFIGURATION_NAME
+    settings = with_values(PRESETS["cpu"](), read_configuration(file), file)
+    again = train(settings, tmp_path / "again", quiet())
+    assert again.bits_per_byte == first.bits_per_byte
+    expected, found = weights(first.run), weights(again.run)
+    assert all(torch.equal(expected[name], found[name]) for name in expected)
+
+
+def test_a_file_changes_the_preset_and_flags_change_the_file(tmp_path: Path) -> None:
+    file = tmp_path / "my.toml"
+    file.write_text('preset = "tiny"\noutput = "mine"\ndata = ["a", "b"]\nsteps = 7\n[model]\nnum_layers = 3\n')
+    command = defaults_of(["--config", str(file), "--steps", "5"])
+    tiny = PRESETS["tiny"]()
+    assert (command.preset, command.output, command.data) == ("tiny", Path("mine"), (Path("a"), Path("b")))
+    assert command.model == dataclasses.replace(tiny.model, num_layers=3)
+    assert command.context_length == tiny.context_length
+    assert defaults_of([f"--config={file}", "--preset", "cpu"]).context_length == PRESETS["cpu"]().context_length
+
+
+WRONG = {
+    "steps = ": "is no TOML: ",
+    "step = 5": "there is no setting step; did you mean steps?",
+    "zzz = 5": "there is no setting zzz; --help lists",
+    'steps = "many"': "steps = 'many': str is not an instance of int",
+    "steps = 2.5": "steps = 2.5: float is not an instance of int",
+    "steps = 0": "steps must be at least 1, got 0",
+    "steps = true": "steps must be a finite number, got True",
+    'compile = "yes"': "compile = 'yes': str is not an instance of bool",
+    'schedule = "exponential"': "schedule = 'exponential': str is not any of ('linear', 'cosine', 'wsd', 'constant')",
+    'data = "texts"': "data = 'texts': pathlib.PosixPath is not a tuple",
+    "data = [1]": "data = [1]: item 0 of tuple is not an instance of pathlib.Path",
+    "model = 5": "model = 5: int is not an instance of",
+    "[model]\nembed_dims = 64": "there is no setting model.embed_dims; did you mean model.embed_dim?",
+    "[model]\nnum_heads = 3": "model.num_heads must divide embed_dim",
+    "[model]\nsegment_lengths = [8, 16]": "model.segment_lengths and dilation_rates",
+    'preset = "huge"': "--preset huge: there is no such preset",
+    "learning_rate = nan": "learning_rate must be a finite number, got nan",
+}
+
+
+@pytest.mark.parametrize("text", WRONG)
+def test_what_is_wrong_in_a_file_is_said_and_nothing_is_written(
+    text: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(training_run, "_go", lambda run: pytest.fail("it trains"))
+    file = tmp_path / "wrong.toml"
+    file.write_text(text)
+    with pytest.raises(SystemExit) as left:
+        main(["train", "--config", str(file), "--output", str(tmp_path / "run")])
+    assert left.value.code == 2
+    assert WRONG[text] in capsys.readouterr().err
+    assert not (tmp_path / "run").exists()
+
+
+def test_a_file_that_cannot_be_read_is_named(tmp_path: Path) -> None:
+    with pytest.raises(RunError, match="there is no such file"):
+        read_configuration(tmp_path / "none.toml")
+    with pytest.raises(RunError, match="cannot be read: Is a directory"):
+        read_configuration(tmp_path)
+    (tmp_path / "bytes.toml").write_bytes(b"\xff\xfe")
+    with pytest.raises(RunError, match="is no TOML"):
+        read_configuration(tmp_path / "bytes.toml")

@@ -1,0 +1,336 @@
+"""Faults that a run survives: nothing is lost, what was done is written down, and how long it took is a figure."""
+
+from __future__ import annotations
+
+import errno
+import io
+import json
+import os
+import re
+import signal
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from rich.console import Console
+from torch import Tensor
+
+from dilated_attention_pytorch.training import RunError, TrainSettings, publishing, resume, run_trainer, train
+from dilated_attention_pytorch.training.callbacks import read_metrics
+from dilated_attention_pytorch.training.checkpoint import latest_checkpoint
+from dilated_attention_pytorch.training.faults import FAULTS_NAME, Cost, cost_of_faults, note_fault, read_faults
+from dilated_attention_pytorch.training.lifecycle import OpenRun
+from dilated_attention_pytorch.training.micro_batch import is_out_of_memory
+from dilated_attention_pytorch.training.trainer import LongNetTrainer
+from training.broken_runs import break_at
+from training.runs import quiet, stop_after, tiny_settings, weights, write_texts
+
+
+@pytest.fixture(scope="module")
+def texts(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_texts(tmp_path_factory.mktemp("faults") / "texts")
+
+
+def small(texts: Path, **changes: Any) -> TrainSettings:
+    """Little is evaluated and sampled: what is looked at here is the training."""
+    few = {"eval_windows": 1, "final_eval_windows": 1, "quarter_files": 1, "sample_length": 1, "log_steps": 1}
+    return tiny_settings(texts, **few | changes)
+
+
+def assert_same_bits(run: Path, other: Path) -> None:
+    found, expected = weights(run), weights(other)
+    assert found.keys() == expected.keys()
+    assert all(torch.equal(found[name], expected[name]) for name in expected)
+
+
+# Checkpoints beside the computation.
+
+
+def test_checkpoints_that_are_written_beside_the_steps_are_byte_for_byte_those_that_steps_wait_for(
+    texts: Path, tmp_path: Path
+) -> None:
+    beside, between = (
+        train(small(texts, optimizer="adamw", async_checkpoints=choice), tmp_path / str(choice), quiet()).run
+        for choice in (True, False)
+    )
+    for step in (8, 9):
+        files = {path.name for path in (between / f"checkpoint-{step}").iterdir()}
+        assert {path.name for path in (beside / f"checkpoint-{step}").iterdir()} == files
+        for name in files - {"manifest.json", "trainer_state.json"}:  # which name the run, and its speed
+            one, other = (run / f"checkpoint-{step}" / name for run in (beside, between))
+            assert one.read_bytes() == other.read_bytes(), name
+
+
+def test_steps_go_on_while_a_checkpoint_is_written_and_the_next_checkpoint_waits_for_it(
+    texts: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    publish, step_done, seen = publishing.publish, threading.Event(), []
+    take = LongNetTrainer.training_step
+
+    def publish_late(*args: Any, **options: Any) -> None:
+        assert step_done.wait(60)
+        seen.append(threading.current_thread() is threading.main_thread())
+        publish(*args, **options)
+
+    def take_and_tell(self: LongNetTrainer, *args: Any, **options: Any) -> Tensor:
+        if self.state.global_step == 6:
+            assert not list(self.run.glob("checkpoint-*"))
+            step_done.set()
+        return take(self, *args, **options)
+
+    monkeypatch.setattr(run_trainer, "publish", publish_late)
+    monkeypatch.setattr(LongNetTrainer, "training_step", take_and_tell)
+    run = train(small(texts), tmp_path / "run", quiet()).run
+    assert seen == [False] * 3
+    assert {path.name for path in run.glob("checkpoint-*")} == {"checkpoint-8", "checkpoint-9"}
+
+
+def test_a_disk_that_fills_up_beside_the_steps_ends_the_run_before_the_next_checkpoint(
+    texts: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    save = run_trainer._save_state
+
+    def fill_up(state: dict[str, Any], path: str) -> None:
+        if "checkpoint-4" in path:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), path)
+        save(state, path)
+
+    monkeypatch.setattr(run_trainer, "_save_state", fill_up)
+    with pytest.raises(RunError, match=r"the disk is full while the checkpoint of step 4 .* step 2 is kept"):
+        train(small(texts, steps=200, save_steps=2), tmp_path / "run", quiet())
+    assert [path.name for path in (tmp_path / "run").glob("checkpoint-*")] == ["checkpoint-2"]
+    assert not (tmp_path / "run" / ".unfinished").exists()
+    monkeypatch.undo()
+    (failed,) = read_faults(tmp_path / "run", "failed")
+    assert failed["step"] <= 6
+    assert failed["reason"].startswith("the disk is full while the checkpoint of step 4 was written")
+    # TensorBoard's files are closed, and the writer of checkpoints is gone.
+    assert not [thread.name for thread in threading.enumerate() if type(thread).__name__ == "_AsyncWriterThread"]
+    assert not [thread.name for thread in threading.enumerate() if thread.name.startswith("dilated-attention-check")]
+
+
+# Out of memory.
+
+
+def run_out_of_memory(monkeypatch: pytest.MonkeyPatch, rows: int, step: int) -> list[int]:
+    """Have no memory for more than so many rows from ``step`` on; the rows that were taken at once."""
+    compute, taken = LongNetTrainer.compute_loss, []
+
+    def compute_or_fail(self: LongNetTrainer, model: Any, inputs: dict[str, Tensor], *args: Any, **options: Any) -> Any:
+        loss = compute(self, model, inputs, *args, **options)
+        if torch.is_grad_enabled():
+            if len(inputs["input_ids"]) > rows and self.state.global_step + 1 >= step:
+                torch.empty(1 << 60, dtype=torch.uint8)
+            taken.append(len(inputs["input_ids"]))
+        return loss
+
+    monkeypatch.setattr(LongNetTrainer, "compute_loss", compute_or_fail)
+    return taken
+
+
+def test_where_memory_runs_out_windows_are_taken_fewer_at_once_and_the_run_is_the_same_to_rounding(
+    texts: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, figure: Any
+) -> None:
+    changes: dict[str, Any] = {
+        "batch_size": 5,
+        "gradient_accumulation": 2,
+        "precision": "float32",
+        "optimizer": "adamw",
+    }
+    settings = small(texts, steps=6, **changes)
+    settings.model.dropout = 0.0
+    whole = train(settings, tmp_path / "whole", quiet()).run
+    said = io.StringIO()
+    taken = run_out_of_memory(monkeypatch, rows=2, step=3)
+    with monkeypatch.context() as patch:
+        stop_after(patch, 4, signal.SIGINT)
+        stopped = train(settings, tmp_path / "run", Console(file=said, width=1000))
+    # 5 at once; then 3 in the first batch of step 3, which begins anew; then 2, by which it is taken.
+    assert taken == [5] * 4 + [2, 2, 1] * 2 * (stopped.step - 2)
+    assert "memory ran out in step 3 ([enforce fail at alloc_cpu" in said.getvalue()
+    assert "windows are taken 3 at once from now on, as many as before in every step" in said.getvalue()
+    taken.clear()
+    assert resume(tmp_path / "run", quiet()).step == 6
+    assert taken == [2, 2, 1] * 2 * (6 - stopped.step)
+    assert [fault["rows"] for fault in read_faults(tmp_path / "run", "out of memory")] == [3, 2]
+    found, expected = weights(tmp_path / "run"), weights(whole)
+    furthest = max(float((found[name] - expected[name]).abs().max()) for name in expected)
+    figure("out of memory in step 3 of 6: furthest weight from that of the undisturbed run", f"{furthest:.1e}")
+    assert furthest < 1e-5
+
+
+def test_memory_that_is_missing_for_one_window_ends_the_run_in_words(
+    texts: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run_out_of_memory(monkeypatch, rows=0, step=5)
+    with pytest.raises(RunError, match=r"memory ran out in step 5 .*, and one window is taken at once already; .* ste"
+                       r"p 4 is kept: go on from it with --resume"):  # fmt: skip
+        train(small(texts), tmp_path / "run", quiet())
+
+
+@pytest.mark.parametrize(("error", "is_one"), [
+    (torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB"), True), (MemoryError(), True),
+    (RuntimeError("[enforce fail at alloc_cpu.cpp:127] err == 0. DefaultCPUAllocator: can't allocate memory: you "
+                  "tried to allocate 9 bytes."), True),
+    (RuntimeError("Expected all tensors to be on the same device"), False), (ValueError("out of memory"), False),
+])  # fmt: skip
+def test_errors_of_memory_are_told_from_others(error: Exception, is_one: bool) -> None:
+    assert is_out_of_memory(error) is is_one
+
+
+# NaN and spikes.
+
+
+def left_out(monkeypatch: pytest.MonkeyPatch, *steps: int) -> None:
+    """Have runs leave out the batches of ``steps`` from their beginning."""
+    build = OpenRun.__init__
+
+    def build_with_steps(self: OpenRun, **given: Any) -> None:
+        build(self, **given | {"skipped": frozenset(steps)})
+
+    monkeypatch.setattr(OpenRun, "__init__", build_with_steps)
+
+
+def break_batches(monkeypatch: pytest.MonkeyPatch, loss: float, *steps: int) -> None:
+    """Have the batches of ``steps`` give this loss more."""
+    compute = LongNetTrainer.compute_loss
+
+    def compute_and_break(self: LongNetTrainer, *args: Any, **options: Any) -> Any:
+        found = compute(self, *args, **options)
+        return found + loss if torch.is_grad_enabled() and self.state.global_step + 1 in steps else found
+
+    monkeypatch.setattr(LongNetTrainer, "compute_loss", compute_and_break)
+
+
+def expected_without(texts: Path, folder: Path, *steps: int, **changes: Any) -> Path:
+    """A run that leaves out the batches of ``steps``, and knew it from its beginning."""
+    with pytest.MonkeyPatch.context() as patch:
+        left_out(patch, *steps)
+        return train(small(texts, **changes), folder, quiet()).run
+
+
+@pytest.mark.parametrize(("changes", "loss", "said"), [
+    ({"on_nan": "skip"}, float("nan"), r"step 7 is not taken: NaN or infinity is in 2 of 2 losses \(nan, nan\)"),
+    ({"spike_deviations": 30.0, "spike_window": 4}, 1e3,
+     r"step 7 is not taken: its loss 200\d is .* deviations above .*, the median of the last 4 steps"),
+], ids=["nan", "spike"])  # fmt: skip
+def test_a_batch_that_breaks_the_run_is_left_out_and_nothing_else(
+    texts: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, figure: Any, changes: Any, loss: float, said: str
+) -> None:
+    console = Console(file=io.StringIO(), width=1000)
+    with monkeypatch.context() as patch:
+        break_batches(patch, loss, 7)
+        run = train(small(texts, gradient_accumulation=2, **changes), tmp_path / "run", console).run
+    assert isinstance(console.file, io.StringIO)
+    assert re.search(said + "; going back to the newest checkpoint, and on without batches 24 to 27 of step 7",
+                     console.file.getvalue())  # fmt: skip
+    assert "going on after step 4" in console.file.getvalue()
+    expected = expected_without(texts, tmp_path / "other", 7, gradient_accumulation=2, **changes)
+    assert_same_bits(run, expected)
+    (skipped,) = read_faults(run, "skipped")
+    assert (skipped["step"], skipped["batches"]) == (7, [24, 27])
+    (resumed,) = read_faults(run, "resumed")
+    assert (resumed["after"], resumed["step"]) == ("skipped", 4)
+    assert cost_of_faults(run).restarts == 1
+    assert "faults: 1 restarts, 1 steps without their batch, " in console.file.getvalue()
+    figure(f"a batch whose loss is {loss} more: seconds lost", cost_of_faults(run).seconds_lost)
+    # An entry has the mean of the steps that were taken: of this one there is none.
+    entries = {entry["step"]: entry for entry in read_metrics(run) if "learning_rate" in entry}
+    assert [step for step, entry in entries.items() if "bits_per_byte" not in entry] == [7]
+
+
+def test_a_run_that_nan_has_ended_may_be_told_to_go_on_and_leaves_the_batch_out_whenever_it_is_taken_up(
+    texts: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with monkeypatch.context() as patch:
+        break_batches(patch, float("nan"), 6)
+        write = note_fault
+
+        def note_and_stop(run: Path, kind: Any, **values: Any) -> None:
+            write(run, kind, **values)
+            if kind == "resumed" and values["after"] == "skipped":
+                stop_after(patch, 5, signal.SIGTERM)
+
+        with pytest.raises(RunError, match="step 6 is not taken"):
+            train(small(texts), tmp_path / "run", quiet())
+        patch.setattr("dilated_attention_pytorch.training.faults.note_fault", note_and_stop)
+        assert resume(tmp_path / "run", quiet(), {"on_nan": "skip"}).stopped_by == signal.SIGTERM
+    assert latest_checkpoint(tmp_path / "run") == tmp_path / "run" / "checkpoint-6"
+    resume(tmp_path / "run", quiet())
+    assert_same_bits(tmp_path / "run", expected_without(texts, tmp_path / "other", 6, on_nan="skip"))
+
+
+def test_a_signal_in_a_step_that_goes_back_is_not_lost(
+    texts: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with monkeypatch.context() as patch:
+        break_batches(patch, float("nan"), 6)
+        stop_after(patch, 5, signal.SIGINT)
+        before = signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell may have it ignored
+        try:
+            with pytest.raises(KeyboardInterrupt):
+                train(small(texts, on_nan="skip"), tmp_path / "run", quiet())
+        finally:
+            signal.signal(signal.SIGINT, before)
+    assert [fault["kind"] for fault in read_faults(tmp_path / "run")] == ["skipped"]
+    resume(tmp_path / "run", quiet())
+    assert_same_bits(tmp_path / "run", expected_without(texts, tmp_path / "other", 6, on_nan="skip"))
+
+
+def test_two_batches_in_a_row_that_break_the_run_end_it(
+    texts: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    break_batches(monkeypatch, float("nan"), 2, 6, 7)
+    with pytest.raises(RunError, match=r"step 7 is not taken: .*, after the run has gone back for that once; the check"
+                       r"point of step 4 is kept: .* the run diverges: begin anew with a lower"):  # fmt: skip
+        train(small(texts, on_nan="skip"), tmp_path / "run", quiet())
+    assert [fault["step"] for fault in read_faults(tmp_path / "run", "skipped")] == [2, 6]
+
+
+def test_a_state_that_is_broken_by_no_batch_is_computed_again_and_ends_the_run_if_it_breaks_again(
+    texts: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with monkeypatch.context() as patch:
+        break_at(patch, "weight", 8)
+        with pytest.raises(RunError, match=r"the checkpoint of step 8 is not written: .* gone back for that once; the"):
+            train(small(texts, on_nan="skip"), tmp_path / "run", quiet())
+    assert [fault["kind"] for fault in read_faults(tmp_path / "run")] == ["broken", "resumed", "failed"]
+    resume(tmp_path / "run", quiet())
+    assert_same_bits(tmp_path / "run", train(small(texts), tmp_path / "whole", quiet()).run)
+
+
+# What is written down.
+
+
+def _cut(data: bytes) -> bytes:
+    return data[:-20]
+
+
+def _flip(data: bytes) -> bytes:
+    return data.replace(b'"step": 7', b'"step": 6')
+
+
+@pytest.mark.parametrize("damage", [_cut, _flip])
+def test_a_damaged_line_of_faults_is_none_and_the_next_one_stands_by_itself(
+    tmp_path: Path, damage: Callable[[bytes], bytes]
+) -> None:
+    note_fault(tmp_path, "resumed", after="killed", step=4, down_seconds=2.0, redone_seconds=0.5)
+    note_fault(tmp_path, "skipped", step=7)
+    path = tmp_path / FAULTS_NAME
+    path.write_bytes(damage(path.read_bytes()))
+    note_fault(tmp_path, "resumed", after="stopped", step=8, down_seconds=3600.0, redone_seconds=0.0)
+    assert [fault["step"] for fault in read_faults(tmp_path)] == [4, 8]
+    assert cost_of_faults(tmp_path) == Cost(restarts=1, skipped_steps=0, seconds_lost=2.5)
+    assert all(line.startswith("{") for line in path.read_text().splitlines())
+
+
+def test_a_link_in_the_place_of_the_faults_is_not_written_through(tmp_path: Path) -> None:
+    precious = tmp_path / "precious"
+    precious.write_text("dear")
+    (tmp_path / FAULTS_NAME).symlink_to(precious)
+    note_fault(tmp_path, "stopped", step=1, signal=15)
+    assert precious.read_text() == "dear"
+    assert json.loads((tmp_path / FAULTS_NAME).read_text())["kind"] == "stopped"

@@ -1,0 +1,128 @@
+"""What a run records of itself: operations counted exactly, rates, memory, and what its restarts cost."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch.utils.flop_counter import FlopCounterMode
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from dilated_attention_pytorch import DilatedPattern, LongNetConfig, LongNetLM, local_window
+from dilated_attention_pytorch.integrations import set_pattern
+from dilated_attention_pytorch.training import resume, train
+from dilated_attention_pytorch.training.callbacks import Metrics, read_metrics
+from dilated_attention_pytorch.training.faults import cost_of_faults, note_fault
+from dilated_attention_pytorch.training.flops import longnet_flops, pretrained_flops, training_flops
+from dilated_attention_pytorch.training.measures import Work, matrix_product_rate, peak_memory
+from dilated_attention_pytorch.training.stages import Stages
+from training.runs import quiet, stopped_run, tiny_settings, write_texts
+
+
+@pytest.mark.parametrize(("activation", "tied"), [("swiglu", True), ("gelu", False)])
+def test_a_forward_pass_has_the_operations_that_pytorch_counts(activation: Any, tied: bool) -> None:
+    config = LongNetConfig(
+        vocab_size=11, embed_dim=12, num_layers=3, num_heads=6, num_kv_heads=3, ffn_dim=20, activation=activation,
+        segment_lengths=[13, 40], dilation_rates=[1, 3], layer_segment_shifts=(0, 5), tie_embeddings=tied,
+    )  # fmt: skip
+    with FlopCounterMode(display=False) as counter:
+        LongNetLM(config)(torch.randint(11, (2, 37)))
+    assert counter.get_total_flops() == 2 * longnet_flops(config).of_text(37)
+
+
+def test_a_dense_training_step_has_three_times_the_operations_of_its_forward_pass() -> None:
+    # One segment as long as the text is causal dense attention, whose pairs PyTorch's backward counts 5 products of.
+    config = LongNetConfig(
+        vocab_size=11, embed_dim=12, num_layers=2, num_heads=2, ffn_dim=20, segment_lengths=[19], dilation_rates=[1]
+    )
+    model, tokens = LongNetLM(config), torch.randint(11, (1, 19))
+    with FlopCounterMode(display=False) as counter:
+        torch.nn.functional.cross_entropy(model(tokens)[0], tokens[0]).backward()
+    pairs = 2 * 2 * (19 * 20 // 2)
+    assert longnet_flops(config).of_text(19) == 2 * config.num_matrix_weights * 19 + 4 * 6 * pairs
+    recomputed = 2 * 6 * pairs
+    assert counter.get_total_flops() - recomputed == training_flops(longnet_flops(config), Stages((19,), (1,), (1,)), 1)
+
+
+def test_a_stage_has_the_operations_of_its_windows_and_its_pattern() -> None:
+    config = LongNetConfig(embed_dim=12, num_layers=2, num_heads=2, segment_lengths=[64], dilation_rates=[1])
+    narrow = dataclasses.replace(config, segment_lengths=[8], dilation_rates=[2])
+    own, of_first = (tuple(each.pattern(layer) for layer in range(2)) for each in (config, narrow))
+    stages = Stages((16, 64), (3, 7), (4, 1), patterns=(of_first, own))
+    found = training_flops(longnet_flops(config), stages, 5)
+    expected = 3 * 4 * longnet_flops(narrow).of_text(16) + 2 * longnet_flops(config).of_text(64)
+    assert found == 3 * expected
+
+
+def test_a_pretrained_model_is_counted_as_pytorch_counts_it_at_any_length() -> None:
+    sizes: dict[str, Any] = {"vocab_size": 23, "hidden_size": 24, "intermediate_size": 20, "num_hidden_layers": 3}
+    model = LlamaForCausalLM(LlamaConfig(**sizes, num_attention_heads=6, num_key_value_heads=3))
+    pattern = DilatedPattern([8, 32], [1, 3]) + local_window(5)
+    set_pattern(model, pattern)
+    flops = pretrained_flops(model, pattern, 3)
+    with FlopCounterMode(display=False) as counter, torch.no_grad():
+        model(torch.randint(23, (1, 53)), use_cache=False)
+    assert counter.get_total_flops() == flops.of_text(53)
+
+
+def test_rates_are_those_of_the_steps_between() -> None:
+    work = Work(tokens_after=(100).__mul__, bytes_after=lambda step: 450.0 * step, flops_after=(10**9).__mul__)
+    assert work.rates(3, 7, 2.0, 8e9) == {"tokens_per_second": 200, "bytes_per_second": 900, "mfu": 0.25}
+
+
+def test_the_rate_of_a_machine_is_positive_and_memory_holds_what_was_taken() -> None:
+    assert matrix_product_rate(torch.device("cpu"), torch.float32) > 1e8
+    held = torch.ones(1 << 24)
+    assert peak_memory(torch.device("cpu")) > held.nbytes
+
+
+def test_every_entry_of_the_loss_says_how_fast_how_much_memory_and_how_often(tmp_path: Path) -> None:
+    run = train(tiny_settings(write_texts(tmp_path / "texts")), tmp_path / "run", quiet()).run
+    begun, *entries = read_metrics(run)
+    assert begun.keys() == {"step", "seconds", "matrix_product_flops"}
+    assert (begun["step"], begun["seconds"]) == (0, 0.0)
+    flops = 2 * training_flops(longnet_flops(tiny_settings(tmp_path).model), Stages((256,), (9,), (1,)), 1)
+    losses = [entry for entry in entries if "loss" in entry]
+    assert len(losses) == 4
+    for entry in losses:
+        assert entry["loss"] / 0.6931471805599453 == pytest.approx(entry["bits_per_byte"], rel=1e-6)
+        # A step has 2 windows of 256 bytes, so both rates give the time of a step.
+        expected = entry["tokens_per_second"] / 512 * flops / begun["matrix_product_flops"]
+        assert entry["mfu"] == pytest.approx(expected, rel=2e-3)
+        assert entry["bytes_per_second"] == entry["tokens_per_second"]
+        assert entry["peak_memory_bytes"] > 1 << 26
+        assert (entry["restarts"], entry["seconds_lost"]) == (0, 0.0)
+
+
+def test_a_log_that_is_taken_up_has_no_step_twice(tmp_path: Path) -> None:
+    def take_up(step: int) -> list[float]:
+        work = Work(tokens_after=int, bytes_after=float, flops_after=int)
+        Metrics(tmp_path, step, work=work, device=torch.device("cpu"), matrix_product_flops=1e9, trackers=())
+        return [entry["step"] for entry in read_metrics(tmp_path)]
+
+    assert take_up(0) == [0]
+    with (tmp_path / "metrics.jsonl").open("a") as file:
+        for step in (2, 4, 6):
+            file.write(json.dumps({"step": step, "seconds": 3.0 * step, "bits_per_byte": 2.0}) + "\n")
+    assert take_up(4) == [0, 2, 4, 4]
+    assert take_up(4) == [0, 2, 4, 4]  # nothing was done in between
+    assert read_metrics(tmp_path)[-1] == {"step": 4, "seconds": 12.0, "matrix_product_flops": 1e9}
+
+
+def test_a_run_that_went_on_after_a_fault_has_one_entry_a_step_and_says_what_it_cost(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    settings = tiny_settings(write_texts(tmp_path / "texts"), log_steps=1, eval_steps=9)
+    run = stopped_run(monkeypatch, settings, tmp_path / "run", 5).run
+    note_fault(run, "failed", step=6, reason="of a test")
+    resume(run, quiet())
+    entries = [entry for entry in read_metrics(run) if "loss" in entry]
+    assert [entry["step"] for entry in entries] == list(range(1, 10))
+    cost = cost_of_faults(run)
+    assert cost.restarts == 1
+    assert [entry["restarts"] for entry in entries] == 6 * [0] + 3 * [1]
+    assert [entry["seconds_lost"] for entry in entries] == 6 * [0.0] + 3 * [cost.seconds_lost]

@@ -1,0 +1,148 @@
+"""A run that goes on over other processes than it began with takes the same steps on the same windows."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import signal
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+import dilated_attention_pytorch
+from dilated_attention_pytorch.cli import main
+from dilated_attention_pytorch.training import RunError, resume, train
+from dilated_attention_pytorch.training.callbacks import read_metrics
+from dilated_attention_pytorch.training.spreading import spread_anew
+from processes import run_whole
+from training.runs import quiet, record_samples, samples_of, stop_after, stopped_run, weights, write_texts
+from training.spread_runs import small_settings
+
+TESTS = Path(__file__).parents[1]
+HANG_SECONDS = 600.0
+STEPS = 20
+
+
+@given(
+    st.integers(1, 3), st.integers(1, 4), st.sampled_from([1, 2, 4]), st.sampled_from([1, 2]), st.integers(1, 4),
+    st.integers(1, 12), st.sampled_from([None, 1, 2, 4]),
+)  # fmt: skip
+def test_a_step_takes_as_many_windows_on_any_number_of_processes(
+    batch: int, accumulation: int, context: int, tensor: int, sequences: int, processes: int, new_context: int | None
+) -> None:
+    settings = small_settings(
+        Path("x"), batch_size=batch, gradient_accumulation=accumulation, context_parallel=context,
+        tensor_parallel=tensor, strategy="ring" if context > 1 else "auto",
+    )  # fmt: skip
+    began_with, windows = sequences * context * tensor, batch * accumulation * sequences
+    changes = {} if new_context is None else {"context_parallel": new_context}
+    try:
+        spread = spread_anew(settings, began_with, processes, changes)
+    except RunError:
+        together = (new_context or math.gcd(context, max(1, processes // math.gcd(tensor, processes)))) * math.gcd(
+            tensor, processes
+        )
+        assert windows % max(1, processes // together)
+        return
+    if processes == began_with and not changes:
+        assert spread is settings
+        return
+    assert spread.context_parallel == new_context or context % spread.context_parallel == 0
+    together = spread.context_parallel * spread.tensor_parallel
+    assert spread.batch_size * spread.gradient_accumulation * max(1, processes // together) == windows
+    assert spread.batch_size <= batch
+    if new_context is None:
+        assert processes % together == 0
+
+
+def test_what_cannot_be_shared_says_what_can() -> None:
+    settings = small_settings(Path("x"), batch_size=3, gradient_accumulation=2)
+    with pytest.raises(RunError, match=r"takes 6 windows, which 4 groups .* go on with 1, 2, 3 or 6 processes"):
+        spread_anew(settings, 1, 4, {})
+
+
+def moments(checkpoint: Path) -> dict[str, torch.Tensor]:
+    state = torch.load(checkpoint / "optimizer.pt", weights_only=True)["state"]
+    return {f"{name}.{key}": value for name, of in state.items() for key, value in of.items() if key != "step"}
+
+
+def go_on_over(processes: int, run: Path, stop: int | None, changes: dict[str, Any], samples: Path) -> None:
+    """Resume ``run`` under torchrun, stop it after a step, and have ``samples`` filled with what it trains on."""
+    script = str(TESTS / "training" / "respread.py")
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(processes)]
+    path = os.pathsep.join([str(Path(dilated_attention_pytorch.__file__).parents[1]), str(TESTS)])
+    ended = run_whole(
+        [*command, script, str(run), json.dumps(stop), json.dumps(changes), str(samples)], HANG_SECONDS,
+        env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": path},
+    )  # fmt: skip
+    assert ended.returncode == 0, ended.stderr
+
+
+def test_two_processes_then_one_then_four_train_what_one_trains(tmp_path: Path, figure: Any) -> None:
+    """FSDP on two, one alone, four of which two share a sequence, one again: the curve of one that never moved."""
+    settings = small_settings(write_texts(tmp_path / "texts"), batch_size=2, gradient_accumulation=2, save_steps=5)
+    seen, seen_whole = tmp_path / "seen", tmp_path / "seen-whole"
+    with pytest.MonkeyPatch.context() as patch:
+        record_samples(patch, seen_whole)
+        whole = train(settings, tmp_path / "whole", quiet()).run
+    with pytest.MonkeyPatch.context() as patch:
+        record_samples(patch, seen)
+        run = stopped_run(patch, settings, tmp_path / "run", 3).run
+    go_on_over(2, run, 8, {"data_parallel": "fsdp"}, seen)
+    with pytest.MonkeyPatch.context() as patch:
+        record_samples(patch, seen)
+        stop_after(patch, 11, signal.SIGINT)
+        resume(run, quiet())
+    go_on_over(4, run, 15, {"context_parallel": 2}, seen)
+    assert moments(run / "checkpoint-16").keys() == moments(whole / "checkpoint-20").keys()
+    with pytest.MonkeyPatch.context() as patch:
+        record_samples(patch, seen)
+        ended = resume(run, quiet())
+    assert ended.step == STEPS
+    assert samples_of(seen) == samples_of(seen_whole)
+    curves = [
+        {
+            entry["step"]: entry["bits_per_byte"] * math.log(2)
+            for entry in read_metrics(folder)
+            if "bits_per_byte" in entry
+        }
+        for folder in (whole, run)
+    ]
+    assert list(curves[0]) == list(curves[1]) == list(range(1, STEPS + 1))
+    of_loss = max(abs(curves[0][step] - curves[1][step]) for step in curves[0])
+    expected, found = weights(whole), weights(run)
+    of_weight = max(float((expected[name] - found[name]).abs().max()) for name in expected)
+    of_moment = max(
+        float((tensor - moments(run / "checkpoint-20")[name]).abs().max())
+        for name, tensor in moments(whole / "checkpoint-20").items()
+    )
+    figure("1 -> 2 (fsdp) -> 1 -> 4 (context 2) -> 1 processes: largest difference of a loss, weight, moment",
+           f"{of_loss:.1e}, {of_weight:.1e}, {of_moment:.1e}")  # fmt: skip
+    assert of_loss < 1e-5
+    assert of_weight < 1e-5
+    assert of_moment < 1e-5
+
+
+def test_other_flags_than_those_that_spread_are_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        main(["train", "--resume", str(tmp_path), "--context-parallel", "2", "--steps", "3"])
+    assert "so --steps cannot go with it" in capsys.readouterr().err
+
+
+def test_what_a_run_of_one_process_was_told_stays_when_other_things_change() -> None:
+    settings = small_settings(Path("x"), data_parallel="zero1", offload="optimizer", optimizer="adamw")
+    spread = spread_anew(settings, 1, 1, {"workers": 1})
+    assert (spread.data_parallel, spread.offload, spread.workers) == ("zero1", "optimizer", 1)
+
+
+def test_a_batch_size_that_does_not_divide_a_step_is_refused() -> None:
+    settings = small_settings(Path("x"), batch_size=2, gradient_accumulation=2)
+    message = r"--batch-size 3 must divide the 4 windows that .*; take 1, 2 or 4"
+    with pytest.raises(RunError, match=message):
+        spread_anew(settings, 1, 1, {"batch_size": 3})

@@ -1,0 +1,123 @@
+"""Trackers: what each library holds in the end is what the log of the run holds."""
+
+from __future__ import annotations
+
+import importlib.util
+import math
+import os
+import socket
+import urllib.request
+from pathlib import Path
+from typing import Any
+
+import pytest
+from prometheus_client.parser import text_string_to_metric_families
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+from dilated_attention_pytorch.installation import install_command
+from dilated_attention_pytorch.training import RunError, TrainSettings, resume, train
+from dilated_attention_pytorch.training.callbacks import read_metrics
+from dilated_attention_pytorch.training.trackers import check_trackers, tracking
+from training.runs import open_run, quiet, stopped_run, tiny_settings, write_texts
+
+
+def figures_of(run: Path, name: str) -> dict[int, float]:
+    return {entry["step"]: entry[name] for entry in read_metrics(run) if name in entry and "loss" in entry}
+
+
+def gauges(text: str) -> dict[str, float]:
+    return {
+        sample.name: sample.value for family in text_string_to_metric_families(text) for sample in family.samples
+    }  # fmt: skip
+
+
+def test_tensorboard_and_prometheus_hold_what_the_log_holds_after_a_restart_too(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    settings = tiny_settings(write_texts(tmp_path / "texts"), log_steps=2, track=("tensorboard", "prometheus"))
+    run = stopped_run(monkeypatch, settings, tmp_path / "run", 4).run
+    outcome = resume(run, quiet())
+    held = EventAccumulator(str(run / "tensorboard"))
+    held.Reload()
+    for name in ("bits_per_byte", "tokens_per_second", "mfu", "peak_memory_bytes", "restarts"):
+        expected = figures_of(run, name)
+        assert [event.step for event in held.Scalars(name)] == sorted(expected)
+        for event in held.Scalars(name):
+            assert math.isclose(event.value, expected[event.step], rel_tol=1e-6)
+    (final,) = held.Scalars("final_bits_per_byte")
+    assert (final.step, final.value) == (9, pytest.approx(outcome.bits_per_byte, rel=1e-6))
+    found = gauges((run / "metrics.prom").read_text())
+    assert found["dilated_attention_step"] == 9
+    assert found["dilated_attention_final_bits_per_byte"] == outcome.bits_per_byte
+    assert found["dilated_attention_restarts"] == 0  # it was stopped, which is no fault
+    assert found["dilated_attention_mfu"] == figures_of(run, "mfu")[8]
+
+
+def test_without_trackers_the_log_is_there_and_nothing_else(tmp_path: Path) -> None:
+    settings = tiny_settings(write_texts(tmp_path / "texts"), steps=2, track=())
+    run = train(settings, tmp_path / "run", quiet()).run
+    assert "bits_per_byte" in read_metrics(run)[1]
+    assert not {"tensorboard", "metrics.prom", "wandb", "mlflow"} & {path.name for path in run.iterdir()}
+
+
+def _free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("", 0))
+        port: int = probe.getsockname()[1]
+    return port
+
+
+def test_prometheus_is_served_while_the_run_lasts(tmp_path: Path) -> None:
+    port = _free_port()
+    settings = tiny_settings(tmp_path, track=("prometheus",), prometheus_port=port)
+    with tracking(settings, open_run(tmp_path)) as (tracker,):
+        tracker.log(3, {"loss": 1.5})
+        with urllib.request.urlopen(f"http://localhost:{port}/metrics", timeout=60) as answer:
+            assert gauges(answer.read().decode())["dilated_attention_loss"] == 1.5
+    check_trackers(settings)  # the port is free again
+
+
+def test_a_port_that_is_taken_is_refused_before_the_run(tmp_path: Path) -> None:
+    with socket.socket() as holder:
+        holder.bind(("", 0))
+        holder.listen()
+        port = holder.getsockname()[1]
+        settings = tiny_settings(
+            write_texts(tmp_path / "texts"), track=("prometheus",), prometheus_port=port
+        )  # fmt: skip
+        with pytest.raises(RunError, match=f"--prometheus-port {port} cannot be served .*; name another one"):
+            train(settings, tmp_path / "run", quiet())
+    assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize(("name", "package"), [
+    ("wandb", "wandb"), ("mlflow", "mlflow"), ("prometheus", "prometheus_client"),
+])  # fmt: skip
+def test_a_tracker_that_is_not_installed_is_refused_before_the_run(
+    name: Any, package: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    find = importlib.util.find_spec
+    monkeypatch.setattr(importlib.util, "find_spec", lambda wanted, *x: None if wanted == package else find(wanted, *x))
+    with pytest.raises(RunError) as error:
+        train(tiny_settings(write_texts(tmp_path / "texts"), track=(name,)), tmp_path / "run", quiet())
+    assert str(error.value) == f"--track {name} needs {package}, not installed here: {install_command('track')}"
+    assert not (tmp_path / "run").exists()
+
+
+def test_other_processes_than_the_first_track_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(os.environ, "RANK", "1")
+    settings = tiny_settings(tmp_path, track=("tensorboard", "prometheus"))
+    with tracking(settings, open_run(tmp_path)) as trackers:
+        assert list(trackers) == []
+    assert not any(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize(("changes", "message"), [
+    ({"track": ("tensorboard", "comet")}, "track must be different ones of tensorboard, wandb, mlflow, prometheus"),
+    ({"track": ("wandb", "wandb")}, "track must be different ones of"),
+    ({"prometheus_port": 9000}, '"prometheus" in track, got 9000 and .*; add it there, or leave the port out'),
+    ({"prometheus_port": 70000, "track": ("prometheus",)}, "prometheus_port must be at most 65535, got 70000"),
+])  # fmt: skip
+def test_trackers_that_there_are_not_are_refused(changes: dict[str, Any], message: str, tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=message):
+        TrainSettings.from_dict({**tiny_settings(tmp_path).to_dict(), **changes})

@@ -1,0 +1,104 @@
+"""Runs whose states DeepSpeed splits: the losses of one process, in checkpoints that every other run takes up."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from dilated_attention_pytorch.training import RunError, resume, train
+from dilated_attention_pytorch.training.callbacks import read_metrics
+from dilated_attention_pytorch.training.zero import check_engine, check_zero
+from training.runs import quiet, weights, write_texts
+from training.spread_runs import small_settings
+from training.test_distribution import TESTS, _torchrun
+from training.test_spreading import moments
+
+NEEDS_DEEPSPEED = pytest.mark.skipif(
+    importlib.util.find_spec("deepspeed") is None, reason="the extra deepspeed is not installed: make zero"
+)
+TOLERANCE = 1e-5
+"""Of losses in nats, weights and moments: sums of other orders in float32."""
+HALF: dict[str, Any] = {"batch_size": 1, "gradient_accumulation": 2}
+CASES: dict[str, tuple[dict[str, Any], int | None]] = {
+    "zero1, stopped": ({"data_parallel": "zero1", **HALF}, 12),
+    "zero2": ({"data_parallel": "zero2", **HALF}, None),
+    "zero3, recomputing, stopped": ({"data_parallel": "zero3", "recomputing": True, **HALF}, 7),
+    "zero3, offload": ({"data_parallel": "zero3", "offload": "parameters", **HALF}, None),
+}
+
+
+@NEEDS_DEEPSPEED
+def test_every_stage_trains_what_one_process_trains(tmp_path: Path, figure: Any) -> None:
+    texts = write_texts(tmp_path / "texts")
+    one = train(small_settings(texts, batch_size=2, gradient_accumulation=2), tmp_path / "one", quiet()).run
+    script = TESTS / "training" / "zero_runs.py"
+    run = _torchrun(
+        2, [str(script), str(tmp_path), str(texts), json.dumps([(name, *case) for name, case in CASES.items()])]
+    )
+    assert run.returncode == 0, run.stderr[-8000:]
+    expected = _losses(one)
+    assert list(expected) == list(range(1, 21))
+    for name in CASES:
+        found = tmp_path / name
+        of_loss = max(abs(expected[step] - loss) for step, loss in _losses(found).items())
+        of_weight = max(float((weights(one)[key] - value).abs().max()) for key, value in weights(found).items())
+        theirs, ours = moments(one / "checkpoint-20"), moments(found / "checkpoint-20")
+        assert theirs.keys() == ours.keys()
+        of_moment = max(float((theirs[key] - value).abs().max()) for key, value in ours.items())
+        figure(f"20 steps beside one process, {name}: largest difference of a loss (nats), weight, moment",
+               f"{of_loss:.1e}, {of_weight:.1e}, {of_moment:.1e}")  # fmt: skip
+        assert max(of_loss, of_weight, of_moment) < TOLERANCE
+        assert _losses(found).keys() == expected.keys()
+    # A NaN in one weight of one process: no step is taken with what comes of it.
+    assert (tmp_path / "broken.txt").read_text().startswith("step 3 is not taken: NaN or infinity is in the losses")
+    assert not (tmp_path / "broken" / "checkpoint-10").exists()
+    # One process takes up what two have stopped.
+    assert resume(tmp_path / "left", quiet()).step == 20
+    assert max(abs(expected[step] - loss) for step, loss in _losses(tmp_path / "left").items()) < TOLERANCE
+
+
+def _losses(run: Path) -> dict[int, float]:
+    return {entry["step"]: entry["bits_per_byte"] * math.log(2) for entry in read_metrics(run) if "grad_norm" in entry}
+
+
+@NEEDS_DEEPSPEED
+def test_what_another_engine_wraps_is_refused() -> None:
+    settings = small_settings(Path("x"), data_parallel="zero2")
+    with pytest.raises(RunError, match=r"the model was wrapped in Linear, which is no ZeRO of stage 2"):
+        check_engine(torch.nn.Linear(2, 3), settings)
+
+
+@pytest.mark.parametrize(("changes", "message"), [
+    ({"optimizer": "muon"}, "does not go with --optimizer muon, as it steps one flat part of all weights, and only "
+     "AdamW takes the same steps there; take --optimizer adamw, or --data-parallel fsdp"),
+    ({"optimizer": "adamw-8bit"}, "does not go with --optimizer adamw-8bit"),
+    ({"context_parallel": 2}, "does not go with --context-parallel 2, as it splits states over processes that read "
+     "other windows; leave it out, or --data-parallel fsdp"),
+    ({"tensor_parallel": 2}, "does not go with --tensor-parallel 2"),
+    ({"on_nan": "skip"}, "does not go with --on-nan skip, as going back within a process would hand it the model a "
+     "second time; take --on-nan stop"),
+    ({"compile": True}, "does not go with --compile, as its hooks gather"),
+])  # fmt: skip
+def test_what_the_engine_cannot_carry_out_is_refused(
+    changes: dict[str, Any], message: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("LOCAL_RANK", "0")
+    with pytest.raises(RunError) as raised:
+        check_zero(small_settings(Path("x"), data_parallel="zero1", **changes))
+    assert message in str(raised.value)
+
+
+@pytest.mark.parametrize(("changes", "message"), [
+    ({"offload": "optimizer"}, 'set data_parallel to "zero1", "zero2" or "zero3", got "ddp"'),
+    ({"offload": "parameters", "data_parallel": "zero2"}, 'weights that are split: set data_parallel to "zero3"'),
+])  # fmt: skip
+def test_offload_that_nothing_carries_out_is_refused(changes: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError) as raised:
+        small_settings(Path("x"), **changes)
+    assert message in str(raised.value)
