@@ -56,7 +56,7 @@ mangled: $(VENV)/dev.stamp  ## 5,000 run folders, damaged at random: refused, or
 	OMP_NUM_THREADS=1 PYTHONPATH=tests $(BIN)/python -m training.mangling --trials 5000 --seed 0 --commands 20
 
 trackers: $(VENV)/dev.stamp $(VENV)/track.stamp  ## Weights & Biases (offline) and MLflow hold what a run logs; both are large
-	$(BIN)/pytest tests/training/other_trackers.py
+	$(BIN)/pytest tests/training/test_other_trackers.py
 
 zero: $(VENV)/dev.stamp $(VENV)/deepspeed.stamp  ## DeepSpeed's ZeRO, every stage: the losses, weights and moments of one process
 	$(BIN)/pytest tests/training/test_zero.py

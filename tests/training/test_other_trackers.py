@@ -8,13 +8,15 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-import wandb
-from mlflow import MlflowClient
-from wandb.proto import wandb_internal_pb2
 
 from dilated_attention_pytorch.training import RunError
 from dilated_attention_pytorch.training.trackers import check_trackers, tracking
 from training.runs import open_run, tiny_settings
+
+_REASON = "Weights & Biases and MLflow are not installed here; `make trackers` installs them"
+wandb = pytest.importorskip("wandb", reason=_REASON)
+mlflow = pytest.importorskip("mlflow", reason=_REASON)
+wandb_internal_pb2 = pytest.importorskip("wandb.proto.wandb_internal_pb2")
 
 _BLOCK, _HEAD = 1 << 15, 7
 
@@ -76,7 +78,7 @@ def test_mlflow_holds_every_figure_once_where_a_run_goes_on(tmp_path: Path) -> N
         with tracking(settings, open_run(tmp_path)) as (tracker,):
             for step in steps:
                 tracker.log(step, {"loss": 1.0 / step, "mfu": 0.25})
-    client = MlflowClient(tracking_uri=f"sqlite:///{tmp_path}/mlflow/mlflow.db")
+    client = mlflow.MlflowClient(tracking_uri=f"sqlite:///{tmp_path}/mlflow/mlflow.db")
     (experiment,) = [found for found in client.search_experiments() if found.name == "dilated-attention"]
     (run,) = client.search_runs([experiment.experiment_id])
     history = client.get_metric_history(run.info.run_id, "loss")
