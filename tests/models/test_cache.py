@@ -39,6 +39,12 @@ PATTERNS: dict[str, dict[str, Any]] = {
     "full attention": {"segment_lengths": [1 << 40], "dilation_rates": [1]},
     "nothing but itself": {"segment_lengths": [1], "dilation_rates": [1]},
 }
+WINDOWS: dict[str, dict[str, Any]] = {
+    "windows by layer": {
+        "segment_lengths": [], "dilation_rates": [], "layer_segment_shifts": [0],
+        "layer_patterns": ["local_window(8)", "local_window(3) + DilatedPattern([7, 23], [1, 3])"],
+    }
+}  # fmt: skip
 CHUNKS = {
     "token by token": [1] * LENGTH,
     "one chunk": [LENGTH],
@@ -61,11 +67,11 @@ def alive(config: LongNetConfig, layer: int, head: int, tokens: int) -> list[int
     return sorted(rows)
 
 
-@pytest.mark.parametrize("pattern", PATTERNS)
+@pytest.mark.parametrize("pattern", [*PATTERNS, *WINDOWS])
 @pytest.mark.parametrize("chunks", CHUNKS)
 @torch.no_grad()
 def test_cached_equals_naive_across_every_boundary(make_model: Any, pattern: str, chunks: str) -> None:
-    model, ids = make_model(**PATTERNS[pattern]), torch.randint(29, (2, LENGTH))
+    model, ids = make_model(**(PATTERNS | WINDOWS)[pattern]), torch.randint(29, (2, LENGTH))
     cache = LongNetCache(model.config)
     logits = torch.cat([model(chunk, cache=cache) for chunk in ids.split(CHUNKS[chunks], dim=1)], dim=1)
     torch.testing.assert_close(logits, model(ids), atol=TOLERANCE, rtol=0)

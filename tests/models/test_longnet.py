@@ -22,6 +22,31 @@ def tokens(*shape: int) -> Tensor:
     return torch.randint(29, shape)
 
 
+LAYER_PATTERNS = ("local_window(8)", "local_window(3) + DilatedPattern([7, 23], [1, 3])")
+WRITTEN_OUT = (
+    (oracle.Rule("window", (8, 0)),),
+    (oracle.Rule("window", (3, 0)), oracle.Groups((7, 23), (1, 3))),
+)
+
+
+def layer_counts(config: LongNetConfig, layer: int, batch: int, rows: int) -> tuple[Tensor, Tensor]:
+    """How often a query counts a key in a layer, and the phantoms of every row."""
+    assert config.num_kv_heads is not None
+    parts: tuple[oracle.Groups | oracle.Rule, ...]
+    if config.layer_patterns:
+        assert tuple(config.layer_patterns) == LAYER_PATTERNS
+        parts = WRITTEN_OUT[layer % 2]
+    else:
+        shift = config.layer_segment_shifts[layer % len(config.layer_segment_shifts)]
+        lengths, rates = tuple(config.segment_lengths), tuple(config.dilation_rates)
+        parts = (oracle.Groups(lengths, rates, config.offset_rule, shift=(shift,)),)
+    counted = [
+        oracle.dense_counts(part, rows, rows, config.num_kv_heads, is_causal=True, batch=batch) for part in parts
+    ]
+    counts, phantoms = (torch.stack(several).sum(0) for several in zip(*counted, strict=True))
+    return counts, phantoms
+
+
 def dense_model(config: LongNetConfig, weights: dict[str, Tensor], ids: Tensor) -> Tensor:
     """The model written out: the dense oracle, complex rotations, no module of ours."""
     batch, rows = ids.shape
@@ -43,11 +68,7 @@ def dense_model(config: LongNetConfig, weights: dict[str, Tensor], ids: Tensor) 
         projected = norm(x, f"{name}.attention_layernorm") @ weights[f"{name}.attention.in_proj_weight"].T
         q, k, v = projected.split([heads * width, kv_heads * width, kv_heads * width], dim=-1)
         q, k, v = (part.reshape(batch, rows, -1, width) for part in (q, k, v))
-        shift = config.layer_segment_shifts[layer % len(config.layer_segment_shifts)]
-        groups = oracle.Groups(
-            tuple(config.segment_lengths), tuple(config.dilation_rates), config.offset_rule, shift=(shift,)
-        )
-        counts, phantoms = oracle.dense_counts(groups, rows, rows, kv_heads, is_causal=True, batch=batch)
+        counts, phantoms = layer_counts(config, layer, batch, rows)
         out, _ = oracle.dense_attention(turn(q), turn(k), v, counts, phantoms, 1 / math.sqrt(width))
         out = norm(out.reshape(batch, rows, -1), f"{name}.attention.inner_layernorm")
         x = x + out @ weights[f"{name}.attention.out_proj.weight"].T
@@ -63,11 +84,39 @@ def dense_model(config: LongNetConfig, weights: dict[str, Tensor], ids: Tensor) 
 
 
 @pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({}, r"layer_patterns stand in the place of segments: leave segment_lengths out, got \(7, 23\)"),
+        ({"segment_lengths": ()}, r"leave dilation_rates out, got \(1, 3\)"),
+        ({"segment_lengths": (), "dilation_rates": ()}, r"leave layer_segment_shifts out, got \(0, 5\)"),
+    ],
+)
+def test_layer_patterns_beside_segments_are_refused(make_config: Any, changes: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        make_config(layer_patterns=["local_window(3)"], **changes)
+
+
+@pytest.mark.parametrize(
+    ("patterns", "message"),
+    [
+        ("local_window(3)", "must be a list of patterns, got the string 'local_window\\(3\\)'"),
+        (["window(3)"], "layer_patterns: expected a sum of calls of DilatedPattern, .* got 'window\\(3\\)'"),
+        (["per_head([local_window(3)] * 2)"], "layer_patterns: per_head.*only per_head takes a list"),
+        ([], "segment_lengths and dilation_rates say what a token attends to, or layer_patterns: got none of them"),
+    ],
+)
+def test_layer_patterns_that_are_none_are_refused(make_config: Any, patterns: Any, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        make_config(segment_lengths=(), dilation_rates=(), layer_segment_shifts=(0,), layer_patterns=patterns)
+
+
+@pytest.mark.parametrize(
     "changes",
     [
         {},
         {"activation": "gelu", "tie_embeddings": False, "num_kv_heads": None},
         {"segment_lengths": [11, 1000], "dilation_rates": [4, 7], "offset_rule": "block"},
+        {"segment_lengths": [], "dilation_rates": [], "layer_segment_shifts": [0], "layer_patterns": LAYER_PATTERNS},
     ],
 )
 def test_the_model_equals_a_dense_rendering_of_it(make_model: Any, changes: dict[str, Any]) -> None:

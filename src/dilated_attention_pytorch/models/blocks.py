@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from dilated_attention_pytorch.nn import MultiheadDilatedAttention
+from dilated_attention_pytorch.nn import MultiheadPatternAttention
 
 from .config import LongNetConfig
 from .rotary import Rotary, rotate
@@ -81,15 +81,21 @@ class Block(nn.Module):
         dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__()
-        pattern = config.pattern(layer)
         self.layer = layer
         self.attention_layernorm = nn.LayerNorm(config.embed_dim, eps=config.layernorm_eps, device=device, dtype=dtype)
-        self.attention = MultiheadDilatedAttention(
-            config.embed_dim, config.num_heads, pattern.segment_lengths, pattern.dilation_rates,
-            config.attention_dropout, bias=False, num_kv_heads=config.num_kv_heads, sub_layernorm=True,
-            layernorm_eps=config.layernorm_eps, gain=magneto_gain(config.num_layers), offset_rule=config.offset_rule,
-            segment_shift=pattern.segment_shift, device=device, dtype=dtype,
-        )  # fmt: skip
+        self.attention = MultiheadPatternAttention(
+            config.embed_dim,
+            config.num_heads,
+            config.pattern(layer),
+            config.attention_dropout,
+            bias=False,
+            num_kv_heads=config.num_kv_heads,
+            sub_layernorm=True,
+            layernorm_eps=config.layernorm_eps,
+            gain=magneto_gain(config.num_layers),
+            device=device,
+            dtype=dtype,
+        )
         self.feed_forward_layernorm = nn.LayerNorm(
             config.embed_dim, eps=config.layernorm_eps, device=device, dtype=dtype
         )

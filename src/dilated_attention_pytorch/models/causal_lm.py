@@ -25,7 +25,7 @@ try:
 except ImportError as error:
     raise ImportError(f"LongNetForCausalLM needs transformers 5: {install_command('train')}") from error
 
-from dilated_attention_pytorch.nn import MultiheadDilatedAttention
+from dilated_attention_pytorch.nn import MultiheadPatternAttention
 
 from .blocks import FeedForward
 from .cache import LongNetCache
@@ -71,7 +71,9 @@ class LongNetCausalLMConfig(PreTrainedConfig):
         for alias, name in self.attribute_map.items():
             if alias in kwargs:
                 given[name] = kwargs.pop(alias)
-        derived = ("num_kv_heads", "ffn_dim")
+        derived: tuple[str, ...] = ("num_kv_heads", "ffn_dim")
+        if given.get("layer_patterns"):
+            derived += ("segment_lengths", "dilation_rates")  # in whose place they stand
         values = {name: getattr(_SMALLEST, name) for name in _FIELDS if name not in derived}
         # Checked as a whole; lists, so that a configuration read back from JSON is equal.
         for name, value in LongNetConfig(**{**values, **given}).to_dict().items():
@@ -154,7 +156,7 @@ class LongNetForCausalLM(PreTrainedModel, GenerationMixin):
             if isinstance(module, LongNetLM):
                 own = [*module.embedding.parameters(), *(module.head.parameters() if module.head is not None else ())]
                 reset: Callable[[], None] = module.reset_embeddings
-            elif isinstance(module, (MultiheadDilatedAttention, FeedForward, nn.LayerNorm)):
+            elif isinstance(module, (MultiheadPatternAttention, FeedForward, nn.LayerNorm)):
                 own, reset = list(module.parameters()), module.reset_parameters
             else:
                 continue

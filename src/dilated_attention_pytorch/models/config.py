@@ -7,7 +7,7 @@ from dataclasses import asdict, dataclass, fields
 from typing import Any, Literal, get_args
 
 from dilated_attention_pytorch.ops.validation import check_order
-from dilated_attention_pytorch.patterns import DilatedPattern, OffsetRule
+from dilated_attention_pytorch.patterns import DilatedPattern, OffsetRule, Pattern, pattern_from_expression
 
 Activation = Literal["swiglu", "gelu"]
 
@@ -42,14 +42,17 @@ class LongNetConfig:
     """Width inside the feed-forward; None is 4 E for "gelu" and 8/3 E rounded up to a multiple of 64 for "swiglu"."""
     activation: Activation = "swiglu"
     """"swiglu" (Shazeer 2020, arXiv 2002.05202) or "gelu"."""
-    segment_lengths: Sequence[int]
+    segment_lengths: Sequence[int] = ()
     """Segment lengths w_i of the attention pattern, in positions."""
-    dilation_rates: Sequence[int]
+    dilation_rates: Sequence[int] = ()
     """Dilation rates r_i, one for every segment length and none larger than it."""
     offset_rule: OffsetRule = "modulo"
     """Which residues a head selects, see :class:`DilatedPattern`."""
     layer_segment_shifts: Sequence[int] = (0,)
     """Layer i shifts its segments by the i-th of these, cyclically, so that layers need not share boundaries."""
+    layer_patterns: Sequence[str] = ()
+    """In the place of segments: layer i attends under the i-th of these, cyclically, each written as in Python:
+    "local_window(511)", "local_window(255) + DilatedPattern([1024, 4096], [2, 4])"."""
     dropout: float = 0.0
     """Probability of dropping an element of the embedding or of a block's output, in training."""
     attention_dropout: float = 0.0
@@ -102,14 +105,45 @@ class LongNetConfig:
                 "layer_segment_shifts must be a list of at least one shift, in positions: "
                 f"got {self.layer_segment_shifts!r}"
             )
-        # A pattern checks what it is made of.
-        patterns = [self._pattern(shift) for shift in self.layer_segment_shifts]
+        self.layer_segment_shifts = tuple(self.layer_segment_shifts)
+        if isinstance(self.layer_patterns, str):
+            raise ValueError(f"layer_patterns must be a list of patterns, got the string {self.layer_patterns!r}")
+        self.layer_patterns = tuple(self.layer_patterns)
+        self._check_patterns()
+
+    def _check_patterns(self) -> None:
+        """A pattern checks what it is made of; here, that each layer has one, and only one."""
+        if self.layer_patterns:
+            self._check_layer_patterns()
+            return
+        if not self.segment_lengths:
+            raise ValueError(
+                "segment_lengths and dilation_rates say what a token attends to, or layer_patterns: got none of them"
+            )
+        patterns = [self._segments(shift) for shift in self.layer_segment_shifts]
         check_order(patterns[0].segment_lengths, patterns[0].dilation_rates)
         self.segment_lengths = tuple(patterns[0].segment_lengths)
         self.dilation_rates = tuple(patterns[0].dilation_rates)
-        self.layer_segment_shifts = tuple(self.layer_segment_shifts)
 
-    def _pattern(self, shift: int) -> DilatedPattern:
+    def _check_layer_patterns(self) -> None:
+        besides = {
+            "segment_lengths": tuple(self.segment_lengths), "dilation_rates": tuple(self.dilation_rates),
+            "layer_segment_shifts": self.layer_segment_shifts, "offset_rule": self.offset_rule,
+        }  # fmt: skip
+        for name, value in besides.items():
+            if value not in ((), (0,), "modulo"):
+                raise ValueError(
+                    f"layer_patterns stand in the place of segments: leave {name} out, got {value!r} beside "
+                    f"{list(self.layer_patterns)}"
+                )
+        self.segment_lengths, self.dilation_rates = (), ()
+        for expression in self.layer_patterns:
+            try:
+                pattern_from_expression(expression)
+            except ValueError as error:
+                raise ValueError(f"layer_patterns: {error}") from error
+
+    def _segments(self, shift: int) -> DilatedPattern:
         return DilatedPattern(
             self.segment_lengths, self.dilation_rates, offset_rule=self.offset_rule, segment_shift=shift
         )
@@ -118,9 +152,18 @@ class LongNetConfig:
         """Whether block ``layer``, counted from 0, is recomputed where gradients are checkpointed."""
         return layer % self.checkpoint_every == 0
 
-    def pattern(self, layer: int) -> DilatedPattern:
+    def pattern(self, layer: int) -> Pattern:
         """The attention pattern of block ``layer``, counted from 0."""
-        return self._pattern(self.layer_segment_shifts[layer % len(self.layer_segment_shifts)])
+        if self.layer_patterns:
+            return pattern_from_expression(self.layer_patterns[layer % len(self.layer_patterns)])
+        return self._segments(self.layer_segment_shifts[layer % len(self.layer_segment_shifts)])
+
+    @property
+    def pattern_in_words(self) -> str:
+        """What its layers attend to, for a line that a person reads."""
+        if self.layer_patterns:
+            return f"patterns by layer {', '.join(self.layer_patterns)}"
+        return f"segments {list(self.segment_lengths)}, rates {list(self.dilation_rates)}"
 
     @property
     def num_parameters(self) -> int:

@@ -333,7 +333,7 @@ def _announce(run: _Run, trainer: LongNetTrainer, evaluation: Evaluation, traini
         f"text: {source}: {figures['training_bytes']:,} bytes to train on, {figures['held_out_bytes']:,} bytes in "
         f"{figures['held_out_files']} files held out{in_words(run.data.skipped, '; left out: ')}",
         f"model: {parameters:,} parameters, context {settings.context_length:,} {run.data.unit}, "
-        f"segments {list(settings.model.segment_lengths)}, rates {list(settings.model.dilation_rates)}",
+        f"{settings.model.pattern_in_words}",
         f"run: {settings.steps:,} steps, {training}, {settings.optimizer}, {settings.precision} on "
         f"{where}{spread}, into {run.place.folder}",
         f"xz -9e takes {xz:.3f} bits per byte of the {len(evaluation.predicted()):,} held-out bytes to be predicted",
