@@ -42,7 +42,8 @@ oldest: $(VENV)-oldest/dev.stamp  ## the tests on the oldest PyTorch that is pro
 docs: $(VENV)/docs.stamp  ## the documentation site, into build/site
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet
 
-sweep: $(VENV)/dev.stamp  ## the drawn cases again, ten times as many, other draws; 20 stopped ranks
+sweep: $(VENV)/dev.stamp  ## the tests that take long; the drawn cases again, ten times as many, other draws; 20 stopped ranks
+	$(BIN)/pytest -n 2 -m slow tests
 	HYPOTHESIS_PROFILE=sweep $(BIN)/pytest -n 2 tests/ops tests/planning tests/kernels tests/parallel/test_parallel_equals_the_oracle.py tests/parallel/test_plan.py tests/integrations/test_architectures.py
 	$(BIN)/python tests/parallel/stop_trials.py
 

@@ -141,7 +141,10 @@ def _check_parts_of_matrices(folder: Path, num_processes: int, figure: Any) -> N
 
 
 # One test for each launch: parallel workers of pytest would each repeat what tests share.
-@pytest.mark.parametrize(("num_processes", "cases"), [(2, TWO), (4, FOUR)], ids=["two", "four"])
+@pytest.mark.parametrize(
+    ("num_processes", "cases"),
+    [pytest.param(2, TWO, id="two"), pytest.param(4, FOUR, id="four", marks=pytest.mark.slow)],
+)
 def test_several_processes_follow_one(
     num_processes: int, cases: dict[str, tuple[dict[str, Any], int | None]], folder: Path, figure: Any
 ) -> None:

@@ -14,6 +14,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 from torch.distributed import TCPStore
 
@@ -107,6 +108,7 @@ def test_ranks_end_when_their_agent_is_killed_and_the_folder_is_free_at_once(tmp
     assert [path.name for path in (tmp_path / "run").glob("checkpoint-*")] == ["checkpoint-4"]
 
 
+@pytest.mark.slow
 def test_a_run_that_loses_a_node_goes_on_without_it(tmp_path: Path, figure: Any) -> None:
     """Two agents stand for two nodes; the one with rank 1 is killed with all that it has started."""
     words = ["waits", "1", "6", *_words(write_texts(tmp_path / "texts"), tmp_path / "run"), "--eval-windows", "1"]

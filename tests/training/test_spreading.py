@@ -84,6 +84,7 @@ def go_on_over(processes: int, run: Path, stop: int | None, changes: dict[str, A
     assert ended.returncode == 0, ended.stderr
 
 
+@pytest.mark.slow
 def test_two_processes_then_one_then_four_train_what_one_trains(tmp_path: Path, figure: Any) -> None:
     """FSDP on two, one alone, four of which two share a sequence, one again: the curve of one that never moved."""
     settings = small_settings(write_texts(tmp_path / "texts"), batch_size=2, gradient_accumulation=2, save_steps=5)

@@ -157,6 +157,7 @@ def test_a_run_over_a_mixture_that_was_stopped_ends_with_the_same_bits_and_sampl
     assert capsys.readouterr().out.startswith("def f")
 
 
+@pytest.mark.slow
 def test_one_process_and_then_four_read_what_one_reads(world: Path, tmp_path: Path) -> None:
     """Packed rows of documents, two processes at each, from a mixture."""
     settings = over_tokens(
