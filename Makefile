@@ -53,8 +53,9 @@ sweep-resume: $(VENV)/dev.stamp  ## runs on every mesh that are killed 5 times o
 	PYTHONPATH=tests OMP_NUM_THREADS=1 $(BIN)/python tests/training/faulty_runs.py $(SWEEP_FOLDER)
 	PYTHONPATH=tests OMP_NUM_THREADS=1 $(BIN)/python tests/training/standing_rank.py $(SWEEP_FOLDER)
 
-mangled: $(VENV)/dev.stamp  ## 5,000 run folders, damaged at random: refused, or gone on with from what was written
+mangled: $(VENV)/dev.stamp  ## 5,000 run folders and 1,000 other inputs, damaged at random: refused, or read as they were written
 	OMP_NUM_THREADS=1 PYTHONPATH=tests $(BIN)/python -m training.mangling --trials 5000 --seed 0 --commands 20
+	OMP_NUM_THREADS=1 PYTHONPATH=tests $(BIN)/python -m training.mangled_inputs --trials 1000 --seed 0
 
 trackers: $(VENV)/dev.stamp $(VENV)/track.stamp  ## Weights & Biases (offline) and MLflow hold what a run logs; both are large
 	$(BIN)/pytest tests/training/test_other_trackers.py

@@ -12,8 +12,6 @@ import argparse
 import collections
 import dataclasses
 import json
-import os
-import pickle
 import random
 import shutil
 import subprocess
@@ -23,7 +21,6 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 
@@ -31,25 +28,12 @@ from dilated_attention_pytorch.training import RunError, resume, train
 from dilated_attention_pytorch.training import run as training_run
 from dilated_attention_pytorch.training.checkpoint import SETTINGS_NAME, checkpoint_step, file_names
 from dilated_attention_pytorch.training.manifest import MANIFEST_NAME, read_sealed, sealed
+from training.damage import NothingLeft, cut, flip_bits, lengthen, link, payload, pipe, remove, whole, zero_a_page
 from training.runs import quiet, seal_again, stopped_run, tiny_settings, weights, write_texts
 
 OLD, NEW = 4, 7
 _BEFORE, _NEWEST = "the one before", "the newest"
 _NAMES = [*file_names(1), MANIFEST_NAME]
-
-
-class Payload:
-    """What makes the file ``canary`` when it is unpickled."""
-
-    def __init__(self, canary: Path) -> None:
-        self.canary = canary
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return os.system, (f"touch '{self.canary}'",)
-
-
-class _NothingLeft(Exception):
-    """An earlier damage left nothing for this one."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -85,47 +69,18 @@ Damage = Callable[[Path, World, random.Random], str]
 
 def _drawn_file(run: Path, draw: random.Random) -> Path:
     steps = draw.choice([[NEW], [NEW], [NEW], [OLD], [OLD, NEW]])
-    return _whole(run / f"checkpoint-{draw.choice(steps)}" / draw.choice(_NAMES))
+    return whole(run / f"checkpoint-{draw.choice(steps)}" / draw.choice(_NAMES))
 
 
-def _whole(path: Path) -> Path:
-    """``path``, if it is a file that can be damaged: no link, no pipe, not empty."""
-    if path.is_symlink() or not path.is_file() or not path.stat().st_size:
-        raise _NothingLeft
-    return path
+def _of_a_file(damage: Callable[[Path, random.Random], str], *, of_settings_too: bool = False) -> Damage:
+    """The damage to a file of a checkpoint, or now and then to training.json."""
 
+    def of_a_file(run: Path, world: World, draw: random.Random) -> str:
+        is_checkpoint = not of_settings_too or draw.random() < 0.9
+        return damage(_drawn_file(run, draw) if is_checkpoint else run / SETTINGS_NAME, draw)
 
-def _flip_bits(run: Path, world: World, draw: random.Random) -> str:
-    path = _drawn_file(run, draw) if draw.random() < 0.9 else _whole(run / "training.json")
-    found = bytearray(path.read_bytes())
-    count = draw.choice([1, 1, 1, 2, 8])
-    for _ in range(count):
-        found[draw.randrange(len(found))] ^= 1 << draw.randrange(8)
-    path.write_bytes(found)
-    return f"{count} bits of {path.name}"
-
-
-def _cut(run: Path, world: World, draw: random.Random) -> str:
-    path = _drawn_file(run, draw) if draw.random() < 0.9 else _whole(run / "training.json")
-    os.truncate(path, draw.choice([0, 1, draw.randrange(path.stat().st_size), path.stat().st_size - 1]))
-    return f"{path.name} cut"
-
-
-def _lengthen(run: Path, world: World, draw: random.Random) -> str:
-    path = _drawn_file(run, draw)
-    with path.open("ab") as file:
-        file.write(draw.choice([b"\0", b"\n", bytes(4096), draw.randbytes(draw.randrange(1, 300))]))
-    return f"{path.name} lengthened"
-
-
-def _zero_a_page(run: Path, world: World, draw: random.Random) -> str:
-    path = _drawn_file(run, draw)
-    found = bytearray(path.read_bytes())
-    start = 4096 * draw.randrange(-(-len(found) // 4096))
-    length = min(4096, len(found) - start)
-    found[start : start + length] = bytes(length) if draw.random() < 0.7 else draw.randbytes(length)
-    path.write_bytes(found)
-    return f"a page of {path.name}"
+    of_a_file.__name__ = damage.__name__
+    return of_a_file
 
 
 def _swap_within(run: Path, world: World, draw: random.Random) -> str:
@@ -140,7 +95,7 @@ def _swap_within(run: Path, world: World, draw: random.Random) -> str:
 def _swap_between(run: Path, world: World, draw: random.Random) -> str:
     names = draw.sample(_NAMES, draw.randrange(1, len(_NAMES)))
     for name in names:
-        old, new = (_whole(run / f"checkpoint-{step}" / name) for step in (OLD, NEW))
+        old, new = (whole(run / f"checkpoint-{step}" / name) for step in (OLD, NEW))
         one, two = old.read_bytes(), new.read_bytes()
         old.write_bytes(two)
         new.write_bytes(one)
@@ -151,7 +106,7 @@ def _take_others(run: Path, world: World, draw: random.Random) -> str:
     names = draw.sample(_NAMES, draw.randrange(1, len(_NAMES) + 1))
     step = draw.choice([OLD, NEW, NEW])
     for name in names:
-        path = _whole(run / f"checkpoint-{step}" / name)
+        path = whole(run / f"checkpoint-{step}" / name)
         shutil.copy(world.other / f"checkpoint-{draw.choice([OLD, step])}" / name, path)
     return f"{len(names)} files of another run"
 
@@ -166,14 +121,6 @@ def _take_whole_others(run: Path, world: World, draw: random.Random) -> str:
     return "whole checkpoints of another run"
 
 
-def _remove(run: Path, world: World, draw: random.Random) -> str:
-    path = _drawn_file(run, draw)
-    path.unlink()
-    if draw.random() < 0.3:
-        path.mkdir()
-    return f"{path.name} removed"
-
-
 def _rename(run: Path, world: World, draw: random.Random) -> str:
     path = run / f"checkpoint-{draw.choice([OLD, NEW])}"
     name = draw.choice(["checkpoint-9", "checkpoint-5", "checkpoint-012", "checkpoint-²", "checkpoint-" + "9" * 60])
@@ -183,44 +130,13 @@ def _rename(run: Path, world: World, draw: random.Random) -> str:
 
 def _link(run: Path, world: World, draw: random.Random) -> str:
     path = _drawn_file(run, draw)
-    path.unlink()
-    target = draw.choice([
-        world.other / path.parent.name / path.name, Path("/dev/zero"), Path("/dev/full"), run / "nothing", path,
-        run / f"checkpoint-{OLD}" / path.name,
-    ])  # fmt: skip
-    path.symlink_to(target)
-    return f"{path.name} a link to {target.name}"
-
-
-def _pipe(run: Path, world: World, draw: random.Random) -> str:
-    path = _drawn_file(run, draw)
-    path.unlink()
-    os.mkfifo(path)
-    return f"{path.name} a pipe"
-
-
-def _payload(world: World, draw: random.Random, path: Path) -> str:
-    """Write a file that is executed where it is unpickled in any of the ways that there are."""
-    if path.is_symlink() or path.is_fifo() or not path.parent.is_dir():
-        raise _NothingLeft
-    payload = Payload(world.canary)
-    way = draw.choice(["zip", "zip beside tensors", "old", "plain"])
-    if way == "plain":
-        path.write_bytes(pickle.dumps(payload))
-    elif way == "old":
-        torch.save({"state": payload}, path, _use_new_zipfile_serialization=False)
-    elif way == "zip":
-        torch.save(payload, path)
-    else:
-        state = {"python": random.getstate(), "numpy": np.random.get_state(), "cpu": torch.get_rng_state()}
-        torch.save({**state, "state": {}, "param_groups": [], "more": [payload]}, path)
-    return f"{path.name} a payload ({way})"
+    return link(path, draw, world.other / path.parent.name / path.name, run / f"checkpoint-{OLD}" / path.name)
 
 
 def _put_payload(run: Path, world: World, draw: random.Random) -> str:
     """In the place of a file; half of the time the manifest speaks for it, as a stranger's would."""
     checkpoint = run / f"checkpoint-{draw.choice([OLD, NEW, NEW])}"
-    said = _payload(world, draw, checkpoint / draw.choice(["optimizer.pt", "scheduler.pt", "rng_state.pth"]))
+    said = payload(checkpoint / draw.choice(["optimizer.pt", "scheduler.pt", "rng_state.pth"]), draw, world.canary)
     if draw.random() < 0.5:
         _seal(checkpoint)
         said += ", sealed"
@@ -229,7 +145,7 @@ def _put_payload(run: Path, world: World, draw: random.Random) -> str:
 
 def _seal(checkpoint: Path, *others: str) -> None:
     for name in _NAMES:
-        _whole(checkpoint / name)
+        whole(checkpoint / name)
     seal_again(checkpoint, *others)
 
 
@@ -239,7 +155,7 @@ def _add_payload(run: Path, world: World, draw: random.Random) -> str:
     path = checkpoint / draw.choice([
         "pytorch_model.bin", "scaler.pt", "optimizer.bin", "training_args.bin", "rng_state_0.pth", "adapter_model.bin",
     ])  # fmt: skip
-    said = _payload(world, draw, path)
+    said = payload(path, draw, world.canary)
     if path.name == "pytorch_model.bin" and draw.random() < 0.5:
         (checkpoint / "model.safetensors").unlink()
     elif draw.random() < 0.5:
@@ -261,7 +177,7 @@ def _add(run: Path, world: World, draw: random.Random) -> str:
 def _forge_manifest(run: Path, world: World, draw: random.Random) -> str:
     """With a checksum that fits, or as somebody writes it by hand."""
     path = run / f"checkpoint-{draw.choice([NEW, NEW, OLD])}" / MANIFEST_NAME
-    manifest = read_sealed(_whole(path), what="test", remedy="")
+    manifest = read_sealed(whole(path), what="test", remedy="")
     name = draw.choice(list(manifest["files"]))
     change = draw.choice([
         {"run": "00"}, {"step": 9}, {"format": 2}, {"files": {}}, {"files": []},
@@ -282,9 +198,11 @@ def _forge_manifest(run: Path, world: World, draw: random.Random) -> str:
 
 
 DAMAGES: list[Damage] = [
-    _flip_bits, _flip_bits, _flip_bits, _cut, _cut, _lengthen, _zero_a_page, _zero_a_page, _swap_within, _swap_between,
-    _take_others, _take_others, _take_whole_others, _remove, _rename, _link, _pipe, _put_payload, _put_payload,
-    _add_payload, _add, _forge_manifest,
+    *3 * [_of_a_file(flip_bits, of_settings_too=True)], *2 * [_of_a_file(cut, of_settings_too=True)],
+    _of_a_file(lengthen), *2 * [_of_a_file(zero_a_page)], _swap_within, _swap_between, *2 * [_take_others],
+    _take_whole_others,
+    _of_a_file(remove), _rename, _link, _of_a_file(pipe), _put_payload, _put_payload, _add_payload, _add,
+    _forge_manifest,
 ]  # fmt: skip
 
 
@@ -325,7 +243,7 @@ def attempt(world: World, draw: random.Random, place: Path, *, with_command: boo
     for damage in damages:
         try:
             said.append(damage(run, world, draw))
-        except (_NothingLeft, OSError, RunError):
+        except (NothingLeft, OSError, RunError):
             continue
     words = ", ".join(said)
     checkpoint = _start_of(run)

@@ -22,7 +22,8 @@ from dilated_attention_pytorch.training import RunError, resume, train
 from dilated_attention_pytorch.training.callbacks import read_metrics
 from dilated_attention_pytorch.training.run_trainer import RunTrainer
 from dilated_attention_pytorch.training.trained_model import load_model
-from training.mangling import NEW, OLD, Payload, World, attempt, make_world
+from training.damage import Payload
+from training.mangling import NEW, OLD, World, attempt, make_world
 from training.runs import quiet, seal_again, tiny_settings, weights, write_texts
 
 

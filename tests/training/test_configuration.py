@@ -11,10 +11,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dilated_attention_pytorch.cli import main
 from dilated_attention_pytorch.cli.train import defaults_of
 from dilated_attention_pytorch.training import PRESETS, ExtensionSettings, RunError, TrainSettings, train
-from dilated_attention_pytorch.training import run as training_run
 from dilated_attention_pytorch.training.configuration import (
     CONFIGURATION_NAME,
     configuration_text,
@@ -91,41 +89,6 @@ def test_a_file_changes_the_preset_and_flags_change_the_file(tmp_path: Path) -> 
     assert command.model == dataclasses.replace(tiny.model, num_layers=3)
     assert command.context_length == tiny.context_length
     assert defaults_of([f"--config={file}", "--preset", "cpu"]).context_length == PRESETS["cpu"]().context_length
-
-
-WRONG = {
-    "steps = ": "is no TOML: ",
-    "step = 5": "there is no setting step; did you mean steps?",
-    "zzz = 5": "there is no setting zzz; --help lists",
-    'steps = "many"': "steps = 'many': str is not an instance of int",
-    "steps = 2.5": "steps = 2.5: float is not an instance of int",
-    "steps = 0": "steps must be at least 1, got 0",
-    "steps = true": "steps must be a finite number, got True",
-    'compile = "yes"': "compile = 'yes': str is not an instance of bool",
-    'schedule = "exponential"': "schedule = 'exponential': str is not any of ('linear', 'cosine', 'wsd', 'constant')",
-    'data = "texts"': "data = 'texts': pathlib.PosixPath is not a tuple",
-    "data = [1]": "data = [1]: item 0 of tuple is not an instance of pathlib.Path",
-    "model = 5": "model = 5: int is not an instance of",
-    "[model]\nembed_dims = 64": "there is no setting model.embed_dims; did you mean model.embed_dim?",
-    "[model]\nnum_heads = 3": "model.num_heads must divide embed_dim",
-    "[model]\nsegment_lengths = [8, 16]": "model.segment_lengths and dilation_rates",
-    'preset = "huge"': "--preset huge: there is no such preset",
-    "learning_rate = nan": "learning_rate must be a finite number, got nan",
-}
-
-
-@pytest.mark.parametrize("text", WRONG)
-def test_what_is_wrong_in_a_file_is_said_and_nothing_is_written(
-    text: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(training_run, "_go", lambda run: pytest.fail("it trains"))
-    file = tmp_path / "wrong.toml"
-    file.write_text(text)
-    with pytest.raises(SystemExit) as left:
-        main(["train", "--config", str(file), "--output", str(tmp_path / "run")])
-    assert left.value.code == 2
-    assert WRONG[text] in capsys.readouterr().err
-    assert not (tmp_path / "run").exists()
 
 
 def test_a_file_that_cannot_be_read_is_named(tmp_path: Path) -> None:

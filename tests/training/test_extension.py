@@ -38,16 +38,17 @@ from dilated_attention_pytorch.training import (
     resume_extension,
 )
 from dilated_attention_pytorch.training.callbacks import read_metrics
-from dilated_attention_pytorch.training.context_measure import bits_by_position
+from dilated_attention_pytorch.training.context_measure import bits_of_tokens
 from dilated_attention_pytorch.training.corpus import Text
 from dilated_attention_pytorch.training.faults import read_faults
+from dilated_attention_pytorch.training.model_evaluation import EvalSettings, evaluate_model
 from dilated_attention_pytorch.training.report import read_run
 from dilated_attention_pytorch.training.run_trainer import RunTrainer
 from dilated_attention_pytorch.training.stages import Stages, stage_ends
 from dilated_attention_pytorch.training.tokens import load_tokenizer, tokenized
 from dilated_attention_pytorch.training.windows import EvaluationWindows, StagedBatches, TrainingWindows
 from training.broken_runs import break_at
-from training.mangling import Payload
+from training.damage import Payload
 from training.runs import change_sealed, quiet, seal_again, stop_after, weights, write_texts
 
 OWN, LONG = 32, 128
@@ -200,6 +201,35 @@ def test_a_run_that_was_stopped_ends_bit_for_bit_where_one_that_was_not_ends(
         resume_extension(stopped.run, quiet())
 
 
+def test_eval_of_a_run_that_was_stopped_takes_its_newest_whole_checkpoint(
+    short: Path, texts: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    stop_after(monkeypatch, 10, signal.SIGINT)
+    run = extend(tiny(short, texts), tmp_path / "run", quiet()).run
+    asked = EvalSettings(lengths=(OWN,), windows=1, recall_texts=0, precision="float32", device="cpu")
+
+    def measured(name: str) -> tuple[dict[str, Any], str]:
+        said = io.StringIO()
+        file = evaluate_model(str(run), asked, tmp_path / name, Console(file=said, width=1000))
+        return json.loads(file.read_text()), said.getvalue()
+
+    newest, said = measured("newest.json")
+    assert (newest["weights"], "is left" in said) == ("checkpoint-11", False)
+    found = bytearray((run / "checkpoint-11" / "model.safetensors").read_bytes())
+    found[-3] ^= 4
+    (run / "checkpoint-11" / "model.safetensors").write_bytes(found)
+    before, said = measured("before.json")
+    assert before["weights"] == "checkpoint-8"
+    assert "checkpoint-11 is left, and checkpoint-8 is taken: broken checkpoint: " in said
+    held_out = EvaluationWindows(read_corpus([texts]).held_out, OWN, 1)[0]["input_ids"]
+    model = AutoModelForCausalLM.from_pretrained(run / "checkpoint-8", attn_implementation="dilated").eval()
+    assert before["bits_per_byte"][str(OWN)] == pytest.approx(mean_bits(model, [held_out], None), rel=1e-5)
+    assert before["bits_per_byte"] != newest["bits_per_byte"]
+    (run / "checkpoint-8" / "manifest.json").unlink()
+    with pytest.raises(RunError, match=r"checkpoint-11/model\.safetensors is damaged"):
+        measured("none.json")
+
+
 def test_the_same_command_given_again_goes_on_and_then_finds_nothing_left_to_do(
     finished: ExtensionOutcome, short: Path, texts: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -308,10 +338,10 @@ def test_windows_grow_by_stage_and_none_is_drawn_twice(texts: Path) -> None:
 
 
 @pytest.mark.parametrize("context", [2, 17, 50, 51, 80])
-def test_bits_by_position_are_those_of_every_token_given_what_it_may_see(short: Path, context: int) -> None:
+def test_bits_are_those_of_every_token_given_what_it_may_see(short: Path, context: int) -> None:
     model = LlamaForCausalLM.from_pretrained(short, attn_implementation="eager").eval().double()
     windows = list(torch.randint(256, (3, 51)))
-    bits = bits_by_position(model, windows, context, "float32", quiet(), "")
+    bits = bits_of_tokens(model, windows, context, "float32", quiet(), "")
     expected = torch.zeros(50, dtype=torch.float64)
     for window in windows:
         for target in range(1, 51):
@@ -319,7 +349,7 @@ def test_bits_by_position_are_those_of_every_token_given_what_it_may_see(short: 
             with torch.no_grad():
                 logits = model(window[None, first:target]).logits[0, -1]
             expected[target - 1] -= logits.float().log_softmax(dim=0)[window[target]].double() / math.log(2) / 3
-    assert torch.allclose(bits, expected, atol=1e-5)
+    assert torch.allclose(torch.stack(bits).mean(dim=0), expected, atol=1e-5)
 
 
 def train_tokenizer(folder: Path, text: str) -> PreTrainedTokenizerFast:
@@ -514,6 +544,9 @@ def test_damaged_and_foreign_runs_are_not_gone_on_with(
         change_sealed(run / "training.json", **{**record, **damage})
         with pytest.raises(RunError, match="describes no such run"):
             resume_extension(run, quiet())
+    change_sealed(run / "training.json", **{**record, "model": {**record["model"], "more": 3}})
+    with pytest.raises(RunError, match=r"foreign checkpoint: .*\(more differ\)"):
+        resume_extension(run, quiet())
     (run / "training.json").write_text(written.replace('"seed": 0', '"seed": 1'))
     with pytest.raises(RunError, match="is damaged or was changed: its checksum"):
         resume_extension(run, quiet())

@@ -21,8 +21,11 @@ from torch import Tensor
 from dilated_attention_pytorch.training import RunError, TrainSettings, publishing, resume, run_trainer, train
 from dilated_attention_pytorch.training.callbacks import read_metrics
 from dilated_attention_pytorch.training.checkpoint import latest_checkpoint
+from dilated_attention_pytorch.training.data.byte_count import ByteCount
+from dilated_attention_pytorch.training.data.tokenizer import train_tokenizer
 from dilated_attention_pytorch.training.faults import FAULTS_NAME, Cost, cost_of_faults, note_fault, read_faults
 from dilated_attention_pytorch.training.lifecycle import OpenRun
+from dilated_attention_pytorch.training.measures import Work
 from dilated_attention_pytorch.training.micro_batch import is_out_of_memory
 from dilated_attention_pytorch.training.trainer import LongNetTrainer
 from training.broken_runs import break_at
@@ -162,6 +165,45 @@ def test_where_memory_runs_out_windows_are_taken_fewer_at_once_and_the_run_is_th
     assert furthest < 1e-5
 
 
+def test_bytes_of_a_step_that_begins_again_for_want_of_memory_are_counted_once(
+    texts: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Step 3 fails in its second batch, when the first one and a part of the second are counted."""
+    tokenizer = train_tokenizer([path.read_bytes() for path in sorted(texts.iterdir())], 300)
+    tokenizer.save(tmp_path)
+    settings = small(
+        texts, steps=4, batch_size=5, gradient_accumulation=2, precision="float32", optimizer="adamw", log_steps=2,
+        tokenizer=tmp_path,
+    )  # fmt: skip
+    settings.model.dropout, settings.model.vocab_size = 0.0, 300
+    counts: dict[str, list[list[float]]] = {"whole": [], "run": []}
+    take, compute, calls = ByteCount.take, LongNetTrainer.compute_loss, []
+
+    def fail_once(self: LongNetTrainer, *args: Any, **options: Any) -> Any:
+        loss = compute(self, *args, **options)
+        if torch.is_grad_enabled() and self.state.global_step == 2:
+            calls.append(1)
+            if len(calls) == 2:
+                torch.empty(1 << 60, dtype=torch.uint8)
+        return loss
+
+    for name in counts:
+        with monkeypatch.context() as patch:
+            patch.setattr(ByteCount, "take", lambda self, name=name: _noted(take(self), counts[name]))
+            if name == "run":
+                patch.setattr(LongNetTrainer, "compute_loss", fail_once)
+            train(settings, tmp_path / name, quiet())
+    assert [fault["rows"] for fault in read_faults(tmp_path / "run", "out of memory")] == [3]
+    expected, found = counts["whole"], counts["run"]
+    assert [read for _, read in found] == [read for _, read in expected]  # bytes, exactly
+    assert [nats for nats, _ in found] == pytest.approx([nats for nats, _ in expected], rel=1e-5)
+
+
+def _noted(taken: Tensor, counts: list[list[float]]) -> Tensor:
+    counts.extend(taken.tolist())
+    return taken
+
+
 def test_memory_that_is_missing_for_one_window_ends_the_run_in_words(
     texts: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -240,6 +282,22 @@ def test_a_batch_that_breaks_the_run_is_left_out_and_nothing_else(
     # An entry has the mean of the steps that were taken: of this one there is none.
     entries = {entry["step"]: entry for entry in read_metrics(run) if "learning_rate" in entry}
     assert [step for step, entry in entries.items() if "bits_per_byte" not in entry] == [7]
+
+
+def test_a_batch_that_is_left_out_is_no_part_of_the_tokens_a_second(
+    texts: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rates, worked = Work.rates, []
+
+    def note_tokens(self: Work, first: int, last: int, *given: float) -> dict[str, float]:
+        worked.append((last, self.tokens_after(last) - self.tokens_after(first)))
+        return rates(self, first, last, *given)
+
+    left_out(monkeypatch, 7)
+    monkeypatch.setattr(Work, "rates", note_tokens)
+    train(small(texts, log_steps=3), tmp_path / "run", quiet())
+    # A step has two windows of 256 bytes; the time of the evaluation after step 5 is no part of the next entry.
+    assert worked == [(3, 3 * 512), (6, 512), (9, 2 * 512)]
 
 
 def test_a_run_that_nan_has_ended_may_be_told_to_go_on_and_leaves_the_batch_out_whenever_it_is_taken_up(

@@ -74,6 +74,17 @@ def test_rates_are_those_of_the_steps_between() -> None:
     assert work.rates(3, 7, 2.0, 8e9) == {"tokens_per_second": 200, "bytes_per_second": 900, "mfu": 0.25}
 
 
+def test_steps_without_their_batches_are_no_work() -> None:
+    amounts = [0, 3, 7, 20, 110, 1000]  # of steps that differ, as those of documents do
+    sums = [sum(amounts[: done + 1]) for done in range(len(amounts))]
+    whole = Work(tokens_after=sums.__getitem__, bytes_after=lambda done: 4.5 * sums[done], flops_after=sums.__getitem__)
+    work = whole.without({2, 4})
+    assert [work.tokens_after(done) for done in range(6)] == [0, 3, 3, 23, 23, 1023]
+    assert work.rates(1, 4, 2.0, 5.0) == {"tokens_per_second": 10, "bytes_per_second": 45, "mfu": 2.0}
+    assert work.rates(1, 2, 2.0, 5.0) == {"tokens_per_second": 0, "bytes_per_second": 0, "mfu": 0.0}
+    assert whole.without(()).rates(0, 5, 2.0, 5.0) == whole.rates(0, 5, 2.0, 5.0)
+
+
 def test_the_rate_of_a_machine_is_positive_and_memory_holds_what_was_taken() -> None:
     assert matrix_product_rate(torch.device("cpu"), torch.float32) > 1e8
     held = torch.ones(1 << 24)

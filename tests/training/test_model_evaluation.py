@@ -13,9 +13,10 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
-from transformers import LlamaConfig, LlamaForCausalLM
+from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM
 
 from dilated_attention_pytorch.training import RunError, model_evaluation, read_corpus, train
+from dilated_attention_pytorch.training.data.tokenizer import train_tokenizer
 from dilated_attention_pytorch.training.evaluated_model import EvaluatedModel
 from dilated_attention_pytorch.training.model_evaluation import EvalSettings, evaluate_model
 from dilated_attention_pytorch.training.recall import CUE_LETTERS, NEEDLE_LETTERS, associations, needle
@@ -113,7 +114,9 @@ def test_a_model_that_copies_recalls_everything_and_one_that_does_not_recalls_no
     texts = write_texts(tmp_path / "texts")
     results = {}
     for name, model in (("copying", _Copying()), ("uniform", _Uniform())):
-        opened = EvaluatedModel(model=model, tokenizer=None, own_length=256, data=(texts,))  # type: ignore[arg-type]
+        opened = EvaluatedModel(
+            model=model, tokenizer=None, own_length=256, vocab_size=256, data=(texts,)  # type: ignore[arg-type]
+        )  # fmt: skip
         monkeypatch.setattr(model_evaluation, "open_model", lambda *given, opened=opened: opened)
         monkeypatch.setattr(model_evaluation, "row_logits", lambda model: None)
         monkeypatch.setattr("dilated_attention_pytorch.training.context_measure.row_logits", lambda model: None)
@@ -154,6 +157,45 @@ def test_a_model_of_transformers_is_measured_beyond_its_length(tmp_path: Path) -
     assert result["needle"] == result["associations"] == []  # too short for them
     with pytest.raises(RunError, match=r"eval.json exists; nothing in it was changed"):
         evaluate_model(str(tmp_path / "short"), settings, None, quiet())
+
+
+def test_tokens_that_the_model_does_not_know_are_refused(tmp_path: Path) -> None:
+    texts = write_texts(tmp_path / "texts")
+    sizes: dict[str, Any] = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1}
+    config = LlamaConfig(vocab_size=280, max_position_embeddings=32, num_attention_heads=2, **sizes)
+    LlamaForCausalLM(config).save_pretrained(tmp_path / "model")
+    train_tokenizer([path.read_bytes() for path in sorted(texts.iterdir())], 300).save(tmp_path / "model")
+    settings = EvalSettings(data=(texts,), lengths=(16,), precision="float32", device="cpu")
+    with pytest.raises(RunError, match=r"the text holds token 29\d and the model knows 280 tokens \(vocab_size in con"):
+        evaluate_model(str(tmp_path / "model"), settings, tmp_path / "x.json", quiet())
+    assert not (tmp_path / "x.json").exists()
+
+
+def test_a_model_with_a_table_of_positions_is_refused_beyond_it_before_anything_is_measured(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = GPT2Config(vocab_size=256, n_positions=32, n_embd=16, n_layer=1, n_head=2, bos_token_id=0, eos_token_id=0)
+    GPT2LMHeadModel(config).save_pretrained(tmp_path / "model")
+    settings = {"data": (write_texts(tmp_path / "texts"),), "recall_texts": 0, "precision": "float32", "device": "cpu"}
+    for lengths in ((16, 32), (16, 33)):  # of 33 tokens the last is predicted, not read
+        evaluate_model(
+            str(tmp_path / "model"), EvalSettings(lengths=lengths, **settings),
+            tmp_path / f"{lengths[1]}.json", quiet(),
+        )  # fmt: skip
+    monkeypatch.setattr(model_evaluation, "bits_of_tokens", lambda *given: pytest.fail("it was measured"))
+    with pytest.raises(RunError, match=r"model cannot read 34 tokens \(index out of range .*; give --lengths up to 32"):
+        evaluate_model(str(tmp_path / "model"), EvalSettings(lengths=(16, 34), **settings), tmp_path / "x", quiet())
+
+
+def test_a_mistake_of_ours_is_not_taken_for_a_length_that_is_too_long(
+    finished: Outcome, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*given: Any) -> None:
+        raise IndexError("a mistake of ours")
+
+    monkeypatch.setattr(model_evaluation, "bits_of_tokens", fail)
+    with pytest.raises(IndexError, match="a mistake of ours"):
+        evaluate_model(str(finished.run), EvalSettings(lengths=(64,), device="cpu"), tmp_path / "x.json", quiet())
 
 
 def test_text_that_is_too_short_is_refused(finished: Outcome, tmp_path: Path) -> None:

@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import io
 import json
 import struct
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from rich.console import Console
 
-from dilated_attention_pytorch.training import RunError
+from dilated_attention_pytorch.training import RunError, train
+from dilated_attention_pytorch.training import run as training_run
 from dilated_attention_pytorch.training.trackers import check_trackers, tracking
-from training.runs import open_run, tiny_settings
+from training.runs import open_run, quiet, tiny_settings, write_texts
 
 _REASON = "Weights & Biases and MLflow are not installed here; `make trackers` installs them"
 wandb = pytest.importorskip("wandb", reason=_REASON)
@@ -85,3 +88,38 @@ def test_mlflow_holds_every_figure_once_where_a_run_goes_on(tmp_path: Path) -> N
     assert [(metric.step, metric.value) for metric in history] == [(2, 0.5), (4, 0.25), (6, 1.0 / 6)]
     assert run.data.params["steps"] == "9"
     assert run.info.status == "FINISHED"
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("uri", ["http://127.0.0.1:9", "bogus://x"])
+def test_an_mlflow_server_that_does_not_answer_is_refused_before_the_run(
+    uri: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "0")
+    monkeypatch.setenv("MLFLOW_TRACKING_URI", uri)
+    with pytest.raises(RunError, match=f"--track mlflow: MLFLOW_TRACKING_URI {uri} does not answer .*; start the ser"):
+        train(tiny_settings(write_texts(tmp_path / "texts"), track=("mlflow",)), tmp_path / "run", quiet())
+    assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_an_mlflow_server_that_goes_away_is_given_up_and_the_run_goes_on(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "0")
+    monkeypatch.setenv("MLFLOW_TRACKING_URI", "http://127.0.0.1:9")
+    monkeypatch.setattr(training_run, "check_trackers", lambda settings: None)
+    said = Console(file=io.StringIO(), width=1000)
+    settings = tiny_settings(write_texts(tmp_path / "texts"), steps=3, track=("mlflow",))
+    assert train(settings, tmp_path / "run", said).step == 3
+    assert isinstance(said.file, io.StringIO)
+    assert said.file.getvalue().count("--track mlflow is given up, as it does not answer (API request to http://") == 1
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_a_key_that_wandb_refuses_is_refused_before_the_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("WANDB_MODE", raising=False)
+    monkeypatch.setenv("WANDB_API_KEY", "too short")
+    wandb.teardown()
+    with pytest.raises(RunError, match="--track wandb: Weights & Biases refuses the login"):
+        check_trackers(tiny_settings(tmp_path, track=("wandb",)))

@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+import json
 import socket
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 from huggingface_hub import constants
 from transformers import LlamaConfig, LlamaForCausalLM, T5Config
 
 from dilated_attention_pytorch.training import RunError
-from dilated_attention_pytorch.training.pretrained import check_source, num_parameters
+from dilated_attention_pytorch.training.pretrained import check_source, load_config, num_parameters
 
 SIZES = {"hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2, "num_attention_heads": 2}
 
@@ -46,6 +48,19 @@ def test_a_hub_that_does_not_is_named_beside_the_folder(
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
     with pytest.raises(RunError, match=r"no hub to ask .* \(HF_HUB_OFFLINE is set\)"):
         check_source("--model a/b", "a/b")
+
+
+@pytest.mark.parametrize("changes", [
+    {"bos_token_id": "x"}, {"__class__": "x"}, {"hidden_size": []}, {"max_position_embeddings": "x"},
+    {"vocab_size": -1}, {"dtype": "x"}, {"model_type": []}, {"rope_parameters": "x"}, {"num_attention_heads": 0},
+], ids=str)  # fmt: skip
+def test_a_configuration_that_transformers_does_not_take_is_refused_in_words(
+    changes: dict[str, Any], tmp_path: Path
+) -> None:
+    values = LlamaConfig(vocab_size=256, max_position_embeddings=32, **SIZES).to_dict()
+    (tmp_path / "config.json").write_text(json.dumps({**values, **changes}))
+    with pytest.raises(RunError, match=r"^--model x: .*(describes no |is missing|cannot be loaded)"):
+        num_parameters("--model x", load_config("--model x", tmp_path))
 
 
 @pytest.mark.parametrize("model", ["./a", "a/b/c", "../a", "/a/b", "a b", "a/b/"])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import io
 import math
 import os
 import socket
@@ -12,10 +13,12 @@ from typing import Any
 
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
+from rich.console import Console
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from dilated_attention_pytorch.installation import install_command
-from dilated_attention_pytorch.training import RunError, TrainSettings, resume, train
+from dilated_attention_pytorch.training import RunError, TrainSettings, resume, trackers, train
+from dilated_attention_pytorch.training import run as training_run
 from dilated_attention_pytorch.training.callbacks import read_metrics
 from dilated_attention_pytorch.training.trackers import check_trackers, tracking
 from training.runs import open_run, quiet, stopped_run, tiny_settings, write_texts
@@ -88,6 +91,86 @@ def test_a_port_that_is_taken_is_refused_before_the_run(tmp_path: Path) -> None:
         with pytest.raises(RunError, match=f"--prometheus-port {port} cannot be served .*; name another one"):
             train(settings, tmp_path / "run", quiet())
     assert not (tmp_path / "run").exists()
+
+
+def test_a_port_that_is_taken_after_the_check_is_said_and_the_run_goes_on(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with socket.socket() as holder:
+        holder.bind(("", 0))
+        holder.listen()
+        port = holder.getsockname()[1]
+        settings = tiny_settings(
+            write_texts(tmp_path / "texts"), steps=2, track=("prometheus",), prometheus_port=port
+        )  # fmt: skip
+        monkeypatch.setattr(training_run, "check_trackers", lambda settings: None)
+        said = Console(file=io.StringIO(), width=1000)
+        outcome = train(settings, tmp_path / "run", said)
+    assert isinstance(said.file, io.StringIO)
+    assert said.file.getvalue().count(f"--prometheus-port {port} cannot be served (Address already in use); metri") == 1
+    found = gauges((tmp_path / "run" / "metrics.prom").read_text())
+    assert found["dilated_attention_final_bits_per_byte"] == outcome.bits_per_byte
+
+
+class _AwayAfter:
+    """A tracker whose server answers so often, and what it was told; then it raises."""
+
+    def __init__(self, answers: int, error: Exception) -> None:
+        self.answers, self.error = answers, error
+        self.told: list[Any] = []
+
+    def open(self, settings: Any, place: Any) -> _AwayAfter:
+        return self._answer("open")
+
+    def log(self, step: int, figures: Any) -> None:
+        self._answer(step)
+
+    def close(self) -> None:
+        self._answer("close")
+
+    def _answer(self, what: Any) -> _AwayAfter:
+        if len(self.told) == self.answers:
+            raise self.error
+        self.told.append(what)
+        return self
+
+
+@pytest.mark.parametrize(("answers", "told"), [
+    (0, []), (2, ["open", 2]), (6, ["open", 2, 4, 5, 6, 8]), (8, ["open", 2, 4, 5, 6, 8, 9, 9]),
+])  # fmt: skip
+def test_a_tracker_whose_server_goes_away_is_given_up_in_a_sentence_and_the_run_goes_on(
+    answers: int, told: list[Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class ServerError(Exception):
+        pass
+
+    server = _AwayAfter(answers, ServerError("the server is away\nand more"))
+    monkeypatch.setitem(trackers._OPEN, "mlflow", server.open)
+    monkeypatch.setitem(trackers._FAILURES, "mlflow", lambda: (ServerError,))
+    monkeypatch.setattr(training_run, "check_trackers", lambda settings: None)
+    said = Console(file=io.StringIO(), width=1000)
+    settings = tiny_settings(write_texts(tmp_path / "texts"), track=("mlflow", "tensorboard"))
+    outcome = train(settings, tmp_path / "run", said)
+    assert outcome.step == 9
+    assert server.told == told
+    assert isinstance(said.file, io.StringIO)
+    sentence = (
+        "--track mlflow is given up, as it does not answer (the server is away); the run goes on without it, and "
+        "metrics.jsonl has all figures\n"
+    )
+    assert said.file.getvalue().count(sentence) == said.file.getvalue().count("the server is away") == 1
+    held = EventAccumulator(str(tmp_path / "run" / "tensorboard"))
+    held.Reload()
+    assert [event.step for event in held.Scalars("mfu")] == sorted(figures_of(tmp_path / "run", "mfu"))
+
+
+def test_an_error_of_a_tracker_that_is_none_of_its_server_is_not_hidden(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    server = _AwayAfter(1, ZeroDivisionError("a mistake of ours"))
+    monkeypatch.setitem(trackers._OPEN, "tensorboard", server.open)
+    with pytest.raises(ZeroDivisionError, match="a mistake of ours"):
+        train(tiny_settings(write_texts(tmp_path / "texts")), tmp_path / "run", quiet())
 
 
 @pytest.mark.parametrize(("name", "package"), [

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import shlex
 from dataclasses import dataclass
+from itertools import chain
 from pathlib import Path
 
 import tyro
 
+from dilated_attention_pytorch.errors import RunError
 from dilated_attention_pytorch.machine import require
 from dilated_attention_pytorch.output import check_new_file, write_text
 
@@ -29,6 +31,8 @@ class Tokenizer:
     """The tokenizer.json to write, as the libraries tokenizers and transformers read it. It must not exist."""
     text_field: str = "text"
     """The member or column of records that holds the text."""
+    mixture: bool = False
+    """Whether the data are those of a run with --weights, which holds out a part of each of them by itself."""
 
     def run_command(self) -> None:
         """Train and write it.
@@ -37,17 +41,22 @@ class Tokenizer:
             RunError: the data, the number or the file does not allow it; before anything is written.
         """
         require("training a tokenizer", ("tokenizers", "numpy"), "train")
-        from dilated_attention_pytorch.training.data.sources import Sources
+        from dilated_attention_pytorch.training.data.sources import Sources, parts_of
         from dilated_attention_pytorch.training.data.tokenizer import check_vocab_size, train_tokenizer
 
         check_new_file(self.output)
         check_vocab_size(self.vocab_size)
-        sources = Sources(self.data, self.text_field, print)
-        sources.survey()
-        tokenizer = train_tokenizer(sources.texts_to_train_on(), self.vocab_size)
+        if self.mixture and not self.data:
+            raise RunError("--mixture is for the data of a run with --weights; name them, or leave it out")
+        sources = [Sources(part, self.text_field, print) for part in parts_of(self.data, is_mixture=self.mixture)]
+        for part in sources:
+            part.survey()
+        texts = chain.from_iterable(part.texts_to_train_on() for part in sources)
+        tokenizer = train_tokenizer(texts, self.vocab_size)
         write_text(self.output, tokenizer.text)
+        num_bytes = sum(part.num_bytes for part in sources)
         print(
             f"{shlex.quote(str(self.output))}: {tokenizer.vocab_size:,} tokens, from what is not held out of "
-            f"{sources.num_bytes:,} bytes of text; train with it:\n  dilated-attention train --tokenizer "
+            f"{num_bytes:,} bytes of text; train with it:\n  dilated-attention train --tokenizer "
             f"{shlex.quote(str(self.output))} --model.vocab-size {tokenizer.vocab_size}"
         )

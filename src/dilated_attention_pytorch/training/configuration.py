@@ -15,6 +15,8 @@ if TYPE_CHECKING:
     from _typeshed import DataclassInstance
 
 CONFIGURATION_NAME = "run.toml"
+_LONGEST = 1 << 20
+"""Bytes of the largest file that is read: a device has no end."""
 
 _Settings = TypeVar("_Settings", bound="DataclassInstance")
 
@@ -23,17 +25,24 @@ def read_configuration(path: Path) -> dict[str, Any]:
     """The tables of a TOML file.
 
     Raises:
-        RunError: it is not there, cannot be read, or is no TOML.
+        RunError: it is not there, cannot be read, is no TOML, or says what is said on the command line alone.
     """
     try:
         with path.open("rb") as file:
-            return tomllib.load(file)
+            found = file.read(_LONGEST + 1)
+        if len(found) > _LONGEST:
+            raise RunError(f"--config {path} is longer than any file of settings; name another one")
+        values = tomllib.loads(found.decode())
     except FileNotFoundError as error:
         raise RunError(f"--config {path}: there is no such file") from error
-    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError, RecursionError) as error:
         raise RunError(f"--config {path} is no TOML: {error}") from error
     except OSError as error:
         raise RunError(f"--config {path} cannot be read: {error.strerror}") from error
+    for name in ("config", "resume"):
+        if name in values:
+            raise RunError(f"--config {path}: {name} is for the command line alone; write --{name} there")
+    return values
 
 
 def with_values(settings: _Settings, values: Mapping[str, Any], path: Path, table: str = "") -> _Settings:
@@ -65,6 +74,8 @@ def with_values(settings: _Settings, values: Mapping[str, Any], path: Path, tabl
         if dataclasses.is_dataclass(held) and isinstance(value, Mapping):
             given[name] = with_values(held, value, path, f"{table}{name}.")  # type: ignore[type-var]
             continue
+        if value == "" and _holds_path(hints[name]):
+            raise RunError(f"--config {path}: {table}{name} is an empty path; this folder is .")
         found = _as_held(value, hints[name])
         try:
             check_type(found, hints[name], collection_check_strategy=CollectionCheckStrategy.ALL_ITEMS)
@@ -74,7 +85,12 @@ def with_values(settings: _Settings, values: Mapping[str, Any], path: Path, tabl
     try:
         return dataclasses.replace(settings, **given)
     except (TypeError, ValueError) as error:
-        raise RunError(f"--config {path}: {table}{error}") from error
+        words = str(error)
+        raise RunError(f"--config {path}: {'' if words.startswith(table) else table}{words}") from error
+
+
+def _holds_path(hint: Any) -> bool:
+    return hint is Path or Path in get_args(hint)
 
 
 def _as_held(value: Any, hint: Any) -> Any:
@@ -82,8 +98,7 @@ def _as_held(value: Any, hint: Any) -> Any:
     if isinstance(value, list):
         inner = next(iter(get_args(hint)), None)
         return tuple(_as_held(entry, inner) for entry in value)
-    is_path = hint is Path or Path in get_args(hint)
-    return Path(value) if is_path and isinstance(value, str) else value
+    return Path(value) if _holds_path(hint) and isinstance(value, str) else value
 
 
 def configuration_text(values: Mapping[str, Any], command: str) -> str:

@@ -26,35 +26,34 @@ _POINTS_PER_DOUBLING = 2
 
 
 @torch.inference_mode()
-def bits_by_position(
-    model: PreTrainedModel, windows: Sequence[Tensor], context: int, precision: str, console: Console, what: str
-) -> Tensor:
-    """Mean bits of every token of the windows but the first where the model reads ``context`` tokens at most.
+def bits_of_tokens(
+    model: PreTrainedModel, texts: Sequence[Tensor], context: int, precision: str, console: Console, what: str
+) -> list[Tensor]:
+    """Bits of every token of each text but its first where the model reads ``context`` tokens at most.
 
-    A window is cut into pieces of ``context`` tokens that share one token with the next, so that whatever the context
+    A text is cut into pieces of ``context`` tokens that share one token with the next, so that whatever the context
     the same tokens are predicted.
 
     Args:
         model: a causal language model.
-        windows: int64 ``[N]`` each.
+        texts: int64 ``[N]`` each.
         context: tokens that the model sees at once; the token predicted is one of them.
         precision: "bfloat16" computes under autocast.
         console: where to draw a bar.
         what: what the bar says.
 
     Returns:
-        float64 ``[N - 1]``, in bits per token.
+        float64 ``[N - 1]`` each, in bits per token.
     """
     from rich.progress import track
 
     model.eval()
     parts = row_logits(model)
-    total = torch.zeros(len(windows[0]) - 1, dtype=torch.float64)
-    for window in track(windows, what, console=console, disable=not console.is_terminal, transient=True):
-        for start in range(0, len(window) - 1, context - 1):
-            bits = predicted(model, parts, window[start : start + context], precision).bits
-            total[start : start + len(bits)] += bits
-    return total / len(windows)
+    found = []
+    for text in track(texts, what, console=console, disable=not console.is_terminal, transient=True):
+        pieces = [text[start : start + context] for start in range(0, len(text) - 1, context - 1)]
+        found.append(torch.cat([predicted(model, parts, piece, precision).bits for piece in pieces]))
+    return found
 
 
 class Predicted(NamedTuple):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -11,13 +12,13 @@ from torch import Tensor
 
 from dilated_attention_pytorch.errors import RunError
 
-from .checkpoint import CONFIG_NAME, SETTINGS_NAME, WEIGHTS_NAME, latest_checkpoint
+from .checkpoint import CONFIG_NAME, SETTINGS_NAME, WEIGHTS_NAME
 from .corpus import Text, read_corpus
 from .data.run_data import read_data, tokenizer_of
 from .data.token_cache import Say
 from .data.tokenizer import Tokenizer, byte_lengths
 from .manifest import MANIFEST_NAME, read_sealed, verify_manifest
-from .pretrained import check_source, load_config, load_model
+from .pretrained import check_same_model, check_source, load_config, load_model
 from .settings import TrainSettings
 from .tokens import load_tokenizer, num_bytes, tokenized
 from .trained_model import model_folder
@@ -37,6 +38,8 @@ class EvaluatedModel:
     """That of a model of transformers; None where its tokens are bytes."""
     own_length: int
     """Tokens that it was trained on at once."""
+    vocab_size: int
+    """How many tokens it knows."""
     run: tuple[TrainSettings, Tokenizer] | None = None
     """What the run of `train` was told that trained it, and its tokenizer."""
     data: tuple[Path, ...] = ()
@@ -56,6 +59,20 @@ class EvaluatedModel:
             return list(text.encode())
         ids: list[int] = self.tokenizer(text, add_special_tokens=False)["input_ids"]
         return ids
+
+    def check_tokens(self, tokens: Tensor) -> None:
+        """Raise :class:`RunError` unless the model knows all of ``tokens``, int64 ``[N]``."""
+        largest = int(tokens.max())
+        if largest >= self.vocab_size:
+            raise RunError(
+                f"the text holds token {largest:,} and the model knows {self.vocab_size:,} tokens (vocab_size in "
+                f"{CONFIG_NAME}); put the tokenizer that it was trained with beside it"
+            )
+
+    @property
+    def reads_documents(self) -> bool:
+        """Whether it was trained on packed documents, none of which sees another."""
+        return self.run is not None and self.run[0].packing == "documents"
 
     def num_bytes(self, tokens: Tensor) -> int:
         """Bytes of text that ``tokens`` stand for; a separator counts as one."""
@@ -111,6 +128,7 @@ def open_model(name: str, device: str) -> EvaluatedModel:
             settings, values = None, record["settings"]
             own_length, data = int(values["length"]), tuple(map(Path, values["data"]))
             text_field = str(values.get("text_field", "text"))
+            check = functools.partial(check_same_model, name, {**record["model"]})
     except (KeyError, TypeError, ValueError) as error:
         raise RunError(f"{run / SETTINGS_NAME} describes no run ({error}); {_REMEDY}") from error
     if settings is not None:
@@ -118,19 +136,9 @@ def open_model(name: str, device: str) -> EvaluatedModel:
         trained = settings, tokenizer_of(run, settings.model.vocab_size)
         opened = _open(name, str(folder), None, device, own_length=settings.context_length)
         return replace(opened, run=trained, weights=folder.name, left=left)
-    folder = _extended(run)
+    folder, left = model_folder(run, check)
     opened = _open(name, str(folder), name, device, own_length=own_length)
-    return replace(opened, data=data, text_field=text_field, weights=folder.name)
-
-
-def _extended(run: Path) -> Path:
-    """The folder with the weights of a run of `extend`."""
-    folder = run if (run / WEIGHTS_NAME).exists() else latest_checkpoint(run)
-    if folder is None:
-        raise RunError(
-            f"{run} holds no model yet: the run was stopped before its first checkpoint; go on with it first"
-        )
-    return folder
+    return replace(opened, data=data, text_field=text_field, weights=folder.name, left=left)
 
 
 def _open(
@@ -152,4 +160,6 @@ def _open(
         )
     tokenizer = None if tokenizer_folder is None else load_tokenizer(what, tokenizer_folder, config)
     model = load_model(what, folder, device, **options)
-    return EvaluatedModel(model=model.eval(), tokenizer=tokenizer, own_length=own_length)
+    return EvaluatedModel(
+        model=model.eval(), tokenizer=tokenizer, own_length=own_length, vocab_size=int(text.vocab_size)
+    )

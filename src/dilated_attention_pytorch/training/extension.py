@@ -302,15 +302,15 @@ def _held_out_windows(text: Text, settings: ExtensionSettings) -> list[Tensor]:
 
 def _measure(run: _Run, state: str, record: dict[str, Any]) -> None:
     """Bits per byte of every position, at both lengths, into the record."""
-    from .context_measure import bits_by_position
+    from .context_measure import bits_of_tokens
 
     held_out = _held_out_windows(run.held_out, run.settings)
     start = time.perf_counter()
     curves = {}
     for context in (run.own_length, run.settings.length):
         doing = f"{state}, reading {context:,} tokens"
-        bits = bits_by_position(run.model, held_out, context, run.settings.precision, run.place.console, doing)
-        curves[context] = bits / run.bytes_per_token
+        bits = bits_of_tokens(run.model, held_out, context, run.settings.precision, run.place.console, doing)
+        curves[context] = torch.stack(bits).mean(dim=0) / run.bytes_per_token
     for context, curve in curves.items():
         if not bool(curve.isfinite().all()):
             raise RunError(

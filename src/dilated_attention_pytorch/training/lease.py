@@ -65,7 +65,7 @@ class Lease:
             "command": shlex.join(sys.argv)[:1000],
         }
         while True:
-            with self._alone():
+            with alone_in(self.run):
                 try:
                     self._file = os.open(self.path, os.O_CREAT | os.O_EXCL | os.O_RDWR | os.O_NOFOLLOW, 0o644)
                 except FileExistsError:
@@ -84,17 +84,6 @@ class Lease:
             self.path.unlink(missing_ok=True)
             os.close(self._file)
             raise
-
-    @contextlib.contextmanager
-    def _alone(self) -> Iterator[None]:
-        """No other job of this machine changes the lease meanwhile, where the file system has locks."""
-        folder = os.open(self.run, os.O_RDONLY)
-        try:
-            with contextlib.suppress(OSError):
-                fcntl.flock(folder, fcntl.LOCK_EX)
-            yield
-        finally:
-            os.close(folder)
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
@@ -158,7 +147,7 @@ class Lease:
                     return
                 if now != found:
                     raise self._held(now)
-        with self._alone():
+        with alone_in(self.run):
             if _read(self.path) == found:
                 self._remove(found)
 
@@ -185,6 +174,18 @@ class Lease:
             f"{self.run} is in use: {_in_words(found)}. Two jobs in one folder would destroy each other's checkpoints; "
             f"wait until that one has ended, or end it{ending}"
         )
+
+
+@contextlib.contextmanager
+def alone_in(folder: Path) -> Iterator[None]:
+    """No other process of this machine is in this context for ``folder`` meanwhile, where the file system has locks."""
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        with contextlib.suppress(OSError):
+            fcntl.flock(descriptor, fcntl.LOCK_EX)
+        yield
+    finally:
+        os.close(descriptor)
 
 
 def _read(path: Path) -> bytes | None:

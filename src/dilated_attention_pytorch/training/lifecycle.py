@@ -237,6 +237,7 @@ def train_to_the_end(
     """
     from .callbacks import Bar, Interruption, Metrics
 
+    work = work.without(run.skipped)
     bar = Bar(run.console, work.tokens_after)
     args = trainer.args
     dtype = torch.bfloat16 if args.bf16 else torch.float16 if args.fp16 else torch.float32

@@ -5,8 +5,9 @@ from __future__ import annotations
 import resource
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
+from typing import TypeVar
 
 import torch
 
@@ -14,6 +15,8 @@ _SIZES = (256, 512, 1024, 2048, 4096, 8192)
 _LONG_ENOUGH = 0.01
 """Seconds of a product by which the rate of a machine shows."""
 _PRODUCTS = 3
+
+_Number = TypeVar("_Number", int, float)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -26,6 +29,17 @@ class Work:
     """Bytes of text in so many steps."""
     flops_after: Callable[[int], int]
     """Operations of the model in so many steps, forward and backward (:mod:`.flops`)."""
+
+    def without(self, steps: Collection[int]) -> Work:
+        """The same run, of which ``steps``, from 1, are taken without their batches."""
+
+        def less(after: Callable[[int], _Number]) -> Callable[[int], _Number]:
+            left_out = {step: after(step) - after(step - 1) for step in steps}
+            return lambda done: after(done) - sum(amount for step, amount in left_out.items() if step <= done)
+
+        return Work(
+            tokens_after=less(self.tokens_after), bytes_after=less(self.bytes_after), flops_after=less(self.flops_after)
+        )
 
     def rates(self, first: int, last: int, seconds: float, matrix_product_flops: float) -> dict[str, float]:
         """Tokens, bytes and operations a second of the steps after ``first`` up to ``last``.

@@ -55,6 +55,9 @@ class MicroBatchTrainer(Trainer):
         """What is left of a run that breaks off, and how to take it up."""
         raise NotImplementedError
 
+    def begin_step(self, *, is_again: bool) -> None:
+        """Called before the first batch of a step, and where it begins again with all of its batches."""
+
     def note_rows(self, rows: int, reason: str) -> None:
         """Write down and say that batches are taken in parts of ``rows`` from now on."""
         raise NotImplementedError
@@ -69,6 +72,7 @@ class MicroBatchTrainer(Trainer):
         """
         if self.state.global_step != self._step:
             self._step, self._batches = self.state.global_step, []
+            self.begin_step(is_again=False)
         self._batches.append(inputs)
         todo = [inputs]
         while True:
@@ -83,6 +87,7 @@ class MicroBatchTrainer(Trainer):
             model.zero_grad()
             gc.collect()
             clear_device_cache()
+            self.begin_step(is_again=True)
             todo = self._batches
 
     def _take(self, model: torch.nn.Module, batch: dict[str, Any], num_items_in_batch: Tensor | int | None) -> Tensor:

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import torch
 from torch import Tensor
 
 from dilated_attention_pytorch.errors import RunError
@@ -17,7 +18,8 @@ from dilated_attention_pytorch.machine import machine, set_threads
 from dilated_attention_pytorch.output import check_new_file, replacing, write_text
 
 from . import preflight
-from .context_measure import binned, bits_by_position, predicted
+from .context_measure import binned, bits_of_tokens, predicted
+from .data.documents import documents_of, held_out_rows
 from .evaluated_model import EvaluatedModel, open_model
 from .recall import NEEDLE_LETTERS, Asked, Task, associations, needle
 from .row_logits import RowLogits, row_logits
@@ -27,7 +29,6 @@ from .windows import EvaluationWindows
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from rich.console import Console
-    from transformers import PreTrainedModel
 
 RESULT_NAME = "eval.json"
 _SHORTEST = 256
@@ -100,28 +101,14 @@ def evaluate_model(model: str, settings: EvalSettings, output: Path | None, cons
     lengths = sorted(settings.lengths) or _lengths_up_to(2 * opened.own_length)
     for name, reason in opened.left.items():
         console.print(f"{name} is left, and {opened.weights} is taken: {reason}", highlight=False, soft_wrap=True)
-    texts, weights = opened.held_out(settings.data, settings.text_field, console.print)
-    least = min(map(len, texts))
-    if least < max(lengths):
-        raise RunError(
-            f"--data holds out {least:,} tokens, fewer than one window of --lengths {max(lengths)}; give more "
-            f"text, or --lengths of at most {least}"
-        )
-    windows = [
-        EvaluationWindows(text, max(lengths), max(1, int(settings.windows * weight / sum(weights))))
-        for text, weight in zip(texts, weights, strict=True)
-    ]
-    held_out = [of_text[index]["input_ids"] for of_text in windows for index in range(len(of_text))]
-    try:
-        result = _measure(opened, settings, held_out, lengths, precision, console)
-    except IndexError as error:
-        raise RunError(
-            f"{model} cannot read {max(lengths):,} tokens ({error}); give --lengths up to {opened.own_length}"
-        ) from error
+    held_out = _held_out(opened, settings, max(lengths), console)
+    _check_length(model, opened, held_out.windows[0], precision)
+    result = _measure(opened, settings, held_out, lengths, precision, console)
     result = {
         "model": model,
         "weights": opened.weights,
         "own_length": opened.own_length,
+        "packing": "documents" if opened.reads_documents else "windows",
         "precision": precision,
         **result,
         "machine": machine(),
@@ -131,6 +118,60 @@ def evaluate_model(model: str, settings: EvalSettings, output: Path | None, cons
     draw_result(result, picture)
     console.print(f"written: {file} and {picture}", highlight=False, soft_wrap=True)
     return file
+
+
+@dataclass(frozen=True, slots=True)
+class _HeldOut:
+    """Held-out text that a model is measured on."""
+
+    windows: list[Tensor]
+    """Tokens int64 ``[N]`` each, across documents."""
+    texts: list[Tensor]
+    """What is read alone: the windows, or, for a model that was trained on packed documents, those of as many rows."""
+
+
+def _held_out(opened: EvaluatedModel, settings: EvalSettings, length: int, console: Console) -> _HeldOut:
+    """Windows of ``length`` tokens, and rows of documents; of a mixture from each source in its proportion.
+
+    Raises:
+        RunError: there is less text than one window, or the model does not know its tokens.
+    """
+    texts, weights = opened.held_out(settings.data, settings.text_field, console.print)
+    least = min(map(len, texts))
+    if least < length:
+        raise RunError(
+            f"--data holds out {least:,} tokens, fewer than one window of --lengths {length}; give more "
+            f"text, or --lengths of at most {least}"
+        )
+    found = _HeldOut([], [])
+    for text, weight in zip(texts, weights, strict=True):
+        count = max(1, int(settings.windows * weight / sum(weights)))
+        windows = EvaluationWindows(text, length, count)
+        found.windows.extend(windows[index]["input_ids"] for index in range(len(windows)))
+        if opened.reads_documents:
+            rows = held_out_rows(text, length, count)
+            found.texts.extend(document for row in rows for document in documents_of(row) if len(document) > 1)
+    for tokens in (*found.windows, *found.texts):
+        opened.check_tokens(tokens)
+    return found if opened.reads_documents else _HeldOut(found.windows, found.windows)
+
+
+def _check_length(model: str, opened: EvaluatedModel, window: Tensor, precision: str) -> None:
+    """Raise :class:`RunError` unless the model reads a window that is longer than its own."""
+    from .micro_batch import is_out_of_memory
+
+    if len(window) <= opened.own_length:
+        return
+    try:
+        predicted(opened.model, row_logits(opened.model), window, precision)
+    except (IndexError, RuntimeError) as error:
+        if is_out_of_memory(error):
+            raise
+        # A table of positions that ends, whose tokens were looked at before.
+        reason = str(error).strip().partition("\n")[0]
+        raise RunError(
+            f"{model} cannot read {len(window):,} tokens ({reason}); give --lengths up to {opened.own_length}"
+        ) from error
 
 
 def _lengths_up_to(longest: int) -> list[int]:
@@ -144,31 +185,41 @@ def _lengths_up_to(longest: int) -> list[int]:
 def _measure(
     opened: EvaluatedModel,
     settings: EvalSettings,
-    held_out: Sequence[Tensor],
+    held_out: _HeldOut,
     lengths: Sequence[int],
     precision: str,
     console: Console,
 ) -> dict[str, Any]:
-    tokens = sum(len(window) - 1 for window in held_out)
-    bytes_per_token = sum(opened.num_bytes(window[1:]) for window in held_out) / tokens
+    tokens = sum(len(text) - 1 for text in held_out.texts)
+    bytes_per_token = sum(opened.num_bytes(text[1:]) for text in held_out.texts) / tokens
     result: dict[str, Any] = {
-        "windows": len(held_out), "bytes_per_token": bytes_per_token, "bits_per_byte": {}, "by_position": {}
+        "windows": len(held_out.windows), "bytes_per_token": bytes_per_token, "bits_per_byte": {}, "by_position": {}
     }  # fmt: skip
     for length in lengths:
         doing = f"reading {length:,} tokens"
-        bits = bits_by_position(opened.model, held_out, length, precision, console, doing) / bytes_per_token
-        if not bool(bits.isfinite().all()):
+        bits = bits_of_tokens(opened.model, held_out.texts, length, precision, console, doing)
+        mean = torch.cat(bits).mean() / bytes_per_token
+        if not bool(mean.isfinite()):
             raise RunError(f"{doing}, the model computes NaN or infinity in {precision}; try --precision float32")
-        result["bits_per_byte"][str(length)] = bits.mean().item()
-        # A piece of the window after the other is read alone: a position is one in such a piece.
-        whole = bits[: len(bits) // (length - 1) * (length - 1)].view(-1, length - 1).mean(dim=0)
-        result["by_position"][str(length)] = list(zip(*binned(whole), strict=True))
+        result["bits_per_byte"][str(length)] = mean.item()
+        by_position = _by_position(bits, length - 1) / bytes_per_token
+        result["by_position"][str(length)] = list(zip(*binned(by_position), strict=True))
     if settings.recall_texts:
         recalled = [length for length in lengths if length >= _SHORTEST]
-        look = functools.partial(_look, opened.model, row_logits(opened.model), precision)
-        result["needle"] = list(_needles(opened, settings, held_out, recalled, look))
+        look = functools.partial(_look, opened, row_logits(opened.model), precision)
+        result["needle"] = list(_needles(opened, settings, held_out.windows, recalled, look))
         result["associations"] = _associations(opened, settings, recalled, look)
     return result
+
+
+def _by_position(bits: Sequence[Tensor], length: int) -> Tensor:
+    """Mean bits by the position in a piece of ``length`` predicted tokens, up to the longest piece that there is."""
+    pieces = [piece for of_text in bits for piece in of_text.split(length)]
+    sums, counts = torch.zeros(2, max(map(len, pieces)), dtype=torch.float64)
+    for piece in pieces:
+        sums[: len(piece)] += piece
+        counts[: len(piece)] += 1
+    return sums / counts
 
 
 def _needles(
@@ -223,8 +274,9 @@ class _Found:
     """Bits of what came first."""
 
 
-def _look(model: PreTrainedModel, parts: RowLogits | None, precision: str, task: Task) -> _Found:
-    seen = predicted(model, parts, task.tokens, precision)
+def _look(opened: EvaluatedModel, parts: RowLogits | None, precision: str, task: Task) -> _Found:
+    opened.check_tokens(task.tokens)
+    seen = predicted(opened.model, parts, task.tokens, precision)
 
     def of(rows: tuple[int, int]) -> tuple[float, bool]:
         span = slice(rows[0] - 1, rows[1] - 1)  # the first token of a text is not predicted
@@ -238,7 +290,8 @@ def print_result(result: Mapping[str, Any], console: Console) -> None:
     """The tables of a result."""
     from rich.table import Table
 
-    table = Table("reading at most, tokens", "bits per byte", title="held-out text", title_justify="left")
+    title = "held-out documents, each read alone" if result["packing"] == "documents" else "held-out text"
+    table = Table("reading at most, tokens", "bits per byte", title=title, title_justify="left")
     for length, bits in result["bits_per_byte"].items():
         own = " (its own length)" if int(length) == result["own_length"] else ""
         table.add_row(f"{int(length):,}{own}", f"{bits:.4f}")

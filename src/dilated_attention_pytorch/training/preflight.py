@@ -19,7 +19,7 @@ from .footprint import checkpoint_bytes
 from .lease import LEASE_NAME
 from .run_settings import Device, Precision
 from .settings import Optimizer, TrainSettings
-from .together import num_processes
+from .together import num_processes, process_rank
 from .zero import check_zero
 
 _TO_GENERATE = ("transformers", "safetensors")
@@ -51,7 +51,12 @@ def check_output(output: Path) -> None:
 
 
 def check_launch() -> None:
-    """Raise :class:`RunError` if there are several processes that cannot know where they meet."""
+    """Raise :class:`RunError` if there are several processes that cannot know where they meet, or which they are."""
+    if not 0 <= process_rank() < num_processes():
+        raise RunError(
+            f"the environment says that this is process {process_rank()} (RANK) of {num_processes()} (WORLD_SIZE), "
+            "counted from 0; start processes with torchrun, or unset both for one process"
+        )
     if num_processes() > 1 and "MASTER_ADDR" not in os.environ:
         raise RunError(
             f"the environment says that there are {num_processes()} processes (WORLD_SIZE) and does not say where they "

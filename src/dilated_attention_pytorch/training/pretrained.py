@@ -75,10 +75,12 @@ def num_parameters(what: str, config: PreTrainedConfig) -> int:
     """
     from transformers import AutoModelForCausalLM
 
+    from dilated_attention_pytorch.integrations.transformers.config import configuration_errors
+
     try:
         with torch.device("meta"):
             model = AutoModelForCausalLM.from_config(config)
-    except (ValueError, RuntimeError) as error:
+    except configuration_errors() as error:
         raise RunError(f"{what}: its config.json describes no causal language model ({error}); {_REMEDY}") from error
     return sum(parameter.numel() for parameter in model.parameters())
 
@@ -91,9 +93,12 @@ def load_config(what: str, model: str | Path) -> PreTrainedConfig:
     """
     from transformers import AutoConfig
 
+    from dilated_attention_pytorch.integrations.transformers.config import configuration_errors
+
+    refusals: tuple[type[Exception], ...] = (OSError, *configuration_errors())
     try:
         config: PreTrainedConfig = AutoConfig.from_pretrained(model, trust_remote_code=False)
-    except (OSError, ValueError, KeyError) as error:
+    except refusals as error:
         raise RunError(
             f"{what}: {model} describes no model of transformers ({error}); it takes a folder with config.json, or a "
             "model of the hub"
@@ -145,7 +150,10 @@ def load_model(what: str, model: str, device: str, **options: Any) -> PreTrained
     from transformers import AutoModelForCausalLM
     from transformers.utils import logging
 
+    from dilated_attention_pytorch.integrations.transformers.config import configuration_errors
+
     logging.disable_progress_bar()
+    refusals: tuple[type[Exception], ...] = (OSError, SafetensorError, *configuration_errors())
     try:
         found: Any = AutoModelForCausalLM.from_pretrained(
             model, dtype=torch.float32, output_loading_info=True, trust_remote_code=False, **options
@@ -155,7 +163,7 @@ def load_model(what: str, model: str, device: str, **options: Any) -> PreTrained
             f"{what}: the weights of {model} are a pickle that holds more than tensors, and were not unpickled, as "
             "what is in it would run; take a copy with model.safetensors, or convert it with the program that wrote it"
         ) from error
-    except (OSError, ValueError, RuntimeError, SafetensorError) as error:
+    except refusals as error:
         raise RunError(f"{what}: the weights of {model} cannot be loaded ({error}); copy them again") from error
     loaded: PreTrainedModel = found[0]
     missing = sorted(found[1]["missing_keys"])
@@ -182,7 +190,7 @@ def check_same_model(what: str, figures: dict[str, Any], checkpoint: Path) -> No
     """Raise :class:`RunError` unless ``checkpoint`` is of the model of which :func:`figures_of` gave ``figures``."""
     of_checkpoint = figures_of(load_config(what, checkpoint))
     # The trainer turns the cache of the model off.
-    names = [name for name in figures if name != "use_cache" and of_checkpoint[name] != figures[name]]
+    names = [name for name in figures if name != "use_cache" and of_checkpoint.get(name) != figures[name]]
     if names:
         raise RunError(
             f"foreign checkpoint: {checkpoint} is of another model than {checkpoint.parent / SETTINGS_NAME} describes "

@@ -13,7 +13,7 @@ _Value = TypeVar("_Value")
 
 def process_rank() -> int:
     """This process's number among those that torchrun started."""
-    return int(os.environ.get("RANK", "0"))
+    return _number("RANK", 0)
 
 
 def is_first_process() -> bool:
@@ -23,7 +23,18 @@ def is_first_process() -> bool:
 
 def num_processes() -> int:
     """How many processes torchrun started; 1 without it."""
-    return int(os.environ.get("WORLD_SIZE", "1"))
+    return _number("WORLD_SIZE", 1)
+
+
+def _number(name: str, without: int) -> int:
+    text = os.environ.get(name) or str(without)
+    try:
+        return int(text)
+    except ValueError as error:
+        raise RunError(
+            f"the environment says {name}={text!r}, which is no number; start processes with torchrun, or unset it for "
+            "one process"
+        ) from error
 
 
 def from_first(decide: Callable[[], _Value]) -> _Value:

@@ -26,6 +26,8 @@ def load_tokenizer(what: str, model: str, config: PreTrainedConfig) -> PreTraine
     """
     from transformers import AutoTokenizer
 
+    from dilated_attention_pytorch.integrations.transformers.config import configuration_errors
+
     if Path(model).is_dir() and not any((Path(model) / name).exists() for name in _TOKENIZER_FILES):
         if config.get_text_config().vocab_size == 256:
             return None
@@ -35,7 +37,9 @@ def load_tokenizer(what: str, model: str, config: PreTrainedConfig) -> PreTraine
         )
     try:
         tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(model, trust_remote_code=False)
-    except (OSError, ValueError) as error:
+    except Exception as error:
+        if not (isinstance(error, (OSError, *configuration_errors())) or type(error) is Exception):
+            raise  # of a damaged file the library tokenizers raises the class itself
         raise RunError(f"{what}: the tokenizer of {model} cannot be loaded ({error}); copy its files again") from error
     if _separator(tokenizer) is None:
         raise RunError(

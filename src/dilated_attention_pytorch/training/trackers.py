@@ -8,6 +8,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from typing import TYPE_CHECKING, Any, Protocol
+from urllib.parse import urlsplit
 
 from dilated_attention_pytorch.errors import RunError
 from dilated_attention_pytorch.machine import require
@@ -15,6 +16,8 @@ from dilated_attention_pytorch.machine import require
 from .together import is_first_process
 
 if TYPE_CHECKING:
+    from mlflow import MlflowClient
+
     from .lifecycle import OpenRun
     from .run_settings import RunSettings, TrackerName
 
@@ -22,6 +25,10 @@ TENSORBOARD_NAME = "tensorboard"
 MLFLOW_NAME = "mlflow"
 PROMETHEUS_NAME = "metrics.prom"
 _PROJECT = "dilated-attention"
+_LOCAL = ("", "file", "sqlite")
+"""Schemes of a MLFLOW_TRACKING_URI that no server answers at."""
+_PATIENCE = {"MLFLOW_HTTP_REQUEST_MAX_RETRIES": "2", "MLFLOW_HTTP_REQUEST_TIMEOUT": "20"}
+"""How long MLflow waits for its server where nobody says: by itself for minutes, in which every process would wait."""
 _PACKAGES: dict[TrackerName, tuple[str, str]] = {
     "tensorboard": ("tensorboard", "train"), "wandb": ("wandb", "track"), "mlflow": ("mlflow", "track"),
     "prometheus": ("prometheus_client", "track"),
@@ -50,6 +57,8 @@ def check_trackers(settings: RunSettings) -> None:
         return
     if "wandb" in settings.track:
         _check_wandb()
+    if "mlflow" in settings.track:
+        _check_mlflow()
     if settings.prometheus_port:
         with socket.socket() as probe:
             probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
@@ -66,12 +75,13 @@ def check_trackers(settings: RunSettings) -> None:
 def tracking(settings: RunSettings, place: OpenRun) -> Iterator[Sequence[Tracker]]:
     """The trackers that the settings name, while the run lasts; none in other processes than the first.
 
-    A run that goes on goes on in all of them: what they hold of steps that are taken again is not written twice.
+    A run that goes on goes on in all of them: what they hold of steps that are taken again is not written twice. One
+    whose server does not answer is given up with a sentence.
     """
     trackers: list[Tracker] = []
     try:
         for name in settings.track if is_first_process() else ():
-            trackers.append(_OPEN[name](settings, place))
+            trackers.append(_WhileAnswered(name, settings, place))
         yield trackers
     except BaseException:
         for tracker in trackers:
@@ -80,6 +90,54 @@ def tracking(settings: RunSettings, place: OpenRun) -> Iterator[Sequence[Tracker
         raise
     for tracker in trackers:
         tracker.close()
+
+
+class _WhileAnswered:
+    """A tracker until its server fails to answer. Then it is given up, and the run goes on without it."""
+
+    def __init__(self, name: TrackerName, settings: RunSettings, place: OpenRun) -> None:
+        self._name, self._say = name, place.say
+        self._failures = _FAILURES[name]()
+        self._tracker: Tracker | None = None
+        with self._giving_up():
+            self._tracker = _OPEN[name](settings, place)
+
+    def log(self, step: int, figures: Mapping[str, float]) -> None:
+        with self._giving_up():
+            if self._tracker is not None:
+                self._tracker.log(step, figures)
+
+    def close(self) -> None:
+        with self._giving_up():
+            if self._tracker is not None:
+                self._tracker.close()
+
+    @contextmanager
+    def _giving_up(self) -> Iterator[None]:
+        try:
+            yield
+        except self._failures as error:
+            self._tracker = None
+            self._say(
+                f"--track {self._name} is given up, as it does not answer ({_first_line(error)}); the run goes on "
+                "without it, and metrics.jsonl has all figures"
+            )
+
+
+def _first_line(error: Exception) -> str:
+    return str(error).strip().partition("\n")[0]
+
+
+def _failures_of_wandb() -> tuple[type[Exception], ...]:
+    from wandb.errors import Error
+
+    return (Error, ConnectionError, TimeoutError)
+
+
+def _failures_of_mlflow() -> tuple[type[Exception], ...]:
+    from mlflow.exceptions import MlflowException
+
+    return (MlflowException,)
 
 
 class _TensorBoard:
@@ -117,25 +175,54 @@ class _WeightsAndBiases:
 
 def _check_wandb() -> None:
     import wandb
+    from wandb.errors import Error
 
-    if wandb.setup().settings.mode in ("online", "shared") and not wandb.login(prompt=False):
+    try:
+        is_known = wandb.setup().settings.mode not in ("online", "shared") or wandb.login(prompt=False)
+    except (Error, ValueError) as error:
+        raise RunError(
+            f"--track wandb: Weights & Biases refuses the login ({_first_line(error)}); run `wandb login`, or set "
+            "WANDB_MODE=offline to have the figures written into the run folder"
+        ) from error
+    if not is_known:
         raise RunError(
             "--track wandb: nobody is logged in at Weights & Biases here; run `wandb login`, set WANDB_API_KEY, or set "
             "WANDB_MODE=offline to have the figures written into the run folder"
         )
 
 
+def _check_mlflow() -> None:
+    uri = os.environ.get("MLFLOW_TRACKING_URI", "")
+    if urlsplit(uri).scheme in _LOCAL:
+        return
+    from mlflow.exceptions import MlflowException
+
+    try:
+        _mlflow_client(uri).search_experiments(max_results=1)
+    except MlflowException as error:
+        raise RunError(
+            f"--track mlflow: MLFLOW_TRACKING_URI {uri} does not answer ({_first_line(error)}); start the server, name "
+            "another one, or unset it to have the figures written into the run folder"
+        ) from error
+
+
+def _mlflow_client(uri: str) -> MlflowClient:
+    from mlflow import MlflowClient
+
+    for name, value in _PATIENCE.items():
+        os.environ.setdefault(name, value)
+    return MlflowClient(tracking_uri=uri)
+
+
 class _MLflow:
     """At MLFLOW_TRACKING_URI, or without it into a database in ``mlflow/`` of the run folder."""
 
     def __init__(self, settings: RunSettings, place: OpenRun) -> None:
-        from mlflow import MlflowClient
-
         uri = os.environ.get("MLFLOW_TRACKING_URI")
         if not uri:
             (place.folder / MLFLOW_NAME).mkdir(exist_ok=True)
             uri = f"sqlite:///{(place.folder / MLFLOW_NAME / 'mlflow.db').absolute()}"
-        self._client = MlflowClient(tracking_uri=uri)
+        self._client = _mlflow_client(uri)
         experiment = self._client.get_experiment_by_name(_PROJECT)
         number = self._client.create_experiment(_PROJECT) if experiment is None else experiment.experiment_id
         found = self._client.search_runs([number], f"tags.run = '{place.run_id}'")
@@ -179,7 +266,13 @@ class _Prometheus:
         self._gauges: dict[str, Gauge] = {}
         self._server = None
         if settings.prometheus_port:
-            self._server, self._thread = start_http_server(settings.prometheus_port, registry=self._registry)
+            try:
+                self._server, self._thread = start_http_server(settings.prometheus_port, registry=self._registry)
+            except OSError as error:  # it was free when the run was checked
+                place.say(
+                    f"--prometheus-port {settings.prometheus_port} cannot be served ({error.strerror}); "
+                    f"{PROMETHEUS_NAME} is written all the same"
+                )
 
     def log(self, step: int, figures: Mapping[str, float]) -> None:
         from prometheus_client import Gauge, write_to_textfile
@@ -197,6 +290,11 @@ class _Prometheus:
             self._server.server_close()
             self._thread.join()
 
+
+_FAILURES: dict[TrackerName, Callable[[], tuple[type[Exception], ...]]] = {
+    "tensorboard": tuple, "wandb": _failures_of_wandb, "mlflow": _failures_of_mlflow, "prometheus": tuple,
+}  # fmt: skip
+"""What each raises where its server does not answer. An error of the disk is the run's own."""
 
 _OPEN: dict[TrackerName, Callable[[RunSettings, OpenRun], Any]] = {
     "tensorboard": _TensorBoard, "wandb": _WeightsAndBiases, "mlflow": _MLflow, "prometheus": _Prometheus,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -17,8 +17,12 @@ if TYPE_CHECKING:
     from dilated_attention_pytorch.models import LongNetForCausalLM
 
 
-def model_folder(run: Path) -> tuple[Path, Mapping[str, str]]:
+def model_folder(run: Path, check: Callable[[Path], None] = check_weights) -> tuple[Path, Mapping[str, str]]:
     """The folder with the weights of a run: its own once it is finished, before that its newest whole checkpoint.
+
+    Args:
+        run: the run folder.
+        check: raises :class:`RunError` for a checkpoint whose configuration and weights are not a model of the run.
 
     Returns:
         the folder; and newer checkpoints by name, with why each is left.
@@ -35,7 +39,7 @@ def model_folder(run: Path) -> tuple[Path, Mapping[str, str]]:
     for checkpoint in checkpoints(run):
         try:
             verify_manifest(checkpoint, what="broken checkpoint", remedy=RESTORE, reading=(CONFIG_NAME, WEIGHTS_NAME))
-            check_weights(checkpoint)
+            check(checkpoint)
         except RunError as error:
             left[checkpoint.name] = str(error)
             continue
@@ -44,7 +48,7 @@ def model_folder(run: Path) -> tuple[Path, Mapping[str, str]]:
         raise RunError(next(iter(left.values())))
     raise RunError(
         f"{run} holds no trained model: neither {WEIGHTS_NAME} nor a checkpoint is in it; "
-        "name the --output of a `train` command that has saved one"
+        "go on with that run until it has saved one, or name the --output of another"
     )
 
 

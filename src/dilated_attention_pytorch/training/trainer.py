@@ -202,6 +202,11 @@ class LongNetTrainer(RunTrainer):
             counted.add(loss * num_items_in_batch, inputs["labels"])
         return loss
 
+    def begin_step(self, *, is_again: bool) -> None:
+        """A step that begins again counts its bytes once."""
+        if self.trained is not None:
+            self.trained.begin_step(is_again=is_again)
+
     def averages_every_part(self) -> bool:
         """Whether the gradients of every part of a batch are averaged over the processes at once."""
         return self.distribution.engine is not None

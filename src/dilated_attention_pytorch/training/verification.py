@@ -108,9 +108,11 @@ def fitting(checkpoint: str | Path) -> Iterator[None]:
 @contextmanager
 def described_by(path: Path) -> Iterator[None]:
     """What transformers makes of a configuration; a value that it cannot use is a :class:`RunError`."""
+    from dilated_attention_pytorch.integrations.transformers.config import configuration_errors
+
     try:
         yield
-    except (AttributeError, TypeError, ValueError) as error:
+    except configuration_errors() as error:
         raise RunError(f"broken checkpoint: {path} describes no model ({error}); {_NAME_A_RUN}") from error
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
+import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
@@ -47,6 +48,32 @@ def test_texts_are_the_same_in_every_format(tmp_path: Path) -> None:
     assert [record.name for record in records(places[2], "text")][99:101] == [
         "data-00000-of-00002.arrow:100", "data-00001-of-00002.arrow:1",
     ]  # fmt: skip
+
+
+@pytest.mark.parametrize("name", ["a.parquet", "saved/data-00000-of-00002.arrow"])
+def test_a_text_that_is_no_utf8_any_more_is_named(name: str, tmp_path: Path) -> None:
+    pq.write_table(pa.table({"text": TEXTS}), tmp_path / "a.parquet", compression="none", use_dictionary=False)
+    write_arrow(tmp_path / "saved", TEXTS)
+    path = tmp_path / name
+    whole = path.read_bytes()
+    assert "äöü".encode() in whole
+    path.write_bytes(whole.replace("äöü".encode(), b"\xf8" * 6))
+    with pytest.raises(RunError, match=r"is damaged or no .* \(.*UTF8.*\); restore the file"):
+        list(records(path if name == "a.parquet" else path.parent, "text"))
+
+
+def test_places_of_texts_that_lie_outside_of_an_arrow_file_are_refused_and_not_read(tmp_path: Path) -> None:
+    path = write_arrow(tmp_path / "saved", TEXTS) / "data-00000-of-00002.arrow"
+    whole = path.read_bytes()
+    lengths = [0]
+    for text in TEXTS[:37]:  # the first batch
+        lengths.append(lengths[-1] + len(text.encode()))
+    places = np.array(lengths, np.int32).tobytes()
+    assert whole.count(places) == 1
+    beyond = np.array([*lengths[:-1], 1 << 30], np.int32).tobytes()
+    path.write_bytes(whole.replace(places, beyond))
+    with pytest.raises(RunError, match=r"is damaged or no Arrow stream \(.*; restore the file"):
+        list(records(path.parent, "text"))
 
 
 def test_each_text_is_a_document_of_the_corpus_and_empty_ones_are_said(tmp_path: Path) -> None:

@@ -6,11 +6,13 @@ import dataclasses
 import io
 import json
 import math
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from rich.console import Console
 from torch.nn import functional
 
 from dilated_attention_pytorch.cli import main
@@ -114,6 +116,52 @@ def test_eval_measures_a_mixture_on_what_the_run_held_out(world: Path, tmp_path:
         held_out = text.data[1:].numpy().tobytes()
         assert path.read_bytes().endswith(held_out)
         assert len(held_out) < 0.06 * path.stat().st_size
+
+
+@pytest.mark.parametrize("changes", [{"packing": "documents"}, MIXED], ids=["rows", "batches of a mixture"])
+def test_eval_of_a_run_over_documents_reads_each_alone_as_training_does(
+    changes: dict[str, Any], world: Path, tmp_path: Path
+) -> None:
+    settings = over_tokens(tiny_settings(world, steps=2, precision="float32"), world, **changes)
+    outcome = train(settings, tmp_path / "run", quiet())
+    asked = EvalSettings(
+        lengths=(33, settings.context_length), windows=settings.final_eval_windows, recall_texts=0,
+        precision="float32", device="cpu",
+    )  # fmt: skip
+    said = Console(file=io.StringIO(), width=200)
+    result = json.loads(evaluate_model(str(outcome.run), asked, tmp_path / "eval.json", said).read_text())
+    assert result["packing"] == "documents"
+    assert isinstance(said.file, io.StringIO)
+    assert "held-out documents, each read alone" in said.file.getvalue()
+    assert result["bits_per_byte"][str(settings.context_length)] == pytest.approx(outcome.bits_per_byte, rel=1e-5)
+    # At 33 tokens the same are predicted, from at most 32 before them in their own document.
+    evaluation = read_data(settings, read_tokenizer(settings), None).evaluation()
+    model, nats = load_model(outcome.run).eval(), []
+    for index in range(len(evaluation)):
+        row = evaluation[index]
+        for first, after in pairwise(row["cu_seqlens"].tolist()):
+            for start in range(first, after - 1, 32):
+                piece = row["input_ids"][start : min(start + 33, after)]
+                with torch.no_grad():
+                    nats.append(functional.cross_entropy(model(piece[None, :-1]).logits[0], piece[1:], reduction="sum"))
+    expected = float(torch.stack(nats).sum()) / math.log(2) / len(evaluation.predicted())
+    assert result["bits_per_byte"]["33"] == pytest.approx(expected, rel=1e-5)
+
+
+def test_a_tokenizer_of_a_mixture_is_trained_on_what_each_source_does_not_hold_out(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    texts = []
+    for name, count in (("a", 500), ("b", 300)):
+        text = "".join(f"{name}{number * number} line\n" for number in range(count)).encode()
+        (tmp_path / f"{name}.txt").write_bytes(text)
+        texts.append(text[: len(text) - len(text) // 20])
+    words = ["tokenizer", str(tmp_path / "a.txt"), str(tmp_path / "b.txt"), "--vocab-size", "400", "--output"]
+    for flags, name in (["--mixture"], "mixture.json"), ([], "joined.json"):
+        main([*words, str(tmp_path / name), *flags])
+    expected = train_tokenizer(texts, 400).text
+    assert (tmp_path / "mixture.json").read_text() == expected
+    assert (tmp_path / "joined.json").read_text() != expected
 
 
 @pytest.mark.parametrize("changes", [{"packing": "documents"}, MIXED], ids=["rows", "batches of a mixture"])

@@ -8,6 +8,9 @@ import os
 import pickle
 import subprocess
 import sys
+import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -18,9 +21,11 @@ import dilated_attention_pytorch
 from dilated_attention_pytorch.errors import RunError
 from dilated_attention_pytorch.training.corpus import corpus_figures, read_corpus
 from dilated_attention_pytorch.training.data import sources as sources_module
+from dilated_attention_pytorch.training.data import token_cache
 from dilated_attention_pytorch.training.data.sources import Sources
 from dilated_attention_pytorch.training.data.token_cache import cached_corpus, open_corpus
 from dilated_attention_pytorch.training.data.tokenizer import BYTES, ByteTokenizer, bytes_of, train_tokenizer
+from dilated_attention_pytorch.training.lease import alone_in
 from training.data.test_records import write_jsonl
 
 
@@ -103,6 +108,66 @@ def test_a_damaged_one_is_made_again_and_said(damage: str, tmp_path: Path) -> No
     assert said[0].startswith(f"the cache of tokens: {cache}")
     assert said[0].endswith("; it is made again")
     assert [path.name for path in (tmp_path / "cache").iterdir()] == [cache.name]
+
+
+@pytest.mark.parametrize("is_damaged", [False, True], ids=["none there", "a damaged one there"])
+def test_processes_that_make_one_cache_at_the_same_time_all_get_it_and_none_loses_what_it_has_mapped(
+    is_damaged: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each has seen that it is not there, and has made its own, before the first gives it its name."""
+    folder, count = texts_of(tmp_path / "texts", 31), 5
+    if is_damaged:
+        os.truncate(cached([folder], tmp_path / "cache") / "training.tokens", 3)
+    make, all_have_made = token_cache._make, threading.Barrier(count)
+
+    def make_and_wait(*given: Any) -> Any:
+        about = make(*given)
+        all_have_made.wait(60)
+        return about
+
+    monkeypatch.setattr(token_cache, "_make", make_and_wait)
+    with ThreadPoolExecutor(count) as threads:
+        opened = list(threads.map(lambda _: open_corpus(cached([folder], tmp_path / "cache")), range(count)))
+    expected = read_corpus([folder])
+    for corpus in opened:
+        assert torch.equal(corpus.training.data, expected.training.data)
+        assert torch.equal(corpus.held_out.file_starts, expected.held_out.file_starts)
+        # A file that another one had replaced would be another file under the same name.
+        assert pickle.loads(pickle.dumps(corpus.training)).data.tolist() == corpus.training.data.tolist()
+    (left,) = (tmp_path / "cache").iterdir()
+    assert sorted(path.name for path in left.iterdir()) == sorted([*token_cache._FILES, "manifest.json"])
+
+
+def test_a_cache_that_is_whole_by_now_is_left_as_it_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = texts_of(tmp_path / "texts", 31)
+    make, seen = token_cache._make, []
+
+    def make_after_another(*given: Any) -> Any:
+        monkeypatch.setattr(token_cache, "_make", make)
+        cache = cached([folder], tmp_path / "cache")  # another process begins later and is done before
+        seen.append([(cache / name).stat().st_ino for name in token_cache._FILES])
+        return make(*given)
+
+    monkeypatch.setattr(token_cache, "_make", make_after_another)
+    cache = cached([folder], tmp_path / "cache")
+    assert [[(cache / name).stat().st_ino for name in token_cache._FILES]] == seen
+    assert [path.name for path in (tmp_path / "cache").iterdir()] == [cache.name]
+
+
+def test_folders_that_killed_processes_left_are_removed_and_those_in_use_are_not(tmp_path: Path) -> None:
+    cache, hours = tmp_path / "cache", 3600.0
+    for name in ("old", "in-use", "new", "written-to"):
+        (cache / f".unfinished-{name}").mkdir(parents=True)
+        (cache / f".unfinished-{name}" / "training.tokens").write_bytes(b"abc")
+    before = time.time() - 2 * hours
+    for name in ("old", "in-use", "written-to"):
+        os.utime(cache / f".unfinished-{name}" / "training.tokens", (before, before))
+        os.utime(cache / f".unfinished-{name}", (before, before))
+    os.utime(cache / ".unfinished-written-to" / "training.tokens")
+    with alone_in(cache / ".unfinished-in-use"):
+        cached([texts_of(tmp_path / "texts", 3)], cache)
+    left = {path.name.removeprefix(".unfinished-") for path in cache.glob(".unfinished-*")}
+    assert left == {"in-use", "new", "written-to"}
 
 
 def test_what_breaks_off_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

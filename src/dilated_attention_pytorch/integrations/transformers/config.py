@@ -22,6 +22,15 @@ _READ: dict[str, Pattern] = {}
 """Patterns by their text: torch.compile follows a pattern only where it lies in something that it can look up."""
 
 
+def configuration_errors() -> tuple[type[Exception], ...]:
+    """What transformers raises for a configuration, or for parts of a model made from it, that it does not take."""
+    from huggingface_hub.errors import StrictDataclassError
+
+    return (
+        StrictDataclassError, ArithmeticError, AttributeError, LookupError, RuntimeError, TypeError, ValueError,
+    )  # fmt: skip
+
+
 def check_pattern(pattern: Pattern | Sequence[Pattern | None], config: Any) -> dict[str, Any]:
     """What ``config.dilated_attention`` will say.
 

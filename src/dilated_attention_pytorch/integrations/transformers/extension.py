@@ -11,7 +11,7 @@ from torch import nn
 
 from dilated_attention_pytorch.patterns import Pattern
 
-from .config import text_config
+from .config import configuration_errors, text_config
 from .pattern import set_pattern
 
 if TYPE_CHECKING:
@@ -135,7 +135,7 @@ def _made(rotaries: list[tuple[nn.Module, str, Any]], scaled: Any, *, is_as_befo
         again = type(scaled).from_dict(scaled.to_dict())
         again.validate()
         made = [type(old)(scaled) for _, _, old in rotaries]
-    except Exception as error:
+    except configuration_errors() as error:
         raise NotImplementedError(
             f"{type(scaled).__name__} does not take the rotary parameters {wanted} ({error}); choose another scaling"
         ) from error

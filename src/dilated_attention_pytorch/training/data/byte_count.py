@@ -11,7 +11,7 @@ from dilated_attention_pytorch.models.token_loss import IGNORED
 
 
 class ByteCount:
-    """Adds up nats and bytes, on each process its own. A batch that begins anew for want of memory counts again.
+    """Adds up nats and bytes, on each process its own.
 
     Args:
         lengths: int64 ``[vocab_size]``, bytes that each token stands for.
@@ -21,6 +21,14 @@ class ByteCount:
     def __init__(self, lengths: Tensor, device: torch.device) -> None:
         self._lengths = lengths.to(device)
         self._sums = torch.zeros(2, dtype=torch.float64, device=device)
+        self._before_step = self._sums.clone()
+
+    def begin_step(self, *, is_again: bool) -> None:
+        """Before the first batch of a step; where it begins again, what was counted of its batches is taken back."""
+        if is_again:
+            self._sums = self._before_step.clone()
+        else:
+            self._before_step = self._sums.clone()
 
     def add(self, nats: Tensor, labels: Tensor) -> None:
         """Count a batch.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import pairwise
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -13,7 +14,7 @@ from torch.utils.data import Dataset
 from dilated_attention_pytorch.models.token_loss import IGNORED
 
 from ..corpus import Text
-from ..windows import Window
+from ..windows import Window, evenly_spread
 
 if TYPE_CHECKING:
     import numpy as np
@@ -77,6 +78,13 @@ class PackedRows(Dataset[Window]):
             self._epoch = epoch
 
 
+def held_out_rows(text: Text, context_length: int, most: int) -> list[Window]:
+    """Rows of documents in the order of the text; of more than ``most`` so many, evenly spread."""
+    length = min(context_length, len(text))
+    rows = PackedRows(text, length, len(text) // length, seed=None)
+    return [rows[index] for index in evenly_spread(len(rows), most)]
+
+
 def document_lengths(text: Text) -> np.ndarray[Any, Any]:
     """int64 ``[documents]``: tokens, with the separator."""
     return torch.diff(text.file_starts, append=torch.tensor([len(text)])).numpy()
@@ -99,6 +107,12 @@ def packed(documents: Sequence[Tensor]) -> Window:
     labels = tokens.clone()
     labels[ends - lengths] = IGNORED  # the first token of a document is predicted by none before it
     return {"input_ids": tokens, "labels": labels, "cu_seqlens": functional.pad(ends, (1, 0)).to(torch.int32)}
+
+
+def documents_of(row: Window) -> list[Tensor]:
+    """The tokens of each document of a packed row."""
+    ends = row["cu_seqlens"].tolist()
+    return [row["input_ids"][first:after] for first, after in pairwise(ends)]
 
 
 def as_one_row(rows: Sequence[Window]) -> Window:

@@ -124,7 +124,10 @@ def _of_table(file: Path, field: str) -> Iterator[Record]:
     try:
         number = 0
         for batch in _batches(file, field):
-            for value in batch.column(field).to_pylist():
+            column = batch.column(field)
+            # Damage may be in the places of the texts or in their bytes, which pyarrow trusts.
+            column.validate(full=True)
+            for value in column.to_pylist():
                 number += 1
                 yield Record(f"{file.name}:{number}", _as_text(value, field, f"{file}, row {number}"))
     except pa.ArrowException as error:

@@ -28,9 +28,9 @@ from ..measures import Work
 from ..together import all_or_none, from_first, is_first_process
 from ..windows import EvaluationWindows, StagedBatches, Window, evenly_spread, joined, long_files
 from .buckets import BucketedBatches
-from .documents import PackedRows, as_one_row
+from .documents import PackedRows, as_one_row, held_out_rows
 from .mixture import Mixture
-from .sources import Sources
+from .sources import Sources, parts_of
 from .token_cache import Say, cached_corpus, open_corpus
 from .tokenizer import BYTES, TOKENIZER_NAME, BytePairs, Tokenizer, byte_lengths, bytes_of, load_tokenizer
 
@@ -103,7 +103,7 @@ def read_data(settings: TrainSettings, tokenizer: Tokenizer, say: Say | None) ->
     Raises:
         RunError: see :func:`.corpus.read_corpus` and :func:`.token_cache.cached_corpus`.
     """
-    parts = [(path,) for path in settings.data] if settings.weights else [settings.data]
+    parts = parts_of(settings.data, is_mixture=bool(settings.weights))
     speaks = say if is_first_process() else None
     if tokenizer is BYTES and settings.cache is None:
         corpora = [read_corpus(part, text_field=settings.text_field, say=speaks) for part in parts]
@@ -260,9 +260,7 @@ class RunData:
     def _held_out(self, text: Text, most: int) -> list[Window] | EvaluationWindows:
         if self.settings.packing == "windows":
             return EvaluationWindows(text, self.settings.context_length, most)
-        length = min(self.settings.context_length, len(text))
-        rows = PackedRows(text, length, len(text) // length, seed=None)
-        return [rows[index] for index in evenly_spread(len(rows), most)]
+        return held_out_rows(text, self.settings.context_length, most)
 
     def long_files(self) -> list[Tensor]:
         """The beginnings of held-out files that are as long as the context."""

@@ -179,6 +179,11 @@ class Sources:
             yield _Document(record.name, _pieces_of([record.text]))
 
 
+def parts_of(data: Sequence[Path], *, is_mixture: bool) -> list[tuple[Path, ...]]:
+    """What is split into text to train on and held-out text by itself: each of ``data`` in a mixture, else all."""
+    return [(path,) for path in data] if is_mixture else [tuple(data)]
+
+
 def _blocks(path: Path) -> Iterator[bytes]:
     try:
         with path.open("rb") as stream:

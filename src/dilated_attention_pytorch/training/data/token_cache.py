@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import errno
+import fcntl
 import hashlib
 import json
 import os
@@ -12,7 +14,7 @@ import warnings
 import zlib
 from collections import Counter
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from io import BufferedWriter
 from pathlib import Path
@@ -26,6 +28,7 @@ from dilated_attention_pytorch.memory import in_bytes
 from dilated_attention_pytorch.output import sync
 
 from ..corpus import CORPUS_KEYS, Corpus, Text
+from ..lease import alone_in
 from ..manifest import MANIFEST_NAME, read_sealed, verify_manifest, write_manifest
 from .sources import PIECE_BYTES, Piece, Sources
 from .tokenizer import Tokenizer
@@ -41,6 +44,9 @@ _AT_ONCE = 4 * PIECE_BYTES
 _READ_AT_ONCE = 1 << 22
 _SILENT_SECONDS = 5.0
 _REMEDY = "it is made again"
+_UNFINISHED = ".unfinished-"
+_ABANDONED_SECONDS = 3600.0
+"""What was not written to for so long was left by a process that was killed."""
 
 Say = Callable[[str], None]
 
@@ -74,26 +80,46 @@ def cached_corpus(sources: Sources, tokenizer: Tokenizer, folder: Path, say: Say
     key = {"format": _FORMAT, "tokenizer": tokenizer.digest, "text_field": sources.text_field, "files": files}
     digest = hashlib.sha256(json.dumps(key).encode()).hexdigest()[:32]
     target = folder / digest
-    if os.path.lexists(target):
-        try:
-            verify_manifest(target, what="the cache of tokens", remedy=_REMEDY, reading=_FILES)
-        except RunError as error:
-            if say is not None:
-                say(str(error))
-        else:
-            return target
+    if _is_whole(target, say):
+        return target
     sources.survey()
     with _beside(folder) as staging:
         about = _make(sources, tokenizer, staging, say)
         if sources.fingerprint() != files:
             raise RunError("--data: a file changed while it was read; start again when nothing writes to it")
         write_manifest(staging, _FILES, **about)
-        if os.path.lexists(target):
-            os.rename(target, staging / "replaced")
-        os.rename(staging, target)
-        sync(folder)
-    shutil.rmtree(target / "replaced", ignore_errors=True)
+        _name(staging, target)
     return target
+
+
+def _is_whole(cache: Path, say: Say | None = None) -> bool:
+    """Whether a cache is there as it was made; ``say`` is told what is wrong with one that is damaged."""
+    if not os.path.lexists(cache):
+        return False
+    try:
+        verify_manifest(cache, what="the cache of tokens", remedy=_REMEDY, reading=_FILES)
+    except RunError as error:
+        if say is not None:
+            say(str(error))
+        return False
+    return True
+
+
+def _name(staging: Path, target: Path) -> None:
+    """Give a cache its name. Where another process was faster, its own is the one, which others may have mapped."""
+    folder = target.parent
+    with alone_in(folder):
+        while not _is_whole(target):
+            with _unfinished(folder) as aside, suppress(FileNotFoundError):
+                os.rename(target, aside / "damaged")
+            try:
+                os.rename(staging, target)
+            except OSError as error:
+                if error.errno not in (errno.EEXIST, errno.ENOTEMPTY):
+                    raise
+                continue  # a process of another machine was faster
+            sync(folder)
+            return
 
 
 def open_corpus(cache: Path) -> Corpus:
@@ -130,24 +156,57 @@ def _map(path: Path, dtype: str) -> Tensor:
 
 @contextmanager
 def _beside(folder: Path) -> Iterator[Path]:
-    """A new folder within ``folder``, which goes unless it was renamed.
+    """A new folder within ``folder``, which goes unless it was renamed; so do those that were abandoned.
 
     Raises:
         RunError: the system refuses to write.
     """
-    staging = None
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        staging = Path(tempfile.mkdtemp(prefix=".unfinished-", dir=folder))
-        yield staging
+        for found in folder.glob(f"{_UNFINISHED}*"):
+            _clear_if_abandoned(found)
+        with _unfinished(folder) as staging:
+            yield staging
     except OSError as error:
         raise RunError(
             f"the cache of tokens cannot be written to {folder} ({error.strerror}); make room and allow writing, or "
             "name another folder with --cache"
         ) from error
+
+
+@contextmanager
+def _unfinished(folder: Path) -> Iterator[Path]:
+    """A new folder, this process's own: as long as it is locked, it is in use."""
+    staging = Path(tempfile.mkdtemp(prefix=_UNFINISHED, dir=folder))
+    try:
+        with alone_in(staging):
+            yield staging
     finally:
-        if staging is not None:
+        shutil.rmtree(staging, ignore_errors=True)
+
+
+def _clear_if_abandoned(staging: Path) -> None:
+    """Remove what a process left that was killed: nothing is written to it, and nobody of this machine has it."""
+    try:
+        newest = max(path.lstat().st_mtime for path in (staging, *staging.iterdir()))
+        descriptor = os.open(staging, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
+    except OSError:
+        return  # gone meanwhile, or none of ours
+    try:
+        if time.time() - newest > _ABANDONED_SECONDS and _is_free(descriptor):
             shutil.rmtree(staging, ignore_errors=True)
+    finally:
+        os.close(descriptor)
+
+
+def _is_free(descriptor: int) -> bool:
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    except OSError:
+        return True  # a file system without locks, where time alone tells
+    return True
 
 
 class _Side:

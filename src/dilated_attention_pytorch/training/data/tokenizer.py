@@ -174,7 +174,9 @@ def load_tokenizer(path: Path, what: str = "") -> BytePairs:
     text = _read(file, what)
     try:
         tokenizer = Library.from_str(text)
-    except Exception as error:  # the library raises nothing narrower
+    except Exception as error:
+        if type(error) is not Exception:
+            raise  # the library raises the class itself; whatever is narrower is not about the file
         raise RunError(f"{what}: {file} is damaged or no tokenizer ({error}); {_REMEDY}") from error
     return BytePairs(what, tokenizer, _separator_of(file, tokenizer, what))
 

@@ -1,0 +1,505 @@
+"""One table of wrong command lines, configurations and inputs, each with the sentence that it gets.
+
+    PYTHONPATH=tests python -m cli.wrong_command_lines
+
+runs every row of the commands that train and of those that read what they leave, and prints the table as Markdown, with
+the whole sentences.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import hashlib
+import io
+import re
+import tempfile
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+from cli import broken_machine as machine
+from dilated_attention_pytorch.cli import main as run_command
+from dilated_attention_pytorch.installation import install_command
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """A command line, what it must say, and what is wrong with the machine while it runs."""
+
+    line: str
+    """The words; ``{}`` stands for the folder with everything in it, ``{toml}`` for the file with ``toml``."""
+    message: str
+    """A part of the sentence that tells it from others."""
+    machine: machine.Patch = lambda monkeypatch: None
+    toml: str = ""
+    """What the file of --config holds."""
+
+    @property
+    def file(self) -> str:
+        """The name of the file with ``toml``."""
+        return f"{hashlib.sha256(self.toml.encode()).hexdigest()[:8]}.toml"
+
+    def words(self, world: Path) -> list[str]:
+        """The command line."""
+        return self.line.replace("{toml}", str(world / "settings" / self.file)).replace("{}", str(world)).split()
+
+
+def run_row(row: Row, world: Path, folder: Path, monkeypatch: pytest.MonkeyPatch) -> tuple[int, str, str]:
+    """Run the command of a row in ``folder``; its exit code, what it wrote, and its sentence on one line."""
+    out, err = io.StringIO(), io.StringIO()
+    with monkeypatch.context() as patch, contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
+        patch.chdir(folder)
+        row.machine(patch)
+        with pytest.raises(SystemExit) as left:
+            run_command(row.words(world))
+    assert isinstance(left.value.code, int)
+    return left.value.code, out.getvalue(), " ".join(err.getvalue().replace("│", " ").split())
+
+
+TRAIN = "train --preset tiny --data {}/texts --output {}/new"
+
+COMMANDS = "train, extend, generate, eval, report, tokenizer, bench, profile, tune, show, build, info"
+TABLE: dict[str, list[Row]] = {
+    "what is no command line": [
+        Row("", f"Expected one of {{{COMMANDS}}}"),
+        Row("trian", f"Available subcommands: {COMMANDS}"),
+        Row(f"{TRAIN} --stepz 3", "Unrecognized options: --stepz"),
+        Row(f"{TRAIN} --steps three", "invalid"),
+        Row(f"{TRAIN} --optimizer sgd", "invalid choice 'sgd'"),
+        Row(f"{TRAIN} --on-nan ignore", "invalid choice 'ignore'"),
+        Row("train --preset huge", "--preset huge: there is no such preset; choose one of auto, cpu, gpu, gpu-large, tiny"),
+        Row("generate", "required"),
+        Row("info --verbose", "Unrecognized options: --verbose"),
+    ],
+    "the file of --config": [
+        Row("train --config {toml} --output {}/new", "is no TOML: ", toml="steps = "),
+        Row("train --config {toml} --output {}/new", "there is no setting step; did you mean steps?", toml="step = 5"),
+        Row("train --config {toml} --output {}/new", "there is no setting zzz; --help lists", toml="zzz = 5"),
+        Row("train --config {toml} --output {}/new", "steps = 'many': str is not an instance of int", toml='steps = "many"'),
+        Row("train --config {toml} --output {}/new", "steps = 2.5: float is not an instance of int", toml="steps = 2.5"),
+        Row("train --config {toml} --output {}/new", "steps must be at least 1, got 0", toml="steps = 0"),
+        Row("train --config {toml} --output {}/new", "steps must be a finite number, got True", toml="steps = true"),
+        Row("train --config {toml} --output {}/new", "compile = 'yes': str is not an instance of bool", toml='compile = "yes"'),
+        Row("train --config {toml} --output {}/new", "schedule = 'exponential': str is not any of ('linear', 'cosine', 'wsd', 'constant')", toml='schedule = "exponential"'),
+        Row("train --config {toml} --output {}/new", "data = 'texts': pathlib.PosixPath is not a tuple", toml='data = "texts"'),
+        Row("train --config {toml} --output {}/new", "data = [1]: item 0 of tuple is not an instance of pathlib.Path", toml="data = [1]"),
+        Row("train --config {toml} --output {}/new", "model = 5: int is not an instance of", toml="model = 5"),
+        Row("train --config {toml} --output {}/new", "there is no setting model.embed_dims; did you mean model.embed_dim?", toml="[model]\nembed_dims = 64"),
+        Row("train --config {toml} --output {}/new", "model.num_heads must divide embed_dim", toml="[model]\nnum_heads = 3"),
+        Row("train --config {toml} --output {}/new", "model.segment_lengths and dilation_rates", toml="[model]\nsegment_lengths = [8, 16]"),
+        Row("train --config {toml} --output {}/new", "--preset huge: there is no such preset", toml='preset = "huge"'),
+        Row("train --config {toml} --output {}/new", "learning_rate must be a finite number, got nan", toml="learning_rate = nan"),
+        Row("train --config {}/nothing --output {}/new", "--config {}/nothing: there is no such file"),
+        Row("train --config {}/texts --output {}/new", "--config {}/texts cannot be read: Is a directory"),
+        Row("train --config /dev/zero --output {}/new", "--config /dev/zero is longer than any file of settings; name another one"),
+        Row("train --config {}/bad/latin.txt --output {}/new", "--config {}/bad/latin.txt is no TOML: 'utf-8' codec can't decode byte 0xe9 in"),
+        Row("train --config {toml} --output {}/new", "is no TOML: maximum recursion depth exceeded", toml="a = " + "[" * 5000),
+        Row("train --config {toml} --output {}/new", "--preset 3: there is no such preset; choose one of auto, cpu, gpu, gpu-large,", toml="preset = 3"),
+        Row("train --config {toml} --output {}/new", "--preset ['tiny']: there is no such preset; choose one of auto, cpu, gpu,", toml='preset = ["tiny"]'),
+        Row("train --config {toml} --output {}/new", "there is no setting given; --help lists the settings that there are", toml='given = ["steps"]'),
+        Row("train --config {toml} --output {}/new", "resume is for the command line alone; write --resume there", toml='resume = "x"'),
+        Row("train --config {toml} --output {}/new", "config is for the command line alone; write --config there", toml='config = "x"'),
+        Row("train --config {toml}", "output is an empty path; this folder is .", toml='preset="tiny"\noutput = ""'),
+        Row("train --config {toml} --output {}/new", "stages.fractions must add up to 1, got [0.5, 0.6]", toml='preset="tiny"\n[stages]\nlengths = [64, 256]\nfractions = [0.5, 0.6]'),
+        Row("train --config {toml} --output {}/new", "stages.lengths = 'x': str is not a tuple", toml='preset="tiny"\n[stages]\nlengths = "x"'),
+        Row("train --config {toml} --output {}/new", "steps times gradient_accumulation times the windows of a batch must be at", toml='preset="tiny"\nsteps = 9223372036854775808'),
+        Row("train --config {toml} --output {}/new", "cannot be read (embedded null byte); name another path", toml='preset="tiny"\ndata = ["a\\u0000b"]'),
+        Row("train --config {toml} --output {}/new", "sample_prompt = datetime.date(2020, 1, 1): datetime.date is not an instance", toml='preset="tiny"\nsample_prompt = 2020-01-01'),
+        Row("train --config {toml} --output {}/new", "learning_rate must be a finite number, got inf", toml='preset="tiny"\nlearning_rate = inf'),
+        Row("extend --config {toml} --output {}/new", "model = 3: int is not an instance of str", toml="model = 3"),
+        Row("extend --config {toml} --output {}/new", "rotary = 'x': str is not any of ('yarn', 'linear', 'ntk', 'none')", toml='model = "{}/short"\nrotary="x"'),
+        Row("extend --config {toml} --output {}/new", "there is no setting batch_size; did you mean batch_tokens?", toml="batch_size = 3"),
+        Row("extend --config {toml} --output {}/new", "extend needs --model FOLDER, the pretrained model to begin with (or --resume", toml="steps = 3"),
+        Row("extend --config {toml} --output {}/new", "stages = [3.5]: item 0 of tuple is not an instance of int", toml='model = "{}/short"\nstages = [3.5]'),
+    ],
+    "numbers out of range": [
+        Row(f"{TRAIN} --spike-window 0", "spike_window must be at least 1, got 0"),
+        Row(f"{TRAIN} --spike-deviations -1", "spike_deviations must be at least 0, got -1"),
+        Row(f"{TRAIN} --spike-deviations nan", "spike_deviations must be a finite number, got nan"),
+        Row(f"{TRAIN} --threads 100000", "--threads must be at most 1,024, got 100000; this machine has"),
+        Row("extend --model {}/short --threads 100000 --length 64 --data {}/texts --output {}/new", "at most 1,024, got"),
+        Row("bench --threads 100000 --output {}/new", "--threads must be at most 1,024, got 100000; this machine has"),
+        Row("profile --threads 100000 --output {}/new", "--threads must be at most 1,024, got 100000; this machine has"),
+        Row("tune --threads 100000 --output {}/new", "--threads must be at most 1,024, got 100000; this machine has"),
+        Row("show local_window(1) --heads 10000000000", "--heads must be at most 4,096, got 10000000000"),
+        Row("show local_window(1) --heads 65 --output {}/new.png", "--heads must be at most 64 beside it, got 65"),
+        Row("show local_window(1) --length 10000000000", "sequence_length must be at most 2,147,483,648, whose pairs"),
+        Row("show random_blocks(0.1) --length 1000000000", "are 61,035,156,250,000 pairs of blocks to look at, and"),
+        Row(f"{TRAIN} --steps 1000000000000000000000000000000", "must be at most 281,474,976,710,656, got 2,000,000,000"),
+        Row(f"{TRAIN} --gradient-accumulation 9223372036854775808", "the windows of a batch must be at most 281,474"),
+        Row("extend --model x --steps 1000000000000000000000 --output {}/new", "the windows of a batch must be at most"),
+        Row(f"{TRAIN} --muon-learning-rate 1e308", "muon_learning_rate must be at most 1e+36, got 1e+308"),
+        Row(f"{TRAIN} --timeout 1000000000000", "timeout must be at most 604800, got 1000000000000"),
+        Row(f"{TRAIN} --learning-rate 1e308", "learning_rate must be at most 1e+36, got 1e+308"),
+        Row(f"{TRAIN} --sample-prompt \udcff", "sample_prompt must be UTF-8 text, got '\\udcff'"),
+        Row(f"{TRAIN} --optimizer adamw-8bit", "--optimizer adamw-8bit needs bitsandbytes, not installed here", machine.uninstall("bitsandbytes")),
+        Row(f"{TRAIN} --data {{}}/bad/good.jsonl", "--data holds 4 bytes of training text, fewer than one window of"),
+        Row("train --preset tiny --device cpu --data {}/texts --output {}/new --timeout 1", "timeout must be at least 5, got 1"),
+        Row("train --preset tiny --device cpu --data {}/texts --output {}/new --seed 4294967296", "seed must be at most 4294967295, got 4294967296"),
+        Row(f"{TRAIN} --keep-checkpoints 0", "keep_checkpoints must be at least 1, got 0"),
+        Row(f"{TRAIN} --adam-beta1 1", "adam_beta1 must be below 1, got 1.0"),
+        Row(f"{TRAIN} --model.checkpoint-every 2", "model.checkpoint_every says which blocks model.gradient_checkpointing"),
+        Row(f"{TRAIN} --stages.lengths 64", "stages.lengths must rise and end with the context_length 256, got [64]"),
+        Row(f"{TRAIN} --stages.lengths 64 256 --steps 1", "stages must have a step each: 1 steps in parts of [64, 256] leave one of them"),
+        Row(f"{TRAIN} --stages.lengths 64 256 --stages.windows 5 1", "stages.windows must have no more tokens than one of the context_length 256,"),
+        Row(f"{TRAIN} --stages.lengths 64 256 --stages.patterns local_window(3) local_window(4)", "stages.patterns say segment lengths and rates, DilatedPattern(lengths,"),
+    ],
+    "more memory than there is": [
+        Row(f"{TRAIN} --batch-size 100000000", "GB are free; take a smaller --batch-size, --max-tokens or"),
+        Row(f"{TRAIN} --batch-size 100000000", "TB activations) needs at least"),
+        Row(f"{TRAIN} --model.embed-dim 100000", "GB are free; take a smaller --model.embed-dim, --model.ffn-dim or"),
+        Row(f"{TRAIN} --model.num-layers 10000000000", "GB are free; take a smaller"),
+        Row("extend --model {}/short --length 64 --batch-tokens 100000000000 --data {}/texts --output {}/new", "GB are free; take smaller --batch-tokens or a smaller --length"),
+        Row("bench --rows 10000000000 --output {}/new", "GB are free; take fewer --rows, a smaller --batch, or"),
+        Row("bench --batch 10000000000 --output {}/new", "GB are free; take fewer --rows, a smaller --batch, or"),
+        Row("bench --rows 1000000000000000000000000000000 --output {}/new", "GB are free; take fewer --rows"),
+        Row("profile --rows 10000000000 --output {}/new", "GB are free; take fewer --rows, a smaller --batch, or"),
+        Row("profile --head-dim 10000000000 --output {}/new", "GB are free; take fewer --rows, a smaller --batch, or"),
+        Row(f"{TRAIN} --steps 0", "steps must be at least 1, got 0"),
+        Row(f"{TRAIN} --learning-rate -1", "learning_rate must be above 0, got -1.0"),
+        Row(f"{TRAIN} --batch-size 0", "batch_size must be at least 1, got 0"),
+        Row(f"{TRAIN} --warmup-fraction 2", "warmup_fraction must be at most 1, got 2.0"),
+        Row(f"{TRAIN} --model.num-heads 5", "num_heads must divide embed_dim"),
+        Row(f"{TRAIN} --model.segment-lengths 64", "got 1 segment lengths [64] and 2 dilation rates"),
+        Row(f"{TRAIN} --context-length 100000", "give more text, or a --context-length of at most"),
+        Row("generate {}/finished --prompt x --temperature -1", "temperature must be at least 0, got -1.0"),
+        Row("generate {}/finished --prompt x --top-p 1.5", "top_p must be at most 1, got 1.5"),
+        Row("generate {}/finished --prompt x --max-new-tokens 0", "max_new_tokens must be at least 1, got 0"),
+    ],
+    "processes": [
+        Row(f"{TRAIN} --context-parallel 2", "got 1; start it with torchrun --nproc-per-node 2 -m"),
+        Row(f"{TRAIN} --context-parallel 4", "must be a multiple of 4, got 2", machine.start_processes(2)),
+        Row(f"{TRAIN} --data-parallel zero1", "runs under torchrun, with one process too; start it with torchrun"),
+        Row(f"{TRAIN} --offload optimizer", 'set data_parallel to "zero1", "zero2" or "zero3", got "ddp"'),
+        Row(f"{TRAIN} --precision tf32 --device cpu", "--precision tf32 is how CUDA GPUs"),
+        Row(f"{TRAIN} --schedule wsd --decay-fraction 1", 'at most 1 together for the schedule "wsd", got 0.03 and 1.0'),
+        Row(f"{TRAIN} --parallel auto --data-parallel fsdp", 'parallel "auto" chooses data_parallel and context_parallel'),
+        Row(f"{TRAIN} --data-parallel fsdp", "this is the only one; start it with torchrun --nproc-per-node 2"),
+        Row(f"{TRAIN} --strategy ring", "--strategy ring says how processes share a sequence"),
+        Row(f"{TRAIN} --strategy star", "invalid choice 'star'"),
+        Row(f"{TRAIN} --heads-parallel 2", "heads_parallel must divide context_parallel"),
+        Row(f"{TRAIN} --tensor-parallel 4", "got 2; start it with torchrun --nproc-per-node 4", machine.start_processes(2)),
+        Row(f"{TRAIN} --context-parallel 4 --strategy heads", "--context-parallel 4 splits 2 heads of each process over more processes than", machine.start_processes(4)),
+        Row(f"{TRAIN} --context-parallel 4 --heads-parallel 4", "--heads-parallel 4 splits 2 heads of each process over more processes than", machine.start_processes(4)),
+        Row(f"{TRAIN} --context-parallel 16 --context-length 8", "--context-length 8 has fewer rows than --context-parallel 16 has processes;", machine.start_processes(16)),
+        Row(f"{TRAIN} --tensor-parallel 4", "--tensor-parallel 4 must divide the key/value heads, the feed-forward and the", machine.start_processes(4)),
+        Row(f"{TRAIN} --tensor-parallel 2", "--tensor-parallel 2 beside 2 groups of processes that read other rows needs", machine.start_processes(4)),
+        Row(f"{TRAIN} --context-parallel 2 --compile", "--compile is for a model whose weights and rows one process has; leave it out", machine.start_processes(2)),
+        Row(f"{TRAIN} --data-parallel fsdp --optimizer adamw-8bit", "--optimizer adamw-8bit steps whole weights, and --tensor-parallel and", machine.start_processes(2)),
+        Row(f"{TRAIN} --data-parallel fsdp --compile", "--compile is for a model whose weights and rows one process has; leave it out", machine.start_processes(2)),
+        Row(f"{TRAIN} --tensor-parallel 2 --model.attention-dropout 0.1", "--model.attention-dropout 0.1 with --tensor-parallel 2: the heads of all", machine.start_processes(2)),
+        Row(f"{TRAIN} --data-parallel zero3 --optimizer adamw", "--data-parallel zero3 runs under torchrun, with one process too; start it", machine.start_processes(2)),
+        Row(f"{TRAIN} --data-parallel zero1", "--data-parallel zero1 runs under torchrun, with one process too; start it", machine.start_processes(2)),
+        Row(f"{TRAIN} --data-parallel zero2 --offload parameters", 'offload "parameters" is for weights that are split: set data_parallel to', machine.start_processes(2)),
+        Row("train --resume {}/stopped --context-parallel 3", "for --context-parallel 3 the number of processes must be a multiple of 3, got", machine.start_processes(2)),
+        Row("train --resume {}/stopped --tensor-parallel 4", "--tensor-parallel 4 must divide the key/value heads, the feed-forward and the", machine.start_processes(4)),
+    ],
+    "the environment": [
+        Row(TRAIN, "the environment says WORLD_SIZE='two', which is no number; start processes", machine.environment(WORLD_SIZE="two")),
+        Row(TRAIN, "the environment says that this is process 0 (RANK) of 0 (WORLD_SIZE), counted", machine.environment(WORLD_SIZE="0")),
+        Row(TRAIN, "the environment says that this is process 0 (RANK) of -3 (WORLD_SIZE),", machine.environment(WORLD_SIZE="-3")),
+        Row(TRAIN, "the environment says RANK='x', which is no number; start processes with", machine.environment(RANK="x")),
+        Row(TRAIN, "the environment says that this is process 2 (RANK) of 2 (WORLD_SIZE), counted", machine.environment(WORLD_SIZE="2", RANK="2", MASTER_ADDR="localhost")),
+        Row("extend --model {}/short --length 64 --data {}/texts --output {}/new", "the environment says WORLD_SIZE='two', which is no number; start processes", machine.environment(WORLD_SIZE="two")),
+        Row("extend --model {}/short --length 64 --data {}/texts --output {}/new", "extend runs in one process, and torchrun started 2; for several call", machine.start_processes(2)),
+        Row("eval {}/finished --output {}/new.json", "the environment says RANK='x', which is no number; start processes with", machine.environment(RANK="x")),
+        Row(f"{TRAIN} --tokenizer {{}}/tokenizer.json --model.vocab-size 300", "the cache of tokens cannot be written to", machine.environment(XDG_CACHE_HOME="/dev/null")),
+    ],
+    "text": [
+        Row("train --preset tiny --output {}/new --data {}/nothing", "nothing does not exist; check the path"),
+        Row("train --preset tiny --output {}/new --data {}/bad/empty.txt", "empty.txt is empty; name a file"),
+        Row("train --preset tiny --output {}/new --data {}/bad/binary.bin", "is not text: it holds zero bytes"),
+        Row("train --preset tiny --output {}/new --data {}/bad/latin.txt", "convert it (iconv -f LATIN1 -t UTF-8)"),
+        Row("train --preset tiny --output {}/new --data {}/bad/short.txt", "fewer than one window of --context-length 256"),
+        Row("train --preset tiny --output {}/new --data {}/bad/textless", "no text file (1 files were looked at: 1 not"),
+        Row(TRAIN, "module3.py may not be read by this user; change its permissions", machine.refuse_reading),
+        Row("train --preset tiny --output {}/new --data /dev/zero", "/dev/zero is no regular file and no folder; write its"),
+        Row("train --preset tiny --output {}/new --data {}/bad/pipe", "pipe is no regular file and no folder; write its"),
+        Row("train --preset tiny --output {}/new --data {}/bad/odd", "looked at: 1 no regular files, 1 empty); name a folder"),
+    ],
+    "records, tokenizers, packing, mixtures": [
+        Row("train --preset tiny --output {}/new --data {}/bad/no.jsonl", "bad/no.jsonl does not exist (it is read from"),
+        Row("train --preset tiny --output {}/new --data {}/bad/cut.jsonl", "bad/cut.jsonl, line 2 is no JSON (Expecting"),
+        Row("train --preset tiny --output {}/new --data {}/bad/good.jsonl --text-field body", "line 1 has no 'body'; it has"),
+        Row("train --preset tiny --output {}/new --data {}/bad/blank.jsonl", "blank.jsonl holds no record with text in it"),
+        Row("train --preset tiny --output {}/new --data {}/bad/bad.parquet", "bad.parquet is damaged or no Parquet file ("),
+        Row("train --preset tiny --output {}/new --data {}/bad/no.parquet", "no.parquet does not exist (it is read"),
+        Row("train --preset tiny --output {}/new --data {}/bad/saved", "state.json is not what save_to_disk of datasets"),
+        Row("train --preset tiny --output {}/new --data {}/bad/splits", "holds several splits (test, train); name one, as"),
+        Row("train --preset tiny --output {}/new --data {}/bad/bad.parquet", f"pyarrow, not installed here: {install_command('data')}", machine.uninstall("pyarrow")),
+        Row("train --preset tiny --output {}/new --cache {}/new2 --data {}/bad/cut.jsonl", "cut.jsonl, line 2 is no JSON"),
+        Row(f"{TRAIN} --cache {{}}/file", "the cache of tokens cannot be written to {}/file (File exists); make room"),
+        Row(f"{TRAIN} --model.vocab-size 300", "model.vocab_size must be 256, one token a byte, got 300; or name the"),
+        Row(f"{TRAIN} --tokenizer {{}}/tokenizer.json", "has 300 tokens and the model 256; add --model.vocab-size 300"),
+        Row(f"{TRAIN} --tokenizer {{}}/taken", "there is no file {}/taken/tokenizer.json; name the tokenizer.json of a"),
+        Row(f"{TRAIN} --tokenizer {{}}/file", "{}/file is damaged or no tokenizer ("),
+        Row(f"{TRAIN} --weights 1 2", "weights must be one for each of data, got 2 for 1; leave them out"),
+        Row(f"{TRAIN} --weights 0", "weights must be finite numbers above 0, got 0"),
+        Row(f"{TRAIN} --packing rows", "invalid choice 'rows'"),
+        Row(f"{TRAIN} --packing documents --file-start-fraction 0.5", "every document begins one; leave it out"),
+        Row(f"{TRAIN} --packing documents --stages.lengths 64 256", "stages are of windows, got [64, 256] beside packing"),
+        Row(f"{TRAIN} --packing documents --compile", "compile is for windows: the documents of every row"),
+        Row(f"{TRAIN} --max-tokens 512", 'max_tokens counts the tokens of whole documents: add packing "documents"'),
+        Row(f"{TRAIN} --max-batch-size 5", "max_batch_size bounds the batches that max_tokens makes; add that"),
+        Row(f"{TRAIN} --packing documents --max-tokens 512", "batch_size counts rows, got 2 beside max_tokens"),
+        Row(f"{TRAIN} --packing documents --batch-size 1 --max-tokens 99", "max_tokens must hold the longest document, of con"),
+        Row(f"{TRAIN} --packing documents --batch-size 1 --max-tokens 512 --context-parallel 2", "max_tokens makes batches of any length, which 2 processes cannot share (context_parallel); leave it out"),
+        Row(f"{TRAIN} --workers -1", "workers must be at least 0, got -1"),
+        Row("train --preset tiny --output {}/new --data {}/texts {}/bad/short.txt --weights 1 1", "bad/short.txt holds 64 bytes of training text, fewer than one window of --context-length 256"),
+        Row("tokenizer {}/texts --vocab-size 100 --output {}/new.json", "--vocab-size must be at least 257, the bytes and"),
+        Row("tokenizer {}/bad/short.txt --vocab-size 999 --output {}/new.json", "the text gives 261 tokens only; take 261"),
+        Row("tokenizer {}/texts --vocab-size 300 --output {}/file", "file exists; nothing in it was changed. Name a new"),
+        Row("tokenizer {}/bad/cut.jsonl --vocab-size 300 --output {}/new.json", "cut.jsonl, line 2 is no JSON"),
+        Row("extend --model {}/short --length 64 --data {}/bad/cut.jsonl --output {}/new", "cut.jsonl, line 2 is no JSON ("),
+        Row("generate {}/tokens --prompt x", "holds a model of 300 tokens, not of the 256 bytes, and no tokenizer.json"),
+        Row("generate {}/other-tokenizer --prompt x", "broken tokenizer: {}/other-tokenizer/tokenizer.json is damaged"),
+        Row("train --resume {}/other-tokenizer", "broken tokenizer: {}/other-tokenizer/tokenizer.json is damaged"),
+        Row("train --preset tiny --output {}/new --data=", "a path on the command line is empty (a variable of"),
+        Row("tokenizer {}/nothing --vocab-size 300 --output {}/new.json", "--data: {}/nothing does not exist; check the path"),
+        Row("tokenizer {}/bad/empty.txt --vocab-size 300 --output {}/new.json", "--data: {}/bad/empty.txt is empty; name a file that holds text"),
+        Row("tokenizer {}/bad/bad.parquet --vocab-size 300 --output {}/new.json", "--data: {}/bad/bad.parquet is damaged or no Parquet file (Parquet file size"),
+        Row("tokenizer {}/bad/good.jsonl --text-field body --vocab-size 300 --output {}/new.json", "--data: {}/bad/good.jsonl, line 1 has no 'body'; it has 'text'; name the one"),
+        Row("tokenizer --mixture --vocab-size 300 --output {}/new.json", "--mixture is for the data of a run with --weights; name them, or leave it out"),
+        Row("tokenizer {}/texts --vocab-size 300", "Missing from dilated-attention tokenizer: --output PATH The tokenizer.json to"),
+        Row("tokenizer {}/texts --vocab-size 99999999999 --output {}/new.json", "--vocab-size must be at least 257, the bytes and a separator, and at most"),
+        Row("tokenizer {}/texts --vocab-size 300 --output {}/no/new.json", "--output {}/no/new.json: there is no folder {}/no; make it first"),
+        Row("tokenizer {}/texts --vocab-size 300 --output {}/new.json", "--output {}/new.json cannot be written: {} is read-only for this user; change", machine.refuse_writing),
+        Row("tokenizer {}/texts --vocab-size 300 --output {}/new.json", "training a tokenizer needs tokenizers, not installed here", machine.uninstall("tokenizers")),
+        Row("tokenizer {}/bad/good.jsonl --vocab-size 300 --output {}/new.json", "--vocab-size 300: the text gives 259 tokens only; take 259, or more text"),
+    ],
+    "where to write": [
+        Row("train --preset tiny --data {}/texts --output=", "a path on the command line is empty (a variable of"),
+        Row("train --preset tiny --data {}/texts --output ..", "--output .. exists and is not empty; nothing in it was"),
+        Row("train --preset tiny --data {}/texts --output /", "for example --output runs/new-2"),
+        Row("extend --model {}/short --length 64 --data {}/texts --output /", "for example --output runs/new-2"),
+        Row("bench --output /", "for example --output runs/new-2"),
+        Row("train --preset tiny --data {}/texts --output \udcff", "is no name in UTF-8; name another one"),
+        Row("profile --output \udcff", "is no name in UTF-8; name another one"),
+        Row("tune --output {}/file", "--output {}/file cannot be made: {}/file is a file; name a folder below a folder"),
+        Row("tune --output {}/reports", "report.txt exists; nothing in it was changed. Name a new file, for example"),
+        Row("show local_window(1) --output {}/old.png", "old.png exists; nothing in it was changed. Name a new file, for"),
+        Row("show local_window(1) --output {}/old.png", "for example --output {}/old-2.png"),
+        Row("show local_window(1) --output {}/new.png", "is read-only for this user; change its", machine.refuse_writing),
+        Row("train --preset tiny --data {}/texts --output {}/taken", "exists and is not empty; nothing in it was changed"),
+        Row("train --preset tiny --data {}/texts --output {}/taken", "for example --output {}/taken-2"),
+        Row("train --preset tiny --data {}/texts --output {}/stopped", "or go on with that run: --resume {}/stopped"),
+        Row("train --preset tiny --data {}/texts --output {}/file", "file is a file, not a folder; name a free folder"),
+        Row("train --preset tiny --data {}/texts --output {}/file/new", "file is a file; name a folder below a folder"),
+        Row(TRAIN, "is read-only for this user; change its permissions", machine.refuse_writing),
+        Row(TRAIN, "cannot be made (Read-only file system); name a folder on a disk that can be written", machine.refuse_making),
+        Row(TRAIN, "MB for its checkpoints and the disk has 10 MB free; free some space", machine.fill_disk),
+        Row(f"{TRAIN} --device cuda", "PyTorch finds no CUDA device here; use --device cpu", machine.take_cuda_away),
+    ],
+    "what is not installed": [
+        Row(TRAIN, f"accelerate, not installed here: {install_command('train')}", machine.uninstall("accelerate")),
+        Row("generate {}/finished --prompt x", "generating needs transformers", machine.uninstall("transformers")),
+        Row("info --x", f"the command needs tyro, not installed here: {install_command('train')}", machine.uninstall_tyro),
+    ],
+    "going on": [
+        Row("train --resume {}/stopped --steps 5", "--resume goes on with the run's own settings, so --steps cannot go"),
+        Row("train --resume {}/stopped --no-async-checkpoints", "so --no-async-checkpoints cannot go with it"),
+        Row("train --resume {}/stopped --spike-window 0", "spike_window must be at least 1, got 0"),
+        Row("train --resume {}/nothing", "there is no such folder; name the --output of the run that was stopped"),
+        Row("train --resume {}/taken", "training.json does not exist; name the --output of a `train` command"),
+        Row("train --resume {}/finished", "that run is finished; sample from it with `dilated-attention generate"),
+        Row("train --resume {}/unbegun", "stopped before its first checkpoint; begin anew"),
+        Row("train --resume {}/truncated", "model.safetensors is damaged or was not written to its end"),
+        Row("train --resume {}/cut-optimizer", "optimizer.pt is damaged or was not written to its end: it has"),
+        Row("train --resume {}/no-scheduler", "scheduler.pt does not exist; restore the folder from a copy"),
+        Row("train --resume {}/other-model", "is of another model than {}/other-model/training.json describes (rope_theta"),
+        Row("train --resume {}/changed-config", "config.json is damaged or was not written to its end: it has"),
+        Row("train --resume {}/other-run", "checkpoint-2 was written by another run ("),
+        Row("train --resume {}/no-manifest", "manifest.json does not exist; restore the folder from a copy"),
+        Row("train --resume {}/flipped-checkpoint", "its bytes are not those that were written (SHA-256); restore"),
+        Row("train --resume {}/bad-settings", "training.json is damaged, it is no JSON"),
+        Row("train --resume {}/changed-settings", "training.json is damaged or was changed: its checksum is another one"),
+        Row("train --resume {}/earlier", "was written by an earlier version of this package, which is the one to go on"),
+        Row("train --resume {}/stopped", "cannot share evenly; go on with 1 or 2 processes", machine.start_processes(3)),
+        Row("train --resume {}/stopped", "does not say where they meet (MASTER_ADDR)", machine.start_two_processes_by_hand),
+        Row(TRAIN, "does not say where they meet (MASTER_ADDR)", machine.start_two_processes_by_hand),
+        Row("train --resume {}/other-text", "the text is not what the run began with"),
+        Row("train --resume {}/stopped", "is read-only for this user; change its permissions", machine.refuse_writing),
+        Row("train --resume {}/stopped --data-parallel fsdp", "--data-parallel fsdp splits the weights over several processes and this is"),
+        Row("train --preset tiny --data {}/other --output {}/stopped --resume auto", "--resume auto: the run in {}/stopped was begun with other settings (data"),
+        Row("train --preset tiny --data {}/texts --output {}/bad-settings --resume auto", "--resume {}/bad-settings: {}/bad-settings/training.json is damaged, it is no"),
+        Row("train --resume=", "a path on the command line is empty (a variable of the shell that is not"),
+    ],
+    "models to extend, calls to measure": [
+        Row("extend --length 512 --output {}/new", "extend needs --model FOLDER, the pretrained model to begin with"),
+        Row("extend --model {}/nothing --output {}/new", "--model {}/nothing: there is no such folder (looked for from"),
+        Row("extend --model {}/taken --output {}/new", "--model {}/taken: there is no config.json in that folder; name a"),
+        Row("extend --model {}/file --output {}/new", "--model {}/file: it is a file, not a folder; name a folder with"),
+        Row("extend --model ../nothing --output {}/new", "--model ../nothing: there is no such folder (looked for from"),
+        Row("extend --model nothere/x --output {}/new", "and no hub to ask for a model of that name (huggingface.co: Name or", machine.take_network_away),
+        Row("extend --model {}/short --length 32 --output {}/new", "--length must be more than the 32 tokens"),
+        Row("extend --model {}/short --length 4 --output {}/new", "length must be at least 8, got 4"),
+        Row("extend --model {}/short --length 64 --stages 8 --output {}/new", "stages must rise and end with the length 64"),
+        Row("extend --model {}/short --length 64 --pattern f(3) --output {}/new", "pattern: "),
+        Row("extend --model {}/short --length 64 --data {}/bad/short.txt --output {}/new", "fewer than one window of --length"),
+        Row("extend --model {}/short --length 64 --data {}/texts --output {}/taken", "exists and is not empty; nothing in it"),
+        Row("extend --model {}/short --device cuda --output {}/new", "--device cuda: PyTorch finds no", machine.take_cuda_away),
+        Row("extend --resume {}/stopped", "describes no such run ('kind'); name the --output of an `extend` command"),
+        Row("extend --resume {}/stopped --steps 5", "so --steps cannot go with it"),
+        Row("train --resume {}/extension", "describes no such run"),
+        Row("bench --preset fast", "invalid choice 'fast'"),
+        Row("bench --shapes square --output {}/new", "shapes: there is no 'square'; choose from paper, slide, three"),
+        Row("bench --contestants nobody --output {}/new", "contestants must be parts of names, got 'nobody'; the names are"),
+        Row("bench --modes backward --output {}/new", "invalid choice 'backward'"),
+        Row("bench --dtypes int8 --output {}/new", "invalid choice 'int8'"),
+        Row("bench --rows 0 --output {}/new", "rows must be at least 1, got 0"),
+        Row("bench --head-dims -8 --output {}/new", "head_dims must be at least 1, got -8"),
+        Row("bench --batch 0 --output {}/new", "batch must be at least 1, got 0"),
+        Row("bench --time-limit -1 --output {}/new", "time_limit must be at least 0, got -1.0"),
+        Row("bench --shapes three --num-groups 4 --output {}/new", "the shape three has 3 dilation groups; name at most 3"),
+        Row("bench --device cuda --output {}/new", "PyTorch finds no CUDA device here; use --device cpu", machine.take_cuda_away),
+        Row("bench --output {}/taken", "exists and is not empty; nothing in it was changed. Name a free folder"),
+        Row("bench --output {}/file", "file is a file, not a folder; name a free folder"),
+        Row("bench --output {}/file/new", "file is a file; name a folder below a folder"),
+        Row("bench --output {}/new", "is read-only for this user; change its permissions", machine.refuse_writing),
+        Row("bench --output {}/new", "cannot be made (Read-only file system); name a folder on a disk", machine.refuse_making),
+        Row("bench --output {}/new", "the benchmark needs matplotlib, not installed here", machine.uninstall("matplotlib")),
+        Row("bench --output {}/new --compare {}/nothing", "nothing does not exist; name the bench.json of an earlier"),
+        Row("bench --output {}/new --compare {}/taken", "taken cannot be read (Is a directory); name the bench.json"),
+        Row("bench --output {}/new --compare {}/file", "file is no JSON"),
+        Row("bench --output {}/new --compare /dev/zero", "--compare /dev/zero is no regular file; name the bench.json of"),
+        Row("bench --output {}/new --compare {}/finished/config.json", "is not written by this version of the benchmark"),
+        Row("bench --output {}/new --compare {}/dry.json", "dry.json is of a dry run, which measures nothing"),
+        Row("bench --output {}/new --compare {}/other-cases.json", "holds no time of any case that is about to be run"),
+        Row("bench --output {}/new --shapes three --compare {}/other-machine.json", "is of another machine (processor"),
+        Row("bench --output {}/new --shapes three --compare {}/other-machine.json", "or add --compare-any-machine"),
+        Row("bench --output {}/new --compare-any-machine", "there is no --compare; name a file with it"),
+        Row("profile --shape square --output {}/new", "shape: there is no 'square'; choose from paper, slide, three"),
+        Row("profile --rows 0 --output {}/new", "rows must be at least 1, got 0"),
+        Row("profile --contestant ours --output {}/new", "it must be part of one name, got 8; choose one of 'ours, triton'"),
+        Row("profile --contestant FlashAttention-2 --output {}/new", "the package of flash_attn is not installed"),
+        Row("profile --shape decode --backward --output {}/new", "a decoding step has none; leave it out"),
+        Row("profile --num-groups 9 --output {}/new", "the shape three has 3 dilation groups; name at most so many"),
+        Row("profile --output {}/taken", "exists and is not empty; nothing in it was changed. Name a free folder"),
+        Row("profile --device cuda --output {}/new", "PyTorch finds no CUDA device here", machine.take_cuda_away),
+        Row("extend --model {}/short --output {}/stopped --resume auto", "--resume auto: the run in {}/stopped was begun with other settings (data"),
+        Row("extend --model {}/short --length 64 --steps 0 --output {}/new", "steps must be at least 1, got 0"),
+        Row("extend --model {}/short --length 64 --rotary x --output {}/new", "invalid choice 'x' for argument '--rotary'. Expected one of ('yarn',"),
+        Row("extend --model {}/short --length 64 --stages 16 8 64 --output {}/new", "stages must rise and end with the length 64, which the model is to read, got"),
+        Row("extend --model {}/short --length 64 --steps 1 --stages 16 32 64 --output {}/new", "stages must be no more than the 1 steps, got 3"),
+        Row("extend --model {}/short --length 64 --batch-tokens 8 --output {}/new", "batch_tokens must hold one window of 64 tokens, got 8; leave it out"),
+        Row("extend --model {}/short --length 64 --packing documents --output {}/new", "Unrecognized options: --packing, documents"),
+        Row("extend --model {}/finished --length 512 --output {}/new", "--model {}/finished: longnet-dilated has no max_position_embeddings, so its"),
+        Row("extend --model {}/foreign --length 512 --output {}/new", "--length must be more than the 1024 tokens that the model has already"),
+        Row("extend --resume {}/nothing", "--resume {}/nothing: there is no such folder; name the --output of the run"),
+        Row("extend --resume {}/taken", "--resume {}/taken: {}/taken/training.json does not exist; name the --output"),
+    ],
+    "what to generate from": [
+        Row("generate {}/nothing --prompt x", "there is no such folder; name the --output of a `train` command"),
+        Row("generate {}/taken --prompt x", "holds no trained model: neither model.safetensors nor a checkpoint is in it"),
+        Row("generate {}/file --prompt x", "is no run folder: it is a file"),
+        Row("generate {}/cut-weights --prompt x", "model.safetensors is damaged or was not written to its end"),
+        Row("generate {}/flipped --prompt x", "its bytes are not those that were written (SHA-256); copy it again"),
+        Row("generate {}/flipped-checkpoint --prompt x", "its bytes are not those that were written (SHA-256); restore"),
+        Row("generate {}/no-config --prompt x", "config.json does not exist; copy it again, or, if it was changed on purpose, remove"),
+        Row("generate {}/foreign --prompt x", "describes a model of type 'gpt2', not 'longnet-dilated'"),
+        Row("generate {}/unfit --prompt x", "do not fit"),
+        Row("generate {}/finished --prompt x --device cuda", "PyTorch finds no CUDA device here", machine.take_cuda_away),
+        Row("generate {}/finished --prompt x --seed -1", "seed must be at least 0, got -1"),
+        Row("generate {}/finished --prompt x --seed 99999999999999999999", "seed must be at most 4294967295, got 99999999999999999999"),
+        Row("generate {}/finished --prompt x --top-k 0", "top_k must be at least 1, got 0"),
+        Row("generate {}/extension --prompt x", "{}/extension holds no trained model: neither model.safetensors nor a"),
+    ],
+    "where figures go": [
+        Row(f"{TRAIN} --track comet", "invalid choice 'comet'"),
+        Row(f"{TRAIN} --track wandb", f"--track wandb needs wandb, not installed here: {install_command('track')}", machine.uninstall("wandb")),
+        Row(f"{TRAIN} --track prometheus prometheus", "track must be different ones of tensorboard, wandb, mlflow, prom"),
+        Row(f"{TRAIN} --prometheus-port 9000", 'prometheus_port is for "prometheus" in track, got 9000'),
+        Row(f"{TRAIN} --track prometheus --prometheus-port 99999", "prometheus_port must be at most 65535, got 99999"),
+    ],
+    "runs to compare and models to measure": [
+        Row("report --output {}/new.html", "report needs the folder of at least one run: dilated-attention report runs/"),
+        Row("report {}/nothing --output {}/new.html", "{}/nothing is no run folder; name the --output of a `train`"),
+        Row("report {}/taken --output {}/new.html", "training.json does not exist; name the --output of a `train` or"),
+        Row("report {}/finished {}/bad-settings --output {}/new.html", "training.json is damaged, it is no JSON"),
+        Row("report {}/finished --output {}/file", "file exists; nothing in it was changed. Name a new file, for example"),
+        Row("report {}/finished --output {}/no/new.html", "there is no folder {}/no; make it first"),
+        Row("report {}/finished --output {}/new.html", "the report needs plotly, not installed here", machine.uninstall("plotly")),
+        Row("eval", "required"),
+        Row("eval {}/nothing", "{}/nothing: there is no such folder (looked for from"),
+        Row("eval {}/taken", "{}/taken: there is no config.json in that folder; name a folder with config.json and"),
+        Row("eval {}/file", "{}/file: it is a file, not a folder; name a folder with config.json and weights"),
+        Row("eval {}/finished --lengths 4", "lengths must be different numbers of at least 16 tokens, got [4]"),
+        Row("eval {}/finished --lengths 64 64", "lengths must be different numbers of at least 16 tokens, got [64, 64]"),
+        Row("eval {}/finished --windows 0", "windows must be at least 1, got 0"),
+        Row("eval {}/finished --lengths 1000000", "fewer than one window of --lengths 1000000; give more text, or"),
+        Row("eval {}/finished --output {}/old.png", "--output {}/old.png: the figures are JSON, for example {}/old.json"),
+        Row("eval {}/finished --output {}/dry.json", "dry.json exists; nothing in it was changed. Name a new file, for"),
+        Row("eval {}/finished --output {}/old.json", "old.png exists; nothing in it was changed. Name a new file, for"),
+        Row("eval {}/flipped", "its bytes are not those that were written (SHA-256); "),
+        Row("eval {}/unbegun", "holds no trained model: neither model.safetensors nor a checkpoint is in it"),
+        Row("eval {}/finished --device cuda", "PyTorch finds no CUDA device here", machine.take_cuda_away),
+        Row("eval nothere/x --output {}/new.json", "nothere/x: there is no such folder", machine.take_network_away),
+        Row("eval {}/finished --seed -1", "seed must be at least 0, got -1"),
+        Row("eval {}/finished --output {}/new.json --data {}/nothing", "--data: {}/nothing does not exist; check the path"),
+        Row("eval {}/finished --output {}/new.json --data {}/bad/cut.jsonl", "--data: {}/bad/cut.jsonl, line 2 is no JSON (Expecting property name enclosed"),
+        Row("eval {}/finished --output {}/new.json --data {}/bad/good.jsonl --text-field body", "--data: {}/bad/good.jsonl, line 1 has no 'body'; it has 'text'; name the one"),
+        Row("eval {}/finished --output {}/no/new.json", "--output {}/no/new.json: there is no folder {}/no; make it first"),
+        Row("eval {}/finished --output {}/new.json --threads 100000", "--threads must be at most 1,024, got 100000; this machine has"),
+        Row("eval {}/finished --output {}/new.json --precision tf32 --device cpu", "--precision tf32 is how CUDA GPUs from compute capability 8.0 (Ampere) on"),
+        Row("eval {}/finished --output {}/new.json --lengths x", "Error parsing --lengths: Could not find valid parse for arguments: ['x']"),
+        Row("eval {}/stopped --output {}/stopped/training.json", "--output {}/stopped/training.json exists; nothing in it was changed. Name a"),
+        Row("eval {}/bad-settings --output {}/new.json", "{}/bad-settings: {}/bad-settings/training.json is damaged, it is no JSON"),
+        Row("eval {}/foreign --output {}/new.json", "weights are missing in it (lm_head.weight the first), so it is no trained"),
+        Row("eval {}/tokens --output {}/new.json", "{}/tokens holds a model of 300 tokens, not of the 256 bytes, and no"),
+        Row("eval {}/extension --output {}/new.json", "{}/extension/training.json describes no run ('length'); name the --output of"),
+        Row("report {}/extension --output {}/new.html", "report: {}/extension/training.json describes no run ('steps'); name the"),
+        Row("report {}/file --output {}/new.html", "report: {}/file is no run folder; name the --output of a `train` or `extend`"),
+        Row("report {}/changed-settings --output {}/new.html", "report: {}/changed-settings/training.json is damaged or was changed: its"),
+        Row("report {}/finished --output=", "a path on the command line is empty (a variable of the shell that is not"),
+        Row("report --format pdf", "Unrecognized options: --format, pdf"),
+    ],
+}  # fmt: skip
+
+ROWS = [row for rows in TABLE.values() for row in rows]
+OF_TRAINING = ("train", "extend", "eval", "report", "tokenizer", "generate")
+"""The commands that train, and those that read what they leave or make what they take."""
+
+
+def table(world: Path, folder: Path) -> Iterator[str]:
+    """The rows of :data:`OF_TRAINING` as Markdown, each with the sentence that it gets now."""
+    for heading, rows in TABLE.items():
+        rows = [row for row in rows if row.line.partition(" ")[0] in OF_TRAINING]
+        if not rows:
+            continue
+        yield f"\n### {heading.capitalize()}\n\n| command line | what is wrong besides | what it says |\n|---|---|---|"
+        for row in rows:
+            with pytest.MonkeyPatch.context() as patch:
+                code, _, said = run_row(row, world, folder, patch)
+            assert code == 2
+            name = row.machine.__name__.removeprefix("<lambda>")
+            beside = f"`{row.toml}`" if row.toml else name if "=" in name else name.replace("_", " ")
+            line = row.line.replace("{toml}", "run.toml").replace("{}", "WORLD").encode("ascii", "backslashreplace")
+            cells = (f"`{line.decode()}`", beside.replace("\n", "; "), _sentence(said.replace(str(world), "WORLD")))
+            yield "| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |"
+
+
+def _sentence(said: str) -> str:
+    """What a command said, without what stands around it: its name, or the box and the help of the parser."""
+    of_parser = re.sub("[╭╮╰╯─]+|-{5,}", "", said).partition("For full helptext")[0]
+    return said.partition("dilated-attention: ")[2] or of_parser.rpartition("Error parsing ")[2].strip()
+
+
+def main() -> None:
+    """Print the table."""
+    argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter).parse_args()
+    from cli.wrong_world import make_world
+
+    count = sum(row.line.partition(" ")[0] in OF_TRAINING for row in ROWS)
+    print(f"{count} wrong command lines, configurations and inputs of {', '.join(OF_TRAINING)}")
+    with tempfile.TemporaryDirectory() as place:
+        folder = Path(place, "empty")
+        folder.mkdir()
+        for line in table(make_world(Path(place, "WORLD")), folder):
+            print(line)
+
+
+if __name__ == "__main__":
+    main()
