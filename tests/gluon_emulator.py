@@ -193,7 +193,8 @@ class _AsGenerator(ast.NodeTransformer):
 
     def visit_Attribute(self, node: ast.Attribute) -> ast.expr:
         self.generic_visit(node)
-        return ast.Constant(None) if ast.unparse(node).endswith(".type.layout") else node
+        name = ast.unparse(node)
+        return ast.Constant(None) if name.endswith(".type.layout") or name == "None.parent" else node
 
 
 class EmulatedKernel:

@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import contextlib
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from typing import Any
 
 import torch
+from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
 from dilated_attention_pytorch import attend_with_lse
 from dilated_attention_pytorch.kernels.select import is_interpreted
-from drawn import DrawnCall, Sizes
+from drawn import SWEEP, DrawnCall, Sizes, examples
 from error_budget import budget
 from oracle import dense_attention
 
@@ -37,31 +39,64 @@ def poisoned() -> Iterator[None]:
         torch.use_deterministic_algorithms(False)
 
 
-def surrounded(x: Tensor) -> Tensor:
-    """``x`` as a view into storage that is NaN everywhere else."""
+def surrounded(x: Tensor, room: int = 3) -> Tensor:
+    """``x`` as a view into storage that is NaN everywhere else, ``room`` numbers of it between heads."""
     batch, rows, heads, head_dim = x.shape
-    storage = torch.full((batch, rows + 40, heads + 1, head_dim + 3), float("nan"), dtype=x.dtype, device=DEVICE)
+    storage = torch.full((batch, rows + 40, heads + 1, head_dim + room), float("nan"), dtype=x.dtype, device=DEVICE)
     view = storage[:, 20 : rows + 20, :heads, :head_dim]
     view.copy_(x)
     return view.detach().requires_grad_()
 
 
-def check(call: DrawnCall, dtype: torch.dtype, used: dict[str, float], *, with_lse: bool = True) -> None:
-    """One call within the error budget."""
+def check_drawn_calls(
+    name: str,
+    number: int,
+    drawn_calls: st.SearchStrategy[DrawnCall],
+    check: Callable[[DrawnCall, dict[str, float]], None],
+    figure: Any,
+) -> None:
+    """Check that many calls, ten times as many in the sweep; note which part of the error budget was used."""
+    used: dict[str, float] = {}
+    drawn = 0
+
+    @examples(number, is_shrunk=False)
+    @given(drawn_calls, st.integers(0, 2**31))
+    def draw(call: DrawnCall, seed: int) -> None:
+        nonlocal drawn
+        call.seed = seed
+        drawn += 1
+        check(call, used)
+
+    draw()
+    assert drawn >= (10 if SWEEP else 1) * number
+    figure(f"{name}, {drawn} drawn calls, part of the error budget", {key: f"{part:.2f}" for key, part in used.items()})
+
+
+def check(
+    call: DrawnCall,
+    dtype: torch.dtype,
+    used: dict[str, float],
+    *,
+    impl: str = "triton",
+    with_lse: bool = True,
+    with_gradients: bool = True,
+    room: int = 3,
+) -> None:
+    """One call within the error budget; ``with_lse`` differentiates the log-sum-exp as well."""
     *inputs, grad_out, grad_lse = call.tensors(dtype)
     grad_lse = grad_lse if with_lse else torch.zeros_like(grad_lse)
-    here = [surrounded(x) for x in inputs]
+    here = [surrounded(x, room) for x in inputs]
     options = {name: x.to(DEVICE) if isinstance(x, Tensor) else x for name, x in call.options.items()}
     with poisoned():
         out, lse = attend_with_lse(
-            *here, call.pattern, is_causal=call.is_causal, scale=call.scale, impl="triton", **options
+            *here, call.pattern, is_causal=call.is_causal, scale=call.scale, impl=impl, **options
         )
         dead = lse == float("-inf")
         finite = torch.where(dead, 0.0, lse)
         # The gradient of the output is strided like the query; only rows that saw a key have an lse to differentiate.
         weights = surrounded(grad_out).detach()
         lse_weights = torch.where(dead, 0.0, grad_lse.to(DEVICE, torch.float32))
-        grads = torch.autograd.grad((out, finite), here, (weights, lse_weights))
+        grads = torch.autograd.grad((out, finite), here, (weights, lse_weights)) if with_gradients else ()
     scale = 1 / math.sqrt(call.head_dim) if call.scale is None else call.scale
     exact = [x.detach().double().requires_grad_() for x in inputs]
     counts, phantoms = call.counts()
@@ -80,11 +115,12 @@ def check(call: DrawnCall, dtype: torch.dtype, used: dict[str, float], *, with_l
     filled = filled.repeat_interleave(call.ratio, 1).double()
     bounds = budget(q, k, v, grad_out.double(), filled, scale, dtype, lse_weights)
     got = (out, finite, *grads)
-    for name, x, y, bound in zip(NAMES, got, (want_out, want_finite, *want_grads), bounds, strict=True):
+    # Without gradients these end after two.
+    for name, x, y, bound in zip(NAMES, got, (want_out, want_finite, *want_grads), bounds, strict=with_gradients):
         if name in ("grad_key", "grad_value"):
             bound = bound[:, : call.num_keys].unflatten(2, (-1, call.ratio)).sum(3)
         bound = bound + torch.finfo(dtype).tiny * 64
         error = (x.detach().cpu().double() - y).abs()
         assert (error <= bound).all(), (name, error.max().item())
         if error.numel():
-            used[name] = max(used[name], (error / bound).max().item())
+            used[name] = max(used.get(name, 0.0), (error / bound).max().item())

@@ -185,6 +185,9 @@ def test_every_refusal_is_a_sentence(monkeypatch: pytest.MonkeyPatch) -> None:
     assert refusal("gluon", cuda, torch.float16, 128) is None
     assert refusal("triton-fp8", cuda, torch.float16, 96) is None
     assert "not torch.float32" in str(refusal("gluon", cuda, torch.float32, 64))
+    with monkeypatch.context() as older:
+        older.setattr("dilated_attention_pytorch.kernels.select.triton_version", lambda: (3, 5))
+        assert "needs Triton 3.6 or newer, got 3.5" in str(refusal("gluon", cuda, torch.bfloat16, 64))
     assert "heads of 64 and 128, got 96" in str(refusal("gluon", cuda, torch.bfloat16, 96))
     assert "SegmentedPattern" in str(refusal("gluon", cuda, torch.bfloat16, 64, is_segmented=True))
     monkeypatch.setattr(torch.version, "hip", "7.0")

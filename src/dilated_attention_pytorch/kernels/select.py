@@ -11,7 +11,7 @@ import torch
 from dilated_attention_pytorch.tracing import constant_of_graph
 
 from . import compilation, cudnn
-from .triton.target import AMD, target_of
+from .triton.target import AMD, target_of, triton_version
 
 Impl = Literal["auto", "triton", "triton-fp8", "gluon", "cudnn", "native", "aten", "reference"]
 IMPLS: tuple[str, ...] = get_args(Impl)
@@ -23,6 +23,9 @@ NO_FP8_GRADIENT = (
     'impl="triton-fp8" computes the forward alone, and a gradient is asked for: call it under torch.no_grad(), or use '
     'impl="triton"'
 )
+
+GLUON_VERSION = (3, 6)
+"""The oldest Triton that the warp-specialised kernel was compiled with."""
 
 MAX_HEAD_DIM = 256
 """The widest head that the Triton kernels keep in registers, and the native ones in caches."""
@@ -148,6 +151,9 @@ def _gluon_refusal(device: torch.device, dtype: torch.dtype, head_dim: int) -> s
         return f'the warp-specialised kernel multiplies float16 and bfloat16, not {dtype}; use impl="triton"'
     if head_dim not in (64, 128):
         return f'the warp-specialised kernel takes heads of 64 and 128, got {head_dim}; use impl="triton"'
+    if triton_version() < GLUON_VERSION:
+        needed, found = (".".join(map(str, version)) for version in (GLUON_VERSION, triton_version()))
+        return f'the warp-specialised kernel needs Triton {needed} or newer, got {found}; use impl="triton"'
     if is_interpreted():
         return 'Gluon has no interpreter, and TRITON_INTERPRET is set; use impl="triton"'
     capability = torch.cuda.get_device_capability(device)

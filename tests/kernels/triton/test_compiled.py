@@ -148,8 +148,8 @@ def test_the_warp_specialized_forward_overlaps_its_products_with_the_softmax(fig
             products = one["head_dim"] // 16 + one["block_run"] // 16
             assert loop["matrix_instructions"] == products, one
             assert loop["exponentials_before_wait"] == loop["exponentials"] > 0, one
-            assert loop["spills"] <= 2 * (loop["instructions"] > 600), one
-        assert one["stack_bytes"] <= {64: 32, 128: 104}[one["head_dim"]], one  # a masked loop may load 2
+            assert loop["spills"] == 0, one
+        assert one["stack_bytes"] <= 16, one
         assert one["shared_bytes"] <= 227 * 1024, one
         figure(
             f"warp-specialised forward, D = {one['head_dim']}, instructions of a warp for 64 x 128 pairs",

@@ -30,6 +30,8 @@ def test_some_kernels_have_other_blocks_before_triton_3_9() -> None:
         assert Configuration(128, 64, 8, 3) in set(newer) - set(older)
     older, newer = (candidates("forward", 64, 2, "sm_100", False, version) for version in ((3, 8), (3, 9)))
     assert set(newer) - set(older) == {Configuration(128, 64, 4, 2)}
+    older, newer = (candidates("fp8_forward", 64, 1, "sm_90", False, version) for version in ((3, 8), (3, 9)))
+    assert set(newer) - set(older) == {Configuration(128, 128, 8, 3)}
     for target in ("sm_80", "gfx942"):
         older, newer = (candidates("key_gradient", 64, 2, target, False, version) for version in ((3, 8), (3, 9)))
         assert older == newer

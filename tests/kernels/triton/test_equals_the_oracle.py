@@ -11,8 +11,6 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
 from torch import Tensor
 
 from dilated_attention_pytorch import (
@@ -25,10 +23,10 @@ from dilated_attention_pytorch import (
 )
 from dilated_attention_pytorch.kernels.select import is_interpreted
 from dilated_attention_pytorch.kernels.triton import configurations
-from drawn import SWEEP, DrawnCall, block_calls, calls, examples
+from drawn import DrawnCall, block_calls, calls
 from oracle import Groups, Rule
 from planned import planned, with_candidates
-from triton_calls import DEVICE, NAMES, SMALL, check, poisoned
+from triton_calls import DEVICE, SMALL, check, check_drawn_calls, poisoned
 
 PARTS, DRAWS = 6, 27
 RULED_DRAWS = 7
@@ -44,26 +42,17 @@ def _small_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize("part", range(PARTS))
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_drawn_calls_stay_within_the_error_budget(dtype: torch.dtype, part: int, figure: Any) -> None:
-    used, drawn = dict.fromkeys(NAMES, 0.0), 0
-
-    @examples(DRAWS, is_shrunk=False)
-    @given(calls(sizes=SMALL), st.integers(0, 2**31))
-    def draw(call: DrawnCall, seed: int) -> None:
-        nonlocal drawn
+    def check_part(call: DrawnCall, used: dict[str, float]) -> None:
         # derandomize repeats its draws in every part: the part moves seeds, masks and rates.
-        call.seed = seed + part
+        call.seed += part
         call.is_causal ^= bool(part & 1)
         call.summands = tuple(
             Groups(g.lengths, tuple(1 + (r + part) % 7 for r in g.rates), g.offset_rule, g.tail, g.shift)
             for g in call.summands
         )
-        drawn += 1
         check(call, dtype, used)
 
-    draw()
-    assert drawn >= (10 if SWEEP else 1) * DRAWS
-    figure(f"Triton, {dtype}, {drawn} drawn calls (part {part}), part of the error budget used",
-           {k: f"{v:.2f}" for k, v in used.items()})  # fmt: skip
+    check_drawn_calls(f"Triton, {dtype}, part {part}", DRAWS, calls(sizes=SMALL), check_part, figure)
 
 
 # fmt: off
@@ -84,26 +73,17 @@ CASES = {
 def test_chosen_patterns_stay_within_the_error_budget(case: str, causal: bool) -> None:
     kv_heads, ratio, rows, head_dim, groups = CASES[case]
     call = DrawnCall(1, rows, rows, kv_heads, ratio, head_dim, (groups,), 4, causal, None)
-    check(call, torch.float32, dict.fromkeys(NAMES, 0.0))
+    check(call, torch.float32, {})
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_drawn_windows_blocks_and_sums_stay_within_the_error_budget(dtype: torch.dtype, figure: Any) -> None:
-    used, drawn = dict.fromkeys(NAMES, 0.0), 0
-
-    @examples(RULED_DRAWS, is_shrunk=False)
-    @given(block_calls(sizes=SMALL), st.integers(0, 2**31))
-    def draw(call: DrawnCall, seed: int) -> None:
-        nonlocal drawn
-        call.seed = seed
+    def check_other_mask(call: DrawnCall, used: dict[str, float]) -> None:
         call.is_causal ^= dtype == torch.bfloat16
-        drawn += 1
         check(call, dtype, used)
 
-    draw()
-    assert drawn >= (10 if SWEEP else 1) * RULED_DRAWS
-    figure(f"Triton, {dtype}, {drawn} drawn block patterns and sums, part of the error budget used",
-           {k: f"{v:.2f}" for k, v in used.items()})  # fmt: skip
+    name = f"Triton, {dtype}, block patterns and sums"
+    check_drawn_calls(name, RULED_DRAWS, block_calls(sizes=SMALL), check_other_mask, figure)
 
 
 # fmt: off
@@ -128,7 +108,7 @@ def test_chosen_windows_and_blocks_stay_within_the_error_budget(
         with_candidates(monkeypatch, configurations.Configuration(64, 32, 4, 1))
     rows, ratio, summands = RULED[case]
     call = DrawnCall(1, rows, rows, 1 if "heads" not in case else 2, ratio, 16, summands, 4, causal, None)
-    check(call, torch.float32, dict.fromkeys(NAMES, 0.0))
+    check(call, torch.float32, {})
 
 
 PATTERN = DilatedPattern([16, 48, 200], [1, 3, 5])

@@ -7,7 +7,6 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
@@ -18,11 +17,11 @@ from dilated_attention_pytorch.kernels.triton.fp8 import quantized
 from dilated_attention_pytorch.kernels.triton.plan import plan_of
 from dilated_attention_pytorch.kernels.triton.problem import Problem
 from dilated_attention_pytorch.ops import library
-from drawn import SWEEP, DrawnCall, block_calls, calls, examples
+from drawn import DrawnCall, block_calls, calls
 from error_budget import e4m3_budget
 from oracle import Groups, Rule, dense_attention
 from planned import with_candidates
-from triton_calls import DEVICE, SMALL, poisoned, surrounded
+from triton_calls import DEVICE, SMALL, check_drawn_calls, poisoned, surrounded
 
 DRAWS = 3
 PATTERN = DilatedPattern([16, 48], [1, 3])
@@ -77,21 +76,13 @@ def check(call: DrawnCall, dtype: torch.dtype, used: dict[str, float]) -> None:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_drawn_calls_stay_within_the_error_budget(dtype: torch.dtype, figure: Any) -> None:
-    used: dict[str, float] = {}
-    drawn = 0
-
-    @examples(DRAWS, is_shrunk=False)
-    @given(st.one_of(calls(sizes=SMALL), block_calls(sizes=SMALL)), st.integers(0, 2**31))
-    def draw(call: DrawnCall, seed: int) -> None:
-        nonlocal drawn
-        call.seed = seed
-        drawn += 1
-        check(call, dtype, used)
-
-    draw()
-    assert drawn >= (10 if SWEEP else 1) * DRAWS
-    figure(f"Triton in e4m3, {dtype}, {drawn} drawn calls, part of the error budget used",
-           {name: f"{value:.2f}" for name, value in used.items()})  # fmt: skip
+    check_drawn_calls(
+        f"Triton in e4m3, {dtype}",
+        DRAWS,
+        st.one_of(calls(sizes=SMALL), block_calls(sizes=SMALL)),
+        lambda call, used: check(call, dtype, used),
+        figure,
+    )
 
 
 # fmt: off

@@ -8,7 +8,6 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
@@ -18,10 +17,10 @@ from dilated_attention_pytorch.kernels.triton import launch, tuning
 from dilated_attention_pytorch.kernels.triton.configurations import Configuration
 from dilated_attention_pytorch.kernels.triton.plan import plan_of
 from dilated_attention_pytorch.kernels.triton.problem import Problem
-from drawn import SWEEP, DrawnCall, block_calls, calls, examples
+from drawn import DrawnCall, block_calls, calls
 from oracle import Groups, Rule
 from planned import with_candidates
-from triton_calls import DEVICE, NAMES, SMALL, check
+from triton_calls import DEVICE, SMALL, check, check_drawn_calls
 
 DRAWS = 2
 
@@ -37,20 +36,13 @@ def test_drawn_calls_stay_within_the_error_budget(
     dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch, figure: Any
 ) -> None:
     monkeypatch.setattr(launch, "backward", functools.partial(launch.backward, way="single"))
-    used, drawn = dict.fromkeys(NAMES, 0.0), 0
-
-    @examples(DRAWS, is_shrunk=False)
-    @given(st.one_of(calls(sizes=SMALL), block_calls(sizes=SMALL)), st.integers(0, 2**31))
-    def draw(call: DrawnCall, seed: int) -> None:
-        nonlocal drawn
-        call.seed = seed
-        drawn += 1
-        check(call, dtype, used)
-
-    draw()
-    assert drawn >= (10 if SWEEP else 1) * DRAWS
-    figure(f"Triton, backward by one kernel, {dtype}, {drawn} drawn calls, part of the error budget used",
-           {k: f"{v:.2f}" for k, v in used.items()})  # fmt: skip
+    check_drawn_calls(
+        f"Triton, backward by one kernel, {dtype}",
+        DRAWS,
+        st.one_of(calls(sizes=SMALL), block_calls(sizes=SMALL)),
+        lambda call, used: check(call, dtype, used),
+        figure,
+    )
 
 
 @pytest.mark.parametrize("causal", [False, True])
@@ -61,7 +53,7 @@ def test_a_sum_with_hidden_keys_and_grouped_heads_stays_within_the_error_budget(
     summands = (Groups((16, 60), (1, 3)), Rule("window", (5, 2)))
     options: dict[str, Any] = {"key_padding_mask": (torch.arange(37) % 4 == 1)[None]}
     call = DrawnCall(1, 37, 37, 1, 2, 24, summands, 4, causal, None, options)
-    check(call, torch.bfloat16 if causal else torch.float32, dict.fromkeys(NAMES, 0.0))
+    check(call, torch.bfloat16 if causal else torch.float32, {})
 
 
 CASES: dict[str, tuple[int, int, dict[str, Any]]] = {
@@ -77,7 +69,7 @@ def test_chosen_calls_stay_within_the_error_budget(case: str, monkeypatch: pytes
     monkeypatch.setattr(launch, "backward", functools.partial(launch.backward, way="single"))
     queries, keys, options = CASES[case]
     call = DrawnCall(1, queries, keys, 2, 1, 16, (Groups((12, 40), (1, 3)),), 4, True, None, options)
-    check(call, torch.float32, dict.fromkeys(NAMES, 0.0))
+    check(call, torch.float32, {})
 
 
 def operands(dtype: torch.dtype = torch.float32) -> list[Tensor]:

@@ -6,32 +6,29 @@ import functools
 import importlib
 import importlib.util
 import inspect
-import math
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from dilated_attention_pytorch import DilatedPattern, attend, attend_with_lse
+from dilated_attention_pytorch import DilatedPattern, attend
 from dilated_attention_pytorch.kernels import select
-from dilated_attention_pytorch.kernels.select import is_interpreted
-from dilated_attention_pytorch.kernels.triton import hopper, warp_specialized
+from dilated_attention_pytorch.kernels.triton import consumer, hopper, warp_specialized
 from dilated_attention_pytorch.kernels.triton.configurations import Configuration
 from dilated_attention_pytorch.kernels.triton.plan import plan_of
 from dilated_attention_pytorch.kernels.triton.problem import Problem
-from drawn import SWEEP, DrawnCall, Sizes, block_calls, calls, examples
-from error_budget import budget
+from drawn import SWEEP, DrawnCall, Sizes, block_calls, calls
 from gluon_emulator import EmulatedKernel
 from gluon_machine import Wrong
-from oracle import Groups, Rule, dense_attention
+from oracle import Groups, Rule
 from planned import with_candidates
+from triton_calls import DEVICE, check, check_drawn_calls
 
-DEVICE = "cpu" if is_interpreted() else "cuda"
 KERNEL = warp_specialized.warp_specialized_kernel
 SIZES = Sizes(
     st.one_of(st.sampled_from([1, 17, 63, 64, 65, 127, 129]), st.integers(1, 150)), batch=2, kv_heads=2,
@@ -52,75 +49,30 @@ def _emulated(monkeypatch: pytest.MonkeyPatch) -> None:
         pytest.skip("this GPU has another compute capability than 9.0")
 
 
-def surrounded(x: Tensor) -> Tensor:
-    """``x`` in storage that is NaN everywhere else, at addresses that can be copied from as blocks."""
-    batch, rows, heads, head_dim = x.shape
-    storage = torch.full((batch, rows + 40, heads + 1, head_dim + 8), float("nan"), dtype=x.dtype, device=DEVICE)
-    view = storage[:, 20 : rows + 20, :heads, :head_dim]
-    view.copy_(x)
-    return view.detach().requires_grad_()
-
-
-def check(call: DrawnCall, dtype: torch.dtype, used: dict[str, float], *, is_gradient_checked: bool = False) -> None:
-    """One call within the error budget."""
-    *inputs, grad_out, _ = call.tensors(dtype)
-    here = [surrounded(x) for x in inputs]
-    options = {name: x.to(DEVICE) if isinstance(x, Tensor) else x for name, x in call.options.items()}
-    out, lse = attend_with_lse(*here, call.pattern, is_causal=call.is_causal, scale=call.scale, impl="gluon", **options)
-    scale = 1 / math.sqrt(call.head_dim) if call.scale is None else call.scale
-    exact = [x.detach().double().requires_grad_() for x in inputs]
-    counts, phantoms = call.counts()
-    want_out, want_lse = dense_attention(*exact, counts, phantoms, scale)
-    dead = want_lse == float("-inf")
-    assert torch.equal(lse.cpu() == float("-inf"), dead)
-    q, k, v = (x.detach() for x in exact)
-    k, v = (x.repeat_interleave(call.ratio, 2) for x in (k, v))
-    bounds = budget(q, k, v, grad_out.double(), counts.repeat_interleave(call.ratio, 1).double(), scale, dtype)
-    compared = [("out", out, want_out, bounds.out)]
-    compared.append(("lse", torch.where(dead, 0.0, lse.cpu()), torch.where(dead, 0.0, want_lse), bounds.lse))
-    if is_gradient_checked:
-        got = torch.autograd.grad(out, here, grad_out.to(DEVICE))
-        want = torch.autograd.grad(want_out, exact, grad_out.double())
-        per_head = [bounds.grad_query] + [
-            bound.unflatten(2, (-1, call.ratio)).sum(3) for bound in (bounds.grad_key, bounds.grad_value)
-        ]
-        compared += zip(("grad_query", "grad_key", "grad_value"), got, want, per_head, strict=True)
-    for name, x, y, bound in compared:
-        bound = bound + torch.finfo(dtype).tiny * 64
-        error = (x.detach().cpu().double() - y).abs()
-        assert (error <= bound).all(), (name, error.max().item())
-        if error.numel():
-            used[name] = max(used.get(name, 0.0), (error / bound).max().item())
-
-
-def computed(call: DrawnCall) -> bool:
-    """Make a drawn call one that the kernel computes; False where that takes another call."""
-    call.seed -= call.seed % 5 == 0  # rows of stride 1
-    call.batch = min(call.batch, 2 if call.num_queries < 70 else 1)
-    groups = [one for one in call.summands if isinstance(one, Groups)]
-    call.is_causal |= any(one.tail == "zero_padded" for one in groups)
-    return call.num_queries * call.ratio > 16
+def check_forward(call: DrawnCall, dtype: torch.dtype, used: dict[str, float]) -> None:
+    """One call within the error budget; its operands lie at addresses that can be copied from as blocks."""
+    check(call, dtype, used, impl="gluon", with_gradients=False, room=8)
 
 
 @pytest.mark.parametrize("ruled", [False, True], ids=["dilated", "windows and blocks"])
 def test_drawn_calls_stay_within_the_error_budget(ruled: bool, figure: Any) -> None:
     dtype = torch.float16 if ruled else torch.bfloat16
-    used: dict[str, float] = {}
-    drawn = 0
 
-    @examples(RULED_DRAWS if ruled else DRAWS, is_shrunk=False)
-    @given((block_calls if ruled else calls)(with_padding=False, sizes=SIZES), st.integers(0, 2**31))
-    def draw(call: DrawnCall, seed: int) -> None:
-        nonlocal drawn
-        call.seed = seed
-        if computed(call):
-            drawn += 1
-            check(call, dtype, used)
+    def check_computed(call: DrawnCall, used: dict[str, float]) -> None:
+        call.seed -= call.seed % 5 == 0  # rows of stride 1
+        call.batch = min(call.batch, 2 if call.num_queries < 70 else 1)
+        groups = [one for one in call.summands if isinstance(one, Groups)]
+        call.is_causal |= any(one.tail == "zero_padded" for one in groups)
+        check_forward(call, dtype, used)
 
-    draw()
-    assert drawn >= (10 if SWEEP else 1)
-    figure(f"warp-specialised, {dtype}, {drawn} drawn calls ({'ruled' if ruled else 'dilated'}), part of the budget",
-           {name: f"{value:.2f}" for name, value in used.items()})  # fmt: skip
+    drawn_calls = (block_calls if ruled else calls)(with_padding=False, sizes=SIZES)
+    check_drawn_calls(
+        f"warp-specialised, {dtype}, {'windows and blocks' if ruled else 'dilated'}",
+        RULED_DRAWS if ruled else DRAWS,
+        drawn_calls.filter(lambda call: call.num_queries * call.ratio > 16),
+        check_computed,
+        figure,
+    )
 
 
 PACKED = {"cu_seqlens": torch.tensor([0, 3, 60, 131, 131, 140], dtype=torch.int32)}
@@ -141,57 +93,49 @@ CASES: dict[str, tuple[int, int, int, int, tuple[Groups | Rule, ...], bool, dict
 def test_chosen_calls_stay_within_the_error_budget(case: str) -> None:
     rows, kv_heads, ratio, head_dim, summands, causal, options = CASES[case]
     call = DrawnCall(1, rows, rows, kv_heads, ratio, head_dim, summands, 4, causal, None, options)
-    check(call, torch.bfloat16, {})
+    check_forward(call, torch.bfloat16, {})
 
 
 @pytest.mark.parametrize("keys", [1, 2, 15, 16, 17, 31, 32, 33, 47])
 def test_runs_may_end_anywhere_in_a_block(keys: int) -> None:
     """Every tail of a block of 16, and one block to three for two stages."""
     call = DrawnCall(1, 20, keys, 1, 1, 64, (Rule("window", (300, 300)),), keys, False, None, {})
-    check(call, torch.float16, {})
+    check_forward(call, torch.float16, {})
 
 
 def test_its_gradient_is_that_of_the_other_kernels() -> None:
     call = DrawnCall(1, 40, 40, 1, 2, 64, (Groups((16, 64), (1, 3)),), 3, True, None, {})
-    check(call, torch.bfloat16, {}, is_gradient_checked=True)
+    check(call, torch.bfloat16, {}, impl="gluon", room=8)
 
 
 # What is left out or changed, in which text, and by what.
 WAIT, ARRIVE = "mbarrier.wait(stages.{})", "mbarrier.arrive(stages.{})"
-SETTLED = (
-    "            out = _settled(out, probability, index, is_pending, stages, constants)\n"
-    "            is_pending = index * 0\n"
-)
 MUTATIONS: dict[str, tuple[str, str]] = {
-    "keys are read before they have arrived": (WAIT.format("key_full.index(stage), index // STAGES & 1"), "pass"),
-    "the first keys are read before they have arrived": (WAIT.format("key_full.index(begun), turn"), "pass"),
-    "values are read before they have arrived": (WAIT.format("value_full.index(stage), index // STAGES & 1"), "pass"),
-    "the first values are read before they have arrived": (WAIT.format("value_full.index(begun), turn"), "pass"),
+    "keys are read before they have arrived": (WAIT.format("key_full.index(stage), turn"), "pass"),
+    "values are read before they have arrived": (WAIT.format("value_full.index(stage), turn"), "pass"),
     "keys are overwritten while they are read": (WAIT.format("key_free.index(stage), phase ^ 1"), "pass"),
     "values are overwritten while they are read": (WAIT.format("value_free.index(stage), phase ^ 1"), "pass"),
     "the phase of free keys is wrong": ("key_free.index(stage), phase ^ 1", "key_free.index(stage), phase"),
     "the phase of free values is wrong": ("value_free.index(stage), phase ^ 1", "value_free.index(stage), phase"),
-    "the phase of filled keys is wrong": (
-        "key_full.index(stage), index // STAGES & 1",
-        "key_full.index(stage), index // STAGES & 1 ^ 1",
-    ),
-    "the phase of filled values is wrong": (
-        "value_full.index(stage), index // STAGES & 1",
-        "value_full.index(stage), index // STAGES & 1 ^ 1",
-    ),
+    "the phase of filled keys is wrong": ("key_full.index(stage), turn", "key_full.index(stage), turn ^ 1"),
+    "the phase of filled values is wrong": ("value_full.index(stage), turn", "value_full.index(stage), turn ^ 1"),
     "scores are read before their product is done": (
+        "warpgroup_mma_wait(PENDING, deps=[score])",
+        "warpgroup_mma_wait(PENDING + 1, deps=[score])",
+    ),
+    "scores without a product before are read before theirs is done": (
+        "warpgroup_mma_wait(PENDING, deps=[score])",
         "warpgroup_mma_wait(1, deps=[score])",
-        "warpgroup_mma_wait(2, deps=[score])",
     ),
     "the output is read before its product is done": (
         "warpgroup_mma_wait(0, deps=[out,",
         "warpgroup_mma_wait(1, deps=[out,",
     ),
     "values are freed while their product is under way": (
-        "        out, probability, total = warpgroup_mma_wait(0, deps=[out, weight, total])\n"
+        "        out, weight, total = warpgroup_mma_wait(0, deps=[out, weight, total])\n"
         "        mbarrier.arrive(stages.value_free.index(before))\n",
         "        mbarrier.arrive(stages.value_free.index(before))\n"
-        "        out, probability, total = warpgroup_mma_wait(0, deps=[out, weight, total])\n",
+        "        out, weight, total = warpgroup_mma_wait(0, deps=[out, weight, total])\n",
     ),
     "the wrong values are freed": (ARRIVE.format("value_free.index(before)"), ARRIVE.format("value_free.index(stage)")),
     "one stage of keys is as many": (
@@ -199,7 +143,6 @@ MUTATIONS: dict[str, tuple[str, str]] = {
         "key_full.index(stage), stages.key_blocks.index(0))",
     ),
     "keys are never freed": (ARRIVE.format("key_free.index(stage)"), "pass"),
-    "the first keys are never freed": (ARRIVE.format("key_free.index(begun)"), "pass"),
     "values are never freed": (ARRIVE.format("value_free.index(before)"), "pass"),
     "one warpgroup is enough to free keys": ("key_free.index(stage), count=PARTS", "key_free.index(stage), count=1"),
     "one warpgroup is enough to free values": (
@@ -229,51 +172,60 @@ MUTATIONS: dict[str, tuple[str, str]] = {
     "values that are passed are not waited for": (WAIT.format("value_full.index(place), turn"), "pass"),
     "keys that are passed are never freed": (ARRIVE.format("key_free.index(place)"), "pass"),
     "values that are passed are never freed": (ARRIVE.format("value_free.index(place)"), "pass"),
-    "the product before a run that is passed is left for later": (
-        f"        if start > 0:\n{SETTLED}",
-        "",
+    "the product before blocks that are passed is left for later": ("num_passed > 0", "num_passed > 100"),
+    "a product is settled twice": ("            is_pending = index * 0\n", ""),
+    "a block before which no product is to come waits for one": ("is_pending == 0", "is_pending > 1"),
+    "the last product is never settled": (
+        "    softmax = _settled(softmax, index, is_pending, stages, constants)\n    _p",
+        "    _p",
     ),
-    "the product before the end of a run that is passed is left for later": (
-        f"        if stop < num_blocks:\n{SETTLED}",
-        "",
-    ),
+    "the first block of a run is computed twice": ("            block += 1\n", ""),
     "values of a product before blocks that are passed are never freed": (
         ARRIVE.format("value_free.index(last)"),
         "pass",
     ),
-    "too many blocks are passed": ("index, num_blocks - stop, stages", "index, num_blocks - stop + 1, stages"),
-    "a run that is passed is not passed": ("= _pass_blocks(index, start, stages", "= _pass_blocks(index, 0, stages"),
-    "tails are not masked": ("is_seen = (index < count)[None, :]", "is_seen = (index < count + 5)[None, :]"),
+    "too many blocks are passed": ("num_passed = num_blocks - to_block", "num_passed = num_blocks - to_block + 1"),
+    "the end of a run is not passed": ("num_passed = num_blocks - to_block", "num_passed = 0 * block"),
+    "the beginning of a run is not passed": ("num_passed += block  #", "num_passed += 0  #"),
+    "the end of the last run is not passed": (
+        "    _pass_blocks(index, num_passed, stages, constants)\n    _st",
+        "    _st",
+    ),
+    "tails are not masked": ("        score = _scores_seen(score, block, seen, constants)\n", "        pass\n"),
 }
 
 
 SCHEDULES = 40
+PATTERN = DilatedPattern([12, 40, 117], [1, 1, 1])
 
 
-def mutated(what: str, folder: Path) -> Any:
-    """The kernel with a mutation."""
+def mutated(what: str, folder: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
+    """The kernel with a mutation, in its own module or in that of the warps that compute."""
     old, new = MUTATIONS[what]
-    source = inspect.getsource(warp_specialized)
-    assert source.count(old) == 1, f"{old!r} is there {source.count(old)} times"
-    file = folder / "mutated.py"
-    file.write_text(source.replace(old, new))
-    spec = importlib.util.spec_from_file_location(f"{warp_specialized.__package__}.mutated", file)
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
+    sources = {module.__name__: inspect.getsource(module) for module in (consumer, warp_specialized)}
+    assert sum(source.count(old) for source in sources.values()) == 1, f"{old!r} is not there once"
+    for name, source in sources.items():
+        file = folder / f"mutated_{name.rpartition('.')[2]}.py"
+        file.write_text(source.replace(old, new).replace("from .consumer import", "from .mutated_consumer import"))
+        spec = importlib.util.spec_from_file_location(f"{warp_specialized.__package__}.{file.stem}", file)
+        assert spec is not None
+        assert spec.loader is not None
+        module = importlib.util.module_from_spec(spec)
+        monkeypatch.setitem(sys.modules, spec.name, module)
+        spec.loader.exec_module(module)
     return module.warp_specialized_kernel
 
 
 @functools.cache
 def _example(is_causal: bool) -> tuple[Problem, Tensor, tuple[Tensor, Tensor]]:
-    """Runs of one block, of three and of seven, all with tails, and what is planned for them.
+    """Runs of one block, of three and of eight, all with tails, and what is planned for them.
 
-    Each half of the first tile passes runs of the other half, and under the causal mask ends of runs.
+    Each half of the tile passes runs of the other half, and under the causal mask ends of runs: more blocks than there
+    are stages.
     """
-    rows = 100
+    rows = 117
     q, k, v = (torch.randn(1, rows, 1, 64).bfloat16() for _ in range(3))
-    problem = Problem(q, k, v, DilatedPattern([12, 40, 100], [1, 1, 1]).groups, is_causal, 0.125)
+    problem = Problem(q, k, v, PATTERN.groups, is_causal, 0.125)
     kernel = plan_of(problem).warp_specialized
     order = hopper.order_of(problem, kernel)
     return problem, order, hopper.runs_of(problem, kernel, kernel.walk(kernel.choice.candidates[0]), order)
@@ -302,8 +254,7 @@ def test_every_schedule_gives_the_same_bits(
     first = result(KERNEL, 0, causal)
     problem, *_ = _example(causal)
     exact = (x.double() for x in (problem.query, problem.key, problem.value))
-    pattern = DilatedPattern([12, 40, 100], [1, 1, 1])
-    want = attend(*exact, pattern, is_causal=causal, scale=0.125, impl="reference")
+    want = attend(*exact, PATTERN, is_causal=causal, scale=0.125, impl="reference")
     torch.testing.assert_close(first[0].double(), want, atol=0.02, rtol=0)
     for seed in range(1, 60 if SWEEP else 4):
         assert all(torch.equal(a, b) for a, b in zip(first, result(KERNEL, seed, causal), strict=True))
@@ -312,9 +263,12 @@ def test_every_schedule_gives_the_same_bits(
 @needs_emulator
 @pytest.mark.parametrize("what", MUTATIONS)
 def test_mutations_of_the_synchronisation_are_caught(
-    what: str, tmp_path: Path, result: Callable[[Any, int, bool], tuple[Tensor, Tensor]]
+    what: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    result: Callable[[Any, int, bool], tuple[Tensor, Tensor]],
 ) -> None:
-    kernel = mutated(what, tmp_path)
+    kernel = mutated(what, tmp_path, monkeypatch)
     causal = what != "tails are not masked"  # the causal mask hides them
     right = result(KERNEL, 0, causal)
     for seed in range(1, SCHEDULES):

@@ -232,3 +232,22 @@ def is_in_band(key_position, query_position, low, high, BANDED: tl.constexpr):
         distance = key_position - query_position
         return (distance >= low) & (distance <= high)
     return key_position <= query_position
+
+
+@triton.jit
+def keys_seen(line, position, is_active, LINE: tl.constexpr, CAUSAL: tl.constexpr, BANDED: tl.constexpr):
+    """Of a run's keys those that :func:`is_in_band` leaves each row: the first, and one past the last.
+
+    Both count keys of the run; ``FAR`` and 0 where a row sees none, as it takes no part or its band holds none.
+    The differences are taken first: a position and an unbounded distance do not add up in 32 bits.
+    """
+    first, rate, count, _full, _phantoms = load_run(line)
+    low, high = load_band(line, LINE, BANDED)
+    start, stop = count * 0, tl.where(is_active, count, 0)
+    if CAUSAL or BANDED:
+        last = first + (count - 1) * rate
+        stop = count_up_to(position + tl.minimum(last - position, high), first, rate, stop)
+    if BANDED:
+        start = count_up_to(position + tl.maximum(first - position, low) - 1, first, rate, count)
+    sees_some = start < stop
+    return tl.where(sees_some, start, FAR), tl.where(sees_some, stop, 0)

@@ -89,7 +89,7 @@ def selected(start, rate, offset, low, high):
 @triton.jit
 def count_up_to(position, first, rate, count):
     """How many of ``count`` rows that begin at ``first`` do not come after ``position``."""
-    return tl.minimum(count, tl.maximum(0, position - first + rate) // rate)
+    return tl.where(position < first, 0, tl.minimum(count, tl.maximum(position - first, 0) // rate + 1))
 
 
 @triton.jit

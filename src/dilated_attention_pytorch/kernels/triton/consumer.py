@@ -1,0 +1,240 @@
+"""What four warps compute in :mod:`.warp_specialized`: 64 lines of a tile, from blocks that another warp has copied.
+
+Their product with one block's values is under way while they take the softmax of the next; blocks that none of these 64
+lines sees they pass.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import (
+    fence_async_shared,
+    mbarrier,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
+
+from .forward import LN_2, probabilities_of
+from .runs import is_active_in, keys_seen, load_run
+from .tiles import rows_of
+
+LINES = gl.constexpr(64)
+"""Lines of a tile that four warps compute: the rows of their matrix instructions."""
+PARTS = gl.constexpr(2)
+"""How often that is in a tile: with three, 160 registers a thread are left, and the loops over keys spill."""
+
+
+class Softmax(NamedTuple):
+    """The online softmax of 64 lines so far."""
+
+    maximum: Any
+    total: Any
+    out: Any
+    probability: Any
+    """Those of the last block, whose product with its values may be still to come."""
+
+
+class Seen(NamedTuple):
+    """Which of a run's keys each of the 64 lines sees: those from ``start`` to ``stop``, if it takes part."""
+
+    is_active: Any
+    start: Any
+    stop: Any
+
+
+@gluon.jit
+def _rows_of(ORDER, tile, call, constants, PART: gl.constexpr, layout: gl.constexpr):
+    """Slot, row and head of the 64 lines from ``64 PART`` on; the row is -1 where there is none."""
+    PACK: gl.constexpr = constants.PACK
+    place = PART * LINES + gl.arange(0, LINES, layout=layout)
+    slot = place // PACK
+    row = rows_of(
+        ORDER, tile.kv_head, tile.window, tile.number, call.num_queries, slot, PARTS * LINES // PACK,
+        constants.WINDOW, constants.ORDERED,
+    )  # fmt: skip
+    return slot, row, tile.kv_head * constants.RATIO + tile.head_block * PACK + place % PACK
+
+
+@gluon.jit
+def _blocks_seen(seen, count, constants):
+    """Of a run's blocks the first that one of the 64 lines sees, one past the last, and how many there are.
+
+    Where none sees a key of the run, all of them lie before the first.
+    """
+    BLOCK_RUN: gl.constexpr = constants.BLOCK_RUN
+    num_blocks = (count + BLOCK_RUN - 1) // BLOCK_RUN
+    stop_key = gl.max(seen.stop, 0)
+    start = count * 0
+    if constants.BANDED:
+        start = gl.min(seen.start, 0) // BLOCK_RUN
+    start = gl.where(stop_key > 0, start, num_blocks)
+    return start, gl.maximum(start, (stop_key + BLOCK_RUN - 1) // BLOCK_RUN), num_blocks
+
+
+@gluon.jit
+def _scores_seen(score, block, seen, constants):
+    """A block's scores, -inf where a line does not see a key.
+
+    A thread has the columns ``8 j + c`` and ``8 j + c + 1`` of each line, c its own. Compared with ``8 j``, which is
+    part of an instruction, is what depends on c: as registers, the columns would be too many for the loops.
+    """
+    column = gl.arange(0, constants.BLOCK_RUN, layout=gl.SliceLayout(0, score.type.layout))[None, :]
+    eights, rest = column // 8 * 8, block * constants.BLOCK_RUN + column % 8
+    score = gl.where(eights < seen.stop[:, None] - rest, score, float("-inf"))
+    if constants.BANDED:
+        score = gl.where(eights < seen.start[:, None] - rest, float("-inf"), score)
+    return score
+
+
+@gluon.jit
+def _attend_block(
+    queries, softmax, index, block, seen, call, stages, constants, MASKED: gl.constexpr, PENDING: gl.constexpr
+):
+    """One block of a run, the ``index``-th that was copied.
+
+    ``PENDING``: the product of the block before with its values is computed beside the softmax of this one; without
+    it that product is done.
+    """
+    STAGES: gl.constexpr = constants.STAGES
+    maximum, total, out, probability = softmax
+    stage, before, turn = index % STAGES, (index - 1) % STAGES, index // STAGES & 1
+    of_score: gl.constexpr = maximum.type.layout.parent
+    none = gl.zeros([LINES, constants.BLOCK_RUN], gl.float32, layout=of_score)
+    mbarrier.wait(stages.key_full.index(stage), turn)
+    keys = stages.key_blocks.index(stage).permute((1, 0))
+    score = warpgroup_mma(queries, keys, none, use_acc=False, is_async=True)
+    if PENDING:
+        out = warpgroup_mma(probability, stages.value_blocks.index(before), out, is_async=True)
+    score = warpgroup_mma_wait(PENDING, deps=[score])
+    mbarrier.arrive(stages.key_free.index(stage))
+    if MASKED:
+        score = _scores_seen(score, block, seen, constants)
+    maximum, total, decay, weight = probabilities_of(score, maximum, total, seen.is_active, call.scale_log2)
+    weight = gl.convert_layout(weight.to(probability.dtype), probability.type.layout)
+    mbarrier.wait(stages.value_full.index(stage), turn)
+    if PENDING:
+        out, weight, total = warpgroup_mma_wait(0, deps=[out, weight, total])
+        mbarrier.arrive(stages.value_free.index(before))
+    out = out * gl.convert_layout(decay, gl.SliceLayout(1, out.type.layout))[:, None]
+    return Softmax(maximum, total, out, weight)
+
+
+@gluon.jit
+def _attend_blocks(queries, softmax, index, from_block, to_block, seen, call, stages, constants, MASKED: gl.constexpr):
+    """The blocks ``[from_block, to_block)`` of a run, after one whose product with its values is still to come.
+
+    Two loops call for this, not one that asks for the mask: around a branch, the compiler waits for the product
+    before it takes the first exponential.
+    """
+    for block in range(from_block, to_block):
+        softmax = _attend_block(queries, softmax, index, block, seen, call, stages, constants, MASKED, True)
+        index += 1
+    return softmax, index
+
+
+@gluon.jit
+def _settled(softmax, index, is_pending, stages, constants):
+    """The softmax with the product that is still to come, if one is; its values are freed."""
+    maximum, total, out, probability = softmax
+    last = (index + constants.STAGES - 1) % constants.STAGES
+    if is_pending != 0:
+        out = warpgroup_mma(probability, stages.value_blocks.index(last), out)
+        mbarrier.arrive(stages.value_free.index(last))
+    return Softmax(maximum, total, out, probability)
+
+
+@gluon.jit
+def _pass_blocks(index, number, stages, constants):
+    """Free blocks that these warps do not compute, each when it is there: else the next would be freed in its place."""
+    STAGES: gl.constexpr = constants.STAGES
+    for passed in range(index, index + number):
+        place, turn = passed % STAGES, passed // STAGES & 1
+        mbarrier.wait(stages.key_full.index(place), turn)
+        mbarrier.arrive(stages.key_free.index(place))
+        mbarrier.wait(stages.value_full.index(place), turn)
+        mbarrier.arrive(stages.value_free.index(place))
+    return index + number
+
+
+@gluon.jit
+def _store_queries(QUERY, ORDER, queries, tile, call, constants, PART: gl.constexpr):
+    """Copy the 64 lines into shared memory, 0 where there is no row."""
+    D: gl.constexpr = constants.D
+    of_copy: gl.constexpr = gl.BlockedLayout([1, 8], [256 // D, D // 8], [4, 1], [1, 0])
+    _slot, row, head = _rows_of(ORDER, tile, call, constants, PART, gl.SliceLayout(1, of_copy))
+    column = gl.arange(0, D, layout=gl.SliceLayout(0, of_copy))
+    lines = row.to(gl.int64) * call.query_stride_n + head.to(gl.int64) * call.query_stride_h
+    queries.store(gl.load(QUERY + lines[:, None] + column[None, :], mask=(row >= 0)[:, None], other=0.0))
+    fence_async_shared()
+
+
+@gluon.jit
+def _store_results(OUT, LSE, ORDER, softmax, row, head, tile, call, constants, PART: gl.constexpr):
+    """Write output and log-sum-exp of the 64 lines; ``row`` and ``head`` lie as the rows of scores do."""
+    maximum, total, out, _probability = softmax
+    of_out: gl.constexpr = out.type.layout
+    D: gl.constexpr = constants.D
+    num_heads = call.num_kv_heads * constants.RATIO
+    has_key = total != 0.0  # NaN is no zero: what came in as NaN or infinite goes out as NaN
+    safe = gl.where(has_key, total, 1.0)
+    lse = gl.where(has_key, (maximum + gl.log2(safe)) * LN_2, float("-inf"))
+    gl.store(LSE + (tile.batch * call.num_queries + row) * num_heads + head, lse, mask=row >= 0)
+    _slot, row, head = _rows_of(ORDER, tile, call, constants, PART, gl.SliceLayout(1, of_out))
+    column = gl.arange(0, D, layout=gl.SliceLayout(0, of_out))
+    lines = ((tile.batch * call.num_queries + row) * num_heads + head) * D
+    factor = gl.convert_layout(gl.where(has_key, 1.0 / safe, 0.0), gl.SliceLayout(1, of_out))
+    out = (out * factor[:, None]).to(OUT.dtype.element_ty)
+    gl.store(OUT + lines[:, None] + column[None, :], out, mask=(row >= 0)[:, None])
+
+
+@gluon.jit
+def attend_lines(QUERY, OUT, LSE, ORDER, queries, tile, call, stages, constants, PART: gl.constexpr):
+    """Four warps that compute: the 64 lines of the tile from ``64 PART`` on."""
+    D: gl.constexpr = constants.D
+    BLOCK_RUN: gl.constexpr = constants.BLOCK_RUN
+    of_score: gl.constexpr = gl.NVMMADistributedLayout(
+        version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, BLOCK_RUN, 16]
+    )
+    of_out: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, D, 16])
+    of_weight: gl.constexpr = gl.DotOperandLayout(operand_index=0, parent=of_out, k_width=2)
+    query = queries.index(PART)
+    _store_queries(QUERY, ORDER, query, tile, call, constants, PART)
+    slot, row, head = _rows_of(ORDER, tile, call, constants, PART, gl.SliceLayout(1, of_score))
+    position = row + call.query_offset
+    softmax = Softmax(
+        gl.full([LINES], float("-inf"), gl.float32, layout=gl.SliceLayout(1, of_score)),
+        gl.full([LINES], 0.0, gl.float32, layout=gl.SliceLayout(1, of_score)),
+        gl.zeros([LINES, D], gl.float32, layout=of_out),
+        gl.zeros([LINES, BLOCK_RUN], QUERY.dtype.element_ty, layout=of_weight),
+    )
+    line = tile.line
+    index = tile.num_runs * 0
+    num_passed = index
+    is_pending = index  # 1 where the product of the last probabilities with the values of their block is still to come
+    for _ in range(tile.num_runs):
+        _first, _rate, count, full, _phantoms = load_run(line)
+        is_active = (row >= 0) & is_active_in(line, slot)
+        start, stop = keys_seen(line, position, is_active, constants.LINE, constants.CAUSAL, constants.BANDED)
+        seen = Seen(is_active, start, stop)
+        block, to_block, num_blocks = _blocks_seen(seen, count, constants)
+        num_passed += block  # those at the end of the run before among them
+        if num_passed > 0:
+            softmax = _settled(softmax, index, is_pending, stages, constants)
+            is_pending = index * 0
+        index = _pass_blocks(index, num_passed, stages, constants)
+        if (is_pending == 0) & (block < to_block):
+            softmax = _attend_block(query, softmax, index, block, seen, call, stages, constants, True, False)
+            index += 1
+            block += 1
+            is_pending = index * 0 + 1
+        num_full = gl.minimum(gl.maximum(full // BLOCK_RUN, block), to_block)
+        softmax, index = _attend_blocks(query, softmax, index, block, num_full, seen, call, stages, constants, False)
+        softmax, index = _attend_blocks(query, softmax, index, num_full, to_block, seen, call, stages, constants, True)
+        num_passed = num_blocks - to_block
+        line += constants.LINE
+    softmax = _settled(softmax, index, is_pending, stages, constants)
+    _pass_blocks(index, num_passed, stages, constants)
+    _store_results(OUT, LSE, ORDER, softmax, row, head, tile, call, constants, PART)
