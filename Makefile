@@ -8,7 +8,7 @@ SWEEP_FOLDER ?= build/sweep-resume
 # The oldest PyTorch that pyproject.toml promises.
 OLDEST := $(shell sed -n 's/.*"torch>=\([0-9.]*\)".*/\1/p' pyproject.toml)
 
-.PHONY: demo test gate format lint types tests oldest docs sweep sweep-resume mangled stream trackers zero architectures cluster bench benchmark gpu clean
+.PHONY: demo test gate format lint types tests oldest docs sweep sweep-resume mangled stream trackers zero quantized architectures cluster bench benchmark gpu clean
 
 demo: $(VENV)/train.stamp  ## environment, install, train a LongNet on real text, sample from it
 	@if [ -f $(RUN_FOLDER)/model.safetensors ]; then \
@@ -42,9 +42,9 @@ oldest: $(VENV)-oldest/dev.stamp  ## the tests on the oldest PyTorch that is pro
 docs: $(VENV)/docs.stamp  ## the documentation site, into build/site
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet
 
-sweep: $(VENV)/dev.stamp  ## the tests that take long; the drawn cases again, ten times as many, other draws; 20 stopped ranks
+sweep: $(VENV)/dev.stamp  ## the tests that take long; the drawn cases again, ten times as many, other draws; a run compiled by Inductor; 20 stopped ranks
 	$(BIN)/pytest -n 2 -m slow tests
-	HYPOTHESIS_PROFILE=sweep $(BIN)/pytest -n 2 tests/ops tests/planning tests/kernels tests/parallel/test_parallel_equals_the_oracle.py tests/parallel/test_plan.py tests/integrations/test_architectures.py
+	HYPOTHESIS_PROFILE=sweep $(BIN)/pytest -n 2 tests/ops tests/planning tests/kernels tests/parallel/test_parallel_equals_the_oracle.py tests/parallel/test_plan.py tests/integrations/test_architectures.py tests/training/test_compiled.py
 	$(BIN)/python tests/parallel/stop_trials.py
 
 sweep-resume: $(VENV)/dev.stamp  ## runs on every mesh that are killed 5 times or broken, and taken up: the same bits at the end; faults that runs survive
@@ -62,6 +62,9 @@ trackers: $(VENV)/dev.stamp $(VENV)/track.stamp  ## Weights & Biases (offline) a
 
 zero: $(VENV)/dev.stamp $(VENV)/deepspeed.stamp  ## DeepSpeed's ZeRO, every stage: the losses, weights and moments of one process
 	$(BIN)/pytest tests/training/test_zero.py
+
+quantized: $(VENV)/dev.stamp $(VENV)/torchao.stamp  ## weights in 8 bits, and training in float8, by torchao, which is too large for the gate
+	$(BIN)/pytest tests/training/test_torchao.py
 
 stream: $(VENV)/dev.stamp  ## 1 GB of made text (GB=10) made into a cache of tokens with flat memory, and drawn from beside a training step
 	$(BIN)/python -m benchmarks.loader --stream $(or $(GB),1)

@@ -54,7 +54,7 @@ def measured(seconds: dict[str, list[float]]) -> Iterator[None]:
         seconds["writing"].append(time.perf_counter() - wall)
         seconds["writing_processor"].append(time.thread_time() - processor)
 
-    LongNetTrainer.training_step = timed_step  # type: ignore[method-assign]
+    LongNetTrainer.training_step = timed_step  # type: ignore[assignment,method-assign]
     LongNetTrainer._save_checkpoint = timed_save  # type: ignore[assignment,method-assign]
     LongNetTrainer._complete_checkpoint = timed_complete  # type: ignore[assignment,method-assign]
     try:

@@ -240,7 +240,20 @@ def test_what_has_the_name_of_a_module_is_described_by_its_full_path() -> None:
 def test_every_command_is_in_the_reference() -> None:
     from dilated_attention_pytorch.cli import command
 
-    classes = {"Train", "Extend", "Generate", "Eval", "Report", "Tokenizer", "Bench", "Profile", "Tune", "Show", "Info"}
+    classes = {
+        "Train",
+        "Extend",
+        "Generate",
+        "Eval",
+        "Report",
+        "Diagnose",
+        "Tokenizer",
+        "Bench",
+        "Profile",
+        "Tune",
+        "Show",
+        "Info",
+    }
     assert classes <= vars(command).keys()
     named = re.findall(r"^\| `(\w+)` \|", (DOCS / "api" / "command-line.md").read_text(), re.MULTILINE)
     assert {name.capitalize() for name in named} == classes

@@ -19,6 +19,7 @@ EXTRAS: Mapping[str, tuple[str, ...]] = {
     "docs": ("mkdocs>=1.6,<2", "mkdocs-material>=9.7", "mkdocstrings>=1.0", "mkdocstrings-python>=2.0"),
     "plot": ("matplotlib>=3.8",),
     "report": ("plotly>=6",),
+    "torchao": ("torchao>=0.18",),
     "track": ("mlflow>=3", "prometheus-client>=0.20", "wandb>=0.22"),
     "train": (
         "accelerate>=1.10", "matplotlib>=3.8", "numpy", "rich>=13", "safetensors>=0.4", "tensorboard>=2.15",

@@ -61,7 +61,7 @@ def run_row(row: Row, world: Path, folder: Path, monkeypatch: pytest.MonkeyPatch
 
 TRAIN = "train --preset tiny --data {}/texts --output {}/new"
 
-COMMANDS = "train, extend, generate, eval, report, tokenizer, bench, profile, tune, show, build, info"
+COMMANDS = "train, extend, generate, eval, report, diagnose, tokenizer, bench, profile, tune, show, build, info"
 TABLE: dict[str, list[Row]] = {
     "what is no command line": [
         Row("", f"Expected one of {{{COMMANDS}}}"),
@@ -174,6 +174,7 @@ TABLE: dict[str, list[Row]] = {
         Row(f"{TRAIN} --context-parallel 4", "must be a multiple of 4, got 2", machine.start_processes(2)),
         Row(f"{TRAIN} --data-parallel zero1", "runs under torchrun, with one process too; start it with torchrun"),
         Row(f"{TRAIN} --offload optimizer", 'set data_parallel to "zero1", "zero2" or "zero3", got "ddp"'),
+        Row(f"{TRAIN} --precision float8 --device cpu", "--precision float8 needs a CUDA GPU whose tensor cores multiply"),
         Row(f"{TRAIN} --precision tf32 --device cpu", "--precision tf32 is how CUDA GPUs"),
         Row(f"{TRAIN} --schedule wsd --decay-fraction 1", 'at most 1 together for the schedule "wsd", got 0.03 and 1.0'),
         Row(f"{TRAIN} --parallel auto --data-parallel fsdp", 'parallel "auto" chooses data_parallel and context_parallel'),
@@ -296,6 +297,9 @@ TABLE: dict[str, list[Row]] = {
     "what is not installed": [
         Row(TRAIN, f"accelerate, not installed here: {install_command('train')}", machine.uninstall("accelerate")),
         Row("generate {}/finished --prompt x", "generating needs transformers", machine.uninstall("transformers")),
+        Row("generate {}/finished --prompt x --weights int8", "--weights int8 needs torchao, not", machine.uninstall("torchao")),
+        Row("eval {}/finished --weights float8", "--weights float8 needs torchao, not installed", machine.uninstall("torchao")),
+        Row("eval {}/finished --precision float8", "--precision float8 is for train, and eval computes in no float8"),
         Row("info --x", f"the command needs tyro, not installed here: {install_command('train')}", machine.uninstall_tyro),
     ],
     "going on": [

@@ -3,8 +3,10 @@
     torchrun --nproc-per-node N tests/training/spread_runs.py FOLDER TEXTS CASES
 
 CASES is JSON: a list of ``[name, changes of the settings, step to stop after and resume from, or null]``; a run whose
-name says "damaged" finds a bit of its last checkpoint flipped when it is resumed. Beside what a run leaves, the first
-process writes how it wrapped the model, and how far parts of matrices are from whole ones.
+name says "damaged" finds a bit of its last checkpoint flipped when it is resumed, and one whose name says "overflowing"
+begins with a scale of the loss with which every gradient overflows in float16. In one whose name says "sleeping" the
+last rank sleeps in every forward pass. Beside what a run leaves, the first process writes how it wrapped the model, and
+how far parts of matrices are from whole ones.
 """
 
 from __future__ import annotations
@@ -12,6 +14,8 @@ from __future__ import annotations
 import copy
 import json
 import sys
+import time
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -21,11 +25,13 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
+from transformers import Trainer
 
 from dilated_attention_pytorch.models import LongNetConfig, LongNetForCausalLM, LongNetLM, token_loss
-from dilated_attention_pytorch.training import TrainSettings, resume, train
+from dilated_attention_pytorch.training import TrainSettings, finite_trainer, resume, train
 from dilated_attention_pytorch.training.checkpoint import latest_checkpoint
 from dilated_attention_pytorch.training.distribution import Distribution, leaving_together
+from dilated_attention_pytorch.training.loss_scaling import LossScaler
 from dilated_attention_pytorch.training.optimizer import ShardedMuon
 from dilated_attention_pytorch.training.tensor_parallel import order_of, row_orders, split_matrices
 from training.runs import quiet, stopped_run
@@ -48,11 +54,21 @@ def small_settings(texts: Path, **changes: Any) -> TrainSettings:
     return TrainSettings(**given)
 
 
+def _sleep_in_forward(monkeypatch: pytest.MonkeyPatch) -> None:
+    compute = Trainer.compute_loss
+
+    def sleep_and_compute(self: Trainer, *args: Any, **options: Any) -> Any:
+        time.sleep(0.2)
+        return compute(self, *args, **options)
+
+    monkeypatch.setattr(Trainer, "compute_loss", sleep_and_compute)
+
+
 def _record_wrapping(monkeypatch: pytest.MonkeyPatch, folder: Path) -> None:
     wrap = Distribution.wrap
 
-    def wrap_and_record(self: Distribution, model: LongNetForCausalLM) -> nn.Module:
-        wrapped = wrap(self, model)
+    def wrap_and_record(self: Distribution, model: LongNetForCausalLM, *on_gradients: Any) -> nn.Module:
+        wrapped = wrap(self, model, *on_gradients)
         weights = list(model.parameters())
         local = [weight.to_local() if isinstance(weight, DTensor) else weight for weight in weights]
         record = {
@@ -158,6 +174,10 @@ def main() -> None:
             settings = small_settings(texts, **changes)
             with pytest.MonkeyPatch.context() as monkeypatch:
                 _record_wrapping(monkeypatch, folder / name)
+                if "sleeping" in name and dist.get_rank() == dist.get_world_size() - 1:
+                    _sleep_in_forward(monkeypatch)
+                if "overflowing" in name:
+                    monkeypatch.setattr(finite_trainer, "LossScaler", partial(LossScaler, init_scale=2.0**40))
                 if stop is None:
                     train(settings, folder / name, quiet())
                 else:

@@ -19,6 +19,8 @@ import dilated_attention_pytorch
 from dilated_attention_pytorch.models import LongNetConfig
 from dilated_attention_pytorch.training import train
 from dilated_attention_pytorch.training.callbacks import read_metrics
+from dilated_attention_pytorch.training.faults import read_faults
+from dilated_attention_pytorch.training.report import read_run
 from dilated_attention_pytorch.training.tensor_parallel import order_of, row_orders
 from processes import end_whole, run_whole
 from training.runs import quiet, weights, write_texts
@@ -159,6 +161,52 @@ def test_several_processes_follow_one(
     # A run that was taken up begins with a first step again.
     assert json.loads((folder / f"averages-{num_processes}.json").read_text()) == []
     _check_parts_of_matrices(folder, num_processes, figure)
+
+
+def test_two_processes_follow_one_in_lower_precision_and_a_rank_that_sleeps_is_named(folder: Path, figure: Any) -> None:
+    """float16, whose gradients overflow at first, and moments in bfloat16, which are rounded at random."""
+    few = {"steps": 8, "eval_steps": 8, "save_steps": 8, "eval_windows": 1, "final_eval_windows": 1}
+    alone = {"float16": {**few, "precision": "float16"}, "moments": {**few, "optimizer": "adamw-bf16"}}
+    cases = {
+        "overflowing, float16, fsdp": {**alone["float16"], "batch_size": 1, "data_parallel": "fsdp"},
+        "moments, ddp": {**alone["moments"], "batch_size": 1},
+        "sleeping, ddp": {**few, "batch_size": 1, "log_steps": 2},
+    }
+    script = str(TESTS / "training" / "spread_runs.py")
+    listed = json.dumps([(name, changes, None) for name, changes in cases.items()])
+    ended = _torchrun(2, [script, str(folder), str(folder / "texts"), listed])
+    assert ended.returncode == 0, ended.stderr[-8000:]
+    for name, changes in alone.items():
+        train(small_settings(folder / "texts", **changes), folder / f"alone, {name}", quiet())
+
+    def distance(name: str, other: str) -> tuple[float, float]:
+        losses = [[entry["loss"] for entry in read_metrics(folder / run) if "loss" in entry] for run in (name, other)]
+        ours, theirs = weights(folder / name), weights(folder / other)
+        return (
+            max(abs(one - several) for one, several in zip(*losses, strict=True)),
+            max(float((ours[key] - theirs[key]).abs().max()) for key in theirs),
+        )
+
+    references = ("alone, float16", "alone, moments")
+    found = {name: distance(name, other) for name, other in zip(cases, references, strict=False)}
+    for name, (loss, weight) in found.items():
+        figure(f"8 steps beside one process, {name}: largest difference of a loss (nats), weight",
+               f"{loss:.1e}, {weight:.1e}")  # fmt: skip
+    overflows = read_faults(folder / "overflowing, float16, fsdp", "overflow")
+    assert len(overflows) > 10
+    assert {fault["step"] for fault in overflows} == {1}
+    # Logits are about 1 at first, and float16 rounds them by 2^-11: two units.
+    assert found["overflowing, float16, fsdp"][0] <= 2.0**-10
+    assert found["moments, ddp"][0] <= LOSS_TOLERANCE
+    # A moment that is rounded to its other neighbour is 2^-7 of itself away, and forgotten after some 10 steps.
+    assert found["moments, ddp"][1] <= 3e-3 * 2.0**-7 * 10
+    (slow,) = read_faults(folder / "sleeping, ddp", "slow rank")
+    assert (slow["rank"], slow["step"]) == (1, 5)  # two intervals of two steps, and the one beside which it is read
+    assert slow["seconds"] >= 0.2
+    assert read_run(folder / "sleeping, ddp").figures["slow ranks, and seconds of their own a step"].startswith("1 (")
+    last = read_metrics(folder / "sleeping, ddp")[-2]
+    assert last["slowest_rank"] == 1
+    assert last["slowest_rank_seconds"] >= 0.2 > last["other_ranks_seconds"]
 
 
 def test_the_command_reports_once_and_ends_in_all_processes(folder: Path) -> None:

@@ -26,6 +26,12 @@ def test_bfloat16_is_chosen_where_it_is_in_hardware(
     assert choose_precision("auto", "cpu") == expected
     assert choose_precision("float32", "cpu") == "float32"
     assert choose_precision("bfloat16", "cpu") == "bfloat16"
+    assert choose_precision("float16", "cpu") == "float16"
+    with pytest.raises(RunError, match=r"--precision float8 needs a CUDA GPU .* the run has no CUDA device; take"):
+        choose_precision("float8", "cpu")
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (8, 0))
+    with pytest.raises(RunError, match=r"and the run has one of compute capability 8\.0; take --precision bfloat16"):
+        choose_precision("float8", "cuda")
 
 
 @pytest.mark.parametrize(("changes", "num_processes", "message"), [

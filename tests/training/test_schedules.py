@@ -10,9 +10,9 @@ from transformers import get_scheduler
 
 from dilated_attention_pytorch.errors import RunError
 from dilated_attention_pytorch.training import parallel_choice, preflight
+from dilated_attention_pytorch.training.arguments import arguments
 from dilated_attention_pytorch.training.footprint import footprint
 from dilated_attention_pytorch.training.parallel_choice import choose_parallel
-from dilated_attention_pytorch.training.run_trainer import arguments
 from training.spread_runs import small_settings
 
 

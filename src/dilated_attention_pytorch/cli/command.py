@@ -18,6 +18,7 @@ from dilated_attention_pytorch.training import RunError
 
 from .bench import Bench
 from .build import Build
+from .diagnose import Diagnose
 from .evaluate import Eval
 from .extend import Extend, defaults_of_extend
 from .generate import Generate
@@ -93,7 +94,7 @@ def run_command(args: Sequence[str]) -> None:
 
 def _parse(
     args: list[str],
-) -> Train | Extend | Generate | Eval | Report | Tokenizer | Bench | Profile | Tune | Show | Build | Info:
+) -> Train | Extend | Generate | Eval | Report | Diagnose | Tokenizer | Bench | Profile | Tune | Show | Build | Info:
     name, rest = (args[0], args[1:]) if args else ("", [])
     prog = "dilated-attention"
     # A command alone, where one is named: tyro's messages then name its fields and nothing of its own.
@@ -109,6 +110,8 @@ def _parse(
         return tyro.cli(Eval, args=rest, prog=f"{prog} eval", config=_TYRO)
     if name == "report":
         return tyro.cli(Report, args=rest, prog=f"{prog} report", config=_TYRO)
+    if name == "diagnose":
+        return tyro.cli(Diagnose, args=rest, prog=f"{prog} diagnose", config=_TYRO)
     if name == "tokenizer":
         return tyro.cli(Tokenizer, args=rest, prog=f"{prog} tokenizer", config=_TYRO)
     if name == "bench":
@@ -129,6 +132,7 @@ def _parse(
         | Annotated[Generate, tyro.conf.subcommand("generate")]
         | Annotated[Eval, tyro.conf.subcommand("eval")]
         | Annotated[Report, tyro.conf.subcommand("report")]
+        | Annotated[Diagnose, tyro.conf.subcommand("diagnose")]
         | Annotated[Tokenizer, tyro.conf.subcommand("tokenizer")]
         | Annotated[Bench, tyro.conf.subcommand("bench")]
         | Annotated[Profile, tyro.conf.subcommand("profile")]

@@ -12,6 +12,7 @@ import tyro
 
 from dilated_attention_pytorch.training import RunError, SampleSettings
 from dilated_attention_pytorch.training.run_settings import Device
+from dilated_attention_pytorch.training.small_weights import Weights, import_torchao, make_small
 
 if TYPE_CHECKING:
     from dilated_attention_pytorch.models import LongNetLM
@@ -32,6 +33,8 @@ class Generate(SampleSettings):
     """The text to go on from. Without it: standard input, or on a terminal one prompt after the other."""
     device: Device = "auto"
     """Where to compute; "auto" takes a CUDA device if there is one."""
+    weights: Weights = "stored"
+    """"int8" or "float8": keep the matrices of the layers in 8 bits (torchao). "stored": as they are in the file."""
 
     def run_command(self) -> None:
         """Load the model, then write the prompt and what follows it to standard output.
@@ -45,6 +48,8 @@ class Generate(SampleSettings):
 
         preflight.check_packages("generating")
         device = preflight.choose_device(self.device)
+        if self.weights != "stored":
+            import_torchao(f"--weights {self.weights}")
         folder, left = model_folder(self.run)
         for name, reason in left.items():
             print(f"dilated-attention: {name} is left, and {folder.name} is taken: {reason}", file=sys.stderr)
@@ -53,6 +58,7 @@ class Generate(SampleSettings):
         if prompt is None and not is_dialogue:
             prompt = _standard_input()
         model = load_model(folder).model.to(device)
+        make_small(model, self.weights)
         tokenizer = tokenizer_of(self.run, model.config.vocab_size)
         if isinstance(sys.stdout, io.TextIOWrapper):
             # The model may write characters that the terminal has no code for.

@@ -137,7 +137,10 @@ class Metrics(TrainerCallback):
         **kwargs: Any,
     ) -> None:
         """Append an entry, its rates since the last one included."""
-        names = ("loss", "bits_per_byte", "eval_bits_per_byte", "learning_rate", "grad_norm")
+        names = (
+            "loss", "bits_per_byte", "eval_bits_per_byte", "learning_rate", "grad_norm", "loss_scale", "slowest_rank",
+            "slowest_rank_seconds", "other_ranks_seconds",
+        )  # fmt: skip
         values = {name: logs[name] for name in names if logs and name in logs}
         if not values or not state.is_world_process_zero:
             return

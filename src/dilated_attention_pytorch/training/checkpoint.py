@@ -11,12 +11,13 @@ CONFIG_NAME = "config.json"
 OPTIMIZER_NAME = "optimizer.pt"
 SCHEDULER_NAME = "scheduler.pt"
 STATE_NAME = "trainer_state.json"
+SCALER_NAME = "scaler.pt"
 STAGING_NAME = ".unfinished"
 """Where a checkpoint is written before it gets its name: whatever lies in it is not complete."""
 OF_ALL = (CONFIG_NAME, WEIGHTS_NAME, OPTIMIZER_NAME, SCHEDULER_NAME, STATE_NAME)
 """What every process reads of a checkpoint, whoever wrote it."""
-ALSO_WRITTEN = ("generation_config.json",)
-"""What models of transformers may add to a checkpoint."""
+ALSO_WRITTEN = ("generation_config.json", SCALER_NAME)
+"""What models of transformers may add to a checkpoint, and runs in float16."""
 RESTORE = "restore the folder from a copy, or begin anew into another --output"
 """What to do about one that is damaged."""
 

@@ -14,6 +14,7 @@ from torch.nn import functional
 
 from dilated_attention_pytorch.output import replacing
 
+from .autocast import autocast
 from .row_logits import RowLogits, row_logits
 
 if TYPE_CHECKING:
@@ -38,7 +39,7 @@ def bits_of_tokens(
         model: a causal language model.
         texts: int64 ``[N]`` each.
         context: tokens that the model sees at once; the token predicted is one of them.
-        precision: "bfloat16" computes under autocast.
+        precision: what the model computes in (:mod:`.autocast`).
         console: where to draw a bar.
         what: what the bar says.
 
@@ -73,12 +74,12 @@ def predicted(model: PreTrainedModel, parts: RowLogits | None, tokens: Tensor, p
         model: a causal language model, set to evaluation.
         parts: of :func:`row_logits`; with them the logits of a block of rows are there at once.
         tokens: int64 ``[N]``.
-        precision: "bfloat16" computes under autocast.
+        precision: what the model computes in (:mod:`.autocast`).
     """
     device = next(model.parameters()).device
     tokens = tokens.to(device)
     bits, is_likeliest = [], []
-    with torch.autocast(device.type, torch.bfloat16, enabled=precision == "bfloat16"):
+    with autocast(precision, device.type):
         inputs = tokens[None, :-1]
         computed = model(inputs, use_cache=False).logits[0] if parts is None else parts.hidden(inputs)[0]
         for first in range(0, len(computed), _ROWS):

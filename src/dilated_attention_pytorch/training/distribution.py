@@ -26,6 +26,7 @@ from dilated_attention_pytorch.parallel.groups import all_groups, as_long_as_all
 from dilated_attention_pytorch.patterns import Pattern
 from dilated_attention_pytorch.planning import Layout
 
+from .autocast import computing_dtype
 from .settings import Strategy, TrainSettings
 from .tensor_parallel import order_of, row_orders, split_matrices
 from .zero import ZeroEngine, zero_stage
@@ -135,15 +136,23 @@ class Distribution:
             fully_shard(model, mesh=mesh)
             assert isinstance(model, FSDPModule)
 
-    def wrap(self, model: LongNetForCausalLM) -> nn.Module:
-        """``model`` as the training step calls it: its gradients become the mean over the processes' rows."""
+    def wrap(self, model: LongNetForCausalLM, on_gradients: Callable[[], None] = lambda: None) -> nn.Module:
+        """``model`` as the training step calls it: its gradients become the mean over the processes' rows.
+
+        Where they are averaged as they come (``ddp``), ``on_gradients`` is called before each bucket of them.
+        """
         if self.mesh is None or self.is_sharded:
             return model
         mesh = self._rows_mesh()
         devices = None if mesh.device_type == "cpu" else [torch.accelerator.current_device_index()]
         wrapped = DistributedDataParallel(model, device_ids=devices, process_group=mesh.get_group())
         # DDP compares a hook's annotations with types; those of this module are strings.
-        wrapped.register_comm_hook(mesh.get_group(), lambda group, bucket: _average_each(group, bucket))
+
+        def average(group: dist.ProcessGroup, bucket):  # type: ignore[no-untyped-def]
+            on_gradients()
+            return _average_each(group, bucket)
+
+        wrapped.register_comm_hook(mesh.get_group(), average)
         return wrapped
 
     def hand_over(self, model: LongNetForCausalLM, optimizer: torch.optim.Optimizer) -> ZeroEngine:
@@ -297,7 +306,7 @@ def _cheapest(settings: TrainSettings, context: DeviceMesh) -> tuple[Strategy, L
         model.pattern(0).for_heads(range(num_kv_heads), model.num_kv_heads),
         (settings.batch_size, settings.context_length, model.num_heads // tensor, model.embed_dim // model.num_heads),
         context, num_kv_heads=num_kv_heads, is_causal=True,
-        dtype=torch.bfloat16 if settings.precision == "bfloat16" else torch.float32,
+        dtype=computing_dtype(settings.precision),
     )  # fmt: skip
     return next(
         (estimate.strategy, estimate.layout)

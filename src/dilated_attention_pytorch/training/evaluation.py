@@ -14,6 +14,7 @@ from torch.nn import functional
 
 from dilated_attention_pytorch.output import replacing
 
+from .autocast import autocast
 from .callbacks import read_metrics
 
 if TYPE_CHECKING:
@@ -36,7 +37,7 @@ def bits_by_quarter(
     Args:
         model: the model, on the device to compute on; set to evaluation.
         files: int64 ``[context + 1]`` each, the separator and the beginning of a file.
-        precision: "bfloat16" computes under autocast.
+        precision: what the model computes in (:mod:`.autocast`).
         lengths: int64 ``[vocab_size]``, bytes that each token stands for; one without it.
     """
     means = []
@@ -71,7 +72,7 @@ def _bits(model: LongNetLM, tokens: Tensor, precision: str) -> Tensor:
     """Bits of every token but the first, given those before it, ``[tokens - 1]``."""
     model.eval()
     tokens = tokens.to(model.embedding.weight.device)
-    with torch.autocast(tokens.device.type, torch.bfloat16, enabled=precision == "bfloat16"):
+    with autocast(precision, tokens.device.type):
         logits = model(tokens[None, :-1])[0]
     return functional.cross_entropy(logits.float(), tokens[1:], reduction="none") / math.log(2)
 

@@ -138,6 +138,7 @@ def _begin(settings: ExtensionSettings, output: Path, console: Console, may_resu
     corpus = read_corpus(settings.data, text_field=settings.text_field, say=console.print)
     training, held_out = tokenized(corpus.training, tokenizer), tokenized(corpus.held_out, tokenizer)
     _check_text(training, held_out, settings)
+    preflight.check_no_float8(settings.precision, "extend")
     precision = preflight.choose_precision(settings.precision, device)
     settings = dataclasses.replace(settings, threads=set_threads(settings.threads), precision=precision)
     check_extension_memory(settings, config, num_parameters(what, config), device)
@@ -332,8 +333,8 @@ def _curve(record: dict[str, Any], state: str) -> Tensor:
 
 
 def _go(run: _Run, record: dict[str, Any], device: str) -> ExtensionOutcome:
+    from .arguments import arguments
     from .extension_trainer import ExtensionTrainer
-    from .run_trainer import arguments
 
     settings, place = run.settings, run.place
     logits = row_logits(run.model)

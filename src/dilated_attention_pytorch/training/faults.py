@@ -15,11 +15,14 @@ from .manifest import MANIFEST_NAME, opened, sealed_line, unsealed
 
 FAULTS_NAME = "faults.jsonl"
 
-Kind = Literal["failed", "stopped", "resumed", "broken", "skipped", "out of memory"]
+Kind = Literal["failed", "stopped", "resumed", "broken", "skipped", "out of memory", "overflow", "slow rank"]
 """``failed``: an error ended the run; ``stopped``: a signal did. ``resumed``: it goes on after one of them, after a
 kill or after going back. ``broken``: a weight or a state of the optimizer was NaN or infinite after ``step``, and the
 run went back. ``skipped``: it went back to leave out the batch of ``step``. ``out of memory``: batches are taken in
-parts of ``rows`` windows."""
+parts of ``rows`` windows. ``overflow``: the batches of ``step`` are taken again with the loss scaled by ``scale``.
+``slow rank``: the others wait for ``rank`` (:mod:`.stragglers`)."""
+_ON_THE_WAY: tuple[Kind, ...] = ("resumed", "out of memory", "overflow", "slow rank")
+"""After these a run goes on."""
 
 
 def note_fault(run: Path, kind: Kind, **values: Any) -> None:
@@ -110,7 +113,7 @@ class Interrupted:
 def interrupted(run: Path) -> Interrupted:
     """What the job before left. It must be asked before anything is written to the folder."""
     last = next(reversed(read_faults(run)), None)
-    after = "killed" if last is None or last["kind"] in ("resumed", "out of memory") else last["kind"]
+    after = "killed" if last is None or last["kind"] in _ON_THE_WAY else last["kind"]
     newest = [path / MANIFEST_NAME for path in checkpoints(run)[:1]]
     seen = [_modified(path) for path in (run / LEASE_NAME, run / FAULTS_NAME, *newest)]
     return Interrupted(after=after, last_seen=max(seen))

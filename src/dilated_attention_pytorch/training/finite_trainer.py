@@ -14,6 +14,7 @@ from transformers import TrainerCallback, TrainerControl, TrainerState, Training
 from dilated_attention_pytorch.errors import RunError
 
 from .finite import is_finite_everywhere, what_is_not_finite
+from .loss_scaling import LEAST_SCALE, LossScaler
 from .micro_batch import MicroBatchTrainer
 
 
@@ -27,11 +28,16 @@ class FiniteTrainer(MicroBatchTrainer):
     def __init__(self, **given: Any) -> None:
         super().__init__(**given)
         self._step_losses: list[Tensor] = []
+        self.scaler: LossScaler | None = None
+        if self.args.fp16:
+            # accelerate has neither autocast in float16 nor a scaler for a CPU: it would compute in float32.
+            self.scaler = LossScaler(self.args.device.type)
+            self.accelerator.scaler, self.accelerator.native_amp = self.scaler, True
         self.add_callback(_AtBeginning(self.begin_training))
 
     def after_divergence(self) -> str:
         """What is left of a run in which a value is not finite, how to take it up, and what to change."""
-        precision = " or --precision float32" if self.args.bf16 else ""
+        precision = " or --precision float32" if self.args.bf16 or self.args.fp16 else ""
         return (
             f"{self.how_to_go_on()}. If the same step fails again, the run diverges: begin anew with a lower "
             f"--learning-rate (each of them, if several){precision}"
@@ -45,6 +51,10 @@ class FiniteTrainer(MicroBatchTrainer):
             batch_of: the step whose batch did it; None if that cannot be told.
         """
         raise RunError(f"{what}; {self.after_divergence()}")
+
+    def note_overflow(self, step: int, scale: float) -> None:
+        """Write down that the batches of a step are taken again, with the loss scaled by ``scale``."""
+        raise NotImplementedError
 
     def check_loss(self, step: int, losses: list[Tensor]) -> None:
         """Look at the losses of the batches of a step, which are finite, before the step is taken."""
@@ -67,10 +77,11 @@ class FiniteTrainer(MicroBatchTrainer):
         Every process breaks off if a loss or a gradient is not finite in any.
         """
         step = self.state.global_step + 1
-        parameters = [parameter for parameter in model.parameters() if parameter.grad is not None]
-        norm = get_total_norm([parameter.grad for parameter in parameters if parameter.grad is not None])
-        # Without any gradient, as of a batch that is left out, it is on the CPU.
-        whole = norm.full_tensor() if isinstance(norm, DTensor) else norm.to(self.args.device)
+        norm = self._norm(model)
+        while self._overflows(step, norm):
+            self._step_losses = self.take_batches_again(model)
+            norm = self._norm(model)
+        whole = self._whole(norm)
         # Before they are scaled: a norm that is NaN or infinite would make every gradient NaN or 0.
         if not is_finite_everywhere(*self._step_losses, whole):
             broken = what_is_not_finite({
@@ -82,8 +93,29 @@ class FiniteTrainer(MicroBatchTrainer):
             self.break_off(f"step {step} is not taken: NaN or infinity is in {broken}", batch_of=step)
         self.check_loss(step, self._step_losses)
         self._step_losses.clear()
-        clip_grads_with_norm_(parameters, self.args.max_grad_norm, norm)
+        clip_grads_with_norm_(_with_gradient(model), self.args.max_grad_norm, norm)
         return whole
+
+    def _norm(self, model: torch.nn.Module) -> Tensor:
+        """The norm of the gradients, of which the scale of the loss is taken away first."""
+        parameters = _with_gradient(model)
+        if parameters and self.scaler is not None:
+            self.accelerator.unscale_gradients(self.optimizer)
+        return get_total_norm([parameter.grad for parameter in parameters if parameter.grad is not None])
+
+    def _whole(self, norm: Tensor) -> Tensor:
+        # Without any gradient, as of a batch that is left out, it is on the CPU.
+        return norm.full_tensor() if isinstance(norm, DTensor) else norm.to(self.args.device)
+
+    def _overflows(self, step: int, norm: Tensor) -> bool:
+        """Whether the scale of the loss made the gradients overflow, in any process; it is lower then."""
+        if self.scaler is None or is_finite_everywhere(self._whole(norm)):
+            return False
+        if self.scaler.get_scale() <= LEAST_SCALE or not is_finite_everywhere(*self._step_losses):
+            return False
+        self.scaler.lower()
+        self.note_overflow(step, self.scaler.get_scale())
+        return True
 
     def _weights(self) -> Iterator[tuple[str, Tensor]]:
         assert self.model is not None
@@ -114,6 +146,10 @@ class FiniteTrainer(MicroBatchTrainer):
                 f"{found}: NaN or infinity is in {broken}; "
                 + ("remove it to go on with the one before, or begin anew" if step else "begin with another one")
             )
+
+
+def _with_gradient(model: torch.nn.Module) -> list[torch.nn.Parameter]:
+    return [parameter for parameter in model.parameters() if parameter.grad is not None]
 
 
 class _AtBeginning(TrainerCallback):

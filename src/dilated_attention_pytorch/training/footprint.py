@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 from dilated_attention_pytorch.memory import check_memory, in_bytes
 from dilated_attention_pytorch.models.token_loss import logits_at_once
 
+from .autocast import computing_dtype
 from .run_settings import Precision
 from .settings import Optimizer, TrainSettings
 
@@ -123,7 +124,7 @@ def extension_footprint(settings: ExtensionSettings, config: PreTrainedConfig, n
 
 
 def _element(precision: Precision) -> int:
-    return 2 if precision in ("auto", "bfloat16") else 4
+    return 2 if precision == "auto" else computing_dtype(precision).itemsize
 
 
 def check_training_memory(settings: TrainSettings, device: str, num_processes: int) -> None:

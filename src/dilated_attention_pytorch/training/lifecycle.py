@@ -10,12 +10,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
-import torch
-
 from dilated_attention_pytorch.errors import RunError
 from dilated_attention_pytorch.output import check_writable, make_output
 
 from . import preflight
+from .autocast import computing_dtype
 from .checkpoint import SETTINGS_NAME, WEIGHTS_NAME, checkpoint_step
 from .corpus import CORPUS_KEYS
 from .faults import Interrupted, cost_of_faults, interrupted, most_rows, note_fault, steps_of
@@ -240,8 +239,7 @@ def train_to_the_end(
     work = work.without(run.skipped)
     bar = Bar(run.console, work.tokens_after)
     args = trainer.args
-    dtype = torch.bfloat16 if args.bf16 else torch.float16 if args.fp16 else torch.float32
-    rate = sum(from_all(matrix_product_rate(args.device, dtype)))
+    rate = sum(from_all(matrix_product_rate(args.device, computing_dtype(trainer.settings.precision))))
     with _noting_failure(run, trainer):
         if trainer.is_world_process_zero():
             run.say(*run.start.in_words())

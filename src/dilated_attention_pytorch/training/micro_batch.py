@@ -39,6 +39,7 @@ class MicroBatchTrainer(Trainer):
         super().__init__(**given)
         self.most_rows = most_rows
         self._batches: list[dict[str, Tensor]] = []
+        self._num_items: Tensor | int | None = None
         self._step = -1
         self._averages = False
         self._is_exchanging = False
@@ -74,23 +75,37 @@ class MicroBatchTrainer(Trainer):
             self._step, self._batches = self.state.global_step, []
             self.begin_step(is_again=False)
         self._batches.append(inputs)
-        todo = [inputs]
+        self._num_items = num_items_in_batch
+        return self.take_batches(model, [inputs])[-1]
+
+    def take_batches_again(self, model: torch.nn.Module) -> list[Tensor]:
+        """The losses of all batches of this step, taken anew as if nothing of it had been done."""
+        model.zero_grad()
+        self.begin_step(is_again=True)
+        return self.take_batches(model, self._batches)
+
+    def take_batches(self, model: torch.nn.Module, batches: list[dict[str, Any]]) -> list[Tensor]:
+        """The losses of the last ``batches`` of this step, of all of them if it began anew for want of memory.
+
+        Raises:
+            RunError: see :meth:`training_step`.
+        """
         while True:
             try:
-                return [self._take(model, batch, num_items_in_batch) for batch in todo][-1]
+                return [self._take(model, batch) for batch in batches]
             except (MemoryError, RuntimeError) as error:
                 if not is_out_of_memory(error):
                     raise
                 reason = str(error).strip().partition("\n")[0]
             # Here the frames that held activations are gone.
-            self._take_fewer_rows(inputs, num_items_in_batch, reason)
+            self._take_fewer_rows(batches[-1], reason)
             model.zero_grad()
             gc.collect()
             clear_device_cache()
             self.begin_step(is_again=True)
-            todo = self._batches
+            batches = self._batches
 
-    def _take(self, model: torch.nn.Module, batch: dict[str, Any], num_items_in_batch: Tensor | int | None) -> Tensor:
+    def _take(self, model: torch.nn.Module, batch: dict[str, Any]) -> Tensor:
         """The loss of a batch; all but its last part, and batches before the last, leave gradients unsynchronized."""
         parts = self._parts(batch)
         losses = []
@@ -99,7 +114,7 @@ class MicroBatchTrainer(Trainer):
             self._is_exchanging, self._averages = False, is_last and self.accelerator.sync_gradients
             at_once = is_last or self.averages_every_part()
             with contextlib.nullcontext() if at_once else self.accelerator.no_sync(model):
-                losses.append(super().training_step(model, part, num_items_in_batch))
+                losses.append(super().training_step(model, part, self._num_items))
         return losses[0] if len(losses) == 1 else torch.stack(losses).sum()
 
     def compute_loss(self, *args: Any, **options: Any) -> Any:
@@ -119,11 +134,11 @@ class MicroBatchTrainer(Trainer):
             for first in range(0, rows, self.most_rows)
         ]
 
-    def _take_fewer_rows(self, batch: dict[str, Any], num_items_in_batch: Tensor | int | None, reason: str) -> None:
+    def _take_fewer_rows(self, batch: dict[str, Any], reason: str) -> None:
         before = f"memory ran out in step {self.state.global_step + 1} ({reason})"
         rows = _num_rows(batch)
         at_once = None if rows is None else min(rows, self.most_rows or rows)
-        if at_once is None or at_once == 1 or num_items_in_batch is None:
+        if at_once is None or at_once == 1 or self._num_items is None:
             why = (
                 "one window is taken at once already" if at_once == 1
                 else "a batch of packed documents is not taken in parts; take a smaller --batch-size or --max-tokens "

@@ -8,7 +8,7 @@ import statistics
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, get_args
 
 import torch
 from torch import Tensor
@@ -23,7 +23,8 @@ from .data.documents import documents_of, held_out_rows
 from .evaluated_model import EvaluatedModel, open_model
 from .recall import NEEDLE_LETTERS, Asked, Task, associations, needle
 from .row_logits import RowLogits, row_logits
-from .run_settings import LARGEST_SEED, Device, Precision, check_number
+from .run_settings import LARGEST_SEED, Device, Precision, check_choice, check_number
+from .small_weights import Weights, import_torchao, make_small, weight_bytes
 from .windows import EvaluationWindows
 
 if TYPE_CHECKING:
@@ -61,6 +62,8 @@ class EvalSettings:
     """Where to compute; "auto" takes a CUDA device if there is one."""
     threads: int = 0
     """CPU threads; 0 leaves the number to PyTorch."""
+    weights: Weights = "stored"
+    """"int8" or "float8": keep the matrices of the layers in 8 bits (torchao). "stored": as they are in the file."""
     seed: int = 0
     """Seed of the strings, words and places of the recall tasks."""
 
@@ -68,6 +71,7 @@ class EvalSettings:
         for name, least in (("windows", 1), ("recall_texts", 0), ("threads", 0), ("seed", 0)):
             check_number(self, name, least=least)
         check_number(self, "seed", most=LARGEST_SEED)
+        check_choice(self, "weights", get_args(Weights))
         if any(length < 16 for length in self.lengths) or len(set(self.lengths)) < len(self.lengths):
             raise ValueError(f"lengths must be different numbers of at least 16 tokens, got {list(self.lengths)}")
 
@@ -95,9 +99,13 @@ def evaluate_model(model: str, settings: EvalSettings, output: Path | None, cons
     for path in (file, picture):
         check_new_file(path)
     device = preflight.choose_device(settings.device)
+    preflight.check_no_float8(settings.precision, "eval")
     precision = preflight.choose_precision(settings.precision, device)
     set_threads(settings.threads)
+    if settings.weights != "stored":
+        import_torchao(f"--weights {settings.weights}")
     opened = open_model(model, device)
+    make_small(opened.model, settings.weights)
     lengths = sorted(settings.lengths) or _lengths_up_to(2 * opened.own_length)
     for name, reason in opened.left.items():
         console.print(f"{name} is left, and {opened.weights} is taken: {reason}", highlight=False, soft_wrap=True)
@@ -110,6 +118,8 @@ def evaluate_model(model: str, settings: EvalSettings, output: Path | None, cons
         "own_length": opened.own_length,
         "packing": "documents" if opened.reads_documents else "windows",
         "precision": precision,
+        "weights_as": settings.weights,
+        "weight_bytes": weight_bytes(opened.model),
         **result,
         "machine": machine(),
     }

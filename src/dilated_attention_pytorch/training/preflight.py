@@ -15,6 +15,7 @@ from dilated_attention_pytorch.output import check_free_folder
 
 from .checkpoint import SETTINGS_NAME, WEIGHTS_NAME, checkpoints
 from .extension_settings import ExtensionSettings
+from .float8 import check_float8
 from .footprint import checkpoint_bytes
 from .lease import LEASE_NAME
 from .run_settings import Device, Precision
@@ -141,6 +142,10 @@ def check_processes(settings: TrainSettings, processes: int) -> None:
             "--optimizer adamw-8bit steps whole weights, and --tensor-parallel and --data-parallel fsdp split them; "
             "take adamw-bf16 beside them"
         )
+    if tensor > 1 and settings.precision == "float8":
+        raise RunError(
+            "--precision float8 scales whole matrices, and --tensor-parallel splits them; take --precision bfloat16"
+        )
     if settings.compile and (together > 1 or settings.data_parallel == "fsdp"):
         raise RunError(
             "--compile is for a model whose weights and rows one process has; leave it out beside --context-parallel, "
@@ -176,6 +181,8 @@ def choose_precision(precision: Precision, device: str) -> Precision:
             "--precision tf32 is how CUDA GPUs from compute capability 8.0 (Ampere) on multiply matrices of float32, "
             "and this device does not; take --precision float32"
         )
+    if precision == "float8":
+        check_float8(device)
     if precision != "auto":
         return precision
     if device == "cuda":
@@ -183,6 +190,12 @@ def choose_precision(precision: Precision, device: str) -> Precision:
     # The public torch.cpu.get_capabilities came later than the oldest torch that the package accepts.
     in_hardware = torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported()
     return "bfloat16" if in_hardware else "float32"
+
+
+def check_no_float8(precision: Precision, command: str) -> None:
+    """Raise :class:`RunError` for a command that computes in float8 nowhere."""
+    if precision == "float8":
+        raise RunError(f"--precision float8 is for train, and {command} computes in no float8; take bfloat16")
 
 
 def checkpoint_space(optimizer: Optimizer, num_parameters: int) -> int:

@@ -22,6 +22,7 @@ from . import preflight
 from .checkpoint import SETTINGS_NAME
 from .configuration import CONFIGURATION_NAME, configuration_text
 from .data.run_data import Evaluation, RunData, read_data, read_tokenizer, save_tokenizer, verify_tokenizer
+from .float8 import convert_to_float8
 from .footprint import check_training_memory
 from .going_back import going_back
 from .lifecycle import (
@@ -205,6 +206,7 @@ def _go_on(run: Path, console: Console, changes: Mapping[str, Any], *, may_begin
     preflight.check_optimizer(settings.optimizer)
     check_trackers(settings)
     device = preflight.choose_device(settings.device)
+    preflight.choose_precision(settings.precision, device)
     verify_tokenizer(run, record)
     tokenizer = read_tokenizer(settings, run)
     set_threads(settings.threads)
@@ -250,7 +252,7 @@ def _was_begun_by_this_launch(output: Path) -> bool:
 
 def _meet(settings: TrainSettings, folder: Path, device: str) -> TrainingArguments:
     """What transformers is told. It lets the processes find each other when it is asked for the device."""
-    from .run_trainer import arguments
+    from .arguments import arguments
 
     args = arguments(
         settings, folder, device, per_device_train_batch_size=settings.batch_size,
@@ -273,7 +275,10 @@ def _build(settings: TrainSettings) -> LongNetForCausalLM:
 
     logging.disable_progress_bar()
     set_seed(settings.seed)
-    return LongNetForCausalLM.from_longnet_config(settings.model)
+    model = LongNetForCausalLM.from_longnet_config(settings.model)
+    if settings.precision == "float8":
+        convert_to_float8(model)
+    return model
 
 
 def _go(run: _Run) -> Outcome:

@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     from _typeshed import DataclassInstance
 
 Schedule = Literal["linear", "cosine", "wsd", "constant"]
-Precision = Literal["auto", "float32", "tf32", "bfloat16"]
+Precision = Literal["auto", "float32", "tf32", "bfloat16", "float16", "float8"]
 Device = Literal["auto", "cpu", "cuda"]
 OnNan = Literal["stop", "skip"]
 AdamW = Literal["adamw", "adamw-bf16", "adamw-8bit"]
@@ -56,8 +56,10 @@ class RunSettings:
     decay_fraction: float = 0.2
     """Fraction of the steps over which "wsd" falls, in a line."""
     precision: Precision = "auto"
-    """"bfloat16": matrix products and attention in bfloat16 (autocast), weights and optimizer in float32. "tf32":
-    float32, whose products CUDA GPUs from compute capability 8.0 on compute with mantissas of 10 bits. "auto":
+    """"bfloat16": matrix products and attention in bfloat16 (autocast), weights and optimizer in float32. "float16":
+    the same in float16, with a scaled loss; batches whose gradients overflow are taken again with a lower scale.
+    "float8": bfloat16, and the large linear layers in float8 (torchao), on GPUs that can.
+    "tf32": float32, whose products CUDA GPUs from compute capability 8.0 on compute with mantissas of 10 bits. "auto":
     bfloat16 where the processor or GPU has instructions for it, else float32; the run records which."""
     device: Device = "auto"
     """Where to compute; "auto" takes a CUDA device if there is one."""

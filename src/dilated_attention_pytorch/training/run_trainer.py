@@ -10,7 +10,6 @@ import threading
 from collections.abc import Callable, Collection, Iterator, Sized
 from contextlib import contextmanager
 from functools import partial
-from pathlib import Path
 from typing import Any, NoReturn
 
 import torch
@@ -32,61 +31,22 @@ from .checkpoint import (
 from .checkpoint_writer import CheckpointWriter
 from .extension_settings import ExtensionSettings
 from .faults import Kind, note_fault, note_resumed
-from .finite_trainer import FiniteTrainer
 from .going_back import GoBack
 from .lifecycle import OpenRun
 from .preflight import checkpoint_space
 from .publishing import clear, publish
 from .settings import TrainSettings
 from .spikes import SpikeWatch
+from .stragglers import Straggler
+from .timed_trainer import TimedTrainer
 from .together import from_first
 from .verification import fitting
 
 _DISK_FULL = (errno.ENOSPC, errno.EDQUOT)
 _READ_ONLY = (errno.EROFS, errno.EACCES, errno.EPERM)
-_SCHEDULES = {"linear": "linear", "cosine": "cosine", "wsd": "warmup_stable_decay", "constant": "constant_with_warmup"}
 
 
-def arguments(settings: TrainSettings | ExtensionSettings, run: Path, device: str, **own: Any) -> TrainingArguments:
-    """A run's settings in the words of transformers, and what is its ``own``."""
-    if device == "cpu":
-        # accelerate imports DeepSpeed where it is installed, and that warns of a machine without a GPU if not told.
-        os.environ.setdefault("DS_ACCELERATOR", "cpu")
-    falling: dict[str, Any] = {}
-    if settings.schedule == "wsd":
-        falling = {"num_decay_steps": max(1, round(settings.decay_fraction * settings.steps)), "decay_type": "linear"}
-    args = TrainingArguments(
-        output_dir=str(run),
-        max_steps=settings.steps,
-        gradient_accumulation_steps=settings.gradient_accumulation,
-        learning_rate=settings.learning_rate,
-        lr_scheduler_type=_SCHEDULES[settings.schedule],
-        lr_scheduler_kwargs=falling,
-        warmup_steps=round(settings.warmup_fraction * settings.steps),
-        max_grad_norm=settings.max_grad_norm,
-        bf16=settings.precision == "bfloat16",
-        tf32=settings.precision == "tf32" if device == "cuda" else None,
-        use_cpu=device == "cpu",
-        seed=settings.seed,
-        train_sampling_strategy="sequential",  # the windows are drawn at random already
-        logging_steps=settings.log_steps,
-        logging_nan_inf_filter=False,
-        eval_strategy="steps",
-        eval_steps=settings.eval_steps,
-        prediction_loss_only=True,
-        save_strategy="steps",
-        save_steps=settings.save_steps,
-        dataloader_pin_memory=device == "cuda",
-        report_to=[],
-        disable_tqdm=True,
-        **own,
-    )
-    # A process uses one device; transformers would spread batches over all that it sees.
-    args._n_gpu = min(1, args.n_gpu)
-    return args
-
-
-class RunTrainer(FiniteTrainer):
+class RunTrainer(TimedTrainer):
     """A run in a run folder, whose last complete checkpoints are always there.
 
     Args:
@@ -152,6 +112,10 @@ class RunTrainer(FiniteTrainer):
         with fitting(checkpoint or ""):
             super()._load_optimizer_and_scheduler(checkpoint)
 
+    def _load_scaler(self, checkpoint: str | None) -> None:
+        with fitting(checkpoint or ""):
+            super()._load_scaler(checkpoint)
+
     def _load_rng_state(self, checkpoint: str | None) -> None:
         with fitting(checkpoint or ""):
             super()._load_rng_state(checkpoint)
@@ -175,6 +139,13 @@ class RunTrainer(FiniteTrainer):
         if self.state.global_step + 1 in self.place.skipped:
             return torch.zeros((), device=self.args.device)
         return super().training_step(*args, **options)
+
+    def name_straggler(self, step: int, straggler: Straggler) -> None:
+        """Write down and say, in the first process, which rank is slow."""
+        self.check_lease()
+        rank, seconds, others = straggler.rank, round(straggler.seconds, 4), round(straggler.others, 4)
+        note_fault(self.run, "slow rank", step=step, rank=rank, seconds=seconds, others=others)
+        self.place.say(straggler.in_words())
 
     def check_loss(self, step: int, losses: list[Tensor]) -> None:
         """Break off where the loss of the batch is a spike."""
@@ -228,6 +199,10 @@ class RunTrainer(FiniteTrainer):
         on = f"rank {rank}: " if self.args.world_size > 1 else ""
         self.place.say(f"{on}{reason}: windows are taken {rows} at once from now on, as many as before in every step")
 
+    def note_overflow(self, step: int, scale: float) -> None:
+        """Write down that the batches of a step are taken again, with the loss scaled by ``scale``."""
+        self._note("overflow", step=step, scale=scale)
+
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
         """Hand ``logs`` to every callback, each loss in bits per byte too.
 
@@ -237,6 +212,9 @@ class RunTrainer(FiniteTrainer):
         self.check_lease()
         if "loss" in logs:
             self._leave_out_skipped(logs)
+            logs |= self.stragglers.figures()
+            if self.scaler is not None:
+                logs["loss_scale"] = self.scaler.get_scale()
         for name, said in (("loss", "loss"), ("eval_loss", "held-out loss"), ("final_loss", "held-out loss")):
             if name in logs:
                 if not math.isfinite(logs[name]):

@@ -10,7 +10,7 @@ from typing import Any
 
 from dilated_attention_pytorch.errors import RunError
 
-from .checkpoint import OF_ALL, RESTORE, checkpoints, file_names
+from .checkpoint import OF_ALL, RESTORE, SCALER_NAME, checkpoints, file_names
 from .manifest import MANIFEST_NAME, read_sealed
 from .verification import verify_checkpoint
 
@@ -67,7 +67,7 @@ def choose_start(run: Path, run_id: str, processes: int, check: Callable[[Path],
         except RunError as error:
             left[checkpoint.name] = str(error)
             continue
-        has_states, digest = _num_writers(checkpoint) == processes, manifest_digest(checkpoint)
+        has_states, digest = _manifest(checkpoint).get("processes") == processes, manifest_digest(checkpoint)
         return Start(checkpoint=checkpoint, left=left, digest=digest, has_random_states=has_states)
     if left:
         newest, *older = left.values()
@@ -81,12 +81,14 @@ def files_to_read(checkpoint: Path, processes: int, rank: int | None = None) -> 
     Raises:
         RunError: its manifest is not what was written.
     """
-    return file_names(processes, rank) if _num_writers(checkpoint) == processes else [*OF_ALL]
+    manifest = _manifest(checkpoint)
+    names = file_names(processes, rank) if manifest.get("processes") == processes else [*OF_ALL]
+    files = manifest.get("files")
+    return [*names, *([SCALER_NAME] if isinstance(files, dict) and SCALER_NAME in files else [])]
 
 
-def _num_writers(checkpoint: Path) -> Any:
-    """How many processes wrote a checkpoint."""
-    return read_sealed(checkpoint / MANIFEST_NAME, what="broken checkpoint", remedy=RESTORE).get("processes")
+def _manifest(checkpoint: Path) -> dict[str, Any]:
+    return read_sealed(checkpoint / MANIFEST_NAME, what="broken checkpoint", remedy=RESTORE)
 
 
 def manifest_digest(checkpoint: Path) -> str:

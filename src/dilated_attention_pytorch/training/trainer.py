@@ -38,7 +38,7 @@ class LongNetTrainer(RunTrainer):
 
     Args:
         model: the model to train.
-        args: see :func:`run_trainer.arguments`.
+        args: see :func:`arguments.arguments`.
         settings: what the run is told.
         distribution: what this process does of it.
         place: see :class:`RunTrainer`.
@@ -92,7 +92,7 @@ class LongNetTrainer(RunTrainer):
         prepared = self.accelerator.prepare_model(self.model, evaluation_mode=True)
         prepared._is_accelerate_prepared = True
         if not zero_stage(self.settings):
-            return self.distribution.wrap(prepared)
+            return self.distribution.wrap(prepared, self.own_time.mark)
         stepped = self.distribution.hand_over(prepared, self.create_optimizer())
         # Wrapped here, as accelerate would load its state once more, into groups of its own.
         wrapped: Any = self.accelerator.prepare_optimizer(stepped, device_placement=False)
@@ -171,17 +171,17 @@ class LongNetTrainer(RunTrainer):
     def _staged(self, factor: Callable[[int], float]) -> Callable[[int], float]:
         return lambda step: factor(step) * self.stages.learning_rate(step)
 
-    def training_step(self, *args: Any, **options: Any) -> Tensor:
-        """A batch forward and backward, with the attention pattern of the stage that the step belongs to."""
+    def take_batches(self, model: torch.nn.Module, batches: list[dict[str, Any]]) -> list[Tensor]:
+        """Batches forward and backward, with the attention pattern of the stage that the step belongs to."""
         patterns = self.stages.patterns_at(self.state.global_step)
         if not patterns:
-            return super().training_step(*args, **options)
-        model, own = self.model.model, self.model.model.patterns
-        model.patterns = patterns
+            return super().take_batches(model, batches)
+        longnet, own = self.model.model, self.model.model.patterns
+        longnet.patterns = patterns
         try:
-            return super().training_step(*args, **options)
+            return super().take_batches(model, batches)
         finally:
-            model.patterns = own
+            longnet.patterns = own
 
     def compute_loss(
         self,

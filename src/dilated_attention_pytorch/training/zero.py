@@ -55,6 +55,8 @@ def check_zero(settings: TrainSettings) -> None:
         ("tensor-parallel", settings.tensor_parallel, (1,), "it splits whole weights alone"),
         ("on-nan", settings.on_nan, ("stop",), "going back within a process would hand it the model a second time"),
         ("spike-deviations", settings.spike_deviations, (0,), "going back would hand it the model a second time"),
+        ("precision", settings.precision, ("auto", "float32", "tf32", "bfloat16"),
+         "it scales the loss itself, and leaves out batches whose gradients overflow"),
         ("compile", settings.compile, (False,), "its hooks gather and release weights between the modules"),
     ):  # fmt: skip
         if value not in fitting:

@@ -1,0 +1,86 @@
+"""A trained run whose weights are kept in 8 bits: bits per byte, bytes of weights, tokens a second.
+
+    python -m benchmarks.small_weights RUN [--windows 16] [--tokens 300] [--output FILE]
+
+RUN is a run folder of `dilated-attention train`. The same held-out windows are read with each kind of weights, and each
+goes on from the same prompt, with its cache, in float32 and in a single process.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import json
+import statistics
+import tempfile
+import time
+from pathlib import Path
+from typing import Any, get_args
+
+import torch
+from rich.console import Console
+
+from dilated_attention_pytorch.benchmarks.results import module_command, origin, write_json
+from dilated_attention_pytorch.machine import set_threads
+from dilated_attention_pytorch.training.model_evaluation import EvalSettings, evaluate_model
+from dilated_attention_pytorch.training.small_weights import Weights, make_small
+from dilated_attention_pytorch.training.trained_model import load_model, model_folder
+
+KINDS: tuple[Weights, ...] = get_args(Weights)
+_PROMPT = 256
+_REPEATS = 3
+
+
+@torch.inference_mode()
+def tokens_per_second(run: Path, kind: Weights, tokens: int) -> float:
+    """The median of a few runs of generation, greedy, after one that is not counted."""
+    model = load_model(model_folder(run)[0]).eval()
+    make_small(model, kind)
+    torch.manual_seed(0)
+    prompt = torch.randint(model.config.vocab_size, (1, _PROMPT))
+    seconds = []
+    for _ in range(_REPEATS + 1):
+        start = time.perf_counter()
+        model.generate(prompt, max_new_tokens=tokens, min_new_tokens=tokens, do_sample=False)
+        seconds.append(time.perf_counter() - start)
+    return tokens / statistics.median(seconds[1:])
+
+
+def measure(run: Path, kind: Weights, settings: EvalSettings, tokens: int) -> dict[str, Any]:
+    """One kind of weights."""
+    with tempfile.TemporaryDirectory() as folder:
+        told = dataclasses.replace(settings, weights=kind)
+        file = evaluate_model(str(run), told, Path(folder) / "eval.json", Console(quiet=True))
+        found = json.loads(file.read_text())
+    return {
+        "weights": kind, "bits_per_byte": found["bits_per_byte"], "weight_bytes": found["weight_bytes"],
+        "tokens_per_second": round(tokens_per_second(run, kind, tokens), 1),
+    }  # fmt: skip
+
+
+def main() -> None:
+    """Measure and write."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("run", type=Path)
+    parser.add_argument("--windows", type=int, default=16)
+    parser.add_argument("--tokens", type=int, default=300)
+    parser.add_argument("--length", type=int, default=2048)
+    parser.add_argument("--threads", type=int, default=1)
+    parser.add_argument("--output", type=Path, default=Path("benchmarks/results/small_weights.json"))
+    given = parser.parse_args()
+    set_threads(given.threads)
+    settings = EvalSettings(
+        lengths=(given.length,), windows=given.windows, recall_texts=0, precision="float32", device="cpu",
+        threads=given.threads,
+    )  # fmt: skip
+    here = origin(module_command().replace(str(given.run), "RUN"))
+    results = [measure(given.run, kind, settings, given.tokens) for kind in KINDS]
+    for result in results:
+        print(result)
+    record = json.loads((given.run / "training.json").read_text())["settings"]
+    write_json(given.output, {"machine": here, "run": record, "results": results})
+    print(f"written: {given.output}")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,178 @@
+"""One step of a run, measured: where its time and its memory go, and what other settings would make of it."""
+
+from __future__ import annotations
+
+import dataclasses
+import statistics
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+
+from .autocast import autocast
+from .optimizer import build_optimizer
+from .run_settings import Precision
+from .settings import TrainSettings
+
+if TYPE_CHECKING:
+    from dilated_attention_pytorch.models import LongNetForCausalLM
+
+    from .windows import Window
+
+_STEPS = 3
+_MOST_OPERATORS = 6
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class StepCost:
+    """What one step takes in one process."""
+
+    forward: float
+    """Seconds of the forward pass, with the loss."""
+    backward: float
+    """Seconds of the backward pass."""
+    optimizer: float
+    """Seconds of clipping and of the optimizer's step."""
+    weights: int
+    """Bytes of the weights."""
+    gradients: int
+    """Bytes of the gradients."""
+    moments: int
+    """Bytes that the optimizer keeps."""
+    saved: int
+    """Bytes that the forward pass keeps for the backward pass, weights left out."""
+
+    @property
+    def seconds(self) -> float:
+        """Of the whole step."""
+        return self.forward + self.backward + self.optimizer
+
+    @property
+    def bytes(self) -> int:
+        """Of all that is there at the end of the forward pass of a later step."""
+        return self.weights + self.gradients + self.moments + self.saved
+
+
+def saved_bytes(compute: Callable[[], Tensor], weights: nn.Module) -> tuple[Tensor, int]:
+    """What ``compute`` returns, and the bytes that it keeps for the backward pass: each storage once, weights never."""
+    own = {weight.untyped_storage().data_ptr() for weight in weights.parameters()}
+    kept: dict[int, int] = {}
+
+    def note(tensor: Tensor) -> Tensor:
+        storage = tensor.untyped_storage()
+        if storage.data_ptr() not in own:
+            kept[storage.data_ptr()] = storage.nbytes()
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(note, lambda tensor: tensor):
+        result = compute()
+    return result, sum(kept.values())
+
+
+def measure_step(settings: TrainSettings, batch: Window, device: str) -> StepCost:
+    """The median of a few steps of a new model on one batch, after one that is not counted.
+
+    Args:
+        settings: of the run; what spreads it over processes is not looked at.
+        batch: what :class:`RunData` collates.
+        device: "cpu" or "cuda".
+    """
+    model, optimizer, inputs = _prepared(settings, batch, device)
+    seconds: list[tuple[float, float, float]] = []
+    saved = 0
+    for number in range(_STEPS + 1):
+        times = [_now(device)]
+        loss, saved = saved_bytes(lambda: _loss(model, inputs, settings.precision, device), model)
+        times.append(_now(device))
+        loss.backward()
+        times.append(_now(device))
+        torch.nn.utils.clip_grad_norm_(model.parameters(), settings.max_grad_norm)
+        optimizer.step()
+        times.append(_now(device))
+        gradients = sum(_nbytes(weight.grad) for weight in model.parameters() if weight.grad is not None)
+        optimizer.zero_grad()
+        if number:
+            seconds.append((times[1] - times[0], times[2] - times[1], times[3] - times[2]))
+    forward, backward, step = (statistics.median(column) for column in zip(*seconds, strict=True))
+    moments = sum(
+        _nbytes(value) for state in optimizer.state.values() for value in state.values() if isinstance(value, Tensor)
+    )
+    weights = sum(map(_nbytes, model.parameters()))
+    return StepCost(
+        forward=forward, backward=backward, optimizer=step, weights=weights, gradients=gradients, moments=moments,
+        saved=saved,
+    )  # fmt: skip
+
+
+def slowest_operators(settings: TrainSettings, batch: Window, device: str) -> list[tuple[str, float]]:
+    """PyTorch's operators by the part of a step's time that is their own, the largest first."""
+    from torch.profiler import ProfilerActivity, profile
+
+    model, optimizer, inputs = _prepared(settings, batch, device)
+    activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if device == "cuda" else [])]
+
+    def step() -> None:
+        _loss(model, inputs, settings.precision, device).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    step()
+    with profile(activities=activities) as profiler:
+        for _ in range(_STEPS):
+            step()
+    name = "self_device_time_total" if device == "cuda" else "self_cpu_time_total"
+    times = {entry.key: float(getattr(entry, name)) for entry in profiler.key_averages()}
+    whole = sum(times.values())
+    ordered = sorted(times.items(), key=lambda item: -item[1])[:_MOST_OPERATORS]
+    return [(key, spent / whole) for key, spent in ordered]
+
+
+def alternatives(settings: TrainSettings) -> dict[str, TrainSettings]:
+    """Settings that take another way to the same step, by the flags that give them."""
+    model = settings.model
+    found: dict[str, TrainSettings] = {}
+
+    def with_model(flag: str, **changes: Any) -> None:
+        found[flag] = dataclasses.replace(settings, model=dataclasses.replace(model, **changes))
+
+    if model.gradient_checkpointing:
+        with_model("without --model.gradient-checkpointing", gradient_checkpointing=False, checkpoint_every=1)
+    else:
+        with_model("--model.gradient-checkpointing", gradient_checkpointing=True)
+    other: Precision = "bfloat16" if settings.precision in ("float32", "tf32") else "float32"
+    found[f"--precision {other}"] = dataclasses.replace(settings, precision=other)
+    if settings.optimizer != "adamw-bf16":
+        found["--optimizer adamw-bf16"] = dataclasses.replace(settings, optimizer="adamw-bf16")
+    return found
+
+
+def _prepared(
+    settings: TrainSettings, batch: Window, device: str
+) -> tuple[LongNetForCausalLM, torch.optim.Optimizer, dict[str, Tensor]]:
+    from dilated_attention_pytorch.models import LongNetForCausalLM
+
+    torch.manual_seed(settings.seed)
+    model = LongNetForCausalLM.from_longnet_config(settings.model)
+    torch.nn.Module.to(model, device).train()
+    inputs = {name: value.to(device) for name, value in batch.items()}
+    return model, build_optimizer(model, settings), inputs
+
+
+def _loss(model: LongNetForCausalLM, inputs: dict[str, Tensor], precision: str, device: str) -> Tensor:
+    with autocast(precision, device):
+        loss = model(**inputs, skip_logits=True).loss
+    assert isinstance(loss, Tensor)
+    return loss
+
+
+def _nbytes(tensor: Tensor) -> int:
+    return tensor.numel() * tensor.element_size()
+
+
+def _now(device: str) -> float:
+    if device == "cuda":
+        torch.cuda.synchronize()
+    return time.perf_counter()

@@ -1,0 +1,86 @@
+"""Weights of a trained model in 8 bits, for reading and writing text: torchao's tensors in place of float32."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator
+from typing import Literal
+
+import torch
+from torch import Tensor, nn
+
+from dilated_attention_pytorch.machine import require
+from dilated_attention_pytorch.nn import MultiheadDilatedAttention
+
+Weights = Literal["stored", "int8", "float8"]
+"""``stored``: as they are in the file."""
+
+_LEAST_LARGEST = 2.0**-100
+
+
+def import_torchao(purpose: str) -> None:
+    """Import torchao for ``purpose``, without its words about extensions that were built for other machines.
+
+    Raises:
+        RunError: it is not installed.
+    """
+    require(purpose, ("torchao",), "torchao")
+    for name in ("torchao", "torch.utils._pytree"):
+        logging.getLogger(name).setLevel(logging.ERROR)
+    import torchao  # noqa: F401
+
+
+def make_small(model: nn.Module, weights: Weights) -> None:
+    """Keep the matrices of a model's layers in 8 bits, in place; it can no longer be trained.
+
+    A row ``w`` is kept as ``q`` and one float32 scale ``s``, and ``w`` is about ``s q``. "int8": integers from -128 to
+    127 and ``s = max |w| / 127.5``, at least 2^-23, so that a weight is off by ``s / 2`` at most. "float8": 4 bits of
+    exponent and 3 of mantissa (``e4m3fn``) and ``s = max |w| / 448``, so that a weight is off by a sixteenth of itself
+    or by ``2^-10 s``, whichever is more. Products are computed in the precision of what is multiplied. Embeddings,
+    output matrices, norms and biases stay as they are.
+
+    Raises:
+        RunError: torchao is not installed.
+    """
+    if weights == "stored":
+        return
+    import_torchao(f"--weights {weights}")
+    for module, name in list(_matrices(model)):
+        small = _small(getattr(module, name).detach(), weights)
+        setattr(module, name, nn.Parameter(small, requires_grad=False))
+
+
+def _small(matrix: Tensor, weights: Weights) -> Tensor:
+    from torchao.quantization import Float8Tensor, Int8Tensor, PerRow
+
+    if weights == "int8":
+        integers: Tensor = Int8Tensor.from_hp(matrix, PerRow())
+        return integers
+    # Without a bound for the scale a row of zeros would be divided by 0.
+    floats: Tensor = Float8Tensor.from_hp(
+        matrix, float8_dtype=torch.float8_e4m3fn, granularity=PerRow(), hp_value_lb=_LEAST_LARGEST
+    )
+    return floats
+
+
+def _matrices(model: nn.Module) -> Iterator[tuple[nn.Module, str]]:
+    """The matrices that are multiplied with activations, but for the output matrix, by module and name."""
+    outer = {id(module.weight) for module in model.modules() if isinstance(module, nn.Embedding)}
+    outer |= {id(weight) for name, weight in model.named_parameters() if name.split(".")[-2:][0] in ("head", "lm_head")}
+    for module in model.modules():
+        if isinstance(module, nn.Linear | MultiheadDilatedAttention):
+            for name, weight in module.named_parameters(recurse=False):
+                if weight.dim() == 2 and id(weight) not in outer:
+                    yield module, name
+
+
+def weight_bytes(model: nn.Module) -> int:
+    """Bytes of all weights of a model, with the scales of those in 8 bits; a weight that serves twice counts once."""
+    return sum(map(_bytes, {id(weight): weight for weight in model.parameters()}.values()))
+
+
+def _bytes(tensor: Tensor) -> int:
+    if type(tensor.data) in (Tensor, nn.Parameter):
+        return tensor.numel() * tensor.element_size()
+    names, _ = tensor.data.__tensor_flatten__()  # type: ignore[attr-defined]
+    return sum(_bytes(getattr(tensor.data, name)) for name in names)
