@@ -94,6 +94,7 @@ benchmark: $(VENV)/dev.stamp  ## the figures of the README, on this machine
 	$(BIN)/python -m benchmarks.cpu_kernels --avx2
 	$(BIN)/python -m benchmarks.training_step
 	$(BIN)/python -m benchmarks.training_memory
+	$(BIN)/python -m benchmarks.planner
 	$(BIN)/python -m benchmarks.optimizer_states
 	$(BIN)/python -m benchmarks.sharded_states
 	$(BIN)/python -m benchmarks.checkpoints

@@ -98,3 +98,34 @@ def test_the_density_is_the_mean_of_the_counts_at_any_shift_and_length() -> None
 def test_the_density_of_two_thousand_million_positions_makes_no_list_of_segments() -> None:
     # Every position sees itself alone, in as many segments as positions.
     assert DilatedPattern([1], [1]).density(1 << 31) == 1 / (1 << 31)
+
+
+@pytest.mark.parametrize("is_causal", [False, True])
+@pytest.mark.parametrize("heads", [(3, 3), (6, 2)])
+def test_flops_are_what_pytorch_counts(heads: tuple[int, int], is_causal: bool) -> None:
+    from torch.utils.flop_counter import FlopCounterMode
+
+    from dilated_attention_pytorch import attend, local_window
+
+    num_heads, num_kv_heads = heads
+    sizes = {"num_heads": num_heads, "num_kv_heads": num_kv_heads, "head_dim": 5, "batch_size": 2}
+    query = torch.randn(2, 101, num_heads, 5, requires_grad=True)
+    key = torch.randn(2, 101, num_kv_heads, 5, requires_grad=True)
+    for pattern in (DilatedPattern([16, 64], [1, 3]), DilatedPattern([7], [1]) + local_window(3)):
+        with FlopCounterMode(display=False) as counter:
+            out = attend(query, key, key, pattern, is_causal=is_causal)
+        assert counter.get_total_flops() == pattern.flops(101, is_causal=is_causal, **sizes)
+        with FlopCounterMode(display=False) as counter:
+            out.sum().backward()
+        both = pattern.flops(101, is_causal=is_causal, is_training=True, **sizes)
+        assert counter.get_total_flops() == both - pattern.flops(101, is_causal=is_causal, **sizes)
+
+
+def test_wrong_numbers_for_flops_are_named() -> None:
+    pattern = DilatedPattern([4], [2])
+    with pytest.raises(ValueError, match="num_kv_heads must divide num_heads: got 2 of 3 heads"):
+        pattern.flops(8, num_heads=3, num_kv_heads=2, head_dim=4)
+    with pytest.raises(ValueError, match="head_dim must be at least 1, got 0"):
+        pattern.flops(8, head_dim=0)
+    with pytest.raises(TypeError, match=r"batch_size must be an integer, got 1\.5"):
+        pattern.flops(8, head_dim=4, batch_size=1.5)  # type: ignore[arg-type]

@@ -152,7 +152,7 @@ WRONG: list[tuple[Callable[[], object], type[Exception], str]] = [
     (lambda: SegmentSelectionConfig(coverage_weight=0, diversity_weight=0, efficiency_weight=0), ValueError, "got 0"),
     (lambda: DynamicSegmentSelector({"min_segment_size": 1}), TypeError, "a SegmentSelectionConfig or None, got dict"),  # type: ignore[arg-type]
     (lambda: DynamicSegmentSelector(hardware="H100"), TypeError, "hardware must be a Hardware or None, got str"),  # type: ignore[arg-type]
-    (lambda: Hardware.of_architecture("B200", free_bytes=1), ValueError, "one of H200, H100, .* got 'B200'"),  # type: ignore[arg-type]
+    (lambda: Hardware.of_architecture("B300", free_bytes=1), ValueError, "one of B200, H200, .* got 'B300'"),  # type: ignore[arg-type]
     (lambda: select(sequence_length=0), ValueError, "sequence_length must be at least 1, got 0"),
     (lambda: select(batch_size=1.5), TypeError, "batch_size must be an integer, got 1.5"),
     (lambda: select(num_kv_heads=3), ValueError, "num_kv_heads must divide the 8 heads, got 3"),

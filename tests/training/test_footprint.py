@@ -16,7 +16,7 @@ from dilated_attention_pytorch import memory
 from dilated_attention_pytorch.errors import RunError
 from dilated_attention_pytorch.models import LongNetConfig
 from dilated_attention_pytorch.training import PRESETS, TrainSettings
-from dilated_attention_pytorch.training.footprint import check_training_memory, footprint
+from dilated_attention_pytorch.training.footprint import check_training_memory, footprint, least_footprint
 from training.runs import write_texts
 
 _LIBRARIES = 100e6
@@ -69,9 +69,14 @@ def test_the_estimate_is_below_the_peak_of_a_run_and_above_a_third_of_it(tmp_pat
 
 def test_processes_share_what_they_split_and_the_memory_of_their_host(monkeypatch: pytest.MonkeyPatch) -> None:
     alone = footprint(_settings(""), 1)
-    assert footprint(_settings("data-parallel=fsdp"), 4).weights == alone.weights // 4
+    split = footprint(_settings("data-parallel=fsdp"), 4)
+    # While a block is computed its weights are there as a whole, and those of the next.
+    assert alone.states / 4 < split.states < alone.states / 2
+    assert least_footprint(_settings("data-parallel=fsdp"), 4).total <= split.total
     assert footprint(_settings("context-parallel=4"), 4).activations < alone.activations / 3
-    assert footprint(_settings("tensor-parallel=2"), 2).weights == alone.weights // 2
+    by_tensor = footprint(_settings("tensor-parallel=2"), 2)
+    assert alone.weights / 2 < by_tensor.weights < alone.weights * 0.6
+    assert least_footprint(_settings("tensor-parallel=2"), 2).total <= by_tensor.total
     copy = 8 * _settings("").model.num_parameters  # weights and Muon's moments in float32
     for free in (alone.total + copy, alone.total + copy - 1):
         monkeypatch.setattr(memory, "free_memory", lambda device, free=free: free)
@@ -95,4 +100,4 @@ def test_blocks_that_are_recomputed_take_less(name: str) -> None:
         for choice in (False, True)
     )
     assert footprint(recomputed, 1).activations < footprint(kept, 1).activations
-    assert footprint(recomputed, 1).weights == footprint(kept, 1).weights
+    assert footprint(recomputed, 1).optimizer == footprint(kept, 1).optimizer

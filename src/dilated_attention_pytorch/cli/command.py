@@ -6,9 +6,9 @@ import errno
 import os
 import signal
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Annotated, NoReturn
+from typing import Annotated, Any, NoReturn, Protocol, Union
 
 import torch
 import tyro
@@ -23,6 +23,7 @@ from .evaluate import Eval
 from .extend import Extend, defaults_of_extend
 from .generate import Generate
 from .info import Info
+from .plan import Plan, defaults_of_plan
 from .profile import Profile
 from .report import Report
 from .show import Show
@@ -31,6 +32,38 @@ from .tokenizer import Tokenizer
 from .train import Train, defaults_of
 from .tune import Tune
 
+
+class _Command(Protocol):
+    """A command with its fields."""
+
+    def run_command(self) -> None:
+        """Do what it says."""
+        ...
+
+
+COMMANDS: Mapping[str, type] = {
+    "train": Train,
+    "extend": Extend,
+    "generate": Generate,
+    "eval": Eval,
+    "report": Report,
+    "diagnose": Diagnose,
+    "tokenizer": Tokenizer,
+    "bench": Bench,
+    "profile": Profile,
+    "tune": Tune,
+    "plan": Plan,
+    "show": Show,
+    "build": Build,
+    "info": Info,
+}
+"""Every command by its name."""
+_DEFAULTS: Mapping[str, Callable[[Sequence[str]], Any]] = {
+    "train": defaults_of,
+    "extend": defaults_of_extend,
+    "plan": defaults_of_plan,
+}
+"""What the fields of a command are before its other words are read."""
 _TYRO = (tyro.conf.FlagCreatePairsOff,)
 _FULL = {errno.ENOSPC: "the disk is full", errno.EDQUOT: "the disk quota is used up"}
 _THAT_GO_ON = ("train", "extend")
@@ -92,60 +125,24 @@ def run_command(args: Sequence[str]) -> None:
         raise SystemExit(128 + signal.SIGINT) from None
 
 
-def _parse(
-    args: list[str],
-) -> Train | Extend | Generate | Eval | Report | Diagnose | Tokenizer | Bench | Profile | Tune | Show | Build | Info:
+def _parse(args: list[str]) -> _Command:
     name, rest = (args[0], args[1:]) if args else ("", [])
     prog = "dilated-attention"
     # A command alone, where one is named: tyro's messages then name its fields and nothing of its own.
-    if name == "train":
-        train = tyro.cli(Train, default=defaults_of(rest), args=rest, prog=f"{prog} train", config=_TYRO)
-        train.given = tuple(flag.removeprefix("--").replace("-", "_") for flag in flags_in(rest))
-        return train
-    if name == "extend":
-        return tyro.cli(Extend, default=defaults_of_extend(rest), args=rest, prog=f"{prog} extend", config=_TYRO)
-    if name == "generate":
-        return tyro.cli(Generate, args=rest, prog=f"{prog} generate", config=_TYRO)
-    if name == "eval":
-        return tyro.cli(Eval, args=rest, prog=f"{prog} eval", config=_TYRO)
-    if name == "report":
-        return tyro.cli(Report, args=rest, prog=f"{prog} report", config=_TYRO)
-    if name == "diagnose":
-        return tyro.cli(Diagnose, args=rest, prog=f"{prog} diagnose", config=_TYRO)
-    if name == "tokenizer":
-        return tyro.cli(Tokenizer, args=rest, prog=f"{prog} tokenizer", config=_TYRO)
-    if name == "bench":
-        return tyro.cli(Bench, args=rest, prog=f"{prog} bench", config=_TYRO)
-    if name == "profile":
-        return tyro.cli(Profile, args=rest, prog=f"{prog} profile", config=_TYRO)
-    if name == "tune":
-        return tyro.cli(Tune, args=rest, prog=f"{prog} tune", config=_TYRO)
-    if name == "show":
-        return tyro.cli(Show, args=rest, prog=f"{prog} show", config=_TYRO)
-    if name == "build":
-        return tyro.cli(Build, args=rest, prog=f"{prog} build", config=_TYRO)
-    if name == "info":
-        return tyro.cli(Info, args=rest, prog=f"{prog} info", config=_TYRO)
-    commands = (
-        Annotated[Train, tyro.conf.subcommand("train", default=defaults_of([]))]
-        | Annotated[Extend, tyro.conf.subcommand("extend")]
-        | Annotated[Generate, tyro.conf.subcommand("generate")]
-        | Annotated[Eval, tyro.conf.subcommand("eval")]
-        | Annotated[Report, tyro.conf.subcommand("report")]
-        | Annotated[Diagnose, tyro.conf.subcommand("diagnose")]
-        | Annotated[Tokenizer, tyro.conf.subcommand("tokenizer")]
-        | Annotated[Bench, tyro.conf.subcommand("bench")]
-        | Annotated[Profile, tyro.conf.subcommand("profile")]
-        | Annotated[Tune, tyro.conf.subcommand("tune")]
-        | Annotated[Show, tyro.conf.subcommand("show")]
-        | Annotated[Build, tyro.conf.subcommand("build")]
-        | Annotated[Info, tyro.conf.subcommand("info")]
-    )
+    if name in COMMANDS:
+        default: dict[str, Any] = {"default": _DEFAULTS[name](rest)} if name in _DEFAULTS else {}
+        command: _Command = tyro.cli(COMMANDS[name], args=rest, prog=f"{prog} {name}", config=_TYRO, **default)
+        if isinstance(command, Train):
+            command.given = tuple(flag.removeprefix("--").replace("-", "_") for flag in flags_in(rest))
+        return command
     description = (
         "LongNet language models on exact dilated attention: train, generate, extend other models to longer texts, "
         "measure, see what runs here."
     )
-    return tyro.cli(commands, args=args, prog=prog, description=description, config=_TYRO)
+    parts = [Annotated[command, tyro.conf.subcommand(name)] for name, command in COMMANDS.items()]
+    any_of: Any = Union[tuple(parts)]  # noqa: UP007 - of a list
+    parsed: _Command = tyro.cli(any_of, args=args, prog=prog, description=description, config=_TYRO)
+    return parsed
 
 
 def _leave_out_of_memory(name: str, error: Exception) -> NoReturn:

@@ -68,7 +68,7 @@ class Train(TrainSettings):
         try:
             with leaving_together():
                 if self.resume is None or is_auto(self.resume):
-                    outcome = train(_settings(self), self.output, console, may_resume=self.resume is not None)
+                    outcome = train(settings_of(self), self.output, console, may_resume=self.resume is not None)
                 else:
                     changes = {name: getattr(self, name) for name in self.given if name in _BESIDE_RESUME}
                     outcome = resume(self.resume, console, changes)
@@ -105,7 +105,8 @@ def defaults_of(argv: Sequence[str]) -> Train:
     return with_values(Train(**fields, preset=name), values, Path(file or "."))
 
 
-def _settings(command: Train) -> TrainSettings:
+def settings_of(command: TrainSettings) -> TrainSettings:
+    """The settings alone of a command that has others beside them."""
     return TrainSettings(**{entry.name: getattr(command, entry.name) for entry in dataclasses.fields(TrainSettings)})
 
 

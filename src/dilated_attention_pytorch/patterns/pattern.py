@@ -104,10 +104,7 @@ class Pattern(ABC):
         6
         """
         for name, number in (("sequence_length", sequence_length), ("num_kv_heads", num_kv_heads)):
-            if isinstance(number, bool) or not isinstance(number, int):
-                raise TypeError(f"{name} must be an integer, got {number!r} of type {type(number).__name__}")
-            if number < 1:
-                raise ValueError(f"{name} must be at least 1, got {number}")
+            _check_count(name, number)
         if sequence_length > MOST_POSITIONS:
             raise ValueError(
                 f"sequence_length must be at most {MOST_POSITIONS:,}, whose pairs are counted in 64 bits, got "
@@ -122,6 +119,47 @@ class Pattern(ABC):
             for rule in self.rules:
                 pairs += rule.num_pairs(head, num_kv_heads, sequence_length, is_causal=is_causal)
         return pairs
+
+    def flops(
+        self,
+        sequence_length: int,
+        *,
+        num_heads: int = 1,
+        num_kv_heads: int | None = None,
+        head_dim: int,
+        batch_size: int = 1,
+        is_causal: bool = False,
+        is_training: bool = False,
+    ) -> int:
+        """Operations of the matrix products of attention, multiplications and additions, exactly.
+
+        Two products of the width D for every pair that the pattern has: ``4 D`` a pair. The backward pass has five, the
+        scores' recomputation among them: ``10 D`` more, as :class:`torch.utils.flop_counter.FlopCounterMode` counts.
+
+        Args:
+            sequence_length: number of positions N, at least 1.
+            num_heads: query heads H.
+            num_kv_heads: key/value heads G, which divide H; H without it.
+            head_dim: width D of a head.
+            batch_size: sequences.
+            is_causal: count ``t <= p`` only.
+            is_training: with the backward pass.
+
+        Raises:
+            TypeError: a number that is no integer.
+            ValueError: a number below 1, key/value heads that do not divide the heads, or see :meth:`density`.
+
+        >>> DilatedPattern([4], [2]).flops(8, num_heads=2, head_dim=16)  # 8 pairs of each head
+        1024
+        """
+        kv_heads = num_heads if num_kv_heads is None else num_kv_heads
+        sizes = {"num_heads": num_heads, "num_kv_heads": kv_heads, "head_dim": head_dim, "batch_size": batch_size}
+        for name, number in sizes.items():
+            _check_count(name, number)
+        if num_heads % kv_heads:
+            raise ValueError(f"num_kv_heads must divide num_heads: got {kv_heads} of {num_heads} heads")
+        pairs = self.num_pairs(sequence_length, num_kv_heads=kv_heads, is_causal=is_causal)
+        return pairs * (num_heads // kv_heads) * batch_size * head_dim * (14 if is_training else 4)
 
     def density(self, sequence_length: int, *, num_kv_heads: int = 1, is_causal: bool = False) -> float:
         """What attention under the pattern computes of what dense attention does: ``sum c / (G N^2)``.
@@ -166,6 +204,13 @@ class Pattern(ABC):
         from .picture import draw
 
         return draw(self, sequence_length, num_kv_heads=num_kv_heads, is_causal=is_causal, axes=axes)
+
+
+def _check_count(name: str, number: object) -> None:
+    if isinstance(number, bool) or not isinstance(number, int):
+        raise TypeError(f"{name} must be an integer, got {number!r} of type {type(number).__name__}")
+    if number < 1:
+        raise ValueError(f"{name} must be at least 1, got {number}")
 
 
 def _summands(pattern: Pattern) -> tuple[Pattern, ...]:

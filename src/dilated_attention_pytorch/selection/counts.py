@@ -74,7 +74,11 @@ def num_pairs(pattern: Pattern, workload: Workload) -> int:
 
 def flops(pattern: Pattern, workload: Workload) -> int:
     """Operations of the matrix products: 4 D a pair forward, 10 D more backward, as ``FlopCounterMode`` counts them."""
-    return num_pairs(pattern, workload) * workload.head_dim * (14 if workload.is_training else 4)
+    return pattern.flops(
+        workload.sequence_length, num_heads=workload.num_heads, num_kv_heads=workload.num_kv_heads,
+        head_dim=workload.head_dim, batch_size=workload.batch_size, is_causal=workload.is_causal,
+        is_training=workload.is_training,
+    )  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True)

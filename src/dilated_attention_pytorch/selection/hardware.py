@@ -4,14 +4,21 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Literal
+from typing import Literal, cast
 
 import torch
 
+from dilated_attention_pytorch.data_sheets import (
+    DataSheet,
+    sheet_of,
+    sheet_of_product,
+    thread_sheet,
+    unknown_gpu_sheet,
+)
 from dilated_attention_pytorch.machine import processor
 from dilated_attention_pytorch.memory import free_memory, unknown_memory
 
-Architecture = Literal["H200", "H100", "A100", "V100", "RTX", "AMD MI", "other GPU", "CPU"]
+Architecture = Literal["B200", "H200", "H100", "A100", "V100", "RTX", "AMD MI", "other GPU", "CPU"]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -58,42 +65,38 @@ class Hardware:
         Raises:
             ValueError: there is no such family.
         """
-        if architecture not in _FAMILIES:
-            raise ValueError(f"architecture must be one of {', '.join(_FAMILIES)}, got {architecture!r}")
-        family = _FAMILIES[architecture]
-        processors = family.processors if processors is None else processors
+        if architecture not in _TILE_ROWS:
+            raise ValueError(f"architecture must be one of {', '.join(_TILE_ROWS)}, got {architecture!r}")
+        return cls._of_sheet(_sheet_of_family(architecture), free_bytes, name, processors)
+
+    @classmethod
+    def _of_sheet(cls, sheet: DataSheet, free_bytes: int, name: str, processors: int | None) -> Hardware:
+        processors = sheet.processors if processors is None else processors
+        is_cpu = sheet.family == "CPU"
         # A processor's rate grows with its threads; a GPU's data sheet has the rate of the whole.
-        scale = processors if architecture in ("CPU", "other GPU") else 1
+        scale = processors if is_cpu or sheet.name == "other GPU" else 1
         return cls(
-            kind="cpu" if architecture == "CPU" else "cuda", name=name or architecture, architecture=architecture,
-            processors=processors, tile_rows=family.tile_rows, cache_bytes=family.cache_bytes, free_bytes=free_bytes,
-            flops_32=family.flops_32 * scale, flops_16=family.flops_16 * scale,
-            bytes_per_second=family.bytes_per_second * scale,
+            kind="cpu" if is_cpu else "cuda", name=name or sheet.family, architecture=cast(Architecture, sheet.family),
+            processors=processors, tile_rows=_TILE_ROWS[sheet.family], cache_bytes=sheet.cache_bytes,
+            free_bytes=free_bytes, flops_32=sheet.flops["float32"] * scale, flops_16=sheet.flops["float16"] * scale,
+            bytes_per_second=sheet.bytes_per_second * scale,
         )  # fmt: skip
 
 
-@dataclass(frozen=True, slots=True)
-class _Family:
-    tile_rows: int
-    cache_bytes: int
-    processors: int
-    flops_32: float
-    flops_16: float
-    bytes_per_second: float
+_TILE_ROWS: dict[str, int] = {
+    "B200": 128, "H200": 128, "H100": 128, "A100": 128, "V100": 64, "RTX": 64, "AMD MI": 64, "other GPU": 64, "CPU": 32,
+}  # fmt: skip
+"""Rows that the kernels take at once, by family."""
+_SHEET_OF_FAMILY = {"H100": "H100 SXM", "A100": "A100 80 GB", "RTX": "RTX 3090", "AMD MI": "MI250X"}
+"""Whose data sheet stands for a family with several."""
+_VECTOR_BITS = {"AVX512": 512, "AVX2": 256}
+"""Of the vectors that PyTorch computes with on a CPU, by its name for them; 128 for others."""
 
 
-# From the manufacturers' data sheets, dense matrix products; float32 without TF32. RTX stands between its generations.
-# The last two rows are those of one multiprocessor and of one thread with 512-bit vectors.
-_FAMILIES: dict[str, _Family] = {
-    "H200": _Family(128, 50 << 20, 132, 67e12, 989e12, 4.8e12),
-    "H100": _Family(128, 50 << 20, 132, 67e12, 989e12, 3.35e12),
-    "A100": _Family(128, 40 << 20, 108, 19.5e12, 312e12, 2.0e12),
-    "V100": _Family(64, 6 << 20, 80, 15.7e12, 125e12, 0.9e12),
-    "RTX": _Family(64, 6 << 20, 82, 35e12, 70e12, 0.9e12),
-    "AMD MI": _Family(64, 8 << 20, 110, 45e12, 180e12, 1.6e12),
-    "other GPU": _Family(64, 4 << 20, 32, 0.2e12, 0.4e12, 10e9),
-    "CPU": _Family(32, 1 << 20, 1, 100e9, 100e9, 8e9),
-}
+def _sheet_of_family(family: str) -> DataSheet:
+    if family == "CPU":
+        return thread_sheet(512)
+    return unknown_gpu_sheet() if family == "other GPU" else sheet_of(_SHEET_OF_FAMILY.get(family, family))
 
 
 def architecture_of(name: str, kind: str) -> Architecture:
@@ -104,8 +107,11 @@ def architecture_of(name: str, kind: str) -> Architecture:
     """
     if kind == "cpu":
         return "CPU"
+    sheet = sheet_of_product(name)
+    if sheet is not None:
+        return cast(Architecture, sheet.family)
     families: tuple[tuple[tuple[str, ...], Architecture], ...] = (
-        (("H200", "GH200"), "H200"), (("H100", "H800"), "H100"), (("A100", "A800"), "A100"),
+        (("B200",), "B200"), (("H200", "GH200"), "H200"), (("H100", "H800"), "H100"), (("A100", "A800"), "A100"),
         (("V100",), "V100"), (("RTX", "TITAN"), "RTX"), (("INSTINCT", "MI100", "MI200", "MI210", "MI250", "MI300",
                                                           "MI325", "MI350", "MI355"), "AMD MI"),
     )  # fmt: skip
@@ -125,20 +131,14 @@ def read_hardware(device: torch.device | str) -> Hardware:
     if device.type == "cpu":
         free = free_memory(device)
         threads = torch.get_num_threads()
-        nominal = Hardware.of_architecture("CPU", free_bytes=free, name=processor(), processors=threads)
-        # The nominal rate is that of 512-bit vectors with two units for products and sums.
-        narrower = {"AVX512": 1.0, "AVX2": 0.5}.get(torch.backends.cpu.get_cpu_capability(), 0.25)
-        return replace(
-            nominal, cache_bytes=_core_cache() or nominal.cache_bytes, flops_32=nominal.flops_32 * narrower,
-            flops_16=nominal.flops_16 * narrower,
-        )  # fmt: skip
+        sheet = thread_sheet(_VECTOR_BITS.get(torch.backends.cpu.get_cpu_capability(), 128))
+        nominal = Hardware._of_sheet(sheet, free, processor(), threads)
+        return replace(nominal, cache_bytes=_core_cache() or nominal.cache_bytes)
     if device.type == "cuda":
         free = free_memory(device)
         properties = torch.cuda.get_device_properties(device)
-        family = architecture_of(properties.name, "cuda")
-        nominal = Hardware.of_architecture(
-            family, free_bytes=free, name=properties.name, processors=properties.multi_processor_count
-        )
+        sheet = sheet_of_product(properties.name) or _sheet_of_family(architecture_of(properties.name, "cuda"))
+        nominal = Hardware._of_sheet(sheet, free, properties.name, properties.multi_processor_count)
         return replace(nominal, cache_bytes=properties.L2_cache_size or nominal.cache_bytes)
     raise NotImplementedError(unknown_memory(device))
 

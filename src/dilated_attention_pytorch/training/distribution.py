@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any, cast
@@ -130,7 +131,7 @@ class Distribution:
         if self.tensor_size > 1:
             split_matrices(model.model, self.mesh["tensor"])
         if self.settings.data_parallel == "fsdp":
-            mesh = self._rows_mesh()
+            mesh = self.rows_mesh
             for block in model.model.blocks:
                 fully_shard(block, mesh=mesh)
             fully_shard(model, mesh=mesh)
@@ -143,7 +144,7 @@ class Distribution:
         """
         if self.mesh is None or self.is_sharded:
             return model
-        mesh = self._rows_mesh()
+        mesh = self.rows_mesh
         devices = None if mesh.device_type == "cpu" else [torch.accelerator.current_device_index()]
         wrapped = DistributedDataParallel(model, device_ids=devices, process_group=mesh.get_group())
         # DDP compares a hook's annotations with types; those of this module are strings.
@@ -163,7 +164,9 @@ class Distribution:
             as_long_as_all(group)
         return self.engine
 
-    def _rows_mesh(self) -> DeviceMesh:
+    @functools.cached_property
+    def rows_mesh(self) -> DeviceMesh:
+        """The processes that hold other rows of text than this one, and it."""
         assert self.mesh is not None
         mesh = self.mesh[_ROW_AXES]._flatten("rows")
         as_long_as_all(mesh.get_group())

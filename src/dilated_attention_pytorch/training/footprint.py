@@ -1,8 +1,10 @@
-"""How much memory a run takes at least, from its settings alone: what would be killed is refused before it begins."""
+"""How much memory a run takes, from its settings alone: what would be killed is refused before it begins."""
 
 from __future__ import annotations
 
 import dataclasses
+import functools
+import json
 import os
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -10,9 +12,13 @@ from typing import TYPE_CHECKING
 from dilated_attention_pytorch.memory import check_memory, in_bytes
 from dilated_attention_pytorch.models.token_loss import logits_at_once
 
+from .attention_bytes import attention_bytes
 from .autocast import computing_dtype
 from .run_settings import Precision
 from .settings import Optimizer, TrainSettings
+from .split_step import split_parts
+from .stages import StageSettings
+from .step_bytes import highest, moments
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig
@@ -21,6 +27,8 @@ if TYPE_CHECKING:
 
 
 _FLOAT32 = 4
+_MOST_TEXTS = 1024
+"""Texts of a batch that are traced as they are."""
 _LEAST_MOMENTS: dict[Optimizer, int] = {"muon": 4, "adamw": 8, "adamw-bf16": 4, "adamw-8bit": 2}
 """Bytes that an optimizer keeps of a weight: one moment of a matrix under Muon, two under AdamW."""
 _MOST_MOMENTS = _LEAST_MOMENTS | {"muon": 8, "adamw-8bit": 3}
@@ -37,79 +45,156 @@ def _copied_bytes(optimizer: Optimizer, num_parameters: int) -> int:
     return (_FLOAT32 + _LEAST_MOMENTS[optimizer]) * num_parameters
 
 
-def _state_bytes(optimizer: Optimizer, num_parameters: int) -> int:
-    """Bytes of weights, their gradients and what the optimizer keeps of them, at least."""
-    return (2 * _FLOAT32 + _LEAST_MOMENTS[optimizer]) * num_parameters
-
-
 @dataclass(frozen=True, slots=True)
 class Footprint:
-    """Bytes that one process of a run takes at least."""
+    """Bytes that one process of a run has alive at the peak of a step, by part."""
 
     weights: int
-    """Weights, gradients and what the optimizer keeps."""
+    gradients: int
+    optimizer: int
+    """What the optimizer keeps."""
     activations: int
-    """What the backward pass of one batch reads again, and the logits."""
+    """What the forward pass keeps for the backward pass, and what it computes again."""
+    loss: int = 0
+    """Blocks of logits, their gradients, and the gradient of what they are made of."""
+    temporaries: int = 0
+    """Gradients of activations, and copies."""
+    attention: int = 0
+    """What attention takes by itself."""
+    exchange: int = 0
+    """Buffers of what is sent to other processes and comes from them."""
     checkpoint: int = 0
-    """The copy that a checkpoint is written from beside the steps, in the first process."""
+    """The copy that a checkpoint is written from beside the steps, in the first process; no part of the total."""
+
+    @property
+    def states(self) -> int:
+        """What stays from step to step, and gradients."""
+        return self.weights + self.gradients + self.optimizer
 
     @property
     def total(self) -> int:
-        """Weights and activations, which are on the device at once."""
-        return self.weights + self.activations
+        """What is on the device at once."""
+        return self.states + self.of_batch
+
+    @property
+    def of_batch(self) -> int:
+        """What grows with the batch."""
+        return self.activations + self.loss + self.temporaries + self.attention + self.exchange
 
     def in_words(self) -> str:
         """The parts, for a sentence."""
         copy = f"{in_bytes(self.checkpoint)} copy for a checkpoint, " if self.checkpoint else ""
-        return f"({in_bytes(self.weights)} weights with optimizer, {copy}{in_bytes(self.activations)} activations)"
+        return f"({in_bytes(self.states)} weights with optimizer, {copy}{in_bytes(self.of_batch)} activations)"
+
+
+def _own_rows(settings: TrainSettings) -> TrainSettings:
+    """A run whose batch is this process's rows of a batch."""
+    if settings.batch_size > _MOST_TEXTS:
+        # Of so many texts every length more would be thousands of blocks of the loss: one text of as many rows.
+        rows = settings.batch_size * settings.context_length
+        settings = dataclasses.replace(settings, batch_size=1, context_length=rows, stages=StageSettings())
+    return dataclasses.replace(
+        settings, parallel="told", batch_size=1 if settings.max_tokens else settings.batch_size, max_tokens=0,
+        context_length=max(8, settings.max_tokens, -(-settings.context_length // settings.context_parallel)),
+        context_parallel=1, heads_parallel=1, stages=StageSettings(),
+    )  # fmt: skip
+
+
+def _as_text(settings: TrainSettings) -> str:
+    return json.dumps({**settings.to_dict(), "data": []}, default=str, sort_keys=True)
+
+
+@functools.lru_cache(maxsize=64)
+def _whole(settings_text: str) -> Footprint:
+    """Of a process with all weights, and rows as the settings say."""
+    settings = TrainSettings.from_dict(json.loads(settings_text))
+    parts, attention = highest(moments(settings), attention_bytes(settings))
+    return Footprint(**parts, attention=attention)
+
+
+@functools.lru_cache(maxsize=64)
+def _split(settings_text: str, num_processes: int) -> Footprint:
+    """Of a process whose weights others share, and rows as the settings say."""
+    parts, attention = split_parts(TrainSettings.from_dict(json.loads(settings_text)), num_processes)
+    return Footprint(**parts, attention=attention)
+
+
+def _is_split(settings: TrainSettings, num_processes: int) -> bool:
+    return settings.tensor_parallel > 1 or (settings.data_parallel == "fsdp" and num_processes > 1)
+
+
+def least_footprint(settings: TrainSettings, num_processes: int) -> Footprint:
+    """At most :func:`footprint`, at once where that asks another program: without what is gathered of split weights."""
+    if not _is_split(settings, num_processes):
+        return footprint(settings, num_processes)
+    found = _whole(_as_text(dataclasses.replace(_own_rows(settings), data_parallel="ddp", tensor_parallel=1)))
+    tensor = settings.tensor_parallel
+    splitting = num_processes if settings.data_parallel == "fsdp" else tensor
+    parts = dataclasses.asdict(found)
+    for name in ("weights", "gradients", "optimizer"):
+        parts[name] //= splitting
+    for name in ("activations", "temporaries", "attention"):
+        parts[name] //= tensor
+    return Footprint(**parts)
 
 
 def footprint(settings: TrainSettings, num_processes: int) -> Footprint:
-    """What every one of ``num_processes`` takes at least.
+    """What each of ``num_processes`` has alive at the peak of a step.
 
-    Per token and layer, with i bytes an element of what is computed in the precision of the run: in the width E the
-    float32 input and output of both norms, and queries, the attention's output before and after its norm, keys and
-    values; in the width F gate and up, their activation and product, and what the norm makes of it. Of a
-    recomputed block one number of the width E is kept, and all of it for one of them at a time. What else there is at
-    the peak is not counted (copies for norms in lower precision, partial results of segments, gradients of activations,
-    freed pages): of ten settings from 30 thousand to 20 million weights the real peaks, less 0.1 GB of libraries, were
-    1.1 to 2.1 times as large.
+    The step itself tells, as it is computed on a CPU: it is taken with tensors that hold nothing (:mod:`.traced_step`),
+    with the run's own model, loss and optimizer. Beside that come what attention takes by itself, and what engines of
+    distribution keep. What the libraries of a process take (about 0.1 GB more after the first step than before it) and
+    pages that an allocator keeps after they were freed are not counted.
+
+    Raises:
+        RunError: the program that counts what processes have that split weights fails.
     """
+    own = _own_rows(settings)
+    if _is_split(settings, num_processes):
+        split = own if settings.tensor_parallel == 1 else dataclasses.replace(own, data_parallel="ddp")
+        found = _split(_as_text(split), num_processes)
+    else:
+        found = _whole(_as_text(dataclasses.replace(own, data_parallel="ddp", offload="none")))
+    found = dataclasses.replace(found, exchange=_rows_of_others(settings))
+    if settings.data_parallel == "ddp":
+        # DDP has a copy of all gradients in the buckets that it averages.
+        is_spread = num_processes > settings.tensor_parallel
+        return dataclasses.replace(found, exchange=found.exchange + is_spread * found.weights)
+    if settings.data_parallel == "fsdp":
+        others = num_processes // settings.tensor_parallel if settings.tensor_parallel > 1 else 1
+        return dataclasses.replace(
+            found, weights=found.weights // others, gradients=found.gradients // others,
+            optimizer=found.optimizer // others,
+        )  # fmt: skip
+    return _with_zero(found, settings, num_processes)
+
+
+def _rows_of_others(settings: TrainSettings) -> int:
+    """Most bytes of keys and values of other processes that one has at once, and of their gradients."""
+    if settings.context_parallel == 1:
+        return 0
     model = settings.model
     assert model.num_kv_heads is not None
-    assert model.ffn_dim is not None
-    weights = int(_bytes_in_process(settings, num_processes))
-    rows = -(-settings.context_length // settings.context_parallel)
-    tokens, element = max(settings.batch_size * rows, settings.max_tokens), _element(settings.precision)
-    key_share = 2 * model.num_kv_heads / model.num_heads
-    of_width = 16 + int((3 + key_share) * element)
-    of_inner = 5 * element
-    per_layer = (of_width * model.embed_dim + of_inner * model.ffn_dim) // settings.tensor_parallel
-    kept = model.num_layers * per_layer
-    if model.gradient_checkpointing:
-        recomputed = sum(map(model.is_recomputed, range(model.num_layers)))
-        kept = 4 * recomputed * model.embed_dim + (model.num_layers - recomputed + 1) * per_layer
-    logits = logits_at_once(tokens, model.vocab_size) * 4
-    return Footprint(weights, tokens * kept + logits)
+    rows = settings.batch_size * -(-settings.context_length // settings.context_parallel)
+    of_row = 2 * model.embed_dim // model.num_heads * model.num_kv_heads * _element(settings.precision)
+    # The rows of one step of the ring are computed with while those of the next come and this one's go.
+    return 3 * rows * of_row
 
 
-def _bytes_in_process(settings: TrainSettings, num_processes: int) -> float:
-    """Of weights, gradients and moments: what is split over processes in part, what is offloaded not at all."""
+def _with_zero(found: Footprint, settings: TrainSettings, num_processes: int) -> Footprint:
+    """What DeepSpeed splits over processes, and what it offloads: in the memory of the device."""
     parameters = settings.model.num_parameters
-    if settings.data_parallel in ("ddp", "fsdp"):
-        split = settings.tensor_parallel * (num_processes if settings.data_parallel == "fsdp" else 1)
-        return _state_bytes(settings.optimizer, parameters) // split
-    # The weight, its gradient, and what ZeRO steps: a copy of the weight and two moments.
-    stepped = 0.0 if settings.offload != "none" else 12 / num_processes
-    weight = (
-        4.0 if settings.data_parallel != "zero3" else 0.0 if settings.offload == "parameters" else 4 / num_processes
-    )
-    gradient = 4.0 if settings.data_parallel == "zero1" else 4 / num_processes
-    return (weight + gradient + stepped) * parameters
+    stage = settings.data_parallel
+    # What ZeRO steps: a copy of the weight and two moments.
+    stepped = 0 if settings.offload != "none" else 12 * parameters // num_processes
+    share = 0 if settings.offload == "parameters" else 4 * parameters // num_processes
+    weights = share if stage == "zero3" else 4 * parameters
+    gradients = 4 * parameters if stage == "zero1" else 4 * parameters // num_processes
+    return dataclasses.replace(found, weights=weights, gradients=gradients, optimizer=stepped)
 
 
 def extension_footprint(settings: ExtensionSettings, config: PreTrainedConfig, num_parameters: int) -> Footprint:
-    """The same for a pretrained model: of any architecture, so of every layer only what all of them keep.
+    """What the step of a pretrained model takes at least: of any architecture, so of a layer what all of them keep.
 
     That is the input of the layer, both norms, queries and the attention's output.
     """
@@ -120,7 +205,10 @@ def extension_footprint(settings: ExtensionSettings, config: PreTrainedConfig, n
     per_layer = (12 + 2 * _element(settings.precision)) * text.hidden_size
     kept = 4 * layers * text.hidden_size + per_layer if settings.gradient_checkpointing else layers * per_layer
     logits = logits_at_once(tokens, text.vocab_size) * 4
-    return Footprint(_state_bytes(settings.optimizer, num_parameters), tokens * kept + logits)
+    states = (_FLOAT32 + _LEAST_MOMENTS[settings.optimizer]) * num_parameters
+    return Footprint(
+        _FLOAT32 * num_parameters, _FLOAT32 * num_parameters, states - _FLOAT32 * num_parameters, tokens * kept, logits
+    )
 
 
 def _element(precision: Precision) -> int:
@@ -134,7 +222,7 @@ def check_training_memory(settings: TrainSettings, device: str, num_processes: i
     """
     if settings.parallel == "auto":
         return
-    least = footprint(settings, num_processes)
+    least = least_footprint(settings, num_processes)
     if settings.async_checkpoints and device == "cpu":
         copy = _copied_bytes(settings.optimizer, settings.model.num_parameters)
         least = dataclasses.replace(least, checkpoint=copy)
@@ -161,7 +249,7 @@ def check_extension_memory(
 
 def _check(least: Footprint, device: str, *, batch: str, model: str) -> None:
     sharing = int(os.environ.get("LOCAL_WORLD_SIZE", "1")) if device == "cpu" else 1
-    remedy = batch if least.activations > least.weights else model
+    remedy = batch if least.of_batch > least.states else model
     # No process has chosen its device yet.
     where = device if device == "cpu" else f"{device}:{os.environ.get('LOCAL_RANK', '0')}"
     # The copy is there once, whatever the number of processes that share the memory.

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 from dilated_attention_pytorch.errors import RunError
 from dilated_attention_pytorch.memory import free_memory, in_bytes
 
-from .footprint import check_training_memory, footprint
+from .footprint import check_training_memory, least_footprint
 from .preflight import check_processes
 from .settings import TrainSettings
 from .together import all_or_none, from_first, is_first_process, num_processes
@@ -18,8 +18,8 @@ from .together import all_or_none, from_first, is_first_process, num_processes
 if TYPE_CHECKING:
     from rich.console import Console
 
-_REAL_PEAK = 2.1
-"""Real peaks were up to so many times the estimate, which is a lower bound."""
+_REAL_PEAK = 1.25
+"""Over the estimate: for pages that an allocator keeps, and for libraries."""
 
 
 def choose_together(settings: TrainSettings, device: str, console: Console) -> TrainSettings:
@@ -65,7 +65,7 @@ def choose_parallel(settings: TrainSettings, device: str, processes: int) -> tup
         except RunError as error:
             left.append(f"{name} does not go: {error}")
             continue
-        last, needed = chosen, int(_REAL_PEAK * footprint(chosen, processes).total)
+        last, needed = chosen, int(_REAL_PEAK * least_footprint(chosen, processes).total)
         if needed <= free:
             before = f"; {', '.join(left)}" if left else ""
             return chosen, f"--parallel auto takes {name}: about {in_bytes(needed)} of {in_bytes(free)} free{before}"

@@ -1,0 +1,103 @@
+"""Operations of a step as PyTorch counts them, the longest text that fits, and plans that cannot be."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch.utils.flop_counter import FlopCounterMode
+
+from dilated_attention_pytorch.capacity import computed_flops, longest_context, plan_run
+from dilated_attention_pytorch.cli import main
+from dilated_attention_pytorch.data_sheets import sheet_of
+from dilated_attention_pytorch.errors import RunError
+from dilated_attention_pytorch.models import LongNetConfig, LongNetForCausalLM
+from dilated_attention_pytorch.training import PRESETS, TrainSettings
+from dilated_attention_pytorch.training.footprint import footprint
+
+
+def _settings(model: dict[str, Any], **changes: Any) -> TrainSettings:
+    sizes = {
+        "embed_dim": 12, "num_layers": 3, "num_heads": 3, "segment_lengths": (16, 64), "dilation_rates": (1, 4),
+        "layer_segment_shifts": (0, 5),
+    }  # fmt: skip
+    config = LongNetConfig(**{**sizes, **model})
+    given = {"context_length": 211, "batch_size": 2, "tokenizer": Path("tokens"), "optimizer": "adamw", **changes}
+    return dataclasses.replace(PRESETS["tiny"](), model=config, **given)
+
+
+@pytest.mark.parametrize(
+    "model",
+    [{}, {"activation": "gelu", "num_kv_heads": 1}, {"gradient_checkpointing": True, "checkpoint_every": 2},
+     {"vocab_size": 20011, "gradient_checkpointing": True}, {"gradient_checkpointing": True, "dropout": 0.1}],
+    ids=["plain", "other model", "recomputed", "loss by blocks", "recomputed with dropout"],
+)  # fmt: skip
+def test_a_step_has_the_operations_that_pytorch_counts(model: dict[str, Any]) -> None:
+    settings = _settings(model)
+    longnet = LongNetForCausalLM.from_longnet_config(settings.model).train()
+    ids = torch.zeros(settings.batch_size, settings.context_length, dtype=torch.int64)
+    with FlopCounterMode(display=False) as counter:
+        longnet(input_ids=ids, labels=ids, skip_logits=True).loss.backward()
+    assert counter.get_total_flops() == computed_flops(settings)
+
+
+def test_the_longest_text_fits_and_one_block_more_does_not() -> None:
+    settings = _settings({"vocab_size": 20011, "gradient_checkpointing": True}, batch_size=1)
+    memory = footprint(dataclasses.replace(settings, context_length=3000), 1).total
+    longest = longest_context(settings, 1, memory)
+    assert longest == 2816 == 3000 // 256 * 256
+    for length, fits in ((longest, True), (longest + 256, False)):
+        assert (footprint(dataclasses.replace(settings, context_length=length), 1).total < memory) is fits
+    assert longest_context(settings, 1, 1000) == 0
+
+
+def test_processes_that_share_a_sequence_share_its_operations() -> None:
+    sheet = sheet_of("A100 40 GB")
+    alone = plan_run(_settings({}), 1, sheet)
+    shared = plan_run(_settings({"num_heads": 2}, context_parallel=2), 4, sheet)
+    assert shared.tokens == 2 * alone.tokens
+    assert shared.footprint.activations < 0.6 * alone.footprint.activations
+    whole = plan_run(_settings({"num_heads": 2}), 1, sheet)
+    assert shared.computed_flops == 2 * whole.computed_flops
+    assert shared.least_seconds == whole.least_seconds / 2
+    assert whole.least_seconds == whole.computed_flops / 312e12
+    assert whole.model_flops < whole.computed_flops
+
+
+def test_plans_that_cannot_be_are_refused() -> None:
+    for changes, processes, message in (
+        ({}, 0, "a run takes at least 1 process, got 0"),
+        ({"context_parallel": 4}, 6, "context"),
+        ({"precision": "bfloat16"}, 1, r"V100 has no rate of it; take one of float16, float32"),
+    ):
+        with pytest.raises(RunError, match=message):
+            plan_run(_settings({}, **changes), processes, sheet_of("V100"))
+
+
+def test_the_command_prints_and_writes_the_plan(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file = tmp_path / "plan.json"
+    main(["plan", "--preset", "tiny", "--hardware", "RTX 4090", "--precision", "float32", "--output", str(file)])
+    printed, written = capsys.readouterr().out, json.loads(file.read_text())
+    expected = footprint(dataclasses.replace(PRESETS["tiny"](), precision="float32"), 1)
+    assert written["footprint"] == dataclasses.asdict(expected)
+    assert written["total_bytes"] == expected.total
+    assert "fits, with 23." in printed
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [("--hardware H300", "--hardware: there is no data sheet of 'H300'; there are H200, H100 SXM,"),
+     ("--processes 0", "a run takes at least 1 process, got 0"),
+     ("--preset tiny --context-parallel 3 --processes 4", "3"),
+     ("--preset huge", "--preset huge: there is no such preset"),
+     ("--preset tiny --hardware V100 --precision bfloat16", "--precision bfloat16: V100 has no rate of it")],
+)  # fmt: skip
+def test_wrong_command_lines_get_a_sentence(words: str, message: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as left:
+        main(["plan", *words.split()])
+    assert left.value.code == 2
+    assert message in " ".join(capsys.readouterr().err.split())
