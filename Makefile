@@ -87,6 +87,7 @@ benchmark: $(VENV)/dev.stamp  ## the figures of the README, on this machine
 	$(BIN)/python -m benchmarks.selection
 	$(BIN)/python -m benchmarks.recall
 	$(BIN)/python -m benchmarks.parallel
+	$(BIN)/python -m benchmarks.scale --only plan call ring
 	$(BIN)/python -m benchmarks.slide_encoder
 	$(BIN)/python -m benchmarks.products
 	$(BIN)/python -m benchmarks.products --avx2

@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 import torch
 
-from dilated_attention_pytorch.planning import ShardedCall, exchange, shard_runs
-from dilated_attention_pytorch.planning.traffic import sent_rows
+from dilated_attention_pytorch.planning import ShardedCall, Shards, exchange, shard_runs
+from dilated_attention_pytorch.planning.traffic import ring_links
 from drawn_shards import ShardedCase, counted_traffic, draw_cases, planned
 from oracle import Rule
 from ranks import run_ranks
@@ -62,8 +62,10 @@ def test_a_rank_is_sent_the_rows_that_rules_show_to_its_queries_and_no_others(wo
         )  # fmt: skip
         call.options.pop("key_padding_mask", None)
         is_seen = call.counts()[0][0] > 0  # head, query, key
-        shards = tuple(shard_runs(call.num_queries, world, rank, case.layout) for rank in range(world))
-        sent = sent_rows(sharded, shards)
+        shards = Shards(call.num_queries, world, case.layout)
+        sent = torch.zeros(world, world, dtype=torch.int64)
+        for sources, targets, number in ring_links(sharded, shards):
+            sent[sources.start : sources.stop, targets.start : targets.stop] = number
         for source, key_runs in enumerate(shards):
             rows = torch.cat([torch.arange(*run) for run in key_runs] or [torch.arange(0)])
             for target, query_runs in enumerate(shards):

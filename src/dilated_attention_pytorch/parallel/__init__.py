@@ -14,6 +14,7 @@ from .modules import (
 from .plan import Estimate, Machine, ParallelPlan, plan_parallel
 from .selection import agreed_selector
 from .sharding import positions, shard, shard_labels, unshard
+from .simulation import Simulation, simulate_ring
 from .wire import Traffic, count_traffic, naming_ranks
 
 __all__ = [
@@ -28,6 +29,7 @@ __all__ = [
     "RankShare",
     "RingDilatedAttention",
     "RingMultiheadDilatedAttention",
+    "Simulation",
     "Traffic",
     "agreed_selector",
     "attend",
@@ -38,5 +40,6 @@ __all__ = [
     "positions",
     "shard",
     "shard_labels",
+    "simulate_ring",
     "unshard",
 ]

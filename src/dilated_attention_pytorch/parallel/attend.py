@@ -16,7 +16,7 @@ from dilated_attention_pytorch.ops.autocast import cast_by_autocast
 from dilated_attention_pytorch.ops.prepare import as_rows, with_scale, without_padding
 from dilated_attention_pytorch.ops.validation import check_call, check_cu_seqlens, documents_of
 from dilated_attention_pytorch.patterns import Pattern
-from dilated_attention_pytorch.planning import Layout, ShardedCall, shard_runs, with_rows
+from dilated_attention_pytorch.planning import Layout, ShardedCall, Shards, with_rows
 
 from .first_derivative import refuse_other_derivatives
 from .heads import Heads, Places, Route, ToHeads, ToRows, to_heads
@@ -260,8 +260,7 @@ def _by_rows(
     query, key, value = (as_rows(x) for x in (query, key, value))
     call = ShardedCall(pattern, key.shape[2], keywords.is_causal, keywords.query_offset, agreed.documents)
     impl = select(keywords.impl, query.device, query.dtype, query.shape[-1])
-    size = ranks.rows.size
-    shards = tuple(shard_runs(agreed.num_queries, size, rank, keywords.layout) for rank in range(size))
+    shards = Shards(agreed.num_queries, ranks.rows.size, keywords.layout)
     options = Options(call, scale, impl, keywords.dropout_p)
     task = Task(options, ranks.rows, shards, agreed.strategy == "gather", agreed.number)
     out, lse = SequenceAttention.apply(query, key, value, is_ignored, seed, task)

@@ -11,7 +11,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from dilated_attention_pytorch.planning import Block, Exchange, Run, Team, teams
+from dilated_attention_pytorch.planning import Block, Exchange, Shards, Team, teams
 
 from .shipment import add_gradients, message_length, pack, unpack
 from .slab import Parcel, Slab
@@ -21,7 +21,7 @@ from .wire import Wire
 class Gather:
     """The other ranks' rows for one pass over one call, with the interface of :class:`Ring`."""
 
-    def __init__(self, wire: Wire, shards: tuple[tuple[Run, ...], ...], slab: Slab, number: int) -> None:
+    def __init__(self, wire: Wire, shards: Shards, slab: Slab, number: int) -> None:
         self._wire = wire
         self._shards = shards
         self._slab = slab

@@ -6,7 +6,7 @@ import functools
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, NamedTuple
 
 import torch
 from torch import Tensor
@@ -14,8 +14,9 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from dilated_attention_pytorch.ops.validation import documents_of
 from dilated_attention_pytorch.patterns import Pattern
-from dilated_attention_pytorch.planning import Call, Layout, Run, ShardedCall, plan, shard_runs
-from dilated_attention_pytorch.planning.traffic import gathered_rows, num_pairs, sent_rows
+from dilated_attention_pytorch.planning import Call, Layout, ShardedCall, Shards, plan
+from dilated_attention_pytorch.planning.pairs import num_pairs
+from dilated_attention_pytorch.planning.traffic import gathered_rows, sent_rows
 
 from .heads import Heads
 
@@ -183,6 +184,26 @@ def plan_parallel(
     >>> best.strategy, best.forward_bytes[0]  # 12 heads, (32768 - 8192) / 12 rows of keys and values, 128 bytes each
     ('ring', 6291456)
     """
+    size = shape_of(
+        pattern, shape, mesh, num_kv_heads=num_kv_heads, dtype=dtype, is_causal=is_causal, query_offset=query_offset,
+        cu_seqlens=cu_seqlens, is_padded=is_padded,
+    )  # fmt: skip
+    return _plan(size, ("contiguous", "zigzag"), machine or Machine())
+
+
+def shape_of(
+    pattern: Pattern,
+    shape: Sequence[int],
+    mesh: DeviceMesh | int | tuple[int, int],
+    *,
+    num_kv_heads: int | None,
+    dtype: torch.dtype,
+    is_causal: bool,
+    query_offset: int,
+    cu_seqlens: Tensor | None,
+    is_padded: bool,
+) -> Shape:
+    """The sizes of a call, or what :func:`plan_parallel` raises."""
     if not isinstance(pattern, Pattern):
         raise TypeError(f"pattern must be a Pattern such as DilatedPattern([2048], [1]), got {type(pattern).__name__}")
     if isinstance(query_offset, bool) or not isinstance(query_offset, int) or query_offset < 0:
@@ -202,8 +223,7 @@ def plan_parallel(
     if len(ranks) not in (1, 2) or not are_counts:
         raise ValueError(f"mesh must be one or two numbers of ranks, each at least 1, got {ranks}")
     call = ShardedCall(pattern, kv_heads, is_causal, query_offset, documents_of(cu_seqlens, rows))
-    size = Shape(call, batch, rows, heads, head_dim, dtype, is_padded, ranks)
-    return _plan(size, ("contiguous", "zigzag"), machine or Machine())
+    return Shape(call, batch, rows, heads, head_dim, dtype, is_padded, ranks)
 
 
 def cheapest(size: Shape, layout: Layout) -> Strategy:
@@ -243,36 +263,43 @@ def _possible(size: Shape) -> list[Strategy]:
 
 def _estimate(size: Shape, strategy: Strategy, layout: Layout, machine: Machine) -> Estimate:
     if strategy == "heads":
-        sent, back = _heads_bytes(size, size.ranks[0], size.num_rows, layout)
-        messages, flops = 4 * (size.ranks[0] - 1), _heads_flops(size, size.ranks[0])
+        costs, flops = _heads_costs(size, size.ranks[0], size.num_rows, layout), _heads_flops(size, size.ranks[0])
     else:
-        sent, back, messages, flops = _by_rows(size, strategy, layout)
-    largest_link = int(sent.max()) if sent.numel() else 0
-    forward, backward = (tuple(int(x) for x in matrix.sum(1)) for matrix in (sent, back))
+        costs, flops = _by_rows(size, strategy, layout)
+    forward, backward = tuple(costs.forward.tolist()), tuple(costs.backward.tolist())
     busiest = max(f + b for f, b in zip(forward, backward, strict=True))
-    sending = busiest / machine.bytes_per_second + 3 * messages * machine.message_seconds
+    sending = busiest / machine.bytes_per_second + 3 * costs.messages * machine.message_seconds
     computing = 3.5 * max(flops) / machine.flops_per_second
     num_ranks = math.prod(size.ranks)
     held = size.num_rows / num_ranks
     return Estimate(
-        strategy, layout, forward, backward, largest_link, messages, tuple(flops),
+        strategy, layout, forward, backward, costs.link, costs.messages, tuple(flops),
         round((size.num_rows - held) * 2 * size.call.num_kv_heads * size.row_bytes),
         max(sending, computing) if strategy == "ring" else sending + computing,
     )  # fmt: skip
 
 
-_Costs = tuple[Tensor, Tensor, int, list[int]]
-"""Bytes forward and backward from rank to rank, most messages of a rank forward, operations of every rank."""
+class _Costs(NamedTuple):
+    """What some ranks send to each other."""
+
+    forward: Tensor
+    """Bytes that every rank sends forward, int64 ``[ranks]``."""
+    backward: Tensor
+    """Bytes that every rank sends backward."""
+    link: int
+    """Most bytes from one rank to one other forward."""
+    messages: int
+    """Most messages of a rank forward."""
 
 
-def _by_rows(size: Shape, strategy: Strategy, layout: Layout) -> _Costs:
-    """Ring or gather along the first axis, for what the heads axis leaves of the heads."""
+def _by_rows(size: Shape, strategy: Strategy, layout: Layout) -> tuple[_Costs, list[int]]:
+    """Ring or gather along the first axis, for what the heads axis leaves of the heads; and every rank's operations."""
     num_rings, num_parts = size.ranks[0], size.ranks[1] if len(size.ranks) == 2 else 1
-    num_ranks = num_rings * num_parts
     heads = Heads.split(size.num_heads, size.call.num_kv_heads, num_parts)
-    shards = tuple(shard_runs(size.num_rows, num_rings, ring, layout) for ring in range(num_rings))
-    sent = torch.zeros(num_ranks, num_ranks, dtype=torch.int64)
-    back, flops, messages = torch.zeros_like(sent), [0] * num_ranks, 0
+    shards = Shards(size.num_rows, num_rings, layout)
+    forward = torch.zeros(num_rings, num_parts, dtype=torch.int64)
+    backward, link, messages = torch.zeros_like(forward), 0, 0
+    flops = [0] * (num_rings * num_parts)
     for part in range(num_parts):
         kv, ratio = heads.kv_of_queries(part, size.ratio)
         call = size.call
@@ -280,58 +307,51 @@ def _by_rows(size: Shape, strategy: Strategy, layout: Layout) -> _Costs:
             call = ShardedCall(
                 call.pattern.for_heads(kv, call.num_kv_heads), len(kv), call.is_causal, call.offset, call.documents
             )
-        members = torch.arange(num_rings) * num_parts + part
-        there, returning = _ring_bytes(size, call, shards) if strategy == "ring" else _gather_bytes(size, call, shards)
-        sent[members[:, None], members] += there
-        back[members[:, None], members] += there + returning
-        messages = max(messages, int((there > 0).sum(1).max()))
+        costs = _ring_costs(size, call, shards) if strategy == "ring" else _gather_costs(size, call, shards)
+        forward[:, part] += costs.forward
+        backward[:, part] += costs.backward
+        link, messages = max(link, costs.link), max(messages, costs.messages)
         for ring, pairs in enumerate(num_pairs(call, shards)):
             flops[ring * num_parts + part] = 4 * size.head_dim * size.batch_size * ratio * pairs
     if num_parts > 1:
         for ring, runs in enumerate(shards):
-            rows = sum(stop - start for start, stop in runs)
-            there, returning = _heads_bytes(size, num_parts, rows, "contiguous")
-            members = ring * num_parts + torch.arange(num_parts)
-            sent[members[:, None], members] += there
-            back[members[:, None], members] += returning
+            costs = _heads_costs(size, num_parts, sum(stop - start for start, stop in runs), "contiguous")
+            forward[ring] += costs.forward
+            backward[ring] += costs.backward
+            link = max(link, costs.link)
         messages += 4 * (num_parts - 1)
-    return sent, back, messages, flops
+    return _Costs(forward.flatten(), backward.flatten(), link, messages), flops
 
 
-def _ring_bytes(size: Shape, call: ShardedCall, shards: tuple[tuple[Run, ...], ...]) -> tuple[Tensor, Tensor]:
-    rows = sent_rows(call, shards)
-    return rows * (2 * size.row_bytes + size.mask_bytes), rows.T * 2 * size.row_bytes
+def _ring_costs(size: Shape, call: ShardedCall, shards: Shards) -> _Costs:
+    """Keys and values there in both passes; in the second their gradients come back."""
+    sent, row = sent_rows(call, shards), 2 * size.row_bytes + size.mask_bytes
+    there = sent.given * row
+    return _Costs(there, there + sent.taken * 2 * size.row_bytes, sent.most * row, sent.receivers)
 
 
-def _gather_bytes(size: Shape, call: ShardedCall, shards: tuple[tuple[Run, ...], ...]) -> tuple[Tensor, Tensor]:
-    sent = torch.zeros(len(shards), len(shards), dtype=torch.int64)
-    back = torch.zeros_like(sent)
-    for members, rows in gathered_rows(call, shards):
-        index = torch.tensor(members)
-        sent[index[:, None], index] += rows * (2 * size.row_bytes + size.mask_bytes)
-        back[index[:, None], index] += rows * 2 * size.sum_bytes
-    return sent.fill_diagonal_(0), back.fill_diagonal_(0)
+def _gather_costs(size: Shape, call: ShardedCall, shards: Shards) -> _Costs:
+    """Keys and values there in both passes; in the second the parts of their gradients' sums as well."""
+    sent, row = gathered_rows(call, shards), 2 * size.row_bytes + size.mask_bytes
+    there = sent.given * row
+    return _Costs(there, there + sent.given * 2 * size.sum_bytes, sent.most * row, sent.receivers)
 
 
-def _heads_bytes(size: Shape, num_ranks: int, num_rows: int, layout: Layout) -> tuple[Tensor, Tensor]:
+def _heads_costs(size: Shape, num_ranks: int, num_rows: int, layout: Layout) -> _Costs:
     """All-to-all of ``num_rows`` rows among ``num_ranks`` ranks, there and home again."""
     heads = Heads.split(size.num_heads, size.call.num_kv_heads, num_ranks)
-    held = [
-        sum(stop - start for start, stop in shard_runs(num_rows, num_ranks, rank, layout)) for rank in range(num_ranks)
-    ]
-    sent = torch.zeros(num_ranks, num_ranks, dtype=torch.int64)
-    back = torch.zeros_like(sent)
-    for source in range(num_ranks):
-        for target in range(num_ranks):
-            if source != target:
-                there = held[source] * (len(heads.queries[target]) + 2 * len(heads.kv[target])) * size.row_bytes
-                mask = held[source] * size.batch_size if size.is_padded else 0
-                home = held[target] * len(heads.queries[source]) * size.row_bytes
-                sent[source, target] = there + mask + home
-                # The gradient of the output goes there, those of query, key and value come home.
-                grads = held[target] * (len(heads.queries[source]) + 2 * len(heads.kv[source])) * size.row_bytes
-                back[source, target] = held[source] * len(heads.queries[target]) * size.row_bytes + grads
-    return sent, back
+    shards = Shards(num_rows, num_ranks, layout)
+    held = torch.tensor([sum(stop - start for start, stop in runs) for runs in shards])
+    queries = torch.tensor([len(some) for some in heads.queries])
+    kv = torch.tensor([len(some) for some in heads.kv])
+    mask_bytes = size.batch_size if size.is_padded else 0
+    # From the rank of the row to that of the column: its rows of the other's heads there, the other's rows home.
+    there = held[:, None] * ((queries + 2 * kv) * size.row_bytes + mask_bytes)
+    sent = there + queries[:, None] * held * size.row_bytes
+    # The gradient of the output goes there, those of query, key and value come home.
+    back = (held[:, None] * queries + (queries + 2 * kv)[:, None] * held) * size.row_bytes
+    sent.fill_diagonal_(0)
+    return _Costs(sent.sum(1), back.fill_diagonal_(0).sum(1), int(sent.max()), 4 * (num_ranks - 1))
 
 
 def _heads_flops(size: Shape, num_ranks: int) -> list[int]:

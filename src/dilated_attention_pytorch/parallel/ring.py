@@ -12,8 +12,7 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from dilated_attention_pytorch.planning import Block, Exchange, Run, ShardedCall, exchange
-from dilated_attention_pytorch.planning.traffic import distances
+from dilated_attention_pytorch.planning import Block, Exchange, ShardedCall, Shards, exchange, neighbours
 
 from .shipment import add_gradients, message_length, pack, unpack
 from .slab import Parcel, Slab
@@ -24,24 +23,33 @@ from .wire import Pending, Wire
 class _Step:
     """What a rank gets from the rank some places before it, and gives to the one as many places after it."""
 
+    distance: int
+    """How many places, around all ranks."""
     source: int
     wanted: Exchange
     target: int
     served: tuple[Block, ...]
 
 
-@functools.lru_cache(maxsize=64)
-def steps(call: ShardedCall, shards: tuple[tuple[Run, ...], ...], rank: int) -> tuple[_Step, ...]:
-    """The steps in which any rank may exchange anything.
+_NOTHING = Exchange((), (), ())
 
-    All ranks take the same ones, so that batches of messages come in one order everywhere: a transport that works them
-    off one by one, as NCCL does, would otherwise have two ranks wait for each other's later batch.
+
+@functools.lru_cache(maxsize=64)
+def steps(call: ShardedCall, shards: Shards, rank: int) -> tuple[_Step, ...]:
+    """The steps in which a rank exchanges anything, nearest ranks first.
+
+    Found from what the rank and its neighbours hold. The order is one that ranks can work off batch by batch, as NCCL
+    does: whoever waits in a step waits for ranks that are in an earlier step, or in the same one.
     """
-    found, size = [], len(shards)
-    for distance in distances(call, shards):
+    size = len(shards)
+    sources, targets = neighbours(call, shards, rank)
+    found = []
+    for distance in sorted({(rank - one) % size for one in sources} | {(one - rank) % size for one in targets}):
         source, target = (rank - distance) % size, (rank + distance) % size
-        served = exchange(call, shards[rank], shards[target]).blocks
-        found.append(_Step(source, exchange(call, shards[source], shards[rank]), target, served))
+        wanted = exchange(call, shards[source], shards[rank]) if source in sources else _NOTHING
+        served = exchange(call, shards[rank], shards[target]).blocks if target in targets else ()
+        if wanted.blocks or served:
+            found.append(_Step(distance, source, wanted, target, served))
     return tuple(found)
 
 
@@ -55,7 +63,7 @@ class Ring:
         number: marks the messages of this call.
     """
 
-    def __init__(self, wire: Wire, shards: tuple[tuple[Run, ...], ...], slab: Slab, number: int) -> None:
+    def __init__(self, wire: Wire, shards: Shards, slab: Slab, number: int) -> None:
         self._wire = wire
         self._shards = shards
         self._slab = slab
@@ -80,7 +88,8 @@ class Ring:
         """Hand every rank's rows to ``gradients_of``, send the rows' gradients back, and add what comes back here."""
         returning: tuple[_Step, Tensor | None, Pending] | None = None
         for index, step in enumerate(self._steps):
-            parcel = self._arrived(index)
+            is_next_early = self._may_overtake(index)
+            parcel = self._arrived(index, is_next_early=is_next_early)
             sends, receives, message = {}, {}, None
             if parcel is not None:
                 sends[step.source] = gradients_of(parcel).to(self._slab.key.dtype)
@@ -92,6 +101,8 @@ class Ring:
                 receives[step.target] = message
             pending = self._wire.exchange(sends, receives, 2 * self._number + 1, "sending gradients around the ring")
             returning = (step, message, pending)
+            if not is_next_early:
+                self._post(index + 1)
         self._add_returned(returning, grad_key, grad_value)
 
     def _post(self, index: int) -> None:
@@ -108,12 +119,22 @@ class Ring:
         pending = self._wire.exchange(sends, receives, 2 * self._number, "sending keys around the ring")
         self._under_way = (message, pending)
 
-    def _arrived(self, index: int) -> Parcel | None:
-        """Wait for the rows of a step, with those of the next under way from then on."""
+    def _may_overtake(self, index: int) -> bool:
+        """Whether the rows of the next step may be sent before the gradients of this one.
+
+        Messages with tags may. Batches that are worked off one by one have one order on all ranks, whichever steps each
+        takes: rows of the distance d + 1, gradients of d, rows of d + 2.
+        """
+        steps = self._steps
+        return self._wire.has_tags or index + 1 == len(steps) or steps[index + 1].distance == steps[index].distance + 1
+
+    def _arrived(self, index: int, *, is_next_early: bool = True) -> Parcel | None:
+        """Wait for the rows of a step, with those of the next under way from then on unless they have to wait."""
         assert self._under_way is not None
         message, pending = self._under_way
         pending.wait()
-        self._post(index + 1)
+        if is_next_early:
+            self._post(index + 1)
         if message is None:
             return None
         slab, step = self._slab, self._steps[index]

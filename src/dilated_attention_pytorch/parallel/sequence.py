@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from dilated_attention_pytorch.ops.autocast import without_autocast
-from dilated_attention_pytorch.planning import Run
+from dilated_attention_pytorch.planning import Shards
 
 from .first_derivative import first_derivative
 from .gather import Gather
@@ -24,7 +24,7 @@ class Task:
 
     options: Options
     wire: Wire
-    shards: tuple[tuple[Run, ...], ...]
+    shards: Shards
     """The runs of every rank."""
     is_gathered: bool
     """Rows come by all-gather, not around the ring."""

@@ -92,6 +92,16 @@ class HeadRule:
         after = self.rule.after
         return self.rule.before, after if not is_causal else 0 if after is None else min(after, 0)
 
+    @property
+    def period(self) -> int | None:
+        """See :attr:`Rule.period`."""
+        return self.rule.period
+
+    def reach(self, *, is_causal: bool) -> tuple[int | None, int | None]:
+        """See :attr:`Rule.reach`; under a causal mask nothing is seen ahead."""
+        before, after = self.rule.reach
+        return before, after if not is_causal else 0 if after is None else min(after, 0)
+
     def last_query(self, kv_head: int, num_kv_heads: int, key: Tensor) -> Tensor:
         """See :meth:`Rule.last_query`; -1 for heads that the rule is not for."""
         head, number = self._head(kv_head, num_kv_heads)

@@ -44,6 +44,16 @@ class Rule(ABC):
     """How far ahead a query sees at most; None is any distance."""
 
     @property
+    def period(self) -> int | None:
+        """Where all positions move on by a multiple of it, what is seen moves along; None: there is no such number."""
+        return None
+
+    @property
+    def reach(self) -> tuple[int | None, int | None]:
+        """Distances back and ahead beyond which nothing is seen, perhaps with gaps; None is any distance."""
+        return self.before, self.after
+
+    @property
     @abstractmethod
     def entry(self) -> list[Any]:
         """The rule as JSON values: its name, then its numbers."""
@@ -77,6 +87,10 @@ class Window(Rule):
 
     before: int
     after: int
+
+    @property
+    def period(self) -> int:
+        return 1
 
     @property
     def entry(self) -> list[Any]:
@@ -149,20 +163,44 @@ class BlockRule(Rule):
         if queries[0] >= queries[1] or keys[0] >= keys[1]:
             return _spans([])
         size = self.block_size
-        first_query, first_key = queries[0] // size, keys[0] // size
-        query_blocks = torch.arange(first_query, -(-queries[1] // size))
-        key_blocks = torch.arange(first_key, -(-keys[1] // size))
-        rows_at_once = max(1, MASK_CELLS // len(key_blocks))
-        found = [
-            _runs_of_mask(self.mask_between(kv_head, num_kv_heads, some, key_blocks))
-            for some in query_blocks.split(rows_at_once)
-        ]
-        query = torch.cat([rows + index * rows_at_once for index, (rows, _, _) in enumerate(found)]) + first_query
-        start, stop = (torch.cat([runs[part] for runs in found]) + first_key for part in (1, 2))
+        query_blocks = torch.arange(queries[0] // size, -(-queries[1] // size))
+        key_blocks = range(keys[0] // size, -(-keys[1] // size))
+        before, after = (len(key_blocks) if distance is None else -(-distance // size) for distance in self.reach)
+        if before + after < len(key_blocks):
+            query, start, stop = self._near_runs(kv_head, num_kv_heads, query_blocks, key_blocks, (before, after))
+        else:
+            query, start, stop = self._runs(kv_head, num_kv_heads, query_blocks, key_blocks)
         return Spans(
             (query * size).clamp(min=queries[0]), ((query + 1) * size).clamp(max=queries[1]),
             (start * size).clamp(min=keys[0]), (stop * size).clamp(max=keys[1]),
         )  # fmt: skip
+
+    def _runs(
+        self, kv_head: int, num_kv_heads: int, query_blocks: Tensor, key_blocks: range
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Query block, first key block and one past the last of every run of key blocks that a query block sees."""
+        every = torch.arange(key_blocks.start, key_blocks.stop)
+        rows_at_once = max(1, MASK_CELLS // len(every))
+        found = [
+            _runs_of_mask(self.mask_between(kv_head, num_kv_heads, some, every))
+            for some in query_blocks.split(rows_at_once)
+        ]
+        query = torch.cat([rows + index * rows_at_once for index, (rows, _, _) in enumerate(found)])
+        start, stop = (torch.cat([runs[part] for runs in found]) + key_blocks.start for part in (1, 2))
+        return query_blocks[query], start, stop
+
+    def _near_runs(
+        self, kv_head: int, num_kv_heads: int, query_blocks: Tensor, key_blocks: range, far: tuple[int, int]
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """:meth:`_runs` of a rule that sees ``far`` blocks back and ahead at most: the others are not looked at."""
+        distances, found = torch.arange(-far[0], far[1] + 1), []
+        for some in query_blocks.split(max(1, MASK_CELLS // len(distances))):
+            near = some[:, None] + distances
+            inside = (near >= key_blocks.start) & (near < key_blocks.stop)
+            rows, start, stop = _runs_of_mask(self.sees_block(kv_head, num_kv_heads, some[:, None], near) & inside)
+            found.append((some[rows], near[rows, 0] + start, near[rows, 0] + stop))
+        query, start, stop = (torch.cat(parts) for parts in zip(*found, strict=True))
+        return query, start, stop
 
 
 MASK_CELLS = 1 << 22
@@ -185,6 +223,10 @@ class StridedBlocks(BlockRule):
 
     stride: int
     block_size: int
+
+    @property
+    def period(self) -> int:
+        return self.block_size
 
     @property
     def entry(self) -> list[Any]:
@@ -252,6 +294,15 @@ class Hierarchical(BlockRule):
     @property
     def entry(self) -> list[Any]:
         return ["hierarchical", self.near, self.levels, self.factor, self.block_size]
+
+    @property
+    def period(self) -> int:
+        return self.factor ** (self.levels - 1) * self.block_size
+
+    @property
+    def reach(self) -> tuple[int, int]:
+        distance = self.near * self.factor ** (self.levels - 1) * self.block_size - 1
+        return distance, distance
 
     def sees_block(self, kv_head: int, num_kv_heads: int, query_block: Tensor, key_block: Tensor) -> Tensor:
         distance = (query_block - key_block).abs()

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Hashable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 import torch
@@ -12,7 +13,8 @@ from torch import Tensor
 
 from dilated_attention_pytorch.patterns import HeadRule, Range
 
-from .shards import Block, Rectangle, Run, ShardedCall, SortedRuns, document_at, rectangles_between, with_rows
+from .layout import Run, Shards, with_rows
+from .shards import Block, Rectangle, ShardedCall, document_at, rectangles_between, segments_beyond
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,40 +74,91 @@ def exchange(call: ShardedCall, key_runs: tuple[Run, ...], query_runs: tuple[Run
     return Exchange(tuple(blocks), rectangles, tuple(pairs))
 
 
+def neighbours(call: ShardedCall, shards: Shards, rank: int) -> tuple[set[int], set[int]]:
+    """The ranks that may show rows to ``rank``, and those that it may show rows to: those that do, and perhaps others.
+
+    Found from the rows of ``rank`` alone, so that it takes no longer the more ranks there are that share nothing with
+    it.
+    """
+    sources: set[int] = set()
+    targets: set[int] = set()
+    for run in shards[rank]:
+        (own,) = shards.runs_between(*run)
+        for segment in segments_beyond(call, run):
+            sharing = shards.runs_between(segment.start, segment.stop)
+            is_causal = call.is_causal
+            sources |= shards.owners(range(sharing.start, own) if is_causal else sharing)
+            targets |= shards.owners(range(own, sharing.stop) if is_causal else sharing)
+        sources |= ranks_in_sight(call, shards, run, of_queries=True)
+        targets |= ranks_in_sight(call, shards, run, of_queries=False)
+    return sources - {rank}, targets - {rank}
+
+
+def ranks_in_sight(call: ShardedCall, shards: Shards, run: Run, *, of_queries: bool) -> set[int]:
+    """The ranks with rows that rules may show to a run's queries; or with queries that they may show its keys to."""
+    begin, end = document_at(call, run[0])
+    _, last_end = document_at(call, run[1] - 1)
+    # A run that holds several documents shares the first and the last of them with other runs.
+    parts = [(max(begin, 0), end)] if end == last_end else [(max(begin, 0), run[1]), (run[0], last_end)]
+    found: set[int] = set()
+    for rule in call.pattern.rules:
+        before, after = rule.reach(is_causal=call.is_causal)
+        back, ahead = (before, after) if of_queries else (after, before)
+        for start, stop in parts:
+            first = start if back is None else max(start, run[0] - back)
+            last = stop if ahead is None else min(stop, run[1] + ahead)
+            if rule.block_size is None and before is None and end == last_end:
+                found |= _ranks_of_few(call, shards, rule, run, (first, last), of_queries=of_queries)
+            else:
+                found |= shards.owners(shards.runs_between(first, last))
+    return found
+
+
+def _ranks_of_few(
+    call: ShardedCall, shards: Shards, rule: HeadRule, run: Run, others: Run, *, of_queries: bool
+) -> set[int]:
+    """The ranks with rows in any of a few rectangles that the rule has for a run of one document and other rows."""
+    begin, _ = document_at(call, run[0])
+    queries, keys = (run, others) if of_queries else (others, run)
+    found: set[int] = set()
+    for some in heads_alike(rule, call.num_kv_heads):
+        spans = rule.spans(some[0], call.num_kv_heads, _from(begin, queries), _from(begin, keys))
+        of_others = spans[2:] if of_queries else spans[:2]
+        for start, stop in zip(*(bound.tolist() for bound in of_others), strict=True):
+            found |= shards.owners(shards.runs_between(start + begin, stop + begin))
+    return found
+
+
 def seen_rows(call: ShardedCall, keys: Run, query_runs: tuple[Run, ...]) -> int:
     """How many rows of a run of keys, of one head each, :func:`exchange` has blocks of because of rules."""
+    near = tuple(queries for queries in query_runs if _is_in_reach(call, keys, queries))
+    return _seen_rows(*moved_to_the_start(call, keys, *near)) if near else 0
+
+
+@functools.lru_cache(maxsize=4096)
+def _seen_rows(call: ShardedCall, keys: Run, *query_runs: Run) -> int:
     sights = [sight for queries in query_runs if (sight := _sight(call, keys, queries))]
     return sum(stop - start for runs in _united(sights).values() for start, stop in runs)
 
 
-def ranks_that_see(call: ShardedCall, runs: SortedRuns, keys: Run) -> set[int]:
-    """The ranks whose queries rules may show rows of a run of keys to: those that do, and perhaps others."""
-    begin, end = document_at(call, keys[0])
-    _, last_end = document_at(call, keys[1] - 1)
-    # A run of keys that holds several documents shares the first and the last of them with other runs.
-    reach = [(max(begin, 0), end)] if end == last_end else [(max(begin, 0), keys[1]), (keys[0], last_end)]
-    found: set[int] = set()
-    for rule in call.pattern.rules:
-        before, after = rule.band(is_causal=call.is_causal)
-        for start, stop in reach:
-            first = start if after is None else max(start, keys[0] - after)
-            last = stop if before is None else min(stop, keys[1] + before)
-            if rule.block_size is None and before is None and end == last_end:
-                found |= _ranks_of_few(call, runs, rule, keys, (first, last))
-            else:
-                found |= {rank for _, rank in runs.overlapping(first, last)}
-    return found
+def moved_to_the_start(call: ShardedCall, *runs: Run) -> tuple[ShardedCall | Run, ...]:
+    """The call and the runs, moved to the first rows that see alike under the call's rules: equal for all that do."""
+    periods = [rule.period for rule in call.pattern.rules]
+    if call.documents is not None or None in periods:
+        return call, *runs
+    period = math.lcm(*(number for number in periods if number is not None))
+    first = min(start for start, _ in runs)
+    moved = replace(call, offset=(call.offset + first) % period)
+    return moved, *((start - first, stop - first) for start, stop in runs)
 
 
-def _ranks_of_few(call: ShardedCall, runs: SortedRuns, rule: HeadRule, keys: Run, queries: Run) -> set[int]:
-    """The ranks with queries in any of a few rectangles that the rule has for a run of keys of one document."""
-    begin, _ = document_at(call, keys[0])
-    found: set[int] = set()
-    for some in heads_alike(call, rule):
-        spans = rule.spans(some[0], call.num_kv_heads, _from(begin, queries), _from(begin, keys))
-        for start, stop in zip(spans.query_start.tolist(), spans.query_stop.tolist(), strict=True):
-            found |= {rank for _, rank in runs.overlapping(start + begin, stop + begin)}
-    return found
+def _is_in_reach(call: ShardedCall, keys: Run, queries: Run) -> bool:
+    """Whether any rule reaches from a run of queries to one of keys."""
+    reaches = [rule.reach(is_causal=call.is_causal) for rule in call.pattern.rules]
+    return any(
+        (before is None or queries[0] - before < keys[1]) and (after is None or keys[0] < queries[1] + after)
+        for before, after in reaches
+    )
 
 
 def _sight(call: ShardedCall, keys: Run, queries: Run) -> _Sight | None:
@@ -122,7 +175,7 @@ def _sight(call: ShardedCall, keys: Run, queries: Run) -> _Sight | None:
     names: dict[int, tuple[tuple[int, int], ...]] = {}
     first, stop = query_range[1], query_range[0]
     for number, rule in enumerate(call.pattern.rules):
-        for some in heads_alike(call, rule):
+        for some in heads_alike(rule, call.num_kv_heads):
             rows = _rows_of_rule(call, rule, some[0], query_range, key_range)
             if rows:
                 first, stop = min(first, rows[0][0]), max(stop, rows[0][1])
@@ -141,6 +194,10 @@ def _rows_of_rule(
     call: ShardedCall, rule: HeadRule, head: int, queries: Range, keys: Range
 ) -> tuple[Range, tuple[Tensor, Tensor]] | None:
     """Positions of the queries that see anything, and bounds of the keys that are seen; None if nothing is."""
+    back, ahead = rule.reach(is_causal=call.is_causal)
+    queries, keys = _near(queries, keys, ahead, back), _near(keys, queries, back, ahead)
+    if queries[0] >= queries[1] or keys[0] >= keys[1]:
+        return None
     spans = rule.spans(head, call.num_kv_heads, queries, keys)
     before, after = rule.band(is_causal=call.is_causal)
     first, stop, start, end = spans
@@ -155,19 +212,26 @@ def _rows_of_rule(
     return (int(first[is_seen].min()), int(stop[is_seen].max())), (start[is_seen], end[is_seen])
 
 
-def heads_alike(call: ShardedCall, rule: HeadRule) -> list[list[int]]:
+@functools.lru_cache(maxsize=64)
+def heads_alike(rule: HeadRule, num_kv_heads: int) -> tuple[tuple[int, ...], ...]:
     """The key/value heads that a rule is for; those that see alike under it together."""
     alike: dict[Hashable, list[int]] = {}
-    for head in range(call.num_kv_heads):
-        kind = rule.kind(head, call.num_kv_heads)
+    for head in range(num_kv_heads):
+        kind = rule.kind(head, num_kv_heads)
         if kind is not None:
             alike.setdefault(kind, []).append(head)
-    return list(alike.values())
+    return tuple(map(tuple, alike.values()))
 
 
 def _from(begin: int, run: Run) -> Range:
     """Rows of the whole sequence as positions of the document that begins there."""
     return run[0] - begin, run[1] - begin
+
+
+def _near(some: Range, others: Range, back: int | None, ahead: int | None) -> Range:
+    """Those of ``some`` positions that lie at most so far back from, or ahead of, any of the others."""
+    first = some[0] if back is None else max(some[0], others[0] - back)
+    return first, some[1] if ahead is None else min(some[1], others[1] + ahead)
 
 
 def _union(starts: Tensor, stops: Tensor) -> tuple[Run, ...]:

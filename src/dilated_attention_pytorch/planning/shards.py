@@ -6,55 +6,11 @@ import bisect
 import functools
 from collections.abc import Collection, Iterator
 from dataclasses import dataclass
-from typing import Literal, NamedTuple
+from typing import NamedTuple
 
-from dilated_attention_pytorch.patterns import DilationGroup, Pattern
+from dilated_attention_pytorch.patterns import NO_END, DilationGroup, Pattern
 
-Layout = Literal["contiguous", "zigzag"]
-_NO_END = 1 << 62
-Run = tuple[int, int]
-"""Rows ``[start, stop)`` of the whole sequence."""
-
-
-@functools.lru_cache(maxsize=4096)
-def shard_runs(
-    num_rows: int, num_shards: int, shard: int, layout: Layout, *, part: tuple[int, int] = (0, 1)
-) -> tuple[Run, ...]:
-    """The runs of rows of one shard, in its order; none of them is empty or touches the next.
-
-    ``"contiguous"``: the shard-th of ``num_shards`` runs. ``"zigzag"``: of twice as many pieces the shard-th from the
-    start and the shard-th from the end, which balances the work under a causal mask (Llama 3, arXiv 2407.21783,
-    section 3.3.2). Sizes differ by one row where they must, the first are the larger. ``part = (j, M)`` is the j-th of
-    M parts of the shard's rows.
-    """
-    pieces = [shard] if layout == "contiguous" else [shard, 2 * num_shards - 1 - shard]
-    total = num_shards if layout == "contiguous" else 2 * num_shards
-    runs = _joined([(_cut(num_rows, total, piece), _cut(num_rows, total, piece + 1)) for piece in pieces])
-    index, parts = part
-    size = sum(stop - start for start, stop in runs)
-    first, last = _cut(size, parts, index), _cut(size, parts, index + 1)
-    clipped, place = [], 0
-    for start, stop in runs:
-        clipped.append((start + max(0, first - place), min(stop, start + last - place)))
-        place += stop - start
-    return _joined(clipped)
-
-
-def _cut(size: int, parts: int, index: int) -> int:
-    """Where the index-th of ``parts`` parts begins."""
-    return index * (size // parts) + min(index, size % parts)
-
-
-def _joined(runs: list[Run]) -> tuple[Run, ...]:
-    joined: list[Run] = []
-    for start, stop in runs:
-        if start >= stop:
-            continue
-        if joined and joined[-1][1] == start:
-            joined[-1] = (joined[-1][0], stop)
-        else:
-            joined.append((start, stop))
-    return tuple(joined)
+from .layout import Run, Shards, with_rows
 
 
 @dataclass(frozen=True, slots=True)
@@ -194,15 +150,17 @@ def rectangles_between(
 
 
 @functools.lru_cache(maxsize=64)
-def teams(call: ShardedCall, shards: tuple[tuple[Run, ...], ...], rank: int) -> tuple[Team, ...]:
+def teams(call: ShardedCall, shards: Shards, rank: int) -> tuple[Team, ...]:
     """The sets of ranks that share segments with ``rank``, in an order that is the same on all of them.
 
-    ``shards`` are the runs of every rank. Every member shows its selected rows of the segments that all members of
-    the team, and no other rank, touch.
+    Every member shows its selected rows of the segments that all members of the team, and no other rank, touch.
     """
-    segments_of = {
-        members: segments for members, segments in teams_of_segments(call, shards).items() if rank in members
-    }
+    segments_of: dict[tuple[int, ...], set[Segment]] = {}
+    for run in shards[rank]:
+        for segment in segments_beyond(call, run):
+            members = tuple(sorted(shards.owners(shards.runs_between(segment.start, segment.stop))))
+            if len(members) > 1:
+                segments_of.setdefault(members, set()).add(segment)
     found = []
     for members in sorted(segments_of):
         segments = segments_of[members]
@@ -221,38 +179,6 @@ def teams(call: ShardedCall, shards: tuple[tuple[Run, ...], ...], rank: int) -> 
             all_rectangles.append(tuple(rectangles))
         found.append(Team(members, tuple(all_blocks), tuple(all_rectangles)))
     return tuple(found)
-
-
-@functools.lru_cache(maxsize=64)
-def teams_of_segments(
-    call: ShardedCall, shards: tuple[tuple[Run, ...], ...]
-) -> dict[tuple[int, ...], frozenset[Segment]]:
-    """The segments that several ranks have parts of, by those ranks."""
-    runs = SortedRuns(shards)
-    segments_of: dict[tuple[int, ...], set[Segment]] = {}
-    for segment in {segment for run, _ in runs for segment in segments_beyond(call, run)}:
-        members = tuple(sorted({owner for _, owner in runs.overlapping(segment.start, segment.stop)}))
-        if len(members) > 1:
-            segments_of.setdefault(members, set()).add(segment)
-    return {members: frozenset(segments) for members, segments in segments_of.items()}
-
-
-class SortedRuns:
-    """The runs of all ranks in the order of the sequence, each with the rank that holds it."""
-
-    def __init__(self, shards: tuple[tuple[Run, ...], ...]) -> None:
-        self._runs = sorted((run, rank) for rank, runs in enumerate(shards) for run in runs)
-        self._stops = [stop for (_, stop), _ in self._runs]
-
-    def __iter__(self) -> Iterator[tuple[Run, int]]:
-        return iter(self._runs)
-
-    def overlapping(self, start: int, stop: int) -> Iterator[tuple[Run, int]]:
-        """The runs with a row in ``[start, stop)``."""
-        index = bisect.bisect_right(self._stops, start)
-        while index < len(self._runs) and self._runs[index][0][0] < stop:
-            yield self._runs[index]
-            index += 1
 
 
 class Segment(NamedTuple):
@@ -291,14 +217,6 @@ def ranges(
                     yield head, key - keys[0] + key_row, num_keys
 
 
-def with_rows(runs: tuple[Run, ...]) -> Iterator[tuple[Run, int]]:
-    """Every run with the row of the shard that it begins at."""
-    row = 0
-    for run in runs:
-        yield run, row
-        row += run[1] - run[0]
-
-
 def _seen_by_runs(
     call: ShardedCall, group: DilationGroup, keys: Run, key_row: int, query_runs: tuple[Run, ...]
 ) -> list[list[_Seen | None]]:
@@ -333,7 +251,7 @@ def _seen(call: ShardedCall, group: DilationGroup, keys: Run, queries: Run) -> I
 def document_at(call: ShardedCall, row: int) -> tuple[int, int]:
     """First row, and one past the last, of the document that holds a row; the first is where position 0 would be."""
     if call.documents is None:
-        return -call.offset, _NO_END
+        return -call.offset, NO_END
     index = bisect.bisect_right(call.documents, row)
     return call.documents[index - 1], call.documents[index]
 

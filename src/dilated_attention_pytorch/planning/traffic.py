@@ -1,189 +1,277 @@
-"""How many rows every rank sends to every other, and how many pairs each computes: counted for all of them at once."""
+"""How many rows every rank sends to every other: for some ranks at a time, in ranges of ranks that are sent alike.
+
+Of a segment a rank sends the same rows to all ranks of which the queries want the same heads. In the order of the
+sequence these are ranges of runs, few where a rank holds rows of every head: so a rank's row of the table of all pairs
+is a few differences, summed up. The table as a whole is never there.
+"""
 
 from __future__ import annotations
 
 import functools
 from collections.abc import Iterator
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from dilated_attention_pytorch.patterns import DilationGroup, Range
-from dilated_attention_pytorch.patterns import num_pairs as pairs_of_spans
+from .exchange import ranks_in_sight, seen_rows
+from .layout import Run, Shards
+from .segments import Sharing, shared_segments
+from .shards import ShardedCall
 
-from .exchange import heads_alike, ranks_that_see, seen_rows
-from .shards import Run, Segment, ShardedCall, SortedRuns, document_at, segments_beyond, teams_of_segments
-
-
-@functools.lru_cache(maxsize=64)
-def sent_rows(call: ShardedCall, shards: tuple[tuple[Run, ...], ...]) -> Tensor:
-    """Rows of one key/value head each that rank s sends to rank t under :func:`exchange`, int64 ``[ranks, ranks]``."""
-    sent = _sent_because_of_groups(call, shards)
-    for source, target in _may_send_because_of_rules(call, shards):
-        sent[source, target] += sum(seen_rows(call, keys, shards[target]) for keys in shards[source])
-    return sent
+_CELLS = 1 << 20
+"""Pairs of ranks, and differences, that are held at once."""
 
 
-@functools.lru_cache(maxsize=64)
-def distances(call: ShardedCall, shards: tuple[tuple[Run, ...], ...]) -> tuple[int, ...]:
-    """How many places further a rank may be, around all ranks, that another sends rows to; ascending."""
-    size = len(shards)
-    sent = _sent_because_of_groups(call, shards).nonzero()
-    found = set(((sent[:, 1] - sent[:, 0]) % size).tolist())
-    found |= {(target - source) % size for source, target in _may_send_because_of_rules(call, shards)}
-    return tuple(sorted(found))
+class Links(NamedTuple):
+    """Rows of one key/value head each that some ranks send to some others; to all others they send none."""
 
-
-def _may_send_because_of_rules(call: ShardedCall, shards: tuple[tuple[Run, ...], ...]) -> set[tuple[int, int]]:
-    """Pairs of ranks of which the first has rows that rules may show to the second's queries."""
-    if not call.pattern.rules:
-        return set()
-    runs = SortedRuns(shards)
-    found = {(rank, other) for run, rank in runs for other in ranks_that_see(call, runs, run)}
-    return {(source, target) for source, target in found if source != target}
-
-
-def _sent_because_of_groups(call: ShardedCall, shards: tuple[tuple[Run, ...], ...]) -> Tensor:
-    sent = torch.zeros(len(shards), len(shards), dtype=torch.int64)
-    runs = SortedRuns(shards)
-    for segment in {segment for run, _ in runs for segment in segments_beyond(call, run)}:
-        ranks, rows = _runs_of(call, runs, segment)
-        wanted = rows > 0
-        if len(ranks.unique()) < len(ranks):
-            # A row goes once to a rank, however many of its runs see it. The latest sees whatever the others do.
-            served = wanted.new_zeros(len(shards), call.num_kv_heads)
-            for run, rank in reversed(list(enumerate(ranks.tolist()))):
-                of_rank = wanted[run].clone()
-                wanted[run] &= ~served[rank]
-                served[rank] |= of_rank
-        is_sent = ranks[:, None] != ranks
-        if call.is_causal:
-            places = torch.arange(len(ranks))
-            is_sent &= places[:, None] < places
-        # Floating-point products of these integers are exact, far below 2^53, and fast.
-        between = (rows.double() @ wanted.double().T).to(torch.int64) * is_sent
-        sent.index_put_((ranks[:, None], ranks), between, accumulate=True)
-    return sent
-
-
-@functools.lru_cache(maxsize=64)
-def num_pairs(call: ShardedCall, shards: tuple[tuple[Run, ...], ...]) -> tuple[int, ...]:
-    """Pairs of a query and a key that every rank computes, for one query head per key/value head."""
-    num_rows = max((stop for runs in shards for _, stop in runs), default=0)
-    found = [
-        (*part, min(end, num_rows), rank)
-        for rank, runs in enumerate(shards) for run in runs for *part, end in _by_document(call, run)
-    ]  # fmt: skip
-    first, stop, begin, end, ranks = torch.tensor(found, dtype=torch.int64).view(-1, 5).T
-    total = torch.zeros(len(shards), dtype=torch.int64)
-    for group in call.pattern.groups:
-        pairs = _pairs(call, group, *(x[:, None] for x in (first, stop, begin, end)))
-        total.index_add_(0, ranks, pairs.sum(1))
-    for row, stop_row, start, stop_of_all, rank in found:
-        total[rank] += _pairs_of_rules(
-            call, (row - start, stop_row - start), (max(start, 0) - start, stop_of_all - start)
-        )
-    return tuple(total.tolist())
-
-
-@functools.lru_cache(maxsize=64)
-def gathered_rows(call: ShardedCall, shards: tuple[tuple[Run, ...], ...]) -> tuple[tuple[tuple[int, ...], int], ...]:
-    """For every team of :func:`teams` its members, and the rows of one head each that every member sends."""
-    found, runs = [], SortedRuns(shards)
-    for members, segments in sorted(teams_of_segments(call, shards).items()):
-        total = torch.zeros(len(shards), dtype=torch.int64)
-        for segment in segments:
-            ranks, rows = _runs_of(call, runs, segment)
-            total.index_add_(0, ranks, rows.sum(1))
-        found.append((members, int(total.max())))
-    return tuple(found)
-
-
-class _Runs(NamedTuple):
-    """The runs that have a part of one segment, in the order of the sequence."""
-
-    ranks: Tensor
-    """The rank that holds each, ``[runs]``."""
+    sources: range
+    targets: range
     rows: Tensor
-    """Selected rows of the segment in each, for every head, ``[runs, heads]``."""
+    """int64 ``[sources, targets]``."""
 
 
-def _runs_of(call: ShardedCall, runs: SortedRuns, segment: Segment) -> _Runs:
-    group = call.pattern.groups[segment.group]
-    offsets, shifts = _heads(call, group)
-    found = [(*run, rank) for run, rank in runs.overlapping(segment.start, segment.stop)]
-    first, stop, ranks = torch.tensor(found, dtype=torch.int64).T
-    first, stop = first.clamp(min=segment.start)[:, None], stop.clamp(max=segment.stop)[:, None]
-    rows = _num_selected(group, segment.origin, offsets, first, stop)
-    # The segments of heads with another shift lie elsewhere.
-    return _Runs(ranks, rows.masked_fill_(shifts != segment.shift, 0))
+class Sent(NamedTuple):
+    """Rows of one key/value head each that ranks send to each other."""
+
+    given: Tensor
+    """What every rank sends to all others, int64 ``[ranks]``."""
+    taken: Tensor
+    """What every rank is sent by all others, int64 ``[ranks]``."""
+    most: int
+    """The most that one rank sends to one other."""
+    receivers: int
+    """To how many ranks the rank sends that sends to most."""
+
+    @classmethod
+    def of(cls, links: Iterator[Links], size: int) -> Sent:
+        """The sums over all links of ``size`` ranks."""
+        given, taken = torch.zeros(size, dtype=torch.int64), torch.zeros(size, dtype=torch.int64)
+        most = receivers = 0
+        for sources, targets, rows in links:
+            if rows.numel():
+                given[sources.start : sources.stop] += rows.sum(1)
+                taken[targets.start : targets.stop] += rows.sum(0)
+                most = max(most, int(rows.max()))
+                receivers = max(receivers, int(rows.count_nonzero(1).max()))
+        return cls(given, taken, most, receivers)
 
 
-def _pairs(call: ShardedCall, group: DilationGroup, first: Tensor, stop: Tensor, begin: Tensor, end: Tensor) -> Tensor:
-    """Pairs of the queries in rows ``[first, stop)`` of a document under one group, for every head.
+@functools.lru_cache(maxsize=64)
+def sent_rows(call: ShardedCall, shards: Shards) -> Sent:
+    """Rows that ranks send to each other under :func:`exchange`."""
+    return Sent.of(ring_links(call, shards), len(shards))
 
-    The document has rows ``[max(begin, 0), end)``, and ``begin`` is where its position 0 is.
+
+@functools.lru_cache(maxsize=64)
+def gathered_rows(call: ShardedCall, shards: Shards) -> Sent:
+    """Rows that ranks send to each other among :func:`teams`: all members of a team as many as the one with most."""
+    return Sent.of(_gather_links(call, shards), len(shards))
+
+
+def ring_links(call: ShardedCall, shards: Shards) -> Iterator[Links]:
+    """What every rank sends to every other under :func:`exchange`, some ranks at a time."""
+    table = _Sources.joined([
+        _Sources.of(sharing, _wanted(sharing, shards).long(), shards) for sharing in shared_segments(call, shards)
+    ])  # fmt: skip
+    bounds = _at_once(len(shards), table.rank, table.piece_stop - table.piece_first)
+    for first, stop in bounds:
+        of_rules = _sent_because_of_rules(call, shards, range(first, stop)) if call.pattern.rules else []
+        yield _links(range(first, stop), table.differences(call, len(shards), first, stop), of_rules)
+
+
+def ring_pairs(call: ShardedCall, shards: Shards) -> Iterator[Links]:
+    """Pairs of a query of the column's rank and a key of the row's under the dilation groups, as :func:`ring_links`."""
+    table = _Sources.joined([_Sources.of(sharing, sharing.rows, shards) for sharing in shared_segments(call, shards)])
+    for first, stop in _at_once(len(shards), table.rank, table.piece_stop - table.piece_first):
+        yield _links(range(first, stop), table.differences(call, len(shards), first, stop), [])
+
+
+class _Sources(NamedTuple):
+    """The runs that send rows of segments, and the ranges of runs for which each row counts alike, head by head."""
+
+    rank: Tensor
+    run: Tensor
+    value: Tensor
+    """Where the values of a source begin: for every kind of ranges what it is that the source counts with them."""
+    piece_first: Tensor
+    """The first range of the source's segment, of the ones below."""
+    piece_stop: Tensor
+    """One past the last."""
+    first_run: Tensor
+    """The first run of every range."""
+    stop_run: Tensor
+    kind: Tensor
+    """How the runs of a range count every head."""
+    values: Tensor
+
+    @classmethod
+    def of(cls, sharing: Sharing, counts: Tensor, shards: Shards) -> _Sources:
+        """Those of the segments of one group and shift.
+
+        ``counts`` says of every entry how often a row of a segment counts for it, by head, int64 ``[entries, heads]``:
+        once where it is sent, as often as there are queries that see it where pairs are counted.
+        """
+        run, segment, rows = sharing.run, sharing.segment, sharing.rows
+        rows_kinds, rows_kind = _distinct(rows)
+        counts_kinds, counts_kind = _distinct(counts)
+        is_first = torch.ones(len(run), dtype=torch.bool)
+        is_first[1:] = (segment[1:] != segment[:-1]) | (counts_kind[1:] != counts_kind[:-1])
+        first = is_first.nonzero().squeeze(1)
+        stop = torch.cat([first[1:], torch.tensor([len(run)])])[: len(first)]
+        is_any = counts_kinds.any(1)[counts_kind[first]]
+        first, stop = first[is_any], stop[is_any]
+        sends = rows_kinds.any(1)[rows_kind].nonzero().squeeze(1)
+        pieces_of = segment[first]
+        of_run = run[sends]
+        return cls(
+            shards.owner_of(of_run), of_run,
+            rows_kind[sends] * len(counts_kinds),
+            torch.searchsorted(pieces_of, segment[sends]), torch.searchsorted(pieces_of, segment[sends], right=True),
+            run[first], run[stop - 1] + 1, counts_kind[first], (rows_kinds @ counts_kinds.T).flatten(),
+        )  # fmt: skip
+
+    @classmethod
+    def joined(cls, tables: list[_Sources]) -> _Sources:
+        """All tables as one, by rank."""
+        values = pieces = 0
+        moved = []
+        for table in tables:
+            value, first, stop = table.value + values, table.piece_first + pieces, table.piece_stop + pieces
+            moved.append(table._replace(value=value, piece_first=first, piece_stop=stop))
+            values, pieces = values + len(table.values), pieces + len(table.kind)
+        none = torch.zeros(0, dtype=torch.int64)
+        columns = [torch.cat(column) for column in zip(*moved, strict=True)] if moved else [none] * len(cls._fields)
+        order = columns[0].argsort(stable=True)
+        return cls(*(column[order] for column in columns[:5]), *columns[5:])
+
+    def differences(self, call: ShardedCall, size: int, first: int, stop: int) -> _Differences:
+        """What the ranks ``first`` to ``stop`` send to ranges of ranks."""
+        low, high = torch.searchsorted(self.rank, torch.tensor([first, stop])).tolist()
+        counts = (self.piece_stop - self.piece_first)[low:high]
+        source = torch.arange(low, high).repeat_interleave(counts)
+        piece = torch.arange(len(source)) - (counts.cumsum(0) - counts - self.piece_first[low:high]).repeat_interleave(
+            counts
+        )
+        first_run, stop_run = self.first_run[piece], self.stop_run[piece]
+        if call.is_causal:
+            first_run = torch.maximum(first_run, self.run[source] + 1)
+        value, rank = self.values[self.value[source] + self.kind[piece]], self.rank[source]
+        of_first_half = _Differences(rank, first_run, stop_run.clamp(max=size), value).that_count()
+        if not (stop_run > size).any():
+            return of_first_half
+        # Runs of the second half belong to ranks in descending order.
+        descending = (2 * size - 1 - stop_run, 2 * size - 1 - first_run.clamp(min=size))
+        of_second_half = _Differences(rank, *descending, value).that_count()
+        return _Differences(*map(torch.cat, zip(of_first_half, of_second_half, strict=True)))
+
+
+class _Differences(NamedTuple):
+    """Ranks that send ``value`` rows to each of the ranks ``start`` to ``stop``; int64 each, of one length."""
+
+    rank: Tensor
+    start: Tensor
+    stop: Tensor
+    value: Tensor
+
+    def that_count(self) -> _Differences:
+        """Those that are not empty."""
+        counts = (self.start < self.stop) & (self.value != 0)
+        return _Differences(*(column[counts] for column in self))
+
+
+def _links(sources: range, differences: _Differences, others: list[tuple[int, int, int]]) -> Links:
+    """The sums of differences, and of rows from rank to rank besides."""
+    rank, start, stop, value = differences
+    bounds = [(int(start.min()), int(stop.max()))] if len(start) else []
+    bounds += [(target, target + 1) for _, target, _ in others]
+    low, high = (min(bound[0] for bound in bounds), max(bound[1] for bound in bounds)) if bounds else (0, 0)
+    width = high - low + 1
+    sums = torch.zeros(len(sources) * width, dtype=torch.int64)
+    place = (rank - sources.start) * width - low
+    sums.index_add_(0, place + start, value).index_add_(0, place + stop, -value)
+    rows = sums.view(len(sources), width).cumsum(1)[:, :-1]
+    for source, target, number in others:
+        rows[source - sources.start, target - low] += number
+    own = torch.tensor([one for one in sources if low <= one < high], dtype=torch.int64)
+    rows[own - sources.start, own - low] = 0
+    return Links(sources, range(low, high), rows)
+
+
+def _at_once(size: int, rank: Tensor, counts: Tensor) -> Iterator[Run]:
+    """Ranges of ranks that are looked at together; ``counts`` are the differences of a source of each ``rank``."""
+    totals = torch.zeros(size, dtype=torch.int64).index_add_(0, rank, counts).tolist()
+    first = held = 0
+    for one, total in enumerate(totals):
+        if one > first and (held + total > _CELLS or (one + 1 - first) * size > _CELLS):
+            yield first, one
+            first, held = one, 0
+        held += total
+    if size:
+        yield first, size
+
+
+def _sent_because_of_rules(call: ShardedCall, shards: Shards, ranks: range) -> list[tuple[int, int, int]]:
+    """From, to and how many rows some ranks send because of rules."""
+    found = []
+    for source in ranks:
+        for keys in shards[source]:
+            for target in ranks_in_sight(call, shards, keys, of_queries=False) - {source}:
+                number = seen_rows(call, keys, shards[target])
+                if number:
+                    found.append((source, target, number))
+    return found
+
+
+def _wanted(sharing: Sharing, shards: Shards) -> Tensor:
+    """Which heads of a segment a run is sent, bool ``[entries, heads]``.
+
+    A row goes once to a rank, however many of its runs see it: the later of two sees whatever the earlier does.
     """
-    assert group.boundaries is None, "segments of one length are counted, and callers refuse others"
-    offsets, shifts = _heads(call, group)
-    # Segments of the first row and of the last, in rows of the whole sequence.
-    (start, after), (last, beyond) = (_bounds(group, row - begin, shifts, begin) for row in (first, stop - 1))
-
-    def rows(of_segment: Tensor, from_row: Tensor, to_row: Tensor) -> Tensor:
-        return _num_selected(group, of_segment, offsets, from_row, torch.maximum(from_row, to_row))
-
-    def within(number: Tensor) -> Tensor:
-        return number * (number + 1) // 2 if call.is_causal else number * number
-
-    is_one = start == last
-    head = rows(start, first, torch.minimum(after, stop))
-    tail = rows(last, last, stop).masked_fill_(is_one, 0)
-    between = ((last - start) // group.segment_length - 1).clamp_(min=0)
-    pairs = within(head) + within(tail) + between * within(rows(start, start, after))
-    pairs += head * rows(start, torch.maximum(start, begin).clamp_(min=0), first)
-    if not call.is_causal:
-        pairs += torch.where(is_one, head, tail) * rows(last, stop, torch.minimum(beyond, end))
-    return pairs
+    wanted, size = sharing.rows > 0, len(shards)
+    if shards.layout == "contiguous":
+        return wanted
+    later = 2 * size - 2 - sharing.run
+    has_later = (sharing.run < size - 1) & (later < sharing.stop_run[sharing.segment])
+    entry = (sharing.first_entry - sharing.first_run)[sharing.segment] + later
+    wanted[has_later] &= ~wanted[entry[has_later]]
+    return wanted
 
 
-def _pairs_of_rules(call: ShardedCall, queries: Range, keys: Range) -> int:
-    """Pairs of two ranges of positions of one document under all rules, for every head that they are for."""
-    total = 0
-    for rule in call.pattern.rules:
-        before, after = rule.band(is_causal=call.is_causal)
-        first = keys[0] if before is None else max(keys[0], queries[0] - before)
-        stop = keys[1] if after is None else min(keys[1], queries[1] + after)
-        for heads in heads_alike(call, rule):
-            spans = rule.spans(heads[0], call.num_kv_heads, queries, (first, stop))
-            total += len(heads) * pairs_of_spans(spans, before, after)
-    return total
+def _gather_links(call: ShardedCall, shards: Shards) -> Iterator[Links]:
+    """What the members of teams send to each other, some ranks at a time."""
+    size = len(shards)
+    team_of: dict[tuple[Run, ...], int] = {}
+    names, rows = [], []
+    for sharing in shared_segments(call, shards):
+        bounds = zip(sharing.first_run.tolist(), sharing.stop_run.tolist(), strict=True)
+        teams = [team_of.setdefault(shards.rank_ranges(*runs), len(team_of)) for runs in bounds]
+        names.append(torch.tensor(teams, dtype=torch.int64)[sharing.segment] * size + shards.owner_of(sharing.run))
+        rows.append(sharing.rows.sum(1))
+    members, index = torch.cat([torch.zeros(0, dtype=torch.int64), *names]).unique(return_inverse=True)
+    held = torch.zeros(len(members), dtype=torch.int64).index_add_(0, index, torch.cat([index[:0], *rows]))
+    team, rank = members // size, members % size
+    most = torch.zeros(len(team_of), dtype=torch.int64).scatter_reduce_(0, team, held, "amax")
+    ranges = [(*some, (0, 0))[:2] for some in team_of]
+    start, stop = torch.tensor(ranges, dtype=torch.int64).view(-1, 2, 2).unbind(2)
+    order = rank.argsort(stable=True)
+    team, rank = team[order], rank[order]
+    for first, last in _at_once(size, rank, torch.full_like(rank, 2)):
+        low, high = torch.searchsorted(rank, torch.tensor([first, last])).tolist()
+        of = team[low:high]
+        sent = _Differences(
+            rank[low:high].repeat(2), start[of].T.flatten(), stop[of].T.flatten(), most[of].repeat(2)
+        )  # fmt: skip
+        yield _links(range(first, last), sent.that_count(), [])
 
 
-def _bounds(group: DilationGroup, position: Any, shift: Any, begin: Tensor) -> tuple[Tensor, Tensor]:
-    """:meth:`DilationGroup.segment_bounds` of tensors, in rows of the whole sequence."""
-    start, stop = group.segment_bounds(position, shift)
-    return begin + start, begin + stop
-
-
-def _num_selected(group: DilationGroup, segment_start: Any, offset: Any, start: Any, stop: Any) -> Tensor:
-    """How many rows :meth:`DilationGroup.selected` gives, for tensors."""
-    return torch.as_tensor(group.selected(segment_start, offset, start, stop)[1])
-
-
-def _heads(call: ShardedCall, group: DilationGroup) -> tuple[Tensor, Tensor]:
-    """Offset and shift of every key/value head, ``[heads]``."""
-    heads = range(call.num_kv_heads)
-    return (
-        torch.tensor([group.offset(head, call.num_kv_heads) for head in heads]),
-        torch.tensor([group.shift(head) for head in heads]),
-    )
-
-
-def _by_document(call: ShardedCall, run: Run) -> Iterator[tuple[int, int, int, int]]:
-    """The parts of a run that lie in one document each: first row, stop, and the document's :func:`document_at`."""
-    first = run[0]
-    while first < run[1]:
-        begin, end = document_at(call, first)
-        yield first, min(end, run[1]), begin, end
-        first = end
+def _distinct(rows: Tensor) -> tuple[Tensor, Tensor]:
+    """The distinct rows of an int64 matrix, and which of them each row is."""
+    # By a number for every row: comparing whole rows takes a hundred times as long.
+    weights = torch.arange(1, rows.shape[1] + 1) * 0x9E3779B97F4A7C1
+    numbers, kind = (rows * weights).sum(1).unique(return_inverse=True)
+    kinds = rows.new_zeros(len(numbers), rows.shape[1]).index_copy_(0, kind, rows)
+    if not torch.equal(kinds[kind], rows):  # two rows with one number
+        kinds, kind = rows.unique(dim=0, return_inverse=True)
+    return kinds, kind

@@ -1,0 +1,203 @@
+"""A ring over links with a set bandwidth: every rank in a network namespace of its own, predicted and measured."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.device_mesh import init_device_mesh
+
+import dilated_attention_pytorch
+from dilated_attention_pytorch import DilatedPattern, attend, parallel
+from dilated_attention_pytorch.parallel.wire import Wire
+
+ROWS, HEADS, HEAD_DIM = 3072, 8, 64
+GROUPS = ((384, 1), (3072, 4))
+MEGABITS = (50, 200)
+REPEATS = 3
+PROBE_BYTES = 1 << 20
+_PASSES = ("forward", "backward")
+
+
+@contextlib.contextmanager
+def namespaces(world: int, megabits: int) -> Iterator[list[str]]:
+    """As many network namespaces on one bridge; what each sends is held to a rate. Their names; removed at the end."""
+    number = os.getpid() % 10000
+    switch, hosts = f"dilated-{number}-switch", [f"dilated-{number}-{rank}" for rank in range(world)]
+    try:
+        _ip(f"netns add {switch}")
+        _ip(f"-n {switch} link add bridge type bridge")
+        _ip(f"-n {switch} link set bridge up")
+        for rank, host in enumerate(hosts):
+            _ip(f"netns add {host}")
+            _ip(f"link add card netns {host} type veth peer port{rank} netns {switch}")
+            _ip(f"-n {switch} link set port{rank} master bridge up")
+            _ip(f"-n {host} address add 10.214.3.{rank + 1}/24 dev card")
+            _ip(f"-n {host} link set card up")
+            _ip(f"-n {host} link set lo up")
+            shape = f"tc qdisc add dev card root tbf rate {megabits}mbit burst 64kb latency 200ms"
+            _ip(f"netns exec {host} {shape}")
+        yield hosts
+    finally:
+        for name in (*hosts, switch):
+            subprocess.run(["ip", "netns", "delete", name], capture_output=True, check=False)
+
+
+def _ip(command: str) -> None:
+    done = subprocess.run(["ip", *command.split()], capture_output=True, text=True, check=False)
+    if done.returncode:
+        raise SystemExit(f"ip {command}: {done.stderr.strip()} (network namespaces take root and iproute2)")
+
+
+def links() -> dict[str, Any]:
+    """Seconds of both passes of a ring over links of a set rate, predicted from measured rates, and measured."""
+    lines = []
+    for world in (2, 3, 4):
+        for megabits in MEGABITS:
+            with namespaces(world, megabits) as hosts, tempfile.TemporaryDirectory() as folder:
+                path = str(Path(dilated_attention_pytorch.__file__).parents[1])
+                env = {**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "card"}
+                ranks = [
+                    subprocess.Popen(
+                        ["ip", "netns", "exec", host, sys.executable, "-m", "benchmarks.links", str(rank), str(world),
+                         folder],
+                        env=env,
+                    )
+                    for rank, host in enumerate(hosts)
+                ]  # fmt: skip
+                try:
+                    codes = [rank.wait(timeout=600) for rank in ranks]
+                finally:
+                    for rank in ranks:
+                        rank.kill()
+                if any(codes):
+                    raise SystemExit(f"{world} ranks at {megabits} Mbit/s ended with {codes}")
+                found = json.loads((Path(folder) / "found.json").read_text())
+            lines += [{"ranks": world, "megabits": megabits, **line} for line in _compared(found, world)]
+            for line in lines[-2:]:
+                print(
+                    f"p={world} {megabits:>4} Mbit/s {line['pass']:8} computation {line['compute']:.3f} s, link "
+                    f"{line['link']:.3f} s, predicted {line['predicted']:.3f} s, measured {line['measured']:.3f} s: "
+                    f"{line['predicted'] / line['measured'] - 1:+.1%}; overlap predicted {line['overlap']:.2f}, "
+                    f"measured {line['measured_overlap']:.2f}",
+                    flush=True,
+                )
+    errors = [abs(line["predicted"] / line["measured"] - 1) for line in lines]
+    print(f"median error {statistics.median(errors):.1%}, largest {max(errors):.1%}")
+    return {
+        "rows": ROWS, "heads": HEADS, "head_dim": HEAD_DIM, "groups": GROUPS, "repeats": REPEATS, "lines": lines,
+        "median_error": statistics.median(errors), "largest_error": max(errors),
+    }  # fmt: skip
+
+
+def _pattern() -> DilatedPattern:
+    return DilatedPattern([w for w, _ in GROUPS], [r for _, r in GROUPS])
+
+
+def _compared(found: dict[str, Any], world: int) -> list[dict[str, Any]]:
+    lines = []
+    shape = (1, ROWS, HEADS, HEAD_DIM)
+    for index, name in enumerate(_PASSES):
+        compute, measured = (statistics.median(found[way][index]) for way in ("compute", "ring"))
+        probe, latency = statistics.median(found["probe"]), statistics.median(found["latency"])
+        rate = PROBE_BYTES / max(probe - latency, 1e-9)
+        rates = {"bytes_per_second": rate, "message_seconds": latency}
+        unit = parallel.simulate_ring(
+            _pattern(), shape, world, dtype=torch.float32, is_backward=index == 1,
+            machine=parallel.Machine(flops_per_second=1.0, **rates),
+        )  # fmt: skip
+        speed = max(unit.compute_seconds) / compute
+        run = parallel.simulate_ring(
+            _pattern(), shape, world, dtype=torch.float32, is_backward=index == 1,
+            machine=parallel.Machine(flops_per_second=speed, **rates),
+        )  # fmt: skip
+        link = max(run.link_seconds)
+        lines.append({
+            "pass": name, "compute": compute, "link": link, "predicted": run.step_seconds, "measured": measured,
+            "overlap": run.overlap, "measured_overlap": 1 - (measured - compute) / link, "bytes": max(run.bytes),
+            "messages": max(run.messages), "bytes_per_second": rate, "message_seconds": latency,
+            "load": found["load"], "samples": {way: found[way][index] for way in ("compute", "ring")},
+        })  # fmt: skip
+    return lines
+
+
+class _Arrived:
+    """Messages that nobody sends."""
+
+    def wait(self) -> None:
+        """At once."""
+
+
+def measure(rank: int, world: int, folder: Path) -> None:
+    """On one rank: rates and runs, in turn, so that what else the machine does falls on both."""
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", init_method="tcp://10.214.3.1:29400", rank=rank, world_size=world)
+    mesh = init_device_mesh("cpu", (world,))
+    generator = torch.Generator().manual_seed(0)
+    whole = [torch.randn(1, ROWS, HEADS, HEAD_DIM, generator=generator) for _ in range(4)]
+    q, k, v, grad = (parallel.shard(x, mesh) for x in whole)
+    q, k, v = inputs = (q.requires_grad_(), k.requires_grad_(), v.requires_grad_())
+
+    def passes() -> tuple[float, float]:
+        out: list[Tensor] = []
+        forward = _slowest(lambda: out.append(parallel.attend(q, k, v, _pattern(), mesh=mesh, strategy="ring")))
+        return forward, _slowest(lambda: torch.autograd.grad(out[0], inputs, grad))
+
+    passes()
+    with torch.no_grad():
+        expected = parallel.shard(attend(whole[0], whole[1], whole[2], _pattern()), mesh)
+        error = float((parallel.attend(q, k, v, _pattern(), mesh=mesh, strategy="ring") - expected).abs().max())
+    if error > 1e-4:
+        raise SystemExit(f"not timed, because it is wrong by {error}")
+    found: dict[str, Any] = {"compute": ([], []), "ring": ([], []), "probe": [], "latency": []}
+    for _ in range(REPEATS):
+        with mock.patch.object(Wire, "exchange", return_value=_Arrived()):
+            alone = passes()
+        together = passes()
+        for index in range(2):
+            found["compute"][index].append(alone[index])
+            found["ring"][index].append(together[index])
+        found["probe"].append(_slowest(lambda: _shift(PROBE_BYTES, rank, world)))
+        found["latency"].append(_slowest(lambda: _shift(4, rank, world)))
+    found["load"] = os.getloadavg()[0]
+    if rank == 0:
+        (folder / "found.json").write_text(json.dumps(found))
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+def _shift(num_bytes: int, rank: int, world: int) -> None:
+    """Every rank sends as much to the one after it."""
+    messages = torch.zeros(2, num_bytes // 4)
+    works = dist.batch_isend_irecv([
+        dist.P2POp(dist.isend, messages[0], (rank + 1) % world), dist.P2POp(dist.irecv, messages[1], (rank - 1) % world)
+    ])  # fmt: skip
+    for work in works:
+        work.wait()
+
+
+def _slowest(run: Callable[[], Any]) -> float:
+    """Seconds of the slowest rank."""
+    dist.barrier()
+    begin = time.perf_counter()
+    run()
+    taken = torch.tensor(time.perf_counter() - begin)
+    dist.all_reduce(taken, dist.ReduceOp.MAX)
+    return float(taken)
+
+
+if __name__ == "__main__":
+    measure(int(sys.argv[1]), int(sys.argv[2]), Path(sys.argv[3]))

@@ -1,0 +1,148 @@
+"""Which rows of a sequence every rank holds: by arithmetic, so that nothing grows with the number of ranks."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+Layout = Literal["contiguous", "zigzag"]
+Run = tuple[int, int]
+"""Rows ``[start, stop)`` of the whole sequence."""
+
+
+@functools.lru_cache(maxsize=4096)
+def shard_runs(
+    num_rows: int, num_shards: int, shard: int, layout: Layout, *, part: tuple[int, int] = (0, 1)
+) -> tuple[Run, ...]:
+    """The runs of rows of one shard, in its order; none of them is empty or touches the next.
+
+    ``"contiguous"``: the shard-th of ``num_shards`` runs. ``"zigzag"``: of twice as many pieces the shard-th from the
+    start and the shard-th from the end, which balances the work under a causal mask (Llama 3, arXiv 2407.21783,
+    section 3.3.2). Sizes differ by one row where they must, the first are the larger. ``part = (j, M)`` is the j-th of
+    M parts of the shard's rows.
+    """
+    pieces = [shard] if layout == "contiguous" else [shard, 2 * num_shards - 1 - shard]
+    total = num_shards if layout == "contiguous" else 2 * num_shards
+    runs = _joined([(_cut(num_rows, total, piece), _cut(num_rows, total, piece + 1)) for piece in pieces])
+    index, parts = part
+    size = sum(stop - start for start, stop in runs)
+    first, last = _cut(size, parts, index), _cut(size, parts, index + 1)
+    clipped, place = [], 0
+    for start, stop in runs:
+        clipped.append((start + max(0, first - place), min(stop, start + last - place)))
+        place += stop - start
+    return _joined(clipped)
+
+
+def with_rows(runs: tuple[Run, ...]) -> Iterator[tuple[Run, int]]:
+    """Every run with the row of the shard that it begins at."""
+    row = 0
+    for run in runs:
+        yield run, row
+        row += run[1] - run[0]
+
+
+@dataclass(frozen=True, slots=True)
+class Shards:
+    """The shards of one sequence: ``shards[rank]`` are :func:`shard_runs` of a rank.
+
+    The runs of all ranks are numbered in the order of the sequence. Run i is that of rank i, and from run ``size`` on
+    (zigzag: the second half, whose first piece is joined with the last of the first half) those of the ranks
+    ``size - 2`` and down.
+    """
+
+    num_rows: int
+    size: int
+    """Number of ranks."""
+    layout: Layout
+
+    def __len__(self) -> int:
+        return self.size
+
+    def __getitem__(self, rank: int) -> tuple[Run, ...]:
+        if not 0 <= rank < self.size:
+            raise IndexError(f"rank must be one of 0 to {self.size - 1}, got {rank}")
+        return shard_runs(self.num_rows, self.size, rank, self.layout)
+
+    def __iter__(self) -> Iterator[tuple[Run, ...]]:
+        return (self[rank] for rank in range(self.size))
+
+    @property
+    def num_runs(self) -> int:
+        """Runs of all ranks."""
+        if self.layout == "contiguous" or self.num_rows <= self.size:
+            return min(self.size, self.num_rows)
+        return min(2 * self.size, self.num_rows) - 1
+
+    def owner(self, run: int) -> int:
+        """The rank that holds a run, by its number."""
+        return run if run < self.size else 2 * self.size - 2 - run
+
+    def owner_of(self, runs: Tensor) -> Tensor:
+        """:meth:`owner` of a tensor of runs."""
+        return torch.where(runs < self.size, runs, 2 * self.size - 2 - runs)
+
+    def bounds(self) -> tuple[Tensor, Tensor]:
+        """Start and stop of every run, int64 ``[runs]``."""
+        cuts = [self._cut(run) for run in range(self.num_runs + 1)]
+        all_cuts = torch.tensor(cuts, dtype=torch.int64)
+        return all_cuts[:-1], all_cuts[1:]
+
+    def runs_between(self, start: int, stop: int) -> range:
+        """Numbers of the runs with a row in ``[start, stop)``."""
+        start, stop = max(start, 0), min(stop, self.num_rows)
+        if start >= stop:
+            return range(0)
+        return range(self._run_at(start), self._run_at(stop - 1) + 1)
+
+    def owners(self, runs: range) -> set[int]:
+        """The ranks that hold any of some runs."""
+        return {rank for first, stop in self.rank_ranges(runs.start, runs.stop) for rank in range(first, stop)}
+
+    def rank_ranges(self, first: int, stop: int) -> tuple[Run, ...]:
+        """The ranks that hold any of the runs ``[first, stop)``, as ascending ranges that neither touch nor overlap."""
+        size = self.size
+        found = sorted(
+            (a, b) for a, b in (
+                (first, min(stop, size)), (2 * size - 1 - stop, 2 * size - 1 - max(first, size))
+            ) if a < b
+        )  # fmt: skip
+        if len(found) == 2 and found[1][0] <= found[0][1]:
+            return ((found[0][0], max(found[0][1], found[1][1])),)
+        return tuple(found)
+
+    def _cut(self, run: int) -> int:
+        """Where a run begins, or, for the number of runs, where the last one ends."""
+        if self.layout == "contiguous":
+            return _cut(self.num_rows, self.size, run)
+        # The last piece of the first half and the first of the second are one run.
+        return _cut(self.num_rows, 2 * self.size, run if run < self.size else run + 1)
+
+    def _run_at(self, row: int) -> int:
+        pieces = self.size if self.layout == "contiguous" else 2 * self.size
+        base, longer = divmod(self.num_rows, pieces)
+        of_longer = longer * (base + 1)
+        piece = row // (base + 1) if row < of_longer else longer + (row - of_longer) // base
+        return piece if piece < self.size else piece - 1
+
+
+def _cut(size: int, parts: int, index: int) -> int:
+    """Where the index-th of ``parts`` parts begins."""
+    return index * (size // parts) + min(index, size % parts)
+
+
+def _joined(runs: list[Run]) -> tuple[Run, ...]:
+    joined: list[Run] = []
+    for start, stop in runs:
+        if start >= stop:
+            continue
+        if joined and joined[-1][1] == start:
+            joined[-1] = (joined[-1][0], stop)
+        else:
+            joined.append((start, stop))
+    return tuple(joined)

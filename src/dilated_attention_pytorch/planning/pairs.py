@@ -1,0 +1,100 @@
+"""How many pairs of a query and a key every rank computes: counted for all of them at once."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor
+
+from dilated_attention_pytorch.patterns import DilationGroup, HeadRule, Range
+from dilated_attention_pytorch.patterns import num_pairs as pairs_of_spans
+
+from .exchange import heads_alike
+from .layout import Run, Shards
+from .segments import bounds_of, heads_of, num_selected
+from .shards import ShardedCall, document_at
+
+
+@functools.lru_cache(maxsize=64)
+def num_pairs(call: ShardedCall, shards: Shards) -> tuple[int, ...]:
+    """Pairs of a query and a key that every rank computes, for one query head per key/value head."""
+    num_rows = shards.num_rows
+    found = [
+        (*part, min(end, num_rows), rank)
+        for rank, runs in enumerate(shards) for run in runs for *part, end in _by_document(call, run)
+    ]  # fmt: skip
+    first, stop, begin, end, ranks = torch.tensor(found, dtype=torch.int64).view(-1, 5).T
+    total = torch.zeros(len(shards), dtype=torch.int64)
+    for group in call.pattern.groups:
+        pairs = _pairs(call, group, *(x[:, None] for x in (first, stop, begin, end)))
+        total.index_add_(0, ranks, pairs.sum(1))
+    if call.pattern.rules:
+        of_rules = [
+            _pairs_of_rules(call, (row - start, stop_row - start), (max(start, 0) - start, stop_of_all - start))
+            for row, stop_row, start, stop_of_all, _ in found
+        ]
+        total.index_add_(0, ranks, torch.tensor(of_rules, dtype=torch.int64))
+    return tuple(total.tolist())
+
+
+def _pairs(call: ShardedCall, group: DilationGroup, first: Tensor, stop: Tensor, begin: Tensor, end: Tensor) -> Tensor:
+    """Pairs of the queries in rows ``[first, stop)`` of a document under one group, for every head.
+
+    The document has rows ``[max(begin, 0), end)``, and ``begin`` is where its position 0 is.
+    """
+    assert group.boundaries is None, "segments of one length are counted, and callers refuse others"
+    offsets, shifts = heads_of(call, group)
+    # Segments of the first row and of the last, in rows of the whole sequence.
+    (start, after), (last, beyond) = (bounds_of(group, row - begin, shifts, begin) for row in (first, stop - 1))
+
+    def rows(of_segment: Tensor, from_row: Tensor, to_row: Tensor) -> Tensor:
+        return num_selected(group, of_segment, offsets, from_row, torch.maximum(from_row, to_row))
+
+    def within(number: Tensor) -> Tensor:
+        return number * (number + 1) // 2 if call.is_causal else number * number
+
+    is_one = start == last
+    head = rows(start, first, torch.minimum(after, stop))
+    tail = rows(last, last, stop).masked_fill_(is_one, 0)
+    between = ((last - start) // group.segment_length - 1).clamp_(min=0)
+    pairs = within(head) + within(tail) + between * within(rows(start, start, after))
+    pairs += head * rows(start, torch.maximum(start, begin).clamp_(min=0), first)
+    if not call.is_causal:
+        pairs += torch.where(is_one, head, tail) * rows(last, stop, torch.minimum(beyond, end))
+    return pairs
+
+
+def _pairs_of_rules(call: ShardedCall, queries: Range, keys: Range) -> int:
+    """Pairs of two ranges of positions of one document under all rules, for every head that they are for."""
+    total = 0
+    for rule in call.pattern.rules:
+        before, after = rule.reach(is_causal=call.is_causal)
+        first = keys[0] if before is None else max(keys[0], queries[0] - before)
+        stop = keys[1] if after is None else min(keys[1], queries[1] + after)
+        # Moved to the first positions that see alike: ranks far from the ends are all one call.
+        period = rule.period
+        to = 0 if period is None else min(first, queries[0]) // period * period
+        for heads in heads_alike(rule, call.num_kv_heads):
+            total += len(heads) * _pairs_of_rule(
+                rule, heads[0], call.num_kv_heads, (queries[0] - to, queries[1] - to), (first - to, stop - to),
+                is_causal=call.is_causal,
+            )  # fmt: skip
+    return total
+
+
+@functools.lru_cache(maxsize=4096)
+def _pairs_of_rule(
+    rule: HeadRule, head: int, num_kv_heads: int, queries: Range, keys: Range, *, is_causal: bool
+) -> int:
+    return pairs_of_spans(rule.spans(head, num_kv_heads, queries, keys), *rule.band(is_causal=is_causal))
+
+
+def _by_document(call: ShardedCall, run: Run) -> Iterator[tuple[int, int, int, int]]:
+    """The parts of a run that lie in one document each: first row, stop, and the document's :func:`document_at`."""
+    first = run[0]
+    while first < run[1]:
+        begin, end = document_at(call, first)
+        yield first, min(end, run[1]), begin, end
+        first = end
