@@ -159,6 +159,12 @@ class LongNetConfig:
         return self._segments(self.layer_segment_shifts[layer % len(self.layer_segment_shifts)])
 
     @property
+    def different_patterns(self) -> tuple[Pattern, ...]:
+        """The patterns that blocks take in turn, the first one's first; of any number of blocks these."""
+        cycle = len(self.layer_patterns) or len(self.layer_segment_shifts)
+        return tuple(self.pattern(layer) for layer in range(min(self.num_layers, cycle)))
+
+    @property
     def pattern_in_words(self) -> str:
         """What its layers attend to, for a line that a person reads."""
         if self.layer_patterns:

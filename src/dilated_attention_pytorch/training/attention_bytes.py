@@ -32,7 +32,7 @@ def _tile(settings: TrainSettings, num_rows: int, head_dim: int) -> int:
     """Rows times heads of a tile: at least the longest segment of one key/value head, which is never cut."""
     model = settings.model
     assert model.num_kv_heads is not None
-    groups = [group for layer in range(model.num_layers) for group in model.pattern(layer).groups]
+    groups = [group for pattern in model.different_patterns for group in pattern.groups]
     longest = min(max((group.segment_length for group in groups), default=1), settings.context_length)
     longest = longest * model.num_heads // model.num_kv_heads
     return max(longest, tile_size(num_rows, head_dim, torch.bfloat16.itemsize))

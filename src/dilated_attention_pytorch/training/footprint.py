@@ -95,13 +95,14 @@ def _own_rows(settings: TrainSettings) -> TrainSettings:
         settings = dataclasses.replace(settings, batch_size=1, context_length=rows, stages=StageSettings())
     return dataclasses.replace(
         settings, parallel="told", batch_size=1 if settings.max_tokens else settings.batch_size, max_tokens=0,
+        max_batch_size=0,
         context_length=max(8, settings.max_tokens, -(-settings.context_length // settings.context_parallel)),
         context_parallel=1, heads_parallel=1, stages=StageSettings(),
     )  # fmt: skip
 
 
 def _as_text(settings: TrainSettings) -> str:
-    return json.dumps({**settings.to_dict(), "data": []}, default=str, sort_keys=True)
+    return json.dumps({**settings.to_dict(), "data": [], "weights": []}, default=str, sort_keys=True)
 
 
 @functools.lru_cache(maxsize=64)

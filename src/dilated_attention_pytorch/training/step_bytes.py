@@ -8,15 +8,17 @@ import json
 import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 from dilated_attention_pytorch.models.config import LongNetConfig
 from dilated_attention_pytorch.models.token_loss import rows_at_once
 
-from .distribution import Distribution
 from .live_bytes import PARTS, Counts, Series
 from .settings import TrainSettings
-from .traced_step import Trace, trace_step
+
+if TYPE_CHECKING:
+    from .distribution import Distribution
+    from .traced_step import Trace
 
 _LOSS_BLOCKS = 5
 """The blocks of the loss that a shorter text has at least."""
@@ -113,6 +115,8 @@ def _traced(
     settings: TrainSettings, distribution: Distribution | None, num_layers: int, length: int
 ) -> dict[_Key, Series]:
     """The phases of a trace by their places; those in the middle, which are never a peak, are left out."""
+    from .traced_step import trace_step  # transformers, which a command line that is only read does not need
+
     model = dataclasses.replace(settings.model, num_layers=num_layers)
     trace = trace_step(dataclasses.replace(settings, model=model, context_length=length), distribution)
     found = {}

@@ -1,0 +1,297 @@
+"""Does length pay? Bits per byte by how much of a text is read, for models of equal size and equal training compute.
+
+    python -m benchmarks.length [--steps N] [--only NAME ...] [--folder FOLDER] [--quick]
+
+Five LongNets of the same sizes differ in what a token attends to: everything in windows of 1,024 tokens, the 1,024
+tokens before it, LongNet's segments up to 8,192, these beside a window, everything in windows of 8,192. A sixth is
+LongNet again, in stages of 1,024, 4,096 and 8,192 tokens. Each is trained by `dilated-attention train` with as many
+operations (:mod:`.training.flops`: matrices by the token, attention by the pair) as LongNet in N steps of 8,192 tokens,
+and measured by `dilated-attention eval`.
+
+The text has far repetition: a document is all Python source of a folder of an installed package, one file after the
+other, at least 64 KiB. Tokens are of a byte-level BPE that is trained on it.
+
+Runs go on where they were stopped when the command is given again. With --only several processes may share the work;
+the results are written by the one after which nothing is missing.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib.util
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from rich.console import Console
+from rich.table import Table
+
+from dilated_attention_pytorch.benchmarks.results import module_command, origin, write_json
+from dilated_attention_pytorch.models import LongNetConfig
+from dilated_attention_pytorch.output import replacing
+from dilated_attention_pytorch.training import TrainSettings, train
+from dilated_attention_pytorch.training.data.sources import Sources
+from dilated_attention_pytorch.training.data.tokenizer import train_tokenizer
+from dilated_attention_pytorch.training.flops import longnet_flops, training_flops
+from dilated_attention_pytorch.training.manifest import read_json
+from dilated_attention_pytorch.training.model_evaluation import EvalSettings, evaluate_model
+from dilated_attention_pytorch.training.stages import Stages, StageSettings
+
+PACKAGES = ("torch", "transformers")
+SMALLEST_TEXT = 1 << 16
+SHORT, LONG = 1024, 8192
+LENGTHS = (1024, 2048, 4096, 8192)
+RESULTS = Path(__file__).parent / "results" / "length.json"
+PICTURE = Path("docs/pictures/length.png")
+_REMEDY = "remove the folder and begin anew"
+
+
+class Contestant(NamedTuple):
+    """What a token attends to, and in windows of how many tokens."""
+
+    patterns: tuple[str, ...]
+    length: int = LONG
+    stages: tuple[int, ...] = ()
+
+
+LONGNET = "DilatedPattern([1024, 2048, 8192], [1, 2, 4])"
+CONTESTANTS = {
+    "dense, 1,024": Contestant(("DilatedPattern([1024], [1])",), SHORT),
+    "window": Contestant(("local_window(1023)",)),
+    "LongNet": Contestant((LONGNET,)),
+    "LongNet + window": Contestant(("local_window(511) + DilatedPattern([2048, 8192], [2, 4])",)),
+    "dense, 8,192": Contestant(("DilatedPattern([8192], [1])",)),
+    "LongNet, staged": Contestant((LONGNET,), stages=(SHORT, 4096, LONG)),
+}
+
+
+def folder_texts(packages: tuple[str, ...]) -> Iterator[tuple[str, str]]:
+    """Every folder of the packages that holds enough Python source, by its name, and that source as one text."""
+    for package in packages:
+        found = importlib.util.find_spec(package)
+        assert found is not None
+        assert found.origin is not None
+        root = Path(found.origin).parent
+        for folder in sorted({file.parent for file in root.rglob("*.py")}):
+            name = str(folder.relative_to(root.parent))
+            files = sorted(folder.glob("*.py"))
+            text = "".join(f"# {name}/{file.name}\n{file.read_text(errors='replace')}\n" for file in files)
+            if len(text.encode()) >= SMALLEST_TEXT:
+                yield name, text
+
+
+def prepare(folder: Path, vocab_size: int) -> tuple[Path, Path]:
+    """The texts as JSONL and the tokenizer, made unless they are there."""
+    texts, tokenizer = folder / "texts.jsonl", folder / "tokenizer"
+    if not texts.exists():
+        folder.mkdir(parents=True, exist_ok=True)
+        with replacing(texts) as staged, staged.open("w") as stream:
+            for name, text in folder_texts(PACKAGES):
+                stream.write(json.dumps({"name": name, "text": text}) + "\n")
+    if not tokenizer.exists():
+        sources = Sources([texts], "text", None)
+        sources.survey()
+        staged = folder / "tokenizer.unfinished"
+        staged.mkdir(exist_ok=True)
+        train_tokenizer(sources.texts_to_train_on(), vocab_size).save(staged)
+        staged.rename(tokenizer)
+    return texts, tokenizer
+
+
+def settings_of(contestant: Contestant, texts: Path, tokenizer: Path, arguments: argparse.Namespace) -> TrainSettings:
+    """Of as many steps as LongNet's operations of ``--steps`` allow."""
+
+    def given(one: Contestant, steps: int) -> TrainSettings:
+        model = LongNetConfig(
+            vocab_size=arguments.vocab_size,
+            embed_dim=arguments.width,
+            num_layers=arguments.layers,
+            num_heads=4,
+            rope_theta=10000.0,
+            layer_patterns=one.patterns,
+        )
+        return TrainSettings(
+            model=model,
+            data=(texts,),
+            tokenizer=tokenizer,
+            cache=arguments.folder / "cache",
+            context_length=one.length,
+            batch_size=LONG // one.length,
+            stages=StageSettings(lengths=one.stages),
+            steps=steps,
+            learning_rate=3e-3,
+            muon_learning_rate=0.03,
+            warmup_fraction=0.05,
+            seed=arguments.seed,
+            threads=arguments.threads,
+            precision=arguments.precision,
+            device="cpu",
+            log_steps=10,
+            eval_steps=max(1, steps // 10),
+            save_steps=max(1, steps // 5),
+            eval_windows=4 * LONG // one.length,
+            final_eval_windows=8 * LONG // one.length,
+            quarter_files=1,
+            sample_length=0,
+        )
+
+    budget = flops_of(given(CONTESTANTS["LongNet"], arguments.steps))
+    a_thousand = given(contestant, 1000)
+    return given(contestant, max(len(contestant.stages) or 1, round(1000 * budget / flops_of(a_thousand))))
+
+
+def flops_of(settings: TrainSettings, step: int | None = None) -> int:
+    """Operations of a run, or of its first steps."""
+    steps = settings.steps if step is None else step
+    return settings.batch_size * training_flops(longnet_flops(settings.model), stages_of(settings), steps)
+
+
+def stages_of(settings: TrainSettings) -> Stages:
+    """The stages of a run, or the one that it has without any."""
+    return Stages.of(
+        settings.stages, settings.model, context_length=settings.context_length, steps=settings.steps
+    )  # fmt: skip
+
+
+def measured(name: str, settings: TrainSettings, arguments: argparse.Namespace, console: Console) -> None:
+    """Train a contestant, or go on with it, and measure it."""
+    run = arguments.folder / slug(name)
+    console.rule(f"{name}: {settings.steps} steps")
+    train(settings, run, console, may_resume=True)
+    if not (run / "eval.json").exists():
+        told = EvalSettings(
+            lengths=LENGTHS, windows=arguments.windows, recall_texts=arguments.recall_texts, threads=arguments.threads
+        )
+        evaluate_model(str(run), told, None, console)
+
+
+def slug(name: str) -> str:
+    """The name of a contestant as that of a folder."""
+    return "".join(letter if letter.isalnum() else "-" for letter in name.replace(",", "").lower())
+
+
+def held_out_curve(run: Path, settings: TrainSettings) -> list[tuple[int, float]]:
+    """Operations, and held-out bits per byte of windows of the length of training, at every evaluation."""
+    points = []
+    for line in (run / "metrics.jsonl").read_text().splitlines():
+        entry = json.loads(line)
+        if "eval_bits_per_byte" in entry:
+            points.append((flops_of(settings, entry["step"]), entry["eval_bits_per_byte"]))
+    return points
+
+
+def collect(chosen: dict[str, TrainSettings], folder: Path) -> list[dict[str, Any]]:
+    """What the runs left, in the order of the contestants."""
+    records = []
+    for name, settings in chosen.items():
+        run = folder / slug(name)
+        found = read_json(run / "eval.json", what="benchmark", remedy=_REMEDY)
+        stages = stages_of(settings)
+        records.append(
+            {
+                "contestant": name,
+                "layer_patterns": settings.model.layer_patterns,
+                "context_length": settings.context_length,
+                "stages": settings.stages.lengths,
+                "steps": settings.steps,
+                "flops": flops_of(settings),
+                "tokens": settings.batch_size * stages.tokens_after(settings.steps),
+                "held_out_during_training": held_out_curve(run, settings),
+                **{key: found[key] for key in ("bits_per_byte", "by_position", "needle", "associations")},
+                "precision": found["precision"],
+            }
+        )
+    return records
+
+
+def table(records: list[dict[str, Any]]) -> Table:
+    """Bits per byte by length, and of a random string that comes again."""
+    shown = Table("", "steps", *(f"reading {length:,}" for length in LENGTHS), "needle, nearest", "needle, farthest")
+    for record in records:
+        bits = [f"{record['bits_per_byte'][str(length)]:.4f}" for length in LENGTHS]
+        needles = [f"{row['again']:.2f}" for row in (record["needle"][0], record["needle"][-1])]
+        shown.add_row(record["contestant"], f"{record['steps']:,}", *bits, *needles)
+    return shown
+
+
+def draw(records: list[dict[str, Any]], file: Path) -> None:
+    """By length, by position, by distance, and over the operations of the training."""
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(11, 8), layout="constrained")
+    FigureCanvasAgg(figure)
+    by_length, by_position, by_distance, by_compute = figure.subplots(2, 2).flat
+    for record in records:
+        style = {"label": record["contestant"], "marker": "o", "markersize": 3}
+        by_length.plot(LENGTHS, [record["bits_per_byte"][str(length)] for length in LENGTHS], **style)
+        places, bits = zip(*record["by_position"][str(max(LENGTHS))], strict=True)
+        by_position.plot(places, bits, **style)
+        distances, again = zip(*((row["distance"], row["again"]) for row in record["needle"]), strict=True)
+        by_distance.plot(distances, again, **style)
+        if record["contestant"].startswith("LongNet"):
+            work, curve = zip(*record["held_out_during_training"], strict=True)
+            by_compute.plot([one / 1e12 for one in work], curve, **style)
+    labels = {
+        by_length: ("tokens read at most", "bits per byte, held-out"),
+        by_position: ("position in the text that is read, tokens", "bits per byte, held-out"),
+        by_distance: ("distance, tokens", "bits per letter of a random string that comes again"),
+        by_compute: ("operations of the training, 10^12", "bits per byte, held-out, at 8,192"),
+    }
+    for axes, (x, y) in labels.items():
+        if axes is not by_compute:
+            axes.set_xscale("log", base=2)
+        axes.set_xlabel(x)
+        axes.set_ylabel(y)
+        axes.grid(alpha=0.3)
+        axes.legend(fontsize=8)
+    file.parent.mkdir(parents=True, exist_ok=True)
+    with replacing(file) as staged:
+        figure.savefig(staged, dpi=120, format="png")
+
+
+def main() -> None:
+    """Train and measure, print the table, write figures and picture."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--folder", type=Path, default=Path("runs/length"), help="where the runs are kept")
+    parser.add_argument("--steps", type=int, default=600, help="steps of LongNet; the others take as many operations")
+    parser.add_argument("--only", nargs="+", choices=CONTESTANTS, default=list(CONTESTANTS), metavar="NAME")
+    parser.add_argument("--width", type=int, default=192)
+    parser.add_argument("--layers", type=int, default=4)
+    parser.add_argument("--vocab-size", type=int, default=2048)
+    parser.add_argument("--windows", type=int, default=32, help="held-out windows of 8,192 tokens")
+    parser.add_argument("--recall-texts", type=int, default=8)
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--threads", type=int, default=0)
+    parser.add_argument("--precision", default="bfloat16")
+    parser.add_argument("--quick", action="store_true", help="a tiny model, 3 steps: checks")
+    parser.add_argument("--output", type=Path, default=RESULTS)
+    parser.add_argument("--picture", type=Path, default=PICTURE)
+    arguments = parser.parse_args()
+    if arguments.quick:
+        arguments.steps, arguments.width, arguments.layers, arguments.windows = 3, 32, 2, 1
+        arguments.recall_texts = 1
+    here, console = origin(module_command()), Console()
+    texts, tokenizer = prepare(arguments.folder, arguments.vocab_size)
+    chosen = {name: settings_of(one, texts, tokenizer, arguments) for name, one in CONTESTANTS.items()}
+    for name in arguments.only:
+        measured(name, chosen[name], arguments, console)
+    missing = [name for name in chosen if not (arguments.folder / slug(name) / "eval.json").exists()]
+    if missing:
+        console.print(f"not measured yet: {', '.join(missing)}")
+        return
+    records = collect(chosen, arguments.folder)
+    console.print(table(records))
+    sizes = {"parameters": chosen["LongNet"].model.num_parameters, "width": arguments.width, "layers": arguments.layers}
+    write_json(
+        arguments.output,
+        {"machine": here, "packages": PACKAGES, "vocab_size": arguments.vocab_size, **sizes, "seed": arguments.seed,
+         "threads": arguments.threads, "windows": arguments.windows, "results": records},
+    )  # fmt: skip
+    draw(records, arguments.picture)
+    console.print(f"written: {arguments.output} and {arguments.picture}")
+
+
+if __name__ == "__main__":
+    main()
