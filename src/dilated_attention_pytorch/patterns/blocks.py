@@ -10,24 +10,19 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .pattern import Pattern, PatternSum
-from .rules import (
+from .block_rules import (
     MASK_CELLS,
     MOST_BLOCK_PAIRS,
     BlockMask,
     BlockRule,
     Hierarchical,
     RandomBlocks,
-    Range,
-    Rectangles,
-    Rule,
-    Spans,
     StridedBlocks,
-    Window,
-    num_pairs,
     packed_mask,
     rule_from_entry,
 )
+from .pattern import Pattern, PatternSum
+from .rules import Range, Rectangles, Rule, Spans, Window, num_pairs
 
 _LARGEST_DENOMINATOR = 64
 _END = 1 << 31
