@@ -29,6 +29,8 @@ from planned import planned, with_candidates
 from triton_calls import DEVICE, SMALL, check, check_drawn_calls, poisoned
 
 PARTS, DRAWS = 6, 27
+IN_EVERY_RUN = 2
+"""Parts that are no sweep: one takes the interpreter about two minutes."""
 RULED_DRAWS = 7
 
 
@@ -39,7 +41,9 @@ def _small_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
         with_candidates(monkeypatch, configurations.Configuration(16, 16, 4, 1))
 
 
-@pytest.mark.parametrize("part", range(PARTS))
+@pytest.mark.parametrize(
+    "part", [part if part < IN_EVERY_RUN else pytest.param(part, marks=pytest.mark.slow) for part in range(PARTS)]
+)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_drawn_calls_stay_within_the_error_budget(dtype: torch.dtype, part: int, figure: Any) -> None:
     def check_part(call: DrawnCall, used: dict[str, float]) -> None:
