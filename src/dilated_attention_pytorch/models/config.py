@@ -161,8 +161,8 @@ class LongNetConfig:
     @property
     def different_patterns(self) -> tuple[Pattern, ...]:
         """The patterns that blocks take in turn, the first one's first; of any number of blocks these."""
-        cycle = len(self.layer_patterns) or len(self.layer_segment_shifts)
-        return tuple(self.pattern(layer) for layer in range(min(self.num_layers, cycle)))
+        in_turn = self.layer_patterns or self.layer_segment_shifts
+        return tuple(self.pattern(layer) for layer in range(min(self.num_layers, len(in_turn))))
 
     @property
     def pattern_in_words(self) -> str:
