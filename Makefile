@@ -8,7 +8,7 @@ SWEEP_FOLDER ?= build/sweep-resume
 # The oldest PyTorch that pyproject.toml promises.
 OLDEST := $(shell sed -n 's/.*"torch>=\([0-9.]*\)".*/\1/p' pyproject.toml)
 
-.PHONY: demo test gate format lint types tests oldest docs sweep sweep-resume mangled stream trackers zero quantized architectures cluster bench benchmark gpu clean
+.PHONY: demo test check checked wheel gate format lint types tests oldest docs sweep sweep-resume mangled stream trackers zero quantized architectures cluster bench benchmark gpu clean
 
 demo: $(VENV)/train.stamp  ## environment, install, train a LongNet on real text, sample from it
 	@if [ -f $(RUN_FOLDER)/model.safetensors ]; then \
@@ -22,6 +22,26 @@ demo: $(VENV)/train.stamp  ## environment, install, train a LongNet on real text
 
 test: $(VENV)/dev.stamp  ## environment, install, everything the gate checks
 	$(MAKE) gate
+
+# What `make check` runs: laws, oracle, patterns, models, the command.
+CHECKED := tests/ops/test_attend_equals_the_oracle.py tests/ops/test_attend_laws.py tests/ops/test_merge.py \
+	tests/ops/test_wrong_calls.py tests/patterns tests/planning tests/nn/test_modules.py tests/models \
+	tests/cli/test_command.py tests/cli/test_show.py tests/test_options.py tests/test_package.py tests/test_readme.py
+
+check: $(VENV)/dev.stamp  ## the laws of attention, patterns, models and the command: minutes
+	$(BIN)/pytest -n 2 --dist worksteal $(CHECKED)
+
+checked:
+	@echo $(CHECKED)
+
+wheel: $(VENV)/dev.stamp  ## wheel and sdist into dist/, each installed and tried where nothing else is
+	rm -rf dist build/wheel
+	$(BIN)/python -m build --outdir dist .
+	for made in dist/*.whl dist/*.tar.gz; do \
+		rm -rf build/wheel && $(PYTHON) -m venv build/wheel && \
+		build/wheel/bin/pip install --quiet --constraint constraints.txt "$$made" && \
+		(cd build/wheel && bin/python ../../tests/smoke.py && bin/dilated-attention info) || exit 1; \
+	done
 
 gate: lint types tests docs
 
@@ -61,7 +81,7 @@ trackers: $(VENV)/dev.stamp $(VENV)/track.stamp  ## Weights & Biases (offline) a
 	$(BIN)/pytest tests/training/test_other_trackers.py
 
 zero: $(VENV)/dev.stamp $(VENV)/deepspeed.stamp  ## DeepSpeed's ZeRO, every stage: the losses, weights and moments of one process
-	$(BIN)/pytest tests/training/test_zero.py
+	$(BIN)/pytest tests/training/test_zero.py tests/training/test_offload_files.py
 
 quantized: $(VENV)/dev.stamp $(VENV)/torchao.stamp  ## weights in 8 bits, and training in float8, by torchao, which is too large for the gate
 	$(BIN)/pytest tests/training/test_torchao.py
@@ -87,8 +107,10 @@ benchmark: $(VENV)/dev.stamp  ## the figures of the README, on this machine
 	$(BIN)/python -m benchmarks.selection
 	$(BIN)/python -m benchmarks.recall
 	$(BIN)/python -m benchmarks.parallel
-	$(BIN)/python -m benchmarks.scale --only plan call ring
+	$(BIN)/python -m benchmarks.scale --only plan call simulated messages rounds
+	$(BIN)/python -m benchmarks.claims
 	$(BIN)/python -m benchmarks.slide_encoder
+	$(BIN)/python -m benchmarks.slides
 	$(BIN)/python -m benchmarks.products
 	$(BIN)/python -m benchmarks.products --avx2
 	$(BIN)/python -m benchmarks.cpu_kernels
@@ -96,6 +118,7 @@ benchmark: $(VENV)/dev.stamp  ## the figures of the README, on this machine
 	$(BIN)/python -m benchmarks.training_step
 	$(BIN)/python -m benchmarks.training_memory
 	$(BIN)/python -m benchmarks.planner
+	$(BIN)/python -m benchmarks.how_far
 	$(BIN)/python -m benchmarks.optimizer_states
 	$(BIN)/python -m benchmarks.sharded_states
 	$(BIN)/python -m benchmarks.checkpoints

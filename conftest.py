@@ -78,6 +78,18 @@ def figure(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
     return record
 
 
+@pytest.fixture
+def browser(tmp_path: Path) -> Iterator[Any]:
+    """A :class:`support.browser.Browser`; the test is skipped where no Chromium is installed."""
+    from support.browser import Browser, find_browser
+
+    program = find_browser()
+    if program is None:
+        pytest.skip("no Chromium is installed (apt-get install chromium-headless-shell)")
+    with Browser(program, tmp_path / "browser") as opened:
+        yield opened
+
+
 def pytest_terminal_summary(terminalreporter: Any, config: pytest.Config) -> None:
     factory = getattr(config, "_tmp_path_factory", None)
     if factory is None:

@@ -27,10 +27,10 @@ from torch import Tensor
 from torch.utils.flop_counter import FlopCounterMode
 
 from dilated_attention_pytorch import DilatedPattern, attend, attend_with_lse
-from dilated_attention_pytorch.benchmarks.clock import begin_peak, resident
 from dilated_attention_pytorch.benchmarks.exactness import draw_samples, judge, sampled_gradient
 from dilated_attention_pytorch.benchmarks.results import module_command, origin, write_json
 from dilated_attention_pytorch.benchmarks.shapes import Case, DtypeName
+from dilated_attention_pytorch.memory import begin_peak, resident
 
 from .implementation import LEAST_VECTORS, add_choice, in_words, judged, take
 
@@ -94,13 +94,22 @@ def gate(groups: tuple[tuple[int, int], ...], inputs: Operands, *, is_causal: bo
     """
     _, rows, heads, head_dim = inputs[0].shape
     dtypes: dict[torch.dtype, DtypeName] = {
-        torch.float32: "float32", torch.bfloat16: "bfloat16", torch.float64: "float64"
-    }  # fmt: skip
+        torch.float32: "float32",
+        torch.bfloat16: "bfloat16",
+        torch.float64: "float64",
+    }
     case = Case(
-        shape="study", mode="forward_backward", rows=rows, heads=heads, kv_heads=heads, head_dim=head_dim,
-        segment_lengths=tuple(w for w, _ in groups), dilation_rates=tuple(r for _, r in groups), causal=is_causal,
+        shape="study",
+        mode="forward_backward",
+        rows=rows,
+        heads=heads,
+        kv_heads=heads,
+        head_dim=head_dim,
+        segment_lengths=tuple(w for w, _ in groups),
+        dilation_rates=tuple(r for _, r in groups),
+        causal=is_causal,
         dtype=dtypes[inputs[0].dtype],
-    )  # fmt: skip
+    )
     samples = draw_samples(case)
     grad = sampled_gradient(case, samples, inputs[0])
     out = attend(*inputs, case.pattern, is_causal=is_causal)
@@ -144,10 +153,15 @@ def measure(
 
     dense = Dense(heads, dtype, head_dim, is_causal=is_causal)
     result: dict[str, Any] = {
-        "groups": groups, "rows": rows, "heads": heads, "head_dim": head_dim,
-        "dtype": str(dtype).removeprefix("torch."), "causal": is_causal, "forward_flops": flops,
+        "groups": groups,
+        "rows": rows,
+        "heads": heads,
+        "head_dim": head_dim,
+        "dtype": str(dtype).removeprefix("torch."),
+        "causal": is_causal,
+        "forward_flops": flops,
         "largest_sampled_errors": errors,
-    }  # fmt: skip
+    }
     for name, ours, theirs, factor, limit in (
         ("forward", forward_seconds, dense.forward_seconds, 1.0, limits and limits[0]),
         ("forward_backward", both_seconds, dense.both_seconds, 3.5, limits and limits[1]),
@@ -162,10 +176,14 @@ def measure(
         rate = factor * dense.flops / statistics.median(dense_times)
         ratio = statistics.median(times) / (factor * flops / rate)
         result[name] = {
-            "seconds": statistics.median(times), "fastest": min(times), "slowest": max(times),
-            "dense_seconds": statistics.median(dense_times), "dense_rows": DENSE_ROWS, "dense_rate_gflops": rate / 1e9,
+            "seconds": statistics.median(times),
+            "fastest": min(times),
+            "slowest": max(times),
+            "dense_seconds": statistics.median(dense_times),
+            "dense_rows": DENSE_ROWS,
+            "dense_rate_gflops": rate / 1e9,
             "ratio_to_bound": ratio,
-        }  # fmt: skip
+        }
         if limit is not None:
             result[name] |= judged(ratio, limit)
     return result
@@ -201,9 +219,15 @@ def timed(rows: list[int], head_dims: list[int], repeats: int, *, quick: bool) -
     heads, rows, repeats = (1, [4096], 1) if quick else (8, rows, repeats)
     for number, head_dim, dtype, is_causal in itertools.product(rows, head_dims, LIMITS, (False, True)):
         result = measure(
-            SPEED, number, heads, dtype, is_causal=is_causal, repeats=min(repeats, 3) if number > 20000 else repeats,
-            head_dim=head_dim, limits=limits_of(dtype, is_causal=is_causal),
-        )  # fmt: skip
+            SPEED,
+            number,
+            heads,
+            dtype,
+            is_causal=is_causal,
+            repeats=min(repeats, 3) if number > 20000 else repeats,
+            head_dim=head_dim,
+            limits=limits_of(dtype, is_causal=is_causal),
+        )
         show(result)
         results.append(result)
     return results
@@ -224,18 +248,30 @@ def avx2(options: argparse.Namespace) -> dict[str, Any]:
     with tempfile.TemporaryDirectory() as folder:
         file = Path(folder) / "speed.json"
         command = [
-            sys.executable, "-m", "benchmarks.attention", "--only", "speed", "--impl", options.impl,
-            "--rows", *map(str, options.rows), "--output", str(file), *(["--quick"] if options.quick else []),
-        ]  # fmt: skip
+            sys.executable,
+            "-m",
+            "benchmarks.attention",
+            "--only",
+            "speed",
+            "--impl",
+            options.impl,
+            "--rows",
+            *map(str, options.rows),
+            "--output",
+            str(file),
+            *(["--quick"] if options.quick else []),
+        ]
         subprocess.run(command, check=True, env={**os.environ, **LEAST_VECTORS})
         found: dict[str, Any] = json.loads(file.read_text())
     instructions = found["machine"]["vector_instructions"]
     if instructions != "AVX2":
         raise SystemExit(f"PyTorch computes with {instructions} where AVX2 was asked for")
     return {
-        "environment": LEAST_VECTORS, "vector_instructions": instructions, "impl": found["impl"],
+        "environment": LEAST_VECTORS,
+        "vector_instructions": instructions,
+        "impl": found["impl"],
         "speed": found["speed"],
-    }  # fmt: skip
+    }
 
 
 def growth_between(small: int, large: int, heads: int) -> dict[str, Any]:
@@ -265,9 +301,13 @@ def growth_between(small: int, large: int, heads: int) -> dict[str, Any]:
         f"(rows: {large / small:.0f} x; rounds: {min(ratios):.1f} to {max(ratios):.1f})"
     )
     return {
-        "rows": [small, large], "heads": heads, "seconds": [statistics.median(t) for t in times.values()],
-        "ratio": ratio, "ratios": ratios, **judged(ratio, limit),
-    }  # fmt: skip
+        "rows": [small, large],
+        "heads": heads,
+        "seconds": [statistics.median(t) for t in times.values()],
+        "ratio": ratio,
+        "ratios": ratios,
+        **judged(ratio, limit),
+    }
 
 
 def growth(options: argparse.Namespace) -> dict[str, Any]:
@@ -303,10 +343,14 @@ def floor(options: argparse.Namespace) -> list[dict[str, Any]]:
             f"{dtype}: causal attention at {rows:,} rows takes {ratio:.3f} x its time per pair at {DENSE_ROWS:,}; "
             f"filling a fresh output of {whole:,} rows takes {touch:.3f} s"
         )
-        results.append({
-            "dtype": str(dtype).removeprefix("torch."), "causal_time_per_pair_ratio": ratio,
-            "output_rows": whole, "first_touch_seconds": touch,
-        })  # fmt: skip
+        results.append(
+            {
+                "dtype": str(dtype).removeprefix("torch."),
+                "causal_time_per_pair_ratio": ratio,
+                "output_rows": whole,
+                "first_touch_seconds": touch,
+            }
+        )
     return results
 
 
@@ -333,9 +377,16 @@ def memory(options: argparse.Namespace) -> list[dict[str, Any]]:
         for causal in (False, True):
             rows = 16384 if options.quick else 65536
             command = [
-                sys.executable, "-m", "benchmarks.attention", "--impl", options.impl,
-                "--memory-of", str(rows), dtype, str(int(causal)),
-            ]  # fmt: skip
+                sys.executable,
+                "-m",
+                "benchmarks.attention",
+                "--impl",
+                options.impl,
+                "--memory-of",
+                str(rows),
+                dtype,
+                str(int(causal)),
+            ]
             # glibc keeps freed pages of up to 64 MiB for later. With its threshold fixed they leave the process, and
             # the peak is what was in use at once; without, the pages it kept are counted too.
             parts = {}
@@ -347,10 +398,15 @@ def memory(options: argparse.Namespace) -> list[dict[str, Any]]:
                 f"{in_words(parts['in_use'], LIMIT_MEMORY)} "
                 f"({parts['with_freed_pages']:.3f} with the freed pages that glibc keeps)"
             )
-            results.append({
-                "rows": rows, "dtype": dtype, "causal": causal, "parts_of_query": parts,
-                **judged(parts["in_use"], LIMIT_MEMORY),
-            })  # fmt: skip
+            results.append(
+                {
+                    "rows": rows,
+                    "dtype": dtype,
+                    "causal": causal,
+                    "parts_of_query": parts,
+                    **judged(parts["in_use"], LIMIT_MEMORY),
+                }
+            )
     return results
 
 
@@ -375,9 +431,15 @@ def paper(options: argparse.Namespace) -> list[dict[str, Any]]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parts: dict[str, Callable[[argparse.Namespace], Any]] = {
-        "speed": speed, "head_dims": head_dims, "avx2": avx2, "growth": growth, "long_growth": long_growth,
-        "memory": memory, "paper": paper, "floor": floor,
-    }  # fmt: skip
+        "speed": speed,
+        "head_dims": head_dims,
+        "avx2": avx2,
+        "growth": growth,
+        "long_growth": long_growth,
+        "memory": memory,
+        "paper": paper,
+        "floor": floor,
+    }
     parser.add_argument("--only", nargs="+", choices=parts, default=list(parts), help="which parts to run")
     add_choice(parser)
     parser.add_argument("--rows", type=int, nargs="+", default=[16384, 65536], help="of the parts speed and avx2")

@@ -43,7 +43,7 @@ TOLERANCE = {torch.float32: 2e-5, torch.bfloat16: 2e-2}
 LIMITS = {
     torch.float32: {"forward": 0.65, "forward_backward": 0.80},
     torch.bfloat16: {"forward": 0.45, "forward_backward": 0.60},
-}  # fmt: skip
+}
 
 
 def seconds(call: Callable[[], object]) -> float:
@@ -160,10 +160,18 @@ def measure(
         if not difference <= 2 * TOLERANCE[dtype]:
             raise SystemExit(f"not timed, because FlexAttention differs: {pattern}: {difference}")
     result: dict[str, Any] = {
-        "pattern": name, "density": density, "rows": ROWS, "heads": heads, "kv_heads": kv_heads, "head_dim": HEAD_DIM,
-        "block_size": BLOCK, "dtype": str(dtype).removeprefix("torch."), "causal": is_causal, "query_size": size,
+        "pattern": name,
+        "density": density,
+        "rows": ROWS,
+        "heads": heads,
+        "kv_heads": kv_heads,
+        "head_dim": HEAD_DIM,
+        "block_size": BLOCK,
+        "dtype": str(dtype).removeprefix("torch."),
+        "causal": is_causal,
+        "query_size": size,
         "largest_error": error,
-    }  # fmt: skip
+    }
     for mode in ("forward", "forward_backward"):
         times: dict[str, list[float]] = {who: [] for who in contestants}
         for repeat in range(3):
@@ -178,10 +186,12 @@ def measure(
         least = {who: min(taken) for who, taken in times.items()}
         ratio = least["ours"] / (density * least["dense"])
         result[mode] = {
-            "seconds": least["ours"], "dense_seconds": least["dense"],
-            "median": statistics.median(times["ours"]), "dense_median": statistics.median(times["dense"]),
+            "seconds": least["ours"],
+            "dense_seconds": least["dense"],
+            "median": statistics.median(times["ours"]),
+            "dense_median": statistics.median(times["dense"]),
             "ratio_to_density": ratio,
-        }  # fmt: skip
+        }
         if device == "cpu":
             result[mode] |= judged(ratio, LIMITS[dtype][mode])
         if "flex" in least:

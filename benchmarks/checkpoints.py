@@ -33,8 +33,10 @@ from dilated_attention_pytorch.training.trainer import LongNetTrainer
 def measured(seconds: dict[str, list[float]]) -> Iterator[None]:
     """Fill ``seconds`` while runs of this process train."""
     take, save, complete = (
-        LongNetTrainer.training_step, LongNetTrainer._save_checkpoint, LongNetTrainer._complete_checkpoint,
-    )  # fmt: skip
+        LongNetTrainer.training_step,
+        LongNetTrainer._save_checkpoint,
+        LongNetTrainer._complete_checkpoint,
+    )
 
     def timed_step(self: LongNetTrainer, *args: Any, **options: Any) -> torch.Tensor:
         start = time.perf_counter()
@@ -92,9 +94,16 @@ def main() -> None:
     arguments = parser.parse_args()
     preset = PRESETS["cpu"]()
     settings = replace(
-        preset, steps=arguments.steps, save_steps=2, eval_steps=10_000, eval_windows=1, final_eval_windows=1,
-        quarter_files=1, sample_length=1, device="cpu",
-    )  # fmt: skip
+        preset,
+        steps=arguments.steps,
+        save_steps=2,
+        eval_steps=10_000,
+        eval_windows=1,
+        final_eval_windows=1,
+        quarter_files=1,
+        sample_length=1,
+        device="cpu",
+    )
     if arguments.quick:
         settings = replace(settings, context_length=1024, steps=5)
     here = origin(module_command())
@@ -108,10 +117,17 @@ def main() -> None:
     print(f"the same bits; a checkpoint has {written / 1e6:.1f} MB")
     if arguments.quick:
         return
-    write_json(arguments.output, {
-        "machine": here, "preset": "cpu", "settings": settings.to_dict(), "save_steps": preset.save_steps,
-        "checkpoint_bytes": written, "results": results,
-    })  # fmt: skip
+    write_json(
+        arguments.output,
+        {
+            "machine": here,
+            "preset": "cpu",
+            "settings": settings.to_dict(),
+            "save_steps": preset.save_steps,
+            "checkpoint_bytes": written,
+            "results": results,
+        },
+    )
     print(f"written: {arguments.output}")
 
 

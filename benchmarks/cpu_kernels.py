@@ -124,9 +124,15 @@ def grid() -> tuple[list[Case], list[Case]]:
     too_long: list[Case] = []
     for dtype, head_dim, rows, kind, mode in itertools.product(DTYPES, HEAD_DIMS, ROWS, KINDS, MODES):
         case = Case(
-            dtype=dtype, head_dim=head_dim, rows=rows, kind=kind, mode=mode, causal=draw.random() < 0.5, heads=1,
+            dtype=dtype,
+            head_dim=head_dim,
+            rows=rows,
+            kind=kind,
+            mode=mode,
+            causal=draw.random() < 0.5,
+            heads=1,
             kv_heads=draw.choice((1, 1, 4)),  # here: query heads of a key/value head
-        )  # fmt: skip
+        )
         found = fitted(case)
         (too_long if found is None else cases).append(case if found is None else found)
     draw.shuffle(cases)
@@ -156,9 +162,7 @@ class Call:
             leaves = tuple(leaf.detach().to(dtype).requires_grad_(self.is_backward) for leaf in leaves)
             grad = grad.to(dtype)
         query, key, value = leaves
-        out = attend(
-            query, key, value, self.pattern, is_causal=self.case.causal, query_offset=self.offset, impl=impl
-        )  # fmt: skip
+        out = attend(query, key, value, self.pattern, is_causal=self.case.causal, query_offset=self.offset, impl=impl)
         return (out, *torch.autograd.grad(out, leaves, grad)) if self.is_backward else (out,)
 
     def error(self) -> float:
@@ -167,11 +171,18 @@ class Call:
         precise = torch.float64 if case.dtype == "float32" else torch.float32
         allowed, _ = exactness.allowed_errors(
             shapes.Case(
-                shape="grid", mode="forward", rows=case.rows, heads=case.heads, kv_heads=case.kv_heads,
-                head_dim=case.head_dim, segment_lengths=(case.rows,) * (3 if case.kind == "dilated" else 1),
-                dilation_rates=(1,) * (3 if case.kind == "dilated" else 1), causal=case.causal, dtype=case.dtype,
+                shape="grid",
+                mode="forward",
+                rows=case.rows,
+                heads=case.heads,
+                kv_heads=case.kv_heads,
+                head_dim=case.head_dim,
+                segment_lengths=(case.rows,) * (3 if case.kind == "dilated" else 1),
+                dilation_rates=(1,) * (3 if case.kind == "dilated" else 1),
+                causal=case.causal,
+                dtype=case.dtype,
             )
-        )  # fmt: skip
+        )
         pairs = zip(self.results("native"), self.results("aten", precise), strict=True)
         errors = [float(((got.to(precise) - want).norm() / want.norm()).detach()) for got, want in pairs]
         return max(math.inf if math.isnan(error) else error for error in errors) / allowed
@@ -201,10 +212,13 @@ def measure(case: Case, budget: float) -> dict[str, Any]:
                 samples[impl].append(seconds(lambda impl=impl: call.results(impl), times[impl]))  # type: ignore[misc]
     least = {impl: min(taken) for impl, taken in samples.items()}
     return result | {
-        "turns": len(samples["native"]), "native_seconds": least["native"], "aten_seconds": least["aten"],
-        "native_median": statistics.median(samples["native"]), "aten_median": statistics.median(samples["aten"]),
+        "turns": len(samples["native"]),
+        "native_seconds": least["native"],
+        "aten_seconds": least["aten"],
+        "native_median": statistics.median(samples["native"]),
+        "aten_median": statistics.median(samples["aten"]),
         "ratio": least["native"] / least["aten"],
-    }  # fmt: skip
+    }
 
 
 def geometric_mean(ratios: Iterable[float]) -> float:
@@ -275,10 +289,14 @@ def main() -> int:
     write_json(
         output,
         {
-            "machine": here, "impl": ["native", "aten"], "seconds": taken, **found,
-            "too_long": [case.name for case in too_long], "results": results,
+            "machine": here,
+            "impl": ["native", "aten"],
+            "seconds": taken,
+            **found,
+            "too_long": [case.name for case in too_long],
+            "results": results,
         },
-    )  # fmt: skip
+    )
     print(f"written: {output}")
     return 1 if found["wrong"] else 0
 

@@ -170,11 +170,22 @@ def measure_kernel(name: str, pattern: Pattern, rows: int, dtype: torch.dtype, r
         flush=True,
     )
     return {
-        "pattern": name, "rows": rows, "dtype": words, "heads": KERNEL_HEADS, "kv_heads": KERNEL_KV_HEADS,
-        "head_dim": HEAD_DIM, "seconds": read, "following_seconds": warm, "fastest": min(times),
-        "key_value_bytes": num_bytes, "bytes_per_second": bandwidths[0], "copy_bytes_per_second": bandwidths[1],
-        "error": error, "ratio": ratio, **judged(ratio, LEAST_BANDWIDTH, is_least=True),
-    }  # fmt: skip
+        "pattern": name,
+        "rows": rows,
+        "dtype": words,
+        "heads": KERNEL_HEADS,
+        "kv_heads": KERNEL_KV_HEADS,
+        "head_dim": HEAD_DIM,
+        "seconds": read,
+        "following_seconds": warm,
+        "fastest": min(times),
+        "key_value_bytes": num_bytes,
+        "bytes_per_second": bandwidths[0],
+        "copy_bytes_per_second": bandwidths[1],
+        "error": error,
+        "ratio": ratio,
+        **judged(ratio, LEAST_BANDWIDTH, is_least=True),
+    }
 
 
 def kernel(arguments: argparse.Namespace) -> list[dict[str, Any]]:
@@ -204,10 +215,13 @@ def whole_model(arguments: argparse.Namespace) -> dict[str, Any]:
     if ratio is not None:
         print(f"time per token at 60,000 over 9,000: {ratio:.2f} {in_words(ratio, LIMIT)}")
     return {
-        "model": SIZES | PATTERN | {"layer_segment_shifts": [0, 1024]}, "dtype": "float32", "chunk": CHUNK,
+        "model": SIZES | PATTERN | {"layer_segment_shifts": [0, 1024]},
+        "dtype": "float32",
+        "chunk": CHUNK,
         "points": [{**asdict(point), "key_value_bytes_per_second": point.bytes_per_second} for point in points],
-        "ratio_60000_over_9000": ratio, "limit": LIMIT,
-    }  # fmt: skip
+        "ratio_60000_over_9000": ratio,
+        "limit": LIMIT,
+    }
 
 
 @torch.no_grad()
@@ -233,8 +247,10 @@ def main() -> int:
         print(f"cached logits differ from uncached ones by {difference:.1e}: nothing was measured", file=sys.stderr)
         return 1
     results: dict[str, Any] = {
-        "machine": origin(module_command()), "impl": impl, "largest_difference_float64": difference
-    }  # fmt: skip
+        "machine": origin(module_command()),
+        "impl": impl,
+        "largest_difference_float64": difference,
+    }
     print(f"impl: {impl}\nlargest difference of cached and uncached logits, float64: {difference:.1e}")
     if "kernel" in arguments.only:
         results["kernel"] = kernel(arguments)

@@ -63,9 +63,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--output", type=Path, default=Path("benchmarks/results/fp8_error.json"))
     words = parser.parse_args()
-    records = [
-        errors(head_dim, has_outliers=has_outliers) for head_dim in (64, 128) for has_outliers in (False, True)
-    ]  # fmt: skip
+    records = [errors(head_dim, has_outliers=has_outliers) for head_dim in (64, 128) for has_outliers in (False, True)]
     table = Table("D", "outliers", *(f"{impl}: out, element, lse" for impl in IMPLS))
     for record in records:
         cells = [", ".join(f"{number:.2e}" for number in record[impl].values()) for impl in IMPLS]

@@ -111,19 +111,29 @@ def steps(output: Path, *, is_dry: bool, seconds: float) -> list[Step]:
         module = (python, "-m", "benchmarks.gpu_gate", *small, "--contestants", *who, "--backward", backward)
         prefix = (sanitizer or "compute-sanitizer", "--tool", tool, "--error-exitcode", "9")
         return Step(
-            name=name, command=(*prefix, *module, "--output", str(output / f"{name}.json")), most_seconds=240.0,
+            name=name,
+            command=(*prefix, *module, "--output", str(output / f"{name}.json")),
+            most_seconds=240.0,
             # Freed memory stays with PyTorch's allocator: every tensor must be an allocation of its own.
             environment={"PYTORCH_NO_CUDA_MEMORY_CACHING": "1", "TRITON_INTERPRET": "0"},
-            refusal=no_gpu or (None if has_gpu else "it watches a GPU")
+            refusal=no_gpu
+            or (None if has_gpu else "it watches a GPU")
             or (None if sanitizer else "compute-sanitizer is not on the PATH (it comes with the CUDA toolkit)"),
-        )  # fmt: skip
+        )
 
     return [
         *(
             Step(
-                name=f"gate, {who}", most_seconds=180.0, refusal=no_gpu,
+                name=f"gate, {who}",
+                most_seconds=180.0,
+                refusal=no_gpu,
                 command=(
-                    python, "-m", "benchmarks.gpu_gate", *drawn, *_GATE[who], "--output",
+                    python,
+                    "-m",
+                    "benchmarks.gpu_gate",
+                    *drawn,
+                    *_GATE[who],
+                    "--output",
                     str(output / f"gate-{who}.json"),
                 ),
             )
@@ -132,23 +142,42 @@ def steps(output: Path, *, is_dry: bool, seconds: float) -> list[Step]:
         Step(
             name="benchmark",
             command=(
-                python, "-m", "dilated_attention_pytorch.benchmarks", "--preset", "gpu", "--output", str(bench),
-                "--time-limit", f"{0.8 * seconds:.0f}", *resumed, *(("--dry-run",) if is_dry else ()),
+                python,
+                "-m",
+                "dilated_attention_pytorch.benchmarks",
+                "--preset",
+                "gpu",
+                "--output",
+                str(bench),
+                "--time-limit",
+                f"{0.8 * seconds:.0f}",
+                *resumed,
+                *(("--dry-run",) if is_dry else ()),
             ),
-            most_seconds=seconds, refusal=no_gpu,
-            begun_anew=LEAVES_WHEN_LOST, is_done=lambda: _is_complete(bench / "bench.json"),
+            most_seconds=seconds,
+            refusal=no_gpu,
+            begun_anew=LEAVES_WHEN_LOST,
+            is_done=lambda: _is_complete(bench / "bench.json"),
         ),
         *(checked(tool, backward) for tool in ("memcheck", "racecheck") for backward in ("pair", "single")),
         Step(
             name="tests",
             command=(
-                python, "-m", "pytest", "-q", "-x", "tests/kernels/triton", "--ignore",
-                "tests/kernels/triton/test_compiled.py", *(("--collect-only",) if is_dry else ()),
+                python,
+                "-m",
+                "pytest",
+                "-q",
+                "-x",
+                "tests/kernels/triton",
+                "--ignore",
+                "tests/kernels/triton/test_compiled.py",
+                *(("--collect-only",) if is_dry else ()),
             ),
-            most_seconds=seconds, environment={"TRITON_INTERPRET": "0"} if has_gpu else {},
+            most_seconds=seconds,
+            environment={"TRITON_INTERPRET": "0"} if has_gpu else {},
             refusal=no_gpu or (f"{' and '.join(missing)} not installed: pip install -e .[dev]" if missing else None),
         ),
-    ]  # fmt: skip
+    ]
 
 
 def _is_complete(file: Path) -> bool:

@@ -42,12 +42,19 @@ def draw_case(generator: random.Random, dtype: DtypeName, most_rows: int) -> Cas
     kv_heads, groups = generator.randint(1, 4), generator.randint(1, 3)
     rows = generator.choice([generator.randint(2, most_rows), generator.choice([n for n in ROWS if n <= most_rows])])
     return Case(
-        shape="drawn", mode="forward_backward", rows=rows, batch=generator.randint(1, 2), kv_heads=kv_heads,
-        heads=kv_heads * generator.choice([1, 1, 2, 3]), head_dim=generator.choice([64, 128]),
+        shape="drawn",
+        mode="forward_backward",
+        rows=rows,
+        batch=generator.randint(1, 2),
+        kv_heads=kv_heads,
+        heads=kv_heads * generator.choice([1, 1, 2, 3]),
+        head_dim=generator.choice([64, 128]),
         segment_lengths=tuple(generator.randint(2, most_rows + 100) for _ in range(groups)),
         dilation_rates=tuple(generator.randint(1, 9) for _ in range(groups)),
-        offset_rule=generator.choice(["modulo", "modulo", "block"]), causal=generator.random() < 0.5, dtype=dtype,
-    )  # fmt: skip
+        offset_rule=generator.choice(["modulo", "modulo", "block"]),
+        causal=generator.random() < 0.5,
+        dtype=dtype,
+    )
 
 
 def check(case: Case, contestant: Contestant, device: torch.device) -> tuple[float, list[str]]:
@@ -65,7 +72,7 @@ def check(case: Case, contestant: Contestant, device: torch.device) -> tuple[flo
                 grads = torch.autograd.grad(out, operands, grad_out) if has_gradient else None
             verdict = judge(
                 case, contestant.computes, samples, operands, out.detach(), grad_out, grads, contestant.rounding
-            )  # fmt: skip
+            )
             used = max([used, *(error / verdict.allowed for error in verdict.errors.values())])
             if not verdict.passes:
                 wrong.append(f"{case.name}, layout {turn}: {verdict.in_words()}")
@@ -114,9 +121,13 @@ def gate(
                 cases = [replace(case, mode="forward") for case in cases]
             refusals = [contestant.refusal(case, device) for case in cases]
             record: dict[str, Any] = {
-                "contestant": contestant.name, "dtype": dtype, "calls": 0, "used_of_allowed": 0.0, "wrong": [],
+                "contestant": contestant.name,
+                "dtype": dtype,
+                "calls": 0,
+                "used_of_allowed": 0.0,
+                "wrong": [],
                 "refusal": next((reason for reason in refusals if reason is not None), None),
-            }  # fmt: skip
+            }
             for case, refusal in zip(cases, refusals, strict=True):
                 if refusal is None and is_alive(device):
                     used, wrong = checked(case, contestant, device)

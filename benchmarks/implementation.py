@@ -10,7 +10,7 @@ import torch
 
 from dilated_attention_pytorch.kernels import select as selection
 
-READERS = ("ops.attend", "ops.selected_blocks", "models.reading", "parallel.attend")
+READERS = ("ops.attend", "ops.selected_blocks", "models.reading", "parallel.agreement")
 """Modules that ask for an implementation by ``select``."""
 LEAST_VECTORS = {"ATEN_CPU_CAPABILITY": "avx2", "ONEDNN_MAX_CPU_ISA": "AVX2", "MKL_ENABLE_INSTRUCTIONS": "AVX2"}
 """PyTorch's own kernels, and ours, heed the first alone; the products that both call are oneDNN's and MKL's."""

@@ -2,14 +2,15 @@
 
     python -m benchmarks.length [--steps N] [--only NAME ...] [--folder FOLDER] [--quick]
 
-Five LongNets of the same sizes differ in what a token attends to: everything in windows of 1,024 tokens, the 1,024
-tokens before it, LongNet's segments up to 8,192, these beside a window, everything in windows of 8,192. A sixth is
-LongNet again, in stages of 1,024, 4,096 and 8,192 tokens. Each is trained by `dilated-attention train` with as many
-operations (:mod:`.training.flops`: matrices by the token, attention by the pair) as LongNet in N steps of 8,192 tokens,
-and measured by `dilated-attention eval`.
+LongNets of the same sizes, with shifted keys, differ in what a token attends to: everything in windows of 1,024 tokens,
+the 1,024 tokens before it, LongNet's segments up to 8,192, these beside a window, a window in one layer and everything
+in the next, everything in windows of 8,192. All but the first are trained in stages of 1,024, 4,096 and 8,192 tokens. A
+seventh is LongNet in windows of 8,192 tokens from the start, an eighth LongNet with a token's own keys. Each is trained
+by `dilated-attention train` with as many operations (:mod:`.training.flops`: matrices by the token, attention by the
+pair) as LongNet from the start in N steps of 8,192 tokens, and measured by `dilated-attention eval`.
 
-The text has far repetition: a document is all Python source of a folder of an installed package, one file after the
-other, at least 64 KiB. Tokens are of a byte-level BPE that is trained on it.
+The text has far repetition: a document is all Python source of a model of transformers, one file after the other, at
+least 32 KiB; often one file is made of parts of another. Tokens are of a byte-level BPE that is trained on it.
 
 Runs go on where they were stopped when the command is given again. With --only several processes may share the work;
 the results are written by the one after which nothing is missing.
@@ -38,8 +39,10 @@ from dilated_attention_pytorch.training.manifest import read_json
 from dilated_attention_pytorch.training.model_evaluation import EvalSettings, evaluate_model
 from dilated_attention_pytorch.training.stages import Stages, StageSettings
 
-PACKAGES = ("torch", "transformers")
-SMALLEST_TEXT = 1 << 16
+PACKAGE = "transformers.models"
+SMALLEST_TEXT = 1 << 15
+ROPE_THETA = 1e6
+"""So that half of the pairs of a head still match by content at 8,192 tokens."""
 SHORT, LONG = 1024, 8192
 LENGTHS = (1024, 2048, 4096, 8192)
 RESULTS = Path(__file__).parent / "results" / "length.json"
@@ -53,32 +56,36 @@ class Contestant(NamedTuple):
     patterns: tuple[str, ...]
     length: int = LONG
     stages: tuple[int, ...] = ()
+    shifted_keys: bool = True
 
 
-LONGNET = "DilatedPattern([1024, 2048, 8192], [1, 2, 4])"
+LONGNET = ("DilatedPattern([1024, 2048, 8192], [1, 2, 4])",)
+STAGES, FRACTIONS = (SHORT, 4096, LONG), (0.6, 0.2, 0.2)
+"""Of most steps in short windows: copying is learnt in them first, from more texts in a step."""
 CONTESTANTS = {
     "dense, 1,024": Contestant(("DilatedPattern([1024], [1])",), SHORT),
-    "window": Contestant(("local_window(1023)",)),
-    "LongNet": Contestant((LONGNET,)),
-    "LongNet + window": Contestant(("local_window(511) + DilatedPattern([2048, 8192], [2, 4])",)),
-    "dense, 8,192": Contestant(("DilatedPattern([8192], [1])",)),
-    "LongNet, staged": Contestant((LONGNET,), stages=(SHORT, 4096, LONG)),
+    "window": Contestant(("local_window(1023)",), stages=STAGES),
+    "LongNet": Contestant(LONGNET, stages=STAGES),
+    "LongNet + window": Contestant(("local_window(511) + DilatedPattern([2048, 8192], [2, 4])",), stages=STAGES),
+    "window, then dense": Contestant(("local_window(511)", "DilatedPattern([8192], [1])"), stages=STAGES),
+    "dense, 8,192": Contestant(("DilatedPattern([8192], [1])",), stages=STAGES),
+    "LongNet, long from the start": Contestant(LONGNET),
+    "LongNet, own keys": Contestant(LONGNET, stages=STAGES, shifted_keys=False),
 }
 
 
-def folder_texts(packages: tuple[str, ...]) -> Iterator[tuple[str, str]]:
-    """Every folder of the packages that holds enough Python source, by its name, and that source as one text."""
-    for package in packages:
-        found = importlib.util.find_spec(package)
-        assert found is not None
-        assert found.origin is not None
-        root = Path(found.origin).parent
-        for folder in sorted({file.parent for file in root.rglob("*.py")}):
-            name = str(folder.relative_to(root.parent))
-            files = sorted(folder.glob("*.py"))
-            text = "".join(f"# {name}/{file.name}\n{file.read_text(errors='replace')}\n" for file in files)
-            if len(text.encode()) >= SMALLEST_TEXT:
-                yield name, text
+def folder_texts(package: str) -> Iterator[tuple[str, str]]:
+    """Every folder of the package that holds enough Python source, by its name, and that source as one text."""
+    found = importlib.util.find_spec(package)
+    assert found is not None
+    assert found.origin is not None
+    root = Path(found.origin).parent
+    for folder in sorted({file.parent for file in root.rglob("*.py")}):
+        name = str(folder.relative_to(root.parent))
+        files = sorted(folder.glob("*.py"))
+        text = "".join(f"# {name}/{file.name}\n{file.read_text(errors='replace')}\n" for file in files)
+        if len(text.encode()) >= SMALLEST_TEXT:
+            yield name, text
 
 
 def prepare(folder: Path, vocab_size: int) -> tuple[Path, Path]:
@@ -87,7 +94,7 @@ def prepare(folder: Path, vocab_size: int) -> tuple[Path, Path]:
     if not texts.exists():
         folder.mkdir(parents=True, exist_ok=True)
         with replacing(texts) as staged, staged.open("w") as stream:
-            for name, text in folder_texts(PACKAGES):
+            for name, text in folder_texts(PACKAGE):
                 stream.write(json.dumps({"name": name, "text": text}) + "\n")
     if not tokenizer.exists():
         sources = Sources([texts], "text", None)
@@ -108,7 +115,8 @@ def settings_of(contestant: Contestant, texts: Path, tokenizer: Path, arguments:
             embed_dim=arguments.width,
             num_layers=arguments.layers,
             num_heads=4,
-            rope_theta=10000.0,
+            rope_theta=ROPE_THETA,
+            shifted_keys=one.shifted_keys,
             layer_patterns=one.patterns,
         )
         return TrainSettings(
@@ -118,7 +126,7 @@ def settings_of(contestant: Contestant, texts: Path, tokenizer: Path, arguments:
             cache=arguments.folder / "cache",
             context_length=one.length,
             batch_size=LONG // one.length,
-            stages=StageSettings(lengths=one.stages),
+            stages=StageSettings(lengths=one.stages, fractions=FRACTIONS if one.stages else ()),
             steps=steps,
             learning_rate=3e-3,
             muon_learning_rate=0.03,
@@ -136,7 +144,7 @@ def settings_of(contestant: Contestant, texts: Path, tokenizer: Path, arguments:
             sample_length=0,
         )
 
-    budget = flops_of(given(CONTESTANTS["LongNet"], arguments.steps))
+    budget = flops_of(given(CONTESTANTS["LongNet, long from the start"], arguments.steps))
     a_thousand = given(contestant, 1000)
     return given(contestant, max(len(contestant.stages) or 1, round(1000 * budget / flops_of(a_thousand))))
 
@@ -149,9 +157,7 @@ def flops_of(settings: TrainSettings, step: int | None = None) -> int:
 
 def stages_of(settings: TrainSettings) -> Stages:
     """The stages of a run, or the one that it has without any."""
-    return Stages.of(
-        settings.stages, settings.model, context_length=settings.context_length, steps=settings.steps
-    )  # fmt: skip
+    return Stages.of(settings.stages, settings.model, context_length=settings.context_length, steps=settings.steps)
 
 
 def measured(name: str, settings: TrainSettings, arguments: argparse.Namespace, console: Console) -> None:
@@ -192,6 +198,7 @@ def collect(chosen: dict[str, TrainSettings], folder: Path) -> list[dict[str, An
             {
                 "contestant": name,
                 "layer_patterns": settings.model.layer_patterns,
+                "shifted_keys": settings.model.shifted_keys,
                 "context_length": settings.context_length,
                 "stages": settings.stages.lengths,
                 "steps": settings.steps,
@@ -255,16 +262,18 @@ def main() -> None:
     """Train and measure, print the table, write figures and picture."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--folder", type=Path, default=Path("runs/length"), help="where the runs are kept")
-    parser.add_argument("--steps", type=int, default=600, help="steps of LongNet; the others take as many operations")
+    parser.add_argument(
+        "--steps", type=int, default=400, help="of LongNet from the start; the others take its operations"
+    )
     parser.add_argument("--only", nargs="+", choices=CONTESTANTS, default=list(CONTESTANTS), metavar="NAME")
-    parser.add_argument("--width", type=int, default=192)
-    parser.add_argument("--layers", type=int, default=4)
-    parser.add_argument("--vocab-size", type=int, default=2048)
+    parser.add_argument("--width", type=int, default=128)
+    parser.add_argument("--layers", type=int, default=2)
+    parser.add_argument("--vocab-size", type=int, default=4096)
     parser.add_argument("--windows", type=int, default=32, help="held-out windows of 8,192 tokens")
     parser.add_argument("--recall-texts", type=int, default=8)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--threads", type=int, default=0)
-    parser.add_argument("--precision", default="bfloat16")
+    parser.add_argument("--precision", default="float32")
     parser.add_argument("--quick", action="store_true", help="a tiny model, 3 steps: checks")
     parser.add_argument("--output", type=Path, default=RESULTS)
     parser.add_argument("--picture", type=Path, default=PICTURE)
@@ -286,9 +295,18 @@ def main() -> None:
     sizes = {"parameters": chosen["LongNet"].model.num_parameters, "width": arguments.width, "layers": arguments.layers}
     write_json(
         arguments.output,
-        {"machine": here, "packages": PACKAGES, "vocab_size": arguments.vocab_size, **sizes, "seed": arguments.seed,
-         "threads": arguments.threads, "windows": arguments.windows, "results": records},
-    )  # fmt: skip
+        {
+            "machine": here,
+            "package": PACKAGE,
+            "rope_theta": ROPE_THETA,
+            "vocab_size": arguments.vocab_size,
+            **sizes,
+            "seed": arguments.seed,
+            "threads": arguments.threads,
+            "windows": arguments.windows,
+            "results": records,
+        },
+    )
     draw(records, arguments.picture)
     console.print(f"written: {arguments.output} and {arguments.picture}")
 

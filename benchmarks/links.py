@@ -1,8 +1,9 @@
-"""A ring over links with a set bandwidth: every rank in a network namespace of its own, predicted and measured."""
+"""Strategies over links with a set bandwidth: a rank in a network namespace of its own, predicted and measured."""
 
 from __future__ import annotations
 
 import contextlib
+import itertools
 import json
 import os
 import statistics
@@ -22,14 +23,19 @@ from torch.distributed.device_mesh import init_device_mesh
 
 import dilated_attention_pytorch
 from dilated_attention_pytorch import DilatedPattern, attend, parallel
+from dilated_attention_pytorch.parallel.simulation import SimulatedStrategy
 from dilated_attention_pytorch.parallel.wire import Wire
 
 ROWS, HEADS, HEAD_DIM = 3072, 8, 64
 GROUPS = ((384, 1), (3072, 4))
+WORLDS = (2, 3, 4)
 MEGABITS = (50, 200)
 REPEATS = 3
 PROBE_BYTES = 1 << 20
+_QUEUED_BYTES = 1 << 16
+"""Bytes that a connection hands to its link at once."""
 _PASSES = ("forward", "backward")
+_STRATEGIES: tuple[SimulatedStrategy, ...] = ("ring", "gather", "heads")
 
 
 @contextlib.contextmanager
@@ -48,36 +54,50 @@ def namespaces(world: int, megabits: int) -> Iterator[list[str]]:
             _ip(f"-n {host} address add 10.214.3.{rank + 1}/24 dev card")
             _ip(f"-n {host} link set card up")
             _ip(f"-n {host} link set lo up")
-            shape = f"tc qdisc add dev card root tbf rate {megabits}mbit burst 64kb latency 200ms"
+            # Nothing is dropped, as in the networks of clusters, and little queues: what acknowledges or announces a
+            # message would wait behind it. Connections do not begin anew when idle.
+            shape = f"tc qdisc add dev card root tbf rate {megabits}mbit burst 64kb limit 64mb"
             _ip(f"netns exec {host} {shape}")
+            settings = ("tcp_slow_start_after_idle=0", f"tcp_wmem=4096 {_QUEUED_BYTES} {_QUEUED_BYTES}")
+            _ip(f"netns exec {host} sysctl -q -w", *(f"net.ipv4.{setting}" for setting in settings))
         yield hosts
     finally:
         for name in (*hosts, switch):
             subprocess.run(["ip", "netns", "delete", name], capture_output=True, check=False)
 
 
-def _ip(command: str) -> None:
-    done = subprocess.run(["ip", *command.split()], capture_output=True, text=True, check=False)
+def _ip(command: str, *words: str) -> None:
+    done = subprocess.run(["ip", *command.split(), *words], capture_output=True, text=True, check=False)
     if done.returncode:
         raise SystemExit(f"ip {command}: {done.stderr.strip()} (network namespaces take root and iproute2)")
 
 
 def links() -> dict[str, Any]:
-    """Seconds of both passes of a ring over links of a set rate, predicted from measured rates, and measured."""
+    """Seconds of both passes of every strategy over links of a set rate: predicted from measured rates, measured."""
     lines = []
-    for world in (2, 3, 4):
+    for world in WORLDS:
         for megabits in MEGABITS:
             with namespaces(world, megabits) as hosts, tempfile.TemporaryDirectory() as folder:
                 path = str(Path(dilated_attention_pytorch.__file__).parents[1])
                 env = {**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "card"}
                 ranks = [
                     subprocess.Popen(
-                        ["ip", "netns", "exec", host, sys.executable, "-m", "benchmarks.links", str(rank), str(world),
-                         folder],
+                        [
+                            "ip",
+                            "netns",
+                            "exec",
+                            host,
+                            sys.executable,
+                            "-m",
+                            "benchmarks.links",
+                            str(rank),
+                            str(world),
+                            folder,
+                        ],
                         env=env,
                     )
                     for rank, host in enumerate(hosts)
-                ]  # fmt: skip
+                ]
                 try:
                     codes = [rank.wait(timeout=600) for rank in ranks]
                 finally:
@@ -86,11 +106,13 @@ def links() -> dict[str, Any]:
                 if any(codes):
                     raise SystemExit(f"{world} ranks at {megabits} Mbit/s ended with {codes}")
                 found = json.loads((Path(folder) / "found.json").read_text())
-            lines += [{"ranks": world, "megabits": megabits, **line} for line in _compared(found, world)]
-            for line in lines[-2:]:
+            of_links = [{"ranks": world, "megabits": megabits, **line} for line in _compared(found, world)]
+            lines += of_links
+            for line in of_links:
                 print(
-                    f"p={world} {megabits:>4} Mbit/s {line['pass']:8} computation {line['compute']:.3f} s, link "
-                    f"{line['link']:.3f} s, predicted {line['predicted']:.3f} s, measured {line['measured']:.3f} s: "
+                    f"p={world} {megabits:>4} Mbit/s {line['strategy']:6} {line['pass']:8} computation "
+                    f"{line['compute']:.3f} s, link {line['link']:.3f} s, predicted {line['predicted']:.3f} s, "
+                    f"measured {line['measured']:.3f} s: "
                     f"{line['predicted'] / line['measured'] - 1:+.1%}; overlap predicted {line['overlap']:.2f}, "
                     f"measured {line['measured_overlap']:.2f}",
                     flush=True,
@@ -98,9 +120,15 @@ def links() -> dict[str, Any]:
     errors = [abs(line["predicted"] / line["measured"] - 1) for line in lines]
     print(f"median error {statistics.median(errors):.1%}, largest {max(errors):.1%}")
     return {
-        "rows": ROWS, "heads": HEADS, "head_dim": HEAD_DIM, "groups": GROUPS, "repeats": REPEATS, "lines": lines,
-        "median_error": statistics.median(errors), "largest_error": max(errors),
-    }  # fmt: skip
+        "rows": ROWS,
+        "heads": HEADS,
+        "head_dim": HEAD_DIM,
+        "groups": GROUPS,
+        "repeats": REPEATS,
+        "lines": lines,
+        "median_error": statistics.median(errors),
+        "largest_error": max(errors),
+    }
 
 
 def _pattern() -> DilatedPattern:
@@ -110,27 +138,50 @@ def _pattern() -> DilatedPattern:
 def _compared(found: dict[str, Any], world: int) -> list[dict[str, Any]]:
     lines = []
     shape = (1, ROWS, HEADS, HEAD_DIM)
-    for index, name in enumerate(_PASSES):
-        compute, measured = (statistics.median(found[way][index]) for way in ("compute", "ring"))
-        probe, latency = statistics.median(found["probe"]), statistics.median(found["latency"])
-        rate = PROBE_BYTES / max(probe - latency, 1e-9)
-        rates = {"bytes_per_second": rate, "message_seconds": latency}
-        unit = parallel.simulate_ring(
-            _pattern(), shape, world, dtype=torch.float32, is_backward=index == 1,
+    probe, latency = statistics.median(found["probe"]), statistics.median(found["latency"])
+    rate = PROBE_BYTES / max(probe - latency, 1e-9)
+    rates = {"bytes_per_second": rate, "message_seconds": latency}
+    for strategy, (index, name) in itertools.product(_STRATEGIES, enumerate(_PASSES)):
+        samples = {way: found[way][strategy][index] for way in ("compute", "together")}
+        compute, measured = (statistics.median(samples[way]) for way in ("compute", "together"))
+        unit = parallel.simulate(
+            _pattern(),
+            shape,
+            world,
+            strategy=strategy,
+            dtype=torch.float32,
+            is_backward=index == 1,
             machine=parallel.Machine(flops_per_second=1.0, **rates),
-        )  # fmt: skip
+        )
         speed = max(unit.compute_seconds) / compute
-        run = parallel.simulate_ring(
-            _pattern(), shape, world, dtype=torch.float32, is_backward=index == 1,
+        run = parallel.simulate(
+            _pattern(),
+            shape,
+            world,
+            strategy=strategy,
+            dtype=torch.float32,
+            is_backward=index == 1,
             machine=parallel.Machine(flops_per_second=speed, **rates),
-        )  # fmt: skip
+        )
         link = max(run.link_seconds)
-        lines.append({
-            "pass": name, "compute": compute, "link": link, "predicted": run.step_seconds, "measured": measured,
-            "overlap": run.overlap, "measured_overlap": 1 - (measured - compute) / link, "bytes": max(run.bytes),
-            "messages": max(run.messages), "bytes_per_second": rate, "message_seconds": latency,
-            "load": found["load"], "samples": {way: found[way][index] for way in ("compute", "ring")},
-        })  # fmt: skip
+        lines.append(
+            {
+                "strategy": strategy,
+                "pass": name,
+                "compute": compute,
+                "link": link,
+                "predicted": run.step_seconds,
+                "measured": measured,
+                "overlap": run.overlap,
+                "measured_overlap": 1 - (measured - compute) / link,
+                "bytes": max(run.bytes),
+                "messages": max(run.messages),
+                "bytes_per_second": rate,
+                "message_seconds": latency,
+                "load": found["load"],
+                "samples": samples,
+            }
+        )
     return lines
 
 
@@ -151,25 +202,34 @@ def measure(rank: int, world: int, folder: Path) -> None:
     q, k, v, grad = (parallel.shard(x, mesh) for x in whole)
     q, k, v = inputs = (q.requires_grad_(), k.requires_grad_(), v.requires_grad_())
 
-    def passes() -> tuple[float, float]:
+    def passes(strategy: SimulatedStrategy) -> tuple[float, float]:
         out: list[Tensor] = []
-        forward = _slowest(lambda: out.append(parallel.attend(q, k, v, _pattern(), mesh=mesh, strategy="ring")))
+        forward = _slowest(lambda: out.append(parallel.attend(q, k, v, _pattern(), mesh=mesh, strategy=strategy)))
         return forward, _slowest(lambda: torch.autograd.grad(out[0], inputs, grad))
 
-    passes()
     with torch.no_grad():
         expected = parallel.shard(attend(whole[0], whole[1], whole[2], _pattern()), mesh)
-        error = float((parallel.attend(q, k, v, _pattern(), mesh=mesh, strategy="ring") - expected).abs().max())
-    if error > 1e-4:
-        raise SystemExit(f"not timed, because it is wrong by {error}")
-    found: dict[str, Any] = {"compute": ([], []), "ring": ([], []), "probe": [], "latency": []}
+    for strategy in _STRATEGIES:
+        passes(strategy)
+        with torch.no_grad():
+            out = parallel.attend(q, k, v, _pattern(), mesh=mesh, strategy=strategy)
+        error = float((out - expected).abs().max())
+        if error > 1e-4:
+            raise SystemExit(f"not timed, because {strategy} is wrong by {error}")
+    found: dict[str, Any] = {
+        "compute": {strategy: ([], []) for strategy in _STRATEGIES},
+        "together": {strategy: ([], []) for strategy in _STRATEGIES},
+        "probe": [],
+        "latency": [],
+    }
     for _ in range(REPEATS):
-        with mock.patch.object(Wire, "exchange", return_value=_Arrived()):
-            alone = passes()
-        together = passes()
-        for index in range(2):
-            found["compute"][index].append(alone[index])
-            found["ring"][index].append(together[index])
+        for strategy in _STRATEGIES:
+            with mock.patch.object(Wire, "_exchange", return_value=_Arrived()):
+                alone = passes(strategy)
+            together = passes(strategy)
+            for index in range(2):
+                found["compute"][strategy][index].append(alone[index])
+                found["together"][strategy][index].append(together[index])
         found["probe"].append(_slowest(lambda: _shift(PROBE_BYTES, rank, world)))
         found["latency"].append(_slowest(lambda: _shift(4, rank, world)))
     found["load"] = os.getloadavg()[0]
@@ -182,9 +242,12 @@ def measure(rank: int, world: int, folder: Path) -> None:
 def _shift(num_bytes: int, rank: int, world: int) -> None:
     """Every rank sends as much to the one after it."""
     messages = torch.zeros(2, num_bytes // 4)
-    works = dist.batch_isend_irecv([
-        dist.P2POp(dist.isend, messages[0], (rank + 1) % world), dist.P2POp(dist.irecv, messages[1], (rank - 1) % world)
-    ])  # fmt: skip
+    works = dist.batch_isend_irecv(
+        [
+            dist.P2POp(dist.isend, messages[0], (rank + 1) % world),
+            dist.P2POp(dist.irecv, messages[1], (rank - 1) % world),
+        ]
+    )
     for work in works:
         work.wait()
 

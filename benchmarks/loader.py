@@ -49,9 +49,10 @@ from dilated_attention_pytorch.training.stages import Stages
 
 VOCAB_SIZE = 4096
 PACKINGS: dict[str, dict[str, Any]] = {
-    "windows": {}, "documents": {"packing": "documents"},
+    "windows": {},
+    "documents": {"packing": "documents"},
     "max_tokens": {"packing": "documents", "max_tokens": 8192},
-}  # fmt: skip
+}
 
 
 def documents(num_bytes: int, seed: int) -> Iterator[str]:
@@ -89,10 +90,15 @@ def make_caches(small: Path, large: Path, tokenizer: Path | None, folder: Path) 
     assert figures is not None
     num_bytes = figures["training_bytes"] + figures["held_out_bytes"]
     return {
-        "tokenizer": "bytes" if tokenizer is None else f"{VOCAB_SIZE} tokens", "bytes": num_bytes, "seconds": seconds,
-        "bytes_per_second": num_bytes / seconds, "before_kb": before, "peak_kb": after,
-        "growth_mb": (after - before) / 1024, "cache": str(cache),
-    }  # fmt: skip
+        "tokenizer": "bytes" if tokenizer is None else f"{VOCAB_SIZE} tokens",
+        "bytes": num_bytes,
+        "seconds": seconds,
+        "bytes_per_second": num_bytes / seconds,
+        "before_kb": before,
+        "peak_kb": after,
+        "growth_mb": (after - before) / 1024,
+        "cache": str(cache),
+    }
 
 
 def _memory(name: str) -> int:

@@ -20,8 +20,9 @@ from rich.console import Console
 from rich.table import Table
 
 from dilated_attention_pytorch.benchmarks.results import module_command, origin, write_json
-from dilated_attention_pytorch.training import ExtensionSettings, extend, read_corpus, resume_extension
+from dilated_attention_pytorch.training import ExtensionSettings, extend, resume_extension
 from dilated_attention_pytorch.training.checkpoint import latest_checkpoint
+from dilated_attention_pytorch.training.corpus import read_corpus
 from dilated_attention_pytorch.training.manifest import read_json
 from dilated_attention_pytorch.training.windows import EvaluationWindows, TrainingWindows, evenly_spread
 
@@ -44,25 +45,48 @@ def pretrain(folder: Path, steps: int, seed: int) -> dict[str, Any]:
     set_seed(seed)
     model = LlamaForCausalLM(
         LlamaConfig(
-            vocab_size=256, hidden_size=256, intermediate_size=704, num_hidden_layers=4, num_attention_heads=4,
-            num_key_value_heads=KV_HEADS, max_position_embeddings=SHORT, bos_token_id=None, eos_token_id=None,
+            vocab_size=256,
+            hidden_size=256,
+            intermediate_size=704,
+            num_hidden_layers=4,
+            num_attention_heads=4,
+            num_key_value_heads=KV_HEADS,
+            max_position_embeddings=SHORT,
+            bos_token_id=None,
+            eos_token_id=None,
             tie_word_embeddings=True,
         )
-    )  # fmt: skip
+    )
     corpus = read_corpus()
     held_out = EvaluationWindows(corpus.held_out, SHORT, 256)
     trainer = Trainer(
         model=model,
         args=TrainingArguments(
-            output_dir=str(folder / "run"), max_steps=steps, per_device_train_batch_size=8,
-            per_device_eval_batch_size=8, learning_rate=2e-3, lr_scheduler_type="linear", warmup_steps=steps // 30,
-            weight_decay=0.1, adam_beta2=0.95, bf16=True, use_cpu=True, seed=seed, logging_steps=steps // 10,
-            eval_strategy="steps", eval_steps=steps // 4, save_steps=steps // 4, save_total_limit=1,
-            prediction_loss_only=True, report_to=[], train_sampling_strategy="sequential", dataloader_pin_memory=False,
+            output_dir=str(folder / "run"),
+            max_steps=steps,
+            per_device_train_batch_size=8,
+            per_device_eval_batch_size=8,
+            learning_rate=2e-3,
+            lr_scheduler_type="linear",
+            warmup_steps=steps // 30,
+            weight_decay=0.1,
+            adam_beta2=0.95,
+            bf16=True,
+            use_cpu=True,
+            seed=seed,
+            logging_steps=steps // 10,
+            eval_strategy="steps",
+            eval_steps=steps // 4,
+            save_steps=steps // 4,
+            save_total_limit=1,
+            prediction_loss_only=True,
+            report_to=[],
+            train_sampling_strategy="sequential",
+            dataloader_pin_memory=False,
         ),
         train_dataset=TrainingWindows(corpus.training, SHORT, 8 * steps, seed=seed, file_start_fraction=0.0),
         eval_dataset=Subset(held_out, evenly_spread(len(held_out), 64)),
-    )  # fmt: skip
+    )
     trainer.train(resume_from_checkpoint=(folder / "run").is_dir() and any((folder / "run").glob("checkpoint-*")))
     bits = trainer.evaluate(held_out)["eval_loss"] / math.log(2)
     model.save_pretrained(folder)
@@ -111,9 +135,16 @@ def main() -> None:
     for name, pattern in patterns.items():
         console.rule(name)
         settings = ExtensionSettings(
-            model=str(short), length=LONG, pattern=pattern, steps=arguments.steps, batch_tokens=LONG,
-            learning_rate=5e-4, seed=arguments.seed, eval_steps=100, save_steps=100,
-        )  # fmt: skip
+            model=str(short),
+            length=LONG,
+            pattern=pattern,
+            steps=arguments.steps,
+            batch_tokens=LONG,
+            learning_rate=5e-4,
+            seed=arguments.seed,
+            eval_steps=100,
+            save_steps=100,
+        )
         records[name] = extended(settings, arguments.folder / name, console)
     table = Table("", "attention", *(f"bits per byte reading {length:,}" for length in (SHORT, LONG)))
     for state in ("before", "replaced", "trained"):

@@ -61,9 +61,10 @@ def measure(settings: TrainSettings, kind: AdamW) -> dict[str, Any]:
     with tempfile.TemporaryDirectory() as folder:
         outcome = train(replace(settings, optimizer=kind), Path(folder) / "run", Console(quiet=True))
     result = {
-        "optimizer": kind, "bits_per_byte": outcome.bits_per_byte,
+        "optimizer": kind,
+        "bits_per_byte": outcome.bits_per_byte,
         "state_bytes_per_weight": Counting.counted / settings.model.num_parameters,
-    }  # fmt: skip
+    }
     words = f"{result['state_bytes_per_weight']:.3f} bytes of state a weight"
     print(f"{kind:>12} {outcome.bits_per_byte:.4f} held-out bits per byte, {words}", flush=True)
     return result
@@ -80,10 +81,17 @@ def main() -> None:
     settings = PRESETS["tiny"]() if arguments.quick else PRESETS["cpu"]()
     if not arguments.quick:
         settings = replace(
-            settings, steps=arguments.steps, context_length=arguments.context_length, eval_steps=arguments.steps,
-            save_steps=arguments.steps, sample_length=1, quarter_files=1, final_eval_windows=64, eval_windows=1,
+            settings,
+            steps=arguments.steps,
+            context_length=arguments.context_length,
+            eval_steps=arguments.steps,
+            save_steps=arguments.steps,
+            sample_length=1,
+            quarter_files=1,
+            final_eval_windows=64,
+            eval_windows=1,
             device="cpu",
-        )  # fmt: skip
+        )
     here = origin(module_command())
     trainers.LongNetTrainer = CountingTrainer  # type: ignore[misc]
     results = [measure(settings, kind) for kind in KINDS]

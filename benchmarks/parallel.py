@@ -23,7 +23,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from dilated_attention_pytorch import DilatedPattern, attend, parallel
 from dilated_attention_pytorch.benchmarks.results import module_command, origin, write_json
 from dilated_attention_pytorch.parallel.plan import Strategy
-from dilated_attention_pytorch.planning import Layout
+from dilated_attention_pytorch.planning.layout import Layout
 
 from .parallel_memory import memory
 from .parallel_overlap import overlap
@@ -60,10 +60,16 @@ def count_groups(rows: int, strategy: Strategy) -> list[dict[str, Any]]:
                 out = parallel.attend(q, k, v, pattern_of(groups), mesh=mesh, strategy=strategy, is_causal=is_causal)
             with parallel.count_traffic() as backward:
                 torch.autograd.grad(out, inputs, grad)
-            found.append({
-                "groups": groups, "causal": is_causal, "sent": forward.sent, "received": forward.received,
-                "sent_back": backward.sent, "received_back": backward.received,
-            })  # fmt: skip
+            found.append(
+                {
+                    "groups": groups,
+                    "causal": is_causal,
+                    "sent": forward.sent,
+                    "received": forward.received,
+                    "sent_back": backward.sent,
+                    "received_back": backward.received,
+                }
+            )
     return found
 
 
@@ -97,10 +103,15 @@ def traffic() -> dict[str, Any]:
                     raise SystemExit(f"{strategy}, {world} ranks, {groups}: received {received}, formula {expected}")
                 dense = (rows - rows // world) * HEADS * 2 * HEAD_DIM * 4
                 result = {
-                    "ranks": world, "strategy": strategy, "groups": groups, "causal": is_causal, "received": received,
+                    "ranks": world,
+                    "strategy": strategy,
+                    "groups": groups,
+                    "causal": is_causal,
+                    "received": received,
                     **{name: [case[name] for case in cases] for name in ("sent", "sent_back", "received_back")},
-                    "formula": expected, "dense_ring": dense,
-                }  # fmt: skip
+                    "formula": expected,
+                    "dense_ring": dense,
+                }
                 counted.append(result)
                 most = max(received)
                 if len(groups) > 1:
@@ -136,10 +147,15 @@ def plan_of(world: int, *, is_causal: bool) -> dict[str, Any]:
     taken = time.perf_counter() - begin
     of = {e.strategy: e for e in plan.estimates if e.layout == "contiguous"}
     return {
-        "ranks": world, "causal": is_causal, "ring": max(of["ring"].forward_bytes),
-        "ring_mean": statistics.mean(of["ring"].forward_bytes), "ring_backward": max(of["ring"].backward_bytes),
-        "gather": max(of["gather"].forward_bytes), "dense_ring": of["ring"].dense_ring_bytes, "seconds": taken,
-    }  # fmt: skip
+        "ranks": world,
+        "causal": is_causal,
+        "ring": max(of["ring"].forward_bytes),
+        "ring_mean": statistics.mean(of["ring"].forward_bytes),
+        "ring_backward": max(of["ring"].backward_bytes),
+        "gather": max(of["gather"].forward_bytes),
+        "dense_ring": of["ring"].dense_ring_bytes,
+        "seconds": taken,
+    }
 
 
 def billion() -> dict[str, Any]:
@@ -149,12 +165,22 @@ def billion() -> dict[str, Any]:
     best = plan.estimates[0]
     held = 2 * rows // world * HEADS * HEAD_DIM
     result = {
-        "tokens": rows, "ranks": world, "rows_of_a_rank": rows // world, "groups": len(paper_up_to(rows).groups),
-        "bytes_of_q": held, "bytes_of_q_k_v_out_and_their_gradients": 8 * held, "strategy": best.strategy,
-        "layout": best.layout, "forward_bytes": max(best.forward_bytes), "backward_bytes": max(best.backward_bytes),
-        "dense_ring_bytes": best.dense_ring_bytes, "forward_flops": max(best.flops), "imbalance": best.imbalance,
-        "dense_flops": 2 * HEAD_DIM * HEADS * rows * (rows + 1) // world, "messages": best.messages,
-    }  # fmt: skip
+        "tokens": rows,
+        "ranks": world,
+        "rows_of_a_rank": rows // world,
+        "groups": len(paper_up_to(rows).groups),
+        "bytes_of_q": held,
+        "bytes_of_q_k_v_out_and_their_gradients": 8 * held,
+        "strategy": best.strategy,
+        "layout": best.layout,
+        "forward_bytes": max(best.forward_bytes),
+        "backward_bytes": max(best.backward_bytes),
+        "dense_ring_bytes": best.dense_ring_bytes,
+        "forward_flops": max(best.flops),
+        "imbalance": best.imbalance,
+        "dense_flops": 2 * HEAD_DIM * HEADS * rows * (rows + 1) // world,
+        "messages": best.messages,
+    }
     print(f"2^30 tokens: {result}")
     return result
 
@@ -192,10 +218,19 @@ def balance() -> dict[str, Any]:
         plan = parallel.plan_parallel(paper_up_to(rows), (1, rows, HEADS, HEAD_DIM), world, is_causal=True)
         ring = {e.layout: e for e in plan.estimates if e.strategy == "ring"}
         line: dict[str, Any] = {
-            "ranks": world, "strategy": plan.strategy, "layout": plan.layout, "imbalance": plan.estimates[0].imbalance,
-            **{name: {"imbalance": e.imbalance, "forward_bytes": max(e.forward_bytes),
-                      "backward_bytes": max(e.backward_bytes)} for name, e in ring.items()},
-        }  # fmt: skip
+            "ranks": world,
+            "strategy": plan.strategy,
+            "layout": plan.layout,
+            "imbalance": plan.estimates[0].imbalance,
+            **{
+                name: {
+                    "imbalance": e.imbalance,
+                    "forward_bytes": max(e.forward_bytes),
+                    "backward_bytes": max(e.backward_bytes),
+                }
+                for name, e in ring.items()
+            },
+        }
         planned.append(line)
         print(
             f"p={world:>3}: picked {plan.strategy}, {plan.layout}: {line['imbalance']:.4f}; "
@@ -207,9 +242,10 @@ def balance() -> dict[str, Any]:
         found = on_ranks(4, time_rank, layout)
         seconds = [of_rank["seconds"] for of_rank in found]
         measured[layout] = {
-            "processor_seconds": seconds, "imbalance": max(seconds) / statistics.mean(seconds),
+            "processor_seconds": seconds,
+            "imbalance": max(seconds) / statistics.mean(seconds),
             "largest_error": max(of_rank["error"] for of_rank in found),
-        }  # fmt: skip
+        }
         print(
             f"p=4, {layout}: processor seconds {', '.join(f'{x:.2f}' for x in seconds)}, largest over mean "
             f"{measured[layout]['imbalance']:.3f}"
@@ -221,8 +257,11 @@ def main() -> None:
     """Measure, print, and write what was measured beside what the file already holds."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     sections: dict[str, Callable[[], dict[str, Any]]] = {
-        "traffic": traffic, "memory": memory, "overlap": overlap, "balance": balance
-    }  # fmt: skip
+        "traffic": traffic,
+        "memory": memory,
+        "overlap": overlap,
+        "balance": balance,
+    }
     parser.add_argument("--only", nargs="+", choices=sections, default=list(sections), help="which sections to measure")
     parser.add_argument("--output", type=Path, default=Path("benchmarks/results/parallel.json"))
     parser.add_argument("--picture", type=Path, default=Path("docs/parallel.png"))

@@ -12,8 +12,8 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 
 from dilated_attention_pytorch import DilatedPattern, attend, parallel
-from dilated_attention_pytorch.benchmarks.clock import begin_peak, resident
-from dilated_attention_pytorch.planning import Layout
+from dilated_attention_pytorch.memory import begin_peak, resident
+from dilated_attention_pytorch.planning.layout import Layout
 
 from .ranks import on_ranks
 
@@ -76,11 +76,19 @@ def memory() -> dict[str, Any]:
             )
             (estimate,) = (e for e in plan.estimates if (e.strategy, e.layout) == (way, layout))
             message = estimate.link_bytes
-        points.append({
-            "series": series, "ranks": world, "rows": rows, "way": way, "layout": layout, "causal": causal,
-            "peak_bytes": most, "bytes_of_the_operands": 8 * 4 * rows // world * HEADS * HEAD_DIM,
-            "largest_message": message,
-        })  # fmt: skip
+        points.append(
+            {
+                "series": series,
+                "ranks": world,
+                "rows": rows,
+                "way": way,
+                "layout": layout,
+                "causal": causal,
+                "peak_bytes": most,
+                "bytes_of_the_operands": 8 * 4 * rows // world * HEADS * HEAD_DIM,
+                "largest_message": message,
+            }
+        )
         return most
 
     calls: tuple[tuple[bool, Layout], ...] = ((False, "contiguous"), (True, "zigzag"))

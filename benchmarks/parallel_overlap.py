@@ -83,9 +83,12 @@ def no_computation() -> Iterator[None]:
 
     with contextlib.ExitStack() as stack:
         for name, empty in (
-            ("forward_within", outputs), ("merge", nothing), ("backward_within", gradients),
-            ("add_own_gradients", nothing), ("gradients", of_parcel),
-        ):  # fmt: skip
+            ("forward_within", outputs),
+            ("merge", nothing),
+            ("backward_within", gradients),
+            ("add_own_gradients", nothing),
+            ("gradients", of_parcel),
+        ):
             stack.enter_context(mock.patch.object(Slab, name, empty))
         yield
 
@@ -139,11 +142,18 @@ def time_ways() -> list[dict[str, Any]]:
                 times["communication"].append(seconds(run, slow_link(delay, is_awaited=False), no_computation()))
                 times["ring"].append(seconds(run, slow_link(delay, is_awaited=False)))
                 times["awaited"].append(seconds(run, slow_link(delay, is_awaited=True)))
-            found.append({
-                "ranks": world, "pass": name, "factor": factor, "delay": delay, "messages": num_messages,
-                "error": error, **{way: min(of_way) for way, of_way in times.items()},
-                "medians": {way: statistics.median(of_way) for way, of_way in times.items()},
-            })  # fmt: skip
+            found.append(
+                {
+                    "ranks": world,
+                    "pass": name,
+                    "factor": factor,
+                    "delay": delay,
+                    "messages": num_messages,
+                    "error": error,
+                    **{way: min(of_way) for way, of_way in times.items()},
+                    "medians": {way: statistics.median(of_way) for way, of_way in times.items()},
+                }
+            )
     return found
 
 
@@ -155,9 +165,10 @@ def overlap() -> dict[str, Any]:
             longer = max(line["compute"], line["communication"])
             # The step is the time of one message: what the first one, or the last, leaves nothing to do beside.
             line |= {
-                "ratio": line["ring"] / longer, "awaited_ratio": line["awaited"] / longer,
+                "ratio": line["ring"] / longer,
+                "awaited_ratio": line["awaited"] / longer,
                 "limit": 1.15 * longer + line["delay"],
-            }  # fmt: skip
+            }
             lines.append(line)
             print(
                 f"p={world} {line['pass']:16} delay {1e3 * line['delay']:5.0f} ms x {line['messages']}: computation "

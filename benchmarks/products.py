@@ -72,9 +72,7 @@ def load_products() -> None:
     with tempfile.TemporaryDirectory() as scratch:
         source, library = Path(scratch) / "products.cpp", Path(scratch) / "products.so"
         source.write_text(SOURCE)
-        subprocess.run(
-            [build.compiler, str(source), f"-I{SOURCES}", *build.arguments, "-o", str(library)], check=True
-        )  # fmt: skip
+        subprocess.run([build.compiler, str(source), f"-I{SOURCES}", *build.arguments, "-o", str(library)], check=True)
         torch.ops.load_library(library)
 
 
@@ -90,10 +88,13 @@ def sizes_of(head_dim: int, dtype: torch.dtype) -> dict[str, list[tuple[int, int
     return {
         "forward": [(rows, 256, head_dim, False), (rows, head_dim, 256, True)],
         "backward": [
-            (128, 64, head_dim, False), (128, 64, head_dim, False), (128, head_dim, 64, True),
-            (128, head_dim, 64, True), (head_dim, 64, 128, True),
+            (128, 64, head_dim, False),
+            (128, 64, head_dim, False),
+            (128, head_dim, 64, True),
+            (128, head_dim, 64, True),
+            (head_dim, 64, 128, True),
         ],
-    }  # fmt: skip
+    }
 
 
 def seconds(call: Callable[[], object]) -> float:
@@ -148,10 +149,11 @@ def measure(head_dim: int, dtype: torch.dtype, rows: int) -> dict[str, Any]:
         "forward": statistics.median(x["dense_forward"] / x["products_forward"] for x in rounds),
         "forward_backward": statistics.median(
             x["dense_forward_backward"]
-            * (FORWARD_FLOPS / x["products_forward"] + BACKWARD_FLOPS / x["products_backward"]) / whole
+            * (FORWARD_FLOPS / x["products_forward"] + BACKWARD_FLOPS / x["products_backward"])
+            / whole
             for x in rounds
         ),
-    }  # fmt: skip
+    }
     gflops = {name: statistics.median(x[name] for x in rounds) / 1e9 for name in contestants}
     name = str(dtype).removeprefix("torch.")
     print(

@@ -193,8 +193,9 @@ def run(contestant: Contestant, seed: int, stages: list[Stage], held_out: Texts)
             accuracy, in_reach = evaluate(model, few)
             print(
                 f"{contestant} seed {seed} step {step:4} on {stage.length:4} tokens: loss {loss:.3f}; at {LENGTH} "
-                f"tokens {accuracy:.3f} answered, {in_reach:.3f} in reach", flush=True,
-            )  # fmt: skip
+                f"tokens {accuracy:.3f} answered, {in_reach:.3f} in reach",
+                flush=True,
+            )
     seconds = time.perf_counter() - begin
     accuracy, in_reach = evaluate(model, held_out)
     density = KEPT * BLOCK / LENGTH
@@ -220,11 +221,20 @@ def main() -> int:
     scores: list[Score] = []
     met = True
     results: dict[str, Any] = {
-        "machine": here, "length": LENGTH, "block_size": BLOCK, "blocks_per_query": KEPT, "query_block_size": 1,
-        "questions_of_a_text": QUESTIONS, "pairs_of_a_text": STAGES[-1].pairs, "held_out_texts": arguments.held_out,
-        "temperatures": TEMPERATURES, "learning_rates": {"model": RATE, "scorer": SCORER_RATE},
-        "stages": [stage._asdict() for stage in STAGES], "largest_difference_float64": difference, "limits": LIMITS,
-    }  # fmt: skip
+        "machine": here,
+        "length": LENGTH,
+        "block_size": BLOCK,
+        "blocks_per_query": KEPT,
+        "query_block_size": 1,
+        "questions_of_a_text": QUESTIONS,
+        "pairs_of_a_text": STAGES[-1].pairs,
+        "held_out_texts": arguments.held_out,
+        "temperatures": TEMPERATURES,
+        "learning_rates": {"model": RATE, "scorer": SCORER_RATE},
+        "stages": [stage._asdict() for stage in STAGES],
+        "largest_difference_float64": difference,
+        "limits": LIMITS,
+    }
     contestants: tuple[Contestant, ...] = ("adaptive", "window")
     for seed in arguments.seeds:
         for contestant in contestants:

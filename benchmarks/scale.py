@@ -1,6 +1,6 @@
 """Planning and simulating one sequence over thousands of ranks: what that takes, and what it says.
 
-    python -m benchmarks.scale [--only plan call ring links] [--output FILE]
+    python -m benchmarks.scale [--only plan call simulated messages rounds links] [--output FILE]
 
 Only the sections that are measured are written anew. Planning is measured in processes of its own. ``links`` puts
 ranks of this machine into network namespaces (root, iproute2) with a set bandwidth.
@@ -9,7 +9,9 @@ ranks of this machine into network namespaces (root, iproute2) with a set bandwi
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
+import os
 import resource
 import statistics
 import subprocess
@@ -18,21 +20,34 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
 
 from dilated_attention_pytorch import Pattern, local_window, parallel
 from dilated_attention_pytorch.benchmarks.results import module_command, origin, write_json
 from dilated_attention_pytorch.parallel import ring
-from dilated_attention_pytorch.planning import ShardedCall, Shards
+from dilated_attention_pytorch.parallel.simulation import SimulatedStrategy
+from dilated_attention_pytorch.parallel.wire import wire_of
+from dilated_attention_pytorch.planning import rounds as planned_rounds
+from dilated_attention_pytorch.planning.layout import Shards
+from dilated_attention_pytorch.planning.rounds import PASSED_ON_BYTES
+from dilated_attention_pytorch.planning.shards import ShardedCall
+from dilated_attention_pytorch.planning.traffic import gathered_rows, sent_rows, team_parts
 
 from .links import links
 from .parallel import HEAD_DIM, HEADS, paper_up_to
+from .ranks import on_ranks
 
 ROWS = 1 << 30
 WORLDS = (64, 256, 1024, 4096, 8192)
-RINGS = (64, 1024, 8192)
+SIMULATED = (64, 1024, 8192)
 NOISE = 0.05
+ROUNDS = (4, 8, 16)
+GATHERED_BYTES = (1 << 10, 1 << 16, 1 << 18, 1 << 20, 1 << 22)
+GATHERS = 15
 
 
 def plan_once(world: int) -> dict[str, Any]:
@@ -45,33 +60,48 @@ def plan_once(world: int) -> dict[str, Any]:
     taken, of_cpu = time.perf_counter() - begin, time.process_time() - cpu
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     return {
-        "ranks": world, "seconds": taken, "processor_seconds": of_cpu, "peak_bytes": peak << 10,
+        "ranks": world,
+        "seconds": taken,
+        "processor_seconds": of_cpu,
+        "peak_bytes": peak << 10,
         "peak_bytes_before": before << 10,
         "estimates": [
-            {"strategy": e.strategy, "layout": e.layout, "forward_bytes": max(e.forward_bytes),
-             "backward_bytes": max(e.backward_bytes), "link_bytes": e.link_bytes, "messages": e.messages,
-             "flops": max(e.flops), "imbalance": e.imbalance, "dense_ring_bytes": e.dense_ring_bytes}
+            {
+                "strategy": e.strategy,
+                "layout": e.layout,
+                "forward_bytes": max(e.forward_bytes),
+                "backward_bytes": max(e.backward_bytes),
+                "link_bytes": e.link_bytes,
+                "messages": e.messages,
+                "backward_messages": e.backward_messages,
+                "seconds": e.seconds,
+                "flops": max(e.flops),
+                "imbalance": e.imbalance,
+                "dense_ring_bytes": e.dense_ring_bytes,
+            }
             for e in plan.estimates
         ],
-    }  # fmt: skip
+    }
 
 
 def plan() -> dict[str, Any]:
     """Seconds and peak memory of planning, and the plan: bytes, messages, imbalance."""
-    lines = [_in_a_process("plan_once", world) for world in WORLDS]
-    for line in lines:
+    lines = []
+    for world in WORLDS:
+        lines.append(line := _in_a_process("plan_once", world))
         best = line["estimates"][0]
         print(
             f"p={line['ranks']:>5} planned in {line['seconds']:.2f} s ({line['processor_seconds']:.2f} s of a core), "
             f"peak {line['peak_bytes'] / 1e6:.0f} MB ({line['peak_bytes_before'] / 1e6:.0f} before): "
             f"{best['strategy']}, {best['layout']}, {best['forward_bytes']:,} B forward, {best['backward_bytes']:,} B "
-            f"backward, {best['messages']:,} messages, imbalance {best['imbalance']:.4f}"
+            f"backward, {best['messages']:,} messages, imbalance {best['imbalance']:.4f}",
+            flush=True,
         )
     return {"tokens": ROWS, "heads": HEADS, "head_dim": HEAD_DIM, "causal": True, "lines": lines}
 
 
-def _in_a_process(function: str, world: int) -> dict[str, Any]:
-    code = f"import json; from benchmarks import scale; print(json.dumps(scale.{function}({world})))"
+def _in_a_process(function: str, *arguments: int | str) -> dict[str, Any]:
+    code = f"import json; from benchmarks import scale; print(json.dumps(scale.{function}(*{arguments!r})))"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
     if done.returncode:
         raise SystemExit(done.stderr)
@@ -83,8 +113,9 @@ def call() -> dict[str, Any]:
     """Seconds that one rank plans for its own call, median of 15 ranks: a new one, the same again, new boundaries."""
     lines = []
     patterns: dict[str, Pattern] = {
-        "window of 4,096": local_window(4096), "groups up to 65,536 tokens": paper_up_to(1 << 16)
-    }  # fmt: skip
+        "window of 4,096": local_window(4096),
+        "groups up to 65,536 tokens": paper_up_to(1 << 16),
+    }
     for name, pattern in patterns.items():
         for world in (64, 1024, 8192):
             rows = world * 8192
@@ -99,9 +130,13 @@ def call() -> dict[str, Any]:
                 samples.append((len(made), *seconds))
             steps, first, again, new = zip(*samples, strict=True)
             line: dict[str, Any] = {
-                "pattern": name, "ranks": world, "most_steps": max(steps), "first": statistics.median(first),
-                "again": statistics.median(again), "new_boundaries": statistics.median(new),
-            }  # fmt: skip
+                "pattern": name,
+                "ranks": world,
+                "most_steps": max(steps),
+                "first": statistics.median(first),
+                "again": statistics.median(again),
+                "new_boundaries": statistics.median(new),
+            }
             lines.append(line)
             print(
                 f"{name}, p={world:>5}: {line['most_steps']} steps at most; first {1e3 * line['first']:.2f} ms, again "
@@ -110,43 +145,139 @@ def call() -> dict[str, Any]:
     return {"rows_of_a_rank": 8192, "lines": lines}
 
 
-def ring_once(world: int) -> dict[str, Any]:
-    """Both passes of one layer over 2^30 tokens, simulated at the plan's assumed rates, without noise and with it."""
+def simulate_once(world: int, strategy: SimulatedStrategy) -> dict[str, Any]:
+    """Both passes of one layer over 2^30 tokens at the plan's assumed rates, without noise and with it."""
     torch.set_num_threads(1)
-    found: dict[str, Any] = {"ranks": world}
-    begin = time.perf_counter()
+    found: dict[str, Any] = {"ranks": world, "strategy": strategy}
     for name in ("forward", "backward"):
-        run, noisy = (
-            parallel.simulate_ring(
-                paper_up_to(ROWS), (1, ROWS, HEADS, HEAD_DIM), world, is_causal=True,
-                is_backward=name == "backward", noise=noise,
-            )
-            for noise in (0.0, NOISE)
-        )  # fmt: skip
+        begin, cpu = time.perf_counter(), time.process_time()
+        run = _simulated(world, strategy, 0.0, is_backward=name == "backward")
+        taken, of_cpu = time.perf_counter() - begin, time.process_time() - cpu
+        noisy = _simulated(world, strategy, NOISE, is_backward=name == "backward")
         slowest = run.seconds.index(run.step_seconds)
         found[name] = {
-            "seconds": run.step_seconds, "compute": run.compute_seconds[slowest],
-            "imbalance": run.imbalance, "bytes": max(run.bytes),
-            "messages": max(run.messages), "noisy_seconds": noisy.step_seconds,
+            "seconds": run.step_seconds,
+            "compute": run.compute_seconds[slowest],
+            "imbalance": run.imbalance,
+            "bytes": max(run.bytes),
+            "messages": max(run.messages),
+            "noisy_seconds": noisy.step_seconds,
             "busiest_distances": sorted(run.distances, key=lambda one: -one[2])[:3],
-        }  # fmt: skip
-    found["simulated_in"] = time.perf_counter() - begin
+            "simulated_in": taken,
+            "processor_seconds": of_cpu,
+        }
     found["peak_bytes"] = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss << 10
     return found
 
 
+def _simulated(world: int, strategy: SimulatedStrategy, noise: float, *, is_backward: bool) -> parallel.Simulation:
+    return parallel.simulate(
+        paper_up_to(ROWS),
+        (1, ROWS, HEADS, HEAD_DIM),
+        world,
+        strategy=strategy,
+        is_causal=True,
+        is_backward=is_backward,
+        noise=noise,
+    )
+
+
+def messages() -> dict[str, Any]:
+    """Messages of a rank forward: of a ring, from each to each of those that share segments, and passed on."""
+    lines = []
+    for world in WORLDS:
+        call, shards = ShardedCall(paper_up_to(ROWS), HEADS, True, 0, None), Shards(ROWS, world, "contiguous")
+        row = 2 * HEAD_DIM * 2
+        parts, ring, gather = team_parts(call, shards), sent_rows(call, shards), gathered_rows(call, shards, row)
+        zeros = torch.zeros(world, dtype=torch.int64)
+        line = {
+            "ranks": world,
+            "sets": int(zeros.index_add(0, parts.rank, torch.ones_like(parts.rank)).max()),
+            "ring_messages": int(ring.messages.max()),
+            "ring_bytes": int(ring.given.max()) * row,
+            "each_to_each": int(zeros.index_add(0, parts.rank, (parts.num_members - 1)[parts.team]).max()),
+            "gather_messages": int(gather.messages.max()),
+            "gather_bytes": int(gather.given.max()) * row,
+            "ring_link_bytes": ring.most * row,
+            "gather_link_bytes": gather.most * row,
+        }
+        lines.append(line)
+        print(
+            f"p={world:>5} ring {line['ring_messages']:,} messages, {line['ring_bytes'] / 1e6:.1f} MB; "
+            f"{line['sets']} sets of ranks: {line['each_to_each']:,} messages from each to each, "
+            f"{line['gather_messages']:,} where small ones are passed on, {line['gather_bytes'] / 1e6:.1f} MB; "
+            f"one link {line['ring_link_bytes'] / 1e6:.2f} and {line['gather_link_bytes'] / 1e6:.2f} MB",
+            flush=True,
+        )
+    return {"tokens": ROWS, "heads": HEADS, "head_dim": HEAD_DIM, "passed_on_bytes": PASSED_ON_BYTES, "lines": lines}
+
+
+def rounds() -> dict[str, Any]:
+    """All-gathers over gloo on this machine: passed on beside from each to each."""
+    lines = []
+    for world in ROUNDS:
+        of_ranks = on_ranks(world, _gather_both_ways)
+        for index, line in enumerate(of_ranks[0]):
+            mean = {
+                f"{way}_processor_seconds": statistics.fmean(of_rank[index][way][1] for of_rank in of_ranks)
+                for way in ("passed_on", "at_once")
+            }
+            slowest = {
+                f"{way}_seconds": max(of_rank[index][way][0] for of_rank in of_ranks)
+                for way in ("passed_on", "at_once")
+            }
+            lines.append({"ranks": world, "bytes": line["bytes"], "messages": line["messages"], **slowest, **mean})
+            print(
+                f"p={world} {line['bytes']:>9,} B of a rank: {line['messages']} messages, passed on "
+                f"{1e3 * slowest['passed_on_seconds']:.2f} ms ({1e3 * mean['passed_on_processor_seconds']:.2f} ms of a "
+                f"core), at once {1e3 * slowest['at_once_seconds']:.2f} ms "
+                f"({1e3 * mean['at_once_processor_seconds']:.2f} ms of a core)",
+                flush=True,
+            )
+    return {"lines": lines, "repeats": GATHERS, "load": os.getloadavg()[0]}
+
+
+def _gather_both_ways() -> list[dict[str, Any]]:
+    """On one rank: median seconds, and processor seconds, of an all-gather of so many bytes in either way, in turn."""
+    wire = wire_of(init_device_mesh("cpu", (dist.get_world_size(),)))
+    lines: list[dict[str, Any]] = []
+    for num_bytes in GATHERED_BYTES:
+        tensor = torch.full((num_bytes,), wire.rank, dtype=torch.uint8)
+        samples: dict[str, list[tuple[float, float]]] = {"passed_on": [], "at_once": []}
+        messages = []
+        for _ in range(GATHERS):
+            for way, limit in (("passed_on", num_bytes), ("at_once", -1)):
+                dist.barrier()
+                limits = {"PASSED_ON_BYTES": limit, "FEWEST_MEMBERS": 4}
+                with mock.patch.dict(vars(planned_rounds), limits), parallel.count_traffic() as traffic:
+                    begin, cpu = time.perf_counter(), time.process_time()
+                    gathered = wire.all_gather(tensor, tag=4)
+                    samples[way].append((time.perf_counter() - begin, time.process_time() - cpu))
+                if gathered[:, 0].tolist() != list(range(wire.size)):
+                    raise SystemExit("not timed: what was gathered is not what the ranks have")
+                messages.append(traffic.messages)
+        medians = {way: tuple(map(statistics.median, zip(*taken, strict=True))) for way, taken in samples.items()}
+        lines.append({"bytes": num_bytes, "messages": messages[:2], **medians})
+    return lines
+
+
 def simulated() -> dict[str, Any]:
-    """The ring of thousands of ranks, event by event."""
-    lines = [_in_a_process("ring_once", world) for world in RINGS]
-    for line in lines:
-        for name, run in line.items():
-            if isinstance(run, dict):
-                print(
-                    f"p={line['ranks']:>5} {name:8} {1e3 * run['seconds']:.2f} ms (with noise "
-                    f"{1e3 * run['noisy_seconds']:.2f}), computation {1e3 * run['compute']:.2f} ms, "
-                    f"{run['messages']:,} messages, {run['bytes']:,} B"
-                )
-        print(f"p={line['ranks']:>5} simulated in {line['simulated_in']:.1f} s, {line['peak_bytes'] / 1e6:.0f} MB")
+    """Ring and gather of thousands of ranks, event by event."""
+    lines = []
+    strategies: tuple[SimulatedStrategy, ...] = ("ring", "gather")
+    for world, strategy in itertools.product(SIMULATED, strategies):
+        lines.append(line := _in_a_process("simulate_once", world, strategy))
+        for name in ("forward", "backward"):
+            run = line[name]
+            print(
+                f"p={world:>5} {strategy:6} {name:8} {1e3 * run['seconds']:.1f} ms (with noise "
+                f"{1e3 * run['noisy_seconds']:.1f}), computation {1e3 * run['compute']:.1f} ms, "
+                f"{run['messages']:,} messages, {run['bytes']:,} B, imbalance {run['imbalance']:.3f}, most bytes "
+                f"{run['busiest_distances'][0][0]} places on; simulated in {run['simulated_in']:.1f} s, "
+                f"{run['processor_seconds']:.1f} s of a core",
+                flush=True,
+            )
+        print(f"p={world:>5} {strategy:6} peak {line['peak_bytes'] / 1e6:.0f} MB", flush=True)
     machine = parallel.Machine()
     rates = {name: getattr(machine, name) for name in ("flops_per_second", "bytes_per_second", "message_seconds")}
     return {"tokens": ROWS, "heads": HEADS, "head_dim": HEAD_DIM, "noise": NOISE, "assumed": rates, "lines": lines}
@@ -156,8 +287,13 @@ def main() -> None:
     """Measure, print, and write what was measured beside what the file already holds."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     sections: dict[str, Callable[[], dict[str, Any]]] = {
-        "plan": plan, "call": call, "ring": simulated, "links": links
-    }  # fmt: skip
+        "plan": plan,
+        "call": call,
+        "simulated": simulated,
+        "messages": messages,
+        "rounds": rounds,
+        "links": links,
+    }
     parser.add_argument("--only", nargs="+", choices=sections, default=list(sections), help="which sections to measure")
     parser.add_argument("--output", type=Path, default=Path("benchmarks/results/scale.json"))
     arguments = parser.parse_args()

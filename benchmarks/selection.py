@@ -21,8 +21,8 @@ from typing import Any
 import torch
 
 from dilated_attention_pytorch import DilatedPattern, attend
-from dilated_attention_pytorch.benchmarks.clock import begin_peak, resident
 from dilated_attention_pytorch.benchmarks.results import module_command, origin, write_json
+from dilated_attention_pytorch.memory import begin_peak, resident
 from dilated_attention_pytorch.selection import (
     Choice,
     DynamicSegmentSelector,
@@ -47,10 +47,13 @@ def drawn_workload(
     return Workload(
         sequence_length=round(shortest * (longest / shortest) ** generator.random()),
         batch_size=generator.choice((1, 1, 2, 3)),
-        num_heads=kv_heads * generator.choice((1, 1, 2)), num_kv_heads=kv_heads,
-        head_dim=generator.choice((32, 64, 64, 128)), dtype=generator.choice(dtypes),
-        is_causal=generator.random() < 0.5, is_training=generator.random() < 0.5,
-    )  # fmt: skip
+        num_heads=kv_heads * generator.choice((1, 1, 2)),
+        num_kv_heads=kv_heads,
+        head_dim=generator.choice((32, 64, 64, 128)),
+        dtype=generator.choice(dtypes),
+        is_causal=generator.random() < 0.5,
+        is_training=generator.random() < 0.5,
+    )
 
 
 def memory_of_one(text: str) -> None:
@@ -97,9 +100,11 @@ def memory() -> dict[str, Any]:
         workload = replace(workload, is_padded=extra < 0.2, has_dropout=0.15 < extra < 0.3)
         free = int(generator.choice((256, 512, 1024, 4096)) * 2**20 * (0.75 + generator.random() / 2))
         config = SegmentSelectionConfig(
-            min_segment_size=generator.choice((128, 512)), min_free_memory_gb=0.0, is_training=workload.is_training,
+            min_segment_size=generator.choice((128, 512)),
+            min_free_memory_gb=0.0,
+            is_training=workload.is_training,
             memory_safety_factor=generator.choice((0.5, 0.8, 1.0)),
-        )  # fmt: skip
+        )
         selector = DynamicSegmentSelector(config, hardware=replace(hardware, free_bytes=free))
         try:
             choice = selector.choose(workload, CPU)
@@ -130,8 +135,9 @@ def memory() -> dict[str, Any]:
     above = sum(max(row["measured_bytes"]) > row["counted_bytes"] for row in rows)
     ratios = [
         (row["counted_bytes"] - row["library_bytes"]) / row["measured_bytes"][1]
-        for row in rows if row["measured_bytes"][1] > 64 << 20
-    ]  # fmt: skip
+        for row in rows
+        if row["measured_bytes"][1] > 64 << 20
+    ]
     print(
         f"over budget: {over} of {len(rows)}; above what was counted: {above}; counted without the library over "
         f"measured, second calls of more than 64 MiB: {min(ratios):.2f} to {max(ratios):.2f}, median "
@@ -164,12 +170,20 @@ def speed() -> dict[str, Any]:
         times = _times(workload, eligible)
         best = min(times, key=lambda pattern: times[pattern])
         ratio, by_formula = (times[one.best.pattern] / times[best] for one in (choice, nominal))
-        rows.append({
-            **asdict(workload), "dtype": workload.dtype_name, "candidates": len(eligible),
-            "chosen": _lengths(choice.best.pattern),
-            "best": _lengths(best), "chosen_seconds": times[choice.best.pattern], "best_seconds": times[best],
-            "predicted_seconds": choice.best.seconds, "ratio": ratio, "ratio_of_the_formula": by_formula,
-        })  # fmt: skip
+        rows.append(
+            {
+                **asdict(workload),
+                "dtype": workload.dtype_name,
+                "candidates": len(eligible),
+                "chosen": _lengths(choice.best.pattern),
+                "best": _lengths(best),
+                "chosen_seconds": times[choice.best.pattern],
+                "best_seconds": times[best],
+                "predicted_seconds": choice.best.seconds,
+                "ratio": ratio,
+                "ratio_of_the_formula": by_formula,
+            }
+        )
         print(
             f"{workload}: {len(eligible)} candidates, chosen / best {ratio:.3f}, by the formula {by_formula:.3f}",
             flush=True,
@@ -219,10 +233,15 @@ def _row(one: Estimate, choice: Choice, fastest: float, config: SegmentSelection
     weights = (config.coverage_weight, config.diversity_weight, config.efficiency_weight)
     parts = (one.coverage, one.diversity, efficiency)
     return {
-        **_lengths(one.pattern), "coverage": one.coverage, "diversity": one.diversity, "efficiency": efficiency,
+        **_lengths(one.pattern),
+        "coverage": one.coverage,
+        "diversity": one.diversity,
+        "efficiency": efficiency,
         "score": sum(weight * part for weight, part in zip(weights, parts, strict=True)) / sum(weights),
-        "predicted_seconds": one.seconds, "counted_bytes": one.bytes.total, "budget_bytes": choice.memory_budget,
-    }  # fmt: skip
+        "predicted_seconds": one.seconds,
+        "counted_bytes": one.bytes.total,
+        "budget_bytes": choice.memory_budget,
+    }
 
 
 def main() -> None:

@@ -3,8 +3,9 @@
     python -m benchmarks.sharded_states [--quick] [--output FILE]
 
 A small LongNet, AdamW in float32, 20 steps of the same windows: in one process, then in two of gloo with DDP, FSDP2 and
-DeepSpeed's ZeRO of each stage, with offload. Counted are the float tensors that a process holds when its optimizer
-begins the last step, each storage once: weights, gradients, moments, and what the engine keeps beside them.
+DeepSpeed's ZeRO of each stage, with offload to the CPU and to files. Counted are the float tensors that a process holds
+when its optimizer begins the last step, each storage once: weights, gradients, moments, and what the engine keeps
+beside them.
 """
 
 from __future__ import annotations
@@ -32,11 +33,15 @@ from dilated_attention_pytorch.training.callbacks import read_metrics
 from dilated_attention_pytorch.training.distribution import leaving_together
 
 CASES: dict[str, dict[str, Any]] = {
-    "DDP": {"data_parallel": "ddp"}, "FSDP2": {"data_parallel": "fsdp"}, "ZeRO-1": {"data_parallel": "zero1"},
-    "ZeRO-2": {"data_parallel": "zero2"}, "ZeRO-3": {"data_parallel": "zero3"},
+    "DDP": {"data_parallel": "ddp"},
+    "FSDP2": {"data_parallel": "fsdp"},
+    "ZeRO-1": {"data_parallel": "zero1"},
+    "ZeRO-2": {"data_parallel": "zero2"},
+    "ZeRO-3": {"data_parallel": "zero3"},
     "ZeRO-3, optimizer on the CPU": {"data_parallel": "zero3", "offload": "optimizer"},
     "ZeRO-3, optimizer and weights on the CPU": {"data_parallel": "zero3", "offload": "parameters"},
-}  # fmt: skip
+    "ZeRO-3, optimizer and weights in files": {"data_parallel": "zero3", "offload": "nvme"},
+}
 LOSS_TOLERANCE = 1e-3  # nats
 
 
@@ -46,10 +51,23 @@ def settings_of(texts: Path, **changes: Any) -> TrainSettings:
         embed_dim=128, num_layers=4, num_heads=4, ffn_dim=256, segment_lengths=(32, 128), dilation_rates=(1, 4)
     )
     given: dict[str, Any] = {
-        "model": model, "data": (texts,), "context_length": 128, "steps": 20, "batch_size": 2, "threads": 1,
-        "optimizer": "adamw", "precision": "float32", "device": "cpu", "log_steps": 1, "eval_steps": 20,
-        "eval_windows": 1, "final_eval_windows": 1, "quarter_files": 1, "save_steps": 20, "sample_length": 1,
-    }  # fmt: skip
+        "model": model,
+        "data": (texts,),
+        "context_length": 128,
+        "steps": 20,
+        "batch_size": 2,
+        "threads": 1,
+        "optimizer": "adamw",
+        "precision": "float32",
+        "device": "cpu",
+        "log_steps": 1,
+        "eval_steps": 20,
+        "eval_windows": 1,
+        "final_eval_windows": 1,
+        "quarter_files": 1,
+        "save_steps": 20,
+        "sample_length": 1,
+    }
     return TrainSettings(**{**given, **changes})
 
 
@@ -71,7 +89,9 @@ def run_cases(folder: Path, names: list[str]) -> None:
     register_optimizer_step_pre_hook(lambda *_: counted.append(float_bytes() - before[0]))
     for name in names:
         counted.clear()
-        changes = CASES.get(name, {})
+        changes = dict(CASES.get(name, {}))
+        if changes.get("offload") == "nvme":
+            changes["offload_folder"] = folder
         size = 1 if name in CASES else 2
         train(settings_of(folder / "texts", batch_size=size, **changes), folder / name, Console(quiet=True))
         held = [max(counted[len(counted) // 2 :])]
@@ -109,10 +129,13 @@ def measure(names: list[str]) -> list[dict[str, Any]]:
             if not furthest <= LOSS_TOLERANCE:
                 raise SystemExit(f"not published: a loss of {case} is {furthest} nats from that of one process")
             held = json.loads((folder / f"{case}.json").read_text())
-            results.append({
-                "case": case, "bytes_per_weight": [value / parameters for value in held],
-                "largest_difference": furthest,
-            })  # fmt: skip
+            results.append(
+                {
+                    "case": case,
+                    "bytes_per_weight": [value / parameters for value in held],
+                    "largest_difference": furthest,
+                }
+            )
             figures = ", ".join(f"{value / parameters:.2f}" for value in held)
             print(f"{case:>42}: {figures} bytes a weight, losses within {furthest:.1e} nats", flush=True)
     return results
@@ -137,9 +160,14 @@ def main() -> None:
         return
     here = origin(module_command())
     results = measure(["DDP", "ZeRO-2"] if arguments.quick else list(CASES))
-    write_json(arguments.output, {
-        "machine": here, "settings": settings_of(Path("texts")).to_dict() | {"data": []}, "results": results,
-    })  # fmt: skip
+    write_json(
+        arguments.output,
+        {
+            "machine": here,
+            "settings": settings_of(Path("texts")).to_dict() | {"data": []},
+            "results": results,
+        },
+    )
     print(f"written: {arguments.output}")
 
 

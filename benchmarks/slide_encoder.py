@@ -227,11 +227,18 @@ def main() -> int:
         if {"adopted", "published, fused"} <= by_name.keys():
             ratios.append(compared(by_name["adopted"], by_name["published, fused"]))
     results = {
-        "machine": here, "impl": impl, "layers": arguments.layers, "width": WIDTH, "heads": HEADS, "dtype": "float32",
-        "segment_lengths": SEGMENT_LENGTHS, "dilated_ratios": DILATED_RATIOS,
-        "largest_difference_float64": small_difference, "points": [asdict(point) for point in points],
+        "machine": here,
+        "impl": impl,
+        "layers": arguments.layers,
+        "width": WIDTH,
+        "heads": HEADS,
+        "dtype": "float32",
+        "segment_lengths": SEGMENT_LENGTHS,
+        "dilated_ratios": DILATED_RATIOS,
+        "largest_difference_float64": small_difference,
+        "points": [asdict(point) for point in points],
         "adopted_over_published_fused": ratios,
-    }  # fmt: skip
+    }
     write_json(arguments.output, results)
     print(f"written: {arguments.output}")
     return 0

@@ -53,9 +53,11 @@ def measure(run: Path, kind: Weights, settings: EvalSettings, tokens: int) -> di
         file = evaluate_model(str(run), told, Path(folder) / "eval.json", Console(quiet=True))
         found = json.loads(file.read_text())
     return {
-        "weights": kind, "bits_per_byte": found["bits_per_byte"], "weight_bytes": found["weight_bytes"],
+        "weights": kind,
+        "bits_per_byte": found["bits_per_byte"],
+        "weight_bytes": found["weight_bytes"],
         "tokens_per_second": round(tokens_per_second(run, kind, tokens), 1),
-    }  # fmt: skip
+    }
 
 
 def main() -> None:
@@ -70,9 +72,13 @@ def main() -> None:
     given = parser.parse_args()
     set_threads(given.threads)
     settings = EvalSettings(
-        lengths=(given.length,), windows=given.windows, recall_texts=0, precision="float32", device="cpu",
+        lengths=(given.length,),
+        windows=given.windows,
+        recall_texts=0,
+        precision="float32",
+        device="cpu",
         threads=given.threads,
-    )  # fmt: skip
+    )
     here = origin(module_command().replace(str(given.run), "RUN"))
     results = [measure(given.run, kind, settings, given.tokens) for kind in KINDS]
     for result in results:

@@ -43,11 +43,13 @@ class Case:
 
 
 CASES = (
-    Case("nothing"), Case("recomputation", recomputed=1), Case("loss by blocks of rows", by_blocks=True),
+    Case("nothing"),
+    Case("recomputation", recomputed=1),
+    Case("loss by blocks of rows", by_blocks=True),
     Case("both", recomputed=1, by_blocks=True),
     Case("both, every second block", recomputed=2, by_blocks=True),
     Case("both, adamw-8bit", recomputed=1, by_blocks=True, optimizer="adamw-8bit"),
-)  # fmt: skip
+)
 LONGEST = Case("both, adamw-8bit, one step of the longest text", recomputed=1, by_blocks=True, optimizer="adamw-8bit")
 
 
@@ -68,10 +70,17 @@ class Point:
 def build(recomputed: int) -> LongNetForCausalLM:
     """16 layers of width 128; segments from 2,048 to the whole of the longest text."""
     config = LongNetConfig(
-        vocab_size=VOCAB, embed_dim=128, num_layers=16, num_heads=2, ffn_dim=320,
-        segment_lengths=(2048, 8192, 32768), dilation_rates=(1, 4, 16), layer_segment_shifts=(0, 1024),
-        gradient_checkpointing=recomputed > 0, checkpoint_every=max(1, recomputed),
-    )  # fmt: skip
+        vocab_size=VOCAB,
+        embed_dim=128,
+        num_layers=16,
+        num_heads=2,
+        ffn_dim=320,
+        segment_lengths=(2048, 8192, 32768),
+        dilation_rates=(1, 4, 16),
+        layer_segment_shifts=(0, 1024),
+        gradient_checkpointing=recomputed > 0,
+        checkpoint_every=max(1, recomputed),
+    )
     torch.manual_seed(0)
     return LongNetForCausalLM.from_longnet_config(config).train()
 
@@ -125,7 +134,7 @@ def measure(cases: Sequence[tuple[Case, int]], threads: int) -> list[Point]:
             f"{case.name:>48} {tokens:>8,} tokens {point.peak_bytes / 1e9:7.2f} GB, states "
             f"{point.state_bytes / 1e6:6.1f} MB {point.seconds:7.1f} s",
             flush=True,
-        )  # fmt: skip
+        )
     return points
 
 
@@ -142,10 +151,16 @@ def main() -> None:
     here: dict[str, Any] = origin(module_command())
     points = measure([*((case, tokens) for case in CASES), (LONGEST, longest)], arguments.threads)
     parameters = sum(weight.numel() for weight in build(0).parameters())
-    write_json(arguments.output, {
-        "machine": here, "vocab_size": VOCAB, "parameters": parameters, "threads": arguments.threads,
-        "points": [asdict(point) for point in points],
-    })  # fmt: skip
+    write_json(
+        arguments.output,
+        {
+            "machine": here,
+            "vocab_size": VOCAB,
+            "parameters": parameters,
+            "threads": arguments.threads,
+            "points": [asdict(point) for point in points],
+        },
+    )
     print(f"written: {arguments.output}")
 
 

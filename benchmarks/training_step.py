@@ -79,9 +79,11 @@ def measure(settings: TrainSettings, dtype: torch.dtype, repeats: int) -> dict[s
     for impl, run in runs.items():
         taken = statistics.median(run.seconds[1:])
         result[impl] = {
-            "seconds": taken, "fastest": min(run.seconds[1:]), "tokens_per_second": tokens / taken,
+            "seconds": taken,
+            "fastest": min(run.seconds[1:]),
+            "tokens_per_second": tokens / taken,
             "losses": run.losses,
-        }  # fmt: skip
+        }
         words = f"{taken:8.3f} s a step  {tokens / taken:10,.0f} tokens a second"
         print(f"{result['dtype']:>8} {impl:>7} {words}", flush=True)
     result["native_over_aten"] = result["native"]["seconds"] / result["aten"]["seconds"]
@@ -101,9 +103,16 @@ def main() -> None:
         settings, repeats = replace(settings, context_length=1024), 1
     here = origin(module_command())
     results = [measure(settings, dtype, repeats) for dtype in PRECISIONS]
-    write_json(arguments.output, {
-        "machine": here, "impl": list(IMPLS), "preset": "cpu", "settings": settings.to_dict(), "results": results,
-    })  # fmt: skip
+    write_json(
+        arguments.output,
+        {
+            "machine": here,
+            "impl": list(IMPLS),
+            "preset": "cpu",
+            "settings": settings.to_dict(),
+            "results": results,
+        },
+    )
     print(f"written: {arguments.output}")
 
 

@@ -27,9 +27,14 @@ from dilated_attention_pytorch.benchmarks.results import module_command, origin,
 from dilated_attention_pytorch.integrations import BoundedCache, register, set_pattern
 
 SIZES: dict[str, Any] = {
-    "vocab_size": 256, "hidden_size": 256, "intermediate_size": 688, "num_hidden_layers": 4, "num_attention_heads": 8,
-    "num_key_value_heads": 4, "use_cache": False,
-}  # fmt: skip
+    "vocab_size": 256,
+    "hidden_size": 256,
+    "intermediate_size": 688,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 4,
+    "use_cache": False,
+}
 LARGEST_MASK = 4 << 30  # bytes that a dense mask or dense scores may take here
 CALLS = ("forward", "training step", "forward, padded")
 
@@ -175,11 +180,15 @@ def main() -> int:
     write_json(
         arguments.output,
         {
-            "machine": here, "model": SIZES, "dtype": "float32", "device": arguments.device,
-            "largest_difference_to_sdpa": difference, "points": [asdict(point) for point in points],
+            "machine": here,
+            "model": SIZES,
+            "dtype": "float32",
+            "device": arguments.device,
+            "largest_difference_to_sdpa": difference,
+            "points": [asdict(point) for point in points],
             "cache_bytes": caches,
         },
-    )  # fmt: skip
+    )
     print(f"written: {arguments.output}")
     return 0
 

@@ -19,9 +19,7 @@ def main() -> None:
     torch.manual_seed(0)
     rows, pattern = 10_001, DilatedPattern([512, 2048, 16384], [1, 2, 8])
     query, key, value = (torch.randn(1, rows, heads, 64) for heads in (8, 2, 2))
-    plan = parallel.plan_parallel(
-        pattern, query.shape, mesh, num_kv_heads=2, dtype=torch.float32, is_causal=True
-    )  # fmt: skip
+    plan = parallel.plan_parallel(pattern, query.shape, mesh, num_kv_heads=2, dtype=torch.float32, is_causal=True)
     if dist.get_rank() == 0:
         print(plan, flush=True)
 
@@ -37,9 +35,7 @@ def main() -> None:
     expected.square().sum().backward()
 
     pairs = [(out.detach(), expected.detach()), *((a.grad, b.grad) for a, b in zip(mine, whole, strict=True))]
-    errors = [
-        float((found - parallel.shard(all_rows, mesh, layout=layout)).abs().max()) for found, all_rows in pairs
-    ]  # fmt: skip
+    errors = [float((found - parallel.shard(all_rows, mesh, layout=layout)).abs().max()) for found, all_rows in pairs]
     print(
         f"rank {dist.get_rank()}: {out.shape[1]} rows, {traffic.sent:,} bytes sent, largest difference from "
         f"one process: output {errors[0]:.1e}, gradients {max(errors[1:]):.1e}",

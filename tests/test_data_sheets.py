@@ -9,9 +9,12 @@ from dilated_attention_pytorch.selection.hardware import Hardware, architecture_
 
 DEVICES = data_sheets.device_names()
 PLAUSIBLE = {
-    "memory_bytes": (8e9, 300e9), "bytes_per_second": (0.3e12, 10e12), "processors": (20, 400),
-    "cache_bytes": (2 << 20, 256 << 20), "watts": (150, 1200),
-}  # fmt: skip
+    "memory_bytes": (8e9, 300e9),
+    "bytes_per_second": (0.3e12, 10e12),
+    "processors": (20, 400),
+    "cache_bytes": (2 << 20, 256 << 20),
+    "watts": (150, 1200),
+}
 
 
 @pytest.mark.parametrize("name", DEVICES)
@@ -38,11 +41,24 @@ def test_every_link_has_a_source_and_a_plausible_rate(name: str) -> None:
     assert len(link.source) > 20
 
 
+def test_figures_that_were_compared_name_the_page_and_the_others_none() -> None:
+    sheets = [data_sheets.sheet_of(name) for name in data_sheets.device_names()]
+    for sheet in sheets:
+        assert set(sheet.compared) <= set(sheet.sources)
+        assert all(page.startswith("https://") for page in sheet.compared.values())
+    assert not data_sheets.sheet_of("GTX 1080").compared
+    assert data_sheets.sheet_of("A100 80 GB").compared["flops"].endswith("/A100")
+    assert data_sheets.link_of("NVLink 4").compared
+    assert not data_sheets.link_of("Ethernet 800").compared
+
+
 def test_a_thread_computes_by_the_width_of_its_vectors() -> None:
     rates = [data_sheets.thread_sheet(bits).flops["float32"] for bits in (128, 256, 512)]
     assert rates == [25e9, 50e9, 100e9]
-    assert all(data_sheets.thread_sheet(bits).sources.keys() == {"bytes_per_second", "flops", "cache_bytes"}
-               for bits in (128, 256, 512))  # fmt: skip
+    assert all(
+        data_sheets.thread_sheet(bits).sources.keys() == {"bytes_per_second", "flops", "cache_bytes"}
+        for bits in (128, 256, 512)
+    )
 
 
 def test_selection_reads_the_same_figures() -> None:
@@ -52,11 +68,19 @@ def test_selection_reads_the_same_figures() -> None:
         assert hardware.flops_32 == sheet.flops["float32"]
         assert (hardware.bytes_per_second, hardware.cache_bytes) == (sheet.bytes_per_second, sheet.cache_bytes)
     products = {
-        "NVIDIA H100 80GB HBM3": "H100", "NVIDIA H100 PCIe": "H100", "NVIDIA GH200 480GB": "H200",
-        "NVIDIA B200": "B200", "NVIDIA A100-SXM4-40GB": "A100", "Tesla V100-SXM2-32GB": "V100", "NVIDIA L40S": "RTX",
-        "NVIDIA GeForce RTX 5090": "RTX", "NVIDIA GeForce GTX 1080": "other GPU", "AMD Instinct MI250X": "AMD MI",
-        "AMD Instinct MI210": "AMD MI", "Tesla T4": "other GPU",
-    }  # fmt: skip
+        "NVIDIA H100 80GB HBM3": "H100",
+        "NVIDIA H100 PCIe": "H100",
+        "NVIDIA GH200 480GB": "H200",
+        "NVIDIA B200": "B200",
+        "NVIDIA A100-SXM4-40GB": "A100",
+        "Tesla V100-SXM2-32GB": "V100",
+        "NVIDIA L40S": "RTX",
+        "NVIDIA GeForce RTX 5090": "RTX",
+        "NVIDIA GeForce GTX 1080": "other GPU",
+        "AMD Instinct MI250X": "AMD MI",
+        "AMD Instinct MI210": "AMD MI",
+        "Tesla T4": "other GPU",
+    }
     assert {product: architecture_of(product, "cuda") for product in products} == products
 
 

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from hypothesis import given
 
-from drawn import DENSE, SWEEP, DrawnCall, calls, examples
+from support.drawn import DENSE, SWEEP, DrawnCall, calls, examples
 
 
 def drawn() -> list[str]:

@@ -3,27 +3,35 @@
 from __future__ import annotations
 
 import ast
+import importlib
+import importlib.metadata
 import json
+import re
 import subprocess
 import sys
-import warnings
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import pytest
 
 import dilated_attention_pytorch
-from dilated_attention_pytorch import legacy
 from dilated_attention_pytorch.installation import install_command
 
 PACKAGE = Path(dilated_attention_pytorch.__file__).parent
+ROOT = Path(__file__).parents[1]
 ORDER = ["patterns", "planning", "kernels", "engine", "ops"]
 # What each part may import, beside itself.
 ALLOWED = {
-    **{name: {*ORDER[:index], "installation", "folders", "precision", "tracing"} for index, name in enumerate(ORDER)},
+    **{
+        name: {*ORDER[:index], "installation", "folders", "legacy", "precision", "tracing"}
+        for index, name in enumerate(ORDER)
+    },
     "selection": {"patterns", "planning", "ops", "data_sheets", "machine", "memory", "errors", "folders"},
     "nn": {*ORDER, "precision", "selection", "tracing"},
-    "models": {*ORDER, "nn", "installation"},
+    "models": {*ORDER, "nn", "installation", "legacy"},
+    "slides": {"errors", "machine", "memory", "models", "output", "training"},
+    "chart_page": set(),
     "errors": set(),
     "data_sheets": set(),
     "folders": set(),
@@ -38,6 +46,7 @@ ALLOWED = {
     "integrations": {*ORDER, "nn", "models", "installation"},
     "training": {
         *ORDER,
+        "chart_page",
         "nn",
         "models",
         "parallel",
@@ -59,31 +68,133 @@ ALLOWED = {
         "memory",
         "output",
         "selection",
+        "slides",
         "training",
         "benchmarks",
         "capacity",
         "data_sheets",
         "waiting",
     },
-    "capacity": {"data_sheets", "errors", "models", "patterns", "training"},
-    "core": {"nn"},
-    "legacy": {"core", "nn", "parallel", "selection"},
-    "__init__": {"legacy", "models", "nn", "ops", "patterns", "selection", "waiting"},
+    "capacity": {
+        *ORDER,
+        "chart_page",
+        "data_sheets",
+        "errors",
+        "folders",
+        "integrations",
+        "machine",
+        "memory",
+        "models",
+        "output",
+        "parallel",
+        "selection",
+        "training",
+    },
+    "core": {"legacy", "nn", "parallel", "patterns"},
+    "legacy": set(),
+    "legacy_modules": {"core", "models", "nn", "parallel"},
+    "__init__": {"core", "integrations", "legacy", "models", "nn", "ops", "patterns", "waiting"},
     "__main__": {"cli"},
 }
 PUBLIC = {
-    "AdaptiveBlockAttention", "AttentionOutput", "DilatedAttention", "DilatedPattern", "DynamicDilatedAttention",
-    "DynamicMultiheadDilatedAttention", "DynamicSegmentSelector", "LongNetCache", "LongNetConfig",
-    "LongNetForCausalLM", "LongNetLM", "MultiheadDilatedAttention", "MultiheadPatternAttention", "Pattern",
-    "PatternAttention", "PatternSum", "SegmentSelectionConfig", "SegmentedPattern", "attend", "attend_with_lse",
-    "dilated_attention", "from_block_mask", "generate", "global_tokens", "hierarchical", "local_window", "merge",
-    "per_head", "random_blocks", "strided_blocks",
+    "": {
+        "AttentionOutput", "DilatedPattern", "LongNetCache", "LongNetConfig", "LongNetLM", "MultiheadDilatedAttention",
+        "MultiheadPatternAttention", "Pattern", "adopt", "attend", "attend_with_lse", "dilated_attention",
+        "extend_context", "from_block_mask", "generate", "global_tokens", "hierarchical", "local_window", "merge",
+        "per_head", "random_blocks", "register", "replace_attention", "strided_blocks",
+    },
+    "benchmarks": set(),
+    "capacity": {
+        "Change", "Device", "Generation", "LargestModel", "Mesh", "RunPlan", "changes_that_help", "fewest_processes",
+        "generation_footprint", "largest_model", "longest_context", "meshes", "plan_run",
+    },
+    "cli": {"main"},
+    "core": {
+        "create_adaptive_sparse_attention", "create_block_sparse_attention", "create_dilated_attention",
+        "create_multihead_dilated_attention", "create_ring_attention",
+    },
+    "engine": set(),
+    "integrations": {
+        "AdoptedDilatedAttention", "BoundedCache", "LeftLayer", "MultiheadReplacement", "QkvReplacement",
+        "ReplacedLayer", "ReplacementReport", "adopt", "extend_context", "register", "replace_attention",
+        "set_pattern",
+    },
+    "kernels": set(),
+    "legacy": set(),
+    "legacy_modules": set(),
+    "models": {
+        "LongNetCache", "LongNetConfig", "LongNetEncoder", "LongNetEncoderDecoder", "LongNetLM", "SlideEmbeddings",
+        "SlideEncoder", "SlideEncoderConfig", "generate", "generate_naive", "load_slide_encoder", "pack_slides",
+        "released_segment_lengths", "tile_grid",
+    },
+    "nn": {
+        "AdaptiveBlockAttention", "DilatedAttention", "DynamicDilatedAttention", "DynamicMultiheadDilatedAttention",
+        "MultiheadDilatedAttention", "MultiheadPatternAttention", "PatternAttention",
+    },
+    "ops": {"AttentionOutput", "attend", "attend_blocks", "attend_with_lse", "dilated_attention", "merge"},
+    "parallel": {
+        "DistributedDilatedAttention", "Estimate", "HeadParallelDilatedAttention", "HybridRingDilatedAttention",
+        "Machine", "ParallelDilatedAttention", "ParallelPlan", "RankFailure", "RankShare", "RingDilatedAttention",
+        "RingMultiheadDilatedAttention", "Simulation", "Traffic", "agreed_selector", "attend", "attend_with_lse",
+        "count_traffic", "naming_ranks", "plan_parallel", "positions", "shard", "shard_labels", "simulate", "unshard",
+    },
+    "patterns": {
+        "DilatedPattern", "Pattern", "PatternSum", "Reach", "SegmentedPattern", "from_block_mask", "global_tokens",
+        "hierarchical", "local_window", "pattern_from_expression", "pattern_from_spec", "per_head", "random_blocks",
+        "strided_blocks",
+    },
+    "planning": set(),
+    "selection": {
+        "Choice", "DynamicSegmentSelector", "Estimate", "Hardware", "Profile", "Rates", "SegmentSelectionConfig",
+        "Workload", "find_breaks", "read_hardware", "snap_boundaries",
+    },
+    "slides": {"EmbedSettings", "Embedder", "Outcome", "Slide", "read_slide"},
+    "training": {
+        "ExtensionOutcome", "ExtensionSettings", "Outcome", "PRESETS", "RunError", "TrainSettings", "extend", "resume",
+        "resume_extension", "train",
+    },
 }  # fmt: skip
+NEED_TRANSFORMERS = {"": {"LongNetForCausalLM"}, "models": {"LongNetCausalLMConfig", "LongNetForCausalLM"}}
 
 
-def test_the_public_names_are_these() -> None:
-    assert set(dilated_attention_pytorch.__all__) == PUBLIC - {"LongNetForCausalLM"}
-    assert all(getattr(dilated_attention_pytorch, name).__doc__ for name in PUBLIC)
+def module_of(part: str) -> ModuleType:
+    return importlib.import_module(".".join(filter(None, ("dilated_attention_pytorch", part))))
+
+
+@pytest.mark.parametrize("part", PUBLIC)
+def test_the_public_names_are_these(part: str) -> None:
+    module, needing = module_of(part), NEED_TRANSFORMERS.get(part, set())
+    names = list(getattr(module, "__all__", ()))
+    assert len(names) == len(set(names))
+    assert set(names) == PUBLIC[part]
+    assert all(getattr(module, name).__doc__ for name in (PUBLIC[part] | needing) - {"PRESETS"})
+
+
+def test_the_top_level_has_25_names_at_most() -> None:
+    assert len(PUBLIC[""] | NEED_TRANSFORMERS[""]) <= 25
+
+
+def test_every_subpackage_says_which_names_are_public() -> None:
+    assert set(PUBLIC) - {""} == {file.parent.name for file in PACKAGE.glob("*/__init__.py")}
+
+
+def test_the_top_level_has_the_makers_by_name_and_no_warning() -> None:
+    assert set(dir(dilated_attention_pytorch)) >= PUBLIC[""] | NEED_TRANSFORMERS[""] | PUBLIC["core"]
+    for name in PUBLIC["core"]:
+        assert getattr(dilated_attention_pytorch, name) is getattr(dilated_attention_pytorch.core, name)
+
+
+def test_a_name_that_moved_to_its_subpackage_says_so() -> None:
+    moved = {
+        "integrations": {"set_pattern"},
+        "nn": PUBLIC["nn"] - PUBLIC[""],
+        "patterns": {"PatternSum", "SegmentedPattern"},
+        "selection": {"DynamicSegmentSelector", "SegmentSelectionConfig"},
+    }
+    for part, name in ((part, name) for part, names in moved.items() for name in names):
+        with pytest.warns(DeprecationWarning, match=rf"write `from dilated_attention_pytorch\.{part} import {name}`"):
+            found = getattr(dilated_attention_pytorch, name)
+        assert found is getattr(module_of(part), name)
 
 
 def imported_parts(file: Path) -> set[str]:
@@ -127,8 +238,12 @@ before = set(sys.modules)
 start = time.perf_counter()
 import dilated_attention_pytorch
 own = time.perf_counter() - start
+# Old names cost nothing until one is asked for.
+assert not [name for name in sys.modules if name.startswith("dilated_attention_pytorch.legacy_modules")]
+from dilated_attention_pytorch.legacy import table
+assert table._read.cache_info().misses == 0
 roots = {name.partition(".")[0] for name in set(sys.modules) - before} - set(sys.stdlib_module_names)
-for name in ("", "models", "nn", "ops", "patterns", "planning", "selection", "integrations", "parallel", "training"):
+for name in ("", "core", "models", "nn", "ops", "patterns", "selection", "integrations", "parallel", "training"):
     exec(f"from {'.'.join(filter(None, ('dilated_attention_pytorch', name)))} import *")
 from dilated_attention_pytorch.cli import main
 main(["info"])
@@ -158,53 +273,21 @@ def test_a_cold_import_star_imports_and_info_need_torch_alone(figure: Any) -> No
     figure("import, seconds beyond torch's own", f"{own:.3f} (torch {torch_seconds:.2f})")
 
 
-@pytest.mark.parametrize("row", legacy.TABLE, ids=lambda row: ".".join(filter(None, row[:2])))
-def test_old_names_import_with_a_warning_that_names_todays(row: tuple[str, ...]) -> None:
-    module, name, _, _, today = row
-    path = ".".join(part for part in ("dilated_attention_pytorch", module) if part)
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
-        scope: dict[str, Any] = {}
-        exec(f"from {path} import {name} as old", scope)
-    messages = {str(warning.message) for warning in caught if warning.category is DeprecationWarning}
-    (message,) = messages
-    assert message.startswith(f"{path}.{name} is the old name")
-    statement = message.split("`")[1]
-    exec(statement, scope)
-    new = scope[today.rpartition(".")[2]]
-    assert scope["old"] is new or issubclass(scope["old"], new)
+def test_the_citation_has_the_version_of_the_package() -> None:
+    (cited,) = re.findall(r"^version: (.+)$", (ROOT / "CITATION.cff").read_text(), flags=re.MULTILINE)
+    assert cited == dilated_attention_pytorch.__version__ == importlib.metadata.version("dilated-attention-pytorch")
 
 
-def test_old_calls_run() -> None:
-    import torch
-
-    from dilated_attention_pytorch import core
-
-    before = torch.get_float32_matmul_precision()
-    try:
-        attention = core.create_dilated_attention("auto", segment_lengths=[4], dilation_rates=[1], use_tf32=True)
-        assert torch.get_float32_matmul_precision() == "high"
-        improved = legacy.ImprovedMultiheadDilatedAttention(
-            embed_dim=8, num_heads=2, segment_lengths=[4], dilation_rates=[1], use_tf32=False
-        )
-        assert torch.get_float32_matmul_precision() == "highest"
-    finally:
-        torch.set_float32_matmul_precision(before)
-    x = torch.randn(1, 5, 8)
-    assert improved(x, x, x)[0].shape == x.shape
-    assert attention.segment_lengths == (4,)
+def test_the_workflow_takes_every_python_and_the_oldest_torch_that_are_promised() -> None:
+    workflow, project = ((ROOT / name).read_text() for name in (".github/workflows/test.yml", "pyproject.toml"))
+    pythons = re.findall(r"Python :: (3\.\d+)", project)
+    assert f"python: {json.dumps(pythons)}" in workflow
+    (oldest,) = re.findall(r'"torch>=([\d.]+)"', project)
+    assert f'torch: ["{oldest}", "newest"]' in workflow
+    targets = set(re.findall(r"^([a-z]+):", (ROOT / "Makefile").read_text(), flags=re.MULTILINE))
+    assert set(re.findall(r"\bmake (?:--silent )?([a-z]+)", workflow)) <= targets
 
 
-def test_an_unknown_name_is_an_attribute_error() -> None:
-    with pytest.raises(AttributeError, match="no attribute 'FastestAttention'"):
-        _ = dilated_attention_pytorch.FastestAttention
-    with pytest.raises(ImportError):
-        from dilated_attention_pytorch.improved_dilated_attention import Nothing  # noqa: F401
-
-
-def test_today_s_function_is_not_hidden_by_the_old_module_of_its_name() -> None:
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        from dilated_attention_pytorch.dilated_attention import DilatedAttention
-    assert DilatedAttention is dilated_attention_pytorch.DilatedAttention
-    assert callable(dilated_attention_pytorch.dilated_attention)
+def test_pre_commit_has_the_linter_of_the_gate() -> None:
+    (revision,) = re.findall(r"rev: v(.+)$", (ROOT / ".pre-commit-config.yaml").read_text(), flags=re.MULTILINE)
+    assert f"ruff=={revision}\n" in (ROOT / "constraints.txt").read_text()

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import importlib
 import importlib.util
-import os
 import re
 import subprocess
 import sys
@@ -13,9 +12,10 @@ from typing import Any
 
 import pytest
 
-import pages
 from dilated_attention_pytorch.kernels.compilation import refusal_to_load
-from pages import DOCS, ROOT, blocks_of
+from support import pages
+from support.pages import DOCS, ROOT, blocks_of
+from support.processes import environment
 
 PAGES = {str(page.relative_to(DOCS)): page for page in pages.pages()}
 RUN = {name: page for name, page in PAGES.items() if any(b.kind in ("python", "pycon") for b in blocks_of(page))}
@@ -53,12 +53,15 @@ def test_the_code_of_a_page_runs_from_its_first_block_to_its_last(name: str, fol
 
 def test_the_code_of_pages_about_ranks_runs_on_one_rank(folder: Path) -> None:
     names = [str(page) for page in RUN.values() if pages.needs_ranks(page)]
-    path = os.pathsep.join([str(ROOT / "src"), os.environ.get("PYTHONPATH", "")])
     # One process for all of them: importing takes longer than what they compute.
     done = subprocess.run(
-        [sys.executable, "-W", "error", str(ROOT / "tests" / "pages.py"), *names],
-        cwd=folder, env={**os.environ, "PYTHONPATH": path}, capture_output=True, text=True, timeout=900,
-    )  # fmt: skip
+        [sys.executable, "-W", "error", str(ROOT / "tests" / "support" / "pages.py"), *names],
+        cwd=folder,
+        env=environment(),
+        capture_output=True,
+        text=True,
+        timeout=900,
+    )
     assert done.returncode == 0, done.stdout + done.stderr
     assert done.stdout.count("running ") == len(names) > 2
 
@@ -194,21 +197,6 @@ def test_docstrings_become_markdown() -> None:
     )
 
 
-def test_every_old_name_has_a_row_in_the_page_about_migration() -> None:
-    from dilated_attention_pytorch import legacy
-
-    rows = re.findall(
-        r"^\| `(dilated_attention_pytorch[\w.]*)` \| `(\w+)` \| `([\w.]+)` \|",
-        (DOCS / "migration.md").read_text(),
-        re.MULTILINE,
-    )
-    expected = [
-        (".".join(part for part in ("dilated_attention_pytorch", module) if part), name, today)
-        for module, name, _, _, today in legacy.TABLE
-    ]
-    assert rows == expected
-
-
 def described() -> dict[str, Any]:
     """What the reference describes, by the path that it is described by."""
     text = "\n".join(page.read_text() for page in (DOCS / "api").glob("*.md"))
@@ -219,17 +207,20 @@ def described() -> dict[str, Any]:
 
 def test_every_public_name_is_in_the_reference() -> None:
     import dilated_attention_pytorch
-    from dilated_attention_pytorch import integrations, parallel, selection
 
     found = list(described().values())
-    for module in (dilated_attention_pytorch, integrations, parallel, selection):
-        for name in module.__all__:
+    parts = [one.parent.name for one in Path(dilated_attention_pytorch.__file__).parent.glob("*/__init__.py")]
+    for part in ("", *(f".{part}" for part in parts if part != "cli")):  # the command has a page of its own
+        module = importlib.import_module(f"dilated_attention_pytorch{part}")
+        for name in vars(module).get("__all__", ()):
             assert any(getattr(module, name) is one for one in found), f"{module.__name__}.{name}"
 
 
 def test_what_has_the_name_of_a_module_is_described_by_its_full_path() -> None:
     # Griffe takes the module otherwise: ops.attend is one, and ops.attend.attend the function.
     for path, one in described().items():
+        if isinstance(one, dict):  # the presets: no module has defined them
+            continue
         leaf, package = path.rpartition(".")[2], one.__module__
         while package := package.rpartition(".")[0]:
             folder = ROOT / "src" / package.replace(".", "/")

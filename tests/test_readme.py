@@ -31,9 +31,18 @@ def test_the_oldest_pytorch_it_promises_is_the_one_that_is_required_and_tested()
     assert f"torch ({oldest} or newer)" in (ROOT / "docs" / "index.md").read_text()
 
 
-def test_files_and_folders_it_names_exist() -> None:
+def test_the_tree_of_the_documentation_is_that_of_the_package() -> None:
     package = ROOT / "src" / "dilated_attention_pytorch"
-    for name in re.findall(r"^      ([a-z_]+(?:/|\.py)) ", README, flags=re.MULTILINE):
-        assert (package / name).exists(), name
+    internals = (ROOT / "docs" / "internals.md").read_text()
+    named = set(re.findall(r"^      ([a-z_]+(?:/|\.py)) ", internals, flags=re.MULTILINE))
+    there = {f"{path.name}/" if path.is_dir() else path.name for path in package.iterdir()}
+    assert named == there - {"__pycache__/", "__init__.py", "__main__.py", "py.typed", "data_sheets.toml"}
+
+
+def test_it_is_short() -> None:
+    assert len(README.splitlines()) <= 130
+
+
+def test_files_and_folders_it_names_exist() -> None:
     for link in re.findall(r"\]\((?!https?:)([^)#]+)\)", README):
         assert (ROOT / link).exists(), link

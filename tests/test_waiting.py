@@ -15,15 +15,18 @@ from dilated_attention_pytorch.waiting import choose_waiting
 TRAIN = ["python", "-u", "-m", "dilated_attention_pytorch", "train"]
 
 
-@pytest.mark.parametrize(("command", "is_own"), [
-    (TRAIN, True),
-    (["python", "-X", "dev", "-m", "dilated_attention_pytorch.benchmarks"], True),
-    (["/venv/bin/python", "/venv/bin/dilated-attention", "train"], True),
-    (["python", "-m", "pytest", "dilated-attention"], False),
-    (["python", "train.py", "dilated-attention"], False),
-    (["python", "-c", "import dilated_attention_pytorch"], False),
-    (["python"], False),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("command", "is_own"),
+    [
+        (TRAIN, True),
+        (["python", "-X", "dev", "-m", "dilated_attention_pytorch.benchmarks"], True),
+        (["/venv/bin/python", "/venv/bin/dilated-attention", "train"], True),
+        (["python", "-m", "pytest", "dilated-attention"], False),
+        (["python", "train.py", "dilated-attention"], False),
+        (["python", "-c", "import dilated_attention_pytorch"], False),
+        (["python"], False),
+    ],
+)
 def test_programs_that_import_the_package_are_left_alone(
     command: list[str], is_own: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -41,10 +44,16 @@ def test_what_the_user_set_stays(name: str, monkeypatch: pytest.MonkeyPatch) -> 
     assert environment == {name: "7"}
 
 
-@pytest.mark.parametrize(("quota", "load", "running", "is_shared"), [
-    (float("inf"), 0.1, 1, False), (64.0, 0.49, 1, False), (1.5, 0.0, 1, True), (float("inf"), 0.5, 1, True),
-    (float("inf"), 0.0, 2, True),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("quota", "load", "running", "is_shared"),
+    [
+        (float("inf"), 0.1, 1, False),
+        (64.0, 0.49, 1, False),
+        (1.5, 0.0, 1, True),
+        (float("inf"), 0.5, 1, True),
+        (float("inf"), 0.0, 2, True),
+    ],
+)
 def test_a_machine_is_shared_by_quota_by_load_and_by_what_runs(
     quota: float, load: float, running: int, is_shared: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -38,8 +38,11 @@ def candidates(model: Any, limit: int = 24) -> Iterator[dict[str, Any]]:
         base += [name for name in ("input_features_mask",) if name in parameters and name not in base]
     if main == "input_ids" or "input_ids" in base:
         base += [name for name in ("decoder_input_ids",) if name in parameters and name not in base]
-    wider = [name for name in ("pixel_values", "input_features", "input_values", "decoder_input_ids", "bbox",
-                               "input_ids") if name in parameters and name not in base]  # fmt: skip
+    wider = [
+        name
+        for name in ("pixel_values", "input_features", "input_values", "decoder_input_ids", "bbox", "input_ids")
+        if name in parameters and name not in base
+    ]
     ways_to_call = [base, *([*base, name] for name in wider), [*base, *wider]]
     if main != "input_ids" and "input_ids" in parameters and not required:
         ways_to_call.insert(1, ["input_ids"])
@@ -82,9 +85,21 @@ def _values(name: str, model: Any) -> list[Any]:
     """What a parameter may be, by its name."""
     config = model.config
     width = _int(_find(config, "hidden_size", "d_model", "n_embd", "embed_dim", "dim"), 64)
-    mels = _int(_find(config, "num_mel_bins", "input_feat_per_channel", "feature_size", "input_dim", "n_mels",
-                      "feature_projection_input_dim", "num_mel_channels", "input_channels", "input_size"),
-                80)  # fmt: skip
+    mels = _int(
+        _find(
+            config,
+            "num_mel_bins",
+            "input_feat_per_channel",
+            "feature_size",
+            "input_dim",
+            "n_mels",
+            "feature_projection_input_dim",
+            "num_mel_channels",
+            "input_channels",
+            "input_size",
+        ),
+        80,
+    )
     frames = _int(_find(config, "max_source_positions", "max_length"), 100) * 2
     codebooks = _int(_find(config, "num_codebooks", "num_channels", "n_codebooks"), 4)
     match name:
@@ -109,14 +124,23 @@ def _values(name: str, model: Any) -> list[Any]:
             return [torch.zeros(ROWS, TOKENS, 4, dtype=torch.long)]
         case "input_features" | "audio_features" | "input_audio_embeds" | "audio_values":
             return [
-                noise(ROWS, mels, frames), noise(ROWS, 96, mels), noise(ROWS, mels, 96), noise(ROWS, 1, 64, mels),
-                noise(mels, 200), noise(ROWS, 96, 2 * mels), noise(ROWS, 1, 1024, mels), noise(ROWS, 96, 128),
-            ]  # fmt: skip
+                noise(ROWS, mels, frames),
+                noise(ROWS, 96, mels),
+                noise(ROWS, mels, 96),
+                noise(ROWS, 1, 64, mels),
+                noise(mels, 200),
+                noise(ROWS, 96, 2 * mels),
+                noise(ROWS, 1, 1024, mels),
+                noise(ROWS, 96, 128),
+            ]
         case "input_values" | "padded_audio" | "waveform":
             return [
-                noise(ROWS, 6400), noise(ROWS, 1, 9600), noise(ROWS, 1024, mels), noise(ROWS, 100, mels),
+                noise(ROWS, 6400),
+                noise(ROWS, 1, 9600),
+                noise(ROWS, 1024, mels),
+                noise(ROWS, 100, mels),
                 noise(ROWS, mels, 100),
-            ]  # fmt: skip
+            ]
         case "feature_lens" | "input_features_lens" | "feature_lengths":
             return [torch.tensor([200])]
         case "aftercnn_lens":
@@ -176,6 +200,7 @@ def _patches(config: Any) -> list[Tensor]:
     if channels > 9 or patch > 64:
         return []
     return [
-        noise(64, channels * frames * patch * patch), noise(64, channels, patch, patch),
+        noise(64, channels * frames * patch * patch),
+        noise(64, channels, patch, patch),
         noise(ROWS, 64, channels * patch * patch),
-    ]  # fmt: skip
+    ]

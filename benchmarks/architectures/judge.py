@@ -140,9 +140,10 @@ def _compare(
     foreign = {
         site.module
         for site in watch.sites
-        if not site.through_interface and _is_attention(site)
+        if not site.through_interface
+        and _is_attention(site)
         and not (way.is_partial and site.implementation != "dilated")
-    }  # fmt: skip
+    }
     if foreign:
         symptoms.append(f"{', '.join(sorted(foreign))} computes attention without the pattern")
     if "self" not in calls:

@@ -123,9 +123,16 @@ def generation(ours: Any, dense: Any, subject: Subject) -> list[str]:
     def text(model: Any, use_cache: bool) -> list[Tensor]:
         seed()
         made = model.generate(
-            prompt, **others, max_new_tokens=5, min_new_tokens=5, do_sample=False, use_cache=use_cache,
-            return_dict_in_generate=True, output_logits=True, num_beams=1,
-        )  # fmt: skip
+            prompt,
+            **others,
+            max_new_tokens=5,
+            min_new_tokens=5,
+            do_sample=False,
+            use_cache=use_cache,
+            return_dict_in_generate=True,
+            output_logits=True,
+            num_beams=1,
+        )
         return [made.sequences, *made.logits]
 
     try:

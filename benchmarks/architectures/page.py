@@ -19,14 +19,18 @@ PAGE = Path("docs/architectures.md")
 COMMAND = "python -m benchmarks.architectures"
 
 _SIGNS = {
-    "equals dense counts": "=", "gradients": "g", "causal": "c", "padding on the left": "l",
-    "padding on the right": "r", "cached generation": "k",
-}  # fmt: skip
+    "equals dense counts": "=",
+    "gradients": "g",
+    "causal": "c",
+    "padding on the left": "l",
+    "padding on the right": "r",
+    "cached generation": "k",
+}
 _UNBUILT = ("not built", "not judged")
 _HEAD = """# Architectures of transformers
 
-What [`attn_implementation="dilated"`](transformers.md) does in every architecture of transformers {transformers},
-made by `{command}` (torch {torch}, {date}).
+This page has the result of [`attn_implementation="dilated"`](transformers.md) for every architecture of transformers
+{transformers}. `{command}` makes it (torch {torch}, {date}).
 
 | of {judged} classes of models with attention that were built and run | |
 |---|---|
@@ -36,26 +40,27 @@ made by `{command}` (torch {torch}, {date}).
 
 {others} more are [not judged](#not-judged): they have no attention, or no small model of them runs here.
 
-A class of models stands for its type: the causal language model where there is one, the plain model otherwise, both
-where they are two networks (an encoder, and the same as decoder). A small model with random weights, in float64 where
-it can be, runs under `DilatedPattern([8, 64], [1, 3])`.
+Each type is represented by one class: its causal language model if it has one, otherwise the plain model, or both if
+they are two networks (an encoder, and the same as a decoder). A small model with random weights, in float64 where
+possible, runs under `DilatedPattern([8, 64], [1, 3])`.
 
-- It **works** if it gives what the same weights give by a second implementation that shares nothing with this
-  library: dense attention to whose scores `log c` is added, c counted pair by pair. The pattern must change the
-  result, so that a model that ignores it is found; no attention may be computed beside the interface; and the laws
-  must hold that hold for the dense model: rows padded on the left and on the right equal the rows alone, a later
-  token changes nothing before it, text generated from the cache equals text generated without one, gradients equal
-  those of the second implementation.
+- It **works** if its result equals that of a second implementation with the same weights, which shares no code with
+  this library: dense attention with `log c` added to its scores, c counted pair by pair. The pattern must change the
+  result, so that a model that ignores it is detected; no attention may bypass the interface; and the laws of the
+  dense model must hold: rows padded on the left and on the right equal the rows alone, a later token changes nothing
+  before it, text generated from the cache equals text generated without one, gradients equal those of the second
+  implementation.
 - It is **refused** if it raises an error of this library that names the reason.
-- All else is **neither**.
+- Everything else is **neither**.
 
 ## Works
 
-Shown: `=` equals dense attention with the counts, `g` so do the gradients of all weights, `c` a later token changes
-nothing before it, `l` and `r` rows padded on the left and on the right equal the rows alone, `k` text from the
-model's cache equals text without one. A sign is missing where the dense model does not keep that law either, or has
-no such input. "The text part alone" means `attn_implementation={{"text_config": "dilated"}}`; a call of `set_pattern`
-is one on a model that was built without `"dilated"`. Either way the other parts stay as they are.
+The column *shown* lists the laws that hold: `=` the output equals dense attention with the counts, `g` so do the
+gradients of all weights, `c` a later token changes nothing before it, `l` and `r` rows padded on the left and on the
+right equal the rows alone, `k` text from the model's cache equals text without one. A sign is missing if the law does
+not hold for the dense model either, or if the model has no such input. "The text part alone" means
+`attn_implementation={{"text_config": "dilated"}}`; a call of `set_pattern` is one on a model built without
+`"dilated"`. Either way the other parts are unchanged.
 
 | type | class | shown | besides |
 |---|---|---|---|"""
@@ -85,28 +90,38 @@ def page(origin: dict[str, Any], verdicts: list[Verdict]) -> str:
     """The page of the docs."""
     versions = origin["versions"]
     count = Counter(verdict.verdict for verdict in verdicts)
-    of = {name: [verdict for verdict in verdicts if verdict.verdict == name] for name in
-          (WORKS, REFUSED, NEITHER, NOT_APPLICABLE)}  # fmt: skip
+    of = {
+        name: [verdict for verdict in verdicts if verdict.verdict == name]
+        for name in (WORKS, REFUSED, NEITHER, NOT_APPLICABLE)
+    }
     head = _HEAD.format(
-        transformers=versions["transformers"], torch=versions["torch"].partition("+")[0], date=origin["date"],
-        command=COMMAND, judged=len(verdicts) - count[NOT_APPLICABLE], works=count[WORKS], refused=count[REFUSED],
-        neither=count[NEITHER], others=count[NOT_APPLICABLE],
-    )  # fmt: skip
-    return "\n".join([
-        head,
-        *(f"| {v.model_type} | {_class(v)} | {_shown(v)} | {v.way} |" for v in of[WORKS]),
-        "",
-        "## Refused",
-        "",
-        *_by_reason(of[REFUSED]),
-        "## Neither",
-        "",
-        *(_table("what was seen", of[NEITHER]) or ["None.", ""]),
-        "## Not judged",
-        "",
-        *_by_reason([v for v in of[NOT_APPLICABLE] if not v.reason.startswith(_UNBUILT)]),
-        *_table("why it was not built or called", [v for v in of[NOT_APPLICABLE] if v.reason.startswith(_UNBUILT)]),
-    ])  # fmt: skip
+        transformers=versions["transformers"],
+        torch=versions["torch"].partition("+")[0],
+        date=origin["date"],
+        command=COMMAND,
+        judged=len(verdicts) - count[NOT_APPLICABLE],
+        works=count[WORKS],
+        refused=count[REFUSED],
+        neither=count[NEITHER],
+        others=count[NOT_APPLICABLE],
+    )
+    return "\n".join(
+        [
+            head,
+            *(f"| {v.model_type} | {_class(v)} | {_shown(v)} | {v.way} |" for v in of[WORKS]),
+            "",
+            "## Refused",
+            "",
+            *_by_reason(of[REFUSED]),
+            "## Neither",
+            "",
+            *(_table("what was seen", of[NEITHER]) or ["None.", ""]),
+            "## Not judged",
+            "",
+            *_by_reason([v for v in of[NOT_APPLICABLE] if not v.reason.startswith(_UNBUILT)]),
+            *_table("why it was not built or called", [v for v in of[NOT_APPLICABLE] if v.reason.startswith(_UNBUILT)]),
+        ]
+    )
 
 
 def _class(verdict: Verdict) -> str:

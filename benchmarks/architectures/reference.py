@@ -50,9 +50,16 @@ _COUNTS: dict[tuple[int, int], Tensor] = {}
 
 
 def dense_attention(
-    module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None,
-    scaling: float | None = None, dropout: float = 0.0, sliding_window: int | None = None, **options: Any,
-) -> tuple[Tensor, None]:  # fmt: skip
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    scaling: float | None = None,
+    dropout: float = 0.0,
+    sliding_window: int | None = None,
+    **options: Any,
+) -> tuple[Tensor, None]:
     """As transformers' attention functions: ``[B, H, N, D]`` in, ``[B, N, H, D]`` out."""
     groups, (length, columns) = query.shape[1] // key.shape[1], (query.shape[2], key.shape[2])
     num_kv_heads = key.shape[1]
@@ -177,9 +184,11 @@ class Watch(TorchDispatchMode):
         name = func.name().partition("::")[2]
         if name.startswith(_SOFTMAX) and "backward" not in name:
             first = args[0]
-            shape = tuple(first.shape) if name.startswith("_s") and "scaled" not in name else (
-                *first.shape[:-1], args[1].shape[-2]
-            )  # fmt: skip
+            shape = (
+                tuple(first.shape)
+                if name.startswith("_s") and "scaled" not in name
+                else (*first.shape[:-1], args[1].shape[-2])
+            )
             dim = args[1] if "scaled" not in name else -1
             if isinstance(dim, int) and dim % first.dim() == first.dim() - 1 and len(shape) >= 3:
                 module = next((type(m).__name__ for m in reversed(self._stack) if not isinstance(m, nn.Softmax)), "")

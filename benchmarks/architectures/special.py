@@ -10,14 +10,23 @@ _ROTARY = {"rope_type": "default", "rope_theta": 10000.0}
 _SERIES = {"prediction_length": 11, "context_length": 37, "lags_sequence": [1, 2, 3], "num_time_features": 1}
 _MAMBA = {"mamba_n_heads": 8, "mamba_d_head": 16, "mamba_d_state": 16, "mamba_chunk_size": 8}
 _STEP = {
-    "layer_types": ["full_attention", "sliding_attention"], "sliding_window": 5, "share_expert_dim": 48,
+    "layer_types": ["full_attention", "sliding_attention"],
+    "sliding_window": 5,
+    "share_expert_dim": 48,
     "rope_parameters": {"full_attention": _ROTARY, "sliding_attention": _ROTARY},
-}  # fmt: skip
+}
 _SEAMLESS = {
-    "speech_encoder_layers": 2, "speech_encoder_attention_heads": 4, "speech_encoder_intermediate_size": 48,
-    "t2u_encoder_layers": 2, "t2u_decoder_layers": 2, "t2u_encoder_ffn_dim": 48, "t2u_decoder_ffn_dim": 48,
-    "t2u_vocab_size": 160, "unit_hifi_gan_vocab_size": 160, "unit_embed_dim": 64,
-}  # fmt: skip
+    "speech_encoder_layers": 2,
+    "speech_encoder_attention_heads": 4,
+    "speech_encoder_intermediate_size": 48,
+    "t2u_encoder_layers": 2,
+    "t2u_decoder_layers": 2,
+    "t2u_encoder_ffn_dim": 48,
+    "t2u_decoder_ffn_dim": 48,
+    "t2u_vocab_size": 160,
+    "unit_hifi_gan_vocab_size": 160,
+    "unit_embed_dim": 64,
+}
 _VIBEVOICE = {"num_filters": 4, "downsampling_ratios": [2, 2, 4], "depths": [1, 1, 1, 1]}
 
 CHANGES: dict[str, dict[str, Any]] = {
@@ -39,7 +48,8 @@ CHANGES: dict[str, dict[str, Any]] = {
     "dots3_note_audio_encoder": {"adapter_input_size": 64, "downsample_hidden_size": 16},
     "emu3": {"vocabulary_map": {"<image>": 9, "<|extra_200|>": 10}},
     "ernie4_5_vl_moe_text": {
-        "moe_intermediate_size": [48, 48], "rope_parameters": {**_ROTARY, "mrope_section": [3, 3, 2]},
+        "moe_intermediate_size": [48, 48],
+        "rope_parameters": {**_ROTARY, "mrope_section": [3, 3, 2]},
     },
     "esm": {"vocab_size": 160, "pad_token_id": 0, "mask_token_id": 4},
     "falcon_h1": {"mamba_d_ssm": 128, **_MAMBA},
@@ -67,32 +77,52 @@ CHANGES: dict[str, dict[str, Any]] = {
     "moonshine_streaming": {"num_attention_heads": 4, "num_key_value_heads": 4},
     "moshi_depth": {"num_codebooks": 24, "audio_vocab_size": 160},
     "muse_spark_audio": {
-        "num_hidden_layers": 2, "patch_sizes": [8, 4], "hidden_sizes": [32, 64], "depths": [1, 1],
+        "num_hidden_layers": 2,
+        "patch_sizes": [8, 4],
+        "hidden_sizes": [32, 64],
+        "depths": [1, 1],
     },
     "nemotron": {"num_key_value_heads": 2},
     "nemotron3_5_transcribe_audio": {"head_config": {"audio_hidden_size": 64}},
     "nemotron3_diarization": {"head_config": {"audio_hidden_size": 64}},
     "nemotron_asr_streaming_encoder": {"subsampling_conv_channels": 16},
     "nemotron_h": {
-        "layers_block_type": ["linear_attention", "moe", "full_attention", "mlp"], "mamba_num_heads": 8,
-        "mamba_head_dim": 16, "n_groups": 2, "ssm_state_size": 16, "chunk_size": 8,
+        "layers_block_type": ["linear_attention", "moe", "full_attention", "mlp"],
+        "mamba_num_heads": 8,
+        "mamba_head_dim": 16,
+        "n_groups": 2,
+        "ssm_state_size": 16,
+        "chunk_size": 8,
     },
     "nemotron_h_omni": {"vision_config": {"video_temporal_patch_size": 2}},
     "neucodec": {"encoder_hidden_size": 8, "quantization_levels": [4, 4, 4], "quantization_dim": 128},
     "perceiver": {
-        "num_latents": 19, "d_latents": 64, "num_self_attends_per_block": 2, "num_self_attention_heads": 4,
+        "num_latents": 19,
+        "d_latents": 64,
+        "num_self_attends_per_block": 2,
+        "num_self_attention_heads": 4,
         "num_cross_attention_heads": 4,
     },
     "phi4_multimodal_audio": {"nemo_conv_channels": 64},
     "qwen2_5_omni_bigvgan": {"upsample_initial_channel": 128},
     "qwen2_5_omni_dit": {
-        "rope_parameters": _ROTARY, "num_embeds": 160, "enc_channels": [32, 32, 32, 32, 96], "enc_emb_dim": 16,
-        "enc_dim": 16, "look_ahead_layers": [1],
+        "rope_parameters": _ROTARY,
+        "num_embeds": 160,
+        "enc_channels": [32, 32, 32, 32, 96],
+        "enc_emb_dim": 16,
+        "enc_dim": 16,
+        "look_ahead_layers": [1],
     },
     "qwen3_omni_moe_talker_text": {"shared_expert_intermediate_size": 48},
     "qwen4_exp_text": {
-        "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16, "indexer_n_heads": 2, "indexer_kv_heads": 1,
-        "indexer_head_dim": 16, "indexer_budget": 8, "indexer_compress_ratio": 2,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "head_dim": 16,
+        "indexer_n_heads": 2,
+        "indexer_kv_heads": 1,
+        "indexer_head_dim": 16,
+        "indexer_budget": 8,
+        "indexer_compress_ratio": 2,
     },
     "recurrent_gemma": {"block_types": ["recurrent", "attention"], "attention_window_size": 5},
     "reformer": {"axial_pos_embds_dim": [16, 48], "axial_pos_shape": [8, 8]},
@@ -114,7 +144,7 @@ CHANGES: dict[str, dict[str, Any]] = {
     "xmod": {"default_language": "en_XX"},
     "zamba": {"num_hidden_layers": 4, "layers_block_type": ["linear_attention", "hybrid"] * 2},
     **VISION_CHANGES,
-}  # fmt: skip
+}
 """Arguments of configurations, by model type."""
 
 NOT_HERE: dict[str, str] = {

@@ -20,8 +20,10 @@ def inputs_of(class_name: str, config: Any) -> dict[str, Any] | None:
 
 
 def _qformer(config: Any) -> dict[str, Any]:
-    return {"query_embeds": noise(2, 11, config.hidden_size),
-            "encoder_hidden_states": noise(2, 17, config.encoder_hidden_size)}  # fmt: skip
+    return {
+        "query_embeds": noise(2, 11, config.hidden_size),
+        "encoder_hidden_states": noise(2, 17, config.encoder_hidden_size),
+    }
 
 
 def _flattened(width: int) -> Tensor:
@@ -48,8 +50,11 @@ def _images_then_text(config: Any, *, frames: tuple[int, ...] = ()) -> dict[str,
 _INPUTS: dict[str, Callable[[Any], dict[str, Any]]] = {
     "Blip2QFormerModel": _qformer,
     "DecisionTransformerModel": lambda config: {
-        "states": noise(2, 9, config.state_dim), "actions": noise(2, 9, config.act_dim), "rewards": noise(2, 9, 1),
-        "returns_to_go": noise(2, 9, 1), "timesteps": torch.arange(9).expand(2, -1),
+        "states": noise(2, 9, config.state_dim),
+        "actions": noise(2, 9, config.act_dim),
+        "rewards": noise(2, 9, 1),
+        "returns_to_go": noise(2, 9, 1),
+        "timesteps": torch.arange(9).expand(2, -1),
         "attention_mask": torch.ones(2, 9, dtype=torch.long),
     },
     "DiaModel": lambda config: {
@@ -63,30 +68,39 @@ _INPUTS: dict[str, Callable[[Any], dict[str, Any]]] = {
     "Pix2StructVisionModel": lambda config: {"flattened_patches": _flattened(config.patch_embed_hidden_size)},
     "Kosmos2_5VisionModel": lambda config: {"flattened_patches": _flattened(config.patch_embed_hidden_size)},
     "Idefics2PerceiverResampler": lambda config: {
-        "context": noise(2, 17, config.hidden_size), "attention_mask": torch.ones(2, 17, dtype=torch.long),
+        "context": noise(2, 17, config.hidden_size),
+        "attention_mask": torch.ones(2, 17, dtype=torch.long),
     },
     "LxmertModel": lambda config: {
-        "input_ids": draw_tokens(2, 29), "visual_feats": noise(2, 13, config.visual_feat_dim),
+        "input_ids": draw_tokens(2, 29),
+        "visual_feats": noise(2, 13, config.visual_feat_dim),
         "visual_pos": noise(2, 13, config.visual_pos_dim),
     },
     "Blip2Model": lambda config: {**_images_then_text(config), "decoder_input_ids": draw_tokens(2, 23)},
     "InstructBlipModel": lambda config: {
-        **_images_then_text(config), "qformer_input_ids": draw_tokens(2, 19), "decoder_input_ids": draw_tokens(2, 23),
+        **_images_then_text(config),
+        "qformer_input_ids": draw_tokens(2, 19),
+        "decoder_input_ids": draw_tokens(2, 23),
     },
     "InstructBlipVideoModel": lambda config: {
-        **_images_then_text(config, frames=(2,)), "qformer_input_ids": draw_tokens(2, 19),
+        **_images_then_text(config, frames=(2,)),
+        "qformer_input_ids": draw_tokens(2, 19),
         "decoder_input_ids": draw_tokens(2, 23),
     },
     "Kosmos2Model": lambda config: {
-        "pixel_values": noise(2, 3, 64, 64), "input_ids": _after(5, config.latent_query_num),
+        "pixel_values": noise(2, 3, 64, 64),
+        "input_ids": _after(5, config.latent_query_num),
         "image_embeds_position_mask": _after(1, config.latent_query_num) == 1,
     },
     "IdeficsModel": lambda config: {
-        "input_ids": draw_tokens(2, 29), "pixel_values": noise(2, 1, 3, 64, 64),
+        "input_ids": draw_tokens(2, 29),
+        "pixel_values": noise(2, 1, 3, 64, 64),
         "image_attention_mask": torch.ones(2, 29, 1, dtype=torch.long),
     },
     "JevForDecision": lambda config: {
-        "input_ids": draw_tokens(1, 29), "marks": torch.tensor([[9, 28]]), "num_options": torch.tensor([[3, 4]]),
+        "input_ids": draw_tokens(1, 29),
+        "marks": torch.tensor([[9, 28]]),
+        "num_options": torch.tensor([[3, 4]]),
         "question_type_ids": torch.tensor([[0, 2]]),
     },
     "MuseGlimmerAssistantModel": lambda config: {
@@ -95,16 +109,20 @@ _INPUTS: dict[str, Callable[[Any], dict[str, Any]]] = {
         "attention_mask": {"full_attention": None, "sliding_attention": None},
     },
     "RagModel": lambda config: {
-        "input_ids": draw_tokens(2, 19), "context_input_ids": draw_tokens(4, 29), "n_docs": 2,
-        "context_attention_mask": torch.ones(4, 29, dtype=torch.long), "doc_scores": noise(2, 2),
+        "input_ids": draw_tokens(2, 19),
+        "context_input_ids": draw_tokens(4, 29),
+        "n_docs": 2,
+        "context_attention_mask": torch.ones(4, 29, dtype=torch.long),
+        "doc_scores": noise(2, 2),
         "decoder_input_ids": draw_tokens(2, 23),
     },
     "PI0Model": lambda config: {
-        "action_embeds": noise(2, 11, config.dit_config.hidden_size), "pixel_values": noise(2, 1, 3, 64, 64),
+        "action_embeds": noise(2, 11, config.dit_config.hidden_size),
+        "pixel_values": noise(2, 1, 3, 64, 64),
         "input_ids": _after(config.vlm_config.image_token_index, 16),
         "attention_mask": torch.ones(2, 45, dtype=torch.long),
         "pixel_attention_mask": torch.ones(2, 1, dtype=torch.bool),
     },
     **AUDIO_INPUTS,
     **VISION_INPUTS,
-}  # fmt: skip
+}

@@ -19,9 +19,10 @@ def _places(rows: int, height: int, width: int) -> torch.Tensor:
 def _siglip2(config: Any) -> dict[str, Any]:
     patch = getattr(config, "vision_config", config).patch_size
     return {
-        "pixel_values": noise(2, 24, 3 * patch**2), "pixel_attention_mask": torch.ones(2, 24, dtype=torch.long),
+        "pixel_values": noise(2, 24, 3 * patch**2),
+        "pixel_attention_mask": torch.ones(2, 24, dtype=torch.long),
         "spatial_shapes": torch.tensor([[4, 6], [6, 4]]),
-    }  # fmt: skip
+    }
 
 
 def _patches_in_a_row(config: Any) -> dict[str, Any]:
@@ -34,35 +35,40 @@ def _patches_in_a_row(config: Any) -> dict[str, Any]:
 
 def _image_and_words(config: Any) -> dict[str, Any]:
     return {
-        "pixel_values": noise(2, 3, 112, 112), "input_ids": draw_tokens(2, 11),
+        "pixel_values": noise(2, 3, 112, 112),
+        "input_ids": draw_tokens(2, 11),
         "attention_mask": torch.ones(2, 11, dtype=torch.long),
-    }  # fmt: skip
+    }
 
 
 def _features(config: Any) -> dict[str, Any]:
     """Of an image, as a map, and of words."""
     return {
-        "vision_features": [noise(2, config.hidden_size, 6, 8)], "text_features": noise(2, 11, config.hidden_size),
+        "vision_features": [noise(2, config.hidden_size, 6, 8)],
+        "text_features": noise(2, 11, config.hidden_size),
         "vision_pos_embeds": [noise(2, config.hidden_size, 6, 8)],
-    }  # fmt: skip
+    }
 
 
 def _flat_features(config: Any) -> dict[str, Any]:
     """Of an image, as a sequence, and of words."""
     return {
-        "vision_features": noise(2, 48, config.hidden_size), "text_features": noise(2, 11, config.hidden_size),
-        "vision_pos_encoding": noise(2, 48, config.hidden_size), "spatial_shapes": torch.tensor([[6, 8]]),
-    }  # fmt: skip
+        "vision_features": noise(2, 48, config.hidden_size),
+        "text_features": noise(2, 11, config.hidden_size),
+        "vision_pos_encoding": noise(2, 48, config.hidden_size),
+        "spatial_shapes": torch.tensor([[6, 8]]),
+    }
 
 
 def _mask_features(config: Any) -> dict[str, Any]:
     """Of an image, from the coarsest map to the finest, with queries."""
     width = config.hidden_size
     return {
-        "decoder_queries": noise(2, 9, width), "encoder_hidden_states": noise(2, 48, width),
+        "decoder_queries": noise(2, 9, width),
+        "encoder_hidden_states": noise(2, 48, width),
         "backbone_features": [noise(2, width, 6 * scale, 8 * scale) for scale in (4, 2, 1)],
         "prompt_features": noise(2, 11, width),
-    }  # fmt: skip
+    }
 
 
 def _session(model: Any, folder: str, size: int) -> Any:
@@ -83,7 +89,8 @@ VISION_INPUTS: dict[str, Callable[[Any], dict[str, Any]]] = {
     "DeepseekOcr2VisionModel": lambda config: {"pixel_values": noise(1, 3, 768, 768)},
     "DepthProModel": lambda config: {"pixel_values": noise(1, 3, 256, 256)},
     "Gemma4VisionModel": lambda config: {
-        "pixel_values": noise(2, 36, 3 * config.patch_size**2), "pixel_position_ids": _places(2, 6, 6),
+        "pixel_values": noise(2, 36, 3 * config.patch_size**2),
+        "pixel_position_ids": _places(2, 6, 6),
     },
     "Inkling2VisionModel": lambda config: {
         "pixel_values": noise(24, 2 * config.patch_size, 2 * config.patch_size, 3),
@@ -107,32 +114,40 @@ VISION_INPUTS: dict[str, Callable[[Any], dict[str, Any]]] = {
     "Molmo2VisionModel": lambda config: {"pixel_values": noise(2, 16, 3 * config.patch_size**2)},
     "PPOCRV5MobileDetModel": lambda config: {"hidden_states": noise(2, 3, 64, 64)},
     "PaddleOCRVisionModel": lambda config: {
-        "pixel_values": noise(1, 48, 3, config.patch_size, config.patch_size), "grid_thw": torch.tensor([[1, 6, 8]]),
+        "pixel_values": noise(1, 48, 3, config.patch_size, config.patch_size),
+        "grid_thw": torch.tensor([[1, 6, 8]]),
     },
     "Siglip2Model": lambda config: {**_siglip2(config), "input_ids": draw_tokens(2, 29)},
     "Siglip2VisionModel": _siglip2,
     "LwDetrViTEncoder": lambda config: {"hidden_states": noise(2 * config.num_windows, 16, config.hidden_size)},
     "Florence2VisionBackbone": lambda config: {"hidden_states": noise(2, 3, 64, 64)},
     "OmDetTurboForObjectDetection": lambda config: {
-        "pixel_values": noise(2, 3, 128, 128), "classes_input_ids": draw_tokens(6, 7),
-        "classes_attention_mask": torch.ones(6, 7, dtype=torch.long), "tasks_input_ids": draw_tokens(2, 9),
-        "tasks_attention_mask": torch.ones(2, 9, dtype=torch.long), "classes_structure": torch.tensor([3, 3]),
+        "pixel_values": noise(2, 3, 128, 128),
+        "classes_input_ids": draw_tokens(6, 7),
+        "classes_attention_mask": torch.ones(6, 7, dtype=torch.long),
+        "tasks_input_ids": draw_tokens(2, 9),
+        "tasks_attention_mask": torch.ones(2, 9, dtype=torch.long),
+        "classes_structure": torch.tensor([3, 3]),
     },
     "OneFormerModel": lambda config: {
-        "pixel_values": noise(2, 3, 64, 64), "task_inputs": draw_tokens(2, config.task_seq_len),
+        "pixel_values": noise(2, 3, 64, 64),
+        "task_inputs": draw_tokens(2, config.task_seq_len),
     },
     "SLANetSLAHead": lambda config: {"hidden_states": noise(2, 29, config.post_conv_out_channels)},
     "SLANeXtBackbone": lambda config: {"hidden_states": noise(2, 3, 64, 64)},
     "Sam2HieraDetModel": lambda config: {"pixel_values": noise(2, 3, 64, 64)},
     "Sam2VisionModel": lambda config: {"pixel_values": noise(2, 3, 64, 64)},
     "Sam2VideoModel": lambda config: {
-        "inference_session": lambda model: _session(model, "sam2_video", 64), "frame_idx": 1,
+        "inference_session": lambda model: _session(model, "sam2_video", 64),
+        "frame_idx": 1,
     },
     "Sam3TrackerVideoModel": lambda config: {
-        "inference_session": lambda model: _session(model, "sam3_tracker_video", 112), "frame_idx": 1,
+        "inference_session": lambda model: _session(model, "sam3_tracker_video", 112),
+        "frame_idx": 1,
     },
     "Sam2Model": lambda config: {
-        "pixel_values": noise(2, 3, 64, 64), "input_points": noise(2, 1, 5, 2),
+        "pixel_values": noise(2, 3, 64, 64),
+        "input_points": noise(2, 1, 5, 2),
         "input_labels": torch.ones(2, 1, 5, dtype=torch.long),
     },
     "Sam3Model": _image_and_words,
@@ -144,7 +159,8 @@ VISION_INPUTS: dict[str, Callable[[Any], dict[str, Any]]] = {
     "Sam3MaskDecoder": _mask_features,
     "Sam3LiteTextMaskDecoder": _mask_features,
     "Sam3TrackerModel": lambda config: {
-        "pixel_values": noise(2, 3, 112, 112), "input_points": noise(2, 1, 5, 2),
+        "pixel_values": noise(2, 3, 112, 112),
+        "input_points": noise(2, 1, 5, 2),
         "input_labels": torch.ones(2, 1, 5, dtype=torch.long),
     },
     "SegGptModel": lambda config: {
@@ -153,14 +169,16 @@ VISION_INPUTS: dict[str, Callable[[Any], dict[str, Any]]] = {
     "XCLIPVisionModel": lambda config: {"pixel_values": noise(2 * config.num_frames, 3, 64, 64)},
     "VJEPA2Model": lambda config: {"pixel_values_videos": noise(2, 4, 3, 64, 64)},
     "TvpModel": lambda config: {
-        "input_ids": draw_tokens(1, 29), "attention_mask": torch.ones(1, 29, dtype=torch.long),
+        "input_ids": draw_tokens(1, 29),
+        "attention_mask": torch.ones(1, 29, dtype=torch.long),
         "pixel_values": noise(1, config.num_frames, 3, config.max_img_size, config.max_img_size),
     },
     "UnlimitedOcrVisionEncoder": lambda config: {"patch_embeds": noise(2, config.hidden_size, 4, 5)},
     "UnlimitedOcrVisionModel": lambda config: {"pixel_values": noise(1, 3, 512, 512)},
     "VideoLlama3VisionModel": lambda config: {
-        "pixel_values": noise(48, 3 * config.patch_size**2), "grid_thw": torch.tensor([[2, 4, 6]]),
+        "pixel_values": noise(48, 3 * config.patch_size**2),
+        "grid_thw": torch.tensor([[2, 4, 6]]),
         "merge_sizes": torch.tensor([2]),
     },
-}  # fmt: skip
+}
 """By the names of classes."""

@@ -11,23 +11,34 @@ _SWIN = {"embed_dim": 48, "depths": [1, 1, 1, 1], "num_heads": [3, 6, 12, 24], "
 _WIDE = {"encoder_hidden_dim": 256, "d_model": 256}
 _FOUR_LAYERS = {"num_hidden_layers": 4, "out_indices": [1, 2, 3, 4], "reshape_hidden_states": False}
 _ALL_FOUR = {
-    "num_hidden_layers": 4, "out_features": ["stage1", "stage2", "stage3", "stage4"], "reshape_hidden_states": False,
-}  # fmt: skip
+    "num_hidden_layers": 4,
+    "out_features": ["stage1", "stage2", "stage3", "stage4"],
+    "reshape_hidden_states": False,
+}
 _HIERA = {
-    "image_size": [64, 64], "blocks_per_stage": [1, 2, 2, 1], "embed_dim_per_stage": [16, 32, 64, 128],
-    "num_attention_heads_per_stage": [1, 2, 4, 8], "window_size_per_stage": [8, 4, 4, 2],
-    "global_attention_blocks": [4], "hidden_size": 16,
-}  # fmt: skip
+    "image_size": [64, 64],
+    "blocks_per_stage": [1, 2, 2, 1],
+    "embed_dim_per_stage": [16, 32, 64, 128],
+    "num_attention_heads_per_stage": [1, 2, 4, 8],
+    "window_size_per_stage": [8, 4, 4, 2],
+    "global_attention_blocks": [4],
+    "hidden_size": 16,
+}
 _SAM3_FEATURES = {"fpn_hidden_size": 64, "backbone_feature_sizes": [[32, 32], [16, 16], [8, 8]]}
 _HIERA_FEATURES = {
-    "backbone_channel_list": [128, 64, 32, 16], "backbone_feature_sizes": [[16, 16], [8, 8], [4, 4]],
+    "backbone_channel_list": [128, 64, 32, 16],
+    "backbone_feature_sizes": [[16, 16], [8, 8], [4, 4]],
     "fpn_hidden_size": 64,
-}  # fmt: skip
+}
 _TRACKER = {
-    "mask_decoder_config": {"hidden_size": 128}, "memory_attention_hidden_size": 128,
-    "memory_encoder_hidden_size": 128, "memory_attention_feed_forward_hidden_size": 48,
-    "mask_downsampler_embed_dim": 128, "memory_fuser_embed_dim": 128, "memory_fuser_intermediate_dim": 64,
-}  # fmt: skip
+    "mask_decoder_config": {"hidden_size": 128},
+    "memory_attention_hidden_size": 128,
+    "memory_encoder_hidden_size": 128,
+    "memory_attention_feed_forward_hidden_size": 48,
+    "mask_downsampler_embed_dim": 128,
+    "memory_fuser_embed_dim": 128,
+    "memory_fuser_intermediate_dim": 64,
+}
 
 VISION_CHANGES: dict[str, dict[str, Any]] = {
     "align_vision_model": {"width_coefficient": 0.25, "depth_coefficient": 0.2, "hidden_dim": 64},
@@ -35,7 +46,10 @@ VISION_CHANGES: dict[str, dict[str, Any]] = {
     "chameleon_vqgan": {"base_channels": 32, "embed_dim": 32, "num_embeddings": 128},
     "chmv2": {
         "backbone_config": {
-            "model_type": "dinov3_vit", **_FOUR_LAYERS, "reshape_hidden_states": True, "return_class_token": True,
+            "model_type": "dinov3_vit",
+            **_FOUR_LAYERS,
+            "reshape_hidden_states": True,
+            "return_class_token": True,
         },
         "post_process_channels": [32, 32, 32, 32],
     },
@@ -47,7 +61,9 @@ VISION_CHANGES: dict[str, dict[str, Any]] = {
     "deimv2": {**_HGNET, **_WIDE},
     "depth_anything": {"reassemble_hidden_size": 64, "backbone_config": {"model_type": "dinov2", **_FOUR_LAYERS}},
     "depth_pro": {
-        "patch_size": 64, "intermediate_hook_ids": [1, 0], "intermediate_feature_dims": [64, 64],
+        "patch_size": 64,
+        "intermediate_hook_ids": [1, 0],
+        "intermediate_feature_dims": [64, 64],
         "scaled_images_feature_dims": [64, 64, 64],
     },
     "detr": _DETR,
@@ -61,13 +77,18 @@ VISION_CHANGES: dict[str, dict[str, Any]] = {
     "janus_vqgan": {"base_channels": 32, "embed_dim": 32, "num_embeddings": 128, "num_patches": 4},
     "llama4_vision_model": {"intermediate_size": 256, "projector_input_dim": 64, "projector_output_dim": 64},
     "lw_detr": {
-        "backbone_config": {"out_features": ["stage1", "stage2"]}, "projector_scale_factors": [1.0], "num_queries": 12,
+        "backbone_config": {"out_features": ["stage1", "stage2"]},
+        "projector_scale_factors": [1.0],
+        "num_queries": 12,
         "group_detr": 1,
     },
     "lw_detr_vit": {"num_windows": 4},
     "mask2former": {
-        "backbone_config": {"out_features": ["stage1", "stage2", "stage3", "stage4"]}, "feature_size": 64,
-        "mask_feature_size": 64, "encoder_feedforward_dim": 48, "num_queries": 20,
+        "backbone_config": {"out_features": ["stage1", "stage2", "stage3", "stage4"]},
+        "feature_size": 64,
+        "mask_feature_size": 64,
+        "encoder_feedforward_dim": 48,
+        "num_queries": 20,
     },
     "maskformer-swin": _SWIN,
     "minicpm_ocr_vision": {"insert_layer_id": 0},
@@ -79,8 +100,13 @@ VISION_CHANGES: dict[str, dict[str, Any]] = {
     "molmo2_vision": {"image_size": [56, 56]},
     "omdet-turbo": _DETR,
     "oneformer": {
-        "backbone_config": {"out_features": ["stage1", "stage2", "stage3", "stage4"]}, "conv_dim": 64, "mask_dim": 64,
-        "encoder_feedforward_dim": 48, "num_queries": 20, "text_encoder_width": 64, "task_seq_len": 19,
+        "backbone_config": {"out_features": ["stage1", "stage2", "stage3", "stage4"]},
+        "conv_dim": 64,
+        "mask_dim": 64,
+        "encoder_feedforward_dim": 48,
+        "num_queries": 20,
+        "text_encoder_width": 64,
+        "task_seq_len": 19,
         "text_encoder_vocab_size": 160,
     },
     "paddleocr_vl_vision": {"rope_parameters": {"rope_type": "axial", "rope_theta": 10000.0}},
@@ -91,7 +117,8 @@ VISION_CHANGES: dict[str, dict[str, Any]] = {
     },
     "pp_doclayout_v4": {**_HGNET, "num_queries": 12},
     "prompt_depth_anything": {
-        "reassemble_hidden_size": 64, "backbone_config": {"model_type": "dinov2", **_FOUR_LAYERS},
+        "reassemble_hidden_size": 64,
+        "backbone_config": {"model_type": "dinov2", **_FOUR_LAYERS},
     },
     "rf_detr": {"num_queries": 12, "group_detr": 1},
     "rt_detr": {"backbone_config": {"model_type": "rt_detr_resnet", **_STAGES}, **_WIDE},
@@ -100,18 +127,25 @@ VISION_CHANGES: dict[str, dict[str, Any]] = {
     "sam2_hiera_det_model": _HIERA,
     "sam2_video": {
         "vision_config": {**_HIERA_FEATURES, "backbone_config": _HIERA, "fpn_hidden_size": 128},
-        "prompt_encoder_config": {"hidden_size": 128}, "memory_attention_rope_feat_sizes": [4, 4], **_TRACKER,
+        "prompt_encoder_config": {"hidden_size": 128},
+        "memory_attention_rope_feat_sizes": [4, 4],
+        **_TRACKER,
     },
     "sam2_vision_model": {**_HIERA_FEATURES, "backbone_config": _HIERA},
     "sam3_tracker_prompt_encoder": {"image_size": 112},
     "sam3_tracker_video": {
-        "vision_config": {"fpn_hidden_size": 128}, "prompt_encoder_config": {"hidden_size": 128, "image_size": 112},
-        "memory_attention_rope_feat_sizes": [8, 8], "image_size": 112, **_TRACKER,
+        "vision_config": {"fpn_hidden_size": 128},
+        "prompt_encoder_config": {"hidden_size": 128, "image_size": 112},
+        "memory_attention_rope_feat_sizes": [8, 8],
+        "image_size": 112,
+        **_TRACKER,
     },
     "sam3_vision_model": _SAM3_FEATURES,
     "sam3_vit_model": {"window_size": 2},
     "seggpt": {
-        "image_size": [128, 64], "pretrain_image_size": 64, "merge_index": 0,
+        "image_size": [128, 64],
+        "pretrain_image_size": 64,
+        "merge_index": 0,
         "intermediate_hidden_state_indices": [0, 1],
     },
     "slanext": {"vision_config": {"output_channels": 64}, "post_conv_in_channels": 64, "post_conv_out_channels": 64},
@@ -123,17 +157,21 @@ VISION_CHANGES: dict[str, dict[str, Any]] = {
     "unlimited_ocr_vision": {"sam_config": {"downsample_channels": [64, 64]}},
     "upernet": {
         "backbone_config": {
-            "model_type": "convnext", "hidden_sizes": [32, 64, 96, 128],
+            "model_type": "convnext",
+            "hidden_sizes": [32, 64, 96, 128],
             "out_features": [f"stage{number}" for number in (1, 2, 3, 4)],
         },
     },
     "uvdoc": {"backbone_config": {"out_features": [f"stage{number}" for number in range(1, 7)]}},
     "vitmatte": {"fusion_hidden_sizes": [32, 32, 32, 32], "convstream_hidden_sizes": [16, 16, 16]},
     "vjepa2": {
-        "crop_size": 64, "frames_per_clip": 4, "pred_hidden_size": 64, "pred_num_attention_heads": 4,
+        "crop_size": 64,
+        "frames_per_clip": 4,
+        "pred_hidden_size": 64,
+        "pred_num_attention_heads": 4,
         "pred_num_hidden_layers": 2,
     },
     "xclip_vision_model": {"mit_hidden_size": 64, "mit_intermediate_size": 48, "mit_num_attention_heads": 4},
     "zoedepth": {"backbone_config": _ALL_FOUR, "neck_hidden_sizes": [32, 32, 32, 32], "bottleneck_features": 64},
-}  # fmt: skip
+}
 """Arguments of configurations, by model type."""

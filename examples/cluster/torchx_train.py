@@ -29,7 +29,13 @@ def train(
     """
     words = ("train", "--config", config, "--output", output, "--resume", "auto")
     return dist.ddp(
-        *words, m="dilated_attention_pytorch", name="longnet", image=image or "dilated-attention-pytorch", j=nodes,
-        gpu=gpu, memMB=memory_mb, max_retries=retries,
+        *words,
+        m="dilated_attention_pytorch",
+        name="longnet",
+        image=image or "dilated-attention-pytorch",
+        j=nodes,
+        gpu=gpu,
+        memMB=memory_mb,
+        max_retries=retries,
         env={"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1", "TORCH_ELASTIC_SHUTDOWN_TIMEOUT": "270"},
-    )  # fmt: skip
+    )

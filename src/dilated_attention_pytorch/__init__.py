@@ -1,5 +1,6 @@
 """Multi-scale dilated attention in PyTorch, exact in forward and gradient."""
 
+import importlib
 import os
 import sys
 from typing import TYPE_CHECKING, Any
@@ -9,23 +10,14 @@ from .waiting import choose_waiting
 # How threads wait is settled when torch is imported, which everything below does.
 choose_waiting(os.environ, sys.orig_argv)
 
+from . import core as core
 from . import legacy
 from .models import LongNetCache, LongNetConfig, LongNetLM, generate
-from .nn import (
-    AdaptiveBlockAttention,
-    DilatedAttention,
-    DynamicDilatedAttention,
-    DynamicMultiheadDilatedAttention,
-    MultiheadDilatedAttention,
-    MultiheadPatternAttention,
-    PatternAttention,
-)
+from .nn import MultiheadDilatedAttention, MultiheadPatternAttention
 from .ops import AttentionOutput, attend, attend_with_lse, dilated_attention, merge
 from .patterns import (
     DilatedPattern,
     Pattern,
-    PatternSum,
-    SegmentedPattern,
     from_block_mask,
     global_tokens,
     hierarchical,
@@ -34,33 +26,33 @@ from .patterns import (
     random_blocks,
     strided_blocks,
 )
-from .selection import DynamicSegmentSelector, SegmentSelectionConfig
 
 if TYPE_CHECKING:
+    from .core import create_adaptive_sparse_attention as create_adaptive_sparse_attention
+    from .core import create_block_sparse_attention as create_block_sparse_attention
+    from .core import create_dilated_attention as create_dilated_attention
+    from .core import create_multihead_dilated_attention as create_multihead_dilated_attention
+    from .core import create_ring_attention as create_ring_attention
+    from .integrations import adopt, extend_context, register, replace_attention
     from .models import LongNetForCausalLM as LongNetForCausalLM
 
-# What `import *` brings needs torch alone, so LongNetForCausalLM, which needs transformers, is asked for by its name.
+__version__ = "0.1.0"
+
+# `import *` works with torch alone: LongNetForCausalLM, which needs transformers, is asked for by its name.
 __all__ = [
-    "AdaptiveBlockAttention",
     "AttentionOutput",
-    "DilatedAttention",
     "DilatedPattern",
-    "DynamicDilatedAttention",
-    "DynamicMultiheadDilatedAttention",
-    "DynamicSegmentSelector",
     "LongNetCache",
     "LongNetConfig",
     "LongNetLM",
     "MultiheadDilatedAttention",
     "MultiheadPatternAttention",
     "Pattern",
-    "PatternAttention",
-    "PatternSum",
-    "SegmentSelectionConfig",
-    "SegmentedPattern",
+    "adopt",
     "attend",
     "attend_with_lse",
     "dilated_attention",
+    "extend_context",
     "from_block_mask",
     "generate",
     "global_tokens",
@@ -69,15 +61,32 @@ __all__ = [
     "merge",
     "per_head",
     "random_blocks",
+    "register",
+    "replace_attention",
     "strided_blocks",
 ]
+
+_ON_FIRST_USE = {
+    "LongNetForCausalLM": "models",
+    "adopt": "integrations",
+    "create_adaptive_sparse_attention": "core",
+    "create_block_sparse_attention": "core",
+    "create_dilated_attention": "core",
+    "create_multihead_dilated_attention": "core",
+    "create_ring_attention": "core",
+    "extend_context": "integrations",
+    "register": "integrations",
+    "replace_attention": "integrations",
+}
 
 legacy.install()
 
 
 def __getattr__(name: str) -> Any:
-    if name == "LongNetForCausalLM":  # needs transformers, so it is loaded on first use
-        from .models import LongNetForCausalLM
-
-        return LongNetForCausalLM
+    if name in _ON_FIRST_USE:
+        return getattr(importlib.import_module(f".{_ON_FIRST_USE[name]}", __name__), name)
     return legacy.look_up("", name)
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *_ON_FIRST_USE})

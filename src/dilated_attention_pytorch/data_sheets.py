@@ -1,4 +1,4 @@
-"""Nominal figures of devices and links, each with its source: ``data_sheets.toml``, read once."""
+"""Nominal specifications of devices and links with their sources, read once from ``data_sheets.toml``."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from typing import Any
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class DataSheet:
-    """What a manufacturer says of a device, or of one thread or multiprocessor of it.
+    """The manufacturer's specification of a device, or of one thread or multiprocessor of it.
 
     >>> sheet_of("H100 SXM").flops["bfloat16"]
     989000000000000.0
@@ -20,34 +20,38 @@ class DataSheet:
 
     name: str
     family: str
-    """The family whose kernels it takes."""
+    """Device family; selects the kernels."""
     memory_bytes: int
-    """Memory; 0 where it is not the device's own."""
+    """Device memory in bytes; 0 if the device uses the host's."""
     bytes_per_second: float
-    """Rate of memory."""
+    """Memory bandwidth in bytes per second."""
     flops: Mapping[str, float]
-    """Operations a second of dense matrix products, by dtype: float32, tf32, bfloat16, float16, float8."""
+    """Peak dense matrix throughput in FLOP/s by dtype: float32, tf32, bfloat16, float16, float8."""
     processors: int
-    """Multiprocessors; 1 for a thread."""
+    """Number of multiprocessors; 1 for a CPU thread."""
     cache_bytes: int
-    """Second-level cache, of the whole GPU or of a core."""
+    """L2 cache in bytes, of the whole GPU or of one CPU core."""
     watts: float
-    """Power at full load; 0 where nothing is said of it."""
+    """Maximum power in watts; 0 if not specified."""
     link: str
-    """The link to its neighbours in a node; empty where there is none."""
+    """Name of the link between devices of a node; empty if there is none."""
     sources: Mapping[str, str]
-    """The document of every figure, by the name of the field."""
+    """Source document of each figure, by field name."""
+    compared: Mapping[str, str]
+    """Second source that a figure was checked against, by field name; other figures were not checked."""
 
 
 @dataclass(frozen=True, slots=True)
 class Link:
-    """A connection between devices."""
+    """An interconnect between devices."""
 
     name: str
     bytes_per_second: float
-    """In one direction."""
+    """Bandwidth in one direction, in bytes per second."""
     source: str
-    """The document that says so."""
+    """Source document of the rate."""
+    compared: str
+    """Second source that the rate was checked against; empty if it was not."""
 
 
 @functools.cache
@@ -62,23 +66,32 @@ def _sheet(name: str, family: str, table: Mapping[str, Any]) -> DataSheet:
     documents = _tables()["source"]
     of = table.get("source_of", {})
     return DataSheet(
-        name=name, family=family, memory_bytes=int(table.get("memory_bytes", 0)),
-        bytes_per_second=table["bytes_per_second"], flops=table["flops"], processors=table.get("processors", 1),
-        cache_bytes=table["cache_bytes"], watts=table.get("watts", 0.0), link=table.get("link", ""),
+        name=name,
+        family=family,
+        memory_bytes=int(table.get("memory_bytes", 0)),
+        bytes_per_second=table["bytes_per_second"],
+        flops=table["flops"],
+        processors=table.get("processors", 1),
+        cache_bytes=table["cache_bytes"],
+        watts=table.get("watts", 0.0),
+        link=table.get("link", ""),
         sources={figure: documents[of.get(figure, table["source"])] for figure in _FIGURES if figure in table},
-    )  # fmt: skip
+        compared={
+            figure: _tables()["page"][page] for page, figures in table.get("compared", {}).items() for figure in figures
+        },
+    )
 
 
 def device_names() -> tuple[str, ...]:
-    """The devices that there are data sheets of."""
+    """Names of the devices with a data sheet."""
     return tuple(_tables()["device"])
 
 
 def sheet_of(name: str) -> DataSheet:
-    """The data sheet of a device by its name here; upper and lower case count alike.
+    """The data sheet of a device by name, case-insensitive.
 
     Raises:
-        ValueError: there is none of that name.
+        ValueError: no data sheet has that name.
     """
     for known, table in _tables()["device"].items():
         if known.lower() == name.strip().lower():
@@ -87,7 +100,7 @@ def sheet_of(name: str) -> DataSheet:
 
 
 def sheet_of_product(product: str) -> DataSheet | None:
-    """The data sheet of a device by the name that it has for itself; None if there is none.
+    """The data sheet of a device by the product name that its driver reports; None if there is none.
 
     >>> sheet_of_product("NVIDIA GeForce RTX 4090").name
     'RTX 4090'
@@ -99,30 +112,31 @@ def sheet_of_product(product: str) -> DataSheet | None:
 
 
 def thread_sheet(vector_bits: int) -> DataSheet:
-    """Of one thread of a processor with vectors of 128, 256 or 512 bits."""
+    """Data sheet of one CPU thread with vectors of 128, 256 or 512 bits."""
     return _sheet(f"a thread with {vector_bits}-bit vectors", "CPU", _tables()["thread"][str(vector_bits)])
 
 
 def unknown_gpu_sheet() -> DataSheet:
-    """Of one multiprocessor of a GPU without a data sheet, and the number that one is taken to have."""
+    """Data sheet of one multiprocessor of a GPU without a data sheet, and the assumed number of multiprocessors."""
     return _sheet("other GPU", "other GPU", _tables()["other_gpu"])
 
 
 def link_names() -> tuple[str, ...]:
-    """The links whose rates are known."""
+    """Names of the links with a data sheet."""
     return tuple(_tables()["link"])
 
 
 def link_of(name: str) -> Link:
-    """A link by its name; upper and lower case count alike.
+    """A link by name, case-insensitive.
 
     Raises:
-        ValueError: there is none of that name.
+        ValueError: no link has that name.
 
     >>> link_of("InfiniBand NDR").bytes_per_second
     50000000000.0
     """
     for known, table in _tables()["link"].items():
         if known.lower() == name.strip().lower():
-            return Link(known, table["bytes_per_second"], _tables()["source"][table["source"]])
+            page = _tables()["page"][table["compared"]] if "compared" in table else ""
+            return Link(known, table["bytes_per_second"], _tables()["source"][table["source"]], page)
     raise ValueError(f"there is no link {name!r}; there are {', '.join(link_names())}")

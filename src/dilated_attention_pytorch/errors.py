@@ -1,7 +1,7 @@
-"""The one error of a command that its user can mend."""
+"""The exception for command failures that the user can fix."""
 
 from __future__ import annotations
 
 
 class RunError(Exception):
-    """What the user gave or the machine has does not allow this; the message is a sentence that says what to do."""
+    """A command cannot run with this input or on this machine; the message says what to change."""

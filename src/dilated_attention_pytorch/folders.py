@@ -1,4 +1,4 @@
-"""Where this package keeps what it made on a machine."""
+"""The cache folder of the package."""
 
 from __future__ import annotations
 
@@ -9,6 +9,6 @@ from pathlib import Path
 def cache_folder() -> Path:
     """``$XDG_CACHE_HOME/dilated-attention-pytorch``, or ``~/.cache/dilated-attention-pytorch``."""
     named = Path(os.environ.get("XDG_CACHE_HOME", ""))
-    # The rule for these folders: a relative path is not one.
+    # XDG Base Directory specification: ignore a relative path.
     base = named if named.is_absolute() else Path.home() / ".cache"
     return base / "dilated-attention-pytorch"

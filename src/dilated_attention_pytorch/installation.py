@@ -1,4 +1,4 @@
-"""How this package was installed, and so the command that brings what an extra of it needs."""
+"""How this package was installed, and the command that installs one of its extras."""
 
 from __future__ import annotations
 
@@ -16,31 +16,39 @@ EXTRAS: Mapping[str, tuple[str, ...]] = {
     "bench": ("matplotlib>=3.8", "rich>=13", "tyro>=1.0"),
     "data": ("pyarrow>=18",),
     "deepspeed": ("deepspeed>=0.19.6",),
-    "docs": ("mkdocs>=1.6,<2", "mkdocs-material>=9.7", "mkdocstrings>=1.0", "mkdocstrings-python>=2.0"),
+    "docs": ("mkdocs>=1.6,<2", "mkdocs-material>=9.7", "mkdocstrings>=1.0", "mkdocstrings-python>=2.0", "ruff>=0.12"),
     "plot": ("matplotlib>=3.8",),
     "report": ("plotly>=6",),
+    "slides": ("h5py>=3.11", "numpy", "pyarrow>=18", "rich>=13", "safetensors>=0.4", "tyro>=1.0"),
     "torchao": ("torchao>=0.18",),
     "track": ("mlflow>=3", "prometheus-client>=0.20", "wandb>=0.22"),
     "train": (
-        "accelerate>=1.10", "matplotlib>=3.8", "numpy", "rich>=13", "safetensors>=0.4", "tensorboard>=2.15",
-        "tomli-w>=1.0", "transformers>=5.6", "typeguard>=4", "tyro>=1.0",
+        "accelerate>=1.10",
+        "matplotlib>=3.8",
+        "numpy",
+        "rich>=13",
+        "safetensors>=0.4",
+        "tensorboard>=2.15",
+        "tomli-w>=1.0",
+        "transformers>=5.6",
+        "typeguard>=4",
+        "tyro>=1.0",
     ),
     "triton": ("triton>=3.6",),
-    "dev": (
-        "hypothesis>=6.100", "mypy>=1.15", "prometheus-client>=0.20", "pytest>=8", "pytest-xdist>=3.6", "ruff>=0.12",
-    ),
-}  # fmt: skip
-"""What each extra of the package brings (``dev`` the others too)."""
+    "check": ("hypothesis>=6.100", "prometheus-client>=0.20", "pytest>=8", "pytest-xdist>=3.6"),
+    "dev": ("build>=1.2", "mypy>=1.15", "ruff>=0.12"),
+}
+"""Packages that each extra installs (``check`` and ``dev`` also include other extras)."""
 
 _PACKAGE = Path(__file__).resolve().parent
 
 
 def install_command(extra: str) -> str:
-    """The shell command that installs the extra ``extra`` for the package that is running.
+    """The shell command that installs ``extra`` for the running package.
 
-    The public index has another project under this name, so the command never leaves the choice to the index: it names
-    the checkout, the folder, the repository or the file that this package came from, and where that is not recorded,
-    the packages of the extra themselves.
+    PyPI has another project under this name, so the command never installs by name alone. It names the checkout,
+    folder, repository or file that this package was installed from. If none is recorded, it names the packages of the
+    extra.
     """
     assert extra in EXTRAS
     distribution = _distribution()
@@ -56,7 +64,7 @@ def install_command(extra: str) -> str:
 
 
 def _checkout() -> Path | None:
-    """The folder with the project's ``pyproject.toml``, where the package runs from its source in it."""
+    """The folder that contains ``pyproject.toml`` if the package runs from a source checkout, else None."""
     project = _PACKAGE.parents[1] / "pyproject.toml"
     if _PACKAGE.parent.name != "src" or not project.is_file():
         return None
@@ -65,7 +73,7 @@ def _checkout() -> Path | None:
 
 
 def _distribution() -> importlib.metadata.Distribution | None:
-    """The record of the installation that the running package is part of; another one of that name is none."""
+    """The metadata of the running package's installation; None if the metadata found belongs to another copy."""
     for found in importlib.metadata.distributions(name=NAME):
         if Path(str(found.locate_file(_PACKAGE.name))).resolve() == _PACKAGE:
             return found
@@ -73,7 +81,7 @@ def _distribution() -> importlib.metadata.Distribution | None:
 
 
 def _url(origin: Mapping[str, Any]) -> str:
-    """Where the package came from, as a requirement names it (PEP 610)."""
+    """The origin of the package as a requirement URL (PEP 610)."""
     repository, subdirectory = origin.get("vcs_info"), origin.get("subdirectory")
     url = str(origin["url"])
     if repository is not None:

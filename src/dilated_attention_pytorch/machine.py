@@ -1,4 +1,4 @@
-"""What something ran on, for its records."""
+"""The machine's versions and hardware, for result files and logs."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ from .installation import install_command
 _PACKAGES = ("torch", "triton", "transformers", "accelerate", "safetensors", "numpy")
 
 MOST_THREADS = 1024
-"""With tens of thousands the OpenMP runtime overruns the stack: the process is killed without a word."""
+"""Upper limit: with tens of thousands of threads the OpenMP runtime overruns its stack and the process is killed."""
 
 
 def package_version(name: str) -> str | None:
-    """The installed version of a distribution; None if there is none."""
+    """The installed version of a distribution; None if it is not installed."""
     try:
         return importlib.metadata.version(name)
     except importlib.metadata.PackageNotFoundError:
@@ -30,17 +30,17 @@ def package_version(name: str) -> str | None:
 
 
 def require(purpose: str, packages: Sequence[str], extra: str) -> None:
-    """Raise :class:`RunError` unless ``packages`` are installed, which the extra ``extra`` brings."""
+    """Raise :class:`RunError` unless all ``packages``, which ``extra`` installs, are present."""
     missing = [name for name in packages if importlib.util.find_spec(name) is None]
     if missing:
         raise RunError(f"{purpose} needs {', '.join(missing)}, not installed here: {install_command(extra)}")
 
 
 def set_threads(threads: int) -> int:
-    """Compute on so many CPU threads, 0 for PyTorch's own choice; the number that it now is.
+    """Set the number of CPU threads (0: PyTorch's default) and return the resulting number.
 
     Raises:
-        RunError: more than the OpenMP runtime starts.
+        RunError: more threads than the OpenMP runtime can start.
     """
     if threads > MOST_THREADS:
         raise RunError(
@@ -53,27 +53,27 @@ def set_threads(threads: int) -> int:
 
 
 def processor() -> str:
-    """The processor's name for itself, where the system tells it."""
+    """The processor's model name, where the operating system reports it."""
     description = Path("/proc/cpuinfo")
     if description.exists():
         fields = [line.partition(":") for line in description.read_text().splitlines()]
         names = [value.strip() for key, _, value in fields if key.strip() == "model name"]
         families = [value.strip() for key, _, value in fields if key.strip() == "cpu family"]
         if names:
-            # Virtual machines shorten the name; the family still tells the generation.
+            # Virtual machines shorten the name; the family number still identifies the generation.
             return f"{names[0]} (family {families[0]})" if families else names[0]
     return platform.processor() or platform.machine()
 
 
 def devices() -> list[str]:
-    """The CUDA devices that PyTorch sees, by name and memory."""
+    """Names and memory of the CUDA devices that PyTorch sees."""
     count = torch.cuda.device_count() if torch.cuda.is_available() else 0
     properties = [torch.cuda.get_device_properties(index) for index in range(count)]
     return [f"{entry.name}, {entry.total_memory / 2**30:.0f} GiB" for entry in properties]
 
 
 def machine() -> dict[str, Any]:
-    """Versions and hardware, as values that JSON holds."""
+    """Versions and hardware as JSON-serialisable values."""
     return {
         "versions": {"python": platform.python_version(), **{name: package_version(name) for name in _PACKAGES}},
         "system": platform.platform(),

@@ -1,24 +1,28 @@
-"""Memory: what a device has left, and a sentence where a call would need more."""
+"""Free memory of a device, peak memory of a call, and the check that a call fits."""
 
 from __future__ import annotations
 
+import ctypes
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import TypeVar
 
 import torch
 
 from .errors import RunError
 
+_Result = TypeVar("_Result")
+
 
 def free_memory(device: torch.device | str) -> int:
-    """Bytes that this process could still take on a device.
+    """Bytes that this process can still allocate on a device.
 
-    On Linux what the kernel calls available, or less where a control group of this process or its limit of addresses
-    (``ulimit -v``) leaves less. On a GPU what the driver has free, and what PyTorch's allocator holds without using it.
+    On Linux: the kernel's "available" memory, or less under a control group limit or an address space limit
+    (``ulimit -v``). On a GPU: the memory that the driver reports free plus what PyTorch's allocator holds unused.
 
     Raises:
-        NotImplementedError: a kind of device, or a system, whose free memory this package cannot read.
+        NotImplementedError: the free memory of this kind of device or system cannot be read.
     """
     device = torch.device(device)
     if device.type == "cuda":
@@ -33,7 +37,7 @@ def free_memory(device: torch.device | str) -> int:
 
 
 def unknown_memory(device: torch.device) -> str:
-    """What is said of a device whose free memory this package cannot read."""
+    """The error message for a device whose free memory cannot be read."""
     return (
         f"free memory is read for CUDA devices and on Linux for the CPU, not for {device.type!r} on this system; "
         "pass hardware=Hardware.of_architecture(..., free_bytes=...) with what may be used"
@@ -41,7 +45,7 @@ def unknown_memory(device: torch.device) -> str:
 
 
 def _left_in_groups() -> Iterator[int]:
-    """What every control group that this process is in, or within, leaves of its limit (both versions of them)."""
+    """Bytes left below the limit of each enclosing control group (cgroup v1 and v2)."""
     own = Path("/proc/self/cgroup")
     for line in own.read_text().splitlines() if own.exists() else ():
         _, controllers, path = line.split(":", 2)
@@ -57,7 +61,7 @@ def _left_in_groups() -> Iterator[int]:
             limit, usage, reclaimable = folder / names[0], folder / names[1], folder / "memory.stat"
             if limit.is_file() and usage.is_file() and limit.read_text().strip().isdecimal():
                 used = int(usage.read_text())
-                # Pages of files that nobody reads any more count as used, and go when they are needed.
+                # The page cache counts as used but is reclaimed on demand.
                 for entry in reclaimable.read_text().splitlines() if reclaimable.is_file() else ():
                     key, _, value = entry.partition(" ")
                     used -= int(value) if key == names[2] else 0
@@ -67,7 +71,7 @@ def _left_in_groups() -> Iterator[int]:
 
 
 def _left_of_addresses() -> Iterator[int]:
-    import resource  # Linux alone asks
+    import resource  # Linux only
 
     limit, _ = resource.getrlimit(resource.RLIMIT_AS)
     if limit != resource.RLIM_INFINITY:
@@ -76,16 +80,16 @@ def _left_of_addresses() -> Iterator[int]:
 
 
 def check_memory(needed: int, device: torch.device | str, *, what: str, remedy: str, sharing: int = 1) -> None:
-    """Raise :class:`RunError` if ``needed`` bytes are more than a device has left.
+    """Raise :class:`RunError` if ``needed`` exceeds the free memory of the device.
 
-    On a system that does not tell how much that is (a CPU beside Linux) nothing is refused.
+    No check where free memory cannot be read (CPUs on systems other than Linux).
 
     Args:
-        needed: bytes that are taken at least.
-        device: where.
-        what: takes them, the beginning of the sentence.
-        remedy: what to do, its end.
-        sharing: processes that take as much each.
+        needed: lower bound of the bytes needed per process.
+        device: device to allocate on.
+        what: subject of the error message.
+        remedy: last clause of the error message: what to do.
+        sharing: number of processes that each allocate ``needed``.
     """
     device = torch.device(device)
     if device.type == "cpu" and sys.platform != "linux":
@@ -98,8 +102,51 @@ def check_memory(needed: int, device: torch.device | str, *, what: str, remedy: 
         )
 
 
+def peak_memory(call: Callable[[], _Result], device: torch.device) -> tuple[int, _Result] | None:
+    """Peak memory of one call, in bytes above the level before it, and the call's result.
+
+    On a GPU, memory allocated by PyTorch; on Linux, resident memory of the process. None where neither can be read.
+    Freed pages that glibc keeps count, since other processes cannot use them.
+    """
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+        before = torch.cuda.memory_allocated(device)
+        torch.cuda.reset_peak_memory_stats(device)
+        result = call()
+        torch.cuda.synchronize(device)
+        peak = torch.cuda.max_memory_allocated(device) - before
+    else:
+        if not begin_peak():
+            return None
+        before = resident("VmRSS")
+        result = call()
+        peak = resident("VmHWM") - before
+    return max(0, peak), result
+
+
+def begin_peak() -> bool:
+    """Return freed pages to the system and reset the peak of resident memory; False where that is not supported."""
+    file = Path("/proc/self/clear_refs")
+    if not sys.platform.startswith("linux") or not file.exists():
+        return False
+    # Pages that the allocator kept from earlier calls would hide what this call allocates.
+    trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
+    if trim is not None:
+        trim(0)
+    file.write_text("5")
+    return True
+
+
+def resident(field: str) -> int:
+    """A field of /proc/self/status in bytes: ``VmRSS`` is the current resident size, ``VmHWM`` the peak."""
+    for line in Path("/proc/self/status").read_text().splitlines():
+        if line.startswith(field + ":"):
+            return int(line.split()[1]) * 1024
+    raise KeyError(field)
+
+
 def in_bytes(number: int) -> str:
-    """A number of bytes for a person.
+    """Format a number of bytes with its unit.
 
     >>> in_bytes(1_540_000_000), in_bytes(10**30)
     ('1.5 GB', '1,000,000,000,000,000,000.0 TB')

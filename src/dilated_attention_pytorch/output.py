@@ -1,4 +1,4 @@
-"""Folders and files that a command writes to: whether they are free and can be written, and making them."""
+"""Output paths of commands: checks before the run, creation, atomic writes."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from .errors import RunError
 
 
 def check_writable(folder: Path, what: str) -> None:
-    """Raise :class:`RunError`, beginning with ``what``, if the file system or the permissions of ``folder`` refuse."""
+    """Raise :class:`RunError`, starting with ``what``, if ``folder`` is not writable."""
     if not os.access(folder, os.W_OK | os.X_OK):
         raise RunError(
             f"{what}: {folder} is read-only for this user; change its permissions (chmod u+w), "
@@ -20,12 +20,12 @@ def check_writable(folder: Path, what: str) -> None:
 
 
 def check_free_folder(output: Path, *, going_on: str = "", beside: str = "") -> None:
-    """Raise :class:`RunError` unless the folder ``output`` is free and can be made. Makes nothing.
+    """Raise :class:`RunError` unless the folder ``output`` is missing or empty and can be created. Creates nothing.
 
     Args:
-        output: a folder that is to be made, or is there and empty.
-        going_on: what else to do where something is in it, the end of that sentence.
-        beside: a file that may be in it.
+        output: output folder; it may exist if it is empty.
+        going_on: alternative to suggest if the folder is not empty, appended to the message.
+        beside: name of a file that may be in the folder.
     """
     check_name(output)
     if os.path.lexists(output) and not output.is_dir():
@@ -41,7 +41,7 @@ def check_free_folder(output: Path, *, going_on: str = "", beside: str = "") -> 
 
 
 def check_makeable(output: Path) -> None:
-    """Raise :class:`RunError` unless the folder ``output`` is there or can be made, and can be written."""
+    """Raise :class:`RunError` unless the folder ``output`` exists or can be created, and is writable."""
     check_name(output)
     folder = next(path for path in (output.absolute(), *output.absolute().parents) if os.path.lexists(path))
     if not folder.is_dir():
@@ -49,29 +49,29 @@ def check_makeable(output: Path) -> None:
     check_writable(folder, f"--output {output} cannot be made")
 
 
-def check_name(output: Path) -> None:
-    """Raise :class:`RunError` unless the name is text, which libraries that write files take no other of."""
+def check_name(output: Path, flag: str = "--output") -> None:
+    """Raise :class:`RunError` unless the path is valid UTF-8, which libraries that write files require."""
     try:
         str(output).encode()
     except UnicodeEncodeError as error:
-        raise RunError(f"--output {str(output)!r} is no name in UTF-8; name another one") from error
+        raise RunError(f"{flag} {str(output)!r} is no name in UTF-8; name another one") from error
 
 
-def check_new_file(output: Path) -> None:
-    """Raise :class:`RunError` unless the file ``output`` is not there yet and can be written."""
-    check_name(output)
+def check_new_file(output: Path, flag: str = "--output") -> None:
+    """Raise :class:`RunError` if the file ``output`` (option ``flag``) exists or cannot be written."""
+    check_name(output, flag)
     if os.path.lexists(output):
         raise RunError(
-            f"--output {output} exists; nothing in it was changed. Name a new file, for example --output "
+            f"{flag} {output} exists; nothing in it was changed. Name a new file, for example {flag} "
             f"{free_name(output)}"
         )
     if not output.parent.is_dir():
-        raise RunError(f"--output {output}: there is no folder {output.parent}; make it first")
-    check_writable(output.parent, f"--output {output} cannot be written")
+        raise RunError(f"{flag} {output}: there is no folder {output.parent}; make it first")
+    check_writable(output.parent, f"{flag} {output} cannot be written")
 
 
 def free_name(output: Path) -> Path:
-    """A name beside ``output`` that nothing has."""
+    """An unused path next to ``output``."""
     if not output.name or output.name == "..":  # ".", "/" and the like
         output = Path(os.path.abspath(output))
     if not output.name:
@@ -83,10 +83,10 @@ def free_name(output: Path) -> Path:
 
 
 def make_output(output: Path) -> None:
-    """Make the folder.
+    """Create the folder.
 
     Raises:
-        RunError: the system refuses.
+        RunError: the operating system refuses.
     """
     try:
         output.mkdir(parents=True, exist_ok=True)
@@ -97,16 +97,16 @@ def make_output(output: Path) -> None:
 
 
 def write_text(path: Path, text: str) -> None:
-    """Write a file that is whole or not there."""
+    """Write a file atomically."""
     with replacing(path) as staged:
         staged.write_text(text, encoding="utf-8")
 
 
 @contextmanager
 def replacing(path: Path) -> Iterator[Path]:
-    """Where to write a file that is whole or not there: it takes the place of ``path`` at the end, on the disk."""
+    """A temporary path that replaces ``path`` atomically on exit, after a sync to disk."""
     staged = path.with_name(path.name + ".part")
-    # What lies there may be a link to something else.
+    # An existing staged file may be a link to something else.
     staged.unlink(missing_ok=True)
     yield staged
     sync(staged)
@@ -115,7 +115,7 @@ def replacing(path: Path) -> Iterator[Path]:
 
 
 def sync(path: Path) -> None:
-    """Have a file, or the names in a folder, on the disk."""
+    """Flush a file, or the entries of a folder, to disk."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)

@@ -1,4 +1,4 @@
-"""The dtype in which attention is summed."""
+"""The accumulation dtype of attention."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import torch
 
 
 def accumulation_dtype(dtype: torch.dtype) -> torch.dtype:
-    """The dtype of scores, log-sum-exps and sums for operands of ``dtype``: float64 for float64, else float32.
+    """The dtype of scores, log-sum-exps and sums for inputs of ``dtype``: float64 for float64, else float32.
 
     >>> accumulation_dtype(torch.bfloat16)
     torch.float32

@@ -1,4 +1,4 @@
-"""What torch.compile takes for a constant while it traces."""
+"""A decorator for functions whose result torch.compile treats as a constant."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ R = TypeVar("R")
 
 
 def constant_of_graph(function: Callable[P, R]) -> Callable[P, R]:
-    """A function that is called while tracing, and whose result is a constant of the graph.
+    """Mark a function to be called at trace time, with its result a constant of the graph.
 
-    What ``torch.compiler.assume_constant_result`` marks, which would import the compiler along with this package.
+    Equivalent to ``torch.compiler.assume_constant_result``, without importing the compiler.
     """
     function.__dict__["_dynamo_marked_constant"] = True
     return function

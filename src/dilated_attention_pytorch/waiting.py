@@ -1,9 +1,9 @@
-"""How threads wait for each other: awake, which is fastest on a machine of one's own, or asleep, which shares it.
+"""The OpenMP wait policy: spinning, which is fastest on an idle machine, or sleeping, which suits a shared one.
 
-The OpenMP runtime of PyTorch's CPU builds lets a thread that waits turn in circles for a while. Where another program
-wants the same core, the thread that is waited for does not get it meanwhile, and every parallel loop takes as long as a
-turn of the scheduler. How to wait is read from the environment when the runtime is loaded, so this module imports
-nothing of PyTorch, and the package asks it before it does.
+The OpenMP runtime of PyTorch's CPU builds lets waiting threads spin for a while. If another program
+needs the same core, the thread that they wait for is delayed, and every parallel loop takes as long as a scheduler
+time slice. The policy is read from the environment when the runtime is loaded, so this module does not import
+PyTorch, and the package calls it first.
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ _LOAD = Path("/proc/loadavg")
 
 
 def choose_waiting(environment: MutableMapping[str, str], command: Sequence[str]) -> None:
-    """Let waiting threads sleep if ``command`` is this package's own command, the machine is shared, and nobody chose.
+    """Select sleeping if ``command`` is this package's own command, the machine is shared, and no policy is set.
 
     Args:
-        environment: of the process.
-        command: the words that started the interpreter.
+        environment: environment of the process.
+        command: arguments that started the interpreter.
     """
     if _is_own_command(command) and not any(name in environment for name in _SET_BY_USER) and is_shared():
         environment[VARIABLE] = "PASSIVE"
@@ -37,7 +37,7 @@ def _is_own_command(command: Sequence[str]) -> bool:
     for word in words:
         if word == "-m":
             return next(words, "").partition(".")[0] == __name__.partition(".")[0]
-        if word in ("-W", "-X"):  # options of Python with a word of their own
+        if word in ("-W", "-X"):  # Python options with an argument
             next(words, "")
         elif not word.startswith("-"):
             return Path(word).stem == "dilated-attention"
@@ -45,10 +45,10 @@ def _is_own_command(command: Sequence[str]) -> bool:
 
 
 def is_shared() -> bool:
-    """Whether other programs compute on this machine, or this one may not use its cores all the time.
+    """Whether other programs compute on this machine, or a CPU quota limits this process.
 
     That is: its control group has a quota below its cores; or the load of the last minute was at least half a core; or
-    other threads were running, or wanted to, at each of three looks.
+    other threads were runnable at each of three checks.
     """
     if sys.platform == "win32":
         return False
@@ -61,14 +61,14 @@ def _others_run() -> bool:
     for look in range(_LOOKS):
         if look:
             time.sleep(_SECONDS_BETWEEN)
-        # "0.10 0.20 0.30 2/345 678": two threads run or want to, of which one is this.
+        # Format "0.10 0.20 0.30 2/345 678": two runnable threads, including this one.
         if int(_LOAD.read_text().split()[3].partition("/")[0]) < 2:
             return False
     return True
 
 
 def _quota() -> float:
-    """Cores' worth of time that the control group of this process may use; infinite without a limit."""
+    """CPU quota of this process's control group, in cores; infinite without a limit."""
     own = Path("/sys/fs/cgroup/cpu.max")
     if own.is_file():
         most, period = own.read_text().split()
@@ -81,6 +81,6 @@ def _quota() -> float:
 
 
 def waiting_in_words() -> str:
-    """How the threads of this process wait, for a person."""
+    """Description of the wait policy."""
     chosen = [f"{name}={os.environ[name]}" for name in _SET_BY_USER if name in os.environ]
     return ", ".join(chosen) or "as OpenMP has it: awake for a while, then asleep"

@@ -9,10 +9,10 @@ from typing import Any
 
 import pytest
 
-from benchmark_cases import small_case
 from dilated_attention_pytorch.benchmarks.compare import Earlier, Timing, judge_moves
 from dilated_attention_pytorch.benchmarks.results import Row
 from dilated_attention_pytorch.errors import RunError
+from support.benchmark_cases import small_case
 
 MACHINE = {"processor": "one", "cores": 2, "threads": 2, "cuda_devices": []}
 
@@ -25,10 +25,16 @@ def rows_of(time: Callable[[int], float], *, noise: float, calls: int = 7, seed:
         return time(index) * (1 + generator.gauss(0, noise) + (0.5 if generator.random() < 0.03 else 0.0))
 
     return [
-        Row(case=small_case(rows=10 + index), contestant="ours, aten", computes="pattern", status="timed",
-            samples=[sample(index) for _ in range(calls)], limit_seconds=0.5)
+        Row(
+            case=small_case(rows=10 + index),
+            contestant="ours, aten",
+            computes="pattern",
+            status="timed",
+            samples=[sample(index) for _ in range(calls)],
+            limit_seconds=0.5,
+        )
         for index in range(300)
-    ]  # fmt: skip
+    ]
 
 
 def timings_of(rows: list[Row]) -> dict[tuple[str, str], Timing]:
@@ -68,10 +74,18 @@ def test_a_machine_that_is_slower_as_a_whole_moves_nothing() -> None:
 @pytest.mark.parametrize("factor", [1e-3, 0.04, 0.3, 0.97, 1.03, 3.0, 25.0, 1e3])
 def test_a_machine_that_drifted_explains_a_factor_either_way_and_no_more(drift: float, factor: float) -> None:
     (before,), (after,) = (
-        [Row(case=small_case(rows=9), contestant="ours, aten", computes="pattern", status="timed",
-             samples=[seconds] * 3, limit_seconds=limit_seconds)]
+        [
+            Row(
+                case=small_case(rows=9),
+                contestant="ours, aten",
+                computes="pattern",
+                status="timed",
+                samples=[seconds] * 3,
+                limit_seconds=limit_seconds,
+            )
+        ]
         for seconds, limit_seconds in ((1.0, 0.5), (factor, 0.5 * drift))
-    )  # fmt: skip
+    )
     (move,) = judge_moves(timings_of([before]), [after])
     assert move.is_beyond_noise == (max(factor, 1 / factor) > 1.06 * max(drift, 1 / drift))
 

@@ -12,7 +12,6 @@ import pytest
 import torch
 from torch import Tensor
 
-from benchmark_cases import counts_of, oracle, small_case
 from dilated_attention_pytorch.benchmarks import contestants, flex
 from dilated_attention_pytorch.benchmarks.contestants import CONTESTANTS, Contestant
 from dilated_attention_pytorch.benchmarks.exactness import row_counts
@@ -20,7 +19,8 @@ from dilated_attention_pytorch.benchmarks.plots import _style
 from dilated_attention_pytorch.benchmarks.shapes import Case
 from dilated_attention_pytorch.kernels import select
 from kernels.cudnn_contract import on_the_cpu
-from oracle import dense_attention
+from support.benchmark_cases import counts_of, oracle, small_case
+from support.oracle import dense_attention
 
 # Raised by PyTorch's own modules when the compiler is loaded, and where FlexAttention is not compiled.
 pytestmark = [
@@ -59,9 +59,9 @@ def expected_of(case: Case, contestant: Contestant, operands: tuple[Tensor, ...]
     if contestant.computes == "pattern" and case.block_density is None:
         return oracle(case, *operands)
     t = torch.arange(case.rows)
-    counts = torch.stack([
-        torch.stack([row_counts(case, p, g, contestant.computes, CPU) for p in t]) for g in range(case.kv_heads)
-    ])  # fmt: skip
+    counts = torch.stack(
+        [torch.stack([row_counts(case, p, g, contestant.computes, CPU) for p in t]) for g in range(case.kv_heads)]
+    )
     no_phantoms = torch.zeros(1, case.kv_heads, case.rows)
     return dense_attention(*operands, counts[None], no_phantoms, case.head_dim**-0.5)[0]
 

@@ -83,7 +83,15 @@ def test_what_auto_takes_on_a_cpu_is_what_the_measured_table_has_as_faster(name:
     assert table["wrong"] == []
     assert table["cases"] > 600
     assert {name for names in table["geometric_mean_by"].values() for name in names} >= {
-        "decode", "forward", "forward_backward", "float32", "bfloat16", "float16", "dilated", "blocks", "local_window"
-    }  # fmt: skip
+        "decode",
+        "forward",
+        "forward_backward",
+        "float32",
+        "bfloat16",
+        "float16",
+        "dilated",
+        "blocks",
+        "local_window",
+    }
     slower = {name: mean for means in table["geometric_mean_by"].values() for name, mean in means.items() if mean >= 1}
     assert slower == {}

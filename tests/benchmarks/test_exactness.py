@@ -10,11 +10,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from benchmark_cases import operands_of, oracle, small_case
 from dilated_attention_pytorch import attend, attend_with_lse, merge
 from dilated_attention_pytorch.benchmarks.exactness import Verdict, draw_samples, judge, sampled_gradient
 from dilated_attention_pytorch.benchmarks.shapes import Case, Computes
-from drawn import examples
+from support.benchmark_cases import operands_of, oracle, small_case
+from support.drawn import examples
 
 Attention = Callable[[Case, Tensor, Tensor, Tensor], Tensor]
 
@@ -38,13 +38,16 @@ def test_the_oracle_of_the_tests_passes_whatever_the_case(data: st.DataObject) -
     num_groups = data.draw(st.integers(1, 4))
     kv_heads, ratio = data.draw(st.integers(1, 5)), data.draw(st.integers(1, 3))
     case = small_case(
-        rows=data.draw(st.integers(1, 120)), heads=kv_heads * ratio, kv_heads=kv_heads,
+        rows=data.draw(st.integers(1, 120)),
+        heads=kv_heads * ratio,
+        kv_heads=kv_heads,
         batch=data.draw(st.integers(1, 2)),
         segment_lengths=tuple(data.draw(st.integers(1, 130)) for _ in range(num_groups)),
         dilation_rates=tuple(data.draw(st.integers(1, 9)) for _ in range(num_groups)),
-        offset_rule=data.draw(st.sampled_from(["modulo", "block"])), causal=data.draw(st.booleans()),
+        offset_rule=data.draw(st.sampled_from(["modulo", "block"])),
+        causal=data.draw(st.booleans()),
         mode=data.draw(st.sampled_from(["forward", "forward_backward"])),
-    )  # fmt: skip
+    )
     judged = verdict(case, oracle)
     assert judged.passes, judged.in_words()
     assert max(judged.errors.values()) < 1e-13

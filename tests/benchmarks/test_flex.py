@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 import torch
 
-from benchmark_cases import counts_of, small_case
 from dilated_attention_pytorch import from_block_mask, local_window, strided_blocks
 from dilated_attention_pytorch.benchmarks.flex import FlexBlocks, FlexPattern
+from support.benchmark_cases import counts_of, small_case
 
 # Raised by PyTorch's own modules when the compiler is loaded.
 pytestmark = pytest.mark.filterwarnings("ignore:`torch.jit.script:DeprecationWarning")

@@ -38,9 +38,11 @@ def test_what_passed_is_not_repeated_and_the_rest_is(tmp_path: Path, monkeypatch
     count = f"open({str(tmp_path / 'count')!r}, 'a').write('x'); print('said')"
     is_done = iter([False, True])
     entries = (
-        step("right", count), step("wrong", "raise SystemExit(9)"), step("none", "", refusal="not here"),
+        step("right", count),
+        step("wrong", "raise SystemExit(9)"),
+        step("none", "", refusal="not here"),
         step("part", "pass", is_done=lambda: next(is_done)),
-    )  # fmt: skip
+    )
     expected = {"right": "passed", "wrong": "failed", "none": "skipped", "part": "cut off"}
     assert run(monkeypatch, tmp_path / "out", *entries) == expected
     assert (tmp_path / "out" / "right.txt").read_text() == "said\n"

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dilated_attention_pytorch.benchmarks.loops import Code
+from benchmarks.loops import Code
 
 # A loop over runs, in it one over blocks with a block of code that was moved behind the end.
 SASS = """
@@ -62,8 +62,10 @@ def test_a_loop_that_only_waits_is_not_the_innermost() -> None:
     before_the_branch = "        /*0040*/               @P1 BRA"
     loops = Code(SASS.replace(before_the_branch, waiting + before_the_branch)).loops()
     assert [(loop.depth, loop.is_innermost, loop.spill_bytes) for loop in loops] == [
-        (0, False, 4 + 4 + 16), (1, True, 4 + 16), (2, False, 0),
-    ]  # fmt: skip
+        (0, False, 4 + 4 + 16),
+        (1, True, 4 + 16),
+        (2, False, 0),
+    ]
 
 
 def test_without_matrix_instructions_every_loop_is_looked_at() -> None:

@@ -9,10 +9,10 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from benchmark_cases import operands_of, oracle, small_case
 from dilated_attention_pytorch.benchmarks.published import published_attention
 from dilated_attention_pytorch.benchmarks.shapes import Case
-from drawn import examples
+from support.benchmark_cases import operands_of, oracle, small_case
+from support.drawn import examples
 
 
 def largest_error(case: Case) -> float:
@@ -34,12 +34,16 @@ def test_it_equals_the_oracle_in_output_and_gradients(data: st.DataObject) -> No
     num_groups = data.draw(st.integers(1, 4))
     kv_heads, ratio = data.draw(st.integers(1, 6)), data.draw(st.sampled_from([1, 1, 2, 3]))
     case = small_case(
-        rows=data.draw(st.integers(1, 130)), heads=kv_heads * ratio, kv_heads=kv_heads,
-        batch=data.draw(st.integers(1, 2)), head_dim=data.draw(st.sampled_from([2, 5, 8])),
+        rows=data.draw(st.integers(1, 130)),
+        heads=kv_heads * ratio,
+        kv_heads=kv_heads,
+        batch=data.draw(st.integers(1, 2)),
+        head_dim=data.draw(st.sampled_from([2, 5, 8])),
         segment_lengths=tuple(data.draw(st.integers(1, 140)) for _ in range(num_groups)),
         dilation_rates=tuple(data.draw(st.integers(1, 13)) for _ in range(num_groups)),
-        offset_rule=data.draw(st.sampled_from(["modulo", "block"])), causal=data.draw(st.booleans()),
-    )  # fmt: skip
+        offset_rule=data.draw(st.sampled_from(["modulo", "block"])),
+        causal=data.draw(st.booleans()),
+    )
     assert largest_error(case) < 1e-11
 
 
@@ -47,9 +51,13 @@ def test_it_equals_the_oracle_in_output_and_gradients(data: st.DataObject) -> No
 @pytest.mark.parametrize("rows", [1024, 1001])
 def test_it_equals_the_oracle_on_the_paper_s_pattern_scaled_down(rows: int, causal: bool, figure: Any) -> None:
     case = small_case(
-        rows=rows, heads=12, kv_heads=12, segment_lengths=(64, 128, 256, 512, 1024), dilation_rates=(1, 2, 4, 6, 12),
+        rows=rows,
+        heads=12,
+        kv_heads=12,
+        segment_lengths=(64, 128, 256, 512, 1024),
+        dilation_rates=(1, 2, 4, 6, 12),
         causal=causal,
-    )  # fmt: skip
+    )
     error = largest_error(case)
     figure(f"published route, paper's pattern, {rows} rows, causal={causal}: largest float64 error", f"{error:.1e}")
     assert error < 1e-12

@@ -82,8 +82,11 @@ def test_who_is_wrong_or_fails_gets_a_sentence_and_no_time_and_stops_nobody(
     values, said = dry_run(tmp_path, shapes=("three",), rows=(64,))
     rows = {row["contestant"]: row for row in values["rows"]}
     assert [rows[name]["status"] for name in ("wrong", "broken", "misshapen", "ours, aten")] == [
-        "wrong", "failed", "wrong", "timed",
-    ]  # fmt: skip
+        "wrong",
+        "failed",
+        "wrong",
+        "timed",
+    ]
     assert not any(rows[name]["samples"] for name in ("wrong", "broken", "misshapen"))
     assert rows["broken"]["reason"] == "RuntimeError: this kernel does not exist"
     assert "wrong, N = 40: wrong: out is off by" in said

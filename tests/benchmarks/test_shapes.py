@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import pytest
 
-from benchmark_cases import counts_of, small_case
 from dilated_attention_pytorch.benchmarks.presets import PRESETS, planned_cases
 from dilated_attention_pytorch.benchmarks.settings import BenchSettings
 from dilated_attention_pytorch.benchmarks.shapes import SHAPES
+from support.benchmark_cases import counts_of, small_case
 
 # heads, width of a head, segment lengths, rates, offset rule, causal
 SIZES = {

@@ -8,12 +8,12 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from benchmarks.tiling import KERNELS, Kernel
 
-from dilated_attention_pytorch.benchmarks import caching, tiling, traffic
+from benchmarks import caching, tiling, traffic
 from dilated_attention_pytorch.benchmarks.shapes import SHAPES, Case
-from dilated_attention_pytorch.benchmarks.tiling import KERNELS, Kernel
 from dilated_attention_pytorch.kernels.triton.problem import Problem
-from planned import Planned, planned
+from support.planned import Planned, planned
 
 CASES = {
     "nested": {"rows": 300, "segment_lengths": (64, 128, 256), "dilation_rates": (1, 2, 4)},
@@ -21,9 +21,13 @@ CASES = {
     "short segments": {"rows": 139, "segment_lengths": (5, 11, 100), "dilation_rates": (1, 2, 13)},
     "grouped heads": {"rows": 203, "segment_lengths": (64, 300), "dilation_rates": (2, 3), "heads": 4, "kv_heads": 2},
     "block offsets": {
-        "rows": 197, "segment_lengths": (64, 300), "dilation_rates": (2, 4), "heads": 3, "offset_rule": "block",
+        "rows": 197,
+        "segment_lengths": (64, 300),
+        "dilation_rates": (2, 4),
+        "heads": 3,
+        "offset_rule": "block",
     },
-}  # fmt: skip
+}
 EVERYTHING_FITS = 1 << 60
 
 
@@ -121,9 +125,17 @@ def test_pairs_are_counted_as_by_hand_and_are_not_fewer_than_the_patterns(
 @pytest.mark.parametrize("kernel", KERNELS)
 def test_one_dense_group_whose_segments_fit_wastes_nothing(kernel: Kernel) -> None:
     case = Case(
-        shape="dense", mode="forward", rows=1024, heads=2, kv_heads=2, head_dim=64, segment_lengths=(256,),
-        dilation_rates=(1,), causal=False, dtype="bfloat16",
-    )  # fmt: skip
+        shape="dense",
+        mode="forward",
+        rows=1024,
+        heads=2,
+        kv_heads=2,
+        head_dim=64,
+        segment_lengths=(256,),
+        dilation_rates=(1,),
+        causal=False,
+        dtype="bfloat16",
+    )
     rows = traffic.operations_of(case, kernel)
     assert [(row.ratio, row.ratio_of_dense_launches) for row in rows] == [(1.0, 1.0)] * len(rows)
 
@@ -209,10 +221,17 @@ def test_a_decoding_step_is_refused() -> None:
 def test_halves_compute_what_their_own_rows_see() -> None:
     """One segment of 256 keys at a rate of 2, its rows 0, 2, ... side by side, and the others, which see nothing."""
     case = Case(
-        shape="half of the rows", mode="forward", head_dim=64, causal=True, dtype="bfloat16", rows=512, heads=1,
+        shape="half of the rows",
+        mode="forward",
+        head_dim=64,
+        causal=True,
+        dtype="bfloat16",
+        rows=512,
+        heads=1,
         kv_heads=1,
-        segment_lengths=(512,), dilation_rates=(2,),
-    )  # fmt: skip
+        segment_lengths=(512,),
+        dilation_rates=(2,),
+    )
     # The 256 selected rows in tiles of 128 walk over 1 and 2 blocks of 128 keys; halves of them over 1, 1, 2 and 2.
     pairs = 256 * 257 // 2
     assert traffic.operations_of_halves(case) == {"whole": 3 * 128 * 128 / pairs, "halves": 6 * 64 * 128 / pairs}

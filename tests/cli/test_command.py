@@ -47,10 +47,14 @@ def test_train_prints_the_result_beside_xz_the_quarters_and_what_to_do_next(
     main(_train(write_texts(tmp_path / "texts"), tmp_path / "run"))
     said = capsys.readouterr().out
     for words in (
-        "xz -9e takes", "held-out bits per byte by quarter of the context",
-        "the last quarter without the three before it", "step 4/4", "sample",
-        f"dilated-attention generate {tmp_path / 'run'}", "loss.png",
-    ):  # fmt: skip
+        "xz -9e takes",
+        "held-out bits per byte by quarter of the context",
+        "the last quarter without the three before it",
+        "step 4/4",
+        "sample",
+        f"dilated-attention generate {tmp_path / 'run'}",
+        "loss.png",
+    ):
         assert words in said
 
 
@@ -142,8 +146,9 @@ def test_generate_on_a_terminal_answers_one_prompt_after_the_other(
 def test_the_reader_of_the_output_may_go_away(run: Path) -> None:
     process = subprocess.Popen(
         _as_process("generate", str(run), "--prompt", "def f(", "--max-new-tokens", "300"),
-        stdout=subprocess.PIPE, stderr=subprocess.PIPE,
-    )  # fmt: skip
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+    )
     assert process.stdout is not None
     assert process.stderr is not None
     process.stdout.read(3)

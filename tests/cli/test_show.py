@@ -8,18 +8,11 @@ from pathlib import Path
 import matplotlib.figure
 import pytest
 
-from dilated_attention_pytorch import (
-    DilatedPattern,
-    SegmentedPattern,
-    global_tokens,
-    local_window,
-    per_head,
-    random_blocks,
-)
+from dilated_attention_pytorch import DilatedPattern, global_tokens, local_window, per_head, random_blocks
 from dilated_attention_pytorch.cli import main
-from dilated_attention_pytorch.patterns import pattern_from_expression
+from dilated_attention_pytorch.patterns import SegmentedPattern, pattern_from_expression
 
-PLAIN = "arguments are plain numbers, lists and strings, written out (only per_head takes a list of patterns)"
+PLAIN = "arguments must be literal numbers, lists and strings (only per_head takes a list of patterns)"
 
 
 def test_an_expression_is_the_pattern_that_python_makes() -> None:
@@ -46,9 +39,17 @@ def test_show_prints_density_and_sketch_and_writes_the_picture(
     lines = printed.splitlines()
     first = next(index for index, line in enumerate(lines) if line.startswith("@@"))
     assert [line.rstrip() for line in lines[first : first + 10]] == [
-        "@@", "@@@@", "    @@", "    @@@@", "        @@", "        @@@@", "            @@", "            @@@@",
-        "@@@@            @@", "@@@@            @@@@",
-    ]  # fmt: skip
+        "@@",
+        "@@@@",
+        "    @@",
+        "    @@@@",
+        "        @@",
+        "        @@@@",
+        "            @@",
+        "            @@@@",
+        "@@@@            @@",
+        "@@@@            @@@@",
+    ]
     assert file.read_bytes().startswith(b"\x89PNG")
 
 
@@ -66,7 +67,7 @@ def test_show_prints_density_and_sketch_and_writes_the_picture(
         (["local_window([local_window(1)])"], f"{PLAIN}, got '[local_window(1)]'"),
         (["per_head([3])"], "expected a sum of calls of DilatedPattern, SegmentedPattern"),
         (["per_head(3)"], "per_head(3): "),
-        (["local_window(1"], "is no sum of patterns"),
+        (["local_window(1"], "is not a sum of patterns"),
         (["local_window(1)", "--length", "0"], "sequence_length must be at least 1, got 0"),
         (
             ["local_window(1)", "--length", "9", "--output", "nowhere/p.png"],
@@ -82,12 +83,15 @@ def test_wrong_patterns_are_said(words: list[str], message: str, capsys: pytest.
     assert message in capsys.readouterr().err
 
 
-@pytest.mark.parametrize(("error", "message"), [
-    (OSError(errno.EROFS, "Read-only file system", "p.png"), "p.png: the disk is read-only; name a place on one"),
-    (OSError(errno.ENOSPC, "No space left", "p.png"), "the disk is full (p.png); make room, or name a folder"),
-    (MemoryError(), "the memory is used up; take smaller numbers"),
-    (RuntimeError("DefaultCPUAllocator: can't allocate memory: 9 bytes"), "the memory is used up (DefaultCPU"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("error", "message"),
+    [
+        (OSError(errno.EROFS, "Read-only file system", "p.png"), "p.png: the disk is read-only; name a place on one"),
+        (OSError(errno.ENOSPC, "No space left", "p.png"), "the disk is full (p.png); make room, or name a folder"),
+        (MemoryError(), "the memory is used up; take smaller numbers"),
+        (RuntimeError("DefaultCPUAllocator: can't allocate memory: 9 bytes"), "the memory is used up (DefaultCPU"),
+    ],
+)
 def test_what_fails_while_the_picture_is_written_is_said_and_nothing_of_going_on(
     error: Exception, message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -12,7 +12,8 @@ from types import SimpleNamespace
 import pytest
 
 from dilated_attention_pytorch.cli import main
-from dilated_attention_pytorch.selection import load_profile, read_hardware, tuning
+from dilated_attention_pytorch.selection import read_hardware, tuning
+from dilated_attention_pytorch.selection.profile import load_profile
 
 WORDS = ["tune", "--dtypes", "float32", "--device", "cpu"]
 
@@ -65,7 +66,7 @@ def test_a_run_stores_a_profile_a_report_and_goes_on_when_it_is_called_again(
         (["--device", "cuda"], "--device cuda: PyTorch finds no CUDA device here"),
         (["--threads", "-2"], "threads must be at least 0, got -2"),
         (["--output", "{}/file"], "file"),
-        (["--output", "{}"], "is no record of a tuning"),
+        (["--output", "{}"], "is not a tuning record"),
         (["--speed", "9"], "--speed"),
     ],
 )
@@ -89,5 +90,5 @@ def test_help_teaches_and_ends_with_0(capsys: pytest.CaptureFixture[str]) -> Non
         main(["tune", "--help"])
     assert left.value.code == 0
     said = capsys.readouterr().out
-    for words in ("usage: dilated-attention tune", "The same command again goes on", "--seconds"):
+    for words in ("usage: dilated-attention tune", "Running the same command again", "--seconds"):
         assert words in " ".join(said.split())

@@ -64,9 +64,11 @@ def test_the_table_shows_the_rows_of_the_commands_that_train_with_their_sentence
     assert set(OF_TRAINING) <= set(named)
     assert sum(name in OF_TRAINING for name in named) >= 60
     rows = [
-        Row("report {}/nothing --output {}/new.html", ""), Row("bench --rows 0 --output {}/new", ""),
-        Row("eval {}/finished --windows 0", ""), Row("train --config {toml} --output {}/new", "", toml="steps = 0"),
-    ]  # fmt: skip
+        Row("report {}/nothing --output {}/new.html", ""),
+        Row("bench --rows 0 --output {}/new", ""),
+        Row("eval {}/finished --windows 0", ""),
+        Row("train --config {toml} --output {}/new", "", toml="steps = 0"),
+    ]
     (world / "settings" / rows[-1].file).write_text(rows[-1].toml)
     monkeypatch.setattr(wrong_command_lines, "TABLE", {"what is wrong": rows, "bench alone": rows[1:2]})
     assert list(table(world, tmp_path)) == [

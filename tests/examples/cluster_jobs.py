@@ -47,12 +47,19 @@ def _free_port() -> int:
 
 def _slurm_job(folder: Path, restarts: int) -> subprocess.Popen[bytes]:
     environment = {
-        **os.environ, "PATH": f"{folder / 'bin'}:{Path(sys.executable).parent}:{os.environ['PATH']}",
-        "SLURM_NNODES": "2", "SLURM_JOB_ID": "7", "SLURM_JOB_NODELIST": "node[1-2]",
+        **os.environ,
+        "PATH": f"{folder / 'bin'}:{Path(sys.executable).parent}:{os.environ['PATH']}",
+        "SLURM_NNODES": "2",
+        "SLURM_JOB_ID": "7",
+        "SLURM_JOB_NODELIST": "node[1-2]",
         "SLURM_RESTART_COUNT": str(restarts),
-        "CONFIG": str(folder / "run.toml"), "OUTPUT": str(folder / "run"), "PROCESSES": "1", "PORT": str(_free_port()),
-        "REQUEUED": str(folder / "requeued"), "OMP_NUM_THREADS": "1",
-    }  # fmt: skip
+        "CONFIG": str(folder / "run.toml"),
+        "OUTPUT": str(folder / "run"),
+        "PROCESSES": "1",
+        "PORT": str(_free_port()),
+        "REQUEUED": str(folder / "requeued"),
+        "OMP_NUM_THREADS": "1",
+    }
     output = (folder / f"slurm-{restarts}.out").open("wb")
     return subprocess.Popen(
         ["bash", str(CLUSTER / "slurm.sh")], cwd=ROOT, env=environment, stdout=output, stderr=output
@@ -111,10 +118,22 @@ def torchx() -> None:
     component = f"{CLUSTER / 'torchx_train.py'}:train"
     for scheduler in ("local_cwd", "slurm"):
         made = subprocess.run(
-            ["torchx", "run", "--dryrun", "--scheduler", scheduler, component, "--config", "run.toml", "--output",
-             "run"],
-            check=True, capture_output=True, text=True,
-        )  # fmt: skip
+            [
+                "torchx",
+                "run",
+                "--dryrun",
+                "--scheduler",
+                scheduler,
+                component,
+                "--config",
+                "run.toml",
+                "--output",
+                "run",
+            ],
+            check=True,
+            capture_output=True,
+            text=True,
+        )
         assert "-m dilated_attention_pytorch train --config run.toml --output run --resume auto" in made.stdout
         print(f"torchx, {scheduler}: {made.stdout.count('dilated_attention_pytorch train')} requests")
 

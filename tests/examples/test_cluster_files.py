@@ -53,8 +53,10 @@ def test_pods_find_each_other_under_the_names_of_the_job() -> None:
     name = job["metadata"]["name"]
     assert pod["subdomain"] == service["metadata"]["name"]
     assert service["spec"] | {"selector": None} == {
-        "clusterIP": "None", "publishNotReadyAddresses": True, "selector": None
-    }  # fmt: skip
+        "clusterIP": "None",
+        "publishNotReadyAddresses": True,
+        "selector": None,
+    }
     assert service["spec"]["selector"] == {"job-name": name}
     (port,) = pod["containers"][0]["ports"]
     assert f"--rdzv-endpoint={name}-0.{pod['subdomain']}:{port['containerPort']}" in _of_kubernetes()

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from oracle import Groups, dense_attention, dense_counts
+from support.oracle import Groups, dense_attention, dense_counts
 
 ROWS = 23
 DILATED = Groups((5, 16, 30), (1, 3, 1))  # every row sees every key, most more than once
@@ -23,13 +23,18 @@ class DenseMultihead(nn.MultiheadAttention):
     groups: Groups
 
     def forward(
-        self, query, key, value, key_padding_mask=None, need_weights=False, attn_mask=None, average_attn_weights=True,
+        self,
+        query,
+        key,
+        value,
+        key_padding_mask=None,
+        need_weights=False,
+        attn_mask=None,
+        average_attn_weights=True,
         is_causal=False,
-    ):  # fmt: skip
+    ):
         is_single = query.dim() == 2
-        q, k, v = (
-            x[None] if is_single else x if self.batch_first else x.transpose(0, 1) for x in (query, key, value)
-        )  # fmt: skip
+        q, k, v = (x[None] if is_single else x if self.batch_first else x.transpose(0, 1) for x in (query, key, value))
         weights = (
             (self.q_proj_weight, self.k_proj_weight, self.v_proj_weight)
             if self.in_proj_weight is None
@@ -44,9 +49,14 @@ class DenseMultihead(nn.MultiheadAttention):
             padding = key_padding_mask if key_padding_mask.dtype == torch.bool else key_padding_mask != 0
             key_padding_mask = padding[None] if is_single else padding
         counts = dense_counts(
-            self.groups, q.shape[1], k.shape[1], self.num_heads, is_causal=is_causal or attn_mask is not None,
-            padding=key_padding_mask, batch=q.shape[0],
-        )  # fmt: skip
+            self.groups,
+            q.shape[1],
+            k.shape[1],
+            self.num_heads,
+            is_causal=is_causal or attn_mask is not None,
+            padding=key_padding_mask,
+            batch=q.shape[0],
+        )
         heads, _ = dense_attention(q, k, v, *counts, self.head_dim**-0.5)
         out = self.out_proj(heads.flatten(2))
         return (out[0] if is_single else out if self.batch_first else out.transpose(0, 1)), None
@@ -56,9 +66,17 @@ class Attention(nn.Module):
     """A timm attention block, with all its options."""
 
     def __init__(
-        self, dim: int, num_heads: int = 8, attn_dim: int | None = None, qkv_bias: bool = False, qk_norm: bool = False,
-        scale_norm: bool = False, attn_drop: float = 0.0, proj_drop: float = 0.0, fused_attn: bool = True,
-    ) -> None:  # fmt: skip
+        self,
+        dim: int,
+        num_heads: int = 8,
+        attn_dim: int | None = None,
+        qkv_bias: bool = False,
+        qk_norm: bool = False,
+        scale_norm: bool = False,
+        attn_drop: float = 0.0,
+        proj_drop: float = 0.0,
+        fused_attn: bool = True,
+    ) -> None:
         super().__init__()
         attn_dim = attn_dim or dim
         self.num_heads = num_heads
@@ -100,7 +118,7 @@ class DenseBlock(Attention):
         q, k, v = (h.transpose(1, 2) for h in self.heads(x))
         counts = dense_counts(
             self.groups, x.shape[1], x.shape[1], self.num_heads, is_causal=is_causal, batch=x.shape[0]
-        )  # fmt: skip
+        )
         return self.joined(dense_attention(q, k, v, *counts, self.scale)[0].transpose(1, 2))
 
 

@@ -19,7 +19,7 @@ from transformers.models.auto.configuration_auto import CONFIG_MAPPING_NAMES
 
 from dilated_attention_pytorch import DilatedPattern, attend
 from dilated_attention_pytorch.integrations.transformers import attention
-from oracle import Groups, dense_counts
+from support.oracle import Groups, dense_counts
 
 ROOT = Path(__file__).parent.parent.parent
 ORIGIN, VERDICTS = read_results(ROOT / RESULTS)
@@ -30,9 +30,10 @@ SWEEP = os.environ.get("HYPOTHESIS_PROFILE") == "sweep"
 def judged_again() -> list[str]:
     """A sample of the rows, the same in every run; under `make sweep` more of them, others every day."""
     names = sorted(
-        name for name, row in ROWS.items() if row.recipe and row.verdict != NOT_APPLICABLE
-        and row.model_type in CONFIG_MAPPING_NAMES
-    )  # fmt: skip
+        name
+        for name, row in ROWS.items()
+        if row.recipe and row.verdict != NOT_APPLICABLE and row.model_type in CONFIG_MAPPING_NAMES
+    )
     draw = random.Random(datetime.date.today().toordinal() if SWEEP else 0)
     return draw.sample(names, 80 if SWEEP else 8)
 

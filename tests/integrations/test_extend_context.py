@@ -31,9 +31,7 @@ def expected(rotary: str, channels: int) -> tuple[Tensor, float]:
     if rotary == "none":
         return frequencies, 1.0
     # YaRN: the pair (as a real number) that makes so many turns within the old length, rounded outwards.
-    first, last = (
-        channels * math.log(OWN / (turns * 2 * math.pi)) / (2 * math.log(THETA)) for turns in (32.0, 1.0)
-    )  # fmt: skip
+    first, last = (channels * math.log(OWN / (turns * 2 * math.pi)) / (2 * math.log(THETA)) for turns in (32.0, 1.0))
     low, high = max(math.floor(first), 0), min(math.ceil(last), channels - 1)
     ramp = ((pairs / 2 - low) / max(high - low, 0.001)).clamp(0, 1)
     return frequencies / FACTOR * ramp + frequencies * (1 - ramp), 0.1 * math.log(FACTOR) + 1
@@ -107,9 +105,11 @@ def llava(attention: str) -> Any:
     sizes = {"hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4}
     config = LlavaConfig(
         vision_config=CLIPVisionConfig(image_size=8, patch_size=4, projection_dim=32, **sizes),
-        text_config=LlamaConfig(vocab_size=31, max_position_embeddings=OWN, **sizes), image_token_index=30,
-        image_token_id=30, vision_feature_layer=-1,
-    )  # fmt: skip
+        text_config=LlamaConfig(vocab_size=31, max_position_embeddings=OWN, **sizes),
+        image_token_index=30,
+        image_token_id=30,
+        vision_feature_layer=-1,
+    )
     torch.manual_seed(3)
     model = LlavaForConditionalGeneration(config).eval()
     model.set_attn_implementation(attention)
@@ -150,9 +150,15 @@ def test_rotary_embeddings_of_other_configurations_stay() -> None:
 def test_models_that_would_be_half_changed_are_refused(name: str, rotary: Any, words: str) -> None:
     if name == "Falcon":
         model = FalconForCausalLM(
-            FalconConfig(vocab_size=31, hidden_size=48, num_hidden_layers=1, num_attention_heads=6,
-                         max_position_embeddings=OWN, attn_implementation="sdpa")
-        )  # fmt: skip
+            FalconConfig(
+                vocab_size=31,
+                hidden_size=48,
+                num_hidden_layers=1,
+                num_attention_heads=6,
+                max_position_embeddings=OWN,
+                attn_implementation="sdpa",
+            )
+        )
     else:
         model = tiny(name, "sdpa", max_position_embeddings=OWN)
     before, modules = model.config.to_dict(), list(model.modules())
@@ -184,12 +190,15 @@ def test_positions_that_follow_from_the_length_are_not_kept(kind: str) -> None:
         ("llama", {}, {"pattern": "DilatedPattern([8], [1])"}, TypeError, "pattern must be a Pattern"),
         ("bert", {}, {}, NotImplementedError, "BertForMaskedLM has no rotary positions"),
         (
-            "llama", {"rope_parameters": {"rope_type": "linear", "rope_theta": 1e4, "factor": 2.0}}, {}, ValueError,
+            "llama",
+            {"rope_parameters": {"rope_type": "linear", "rope_theta": 1e4, "factor": 2.0}},
+            {},
+            ValueError,
             r'scaled already \(rope_type "linear"',
         ),
         ("mistral", {"sliding_window": 8}, {}, ValueError, "every layer of the model has a sliding window"),
     ],
-)  # fmt: skip
+)
 def test_what_cannot_be_honoured_raises_and_changes_nothing(
     name: str, changes: dict[str, Any], arguments: dict[str, Any], error: type[Exception], words: str
 ) -> None:

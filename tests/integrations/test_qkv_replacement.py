@@ -14,7 +14,6 @@ from torch import Tensor
 
 from dilated_attention_pytorch import DilatedPattern
 from dilated_attention_pytorch.integrations import QkvReplacement, replace_attention
-from drawn import DENSE, examples, groups, pattern_of
 from integrations.plain_models import (
     CAUSAL,
     DILATED,
@@ -29,7 +28,8 @@ from integrations.plain_models import (
     vision_transformer,
     with_oracle,
 )
-from oracle import Groups
+from support.drawn import DENSE, examples, groups, pattern_of
+from support.oracle import Groups
 
 COVERING = DilatedPattern([ROWS], [1])
 
@@ -52,9 +52,7 @@ def test_a_vision_transformer_under_one_covering_group_gives_what_it_gave(option
 
 @pytest.mark.parametrize("seen", [DILATED, HOLES], ids=["dilated", "with rows that see nothing"])
 @pytest.mark.parametrize("options", VIT_OPTIONS)
-def test_a_vision_transformer_under_a_dilated_pattern_equals_the_oracle(
-    options: dict[str, Any], seen: Groups
-) -> None:  # fmt: skip
+def test_a_vision_transformer_under_a_dilated_pattern_equals_the_oracle(options: dict[str, Any], seen: Groups) -> None:
     model, images, weight = vision_transformer(**options)
     expected = results(with_oracle(model, seen), images, weight)
     replace_attention(model, pattern_of(seen))
@@ -78,9 +76,13 @@ def test_a_drawn_block_equals_the_oracle(data: st.DataObject) -> None:
     drawn = data.draw(groups("ragged", DENSE))
     torch.manual_seed(data.draw(st.integers(0, 2**31)))
     block = Attention(
-        11, heads, heads * head_dim, qkv_bias=data.draw(st.booleans()), qk_norm=data.draw(st.booleans()),
+        11,
+        heads,
+        heads * head_dim,
+        qkv_bias=data.draw(st.booleans()),
+        qk_norm=data.draw(st.booleans()),
         scale_norm=data.draw(st.booleans()),
-    ).double()  # fmt: skip
+    ).double()
     x, weight = torch.randn(2, 2, rows, 11, dtype=torch.float64)
     expected = results(with_oracle(block, drawn), x, weight, is_causal=is_causal)
     assert_equal(results(QkvReplacement(block, pattern_of(drawn)), x, weight, is_causal=is_causal), expected)
@@ -103,7 +105,7 @@ def test_masks_of_a_block_are_the_causal_one_and_padding() -> None:
         floats = torch.zeros(2, 1, 1, ROWS).masked_fill(padded[:, None, None], hidden)
         assert torch.equal(block(x, floats), block(x, ~padded[:, None, None]))
         torch.testing.assert_close(block(x, floats[1:])[1, :9], block(x[1:, :9])[0])
-    with pytest.raises(ValueError, match="other values would weight keys"):
+    with pytest.raises(ValueError, match="other values would bias scores"):
         block(x, torch.full((2, 1, 1, ROWS), 0.5))
     for wrong in (torch.zeros(ROWS, ROWS), torch.ones(ROWS, ROWS, dtype=torch.bool), torch.zeros(2, 3, ROWS, ROWS)):
         with pytest.raises(NotImplementedError, match="attn_mask can be the causal mask"):
@@ -144,8 +146,8 @@ class OtherOrder(Attention):
 @pytest.mark.parametrize(
     ("kind", "message"),
     [
-        (UnnamedDropout, "in training it computes something else"),
-        (CausalUnlessTold, "is causal unless a call says is_causal=False"),
+        (UnnamedDropout, "in training mode it computes something else"),
+        (CausalUnlessTold, "is causal by default, and is_causal=False"),
         (OtherOrder, "takes is_causal, attn_mask in this order"),
     ],
 )

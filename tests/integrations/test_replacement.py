@@ -13,7 +13,6 @@ from torch.nn.utils import parametrizations
 
 from dilated_attention_pytorch import DilatedPattern, MultiheadDilatedAttention, local_window
 from dilated_attention_pytorch.integrations import MultiheadReplacement, QkvReplacement, replace_attention
-from drawn import pattern_of
 from integrations.plain_models import (
     DILATED,
     ROWS,
@@ -22,6 +21,7 @@ from integrations.plain_models import (
     encoder,
     vision_transformer,
 )
+from support.drawn import pattern_of
 
 COVERING = DilatedPattern([ROWS], [1])
 
@@ -144,16 +144,17 @@ def with_convolution() -> nn.Module:
 LEFT = {
     "add_bias_kv": (lambda: nn.MultiheadAttention(12, 3, add_bias_kv=True), "add_bias_kv"),
     "add_zero_attn": (lambda: nn.MultiheadAttention(12, 3, add_zero_attn=True), "add_zero_attn"),
-    "subclass": (lambda: ShoutingAttention(12, 3), "a forward of its own"),
+    "subclass": (lambda: ShoutingAttention(12, 3), "its own forward"),
     "kdim": (lambda: nn.MultiheadAttention(12, 3, kdim=5), "separate_keys=True replaces it"),
     "parametrized": (
-        lambda: parametrizations.spectral_norm(nn.MultiheadAttention(12, 3), "in_proj_weight"), "parametrizations"
+        lambda: parametrizations.spectral_norm(nn.MultiheadAttention(12, 3), "in_proj_weight"),
+        "parametrizations",
     ),
     "hooks": (lambda: hooked(nn.MultiheadAttention(12, 3)), "it has hooks"),
     "wrapped": (lambda: wrapped(nn.MultiheadAttention(12, 3)), "replace before wrapping"),
     "sharded": (with_other_parameter, "its parameters are of the class OtherParameter"),
     "dropout": (lambda: nn.MultiheadAttention(12, 3, dropout=1.0), "its dropout is 1.0"),
-    "position bias": (table_bias, "not known: relative_position_bias_table"),
+    "position bias": (table_bias, "unknown parts: relative_position_bias_table"),
     "channels": (lambda: ChannelAttention(12, 3), "it computes something else"),
     "argument": (lambda: GridAttention(12, 3), "its forward takes size"),
     "image": (lambda: ImageAttention(12, 3), "a trial of its forward"),
@@ -161,7 +162,7 @@ LEFT = {
     "no num_heads": (without_heads, "its num_heads must be a positive integer, got None"),
     "convolution": (with_convolution, "its qkv is a Conv2d"),
     "replaced": (lambda: MultiheadReplacement(nn.MultiheadAttention(12, 3), COVERING), "under a pattern already"),
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("name", LEFT)

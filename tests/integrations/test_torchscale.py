@@ -19,9 +19,9 @@ from torch import Tensor, nn
 
 from dilated_attention_pytorch import DilatedPattern, attend
 from dilated_attention_pytorch.integrations import AdoptedDilatedAttention, adopt
-from drawn import examples
 from integrations.adopting import adopted, assert_equal, draw, results
 from integrations.torchscale_layer import DilatedAttention, Encoder, layer
+from support.drawn import examples
 
 SLIDE_ENCODER = ([1024, 5792, 32768, 185363, 1048576], [1, 2, 4, 8, 16])
 
@@ -43,13 +43,18 @@ def drawn_layers(draw: st.DrawFn) -> dict[str, Any]:
     if draw(st.booleans()):  # as in every published configuration
         pairs = [(w + -w % r, r) for w, r in pairs]
     return {
-        "length": length, "batch": draw(st.integers(1, 2)) if length <= 300 else 1,
-        "lengths": [w for w, _ in pairs], "ratios": [r for _, r in pairs],
+        "length": length,
+        "batch": draw(st.integers(1, 2)) if length <= 300 else 1,
+        "lengths": [w for w, _ in pairs],
+        "ratios": [r for _, r in pairs],
         "num_heads": draw(st.sampled_from([1, 2, 3, 5, 7])) if length <= 300 else 2,
-        "head_dim": draw(st.sampled_from([2, 4, 6])), "subln": draw(st.booleans()),
+        "head_dim": draw(st.sampled_from([2, 4, 6])),
+        "subln": draw(st.booleans()),
         "xpos_scale_base": draw(st.sampled_from([None, None, 512, 64 if length <= 100 else 1000])),
-        "is_causal": draw(st.booleans()), "as_strings": draw(st.booleans()), "seed": draw(st.integers(0, 2**20)),
-    }  # fmt: skip
+        "is_causal": draw(st.booleans()),
+        "as_strings": draw(st.booleans()),
+        "seed": draw(st.integers(0, 2**20)),
+    }
 
 
 @given(drawn_layers())
@@ -57,9 +62,13 @@ def drawn_layers(draw: st.DrawFn) -> dict[str, Any]:
 def test_an_adopted_layer_equals_torchscale_s_in_output_and_gradients(case: dict[str, Any]) -> None:
     torch.manual_seed(case["seed"])
     theirs = layer(
-        case["lengths"], case["ratios"], embed_dim=case["num_heads"] * case["head_dim"], num_heads=case["num_heads"],
-        subln=case["subln"], xpos_scale_base=case["xpos_scale_base"],
-    )  # fmt: skip
+        case["lengths"],
+        case["ratios"],
+        embed_dim=case["num_heads"] * case["head_dim"],
+        num_heads=case["num_heads"],
+        subln=case["subln"],
+        xpos_scale_base=case["xpos_scale_base"],
+    )
     theirs.merge_has_gradient = True
     is_displaced = any(w < case["length"] and w % r for w, r in zip(case["lengths"], case["ratios"], strict=True))
     theirs.rows_in_place = is_displaced
@@ -264,10 +273,10 @@ def test_displaced_rows_are_put_in_place_with_one_warning_for_each_layer_and_pai
     theirs = layer([5, 7, 16], [2, 3, 4], embed_dim=12, num_heads=3)
     ours, x = adopted(theirs), draw(1, 48, 12)
     ours(x[:, :5], x[:, :5], x[:, :5])  # one segment: all rows are where they belong
-    with pytest.warns(UserWarning, match="the authors' code places") as caught:
+    with pytest.warns(UserWarning, match="the authors' code shifts") as caught:
         out, _ = ours(x, x, x)
     places = [str(warning.message).partition(" j rows")[0] for warning in caught]
-    assert [place.partition("segment j of ")[2] for place in places] == ["5 rows 1", "7 rows 2"]
+    assert [place.partition("segment j of ")[2] for place in places] == ["5 rows by 1", "7 rows by 2"]
     ours(x, x, x)
     published, _ = theirs(x, x, x)
     theirs.rows_in_place = True
@@ -320,8 +329,8 @@ REFUSED = [
     (lambda: with_scale(torch.ones(2)), "xpos.scale is not"),
     (lambda: with_scale(torch.ones(3)), "one scale for each pair"),
     (lambda: layer([8, 9], [2], embed_dim=4, num_heads=2), "equally long"),
-    (lambda: layer("[8,", "[2]", embed_dim=4, num_heads=2), "no list of integers"),
-    (lambda: layer("8 * 2", "[2]", embed_dim=4, num_heads=2), "make no pattern"),
+    (lambda: layer("[8,", "[2]", embed_dim=4, num_heads=2), "not a list of integers"),
+    (lambda: layer("8 * 2", "[2]", embed_dim=4, num_heads=2), "are no valid pattern"),
     (lambda: layer([8.0], [2], embed_dim=4, num_heads=2), "must hold integers"),
     (lambda: with_attribute("num_heads", 3), "num_heads must divide embed_dim"),
     (lambda: with_attribute("num_heads", None), "integers embed_dim and num_heads"),
@@ -339,7 +348,7 @@ def test_a_layer_that_cannot_be_honoured_is_named_before_anything_is_replaced(ma
 
 def test_a_layer_that_something_wraps_or_scales_in_its_own_way_is_refused() -> None:
     for name, value, message in (
-        ("forward", lambda *args: None, "its forward was set on the object"),
+        ("forward", lambda *args: None, "its forward was set on the instance"),
         ("scaling", 1.0, "its scaling is 1.0"),
     ):
         with pytest.raises(NotImplementedError, match=message):
@@ -369,20 +378,29 @@ WRONG = [
     ({"attn_mask": torch.full((5, 5), -math.inf).triu(1)}, NotImplementedError, "with is_causal=False"),
     ({"key_padding_mask": NO_MASK.float()}, ValueError, "got torch.float32 [2, 5]"),
     ({"key_padding_mask": NO_MASK[:, :4]}, ValueError, "got torch.bool [2, 4]"),
-    ({"key_padding_mask": ~NO_MASK, "cu_seqlens": torch.tensor([0, 5], dtype=torch.int32)}, NotImplementedError,
-     "leave the padding out"),
+    (
+        {"key_padding_mask": ~NO_MASK, "cu_seqlens": torch.tensor([0, 5], dtype=torch.int32)},
+        NotImplementedError,
+        "leave the padding out",
+    ),
     ({"key_padding_mask": ~NO_MASK, "incremental_state": {}, "is_causal": True}, NotImplementedError, "one length"),
     ({"cu_seqlens": torch.tensor([0, 5])}, TypeError, "int32"),
     ({"cu_seqlens": torch.tensor([0, 4], dtype=torch.int32)}, ValueError, "number of rows 5"),
     ({"incremental_state": {}}, NotImplementedError, "needs is_causal=True"),
-    ({"incremental_state": {}, "is_causal": True, "cu_seqlens": torch.tensor([0, 5], dtype=torch.int32)},
-     NotImplementedError, "without packing"),
+    (
+        {"incremental_state": {}, "is_causal": True, "cu_seqlens": torch.tensor([0, 5], dtype=torch.int32)},
+        NotImplementedError,
+        "without packing",
+    ),
     ({"is_first_step": True}, ValueError, "needs an incremental_state"),
-    ({"incremental_state": {"prev_key": torch.zeros(2, 2, 3, 2)}, "is_first_step": True, "is_causal": True}, ValueError,
-     "holds 3 positions"),
+    (
+        {"incremental_state": {"prev_key": torch.zeros(2, 2, 3, 2)}, "is_first_step": True, "is_causal": True},
+        ValueError,
+        "holds 3 positions",
+    ),
     ({"key": X[:, :3]}, ValueError, "key must have the shape (2, 5, 4) of query"),
     ({"query": X[..., :3]}, ValueError, "query must be [batch, sequence, 4]"),
-]  # fmt: skip
+]
 
 
 @pytest.mark.parametrize(("options", "kind", "message"), WRONG, ids=[message for *_, message in WRONG])

@@ -16,6 +16,7 @@ from integrations.tiny_models import (
     DECODERS,
     GENERATORS,
     PATTERN,
+    close,
     dense_logits,
     draw,
     logits,
@@ -24,10 +25,6 @@ from integrations.tiny_models import (
 
 register()
 LENGTHS = (1, 7, 63, 100)
-
-
-def close(actual: Tensor, expected: Tensor) -> None:
-    torch.testing.assert_close(actual, expected, rtol=1e-10, atol=1e-10)
 
 
 def gradients(model: Any, out: Tensor) -> list[Tensor]:
@@ -58,9 +55,11 @@ def test_a_dilated_pattern_gives_the_logits_and_gradients_of_eager_with_its_coun
 
 
 PADDED = [
-    ("llama", "left"), ("llama", "right"), *((name, "both") for name in ARCHITECTURES if name != "bart"),
+    ("llama", "left"),
+    ("llama", "right"),
+    *((name, "both") for name in ARCHITECTURES if name != "bart"),
     ("bart", "right"),  # its learned positions count the padding before a row, which is then another input
-]  # fmt: skip
+]
 
 
 @pytest.mark.parametrize(("name", "side"), PADDED)
@@ -71,9 +70,7 @@ def test_a_padded_batch_equals_its_rows_alone(name: str, side: str) -> None:
     alone = [logits(model, name, tokens[row : row + 1, start:stop])[0] for row, (start, stop) in enumerate(runs)]
     for ours, theirs in zip(real, alone, strict=True):
         close(ours, theirs)
-    for ours, theirs in zip(
-        gradients(model, torch.cat(real)), gradients(model, torch.cat(alone)), strict=True
-    ):  # fmt: skip
+    for ours, theirs in zip(gradients(model, torch.cat(real)), gradients(model, torch.cat(alone)), strict=True):
         close(ours, theirs)
 
 
@@ -129,14 +126,14 @@ def test_generate_equals_naive_generation(name: str) -> None:
 def test_generate_from_a_padded_batch_equals_its_rows_alone(name: str) -> None:
     model = set_pattern(tiny(name), PATTERN)
     tokens, mask, runs = padded_batch("left")
-    expected = [
-        naive(model, name, tokens[row : row + 1, start:stop], 8) for row, (start, stop) in enumerate(runs)
-    ]  # fmt: skip
+    expected = [naive(model, name, tokens[row : row + 1, start:stop], 8) for row, (start, stop) in enumerate(runs)]
     expected_text, expected_scores = (torch.cat(parts) for parts in zip(*expected, strict=True))
     ways: list[dict[str, Any]] = [
-        {}, {"cache_implementation": "static"}, {"past_key_values": BoundedCache(model.config)},
+        {},
+        {"cache_implementation": "static"},
+        {"past_key_values": BoundedCache(model.config)},
         {"prefill_chunk_size": 17},
-    ]  # fmt: skip
+    ]
     for options in ways:
         text, scores = generated(model, tokens, 8, attention_mask=mask, **options)
         assert torch.equal(text, expected_text)
@@ -150,9 +147,7 @@ def test_logits_with_every_cache_are_those_without(name: str) -> None:
     more = draw(4, 41)
     tokens, mask = torch.cat([tokens, more], dim=1), torch.cat([mask, torch.ones_like(more)], dim=1)
     positions = (mask.cumsum(dim=1) - 1).clamp(min=0)
-    caches = [
-        DynamicCache(config=model.config), StaticCache(model.config, 90), BoundedCache(model.config)
-    ]  # fmt: skip
+    caches = [DynamicCache(config=model.config), StaticCache(model.config, 90), BoundedCache(model.config)]
     with torch.no_grad():
         expected = model(tokens, attention_mask=mask, position_ids=positions, use_cache=False).logits[mask.bool()]
         for cache in caches:
@@ -162,10 +157,12 @@ def test_logits_with_every_cache_are_those_without(name: str) -> None:
                 new = slice(end - length, end)
                 parts.append(
                     model(
-                        tokens[:, new], attention_mask=mask[:, :end], position_ids=positions[:, new],
+                        tokens[:, new],
+                        attention_mask=mask[:, :end],
+                        position_ids=positions[:, new],
                         past_key_values=cache,
                     ).logits
-                )  # fmt: skip
+                )
             close(torch.cat(parts, dim=1)[mask.bool()], expected)
             assert cache.get_seq_length() == 82
 

@@ -29,14 +29,21 @@ register()
 WORDS = {"pattern": PATTERN.spec}
 
 _BERT = {
-    "vocab_size": 31, "hidden_size": 48, "num_hidden_layers": 2, "num_attention_heads": 6, "intermediate_size": 53,
-    "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2,
-}  # fmt: skip
+    "vocab_size": 31,
+    "hidden_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 6,
+    "intermediate_size": 53,
+    "pad_token_id": 0,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+}
 _GPT = {"vocab_size": 31, "n_embd": 48, "n_layer": 2, "n_head": 6, "bos_token_id": 1, "eos_token_id": 2}
 OF_THEIR_OWN: dict[str, tuple[str, dict[str, Any], str]] = {
     # Takes transformers' mask and adds it to scores of its own.
     "Bloom": (
-        "ForCausalLM", {"vocab_size": 31, "hidden_size": 48, "n_layer": 2, "n_head": 6},
+        "ForCausalLM",
+        {"vocab_size": 31, "hidden_size": 48, "n_layer": 2, "n_head": 6},
         r'BloomAttention \("transformer.h.0.self_attention"\) computes attention itself',
     ),
     "RoFormer": ("ForCausalLM", {"is_decoder": True, **_BERT}, r'RoFormerSelfAttention \("roformer.encoder.layer.0'),
@@ -47,15 +54,22 @@ OF_THEIR_OWN: dict[str, tuple[str, dict[str, Any], str]] = {
     "PegasusX": (
         "ForConditionalGeneration",
         {
-            "vocab_size": 31, "d_model": 48, "encoder_layers": 1, "decoder_layers": 1, "encoder_attention_heads": 6,
-            "decoder_attention_heads": 6, "encoder_ffn_dim": 53, "decoder_ffn_dim": 53, "block_size": 8,
+            "vocab_size": 31,
+            "d_model": 48,
+            "encoder_layers": 1,
+            "decoder_layers": 1,
+            "encoder_attention_heads": 6,
+            "decoder_attention_heads": 6,
+            "encoder_ffn_dim": 53,
+            "decoder_ffn_dim": 53,
+            "block_size": 8,
             "num_global_tokens": 2,
         },
         r'PegasusXGlobalLocalAttention \("model.encoder.layers.0.self_attn"\) computes',
     ),
     # No softmax in it, and no use of the interface.
     "Yoso": ("ForMaskedLM", _BERT, r'YosoAttention \("yoso.encoder.layer.0.attention"\) is something else'),
-}  # fmt: skip
+}
 
 
 def model_of_its_own(name: str, attention: str | None, **changes: Any) -> Any:
@@ -136,17 +150,23 @@ READERS: dict[str, tuple[str, dict[str, Any], str]] = {
     "LasrEncoder": (
         "",
         {
-            "hidden_size": 48, "num_hidden_layers": 1, "num_attention_heads": 6, "num_key_value_heads": 6,
-            "intermediate_size": 53, "subsampling_conv_channels": 8, "num_mel_bins": 16,
+            "hidden_size": 48,
+            "num_hidden_layers": 1,
+            "num_attention_heads": 6,
+            "num_key_value_heads": 6,
+            "intermediate_size": 53,
+            "subsampling_conv_channels": 8,
+            "num_mel_bins": 16,
         },
         r'values of its attention mask in LasrEncoderConvolutionModule \("layers.0.conv"\)',
     ),
     # Attends to its own tokens and the encoder's at once.
     "T5Gemma2Decoder": (
-        "", {**_DECODER, "dropout_rate": 0.0},
+        "",
+        {**_DECODER, "dropout_rate": 0.0},
         r'in one softmax \(T5Gemma2MergedAttention of "layers.0.self_attn"\)',
     ),
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("name", READERS)
@@ -173,10 +193,16 @@ def test_of_several_parts_with_text_one_must_be_chosen(name: str) -> None:
         text_encoder={"model_type": "t5", "d_model": 16, "d_kv": 8, "d_ff": 16, "num_heads": 2, **small},
         audio_encoder={"model_type": "encodec", "num_filters": 2, "hidden_size": 4, "codebook_size": 16},
         decoder={
-            "vocab_size": 31, "hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "ffn_dim": 16,
-            "pad_token_id": 30, "bos_token_id": 30, "num_codebooks": 2,
+            "vocab_size": 31,
+            "hidden_size": 16,
+            "num_hidden_layers": 1,
+            "num_attention_heads": 2,
+            "ffn_dim": 16,
+            "pad_token_id": 30,
+            "bos_token_id": 30,
+            "num_codebooks": 2,
         },
-    )  # fmt: skip
+    )
     model = getattr(transformers, name + "ForConditionalGeneration")(config).eval()
     with pytest.raises(NotImplementedError, match=r"got text_encoder, audio_encoder, decoder: .*\(model.decoder, pat"):
         set_pattern(model, PATTERN)

@@ -48,14 +48,24 @@ def test_a_table_of_attention_in_the_same_file_is_no_matter_to_a_model_that_does
 
 def depth_anything() -> Any:
     backbone = {
-        "model_type": "dinov2", **_SIZES, "image_size": 32, "patch_size": 8, "num_hidden_layers": 4,
-        "out_indices": [1, 2, 3, 4], "reshape_hidden_states": False, "initializer_range": 0.3,
-    }  # fmt: skip
+        "model_type": "dinov2",
+        **_SIZES,
+        "image_size": 32,
+        "patch_size": 8,
+        "num_hidden_layers": 4,
+        "out_indices": [1, 2, 3, 4],
+        "reshape_hidden_states": False,
+        "initializer_range": 0.3,
+    }
     return built(
-        "DepthAnythingForDepthEstimation", backbone_config=backbone, patch_size=8, reassemble_hidden_size=48,
-        neck_hidden_sizes=[8, 8, 8, 8], fusion_hidden_size=8,
+        "DepthAnythingForDepthEstimation",
+        backbone_config=backbone,
+        patch_size=8,
+        reassemble_hidden_size=48,
+        neck_hidden_sizes=[8, 8, 8, 8],
+        fusion_hidden_size=8,
         initializer_range=0.3,
-    )  # fmt: skip
+    )
 
 
 def test_a_model_whose_attention_is_in_a_part_names_the_part_and_that_part_takes_the_pattern() -> None:
@@ -83,10 +93,15 @@ def test_the_part_that_generates_is_named_of_a_model_that_does_not_say_that_it_h
 
 def chameleon() -> Any:
     return built(
-        "ChameleonModel", "sdpa", **_SIZES, num_key_value_heads=6, vocab_size=31, pad_token_id=0,
+        "ChameleonModel",
+        "sdpa",
+        **_SIZES,
+        num_key_value_heads=6,
+        vocab_size=31,
+        pad_token_id=0,
         vocabulary_map={"<image>": 9, "IMGIMGA": 10},
         vq_config={"base_channels": 32, "embed_dim": 32, "num_embeddings": 16, "latent_channels": 32},
-    )  # fmt: skip
+    )
 
 
 def test_parts_stay_as_they_are_beside_layers_of_the_models_own(tmp_path: Path) -> None:

@@ -13,13 +13,9 @@ from transformers import DynamicCache, LlamaConfig, LlamaForCausalLM
 
 from dilated_attention_pytorch import DilatedPattern, global_tokens, local_window
 from dilated_attention_pytorch.integrations import BoundedCache, register, set_pattern
-from integrations.tiny_models import ARCHITECTURES, DECODERS, PATTERN, draw, logits, tiny
+from integrations.tiny_models import ARCHITECTURES, DECODERS, PATTERN, close, draw, logits, tiny
 
 register()
-
-
-def close(actual: Tensor, expected: Tensor) -> None:
-    torch.testing.assert_close(actual, expected, rtol=1e-10, atol=1e-10)
 
 
 @pytest.mark.parametrize("name", ARCHITECTURES)
@@ -56,9 +52,14 @@ def test_packed_rows_are_sequences_of_their_own(name: str) -> None:
     boundaries = torch.tensor([0, 17, 18, 58, 63], dtype=torch.int32)
     for use_cache in (False, True):
         given = model(
-            tokens[:1], position_ids=positions, cu_seq_lens_q=boundaries, cu_seq_lens_k=boundaries, max_length_q=40,
-            max_length_k=40, use_cache=use_cache,
-        ).logits  # fmt: skip
+            tokens[:1],
+            position_ids=positions,
+            cu_seq_lens_q=boundaries,
+            cu_seq_lens_k=boundaries,
+            max_length_q=40,
+            max_length_k=40,
+            use_cache=use_cache,
+        ).logits
         close(given, alone[:1])
 
 
@@ -77,9 +78,15 @@ def test_packed_rows_that_cannot_be_told_apart_are_refused() -> None:
 def test_autocast_computes_in_its_dtype_as_with_sdpa(way: str) -> None:
     # Without the float64 norms of the other tests: a rotation in float32 makes query and key wider than value.
     config = LlamaConfig(
-        vocab_size=31, hidden_size=48, intermediate_size=53, num_hidden_layers=2, num_attention_heads=6,
-        num_key_value_heads=3, use_cache=way == "bounded cache", pad_token_id=0,
-    )  # fmt: skip
+        vocab_size=31,
+        hidden_size=48,
+        intermediate_size=53,
+        num_hidden_layers=2,
+        num_attention_heads=6,
+        num_key_value_heads=3,
+        use_cache=way == "bounded cache",
+        pad_token_id=0,
+    )
     torch.manual_seed(0)
     model, tokens = set_pattern(LlamaForCausalLM(config), DilatedPattern([64], [1])).eval(), draw(2, 40)
     mask = torch.ones_like(tokens)
@@ -148,9 +155,7 @@ def test_gradient_checkpointing_changes_nothing_also_under_dropout(name: str, re
     again = model(tokens, labels=tokens).loss
     again.backward()
     close(again, loss)
-    for parameter, gradient in zip(
-        [p for p in model.parameters() if p.requires_grad], gradients, strict=True
-    ):  # fmt: skip
+    for parameter, gradient in zip([p for p in model.parameters() if p.requires_grad], gradients, strict=True):
         close(parameter.grad, gradient)
 
 
@@ -194,10 +199,18 @@ def test_trainer_trains_and_evaluates(tmp_path: Path) -> None:
     model = set_pattern(tiny("llama", initializer_range=0.02), DilatedPattern([8, 32], [1, 4])).float()
     texts = [{"input_ids": row, "labels": row} for row in draw(1, 1).repeat(16, 40) + torch.arange(40) % 5]
     arguments = TrainingArguments(
-        output_dir=str(tmp_path), max_steps=8, per_device_train_batch_size=4, learning_rate=1e-2, report_to=[],
-        use_cpu=True, disable_tqdm=True, save_strategy="no", activation_checkpointing=True, logging_strategy="no",
+        output_dir=str(tmp_path),
+        max_steps=8,
+        per_device_train_batch_size=4,
+        learning_rate=1e-2,
+        report_to=[],
+        use_cpu=True,
+        disable_tqdm=True,
+        save_strategy="no",
+        activation_checkpointing=True,
+        logging_strategy="no",
         dataloader_pin_memory=False,
-    )  # fmt: skip
+    )
     trainer = Trainer(model=model, args=arguments, train_dataset=texts, eval_dataset=texts)
     before = trainer.evaluate()["eval_loss"]
     trainer.train()

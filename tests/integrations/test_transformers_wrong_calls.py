@@ -104,7 +104,7 @@ WRONG: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
         lambda: (m := model()).generate(
             TOKENS[:1], past_key_values=BoundedCache(m.config), assistant_model=model(), max_new_tokens=4,
         ),
-        NotImplementedError, "cannot take tokens back",
+        NotImplementedError, "cannot roll back tokens",
     ),
     "bounded cache of an encoder-decoder": (
         lambda: BoundedCache(model("bart").config), NotImplementedError, "one stack of causal layers",

@@ -35,20 +35,35 @@ def tiny(name: str, attention: str = "dilated", **changes: Any) -> Any:
     """A model of one architecture, in evaluation mode; equal weights for equal calls."""
     prefix, suffix = _NAMES.get(name, (name, "ForCausalLM"))
     sizes: dict[str, Any] = {
-        "vocab_size": VOCABULARY, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": None, "initializer_range": 0.3,
-    }  # fmt: skip
+        "vocab_size": VOCABULARY,
+        "pad_token_id": 0,
+        "bos_token_id": 1,
+        "eos_token_id": None,
+        "initializer_range": 0.3,
+    }
     if name == "bart":
         sizes |= {
-            "d_model": WIDTH, "encoder_layers": 2, "decoder_layers": 2, "encoder_attention_heads": HEADS,
-            "decoder_attention_heads": HEADS, "encoder_ffn_dim": 53, "decoder_ffn_dim": 59, "init_std": 0.3,
-            "max_position_embeddings": 300, "decoder_start_token_id": 1, "forced_eos_token_id": None,
-        }  # fmt: skip
+            "d_model": WIDTH,
+            "encoder_layers": 2,
+            "decoder_layers": 2,
+            "encoder_attention_heads": HEADS,
+            "decoder_attention_heads": HEADS,
+            "encoder_ffn_dim": 53,
+            "decoder_ffn_dim": 59,
+            "init_std": 0.3,
+            "max_position_embeddings": 300,
+            "decoder_start_token_id": 1,
+            "forced_eos_token_id": None,
+        }
         del sizes["initializer_range"]
     else:
         sizes |= {
-            "hidden_size": WIDTH, "num_hidden_layers": 2, "num_attention_heads": HEADS, "intermediate_size": 53,
+            "hidden_size": WIDTH,
+            "num_hidden_layers": 2,
+            "num_attention_heads": HEADS,
+            "intermediate_size": 53,
             "max_position_embeddings": 300,
-        }  # fmt: skip
+        }
         if name not in ("gpt_neox", "bert"):
             sizes |= {"num_key_value_heads": KV_HEADS, "head_dim": WIDTH // HEADS}
         if name == "mistral":
@@ -82,6 +97,11 @@ def kv_heads(name: str) -> int:
 def draw(*shape: int, seed: int = 0) -> Tensor:
     """Tokens, none of them padding."""
     return torch.randint(3, VOCABULARY, shape, generator=torch.Generator().manual_seed(seed))
+
+
+def close(actual: Tensor, expected: Tensor) -> None:
+    """Equal to rounding in float64."""
+    torch.testing.assert_close(actual, expected, rtol=1e-10, atol=1e-10)
 
 
 def dense_mask(pattern: Pattern, length: int, name: str, *, is_causal: bool) -> Tensor:

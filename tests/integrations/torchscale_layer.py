@@ -51,9 +51,15 @@ class DilatedAttention(nn.Module):
     merge_has_gradient = False
 
     def __init__(
-        self, args: Any, embed_dim: int, num_heads: int, dropout: float = 0.0, self_attention: bool = True,
-        encoder_decoder_attention: bool = False, subln: bool = False,
-    ) -> None:  # fmt: skip
+        self,
+        args: Any,
+        embed_dim: int,
+        num_heads: int,
+        dropout: float = 0.0,
+        self_attention: bool = True,
+        encoder_decoder_attention: bool = False,
+        subln: bool = False,
+    ) -> None:
         super().__init__()
         self.args = args
         self.embed_dim = embed_dim
@@ -72,10 +78,17 @@ class DilatedAttention(nn.Module):
         self.xpos = XPOS(self.head_dim, args.xpos_scale_base) if has_xpos else None
 
     def forward(
-        self, query: Tensor, key: Tensor, value: Tensor, incremental_state: Any = None,
-        key_padding_mask: Tensor | None = None, attn_mask: Tensor | None = None, rel_pos: Tensor | None = None,
-        is_first_step: bool = False, is_causal: bool = False,
-    ) -> tuple[Tensor, None]:  # fmt: skip
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        incremental_state: Any = None,
+        key_padding_mask: Tensor | None = None,
+        attn_mask: Tensor | None = None,
+        rel_pos: Tensor | None = None,
+        is_first_step: bool = False,
+        is_causal: bool = False,
+    ) -> tuple[Tensor, None]:
         q, k, v = (
             linear(x).unflatten(-1, (self.num_heads, self.head_dim))
             for linear, x in ((self.q_proj, query), (self.k_proj, key), (self.v_proj, value))
@@ -131,14 +144,26 @@ class DilatedAttention(nn.Module):
 
 
 def layer(
-    lengths: list[int] | str, ratios: list[int] | str, *, embed_dim: int, num_heads: int, subln: bool = False,
-    xpos_scale_base: float | None = None, dropout: float = 0.0, **settings: Any,
-) -> DilatedAttention:  # fmt: skip
+    lengths: list[int] | str,
+    ratios: list[int] | str,
+    *,
+    embed_dim: int,
+    num_heads: int,
+    subln: bool = False,
+    xpos_scale_base: float | None = None,
+    dropout: float = 0.0,
+    **settings: Any,
+) -> DilatedAttention:
     """A layer in float64 with drawn weights and biases."""
     args = SimpleNamespace(
-        segment_length=lengths, dilated_ratio=ratios, flash_attention=True, xpos_scale_base=xpos_scale_base,
-        xpos_rel_pos=xpos_scale_base is not None, multiway=False, **settings,
-    )  # fmt: skip
+        segment_length=lengths,
+        dilated_ratio=ratios,
+        flash_attention=True,
+        xpos_scale_base=xpos_scale_base,
+        xpos_rel_pos=xpos_scale_base is not None,
+        multiway=False,
+        **settings,
+    )
     made = DilatedAttention(args, embed_dim, num_heads, dropout, subln=subln).double()
     for parameter in made.parameters():
         nn.init.normal_(parameter, std=embed_dim**-0.5)

@@ -28,9 +28,18 @@ class Contract:
     """By what PyTorch looks a plan of the backward up with: the layouts that it bakes in without looking at them."""
 
     def forward(
-        self, query: Tensor, key: Tensor, value: Tensor, attn_bias: Tensor | None, compute_log_sumexp: bool,
-        dropout_p: float = 0.0, is_causal: bool = False, return_debug_mask: bool = False, *, scale: float | None = None,
-    ) -> tuple[Any, ...]:  # fmt: skip
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        attn_bias: Tensor | None,
+        compute_log_sumexp: bool,
+        dropout_p: float = 0.0,
+        is_causal: bool = False,
+        return_debug_mask: bool = False,
+        *,
+        scale: float | None = None,
+    ) -> tuple[Any, ...]:
         self.num_forward += 1
         self.check_operands(query, key, value, dropout_p, is_causal, scale)
         assert (attn_bias, compute_log_sumexp, return_debug_mask) == (None, True, False)
@@ -41,11 +50,25 @@ class Contract:
         return out, lse.unsqueeze(-1), None, None, query.shape[2], key.shape[2], seed, seed.clone(), None
 
     def backward(
-        self, grad_out: Tensor, query: Tensor, key: Tensor, value: Tensor, out: Tensor, logsumexp: Tensor,
-        philox_seed: Tensor, philox_offset: Tensor, attn_bias: Tensor | None, cum_seq_q: Tensor | None,
-        cum_seq_k: Tensor | None, max_q: int, max_k: int, dropout_p: float, is_causal: bool, *,
+        self,
+        grad_out: Tensor,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        out: Tensor,
+        logsumexp: Tensor,
+        philox_seed: Tensor,
+        philox_offset: Tensor,
+        attn_bias: Tensor | None,
+        cum_seq_q: Tensor | None,
+        cum_seq_k: Tensor | None,
+        max_q: int,
+        max_k: int,
+        dropout_p: float,
+        is_causal: bool,
+        *,
         scale: float | None = None,
-    ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    ) -> tuple[Tensor, Tensor, Tensor]:
         self.num_backward += 1
         self.check_operands(query, key, value, dropout_p, is_causal, scale)
         assert (attn_bias, cum_seq_q, cum_seq_k) == (None, None, None)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import platform
 import stat
 import subprocess
@@ -13,7 +12,6 @@ from pathlib import Path
 import pytest
 import torch
 
-import dilated_attention_pytorch
 from dilated_attention_pytorch import attend, local_window
 from dilated_attention_pytorch.kernels import compilation
 from dilated_attention_pytorch.kernels.compilation import (
@@ -24,7 +22,7 @@ from dilated_attention_pytorch.kernels.compilation import (
     refusal,
 )
 from dilated_attention_pytorch.kernels.select import select
-from processes import run_whole
+from support.processes import environment, run_whole
 
 HANG_SECONDS = 120.0
 CAPABILITY = torch.backends.cpu.get_cpu_capability()
@@ -103,10 +101,8 @@ def test_of_two_processes_one_compiles_and_the_other_waits(tmp_path: Path, monke
         "from dilated_attention_pytorch.kernels.compilation import library_path\n"
         "print(library_path().read_text())"
     )
-    source = str(Path(dilated_attention_pytorch.__file__).parents[1])
-    environment = {**os.environ, "PYTHONPATH": source}
     processes = [
-        subprocess.Popen([sys.executable, "-c", program], env=environment, stdout=subprocess.PIPE, text=True)
+        subprocess.Popen([sys.executable, "-c", program], env=environment(), stdout=subprocess.PIPE, text=True)
         for _ in range(3)
     ]
     said = [process.communicate(timeout=HANG_SECONDS)[0] for process in processes]
@@ -207,11 +203,8 @@ def test_what_cannot_be_loaded_is_said(tmp_path: Path, monkeypatch: pytest.Monke
 
 def test_the_command_compiles_and_says_where(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     compiler(tmp_path, monkeypatch, "echo no good >&2; exit 1")
-    source = str(Path(dilated_attention_pytorch.__file__).parents[1])
-    found = run_whole(
-        [sys.executable, "-m", "dilated_attention_pytorch", "build"], HANG_SECONDS,
-        env={**os.environ, "PYTHONPATH": source},
-    )  # fmt: skip
+    build = [sys.executable, "-m", "dilated_attention_pytorch", "build"]
+    found = run_whole(build, HANG_SECONDS, env=environment())
     assert found.returncode == 2
     assert "dilated-attention: " in found.stderr
     assert "could not compile the native kernels (status 1)\n    no good" in found.stderr
@@ -224,9 +217,9 @@ def test_a_process_told_to_compute_with_avx2_has_kernels_of_avx2(
 ) -> None:
     calls = compiler(tmp_path, monkeypatch, WRITES)
     program = "from dilated_attention_pytorch.kernels.compilation import library_path; print(library_path().parent)"
-    source = str(Path(dilated_attention_pytorch.__file__).parents[1])
-    environment = {**os.environ, "PYTHONPATH": source, "ATEN_CPU_CAPABILITY": "avx2"}
-    folder = run_whole([sys.executable, "-c", program], HANG_SECONDS, env=environment).stdout.strip()
+    folder = run_whole(
+        [sys.executable, "-c", program], HANG_SECONDS, env=environment(ATEN_CPU_CAPABILITY="avx2")
+    ).stdout.strip()
     compiled = [line for line in calls.read_text().splitlines() if " -c " in line]
     assert compiled
     assert all("-march=x86-64-v3 -DCPU_CAPABILITY=AVX2 " in f"{line} " for line in compiled)

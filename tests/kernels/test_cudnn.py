@@ -16,10 +16,10 @@ from torch import Tensor
 from dilated_attention_pytorch import DilatedPattern, attend, attend_with_lse, local_window
 from dilated_attention_pytorch.engine.remote import RemoteKeys, merge_rows
 from dilated_attention_pytorch.kernels import cudnn, partial, select
-from drawn import LENGTHS, DrawnCall, Sizes, block_calls, calls, examples
-from error_budget import budget
 from kernels.cudnn_contract import on_the_cpu
-from oracle import dense_attention
+from support.drawn import LENGTHS, DrawnCall, Sizes, block_calls, calls, examples
+from support.error_budget import budget
+from support.oracle import dense_attention
 
 WIDE = (torch.float64,)
 SIZES = Sizes(LENGTHS, 3, 6, (8, 16, 24))
@@ -213,9 +213,16 @@ def test_the_operators_have_the_schemas_that_the_calls_are_written_for() -> None
     forward = torch.ops.aten._scaled_dot_product_cudnn_attention.default._schema
     backward = torch.ops.aten._scaled_dot_product_cudnn_attention_backward.default._schema
     assert [argument.name for argument in forward.arguments] == [
-        "query", "key", "value", "attn_bias", "compute_log_sumexp", "dropout_p", "is_causal", "return_debug_mask",
+        "query",
+        "key",
+        "value",
+        "attn_bias",
+        "compute_log_sumexp",
+        "dropout_p",
+        "is_causal",
+        "return_debug_mask",
         "scale",
-    ]  # fmt: skip
+    ]
     assert [argument.name for argument in backward.arguments] == [
         "grad_out", "query", "key", "value", "out", "logsumexp", "philox_seed", "philox_offset", "attn_bias",
         "cum_seq_q", "cum_seq_k", "max_q", "max_k", "dropout_p", "is_causal", "scale",

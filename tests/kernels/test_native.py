@@ -26,8 +26,8 @@ from dilated_attention_pytorch.engine.remote import RemoteKeys, merge_rows
 from dilated_attention_pytorch.kernels import native
 from dilated_attention_pytorch.kernels.compilation import refusal_to_load
 from dilated_attention_pytorch.kernels.select import Impl
-from drawn import DrawnCall, Sizes, block_calls, calls, examples
-from processes import run_whole
+from support.drawn import DrawnCall, Sizes, block_calls, calls, examples
+from support.processes import run_whole
 
 pytestmark = pytest.mark.skipif(refusal_to_load() is not None, reason=str(refusal_to_load()))
 
@@ -158,13 +158,16 @@ def test_few_queries_read_keys_and_values_of_any_shape(dtype: torch.dtype) -> No
         keys, width = data.draw(st.integers(queries, 1300)), data.draw(st.integers(1, 140))
         operands = draw((batch, queries, keys, ratio * kv_heads, kv_heads, width), dtype, data.draw(st.integers(0, 99)))
         patterns: list[Pattern] = [
-            DilatedPattern([keys], [1]), DilatedPattern([2048, 90], [1, 3]), local_window(700, 3)
-        ]  # fmt: skip
+            DilatedPattern([keys], [1]),
+            DilatedPattern([2048, 90], [1, 3]),
+            local_window(700, 3),
+        ]
         hidden = torch.rand(batch, keys, generator=torch.Generator().manual_seed(keys)) < 0.3
         options = {
-            "is_causal": data.draw(st.booleans()), "query_offset": keys - queries,
+            "is_causal": data.draw(st.booleans()),
+            "query_offset": keys - queries,
             "key_padding_mask": hidden if data.draw(st.booleans()) else None,
-        }  # fmt: skip
+        }
         pattern = data.draw(st.sampled_from(patterns))
         found = outcome(operands, pattern, "native", **options)
         assert_close(found, outcome([x.double() for x in operands], pattern, "aten", **options), tolerance)
@@ -199,9 +202,14 @@ def test_stored_rows_are_read_where_they_lie(dtype: torch.dtype) -> None:
 def test_drawn_calls_of_several_tiles_and_all_widths(kind: str) -> None:
     """Calls that are larger than a tile of queries and a block of keys, with heads up to the widest."""
     sizes = Sizes(
-        st.one_of(st.integers(1, 200), st.integers(200, 1100)), 2, 2, (3, 24, 33, 64, 80, 128, 200, 256), groups=2,
-        summands=(1, 1, 2), segments=st.one_of(st.integers(1, 90), st.integers(90, 1500)),
-    )  # fmt: skip
+        st.one_of(st.integers(1, 200), st.integers(200, 1100)),
+        2,
+        2,
+        (3, 24, 33, 64, 80, 128, 200, 256),
+        groups=2,
+        summands=(1, 1, 2),
+        segments=st.one_of(st.integers(1, 90), st.integers(90, 1500)),
+    )
 
     @examples(12, is_shrunk=False)
     @given(calls(sizes=sizes) if kind == "dilated" else block_calls(sizes=sizes))

@@ -13,7 +13,7 @@ from torch import Tensor
 from dilated_attention_pytorch import Pattern, attend, local_window, random_blocks, strided_blocks
 from dilated_attention_pytorch.kernels import products
 from dilated_attention_pytorch.kernels.fused import MASKED
-from drawn import examples
+from support.drawn import examples
 
 SHAPE = (3, 2, 45, 70, 8)
 """Problems, problems, queries, keys, head_dim."""

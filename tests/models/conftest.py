@@ -14,9 +14,16 @@ from dilated_attention_pytorch.models import LongNetConfig, LongNetLM
 def make_config() -> Callable[..., LongNetConfig]:
     def make(**changes: Any) -> LongNetConfig:
         sizes: dict[str, Any] = {
-            "vocab_size": 29, "embed_dim": 60, "num_layers": 2, "num_heads": 6, "num_kv_heads": 3, "ffn_dim": 53,
-            "segment_lengths": [7, 23], "dilation_rates": [1, 3], "layer_segment_shifts": (0, 5),
-        }  # fmt: skip
+            "vocab_size": 29,
+            "embed_dim": 60,
+            "num_layers": 2,
+            "num_heads": 6,
+            "num_kv_heads": 3,
+            "ffn_dim": 53,
+            "segment_lengths": [7, 23],
+            "dilation_rates": [1, 3],
+            "layer_segment_shifts": (0, 5),
+        }
         return LongNetConfig(**{**sizes, **changes})
 
     return make

@@ -41,10 +41,13 @@ PATTERNS: dict[str, dict[str, Any]] = {
 }
 WINDOWS: dict[str, dict[str, Any]] = {
     "windows by layer": {
-        "segment_lengths": [], "dilation_rates": [], "layer_segment_shifts": [0],
+        "segment_lengths": [],
+        "dilation_rates": [],
+        "layer_segment_shifts": [0],
         "layer_patterns": ["local_window(8)", "local_window(3) + DilatedPattern([7, 23], [1, 3])"],
     }
-}  # fmt: skip
+}
+SHIFTED: dict[str, dict[str, Any]] = {"shifted keys": {"shifted_keys": True}}
 CHUNKS = {
     "token by token": [1] * LENGTH,
     "one chunk": [LENGTH],
@@ -67,11 +70,11 @@ def alive(config: LongNetConfig, layer: int, head: int, tokens: int) -> list[int
     return sorted(rows)
 
 
-@pytest.mark.parametrize("pattern", [*PATTERNS, *WINDOWS])
+@pytest.mark.parametrize("pattern", [*PATTERNS, *WINDOWS, *SHIFTED])
 @pytest.mark.parametrize("chunks", CHUNKS)
 @torch.no_grad()
 def test_cached_equals_naive_across_every_boundary(make_model: Any, pattern: str, chunks: str) -> None:
-    model, ids = make_model(**(PATTERNS | WINDOWS)[pattern]), torch.randint(29, (2, LENGTH))
+    model, ids = make_model(**(PATTERNS | WINDOWS | SHIFTED)[pattern]), torch.randint(29, (2, LENGTH))
     cache = LongNetCache(model.config)
     logits = torch.cat([model(chunk, cache=cache) for chunk in ids.split(CHUNKS[chunks], dim=1)], dim=1)
     torch.testing.assert_close(logits, model(ids), atol=TOLERANCE, rtol=0)
@@ -123,10 +126,13 @@ def test_memory_stops_growing_with_the_text(make_model: Any) -> None:
     assert sizes[-1] == sizes[-4]
 
 
+@pytest.mark.parametrize("shifted_keys", [False, True])
 @pytest.mark.parametrize("chunk_size", [5, 41])
 @torch.no_grad()
-def test_prompts_of_different_lengths_give_what_each_gives_alone(make_model: Any, chunk_size: int) -> None:
-    model, ids, prompt = make_model(), torch.randint(29, (4, LENGTH)), 41
+def test_prompts_of_different_lengths_give_what_each_gives_alone(
+    make_model: Any, chunk_size: int, shifted_keys: bool
+) -> None:
+    model, ids, prompt = make_model(shifted_keys=shifted_keys), torch.randint(29, (4, LENGTH)), 41
     runs = [(13, prompt), (0, prompt), (13, prompt), (2, 30)]  # padded left, not, left, on both sides
     mask = torch.zeros(4, LENGTH, dtype=torch.int64)
     for row, (start, stop) in enumerate(runs):
@@ -145,8 +151,9 @@ def test_prompts_of_different_lengths_give_what_each_gives_alone(make_model: Any
 
 
 @torch.no_grad()
-def test_reordered_rows_go_on_as_the_rows_they_became(make_model: Any) -> None:
-    model, ids = make_model(), torch.randint(29, (3, 41))
+@pytest.mark.parametrize("shifted_keys", [False, True])
+def test_reordered_rows_go_on_as_the_rows_they_became(make_model: Any, shifted_keys: bool) -> None:
+    model, ids = make_model(shifted_keys=shifted_keys), torch.randint(29, (3, 41))
     mask = torch.ones(3, 41, dtype=torch.int64)
     mask[1, :7] = 0
     cache = LongNetCache(model.config)

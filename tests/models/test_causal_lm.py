@@ -158,9 +158,14 @@ def test_without_logits_the_loss_is_the_same_and_no_more_than_a_block_of_them_is
     tied: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     config = LongNetConfig(
-        vocab_size=29, embed_dim=16, num_layers=2, num_heads=2, segment_lengths=[8, 16], dilation_rates=[1, 2],
+        vocab_size=29,
+        embed_dim=16,
+        num_layers=2,
+        num_heads=2,
+        segment_lengths=[8, 16],
+        dilation_rates=[1, 2],
         tie_embeddings=tied,
-    )  # fmt: skip
+    )
     model = LongNetForCausalLM.from_longnet_config(config).double()
     ids = torch.randint(29, (2, 31))
     whole = model(ids, labels=ids, num_items_in_batch=17).loss
@@ -177,7 +182,7 @@ def test_without_logits_the_loss_is_the_same_and_no_more_than_a_block_of_them_is
     # Six blocks forward and again backward.
     assert len(there) == 12
     assert max(there) == 29 * 11
-    with pytest.raises(ValueError, match="skip_logits leaves nothing but a loss"):
+    with pytest.raises(ValueError, match="skip_logits returns only a loss"):
         model(ids, skip_logits=True)
 
 
@@ -230,9 +235,18 @@ def train(make_config: Any, folder: Path, **options: Any) -> Any:
     torch.manual_seed(11)
     model = LongNetForCausalLM.from_longnet_config(make_config()).double()
     arguments = transformers.TrainingArguments(
-        output_dir=str(folder), max_steps=3, learning_rate=1e-2, report_to="none", disable_tqdm=True, seed=3,
-        use_cpu=True, save_strategy="no", logging_strategy="no", dataloader_pin_memory=False, **options,
-    )  # fmt: skip
+        output_dir=str(folder),
+        max_steps=3,
+        learning_rate=1e-2,
+        report_to="none",
+        disable_tqdm=True,
+        seed=3,
+        use_cpu=True,
+        save_strategy="no",
+        logging_strategy="no",
+        dataloader_pin_memory=False,
+        **options,
+    )
     trainer = transformers.Trainer(model, arguments, train_dataset=Rows(), eval_dataset=Rows())
     trainer.train()
     return trainer
@@ -241,9 +255,12 @@ def train(make_config: Any, folder: Path, **options: Any) -> Any:
 def test_trainer_takes_steps_and_accumulates_like_a_large_batch(make_config: Any, tmp_path: Path) -> None:
     large = train(make_config, tmp_path / "large", per_device_train_batch_size=4)
     small = train(
-        make_config, tmp_path / "small", per_device_train_batch_size=1, gradient_accumulation_steps=4,
+        make_config,
+        tmp_path / "small",
+        per_device_train_batch_size=1,
+        gradient_accumulation_steps=4,
         gradient_checkpointing=True,
-    )  # fmt: skip
+    )
     assert large.state.global_step == small.state.global_step == 3
     for a, b in zip(large.model.parameters(), small.model.parameters(), strict=True):
         # Adam divides by the root of the second moment: rounding of a gradient near zero is magnified.

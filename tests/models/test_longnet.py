@@ -11,9 +11,9 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-import oracle
 from dilated_attention_pytorch import attend
 from dilated_attention_pytorch.models import LongNetConfig, LongNetLM
+from support import oracle
 
 TOLERANCE = 1e-12  # float64, logits of order one, a few hundred roundings
 
@@ -68,6 +68,8 @@ def dense_model(config: LongNetConfig, weights: dict[str, Tensor], ids: Tensor) 
         projected = norm(x, f"{name}.attention_layernorm") @ weights[f"{name}.attention.in_proj_weight"].T
         q, k, v = projected.split([heads * width, kv_heads * width, kv_heads * width], dim=-1)
         q, k, v = (part.reshape(batch, rows, -1, width) for part in (q, k, v))
+        if config.shifted_keys:
+            k = functional.pad(k, (0, 0, 0, 0, 1, 0))[:, :rows]
         counts, phantoms = layer_counts(config, layer, batch, rows)
         out, _ = oracle.dense_attention(turn(q), turn(k), v, counts, phantoms, 1 / math.sqrt(width))
         out = norm(out.reshape(batch, rows, -1), f"{name}.attention.inner_layernorm")
@@ -86,7 +88,7 @@ def dense_model(config: LongNetConfig, weights: dict[str, Tensor], ids: Tensor) 
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({}, r"layer_patterns stand in the place of segments: leave segment_lengths out, got \(7, 23\)"),
+        ({}, r"layer_patterns replace segments: leave segment_lengths out, got \(7, 23\)"),
         ({"segment_lengths": ()}, r"leave dilation_rates out, got \(1, 3\)"),
         ({"segment_lengths": (), "dilation_rates": ()}, r"leave layer_segment_shifts out, got \(0, 5\)"),
     ],
@@ -102,7 +104,7 @@ def test_layer_patterns_beside_segments_are_refused(make_config: Any, changes: d
         ("local_window(3)", "must be a list of patterns, got the string 'local_window\\(3\\)'"),
         (["window(3)"], "layer_patterns: expected a sum of calls of DilatedPattern, .* got 'window\\(3\\)'"),
         (["per_head([local_window(3)] * 2)"], "layer_patterns: per_head.*only per_head takes a list"),
-        ([], "segment_lengths and dilation_rates say what a token attends to, or layer_patterns: got none of them"),
+        ([], "a model needs segment_lengths and dilation_rates, or layer_patterns: got neither"),
     ],
 )
 def test_layer_patterns_that_are_none_are_refused(make_config: Any, patterns: Any, message: str) -> None:
@@ -117,6 +119,7 @@ def test_layer_patterns_that_are_none_are_refused(make_config: Any, patterns: An
         {"activation": "gelu", "tie_embeddings": False, "num_kv_heads": None},
         {"segment_lengths": [11, 1000], "dilation_rates": [4, 7], "offset_rule": "block"},
         {"segment_lengths": [], "dilation_rates": [], "layer_segment_shifts": [0], "layer_patterns": LAYER_PATTERNS},
+        {"shifted_keys": True},
     ],
 )
 def test_the_model_equals_a_dense_rendering_of_it(make_model: Any, changes: dict[str, Any]) -> None:
@@ -132,8 +135,9 @@ def test_the_model_equals_a_dense_rendering_of_it(make_model: Any, changes: dict
         torch.testing.assert_close(gradient, reference, atol=1e-9 * float(reference.abs().max()), rtol=0)
 
 
-def test_changing_the_future_changes_nothing_before_it(make_model: Any) -> None:
-    model, ids = make_model(), tokens(2, 61)
+@pytest.mark.parametrize("shifted_keys", [False, True])
+def test_changing_the_future_changes_nothing_before_it(make_model: Any, shifted_keys: bool) -> None:
+    model, ids = make_model(shifted_keys=shifted_keys), tokens(2, 61)
     logits = model(ids)
     for position in (1, 7, 23, 40, 60):
         changed = ids.clone()
@@ -142,8 +146,9 @@ def test_changing_the_future_changes_nothing_before_it(make_model: Any) -> None:
         assert not torch.equal(model(changed)[:, position], logits[:, position])
 
 
-def test_a_padded_row_gives_what_it_gives_alone(make_model: Any) -> None:
-    model, ids = make_model(), tokens(5, 61)
+@pytest.mark.parametrize("shifted_keys", [False, True])
+def test_a_padded_row_gives_what_it_gives_alone(make_model: Any, shifted_keys: bool) -> None:
+    model, ids = make_model(shifted_keys=shifted_keys), tokens(5, 61)
     runs = [(0, 61), (13, 61), (0, 50), (3, 8), (13, 61)]
     mask = torch.zeros(5, 61, dtype=torch.int64)
     for row, (start, stop) in enumerate(runs):
@@ -160,8 +165,9 @@ def test_a_padded_row_gives_what_it_gives_alone(make_model: Any) -> None:
         torch.testing.assert_close(grad, expected, atol=1e-10 * float(expected.abs().max()), rtol=0)
 
 
-def test_packed_documents_give_what_they_give_alone(make_model: Any) -> None:
-    model, ids = make_model(), tokens(2, 61)
+@pytest.mark.parametrize("shifted_keys", [False, True])
+def test_packed_documents_give_what_they_give_alone(make_model: Any, shifted_keys: bool) -> None:
+    model, ids = make_model(shifted_keys=shifted_keys), tokens(2, 61)
     boundaries = [0, 17, 17, 18, 61]
     logits = model(ids, cu_seqlens=torch.tensor(boundaries, dtype=torch.int32))
     for start, stop in itertools.pairwise(boundaries):
@@ -178,7 +184,7 @@ def gradients(model: LongNetLM, ids: Tensor, forward: Any) -> list[Tensor]:
 
 @pytest.mark.parametrize("dropout", [0.0, 0.3])
 def test_checkpointing_gives_the_same_gradients(make_model: Any, dropout: float) -> None:
-    model, ids = make_model(dropout=dropout, attention_dropout=dropout).train(), tokens(2, 61)
+    model, ids = make_model(dropout=dropout, attention_dropout=dropout, shifted_keys=True).train(), tokens(2, 61)
     expected = gradients(model, ids, model)
     model.gradient_checkpointing = True
     for gradient, reference in zip(gradients(model, ids, model), expected, strict=True):
@@ -203,7 +209,8 @@ def test_every_so_manieth_block_is_computed_again_and_the_gradients_stay(make_mo
 @pytest.mark.parametrize("gradient_checkpointing", [False, True])
 def test_the_training_forward_compiles_as_one_graph(make_model: Any, gradient_checkpointing: bool) -> None:
     torch.compiler.reset()
-    model, ids = make_model(gradient_checkpointing=gradient_checkpointing).train(), tokens(2, 61)
+    model = make_model(gradient_checkpointing=gradient_checkpointing, shifted_keys=True).train()
+    ids = tokens(2, 61)
     expected = gradients(model, ids, model)
     compiled = torch.compile(model, fullgraph=True, backend="aot_eager")
     for gradient, reference in zip(gradients(model, ids, compiled), expected, strict=True):
@@ -245,6 +252,11 @@ def test_positions_can_be_given(make_model: Any) -> None:
     assert (model(ids, positions=2 * torch.arange(31)) - model(ids)).abs().max() > 1e-3
 
 
+def test_shifted_keys_refuse_rows_without_the_row_before_them(make_model: Any) -> None:
+    with pytest.raises(NotImplementedError, match=r"shifted_keys needs the row before each row.*got positions"):
+        make_model(shifted_keys=True)(tokens(1, 31), positions=torch.arange(31))
+
+
 def test_a_fresh_model_predicts_about_nothing() -> None:
     config = LongNetConfig(
         embed_dim=64, num_layers=6, num_heads=4, segment_lengths=[16, 64], dilation_rates=[1, 4], tie_embeddings=False
@@ -270,7 +282,7 @@ def test_a_fresh_model_predicts_about_nothing() -> None:
             ["attention_mask and cu_seqlens", "pass one"],
         ),
     ],
-)  # fmt: skip
+)
 def test_what_is_wrong_is_said(make_model: Any, arguments: dict[str, Any], error: type, words: list[str]) -> None:
     with pytest.raises(error) as raised:
         make_model()(**{"input_ids": tokens(2, 5), **arguments})

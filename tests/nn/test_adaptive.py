@@ -13,7 +13,7 @@ from torch import Tensor
 from dilated_attention_pytorch import DilatedPattern, attend, core
 from dilated_attention_pytorch.nn import AdaptiveBlockAttention
 from dilated_attention_pytorch.patterns import global_tokens, local_window
-from drawn import examples
+from support.drawn import examples
 
 HEADS, KV_HEADS, WIDTH = 6, 3, 5
 

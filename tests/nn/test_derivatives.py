@@ -9,9 +9,9 @@ import torch
 from torch import Tensor, nn
 from torch.func import functional_call, grad, jvp
 
-from dilated_attention_pytorch import DilatedAttention, MultiheadDilatedAttention
+from dilated_attention_pytorch import MultiheadDilatedAttention
 from dilated_attention_pytorch.models import LongNetConfig, LongNetLM
-from dilated_attention_pytorch.nn import AdaptiveBlockAttention
+from dilated_attention_pytorch.nn import AdaptiveBlockAttention, DilatedAttention
 from dilated_attention_pytorch.patterns import local_window
 
 # PyTorch scripts functions of its own when first asked for a tangent.
@@ -41,9 +41,15 @@ def adaptive() -> tuple[nn.Module, Callable[[nn.Module], Tensor]]:
     """The tangents of the gates are those of the scorer's parameters."""
     q, k, v = draw(1, 40, 4, 5), draw(1, 40, 2, 5), draw(1, 40, 2, 5)
     module = AdaptiveBlockAttention(
-        4, 5, num_kv_heads=2, block_size=8, blocks_per_query=3, scorer_dim=4, pattern=local_window(3),
+        4,
+        5,
+        num_kv_heads=2,
+        block_size=8,
+        blocks_per_query=3,
+        scorer_dim=4,
+        pattern=local_window(3),
         dtype=torch.float64,
-    )  # fmt: skip
+    )
     for parameter in module.parameters():
         nn.init.normal_(parameter, std=0.3)
     return module, lambda m: m(q, k, v, True)
@@ -52,16 +58,26 @@ def adaptive() -> tuple[nn.Module, Callable[[nn.Module], Tensor]]:
 def model() -> tuple[nn.Module, Callable[[nn.Module], Tensor]]:
     """With rows that begin and end with padding, which are computed run by run."""
     config = LongNetConfig(
-        vocab_size=13, embed_dim=16, num_layers=2, num_heads=4, num_kv_heads=2, ffn_dim=17, segment_lengths=[5, 16],
+        vocab_size=13,
+        embed_dim=16,
+        num_layers=2,
+        num_heads=4,
+        num_kv_heads=2,
+        ffn_dim=17,
+        segment_lengths=[5, 16],
         dilation_rates=[1, 3],
-    )  # fmt: skip
+    )
     ids, mask = torch.randint(13, (2, 19)), torch.ones(2, 19, dtype=torch.bool)
     mask[1, :6] = False
     return LongNetLM(config).double(), lambda m: m(ids, attention_mask=mask)[mask]
 
 
-CASES = {"DilatedAttention": attention, "MultiheadDilatedAttention": multihead, "AdaptiveBlockAttention": adaptive,
-         "LongNetLM": model}  # fmt: skip
+CASES = {
+    "DilatedAttention": attention,
+    "MultiheadDilatedAttention": multihead,
+    "AdaptiveBlockAttention": adaptive,
+    "LongNetLM": model,
+}
 
 
 class _Loss(nn.Module):

@@ -159,11 +159,14 @@ WRONG: list[tuple[Callable[[], object], type[Exception], str]] = [
     (lambda: small()(Q[0], Q, Q), ValueError, "query must have 4 dimensions"),
     (lambda: small()(Q, Q[:, :, :4], Q[:, :, :4]), ValueError, "must divide the 6 heads, got 4"),
     (lambda: small()(Q.long(), Q.long(), Q.long()), TypeError, "got torch.int64"),
-    (lambda: DynamicDilatedAttention(selector=selector(SegmentSelectionConfig(min_free_memory_gb=9)))(Q, Q, Q),
-     ValueError, "no segments fit the memory budget"),
+    (
+        lambda: DynamicDilatedAttention(selector=selector(SegmentSelectionConfig(min_free_memory_gb=9)))(Q, Q, Q),
+        ValueError,
+        "no segments fit the memory budget",
+    ),
     (lambda: core.create_dilated_attention("dynamic", segment_lengths=[4]), ValueError, "leave these out"),
     (lambda: core.create_dilated_attention(), ValueError, "'auto' needs segment_lengths and dilation_rates, got None"),
-]  # fmt: skip
+]
 
 
 @pytest.mark.parametrize("wrong", range(len(WRONG)), ids=lambda index: WRONG[index][2][:40])

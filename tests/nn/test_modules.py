@@ -6,7 +6,8 @@ import pytest
 import torch
 from torch import nn
 
-from dilated_attention_pytorch import DilatedAttention, MultiheadDilatedAttention, attend
+from dilated_attention_pytorch import MultiheadDilatedAttention, attend
+from dilated_attention_pytorch.nn import DilatedAttention
 
 WIDTH, HEADS, ROWS = 30, 5, 23
 DENSE = ([64], [1])

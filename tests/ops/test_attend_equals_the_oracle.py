@@ -14,9 +14,9 @@ from torch import Tensor
 from dilated_attention_pytorch import attend, attend_with_lse
 from dilated_attention_pytorch.engine import call as engine
 from dilated_attention_pytorch.kernels.select import Impl, refusal
-from drawn import SWEEP, DrawnCall, block_calls, calls, examples
-from error_budget import budget
-from oracle import Groups, Rule, dense_attention
+from support.drawn import SWEEP, DrawnCall, block_calls, calls, examples
+from support.error_budget import budget
+from support.oracle import Groups, Rule, dense_attention
 
 NAMES = ("out", "lse", "grad_query", "grad_key", "grad_value")
 # A test of 2,000 draws, in parts that run in parallel.

@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from dilated_attention_pytorch import DilatedPattern, attend, attend_with_lse, merge
-from drawn import DrawnCall, calls, examples
-from oracle import dense_attention
+from support.drawn import DrawnCall, calls, examples
+from support.oracle import dense_attention
 
 PATTERN = DilatedPattern([13, 31, 97], [1, 3, 5])
 EXACT = {"rtol": 0.0, "atol": 1e-12}
@@ -53,20 +53,31 @@ def test_slabs_of_queries_and_keys_merge_to_the_whole(call: DrawnCall, query_cut
     mask = call.options.get("key_padding_mask")
     query_start, key_start = call.options.get("query_offset", 0), call.options.get("key_offset", 0)
     whole = attend_with_lse(
-        q, k, v, call.pattern, is_causal=call.is_causal, query_offset=query_start, key_offset=key_start,
+        q,
+        k,
+        v,
+        call.pattern,
+        is_causal=call.is_causal,
+        query_offset=query_start,
+        key_offset=key_start,
         key_padding_mask=mask,
-    )  # fmt: skip
+    )
     query_cut, key_cut = query_cut % (call.num_queries + 1), key_cut % (call.num_keys + 1)
     rows = []
     for a, b in ((0, query_cut), (query_cut, call.num_queries)):
         partials = [
             attend_with_lse(
-                q[:, a:b], k[:, c:d], v[:, c:d], call.pattern, is_causal=call.is_causal,
-                query_offset=query_start + a, key_offset=key_start + c,
+                q[:, a:b],
+                k[:, c:d],
+                v[:, c:d],
+                call.pattern,
+                is_causal=call.is_causal,
+                query_offset=query_start + a,
+                key_offset=key_start + c,
                 key_padding_mask=None if mask is None else mask[:, c:d],
             )
             for c, d in ((0, key_cut), (key_cut, call.num_keys))
-        ]  # fmt: skip
+        ]
         rows.append(merge(partials))
     torch.testing.assert_close(torch.cat([row.out for row in rows], 1), whole.out, **EXACT)
     torch.testing.assert_close(torch.cat([row.lse for row in rows], 1), whole.lse, **EXACT)
@@ -274,7 +285,7 @@ def test_dropout_masks_of_places_are_independent() -> None:
 
 def test_the_paper_configuration_with_a_rate_that_does_not_divide_its_length() -> None:
     """16384 % 6 != 0 at a thirty-second of the size: w = 512 and r = 6, 12 heads, against the oracle."""
-    from oracle import Groups, dense_counts
+    from support.oracle import Groups, dense_counts
 
     groups = Groups((64, 128, 256, 512, 1024), (1, 2, 4, 6, 12))
     q, k, v = (torch.randn(1, 1251, 12, 8, dtype=torch.float64) for _ in range(3))

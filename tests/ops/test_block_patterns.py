@@ -9,7 +9,8 @@ import torch
 
 from dilated_attention_pytorch import Pattern, attend, from_block_mask, local_window, random_blocks, strided_blocks
 from dilated_attention_pytorch.kernels import fused
-from dilated_attention_pytorch.planning import Call, Partial, plan
+from dilated_attention_pytorch.planning.geometry import Partial
+from dilated_attention_pytorch.planning.plan import Call, plan
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16], ids=str)

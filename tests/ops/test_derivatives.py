@@ -15,7 +15,7 @@ from torch.autograd import forward_ad
 from torch.func import grad, hessian, jacfwd, jacrev, jvp, linearize, vjp, vmap
 
 from dilated_attention_pytorch import DilatedPattern, attend, attend_with_lse, local_window
-from drawn import SWEEP, DrawnCall, Sizes, block_calls, calls, examples
+from support.drawn import SWEEP, DrawnCall, Sizes, block_calls, calls, examples
 
 # PyTorch scripts functions of its own when first asked for a tangent.
 pytestmark = pytest.mark.filterwarnings("ignore:`torch.jit.script:DeprecationWarning")
@@ -212,9 +212,10 @@ def test_tangents_in_low_precision_are_as_exact_as_the_references(dtype: torch.d
     tensors = inputs(40, dtype=dtype)
     direction = numbers(tensors, 1)
     exact = jvp(
-        outputs_of("reference", pattern=PATTERN), tuple(x.double() for x in tensors),
+        outputs_of("reference", pattern=PATTERN),
+        tuple(x.double() for x in tensors),
         tuple(x.double() for x in direction),
-    )[1]  # fmt: skip
+    )[1]
     results = [jvp(outputs_of(impl, pattern=PATTERN), tensors, direction)[1] for impl in ("aten", "reference")]
     for ours, theirs, want in zip(*results, exact, strict=True):
         assert ours.dtype == theirs.dtype
@@ -279,7 +280,7 @@ def test_the_compiler_refuses_the_transforms_that_it_does_not_trace(transform: s
             return grad(lambda x: attend(x, k, v, PATTERN).sum())(query)
         return jvp(lambda x: attend(x, k, v, PATTERN), (query,), (query,))[1]
 
-    with pytest.raises(torch._dynamo.exc.Unsupported, match=r"NotImplementedError.*torch.compile does not trace"):
+    with pytest.raises(torch._dynamo.exc.Unsupported, match=r"NotImplementedError.*torch.compile cannot trace"):
         torch.compile(compute, fullgraph=True, backend="aot_eager")(q)
     torch._dynamo.reset()
     assert torch.equal(torch.compile(compute, backend="aot_eager")(q), compute(q)), "left out of the graph"
@@ -292,7 +293,7 @@ def test_compiled_calls_and_operators_refuse_tangents_that_they_would_lose() -> 
     with forward_ad.dual_level():
         assert torch.equal(compiled(q), attend(q, k, v, PATTERN))
         dual = forward_ad.make_dual(q, torch.ones_like(q))
-        with pytest.raises(NotImplementedError, match=r"tangents .* outside of torch\.compile"):
+        with pytest.raises(NotImplementedError, match=r"tangents .* outside torch\.compile"):
             compiled(dual)
         operator = torch.ops.dilated_attention_pytorch.attend
         with pytest.raises(NotImplementedError, match=r"tangents .* call attend"):

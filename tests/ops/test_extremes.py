@@ -21,8 +21,8 @@ from dilated_attention_pytorch import (
 from dilated_attention_pytorch.kernels.select import refusal
 from dilated_attention_pytorch.nn import AdaptiveBlockAttention
 from dilated_attention_pytorch.ops import attend_blocks, merge
-from error_budget import budget
-from oracle import dense_attention
+from support.error_budget import budget
+from support.oracle import dense_attention
 
 NAMES = ("out", "lse", "grad_query", "grad_key", "grad_value")
 ROWS, HEADS, KV_HEADS, WIDTH = 97, 4, 2, 16
@@ -296,9 +296,7 @@ def test_a_future_that_is_not_finite_changes_no_chosen_block_before_it() -> None
                 leaves[kind][:, start:] = math.nan
                 leaves[kind][:, 20] = math.inf
         leaves = [x.requires_grad_() for x in leaves]
-        out, lse = attend_blocks(
-            *leaves[:3], blocks, leaves[3], block_size=16, is_causal=True, key_padding_mask=mask
-        )  # fmt: skip
+        out, lse = attend_blocks(*leaves[:3], blocks, leaves[3], block_size=16, is_causal=True, key_padding_mask=mask)
         grads = torch.autograd.grad(out, leaves, grad)
         # Blocks 0, 1 and 5 are seen by rows that see the future.
         both.append(

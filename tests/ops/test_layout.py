@@ -10,16 +10,12 @@ import pytest
 import torch
 from torch import Tensor
 
-from dilated_attention_pytorch import (
+from dilated_attention_pytorch import DilatedPattern, attend, attend_with_lse, dilated_attention, parallel
+from dilated_attention_pytorch.nn import (
     AdaptiveBlockAttention,
     DilatedAttention,
-    DilatedPattern,
     DynamicDilatedAttention,
     PatternAttention,
-    attend,
-    attend_with_lse,
-    dilated_attention,
-    parallel,
 )
 from dilated_attention_pytorch.ops import attend_blocks, validation
 

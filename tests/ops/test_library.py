@@ -9,7 +9,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from dilated_attention_pytorch import DilatedPattern, attend, attend_with_lse, dilated_attention
 from dilated_attention_pytorch.kernels import select
-from drawn import DrawnCall, calls, examples
+from support.drawn import DrawnCall, calls, examples
 
 PATTERN = DilatedPattern([13, 32], [1, 3])
 

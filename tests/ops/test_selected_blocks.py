@@ -17,7 +17,7 @@ from dilated_attention_pytorch import AttentionOutput, attend_with_lse, merge
 from dilated_attention_pytorch.kernels.compilation import refusal_to_load
 from dilated_attention_pytorch.ops import attend_blocks
 from dilated_attention_pytorch.patterns import local_window
-from drawn import examples
+from support.drawn import examples
 
 NO_KERNELS = refusal_to_load()
 needs_kernels = pytest.mark.skipif(NO_KERNELS is not None, reason=str(NO_KERNELS))
@@ -29,10 +29,20 @@ BUDGETS = {torch.float32: 5e-6, torch.bfloat16: 3e-2, torch.float16: 4e-3}
 
 
 def dense(
-    q: Tensor, k: Tensor, v: Tensor, blocks: Tensor, log_gates: Tensor | None, *, block_size: int,
-    query_block_size: int, is_causal: bool = False, scale: float | None = None, query_offset: int = 0,
-    key_padding_mask: Tensor | None = None, dropout_p: float = 0.0,
-) -> AttentionOutput:  # fmt: skip
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    blocks: Tensor,
+    log_gates: Tensor | None,
+    *,
+    block_size: int,
+    query_block_size: int,
+    is_causal: bool = False,
+    scale: float | None = None,
+    query_offset: int = 0,
+    key_padding_mask: Tensor | None = None,
+    dropout_p: float = 0.0,
+) -> AttentionOutput:
     """The definition, pair by pair: every listed block adds ``exp(s + e)`` for each of its keys."""
     assert dropout_p == 0.0
     num_queries, heads, width = q.shape[1:]
@@ -353,10 +363,17 @@ def test_pairs_are_dropped_by_their_place_alone(is_gated: bool, impl: str) -> No
         torch.manual_seed(seed)
         results.append(
             attend_blocks(
-                *(x.to(dtype) for x in (query, key, value)), blocks, gates, block_size=30, query_block_size=16,
-                query_offset=5, is_causal=True, dropout_p=0.37, impl=name,
+                *(x.to(dtype) for x in (query, key, value)),
+                blocks,
+                gates,
+                block_size=30,
+                query_block_size=16,
+                query_offset=5,
+                is_causal=True,
+                dropout_p=0.37,
+                impl=name,
             ).out
-        )  # fmt: skip
+        )
     assert torch.equal(results[0] > 0, results[1] > 0)
     assert 0.2 < float((results[0] > 0).float().mean()) < 0.4
     torch.testing.assert_close(results[0].double(), results[1], rtol=1e-5, atol=0)

@@ -10,7 +10,6 @@ import pytest
 import torch
 
 from dilated_attention_pytorch import (
-    DilatedAttention,
     DilatedPattern,
     LongNetCache,
     LongNetConfig,
@@ -18,12 +17,12 @@ from dilated_attention_pytorch import (
     MultiheadDilatedAttention,
     attend,
     dilated_attention,
-    legacy,
     merge,
     parallel,
 )
 from dilated_attention_pytorch.core import create_dilated_attention, create_multihead_dilated_attention
 from dilated_attention_pytorch.kernels.select import refusal, select
+from dilated_attention_pytorch.nn import DilatedAttention
 
 P = DilatedPattern([4, 8], [1, 2])
 Q, K = torch.zeros(1, 6, 4, 8), torch.zeros(1, 6, 2, 8)
@@ -82,7 +81,7 @@ TABLE: list[tuple[Callable[[], object], type[Exception], str]] = [
     (lambda: attend(Q, K[:, :4], K[:, :4], P, is_causal=True, key_offset=1, query_offset=START), ValueError,
      "between 0 and key_offset + M - N: got 6 rows of query, and 4 rows of key at 1"),
     (lambda: attend(Q, K, K, P, is_causal=True, query_offset=START, impl="aten"), NotImplementedError,
-     'impl="aten" plans a call with the position of its queries, which lies in a tensor: pass query_offset as an'),
+     'impl="aten" plans a call on the host and needs the value of query_offset, got a tensor: pass query_offset as an'),
     (lambda: attend(Q, K, K, P, is_causal=True, key_offset=START), TypeError, "key_offset must be an integer position"),
     (lambda: attend(Q[0], K, K, P), ValueError, "query must have 4 dimensions [batch, sequence, heads, head_dim], got shape (6, 4, 8)"),
     (lambda: attend(Q.numpy(), K, K, P), TypeError, "query must be a tensor, got ndarray"),
@@ -140,16 +139,14 @@ TABLE: list[tuple[Callable[[], object], type[Exception], str]] = [
     (lambda: parallel.RingDilatedAttention([4], [1], ring_size=0), ValueError, "ring_size must be at least 1, got 0"),
     (lambda: parallel.RingDilatedAttention([4], [1], ring_size=2.0), TypeError, "ring_size must be an integer, got 2.0 of type float"),
     (lambda: parallel.ParallelDilatedAttention([4], [1], sequence_length=12)(Q, K, K), ValueError, "sequence_length must be the rows of the whole sequence, which one process holds all of: got 12 and 6 rows of query"),
-    (lambda: legacy.HeadParallelDilatedAttention([4], [1], use_xformers=True), ValueError, "use_xformers must be False or left out, got True: neither backend is used here; impl= picks the kernels"),
-    (lambda: legacy.HeadParallelDilatedAttention([4], [1], use_flex_attention=True), ValueError, "use_flex_attention must be False or left out, got True"),
     (lambda: mha(num_heads=3), ValueError, "num_heads must divide embed_dim: got 3 heads and embed_dim 8"),
     (lambda: mha(num_kv_heads=3), ValueError, "num_kv_heads must divide num_heads: got 3 of 2 heads"),
     (lambda: mha()(X, X, X, need_weights=True), NotImplementedError, "pass need_weights=False"),
     (lambda: mha()(X, X, X, attn_mask=torch.ones(6, 6).bool()), NotImplementedError, "pass is_causal=True for it, key_padding_mask for padding, cu_seqlens for packed documents"),
     (lambda: mha()(X, X, X, is_causal=True, attn_mask=torch.zeros(6, 6).bool()), NotImplementedError, "attn_mask can only be the causal mask"),
-    (lambda: mha()(X, X, X, key_padding_mask=torch.full((1, 6), -1.0)), ValueError, "must hold 0 (keep) and -inf (ignore) only"),
+    (lambda: mha()(X, X, X, key_padding_mask=torch.full((1, 6), -1.0)), ValueError, "must hold only 0 (keep) and -inf (ignore)"),
     (lambda: mha()(X[0], X, X), ValueError, "query must be [batch, sequence, 8], got shape (6, 8)"),
-    (lambda: create_dilated_attention("fastest", segment_lengths=[4], dilation_rates=[1]), ValueError, "attention_type must be one of 'auto', 'standard', 'improved', 'block_sparse', 'dynamic', 'adaptive', got 'fastest'"),
+    (lambda: create_dilated_attention("fastest", segment_lengths=[4], dilation_rates=[1]), ValueError, "attention_type must be one of 'auto', 'standard', 'improved', 'ring', 'distributed', 'block_sparse', 'dynamic', 'adaptive', got 'fastest'"),
     (lambda: LongNetConfig.from_dict({"embed_dim": 8, "num_layers": 1, "num_heads": 1, "segment_lengths": [4], "dilation_rates": [1], "windows": 3}), ValueError, "windows"),
 ]  # fmt: skip
 
@@ -188,7 +185,8 @@ def test_every_refusal_is_a_sentence(monkeypatch: pytest.MonkeyPatch) -> None:
     with monkeypatch.context() as older:
         older.setattr("dilated_attention_pytorch.kernels.select.triton_version", lambda: (3, 5))
         assert "needs Triton 3.6 or newer, got 3.5" in str(refusal("gluon", cuda, torch.bfloat16, 64))
-    assert "heads of 64 and 128, got 96" in str(refusal("gluon", cuda, torch.bfloat16, 96))
+    assert "40 to 128 wide, multiples of 8, got 32" in str(refusal("gluon", cuda, torch.bfloat16, 32))
+    assert "multiples of 8, got 52" in str(refusal("gluon", cuda, torch.bfloat16, 52))
     assert "SegmentedPattern" in str(refusal("gluon", cuda, torch.bfloat16, 64, is_segmented=True))
     monkeypatch.setattr(torch.version, "hip", "7.0")
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: SimpleNamespace(gcnArchName="gfx90a:xnack-"))

@@ -27,8 +27,8 @@ from dilated_attention_pytorch import (
     random_blocks,
 )
 from dilated_attention_pytorch.kernels.compilation import refusal_to_load
-from error_budget import budget
-from oracle import Groups, dense_attention, dense_counts
+from support.error_budget import budget
+from support.oracle import Groups, dense_attention, dense_counts
 
 Check = Callable[[DeviceMesh], Any]
 LAYOUTS = ("contiguous", "zigzag")
@@ -95,9 +95,7 @@ def dropout_drops_what_one_process_drops(mesh: DeviceMesh) -> float:
                 torch.manual_seed(3)
                 expected = by_one(whole, PATTERN, is_causal=is_causal, dropout_p=0.3)
                 torch.manual_seed(3)
-                found = by_ranks(
-                    whole, PATTERN, mesh, layout, strategy=strategy, is_causal=is_causal, dropout_p=0.3
-                )  # fmt: skip
+                found = by_ranks(whole, PATTERN, mesh, layout, strategy=strategy, is_causal=is_causal, dropout_p=0.3)
                 worst = max(worst, largest(found, expected))
     assert worst < 1e-12
     return worst
@@ -135,9 +133,11 @@ def low_precision_stays_within_the_error_budget(mesh: DeviceMesh) -> dict[str, s
             expected = [out.detach(), *(leaf.grad for leaf in leaves)]
             k, v = (x.repeat_interleave(2, 2) for x in exact[1:3])
             bounds = budget(exact[0], k, v, exact[3], counts.repeat_interleave(2, 1).double(), 0.25, dtype)
-            per_kv = [bounds.out, bounds.grad_query, *(
-                x.unflatten(2, (2, 2)).sum(3) for x in (bounds.grad_key, bounds.grad_value)
-            )]  # fmt: skip
+            per_kv = [
+                bounds.out,
+                bounds.grad_query,
+                *(x.unflatten(2, (2, 2)).sum(3) for x in (bounds.grad_key, bounds.grad_value)),
+            ]
             # Every rank rounds its part of a gradient of keys once more before it travels.
             for strategy in ("ring", "gather", "heads"):
                 for layout in LAYOUTS:
@@ -207,7 +207,7 @@ def triton_kernels_give_the_same(mesh: DeviceMesh) -> float:
         expected = by_one(operands_now, pattern, is_causal=is_causal, key_padding_mask=padding)
         found = by_ranks(
             operands_now, pattern, mesh, layout, padding, strategy=strategy, is_causal=is_causal, impl="triton"
-        )  # fmt: skip
+        )
         worst = max(worst, largest(found, expected))
     assert worst < 2e-5
     return worst
@@ -223,9 +223,13 @@ def native_kernels_give_the_same(mesh: DeviceMesh) -> float | None:
     mask = torch.arange(101).expand(2, -1) % 7 == 3
     worst = 0.0
     for strategy in ("ring", "gather", "heads"):
-        for index, (layout, is_causal, padding, dropout_p) in enumerate((
-            ("zigzag", True, None, 0.0), ("contiguous", False, mask, 0.0), ("zigzag", False, mask, 0.3),
-        )):  # fmt: skip
+        for index, (layout, is_causal, padding, dropout_p) in enumerate(
+            (
+                ("zigzag", True, None, 0.0),
+                ("contiguous", False, mask, 0.0),
+                ("zigzag", False, mask, 0.3),
+            )
+        ):
             if dropout_p and strategy == "heads":  # which draws apart
                 continue
             pattern = PATTERN if strategy == "gather" or index else PATTERN + local_window(9, 4)
@@ -268,12 +272,20 @@ def the_future_changes_nothing_before_it(mesh: DeviceMesh) -> None:
             outs = [
                 parallel.unshard(
                     parallel.attend(
-                        *(parallel.shard(x, mesh, layout=layout) for x in tensors), PATTERN, mesh=mesh, layout=layout,
-                        strategy=strategy, sequence_length=73, is_causal=True,
-                    ), mesh, layout=layout, sequence_length=73,
+                        *(parallel.shard(x, mesh, layout=layout) for x in tensors),
+                        PATTERN,
+                        mesh=mesh,
+                        layout=layout,
+                        strategy=strategy,
+                        sequence_length=73,
+                        is_causal=True,
+                    ),
+                    mesh,
+                    layout=layout,
+                    sequence_length=73,
                 )
                 for tensors in (whole[:3], changed)
-            ]  # fmt: skip
+            ]
             assert torch.equal(outs[0][:, :50], outs[1][:, :50]), (strategy, layout)
             assert not torch.equal(outs[0][:, 50:], outs[1][:, 50:])
 
@@ -338,9 +350,15 @@ def positions_and_labels_are_those_of_the_whole(mesh: DeviceMesh) -> None:
 def a_model_on_packed_documents_is_the_whole_one(mesh: DeviceMesh) -> None:
     """Positions that begin anew in every document, labels that end with it, gradients of the weights."""
     config = LongNetConfig(
-        vocab_size=31, embed_dim=16, num_layers=2, num_heads=4, num_kv_heads=2, segment_lengths=[8, 32],
-        dilation_rates=[1, 3], layer_segment_shifts=[0, 5],
-    )  # fmt: skip
+        vocab_size=31,
+        embed_dim=16,
+        num_layers=2,
+        num_heads=4,
+        num_kv_heads=2,
+        segment_lengths=[8, 32],
+        dilation_rates=[1, 3],
+        layer_segment_shifts=[0, 5],
+    )
     model = LongNetLM(config).double()
     tokens = torch.randint(31, (2, 57), generator=torch.Generator().manual_seed(1))
     boundaries = torch.tensor([0, 20, 21, 57], dtype=torch.int32)
@@ -415,7 +433,7 @@ def modules_are_the_local_ones(mesh: DeviceMesh) -> None:
     local = MultiheadDilatedAttention(24, 4, [8, 40], [1, 3], num_kv_heads=2).double()
     ring = parallel.RingMultiheadDilatedAttention(
         24, 4, [8, 40], [1, 3], num_kv_heads=2, ring_size=mesh.size(), layout="zigzag"
-    ).double()  # fmt: skip
+    ).double()
     ring.load_state_dict(local.state_dict())
     x = draw(2, 10 * mesh.size(), 24)
     expected, _ = local(x, x, x, is_causal=True)
@@ -432,11 +450,12 @@ def modules_are_the_local_ones(mesh: DeviceMesh) -> None:
     whole = attend(q, k, v, DilatedPattern([8, 40], [1, 3]))
     shards = [parallel.shard(x, mesh) for x in (q, k, v)]
     modules: list[nn.Module] = [
-        parallel.ParallelDilatedAttention([8, 40], [1, 3]), parallel.RingDilatedAttention([8, 40], [1, 3]),
+        parallel.ParallelDilatedAttention([8, 40], [1, 3]),
+        parallel.RingDilatedAttention([8, 40], [1, 3]),
         parallel.DistributedDilatedAttention([8, 40], [1, 3]),
         parallel.DistributedDilatedAttention([8, 40], [1, 3], sequence_parallel=False, model_parallel=True),
         parallel.HeadParallelDilatedAttention([8, 40], [1, 3]),
-    ]  # fmt: skip
+    ]
     if mesh.size() == 4:
         both = init_device_mesh("cpu", (2, 2), mesh_dim_names=("rows", "heads"))
         modules += [

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -12,11 +11,12 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from dilated_attention_pytorch import parallel
-from drawn import DENSE, DrawnCall, block_calls, calls, examples
-from oracle import Groups, dense_attention
+from dilated_attention_pytorch.planning import rounds
+from ranks import mesh_of
+from support.drawn import DENSE, DrawnCall, block_calls, calls, examples
+from support.oracle import Groups, dense_attention
 
 NAMES = ("out", "lse", "grad_query", "grad_key", "grad_value")
 
@@ -115,11 +115,6 @@ def whole_by_oracle(case: ShardedCase) -> list[Tensor]:
     ]
 
 
-@functools.cache
-def mesh_of(sizes: tuple[int, ...]) -> DeviceMesh:
-    return init_device_mesh("cpu", sizes, mesh_dim_names=("rows", "heads")[: len(sizes)])
-
-
 def whole_by_ranks(case: ShardedCase) -> list[Tensor]:
     """What the ranks compute, put together again on every one of them."""
     call = case.call
@@ -131,9 +126,15 @@ def whole_by_ranks(case: ShardedCase) -> list[Tensor]:
     if "key_padding_mask" in options:
         options["key_padding_mask"] = parallel.shard(options["key_padding_mask"], mesh, **lay)
     out, lse = parallel.attend_with_lse(
-        *leaves, call.pattern, mesh=mesh, strategy=case.strategy, sequence_length=call.num_queries,
-        key_sequence_length=call.num_keys, **lay, **options,
-    )  # fmt: skip
+        *leaves,
+        call.pattern,
+        mesh=mesh,
+        strategy=case.strategy,
+        sequence_length=call.num_queries,
+        key_sequence_length=call.num_keys,
+        **lay,
+        **options,
+    )
     finite = lse > float("-inf")
     g_out, g_lse = parallel.shard(grad_out, mesh, **lay), parallel.shard(grad_lse, mesh, **lay)
     if call.seed % 3:
@@ -147,6 +148,11 @@ def whole_by_ranks(case: ShardedCase) -> list[Tensor]:
     ]
 
 
+def largest_error(found: Tensor, expected: Tensor) -> float:
+    """The largest difference; infinities are equal."""
+    return float(torch.where(found == expected, 0.0, (found - expected).abs()).max()) if found.numel() else 0.0
+
+
 def largest_errors(cases: list[ShardedCase]) -> list[dict[str, float]]:
     found = []
     for case in cases:
@@ -155,14 +161,19 @@ def largest_errors(cases: list[ShardedCase]) -> list[dict[str, float]]:
             expected = whole_by_oracle(case)
             errors = {}
             for name, mine, theirs in zip(NAMES, computed, expected, strict=True):
-                same = mine == theirs  # infinities
-                errors[name] = float(torch.where(same, 0.0, (mine - theirs).abs()).max()) if mine.numel() else 0.0
+                errors[name] = largest_error(mine, theirs)
             found.append(errors)
     return found
 
 
-def counted_traffic(cases: list[ShardedCase]) -> list[tuple[int, int, int, int]]:
-    """Bytes that this rank sends and receives forward, and backward, in every case."""
+def counted_traffic(
+    cases: list[ShardedCase], fewest: int = rounds.FEWEST_MEMBERS
+) -> list[tuple[int, int, int, int, int, int]]:
+    """Bytes that this rank sends and receives forward, and backward, in every case; and messages that it sends.
+
+    Rows are passed on among as few ranks as ``fewest``.
+    """
+    rounds.FEWEST_MEMBERS = fewest
     found = []
     for case in cases:
         call, mesh = case.call, mesh_of(case.mesh)
@@ -173,12 +184,20 @@ def counted_traffic(cases: list[ShardedCase]) -> list[tuple[int, int, int, int]]
             options["key_padding_mask"] = parallel.shard(options["key_padding_mask"], mesh, layout=case.layout)
         with parallel.count_traffic() as forward:
             out = parallel.attend(
-                *leaves, call.pattern, mesh=mesh, strategy=case.strategy, layout=case.layout,
-                sequence_length=call.num_queries, is_causal=call.is_causal, **options,
-            )  # fmt: skip
+                *leaves,
+                call.pattern,
+                mesh=mesh,
+                strategy=case.strategy,
+                layout=case.layout,
+                sequence_length=call.num_queries,
+                is_causal=call.is_causal,
+                **options,
+            )
         with parallel.count_traffic() as backward:
             out.backward(grad_out)
-        found.append((forward.sent, forward.received, backward.sent, backward.received))
+        found.append(
+            (forward.sent, forward.received, backward.sent, backward.received, forward.messages, backward.messages)
+        )
     return found
 
 
@@ -187,9 +206,15 @@ def planned(case: ShardedCase) -> parallel.Estimate:
     call = case.call
     heads = call.kv_heads * call.ratio
     plan = parallel.plan_parallel(
-        call.pattern, (call.batch, call.num_queries, heads, call.head_dim), case.mesh, num_kv_heads=call.kv_heads,
-        dtype=torch.float64, is_causal=call.is_causal, query_offset=call.options.get("query_offset", 0),
-        cu_seqlens=call.options.get("cu_seqlens"), is_padded="key_padding_mask" in call.options,
-    )  # fmt: skip
+        call.pattern,
+        (call.batch, call.num_queries, heads, call.head_dim),
+        case.mesh,
+        num_kv_heads=call.kv_heads,
+        dtype=torch.float64,
+        is_causal=call.is_causal,
+        query_offset=call.options.get("query_offset", 0),
+        cu_seqlens=call.options.get("cu_seqlens"),
+        is_padded="key_padding_mask" in call.options,
+    )
     (estimate,) = (e for e in plan.estimates if (e.strategy, e.layout) == (case.strategy, case.layout))
     return estimate

@@ -28,6 +28,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from dilated_attention_pytorch import DilatedPattern, parallel
 from dilated_attention_pytorch.parallel import wire
 from dilated_attention_pytorch.parallel.groups import wait_at_most
+from dilated_attention_pytorch.planning import rounds
 
 TIMEOUT_SECONDS = 10.0
 """Of the process groups. What the ranks compute between two exchanges takes less on any machine."""
@@ -67,9 +68,13 @@ class Rank:
         dtype = changes.pop("dtype", torch.float32)
         q, k, v = (torch.randn(1, rows, changes.pop("heads", 4), 8, dtype=dtype, requires_grad=True) for _ in range(3))
         out = parallel.attend(
-            q, k, v, changes.pop("pattern", PATTERN), mesh=self.mesh,
+            q,
+            k,
+            v,
+            changes.pop("pattern", PATTERN),
+            mesh=self.mesh,
             **({"strategy": self.strategy, "is_causal": True} | changes),
-        )  # fmt: skip
+        )
         if is_backward:
             out.square().sum().backward()
         self.get_ready()
@@ -342,6 +347,16 @@ def _ends_without_a_word(rank: Rank) -> None:
 
 
 # The number of ranks, the culprit, and what they do.
+def _passing_on(play: Callable[[Rank], None]) -> Callable[[Rank], None]:
+    """Rows are passed on among as few ranks as there are here."""
+
+    def played(rank: Rank) -> None:
+        rounds.FEWEST_MEMBERS = 4
+        play(rank)
+
+    return played
+
+
 CASES: dict[str, tuple[int, int, str, Callable[[Rank], None]]] = {
     "dies, ring": (4, 1, "ring", _dies),
     "dies, gather": (3, 1, "gather", _dies),
@@ -349,6 +364,8 @@ CASES: dict[str, tuple[int, int, str, Callable[[Rank], None]]] = {
     "dies before its first call": (3, 2, "ring", _dies_before_its_first_call),
     "is killed in backward, ring": (3, 1, "ring", _is_killed_in_backward),
     "is killed in backward, gather": (3, 1, "gather", _is_killed_in_backward),
+    "dies, rows passed on": (5, 1, "gather", _passing_on(_dies)),
+    "is killed in backward, rows passed on": (5, 2, "gather", _passing_on(_is_killed_in_backward)),
     "is killed in backward, heads": (3, 1, "heads", _is_killed_in_backward),
     "stops, ring": (4, 1, "ring", _stops),
     "stops, gather": (3, 1, "gather", _stops),
@@ -383,15 +400,21 @@ CASES: dict[str, tuple[int, int, str, Callable[[Rank], None]]] = {
 
 TRIALS: dict[str, tuple[int, int, str, Callable[[Rank], None]]] = {
     f"stops in {'backward' if is_backward else 'forward'}, {strategy}, {num_axes} axis, rank {culprit} of {world}": (
-        world, culprit, strategy, functools.partial(_stops_in, is_backward=is_backward, num_axes=num_axes)
+        world,
+        culprit,
+        strategy,
+        functools.partial(_stops_in, is_backward=is_backward, num_axes=num_axes),
     )
     for strategy, num_axes, world, culprits in (
-        ("ring", 1, 3, (1, 2)), ("gather", 1, 3, (1, 2)), ("heads", 1, 3, (1, 2)),
-        ("ring", 2, 4, (1, 3)), ("gather", 2, 4, (2, 3)),
+        ("ring", 1, 3, (1, 2)),
+        ("gather", 1, 3, (1, 2)),
+        ("heads", 1, 3, (1, 2)),
+        ("ring", 2, 4, (1, 3)),
+        ("gather", 2, 4, (2, 3)),
     )
     for culprit in culprits
     for is_backward in (False, True)
-}  # fmt: skip
+}
 """Twenty, for ``stop_trials.py``. Rank 0 holds the store; that it stops is one of the cases."""
 CASES |= TRIALS
 
@@ -402,6 +425,8 @@ AT_ONCE = {
     "is killed in backward, ring",
     "refuses, ring",
     "is killed in backward, gather",
+    "dies, rows passed on",
+    "is killed in backward, rows passed on",
     "refuses, gather",
     "is killed in backward, heads",
     "refuses, heads",

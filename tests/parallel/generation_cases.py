@@ -14,12 +14,19 @@ from dilated_attention_pytorch.models.ledger import Ledger
 from dilated_attention_pytorch.parallel import RankFailure, count_traffic
 from dilated_attention_pytorch.parallel.generation import RankShare
 from dilated_attention_pytorch.parallel.plan import Strategy
-from dilated_attention_pytorch.planning import Layout
+from dilated_attention_pytorch.planning.layout import Layout
 
 SIZES: dict[str, Any] = {
-    "vocab_size": 29, "embed_dim": 60, "num_layers": 2, "num_heads": 6, "num_kv_heads": 3, "ffn_dim": 53,
-    "segment_lengths": [7, 23], "dilation_rates": [1, 3], "layer_segment_shifts": (0, 5),
-}  # fmt: skip
+    "vocab_size": 29,
+    "embed_dim": 60,
+    "num_layers": 2,
+    "num_heads": 6,
+    "num_kv_heads": 3,
+    "ffn_dim": 53,
+    "segment_lengths": [7, 23],
+    "dilation_rates": [1, 3],
+    "layer_segment_shifts": (0, 5),
+}
 
 
 CHUNKS = [1, 1, 1, 1, 5, 1, 1, 1, 1, 1, 1]

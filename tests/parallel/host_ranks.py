@@ -16,11 +16,11 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from dilated_attention_pytorch import DilatedPattern, attend, parallel
 from dilated_attention_pytorch.parallel.groups import wait_at_most
 from dilated_attention_pytorch.parallel.wire import wire_of
+from ranks import mesh_of
 
 TIMEOUT_SECONDS = 6.0
 """Of the process group in the loop."""
@@ -35,11 +35,6 @@ MESHES: dict[str, tuple[tuple[int, ...], str, str]] = {
     "gather of all": ((4,), "gather", "contiguous"),
     COLLECTIVES: ((4,), "gather", "zigzag"),
 }
-
-
-def mesh_of(sizes: tuple[int, ...]) -> DeviceMesh:
-    """Ranks of one host are neighbours on the last axis."""
-    return init_device_mesh("cpu", sizes, mesh_dim_names=("rows", "heads")[: len(sizes)])
 
 
 def largest_error(name: str) -> tuple[float, int, float]:

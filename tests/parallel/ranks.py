@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import os
 import tempfile
 import time
@@ -14,6 +15,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 HANG_SECONDS = 600.0
 """A guard against hanging alone: on a machine that does other things too, processes start minutes after each other."""
@@ -21,6 +23,12 @@ HANG_SECONDS = 600.0
 
 class RankError(AssertionError):
     """A rank raised; the text is its traceback."""
+
+
+@functools.cache
+def mesh_of(sizes: tuple[int, ...]) -> DeviceMesh:
+    """Of all ranks. Those of one host are neighbours on the last axis."""
+    return init_device_mesh("cpu", sizes, mesh_dim_names=("rows", "heads")[: len(sizes)])
 
 
 def run_ranks(world: int, function: Callable[..., Any], *args: Any, timeout: float = HANG_SECONDS) -> list[Any]:
@@ -36,7 +44,7 @@ def run_ranks(world: int, function: Callable[..., Any], *args: Any, timeout: flo
         processes = [
             context.Process(target=_run, args=(rank, world, store, timeout, results, function, args))
             for rank in range(world)
-        ]  # fmt: skip
+        ]
         for process in processes:
             process.start()
         found: dict[int, Any] = {}
@@ -70,7 +78,7 @@ def _run(
     try:
         dist.init_process_group(
             "gloo", store=dist.FileStore(store, world), rank=rank, world_size=world, timeout=timedelta(seconds=timeout)
-        )  # fmt: skip
+        )
         value = function(*args)
         results.put((rank, False, value))
         dist.barrier()

@@ -12,7 +12,6 @@ import checks
 from checks import LAYOUTS, by_one, by_ranks, largest, operands
 from dilated_attention_pytorch import (
     DilatedPattern,
-    SegmentedPattern,
     attend,
     global_tokens,
     hierarchical,
@@ -22,9 +21,10 @@ from dilated_attention_pytorch import (
     random_blocks,
     strided_blocks,
 )
+from dilated_attention_pytorch.patterns import SegmentedPattern
 from drawn_shards import ShardedCase, counted_traffic, largest_errors
-from error_budget import budget
-from oracle import Groups, Rule, dense_attention, dense_counts
+from support.error_budget import budget
+from support.oracle import Groups, Rule, dense_attention, dense_counts
 
 RULES = per_head([local_window(30, 9), random_blocks(0.3, seed=4, block_size=8)]) + global_tokens(3)
 PATTERNS = (
@@ -78,9 +78,11 @@ def low_precision_stays_within_the_error_budget(mesh: DeviceMesh) -> dict[str, s
             expected = [out.detach(), *(leaf.grad for leaf in leaves)]
             k, v = (x.repeat_interleave(2, 2) for x in exact[1:3])
             bounds = budget(exact[0], k, v, exact[3], counts.repeat_interleave(2, 1).double(), 0.25, dtype)
-            per_kv = [bounds.out, bounds.grad_query, *(
-                x.unflatten(2, (2, 2)).sum(3) for x in (bounds.grad_key, bounds.grad_value)
-            )]  # fmt: skip
+            per_kv = [
+                bounds.out,
+                bounds.grad_query,
+                *(x.unflatten(2, (2, 2)).sum(3) for x in (bounds.grad_key, bounds.grad_value)),
+            ]
             for layout in LAYOUTS:
                 found = by_ranks(whole, pattern, mesh, layout, strategy="ring", is_causal=is_causal)
                 for name, mine, theirs, bound in zip("okqv", found, expected, per_kv, strict=True):

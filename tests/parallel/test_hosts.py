@@ -18,8 +18,8 @@ from typing import Any
 
 import pytest
 
-import dilated_attention_pytorch
 from host_ranks import MESHES
+from support.processes import environment
 
 PROGRAM = Path(__file__).with_name("host_ranks.py")
 TOLERANCE = 1e-10
@@ -45,8 +45,6 @@ class Host:
 
     def start(self, hosts: list[Host], mode: str, folder: Path) -> subprocess.Popen[bytes]:
         """torchrun with two processes."""
-        source = Path(dilated_attention_pytorch.__file__).parents[1]
-        path = os.pathsep.join(filter(None, (str(source), os.environ.get("PYTHONPATH"))))
         place = hosts.index(self)
         launch = [
             "ip", "netns", "exec", self.name, sys.executable, "-m", "torch.distributed.run",
@@ -54,7 +52,7 @@ class Host:
             "--rdzv-endpoint", f"{hosts[0].address}:29400", "--rdzv-id", "hosts",
             "--rdzv-conf", f"is_host={int(place == 0)}", "--local-addr", self.address, str(PROGRAM), mode, str(folder),
         ]  # fmt: skip
-        env = {**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": self.link}
+        env = environment(GLOO_SOCKET_IFNAME=self.link)
         with (folder / f"{place}.err").open("w") as errors:
             return subprocess.Popen(launch, stderr=errors, env=env)
 

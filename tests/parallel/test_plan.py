@@ -2,31 +2,54 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
 import torch
 
-from dilated_attention_pytorch.planning import ShardedCall, Shards, exchange, shard_runs
-from dilated_attention_pytorch.planning.traffic import ring_links
+from dilated_attention_pytorch.parallel import plan
+from dilated_attention_pytorch.planning import rounds
+from dilated_attention_pytorch.planning.exchange import exchange
+from dilated_attention_pytorch.planning.layout import Shards, shard_runs
+from dilated_attention_pytorch.planning.shards import ShardedCall
+from dilated_attention_pytorch.planning.traffic import gathered_rows, ring_links
 from drawn_shards import ShardedCase, counted_traffic, draw_cases, planned
-from oracle import Rule
 from ranks import run_ranks
+from support.oracle import Rule
 
 
-@pytest.mark.parametrize("world", [2, 3, 4])
-def test_bytes_on_the_wire_are_the_planned_ones(world: int, figure: Any) -> None:
-    cases = draw_cases(world, 50, where=lambda case: case.is_whole)
-    ranks = run_ranks(world, counted_traffic, cases)
+@pytest.fixture
+def passed_on_from_four(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Plans of which nothing is kept, for sets of ranks that a test can have."""
+    for cached in (plan._plan, gathered_rows):
+        cached.cache_clear()
+    with monkeypatch.context() as patched:
+        patched.setattr(rounds, "FEWEST_MEMBERS", 4)
+        yield
+    for cached in (plan._plan, gathered_rows):
+        cached.cache_clear()
+
+
+@pytest.mark.usefixtures("passed_on_from_four")
+@pytest.mark.parametrize(("world", "number"), [(2, 50), (3, 50), (4, 50), (7, 30)])
+def test_bytes_and_messages_on_the_wire_are_the_planned_ones(world: int, number: int, figure: Any) -> None:
+    cases = draw_cases(world, number, where=lambda case: case.is_whole)
+    ranks = run_ranks(world, counted_traffic, cases, 4)
     for index, case in enumerate(cases):
         estimate = planned(case)
-        sent, received, sent_back, received_back = zip(*(of_rank[index] for of_rank in ranks), strict=True)
+        counted = zip(*(of_rank[index] for of_rank in ranks), strict=True)
+        sent, received, sent_back, received_back, messages, messages_back = counted
         assert sent == estimate.forward_bytes, case
         assert sent_back == estimate.backward_bytes, case
+        assert (max(messages), max(messages_back)) == (estimate.messages, estimate.backward_messages), case
         assert sum(received) == sum(sent), case
         assert sum(received_back) == sum(sent_back), case
     moved = sum(sum(of_rank[index][0] for of_rank in ranks) > 0 for index in range(len(cases)))
-    figure(f"bytes sent equal the planned ones, {world} ranks", f"{len(cases)} drawn calls, {moved} that send any")
+    figure(
+        f"bytes and messages sent equal the planned ones, {world} ranks",
+        f"{len(cases)} drawn calls, {moved} that send any",
+    )
 
 
 @pytest.mark.parametrize("kind", ["groups", "rules"])
@@ -57,9 +80,12 @@ def test_a_rank_is_sent_the_rows_that_rules_show_to_its_queries_and_no_others(wo
         call = case.call
         documents = call.options.get("cu_seqlens")
         sharded = ShardedCall(
-            call.pattern, call.kv_heads, call.is_causal, call.options.get("query_offset", 0),
+            call.pattern,
+            call.kv_heads,
+            call.is_causal,
+            call.options.get("query_offset", 0),
             None if documents is None else tuple(documents.tolist()),
-        )  # fmt: skip
+        )
         call.options.pop("key_padding_mask", None)
         is_seen = call.counts()[0][0] > 0  # head, query, key
         shards = Shards(call.num_queries, world, case.layout)

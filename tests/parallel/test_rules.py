@@ -42,8 +42,11 @@ def test_bytes_on_the_wire_are_the_planned_ones(found: list[dict[str, Any]], fig
     cases = drawn(len(found))[1]
     for index, case in enumerate(cases):
         estimate = planned(case)
-        sent, received, back, received_back = zip(*(of_rank["traffic"][index] for of_rank in found), strict=True)
+        sent, received, back, received_back, messages, back_messages = zip(
+            *(of_rank["traffic"][index] for of_rank in found), strict=True
+        )
         assert (sent, back) == (estimate.forward_bytes, estimate.backward_bytes), case
+        assert (max(messages), max(back_messages)) == (estimate.messages, estimate.backward_messages), case
         assert (sum(received), sum(received_back)) == (sum(sent), sum(back)), case
     moved = sum(any(of_rank["traffic"][index][0] for of_rank in found) for index in range(len(cases)))
     figure(f"bytes sent equal the planned ones, rules, {len(found)} ranks", f"{len(cases)} calls, {moved} send any")

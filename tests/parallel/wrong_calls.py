@@ -13,7 +13,8 @@ from torch import Tensor
 from torch.autograd import forward_ad
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from dilated_attention_pytorch import DilatedPattern, SegmentedPattern, from_block_mask, local_window, parallel
+from dilated_attention_pytorch import DilatedPattern, from_block_mask, local_window, parallel
+from dilated_attention_pytorch.patterns import SegmentedPattern
 
 PATTERN = DilatedPattern([4, 16], [1, 2])
 PADDED_TAIL = DilatedPattern([4, 16], [1, 2], tail="zero_padded")
@@ -30,20 +31,20 @@ CALLS: list[tuple[str, dict[str, Any], type[Exception], str]] = [
     ("boundaries of the rank", {"cu_seqlens": torch.tensor([0, 8], dtype=torch.int32)}, ValueError,
      r"query must have this rank's 4 of the 8 rows"),
     ("boundaries and offset", {"cu_seqlens": BOUNDARIES, "query_offset": 4, "key_offset": 4}, ValueError,
-     r"same rows from position 0: got 16 query rows at 4 and 16 key rows at 4"),
+     r"same rows starting at position 0: got 16 query rows at 4 and 16 key rows at 4"),
     ("offsets by ring", {"query_offset": 16}, NotImplementedError, r"strategy='ring' is for self-attention.*use "
      r'strategy="heads" on a 1-D mesh'),
     ("tail by gather", {"pattern": PADDED_TAIL, "strategy": "gather"}, NotImplementedError,
-     r'tail="zero_padded" depends on whole segments.*strategy="heads"'),
+     r'tail="zero_padded" needs whole segments.*strategy="heads"'),
     ("rules by gather", {"pattern": PATTERN + local_window(3), "strategy": "gather"}, NotImplementedError,
-     r"strategy='gather' gathers the rows of segments.*use strategy=\"ring\", or strategy=\"heads\""),
+     r"strategy='gather' gathers whole segments.*use strategy=\"ring\", or strategy=\"heads\""),
     ("ragged segments by ring", {"pattern": SegmentedPattern([[0, 5]], [1])}, NotImplementedError,
-     r"strategy='ring' finds what ranks share by segments of one length.*use strategy=\"heads\""),
+     r"strategy='ring' needs segments of one length.*use strategy=\"heads\""),
     ("ragged segments by plan", {"pattern": SegmentedPattern([[0, 5]], [1]), "strategy": "auto"}, NotImplementedError,
      r'plans count segments of one length.*strategy="heads"'),
     ("a mask of this rank's blocks", {"pattern": from_block_mask(torch.ones(1, 2, 2, dtype=torch.bool), 4)}, ValueError,
      r"the block mask covers 8 positions.*got 16; make a mask of 4 blocks"),
-    ("reference by ring", {"impl": "reference"}, NotImplementedError, r'impl="reference" computes whole sequences'),
+    ("reference by ring", {"impl": "reference"}, NotImplementedError, r'impl="reference" needs whole sequences'),
     ("more ranks than heads", {"strategy": "heads", "heads": 1}, ValueError, r"at least one query head for every rank "
      r'of the axis: got 1 heads and 2 ranks; use a smaller axis for the heads, or strategy="ring"'),
     ("pattern", {"pattern": [4, 16]}, TypeError, r"pattern must be a Pattern"),
@@ -109,7 +110,7 @@ def _other_derivatives(mesh: DeviceMesh) -> list[str]:
             derivative(function, q)
             found.append(f"{way} of {name}: accepted")
         except NotImplementedError as came:
-            if "over several ranks there is the gradient and no other derivative" not in str(came):
+            if "over several ranks has a gradient and no other derivative" not in str(came):
                 found.append(f"{way} of {name}: {came}")
         except Exception as came:  # noqa: BLE001 - reported
             found.append(f"{way} of {name}: {type(came).__name__}: {came}")

@@ -22,9 +22,10 @@ from dilated_attention_pytorch import (
     random_blocks,
     strided_blocks,
 )
-from dilated_attention_pytorch.patterns import NO_END, blocks, pattern_from_spec
-from drawn import block_calls, examples, pattern_of, rules
-from oracle import Rule, dense_counts
+from dilated_attention_pytorch.patterns import blocks, pattern_from_expression, pattern_from_spec
+from dilated_attention_pytorch.patterns.rules import NO_END
+from support.drawn import block_calls, examples, pattern_of, rules
+from support.oracle import Rule, dense_counts
 
 
 @st.composite
@@ -136,6 +137,30 @@ def test_a_mask_is_kept_as_it_was() -> None:
     assert torch.equal(pattern.counts(torch.arange(5), torch.arange(5), 2), before)
 
 
+def test_a_pattern_is_printed_as_the_call_that_makes_it() -> None:
+    for text in (
+        "DilatedPattern([8, 16], [1, 2])",
+        "DilatedPattern([8], [2], offset_rule='block', tail='zero_padded', segment_shift=3)",
+        "local_window(3)",
+        "local_window(3, 1)",
+        "global_tokens(2)",
+        "strided_blocks(4, block_size=32)",
+        "random_blocks(0.3333333333333333, seed=5, block_size=128)",
+        "hierarchical(2, levels=3, factor=2, block_size=128)",
+        "local_window(3) + global_tokens(2) + DilatedPattern([8], [1])",
+    ):
+        pattern = pattern_from_expression(text)
+        assert repr(pattern) == text
+        assert pattern_from_expression(repr(pattern)) == pattern
+    assert (
+        repr(from_block_mask(torch.eye(3, dtype=torch.bool)[None], 2))
+        == "from_block_mask(<bool [1, 3, 3]>, block_size=2)"
+    )
+    mixed = per_head([local_window(0), local_window(1)])
+    assert repr(mixed) == "local_window(0) for heads g mod 2 == 0 + local_window(1) for heads g mod 2 == 1"
+    assert repr(global_tokens(1).for_heads([2], 4)) == "global_tokens(1) (heads [2] of 4)"
+
+
 def test_the_picture_shows_sums() -> None:
     import matplotlib as mpl
 
@@ -178,10 +203,13 @@ WRONG: list[tuple[Callable[[], Any], type[Exception], str]] = [
     (lambda: from_block_mask(MASK[0]), ValueError, r"mask must have the shape .* got \(2, 2\)"),
     (lambda: from_block_mask(MASK, 2).density(5), ValueError, "covers 4 positions .* got 5; make a mask of 3 blocks"),
     (lambda: call(from_block_mask(MASK, 2), 5), ValueError, "covers 4 positions .* got 5"),
-    (lambda: call(from_block_mask(MASK, 2), 9, cu_seqlens=torch.tensor([0, 4, 9], dtype=torch.int32)), ValueError,
-     "covers 4 positions .* got 5; make a mask of 3 blocks"),
+    (
+        lambda: call(from_block_mask(MASK, 2), 9, cu_seqlens=torch.tensor([0, 4, 9], dtype=torch.int32)),
+        ValueError,
+        "covers 4 positions .* got 5; make a mask of 3 blocks",
+    ),
     (lambda: call(from_block_mask(MASK, 2), 4, query_offset=1), ValueError, "covers 4 positions .* got 5"),
-    (lambda: call(from_block_mask(MASK.expand(3, 2, 2), 2), 4), ValueError, "has 3 heads, got a call of 2"),
+    (lambda: call(from_block_mask(MASK.expand(3, 2, 2), 2), 4), ValueError, "has 3 heads, got a call with 2"),
     (lambda: call(local_window(1).for_heads([0], 2), 4), ValueError, "is for 1 key/value heads, got 2"),
     (lambda: local_window(1).for_heads([2], 2), ValueError, r"heads must be some of .* 0 to 1, got \[2\]"),
     (lambda: per_head([]), ValueError, "patterns must hold at least one pattern, got none"),
@@ -190,8 +218,8 @@ WRONG: list[tuple[Callable[[], Any], type[Exception], str]] = [
     (lambda: local_window(1) + 3, TypeError, "unsupported operand"),
     (lambda: local_window(1).density(0), ValueError, "sequence_length must be at least 1, got 0"),
     (lambda: local_window(1).density(10**10), ValueError, "sequence_length must be at most 2,147,483,648, .* 64 bits"),
-    (lambda: strided_blocks(2, block_size=2).density(10**6), ValueError, "are 250,000,000,000 pairs of blocks to look"),
-]  # fmt: skip
+    (lambda: strided_blocks(2, block_size=2).density(10**6), ValueError, "make 250,000,000,000 pairs of blocks"),
+]
 
 
 def call(pattern: Pattern, rows: int, **options: Any) -> Any:

@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 
 from dilated_attention_pytorch import DilatedPattern
 from dilated_attention_pytorch.patterns import pattern_from_spec
-from drawn import examples
-from oracle import Groups, dense_counts
+from support.drawn import examples
+from support.oracle import Groups, dense_counts
 
 RULES = st.sampled_from(["modulo", "block"])
 
@@ -21,8 +21,11 @@ RULES = st.sampled_from(["modulo", "block"])
 @examples(100)
 @given(
     st.lists(st.tuples(st.integers(1, 30), st.integers(1, 9)), min_size=1, max_size=3),
-    RULES, st.lists(st.integers(0, 40), min_size=1, max_size=3), st.integers(1, 5), st.booleans(),
-)  # fmt: skip
+    RULES,
+    st.lists(st.integers(0, 40), min_size=1, max_size=3),
+    st.integers(1, 5),
+    st.booleans(),
+)
 def test_counts_follow_the_definition(
     pairs: list[tuple[int, int]], rule: str, shift: list[int], heads: int, causal: bool
 ) -> None:
@@ -77,6 +80,8 @@ def test_the_picture_shows_the_counts() -> None:
     counts = pattern.counts(torch.arange(8), torch.arange(8), 2, is_causal=True).float()
     assert torch.equal(drawn[:, :8], counts[0])
     assert torch.equal(drawn[:, 9:], counts[1])
+    numbered = {tick: label.get_text() for tick, label in zip(axes.get_xticks(), axes.get_xticklabels(), strict=True)}
+    assert {tick: text for tick, text in numbered.items() if text.isdigit()} == {0: "0", 7: "7", 9: "0", 16: "7"}
     with pytest.raises(ValueError, match="sequence_length must be at least 1, got 0"):
         pattern.plot(0)
 

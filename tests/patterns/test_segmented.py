@@ -10,11 +10,11 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dilated_attention_pytorch import DilatedPattern, SegmentedPattern, attend, local_window
+from dilated_attention_pytorch import DilatedPattern, attend, local_window
 from dilated_attention_pytorch.models.ledger import Ledger
-from dilated_attention_pytorch.patterns import pattern_from_spec
-from drawn import examples
-from oracle import dense_attention
+from dilated_attention_pytorch.patterns import SegmentedPattern, pattern_from_spec
+from support.drawn import examples
+from support.oracle import dense_attention
 
 
 @st.composite

@@ -10,8 +10,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from dilated_attention_pytorch import DilatedPattern
-from dilated_attention_pytorch.planning import Bands, Call, Gathered, Partial, Plan, plan
-from drawn import DrawnCall, block_calls, calls, examples
+from dilated_attention_pytorch.planning.gathered import Gathered
+from dilated_attention_pytorch.planning.geometry import Bands, Partial
+from dilated_attention_pytorch.planning.plan import Call, Plan, plan
+from support.drawn import DrawnCall, block_calls, calls, examples
 
 BANDS = st.sampled_from(get_args(Bands))
 
@@ -20,12 +22,20 @@ def plan_of(call: DrawnCall, tile_size: int, bands: Bands = "cut") -> Plan:
     documents = call.options.get("cu_seqlens")
     return plan(
         Call(
-            call.pattern, call.batch, call.num_queries, call.num_keys, call.kv_heads * call.ratio, call.kv_heads,
-            call.options.get("query_offset", 0), call.options.get("key_offset", 0), call.is_causal,
+            call.pattern,
+            call.batch,
+            call.num_queries,
+            call.num_keys,
+            call.kv_heads * call.ratio,
+            call.kv_heads,
+            call.options.get("query_offset", 0),
+            call.options.get("key_offset", 0),
+            call.is_causal,
             None if documents is None else tuple(documents.tolist()),
         ),
-        tile_size, bands=bands,
-    )  # fmt: skip
+        tile_size,
+        bands=bands,
+    )
 
 
 def problems(partial: Partial) -> list[tuple[int, int]]:
@@ -141,10 +151,12 @@ def test_pairs_of_block_patterns_are_counted_once_and_no_two_problems_share_a_ro
     for tile in steps.tiles:
         for partial in tile.partials:
             if isinstance(partial, Gathered):
-                rows = torch.cat([
-                    (alike.query_rows.unsqueeze(-1) + torch.arange(alike.rows_of_range)).view(-1)
-                    for alike in partial.lists
-                ])  # fmt: skip
+                rows = torch.cat(
+                    [
+                        (alike.query_rows.unsqueeze(-1) + torch.arange(alike.rows_of_range)).view(-1)
+                        for alike in partial.lists
+                    ]
+                )
                 assert len(rows.unique()) == len(rows)
                 units = torch.cat([alike.units.view(-1) for alike in partial.lists])
                 assert (units.min(), units.max()) == (0, partial.num_units - 1)
@@ -158,6 +170,7 @@ def test_pairs_of_block_patterns_are_counted_once_and_no_two_problems_share_a_ro
                 first = partial.query_row if by_query else partial.key_row
                 rows = [
                     (head, first + row + partial.step * index)
-                    for row, head in problems(partial) for index in range(number)
-                ]  # fmt: skip
+                    for row, head in problems(partial)
+                    for index in range(number)
+                ]
                 assert len(set(rows)) == len(rows)

@@ -10,12 +10,14 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dense_traffic import figures, ring_rows, sharded
-from dilated_attention_pytorch import DilatedPattern, hierarchical, local_window, parallel
-from dilated_attention_pytorch.planning import Layout, ShardedCall, Shards, exchange, neighbours, shard_runs
+from dilated_attention_pytorch import DilatedPattern, global_tokens, hierarchical, local_window, parallel, per_head
+from dilated_attention_pytorch.planning.exchange import exchange, neighbours
+from dilated_attention_pytorch.planning.layout import Layout, Shards, shard_runs
 from dilated_attention_pytorch.planning.pairs import num_pairs
+from dilated_attention_pytorch.planning.shards import ShardedCall
 from dilated_attention_pytorch.planning.traffic import sent_rows
-from drawn import DENSE, DrawnCall, block_calls, calls, examples
+from support.dense_traffic import figures, ring_rows, sharded
+from support.drawn import DENSE, DrawnCall, block_calls, calls, examples
 
 LAYOUTS: tuple[Layout, ...] = ("contiguous", "zigzag")
 
@@ -38,14 +40,20 @@ def is_ragged(call: DrawnCall) -> bool:
 
 
 @examples(25)
-@given(whole_calls().filter(is_ragged), st.sampled_from([1, 2, 3, 5, 8, 13]))
+@given(whole_calls().filter(is_ragged), st.sampled_from([1, 2, 3, 5, 8, 13, 17]))
 def test_every_figure_of_a_plan_is_that_of_all_pairs_of_ranks(call: DrawnCall, world: int) -> None:
     heads = call.kv_heads * call.ratio
     plan = parallel.plan_parallel(
-        call.pattern, (call.batch, call.num_queries, heads, call.head_dim), world, num_kv_heads=call.kv_heads,
-        dtype=torch.float64, is_causal=call.is_causal, query_offset=call.options.get("query_offset", 0),
-        cu_seqlens=call.options.get("cu_seqlens"), is_padded="key_padding_mask" in call.options,
-    )  # fmt: skip
+        call.pattern,
+        (call.batch, call.num_queries, heads, call.head_dim),
+        world,
+        num_kv_heads=call.kv_heads,
+        dtype=torch.float64,
+        is_causal=call.is_causal,
+        query_offset=call.options.get("query_offset", 0),
+        cu_seqlens=call.options.get("cu_seqlens"),
+        is_padded="key_padding_mask" in call.options,
+    )
     assert {(e.strategy, e.layout) for e in plan.estimates} >= {("ring", layout) for layout in LAYOUTS}
     for estimate in plan.estimates:
         expected = figures(call, world, estimate.strategy, estimate.layout)
@@ -77,6 +85,34 @@ def test_runs_by_number_are_the_runs_of_all_ranks_in_order(
     assert shards.owners(shards.runs_between(start, stop)) == {runs[i][1] for i in between}
 
 
+def rows_shown(call: ShardedCall, shards: Shards, source: int, target: int) -> int:
+    blocks = exchange(call, shards[source], shards[target]).blocks if source != target else ()
+    return sum(block.count * block.num_heads for block in blocks)
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("is_causal", [False, True])
+@pytest.mark.parametrize("offset", [0, 3])
+def test_rows_and_pairs_of_a_window_with_global_tokens_are_those_of_every_pair_of_ranks(
+    layout: Layout, is_causal: bool, offset: int
+) -> None:
+    """Global tokens are counted for many ranks at once, a window pair by pair; each head kind by itself."""
+    of_some = per_head([global_tokens(29), local_window(11, 2), local_window(1) + global_tokens(7)])
+    for pattern in (local_window(11, 2) + global_tokens(29), of_some, global_tokens(5) + global_tokens(40)):
+        call = ShardedCall(pattern, 3, is_causal, offset, None)
+        (whole,) = num_pairs(call, Shards(211, 1, "contiguous"))
+        positions = torch.arange(offset, offset + 211)
+        dense = pattern.counts(positions, positions, 3, is_causal=is_causal)
+        assert whole == int(dense.sum())
+        for world in (2, 5, 16):
+            shards = Shards(211, world, layout)
+            sent = sent_rows(call, shards)
+            rows = [[rows_shown(call, shards, source, target) for target in range(world)] for source in range(world)]
+            assert sent.given.tolist() == [sum(of_source) for of_source in rows]
+            assert sent.taken.tolist() == [sum(to_target) for to_target in zip(*rows, strict=True)]
+            assert sum(num_pairs(call, shards)) == whole
+
+
 def paper_up_to(rows: int) -> DilatedPattern:
     groups = [(2048, 1), (4096, 2), (8192, 4), (16384, 6), (32768, 12)]
     while groups[-1][0] < rows:
@@ -92,11 +128,7 @@ def test_a_rank_of_1024_sends_what_each_pair_says(layout: Layout) -> None:
     sent = sent_rows(call, shards)
     rank = 401
     _, targets = neighbours(call, shards, rank)
-    rows = [
-        sum(block.count * block.num_heads for block in exchange(call, shards[rank], shards[target]).blocks)
-        for target in targets
-    ]
-    assert int(sent.given[rank]) == sum(rows)
+    assert int(sent.given[rank]) == sum(rows_shown(call, shards, rank, target) for target in targets)
     assert int(sent.given.sum()) == int(sent.taken.sum())
 
 
@@ -137,6 +169,6 @@ def test_a_rule_with_a_bounded_reach_is_not_looked_for_beyond_it() -> None:
     """Blocks by levels reach 16 blocks; on 1,024 ranks of 8,192 rows every rank sends to the one after it alone."""
     call = ShardedCall(hierarchical(), 12, True, 0, None)
     shards = Shards(1024 * 8192, 1024, "contiguous")
-    assert sent_rows(call, shards).receivers == 1
+    assert int(sent_rows(call, shards).messages.max()) == 1
     (of_one,) = num_pairs(call, Shards(8 * 8192, 1, "contiguous"))
     assert sum(num_pairs(call, Shards(8 * 8192, 8, "zigzag"))) == of_one

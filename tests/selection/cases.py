@@ -8,7 +8,8 @@ from typing import Any
 import torch
 from hypothesis import strategies as st
 
-from dilated_attention_pytorch.selection import Hardware, SegmentSelectionConfig, Workload, candidates
+from dilated_attention_pytorch.selection import Hardware, SegmentSelectionConfig, Workload
+from dilated_attention_pytorch.selection.candidates import candidates
 from dilated_attention_pytorch.selection.cost import nominal_seconds
 from dilated_attention_pytorch.selection.memory import peak_bytes
 
@@ -19,9 +20,14 @@ ARCHITECTURES = ("H200", "H100", "A100", "V100", "RTX", "AMD MI", "other GPU", "
 def workload(**values: Any) -> Workload:
     """A workload of 4,096 positions, but for what is given."""
     sizes = {
-        "sequence_length": 4096, "batch_size": 1, "num_heads": 8, "num_kv_heads": 8, "head_dim": 64,
-        "dtype": torch.float32, "is_training": True,
-    }  # fmt: skip
+        "sequence_length": 4096,
+        "batch_size": 1,
+        "num_heads": 8,
+        "num_kv_heads": 8,
+        "head_dim": 64,
+        "dtype": torch.float32,
+        "is_training": True,
+    }
     return Workload(**(sizes | values))
 
 
@@ -32,14 +38,19 @@ def workloads(draw: st.DrawFn, *, longest: int = 1 << 21) -> Workload:
     lengths = (1, 2, 7, 127, 511, 512, 513, 7919, 65537)
     return Workload(
         sequence_length=draw(st.one_of(st.integers(1, longest), st.sampled_from([n for n in lengths if n <= longest]))),
-        batch_size=draw(st.integers(1, 9)), num_heads=kv_heads * draw(st.sampled_from([1, 1, 2, 3])),
-        num_kv_heads=kv_heads, head_dim=draw(st.sampled_from([1, 5, 32, 64, 128])),
+        batch_size=draw(st.integers(1, 9)),
+        num_heads=kv_heads * draw(st.sampled_from([1, 1, 2, 3])),
+        num_kv_heads=kv_heads,
+        head_dim=draw(st.sampled_from([1, 5, 32, 64, 128])),
         dtype=draw(st.sampled_from([torch.float16, torch.bfloat16, torch.float32, torch.float64])),
-        is_causal=draw(st.booleans()), is_training=draw(st.booleans()), is_padded=draw(st.booleans()),
-        has_dropout=draw(st.booleans()), offset_rule=draw(st.sampled_from(["modulo", "block"])),
+        is_causal=draw(st.booleans()),
+        is_training=draw(st.booleans()),
+        is_padded=draw(st.booleans()),
+        has_dropout=draw(st.booleans()),
+        offset_rule=draw(st.sampled_from(["modulo", "block"])),
         tail=draw(st.sampled_from(["ragged", "ragged", "zero_padded"])),
         segment_shift=draw(st.sampled_from([0, 0, 3, (0, 700), (5, 1, 64)])),
-    )  # fmt: skip
+    )
 
 
 @st.composite
@@ -47,14 +58,16 @@ def configs(draw: st.DrawFn) -> SegmentSelectionConfig:
     """Any policy within its checks."""
     least = draw(st.integers(1, 3000))
     return SegmentSelectionConfig(
-        min_segment_size=least, max_segment_size=least + draw(st.integers(0, 70000)),
+        min_segment_size=least,
+        max_segment_size=least + draw(st.integers(0, 70000)),
         max_num_segments=draw(st.integers(1, 6)),
         geometric_ratios=draw(st.sampled_from([(1.5, 2.0, 2.5, 3.0), (1.7,), ()])),
         memory_safety_factor=draw(st.sampled_from([0.1, 0.8, 1.0])),
         min_free_memory_gb=draw(st.sampled_from([0, 0.5, 2.0])),
         time_budget_ms=draw(st.one_of(st.none(), st.floats(0.01, 1e5))),
-        objective=draw(st.sampled_from(["score", "speed"])), coverage_floor=draw(st.sampled_from([0.1, 0.9, 1.0])),
-    )  # fmt: skip
+        objective=draw(st.sampled_from(["score", "speed"])),
+        coverage_floor=draw(st.sampled_from([0.1, 0.9, 1.0])),
+    )
 
 
 @st.composite

@@ -10,9 +10,9 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dilated_attention_pytorch import SegmentedPattern
+from dilated_attention_pytorch.patterns import SegmentedPattern
 from dilated_attention_pytorch.selection import find_breaks, snap_boundaries
-from drawn import examples
+from support.drawn import examples
 
 
 @examples(300)
@@ -92,7 +92,7 @@ WRONG: list[tuple[Callable[[], object], type[Exception], str]] = [
     (lambda: snap_boundaries(0, 9, [], tolerance=0.1), ValueError, "segment_length must be at least 1, got 0"),
     (lambda: snap_boundaries(3, 9.0, [], tolerance=0.1), TypeError, "sequence_length must be an integer"),  # type: ignore[arg-type]
     (lambda: snap_boundaries(3, 9, [], tolerance=1.5), ValueError, "from 0 to 1, got 1.5"),
-]  # fmt: skip
+]
 
 
 @pytest.mark.parametrize("wrong", range(len(WRONG)), ids=lambda index: WRONG[index][2][:40])

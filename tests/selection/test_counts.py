@@ -11,29 +11,40 @@ from hypothesis import strategies as st
 
 from dilated_attention_pytorch import DilatedPattern, attend
 from dilated_attention_pytorch.engine.call import Inputs
-from dilated_attention_pytorch.planning import Call, plan
-from dilated_attention_pytorch.selection import Hardware, SegmentSelectionConfig, Workload, candidates
+from dilated_attention_pytorch.planning.plan import Call, plan
+from dilated_attention_pytorch.selection import Hardware, SegmentSelectionConfig, Workload
+from dilated_attention_pytorch.selection.candidates import candidates
 from dilated_attention_pytorch.selection.counts import flops, num_pairs, tiling
 from dilated_attention_pytorch.selection.memory import peak_bytes
 from dilated_attention_pytorch.selection.score import coverage, diversity
-from drawn import examples
 from selection.cases import GIB, workload, workloads
+from support.drawn import examples
 
 LENGTHS = st.lists(st.integers(1, 3000), min_size=1, max_size=4)
 
 
 def call_of(pattern: DilatedPattern, workload: Workload) -> Call:
     return Call(
-        pattern, workload.batch_size, workload.sequence_length, workload.sequence_length, workload.num_heads,
-        workload.num_kv_heads, 0, 0, workload.is_causal,
-    )  # fmt: skip
+        pattern,
+        workload.batch_size,
+        workload.sequence_length,
+        workload.sequence_length,
+        workload.num_heads,
+        workload.num_kv_heads,
+        0,
+        0,
+        workload.is_causal,
+    )
 
 
 def pattern_of(workload: Workload, lengths: list[int], rates: list[int]) -> DilatedPattern:
     return DilatedPattern(
-        lengths, rates[: len(lengths)], offset_rule=workload.offset_rule, tail=workload.tail,
+        lengths,
+        rates[: len(lengths)],
+        offset_rule=workload.offset_rule,
+        tail=workload.tail,
         segment_shift=workload.segment_shift,
-    )  # fmt: skip
+    )
 
 
 @examples(120)
@@ -51,10 +62,11 @@ def test_no_tile_of_the_engine_is_larger_than_the_largest_that_is_counted(
     workload = dataclasses.replace(workload, head_dim=min(workload.head_dim * 64, 4096))
     pattern = pattern_of(workload, lengths, rates)
     query, key = (
-        torch.empty(workload.batch_size, workload.sequence_length, heads, workload.head_dim, device="meta",
-                    dtype=workload.dtype)
+        torch.empty(
+            workload.batch_size, workload.sequence_length, heads, workload.head_dim, device="meta", dtype=workload.dtype
+        )
         for heads in (workload.num_heads, workload.num_kv_heads)
-    )  # fmt: skip
+    )
     made = Inputs(query, key, key, call_of(pattern, workload), 1.0, None, None, 0.0).plan()
     cut = tiling(pattern, workload)
     for tile in made.tiles:
@@ -117,5 +129,5 @@ def test_candidates_are_of_every_family() -> None:
         (512, 1280, 3200, 7936, 9088),  # ratio 2.5
         (1024, 3072, 9088),  # ratio 3 from the second base
         (2048, 4096, 6144, 8192, 9088),  # uniform
-    ):  # fmt: skip
+    ):
         assert lengths in found

@@ -14,24 +14,18 @@ import torch
 
 from dilated_attention_pytorch.errors import RunError
 from dilated_attention_pytorch.folders import cache_folder
-from dilated_attention_pytorch.selection import (
-    DynamicSegmentSelector,
-    Hardware,
-    Profile,
-    Rates,
-    load_profile,
-    profile_path,
-    read_hardware,
-    store_profile,
-)
+from dilated_attention_pytorch.selection import DynamicSegmentSelector, Hardware, Profile, Rates, read_hardware
 from dilated_attention_pytorch.selection.cost import FEATURES
+from dilated_attention_pytorch.selection.profile import load_profile, profile_path, store_profile
 from selection.cases import GIB
 
 HARDWARE = Hardware.of_architecture("CPU", free_bytes=GIB, name="A processor", processors=3)
-PROFILE = Profile((
-    Rates("float32", True, tuple(0.5 + index for index in range(len(FEATURES)))),
-    Rates("bfloat16", False, (1e-9,) * len(FEATURES)),
-))  # fmt: skip
+PROFILE = Profile(
+    (
+        Rates("float32", True, tuple(0.5 + index for index in range(len(FEATURES)))),
+        Rates("bfloat16", False, (1e-9,) * len(FEATURES)),
+    )
+)
 
 
 def changed(change: Callable[[dict[str, Any]], object]) -> Callable[[Path], object]:
@@ -44,7 +38,7 @@ def changed(change: Callable[[dict[str, Any]], object]) -> Callable[[Path], obje
 
 
 IGNORED: list[tuple[Callable[[Path], object], str]] = [
-    (lambda file: file.write_text(file.read_text()[:-40]), "is damaged: it is no JSON"),
+    (lambda file: file.write_text(file.read_text()[:-40]), "is damaged: it is not JSON"),
     (lambda file: file.write_bytes(b"\xff\xfe"), "cannot be read"),
     (lambda file: file.write_text("[]"), "is of another format: .* got 'list'"),
     (changed(lambda values: values.update(format="profile 0")), "is of another format: .* got 'profile 0'"),

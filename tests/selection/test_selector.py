@@ -19,12 +19,12 @@ from dilated_attention_pytorch.selection import (
     Rates,
     SegmentSelectionConfig,
     Workload,
-    candidates,
 )
 from dilated_attention_pytorch.selection import selector as selector_module
+from dilated_attention_pytorch.selection.candidates import candidates
 from dilated_attention_pytorch.selection.cost import FEATURES
-from drawn import examples
 from selection.cases import ARCHITECTURES, GIB, budgets, configs, workload, workloads
+from support.drawn import examples
 
 NOMINAL = Profile(())
 
@@ -161,7 +161,7 @@ WRONG: list[tuple[Callable[[], object], type[Exception], str]] = [
     (lambda: select(sequence_length=10**7), ValueError, "no segments fit the memory budget: .* takes up to .* GiB"),
     (lambda: select(SegmentSelectionConfig(time_budget_ms=1e-3)), ValueError, "no segments fit the time budget: .*"),
     (lambda: DynamicSegmentSelector().select(9, 1, 1, 8, torch.float32, "meta"), NotImplementedError, "pass hardware="),
-]  # fmt: skip
+]
 
 
 def select(config: SegmentSelectionConfig | None = None, **values: object) -> DilatedPattern:

@@ -24,10 +24,15 @@ def made_up(noise: float) -> list[tuning.Timing]:
     generator = random.Random(0)
     cases = tuning.cases([torch.float32], HARDWARE)
     return [
-        replace(case, samples=[weighted(TRUE, features(case.pattern, case.workload, HARDWARE))
-                               * generator.uniform(1, 1 + noise) for _ in range(3)])
+        replace(
+            case,
+            samples=[
+                weighted(TRUE, features(case.pattern, case.workload, HARDWARE)) * generator.uniform(1, 1 + noise)
+                for _ in range(3)
+            ],
+        )
         for case in cases
-    ]  # fmt: skip
+    ]
 
 
 def test_the_fit_finds_rates_that_predict_what_it_was_made_from() -> None:
@@ -127,7 +132,7 @@ def test_a_record_of_something_else_is_refused(tmp_path: Path) -> None:
         tuning.kept_timings(file, cases, replace(HARDWARE, processors=9))
     for text in ("{", "{}", "[]"):
         file.write_text(text)
-        with pytest.raises(RunError, match="no record of a tuning"):
+        with pytest.raises(RunError, match="not a tuning record"):
             tuning.kept_timings(file, cases, HARDWARE)
 
 

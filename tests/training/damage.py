@@ -7,6 +7,7 @@ import os
 import pickle
 import random
 import tomllib
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +26,18 @@ class Payload:
 
     def __reduce__(self) -> tuple[Any, ...]:
         return os.system, (f"touch '{self.canary}'",)
+
+
+@dataclass(frozen=True)
+class Watched:
+    """A folder in which a payload would leave a file."""
+
+    folder: Path
+
+    @property
+    def canary(self) -> Path:
+        """What a payload makes."""
+        return self.folder / "canary"
 
 
 class NothingLeft(Exception):

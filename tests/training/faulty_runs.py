@@ -88,9 +88,15 @@ def main() -> None:
     for mesh in given.meshes:
         size, changes = MESHES[mesh]
         settings = small_settings(
-            texts, steps=STEPS, save_steps=3, eval_steps=STEPS, eval_windows=2, final_eval_windows=2, quarter_files=1,
+            texts,
+            steps=STEPS,
+            save_steps=3,
+            eval_steps=STEPS,
+            eval_windows=2,
+            final_eval_windows=2,
+            quarter_files=1,
             **changes,
-        )  # fmt: skip
+        )
         for fault in given.faults:
             run, other = given.folder / "run", given.folder / "other"
             told = dataclasses.replace(settings, on_nan="skip") if fault == "nan" else settings

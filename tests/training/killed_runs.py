@@ -57,9 +57,17 @@ HANGS = 900.0
 def settings_of(texts: Path, mesh: str, optimizer: str, steps: int) -> TrainSettings:
     """With dropout, so that the state of the random numbers matters, and a checkpoint every third step."""
     return small_settings(
-        texts, optimizer=optimizer, steps=steps, save_steps=3, eval_steps=5, eval_windows=2, final_eval_windows=2,
-        quarter_files=1, dropout=0.1, **MESHES[mesh][1],
-    )  # fmt: skip
+        texts,
+        optimizer=optimizer,
+        steps=steps,
+        save_steps=3,
+        eval_steps=5,
+        eval_windows=2,
+        final_eval_windows=2,
+        quarter_files=1,
+        dropout=0.1,
+        **MESHES[mesh][1],
+    )
 
 
 @dataclass
@@ -150,9 +158,13 @@ def _rank(
     os.dup2(descriptor, 2)
     if size > 1:
         os.environ.update(
-            RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(size), LOCAL_WORLD_SIZE=str(size),
-            MASTER_ADDR="localhost", MASTER_PORT=str(port),
-        )  # fmt: skip
+            RANK=str(rank),
+            LOCAL_RANK=str(rank),
+            WORLD_SIZE=str(size),
+            LOCAL_WORLD_SIZE=str(size),
+            MASTER_ADDR="localhost",
+            MASTER_PORT=str(port),
+        )
     _watch(reach, note_step if rank == 0 else None)
     if disturb is not None:
         disturb(rank)
@@ -327,10 +339,15 @@ def main() -> None:
         for optimizer in given.optimizers:
             start = time.monotonic()
             trial = kill_and_resume(
-                given.folder, mesh, optimizer, steps=given.steps, kills=given.kills,
-                earliest=given.earliest, longest_delay=given.longest_delay,
+                given.folder,
+                mesh,
+                optimizer,
+                steps=given.steps,
+                kills=given.kills,
+                earliest=given.earliest,
+                longest_delay=given.longest_delay,
                 drawn=random.Random(f"{given.seed} {mesh} {optimizer}"),
-            )  # fmt: skip
+            )
             any_differs |= bool(trial.differing)
             one_of_several = sum(MESHES[mesh][0] > 1 and kill.startswith("rank") for kill in trial.kills)
             print(

@@ -44,6 +44,7 @@ from dilated_attention_pytorch.training.stages import StageSettings
 from dilated_attention_pytorch.training.start import choose_start
 from training.damage import (
     NothingLeft,
+    Watched,
     change_values,
     cut,
     flip_bits,
@@ -66,17 +67,11 @@ _WORDS = [f"record {number}: " + "x y z " * (number % 40) for number in range(30
 
 
 @dataclasses.dataclass(frozen=True)
-class World:
+class World(Watched):
     """What the trials copy: texts in every format, a tokenizer, a cache, runs stopped and finished, a model."""
 
-    folder: Path
     data: RunData
     """What is read through the cache that lies in it."""
-
-    @property
-    def canary(self) -> Path:
-        """What a payload makes."""
-        return self.folder / "canary"
 
 
 def make_world(folder: Path) -> World:
@@ -105,9 +100,18 @@ def make_world(folder: Path) -> World:
     LlamaForCausalLM(LlamaConfig(vocab_size=300, max_position_embeddings=32, **sizes)).save_pretrained(folder / "words")
     train_tokenizer([path.read_bytes() for path in sorted(texts.iterdir())], 300).save(folder / "words")
     longer = ExtensionSettings(
-        model=str(folder / "short"), data=(texts,), length=64, steps=8, save_steps=3, log_steps=1, eval_steps=50,
-        final_eval_windows=1, device="cpu", threads=1, precision="float32",
-    )  # fmt: skip
+        model=str(folder / "short"),
+        data=(texts,),
+        length=64,
+        steps=8,
+        save_steps=3,
+        log_steps=1,
+        eval_steps=50,
+        final_eval_windows=1,
+        device="cpu",
+        threads=1,
+        precision="float32",
+    )
     with pytest.MonkeyPatch.context() as patch:
         stop_after(patch, 5, signal.SIGINT)
         extend(longer, folder / "extension", quiet())

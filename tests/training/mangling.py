@@ -28,7 +28,19 @@ from dilated_attention_pytorch.training import RunError, resume, train
 from dilated_attention_pytorch.training import run as training_run
 from dilated_attention_pytorch.training.checkpoint import SETTINGS_NAME, checkpoint_step, file_names
 from dilated_attention_pytorch.training.manifest import MANIFEST_NAME, read_sealed, sealed
-from training.damage import NothingLeft, cut, flip_bits, lengthen, link, payload, pipe, remove, whole, zero_a_page
+from training.damage import (
+    NothingLeft,
+    Watched,
+    cut,
+    flip_bits,
+    lengthen,
+    link,
+    payload,
+    pipe,
+    remove,
+    whole,
+    zero_a_page,
+)
 from training.runs import quiet, seal_again, stopped_run, tiny_settings, weights, write_texts
 
 OLD, NEW = 4, 7
@@ -37,18 +49,12 @@ _NAMES = [*file_names(1), MANIFEST_NAME]
 
 
 @dataclasses.dataclass(frozen=True)
-class World:
+class World(Watched):
     """A run that was stopped, another one with the same settings, and the first one undisturbed."""
 
-    folder: Path
     stopped: Path
     other: Path
     whole: Path
-
-    @property
-    def canary(self) -> Path:
-        """What a payload makes."""
-        return self.folder / "canary"
 
 
 def make_world(folder: Path) -> World:
@@ -152,9 +158,16 @@ def _seal(checkpoint: Path, *others: str) -> None:
 def _add_payload(run: Path, world: World, draw: random.Random) -> str:
     """Under a name that transformers may look for."""
     checkpoint = run / f"checkpoint-{draw.choice([OLD, NEW, NEW])}"
-    path = checkpoint / draw.choice([
-        "pytorch_model.bin", "scaler.pt", "optimizer.bin", "training_args.bin", "rng_state_0.pth", "adapter_model.bin",
-    ])  # fmt: skip
+    path = checkpoint / draw.choice(
+        [
+            "pytorch_model.bin",
+            "scaler.pt",
+            "optimizer.bin",
+            "training_args.bin",
+            "rng_state_0.pth",
+            "adapter_model.bin",
+        ]
+    )
     said = payload(path, draw, world.canary)
     if path.name == "pytorch_model.bin" and draw.random() < 0.5:
         (checkpoint / "model.safetensors").unlink()
@@ -179,12 +192,21 @@ def _forge_manifest(run: Path, world: World, draw: random.Random) -> str:
     path = run / f"checkpoint-{draw.choice([NEW, NEW, OLD])}" / MANIFEST_NAME
     manifest = read_sealed(whole(path), what="test", remedy="")
     name = draw.choice(list(manifest["files"]))
-    change = draw.choice([
-        {"run": "00"}, {"step": 9}, {"format": 2}, {"files": {}}, {"files": []},
-        {"files": {**manifest["files"], name: 3}},
-        {"files": {**manifest["files"], "../../texts/module1.py": manifest["files"][name]}}, {"files": {name: None}},
-        {"files": {**manifest["files"], name: {"bytes": 3, "sha256": "00"}}}, {"step": True}, {"step": None},
-    ])  # fmt: skip
+    change = draw.choice(
+        [
+            {"run": "00"},
+            {"step": 9},
+            {"format": 2},
+            {"files": {}},
+            {"files": []},
+            {"files": {**manifest["files"], name: 3}},
+            {"files": {**manifest["files"], "../../texts/module1.py": manifest["files"][name]}},
+            {"files": {name: None}},
+            {"files": {**manifest["files"], name: {"bytes": 3, "sha256": "00"}}},
+            {"step": True},
+            {"step": None},
+        ]
+    )
     forged = {**manifest, **change}
     text = sealed(forged)
     if draw.random() < 0.3:

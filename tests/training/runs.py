@@ -42,9 +42,15 @@ def tiny_settings(data: Path, **changes: Any) -> TrainSettings:
     settings = PRESETS["tiny"]()
     model = dataclasses.replace(settings.model, dropout=0.1)
     given: dict[str, Any] = {
-        "data": (data,), "steps": 9, "save_steps": 4, "log_steps": 2, "eval_steps": 5, "sample_length": 20,
-        "model": model, **changes,
-    }  # fmt: skip
+        "data": (data,),
+        "steps": 9,
+        "save_steps": 4,
+        "log_steps": 2,
+        "eval_steps": 5,
+        "sample_length": 20,
+        "model": model,
+        **changes,
+    }
     return dataclasses.replace(settings, **given)
 
 

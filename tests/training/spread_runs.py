@@ -40,11 +40,19 @@ from training.runs import quiet, stopped_run
 def small_settings(texts: Path, **changes: Any) -> TrainSettings:
     """Grouped heads, groups below, at and above the rows of a process, and a length that 4 processes do not divide."""
     recomputing, dropout = changes.pop("recomputing", False), changes.pop("dropout", 0.0)
+    embed_dim, ffn_dim = changes.pop("widths", (32, 56))
     model = LongNetConfig(
-        embed_dim=32, num_layers=2, num_heads=4, num_kv_heads=2, ffn_dim=56, segment_lengths=(13, 48, 97),
-        dilation_rates=(1, 2, 3), layer_segment_shifts=(0, 24), gradient_checkpointing=recomputing,
+        embed_dim=embed_dim,
+        num_layers=2,
+        num_heads=4,
+        num_kv_heads=2,
+        ffn_dim=ffn_dim,
+        segment_lengths=(13, 48, 97),
+        dilation_rates=(1, 2, 3),
+        layer_segment_shifts=(0, 24),
+        gradient_checkpointing=recomputing,
         dropout=dropout,
-    )  # fmt: skip
+    )
     given: dict[str, Any] = {
         "model": model, "data": (texts,), "context_length": 97, "steps": 20, "batch_size": 2, "threads": 1,
         "optimizer": "adamw", "precision": "float32", "device": "cpu", "log_steps": 1, "eval_steps": 10,
@@ -72,9 +80,10 @@ def _record_wrapping(monkeypatch: pytest.MonkeyPatch, folder: Path) -> None:
         weights = list(model.parameters())
         local = [weight.to_local() if isinstance(weight, DTensor) else weight for weight in weights]
         record = {
-            "type": type(wrapped).__name__, "weights": sum(map(torch.numel, weights)),
+            "type": type(wrapped).__name__,
+            "weights": sum(map(torch.numel, weights)),
             "local_weights": sum(map(torch.numel, local)),
-        }  # fmt: skip
+        }
         if dist.get_rank() == 0:
             (folder / "wrapped.json").write_text(json.dumps(record))
         return wrapped
@@ -109,10 +118,19 @@ def _record_split(folder: Path) -> None:
     differences = []
     for changes in ({"activation": "gelu"}, {"tie_embeddings": False, "num_kv_heads": 4}):
         torch.manual_seed(0)
-        config = LongNetConfig(**{
-            "vocab_size": 28, "embed_dim": 48, "num_layers": 2, "num_heads": 8, "ffn_dim": 20,
-            "segment_lengths": (7, 23), "dilation_rates": (1, 3), "offset_rule": "block", **changes,
-        })  # fmt: skip
+        config = LongNetConfig(
+            **{
+                "vocab_size": 28,
+                "embed_dim": 48,
+                "num_layers": 2,
+                "num_heads": 8,
+                "ffn_dim": 20,
+                "segment_lengths": (7, 23),
+                "dilation_rates": (1, 3),
+                "offset_rule": "block",
+                **changes,
+            }
+        )
         model = LongNetLM(config).double()
         split = copy.deepcopy(model)
         orders = row_orders(config, size)

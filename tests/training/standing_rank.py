@@ -12,7 +12,7 @@ import sys
 from pathlib import Path
 
 from dilated_attention_pytorch.training.faults import cost_of_faults, read_faults
-from processes import run_whole
+from support.processes import run_whole
 from training.runs import write_texts
 from training.test_launches import HANG_SECONDS, _command, _environment, _words
 

@@ -107,9 +107,15 @@ def test_states_of_another_kind_are_refused_in_words(run: Path) -> None:
 
 def test_a_checkpoint_holds_what_is_read_and_nothing_else(run: Path) -> None:
     assert {path.name for path in (run / f"checkpoint-{NEW}").iterdir()} == {
-        "config.json", "generation_config.json", "model.safetensors", "optimizer.pt", "scheduler.pt", "rng_state.pth",
-        "trainer_state.json", "manifest.json",
-    }  # fmt: skip
+        "config.json",
+        "generation_config.json",
+        "model.safetensors",
+        "optimizer.pt",
+        "scheduler.pt",
+        "rng_state.pth",
+        "trainer_state.json",
+        "manifest.json",
+    }
 
 
 def _link(run: Path, name: str, target: Path) -> None:
@@ -117,10 +123,19 @@ def _link(run: Path, name: str, target: Path) -> None:
     (run / name).symlink_to(target)
 
 
-@pytest.mark.parametrize("name", [
-    ".unfinished", "checkpoint-8", "training.json.part", "metrics.jsonl.part", "loss.png", "loss.png.part",
-    "sample.txt", "config.json",
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "name",
+    [
+        ".unfinished",
+        "checkpoint-8",
+        "training.json.part",
+        "metrics.jsonl.part",
+        "loss.png",
+        "loss.png.part",
+        "sample.txt",
+        "config.json",
+    ],
+)
 def test_links_in_a_run_folder_are_replaced_and_what_they_lead_to_is_left_alone(
     run: Path, tmp_path: Path, name: str
 ) -> None:
@@ -137,10 +152,18 @@ def test_links_in_a_run_folder_are_replaced_and_what_they_lead_to_is_left_alone(
     assert not any(path.is_symlink() for path in run.rglob("*"))
 
 
-@pytest.mark.parametrize("rest", [
-    b'{"step": 8, "sec', b"[1]", b"\xff\xfe", b"[" * 100_000, b'{"step": "4", "seconds": 1.0}', b"null",
-    b'{"step": 4, "seconds": 1.0, "bits_per_byte": "low"}',
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "rest",
+    [
+        b'{"step": 8, "sec',
+        b"[1]",
+        b"\xff\xfe",
+        b"[" * 100_000,
+        b'{"step": "4", "seconds": 1.0}',
+        b"null",
+        b'{"step": 4, "seconds": 1.0, "bits_per_byte": "low"}',
+    ],
+)
 def test_metrics_are_read_up_to_the_first_line_that_is_none(tmp_path: Path, rest: bytes) -> None:
     entry = {"step": 2, "seconds": 0.5, "bits_per_byte": 3.0}
     later = b'{"step": 9, "seconds": 1.0}\n'
@@ -171,9 +194,13 @@ def test_generate_says_which_checkpoint_it_leaves(run: Path, capsys: pytest.Capt
     assert f"checkpoint-{NEW} is left, and checkpoint-{OLD} is taken: broken checkpoint: " in captured.err
 
 
-@pytest.mark.parametrize(("save_steps", "kept"), [
-    (100, "no checkpoint was complete yet"), (1, "the checkpoint of step 1 is kept"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("save_steps", "kept"),
+    [
+        (100, "no checkpoint was complete yet"),
+        (1, "the checkpoint of step 1 is kept"),
+    ],
+)
 def test_what_is_kept_of_a_run_that_diverges_is_what_there_is(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, save_steps: int, kept: str
 ) -> None:

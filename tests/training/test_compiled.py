@@ -43,9 +43,15 @@ def test_a_compiled_run_has_the_losses_of_one_that_is_not(
     counters.clear()
     for is_compiled in (False, True):
         settings = small_settings(
-            texts, compile=is_compiled, steps=4, eval_steps=4, eval_windows=1, final_eval_windows=1, quarter_files=1,
+            texts,
+            compile=is_compiled,
+            steps=4,
+            eval_steps=4,
+            eval_windows=1,
+            final_eval_windows=1,
+            quarter_files=1,
             sample_length=1,
-        )  # fmt: skip
+        )
         run = train(settings, tmp_path / str(is_compiled), quiet()).run
         losses.append([entry["loss"] for entry in read_metrics(run) if "loss" in entry])
         assert (counters["stats"]["unique_graphs"] > 0) == is_compiled

@@ -45,10 +45,16 @@ def training_settings(draw: st.DrawFn) -> TrainSettings:
         layer_segment_shifts=tuple(draw(st.lists(st.integers(0, 60), min_size=1, max_size=3))),
     )
     return dataclasses.replace(
-        settings, model=model, data=tuple(Path("/", path) for path in draw(PATHS)), steps=draw(st.integers(2, 10**6)),
-        learning_rate=draw(NUMBERS), compile=draw(st.booleans()), sample_prompt=draw(st.text(max_size=20)),
-        schedule=draw(st.sampled_from(["linear", "cosine", "constant"])), stages=draw(stages_of(settings)),
-    )  # fmt: skip
+        settings,
+        model=model,
+        data=tuple(Path("/", path) for path in draw(PATHS)),
+        steps=draw(st.integers(2, 10**6)),
+        learning_rate=draw(NUMBERS),
+        compile=draw(st.booleans()),
+        sample_prompt=draw(st.text(max_size=20)),
+        schedule=draw(st.sampled_from(["linear", "cosine", "constant"])),
+        stages=draw(stages_of(settings)),
+    )
 
 
 @given(training_settings())

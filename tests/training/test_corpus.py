@@ -10,8 +10,8 @@ import pytest
 import torch
 
 from dilated_attention_pytorch import memory
-from dilated_attention_pytorch.training import RunError, read_corpus, text_files
-from dilated_attention_pytorch.training.corpus import SEPARATOR, Text, standard_library
+from dilated_attention_pytorch.training import RunError, text_files
+from dilated_attention_pytorch.training.corpus import SEPARATOR, Text, read_corpus, standard_library
 from dilated_attention_pytorch.training.text_files import in_words
 
 

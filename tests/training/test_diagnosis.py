@@ -70,12 +70,12 @@ LOGGED = {
     # What torch 2.13, its gloo and NCCL, torchrun and the kernel print.
     "out of memory": "torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 2.00 GiB. GPU 0 has a total",
     "a collective timed out": "RuntimeError: [../third_party/gloo/gloo/transport/tcp/unbound_buffer.cc:81] Timed out "
-                              "waiting 1800000ms for recv operation to complete",
+    "waiting 1800000ms for recv operation to complete",
     "a rank was lost": "RuntimeError: [/pytorch/third_party/gloo/gloo/transport/tcp/pair.cc:538] Connection closed by "
-                       "peer [127.0.0.1]:43210",
+    "peer [127.0.0.1]:43210",
     "killed by the system": "  exitcode  : -9 (pid: 4711)",
     "the driver is too old": "RuntimeError: The NVIDIA driver on your system is too old (found version 11040).",
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("name", RAISED)
@@ -137,10 +137,13 @@ def test_time_is_told_by_the_log_and_changes_are_in_the_order_of_their_effect(wo
     assert found.peak == 700_000_000
     whole = 180.0 + at_end
     by_log = {change.what: change.time for change in found.changes if change.by == "the log"}
-    assert by_log == pytest.approx({
-        "a machine for rank 2 as fast as those of the others, which wait for it": 0.5,
-        "--eval-steps 10": 30.0 / whole, "--save-steps 1, as faults come again": 15.0 / whole,
-    })  # fmt: skip
+    assert by_log == pytest.approx(
+        {
+            "a machine for rank 2 as fast as those of the others, which wait for it": 0.5,
+            "--eval-steps 10": 30.0 / whole,
+            "--save-steps 1, as faults come again": 15.0 / whole,
+        }
+    )
     effects = [max(change.time, change.memory / sum(found.memory.values())) for change in found.changes]
     assert effects == sorted(effects, reverse=True)
 
@@ -195,8 +198,8 @@ def test_a_checkpointed_model_keeps_its_blocks_inputs(world: Path) -> None:
             ["no-such-thing"],
             "diagnose no-such-thing: there is no such run folder or file; name one, or quote the words",
         ),
-        (["all is well here"], "no failure that is known here is in the 1 lines; the last is 'all is well here'"),
-        (["out of memory", "--step"], "--step measures a run, and out of memory is no run folder; leave it out"),
+        (["all is well here"], "no known failure is in the 1 lines; the last is 'all is well here'"),
+        (["out of memory", "--step"], "--step measures a run, and out of memory is not a run folder; leave it out"),
         (["{}"], "training.json does not exist; name the --output of a `train` or `extend` command"),
     ],
 )

@@ -7,7 +7,6 @@ import math
 import os
 import signal
 import subprocess
-import sys
 import time
 from pathlib import Path
 from typing import Any
@@ -15,20 +14,18 @@ from typing import Any
 import pytest
 import torch
 
-import dilated_attention_pytorch
 from dilated_attention_pytorch.models import LongNetConfig
 from dilated_attention_pytorch.training import train
 from dilated_attention_pytorch.training.callbacks import read_metrics
 from dilated_attention_pytorch.training.faults import read_faults
 from dilated_attention_pytorch.training.report import read_run
 from dilated_attention_pytorch.training.tensor_parallel import order_of, row_orders
-from processes import end_whole, run_whole
+from support.processes import TESTS, end_whole, environment, run_whole, torchrun
 from training.runs import quiet, weights, write_texts
 from training.spread_runs import small_settings
 
 LOSS_TOLERANCE = 1e-5  # nats, of losses of 3 to 6
 WEIGHT_TOLERANCE = 1e-5
-TESTS = Path(__file__).parents[1]
 HANG_SECONDS = 600.0
 
 # The changes to the settings of the single process, which takes 2 windows a step, and the step to stop after.
@@ -37,29 +34,31 @@ TWO: dict[str, tuple[dict[str, Any], int | None]] = {
     "heads, ddp": ({"context_parallel": 2, "strategy": "heads", "layout": "zigzag"}, None),
     "ring, fsdp": ({"context_parallel": 2, "strategy": "ring", "layout": "zigzag", "data_parallel": "fsdp"}, None),
     "heads, fsdp": ({"context_parallel": 2, "strategy": "heads", "data_parallel": "fsdp"}, None),
-    "accumulating, stopped, damaged, ddp": (
-        {"context_parallel": 2, "batch_size": 1, "gradient_accumulation": 2}, 13
-    ),
+    "accumulating, stopped, damaged, ddp": ({"context_parallel": 2, "batch_size": 1, "gradient_accumulation": 2}, 13),
     "accumulating, stopped, fsdp": (
-        {"context_parallel": 2, "data_parallel": "fsdp", "batch_size": 1, "gradient_accumulation": 2}, 7
+        {"context_parallel": 2, "data_parallel": "fsdp", "batch_size": 1, "gradient_accumulation": 2},
+        7,
     ),
     "tensor, stopped": ({"tensor_parallel": 2}, 12),
     "gather, recomputing, fsdp": (
-        {"context_parallel": 2, "strategy": "gather", "data_parallel": "fsdp", "recomputing": True}, None
+        {"context_parallel": 2, "strategy": "gather", "data_parallel": "fsdp", "recomputing": True},
+        None,
     ),
-}  # fmt: skip
+}
 FOUR: dict[str, tuple[dict[str, Any], int | None]] = {
     "ring of 4, ddp": ({"context_parallel": 4, "strategy": "ring", "layout": "zigzag"}, None),
     "heads over 4, fsdp": ({"context_parallel": 4, "strategy": "heads", "data_parallel": "fsdp"}, None),
     "ring of 2, heads over 2, fsdp": (
-        {"context_parallel": 4, "heads_parallel": 2, "strategy": "ring", "data_parallel": "fsdp"}, None
+        {"context_parallel": 4, "heads_parallel": 2, "strategy": "ring", "data_parallel": "fsdp"},
+        None,
     ),
     "2 sequences, heads, ddp": ({"context_parallel": 2, "strategy": "heads", "batch_size": 1}, None),
     "2 sequences, ring, stopped, fsdp": (
-        {"context_parallel": 2, "strategy": "ring", "batch_size": 1, "data_parallel": "fsdp"}, 14
+        {"context_parallel": 2, "strategy": "ring", "batch_size": 1, "data_parallel": "fsdp"},
+        14,
     ),
     "ring of 2, tensor, stopped, fsdp": ({"context_parallel": 2, "tensor_parallel": 2, "data_parallel": "fsdp"}, 9),
-}  # fmt: skip
+}
 
 
 @pytest.fixture(scope="module")
@@ -70,19 +69,9 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def _launch(num_processes: int) -> list[str]:
-    return [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(num_processes)]
-
-
-def _environment() -> dict[str, str]:
-    source = Path(dilated_attention_pytorch.__file__).parents[1]
-    path = os.pathsep.join(filter(None, (str(source), str(TESTS), os.environ.get("PYTHONPATH"))))
-    return {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": path}
-
-
 def _torchrun(num_processes: int, words: list[str]) -> subprocess.CompletedProcess[str]:
     # A guard against hanging alone: one launch trains eight times.
-    return run_whole([*_launch(num_processes), *words], 1200, env=_environment())
+    return run_whole([*torchrun(num_processes), *words], 1200, env=environment())
 
 
 def _check_follows(folder: Path, name: str, figure: Any) -> None:
@@ -97,8 +86,11 @@ def _check_follows(folder: Path, name: str, figure: Any) -> None:
         assert len(pairs) == (20 if key == "bits_per_byte" else 2)
         differences[key] = max(abs(one - several) * math.log(2) for one, several in pairs)
     assert max(differences.values()) <= LOSS_TOLERANCE
-    norms = [(one["grad_norm"], several["grad_norm"]) for one, several in zip(expected, found, strict=True)
-             if "grad_norm" in one]  # fmt: skip
+    norms = [
+        (one["grad_norm"], several["grad_norm"])
+        for one, several in zip(expected, found, strict=True)
+        if "grad_norm" in one
+    ]
     assert all(math.isclose(one, several, rel_tol=1e-5) for one, several in norms)
     ends = [json.loads((folder / run / "training.json").read_text())["result"] for run in ("one", name)]
     for key in ("bits_per_byte", "last_quarter_alone"):
@@ -190,8 +182,10 @@ def test_two_processes_follow_one_in_lower_precision_and_a_rank_that_sleeps_is_n
     references = ("alone, float16", "alone, moments")
     found = {name: distance(name, other) for name, other in zip(cases, references, strict=False)}
     for name, (loss, weight) in found.items():
-        figure(f"8 steps beside one process, {name}: largest difference of a loss (nats), weight",
-               f"{loss:.1e}, {weight:.1e}")  # fmt: skip
+        figure(
+            f"8 steps beside one process, {name}: largest difference of a loss (nats), weight",
+            f"{loss:.1e}, {weight:.1e}",
+        )
     overflows = read_faults(folder / "overflowing, float16, fsdp", "overflow")
     assert len(overflows) > 10
     assert {fault["step"] for fault in overflows} == {1}
@@ -228,7 +222,7 @@ def test_a_stopped_process_ends_the_run_with_its_number_in_every_other(folder: P
     said = [place / f"said-{rank}.json" for rank in range(4)]
     with (place / "err").open("w") as err:
         process = subprocess.Popen(
-            [*_launch(4), *words], stderr=err, text=True, env=_environment(), start_new_session=True
+            [*torchrun(4), *words], stderr=err, text=True, env=environment(), start_new_session=True
         )
     try:
         deadline = time.monotonic() + HANG_SECONDS

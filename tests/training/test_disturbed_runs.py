@@ -2,17 +2,13 @@
 
 from __future__ import annotations
 
-import os
 import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-import dilated_attention_pytorch
-from processes import run_whole
-
-TESTS = Path(__file__).parents[1]
+from support.processes import TESTS, environment, run_whole
 
 
 @pytest.fixture(scope="module")
@@ -22,12 +18,16 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def _lines(script: str, folder: Path, words: str) -> list[str]:
-    path = os.pathsep.join([str(Path(dilated_attention_pytorch.__file__).parents[1]), str(TESTS)])
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": path}
     command = [sys.executable, str(TESTS / "training" / script), str(folder), *words.split()]
-    run = run_whole(command, 3600, env=environment)  # a guard against hanging alone
+    run = run_whole(command, 3600, env=environment())  # a guard against hanging alone
     assert run.returncode == 0, run.stdout + run.stderr[-8000:]
     return run.stdout.splitlines()
+
+
+def _events(line: str) -> tuple[str, list[str]]:
+    """What a line says before its first semicolon. A slow rank is no event of the fault: a busy machine makes one."""
+    start, *events = line.split(";")[0].split(", ")[1:]
+    return f"{line.split(', ')[0]}, {start}", [event for event in events if event != "slow rank"]
 
 
 def test_a_killed_run_is_taken_up_bit_for_bit_with_the_rates_of_the_schedule(folder: Path, figure: Any) -> None:
@@ -52,6 +52,6 @@ def test_what_breaks_on_one_rank_ends_all_of_them_in_the_same_words_and_nothing_
 def test_a_nan_or_a_lack_of_memory_on_one_rank_is_survived_by_all_of_them(folder: Path, figure: Any) -> None:
     """All meshes: `make sweep-resume`."""
     nan, memory = _lines("faulty_runs.py", folder, "--meshes ddp")
-    assert nan.startswith("ddp, nan: started 1 times, skipped, resumed;")
-    assert memory.startswith("ddp, memory: started 1 times, out of memory;")
+    assert _events(nan) == ("ddp, nan: started 1 times", ["skipped", "resumed"])
+    assert _events(memory) == ("ddp, memory: started 1 times", ["out of memory"])
     figure("a fault of one rank of two", f"{nan}; {memory}")

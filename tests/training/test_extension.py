@@ -34,12 +34,11 @@ from dilated_attention_pytorch.training import (
     RunError,
     extend,
     extension,
-    read_corpus,
     resume_extension,
 )
 from dilated_attention_pytorch.training.callbacks import read_metrics
 from dilated_attention_pytorch.training.context_measure import bits_of_tokens
-from dilated_attention_pytorch.training.corpus import Text
+from dilated_attention_pytorch.training.corpus import Text, read_corpus
 from dilated_attention_pytorch.training.faults import read_faults
 from dilated_attention_pytorch.training.model_evaluation import EvalSettings, evaluate_model
 from dilated_attention_pytorch.training.report import read_run
@@ -49,14 +48,9 @@ from dilated_attention_pytorch.training.tokens import load_tokenizer, tokenized
 from dilated_attention_pytorch.training.windows import EvaluationWindows, StagedBatches, TrainingWindows
 from training.broken_runs import break_at
 from training.damage import Payload
-from training.runs import change_sealed, quiet, seal_again, stop_after, weights, write_texts
+from training.runs import change_sealed, quiet, seal_again, stop_after, weights
 
 OWN, LONG = 32, 128
-
-
-@pytest.fixture(scope="module")
-def texts(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_texts(tmp_path_factory.mktemp("extension") / "texts")
 
 
 @pytest.fixture(scope="module")
@@ -77,10 +71,18 @@ def short(texts: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def config(**changes: Any) -> LlamaConfig:
-    return LlamaConfig(**{
-        "vocab_size": 256, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4,
-        "num_key_value_heads": 2, "max_position_embeddings": OWN, **changes,
-    })  # fmt: skip
+    return LlamaConfig(
+        **{
+            "vocab_size": 256,
+            "hidden_size": 32,
+            "intermediate_size": 64,
+            "num_hidden_layers": 2,
+            "num_attention_heads": 4,
+            "num_key_value_heads": 2,
+            "max_position_embeddings": OWN,
+            **changes,
+        }
+    )
 
 
 def tiny(model: Path, data: Path, **changes: Any) -> ExtensionSettings:

@@ -29,12 +29,7 @@ from dilated_attention_pytorch.training.measures import Work
 from dilated_attention_pytorch.training.micro_batch import is_out_of_memory
 from dilated_attention_pytorch.training.trainer import LongNetTrainer
 from training.broken_runs import break_at
-from training.runs import quiet, stop_after, tiny_settings, weights, write_texts
-
-
-@pytest.fixture(scope="module")
-def texts(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_texts(tmp_path_factory.mktemp("faults") / "texts")
+from training.runs import quiet, stop_after, tiny_settings, weights
 
 
 def small(texts: Path, **changes: Any) -> TrainSettings:
@@ -172,9 +167,15 @@ def test_bytes_of_a_step_that_begins_again_for_want_of_memory_are_counted_once(
     tokenizer = train_tokenizer([path.read_bytes() for path in sorted(texts.iterdir())], 300)
     tokenizer.save(tmp_path)
     settings = small(
-        texts, steps=4, batch_size=5, gradient_accumulation=2, precision="float32", optimizer="adamw", log_steps=2,
+        texts,
+        steps=4,
+        batch_size=5,
+        gradient_accumulation=2,
+        precision="float32",
+        optimizer="adamw",
+        log_steps=2,
         tokenizer=tmp_path,
-    )  # fmt: skip
+    )
     settings.model.dropout, settings.model.vocab_size = 0.0, 300
     counts: dict[str, list[list[float]]] = {"whole": [], "run": []}
     take, compute, calls = ByteCount.take, LongNetTrainer.compute_loss, []
@@ -208,8 +209,11 @@ def test_memory_that_is_missing_for_one_window_ends_the_run_in_words(
     texts: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     run_out_of_memory(monkeypatch, rows=0, step=5)
-    with pytest.raises(RunError, match=r"memory ran out in step 5 .*, and one window is taken at once already; .* ste"
-                       r"p 4 is kept: go on from it with --resume"):  # fmt: skip
+    with pytest.raises(
+        RunError,
+        match=r"memory ran out in step 5 .*, and one window is taken at once already; .* ste"
+        r"p 4 is kept: go on from it with --resume",
+    ):
         train(small(texts), tmp_path / "run", quiet())
 
 
@@ -254,11 +258,18 @@ def expected_without(texts: Path, folder: Path, *steps: int, **changes: Any) -> 
         return train(small(texts, **changes), folder, quiet()).run
 
 
-@pytest.mark.parametrize(("changes", "loss", "said"), [
-    ({"on_nan": "skip"}, float("nan"), r"step 7 is not taken: NaN or infinity is in 2 of 2 losses \(nan, nan\)"),
-    ({"spike_deviations": 30.0, "spike_window": 4}, 1e3,
-     r"step 7 is not taken: its loss 200\d is .* deviations above .*, the median of the last 4 steps"),
-], ids=["nan", "spike"])  # fmt: skip
+@pytest.mark.parametrize(
+    ("changes", "loss", "said"),
+    [
+        ({"on_nan": "skip"}, float("nan"), r"step 7 is not taken: NaN or infinity is in 2 of 2 losses \(nan, nan\)"),
+        (
+            {"spike_deviations": 30.0, "spike_window": 4},
+            1e3,
+            r"step 7 is not taken: its loss 200\d is .* deviations above .*, the median of the last 4 steps",
+        ),
+    ],
+    ids=["nan", "spike"],
+)
 def test_a_batch_that_breaks_the_run_is_left_out_and_nothing_else(
     texts: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, figure: Any, changes: Any, loss: float, said: str
 ) -> None:
@@ -267,8 +278,10 @@ def test_a_batch_that_breaks_the_run_is_left_out_and_nothing_else(
         break_batches(patch, loss, 7)
         run = train(small(texts, gradient_accumulation=2, **changes), tmp_path / "run", console).run
     assert isinstance(console.file, io.StringIO)
-    assert re.search(said + "; going back to the newest checkpoint, and on without batches 24 to 27 of step 7",
-                     console.file.getvalue())  # fmt: skip
+    assert re.search(
+        said + "; going back to the newest checkpoint, and on without batches 24 to 27 of step 7",
+        console.file.getvalue(),
+    )
     assert "going on after step 4" in console.file.getvalue()
     expected = expected_without(texts, tmp_path / "other", 7, gradient_accumulation=2, **changes)
     assert_same_bits(run, expected)
@@ -342,8 +355,11 @@ def test_two_batches_in_a_row_that_break_the_run_end_it(
     texts: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     break_batches(monkeypatch, float("nan"), 2, 6, 7)
-    with pytest.raises(RunError, match=r"step 7 is not taken: .*, after the run has gone back for that once; the check"
-                       r"point of step 4 is kept: .* the run diverges: begin anew with a lower"):  # fmt: skip
+    with pytest.raises(
+        RunError,
+        match=r"step 7 is not taken: .*, after the run has gone back for that once; the check"
+        r"point of step 4 is kept: .* the run diverges: begin anew with a lower",
+    ):
         train(small(texts, on_nan="skip"), tmp_path / "run", quiet())
     assert [fault["step"] for fault in read_faults(tmp_path / "run", "skipped")] == [2, 6]
 

@@ -15,7 +15,7 @@ from dilated_attention_pytorch.training import RunError, resume, train
 from dilated_attention_pytorch.training.checkpoint import latest_checkpoint
 from dilated_attention_pytorch.training.finite import is_finite_everywhere, what_is_not_finite
 from training.broken_runs import KINDS, break_at
-from training.runs import quiet, tiny_settings, weights, write_texts
+from training.runs import quiet, tiny_settings, weights
 
 FAILS_AT = {
     ("loss", 7): "step 7 is not taken: NaN or infinity is in 1 of 1 losses (nan);",
@@ -24,17 +24,12 @@ FAILS_AT = {
     ("gradient", 8): "step 8 is not taken: NaN or infinity is in 1 of 27 gradients (model.layernorm.bias);",
     ("weight", 7): "step 8 is not taken: NaN or infinity is in 1 of 1 losses (nan) and ",
     ("weight", 8): "the checkpoint of step 8 is not written: NaN or infinity is in 1 of 27 weights "
-                   "(model.layernorm.bias);",
+    "(model.layernorm.bias);",
     ("state", 7): "the checkpoint of step 8 is not written: NaN or infinity is in 1 of 65 optimizer states "
-                  "(exp_avg_sq of model.layernorm.bias);",
+    "(exp_avg_sq of model.layernorm.bias);",
     ("state", 8): "the checkpoint of step 8 is not written: NaN or infinity is in 1 of 65 optimizer states "
-                  "(exp_avg_sq of model.layernorm.bias);",
-}  # fmt: skip
-
-
-@pytest.fixture(scope="module")
-def texts(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_texts(tmp_path_factory.mktemp("finite") / "texts")
+    "(exp_avg_sq of model.layernorm.bias);",
+}
 
 
 @pytest.fixture(scope="module")

@@ -22,16 +22,11 @@ from dilated_attention_pytorch.training.faults import read_faults
 from dilated_attention_pytorch.training.loss_scaling import LossScaler
 from dilated_attention_pytorch.training.preflight import check_processes
 from training.broken_runs import break_at
-from training.runs import quiet, record_samples, samples_of, stopped_run, tiny_settings, weights, write_texts
+from training.runs import quiet, record_samples, samples_of, stopped_run, tiny_settings, weights
 
 FEW = {"eval_windows": 1, "final_eval_windows": 1, "quarter_files": 1, "sample_length": 1, "log_steps": 1}
 LARGE = 2.0**40
 """A scale with which every gradient of these runs overflows in float16."""
-
-
-@pytest.fixture(scope="module")
-def texts(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_texts(tmp_path_factory.mktemp("float16") / "texts")
 
 
 def half(texts: Path, **changes: Any) -> TrainSettings:
@@ -108,9 +103,11 @@ def test_gradients_in_float16_are_nearer_to_float32_than_those_in_bfloat16_and_n
     errors = {
         name: float((gradient(*given) - exact).norm() / exact.norm())
         for name, given in {
-            "bfloat16": ("bfloat16",), "float16": ("float16", 2.0**28), "float16 unscaled": ("float16",),
+            "bfloat16": ("bfloat16",),
+            "float16": ("float16", 2.0**28),
+            "float16 unscaled": ("float16",),
         }.items()
-    }  # fmt: skip
+    }
     figure("error of the gradient beside float32's", {name: f"{error:.1e}" for name, error in errors.items()})
     assert errors["float16"] < errors["bfloat16"] / 4
     assert errors["float16"] < errors["float16 unscaled"] / 2

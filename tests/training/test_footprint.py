@@ -92,6 +92,28 @@ def test_processes_share_what_they_split_and_the_memory_of_their_host(monkeypatc
         check_training_memory(_settings(""), "cpu", 3)
 
 
+def test_rows_of_other_processes_are_there_while_attention_is_computed_alone() -> None:
+    # So many tokens to choose from that the loss has the peak, where no rows are under way.
+    shared = _settings("context-parallel=2 model.vocab-size=40000 tokenizer=tokens precision=float32")
+    found, alone = (
+        footprint(shared, 2),
+        footprint(_settings("model.vocab-size=40000 tokenizer=tokens precision=float32"), 2),
+    )
+    assert found.loss > 0
+    assert found.exchange == alone.exchange == found.weights
+
+
+@pytest.mark.parametrize("optimizer", ["muon", "adamw-bf16"])
+def test_what_the_optimizer_has_for_a_moment_is_split_as_the_weights_are(optimizer: str) -> None:
+    # Weights that are far more than a text of 8 tokens makes of them, so that the peak is in the optimizer.
+    words = f"optimizer={optimizer} model.embed-dim=4096 model.ffn-dim=16384 context-length=8 batch-size=1"
+    model = _settings(words).model
+    found = least_footprint(_settings(f"{words} data-parallel=fsdp"), 64)
+    # The gradients of a block are whole until they are scattered.
+    assert found.temporaries < 3 * 4 * model.num_parameters // model.num_layers
+    assert footprint(_settings(words), 1).temporaries > found.temporaries
+
+
 @pytest.mark.parametrize("name", list(PRESETS))
 def test_blocks_that_are_recomputed_take_less(name: str) -> None:
     settings = PRESETS[name]()

@@ -18,27 +18,22 @@ import pytest
 import torch
 from torch.distributed import TCPStore
 
-import dilated_attention_pytorch
 from dilated_attention_pytorch.training import train
 from dilated_attention_pytorch.training.faults import cost_of_faults, read_faults
 from dilated_attention_pytorch.training.lease import Lease
 from dilated_attention_pytorch.training.process import Launch, Mark, launch_record
-from processes import end_whole, run_whole
+from support.processes import TESTS, end_whole, environment, run_whole, torchrun
 from training.runs import quiet, tiny_settings, weights, write_texts
 
-TESTS = Path(__file__).parents[1]
 HANG_SECONDS = 1200.0
 
 
 def _command(num_processes: int, words: list[str], *options: str) -> list[str]:
-    launch = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(num_processes), *options]
-    return [sys.executable, *launch, str(TESTS / "training" / "failing_rank.py"), *words]
+    return [*torchrun(num_processes, *options), str(TESTS / "training" / "failing_rank.py"), *words]
 
 
 def _environment() -> dict[str, str]:
-    source = Path(dilated_attention_pytorch.__file__).parents[1]
-    path = os.pathsep.join(filter(None, (str(source), str(TESTS), os.environ.get("PYTHONPATH"))))
-    return {**os.environ, "OMP_NUM_THREADS": "1", "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1", "PYTHONPATH": path}
+    return environment(TORCH_DISABLE_SHARE_RDZV_TCP_STORE="1")
 
 
 def _words(texts: Path, output: Path) -> list[str]:
@@ -88,9 +83,13 @@ def test_a_launch_knows_the_runs_that_it_began_and_no_others() -> None:
 def test_ranks_end_when_their_agent_is_killed_and_the_folder_is_free_at_once(tmp_path: Path) -> None:
     words = ["waits", "1", "6", *_words(write_texts(tmp_path / "texts"), tmp_path / "run")]
     with subprocess.Popen(
-        _command(2, words), stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, env=_environment(),
-        start_new_session=True, text=True,
-    ) as agent:  # fmt: skip
+        _command(2, words),
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL,
+        env=_environment(),
+        start_new_session=True,
+        text=True,
+    ) as agent:
         try:
             reached = tmp_path / "reached-6"
             _wait_until(reached.exists, agent)

@@ -77,10 +77,14 @@ def test_two_jobs_that_begin_at_once_do_not_both_get_the_folder(tmp_path: Path) 
 _gone = _ended()
 
 
-@pytest.mark.parametrize("holder", [
-    _gone,
-    {**mark_of(os.getpid()).to_dict(), "started": "1"},  # its number was given to this process
-], ids=["gone", "another process has its number"])  # fmt: skip
+@pytest.mark.parametrize(
+    "holder",
+    [
+        _gone,
+        {**mark_of(os.getpid()).to_dict(), "started": "1"},  # its number was given to this process
+    ],
+    ids=["gone", "another process has its number"],
+)
 def test_what_a_process_of_this_machine_held_that_has_ended_is_free_at_once(
     tmp_path: Path, holder: dict[str, Any]
 ) -> None:

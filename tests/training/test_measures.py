@@ -26,9 +26,18 @@ from training.runs import quiet, stopped_run, tiny_settings, write_texts
 @pytest.mark.parametrize(("activation", "tied"), [("swiglu", True), ("gelu", False)])
 def test_a_forward_pass_has_the_operations_that_pytorch_counts(activation: Any, tied: bool) -> None:
     config = LongNetConfig(
-        vocab_size=11, embed_dim=12, num_layers=3, num_heads=6, num_kv_heads=3, ffn_dim=20, activation=activation,
-        segment_lengths=[13, 40], dilation_rates=[1, 3], layer_segment_shifts=(0, 5), tie_embeddings=tied,
-    )  # fmt: skip
+        vocab_size=11,
+        embed_dim=12,
+        num_layers=3,
+        num_heads=6,
+        num_kv_heads=3,
+        ffn_dim=20,
+        activation=activation,
+        segment_lengths=[13, 40],
+        dilation_rates=[1, 3],
+        layer_segment_shifts=(0, 5),
+        tie_embeddings=tied,
+    )
     with FlopCounterMode(display=False) as counter:
         LongNetLM(config)(torch.randint(11, (2, 37)))
     assert counter.get_total_flops() == 2 * longnet_flops(config).of_text(37)

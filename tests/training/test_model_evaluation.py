@@ -15,12 +15,13 @@ from torch import Tensor, nn
 from torch.nn import functional
 from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM
 
-from dilated_attention_pytorch.training import RunError, model_evaluation, read_corpus, train
+from dilated_attention_pytorch.training import RunError, model_evaluation, train
+from dilated_attention_pytorch.training.corpus import read_corpus
 from dilated_attention_pytorch.training.data.tokenizer import train_tokenizer
 from dilated_attention_pytorch.training.evaluated_model import EvaluatedModel
 from dilated_attention_pytorch.training.model_evaluation import EvalSettings, evaluate_model
+from dilated_attention_pytorch.training.outcome import Outcome
 from dilated_attention_pytorch.training.recall import CUE_LETTERS, NEEDLE_LETTERS, associations, needle
-from dilated_attention_pytorch.training.run import Outcome
 from dilated_attention_pytorch.training.trained_model import load_model
 from training.runs import quiet, tiny_settings, write_texts
 
@@ -115,8 +116,12 @@ def test_a_model_that_copies_recalls_everything_and_one_that_does_not_recalls_no
     results = {}
     for name, model in (("copying", _Copying()), ("uniform", _Uniform())):
         opened = EvaluatedModel(
-            model=model, tokenizer=None, own_length=256, vocab_size=256, data=(texts,)  # type: ignore[arg-type]
-        )  # fmt: skip
+            model=model,
+            tokenizer=None,
+            own_length=256,
+            vocab_size=256,
+            data=(texts,),  # type: ignore[arg-type]
+        )
         monkeypatch.setattr(model_evaluation, "open_model", lambda *given, opened=opened: opened)
         monkeypatch.setattr(model_evaluation, "row_logits", lambda model: None)
         monkeypatch.setattr("dilated_attention_pytorch.training.context_measure.row_logits", lambda model: None)
@@ -179,9 +184,11 @@ def test_a_model_with_a_table_of_positions_is_refused_beyond_it_before_anything_
     settings = {"data": (write_texts(tmp_path / "texts"),), "recall_texts": 0, "precision": "float32", "device": "cpu"}
     for lengths in ((16, 32), (16, 33)):  # of 33 tokens the last is predicted, not read
         evaluate_model(
-            str(tmp_path / "model"), EvalSettings(lengths=lengths, **settings),
-            tmp_path / f"{lengths[1]}.json", quiet(),
-        )  # fmt: skip
+            str(tmp_path / "model"),
+            EvalSettings(lengths=lengths, **settings),
+            tmp_path / f"{lengths[1]}.json",
+            quiet(),
+        )
     monkeypatch.setattr(model_evaluation, "bits_of_tokens", lambda *given: pytest.fail("it was measured"))
     with pytest.raises(RunError, match=r"model cannot read 34 tokens \(index out of range .*; give --lengths up to 32"):
         evaluate_model(str(tmp_path / "model"), EvalSettings(lengths=(16, 34), **settings), tmp_path / "x", quiet())

@@ -15,9 +15,14 @@ from dilated_attention_pytorch.training import PRESETS, RunError, preflight
 from dilated_attention_pytorch.training.preflight import check_processes, check_space, choose_precision
 
 
-@pytest.mark.parametrize(("avx512_bf16", "amx", "expected"), [
-    (True, False, "bfloat16"), (False, True, "bfloat16"), (False, False, "float32"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("avx512_bf16", "amx", "expected"),
+    [
+        (True, False, "bfloat16"),
+        (False, True, "bfloat16"),
+        (False, False, "float32"),
+    ],
+)
 def test_bfloat16_is_chosen_where_it_is_in_hardware(
     avx512_bf16: bool, amx: bool, expected: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -54,18 +59,40 @@ def test_processes_that_do_not_fit_are_refused(changes: dict[str, Any], num_proc
         check_processes(dataclasses.replace(PRESETS["tiny"](), **changes), num_processes)
 
 
-@pytest.mark.parametrize(("changes", "num_processes"), [
-    ({}, 1), ({}, 3), ({"compile": True}, 2), ({"data_parallel": "fsdp"}, 3), ({"context_parallel": 4}, 8),
-    ({"context_parallel": 4, "heads_parallel": 2, "strategy": "ring", "layout": "zigzag"}, 4),
-    ({"context_parallel": 2, "tensor_parallel": 2, "data_parallel": "fsdp"}, 8), ({"tensor_parallel": 2}, 2),
-])  # fmt: skip
+def test_rows_without_the_row_before_them_are_refused() -> None:
+    settings = PRESETS["tiny"]()
+    settings = dataclasses.replace(settings, model=dataclasses.replace(settings.model, shifted_keys=True))
+    check_processes(settings, 2)
+    with pytest.raises(RunError, match=r"--model\.shifted-keys takes the key .* with --context-parallel 2"):
+        check_processes(dataclasses.replace(settings, context_parallel=2), 2)
+
+
+@pytest.mark.parametrize(
+    ("changes", "num_processes"),
+    [
+        ({}, 1),
+        ({}, 3),
+        ({"compile": True}, 2),
+        ({"data_parallel": "fsdp"}, 3),
+        ({"context_parallel": 4}, 8),
+        ({"context_parallel": 4, "heads_parallel": 2, "strategy": "ring", "layout": "zigzag"}, 4),
+        ({"context_parallel": 2, "tensor_parallel": 2, "data_parallel": "fsdp"}, 8),
+        ({"tensor_parallel": 2}, 2),
+    ],
+)
 def test_processes_that_fit_are_taken(changes: dict[str, Any], num_processes: int) -> None:
     check_processes(dataclasses.replace(PRESETS["tiny"](), **changes), num_processes)
 
 
-@pytest.mark.parametrize(("optimizer", "of_a_weight"), [
-    ("muon", 12), ("adamw", 12), ("adamw-bf16", 8), ("adamw-8bit", 7),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("optimizer", "of_a_weight"),
+    [
+        ("muon", 12),
+        ("adamw", 12),
+        ("adamw-bf16", 8),
+        ("adamw-8bit", 7),
+    ],
+)
 def test_the_space_of_checkpoints_is_that_of_the_optimizer(
     optimizer: Any, of_a_weight: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

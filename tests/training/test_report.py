@@ -4,18 +4,17 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from browser import Browser, find_browser
 from dilated_attention_pytorch.installation import install_command
 from dilated_attention_pytorch.machine import machine
 from dilated_attention_pytorch.training import RunError, train
 from dilated_attention_pytorch.training.manifest import sealed
 from dilated_attention_pytorch.training.report import CHARTS, read_run, write_report
+from support.browser import Browser
 from training.runs import quiet, tiny_settings, write_texts
 
 
@@ -42,9 +41,7 @@ FIRST, SECOND = [4.0, 3.0, 2.5, 2.25, 2.125, 2.0], [5.0, 4.5, 4.25, 4.125]
 
 @pytest.fixture
 def runs(tmp_path: Path) -> list[Path]:
-    return [
-        write_run(tmp_path / "one", FIRST), write_run(tmp_path / "<b>other & longer", SECOND, learning_rate=0.01)
-    ]  # fmt: skip
+    return [write_run(tmp_path / "one", FIRST), write_run(tmp_path / "<b>other & longer", SECOND, learning_rate=0.01)]
 
 
 def test_figures_are_those_of_the_files(runs: list[Path], tmp_path: Path) -> None:
@@ -74,11 +71,14 @@ def test_a_run_as_train_leaves_it_is_read(tmp_path: Path) -> None:
     assert {chart.name for chart in CHARTS} <= logged
 
 
-@pytest.mark.parametrize(("words", "message"), [
-    ([], "report needs the folder of at least one run: dilated-attention report runs/one runs/other"),
-    (["nothing"], "nothing is no run folder; name the --output of a `train` or `extend` command"),
-    (["texts"], "training.json does not exist; name the --output of a `train` or `extend` command"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        ([], "report needs the folder of at least one run: dilated-attention report runs/one runs/other"),
+        (["nothing"], "nothing is no run folder; name the --output of a `train` or `extend` command"),
+        (["texts"], "training.json does not exist; name the --output of a `train` or `extend` command"),
+    ],
+)
 def test_what_is_no_run_is_refused_and_nothing_written(words: list[str], message: str, tmp_path: Path) -> None:
     (tmp_path / "texts").mkdir()
     with pytest.raises(RunError) as error:
@@ -99,15 +99,6 @@ def test_without_plotly_the_report_says_what_to_install(runs: list[Path], monkey
     with pytest.raises(RunError) as error:
         write_report(runs, runs[0].with_name("report.html"))
     assert str(error.value) == f"the report needs plotly, not installed here: {install_command('report')}"
-
-
-@pytest.fixture
-def browser(tmp_path: Path) -> Iterator[Browser]:
-    program = find_browser()
-    if program is None:
-        pytest.skip("no Chromium is installed (apt-get install chromium-headless-shell)")
-    with Browser(program, tmp_path / "browser") as opened:
-        yield opened
 
 
 _PLACE = """(() => {
@@ -132,18 +123,20 @@ def test_a_browser_shows_every_chart_and_pointing_at_it_says_its_values(
     assert browser.evaluate("document.documentElement.scrollWidth") <= width
     assert [url for url in browser.requests if not url.startswith(("file:", "data:", "blob:"))] == []
     for name, expected in (
-        ("loss", (2.5, 4.25)), ("bits_per_byte", (3.75, 4.375, 6.375, 7.438)), ("tokens_per_second", (3000, 3000)),
-        ("mfu", (3, 3)), ("peak_memory_bytes", (3, 3)), ("grad_norm", (0.3333, 0.3333)),
+        ("loss", (2.5, 4.25)),
+        ("bits_per_byte", (3.75, 4.375, 6.375, 7.438)),
+        ("tokens_per_second", (3000, 3000)),
+        ("mfu", (3, 3)),
+        ("peak_memory_bytes", (3, 3)),
+        ("grad_norm", (0.3333, 0.3333)),
         ("learning_rate", (0.003, 0.003)),
-    ):  # fmt: skip
+    ):
         browser.point_at(*browser.evaluate(_PLACE % (name, 15)))
         texts = browser.evaluate(
             f"[...document.querySelectorAll('#chart-{name} .hoverlayer text')].map(text => text.textContent)"
         )
         said = [float(text.rpartition(" : ")[2].replace("k", "e3")) for text in texts if " : " in text]
         assert sorted(said) == pytest.approx(sorted(expected)), (name, texts)
-    background, text = (
-        [int(part) for part in re.findall(r"\d+", color)[:3]] for color in browser.evaluate(_COLORS)
-    )  # fmt: skip
+    background, text = ([int(part) for part in re.findall(r"\d+", color)[:3]] for color in browser.evaluate(_COLORS))
     assert (sum(background) < sum(text)) == dark
     assert abs(sum(background) - sum(text)) > 300

@@ -30,9 +30,15 @@ from dilated_attention_pytorch.training.start import Start
 from training.runs import quiet
 
 SIZES: dict[str, Any] = {
-    "vocab_size": 50, "hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2,
-    "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2,
-}  # fmt: skip
+    "vocab_size": 50,
+    "hidden_size": 16,
+    "intermediate_size": 16,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+    "pad_token_id": 0,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+}
 
 
 def llama(**changes: Any) -> PreTrainedModel:
@@ -77,7 +83,8 @@ def test_the_step_of_a_trainer_is_that_with_whole_logits(
             assert parts is not None
         options: dict[str, Any] = {"training": batches, "evaluation": batches, "data_collator": None}
         settings = ExtensionSettings(model="model")
-        trainer = ExtensionTrainer(settings=settings, logits=parts, model=model, args=args, place=place, **options)
+        trainer = ExtensionTrainer(settings=settings, model=model, args=args, place=place, **options)
+        trainer.logits = parts
         trainer.current_gradient_accumulation_steps = accumulated
         model.zero_grad()
         items = torch.tensor(sum(int((batch["labels"][:, 1:] != -100).sum()) for batch in batches))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from pathlib import Path
 
 import pytest
@@ -21,9 +22,12 @@ def test_wsd_rises_stays_and_falls_in_a_line(tmp_path: Path) -> None:
     args = arguments(settings, tmp_path, "cpu")
     optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=args.learning_rate)
     schedule = get_scheduler(
-        args.lr_scheduler_type, optimizer, args.warmup_steps, args.max_steps,
+        args.lr_scheduler_type,
+        optimizer,
+        args.warmup_steps,
+        args.max_steps,
         scheduler_specific_kwargs=args.lr_scheduler_kwargs,
-    )  # fmt: skip
+    )
     rates = []
     for _ in range(settings.steps):
         rates.append(schedule.get_last_lr()[0])
@@ -52,6 +56,9 @@ def test_the_first_way_that_fits_is_taken_and_the_others_are_named(monkeypatch: 
     monkeypatch.setattr(parallel_choice, "free_memory", lambda where: needed[-1] - 1)
     chosen, reason = choose_parallel(settings, "cpu", 4)
     assert chosen.context_parallel == 4
+    model = dataclasses.replace(settings.model, shifted_keys=True)
+    chosen, _ = choose_parallel(dataclasses.replace(settings, model=model), "cpu", 4)
+    assert (chosen.context_parallel, chosen.data_parallel) == (1, "fsdp")
     assert "though nothing is sure to fit: ddp would take" in reason
     with pytest.raises(ValueError, match='parallel "auto" chooses data_parallel and context_parallel itself'):
         small_settings(Path("x"), parallel="auto", data_parallel="fsdp")

@@ -7,7 +7,8 @@ from typing import Any
 
 import pytest
 
-from dilated_attention_pytorch.training import PRESETS, SampleSettings, TrainSettings
+from dilated_attention_pytorch.training import PRESETS, TrainSettings
+from dilated_attention_pytorch.training.settings import SampleSettings
 
 
 @pytest.mark.parametrize("name", PRESETS)

@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import json
 import math
-import os
 import signal
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -15,31 +13,38 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-import dilated_attention_pytorch
 from dilated_attention_pytorch.cli import main
 from dilated_attention_pytorch.training import RunError, resume, train
 from dilated_attention_pytorch.training.callbacks import read_metrics
 from dilated_attention_pytorch.training.spreading import spread_anew
-from processes import run_whole
+from support.processes import TESTS, environment, run_whole, torchrun
 from training.runs import quiet, record_samples, samples_of, stop_after, stopped_run, weights, write_texts
 from training.spread_runs import small_settings
 
-TESTS = Path(__file__).parents[1]
 HANG_SECONDS = 600.0
 STEPS = 20
 
 
 @given(
-    st.integers(1, 3), st.integers(1, 4), st.sampled_from([1, 2, 4]), st.sampled_from([1, 2]), st.integers(1, 4),
-    st.integers(1, 12), st.sampled_from([None, 1, 2, 4]),
-)  # fmt: skip
+    st.integers(1, 3),
+    st.integers(1, 4),
+    st.sampled_from([1, 2, 4]),
+    st.sampled_from([1, 2]),
+    st.integers(1, 4),
+    st.integers(1, 12),
+    st.sampled_from([None, 1, 2, 4]),
+)
 def test_a_step_takes_as_many_windows_on_any_number_of_processes(
     batch: int, accumulation: int, context: int, tensor: int, sequences: int, processes: int, new_context: int | None
 ) -> None:
     settings = small_settings(
-        Path("x"), batch_size=batch, gradient_accumulation=accumulation, context_parallel=context,
-        tensor_parallel=tensor, strategy="ring" if context > 1 else "auto",
-    )  # fmt: skip
+        Path("x"),
+        batch_size=batch,
+        gradient_accumulation=accumulation,
+        context_parallel=context,
+        tensor_parallel=tensor,
+        strategy="ring" if context > 1 else "auto",
+    )
     began_with, windows = sequences * context * tensor, batch * accumulation * sequences
     changes = {} if new_context is None else {"context_parallel": new_context}
     try:
@@ -75,12 +80,11 @@ def moments(checkpoint: Path) -> dict[str, torch.Tensor]:
 def go_on_over(processes: int, run: Path, stop: int | None, changes: dict[str, Any], samples: Path) -> None:
     """Resume ``run`` under torchrun, stop it after a step, and have ``samples`` filled with what it trains on."""
     script = str(TESTS / "training" / "respread.py")
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(processes)]
-    path = os.pathsep.join([str(Path(dilated_attention_pytorch.__file__).parents[1]), str(TESTS)])
     ended = run_whole(
-        [*command, script, str(run), json.dumps(stop), json.dumps(changes), str(samples)], HANG_SECONDS,
-        env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": path},
-    )  # fmt: skip
+        [*torchrun(processes), script, str(run), json.dumps(stop), json.dumps(changes), str(samples)],
+        HANG_SECONDS,
+        env=environment(),
+    )
     assert ended.returncode == 0, ended.stderr
 
 
@@ -123,8 +127,10 @@ def test_two_processes_then_one_then_four_train_what_one_trains(tmp_path: Path, 
         float((tensor - moments(run / "checkpoint-20")[name]).abs().max())
         for name, tensor in moments(whole / "checkpoint-20").items()
     )
-    figure("1 -> 2 (fsdp) -> 1 -> 4 (context 2) -> 1 processes: largest difference of a loss, weight, moment",
-           f"{of_loss:.1e}, {of_weight:.1e}, {of_moment:.1e}")  # fmt: skip
+    figure(
+        "1 -> 2 (fsdp) -> 1 -> 4 (context 2) -> 1 processes: largest difference of a loss, weight, moment",
+        f"{of_loss:.1e}, {of_weight:.1e}, {of_moment:.1e}",
+    )
     assert of_loss < 1e-5
     assert of_weight < 1e-5
     assert of_moment < 1e-5
@@ -133,7 +139,7 @@ def test_two_processes_then_one_then_four_train_what_one_trains(tmp_path: Path, 
 def test_other_flags_than_those_that_spread_are_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
         main(["train", "--resume", str(tmp_path), "--context-parallel", "2", "--steps", "3"])
-    assert "so --steps cannot go with it" in capsys.readouterr().err
+    assert "so --steps cannot be used with it" in capsys.readouterr().err
 
 
 def test_what_a_run_of_one_process_was_told_stays_when_other_things_change() -> None:

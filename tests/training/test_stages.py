@@ -50,9 +50,16 @@ def _settings(texts: Path, **changes: Any) -> TrainSettings:
         lengths=(64, 100, 256), fractions=(0.375, 0.25, 0.375), learning_rates=(1.0, 0.5, 0.25), patterns=PATTERNS
     )
     return tiny_settings(
-        texts, steps=8, context_length=256, batch_size=2, gradient_accumulation=2, stages=stages, save_steps=3,
-        precision="float32", **changes,
-    )  # fmt: skip
+        texts,
+        steps=8,
+        context_length=256,
+        batch_size=2,
+        gradient_accumulation=2,
+        stages=stages,
+        save_steps=3,
+        precision="float32",
+        **changes,
+    )
 
 
 def test_a_run_takes_the_steps_of_its_stages(tmp_path: Path) -> None:
@@ -103,20 +110,26 @@ def test_a_run_that_stops_within_a_stage_goes_on_as_if_it_had_not(
     assert all(torch.equal(weight, expected[name]) for name, weight in weights(tmp_path / "stopped").items())
 
 
-@pytest.mark.parametrize(("changes", "words"), [
-    ({"lengths": (64,)}, r"stages.lengths must rise and end with the context_length 256, got \[64\]"),
-    ({"lengths": (256, 64)}, "must rise and end with the context_length 256"),
-    ({"lengths": (4, 256)}, r"stages.lengths must be integers of at least 8, got \[4, 256\]"),
-    ({"lengths": (64, 256), "fractions": (0.5, 0.4)}, "stages.fractions must add up to 1"),
-    ({"lengths": (64, 256), "fractions": (1.0,)}, "must have an entry for each of the 2 stages.lengths"),
-    ({"lengths": (64, 256), "fractions": (0.999, 0.001)}, "stages must have a step each: 9 steps"),
-    ({"lengths": (64, 256), "windows": (5, 1)}, "no more tokens than one of the context_length 256, got 5 of 64"),
-    ({"lengths": (64, 256), "learning_rates": (0.0, 1.0)}, "stages.learning_rates must be finite numbers above 0"),
-    ({"lengths": (64, 256), "patterns": ("x", "y")}, "stages.patterns: "),
-    ({"lengths": (64, 256), "patterns": ("local_window(8)",) * 2}, r"all else is the model's: got local_window\(8\)"),
-    ({"lengths": (64, 256), "patterns": ("DilatedPattern([64], [128])",) * 2}, "dilation_rates"),
-    ({"windows": (1,)}, "must have an entry for each of the 0 stages.lengths"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"lengths": (64,)}, r"stages.lengths must rise and end with the context_length 256, got \[64\]"),
+        ({"lengths": (256, 64)}, "must rise and end with the context_length 256"),
+        ({"lengths": (4, 256)}, r"stages.lengths must be integers of at least 8, got \[4, 256\]"),
+        ({"lengths": (64, 256), "fractions": (0.5, 0.4)}, "stages.fractions must add up to 1"),
+        ({"lengths": (64, 256), "fractions": (1.0,)}, "must have an entry for each of the 2 stages.lengths"),
+        ({"lengths": (64, 256), "fractions": (0.999, 0.001)}, "stages must have a step each: 9 steps"),
+        ({"lengths": (64, 256), "windows": (5, 1)}, "no more tokens than one of the context_length 256, got 5 of 64"),
+        ({"lengths": (64, 256), "learning_rates": (0.0, 1.0)}, "stages.learning_rates must be finite numbers above 0"),
+        ({"lengths": (64, 256), "patterns": ("x", "y")}, "stages.patterns: "),
+        (
+            {"lengths": (64, 256), "patterns": ("local_window(8)",) * 2},
+            r"all else is the model's: got local_window\(8\)",
+        ),
+        ({"lengths": (64, 256), "patterns": ("DilatedPattern([64], [128])",) * 2}, "dilation_rates"),
+        ({"windows": (1,)}, "must have an entry for each of the 0 stages.lengths"),
+    ],
+)
 def test_stages_that_a_run_cannot_have_are_refused(changes: dict[str, Any], words: str) -> None:
     with pytest.raises(ValueError, match=words):
         tiny_settings(Path("x"), context_length=256, stages=StageSettings(**changes))

@@ -83,14 +83,20 @@ def _random_settings() -> Iterator[TrainSettings]:
     for _ in range(5):
         heads = draw.choice([1, 3])
         model = {
-            "embed_dim": heads * draw.choice([8, 22]), "num_heads": heads, "num_layers": draw.randint(1, 13),
-            "vocab_size": draw.choice([256, 8209, 20011]), "gradient_checkpointing": True,
+            "embed_dim": heads * draw.choice([8, 22]),
+            "num_heads": heads,
+            "num_layers": draw.randint(1, 13),
+            "vocab_size": draw.choice([256, 8209, 20011]),
+            "gradient_checkpointing": True,
             "checkpoint_every": draw.choice([1, 3]),
-        }  # fmt: skip
+        }
         yield _settings(
-            model, context_length=draw.randint(8, 5000), batch_size=draw.choice([1, 3]),
-            precision=draw.choice(["float32", "bfloat16"]), optimizer=draw.choice(["adamw", "muon"]),
-        )  # fmt: skip
+            model,
+            context_length=draw.randint(8, 5000),
+            batch_size=draw.choice([1, 3]),
+            precision=draw.choice(["float32", "bfloat16"]),
+            optimizer=draw.choice(["adamw", "muon"]),
+        )
 
 
 @pytest.mark.parametrize("settings", list(_random_settings()), ids=lambda one: f"{one.model.num_layers} layers")
@@ -102,9 +108,14 @@ def test_few_layers_and_blocks_of_the_loss_tell_of_many(settings: TrainSettings)
 
 def test_a_trillion_weights_and_a_billion_tokens_are_counted() -> None:
     model = {
-        "vocab_size": 64000, "embed_dim": 20480, "num_layers": 200, "num_heads": 160, "gradient_checkpointing": True,
-        "segment_lengths": (2048, 1 << 30), "dilation_rates": (1, 1 << 20),
-    }  # fmt: skip
+        "vocab_size": 64000,
+        "embed_dim": 20480,
+        "num_layers": 200,
+        "num_heads": 160,
+        "gradient_checkpointing": True,
+        "segment_lengths": (2048, 1 << 30),
+        "dilation_rates": (1, 1 << 20),
+    }
     settings = _settings(model, context_length=10**9, batch_size=1, optimizer="adamw")
     weights = settings.model.num_parameters
     assert weights > 10**12

@@ -123,9 +123,15 @@ def one_block(embed_dim: int = 1024, ffn_dim: int = 4352) -> LongNetForCausalLM:
     """A feed-forward that is large enough for float8, and an attention that is not."""
     torch.manual_seed(0)
     config = LongNetConfig(
-        embed_dim=embed_dim, num_layers=1, num_heads=2, segment_lengths=[16], dilation_rates=[1], ffn_dim=ffn_dim,
-        tie_embeddings=False, vocab_size=2048,
-    )  # fmt: skip
+        embed_dim=embed_dim,
+        num_layers=1,
+        num_heads=2,
+        segment_lengths=[16],
+        dilation_rates=[1],
+        ffn_dim=ffn_dim,
+        tie_embeddings=False,
+        vocab_size=2048,
+    )
     return LongNetForCausalLM.from_longnet_config(config)
 
 

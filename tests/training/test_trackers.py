@@ -21,6 +21,7 @@ from dilated_attention_pytorch.training import RunError, TrainSettings, resume, 
 from dilated_attention_pytorch.training import run as training_run
 from dilated_attention_pytorch.training.callbacks import read_metrics
 from dilated_attention_pytorch.training.trackers import check_trackers, tracking
+from support.processes import free_port
 from training.runs import open_run, quiet, stopped_run, tiny_settings, write_texts
 
 
@@ -29,9 +30,7 @@ def figures_of(run: Path, name: str) -> dict[int, float]:
 
 
 def gauges(text: str) -> dict[str, float]:
-    return {
-        sample.name: sample.value for family in text_string_to_metric_families(text) for sample in family.samples
-    }  # fmt: skip
+    return {sample.name: sample.value for family in text_string_to_metric_families(text) for sample in family.samples}
 
 
 def test_tensorboard_and_prometheus_hold_what_the_log_holds_after_a_restart_too(
@@ -63,15 +62,8 @@ def test_without_trackers_the_log_is_there_and_nothing_else(tmp_path: Path) -> N
     assert not {"tensorboard", "metrics.prom", "wandb", "mlflow"} & {path.name for path in run.iterdir()}
 
 
-def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("", 0))
-        port: int = probe.getsockname()[1]
-    return port
-
-
 def test_prometheus_is_served_while_the_run_lasts(tmp_path: Path) -> None:
-    port = _free_port()
+    port = free_port()
     settings = tiny_settings(tmp_path, track=("prometheus",), prometheus_port=port)
     with tracking(settings, open_run(tmp_path)) as (tracker,):
         tracker.log(3, {"loss": 1.5})
@@ -85,9 +77,7 @@ def test_a_port_that_is_taken_is_refused_before_the_run(tmp_path: Path) -> None:
         holder.bind(("", 0))
         holder.listen()
         port = holder.getsockname()[1]
-        settings = tiny_settings(
-            write_texts(tmp_path / "texts"), track=("prometheus",), prometheus_port=port
-        )  # fmt: skip
+        settings = tiny_settings(write_texts(tmp_path / "texts"), track=("prometheus",), prometheus_port=port)
         with pytest.raises(RunError, match=f"--prometheus-port {port} cannot be served .*; name another one"):
             train(settings, tmp_path / "run", quiet())
     assert not (tmp_path / "run").exists()
@@ -100,9 +90,7 @@ def test_a_port_that_is_taken_after_the_check_is_said_and_the_run_goes_on(
         holder.bind(("", 0))
         holder.listen()
         port = holder.getsockname()[1]
-        settings = tiny_settings(
-            write_texts(tmp_path / "texts"), steps=2, track=("prometheus",), prometheus_port=port
-        )  # fmt: skip
+        settings = tiny_settings(write_texts(tmp_path / "texts"), steps=2, track=("prometheus",), prometheus_port=port)
         monkeypatch.setattr(training_run, "check_trackers", lambda settings: None)
         said = Console(file=io.StringIO(), width=1000)
         outcome = train(settings, tmp_path / "run", said)
@@ -135,9 +123,15 @@ class _AwayAfter:
         return self
 
 
-@pytest.mark.parametrize(("answers", "told"), [
-    (0, []), (2, ["open", 2]), (6, ["open", 2, 4, 5, 6, 8]), (8, ["open", 2, 4, 5, 6, 8, 9, 9]),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("answers", "told"),
+    [
+        (0, []),
+        (2, ["open", 2]),
+        (6, ["open", 2, 4, 5, 6, 8]),
+        (8, ["open", 2, 4, 5, 6, 8, 9, 9]),
+    ],
+)
 def test_a_tracker_whose_server_goes_away_is_given_up_in_a_sentence_and_the_run_goes_on(
     answers: int, told: list[Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -173,9 +167,14 @@ def test_an_error_of_a_tracker_that_is_none_of_its_server_is_not_hidden(
         train(tiny_settings(write_texts(tmp_path / "texts")), tmp_path / "run", quiet())
 
 
-@pytest.mark.parametrize(("name", "package"), [
-    ("wandb", "wandb"), ("mlflow", "mlflow"), ("prometheus", "prometheus_client"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("name", "package"),
+    [
+        ("wandb", "wandb"),
+        ("mlflow", "mlflow"),
+        ("prometheus", "prometheus_client"),
+    ],
+)
 def test_a_tracker_that_is_not_installed_is_refused_before_the_run(
     name: Any, package: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -195,12 +194,15 @@ def test_other_processes_than_the_first_track_nothing(tmp_path: Path, monkeypatc
     assert not any(tmp_path.iterdir())
 
 
-@pytest.mark.parametrize(("changes", "message"), [
-    ({"track": ("tensorboard", "comet")}, "track must be different ones of tensorboard, wandb, mlflow, prometheus"),
-    ({"track": ("wandb", "wandb")}, "track must be different ones of"),
-    ({"prometheus_port": 9000}, '"prometheus" in track, got 9000 and .*; add it there, or leave the port out'),
-    ({"prometheus_port": 70000, "track": ("prometheus",)}, "prometheus_port must be at most 65535, got 70000"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"track": ("tensorboard", "comet")}, "track must be different ones of tensorboard, wandb, mlflow, prometheus"),
+        ({"track": ("wandb", "wandb")}, "track must be different ones of"),
+        ({"prometheus_port": 9000}, '"prometheus" in track, got 9000 and .*; add it there, or leave the port out'),
+        ({"prometheus_port": 70000, "track": ("prometheus",)}, "prometheus_port must be at most 65535, got 70000"),
+    ],
+)
 def test_trackers_that_there_are_not_are_refused(changes: dict[str, Any], message: str, tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=message):
         TrainSettings.from_dict({**tiny_settings(tmp_path).to_dict(), **changes})

@@ -14,9 +14,10 @@ import torch
 from dilated_attention_pytorch.training import RunError, resume, train
 from dilated_attention_pytorch.training.callbacks import read_metrics
 from dilated_attention_pytorch.training.zero import check_engine, check_zero
+from support.processes import TESTS
 from training.runs import quiet, weights, write_texts
 from training.spread_runs import small_settings
-from training.test_distribution import TESTS, _torchrun
+from training.test_distribution import _torchrun
 from training.test_spreading import moments
 
 NEEDS_DEEPSPEED = pytest.mark.skipif(
@@ -51,8 +52,10 @@ def test_every_stage_trains_what_one_process_trains(tmp_path: Path, figure: Any)
         theirs, ours = moments(one / "checkpoint-20"), moments(found / "checkpoint-20")
         assert theirs.keys() == ours.keys()
         of_moment = max(float((theirs[key] - value).abs().max()) for key, value in ours.items())
-        figure(f"20 steps beside one process, {name}: largest difference of a loss (nats), weight, moment",
-               f"{of_loss:.1e}, {of_weight:.1e}, {of_moment:.1e}")  # fmt: skip
+        figure(
+            f"20 steps beside one process, {name}: largest difference of a loss (nats), weight, moment",
+            f"{of_loss:.1e}, {of_weight:.1e}, {of_moment:.1e}",
+        )
         assert max(of_loss, of_weight, of_moment) < TOLERANCE
         assert _losses(found).keys() == expected.keys()
     # A NaN in one weight of one process: no step is taken with what comes of it.
@@ -94,10 +97,13 @@ def test_what_the_engine_cannot_carry_out_is_refused(
     assert message in str(raised.value)
 
 
-@pytest.mark.parametrize(("changes", "message"), [
-    ({"offload": "optimizer"}, 'set data_parallel to "zero1", "zero2" or "zero3", got "ddp"'),
-    ({"offload": "parameters", "data_parallel": "zero2"}, 'weights that are split: set data_parallel to "zero3"'),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"offload": "optimizer"}, 'set data_parallel to "zero1", "zero2" or "zero3", got "ddp"'),
+        ({"offload": "parameters", "data_parallel": "zero2"}, 'weights that are split: set data_parallel to "zero3"'),
+    ],
+)
 def test_offload_that_nothing_carries_out_is_refused(changes: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError) as raised:
         small_settings(Path("x"), **changes)

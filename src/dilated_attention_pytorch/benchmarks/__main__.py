@@ -1,4 +1,4 @@
-"""``python -m dilated_attention_pytorch.benchmarks``: the benchmark where only torch, rich and matplotlib are there.
+"""``python -m dilated_attention_pytorch.benchmarks``: the benchmark with only torch, rich and matplotlib installed.
 
 ``dilated-attention bench`` is the same run with every option on the command line.
 """
@@ -21,20 +21,21 @@ from .settings import BenchSettings, PresetName
 from .shapes import DtypeName, Mode
 
 LEAVES_WHEN_LOST = 75
-"""What the process leaves with after an error that only a new process gets over."""
+"""Exit code after an error that only a new process can recover from."""
 
 
 def main() -> None:
     """Parse the command line and run.
 
     Raises:
-        SystemExit: with 2, after a sentence on standard error, for what the user can mend; with 75 where the device is
-            lost to this process, and the same command with --resume goes on.
+        SystemExit: with 2, after an error message, for problems that the user can fix; with 75 if the
+            device is lost to this process, and the same command with --resume continues.
     """
     parser = argparse.ArgumentParser(
-        prog="python -m dilated_attention_pytorch.benchmarks", description=BenchSettings.__doc__,
+        prog="python -m dilated_attention_pytorch.benchmarks",
+        description=BenchSettings.__doc__,
         epilog="Every other option: dilated-attention bench --help (needs the extra bench).",
-    )  # fmt: skip
+    )
     parser.add_argument("--preset", choices=get_args(PresetName), default="auto", help="which sweeps to run")
     parser.add_argument("--output", type=Path, help="folder for bench.json and the plots; default runs/bench-PRESET")
     parser.add_argument("--shapes", nargs="+", default=(), help="sweep these shapes instead")
@@ -48,15 +49,23 @@ def main() -> None:
     parser.add_argument("--compare", type=Path, help="bench.json of an earlier run")
     parser.add_argument("--dry-run", action="store_true", help="a few rows: sees that everything works")
     words = parser.parse_args()
-    # Where the output goes to a file, lines may be as long as the tables are wide.
+    # When the output is a file, use lines as wide as the tables.
     console = Console() if sys.stdout.isatty() else Console(width=150)
     try:
         settings = BenchSettings(
-            preset=words.preset, output=words.output, shapes=tuple(words.shapes), rows=tuple(words.rows),
-            head_dims=tuple(words.head_dims), modes=tuple(words.modes), dtypes=tuple(words.dtypes),
-            contestants=tuple(words.contestants), time_limit=words.time_limit, resume=words.resume,
-            compare=words.compare, dry_run=words.dry_run,
-        )  # fmt: skip
+            preset=words.preset,
+            output=words.output,
+            shapes=tuple(words.shapes),
+            rows=tuple(words.rows),
+            head_dims=tuple(words.head_dims),
+            modes=tuple(words.modes),
+            dtypes=tuple(words.dtypes),
+            contestants=tuple(words.contestants),
+            time_limit=words.time_limit,
+            resume=words.resume,
+            compare=words.compare,
+            dry_run=words.dry_run,
+        )
         run(settings, console, module_command())
     except DeviceLostError as error:
         print(f"{parser.prog}: {error}", file=sys.stderr)

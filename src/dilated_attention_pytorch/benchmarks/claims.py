@@ -1,4 +1,4 @@
-"""The headline figures of the earlier package, as claimed, with the hardware that they name: to stand beside ours."""
+"""The earlier package's published figures, with their hardware, for comparison."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from .shapes import Case
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Claim:
-    """What the documents of the earlier package say of one shape. None where they say nothing."""
+    """Figures of one shape in the earlier package's documents; None where they give none."""
 
     text: str
     shape: str
@@ -31,8 +31,13 @@ _GPUS = "2x GTX 1080, 8 GB"
 CLAIMS: tuple[Claim, ...] = (
     *(
         Claim(
-            text="hybrid-ring.txt", shape="hybrid-ring", rows=rows, hardware=_GPUS, tokens_per_second=rate,
-            peak_megabytes=megabytes, kilobytes_per_token=kilobytes,
+            text="hybrid-ring.txt",
+            shape="hybrid-ring",
+            rows=rows,
+            hardware=_GPUS,
+            tokens_per_second=rate,
+            peak_megabytes=megabytes,
+            kilobytes_per_token=kilobytes,
         )
         for rows, megabytes, kilobytes, rate in (
             (1024, 113, 56.48, 7858),
@@ -43,27 +48,42 @@ CLAIMS: tuple[Claim, ...] = (
         )
     ),
     Claim(
-        text="head-parallel.txt", shape="head-parallel", rows=8192, hardware="not named",
-        milliseconds=8.3, peak_megabytes=114, kilobytes_per_token=14.25,
+        text="head-parallel.txt",
+        shape="head-parallel",
+        rows=8192,
+        hardware="not named",
+        milliseconds=8.3,
+        peak_megabytes=114,
+        kilobytes_per_token=14.25,
     ),
-)  # fmt: skip
-"""Every row of those documents' tables. Memory is per GPU; the texts do not say whether gradients were computed."""
+)
+"""All rows of those documents' tables. Memory is per GPU; the documents do not say whether gradients were computed."""
 
 
 def claim_of(case: Case) -> Claim | None:
-    """The claim about this shape at these rows; None if there is none."""
+    """The claim for this shape and number of rows; None if there is none."""
     return next((claim for claim in CLAIMS if (claim.shape, claim.rows) == (case.shape, case.rows)), None)
 
 
 def print_claims(rows: Sequence[Row], device: str, console: Console) -> None:
-    """A table of the claims whose shape was run, with the fastest of our implementations beside each."""
+    """Print the claims for the shapes that were run, next to our fastest implementation."""
     table = Table(
-        "claim", "N", "hardware claimed", "claimed", "here", "of the call", "memory claimed", "here",
-        "a token claimed", "here", title="claims of the earlier package beside this machine", title_justify="left",
+        "claim",
+        "N",
+        "hardware claimed",
+        "claimed",
+        "here",
+        "of the call",
+        "memory claimed",
+        "here",
+        "a token claimed",
+        "here",
+        title="claims of the earlier package beside this machine",
+        title_justify="left",
         caption=f"here: {device}; float32 at H = 8, D = 64. On other hardware: a ratio of the two would say nothing of "
         "the code. Memory here is all of a call: operands, results and everything between.",
         caption_justify="left",
-    )  # fmt: skip
+    )
     for case in dict.fromkeys(row.case for row in rows):
         claim = claim_of(case)
         ours = [row for row in rows if row.case == case and row.status == "timed" and row.contestant.startswith("ours")]
@@ -78,8 +98,15 @@ def print_claims(rows: Sequence[Row], device: str, console: Console) -> None:
         if best.peak_bytes is not None:
             memory, per_token = f"{best.peak_bytes / 1e6:,.0f} MB", f"{best.peak_bytes / 1e3 / case.rows:.2f} KB"
         table.add_row(
-            claim.text, f"{claim.rows:,}", claim.hardware, *speed, case.mode.replace("_", " + "),
-            f"{claim.peak_megabytes:,.0f} MB", memory, f"{claim.kilobytes_per_token:.2f} KB", per_token,
-        )  # fmt: skip
+            claim.text,
+            f"{claim.rows:,}",
+            claim.hardware,
+            *speed,
+            case.mode.replace("_", " + "),
+            f"{claim.peak_megabytes:,.0f} MB",
+            memory,
+            f"{claim.kilobytes_per_token:.2f} KB",
+            per_token,
+        )
     if table.row_count:
         console.print(table)

@@ -1,4 +1,4 @@
-"""What moved between two runs, judged by the spread of both."""
+"""Comparison of two runs, with changes judged by the spread of both."""
 
 from __future__ import annotations
 
@@ -19,23 +19,23 @@ from .report import in_words
 from .results import FORMAT, Row, quartiles
 
 FLOOR = 0.05
-"""Relative difference below which nothing counts as moved: two runs of the same code on a quiet machine differ so."""
+"""Relative difference below which nothing counts as changed: runs of the same code on a quiet machine differ so."""
 
 _MACHINE = ("processor", "cores", "threads", "cuda_devices")
 
 
 class Timing(NamedTuple):
-    """What an earlier run says of one contestant in one case."""
+    """An earlier run's timing of one contestant in one case."""
 
     samples: Sequence[float]
     """Seconds of its calls."""
     limit_seconds: float
-    """The least time at the rates of the machine then."""
+    """Lower bound of the time at that run's machine rates."""
 
 
 @dataclass(frozen=True, slots=True)
 class Earlier:
-    """The results of an earlier run."""
+    """Results of an earlier run."""
 
     file: Path
     machine: dict[str, Any]
@@ -45,7 +45,7 @@ class Earlier:
     """By case and contestant."""
 
     def check(self, machine: Mapping[str, Any], names: set[str], *, any_machine: bool) -> None:
-        """Raise :class:`RunError` unless a comparison with a run of these cases on this machine means something."""
+        """Raise :class:`RunError` unless the runs have common cases and the same machine."""
         if not names & {name for name, _ in self.timings}:
             raise RunError(
                 f"--compare {self.file} holds no time of any case that is about to be run; give the same --preset and "
@@ -64,7 +64,7 @@ def read_earlier(file: Path) -> Earlier:
     """Read ``bench.json`` of an earlier run.
 
     Raises:
-        RunError: it cannot be read, or is something else.
+        RunError: it cannot be read, or has another format.
     """
     remedy = "name the bench.json of an earlier `dilated-attention bench`"
     try:
@@ -95,23 +95,23 @@ def read_earlier(file: Path) -> Earlier:
 
 @dataclass(frozen=True, slots=True)
 class Move:
-    """How the time of one contestant in one case changed."""
+    """Change of one contestant's time in one case."""
 
     name: str
     contestant: str
     before: float
     after: float
     spread: float
-    """Seconds by which two medians differ without a reason."""
+    """Difference of two medians, in seconds, that is explained by their spread."""
     drift: float
-    """The rates of the machine around one of the two measurements over those around the other; 1 or more."""
+    """Ratio of the machine's rates around the two measurements, at least 1."""
 
     @property
     def noise(self) -> float:
-        """Seconds by which the median may move, in the direction in which it did, without the code having changed.
+        """Change of the median, in seconds, explained without a code change, in the observed direction.
 
-        The time before lay within its spread, and the machine's own drift multiplies or divides what lay there: of a
-        faster time it never explains all.
+        The earlier time varies within its spread, and the machine's drift multiplies or divides that: it never
+        explains a faster time entirely.
         """
         if self.after > self.before:
             return (self.before + self.spread) * self.drift - self.before
@@ -119,20 +119,20 @@ class Move:
 
     @property
     def is_beyond_noise(self) -> bool:
-        """Whether it moved."""
+        """Whether the change exceeds the noise."""
         return abs(self.after - self.before) > self.noise
 
     @property
     def change(self) -> float:
-        """Relative: 0.1 is a tenth slower."""
+        """Relative change: 0.1 is 10 % slower."""
         return self.after / self.before - 1.0
 
 
 def judge_moves(before: Mapping[tuple[str, str], Timing], rows: Sequence[Row]) -> list[Move]:
-    """A move for everything timed in both runs.
+    """The changes of everything timed in both runs.
 
-    Two medians differ beyond noise if they lie further apart than both interquartile ranges together, and than
-    :data:`FLOOR` of the earlier one, by more than the machine's own rates, measured around both, can account for.
+    Two medians differ beyond noise if their distance exceeds the sum of both interquartile ranges and
+    :data:`FLOOR` of the earlier one, by more than the measured drift of the machine's rates explains.
     """
     moves = []
     for row in rows:
@@ -146,28 +146,39 @@ def judge_moves(before: Mapping[tuple[str, str], Timing], rows: Sequence[Row]) -
 
 
 def compare(earlier: Earlier, rows: Sequence[Row], machine: Mapping[str, Any], console: Console) -> None:
-    """Print what moved beyond noise, and how much of it the machine did itself."""
+    """Print changes beyond noise, and the machine's own drift."""
     moves = judge_moves(earlier.timings, rows)
     moved = sorted((move for move in moves if move.is_beyond_noise), key=lambda move: -abs(move.change))
     table = Table(
-        "case", "who", "before", "now", "change", "noise", title=f"moved since {escape(str(earlier.file))}",
+        "case",
+        "who",
+        "before",
+        "now",
+        "change",
+        "noise",
+        title=f"moved since {escape(str(earlier.file))}",
         title_justify="left",
         caption=f"noise: both interquartile ranges together, at least {FLOOR:.0%} of the time before, and by how much "
         "the rates of the machine itself differed around the two measurements; what moved less is not listed",
         caption_justify="left",
-    )  # fmt: skip
+    )
     for move in moved:
         color = "red" if move.change > 0 else "green"
         table.add_row(
-            escape(move.name), move.contestant, in_words(move.before), in_words(move.after),
-            f"[{color}]{move.change:+.0%}[/]", f"{move.noise / move.before:.0%}",
-        )  # fmt: skip
+            escape(move.name),
+            move.contestant,
+            in_words(move.before),
+            in_words(move.after),
+            f"[{color}]{move.change:+.0%}[/]",
+            f"{move.noise / move.before:.0%}",
+        )
     if moved:
         console.print(table)
     console.print(
-        f"compared with {earlier.file}: {len(moved)} of {len(moves)} times moved beyond noise", highlight=False,
+        f"compared with {earlier.file}: {len(moved)} of {len(moves)} times moved beyond noise",
+        highlight=False,
         soft_wrap=True,
-    )  # fmt: skip
+    )
     if any(earlier.machine.get(name) != machine[name] for name in _MACHINE):
         console.print("the two runs are of different machines: the changes are the machines' too", highlight=False)
     for dtype, rate in earlier.rates.items():
@@ -177,5 +188,6 @@ def compare(earlier: Earlier, rows: Sequence[Row], machine: Mapping[str, Any], c
             console.print(
                 f"the machine itself multiplies {dtype} matrices at {ratio:.0%} of its rate in the earlier run: one of "
                 "the two was not quiet",
-                highlight=False, soft_wrap=True,
-            )  # fmt: skip
+                highlight=False,
+                soft_wrap=True,
+            )

@@ -1,4 +1,4 @@
-"""Who is compared: a flat list, each with the sentence that keeps it out of a case where it does not belong."""
+"""The compared implementations: a flat list with conditions for taking part in a case."""
 
 from __future__ import annotations
 
@@ -24,27 +24,27 @@ from .published import Kernel, published_attention
 from .shapes import Case, Computes
 
 Attention = Callable[[Tensor, Tensor, Tensor], Tensor]
-"""From query, key and value to the output, all ``[B, N, heads, D]``."""
+"""Maps query, key and value to the output, all ``[B, N, heads, D]``."""
 
 _DENSE_SCORES_BYTES = 1 << 28
 _FLEX_ON_CPU_ROWS = 1024
 FLEX = "FlexAttention"
-"""The contestant that is compiled for every shape anew."""
+"""Name of the contestant that is compiled per shape."""
 
 
 @dataclass(frozen=True, slots=True)
 class Contestant:
-    """A way to compute a case."""
+    """An implementation of a case."""
 
     name: str
     computes: Computes
-    """What it is held against: the pattern, or attention of all to all."""
+    """What it computes and is checked against: the pattern, or dense attention."""
     refusal: Callable[[Case, torch.device], str | None]
-    """Why it takes no part in a case; None if it does."""
+    """Why it does not take part in a case; None if it does."""
     prepare: Callable[[Case, tuple[Tensor, Tensor, Tensor]], Attention]
-    """What is done once for a shape, timed on its own: masks, caches."""
+    """One-time preparation per shape, timed separately: masks, caches."""
     rounding: Rounding = "storage"
-    """What its products are rounded to, which decides how far from the definition it may be."""
+    """Rounding of its operands, which determines the error tolerance."""
 
 
 def _ours_refuses(case: Case, device: torch.device, *, impl: Impl) -> str | None:
@@ -52,7 +52,7 @@ def _ours_refuses(case: Case, device: torch.device, *, impl: Impl) -> str | None
         return "TRITON_INTERPRET is set: the interpreter checks the kernels, its time says nothing about them"
     if impl == "triton-fp8" and case.mode == "forward_backward":
         return "the forward in e4m3 has no gradient"
-    # Counts, scores, probabilities and their gradients.
+    # Memory for counts, scores, probabilities and their gradients.
     scores = 16 * case.batch * case.heads * case.num_queries * case.rows
     if impl == "reference" and scores > _DENSE_SCORES_BYTES:
         return f"it holds all N * M scores and their like: timed up to {_DENSE_SCORES_BYTES >> 20} MiB of them"
@@ -61,7 +61,7 @@ def _ours_refuses(case: Case, device: torch.device, *, impl: Impl) -> str | None
 
 
 def _gluon_refuses(case: Case) -> str | None:
-    """What the kernel says of the call; it looks at shapes and strides alone, so no device has to hold them."""
+    """The kernel's reason for rejecting the call; depends on shapes and strides only, so no memory is needed."""
     from dilated_attention_pytorch.kernels.triton import hopper
     from dilated_attention_pytorch.kernels.triton.problem import Problem
 
@@ -72,7 +72,7 @@ def _gluon_refuses(case: Case) -> str | None:
     pattern = case.pattern
     return hopper.refusal(
         Problem(query, key, key, pattern.groups, case.causal, 1.0, case.query_offset, rules=pattern.rules)
-    )  # fmt: skip
+    )
 
 
 def _prepare_ours(case: Case, operands: tuple[Tensor, Tensor, Tensor], *, impl: Impl) -> Attention:
@@ -92,18 +92,23 @@ def _cache_refuses(case: Case, device: torch.device) -> str | None:
 
 
 def _prepare_cache(case: Case, operands: tuple[Tensor, Tensor, Tensor]) -> Attention:
-    """A cache filled with all rows but the last; every call adds one row and attends to what is held."""
+    """A cache filled with all rows except the last; every call adds one row and attends to the cached rows."""
     from dilated_attention_pytorch.models import LongNetCache, LongNetConfig
 
     config = LongNetConfig(
-        embed_dim=case.heads * case.head_dim, num_layers=1, num_heads=case.heads, num_kv_heads=case.kv_heads,
-        segment_lengths=case.segment_lengths, dilation_rates=case.dilation_rates, offset_rule=case.offset_rule,
-    )  # fmt: skip
+        embed_dim=case.heads * case.head_dim,
+        num_layers=1,
+        num_heads=case.heads,
+        num_kv_heads=case.kv_heads,
+        segment_lengths=case.segment_lengths,
+        dilation_rates=case.dilation_rates,
+        offset_rule=case.offset_rule,
+    )
     cache, (query, key, value) = LongNetCache(config), operands
     with torch.no_grad():
         for start in range(0, case.rows - 1, 8192):
             rows = slice(start, min(start + 8192, case.rows - 1))
-            # What these queries see is of no interest: their keys and values are to be stored.
+            # The prefill's outputs are not needed, only its stored keys and values.
             step = cache.step(case.batch, rows.stop - start, None, query.device)
             step.attend(0, query.expand(-1, rows.stop - start, -1, -1), key[:, rows], value[:, rows], 0.0)
 
@@ -153,9 +158,7 @@ def _prepare_flex(case: Case, operands: tuple[Tensor, Tensor, Tensor]) -> Attent
     device = operands[0].device
     if case.block_density is None:
         return FlexPattern(case, device).attend
-    return FlexBlocks(
-        case.pattern, case.rows, case.heads, case.kv_heads, is_causal=case.causal, device=device
-    ).attend  # fmt: skip
+    return FlexBlocks(case.pattern, case.rows, case.heads, case.kv_heads, is_causal=case.causal, device=device).attend
 
 
 def _dense_refuses(case: Case, device: torch.device) -> str | None:
@@ -183,7 +186,7 @@ def _prepare_dense(
 
     def dense(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
         q, k, v = (tensor.transpose(1, 2) for tensor in (query, key, value))
-        # The one query of a decoding step is the last row: it sees all.
+        # The single query of a decoding step is the last row, which sees all keys.
         is_causal = case.causal and case.mode != "decode"
         return scaled_dot_product_attention(q, k, v, is_causal=is_causal, enable_gqa=is_grouped).transpose(1, 2)
 
@@ -198,7 +201,7 @@ def _prepare_dense(
 
 
 _FLASH_MODULES = {2: "flash_attn", 3: "flash_attn_interface", 4: "flash_attn.cute"}
-"""Where the versions of FlashAttention have their ``flash_attn_func``."""
+"""Modules that contain ``flash_attn_func``, by FlashAttention version."""
 
 
 def _flash_attn_refuses(case: Case, device: torch.device, *, version: int) -> str | None:
@@ -214,9 +217,9 @@ def _prepare_flash_attn(case: Case, operands: tuple[Tensor, Tensor, Tensor], *, 
     flash_attn_func = importlib.import_module(_FLASH_MODULES[version]).flash_attn_func
 
     def flash(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-        # It aligns the causal mask at the last row, so a decoding step needs no other call.
+        # Its causal mask is aligned to the last row, so a decoding step needs no special call.
         result = flash_attn_func(query, key, value, causal=case.causal)
-        # Some versions return the log-sum-exp beside the output.
+        # Some versions also return the log-sum-exp.
         out: Tensor = result[0] if isinstance(result, tuple) else result
         return out
 
@@ -225,30 +228,39 @@ def _prepare_flash_attn(case: Case, operands: tuple[Tensor, Tensor, Tensor], *, 
 
 def _ours(impl: Impl) -> Contestant:
     return Contestant(
-        f"ours, {impl}", "pattern", functools.partial(_ours_refuses, impl=impl),
-        functools.partial(_prepare_ours, impl=impl), "e4m3" if impl == "triton-fp8" else "storage",
-    )  # fmt: skip
+        f"ours, {impl}",
+        "pattern",
+        functools.partial(_ours_refuses, impl=impl),
+        functools.partial(_prepare_ours, impl=impl),
+        "e4m3" if impl == "triton-fp8" else "storage",
+    )
 
 
 def _published(name: str, kernel: Kernel) -> Contestant:
     return Contestant(
-        name, "pattern", functools.partial(_published_refuses, kernel=kernel),
+        name,
+        "pattern",
+        functools.partial(_published_refuses, kernel=kernel),
         functools.partial(_prepare_published, kernel=kernel),
-    )  # fmt: skip
+    )
 
 
 def _pinned(name: str, backend: SDPBackend) -> Contestant:
     return Contestant(
-        name, "dense", functools.partial(_pinned_refuses, backend=backend),
+        name,
+        "dense",
+        functools.partial(_pinned_refuses, backend=backend),
         functools.partial(_prepare_dense, backend=backend),
-    )  # fmt: skip
+    )
 
 
 def _flash_attn(version: int) -> Contestant:
     return Contestant(
-        f"dense FlashAttention-{version}", "dense", functools.partial(_flash_attn_refuses, version=version),
+        f"dense FlashAttention-{version}",
+        "dense",
+        functools.partial(_flash_attn_refuses, version=version),
         functools.partial(_prepare_flash_attn, version=version),
-    )  # fmt: skip
+    )
 
 
 CONTESTANTS: tuple[Contestant, ...] = (
@@ -262,11 +274,11 @@ CONTESTANTS: tuple[Contestant, ...] = (
     _pinned("dense SDPA, cuDNN", SDPBackend.CUDNN_ATTENTION),
     *(_flash_attn(version) for version in _FLASH_MODULES),
 )
-"""Everyone, in the order of the tables."""
+"""All contestants, in table order."""
 
 
 def find_contestants(names: tuple[str, ...]) -> tuple[Contestant, ...]:
-    """The contestants of these names; those whose name contains one that is nobody's; all without names."""
+    """Contestants by name, or by part of a name if no exact one exists; all if ``names`` is empty."""
     if not names:
         return CONTESTANTS
     everyone = {entry.name for entry in CONTESTANTS}

@@ -1,7 +1,7 @@
-"""The correctness gate: sampled rows of a large call, and every column of their gradients, against the definition.
+"""The correctness gate: sampled rows of a large call, and all gradients through them, against the definition.
 
-The gradient of the output is zero except at the sampled rows, so the gradients of all keys and values are known exactly
-from those rows alone, and nothing that a contestant computed takes part in what it is compared with.
+The output gradient is zero except at the sampled rows, so the gradients of all keys and values follow exactly
+from those rows alone, and the expected values use nothing that a contestant computed.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from dilated_attention_pytorch.precision import accumulation_dtype
 from .shapes import Case, Computes
 
 Rounding = Literal["storage", "e4m3"]
-"""What the operands of products are rounded to: as they are stored, or to e4m3 with a scale for every row."""
+"""Rounding of product operands: as stored, or to e4m3 with a scale per row."""
 NAMES = ("out", "grad_query", "grad_key", "grad_value")
 _STRETCHES = 24
 _CANCELLED = 0.01
@@ -29,7 +29,7 @@ _CANCELLED = 0.01
 
 @dataclass(frozen=True, slots=True)
 class Sample:
-    """One query row of one head of one sequence."""
+    """A query row of one head and one sequence."""
 
     batch: int
     head: int
@@ -38,23 +38,23 @@ class Sample:
 
 @dataclass(frozen=True, slots=True)
 class Verdict:
-    """How far a contestant is from the definition, and how far rounding may carry it."""
+    """A contestant's errors and the bounds from rounding."""
 
     errors: dict[str, float]
-    """For every result the error of the sampled part as a whole, relative to it."""
+    """Relative error of the sampled part of every result."""
     worst_elements: dict[str, float]
-    """For every result the largest error of one element, relative to the absolute values that it is the sum of."""
+    """Largest elementwise error of every result, relative to the sum of the absolute values of its terms."""
     allowed: float
     allowed_of_elements: float
 
     @property
     def passes(self) -> bool:
-        """Whether every error is explained by rounding; a NaN is not."""
+        """Whether rounding explains every error; False for NaN."""
         as_a_whole = all(error <= self.allowed for error in self.errors.values())
         return as_a_whole and all(error <= self.allowed_of_elements for error in self.worst_elements.values())
 
     def in_words(self) -> str:
-        """The largest error, for a row of the table."""
+        """The largest error, for a table."""
         name = max(self.errors, key=lambda key: _nan_last(self.errors[key]))
         element = max(self.worst_elements, key=lambda key: _nan_last(self.worst_elements[key]))
         return (
@@ -69,7 +69,7 @@ def _nan_last(value: float) -> float:
 
 
 def row_counts(case: Case, row: int, kv_head: int, computes: Computes, device: torch.device) -> Tensor:
-    """``c[row, t]`` for every key position t, by the definition (docs/definition.md): float64 ``[rows]``."""
+    """``c[row, t]`` for every key position t, from the definition (docs/definition.md): float64 ``[rows]``."""
     t = torch.arange(case.rows, device=device)
     counts = torch.full((case.rows,), float(computes == "dense"), dtype=torch.float64, device=device)
     if computes == "pattern" and case.block_density is not None:
@@ -86,7 +86,7 @@ def row_counts(case: Case, row: int, kv_head: int, computes: Computes, device: t
 
 
 def draw_samples(case: Case) -> list[Sample]:
-    """Rows at both ends, at the edge of the shortest segment and in every stretch of the sequence; heads in turn."""
+    """Rows at both ends, at the end of the shortest segment and throughout the sequence; heads in turn."""
     generator = random.Random(0)
     if case.mode == "decode":
         return [Sample(0, head, case.rows - 1) for head in range(case.heads)]
@@ -100,7 +100,7 @@ def draw_samples(case: Case) -> list[Sample]:
 
 
 def sampled_gradient(case: Case, samples: Sequence[Sample], like: Tensor) -> Tensor:
-    """The gradient of the output: normal at the samples, zero elsewhere."""
+    """The output gradient: normal random at the samples, zero elsewhere."""
     grad = torch.zeros_like(like, requires_grad=False)
     generator = torch.Generator().manual_seed(1)
     for sample in samples:
@@ -111,15 +111,15 @@ def sampled_gradient(case: Case, samples: Sequence[Sample], like: Tensor) -> Ten
 
 
 def allowed_errors(case: Case, rounding: Rounding = "storage") -> tuple[float, float]:
-    """What rounding explains: of a result as a whole, and of one element relative to the terms of its sum.
+    """Error bounds from rounding: of a whole result, and of one element relative to the terms of its sum.
 
-    A value is rounded to storage as a probability (or its gradient), as the result of each group, and merged: ``n + 2``
-    roundings of ``u`` for n groups. They add up in the worst element and as a root of the sum of squares in the whole.
-    On top, in the accumulation dtype: scores of D products of size up to about ``sqrt(D)``, sums over the keys, and in
-    bfloat16 on the CPU an exponential by a short polynomial (7.1e-5, see tests/error_budget.py).
+    A value is rounded to storage as a probability (or its gradient), as each group's result, and when merged: ``n + 2``
+    roundings of ``u`` for n groups. They add linearly in the worst element and in quadrature over the whole result.
+    In addition, in the accumulation dtype: scores of D products of magnitude up to about ``sqrt(D)``, sums over the
+    keys, and in bfloat16 on the CPU a polynomial exponential (7.1e-5, see tests/support/error_budget.py).
 
-    In e4m3 four more are rounded, by ``2^-4`` at most: query, key, probability and value. What rounds a query or a key
-    moves a score, of the size 1 for normal operands, as much as what rounds a probability or a value moves an output.
+    In e4m3 four more operands are rounded, by ``2^-4`` at most: query, key, probability and value. Rounding a query or
+    key changes a score (magnitude 1 for normal operands) as much as rounding a probability or value changes an output.
     """
     dtype = case.torch_dtype
     storage = torch.finfo(dtype).eps / 2
@@ -135,10 +135,10 @@ def allowed_errors(case: Case, rounding: Rounding = "storage") -> tuple[float, f
 
 
 class _Tally:
-    """Squares of errors and of what is right, and the worst element, of one result."""
+    """Sums of squared errors and of squared expected values, and the worst element, of one result."""
 
     def __init__(self, dtype: torch.dtype) -> None:
-        # Below the smallest normal number rounding is absolute: float16 reaches it in gradients.
+        # Below the smallest normal number rounding errors are absolute; float16 gradients get there.
         self.smallest = torch.finfo(dtype).tiny
         self.error = self.size = self.terms = self.worst = 0.0
 
@@ -153,7 +153,7 @@ class _Tally:
     def relative(self) -> float:
         if self.error == 0.0:
             return 0.0
-        # Where terms cancel to less than a hundredth, as with a single key, what is left is their rounding.
+        # Where terms cancel to less than a hundredth, as with a single key, only their rounding errors remain.
         size = math.sqrt(self.size) + _CANCELLED * math.sqrt(self.terms)
         return math.sqrt(self.error) / size if size else math.inf
 
@@ -168,17 +168,17 @@ def judge(
     grads: Sequence[Tensor] | None = None,
     rounding: Rounding = "storage",
 ) -> Verdict:
-    """Compare ``out`` at the samples, and the gradients under ``grad_out`` everywhere, with the dense definition.
+    """Compare ``out`` at the samples, and all gradients under ``grad_out``, with the dense definition.
 
     Args:
         case: the call.
-        computes: "pattern" counts pairs as the pattern does, "dense" counts all once.
-        samples: the rows that are looked at.
+        computes: "pattern" counts pairs by the pattern, "dense" counts every pair once.
+        samples: rows to check.
         operands: query ``[B, N, H, D]``, key and value ``[B, M, G, D]``.
-        out: what the contestant returned, ``[B, N, H, D]``.
+        out: the contestant's output, ``[B, N, H, D]``.
         grad_out: :func:`sampled_gradient` of the same samples, if gradients are checked.
         grads: the contestant's gradients of query, key and value under it.
-        rounding: what the contestant rounds the operands of its products to.
+        rounding: rounding of the contestant's product operands.
     """
     names = NAMES if grads is not None else NAMES[:1]
     tallies = {name: _Tally(case.torch_dtype) for name in names}
@@ -187,7 +187,7 @@ def judge(
     for batch, kv_head in itertools.product(range(case.batch), range(case.kv_heads)):
         here = [sample for sample in samples if (sample.batch, sample.head // ratio) == (batch, kv_head)]
         k, v = key[batch, :, kv_head].double(), value[batch, :, kv_head].double()
-        # Of the gradients in turn: what is right, and the sum of the absolute values of its terms.
+        # For each gradient: the expected value, and the sum of the absolute values of its terms.
         heads = slice(kv_head * ratio, (kv_head + 1) * ratio)
         of_query = k.new_zeros(2, case.num_queries, ratio, case.head_dim) if grads is not None else None
         of_key, of_value = (k.new_zeros(2, *k.shape) for _ in range(2)) if grads is not None else (None, None)

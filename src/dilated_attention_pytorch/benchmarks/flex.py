@@ -1,4 +1,4 @@
-"""FlexAttention with a pattern as its mask, and the multiplicity of a pair through its score modification."""
+"""FlexAttention with a pattern as its mask, and the counts of pairs as its score modification."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ _BLOCK = 128
 
 
 class FlexPattern:
-    """The pattern of a case in the terms of FlexAttention: a mask, a score modification and a map of blocks.
+    """A case's pattern for FlexAttention: a mask, a score modification and a block mask.
 
-    The map is made from the bounds of the segments. ``create_block_mask`` would ask the mask for all N * N pairs, which
-    takes longer than the attention; with rates below 128 hardly a block that it would leave out is kept here.
+    The block mask follows from the segment bounds. ``create_block_mask`` would evaluate the mask for all N * N pairs,
+    which takes longer than the attention; with rates below 128 it would skip hardly any more blocks.
     """
 
     def __init__(self, case: Case, device: torch.device) -> None:
-        # Every pattern compiles anew, and after a handful of them torch.compile would give up and run it eagerly.
+        # Every pattern is compiled anew; after several recompilations torch.compile would fall back to eager.
         torch.compiler.reset()
         self.groups = tuple(zip(case.segment_lengths, case.dilation_rates, strict=True))
         self.case = case
@@ -31,7 +31,7 @@ class FlexPattern:
         self._compiled = torch.compile(flex_attention, dynamic=False)
 
     def count(self, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
-        """How often ``query`` sees ``key``, for a query head; without the causal mask."""
+        """The count of a query-key pair for a query head, without the causal mask."""
         kv_head = head // (self.case.heads // self.case.kv_heads)
         total = torch.zeros_like(query + key)
         for w, r in self.groups:
@@ -41,16 +41,16 @@ class FlexPattern:
         return total
 
     def mask(self, batch: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
-        """Whether ``query`` sees ``key``: FlexAttention's ``mask_mod``."""
+        """FlexAttention's ``mask_mod``: whether ``query`` attends to ``key``."""
         seen = self.count(head, query, key) > 0
         return seen & (key <= query) if self.case.causal else seen
 
     def score(self, score: Tensor, batch: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
-        """A score plus the logarithm of the multiplicity: FlexAttention's ``score_mod``."""
+        """FlexAttention's ``score_mod``: the score plus the logarithm of the count."""
         return score + self.count(head, query, key).clamp(min=1).to(torch.float32).log().to(score.dtype)
 
     def attend(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-        """``[B, N, H, D]`` like the other contestants; compiled when it is first called."""
+        """``[B, N, H, D]`` in and out; compiled on the first call."""
         q, k, v = (tensor.transpose(1, 2) for tensor in (query, key, value))
         is_grouped = self.case.heads != self.case.kv_heads
         out = self._compiled(q, k, v, score_mod=self.score, block_mask=self.block_mask, enable_gqa=is_grouped)
@@ -64,17 +64,17 @@ class FlexPattern:
         for w, r in self.groups:
             first, last = start // w, (stop - 1) // w
             some |= (first[:, None] <= last) & (first <= last[:, None])
-            if r == 1:  # all pairs of one segment: nothing is left to ask the mask
+            if r == 1:  # all pairs of a segment: full blocks, without evaluating the mask
                 inside = first == last
                 every |= inside[:, None] & inside & (first[:, None] == first)
         return _map_of_blocks(some[None], every[None], rows, self.mask, is_causal=self.case.causal)
 
 
 class FlexBlocks:
-    """A pattern of whole blocks of 128 positions, or a window, in the terms of FlexAttention.
+    """A block pattern with blocks of 128 positions, or a window, for FlexAttention.
 
     Raises:
-        ValueError: the pattern is a sum, or its blocks are not those of FlexAttention's map.
+        ValueError: the pattern is a sum, or has another block size.
     """
 
     def __init__(
@@ -104,7 +104,7 @@ class FlexBlocks:
         self._compiled = torch.compile(flex_attention, dynamic=False)
 
     def mask(self, batch: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
-        """Whether ``query`` sees ``key``: FlexAttention's ``mask_mod``."""
+        """FlexAttention's ``mask_mod``: whether ``query`` attends to ``key``."""
         if self.before is None or self.after is None:
             seen = self.blocks[head // self.ratio, query // _BLOCK, key // _BLOCK]
         else:
@@ -112,14 +112,14 @@ class FlexBlocks:
         return seen & (key <= query) if self.is_causal else seen
 
     def attend(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-        """``[B, N, H, D]``; compiled when it is first called."""
+        """``[B, N, H, D]``; compiled on the first call."""
         q, k, v = (tensor.transpose(1, 2) for tensor in (query, key, value))
         out = self._compiled(q, k, v, block_mask=self.block_mask, enable_gqa=self.ratio > 1)
         return out.transpose(1, 2)
 
 
 def _bounds(rows: int, device: torch.device) -> tuple[Tensor, Tensor]:
-    """First position of every block, and the one past its last."""
+    """First position of every block, and one past its last."""
     start = torch.arange(0, rows, _BLOCK, device=device)
     return start, (start + _BLOCK).clamp(max=rows)
 
@@ -127,12 +127,12 @@ def _bounds(rows: int, device: torch.device) -> tuple[Tensor, Tensor]:
 def _map_of_blocks(
     some: Tensor, every: Tensor, rows: int, mask: Callable[..., Tensor], *, is_causal: bool
 ) -> BlockMask:
-    """The map from blocks ``[heads or 1, Q, K]`` of which some or every pair is seen, before causality."""
+    """The block mask from bool ``[heads or 1, Q, K]``: partially and fully visible blocks, before causality."""
     start, stop = _bounds(rows, some.device)
     if is_causal:
         some = some & (start <= stop[:, None] - 1)
         every = every & (stop - 1 <= start[:, None])
-    # A block that ends early is asked: its mask covers the rows that are not there.
+    # A truncated last block needs the mask, since it covers missing rows.
     every = every & (stop - start == _BLOCK)[:, None] & (stop - start == _BLOCK)
     partial_indices, full_indices = (_indices(part) for part in (some & ~every, every))
     return BlockMask.from_kv_blocks(
@@ -141,7 +141,7 @@ def _map_of_blocks(
 
 
 def _indices(blocks: Tensor) -> tuple[Tensor, Tensor]:
-    """For every block of queries the number of its key blocks ``[1, heads, Q]``, and which they are."""
+    """Number of key blocks per query block, ``[1, heads, Q]``, and their indices."""
     numbers = blocks.sum(-1, dtype=torch.int32)
     order = torch.argsort(blocks.int(), dim=-1, descending=True, stable=True).int()
     return numbers[None], order[None].contiguous()

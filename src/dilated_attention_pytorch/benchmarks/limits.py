@@ -1,4 +1,4 @@
-"""What the machine itself reaches in this run: the rate of a matrix product, and of a copy."""
+"""The machine's rates in this run: matrix products and copies."""
 
 from __future__ import annotations
 
@@ -13,25 +13,25 @@ from .shapes import Case, Computes
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """Rates of one device in one dtype."""
+    """Rates of one device and dtype."""
 
     matrix_product_flops: float
-    """Floating-point operations a second of a large square matrix product."""
+    """Operations per second of a large square matrix product."""
     copy_bytes: float
-    """Bytes a second, read and written, of a copy that no cache holds."""
+    """Bytes per second, read plus written, of a copy that exceeds all caches."""
 
     def seconds(self, case: Case, computes: Computes) -> float:
-        """The least time of a case: its operations, or the traffic that nobody avoids, at these rates."""
+        """Lower bound of a case's time: its operations or its unavoidable traffic at these rates."""
         return max(case.flops(computes) / self.matrix_product_flops, case.least_bytes(computes) / self.copy_bytes)
 
 
 class Probe:
-    """Measures both rates again and again between the calls that are held against them: a machine changes its pace.
+    """Samples both rates repeatedly between the measured calls, since a machine's speed varies.
 
     Args:
-        clock: of the device.
-        dtype: of the matrices.
-        is_dry: whether sizes are tiny, to see only that it works.
+        clock: clock of the device.
+        dtype: dtype of the matrices.
+        is_dry: use tiny sizes, as a smoke test.
     """
 
     def __init__(self, clock: Clock, dtype: torch.dtype, *, is_dry: bool = False) -> None:
@@ -40,7 +40,7 @@ class Probe:
         if is_dry:
             size, copied = 128, 1 << 20
         generator = torch.Generator(clock.device).manual_seed(0)
-        # Normal numbers: a GPU that multiplies zeros draws less power and runs faster than it ever will on data.
+        # Random numbers: a GPU that multiplies zeros draws less power and runs faster than on real data.
         self._factors = [torch.randn(size, size, generator=generator, device=clock.device).to(dtype) for _ in range(2)]
         self._source = torch.empty(copied, dtype=torch.int8, device=clock.device).fill_(1)
         self._target = torch.empty_like(self._source)
@@ -53,12 +53,12 @@ class Probe:
         self.at_first = self.take()
 
     def sample(self) -> None:
-        """One product and one copy."""
+        """Time one product and one copy."""
         self._products.append(self.clock.seconds(lambda: torch.mm(*self._factors)))
         self._copies.append(self.clock.seconds(lambda: self._target.copy_(self._source)))
 
     def take(self) -> Limits:
-        """The medians of the samples since the last time."""
+        """Medians of the samples since the last call."""
         size, copied = self._factors[0].shape[0], self._source.numel()
         limits = Limits(2 * size**3 / statistics.median(self._products), 2 * copied / statistics.median(self._copies))
         self._products, self._copies = [], []

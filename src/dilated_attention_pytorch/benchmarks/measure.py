@@ -1,4 +1,4 @@
-"""One case: every contestant through the gate, then through the clock, in turn."""
+"""Measurement of one case: every contestant passes the correctness gate, then all are timed in turn."""
 
 from __future__ import annotations
 
@@ -20,35 +20,35 @@ from .shapes import Case
 
 Operands = tuple[Tensor, Tensor, Tensor]
 Begin = Callable[[str], Callable[[], None]]
-"""Told what begins; what it returns is called when that is over."""
+"""Called with the name of a starting activity; the returned function is called at its end."""
 
 OUT_OF_TIME = "the --time-limit of the run was reached"
-"""The reason of a row that a resumed run measures."""
+"""Reason of rows that a resumed run will measure."""
 _FEWEST_CALLS, _MOST_CALLS = 3, 40
 _PROBES = 5
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Budget:
-    """How long timing may take."""
+    """Time limits."""
 
     seconds_each: float
-    """Repeated calls of one contestant in one case."""
+    """Seconds of repeated calls per contestant and case."""
     call_limit: float
-    """Longest call that is begun, by the limit of the machine."""
+    """Longest call to attempt, by the machine's lower bound."""
     ends_at: float
-    """Of ``time.monotonic()``: nothing is begun after it."""
+    """Deadline in ``time.monotonic()``: nothing starts after it."""
     is_dry: bool = False
 
     def repeats(self, seconds: float) -> int:
-        """How often to call what takes so long: a spread needs five calls, or three long ones."""
+        """Number of calls for a given duration: five for a spread, or three long ones."""
         if self.is_dry:
             return _FEWEST_CALLS
         return max(_FEWEST_CALLS if seconds > 1.0 else 5, int(min(_MOST_CALLS, self.seconds_each / seconds)))
 
 
 class DeviceLostError(RunError):
-    """A contestant broke the device for this process: nothing after it can be computed."""
+    """A contestant broke the device for this process: no further computation is possible."""
 
     def __init__(self, rows: Sequence[Row], row: Row) -> None:
         super().__init__(
@@ -56,7 +56,7 @@ class DeviceLostError(RunError):
             "--resume goes on without it, in a new process"
         )
         self.rows = rows
-        """What is final of the case: who failed, was wrong or takes no part."""
+        """Final rows of the case: contestants that failed, were wrong or do not take part."""
 
 
 @dataclass(slots=True)
@@ -85,10 +85,10 @@ def measure_case(
     begin: Begin,
     without: Sequence[str] = (),
 ) -> list[Row]:
-    """A row for every contestant; a time only for those whose output, and gradients if timed, are right.
+    """One row per contestant; times only for those with correct outputs and, if timed, gradients.
 
-    ``without`` names those that are left out of this case. Contestants and the probe of the machine's limits are called
-    in turn, so that a machine that slows down slows all.
+    ``without`` names contestants to leave out of this case. Contestants and the probe of the machine's limits are
+    timed in turn, so that a slowdown of the machine affects all of them.
     """
     operands = case.operands(clock.device)
     rows, entries = [], []
@@ -128,7 +128,7 @@ def _sample(entry: _Entry, rows: Sequence[Row], device: torch.device) -> None:
 
 
 def is_alive(device: torch.device) -> bool:
-    """Whether the device still computes for this process: after an illegal access it never does again."""
+    """Whether the device still works for this process; after an illegal access it does not."""
     if device.type == "cuda":
         try:
             torch.cuda.synchronize(device)
@@ -139,7 +139,7 @@ def is_alive(device: torch.device) -> bool:
 
 
 def in_a_line(error: Exception) -> str:
-    """The kind of an error and its first line."""
+    """The type of an error and the first line of its message."""
     return f"{type(error).__name__}: {str(error).strip().partition(chr(10))[0]}"
 
 
@@ -167,7 +167,7 @@ def _enter(
         if memory is not None:
             row.peak_bytes, row.transient_bytes = memory[0] + operand_bytes, memory[1]
     except errors_of_contestants() as error:
-        # Its failure is a result of its own, and no reason to lose everyone else's.
+        # A failure is this contestant's result, and does not affect the others.
         row.status, row.reason = "failed", in_a_line(error)
         return row, None
     row.status = "timed"
@@ -193,10 +193,10 @@ def _reason_to_skip(
 
 
 def errors_of_contestants() -> tuple[type[Exception], ...]:
-    """What a contestant that cannot do a shape raises: out of memory, a compiler that gives up, a refused size."""
+    """Exceptions of contestants that do not support a shape: out of memory, compiler errors, rejected sizes."""
     if not torch.cuda.is_available():
         return (RuntimeError, ValueError)
-    from triton.errors import TritonError  # CUDA builds of PyTorch bring it
+    from triton.errors import TritonError  # included in CUDA builds of PyTorch
 
     return (RuntimeError, ValueError, TritonError)
 
@@ -206,7 +206,7 @@ def _dense_gradient(case: Case, operands: Operands) -> Tensor | None:
 
 
 def _make_call(attention: Attention, operands: Operands, grad: Tensor | None) -> Callable[[], tuple[Tensor, ...]]:
-    """Forward without a graph, or with a gradient of the output: forward and backward."""
+    """A forward call without a graph, or, given an output gradient, forward and backward."""
 
     def forward() -> tuple[Tensor, ...]:
         with torch.no_grad():

@@ -1,6 +1,6 @@
-"""A page of a run, made of its results file alone: the machine, the tables, the pictures.
+"""A page of a run, generated from its results file: the machine, the tables, the plots.
 
-``python -m dilated_attention_pytorch.benchmarks.page runs/bench-gpu/bench.json`` makes it again.
+``python -m dilated_attention_pytorch.benchmarks.page runs/bench-gpu/bench.json`` regenerates it.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ PAGE_NAME = "page.md"
 
 
 def write_page(file: Path) -> list[Path]:
-    """Draw the pictures of a results file and write the page beside it; what was written."""
+    """Draw the plots of a results file and write the page next to it; returns the written files."""
     values = json.loads(file.read_text(encoding="utf-8"))
     rows = [Row.from_dict(row) for row in values["rows"]]
     pictures = write_plots(rows, file.parent)
@@ -36,9 +36,13 @@ def _lines(values: Mapping[str, Any], rows: Sequence[Row], pictures: Sequence[Pa
     machine = values["machine"]
     devices = machine["cuda_devices"] or f"{machine['threads']} threads of {machine['processor']}"
     lines = [
-        "# Attention, timed", "", f"On {devices}, {machine['date']}: `{machine['command']}`", "",
-        ", ".join(f"{name} {version}" for name, version in machine["versions"].items()) + ".", "",
-    ]  # fmt: skip
+        "# Attention, timed",
+        "",
+        f"On {devices}, {machine['date']}: `{machine['command']}`",
+        "",
+        ", ".join(f"{name} {version}" for name, version in machine["versions"].items()) + ".",
+        "",
+    ]
     if values["dry_run"]:
         lines += ["**A dry run: no number means anything.**", ""]
     if not values["complete"]:
@@ -47,8 +51,9 @@ def _lines(values: Mapping[str, Any], rows: Sequence[Row], pictures: Sequence[Pa
         "Every time is of a call whose sampled rows, and gradients where they are timed, had just passed against the",
         "definition. On a GPU it is the device's own, launches hidden while it sleeps; *launch* is what the host took.",
         "*of limit*: the least time, at the matrix-product and copy rates measured in the same run, over the time.",
-        "*all pairs* computes dense attention, which is more than the pattern.", "",
-    ]  # fmt: skip
+        "*all pairs* computes dense attention, which is more than the pattern.",
+        "",
+    ]
     for picture in pictures:
         lines += [f"![{picture.stem}]({picture.name})", ""]
     series: dict[str, list[Row]] = defaultdict(list)
@@ -79,7 +84,7 @@ def _lines(values: Mapping[str, Any], rows: Sequence[Row], pictures: Sequence[Pa
 
 
 def main() -> None:
-    """Make the page of a results file."""
+    """Generate the page of a results file."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("file", type=Path, help="bench.json of a run")
     print("written:", ", ".join(map(str, write_page(parser.parse_args().file))))

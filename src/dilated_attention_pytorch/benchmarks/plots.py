@@ -1,4 +1,4 @@
-"""Pictures of a run: time over rows, and how near everyone comes to the limit of the machine."""
+"""Plots of a run: time over rows, and fraction of the machine's limit."""
 
 from __future__ import annotations
 
@@ -13,14 +13,29 @@ from .results import Row, quartiles
 
 TIME_NAME, LIMIT_NAME = "time.png", "limit.png"
 _COLORS = (
-    "#d62728", "#1f77b4", "#9467bd", "#e377c2", "#ff7f0e", "#2ca02c", "#7f7f7f", "#17becf", "#8c564b", "#bcbd22",
-    "#000000", "#aec7e8", "#ffbb78", "#98df8a", "#c5b0d5", "#ff9896", "#c49c94",
-)  # fmt: skip
+    "#d62728",
+    "#1f77b4",
+    "#9467bd",
+    "#e377c2",
+    "#ff7f0e",
+    "#2ca02c",
+    "#7f7f7f",
+    "#17becf",
+    "#8c564b",
+    "#bcbd22",
+    "#000000",
+    "#aec7e8",
+    "#ffbb78",
+    "#98df8a",
+    "#c5b0d5",
+    "#ff9896",
+    "#c49c94",
+)
 _MARKERS = "osD^vP*Xp<>hd8H"
 
 
 def write_plots(rows: Sequence[Row], output: Path) -> list[Path]:
-    """Draw what was timed into ``output``; a picture that would be empty is not made."""
+    """Plot the timed rows into ``output``; empty plots are skipped."""
     timed = [row for row in rows if row.status == "timed"]
     written = []
     series = _by_series(timed)
@@ -40,13 +55,13 @@ def _by_series(rows: Sequence[Row]) -> dict[str, list[Row]]:
 
 
 def _style(contestant: str) -> tuple[str, str]:
-    """Color and marker, the same in every picture."""
+    """Color and marker, the same in every plot."""
     index = [entry.name for entry in CONTESTANTS].index(contestant)
     return _COLORS[index % len(_COLORS)], _MARKERS[index % len(_MARKERS)]
 
 
 def _draw_times(series: dict[str, list[Row]], file: Path) -> Path:
-    # Without pyplot: no window system, no figure that stays behind.
+    # Without pyplot: needs no display, and leaves no global figures.
     from matplotlib.figure import Figure
     from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter
 
@@ -66,14 +81,22 @@ def _draw_times(series: dict[str, list[Row]], file: Path) -> Path:
                 [high - median for median, high in zip(medians, above, strict=True)],
             ]
             handles[contestant] = axes.errorbar(
-                [row.case.rows for row in of_one], medians, yerr=reach, color=color, marker=marker, markersize=5,
+                [row.case.rows for row in of_one],
+                medians,
+                yerr=reach,
+                color=color,
+                marker=marker,
+                markersize=5,
                 capsize=2,
-            )  # fmt: skip
+            )
         sizes = sorted({row.case.rows for row in rows})
         axes.plot(
-            sizes, [min(row.limit_seconds for row in rows if row.case.rows == size) for size in sizes], color="black",
-            linestyle=":", linewidth=1,
-        )  # fmt: skip
+            sizes,
+            [min(row.limit_seconds for row in rows if row.case.rows == size) for size in sizes],
+            color="black",
+            linestyle=":",
+            linewidth=1,
+        )
         axes.set_xscale("log")
         axes.set_yscale("log")
         axes.set_xticks(sizes, [f"{size:,}" for size in sizes])
@@ -89,9 +112,12 @@ def _draw_times(series: dict[str, list[Row]], file: Path) -> Path:
         axes.set_visible(False)
     (dotted,) = grid.flat[0].plot([], [], color="black", linestyle=":", linewidth=1)
     figure.legend(
-        [*handles.values(), dotted], [*handles, "limit of the machine for the pattern"], loc="outside lower center",
-        ncols=4, frameon=False,
-    )  # fmt: skip
+        [*handles.values(), dotted],
+        [*handles, "limit of the machine for the pattern"],
+        loc="outside lower center",
+        ncols=4,
+        frameon=False,
+    )
     figure.savefig(file, dpi=110)
     return file
 
@@ -106,7 +132,7 @@ def _draw_limits(series: dict[str, list[Row]], file: Path) -> Path:
     from matplotlib.figure import Figure
     from matplotlib.patches import Patch
 
-    # The largest size of everyone that was timed there; the sizes below it are in the table.
+    # The largest timed size of every contestant; smaller sizes are in the table.
     bars: list[tuple[str, list[Row]]] = []
     for name, rows in series.items():
         largest = max(row.case.rows for row in rows)
@@ -134,9 +160,13 @@ def _draw_limits(series: dict[str, list[Row]], file: Path) -> Path:
         "least time at the rates of this machine / time: 1 is a matrix product (or a copy, where that is longer)"
     )
     figure.legend(
-        [Patch(color=color) for color in used.values()], list(used), loc="outside upper center", ncols=4, fontsize=8,
+        [Patch(color=color) for color in used.values()],
+        list(used),
+        loc="outside upper center",
+        ncols=4,
+        fontsize=8,
         frameon=False,
-    )  # fmt: skip
+    )
     axes.grid(visible=True, axis="x", alpha=0.3)
     figure.savefig(file, dpi=110)
     return file

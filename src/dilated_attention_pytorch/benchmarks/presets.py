@@ -1,4 +1,4 @@
-"""Ready sweeps: for two CPU cores, for a GPU, and for the figures of the earlier package's documents."""
+"""Benchmark presets: for two CPU cores, for a GPU, and for the earlier package's figures."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from .shapes import SHAPES, Case, DtypeName, Mode
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Sweep:
-    """Cases of one shape: every combination of what is listed; what is empty is the shape's own."""
+    """Cases of one shape: all combinations of the listed values; empty lists mean the shape's own."""
 
     shape: str
     rows: tuple[int, ...] = ()
@@ -26,16 +26,19 @@ class Sweep:
     head_dims: tuple[int, ...] = ()
     num_groups: tuple[int, ...] = ()
     without: tuple[str, ...] = ()
-    """Names of contestants that are left out of these cases, unless the settings name contestants."""
+    """Contestants left out of these cases, unless the settings name contestants."""
 
     def cases(self, batch: int) -> list[Case]:
-        """The combinations, the rows innermost."""
+        """The combinations, with rows varying fastest."""
         shape = SHAPES[self.shape]
         combinations = itertools.product(
-            self.head_dims or (shape.head_dim,), self.num_groups or (len(shape.segment_lengths),),
-            self.dtypes or (shape.dtype,), self.causal or (shape.causal,), self.modes or (shape.mode,),
+            self.head_dims or (shape.head_dim,),
+            self.num_groups or (len(shape.segment_lengths),),
+            self.dtypes or (shape.dtype,),
+            self.causal or (shape.causal,),
+            self.modes or (shape.mode,),
             self.rows or shape.rows,
-        )  # fmt: skip
+        )
         return [
             shape.case(
                 rows=rows, mode=mode, dtype=dtype, causal=causal, head_dim=head_dim, num_groups=groups, batch=batch
@@ -46,7 +49,7 @@ class Sweep:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Preset:
-    """Sweeps, and how long they may take. The settings may replace any of it."""
+    """Sweeps and time limits. The settings can override each of them."""
 
     sweeps: tuple[Sweep, ...]
     seconds_each: float
@@ -76,12 +79,14 @@ PRESETS: dict[str, Preset] = {
             Sweep(shape="paper", rows=(4096, 32768)),
             Sweep(shape="slide", rows=(30000,)),
         ),
-        seconds_each=1.0, call_limit=6.0, time_limit=240.0,
+        seconds_each=1.0,
+        call_limit=6.0,
+        time_limit=240.0,
     ),
     "gpu": Preset(
-        # By importance: the time limit cuts off at the end, and a run that is resumed goes on there.
+        # Most important first: the time limit truncates the list, and a resumed run continues there.
         sweeps=(
-            # FlexAttention compiles anew for every case: two shapes show it.
+            # FlexAttention compiles anew for every case: two shapes suffice.
             Sweep(shape="paper", rows=(32768,), modes=_BOTH, dtypes=("bfloat16",)),
             Sweep(shape="blocks", rows=(32768,), modes=_BOTH, dtypes=("bfloat16",)),
             _gpu(shape="paper", rows=(32768,), modes=_BOTH, causal=(True,)),
@@ -96,25 +101,29 @@ PRESETS: dict[str, Preset] = {
             _gpu(shape="three", rows=(131072,), num_groups=(1, 2)),
             _gpu(shape="three", rows=(32768,), dtypes=("float32",), modes=_BOTH),
         ),
-        seconds_each=0.4, call_limit=1.5, time_limit=420.0,
+        seconds_each=0.4,
+        call_limit=1.5,
+        time_limit=420.0,
     ),
     "claims": Preset(
         sweeps=(Sweep(shape="hybrid-ring", modes=_BOTH), Sweep(shape="head-parallel", modes=_BOTH)),
-        seconds_each=1.0, call_limit=10.0, time_limit=240.0,
+        seconds_each=1.0,
+        call_limit=10.0,
+        time_limit=240.0,
     ),
-}  # fmt: skip
-"""Every preset by its name."""
+}
+"""Presets by name."""
 
 assert set(PRESETS) | {"auto"} == set(get_args(PresetName))
 
 
 def planned_cases(settings: BenchSettings, preset: Preset) -> dict[Case, tuple[str, ...]]:
-    """The cases of a run, each with the contestants that are left out of it.
+    """The cases of a run, each with the contestants left out of it.
 
-    They are the preset's sweeps, or one of every shape that is named, with what the settings replace.
+    They are the preset's sweeps, or one per named shape, with the overrides of the settings.
 
     Raises:
-        RunError: a number of groups that a shape does not have.
+        RunError: more groups than a shape has.
     """
     sweeps: Sequence[Sweep] = preset.sweeps
     if settings.shapes:
@@ -141,6 +150,6 @@ def planned_cases(settings: BenchSettings, preset: Preset) -> dict[Case, tuple[s
 
 
 def _tiny(case: Case, index: int) -> Case:
-    """The case at a few rows, other ones for every case, so that none is lost; segments shrink with them."""
+    """The case with a few rows, distinct for every case so that none is merged; segments shrink in proportion."""
     lengths = tuple(max(4, length // 256) for length in case.segment_lengths)
     return replace(case, rows=40 + index, segment_lengths=lengths, block_size=8)

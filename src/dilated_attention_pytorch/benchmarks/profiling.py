@@ -1,4 +1,4 @@
-"""One call under PyTorch's profiler: time by kernel, launches, memory, a trace, and memory over time as a picture."""
+"""Profile of one call: time by kernel, launches, memory, a trace, and a plot of memory over time."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ _MOST_ROWS = 20
 
 @dataclass(frozen=True, slots=True)
 class Spent:
-    """Time of one kernel (on a GPU) or operator (on the CPU, without what it calls)."""
+    """Time of one kernel (on a GPU) or operator (on the CPU, self time)."""
 
     name: str
     calls: int
@@ -47,10 +47,10 @@ class Spent:
 
 
 def profile_call(settings: ProfileSettings, console: Console) -> list[Spent]:
-    """Run the call of the settings under the profiler, print the tables, write the folder.
+    """Profile the call of the settings, print the tables, write the folder.
 
     Raises:
-        RunError: the output is not free, or the contestant cannot compute the call. Nothing was run or written.
+        RunError: the output is not free, or the contestant does not support the call. Nothing was run or written.
     """
     require("profiling", ("matplotlib",), "bench")
     device = choose_device(settings.device)
@@ -64,7 +64,7 @@ def profile_call(settings: ProfileSettings, console: Console) -> list[Spent]:
     attention = contestant.prepare(case, operands)
     grad = torch.randn_like(operands[0].detach()) if settings.backward else None
     clock = Clock(device)
-    for _ in range(2):  # compilation, plans, the first touch of memory
+    for _ in range(2):  # compilation, planning, first use of memory
         seconds = clock.seconds(lambda: _call(attention, operands, grad))
     memory = clock.memory(lambda: _call(attention, operands, grad))
     is_cuda = device.type == "cuda"
@@ -81,11 +81,19 @@ def profile_call(settings: ProfileSettings, console: Console) -> list[Spent]:
     if timeline.bytes:
         draw_timeline(timeline, case, contestant.name, settings.output / MEMORY_NAME)
         written.append(settings.output / MEMORY_NAME)
-    write_json(settings.output / PROFILE_NAME, {
-        "case": asdict(case), "contestant": contestant.name, "machine": machine(), "seconds": seconds,
-        "kernel_launches": launches, "peak_bytes": memory and memory[0], "transient_bytes": memory and memory[1],
-        "spent": [asdict(entry) for entry in spent],
-    })  # fmt: skip
+    write_json(
+        settings.output / PROFILE_NAME,
+        {
+            "case": asdict(case),
+            "contestant": contestant.name,
+            "machine": machine(),
+            "seconds": seconds,
+            "kernel_launches": launches,
+            "peak_bytes": memory and memory[0],
+            "transient_bytes": memory and memory[1],
+            "spent": [asdict(entry) for entry in spent],
+        },
+    )
     _print(case, contestant, seconds, spent, launches, memory, console)
     console.print(f"written: {', '.join(map(str, written))}", highlight=False, soft_wrap=True)
     return spent
@@ -104,10 +112,14 @@ def case_of(settings: ProfileSettings) -> Case:
             "groups; name at most so many"
         )
     return shape.case(
-        rows=settings.rows or max(shape.rows), mode="forward_backward" if settings.backward else None,
-        dtype=settings.dtype, causal=settings.causal or shape.causal, head_dim=settings.head_dim,
-        num_groups=settings.num_groups, batch=settings.batch,
-    )  # fmt: skip
+        rows=settings.rows or max(shape.rows),
+        mode="forward_backward" if settings.backward else None,
+        dtype=settings.dtype,
+        causal=settings.causal or shape.causal,
+        head_dim=settings.head_dim,
+        num_groups=settings.num_groups,
+        batch=settings.batch,
+    )
 
 
 def _choose(settings: ProfileSettings, case: Case, device: torch.device) -> Contestant:
@@ -136,7 +148,7 @@ def _call(attention: Attention, operands: tuple[Tensor, Tensor, Tensor], grad: T
 
 
 def _time_by_kernel(profiler: profile, *, is_cuda: bool) -> tuple[list[Spent], int | None]:
-    """Time by name, the longest first; and the number of kernels that ran on the GPU."""
+    """Time by name, longest first; and the number of kernels run on the GPU."""
     calls: dict[str, int] = defaultdict(int)
     microseconds: dict[str, float] = defaultdict(float)
     launches = 0
@@ -156,9 +168,14 @@ def _time_by_kernel(profiler: profile, *, is_cuda: bool) -> tuple[list[Spent], i
 
 
 def _print(
-    case: Case, contestant: Contestant, seconds: float, spent: Sequence[Spent], launches: int | None,
-    memory: tuple[int, int] | None, console: Console,
-) -> None:  # fmt: skip
+    case: Case,
+    contestant: Contestant,
+    seconds: float,
+    spent: Sequence[Spent],
+    launches: int | None,
+    memory: tuple[int, int] | None,
+    console: Console,
+) -> None:
     total = sum(entry.seconds for entry in spent)
     table = Table(title=escape(f"{contestant.name}: {case.name}"), title_justify="left")
     for name in ("time", "share", "calls"):
@@ -179,21 +196,21 @@ def _print(
             f"memory beyond the operands: {memory[0] / 1e6:,.1f} MB at the peak, {memory[1] / 1e6:,.1f} MB of it "
             "neither output nor gradient",
             highlight=False,
-        )  # fmt: skip
+        )
 
 
 @dataclass(frozen=True, slots=True)
 class Timeline:
-    """Bytes in use beyond what was there before, over the microseconds of a call."""
+    """Bytes above the level before the call, over the microseconds of a call."""
 
     microseconds: list[float]
     bytes: list[int]
     spans: dict[str, tuple[float, float]]
-    """Beginning and end of forward and backward."""
+    """Start and end of forward and backward."""
 
 
 def read_timeline(trace: Path, *, is_cuda: bool) -> Timeline:
-    """The memory events of a Chrome trace that the profiler wrote."""
+    """The memory events of the profiler's Chrome trace."""
     events: list[dict[str, Any]] = json.loads(trace.read_text(encoding="utf-8"))["traceEvents"]
     device_type = DeviceType.CUDA.value if is_cuda else DeviceType.CPU.value
     changes = sorted(
@@ -208,13 +225,14 @@ def read_timeline(trace: Path, *, is_cuda: bool) -> Timeline:
     }
     start = min([begin for begin, _ in spans.values()] + [ts for ts, _ in changes], default=0.0)
     return Timeline(
-        [ts - start for ts, _ in changes], list(itertools.accumulate(size for _, size in changes)),
+        [ts - start for ts, _ in changes],
+        list(itertools.accumulate(size for _, size in changes)),
         {name: (begin - start, end - start) for name, (begin, end) in spans.items()},
-    )  # fmt: skip
+    )
 
 
 def draw_timeline(timeline: Timeline, case: Case, contestant: str, file: Path) -> None:
-    """Memory in use over the call, forward and backward marked."""
+    """Plot memory over the call, with forward and backward marked."""
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(9.0, 4.2), layout="constrained")
@@ -223,10 +241,11 @@ def draw_timeline(timeline: Timeline, case: Case, contestant: str, file: Path) -
     megabytes = [size / 1e6 for size in timeline.bytes]
     for (name, (begin, end)), color in zip(timeline.spans.items(), ("#1f77b4", "#ff7f0e"), strict=False):
         axes.axvspan(1e-3 * begin, 1e-3 * end, color=color, alpha=0.12, label=name)
-    # Between two events nothing changes: steps, from the moment before the first to the end of the call.
+    # A step function from just before the first event to the end of the call.
     stop = max([milliseconds[-1], *(1e-3 * end for _, end in timeline.spans.values())])
-    axes.fill_between([0.0, *milliseconds, stop], [0.0, *megabytes, megabytes[-1]], step="post", color="#333333",
-                      alpha=0.35)  # fmt: skip
+    axes.fill_between(
+        [0.0, *milliseconds, stop], [0.0, *megabytes, megabytes[-1]], step="post", color="#333333", alpha=0.35
+    )
     axes.step([0.0, *milliseconds, stop], [0.0, *megabytes, megabytes[-1]], where="post", color="#333333", linewidth=1)
     query = case.batch * case.num_queries * case.heads * case.head_dim * case.torch_dtype.itemsize / 1e6
     axes.axhline(query, color="black", linestyle=":", linewidth=1, label=f"size of q: {query:,.1f} MB")

@@ -1,8 +1,8 @@
-"""The published LongNet route, written plainly: for every group gather, pad, flash, scatter; then merge them all.
+"""The published LongNet algorithm, written plainly: per group gather, pad, flash attention, scatter; then merge all.
 
-What the authors' code does (torchscale, ``dilated_attention.py``), with two repairs that make it equal the definition
-in output and gradient, at the cost of nothing that shows: keys that pad a class are taken out of the softmax again, and
-the weights of the merge are differentiated. The last, shorter segment is a call of its own, so that the sequence itself
+The algorithm of the authors' code (torchscale, ``dilated_attention.py``), with two corrections that make it equal the
+definition in output and gradient, at negligible cost: padding keys are removed from the softmax, and
+the merge weights are differentiated. The shorter last segment is a separate call, so that the sequence itself
 is not padded.
 """
 
@@ -16,23 +16,24 @@ import torch
 from torch import Tensor
 
 from dilated_attention_pytorch.kernels import partial as kernels
-from dilated_attention_pytorch.patterns import DilationGroup, Pattern
+from dilated_attention_pytorch.patterns import Pattern
+from dilated_attention_pytorch.patterns.dilated import DilationGroup
 
 Kernel = Literal["fused", "cudnn"]
-"""What computes a gathered group: PyTorch's flash attention, or its cuDNN attention."""
+"""Kernel for a gathered group: PyTorch's flash attention, or its cuDNN attention."""
 
 
 def published_attention(
     query: Tensor, key: Tensor, value: Tensor, pattern: Pattern, *, is_causal: bool, kernel: Kernel = "fused"
 ) -> Tensor:
-    """Attention under ``pattern`` by the published route: ``[B, N, H, D]``, differentiable.
+    """Attention under ``pattern`` by the published algorithm: ``[B, N, H, D]``, differentiable.
 
     Args:
         query: ``[B, N, H, D]``.
         key, value: ``[B, N, G, D]`` with G dividing H.
         pattern: dilation groups without shifts and with ragged tails.
-        is_causal: a query sees keys at its own position and before only.
-        kernel: what computes the groups.
+        is_causal: a query attends only to keys at or before its own position.
+        kernel: kernel of the groups.
     """
     outs, lses = [], []
     for group in pattern.groups:
@@ -41,7 +42,7 @@ def published_attention(
             outs.append(out)
             lses.append(lse)
     stacked = torch.stack(lses)
-    # A row that no group selected has nothing but -inf: its softmax, and the gradient of that, would be NaN.
+    # A row that no group selects has only -inf: its softmax and its gradient would be NaN.
     stacked = torch.where((stacked == -math.inf).all(0), 0.0, stacked)
     weights = torch.softmax(stacked, dim=0).unsqueeze(-1).to(query.dtype)
     merged = torch.zeros_like(query)
@@ -51,7 +52,7 @@ def published_attention(
 
 
 def _runs_of_segments(group: DilationGroup, num_rows: int) -> list[tuple[int, int, int]]:
-    """First row, one past the last, and segment length: of the whole segments, then of the shorter last one."""
+    """First row, stop row and segment length of the whole segments, and of the shorter last one."""
     length = group.segment_length
     whole = num_rows // length * length
     runs = [(0, whole, length), (whole, num_rows, num_rows - whole)]
@@ -59,19 +60,19 @@ def _runs_of_segments(group: DilationGroup, num_rows: int) -> list[tuple[int, in
 
 
 class _Classes(NamedTuple):
-    """Where the rows of every class of some segments lie."""
+    """Row indices of every class of some segments."""
 
     places: Tensor
-    """Into rows times heads, int64 ``[segments, heads, class rows]``; 0 where a class is shorter than the longest."""
+    """Indices into rows times heads, int64 ``[segments, heads, class rows]``; 0 where a class is shorter."""
     exists: Tensor | None
-    """False there: bool ``[heads, class rows]``. None if all classes are equally long."""
+    """Validity of the indices, bool ``[heads, class rows]``; None if all classes are equally long."""
 
 
 @functools.lru_cache(maxsize=16)
 def _classes(
     group: DilationGroup, start: int, stop: int, length: int, num_kv_heads: int, num_heads: int, device: torch.device
 ) -> _Classes:
-    """The classes of the segments of ``length`` rows in ``[start, stop)``; kept, as the authors use views instead."""
+    """The classes of the segments of ``length`` rows in ``[start, stop)``; cached, since the authors use views."""
     rate, ratio = group.dilation_rate, num_heads // num_kv_heads
     offsets = [group.offset(head // ratio, num_kv_heads) for head in range(num_heads)]
     class_rows = -(-length // rate)
@@ -85,7 +86,7 @@ def _classes(
 
 
 def _gather(tensor: Tensor, classes: _Classes) -> Tensor:
-    """``[B, N, H, D]`` to ``[B * segments, H, class rows, D]``, zeros where a class ends early."""
+    """``[B, N, H, D]`` to ``[B * segments, H, class rows, D]``, zero-padded for shorter classes."""
     rows = tensor.flatten(1, 2).index_select(1, classes.places.flatten())
     gathered = rows.view(tensor.shape[0], *classes.places.shape, tensor.shape[3])
     if classes.exists is not None:
@@ -94,7 +95,7 @@ def _gather(tensor: Tensor, classes: _Classes) -> Tensor:
 
 
 def _scatter(gathered: Tensor, classes: _Classes, like: Tensor, fill: float = 0.0) -> Tensor:
-    """The inverse of :func:`_gather`: a dense tensor, ``fill`` where no class has a row."""
+    """The inverse of :func:`_gather`: a dense tensor, with ``fill`` at rows of no class."""
     dense = torch.full(like.shape, fill, dtype=gathered.dtype, device=like.device)
     rows, places = gathered.unflatten(0, (like.shape[0], -1)).flatten(1, 3), classes.places.flatten()
     if classes.exists is not None:
@@ -105,10 +106,10 @@ def _scatter(gathered: Tensor, classes: _Classes, like: Tensor, fill: float = 0.
 
 
 def _real_share(classes: _Classes, lse: Tensor, *, is_causal: bool) -> Tensor | None:
-    """The part of every row's softmax that its real keys have, 1 where a class has none. None: all of it everywhere.
+    """Fraction of every row's softmax on real keys, 1 for rows without keys. None if it is 1 everywhere.
 
     A padding key has score 0, so n of them have the mass ``n exp(-lse)``. They come last: with the causal mask no real
-    row sees one.
+    row attends to one.
     """
     if is_causal or classes.exists is None:
         return None
@@ -118,13 +119,21 @@ def _real_share(classes: _Classes, lse: Tensor, *, is_causal: bool) -> Tensor | 
 
 
 class _Group(torch.autograd.Function):
-    """One dilation group over some of its segments: dense output and log-sum-exp, both with their gradient."""
+    """One dilation group over some of its segments: dense output and log-sum-exp, both differentiable."""
 
     @staticmethod
     def forward(
-        ctx: Any, query: Tensor, key: Tensor, value: Tensor, group: DilationGroup, start: int, stop: int, length: int,
-        is_causal: bool, kernel: Kernel,
-    ) -> tuple[Tensor, Tensor]:  # fmt: skip
+        ctx: Any,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        group: DilationGroup,
+        start: int,
+        stop: int,
+        length: int,
+        is_causal: bool,
+        kernel: Kernel,
+    ) -> tuple[Tensor, Tensor]:
         num_heads, num_kv_heads, scale = query.shape[2], key.shape[2], query.shape[3] ** -0.5
         of_query = _classes(group, start, stop, length, num_kv_heads, num_heads, query.device)
         of_key = _classes(group, start, stop, length, num_kv_heads, num_kv_heads, query.device)
@@ -145,9 +154,9 @@ class _Group(torch.autograd.Function):
     def backward(ctx: Any, grad_out: Tensor, grad_lse: Tensor) -> tuple[Tensor | None, ...]:
         query, key, value, q, k, v, out, lse = ctx.saved_tensors
         of_query, of_key, is_causal, scale, kernel = ctx.options
-        # The softmax without the padding is P / share, which is the gradient of its log-sum-exp too, so the scores'
+        # The softmax without padding is P / share, which is also the gradient of its log-sum-exp, so the score gradient
         # is P / share * (dP - rowsum(dO * O) + dL). The kernel computes P * (dP' - rowsum(dO' * O')): with dO' = dO /
-        # share, O' is the O without padding, moved along dO' until the row sum is the wanted one.
+        # share, O' is the O without padding, shifted along dO' so that the row sum matches.
         g, g_lse = _gather(grad_out, of_query), _gather(grad_lse.unsqueeze(-1), of_query)
         share = _real_share(of_query, lse, is_causal=is_causal)
         if share is not None:
@@ -161,6 +170,13 @@ class _Group(torch.autograd.Function):
         ratio = query.shape[2] // key.shape[2]
         grad_k, grad_v = (x.unflatten(1, (-1, ratio)).sum(2) for x in (grad_k, grad_v))
         return (
-            _scatter(grad_q, of_query, query).to(query.dtype), _scatter(grad_k, of_key, key).to(key.dtype),
-            _scatter(grad_v, of_key, value).to(value.dtype), None, None, None, None, None, None,
-        )  # fmt: skip
+            _scatter(grad_q, of_query, query).to(query.dtype),
+            _scatter(grad_k, of_key, key).to(key.dtype),
+            _scatter(grad_v, of_key, value).to(value.dtype),
+            None,
+            None,
+            None,
+            None,
+            None,
+            None,
+        )

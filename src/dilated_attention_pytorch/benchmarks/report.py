@@ -1,4 +1,4 @@
-"""What a run says: a table for every series, the sentences of those without a time, growth, limits."""
+"""The printed report of a run: tables per series, missing times, growth, limits."""
 
 from __future__ import annotations
 
@@ -15,17 +15,25 @@ from .limits import Limits
 from .results import Row, growth
 
 _DRIFT = 0.1
-"""Difference between the matrix-product rates of two cases above which the run says so."""
+"""Relative difference between cases' matrix-product rates above which the report warns."""
 
 
 def print_series(rows: Sequence[Row], console: Console) -> None:
-    """The table of one series, and below it who has no time and why."""
+    """Print the table of one series, followed by missing times and reasons."""
     table = Table(title=escape(rows[0].case.series), title_justify="left")
     for name, justify in (
-        ("N", "right"), ("who", "left"), ("time", "right"), ("spread", "right"), ("launch", "right"),
-        ("x ours", "right"), ("GFLOP/s", "right"), ("of limit", "right"), ("transient / q", "right"),
-        ("peak MB", "right"), ("error", "right"),
-    ):  # fmt: skip
+        ("N", "right"),
+        ("who", "left"),
+        ("time", "right"),
+        ("spread", "right"),
+        ("launch", "right"),
+        ("x ours", "right"),
+        ("GFLOP/s", "right"),
+        ("of limit", "right"),
+        ("transient / q", "right"),
+        ("peak MB", "right"),
+        ("error", "right"),
+    ):
         table.add_column(name, justify="right" if justify == "right" else "left", no_wrap=True)
     before: int | None = None
     for row in rows:
@@ -37,12 +45,16 @@ def print_series(rows: Sequence[Row], console: Console) -> None:
         table.add_row(
             f"{row.case.rows:,}" if row.case.rows != before else "",
             row.contestant + (" (all pairs)" if row.computes == "dense" else ""),
-            in_words(row.seconds), f"{row.spread / row.seconds:.0%}", _launch(row),
+            in_words(row.seconds),
+            f"{row.spread / row.seconds:.0%}",
+            _launch(row),
             f"{row.seconds / min(ours):.2f}" if ours else "",
-            f"{row.flops / row.seconds / 1e9:,.0f}", f"{row.of_limit:.0%}", _transient(row),
+            f"{row.flops / row.seconds / 1e9:,.0f}",
+            f"{row.of_limit:.0%}",
+            _transient(row),
             "" if row.peak_bytes is None else f"{row.peak_bytes / 1e6:,.0f}",
             f"{max(row.errors.values()):.0e}",
-        )  # fmt: skip
+        )
         before = row.case.rows
     if table.row_count:
         console.print(table)
@@ -55,7 +67,7 @@ def print_series(rows: Sequence[Row], console: Console) -> None:
 
 
 def print_absences(rows: Sequence[Row], console: Console) -> None:
-    """Who has no time, where and why; what is the same in several cases is said once."""
+    """Print missing times with reasons; reasons common to several cases are printed once."""
     cases: dict[tuple[str, str, str], list[str]] = defaultdict(list)
     for row in rows:
         if row.status != "timed":
@@ -76,7 +88,7 @@ def _is_ours(row: Row) -> bool:
 
 
 def _launch(row: Row) -> str:
-    """What the host took to launch a call on a GPU, with a sign where the time beside it waits for that."""
+    """Host time of a launch on a GPU, marked if the time next to it includes waiting for it."""
     if row.host_seconds is None:
         return ""
     return in_words(row.host_seconds) + ("" if row.is_hidden else " !")
@@ -87,12 +99,12 @@ def _transient(row: Row) -> str:
         return ""
     case = row.case
     query = case.batch * case.num_queries * case.heads * case.head_dim * case.torch_dtype.itemsize
-    # Beside the one query of a decoding step everything is large.
+    # Relative to the single query of a decoding step everything is large.
     return "" if case.mode == "decode" else f"{row.transient_bytes / query:.2f}"
 
 
 def in_words(seconds: float) -> str:
-    """A time with three digits and its unit."""
+    """Format a time with three digits and its unit."""
     for unit, size in (("s", 1.0), ("ms", 1e-3), ("us", 1e-6)):
         if seconds >= size:
             return f"{seconds / size:.3g} {unit}" if seconds < 1000 * size else f"{seconds / size:.0f} {unit}"
@@ -100,7 +112,7 @@ def in_words(seconds: float) -> str:
 
 
 def print_report(rows: Sequence[Row], console: Console, *, device: str, is_dry: bool) -> None:
-    """Who has no time and why, how time grows, what the machine reached, and the claims if they were run."""
+    """Print missing times, growth exponents, machine limits, and claims if they were run."""
     print_absences(rows, console)
     exponents = {} if is_dry else growth(rows)
     if exponents:
@@ -119,13 +131,18 @@ def print_report(rows: Sequence[Row], console: Console, *, device: str, is_dry: 
 
 
 def print_limits(rows: Sequence[Row], device: str, console: Console, *, is_dry: bool) -> None:
-    """The rates of the machine by dtype, measured between the calls of every case, and how far they wandered."""
+    """Print the machine's rates by dtype, measured between the calls of every case, and their variation."""
     by_dtype: dict[str, dict[str, Limits]] = defaultdict(dict)
     for row in rows:
         if row.limits is not None:
             by_dtype[row.case.dtype][row.case.name] = row.limits
-    table = Table("dtype", "matrix product, GFLOP/s", "copy, GB/s", title="limits, median (lowest to highest case)",
-                  title_justify="left")  # fmt: skip
+    table = Table(
+        "dtype",
+        "matrix product, GFLOP/s",
+        "copy, GB/s",
+        title="limits, median (lowest to highest case)",
+        title_justify="left",
+    )
     restless = []
     for dtype, limits in by_dtype.items():
         products = [entry.matrix_product_flops / 1e9 for entry in limits.values()]
@@ -140,8 +157,9 @@ def print_limits(rows: Sequence[Row], device: str, console: Console, *, is_dry: 
         console.print(
             f"the machine was not quiet, or changed its clock: its rate in {', '.join(restless)} wandered by more than "
             f"{_DRIFT:.0%} between cases; run again before a time is quoted",
-            highlight=False, soft_wrap=True,
-        )  # fmt: skip
+            highlight=False,
+            soft_wrap=True,
+        )
 
 
 def _median_and_range(values: Sequence[float]) -> str:

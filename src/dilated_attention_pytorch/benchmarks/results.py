@@ -1,4 +1,4 @@
-"""What a run leaves behind: rows with every sample, the machine they came from, written whole or not at all."""
+"""Results of a run: rows with all samples and the machine's record, written atomically."""
 
 from __future__ import annotations
 
@@ -36,79 +36,86 @@ class Row:
     contestant: str
     computes: Computes
     status: Status
-    """Only "timed" has a time. "wrong": the gate found errors; "skipped": takes no part; "failed": it raised."""
+    """Only "timed" has a time. "wrong": failed the gate; "skipped": does not take part; "failed": raised an error."""
     reason: str = ""
     """Why there is no time."""
     errors: dict[str, float] = field(default_factory=dict)
-    """Relative errors that the gate found, of output and gradients."""
+    """Relative errors of output and gradients from the gate."""
     samples: list[float] = field(default_factory=list)
     """Seconds of every call."""
     host_samples: list[float] = field(default_factory=list)
-    """Seconds that the host took to launch every call on a GPU; a sample leaves them out where ``is_hidden``."""
+    """Host seconds of every launch on a GPU; not included in ``samples`` if ``is_hidden``."""
     is_hidden: bool = True
-    """Whether every call was launched before the device began with it: else the samples hold waits for the host."""
+    """Whether every call was launched before the device started: otherwise samples include waiting for the host."""
     preparation_seconds: float = 0.0
-    """What is done once for the shape: block masks, filling a cache. Not part of the samples."""
+    """Seconds of one-time preparation per shape: block masks, filling a cache. Not included in the samples."""
     limits: Limits | None = None
     """Rates of the machine, measured between the calls."""
     limit_seconds: float = 0.0
-    """The least time of what it computes, at these rates."""
+    """Lower bound of the time at these rates."""
     flops: int = 0
-    """Operations of what it computes: of the pattern, or of attention of all to all."""
+    """Operations of what it computes: of the pattern, or of dense attention."""
     peak_bytes: int | None = None
-    """Memory at the peak of a call: operands, results and everything between."""
+    """Peak memory of a call: operands, results and temporaries."""
     transient_bytes: int | None = None
-    """The part of it that is neither operands nor results."""
+    """Temporaries: the peak without operands and results."""
 
     @property
     def seconds(self) -> float:
-        """The median time."""
+        """Median time in seconds."""
         return statistics.median(self.samples)
 
     @property
     def host_seconds(self) -> float | None:
-        """The median time of a launch; None where the host computes."""
+        """Median host time of a launch in seconds; None on a CPU."""
         return statistics.median(self.host_samples) if self.host_samples else None
 
     @property
     def spread(self) -> float:
-        """The interquartile range of the samples, in seconds."""
+        """Interquartile range of the samples, in seconds."""
         first, third = quartiles(self.samples)
         return third - first
 
     @property
     def of_limit(self) -> float:
-        """The least time over the median time: 1 is what the machine can do."""
+        """Lower bound over median time: 1 is the machine's limit."""
         return self.limit_seconds / self.seconds
 
     @property
     def key(self) -> tuple[str, str]:
-        """The same for the same contestant in the same case of another run."""
+        """Key of the same contestant and case in another run."""
         return self.case.name, self.contestant
 
     def to_dict(self) -> dict[str, Any]:
-        """As values that JSON holds, with what readers of the file would compute from the samples."""
+        """JSON-serialisable values, including statistics of the samples."""
         values = {**asdict(self), "name": self.case.name}
         if self.status == "timed":
             values |= {
-                "median_seconds": self.seconds, "interquartile_seconds": self.spread, "of_limit": self.of_limit,
-                "flops_per_second": self.flops / self.seconds, "host_seconds": self.host_seconds,
-            }  # fmt: skip
+                "median_seconds": self.seconds,
+                "interquartile_seconds": self.spread,
+                "of_limit": self.of_limit,
+                "flops_per_second": self.flops / self.seconds,
+                "host_seconds": self.host_seconds,
+            }
         return values
 
     @staticmethod
     def from_dict(values: Mapping[str, Any]) -> Row:
-        """What :meth:`to_dict` made; what an older file does not have is as by default."""
+        """The inverse of :meth:`to_dict`; fields missing in older files get their defaults."""
         known = {entry.name: values[entry.name] for entry in fields(Row) if entry.name in values}
         lists = {name: tuple(value) for name, value in known["case"].items() if isinstance(value, list)}
         limits = known["limits"]
-        return Row(**{
-            **known, "case": Case(**{**known["case"], **lists}), "limits": None if limits is None else Limits(**limits),
-        })  # fmt: skip
+        return Row(
+            **{
+                **known,
+                "case": Case(**{**known["case"], **lists}),
+                "limits": None if limits is None else Limits(**limits),
+            }
+        )
 
 
 def quartiles(samples: Sequence[float]) -> tuple[float, float]:
-    """The first and the third."""
+    """First and third quartile."""
     if len(samples) == 1:
         return samples[0], samples[0]
     first, _, third = statistics.quantiles(samples, n=4, method="inclusive")
@@ -116,7 +123,7 @@ def quartiles(samples: Sequence[float]) -> tuple[float, float]:
 
 
 def growth(rows: Iterable[Row]) -> dict[tuple[str, str], float]:
-    """For every series and contestant with two sizes or more: x of ``time ~ rows ** x``, by least squares."""
+    """Exponent x of ``time ~ rows ** x`` by least squares, for every series and contestant with at least two sizes."""
     points = defaultdict(list)
     for row in rows:
         if row.status == "timed":
@@ -129,7 +136,7 @@ def growth(rows: Iterable[Row]) -> dict[tuple[str, str], float]:
 
 
 def origin(command: str) -> dict[str, Any]:
-    """The machine with its state, and the command."""
+    """The machine's record and the command."""
     return {
         **machine(),
         "threads": torch.get_num_threads(),
@@ -142,7 +149,7 @@ def origin(command: str) -> dict[str, Any]:
 
 
 def module_command() -> str:
-    """The command line of this process, for a module that was started with ``python -m``."""
+    """The command line of this process, for a module started with ``python -m``."""
     package = "" if __package__ is None else __package__
     main = sys.modules["__main__"].__spec__
     name = package if main is None else main.name.removesuffix(".__main__")
@@ -150,6 +157,6 @@ def module_command() -> str:
 
 
 def write_json(file: Path, values: dict[str, Any]) -> None:
-    """Write JSON whole or not at all: a reader, or a stop in the middle, never meets half a file."""
+    """Write JSON atomically."""
     file.parent.mkdir(parents=True, exist_ok=True)
     write_text(file, json.dumps(values, indent=1) + "\n")

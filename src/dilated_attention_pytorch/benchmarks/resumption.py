@@ -1,4 +1,4 @@
-"""A run that goes on: which rows of the earlier part are kept, and whether it was of the same run at all."""
+"""Resumption of a benchmark run: which rows are kept, and whether they belong to the same run."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ _MAY_DIFFER = ("resume", "time_limit", "output", "compare", "compare_any_machine
 
 
 def rows_to_keep(file: Path, machine: Mapping[str, Any], settings: BenchSettings) -> tuple[list[Row], float]:
-    """The rows of an earlier part of this run that are final, and the seconds that it took.
+    """The final rows of an earlier part of this run, and its duration in seconds.
 
-    What the time limit cut off is not final; what failed, was wrong or takes no part is.
+    Rows cut off by the time limit are not final; failed, wrong and skipped rows are.
 
     Raises:
-        RunError: there is no such run, or it was another one.
+        RunError: there is no such run, or its settings or machine differ.
     """
     remedy = "name its --output and settings, or start a new run without --resume"
     try:

@@ -1,4 +1,4 @@
-"""One benchmark run: checks before anything is timed, the cases one after the other, and what is kept of them."""
+"""A benchmark run: checks in advance, then case after case, with results saved after each."""
 
 from __future__ import annotations
 
@@ -38,24 +38,31 @@ RESULTS_NAME = "bench.json"
 
 @dataclass(slots=True)
 class Outcome:
-    """What a run measured."""
+    """Results of a run."""
 
     output: Path
     machine: dict[str, Any]
     settings: BenchSettings
     rows: list[Row] = field(default_factory=list)
     seconds: float = 0.0
-    """Of the whole run, with those that it goes on with."""
+    """Seconds of the whole run, including resumed parts."""
     is_complete: bool = False
-    """Whether it came to its end, and the time limit cut nothing off."""
+    """Whether it finished without being cut off by the time limit."""
 
     def write(self) -> None:
-        """Write what there is so far."""
-        write_json(self.output / RESULTS_NAME, {
-            "format": FORMAT, "complete": self.is_complete, "dry_run": self.settings.dry_run,
-            "seconds": self.seconds, "machine": self.machine, "settings": self.settings.to_dict(),
-            "rows": [{**row.to_dict(), "claim": _claim(row)} for row in self.rows],
-        })  # fmt: skip
+        """Write the results so far."""
+        write_json(
+            self.output / RESULTS_NAME,
+            {
+                "format": FORMAT,
+                "complete": self.is_complete,
+                "dry_run": self.settings.dry_run,
+                "seconds": self.seconds,
+                "machine": self.machine,
+                "settings": self.settings.to_dict(),
+                "rows": [{**row.to_dict(), "claim": _claim(row)} for row in self.rows],
+            },
+        )
 
 
 def _claim(row: Row) -> dict[str, Any] | None:
@@ -67,12 +74,12 @@ def run(settings: BenchSettings, console: Console, command: str) -> Outcome:
     """Check the settings, time every case, print the tables, write results and plots.
 
     Args:
-        settings: what to run.
-        console: where bar and tables go.
+        settings: settings of the run.
+        console: console for progress bar and tables.
         command: the command line, for the record.
 
     Raises:
-        RunError: something is asked for that this machine or these files do not allow. Nothing was timed or written.
+        RunError: the machine or the files do not allow the settings. Nothing was timed or written.
     """
     require("the benchmark", ("matplotlib",), "bench")
     device = choose_device(settings.device)
@@ -129,8 +136,11 @@ def _time_cases(
     console: Console,
 ) -> None:
     columns = (
-        TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(),
-    )  # fmt: skip
+        TextColumn("{task.description}"),
+        BarColumn(),
+        MofNCompleteColumn(),
+        TimeElapsedColumn(),
+    )
     kept: dict[Case, list[Row]] = defaultdict(list)
     for row in outcome.rows:
         kept[row.case].append(row)
@@ -173,26 +183,28 @@ def _conclude(outcome: Outcome, earlier: Earlier | None, device: torch.device, c
 
 
 def describe(device: torch.device) -> str:
-    """The device in words."""
+    """Description of the device."""
     if device.type == "cuda":
         return torch.cuda.get_device_name(device)
     return f"{torch.get_num_threads()} threads of {processor()}"
 
 
 def check_case_memory(cases: Sequence[Case], device: torch.device) -> None:
-    """Raise :class:`RunError` if the operands and results of a case are more than the memory that is free."""
+    """Raise :class:`RunError` if the operands and results of a case exceed free memory."""
     largest = max(cases, key=lambda case: case.held_bytes)
     check_memory(
-        largest.held_bytes, device, what=f"{largest.name}",
+        largest.held_bytes,
+        device,
+        what=f"{largest.name}",
         remedy="take fewer --rows, a smaller --batch, or a narrower head",
-    )  # fmt: skip
+    )
 
 
 def choose_device(device: Device) -> torch.device:
     """The device to compute on.
 
     Raises:
-        RunError: the device that was asked for is not there.
+        RunError: the requested device is not available.
     """
     available = torch.cuda.is_available()
     if device == "cuda" and not available:

@@ -20,9 +20,13 @@ _SHARE_OF_LIMIT = 0.25
 _FIXED_SECONDS = 0.3
 """The gate, the operands and what Python does, for one contestant in one case."""
 _COMPILE_SECONDS = {
-    "ours, triton": 15.0, "ours, triton-fp8": 10.0, "ours, gluon": 10.0, "ours, cudnn": 3.0,
-    "published route, cuDNN": 3.0, FLEX: 30.0,
-}  # fmt: skip
+    "ours, triton": 15.0,
+    "ours, triton-fp8": 10.0,
+    "ours, gluon": 10.0,
+    "ours, cudnn": 3.0,
+    "published route, cuDNN": 3.0,
+    FLEX: 30.0,
+}
 """On a GPU, where a contestant compiles or plans for a case: assumed, not measured."""
 
 
@@ -56,10 +60,12 @@ def schedule(
     for case, without in cases.items():
         rates = limits[case.dtype]
         taking_part = tuple(
-            entry for entry in contestants
-            if entry.name not in without and entry.refusal(case, device) is None
+            entry
+            for entry in contestants
+            if entry.name not in without
+            and entry.refusal(case, device) is None
             and (budget.is_dry or rates.seconds(case, entry.computes) <= budget.call_limit)
-        )  # fmt: skip
+        )
         steps.append(Step(case, taking_part, sum(_seconds(case, one, rates, budget, device) for one in taking_part)))
     return steps
 
@@ -82,12 +88,16 @@ def print_schedule(steps: Sequence[Step], time_limit: float, console: Console) -
         until += step.seconds
         late = " (after the limit)" if until > time_limit else ""
         table.add_row(
-            str(number), escape(step.case.name), str(len(step.contestants)), f"{step.seconds:.0f} s",
+            str(number),
+            escape(step.case.name),
+            str(len(step.contestants)),
+            f"{step.seconds:.0f} s",
             f"{until:.0f} s{late}",
-        )  # fmt: skip
+        )
     console.print(table)
     console.print(
         f"about {until:.0f} s, estimated from the rates of this machine; nothing is begun after {time_limit:.0f} s, "
         "and --resume goes on with what is left",
-        highlight=False, soft_wrap=True,
-    )  # fmt: skip
+        highlight=False,
+        soft_wrap=True,
+    )

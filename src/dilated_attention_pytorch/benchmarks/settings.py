@@ -1,4 +1,4 @@
-"""What a benchmark run is told: every option of it, each with its meaning."""
+"""Settings of benchmark and profiler runs."""
 
 from __future__ import annotations
 
@@ -15,55 +15,55 @@ Device = Literal["auto", "cpu", "cuda"]
 
 @dataclass(kw_only=True, slots=True)
 class BenchSettings:
-    """Time attention against what else computes it, each call checked against the definition first.
+    """Time attention against other implementations, each checked against the definition first.
 
     Raises:
-        ValueError: a value out of range, or a name that is none.
+        ValueError: a value is out of range, or a name is unknown.
     """
 
     preset: PresetName = "auto"
-    """Which sweeps to begin with: cpu (under 5 minutes on two cores), gpu (bfloat16, 32,768 to 1,048,576 rows, under 8
-    minutes on an H200), claims (the earlier package's figures beside this machine's). "auto": gpu if there is a
+    """Sweeps to run: cpu (under 5 minutes on two cores), gpu (bfloat16, 32,768 to 1,048,576 rows, under 8
+    minutes on an H200), claims (the earlier package's figures next to this machine's). "auto": gpu if there is a
     CUDA device, else cpu."""
     output: Path | None = None
-    """Folder to make for bench.json, time.png and limit.png. It must not exist, or be empty. Without it:
+    """Folder to create for bench.json, time.png and limit.png. It must not exist, or be empty. Default:
     runs/bench-PRESET."""
     shapes: tuple[str, ...] = ()
-    """Sweep these shapes instead of the preset's: paper, slide, three, hybrid-ring, head-parallel, blocks, decode."""
+    """Shapes to sweep instead of the preset's: paper, slide, three, hybrid-ring, head-parallel, blocks, decode."""
     rows: tuple[int, ...] = ()
-    """Numbers of rows N, instead of those of every sweep."""
+    """Numbers of rows N; default: those of every sweep."""
     modes: tuple[Mode, ...] = ()
-    """What to time, instead of what the sweeps say: forward, forward_backward, or decode (one query against N rows)."""
+    """Modes to time: forward, forward_backward, or decode (one query against N rows); default: those of the sweeps."""
     dtypes: tuple[DtypeName, ...] = ()
-    """Dtypes, instead of those of the sweeps."""
+    """Dtypes; default: those of the sweeps."""
     causal: tuple[bool, ...] = ()
-    """Without the causal mask (False), with it (True), or both, instead of what the sweeps say."""
+    """Causal mask: False, True, or both; default: as in the sweeps."""
     head_dims: tuple[int, ...] = ()
-    """Widths D of a head, instead of those of the sweeps."""
+    """Head dimensions D; default: those of the sweeps."""
     num_groups: tuple[int, ...] = ()
     """Keep this many of a shape's dilation groups, shortest segments first; several numbers sweep it."""
     batch: int = 1
-    """Sequences in the batch."""
+    """Batch size."""
     contestants: tuple[str, ...] = ()
-    """Parts of the names of those who take part, for example: ours published dense. Without it: all."""
+    """Parts of the names of contestants to run, for example: ours published dense. Default: all."""
     device: Device = "auto"
-    """Where to compute; "auto" takes a CUDA device if there is one."""
+    """Device; "auto" takes a CUDA device if there is one."""
     threads: int = 0
     """CPU threads; 0 leaves the number to PyTorch."""
     seconds_each: float | None = None
-    """Seconds of repeated calls for one contestant in one case (at least 5 calls, 3 where one takes over a second)."""
+    """Seconds of repeated calls per contestant and case (at least 5 calls, 3 if one takes over a second)."""
     call_limit: float | None = None
-    """Leave out a contestant whose single call takes more seconds than this at the machine's matrix-product rate."""
+    """Skip a contestant if a single call takes more seconds than this at the machine's matrix-product rate."""
     time_limit: float | None = None
-    """Seconds after which no further call is begun; what is left out is said in the table."""
+    """Seconds after which no further call starts; the table lists what was left out."""
     resume: bool = False
-    """Go on with the run in the output folder: what it measured is kept, what the time limit cut off is measured."""
+    """Continue the run in the output folder: results are kept, and what the time limit cut off is measured."""
     compare: Path | None = None
-    """bench.json of an earlier run on this machine: say what moved beyond noise."""
+    """bench.json of an earlier run on this machine: report changes beyond noise."""
     compare_any_machine: bool = False
-    """Compare although the earlier run is of another machine. The difference is then the machines' too."""
+    """Compare even if the earlier run is from another machine. Differences then include the machines'."""
     dry_run: bool = False
-    """A few rows instead of thousands: sees in seconds that everything works, and measures nothing."""
+    """A few rows instead of thousands: a smoke test in seconds that measures nothing."""
 
     def __post_init__(self) -> None:
         _check_names("preset", (self.preset,), get_args(PresetName))
@@ -84,7 +84,7 @@ class BenchSettings:
             raise ValueError("compare_any_machine says how to compare, and there is no --compare; name a file with it")
 
     def _check_contestants(self) -> None:
-        # Who takes part imports the engine; the help of the command does not wait for that.
+        # Contestants import the engine, which --help does not need.
         if self.contestants:
             from .contestants import CONTESTANTS
 
@@ -94,7 +94,7 @@ class BenchSettings:
                     raise ValueError(f"contestants must be parts of names, got {part!r}; the names are {names}")
 
     def to_dict(self) -> dict[str, Any]:
-        """The fields by name, as values that JSON holds."""
+        """The fields by name, as JSON-serialisable values."""
         values = {entry.name: getattr(self, entry.name) for entry in fields(self)}
         return {name: str(value) if isinstance(value, Path) else value for name, value in values.items()}
 
@@ -112,37 +112,37 @@ def _check_number(what: str, value: float, *, least: float) -> None:
 
 @dataclass(kw_only=True, slots=True)
 class ProfileSettings:
-    """One call to look into.
+    """Profile one call.
 
     Raises:
-        ValueError: a value out of range, or a name that is none.
+        ValueError: a value is out of range, or a name is unknown.
     """
 
     shape: str = "three"
-    """Which sizes and pattern: paper, slide, three, hybrid-ring, head-parallel, blocks, decode."""
+    """Sizes and pattern: paper, slide, three, hybrid-ring, head-parallel, blocks, decode."""
     rows: int | None = None
-    """Number of rows N; without it the shape's largest."""
+    """Number of rows N; default: the shape's largest."""
     backward: bool = False
-    """Whether to compute gradients too."""
+    """Compute gradients too."""
     dtype: DtypeName | None = None
-    """Dtype; without it the shape's."""
+    """Dtype; default: the shape's."""
     causal: bool = False
-    """With the causal mask. (The shape decode always has it.)"""
+    """Use the causal mask. (The shape decode always does.)"""
     head_dim: int | None = None
-    """Width D of a head; without it the shape's."""
+    """Head dimension D; default: the shape's."""
     num_groups: int | None = None
     """Keep this many dilation groups, shortest segments first."""
     batch: int = 1
-    """Sequences in the batch."""
+    """Batch size."""
     contestant: str | None = None
-    """Part of the name of who computes it, as in the benchmark: aten, triton, published, dense, ... Without it: what
-    impl="auto" takes."""
+    """Part of the contestant's name, as in the benchmark: aten, triton, published, dense, ... Default: the
+    implementation of impl="auto"."""
     device: Device = "auto"
-    """Where to compute; "auto" takes a CUDA device if there is one."""
+    """Device; "auto" takes a CUDA device if there is one."""
     threads: int = 0
     """CPU threads; 0 leaves the number to PyTorch."""
     output: Path = Path("runs/profile")
-    """Folder to make for trace.json, memory.png and profile.json. It must not exist, or be empty."""
+    """Folder to create for trace.json, memory.png and profile.json. It must not exist, or be empty."""
 
     def __post_init__(self) -> None:
         _check_names("shape", (self.shape,), tuple(SHAPES))

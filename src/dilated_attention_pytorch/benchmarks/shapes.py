@@ -1,4 +1,4 @@
-"""The calls that are timed: named shapes, and what one call of a shape costs by formula."""
+"""The benchmarked calls: named shapes, and the operations and traffic of a case by formula."""
 
 from __future__ import annotations
 
@@ -9,29 +9,30 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from dilated_attention_pytorch.patterns import DilatedPattern, OffsetRule, Pattern, from_block_mask
-from dilated_attention_pytorch.planning import Call, plan
+from dilated_attention_pytorch.patterns import DilatedPattern, Pattern, from_block_mask
+from dilated_attention_pytorch.patterns.dilated import OffsetRule
+from dilated_attention_pytorch.planning.plan import Call, plan
 
 Mode = Literal["forward", "forward_backward", "decode"]
 Computes = Literal["pattern", "dense"]
 DtypeName = Literal["float32", "bfloat16", "float16", "float64"]
 
 FORWARD_FLOPS = 4
-"""Operations for each pair of a query and a key and each element of a head: two matrix products."""
+"""Operations per query-key pair and head element: two matrix products."""
 BACKWARD_FLOPS = 10
-"""Five matrix products, the recomputation of the scores among them."""
+"""Five matrix products, including the recomputation of the scores."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Case:
-    """One call to be timed: sizes, pattern, dtype and what is computed. No tensor."""
+    """One call to time: sizes, pattern, dtype and mode; no tensors."""
 
     shape: str
-    """Name of the shape it was made from."""
+    """Name of its shape."""
     mode: Mode
     """"forward", "forward_backward", or "decode": one query, the last of the rows, against all of them."""
     rows: int
-    """Rows of the keys and values; of the queries too, except when decoding."""
+    """Rows of keys and values, and of queries except when decoding."""
     batch: int = 1
     heads: int
     """Query heads."""
@@ -44,7 +45,7 @@ class Case:
     causal: bool
     dtype: DtypeName
     block_density: float | None = None
-    """Share of the key blocks that a query block sees. With it the pattern is :meth:`block_mask` and has no groups."""
+    """Fraction of key blocks visible to a query block. If set, the pattern is :meth:`block_mask`, without groups."""
     block_size: int = 128
 
     @property
@@ -55,8 +56,8 @@ class Case:
         return DilatedPattern(self.segment_lengths, self.dilation_rates, offset_rule=self.offset_rule)
 
     def block_mask(self) -> Tensor:
-        """Which key blocks a query block sees, bool ``[G, query blocks, key blocks]``: drawn for every key/value head,
-        equally many for every query block, its own among them."""
+        """Random block mask, bool ``[G, query blocks, key blocks]``: per key/value head, with equally many key
+        blocks for every query block, its own included."""
         assert self.block_density is not None
         return _drawn_mask(self.kv_heads, -(-self.rows // self.block_size), self.block_density)
 
@@ -69,7 +70,7 @@ class Case:
 
     @property
     def num_queries(self) -> int:
-        """Rows of the queries."""
+        """Number of query rows."""
         return 1 if self.mode == "decode" else self.rows
 
     @property
@@ -79,7 +80,7 @@ class Case:
 
     @property
     def series(self) -> str:
-        """What the cases of one line of a plot share: everything but the rows."""
+        """Common name of the cases of one line of a plot: everything except the rows."""
         grouped = "" if self.kv_heads == self.heads else f"/{self.kv_heads}"
         batch = "" if self.batch == 1 else f", batch {self.batch}"
         causal = "causal" if self.causal else "not causal"
@@ -94,11 +95,11 @@ class Case:
 
     @property
     def name(self) -> str:
-        """The case in words; equal names are equal cases."""
+        """Name of the case; equal names are equal cases."""
         return f"{self.series}, N={self.rows}"
 
     def num_pairs(self, computes: Computes) -> int:
-        """Pairs of a query and a key over all heads: of the pattern with multiplicity, or all (that causality leaves).
+        """Query-key pairs over all heads: of the pattern with counts, or of dense (causal) attention.
 
         >>> from dilated_attention_pytorch.benchmarks.shapes import SHAPES
         >>> SHAPES["three"].case(rows=8192).num_pairs("pattern") == 8 * 8192 * (2048 + 1024 + 512)
@@ -110,21 +111,28 @@ class Case:
                 pairs -= self.num_queries * (self.num_queries - 1) // 2
             return self.batch * self.heads * pairs
         call = Call(
-            self.pattern, self.batch, self.num_queries, self.rows, self.heads, self.kv_heads, self.query_offset, 0,
+            self.pattern,
+            self.batch,
+            self.num_queries,
+            self.rows,
+            self.heads,
+            self.kv_heads,
+            self.query_offset,
+            0,
             self.causal,
-        )  # fmt: skip
+        )
         return plan(call, 1 << 62).num_pairs
 
     def flops(self, computes: Computes) -> int:
-        """Floating-point operations of the call, those of the softmax not counted."""
+        """Floating-point operations of the call, without the softmax."""
         per_pair = FORWARD_FLOPS + (BACKWARD_FLOPS if self.mode == "forward_backward" else 0)
         return per_pair * self.head_dim * self.num_pairs(computes)
 
     def least_bytes(self, computes: Computes) -> int:
-        """Bytes that no implementation avoids: every operand read once, every result written once.
+        """Unavoidable traffic in bytes: every operand read once, every result written once.
 
         Forward ``e D N (2 H + 2 G) + 4 H N``; backward reads q, k, v, out, its gradient and the log-sum-exp, and writes
-        three gradients: ``e D N (4 H + 4 G) + 4 H N`` more. A decoding step reads the rows that its query sees.
+        three gradients: ``e D N (4 H + 4 G) + 4 H N`` more. A decoding step reads the rows that its query attends to.
         """
         element, statistics = self.torch_dtype.itemsize, 4 * self.heads * self.num_queries
         query = element * self.head_dim * self.num_queries * self.heads
@@ -138,9 +146,9 @@ class Case:
 
     @property
     def held_bytes(self) -> int:
-        """Bytes of operands and results, which lie in memory at once whoever computes: ``e D N (2 H + 2 G)``.
+        """Bytes of operands and results, held by every implementation: ``e D N (2 H + 2 G)``.
 
-        With gradients there are as many again: of the operands, and of the output.
+        Gradients double it: those of the operands, and that of the output.
         """
         rows = self.num_queries * self.heads + self.rows * self.kv_heads
         held = 2 * rows * self.batch * self.head_dim * self.torch_dtype.itemsize
@@ -153,13 +161,13 @@ class Case:
         return int((self.pattern.counts(last, rows, self.kv_heads) > 0).sum())
 
     def operands(self, device: torch.device) -> tuple[Tensor, Tensor, Tensor]:
-        """Query, key and value, normal and seeded; they want gradients if those are timed."""
+        """Query, key and value: seeded normal random; they require gradients if the mode has a backward pass."""
         generator = torch.Generator(device).manual_seed(self.rows)
 
         def draw(rows: int, heads: int) -> Tensor:
             size = (self.batch, rows, heads, self.head_dim)
             x = torch.empty(size, dtype=self.torch_dtype, device=device)
-            # Part by part: a whole draw in float32 would be twice as large as what it is for.
+            # In parts: a whole float32 draw would take twice the memory of its result.
             for part in x.split(1 << 16, dim=1):
                 part.copy_(torch.randn(part.shape, generator=generator, device=device))
             return x.requires_grad_(self.mode == "forward_backward")
@@ -177,19 +185,19 @@ def _drawn_mask(heads: int, blocks: int, density: float) -> Tensor:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Shape:
-    """Sizes that belong together under a name, and the rows at which they are looked at."""
+    """Named sizes, and the numbers of rows to benchmark."""
 
     name: str
     about: str
     heads: int
     kv_heads: int | None = None
-    """None: as many as query heads."""
+    """None = number of query heads."""
     head_dim: int
     segment_lengths: tuple[int, ...] = ()
     dilation_rates: tuple[int, ...] = ()
     offset_rule: OffsetRule = "modulo"
     block_density: float | None = None
-    """Of a pattern of blocks, which has no segments."""
+    """Density of a block pattern, which has no segments."""
     causal: bool = False
     dtype: DtypeName = "float32"
     mode: Mode = "forward"
@@ -206,17 +214,25 @@ class Shape:
         num_groups: int | None = None,
         batch: int = 1,
     ) -> Case:
-        """The case of this shape at so many rows; every other argument replaces the shape's own number.
+        """The case of this shape with that many rows; other arguments override the shape's own values.
 
-        ``num_groups`` keeps that many of the groups, the shortest segments first.
+        ``num_groups`` keeps that many groups, shortest segments first.
         """
         return Case(
-            shape=self.name, mode=mode or self.mode, rows=rows, batch=batch, heads=self.heads,
-            kv_heads=self.kv_heads or self.heads, head_dim=head_dim or self.head_dim,
-            segment_lengths=self.segment_lengths[:num_groups], dilation_rates=self.dilation_rates[:num_groups],
-            offset_rule=self.offset_rule, causal=self.causal if causal is None else causal, dtype=dtype or self.dtype,
+            shape=self.name,
+            mode=mode or self.mode,
+            rows=rows,
+            batch=batch,
+            heads=self.heads,
+            kv_heads=self.kv_heads or self.heads,
+            head_dim=head_dim or self.head_dim,
+            segment_lengths=self.segment_lengths[:num_groups],
+            dilation_rates=self.dilation_rates[:num_groups],
+            offset_rule=self.offset_rule,
+            causal=self.causal if causal is None else causal,
+            dtype=dtype or self.dtype,
             block_density=self.block_density,
-        )  # fmt: skip
+        )
 
 
 _THREE = {"segment_lengths": (2048, 4096, 8192), "dilation_rates": (1, 2, 4)}
@@ -225,36 +241,71 @@ SHAPES: dict[str, Shape] = {
     shape.name: shape
     for shape in (
         Shape(
-            name="paper", about="LongNet's own configuration (arXiv 2307.02486)", heads=12, head_dim=64,
-            segment_lengths=(2048, 4096, 8192, 16384, 32768), dilation_rates=(1, 2, 4, 6, 12), rows=(8192, 32768),
+            name="paper",
+            about="LongNet's own configuration (arXiv 2307.02486)",
+            heads=12,
+            head_dim=64,
+            segment_lengths=(2048, 4096, 8192, 16384, 32768),
+            dilation_rates=(1, 2, 4, 6, 12),
+            rows=(8192, 32768),
         ),
         Shape(
-            name="slide", about="the whole-slide encoder that pathologists run", heads=16, head_dim=48,
-            segment_lengths=(1024, 5792, 32768, 185363, 1048576), dilation_rates=(1, 2, 4, 8, 16),
-            offset_rule="block", rows=(1000, 3000, 10000, 30000),
+            name="slide",
+            about="the whole-slide encoder that pathologists run",
+            heads=16,
+            head_dim=48,
+            segment_lengths=(1024, 5792, 32768, 185363, 1048576),
+            dilation_rates=(1, 2, 4, 8, 16),
+            offset_rule="block",
+            rows=(1000, 3000, 10000, 30000),
         ),
         Shape(
-            name="three", about="w = 2048, 4096, 8192 at r = 1, 2, 4", heads=8, head_dim=64, rows=(2048, 8192),
-            segment_lengths=_THREE["segment_lengths"], dilation_rates=_THREE["dilation_rates"],
+            name="three",
+            about="w = 2048, 4096, 8192 at r = 1, 2, 4",
+            heads=8,
+            head_dim=64,
+            rows=(2048, 8192),
+            segment_lengths=_THREE["segment_lengths"],
+            dilation_rates=_THREE["dilation_rates"],
         ),
         Shape(
-            name="hybrid-ring", about="the earlier package's hybrid ring", heads=8, head_dim=64,
-            segment_lengths=(512, 1024), dilation_rates=(1, 2), rows=(1024, 2048, 4096, 8192, 16384),
+            name="hybrid-ring",
+            about="the earlier package's hybrid ring",
+            heads=8,
+            head_dim=64,
+            segment_lengths=(512, 1024),
+            dilation_rates=(1, 2),
+            rows=(1024, 2048, 4096, 8192, 16384),
         ),
         Shape(
-            name="head-parallel", about="the earlier package's head-parallel attention", heads=8, head_dim=64,
-            segment_lengths=_THREE["segment_lengths"], dilation_rates=_THREE["dilation_rates"], rows=(8192,),
+            name="head-parallel",
+            about="the earlier package's head-parallel attention",
+            heads=8,
+            head_dim=64,
+            segment_lengths=_THREE["segment_lengths"],
+            dilation_rates=_THREE["dilation_rates"],
+            rows=(8192,),
         ),
         Shape(
-            name="blocks", about="a tenth of the blocks of 128 rows", heads=8, head_dim=64, block_density=0.1,
+            name="blocks",
+            about="a tenth of the blocks of 128 rows",
+            heads=8,
+            head_dim=64,
+            block_density=0.1,
             rows=(4096, 32768),
         ),
-        # 64 rows short of the end of every segment: the query sees nearly all of each, and steps follow it.
+        # 64 rows before the end of every segment: the query attends to nearly all of each, with room for later steps.
         Shape(
-            name="decode", about="one query after so many cached rows", heads=8, head_dim=64, causal=True,
-            segment_lengths=_THREE["segment_lengths"], dilation_rates=_THREE["dilation_rates"], mode="decode",
+            name="decode",
+            about="one query after so many cached rows",
+            heads=8,
+            head_dim=64,
+            causal=True,
+            segment_lengths=_THREE["segment_lengths"],
+            dilation_rates=_THREE["dilation_rates"],
+            mode="decode",
             rows=(8128, 65472),
         ),
     )
-}  # fmt: skip
-"""Every named shape."""
+}
+"""Shapes by name."""

@@ -1,5 +1,22 @@
-"""Before a run: what a step has alive and computes, and the longest text that fits, on a device of a data sheet."""
+"""Before a run: what it has alive, computes and sends, how long that takes, and what would fit, fastest, largest."""
 
-from .run import RunPlan, computed_flops, longest_context, plan_run
+from .changes import Change, changes_that_help
+from .generation import Generation, generation_footprint
+from .run import Device, RunPlan, plan_run
+from .solve import LargestModel, Mesh, fewest_processes, largest_model, longest_context, meshes
 
-__all__ = ["RunPlan", "computed_flops", "longest_context", "plan_run"]
+__all__ = [
+    "Change",
+    "Device",
+    "Generation",
+    "LargestModel",
+    "Mesh",
+    "RunPlan",
+    "changes_that_help",
+    "fewest_processes",
+    "generation_footprint",
+    "largest_model",
+    "longest_context",
+    "meshes",
+    "plan_run",
+]

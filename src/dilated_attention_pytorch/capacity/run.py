@@ -1,108 +1,232 @@
-"""One run on devices of one kind: memory by part, operations, the least time of a step, the longest text that fits."""
+"""One run on devices of one kind: memory by part, operations, seconds by part, and what follows from them."""
 
 from __future__ import annotations
 
 import dataclasses
-import math
-from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Literal
 
-from dilated_attention_pytorch.data_sheets import DataSheet
+from dilated_attention_pytorch.data_sheets import DataSheet, Link, link_of
 from dilated_attention_pytorch.errors import RunError
-from dilated_attention_pytorch.models.token_loss import rows_at_once
-from dilated_attention_pytorch.patterns import Pattern
-from dilated_attention_pytorch.patterns.pattern import MOST_POSITIONS
+from dilated_attention_pytorch.training.autocast import computing_dtype
 from dilated_attention_pytorch.training.flops import longnet_flops
-from dilated_attention_pytorch.training.footprint import Footprint, footprint
+from dilated_attention_pytorch.training.footprint import Footprint, evaluation_footprint, footprint, least_footprint
 from dilated_attention_pytorch.training.preflight import check_processes
 from dilated_attention_pytorch.training.run_settings import Precision
 from dilated_attention_pytorch.training.settings import TrainSettings
 
-_SHORTEST = 64
-"""Tokens by which lengths differ that are tried where not even one block of the loss fits."""
+from .exchanged import Exchange, exchanges, forward_rows
+from .generation import Generation, generation_footprint
+from .here import Here
+from .seconds import Rates, StepSeconds, rates, sheet_seconds
+from .work import StepWork, forward_work, step_work
+
+Purpose = Literal["training", "forward", "generation"]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Device:
+    """What a run is planned on."""
+
+    sheet: DataSheet
+    link: Link | None = None
+    """Between the devices; without it the one that the data sheet names."""
+    price_per_hour: float | None = None
+    """Of one device; None is not known."""
+    here: Here | None = None
+    """Measurements of this machine, if it is that."""
+
+    @property
+    def connection(self) -> Link | None:
+        """The link, given or named by the data sheet."""
+        return link_of(self.sheet.link) if self.link is None and self.sheet.link else self.link
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RunPlan:
-    """What each process of a run takes in a step."""
+    """What each process of a run takes in a step, a forward pass, or the generation of some texts."""
 
+    purpose: Purpose
     footprint: Footprint
     """Bytes at the peak, by part."""
     memory_bytes: int
     """Of the device."""
     tokens: int
-    """Of a step, of all processes together."""
+    """Of a step, of all processes together; of a generation the new ones."""
     model_flops: int
     """Operations of the model in a step, of all processes: what model FLOP utilisation counts."""
     computed_flops: int
     """Operations of a step with what is computed again, of all processes."""
     least_seconds: float
-    """What those of one process take at the data sheet's rate of dense products. No step is faster; real ones reach a
+    """What those of one process take at the nominal rate of dense products. No step is faster; real ones reach a
     part of that rate, and wait for memory, for other processes and for the host."""
+    exchanges: tuple[Exchange, ...]
+    """What the process that sends most sends."""
+    seconds: StepSeconds
+    """By part."""
+    rates: Rates
+    """What follows from them."""
 
     @property
     def fits(self) -> bool:
         """Whether the peak is less than the memory of the device."""
         return self.footprint.total < self.memory_bytes
 
+    @property
+    def bounded_by(self) -> str:
+        """What is to change first: "memory", or the part of the step that takes longest."""
+        return self.seconds.bounded_by if self.fits else "memory"
+
 
 def computed_flops(settings: TrainSettings) -> int:
-    """Operations of the matrix products of a step on one batch, as ``FlopCounterMode`` counts them.
-
-    Three products for every one of the forward pass, seven for the two of attention; once more the forward pass of a
-    block that is computed again, and the logits where the loss takes several blocks of them.
-    """
-    model = settings.model
-    flops = longnet_flops(model)
-    length, rows = settings.context_length, settings.batch_size * settings.context_length
-    head = 2 * model.vocab_size * model.embed_dim * rows
-    matrices = flops.per_token * rows - head
-    pairs = [
-        pattern.num_pairs(length, num_kv_heads=flops.num_kv_heads, is_causal=True) * settings.batch_size
-        for pattern in _distinct(flops.patterns)
-    ]
-    of_layer = dict(zip(_distinct(flops.patterns), pairs, strict=True))
-    again = model.gradient_checkpointing
-    recomputed = [layer for layer in range(model.num_layers) if again and model.is_recomputed(layer)]
-    attention = sum(of_layer[pattern] for pattern in flops.patterns) * flops.per_pair * 14 // 4
-    attention += sum(of_layer[flops.patterns[layer]] for layer in recomputed) * flops.per_pair
-    # What is computed again stops where nothing more is read: before the last product, unless dropout
-    # follows it.
-    assert model.ffn_dim is not None
-    last = 0 if model.dropout else 2 * model.ffn_dim * model.embed_dim * rows
-    products = 3 * matrices + (matrices // model.num_layers - last) * len(recomputed)
-    return products + attention + head * (4 if rows > rows_at_once(model.vocab_size) else 3)
+    """Operations of the matrix products of a step on one batch, as ``FlopCounterMode`` counts them: :mod:`.work`."""
+    return int(step_work(settings).total)
 
 
-def _distinct(values: tuple[Pattern, ...]) -> tuple[Pattern, ...]:
-    return tuple(dict.fromkeys(values))
-
-
-def plan_run(settings: TrainSettings, num_processes: int, sheet: DataSheet) -> RunPlan:
-    """What a step of a run takes on ``num_processes`` devices of one kind.
+def plan_run(
+    settings: TrainSettings,
+    num_processes: int,
+    device: DataSheet | Device,
+    *,
+    purpose: Purpose = "training",
+    generation: Generation | None = None,
+    is_quick: bool = False,
+) -> RunPlan:
+    """What a run takes on ``num_processes`` devices of one kind.
 
     Args:
-        settings: of the run. Precision "auto" is bfloat16 where the data sheet has a rate of it, else float32.
+        settings: of the run. Precision "auto" is bfloat16 where the device has a rate of it, else float32.
         num_processes: devices.
-        sheet: of the device.
+        device: a data sheet; or with link, price and measurements.
+        purpose: a training step, a forward pass that takes the loss as a run's evaluation does, or a generation.
+        generation: lengths of texts, for that purpose.
+        is_quick: count split weights by their part alone, at once, instead of in a program that splits them: the peak
+            without what is gathered.
 
     Raises:
-        RunError: the settings do not go with so many processes, or with the device.
+        RunError: the settings do not go with so many processes, with the device, or with the purpose.
     """
+    device = Device(sheet=device) if isinstance(device, DataSheet) else device
     if num_processes < 1:
         raise RunError(f"a run takes at least 1 process, got {num_processes}")
-    settings = dataclasses.replace(settings, parallel="told", precision=_precision(settings, sheet))
+    settings = dataclasses.replace(settings, parallel="told", precision=_precision(settings, device.sheet))
     check_processes(settings, num_processes)
+    if purpose == "generation":
+        return _plan_generation(settings, num_processes, device, generation)
+    if generation is not None:
+        raise RunError(f"lengths of a generation are for that purpose, got them beside purpose {purpose!r}")
+    return _plan_step(settings, num_processes, device, purpose, is_quick=is_quick)
+
+
+def _plan_step(
+    settings: TrainSettings, num_processes: int, device: Device, purpose: Purpose, *, is_quick: bool
+) -> RunPlan:
+    is_training = purpose == "training"
     sharing = settings.context_parallel * settings.tensor_parallel
     batches = num_processes // sharing
-    computed = computed_flops(settings)
-    rate = sheet.flops[settings.precision]
+    if is_training:
+        found = (least_footprint if is_quick else footprint)(settings, num_processes)
+    else:
+        found = evaluation_footprint(settings, num_processes)
+    work = step_work(settings) if is_training else forward_work(settings)
+    sent = exchanges(settings, num_processes) if is_training else _of_rows(settings)
+    rate = device.sheet.flops[settings.precision]
+    if device.here is not None and is_training:
+        seconds = device.here.seconds(settings, num_processes, sent)
+    else:
+        seconds = sheet_seconds(
+            work.over(sharing),
+            found,
+            sent,
+            device.sheet,
+            settings.precision,
+            device.connection,
+            is_training=is_training,
+        )
+    tokens = settings.batch_size * settings.context_length * batches
+    of_text = longnet_flops(settings.model).of_text(settings.context_length) * settings.batch_size * batches
+    model_flops = (3 if is_training else 1) * of_text
     return RunPlan(
-        footprint=footprint(settings, num_processes), memory_bytes=sheet.memory_bytes,
-        tokens=settings.batch_size * settings.context_length * batches,
-        model_flops=3 * longnet_flops(settings.model).of_text(settings.context_length) * settings.batch_size * batches,
-        computed_flops=computed * batches, least_seconds=computed / sharing / rate,
-    )  # fmt: skip
+        purpose=purpose,
+        footprint=found,
+        memory_bytes=device.sheet.memory_bytes,
+        tokens=tokens,
+        model_flops=model_flops,
+        computed_flops=int(work.total) * batches,
+        least_seconds=work.total / sharing / rate,
+        exchanges=sent,
+        seconds=seconds,
+        rates=rates(
+            seconds.total,
+            tokens,
+            model_flops,
+            num_processes,
+            peak=rate,
+            watts=device.sheet.watts,
+            price=device.price_per_hour,
+        ),
+    )
+
+
+def _of_rows(settings: TrainSettings) -> tuple[Exchange, ...]:
+    """What a forward pass sends: rows, of which a step would send as many and their gradients."""
+    return () if settings.context_parallel == 1 else (forward_rows(settings),)
+
+
+def _plan_generation(
+    settings: TrainSettings, num_processes: int, device: Device, generation: Generation | None
+) -> RunPlan:
+    if generation is None:
+        raise RunError(
+            'the purpose "generation" needs the lengths of the texts: pass generation=Generation(prompt=...)'
+        )
+    if num_processes > 1:
+        raise RunError(
+            f"generation is planned for one process that holds all weights and the whole cache, got {num_processes}; "
+            "leave --processes out: processes that each generate other texts take as much each, and those that share a "
+            "cache (parallel.RankShare) have all weights and about their part of the cache that is planned for one"
+        )
+    model, itemsize = settings.model, computing_dtype(settings.precision).itemsize
+    prompt = dataclasses.replace(settings, context_length=max(8, generation.prompt))
+    read, flops = forward_work(prompt), longnet_flops(model)
+    # Of a prompt the logits of the last token alone; of new tokens what their matrices compute.
+    rows = settings.batch_size * generation.prompt
+    hidden = read.products - 2 * model.vocab_size * model.embed_dim * rows
+    steps = settings.batch_size * (generation.new_tokens - 1)
+    work = StepWork(hidden + flops.per_token * steps, read.attention)
+    rate, bandwidth = device.sheet.flops[settings.precision], device.sheet.bytes_per_second
+    of_token = model.num_parameters * itemsize / bandwidth
+    reading = max(0.0, (generation.new_tokens - 1) * (of_token - flops.per_token * settings.batch_size / rate))
+    seconds = StepSeconds(
+        products=work.products / rate,
+        attention=work.attention / rate,
+        optimizer=0.0,
+        exchange=0.0,
+        overlapped=0.0,
+        reading=reading,
+        is_bound=True,
+    )
+    tokens = settings.batch_size * generation.new_tokens
+    return RunPlan(
+        purpose="generation",
+        footprint=generation_footprint(settings, generation),
+        memory_bytes=device.sheet.memory_bytes,
+        tokens=tokens,
+        model_flops=int(work.total),
+        computed_flops=int(work.total),
+        least_seconds=work.total / rate,
+        exchanges=(),
+        seconds=seconds,
+        rates=rates(
+            seconds.total,
+            tokens,
+            int(work.total),
+            1,
+            peak=rate,
+            watts=device.sheet.watts,
+            price=device.price_per_hour,
+        ),
+    )
 
 
 def _precision(settings: TrainSettings, sheet: DataSheet) -> Precision:
@@ -114,33 +238,3 @@ def _precision(settings: TrainSettings, sheet: DataSheet) -> Precision:
             f"--precision {chosen}: {sheet.name} has no rate of it; take one of {', '.join(sorted(sheet.flops))}"
         )
     return chosen
-
-
-def longest_context(settings: TrainSettings, num_processes: int, memory_bytes: int) -> int:
-    """The longest ``context_length`` whose step fits into ``memory_bytes``; 0 if none does.
-
-    It is a multiple of the rows of a block of the loss (16,384 of 256 tokens to choose from, 256 of 32,768), or of 64
-    tokens where fewer rows fit than such a block has, and at most 2,147,483,648.
-    """
-    told = dataclasses.replace(settings, stages=type(settings.stages)())
-
-    def fits(length: int) -> bool:
-        return footprint(dataclasses.replace(told, context_length=length), num_processes).total < memory_bytes
-
-    of_block = rows_at_once(settings.model.vocab_size)
-    step = of_block // math.gcd(of_block, settings.batch_size) * settings.context_parallel
-    if not fits(step):
-        return _most(lambda times: fits(times * _SHORTEST), step // _SHORTEST) * _SHORTEST
-    return _most(lambda times: fits(times * step), MOST_POSITIONS // step) * step
-
-
-def _most(fits: Callable[[int], bool], most: int) -> int:
-    """The largest of 0 to ``most`` that fits, of which all smaller ones do."""
-    low, high = 0, 1
-    while high <= most and fits(high):
-        low, high = high, 2 * high
-    high = min(high, most + 1)
-    while high - low > 1:
-        middle = (low + high) // 2
-        low, high = (middle, high) if fits(middle) else (low, middle)
-    return low

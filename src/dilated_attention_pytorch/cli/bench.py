@@ -1,4 +1,4 @@
-"""``dilated-attention bench``."""
+"""The command ``dilated-attention bench``."""
 
 from __future__ import annotations
 
@@ -13,23 +13,23 @@ from dilated_attention_pytorch.machine import require
 
 @dataclass(kw_only=True, slots=True)
 class Bench(BenchSettings):
-    """Time attention on this machine against what else computes it.
+    """Benchmark attention on this machine against other implementations.
 
-    Every contestant is first held against the definition on the very shape that is timed next, its gradients too where
-    they are timed: who is wrong gets a sentence and no time. Beside each time stand its spread, the operations a second
-    of the pattern, how near that is to what this machine reaches in a matrix product in the same run, and the memory.
+    Every contestant is first checked against the definition on the shape to be timed, including gradients if they are
+    timed: a contestant with wrong results is reported and not timed. Reported for each: time and its spread, operations
+    per second of the pattern, the fraction of this machine's matrix product rate in the same run, and memory.
 
-    One shape at rows of your own, with gradients: bench --shapes slide --rows 5000 --modes forward_backward
+    One shape with a given number of rows, with gradients: bench --shapes slide --rows 5000 --modes forward_backward
 
-    What a change of the code moved: bench --output new --compare old/bench.json
+    Effect of a code change: bench --output new --compare old/bench.json
 
-    The earlier package's figures beside this machine's: bench --preset claims
+    The earlier package's figures next to this machine's: bench --preset claims
 
-    Does everything work, in seconds: bench --preset gpu --dry-run
+    Smoke test, in seconds: bench --preset gpu --dry-run
     """
 
     def run_command(self) -> None:
-        """Run it.
+        """Run the benchmark.
 
         Raises:
             RunError: see :func:`dilated_attention_pytorch.benchmarks.run.run`.

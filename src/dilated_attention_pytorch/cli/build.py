@@ -1,4 +1,4 @@
-"""``dilated-attention build``."""
+"""The command ``dilated-attention build``."""
 
 from __future__ import annotations
 
@@ -10,16 +10,16 @@ from dilated_attention_pytorch.errors import RunError
 
 @dataclass(kw_only=True, slots=True)
 class Build:
-    """Compile the package's own CPU kernels for this machine, or say why that cannot be.
+    """Compile the package's CPU kernels for this machine, or report why that is not possible.
 
-    They are compiled once for every version of PyTorch, compiler and processor, and kept in the user's cache folder
-    (XDG_CACHE_HOME names another place). The first call that wants them compiles them too, unless
-    DILATED_ATTENTION_NO_BUILD=1 is set: this command is for images of machines that start without a compiler, and for
-    another try after a failure.
+    They are compiled once per version of PyTorch, compiler and processor, and stored in the user's cache folder
+    (below XDG_CACHE_HOME if set). The first call that needs them also compiles them, unless
+    DILATED_ATTENTION_NO_BUILD=1 is set: this command is for machine images without a compiler at run time, and for
+    retrying after a failure.
     """
 
     def run_command(self) -> None:
-        """Compile what is not there yet."""
+        """Compile the kernels if they are missing."""
         from dilated_attention_pytorch.kernels.compilation import (
             BuildError,
             build_of_this_machine,

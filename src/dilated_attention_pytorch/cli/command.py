@@ -1,4 +1,4 @@
-"""From a command line to one of the commands, and from what went wrong to a sentence and an exit code."""
+"""Command line parsing and dispatch, with error messages and exit codes."""
 
 from __future__ import annotations
 
@@ -19,6 +19,7 @@ from dilated_attention_pytorch.training import RunError
 from .bench import Bench
 from .build import Build
 from .diagnose import Diagnose
+from .embed import Embed
 from .evaluate import Eval
 from .extend import Extend, defaults_of_extend
 from .generate import Generate
@@ -34,10 +35,10 @@ from .tune import Tune
 
 
 class _Command(Protocol):
-    """A command with its fields."""
+    """A command with its options as fields."""
 
     def run_command(self) -> None:
-        """Do what it says."""
+        """Run the command."""
         ...
 
 
@@ -45,6 +46,7 @@ COMMANDS: Mapping[str, type] = {
     "train": Train,
     "extend": Extend,
     "generate": Generate,
+    "embed": Embed,
     "eval": Eval,
     "report": Report,
     "diagnose": Diagnose,
@@ -57,19 +59,19 @@ COMMANDS: Mapping[str, type] = {
     "build": Build,
     "info": Info,
 }
-"""Every command by its name."""
+"""Commands by name."""
 _DEFAULTS: Mapping[str, Callable[[Sequence[str]], Any]] = {
     "train": defaults_of,
     "extend": defaults_of_extend,
     "plan": defaults_of_plan,
 }
-"""What the fields of a command are before its other words are read."""
+"""Functions that compute a command's defaults from its arguments."""
 _TYRO = (tyro.conf.FlagCreatePairsOff,)
 _FULL = {errno.ENOSPC: "the disk is full", errno.EDQUOT: "the disk quota is used up"}
 _THAT_GO_ON = ("train", "extend")
 
 _PATHS = ConstructorRegistry()
-"""How the words of a command line become paths."""
+"""Conversion of arguments to paths."""
 
 
 @_PATHS.primitive_rule
@@ -77,13 +79,16 @@ def _path(info: PrimitiveTypeInfo) -> PrimitiveConstructorSpec[Path] | None:
     if info.type is not Path:
         return None
     return PrimitiveConstructorSpec(
-        nargs=1, metavar="PATH", instance_from_str=_read_path, is_instance=lambda value: isinstance(value, Path),
+        nargs=1,
+        metavar="PATH",
+        instance_from_str=_read_path,
+        is_instance=lambda value: isinstance(value, Path),
         str_from_instance=lambda path: [str(path)],
-    )  # fmt: skip
+    )
 
 
 def _read_path(words: list[str]) -> Path:
-    # Python takes the empty path for the working folder, which nobody means who writes nothing.
+    # Path("") is the working directory, which an empty argument hardly means.
     if not words[0].strip():
         raise RunError(
             "a path on the command line is empty (a variable of the shell that is not set?); this folder is ."
@@ -92,7 +97,7 @@ def _read_path(words: list[str]) -> Path:
 
 
 def run_command(args: Sequence[str]) -> None:
-    """Parse ``args`` and run what they ask for; see :func:`dilated_attention_pytorch.cli.main`."""
+    """Parse ``args`` and run the command; see :func:`dilated_attention_pytorch.cli.main`."""
     try:
         with _PATHS:
             command = _parse(list(args))
@@ -100,7 +105,7 @@ def run_command(args: Sequence[str]) -> None:
     except RunError as error:
         _leave(str(error))
     except BrokenPipeError:
-        # Who reads the output has read enough; nothing is left to flush into the pipe when Python ends.
+        # The reader closed the pipe; redirect stdout, so that Python's flush at exit does not fail.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         raise SystemExit(128 + signal.SIGPIPE) from None
     except OSError as error:
@@ -116,7 +121,7 @@ def run_command(args: Sequence[str]) -> None:
     except (MemoryError, torch.OutOfMemoryError) as error:
         _leave_out_of_memory(args[0], error)
     except RuntimeError as error:
-        # PyTorch has no class of its own for the memory of the CPU.
+        # PyTorch raises a plain RuntimeError when CPU memory runs out.
         if "can't allocate memory" not in str(error):
             raise
         _leave_out_of_memory(args[0], error)
@@ -128,7 +133,7 @@ def run_command(args: Sequence[str]) -> None:
 def _parse(args: list[str]) -> _Command:
     name, rest = (args[0], args[1:]) if args else ("", [])
     prog = "dilated-attention"
-    # A command alone, where one is named: tyro's messages then name its fields and nothing of its own.
+    # A named command is parsed alone, so that tyro's messages refer to its options only.
     if name in COMMANDS:
         default: dict[str, Any] = {"default": _DEFAULTS[name](rest)} if name in _DEFAULTS else {}
         command: _Command = tyro.cli(COMMANDS[name], args=rest, prog=f"{prog} {name}", config=_TYRO, **default)
@@ -137,7 +142,7 @@ def _parse(args: list[str]) -> _Command:
         return command
     description = (
         "LongNet language models on exact dilated attention: train, generate, extend other models to longer texts, "
-        "measure, see what runs here."
+        "embed whole slides, measure, see what runs here."
     )
     parts = [Annotated[command, tyro.conf.subcommand(name)] for name, command in COMMANDS.items()]
     any_of: Any = Union[tuple(parts)]  # noqa: UP007 - of a list

@@ -1,4 +1,4 @@
-"""``dilated-attention diagnose``."""
+"""The command ``dilated-attention diagnose``."""
 
 from __future__ import annotations
 
@@ -12,15 +12,15 @@ import tyro
 from dilated_attention_pytorch.training import RunError
 
 _MOST_BYTES = 1 << 28
-"""Of the end of a log: its errors stand there."""
+"""Bytes to read from the end of a log, where its errors are."""
 
 
 @dataclass(kw_only=True, slots=True)
 class Diagnose:
-    """Say what takes a run's time and memory and which setting to change, or what an error means.
+    """Show what takes a run's time and memory and which settings to change, or explain an error.
 
-    Of a run folder: seconds and bytes by what takes them, as its log has them, and changes in the order of their
-    effect. Of a log, or of the words of an error: the failures that are known, with cause and remedy.
+    For a run folder: time and memory by component, from its log, and changes in order of effect. For a log file or an
+    error message: known failures with cause and remedy.
 
         dilated-attention diagnose runs/mine --step
 
@@ -30,13 +30,13 @@ class Diagnose:
     what: tyro.conf.Positional[str]
     """Run folder, log file, or the text of an error; - reads it from standard input."""
     step: bool = False
-    """Measure a step of the run on its own data, and of the same run with other settings: a minute and more."""
+    """Measure a step of the run on its own data, and of the same run with other settings; takes a minute or more."""
 
     def run_command(self) -> None:
-        """Print it.
+        """Print the diagnosis.
 
         Raises:
-            RunError: there is no such run or file, or nothing that is known in it.
+            RunError: the run or file does not exist, or holds no known failure.
         """
         from dilated_attention_pytorch.training import preflight
 
@@ -49,14 +49,14 @@ class Diagnose:
             _print(in_words(diagnose_run(path, step=self.step)))
             return
         if self.step:
-            raise RunError(f"--step measures a run, and {self.what} is no run folder; leave it out")
+            raise RunError(f"--step measures a run, and {self.what} is not a run folder; leave it out")
         text = self._text(path)
         found = known_failures(text)
         if not found:
             last = next((line.strip() for line in reversed(text.splitlines()) if line.strip()), "")
             raise RunError(
-                f"no failure that is known here is in the {len(text.splitlines())} lines; the last is {last[:200]!r}. "
-                "With several ranks, give the log of the one that ended first"
+                f"no known failure is in the {len(text.splitlines())} lines; the last is {last[:200]!r}. "
+                "With several ranks, pass the log of the one that ended first"
             )
         for failure in found:
             _print(failure_in_words(failure))

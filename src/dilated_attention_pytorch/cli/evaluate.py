@@ -1,4 +1,4 @@
-"""``dilated-attention eval``."""
+"""The command ``dilated-attention eval``."""
 
 from __future__ import annotations
 
@@ -13,23 +13,22 @@ from dilated_attention_pytorch.training.model_evaluation import EvalSettings
 
 @dataclass(kw_only=True, slots=True)
 class Eval(EvalSettings):
-    """Measure a model by how far back it reads: bits per byte, and what it still knows of what it read.
+    """Measure how well a model uses its context: bits per byte and recall.
 
-    Bits per byte of held-out text by the number of tokens that the model reads, also beyond its own length, and by
-    position; the bits that it takes for random letters where they come again; values by the keys that they came with.
-    Tables on the terminal, figures as JSON, and a picture beside them. It takes runs of `train` and of `extend`,
-    finished or not, and models of transformers.
+    Bits per byte of held-out text by context length, also beyond the trained length, and by position; bits for
+    repeated random letters; key-value recall. Prints tables, writes the figures as JSON and a plot. Takes runs of
+    `train` and of `extend`, finished or not, and transformers models.
 
         dilated-attention eval runs/mine --lengths 1024 4096 16384
     """
 
     model: tyro.conf.Positional[str]
-    """Run folder, or a model of transformers: a folder with config.json and weights, or a name on the hub."""
+    """Run folder, or a transformers model: a folder with config.json and weights, or a name on the hub."""
     output: Path | None = None
-    """JSON file to write, with a picture beside it; neither must exist. Without it: eval.json in the folder."""
+    """JSON file to write, with a plot next to it; neither must exist. Default: eval.json in the folder."""
 
     def run_command(self) -> None:
-        """Measure, print and write.
+        """Evaluate the model, print and write the results.
 
         Raises:
             RunError: see :func:`dilated_attention_pytorch.training.model_evaluation.evaluate_model`.

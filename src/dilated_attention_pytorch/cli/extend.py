@@ -1,4 +1,4 @@
-"""``dilated-attention extend``."""
+"""The command ``dilated-attention extend``."""
 
 from __future__ import annotations
 
@@ -20,37 +20,37 @@ if TYPE_CHECKING:
 
 @dataclass(kw_only=True, slots=True)
 class Extend(ExtensionSettings):
-    """Take a pretrained model of transformers to longer texts.
+    """Extend the context length of a pretrained transformers model.
 
-    Measures the model on held-out text at its own length and at the new one, scales its rotary positions, gives it
-    dilated attention, measures it again, trains it on windows that grow to the new length, and measures it again.
-    The run folder gets training.json with the figures, metrics.jsonl, tensorboard/, context.png (bits per byte by
+    Evaluates the model on held-out text at its own length and at the new one, scales its rotary positions, gives it
+    dilated attention, evaluates it again, trains it on windows that grow to the new length, and evaluates it again.
+    The run folder gets training.json with the results, metrics.jsonl, tensorboard/, context.png (bits per byte by
     position), the last checkpoints, and at the end config.json, model.safetensors and the tokenizer. Ctrl-C saves a
-    checkpoint and ends; --resume goes on.
+    checkpoint and stops; --resume continues.
 
         dilated-attention extend --model my/llama --length 32768 --data texts/ --output runs/long
     """
 
     model: str = ""
     """A decoder with rotary positions (Llama, Mistral, Qwen, GPT-NeoX, Gemma ...): a folder with config.json and
-    weights, or a name on the Hugging Face hub. Without a tokenizer, and with 256 tokens, its tokens are bytes. To be
-    given, except beside --resume."""
+    weights, or a name on the Hugging Face hub. Without a tokenizer and with a vocabulary of 256, tokens are bytes.
+    Required, except with --resume."""
     output: Path = Path("runs/extended")
-    """Run folder to make. It must not exist, or be empty."""
+    """Run folder to create. It must not exist, or be empty."""
     config: Path | None = None
-    """TOML file with settings by their names, underscores for dashes; flags change it. Every run leaves its own as
+    """TOML file of settings by name, with underscores for dashes; flags override it. Every run writes its own as
     run.toml."""
     resume: Path | None = None
-    """Go on with the stopped run in this folder, with all its own settings; no other flag goes with it. "auto", beside
-    any flags: go on with the run that the same command line began in --output, if there is one, for jobs that a
-    scheduler starts again."""
+    """Continue the stopped run in this folder, with its own settings; no other flags are allowed. "auto", with
+    any flags: continue the run that the same command line started in --output, if there is one; for jobs that a
+    scheduler restarts."""
 
     def __post_init__(self) -> None:
         if self.model:
             ExtensionSettings.__post_init__(self)
 
     def run_command(self) -> None:
-        """Extend or go on, and report.
+        """Extend the model, or continue, and report.
 
         Raises:
             RunError, SystemExit: see :func:`main`.
@@ -81,10 +81,10 @@ class Extend(ExtensionSettings):
 
 
 def defaults_of_extend(argv: Sequence[str]) -> Extend:
-    """The defaults of ``extend``, changed by the file of ``--config`` in ``argv``, the words after ``extend``.
+    """The defaults of ``extend``, overridden by the file of ``--config`` in ``argv``, the arguments after ``extend``.
 
     Raises:
-        RunError: there is no such file, it holds what is no setting, or other flags stand beside ``--resume``.
+        RunError: the file does not exist or holds unknown settings, or other flags are used with ``--resume``.
     """
     check_resume_alone(argv)
     file = word_after("--config", argv)
@@ -114,5 +114,6 @@ def _report(outcome: ExtensionOutcome, console: Console) -> None:
         "  from dilated_attention_pytorch.integrations import register\n"
         "  register()\n"
         f'  model = AutoModelForCausalLM.from_pretrained("{outcome.run}", attn_implementation="dilated")',
-        highlight=False, soft_wrap=True,
-    )  # fmt: skip
+        highlight=False,
+        soft_wrap=True,
+    )

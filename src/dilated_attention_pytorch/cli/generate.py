@@ -1,4 +1,4 @@
-"""``dilated-attention generate``."""
+"""The command ``dilated-attention generate``."""
 
 from __future__ import annotations
 
@@ -10,8 +10,9 @@ from typing import TYPE_CHECKING
 
 import tyro
 
-from dilated_attention_pytorch.training import RunError, SampleSettings
+from dilated_attention_pytorch.training import RunError
 from dilated_attention_pytorch.training.run_settings import Device
+from dilated_attention_pytorch.training.settings import SampleSettings
 from dilated_attention_pytorch.training.small_weights import Weights, import_torchao, make_small
 
 if TYPE_CHECKING:
@@ -21,26 +22,26 @@ if TYPE_CHECKING:
 
 @dataclass(kw_only=True, slots=True)
 class Generate(SampleSettings):
-    """Generate text from a run folder, character by character as it comes.
+    """Generate text from a run folder and print it as it is sampled.
 
-    The prompt is taken as the beginning of a file. Memory does not grow with the length of the text: the cache keeps
-    only what a later token can still see.
+    The prompt is treated as the beginning of a file. Memory is bounded in the length of the text: the cache keeps
+    only what later tokens can attend to.
     """
 
     run: tyro.conf.Positional[Path]
-    """Run folder that `train` wrote; of one that is not finished, the last whole checkpoint."""
+    """Run folder that `train` wrote; for an unfinished run, its last complete checkpoint is used."""
     prompt: str | None = None
-    """The text to go on from. Without it: standard input, or on a terminal one prompt after the other."""
+    """Text to continue. Default: standard input, or on a terminal one prompt after the other."""
     device: Device = "auto"
-    """Where to compute; "auto" takes a CUDA device if there is one."""
+    """Device; "auto" takes a CUDA device if there is one."""
     weights: Weights = "stored"
-    """"int8" or "float8": keep the matrices of the layers in 8 bits (torchao). "stored": as they are in the file."""
+    """"int8" or "float8": store the layers' matrices in 8 bits (torchao). "stored": as in the file."""
 
     def run_command(self) -> None:
-        """Load the model, then write the prompt and what follows it to standard output.
+        """Load the model, then write the prompt and its continuation to standard output.
 
         Raises:
-            RunError: the folder holds no model that can be loaded, or the prompt is no text.
+            RunError: the folder holds no loadable model, or the prompt is not text.
         """
         from dilated_attention_pytorch.training import preflight
         from dilated_attention_pytorch.training.data.run_data import tokenizer_of
@@ -61,7 +62,7 @@ class Generate(SampleSettings):
         make_small(model, self.weights)
         tokenizer = tokenizer_of(self.run, model.config.vocab_size)
         if isinstance(sys.stdout, io.TextIOWrapper):
-            # The model may write characters that the terminal has no code for.
+            # The model may produce characters that the terminal's encoding lacks.
             sys.stdout.reconfigure(errors="replace")
         if prompt is not None:
             self._write(model, tokenizer, prompt)

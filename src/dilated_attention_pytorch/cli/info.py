@@ -1,4 +1,4 @@
-"""``dilated-attention info``."""
+"""The command ``dilated-attention info``."""
 
 from __future__ import annotations
 
@@ -15,32 +15,44 @@ _NARROWEST = 24
 
 @dataclass(kw_only=True, slots=True)
 class Info:
-    """Show versions, devices, and which implementations of attention can run here and why the others cannot."""
+    """Show versions, devices, and which attention implementations can run here and why the others cannot."""
 
     def run_command(self) -> None:
-        """Print the tables. It needs torch alone, so that it runs where something else is missing."""
+        """Print the tables. Needs only torch, so that it runs where other packages are missing."""
         import torch
 
         from dilated_attention_pytorch.machine import devices, package_version, processor
         from dilated_attention_pytorch.waiting import waiting_in_words
 
-        _print_table("machine", ("what", "here"), [
-            (NAME, package_version(NAME) or "from source"),
-            ("Python", platform.python_version()),
-            ("PyTorch", torch.__version__),
-            ("CUDA of this PyTorch", torch.version.cuda or "none: built for CPUs only"),
-            ("processor", processor()),
-            ("threads", str(torch.get_num_threads())),
-            ("threads that wait", waiting_in_words()),
-            *(("CUDA device", device) for device in devices() or ["none"]),
-        ])  # fmt: skip
+        _print_table(
+            "machine",
+            ("what", "here"),
+            [
+                (NAME, package_version(NAME) or "from source"),
+                ("Python", platform.python_version()),
+                ("PyTorch", torch.__version__),
+                ("CUDA of this PyTorch", torch.version.cuda or "none: built for CPUs only"),
+                ("processor", processor()),
+                ("threads", str(torch.get_num_threads())),
+                ("threads that wait", waiting_in_words()),
+                *(("CUDA device", device) for device in devices() or ["none"]),
+            ],
+        )
         _print_table("implementations of attention", ("impl", "device", "dtypes", "runs"), _implementations())
         packages = sorted({(_name(word), extra) for extra, words in EXTRAS.items() for word in words})
         names = dict.fromkeys(name for name, _ in packages)
-        _print_table("optional packages", ("package", "version", "extra that brings it"), [
-            (name, package_version(name) or "not installed", ", ".join(extra for own, extra in packages if own == name))
-            for name in names
-        ])  # fmt: skip
+        _print_table(
+            "optional packages",
+            ("package", "version", "extra that brings it"),
+            [
+                (
+                    name,
+                    package_version(name) or "not installed",
+                    ", ".join(extra for own, extra in packages if own == name),
+                )
+                for name in names
+            ],
+        )
         print(f"an extra is installed with: {install_command('train')}")
 
 
@@ -69,7 +81,7 @@ def _implementations() -> list[tuple[str, ...]]:
 
 
 def _print_table(title: str, header: tuple[str, ...], rows: Sequence[tuple[str, ...]]) -> None:
-    """Columns as wide as what they hold, the last one wrapped at the width of the terminal."""
+    """Print aligned columns; the last one is wrapped at the terminal's width."""
     widths = [max(len(row[column]) for row in (header, *rows)) for column in range(len(header) - 1)]
     left = sum(widths) + 2 * len(widths)
     rest = max(_NARROWEST, shutil.get_terminal_size((120, 24)).columns - left)

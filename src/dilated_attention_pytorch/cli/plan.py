@@ -1,115 +1,318 @@
-"""``dilated-attention plan``."""
+"""The command ``dilated-attention plan``."""
 
 from __future__ import annotations
 
 import dataclasses
 import json
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Annotated, Any, Literal
+
+import tyro
 
 from dilated_attention_pytorch.errors import RunError
 from dilated_attention_pytorch.training import TrainSettings
 
+from .plan_words import (
+    devices,
+    mesh_in_words,
+    mesh_values,
+    model_in_words,
+    print_plan,
+    sentences,
+    solved_in_words,
+)
 from .train import defaults_of, settings_of
 
 if TYPE_CHECKING:
-    from dilated_attention_pytorch.capacity import RunPlan
-    from dilated_attention_pytorch.data_sheets import DataSheet
+    from dilated_attention_pytorch.capacity import Device, Generation, RunPlan
+    from dilated_attention_pytorch.capacity.pretrained import PretrainedRun
 
-_PARTS = {
-    "weights": "weights", "gradients": "gradients", "optimizer": "optimizer", "activations": "activations",
-    "loss": "logits and loss", "temporaries": "temporaries", "attention": "attention itself",
-    "exchange": "exchange",
-}  # fmt: skip
+_HERE = "here"
 
 
 @dataclass(kw_only=True, slots=True)
 class Plan(TrainSettings):
-    """Say what a training run takes, before anything of it is there.
+    """Say what a run takes, before anything of it is there: memory by part, seconds by part, what bounds it.
 
-    The flags are those of train. For one process: memory at the peak of a step, by part, counted from the step itself
-    on tensors that hold nothing; operations; and the least time of a step at the rate of the device's data sheet.
+    The flags are those of train. Memory is counted from the step itself, on tensors that hold nothing. Seconds are a
+    bound from the device's data sheet, which no step goes below; with --hardware here they are predicted from
+    measurements of this machine.
 
     A preset on an H200: plan --preset gpu --hardware H200
 
-    The longest text: plan --preset gpu --hardware H200 --longest
+    Solved backwards: plan --preset gpu --hardware H200 --longest --fewest --changes
+
+    A model of transformers: plan --model my/llama --pattern "DilatedPattern([2048, 8192], [1, 4])"
     """
 
     preset: str = "auto"
     """Which numbers to begin with, see train."""
     config: Path | None = None
     """TOML file with settings, see train."""
+    purpose: Annotated[Literal["training", "forward", "generation"], tyro.conf.arg(name="for")] = "training"
+    """What is planned: a training step; a forward pass that takes the loss, as an evaluation on the way does; or the
+    generation of texts with the bounded cache."""
+    prompt: int = 0
+    """Tokens of every prompt of a generation; 0: --context-length."""
+    new_tokens: int = 500
+    """Tokens to generate."""
+    chunk_size: int = 4096
+    """Tokens of a prompt that are read at a time."""
+    pretrained: Annotated[Path | None, tyro.conf.arg(name="model")] = None
+    """A model of transformers instead of a LongNet: a folder with config.json, or that file. No weights are read. Of
+    the other flags --for, --pattern, --context-length, --batch-size, --precision, --optimizer,
+    --model.gradient-checkpointing and those of the device count."""
+    pattern: str = ""
+    """Who attends to whom in that model, as `dilated-attention show` takes it."""
     hardware: str = "H100 SXM"
-    """Name of the device. A name that is not known is answered with those that are."""
+    """Name of the device; a name that is not known is answered with those that are. "here": this machine, of which
+    products, attention, small steps of the model, copies and sums over two processes are measured, in two minutes at
+    most; what was measured is kept."""
+    link: str = ""
+    """Between the devices; empty: the one that the data sheet names."""
     processes: int = 1
     """Devices, each with a process."""
+    price_per_hour: float = 0.0
+    """Of one device, in any currency; 0: not known."""
     longest: bool = False
     """Look for the longest --context-length that fits, too."""
+    fewest: bool = False
+    """Look for the fewest devices on which some mesh fits, too."""
+    mesh: bool = False
+    """Show the best meshes of so many --processes, too."""
+    largest: bool = False
+    """Look for the largest model of this shape that fits, too."""
+    changes: bool = False
+    """Show the three changes that would help most, too."""
+    html: Path | None = None
+    """Page to write, with pictures of other lengths and numbers of devices. Without it: none."""
     output: Path | None = None
     """JSON file to write. Without it: none."""
 
     def run_command(self) -> None:
-        """Print the plan, write the file.
+        """Print the plan and write the files.
 
         Raises:
-            RunError: no such device, settings that do not go with so many processes, or a file that cannot be written.
+            RunError: an unknown device, settings that do not fit the number of processes, or a file that cannot be
+                written.
         """
-        from dilated_attention_pytorch.capacity import longest_context, plan_run
-        from dilated_attention_pytorch.data_sheets import sheet_of
-        from dilated_attention_pytorch.output import check_new_file, write_text
+        from dilated_attention_pytorch.machine import require
+        from dilated_attention_pytorch.output import check_new_file
         from dilated_attention_pytorch.training import preflight
 
-        if self.output is not None:
-            check_new_file(self.output)
+        for flag, file in (("--output", self.output), ("--html", self.html)):
+            if file is not None:
+                check_new_file(file, flag)
+        if self.html is not None:
+            require("--html", ("plotly",), "report")
+        self._check_flags()
+        preflight.check_packages("training")
+        preflight.check_optimizer(self.optimizer)
+        if self.pretrained is not None:
+            self._plan_pretrained(self.pretrained)
+        else:
+            self._plan_longnet()
+
+    def _check_flags(self) -> None:
+        if self.processes < 1:
+            raise RunError(f"a run takes at least 1 process, got {self.processes}")
+        if not (math.isfinite(self.price_per_hour) and self.price_per_hour >= 0):
+            raise RunError(f"--price-per-hour must be a finite number, at least 0, got {self.price_per_hour}")
+        backwards = [f"--{name}" for name in ("longest", "fewest", "mesh", "largest", "changes") if getattr(self, name)]
+        if backwards and (self.purpose != "training" or self.pretrained is not None):
+            raise RunError(
+                f"{backwards[0]} is for training steps of a LongNet; leave it out beside "
+                f"{'--model' if self.pretrained is not None else f'--for {self.purpose}'}"
+            )
+        if self.pattern and self.pretrained is None:
+            raise RunError(
+                "--pattern is for a model of transformers, named by --model; a LongNet's is "
+                "--model.segment-lengths and --model.dilation-rates, or --model.layer-patterns"
+            )
+        if self.prompt and self.purpose != "generation":
+            raise RunError(f"--prompt is for --for generation, got it beside --for {self.purpose}")
+        if self.prompt < 0:
+            raise RunError(f"--prompt must be at least 1, got {self.prompt}; or 0 for --context-length")
+
+    def _generation(self) -> Generation | None:
+        from dilated_attention_pytorch.capacity import Generation
+
+        if self.purpose != "generation":
+            return None
+        prompt = self.prompt or self.context_length
+        return Generation(prompt=prompt, new_tokens=self.new_tokens, chunk_size=self.chunk_size)
+
+    def _device(self) -> Device:
+        """The device from its data sheet."""
+        from dilated_attention_pytorch.capacity import Device
+        from dilated_attention_pytorch.data_sheets import link_of, sheet_of
+
         try:
             sheet = sheet_of(self.hardware)
         except ValueError as error:
-            raise RunError(f"--hardware: {error}") from error
-        preflight.check_packages("training")
-        preflight.check_optimizer(self.optimizer)
+            raise RunError(f"--hardware: {error}; or {_HERE}, which measures this machine") from error
+        try:
+            link = link_of(self.link) if self.link else None
+        except ValueError as error:
+            raise RunError(f"--link: {error}") from error
+        return Device(sheet=sheet, link=link, price_per_hour=self.price_per_hour or None)
+
+    def _here(self, settings: TrainSettings) -> tuple[TrainSettings, Device]:
+        """This machine's measured rates, and the settings with the precision it computes in."""
+        from dilated_attention_pytorch.capacity import Device
+        from dilated_attention_pytorch.capacity.here import measure_here
+        from dilated_attention_pytorch.machine import set_threads
+        from dilated_attention_pytorch.training import preflight
+
+        if self.purpose != "training":
+            raise RunError(f"--hardware {_HERE} predicts training steps; name a device beside --for {self.purpose}")
+        if self.link:
+            raise RunError(f"--hardware {_HERE} measures what its processes exchange; leave --link {self.link} out")
+        named = [f"--{name}" for name in ("fewest", "mesh", "largest") if getattr(self, name)]
+        if named:
+            raise RunError(f"{named[0]} is for a device by its name; leave it out beside --hardware {_HERE}")
+        kind = preflight.choose_device(settings.device)
+        settings = dataclasses.replace(
+            settings,
+            threads=set_threads(settings.threads),
+            precision=preflight.choose_precision(settings.precision, kind),
+        )
+        preflight.check_processes(settings, self.processes)
+        found = measure_here(settings, self.processes, kind)
+        return settings, Device(sheet=found.sheet, here=found, price_per_hour=self.price_per_hour or None)
+
+    def _plan_longnet(self) -> None:
+        from dilated_attention_pytorch.capacity import plan_run
+
         settings = settings_of(self)
-        plan = plan_run(settings, self.processes, sheet)
-        longest = longest_context(settings, self.processes, sheet.memory_bytes) if self.longest else None
-        _print(plan, sheet, self.processes, longest)
+        if self.hardware.strip().lower() == _HERE:
+            settings, device = self._here(settings)
+        else:
+            device = self._device()
+        plan = plan_run(settings, self.processes, device, purpose=self.purpose, generation=self._generation())
+        print_plan(plan, device, self.processes)
+        solved = self._solve(settings, device, plan)
+        self._write(plan, device, settings.to_dict(), solved, settings)
+
+    def _solve(self, settings: TrainSettings, device: Device, plan: RunPlan) -> dict[str, Any]:
+        """Answers to what was asked backwards, printed, and as values that JSON holds."""
+        from rich.console import Console
+
+        from dilated_attention_pytorch import capacity
+
+        console, solved = Console(soft_wrap=True, highlight=False), dict[str, Any]()
+        if self.longest:
+            longest = capacity.longest_context(settings, self.processes, device.sheet.memory_bytes)
+            solved["longest_context_length"] = longest
+            console.print(f"the longest text that fits: {longest:,} tokens")
+        if self.fewest:
+            found = capacity.fewest_processes(settings, device)
+            solved["fewest_processes"] = None if found is None else mesh_values(found)
+            words = "none of those that were tried" if found is None else mesh_in_words(found)
+            console.print(f"the fewest devices on which it fits: {words}")
+        if self.mesh:
+            best = capacity.meshes(settings, self.processes, device)[:5]
+            solved["meshes"] = [mesh_values(mesh) for mesh in best]
+            console.print("the best meshes, those that fit first:")
+            for mesh in best:
+                console.print(f"  {mesh_in_words(mesh)}")
+        if self.largest:
+            largest = capacity.largest_model(settings, self.processes, device)
+            solved["largest_model"] = None if largest is None else largest.model.to_dict()
+            console.print("the largest model of this shape that fits: " + model_in_words(largest))
+        if self.changes:
+            helping = capacity.changes_that_help(settings, self.processes, device, plan)
+            solved["changes"] = [
+                {"change": one.words, "bytes": one.bytes, "speed": one.speed, "fits": one.plan.fits} for one in helping
+            ]
+            console.print("what would help most:" if helping else "no change that was tried would help")
+            for one in helping:
+                console.print(f"  {one.in_words()}")
+        return solved
+
+    def _plan_pretrained(self, path: Path) -> None:
+        from dilated_attention_pytorch.capacity.pretrained import plan_pretrained
+
+        if self.hardware.strip().lower() == _HERE:
+            raise RunError(f"--hardware {_HERE} predicts steps of a LongNet; name a device beside --model")
+        if self.processes > 1:
+            raise RunError(f"a model of transformers is planned for one process, got --processes {self.processes}")
+        device = self._device()
+        run = self._pretrained_run(path, device)
+        plan = plan_pretrained(run, device, purpose=self.purpose, generation=self._generation())
+        print_plan(plan, device, 1)
+        settings = {
+            "model": str(path),
+            "pattern": self.pattern,
+            "context_length": run.length,
+            "batch_size": run.batch_size,
+            "precision": run.precision,
+            "optimizer": run.optimizer,
+        }
+        self._write(plan, device, settings, {}, None)
+
+    def _pretrained_run(self, path: Path, device: Device) -> PretrainedRun:
+        from dilated_attention_pytorch.capacity.pretrained import PretrainedRun, read_config
+        from dilated_attention_pytorch.patterns import pattern_from_expression
+
+        if not self.pattern:
+            raise RunError('--model needs a --pattern, for example --pattern "DilatedPattern([2048, 8192], [1, 4])"')
+        try:
+            pattern = pattern_from_expression(self.pattern)
+        except ValueError as error:
+            raise RunError(f"--pattern: {error}") from error
+        precision = self.precision
+        if precision == "auto":
+            precision = "bfloat16" if "bfloat16" in device.sheet.flops else "float32"
+        return PretrainedRun(
+            config=read_config(path),
+            pattern=pattern,
+            length=self.context_length,
+            batch_size=self.batch_size,
+            precision=precision,
+            optimizer="adamw" if self.optimizer == "muon" else self.optimizer,
+            gradient_checkpointing=self.model.gradient_checkpointing,
+        )
+
+    def _write(
+        self,
+        plan: RunPlan,
+        device: Device,
+        settings: dict[str, Any],
+        solved: dict[str, Any],
+        trained: TrainSettings | None,
+    ) -> None:
+        from dilated_attention_pytorch.capacity.page import page, pictures_of
+        from dilated_attention_pytorch.output import write_text
+
+        pictures = None
+        if self.html is not None and trained is not None and self.purpose == "training":
+            pictures = pictures_of(trained, self.processes, dataclasses.replace(device, here=None))
+        if self.html is not None:
+            title = f"A run on {devices(device, self.processes)}"
+            words = [*sentences(plan), *solved_in_words(solved)]
+            write_text(self.html, "".join(page(title, plan, words, settings, pictures)))
         if self.output is not None:
             written = {
-                "hardware": sheet.name, "processes": self.processes, "settings": settings.to_dict(),
-                **dataclasses.asdict(plan), "total_bytes": plan.footprint.total, "longest_context_length": longest,
-            }  # fmt: skip
+                "hardware": device.sheet.name,
+                "processes": self.processes,
+                "settings": settings,
+                **dataclasses.asdict(plan),
+                "total_bytes": plan.footprint.total,
+                "fits": plan.fits,
+                "bounded_by": plan.bounded_by,
+                "longest_context_length": None,
+                **solved,
+                "pictures": None if pictures is None else dataclasses.asdict(pictures),
+            }
             write_text(self.output, json.dumps(written, indent=1, default=str) + "\n")
 
 
 def defaults_of_plan(argv: Sequence[str]) -> Plan:
-    """The defaults of ``plan``: those of ``train`` for the same words."""
+    """The defaults of ``plan``: those of ``train`` for the same arguments."""
     train = defaults_of(argv)
     fields = {entry.name: getattr(train, entry.name) for entry in dataclasses.fields(TrainSettings)}
     return Plan(**fields, preset=train.preset)
-
-
-def _print(plan: RunPlan, sheet: DataSheet, processes: int, longest: int | None) -> None:
-    from rich.console import Console
-    from rich.table import Table
-
-    from dilated_attention_pytorch.memory import in_bytes
-
-    console = Console()
-    devices = f"{processes} x {sheet.name}" if processes > 1 else sheet.name
-    table = Table("memory of a process at the peak of a step", "", title=devices, title_justify="left")
-    for name, words in _PARTS.items():
-        table.add_row(words, in_bytes(getattr(plan.footprint, name)))
-    table.add_section()
-    table.add_row("all", in_bytes(plan.footprint.total))
-    table.add_row("the device has", in_bytes(plan.memory_bytes))
-    console.print(table)
-    left = plan.memory_bytes - plan.footprint.total
-    verdict = f"fits, with {in_bytes(left)} left" if plan.fits else f"does not fit: {in_bytes(-left)} are missing"
-    console.print(
-        f"{verdict}\n{plan.tokens:,} tokens a step, {plan.computed_flops:.4g} operations of matrix products, "
-        f"{plan.model_flops:.4g} of them counted for model FLOP utilisation\nat the data sheet's rate a step takes "
-        f"{plan.least_seconds:.3g} s; no step is faster, and real ones reach a part of that rate",
-        highlight=False, soft_wrap=True,
-    )  # fmt: skip
-    if longest is not None:
-        console.print(f"the longest text that fits: {longest:,} tokens", highlight=False)

@@ -1,4 +1,4 @@
-"""``dilated-attention profile``."""
+"""The command ``dilated-attention profile``."""
 
 from __future__ import annotations
 
@@ -12,18 +12,18 @@ from dilated_attention_pytorch.machine import require
 
 @dataclass(kw_only=True, slots=True)
 class Profile(ProfileSettings):
-    """Look into one call of attention: time by kernel, launches, memory, a trace.
+    """Profile one call of attention: time by kernel, launches, memory, a trace.
 
-    The output folder gets trace.json (open it in https://ui.perfetto.dev or chrome://tracing), memory.png (memory in
-    use over the call, forward and backward marked) and profile.json (the table).
+    The output folder gets trace.json (for https://ui.perfetto.dev or chrome://tracing), memory.png (memory in
+    use during the call, with forward and backward marked) and profile.json (the table).
 
     The paper's pattern with gradients: profile --shape paper --rows 32768 --backward --dtype bfloat16
 
-    The same call by another route: profile --contestant "published route" --output runs/theirs
+    The same call by another implementation: profile --contestant "published route" --output runs/theirs
     """
 
     def run_command(self) -> None:
-        """Run it.
+        """Run the profiler.
 
         Raises:
             RunError: see :func:`dilated_attention_pytorch.benchmarks.profiling.profile_call`.

@@ -1,4 +1,4 @@
-"""``dilated-attention report``."""
+"""The command ``dilated-attention report``."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ import tyro
 
 @dataclass(kw_only=True, slots=True)
 class Report:
-    """Runs side by side as one page for the browser: charts, figures, and the settings that differ.
+    """Compare runs on one HTML page: charts, results, and the settings that differ.
 
-    Runs of `train` and of `extend`, also those that are not finished. The page needs no network.
+    Takes runs of `train` and of `extend`, finished or not. The page needs no network access.
 
         dilated-attention report runs/window runs/longnet --output compared.html
     """
@@ -20,7 +20,7 @@ class Report:
     runs: tyro.conf.Positional[tuple[Path, ...]]
     """Run folders."""
     output: Path = Path("report.html")
-    """Page to write. It must not exist."""
+    """HTML page to write. It must not exist."""
 
     def run_command(self) -> None:
         """Write the page.

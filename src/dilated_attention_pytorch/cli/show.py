@@ -1,4 +1,4 @@
-"""``dilated-attention show``."""
+"""The command ``dilated-attention show``."""
 
 from __future__ import annotations
 
@@ -16,34 +16,34 @@ _SHADES = " .:-=+*#%@"
 
 @dataclass(kw_only=True, slots=True)
 class Show:
-    """Show a pattern: who sees whom, and what it costs beside dense attention.
+    """Show a pattern: who sees whom, and its cost relative to dense attention.
 
-    Write the pattern as in Python, in quotes, for example
+    Write the pattern in Python syntax, in quotes, for example
 
         dilated-attention show "local_window(255) + global_tokens(4) + strided_blocks(8, block_size=64)"
 
-    Calls: DilatedPattern([w, ...], [r, ...]), SegmentedPattern([[0, b, ...], ...], [r, ...]),
+    Functions: DilatedPattern([w, ...], [r, ...]), SegmentedPattern([[0, b, ...], ...], [r, ...]),
     local_window(before, after), global_tokens(n), strided_blocks(stride), random_blocks(density),
-    hierarchical(near, levels=, factor=), per_head([call, ...]). Arguments are plain numbers, lists and strings; the
-    list of per_head has a call, or a sum of them, for every head. Sums add counts: what two of them show counts twice.
+    hierarchical(near, levels=, factor=), per_head([call, ...]). Arguments are literal numbers, lists and strings; the
+    list of per_head has a call, or a sum of calls, per head. Sums add counts: a pair shown by two terms counts twice.
     """
 
     pattern: tyro.conf.Positional[str]
-    """The sum of calls."""
+    """Pattern expression: a sum of calls."""
     length: int = 4096
-    """Number of positions N."""
+    """Sequence length N."""
     heads: int = 1
     """Number of key/value heads."""
     causal: bool = False
-    """Leave out the keys after the query."""
+    """Apply the causal mask."""
     output: Path | None = None
-    """Picture to write, for example pattern.png; the ending picks the format. Without it: none."""
+    """Image to write, for example pattern.png; the suffix selects the format. Default: none."""
 
     def run_command(self) -> None:
-        """Print density and a sketch, write the picture.
+        """Print density and a sketch, and write the image.
 
         Raises:
-            RunError: the pattern is none, a number is out of range, or the picture cannot be written.
+            RunError: the pattern is invalid, a number is out of range, or the image cannot be written.
         """
         from rich.console import Console
         from rich.table import Table
@@ -76,7 +76,7 @@ class Show:
         console.print(f"written: {self.output}", highlight=False)
 
     def _check_output(self) -> None:
-        """Raise :class:`RunError` unless the picture can be drawn and written, if there is to be one."""
+        """Raise :class:`RunError` if an image is requested that cannot be drawn or written."""
         from dilated_attention_pytorch.machine import require
         from dilated_attention_pytorch.output import check_new_file
 
@@ -96,14 +96,14 @@ class Show:
         check_new_file(self.output)
 
     def _sketch(self, most_cells: int) -> str:
-        """Head 0 in characters, queries downwards: the darker, the more of a cell is seen."""
+        """Head 0 in characters, queries downwards; darker cells contain more visible pairs."""
         import torch
 
         from dilated_attention_pytorch.patterns import pattern_from_expression
 
         pattern = pattern_from_expression(self.pattern)
         cells = min(_TERMINAL_CELLS, most_cells, self.length)
-        samples = max(1, min(self.length // cells, 8))  # positions of a cell that are looked at
+        samples = max(1, min(self.length // cells, 8))  # sampled positions per cell
         bounds = torch.arange(cells * samples) * self.length // (cells * samples)
         counts = pattern.for_heads([0], self.heads).counts(bounds, bounds, 1, is_causal=self.causal)[0]
         shares = (counts > 0).float().view(cells, samples, cells, samples).mean(dim=(1, 3))

@@ -1,4 +1,4 @@
-"""``dilated-attention tokenizer``."""
+"""The command ``dilated-attention tokenizer``."""
 
 from __future__ import annotations
 
@@ -16,29 +16,29 @@ from dilated_attention_pytorch.output import check_new_file, write_text
 
 @dataclass(kw_only=True, slots=True)
 class Tokenizer:
-    """Train a byte-level BPE tokenizer on what `train` would train on: held-out documents are left out.
+    """Train a byte-level BPE tokenizer on the training documents of `train`; held-out documents are excluded.
 
-    Its tokens are the 256 bytes, <|endoftext|>, which stands between documents, and pairs merged by how often they
-    come. Any text is its tokens joined, so losses stay bits per byte exactly.
+    Its tokens are the 256 bytes, <|endoftext|> between documents, and merges by frequency. Every text is the
+    concatenation of its tokens, so losses in bits per byte stay exact.
     """
 
     data: tyro.conf.Positional[tuple[Path, ...]] = ()
-    """As for `train`: text files, folders, JSONL, Parquet, folders that datasets saved; without it the source of the
-    standard library of the running Python."""
+    """As for `train`: text files, folders, JSONL, Parquet, folders saved by datasets; default: the source of the
+    running Python's standard library."""
     vocab_size: int
-    """How many tokens, at least 257; the model's --model.vocab-size."""
+    """Vocabulary size, at least 257; the model's --model.vocab-size."""
     output: Path
-    """The tokenizer.json to write, as the libraries tokenizers and transformers read it. It must not exist."""
+    """The tokenizer.json to write, in the format of the libraries tokenizers and transformers. It must not exist."""
     text_field: str = "text"
-    """The member or column of records that holds the text."""
+    """Field or column of records that holds the text."""
     mixture: bool = False
-    """Whether the data are those of a run with --weights, which holds out a part of each of them by itself."""
+    """Whether the data are for a run with --weights, which holds out a part of each source separately."""
 
     def run_command(self) -> None:
-        """Train and write it.
+        """Train and write the tokenizer.
 
         Raises:
-            RunError: the data, the number or the file does not allow it; before anything is written.
+            RunError: invalid data, vocabulary size or output file; raised before anything is written.
         """
         require("training a tokenizer", ("tokenizers", "numpy"), "train")
         from dilated_attention_pytorch.training.data.sources import Sources, parts_of

@@ -1,4 +1,4 @@
-"""``dilated-attention train``."""
+"""The command ``dilated-attention train``."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 
 _BESIDE_RESUME = (*SPREADING, *ON_FAULTS)
-"""Settings that a run may be given when it goes on."""
+"""Settings that may change when a run is resumed."""
 
 
 @dataclass(kw_only=True, slots=True)
@@ -29,29 +29,29 @@ class Train(TrainSettings):
 
     Without flags: the preset for this machine, on the source files of Python's standard library. The run folder gets
     config.json, training.json, run.toml, metrics.jsonl, tensorboard/, loss.png, sample.txt, model.safetensors and the
-    last checkpoints. Ctrl-C saves a checkpoint and ends; --resume goes on.
+    last checkpoints. Ctrl-C saves a checkpoint and stops; --resume continues.
     """
 
     preset: str = "auto"
-    """Which numbers to begin with: cpu (minutes on two cores), gpu (100 million parameters, 32,768 bytes of context),
-    gpu-large (730 million, 65,536 bytes) or tiny (seconds). "auto": gpu if there is a CUDA device, else cpu. Every
-    other flag changes one number of it; --help after --preset shows them."""
+    """Starting values: cpu (minutes on two cores), gpu (100 million parameters, 32,768 bytes of context),
+    gpu-large (730 million, 65,536 bytes) or tiny (seconds). "auto": gpu if there is a CUDA device, else cpu. Other
+    flags override single values; --help after --preset shows them."""
     output: Path = Path("runs/longnet")
-    """Run folder to make. It must not exist, or be empty."""
+    """Run folder to create. It must not exist, or be empty."""
     config: Path | None = None
-    """TOML file with settings by their names, underscores for dashes, those of the model in a table [model]. It changes
-    the preset, and flags change it. Every run leaves its own as run.toml."""
+    """TOML file of settings by name, with underscores for dashes, those of the model in a table [model]. It overrides
+    the preset, and flags override it. Every run writes its own as run.toml."""
     resume: Path | None = None
-    """Go on with the stopped run in this folder, with all its own settings. Only flags that say how it is spread over
-    processes go with it (--context-parallel, --heads-parallel, --strategy, --layout, --data-parallel, --offload,
-    --tensor-parallel, --batch-size, --timeout), what to do about batches that break it (--on-nan,
-    --spike-deviations, --spike-window), --workers and --cache. "auto", beside any flags: go on with the run that the
-    same command line began in --output, if there is one, for jobs that a scheduler starts again."""
+    """Continue the stopped run in this folder, with its own settings. Allowed with it are only flags that distribute
+    it over processes (--context-parallel, --heads-parallel, --strategy, --layout, --data-parallel, --offload,
+    --offload-folder, --tensor-parallel, --batch-size, --timeout), that handle bad batches (--on-nan,
+    --spike-deviations, --spike-window), --workers and --cache. "auto", with any flags: continue the run that the
+    same command line started in --output, if there is one; for jobs that a scheduler restarts."""
     given: tuple[str, ...] = dataclasses.field(default=(), init=False)
-    """Names of the settings that the command line itself gives."""
+    """Names of the settings given on the command line."""
 
     def run_command(self) -> None:
-        """Train or go on, and report.
+        """Train, or continue, and report.
 
         Raises:
             RunError, SystemExit: see :func:`main`.
@@ -81,11 +81,11 @@ class Train(TrainSettings):
 
 
 def defaults_of(argv: Sequence[str]) -> Train:
-    """The defaults of ``train``: the preset that ``argv``, the words after ``train``, or the file of ``--config``
-    names, changed by that file.
+    """The defaults of ``train``: the preset named in ``argv`` (the arguments after ``train``) or in the file of
+    ``--config``, overridden by that file.
 
     Raises:
-        RunError: there is no such preset or file, the file holds what is no setting, or other flags stand beside
+        RunError: an unknown preset, a missing file, unknown settings in the file, or other flags with
             ``--resume``.
     """
     check_resume_alone(argv, beside=[f"--{name.replace('_', '-')}" for name in _BESIDE_RESUME])
@@ -106,7 +106,7 @@ def defaults_of(argv: Sequence[str]) -> Train:
 
 
 def settings_of(command: TrainSettings) -> TrainSettings:
-    """The settings alone of a command that has others beside them."""
+    """The training settings of a command that has other options as well."""
     return TrainSettings(**{entry.name: getattr(command, entry.name) for entry in dataclasses.fields(TrainSettings)})
 
 
@@ -124,15 +124,17 @@ def _report(outcome: Outcome, console: Console) -> None:
     console.print(
         f"held-out: {outcome.bits_per_byte:.3f} bits per byte; xz -9e takes {outcome.xz_bits_per_byte:.3f} for the "
         "same bytes, which it sees as one text",
-        highlight=False, soft_wrap=True,
-    )  # fmt: skip
+        highlight=False,
+        soft_wrap=True,
+    )
     console.print(_quarters_in_words(outcome), highlight=False, soft_wrap=True)
     console.print(
         f"in {run}: model.safetensors, config.json, training.json, run.toml, metrics.jsonl, loss.png, "
         "sample.txt\n"
         f"generate from it with:\n  dilated-attention generate {run} --prompt 'def main('",
-        highlight=False, soft_wrap=True,
-    )  # fmt: skip
+        highlight=False,
+        soft_wrap=True,
+    )
 
 
 def _quarters_in_words(outcome: Outcome) -> str:

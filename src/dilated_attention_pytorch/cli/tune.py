@@ -1,4 +1,4 @@
-"""``dilated-attention tune``."""
+"""The command ``dilated-attention tune``."""
 
 from __future__ import annotations
 
@@ -25,34 +25,34 @@ _KEEP_SECONDS = 2.0
 
 @dataclass(kw_only=True, slots=True)
 class Tune:
-    """Measure this machine, so that segments are chosen by its own times.
+    """Benchmark this machine for the selection of segments.
 
-    Attention is timed for a dozen shapes and several patterns each, forward and with gradients. Rates are fitted to the
-    times and stored in the user's cache folder; from then on DynamicSegmentSelector, DynamicDilatedAttention and
-    DynamicMultiheadDilatedAttention of this machine, with this version of PyTorch, predict times by them. The table
-    says how well predictions rank patterns of shapes that were not fitted, beside the formula that needs no
-    measurement: 1 is the order of the measured times.
+    Attention is timed for a dozen shapes with several patterns each, forward and with gradients. Rates are fitted to
+    the times and stored in the user's cache folder; from then on DynamicSegmentSelector, DynamicDilatedAttention and
+    DynamicMultiheadDilatedAttention predict times from them, on this machine and with this version of PyTorch. The
+    table shows how well predictions rank patterns of shapes that were not fitted, next to the formula that needs no
+    measurement: 1 means the measured order.
 
-    The output folder gets tune.json (every time, the rates) and report.txt (the table). The same command again goes on
-    with what is there: it adds rounds, and ends a run that was stopped. Nothing else should compute meanwhile.
+    The output folder gets tune.json (all times, the rates) and report.txt (the table). Running the same command again
+    adds rounds to the stored times, also after it was stopped. Keep the machine otherwise idle.
 
-    Float32 alone, in half a minute: tune --dtypes float32 --seconds 30
+    Float32 only, in half a minute: tune --dtypes float32 --seconds 30
 
-    As a program with one thread will run: tune --threads 1
+    For single-threaded programs: tune --threads 1
     """
 
     device: Device = "auto"
-    """Where to measure; "auto" takes a CUDA device if there is one."""
+    """Device; "auto" takes a CUDA device if there is one."""
     dtypes: tuple[DtypeName, ...] = ("float32", "bfloat16")
-    """What to measure. Rates of other dtypes in the stored profile stay."""
+    """Dtypes to measure. Rates of other dtypes in the stored profile are kept."""
     seconds: float = 180.0
-    """Seconds of measuring. Every case is timed once even where that takes longer."""
+    """Time limit in seconds. Every case is timed at least once, even if that takes longer."""
     threads: int = 0
-    """CPU threads; 0 leaves the number to PyTorch. A profile is for one number of threads."""
+    """CPU threads; 0 leaves the number to PyTorch. A profile is valid for one number of threads."""
     output: Path = Path("runs/tune")
-    """Folder for tune.json and report.txt. If it has a tune.json of this machine, that is gone on with."""
+    """Folder for tune.json and report.txt. An existing tune.json of this machine is continued."""
     dry_run: bool = False
-    """A few short sequences: sees in seconds that everything works, and stores no profile."""
+    """Run a few short sequences as a smoke test, and store no profile."""
 
     def __post_init__(self) -> None:
         if not self.dtypes:
@@ -63,10 +63,10 @@ class Tune:
             raise ValueError(f"threads must be at least 0, got {self.threads}")
 
     def run_command(self) -> None:
-        """Run it.
+        """Run the measurements.
 
         Raises:
-            RunError: no such device, or files that cannot be read or written.
+            RunError: an unavailable device, or files that cannot be read or written.
         """
         require("tuning", ("rich",), "bench")
         import torch
@@ -75,7 +75,8 @@ class Tune:
 
         from dilated_attention_pytorch.benchmarks.run import choose_device
         from dilated_attention_pytorch.output import check_makeable, check_new_file, make_output
-        from dilated_attention_pytorch.selection import load_profile, read_hardware, store_profile, tuning
+        from dilated_attention_pytorch.selection import read_hardware, tuning
+        from dilated_attention_pytorch.selection.profile import load_profile, store_profile
 
         console = Console() if sys.stdout.isatty() else Console(width=120)
         device = choose_device(self.device)
@@ -87,15 +88,16 @@ class Tune:
         check_makeable(self.output)
         report = self.output / "report.txt"
         if report.exists() and not record.exists() and not self.dry_run:
-            check_new_file(report)  # it is no report of an earlier run of this command
+            check_new_file(report)  # without tune.json it is not a report of this command
         timings = tuning.kept_timings(record, cases, hardware)
         make_output(self.output)
         kept = sum(len(timing.samples) for timing in timings)
         console.print(
             f"{hardware.name}, {hardware.processors} {'threads' if hardware.kind == 'cpu' else 'multiprocessors'}: "
             f"{len(timings)} cases" + (f", going on after {kept} times in {record}" if kept else ""),
-            highlight=False, soft_wrap=True,
-        )  # fmt: skip
+            highlight=False,
+            soft_wrap=True,
+        )
         columns = (
             TextColumn("{task.description}"),
             BarColumn(),
@@ -129,7 +131,7 @@ class Tune:
             written += [report, store_profile(profile, hardware)]
         console.print(f"written: {', '.join(map(str, written))}", highlight=False, soft_wrap=True)
         if self.dry_run:
-            console.print("this was a dry run: the figures mean nothing, and no profile was stored")
+            console.print("this was a dry run: the figures are meaningless, and no profile was stored")
 
 
 def _short(timing: Timing) -> str:
@@ -143,15 +145,24 @@ def _table(fits: Sequence[Fit], timings: Sequence[Timing]) -> Table:
 
     rounds = [len(timing.samples) for timing in timings]
     table = Table(
-        "dtype", "mode", "rank correlation\nfitted", "\nformula", "median error\nfitted", "\nformula",
+        "dtype",
+        "mode",
+        "rank correlation\nfitted",
+        "\nformula",
+        "median error\nfitted",
+        "\nformula",
         "shapes",
         title=f"predictions for shapes that were not fitted, {min(rounds)} to {max(rounds)} times of every case",
         title_justify="left",
-    )  # fmt: skip
+    )
     for one in fits:
         table.add_row(
-            one.rates.dtype, "forward + backward" if one.rates.is_training else "forward",
-            f"{one.model_correlation:.3f}", f"{one.formula_correlation:.3f}",
-            f"{one.model_error:.1%}", f"{one.formula_error:.1%}", str(one.num_shapes),
-        )  # fmt: skip
+            one.rates.dtype,
+            "forward + backward" if one.rates.is_training else "forward",
+            f"{one.model_correlation:.3f}",
+            f"{one.formula_correlation:.3f}",
+            f"{one.model_error:.1%}",
+            f"{one.formula_error:.1%}",
+            str(one.num_shapes),
+        )
     return table

@@ -120,12 +120,15 @@ void attend_backward(
   "Tensor? gates=None"
 
 TORCH_LIBRARY(dilated_attention_native, m) {
-  m.def(
-      "attend(Tensor query, Tensor key, Tensor value, Tensor(a!) out, Tensor(b!) lse, " PARTIAL ") -> ()",
-      &dilated_attention::attend);
+  m.def("attend(Tensor query, Tensor key, Tensor value, Tensor(a!) out, Tensor(b!) lse, " PARTIAL ") -> ()");
   m.def(
       "attend_backward(Tensor grad_out, Tensor query, Tensor key, Tensor value, Tensor out, Tensor lse, Tensor? grad_lse, "
       "Tensor(a!) grad_query, Tensor(b!) grad_key, Tensor(c!) grad_value, " PARTIAL
-      ", Tensor(d!)? grad_gates=None) -> ()",
-      &dilated_attention::attend_backward);
+      ", Tensor(d!)? grad_gates=None) -> ()");
+}
+
+// For tensors of the CPU alone: those that hold nothing are met by what Python registers.
+TORCH_LIBRARY_IMPL(dilated_attention_native, CPU, m) {
+  m.impl("attend", &dilated_attention::attend);
+  m.impl("attend_backward", &dilated_attention::attend_backward);
 }

@@ -41,19 +41,30 @@ def add_gradients(
         if kernel == "native":
             of_query, of_key, of_value = (grad.tensor for grad in grads)
             native.add_gradients(
-                partial, grad_out, work.query, work.key, work.value, out, lse, grad_lse, (of_query, of_key, of_value),
-                work.masks, ratio=work.ratio, scale=work.scale,
+                partial,
+                work.for_native(),
+                native.Merged(out, lse, grad_out, grad_lse),
+                (of_query, of_key, of_value),
                 of_grad_query=native.Place(grads[0].first_row, grads[0].first_head),
                 of_grad_keys=native.Place(grads[1].first_row, grads[1].first_head),
-                first_sequence=work.first_sequence, is_remote=work.is_remote,
-            )  # fmt: skip
+            )
             continue
         operands = operands or {**work.operands(), **own}
         for views in work.views(partial, operands):
             parts = kernels.backward(
-                kernel, views["grad_out"], views.get("grad_lse"), views["query"], views["key"], views["value"],
-                views["out"], views["lse"], views.get("rest"), work.bias(partial, views), work.keep_factors(views),
-                is_causal=is_causal(partial), scale=work.scale,
-            )  # fmt: skip
+                kernel,
+                views["grad_out"],
+                views.get("grad_lse"),
+                views["query"],
+                views["key"],
+                views["value"],
+                views["out"],
+                views["lse"],
+                views.get("rest"),
+                work.bias(partial, views),
+                work.keep_factors(views),
+                is_causal=is_causal(partial),
+                scale=work.scale,
+            )
             for name, part in zip(names, parts, strict=True):
                 views.add(name, part)

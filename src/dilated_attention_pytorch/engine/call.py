@@ -12,7 +12,7 @@ from torch import Tensor
 from dilated_attention_pytorch.kernels import native
 from dilated_attention_pytorch.kernels import partial as kernels
 from dilated_attention_pytorch.kernels.masks import Masks
-from dilated_attention_pytorch.planning import Call, Plan, Tile, plan, tile_size
+from dilated_attention_pytorch.planning.plan import Call, Plan, Tile, plan, tile_size
 from dilated_attention_pytorch.precision import accumulation_dtype
 
 from .backward import add_gradients
@@ -77,13 +77,23 @@ class _Portion:
     def work(self) -> Work:
         inputs, hidden, call = self.inputs, self.inputs.key_padding_mask, self.inputs.call
         masks = Masks(
-            None if hidden is None else self.of_batch(hidden), inputs.dropout_seed, inputs.dropout_p,
-            call.query_offset, call.key_offset,
-        )  # fmt: skip
+            None if hidden is None else self.of_batch(hidden),
+            inputs.dropout_seed,
+            inputs.dropout_p,
+            call.query_offset,
+            call.key_offset,
+        )
         return Work(
-            self.tile.partials, self.of_batch(inputs.query), self.of_batch(inputs.key), self.of_batch(inputs.value),
-            call.num_heads // call.num_kv_heads, inputs.scale, inputs.impl, masks, self.batch[0],
-        )  # fmt: skip
+            self.tile.partials,
+            self.of_batch(inputs.query),
+            self.of_batch(inputs.key),
+            self.of_batch(inputs.value),
+            call.num_heads // call.num_kv_heads,
+            inputs.scale,
+            inputs.impl,
+            masks,
+            self.batch[0],
+        )
 
     def of_batch(self, tensor: Tensor) -> Tensor:
         """These sequences of a tensor."""
@@ -179,9 +189,14 @@ def backward(
         some = (None if x is None else portion.of_batch(x) for x in (rest, grad_lse))
         of_rest, of_grad_lse = some
         add_gradients(
-            portion.work(), accumulators, portion.of_batch(out), portion.of_batch(lse), of_rest,
-            portion.of_batch(grad_out), of_grad_lse,
-        )  # fmt: skip
+            portion.work(),
+            accumulators,
+            portion.of_batch(out),
+            portion.of_batch(lse),
+            of_rest,
+            portion.of_batch(grad_out),
+            of_grad_lse,
+        )
         for accumulator, grad in zip(accumulators, (of_query, of_key, of_value), strict=True):
             portion.store(accumulator, grad)
     return of_query, of_key, of_value
@@ -208,8 +223,12 @@ def weighted_sum(
     lse = without_infinities(lse)
     for portion in _portions(replace(inputs, impl="aten")):
         add_weighted(
-            portion.work(), portion.of_batch(total), portion.of_batch(lse),
-            None if rest is None else portion.of_batch(rest), portion.of_batch(values),
-            [(portion.of_batch(left), portion.of_batch(right)) for left, right in factors], of_keys=of_keys,
-        )  # fmt: skip
+            portion.work(),
+            portion.of_batch(total),
+            portion.of_batch(lse),
+            None if rest is None else portion.of_batch(rest),
+            portion.of_batch(values),
+            [(portion.of_batch(left), portion.of_batch(right)) for left, right in factors],
+            of_keys=of_keys,
+        )
     return total

@@ -24,6 +24,7 @@ _ELEMENTS_OF_NORMS = 1 << 18
 """Elements of rows whose norms are taken at a time."""
 _SAFE_NORM = 2.0**-60
 """Of rows with a larger norm no square that matters vanishes in float32."""
+_LARGE_SCORE = 2.0**13
 
 
 class Computation(Protocol):
@@ -33,9 +34,13 @@ class Computation(Protocol):
         """Output and log-sum-exp."""
 
     def backward(
-        self, operands: tuple[Tensor, Tensor, Tensor], out: Tensor, lse: Tensor, grad_out: Tensor,
+        self,
+        operands: tuple[Tensor, Tensor, Tensor],
+        out: Tensor,
+        lse: Tensor,
+        grad_out: Tensor,
         grad_lse: Tensor | None,
-    ) -> tuple[Tensor, ...]:  # fmt: skip
+    ) -> tuple[Tensor, ...]:
         """Gradients of query, key and value, and of what else there is."""
 
     def unweighted(self) -> Computation:
@@ -81,9 +86,13 @@ class _Plan:
         return call.forward(replace(self.inputs, query=query, key=key, value=value))
 
     def backward(
-        self, operands: tuple[Tensor, Tensor, Tensor], out: Tensor, lse: Tensor, grad_out: Tensor,
+        self,
+        operands: tuple[Tensor, Tensor, Tensor],
+        out: Tensor,
+        lse: Tensor,
+        grad_out: Tensor,
         grad_lse: Tensor | None,
-    ) -> tuple[Tensor, ...]:  # fmt: skip
+    ) -> tuple[Tensor, ...]:
         query, key, value = operands
         inputs = replace(self.inputs, query=query, key=key, value=value)
         rest = None
@@ -135,10 +144,12 @@ def backward_around(
         return grads
     bad_rows |= _seen(computation, query, bad_keys.unsqueeze(-1)).squeeze(-1)
     clean = computation.backward(
-        (_without(query, bad_rows), _without(key, bad_keys), _without(value, bad_keys)), _without(out, bad_rows),
-        lse.masked_fill(bad_rows, float("inf")), _without(grad_out, bad_rows),
+        (_without(query, bad_rows), _without(key, bad_keys), _without(value, bad_keys)),
+        _without(out, bad_rows),
+        lse.masked_fill(bad_rows, float("inf")),
+        _without(grad_out, bad_rows),
         None if grad_lse is None else grad_lse.masked_fill(bad_rows, 0.0),
-    )  # fmt: skip
+    )
     reached = _reached(computation, key, bad_rows).unsqueeze(-1)
     is_bad = (bad_rows.unsqueeze(-1), reached, reached, *computation.gradients_of(bad_rows))
     return tuple(torch.where(*three) for three in zip(is_bad, grads, clean, strict=True))
@@ -168,17 +179,17 @@ def _largest_norm(rows: Tensor) -> float:
     return float(rows.abs().where(is_finite, 0.0).max()) * math.sqrt(rows.shape[-1])
 
 
-def has_large_scores(query_norm: float, key_norm: float, scale: float, dtype: torch.dtype) -> bool:
+def has_large_scores(query_norm: float, key_norm: float, scale: float) -> bool:
     """Whether rows of at most these norms may have a score so large that one log-sum-exp loses what follows it.
 
-    ``exp(s - L)`` is off by the spacing of numbers as large as L: 2**-10 from the scores on that count as large.
-    ``dtype`` is that of the operands.
+    ``exp(s - L)`` is off by the spacing of numbers as large as L: by 2**-10 in float32 from the scores on that count
+    as large. In float64 it is 2**-39 there; that is more than the rounding of results already.
     """
-    return query_norm * key_norm * abs(scale) > 2.0**-10 / torch.finfo(accumulation_dtype(dtype)).eps
+    return query_norm * key_norm * abs(scale) > _LARGE_SCORE
 
 
 def _has_large_scores(inputs: Inputs) -> bool:
-    return has_large_scores(largest_norm(inputs.query), largest_norm(inputs.key), inputs.scale, inputs.query.dtype)
+    return has_large_scores(largest_norm(inputs.query), largest_norm(inputs.key), inputs.scale)
 
 
 def _has_nan(*tensors: Tensor) -> bool:

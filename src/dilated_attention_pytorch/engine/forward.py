@@ -10,7 +10,7 @@ from torch import Tensor
 from dilated_attention_pytorch.kernels import native, products
 from dilated_attention_pytorch.kernels import partial as kernels
 from dilated_attention_pytorch.kernels.products import LOG2_E, Result
-from dilated_attention_pytorch.planning import Partial
+from dilated_attention_pytorch.planning.geometry import Partial
 
 from .merge import merge_in_place
 from .operands import Operand, Operands, Role, Rows
@@ -36,19 +36,23 @@ def merge_partials(work: Work, out: Operand, lse: Tensor, rest: Tensor | None = 
             continue
         kernel = work.kernel(partial, is_pair=rest is not None)
         if kernel == "native":
-            native.merge_partial(
-                partial, work.query, work.key, work.value, out.tensor, lse, work.masks, ratio=work.ratio,
-                scale=work.scale, of_out=native.Place(out.first_row, out.first_head),
-                first_sequence=work.first_sequence, is_remote=work.is_remote, seen_rows=work.seen_rows,
-            )  # fmt: skip
+            of_out = native.Place(out.first_row, out.first_head)
+            native.merge_partial(partial, work.for_native(), out.tensor, lse, of_out=of_out)
             continue
         assert work.seen_rows is None, "only the native kernels read listed rows"
         operands = operands or {**work.operands(), **merged_into}
         for views in work.views(partial, operands):
             result = kernels.forward(
-                kernel, views["query"], views["key"], views["value"], work.bias(partial, views),
-                work.keep_factors(views), is_causal=is_causal(partial), scale=work.scale, is_pair=rest is not None,
-            )  # fmt: skip
+                kernel,
+                views["query"],
+                views["key"],
+                views["value"],
+                work.bias(partial, views),
+                work.keep_factors(views),
+                is_causal=is_causal(partial),
+                scale=work.scale,
+                is_pair=rest is not None,
+            )
             if not partial.is_first:
                 merge_in_place(views["out"], views["lse"], views.get("rest"), result)
                 continue
@@ -86,9 +90,11 @@ def add_weighted(
     """
     by_query, by_key = Rows.QUERY, work.rows_of_keys
     operands = {
-        **work.operands(), "lse": Operand(lse), "values": Operand(values, by_query if of_keys else by_key),
+        **work.operands(),
+        "lse": Operand(lse),
+        "values": Operand(values, by_query if of_keys else by_key),
         "total": Operand(total, by_key if of_keys else by_query, Role.ADDED_TO),
-    }  # fmt: skip
+    }
     if rest is not None:
         operands["rest"] = Operand(rest)
     for index, (left, right) in enumerate(factors):
@@ -98,9 +104,16 @@ def add_weighted(
             continue
         for views in work.views(partial, operands):
             part = products.weighted_sum(
-                views["query"], views["key"], views["lse"], views.get("rest"), views["values"],
+                views["query"],
+                views["key"],
+                views["lse"],
+                views.get("rest"),
+                views["values"],
                 [(views["left", index], views["right", index], None) for index in range(len(factors))],
-                work.bias(partial, views), work.keep_factors(views), is_causal=is_causal(partial), scale=work.scale,
+                work.bias(partial, views),
+                work.keep_factors(views),
+                is_causal=is_causal(partial),
+                scale=work.scale,
                 of_keys=of_keys,
-            )  # fmt: skip
+            )
             views.add("total", part)

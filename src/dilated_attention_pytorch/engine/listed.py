@@ -142,9 +142,14 @@ def _chunks(inputs: Inputs) -> Iterator[_Chunk]:
         if inputs.dropout_seed is not None:
             head = (problem // num_query_blocks % heads).unsqueeze(1) * ratio + torch.arange(ratio, device=device)
             factors = keep_factors(
-                inputs.dropout_seed, of_sequence[:, None, None, None], head[:, None, :, None], row, position,
-                inputs.dropout_p, inputs.dtype,
-            )  # fmt: skip
+                inputs.dropout_seed,
+                of_sequence[:, None, None, None],
+                head[:, None, :, None],
+                row,
+                position,
+                inputs.dropout_p,
+                inputs.dtype,
+            )
             kept = _of_place(factors.flatten(1, 2).unsqueeze(1))
         bias = bias.expand(-1, rows, ratio, -1).flatten(1, 2).unsqueeze(1)
         first = (problem // num_query_blocks * num_key_blocks).unsqueeze(1)
@@ -162,9 +167,7 @@ def forward(inputs: Inputs) -> tuple[Tensor, Tensor]:
         return out, lse
     out = torch.zeros(inputs.query.shape, dtype=inputs.query.dtype)
     lse = torch.full(inputs.query.shape[:3], float("-inf"), dtype=inputs.dtype)
-    native.merge_listed(
-        _lists(inputs), inputs.query, inputs.key, inputs.value, out, lse, _masks(inputs), scale=inputs.scale
-    )
+    native.merge_listed(_lists(inputs), _for_native(inputs), out, lse)
     return out, lse
 
 
@@ -182,12 +185,10 @@ def backward(
             # Probabilities sum to 1 if they are of the very scores that the log-sum-exp is of: both are computed here.
             out, lse, rest = _forward_by_products(inputs, is_pair=True)
         return _backward_by_products(inputs, out, lse, rest, grad_out, grad_lse)
-    lists, operands = _lists(inputs), (inputs.query, inputs.key, inputs.value)
-    of_query, of_key, of_value = (torch.zeros(x.shape, dtype=inputs.dtype) for x in operands)
-    of_units = native.add_listed_gradients(
-        lists, grad_out, *operands, out, lse, grad_lse, (of_query, of_key, of_value), _masks(inputs),
-        scale=inputs.scale,
-    )  # fmt: skip
+    lists, operands = _lists(inputs), _for_native(inputs)
+    of_query, of_key, of_value = (torch.zeros(x.shape, dtype=inputs.dtype) for x in operands[:3])
+    merged = native.Merged(out, lse, grad_out, grad_lse)
+    of_units = native.add_listed_gradients(lists, operands, merged, (of_query, of_key, of_value))
     of_gates = lists.by_block(of_units) if of_units is not None else lse.new_zeros(inputs.blocks.shape)
     storage = inputs.query.dtype
     return of_query.to(storage), of_key.to(storage), of_value.to(storage), of_gates
@@ -208,18 +209,24 @@ def _largest_gate(inputs: Inputs) -> float:
 def _has_large_scores(inputs: Inputs) -> bool:
     """Whether scores with their gates may be so large that one log-sum-exp loses what follows it."""
     score = largest_norm(inputs.query) * largest_norm(inputs.key) * inputs.scale
-    return has_large_scores(score + _largest_gate(inputs), 1.0, 1.0, inputs.query.dtype)
+    return has_large_scores(score + _largest_gate(inputs), 1.0, 1.0)
 
 
-def _masks(inputs: Inputs) -> Masks:
-    return Masks(inputs.key_padding_mask, inputs.dropout_seed, inputs.dropout_p, inputs.query_offset)
+def _for_native(inputs: Inputs) -> native.Operands:
+    masks = Masks(inputs.key_padding_mask, inputs.dropout_seed, inputs.dropout_p, inputs.query_offset)
+    ratio = inputs.query.shape[2] // inputs.key.shape[2]
+    return native.Operands(inputs.query, inputs.key, inputs.value, masks, ratio, inputs.scale)
 
 
 def _lists(inputs: Inputs) -> native.Listed:
     return native.listed(
-        inputs.blocks, inputs.log_gates, block_size=inputs.block_size, query_block_size=inputs.query_block_size,
-        is_causal=inputs.is_causal, query_offset=inputs.query_offset,
-    )  # fmt: skip
+        inputs.blocks,
+        inputs.log_gates,
+        block_size=inputs.block_size,
+        query_block_size=inputs.query_block_size,
+        is_causal=inputs.is_causal,
+        query_offset=inputs.query_offset,
+    )
 
 
 def _forward_by_products(inputs: Inputs, *, is_pair: bool) -> tuple[Tensor, Tensor, Tensor | None]:
@@ -232,9 +239,15 @@ def _forward_by_products(inputs: Inputs, *, is_pair: bool) -> tuple[Tensor, Tens
     for chunk in _chunks(inputs):
         some = chunk.problems
         result = products.forward(
-            queries[some], chunk.gather(keys, inputs.block_size), chunk.gather(values, inputs.block_size), chunk.bias,
-            chunk.keep_factors, is_causal=False, scale=inputs.scale, is_pair=is_pair,
-        )  # fmt: skip
+            queries[some],
+            chunk.gather(keys, inputs.block_size),
+            chunk.gather(values, inputs.block_size),
+            chunk.bias,
+            chunk.keep_factors,
+            is_causal=False,
+            scale=inputs.scale,
+            is_pair=is_pair,
+        )
         out[some], lse[some] = result.out.to(out.dtype), result.lse
         if rest is not None and result.rest is not None:
             rest[some] = result.rest
@@ -259,10 +272,19 @@ def _backward_by_products(
     for chunk in _chunks(inputs):
         some = chunk.problems
         of_query, of_key, of_value, of_bias = products.backward(
-            grads[some], queries[some], chunk.gather(keys, inputs.block_size),
-            chunk.gather(values, inputs.block_size), lses[some], None if rests is None else rests[some], deltas[some],
-            chunk.bias, chunk.keep_factors, is_causal=False, scale=inputs.scale, needs_bias=True,
-        )  # fmt: skip
+            grads[some],
+            queries[some],
+            chunk.gather(keys, inputs.block_size),
+            chunk.gather(values, inputs.block_size),
+            lses[some],
+            None if rests is None else rests[some],
+            deltas[some],
+            chunk.bias,
+            chunk.keep_factors,
+            is_causal=False,
+            scale=inputs.scale,
+            needs_bias=True,
+        )
         assert of_bias is not None
         grad_queries[some] = of_query.to(grad_queries.dtype)
         chunk.add(grad_keys, of_key)
@@ -270,9 +292,11 @@ def _backward_by_products(
         gates_of_problem[some] = of_bias.squeeze(1).unflatten(1, (-1, inputs.block_size)).sum(-1)
     storage = inputs.key.dtype
     return (
-        inputs.from_query_block(grad_queries), inputs.from_key_block(grad_keys, storage),
-        inputs.from_key_block(grad_values, storage), grad_gates,
-    )  # fmt: skip
+        inputs.from_query_block(grad_queries),
+        inputs.from_key_block(grad_keys, storage),
+        inputs.from_key_block(grad_values, storage),
+        grad_gates,
+    )
 
 
 def _logs(inputs: Inputs, lse: Tensor, rest: Tensor | None) -> tuple[Tensor, Tensor | None]:
@@ -327,9 +351,18 @@ def weighted_sum(
         if of_values is not None:
             of_values = chunk.gather(of_values, size) if axis == "queries" else of_values[some]
         part = products.weighted_sum(
-            queries[some], chunk.gather(keys, size), lses[some], None if rests is None else rests[some], of_values,
-            of_chunk, chunk.bias, chunk.keep_factors, is_causal=False, scale=inputs.scale, of_keys=axis != "queries",
-        )  # fmt: skip
+            queries[some],
+            chunk.gather(keys, size),
+            lses[some],
+            None if rests is None else rests[some],
+            of_values,
+            of_chunk,
+            chunk.bias,
+            chunk.keep_factors,
+            is_causal=False,
+            scale=inputs.scale,
+            of_keys=axis != "queries",
+        )
         if axis == "queries":
             total[some] = part
         elif axis == "keys":

@@ -9,9 +9,25 @@ from typing import Literal
 from torch import Tensor
 
 Name = Literal[
-    "query", "key", "value", "out", "lse", "rest", "grad_out", "grad_lse", "grad_query", "grad_key", "grad_value",
-    "total", "values", "key_bias", "sequences", "heads", "query_positions", "key_positions",
-]  # fmt: skip
+    "query",
+    "key",
+    "value",
+    "out",
+    "lse",
+    "rest",
+    "grad_out",
+    "grad_lse",
+    "grad_query",
+    "grad_key",
+    "grad_value",
+    "total",
+    "values",
+    "key_bias",
+    "sequences",
+    "heads",
+    "query_positions",
+    "key_positions",
+]
 FactorName = tuple[Literal["left", "right"], int]
 """A side of one of the factors of a weighted sum."""
 

@@ -9,7 +9,8 @@ from torch import Tensor
 
 from dilated_attention_pytorch.kernels import partial as kernels
 from dilated_attention_pytorch.kernels.masks import Masks
-from dilated_attention_pytorch.planning import Axis, Block, Partial
+from dilated_attention_pytorch.planning.geometry import Axis, Partial
+from dilated_attention_pytorch.planning.shards import Block
 
 from .backward import add_gradients
 from .forward import merge_partials

@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 from torch import Tensor
 
-from dilated_attention_pytorch.planning import Partial
+from dilated_attention_pytorch.planning.geometry import Partial
 
 from .operands import FactorName, Name, Operand, Operands, Rows
 
@@ -68,8 +68,9 @@ def strided_views(partial: Partial, batch: int, ratio: int, operands: Operands) 
             offset = start + sum(i * strides[index] for i, index in zip(place, outer, strict=True))
             tensors[name] = tensor.as_strided(
                 (sizes[inner[0]], sizes[inner[1]], num_rows, *tensor.shape[3:]),
-                (strides[inner[0]], strides[inner[1]], row, *tensor.stride()[3:]), offset,
-            )  # fmt: skip
+                (strides[inner[0]], strides[inner[1]], row, *tensor.stride()[3:]),
+                offset,
+            )
         yield PartialViews(tensors)
 
 

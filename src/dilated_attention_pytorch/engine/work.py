@@ -8,12 +8,14 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from dilated_attention_pytorch.kernels import native
 from dilated_attention_pytorch.kernels import partial as kernels
 from dilated_attention_pytorch.kernels.dropout import keep_factors
 from dilated_attention_pytorch.kernels.fused import MASKED
 from dilated_attention_pytorch.kernels.masks import Masks
 from dilated_attention_pytorch.kernels.products import KeepFactors, Place
-from dilated_attention_pytorch.planning import Gathered, Partial
+from dilated_attention_pytorch.planning.gathered import Gathered
+from dilated_attention_pytorch.planning.geometry import Partial
 from dilated_attention_pytorch.precision import accumulation_dtype
 
 from .gathered import gathered_views
@@ -56,13 +58,23 @@ class Work:
         """Whose rows keys are."""
         return Rows.REMOTE if self.is_remote else Rows.KEY
 
+    def for_native(self) -> native.Operands:
+        """The same for the native kernels."""
+        operands = (self.query, self.key, self.value, self.masks, self.ratio, self.scale)
+        return native.Operands(*operands, self.first_sequence, self.is_remote, self.seen_rows)
+
     def kernel(self, partial: Partial | Gathered, *, is_pair: bool, has_lse_gradient: bool = False) -> kernels.Kernel:
         """The kernel that computes a partial."""
         has_bias = self.masks.hidden is not None or (isinstance(partial, Partial) and partial.band is not None)
         return kernels.kernel_of(
-            self.impl, self.query, has_bias=has_bias, is_dropped=self.masks.seed is not None, is_pair=is_pair,
-            is_remote=self.is_remote, has_lse_gradient=has_lse_gradient,
-        )  # fmt: skip
+            self.impl,
+            self.query,
+            has_bias=has_bias,
+            is_dropped=self.masks.seed is not None,
+            is_pair=is_pair,
+            is_remote=self.is_remote,
+            has_lse_gradient=has_lse_gradient,
+        )
 
     def operands(self) -> Operands:
         """Query, key and value, hidden keys, and what places pairs for dropout, of what there is."""

@@ -1,4 +1,4 @@
-"""Attention under a pattern in the place of an ``nn.MultiheadAttention``, with its parameters."""
+"""A replacement for ``nn.MultiheadAttention`` that shares its parameters and attends under a pattern."""
 
 from __future__ import annotations
 
@@ -14,23 +14,23 @@ _IN_PROJECTIONS = ("in_proj_weight", "q_proj_weight", "k_proj_weight", "v_proj_w
 
 
 class MultiheadReplacement(MultiheadPatternAttention):
-    """The projections of an ``nn.MultiheadAttention`` around one softmax over ``s + log c`` of the pattern's counts c.
+    """``nn.MultiheadAttention``'s projections around one softmax over ``s + log c``, with c the pattern's counts.
 
-    It holds the same parameter objects under the same names and in the same order, so state dicts exchange both ways
-    and an optimizer goes on. :func:`replace_attention` puts it into a model.
+    It holds the same parameter objects under the same names and in the same order, so state dicts are interchangeable
+    and existing optimizers stay valid. :func:`replace_attention` installs it in a model.
 
     Args:
         replaced: the layer whose parameters, sizes, dropout and ``batch_first`` it takes over.
-        pattern: who sees whom, see :func:`attend`.
-        is_causal: every call is causal, whatever it says itself.
-        separate_keys: query and key may be different tensors, of one length: row t of both is position t. Without it
-            such a call is refused, as it may be cross-attention, where the positions of a pattern mean nothing.
+        pattern: attention pattern, see :func:`attend`.
+        is_causal: make every call causal, whatever its own arguments.
+        separate_keys: allow query and key to be different tensors of equal length, with row t of both at position t.
+            Otherwise such a call raises, as it may be cross-attention, for which positions are not defined.
         impl: see :func:`attend`.
 
     Raises:
-        NotReplaceable: a ValueError that says what of the layer would be lost: ``bias_k``, ``add_zero_attn``, a forward
-            of its own, parametrizations, hooks; or a ``kdim`` that needs ``separate_keys=True``.
-        TypeError: ``replaced`` is no ``nn.MultiheadAttention`` or ``pattern`` no pattern.
+        NotReplaceable: a ValueError: the layer has features that would be lost: ``bias_k``, ``add_zero_attn``, a
+            custom forward, parametrizations, hooks; or a ``kdim`` that needs ``separate_keys=True``.
+        TypeError: ``replaced`` is not an ``nn.MultiheadAttention`` or ``pattern`` not a :class:`Pattern`.
 
     >>> from dilated_attention_pytorch.integrations import MultiheadReplacement
     >>> dense = torch.nn.MultiheadAttention(64, 4, batch_first=True)
@@ -55,11 +55,17 @@ class MultiheadReplacement(MultiheadPatternAttention):
         if not isinstance(replaced, nn.MultiheadAttention):
             raise TypeError(f"replaced must be an nn.MultiheadAttention, got {type(replaced).__name__}")
         _check_replaceable(replaced, separate_keys)
-        # Its own parameters are made without memory, and given up for those of the replaced layer.
+        # Construct without memory; the replaced layer's parameters are assigned afterwards.
         super().__init__(
-            replaced.embed_dim, replaced.num_heads, pattern, replaced.dropout, kdim=replaced.kdim, vdim=replaced.vdim,
-            impl=impl, device="meta",
-        )  # fmt: skip
+            replaced.embed_dim,
+            replaced.num_heads,
+            pattern,
+            replaced.dropout,
+            kdim=replaced.kdim,
+            vdim=replaced.vdim,
+            impl=impl,
+            device="meta",
+        )
         for name in _IN_PROJECTIONS:
             self.register_parameter(name, getattr(replaced, name))
         self.out_proj = replaced.out_proj
@@ -70,7 +76,7 @@ class MultiheadReplacement(MultiheadPatternAttention):
 
     @property
     def dropout(self) -> float:
-        """Probability of dropping an attention probability in training, as ``nn.MultiheadAttention`` calls it."""
+        """Attention dropout probability in training, under ``nn.MultiheadAttention``'s name."""
         return self.attention.dropout
 
     @dropout.setter
@@ -97,17 +103,17 @@ class MultiheadReplacement(MultiheadPatternAttention):
             key, value: the same with kdim and vdim; ``key`` is ``query`` itself unless ``separate_keys``.
             key_padding_mask: ``[B, N]`` or ``[N]``, bool with True = ignore, or float with -inf = ignore, 0 elsewhere.
             need_weights: must be False: the N x N weights are never formed.
-            attn_mask: None or the causal mask ``[N, N]``, which makes the call causal.
-            average_attn_weights: of no effect without weights, as in PyTorch.
-            is_causal: a query sees keys at its own position and before only. Needs no mask.
+            attn_mask: None or the causal mask ``[N, N]``, which is equivalent to ``is_causal=True``.
+            average_attn_weights: ignored, as PyTorch does when weights are not requested.
+            is_causal: a query attends only to keys at or before its own position. Needs no mask.
             cu_seqlens: int32 boundaries of packed documents, see :func:`attend`.
 
         Returns:
-            ``(out, None)``, ``out`` in the layout of ``query``. A query that sees no key gives the bias of
+            ``(out, None)``, ``out`` in the layout of ``query``. A query without keys gives the bias of
             ``out_proj``, not NaN.
 
         Raises:
-            NotImplementedError: weights, another mask, nested tensors or cross-attention were asked for.
+            NotImplementedError: weights, another mask, nested tensors or cross-attention were requested.
             TypeError, ValueError: wrong dimensions, dtypes or shapes.
         """
         self._check_inputs(query, key, value)
@@ -116,7 +122,7 @@ class MultiheadReplacement(MultiheadPatternAttention):
         def with_batch_first(x: Tensor) -> Tensor:
             return x.unsqueeze(0) if is_single else x if self.batch_first else x.transpose(0, 1)
 
-        # One tensor stays one: then one product projects all three.
+        # Keep identical tensors identical, so that one product projects all three.
         q = with_batch_first(query)
         k = q if key is query else with_batch_first(key)
         v = k if value is key else with_batch_first(value)
@@ -129,9 +135,16 @@ class MultiheadReplacement(MultiheadPatternAttention):
         if is_single and key_padding_mask is not None:
             key_padding_mask = key_padding_mask.unsqueeze(0)
         out, _ = super().forward(
-            q, k, v, key_padding_mask=key_padding_mask, need_weights=need_weights, attn_mask=attn_mask,
-            average_attn_weights=average_attn_weights, is_causal=self.is_causal or is_causal, cu_seqlens=cu_seqlens,
-        )  # fmt: skip
+            q,
+            k,
+            v,
+            key_padding_mask=key_padding_mask,
+            need_weights=need_weights,
+            attn_mask=attn_mask,
+            average_attn_weights=average_attn_weights,
+            is_causal=self.is_causal or is_causal,
+            cu_seqlens=cu_seqlens,
+        )
         return (out.squeeze(0) if is_single else out if self.batch_first else out.transpose(0, 1)), None
 
     def _check_inputs(self, query: Tensor, key: Tensor, value: Tensor) -> None:
@@ -148,9 +161,9 @@ class MultiheadReplacement(MultiheadPatternAttention):
                 )
         if key is not query and not self.separate_keys:
             raise NotImplementedError(
-                "key must be the same tensor as query: this may be cross-attention, where the positions of a pattern "
-                "mean nothing; leave this layer out (let pattern be a function of the layer's name that returns None "
-                "for it), or pass separate_keys=True to replace_attention if row t of both is position t"
+                "key must be the same tensor as query: this may be cross-attention, where positions of query and key "
+                "do not correspond; leave this layer out (let pattern be a function of the layer's name that returns "
+                "None for it), or pass separate_keys=True to replace_attention if row t of both is position t"
             )
 
     def extra_repr(self) -> str:
@@ -159,7 +172,7 @@ class MultiheadReplacement(MultiheadPatternAttention):
 
 def _check_replaceable(layer: nn.MultiheadAttention, separate_keys: bool) -> None:
     if type(layer).forward is not nn.MultiheadAttention.forward:
-        raise NotReplaceable("it is a subclass of nn.MultiheadAttention with a forward of its own")
+        raise NotReplaceable("it is a subclass of nn.MultiheadAttention with its own forward")
     if layer.bias_k is not None or layer.bias_v is not None:
         raise NotReplaceable("add_bias_kv gives it a key without a position")
     if layer.add_zero_attn:

@@ -1,4 +1,4 @@
-"""What a layer consists of, as far as that decides whether another layer can take its place."""
+"""Checks that a layer has no features that its replacement would lose."""
 
 from __future__ import annotations
 
@@ -6,28 +6,28 @@ from torch import nn
 
 
 class NotReplaceable(ValueError):
-    """This layer computes, or may compute, something that its replacement would not; the message is the reason."""
+    """The layer computes, or may compute, something that its replacement would not; the message gives the reason."""
 
 
 def parts_of(layer: nn.Module) -> dict[str, nn.Module]:
-    """The submodules of a layer by name, in order; one that has two names comes twice."""
+    """The submodules of a layer by name, in order; a module with two names is listed twice."""
     found = layer.named_modules(remove_duplicate=False)
     return {name: module for name, module in found if name and "." not in name}
 
 
 def check_parts(layer: nn.Module, known_modules: set[str], known_parameters: set[str]) -> None:
-    """Raise unless a layer has no parts but these, and nothing that acts around its forward (:func:`check_unwrapped`).
+    """Raise unless a layer has only known parts, and nothing wraps its forward (:func:`check_unwrapped`).
 
     Raises:
         NotReplaceable: it has another parameter, buffer or submodule, parameters of another class, hooks, or a forward
-            set on the object.
+            set on the instance.
     """
     own = {name for name, _ in layer.named_parameters(recurse=False)} - known_parameters
     own |= {name for name, _ in layer.named_buffers(recurse=False)} | set(parts_of(layer)) - known_modules
     if own:
-        raise NotReplaceable(f"it has parts whose use is not known: {', '.join(sorted(own))}")
+        raise NotReplaceable(f"it has unknown parts: {', '.join(sorted(own))}")
     classes = {type(parameter).__name__ for parameter in layer.parameters() if type(parameter) is not nn.Parameter}
-    if classes:  # what shards or quantises them knows the layer that they are in
+    if classes:  # sharding and quantisation refer to the original layer
         raise NotReplaceable(
             f"its parameters are of the class {', '.join(sorted(classes))}; replace before sharding or quantising"
         )
@@ -35,17 +35,22 @@ def check_parts(layer: nn.Module, known_modules: set[str], known_parameters: set
 
 
 def check_unwrapped(layer: nn.Module) -> None:
-    """Raise if something acts around a layer's forward.
+    """Raise if something wraps a layer's forward.
 
     Raises:
-        NotReplaceable: it has hooks, or a forward set on the object.
+        NotReplaceable: it has hooks, or a forward set on the instance.
     """
     if "forward" in vars(layer):
-        raise NotReplaceable("its forward was set on the object, so something wraps it; replace before wrapping")
+        raise NotReplaceable("its forward was set on the instance, so something wraps it; replace before wrapping")
     hooks = (
-        layer._forward_hooks, layer._forward_pre_hooks, layer._backward_hooks, layer._backward_pre_hooks,
-        layer._state_dict_hooks, layer._state_dict_pre_hooks, layer._load_state_dict_pre_hooks,
+        layer._forward_hooks,
+        layer._forward_pre_hooks,
+        layer._backward_hooks,
+        layer._backward_pre_hooks,
+        layer._state_dict_hooks,
+        layer._state_dict_pre_hooks,
+        layer._load_state_dict_pre_hooks,
         layer._load_state_dict_post_hooks,
-    )  # fmt: skip
+    )
     if any(hooks):
         raise NotReplaceable("it has hooks, which would be lost; remove them, replace, and register them again")

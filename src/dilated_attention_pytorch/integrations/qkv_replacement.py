@@ -1,4 +1,4 @@
-"""Attention under a pattern in the place of a block with one projection ``qkv``, as in timm, with its parts."""
+"""A replacement for timm-style attention blocks (one ``qkv`` projection) that attends under a pattern."""
 
 from __future__ import annotations
 
@@ -22,26 +22,26 @@ _ARGUMENTS = ("attn_mask", "attn_bias", "is_causal")
 
 
 class QkvReplacement(nn.Module):
-    """The parts of a timm-style block around one softmax over ``s + log c`` of the pattern's counts c.
+    """The parts of a timm-style block around one softmax over ``s + log c``, with c the pattern's counts.
 
     ``proj_drop(proj(norm(attention(q_norm(q), k_norm(k), v))))`` with q, k and v of ``qkv(x)``. It holds the same
-    submodule objects under the same names and in the same order, so state dicts exchange both ways and an optimizer
-    goes on. :func:`replace_attention` puts it into a model.
+    submodule objects under the same names and in the same order, so state dicts are interchangeable and existing
+    optimizers stay valid. :func:`replace_attention` installs it in a model.
 
     Args:
         replaced: the block: ``qkv`` an ``nn.Linear`` to three times the heads' width, ``proj`` an ``nn.Linear`` and
             ``num_heads``; optionally ``q_norm``, ``k_norm``, ``norm``, ``attn_drop``, ``proj_drop`` and ``scale``.
-        pattern: who sees whom, see :func:`attend`.
-        is_causal: every call is causal. A block that is causal itself stays so.
+        pattern: attention pattern, see :func:`attend`.
+        is_causal: make every call causal. A block that is itself causal stays causal.
         impl: see :func:`attend`.
 
-    What such a block computes cannot be seen from its parts: a copy of it with drawn weights is run on drawn rows,
-    in float64 on the CPU, and must give softmax attention.
+    A block's parts do not determine what it computes. Therefore a copy of it with random weights is run on random
+    inputs, in float64 on the CPU, and must equal softmax attention.
 
     Raises:
-        NotReplaceable: a ValueError that says why not: a part that is missing or not known (a position bias), an
-            argument of its forward that is not known, hooks, or another result on the drawn rows.
-        TypeError: ``pattern`` is no pattern.
+        NotReplaceable: a ValueError that gives the reason: a missing or unknown part (a position bias), an
+            unknown argument of its forward, hooks, or a different result on the random inputs.
+        TypeError: ``pattern`` is not a :class:`Pattern`.
 
     >>> from dilated_attention_pytorch.integrations import QkvReplacement
     >>> class Block(torch.nn.Module):
@@ -65,9 +65,7 @@ class QkvReplacement(nn.Module):
     proj: nn.Linear
     proj_drop: nn.Module
 
-    def __init__(
-        self, replaced: nn.Module, pattern: Pattern, *, is_causal: bool = False, impl: Impl = "auto"
-    ) -> None:  # fmt: skip
+    def __init__(self, replaced: nn.Module, pattern: Pattern, *, is_causal: bool = False, impl: Impl = "auto") -> None:
         super().__init__()
         if not isinstance(pattern, Pattern):
             raise TypeError(
@@ -98,7 +96,7 @@ class QkvReplacement(nn.Module):
 
     @property
     def dropout(self) -> float:
-        """Probability of dropping an attention probability in training: that of ``attn_drop``."""
+        """Attention dropout probability in training: that of ``attn_drop``."""
         if isinstance(self.attn_drop, nn.Dropout):
             return self.attn_drop.p
         return 0.0 if isinstance(self.attn_drop, nn.Module) else self.attn_drop
@@ -110,36 +108,43 @@ class QkvReplacement(nn.Module):
 
         Args:
             x: ``[B, N, E]``.
-            attn_mask: None; or the causal mask ``[N, N]`` or ``[1, 1, N, N]``, which makes the call causal; or
-                ``[B, 1, 1, N]`` or ``[1, 1, 1, N]`` for padding. As in ``scaled_dot_product_attention`` a bool mask is
-                True where a key takes part, another holds 0 there and -inf, or the dtype's least number, elsewhere.
-            is_causal: a row sees itself and rows before only.
+            attn_mask: None; or the causal mask ``[N, N]`` or ``[1, 1, N, N]``, which makes the call causal; or a
+                padding mask ``[B, 1, 1, N]`` or ``[1, 1, 1, N]``. As in ``scaled_dot_product_attention``, a bool mask
+                is True where a key takes part; a float mask is 0 there, and -inf or the dtype's minimum elsewhere.
+            is_causal: a row attends only to itself and earlier rows.
             attn_bias: must be None.
 
         Returns:
-            ``[B, N, E]``. A row that sees no key gives ``proj`` of zeros.
+            ``[B, N, E]``. A row without keys gives ``proj`` of zeros.
 
         Raises:
-            NotImplementedError: another mask or a bias.
+            NotImplementedError: another mask, or a bias.
             ValueError: wrong dimensions.
         """
         if x.dim() != 3 or x.shape[-1] != self.qkv.in_features:
             raise ValueError(f"x must be [batch, sequence, {self.qkv.in_features}], got shape {tuple(x.shape)}")
         if attn_bias is not None:
-            raise NotImplementedError("attn_bias must be None: attention under a pattern has no bias of scores")
+            raise NotImplementedError("attn_bias must be None: attention under a pattern has no score bias")
         batch, rows, _ = x.shape
         padding = None
         if attn_mask is not None:
             padding = _padding(attn_mask, batch, rows)
             is_causal = is_causal or padding is None
         q, k, v = self.qkv(x).unflatten(-1, (3, self.num_heads, self.head_dim)).unbind(2)
-        # Normalised in the layout [B, H, N, D] of the block; under autocast that may come out in float32.
+        # Normalised in the block's layout [B, H, N, D]; under autocast the result may be float32.
         q = self.q_norm(q.transpose(1, 2)).transpose(1, 2).to(v.dtype)
         k = self.k_norm(k.transpose(1, 2)).transpose(1, 2).to(v.dtype)
         heads = attend(
-            q, k, v, self.pattern, is_causal=self.is_causal or is_causal, scale=self.scale, key_padding_mask=padding,
-            dropout_p=self.dropout if self.training else 0.0, impl=self.impl,
-        )  # fmt: skip
+            q,
+            k,
+            v,
+            self.pattern,
+            is_causal=self.is_causal or is_causal,
+            scale=self.scale,
+            key_padding_mask=padding,
+            dropout_p=self.dropout if self.training else 0.0,
+            impl=self.impl,
+        )
         return self.proj_drop(self.proj(self.norm(heads.flatten(2))))
 
     def extra_repr(self) -> str:
@@ -147,10 +152,10 @@ class QkvReplacement(nn.Module):
 
 
 def _padding(attn_mask: Tensor, batch: int, rows: int) -> Tensor | None:
-    """bool ``[B, N]``, True = ignore, of a mask for padding; None for the causal mask.
+    """A padding mask as bool ``[B, N]``, True = ignore; None for the causal mask.
 
     Raises:
-        NotImplementedError: it is another mask.
+        NotImplementedError: any other mask.
     """
     hidden = ~attn_mask if attn_mask.dtype == torch.bool else attn_mask
     if attn_mask.shape in ((batch, 1, 1, rows), (1, 1, 1, rows)):
@@ -159,14 +164,14 @@ def _padding(attn_mask: Tensor, batch: int, rows: int) -> Tensor | None:
         check_causal(hidden[0, 0] if attn_mask.shape == (1, 1, rows, rows) else hidden, rows, rows)
     except NotImplementedError as error:
         raise NotImplementedError(
-            f"attn_mask can be the causal mask {[rows, rows]}, or one of keys {[batch, 1, 1, rows]} for padding (in "
+            f"attn_mask can be the causal mask {[rows, rows]}, or a key padding mask {[batch, 1, 1, rows]} (in "
             f"NaFlexViT use_key_only_attn_mask=True): the pattern says who sees whom; got {list(attn_mask.shape)}"
         ) from error
     return None
 
 
 def _sizes(block: nn.Module) -> tuple[int, int, float]:
-    """Heads, their width and the factor of the scores."""
+    """Number of heads, head dimension and scale of the scores."""
     parts = parts_of(block)
     for name in ("qkv", "proj"):
         if not isinstance(parts.get(name), nn.Linear):
@@ -179,8 +184,8 @@ def _sizes(block: nn.Module) -> tuple[int, int, float]:
         raise NotReplaceable(f"its num_heads must be a positive integer, got {num_heads!r}")
     if qkv.out_features % (3 * num_heads) or qkv.out_features != 3 * proj.in_features:
         raise NotReplaceable(
-            f"its qkv gives {qkv.out_features} numbers, which are not three times {num_heads} heads that make up the "
-            f"{proj.in_features} numbers of its proj"
+            f"its qkv has {qkv.out_features} outputs, which are not three times {num_heads} heads that make up the "
+            f"{proj.in_features} inputs of its proj"
         )
     head_dim = qkv.out_features // (3 * num_heads)
     scale = vars(block).get("scale", 1.0 / math.sqrt(head_dim))
@@ -203,22 +208,22 @@ def _check_arguments(block: nn.Module) -> None:
             f"its forward takes {', '.join(by_place)} in this order; known are attn_mask and then is_causal"
         )
     if any(argument.name == "is_causal" and argument.default is not False for argument in others):
-        raise NotReplaceable("its forward is causal unless a call says is_causal=False, which would not be heard")
+        raise NotReplaceable("its forward is causal by default, and is_causal=False in a call would have no effect")
 
 
 @torch.no_grad()
 def _is_causal_by_itself(block: nn.Module, replacement: QkvReplacement) -> bool:
-    """Whether a block is causal, found by running a copy of it beside dense attention.
+    """Whether a block is causal, determined by comparing a copy of it with dense attention.
 
     Raises:
-        NotReplaceable: it gives neither dense nor dense causal softmax attention of its parts.
+        NotReplaceable: its result is neither dense nor causal softmax attention of its parts.
     """
     num_rows = 31
     generator = torch.Generator().manual_seed(0)
 
     try:
-        # Together, so that the copies share their parts as the originals do. The weights are drawn, as weights at their
-        # initial values may hide what is done with them.
+        # Copied together, so that the copies share parts as the originals do. Random weights, as initial values may
+        # hide differences.
         theirs, ours = copy.deepcopy((block, replacement))
         theirs.to_empty(device="cpu").to(torch.float64).eval()
         ours.eval()
@@ -236,13 +241,13 @@ def _is_causal_by_itself(block: nn.Module, replacement: QkvReplacement) -> bool:
                 vars(theirs)["attn_drop"] = 0.0
             in_training = theirs.train()(x)
     except (AssertionError, AttributeError, IndexError, KeyError, RuntimeError, TypeError, ValueError) as error:
-        # A forward that is not ours may raise anything of these on rows that it was not made for.
+        # Foreign code may raise any of these on inputs that it was not written for.
         raise NotReplaceable(f"a trial of its forward on rows [2, {num_rows}, E] failed: {error}") from error
     are_tensors = isinstance(result, Tensor) and isinstance(in_training, Tensor)
     if are_tensors and not torch.allclose(in_training, result, rtol=1e-9, atol=1e-9):
         raise NotReplaceable(
-            "in training it computes something else on drawn rows than in eval, its attn_drop and proj_drop left out: "
-            "dropout by another name is not known"
+            "in training mode it computes something else on random inputs than in eval, apart from attn_drop and "
+            "proj_drop: unknown dropout"
         )
     if are_tensors and result.shape == (2, num_rows, ours.proj.out_features):
         ours.pattern, ours.impl = DilatedPattern([num_rows], [1]), "reference"
@@ -251,5 +256,5 @@ def _is_causal_by_itself(block: nn.Module, replacement: QkvReplacement) -> bool:
             if torch.allclose(ours(x), result.to(torch.float64), rtol=1e-4, atol=1e-4):
                 return is_causal
     raise NotReplaceable(
-        "on drawn rows it does not give the softmax attention of its qkv and proj; it computes something else"
+        "on random inputs it does not equal softmax attention of its qkv and proj; it computes something else"
     )

@@ -1,4 +1,4 @@
-"""Attention under a pattern in a model made of plain PyTorch layers."""
+"""In-place replacement of self-attention layers in plain PyTorch models."""
 
 from __future__ import annotations
 
@@ -27,35 +27,35 @@ def replace_attention(
     separate_keys: bool = False,
     impl: Impl = "auto",
 ) -> ReplacementReport:
-    """Give the self-attention layers of a model a pattern, in place: the softmax over ``s`` is over ``s + log c`` then.
+    """Replace the self-attention layers of a model in place: softmax over ``s`` becomes softmax over ``s + log c``.
 
     Layers are ``nn.MultiheadAttention``, also inside ``nn.TransformerEncoderLayer`` and ``nn.TransformerDecoderLayer``,
-    and blocks as in timm, with ``qkv``, ``proj`` and ``num_heads``. The replacements hold the same parameter objects
-    under the same names: state dicts exchange both ways, an optimizer made before goes on. The fused fast path of
-    ``nn.TransformerEncoderLayer`` is never taken for a replaced layer, and ``use_nested_tensor`` is turned off in the
-    ``nn.TransformerEncoder`` that hold one.
+    and timm-style blocks with ``qkv``, ``proj`` and ``num_heads``. The replacements hold the same parameter objects
+    under the same names: state dicts are interchangeable and existing optimizers stay valid. The fused fast path of
+    ``nn.TransformerEncoderLayer`` is disabled for replaced layers, and ``use_nested_tensor`` is turned off in each
+    ``nn.TransformerEncoder`` that contains one.
 
-    Left as they are, with the reason in the report: the cross-attention of ``nn.TransformerDecoderLayer``, layers with
-    ``add_bias_kv`` or ``add_zero_attn``, a forward of their own, position biases, hooks or parts that are not known.
-    Cross-attention elsewhere is seen when it is called, and refused then. Everything is decided before anything is
-    replaced.
+    Not replaced, with the reason in the report: the cross-attention of ``nn.TransformerDecoderLayer``, layers with
+    ``add_bias_kv`` or ``add_zero_attn``, a custom forward, position biases, hooks or unknown parts.
+    Other cross-attention is detected when it is called, and raises. All decisions are made before the first
+    replacement.
 
     Args:
-        model: the model; a layer in several places stays one layer.
-        pattern: who sees whom; or a function of a layer's name and the layer that returns its pattern, or None to leave
-            the layer.
-        is_causal: the replaced layers attend causally, whatever their calls say. Calls say so themselves with
+        model: the model; a layer that appears in several places stays shared.
+        pattern: attention pattern; or a function of a layer's name and the layer that returns its pattern, or None to
+            skip the layer.
+        is_causal: make replaced layers causal, whatever their calls' arguments. Otherwise calls request it with
             ``is_causal=True`` or a causal ``attn_mask``.
-        separate_keys: allow an ``nn.MultiheadAttention`` to be called with a key that is another tensor than the
-            query, of the same length, row t of both being position t.
+        separate_keys: allow an ``nn.MultiheadAttention`` to be called with a key tensor other than the query, of equal
+            length, with row t of both at position t.
         impl: see :func:`attend`.
 
     Returns:
-        A report that prints as text: what was replaced, what was left and why.
+        A printable report of the replaced layers and of those left unchanged, with reasons.
 
     Raises:
-        TypeError: ``model`` is no module, or a pattern no pattern.
-        ValueError: nothing could be replaced; says what was looked for and what was left.
+        TypeError: ``model`` is not a module, or a pattern not a :class:`Pattern`.
+        ValueError: no layer could be replaced; the message lists what was found.
 
     >>> from dilated_attention_pytorch.integrations import replace_attention
     >>> model = torch.nn.TransformerEncoderLayer(64, 4, batch_first=True)
@@ -108,10 +108,16 @@ def replace_attention(
 
 
 def _decide(
-    model: nn.Module, name: str, layer: nn.Module, pattern: Pattern | PatternChoice, *, is_causal: bool,
-    separate_keys: bool, impl: Impl,
-) -> MultiheadReplacement | QkvReplacement | str:  # fmt: skip
-    """The replacement of a layer, or why it is left."""
+    model: nn.Module,
+    name: str,
+    layer: nn.Module,
+    pattern: Pattern | PatternChoice,
+    *,
+    is_causal: bool,
+    separate_keys: bool,
+    impl: Impl,
+) -> MultiheadReplacement | QkvReplacement | str:
+    """The replacement of a layer, or the reason for leaving it unchanged."""
     if isinstance(layer, _REPLACEMENTS):
         return "it attends under a pattern already"
     parent, _, own_name = name.rpartition(".")
@@ -130,16 +136,14 @@ def _decide(
         )
     try:
         if isinstance(layer, nn.MultiheadAttention):
-            return MultiheadReplacement(
-                layer, chosen, is_causal=is_causal, separate_keys=separate_keys, impl=impl
-            )  # fmt: skip
+            return MultiheadReplacement(layer, chosen, is_causal=is_causal, separate_keys=separate_keys, impl=impl)
         return QkvReplacement(layer, chosen, is_causal=is_causal, impl=impl)
     except NotReplaceable as reason:
         return str(reason)
 
 
 def _turn_nested_tensors_off(model: nn.Module) -> tuple[str, ...]:
-    """An ``nn.TransformerEncoder`` makes nested tensors of padded rows in eval, which only its fast path can read."""
+    """Disable nested tensors, which ``nn.TransformerEncoder`` makes of padded rows for its fast path only."""
     names = []
     for name, encoder in model.named_modules():
         if not isinstance(encoder, nn.TransformerEncoder) or not encoder.use_nested_tensor:

@@ -1,4 +1,4 @@
-"""What replacing the attention of a model did: which layers were replaced, which were left, and why."""
+"""The report of replaced and unchanged attention layers."""
 
 from __future__ import annotations
 
@@ -9,14 +9,14 @@ from dilated_attention_pytorch.patterns import Pattern
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ReplacedLayer:
-    """A layer that attends under a pattern now."""
+    """A layer that now attends under a pattern."""
 
     name: str
-    """Its name in the model."""
+    """Name in the model."""
     kind: str
-    """The class that was there."""
+    """Original class."""
     pattern: Pattern
-    """The pattern that it has."""
+    """Its pattern."""
 
     def __str__(self) -> str:
         return f"{self.name} ({self.kind}): {self.pattern}"
@@ -24,14 +24,14 @@ class ReplacedLayer:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LeftLayer:
-    """A layer that is as it was."""
+    """A layer that was left unchanged."""
 
     name: str
-    """Its name in the model; empty for the model itself."""
+    """Name in the model; empty for the model itself."""
     kind: str
     """Its class."""
     reason: str
-    """Why it was left."""
+    """Reason for leaving it unchanged."""
 
     def __str__(self) -> str:
         return f"{self.name or 'the model itself'} ({self.kind}): {self.reason}"
@@ -39,22 +39,22 @@ class LeftLayer:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ReplacementReport:
-    """What :func:`replace_attention` did. ``print`` shows it, a layer to a line."""
+    """Result of :func:`replace_attention`; prints one line per layer."""
 
     replaced: tuple[ReplacedLayer, ...]
-    """The layers that attend under a pattern now, in the model's order."""
+    """Layers that now attend under a pattern, in the model's order."""
     left: tuple[LeftLayer, ...]
-    """The attention layers that were seen and are as they were. Attention made of other parts, such as a projection for
-    queries and keys and another for values, is not seen."""
+    """Recognised attention layers that were left unchanged. Attention in other forms, such as separate projections for
+    queries/keys and values, is not recognised."""
     nested_tensors_off: tuple[str, ...]
-    """The ``nn.TransformerEncoder`` whose ``use_nested_tensor`` was turned off."""
+    """Each ``nn.TransformerEncoder`` whose ``use_nested_tensor`` was turned off."""
 
     def __str__(self) -> str:
         lines = [f"replaced {len(self.replaced)}", *(f"  {layer}" for layer in self.replaced)]
         lines += [f"left {len(self.left)}", *(f"  {layer}" for layer in self.left)]
         lines += [
-            f"use_nested_tensor off: {name or 'the model itself'} (rows that src_key_padding_mask hides come out of it "
-            "as numbers in eval, as in training, and not as zeros)"
+            f"use_nested_tensor off: {name or 'the model itself'} (rows hidden by src_key_padding_mask keep their "
+            "values in eval, as in training, instead of being zeroed)"
             for name in self.nested_tensors_off
         ]
         return "\n".join(lines)

@@ -1,45 +1,46 @@
-"""LongNet layers of models that are built on torchscale, computed by this library."""
+"""Adoption of torchscale's LongNet layers."""
 
 from __future__ import annotations
 
-import warnings
 from dataclasses import replace
 from itertools import pairwise
 
 import torch
 from torch import Tensor, nn
 
+from dilated_attention_pytorch.models.displaced_rows import warn_of_displaced_rows
 from dilated_attention_pytorch.nn.masks import check_causal
 from dilated_attention_pytorch.ops import attend
 from dilated_attention_pytorch.ops.validation import check_cu_seqlens, documents_of
-from dilated_attention_pytorch.patterns import DilatedPattern, Tail
+from dilated_attention_pytorch.patterns import DilatedPattern
+from dilated_attention_pytorch.patterns.dilated import Tail
 
 from .torchscale_layers import LayerFacts, find_layers
 from .xpos import attend_with_xpos
 
 
 def adopt(model: nn.Module, *, tail: Tail = "zero_padded") -> nn.Module:
-    """Replace every dilated attention layer of a torchscale model by one that needs no flash-attn, in place.
+    """Replace every dilated attention layer of a torchscale model, in place, by one that needs no flash-attn.
 
-    A layer of torchscale's ``DilatedAttention``, or of a copy of it as in GigaPath, is known by its submodules
+    A layer of torchscale's ``DilatedAttention``, or of a copy of it as in GigaPath, is recognised by its submodules
     ``q_proj``, ``k_proj``, ``v_proj``, ``out_proj`` and by ``args.segment_length`` and ``args.dilated_ratio`` (lists,
-    or strings of lists). Its place is taken by an :class:`AdoptedDilatedAttention` with the same submodule objects
-    under the same names: state dicts saved before load after, and the other way round, and an optimizer made before
-    goes on. Neither torchscale nor flash-attn is imported. All layers are checked before the first is replaced.
+    or strings of lists). Its replacement is an :class:`AdoptedDilatedAttention` with the same submodule objects
+    under the same names: state dicts are interchangeable and existing optimizers stay valid. Neither torchscale nor
+    flash-attn is imported. All layers are checked before the first is replaced.
 
     Args:
-        model: changed in place. It may be such a layer itself: use what is returned then.
-        tail: ``"zero_padded"`` computes what checkpoints of the authors' code were trained with: classes of a segment
-            filled up with keys of score 0 and value 0. ``"ragged"`` is the definition without them, to train anew.
+        model: changed in place. It may itself be such a layer: then use the return value.
+        tail: ``"zero_padded"`` reproduces checkpoints of the authors' code: classes of a segment are padded with keys
+            of score 0 and value 0. ``"ragged"`` omits these, for training from scratch.
 
     Returns:
         ``model``, or the new layer if ``model`` is a layer.
 
     Raises:
-        TypeError: ``model`` is no module.
-        ValueError: no such layer was found, or the numbers of one make no pattern.
-        NotImplementedError: a layer has what cannot be honoured: multiway projections, attention to an encoder,
-            sequence parallelism, parameters or submodules of its own, hooks. The message names the layer.
+        TypeError: ``model`` is not a module.
+        ValueError: no such layer was found, or a layer's segments and rates are not a valid pattern.
+        NotImplementedError: a layer has an unsupported feature: multiway projections, attention to an encoder,
+            sequence parallelism, additional parameters or submodules, hooks. The message names the layer.
 
     Source: microsoft/torchscale, ``torchscale/component/dilated_attention.py``; LongNet, arXiv 2307.02486.
 
@@ -68,7 +69,7 @@ def adopt(model: nn.Module, *, tail: Tail = "zero_padded") -> nn.Module:
         )
     new = {id(layer): AdoptedDilatedAttention(layer, facts) for layer, facts in found}
     for parent in list(model.modules()):
-        # A layer that several modules share, or one module under several names, is replaced wherever it stands.
+        # A layer shared by several modules, or one with several names, is replaced everywhere.
         for name, child in list(parent._modules.items()):
             if id(child) in new:
                 setattr(parent, name, new[id(child)])
@@ -76,12 +77,12 @@ def adopt(model: nn.Module, *, tail: Tail = "zero_padded") -> nn.Module:
 
 
 class AdoptedDilatedAttention(nn.Module):
-    """What :func:`adopt` makes and puts in the place of a torchscale layer: the same call, submodules and state dict.
+    """The replacement of a torchscale layer by :func:`adopt`: same call, submodules and state dict.
 
     ``out_proj(inner_attn_ln(attend(xpos(q_proj(query)), xpos(k_proj(key)), v_proj(value))))`` under the layer's pattern
-    with block offsets. Different from the authors' code on purpose: the weights that merge the groups have their
-    gradient; attention dropout is active in training only; rows are where they belong where r does not divide w (a
-    warning says so when it matters); xPos does not overflow; a ``key_padding_mask`` is honoured.
+    with block offsets. Intended differences from the authors' code: the merge weights of the groups are differentiated;
+    attention dropout is active in training only; rows keep their positions where r does not divide w (with a
+    warning where it matters); xPos does not overflow; ``key_padding_mask`` is honoured.
     """
 
     q_proj: nn.Module
@@ -119,30 +120,38 @@ class AdoptedDilatedAttention(nn.Module):
         """Attend as the torchscale layer does.
 
         Args:
-            query, key, value: ``[B, N, E]``, of one shape.
-            incremental_state: for decoding with ``is_causal``: keys and values of the positions before, which this
-                call extends, as ``prev_key`` and ``prev_value`` ``[B, H, M, D]`` before xPos. Step by step gives what
-                one call for the whole sequence gives.
-            key_padding_mask: bool or integers ``[B, N]``, True = ignore. Every sequence gives what its other rows give
-                alone, wherever the ignored rows are; the heads of ignored rows are 0. On a GPU, waits for the mask.
-                With an ``incremental_state`` it may cover the positions before as well, and ignores none.
-            attn_mask: None, or with ``is_causal`` the causal mask that torchscale's decoder passes along.
+            query, key, value: ``[B, N, E]``, of equal shape.
+            incremental_state: for decoding with ``is_causal``: keys and values of earlier positions, which this
+                call extends, as ``prev_key`` and ``prev_value`` ``[B, H, M, D]`` before xPos. Decoding step by step
+                equals one call on the whole sequence.
+            key_padding_mask: bool or integer ``[B, N]``, True = ignore. Every sequence gives the result of its other
+                rows alone, wherever the ignored rows are; the heads of ignored rows are 0. On a GPU this synchronises.
+                With an ``incremental_state`` it may also cover earlier positions, and must ignore none.
+            attn_mask: None, or with ``is_causal`` the causal mask that torchscale's decoder passes.
             rel_pos: must be None.
-            is_first_step: the ``incremental_state`` holds nothing yet.
-            is_causal: a query sees keys at its own position and before only.
-            cu_seqlens: int32 ``[documents + 1]`` boundaries of sequences packed along N; each is alone.
+            is_first_step: the ``incremental_state`` is still empty.
+            is_causal: a query attends only to keys at or before its own position.
+            cu_seqlens: int32 ``[documents + 1]`` boundaries of sequences packed along N.
 
         Returns:
             ``(out [B, N, E], None)``.
 
         Raises:
-            NotImplementedError: an argument, or two together, that cannot be honoured; the message says what can.
+            NotImplementedError: an unsupported argument or combination; the message gives an alternative.
             TypeError, ValueError: wrong dtypes, shapes or values.
         """
         self._check_call(
-            query, key, value, incremental_state, key_padding_mask, attn_mask, rel_pos, is_first_step, is_causal,
+            query,
+            key,
+            value,
+            incremental_state,
+            key_padding_mask,
+            attn_mask,
+            rel_pos,
+            is_first_step,
+            is_causal,
             cu_seqlens,
-        )  # fmt: skip
+        )
         # [B, N, H, D] each
         q = self.q_proj(query).unflatten(-1, (self.num_heads, -1))
         k = self.k_proj(key).unflatten(-1, (self.num_heads, -1))
@@ -161,14 +170,22 @@ class AdoptedDilatedAttention(nn.Module):
         return self.out_proj(joined), None
 
     def extra_repr(self) -> str:
-        """What :class:`torch.nn.Module` prints of it."""
+        """The sizes and the pattern, for :class:`torch.nn.Module`'s representation."""
         return f"embed_dim={self.embed_dim}, num_heads={self.num_heads}, pattern={self.pattern}"
 
     def _check_call(
-        self, query: Tensor, key: Tensor, value: Tensor, incremental_state: dict[str, Tensor] | None,
-        key_padding_mask: Tensor | None, attn_mask: Tensor | None, rel_pos: Tensor | None, is_first_step: bool,
-        is_causal: bool, cu_seqlens: Tensor | None,
-    ) -> None:  # fmt: skip
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        incremental_state: dict[str, Tensor] | None,
+        key_padding_mask: Tensor | None,
+        attn_mask: Tensor | None,
+        rel_pos: Tensor | None,
+        is_first_step: bool,
+        is_causal: bool,
+        cu_seqlens: Tensor | None,
+    ) -> None:
         if query.dim() != 3 or query.shape[2] != self.embed_dim:
             raise ValueError(f"query must be [batch, sequence, {self.embed_dim}], got shape {tuple(query.shape)}")
         for name, x in (("key", key), ("value", value)):
@@ -191,7 +208,7 @@ class AdoptedDilatedAttention(nn.Module):
                 f"got a mask of {tuple(attn_mask.shape)} with is_causal={is_causal}"
             )
         if key_padding_mask is not None:
-            # A decoder passes the mask of all positions so far beside the newest ones.
+            # The mask of a decoder covers all positions so far.
             state = {} if incremental_state is None else incremental_state
             cached = state["prev_key"].shape[2] if "prev_key" in state else 0
             shapes = [[query.shape[0], number] for number in (query.shape[1], cached + query.shape[1])]
@@ -225,30 +242,50 @@ class AdoptedDilatedAttention(nn.Module):
             )
 
     def _attend(
-        self, q: Tensor, k: Tensor, v: Tensor, *, is_causal: bool, query_offset: int = 0,
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        *,
+        is_causal: bool,
+        query_offset: int = 0,
         boundaries: tuple[int, ...] | None = None,
-    ) -> Tensor:  # fmt: skip
-        """Heads ``[B, N, H, D]`` of queries from ``query_offset`` on, or of packed sequences."""
+    ) -> Tensor:
+        """Heads ``[B, N, H, D]`` of queries starting at ``query_offset``, or of packed sequences."""
         ends = (0, k.shape[1]) if boundaries is None else boundaries
-        self._warn_of_displaced_rows(max(stop - start for start, stop in pairwise(ends)))
+        longest = max(stop - start for start, stop in pairwise(ends))
+        warn_of_displaced_rows(self.pattern, longest, self._displaced, stacklevel=3)
         module = self._modules.get("dropout_module")
         dropout = module.p if isinstance(module, nn.Dropout) else self.dropout
         dropout_p = dropout if self.training else 0.0
         if self._xpos is not None:
             return attend_with_xpos(
-                q, k, v, self.pattern, self._xpos, is_causal=is_causal, query_offset=query_offset,
-                boundaries=boundaries, dropout_p=dropout_p,
-            )  # fmt: skip
-        # A step of decoding is a slab; only causal ones come here, and those see no padding.
+                q,
+                k,
+                v,
+                self.pattern,
+                self._xpos,
+                is_causal=is_causal,
+                query_offset=query_offset,
+                boundaries=boundaries,
+                dropout_p=dropout_p,
+            )
+        # A decoding step is a slab. Slabs are always causal, and causal queries never see padding keys.
         pattern = self.pattern if q.shape[1] == k.shape[1] else replace(self.pattern, tail="ragged")
         return attend(
-            q, k, v, pattern, is_causal=is_causal, query_offset=query_offset, dropout_p=dropout_p,
+            q,
+            k,
+            v,
+            pattern,
+            is_causal=is_causal,
+            query_offset=query_offset,
+            dropout_p=dropout_p,
             cu_seqlens=None if boundaries is None else torch.tensor(boundaries, dtype=torch.int32),
-        )  # fmt: skip
+        )
 
     def _extended(self, q: Tensor, k: Tensor, v: Tensor, state: dict[str, Tensor]) -> Tensor:
-        """Heads of queries that follow the cached positions; the state then holds theirs too."""
-        # The layout and the names are torchscale's, which reorders the states in beam search.
+        """Heads of queries that follow the cached positions; appends their keys and values to the state."""
+        # Layout and names of torchscale, which reorders the states in beam search.
         k, v = k.transpose(1, 2), v.transpose(1, 2)
         if "prev_key" in state:
             k = torch.cat((state["prev_key"], k), dim=2)
@@ -259,20 +296,7 @@ class AdoptedDilatedAttention(nn.Module):
         )
 
     def _unpadded(self, q: Tensor, k: Tensor, v: Tensor, kept: Tensor, *, is_causal: bool) -> Tensor:
-        """Heads ``[B, N, H, D]`` with the kept rows of every sequence attending as a sequence of their own."""
+        """Heads ``[B, N, H, D]`` with the kept rows of every sequence attending as their own sequence."""
         boundaries = (0, *kept.sum(1).cumsum(0).tolist())
         packed = self._attend(q[kept][None], k[kept][None], v[kept][None], is_causal=is_causal, boundaries=boundaries)
         return packed.new_zeros(q.shape).masked_scatter(kept[..., None, None], packed)
-
-    def _warn_of_displaced_rows(self, longest: int) -> None:
-        for length, rate in zip(self.pattern.segment_lengths, self.pattern.dilation_rates, strict=True):
-            if self.pattern.tail == "zero_padded" and longest > length and length % rate:
-                if (length, rate) in self._displaced:
-                    continue
-                self._displaced.add((length, rate))
-                warnings.warn(
-                    f"the authors' code places the rows of segment j of {length} rows {-length % rate} j rows too far "
-                    f"where the dilated ratio {rate} does not divide the segment length; here they are where they "
-                    f"belong, so a sequence of {longest} rows gives other values than there",
-                    UserWarning, stacklevel=4,
-                )  # fmt: skip

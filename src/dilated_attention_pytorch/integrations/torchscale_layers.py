@@ -1,4 +1,4 @@
-"""Which modules of a model are torchscale's dilated attention, and what their attributes say of them."""
+"""Recognition of torchscale's dilated attention layers and their settings."""
 
 from __future__ import annotations
 
@@ -13,7 +13,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from dilated_attention_pytorch.patterns import DilatedPattern, Tail
+from dilated_attention_pytorch.patterns import DilatedPattern
+from dilated_attention_pytorch.patterns.dilated import Tail
 
 from .parts import NotReplaceable, check_unwrapped
 from .xpos import XPos
@@ -25,26 +26,26 @@ _CHILDREN = {*_PROJECTIONS, "inner_attn_ln", "dropout_module", "xpos"}
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LayerFacts:
-    """What the place of a layer's submodules leaves open."""
+    """Settings of a layer that its submodules do not determine."""
 
     embed_dim: int
     """Width E of query and output."""
     num_heads: int
-    """Heads H, of query, key and value alike."""
+    """Number of heads H of query, key and value."""
     pattern: DilatedPattern
-    """With the block offsets of the authors' code."""
+    """The pattern, with the offset rule of the authors' code."""
     dropout: float
-    """Of the attention, for layers without a ``dropout_module`` that says it."""
+    """Attention dropout, for layers without a ``dropout_module``."""
     xpos: XPos | None
     """The constants of the layer's xPos."""
 
 
 def find_layers(model: nn.Module, tail: Tail) -> list[tuple[nn.Module, LayerFacts]]:
-    """Every dilated attention layer of torchscale in a model, once, with its facts.
+    """Every torchscale dilated attention layer of a model, once, with its settings.
 
     Raises:
-        ValueError: a layer's numbers make no pattern, or ``tail`` is unknown.
-        NotImplementedError: a layer has what :class:`AdoptedDilatedAttention` cannot honour.
+        ValueError: a layer's segments and rates are not a valid pattern, or ``tail`` is unknown.
+        NotImplementedError: a layer has a feature that :class:`AdoptedDilatedAttention` does not support.
     """
     DilatedPattern([1], [1], tail=tail)
     found = []
@@ -65,17 +66,18 @@ def find_layers(model: nn.Module, tail: Tail) -> list[tuple[nn.Module, LayerFact
 
 
 def _is_dense(kind: type[nn.Module]) -> bool:
-    """Whether a class is torchscale's dense attention, whose objects hold the same and share the same args."""
+    """Whether a class is torchscale's dense attention, which has the same submodules and shares the same args."""
+    # torchscale is no dependency, and its classes are copied into other repositories: they are known by their methods.
     return hasattr(kind, "attention_ops") and not hasattr(kind, "gathering")
 
 
 def _setting(args: object, name: str) -> object:
-    """A setting of torchscale's configuration, which is an object, a namespace or a mapping; None if not set."""
+    """A setting of torchscale's configuration (an object, a namespace or a mapping); None if not set."""
     return args.get(name) if isinstance(args, Mapping) else getattr(args, name, None)
 
 
 def _refusal(layer: nn.Module, args: object) -> str | None:
-    """Why a layer cannot be computed here; None if it can."""
+    """The reason why a layer is not supported; None if it is."""
     children = {name: child for name, child in layer._modules.items() if child is not None}
     if layer.__dict__.get("encoder_decoder_attention"):
         return (
@@ -102,7 +104,7 @@ def _refusal(layer: nn.Module, args: object) -> str | None:
         | {name for name, buffer in layer._buffers.items() if buffer is not None}
     )
     if own:
-        return f"it has {', '.join(own)}, which torchscale's layer has not, so what its forward does is not known"
+        return f"it has {', '.join(own)}, which torchscale's layer does not have, so its forward is unknown"
     try:
         check_unwrapped(layer)
     except NotReplaceable as reason:
@@ -133,7 +135,7 @@ def _facts(layer: nn.Module, args: object, tail: Tail, where: str) -> LayerFacts
         pattern = DilatedPattern(lengths, ratios, offset_rule="block", tail=tail)
     except (TypeError, ValueError) as error:
         raise ValueError(
-            f"{where}: args.segment_length {numbers[0]!r} and args.dilated_ratio {numbers[1]!r} make no pattern: "
+            f"{where}: args.segment_length {numbers[0]!r} and args.dilated_ratio {numbers[1]!r} are no valid pattern: "
             f"{error}"
         ) from error
     dropout = layer.__dict__.get("dropout", 0.0)
@@ -141,18 +143,21 @@ def _facts(layer: nn.Module, args: object, tail: Tail, where: str) -> LayerFacts
         raise ValueError(f"{where}: dropout must be a probability of at least 0 and below 1, got {dropout!r}")
     xpos = layer._modules.get("xpos")
     return LayerFacts(
-        embed_dim=embed_dim, num_heads=num_heads, pattern=pattern, dropout=float(dropout),
+        embed_dim=embed_dim,
+        num_heads=num_heads,
+        pattern=pattern,
+        dropout=float(dropout),
         xpos=None if xpos is None else _xpos(xpos, head_dim, where),
-    )  # fmt: skip
+    )
 
 
 def _integers(value: object) -> list[Any]:
-    """A list, or the list that a string spells; of NumPy's integers too, also as NumPy 2 writes them."""
+    """A list, or the list in a string; also of NumPy integers, in NumPy 2's notation too."""
     if isinstance(value, str):
         try:
             value = ast.literal_eval(_NUMPY_INTEGER.sub(r"\1", value))
         except (SyntaxError, ValueError) as error:
-            raise ValueError(f"{value!r} is no list of integers") from error
+            raise ValueError(f"{value!r} is not a list of integers") from error
     if not isinstance(value, Sequence):
         raise TypeError(f"a list of integers was expected, got {value!r}")
     return [one if isinstance(one, (bool, float, str)) else operator.index(one) for one in value]
@@ -171,11 +176,11 @@ def _xpos(module: nn.Module, head_dim: int, where: str) -> XPos:
             f"and scale of shape {tuple(scale.shape)}"
         )
     constants = XPos(head_dim, float(base))
-    # The buffer is a constant. A model in float16 has rounded it, one on the meta device has none yet.
+    # The buffer is a constant. In a float16 model it is rounded, on the meta device it has no values.
     expected = constants.decays(scale.device)
     if not scale.is_meta and not torch.allclose(
         scale.float(), expected, rtol=2 * torch.finfo(scale.dtype).eps, atol=0.0
-    ):  # fmt: skip
+    ):
         raise NotImplementedError(
             f"{where} cannot be adopted, and nothing was replaced: the buffer xpos.scale is not "
             "(2j + 0.4 head_dim) / (1.4 head_dim) as in torchscale"

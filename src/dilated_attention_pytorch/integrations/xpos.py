@@ -1,4 +1,4 @@
-"""xPos: rotary positions whose products decay with the distance, computed so that no factor overflows."""
+"""xPos: rotary positions with exponential decay, computed without overflow."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ from dilated_attention_pytorch.patterns import DilatedPattern
 
 _THETA = 10_000
 _SHARE = 0.4
-"""The first frequency decays by ``0.4 / 1.4`` over ``scale_base`` positions, the last one hardly."""
+"""The first frequency decays by ``0.4 / 1.4`` over ``scale_base`` positions, the last one hardly at all."""
 
-# Binary orders of magnitude that the factors of one call may span. Half of them grow and half shrink, which leaves the
-# dtype the rest for what is multiplied with them: 2**8 in float16, 2**77 in float32 and bfloat16.
+# Largest span of the factors of one call, in binary orders of magnitude. Half grow and half shrink, which leaves the
+# rest of the dtype's range for the operands: 2**8 in float16, 2**77 in float32 and bfloat16.
 _ORDERS = {torch.float16: 16, torch.bfloat16: 100, torch.float32: 100, torch.float64: 900}
 
 
@@ -27,26 +27,26 @@ _ORDERS = {torch.float16: 16, torch.bfloat16: 100, torch.float32: 100, torch.flo
 class XPos:
     """The constants of torchscale's xPos (Sun et al. 2022, arXiv 2212.10554) for heads of an even width D.
 
-    Pair j of a head turns by the angle ``p / 10000^(2j / D)`` at position p, and a query at p and a key at t meet with
-    the factor ``zeta_j^((p - t) / scale_base)``, ``zeta_j = (2j + 0.4 D) / (1.4 D)``. Only that product has a meaning:
-    torchscale gives ``zeta^(p / scale_base)`` to the query and its inverse to the key, which overflow at length.
+    Pair j of a head is rotated by the angle ``p / 10000^(2j / D)`` at position p, and the product of a query at p and a
+    key at t is scaled by ``zeta_j^((p - t) / scale_base)``, ``zeta_j = (2j + 0.4 D) / (1.4 D)``. Only that product
+    matters: torchscale scales the query by ``zeta^(p / scale_base)`` and the key by its inverse, which overflow.
     """
 
     head_dim: int
     scale_base: float
 
     def decays(self, device: torch.device) -> Tensor:
-        """zeta, float32 ``[D / 2]`` rounded as torchscale rounds it: the buffer ``xpos.scale``."""
+        """zeta, float32 ``[D / 2]``, rounded as torchscale's buffer ``xpos.scale``."""
         pairs = torch.arange(0, self.head_dim, 2, dtype=torch.float32, device=device)
         return (pairs + _SHARE * self.head_dim) / ((1 + _SHARE) * self.head_dim)
 
     def num_rows_within(self, dtype: torch.dtype) -> int:
-        """How many rows the factors of one call may span in ``dtype``, at least 1."""
+        """Number of rows that the factors of one call may span in ``dtype``, at least 1."""
         steepest = math.log((1 + _SHARE) / _SHARE) / self.scale_base
         return max(1, int(_ORDERS[dtype] * math.log(2) / steepest))
 
     def turned(self, x: Tensor, positions: Tensor, distances: Tensor) -> Tensor:
-        """Rows turned by their positions and multiplied with ``zeta^(distance / scale_base)``.
+        """Rows rotated by their positions and multiplied by ``zeta^(distance / scale_base)``.
 
         Args:
             x: ``[B, N, H, D]``.
@@ -54,7 +54,7 @@ class XPos:
             distances: float64 ``[N]``.
         """
         half = self.head_dim // 2
-        # The products of positions and frequencies are rounded to float32, as they were when the weights were trained.
+        # Angles are rounded to float32, as they were when the weights were trained.
         frequency = 1.0 / (_THETA ** (torch.arange(half, dtype=torch.float32, device=x.device) / half))
         angle = (positions.float()[:, None] * frequency).double()
         factor = self.decays(x.device).double() ** (distances / self.scale_base)[:, None]
@@ -78,23 +78,23 @@ def attend_with_xpos(
 ) -> Tensor:
     """:func:`attend` with xPos: ``s[p, t] = scale * sum_j zeta_j^((p - t) / scale_base) * <turned q, turned k>_j``.
 
-    Under a causal mask every factor ``zeta^((p - t) / scale_base)`` is at most 1, and any length works: so many queries
-    at a time as the dtype has room for share a centre c, ``q zeta^((p - c) / scale_base)`` meets
-    ``k zeta^((c - t) / scale_base)``, and what underflows there would have been no part of the score.
+    With a causal mask every factor ``zeta^((p - t) / scale_base)`` is at most 1, and any length works: as many queries
+    as the dtype's range allows share a centre c, ``q zeta^((p - c) / scale_base)`` is multiplied by
+    ``k zeta^((c - t) / scale_base)``, and factors that underflow would not have contributed to the score.
 
-    Without it the scores themselves grow with ``zeta^-((t - p) / scale_base)`` for keys after the query: the length is
-    limited to what float32 (float64 for float64) holds; float16 is computed in float32 where it is too narrow.
+    Without a causal mask, scores grow as ``zeta^-((t - p) / scale_base)`` for keys after the query: the length is
+    limited by the range of float32 (float64 for float64); float16 is computed in float32 where necessary.
 
     Args:
         query: ``[B, N, H, D]``, row 0 at position ``query_offset``, which must be 0 without ``is_causal``.
         key, value: ``[B, M, H, D]`` from position 0 on.
-        pattern: without shifts.
+        pattern: a pattern without segment shifts.
         xpos: the constants.
-        boundaries: first row of every document that is packed, and the number of rows; needs ``query_offset`` 0.
+        boundaries: first row of every packed document, and the number of rows; needs ``query_offset`` 0.
         is_causal, dropout_p: see :func:`attend`.
 
     Raises:
-        ValueError: without ``is_causal``, the scores of so many rows cannot be held in the dtype.
+        ValueError: without ``is_causal``, the scores of that many rows overflow the dtype.
     """
     query, key, value = cast_by_autocast(query, key, value)
     rows = xpos.num_rows_within(query.dtype)
@@ -108,7 +108,7 @@ def attend_with_xpos(
                 )
             return out.to(query.dtype)
         raise ValueError(
-            "xPos without is_causal multiplies the score of query p and a key t after it with up to "
+            "xPos without is_causal multiplies the score of query p and a later key t by up to "
             f"{(1 + _SHARE) / _SHARE:.1f}^((t - p) / {xpos.scale_base:g}), which {query.dtype} holds for sequences of "
             f"at most {rows} rows, got {longest}; pass is_causal=True, shorter sequences, or a wider dtype"
         )
@@ -123,18 +123,28 @@ def attend_with_xpos(
     positions = torch.arange(ends[-1], device=query.device) - starts.repeat_interleave(lengths)
     distances = positions.double() - lengths.repeat_interleave(lengths) / 2
     return attend(
-        xpos.turned(query, positions, distances), xpos.turned(key, positions, -distances), value, pattern,
-        is_causal=is_causal, dropout_p=dropout_p,
+        xpos.turned(query, positions, distances),
+        xpos.turned(key, positions, -distances),
+        value,
+        pattern,
+        is_causal=is_causal,
+        dropout_p=dropout_p,
         cu_seqlens=None if boundaries is None else torch.tensor(ends, dtype=torch.int32),
-    )  # fmt: skip
+    )
 
 
 def _causal_rows(
-    query: Tensor, key: Tensor, value: Tensor, pattern: DilatedPattern, xpos: XPos, query_offset: int, rows: int,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    pattern: DilatedPattern,
+    xpos: XPos,
+    query_offset: int,
+    rows: int,
     dropout_p: float,
-) -> Tensor:  # fmt: skip
-    """The queries of one sequence, ``rows`` at a time, each time with the keys that any of them may see."""
-    # Slabs know no padding of the whole sequence. Under a causal mask nothing sees it either.
+) -> Tensor:
+    """Queries of one sequence in chunks of ``rows``, each with the keys that any of them may attend to."""
+    # Slabs do not know the whole sequence's padding keys; under a causal mask no query attends to them anyway.
     ragged = replace(pattern, tail="ragged")
     outs = [query[:, :0]]
     for start in range(0, query.shape[1], rows):
@@ -148,8 +158,13 @@ def _causal_rows(
         outs.append(
             attend(
                 xpos.turned(part, positions[of_query], distances[of_query]),
-                xpos.turned(key[:, seen:last], positions, -distances), value[:, seen:last], ragged,
-                is_causal=True, query_offset=first, key_offset=seen, dropout_p=dropout_p,
+                xpos.turned(key[:, seen:last], positions, -distances),
+                value[:, seen:last],
+                ragged,
+                is_causal=True,
+                query_offset=first,
+                key_offset=seen,
+                dropout_p=dropout_p,
             )
-        )  # fmt: skip
+        )
     return torch.cat(outs, dim=1)

@@ -1,4 +1,4 @@
-"""The package's own CPU kernels: compiled for the machine at hand, once, and kept in the user's cache folder."""
+"""Compilation and loading of the package's CPU kernels, cached per machine in the user's cache folder."""
 
 from __future__ import annotations
 
@@ -28,16 +28,16 @@ _ARCHITECTURES = {
     "AVX2": ("-march=x86-64-v3", "-DCPU_CAPABILITY=AVX2", "-DCPU_CAPABILITY_AVX2"),
 }
 _SHOWN = 12
-"""Last lines of a compiler that are shown."""
+"""Number of last lines of the compiler's output to show."""
 
 
 class BuildError(RuntimeError):
-    """The kernels cannot be compiled here; the message says why and what to do."""
+    """The kernels cannot be compiled here; the message gives the reason and what to do."""
 
 
 @dataclass(frozen=True, slots=True)
 class Build:
-    """What is compiled, and where the result belongs."""
+    """A compilation: its inputs, and the location of the result."""
 
     compiler: str
     arguments: tuple[str, ...]
@@ -45,20 +45,20 @@ class Build:
 
     @property
     def library(self) -> Path:
-        """The compiled kernels, once they are there."""
+        """Path of the compiled library."""
         return self.folder / _LIBRARY
 
     @property
     def failure(self) -> Path:
-        """What the compiler said, if it failed: it is not tried again unasked."""
+        """File with the compiler's output after a failure; compilation is then not repeated automatically."""
         return self.folder / _FAILURE
 
 
 def build_of_this_machine() -> Build:
-    """What would be compiled here.
+    """The compilation for this machine.
 
     Raises:
-        BuildError: the processor or the system has no kernels, no compiler is found, or the user has no folder.
+        BuildError: unsupported processor or system, no compiler found, or no home folder.
     """
     machine = platform.machine()
     if machine not in ("x86_64", "AMD64") or sys.platform != "linux":
@@ -77,13 +77,21 @@ def build_of_this_machine() -> Build:
         raise BuildError(f"no C++ compiler: {name!r} is not found; install g++ 11 or newer, or name one in CXX")
     try:
         kept = cache_folder()
-    except RuntimeError as error:  # of a user without a home
+    except RuntimeError as error:  # Path.home() without a home folder
         raise BuildError(f"no folder for the native kernels: {error} Name one in XDG_CACHE_HOME") from error
     root = Path(torch.__file__).parent
     arguments = (
-        "-std=c++20", "-O3", *_ARCHITECTURES[capability], "-fPIC", "-shared", "-fopenmp", f"-I{root / 'include'}",
-        f"-L{root / 'lib'}", "-ltorch_cpu", "-lc10",
-    )  # fmt: skip
+        "-std=c++20",
+        "-O3",
+        *_ARCHITECTURES[capability],
+        "-fPIC",
+        "-shared",
+        "-fopenmp",
+        f"-I{root / 'include'}",
+        f"-L{root / 'lib'}",
+        "-ltorch_cpu",
+        "-lc10",
+    )
     identity = hashlib.blake2b(digest_size=12)
     for part in (torch.__version__, compiler, _version(compiler), _processor(), *arguments):
         identity.update(part.encode() + b"\0")
@@ -93,7 +101,7 @@ def build_of_this_machine() -> Build:
 
 
 def compile_kernels(build: Build) -> None:
-    """Compile the kernels into the cache folder, whatever became of an earlier attempt; several processes wait.
+    """Compile the kernels into the cache folder, even after an earlier failure; concurrent processes wait.
 
     Raises:
         BuildError: the folder cannot be written, or the compiler fails.
@@ -105,31 +113,32 @@ def compile_kernels(build: Build) -> None:
 
 
 def library_path() -> Path:
-    """The compiled kernels of this machine; they are compiled if they are not there yet, which is said in a line.
+    """Path of this machine's compiled kernels; compiles them if missing, and prints a line about it.
 
     Raises:
-        BuildError: they cannot be compiled here, could not be before, or must not be (``DILATED_ATTENTION_NO_BUILD``).
+        BuildError: compilation is not possible, failed before, or is disabled (``DILATED_ATTENTION_NO_BUILD``).
     """
     build = build_of_this_machine()
     if build.library.exists():
         return build.library
     _refuse_to_build(build)
     with _locked(build.folder):
-        # Another process may have been faster.
+        # Another process may have compiled them in the meantime.
         if not build.library.exists():
             _refuse_to_build(build)
             print(
                 "dilated-attention-pytorch: compiling its CPU kernels for this machine, once, in about half a minute "
                 f"({NO_BUILD}=1 does without them)",
-                file=sys.stderr, flush=True,
-            )  # fmt: skip
+                file=sys.stderr,
+                flush=True,
+            )
             _compile(build)
     return build.library
 
 
 @constant_of_graph
 def refusal() -> str | None:
-    """Why there are no kernels here, as far as can be told without compiling them; None if there may be."""
+    """Why there are no kernels here, as far as known without compiling; None if there may be."""
     try:
         build = build_of_this_machine()
         if not build.library.exists():
@@ -141,7 +150,7 @@ def refusal() -> str | None:
 
 @constant_of_graph
 def refusal_to_load() -> str | None:
-    """Why the kernels cannot be loaded, which are compiled if they are not there yet; None if they are loaded."""
+    """Why the kernels cannot be loaded, after compiling them if necessary; None if they are loaded."""
     try:
         load()
     except BuildError as error:
@@ -151,7 +160,7 @@ def refusal_to_load() -> str | None:
 
 @constant_of_graph
 def can_load() -> bool:
-    """Whether the kernels can be compiled and loaded, which the first call of a process does."""
+    """Whether the kernels can be compiled and loaded; the first call of a process does both."""
     return _is_loaded()
 
 
@@ -162,22 +171,28 @@ def _is_loaded() -> bool:
 
 @constant_of_graph
 def was_loaded() -> bool:
-    """Whether the kernels are loaded already."""
+    """Whether the kernels are already loaded."""
     return load.cache_info().currsize > 0
 
 
 @functools.cache
 def load() -> None:
-    """Make the kernels known to PyTorch, once in a process.
+    """Load the kernels into PyTorch, once per process.
 
     Raises:
-        BuildError: as :func:`library_path`; or what was compiled cannot be loaded.
+        BuildError: as :func:`library_path`; or the library cannot be loaded.
     """
     path = library_path()
     try:
         torch.ops.load_library(path)
     except OSError as error:
         raise BuildError(f"{path} cannot be loaded: {error}; delete it, and it is compiled anew") from error
+    for name in ("attend", "attend_backward"):
+        torch.library.register_fake(f"dilated_attention_native::{name}", _write_nothing)
+
+
+def _write_nothing(*operands: object) -> None:
+    """Fake implementation of the kernels, which return nothing."""
 
 
 def _refuse_to_build(build: Build) -> None:
@@ -191,8 +206,8 @@ def _refuse_to_build(build: Build) -> None:
 
 @contextmanager
 def _locked(folder: Path) -> Iterator[None]:
-    """One process of this machine at a time; the lock goes with the process that holds it."""
-    import fcntl  # there is none beside Unix, where nothing is compiled
+    """Mutual exclusion between processes of this machine; the lock is released when its holder ends."""
+    import fcntl  # Unix only, as is compilation
 
     try:
         folder.mkdir(parents=True, exist_ok=True)
@@ -208,7 +223,7 @@ def _locked(folder: Path) -> Iterator[None]:
 
 
 def _compile(build: Build) -> None:
-    """Every source by a process of its own; the library appears whole or not at all."""
+    """Compile every source in its own process; the library is renamed into place when complete."""
     with tempfile.TemporaryDirectory(dir=build.folder) as scratch:
         sources = sorted(SOURCES.glob("*.cpp"))
         objects = [Path(scratch) / f"{source.stem}.o" for source in sources]
@@ -247,7 +262,7 @@ def _version(compiler: str) -> str:
 
 
 def _processor() -> str:
-    """What the kernels are compiled for: the model and what it can do."""
+    """The processor model and its features, for which the kernels are compiled."""
     lines = Path("/proc/cpuinfo").read_text().splitlines()
     wanted = ("model name", "cpu family", "model\t", "flags")
     return "\n".join(dict.fromkeys(line for line in lines if line.startswith(wanted)))

@@ -1,16 +1,16 @@
-"""One partial by PyTorch's cuDNN attention, on strided views. The contract is that of :mod:`.fused`.
+"""PyTorch's cuDNN attention for one partial, on strided views, with the contract of :mod:`.fused`.
 
-What PyTorch's ``sdp_utils.cpp`` and ``MHA.cpp`` and cuDNN's frontend require of the operands, and how it is met:
+Requirements of PyTorch's ``sdp_utils.cpp`` and ``MHA.cpp`` and of cuDNN's frontend, and how they are met:
 
-- float16 or bfloat16, heads of 8 to 128 in steps of 8: :mod:`.select` refuses others.
-- Rows at 16 bytes and strides of 16 bytes, none of them 0: :func:`laid_out` copies what lies otherwise.
-- Query heads that share keys are grouped-query attention, of one key/value head.
-- At most 65,535 sequences and as many heads in a call: more are computed in parts.
-- PyTorch looks its plans up by the layout of query, key and value alone; some versions do not look at the layout of the
-  output, its gradient and the log-sum-exp. These are therefore laid out as PyTorch's forward lays out its results.
-- A call of one query or one key is none (:func:`takes`).
+- float16 or bfloat16, heads of 8 to 128 in steps of 8: :mod:`.select` rejects others.
+- Rows aligned to 16 bytes, and non-zero strides that are multiples of 16 bytes: :func:`laid_out` copies other tensors.
+- Query heads that share keys are passed as grouped-query attention with one key/value head.
+- At most 65,535 sequences and heads per call: larger calls are split.
+- PyTorch caches plans by the layout of query, key and value; some versions ignore the layout of the
+  output, its gradient and the log-sum-exp. These therefore get the layout of PyTorch's forward results.
+- Calls with a single query or key are not supported (:func:`takes`).
 
-The backward is given the merged output and log-sum-exp: its graph computes ``P = exp(s - lse)`` and
+The backward receives the merged output and log-sum-exp: its graph computes ``P = exp(s - lse)`` and
 ``rowsum(grad_out * out)`` from them, as PyTorch's own ring attention relies on.
 """
 
@@ -22,24 +22,24 @@ import torch
 from torch import Tensor
 
 MAX_HEAD_DIM = 128
-"""The widest head that every supported GPU takes, forward and backward."""
+"""Largest head dimension that every supported GPU takes, forward and backward."""
 LEAST_VERSION = 91501
-"""Of cuDNN, as ``torch.backends.cudnn.version()`` counts: before it results are wrong where 128 does not divide the
-number of rows."""
+"""Lowest cuDNN version, as in ``torch.backends.cudnn.version()``: earlier ones give wrong results if the number of rows
+is not a multiple of 128."""
 _ALIGNMENT = 16
 _MOST_PROBLEMS = 65535
 
 
 def takes(query: Tensor, key: Tensor) -> bool:
-    """Whether cuDNN computes these views ``[problems, problems, rows, D]``.
+    """Whether cuDNN supports these views ``[problems, problems, rows, D]``.
 
-    PyTorch refuses a single key, and for some versions of cuDNN a single query, whose gradients others get wrong.
+    PyTorch rejects a single key, and for some cuDNN versions a single query, whose gradients other versions get wrong.
     """
     return query.shape[2] > 1 and key.shape[2] > 1
 
 
 def laid_out(tensor: Tensor) -> Tensor:
-    """Rows ``[B, N, H, D]`` that cuDNN may read through any view of them: the tensor, or a contiguous copy."""
+    """Rows ``[B, N, H, D]`` in a layout whose views cuDNN can read: the tensor, or a contiguous copy."""
     strides = [stride for stride, size in zip(tensor.stride()[:3], tensor.shape[:3], strict=True) if size > 1]
     step = _ALIGNMENT // tensor.element_size()
     is_aligned = tensor.data_ptr() % _ALIGNMENT == 0 and all(stride > 0 and stride % step == 0 for stride in strides)
@@ -71,8 +71,8 @@ def backward(
     is_causal: bool,
     scale: float,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Gradients of one partial under the *merged* ``out`` and ``lse``. Where query heads share keys, the gradients of
-    keys and values are summed over them: that axis has size 1."""
+    """Gradients of one partial under the *merged* ``out`` and ``lse``. If query heads share keys, the gradients of
+    keys and values are summed over them: that axis then has size 1."""
 
     def compute(
         grad_out: Tensor, query: Tensor, key: Tensor, value: Tensor, out: Tensor, lse: Tensor
@@ -86,7 +86,7 @@ def backward(
         seed = torch.zeros((), dtype=torch.int64, device=q.device)
         grads: tuple[Tensor, ...] = torch.ops.aten._scaled_dot_product_cudnn_attention_backward(
             g, q, k, v, o, stats, seed, seed, None, None, None, q.shape[2], k.shape[2], 0.0, is_causal, scale=scale
-        )  # fmt: skip
+        )
         return tuple(grad.transpose(0, 1) for grad in grads) if shared == 0 else tuple(grads)
 
     grad_query, grad_key, grad_value = _in_parts(compute, grad_out, query, key, value, out, lse)
@@ -94,13 +94,13 @@ def backward(
 
 
 def _shared_axis(key: Tensor) -> int | None:
-    """The axis of problems along which keys are the same: that of the query heads of a key/value head."""
+    """The problem axis along which keys are shared: that of the query heads of a key/value head."""
     return next((dim for dim in (0, 1) if key.stride(dim) == 0 and key.shape[dim] > 1), None)
 
 
 def _as_call(tensor: Tensor, shared: int | None) -> Tensor:
-    """A view ``[sequences, heads, rows, D]``, the shared axis as heads, keys once; axes of size 1 with a stride that is
-    not 0."""
+    """A view ``[sequences, heads, rows, D]`` with the shared axis as heads and keys once; axes of size 1 get a non-zero
+    stride."""
     tensor = tensor.transpose(0, 1) if shared == 0 else tensor
     sizes = [1 if stride == 0 else size for size, stride in zip(tensor.shape, tensor.stride(), strict=True)]
     strides = [tensor.shape[3] if size == 1 else stride for size, stride in zip(sizes, tensor.stride(), strict=True)]
@@ -108,7 +108,7 @@ def _as_call(tensor: Tensor, shared: int | None) -> Tensor:
 
 
 def _in_parts(compute: Callable[..., tuple[Tensor, ...]], *operands: Tensor) -> tuple[Tensor, ...]:
-    """``compute`` of views, as many problems at a time as one call takes."""
+    """Apply ``compute`` to views, with as many problems at a time as one call supports."""
     for dim in (0, 1):
         if operands[0].shape[dim] > _MOST_PROBLEMS:
             split = zip(*(operand.split(_MOST_PROBLEMS, dim) for operand in operands), strict=True)

@@ -1,13 +1,13 @@
-"""Dropout of merged probabilities by counter: whether a pair is kept depends on its place, not on who computes it."""
+"""Counter-based dropout of merged probabilities: each pair's draw depends only on its position, head and seed."""
 
 from __future__ import annotations
 
 import torch
 from torch import Tensor
 
-from dilated_attention_pytorch.patterns import shifted_right, splitmix64
+from dilated_attention_pytorch.patterns.mixing import shifted_right, splitmix64
 
-# Odd multipliers of the 32-bit mixer of murmur3.
+# Odd multipliers of murmur3's 32-bit mixer.
 _MURMUR = (-2048144789, -1028477387)
 
 
@@ -24,13 +24,13 @@ def keep_factors(
 
     Args:
         seed: int64 scalar tensor.
-        batch, heads, query_rows, key_rows: integer tensors that broadcast against each other: the index of the
-            sequence in the batch, of the query head, and the absolute rows of query and key.
+        batch, heads, query_rows, key_rows: broadcastable integer tensors: the index of the
+            sequence in the batch, the query head, and the absolute rows of query and key.
         dropout_p: probability of dropping a pair, ``0 <= p < 1``.
-        dtype: of the factors.
+        dtype: dtype of the factors.
 
     Returns:
-        Tensor of the broadcast shape. Equal places give equal factors, in whatever slabs they are asked for.
+        Tensor of the broadcast shape. Equal indices give equal factors, whatever slabs they are computed in.
     """
     queries = splitmix64(splitmix64(splitmix64(seed + batch) + heads) + query_rows)
     keys = splitmix64(splitmix64(seed + 1) + key_rows)

@@ -1,4 +1,4 @@
-"""One partial by PyTorch's own fused kernels that return the log-sum-exp, on strided views.
+"""PyTorch's fused kernels with log-sum-exp output for one partial, on strided views.
 
 Views are ``[problems, problems, rows, D]`` with a contiguous last dimension; any stride elsewhere, 0 included.
 """
@@ -9,18 +9,18 @@ import torch
 from torch import Tensor
 
 MASKED = -1e30
-"""The bias of a masked key. Finite, so that a row of masked keys has a finite lse that no real row reaches."""
+"""Bias of a masked key. Finite, so that a row of masked keys has a finite lse far below that of any real row."""
 
 
 def is_fused(query: Tensor, *, has_bias: bool) -> bool:
-    """Whether a fused kernel of PyTorch takes these operands; matrix products take them all."""
+    """Whether a fused PyTorch kernel supports these operands; matrix products support all."""
     if query.device.type == "cpu":
         return True
     head_dim = query.shape[-1]
     if query.device.type != "cuda" or has_bias:
         return False
     if query.dtype in (torch.float16, torch.bfloat16):
-        # The flash kernels need tensor cores of compute capability 8.0; bfloat16 has no other kernel.
+        # The flash kernels need compute capability 8.0; bfloat16 has no other kernel.
         return head_dim % 8 == 0 and head_dim <= 256 and torch.cuda.get_device_capability(query.device) >= (8, 0)
     return query.dtype == torch.float32 and head_dim % 4 == 0
 
@@ -28,7 +28,7 @@ def is_fused(query: Tensor, *, has_bias: bool) -> bool:
 def forward(
     query: Tensor, key: Tensor, value: Tensor, bias: Tensor | None, *, is_causal: bool, scale: float
 ) -> tuple[Tensor, Tensor]:
-    """Output and log-sum-exp of one partial; ``bias`` (CPU only, in the accumulation dtype) is added to the scores."""
+    """Output and log-sum-exp of one partial; ``bias`` (CPU only, accumulation dtype) is added to the scores."""
     if query.device.type == "cpu":
         q, k, v = (_computable_on_cpu(tensor) for tensor in (query, key, value))
         out, lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
@@ -39,7 +39,7 @@ def forward(
         out, lse, _, _ = torch.ops.aten._scaled_dot_product_efficient_attention(
             query, key, value, None, True, 0.0, is_causal, scale=scale
         )
-        return out, lse[..., : query.shape[2]]  # the kernel rounds the number of rows up
+        return out, lse[..., : query.shape[2]]  # the kernel pads the number of rows
     results = torch.ops.aten._scaled_dot_product_flash_attention(query, key, value, 0.0, is_causal, False, scale=scale)
     return results[0], results[1]
 
@@ -56,7 +56,7 @@ def backward(
     is_causal: bool,
     scale: float,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Gradients of one partial. ``out`` and ``lse`` are the *merged* ones: the kernel's
+    """Gradients of one partial under the *merged* ``out`` and ``lse``: the kernel's
     ``P = exp(s - lse)`` and ``delta = rowsum(grad_out * out)`` are then those of the joint softmax."""
     if query.device.type == "cpu":
         g, q, k, v, o = (_computable_on_cpu(tensor) for tensor in (grad_out, query, key, value, out))
@@ -67,17 +67,41 @@ def backward(
     seed = torch.zeros((), dtype=torch.int64, device=query.device)
     if query.dtype == torch.float32:
         rows = query.shape[2]
-        # The kernel takes the last stride for 1, and a number of rows that 32 divides.
+        # The kernel assumes a last stride of 1 and a number of rows divisible by 32.
         padded = torch.nn.functional.pad(lse, (0, -rows % 32), value=float("inf")).contiguous()
         grads = torch.ops.aten._scaled_dot_product_efficient_attention_backward(
-            grad_out, query, key, value, None, out, padded, seed, seed, 0.0, [True, True, True, False], is_causal,
+            grad_out,
+            query,
+            key,
+            value,
+            None,
+            out,
+            padded,
+            seed,
+            seed,
+            0.0,
+            [True, True, True, False],
+            is_causal,
             scale=scale,
-        )  # fmt: skip
+        )
         return grads[0], grads[1], grads[2]
     grads = torch.ops.aten._scaled_dot_product_flash_attention_backward(
-        grad_out, query, key, value, out, lse.contiguous(), None, None, query.shape[2], key.shape[2], 0.0, is_causal,
-        seed, seed, scale=scale,
-    )  # fmt: skip
+        grad_out,
+        query,
+        key,
+        value,
+        out,
+        lse.contiguous(),
+        None,
+        None,
+        query.shape[2],
+        key.shape[2],
+        0.0,
+        is_causal,
+        seed,
+        seed,
+        scale=scale,
+    )
     return grads[0], grads[1], grads[2]
 
 

@@ -1,4 +1,4 @@
-"""What a call leaves out: keys that are hidden, and pairs that dropout takes away."""
+"""Per-call masks: padding keys and dropout."""
 
 from __future__ import annotations
 
@@ -9,16 +9,16 @@ from torch import Tensor
 
 @dataclass(frozen=True, slots=True)
 class Masks:
-    """Hidden keys, dropout, and the positions that dropout counts by."""
+    """Padding keys, dropout, and the positions that index dropout."""
 
     hidden: Tensor | None = None
-    """bool ``[B, M]`` or ``[B, M, G]``: keys that are as if they were not there."""
+    """bool ``[B, M]`` or ``[B, M, G]``: keys to ignore."""
     seed: Tensor | None = None
-    """int64, of the dropout; None without dropout."""
+    """Dropout seed, int64; None without dropout."""
     dropout_p: float = 0.0
     query_offset: int = 0
     """Position of the first query row."""
     key_offset: int = 0
     """Position of the first key row."""
     key_positions: Tensor | None = None
-    """int64 ``[M, G]``: the position of every key, where rows of keys do not lie one after the other."""
+    """Position of every key, int64 ``[M, G]``, if key rows are not consecutive."""

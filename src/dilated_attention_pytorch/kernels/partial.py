@@ -1,7 +1,7 @@
-"""Who computes a partial: the only choice among the kernels, and one call for all that take views.
+"""Kernel selection for a partial, and a common interface of the kernels that take views.
 
 Views are ``[problems, problems, rows(, D)]`` with a contiguous last dimension; any stride elsewhere, 0 included. The
-native kernels take a partial as a whole, where its rows lie: see :mod:`.native`.
+native kernels take a whole partial in place instead: see :mod:`.native`.
 """
 
 from __future__ import annotations
@@ -28,16 +28,16 @@ def kernel_of(
     is_remote: bool = False,
     has_lse_gradient: bool = False,
 ) -> Kernel:
-    """The kernel that computes a partial of a call whose implementation is ``impl``.
+    """The kernel for a partial of a call with implementation ``impl``.
 
     Args:
         impl: "native", "triton", "cudnn" or "aten".
-        query: of the call: its device, dtype and head width count.
-        has_bias: a band or hidden keys mask scores.
-        is_dropped: with dropout.
-        is_pair: the log-sum-exp is a pair, as scores are large: see :class:`.products.Result`.
-        is_remote: the keys came from elsewhere.
-        has_lse_gradient: the log-sum-exp has a gradient.
+        query: the call's query; its device, dtype and head dimension matter.
+        has_bias: whether a band or padding mask is applied to scores.
+        is_dropped: whether there is dropout.
+        is_pair: whether the log-sum-exp is a pair because scores are large, see :class:`.products.Result`.
+        is_remote: whether the keys were received from another rank.
+        has_lse_gradient: whether the log-sum-exp has a gradient.
     """
     if is_pair or (is_dropped and (impl != "native" or is_remote)):
         return "products"
@@ -53,13 +53,13 @@ def kernel_of(
 
 
 def laid_out(impl: str, tensor: Tensor) -> Tensor:
-    """Rows ``[B, N, H, D]`` as the kernels of ``impl`` read them through views: the tensor, or a copy."""
+    """Rows ``[B, N, H, D]`` in a layout whose views the kernels of ``impl`` can read: the tensor, or a copy."""
     return cudnn.laid_out(tensor) if impl == "cudnn" else tensor
 
 
 def reads_listed_rows(impl: str, num_rows: int) -> bool:
-    """Whether the kernel of a call reads remote keys row by row where they lie, for that many query rows of a key/value
-    head; else the rows that they see must lie together."""
+    """Whether the kernel of a call reads remote keys row by row in place, for that many query rows per key/value
+    head; otherwise visible rows must be contiguous."""
     return impl == "native" and num_rows <= native.ROWS_OF_STREAM
 
 
@@ -121,12 +121,12 @@ def backward(
 
 
 def _for_rows(kernel: Kernel, query: Tensor, key: Tensor) -> Kernel:
-    """The kernel for views of so many rows."""
+    """The kernel for views with these numbers of rows."""
     return "products" if kernel == "cudnn" and not cudnn.takes(query, key) else kernel
 
 
 def _problems(bias: Tensor | None, count: int) -> Iterator[tuple[slice, Tensor | None]]:
-    """Problems of the second axis that one launch takes: all, or one by one where each has hidden keys of its own."""
+    """Ranges of the second problem axis per launch: all, or one each if padding differs between them."""
     if bias is None:
         yield slice(None), None
         return
@@ -148,18 +148,25 @@ def _triton_forward(query: Tensor, key: Tensor, value: Tensor, bias: Tensor | No
 
 
 def _triton_backward(
-    grad_out: Tensor, query: Tensor, key: Tensor, value: Tensor, out: Tensor, lse: Tensor, bias: Tensor | None,
+    grad_out: Tensor,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    bias: Tensor | None,
     scale: float,
-) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+) -> tuple[Tensor, Tensor, Tensor]:
     from .triton import launch
 
     parts = [
         launch.attend_rows_backward(
             *(x[:, some].transpose(1, 2) for x in (query, key, value)),
             *(x[:, some].transpose(1, 2).contiguous() for x in (out, lse, grad_out)),
-            scale=scale, key_padding_mask=hidden,
+            scale=scale,
+            key_padding_mask=hidden,
         )
         for some, hidden in _problems(bias, query.shape[1])
-    ]  # fmt: skip
+    ]
     grad_query, grad_key, grad_value = (torch.cat(part, dim=2).transpose(1, 2) for part in zip(*parts, strict=True))
     return grad_query, grad_key, grad_value

@@ -1,7 +1,7 @@
-"""One partial by matrix products, a few problems and query rows at a time: as many scores as the caches hold.
+"""Matrix-product kernel for one partial, in blocks of problems and query rows whose scores fit into the caches.
 
-What no fused kernel does: dropout, gradients of the log-sum-exp and of a bias, scores of any size, weighted sums, any
-device. Takes the same views as the fused kernels.
+Supports what no fused kernel does: dropout, gradients of the log-sum-exp and of a bias, scores of any magnitude,
+weighted sums, any device. Takes the same views as the fused kernels.
 """
 
 from __future__ import annotations
@@ -19,55 +19,55 @@ from .fused import MASKED
 
 
 class Place(NamedTuple):
-    """Some problems and query rows of views ``[problems, problems, rows(, D)]``."""
+    """A block of problems and query rows of views ``[problems, problems, rows(, D)]``."""
 
     axis: int
     one: int
-    """Fixed index along ``axis``, one of the two axes of problems."""
+    """Fixed index along ``axis``, one of the two problem axes."""
     some: slice | None
-    """Range along the other axis; None is all of it."""
+    """Range along the other axis; None = all."""
     rows: slice | None
-    """Query rows; None is all of them."""
+    """Query rows; None = all."""
 
     def of_keys(self, view: Tensor) -> Tensor:
-        """These problems of a view of keys, ``[problems, rows(, D)]``."""
+        """This block's part of a view of keys, ``[problems, rows(, D)]``."""
         taken = view.select(self.axis, self.one)
         return taken if self.some is None else taken[self.some]
 
     def of_queries(self, view: Tensor) -> Tensor:
-        """These problems and rows of a view of queries, ``[problems, rows(, D)]``."""
+        """This block's part of a view of queries, ``[problems, rows(, D)]``."""
         taken = self.of_keys(view)
         return taken if self.rows is None else taken[:, self.rows]
 
     @property
     def is_first(self) -> bool:
-        """Whether no other place has the first query row of these problems."""
+        """Whether this block contains the first query row of its problems."""
         return self.rows is None or self.rows.start == 0
 
 
 KeepFactors = Callable[[Place], Tensor]
-"""Dropout factors of a place: ``[problems, rows, keys]``."""
+"""Dropout factors of a block: ``[problems, rows, keys]``."""
 
 LOG2_E = math.log2(math.e)
-"""Scores are multiplied by it, and powers of two taken: of numbers below -87 PyTorch's exp on a CPU is 50 to 180 times
-slower than of others, its exp2 is not."""
+"""Factor from natural to base-2 exponents: below -87, PyTorch's exp on a CPU takes 50 to 180 times as long as
+elsewhere, and its exp2 does not."""
 _SCORES_OF_A_CORE = 1 << 19
-"""Scores that are held at a time for every core of a CPU: 2 MiB of float32."""
+"""Scores held at a time per CPU core: 2 MiB in float32."""
 _MOST_SCORES = 1 << 21
-"""The same for all cores together where dropout is drawn, whose 64-bit numbers are larger than the scores."""
+"""Scores held at a time on all cores with dropout, whose 64-bit random numbers are larger than the scores."""
 _SCORES_ELSEWHERE = 1 << 22
-"""The same for devices that want more work at a time."""
+"""Scores held at a time on other devices, which need more work per operation."""
 
 
 class Result(NamedTuple):
-    """What a partial gives, in the accumulation dtype."""
+    """Result of a partial, in the accumulation dtype."""
 
     out: Tensor
     lse: Tensor
     """Finite; about :data:`MASKED` for rows of masked keys."""
     rest: Tensor | None = None
-    """With it, ``lse + rest`` is the log-sum-exp in units of log 2: the largest score, and the logarithm of the sum of
-    powers of what scores differ from it. In one number, what follows a large score would be lost."""
+    """If set, ``lse + rest`` is the log-sum-exp in base 2: the largest score, and the logarithm of the sum of
+    powers of the differences from it. A single number would lose the second part next to a large score."""
 
 
 def forward(
@@ -86,11 +86,11 @@ def forward(
     Args:
         query: ``[problems, problems, N, D]``; key, value: ``[problems, problems, M, D]``, any strides.
         bias: added to the scores, ``[problems, problems, N, M]``, any strides, in the accumulation dtype.
-        keep_factors: what dropout multiplies probabilities by.
-        is_causal: the i-th query sees the first i + 1 keys.
-        scale: factor of the scores.
-        is_pair: return the log-sum-exp as a pair. Scores are computed in the steps of :func:`backward`, so that both
-            have the same scores to the last bit.
+        keep_factors: dropout factors of the probabilities.
+        is_causal: query i attends to the first i + 1 keys.
+        scale: scale of the scores.
+        is_pair: return the log-sum-exp as a pair. Scores are computed block by block as in :func:`backward`, so that
+            both get bitwise equal scores.
     """
     dtype = accumulation_dtype(query.dtype)
     key, value = key.to(dtype), value.to(dtype)
@@ -101,11 +101,11 @@ def forward(
         scores = _scores(query, key, bias, place, is_causal=is_causal, scale=scale)
         largest = scores.amax(dim=-1, keepdim=True)
         if bias is not None:
-            # A row whose keys all have a bias of -inf has no largest score.
+            # In a row whose keys all have a bias of -inf there is no maximum.
             largest.clamp_(min=MASKED)
         total = scores.sub_(largest).exp2_().sum(dim=-1, keepdim=True)
         if bias is not None:
-            # Such a row has an output of 0 and, like a row of masked keys, a finite log-sum-exp.
+            # Such a row has output 0 and, like a row of masked keys, a finite log-sum-exp.
             total.clamp_(min=torch.finfo(dtype).tiny)
         if rest is None:
             place.of_queries(lse).copy_((total.log2() + largest).squeeze(-1) / LOG2_E)
@@ -132,11 +132,12 @@ def weighted_sum(
     scale: float,
     of_keys: bool = False,
 ) -> Tensor:
-    """What one partial adds to ``sum_t P[p, t] f[p, t] values[t]``, ``P = exp(s - lse)`` the merged probabilities.
+    """A partial's contribution to ``sum_t P[p, t] f[p, t] values[t]``, with the merged P = ``exp(s - lse)``.
 
-    f is the product of what dropout keeps and of ``factors``: of each, ``left[p] . right[t] + of_key[t]``, of what
-    there is. With ``of_keys`` the values are the queries' and ``sum_p P[p, t] f[p, t] values[p]`` is added up; values
-    of None are ones, ``[problems, problems, rows, 1]``. With ``rest``, it and ``lse`` are a pair, see :class:`Result`.
+    f is the product of the dropout factors and of ``factors``, each ``left[p] . right[t] + of_key[t]`` with None terms
+    left out. With ``of_keys``, values belong to the queries and ``sum_p P[p, t] f[p, t] values[p]`` is accumulated;
+    ``values=None`` stands for ones, ``[problems, problems, rows, 1]``. With ``rest``, ``(lse, rest)`` is a pair, see
+    :class:`Result`.
     """
     dtype = accumulation_dtype(query.dtype)
     key = key.to(dtype)
@@ -182,9 +183,9 @@ def backward(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
     """Gradients of query, key and value of one partial under the merged ``lse``, in the accumulation dtype.
 
-    ``dS = P * (keep * dP - delta)`` with ``delta = rowsum(dO * O) - dL``: the gradient of the log-sum-exp included.
-    The last, if ``needs_bias``, is the gradient of a bias of every key, ``sum_p dS[p, t] [problems, problems, M]``.
-    With ``rest``, it and ``lse`` are a pair, see :class:`Result`.
+    ``dS = P * (keep * dP - delta)`` with ``delta = rowsum(dO * O) - dL``, so the gradient of the log-sum-exp is
+    included. With ``needs_bias``, the last result is the gradient of a per-key bias, ``sum_p dS[p, t] [problems,
+    problems, M]``. With ``rest``, ``(lse, rest)`` is a pair, see :class:`Result`.
     """
     dtype = accumulation_dtype(query.dtype)
     key, value = key.to(dtype), value.to(dtype)
@@ -212,14 +213,14 @@ def backward(
 
 
 def _places(query: Tensor, num_keys: int, *, is_dropped: bool) -> Iterator[Place]:
-    """Problems and query rows with so few scores that they stay in the caches, and enough problems for every core."""
+    """Blocks of problems and query rows whose scores fit into the caches, with enough problems for every core."""
     first, second, num_queries = query.shape[:3]
     cores = torch.get_num_threads()
     limit = cores * _SCORES_OF_A_CORE if query.device.type == "cpu" else _SCORES_ELSEWHERE
     limit = min(limit, _MOST_SCORES) if is_dropped else limit
     all_problems = max(first, second)
     most = max(1, limit // max(1, num_queries * num_keys) // cores) * cores
-    problems = -(-_evenly(all_problems, most) // cores) * cores  # equally many for every core
+    problems = -(-_evenly(all_problems, most) // cores) * cores  # a multiple of the number of cores
     rows = _evenly(num_queries, max(1, limit // max(1, min(problems, all_problems) * num_keys)))
     for one in range(min(first, second)):
         for start in range(0, all_problems, problems):
@@ -230,12 +231,12 @@ def _places(query: Tensor, num_keys: int, *, is_dropped: bool) -> Iterator[Place
 
 
 def _evenly(number: int, most: int) -> int:
-    """The size of equal parts of a number, as few as have ``most`` or less."""
+    """Part size when ``number`` is split evenly into the fewest parts of at most ``most``."""
     return max(1, -(-number // max(1, -(-number // most))))
 
 
 def _scores(query: Tensor, key: Tensor, bias: Tensor | None, place: Place, *, is_causal: bool, scale: float) -> Tensor:
-    """Scaled, biased and masked scores of a place in units of log 2, ``[problems, rows, keys]``."""
+    """Scaled, biased and masked scores of a block in base 2, ``[problems, rows, keys]``."""
     rows, keys = place.of_queries(query).to(key.dtype), place.of_keys(key)
     scores = torch.empty(*rows.shape[:2], keys.shape[1], dtype=key.dtype, device=key.device)
     torch.baddbmm(scores, rows, keys.mT, beta=0, alpha=scale * LOG2_E, out=scores)
@@ -249,11 +250,11 @@ def _scores(query: Tensor, key: Tensor, bias: Tensor | None, place: Place, *, is
 
 
 def _probabilities(scores: Tensor, place: Place, lse: Tensor, rest: Tensor | None) -> None:
-    """``exp(s - lse)`` in place of scores in units of log 2; of the pair ``(lse, rest)`` where there is one."""
+    """Replace base-2 scores by ``exp(s - lse)``, or by that of the pair ``(lse, rest)``."""
     of_rows = place.of_queries(lse).unsqueeze(-1)
     if rest is None:
         scores.sub_(of_rows * LOG2_E)
     else:
-        # Never more than 1, also where a library sums the products of equal rows in another order.
+        # At most 1, even if a library sums the products of equal rows in a different order.
         scores.sub_(of_rows).sub_(place.of_queries(rest).unsqueeze(-1)).clamp_(max=0.0)
     scores.exp2_()

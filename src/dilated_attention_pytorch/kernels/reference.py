@@ -1,4 +1,4 @@
-"""The dense oracle: one softmax over ``s + log c``. It shares no code with planning or with the other kernels."""
+"""The dense reference: one softmax over ``s + log c``. It shares no code with planning or the other kernels."""
 
 from __future__ import annotations
 
@@ -23,9 +23,9 @@ def reference_attention(
     key_padding_mask: Tensor | None,
     keep_probability: Tensor | None,
 ) -> tuple[Tensor, Tensor]:
-    """Attention and log-sum-exp straight from the definition; time and memory grow with N * M.
+    """Attention and log-sum-exp directly from the definition, in O(N M) time and memory.
 
-    ``keep_probability`` is what the merged probabilities are multiplied by under dropout, ``[B, H, N, M]``.
+    ``keep_probability`` are the dropout factors of the merged probabilities, ``[B, H, N, M]``.
     """
     num_heads, num_kv_heads = query.shape[2], key.shape[2]
     dtype = accumulation_dtype(query.dtype)
@@ -40,7 +40,7 @@ def reference_attention(
         v = v.masked_fill(key_padding_mask[:, :, None, None], 0.0)
     k = k.repeat_interleave(num_heads // num_kv_heads, dim=2)
     v = v.repeat_interleave(num_heads // num_kv_heads, dim=2)
-    unseen = (count == 0).all(dim=2).transpose(1, 2).unsqueeze(-1)  # whatever lies there: 0 * NaN is NaN
+    unseen = (count == 0).all(dim=2).transpose(1, 2).unsqueeze(-1)  # zeroed, since 0 * NaN is NaN
     k, v = k.masked_fill(unseen, 0.0), v.masked_fill(unseen, 0.0)
     scores = scale * torch.einsum("bnhd,bmhd->bhnm", q, k) + count.to(dtype).log()
     phantoms = _phantom_counts(pattern, query_rows, count, num_kv_heads, cu_seqlens)
@@ -59,7 +59,7 @@ def reference_attention(
 
 
 def _documents(rows: Tensor, cu_seqlens: Tensor | None) -> tuple[Tensor, Tensor]:
-    """The document of every absolute row, and its position there."""
+    """Document of every absolute row, and its position there."""
     if cu_seqlens is None:
         return torch.zeros_like(rows), rows
     starts = cu_seqlens.to(rows.device, rows.dtype)
@@ -85,7 +85,7 @@ def _counts(
 def _phantom_counts(
     pattern: Pattern, rows: Tensor, count: Tensor, num_kv_heads: int, cu_seqlens: Tensor | None
 ) -> Tensor | None:
-    """Keys of score 0 and value 0 that every row sees under ``tail="zero_padded"``, ``[B, H, N]``; None without any."""
+    """Number of zero keys that every row sees under ``tail="zero_padded"``, ``[B, H, N]``; None without any."""
     padded = [group for group in pattern.groups if group.tail == "zero_padded"]
     if not padded:
         return None

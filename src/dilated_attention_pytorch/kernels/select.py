@@ -1,4 +1,4 @@
-"""Which implementation a call gets: a flat list of refusals, each with its sentence."""
+"""Selection of a call's implementation: a flat list of conditions with error messages."""
 
 from __future__ import annotations
 
@@ -17,7 +17,8 @@ Impl = Literal["auto", "triton", "triton-fp8", "gluon", "cudnn", "native", "aten
 IMPLS: tuple[str, ...] = get_args(Impl)
 
 ON_DEVICE = ("triton", "triton-fp8", "gluon")
-"""Those that plan on the device. The backward of ``"gluon"`` is that of ``"triton"``; ``"triton-fp8"`` has none."""
+"""Implementations that plan on the device. The backward of ``"gluon"`` is that of ``"triton"``; ``"triton-fp8"`` has
+none."""
 
 NO_FP8_GRADIENT = (
     'impl="triton-fp8" computes the forward alone, and a gradient is asked for: call it under torch.no_grad(), or use '
@@ -25,21 +26,21 @@ NO_FP8_GRADIENT = (
 )
 
 GLUON_VERSION = (3, 6)
-"""The oldest Triton that the warp-specialised kernel was compiled with."""
+"""Oldest Triton version with which the warp-specialised kernel was compiled."""
 
 MAX_HEAD_DIM = 256
-"""The widest head that the Triton kernels keep in registers, and the native ones in caches."""
+"""Largest head dimension that fits into the Triton kernels' registers and the native kernels' caches."""
 
 
 def is_interpreted() -> bool:
-    """Whether Triton's interpreter is asked for: kernels then run on CPU tensors, slowly, for checking."""
+    """Whether Triton's interpreter is enabled: kernels then run on CPU tensors, slowly, for checking."""
     return os.environ.get("TRITON_INTERPRET", "0").lower() in ("1", "true", "yes", "on")
 
 
 def refusal(
     impl: str, device: torch.device, dtype: torch.dtype, head_dim: int, *, is_segmented: bool = False
 ) -> str | None:
-    """Why ``impl`` cannot compute on this device and dtype with heads this wide; None if it can.
+    """Why ``impl`` does not support this device, dtype and head dimension; None if it does.
 
     ``is_segmented``: the pattern has segments of unequal lengths.
     """
@@ -68,7 +69,7 @@ def refusal(
 
 
 def _native_mismatch(device: torch.device, dtype: torch.dtype, head_dim: int) -> str | None:
-    """Why the native kernels do not take such a call, on whatever machine."""
+    """Why the native kernels do not support a call, on any machine."""
     if device.type != "cpu":
         return f"the native kernels are for CPUs, not for {device.type!r} tensors"
     if dtype == torch.float64:
@@ -146,11 +147,14 @@ def _cudnn_refusal(device: torch.device, dtype: torch.dtype, head_dim: int) -> s
 
 
 def _gluon_refusal(device: torch.device, dtype: torch.dtype, head_dim: int) -> str | None:
-    """What the warp-specialised kernel refuses beyond what the others do; each call on its own: ``hopper.refusal``."""
+    """Additional conditions of the warp-specialised kernel; those of a single call are in ``hopper.refusal``."""
     if dtype not in (torch.float16, torch.bfloat16):
         return f'the warp-specialised kernel multiplies float16 and bfloat16, not {dtype}; use impl="triton"'
-    if head_dim not in (64, 128):
-        return f'the warp-specialised kernel takes heads of 64 and 128, got {head_dim}; use impl="triton"'
+    if head_dim % 8 or not 32 < head_dim <= 128:
+        return (
+            f"the warp-specialised kernel takes heads from 40 to 128 wide, multiples of 8, got {head_dim}; use "
+            'impl="triton"'
+        )
     if triton_version() < GLUON_VERSION:
         needed, found = (".".join(map(str, version)) for version in (GLUON_VERSION, triton_version()))
         return f'the warp-specialised kernel needs Triton {needed} or newer, got {found}; use impl="triton"'
@@ -166,7 +170,7 @@ def _gluon_refusal(device: torch.device, dtype: torch.dtype, head_dim: int) -> s
 
 
 def _fp8_refusal(device: torch.device) -> str | None:
-    """What the forward in e4m3 refuses beyond what the others do; each call on its own: ``fp8.refusal``."""
+    """Additional conditions of the e4m3 forward; those of a single call are in ``fp8.refusal``."""
     if is_interpreted():
         return None
     target = target_of(device)
@@ -184,12 +188,12 @@ def _fp8_refusal(device: torch.device) -> str | None:
 
 @constant_of_graph
 def _cudnn_version() -> int:
-    """The version of cuDNN, 0 without it."""
+    """The version of cuDNN; 0 without it."""
     return torch.backends.cudnn.version() or 0
 
 
 def _automatic(device: torch.device, dtype: torch.dtype, head_dim: int, *, is_segmented: bool) -> str:
-    # For AMD GPUs the kernels were compiled and never run: there they are taken by name only.
+    # On AMD GPUs the kernels were compiled but never run: there they are selected by name only.
     is_nvidia = device.type == "cuda" and torch.version.hip is None
     if is_nvidia and refusal("triton", device, dtype, head_dim, is_segmented=is_segmented) is None:
         return "triton"
@@ -199,15 +203,16 @@ def _automatic(device: torch.device, dtype: torch.dtype, head_dim: int, *, is_se
 
 
 def select(impl: str, device: torch.device, dtype: torch.dtype, head_dim: int, *, is_segmented: bool = False) -> str:
-    """The name of the implementation that computes the call.
+    """The name of the implementation for a call.
 
-    ``"auto"`` is ``"triton"`` on an NVIDIA GPU where that can run, ``"native"`` on a CPU where that can, else
-    ``"aten"``. The first call on such a CPU compiles the native kernels, if that was not done before. ``"cudnn"`` is
-    taken where it is named only: nothing was timed on a GPU yet.
+    ``"auto"`` is ``"triton"`` on an NVIDIA GPU and ``"native"`` on a CPU where these can run, else
+    ``"aten"``. The first call on such a CPU compiles the native kernels if necessary. ``"cudnn"`` is
+    selected by name only, as it has not been timed on a GPU yet.
 
     Raises:
-        ValueError: ``impl`` is no known name.
-        NotImplementedError: the named implementation (or, for ``"auto"``, every one that is not dense) cannot run it.
+        ValueError: ``impl`` is not a known name.
+        NotImplementedError: the named implementation (with ``"auto"``, every one that is not dense) does not support
+            the call.
     """
     if impl not in IMPLS:
         raise ValueError(f"impl must be one of {', '.join(map(repr, IMPLS))}, got {impl!r}")

@@ -1,12 +1,18 @@
-"""LongNet language models, their cache and their generation."""
+"""LongNet language models, encoders and encoder-decoders; the encoder of whole slides; caches and generation."""
 
 from typing import TYPE_CHECKING, Any
 
+from dilated_attention_pytorch.legacy import look_up
+
 from .cache import LongNetCache
 from .config import LongNetConfig
+from .encoder import LongNetEncoder
+from .encoder_decoder import LongNetEncoderDecoder
 from .generation import generate, generate_naive
-from .longnet import AttentionFunction, LongNetLM
-from .share import CacheShare
+from .longnet import LongNetLM
+from .slide_checkpoint import load_slide_encoder
+from .slide_encoder import SlideEmbeddings, SlideEncoder, SlideEncoderConfig, pack_slides, released_segment_lengths
+from .slide_grid import tile_grid
 
 if TYPE_CHECKING:
     from .causal_lm import LongNetCausalLMConfig as LongNetCausalLMConfig
@@ -14,13 +20,20 @@ if TYPE_CHECKING:
 
 # What needs transformers is asked for by its name, so that `import *` needs torch alone.
 __all__ = [
-    "AttentionFunction",
-    "CacheShare",
     "LongNetCache",
     "LongNetConfig",
+    "LongNetEncoder",
+    "LongNetEncoderDecoder",
     "LongNetLM",
+    "SlideEmbeddings",
+    "SlideEncoder",
+    "SlideEncoderConfig",
     "generate",
     "generate_naive",
+    "load_slide_encoder",
+    "pack_slides",
+    "released_segment_lengths",
+    "tile_grid",
 ]
 
 
@@ -30,4 +43,4 @@ def __getattr__(name: str) -> Any:
         from . import causal_lm
 
         return getattr(causal_lm, name)
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return look_up("models", name)

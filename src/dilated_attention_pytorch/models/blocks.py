@@ -1,9 +1,9 @@
-"""One block of LongNet: dilated attention and a feed-forward, each with MAGNETO's sub-LayerNorm."""
+"""The LongNet block: dilated attention and a feed-forward, each with MAGNETO's sub-LayerNorm."""
 
 from __future__ import annotations
 
 import math
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -13,10 +13,11 @@ from dilated_attention_pytorch.nn import MultiheadPatternAttention
 
 from .config import LongNetConfig
 from .rotary import Rotary, rotate
+from .shifted_keys import LayerKeys
 
 
 class LayerAttention(Protocol):
-    """Attention as a block calls it: causal, under the pattern of layer ``layer``."""
+    """The attention callable of a block, under the pattern of layer ``layer``; causal in a decoder."""
 
     def __call__(self, layer: int, query: Tensor, key: Tensor, value: Tensor, dropout_p: float) -> Tensor:
         """query ``[B, N, H, D]``, key and value ``[B, N, G, D]``; returns ``[B, N, H, D]``."""
@@ -24,25 +25,49 @@ class LayerAttention(Protocol):
 
 
 def magneto_gain(num_layers: int) -> float:
-    """Xavier gain of value, output and feed-forward matrices in a decoder of L blocks: ``sqrt(log(2 L))``.
+    """MAGNETO's Xavier gain of value, output and feed-forward matrices in a decoder of L blocks: ``sqrt(log(2 L))``.
 
-    MAGNETO (arXiv 2210.06423, section 2.2, figure 2): with it the update of the model's output stays bounded in L.
+    It bounds the update of the model's output independently of L (arXiv 2210.06423, section 2.2, figure 2).
     """
     return math.sqrt(math.log(2 * num_layers))
 
 
+class Gains(NamedTuple):
+    """Xavier gains of the encoder's blocks and of the decoder's blocks in an encoder-decoder."""
+
+    encoder: float
+    decoder: float
+
+
+def magneto_gains(num_encoder_layers: int, num_decoder_layers: int) -> Gains:
+    """Gains for an encoder of N blocks, ``sqrt(log(3 M) log(2 N) / 3)``, and a decoder of M blocks, ``sqrt(log(3 M))``.
+
+    MAGNETO (arXiv 2210.06423, figure 2), for encoder-decoder models.
+    """
+    of_decoder = math.log(3 * num_decoder_layers)
+    return Gains(math.sqrt(of_decoder * math.log(2 * num_encoder_layers) / 3), math.sqrt(of_decoder))
+
+
 class FeedForward(nn.Module):
-    """``out(norm(act(x)))``: ``act(x) = silu(gate x) * (up x)`` for "swiglu", ``gelu(up x)`` for "gelu"."""
+    """``out(norm(act(x)))``: ``act(x) = silu(gate x) * (up x)`` for "swiglu", ``gelu(up x)`` for "gelu".
+
+    ``gain`` is the Xavier gain of the up and out matrices; None = :func:`magneto_gain` of a decoder.
+    """
 
     def __init__(
-        self, config: LongNetConfig, *, device: torch.device | str | None = None, dtype: torch.dtype | None = None
+        self,
+        config: LongNetConfig,
+        *,
+        gain: float | None = None,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__()
         assert config.ffn_dim is not None
         self.is_gated = config.activation == "swiglu"
-        self.gain = magneto_gain(config.num_layers)
+        self.gain = magneto_gain(config.num_layers) if gain is None else gain
         width = config.ffn_dim
-        # Gate and up are one matrix, so that the input is read once.
+        # Gate and up form one matrix, so that the input is read once.
         self.in_proj = nn.Linear(
             config.embed_dim, 2 * width if self.is_gated else width, bias=False, device=device, dtype=dtype
         )
@@ -51,7 +76,7 @@ class FeedForward(nn.Module):
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
-        """Xavier-uniform matrices, up and out with MAGNETO's gain."""
+        """Xavier-uniform matrices; up and out with MAGNETO's gain."""
         weights = self.in_proj.weight.chunk(2) if self.is_gated else (self.in_proj.weight,)
         for weight, gain in zip(weights[::-1], (self.gain, 1.0), strict=False):
             nn.init.xavier_uniform_(weight, gain=gain)
@@ -70,13 +95,17 @@ class FeedForward(nn.Module):
 
 
 class Block(nn.Module):
-    """``x + attention(norm(x))``, then ``x + feed_forward(norm(x))``."""
+    """``x + attention(norm(x))``, then ``x + feed_forward(norm(x))``.
+
+    ``gain`` is the Xavier gain of MAGNETO's matrices; None = :func:`magneto_gain` of a decoder.
+    """
 
     def __init__(
         self,
         config: LongNetConfig,
         layer: int,
         *,
+        gain: float | None = None,
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
     ) -> None:
@@ -92,21 +121,35 @@ class Block(nn.Module):
             num_kv_heads=config.num_kv_heads,
             sub_layernorm=True,
             layernorm_eps=config.layernorm_eps,
-            gain=magneto_gain(config.num_layers),
+            gain=magneto_gain(config.num_layers) if gain is None else gain,
             device=device,
             dtype=dtype,
         )
         self.feed_forward_layernorm = nn.LayerNorm(
             config.embed_dim, eps=config.layernorm_eps, device=device, dtype=dtype
         )
-        self.feed_forward = FeedForward(config, device=device, dtype=dtype)
+        self.feed_forward = FeedForward(config, gain=gain, device=device, dtype=dtype)
         self.dropout = nn.Dropout(config.dropout)
 
-    def forward(self, x: Tensor, turn: Rotary, attend: LayerAttention) -> Tensor:
-        """``[B, N, E]`` to ``[B, N, E]``; ``turn`` rotates queries and keys, ``attend`` is given from outside."""
+    def forward(self, x: Tensor, turn: Rotary, attend: LayerAttention, keys: LayerKeys | None = None) -> Tensor:
+        """``[B, N, E]`` to ``[B, N, E]``; ``turn`` is the rotary embedding, ``attend`` the attention callable.
+
+        ``keys`` transforms the projected keys before rotation.
+        """
+        return self.feed(self.attend_to_itself(x, turn, attend, keys))
+
+    def attend_to_itself(
+        self, x: Tensor, turn: Rotary, attend: LayerAttention, keys: LayerKeys | None = None
+    ) -> Tensor:
+        """The attention half of the block."""
         normed = self.attention_layernorm(x)
         query, key, value = self.attention.project_in(normed, normed, normed)
+        if keys is not None:
+            key = keys(self.layer, key)
         dropout_p = self.attention.attention.dropout if self.training else 0.0
         heads = attend(self.layer, rotate(query, turn), rotate(key, turn), value, dropout_p)
-        x = x + self.dropout(self.attention.project_out(heads))
+        return x + self.dropout(self.attention.project_out(heads))
+
+    def feed(self, x: Tensor) -> Tensor:
+        """The feed-forward half of the block."""
         return x + self.dropout(self.feed_forward(self.feed_forward_layernorm(x)))

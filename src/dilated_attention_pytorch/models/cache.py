@@ -1,4 +1,4 @@
-"""The key/value cache: bounded, because a row that no later token can see is dropped."""
+"""The bounded key/value cache: rows that no later token can attend to are dropped."""
 
 from __future__ import annotations
 
@@ -18,11 +18,12 @@ from .ledger import Ledger, LedgerStep
 from .padding import Run, group_rows, positions_of
 from .reading import Stored, merge_pieces, merge_stretches
 from .share import CacheShare
+from .shifted_keys import shift_keys
 
 
 @dataclass(slots=True)
 class _Cohort:
-    """Sequences of the batch that have seen the same number of tokens: one ledger per pattern serves them all."""
+    """Sequences of the batch that have seen the same number of tokens and therefore share one ledger per pattern."""
 
     rows: list[int]
     ledgers: dict[Pattern, Ledger]
@@ -30,7 +31,7 @@ class _Cohort:
     seen: int = 0
 
     def select(self, picked: Sequence[int], rows: list[int]) -> _Cohort:
-        """Its ``picked`` sequences (which may repeat) as rows ``rows`` of the batch, with the same ledgers."""
+        """The sequences ``picked`` (repeats allowed) as rows ``rows`` of the batch, with the same ledgers."""
         if list(picked) == list(range(len(self.rows))):
             return _Cohort(rows, self.ledgers, self.storage, self.seen)
         storage = {}
@@ -42,20 +43,20 @@ class _Cohort:
 
 
 class LongNetCache:
-    """Keys and values that a later token can still see, for every layer and sequence of a batch.
+    """Keys and values that later tokens can still attend to, per layer and sequence of a batch.
 
-    A key/value head holds at most ``sum_i ceil(min(w_i, t) / r_i)`` rows after t tokens, a row that several dilation
-    groups see once, so memory stops growing with the text. It is filled by :meth:`LongNetLM.forward`, with one token or
-    any number at a time; the result is that of the whole text in one call. For inference: it has no gradient.
+    A key/value head holds at most ``sum_i ceil(min(w_i, t) / r_i)`` rows after t tokens, and a row that several
+    dilation groups select is stored once, so memory is bounded in the sequence length. :meth:`LongNetLM.forward` fills
+    the cache, one token or more at a time; results equal those of one call on the whole sequence. Inference only: no
+    gradients.
 
-    With a ``share`` the cache stays sharded over the ranks of a mesh, each of which holds about its part of the rows.
-    Every rank makes the same calls with the same tokens and gets the same result; only a prompt may be read with its
-    rows dealt out, see :meth:`LongNetLM.hidden_states`. What the cache tells of itself is then of this rank.
+    With a ``share``, the rows are sharded over the ranks of a mesh. Every rank makes the same calls with the same
+    tokens and gets the same result; only a prompt may be passed sharded, see :meth:`LongNetLM.hidden_states`. Row
+    counts and bytes then refer to this rank.
 
     Args:
         config: the model's configuration.
-        share: the ranks that hold the rows together, such as ``parallel.RankShare(mesh)``; this process alone holds
-            all without it.
+        share: the ranks that shard the rows, such as ``parallel.RankShare(mesh)``; None = this process holds all.
 
     >>> from dilated_attention_pytorch.models import LongNetCache, LongNetConfig, LongNetLM
     >>> config = LongNetConfig(
@@ -69,24 +70,28 @@ class LongNetCache:
     """
 
     is_compileable = False
-    """Read by transformers: shapes change from step to step."""
+    """Read by transformers: shapes change between steps."""
 
     def __init__(self, config: LongNetConfig, *, share: CacheShare | None = None) -> None:
         assert config.num_kv_heads is not None
-        self.patterns: tuple[Pattern, ...] = tuple(config.pattern(layer) for layer in range(config.num_layers))
-        self.num_kv_heads = config.num_kv_heads
+        self._begin(tuple(config.pattern(layer) for layer in range(config.num_layers)), config.num_kv_heads, share)
+
+    def _begin(self, patterns: tuple[Pattern, ...], num_kv_heads: int, share: CacheShare | None) -> None:
+        self.patterns = patterns
+        self.num_kv_heads = num_kv_heads
         self.share = share
         self._cohorts: list[_Cohort] = []
+        self._last_keys: dict[int, Tensor] = {}
         self._num_columns = 0
 
     @property
     def batch_size(self) -> int:
-        """Sequences in the batch; 0 before the first call."""
+        """Number of sequences in the batch; 0 before the first call."""
         return sum(len(cohort.rows) for cohort in self._cohorts)
 
     @property
     def tokens_seen(self) -> list[int]:
-        """Real tokens seen, for each sequence of the batch."""
+        """Number of real tokens seen, per sequence of the batch."""
         seen = [0] * self.batch_size
         for cohort in self._cohorts:
             for row in cohort.rows:
@@ -94,11 +99,11 @@ class LongNetCache:
         return seen
 
     def get_seq_length(self) -> int:
-        """Columns of ``input_ids`` seen, padding included: transformers slices its inputs by it."""
+        """Number of ``input_ids`` columns seen, padding included; transformers slices its inputs by it."""
         return self._num_columns
 
     def rows_per_head(self, layer: int) -> list[list[int]]:
-        """Rows held in a layer, for each sequence of the batch and key/value head."""
+        """Number of stored rows of a layer, per sequence of the batch and key/value head."""
         rows: list[list[int]] = [[] for _ in range(self.batch_size)]
         for cohort in self._cohorts:
             for row in cohort.rows:
@@ -106,28 +111,24 @@ class LongNetCache:
         return rows
 
     def positions(self, layer: int, row: int, head: int) -> list[int]:
-        """The positions held for one layer, sequence and key/value head, ascending."""
+        """Stored positions of one layer, sequence and key/value head, ascending."""
         cohort = next(cohort for cohort in self._cohorts if row in cohort.rows)
         return cohort.ledgers[self.patterns[layer]].positions(head)
 
     @property
     def num_bytes(self) -> int:
-        """Bytes of the keys and values allocated."""
-        return sum(
-            tensor.numel() * tensor.element_size()
-            for cohort in self._cohorts
-            for tensors in cohort.storage.values()
-            for tensor in tensors
-        )
+        """Allocated bytes of keys and values."""
+        stored = [tensor for cohort in self._cohorts for tensors in cohort.storage.values() for tensor in tensors]
+        return sum(tensor.numel() * tensor.element_size() for tensor in (*stored, *self._last_keys.values()))
 
     def reorder(self, indices: Tensor) -> None:
-        """Row b of the batch becomes what row ``indices[b]`` was (beam search); rows may repeat or drop out.
+        """Reorder the batch for beam search: row b becomes the former row ``indices[b]``; rows may repeat or drop out.
 
         Args:
             indices: integer ``[new batch size]``.
 
         Raises:
-            ValueError: an index is not a row of the batch.
+            ValueError: an index is out of range.
         """
         wanted = indices.tolist()
         if any(not 0 <= old < self.batch_size for old in wanted):
@@ -139,15 +140,17 @@ class LongNetCache:
             if rows:
                 cohorts.append(cohort.select([place[wanted[new]] for new in rows], rows))
         self._cohorts = cohorts
+        for layer, keys in self._last_keys.items():
+            self._last_keys[layer] = keys.index_select(0, indices.to(keys.device))
 
     def step(self, batch_size: int, num_columns: int, runs: Sequence[Run] | None, device: torch.device) -> CacheStep:
-        """Begin a call of the model with ``[batch_size, num_columns]`` more tokens, real in ``runs`` only.
+        """Start a model call with ``[batch_size, num_columns]`` more tokens, of which only those in ``runs`` are real.
 
         Returns:
-            the positions of the new rows, and the attention that every layer is to use once, in order.
+            the positions of the new rows, and the attention callable, to be called once per layer in order.
 
         Raises:
-            ValueError: the batch size is not that of the calls before.
+            ValueError: the batch size differs from earlier calls.
         """
         if not self._cohorts:
             self._cohorts = [self._new_cohort(batch_size, device)]
@@ -170,18 +173,20 @@ class LongNetCache:
         self._num_columns += num_columns
         if len(self._cohorts) == 1:
             positions = torch.arange(num_columns, device=device) + (seen[0] - runs[0][0])
-            return CacheStep(self.patterns, slabs, positions.clamp_(min=0), self.share)
-        return CacheStep(self.patterns, slabs, positions_of(runs, num_columns, seen, device), self.share)
+            positions.clamp_(min=0)
+        else:
+            positions = positions_of(runs, num_columns, seen, device)
+        return CacheStep(self.patterns, slabs, positions, runs, self._last_keys, self.share)
 
     def prompt_step(self, batch_size: int, num_rows: int, sequence_length: int, device: torch.device) -> PromptStep:
-        """Begin a call of the model with this rank's rows of a text's first ``sequence_length`` tokens.
+        """Start a model call with this rank's rows of a prompt of ``sequence_length`` tokens.
 
         Returns:
-            the positions of these rows, and the attention that every layer is to use once, in order.
+            the positions of these rows, and the attention callable, to be called once per layer in order.
 
         Raises:
-            ValueError: the cache has no share, or the rows are not those that it deals to this rank.
-            NotImplementedError: the cache has seen tokens.
+            ValueError: the cache has no share, or the number of rows is not this rank's.
+            NotImplementedError: the cache is not empty.
         """
         if self.share is None:
             raise ValueError(
@@ -217,7 +222,7 @@ class LongNetCache:
 
 @dataclass(slots=True)
 class _Slab:
-    """New rows of a cohort: their columns, the position of the first, and what the ledgers say."""
+    """New rows of a cohort: their columns, the position of the first row, and the ledgers' steps."""
 
     cohort: _Cohort
     columns: Run
@@ -227,22 +232,34 @@ class _Slab:
 
 @dataclass(slots=True)
 class CacheStep:
-    """One call of the model with a cache."""
+    """One model call with a cache."""
 
     patterns: tuple[Pattern, ...]
     slabs: list[_Slab]
     positions: Tensor
     """Absolute positions of the new rows, ``[N]`` or ``[B, N]``."""
+    runs: Sequence[Run]
+    """Column range of each sequence's new rows."""
+    last_keys: dict[int, Tensor]
+    """Per layer with shifted keys, the key of each sequence's last row, ``[B, G, D]``."""
     share: CacheShare | None
 
+    def shift_keys(self, layer: int, key: Tensor) -> Tensor:
+        """The key of the previous row for each new row; the last ones are stored for the next call."""
+        before = self.last_keys.get(layer, torch.zeros_like(key[:, 0]))
+        starts, stops = torch.tensor(self.runs, device=key.device).unbind(dim=1)
+        last = key[torch.arange(key.shape[0], device=key.device), (stops - 1).clamp(min=0)]
+        self.last_keys[layer] = torch.where((starts < stops)[:, None, None], last, before)
+        return shift_keys(key, self.positions, before, starts.clamp(max=key.shape[1] - 1))
+
     def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, dropout_p: float) -> Tensor:
-        """Causal attention of new rows to the stored rows and to each other; then the storage takes the new rows."""
+        """Causal attention of new rows to stored and new rows; then the new rows are stored."""
         assert not dropout_p
         assert not torch.is_grad_enabled()
         pattern = self.patterns[layer]
         if len(self.slabs) == 1:
             slab = self.slabs[0]
-            # Without padding there is nothing to pick out.
+            # Without padding no rows need selecting.
             if slab.columns == (0, query.shape[1]) and slab.cohort.rows == list(range(query.shape[0])):
                 return _attend_slab(slab, layer, pattern, query, key, value, self.share)
         out = torch.zeros_like(query)
@@ -256,7 +273,7 @@ class CacheStep:
 
 @dataclass(slots=True)
 class PromptStep:
-    """One call of the model with this rank's rows of a prompt."""
+    """One model call with this rank's rows of a prompt."""
 
     patterns: tuple[Pattern, ...]
     slab: _Slab
@@ -264,10 +281,10 @@ class PromptStep:
     """Absolute positions of this rank's rows, ``[N]``."""
     share: CacheShare
     places: dict[Pattern, list[Tensor]]
-    """Flat places ``position * G + head`` of the rows to store, rank by rank."""
+    """Flat indices ``position * G + head`` of the rows to store, per rank."""
 
     def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, dropout_p: float) -> Tensor:
-        """Causal attention over the ranks; then the rows alive go to the ranks that store them."""
+        """Causal attention over all ranks; then each retained row is sent to the rank that stores it."""
         assert not dropout_p
         assert not torch.is_grad_enabled()
         pattern, cohort = self.patterns[layer], self.slab.cohort
@@ -280,12 +297,12 @@ class PromptStep:
 
 
 def _split(cohort: _Cohort, runs: Sequence[Run]) -> list[_Cohort]:
-    """A cohort as cohorts whose sequences get the same number of new tokens in the same columns."""
+    """Split a cohort by the columns of its sequences' new tokens."""
     groups = group_rows([runs[row] for row in cohort.rows]).values()
     if len(groups) == 1:
         return [cohort]
     parts = [cohort.select(places, [cohort.rows[place] for place in places]) for places in groups]
-    for part in parts[1:]:  # from here on their ledgers differ
+    for part in parts[1:]:  # their ledgers diverge from here on
         part.ledgers = copy.deepcopy(part.ledgers)
     return parts
 
@@ -317,10 +334,10 @@ def _attend_slab(
         out = out.to(lse.dtype)
         merge_stretches(step.stretches, pattern, slab.offset, query, stored, out, lse)
     if share is not None and (step.is_token or slab.offset):
-        # Also where this rank holds nothing that the slab sees: another may.
+        # A collective: all ranks take part, even one whose stored rows are not visible to the slab.
         out, lse = share.merge(AttentionOutput(out, lse))
     if share is not None and within is not None:
-        # What the slab's rows see of each other is the same on every rank, so it counts once.
+        # Attention within the slab is the same on every rank, so it is merged once, after the others.
         out, lse = merge([(out, lse), (within.out.to(lse.dtype), within.lse)])
     if step.keep is not None:
         assert stored is not None
@@ -333,23 +350,32 @@ def _attend_slab(
 
 
 def _compact(stored: Tensor, keep: Tensor) -> Tensor:
-    """The storage with the rows that stay only, as large as before."""
+    """The storage with only the rows to keep, same capacity."""
     compacted = torch.empty_like(stored)
     compacted.flatten(1, 2)[:, : keep.shape[0]] = stored.flatten(1, 2).index_select(1, keep)
     return compacted
 
 
 def _picked(key: Tensor, value: Tensor, step: LedgerStep) -> Stored:
-    """Of a slab's keys and values ``[B, rows, G, D]`` those to be stored, ``[B, places, D]``."""
+    """The rows of a slab's keys and values ``[B, rows, G, D]`` that are stored, ``[B, places, D]``."""
     rows = key.flatten(1, 2), value.flatten(1, 2)
     return rows if step.source is None else (rows[0].index_select(1, step.source), rows[1].index_select(1, step.source))
 
 
+def grown_slots(slots: int, needed: int, most: int) -> int:
+    """New capacity for ``needed`` slots: unchanged if they fit, else 1.5 times ``needed``, at most ``most``.
+
+    >>> grown_slots(0, 100, 1000), grown_slots(150, 140, 1000), grown_slots(150, 900, 1000)
+    (150, 150, 1000)
+    """
+    return slots if needed <= slots else min(most, needed + needed // 2)
+
+
 def _insert(stored: Stored | None, rows: Stored, step: LedgerStep, ledger: Ledger) -> Stored:
-    """The storage with keys and values ``[B, places, D]`` more, at the step's target; larger if they need it."""
+    """The storage with the new rows at the step's target indices; reallocated if its capacity is too small."""
     slots = 0 if stored is None else stored[0].shape[1]
     if stored is None or step.num_slots > slots:
-        grown = min(ledger.max_slots(), step.num_slots + step.num_slots // 2)
+        grown = grown_slots(slots, step.num_slots, ledger.max_slots())
         key, value = (new.new_empty(new.shape[0], grown, ledger.num_kv_heads, new.shape[2]) for new in rows)
         if stored is not None:
             key[:, :slots], value[:, :slots] = stored

@@ -1,4 +1,4 @@
-"""The same LongNet as a transformers model: saved, loaded, trained and sampled from as any other."""
+"""LongNet as a transformers model, with its saving, loading, training and generation."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ from .config import LongNetConfig
 from .longnet import LongNetLM
 from .token_loss import next_tokens, token_loss, token_loss_of_hidden
 
-# How transformers is told to checkpoint is a call (gradient_checkpointing_enable), not a part of the saved model.
+# Gradient checkpointing is enabled by a method call in transformers; it is not part of the saved configuration.
 _OF_TRAINING = ("gradient_checkpointing", "checkpoint_every")
 _FIELDS = tuple(field.name for field in fields(LongNetConfig) if field.name not in _OF_TRAINING)
 _SMALLEST = LongNetConfig(
@@ -42,10 +42,10 @@ _SMALLEST = LongNetConfig(
 
 
 class LongNetCausalLMConfig(PreTrainedConfig):
-    """A :class:`LongNetConfig` in the form of transformers: the same fields, with its saving and loading.
+    """A :class:`LongNetConfig` as a transformers configuration: the same fields, plus saving and loading.
 
     Args:
-        **kwargs: fields of :class:`LongNetConfig` (a small model without them), then transformers' own.
+        **kwargs: fields of :class:`LongNetConfig` (defaults give a small model), then transformers' own.
 
     Raises:
         TypeError, ValueError: see :class:`LongNetConfig`.
@@ -65,7 +65,7 @@ class LongNetCausalLMConfig(PreTrainedConfig):
         "intermediate_size": "ffn_dim",
     }
 
-    # transformers constructs configurations from whatever keys their file holds, so this is where they come in.
+    # transformers constructs configurations from arbitrary keys of the file, hence **kwargs.
     def __init__(self, **kwargs: Any) -> None:
         given = {name: kwargs.pop(name) for name in _FIELDS if name in kwargs}
         for alias, name in self.attribute_map.items():
@@ -73,9 +73,9 @@ class LongNetCausalLMConfig(PreTrainedConfig):
                 given[name] = kwargs.pop(alias)
         derived: tuple[str, ...] = ("num_kv_heads", "ffn_dim")
         if given.get("layer_patterns"):
-            derived += ("segment_lengths", "dilation_rates")  # in whose place they stand
+            derived += ("segment_lengths", "dilation_rates")  # layer_patterns replace them
         values = {name: getattr(_SMALLEST, name) for name in _FIELDS if name not in derived}
-        # Checked as a whole; lists, so that a configuration read back from JSON is equal.
+        # Validated as a whole; tuples become lists, so that a configuration read back from JSON is equal.
         for name, value in LongNetConfig(**{**values, **given}).to_dict().items():
             if name in _FIELDS:
                 setattr(self, name, value)
@@ -83,19 +83,19 @@ class LongNetCausalLMConfig(PreTrainedConfig):
 
     @classmethod
     def from_longnet_config(cls, config: LongNetConfig) -> LongNetCausalLMConfig:
-        """The configuration with the fields of ``config``, apart from those of training alone."""
+        """The transformers configuration with the fields of ``config``, except those for training only."""
         values = config.to_dict()
         return cls(**{name: values[name] for name in _FIELDS})
 
     def to_longnet_config(self) -> LongNetConfig:
-        """The fields as a :class:`LongNetConfig`, checked again."""
+        """The fields as a validated :class:`LongNetConfig`."""
         return LongNetConfig(**{name: getattr(self, name) for name in _FIELDS})
 
 
 class LongNetForCausalLM(PreTrainedModel, GenerationMixin):
     """:class:`LongNetLM` as a ``PreTrainedModel``: ``save_pretrained``, ``from_pretrained``, ``Trainer``, ``generate``.
 
-    One set of weights and one forward: ``self.model`` is the :class:`LongNetLM` that computes everything.
+    A thin wrapper: ``self.model`` is the :class:`LongNetLM`, with all weights and the whole computation.
 
     Args:
         config: a :class:`LongNetCausalLMConfig`; from a :class:`LongNetConfig` with :meth:`from_longnet_config`.
@@ -114,7 +114,7 @@ class LongNetForCausalLM(PreTrainedModel, GenerationMixin):
     base_model_prefix = "model"
     supports_gradient_checkpointing = True
     accepts_loss_kwargs = True
-    # Rows that no later token sees are gone from the cache: assisted generation, which takes tokens back, is refused.
+    # The cache drops rows, so it cannot be rolled back: transformers refuses assisted generation.
     _is_stateful = True
 
     def __init__(self, config: LongNetCausalLMConfig) -> None:
@@ -125,7 +125,7 @@ class LongNetForCausalLM(PreTrainedModel, GenerationMixin):
 
     @classmethod
     def from_longnet_config(cls, config: LongNetConfig) -> LongNetForCausalLM:
-        """A model with fresh weights."""
+        """A model with newly initialised weights."""
         model = cls(LongNetCausalLMConfig.from_longnet_config(config))
         model.model.gradient_checkpointing = config.gradient_checkpointing
         model.model.config.checkpoint_every = config.checkpoint_every
@@ -141,7 +141,7 @@ class LongNetForCausalLM(PreTrainedModel, GenerationMixin):
         self.model.embedding = value
 
     def get_output_embeddings(self) -> nn.Module | None:
-        """The output matrix; None where the embedding table serves as it."""
+        """The output matrix; None if it is tied to the embedding table."""
         return self.model.head
 
     def set_output_embeddings(self, new_embeddings: nn.Module) -> None:
@@ -151,7 +151,7 @@ class LongNetForCausalLM(PreTrainedModel, GenerationMixin):
 
     @torch.no_grad()
     def initialize_weights(self) -> None:
-        """Initialise every module that a checkpoint did not fill; each knows its own rule."""
+        """Initialise every module that the checkpoint did not fill, each with its ``reset_parameters``."""
         for module in self.modules():
             if isinstance(module, LongNetLM):
                 own = [*module.embedding.parameters(), *(module.head.parameters() if module.head is not None else ())]
@@ -160,7 +160,7 @@ class LongNetForCausalLM(PreTrainedModel, GenerationMixin):
                 own, reset = list(module.parameters()), module.reset_parameters
             else:
                 continue
-            # transformers marks what it loaded; a module that lacks a part of it starts afresh as a whole.
+            # transformers marks loaded parameters; a partly loaded module is initialised as a whole.
             if not all(getattr(parameter, "_is_hf_initialized", False) for parameter in own):
                 reset()
 
@@ -179,27 +179,31 @@ class LongNetForCausalLM(PreTrainedModel, GenerationMixin):
         positions: Tensor | None = None,
         skip_logits: bool = False,
     ) -> CausalLMOutputWithPast | tuple[Tensor, ...]:
-        """Logits, and with ``labels`` or ``targets`` the loss.
+        """Logits, and the loss if ``labels`` or ``targets`` are given.
 
         Args:
             input_ids: integer ``[B, N]``.
             attention_mask: ``[B, N]`` (with a cache ``[B, past + N]``), 1 = real, see :meth:`LongNetLM.forward`.
-            past_key_values: a cache, brought up to date. For inference: call under ``torch.no_grad()``.
-            labels: integer ``[B, N]``, the tokens themselves (they are shifted here); -100 is ignored.
-            use_cache: True makes a cache where none is given; None and False do not.
+            past_key_values: a cache, updated in place. Inference only: call under ``torch.no_grad()``.
+            labels: integer ``[B, N]``, the input tokens (shifted internally); -100 is ignored.
+            use_cache: True creates a cache if none is given.
             cu_seqlens: int32 boundaries of packed documents, see :meth:`LongNetLM.forward`.
-            logits_to_keep: only the last so many positions' logits are computed; 0 is all.
-            num_items_in_batch: what the summed loss is divided by, for gradient accumulation over several calls; the
-                number of labels without it.
-            return_dict: False gives a tuple.
-            targets: integer ``[B, N]``, the token after each position instead of labels, for rows that do not follow
-                each other, as those of a process that has a part of a sequence; -100 is ignored.
-            positions: ``[N]`` or ``[B, N]``, where those rows lie, see :meth:`LongNetLM.forward`.
-            skip_logits: compute the loss alone, from a block of rows' logits at a time: those of a long text with many
-                tokens to choose from never exist as a whole.
+            logits_to_keep: compute only the logits of this many last positions; 0 = all.
+            num_items_in_batch: divisor of the summed loss, for gradient accumulation over several calls; None = the
+                number of labels.
+            return_dict: False returns a tuple.
+            targets: integer ``[B, N]``, the next token of each position, instead of labels; for rows that are not
+                consecutive, as under context parallelism. -100 is ignored.
+            positions: ``[N]`` or ``[B, N]``, absolute positions of those rows, see :meth:`LongNetLM.forward`.
+            skip_logits: return only the loss, computed from the logits of one block of rows at a time: the full
+                ``[B, N, V]`` logits are never materialised.
 
         Returns:
-            ``CausalLMOutputWithPast(loss, logits [B, N, V], past_key_values)``; without logits if they are skipped.
+            ``CausalLMOutputWithPast(loss, logits [B, N, V], past_key_values)``; logits are None with ``skip_logits``.
+
+        Raises:
+            TypeError, ValueError: an argument is of the wrong type or shape; ``skip_logits`` without labels or targets;
+                both labels and targets.
         """
         cache = past_key_values
         if cache is None and use_cache:
@@ -212,13 +216,13 @@ class LongNetForCausalLM(PreTrainedModel, GenerationMixin):
         logits = loss = None
         if skip_logits:
             if expected is None:
-                raise ValueError("skip_logits leaves nothing but a loss: pass labels or targets, or leave it out")
+                raise ValueError("skip_logits returns only a loss: pass labels or targets, or leave it out")
             vocab_size = self.config.vocab_size
             loss = token_loss_of_hidden(kept, self.model.logits, vocab_size, expected, num_items_in_batch)
         else:
             logits = self.model.logits(kept)
             loss = None if expected is None else token_loss(logits, expected, num_items_in_batch)
-        # transformers passes the cache on without looking inside; its own class would hold every row.
+        # transformers only passes the cache through; its own cache class would keep every row.
         output = CausalLMOutputWithPast(loss=loss, logits=logits, past_key_values=cache)  # type: ignore[arg-type]
         as_dict = self.config.return_dict if return_dict is None else return_dict
         return output if as_dict else output.to_tuple()
@@ -243,20 +247,20 @@ class LongNetForCausalLM(PreTrainedModel, GenerationMixin):
         batch_size: int,
         max_cache_length: int,
     ) -> bool:
-        # transformers would bring a cache that keeps every row for ever; the result is read by nobody.
+        # transformers would create a cache that keeps every row; the return value is unused.
         cache = model_kwargs.get("past_key_values")
         if cache is not None and not isinstance(cache, LongNetCache):
             raise TypeError(f"past_key_values must be a LongNetCache, got {type(cache).__name__}")
         if generation_config.cache_implementation is not None:
             raise NotImplementedError(
-                "cache_implementation must be None: LongNet brings its own cache, which keeps only rows that a later "
+                "cache_implementation must be None: LongNet uses its own cache, which keeps only rows that a later "
                 f"token can still see; got {generation_config.cache_implementation!r}"
             )
         mask = model_kwargs.get("attention_mask")
         if mask is not None and not bool(mask[:, -1].all()):
             raise ValueError(
-                "generate goes on from the last column of input_ids, so prompts of different lengths must be padded on "
-                "the left: got an attention_mask with padding in its last column"
+                "generate continues from the last column of input_ids, so prompts of different lengths must be padded "
+                "on the left: got an attention_mask with padding in its last column"
             )
         if cache is None and generation_config.use_cache is not False:
             model_kwargs["past_key_values"] = LongNetCache(self.model.config)
@@ -268,9 +272,9 @@ class LongNetForCausalLM(PreTrainedModel, GenerationMixin):
 
 
 def _expected(labels: Tensor | None, targets: Tensor | None, shape: torch.Size) -> Tensor | None:
-    """The token after each row; None if nobody says."""
+    """The next token of each row; None if neither labels nor targets are given."""
     if labels is not None and targets is not None:
-        raise ValueError("labels and targets both say which tokens come next: got both; pass one of them")
+        raise ValueError("labels and targets both give the next tokens: got both; pass one of them")
     for name, tokens in (("labels", labels), ("targets", targets)):
         if tokens is not None and tokens.shape != shape:
             raise ValueError(f"{name} must have the shape {tuple(shape)} of the logits, got {tuple(tokens.shape)}")

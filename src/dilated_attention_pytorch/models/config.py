@@ -1,4 +1,4 @@
-"""What a LongNet language model is made of: integers, rates and names, no tensors."""
+"""The configuration of LongNet models: sizes, rates and names, no tensors."""
 
 from __future__ import annotations
 
@@ -7,7 +7,8 @@ from dataclasses import asdict, dataclass, fields
 from typing import Any, Literal, get_args
 
 from dilated_attention_pytorch.ops.validation import check_order
-from dilated_attention_pytorch.patterns import DilatedPattern, OffsetRule, Pattern, pattern_from_expression
+from dilated_attention_pytorch.patterns import DilatedPattern, Pattern, pattern_from_expression
+from dilated_attention_pytorch.patterns.dilated import OffsetRule
 
 Activation = Literal["swiglu", "gelu"]
 
@@ -17,8 +18,8 @@ class LongNetConfig:
     """Sizes and options of a :class:`LongNetLM` (LongNet, arXiv 2307.02486; MAGNETO, arXiv 2210.06423).
 
     Raises:
-        TypeError: a field of the wrong type.
-        ValueError: a size, rate or name out of range, or sizes that do not divide.
+        TypeError: a field has the wrong type.
+        ValueError: a size, rate or name is out of range, or sizes do not divide.
 
     >>> from dilated_attention_pytorch.models import LongNetConfig
     >>> config = LongNetConfig(
@@ -29,7 +30,7 @@ class LongNetConfig:
     """
 
     vocab_size: int = 256
-    """Number of tokens; 256 for bytes."""
+    """Vocabulary size; 256 for bytes."""
     embed_dim: int
     """Width E of the residual stream."""
     num_layers: int
@@ -37,9 +38,9 @@ class LongNetConfig:
     num_heads: int
     """Query heads H of every block; H divides E and E / H is even."""
     num_kv_heads: int | None = None
-    """Key/value heads G, which divides H (grouped-query attention); None is H, and reads as H afterwards."""
+    """Key/value heads G, which divides H (grouped-query attention); None = H, and the field then reads H."""
     ffn_dim: int | None = None
-    """Width inside the feed-forward; None is 4 E for "gelu" and 8/3 E rounded up to a multiple of 64 for "swiglu"."""
+    """Inner width of the feed-forward; None = 4 E for "gelu", and 8/3 E rounded up to a multiple of 64 for "swiglu"."""
     activation: Activation = "swiglu"
     """"swiglu" (Shazeer 2020, arXiv 2002.05202) or "gelu"."""
     segment_lengths: Sequence[int] = ()
@@ -47,26 +48,30 @@ class LongNetConfig:
     dilation_rates: Sequence[int] = ()
     """Dilation rates r_i, one for every segment length and none larger than it."""
     offset_rule: OffsetRule = "modulo"
-    """Which residues a head selects, see :class:`DilatedPattern`."""
+    """How heads choose residues, see :class:`DilatedPattern`."""
     layer_segment_shifts: Sequence[int] = (0,)
-    """Layer i shifts its segments by the i-th of these, cyclically, so that layers need not share boundaries."""
+    """Segment shifts in positions, cycled over the layers, so that layers need not share segment boundaries."""
     layer_patterns: Sequence[str] = ()
-    """In the place of segments: layer i attends under the i-th of these, cyclically, each written as in Python:
+    """Pattern expressions, cycled over the layers, instead of segment lengths and rates; for example
     "local_window(511)", "local_window(255) + DilatedPattern([1024, 4096], [2, 4])"."""
     dropout: float = 0.0
-    """Probability of dropping an element of the embedding or of a block's output, in training."""
+    """Dropout probability of the embedding and of block outputs, in training."""
     attention_dropout: float = 0.0
-    """Probability of dropping a merged attention probability, in training."""
+    """Dropout probability of merged attention probabilities, in training."""
     rope_theta: float = 10000.0
     """Base of the rotary position angles (Su et al. 2021, arXiv 2104.09864)."""
+    shifted_keys: bool = False
+    """Whether each token's key is that of the previous token (0 for the first of a document): a query that matches a
+    token then finds its successor, so that one layer can copy (Olsson et al. 2022, arXiv 2209.11895, "smeared keys",
+    which mix the two). Adds no weights."""
     layernorm_eps: float = 1e-5
     """Epsilon of every LayerNorm."""
     tie_embeddings: bool = True
     """Whether the output matrix is the embedding table."""
     gradient_checkpointing: bool = False
-    """Recompute blocks in the backward instead of keeping their activations, in training."""
+    """Recompute blocks in the backward pass instead of storing their activations, in training."""
     checkpoint_every: int = 1
-    """Of the blocks that gradient_checkpointing recomputes, every n-th, the first one included; 1 is all."""
+    """With gradient_checkpointing, recompute every n-th block, starting with the first; 1 = all."""
 
     def __post_init__(self) -> None:
         for name in ("vocab_size", "embed_dim", "num_layers", "num_heads", "checkpoint_every"):
@@ -76,8 +81,8 @@ class LongNetConfig:
                 _check_count(name, getattr(self, name))
         if self.embed_dim % self.num_heads or self.embed_dim // self.num_heads % 2:
             raise ValueError(
-                "num_heads must divide embed_dim into heads of even width, whose halves are rotated against each "
-                f"other: got embed_dim {self.embed_dim} and {self.num_heads} heads"
+                "num_heads must divide embed_dim into heads of even width, as rotary positions need: "
+                f"got embed_dim {self.embed_dim} and {self.num_heads} heads"
             )
         if self.num_kv_heads is None:
             self.num_kv_heads = self.num_heads
@@ -97,7 +102,7 @@ class LongNetConfig:
             if not 0.0 < number < float("inf"):
                 raise ValueError(f"{name} must be a finite number above 0, got {number}")
             setattr(self, name, number)
-        for name in ("tie_embeddings", "gradient_checkpointing"):
+        for name in ("shifted_keys", "tie_embeddings", "gradient_checkpointing"):
             if not isinstance(getattr(self, name), bool):
                 raise TypeError(f"{name} must be True or False, got {getattr(self, name)!r}")
         if isinstance(self.layer_segment_shifts, (str, int)) or not self.layer_segment_shifts:
@@ -112,14 +117,12 @@ class LongNetConfig:
         self._check_patterns()
 
     def _check_patterns(self) -> None:
-        """A pattern checks what it is made of; here, that each layer has one, and only one."""
+        """Check that each layer has exactly one pattern; patterns validate their own arguments."""
         if self.layer_patterns:
             self._check_layer_patterns()
             return
         if not self.segment_lengths:
-            raise ValueError(
-                "segment_lengths and dilation_rates say what a token attends to, or layer_patterns: got none of them"
-            )
+            raise ValueError("a model needs segment_lengths and dilation_rates, or layer_patterns: got neither")
         patterns = [self._segments(shift) for shift in self.layer_segment_shifts]
         check_order(patterns[0].segment_lengths, patterns[0].dilation_rates)
         self.segment_lengths = tuple(patterns[0].segment_lengths)
@@ -127,13 +130,15 @@ class LongNetConfig:
 
     def _check_layer_patterns(self) -> None:
         besides = {
-            "segment_lengths": tuple(self.segment_lengths), "dilation_rates": tuple(self.dilation_rates),
-            "layer_segment_shifts": self.layer_segment_shifts, "offset_rule": self.offset_rule,
-        }  # fmt: skip
+            "segment_lengths": tuple(self.segment_lengths),
+            "dilation_rates": tuple(self.dilation_rates),
+            "layer_segment_shifts": self.layer_segment_shifts,
+            "offset_rule": self.offset_rule,
+        }
         for name, value in besides.items():
             if value not in ((), (0,), "modulo"):
                 raise ValueError(
-                    f"layer_patterns stand in the place of segments: leave {name} out, got {value!r} beside "
+                    f"layer_patterns replace segments: leave {name} out, got {value!r} together with "
                     f"{list(self.layer_patterns)}"
                 )
         self.segment_lengths, self.dilation_rates = (), ()
@@ -149,7 +154,7 @@ class LongNetConfig:
         )
 
     def is_recomputed(self, layer: int) -> bool:
-        """Whether block ``layer``, counted from 0, is recomputed where gradients are checkpointed."""
+        """Whether block ``layer``, counted from 0, is recomputed under gradient checkpointing."""
         return layer % self.checkpoint_every == 0
 
     def pattern(self, layer: int) -> Pattern:
@@ -160,20 +165,20 @@ class LongNetConfig:
 
     @property
     def different_patterns(self) -> tuple[Pattern, ...]:
-        """The patterns that blocks take in turn, the first one's first; of any number of blocks these."""
+        """The patterns in the order in which layers cycle through them."""
         in_turn = self.layer_patterns or self.layer_segment_shifts
         return tuple(self.pattern(layer) for layer in range(min(self.num_layers, len(in_turn))))
 
     @property
     def pattern_in_words(self) -> str:
-        """What its layers attend to, for a line that a person reads."""
+        """A one-line description of the layers' patterns."""
         if self.layer_patterns:
             return f"patterns by layer {', '.join(self.layer_patterns)}"
         return f"segments {list(self.segment_lengths)}, rates {list(self.dilation_rates)}"
 
     @property
     def num_parameters(self) -> int:
-        """Weights of the model, every one once: from the sizes alone, without making any.
+        """Number of parameters, computed from the sizes alone; tied matrices count once.
 
         >>> from dilated_attention_pytorch.models import LongNetConfig, LongNetLM
         >>> config = LongNetConfig(embed_dim=8, num_layers=3, num_heads=2, segment_lengths=[4], dilation_rates=[1])
@@ -182,13 +187,13 @@ class LongNetConfig:
         """
         assert self.ffn_dim is not None
         width, inner = self.embed_dim, self.ffn_dim
-        norms = 2 * (3 * width + inner)  # before and inside the attention, before and inside the feed-forward
+        norms = 2 * (3 * width + inner)  # pre-norms of both halves, and their sub-LayerNorms
         own_table = 0 if self.tie_embeddings else self.vocab_size * width
         return own_table + self.num_matrix_weights + self.num_layers * norms + 2 * width
 
     @property
     def num_matrix_weights(self) -> int:
-        """Weights of the matrices that every token is multiplied by: those of the blocks, and the output matrix."""
+        """Number of weights in the matrices that multiply every token: the blocks' and the output matrix."""
         assert self.num_kv_heads is not None
         assert self.ffn_dim is not None
         width, inner = self.embed_dim, self.ffn_dim
@@ -197,7 +202,7 @@ class LongNetConfig:
         return self.num_layers * of_block + self.vocab_size * width
 
     def to_dict(self) -> dict[str, Any]:
-        """The fields by name, as values that JSON holds.
+        """The fields by name, as JSON-serialisable values.
 
         >>> from dilated_attention_pytorch.models import LongNetConfig
         >>> config = LongNetConfig(embed_dim=8, num_layers=1, num_heads=2, segment_lengths=[4], dilation_rates=[1])
@@ -208,17 +213,17 @@ class LongNetConfig:
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> LongNetConfig:
-        """The configuration whose :meth:`to_dict` this is; fields with a default may be missing.
+        """The inverse of :meth:`to_dict`; fields with a default may be missing.
 
         Raises:
             TypeError: a required field is missing.
-            ValueError: a key that is no field, or a value that a field does not take.
+            ValueError: an unknown key, or an invalid value.
         """
         known = [field.name for field in fields(cls)]
         unknown = [name for name in values if name not in known]
         if unknown:
             raise ValueError(
-                f"{', '.join(map(repr, unknown))} is no field of LongNetConfig; its fields are {', '.join(known)}"
+                f"{', '.join(map(repr, unknown))} is not a field of LongNetConfig; its fields are {', '.join(known)}"
             )
         return cls(**values)
 

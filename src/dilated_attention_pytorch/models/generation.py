@@ -1,4 +1,4 @@
-"""Generation from a :class:`LongNetLM`, token by token: with the cache, and the naive way beside it."""
+"""Autoregressive generation with :class:`LongNetLM`: cached, and naive for reference."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def generate_naive(
     top_p: float | None = None,
     generator: torch.Generator | None = None,
 ) -> Iterator[Tensor]:
-    """What :func:`generate` computes, said plainly: run the model on everything so far, for every token."""
+    """Reference for :func:`generate`: run the model on the whole sequence for every token, without a cache."""
     ids = prompt_ids
     for _ in range(max_new_tokens):
         logits = model(ids)[:, -1]
@@ -43,31 +43,32 @@ def generate(
     chunk_size: int = 4096,
     cache: LongNetCache | None = None,
 ) -> Iterator[Tensor]:
-    """Continue prompts, yielding each token as soon as it is drawn. The model should be in eval mode.
+    """Continue prompts and yield each token as it is sampled. The model should be in eval mode.
 
-    Over several ranks (a ``cache`` with a share) every rank makes this call with the same arguments, yields the same
-    tokens, those of a process alone up to rounding, and is to take equally many. The ranks read a text's first prompt
-    together, each its rows, at once; every later token is run on every rank, on its part of the cache.
+    Over several ranks (a ``cache`` with a share), every rank must make this call with the same arguments and consume
+    equally many tokens; all ranks yield the same tokens, which equal those of a single process up to rounding. The
+    ranks read the first prompt together, each its rows, in one call. Later tokens run on every rank, each on its part
+    of the cache.
 
     Args:
         model: the model.
         prompt_ids: integer ``[B, N]`` on the model's device, N at least 1.
-        max_new_tokens: how many tokens to yield.
-        temperature: logits are divided by it; 0 takes the likeliest token.
-        top_k: draw among the k likeliest tokens only.
-        top_p: draw among the likeliest tokens that together reach this probability, at least one.
-        generator: source of randomness; PyTorch's global one without it.
-        chunk_size: the prompt is read this many tokens at a time, which bounds the memory of reading it. A prompt that
-            ranks read together is read at once, as each has its part of the rows only.
-        cache: what the model has seen before ``prompt_ids``, brought up to date: all tokens but the last that was
-            yielded, so that ``prompt_ids`` of a next call begin with that one. A new cache without it.
+        max_new_tokens: number of tokens to yield.
+        temperature: divisor of the logits; 0 = greedy.
+        top_k: sample among the k most likely tokens.
+        top_p: nucleus sampling: sample among the most likely tokens with this total probability, at least one.
+        generator: source of randomness; None = PyTorch's global generator.
+        chunk_size: tokens of the prompt per prefill call, which bounds the memory of the prefill. Ignored for a prompt
+            that several ranks read together.
+        cache: state of the tokens before ``prompt_ids``, updated in place: it then holds all tokens but the last one
+            yielded, so the ``prompt_ids`` of a next call begin with that token. None = a new cache.
 
     Yields:
         integer ``[B]``: the next token of every sequence.
 
     Raises:
-        ValueError: an argument is out of range. Raised by the call, before anything is computed; what does not fit
-            the cache, or differs between the ranks, is raised with the first token.
+        ValueError: an argument is out of range; raised by the call itself. Errors that involve the cache or differing
+            ranks are raised with the first token.
 
     >>> from dilated_attention_pytorch.models import LongNetConfig, LongNetLM, generate
     >>> config = LongNetConfig(
@@ -109,7 +110,7 @@ def _generate(
 ) -> Iterator[Tensor]:
     token: Tensor | None = None
     for _ in range(max_new_tokens):
-        # Gradients are off inside a step only: between two tokens the caller's own mode holds.
+        # no_grad only within a step: between two tokens the caller's own mode holds.
         with torch.no_grad():
             if token is None:
                 logits = model.logits(read_prompt(model, prompt_ids, cache, chunk_size))
@@ -117,17 +118,17 @@ def _generate(
                 logits = model(token.unsqueeze(1), cache=cache)[:, -1]
             token = sample(logits, temperature=temperature, top_k=top_k, top_p=top_p, generator=generator)
             if cache.share is not None:
-                # Drawn on every rank, so that the generators stay in step, and taken from one.
+                # Sampled on every rank, so that generators stay in step; rank 0's token is used.
                 token = cache.share.agreed(token)
         yield token
 
 
 @torch.no_grad()
 def read_prompt(model: LongNetLM, prompt_ids: Tensor, cache: LongNetCache, chunk_size: int = 4096) -> Tensor:
-    """Bring ``cache`` up to date with ``prompt_ids [B, N]``: the hidden state ``[B, E]`` of the last token.
+    """Prefill ``cache`` with ``prompt_ids [B, N]``; returns the hidden state ``[B, E]`` of the last token.
 
-    The first prompt of a cache that ranks share is read at once, every rank its rows; else ``chunk_size`` tokens at a
-    time.
+    With a shared empty cache, all ranks read the prompt in one call, each its rows; otherwise ``chunk_size`` tokens at
+    a time.
     """
     share, length = cache.share, prompt_ids.shape[1]
     if share is not None:
@@ -136,8 +137,9 @@ def read_prompt(model: LongNetLM, prompt_ids: Tensor, cache: LongNetCache, chunk
             hidden = model.hidden_states(share.rows(prompt_ids), cache=cache, sequence_length=length)
             return share.row_at(hidden, length - 1, length)
     for chunk in prompt_ids.split(chunk_size, dim=1):
-        hidden = model.hidden_states(chunk, cache=cache)
-    return hidden[:, -1]
+        # A copy, as a view would keep the rows of a chunk while the next is read.
+        last = model.hidden_states(chunk, cache=cache)[:, -1].clone()
+    return last
 
 
 def sample(
@@ -148,10 +150,10 @@ def sample(
     top_p: float | None = None,
     generator: torch.Generator | None = None,
 ) -> Tensor:
-    """Draw a token ``[B]`` from ``softmax(logits / temperature)``, ``logits [B, V]``, cut to top_k, then to top_p."""
+    """Sample a token ``[B]`` from ``softmax(logits / temperature)``, logits ``[B, V]``, after top-k, then top-p."""
     if temperature == 0.0:
         return logits.argmax(dim=-1)
-    # Less their largest, no score leaves float32, however small the temperature: the likeliest stay 0.
+    # After subtracting the maximum no score overflows float32, however small the temperature; the maximum is 0.
     scores = logits.float()
     scores = (scores - scores.amax(dim=-1, keepdim=True)) / max(temperature, torch.finfo(torch.float32).tiny)
     if top_k is not None and top_k < scores.shape[-1]:
@@ -162,6 +164,6 @@ def sample(
         probabilities = ordered.softmax(dim=-1)
         before = probabilities.cumsum(dim=-1) - probabilities
         above = before >= top_p
-        above[:, 0] = False  # the likeliest stays, also where top_p is 0 in float32
+        above[:, 0] = False  # the most likely token stays, even if top_p rounds to 0 in float32
         scores = scores.masked_fill(above.scatter(1, order, above), float("-inf"))
     return torch.multinomial(scores.softmax(dim=-1), 1, generator=generator).squeeze(1)

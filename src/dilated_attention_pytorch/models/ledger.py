@@ -1,4 +1,4 @@
-"""Which rows of a text a cache holds under one pattern, and in which slot: integers, shared by layers and sequences."""
+"""Bookkeeping of the rows that a cache holds under one pattern and of their slots, shared by layers and sequences."""
 
 from __future__ import annotations
 
@@ -11,7 +11,9 @@ from typing import NamedTuple, TypeVar
 import torch
 from torch import Tensor
 
-from dilated_attention_pytorch.patterns import NO_END, DilationGroup, Pattern
+from dilated_attention_pytorch.patterns import Pattern
+from dilated_attention_pytorch.patterns.dilated import DilationGroup
+from dilated_attention_pytorch.patterns.rules import NO_END
 
 from .slots import Slots, Stretch, arithmetic_runs
 
@@ -19,14 +21,14 @@ _Position = TypeVar("_Position", int, Tensor)
 
 
 class Piece(NamedTuple):
-    """Stored rows that some rows of a slab see: one dense partial."""
+    """Stored rows visible to some rows of a slab: one dense partial."""
 
     rows: slice
     """Rows of the slab."""
     heads: slice
     """Key/value heads."""
     places: Tensor
-    """Flat places ``slot * G + head`` of the stored rows, ``[keys * heads]``, key by key."""
+    """Flat indices ``slot * G + head`` of the stored rows, ``[keys * heads]``, key-major."""
     num_keys: int
 
 
@@ -34,25 +36,25 @@ class LedgerStep(NamedTuple):
     """What a slab of new rows reads from the storage, and how the storage changes."""
 
     is_token: bool
-    """The slab is one token: it is stored, then reads itself too, then dead rows go. A longer slab reads the storage
-    as it was and sees its own rows by itself; then dead rows go, and what is alive of the slab is stored."""
+    """The slab is one token: it is stored, attends to the storage including itself, then dead rows are dropped. A
+    longer slab attends to the old storage and to its own rows; then dead rows are dropped and its live rows stored."""
     pieces: list[Piece]
     stretches: list[Stretch]
-    """Of a longer slab: stored rows that it sees under rules. What a token sees under them is among the pieces."""
+    """For a longer slab: stored rows visible under rules. For one token they are among the pieces."""
     keep: Tensor | None
-    """Flat places of the rows that stay, in their new order, ``[slots * G]``; None if all stay where they are."""
+    """Flat indices of the rows to keep, in their new order, ``[slots * G]``; None if all stay in place."""
     source: Tensor | None
-    """Flat places ``row * G + head`` in the slab of the rows to store; None is all of them. A rank that shares the
-    text with others stores rows of its own only, so these may be none."""
+    """Flat indices ``row * G + head`` in the slab of the rows to store; None = all. A rank that shares the sequence
+    stores only its own rows, so there may be none."""
     target: Tensor
-    """Flat places ``slot * G + head`` that they get."""
+    """Flat indices ``slot * G + head`` of the slots to store them in."""
     num_slots: int
-    """Slots in use when they are stored."""
+    """Number of slots in use after storing."""
 
 
 @dataclass(slots=True)
 class _Class:
-    """Heads with one residue and one shift in one group, and where the rows of their current segment are."""
+    """Heads with equal residue and shift in one group, and the slots of the rows of their current segment."""
 
     group: DilationGroup
     offset: int
@@ -60,26 +62,26 @@ class _Class:
     heads: slice
     members: list[int]
     index: Tensor
-    """``[capacity, members]`` flat places; the first ``count`` rows are in use."""
+    """``[capacity, members]`` flat indices; the first ``count`` rows are in use."""
     count: int = 0
 
     def rows_in(self, start: int, stop: int) -> tuple[int, int]:
-        """First and number of the class's positions in ``[start, stop)``, in the segment of ``start``."""
+        """First position and number of positions of the class in ``[start, stop)``, in the segment of ``start``."""
         begin, end = self.group.segment_bounds(start, self.shift)
         return self.group.selected(begin, self.offset, start, min(end, stop))
 
     def seen_by(self, position: int) -> tuple[int, int]:
-        """First and number of the class's positions before ``position`` in its segment."""
+        """First position and number of positions of the class before ``position`` in its segment."""
         begin, _ = self.group.segment_bounds(position, self.shift)
         return self.group.selected(begin, self.offset, max(begin, 0), position)
 
     def alive(self, following: int) -> Tensor:
-        """The class's positions that a token at ``following`` or later in its segment can still see, ascending."""
+        """The class's positions visible to a token at ``following`` or later in its segment, ascending."""
         first, count = self.seen_by(following)
         return first + torch.arange(count) * self.group.dilation_rate
 
     def piece(self, row: int, num_rows: int) -> Piece:
-        """The stored rows of the class as ``num_rows`` rows of a slab see them, the first of them ``row``."""
+        """The stored rows of the class as a partial for ``num_rows`` rows of a slab, starting at ``row``."""
         rate = self.group.dilation_rate
         span = slice(row, row + (num_rows - 1) * rate + 1, rate)
         return Piece(span, self.heads, self.index[: self.count].view(-1), self.count)
@@ -95,22 +97,25 @@ class _Class:
 
 
 class Ledger:
-    """The rows alive after ``seen`` tokens: those that a later token can still see.
+    """The live rows after ``seen`` tokens: those that a later token can still attend to.
 
-    Row p of key/value head g is alive iff for some group p is selected and lies in the segment of position ``seen``,
-    the next token's; or some rule shows it to a query from ``seen`` on (:meth:`HeadRule.last_query`). Of groups a head
-    holds at most ``sum_i ceil(min(w_i, seen) / r_i)`` rows, of a window those within its reach, of global tokens these
-    tokens, of blocks all that are selected for a later block. What several groups and rules see is held once, and
-    counts as often as it is seen.
+    Row p of key/value head g is live iff some group selects p and p lies in the segment of position ``seen`` (the next
+    token's), or some rule makes it visible to a query from ``seen`` on (:meth:`HeadRule.last_query`). For groups, a
+    head holds at most ``sum_i ceil(min(w_i, seen) / r_i)`` rows; for a window, the rows within its reach; for global
+    tokens, these tokens; for blocks, all rows of blocks that a later block selects. A row that several groups and rules
+    select is stored once and counted as often as it is selected.
 
-    Where several ranks share a text, each holds the rows of its own positions only: blocks of :attr:`block_length`
-    positions go round the ranks, whoever computed them.
+    If several ranks share a sequence, each holds only the rows of its own positions: blocks of :attr:`block_length`
+    positions are dealt to the ranks round-robin, whichever rank computed them.
 
     Args:
         pattern: the layers' pattern.
         num_kv_heads: number G of key/value heads.
-        device: where index tensors live.
-        rank, num_ranks: the rank that this ledger is of, and how many share the text.
+        device: device of the index tensors.
+        rank, num_ranks: this rank, and the number of ranks that share the sequence.
+
+    Raises:
+        NotImplementedError: the pattern has segments of unequal length.
     """
 
     def __init__(
@@ -118,7 +123,7 @@ class Ledger:
     ) -> None:
         if any(group.boundaries is not None for group in pattern.groups):
             raise NotImplementedError(
-                "a bounded cache holds rows by segments of one length, and a SegmentedPattern has ragged ones: "
+                "a bounded cache needs segments of one length, and a SegmentedPattern has ragged ones: "
                 f"got {pattern!r}; decode with attend and query_offset"
             )
         self.pattern = pattern
@@ -154,18 +159,18 @@ class Ledger:
 
     @property
     def rows_per_head(self) -> list[int]:
-        """Rows alive, for each key/value head."""
+        """Number of live rows, per key/value head."""
         return [self._kind_of[head].num_rows for head in range(self.num_kv_heads)]
 
     def positions(self, head: int) -> list[int]:
-        """The positions alive for one key/value head, ascending."""
+        """Live positions of one key/value head, ascending."""
         positions: list[int] = self._kind_of[head].sorted_positions().tolist()
         return positions
 
     def max_slots(self) -> int:
-        """No text needs more slots: ``sum_i ceil(w_i / r_i)``, of which a rank owns a block more than its part.
+        """Upper bound of the number of slots, ``sum_i ceil(w_i / r_i)``; a rank of several needs its part plus a block.
 
-        A window needs its reach and one; of other rules nothing is known here.
+        A window needs its reach plus one; other rules are not bounded here.
         """
         most = [-(-group.segment_length // group.dilation_rate) for group in self.pattern.groups]
         for rule in self.pattern.rules:
@@ -174,27 +179,29 @@ class Ledger:
         return sum(min(rows, rows // self.num_ranks + self.block_length) for rows in most)
 
     def places_by_rank(self) -> list[Tensor]:
-        """Flat places ``position * G + head`` of the rows alive, rank by rank.
+        """Flat indices ``position * G + head`` of the live rows, per rank.
 
-        A rank's come in the order in which its ledger stores them when all tokens seen are one slab.
+        In the order in which each rank's ledger stores them when all tokens come as one slab.
         """
-        places = torch.cat([
-            positions * self.num_kv_heads + head
-            for kind in self._kinds
-            for positions in [self._alive(kind, self.seen, torch.arange(self.seen))]
-            for head in kind.heads
-        ])  # fmt: skip
+        places = torch.cat(
+            [
+                positions * self.num_kv_heads + head
+                for kind in self._kinds
+                for positions in [self._alive(kind, self.seen, torch.arange(self.seen))]
+                for head in kind.heads
+            ]
+        )
         owners = self._owner(places // self.num_kv_heads)
         return [places[owners == rank] for rank in range(self.num_ranks)]
 
     def advance(self, num_new: int) -> LedgerStep:
-        """Take ``num_new`` more tokens: what they read, and what becomes of the storage after them."""
+        """Advance by ``num_new`` tokens: what they read, and how the storage changes."""
         start, stop = self.seen, self.seen + num_new
         self.seen = stop
         selecting = [(one, *rows) for one in self._classes if (rows := one.rows_in(start, stop))[1]]
         if num_new != 1:
             pieces = [one.piece(row - start, rows) for one, row, rows in selecting if one.count]
-            # Ranks hold blocks of positions by turns: what lies between is with the others.
+            # Ranks hold alternating blocks of positions; the gaps belong to other ranks.
             gap = (self.num_ranks - 1) * self.block_length + 1
             stretches = [stretch for kind in self._kinds for stretch in kind.stretches(start, stop, gap, self._device)]
             keep, source, target = self._rebuild(start, stop)
@@ -214,7 +221,7 @@ class Ledger:
         return LedgerStep(True, pieces, [], None, single, target, num_slots)
 
     def _pieces_of_rules(self, kind: Slots, position: int) -> Iterator[Piece]:
-        """What a token sees under every rule, itself if it is stored."""
+        """Stored rows visible to a token under every rule, including itself if it is stored."""
         for rule in kind.rules:
             slots = kind.seen_by_rule(rule, position)
             if len(slots):
@@ -225,15 +232,15 @@ class Ledger:
         return max(kind.num_slots for kind in self._kinds)
 
     def _owner(self, position: _Position) -> _Position:
-        """The rank that holds a position, or each of a tensor of them."""
+        """The rank that holds a position; elementwise for a tensor."""
         return position // self.block_length % self.num_ranks
 
     def _owned(self, positions: Tensor) -> Tensor:
-        """Those of ``positions`` that this rank holds."""
+        """The subset of ``positions`` that this rank holds."""
         return positions if self.num_ranks == 1 else positions[self._owner(positions) == self.rank]
 
     def _append(self, position: int, selecting: list[_Class]) -> tuple[Tensor | None, Tensor]:
-        """Store one token if it is this rank's: the classes that select it grow by a row, and rules may show it."""
+        """Store one token if it is this rank's: the classes that select it grow by a row, and rules may keep it."""
         if self._owner(position) != self.rank:
             nothing = torch.empty(0, dtype=torch.int64, device=self._device)
             return nothing, nothing
@@ -254,12 +261,14 @@ class Ledger:
         return source, target[source]
 
     def _rebuild(self, start: int, stop: int) -> tuple[Tensor | None, Tensor, Tensor]:
-        """Any number of tokens: what is alive at ``stop``, from what was alive at ``start`` and what is new."""
+        """Any number of tokens: the live rows at ``stop``, from the live rows at ``start`` and the new rows."""
         kept, sources, targets = {}, [], []
         dies = False
         for kind in self._kinds:
             old = kind.positions
-            alive = self._owned(self._alive(kind, stop, torch.cat([old, torch.arange(start, stop)])))
+            # Only rules need every row as a candidate.
+            candidates = torch.cat([old, torch.arange(start, stop)]) if kind.rules else old
+            alive = self._owned(self._alive(kind, stop, candidates))
             stays, comes = torch.isin(old, alive).nonzero().squeeze(1), alive[alive >= start]
             stays = stays[old[stays].argsort()]
             dies = dies or not torch.equal(stays, torch.arange(len(old)))
@@ -271,7 +280,7 @@ class Ledger:
                 targets.append(slots * self.num_kv_heads + head)
         keep = None
         if dies:
-            # Heads that keep fewer rows than another fill up with row 0, in slots that nothing reads before it is set.
+            # Heads with fewer rows than another are filled with row 0, in slots that are not read before being set.
             places = torch.zeros(max(map(len, kept.values())), self.num_kv_heads, dtype=torch.int64)
             for head, stays in kept.items():
                 places[: len(stays), head] = stays * self.num_kv_heads + head
@@ -284,9 +293,9 @@ class Ledger:
         return keep, torch.cat(sources).to(self._device), torch.cat(targets).to(self._device)
 
     def _alive(self, kind: Slots, following: int, candidates: Tensor) -> Tensor:
-        """What some group or rule shows to a later token, ``following`` being the next one's, ascending.
+        """Positions that some group or rule makes visible from position ``following`` on, ascending.
 
-        Under rules it is looked for among ``candidates``, of which negative ones are no positions.
+        Rules consider only ``candidates``; negative ones are ignored.
         """
         by_rules = candidates[(candidates >= 0) & (kind.last_query(candidates) >= following)] if kind.rules else None
         of_groups = self._alive_of_groups(kind, following)
@@ -300,9 +309,9 @@ class Ledger:
 def _block_length(rates: list[int], num_ranks: int) -> int:
     """The shortest block of positions that gives every rank equally many rows of every dilation class.
 
-    Blocks of b positions go round p ranks, so that the rows of a class, r apart, fall on all b p places that are
-    congruent modulo ``gcd(r, b p)``. A block holds equally many of these wherever it begins iff that divides b: the
-    shortest such b is the part of ``lcm(r_i)`` whose prime factors divide p.
+    Blocks of b positions are dealt to p ranks round-robin, so the rows of a class, r apart, visit all residues modulo
+    ``b p`` that are congruent modulo ``gcd(r, b p)``. Each block holds equally many of them, wherever it begins, iff
+    that divides b. The shortest such b is the part of ``lcm(r_i)`` whose prime factors divide p.
     """
     multiple, block = math.lcm(*rates), 1
     while (factor := math.gcd(multiple // block, num_ranks)) > 1:

@@ -1,4 +1,4 @@
-"""LongNet: a decoder-only language model over dilated attention, in torch alone."""
+"""LongNet: a decoder-only language model with dilated attention, in plain PyTorch."""
 
 from __future__ import annotations
 
@@ -17,15 +17,16 @@ from dilated_attention_pytorch.patterns import Pattern
 
 from .blocks import Block, LayerAttention
 from .config import LongNetConfig
-from .padding import Run, group_rows, positions_of, real_runs
+from .padding import Run, attend_runs, check_rows_are_real, positions_of, real_runs
 from .rotary import rotary
+from .shifted_keys import LayerKeys, shift_keys
 
 if TYPE_CHECKING:
     from .cache import CacheStep, LongNetCache, PromptStep
 
 
 class AttentionFunction(Protocol):
-    """What a model attends with: :func:`attend`, or a function of the same arguments for this rank's rows."""
+    """The model's attention function: :func:`attend`, or a distributed one with the same arguments for local rows."""
 
     def __call__(
         self,
@@ -50,8 +51,8 @@ class LongNetLM(nn.Module):
 
     Args:
         config: sizes and options.
-        attention: the attention function, :func:`attend` without it. It gets every block's query, key, value and
-            pattern, so that where the rows live is decided outside the model. May be set later: ``model.attention``.
+        attention: the attention function; :func:`attend` by default. It receives every block's query, key, value and
+            pattern, so distribution is decided outside the model. Can be replaced later: ``model.attention``.
         device, dtype: of the parameters.
 
     >>> from dilated_attention_pytorch.models import LongNetConfig, LongNetLM
@@ -91,11 +92,22 @@ class LongNetLM(nn.Module):
         self.out_proj = Product()
         self.reset_embeddings()
 
-    def reset_embeddings(self) -> None:
-        """Rows of expected squared length 1 for the embedding and the output matrix.
+    def gradient_checkpointing_enable(self) -> None:
+        """Recompute blocks in the backward pass instead of storing their activations, in training.
 
-        As the output matrix they give logits of variance 1; as the embedding they are scaled by ``sqrt(E)``, so that
-        a token enters the residual stream at the variance of what a block adds and is not drowned by the first one.
+        ``checkpoint_every`` of the configuration selects the blocks; outputs and gradients do not change.
+        """
+        self.gradient_checkpointing = True
+
+    def gradient_checkpointing_disable(self) -> None:
+        """Store the activations of all blocks."""
+        self.gradient_checkpointing = False
+
+    def reset_embeddings(self) -> None:
+        """Initialise embedding and output matrix with rows of expected squared norm 1.
+
+        As output matrix they give logits of variance 1. As embedding they are scaled by ``sqrt(E)``, so that a token
+        enters the residual stream with the variance of a block's update.
         """
         std = 1.0 / math.sqrt(self.config.embed_dim)
         nn.init.normal_(self.embedding.weight, std=std)
@@ -111,19 +123,18 @@ class LongNetLM(nn.Module):
         cache: LongNetCache | None = None,
         positions: Tensor | None = None,
     ) -> Tensor:
-        """Logits ``[B, N, V]`` for the token after each position: ``output_matrix(hidden_states(...))``.
+        """Logits ``[B, N, V]`` of the next token at each position: ``output_matrix(hidden_states(...))``.
 
         Args:
             input_ids: integer ``[B, N]``.
-            attention_mask: ``[B, N]``, 1 = real. Every row's ones must be one run: padding before, after, or both.
-                Positions count from a row's first real token, so a padded row gives exactly what it gives alone.
-                The logits of padding mean nothing. With a cache, columns before the last N are past and not read.
+            attention_mask: ``[B, N]``, 1 = real. The ones of a row must be contiguous: padding before, after, or both.
+                Positions count from a row's first real token, so a padded row gives the same result as it does alone.
+                Logits at padding are meaningless. With a cache, columns before the last N are past and ignored.
             cu_seqlens: int32 ``[documents + 1]`` boundaries of documents packed along every row, see :func:`attend`;
                 positions restart in every document.
-            cache: keys and values of what came before ``input_ids``, brought up to date by the call.
+            cache: keys and values of the tokens before ``input_ids``, updated in place.
             positions: rotary positions ``[N]`` or ``[B, N]`` of the rows, for a model whose attention function
-                knows where its rows lie; counted from the first real token, or from the beginning of the document,
-                without it.
+                is distributed; by default they count from the first real token, or from the start of the document.
 
         Returns:
             logits ``[B, N, V]`` in the parameters' (or autocast's) dtype.
@@ -151,43 +162,55 @@ class LongNetLM(nn.Module):
         positions: Tensor | None = None,
         sequence_length: int | None = None,
     ) -> Tensor:
-        """The last block's output after the final LayerNorm, ``[B, N, E]``; arguments as in :meth:`forward`.
+        """The output of the last block after the final LayerNorm, ``[B, N, E]``; arguments as in :meth:`forward`.
 
-        With ``sequence_length``, ``input_ids`` are this rank's rows of so many tokens, the first of a text: the ranks
-        that share ``cache`` read it together, each its rows, and each gets the result for them.
+        With ``sequence_length``, ``input_ids`` are this rank's rows of a prompt of that many tokens: the ranks that
+        share ``cache`` read it together, and each gets the hidden states of its rows.
         """
         _check_inputs(input_ids, attention_mask, cu_seqlens, cache, positions, sequence_length)
+        if self.config.shifted_keys and (positions is not None or sequence_length is not None):
+            raise NotImplementedError(
+                "shifted_keys needs the row before each row, which a shard of the rows does not have: got "
+                f"{'positions' if sequence_length is None else 'sequence_length'}; pass whole sequences, or train a "
+                "model without shifted_keys"
+            )
         batch, rows = input_ids.shape
         runs = None if attention_mask is None else real_runs(attention_mask[:, attention_mask.shape[1] - rows :])
         attend_layer: LayerAttention
+        keys: LayerKeys | None = None
         if cache is not None:
             self._check_inference(cache)
             step: CacheStep | PromptStep
             if sequence_length is None:
                 step = cache.step(batch, rows, runs, input_ids.device)
+                keys = step.shift_keys
             else:
                 step = cache.prompt_step(batch, rows, sequence_length, input_ids.device)
             positions, attend_layer = step.positions, step.attend
         elif runs is not None and any(run != (0, rows) for run in runs):
-            _check_rows_are_real(runs)
+            check_rows_are_real(runs)
             positions = positions_of(runs, rows, [0] * batch, input_ids.device)
             attend_layer = functools.partial(self._attend_runs, runs)
         else:
             if positions is None:
                 positions = document_positions(rows, cu_seqlens, input_ids.device)
             attend_layer = functools.partial(self._attend, cu_seqlens)
+        if not self.config.shifted_keys:
+            keys = None
+        elif cache is None:
+            keys = functools.partial(_shifted, positions)
         x = self.dropout(self.embedding(input_ids) * math.sqrt(self.config.embed_dim))
         turn = rotary(positions, self.config.embed_dim // self.config.num_heads, self.config.rope_theta, x.dtype)
         recomputes = self.gradient_checkpointing and self.training and torch.is_grad_enabled()
         for layer, block in enumerate(self.blocks):
             if recomputes and self.config.is_recomputed(layer):
-                x = self.checkpoint_function(block, x, turn, attend_layer)
+                x = self.checkpoint_function(block, x, turn, attend_layer, keys)
             else:
-                x = block(x, turn, attend_layer)
+                x = block(x, turn, attend_layer, keys)
         return self.layernorm(x)
 
     def _check_inference(self, cache: LongNetCache) -> None:
-        # Before the cache takes anything, so that the same cache serves the corrected call.
+        # Checked before the cache changes, so that the same cache serves the corrected call.
         if torch.is_grad_enabled():
             raise NotImplementedError(
                 "a cache has no gradient: call the model under torch.no_grad(), or without a cache"
@@ -199,9 +222,9 @@ class LongNetLM(nn.Module):
             )
         if self.attention is not attend:
             raise NotImplementedError(
-                "a cache attends by itself, so the attention function that this model was given would not be called: "
-                "call the model without a cache, or set model.attention = attend before (ranks are what a cache's "
-                "share is for)"
+                "with a cache, the model does not call its attention function, and this model has a custom one: "
+                "call the model without a cache, or set model.attention = attend first (to distribute a cache, give it "
+                "a share)"
             )
         if self.training and self.config.attention_dropout:
             raise NotImplementedError("a cache is for inference, without attention dropout: call model.eval() first")
@@ -216,17 +239,18 @@ class LongNetLM(nn.Module):
     def _attend_runs(
         self, runs: Sequence[Run], layer: int, query: Tensor, key: Tensor, value: Tensor, dropout_p: float
     ) -> Tensor:
-        """Rows with the same run share one call on that run; padding attends to nothing."""
-        out = torch.zeros_like(query)
-        for (start, stop), members in group_rows(runs).items():
-            rows = torch.tensor(members, device=query.device)
-            q, k, v = (tensor[rows, start:stop] for tensor in (query, key, value))
-            out[rows, start:stop] = self._attend(None, layer, q, k, v, dropout_p)
-        return out
+        def attend_layer(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+            return self._attend(None, layer, query, key, value, dropout_p)
+
+        return attend_runs(attend_layer, query, key, value, runs, runs)
+
+
+def _shifted(positions: Tensor, layer: int, key: Tensor) -> Tensor:
+    return shift_keys(key, positions)
 
 
 def document_positions(rows: int, cu_seqlens: Tensor | None, device: torch.device) -> Tensor:
-    """Positions ``[N]`` that start at 0 in every document."""
+    """Positions ``[N]`` that restart at 0 in every document."""
     places = torch.arange(rows, device=device)
     if cu_seqlens is None:
         return places
@@ -256,26 +280,23 @@ def _check_inputs(
                 f"got {shape}"
             )
     together = {
-        "attention_mask": attention_mask, "cache": cache, "positions": positions, "cu_seqlens": cu_seqlens,
+        "attention_mask": attention_mask,
+        "cache": cache,
+        "positions": positions,
+        "cu_seqlens": cu_seqlens,
         "sequence_length": sequence_length,
-    }  # fmt: skip
+    }
     given = [name for name, argument in together.items() if argument is not None]
     if given == ["sequence_length"]:
         raise ValueError(
             f"sequence_length is for a cache that ranks share, got sequence_length {sequence_length} without a cache: "
-            "pass cache=LongNetCache(config, share=...); without a cache, give the rows' positions"
+            "pass cache=LongNetCache(config, share=...); without a cache, pass the rows' positions"
         )
     allowed = (["attention_mask", "cache"], ["cache", "sequence_length"], ["positions", "cu_seqlens"])
     if len(given) > 1 and given not in allowed:
         raise NotImplementedError(
-            f"{' and '.join(given)} do not go together: packed documents have no padding and no cache, positions "
-            "are counted from the padding and the cache, and rows that are dealt out over ranks have no padding; pass "
-            "one of them (attention_mask and cache do go together, and so do cache and sequence_length, and "
+            f"{' and '.join(given)} exclude each other: packed documents have no padding and no cache, positions "
+            "follow from the padding and the cache, and sharded rows have no padding; pass one of "
+            "them (allowed together: attention_mask and cache, cache and sequence_length, "
             "positions and cu_seqlens)"
         )
-
-
-def _check_rows_are_real(runs: Sequence[Run]) -> None:
-    for row, (start, stop) in enumerate(runs):
-        if start == stop:
-            raise ValueError(f"attention_mask must mark at least one real token in every row, got none in row {row}")

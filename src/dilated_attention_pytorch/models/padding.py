@@ -1,21 +1,23 @@
-"""Padded batches: each row's run of real tokens, and the rows that share one."""
+"""Padded batches: the range of real tokens of each row, and groups of rows with equal ranges."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Hashable, Sequence
+from typing import TypeVar
 
 import torch
 from torch import Tensor
 
 Run = tuple[int, int]
-"""First column of a row's real tokens, and one past the last; equal for a row without any."""
+"""Start and stop column of a row's real tokens; equal for a row without any."""
+Key = TypeVar("Key", bound=Hashable)
 
 
 def real_runs(attention_mask: Tensor) -> list[Run]:
-    """The run of ones of every row of ``attention_mask [B, N]`` (1 = real).
+    """The column range of ones of every row of ``attention_mask [B, N]`` (1 = real).
 
     Raises:
-        NotImplementedError: the ones of a row are not one run.
+        NotImplementedError: the ones of a row are not contiguous.
     """
     real = attention_mask.bool()
     counts = real.sum(dim=1)
@@ -25,21 +27,48 @@ def real_runs(attention_mask: Tensor) -> list[Run]:
         row = next(index for index, rise in enumerate(rises) if rise > 1)
         raise NotImplementedError(
             "every row of attention_mask must hold one run of ones, with padding before or after it only: got "
-            f"{rises[row]} runs in row {row}; put each row's real tokens next to each other, or pack documents with "
+            f"{rises[row]} runs in row {row}; make each row's real tokens contiguous, or pack documents with "
             "cu_seqlens"
         )
     return [(start, start + count) for start, count in zip(starts, counts, strict=True)]
 
 
-def group_rows(keys: Sequence[Run]) -> dict[Run, list[int]]:
-    """The rows of each run that occurs, in order of first appearance."""
-    rows: dict[Run, list[int]] = {}
+def check_rows_are_real(runs: Sequence[Run], name: str = "attention_mask") -> None:
+    """Raise ValueError, naming the mask, if a row has no real tokens."""
+    for row, (start, stop) in enumerate(runs):
+        if start == stop:
+            raise ValueError(f"{name} must mark at least one real token in every row, got none in row {row}")
+
+
+def attend_runs(
+    attend: Callable[[Tensor, Tensor, Tensor], Tensor],
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    query_runs: Sequence[Run],
+    key_runs: Sequence[Run],
+) -> Tensor:
+    """Attention among each row's real tokens only, as ``attend`` computes it for them alone; 0 at padding.
+
+    Rows with the same column range share one call.
+    """
+    out = torch.zeros_like(query)
+    for (of_queries, of_keys), members in group_rows(list(zip(query_runs, key_runs, strict=True))).items():
+        rows = torch.tensor(members, device=query.device)
+        queries, keys = slice(*of_queries), slice(*of_keys)
+        out[rows, queries] = attend(query[rows, queries], key[rows, keys], value[rows, keys])
+    return out
+
+
+def group_rows(keys: Sequence[Key]) -> dict[Key, list[int]]:
+    """Row indices by column range (or pair of ranges), in order of first appearance."""
+    rows: dict[Key, list[int]] = {}
     for row, key in enumerate(keys):
         rows.setdefault(key, []).append(row)
     return rows
 
 
 def positions_of(runs: Sequence[Run], num_columns: int, seen: Sequence[int], device: torch.device) -> Tensor:
-    """Absolute positions ``[B, N]``: a row's first real token is its ``seen``-th; 0 in the padding before it."""
+    """Absolute positions ``[B, N]``: a row's first real token has position ``seen``; 0 in padding before it."""
     firsts = torch.tensor([done - start for done, (start, _) in zip(seen, runs, strict=True)], device=device)
     return (torch.arange(num_columns, device=device) + firsts.unsqueeze(-1)).clamp_(min=0)

@@ -1,4 +1,4 @@
-"""What new rows see of the rows that a cache stores: partials, merged into what they see of each other."""
+"""Attention of new rows to the rows stored in a cache, merged with attention among themselves."""
 
 from __future__ import annotations
 
@@ -13,7 +13,8 @@ from dilated_attention_pytorch.kernels.partial import reads_listed_rows
 from dilated_attention_pytorch.kernels.products import Result
 from dilated_attention_pytorch.kernels.select import select
 from dilated_attention_pytorch.ops import attend_with_lse
-from dilated_attention_pytorch.patterns import BlockPattern, Pattern, PatternSum
+from dilated_attention_pytorch.patterns import Pattern, PatternSum
+from dilated_attention_pytorch.patterns.blocks import BlockPattern
 
 from .ledger import Piece
 from .slots import Stretch
@@ -23,7 +24,7 @@ Stored = tuple[Tensor, Tensor]
 
 
 def merge_pieces(pieces: list[Piece], query: Tensor, stored: Stored, out: Tensor, lse: Tensor) -> None:
-    """Merge what ``query`` sees of the stored rows into ``out`` and ``lse``, piece by piece."""
+    """Merge attention of ``query`` to the stored rows into ``out`` and ``lse``, piece by piece."""
     num_kv_heads, head_dim = stored[0].shape[2:]
     grouped = [tensor.unflatten(2, (num_kv_heads, -1)) for tensor in (query, out, lse)]
     flat = [tensor.flatten(1, 2) for tensor in stored]
@@ -43,7 +44,7 @@ def merge_pieces(pieces: list[Piece], query: Tensor, stored: Stored, out: Tensor
 def merge_stretches(
     stretches: list[Stretch], pattern: Pattern, offset: int, query: Tensor, stored: Stored, out: Tensor, lse: Tensor
 ) -> None:
-    """Merge what ``query``, a slab from position ``offset`` on, sees of the stored rows under rules."""
+    """Merge attention of ``query``, a slab at position ``offset``, to stored rows under rules."""
     num_kv_heads = stored[0].shape[2]
     rules = PatternSum(tuple(map(BlockPattern, pattern.rules)))
     grouped = [tensor.unflatten(2, (num_kv_heads, -1)) for tensor in (query, out, lse)]
@@ -54,10 +55,16 @@ def merge_stretches(
         keys, values = (rows.index_select(1, stretch.places).unflatten(1, (-1, len(heads))) for rows in flat)
         is_absent = None if stretch.is_absent is None else stretch.is_absent.expand(keys.shape[0], -1)
         part = attend_with_lse(
-            queries.flatten(2, 3), keys, values, rules.for_heads(heads, num_kv_heads), is_causal=True,
-            query_offset=offset, key_offset=stretch.position, key_padding_mask=is_absent,
-        )  # fmt: skip
-        # Merging takes finite numbers: a row that sees nothing here weighs nothing.
+            queries.flatten(2, 3),
+            keys,
+            values,
+            rules.for_heads(heads, num_kv_heads),
+            is_causal=True,
+            query_offset=offset,
+            key_offset=stretch.position,
+            key_padding_mask=is_absent,
+        )
+        # The merge needs finite numbers: a row without keys gets weight 0.
         of_part = Result(part.out.view(part_of_out.shape), part.lse.clamp(min=MASKED).view(part_of_lse.shape))
         merge_in_place(part_of_out, part_of_lse, None, of_part)
     clear_dead_rows(out, lse)

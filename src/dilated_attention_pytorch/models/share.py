@@ -1,4 +1,4 @@
-"""What a cache that ranks hold together needs from them; the models know of other ranks by this alone."""
+"""The protocol by which a cache is shared between ranks; models access other ranks only through it."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ from dilated_attention_pytorch.patterns import Pattern
 
 
 class CacheShare(Protocol):
-    """A rank's share of a cache: who it is among how many, and what the ranks do together.
+    """A rank's share of a cache: rank, number of ranks, and the collectives.
 
-    Every method but :meth:`positions` and :meth:`rows` is called by all ranks, in the same order.
+    All ranks call every method except :meth:`positions` and :meth:`rows`, in the same order.
     """
 
     @property
@@ -25,46 +25,46 @@ class CacheShare(Protocol):
 
     @property
     def size(self) -> int:
-        """How many ranks hold the cache."""
+        """Number of ranks that hold the cache."""
         ...
 
     def positions(self, sequence_length: int, device: torch.device) -> Tensor:
-        """int64 ``[rows]``: which of ``sequence_length`` tokens are this rank's rows where a prompt is dealt out."""
+        """int64 ``[rows]``: positions of this rank's rows of a prompt of ``sequence_length`` tokens."""
         ...
 
     def rows(self, input_ids: Tensor) -> Tensor:
-        """This rank's columns of tokens ``[B, N]``, at :meth:`positions`."""
+        """This rank's columns of the tokens ``[B, N]``, at :meth:`positions`."""
         ...
 
     def check_same(self, input_ids: Tensor) -> None:
-        """Raise an error that names the rank whose tokens are not those of the others."""
+        """Raise an error that names the rank whose tokens differ from the others'."""
         ...
 
     def row_at(self, rows: Tensor, position: int, sequence_length: int) -> Tensor:
-        """Of a tensor of which each rank has its rows ``[B, rows, ...]`` the row at ``position``, on every rank."""
+        """The row at ``position``, on every rank, of a tensor sharded as ``[B, rows, ...]``."""
         ...
 
     def attend(self, query: Tensor, key: Tensor, value: Tensor, pattern: Pattern, sequence_length: int) -> Tensor:
-        """Causal attention of this rank's rows to all rows, ``[B, rows, H, D]`` in and out."""
+        """Causal attention of this rank's rows to all ranks' rows, ``[B, rows, H, D]`` in and out."""
         ...
 
     def deal(self, rows: Tensor, places: Sequence[Tensor], sequence_length: int) -> Tensor:
-        """Send every rank the rows that it is to store.
+        """Send every rank the rows that it stores.
 
         Args:
             rows: this rank's rows ``[B, rows, G, D]``.
-            places: for every rank the flat places ``position * G + head`` that it stores, on the CPU.
-            sequence_length: of all rows together.
+            places: per rank, the flat indices ``position * G + head`` that it stores, on the CPU.
+            sequence_length: number of rows on all ranks.
 
         Returns:
-            ``[B, len(places[rank]), D]``: what this rank stores, in the order of its places.
+            ``[B, len(places[rank]), D]``: the rows that this rank stores, in the order of its indices.
         """
         ...
 
     def merge(self, partial: AttentionOutput) -> AttentionOutput:
-        """The merge of the partials of all ranks over the same queries, equal on every rank to the last bit."""
+        """The merge of all ranks' partials over the same queries, bitwise equal on every rank."""
         ...
 
     def agreed(self, tensor: Tensor) -> Tensor:
-        """Rank 0's tensor, on every rank."""
+        """Rank 0's tensor, broadcast to every rank."""
         ...

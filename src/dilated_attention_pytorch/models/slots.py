@@ -1,4 +1,4 @@
-"""The slots of key/value heads that store the same positions, and what rules let a later query see of them."""
+"""Cache slots of key/value heads that store the same positions, and their visibility under rules."""
 
 from __future__ import annotations
 
@@ -8,40 +8,40 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from dilated_attention_pytorch.patterns import HeadRule
+from dilated_attention_pytorch.patterns.blocks import HeadRule
 
 _FREE = -1
 
 
 class Stretch(NamedTuple):
-    """Stored rows of positions one after the other, of which rules say which rows of a slab see them."""
+    """Stored rows of consecutive positions whose visibility to the rows of a slab follows from rules."""
 
     rows: slice
-    """Rows of the slab that may see any."""
+    """Rows of the slab that may attend to them."""
     heads: slice
     """Key/value heads."""
     places: Tensor
-    """Flat places ``slot * G + head`` of the stored rows, ``[positions * heads]``, position by position."""
+    """Flat indices ``slot * G + head`` of the stored rows, ``[positions * heads]``, position-major."""
     position: int
-    """Of the first."""
+    """Position of the first."""
     is_absent: Tensor | None
-    """bool ``[positions]``: those that are not stored, in whose stead ``places`` has others; None without any."""
+    """bool ``[positions]``: positions that are not stored; their ``places`` point elsewhere. None if all are stored."""
 
 
 class Slots:
-    """Key/value heads that see alike under every group and rule: they store the same positions in the same slots.
+    """Key/value heads with equal visibility under every group and rule: they store the same positions in equal slots.
 
     Args:
         heads: the heads, ascending.
         num_kv_heads: number G of all key/value heads.
-        rules: those that are for these heads.
+        rules: the rules that apply to these heads.
     """
 
     def __init__(self, heads: list[int], num_kv_heads: int, rules: Sequence[HeadRule]) -> None:
         self.heads = heads
         self.rules = tuple(rules)
         self.num_slots = 0
-        """Slots up to the last that was ever in use since :meth:`refill`."""
+        """Number of slots up to the highest one used since :meth:`refill`."""
         self._num_kv_heads = num_kv_heads
         self._by_slot = torch.empty(0, dtype=torch.int64)
         self._last = torch.empty(0, dtype=torch.int64)
@@ -49,37 +49,37 @@ class Slots:
 
     @property
     def positions(self) -> Tensor:
-        """The position in every slot, negative in those that are free; on the CPU."""
+        """The position in every slot, negative in free slots; on the CPU."""
         return self._by_slot[: self.num_slots]
 
     @property
     def num_rows(self) -> int:
-        """Rows stored."""
+        """Number of stored rows."""
         return self.num_slots - len(self._free)
 
     def sorted_positions(self) -> Tensor:
-        """The positions stored, ascending."""
+        """Stored positions, ascending."""
         positions = self.positions
         return positions[positions != _FREE].sort().values
 
     def last_query(self, positions: Tensor) -> Tensor:
-        """The last query that rules show each position to, or a bound on it; negative is none."""
+        """The last query to which rules make each position visible, or an upper bound; negative = none."""
         last = torch.full_like(positions, -1)
         for rule in self.rules:
             last = torch.maximum(last, rule.last_query(self.heads[0], self._num_kv_heads, positions))
         return last
 
     def last_query_of(self, position: int) -> int:
-        """:meth:`last_query` of one position."""
+        """:meth:`last_query` for one position."""
         return int(self.last_query(torch.tensor([position]))[0]) if self.rules else -1
 
     def refill(self, positions: Tensor) -> None:
-        """Slot s holds the s-th of ``positions`` from now on, and there are no others."""
+        """Reassign slots: slot s holds the s-th of ``positions``, all others are free."""
         self._by_slot, self._last, self._free = positions, self.last_query(positions), []
         self.num_slots = len(positions)
 
     def append(self, position: int) -> int:
-        """Take a slot for one more position, a free one if there is; returns the slot."""
+        """Assign a slot to one more position, a free one if possible; returns the slot."""
         if self._free:
             slot = self._free.pop()
         else:
@@ -93,7 +93,7 @@ class Slots:
         return slot
 
     def release(self, following: int, still_seen: Callable[[], Tensor]) -> None:
-        """Free the slots of what rules show to no query from ``following`` on, but for the positions ``still_seen``."""
+        """Free slots whose positions no rule makes visible from ``following`` on, except positions ``still_seen``."""
         positions = self.positions
         dead = (positions != _FREE) & (self._last[: self.num_slots] < following)
         if dead.any():
@@ -103,18 +103,18 @@ class Slots:
                 self._free.append(slot)
 
     def seen_by_rule(self, rule: HeadRule, query: int) -> Tensor:
-        """The slots of what one query sees under a rule; a slot holds no position after the query's."""
+        """The slots visible to one query under a rule; no slot holds a position after the query's."""
         positions = self.positions
         seen = rule.sees(self.heads[0], self._num_kv_heads, torch.tensor(query), positions)
         return (seen & (positions != _FREE)).nonzero().squeeze(1)
 
     def places(self, slots: Tensor, heads: slice) -> Tensor:
-        """Flat places ``slot * G + head`` of slots, for every one of ``heads``."""
+        """Flat indices ``slot * G + head`` for all ``slots`` and ``heads``."""
         members = torch.arange(self._num_kv_heads)[heads]
         return (slots.unsqueeze(1) * self._num_kv_heads + members).view(-1)
 
     def stretches(self, start: int, stop: int, largest_gap: int, device: torch.device) -> Iterator[Stretch]:
-        """What rules may show to the queries ``[start, stop)``; positions up to ``largest_gap`` apart are together."""
+        """Rows that rules may make visible to queries ``[start, stop)``; gaps up to ``largest_gap`` are bridged."""
         if not self.rules:
             return
         positions, slots = self.positions.sort()
@@ -138,7 +138,7 @@ class Slots:
 
 
 def arithmetic_runs(heads: list[int]) -> list[slice]:
-    """Ascending head numbers as slices: runs with a constant step, greedily."""
+    """Ascending head indices as slices with a constant step, greedily."""
     runs, index = [], 0
     while index < len(heads):
         step = heads[index + 1] - heads[index] if index + 1 < len(heads) else 1

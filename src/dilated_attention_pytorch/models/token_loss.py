@@ -1,4 +1,4 @@
-"""The loss of a language model, a block of rows at a time: no float32 copy of all logits, and not all logits either."""
+"""The language modelling loss in blocks of rows, without materialising all logits."""
 
 from __future__ import annotations
 
@@ -10,40 +10,40 @@ from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 
 IGNORED = -100
-"""The target that no loss counts."""
+"""Target that the loss ignores."""
 LOGITS_AT_ONCE = 1 << 22
-"""Logits that are there in float32 at once, where there are more."""
+"""Most float32 logits held at once."""
 LEAST_ROWS = 256
-"""Of a block whatever it holds: each reads the output matrix anew and adds a whole gradient of it."""
+"""Fewest rows per block: each block reads the output matrix and accumulates a full gradient of it."""
 
 
 def next_tokens(tokens: Tensor) -> Tensor:
-    """The token after each position of ``tokens [B, N]``; -100, which no loss counts, after the last."""
+    """The next token of each position of ``tokens [B, N]``; -100 (ignored) after the last."""
     return functional.pad(tokens, (0, 1), value=IGNORED)[:, 1:]
 
 
 def rows_at_once(vocab_size: int) -> int:
-    """Rows of a block."""
+    """Rows per block."""
     return max(LEAST_ROWS, LOGITS_AT_ONCE // vocab_size)
 
 
 def logits_at_once(rows: int, vocab_size: int) -> int:
-    """Logits that are there at once for the loss of so many rows."""
+    """Number of logits held at once for the loss of ``rows`` rows."""
     return min(rows, rows_at_once(vocab_size)) * vocab_size
 
 
 def token_loss(logits: Tensor, targets: Tensor, num_items: Tensor | int | None = None) -> Tensor:
     """Mean cross-entropy in float32 (float64 for float64 logits). Targets of -100 are ignored.
 
-    Float32 copies of low-precision logits exist for a block of positions at a time.
+    Low-precision logits are converted to float32 one block of positions at a time.
 
     Args:
         logits: ``[B, N, V]``.
-        targets: integer ``[B, N]``, what the logits are about.
-        num_items: what the sum is divided by; the number of targets counted without it.
+        targets: integer ``[B, N]``, the target token of each row of logits.
+        num_items: divisor of the summed loss; None = the number of targets that are not ignored.
 
     Returns:
-        a scalar; NaN where no target counts and ``num_items`` is not given, as in PyTorch.
+        a scalar; NaN if all targets are ignored and ``num_items`` is not given, as in PyTorch.
     """
     return _mean(_summed_by_blocks(logits, targets, logits.shape[-1], _summed), targets, num_items)
 
@@ -55,25 +55,24 @@ def token_loss_of_hidden(
     targets: Tensor,
     num_items: Tensor | int | None = None,
 ) -> Tensor:
-    """:func:`token_loss` of ``to_logits(hidden)``, of which a block of rows exists at a time, in both directions.
+    """:func:`token_loss` of ``to_logits(hidden)`` with the logits of one block of rows at a time, forward and backward.
 
-    With more logits than :data:`LOGITS_AT_ONCE` those of a block are computed again in the backward pass: one product
-    with the output matrix more than the three that training takes, and every block reads that matrix and adds to its
-    gradient.
+    Above :data:`LOGITS_AT_ONCE` logits, the backward pass recomputes those of each block: a fourth product with the
+    output matrix in addition to the usual three, and every block reads that matrix and accumulates its gradient.
 
     Args:
         hidden: ``[B, N, E]``.
-        to_logits: from ``[rows, E]`` to ``[rows, V]``, each row for itself.
+        to_logits: maps ``[rows, E]`` to ``[rows, V]`` row by row.
         vocab_size: V.
         targets: integer ``[B, N]``.
-        num_items: what the sum is divided by; the number of targets counted without it.
+        num_items: divisor of the summed loss; None = the number of targets that are not ignored.
     """
 
     device = hidden.device.type
 
     def summed(rows: Tensor, block: Tensor) -> Tensor:
-        # The copy that autocast makes of the output matrix and keeps would be one for all blocks, and their gradients
-        # would add up in its low precision.
+        # Autocast's cached copy of the output matrix would be shared by all blocks, and their gradients would
+        # accumulate in its low precision.
         with torch.autocast(device, torch.get_autocast_dtype(device), torch.is_autocast_enabled(device), False):
             return _summed(to_logits(rows), block)
 

@@ -3,164 +3,17 @@
 from __future__ import annotations
 
 import math
-from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional
 
 from dilated_attention_pytorch.ops import attend_blocks, attend_with_lse, merge
 from dilated_attention_pytorch.ops.autocast import without_autocast
 from dilated_attention_pytorch.ops.validation import check_call, check_dropout, check_size
 from dilated_attention_pytorch.patterns import Pattern, local_window
-from dilated_attention_pytorch.precision import accumulation_dtype
 
-_SCORES_AT_ONCE = 1 << 22
-"""Scores of blocks that are ranked at a time."""
-
-
-class BlockSelection(NamedTuple):
-    """What a scorer chose: the blocks of every query block, its own first, and their log-gates.
-
-    ``blocks`` is int64 ``[B, G, query blocks, kept]``, -1 where there was nothing to choose; ``log_gates`` has the
-    same shape, float32 (float64 for float64), 0 for the own block.
-    """
-
-    blocks: Tensor
-    log_gates: Tensor
-
-
-class BlockScorer(nn.Module):
-    """Scores of key blocks for query blocks, from pooled queries and keys.
-
-        q~ = sum_p softmax_p(u_q . q[p]) q[p],   k~ = sum_t softmax_t(u_k . k[t]) k[t]
-        e[i, j] = scale * mean_h (A_h q~[i, h]) . (C k~[j])
-
-    the sums over the rows of a block, the mean over the query heads of a key/value head. At first u = 0, so that
-    pooled is the mean, and A = C is a random projection: e is the score of a mean query and a mean key, in part.
-
-    Parameters: ``query_pool [H, D]``, ``key_pool [G, D]`` (u; none where a block is one row), ``query_map [H, D, d]``
-    and ``key_map [G, D, d]`` (A and C), with d the ``scorer_dim``.
-
-    Args:
-        num_heads, num_kv_heads, head_dim: H, G and D.
-        block_size, query_block_size: positions of a key block and of a query block, which divides it.
-        scorer_dim: width d.
-        device, dtype: of the parameters. Scores are computed in float32, in float64 for float64 inputs.
-    """
-
-    def __init__(
-        self,
-        num_heads: int,
-        num_kv_heads: int,
-        head_dim: int,
-        block_size: int,
-        query_block_size: int,
-        scorer_dim: int,
-        *,
-        device: torch.device | str | None = None,
-        dtype: torch.dtype | None = None,
-    ) -> None:
-        super().__init__()
-        self.block_size = block_size
-        self.query_block_size = query_block_size
-
-        def parameter(*shape: int) -> nn.Parameter:
-            return nn.Parameter(torch.empty(*shape, device=device, dtype=dtype))
-
-        self.query_map = parameter(num_heads, head_dim, scorer_dim)
-        self.key_map = parameter(num_kv_heads, head_dim, scorer_dim)
-        self.query_pool = parameter(num_heads, head_dim) if query_block_size > 1 else None
-        self.key_pool = parameter(num_kv_heads, head_dim) if block_size > 1 else None
-        self.reset_parameters()
-
-    @torch.no_grad()
-    def reset_parameters(self) -> None:
-        """Pooling by the mean; the same orthonormal projection for a key/value head and its query heads."""
-        for pool in (self.query_pool, self.key_pool):
-            if pool is not None:
-                nn.init.zeros_(pool)
-        heads, width, scorer_dim = self.key_map.shape
-        projection = torch.empty(heads, width, scorer_dim, dtype=torch.float32, device=self.key_map.device)
-        for head in projection:
-            nn.init.orthogonal_(head, gain=math.sqrt(max(1.0, width / scorer_dim)))
-        self.key_map.copy_(projection)
-        self.query_map.copy_(projection.repeat_interleave(self.query_map.shape[0] // heads, 0))
-
-    def forward(
-        self,
-        query: Tensor,
-        key: Tensor,
-        num_blocks: int,
-        *,
-        scale: float,
-        is_causal: bool,
-        query_offset: int,
-        key_padding_mask: Tensor | None,
-    ) -> BlockSelection:
-        """The own block and the best of the others, ``num_blocks`` in all; see :class:`AdaptiveBlockAttention`."""
-        rows, keys = query.shape[1], key.shape[1]
-        hidden_queries = (
-            None if key_padding_mask is None else key_padding_mask[:, query_offset : query_offset + query.shape[1]]
-        )
-        size, query_size = self.block_size, self.query_block_size
-        # What every row of a causal query block may know: the queries up to the block's first.
-        queries = _pooled(query, self.query_pool, query_size, hidden_queries, ahead=query_size - 1 if is_causal else 0)
-        pooled_keys = _pooled(key, self.key_pool, size, key_padding_mask)
-        dtype, kv_heads = queries.dtype, key.shape[2]
-        queries = (queries @ self.query_map.to(dtype)).unflatten(1, (kv_heads, -1)).mean(2) * scale
-        pooled_keys = pooled_keys @ self.key_map.to(dtype)
-        own = (torch.arange(-(-rows // query_size), device=query.device) * query_size + query_offset) // size
-        empty = None
-        if key_padding_mask is not None:
-            padded = functional.pad(key_padding_mask, (0, -keys % size), value=True)
-            empty = padded.unflatten(1, (-1, size)).all(-1)[:, None, None]
-        best = max(0, min(num_blocks, pooled_keys.shape[2]) - 1)
-        chosen = _best(queries.detach(), pooled_keys.detach(), own, best, empty, is_causal=is_causal)
-        index = chosen.clamp(min=0).flatten(2).unsqueeze(-1).expand(-1, -1, -1, pooled_keys.shape[-1])
-        chosen_keys = pooled_keys.gather(2, index).unflatten(2, chosen.shape[2:])
-        log_gates = (queries.unsqueeze(3) * chosen_keys).sum(-1).masked_fill(chosen < 0, 0.0)
-        own = own[:, None].expand(*chosen.shape[:3], 1)
-        return BlockSelection(torch.cat([own, chosen], -1), functional.pad(log_gates, (1, 0)))
-
-
-def _pooled(x: Tensor, pool: Tensor | None, size: int, hidden: Tensor | None, *, ahead: int = 0) -> Tensor:
-    """Rows ``[B, N, heads, D]`` pooled in blocks that begin ``ahead`` rows before: ``[B, heads, ceil(N / size), D]``.
-
-    Hidden rows (bool ``[B, N]``), and those before the first and after the last, take no part; a block of none is 0.
-    """
-    batch, rows = x.shape[:2]
-    dtype = accumulation_dtype(x.dtype)
-    if hidden is None:
-        hidden = torch.zeros(batch, rows, dtype=torch.bool, device=x.device)
-    blocks = -(-rows // size)
-    ahead = min(ahead, blocks * size)  # of no rows there are none before
-    after = blocks * size - rows - ahead
-    x = functional.pad(x.to(dtype).masked_fill(hidden[:, :, None, None], 0.0), (0, 0, 0, 0, ahead, after))
-    hidden = functional.pad(hidden, (ahead, after), value=True).unflatten(1, (blocks, size)).unsqueeze(-1)
-    x = x.unflatten(1, (blocks, size))
-    logits = x.new_zeros(x.shape[:-1]) if pool is None else (x * pool.to(dtype)).sum(-1)
-    weights = torch.softmax(logits.masked_fill(hidden, torch.finfo(dtype).min), dim=2).masked_fill(hidden, 0.0)
-    return torch.einsum("bnsh,bnshd->bhnd", weights, x)
-
-
-def _best(
-    queries: Tensor, keys: Tensor, own: Tensor, best: int, empty: Tensor | None, *, is_causal: bool
-) -> Tensor:  # fmt: skip
-    """The ``best`` blocks by score, of equal ones the first, -1 where there are fewer; the own one is none of them."""
-    number = torch.arange(keys.shape[2], device=keys.device)
-    step = max(1, _SCORES_AT_ONCE // max(1, queries.shape[0] * queries.shape[1] * keys.shape[2]))
-    found = []
-    for start in range(0, max(1, queries.shape[2]), step):
-        some = slice(start, start + step)
-        mine = own[some].unsqueeze(-1)
-        excluded = number >= mine if is_causal else number == mine
-        excluded = excluded[None, None] if empty is None else excluded | empty
-        scores = (queries[:, :, some] @ keys.mT).masked_fill(excluded, float("-inf"))
-        order = torch.sort(scores, dim=-1, descending=True, stable=True)
-        chosen = order.indices[..., :best]
-        found.append(chosen.masked_fill(order.values[..., :best] == float("-inf"), -1))
-    return torch.cat(found, dim=2)
+from .block_scorer import BlockScorer, BlockSelection
+from .old_keywords import answers_old_keywords
 
 
 class AdaptiveBlockAttention(nn.Module):
@@ -210,6 +63,7 @@ class AdaptiveBlockAttention(nn.Module):
     [[0, -1, -1, -1], [1, 0, -1, -1]]
     """
 
+    @answers_old_keywords
     def __init__(
         self,
         num_heads: int,
@@ -230,9 +84,13 @@ class AdaptiveBlockAttention(nn.Module):
         num_kv_heads = num_heads if num_kv_heads is None else num_kv_heads
         query_block_size = block_size if query_block_size is None else query_block_size
         for name, number in (
-            ("num_heads", num_heads), ("head_dim", head_dim), ("num_kv_heads", num_kv_heads),
-            ("block_size", block_size), ("query_block_size", query_block_size), ("scorer_dim", scorer_dim),
-        ):  # fmt: skip
+            ("num_heads", num_heads),
+            ("head_dim", head_dim),
+            ("num_kv_heads", num_kv_heads),
+            ("block_size", block_size),
+            ("query_block_size", query_block_size),
+            ("scorer_dim", scorer_dim),
+        ):
             check_size(name, number)
         check_size("blocks_per_query", blocks_per_query, least=2)
         if num_heads % num_kv_heads:
@@ -280,9 +138,14 @@ class AdaptiveBlockAttention(nn.Module):
         scale = 1.0 / math.sqrt(self.head_dim) if self.softmax_scale is None else self.softmax_scale
         with without_autocast(query.device.type):
             selection: BlockSelection = self.scorer(
-                query, key, self.blocks_per_query, scale=scale, is_causal=is_causal, query_offset=query_offset,
+                query,
+                key,
+                self.blocks_per_query,
+                scale=scale,
+                is_causal=is_causal,
+                query_offset=query_offset,
                 key_padding_mask=key_padding_mask,
-            )  # fmt: skip
+            )
         return selection
 
     def forward(
@@ -311,19 +174,35 @@ class AdaptiveBlockAttention(nn.Module):
         self._check(query, key, value, is_causal, query_offset, key_padding_mask)
         blocks, log_gates = self.select(
             query, key, is_causal, query_offset=query_offset, key_padding_mask=key_padding_mask
-        )  # fmt: skip
+        )
         dropout_p = self.dropout if self.training else 0.0
         chosen = attend_blocks(
-            query, key, value, blocks, log_gates, block_size=self.block_size, query_block_size=self.query_block_size,
-            is_causal=is_causal, scale=self.softmax_scale, query_offset=query_offset,
-            key_padding_mask=key_padding_mask, dropout_p=dropout_p,
-        )  # fmt: skip
+            query,
+            key,
+            value,
+            blocks,
+            log_gates,
+            block_size=self.block_size,
+            query_block_size=self.query_block_size,
+            is_causal=is_causal,
+            scale=self.softmax_scale,
+            query_offset=query_offset,
+            key_padding_mask=key_padding_mask,
+            dropout_p=dropout_p,
+        )
         if self.pattern is None:
             return chosen.out
         static = attend_with_lse(
-            query, key, value, self.pattern, is_causal=is_causal, scale=self.softmax_scale,
-            query_offset=query_offset, key_padding_mask=key_padding_mask, dropout_p=dropout_p,
-        )  # fmt: skip
+            query,
+            key,
+            value,
+            self.pattern,
+            is_causal=is_causal,
+            scale=self.softmax_scale,
+            query_offset=query_offset,
+            key_padding_mask=key_padding_mask,
+            dropout_p=dropout_p,
+        )
         return merge([chosen, static]).out
 
     def density(self, sequence_length: int, *, is_causal: bool = False) -> float:
@@ -360,14 +239,27 @@ class AdaptiveBlockAttention(nn.Module):
         )
 
     def _check(
-        self, query: Tensor, key: Tensor, value: Tensor, is_causal: bool, query_offset: int,
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        is_causal: bool,
+        query_offset: int,
         key_padding_mask: Tensor | None,
-    ) -> None:  # fmt: skip
+    ) -> None:
         check_call(
-            query, key, value, self.pattern or local_window(0), is_causal=is_causal, scale=self.softmax_scale,
-            query_offset=query_offset, key_offset=0, cu_seqlens=None, key_padding_mask=key_padding_mask,
+            query,
+            key,
+            value,
+            self.pattern or local_window(0),
+            is_causal=is_causal,
+            scale=self.softmax_scale,
+            query_offset=query_offset,
+            key_offset=0,
+            cu_seqlens=None,
+            key_padding_mask=key_padding_mask,
             dropout_p=self.dropout,
-        )  # fmt: skip
+        )
         for name, tensor, heads in (("query", query, self.num_heads), ("key", key, self.num_kv_heads)):
             if tuple(tensor.shape[2:]) != (heads, self.head_dim):
                 raise ValueError(

@@ -1,4 +1,4 @@
-"""Attention under a pattern as modules without parameters."""
+"""Parameter-free attention modules: any pattern, and the dilated pattern."""
 
 from __future__ import annotations
 
@@ -9,28 +9,33 @@ from torch import Tensor, nn
 from dilated_attention_pytorch.kernels.select import Impl
 from dilated_attention_pytorch.ops import attend
 from dilated_attention_pytorch.ops.validation import check_dropout, check_order
-from dilated_attention_pytorch.patterns import DilatedPattern, OffsetRule, Pattern, Tail
+from dilated_attention_pytorch.patterns import DilatedPattern, Pattern
+from dilated_attention_pytorch.patterns.dilated import OffsetRule, Tail
+
+from .old_keywords import answers_old_keywords
 
 
 class PatternAttention(nn.Module):
-    """Attention over projected heads under any pattern, block-sparse ones among them: see :func:`attend`.
+    """Attention over projected heads under any pattern, including block-sparse ones: :func:`attend` as a module.
 
     Args:
-        pattern: who sees whom: windows, blocks, global tokens, dilated patterns and their sums.
+        pattern: attention pattern: windows, blocks, global tokens, dilated patterns and their sums.
         dropout: probability of dropping a merged attention probability, in training only.
-        softmax_scale: factor of the scores; ``1 / sqrt(D)`` without it.
+        softmax_scale: scale of the scores; None = ``1 / sqrt(D)``.
         impl: see :func:`attend`.
 
     Raises:
-        TypeError: ``pattern`` is no pattern.
+        TypeError: ``pattern`` is not a :class:`Pattern`.
         ValueError: ``dropout`` is not in [0, 1).
 
+    >>> from dilated_attention_pytorch.nn import PatternAttention
     >>> attention = PatternAttention(local_window(127, 0) + global_tokens(4))
     >>> q = k = v = torch.randn(2, 1000, 8, 64)
     >>> attention(q, k, v, is_causal=True).shape
     torch.Size([2, 1000, 8, 64])
     """
 
+    @answers_old_keywords
     def __init__(
         self,
         pattern: Pattern,
@@ -65,10 +70,19 @@ class PatternAttention(nn.Module):
     ) -> Tensor:
         """Query ``[B, N, H, D]``, key and value ``[B, M, G, D]``, result ``[B, N, H, D]``; see :func:`attend`."""
         return attend(
-            query, key, value, self.pattern, is_causal=is_causal, scale=self.softmax_scale,
-            query_offset=query_offset, key_offset=key_offset, cu_seqlens=cu_seqlens,
-            key_padding_mask=key_padding_mask, dropout_p=self.dropout if self.training else 0.0, impl=self.impl,
-        )  # fmt: skip
+            query,
+            key,
+            value,
+            self.pattern,
+            is_causal=is_causal,
+            scale=self.softmax_scale,
+            query_offset=query_offset,
+            key_offset=key_offset,
+            cu_seqlens=cu_seqlens,
+            key_padding_mask=key_padding_mask,
+            dropout_p=self.dropout if self.training else 0.0,
+            impl=self.impl,
+        )
 
     def extra_repr(self) -> str:
         return f"pattern={self.pattern}, dropout={self.dropout}"
@@ -81,14 +95,15 @@ class DilatedAttention(PatternAttention):
         segment_lengths: segment lengths w_i, in positions.
         dilation_rates: dilation rates r_i, one for every segment length and none larger than it.
         dropout: probability of dropping a merged attention probability, in training only.
-        softmax_scale: factor of the scores; ``1 / sqrt(D)`` without it.
+        softmax_scale: scale of the scores; None = ``1 / sqrt(D)``.
         offset_rule, tail, segment_shift: see :class:`DilatedPattern`.
         impl: see :func:`attend`.
 
     Raises:
-        TypeError, ValueError: a pattern argument is of the wrong type or range, see :class:`DilatedPattern`; a rate is
-            larger than its segment, as where the two are in the wrong order; or ``dropout`` is not in [0, 1).
+        TypeError, ValueError: a pattern argument is of the wrong type or range, see :class:`DilatedPattern`; a rate
+            exceeds its segment length (the two lists may be swapped); or ``dropout`` is not in [0, 1).
 
+    >>> from dilated_attention_pytorch.nn import DilatedAttention
     >>> attention = DilatedAttention([128, 512], [1, 4])
     >>> q = k = v = torch.randn(2, 1000, 8, 64)
     >>> attention(q, k, v, is_causal=True).shape
@@ -97,6 +112,7 @@ class DilatedAttention(PatternAttention):
 
     pattern: DilatedPattern
 
+    @answers_old_keywords
     def __init__(
         self,
         segment_lengths: Sequence[int],

@@ -1,4 +1,4 @@
-"""Dilated attention whose segments are chosen for every shape, as modules: the weights do not depend on them."""
+"""Dilated attention modules that choose segments per input shape; their weights are independent of the choice."""
 
 from __future__ import annotations
 
@@ -11,12 +11,14 @@ from torch import Tensor
 
 from dilated_attention_pytorch.kernels.select import Impl
 from dilated_attention_pytorch.ops import attend
-from dilated_attention_pytorch.patterns import DilatedPattern, OffsetRule, Pattern, Tail
+from dilated_attention_pytorch.patterns import DilatedPattern, Pattern
+from dilated_attention_pytorch.patterns.dilated import OffsetRule, Tail
 from dilated_attention_pytorch.selection import DynamicSegmentSelector, SegmentSelectionConfig
 from dilated_attention_pytorch.tracing import constant_of_graph
 
 from .dilated_attention import DilatedAttention
 from .multihead import MultiheadDilatedAttention
+from .old_keywords import answers_old_keywords
 
 _Lengths = tuple[tuple[int, ...], tuple[int, ...]]
 
@@ -29,24 +31,25 @@ class Configuration(NamedTuple):
 
 
 class DynamicDilatedAttention(DilatedAttention):
-    """:class:`DilatedAttention` whose segments a :class:`DynamicSegmentSelector` chooses, for every shape anew.
+    """:class:`DilatedAttention` with segments that a :class:`DynamicSegmentSelector` chooses per input shape.
 
-    The choice depends on the number of positions N (offsets included; the longer of query and key), on batch, heads,
-    width, dtype and device, on ``is_causal``, and on whether there are a padding mask and a dropout probability. It is
-    the same in training and in evaluation, and free memory is read once for every device, at the first call there:
-    the same shape always gets the same segments. Packed documents are segmented as their row of N positions is.
+    The choice depends on the number of positions N (offsets included; the longer of query and key), batch size, heads,
+    head dimension, dtype, device, ``is_causal``, and whether there are a padding mask and dropout. It is the same in
+    training and evaluation. Free memory is read once per device, at the first call, so the same shape always gets the
+    same segments. Packed documents get the segments of their row of N positions.
 
-    Under ``torch.compile`` the choice is made while tracing, also with ``fullgraph=True``: one graph for every shape.
+    Under ``torch.compile``, also with ``fullgraph=True``, the choice is made while tracing: one graph per shape.
 
     Args:
-        selector_config: the policy; the defaults without it.
+        selector_config: selection policy; None = the defaults.
         dropout, softmax_scale, offset_rule, tail, segment_shift, impl: as of :class:`DilatedAttention`.
-        selector: a selector instead of a policy, for modules that decide together, or with a record of a machine.
+        selector: a selector instead of a policy, to share choices between modules or to use a machine's tuning record.
 
     Raises:
-        TypeError, ValueError: see :class:`DilatedAttention`; or both a policy and a selector. In a call: no segments
-            fit the budgets, see :meth:`DynamicSegmentSelector.select`.
+        TypeError, ValueError: see :class:`DilatedAttention`; or both a policy and a selector were given. In a call: no
+            segments fit the budgets, see :meth:`DynamicSegmentSelector.select`.
 
+    >>> from dilated_attention_pytorch.nn import DynamicDilatedAttention
     >>> attention = DynamicDilatedAttention()
     >>> q = k = v = torch.randn(1, 1000, 8, 64)
     >>> attention(q, k, v, is_causal=True).shape
@@ -55,6 +58,7 @@ class DynamicDilatedAttention(DilatedAttention):
     True
     """
 
+    @answers_old_keywords
     def __init__(
         self,
         selector_config: SegmentSelectionConfig | None = None,
@@ -67,11 +71,17 @@ class DynamicDilatedAttention(DilatedAttention):
         impl: Impl = "auto",
         selector: DynamicSegmentSelector | None = None,
     ) -> None:
-        # The lengths stand for those that are chosen later; the other arguments are checked where they always are.
+        # Placeholder lengths; the other arguments are validated by the parent class.
         super().__init__(
-            [1], [1], dropout, softmax_scale=softmax_scale, offset_rule=offset_rule, tail=tail,
-            segment_shift=segment_shift, impl=impl,
-        )  # fmt: skip
+            [1],
+            [1],
+            dropout,
+            softmax_scale=softmax_scale,
+            offset_rule=offset_rule,
+            tail=tail,
+            segment_shift=segment_shift,
+            impl=impl,
+        )
         if selector_config is not None and selector is not None:
             raise ValueError("a selector has its own policy: pass selector_config or selector, got both")
         if selector is not None and not isinstance(selector, DynamicSegmentSelector):
@@ -86,7 +96,7 @@ class DynamicDilatedAttention(DilatedAttention):
 
     @pattern.setter
     def pattern(self, pattern: Pattern) -> None:
-        # Set once, by the parent: what the chosen patterns have in common.
+        # Set once, by the parent class: the options that all chosen patterns share.
         assert isinstance(pattern, DilatedPattern)
         self._options = pattern
 
@@ -100,11 +110,11 @@ class DynamicDilatedAttention(DilatedAttention):
         """The segment lengths and dilation rates of the last call.
 
         Raises:
-            RuntimeError: there was no call yet.
+            RuntimeError: the module was not called yet.
         """
         if self._current is None:
             raise RuntimeError(
-                "segments are chosen for the shape of a call, and there was none yet; call the module first, or ask "
+                "segments are chosen for the shape of a call, and there was none yet; call the module first, or use "
                 "selector.select(sequence_length, batch_size, num_heads, head_dim, dtype, device)"
             )
         return Configuration(*self._current)
@@ -133,20 +143,36 @@ class DynamicDilatedAttention(DilatedAttention):
     ) -> Tensor:
         """Query ``[B, N, H, D]``, key and value ``[B, M, G, D]``, result ``[B, N, H, D]``; see :func:`attend`."""
         pattern = self._options
-        if query.dim() == key.dim() == 4:  # what else comes is refused below
+        if query.dim() == key.dim() == 4:  # the parent rejects other shapes
             length = max(query_offset + query.shape[1], key_offset + key.shape[1])
-            # index() makes integers of sizes that a compiler keeps as symbols.
+            # index() turns symbolic sizes into integers.
             self._current = _decide(
-                self, operator.index(length), operator.index(query.shape[0]), operator.index(query.shape[2]),
-                operator.index(query.shape[3]), operator.index(key.shape[2]), query.dtype, query.device, is_causal,
+                self,
+                operator.index(length),
+                operator.index(query.shape[0]),
+                operator.index(query.shape[2]),
+                operator.index(query.shape[3]),
+                operator.index(key.shape[2]),
+                query.dtype,
+                query.device,
+                is_causal,
                 key_padding_mask is not None,
-            )  # fmt: skip
+            )
             pattern = self._with(self._current)
         return attend(
-            query, key, value, pattern, is_causal=is_causal, scale=self.softmax_scale,
-            query_offset=query_offset, key_offset=key_offset, cu_seqlens=cu_seqlens,
-            key_padding_mask=key_padding_mask, dropout_p=self.dropout if self.training else 0.0, impl=self.impl,
-        )  # fmt: skip
+            query,
+            key,
+            value,
+            pattern,
+            is_causal=is_causal,
+            scale=self.softmax_scale,
+            query_offset=query_offset,
+            key_offset=key_offset,
+            cu_seqlens=cu_seqlens,
+            key_padding_mask=key_padding_mask,
+            dropout_p=self.dropout if self.training else 0.0,
+            impl=self.impl,
+        )
 
     def extra_repr(self) -> str:
         return f"{self.selector.config}, dropout={self.dropout}"
@@ -167,23 +193,33 @@ def _decide(
 ) -> _Lengths:
     options = module._options
     pattern = module.selector.select(
-        # Attention over nothing is no error, and gets the segments of the least there can be.
-        max(1, sequence_length), max(1, batch_size), num_heads, head_dim, dtype, device, num_kv_heads,
-        is_causal=is_causal, is_padded=is_padded, has_dropout=module.dropout > 0.0, offset_rule=options.offset_rule,
-        tail=options.tail, segment_shift=options.segment_shift,
-    )  # fmt: skip
+        # Empty inputs are valid; they get the segments for length 1.
+        max(1, sequence_length),
+        max(1, batch_size),
+        num_heads,
+        head_dim,
+        dtype,
+        device,
+        num_kv_heads,
+        is_causal=is_causal,
+        is_padded=is_padded,
+        has_dropout=module.dropout > 0.0,
+        offset_rule=options.offset_rule,
+        tail=options.tail,
+        segment_shift=options.segment_shift,
+    )
     return tuple(pattern.segment_lengths), tuple(pattern.dilation_rates)
 
 
 class DynamicMultiheadDilatedAttention(MultiheadDilatedAttention):
     """:class:`MultiheadDilatedAttention` with :class:`DynamicDilatedAttention` inside.
 
-    The parameters are those of :class:`MultiheadDilatedAttention`, by name and shape, whatever the segments: weights
-    of one load into the other, and the same weights work for any length.
+    The parameters have the names and shapes of :class:`MultiheadDilatedAttention`, whatever the segments: state dicts
+    are interchangeable, and the same weights work for any length.
 
     Args:
         embed_dim, num_heads: width E and number of query heads H.
-        selector_config: the policy; the defaults without it.
+        selector_config: selection policy; None = the defaults.
         selector: a selector instead of a policy, see :class:`DynamicDilatedAttention`.
         dropout, bias, kdim, vdim, num_kv_heads, sub_layernorm, layernorm_eps, gain, softmax_scale, offset_rule, tail,
             segment_shift, impl, device, dtype: as of :class:`MultiheadDilatedAttention`.
@@ -191,6 +227,7 @@ class DynamicMultiheadDilatedAttention(MultiheadDilatedAttention):
     Raises:
         TypeError, ValueError: see :class:`MultiheadDilatedAttention` and :class:`DynamicDilatedAttention`.
 
+    >>> from dilated_attention_pytorch.nn import DynamicMultiheadDilatedAttention
     >>> attention = DynamicMultiheadDilatedAttention(256, 8)
     >>> x = torch.randn(2, 1000, 256)
     >>> attention(x, x, x, is_causal=True)[0].shape
@@ -199,6 +236,7 @@ class DynamicMultiheadDilatedAttention(MultiheadDilatedAttention):
 
     attention: DynamicDilatedAttention
 
+    @answers_old_keywords
     def __init__(
         self,
         embed_dim: int,
@@ -223,18 +261,36 @@ class DynamicMultiheadDilatedAttention(MultiheadDilatedAttention):
         dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__(
-            embed_dim, num_heads, [1], [1], dropout, bias=bias, kdim=kdim, vdim=vdim, num_kv_heads=num_kv_heads,
-            sub_layernorm=sub_layernorm, layernorm_eps=layernorm_eps, gain=gain, device=device, dtype=dtype,
-        )  # fmt: skip
+            embed_dim,
+            num_heads,
+            [1],
+            [1],
+            dropout,
+            bias=bias,
+            kdim=kdim,
+            vdim=vdim,
+            num_kv_heads=num_kv_heads,
+            sub_layernorm=sub_layernorm,
+            layernorm_eps=layernorm_eps,
+            gain=gain,
+            device=device,
+            dtype=dtype,
+        )
         self.attention = DynamicDilatedAttention(
-            selector_config, dropout, softmax_scale=softmax_scale, offset_rule=offset_rule, tail=tail,
-            segment_shift=segment_shift, impl=impl, selector=selector,
-        )  # fmt: skip
+            selector_config,
+            dropout,
+            softmax_scale=softmax_scale,
+            offset_rule=offset_rule,
+            tail=tail,
+            segment_shift=segment_shift,
+            impl=impl,
+            selector=selector,
+        )
 
     def get_current_configuration(self) -> Configuration:
         """The segment lengths and dilation rates of the last call.
 
         Raises:
-            RuntimeError: there was no call yet.
+            RuntimeError: the module was not called yet.
         """
         return self.attention.get_current_configuration()

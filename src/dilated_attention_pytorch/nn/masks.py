@@ -1,4 +1,4 @@
-"""Masks as PyTorch's modules pass them, brought to what attention under a pattern takes."""
+"""Conversion of the masks that PyTorch's modules pass."""
 
 from __future__ import annotations
 
@@ -13,25 +13,27 @@ def ignored_keys(key_padding_mask: None) -> None: ...
 @overload
 def ignored_keys(key_padding_mask: Tensor) -> Tensor: ...
 def ignored_keys(key_padding_mask: Tensor | None) -> Tensor | None:
-    """The mask as bool, True = ignore. ``nn.TransformerEncoderLayer`` makes floats of it: -inf to ignore, 0 to keep.
+    """A key padding mask as bool, True = ignore. Accepts the float form (-inf = ignore, 0 = keep) that
+    ``nn.TransformerEncoderLayer`` produces.
 
     Raises:
-        ValueError: another float, which would weight a key.
+        ValueError: another float value, which would be an additive bias.
     """
     if key_padding_mask is None or not key_padding_mask.is_floating_point():
         return key_padding_mask
-    # Some write the least number of the dtype for -inf.
+    # Some callers use the dtype's minimum instead of -inf.
     ignored = key_padding_mask <= torch.finfo(key_padding_mask.dtype).min / 2
     _require(
-        (ignored | (key_padding_mask == 0)).all(), ValueError,
-        "a float key_padding_mask must hold 0 (keep) and -inf (ignore) only: other values would weight keys, which "
-        "attention under a pattern does not do; pass a bool mask with True = ignore",
-    )  # fmt: skip
+        (ignored | (key_padding_mask == 0)).all(),
+        ValueError,
+        "a float key_padding_mask must hold only 0 (keep) and -inf (ignore): other values would bias scores, which "
+        "attention under a pattern does not support; pass a bool mask with True = ignore",
+    )
     return ignored
 
 
 def check_causal(attn_mask: Tensor, num_queries: int, num_keys: int) -> None:
-    """Raise unless ``attn_mask`` hides exactly the keys after each query: True or -inf there, False or 0 elsewhere.
+    """Check that ``attn_mask`` is the causal mask: True or -inf after each query, False or 0 elsewhere.
 
     Raises:
         NotImplementedError: it is any other mask.
@@ -42,7 +44,7 @@ def check_causal(attn_mask: Tensor, num_queries: int, num_keys: int) -> None:
         )
     later = torch.ones(num_queries, num_keys, dtype=torch.bool, device=attn_mask.device).triu(1)
     if attn_mask.is_floating_point():
-        # Some write the least number of the dtype for -inf.
+        # Some callers use the dtype's minimum instead of -inf.
         holds = torch.where(later, attn_mask <= torch.finfo(attn_mask.dtype).min / 2, attn_mask == 0)
     else:
         holds = attn_mask == later
@@ -57,7 +59,7 @@ _OTHER_MASK = (
 
 
 def _require(holds: Tensor, error: type[Exception], message: str) -> None:
-    if torch.compiler.is_compiling():  # the values are known when the compiled graph runs
+    if torch.compiler.is_compiling():  # checked when the compiled graph runs
         torch._assert_async(holds, message)
     elif not bool(holds):
         raise error(message)

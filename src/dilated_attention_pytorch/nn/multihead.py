@@ -1,4 +1,4 @@
-"""Drop-ins for ``torch.nn.MultiheadAttention(batch_first=True)`` with attention under a pattern inside."""
+"""Multi-head attention modules under a pattern: drop-ins for ``torch.nn.MultiheadAttention(batch_first=True)``."""
 
 from __future__ import annotations
 
@@ -9,10 +9,12 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from dilated_attention_pytorch.kernels.select import Impl
-from dilated_attention_pytorch.patterns import DilatedPattern, OffsetRule, Pattern, Tail
+from dilated_attention_pytorch.patterns import DilatedPattern, Pattern
+from dilated_attention_pytorch.patterns.dilated import OffsetRule, Tail
 
 from .dilated_attention import DilatedAttention, PatternAttention
 from .masks import check_causal, ignored_keys
+from .old_keywords import answers_old_keywords
 from .product import Product
 
 
@@ -26,21 +28,21 @@ class MultiheadPatternAttention(nn.Module):
     Args:
         embed_dim: width E of query and output; ``num_heads`` divides it.
         num_heads: number of query heads H.
-        pattern: who sees whom, see :func:`attend`.
+        pattern: attention pattern, see :func:`attend`.
         dropout: probability of dropping a merged attention probability, in training only.
         bias: whether the projections have biases.
         kdim, vdim: widths of key and value, E without them.
-        num_kv_heads: number of key/value heads G, which divides H (grouped-query attention); H without it.
+        num_kv_heads: number of key/value heads G, which divides H (grouped-query attention); None = H.
         sub_layernorm: a LayerNorm over the concatenated heads before the output projection (MAGNETO, arXiv
             2210.06423, section 2.1).
         layernorm_eps: epsilon of that LayerNorm.
         gain: Xavier gain of the value and output projections; MAGNETO's ``sqrt(log(2 L))`` for a decoder of L layers.
-        softmax_scale: factor of the scores; ``1 / sqrt(E / H)`` without it.
+        softmax_scale: scale of the scores; None = ``1 / sqrt(E / H)``.
         impl: see :func:`attend`.
         device, dtype: of the parameters.
 
     Raises:
-        TypeError, ValueError: sizes that do not divide, or an argument of the wrong type or range.
+        TypeError, ValueError: sizes do not divide, or an argument is of the wrong type or out of range.
 
     >>> attention = MultiheadPatternAttention(256, 8, local_window(127) + strided_blocks(8))
     >>> x = torch.randn(2, 1000, 256)
@@ -49,11 +51,12 @@ class MultiheadPatternAttention(nn.Module):
     (torch.Size([2, 1000, 256]), None)
     """
 
-    # What nn.TransformerEncoderLayer reads of its attention. The second keeps its fused fast path out, which would
-    # compute dense attention from the parameters by itself.
+    # Attributes that nn.TransformerEncoderLayer reads. `_qkv_same_embed_dim` disables its fused fast path, which would
+    # compute dense attention directly from the parameters.
     batch_first = True
     _qkv_same_embed_dim = False
 
+    @answers_old_keywords
     def __init__(
         self,
         embed_dim: int,
@@ -101,9 +104,7 @@ class MultiheadPatternAttention(nn.Module):
             self.q_proj_weight = nn.Parameter(torch.empty(embed_dim, embed_dim, device=device, dtype=dtype))
             self.k_proj_weight = nn.Parameter(torch.empty(kv_width, self.kdim, device=device, dtype=dtype))
             self.v_proj_weight = nn.Parameter(torch.empty(kv_width, self.vdim, device=device, dtype=dtype))
-        self.in_proj_bias = (
-            nn.Parameter(torch.empty(sum(self._widths), device=device, dtype=dtype)) if bias else None
-        )  # fmt: skip
+        self.in_proj_bias = nn.Parameter(torch.empty(sum(self._widths), device=device, dtype=dtype)) if bias else None
         self.in_proj = Product()
         self.inner_layernorm = (
             nn.LayerNorm(embed_dim, eps=layernorm_eps, device=device, dtype=dtype) if sub_layernorm else None
@@ -141,7 +142,7 @@ class MultiheadPatternAttention(nn.Module):
         """
         if query is key and key is value and self.in_proj_weight is not None:
             fused = self.in_proj(query, self.in_proj_weight, self.in_proj_bias).unflatten(-1, (-1, self.head_dim))
-            # In proportion, as under tensor parallelism they are this rank's heads only.
+            # Proportions, since under tensor parallelism the weights hold only this rank's heads.
             counts = (self.num_heads, self.num_kv_heads, self.num_kv_heads)
             q, k, v = fused.split([count * fused.shape[-2] // sum(counts) for count in counts], dim=-2)
             return q, k, v
@@ -179,8 +180,8 @@ class MultiheadPatternAttention(nn.Module):
             key, value: ``[B, M, kdim]`` and ``[B, M, vdim]``.
             key_padding_mask: ``[B, M]``, bool with True = ignore, or float with -inf = ignore and 0 elsewhere.
             need_weights: must be False: the N x M weights are never formed.
-            attn_mask: None or the square causal mask, which makes the call causal.
-            average_attn_weights: of no effect without weights, as in PyTorch.
+            attn_mask: None or the square causal mask, which is equivalent to ``is_causal=True``.
+            average_attn_weights: ignored, as PyTorch does when weights are not requested.
             is_causal: a query sees keys at its own position and before only.
             cu_seqlens: int32 boundaries of packed documents, see :func:`attend`.
 
@@ -197,7 +198,7 @@ class MultiheadPatternAttention(nn.Module):
         if need_weights:
             raise NotImplementedError(
                 "need_weights=True asks for N x M attention weights, which attention under a pattern never forms; pass "
-                "need_weights=False, or look at pattern.counts and attend_with_lse for a short sequence"
+                "need_weights=False, or use pattern.counts and attend_with_lse for a short sequence"
             )
         if attn_mask is not None:
             check_causal(attn_mask, query.shape[1], key.shape[1])
@@ -205,7 +206,7 @@ class MultiheadPatternAttention(nn.Module):
         q, k, v = self.project_in(query, key, value)
         heads = self.attention(
             q, k, v, is_causal, cu_seqlens=cu_seqlens, key_padding_mask=ignored_keys(key_padding_mask)
-        )  # fmt: skip
+        )
         return self.project_out(heads), None
 
 
@@ -221,7 +222,7 @@ class MultiheadDilatedAttention(MultiheadPatternAttention):
             as of :class:`MultiheadPatternAttention`.
 
     Raises:
-        TypeError, ValueError: sizes that do not divide, or a pattern argument of the wrong type or range.
+        TypeError, ValueError: sizes do not divide, or a pattern argument is of the wrong type or out of range.
 
     >>> attention = MultiheadDilatedAttention(256, 8, [128, 512], [1, 4])
     >>> x = torch.randn(2, 1000, 256)
@@ -232,6 +233,7 @@ class MultiheadDilatedAttention(MultiheadPatternAttention):
 
     attention: DilatedAttention
 
+    @answers_old_keywords
     def __init__(
         self,
         embed_dim: int,
@@ -256,14 +258,30 @@ class MultiheadDilatedAttention(MultiheadPatternAttention):
         dtype: torch.dtype | None = None,
     ) -> None:
         attention = DilatedAttention(
-            segment_lengths, dilation_rates, dropout, softmax_scale=softmax_scale, offset_rule=offset_rule,
-            tail=tail, segment_shift=segment_shift, impl=impl,
-        )  # fmt: skip
+            segment_lengths,
+            dilation_rates,
+            dropout,
+            softmax_scale=softmax_scale,
+            offset_rule=offset_rule,
+            tail=tail,
+            segment_shift=segment_shift,
+            impl=impl,
+        )
         super().__init__(
-            embed_dim, num_heads, attention.pattern, dropout, bias=bias, kdim=kdim, vdim=vdim,
-            num_kv_heads=num_kv_heads, sub_layernorm=sub_layernorm, layernorm_eps=layernorm_eps, gain=gain,
-            device=device, dtype=dtype,
-        )  # fmt: skip
+            embed_dim,
+            num_heads,
+            attention.pattern,
+            dropout,
+            bias=bias,
+            kdim=kdim,
+            vdim=vdim,
+            num_kv_heads=num_kv_heads,
+            sub_layernorm=sub_layernorm,
+            layernorm_eps=layernorm_eps,
+            gain=gain,
+            device=device,
+            dtype=dtype,
+        )
         self.attention = attention
 
     @property

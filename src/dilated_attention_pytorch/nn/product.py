@@ -1,4 +1,4 @@
-"""The product with a weight that is kept elsewhere."""
+"""A linear product with weights that another module owns."""
 
 from __future__ import annotations
 
@@ -7,9 +7,9 @@ from torch.nn import functional
 
 
 class Product(nn.Module):
-    """``x @ weight.T + bias`` of weights that another module keeps.
+    """``x @ weight.T + bias`` with weights that another module owns.
 
-    A module of its own, so that a plan of `torch.distributed.tensor.parallel` can say where ``x`` and the result lie.
+    A module of its own, so that a `torch.distributed.tensor.parallel` plan can set its input and output placements.
     """
 
     def forward(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:

@@ -1,4 +1,4 @@
-"""The functional API: attention under a pattern."""
+"""The functional API: ``attend``, ``attend_with_lse`` and ``dilated_attention``."""
 
 from __future__ import annotations
 
@@ -10,7 +10,8 @@ from torch import Tensor
 from dilated_attention_pytorch.kernels.dropout import keep_factors
 from dilated_attention_pytorch.kernels.reference import reference_attention
 from dilated_attention_pytorch.kernels.select import NO_FP8_GRADIENT, Impl
-from dilated_attention_pytorch.patterns import DilatedPattern, OffsetRule, Pattern, Tail
+from dilated_attention_pytorch.patterns import DilatedPattern, Pattern
+from dilated_attention_pytorch.patterns.dilated import OffsetRule, Tail
 from dilated_attention_pytorch.precision import accumulation_dtype
 
 from . import library
@@ -39,10 +40,10 @@ def attend_with_lse(
     dropout_p: float = 0.0,
     impl: Impl = "auto",
 ) -> AttentionOutput:
-    """:func:`attend`, with the log-sum-exp that makes the result mergeable. Both outputs have exact gradients.
+    """:func:`attend` that also returns the log-sum-exp, for exact merging. Both outputs have exact gradients.
 
     ``L[p] = log sum_t c[p, t] exp(s[p, t])``, -inf for a row without a key. Arguments and errors are those of
-    :func:`attend`; under dropout ``lse`` is that of the undropped probabilities.
+    :func:`attend`. With dropout, ``lse`` is computed before dropout.
 
     Returns:
         ``AttentionOutput(out [B, N, H, D], lse [B, N, H])``; ``lse`` is float32, float64 for float64 inputs.
@@ -53,21 +54,45 @@ def attend_with_lse(
     (torch.Size([1, 100, 4, 8]), torch.Size([1, 100, 4]))
     """
     check_call(
-        query, key, value, pattern, is_causal=is_causal, scale=scale,
-        query_offset=0 if isinstance(query_offset, Tensor) else query_offset, key_offset=key_offset,
-        cu_seqlens=cu_seqlens, key_padding_mask=key_padding_mask, dropout_p=dropout_p,
-    )  # fmt: skip
+        query,
+        key,
+        value,
+        pattern,
+        is_causal=is_causal,
+        scale=scale,
+        query_offset=0 if isinstance(query_offset, Tensor) else query_offset,
+        key_offset=key_offset,
+        cu_seqlens=cu_seqlens,
+        key_padding_mask=key_padding_mask,
+        dropout_p=dropout_p,
+    )
     if isinstance(query_offset, Tensor):
         check_query_start(
-            query_offset, query, key, pattern, is_causal=is_causal, key_offset=key_offset, cu_seqlens=cu_seqlens,
+            query_offset,
+            query,
+            key,
+            pattern,
+            is_causal=is_causal,
+            key_offset=key_offset,
+            cu_seqlens=cu_seqlens,
             dropout_p=dropout_p,
-        )  # fmt: skip
+        )
     seed = torch.randint(2**62, (), device=query.device) if dropout_p > 0.0 else None
     return attend_checked(
-        query, key, value, pattern, is_causal=is_causal, scale=scale, query_offset=query_offset,
-        key_offset=key_offset, cu_seqlens=cu_seqlens, key_padding_mask=key_padding_mask, dropout_p=dropout_p,
-        dropout_seed=seed, impl=impl,
-    )  # fmt: skip
+        query,
+        key,
+        value,
+        pattern,
+        is_causal=is_causal,
+        scale=scale,
+        query_offset=query_offset,
+        key_offset=key_offset,
+        cu_seqlens=cu_seqlens,
+        key_padding_mask=key_padding_mask,
+        dropout_p=dropout_p,
+        dropout_seed=seed,
+        impl=impl,
+    )
 
 
 def attend_checked(
@@ -86,7 +111,7 @@ def attend_checked(
     dropout_seed: Tensor | None,
     impl: Impl,
 ) -> AttentionOutput:
-    """:func:`attend_with_lse` for arguments that are checked, with the seed of its dropout given."""
+    """:func:`attend_with_lse` for validated arguments and a given dropout seed."""
     query, key, value = cast_by_autocast(query, key, value)
     chosen = implementation_of(impl, query, pattern)
     if chosen == "triton-fp8" and has_derivatives(query, key, value):
@@ -99,7 +124,7 @@ def attend_checked(
             )
         if chosen != "reference":
             raise NotImplementedError(
-                f'impl="{chosen}" plans a call with the position of its queries, which lies in a tensor: pass '
+                f'impl="{chosen}" plans a call on the host and needs the value of query_offset, got a tensor: pass '
                 'query_offset as an integer, or a CUDA tensor with tensors that impl="triton" computes'
             )
         query_offset = int(query_offset.clamp(0, last_start(query, key, key_offset)))
@@ -111,10 +136,18 @@ def attend_checked(
             check_documents(pattern, documents_of(cu_seqlens, query.shape[1]), key.shape[2])
         with without_autocast(query.device.type):
             out, lse = reference_attention(
-                query, key, value, pattern, is_causal=is_causal, scale=scale, query_offset=query_offset,
-                key_offset=key_offset, cu_seqlens=cu_seqlens, key_padding_mask=key_padding_mask,
+                query,
+                key,
+                value,
+                pattern,
+                is_causal=is_causal,
+                scale=scale,
+                query_offset=query_offset,
+                key_offset=key_offset,
+                cu_seqlens=cu_seqlens,
+                key_padding_mask=key_padding_mask,
                 keep_probability=_dense_keep_factors(query, key, dropout_seed, query_offset, key_offset, dropout_p),
-            )  # fmt: skip
+            )
     else:
         operators = library.AttendOperators(scale, pattern.spec, is_causal, query_offset, key_offset, dropout_p, chosen)
         operands = Operands(query, key, None, cu_seqlens, key_padding_mask, dropout_seed)
@@ -139,48 +172,49 @@ def attend(
 ) -> Tensor:
     """Attention under a pattern: one softmax over ``s + log c``, exact in output and gradient.
 
-    ``O[p] = sum_t c[p, t] exp(s[p, t]) v[t] / sum_t c[p, t] exp(s[p, t])`` with ``s = scale * q . k`` and the count
-    c of the pattern for the key/value head that serves the query head (LongNet, arXiv 2307.02486, with its
-    merge of the groups differentiated too). A row that sees no key has output 0 and zero gradient. How large inputs may
-    be, and how far a NaN or an infinity reaches in which implementation: docs/definition.md, "Numbers of any size"
-    and "What is not finite".
+    ``O[p] = sum_t c[p, t] exp(s[p, t]) v[t] / sum_t c[p, t] exp(s[p, t])`` with ``s = scale * q . k`` and the
+    pattern's count c for the key/value head that serves the query head (LongNet, arXiv 2307.02486; unlike there, the
+    gradient includes the merge weights). A row without keys has output 0 and zero gradient. Limits on the magnitude of
+    inputs, and how each implementation propagates NaN and infinity: docs/definition.md, "Numbers of any size" and
+    "What is not finite".
 
     Args:
-        query: ``[B, N, H, D]``, float16, bfloat16, float32 or float64. Any strides. More than 128 heads, and more than
-            rows, are warned of once: they look like SDPA's ``[B, H, N, D]``.
+        query: ``[B, N, H, D]``, float16, bfloat16, float32 or float64. Any strides. More than 128 heads together with
+            more heads than rows give one warning per process: the shape looks like SDPA's ``[B, H, N, D]``.
         key, value: ``[B, M, G, D]`` of the same dtype and device; the number G of key/value heads divides H, and
             query head h is served by key/value head ``h // (H / G)``.
-        pattern: who sees whom, e.g. :class:`DilatedPattern`; patterns add with ``+``.
-        is_causal: a query sees keys at its own position and before only.
-        scale: factor of the scores; ``1 / sqrt(D)`` without it.
+        pattern: attention pattern, e.g. :class:`DilatedPattern`; patterns add with ``+``.
+        is_causal: a query attends only to keys at or before its own position.
+        scale: scale of the scores; None = ``1 / sqrt(D)``.
         query_offset, key_offset: absolute positions of the first query row and the first key row, so that a shard,
-            a chunk of a prefill or one decoding step lands on the right segments and residues. ``query_offset`` may be
-            an int64 scalar on query's device, whose value the host does not read: a CUDA graph that was captured once
-            then decodes a whole text, from a buffer of keys and values in which rows past the position hold anything.
-            Values from 0 to ``key_offset + M - N`` are meant, others are taken for the nearest of these. It goes with
-            ``is_causal=True`` and ``impl="triton"`` (``"reference"`` waits for the value), without a gradient,
+            a prefill chunk or a decoding step gets the right segments and residues. ``query_offset`` may also be an
+            int64 scalar tensor on query's device; the host does not read it, so one captured CUDA graph can decode a
+            whole sequence. Rows of the key/value buffer after the current position may then hold any values. Valid
+            values are 0 to ``key_offset + M - N``; others are clamped. A tensor requires ``is_causal=True`` and
+            ``impl="triton"`` (``"reference"`` synchronises to read the value), and excludes gradients,
             ``cu_seqlens``, dropout and ``tail="zero_padded"``.
-        cu_seqlens: int32 ``[documents + 1]`` row boundaries of documents packed along the sequence (for every
-            sequence of the batch): each is a sequence of its own that starts at position 0. On the
-            query's device, or on the CPU (checked, then copied). ``impl="triton"`` does not wait for a device to check
-            the values of boundaries that lie there; rows outside of every document then see nothing.
-        key_padding_mask: bool ``[B, M]``, True = ignore, exactly as if the key were not there.
-        dropout_p: probability with which each merged probability ``c exp(s - L)`` is dropped, the others scaled by
-            ``1 / (1 - p)``. Drawn from PyTorch's random state.
-        impl: ``"auto"``, ``"triton"`` (kernels of this package, NVIDIA and AMD GPUs), ``"gluon"`` (the same with a
-            forward for compute capability 9.0 whose warps share the work) and ``"cudnn"`` (PyTorch's cuDNN attention
-            over strided views), both by name only as they have not run on a device yet, ``"triton-fp8"`` (without
-            gradients, by name only: query, key, value and probabilities rounded to e4m3, from compute capability 8.9
-            on), ``"native"`` (kernels of this package, x86-64 CPUs), ``"aten"`` (PyTorch's fused kernels, CPU and CUDA)
-            or ``"reference"`` (dense, any device). All agree to rounding, which to e4m3 leaves 4 bits. ``"auto"`` is
-            ``"triton"`` on an NVIDIA GPU and ``"native"`` on a CPU where these can run, else ``"aten"``.
+        cu_seqlens: int32 ``[documents + 1]`` row boundaries of packed documents, the same for every sequence of the
+            batch. Each document is its own sequence starting at position 0. On query's device, or on the CPU (checked,
+            then copied). ``impl="triton"`` does not synchronise to check boundaries on the device; rows outside every
+            document then attend to nothing.
+        key_padding_mask: bool ``[B, M]``, True = ignore, exactly as if the key were absent.
+        dropout_p: probability of dropping each merged probability ``c exp(s - L)``; the others are scaled by
+            ``1 / (1 - p)``. The seed is drawn from PyTorch's random state.
+        impl: ``"auto"``, ``"triton"`` (this package's kernels, NVIDIA and AMD GPUs), ``"gluon"`` (the same with a
+            warp-specialised forward for compute capability 9.0) and ``"cudnn"`` (PyTorch's cuDNN attention
+            over strided views), both by name only as they have not run on a device yet, ``"triton-fp8"`` (no
+            gradients, by name only: query, key, value and probabilities rounded to e4m3, compute capability 8.9
+            or higher), ``"native"`` (this package's kernels, x86-64 CPUs), ``"aten"`` (PyTorch's fused kernels, CPU
+            and CUDA) or ``"reference"`` (dense, any device). All agree up to rounding; e4m3 keeps 4 significant bits.
+            ``"auto"`` is ``"triton"`` on an NVIDIA GPU and ``"native"`` on a CPU where these can run, else ``"aten"``.
 
     Returns:
         ``[B, N, H, D]`` in the query's dtype, contiguous. Under autocast, inputs other than float64 are cast first.
 
     Raises:
         TypeError, ValueError: an argument is of the wrong type, shape, dtype, device or range.
-        NotImplementedError: the named implementation cannot compute this call; the message says why and what can.
+        NotImplementedError: the named implementation does not support this call; the message gives the reason and
+            an alternative.
 
     >>> q = torch.randn(2, 1000, 8, 64)
     >>> k = v = torch.randn(2, 1000, 2, 64)
@@ -188,10 +222,19 @@ def attend(
     torch.Size([2, 1000, 8, 64])
     """
     return attend_with_lse(
-        query, key, value, pattern, is_causal=is_causal, scale=scale, query_offset=query_offset,
-        key_offset=key_offset, cu_seqlens=cu_seqlens, key_padding_mask=key_padding_mask, dropout_p=dropout_p,
+        query,
+        key,
+        value,
+        pattern,
+        is_causal=is_causal,
+        scale=scale,
+        query_offset=query_offset,
+        key_offset=key_offset,
+        cu_seqlens=cu_seqlens,
+        key_padding_mask=key_padding_mask,
+        dropout_p=dropout_p,
         impl=impl,
-    ).out  # fmt: skip
+    ).out
 
 
 def dilated_attention(
@@ -225,10 +268,19 @@ def dilated_attention(
         segment_lengths, dilation_rates, offset_rule=offset_rule, tail=tail, segment_shift=segment_shift
     )
     return attend(
-        query, key, value, pattern, is_causal=is_causal, scale=scale, query_offset=query_offset,
-        key_offset=key_offset, cu_seqlens=cu_seqlens, key_padding_mask=key_padding_mask, dropout_p=dropout_p,
+        query,
+        key,
+        value,
+        pattern,
+        is_causal=is_causal,
+        scale=scale,
+        query_offset=query_offset,
+        key_offset=key_offset,
+        cu_seqlens=cu_seqlens,
+        key_padding_mask=key_padding_mask,
+        dropout_p=dropout_p,
         impl=impl,
-    )  # fmt: skip
+    )
 
 
 def _dense_keep_factors(
@@ -243,6 +295,11 @@ def _dense_keep_factors(
         return (torch.arange(size, device=query.device) + offset).view(shape)
 
     return keep_factors(
-        seed, index(query.shape[0], 0, 0), index(query.shape[2], 0, 1), index(query.shape[1], query_offset, 2),
-        index(key.shape[1], key_offset, 3), dropout_p, accumulation_dtype(query.dtype),
-    )  # fmt: skip
+        seed,
+        index(query.shape[0], 0, 0),
+        index(query.shape[2], 0, 1),
+        index(query.shape[1], query_offset, 2),
+        index(key.shape[1], key_offset, 3),
+        dropout_p,
+        accumulation_dtype(query.dtype),
+    )

@@ -1,4 +1,4 @@
-"""Attention of queries whose position lies on the device: an operator of its own, without derivatives."""
+"""The operator for attention with the query position in a device tensor, forward only."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from .prepare import as_rows
 
 
 def last_start(query: Tensor, key: Tensor, key_offset: int) -> int:
-    """The largest position of the first query of a slab with the keys: its last row is then that of the keys."""
+    """The largest valid query position: the last query row is then at the last key row."""
     return key_offset + key.shape[1] - query.shape[1]
 
 
@@ -29,14 +29,14 @@ def attend_from(
     scale: float,
     key_offset: int,
 ) -> tuple[Tensor, Tensor]:
-    """Output and log-sum-exp of queries from position ``query_start`` on, under the causal mask.
+    """Causal attention of queries starting at position ``query_start``: output and log-sum-exp.
 
     Raises:
-        NotImplementedError: a gradient or a tangent is asked for.
+        NotImplementedError: an operand requires a gradient or has a tangent.
     """
     if torch.is_grad_enabled() and (query.requires_grad or key.requires_grad or value.requires_grad):
         raise NotImplementedError(
-            "with query_offset as a tensor attention has no gradient, and got operands that require one: call it under "
+            "attention with query_offset as a tensor has no gradient, got operands that require one: call it under "
             "torch.no_grad(), or pass query_offset as an integer"
         )
     call = attend_at if is_seen(query, key, value, query_start, key_padding_mask) else _attend_at
@@ -54,15 +54,23 @@ def _attend_at(
     scale: float,
     key_offset: int,
 ) -> tuple[Tensor, Tensor]:
-    """Output and log-sum-exp by the Triton kernels; see :func:`dilated_attention_pytorch.attend`."""
+    """Output and log-sum-exp from the Triton kernels; see :func:`dilated_attention_pytorch.attend`."""
     from dilated_attention_pytorch.kernels.triton import launch
 
     refuse_tangents(query, key, value)
     groups, rules = summands(pattern)
     problem = launch.Problem(
-        as_rows(query), as_rows(key), as_rows(value), groups, True, scale, query_start, key_offset,
-        key_padding_mask=key_padding_mask, rules=rules,
-    )  # fmt: skip
+        as_rows(query),
+        as_rows(key),
+        as_rows(value),
+        groups,
+        True,
+        scale,
+        query_start,
+        key_offset,
+        key_padding_mask=key_padding_mask,
+        rules=rules,
+    )
     return launch.forward(problem)
 
 
@@ -77,7 +85,7 @@ def _(query: Tensor, *_: Any) -> tuple[Tensor, Tensor]:
 
 @register_flop_formula(torch.ops.dilated_attention_pytorch.attend_at, get_raw=True)
 def _flops(*operands: Any, out_val: Any = None, **_: Any) -> int:
-    """Two matrix products over the pairs that queries have at the end of the keys: where they are is on the device."""
+    """Two matrix products over the pairs of the last valid query position; the actual position is on the device."""
     query, key, _, _, _, pattern, _, key_offset = operands
     pairs = num_pairs(query, key, None, pattern, True, last_start(query, key, key_offset), key_offset)
     return 4 * query.shape[-1] * pairs

@@ -1,4 +1,4 @@
-"""Autocast: it chooses the dtype of the operands, and nothing inside the engine."""
+"""Autocast of the operands; the engine itself runs without it."""
 
 from __future__ import annotations
 
@@ -12,22 +12,22 @@ from dilated_attention_pytorch.tracing import constant_of_graph
 
 @constant_of_graph
 def _has_autocast(device_type: str) -> bool:
-    # It never changes, and torch.compile of PyTorch 2.11 does not trace the question.
+    # Constant per process. A function because torch.compile of PyTorch 2.11 cannot trace the call.
     return torch.amp.is_autocast_available(device_type)
 
 
 def is_autocast(device_type: str) -> bool:
-    """Whether autocast is on for this kind of device; kinds that it does not know have none."""
+    """Whether autocast is on for a device type; False for types without autocast."""
     return _has_autocast(device_type) and torch.is_autocast_enabled(device_type)
 
 
 def is_cast(*tensors: Tensor) -> bool:
-    """Whether autocast brings these tensors to one dtype."""
+    """Whether autocast would cast these tensors to one dtype."""
     return is_autocast(tensors[0].device.type) and all(tensor.dtype != torch.float64 for tensor in tensors)
 
 
 def cast_by_autocast(*tensors: Tensor) -> tuple[Tensor, ...]:
-    """The tensors in autocast's dtype, as for PyTorch's own attention; as they are without it, and for float64."""
+    """The tensors in autocast's dtype, as for PyTorch's SDPA; unchanged without autocast and for float64."""
     if not is_cast(*tensors):
         return tensors
     dtype = torch.get_autocast_dtype(tensors[0].device.type)
@@ -35,5 +35,5 @@ def cast_by_autocast(*tensors: Tensor) -> tuple[Tensor, ...]:
 
 
 def without_autocast(device_type: str) -> contextlib.AbstractContextManager[object]:
-    """The engine's own products and sums are in the dtypes that it chose: autocast would round them once more."""
+    """Disable autocast: the engine chooses the dtypes of its products and sums, and a second cast would lose bits."""
     return torch.autocast(device_type, enabled=False) if is_autocast(device_type) else contextlib.nullcontext()

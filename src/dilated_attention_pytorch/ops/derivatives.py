@@ -1,4 +1,4 @@
-"""Derivatives of attention, forward and reverse, of any order: formulas in weighted sums."""
+"""Derivatives of attention of any order, forward and reverse mode, expressed as weighted sums."""
 
 from __future__ import annotations
 
@@ -39,8 +39,8 @@ class Attend(Function):
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
         ctx.operators, value, *operands = inputs
-        # As the operators save them: activation checkpointing tells tensors apart by their order alone, and may see the
-        # one in the forward and the other where that is computed again.
+        # In the order in which the operators save them: activation checkpointing matches tensors by order alone and
+        # may run the operator in the forward pass and this function in the recomputation.
         tensors = (*operands[:2], value, *operands[2:], *output)
         ctx.save_for_backward(*tensors)
         ctx.save_for_forward(*tensors)
@@ -66,14 +66,14 @@ class Attend(Function):
 
 
 class _Computed(Attend):
-    """:class:`Attend` where nothing but autograd sees it."""
+    """:class:`Attend` where only autograd observes the call: the dispatcher is skipped."""
 
     @staticmethod
     def forward(operators: Operators, value: Tensor, *operands: Any) -> tuple[Tensor, Tensor]:
         return operators.compute(Operands(*operands), value)
 
 
-# `Function.apply` first binds the arguments to a signature, which only transforms need.
+# `Function.apply` first binds the arguments to a signature; only torch.func transforms need that.
 _computed = super(Function, _Computed).apply
 
 
@@ -81,7 +81,7 @@ def attend_operands(operators: Operators, value: Tensor, operands: Operands) -> 
     """Output and log-sum-exp, with derivatives of any order.
 
     Raises:
-        NotImplementedError: ``torch.compile`` traces derivatives of ``torch.func`` through it.
+        NotImplementedError: torch.compile traces a ``torch.func`` derivative through it.
     """
     if not is_seen(value, *operands):
         if is_recorded(value, *operands):
@@ -91,12 +91,12 @@ def attend_operands(operators: Operators, value: Tensor, operands: Operands) -> 
     if torch.compiler.is_compiling():
         if _is_differentiated_by_transforms():
             raise NotImplementedError(
-                "torch.compile does not trace the derivatives of torch.func (grad, vjp, jvp, ...) through this "
-                'attention: leave that function out of torch.compile, or attend with impl="reference"'
+                "torch.compile cannot trace torch.func derivatives (grad, vjp, jvp, ...) of this attention: "
+                'call them outside torch.compile, or attend with impl="reference"'
             )
         return operators.forward(operands, value)
     if not is_transformed(value, *operands):
-        return operators.forward(operands, value)  # the operator has a gradient of its own
+        return operators.forward(operands, value)  # the operator has its own gradient
     out, lse = Attend.apply(operators, value, *operands)
     return out, lse
 
@@ -108,7 +108,7 @@ def _is_differentiated_by_transforms() -> bool:
 
 
 def is_transformed(*tensors: Tensor | None) -> bool:
-    """Whether tangents, or transforms of ``torch.func``, are to pass: operators know neither."""
+    """Whether forward-mode tangents or torch.func transforms are active; the operators support neither."""
     return torch._C._are_functorch_transforms_active() or (is_dual_level() and _has_tangents(*tensors))
 
 
@@ -117,27 +117,27 @@ def _has_tangents(*tensors: Tensor | None) -> bool:
 
 
 def has_derivatives(*tensors: Tensor | None) -> bool:
-    """Whether a gradient or a tangent of what is computed of these tensors is to be taken."""
+    """Whether any of these tensors requires a gradient or carries a tangent."""
     is_recorded = torch.is_grad_enabled() and any(tensor is not None and tensor.requires_grad for tensor in tensors)
     return is_recorded or (is_dual_level() and _has_tangents(*tensors))
 
 
 def refuse_tangents(*tensors: Tensor | None) -> None:
-    """Raise where tangents reach an operator, which would lose them without a word: compiled, or called by itself.
+    """Raise if a tensor with a tangent reaches an operator, compiled or called directly; it would be dropped silently.
 
     Raises:
-        NotImplementedError: one of the tensors has a tangent that is to pass.
+        NotImplementedError: a tensor has an active tangent.
     """
     if not is_dual_level():
         return
-    # Operators run where derivatives are done with: tangents are seen only where nothing is left out.
+    # Operators run below the autograd keys; tangents are visible only with no key excluded.
     everything = torch._C.DispatchKeySet(torch._C.DispatchKey.Undefined)
     with torch._C._ForceDispatchKeyGuard(torch._C._dispatch_tls_local_include_set(), everything):
         is_lost = _has_tangents(*tensors)
     if is_lost:
         raise NotImplementedError(
-            "the tangents of forward-mode derivatives do not pass this operator by itself, nor compiled: call attend, "
-            "or attend_blocks, on dual tensors outside of torch.compile"
+            "this operator does not propagate forward-mode tangents when compiled or called directly: call attend "
+            "or attend_blocks on dual tensors outside torch.compile"
         )
 
 
@@ -150,7 +150,7 @@ def gradients(
     out: Tensor,
     lse: Tensor,
 ) -> tuple[Tensor | None, Tensor | None, Tensor | None, Tensor | None]:
-    """Gradients of query, key, value and log-gates, which can be differentiated in their turn."""
+    """Gradients of query, key, value and log-gates, themselves differentiable."""
     if grad_out is None and grad_lse is None:
         return None, None, None, None
     grad_out = torch.zeros_like(out) if grad_out is None else grad_out
@@ -165,16 +165,21 @@ def gradients(
 
 
 class _Gradients(Function):
-    """Gradients of query, key, value and, if there are any, log-gates.
+    """Gradients of query, key, value and, if given, log-gates.
 
-    ``out`` and ``lse`` are functions of the others, through which derivatives go here: they get no gradient.
+    ``out`` and ``lse`` are functions of the other operands, and derivatives flow through those; they get no gradient.
     """
 
     @staticmethod
     def forward(
-        operators: Operators, grad_out: Tensor, grad_lse: Tensor | None, out: Tensor, lse: Tensor, value: Tensor,
+        operators: Operators,
+        grad_out: Tensor,
+        grad_lse: Tensor | None,
+        out: Tensor,
+        lse: Tensor,
+        value: Tensor,
         *operands: Any,
-    ) -> tuple[Tensor, ...]:  # fmt: skip
+    ) -> tuple[Tensor, ...]:
         return operators.backward(Operands(*operands), value, grad_out, grad_lse, out, lse)
 
     @staticmethod
@@ -186,8 +191,8 @@ class _Gradients(Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
-        """The gradients' product with ``grads`` is the derivative of the loss in that direction, whose own gradient is
-        the second derivative times the direction: the tangents of the gradients, and for the loss those of outputs."""
+        """Vector-Jacobian product: ``<gradients, grads>`` is the directional derivative of the loss; its gradient needs
+        the tangents of the gradients and of the outputs."""
         grad_out, grad_lse, out, lse, value, *rest = ctx.saved_tensors
         if all(grad is None for grad in grads):
             return (None,) * (6 + len(rest))
@@ -197,9 +202,19 @@ class _Gradients(Function):
             ctx.operators, value, operands, out, lse, (grad_out, grad_lse), moved, (of_out, of_lse), (None, None)
         )
         return (
-            None, of_out.to(grad_out.dtype), None if grad_lse is None else of_lse.to(grad_lse.dtype), None, None,
-            of_value, of_query, of_key, of_gates, None, None, None,
-        )  # fmt: skip
+            None,
+            of_out.to(grad_out.dtype),
+            None if grad_lse is None else of_lse.to(grad_lse.dtype),
+            None,
+            None,
+            of_value,
+            of_query,
+            of_key,
+            of_gates,
+            None,
+            None,
+            None,
+        )
 
     @staticmethod
     @nestable
@@ -207,9 +222,16 @@ class _Gradients(Function):
         grad_out, grad_lse, out, lse, value, *rest = saved
         _, of_grad_out, of_grad_lse, of_out, of_lse, of_value, of_query, of_key, of_gates, *_ = tangents
         results = _tangents_of_gradients(
-            ctx.operators, value, Operands(*rest), out, lse, (grad_out, grad_lse),
-            Tangents(of_query, of_key, of_value, of_gates), (of_out, of_lse), (of_grad_out, of_grad_lse),
-        )  # fmt: skip
+            ctx.operators,
+            value,
+            Operands(*rest),
+            out,
+            lse,
+            (grad_out, grad_lse),
+            Tangents(of_query, of_key, of_value, of_gates),
+            (of_out, of_lse),
+            (of_grad_out, of_grad_lse),
+        )
         return tuple(result for result in results if result is not None)
 
     @staticmethod
@@ -220,7 +242,7 @@ class _Gradients(Function):
 def _tangents_of_outputs(
     operators: Operators, value: Tensor, operands: Operands, lse: Tensor, moved: Tangents, dtype: torch.dtype
 ) -> tuple[Tensor, Tensor]:
-    """``dL = sum P ds`` and ``dO = sum P (ds - dL) v + sum P dv``; dO in that dtype."""
+    """``dL = sum P ds`` and ``dO = sum P (ds - dL) v + sum P dv``; dO in ``dtype``."""
     scores = moved_scores(operators.scale, operands, moved)
     of_out, of_lse = [], torch.zeros_like(lse)
     if scores is not None:
@@ -271,7 +293,7 @@ def _tangents_of_gradients(
     its_tangent = _Less(tangent_of(product, Factor(of_grad_out, moved.value)), of_delta)
 
     def total(axis: Axis, values: Tensor | None, of_values: Tensor | None) -> Tensor:
-        """The tangent of the sum of the gradients of scores times values."""
+        """The tangent of ``sum (score gradient) * values``."""
         parts = _sums_less(axis, operators, operands, lse, values, [], its_tangent, ones)
         if scores is not None:
             parts += _sums_less(axis, operators, operands, lse, values, [scores], of_probability, ones)
@@ -296,17 +318,23 @@ def _tangents_of_gradients(
 
 
 class _Less(NamedTuple):
-    """What a probability is multiplied by: a factor, to which dropout applies, less a number of the query."""
+    """A multiplier of the probabilities: a factor, subject to dropout, minus one number per query."""
 
     factor: Factor | None
     number: Tensor
 
 
 def _sums_less(
-    axis: Axis, operators: Operators, operands: Operands, lse: Tensor, values: Tensor | None, factors: list[Factor],
-    last: _Less, ones: Tensor,
-) -> list[Tensor]:  # fmt: skip
-    """What adds up to the weighted sum with those factors and the last one."""
+    axis: Axis,
+    operators: Operators,
+    operands: Operands,
+    lse: Tensor,
+    values: Tensor | None,
+    factors: list[Factor],
+    last: _Less,
+    ones: Tensor,
+) -> list[Tensor]:
+    """Terms whose sum is the weighted sum with ``factors`` times ``last``."""
     if last.factor is not None and operands.dropout_seed is None:
         both = less(last.factor, last.number, ones)
         return [weighted_sum(axis, operators, operands, lse, values, [*factors, both])]

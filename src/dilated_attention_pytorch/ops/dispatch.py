@@ -1,7 +1,7 @@
-"""Whether a call goes through PyTorch's dispatcher, or straight to the function that it would find there.
+"""The choice between PyTorch's dispatcher and a direct call of the function behind an operator.
 
-The dispatcher is there for those who look on: compilers, profilers, modes, transforms, tensors that are not plain. The
-way from Python through it and back takes time (docs/kernels.md). Autograd is none of them: it has a node of its own.
+Compilers, profilers, modes, transforms and tensor subclasses need the dispatcher. Its overhead per call is measured in
+docs/kernels.md. Autograd does not need it: a ``torch.autograd.Function`` records the call.
 """
 
 from __future__ import annotations
@@ -28,27 +28,27 @@ _OF_PLAIN_TENSORS = [
         (("CPU", "AutocastCPU"), ()),
     )
 ]
-"""What the dispatcher finds out about tensors with strides and values; without autograd, made under inference mode."""
+"""Dispatch keys of plain strided tensors; without the autograd keys for inference tensors."""
 _WHERE_NOTHING_LOOKS_ON = [_keys("BackendSelect", "ADInplaceOrView"), _keys("BackendSelect")]
-"""What it finds out about the thread where there is neither a mode nor a transform nor a tracer."""
+"""Thread-local dispatch keys when no mode, transform or tracer is active."""
 
 
 def is_seen(*tensors: Tensor | None) -> bool:
-    """Whether anything but autograd is to see an operator of these tensors: then it goes through the dispatcher."""
+    """Whether anything besides autograd must observe an operator on these tensors, so that it needs the dispatcher."""
     if torch.compiler.is_compiling() or is_dual_level() or torch.overrides.has_torch_function(tensors):
         return True
-    if torch._C._autograd._profiler_enabled():  # shows operators by their names
+    if torch._C._autograd._profiler_enabled():  # the profiler records operators by name
         return True
     if torch._C._dispatch_tls_local_include_set() not in _WHERE_NOTHING_LOOKS_ON:
         return True
-    for tensor in tensors:  # noqa: SIM110 - a generator takes as long as what it asks
+    for tensor in tensors:  # noqa: SIM110 - a generator costs as much as the test itself
         if tensor is not None and torch._C._dispatch_keys(tensor) not in _OF_PLAIN_TENSORS:
             return True
     return False
 
 
 def is_recorded(*tensors: Tensor | None) -> bool:
-    """Whether autograd records an operator of these tensors."""
+    """Whether autograd records an operator on these tensors."""
     if not torch.is_grad_enabled() or torch._C._dispatch_tls_is_dispatch_key_excluded(_AUTOGRAD):
         return False
     return any(tensor is not None and tensor.requires_grad for tensor in tensors)
@@ -58,5 +58,5 @@ _AUTOGRAD = DispatchKey.AutogradFunctionality
 
 
 def is_dual_level() -> bool:
-    """Whether there can be tangents at all: asked often, answered fast."""
+    """Whether forward-mode AD is active; a cheap test, as every call makes it."""
     return forward_ad._current_level >= 0 and forward_ad._is_fwd_grad_enabled()

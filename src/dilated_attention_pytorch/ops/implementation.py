@@ -1,4 +1,4 @@
-"""Which implementation a call gets; asked once where the answer cannot change."""
+"""The implementation chosen for a call, cached where the answer is constant."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from dilated_attention_pytorch.kernels.select import Impl, is_interpreted, selec
 from dilated_attention_pytorch.patterns import Pattern
 
 _TRITON_COMPUTES: set[tuple[object, ...]] = set()
-"""What was asked of :func:`select` with that answer, which holds while the process lives. Others depend on a build."""
+"""Arguments for which :func:`select` answered "triton", constant per process. Other answers may change with a build."""
 
 
 def implementation_of(impl: Impl, query: Tensor, pattern: Pattern) -> str:

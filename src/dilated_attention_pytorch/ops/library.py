@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -15,8 +15,10 @@ from dilated_attention_pytorch.engine import call as engine
 from dilated_attention_pytorch.engine import extremes
 from dilated_attention_pytorch.engine.call import Inputs
 from dilated_attention_pytorch.kernels.select import NO_FP8_GRADIENT, ON_DEVICE
-from dilated_attention_pytorch.patterns import DilationGroup, HeadRule, pattern_from_spec
-from dilated_attention_pytorch.planning import Call, plan
+from dilated_attention_pytorch.patterns import pattern_from_spec
+from dilated_attention_pytorch.patterns.blocks import HeadRule
+from dilated_attention_pytorch.patterns.dilated import DilationGroup
+from dilated_attention_pytorch.planning.plan import Call, plan
 from dilated_attention_pytorch.precision import accumulation_dtype
 
 from .autocast import without_autocast
@@ -29,64 +31,68 @@ if TYPE_CHECKING:
     from dilated_attention_pytorch.kernels.triton.problem import Problem
 
 
+class Arguments(NamedTuple):
+    """The arguments of :data:`attend`, the last ones of :data:`attend_backward`, in the order of their schemas."""
+
+    query: Tensor
+    key: Tensor
+    value: Tensor
+    cu_seqlens: Tensor | None
+    key_padding_mask: Tensor | None
+    dropout_seed: Tensor | None
+    pattern: str
+    is_causal: bool
+    scale: float
+    query_offset: int
+    key_offset: int
+    dropout_p: float
+    impl: str = "aten"
+
+
+_OPTIONS = (
+    "Tensor? cu_seqlens, Tensor? key_padding_mask, Tensor? dropout_seed, str pattern, bool is_causal, float scale, "
+    "SymInt query_offset, SymInt key_offset, float dropout_p"
+)
+_ARGUMENTS = f"Tensor query, Tensor key, Tensor value, {_OPTIONS}, str impl"
+
+
 def _call(
-    query: Tensor, key: Tensor, cu_seqlens: Tensor | None, pattern: str, is_causal: bool, query_offset: int,
+    query: Tensor,
+    key: Tensor,
+    cu_seqlens: Tensor | None,
+    pattern: str,
+    is_causal: bool,
+    query_offset: int,
     key_offset: int,
-) -> Call:  # fmt: skip
+) -> Call:
     who_sees_whom, documents = pattern_from_spec(pattern), documents_of(cu_seqlens, query.shape[1])
     check_documents(who_sees_whom, documents, key.shape[2])
-    return Call(
-        who_sees_whom, query.shape[0], query.shape[1], key.shape[1], query.shape[2], key.shape[2],
-        query_offset, key_offset, is_causal, documents,
-    )  # fmt: skip
+    batch, num_queries, num_heads, _ = query.shape
+    _, num_keys, num_kv_heads, _ = key.shape
+    sizes = (batch, num_queries, num_keys, num_heads, num_kv_heads)
+    return Call(who_sees_whom, *sizes, query_offset, key_offset, is_causal, documents)
 
 
-def _inputs(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    cu_seqlens: Tensor | None,
-    key_padding_mask: Tensor | None,
-    dropout_seed: Tensor | None,
-    pattern: str,
-    is_causal: bool,
-    scale: float,
-    query_offset: int,
-    key_offset: int,
-    dropout_p: float,
-    impl: str = "aten",
-) -> Inputs:
-    call = _call(query, key, cu_seqlens, pattern, is_causal, query_offset, key_offset)
-    return Inputs(query, key, value, call, scale, key_padding_mask, dropout_seed, dropout_p, impl)
+def _inputs(arguments: Arguments) -> Inputs:
+    query, key, value, cu_seqlens, mask, seed, pattern, is_causal, scale, *_, dropout_p, impl = arguments
+    offsets = arguments.query_offset, arguments.key_offset
+    call = _call(query, key, cu_seqlens, pattern, is_causal, *offsets)
+    return Inputs(query, key, value, call, scale, mask, seed, dropout_p, impl)
 
 
-def _problem(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    cu_seqlens: Tensor | None,
-    key_padding_mask: Tensor | None,
-    dropout_seed: Tensor | None,
-    pattern: str,
-    is_causal: bool,
-    scale: float,
-    query_offset: int,
-    key_offset: int,
-    dropout_p: float,
-) -> Problem:
+def _problem(arguments: Arguments) -> Problem:
     """The operands of the Triton kernels, which plan on the device; boundaries on the CPU are checked, then copied."""
     from dilated_attention_pytorch.kernels.triton.problem import Problem
 
+    query, key, value, cu_seqlens, mask, seed, pattern, is_causal, scale, *_, dropout_p, _ = arguments
+    offsets = arguments.query_offset, arguments.key_offset
     groups, rules = summands(pattern)
     if cu_seqlens is not None:
         # Boundaries on the device are not waited for: a document may be as long as all of them.
         boundaries = documents_of(cu_seqlens, query.shape[1]) if cu_seqlens.is_cpu else (0, query.shape[1])
         check_documents(pattern_from_spec(pattern), boundaries, key.shape[2])
         cu_seqlens = cu_seqlens.to(query.device).contiguous()
-    return Problem(
-        query, key, value, groups, is_causal, scale, query_offset, key_offset, cu_seqlens, key_padding_mask,
-        dropout_seed, dropout_p, rules,
-    )  # fmt: skip
+    return Problem(query, key, value, groups, is_causal, scale, *offsets, cu_seqlens, mask, seed, dropout_p, rules)
 
 
 @functools.lru_cache(maxsize=64)
@@ -96,124 +102,97 @@ def summands(pattern: str) -> tuple[tuple[DilationGroup, ...], tuple[HeadRule, .
     return counted.groups, counted.rules
 
 
-def attend_prepared(*operands: Any) -> tuple[Tensor, Tensor]:
+def attend_prepared(arguments: Arguments) -> tuple[Tensor, Tensor]:
     """:data:`attend` of operands with rows of stride 1, keys and values zero where they are padding."""
-    *rest, impl = operands
-    if impl == "triton":
+    if arguments.impl == "triton":
         from dilated_attention_pytorch.kernels.triton import launch
 
-        return launch.forward(_problem(*rest))
-    if impl == "gluon":
+        return launch.forward(_problem(arguments))
+    if arguments.impl == "gluon":
         from dilated_attention_pytorch.kernels.triton import hopper
 
-        return hopper.forward(_problem(*rest))
-    if impl == "triton-fp8":
+        return hopper.forward(_problem(arguments))
+    if arguments.impl == "triton-fp8":
         from dilated_attention_pytorch.kernels.triton import fp8
 
-        return fp8.forward(_problem(*rest))
-    with without_autocast(operands[0].device.type):
-        return extremes.forward(_inputs(*operands))
+        return fp8.forward(_problem(arguments))
+    with without_autocast(arguments.query.device.type):
+        return extremes.forward(_inputs(arguments))
 
 
 def attend_backward_prepared(
-    grad_out: Tensor, grad_lse: Tensor | None, out: Tensor, lse: Tensor, *operands: Any
+    grad_out: Tensor, grad_lse: Tensor | None, out: Tensor, lse: Tensor, arguments: Arguments
 ) -> tuple[Tensor, Tensor, Tensor]:
     """:data:`attend_backward` of operands as :func:`attend_prepared` takes them."""
     grad_out = as_rows(grad_out)
-    *rest, impl = operands
-    if impl == "triton-fp8":
+    if arguments.impl == "triton-fp8":
         raise NotImplementedError(NO_FP8_GRADIENT)
-    if impl in ON_DEVICE:
+    if arguments.impl in ON_DEVICE:
         from dilated_attention_pytorch.kernels.triton import launch
 
         # The kernels read them as they write them, contiguous; rows of a longer call are not.
-        return launch.backward(_problem(*rest), out.contiguous(), lse.contiguous(), grad_out, grad_lse)
-    with without_autocast(operands[0].device.type):
-        return extremes.backward(_inputs(*operands), out, lse, grad_out, grad_lse)
+        return launch.backward(_problem(arguments), out.contiguous(), lse.contiguous(), grad_out, grad_lse)
+    with without_autocast(arguments.query.device.type):
+        return extremes.backward(_inputs(arguments), out, lse, grad_out, grad_lse)
 
 
-def attend_pair(*operands: Any) -> tuple[Tensor, Tensor, Tensor]:
+def attend_pair(arguments: Arguments) -> tuple[Tensor, Tensor, Tensor]:
     """:func:`attend_prepared` where scores are large, the log-sum-exp as a pair: see :func:`.engine.call.forward`.
 
-    For slabs whose partials are merged with others.
+    For slabs whose partials are merged with others. Matrix products compute it, whatever ``impl`` is.
     """
-    inputs = _inputs(*operands)
+    inputs = _inputs(arguments._replace(impl="aten"))
     rest = torch.zeros(inputs.query.shape[:3], dtype=inputs.accumulation_dtype, device=inputs.query.device)
     return *engine.forward(inputs, rest), rest
 
 
 def attend_pair_backward(
-    grad_out: Tensor, grad_lse: Tensor | None, out: Tensor, pair: tuple[Tensor, Tensor], *operands: Any
+    grad_out: Tensor, grad_lse: Tensor | None, out: Tensor, pair: tuple[Tensor, Tensor], arguments: Arguments
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Gradients of query, key and value under a merged output and pair, of the operands of :func:`attend_pair`."""
     lse, rest = pair
-    return engine.backward(_inputs(*operands), out, lse, as_rows(grad_out), grad_lse, rest)
+    return engine.backward(_inputs(arguments._replace(impl="aten")), out, lse, as_rows(grad_out), grad_lse, rest)
 
 
-def _attend(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    cu_seqlens: Tensor | None,
-    key_padding_mask: Tensor | None,
-    dropout_seed: Tensor | None,
-    pattern: str,
-    is_causal: bool,
-    scale: float,
-    query_offset: int,
-    key_offset: int,
-    dropout_p: float,
-    impl: str,
-) -> tuple[Tensor, Tensor]:
+def _prepared(arguments: Arguments) -> Arguments:
+    """Operands as the kernels take them; the Triton kernels do not read keys and values that are hidden."""
+    query, key, value = arguments[:3]
+    if arguments.impl not in ON_DEVICE:
+        key, value = (without_padding(x, arguments.key_padding_mask) for x in (key, value))
+    return Arguments(as_rows(query), as_rows(key), as_rows(value), *arguments[3:])
+
+
+def _attend(*operands: Any) -> tuple[Tensor, Tensor]:
     """Output and log-sum-exp; see :func:`dilated_attention_pytorch.attend_with_lse`."""
-    refuse_tangents(query, key, value)
-    query, key, value = as_rows(query), _of_keys(key, key_padding_mask, impl), _of_keys(value, key_padding_mask, impl)
-    return attend_prepared(
-        query, key, value, cu_seqlens, key_padding_mask, dropout_seed, pattern, is_causal, scale, query_offset,
-        key_offset, dropout_p, impl,
-    )  # fmt: skip
-
-
-def _of_keys(tensor: Tensor, key_padding_mask: Tensor | None, impl: str) -> Tensor:
-    """Keys or values as the kernels of ``impl`` take them; the Triton kernels do not read what is hidden."""
-    return as_rows(tensor if impl in ON_DEVICE else without_padding(tensor, key_padding_mask))
+    refuse_tangents(*operands[:3])
+    return attend_prepared(_prepared(Arguments(*operands)))
 
 
 def _attend_backward(
-    grad_out: Tensor,
-    grad_lse: Tensor | None,
-    out: Tensor,
-    lse: Tensor,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    cu_seqlens: Tensor | None,
-    key_padding_mask: Tensor | None,
-    dropout_seed: Tensor | None,
-    pattern: str,
-    is_causal: bool,
-    scale: float,
-    query_offset: int,
-    key_offset: int,
-    dropout_p: float,
-    impl: str,
+    grad_out: Tensor, grad_lse: Tensor | None, out: Tensor, lse: Tensor, *operands: Any
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Gradients of query, key and value from the merged output and log-sum-exp."""
-    refuse_tangents(query, key, value, grad_out, grad_lse)
-    query, key, value = as_rows(query), _of_keys(key, key_padding_mask, impl), _of_keys(value, key_padding_mask, impl)
-    return attend_backward_prepared(
-        grad_out, grad_lse, out, lse, query, key, value, cu_seqlens, key_padding_mask, dropout_seed, pattern,
-        is_causal, scale, query_offset, key_offset, dropout_p, impl,
-    )  # fmt: skip
+    refuse_tangents(*operands[:3], grad_out, grad_lse)
+    return attend_backward_prepared(grad_out, grad_lse, out, lse, _prepared(Arguments(*operands)))
 
 
-attend = torch.library.custom_op("dilated_attention_pytorch::attend", _attend, mutates_args=())
+attend = torch.library.custom_op(
+    "dilated_attention_pytorch::attend", _attend, mutates_args=(), schema=f"({_ARGUMENTS}) -> (Tensor, Tensor)"
+)
 attend_backward = torch.library.custom_op(
-    "dilated_attention_pytorch::attend_backward", _attend_backward, mutates_args=()
+    "dilated_attention_pytorch::attend_backward",
+    _attend_backward,
+    mutates_args=(),
+    schema=f"(Tensor grad_out, Tensor? grad_lse, Tensor out, Tensor lse, {_ARGUMENTS}) -> (Tensor, Tensor, Tensor)",
 )
 
 
-@torch.library.custom_op("dilated_attention_pytorch::weighted_sum", mutates_args=())
+@torch.library.custom_op(
+    "dilated_attention_pytorch::weighted_sum",
+    mutates_args=(),
+    schema="(Tensor values, Tensor[] lefts, Tensor[] rights, bool of_keys, Tensor lse, Tensor query, Tensor key, "
+    f"{_OPTIONS}) -> Tensor",
+)
 def weighted_sum(
     values: Tensor,
     lefts: list[Tensor],
@@ -222,17 +201,10 @@ def weighted_sum(
     lse: Tensor,
     query: Tensor,
     key: Tensor,
-    cu_seqlens: Tensor | None,
-    key_padding_mask: Tensor | None,
-    dropout_seed: Tensor | None,
-    pattern: str,
-    is_causal: bool,
-    scale: float,
-    query_offset: int,
-    key_offset: int,
-    dropout_p: float,
+    *options: Any,
 ) -> Tensor:
     """A weighted sum of the queries, or of the keys, in the accumulation dtype; see :mod:`.weighted_sum`."""
+    _, key_padding_mask, *_ = options
 
     def of_key(tensor: Tensor) -> Tensor:
         return as_rows(without_padding(tensor, key_padding_mask))
@@ -240,10 +212,7 @@ def weighted_sum(
     factors = [(as_rows(left), of_key(right)) for left, right in zip(lefts, rights, strict=True)]
     values = as_rows(values) if of_keys else of_key(values)
     key = of_key(key)
-    inputs = _inputs(
-        as_rows(query), key, key, cu_seqlens, key_padding_mask, dropout_seed, pattern, is_causal, scale, query_offset,
-        key_offset, dropout_p,
-    )  # fmt: skip
+    inputs = _inputs(Arguments(as_rows(query), key, key, *options))
     with without_autocast(query.device.type):
         return extremes.weighted_sum(inputs, lse, values, factors, of_keys=of_keys)
 
@@ -271,9 +240,15 @@ def _(
 
 @weighted_sum.register_fake
 def _(
-    values: Tensor, lefts: list[Tensor], rights: list[Tensor], of_keys: bool, lse: Tensor, query: Tensor, key: Tensor,
+    values: Tensor,
+    lefts: list[Tensor],
+    rights: list[Tensor],
+    of_keys: bool,
+    lse: Tensor,
+    query: Tensor,
+    key: Tensor,
     *_: Any,
-) -> Tensor:  # fmt: skip
+) -> Tensor:
     return lse.new_empty((*(key if of_keys else query).shape[:3], values.shape[3]))
 
 
@@ -309,9 +284,16 @@ class AttendOperators(Operators):
         self, axis: Axis, operands: Operands, lse: Tensor, values: Tensor | None, factors: Sequence[Factor]
     ) -> Tensor:
         return weighted_sum(
-            values, [factor.left for factor in factors], [factor.right for factor in factors], axis == "keys", lse,
-            operands.query, operands.key, *operands[3:], *self._options,
-        )  # fmt: skip
+            values,
+            [factor.left for factor in factors],
+            [factor.right for factor in factors],
+            axis == "keys",
+            lse,
+            operands.query,
+            operands.key,
+            *operands[3:],
+            *self._options,
+        )
 
     def _arguments(self, operands: Operands, value: Tensor) -> tuple[Any, ...]:
         query, key, _, *others = operands
@@ -340,9 +322,14 @@ attend.register_autograd(_backward, setup_context=_setup_context)
 
 
 def num_pairs(
-    query: Tensor, key: Tensor, cu_seqlens: Tensor | None, pattern: str, is_causal: bool, query_offset: int,
+    query: Tensor,
+    key: Tensor,
+    cu_seqlens: Tensor | None,
+    pattern: str,
+    is_causal: bool,
+    query_offset: int,
     key_offset: int,
-) -> int:  # fmt: skip
+) -> int:
     """Pairs of a query and a key under the pattern; a padded key counts, the kernels compute with it."""
     return plan(_call(query, key, cu_seqlens, pattern, is_causal, query_offset, key_offset), 1 << 62).num_pairs
 

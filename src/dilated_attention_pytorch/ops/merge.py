@@ -1,4 +1,4 @@
-"""The merge of partials: the one definition, functional for callers and in place for the engine."""
+"""The exact merge of partials, functional for callers and in place for the engine."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from dilated_attention_pytorch.precision import accumulation_dtype
 
 
 class AttentionOutput(NamedTuple):
-    """An attention output with the log-sum-exp of its scores: what can still be merged exactly.
+    """An attention output with the log-sum-exp of its scores, which makes it mergeable.
 
     ``out`` is ``[B, N, H, D]``; ``lse`` is ``[B, N, H]``, float32 (float64 for float64), -inf where no key was seen.
     """
@@ -22,10 +22,9 @@ class AttentionOutput(NamedTuple):
 
 
 def merge(partials: Sequence[AttentionOutput | tuple[Tensor, Tensor]]) -> AttentionOutput:
-    """Merge partials over the same queries into the softmax over all their keys together. Differentiable.
+    """Merge partials over the same queries into attention over the union of their keys. Differentiable.
 
-    ``L = logsumexp_i L_i``, ``O = sum_i exp(L_i - L) O_i``; a row that no partial gave a key has O = 0, L = -inf and
-    zero gradient (docs/definition.md; the online softmax of Milakov and Gimelshein 2018, arXiv 1805.02867).
+    ``L = logsumexp_i L_i``, ``O = sum_i exp(L_i - L) O_i``; a row without a key in any partial has O = 0, L = -inf and
 
     Args:
         partials: at least one pair ``(out [B, N, H, D], lse [B, N, H])`` of equal shapes.
@@ -58,7 +57,7 @@ def merge(partials: Sequence[AttentionOutput | tuple[Tensor, Tensor]]) -> Attent
     dtype = accumulation_dtype(partials[0][0].dtype)
     all_lse = torch.stack([lse.to(dtype) for _, lse in partials])
     no_key = (all_lse == float("-inf")).all(dim=0)
-    # A row without a key takes part as zeros: its softmax and its gradient stay finite, then it is masked out.
+    # A row without keys enters as zeros, so that its softmax and gradient stay finite; it is masked below.
     safe = torch.where(no_key, 0.0, all_lse)
     weights = torch.where(no_key, 0.0, torch.softmax(safe, dim=0))
     merged = sum(weight.unsqueeze(-1) * out.to(dtype) for weight, (out, _) in zip(weights, partials, strict=True))

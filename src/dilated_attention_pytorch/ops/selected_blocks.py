@@ -90,9 +90,18 @@ def attend_blocks(
     torch.Size([1, 100, 2, 8])
     """
     check_call(
-        query, key, value, _ANY_PATTERN, is_causal=is_causal, scale=scale, query_offset=query_offset, key_offset=0,
-        cu_seqlens=None, key_padding_mask=key_padding_mask, dropout_p=dropout_p,
-    )  # fmt: skip
+        query,
+        key,
+        value,
+        _ANY_PATTERN,
+        is_causal=is_causal,
+        scale=scale,
+        query_offset=query_offset,
+        key_offset=0,
+        cu_seqlens=None,
+        key_padding_mask=key_padding_mask,
+        dropout_p=dropout_p,
+    )
     query_block_size = block_size if query_block_size is None else query_block_size
     check_size("block_size", block_size)
     check_size("query_block_size", query_block_size)
@@ -116,17 +125,18 @@ def _chosen(impl: str, query: Tensor, block_size: int) -> str:
     return chosen if chosen == "native" else "aten"
 
 
-def _inputs(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    blocks: Tensor,
-    log_gates: Tensor | None,
-    key_padding_mask: Tensor | None,
-    *options: Any,
-) -> listed.Inputs:
-    key, value = (as_rows(without_padding(x, key_padding_mask)) for x in (key, value))
-    return listed.Inputs(as_rows(query), key, value, blocks, log_gates, key_padding_mask, *options)
+_OPTIONS = (
+    "Tensor blocks, Tensor? log_gates, Tensor? key_padding_mask, Tensor? dropout_seed, SymInt block_size, "
+    "SymInt query_block_size, bool is_causal, float scale, SymInt query_offset, float dropout_p"
+)
+_ARGUMENTS = f"Tensor query, Tensor key, Tensor value, {_OPTIONS}, str impl"
+"""The fields of :class:`.listed.Inputs`, as the operators have them."""
+
+
+def _prepared(arguments: listed.Inputs) -> listed.Inputs:
+    query, key, value = arguments[:3]
+    key, value = (as_rows(without_padding(x, arguments.key_padding_mask)) for x in (key, value))
+    return listed.Inputs(as_rows(query), key, value, *arguments[3:])
 
 
 @dataclass(frozen=True, slots=True)
@@ -139,9 +149,13 @@ class _Selected:
         return listed.forward(self.inputs._replace(query=query, key=key, value=value))
 
     def backward(
-        self, operands: tuple[Tensor, Tensor, Tensor], out: Tensor, lse: Tensor, grad_out: Tensor,
+        self,
+        operands: tuple[Tensor, Tensor, Tensor],
+        out: Tensor,
+        lse: Tensor,
+        grad_out: Tensor,
         grad_lse: Tensor | None,
-    ) -> tuple[Tensor, ...]:  # fmt: skip
+    ) -> tuple[Tensor, ...]:
         query, key, value = operands
         inputs = self.inputs._replace(query=query, key=key, value=value)
         return listed.backward(inputs, as_rows(out), lse, as_rows(grad_out), grad_lse)
@@ -159,73 +173,47 @@ class _Selected:
         return (of_blocks.view(self.inputs.blocks.shape[:3]).unsqueeze(-1),)
 
 
-def _forward(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    blocks: Tensor,
-    log_gates: Tensor | None,
-    key_padding_mask: Tensor | None,
-    dropout_seed: Tensor | None,
-    block_size: int,
-    query_block_size: int,
-    is_causal: bool,
-    scale: float,
-    query_offset: int,
-    dropout_p: float,
-    impl: str,
-) -> tuple[Tensor, Tensor]:
+def _forward(*operands: Any) -> tuple[Tensor, Tensor]:
     """Output and log-sum-exp; see :func:`attend_blocks`."""
-    refuse_tangents(query, key, value, log_gates)
-    check_block_numbers(blocks, key.shape[1], block_size)
-    inputs = _inputs(
-        query, key, value, blocks, log_gates, key_padding_mask, dropout_seed, block_size, query_block_size, is_causal,
-        scale, query_offset, dropout_p, impl,
-    )  # fmt: skip
-    with without_autocast(query.device.type):
+    arguments = listed.Inputs(*operands)
+    refuse_tangents(*operands[:3], arguments.log_gates)
+    check_block_numbers(arguments.blocks, arguments.key.shape[1], arguments.block_size)
+    inputs = _prepared(arguments)
+    with without_autocast(inputs.query.device.type):
         return forward_around(_Selected(inputs), inputs.query, inputs.key, inputs.value)
 
 
 def _gradients(
-    grad_out: Tensor,
-    grad_lse: Tensor | None,
-    out: Tensor,
-    lse: Tensor,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    blocks: Tensor,
-    log_gates: Tensor | None,
-    key_padding_mask: Tensor | None,
-    dropout_seed: Tensor | None,
-    block_size: int,
-    query_block_size: int,
-    is_causal: bool,
-    scale: float,
-    query_offset: int,
-    dropout_p: float,
-    impl: str,
+    grad_out: Tensor, grad_lse: Tensor | None, out: Tensor, lse: Tensor, *operands: Any
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Gradients of query, key, value and log-gates from the merged output and log-sum-exp."""
-    refuse_tangents(query, key, value, log_gates, grad_out, grad_lse)
-    inputs = _inputs(
-        query, key, value, blocks, log_gates, key_padding_mask, dropout_seed, block_size, query_block_size, is_causal,
-        scale, query_offset, dropout_p, impl,
-    )  # fmt: skip
-    with without_autocast(query.device.type):
-        operands = (inputs.query, inputs.key, inputs.value)
-        *grads, grad_gates = backward_around(_Selected(inputs), operands, out, lse, grad_out, grad_lse)
-    gate_dtype = lse.dtype if log_gates is None else log_gates.dtype
+    arguments = listed.Inputs(*operands)
+    refuse_tangents(*operands[:3], arguments.log_gates, grad_out, grad_lse)
+    inputs = _prepared(arguments)
+    with without_autocast(inputs.query.device.type):
+        tensors = (inputs.query, inputs.key, inputs.value)
+        *grads, grad_gates = backward_around(_Selected(inputs), tensors, out, lse, grad_out, grad_lse)
+    gate_dtype = lse.dtype if inputs.log_gates is None else inputs.log_gates.dtype
     return grads[0], grads[1], grads[2], grad_gates.to(gate_dtype)
 
 
-_attend_blocks = torch.library.custom_op("dilated_attention_pytorch::attend_blocks", _forward, mutates_args=())
+_attend_blocks = torch.library.custom_op(
+    "dilated_attention_pytorch::attend_blocks", _forward, mutates_args=(), schema=f"({_ARGUMENTS}) -> (Tensor, Tensor)"
+)
 _attend_blocks_backward = torch.library.custom_op(
-    "dilated_attention_pytorch::attend_blocks_backward", _gradients, mutates_args=()
+    "dilated_attention_pytorch::attend_blocks_backward",
+    _gradients,
+    mutates_args=(),
+    schema=f"(Tensor grad_out, Tensor? grad_lse, Tensor out, Tensor lse, {_ARGUMENTS}) "
+    "-> (Tensor, Tensor, Tensor, Tensor)",
 )
 
 
-@torch.library.custom_op("dilated_attention_pytorch::weighted_block_sum", mutates_args=())
+@torch.library.custom_op(
+    "dilated_attention_pytorch::weighted_block_sum",
+    mutates_args=(),
+    schema=f"(str axis, Tensor? values, Tensor?[] factors, Tensor lse, Tensor query, Tensor key, {_OPTIONS}) -> Tensor",
+)
 def _weighted_sum(
     axis: str,
     values: Tensor | None,
@@ -233,23 +221,11 @@ def _weighted_sum(
     lse: Tensor,
     query: Tensor,
     key: Tensor,
-    blocks: Tensor,
-    log_gates: Tensor | None,
-    key_padding_mask: Tensor | None,
-    dropout_seed: Tensor | None,
-    block_size: int,
-    query_block_size: int,
-    is_causal: bool,
-    scale: float,
-    query_offset: int,
-    dropout_p: float,
+    *options: Any,
 ) -> Tensor:
     """A weighted sum of the queries, the keys or the blocks, in the dtype of sums; see :mod:`.weighted_sum`."""
-    inputs = _inputs(
-        query, key, key, blocks, log_gates, key_padding_mask, dropout_seed, block_size, query_block_size, is_causal,
-        scale, query_offset, dropout_p,
-    )  # fmt: skip
-    of_pairs = factors_of(factors)
+    inputs = _prepared(listed.Inputs(query, key, key, *options))
+    of_pairs, key_padding_mask = factors_of(factors), inputs.key_padding_mask
     if key_padding_mask is not None:
         of_pairs = [
             f if f.right is None else f._replace(right=without_padding(f.right, key_padding_mask)) for f in of_pairs
@@ -269,9 +245,17 @@ def _(query: Tensor, *_: Any) -> tuple[Tensor, Tensor]:
 
 @_attend_blocks_backward.register_fake
 def _(
-    grad_out: Tensor, grad_lse: Tensor | None, out: Tensor, lse: Tensor, query: Tensor, key: Tensor, value: Tensor,
-    blocks: Tensor, log_gates: Tensor | None, *_: Any,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+    grad_out: Tensor,
+    grad_lse: Tensor | None,
+    out: Tensor,
+    lse: Tensor,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    blocks: Tensor,
+    log_gates: Tensor | None,
+    *_: Any,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     grads = [torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in (query, key, value)]
     gate_dtype = lse.dtype if log_gates is None else log_gates.dtype
     return grads[0], grads[1], grads[2], torch.empty(blocks.shape, dtype=gate_dtype, device=query.device)
@@ -279,9 +263,15 @@ def _(
 
 @_weighted_sum.register_fake
 def _(
-    axis: str, values: Tensor | None, factors: list[Tensor | None], lse: Tensor, query: Tensor, key: Tensor,
-    blocks: Tensor, *_: Any,
-) -> Tensor:  # fmt: skip
+    axis: str,
+    values: Tensor | None,
+    factors: list[Tensor | None],
+    lse: Tensor,
+    query: Tensor,
+    key: Tensor,
+    blocks: Tensor,
+    *_: Any,
+) -> Tensor:
     if values is None:
         return lse.new_empty(blocks.shape)
     return lse.new_empty((*(query if axis == "queries" else key).shape[:3], values.shape[3]))
@@ -333,9 +323,7 @@ class _BlockOperators(Operators):
 
     @property
     def _options(self) -> tuple[Any, ...]:
-        return (
-            self.block_size, self.query_block_size, self.is_causal, self.scale, self.query_offset, self.dropout_p
-        )  # fmt: skip
+        return (self.block_size, self.query_block_size, self.is_causal, self.scale, self.query_offset, self.dropout_p)
 
 
 def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:

@@ -1,4 +1,4 @@
-"""Everything that can be wrong with a call, said before anything is computed."""
+"""Validation of the arguments of the functional API."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from .autocast import is_cast
 
 _DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 _MOST_HEADS = 128
-"""More heads than this, and more than rows, are taken for rows: models have up to 128 heads, texts have more tokens."""
+"""With more heads than this and more heads than rows, the axes are probably swapped: models have up to 128 heads."""
 
 
 def check_call(
@@ -33,7 +33,7 @@ def check_call(
     key_padding_mask: Tensor | None,
     dropout_p: float,
 ) -> None:
-    """Raise what is wrong with the arguments of :func:`attend`: the argument, what was expected, what came."""
+    """Validate the arguments of :func:`attend`; errors name the argument, the expectation and what came."""
     _check_tensors(query, key, value)
     if not isinstance(pattern, Pattern):
         raise TypeError(
@@ -45,7 +45,7 @@ def check_call(
     for group in pattern.groups:
         if group.heads is not None and len(group.heads) != num_kv_heads:
             raise ValueError(
-                f"the pattern is for some of the key/value heads, and not for {num_kv_heads} of them: {pattern}"
+                f"the pattern was restricted to other key/value heads than the call's {num_kv_heads}: {pattern}"
             )
         is_zero_padded = is_zero_padded or group.tail == "zero_padded"
     if not isinstance(is_causal, bool):
@@ -61,12 +61,12 @@ def check_call(
         check_cu_seqlens(cu_seqlens, query)
         if num_queries != num_keys or query_offset != 0 or key_offset != 0:
             raise ValueError(
-                "cu_seqlens packs documents of self-attention, so query and key must have the same rows from position "
-                f"0: got {num_queries} query rows at {query_offset} and {num_keys} key rows at {key_offset}; "
-                "attend to each document's slab by itself instead"
+                "cu_seqlens packs documents of self-attention, so query and key must cover the same rows starting at "
+                f"position 0: got {num_queries} query rows at {query_offset} and {num_keys} key rows at {key_offset}; "
+                "call attend per document for slabs"
             )
     if pattern.rules:
-        # Positions of packed documents are those in the document: their boundaries are read where the call is computed.
+        # Positions of packed documents are relative to the document; boundaries are checked where they are read.
         end = max(query_offset + num_queries, key_offset + num_keys) if cu_seqlens is None else 0
         for rule in pattern.rules:
             rule.check(end, num_kv_heads)
@@ -92,9 +92,9 @@ def check_query_start(
     cu_seqlens: Tensor | None,
     dropout_p: float,
 ) -> None:
-    """Raise what is wrong with a ``query_offset`` on the device and what goes with it; its value is not read.
+    """Validate a ``query_offset`` tensor and the options used with it; its value is not read.
 
-    The other arguments are those of a call that :func:`check_call` accepts.
+    The other arguments have passed :func:`check_call`.
     """
     if query_start.dtype != torch.int64 or query_start.dim() != 0:
         raise TypeError(
@@ -129,7 +129,7 @@ def check_query_start(
 
 
 def check_dropout(name: str, probability: float) -> None:
-    """Raise unless ``probability`` is a number of at least 0 and below 1."""
+    """Raise unless ``probability`` is a number in [0, 1)."""
     if not _is_number(probability) or not 0.0 <= probability < 1.0:
         raise ValueError(f"{name} must be a probability of at least 0 and below 1, got {probability!r}")
 
@@ -182,7 +182,7 @@ def _check_tensors(query: Tensor, key: Tensor, value: Tensor) -> None:
 
 
 _WARNED: list[str] = []
-"""The warning, once it was given: once is enough for every layer and step."""
+"""The warning if it was already given: one per process is enough."""
 
 
 def _warn_of_swapped_axes(query: tuple[int, ...], key: tuple[int, ...]) -> None:
@@ -198,14 +198,15 @@ def _warn_of_swapped_axes(query: tuple[int, ...], key: tuple[int, ...]) -> None:
 
 
 def check_order(segment_lengths: Sequence[int], dilation_rates: Sequence[int]) -> None:
-    """Raise ValueError where a rate is larger than its segment: in a module the two are rather in the other order."""
+    """Raise ValueError if a dilation rate exceeds its segment length: the two lists are probably swapped."""
     for length, rate in zip(segment_lengths, dilation_rates, strict=True):
         if rate > length:
+            call = f"segment_lengths={list(dilation_rates)}, dilation_rates={list(segment_lengths)}"
             raise ValueError(
                 "segment_lengths come first and dilation_rates second, and no rate of a module is larger than its "
                 f"segment: got rate {rate} for segment length {length} in segment_lengths {list(segment_lengths)} and "
-                f"dilation_rates {list(dilation_rates)}; other packages take them in the other order. "
-                "PatternAttention(DilatedPattern(segment_lengths, dilation_rates)) takes any rate"
+                f"dilation_rates {list(dilation_rates)}; other packages take them in the other order: write {call} if "
+                "that is meant. PatternAttention(DilatedPattern(segment_lengths, dilation_rates)) takes any rate"
             )
 
 
@@ -222,7 +223,7 @@ def _check_key_padding_mask(mask: Tensor, key: Tensor) -> None:
 
 
 def check_cu_seqlens(cu_seqlens: Tensor, query: Tensor) -> None:
-    """Raise unless ``cu_seqlens`` is a tensor of boundaries on a device that goes with ``query``."""
+    """Raise unless ``cu_seqlens`` is a valid boundary tensor on a device compatible with ``query``'s."""
     if not isinstance(cu_seqlens, Tensor) or cu_seqlens.dtype != torch.int32:
         kind = cu_seqlens.dtype if isinstance(cu_seqlens, Tensor) else type(cu_seqlens).__name__
         raise TypeError(f"cu_seqlens must be an int32 tensor [documents + 1], got {kind}")
@@ -251,7 +252,7 @@ def _check_zero_padded(
 
 
 def check_documents(pattern: Pattern, boundaries: tuple[int, ...] | None, num_kv_heads: int) -> None:
-    """Raise ValueError if a rule of the pattern is not defined for a document as long as the longest."""
+    """Raise ValueError if a rule of the pattern is not defined for the longest document."""
     if boundaries is not None:
         longest = max(end - start for start, end in itertools.pairwise(boundaries))
         for rule in pattern.rules:
@@ -285,7 +286,7 @@ def check_size(name: str, number: int, *, least: int = 1) -> None:
 
 
 def check_blocks(query: Tensor, key: Tensor, blocks: Tensor, log_gates: Tensor | None, query_block_size: int) -> None:
-    """Raise what is wrong with the lists and gates of :func:`attend_blocks`, but for the numbers of blocks."""
+    """Validate the block lists and gates of :func:`attend_blocks`, except the block numbers."""
     if not isinstance(blocks, Tensor) or blocks.dtype != torch.int64:
         kind = blocks.dtype if isinstance(blocks, Tensor) else type(blocks).__name__
         raise TypeError(f"blocks must be an int64 tensor [B, G, query blocks, k] of block numbers, got {kind}")
@@ -309,7 +310,7 @@ def check_blocks(query: Tensor, key: Tensor, blocks: Tensor, log_gates: Tensor |
 
 
 def check_block_numbers(blocks: Tensor, num_keys: int, block_size: int) -> None:
-    """Raise unless blocks on the CPU are numbers of key blocks or -1."""
+    """Raise unless the block numbers of a CPU tensor are -1 or valid key blocks."""
     if blocks.is_cpu and blocks.numel():
         num_blocks, least, most = -(-num_keys // block_size), int(blocks.min()), int(blocks.max())
         if least < -1 or most >= num_blocks:

@@ -1,11 +1,11 @@
-"""Weighted sums: what derivatives of attention of any order are made of, and whose derivatives are such sums.
+"""Weighted sums over attention probabilities, closed under differentiation.
 
-With P the merged probabilities of all pairs (query p, key t) and f a product of factors of pairs, a weighted sum is
+For the merged probabilities P of all pairs (query p, key t) and a product f of pairwise factors, a weighted sum is
 
     sum_t P[p, t] f[p, t] x[t]    or, over the queries,    sum_p P[p, t] f[p, t] x[p].
 
-The tangent of a score is such a factor, and so is the gradient that reaches a probability. The scores are
-``s = scale * q . k + e``, where ``e`` is the log-gate of the pair's block, if there are any.
+The tangent of a score is such a factor, and so is the gradient of a probability. The scores are
+``s = scale * q . k + e``, where ``e`` is the log-gate of the pair's block, if gates are given.
 """
 
 from __future__ import annotations
@@ -23,17 +23,17 @@ from torch.autograd.function import Function
 from dilated_attention_pytorch.precision import accumulation_dtype
 
 Axis = Literal["queries", "keys", "blocks"]
-"""What a weighted sum has one value for: every query, every key, or every listed block of every query block."""
+"""The axis of the result: one value per query, per key, or per listed block of a query block."""
 
 
 class Operands(NamedTuple):
-    """What the scores are of. The last three have no derivative."""
+    """The tensors that determine the scores. The last three have no derivative."""
 
     query: Tensor
     key: Tensor
     log_gates: Tensor | None
     which: Tensor | None
-    """Boundaries of packed documents, or listed blocks."""
+    """Boundaries of packed documents, or block lists."""
     key_padding_mask: Tensor | None
     dropout_seed: Tensor | None
 
@@ -42,7 +42,7 @@ class Operands(NamedTuple):
 
 
 class Factor(NamedTuple):
-    """A factor of every pair: ``left[p] . right[t] + gates[block of the pair]``, of what there is."""
+    """A pairwise factor ``left[p] . right[t] + gates[block of the pair]``; None terms are left out."""
 
     left: Tensor | None
     """``[B, N, H, width]``"""
@@ -53,7 +53,7 @@ class Factor(NamedTuple):
 
 
 class Tangents(NamedTuple):
-    """Tangents of query, key, value and log-gates; None is zero."""
+    """Tangents of query, key, value and log-gates; None = zero."""
 
     query: Tensor | None
     key: Tensor | None
@@ -62,48 +62,48 @@ class Tangents(NamedTuple):
 
 
 class Operators(ABC):
-    """The operators of one kind of call, with what is no tensor of it. They know nothing of derivatives."""
+    """The registered operators of one kind of call with its non-tensor options; they implement no derivatives."""
 
     scale: float
 
     @abstractmethod
     def compute(self, operands: Operands, value: Tensor) -> tuple[Tensor, Tensor]:
-        """Output and log-sum-exp, computed here and now; not recorded, and seen by nothing: :mod:`.dispatch`."""
+        """Output and log-sum-exp, called directly: not recorded by autograd, not dispatched (:mod:`.dispatch`)."""
 
     @abstractmethod
     def compute_gradients(
         self, operands: Operands, value: Tensor, grad_out: Tensor, grad_lse: Tensor | None, out: Tensor, lse: Tensor
     ) -> tuple[Tensor, ...]:
-        """:meth:`backward` in the same way."""
+        """:meth:`backward`, called directly."""
 
     @abstractmethod
     def forward(self, operands: Operands, value: Tensor) -> tuple[Tensor, Tensor]:
-        """Output and log-sum-exp by the registered operator."""
+        """Output and log-sum-exp from the registered operator."""
 
     @abstractmethod
     def backward(
         self, operands: Operands, value: Tensor, grad_out: Tensor, grad_lse: Tensor | None, out: Tensor, lse: Tensor
     ) -> tuple[Tensor, ...]:
-        """Gradients of query, key, value and, if there are any, log-gates."""
+        """Gradients of query, key, value and, if given, log-gates."""
 
     @abstractmethod
     def weighted_sum(
         self, axis: Axis, operands: Operands, lse: Tensor, values: Tensor | None, factors: Sequence[Factor]
     ) -> Tensor:
-        """The sum of the factors of every pair times P, with dropout if ``operands`` have a seed, in the accumulation
-        dtype. ``values``: of the keys for a sum of the queries, of the queries for one of the keys, else None."""
+        """The sum of P times the factors, in the accumulation dtype; with dropout if ``operands`` have a seed.
+        ``values``: key values for a sum per query, query values for a sum per key, else None."""
 
 
 def nestable(jvp: Callable[..., Any]) -> Callable[..., Any]:
-    """A ``jvp(ctx, saved, *tangents)`` of a function, whose own operations have tangents: those of outer levels.
+    """Wrap a ``jvp(ctx, saved, *tangents)`` so that its own operations propagate the tangents of outer levels.
 
-    PyTorch calls it without, so that a tangent of a tangent would be 0.
+    PyTorch disables forward-mode AD inside ``jvp``, so that nested tangents would be 0.
     """
 
     @functools.wraps(jvp)
     def with_tangents(ctx: Any, *tangents: Any) -> Any:
         with forward_ad._set_fwd_grad_enabled(True):
-            # Of this level they have tangents already, which are among the arguments.
+            # Saved tensors already carry the tangents of this level, which are passed as arguments.
             saved = [None if x is None else forward_ad.unpack_dual(x).primal for x in ctx.saved_tensors]
             return jvp(ctx, saved, *tangents)
 
@@ -113,7 +113,7 @@ def nestable(jvp: Callable[..., Any]) -> Callable[..., Any]:
 class WeightedSum(Function):
     """:meth:`Operators.weighted_sum`: ``apply(axis, operators, lse, values, *operands, *factors)``.
 
-    Here ``lse`` is a variable of its own: P is ``exp(s - lse)``.
+    ``lse`` is an independent variable here: P is ``exp(s - lse)``.
     """
 
     @staticmethod
@@ -133,12 +133,12 @@ class WeightedSum(Function):
         if grad is None:
             return (None,) * (4 + len(tensors))
         operands, factors = Operands(*tensors[:6]), factors_of(tensors[6:])
-        # What every pair's term is multiplied by in the product of the sum with its gradient.
+        # The multiplier of each pair's term in <sum, gradient>.
         last = {
             "queries": Factor(grad, values),
             "keys": Factor(values, grad),
             "blocks": Factor(None, None, grad),
-        }[ctx.axis]  # fmt: skip
+        }[ctx.axis]
         of_scores, (key, query, gates) = [*factors, last], (operands.key, operands.query, operands.log_gates)
         is_needed = dict(zip(("lse", "values", *Operands._fields), ctx.needs_input_grad[2:10], strict=True))
 
@@ -204,19 +204,19 @@ class WeightedSum(Function):
 def by_sequence(
     function: type[Function], size: int, in_dims: tuple[int | None, ...], inputs: tuple[Any, ...]
 ) -> tuple[Any, Any]:
-    """``function`` of ``size`` calls side by side as one call over more sequences.
+    """Batching rule: ``function`` over ``size`` calls as one call over more sequences.
 
-    What is not by sequence (boundaries of documents, the seed of dropout, which counts the sequences) has less than two
-    dimensions: where such a tensor differs from call to call, or pairs are dropped, the calls follow each other.
+    Operands without a batch dimension (document boundaries, the dropout seed, which counts the sequences) have fewer
+    than two dimensions. If one of them differs between the calls, or dropout is on, the calls run one after another.
     """
     tensors = [(x, dim) for x, dim in zip(inputs, in_dims, strict=True) if isinstance(x, Tensor)]
     if any(x.dim() - (dim is not None) == 0 or (x.dim() == 2 and dim is not None) for x, dim in tensors):
         results = [
-            function.apply(*(
-                x.select(dim, number) if dim is not None else x for x, dim in zip(inputs, in_dims, strict=True)
-            ))
+            function.apply(
+                *(x.select(dim, number) if dim is not None else x for x, dim in zip(inputs, in_dims, strict=True))
+            )
             for number in range(size)
-        ]  # fmt: skip
+        ]
         if isinstance(results[0], Tensor):
             return torch.stack(results), 0
         return tuple(map(torch.stack, zip(*results, strict=True))), (0,) * len(results[0])
@@ -233,20 +233,20 @@ def by_sequence(
 
 
 def less(factor: Factor | None, number: Tensor, ones: Tensor) -> Factor:
-    """The factor less a number of every query ``[B, N, H]``."""
+    """The factor minus one number per query ``[B, N, H]``."""
     factor = factor or Factor(None, None)
     return Factor(_joined([factor.left, -number.unsqueeze(-1)]), _joined([factor.right, ones]), factor.gates)
 
 
 def moved_scores(scale: float, operands: Operands, moved: Tangents) -> Factor | None:
-    """The tangent of every score; None if it is zero everywhere."""
+    """The tangent of the scores; None if it is zero."""
     dtype = accumulation_dtype(operands.query.dtype)
     left, moved_left = (None if x is None else scale * x.to(dtype) for x in (operands.query, moved.query))
     return tangent_of(Factor(left, operands.key), Factor(moved_left, moved.key, moved.log_gates))
 
 
 def tangent_of(factor: Factor, moved: Factor) -> Factor | None:
-    """The tangent of a factor from those of its parts; None if it is zero."""
+    """The tangent of a factor, given those of its terms; None if it is zero."""
     lefts = [moved.left, None if moved.right is None else factor.left]
     rights = [None if moved.left is None else factor.right, moved.right]
     found = Factor(_joined(lefts), _joined(rights), moved.gates)

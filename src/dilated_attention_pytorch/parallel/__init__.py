@@ -14,7 +14,7 @@ from .modules import (
 from .plan import Estimate, Machine, ParallelPlan, plan_parallel
 from .selection import agreed_selector
 from .sharding import positions, shard, shard_labels, unshard
-from .simulation import Simulation, simulate_ring
+from .simulation import Simulation, simulate
 from .wire import Traffic, count_traffic, naming_ranks
 
 __all__ = [
@@ -40,6 +40,6 @@ __all__ = [
     "positions",
     "shard",
     "shard_labels",
-    "simulate_ring",
+    "simulate",
     "unshard",
 ]

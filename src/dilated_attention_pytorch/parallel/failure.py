@@ -1,4 +1,4 @@
-"""Which rank failed, and how: after an error of the transport the ranks of a group find out, and agree about it."""
+"""Failure diagnosis: after a transport error, the ranks of a group agree on which rank failed and why."""
 
 from __future__ import annotations
 
@@ -19,23 +19,23 @@ from .watch import Watch
 
 _POLL_SECONDS = 0.1
 _ASKING_SECONDS = 1.0
-"""After which a question is asked again: somebody may have written over it."""
+"""Seconds after which a question is repeated; another rank may have overwritten it."""
 _TRANSPORT_LENGTH = 120
-"""Letters of the transport's own message: the whole of it is the error's cause."""
+"""Characters of the transport's error message to quote; the full error is chained as the cause."""
 
 
 class RankFailure(RuntimeError):
-    """A rank died, does not answer, or makes another call than the rest. The message names it."""
+    """A rank died, does not respond, or makes a different call. The message names it."""
 
 
 class Board:
-    """What the ranks of one group know about each other when something goes wrong.
+    """State that the ranks of one group share to diagnose a failure.
 
     Args:
         roll: this process's place among all processes.
-        watch: what gets this process out of a wait.
-        group: a name of the group that no other has.
-        ranks: the global ranks of the group.
+        watch: thread that interrupts waits of this process.
+        group: a unique name of the group.
+        ranks: global ranks of the group.
     """
 
     def __init__(self, roll: RollCall, watch: Watch, group: str, ranks: Sequence[int]) -> None:
@@ -47,32 +47,32 @@ class Board:
         self._number = 0
         self._said = ""
         self.waits = ""
-        """What this rank waits for, in words; empty outside of every exchange."""
+        """Description of the exchange that this rank waits in; empty outside of exchanges."""
         watch.ask(lambda: self.waits)
         roll.look()
         self._born = len(roll.failures)
         roll.answer(group, ranks, self._answer)
 
     def enter(self, call: Mapping[str, str], number: int) -> None:
-        """This rank makes the ``number``-th call on this group: what it refused before is no longer of interest."""
+        """Start the ``number``-th call on this group; clears an earlier refusal."""
         self._call, self._number = call, number
         self._roll.words = ""
 
     def meet(self) -> None:
-        """All ranks of the group have taken part in a call."""
+        """Record that all ranks of the group took part in a call."""
         self._roll.meet(self._ranks)
 
     def refuse(self, error: Exception) -> None:
-        """This rank raises an error of its own; the others would wait for it until their timeout."""
+        """Publish that this rank raises an error of its own, so that the others do not wait until their timeout."""
         self._roll.words = f"rank {self._roll.rank} refused the call: {type(error).__name__}: {error}"
 
     @contextlib.contextmanager
     def waiting(self, doing: str, *, is_in_reach: bool) -> Iterator[None]:
-        """This rank waits for others. An error of the transport becomes one that names the rank and what happened.
+        """Context of a wait for other ranks: a transport error becomes one that names the failed rank and the cause.
 
         Args:
-            doing: what it waits for, in words.
-            is_in_reach: whether the watch can get it out of the wait; told to end it then says why it waits.
+            doing: description of the exchange.
+            is_in_reach: whether the watch can interrupt the wait; on SIGTERM the process then reports its wait first.
         """
 
         def say() -> None:
@@ -93,14 +93,14 @@ class Board:
             self.waits = ""
 
     def diagnose(self, error: Exception | None, doing: str) -> str:
-        """After an error of the transport, or told to end without one: which rank is the cause.
+        """Find the rank that caused a transport error, or a termination signal without one.
 
-        All ranks that ask get the same answer. Returns when the other processes can have heard of it, as this one may
-        hold the store and end now.
+        All ranks that ask get the same answer. Returns only after the other processes had time to receive it, as this
+        process may host the store and exit afterwards.
         """
         transport = ""
         if error is not None and not self._watch.is_told:
-            text = re.sub(r"^\[/\S*\] ", "", str(error))  # the place in gloo's source
+            text = re.sub(r"^\[/\S*\] ", "", str(error))  # source location in gloo
             transport = f"; the transport said: {textwrap.shorten(text, _TRANSPORT_LENGTH, placeholder=' ...')}"
         with _held_back(signal.SIGTERM, self._watch) as words:
             self._roll.look()
@@ -125,17 +125,15 @@ class Board:
         call, number = self._call, self._number
         digest = f"{zlib.crc32(call_to_note(call).encode()):08x}"
         elsewhere = "" if self.waits else self._watch.waits()
-        answer = Answer(
-            number=number, call=digest, waits=self.waits, elsewhere=elsewhere, is_told=self._watch.is_told
-        )  # fmt: skip
+        answer = Answer(number=number, call=digest, waits=self.waits, elsewhere=elsewhere, is_told=self._watch.is_told)
         return answer, call
 
     def _known(self) -> Heard | None:
-        """The first failure that was published since this group exists."""
+        """The first failure published during the lifetime of this group."""
         return self._roll.failures[self._born] if len(self._roll.failures) > self._born else None
 
     def _cause(self, transport: str, doing: str) -> tuple[str, Failure | None]:
-        """The cause, and what to tell the others if it was found. Asks all ranks of the group where they are."""
+        """The cause, and the failure to publish if one was found. Asks all ranks of the group for their state."""
         start = asked = time.monotonic()
         question = self._roll.question()
         others = [rank for rank in self._ranks if rank != self._roll.rank]
@@ -154,7 +152,7 @@ class Board:
                     cause = told if seconds > LISTENING_SECONDS + KNOWN_SECONDS else None
                 else:
                     cause = self._differing(heard) or self._outside(heard)
-                # Who waits for ranks of another group is about to say for which.
+                # Ranks that wait in another group need this long to report the rank they wait for.
                 if cause is None and seconds > 3 * LISTENING_SECONDS:
                     return f"{self._all_wait(heard)}{transport}", None
             if cause is not None:
@@ -171,7 +169,7 @@ class Board:
         ), None
 
     def _answered(self, heard: Mapping[int, Answer], transport: str) -> str | None:
-        """The cause, if a rank says it or has left."""
+        """The cause, if a rank reports one or has exited."""
         for answer in heard.values():
             if answer.words:
                 return answer.words
@@ -197,20 +195,20 @@ class Board:
         return text + transport
 
     def _told(self, heard: Mapping[int, Answer], doing: str) -> str | None:
-        """That a rank was told to end, if one was: what the others then wait for says nothing."""
+        """That a rank received SIGTERM, if one did; what the others wait for is then irrelevant."""
         told = [rank for rank, answer in heard.items() if answer.is_told]
         if self._watch.is_told:
             return f"rank {self._roll.rank} was told to end (SIGTERM) while {doing}; no rank is known to have failed"
         return f"{names(told)} was told to end (SIGTERM)" if told else None
 
     def _differing(self, heard: Mapping[int, Answer]) -> str | None:
-        """The ranks that wait in another call than the others."""
+        """Ranks that wait in a different call from the others."""
         own, _ = self._answer()
         waiting = {self._roll.rank: own} | {rank: answer for rank, answer in heard.items() if answer.waits}
         if len({(answer.number, answer.call) for answer in waiting.values()}) == 1:
             return None
         ranks = sorted(waiting)
-        # One rank of each kind is enough to tell the kinds apart.
+        # One rank per distinct call suffices.
         kinds = {(answer.number, answer.call): rank for rank, answer in waiting.items() if rank != self._roll.rank}
         texts = self._roll.calls(self._group, list(kinds.values()))
         if texts is None:
@@ -221,7 +219,7 @@ class Board:
         return disagreement(numbers, calls, ranks)
 
     def _outside(self, heard: Mapping[int, Answer]) -> str | None:
-        """The ranks that wait for nobody."""
+        """Ranks that do not wait for anyone."""
         outside = [rank for rank, answer in heard.items() if not answer.waits and not answer.elsewhere]
         if not outside:
             return None
@@ -232,7 +230,7 @@ class Board:
         )
 
     def _all_wait(self, heard: Mapping[int, Answer]) -> str:
-        """That nobody is to blame."""
+        """The message if no rank is at fault."""
         elsewhere = "; ".join(
             f"rank {rank} waits for others: {a.elsewhere}" for rank, a in heard.items() if a.elsewhere
         )
@@ -245,10 +243,12 @@ class Board:
 
 
 def disagreement(numbers: Sequence[int], calls: Sequence[Mapping[str, str]], ranks: Sequence[int]) -> str:
-    """What differs between the ranks' calls: the minority is named against the majority."""
+    """How the ranks' calls differ: the minority is compared with the majority."""
     names = dict.fromkeys(name for call in calls for name in call)
-    compared = [[("call number", str(number)), *((name, call.get(name, "nothing")) for name in names)]
-                for number, call in zip(numbers, calls, strict=True)]  # fmt: skip
+    compared = [
+        [("call number", str(number)), *((name, call.get(name, "nothing")) for name in names)]
+        for number, call in zip(numbers, calls, strict=True)
+    ]
     lines = []
     for column in zip(*compared, strict=True):
         values = [value for _, value in column]
@@ -268,9 +268,9 @@ def disagreement(numbers: Sequence[int], calls: Sequence[Mapping[str, str]], ran
 
 @contextlib.contextmanager
 def _held_back(number: signal.Signals, watch: Watch) -> Iterator[list[str]]:
-    """A launcher ends the other processes when one has died: its signal waits until they have said which.
+    """Defer SIGTERM until the failed rank has been reported: launchers terminate all processes when one has died.
 
-    Yields a list for the words, which are printed if the signal came.
+    Yields a list for the message, which is printed if the signal came.
     """
     words: list[str] = []
     is_main = threading.current_thread() is threading.main_thread()

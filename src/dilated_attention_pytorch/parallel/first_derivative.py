@@ -1,4 +1,4 @@
-"""Functions of several ranks have their gradient, and no other derivative: those would need exchanges of their own."""
+"""Checks that only first derivatives are taken of functions over several ranks."""
 
 from __future__ import annotations
 
@@ -12,23 +12,23 @@ from torch import Tensor
 from dilated_attention_pytorch.ops.derivatives import is_transformed
 
 _REFUSAL = (
-    "over several ranks there is the gradient and no other derivative: got {got}; compute it in one process "
+    "attention over several ranks has a gradient and no other derivative: got {got}; compute it in one process "
     "(dilated_attention_pytorch.attend has derivatives of every order), on a sequence that fits there"
 )
 
 
 def refuse_other_derivatives(*tensors: Tensor | None) -> None:
-    """Raise where more than the gradient is asked for, before ranks exchange anything.
+    """Raise if derivatives other than the gradient are requested, before any communication.
 
     Raises:
-        NotImplementedError: a tensor has a tangent, or a transform of ``torch.func`` is under way.
+        NotImplementedError: a tensor has a tangent, or a ``torch.func`` transform is active.
     """
     if is_transformed(*tensors):
         raise NotImplementedError(_REFUSAL.format(got="forward-mode tangents or a transform of torch.func"))
 
 
 def first_derivative(backward: Callable[..., Any]) -> Callable[..., Any]:
-    """A backward pass that refuses to be differentiated in its turn, when it is run and not afterwards."""
+    """Decorate a backward pass to raise, when it runs, if it is itself differentiated."""
 
     @functools.wraps(backward)
     def checked(ctx: Any, *grads: Any) -> Any:

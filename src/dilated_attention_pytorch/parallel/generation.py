@@ -1,4 +1,4 @@
-"""Generation over several ranks: this rank's share of a model's key/value cache."""
+"""Distributed generation: a rank's share of the key/value cache."""
 
 from __future__ import annotations
 
@@ -11,32 +11,33 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from dilated_attention_pytorch.ops import AttentionOutput, merge
 from dilated_attention_pytorch.patterns import Pattern
-from dilated_attention_pytorch.planning import Layout, shard_runs
+from dilated_attention_pytorch.planning.layout import Layout, shard_runs
 
-from .attend import attend, check_strategy
+from .agreement import check_strategy
+from .attend import attend
 from .failure import RankFailure
 from .plan import Strategy
 from .sharding import check_layout, positions, shard
 from .wire import wire_of
 
-_MIX = 0x9E3779B97F4A7C15 - (1 << 64)  # odd, its bits without a regularity (2**64 over the golden ratio)
+_MIX = 0x9E3779B97F4A7C15 - (1 << 64)  # odd multiplier with well-mixed bits: 2**64 / golden ratio
 
 
 class RankShare:
-    """This rank's share of a key/value cache that stays sharded over the ranks of a mesh: for ``LongNetCache(share=)``.
+    """This rank's share of a key/value cache sharded over the ranks of a mesh, for ``LongNetCache(share=)``.
 
-    A prompt is read once, every rank its rows of ``layout``. Then a row of keys and values is held by one rank: blocks
-    of positions go round the ranks, so that each holds about 1/p of the rows alive of every dilation class. Rows of the
-    prompt go to these ranks once, right after the layer that made them. A token's partials over the rows of each rank
-    are merged exactly, for one message of ``H (D + 1)`` numbers per sequence, layer and rank.
+    The prompt is read once, each rank its rows of ``layout``. Afterwards each key/value row is held by one rank: blocks
+    of positions are dealt round-robin, so that each rank holds about 1/p of the live rows of every dilation class.
+    Prompt rows are sent to these ranks once, right after the layer that computed them. For each token, the ranks'
+    partials are merged exactly, with one message of ``H (D + 1)`` numbers per sequence, layer and rank.
 
     Args:
-        mesh: 1-D, of the ranks that hold the cache. All have the whole model.
-        strategy, layout: how the prompt is read, see :func:`attend`.
+        mesh: 1-D mesh of the ranks that hold the cache. Each has the whole model.
+        strategy, layout: how the prompt is processed, see :func:`attend`.
 
     Raises:
-        TypeError, ValueError: arguments of the wrong type or value.
-        NotImplementedError: a mesh of several dimensions.
+        TypeError, ValueError: an argument is of the wrong type or value.
+        NotImplementedError: the mesh has several dimensions.
 
     >>> from dilated_attention_pytorch import LongNetCache, generate
     >>> def on_every_rank(model, prompt_ids, mesh):  # prompt_ids [B, N], whole and the same on every rank
@@ -58,12 +59,12 @@ class RankShare:
 
     @property
     def rank(self) -> int:
-        """This rank's place in the mesh."""
+        """Index of this rank in the mesh."""
         return self._wire.rank
 
     @property
     def size(self) -> int:
-        """How many ranks hold the cache."""
+        """Number of ranks that hold the cache."""
         return self._wire.size
 
     def positions(self, sequence_length: int, device: torch.device) -> Tensor:
@@ -75,10 +76,10 @@ class RankShare:
         return shard(input_ids, self.mesh, layout=self.layout)
 
     def check_same(self, input_ids: Tensor) -> None:
-        """Make sure that all ranks have the same tokens.
+        """Check that all ranks have the same tokens.
 
         Raises:
-            RankFailure: they do not; the message names a rank that differs.
+            RankFailure: they differ; the message names a rank that differs.
         """
         weights = torch.arange(1, input_ids.numel() + 1, device=input_ids.device) * _MIX
         digest = ((input_ids.flatten() + 1) * (weights ^ (weights >> 29))).sum()  # modulo 2**64
@@ -95,33 +96,45 @@ class RankShare:
                 )
 
     def row_at(self, rows: Tensor, position: int, sequence_length: int) -> Tensor:
-        """Of this rank's rows ``[B, rows, ...]`` that at ``position``, ``[B, ...]`` on every rank."""
+        """The row at ``position`` of a tensor sharded as ``[B, rows, ...]``: ``[B, ...]`` on every rank."""
         holder, row = (int(number) for number in self._locate(torch.tensor(position), sequence_length))
         found = rows[:, row].contiguous() if holder == self.rank else rows.new_empty(rows.shape[0], *rows.shape[2:])
         return self._wire.broadcast(found, holder)
 
     def attend(self, query: Tensor, key: Tensor, value: Tensor, pattern: Pattern, sequence_length: int) -> Tensor:
-        """Causal attention of this rank's rows of a prompt to all."""
+        """Causal attention of this rank's rows of a prompt to the whole prompt."""
         return attend(
-            query, key, value, pattern, mesh=self.mesh, strategy=self.strategy, layout=self.layout,
-            sequence_length=sequence_length, is_causal=True,
-        )  # fmt: skip
+            query,
+            key,
+            value,
+            pattern,
+            mesh=self.mesh,
+            strategy=self.strategy,
+            layout=self.layout,
+            sequence_length=sequence_length,
+            is_causal=True,
+        )
 
     def deal(self, rows: Tensor, places: Sequence[Tensor], sequence_length: int) -> Tensor:
         """Send rows ``[B, rows, G, D]`` of a prompt to the ranks that store them.
 
         Args:
             rows: this rank's rows.
-            places: for every rank the flat places ``position * G + head`` that it stores.
-            sequence_length: of the prompt.
+            places: per rank, the flat indices ``position * G + head`` that it stores.
+            sequence_length: length of the prompt.
 
         Returns:
-            ``[B, len(places[rank]), D]``: what this rank stores.
+            ``[B, len(places[rank]), D]``: the rows that this rank stores.
         """
-        number = self._wire.agree({
-            "call": "rows of a prompt to the ranks that store them", "sequence_length": sequence_length,
-            "batch": rows.shape[0], "heads": rows.shape[2], "dtype": rows.dtype,
-        })  # fmt: skip
+        number = self._wire.agree(
+            {
+                "call": "rows of a prompt to the ranks that store them",
+                "sequence_length": sequence_length,
+                "batch": rows.shape[0],
+                "heads": rows.shape[2],
+                "dtype": rows.dtype,
+            }
+        )
         num_heads, flat = rows.shape[2], rows.flatten(1, 2)
         located = [self._locate(wanted // num_heads, sequence_length) for wanted in places]
         sends = {}
@@ -134,8 +147,9 @@ class RankShare:
         dealt = flat.new_empty(flat.shape[0], holders.shape[0], flat.shape[2])
         receives = {
             rank: flat.new_empty(flat.shape[0], target.shape[0], flat.shape[2])
-            for rank, target in targets.items() if rank != self.rank and target.shape[0]
-        }  # fmt: skip
+            for rank, target in targets.items()
+            if rank != self.rank and target.shape[0]
+        }
         own = sends.pop(self.rank)
         sends = {rank: sent for rank, sent in sends.items() if sent.shape[1]}
         pending = self._wire.exchange(sends, receives, 2 * number, "sending rows to the ranks that store them")
@@ -153,11 +167,11 @@ class RankShare:
         return merge([(rank[..., :-1], rank[..., -1]) for rank in self._wire.all_gather(both, tag=2 * number)])
 
     def agreed(self, tensor: Tensor) -> Tensor:
-        """The first rank's tensor, on every rank."""
+        """The first rank's tensor, broadcast to every rank."""
         return self._wire.broadcast(tensor.contiguous(), 0)
 
     def _locate(self, positions: Tensor, sequence_length: int) -> tuple[Tensor, Tensor]:
-        """The rank that reads each position of a prompt, and the row there."""
+        """The rank that reads each position of a prompt, and the row index there."""
         starts, ranks, rows = _runs(sequence_length, self.size, self.layout)
         run = torch.searchsorted(starts, positions, right=True) - 1
         return ranks[run], positions - starts[run] + rows[run]
@@ -165,7 +179,7 @@ class RankShare:
 
 @functools.lru_cache(maxsize=16)
 def _runs(sequence_length: int, num_ranks: int, layout: Layout) -> tuple[Tensor, Tensor, Tensor]:
-    """Every run of a prompt's rows, in order: its first position, its rank, and its first row there."""
+    """Every contiguous run of a prompt's rows, in order: first position, rank, first row on that rank."""
     found = []
     for rank in range(num_ranks):
         row = 0

@@ -1,4 +1,4 @@
-"""Process groups of ``torch.distributed``: how long their ranks wait for each other, and breaking that off."""
+"""Timeouts of process groups, and interrupting their waits."""
 
 from __future__ import annotations
 
@@ -10,19 +10,19 @@ import torch
 import torch.distributed as dist
 
 BREAKING_TAG = (1 << 30) + 2
-"""Of a message that is never sent: numbers of calls are below, those of agreements right below."""
+"""Tag of a message that is never sent: call numbers are below, agreement tags right below."""
 _AT_ONCE = timedelta(milliseconds=1)
 _TIMED = ("gloo", "nccl")
-"""Transports that can be told how long to wait."""
+"""Backends with a configurable timeout."""
 
 
 def all_groups() -> list[dist.ProcessGroup]:
-    """Those of this process."""
+    """All process groups of this process."""
     return list(dist.distributed_c10d._world.pg_map)
 
 
 def timeout_of(group: dist.ProcessGroup | None) -> timedelta:
-    """How long the ranks of ``group`` wait for each other, those of all ranks for ``dist.group.WORLD``."""
+    """Timeout of ``group``; ``dist.group.WORLD`` is the default group."""
     assert group is not None
     backends = [group._get_backend(device) for device in group._device_types]
     timeouts = [backend.options._timeout for backend in backends if backend.name() in _TIMED]
@@ -30,22 +30,22 @@ def timeout_of(group: dist.ProcessGroup | None) -> timedelta:
 
 
 def wait_at_most(seconds: float) -> None:
-    """Have all ranks wait for each other no longer, from now on.
+    """Limit the timeout of all process groups from now on.
 
-    A program that does not call ``init_process_group`` itself cannot tell it: transformers drops its timeout on CPUs.
+    For programs that do not call ``init_process_group`` themselves: transformers ignores its timeout option on CPUs.
     """
     if dist.is_initialized():
         dist.distributed_c10d._set_pg_timeout(timedelta(seconds=seconds), dist.group.WORLD)
 
 
 def as_long_as_all(group: dist.ProcessGroup) -> timedelta:
-    """Have the ranks of ``group`` wait for each other no longer than those of the whole process group do.
+    """Limit the timeout of ``group`` to that of the default process group.
 
-    torch makes the groups of a mesh's axes with its own default of half an hour, whatever ``init_process_group`` was
-    told.
+    torch creates the groups of a mesh's axes with its own default of half an hour, whatever timeout
+    ``init_process_group`` was given.
 
     Returns:
-        how long that is.
+        the timeout.
     """
     timeout = min(timeout_of(group), timeout_of(dist.group.WORLD))
     if timeout < timeout_of(group):
@@ -54,22 +54,22 @@ def as_long_as_all(group: dist.ProcessGroup) -> timedelta:
 
 
 def break_off() -> None:
-    """Make every wait of this process in a group of gloo raise, in whichever thread.
+    """Make every wait of this process on a gloo group raise, in any thread.
 
-    gloo has no call for that. It gives up all messages of a group, though, when one of them was waited for in vain.
+    gloo has no API for this, but fails all messages of a group after one of them timed out.
     """
     cpu = torch.device("cpu")
     for group in all_groups():
         if group.size() > 1 and cpu in group._device_types and group._get_backend(cpu).name() == "gloo":
             source = (group.rank() + 1) % group.size()
-            with contextlib.suppress(RuntimeError, ValueError):  # that, or the program takes the group down just now
+            with contextlib.suppress(RuntimeError, ValueError):  # that error, or the group is being destroyed
                 work = dist.irecv(torch.empty(1), group=group, group_src=source, tag=BREAKING_TAG)
                 assert work is not None
                 work.wait(_AT_ONCE)
 
 
 def is_of_transport(error: RuntimeError) -> bool:
-    """Whether ``error`` is of a collective, and not of a computation."""
-    # gloo raises plain errors, with the place in its source or these words.
+    """Whether ``error`` comes from a collective rather than from a computation."""
+    # gloo raises plain RuntimeErrors with its source location or one of these phrases.
     is_gloos = re.search("gloo/|Application timeout caused pair closure|Connection closed by peer", str(error))
     return isinstance(error, dist.DistError) or is_gloos is not None

@@ -1,4 +1,4 @@
-"""From rows of all heads to all rows of some heads, and back: all-to-all (DeepSpeed-Ulysses, arXiv 2309.14509)."""
+"""The all-to-all between sharded rows and sharded heads (DeepSpeed-Ulysses, arXiv 2309.14509)."""
 
 from __future__ import annotations
 
@@ -13,21 +13,21 @@ from .first_derivative import first_derivative
 from .wire import Wire
 
 Places = tuple[tuple[int, int, int], ...]
-"""Where the rows of one rank go: (first row in the whole, first row of the rank, number of rows)."""
+"""Row ranges of one rank: (first row in the whole, first row on the rank, number of rows)."""
 
 
 @dataclass(frozen=True, slots=True)
 class Heads:
-    """The heads that every rank of an axis computes."""
+    """Assignment of heads to the ranks of an axis."""
 
     queries: tuple[tuple[int, ...], ...]
-    """For every rank its query heads."""
+    """Query heads per rank."""
     kv: tuple[tuple[int, ...], ...]
-    """For every rank the key/value heads that serve them."""
+    """Key/value heads per rank that serve them."""
 
     @classmethod
     def split(cls, num_heads: int, num_kv_heads: int, size: int) -> Heads:
-        """Runs of query heads, as equal as they can be, and the key/value heads that they need.
+        """Contiguous query heads, split as evenly as possible, and the key/value heads that they need.
 
         Raises:
             ValueError: there are more ranks than query heads.
@@ -43,9 +43,9 @@ class Heads:
         return cls(queries, tuple(tuple(sorted({head // ratio for head in heads})) for heads in queries))
 
     def kv_of_queries(self, rank: int, ratio: int) -> tuple[tuple[int, ...], int]:
-        """Key/value heads of a rank such that equally many of its query heads share each, and how many.
+        """Key/value heads of a rank, each shared by equally many of its query heads, and the number of query heads.
 
-        A head comes several times where the rank's query heads share their key/value heads unequally.
+        A key/value head is repeated if the rank's query heads share them unequally.
         """
         served = [head // ratio for head in self.queries[rank]]
         sizes = {served.count(head) for head in self.kv[rank]}
@@ -56,30 +56,29 @@ class Heads:
 
 @dataclass(frozen=True, slots=True)
 class Route:
-    """How the rows of one tensor are spread, for both directions."""
+    """The sharding of one tensor on both sides of the all-to-all."""
 
     wire: Wire
     heads: tuple[tuple[int, ...], ...]
-    """For every rank the heads that it computes; one that several ranks have is copied on the way there, and what they
-    bring back is added up."""
+    """Heads per rank. A head on several ranks is copied on the way there; on the way back the copies are summed."""
     places: tuple[Places, ...]
-    """For every rank where its rows lie in the whole."""
+    """Row ranges per rank."""
     num_heads: int
     tag: int
 
     def whole(self) -> int:
-        """Rows of the whole."""
+        """Number of rows on all ranks."""
         return sum(count for places in self.places for _, _, count in places)
 
     def held(self, rank: int) -> int:
-        """Rows of one rank."""
+        """Number of rows on one rank."""
         return sum(count for _, _, count in self.places[rank])
 
 
 class ToHeads(torch.autograd.Function):
     """Query, key and value ``[B, rows of this rank, all heads, D]`` to ``[B, all rows, heads of this rank, D]``.
 
-    Together, so that all ranks exchange the same gradients, whichever of them a rank needs.
+    One function for all three, so that every rank exchanges all gradients, whichever of them it needs.
     """
 
     @staticmethod
@@ -93,12 +92,12 @@ class ToHeads(torch.autograd.Function):
     @staticmethod
     @first_derivative
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        """The other direction."""
+        """The reverse exchange."""
         return (*(to_rows(grad, route) for grad, route in zip(grads, ctx.routes, strict=True)), None, None)
 
 
 class ToRows(torch.autograd.Function):
-    """Output and log-sum-exp, from all rows and the heads of this rank to the rows of this rank and all heads."""
+    """Output and log-sum-exp from all rows of this rank's heads to this rank's rows of all heads."""
 
     @staticmethod
     def forward(ctx: Any, route: Route, *tensors: Tensor) -> tuple[Tensor, ...]:
@@ -109,12 +108,12 @@ class ToRows(torch.autograd.Function):
     @staticmethod
     @first_derivative
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        """The other direction."""
+        """The reverse exchange."""
         return (None, *(to_heads(grad, ctx.route) for grad in grads))
 
 
 def to_heads(tensor: Tensor, route: Route) -> Tensor:
-    """Send every rank the heads that it computes of this rank's rows; returns all rows of this rank's heads."""
+    """Send every rank its heads of this rank's rows; returns all rows of this rank's heads."""
     wire = route.wire
     mine = route.heads[wire.rank]
     sends = {peer: _heads(tensor, route.heads[peer]).contiguous() for peer in range(wire.size) if peer != wire.rank}
@@ -133,7 +132,7 @@ def to_heads(tensor: Tensor, route: Route) -> Tensor:
 
 
 def to_rows(tensor: Tensor, route: Route) -> Tensor:
-    """Send every rank its rows of this rank's heads; returns this rank's rows of all heads, copies added up."""
+    """Send every rank its rows of this rank's heads; returns this rank's rows of all heads, copies summed."""
     wire = route.wire
     held = route.held(wire.rank)
     sends = {peer: _rows(tensor, route.places[peer]) for peer in range(wire.size) if peer != wire.rank}
@@ -143,7 +142,7 @@ def to_rows(tensor: Tensor, route: Route) -> Tensor:
         if peer != wire.rank
     }
     pending = wire.exchange(_not_empty(sends), _not_empty(receives), route.tag + 1, "exchanging heads for rows")
-    # Each head comes once unless key/value heads are copied: then their gradients are added up.
+    # Heads are unique unless key/value heads were copied; the gradients of copies are summed.
     is_disjoint = sum(map(len, route.heads)) == route.num_heads
     dtype = tensor.dtype if is_disjoint else torch.promote_types(tensor.dtype, torch.float32)
     whole = torch.zeros(tensor.shape[0], held, route.num_heads, *tensor.shape[3:], dtype=dtype, device=tensor.device)
@@ -159,12 +158,12 @@ def _not_empty(tensors: dict[int, Tensor]) -> dict[int, Tensor]:
 
 
 def _heads(tensor: Tensor, heads: Sequence[int]) -> Tensor:
-    """Consecutive heads, as a view."""
+    """Consecutive heads as a view."""
     return tensor[:, :, heads[0] : heads[-1] + 1]
 
 
 def _rows(whole: Tensor, places: Places) -> Tensor:
-    """A rank's rows of the whole, in its order."""
+    """A rank's rows of the whole, in the rank's order."""
     return torch.cat([whole[:, start : start + count] for start, _, count in places] or [whole[:, :0]], dim=1)
 
 

@@ -1,4 +1,4 @@
-"""Dilated attention over several ranks as modules: this rank's rows in, this rank's rows out."""
+"""Distributed dilated attention modules; inputs and outputs are this rank's rows."""
 
 from __future__ import annotations
 
@@ -9,25 +9,29 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from dilated_attention_pytorch.nn import DilatedAttention, MultiheadDilatedAttention
+from dilated_attention_pytorch.nn.old_keywords import answers_old_keywords
 from dilated_attention_pytorch.ops.validation import check_size
-from dilated_attention_pytorch.planning import Layout
+from dilated_attention_pytorch.planning.layout import Layout
 
-from .attend import attend, check_strategy
+from .agreement import check_strategy
+from .attend import attend
 from .plan import Strategy
 from .sharding import check_layout
 from .wire import whole_world
 
+# What an __init__ below does not name it hands on to that of DilatedAttention, which refuses what it does not know.
+
 
 class ParallelDilatedAttention(DilatedAttention):
-    """:class:`DilatedAttention` over a sequence whose rows lie on several ranks, see :func:`attend`.
+    """:class:`DilatedAttention` over a sequence whose rows are sharded over ranks, see :func:`attend`.
 
-    With one process it is the local module.
+    In a single process it equals the local module.
 
     Args:
         segment_lengths, dilation_rates, dropout: as of :class:`DilatedAttention`.
         mesh: the ranks that share a sequence; all ranks of the process group without it, as the group is at the first
             call.
-        strategy, layout, sequence_length: see :func:`attend`; attributes that may be set later.
+        strategy, layout, sequence_length: see :func:`attend`; attributes that can be changed later.
         options: the other keywords of :class:`DilatedAttention`.
 
     Raises:
@@ -40,6 +44,7 @@ class ParallelDilatedAttention(DilatedAttention):
     torch.Size([2, 1000, 8, 64])
     """
 
+    @answers_old_keywords
     def __init__(
         self,
         segment_lengths: Sequence[int],
@@ -84,29 +89,47 @@ class ParallelDilatedAttention(DilatedAttention):
                     "torch.distributed.init_process_group(), or leave sequence_length out"
                 )
             return super().forward(
-                query, key, value, is_causal, query_offset=query_offset, key_offset=key_offset, cu_seqlens=cu_seqlens,
+                query,
+                key,
+                value,
+                is_causal,
+                query_offset=query_offset,
+                key_offset=key_offset,
+                cu_seqlens=cu_seqlens,
                 key_padding_mask=key_padding_mask,
-            )  # fmt: skip
+            )
         return attend(
-            query, key, value, self.pattern, mesh=mesh, strategy=self.strategy, layout=self.layout,
-            sequence_length=self.sequence_length, is_causal=is_causal, scale=self.softmax_scale,
-            query_offset=query_offset, key_offset=key_offset, cu_seqlens=cu_seqlens, key_padding_mask=key_padding_mask,
-            dropout_p=self.dropout if self.training else 0.0, impl=self.impl,
-        )  # fmt: skip
+            query,
+            key,
+            value,
+            self.pattern,
+            mesh=mesh,
+            strategy=self.strategy,
+            layout=self.layout,
+            sequence_length=self.sequence_length,
+            is_causal=is_causal,
+            scale=self.softmax_scale,
+            query_offset=query_offset,
+            key_offset=key_offset,
+            cu_seqlens=cu_seqlens,
+            key_padding_mask=key_padding_mask,
+            dropout_p=self.dropout if self.training else 0.0,
+            impl=self.impl,
+        )
 
     def extra_repr(self) -> str:
         return f"{super().extra_repr()}, strategy={self.strategy!r}, layout={self.layout!r}"
 
 
 class RingDilatedAttention(ParallelDilatedAttention):
-    """:class:`ParallelDilatedAttention` by the ring: rows of keys travel from rank to rank, memory is O(N / ranks).
+    """:class:`ParallelDilatedAttention` with the ring strategy: rows of keys travel between ranks; O(N / ranks) memory.
 
     Args:
-        ring_size: the number of ranks that the caller counts on; any number without it, also one process.
+        ring_size: expected number of ranks; None = any number, including a single process.
 
     Raises:
-        TypeError, ValueError: ``ring_size`` is no number of ranks. At a call: there are more or fewer ranks than
-            ``ring_size``; one process is one rank.
+        TypeError, ValueError: ``ring_size`` is not a valid number of ranks. In a call: the number of ranks differs from
+            ``ring_size``; a single process is one rank.
 
     >>> from dilated_attention_pytorch import parallel
     >>> attention = parallel.RingDilatedAttention([2048, 4096, 8192], [1, 2, 4])
@@ -115,6 +138,7 @@ class RingDilatedAttention(ParallelDilatedAttention):
     torch.Size([1, 100, 4, 16])
     """
 
+    @answers_old_keywords
     def __init__(
         self,
         segment_lengths: Sequence[int],
@@ -143,17 +167,18 @@ class RingDilatedAttention(ParallelDilatedAttention):
 
 
 class HybridRingDilatedAttention(ParallelDilatedAttention):
-    """:class:`ParallelDilatedAttention` on a 2-D mesh: heads are split within its rows, a ring goes across them.
+    """:class:`ParallelDilatedAttention` on a 2-D mesh: heads are split within the rows of the mesh, a ring across them.
 
-    Partials of all steps are merged by their log-sum-exp, as everywhere in this package.
+    The partials of all steps are merged by their log-sum-exp.
 
     Args:
-        mesh: ``init_device_mesh(device, (nodes, ranks of a node))``; with one process it may be left out.
+        mesh: ``init_device_mesh(device, (nodes, ranks per node))``; optional in a single process.
 
     Raises:
         ValueError: the mesh does not have two dimensions.
     """
 
+    @answers_old_keywords
     def __init__(
         self,
         segment_lengths: Sequence[int],
@@ -177,8 +202,9 @@ class HybridRingDilatedAttention(ParallelDilatedAttention):
 
 
 class HeadParallelDilatedAttention(ParallelDilatedAttention):
-    """:class:`ParallelDilatedAttention` by heads: an all-to-all gives every rank all rows of some heads (Ulysses)."""
+    """:class:`ParallelDilatedAttention` with the heads strategy: all-to-all to all rows of some heads (Ulysses)."""
 
+    @answers_old_keywords
     def __init__(
         self, segment_lengths: Sequence[int], dilation_rates: Sequence[int], dropout: float = 0.0, **options: Any
     ) -> None:
@@ -186,17 +212,18 @@ class HeadParallelDilatedAttention(ParallelDilatedAttention):
 
 
 class DistributedDilatedAttention(ParallelDilatedAttention):
-    """:class:`ParallelDilatedAttention` chosen by what is to be split.
+    """:class:`ParallelDilatedAttention` with the strategy given by what is sharded.
 
     Args:
-        sequence_parallel: rows are computed where they lie (``strategy="ring"``).
-        model_parallel: ranks compute some of the heads (``strategy="heads"``). With both, on a 2-D ``mesh``, heads are
-            split along its second axis and a ring goes along its first.
+        sequence_parallel: shard rows (``strategy="ring"``).
+        model_parallel: shard heads (``strategy="heads"``). With both, on a 2-D ``mesh``, heads are split along its
+            second axis and the ring runs along its first.
 
     Raises:
-        ValueError: neither of the two; or both, and a mesh without two dimensions.
+        ValueError: both are False; or both are True and the mesh does not have two dimensions.
     """
 
+    @answers_old_keywords
     def __init__(
         self,
         segment_lengths: Sequence[int],
@@ -210,7 +237,7 @@ class DistributedDilatedAttention(ParallelDilatedAttention):
     ) -> None:
         if not sequence_parallel and not model_parallel:
             raise ValueError(
-                "sequence_parallel and model_parallel are both False, so nothing is split: use DilatedAttention"
+                "sequence_parallel and model_parallel are both False, so nothing is sharded: use DilatedAttention"
             )
         is_both = sequence_parallel and model_parallel
         if is_both and mesh is not None and mesh.ndim != 2:
@@ -233,9 +260,9 @@ class DistributedDilatedAttention(ParallelDilatedAttention):
 
 
 class RingMultiheadDilatedAttention(MultiheadDilatedAttention):
-    """:class:`MultiheadDilatedAttention` on this rank's rows ``[B, rows, E]``, with a ring inside.
+    """:class:`MultiheadDilatedAttention` on this rank's rows ``[B, rows, E]``, with the ring strategy.
 
-    The projections work on rows, so only the attention exchanges anything. Parameters are those of the local module.
+    Projections act per row, so only attention communicates. The parameters are those of the local module.
 
     Args:
         embed_dim, num_heads, segment_lengths, dilation_rates, dropout: as of :class:`MultiheadDilatedAttention`.
@@ -250,6 +277,7 @@ class RingMultiheadDilatedAttention(MultiheadDilatedAttention):
     torch.Size([2, 100, 64])
     """
 
+    @answers_old_keywords
     def __init__(
         self,
         embed_dim: int,
@@ -267,7 +295,16 @@ class RingMultiheadDilatedAttention(MultiheadDilatedAttention):
         super().__init__(embed_dim, num_heads, segment_lengths, dilation_rates, dropout, **options)
         local, pattern = self.attention, self.pattern
         self.attention = RingDilatedAttention(
-            segment_lengths, dilation_rates, dropout, ring_size=ring_size, mesh=mesh, layout=layout,
-            sequence_length=sequence_length, softmax_scale=local.softmax_scale, offset_rule=pattern.offset_rule,
-            tail=pattern.tail, segment_shift=pattern.segment_shift, impl=local.impl,
-        )  # fmt: skip
+            segment_lengths,
+            dilation_rates,
+            dropout,
+            ring_size=ring_size,
+            mesh=mesh,
+            layout=layout,
+            sequence_length=sequence_length,
+            softmax_scale=local.softmax_scale,
+            offset_rule=pattern.offset_rule,
+            tail=pattern.tail,
+            segment_shift=pattern.segment_shift,
+            impl=local.impl,
+        )

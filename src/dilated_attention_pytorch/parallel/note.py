@@ -1,4 +1,4 @@
-"""What processes leave for each other in the store. A value that is nothing of the kind is refused in words."""
+"""Messages between processes in the store, with validation."""
 
 from __future__ import annotations
 
@@ -13,55 +13,55 @@ _SHOWN = 40
 
 
 class UnreadableNoteError(ValueError):
-    """A value in the store that no process of this package wrote there; the text says what it is."""
+    """A value in the store that this package did not write."""
 
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """Where a process is, in its own words."""
+    """A process's report of its state."""
 
     question: int = 0
-    """The latest question that it has heard."""
+    """Number of the latest question received."""
     number: int = 0
-    """Calls that it has made on the group of the one who asks."""
+    """Number of calls made on the asking rank's group."""
     call: str = ""
-    """A digest of the last one."""
+    """Digest of the latest call."""
     waits: str = ""
-    """What it waits for in that group; empty if it waits for no rank of it."""
+    """Description of its wait in that group; empty if it does not wait there."""
     elsewhere: str = ""
-    """What it waits for in another group."""
+    """Description of its wait in another group."""
     words: str = ""
-    """Why it makes no call any more."""
+    """Why it makes no further calls."""
     is_told: bool = False
-    """A signal tells it to end, and it looks for the cause."""
+    """Whether it received SIGTERM and is looking for the cause."""
     has_left: bool = False
-    """Its process or its process group came to an end."""
+    """Whether the process or its process group has ended."""
     life: str = ""
-    """Of the roll call that says it: a process that makes its process group again gets another one."""
+    """Id of the reporting roll call; a process that re-initialises its process group gets a new one."""
 
     def to_note(self) -> str:
-        """For the store."""
+        """Serialise for the store."""
         return json.dumps(asdict(self))
 
 
 @dataclass(frozen=True, slots=True)
 class Failure:
-    """What a process found out, for all to know."""
+    """A published diagnosis."""
 
     cause: str
     silent: tuple[int, ...] = ()
-    """Ranks that gave no sign of life for the timeout: whoever waits, for whomever, waits in vain."""
+    """Ranks without a sign of life for the timeout; every wait for them fails."""
 
     def to_note(self) -> str:
-        """For the store."""
+        """Serialise for the store."""
         return json.dumps({"cause": self.cause, "silent": self.silent})
 
 
 def read_answer(note: bytes) -> Answer:
-    """What :meth:`Answer.to_note` wrote.
+    """Parse the output of :meth:`Answer.to_note`.
 
     Raises:
-        UnreadableNoteError: it is nothing of the kind. So do the other functions here.
+        UnreadableNoteError: the value has another format; the other functions of this module raise it too.
     """
     values = _read_object(note)
     kinds = {entry.name: type(entry.default) for entry in fields(Answer)}
@@ -72,7 +72,7 @@ def read_answer(note: bytes) -> Answer:
 
 
 def read_failure(note: bytes) -> Failure:
-    """What :meth:`Failure.to_note` wrote."""
+    """Parse the output of :meth:`Failure.to_note`."""
     values = _read_object(note)
     cause, silent = values.get("cause"), values.get("silent")
     if not isinstance(cause, str) or not cause or not isinstance(silent, list) or len(values) != 2:
@@ -83,7 +83,7 @@ def read_failure(note: bytes) -> Failure:
 
 
 def read_call(note: bytes) -> dict[str, str]:
-    """A call in words: its arguments by name."""
+    """Parse a call's arguments by name."""
     values = _read_object(note)
     if any(not isinstance(value, str) for value in values.values()):
         raise UnreadableNoteError(f"expected the arguments of a call, got {_shown(note)}")
@@ -91,7 +91,7 @@ def read_call(note: bytes) -> dict[str, str]:
 
 
 def read_number(note: bytes) -> int:
-    """The number of a question."""
+    """Parse the number of a question."""
     number = int(note) if note.isascii() and note.isdigit() and len(note) < 20 else _MOST_NUMBER
     if number >= _MOST_NUMBER:
         raise UnreadableNoteError(f"expected the number of a question, got {_shown(note)}")
@@ -99,7 +99,7 @@ def read_number(note: bytes) -> int:
 
 
 def call_to_note(call: Mapping[str, str]) -> str:
-    """For the store."""
+    """Serialise for the store."""
     return json.dumps(dict(call))
 
 

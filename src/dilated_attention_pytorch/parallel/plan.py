@@ -6,7 +6,7 @@ import functools
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Literal, NamedTuple
+from typing import Literal
 
 import torch
 from torch import Tensor
@@ -14,17 +14,20 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from dilated_attention_pytorch.ops.validation import documents_of
 from dilated_attention_pytorch.patterns import Pattern
-from dilated_attention_pytorch.planning import Call, Layout, ShardedCall, Shards, plan
-from dilated_attention_pytorch.planning.pairs import num_pairs
-from dilated_attention_pytorch.planning.traffic import gathered_rows, sent_rows
+from dilated_attention_pytorch.planning.layout import Layout
+from dilated_attention_pytorch.planning.shards import ShardedCall
 
-from .heads import Heads
+from .costs import BACKWARD_FLOPS, Shape, costs_by_rows, heads_costs, heads_flops
 
 Strategy = Literal["auto", "ring", "gather", "heads"]
 
 _BALANCED = 1.05
 """A layout in which a rank has more than so much of the mean work is taken only if no other has less: that rank is
 waited for in every layer, while bytes weigh less the more rows a rank has, and a ring sends them while it computes."""
+
+
+_EQUAL = 1.01
+"""Strategies of one layout that take at most so much longer than its fastest count as equally fast."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -41,7 +44,7 @@ class Machine:
 
 @dataclass(frozen=True, slots=True)
 class Estimate:
-    """What one strategy with one layout sends and computes. Bytes and operations are exact."""
+    """What one strategy with one layout sends and computes. Bytes, messages and operations are exact."""
 
     strategy: Strategy
     layout: Layout
@@ -52,13 +55,16 @@ class Estimate:
     link_bytes: int
     """Most bytes that one rank sends to one other in the forward pass."""
     messages: int
-    """About how many messages a rank sends at most in the forward pass, for :attr:`seconds`."""
+    """Most messages that a rank sends in the forward pass."""
+    backward_messages: int
+    """Most messages that a rank sends in the backward pass."""
     flops: tuple[int, ...]
     """Operations of every rank in the forward pass, 4 D for a pair; the backward pass takes 2.5 times as many."""
     dense_ring_bytes: int
     """What every rank of a dense ring sends in the forward pass: all keys and values of all other ranks' rows."""
     seconds: float
-    """Of both passes on the :class:`Machine` that was assumed."""
+    """Of both passes on the :class:`Machine` that was assumed. Of a ring, what a rank computes with its own rows hides
+    its first message alone, and what it computes with other ranks' rows the messages after it."""
 
     @property
     def imbalance(self) -> float:
@@ -111,38 +117,6 @@ class ParallelPlan:
         return "\n".join(lines)
 
 
-@dataclass(frozen=True, slots=True)
-class Shape:
-    """Sizes of a call over several ranks."""
-
-    call: ShardedCall
-    batch_size: int
-    num_rows: int
-    num_heads: int
-    head_dim: int
-    dtype: torch.dtype
-    is_padded: bool
-    ranks: tuple[int, ...]
-
-    @property
-    def ratio(self) -> int:
-        return self.num_heads // self.call.num_kv_heads
-
-    @property
-    def row_bytes(self) -> int:
-        """Bytes of one row of one head, for the whole batch."""
-        return self.batch_size * self.head_dim * self.dtype.itemsize
-
-    @property
-    def sum_bytes(self) -> int:
-        """Those of a row that is added up on the way."""
-        return self.batch_size * self.head_dim * torch.promote_types(self.dtype, torch.float32).itemsize
-
-    @property
-    def mask_bytes(self) -> int:
-        return self.batch_size * self.dtype.itemsize if self.is_padded else 0
-
-
 def plan_parallel(
     pattern: Pattern,
     shape: Sequence[int],
@@ -185,9 +159,16 @@ def plan_parallel(
     ('ring', 6291456)
     """
     size = shape_of(
-        pattern, shape, mesh, num_kv_heads=num_kv_heads, dtype=dtype, is_causal=is_causal, query_offset=query_offset,
-        cu_seqlens=cu_seqlens, is_padded=is_padded,
-    )  # fmt: skip
+        pattern,
+        shape,
+        mesh,
+        num_kv_heads=num_kv_heads,
+        dtype=dtype,
+        is_causal=is_causal,
+        query_offset=query_offset,
+        cu_seqlens=cu_seqlens,
+        is_padded=is_padded,
+    )
     return _plan(size, ("contiguous", "zigzag"), machine or Machine())
 
 
@@ -236,7 +217,11 @@ def _plan(size: Shape, layouts: tuple[Layout, ...], machine: Machine) -> Paralle
     estimates = [_estimate(size, strategy, layout, machine) for layout in layouts for strategy in _possible(size)]
     # Of equals the first: contiguous rows, and the ring, which needs least memory.
     by_time = sorted(estimates, key=lambda estimate: estimate.seconds)
-    cheapest_of = [next(one for one in by_time if one.layout == layout) for layout in layouts]
+    cheapest_of = []
+    for layout in layouts:
+        of_layout = [one for one in estimates if one.layout == layout]
+        fastest = min(one.seconds for one in of_layout)
+        cheapest_of.append(next(one for one in of_layout if one.seconds <= _EQUAL * fastest))
     best = min(cheapest_of, key=lambda estimate: (estimate.imbalance > _BALANCED, estimate.seconds))
     return ParallelPlan(size.ranks, size.num_rows, (best, *(one for one in by_time if one is not best)))
 
@@ -263,107 +248,35 @@ def _possible(size: Shape) -> list[Strategy]:
 
 def _estimate(size: Shape, strategy: Strategy, layout: Layout, machine: Machine) -> Estimate:
     if strategy == "heads":
-        costs, flops = _heads_costs(size, size.ranks[0], size.num_rows, layout), _heads_flops(size, size.ranks[0])
+        costs = heads_costs(size, size.ranks[0], size.num_rows, layout)
+        flops, remote = heads_flops(size, size.ranks[0]), torch.zeros(())
     else:
-        costs, flops = _by_rows(size, strategy, layout)
-    forward, backward = tuple(costs.forward.tolist()), tuple(costs.backward.tolist())
-    busiest = max(f + b for f, b in zip(forward, backward, strict=True))
-    sending = busiest / machine.bytes_per_second + 3 * costs.messages * machine.message_seconds
-    computing = 3.5 * max(flops) / machine.flops_per_second
+        costs, flops, remote = costs_by_rows(size, layout, is_gathered=strategy == "gather")
+    seconds = 0.0
+    for num_bytes, messages, times in (
+        (costs.forward, costs.messages, 1.0),
+        (costs.backward, costs.backward_messages, BACKWARD_FLOPS),
+    ):
+        sending = num_bytes / machine.bytes_per_second + messages * machine.message_seconds
+        computing = torch.tensor(flops, dtype=torch.float64) * (times / machine.flops_per_second)
+        if strategy == "ring":
+            first = (messages > 0) * (costs.link / machine.bytes_per_second + machine.message_seconds)
+            others = remote * (times / machine.flops_per_second)
+            of_ranks = (computing - others).maximum(first) + others.maximum(sending - first)
+            seconds += float(of_ranks.max())
+        else:
+            seconds += float(sending.max() + computing.max())
     num_ranks = math.prod(size.ranks)
     held = size.num_rows / num_ranks
     return Estimate(
-        strategy, layout, forward, backward, costs.link, costs.messages, tuple(flops),
+        strategy,
+        layout,
+        tuple(costs.forward.tolist()),
+        tuple(costs.backward.tolist()),
+        costs.link,
+        int(costs.messages.max()),
+        int(costs.backward_messages.max()),
+        tuple(flops),
         round((size.num_rows - held) * 2 * size.call.num_kv_heads * size.row_bytes),
-        max(sending, computing) if strategy == "ring" else sending + computing,
-    )  # fmt: skip
-
-
-class _Costs(NamedTuple):
-    """What some ranks send to each other."""
-
-    forward: Tensor
-    """Bytes that every rank sends forward, int64 ``[ranks]``."""
-    backward: Tensor
-    """Bytes that every rank sends backward."""
-    link: int
-    """Most bytes from one rank to one other forward."""
-    messages: int
-    """Most messages of a rank forward."""
-
-
-def _by_rows(size: Shape, strategy: Strategy, layout: Layout) -> tuple[_Costs, list[int]]:
-    """Ring or gather along the first axis, for what the heads axis leaves of the heads; and every rank's operations."""
-    num_rings, num_parts = size.ranks[0], size.ranks[1] if len(size.ranks) == 2 else 1
-    heads = Heads.split(size.num_heads, size.call.num_kv_heads, num_parts)
-    shards = Shards(size.num_rows, num_rings, layout)
-    forward = torch.zeros(num_rings, num_parts, dtype=torch.int64)
-    backward, link, messages = torch.zeros_like(forward), 0, 0
-    flops = [0] * (num_rings * num_parts)
-    for part in range(num_parts):
-        kv, ratio = heads.kv_of_queries(part, size.ratio)
-        call = size.call
-        if num_parts > 1:
-            call = ShardedCall(
-                call.pattern.for_heads(kv, call.num_kv_heads), len(kv), call.is_causal, call.offset, call.documents
-            )
-        costs = _ring_costs(size, call, shards) if strategy == "ring" else _gather_costs(size, call, shards)
-        forward[:, part] += costs.forward
-        backward[:, part] += costs.backward
-        link, messages = max(link, costs.link), max(messages, costs.messages)
-        for ring, pairs in enumerate(num_pairs(call, shards)):
-            flops[ring * num_parts + part] = 4 * size.head_dim * size.batch_size * ratio * pairs
-    if num_parts > 1:
-        for ring, runs in enumerate(shards):
-            costs = _heads_costs(size, num_parts, sum(stop - start for start, stop in runs), "contiguous")
-            forward[ring] += costs.forward
-            backward[ring] += costs.backward
-            link = max(link, costs.link)
-        messages += 4 * (num_parts - 1)
-    return _Costs(forward.flatten(), backward.flatten(), link, messages), flops
-
-
-def _ring_costs(size: Shape, call: ShardedCall, shards: Shards) -> _Costs:
-    """Keys and values there in both passes; in the second their gradients come back."""
-    sent, row = sent_rows(call, shards), 2 * size.row_bytes + size.mask_bytes
-    there = sent.given * row
-    return _Costs(there, there + sent.taken * 2 * size.row_bytes, sent.most * row, sent.receivers)
-
-
-def _gather_costs(size: Shape, call: ShardedCall, shards: Shards) -> _Costs:
-    """Keys and values there in both passes; in the second the parts of their gradients' sums as well."""
-    sent, row = gathered_rows(call, shards), 2 * size.row_bytes + size.mask_bytes
-    there = sent.given * row
-    return _Costs(there, there + sent.given * 2 * size.sum_bytes, sent.most * row, sent.receivers)
-
-
-def _heads_costs(size: Shape, num_ranks: int, num_rows: int, layout: Layout) -> _Costs:
-    """All-to-all of ``num_rows`` rows among ``num_ranks`` ranks, there and home again."""
-    heads = Heads.split(size.num_heads, size.call.num_kv_heads, num_ranks)
-    shards = Shards(num_rows, num_ranks, layout)
-    held = torch.tensor([sum(stop - start for start, stop in runs) for runs in shards])
-    queries = torch.tensor([len(some) for some in heads.queries])
-    kv = torch.tensor([len(some) for some in heads.kv])
-    mask_bytes = size.batch_size if size.is_padded else 0
-    # From the rank of the row to that of the column: its rows of the other's heads there, the other's rows home.
-    there = held[:, None] * ((queries + 2 * kv) * size.row_bytes + mask_bytes)
-    sent = there + queries[:, None] * held * size.row_bytes
-    # The gradient of the output goes there, those of query, key and value come home.
-    back = (held[:, None] * queries + (queries + 2 * kv)[:, None] * held) * size.row_bytes
-    sent.fill_diagonal_(0)
-    return _Costs(sent.sum(1), back.fill_diagonal_(0).sum(1), int(sent.max()), 4 * (num_ranks - 1))
-
-
-def _heads_flops(size: Shape, num_ranks: int) -> list[int]:
-    """Operations of ranks that each compute some heads of the whole sequence."""
-    heads = Heads.split(size.num_heads, size.call.num_kv_heads, num_ranks)
-    call, rows = size.call, size.num_rows
-    flops = []
-    for rank in range(num_ranks):
-        kv, ratio = heads.kv_of_queries(rank, size.ratio)
-        whole = Call(
-            call.pattern.for_heads(kv, call.num_kv_heads), size.batch_size, rows, rows, len(kv) * ratio, len(kv),
-            call.offset, call.offset, call.is_causal, call.documents,
-        )  # fmt: skip
-        flops.append(4 * size.head_dim * plan(whole, 1 << 62).num_pairs)
-    return flops
+        seconds,
+    )

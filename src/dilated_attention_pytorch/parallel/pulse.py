@@ -1,25 +1,25 @@
-"""How long other processes have been silent, counted by how often this one looked."""
+"""Liveness of other processes, measured in this process's own polls."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 
 LEFT = b"left"
-"""The beat of a process that came to its end: it is not missed."""
+"""Heartbeat of a process that exited normally: its silence is no failure."""
 
 
 class Pulse:
-    """Since when each of the processes that this one watches gives no sign of life.
+    """How long each watched process has been silent.
 
-    Every process leaves a beat for the others twice a second, another one each time. A process whose beat does not
-    change is silent, if it was heard before: the first beat that is found may be one of an earlier process.
+    Every process writes a changing heartbeat to the store twice a second. A process is silent while its heartbeat does
+    not change, provided that it changed before: the first heartbeat found may come from an earlier process.
 
-    This process's own looks are the clock: however much time went by between two of them, they count as
-    ``most_seconds`` at most. One that was itself stopped, or got no time on a busy machine, or waited long for the
-    store, takes nobody for silent whom it could not have heard.
+    Time is measured by this process's polls: however long the gap between two polls, it counts as at most
+    ``most_seconds``. A process that was itself stopped, starved or waiting for the store therefore does not declare
+    others silent that it could not have heard.
 
     Args:
-        most_seconds: what one look can add to a silence.
+        most_seconds: largest contribution of one poll to a silence.
     """
 
     def __init__(self, most_seconds: float) -> None:
@@ -28,23 +28,23 @@ class Pulse:
         self._silence: dict[int, float] = {}
 
     def watch(self, ranks: Iterable[int]) -> None:
-        """Look at these too from now on."""
+        """Also watch these ranks from now on."""
         for rank in ranks:
             self._last.setdefault(rank, b"")
 
     def meet(self, ranks: Iterable[int]) -> None:
-        """These have been heard of otherwise: what stands there as their beat is theirs, and no earlier process's."""
+        """Record that these ranks are alive, so their current heartbeats are not an earlier process's."""
         for rank in ranks:
             if rank in self._last:
                 self._silence.setdefault(rank, 0.0)
 
     @property
     def watched(self) -> list[int]:
-        """Whose beats :meth:`look` is to be given."""
+        """The ranks whose heartbeats :meth:`look` expects."""
         return list(self._last)
 
     def look(self, beats: Mapping[int, bytes], seconds: float) -> None:
-        """Take in the present ``beats`` of those watched that have one, ``seconds`` after the last look."""
+        """Process the current heartbeats of the watched ranks, ``seconds`` after the previous poll."""
         for rank, last in self._last.items():
             beat = beats.get(rank, last)
             if beat == LEFT:
@@ -56,5 +56,5 @@ class Pulse:
             self._last[rank] = beat
 
     def silent(self, seconds: float) -> list[int]:
-        """The ranks that have been silent for so long, of those that were heard once."""
+        """Ranks that have been silent for ``seconds``, among those heard at least once."""
         return sorted(rank for rank, silence in self._silence.items() if silence >= seconds)

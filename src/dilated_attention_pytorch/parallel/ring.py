@@ -1,7 +1,7 @@
-"""Rows of keys from rank to rank, point to point: in step s every rank serves the rank s places after it.
+"""The ring strategy: point-to-point exchange of key rows; in step s every rank sends to the rank s places after it.
 
-The rows of the next step are under way while those of this one are computed with; gradients go back the same way.
-Ranks exchange only the rows that the other's queries see, and nothing where there are none.
+The next step's rows are in transit while those of the current step are used; gradients return the same way. Ranks
+exchange only rows that the receiver's queries attend to.
 """
 
 from __future__ import annotations
@@ -12,7 +12,9 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from dilated_attention_pytorch.planning import Block, Exchange, ShardedCall, Shards, exchange, neighbours
+from dilated_attention_pytorch.planning.exchange import Exchange, exchange, neighbours
+from dilated_attention_pytorch.planning.layout import Shards
+from dilated_attention_pytorch.planning.shards import Block, ShardedCall
 
 from .shipment import add_gradients, message_length, pack, unpack
 from .slab import Parcel, Slab
@@ -21,10 +23,10 @@ from .wire import Pending, Wire
 
 @dataclass(frozen=True, slots=True)
 class _Step:
-    """What a rank gets from the rank some places before it, and gives to the one as many places after it."""
+    """What a rank receives from the rank some places before it and sends to the rank as many places after it."""
 
     distance: int
-    """How many places, around all ranks."""
+    """Distance in ranks, modulo the number of ranks."""
     source: int
     wanted: Exchange
     target: int
@@ -36,10 +38,10 @@ _NOTHING = Exchange((), (), ())
 
 @functools.lru_cache(maxsize=64)
 def steps(call: ShardedCall, shards: Shards, rank: int) -> tuple[_Step, ...]:
-    """The steps in which a rank exchanges anything, nearest ranks first.
+    """The steps with communication for a rank, nearest ranks first.
 
-    Found from what the rank and its neighbours hold. The order is one that ranks can work off batch by batch, as NCCL
-    does: whoever waits in a step waits for ranks that are in an earlier step, or in the same one.
+    Computed from the rows of the rank and its neighbours. The order can be processed batch by batch, as NCCL
+    does: a rank that waits in a step waits only for ranks in an earlier or the same step.
     """
     size = len(shards)
     sources, targets = neighbours(call, shards, rank)
@@ -54,13 +56,13 @@ def steps(call: ShardedCall, shards: Shards, rank: int) -> tuple[_Step, ...]:
 
 
 class Ring:
-    """The other ranks' rows for one pass over one call. :meth:`begin`, then one of the other two.
+    """The other ranks' rows for one pass of one call. Call :meth:`begin`, then one of the other two methods.
 
     Args:
         wire: the ranks.
         shards: the runs of every rank.
         slab: this rank's rows.
-        number: marks the messages of this call.
+        number: tag of this call's messages.
     """
 
     def __init__(self, wire: Wire, shards: Shards, slab: Slab, number: int) -> None:
@@ -72,20 +74,20 @@ class Ring:
         self._under_way: tuple[Tensor | None, Pending] | None = None
 
     def begin(self) -> None:
-        """Have the rows of the first step under way."""
+        """Start the transfer of the first step's rows."""
         self._post(0)
 
     def forward(self, consume: Callable[[Parcel], None]) -> None:
-        """Hand every rank's rows to ``consume``."""
+        """Pass every rank's rows to ``consume``."""
         for index in range(len(self._steps)):
             parcel = self._arrived(index)
             if parcel is not None:
                 consume(parcel)
-            # Before the next rows come: what a rank holds at once is what it needs memory for.
+            # Free before the next rows arrive, to limit peak memory.
             del parcel
 
     def backward(self, gradients_of: Callable[[Parcel], Tensor], grad_key: Tensor, grad_value: Tensor) -> None:
-        """Hand every rank's rows to ``gradients_of``, send the rows' gradients back, and add what comes back here."""
+        """Pass every rank's rows to ``gradients_of``, return their gradients, and add those returned to this rank."""
         returning: tuple[_Step, Tensor | None, Pending] | None = None
         for index, step in enumerate(self._steps):
             is_next_early = self._may_overtake(index)
@@ -106,7 +108,7 @@ class Ring:
         self._add_returned(returning, grad_key, grad_value)
 
     def _post(self, index: int) -> None:
-        """Begin to send and to receive the rows of a step, if there is one."""
+        """Start the transfer of a step's rows, if there is one."""
         if index >= len(self._steps):
             return
         slab, step = self._slab, self._steps[index]
@@ -120,16 +122,16 @@ class Ring:
         self._under_way = (message, pending)
 
     def _may_overtake(self, index: int) -> bool:
-        """Whether the rows of the next step may be sent before the gradients of this one.
+        """Whether the next step's rows may be sent before this step's gradients.
 
-        Messages with tags may. Batches that are worked off one by one have one order on all ranks, whichever steps each
+        Tagged messages may. Batches without tags need the same order on all ranks, whichever steps each rank
         takes: rows of the distance d + 1, gradients of d, rows of d + 2.
         """
         steps = self._steps
         return self._wire.has_tags or index + 1 == len(steps) or steps[index + 1].distance == steps[index].distance + 1
 
     def _arrived(self, index: int, *, is_next_early: bool = True) -> Parcel | None:
-        """Wait for the rows of a step, with those of the next under way from then on unless they have to wait."""
+        """Wait for the rows of a step and start the transfer of the next step's rows, unless they have to wait."""
         assert self._under_way is not None
         message, pending = self._under_way
         pending.wait()

@@ -1,4 +1,4 @@
-"""What processes tell each other through the store where they met: a thread answers, whatever the main thread does."""
+"""Communication between processes through the store, by a thread that answers while the main thread is blocked."""
 
 from __future__ import annotations
 
@@ -33,13 +33,13 @@ if TYPE_CHECKING:
 _Result = TypeVar("_Result")
 
 LOOK_SECONDS = 0.5
-"""How often a process looks for questions and failures, and leaves a beat."""
+"""Interval in seconds at which a process polls for questions and failures and writes its heartbeat."""
 LISTENING_SECONDS = 3.0
-"""Six looks: a process that is silent for so long is stopped or gone, however busy the machine is."""
+"""Six polls: a process that is silent for this long is stopped or dead, however busy the machine is."""
 KNOWN_SECONDS = 2.5 * LOOK_SECONDS
-"""After so long all processes that are alive know of a failure."""
+"""Seconds after which all live processes know of a failure."""
 WATCHERS = 8
-"""So many members of a group listen for the beat of each: one that finds it silent tells all."""
+"""Number of group members that watch each member's heartbeat."""
 _MOST_FAILURES = 64
 _MOST_COMPLAINTS = 16
 
@@ -49,33 +49,33 @@ _QUESTIONS = f"{_PREFIX}/questions"
 
 @dataclass(frozen=True, slots=True)
 class Heard:
-    """A failure, and when this process heard of it."""
+    """A failure and the time at which this process learned of it."""
 
     failure: Failure
     at: float
 
 
 class RollCall:
-    """This process's place among those that met at a store, over a connection of its own.
+    """This process's membership among the processes of a store, over its own connection.
 
     Args:
         store: the store.
         rank: this process's global rank.
-        timeout: seconds without a sign of life after which a process is given up.
-        is_over: whether the process group of ``store`` has been taken down.
+        timeout: seconds without a sign of life after which a process counts as failed.
+        is_over: whether the process group of ``store`` has been destroyed.
     """
 
     def __init__(self, store: Store, rank: int, timeout: float, is_over: Callable[[], bool]) -> None:
         self.rank = rank
         self.wait_at_most(timeout)
         self.words = ""
-        """Why this process makes no call any more, while that is so."""
+        """Why this process makes no further calls, while that is so."""
         self.failures: list[Heard] = []
-        """What was published, in the order that all processes see."""
+        """Published failures, in the same order on all processes."""
         self.unreadable: dict[str, str] = {}
-        """What stands in the store where a note of a process should, by its key."""
+        """Values in the store that are not valid notes, by key."""
         self._store = store.clone()  # type: ignore[attr-defined]
-        # A value that somebody takes away while it is read would be waited for.
+        # A get of a key that was just deleted would block.
         self._store.set_timeout(timedelta(seconds=LISTENING_SECONDS))
         self._is_over = is_over
         self._is_silent = False
@@ -85,31 +85,31 @@ class RollCall:
         self._pulse = Pulse(2 * LOOK_SECONDS)
         self._life = uuid.uuid4().hex
         self._num_notes = 0
-        self._num_failures = 0  # notes of them that were read, those included that could not be
-        self._seen = 0  # the number of the latest question, as it stood in the store
-        self._seen = self._heard = self._number()  # and the largest of all that stood there
+        self._num_failures = 0  # failure notes read, including unreadable ones
+        self._seen = 0  # number of the latest question in the store
+        self._seen = self._heard = self._number()  # _heard: the largest number seen
         self._last = self._began = time.monotonic()
         self._look()
         self._thread = threading.Thread(target=self._run, name="dilated-attention-roll-call", daemon=True)
         self._thread.start()
-        # A thread that comes back from the store's C++ code while the interpreter goes away would abort the process.
+        # A thread that returns from the store's C++ code during interpreter shutdown would abort the process.
         atexit.register(self.stop)
 
     def wait_at_most(self, seconds: float) -> None:
-        """Give a process up that has been silent for so long."""
+        """Declare a process failed after this many seconds of silence."""
         self.timeout = max(seconds, LISTENING_SECONDS)
 
     def answer(self, group: str, ranks: Sequence[int], about: Callable[[], tuple[Answer, Mapping[str, str]]]) -> None:
-        """From now on answer questions about ``group`` with what ``about`` returns, that and the last call in words.
+        """Answer questions about ``group`` from now on with the result of ``about``: the answer and the last call.
 
-        Listens for the members of ``ranks`` that come after this one.
+        Watches the members of ``ranks`` that come after this one.
         """
         place = ranks.index(self.rank)
         others = [*ranks[place + 1 :], *ranks[:place]]
 
         def register() -> int:
             if group not in self._answers and self._store.check([_answer_key(group, self.rank)]):
-                # The process group was made again on one store: who left the one before has not left this one.
+                # After re-initialisation on the same store: ranks that left the old group have not left this one.
                 said = self._answers_that_stand(group, others).values()
                 self._before[group] = {answer.life for answer in said if answer.has_left}
             self._answers[group] = about
@@ -120,11 +120,11 @@ class RollCall:
         self._ask(register)
 
     def meet(self, ranks: Sequence[int]) -> None:
-        """These processes have taken part in something: from now on they are missed."""
+        """Record that these processes took part in a call; their silence counts from now on."""
         self._requests.put(lambda: self._pulse.meet(ranks))
 
     def question(self) -> int | None:
-        """Ask all processes where they are; the number of the question, or None if the store does not answer."""
+        """Ask all processes for their state; the number of the question, or None if the store does not respond."""
 
         def write() -> int:
             self._seen = self._heard = max(self._heard, self._number()) + 1
@@ -136,9 +136,9 @@ class RollCall:
         return self._ask(write)
 
     def answers(self, group: str, ranks: Sequence[int]) -> dict[int, Answer] | None:
-        """The latest answers of those ``ranks`` that ever gave one; None if the store does not answer.
+        """The latest answers of those ``ranks`` that ever answered; None if the store does not respond.
 
-        One to a question that nobody asked is none.
+        Answers to questions that were never asked are ignored.
         """
 
         def read() -> dict[int, Answer]:
@@ -149,7 +149,7 @@ class RollCall:
         return self._ask(read)
 
     def calls(self, group: str, ranks: Sequence[int]) -> dict[int, dict[str, str]] | None:
-        """The last calls of ``ranks``; None if the store does not answer, or not with all of them."""
+        """The last calls of ``ranks``; None if the store does not respond or lacks one of them."""
 
         def read() -> dict[int, dict[str, str]]:
             notes = self._read({_call_key(group, rank): rank for rank in ranks})
@@ -160,7 +160,7 @@ class RollCall:
         return found if found is not None and len(found) == len(ranks) else None
 
     def publish(self, failure: Failure) -> None:
-        """Add to :attr:`failures` of all processes."""
+        """Add to the :attr:`failures` of all processes."""
 
         def write() -> int:
             self._publish(failure)
@@ -169,7 +169,7 @@ class RollCall:
         self._ask(write)
 
     def look(self) -> None:
-        """Hear now of the latest failures."""
+        """Poll for failures now."""
 
         def look() -> int:
             self._look_for_failures()
@@ -179,11 +179,11 @@ class RollCall:
 
     @property
     def can_answer(self) -> bool:
-        """Whether there is a thread, and it does not hang in the store."""
+        """Whether the thread runs and is not blocked in the store."""
         return self._thread.is_alive() and not self._is_silent
 
     def stop(self) -> None:
-        """Leave word, and end the thread. What this process alone knows is told while its store may still stand."""
+        """Announce the exit and end the thread, publishing failures that only this process knows while it can."""
         if self.words and not self.failures and self.can_answer:
             self.publish(Failure(self.words))
             time.sleep(KNOWN_SECONDS)
@@ -205,7 +205,7 @@ class RollCall:
             try:
                 request()
             except RuntimeError as error:
-                # Without the store there is nobody to talk to: whoever asks then gets no answer, and says so.
+                # Without the store there is no communication: pending requests get None and report that.
                 if not _is_slow(error) or request == self._leave:
                     return
                 self._is_silent = True
@@ -234,7 +234,7 @@ class RollCall:
         self._last = now
         named = {rank for heard in self.failures for rank in heard.failure.silent}
         if any(rank not in named for rank in self._pulse.silent(self.timeout)):
-            # With those that fell silent together with it, such as the other ranks of its host.
+            # Together with ranks that fell silent at the same time, such as the others on its host.
             silent = self._pulse.silent(self.timeout - 2 * LOOK_SECONDS)
             self._publish(Failure(f"{no_answer(silent)} (no sign of life for {self.timeout:g} s)", tuple(silent)))
 
@@ -252,20 +252,20 @@ class RollCall:
         note = failure.to_note()
         for _ in range(_MOST_FAILURES):
             self._look_for_failures()
-            # Whoever is first has the place.
+            # The first process to write wins.
             if self._store.compare_set(_failure_key(self._num_failures + 1), "", note) == note.encode():
                 break
         self._look_for_failures()
 
     def _number(self) -> int:
-        """Of the latest question, as it stands in the store."""
+        """Number of the latest question in the store."""
         if not self._store.check([_QUESTIONS]):
             return 0
         number = self._understood(_QUESTIONS, read_number, self._store.get(_QUESTIONS))
         return self._seen if number is None else number
 
     def _read(self, ranks: Mapping[str, int]) -> list[tuple[int, bytes]]:
-        """What stands under those keys that exist, by the rank of each."""
+        """The values of the keys that exist, by rank."""
         keys = list(ranks)
         if keys and not self._store.check(keys):
             keys = [key for key in keys if self._store.check([key])]
@@ -277,15 +277,16 @@ class RollCall:
         return {rank: answer for rank, answer in found.items() if answer is not None}
 
     def _understood(self, key: str, read: Callable[[bytes], _Result], note: bytes) -> _Result | None:
-        """What ``note`` says. What cannot be read is said once, and passed over."""
+        """Parse ``note``. An unreadable value is reported once and skipped."""
         try:
             found = read(note)
         except UnreadableNoteError as error:
             if key not in self.unreadable and len(self.unreadable) < _MOST_COMPLAINTS:
                 print(
                     f"rank {self.rank}: passing over {key!r} in the store, which this package did not write: {error}",
-                    file=sys.stderr, flush=True,
-                )  # fmt: skip
+                    file=sys.stderr,
+                    flush=True,
+                )
             self.unreadable[key] = str(error)
             return None
         self.unreadable.pop(key, None)
@@ -293,18 +294,16 @@ class RollCall:
 
     def _say(self, group: str, *, has_left: bool = False) -> None:
         answer, call = self._answers[group]()
-        # The call first: whoever sees the answer finds it.
+        # The call first, so that a reader of the answer finds it.
         self._store.set(_call_key(group, self.rank), call_to_note(call))
-        said = dataclasses.replace(
-            answer, question=self._heard, words=self.words, has_left=has_left, life=self._life
-        )  # fmt: skip
+        said = dataclasses.replace(answer, question=self._heard, words=self.words, has_left=has_left, life=self._life)
         self._store.set(_answer_key(group, self.rank), said.to_note())
 
     def _ask(self, request: Callable[[], _Result]) -> _Result | None:
-        """What ``request`` returns from the thread; None if the store is gone or silent."""
+        """The result of ``request``, run on the thread; None if the store is gone or does not respond."""
         results: queue.SimpleQueue[_Result] = queue.SimpleQueue()
         self._requests.put(lambda: results.put(request()))
-        # A request that has waited for the store for long has shown already that it does not answer.
+        # A request that has already waited long shows that the store does not respond.
         deadline = max(time.monotonic() + 2 * LOOK_SECONDS, self._began + LISTENING_SECONDS)
         while self.can_answer:
             with contextlib.suppress(queue.Empty):
@@ -316,7 +315,7 @@ class RollCall:
 
 
 def no_answer(silent: Sequence[int]) -> str:
-    """What is said of ranks that give no sign of life."""
+    """The message for ranks without a sign of life."""
     return (
         f"{names(silent)} does not answer: the process was killed or stopped, or its host cannot be reached. Look at "
         "what it printed last, and start the run again from its last checkpoint"
@@ -324,13 +323,13 @@ def no_answer(silent: Sequence[int]) -> str:
 
 
 def names(ranks: Sequence[int]) -> str:
-    """Some ranks in words, as the subject of a sentence."""
+    """Ranks as the subject of a sentence."""
     listed = ", ".join(map(str, ranks[:16])) + (f" and {len(ranks) - 16} more" if len(ranks) > 16 else "")
     return f"rank {listed}" if len(ranks) == 1 else f"each of the ranks {listed}"
 
 
 def _is_slow(error: RuntimeError) -> bool:
-    """Whether the store let something wait for too long, and the connection to it still stands."""
+    """Whether a store request timed out while the connection still stands."""
     from torch.distributed import DistNetworkError
 
     return "imeout" in str(error) and not isinstance(error, DistNetworkError)

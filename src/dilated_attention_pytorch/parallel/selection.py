@@ -1,4 +1,4 @@
-"""One choice of segments for all ranks: from the scarcest memory, and one machine's rates."""
+"""Segment selection that all ranks agree on."""
 
 from __future__ import annotations
 
@@ -28,26 +28,26 @@ def agreed_selector(
     hardware: Hardware | None = None,
     profile: Profile | None = None,
 ) -> DynamicSegmentSelector:
-    """A selector that makes the same choices on every rank of ``mesh``. All ranks call it.
+    """A selector that makes the same choices on every rank of ``mesh``. A collective: all ranks call it.
 
-    Its record of the machine is that of the mesh's first rank, with the free memory of the rank that has least; its
-    rates are those that the first rank measured or was given. Whatever the selector is asked for later needs no other
-    rank: a choice is a pure function of what was agreed on. Every rank is taken to compute the whole call, as under
-    data parallelism; where ranks share the rows of a sequence, each needs less than is counted.
+    It uses the hardware record of the mesh's first rank with the smallest free memory of all ranks, and the rates that
+    the first rank measured or was given. Later choices need no communication: they are a pure function of
+    these values. Each rank is assumed to compute the whole call, as under
+    data parallelism; where ranks share the rows of a sequence, each needs less memory than estimated.
 
     Args:
-        config: the policy, the same on every rank.
-        mesh: the ranks, in one or two dimensions; all ranks of the process group without it.
-        hardware: this rank's machine; without it the device's own.
-        profile: measured rates, of which the first rank's are taken; without it those stored on its machine.
+        config: selection policy, the same on every rank.
+        mesh: the ranks, in one or two dimensions; None = all ranks of the process group.
+        hardware: this rank's hardware record; None = the device's own.
+        profile: measured rates, of which the first rank's are used; None = those stored on its machine.
 
     Returns:
-        the selector, for ``select`` and for ``DynamicDilatedAttention(selector=...)``. With one process, and no mesh,
-        that of this process alone.
+        the selector, for ``select`` and for ``DynamicDilatedAttention(selector=...)``. In a single process without a
+        mesh, a local selector.
 
     Raises:
-        TypeError: ``mesh`` is no ``DeviceMesh``, or another argument is of the wrong type.
-        RankFailure: ranks have different policies or kinds of device; the message names the rank and what differs.
+        TypeError: ``mesh`` is not a ``DeviceMesh``, or another argument is of the wrong type.
+        RankFailure: policies or device kinds differ; the message names the rank and the difference.
 
     >>> from dilated_attention_pytorch.selection import SegmentSelectionConfig
     >>> agreed_selector(SegmentSelectionConfig(max_num_segments=3)).config.max_num_segments  # one process
@@ -73,7 +73,7 @@ def agreed_selector(
 
 
 def _kind(hardware: Hardware | None, mesh: DeviceMesh | None) -> str:
-    """The kind of device that choices are made for."""
+    """The device kind that segments are chosen for."""
     if hardware is not None:
         return hardware.kind
     if mesh is not None:
@@ -82,7 +82,7 @@ def _kind(hardware: Hardware | None, mesh: DeviceMesh | None) -> str:
 
 
 def _all_say(wire: Wire, text: str) -> list[Any]:
-    """What every rank of an axis says, as values of JSON, in the order of the axis."""
+    """The JSON values of every rank of an axis, in the order of the axis."""
     number = wire.agree({"call": "agreed_selector"})
     encoded = torch.frombuffer(bytearray(text.encode()), dtype=torch.uint8).to(wire.device)
     length = torch.tensor([len(encoded)], dtype=torch.int64, device=wire.device)

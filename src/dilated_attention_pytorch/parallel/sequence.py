@@ -1,4 +1,4 @@
-"""Attention where every rank holds rows of the sequence, as one differentiable function."""
+"""Sequence-parallel attention as one autograd function."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from dilated_attention_pytorch.ops.autocast import without_autocast
-from dilated_attention_pytorch.planning import Shards
+from dilated_attention_pytorch.planning.layout import Shards
 
 from .first_derivative import first_derivative
 from .gather import Gather
@@ -25,11 +25,11 @@ class Task:
     options: Options
     wire: Wire
     shards: Shards
-    """The runs of every rank."""
+    """Runs of every rank."""
     is_gathered: bool
-    """Rows come by all-gather, not around the ring."""
+    """Whether rows are exchanged by all-gather instead of the ring."""
     number: int
-    """Marks the messages of the call."""
+    """Tag of the call's messages."""
 
     def slab(self, *tensors: Any) -> Slab:
         return Slab(self.options, self.shards[self.wire.rank], *tensors)
@@ -40,13 +40,13 @@ class Task:
 
 
 class SequenceAttention(torch.autograd.Function):
-    """Output and log-sum-exp of this rank's rows ``[B, N, H, D]`` under one call of all ranks."""
+    """Output and log-sum-exp of this rank's rows ``[B, N, H, D]`` in one collective call."""
 
     @staticmethod
     def forward(
         ctx: Any, query: Tensor, key: Tensor, value: Tensor, is_ignored: Tensor | None, seed: Tensor | None, task: Task
     ) -> tuple[Tensor, Tensor]:
-        """Local runs first, while the first rows of other ranks are under way."""
+        """Local attention first, while the first remote rows are in transit."""
         with without_autocast(query.device.type):
             slab = task.slab(query, key, value, is_ignored, seed)
             others = task.others(slab)
@@ -63,7 +63,7 @@ class SequenceAttention(torch.autograd.Function):
     @staticmethod
     @first_derivative
     def backward(ctx: Any, grad_out: Tensor | None, grad_lse: Tensor | None) -> tuple[Tensor | None, ...]:
-        """All ranks take part, whether this one's rows have a gradient or not."""
+        """A collective: all ranks take part, whether or not their rows have a gradient."""
         query, key, value, is_ignored, seed, out, merged, rest = ctx.saved_tensors
         task: Task = ctx.task
         if grad_out is None:

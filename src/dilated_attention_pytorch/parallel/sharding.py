@@ -1,4 +1,4 @@
-"""Which rows a rank holds, and moving between whole tensors and rows."""
+"""Sharding: which rows a rank holds, and conversion between whole tensors and shards."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.nn import functional
 
 from dilated_attention_pytorch.ops.validation import documents_of
-from dilated_attention_pytorch.planning import Layout, Run, shard_runs
+from dilated_attention_pytorch.planning.layout import Layout, Run, shard_runs
 
 from .first_derivative import first_derivative, refuse_other_derivatives
 from .wire import Wire, wire_of
@@ -22,35 +22,35 @@ LAYOUTS: tuple[str, ...] = get_args(Layout)
 
 @dataclass(frozen=True, slots=True)
 class Ranks:
-    """The ranks that share a sequence: along one axis, or a ring of groups that split the heads."""
+    """The ranks that share a sequence: one axis for rows, and optionally a second axis for heads."""
 
     rows: Wire
-    """The axis of the ring, or the only one."""
+    """The row axis (the only axis of a 1-D mesh)."""
     heads: Wire | None
-    """The axis along which heads are split, of a 2-D mesh."""
+    """The head axis of a 2-D mesh."""
 
     @property
     def size(self) -> int:
-        """All of them."""
+        """Total number of ranks."""
         return self.rows.size * (self.heads.size if self.heads else 1)
 
     def runs(self, num_rows: int, layout: Layout, place: tuple[int, int]) -> tuple[Run, ...]:
-        """The runs of the rank at ``place`` on the two axes."""
+        """The runs of the rank at ``place`` (indices along both axes)."""
         parts = self.heads.size if self.heads else 1
         return shard_runs(num_rows, self.rows.size, place[0], layout, part=(place[1], parts))
 
     def agree(self, call: Mapping[str, object]) -> tuple[int, int]:
-        """See :meth:`Wire.agree`: the numbers for the messages along the axis of rows and along that of heads."""
+        """See :meth:`Wire.agree`: message tags along the row axis and the head axis."""
         number = self.rows.agree(call)
         return number, self.heads.agree(call) if self.heads else number
 
     @property
     def place(self) -> tuple[int, int]:
-        """This rank's place on the two axes."""
+        """This rank's indices along both axes."""
         return self.rows.rank, self.heads.rank if self.heads else 0
 
     def all_runs(self, num_rows: int, layout: Layout) -> list[tuple[Run, ...]]:
-        """The runs of every rank, those of the second axis one after the other."""
+        """The runs of every rank, the second axis varying fastest."""
         parts = self.heads.size if self.heads else 1
         return [self.runs(num_rows, layout, (row, part)) for row in range(self.rows.size) for part in range(parts)]
 
@@ -59,7 +59,7 @@ def ranks_of(mesh: DeviceMesh) -> Ranks:
     """The axes of a 1-D or 2-D mesh.
 
     Raises:
-        TypeError: ``mesh`` is no ``DeviceMesh``.
+        TypeError: ``mesh`` is not a ``DeviceMesh``.
         ValueError: it has more than two dimensions.
     """
     rows = wire_of(mesh)
@@ -73,10 +73,10 @@ def ranks_of(mesh: DeviceMesh) -> Ranks:
 
 
 def check_layout(layout: Layout) -> Layout:
-    """``layout``, if it is one.
+    """Return ``layout`` after checking it.
 
     Raises:
-        ValueError: it is not.
+        ValueError: it is unknown.
     """
     if layout not in LAYOUTS:
         raise ValueError(
@@ -87,22 +87,22 @@ def check_layout(layout: Layout) -> Layout:
 
 
 def shard(tensor: Tensor, mesh: DeviceMesh, *, layout: Layout = "contiguous", dim: int = 1) -> Tensor:
-    """This rank's rows of a whole tensor that every rank has. Sends nothing; differentiable.
+    """This rank's rows of a whole tensor that every rank has. No communication; differentiable.
 
     Args:
-        tensor: any tensor with the sequence along ``dim``: tokens, labels (shifted before), hidden states, heads.
+        tensor: any tensor with the sequence along ``dim``: tokens, labels (already shifted), hidden states, heads.
         mesh: the ranks that share the sequence, see :func:`attend`.
-        layout: ``"contiguous"``: rank i of p has the i-th of p runs of rows. ``"zigzag"``: of 2p runs the i-th and the
-            i-th from the end, one after the other, so that under a causal mask all ranks have the same work. On a
-            2-D mesh the first axis is laid out so, and its rows are split evenly along the second.
-        dim: the dimension of the sequence. Lengths that the ranks do not divide are split as evenly as they can be,
-            the first ranks having a row more.
+        layout: ``"contiguous"``: rank i of p has the i-th of p chunks of rows. ``"zigzag"``: of 2p chunks the i-th and
+            the i-th from the end, concatenated, which balances the work under a causal mask. On a 2-D mesh the layout
+            applies to the first axis, and its rows are split evenly along the second.
+        dim: the sequence dimension. Lengths that do not divide by the number of ranks are split as evenly as possible;
+            the first ranks get one row more.
 
     Returns:
         the rows, contiguous.
 
     Raises:
-        TypeError, ValueError: no mesh, an unknown layout, or a dimension that the tensor does not have.
+        TypeError, ValueError: invalid mesh, unknown layout, or a dimension that the tensor does not have.
     """
     ranks = ranks_of(mesh)
     _check_dim(tensor, dim)
@@ -118,13 +118,13 @@ def positions(
     cu_seqlens: Tensor | None = None,
     device: torch.device | str | None = None,
 ) -> Tensor:
-    """The positions of this rank's rows, int64 ``[rows]``, as for rotary embeddings.
+    """The positions of this rank's rows, int64 ``[rows]``, e.g. for rotary embeddings.
 
     Args:
-        sequence_length: rows of the whole sequence.
+        sequence_length: number of rows of the whole sequence.
         mesh, layout: as in :func:`shard`.
-        cu_seqlens: boundaries of packed documents in the whole sequence; positions begin anew in each of them.
-        device: of the result.
+        cu_seqlens: boundaries of packed documents in the whole sequence; positions restart in each of them.
+        device: device of the result.
 
     Raises:
         TypeError, ValueError: see :func:`shard`; or boundaries that do not run from 0 to ``sequence_length``.
@@ -149,19 +149,19 @@ def shard_labels(
     cu_seqlens: Tensor | None = None,
     ignore_index: int = -100,
 ) -> Tensor:
-    """This rank's rows of the token after each position: labels are shifted before they are split over the ranks.
+    """This rank's rows of the next-token labels: labels are shifted before they are sharded.
 
     Args:
-        labels: integer ``[B, N]``, the tokens of the whole sequence, as a loss takes them that shifts by itself.
+        labels: integer ``[B, N]``, the tokens of the whole sequence, unshifted.
         mesh, layout: as in :func:`shard`.
-        cu_seqlens: boundaries of packed documents; the last token of each has no next one.
-        ignore_index: what stands where there is no next token.
+        cu_seqlens: boundaries of packed documents; the last token of each document has no label.
+        ignore_index: label of positions without a next token.
 
     Returns:
-        integer ``[B, rows]``, for a cross-entropy without a shift.
+        integer ``[B, rows]``, for a cross-entropy without an internal shift.
 
     Raises:
-        TypeError, ValueError: see :func:`positions`; or labels of another shape.
+        TypeError, ValueError: see :func:`positions`; or labels of the wrong dtype or shape.
     """
     if labels.dim() != 2 or labels.is_floating_point():
         raise ValueError(f"labels must be integers [batch, sequence], got {labels.dtype} of {tuple(labels.shape)}")
@@ -181,18 +181,19 @@ def unshard(
     dim: int = 1,
     sequence_length: int | None = None,
 ) -> Tensor:
-    """The whole tensor on every rank, from the rows of each: the inverse of :func:`shard`.
+    """The whole tensor on every rank from the shards: the inverse of :func:`shard`.
 
-    Differentiable, for ranks that all compute the same from the whole: a rank's rows get their part of its gradient.
+    Differentiable if all ranks compute the same function of the whole: each rank's rows get their slice of its
+    gradient.
 
     Args:
         tensor: this rank's rows.
         mesh, layout, dim: as they were for :func:`shard`.
-        sequence_length: rows of the whole; the rows of this rank times the ranks without it.
+        sequence_length: number of rows of the whole; None = this rank's rows times the number of ranks.
 
     Raises:
         TypeError, ValueError: see :func:`shard`; or this rank's rows are not its part of ``sequence_length``.
-        NotImplementedError: derivatives other than the gradient are asked for.
+        NotImplementedError: derivatives other than the gradient are requested.
     """
     ranks = ranks_of(mesh)
     with ranks.rows.announced():
@@ -213,7 +214,7 @@ class _Unshard(torch.autograd.Function):
     def forward(
         ctx: Any, tensor: Tensor, ranks: Ranks, layout: Layout, dim: int, total: int, numbers: tuple[int, int]
     ) -> Tensor:
-        """Rows padded to the longest, gathered and put into place."""
+        """All-gather of the shards, padded to the longest, then reordered."""
         all_runs = ranks.all_runs(total, layout)
         ctx.runs, ctx.dim = ranks.runs(total, layout, ranks.place), dim
         rows = tensor.movedim(dim, 0).contiguous()
@@ -235,7 +236,7 @@ class _Unshard(torch.autograd.Function):
     @staticmethod
     @first_derivative
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        """This rank's rows of the gradient. Its own derivative would need the rows of all ranks again."""
+        """This rank's rows of the gradient. A second derivative would need all ranks' rows again."""
         return _rows_of(grad, ctx.runs, ctx.dim), None, None, None, None, None
 
 
@@ -252,7 +253,7 @@ def _check_dim(tensor: Tensor, dim: int) -> None:
 
 
 def check_length(name: str, length: int) -> None:
-    """Raise unless ``length`` is a number of rows."""
+    """Raise unless ``length`` is a non-negative integer."""
     if isinstance(length, bool) or not isinstance(length, int):
         raise TypeError(f"{name} must be an integer, got {length!r} of type {type(length).__name__}")
     if length < 0:
@@ -260,10 +261,10 @@ def check_length(name: str, length: int) -> None:
 
 
 def num_rows_of(held: int, sequence_length: int | None, ranks: Ranks, layout: Layout, name: str) -> int:
-    """Rows of the whole sequence.
+    """Number of rows of the whole sequence.
 
     Raises:
-        ValueError: this rank does not hold its part of it.
+        ValueError: the number of this rank's rows does not match.
     """
     if sequence_length is None:
         return held * ranks.size

@@ -1,4 +1,4 @@
-"""Rows of keys and values as one flat message, and back."""
+"""Packing of key and value rows into flat messages."""
 
 from __future__ import annotations
 
@@ -8,21 +8,21 @@ from collections.abc import Sequence
 from torch import Tensor
 
 from dilated_attention_pytorch.engine.remote import RemoteKeys, block_view
-from dilated_attention_pytorch.planning import Block
+from dilated_attention_pytorch.planning.shards import Block
 
 
 def num_rows(blocks: Sequence[Block]) -> int:
-    """Rows of one head each, in all blocks together."""
+    """Number of rows, counted per head, in all blocks."""
     return sum(block.count * block.num_heads for block in blocks)
 
 
 def message_length(blocks: Sequence[Block], batch_size: int, head_dim: int, *, is_padded: bool) -> int:
-    """Elements of the message: key and value of every row, and whether it is padding where there is any."""
+    """Number of elements of the message: key and value of every row, and its padding flag if there is a mask."""
     return num_rows(blocks) * batch_size * (2 * head_dim + is_padded)
 
 
 def pack(blocks: Sequence[Block], key: Tensor, value: Tensor, is_ignored: Tensor | None) -> Tensor:
-    """The blocks' rows of key and value ``[B, rows, G, D]`` and of the mask ``[B, rows]``, in the dtype of key."""
+    """Pack the blocks' rows of key and value ``[B, rows, G, D]`` and mask ``[B, rows]``, in the dtype of key."""
     tensors = [key, value]
     if is_ignored is not None:
         tensors.append(is_ignored.unsqueeze(-1).expand(-1, -1, key.shape[2]))
@@ -40,7 +40,7 @@ def pack(blocks: Sequence[Block], key: Tensor, value: Tensor, is_ignored: Tensor
 def unpack(
     message: Tensor, blocks: Sequence[Block], batch_size: int, head_dim: int, *, is_padded: bool
 ) -> list[RemoteKeys]:
-    """The rows of every block, as views of a message that :func:`pack` made; there they lie head by head."""
+    """The rows of every block as views of a message that :func:`pack` made; stored head-major."""
     place = 0
 
     def take(block: Block, *more: int) -> Tensor:
@@ -57,7 +57,7 @@ def unpack(
 
 
 def add_gradients(message: Tensor, blocks: Sequence[Block], grad_key: Tensor, grad_value: Tensor) -> None:
-    """Add a message of gradients, laid out as by :func:`pack`, to ``[B, rows, G, D]`` of the rows that it is for."""
+    """Add a message of gradients in the layout of :func:`pack` to the ``[B, rows, G, D]`` gradients of its rows."""
     for block, keys in zip(
         blocks, unpack(message, blocks, grad_key.shape[0], grad_key.shape[3], is_padded=False), strict=True
     ):

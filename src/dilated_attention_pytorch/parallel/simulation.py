@@ -1,44 +1,50 @@
-"""When every rank of a ring computes, sends and waits: its messages and partials as events, at given rates."""
+"""Event-based simulation of the parallel strategies at given rates of computation and communication."""
 
 from __future__ import annotations
 
+import functools
 import itertools
 import math
-from collections.abc import Iterator, Sequence
+import mmap
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from typing import Literal, NamedTuple, get_args
 
 import torch
 from torch import Tensor
 
 from dilated_attention_pytorch.patterns import Pattern
-from dilated_attention_pytorch.planning import Layout, Shards
+from dilated_attention_pytorch.planning.layout import Layout, Shards
 from dilated_attention_pytorch.planning.pairs import num_pairs
-from dilated_attention_pytorch.planning.traffic import Links, ring_links, ring_pairs
+from dilated_attention_pytorch.planning.rounds import gather_rounds
+from dilated_attention_pytorch.planning.shards import ShardedCall
+from dilated_attention_pytorch.planning.traffic import Links, ring_links, ring_pairs, team_parts
 
-from .plan import Machine, Shape, shape_of
+from .costs import BACKWARD_FLOPS, Shape, head_messages, heads_flops
+from .plan import Machine, shape_of
 from .sharding import check_layout
+from .simulated_ranks import SimulatedRanks
 
-_BACKWARD = 2.5
-"""Operations of the backward pass over those of the forward pass."""
+SimulatedStrategy = Literal["ring", "gather", "heads"]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Simulation:
-    """What a simulated ring did, by rank."""
+    """Timeline of the simulated ranks, per rank."""
 
     seconds: tuple[float, ...]
-    """From the beginning until the rank has done everything."""
+    """Seconds until the rank has finished."""
     compute_seconds: tuple[float, ...]
-    """Of them those in which the rank computes."""
+    """Seconds of computation."""
     link_seconds: tuple[float, ...]
-    """Those that the messages take which the rank sends, or those that it is sent: whichever take longer."""
+    """Seconds of communication: sending or receiving, whichever takes longer."""
     messages: tuple[int, ...]
-    """Messages that every rank sends."""
+    """Number of messages sent."""
     bytes: tuple[int, ...]
-    """Bytes that every rank sends."""
+    """Bytes sent."""
     distances: tuple[tuple[int, int, int], ...]
-    """For every distance d, messages from any rank to the one d places after it (keys) or before it (their gradients):
-    ``(d, messages, bytes)``."""
+    """``(d, messages, bytes)`` for every distance d: totals of all ranks to the rank d places after them, modulo the
+    number of ranks."""
 
     @property
     def step_seconds(self) -> float:
@@ -47,23 +53,24 @@ class Simulation:
 
     @property
     def imbalance(self) -> float:
-        """Most seconds of computation of a rank over the mean."""
+        """Largest computation time of a rank over the mean."""
         mean = sum(self.compute_seconds) / len(self.compute_seconds)
         return max(self.compute_seconds) / mean if mean else 1.0
 
     @property
     def overlap(self) -> float:
-        """Of the slowest rank the share of its link's seconds in which it did not wait; 1 where it has no messages."""
+        """Fraction of the slowest rank's communication that is hidden behind computation; 1 without communication."""
         slowest = self.seconds.index(max(self.seconds))
         waiting, sending = self.seconds[slowest] - self.compute_seconds[slowest], self.link_seconds[slowest]
         return max(0.0, 1.0 - waiting / sending) if sending else 1.0
 
 
-def simulate_ring(
+def simulate(
     pattern: Pattern,
     shape: Sequence[int],
     ranks: int,
     *,
+    strategy: SimulatedStrategy = "ring",
     num_kv_heads: int | None = None,
     dtype: torch.dtype = torch.bfloat16,
     is_causal: bool = False,
@@ -75,147 +82,225 @@ def simulate_ring(
     noise: float = 0.0,
     seed: int = 0,
 ) -> Simulation:
-    """Run the ring of :func:`attend` event by event, with the exact bytes and pairs of every step; compute nothing.
+    """Simulate a strategy of :func:`attend` event by event, with the exact bytes and pairs of every step.
 
-    A rank computes its own rows while the rows of its first step are under way, waits for them, has those of the next
-    step under way, computes with what came, and so on: what :class:`ring.Ring` does. A message begins when both ranks
-    have asked for it and neither's link is taken in that direction; it takes ``message_seconds`` and its bytes over
-    ``bytes_per_second``. A partial takes its operations over ``flops_per_second``: 4 D for a pair forward, 2.5 times
-    as many backward. Links of different ranks do not slow each other down, and starting a partial is free.
+    ``"ring"``: a rank computes its own rows while the rows of its first step are under way, waits for them, has those
+    of the next step under way, computes with what came, and so on. ``"gather"``: it computes its own rows; then it
+    gathers rows with each set of ranks that share segments, round by round (small ones are passed on, see
+    :func:`plan_parallel`), and computes. ``"heads"``: rows go to the ranks of their heads, query, key and value one
+    after the other, are computed with, and outputs go home.
+    Backward, gradients go back the same way.
+
+    A message starts when both ranks have posted it and neither's link is busy in that direction; it takes
+    ``message_seconds`` plus its bytes over ``bytes_per_second``. A partial takes its operations over
+    ``flops_per_second``: 4 D per pair forward, 2.5 times as many backward. Links of different ranks are independent,
+    and launching a partial is free. In an exchange among several ranks each sends to the others in turn, and no link
+    carries two messages at a time.
 
     Args:
-        pattern: dilation groups; rules are not simulated.
+        pattern: dilation groups; other rules only with ``"heads"``.
         shape, num_kv_heads, dtype, is_causal, query_offset, cu_seqlens: see :func:`plan_parallel`.
-        ranks: number of ranks on the ring.
-        layout: how rows are spread.
+        ranks: number of ranks.
+        strategy: the strategy, see :func:`attend`.
+        layout: assignment of rows to ranks.
         machine: rates of every rank.
-        is_backward: the backward pass instead of the forward pass.
-        noise: every duration is multiplied by ``exp(noise x)``, x normal.
-        seed: of the noise.
+        is_backward: simulate the backward pass instead of the forward pass.
+        noise: every duration is multiplied by ``exp(noise x)``, x standard normal.
+        seed: seed of the noise.
 
     Returns:
-        seconds, messages and bytes of every rank. Memory grows with the ranks times the distances between ranks that
-        exchange anything.
+        seconds, messages and bytes per rank. For a ring, memory grows with the number of ranks times the number of
+        distances between communicating ranks.
 
     Raises:
-        TypeError, ValueError: see :func:`plan_parallel`; or noise below 0.
-        NotImplementedError: rules, ragged segments or zero-padded tails.
+        TypeError, ValueError: see :func:`plan_parallel`; an unknown strategy or layout; more ranks than query heads
+            with ``"heads"``; or negative noise.
+        NotImplementedError: rules, segments of unequal length or zero-padded tails with a strategy other than
+            ``"heads"``.
 
     >>> from dilated_attention_pytorch import parallel
-    >>> run = parallel.simulate_ring(DilatedPattern([2048, 32768], [1, 12]), (1, 32768, 12, 64), 4)
+    >>> run = parallel.simulate(DilatedPattern([2048, 32768], [1, 12]), (1, 32768, 12, 64), 4)
     >>> run.messages, run.bytes[0]
     ((3, 3, 3, 3), 6291456)
     """
     size = shape_of(
-        pattern, shape, ranks, num_kv_heads=num_kv_heads, dtype=dtype, is_causal=is_causal, query_offset=query_offset,
-        cu_seqlens=cu_seqlens, is_padded=False,
-    )  # fmt: skip
+        pattern,
+        shape,
+        ranks,
+        num_kv_heads=num_kv_heads,
+        dtype=dtype,
+        is_causal=is_causal,
+        query_offset=query_offset,
+        cu_seqlens=cu_seqlens,
+        is_padded=False,
+    )
     check_layout(layout)
     if not (isinstance(noise, int | float) and math.isfinite(noise) and noise >= 0):
         raise ValueError(f"noise must be a finite number, at least 0, got {noise!r}")
-    if pattern.rules or any(group.boundaries is not None or group.tail != "ragged" for group in pattern.groups):
+    if strategy not in get_args(SimulatedStrategy):
+        raise ValueError(f"strategy must be one of {', '.join(get_args(SimulatedStrategy))}, got {strategy!r}")
+    of_segments = not pattern.rules and all(g.boundaries is None and g.tail == "ragged" for g in pattern.groups)
+    if strategy != "heads" and not of_segments:
         raise NotImplementedError(
-            "the ring is simulated for dilation groups of segments of one length with ragged tails: got "
+            f'strategy="{strategy}" is simulated for dilation groups of segments of one length with ragged tails: got '
             f"{type(pattern).__name__} with rules, other segments or padded tails; plan_parallel counts what rules send"
         )
-    return _Run(size, layout, machine or Machine(), is_backward, noise, seed).simulation()
+    one = _Pass(
+        size,
+        layout,
+        SimulatedRanks(ranks, machine or Machine(), noise, seed),
+        4 * size.head_dim * (BACKWARD_FLOPS if is_backward else 1),
+        is_backward,
+    )
+    passes: dict[SimulatedStrategy, Callable[[_Pass], None]] = {"ring": _ring, "gather": _gather, "heads": _heads}
+    passes[strategy](one)
+    return one.simulation()
 
 
-class _Run:
-    """One pass. Times are float64 ``[ranks]``, one distance after the other, as every rank takes its steps."""
+class _Pass(NamedTuple):
+    """One simulated pass."""
 
-    def __init__(
-        self, size: Shape, layout: Layout, machine: Machine, is_backward: bool, noise: float, seed: int
-    ) -> None:
-        self._machine, self._noise = machine, noise
-        self._generator = torch.Generator().manual_seed(seed)
-        self._is_backward = is_backward
-        shards = Shards(size.num_rows, size.ranks[0], layout)
-        num_ranks = len(shards)
-        self._row_bytes = 2 * size.row_bytes
-        self._flops_of_pair = 4 * size.head_dim * size.batch_size * size.ratio * (_BACKWARD if is_backward else 1)
-        self._rows = _ByDistance(ring_links(size.call, shards), num_ranks, torch.int32)
-        self._pairs = _ByDistance(ring_pairs(size.call, shards), num_ranks, torch.float32)
-        self._own_pairs = torch.tensor(num_pairs(size.call, shards)) - self._pairs.taken
-        zeros = torch.zeros(num_ranks, dtype=torch.float64)
-        self._ready, self._computed = zeros.clone(), zeros.clone()
-        self._seconds_sent, self._seconds_received = zeros.clone(), zeros.clone()
-        self._posted = zeros.clone()
-        """When a rank asked for the messages of its next step."""
-        self._sending, self._receiving = zeros.clone(), zeros.clone()
-        """Until when a rank's link is taken."""
-        self._messages, self._bytes = zeros.clone(), zeros.clone()
-        self._of_distance: dict[int, tuple[int, int]] = {}
+    size: Shape
+    layout: Layout
+    ranks: SimulatedRanks
+    flops_of_pair: float
+    is_backward: bool
+
+    @property
+    def shards(self) -> Shards:
+        return Shards(self.size.num_rows, self.size.ranks[0], self.layout)
+
+    def flops(self, pairs: Tensor) -> Tensor:
+        """Operations for pairs counted per key/value head."""
+        return pairs.double() * (self.flops_of_pair * self.size.batch_size * self.size.ratio)
 
     def simulation(self) -> Simulation:
-        """Work off all steps."""
-        self._compute(self._own_pairs.double())
-        steps = self._rows.distances
-        arrived = self._send_keys(steps[0]) if steps else self._ready
-        returned = torch.zeros_like(self._ready)
-        for distance, following in itertools.zip_longest(steps, steps[1:]):
-            rows = self._rows.of(distance)
-            takes_part = (rows > 0) | (rows.roll(distance) > 0)
-            here = torch.maximum(self._ready, arrived)
-            self._ready = torch.where(takes_part, here, self._ready)
-            self._posted = torch.where(takes_part, here, self._posted)
-            if following is not None:
-                arrived = self._send_keys(following)
-            self._compute(self._pairs.of(distance).roll(distance))
-            if self._is_backward:
-                self._ready = torch.where(takes_part, torch.maximum(self._ready, returned), self._ready)
-                back = self._send(-distance, rows.roll(distance) * self._row_bytes, self._ready)
-                returned = torch.where(takes_part, back, returned)
-        self._ready = torch.maximum(self._ready, returned)
+        """The result of the pass."""
+        ranks = self.ranks
+        distances = ranks.messages_of.nonzero().squeeze(1).tolist()
         return Simulation(
-            seconds=tuple(self._ready.tolist()), compute_seconds=tuple(self._computed.tolist()),
-            link_seconds=tuple(torch.maximum(self._seconds_sent, self._seconds_received).tolist()),
-            messages=tuple(int(x) for x in self._messages.tolist()),
-            bytes=tuple(int(x) for x in self._bytes.tolist()),
-            distances=tuple((distance, *of_distance) for distance, of_distance in self._of_distance.items()),
-        )  # fmt: skip
+            seconds=tuple(ranks.ready.tolist()),
+            compute_seconds=tuple(ranks.computed.tolist()),
+            link_seconds=tuple(torch.maximum(ranks.seconds_sent, ranks.seconds_received).tolist()),
+            messages=tuple(int(x) for x in ranks.messages.tolist()),
+            bytes=tuple(int(x) for x in ranks.bytes.tolist()),
+            distances=tuple((one, int(ranks.messages_of[one]), int(ranks.bytes_of[one])) for one in distances),
+        )
 
-    def _compute(self, pairs: Tensor) -> None:
-        taken = self._noisy(pairs * self._flops_of_pair / self._machine.flops_per_second)
-        self._ready = self._ready + taken
-        self._computed += taken
 
-    def _send_keys(self, distance: int) -> Tensor:
-        return self._send(distance, self._rows.of(distance) * self._row_bytes, self._posted)
+def _ring(run: _Pass) -> None:
+    """Simulate :class:`ring.Ring`: distance after distance, in each rank's order of steps."""
+    ranks, size = run.ranks, run.size
+    tables = _ring_tables(size.call, run.shards)
+    ranks.compute(run.flops(tables.own_pairs))
+    posted, returned = torch.zeros_like(ranks.ready), torch.zeros_like(ranks.ready)
 
-    def _send(self, distance: int, num_bytes: Tensor, posted: Tensor) -> Tensor:
-        """Every rank sends to the one ``distance`` places after it; when all that a rank takes part in is through."""
-        is_sent = num_bytes > 0
-        taken = self._noisy(num_bytes / self._machine.bytes_per_second + self._machine.message_seconds) * is_sent
-        asked = torch.maximum(posted, posted.roll(-distance))
-        free = torch.maximum(self._sending, self._receiving.roll(-distance))
-        through = torch.where(is_sent, torch.maximum(asked, free) + taken, 0.0)
-        self._sending = torch.maximum(self._sending, through)
-        self._receiving = torch.maximum(self._receiving, through.roll(distance))
-        self._seconds_sent += taken
-        self._seconds_received += taken.roll(distance)
-        self._messages += is_sent
-        self._bytes += num_bytes
-        messages, total = self._of_distance.get(abs(distance), (0, 0))
-        self._of_distance[abs(distance)] = (messages + int(is_sent.sum()), total + int(num_bytes.sum()))
-        return torch.maximum(through, through.roll(distance))
+    def wait_for(through: Tensor, ends: tuple[Tensor, Tensor]) -> None:
+        for some in ends:
+            ranks.ready[some] = torch.maximum(ranks.ready[some], through)
 
-    def _noisy(self, seconds: Tensor) -> Tensor:
-        if not self._noise:
-            return seconds
-        draws = torch.randn(len(seconds), dtype=torch.float64, generator=self._generator)
-        return seconds * (self._noise * draws).exp()
+    def send(distance: int) -> _Step:
+        sources, rows = tables.rows.of(distance)
+        ends, num_bytes = (sources, (sources + distance) % len(posted)), rows * (2 * size.row_bytes)
+        return _Step(ends, num_bytes, ranks.send(*ends, num_bytes, posted))
+
+    steps = tables.rows.distances
+    under_way = send(steps[0]) if steps else None
+    for distance, following in itertools.zip_longest(steps, steps[1:]):
+        assert under_way is not None
+        ends, num_bytes, through = under_way
+        wait_for(through, ends)
+        for some in ends:
+            posted[some] = ranks.ready[some]
+        under_way = send(following) if following is not None else None
+        sources, targets = ends
+        ranks.compute(run.flops(tables.pairs.at(distance, sources)), targets)
+        if run.is_backward:
+            for some in ends:
+                ranks.ready[some] = torch.maximum(ranks.ready[some], returned[some])
+            back = ranks.send(targets, sources, num_bytes, ranks.ready)
+            returned[sources] = 0.0
+            returned[targets] = back
+            returned[sources] = torch.maximum(returned[sources], back)
+    ranks.ready = torch.maximum(ranks.ready, returned)
+
+
+class _Step(NamedTuple):
+    """The messages of one distance."""
+
+    ends: tuple[Tensor, Tensor]
+    """The ranks that send, and those that they send to."""
+    num_bytes: Tensor
+    through: Tensor
+    """When each is through."""
+
+
+def _gather(run: _Pass) -> None:
+    """Simulate :class:`gather.Gather`: group after group, in the order common to all ranks."""
+    ranks, size = run.ranks, run.size
+    parts = team_parts(size.call, run.shards)
+    remote = torch.zeros(len(run.shards), dtype=torch.int64).index_add_(0, parts.rank, parts.pairs)
+    ranks.compute(run.flops(torch.tensor(num_pairs(size.call, run.shards)) - remote))
+    counts = parts.num_members
+    bounds = torch.cat([torch.zeros(1, dtype=torch.int64), counts.cumsum(0)]).tolist()
+    of_row = (2 * size.row_bytes, 2 * size.sum_bytes)
+    num_bytes = [(parts.most * one).tolist() for one in of_row]
+    ranks_of = [[rank for start, stop in team for rank in range(start, stop)] for team in parts.teams]
+    in_order = sorted(range(len(ranks_of)), key=lambda team: (len(ranks_of[team]), ranks_of[team]))
+    for team in in_order:
+        part = slice(bounds[team], bounds[team + 1])
+        members = parts.rank[part]
+        for hops in gather_rounds(len(members), num_bytes[0][team]):
+            ranks.shift(members, [(-hop.distance, hop.num_tensors * num_bytes[0][team]) for hop in hops])
+        ranks.compute(run.flops(parts.pairs[part]), members)
+        if run.is_backward:
+            for hops in reversed(gather_rounds(len(members), num_bytes[1][team])):
+                ranks.shift(members, [(hop.distance, hop.num_tensors * num_bytes[1][team]) for hop in hops])
+
+
+def _heads(run: _Pass) -> None:
+    """Simulate :func:`heads.to_heads` and :func:`heads.to_rows`, before and after the computation."""
+    ranks, size = run.ranks, run.size
+    everyone = torch.arange(size.ranks[0])
+    sent = head_messages(size, size.ranks[0], size.num_rows, run.layout)
+    there = [sent.queries_there, sent.kv_there, sent.kv_there]
+    home = [sent.queries_home]
+    if run.is_backward:
+        there, home = [sent.queries_there], [sent.queries_home, sent.kv_home, sent.kv_home]
+    for table in there:
+        ranks.exchange(everyone, table)
+    forward_flops = torch.tensor(heads_flops(size, size.ranks[0]), dtype=torch.float64)
+    ranks.compute(forward_flops * (run.flops_of_pair / (4 * size.head_dim)))
+    for table in home:
+        ranks.exchange(everyone, table)
+
+
+class _RingTables(NamedTuple):
+    """Bytes between ranks, and the pairs computed with them."""
+
+    rows: _ByDistance
+    pairs: _ByDistance
+    own_pairs: Tensor
+
+
+@functools.lru_cache(maxsize=1)
+def _ring_tables(call: ShardedCall, shards: Shards) -> _RingTables:
+    """Independent of pass and noise, hence cached."""
+    rows = _ByDistance(ring_links(call, shards), len(shards), torch.int32)
+    pairs = _ByDistance(ring_pairs(call, shards), len(shards), torch.float32)
+    return _RingTables(rows, pairs, torch.tensor(num_pairs(call, shards)) - pairs.taken)
 
 
 class _ByDistance:
-    """What every rank sends to the one some places after it, for every distance at which any sends anything."""
+    """Amounts that every rank sends to the rank d places after it, for every distance d with communication."""
 
     def __init__(self, links: Iterator[Links], num_ranks: int, dtype: torch.dtype) -> None:
-        # Of fresh zeros only what is written to takes memory.
-        self._table = torch.zeros(num_ranks, num_ranks, dtype=dtype)
+        # Anonymous memory is zero-initialised, and only touched pages take memory.
+        self._memory = mmap.mmap(-1, num_ranks**2 * dtype.itemsize)
+        self._table = torch.frombuffer(self._memory, dtype=dtype).view(num_ranks, num_ranks)
         has_any = torch.zeros(num_ranks, dtype=torch.bool)
         self.taken = torch.zeros(num_ranks, dtype=torch.int64)
-        """What every rank gets from all others."""
+        """Total amount that every rank receives."""
         for sources, targets, numbers in links:
             source, target = numbers.nonzero().unbind(1)
             distance = (target + targets.start - source - sources.start) % num_ranks
@@ -224,6 +309,12 @@ class _ByDistance:
             self.taken[targets.start : targets.stop] += numbers.sum(0)
         self.distances: list[int] = has_any.nonzero().squeeze(1).tolist()
 
-    def of(self, distance: int) -> Tensor:
-        """What every rank sends that many places on, float64 ``[ranks]``."""
-        return self._table[distance].double()
+    def of(self, distance: int) -> tuple[Tensor, Tensor]:
+        """The ranks that send anything that many places on, and what each sends, float64."""
+        row = self._table[distance]
+        sources = row.nonzero().squeeze(1)
+        return sources, row[sources].double()
+
+    def at(self, distance: int, sources: Tensor) -> Tensor:
+        """What some ranks send that many places on, float64."""
+        return self._table[distance][sources].double()

@@ -1,4 +1,4 @@
-"""The keys of a slab put together from the blocks that travel, and their gradients taken apart again."""
+"""Assembly of a slab's keys from received blocks, and distribution of their gradients to the blocks."""
 
 from __future__ import annotations
 
@@ -7,15 +7,16 @@ from collections.abc import Iterator, Sequence
 from torch import Tensor
 
 from dilated_attention_pytorch.engine.remote import RemoteKeys
-from dilated_attention_pytorch.planning import Block, SlabPair
+from dilated_attention_pytorch.planning.exchange import SlabPair
+from dilated_attention_pytorch.planning.shards import Block
 
 
 def keys_of_slab(
     pair: SlabPair, blocks: Sequence[Block], keys: Sequence[RemoteKeys], num_heads: int
 ) -> tuple[Tensor, Tensor, Tensor | None]:
-    """RemoteKeys and values ``[B, M, G, D]`` of the pair's rows, and which are padding, ``[B, M]``.
+    """Keys and values ``[B, M, G, D]`` of the pair's rows, and their padding mask ``[B, M]``.
 
-    Views where one block holds all of it; else copies that are zero where no block has a row of a head.
+    Views if one block holds all rows; otherwise copies, zero where no block has a row of a head.
     """
     parts = list(_parts(pair, blocks, keys))
     within, heads, of_block = parts[0]
@@ -44,13 +45,14 @@ def add_to_blocks(
 def _parts(
     pair: SlabPair, blocks: Sequence[Block], keys: Sequence[RemoteKeys]
 ) -> Iterator[tuple[slice, slice, RemoteKeys]]:
-    """What every block holds of the pair's rows: which of them, which heads, and views of these."""
+    """Each block's contribution to the pair's rows: row range, head range, and views of them."""
     for number in pair.blocks:
         block, held = blocks[number], keys[number]
         start, stop = max(block.row, pair.keys[0]), min(block.row + block.count, pair.keys[1])
         rows = slice(start - block.row, stop - block.row)
         hidden = None if held.hidden is None else held.hidden[:, rows]
         yield (
-            slice(start - pair.keys[0], stop - pair.keys[0]), slice(block.head, block.head + block.num_heads),
+            slice(start - pair.keys[0], stop - pair.keys[0]),
+            slice(block.head, block.head + block.num_heads),
             RemoteKeys(held.key[:, rows], held.value[:, rows], hidden),
-        )  # fmt: skip
+        )

@@ -1,4 +1,4 @@
-"""A thread that gets a waiting process out of its wait, where a rank is given up or the process is told to end."""
+"""A thread that interrupts waits in C++ code when a rank has failed or the process receives SIGTERM."""
 
 from __future__ import annotations
 
@@ -16,15 +16,15 @@ from .roll_call import KNOWN_SECONDS, LOOK_SECONDS, RollCall
 
 
 class Watch:
-    """Whoever waits for other ranks waits in the transport's C++ code, which neither errors nor signals reach.
+    """Waits for other ranks happen in the transport's C++ code, which neither exceptions nor signals interrupt.
 
-    This thread breaks the wait off, for two reasons: a rank gives no sign of life, as all ranks were told; or a signal
-    tells this process to end, and it has yet to say what it waited for.
+    This thread interrupts such a wait in two cases: a failure was published, or the process received SIGTERM and has
+    not yet reported what it waited for.
 
     Args:
         roll: this process's place among all processes.
         break_off: makes every wait of this process raise ``RuntimeError``.
-        is_over: whether the process group has been taken down.
+        is_over: whether the process group has been destroyed.
     """
 
     def __init__(
@@ -34,14 +34,14 @@ class Watch:
         is_over: Callable[[], bool],
     ) -> None:
         self.is_told = False
-        """Whether the signal to end came while this process waited."""
+        """Whether SIGTERM came while this process waited."""
         self._roll = roll
         self._break_off = break_off
         self._waits: list[Callable[[], str]] = []
         self._is_over = is_over
         self._num_known = len(roll.failures)
         self._is_heeding = False
-        # Python tells signals to its main thread alone, and to a file descriptor.
+        # Python delivers signals only to its main thread and to a wakeup file descriptor.
         self._bell, self._button = socket.socketpair()
         self._bell.setblocking(False)
         self._button.setblocking(False)
@@ -51,16 +51,16 @@ class Watch:
         atexit.register(self.stop)
 
     def ask(self, waits: Callable[[], str]) -> None:
-        """From now on ask it, too, what this process waits for."""
+        """Register another source of descriptions of this process's waits."""
         self._waits.append(waits)
 
     def waits(self) -> str:
-        """What this process waits for in the calls of this package, in words; empty if it waits in none."""
+        """Description of this process's wait in a call of this package; empty if there is none."""
         return "; ".join(filter(None, (waits() for waits in self._waits)))
 
     @contextlib.contextmanager
     def heeding(self, say: Callable[[], None]) -> Iterator[None]:
-        """SIGTERM, where the program leaves it to the system, ends the process only after ``say`` has been called."""
+        """Context in which SIGTERM, if it has the default handler, ends the process only after ``say`` ran."""
         is_main = threading.current_thread() is threading.main_thread()
         if not is_main or self._is_heeding or signal.getsignal(signal.SIGTERM) is not signal.SIG_DFL:
             yield
@@ -81,11 +81,11 @@ class Watch:
 
     @property
     def is_heeding(self) -> bool:
-        """Whether the signal to end is held back until this rank has said why it waits."""
+        """Whether SIGTERM is deferred until this rank has reported its wait."""
         return self._is_heeding
 
     def stop(self) -> None:
-        """End the thread: one that comes back from C++ code while the interpreter goes away would abort the process."""
+        """End the thread: returning from C++ code during interpreter shutdown would abort the process."""
         self._end.set()
         self._thread.join(timeout=2 * LOOK_SECONDS)
         for heard in self._roll.failures[self._num_known :]:
@@ -105,7 +105,7 @@ class Watch:
         if self._rings():
             self._break_off()
         known = self._roll.failures[self._num_known :]
-        # Not before the others can have heard of it: this process may hold the store, and end now.
+        # Only after the others had time to learn of it: this process may host the store, and exits now.
         if known and time.monotonic() - known[0].at >= KNOWN_SECONDS:
             self._num_known += 1
             if known[0].failure.silent:
@@ -113,7 +113,7 @@ class Watch:
 
     def _give_up(self, cause: str) -> None:
         if not self.waits():
-            # Another collective of the program, if it waits in one, ends with an error that names no rank.
+            # A wait in the program's own collective ends with an error that names no rank.
             self._tell(cause)
         self._break_off()
 
@@ -121,7 +121,7 @@ class Watch:
         print(f"rank {self._roll.rank}: {cause}", file=sys.stderr, flush=True)
 
     def _rings(self) -> bool:
-        """Whether a signal to end has come."""
+        """Whether SIGTERM has arrived."""
         numbers = b""
         with contextlib.suppress(BlockingIOError):
             numbers = self._bell.recv(4096)

@@ -1,4 +1,4 @@
-"""Messages between the ranks of one axis of a mesh, counted: all that this package sends, it sends here."""
+"""All communication of this package between the ranks of a mesh axis, with byte counts."""
 
 from __future__ import annotations
 
@@ -6,13 +6,15 @@ import contextlib
 import hashlib
 import json
 import zlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
+
+from dilated_attention_pytorch.planning.rounds import Hop, around, gather_rounds
 
 from .failure import Board, RankFailure, disagreement
 from .groups import all_groups, as_long_as_all, break_off, is_of_transport, timeout_of
@@ -22,12 +24,12 @@ from .watch import Watch
 
 @dataclass(slots=True)
 class Traffic:
-    """Bytes of tensors that this rank sent and received between :func:`count_traffic` and its end."""
+    """Bytes of tensors that this rank sent and received within :func:`count_traffic`."""
 
     sent: int = 0
     received: int = 0
     messages: int = 0
-    """Tensors sent; a collective counts as one for every other rank that takes part."""
+    """Messages sent; a collective of the transport counts as those that do the same from rank to rank."""
     sent_to: dict[int, int] = field(default_factory=dict)
     """Bytes sent, by the receiver's global rank."""
 
@@ -36,7 +38,7 @@ class Traffic:
 _ALL_GATHER = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 _REDUCE_SCATTER = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
-# Tags of messages: numbers of calls are below.
+# Message tags; call numbers are below.
 _AGREEMENT_TAG = 1 << 30
 
 _MOST_AGREED = 1 << 16
@@ -63,7 +65,7 @@ def count_traffic() -> Iterator[Traffic]:
 
 
 class Pending:
-    """Messages under way. The tensors are kept until they have arrived."""
+    """Messages in transit. Holds the tensors until completion."""
 
     def __init__(self, wire: Wire, works: Sequence[dist.Work], tensors: Sequence[Tensor], waits: str) -> None:
         self._wire = wire
@@ -72,34 +74,49 @@ class Pending:
         self._waits = waits
 
     def wait(self) -> None:
-        """Return when all messages have arrived and been sent.
+        """Wait until all messages have been received and sent.
 
         Raises:
-            RankFailure: a rank died, does not answer or does something else.
+            RankFailure: a rank died, does not respond or makes another call.
         """
         with self._wire.explained(self._waits):
             for work in self._works:
                 self._wire.wait(work)
-        # gloo waits for ever for what it has waited for before.
+        # gloo blocks forever on a work that was already waited for.
         self._works, self._tensors = (), ()
 
 
+_Exchanging = Callable[[Mapping[int, Tensor], Mapping[int, Tensor], int, str], Pending]
+
+
+def _taken(tensors: Tensor, first: int, hop: Hop) -> Tensor:
+    """The message of a hop: as many of ``[members, *shape]``, from the member ``first`` on and around."""
+    parts = [tensors[rows] for rows, _ in around(first, hop.num_tensors, len(tensors))]
+    return parts[0] if len(parts) == 1 else torch.cat(parts)
+
+
+def _room(tensors: Tensor, first: int, hop: Hop) -> Tensor:
+    """Where such a message can arrive: its place in ``[members, *shape]``, if that is one."""
+    parts = around(first, hop.num_tensors, len(tensors))
+    return tensors[parts[0][0]] if len(parts) == 1 else tensors.new_empty(hop.num_tensors, *tensors.shape[1:])
+
+
 class Wire:
-    """The ranks along one axis of a mesh, as this rank sees them. Made by :func:`wire_of`."""
+    """The ranks along one axis of a mesh, from this rank's view. Made by :func:`wire_of`."""
 
     def __init__(self, group: dist.ProcessGroup, device_type: str) -> None:
         self.group = group
         self.ranks: tuple[int, ...] = tuple(dist.get_process_group_ranks(group))
-        """The global ranks, in the order of the axis."""
+        """Global ranks, in the order of the axis."""
         self.rank = dist.get_rank(group)
         self.size = len(self.ranks)
-        # A group can have a backend for every kind of device; its own name tells only one of them.
+        # A group can have one backend per device type; its own name gives only one of them.
         backend = group._get_backend(torch.device(device_type)).name()
         is_nccl, self._is_gloo = backend == "nccl", backend == "gloo"
         self.device = torch.device("cuda", torch.cuda.current_device()) if is_nccl else torch.device("cpu")
         self.has_tags = not is_nccl
-        """Whether messages carry tags. Collectives carry none, so where messages do, they are used for everything: a
-        rank that left something out is then found out, and not served what was meant for another call."""
+        """Whether messages carry tags. Collectives carry none, so with tags everything is sent as messages: a rank that
+        skips a call is then detected instead of receiving data of another call."""
         self._timeout = as_long_as_all(group)
         self._num_calls = 0
         self._agreed: set[int] = set()
@@ -109,14 +126,14 @@ class Wire:
             self._board = Board(known.roll_call, known.watch, group.group_name, self.ranks)
 
     def agree(self, call: Mapping[str, object]) -> int:
-        """Make sure once for every ``call`` that all ranks make it; later calls cost a look into a set.
+        """Check, once per distinct ``call``, that all ranks make it; later calls only look it up in a set.
 
         Returns:
-            a number below ``2**28`` for this one of all calls on the axis, which marks its messages: those of another
-            call, or of the same call made once more, are never taken for them.
+            a number below ``2**28`` that tags this call's messages, so that they are never confused with those of
+            another call or of a repetition.
 
         Raises:
-            RankFailure: a rank makes another call; the message names the rank and what differs.
+            RankFailure: a rank makes another call; the message names the rank and the difference.
         """
         if self._board is None:
             return 0
@@ -131,16 +148,16 @@ class Wire:
         encoded = torch.frombuffer(bytearray(text), dtype=torch.uint8).to(self.device)
         header = torch.tensor([self._num_calls, digest, len(encoded)], device=self.device)
         doing = "comparing the call with the other ranks"
-        headers = self._gather(header, range(self.size), _AGREEMENT_TAG, doing).tolist()
+        headers = self._gather(header, range(self.size), _AGREEMENT_TAG, doing, self._exchange).tolist()
         if not self._agreed:
             self._board.meet()
         if any(other != headers[0] for other in headers):
             padded = encoded.new_zeros(max(length for _, _, length in headers))
             padded[: len(encoded)] = encoded
-            texts = self._gather(padded, range(self.size), _AGREEMENT_TAG + 1, doing).cpu()
+            texts = self._gather(padded, range(self.size), _AGREEMENT_TAG + 1, doing, self._exchange).cpu()
             calls = [
                 json.loads(bytes(row[:length].tolist())) for row, (_, _, length) in zip(texts, headers, strict=True)
-            ]  # fmt: skip
+            ]
             raise RankFailure(disagreement([number for number, _, _ in headers], calls, self.ranks))
         if len(self._agreed) >= _MOST_AGREED:  # on all ranks at the same call
             self._agreed.clear()
@@ -148,7 +165,7 @@ class Wire:
         return number
 
     def exchange(self, sends: Mapping[int, Tensor], receives: Mapping[int, Tensor], tag: int, doing: str) -> Pending:
-        """Begin to send contiguous tensors to ranks of this axis and to receive tensors from ranks of it."""
+        """Start sending contiguous tensors to ranks of this axis and receiving tensors from them."""
         for peer, tensor in sends.items():
             self._count(sent=tensor.nbytes, peer=peer)
         for tensor in receives.values():
@@ -156,38 +173,43 @@ class Wire:
         return self._exchange(sends, receives, tag, doing)
 
     def all_gather(self, tensor: Tensor, members: Sequence[int] | None = None, *, tag: int) -> Tensor:
-        """``[members, *shape]``: the tensors of equal shape of all ``members`` (ranks of this axis; all without it).
+        """All-gather: ``[members, *shape]`` of the equally shaped tensors of ``members`` (ranks of this axis; all by
+        default).
 
-        Some ranks of an axis do it by one batch of messages: a group of their own would have to be made by all ranks.
+        From each to each, or passed on, as :func:`gather_rounds` says. Some ranks of an axis do it by messages: a group
+        of their own would have to be made by all ranks.
         """
         members = range(self.size) if members is None else members
-        for peer in members:
-            if peer != self.rank:
-                self._count(sent=tensor.nbytes, received=tensor.nbytes, peer=peer)
-        return self._gather(tensor, members, tag, "gathering rows")
+        if self._is_collective(members):
+            self._count_collective(tensor.nbytes)
+        return self._gather(tensor, members, tag, "gathering rows", self.exchange)
 
     def reduce_scatter(self, tensor: Tensor, members: Sequence[int], *, tag: int) -> Tensor:
-        """From ``[members, *shape]`` the sum over the members of what each has in this rank's place: ``[*shape]``."""
-        tensor = tensor.contiguous()
-        if len(members) < self.size or self.has_tags:
-            others = [(place, peer) for place, peer in enumerate(members) if peer != self.rank]
-            receives = {peer: torch.empty_like(tensor[0]) for _, peer in others}
-            sends = {peer: tensor[place] for place, peer in others}
-            self.exchange(sends, receives, tag, "adding up gradients").wait()
-            result = tensor[list(members).index(self.rank)].clone()
-            for part in receives.values():
-                result += part
+        """From ``[members, *shape]`` the sum over the members of what each has in this rank's place: ``[*shape]``.
+
+        The rounds of :meth:`all_gather` backwards; ``tensor`` is added to on the way.
+        """
+        tensor, size, place = tensor.contiguous(), len(members), list(members).index(self.rank)
+        if self._is_collective(members):
+            result = torch.empty_like(tensor[0])
+            self._count_collective(result.nbytes)
+            with self.explained("adding up gradients"):
+                _REDUCE_SCATTER(result.view(-1), tensor.view(-1), group=self.group)
             return result
-        result = torch.empty_like(tensor[0])
-        for peer in members:
-            if peer != self.rank:
-                self._count(sent=result.nbytes, received=result.nbytes, peer=peer)
-        with self.explained("adding up gradients"):
-            _REDUCE_SCATTER(result.view(-1), tensor.view(-1), group=self.group)
-        return result
+        for hops in reversed(gather_rounds(size, tensor[0].nbytes)):
+            sends = {members[(place + hop.distance) % size]: _taken(tensor, place + hop.distance, hop) for hop in hops}
+            receives = {
+                members[(place - hop.distance) % size]: tensor.new_empty(hop.num_tensors, *tensor.shape[1:])
+                for hop in hops
+            }
+            self.exchange(sends, receives, tag, "adding up gradients").wait()
+            for part in receives.values():
+                for rows, of_message in around(place, len(part), size):
+                    tensor[rows] += part[of_message]
+        return tensor[place].clone()
 
     def broadcast(self, tensor: Tensor, source: int) -> Tensor:
-        """``tensor`` of rank ``source`` of this axis on every rank, written into ``tensor``."""
+        """Broadcast ``tensor`` in place from rank ``source`` of this axis."""
         if self.rank == source:
             for peer in range(self.size):
                 if peer != self.rank:
@@ -199,16 +221,16 @@ class Wire:
         return tensor
 
     def wait(self, work: dist.Work) -> None:
-        """Return when ``work`` is done."""
+        """Wait until ``work`` is done."""
         if self._is_gloo:
-            # Its messages have the timeout that the group was made with, unless they are told another one.
+            # Without an explicit timeout, messages use the one that the group was created with.
             work.wait(self._timeout)
         else:
             work.wait()
 
     @contextlib.contextmanager
     def explained(self, doing: str) -> Iterator[None]:
-        """Turn an error of the transport into one that names the rank and what happened to it."""
+        """Context that turns a transport error into one that names the failed rank and the cause."""
         if self._board is None:
             yield
             return
@@ -217,7 +239,7 @@ class Wire:
 
     @contextlib.contextmanager
     def announced(self) -> Iterator[None]:
-        """Leave word for the other ranks where this one refuses a call: they would wait for it until their timeout."""
+        """Context that publishes when this rank raises, so that the others do not wait until their timeout."""
         try:
             yield
         except (TypeError, ValueError, NotImplementedError) as error:
@@ -226,33 +248,52 @@ class Wire:
             raise
 
     def _exchange(self, sends: Mapping[int, Tensor], receives: Mapping[int, Tensor], tag: int, doing: str) -> Pending:
-        """:meth:`exchange`, uncounted."""
+        """:meth:`exchange` without counting."""
         operations = [
             dist.P2POp(dist.isend, tensor, group=self.group, tag=tag, group_peer=peer) for peer, tensor in sends.items()
         ] + [
             dist.P2POp(dist.irecv, tensor, group=self.group, tag=tag, group_peer=peer)
             for peer, tensor in receives.items()
-        ]  # fmt: skip
+        ]
         peers = sorted(self.ranks[peer] for peer in {*sends, *receives})
         waits = f"{doing} (with rank {', '.join(map(str, peers))})"
         with self.explained(waits):
             works = dist.batch_isend_irecv(operations) if operations else []
         return Pending(self, works, [*sends.values(), *receives.values()], waits)
 
-    def _gather(self, tensor: Tensor, members: Sequence[int], tag: int, doing: str) -> Tensor:
-        """:meth:`all_gather`, uncounted."""
+    def _is_collective(self, members: Sequence[int]) -> bool:
+        """Whether the transport's own collectives gather and add up."""
+        return len(members) == self.size and not self.has_tags
+
+    def _gather(self, tensor: Tensor, members: Sequence[int], tag: int, doing: str, exchange: _Exchanging) -> Tensor:
+        """:meth:`all_gather` by :meth:`exchange`, or uncounted by :meth:`_exchange`."""
         tensor = tensor.contiguous()
         gathered = tensor.new_empty(len(members), *tensor.shape)
-        if len(members) == self.size and not self.has_tags:
+        if self._is_collective(members):
             with self.explained(doing):
                 _ALL_GATHER(gathered.view(-1), tensor.view(-1), group=self.group)
             return gathered
-        others = [(place, peer) for place, peer in enumerate(members) if peer != self.rank and tensor.numel()]
-        receives = {peer: gathered[place] for place, peer in others}
-        pending = self._exchange({peer: tensor for _, peer in others}, receives, tag, doing)
-        gathered[list(members).index(self.rank)] = tensor
-        pending.wait()
+        size, place = len(members), list(members).index(self.rank)
+        gathered[place] = tensor
+        for hops in gather_rounds(size, tensor.nbytes):
+            sends = {members[(place - hop.distance) % size]: _taken(gathered, place, hop) for hop in hops}
+            receives = {
+                members[(place + hop.distance) % size]: _room(gathered, place + hop.distance, hop) for hop in hops
+            }
+            exchange(sends, receives, tag, doing).wait()
+            for hop, message in zip(hops, receives.values(), strict=True):
+                parts = around(place + hop.distance, hop.num_tensors, size)
+                if len(parts) > 1:
+                    for rows, of_message in parts:
+                        gathered[rows] = message[of_message]
         return gathered
+
+    def _count_collective(self, num_bytes: int) -> None:
+        """Count what :meth:`all_gather`, or the same backwards, would send and receive from rank to rank."""
+        for hops in gather_rounds(self.size, num_bytes):
+            for hop in hops:
+                total = hop.num_tensors * num_bytes
+                self._count(sent=total, received=total, peer=(self.rank - hop.distance) % self.size)
 
     def _count(self, *, sent: int = 0, received: int = 0, peer: int | None = None) -> None:
         for traffic in _COUNTERS:
@@ -268,7 +309,7 @@ def wire_of(mesh: DeviceMesh, dim: int = 0) -> Wire:
     """The ranks along dimension ``dim`` of ``mesh``.
 
     Raises:
-        TypeError: ``mesh`` is no ``DeviceMesh``.
+        TypeError: ``mesh`` is not a ``DeviceMesh``.
         ValueError: the ranks along the dimension are not in ascending order.
     """
     if not isinstance(mesh, DeviceMesh):
@@ -291,7 +332,7 @@ def wire_of(mesh: DeviceMesh, dim: int = 0) -> Wire:
 
 
 def whole_world(device_type: str) -> DeviceMesh | None:
-    """A 1-D mesh of all ranks of the process group; None where there is one process."""
+    """A 1-D mesh of all ranks of the process group; None in a single process."""
     if not dist.is_available() or not dist.is_initialized() or dist.get_world_size() == 1:
         return None
     meshes = _connections().meshes
@@ -303,18 +344,18 @@ def whole_world(device_type: str) -> DeviceMesh | None:
 
 @dataclass(slots=True)
 class _Connections:
-    """What is known of the ranks for as long as the process group is the same."""
+    """Connections that live as long as the process group."""
 
     store: dist.Store
     roll_call: RollCall
     watch: Watch
     wires: dict[tuple[str, str], Wire] = field(default_factory=dict)
-    """By the name of the group and the kind of device."""
+    """By group name and device type."""
     meshes: dict[str, DeviceMesh] = field(default_factory=dict)
 
 
 _CONNECTIONS: list[_Connections] = []
-"""At most one."""
+"""The current connections, at most one."""
 
 
 def _connections() -> _Connections:
@@ -331,13 +372,13 @@ def _connections() -> _Connections:
 
 @contextlib.contextmanager
 def naming_ranks(doing: str) -> Iterator[None]:
-    """Errors of the program's own collectives, in all groups that it made, become errors that name the rank.
+    """Context in which errors of the program's own collectives, in all its groups, name the failed rank.
 
     Args:
-        doing: what the ranks do in the block, in words.
+        doing: description of the block's activity.
 
     Raises:
-        RankFailure: a rank died, does not answer, or takes no part.
+        RankFailure: a rank died, does not respond, or does not take part.
     """
     if not dist.is_initialized() or dist.get_world_size() == 1:
         yield

@@ -1,4 +1,4 @@
-"""Rules of blocks: a query block sees key blocks whole."""
+"""Block-sparse rules: strided, random and hierarchical blocks, and block masks."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import base64
 import functools
 from abc import abstractmethod
 from collections.abc import Hashable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -17,16 +17,16 @@ from .rules import Range, Rectangles, Rule, Spans, Window, spans_of
 
 
 class BlockRule(Rule):
-    """A rule over blocks of ``block_size`` positions: all of a query block sees all of a key block, or nothing."""
+    """A rule over blocks of ``block_size`` positions: a query block attends to a key block entirely or not at all."""
 
     block_size: int
 
     @abstractmethod
     def sees_block(self, kv_head: int, num_kv_heads: int, query_block: Tensor, key_block: Tensor) -> Tensor:
-        """The definition: bool, for integer tensors of block numbers that broadcast."""
+        """The rule's definition: a bool tensor, for broadcastable integer tensors of block numbers."""
 
     def mask_between(self, kv_head: int, num_kv_heads: int, query_blocks: Tensor, key_blocks: Tensor) -> Tensor:
-        """:meth:`sees_block` of all pairs of two runs of consecutive blocks, bool ``[query blocks, key blocks]``."""
+        """:meth:`sees_block` for two ranges of consecutive blocks: bool ``[query blocks, key blocks]``."""
         seen = self.sees_block(kv_head, num_kv_heads, query_blocks[:, None], key_blocks)
         return seen.expand(len(query_blocks), len(key_blocks))
 
@@ -46,14 +46,16 @@ class BlockRule(Rule):
         else:
             query, start, stop = self._runs(kv_head, num_kv_heads, query_blocks, key_blocks)
         return Spans(
-            (query * size).clamp(min=queries[0]), ((query + 1) * size).clamp(max=queries[1]),
-            (start * size).clamp(min=keys[0]), (stop * size).clamp(max=keys[1]),
-        )  # fmt: skip
+            (query * size).clamp(min=queries[0]),
+            ((query + 1) * size).clamp(max=queries[1]),
+            (start * size).clamp(min=keys[0]),
+            (stop * size).clamp(max=keys[1]),
+        )
 
     def _runs(
         self, kv_head: int, num_kv_heads: int, query_blocks: Tensor, key_blocks: range
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """Query block, first key block and one past the last of every run of key blocks that a query block sees."""
+        """Query block, start and stop key block of every run of consecutive visible key blocks."""
         every = torch.arange(key_blocks.start, key_blocks.stop)
         rows_at_once = max(1, MASK_CELLS // len(every))
         found = [
@@ -67,7 +69,7 @@ class BlockRule(Rule):
     def _near_runs(
         self, kv_head: int, num_kv_heads: int, query_blocks: Tensor, key_blocks: range, far: tuple[int, int]
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """:meth:`_runs` of a rule that sees ``far`` blocks back and ahead at most: the others are not looked at."""
+        """:meth:`_runs` of a rule that reaches at most ``far`` blocks back and ahead: only those are evaluated."""
         distances, found = torch.arange(-far[0], far[1] + 1), []
         for some in query_blocks.split(max(1, MASK_CELLS // len(distances))):
             near = some[:, None] + distances
@@ -79,13 +81,13 @@ class BlockRule(Rule):
 
 
 MASK_CELLS = 1 << 22
-"""Pairs of blocks that are looked at at once."""
+"""Block pairs evaluated at a time."""
 MOST_BLOCK_PAIRS = 1 << 30
-"""More of them are not counted: it would take minutes for every head."""
+"""Most block pairs to count; more would take minutes per head."""
 
 
 def _runs_of_mask(mask: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Row, first column and one past the last of every run of True in the rows of a mask."""
+    """Row, start column and stop column of every run of True in the rows of a mask."""
     padded = torch.nn.functional.pad(mask.to(torch.int8), (1, 1))
     change = padded[:, 1:] - padded[:, :-1]
     rows, starts = (change == 1).nonzero(as_tuple=True)
@@ -98,6 +100,9 @@ class StridedBlocks(BlockRule):
 
     stride: int
     block_size: int
+
+    def __repr__(self) -> str:
+        return f"strided_blocks({self.stride}, block_size={self.block_size})"
 
     @property
     def period(self) -> int:
@@ -113,15 +118,18 @@ class StridedBlocks(BlockRule):
 
 @dataclass(frozen=True, slots=True)
 class RandomBlocks(BlockRule):
-    """Of every ``out_of`` consecutive key blocks, query block i sees ``num_blocks``, drawn by the seed and the head.
+    """Query block i attends to ``num_blocks`` of every ``out_of`` consecutive key blocks, drawn by seed and head.
 
-    Which they are depends on i, the head and the seed alone: not on the length, the world size or the machine.
+    The draw depends only on i, the head and the seed: not on the length, the world size or the machine.
     """
 
     num_blocks: int
     out_of: int
     block_size: int
     seed: int
+
+    def __repr__(self) -> str:
+        return f"random_blocks({self.num_blocks / self.out_of}, seed={self.seed}, block_size={self.block_size})"
 
     @property
     def entry(self) -> list[Any]:
@@ -139,7 +147,7 @@ class RandomBlocks(BlockRule):
         return rank < self.num_blocks
 
     def mask_between(self, kv_head: int, num_kv_heads: int, query_blocks: Tensor, key_blocks: Tensor) -> Tensor:
-        # All draws of a run are ranked at once: a draw for every pair, where pair by pair there are P.
+        # Rank all draws of the range at once: one draw per pair instead of P.
         first, last = int(key_blocks[0]), int(key_blocks[-1])
         start = first // self.out_of * self.out_of
         whole = torch.arange(start, last // self.out_of * self.out_of + self.out_of)
@@ -149,22 +157,25 @@ class RandomBlocks(BlockRule):
         return seen.view(len(query_blocks), -1)[:, first - start : last + 1 - start]
 
     def _draw(self, kv_head: int, query_block: Tensor, key_block: Tensor) -> Tensor:
-        """A number for every pair; of every P consecutive key blocks those with the least are seen."""
+        """A random number per pair; of every P consecutive key blocks, those with the smallest numbers are visible."""
         seed = splitmix64(torch.tensor(self.seed, device=query_block.device))
         return splitmix64(splitmix64(splitmix64(seed ^ kv_head) ^ query_block) ^ key_block)
 
 
 @dataclass(frozen=True, slots=True)
 class Hierarchical(BlockRule):
-    """Every block nearer than ``near``; from there to ``near * factor^l`` blocks away every ``factor^l``-th block.
+    """All blocks at a distance below ``near``; up to ``near * factor^l`` blocks away, every ``factor^l``-th block.
 
-    Level l = 1 to ``levels - 1`` begins where the one before it ends, and sees the last block of each ``factor^l``.
+    Level l = 1 to ``levels - 1`` starts where the previous one ends and keeps the last of every ``factor^l`` blocks.
     """
 
     near: int
     levels: int
     factor: int
     block_size: int
+
+    def __repr__(self) -> str:
+        return f"hierarchical({self.near}, levels={self.levels}, factor={self.factor}, block_size={self.block_size})"
 
     @property
     def entry(self) -> list[Any]:
@@ -201,11 +212,14 @@ class Hierarchical(BlockRule):
 
 @dataclass(frozen=True, slots=True)
 class BlockMask(BlockRule):
-    """A block mask, bits packed row by row: ``[heads or 1, query blocks, key blocks]``."""
+    """A block mask ``[heads or 1, query blocks, key blocks]``, stored as bits in row-major order."""
 
-    bits: bytes = field(repr=False)
+    bits: bytes
     shape: tuple[int, int, int]
     block_size: int
+
+    def __repr__(self) -> str:
+        return f"from_block_mask(<bool {list(self.shape)}>, block_size={self.block_size})"
 
     @property
     def entry(self) -> list[Any]:
@@ -227,14 +241,14 @@ class BlockMask(BlockRule):
     def last_query(self, kv_head: int, num_kv_heads: int, key: Tensor) -> Tensor:
         of_head = self.mask[0 if self.shape[0] == 1 else kv_head]
         numbers = torch.arange(1, self.shape[1] + 1).unsqueeze(-1)
-        last = (of_head * numbers).amax(0)  # one past the last query block of each key block
+        last = (of_head * numbers).amax(0)  # one past the last query block that sees each key block
         return last[(key // self.block_size).clamp(max=self.shape[2] - 1)] * self.block_size - 1
 
     def check(self, num_positions: int, num_kv_heads: int) -> None:
         if self.shape[0] != 1 and self.shape[0] != num_kv_heads:
             raise ValueError(
-                f"the block mask has {self.shape[0]} heads, got a call of {num_kv_heads} key/value heads; a mask of 1 "
-                "head is for all"
+                f"the block mask has {self.shape[0]} heads, got a call with {num_kv_heads} key/value heads; a mask "
+                "with 1 head applies to all"
             )
         covered = min(self.shape[1], self.shape[2]) * self.block_size
         if num_positions > covered:
@@ -253,7 +267,7 @@ def _unpacked(bits: bytes, shape: tuple[int, int, int]) -> Tensor:
 
 
 def packed_mask(mask: Tensor) -> bytes:
-    """A bool tensor as bytes, eight entries each, the first in the lowest bit."""
+    """A bool tensor as bytes, eight entries per byte, the first in the lowest bit."""
     flat = torch.nn.functional.pad(mask.reshape(-1).to(torch.uint8), (0, -mask.numel() % 8)).view(-1, 8)
     packed = (flat << torch.arange(8, dtype=torch.uint8)).sum(1).to(torch.uint8).contiguous()
     return bytes(packed.untyped_storage())
@@ -270,7 +284,7 @@ _RULES: dict[str, type[Rule]] = {
 
 
 def rule_from_entry(name: str, *values: Any) -> Rule:
-    """The rule whose :attr:`Rule.entry` this is."""
+    """The rule with this :attr:`Rule.entry`."""
     if name == "rectangles":
         return Rectangles(tuple(tuple(rectangle) for rectangle in values[0]))
     if name == "block_mask":

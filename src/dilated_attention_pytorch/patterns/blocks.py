@@ -1,4 +1,4 @@
-"""Patterns that are no dilation groups: windows, global tokens and blocks, for all heads or head by head."""
+"""Window, global-token and block-sparse patterns, shared by all heads or per head."""
 
 from __future__ import annotations
 
@@ -26,15 +26,15 @@ from .rules import Range, Rectangles, Rule, Spans, Window, num_pairs
 
 _LARGEST_DENOMINATOR = 64
 _END = 1 << 31
-"""No length or distance reaches it."""
+"""Exclusive upper bound of lengths and distances."""
 
 
 @dataclass(frozen=True)
 class HeadRule:
-    """A rule as the key/value heads of one call meet it.
+    """A rule as applied to the key/value heads of one call.
 
-    Where ``heads`` is given, head i of the call is head ``heads[i]`` of ``all_heads``. Where ``part = (i, n)`` is, the
-    rule holds for the heads ``g mod n == i`` alone.
+    With ``heads``, head i of the call is head ``heads[i]`` of ``all_heads``. With ``part = (i, n)``, the rule applies
+    only to the heads g with ``g mod n == i``.
     """
 
     rule: Rule
@@ -44,16 +44,16 @@ class HeadRule:
 
     @property
     def block_size(self) -> int | None:
-        """Positions of a block where the rule is one of blocks."""
+        """Block size in positions for block rules, else None."""
         return self.rule.block_size if isinstance(self.rule, BlockRule) else None
 
     def kind(self, kv_head: int, num_kv_heads: int) -> Hashable:
-        """Equal for heads that see alike; None for those that the rule is not for."""
+        """A key that is equal for heads with the same visible pairs; None for heads that the rule does not apply to."""
         head, number = self._head(kv_head, num_kv_heads)
         return ("heads alike", self.rule.kind(head, number)) if self._holds(head) else None
 
     def sees(self, kv_head: int, num_kv_heads: int, query: Tensor, key: Tensor) -> Tensor:
-        """Whether query position p sees key position t: bool, for integer tensors that broadcast."""
+        """Whether query position p attends to key position t: bool, for broadcastable integer tensors."""
         head, number = self._head(kv_head, num_kv_heads)
         seen = self.rule.sees(head, number, query, key)
         return seen if self._holds(head) else torch.zeros_like(seen)
@@ -64,16 +64,16 @@ class HeadRule:
         return self.rule.spans(head, number, queries, keys if self._holds(head) else (0, 0))
 
     def num_pairs(self, kv_head: int, num_kv_heads: int, sequence_length: int, *, is_causal: bool) -> int:
-        """How many pairs of the first ``sequence_length`` positions see each other."""
+        """Number of visible pairs among the first ``sequence_length`` positions."""
         at_once, size = sequence_length, self.block_size
         if size is not None:
             blocks = -(-sequence_length // size)
             if blocks**2 > MOST_BLOCK_PAIRS:
                 raise ValueError(
-                    f"{sequence_length:,} positions in blocks of {size} are {blocks**2:,} pairs of blocks to look at, "
-                    f"and at most {MOST_BLOCK_PAIRS:,} are; take fewer positions or larger blocks"
+                    f"{sequence_length:,} positions in blocks of {size} make {blocks**2:,} pairs of blocks, and at "
+                    f"most {MOST_BLOCK_PAIRS:,} are counted; take fewer positions or larger blocks"
                 )
-            # Some rows of blocks at a time, so that memory does not grow with all pairs.
+            # A few rows of blocks at a time bounds the memory.
             at_once = max(1, MASK_CELLS // blocks) * size
         pairs = 0
         for start in range(0, sequence_length, at_once):
@@ -83,7 +83,7 @@ class HeadRule:
         return pairs
 
     def band(self, *, is_causal: bool) -> tuple[int | None, int | None]:
-        """How far back and how far ahead a query sees at most, under a causal mask not at all ahead; None is any."""
+        """Window bounds ``(before, after)``; causal caps ``after`` at 0; None = unbounded."""
         after = self.rule.after
         return self.rule.before, after if not is_causal else 0 if after is None else min(after, 0)
 
@@ -93,17 +93,17 @@ class HeadRule:
         return self.rule.period
 
     def reach(self, *, is_causal: bool) -> tuple[int | None, int | None]:
-        """See :attr:`Rule.reach`; under a causal mask nothing is seen ahead."""
+        """See :attr:`Rule.reach`; causal caps the reach ahead at 0."""
         before, after = self.rule.reach
         return before, after if not is_causal else 0 if after is None else min(after, 0)
 
     def last_query(self, kv_head: int, num_kv_heads: int, key: Tensor) -> Tensor:
-        """See :meth:`Rule.last_query`; -1 for heads that the rule is not for."""
+        """See :meth:`Rule.last_query`; -1 for heads that the rule does not apply to."""
         head, number = self._head(kv_head, num_kv_heads)
         return self.rule.last_query(head, number, key) if self._holds(head) else torch.full_like(key, -1)
 
     def check(self, num_positions: int, num_kv_heads: int) -> None:
-        """Raise ValueError if the rule is not for a call of that many positions and key/value heads."""
+        """Raise ValueError if the rule is not defined for that many positions or key/value heads."""
         if self.heads is not None and len(self.heads) != num_kv_heads:
             raise ValueError(f"the pattern is for {len(self.heads)} key/value heads, got {num_kv_heads}")
         self.rule.check(num_positions, num_kv_heads if self.heads is None else self.all_heads)
@@ -117,7 +117,7 @@ class HeadRule:
 
 @dataclass(frozen=True)
 class BlockPattern(Pattern):
-    """A pattern made of one rule: what :func:`local_window` and its like return."""
+    """A pattern with a single rule, as :func:`local_window` and the other constructors return it."""
 
     groups = ()
     rule: HeadRule
@@ -131,6 +131,13 @@ class BlockPattern(Pattern):
             entry += [list(rule.heads), rule.all_heads]
         object.__setattr__(self, "spec", _json([entry]))
         object.__setattr__(self, "rules", (rule,))
+
+    def __repr__(self) -> str:
+        """The call that makes it, and the heads that it is for where they are not all."""
+        rule = self.rule
+        part = "" if rule.part == (0, 1) else f" for heads g mod {rule.part[1]} == {rule.part[0]}"
+        heads = "" if rule.heads is None else f" (heads {list(rule.heads)} of {rule.all_heads})"
+        return f"{rule.rule!r}{part}{heads}"
 
     def for_heads(self, heads: Sequence[int], num_kv_heads: int) -> BlockPattern:
         rule, heads = self.rule, tuple(heads)
@@ -146,7 +153,7 @@ class BlockPattern(Pattern):
 
 
 def _json(value: Any) -> str:
-    # By hand: torch.compile traces the construction of a pattern, but not the json module.
+    # Hand-written: torch.compile traces the construction of a pattern, but not the json module.
     if isinstance(value, list):
         return "[" + ", ".join([_json(one) for one in value]) + "]"
     if isinstance(value, str):
@@ -155,14 +162,15 @@ def _json(value: Any) -> str:
 
 
 def local_window(before: int, after: int = 0) -> BlockPattern:
-    """Query p sees the keys ``p - before`` to ``p + after`` (Beltagy et al. 2020, Longformer, arXiv 2004.05150).
+    """Sliding window: query p attends to keys ``p - before`` to ``p + after`` (Longformer, arXiv 2004.05150).
 
     Args:
-        before: how many positions back, at least 0.
-        after: how many positions ahead, at least 0. A causal call leaves these out.
+        before: window size to the left, in positions, at least 0.
+        after: window size to the right, in positions, at least 0; ignored in causal calls.
 
     Raises:
-        TypeError, ValueError: not an integer, or negative.
+        TypeError: an argument is not an integer.
+        ValueError: an argument is negative or 2^31 or more.
 
     >>> local_window(2).counts(torch.arange(4), torch.arange(4), 1)[0].tolist()
     [[1, 0, 0, 0], [1, 1, 0, 0], [1, 1, 1, 0], [0, 1, 1, 1]]
@@ -172,10 +180,10 @@ def local_window(before: int, after: int = 0) -> BlockPattern:
 
 
 def global_tokens(num_tokens: int) -> BlockPattern:
-    """The first ``num_tokens`` positions see all, and all see them (Longformer, arXiv 2004.05150, section 3.1).
+    """The first ``num_tokens`` positions attend to all, and all attend to them (Longformer, arXiv 2004.05150, 3.1).
 
     Args:
-        num_tokens: how many positions, from the first of every document on; at least 1.
+        num_tokens: number of global positions at the start of every document; at least 1.
 
     Raises:
         TypeError, ValueError: not an integer, or less than 1.
@@ -188,13 +196,13 @@ def global_tokens(num_tokens: int) -> BlockPattern:
 
 
 def strided_blocks(stride: int, *, block_size: int = 128) -> BlockPattern:
-    """Query block i sees the key blocks j with ``(i - j) mod stride == 0``, its own among them.
+    """Query block i attends to the key blocks j with ``(i - j) mod stride == 0``, its own included.
 
     The density is ``1 / stride``. (Child et al. 2019, arXiv 1904.10509, section 4.2, in blocks.)
 
     Args:
-        stride: distance of the blocks seen, in blocks, at least 1.
-        block_size: positions of a block, at least 1.
+        stride: distance between visible blocks, in blocks, at least 1.
+        block_size: positions per block, at least 1.
 
     Raises:
         TypeError, ValueError: not an integer, or less than 1.
@@ -207,19 +215,19 @@ def strided_blocks(stride: int, *, block_size: int = 128) -> BlockPattern:
 
 
 def random_blocks(density: float, *, seed: int = 0, block_size: int = 128) -> BlockPattern:
-    """Every query block sees m of every P consecutive key blocks, drawn by the seed and the key/value head.
+    """Every query block attends to m of every P consecutive key blocks, drawn by the seed and the key/value head.
 
-    (Zaheer et al. 2020, BigBird, arXiv 2007.14062, section 2.) m / P is ``density`` as the nearest fraction with
-    P up to 64, so that the density asked for is the one got wherever P divides the number of blocks. What a query block
-    sees depends on its number, the head and the seed only: longer texts, shards and machines draw the same.
+    (Zaheer et al. 2020, BigBird, arXiv 2007.14062, section 2.) m / P is the fraction nearest to ``density`` with P up
+    to 64; the density is exact where P divides the number of blocks. The draw of a query block depends only on its
+    number, the head and the seed: longer sequences, shards and other machines draw the same blocks.
 
     Args:
-        density: the part of all keys that a query sees, above 0 and up to 1.
+        density: fraction of keys that a query attends to, in (0, 1].
         seed: integer of at least 0 and below 2^63.
-        block_size: positions of a block, at least 1.
+        block_size: positions per block, at least 1.
 
     Raises:
-        TypeError, ValueError: a number of the wrong kind or out of range.
+        TypeError, ValueError: an argument has the wrong type or is out of range.
 
     >>> random_blocks(0.25, block_size=16).density(640)
     0.25
@@ -241,20 +249,20 @@ def random_blocks(density: float, *, seed: int = 0, block_size: int = 128) -> Bl
 
 
 def hierarchical(near: int = 2, *, levels: int = 4, factor: int = 2, block_size: int = 128) -> BlockPattern:
-    """Finer near, coarser far: every block nearer than ``near``, then on level l every ``factor^l``-th block.
+    """Fine nearby, coarse far away: all blocks within ``near``, then on level l every ``factor^l``-th block.
 
-    Level l = 1 to ``levels - 1`` holds the key blocks at a distance of ``near * factor^(l - 1)`` to
-    ``near * factor^l`` blocks, and shows the last block of each run of ``factor^l``. A query sees about
-    ``2 near - 1 + 2 near (levels - 1) (1 - 1 / factor)`` blocks, however long the text is.
+    Level l = 1 to ``levels - 1`` covers key blocks at distances from ``near * factor^(l - 1)`` to ``near * factor^l``
+    blocks and keeps the last of every ``factor^l``. A query attends to about
+    ``2 near - 1 + 2 near (levels - 1) (1 - 1 / factor)`` blocks, whatever the sequence length.
 
     Args:
-        near: nearness in blocks of which all are seen, at least 1; a block's own has the distance 0.
-        levels: number of levels, at least 1, the near one among them.
-        factor: how much each level is coarser and further than the one before, at least 2.
-        block_size: positions of a block, at least 1.
+        near: distance, in blocks, below which all blocks are visible, at least 1; a block's own distance is 0.
+        levels: number of levels including the near one, at least 1.
+        factor: growth of stride and distance from level to level, at least 2.
+        block_size: positions per block, at least 1.
 
     Raises:
-        TypeError, ValueError: not an integer, or too small.
+        TypeError, ValueError: an argument is not an integer, or too small.
 
     >>> hierarchical(1, levels=3, block_size=1).counts(torch.tensor([7]), torch.arange(8), 1)[0].tolist()
     [[0, 0, 0, 0, 0, 0, 0, 1]]
@@ -270,17 +278,17 @@ def hierarchical(near: int = 2, *, levels: int = 4, factor: int = 2, block_size:
 
 
 def from_block_mask(mask: Tensor, block_size: int = 128) -> BlockPattern:
-    """Query block i of head h sees key block j where ``mask[h, i, j]`` is True.
+    """Query block i of head h attends to key block j iff ``mask[h, i, j]`` is True.
 
     Args:
         mask: bool ``[heads or 1, query blocks, key blocks]``; heads are the key/value heads of the call, 1 is one mask
-            for all. Kept as bits: later changes of the tensor do not reach the pattern.
-        block_size: positions of a block, at least 1. The last block may be ragged.
+            for all. Copied: later changes of the tensor do not affect the pattern.
+        block_size: positions per block, at least 1. The last block may be ragged.
 
     Raises:
-        TypeError: the mask is no bool tensor, the size no integer.
-        ValueError: the mask has not three dimensions, is empty, or the size is less than 1. A call of more positions
-            than the mask covers raises when it is made.
+        TypeError: the mask is not a bool tensor, or the size not an integer.
+        ValueError: the mask does not have three dimensions or is empty, or the size is less than 1. A call with more
+            positions than the mask covers raises ValueError as well.
 
     >>> from_block_mask(torch.eye(3, dtype=torch.bool)[None], 2).density(6)
     0.3333333333333333
@@ -298,15 +306,15 @@ def from_block_mask(mask: Tensor, block_size: int = 128) -> BlockPattern:
 
 
 def per_head(patterns: Sequence[Pattern]) -> Pattern:
-    """A pattern for every key/value head: head g has ``patterns[g mod len(patterns)]``.
+    """One pattern per key/value head: head g has ``patterns[g mod len(patterns)]``.
 
     Args:
-        patterns: windows, blocks, global tokens and sums of them. A dilated pattern has offsets and shifts by head of
-            its own and is added to the result instead.
+        patterns: windows, blocks, global tokens and their sums. A dilated pattern has its own per-head offsets and
+            shifts; add it to the result instead.
 
     Raises:
-        TypeError: something else than a pattern.
-        ValueError: none; or one that holds dilation groups or is per head already.
+        TypeError: an entry is not a pattern.
+        ValueError: the list is empty, or an entry has dilation groups or is per head already.
 
     >>> per_head([local_window(0), local_window(1)]).counts(torch.arange(2), torch.arange(2), 2).tolist()
     [[[1, 0], [0, 1]], [[1, 0], [1, 1]]]
@@ -329,7 +337,7 @@ def per_head(patterns: Sequence[Pattern]) -> Pattern:
 
 
 def block_pattern_from_entry(entry: list[Any]) -> BlockPattern:
-    """The pattern of one entry of a :attr:`Pattern.spec` that holds a rule."""
+    """The pattern of one rule entry of a :attr:`Pattern.spec`."""
     rule, part, *heads = entry
     of_heads = (tuple(heads[0]), heads[1]) if heads else (None, 0)
     return BlockPattern(HeadRule(rule_from_entry(*rule), tuple(part), *of_heads))

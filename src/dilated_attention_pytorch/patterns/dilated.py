@@ -1,4 +1,4 @@
-"""The dilated pattern of LongNet and the arithmetic of its segments. There is no other definition of either."""
+"""The dilated pattern of LongNet and its segment arithmetic."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ Tail = Literal["ragged", "zero_padded"]
 
 @dataclass(frozen=True, slots=True)
 class DilationGroup:
-    """One pair (w, r): every segment of w positions attends within itself, at every r-th position.
+    """One pair (w, r): attention within every segment of w positions, at every r-th position.
 
-    Position p lies in segment ``(p + shift) // w`` at ``u = (p + shift) mod w`` and takes part for key/value head g
+    Position p lies in segment ``(p + shift) // w`` at ``u = (p + shift) mod w`` and is selected for key/value head g
     iff ``u mod r == offset(g)``.
     """
 
@@ -32,13 +32,13 @@ class DilationGroup:
     tail: Tail = "ragged"
     segment_shift: tuple[int, ...] = (0,)
     heads: tuple[int, ...] | None = None
-    """Where only some heads of a model are at hand: head i of the call is head ``heads[i]`` of ``all_heads``."""
+    """For a pattern restricted to some heads: head i of the call is head ``heads[i]`` of ``all_heads``."""
     all_heads: int = 0
     boundaries: tuple[int, ...] | None = None
-    """Where segments are not all alike: the first position of each, from 0 on. The last has no end."""
+    """Start positions of segments of unequal length, beginning with 0; the last segment is unbounded."""
 
     def offset(self, kv_head: int, num_kv_heads: int) -> int:
-        """The residue o(g) that key/value head g of ``num_kv_heads`` selects."""
+        """The offset o(g): the residue that key/value head g of ``num_kv_heads`` selects."""
         if self.heads is not None:
             kv_head, num_kv_heads = self.heads[kv_head], self.all_heads
         if self.offset_rule == "modulo":
@@ -46,13 +46,13 @@ class DilationGroup:
         return kv_head // -(-num_kv_heads // self.dilation_rate)
 
     def shift(self, kv_head: int) -> int:
-        """The shift of the segments for key/value head g, in positions, reduced to ``0 <= shift < w``."""
+        """The segment shift of key/value head g in positions, reduced to ``0 <= shift < w``."""
         if self.heads is not None:
             kv_head = self.heads[kv_head]
         return self.segment_shift[kv_head % len(self.segment_shift)] % self.segment_length
 
     def locate(self, positions: Tensor, kv_head: int, num_kv_heads: int) -> tuple[Tensor, Tensor]:
-        """For a tensor of positions: the segment of each, and whether it is selected, for one key/value head."""
+        """Segment index of each position, and whether it is selected, for one key/value head."""
         if self.boundaries is not None:
             starts = torch.tensor(self.boundaries, device=positions.device)
             segment = torch.bucketize(positions, starts, right=True) - 1
@@ -64,7 +64,7 @@ class DilationGroup:
         return shifted // self.segment_length, selected
 
     def segment_bounds(self, position: int, shift: int) -> tuple[int, int]:
-        """First position and one past the last of the segment that holds ``position`` (the first may be negative)."""
+        """Start and stop of the segment that contains ``position`` (the start may be negative)."""
         if self.boundaries is not None:
             index = bisect.bisect_right(self.boundaries, position)
             return self.boundaries[index - 1], [*self.boundaries[index : index + 1], NO_END][0]
@@ -72,21 +72,21 @@ class DilationGroup:
         return start, start + self.segment_length
 
     def selected(self, segment_start: int, offset: int, start: int, stop: int) -> tuple[int, int]:
-        """The selected rows of one segment that lie in ``[start, stop)``: the first of them, and how many.
+        """First selected row and number of selected rows of one segment within ``[start, stop)``.
 
-        ``start <= stop`` lie within the segment, rows follow each other at ``dilation_rate``. Tensors do as well.
+        ``[start, stop)`` lies within the segment; selected rows are ``dilation_rate`` apart. Also accepts tensors.
         """
         first = start + (offset - (start - segment_start)) % self.dilation_rate
         return first, -((first - stop) // self.dilation_rate)
 
     def num_pairs(self, kv_head: int, num_kv_heads: int, sequence_length: int, *, is_causal: bool) -> int:
-        """How many pairs of the first ``sequence_length`` positions see each other."""
+        """Number of visible pairs among the first ``sequence_length`` positions."""
         offset, first = self.offset(kv_head, num_kv_heads), -self.shift(kv_head)
         if self.boundaries is not None:
             starts = [bound for bound in self.boundaries if bound < sequence_length]
             segments = [(start, stop, 1) for start, stop in itertools.pairwise([*starts, sequence_length])]
         else:
-            # All segments but the first and the last are alike.
+            # All segments except the first and the last are equal.
             length, count = self.segment_length, -((first - sequence_length) // self.segment_length)
             last = first + (count - 1) * length
             segments = [(first, min(first + length, sequence_length), 1)]
@@ -99,7 +99,7 @@ class DilationGroup:
         return pairs
 
     def phantoms(self, sequence_length: int, num_selected: int) -> int:
-        """How many zero keys fill a class of ``num_selected`` rows under ``tail="zero_padded"``; 0 otherwise."""
+        """Number of zero keys that fill a class of ``num_selected`` rows under ``tail="zero_padded"``, else 0."""
         if self.tail == "ragged":
             return 0
         filled = -(-min(self.segment_length, sequence_length) // self.dilation_rate)
@@ -110,23 +110,24 @@ class DilationGroup:
 class DilatedPattern(Pattern):
     """The multi-scale dilated pattern of LongNet (Ding et al. 2023, arXiv 2307.02486, section 2.2).
 
-    For the pairs ``(w_i, r_i)``, query p sees key t once for every i for which both lie in the same segment of w_i
-    positions and both are selected: ``u mod r_i == o_i``, u the position in the segment. Any length, any w, any r.
+    For each pair ``(w_i, r_i)``, query p attends to key t if both lie in the same segment of w_i positions and both
+    are selected: ``u mod r_i == o_i``, with u the position in the segment. The counts of all pairs add. Any sequence
+    length, w and r.
 
     Args:
-        segment_lengths: the segment lengths w_i, in positions, each at least 1. Kept as a tuple.
-        dilation_rates: the dilation rates r_i, each at least 1, as many as there are segment lengths. Kept as a tuple.
+        segment_lengths: segment lengths w_i, in positions, each at least 1. Stored as a tuple.
+        dilation_rates: dilation rates r_i, each at least 1, one per segment length. Stored as a tuple.
         offset_rule: ``"modulo"``: key/value head g selects the residue ``g mod r_i`` (the paper's rule).
             ``"block"``: ``g // ceil(G / r_i)`` with G key/value heads (the rule of the authors' code).
-        tail: ``"ragged"``: short classes stay short. ``"zero_padded"``: every class of a segment is filled up to
-            ``ceil(min(w_i, N) / r_i)`` keys of score 0 and value 0, as in checkpoints trained with the authors' code.
-            Under a causal mask these keys come after every query of their class and are never seen.
-        segment_shift: all segments begin this many positions earlier. A tuple is cycled over the key/value heads, so
-            that heads (or, with one pattern a layer, layers) do not share their boundaries.
+        tail: ``"ragged"``: classes with fewer rows stay short. ``"zero_padded"``: every class of a segment is padded to
+            ``ceil(min(w_i, N) / r_i)`` keys with score 0 and value 0, as in checkpoints trained with the authors' code.
+            Under a causal mask these keys come after every query of their class and are never visible.
+        segment_shift: all segments start this many positions earlier. A tuple is cycled over the key/value heads, so
+            that heads (or, with one pattern per layer, layers) do not share segment boundaries.
 
     Raises:
         TypeError: a length, rate or shift is not an integer.
-        ValueError: no or unequally many lengths and rates, a value out of range, an unknown rule or tail.
+        ValueError: the lists are empty or of unequal length, a value is out of range, or the rule or tail is unknown.
 
     >>> pattern = DilatedPattern([2048, 4096], [1, 2])
     >>> pattern.segment_lengths, pattern.dilation_rates
@@ -158,7 +159,7 @@ class DilatedPattern(Pattern):
         object.__setattr__(self, "segment_lengths", lengths)
         object.__setattr__(self, "dilation_rates", rates)
         object.__setattr__(self, "segment_shift", shifts[0] if len(shifts) == 1 else shifts)
-        # Written out by hand: torch.compile traces the construction of a pattern, but not the json module.
+        # Hand-written: torch.compile traces the construction of a pattern, but not the json module.
         numbers = ", ".join(str(list(part)) for part in (lengths, rates, shifts))
         object.__setattr__(self, "spec", f'[[{numbers}, "{self.offset_rule}", "{self.tail}"]]')
         groups = tuple(
@@ -167,27 +168,34 @@ class DilatedPattern(Pattern):
         )
         object.__setattr__(self, "groups", groups)
 
+    def __repr__(self) -> str:
+        options = (("offset_rule", "modulo"), ("tail", "ragged"), ("segment_shift", 0))
+        others = [f", {name}={getattr(self, name)!r}" for name, default in options if getattr(self, name) != default]
+        return f"DilatedPattern({list(self.segment_lengths)}, {list(self.dilation_rates)}{''.join(others)})"
+
     def for_heads(self, heads: Sequence[int], num_kv_heads: int) -> Pattern:
         return PatternOfHeads(self, tuple(heads), num_kv_heads)
 
 
 @dataclass(frozen=True)
 class SegmentedPattern(Pattern):
-    """A dilated pattern whose segments are cut where the text breaks: ragged, given by their first positions.
+    """A dilated pattern with segments of unequal length, given by their start positions.
 
-    As :class:`DilatedPattern`, with segments ``[b_j, b_(j+1))`` instead of runs of w positions. What lies past the
-    last boundary is one more segment. For packed documents the boundaries are those of every document.
+    As :class:`DilatedPattern`, with segments ``[b_j, b_(j+1))`` instead of w positions each. Positions past the last
+    boundary form one more segment. For packed documents the boundaries apply to every document.
 
     Args:
-        boundaries: for every dilation rate the first positions of the segments, ascending, from 0 on; as
-            ``selection.snap_boundaries`` gives them.
-        dilation_rates: the dilation rates r_i, each at least 1.
+        boundaries: for every dilation rate, the ascending start positions of the segments, beginning with 0; as
+            ``selection.snap_boundaries`` returns them.
+        dilation_rates: dilation rates r_i, each at least 1.
         offset_rule: see :class:`DilatedPattern`.
 
     Raises:
         TypeError: a boundary or rate is not an integer.
-        ValueError: no or unequally many, a value out of range, boundaries that do not ascend from 0.
+        ValueError: the lists are empty or of unequal length, a value is out of range, or boundaries do not ascend from
+            0.
 
+    >>> from dilated_attention_pytorch.patterns import SegmentedPattern
     >>> pattern = SegmentedPattern([[0, 3, 5]], [1])
     >>> pattern.counts(torch.arange(6), torch.tensor([4]), 1)[0, :, 0].tolist()
     [0, 0, 0, 1, 1, 0]
@@ -228,10 +236,10 @@ class SegmentedPattern(Pattern):
 
 @dataclass(frozen=True)
 class PatternOfHeads(Pattern):
-    """A dilated pattern for some of a model's key/value heads, see :meth:`Pattern.for_heads`.
+    """A dilated pattern restricted to some key/value heads, see :meth:`Pattern.for_heads`.
 
     Raises:
-        ValueError: a head is not one of ``num_kv_heads``, or there is none.
+        ValueError: an index is not one of ``num_kv_heads`` heads, or the list is empty.
     """
 
     pattern: DilatedPattern | SegmentedPattern

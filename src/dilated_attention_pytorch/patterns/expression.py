@@ -1,4 +1,4 @@
-"""Patterns as a person writes them: ``local_window(127) + global_tokens(4)``."""
+"""The parser of pattern expressions such as ``local_window(127) + global_tokens(4)``."""
 
 from __future__ import annotations
 
@@ -21,16 +21,16 @@ _CALLS: dict[str, Callable[..., Pattern]] = {
     "strided_blocks": strided_blocks,
 }
 NAMES: Sequence[str] = tuple(_CALLS)
-"""What an expression may call."""
+"""Names of the functions that an expression may call."""
 
 
 def pattern_from_expression(text: str) -> Pattern:
-    """The pattern of a sum of calls with plain numbers, lists and strings, written as in Python. Nothing is executed.
+    """Parse a sum of pattern constructors with literal arguments, in Python syntax. Nothing is executed.
 
-    The list of ``per_head`` holds sums of calls.
+    The list argument of ``per_head`` holds such sums.
 
     Raises:
-        ValueError: the text is no such sum, or a call refuses its arguments; the message says where.
+        ValueError: the text is not such a sum, or a constructor rejects its arguments; the message gives the place.
 
     >>> pattern_from_expression("strided_blocks(4, block_size=8) + DilatedPattern([256], [2])").density(1024)
     0.3125
@@ -38,7 +38,7 @@ def pattern_from_expression(text: str) -> Pattern:
     try:
         parsed = ast.parse(text.strip(), mode="eval").body
     except SyntaxError as error:
-        raise ValueError(f"{text!r} is no sum of patterns ({error.msg}); write for example {_EXAMPLE}") from None
+        raise ValueError(f"{text!r} is not a sum of patterns ({error.msg}); write for example {_EXAMPLE}") from None
     return _pattern(parsed, text)
 
 
@@ -50,9 +50,7 @@ def _pattern(node: ast.expr, text: str) -> Pattern:
         return _pattern(node.left, text) + _pattern(node.right, text)
     part = _source(node, text)
     if not isinstance(node, ast.Call) or not isinstance(node.func, ast.Name) or node.func.id not in _CALLS:
-        raise ValueError(
-            f"expected a sum of calls of {', '.join(NAMES)}, got {part!r}; write for example {_EXAMPLE}"
-        )  # fmt: skip
+        raise ValueError(f"expected a sum of calls of {', '.join(NAMES)}, got {part!r}; write for example {_EXAMPLE}")
     of_patterns = node.func.id == "per_head"
     arguments = [_argument(argument, text, part, of_patterns=of_patterns) for argument in node.args]
     keywords: dict[str, Any] = {}
@@ -81,6 +79,6 @@ def _source(node: ast.expr, text: str) -> str:
 
 def _no_plain_argument(part: str, argument: str) -> str:
     return (
-        f"{part}: arguments are plain numbers, lists and strings, written out (only per_head takes a list of "
+        f"{part}: arguments must be literal numbers, lists and strings (only per_head takes a list of "
         f"patterns), got {argument!r}"
     )

@@ -1,4 +1,4 @@
-"""What a pattern is: integers that say how often every query position sees every key position."""
+"""The pattern base class: integer counts of every pair of query and key positions."""
 
 from __future__ import annotations
 
@@ -10,6 +10,9 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
+from .reach import MOST_POSITIONS as MOST_IN_REACH
+from .reach import Reach, reach
+
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
@@ -17,33 +20,33 @@ if TYPE_CHECKING:
     from .dilated import DilationGroup
 
 MOST_POSITIONS = 1 << 31
-"""Of longer texts the pairs of positions overflow 64 bits."""
+"""Longest sequence; the number of pairs of a longer one overflows 64 bits."""
 
 
 class Pattern(ABC):
-    """Who may look at whom, and how often it counts: a count ``c[g, p, t] >= 0`` for every key/value head g.
+    """An attention pattern: a count ``c[g, p, t] >= 0`` per key/value head g, query position p and key position t.
 
     Patterns are frozen, hashable and hold integers only. They add: ``(a + b)`` has the count ``c_a + c_b``, and
-    attention under it is one softmax over everything that a query sees (docs/definition.md).
+    attention under it is one softmax over the keys of both (docs/definition.md).
     """
 
     spec: str
-    """The pattern as JSON text. Equal patterns have equal text; :func:`pattern_from_spec` reads it back."""
+    """The pattern as JSON text. Equal patterns have equal text; :func:`pattern_from_spec` parses it."""
     groups: tuple[DilationGroup, ...]
-    """The dilation groups whose counts add up to this pattern's, together with the :attr:`rules`."""
+    """The pattern's dilation groups; its count is the sum over the groups and the :attr:`rules`."""
     rules: tuple[HeadRule, ...] = ()
-    """The rules (windows, blocks, global tokens) whose counts add up to this pattern's, with the groups."""
+    """The pattern's other rules (windows, blocks, global tokens); their counts add to those of the groups."""
 
     @abstractmethod
     def for_heads(self, heads: Sequence[int], num_kv_heads: int) -> Pattern:
-        """The same pattern for a call that has only some of the heads, as where ranks split them.
+        """The pattern restricted to some key/value heads, e.g. one rank's heads under tensor parallelism.
 
         Args:
-            heads: for every key/value head of the call its number among all; any order, and one may come twice.
-            num_kv_heads: the number of all key/value heads.
+            heads: indices of the call's key/value heads among all; any order, repeats allowed.
+            num_kv_heads: total number of key/value heads.
 
         Raises:
-            ValueError: a head that is not among them, or none.
+            ValueError: an index is out of range, or the list is empty.
 
         >>> DilatedPattern([4], [2]).for_heads([1], 2).counts(torch.arange(4), torch.arange(4), 1)[0].tolist()
         [[0, 0, 0, 0], [0, 1, 0, 1], [0, 0, 0, 0], [0, 1, 0, 1]]
@@ -63,10 +66,10 @@ class Pattern(ABC):
             query_positions: integer tensor ``[N]`` of absolute positions p.
             key_positions: integer tensor ``[M]`` of absolute positions t.
             num_kv_heads: number of key/value heads G.
-            is_causal: keep ``t <= p`` only.
+            is_causal: count only ``t <= p``.
 
         Returns:
-            int32 tensor ``[G, N, M]`` on the positions' device. Costs G * N * M; for pictures, tests and the reference.
+            int32 tensor ``[G, N, M]`` on the positions' device. O(G N M): for pictures, tests and the reference.
 
         >>> DilatedPattern([4], [2]).counts(torch.arange(4), torch.arange(4), 1)[0].tolist()
         [[1, 0, 1, 0], [0, 0, 0, 0], [1, 0, 1, 0], [0, 0, 0, 0]]
@@ -90,12 +93,12 @@ class Pattern(ABC):
         return stacked
 
     def num_pairs(self, sequence_length: int, *, num_kv_heads: int = 1, is_causal: bool = False) -> int:
-        """The sum of the count over all pairs of positions and key/value heads: what attention computes, exactly.
+        """The sum of the count over all pairs of positions and key/value heads: the pairs that attention computes.
 
         Args:
             sequence_length: number of positions N, at least 1.
             num_kv_heads: number of key/value heads G.
-            is_causal: count ``t <= p`` only.
+            is_causal: count only ``t <= p``.
 
         Raises:
             ValueError: see :meth:`density`.
@@ -107,7 +110,7 @@ class Pattern(ABC):
             _check_count(name, number)
         if sequence_length > MOST_POSITIONS:
             raise ValueError(
-                f"sequence_length must be at most {MOST_POSITIONS:,}, whose pairs are counted in 64 bits, got "
+                f"sequence_length must be at most {MOST_POSITIONS:,}, so that the number of pairs fits 64 bits, got "
                 f"{sequence_length}"
             )
         for rule in self.rules:
@@ -131,23 +134,23 @@ class Pattern(ABC):
         is_causal: bool = False,
         is_training: bool = False,
     ) -> int:
-        """Operations of the matrix products of attention, multiplications and additions, exactly.
+        """Exact number of floating-point operations of attention's matrix products.
 
-        Two products of the width D for every pair that the pattern has: ``4 D`` a pair. The backward pass has five, the
-        scores' recomputation among them: ``10 D`` more, as :class:`torch.utils.flop_counter.FlopCounterMode` counts.
+        The forward pass has two products of width D per pair: ``4 D``. The backward pass has five, including the
+        recomputation of the scores: ``10 D`` more, as :class:`torch.utils.flop_counter.FlopCounterMode` counts.
 
         Args:
             sequence_length: number of positions N, at least 1.
-            num_heads: query heads H.
-            num_kv_heads: key/value heads G, which divide H; H without it.
-            head_dim: width D of a head.
-            batch_size: sequences.
-            is_causal: count ``t <= p`` only.
-            is_training: with the backward pass.
+            num_heads: number of query heads H.
+            num_kv_heads: number of key/value heads G, which divides H; None = H.
+            head_dim: head dimension D.
+            batch_size: number of sequences.
+            is_causal: count only ``t <= p``.
+            is_training: include the backward pass.
 
         Raises:
-            TypeError: a number that is no integer.
-            ValueError: a number below 1, key/value heads that do not divide the heads, or see :meth:`density`.
+            TypeError: a number is not an integer.
+            ValueError: a number is below 1, G does not divide H, or see :meth:`density`.
 
         >>> DilatedPattern([4], [2]).flops(8, num_heads=2, head_dim=16)  # 8 pairs of each head
         1024
@@ -162,19 +165,19 @@ class Pattern(ABC):
         return pairs * (num_heads // kv_heads) * batch_size * head_dim * (14 if is_training else 4)
 
     def density(self, sequence_length: int, *, num_kv_heads: int = 1, is_causal: bool = False) -> float:
-        """What attention under the pattern computes of what dense attention does: ``sum c / (G N^2)``.
+        """Fraction of dense attention's pairs that the pattern computes: ``sum c / (G N^2)``.
 
-        A pair that counts twice is computed twice. Under a causal mask it is divided by the ``N (N + 1) / 2`` pairs
-        that dense causal attention has. Exact; no N x N mask is made.
+        A pair with count 2 is computed twice. Causal: relative to the ``N (N + 1) / 2`` pairs of dense causal
+        attention. Exact, without forming an N x N mask.
 
         Args:
             sequence_length: number of positions N, at least 1.
-            num_kv_heads: number of key/value heads G, over which it is the mean.
-            is_causal: count ``t <= p`` only.
+            num_kv_heads: number of key/value heads G, averaged over.
+            is_causal: count only ``t <= p``.
 
         Raises:
-            ValueError: a number below 1, a length for which the pattern is not defined or whose pairs 64 bits do not
-                count, or more pairs of blocks than can be looked at.
+            ValueError: a number is below 1, the pattern is not defined for the length, the number of pairs overflows
+                64 bits, or there are too many block pairs to count.
 
         >>> DilatedPattern([4], [2]).density(8)
         0.125
@@ -183,17 +186,52 @@ class Pattern(ABC):
         dense = sequence_length * (sequence_length + 1) // 2 if is_causal else sequence_length**2
         return pairs / (num_kv_heads * dense)
 
+    def reach(self, sequence_length: int, num_layers: int, *, num_kv_heads: int = 1, is_causal: bool = False) -> Reach:
+        """Receptive field after several layers: which positions can influence which.
+
+        Each layer mixes the heads and has a residual connection. With ``A[p, t] = 1`` if ``p == t`` or some head has
+        ``c[g, p, t] > 0``, position p depends on the token at t after l layers iff ``(A^l)[p, t] > 0``.
+
+        Args:
+            sequence_length: number of positions N, 1 to 8,192.
+            num_layers: number of layers L with this pattern, at least 1.
+            num_kv_heads: number of key/value heads G.
+            is_causal: keep only ``t <= p``.
+
+        Returns:
+            a :class:`Reach`: the first layer of every pair, and the number of pairs by distance.
+
+        Raises:
+            TypeError: a number is not an integer.
+            ValueError: a number is out of range, or the pattern is not defined for the length or number of heads.
+
+        >>> reach = local_window(2).reach(8, 3, is_causal=True)
+        >>> [reach.farthest(layers) for layers in range(4)]
+        [0, 2, 4, 6]
+        >>> reach.first_layer[7].tolist()
+        [-1, 3, 3, 2, 2, 1, 1, 0]
+        """
+        sizes = {"sequence_length": sequence_length, "num_layers": num_layers, "num_kv_heads": num_kv_heads}
+        for name, number in sizes.items():
+            _check_count(name, number)
+        if sequence_length > MOST_IN_REACH:
+            raise ValueError(
+                f"sequence_length must be at most {MOST_IN_REACH:,}, as every pair of positions is examined, got "
+                f"{sequence_length}; take a shorter sequence with shorter segments and windows"
+            )
+        return reach(self, sequence_length, num_layers, num_kv_heads=num_kv_heads, is_causal=is_causal)
+
     def plot(
         self, sequence_length: int, *, num_kv_heads: int = 1, is_causal: bool = False, axes: Axes | None = None
     ) -> Axes:
-        """Draw the counts of the first ``sequence_length`` positions (needs the extra ``plot``, matplotlib).
+        """Plot the counts of the first ``sequence_length`` positions (needs the extra ``plot``, matplotlib).
 
         Args:
-            sequence_length: number of positions N; the picture has N x N cells, or, from 2,049 positions on, those
-                of every second, third, ... position.
-            num_kv_heads: key/value heads drawn side by side in one row of cells per head.
-            is_causal: leave out the keys after the query.
-            axes: matplotlib axes to draw on; a new figure without it.
+            sequence_length: number of positions N; the plot has N x N cells. From 2,049 positions on it shows every
+                second, third, ... position.
+            num_kv_heads: number of key/value heads, one panel each, side by side.
+            is_causal: keep only ``t <= p``.
+            axes: matplotlib axes to draw on; None = a new figure.
 
         Returns:
             The matplotlib axes.
@@ -219,7 +257,7 @@ def _summands(pattern: Pattern) -> tuple[Pattern, ...]:
 
 @dataclass(frozen=True)
 class PatternSum(Pattern):
-    """The sum of patterns: a pair of positions counts as often as it does in all of them together.
+    """The sum of patterns; their counts add.
 
     >>> both = DilatedPattern([4, 8], [1, 2]) + DilatedPattern([16], [4])
     >>> [group.segment_length for group in both.groups]
@@ -236,6 +274,9 @@ class PatternSum(Pattern):
         object.__setattr__(self, "spec", "[" + ", ".join(pattern.spec[1:-1] for pattern in self.patterns) + "]")
         object.__setattr__(self, "groups", tuple(group for pattern in self.patterns for group in pattern.groups))
         object.__setattr__(self, "rules", tuple(rule for pattern in self.patterns for rule in pattern.rules))
+
+    def __repr__(self) -> str:
+        return " + ".join(map(repr, self.patterns))
 
     def for_heads(self, heads: Sequence[int], num_kv_heads: int) -> PatternSum:
         return PatternSum(tuple(pattern.for_heads(heads, num_kv_heads) for pattern in self.patterns))

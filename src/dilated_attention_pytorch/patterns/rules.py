@@ -1,4 +1,4 @@
-"""Rules of who sees whom that are no segments: windows and fixed rectangles of positions, and what every rule has."""
+"""The base class of rules, sliding windows, and fixed rectangles of positions."""
 
 from __future__ import annotations
 
@@ -12,15 +12,15 @@ import torch
 from torch import Tensor
 
 NO_END = 1 << 62
-"""Stands for the end of what has none."""
+"""Stands for an open end."""
 Range = tuple[int, int]
-"""Positions ``[start, stop)``."""
+"""Half-open range of positions ``[start, stop)``."""
 
 
 class Spans(NamedTuple):
-    """Rectangles of positions: the queries ``[query_start, query_stop)`` see the keys ``[key_start, key_stop)``.
+    """Rectangles of positions: the queries ``[query_start, query_stop)`` attend to the keys ``[key_start, key_stop)``.
 
-    int64 ``[spans]`` each, ordered by ``query_start``, then ``key_start``. No pair lies in two of them.
+    int64 ``[spans]`` each, sorted by ``query_start``, then ``key_start``. The rectangles are disjoint.
     """
 
     query_start: Tensor
@@ -32,45 +32,45 @@ class Spans(NamedTuple):
 class Rule(ABC):
     """A count of 0 or 1 for every pair of positions and every key/value head.
 
-    Query p sees key t iff one of :meth:`spans` holds the pair and ``-before <= t - p <= after``.
+    Query p attends to key t iff one of :meth:`spans` holds the pair and ``-before <= t - p <= after``.
     """
 
     before: int | None = None
-    """How far back a query sees at most; None is any distance."""
+    """Largest distance back; None = unbounded."""
     after: int | None = None
-    """How far ahead a query sees at most; None is any distance."""
+    """Largest distance ahead; None = unbounded."""
 
     @property
     def period(self) -> int | None:
-        """Where all positions move on by a multiple of it, what is seen moves along; None: there is no such number."""
+        """Shift in positions under which the rule is invariant; None if there is none."""
         return None
 
     @property
     def reach(self) -> tuple[int | None, int | None]:
-        """Distances back and ahead beyond which nothing is seen, perhaps with gaps; None is any distance."""
+        """Bounds of the distances back and ahead of visible keys, possibly with gaps; None = unbounded."""
         return self.before, self.after
 
     @property
     @abstractmethod
     def entry(self) -> list[Any]:
-        """The rule as JSON values: its name, then its numbers."""
+        """The rule as JSON values: its name, then its parameters."""
 
     @abstractmethod
     def sees(self, kv_head: int, num_kv_heads: int, query: Tensor, key: Tensor) -> Tensor:
-        """The definition: bool, for integer tensors of positions p and t that broadcast."""
+        """The rule's definition: a bool tensor, for broadcastable integer tensors of positions p and t."""
 
     @abstractmethod
     def spans(self, kv_head: int, num_kv_heads: int, queries: Range, keys: Range) -> Spans:
-        """Every pair that the rule may show within two ranges of positions."""
+        """Rectangles that cover every visible pair within two ranges of positions."""
 
     def kind(self, kv_head: int, num_kv_heads: int) -> Hashable:
-        """Equal for heads that see alike."""
+        """A key that is equal for heads with the same visible pairs."""
         return None
 
     def last_query(self, kv_head: int, num_kv_heads: int, key: Tensor) -> Tensor:
-        """For int64 positions t the last query that sees each, or a bound on it; :data:`NO_END` where there is none.
+        """The last query that attends to each int64 position t, or an upper bound; :data:`NO_END` if unbounded.
 
-        What a bounded cache may drop is what no later query sees.
+        A bounded cache may drop a key after its last query.
         """
         return torch.full_like(key, NO_END)
 
@@ -80,10 +80,13 @@ class Rule(ABC):
 
 @dataclass(frozen=True, slots=True)
 class Window(Rule):
-    """Query p sees the keys ``p - before`` to ``p + after``."""
+    """Query p attends to the keys ``p - before`` to ``p + after``."""
 
     before: int
     after: int
+
+    def __repr__(self) -> str:
+        return f"local_window({self.before}, {self.after})" if self.after else f"local_window({self.before})"
 
     @property
     def period(self) -> int:
@@ -109,9 +112,14 @@ class Window(Rule):
 
 @dataclass(frozen=True, slots=True)
 class Rectangles(Rule):
-    """Queries ``[p0, p1)`` see keys ``[t0, t1)``, for fixed ranges that do not overlap; None is no end."""
+    """Queries ``[p0, p1)`` attend to keys ``[t0, t1)``, for fixed disjoint rectangles; None = open end."""
 
     rectangles: tuple[tuple[int, int | None, int, int | None], ...]
+
+    def __repr__(self) -> str:
+        num_tokens = self.rectangles[0][1]
+        of_tokens = ((0, num_tokens, 0, None), (num_tokens, None, 0, num_tokens))
+        return f"global_tokens({num_tokens})" if self.rectangles == of_tokens else f"Rectangles({self.rectangles})"
 
     @property
     def entry(self) -> list[Any]:
@@ -139,22 +147,27 @@ class Rectangles(Rule):
 
 
 def num_pairs(spans: Spans, before: int | None, after: int | None) -> int:
-    """How many pairs with ``-before <= t - p <= after`` the spans hold; None is no bound."""
+    """Number of pairs with ``-before <= t - p <= after`` in the spans; None = unbounded."""
+    return int(span_pairs(spans, before, after).sum())
+
+
+def span_pairs(spans: Spans, before: int | None, after: int | None) -> Tensor:
+    """:func:`num_pairs` per span; spans must not be empty."""
     height, width = spans.query_stop - spans.query_start, spans.key_stop - spans.key_start
 
     def up_to(distance: int) -> Tensor:
-        """Pairs with ``t - p <= distance``: query p sees ``p + distance + 1 - key_start`` keys, if there are."""
+        """Pairs with ``t - p <= distance``: query p has ``p + distance + 1 - key_start`` keys, if positive."""
         last = spans.query_stop + distance - spans.key_start
         return _sum_of_clamped(last, width) - _sum_of_clamped(last - height, width)
 
     pairs = height * width if after is None else up_to(after)
     if before is not None:
         pairs = pairs - up_to(-before - 1)
-    return int(pairs.sum())
+    return pairs
 
 
 def _sum_of_clamped(last: Tensor, most: Tensor) -> Tensor:
-    """The sum of ``min(i, most)`` for i from 1 to ``last``, 0 where that is less than 1."""
+    """The sum of ``min(i, most)`` for i = 1 to ``last``; 0 for ``last < 1``."""
     rising = torch.minimum(last, most).clamp(min=0)
     return rising * (rising + 1) // 2 + (last - most).clamp(min=0) * most
 

@@ -1,4 +1,4 @@
-"""From the text of a pattern back to the pattern."""
+"""The parser of pattern specs."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from .pattern import Pattern, PatternSum
 
 @functools.lru_cache(maxsize=64)
 def pattern_from_spec(spec: str) -> Pattern:
-    """The pattern whose :attr:`Pattern.spec` this is."""
+    """The pattern with this :attr:`Pattern.spec`."""
     patterns: list[Pattern] = []
     for entry in json.loads(spec):
         if entry[0] == "segments":

@@ -1,4 +1,4 @@
-"""What the queries of one shard see of the rows of another: rectangles under dilation groups, slabs under rules."""
+"""Rows of one shard that another shard's queries attend to: rectangles for dilation groups, slabs for rules."""
 
 from __future__ import annotations
 
@@ -6,12 +6,13 @@ import functools
 import math
 from collections.abc import Hashable, Iterator
 from dataclasses import dataclass, replace
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from dilated_attention_pytorch.patterns import HeadRule, Range
+from dilated_attention_pytorch.patterns.blocks import HeadRule
+from dilated_attention_pytorch.patterns.rules import NO_END, Range
 
 from .layout import Run, Shards, with_rows
 from .shards import Block, Rectangle, ShardedCall, document_at, rectangles_between, segments_beyond
@@ -19,10 +20,10 @@ from .shards import Block, Rectangle, ShardedCall, document_at, rectangles_betwe
 
 @dataclass(frozen=True, slots=True)
 class SlabPair:
-    """A run of queries and a run of keys of one document, where the pattern's rules say who sees whom.
+    """A run of queries and a run of keys of one document, connected by the pattern's rules.
 
-    What one call of the engine computes with the rules alone, as it does for slabs of one process. Rows count within
-    the two shards; of those of the keys, what no query sees is in no block.
+    The engine computes it in one call with the rules alone, as for slabs in a single process. Rows count within
+    the two shards; key rows that no query attends to are in no block.
     """
 
     queries: Run
@@ -31,11 +32,11 @@ class SlabPair:
     keys: Run
     key_position: int
     blocks: tuple[int, ...]
-    """Which blocks of the exchange hold the rows of the keys that some query sees, for the heads that see them."""
+    """Blocks of the exchange that hold the visible key rows, for the heads that attend to them."""
 
 
 class Exchange(NamedTuple):
-    """The rows of one shard that the queries of another see, and which of them see what."""
+    """The rows of one shard that the queries of another attend to, and which queries attend to which rows."""
 
     blocks: tuple[Block, ...]
     rectangles: tuple[Rectangle, ...]
@@ -43,29 +44,32 @@ class Exchange(NamedTuple):
 
 
 class _Sight(NamedTuple):
-    """What a run of queries sees of a run of keys under all rules, in rows of the whole sequence."""
+    """Visibility between a run of queries and a run of keys under all rules, in rows of the whole sequence."""
 
     begin: int
-    """Where position 0 of the document is that both have rows of."""
+    """Row of position 0 of their common document."""
     queries: Run
-    """From the first to the last that sees anything."""
+    """Range from the first to the last query with a visible key."""
     keys: dict[int, tuple[Run, ...]]
-    """For every key/value head that sees anything the rows that it sees."""
+    """Visible rows per key/value head."""
 
 
 @functools.lru_cache(maxsize=256)
 def exchange(call: ShardedCall, key_runs: tuple[Run, ...], query_runs: tuple[Run, ...]) -> Exchange:
-    """The rows of one shard that the queries of another see, and who sees them; rows count within the shards.
+    """The rows of one shard that the queries of another attend to, and their visibility; rows count within the shards.
 
-    A run that both shards hold is left out: what its rows see of each other is a call of its own. Of a run of keys
-    the rows that rules show to any query of the other shard are in its blocks once, whatever number of rules and runs
-    of queries see them; beside those of the dilation groups.
+    A run that both shards hold is excluded, since it is computed locally. Key rows that rules make visible to any query
+    of the other shard are in the blocks once, however many rules and query runs select them, in addition to the blocks
+    of the dilation groups.
     """
     of_groups, rectangles = rectangles_between(call, key_runs, query_runs)
     blocks, pairs = list(of_groups), []
     if call.pattern.rules:
         for keys, key_row in with_rows(key_runs):
-            sights = [(queries, row, _sight(call, keys, queries)) for queries, row in with_rows(query_runs)]
+            sights = [
+                (queries, row, _sight(call, call.pattern.rules, keys, queries))
+                for queries, row in with_rows(query_runs)
+            ]
             first = len(blocks)
             blocks += _blocks(_united([sight for _, _, sight in sights if sight]), key_row - keys[0])
             for queries, query_row, sight in sights:
@@ -75,10 +79,9 @@ def exchange(call: ShardedCall, key_runs: tuple[Run, ...], query_runs: tuple[Run
 
 
 def neighbours(call: ShardedCall, shards: Shards, rank: int) -> tuple[set[int], set[int]]:
-    """The ranks that may show rows to ``rank``, and those that it may show rows to: those that do, and perhaps others.
+    """The ranks that may send rows to ``rank``, and the ranks that it may send rows to (supersets of the actual ones).
 
-    Found from the rows of ``rank`` alone, so that it takes no longer the more ranks there are that share nothing with
-    it.
+    Computed from the rows of ``rank`` alone, so the cost does not grow with ranks that share nothing with it.
     """
     sources: set[int] = set()
     targets: set[int] = set()
@@ -94,14 +97,21 @@ def neighbours(call: ShardedCall, shards: Shards, rank: int) -> tuple[set[int], 
     return sources - {rank}, targets - {rank}
 
 
-def ranks_in_sight(call: ShardedCall, shards: Shards, run: Run, *, of_queries: bool) -> set[int]:
-    """The ranks with rows that rules may show to a run's queries; or with queries that they may show its keys to."""
+def ranks_in_sight(
+    call: ShardedCall, shards: Shards, run: Run, *, of_queries: bool, is_bounded: bool = False
+) -> set[int]:
+    """Ranks whose rows rules may make visible to a run's queries; or whose queries may attend to its keys.
+
+    With ``is_bounded``, only by rules other than fixed ones.
+    """
     begin, end = document_at(call, run[0])
     _, last_end = document_at(call, run[1] - 1)
-    # A run that holds several documents shares the first and the last of them with other runs.
+    # Of a run with several documents, only the first and the last are shared with other runs.
     parts = [(max(begin, 0), end)] if end == last_end else [(max(begin, 0), run[1]), (run[0], last_end)]
     found: set[int] = set()
     for rule in call.pattern.rules:
+        if is_bounded and is_fixed(call, rule):
+            continue
         before, after = rule.reach(is_causal=call.is_causal)
         back, ahead = (before, after) if of_queries else (after, before)
         for start, stop in parts:
@@ -117,7 +127,7 @@ def ranks_in_sight(call: ShardedCall, shards: Shards, run: Run, *, of_queries: b
 def _ranks_of_few(
     call: ShardedCall, shards: Shards, rule: HeadRule, run: Run, others: Run, *, of_queries: bool
 ) -> set[int]:
-    """The ranks with rows in any of a few rectangles that the rule has for a run of one document and other rows."""
+    """Ranks with rows in any of a rule's few rectangles between one document's run and other rows."""
     begin, _ = document_at(call, run[0])
     queries, keys = (run, others) if of_queries else (others, run)
     found: set[int] = set()
@@ -129,21 +139,92 @@ def _ranks_of_few(
     return found
 
 
-def seen_rows(call: ShardedCall, keys: Run, query_runs: tuple[Run, ...]) -> int:
-    """How many rows of a run of keys, of one head each, :func:`exchange` has blocks of because of rules."""
-    near = tuple(queries for queries in query_runs if _is_in_reach(call, keys, queries))
-    return _seen_rows(*moved_to_the_start(call, keys, *near)) if near else 0
+def rows_because_of_rules(call: ShardedCall, shards: Shards, rank: int) -> Iterator[tuple[int, int]]:
+    """Ranks to which rules send rows of ``rank``, each with the number of rows (per head) in :func:`exchange`.
+
+    A rank is repeated for every run of keys that is sent to it.
+    """
+    for keys in shards[rank]:
+        fixed = [
+            (one.rule, max(one.queries[0], keys[0]) if call.is_causal else one.queries[0], one.queries[1])
+            for one in fixed_rectangles(call)
+            if one.keys[0] < keys[1] and keys[0] < one.keys[1]
+        ]
+        near = ranks_in_sight(call, shards, keys, of_queries=False, is_bounded=True)
+        targets = near.union(*(shards.owners(shards.runs_between(first, stop)) for _, first, stop in fixed)) - {rank}
+        far: dict[frozenset[int], int] = {}
+        for target in targets:
+            runs = shards[target]
+            touched = frozenset(
+                index
+                for index, (_, first, stop) in enumerate(fixed)
+                if any(first < end and start < stop for start, end in runs)
+            )
+            # Outside the reach of all other rules, queries in the same rectangles see the same keys.
+            number = None if target in near else far.get(touched)
+            if number is None:
+                number = _seen_rows_of(call, _rules_of(call, {fixed[index][0] for index in touched}), keys, runs)
+                if target not in near:
+                    far[touched] = number
+            if number:
+                yield target, number
+
+
+def is_fixed(call: ShardedCall, rule: HeadRule) -> bool:
+    """Whether a rule is a few rectangles at fixed rows: in a single document, where positions are rows.
+
+    Rules without a period and without blocks have fixed positions, which restart in every document.
+    """
+    return call.documents is None and rule.period is None and rule.block_size is None
+
+
+class Fixed(NamedTuple):
+    """Queries and keys of a fixed rule's rectangle in rows of the whole sequence, causality aside."""
+
+    rule: HeadRule
+    num_heads: int
+    """Number of key/value heads with the same rectangle."""
+    queries: Run
+    keys: Run
+
+
+@functools.lru_cache(maxsize=64)
+def fixed_rectangles(call: ShardedCall) -> tuple[Fixed, ...]:
+    """All rectangles of the fixed rules. Some end beyond the last row."""
+    everything = (0, NO_END)
+    found = []
+    for rule in call.pattern.rules:
+        if is_fixed(call, rule):
+            for some in heads_alike(rule, call.num_kv_heads):
+                spans = rule.spans(some[0], call.num_kv_heads, everything, everything)
+                for first, stop, start, end in zip(*((bound - call.offset).tolist() for bound in spans), strict=True):
+                    found.append(Fixed(rule, len(some), (first, stop), (start, end)))
+    return tuple(found)
+
+
+def _rules_of(call: ShardedCall, shown: set[HeadRule]) -> tuple[HeadRule, ...]:
+    """The rules, except fixed rules without visible rows."""
+    return tuple(rule for rule in call.pattern.rules if not is_fixed(call, rule) or rule in shown)
+
+
+def _seen_rows_of(call: ShardedCall, rules: tuple[HeadRule, ...], keys: Run, query_runs: tuple[Run, ...]) -> int:
+    """Number of rows (per head) of a run of keys that :func:`exchange` sends because of some rules."""
+    near = tuple(queries for queries in query_runs if _is_in_reach(call, rules, keys, queries))
+    if not near:
+        return 0
+    moved, *runs = moved_to_the_start(call, rules, keys, *near)
+    return _seen_rows(moved, rules, *runs)
 
 
 @functools.lru_cache(maxsize=4096)
-def _seen_rows(call: ShardedCall, keys: Run, *query_runs: Run) -> int:
-    sights = [sight for queries in query_runs if (sight := _sight(call, keys, queries))]
+def _seen_rows(call: ShardedCall, rules: tuple[HeadRule, ...], keys: Run, *query_runs: Run) -> int:
+    sights = [sight for queries in query_runs if (sight := _sight(call, rules, keys, queries))]
     return sum(stop - start for runs in _united(sights).values() for start, stop in runs)
 
 
-def moved_to_the_start(call: ShardedCall, *runs: Run) -> tuple[ShardedCall | Run, ...]:
-    """The call and the runs, moved to the first rows that see alike under the call's rules: equal for all that do."""
-    periods = [rule.period for rule in call.pattern.rules]
+def moved_to_the_start(call: ShardedCall, rules: tuple[HeadRule, ...], *runs: Run) -> tuple[Any, ...]:
+    """The call and the runs, shifted to the first rows with the same visibility: a canonical cache key."""
+    periods = [rule.period for rule in rules]
     if call.documents is not None or None in periods:
         return call, *runs
     period = math.lcm(*(number for number in periods if number is not None))
@@ -152,29 +233,29 @@ def moved_to_the_start(call: ShardedCall, *runs: Run) -> tuple[ShardedCall | Run
     return moved, *((start - first, stop - first) for start, stop in runs)
 
 
-def _is_in_reach(call: ShardedCall, keys: Run, queries: Run) -> bool:
-    """Whether any rule reaches from a run of queries to one of keys."""
-    reaches = [rule.reach(is_causal=call.is_causal) for rule in call.pattern.rules]
+def _is_in_reach(call: ShardedCall, rules: tuple[HeadRule, ...], keys: Run, queries: Run) -> bool:
+    """Whether the reach of any rule extends from a run of queries to a run of keys."""
+    reaches = [rule.reach(is_causal=call.is_causal) for rule in rules]
     return any(
         (before is None or queries[0] - before < keys[1]) and (after is None or keys[0] < queries[1] + after)
         for before, after in reaches
     )
 
 
-def _sight(call: ShardedCall, keys: Run, queries: Run) -> _Sight | None:
-    """What rules show to a run of queries of another run; None is nothing."""
+def _sight(call: ShardedCall, rules: tuple[HeadRule, ...], keys: Run, queries: Run) -> _Sight | None:
+    """Visibility of one run to the queries of another under some rules; None if there is none."""
     if queries == keys or (call.is_causal and keys[0] > queries[0]):
         return None
     later, earlier = max(keys[0], queries[0]), min(keys[1], queries[1])
-    # Disjoint runs have rows of one document at most in common: documents are runs too.
+    # Disjoint runs have at most one document in common, since documents are contiguous.
     begin, end = document_at(call, earlier - 1)
     if later >= end:
         return None
     query_range, key_range = (_from(begin, (max(run[0], begin), min(run[1], end))) for run in (queries, keys))
-    found: dict[tuple[int, int], tuple[Tensor, Tensor]] = {}  # by rule and by the first of the heads that see alike
+    found: dict[tuple[int, int], tuple[Tensor, Tensor]] = {}  # by rule and first of the heads with equal visibility
     names: dict[int, tuple[tuple[int, int], ...]] = {}
     first, stop = query_range[1], query_range[0]
-    for number, rule in enumerate(call.pattern.rules):
+    for number, rule in enumerate(rules):
         for some in heads_alike(rule, call.num_kv_heads):
             rows = _rows_of_rule(call, rule, some[0], query_range, key_range)
             if rows:
@@ -193,7 +274,7 @@ def _sight(call: ShardedCall, keys: Run, queries: Run) -> _Sight | None:
 def _rows_of_rule(
     call: ShardedCall, rule: HeadRule, head: int, queries: Range, keys: Range
 ) -> tuple[Range, tuple[Tensor, Tensor]] | None:
-    """Positions of the queries that see anything, and bounds of the keys that are seen; None if nothing is."""
+    """Positions of queries with visible keys, and bounds of those keys; None if there are none."""
     back, ahead = rule.reach(is_causal=call.is_causal)
     queries, keys = _near(queries, keys, ahead, back), _near(keys, queries, back, ahead)
     if queries[0] >= queries[1] or keys[0] >= keys[1]:
@@ -201,7 +282,7 @@ def _rows_of_rule(
     spans = rule.spans(head, call.num_kv_heads, queries, keys)
     before, after = rule.band(is_causal=call.is_causal)
     first, stop, start, end = spans
-    # A band of neighbours leaves of a rectangle's edges what lies within its reach.
+    # With a band, only positions within its reach from the rectangle's edges remain.
     if before is not None:
         start, stop = torch.maximum(start, first - before), torch.minimum(stop, end + before)
     if after is not None:
@@ -214,7 +295,7 @@ def _rows_of_rule(
 
 @functools.lru_cache(maxsize=64)
 def heads_alike(rule: HeadRule, num_kv_heads: int) -> tuple[tuple[int, ...], ...]:
-    """The key/value heads that a rule is for; those that see alike under it together."""
+    """The key/value heads that a rule applies to, grouped by equal visibility."""
     alike: dict[Hashable, list[int]] = {}
     for head in range(num_kv_heads):
         kind = rule.kind(head, num_kv_heads)
@@ -224,18 +305,18 @@ def heads_alike(rule: HeadRule, num_kv_heads: int) -> tuple[tuple[int, ...], ...
 
 
 def _from(begin: int, run: Run) -> Range:
-    """Rows of the whole sequence as positions of the document that begins there."""
+    """Rows of the whole sequence as positions of the document that starts at ``begin``."""
     return run[0] - begin, run[1] - begin
 
 
 def _near(some: Range, others: Range, back: int | None, ahead: int | None) -> Range:
-    """Those of ``some`` positions that lie at most so far back from, or ahead of, any of the others."""
+    """The part of ``some`` within distance ``back`` before or ``ahead`` after any of ``others``."""
     first = some[0] if back is None else max(some[0], others[0] - back)
     return first, some[1] if ahead is None else min(some[1], others[1] + ahead)
 
 
 def _union(starts: Tensor, stops: Tensor) -> tuple[Run, ...]:
-    """Intervals as disjoint ones, in order; those that touch become one."""
+    """The union of intervals as sorted disjoint ones; adjacent intervals are joined."""
     starts, order = starts.sort()
     stops = stops[order].cummax(0).values
     is_apart = starts[1:] > stops[:-1]
@@ -246,7 +327,7 @@ def _union(starts: Tensor, stops: Tensor) -> tuple[Run, ...]:
 
 
 def _united(sights: list[_Sight]) -> dict[int, tuple[Run, ...]]:
-    """For every head the rows that any of some runs of queries see."""
+    """Per head, the rows that any of several query runs attends to."""
     if len(sights) == 1:
         return sights[0].keys
     runs_of: dict[int, list[Run]] = {}
@@ -257,7 +338,7 @@ def _united(sights: list[_Sight]) -> dict[int, tuple[Run, ...]]:
 
 
 def _blocks(runs_of: dict[int, tuple[Run, ...]], to_shard: int) -> Iterator[Block]:
-    """Rows by head as blocks; consecutive heads with the same rows share them."""
+    """Rows per head as blocks; consecutive heads with the same rows share a block."""
     heads = sorted(runs_of)
     index = 0
     while index < len(heads):
@@ -274,10 +355,14 @@ def _pair(sight: _Sight, to_query_shard: int, to_key_shard: int, blocks: list[Bl
     stop = max(runs[-1][1] for runs in sight.keys.values())
     keys = (start + to_key_shard, stop + to_key_shard)
     holding = tuple(
-        number for number in range(first, len(blocks))
+        number
+        for number in range(first, len(blocks))
         if blocks[number].row < keys[1] and keys[0] < blocks[number].row + blocks[number].count
-    )  # fmt: skip
+    )
     return SlabPair(
-        (sight.queries[0] + to_query_shard, sight.queries[1] + to_query_shard), sight.queries[0] - sight.begin,
-        keys, start - sight.begin, holding,
-    )  # fmt: skip
+        (sight.queries[0] + to_query_shard, sight.queries[1] + to_query_shard),
+        sight.queries[0] - sight.begin,
+        keys,
+        start - sight.begin,
+        holding,
+    )

@@ -1,4 +1,4 @@
-"""Partials of rules: dense rectangles and bands where they lie, and lists of key blocks that are gathered first."""
+"""Partials of rules: dense rectangles and bands over views, and lists of key blocks that are gathered first."""
 
 from __future__ import annotations
 
@@ -9,44 +9,45 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from dilated_attention_pytorch.patterns import HeadRule, Spans
+from dilated_attention_pytorch.patterns.blocks import HeadRule
+from dilated_attention_pytorch.patterns.rules import Spans
 
 from .geometry import Bands, Partial, Slabs, dense_and_causal
 
 _BAND_ROWS = (64, 128, 256)
-"""Query rows of a partial that a narrow, a middle or a wide band cuts through: the more, the more masked pairs."""
+"""Query rows per partial for narrow, medium and wide bands; more rows mean more masked pairs."""
 _NARROW = 512
-"""Keys from which a band is no longer narrow."""
+"""Key count above which a band is not narrow."""
 _WIDE = 2560
-"""Keys from which a band is wide and cut, so that only its edges are masked: a mask is read for every score."""
+"""Key count above which a band is split so that only its edges are masked: reading a mask costs per score."""
 _KEYS_TOGETHER = 16
-"""Scores of a row that begin on a cache line: worth some masked keys."""
+"""Scores per cache line; alignment is worth a few masked keys."""
 
 
 class KeyLists(NamedTuple):
-    """Problems of equally many query rows and equally many keys.
+    """Problems with equal numbers of query rows and of keys.
 
-    Problem i has, for every j, the ``rows_of_range`` query rows from ``query_rows[i, j]`` on, and the units of keys
+    Problem i has, for every j, the ``rows_of_range`` query rows starting at ``query_rows[i, j]``, and the key units
     ``units[i]``.
     """
 
     query_rows: Tensor
-    """int64 ``[problems, ranges of a problem]``; no two problems share a row. Rows count within the query slab."""
+    """int64 ``[problems, ranges per problem]``; disjoint between problems. Rows count within the query slab."""
     rows_of_range: int
     units: Tensor
-    """int64 ``[problems, units of a problem]``, counted from the first that any list has."""
+    """int64 ``[problems, units per problem]``, relative to the first unit of any list."""
 
     @property
     def num_queries(self) -> int:
-        """Query rows of every problem."""
+        """Query rows per problem."""
         return self.query_rows.shape[1] * self.rows_of_range
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Gathered:
-    """Problems whose query rows all see all keys of a list of the problem's own, the same for every one of ``heads``.
+    """Problems in which all query rows attend to all keys of the problem's list, equal for all ``heads``.
 
-    Their keys are whole units of ``unit`` rows; unit 0 begins at the row ``first_key`` of the key slab.
+    Keys are whole units of ``unit`` rows; unit 0 starts at row ``first_key`` of the key slab.
     """
 
     lists: tuple[KeyLists, ...]
@@ -56,20 +57,20 @@ class Gathered:
     """One past the last unit of any list."""
     heads: tuple[int, ...]
     is_first: bool = False
-    """No partial before it in the plan touches the same query rows."""
+    """Whether no earlier partial of the plan writes to the same query rows."""
 
     @property
     def num_pairs(self) -> int:
-        """Pairs of a query and a key that are computed, for one query head per key/value head."""
+        """Number of query-key pairs computed, per query head of a key/value head."""
         return sum(alike.num_queries * alike.units.numel() for alike in self.lists) * self.unit * len(self.heads)
 
 
 def rule_partials(
     rule: HeadRule, heads: tuple[int, ...], num_kv_heads: int, slabs: Slabs, *, is_causal: bool, bands: Bands
 ) -> tuple[list[Partial], list[Gathered]]:
-    """The partials of one rule for key/value heads that see alike, and those whose keys are gathered first.
+    """The partials of one rule for key/value heads with equal visibility, and the gathered ones.
 
-    Partials come head by head. ``is_first`` of the result says which of them no other touches the rows of before.
+    Sorted by head. ``is_first`` marks partials whose rows no earlier one writes to.
     """
     queries, keys = (slabs.query_start, slabs.query_stop), (slabs.key_start, slabs.key_stop)
     spans = rule.spans(heads[0], num_kv_heads, queries, keys)
@@ -97,11 +98,14 @@ def rule_partials(
             gathered = [replace(one, is_first=True) for one in gathered]
     partials = [
         replace(
-            partial, head=head, query_row=partial.query_row + slabs.query_origin,
+            partial,
+            head=head,
+            query_row=partial.query_row + slabs.query_origin,
             key_row=partial.key_row + slabs.key_origin,
         )
-        for head in heads for partial in partials
-    ]  # fmt: skip
+        for head in heads
+        for partial in partials
+    ]
     return partials, gathered
 
 
@@ -110,17 +114,17 @@ def _rectangles(spans: Spans) -> list[tuple[int, int, int, int]]:
 
 
 def _band(query: int, query_stop: int, key: int, key_stop: int, before: int, after: int) -> Partial:
-    """A band across a rectangle, of the keys that any query sees."""
+    """A band across a rectangle, restricted to visible keys."""
     first, last = max(key, query - before), min(key_stop, query_stop + after)
     band = (query - before - first, query + after - first)
     return Partial(query, first, query_stop - query, max(0, last - first), 1, 0, band=band, is_first=True)
 
 
 def _banded(query: int, query_stop: int, key: int, key_stop: int, before: int, after: int) -> Iterator[Partial]:
-    """A band across a rectangle: for a few rows at a time all keys that any of them sees, masked.
+    """A band across a rectangle: for a few rows at a time, all keys visible to any of them, masked.
 
-    Of a wide band the keys that all of the rows see come apart from the edges that it cuts through, and only those are
-    masked. They come in an order in which :func:`fold` finds runs of partials that share no key.
+    In a wide band, keys visible to all of the rows are separate from the edges, and only the edges are
+    masked. The order lets :func:`fold` find runs of partials with disjoint keys.
     """
     width = before + after + 1
     narrow, middle, many = _BAND_ROWS
@@ -146,7 +150,7 @@ def _banded(query: int, query_stop: int, key: int, key_stop: int, before: int, a
 
 
 def _cut_by_causality(spans: Spans) -> tuple[list[Partial], Spans]:
-    """Causal squares of the spans that the diagonal cuts, and the spans that all of their queries see."""
+    """Causal squares where the diagonal crosses the spans, and the spans that are visible to all of their queries."""
     is_whole = spans.key_stop - 1 <= spans.query_start
     is_cut = ~is_whole & (spans.key_start < spans.query_stop)
     squares, rectangles = [], [tuple(column[is_whole] for column in spans)]
@@ -168,8 +172,8 @@ def _cut_by_causality(spans: Spans) -> tuple[list[Partial], Spans]:
 
 
 def _gathered(spans: Spans, block_size: int, slabs: Slabs, heads: tuple[int, ...]) -> list[Gathered]:
-    """Lists of whole key blocks, and of the rows of blocks of which the slab holds a part."""
-    # Positions of blocks that lie in the span as a whole.
+    """Lists of whole key blocks, and of the rows of blocks that are only partly in the slab."""
+    # Positions of blocks that lie entirely in the span.
     inner_start = -(-spans.key_start // block_size) * block_size
     inner_stop = torch.maximum(spans.key_stop // block_size * block_size, inner_start)
     outer = [
@@ -178,13 +182,14 @@ def _gathered(spans: Spans, block_size: int, slabs: Slabs, heads: tuple[int, ...
     ]
     rest = Spans(*(torch.cat(columns) for columns in zip(*outer, strict=True)))
     found = (
-        _lists(Spans(*spans[:2], inner_start, inner_stop), block_size, slabs, heads), _lists(rest, 1, slabs, heads)
-    )  # fmt: skip
+        _lists(Spans(*spans[:2], inner_start, inner_stop), block_size, slabs, heads),
+        _lists(rest, 1, slabs, heads),
+    )
     return [gathered for gathered in found if gathered is not None]
 
 
 def _lists(spans: Spans, unit: int, slabs: Slabs, heads: tuple[int, ...]) -> Gathered | None:
-    """Spans of whole units as problems, those with equally many queries and keys together."""
+    """Spans of whole units as problems, grouped by numbers of queries and keys."""
     counts = ((spans.key_stop - spans.key_start) // unit).clamp(min=0)
     order = torch.argsort(spans.query_start * _ROW_BOUND + spans.query_stop - spans.query_start, stable=True)
     order = order[counts[order] > 0]
@@ -194,7 +199,7 @@ def _lists(spans: Spans, unit: int, slabs: Slabs, heads: tuple[int, ...]) -> Gat
     problems, problem_of, _ = torch.unique_consecutive(names, dim=0, return_inverse=True, return_counts=True)
     counts = counts[order]
     starts = spans.key_start[order]
-    # Unit numbers of every span, one after the other.
+    # Unit numbers of every span, concatenated.
     before = counts.cumsum(0) - counts
     place = torch.arange(int(counts.sum())) - before.repeat_interleave(counts)
     units = (starts // unit).repeat_interleave(counts) + place
@@ -209,20 +214,20 @@ def _lists(spans: Spans, unit: int, slabs: Slabs, heads: tuple[int, ...]) -> Gat
         places = (ends[of_size] - num_units).unsqueeze(1) + torch.arange(num_units)
         query_rows = problems[of_size, 0] + slabs.query_origin
         found += [KeyLists(rows, num_queries, lists) for rows, lists in _alike(query_rows, units[places])]
-    # Units begin at multiples of the unit in the document: in the slab that may be some rows on.
+    # Units are aligned within the document, which may be offset in the slab.
     first_key = slabs.key_origin + first_unit * unit
     return Gathered(tuple(found), unit, first_key, int(units.max()) + 1, heads)
 
 
 def _alike(query_rows: Tensor, lists: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
-    """Ranges of query rows with the same list of keys as one problem; problems of equally many ranges together."""
+    """Merge ranges of query rows with the same key list into one problem; group problems by number of ranges."""
     unique, problem_of, counts = torch.unique(lists, dim=0, return_inverse=True, return_counts=True)
-    # The ranges of a problem, one problem after the other.
+    # Ranges sorted by problem.
     rows = query_rows[torch.argsort(problem_of, stable=True)]
     starts = counts.cumsum(0) - counts
     for number in counts.unique().tolist():
         problems = (counts == number).nonzero().squeeze(1)
-        # In the order of their rows, which then often are one run.
+        # In row order, so that they are often contiguous.
         problems = problems[torch.argsort(rows[starts[problems]])]
         yield rows[starts[problems].unsqueeze(1) + torch.arange(number)], unique[problems]
 
@@ -231,7 +236,7 @@ _ROW_BOUND = 1 << 31
 
 
 def _share_no_row(gathered: list[Gathered]) -> bool:
-    """Whether no two problems have a query row in common."""
+    """Whether the query rows of all problems are disjoint."""
     lists = [alike for one in gathered for alike in one.lists]
     if not lists:
         return True

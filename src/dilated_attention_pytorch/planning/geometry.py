@@ -1,4 +1,4 @@
-"""Partials as geometry: which slab of queries meets which slab of keys, as strided rows with nothing left to decide."""
+"""Partials as geometry: strided query and key slabs, repeated along axes."""
 
 from __future__ import annotations
 
@@ -8,16 +8,17 @@ from typing import Literal
 
 import torch
 
-from dilated_attention_pytorch.patterns import DilationGroup, Spans, num_pairs
+from dilated_attention_pytorch.patterns.dilated import DilationGroup
+from dilated_attention_pytorch.patterns.rules import Spans, num_pairs
 
 Bands = Literal["cut", "whole"]
-"""How windows and the causal mask are planned: as partials that kernels without a band can compute, or as the bands
-that they are."""
+"""Planning of windows and the causal mask: "cut" into partials for kernels without band support, or "whole" as bands.
+"""
 
 
 @dataclass(frozen=True, slots=True)
 class Axis:
-    """``size`` copies of a partial, each ``rows`` rows and ``heads`` key/value heads further than the one before."""
+    """``size`` copies of a partial, each shifted by ``rows`` rows and ``heads`` key/value heads."""
 
     size: int
     rows: int
@@ -28,8 +29,8 @@ class Axis:
 class Partial:
     """Dense attention between ``num_queries`` and ``num_keys`` rows, ``step`` rows apart, repeated along ``axes``.
 
-    Rows count from the first row of the query slab and of the key slab. A causal partial is square: its i-th query
-    sees its first i + 1 keys. Without keys it stands for ``phantoms`` keys of score 0 and value 0.
+    Rows count from the first row of the query slab and of the key slab. A causal partial is square: query i
+    attends to the first i + 1 keys. A partial without keys stands for ``phantoms`` keys of score 0 and value 0.
     """
 
     query_row: int
@@ -41,14 +42,14 @@ class Partial:
     is_causal: bool = False
     phantoms: int = 0
     band: tuple[int, int] | None = None
-    """The i-th query sees the j-th key iff ``j - i`` lies within these two numbers; None is no bound."""
+    """Query i attends to key j iff ``j - i`` is within these two bounds; None = unbounded."""
     is_first: bool = False
-    """No partial before it in the plan touches the same query rows."""
+    """Whether no earlier partial of the plan writes to the same query rows."""
     axes: tuple[Axis, ...] = ()
 
     @property
     def num_problems(self) -> int:
-        """How many independent problems the axes span."""
+        """Number of independent problems along the axes."""
         problems = 1
         for axis in self.axes:
             problems *= axis.size
@@ -56,7 +57,7 @@ class Partial:
 
     @property
     def num_pairs(self) -> int:
-        """Pairs of a query and a key that the partial computes, for one query head per key/value head."""
+        """Number of query-key pairs, per query head of a key/value head."""
         if self.band is not None:
             rectangle = Spans(*(torch.tensor([bound]) for bound in (0, self.num_queries, 0, self.num_keys)))
             return num_pairs(rectangle, -self.band[0], self.band[1]) * self.num_problems
@@ -66,9 +67,9 @@ class Partial:
 
 @dataclass(frozen=True, slots=True)
 class Slabs:
-    """A run of query positions and a run of key positions of one document of ``length`` positions.
+    """A range of query positions and a range of key positions of one document of ``length`` positions.
 
-    Position 0 of the document would be row ``query_origin`` of the query slab and row ``key_origin`` of the key slab.
+    Position 0 of the document corresponds to row ``query_origin`` of the query slab and ``key_origin`` of the key slab.
     """
 
     query_origin: int
@@ -119,16 +120,16 @@ def group_partials(
 def dense_and_causal(
     query: int, num_queries: int, key: int, num_keys: int, step: int, head: int, *, is_causal: bool, bands: Bands
 ) -> Iterator[Partial]:
-    """Queries and keys of one class of one segment, cut so that every partial is dense or a causal square.
+    """Split queries and keys of one class of one segment into dense partials and causal squares.
 
-    Bands that stay whole make one partial of them, a band where it is neither.
+    With whole bands, a single partial, with a band where it is neither dense nor causal.
     """
-    ahead = (key - query) // step  # queries before the first key see nothing
+    ahead = (key - query) // step  # queries before the first key attend to nothing
     if is_causal and ahead > 0:
         query, num_queries, ahead = key, num_queries - ahead, 0
     if not num_keys or num_queries <= 0:
         return
-    behind = min(-ahead, num_keys)  # keys before the first query are seen by every query
+    behind = min(-ahead, num_keys)  # keys before the first query are visible to every query
     of_first = min(behind + 1, num_keys)
     if not is_causal or of_first == num_keys or num_queries == 1:
         yield Partial(query, key, num_queries, of_first if is_causal else num_keys, step, head)
@@ -145,9 +146,9 @@ def dense_and_causal(
 
 
 def fold(partials: Sequence[Partial]) -> list[Partial]:
-    """Runs of equal partials at a constant distance become one partial with one axis more, level by level.
+    """Fold runs of equal partials at a constant distance into one partial with one more axis, level by level.
 
-    The problems of one partial never share a row of a query or of a key: gradients are added to them at once.
+    Problems of one partial never share a query or key row, since gradients are accumulated in one operation.
     """
     folded = list(partials)
     while True:
@@ -161,9 +162,16 @@ def _fold_once(partials: list[Partial]) -> list[Partial]:
     by_shape: dict[tuple[object, ...], list[Partial]] = {}
     for partial in partials:
         shape = (
-            partial.num_queries, partial.num_keys, partial.step, partial.is_causal, partial.phantoms, partial.band,
-            partial.is_first, partial.axes, partial.key_row - partial.query_row,
-        )  # fmt: skip
+            partial.num_queries,
+            partial.num_keys,
+            partial.step,
+            partial.is_causal,
+            partial.phantoms,
+            partial.band,
+            partial.is_first,
+            partial.axes,
+            partial.key_row - partial.query_row,
+        )
         by_shape.setdefault(shape, []).append(partial)
     folded = []
     for alike in by_shape.values():
@@ -173,7 +181,7 @@ def _fold_once(partials: list[Partial]) -> list[Partial]:
             if index + 1 < len(alike):
                 rows = alike[index + 1].query_row - first.query_row
                 heads = alike[index + 1].head - first.head
-                # Partials that step back stay apart: strides of a view cannot be negative.
+                # Partials with a negative step stay separate: strides of a view cannot be negative.
                 shares_rows = heads == 0 and rows < _extent(first)
                 while min(rows, heads) >= 0 and not shares_rows and index + size < len(alike):
                     following = alike[index + size]
@@ -188,6 +196,6 @@ def _fold_once(partials: list[Partial]) -> list[Partial]:
 
 
 def _extent(partial: Partial) -> int:
-    """Rows from the first to one past the last that a problem of one head touches, of queries or of keys."""
+    """Number of rows spanned by a problem of one head, of queries or of keys."""
     rows = (max(partial.num_queries, partial.num_keys, 1) - 1) * partial.step + 1
     return rows + sum((axis.size - 1) * axis.rows for axis in partial.axes if axis.heads == 0)

@@ -1,4 +1,4 @@
-"""Which rows of a sequence every rank holds: by arithmetic, so that nothing grows with the number of ranks."""
+"""Row layouts of sharded sequences, in closed form, so that nothing grows with the number of ranks."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ Run = tuple[int, int]
 def shard_runs(
     num_rows: int, num_shards: int, shard: int, layout: Layout, *, part: tuple[int, int] = (0, 1)
 ) -> tuple[Run, ...]:
-    """The runs of rows of one shard, in its order; none of them is empty or touches the next.
+    """The non-empty, non-adjacent row ranges of one shard, in its order.
 
-    ``"contiguous"``: the shard-th of ``num_shards`` runs. ``"zigzag"``: of twice as many pieces the shard-th from the
-    start and the shard-th from the end, which balances the work under a causal mask (Llama 3, arXiv 2407.21783,
-    section 3.3.2). Sizes differ by one row where they must, the first are the larger. ``part = (j, M)`` is the j-th of
+    ``"contiguous"``: chunk ``shard`` of ``num_shards``. ``"zigzag"``: of twice as many chunks, number ``shard`` from
+    the start and from the end, which balances the work under a causal mask (Llama 3, arXiv 2407.21783,
+    section 3.3.2). Sizes differ by at most one row, the first are the larger. ``part = (j, M)`` selects the j-th of
     M parts of the shard's rows.
     """
     pieces = [shard] if layout == "contiguous" else [shard, 2 * num_shards - 1 - shard]
@@ -40,7 +40,7 @@ def shard_runs(
 
 
 def with_rows(runs: tuple[Run, ...]) -> Iterator[tuple[Run, int]]:
-    """Every run with the row of the shard that it begins at."""
+    """Every run with its first row within the shard."""
     row = 0
     for run in runs:
         yield run, row
@@ -49,11 +49,11 @@ def with_rows(runs: tuple[Run, ...]) -> Iterator[tuple[Run, int]]:
 
 @dataclass(frozen=True, slots=True)
 class Shards:
-    """The shards of one sequence: ``shards[rank]`` are :func:`shard_runs` of a rank.
+    """The shards of one sequence: ``shards[rank]`` are the :func:`shard_runs` of a rank.
 
-    The runs of all ranks are numbered in the order of the sequence. Run i is that of rank i, and from run ``size`` on
-    (zigzag: the second half, whose first piece is joined with the last of the first half) those of the ranks
-    ``size - 2`` and down.
+    Runs of all ranks are numbered in sequence order. Run i belongs to rank i; runs from ``size`` on (the second half of
+    a zigzag layout, whose first chunk is joined with the last of the first half) belong to ranks ``size - 2``
+    downwards.
     """
 
     num_rows: int
@@ -74,17 +74,17 @@ class Shards:
 
     @property
     def num_runs(self) -> int:
-        """Runs of all ranks."""
+        """Number of runs of all ranks."""
         if self.layout == "contiguous" or self.num_rows <= self.size:
             return min(self.size, self.num_rows)
         return min(2 * self.size, self.num_rows) - 1
 
     def owner(self, run: int) -> int:
-        """The rank that holds a run, by its number."""
+        """The rank that holds run number ``run``."""
         return run if run < self.size else 2 * self.size - 2 - run
 
     def owner_of(self, runs: Tensor) -> Tensor:
-        """:meth:`owner` of a tensor of runs."""
+        """:meth:`owner` for a tensor of run numbers."""
         return torch.where(runs < self.size, runs, 2 * self.size - 2 - runs)
 
     def bounds(self) -> tuple[Tensor, Tensor]:
@@ -101,26 +101,26 @@ class Shards:
         return range(self._run_at(start), self._run_at(stop - 1) + 1)
 
     def owners(self, runs: range) -> set[int]:
-        """The ranks that hold any of some runs."""
+        """The ranks that hold any of the runs."""
         return {rank for first, stop in self.rank_ranges(runs.start, runs.stop) for rank in range(first, stop)}
 
     def rank_ranges(self, first: int, stop: int) -> tuple[Run, ...]:
-        """The ranks that hold any of the runs ``[first, stop)``, as ascending ranges that neither touch nor overlap."""
+        """The ranks that hold any of the runs ``[first, stop)``, as sorted disjoint non-adjacent ranges."""
         size = self.size
         found = sorted(
-            (a, b) for a, b in (
-                (first, min(stop, size)), (2 * size - 1 - stop, 2 * size - 1 - max(first, size))
-            ) if a < b
-        )  # fmt: skip
+            (a, b)
+            for a, b in ((first, min(stop, size)), (2 * size - 1 - stop, 2 * size - 1 - max(first, size)))
+            if a < b
+        )
         if len(found) == 2 and found[1][0] <= found[0][1]:
             return ((found[0][0], max(found[0][1], found[1][1])),)
         return tuple(found)
 
     def _cut(self, run: int) -> int:
-        """Where a run begins, or, for the number of runs, where the last one ends."""
+        """First row of a run; for the number of runs, the end of the last one."""
         if self.layout == "contiguous":
             return _cut(self.num_rows, self.size, run)
-        # The last piece of the first half and the first of the second are one run.
+        # The last chunk of the first half and the first of the second half form one run.
         return _cut(self.num_rows, 2 * self.size, run if run < self.size else run + 1)
 
     def _run_at(self, row: int) -> int:
@@ -132,7 +132,7 @@ class Shards:
 
 
 def _cut(size: int, parts: int, index: int) -> int:
-    """Where the index-th of ``parts`` parts begins."""
+    """Start of part ``index`` of ``parts`` parts."""
     return index * (size // parts) + min(index, size % parts)
 
 

@@ -1,4 +1,4 @@
-"""How many pairs of a query and a key every rank computes: counted for all of them at once."""
+"""Number of query-key pairs per rank, counted for all ranks at once."""
 
 from __future__ import annotations
 
@@ -8,10 +8,12 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-from dilated_attention_pytorch.patterns import DilationGroup, HeadRule, Range
-from dilated_attention_pytorch.patterns import num_pairs as pairs_of_spans
+from dilated_attention_pytorch.patterns.blocks import HeadRule
+from dilated_attention_pytorch.patterns.dilated import DilationGroup
+from dilated_attention_pytorch.patterns.rules import Range, Spans, span_pairs
+from dilated_attention_pytorch.patterns.rules import num_pairs as pairs_of_spans
 
-from .exchange import heads_alike
+from .exchange import fixed_rectangles, heads_alike, is_fixed
 from .layout import Run, Shards
 from .segments import bounds_of, heads_of, num_selected
 from .shards import ShardedCall, document_at
@@ -19,12 +21,14 @@ from .shards import ShardedCall, document_at
 
 @functools.lru_cache(maxsize=64)
 def num_pairs(call: ShardedCall, shards: Shards) -> tuple[int, ...]:
-    """Pairs of a query and a key that every rank computes, for one query head per key/value head."""
+    """Query-key pairs that every rank computes, per query head of a key/value head."""
     num_rows = shards.num_rows
     found = [
         (*part, min(end, num_rows), rank)
-        for rank, runs in enumerate(shards) for run in runs for *part, end in _by_document(call, run)
-    ]  # fmt: skip
+        for rank, runs in enumerate(shards)
+        for run in runs
+        for *part, end in _by_document(call, run)
+    ]
     first, stop, begin, end, ranks = torch.tensor(found, dtype=torch.int64).view(-1, 5).T
     total = torch.zeros(len(shards), dtype=torch.int64)
     for group in call.pattern.groups:
@@ -36,17 +40,18 @@ def num_pairs(call: ShardedCall, shards: Shards) -> tuple[int, ...]:
             for row, stop_row, start, stop_of_all, _ in found
         ]
         total.index_add_(0, ranks, torch.tensor(of_rules, dtype=torch.int64))
+        total.index_add_(0, ranks, _pairs_of_fixed_rules(call, first, stop, num_rows))
     return tuple(total.tolist())
 
 
 def _pairs(call: ShardedCall, group: DilationGroup, first: Tensor, stop: Tensor, begin: Tensor, end: Tensor) -> Tensor:
-    """Pairs of the queries in rows ``[first, stop)`` of a document under one group, for every head.
+    """Pairs of the queries in rows ``[first, stop)`` of a document under one group, per head.
 
-    The document has rows ``[max(begin, 0), end)``, and ``begin`` is where its position 0 is.
+    The document has rows ``[max(begin, 0), end)``, and its position 0 is at row ``begin``.
     """
     assert group.boundaries is None, "segments of one length are counted, and callers refuse others"
     offsets, shifts = heads_of(call, group)
-    # Segments of the first row and of the last, in rows of the whole sequence.
+    # Segments of the first and the last row, in rows of the whole sequence.
     (start, after), (last, beyond) = (bounds_of(group, row - begin, shifts, begin) for row in (first, stop - 1))
 
     def rows(of_segment: Tensor, from_row: Tensor, to_row: Tensor) -> Tensor:
@@ -67,20 +72,38 @@ def _pairs(call: ShardedCall, group: DilationGroup, first: Tensor, stop: Tensor,
 
 
 def _pairs_of_rules(call: ShardedCall, queries: Range, keys: Range) -> int:
-    """Pairs of two ranges of positions of one document under all rules, for every head that they are for."""
+    """Pairs of two position ranges of one document under rules that are not fixed, summed over their heads."""
     total = 0
     for rule in call.pattern.rules:
+        if is_fixed(call, rule):
+            continue
         before, after = rule.reach(is_causal=call.is_causal)
         first = keys[0] if before is None else max(keys[0], queries[0] - before)
         stop = keys[1] if after is None else min(keys[1], queries[1] + after)
-        # Moved to the first positions that see alike: ranks far from the ends are all one call.
+        # Shifted to a canonical position, so that ranks far from the ends share one cached call.
         period = rule.period
         to = 0 if period is None else min(first, queries[0]) // period * period
         for heads in heads_alike(rule, call.num_kv_heads):
             total += len(heads) * _pairs_of_rule(
-                rule, heads[0], call.num_kv_heads, (queries[0] - to, queries[1] - to), (first - to, stop - to),
+                rule,
+                heads[0],
+                call.num_kv_heads,
+                (queries[0] - to, queries[1] - to),
+                (first - to, stop - to),
                 is_causal=call.is_causal,
-            )  # fmt: skip
+            )
+    return total
+
+
+def _pairs_of_fixed_rules(call: ShardedCall, first: Tensor, stop: Tensor, num_rows: int) -> Tensor:
+    """Pairs of the queries in rows ``[first, stop)`` under the fixed rules, summed over their heads."""
+    total = torch.zeros_like(first)
+    for rule, num_heads, queries, keys in fixed_rectangles(call):
+        rows = (first.clamp(min=queries[0]), stop.clamp(max=queries[1]))
+        bounds = (torch.full_like(first, max(keys[0], 0)), torch.full_like(first, min(keys[1], num_rows)))
+        is_any = (rows[0] < rows[1]) & (bounds[0] < bounds[1])
+        pairs = span_pairs(Spans(*rows, *bounds), *rule.band(is_causal=call.is_causal))
+        total += torch.where(is_any, pairs, 0) * num_heads
     return total
 
 
@@ -92,7 +115,7 @@ def _pairs_of_rule(
 
 
 def _by_document(call: ShardedCall, run: Run) -> Iterator[tuple[int, int, int, int]]:
-    """The parts of a run that lie in one document each: first row, stop, and the document's :func:`document_at`."""
+    """The parts of a run by document: first row, stop, and the document's :func:`document_at`."""
     first = run[0]
     while first < run[1]:
         begin, end = document_at(call, first)

@@ -1,4 +1,4 @@
-"""From a pattern and lengths to tiles of partials. Cached; knows no tensor's values."""
+"""The planner: from a pattern and lengths to cached tiles of partials, independent of tensor values."""
 
 from __future__ import annotations
 
@@ -6,7 +6,9 @@ import functools
 from collections.abc import Hashable, Iterator
 from dataclasses import dataclass, replace
 
-from dilated_attention_pytorch.patterns import NO_END, DilationGroup, Pattern
+from dilated_attention_pytorch.patterns import Pattern
+from dilated_attention_pytorch.patterns.dilated import DilationGroup
+from dilated_attention_pytorch.patterns.rules import NO_END
 
 from .gathered import Gathered, rule_partials
 from .geometry import Bands, Partial, Slabs, fold, group_partials
@@ -14,7 +16,7 @@ from .geometry import Bands, Partial, Slabs, fold, group_partials
 
 @dataclass(frozen=True, slots=True)
 class Call:
-    """What a plan depends on: the sizes of one call, and where its slabs and documents lie. No tensor."""
+    """The cache key of a plan: sizes of a call, and positions of its slabs and documents; no tensors."""
 
     pattern: Pattern
     batch_size: int
@@ -26,12 +28,12 @@ class Call:
     key_offset: int
     is_causal: bool
     documents: tuple[int, ...] | None = None
-    """Boundaries of packed documents (``cu_seqlens``) in absolute positions; None is one document without an end."""
+    """Boundaries of packed documents (``cu_seqlens``) in absolute positions; None = one unbounded document."""
 
 
 @dataclass(frozen=True, slots=True)
 class Tile:
-    """Rows and heads that no partial leaves: they can be computed, merged and rounded on their own."""
+    """A closed set of rows and heads: it can be computed, merged and rounded independently."""
 
     query_rows: tuple[int, int]
     key_rows: tuple[int, int]
@@ -46,21 +48,21 @@ class Plan:
     tiles: tuple[Tile, ...]
     batch_step: int
     num_pairs: int
-    """Pairs of a query and a key, summed over groups, query heads and the batch: sum of the pattern's count."""
+    """Query-key pairs over groups, query heads and the batch: the sum of the pattern's count."""
 
 
 _TILE_FLOOR = 1 << 20
-"""Elements; smaller tiles gain no memory worth having and cost calls."""
+"""Minimum number of elements; smaller tiles save no significant memory and add calls."""
 
 
 def tile_size(num_rows: int, head_dim: int, itemsize: int) -> int:
-    """Rows times query heads of a tile, so that what is kept of one beside the operands is a small part of them.
+    """Tile size in rows times query heads, such that temporaries of a tile are small relative to the operands.
 
     Args:
         num_rows: rows times heads times sequences of the larger of query and key.
-        head_dim: width of a head.
-        itemsize: bytes of a number of the operands. Low precision holds three float32 accumulators of a tile beside
-            the gradients.
+        head_dim: head dimension.
+        itemsize: bytes per element of the operands. In low precision, a tile has three float32 accumulators in addition
+            to the gradients.
     """
     parts = 24 if itemsize >= 4 else 48
     return max(1, max(num_rows * head_dim // parts, _TILE_FLOOR) // head_dim)
@@ -68,14 +70,14 @@ def tile_size(num_rows: int, head_dim: int, itemsize: int) -> int:
 
 @functools.lru_cache(maxsize=128)
 def plan(call: Call, tile_size: int, *, bands: Bands = "cut") -> Plan:
-    """Cut a call into tiles of about ``tile_size`` rows times query heads, never cutting through a segment.
+    """Split a call into tiles of about ``tile_size`` rows times query heads, without splitting a segment.
 
     ``bands``: how windows and the causal mask are planned.
 
-    Windows and blocks reach across any boundary: with a rule in the pattern no document is cut.
+    Rules reach across any boundary: with a rule in the pattern, documents are not split.
 
-    Consecutive independent row ranges share a tile while they fit; where one range alone is larger, its heads are
-    split; a tile is never smaller than one range of rows for one key/value head.
+    Consecutive independent row ranges share a tile while they fit; if a single range is larger, its heads are
+    split; the smallest tile is one range of rows for one key/value head.
     """
     ratio = call.num_heads // call.num_kv_heads
     groups = tuple(sorted(call.pattern.groups, key=lambda group: group.dilation_rate))
@@ -95,20 +97,20 @@ def plan(call: Call, tile_size: int, *, bands: Bands = "cut") -> Plan:
             for of_rule in _partials_of_rules(call, ranges, heads, bands):
                 is_first = not partials
                 partials += [one if is_first else replace(one, is_first=False) for one in of_rule]
-            # Folding gathers equal shapes: what overwrites its rows has to come before what merges into them.
+            # Folding groups partials by shape; a partial that initialises rows must precede those that merge into them.
             tiles.append(Tile(query_rows, key_rows, heads, tuple(sorted(partials, key=lambda p: not p.is_first))))
     pairs = sum(partial.num_pairs for tile in tiles for partial in tile.partials)
     return Plan(tuple(tiles), batch_step, pairs * ratio * call.batch_size)
 
 
 def _clip(start: int, stop: int, offset: int, num_rows: int) -> tuple[int, int]:
-    """Absolute positions ``[start, stop)`` as rows of the slab that begins at ``offset``."""
+    """Absolute positions ``[start, stop)`` as rows of the slab that starts at ``offset``."""
     first = min(max(start - offset, 0), num_rows)
     return first, min(max(stop - offset, first), num_rows)
 
 
 def _documents(call: Call) -> Iterator[tuple[int, int, int]]:
-    """First position, one past the last that the slabs touch, and full length, of every document they touch."""
+    """First position, end within the slabs, and full length of every document that overlaps the slabs."""
     start = min(call.query_offset, call.key_offset)
     stop = max(call.query_offset + call.num_queries, call.key_offset + call.num_keys)
     if call.documents is None:
@@ -122,14 +124,13 @@ def _documents(call: Call) -> Iterator[tuple[int, int, int]]:
 def _row_ranges(
     call: Call, groups: tuple[DilationGroup, ...], max_rows: int
 ) -> Iterator[list[tuple[int, int, int, int]]]:
-    """Runs of ranges ``(first, stop, document begin, document length)`` of absolute positions closed under the pattern.
+    """Groups of ranges ``(first, stop, document begin, document length)`` of absolute positions closed under the
+    pattern.
 
-    A run holds ranges of up to ``max_rows`` positions together, or a single longer range.
+    A group has ranges of up to ``max_rows`` positions in total, or a single longer range.
     """
     first_row = min(call.query_offset, call.key_offset)
-    lattices = {
-        (group.segment_length, group.shift(head)) for group in groups for head in range(call.num_kv_heads)
-    }  # fmt: skip
+    lattices = {(group.segment_length, group.shift(head)) for group in groups for head in range(call.num_kv_heads)}
     if call.pattern.rules or any(group.boundaries is not None for group in groups):
         lattices = {(NO_END, 0)}
     longest_length, longest_shift = max(lattices)
@@ -159,9 +160,9 @@ def _partials(
     heads: tuple[int, int],
     bands: Bands,
 ) -> Iterator[list[Partial]]:
-    """The partials of one tile, a list for every group, the heads of a group one after the other.
+    """The partials of one tile, one list per group, sorted by head.
 
-    A group shows no row to itself twice, so its partials can be folded; those of two groups can overlap.
+    Partials of one group are disjoint and can be folded; those of different groups can overlap.
     """
     for group in groups:
         partials = []
@@ -173,10 +174,15 @@ def _partials(
                     partial
                     for first, stop, begin, length in ranges
                     for partial in group_partials(
-                        group, head, call.num_kv_heads, _slabs(call, first, stop, begin, length),
-                        is_causal=call.is_causal, bands=bands, is_first_group=group is groups[0],
+                        group,
+                        head,
+                        call.num_kv_heads,
+                        _slabs(call, first, stop, begin, length),
+                        is_causal=call.is_causal,
+                        bands=bands,
+                        is_first_group=group is groups[0],
                     )
-                ]  # fmt: skip
+                ]
             partials += [partial if partial.head == head else replace(partial, head=head) for partial in of_class[name]]
         yield partials
 
@@ -184,7 +190,7 @@ def _partials(
 def _partials_of_rules(
     call: Call, ranges: list[tuple[int, int, int, int]], heads: tuple[int, int], bands: Bands
 ) -> Iterator[list[Partial | Gathered]]:
-    """The partials of one tile, a list for every rule, of all heads and documents."""
+    """The partials of one tile, one list per rule, over all heads and documents."""
     for rule in call.pattern.rules:
         alike: dict[Hashable, list[int]] = {}
         for head in range(*heads):
@@ -209,6 +215,11 @@ def _slabs(call: Call, first: int, stop: int, begin: int, length: int) -> Slabs:
     key_first, key_stop = _clip(first, stop, call.key_offset, call.num_keys)
     query_origin, key_origin = begin - call.query_offset, begin - call.key_offset
     return Slabs(
-        query_origin, key_origin, query_first - query_origin, query_stop - query_origin,
-        key_first - key_origin, key_stop - key_origin, length,
-    )  # fmt: skip
+        query_origin,
+        key_origin,
+        query_first - query_origin,
+        query_stop - query_origin,
+        key_first - key_origin,
+        key_stop - key_origin,
+        length,
+    )

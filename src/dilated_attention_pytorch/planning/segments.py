@@ -1,4 +1,4 @@
-"""The segments that ranks share, of all ranks at once, as tensors; what grows is the number of ranks, not of pairs."""
+"""Segments shared between ranks, for all ranks at once as tensors of size linear in the number of ranks."""
 
 from __future__ import annotations
 
@@ -8,7 +8,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from dilated_attention_pytorch.patterns import NO_END, DilationGroup
+from dilated_attention_pytorch.patterns.dilated import DilationGroup
+from dilated_attention_pytorch.patterns.rules import NO_END
 
 from .layout import Shards
 from .shards import ShardedCall
@@ -17,29 +18,29 @@ from .shards import ShardedCall
 class Sharing(NamedTuple):
     """The segments of one group and one shift that several ranks have parts of.
 
-    One entry for every run that has a part of a segment, segment by segment, in the order of the sequence.
+    One entry per run with a part of a segment, sorted by segment, then by sequence order.
     """
 
     first_run: Tensor
-    """The first run of every segment, int64 ``[segments]``."""
+    """First run of every segment, int64 ``[segments]``."""
     stop_run: Tensor
     """One past its last run."""
     segment: Tensor
-    """The segment of every entry, int64 ``[entries]``."""
+    """Segment of every entry, int64 ``[entries]``."""
     run: Tensor
-    """The run of every entry."""
+    """Run of every entry."""
     rows: Tensor
-    """Selected rows of the segment in the run, for every key/value head, int64 ``[entries, heads]``."""
+    """Selected rows of the segment in the run, per key/value head, int64 ``[entries, heads]``."""
 
     @property
     def first_entry(self) -> Tensor:
-        """The first entry of every segment."""
+        """First entry of every segment."""
         counts = self.stop_run - self.first_run
         return counts.cumsum(0) - counts
 
 
 def shared_segments(call: ShardedCall, shards: Shards) -> Iterator[Sharing]:
-    """The segments that several ranks have parts of, for every group and shift that there is."""
+    """The segments that several ranks share, for every group and shift."""
     starts, stops = shards.bounds()
     for group in call.pattern.groups:
         offsets, shifts = heads_of(call, group)
@@ -57,14 +58,14 @@ def shared_segments(call: ShardedCall, shards: Shards) -> Iterator[Sharing]:
             first = torch.maximum(starts[run], start[segment])[:, None]
             last = torch.minimum(stops[run], stop[segment])[:, None]
             rows = num_selected(group, origin[segment][:, None], offsets, first, last)
-            # The segments of heads with another shift lie elsewhere.
+            # Heads with another shift have other segments.
             yield Sharing(first_run, stop_run, segment, run, rows.masked_fill_(shifts != shift, 0))
 
 
 def _segments_beyond(
     call: ShardedCall, group: DilationGroup, shift: int, starts: Tensor, stops: Tensor
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """True start, and start and stop within the document, of the segments of which a run has a part, but not all."""
+    """True start, and start and stop within the document, of segments that a run holds partly but not entirely."""
     rows = torch.cat([starts, stops - 1])
     if call.documents is None:
         begin, end = torch.full_like(rows, -call.offset), torch.full_like(rows, NO_END)
@@ -75,22 +76,23 @@ def _segments_beyond(
     origin, beyond = bounds_of(group, rows - begin, shift, begin)
     start, stop = torch.maximum(origin, begin).clamp_(min=0), torch.minimum(beyond, end)
     is_part = (start < starts.repeat(2)) | (stop > stops.repeat(2))
-    # Segments of one document have no row in common: each is known by the first row that it has.
+    # Segments of one document are disjoint: the first row identifies a segment.
     first, index = start[is_part].unique(return_inverse=True)
     return (
-        torch.empty_like(first).index_copy_(0, index, origin[is_part]), first,
+        torch.empty_like(first).index_copy_(0, index, origin[is_part]),
+        first,
         torch.empty_like(first).index_copy_(0, index, stop[is_part]),
-    )  # fmt: skip
+    )
 
 
 def bounds_of(group: DilationGroup, position: Any, shift: Any, begin: Tensor) -> tuple[Tensor, Tensor]:
-    """:meth:`DilationGroup.segment_bounds` of tensors, in rows of the whole sequence."""
+    """:meth:`DilationGroup.segment_bounds` for tensors, in rows of the whole sequence."""
     start, stop = group.segment_bounds(position, shift)
     return begin + start, begin + stop
 
 
 def num_selected(group: DilationGroup, segment_start: Any, offset: Any, start: Any, stop: Any) -> Tensor:
-    """How many rows :meth:`DilationGroup.selected` gives, for tensors."""
+    """Number of rows from :meth:`DilationGroup.selected`, for tensors."""
     return torch.as_tensor(group.selected(segment_start, offset, start, stop)[1])
 
 

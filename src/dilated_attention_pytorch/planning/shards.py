@@ -1,4 +1,4 @@
-"""One sequence over several ranks: which rows a rank holds, and which rows of another rank its queries see."""
+"""Sharded calls: the rows that a rank holds, and the rows of other ranks that its queries attend to."""
 
 from __future__ import annotations
 
@@ -8,7 +8,9 @@ from collections.abc import Collection, Iterator
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from dilated_attention_pytorch.patterns import NO_END, DilationGroup, Pattern
+from dilated_attention_pytorch.patterns import Pattern
+from dilated_attention_pytorch.patterns.dilated import DilationGroup
+from dilated_attention_pytorch.patterns.rules import NO_END
 
 from .layout import Run, Shards, with_rows
 
@@ -27,7 +29,7 @@ class Block:
 
 @dataclass(frozen=True, slots=True)
 class Rectangle:
-    """Queries that all see all rows of a block of keys, for heads that begin at the block's ``first_head``-th."""
+    """Queries that all attend to all rows of a key block, for heads starting at the block's ``first_head``."""
 
     queries: Block
     block: int
@@ -36,19 +38,19 @@ class Rectangle:
 
 @dataclass(frozen=True, slots=True)
 class ShardedCall:
-    """What the traffic depends on: pattern, heads, mask, position of the first row and documents. No tensor."""
+    """The cache key of the traffic: pattern, heads, mask, position of the first row and documents; no tensors."""
 
     pattern: Pattern
     num_kv_heads: int
     is_causal: bool
     offset: int
     documents: tuple[int, ...] | None
-    """Boundaries of packed documents, in rows of the whole sequence; None is one document."""
+    """Boundaries of packed documents in rows of the whole sequence; None = one document."""
 
 
 @dataclass(frozen=True, slots=True)
 class Piece:
-    """Rows of a run that one call of the engine takes: one document from ``position`` on, or several whole ones."""
+    """Rows of a run for one engine call: a part of one document starting at ``position``, or whole documents."""
 
     rows: tuple[int, int]
     position: int
@@ -56,7 +58,7 @@ class Piece:
 
 
 def pieces(call: ShardedCall, runs: tuple[Run, ...]) -> Iterator[Piece]:
-    """A shard's own runs as calls of the engine; rows count within the shard."""
+    """A shard's own runs as engine calls; rows count within the shard."""
     row = 0
     for start, stop in runs:
         if call.documents is None:
@@ -64,7 +66,7 @@ def pieces(call: ShardedCall, runs: tuple[Run, ...]) -> Iterator[Piece]:
         else:
             inner = [boundary for boundary in call.documents if start < boundary < stop]
             begin = max(boundary for boundary in call.documents if boundary <= start)
-            if begin < start:  # the document began on another rank
+            if begin < start:  # the document starts on another rank
                 end = inner[0] if inner else stop
                 yield Piece((row, row + end - start), start - begin, None)
             else:
@@ -77,17 +79,17 @@ def pieces(call: ShardedCall, runs: tuple[Run, ...]) -> Iterator[Piece]:
 
 @dataclass(frozen=True, slots=True)
 class Team:
-    """Ranks that share segments, and what each of them shows to all the others."""
+    """A group of ranks that share segments, with the rows that each sends to all the others."""
 
     members: tuple[int, ...]
     blocks: tuple[tuple[Block, ...], ...]
-    """For every member its blocks of keys; rows count within its shard."""
+    """Key blocks of every member; rows count within its shard."""
     rectangles: tuple[tuple[Rectangle, ...], ...]
-    """For every member what the asking rank's queries see of its blocks."""
+    """Per member, the visibility of its blocks to this rank's queries."""
 
 
 class _Seen(NamedTuple):
-    """Rows of one head that a run of queries sees in a run of keys."""
+    """Rows of one head in a run of keys that are visible to a run of queries."""
 
     query: int
     num_queries: int
@@ -96,13 +98,13 @@ class _Seen(NamedTuple):
 
 
 class _Places:
-    """Ranges of keys of one run under one group, folded into blocks; and where a head's range lies in them."""
+    """Key ranges of one run under one group, folded into blocks, with the location of each head's range."""
 
     def __init__(self, step: int, wanted: set[tuple[int, int, int]], blocks: list[Block]) -> None:
-        """``wanted`` holds (head, first row, number of rows). The blocks are appended to ``blocks``."""
+        """``wanted`` holds (head, first row, number of rows). Appends to ``blocks``."""
         self._step = step
         self._place_of: dict[tuple[int, int, int], tuple[int, int]] = {}
-        slots: list[dict[int, tuple[int, int]]] = []  # the k-th range that every head has, by head
+        slots: list[dict[int, tuple[int, int]]] = []  # the k-th range of every head, by head
         for head, key, num_keys in sorted(wanted):
             slot = next((slot for slot in slots if head not in slot), None)
             if slot is None:
@@ -116,7 +118,7 @@ class _Places:
                 blocks.append(block)
 
     def rectangles(self, seen: list[_Seen | None]) -> Iterator[Rectangle]:
-        """What a run of queries sees of the blocks, by head; ranges that are not in the blocks are left out."""
+        """Visibility of the blocks to a run of queries, by head; ranges outside the blocks are skipped."""
         by_block: dict[int, dict[int, tuple[int, int]]] = {}
         first_head = {}
         for head, one in enumerate(seen):
@@ -131,11 +133,11 @@ class _Places:
 def rectangles_between(
     call: ShardedCall, key_runs: tuple[Run, ...], query_runs: tuple[Run, ...]
 ) -> tuple[tuple[Block, ...], tuple[Rectangle, ...]]:
-    """What the dilation groups show to the queries of one shard of another's rows; rows count within the shards.
+    """Visibility of one shard's rows to another shard's queries under dilation groups; rows count within the shards.
 
-    Between two disjoint runs every dilation group has one segment at most in common, so that the selected queries of
-    one see all selected keys of the other, or (later keys, under a causal mask) none: dense rectangles. A run that
-    both shards hold is left out: within it a segment is whole and causality cuts through it.
+    Two disjoint runs share at most one segment per dilation group, so all selected queries of
+    one attend to all selected keys of the other, or (later keys, with a causal mask) to none: dense rectangles. A run
+    that both shards hold is excluded, since its segments are whole and causality splits them.
     """
     blocks: list[Block] = []
     rectangles: list[Rectangle] = []
@@ -151,9 +153,10 @@ def rectangles_between(
 
 @functools.lru_cache(maxsize=64)
 def teams(call: ShardedCall, shards: Shards, rank: int) -> tuple[Team, ...]:
-    """The sets of ranks that share segments with ``rank``, in an order that is the same on all of them.
+    """The groups of ranks that share segments with ``rank``, in an order common to all of them.
 
-    Every member shows its selected rows of the segments that all members of the team, and no other rank, touch.
+    The smaller ones come first: those of one size have few ranks in common, so that they are at work side by side.
+    Every member sends its selected rows of the segments that exactly the members of the group overlap.
     """
     segments_of: dict[tuple[int, ...], set[Segment]] = {}
     for run in shards[rank]:
@@ -162,7 +165,7 @@ def teams(call: ShardedCall, shards: Shards, rank: int) -> tuple[Team, ...]:
             if len(members) > 1:
                 segments_of.setdefault(members, set()).add(segment)
     found = []
-    for members in sorted(segments_of):
+    for members in sorted(segments_of, key=lambda members: (len(members), members)):
         segments = segments_of[members]
         all_blocks, all_rectangles = [], []
         for member in members:
@@ -182,7 +185,7 @@ def teams(call: ShardedCall, shards: Shards, rank: int) -> tuple[Team, ...]:
 
 
 class Segment(NamedTuple):
-    """A segment of one group, clipped to its document, in rows of the whole sequence; ``origin`` is its true start."""
+    """A segment of one group clipped to its document, in rows of the whole sequence; ``origin`` is its true start."""
 
     group: int
     shift: int
@@ -192,7 +195,7 @@ class Segment(NamedTuple):
 
 
 def segments_beyond(call: ShardedCall, run: Run) -> Iterator[Segment]:
-    """The segments of every group and shift that a run has a part of, but not the whole."""
+    """The segments of every group and shift that a run holds partly but not entirely."""
     for number, group in enumerate(call.pattern.groups):
         for shift in {group.shift(head) for head in range(call.num_kv_heads)}:
             for row in {run[0], run[1] - 1}:
@@ -206,7 +209,7 @@ def segments_beyond(call: ShardedCall, run: Run) -> Iterator[Segment]:
 def ranges(
     call: ShardedCall, group: DilationGroup, keys: Run, key_row: int, segments: Collection[Segment]
 ) -> Iterator[tuple[int, int, int]]:
-    """Head, first row within the shard and number of the rows of a run that lie in one of the segments."""
+    """Head, first row within the shard and number of a run's rows, for the given segments."""
     for segment in segments:
         first, last = max(segment.start, keys[0]), min(segment.stop, keys[1])
         for head in range(call.num_kv_heads):
@@ -220,7 +223,7 @@ def ranges(
 def _seen_by_runs(
     call: ShardedCall, group: DilationGroup, keys: Run, key_row: int, query_runs: tuple[Run, ...]
 ) -> list[list[_Seen | None]]:
-    """For every run of queries and head what it sees of a run of keys; rows count within the shards."""
+    """Per run of queries and head, the visible rows of a run of keys; rows count within the shards."""
     return [
         [
             one and one._replace(query=one.query + query_row, key=one.key + key_row)
@@ -232,7 +235,7 @@ def _seen_by_runs(
 
 
 def _seen(call: ShardedCall, group: DilationGroup, keys: Run, queries: Run) -> Iterator[_Seen | None]:
-    """For every key/value head the rows of both runs in the segment that they share, if they share one."""
+    """Per key/value head, the rows of both runs in their common segment, if there is one."""
     later, earlier = max(keys[0], queries[0]), min(keys[1], queries[1])
     begin, end = document_at(call, earlier - 1)
     for head in range(call.num_kv_heads):
@@ -249,7 +252,7 @@ def _seen(call: ShardedCall, group: DilationGroup, keys: Run, queries: Run) -> I
 
 
 def document_at(call: ShardedCall, row: int) -> tuple[int, int]:
-    """First row, and one past the last, of the document that holds a row; the first is where position 0 would be."""
+    """Start and end of the document that contains a row; the start is the row of position 0, possibly negative."""
     if call.documents is None:
         return -call.offset, NO_END
     index = bisect.bisect_right(call.documents, row)
@@ -257,7 +260,7 @@ def document_at(call: ShardedCall, row: int) -> tuple[int, int]:
 
 
 def _blocks(step: int, rows: dict[int, tuple[int, int]]) -> Iterator[Block]:
-    """Heads, each with its first row and number of rows, as blocks: consecutive heads, alike or evenly further on."""
+    """Heads with first row and number of rows as blocks of consecutive heads at a constant distance."""
     heads = sorted(rows)
     index = 0
     while index < len(heads):
@@ -267,7 +270,7 @@ def _blocks(step: int, rows: dict[int, tuple[int, int]]) -> Iterator[Block]:
             following, as_many = rows[head + size]
             if size == 1:
                 skew = following - row
-            # A view cannot step back.
+            # Strides of a view cannot be negative.
             if as_many != count or skew < 0 or following != row + size * skew:
                 break
             size += 1

@@ -1,8 +1,8 @@
-"""How many rows every rank sends to every other: for some ranks at a time, in ranges of ranks that are sent alike.
+"""Number of rows that every rank sends to every other, computed for some ranks at a time.
 
-Of a segment a rank sends the same rows to all ranks of which the queries want the same heads. In the order of the
-sequence these are ranges of runs, few where a rank holds rows of every head: so a rank's row of the table of all pairs
-is a few differences, summed up. The table as a whole is never there.
+For each segment, a rank sends the same rows to all ranks whose queries need the same heads. In sequence order these are
+a few ranges of runs if each rank holds rows of every head. So a rank's row of the table of all pairs is the prefix sum
+of a few differences, and the whole table is never materialised.
 """
 
 from __future__ import annotations
@@ -14,17 +14,18 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from .exchange import ranks_in_sight, seen_rows
+from .exchange import rows_because_of_rules
 from .layout import Run, Shards
+from .rounds import gather_rounds, is_passed_on, num_messages
 from .segments import Sharing, shared_segments
 from .shards import ShardedCall
 
 _CELLS = 1 << 20
-"""Pairs of ranks, and differences, that are held at once."""
+"""Maximum number of rank pairs and differences held at once."""
 
 
 class Links(NamedTuple):
-    """Rows of one key/value head each that some ranks send to some others; to all others they send none."""
+    """Rows (per key/value head) sent between some ranks; all other pairs of these sources send none."""
 
     sources: range
     targets: range
@@ -33,48 +34,59 @@ class Links(NamedTuple):
 
 
 class Sent(NamedTuple):
-    """Rows of one key/value head each that ranks send to each other."""
+    """Totals of rows (per key/value head) sent between ranks."""
 
     given: Tensor
-    """What every rank sends to all others, int64 ``[ranks]``."""
+    """Rows that every rank sends, int64 ``[ranks]``."""
     taken: Tensor
-    """What every rank is sent by all others, int64 ``[ranks]``."""
+    """Rows that every rank receives, int64 ``[ranks]``."""
     most: int
-    """The most that one rank sends to one other."""
-    receivers: int
-    """To how many ranks the rank sends that sends to most."""
+    """Largest number of rows from one rank to one other."""
+    messages: Tensor
+    """Messages that every rank sends, int64 ``[ranks]``."""
+    messages_taken: Tensor
+    """Messages that every rank is sent."""
 
     @classmethod
     def of(cls, links: Iterator[Links], size: int) -> Sent:
-        """The sums over all links of ``size`` ranks."""
-        given, taken = torch.zeros(size, dtype=torch.int64), torch.zeros(size, dtype=torch.int64)
-        most = receivers = 0
+        """The sums over all links of ``size`` ranks, where a rank sends one message to each that it sends any rows."""
+        given, taken, messages, messages_taken = torch.zeros(4, size, dtype=torch.int64)
+        most = 0
         for sources, targets, rows in links:
             if rows.numel():
                 given[sources.start : sources.stop] += rows.sum(1)
                 taken[targets.start : targets.stop] += rows.sum(0)
+                messages[sources.start : sources.stop] += rows.count_nonzero(1)
+                messages_taken[targets.start : targets.stop] += rows.count_nonzero(0)
                 most = max(most, int(rows.max()))
-                receivers = max(receivers, int(rows.count_nonzero(1).max()))
-        return cls(given, taken, most, receivers)
+        return cls(given, taken, most, messages, messages_taken)
 
 
 @functools.lru_cache(maxsize=64)
 def sent_rows(call: ShardedCall, shards: Shards) -> Sent:
-    """Rows that ranks send to each other under :func:`exchange`."""
+    """Rows sent between ranks under :func:`exchange`."""
     return Sent.of(ring_links(call, shards), len(shards))
 
 
 @functools.lru_cache(maxsize=64)
-def gathered_rows(call: ShardedCall, shards: Shards) -> Sent:
-    """Rows that ranks send to each other among :func:`teams`: all members of a team as many as the one with most."""
-    return Sent.of(_gather_links(call, shards), len(shards))
+def gathered_rows(call: ShardedCall, shards: Shards, row_bytes: int) -> Sent:
+    """Rows that ranks send to each other among :func:`teams`: all members of a team as many as the one with most.
+
+    In the rounds of :func:`gather_rounds`, for rows of so many bytes each.
+    """
+    parts = team_parts(call, shards)
+    sent = Sent.of(_gather_links(parts, len(shards), row_bytes), len(shards))
+    sizes = zip(parts.num_members.tolist(), (parts.most * row_bytes).tolist(), strict=True)
+    of_team = torch.tensor([num_messages(*size) for size in sizes], dtype=torch.int64)
+    messages = torch.zeros_like(sent.given).index_add_(0, parts.rank, of_team[parts.team])
+    return sent._replace(messages=messages, messages_taken=messages)
 
 
 def ring_links(call: ShardedCall, shards: Shards) -> Iterator[Links]:
-    """What every rank sends to every other under :func:`exchange`, some ranks at a time."""
-    table = _Sources.joined([
-        _Sources.of(sharing, _wanted(sharing, shards).long(), shards) for sharing in shared_segments(call, shards)
-    ])  # fmt: skip
+    """Rows from every rank to every other under :func:`exchange`, some ranks at a time."""
+    table = _Sources.joined(
+        [_Sources.of(sharing, _wanted(sharing, shards).long(), shards) for sharing in shared_segments(call, shards)]
+    )
     bounds = _at_once(len(shards), table.rank, table.piece_stop - table.piece_first)
     for first, stop in bounds:
         of_rules = _sent_because_of_rules(call, shards, range(first, stop)) if call.pattern.rules else []
@@ -82,36 +94,36 @@ def ring_links(call: ShardedCall, shards: Shards) -> Iterator[Links]:
 
 
 def ring_pairs(call: ShardedCall, shards: Shards) -> Iterator[Links]:
-    """Pairs of a query of the column's rank and a key of the row's under the dilation groups, as :func:`ring_links`."""
+    """Pairs of a target's query and a source's key under the dilation groups, as :func:`ring_links`."""
     table = _Sources.joined([_Sources.of(sharing, sharing.rows, shards) for sharing in shared_segments(call, shards)])
     for first, stop in _at_once(len(shards), table.rank, table.piece_stop - table.piece_first):
         yield _links(range(first, stop), table.differences(call, len(shards), first, stop), [])
 
 
 class _Sources(NamedTuple):
-    """The runs that send rows of segments, and the ranges of runs for which each row counts alike, head by head."""
+    """Runs that send rows of segments, with the ranges of target runs that count each row equally, per head."""
 
     rank: Tensor
     run: Tensor
     value: Tensor
-    """Where the values of a source begin: for every kind of ranges what it is that the source counts with them."""
+    """Start of a source's values, one per kind of range."""
     piece_first: Tensor
-    """The first range of the source's segment, of the ones below."""
+    """First range (in the tables below) of the source's segment."""
     piece_stop: Tensor
     """One past the last."""
     first_run: Tensor
-    """The first run of every range."""
+    """First run of every range."""
     stop_run: Tensor
     kind: Tensor
-    """How the runs of a range count every head."""
+    """Kind of a range: how its runs count every head."""
     values: Tensor
 
     @classmethod
     def of(cls, sharing: Sharing, counts: Tensor, shards: Shards) -> _Sources:
-        """Those of the segments of one group and shift.
+        """The sources for the segments of one group and shift.
 
-        ``counts`` says of every entry how often a row of a segment counts for it, by head, int64 ``[entries, heads]``:
-        once where it is sent, as often as there are queries that see it where pairs are counted.
+        ``counts``, int64 ``[entries, heads]``, weights a segment's row per entry and head:
+        1 if it is sent there, or the number of queries that attend to it if pairs are counted.
         """
         run, segment, rows = sharing.run, sharing.segment, sharing.rows
         rows_kinds, rows_kind = _distinct(rows)
@@ -126,15 +138,20 @@ class _Sources(NamedTuple):
         pieces_of = segment[first]
         of_run = run[sends]
         return cls(
-            shards.owner_of(of_run), of_run,
+            shards.owner_of(of_run),
+            of_run,
             rows_kind[sends] * len(counts_kinds),
-            torch.searchsorted(pieces_of, segment[sends]), torch.searchsorted(pieces_of, segment[sends], right=True),
-            run[first], run[stop - 1] + 1, counts_kind[first], (rows_kinds @ counts_kinds.T).flatten(),
-        )  # fmt: skip
+            torch.searchsorted(pieces_of, segment[sends]),
+            torch.searchsorted(pieces_of, segment[sends], right=True),
+            run[first],
+            run[stop - 1] + 1,
+            counts_kind[first],
+            (rows_kinds @ counts_kinds.T).flatten(),
+        )
 
     @classmethod
     def joined(cls, tables: list[_Sources]) -> _Sources:
-        """All tables as one, by rank."""
+        """Concatenation of all tables, sorted by rank."""
         values = pieces = 0
         moved = []
         for table in tables:
@@ -147,7 +164,7 @@ class _Sources(NamedTuple):
         return cls(*(column[order] for column in columns[:5]), *columns[5:])
 
     def differences(self, call: ShardedCall, size: int, first: int, stop: int) -> _Differences:
-        """What the ranks ``first`` to ``stop`` send to ranges of ranks."""
+        """Rows from the ranks ``first`` to ``stop`` to ranges of ranks."""
         low, high = torch.searchsorted(self.rank, torch.tensor([first, stop])).tolist()
         counts = (self.piece_stop - self.piece_first)[low:high]
         source = torch.arange(low, high).repeat_interleave(counts)
@@ -168,7 +185,7 @@ class _Sources(NamedTuple):
 
 
 class _Differences(NamedTuple):
-    """Ranks that send ``value`` rows to each of the ranks ``start`` to ``stop``; int64 each, of one length."""
+    """Ranks that send ``value`` rows to each of the ranks ``start`` to ``stop``; int64 tensors of equal length."""
 
     rank: Tensor
     start: Tensor
@@ -176,13 +193,13 @@ class _Differences(NamedTuple):
     value: Tensor
 
     def that_count(self) -> _Differences:
-        """Those that are not empty."""
+        """Only non-empty differences."""
         counts = (self.start < self.stop) & (self.value != 0)
         return _Differences(*(column[counts] for column in self))
 
 
 def _links(sources: range, differences: _Differences, others: list[tuple[int, int, int]]) -> Links:
-    """The sums of differences, and of rows from rank to rank besides."""
+    """Prefix sums of the differences, plus individual rank-to-rank counts."""
     rank, start, stop, value = differences
     bounds = [(int(start.min()), int(stop.max()))] if len(start) else []
     bounds += [(target, target + 1) for _, target, _ in others]
@@ -200,7 +217,7 @@ def _links(sources: range, differences: _Differences, others: list[tuple[int, in
 
 
 def _at_once(size: int, rank: Tensor, counts: Tensor) -> Iterator[Run]:
-    """Ranges of ranks that are looked at together; ``counts`` are the differences of a source of each ``rank``."""
+    """Ranges of ranks to process together; ``counts`` are the numbers of differences per source of each ``rank``."""
     totals = torch.zeros(size, dtype=torch.int64).index_add_(0, rank, counts).tolist()
     first = held = 0
     for one, total in enumerate(totals):
@@ -213,21 +230,16 @@ def _at_once(size: int, rank: Tensor, counts: Tensor) -> Iterator[Run]:
 
 
 def _sent_because_of_rules(call: ShardedCall, shards: Shards, ranks: range) -> list[tuple[int, int, int]]:
-    """From, to and how many rows some ranks send because of rules."""
-    found = []
-    for source in ranks:
-        for keys in shards[source]:
-            for target in ranks_in_sight(call, shards, keys, of_queries=False) - {source}:
-                number = seen_rows(call, keys, shards[target])
-                if number:
-                    found.append((source, target, number))
-    return found
+    """Source, target and number of rows that some ranks send because of rules."""
+    return [
+        (source, target, number) for source in ranks for target, number in rows_because_of_rules(call, shards, source)
+    ]
 
 
 def _wanted(sharing: Sharing, shards: Shards) -> Tensor:
-    """Which heads of a segment a run is sent, bool ``[entries, heads]``.
+    """Heads of a segment that a run receives, bool ``[entries, heads]``.
 
-    A row goes once to a rank, however many of its runs see it: the later of two sees whatever the earlier does.
+    A row is sent to a rank once, however many of its runs use it: the later of two runs sees all that the earlier sees.
     """
     wanted, size = sharing.rows > 0, len(shards)
     if shards.layout == "contiguous":
@@ -239,39 +251,102 @@ def _wanted(sharing: Sharing, shards: Shards) -> Tensor:
     return wanted
 
 
-def _gather_links(call: ShardedCall, shards: Shards) -> Iterator[Links]:
-    """What the members of teams send to each other, some ranks at a time."""
+class TeamParts(NamedTuple):
+    """Every rank's part in each of its :func:`teams`, sorted by group, then by rank."""
+
+    teams: tuple[tuple[Run, ...], ...]
+    """The ranks of each group as sorted disjoint non-adjacent ranges."""
+    team: Tensor
+    """Group number, int64 ``[parts]``."""
+    rank: Tensor
+    rows: Tensor
+    """Rows (per key/value head) that the rank sends to the group."""
+    pairs: Tensor
+    """Pairs of its queries with rows of other members, per query head of a key/value head."""
+
+    @property
+    def num_members(self) -> Tensor:
+        """Members of every team, int64 ``[teams]``."""
+        return torch.bincount(self.team, minlength=len(self.teams))
+
+    @property
+    def most(self) -> Tensor:
+        """Rows that every member of a team sends: those of the member with most, int64 ``[teams]``."""
+        most = torch.zeros(len(self.teams), dtype=torch.int64)
+        return most.scatter_reduce_(0, self.team, self.rows, "amax")
+
+
+@functools.lru_cache(maxsize=2)
+def team_parts(call: ShardedCall, shards: Shards) -> TeamParts:
+    """The parts of all ranks in all groups."""
     size = len(shards)
     team_of: dict[tuple[Run, ...], int] = {}
-    names, rows = [], []
+    names, parts = [], []
     for sharing in shared_segments(call, shards):
         bounds = zip(sharing.first_run.tolist(), sharing.stop_run.tolist(), strict=True)
         teams = [team_of.setdefault(shards.rank_ranges(*runs), len(team_of)) for runs in bounds]
         names.append(torch.tensor(teams, dtype=torch.int64)[sharing.segment] * size + shards.owner_of(sharing.run))
-        rows.append(sharing.rows.sum(1))
+        seen = _rows_of_others(sharing, shards, is_causal=call.is_causal)
+        parts.append(torch.stack([sharing.rows.sum(1), (sharing.rows * seen).sum(1)], 1))
     members, index = torch.cat([torch.zeros(0, dtype=torch.int64), *names]).unique(return_inverse=True)
-    held = torch.zeros(len(members), dtype=torch.int64).index_add_(0, index, torch.cat([index[:0], *rows]))
-    team, rank = members // size, members % size
-    most = torch.zeros(len(team_of), dtype=torch.int64).scatter_reduce_(0, team, held, "amax")
-    ranges = [(*some, (0, 0))[:2] for some in team_of]
+    none = torch.zeros(0, 2, dtype=torch.int64)
+    sums = torch.zeros(len(members), 2, dtype=torch.int64).index_add_(0, index, torch.cat([none, *parts]))
+    return TeamParts(tuple(team_of), members // size, members % size, *sums.unbind(1))
+
+
+def _rows_of_others(sharing: Sharing, shards: Shards, *, is_causal: bool) -> Tensor:
+    """Rows of other ranks in its segment that the queries of every entry attend to, per head."""
+    before = sharing.rows.cumsum(0) - sharing.rows
+    of_segment = before[sharing.first_entry]
+    if is_causal:
+        seen = before - of_segment[sharing.segment]
+    else:
+        totals = torch.zeros_like(of_segment).index_add_(0, sharing.segment, sharing.rows)
+        seen = totals[sharing.segment] - sharing.rows
+    if shards.layout == "zigzag":
+        # Rows of the same rank's other run are local: of the earlier run, and without a causal mask of both.
+        other = 2 * len(shards) - 2 - sharing.run
+        is_there = (other >= sharing.first_run[sharing.segment]) & (other < sharing.stop_run[sharing.segment])
+        is_there &= (other < sharing.run) if is_causal else (other != sharing.run)
+        entry = (sharing.first_entry - sharing.first_run)[sharing.segment] + other
+        seen[is_there] -= sharing.rows[entry[is_there]]
+    return seen
+
+
+def _gather_links(parts: TeamParts, size: int, row_bytes: int) -> Iterator[Links]:
+    """Rows that members of groups send to each other, some ranks at a time."""
+    num_members, most = parts.num_members, parts.most
+    is_passed = is_passed_on(num_members, most * row_bytes)
+    # From each to each: to the ranges of the team's ranks.
+    at_once = (~is_passed[parts.team]).nonzero().squeeze(1)
+    ranges = [(*some, (0, 0))[:2] for some in parts.teams]
     start, stop = torch.tensor(ranges, dtype=torch.int64).view(-1, 2, 2).unbind(2)
-    order = rank.argsort(stable=True)
-    team, rank = team[order], rank[order]
-    for first, last in _at_once(size, rank, torch.full_like(rank, 2)):
-        low, high = torch.searchsorted(rank, torch.tensor([first, last])).tolist()
-        of = team[low:high]
-        sent = _Differences(
-            rank[low:high].repeat(2), start[of].T.flatten(), stop[of].T.flatten(), most[of].repeat(2)
-        )  # fmt: skip
-        yield _links(range(first, last), sent.that_count(), [])
+    of = parts.team[at_once]
+    found = [
+        _Differences(parts.rank[at_once], start[of, index], stop[of, index], most[of]).that_count() for index in (0, 1)
+    ]
+    # Passed on: to single ranks of it. Parts are in the order of the teams, and there of the ranks.
+    first = num_members.cumsum(0) - num_members
+    for count in num_members[is_passed].unique().tolist():
+        alike = (is_passed & (num_members == count))[parts.team].nonzero().squeeze(1)
+        of = parts.team[alike]
+        place = alike - first[of]
+        for (hop,) in gather_rounds(count, 1):
+            target = parts.rank[first[of] + (place - hop.distance) % count]
+            found.append(_Differences(parts.rank[alike], target, target + 1, most[of] * hop.num_tensors).that_count())
+    together = _Differences(*map(torch.cat, zip(*found, strict=True)))
+    together = _Differences(*(column[together.rank.argsort(stable=True)] for column in together))
+    for begin, end in _at_once(size, together.rank, torch.ones_like(together.rank)):
+        low, high = torch.searchsorted(together.rank, torch.tensor([begin, end])).tolist()
+        yield _links(range(begin, end), _Differences(*(column[low:high] for column in together)), [])
 
 
 def _distinct(rows: Tensor) -> tuple[Tensor, Tensor]:
-    """The distinct rows of an int64 matrix, and which of them each row is."""
-    # By a number for every row: comparing whole rows takes a hundred times as long.
+    """The distinct rows of an int64 matrix, and the index of each row among them."""
+    # By a hash of every row: comparing whole rows takes a hundred times as long.
     weights = torch.arange(1, rows.shape[1] + 1) * 0x9E3779B97F4A7C1
     numbers, kind = (rows * weights).sum(1).unique(return_inverse=True)
     kinds = rows.new_zeros(len(numbers), rows.shape[1]).index_copy_(0, kind, rows)
-    if not torch.equal(kinds[kind], rows):  # two rows with one number
+    if not torch.equal(kinds[kind], rows):  # hash collision
         kinds, kind = rows.unique(dim=0, return_inverse=True)
     return kinds, kind

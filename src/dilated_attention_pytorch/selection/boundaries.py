@@ -1,4 +1,4 @@
-"""Segment edges at natural breaks: where texts break, and the edges nearest to those. Integers only."""
+"""Segment boundaries at natural breaks of a token sequence."""
 
 from __future__ import annotations
 
@@ -11,26 +11,26 @@ from torch import Tensor
 
 Breaks = Literal["newline", "paragraph", "document"]
 BreakRule = Callable[[Sequence[int]], Iterable[int]]
-"""A rule of the user's: from token ids to the positions where something begins."""
+"""A custom rule: maps token ids to the positions where new units begin."""
 
 
 def find_breaks(
     tokens: Sequence[int] | Tensor, at: Breaks | BreakRule, *, token: int | Collection[int] | None = None
 ) -> tuple[int, ...]:
-    """The positions of a token sequence where something new begins, ascending; 0 and the length are not among them.
+    """Positions of a token sequence where a new unit begins, ascending; excludes 0 and the length.
 
     Args:
-        tokens: token ids ``[N]``, a sequence of integers or a tensor with one dimension.
-        at: ``"newline"``: after every break token. ``"paragraph"``: after every run of two break tokens or more, a
-            blank line. ``"document"``: after every separator. Or a function from the ids to positions.
-        token: the break token, or several that all are: newlines for the first two (10 without it, as in UTF-8 bytes),
-            the separator for ``"document"``, which has no default.
+        tokens: token ids ``[N]``, a sequence of integers or a 1-D tensor.
+        at: ``"newline"``: after every break token. ``"paragraph"``: after every run of two or more break tokens (a
+            blank line). ``"document"``: after every separator. Or a function from the ids to positions.
+        token: the break token or several: newlines for the first two (default 10, as in UTF-8 bytes),
+            the separator for ``"document"`` (no default).
 
     Raises:
-        TypeError: ``tokens`` are not integers in one dimension, ``token`` is neither an integer nor some, or a position
-            of the function's is no integer.
-        ValueError: an unknown name, no ``token`` for ``"document"``, one for a function, or a position of the
-            function's that is outside of the sequence.
+        TypeError: ``tokens`` are not 1-D integers, ``token`` is neither an integer nor a collection of integers, or the
+            function returns a non-integer.
+        ValueError: an unknown rule name, no ``token`` with ``"document"``, a ``token`` with a function, or the
+            function returns a position outside the sequence.
 
     >>> text = b"one\\ntwo\\n\\nthree"
     >>> find_breaks(text, "newline"), find_breaks(text, "paragraph")
@@ -67,27 +67,26 @@ def find_breaks(
 def snap_boundaries(
     segment_length: int, sequence_length: int, breaks: Iterable[int] | Tensor, *, tolerance: float
 ) -> tuple[int, ...]:
-    """Edges of segments: the multiples of w, each moved to the nearest break within ``tolerance * w / 2``.
+    """Segment boundaries: multiples of w, each moved to the nearest break within ``tolerance * w / 2``.
 
-    An edge moves by less than half of w and by at most ``tolerance * w / 2``, so that edges stay in order and no
-    segment is longer than ``(1 + tolerance) w``. Of two breaks equally far the earlier is taken; an edge without a
-    break near it stays where it is.
+    A boundary moves by less than half of w and by at most ``tolerance * w / 2``, so boundaries stay in order and no
+    segment is longer than ``(1 + tolerance) w``. Ties go to the earlier break; a boundary without a nearby break
+    does not move.
 
     Args:
-        segment_length: the regular segment length w, in positions.
-        sequence_length: positions N.
-        breaks: positions where a segment should rather begin, in any order, as :func:`find_breaks` gives them; those
-            at or beyond the ends are of no effect. A tensor or an array of integers does as well.
-        tolerance: how much longer than w a segment may be, as a part of w; 0 to 1. With 0 nothing moves.
+        segment_length: nominal segment length w, in positions.
+        sequence_length: number of positions N.
+        breaks: preferred segment starts in any order, as :func:`find_breaks` returns them; positions outside the
+            sequence are ignored. Tensors and arrays of integers are accepted.
+        tolerance: relative excess length of a segment over w; 0 to 1. With 0 nothing moves.
 
     Returns:
-        strictly ascending positions, the first 0 and the last N. As boundaries of a ``SegmentedPattern`` the last
-        begins one more segment, which is empty in a call of N positions: harmless.
+        strictly ascending positions, the first 0 and the last N. As boundaries of a ``SegmentedPattern``, the last
+        one starts one more segment, which is empty for N positions.
 
     Raises:
-        TypeError: a length or a break is no integer.
-        ValueError: a length below 1, or a tolerance outside of 0 to 1.
-
+        TypeError: a length or a break is not an integer.
+        ValueError: a length is below 1, or the tolerance is outside 0 to 1.
     >>> snap_boundaries(100, 350, [93, 108, 240, 299], tolerance=0.5)
     (0, 93, 200, 299, 350)
     """
@@ -130,8 +129,8 @@ def _breaking(token: int | Collection[int]) -> set[int]:
 
 
 def _integers(expected: str, values: object) -> list[int]:
-    """The values as a list; TypeError where one is no int. Tensors and arrays of integers are converted."""
-    if hasattr(values, "tolist"):
+    """The values as a list; TypeError if one is not an integer. Tensors and arrays of integers are converted."""
+    if hasattr(values, "tolist"):  # arrays of any library: numpy is no dependency
         values = values.tolist()
     if isinstance(values, str) or not isinstance(values, Iterable):
         raise TypeError(f"{expected}, got {values!r} of type {type(values).__name__}")

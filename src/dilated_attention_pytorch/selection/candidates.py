@@ -1,4 +1,4 @@
-"""Which patterns are looked at: progressions of segment lengths, aligned to the machine's tiles."""
+"""Candidate patterns: progressions of segment lengths, aligned to the machine's tile size."""
 
 from __future__ import annotations
 
@@ -13,16 +13,15 @@ from .workload import Workload
 
 @functools.lru_cache(maxsize=64)
 def candidates(config: SegmentSelectionConfig, workload: Workload, tile_rows: int) -> tuple[DilatedPattern, ...]:
-    """All candidates for a workload, each once, in a fixed order.
+    """All candidates for a workload, without duplicates, in a fixed order.
 
-    From every base w_0 (the shortest length allowed, then twice as much again and again) three families grow, cut
-    after every number of lengths: *geometric*, ``w_i = w_0 ratio^i`` for every ratio of the policy; *uniform*,
+    From every base w_0 (the smallest length allowed, doubled repeatedly) three families are generated, truncated
+    at every number of lengths: *geometric*, ``w_i = w_0 ratio^i`` for every ratio of the policy; *uniform*,
     ``w_i = (i + 1) w_0``; *powers of two*, ``w_i = 2^i w_0`` from the smallest power of two that the limits allow.
-    Lengths are rounded to multiples of ``tile_rows``. A family ends with the first length that spans the sequence; the
-    shortest multiple that does stands for it. Rates follow the lengths, ``r_i = round(w_i / w_0)``, so that no group
-    costs more for every row than the one before; and once more with no rate above the number of key/value heads, so
-    that some head selects every position. The first rate is 1: every row sees its neighbours.
-
+    Lengths are rounded to multiples of ``tile_rows``. A family ends with the first length that spans the sequence,
+    reduced to the shortest such multiple. Rates follow the lengths, ``r_i = round(w_i / w_0)``, so that no group
+    costs more per row than the previous one; in a second variant no rate exceeds the number of key/value heads, so
+    that some head selects every position. The first rate is 1: every row attends to its neighbours.
     >>> import torch
     >>> workload = Workload(
     ...     sequence_length=1000, batch_size=1, num_heads=4, num_kv_heads=4, head_dim=64, dtype=torch.float32
@@ -61,22 +60,21 @@ def _families(config: SegmentSelectionConfig, sequence_length: int, tile_rows: i
     for base in bases:
         for ratio in (2.0, *config.geometric_ratios):
             grown = (
-                _aligned(round(base * ratio**level), tile_rows, least, most)
-                for level in range(config.max_num_segments)
-            )  # fmt: skip
+                _aligned(round(base * ratio**level), tile_rows, least, most) for level in range(config.max_num_segments)
+            )
             yield tuple(_cut(grown, sequence_length, tile_rows, least, most))
         steps = ((level + 1) * base for level in range(config.max_num_segments))
         yield tuple(_cut(steps, sequence_length, tile_rows, least, most))
 
 
 def _cut(lengths: Iterator[int], sequence_length: int, tile_rows: int, least: int, most: int) -> Iterator[int]:
-    """Increasing lengths up to the first that spans the sequence, none above ``most``."""
+    """Increasing lengths up to the first that spans the sequence, at most ``most``."""
     before = 0
     for length in lengths:
         if length > most:
             return
         if length >= sequence_length:
-            # Whatever spans the sequence is one segment of it: the shortest such multiple stands for all.
+            # All lengths that span the sequence are equivalent: use the shortest such multiple.
             length = min(length, max(least, -(-sequence_length // tile_rows) * tile_rows))
         if length > before:
             yield length
@@ -86,7 +84,7 @@ def _cut(lengths: Iterator[int], sequence_length: int, tile_rows: int, least: in
 
 
 def _aligned(length: int, tile_rows: int, least: int, most: int) -> int:
-    """The nearest multiple of ``tile_rows`` within the limits; the length itself where there is none."""
+    """The nearest multiple of ``tile_rows`` within the limits; the length itself if there is none."""
     near = max(1, round(length / tile_rows)) * tile_rows
     for multiple in (near, near + tile_rows, near - tile_rows):
         if least <= multiple <= most:

@@ -1,4 +1,4 @@
-"""What a selection is told: limits of the segments, of memory and of time, and what the best candidate is."""
+"""The selection policy: limits of segments, memory and time, and the objective."""
 
 from __future__ import annotations
 
@@ -11,12 +11,13 @@ Objective = Literal["score", "speed"]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SegmentSelectionConfig:
-    """The policy of :class:`DynamicSegmentSelector`. Frozen and hashable: equal policies choose equally.
+    """The policy of :class:`DynamicSegmentSelector`. Frozen and hashable: equal policies make equal choices.
 
     Raises:
-        TypeError: a number is of the wrong type.
-        ValueError: a value is out of range, or an unknown objective.
+        TypeError: a value is of the wrong type.
+        ValueError: a value is out of range, or the objective is unknown.
 
+    >>> from dilated_attention_pytorch.selection import SegmentSelectionConfig
     >>> SegmentSelectionConfig(min_segment_size=1024, max_segment_size=32768, memory_safety_factor=0.6).objective
     'score'
     """
@@ -26,28 +27,29 @@ class SegmentSelectionConfig:
     max_segment_size: int = 65536
     """Longest segment length w, in positions."""
     max_num_segments: int = 8
-    """Most segment lengths in one pattern."""
+    """Maximum number of segment lengths per pattern."""
     geometric_ratios: tuple[float, ...] = (1.5, 2.0, 2.5, 3.0)
-    """Factors from one segment length to the next, a family of candidates for each."""
+    """Ratios of successive segment lengths; each gives a family of candidates."""
     memory_safety_factor: float = 0.8
-    """Part of the free memory that a call may take."""
+    """Fraction of the free memory that a call may use."""
     min_free_memory_gb: float = 0.5
-    """GiB of the free memory that stay free whatever the safety factor."""
+    """Free memory to leave unused in any case, in GiB."""
     time_budget_ms: float | None = None
-    """Most milliseconds of a call (forward and backward if ``is_training``); None is no limit."""
+    """Time limit of a call in milliseconds (forward and backward if ``is_training``); None = no limit."""
     is_training: bool = True
-    """Whether calls compute gradients, which take memory and time. A module in training and in evaluation then makes
-    the same choice, as it has to."""
+    """Whether calls compute gradients, which take memory and time. Use the same value in training and evaluation, so
+    that a module makes the same choice in both."""
     objective: Objective = "score"
-    """``"score"``: the highest weighted sum of coverage, diversity and efficiency. ``"speed"``: the least time among
-    the candidates that cover enough."""
+    """``"score"``: maximise the weighted sum of coverage, diversity and efficiency. ``"speed"``: minimise time among
+    the candidates with sufficient coverage."""
     coverage_floor: float = 0.9
-    """For ``"speed"``: least coverage, as a part of the highest that any candidate within the budgets reaches."""
+    """For ``"speed"``: required coverage relative to the highest of any candidate within the budgets."""
     coverage_weight: float = 0.5
-    """For ``"score"``: weight of how much of the sequence the longest segments span."""
+    """For ``"score"``: weight of the fraction of the sequence that the longest segments span."""
     diversity_weight: float = 0.2
-    """For ``"score"``: weight of how many scales there are."""
+    """For ``"score"``: weight of the number of scales."""
     efficiency_weight: float = 0.3
+    """For ``"score"``: weight of the speed relative to the fastest candidate."""
     """For ``"score"``: weight of how near the time is to that of the fastest candidate."""
 
     def __post_init__(self) -> None:
@@ -83,7 +85,7 @@ class SegmentSelectionConfig:
             raise ValueError(f'objective must be "score" or "speed", got {self.objective!r}')
 
     def memory_budget(self, free_bytes: int) -> int:
-        """Bytes that a call may take: ``min(safety * free, free - min_free)``, 0 at least."""
+        """Memory budget of a call in bytes: ``max(0, min(safety * free, free - min_free))``."""
         kept = round(self.min_free_memory_gb * 2**30)
         return max(0, min(int(self.memory_safety_factor * free_bytes), free_bytes - kept))
 

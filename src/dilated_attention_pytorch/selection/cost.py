@@ -1,4 +1,4 @@
-"""How long a call takes: features counted from pattern and workload, times seconds per unit of each."""
+"""The time model: features counted from pattern and workload, times seconds per unit."""
 
 from __future__ import annotations
 
@@ -11,28 +11,33 @@ from .hardware import Hardware
 from .workload import Workload
 
 _BLOCKS = (32, 64, 256)
-"""Queries that PyTorch's kernel for the CPU takes at once: the more, the longer the problem."""
+"""Query block sizes of PyTorch's CPU kernel: larger for longer problems."""
 
 _KEYS_AT_ONCE = 512
-"""Keys that the kernel computes at once: a causal problem skips none but whole runs of them."""
+"""Keys per block of the kernel; causal problems skip only whole blocks."""
 
 FEATURES = (
-    "calls", "kernel calls", *(f"pairs in blocks of {block}" for block in _BLOCKS),
-    *(f"rows in blocks of {block}" for block in _BLOCKS), "exponentials", "rows merged", "rows",
-)  # fmt: skip
-"""What seconds are fitted to.
+    "calls",
+    "kernel calls",
+    *(f"pairs in blocks of {block}" for block in _BLOCKS),
+    *(f"rows in blocks of {block}" for block in _BLOCKS),
+    "exponentials",
+    "rows merged",
+    "rows",
+)
+"""Features of the time model.
 
-Pairs and rows are weighted by the width of a head, pairs by how evenly threads share them, and every pair has an
-exponential beside its products. Every row of a group is read, packed and written, which costs more in small blocks; one
-of a later group is merged into what is there; every row of the call is written for the first time.
+Pairs and rows are weighted by the head dimension, pairs also by the load imbalance of the threads; every pair has an
+exponential besides its products. Every row of a group is read, packed and written, which costs more in small blocks;
+rows of later groups are merged into the existing output; every row of the call is initialised once.
 """
 
 _CALL_SECONDS = 10e-6
-"""Nominal time of one kernel call, beside its work."""
+"""Nominal overhead of one kernel call in seconds."""
 
 
 def features(pattern: Pattern, workload: Workload, hardware: Hardware) -> tuple[float, ...]:
-    """The counts of :data:`FEATURES` for one call."""
+    """The values of :data:`FEATURES` for one call."""
     cut = tiling(pattern, workload)
     threads = hardware.processors if hardware.kind == "cpu" else 1
     pairs, computed = dict.fromkeys(_BLOCKS, 0.0), dict.fromkeys(_BLOCKS, 0.0)
@@ -57,22 +62,22 @@ def features(pattern: Pattern, workload: Workload, hardware: Hardware) -> tuple[
 
 
 def _causal_pairs(rows: int) -> float:
-    """Pairs that the kernel computes of a causal problem: every run of keys that a block of queries sees some of."""
+    """Pairs that the kernel computes for a causal problem: whole key blocks that contain a visible key."""
     runs, rest = divmod(rows, _KEYS_AT_ONCE)
     return _KEYS_AT_ONCE**2 * runs * (runs + 1) / 2 + rest * rows
 
 
 def block_rows(rows: int) -> int:
-    """Which of the blocks PyTorch's kernel for the CPU takes for a problem of that many rows."""
+    """Query block size of PyTorch's CPU kernel for a problem of ``rows`` rows."""
     small, middle, large = _BLOCKS
     return large if rows >= 768 else middle if rows >= 192 else small
 
 
 def _problems_together(group: GroupCounts, cut: Tiling, workload: Workload) -> tuple[int, float]:
-    """How many problems one kernel call computes, and how many kernel calls the group takes.
+    """Number of problems per kernel call, and number of kernel calls of the group.
 
     A partial repeats along sequences, segments, heads of a run of offsets, such runs, and query heads that share keys;
-    a kernel call takes the two longest of these axes, the others are looped over.
+    a kernel call covers the two longest of these axes, the others are loops.
     """
     segments = max(1, cut.rows // group.segment_length)
     run = min(cut.heads, group.dilation_rate) if group.dilation_rate > 1 else cut.heads
@@ -83,9 +88,10 @@ def _problems_together(group: GroupCounts, cut: Tiling, workload: Workload) -> t
 
 
 def _imbalance(together: int, rows: int, block: int, threads: int, *, is_training: bool) -> float:
-    """By how much the busiest thread has more than its share.
+    """Load of the busiest thread relative to the mean.
 
-    Forward, threads share blocks of queries, backward whole problems: two and five of seven matrix products.
+    Threads share query blocks in the forward pass and whole problems in the backward pass: two and five of the seven
+    matrix products.
     """
     blocks = together * -(-rows // block)
     forward = -(-blocks // threads) * threads / blocks
@@ -95,10 +101,10 @@ def _imbalance(together: int, rows: int, block: int, threads: int, *, is_trainin
 
 
 def nominal_seconds(pattern: Pattern, workload: Workload, hardware: Hardware) -> float:
-    """The formula for a machine that was not measured: operations, traffic and calls at nominal rates.
+    """Time estimate for a machine that was not measured, from operations, traffic and calls at nominal rates.
 
-    ``flops / rate + bytes / bandwidth + 10 us x calls``. Traffic is every row of a group read and written once, and
-    keys and values once more for every 128 queries where those of a problem do not stay in the cache.
+    ``flops / rate + bytes / bandwidth + 10 us x calls``. Traffic: every row of a group is read and written once, and
+    keys and values are re-read for every 128 queries if those of a problem exceed the cache.
     """
     if workload.dtype_name in ("float16", "bfloat16"):
         rate = hardware.flops_16
@@ -120,5 +126,5 @@ def nominal_seconds(pattern: Pattern, workload: Workload, hardware: Hardware) ->
 
 
 def weighted(seconds_per_unit: Sequence[float], counts: Sequence[float]) -> float:
-    """The sum of the products."""
+    """The dot product."""
     return sum(seconds * count for seconds, count in zip(seconds_per_unit, counts, strict=True))

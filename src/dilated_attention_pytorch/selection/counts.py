@@ -1,4 +1,4 @@
-"""What a pattern makes of a workload, counted without a plan: problems, pairs, rows, tiles. Integers only."""
+"""Counts of problems, pairs, rows and tiles of a pattern for a workload, computed without a plan."""
 
 from __future__ import annotations
 
@@ -6,29 +6,30 @@ import math
 from collections import Counter
 from dataclasses import dataclass
 
-from dilated_attention_pytorch.patterns import DilationGroup, Pattern
-from dilated_attention_pytorch.planning import tile_size
+from dilated_attention_pytorch.patterns import Pattern
+from dilated_attention_pytorch.patterns.dilated import DilationGroup
+from dilated_attention_pytorch.planning.plan import tile_size
 
 from .workload import Workload
 
 
 @dataclass(frozen=True, slots=True)
 class GroupCounts:
-    """The dense problems that one dilation group consists of, for one sequence of the batch."""
+    """The dense problems of one dilation group, for one sequence of the batch."""
 
     dilation_rate: int
     segment_length: int
     sizes: tuple[tuple[int, int], ...]
-    """Pairs (rows n, how many problems of n queries and n keys), over all key/value heads."""
+    """Pairs (rows n, number of problems with n queries and n keys), over all key/value heads."""
 
     @property
     def rows(self) -> int:
-        """Selected rows, over all key/value heads."""
+        """Number of selected rows, over all key/value heads."""
         return sum(rows * count for rows, count in self.sizes)
 
 
 def count_group(group: DilationGroup, workload: Workload) -> GroupCounts:
-    """The problems of one group: every segment of every key/value head, counted by its number of selected rows."""
+    """The problems of one group: segments of every key/value head, by their number of selected rows."""
     length, heads = workload.sequence_length, workload.num_kv_heads
     sizes: Counter[int] = Counter()
     of_class = Counter((group.offset(head, heads), group.shift(head)) for head in range(heads))
@@ -49,13 +50,13 @@ def count_group(group: DilationGroup, workload: Workload) -> GroupCounts:
 
 
 def count_groups(pattern: Pattern, workload: Workload) -> tuple[GroupCounts, ...]:
-    """The groups in the order in which the engine takes them: smallest dilation rate first."""
+    """The groups in the engine's order: smallest dilation rate first."""
     groups = sorted(pattern.groups, key=lambda group: group.dilation_rate)
     return tuple(count_group(group, workload) for group in groups)
 
 
 def num_pairs(pattern: Pattern, workload: Workload) -> int:
-    """Pairs of a query and a key, over groups, query heads and the batch: ``planning.plan(...).num_pairs``.
+    """Number of query-key pairs over groups, query heads and batch; equals ``planning.plan(...).num_pairs``.
 
     >>> import torch
     >>> from dilated_attention_pytorch import DilatedPattern
@@ -73,30 +74,34 @@ def num_pairs(pattern: Pattern, workload: Workload) -> int:
 
 
 def flops(pattern: Pattern, workload: Workload) -> int:
-    """Operations of the matrix products: 4 D a pair forward, 10 D more backward, as ``FlopCounterMode`` counts them."""
+    """Operations of the matrix products: 4 D per pair forward, 10 D more backward, as ``FlopCounterMode`` counts."""
     return pattern.flops(
-        workload.sequence_length, num_heads=workload.num_heads, num_kv_heads=workload.num_kv_heads,
-        head_dim=workload.head_dim, batch_size=workload.batch_size, is_causal=workload.is_causal,
+        workload.sequence_length,
+        num_heads=workload.num_heads,
+        num_kv_heads=workload.num_kv_heads,
+        head_dim=workload.head_dim,
+        batch_size=workload.batch_size,
+        is_causal=workload.is_causal,
         is_training=workload.is_training,
-    )  # fmt: skip
+    )
 
 
 @dataclass(frozen=True, slots=True)
 class Tiling:
-    """How the engine cuts a call: rows, key/value heads and sequences of one tile, and how many tiles there are."""
+    """The engine's tiling of a call: rows, key/value heads and sequences per tile, and the number of tiles."""
 
     rows: int
     heads: int
     batch: int
     tiles: int
     elements: int
-    """Most elements of the query part of one tile."""
+    """Maximum number of query elements per tile."""
 
 
 def tiling(pattern: Pattern, workload: Workload) -> Tiling:
-    """Bounds on the tiles of :func:`dilated_attention_pytorch.planning.plan`, from the segment lengths alone.
+    """Bounds on the tiles of :func:`dilated_attention_pytorch.planning.plan.plan`, from the segment lengths alone.
 
-    A tile is closed under the pattern: its rows end where segments of all groups end, at multiples of the least
+    A tile is closed under the pattern: its rows end at boundaries common to all groups, multiples of the least
     common multiple of the lengths, or at the end of the sequence.
     """
     length, ratio, heads = workload.sequence_length, workload.ratio, workload.num_kv_heads

@@ -1,4 +1,4 @@
-"""Rates fitted to timings, and how well a prediction ranks."""
+"""The fit of rates to timings, and rank correlation."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ _QUADRATIC_UP_TO = 0.1
 def fit_seconds(counts: Sequence[Sequence[float]], seconds: Sequence[float]) -> tuple[float, ...]:
     """Non-negative seconds per unit of every feature that minimise the sum of ``huber(predicted / measured - 1)``.
 
-    Relative errors: a candidate is compared with others of its shape, so a call of a millisecond counts as much as
-    one of a second. Huber's loss, quadratic up to a tenth and linear beyond, so that a call which something else on the
-    machine made longer bends the others little. Not below zero: no work takes time away, and a prediction stays
-    positive where nothing was measured. Solved by least squares with weights from the solution before.
+    Errors are relative, since candidates are compared within a shape: a call of a millisecond counts as much as
+    one of a second. Huber's loss is quadratic up to 0.1 and linear beyond, which limits the influence of disturbed
+    timings. Rates are non-negative, so that predictions stay positive outside the measured range. Solved by
+    iteratively reweighted least squares.
 
     Args:
-        counts: the features of every timing, ``[timings][features]``.
-        seconds: the measured times, each above 0.
+        counts: features of every timing, ``[timings][features]``.
+        seconds: measured times, each above 0.
 
     >>> [round(x, 9) for x in fit_seconds([[1.0, 10.0], [1.0, 20.0], [1.0, 40.0]], [12.0, 22.0, 42.0])]
     [2.0, 1.0]
@@ -57,7 +57,7 @@ def _least_squares(rows: Tensor, weights: Tensor) -> Tensor:
         positive[slopes.argmax()] = True
         wanted = _on(positive, matrix, target)
         while bool((wanted[positive] <= 0).any()):
-            # As far towards the unconstrained solution as nothing goes below zero; what got there stays there.
+            # Step towards the unconstrained solution until a component reaches zero, and fix that one at zero.
             below = positive & (wanted <= 0)
             step = (solution[below] / (solution[below] - wanted[below])).nan_to_num(0.0).min()
             solution = solution + step * (wanted - solution)
@@ -65,18 +65,20 @@ def _least_squares(rows: Tensor, weights: Tensor) -> Tensor:
             solution = solution.where(positive, 0.0)
             wanted = _on(positive, matrix, target)
         solution = wanted
-    raise ArithmeticError(f"the rates did not settle in {_STEPS_PER_FEATURE} steps a feature: {solution.tolist()}")
+    raise ArithmeticError(
+        f"the fit of the rates did not converge in {_STEPS_PER_FEATURE} steps a feature: {solution.tolist()}"
+    )
 
 
 def _on(positive: Tensor, matrix: Tensor, target: Tensor) -> Tensor:
-    """The least-squares solution with the features of ``positive`` alone, zero elsewhere."""
+    """The least-squares solution restricted to the features in ``positive``, zero elsewhere."""
     solution = torch.zeros_like(matrix[0])
     solution[positive] = torch.linalg.lstsq(matrix[:, positive], target[:, None]).solution[:, 0]
     return solution
 
 
 def rank_correlation(one: Sequence[float], other: Sequence[float]) -> float:
-    """Spearman's: the correlation of the ranks, 1 for the same order, -1 for the opposite. Equal values share a rank.
+    """Spearman's rank correlation: 1 for the same order, -1 for the opposite. Ties share a rank.
 
     >>> rank_correlation([1.0, 2.0, 3.0], [10.0, 30.0, 20.0])
     0.5
@@ -90,5 +92,5 @@ def rank_correlation(one: Sequence[float], other: Sequence[float]) -> float:
 
 def _ranks(values: Sequence[float]) -> list[float]:
     order = sorted(values)
-    # The mean of the places that equal values take.
+    # Ties get their mean rank.
     return [order.index(value) + (order.count(value) - 1) / 2 for value in values]

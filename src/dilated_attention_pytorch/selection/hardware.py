@@ -1,4 +1,4 @@
-"""The machine as the selection sees it: kind, architecture, sizes, nominal rates, and the memory that is free now."""
+"""The hardware record: kind, architecture, sizes, nominal rates and free memory of a device."""
 
 from __future__ import annotations
 
@@ -23,47 +23,47 @@ Architecture = Literal["B200", "H200", "H100", "A100", "V100", "RTX", "AMD MI", 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Hardware:
-    """One device. A selection depends on nothing else of the machine, so a record can be written down or made up.
+    """One device. The record is all that a selection uses of the machine; it can be stored or constructed.
 
     >>> Hardware.of_architecture("H100", free_bytes=60 << 30).tile_rows
     128
     """
 
     kind: str
-    """As ``torch.device.type`` has it: "cpu" or "cuda" (AMD's GPUs too)."""
+    """``torch.device.type``: "cpu" or "cuda" (also AMD GPUs)."""
     name: str
-    """What the device calls itself."""
+    """Product name."""
     architecture: Architecture
-    """Which family's numbers the nominal rates are."""
+    """Family whose nominal rates apply."""
     processors: int
-    """Threads that PyTorch uses, or multiprocessors of a GPU."""
+    """Number of PyTorch's threads, or of a GPU's multiprocessors."""
     tile_rows: int
-    """Rows that the kernels take at once: segment lengths are multiples of it where the limits leave one."""
+    """Rows per kernel tile: segment lengths are multiples of it where the limits allow."""
     cache_bytes: int
-    """Cache that holds the keys and values of a segment while its queries pass: of a core, or of the whole GPU."""
+    """Cache in bytes that holds a segment's keys and values: of one CPU core, or of the whole GPU."""
     free_bytes: int
-    """Memory that was free when the record was made."""
+    """Free memory in bytes when the record was made."""
     flops_32: float
-    """Nominal floating-point operations a second of matrix products in float32."""
+    """Nominal float32 matrix throughput in FLOP/s."""
     flops_16: float
-    """The same in float16 and bfloat16."""
+    """Nominal float16 and bfloat16 matrix throughput in FLOP/s."""
     bytes_per_second: float
-    """Nominal rate of memory."""
+    """Nominal memory bandwidth in bytes per second."""
 
     @classmethod
     def of_architecture(
         cls, architecture: Architecture, *, free_bytes: int, name: str = "", processors: int | None = None
     ) -> Hardware:
-        """The record of a device that need not be here, with its family's nominal numbers.
+        """The record of any device, with its family's nominal rates.
 
         Args:
-            architecture: the family.
-            free_bytes: memory to plan with.
-            name: of the device, the family's without it.
-            processors: threads or multiprocessors, the family's without it.
+            architecture: device family.
+            free_bytes: memory to plan with, in bytes.
+            name: product name; None = the family's.
+            processors: number of threads or multiprocessors; None = the family's.
 
         Raises:
-            ValueError: there is no such family.
+            ValueError: the family is unknown.
         """
         if architecture not in _TILE_ROWS:
             raise ValueError(f"architecture must be one of {', '.join(_TILE_ROWS)}, got {architecture!r}")
@@ -73,24 +73,38 @@ class Hardware:
     def _of_sheet(cls, sheet: DataSheet, free_bytes: int, name: str, processors: int | None) -> Hardware:
         processors = sheet.processors if processors is None else processors
         is_cpu = sheet.family == "CPU"
-        # A processor's rate grows with its threads; a GPU's data sheet has the rate of the whole.
+        # CPU rates scale with the number of threads; a GPU's data sheet gives the whole device's rate.
         scale = processors if is_cpu or sheet.name == "other GPU" else 1
         return cls(
-            kind="cpu" if is_cpu else "cuda", name=name or sheet.family, architecture=cast(Architecture, sheet.family),
-            processors=processors, tile_rows=_TILE_ROWS[sheet.family], cache_bytes=sheet.cache_bytes,
-            free_bytes=free_bytes, flops_32=sheet.flops["float32"] * scale, flops_16=sheet.flops["float16"] * scale,
+            kind="cpu" if is_cpu else "cuda",
+            name=name or sheet.family,
+            architecture=cast(Architecture, sheet.family),
+            processors=processors,
+            tile_rows=_TILE_ROWS[sheet.family],
+            cache_bytes=sheet.cache_bytes,
+            free_bytes=free_bytes,
+            flops_32=sheet.flops["float32"] * scale,
+            flops_16=sheet.flops["float16"] * scale,
             bytes_per_second=sheet.bytes_per_second * scale,
-        )  # fmt: skip
+        )
 
 
 _TILE_ROWS: dict[str, int] = {
-    "B200": 128, "H200": 128, "H100": 128, "A100": 128, "V100": 64, "RTX": 64, "AMD MI": 64, "other GPU": 64, "CPU": 32,
-}  # fmt: skip
-"""Rows that the kernels take at once, by family."""
+    "B200": 128,
+    "H200": 128,
+    "H100": 128,
+    "A100": 128,
+    "V100": 64,
+    "RTX": 64,
+    "AMD MI": 64,
+    "other GPU": 64,
+    "CPU": 32,
+}
+"""Rows per kernel tile, by family."""
 _SHEET_OF_FAMILY = {"H100": "H100 SXM", "A100": "A100 80 GB", "RTX": "RTX 3090", "AMD MI": "MI250X"}
-"""Whose data sheet stands for a family with several."""
+"""Representative data sheet of families with several."""
 _VECTOR_BITS = {"AVX512": 512, "AVX2": 256}
-"""Of the vectors that PyTorch computes with on a CPU, by its name for them; 128 for others."""
+"""Vector width in bits by PyTorch's name of the CPU capability; 128 for others."""
 
 
 def _sheet_of_family(family: str) -> DataSheet:
@@ -100,7 +114,7 @@ def _sheet_of_family(family: str) -> DataSheet:
 
 
 def architecture_of(name: str, kind: str) -> Architecture:
-    """The family of a device, by the name that it has for itself.
+    """The family of a device, from its product name.
 
     >>> architecture_of("NVIDIA H100 80GB HBM3", "cuda"), architecture_of("AMD Instinct MI300X", "cuda")
     ('H100', 'AMD MI')
@@ -111,10 +125,14 @@ def architecture_of(name: str, kind: str) -> Architecture:
     if sheet is not None:
         return cast(Architecture, sheet.family)
     families: tuple[tuple[tuple[str, ...], Architecture], ...] = (
-        (("B200",), "B200"), (("H200", "GH200"), "H200"), (("H100", "H800"), "H100"), (("A100", "A800"), "A100"),
-        (("V100",), "V100"), (("RTX", "TITAN"), "RTX"), (("INSTINCT", "MI100", "MI200", "MI210", "MI250", "MI300",
-                                                          "MI325", "MI350", "MI355"), "AMD MI"),
-    )  # fmt: skip
+        (("B200",), "B200"),
+        (("H200", "GH200"), "H200"),
+        (("H100", "H800"), "H100"),
+        (("A100", "A800"), "A100"),
+        (("V100",), "V100"),
+        (("RTX", "TITAN"), "RTX"),
+        (("INSTINCT", "MI100", "MI200", "MI210", "MI250", "MI300", "MI325", "MI350", "MI355"), "AMD MI"),
+    )
     for words, family in families:
         if any(word in name.upper() for word in words):
             return family
@@ -122,10 +140,10 @@ def architecture_of(name: str, kind: str) -> Architecture:
 
 
 def read_hardware(device: torch.device | str) -> Hardware:
-    """The record of a device of this machine, with the memory that is free now.
+    """The record of a device of this machine, with its current free memory.
 
     Raises:
-        NotImplementedError: a kind of device whose free memory this package cannot read.
+        NotImplementedError: the free memory of this kind of device cannot be read.
     """
     device = torch.device(device)
     if device.type == "cpu":
@@ -144,7 +162,7 @@ def read_hardware(device: torch.device | str) -> Hardware:
 
 
 def _core_cache() -> int | None:
-    """The second-level cache of the first core, where Linux tells it."""
+    """L2 cache of the first core in bytes, where Linux reports it."""
     file = Path("/sys/devices/system/cpu/cpu0/cache/index2/size")
     text = file.read_text().strip() if file.is_file() else ""
     return int(text[:-1]) << 10 if text.endswith("K") else None

@@ -1,4 +1,4 @@
-"""How many bytes a call takes at its peak: an upper bound, from the engine's operands, results and temporaries."""
+"""The memory model: an upper bound of a call's peak memory from operands, results and temporaries."""
 
 from __future__ import annotations
 
@@ -11,50 +11,50 @@ from .hardware import Hardware
 from .workload import Workload
 
 _SCRATCH_OF_A_THREAD = 8 << 20
-"""Blocks of scores and sums of every thread: by matrix products two of half a million scores."""
+"""Scratch bytes per thread: score blocks and sums; with matrix products, two blocks of half a million scores."""
 _NATIVE_BYTES_OF_A_COLUMN = 144 << 10
-"""What a thread of the native kernels holds beside, by column of a head: 4,096 packed query rows, their gradients, and
-its shares of them where keys are dealt out."""
+"""Scratch bytes per thread and column of a head in the native kernels: 4,096 packed query rows, their gradients, and
+partial sums where keys are split over threads."""
 _NATIVE_PACKED = 32 << 20
-"""Keys that the native kernels have packed at a time."""
+"""Bytes of packed keys in the native kernels."""
 _BLOCK_SCORES = 1 << 21
-"""Scores that one block of a dropped call writes out (``kernels/products.py``)."""
+"""Scores per block with dropout (``kernels/products.py``)."""
 _BLOCK_BYTES = 96
-"""Bytes a score of such a block: scores, products, factors, and the 64-bit numbers that they are drawn from."""
+"""Bytes per score of such a block: scores, products, factors, and 64-bit random numbers."""
 _KEPT = 2
-"""Freed pages that the C library keeps for later count as taken: temporaries count twice."""
+"""Factor for temporaries: freed pages that the C library retains count as used."""
 
 
 _LIBRARY = 192 << 20
-"""What PyTorch loads and compiles at the first call of a process and keeps: 83 to 145 MiB were measured on a CPU."""
+"""Bytes that PyTorch loads and compiles at the first call of a process: 83 to 145 MiB were measured on a CPU."""
 
 
 @dataclass(frozen=True, slots=True)
 class Bytes:
-    """Where the memory of one call goes, in bytes."""
+    """Memory of one call by category, in bytes."""
 
     operands: int
     """Query, key and value, and the gradient of the output."""
     results: int
     """Output, log-sum-exp, and the gradients."""
     temporaries: int
-    """Everything between."""
+    """All temporaries."""
     library: int
-    """What the first call of a process takes once, whatever its size."""
+    """One-time allocations of the first call of a process."""
 
     @property
     def total(self) -> int:
-        """At the peak, all of it."""
+        """The sum: the bound of the peak."""
         return self.operands + self.results + self.temporaries + self.library
 
 
 def peak_bytes(pattern: Pattern, workload: Workload, hardware: Hardware) -> Bytes:
-    """An upper bound of what one call takes at once, operands included, in every implementation but "cudnn".
+    """Upper bound of the peak memory of one call, operands included, for every implementation except "cudnn".
 
     With E_q = B N H D and E_k = B N G D elements of i bytes, R = B N H rows and a bytes of an accumulator: operands
     ``(E_q + 2 E_k) i`` (and E_q i for the gradient of the output), results ``E_q i + R a`` (and the gradients
-    ``(E_q + 2 E_k) i``), temporaries per element of the largest tile, which segments that span everything widen.
-    Operands whose last dimension is not contiguous, and casts of autocast, are copies that are not counted.
+    ``(E_q + 2 E_k) i``), temporaries per element of the largest tile, which grows with segments that span everything.
+    Copies of non-contiguous operands and of autocast are not counted.
     """
     i, a = workload.itemsize, workload.accumulation_itemsize
     rows = workload.batch_size * workload.sequence_length
@@ -83,11 +83,11 @@ def peak_bytes(pattern: Pattern, workload: Workload, hardware: Hardware) -> Byte
 
 
 def _bytes_of_an_element(workload: Workload) -> int:
-    """Temporaries of one tile, per element of its queries, of the pass that needs more."""
+    """Bytes of temporaries per query element of a tile, for the pass that needs more."""
     i, a = workload.itemsize, workload.accumulation_itemsize
     if i == a:
         # Output of a partial; or its three gradients, and a sum over heads that share keys.
         return 4 * a if workload.is_training else a
-    # Float16 goes through float32 copies; bfloat16 is packed for the kernel, and rounded.
+    # float16 is converted to float32; bfloat16 is packed for the kernel and rounded.
     copies = {"float16": (4 * a, 8 * a), "bfloat16": (3 * i + a, 8 * i)}[workload.dtype_name]
     return copies[1] + 3 * a + i if workload.is_training else copies[0] + a

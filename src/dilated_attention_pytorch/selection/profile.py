@@ -1,4 +1,4 @@
-"""What was measured on this machine, kept in the user's cache folder: written whole, read with suspicion."""
+"""The measured profile of this machine in the user's cache folder, written atomically and validated when read."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ _REMEDY = "run `dilated-attention tune` to measure this machine"
 
 @dataclass(frozen=True, slots=True)
 class Rates:
-    """Seconds per unit of every one of :data:`FEATURES`, for calls of one dtype with or without gradients."""
+    """Seconds per unit of every feature in :data:`FEATURES`, for one dtype, with or without gradients."""
 
     dtype: str
     is_training: bool
@@ -39,7 +39,7 @@ class Rates:
 
 @dataclass(frozen=True, slots=True)
 class Profile:
-    """Rates that were measured on one machine with one version of this package and of PyTorch.
+    """Rates measured on one machine with one version of this package and of PyTorch.
 
     >>> Profile(()).seconds_of  # doctest: +ELLIPSIS
     <bound method Profile.seconds_of of Profile(rates=())>
@@ -48,7 +48,7 @@ class Profile:
     rates: tuple[Rates, ...]
 
     def seconds_of(self, pattern: Pattern, workload: Workload, hardware: Hardware) -> float | None:
-        """Predicted seconds of a call; None where its dtype was not measured."""
+        """Predicted seconds of a call; None if its dtype was not measured."""
         for entry in self.rates:
             if (entry.dtype, entry.is_training) == (workload.dtype_name, workload.is_training):
                 return weighted(entry.seconds, features(pattern, workload, hardware))
@@ -56,7 +56,7 @@ class Profile:
 
 
 def identity(hardware: Hardware) -> dict[str, str | int]:
-    """What a profile belongs to: the device, how much of it is used, and the versions that computed."""
+    """The validity of a profile: device, threads and versions."""
     return {
         "kind": hardware.kind,
         "name": hardware.name,
@@ -67,28 +67,30 @@ def identity(hardware: Hardware) -> dict[str, str | int]:
 
 
 def profile_path(hardware: Hardware, folder: Path | None = None) -> Path:
-    """The file of this machine's profile: one for every device and number of threads, in ``folder`` or the cache."""
+    """The profile's file, one per device and number of threads, in ``folder`` (default: the cache folder)."""
     of_machine = f"{hardware.kind} {hardware.name} {hardware.processors}"
     digest = hashlib.blake2b(of_machine.encode(), digest_size=6).hexdigest()
     return (cache_folder() if folder is None else folder) / f"profile-{hardware.kind}-{digest}.json"
 
 
 def store_profile(profile: Profile, hardware: Hardware, folder: Path | None = None) -> Path:
-    """Write a profile whole or not at all: a reader, or a stop in the middle, never meets half a file.
+    """Write a profile atomically.
 
     Returns:
         the file.
 
     Raises:
-        RunError: the folder cannot be made or written.
+        RunError: the folder cannot be created or written.
     """
     values = {
-        "format": FORMAT, "machine": identity(hardware), "features": list(FEATURES),
+        "format": FORMAT,
+        "machine": identity(hardware),
+        "features": list(FEATURES),
         "rates": [
             {"dtype": entry.dtype, "is_training": entry.is_training, "seconds": list(entry.seconds)}
             for entry in profile.rates
         ],
-    }  # fmt: skip
+    }
     file = profile_path(hardware, folder)
     try:
         write_whole(file, json.dumps(values, indent=1) + "\n")
@@ -101,7 +103,7 @@ def store_profile(profile: Profile, hardware: Hardware, folder: Path | None = No
 
 
 def write_whole(file: Path, text: str) -> None:
-    """Write a file under another name in its folder, then put it in its place. Two writers leave one of both files."""
+    """Write a file under a temporary name, then rename it. With two concurrent writers, one of the files remains."""
     file.parent.mkdir(parents=True, exist_ok=True)
     handle, partial = tempfile.mkstemp(prefix=file.name, suffix=".partial", dir=file.parent)
     try:
@@ -117,10 +119,10 @@ def write_whole(file: Path, text: str) -> None:
 
 
 def load_profile(hardware: Hardware, folder: Path | None = None) -> Profile | None:
-    """This machine's stored profile; None if there is none that can be used.
+    """This machine's stored profile; None if there is no valid one.
 
-    A file that is damaged, or of another machine or version, is left where it is and ignored, with a warning
-    (``UserWarning``) that says so and what to do.
+    A damaged file, or one of another machine or version, is ignored with a ``UserWarning`` that says what to do; the
+    file is not changed.
     """
     file = profile_path(hardware, folder)
     try:
@@ -133,7 +135,7 @@ def load_profile(hardware: Hardware, folder: Path | None = None) -> Profile | No
     try:
         values = json.loads(text)
     except ValueError as error:
-        _ignored(file, f"is damaged: it is no JSON ({error})")
+        _ignored(file, f"is damaged: it is not JSON ({error})")
         return None
     if not isinstance(values, dict) or values.get("format") != FORMAT:
         found = values.get("format") if isinstance(values, dict) else type(values).__name__
@@ -142,8 +144,9 @@ def load_profile(hardware: Hardware, folder: Path | None = None) -> Profile | No
     expected, found = identity(hardware), values.get("machine")
     if not isinstance(found, dict) or found != expected:
         got = found if isinstance(found, dict) else {}
-        different = [f"{name} {got.get(name)!r} is not {value!r}" for name, value in expected.items()
-                     if got.get(name) != value]  # fmt: skip
+        different = [
+            f"{name} {got.get(name)!r} is not {value!r}" for name, value in expected.items() if got.get(name) != value
+        ]
         _ignored(file, f"was measured on another machine or version: {', '.join(different) or found}")
         return None
     try:
@@ -165,5 +168,6 @@ def _rates(entry: Any) -> Rates:
 def _ignored(file: Path, why: str) -> None:
     warnings.warn(
         f"the profile {file} {why}. It is ignored, and nominal rates are used; {_REMEDY}, or delete the file",
-        UserWarning, stacklevel=4,
-    )  # fmt: skip
+        UserWarning,
+        stacklevel=4,
+    )

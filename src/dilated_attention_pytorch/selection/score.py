@@ -1,4 +1,4 @@
-"""What a candidate is worth before time and memory: how much it spans, and at how many scales. Between 0 and 1."""
+"""The quality score of a candidate apart from time and memory: coverage and diversity, between 0 and 1."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ from .workload import Workload
 
 
 def coverage(pattern: Pattern, workload: Workload) -> float:
-    """The largest, over groups, of ``selected share x reach``.
+    """The maximum over groups of ``selected fraction x reach``.
 
-    The reach of segment length w is the mean over positions of the length of the position's segment, as a part of the
-    sequence: ``sum over segments of length^2 / N^2``. The selected share is the part of the positions that some
-    key/value head selects: the number of different offsets over r. It is 1 where every position sees the whole
-    sequence, through one head at least, at rate r.
+    The reach of segment length w is the mean over positions of the position's segment length relative to the
+    sequence: ``sum over segments of length^2 / N^2``. The selected fraction is that of the positions selected by any
+    key/value head: the number of distinct offsets over r. Coverage is 1 if every position attends to the whole
+    sequence, in at least one head, at rate r.
     """
     length, heads = workload.sequence_length, workload.num_kv_heads
     best = 0.0
@@ -27,9 +27,9 @@ def coverage(pattern: Pattern, workload: Workload) -> float:
 
 
 def diversity(pattern: Pattern, workload: Workload, config: SegmentSelectionConfig) -> float:
-    """The part of the octaves from the shortest to the longest allowed length that have a segment length.
+    """Fraction of the octaves between the shortest and longest allowed length that contain a segment length.
 
-    Lengths beyond the sequence count as its length; as many octaves as there may be lengths suffice.
+    Lengths beyond the sequence count as its length; the number of octaves is capped at the allowed number of lengths.
     """
     length = workload.sequence_length
 

@@ -1,4 +1,4 @@
-"""From a shape, a policy and a machine to a pattern."""
+"""The selector: from workload, policy and hardware to a pattern."""
 
 from __future__ import annotations
 
@@ -8,7 +8,8 @@ from dataclasses import dataclass
 
 import torch
 
-from dilated_attention_pytorch.patterns import DilatedPattern, OffsetRule, Tail
+from dilated_attention_pytorch.patterns import DilatedPattern
+from dilated_attention_pytorch.patterns.dilated import OffsetRule, Tail
 
 from . import score
 from .candidates import candidates
@@ -23,17 +24,17 @@ from .workload import Workload
 
 @dataclass(frozen=True, slots=True)
 class Estimate:
-    """One candidate, with everything that it is judged by."""
+    """One candidate with its estimates."""
 
     pattern: DilatedPattern
     num_pairs: int
-    """Pairs of a query and a key, exactly those of the plan."""
+    """Number of query-key pairs, equal to the plan's."""
     flops: int
-    """Operations of the matrix products over them."""
+    """Operations of the matrix products."""
     bytes: Bytes
-    """Upper bound of the memory at the peak."""
+    """Upper bound of the peak memory."""
     seconds: float
-    """Predicted time: measured rates where there is a profile for the dtype, else nominal ones."""
+    """Predicted time: from measured rates if the profile has the dtype, else from nominal ones."""
     coverage: float
     """See :func:`dilated_attention_pytorch.selection.score.coverage`."""
     diversity: float
@@ -42,43 +43,44 @@ class Estimate:
 
 @dataclass(frozen=True, slots=True)
 class Choice:
-    """What was chosen, among what, and why."""
+    """The chosen candidate, its alternatives, and the criteria."""
 
     best: Estimate
     efficiency: float
-    """Time of the fastest candidate within the budgets, over that of the best."""
+    """Time of the fastest candidate within the budgets over the time of the chosen one."""
     score: float
     """Weighted mean of coverage, diversity and efficiency."""
     memory_budget: int
-    """Bytes that the policy allows."""
+    """Memory budget in bytes."""
     is_measured: bool
-    """Whether the seconds come from a profile of this machine."""
+    """Whether times come from a profile of this machine."""
     fitting: tuple[Estimate, ...]
     """All candidates within the budgets, in their fixed order."""
     num_candidates: int
-    """How many were looked at."""
+    """Number of candidates examined."""
 
 
 class DynamicSegmentSelector:
-    """Chooses the segment lengths and dilation rates of a call: a pure function of shape, policy and machine.
+    """Chooses the segment lengths and dilation rates of a call: a pure function of workload, policy and hardware.
 
-    The candidates (:func:`candidates`) that fit the memory budget and the time budget are compared: by
-    ``(w_c coverage + w_d diversity + w_e efficiency) / (w_c + w_d + w_e)``, or, for ``objective="speed"``, by time
-    among those whose coverage is at least ``coverage_floor`` times the highest of all that fit. Of equals the faster,
-    then the one with fewer groups, then the one that comes first.
+    Candidates (:func:`candidates`) within the memory and time budgets are ranked by
+    ``(w_c coverage + w_d diversity + w_e efficiency) / (w_c + w_d + w_e)``, or, with ``objective="speed"``, by time
+    among those with at least ``coverage_floor`` times the highest coverage. Ties go to the faster candidate,
+    then to the one with fewer groups, then to the first.
 
-    The machine is read once for every device, at the first choice for it, and so is its stored profile: choices that
-    follow do not depend on what has become of the free memory. A new selector reads both anew.
+    The hardware record and the stored profile are read once per device, at the first choice for it, so later choices
+    do not depend on changes of free memory. A new selector reads both again.
 
     Args:
-        config: the policy; the defaults without it.
-        hardware: the machine to choose for; without it the device's own.
-        profile: measured rates; without it the stored ones of this machine (`dilated-attention tune` makes them), and
-            nominal rates where there are none. ``Profile(())`` takes nominal rates in any case.
+        config: selection policy; None = the defaults.
+        hardware: hardware to choose for; None = the call's device.
+        profile: measured rates; None = the stored profile of this machine (from `dilated-attention tune`), or
+            nominal rates if there is none. ``Profile(())`` forces nominal rates.
 
     Raises:
         TypeError: an argument is of the wrong type.
 
+    >>> from dilated_attention_pytorch.selection import DynamicSegmentSelector
     >>> import torch
     >>> hardware = Hardware.of_architecture("H100", free_bytes=60 << 30)
     >>> selector = DynamicSegmentSelector(hardware=hardware, profile=Profile(()))
@@ -95,8 +97,10 @@ class DynamicSegmentSelector:
         profile: Profile | None = None,
     ) -> None:
         for name, value, kind in (
-            ("config", config, SegmentSelectionConfig), ("hardware", hardware, Hardware), ("profile", profile, Profile)
-        ):  # fmt: skip
+            ("config", config, SegmentSelectionConfig),
+            ("hardware", hardware, Hardware),
+            ("profile", profile, Profile),
+        ):
             if value is not None and not isinstance(value, kind):
                 raise TypeError(f"{name} must be a {kind.__name__} or None, got {type(value).__name__}")
         self.config = SegmentSelectionConfig() if config is None else config
@@ -125,42 +129,50 @@ class DynamicSegmentSelector:
 
         Args:
             sequence_length, batch_size, num_heads, head_dim: sizes N, B, H, D of the query.
-            dtype: of query, key and value.
-            device: where the call is computed.
-            num_kv_heads: number G of key/value heads; H without it.
-            is_causal: whether queries see nothing after them.
-            is_padded: whether there will be a key padding mask.
-            has_dropout: whether probabilities are dropped.
-            offset_rule, tail, segment_shift: of the pattern, see :class:`DilatedPattern`.
+            dtype: dtype of query, key and value.
+            device: device of the call.
+            num_kv_heads: number G of key/value heads; None = H.
+            is_causal: whether attention is causal.
+            is_padded: whether there is a key padding mask.
+            has_dropout: whether there is attention dropout.
+            offset_rule, tail, segment_shift: options of the pattern, see :class:`DilatedPattern`.
 
         Raises:
-            TypeError: a size is no integer, or the dtype is none of attention's.
-            ValueError: a size below 1, heads that do not divide; or no candidate is within the memory and time budget.
+            TypeError: a size is not an integer, or the dtype is not supported by attention.
+            ValueError: a size is below 1, head counts do not divide, or no candidate fits the budgets.
             NotImplementedError: the free memory of this kind of device cannot be read; pass ``hardware``.
         """
         workload = Workload(
-            sequence_length=sequence_length, batch_size=batch_size, num_heads=num_heads,
-            num_kv_heads=num_heads if num_kv_heads is None else num_kv_heads, head_dim=head_dim, dtype=dtype,
-            is_causal=is_causal, is_training=self.config.is_training, is_padded=is_padded, has_dropout=has_dropout,
-            offset_rule=offset_rule, tail=tail,
+            sequence_length=sequence_length,
+            batch_size=batch_size,
+            num_heads=num_heads,
+            num_kv_heads=num_heads if num_kv_heads is None else num_kv_heads,
+            head_dim=head_dim,
+            dtype=dtype,
+            is_causal=is_causal,
+            is_training=self.config.is_training,
+            is_padded=is_padded,
+            has_dropout=has_dropout,
+            offset_rule=offset_rule,
+            tail=tail,
             segment_shift=segment_shift if isinstance(segment_shift, int) else tuple(segment_shift),
-        )  # fmt: skip
+        )
         return self.choose(workload, device).best.pattern
 
     def choose(self, workload: Workload, device: torch.device | str) -> Choice:
-        """:meth:`select` for a workload, with what the choice is made of."""
+        """:meth:`select` for a workload, with the alternatives and their estimates."""
         hardware, profile = self.machine(device)
         return _choose(self.config, workload, hardware, profile)
 
     def machine(self, device: torch.device | str) -> tuple[Hardware, Profile]:
-        """The record and the rates that choices for a device are made with.
+        """The hardware record and the rates used for a device.
 
         Raises:
-            ValueError: the record that was given is of another kind of device.
+            ValueError: the given record is for another kind of device.
         """
         device = torch.device(device)
         if device.type == "cuda" and device.index is None and torch.cuda.is_available():
-            device = torch.device("cuda", torch.cuda.current_device())  # one GPU, one record
+            device = torch.device("cuda", torch.cuda.current_device())  # "cuda" is the current GPU
         if self._hardware is not None and self._hardware.kind != device.type:
             raise ValueError(
                 f"hardware is the record of a {self._hardware.kind!r} device, got a call on {device.type!r}; pass that "
@@ -183,13 +195,17 @@ def estimate(
     profile: Profile,
     config: SegmentSelectionConfig,
 ) -> Estimate:
-    """Everything that a candidate is judged by."""
+    """All estimates of a candidate."""
     measured = profile.seconds_of(pattern, workload, hardware)
     return Estimate(
-        pattern, num_pairs(pattern, workload), flops(pattern, workload), peak_bytes(pattern, workload, hardware),
+        pattern,
+        num_pairs(pattern, workload),
+        flops(pattern, workload),
+        peak_bytes(pattern, workload, hardware),
         nominal_seconds(pattern, workload, hardware) if measured is None else measured,
-        score.coverage(pattern, workload), score.diversity(pattern, workload, config),
-    )  # fmt: skip
+        score.coverage(pattern, workload),
+        score.diversity(pattern, workload, config),
+    )
 
 
 @functools.lru_cache(maxsize=512)

@@ -1,4 +1,4 @@
-"""Timings of this machine, and the rates fitted to them. What was timed is kept, so that a stopped run goes on."""
+"""Timing of this machine and fitting of rates; stored timings let a stopped run continue."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ import torch
 
 from dilated_attention_pytorch.errors import RunError
 from dilated_attention_pytorch.ops import attend
-from dilated_attention_pytorch.patterns import DilatedPattern
+from dilated_attention_pytorch.patterns import DilatedPattern, Pattern
 
 from .candidates import candidates
 from .config import SegmentSelectionConfig
@@ -29,16 +29,16 @@ from .workload import Workload
 FORMAT = "dilated-attention-pytorch tuning 1"
 _CALLS_IN_A_ROUND = 2
 _PARTS = 3
-"""Into how many parts shapes are dealt to judge a fit."""
+"""Number of cross-validation folds over the shapes."""
 _OF_A_SHAPE = 8
-"""Candidates of one shape that are timed."""
+"""Candidates timed per shape."""
 _MORE_ON_A_GPU = 8
-"""How many times longer sequences are on a GPU, where short ones are over before they fill it."""
+"""Factor of the sequence lengths on a GPU, where short calls do not fill the device."""
 
 
 @dataclass(frozen=True, slots=True)
 class Timing:
-    """One pattern for one workload, and the seconds of its calls."""
+    """One pattern for one workload, with the measured times of its calls."""
 
     workload: Workload
     pattern: DilatedPattern
@@ -46,21 +46,21 @@ class Timing:
 
     @property
     def seconds(self) -> float:
-        """The least: whatever else ran made calls longer, never shorter."""
+        """The minimum: interference only adds time."""
         return min(self.samples)
 
     @property
     def name(self) -> str:
-        """Says which case it is, the same in every run."""
+        """An identifier of the case, stable between runs."""
         return f"{self.workload}; {list(self.pattern.segment_lengths)} {list(self.pattern.dilation_rates)}"
 
 
 @dataclass(frozen=True, slots=True)
 class Fit:
-    """The rates of one dtype and mode, and how well predictions rank candidates of shapes that they were not fitted to.
+    """The rates of one dtype and mode, and the cross-validated rank correlation of their predictions.
 
-    Correlations are Spearman's between predicted and measured times of the candidates of one shape, the mean over all
-    shapes, each predicted by rates of the others.
+    Spearman correlations between predicted and measured times of one shape's candidates, averaged over all shapes;
+    each shape is predicted by rates fitted to other shapes.
     """
 
     rates: Rates
@@ -73,17 +73,26 @@ class Fit:
 
 
 def cases(dtypes: Sequence[torch.dtype], hardware: Hardware, *, is_dry: bool = False) -> list[Timing]:
-    """What is timed: for every dtype and mode shapes of several lengths, widths, batches, and candidates of each.
+    """The cases to time: for every dtype and mode, shapes of several lengths, widths and batch sizes with candidates.
 
-    The candidates of one shape are drawn, the same in every run, from those that take at most four times as long as
-    the fastest by the formula: choices are made between such. Dealt into three parts, shapes of every kind are in each.
+    A shape's candidates are sampled, identically in every run, from those within four times the fastest estimate,
+    since choices are made among these. Every cross-validation fold contains shapes of every kind.
     """
     # length, batch, heads, key/value heads, width, causal
     shapes: list[tuple[int, int, int, int, int, bool]] = [
-        (4096, 1, 4, 4, 64, False), (2000, 2, 4, 2, 64, True), (6000, 1, 2, 2, 64, False), (8192, 1, 2, 2, 64, True),
-        (1500, 1, 8, 8, 64, False), (3000, 1, 4, 4, 128, True), (4096, 1, 4, 4, 64, True), (5000, 1, 4, 2, 32, False),
-        (12000, 1, 2, 2, 64, True), (2048, 1, 8, 8, 64, False), (3500, 2, 2, 2, 64, True), (16384, 1, 1, 1, 64, False),
-    ]  # fmt: skip
+        (4096, 1, 4, 4, 64, False),
+        (2000, 2, 4, 2, 64, True),
+        (6000, 1, 2, 2, 64, False),
+        (8192, 1, 2, 2, 64, True),
+        (1500, 1, 8, 8, 64, False),
+        (3000, 1, 4, 4, 128, True),
+        (4096, 1, 4, 4, 64, True),
+        (5000, 1, 4, 2, 32, False),
+        (12000, 1, 2, 2, 64, True),
+        (2048, 1, 8, 8, 64, False),
+        (3500, 2, 2, 2, 64, True),
+        (16384, 1, 1, 1, 64, False),
+    ]
     shortest: tuple[int, ...] = (128, 512, 256, 1024)
     config = SegmentSelectionConfig(max_num_segments=6)
     scale, of_shape = 1 if hardware.kind == "cpu" else _MORE_ON_A_GPU, _OF_A_SHAPE
@@ -94,10 +103,16 @@ def cases(dtypes: Sequence[torch.dtype], hardware: Hardware, *, is_dry: bool = F
     for dtype, is_training in itertools.product(dtypes, (False, True)):
         for place, (length, batch, heads, kv_heads, width, causal) in enumerate(shapes):
             workload = Workload(
-                sequence_length=length * scale, batch_size=batch, num_heads=heads, num_kv_heads=kv_heads,
-                head_dim=width, dtype=dtype, is_causal=causal, is_training=is_training,
-            )  # fmt: skip
-            least = shortest[place % len(shortest)]  # kernels compute short problems and long ones in other ways
+                sequence_length=length * scale,
+                batch_size=batch,
+                num_heads=heads,
+                num_kv_heads=kv_heads,
+                head_dim=width,
+                dtype=dtype,
+                is_causal=causal,
+                is_training=is_training,
+            )
+            least = shortest[place % len(shortest)]  # kernels treat short and long problems differently
             patterns = candidates(replace(config, min_segment_size=least), workload, hardware.tile_rows)
             seconds = [nominal_seconds(pattern, workload, hardware) for pattern in patterns]
             near = [pattern for pattern, one in zip(patterns, seconds, strict=True) if one <= 4 * min(seconds)]
@@ -109,16 +124,16 @@ def cases(dtypes: Sequence[torch.dtype], hardware: Hardware, *, is_dry: bool = F
 def measure(
     timings: Sequence[Timing], device: torch.device, *, seconds: float, finished: Callable[[Timing], None]
 ) -> None:
-    """Time every case twice, then all of them again and again until ``seconds`` are over.
+    """Time every case twice, then repeat all cases until ``seconds`` have passed.
 
-    Rounds far apart see the machine at several paces; the least time of a case is what it takes. Before it is timed a
-    case is called once: what it plans is kept only until many others were planned, and programs call one pattern often.
+    Spreading the rounds averages over slow and fast phases of the machine; the minimum of a case is its time. Each case
+    gets one warm-up call, since plans are cached for a limited number of patterns and programs use one pattern often.
 
     Args:
-        timings: get samples; those with fewer go first.
-        device: where.
-        seconds: after which no further round begins.
-        finished: is called after every round of a case.
+        timings: cases to extend with samples; those with fewer samples go first.
+        device: device to measure.
+        seconds: time after which no further round starts.
+        finished: called after every round of a case.
     """
     ends_at = time.monotonic() + seconds
     while True:
@@ -136,8 +151,8 @@ def measure(
                 finished(timing)
 
 
-def call_of(workload: Workload, device: torch.device) -> Callable[[DilatedPattern], float]:
-    """A function that attends under a pattern once and gives its seconds."""
+def call_of(workload: Workload, device: torch.device) -> Callable[[Pattern], float]:
+    """A function that runs attention under a pattern once and returns its seconds."""
     generator = torch.Generator(device).manual_seed(0)
 
     def draw(heads: int) -> torch.Tensor:
@@ -148,7 +163,7 @@ def call_of(workload: Workload, device: torch.device) -> Callable[[DilatedPatter
     query, key, value = draw(workload.num_heads), draw(workload.num_kv_heads), draw(workload.num_kv_heads)
     grad = torch.randn(query.shape, generator=generator, device=device).to(workload.dtype)
 
-    def call(pattern: DilatedPattern) -> float:
+    def call(pattern: Pattern) -> float:
         _synchronize(device)
         start = time.perf_counter()
         out = attend(query, key, value, pattern, is_causal=workload.is_causal)
@@ -166,10 +181,9 @@ def _synchronize(device: torch.device) -> None:
 
 
 def fit(timings: Sequence[Timing], hardware: Hardware) -> list[Fit]:
-    """The rates of every dtype and mode that was timed, and how good their predictions are for shapes that are new.
+    """Rates of every timed dtype and mode, with cross-validated errors.
 
-    The judged rates are not the ones returned: the shapes are dealt into three parts, and each is predicted by rates
-    fitted to the other two.
+    Errors come from three-fold cross-validation over the shapes; the returned rates are fitted to all of them.
     """
     fits = []
     for (dtype, is_training), group in itertools.groupby(
@@ -188,9 +202,11 @@ def fit(timings: Sequence[Timing], hardware: Hardware) -> list[Fit]:
         fits.append(
             Fit(
                 Rates(dtype, is_training, _fit([timing for shape in shapes for timing in shape], hardware)),
-                *_judged(shapes, by_model), *_judged(shapes, by_formula), len(shapes),
+                *_judged(shapes, by_model),
+                *_judged(shapes, by_formula),
+                len(shapes),
             )
-        )  # fmt: skip
+        )
     return fits
 
 
@@ -210,43 +226,43 @@ def _judged(shapes: Sequence[Sequence[Timing]], predicted: Sequence[Sequence[flo
 
 
 def profile_of(fits: Sequence[Fit], before: Profile | None) -> Profile:
-    """The fitted rates, and those of ``before`` for what was not measured now."""
+    """The fitted rates, plus those of ``before`` for dtypes and modes not measured now."""
     new = {(entry.rates.dtype, entry.rates.is_training): entry.rates for entry in fits}
     old = {(entry.dtype, entry.is_training): entry for entry in before.rates} if before is not None else {}
     return Profile(tuple((old | new).values()))
 
 
 def keep_timings(file: Path, timings: Sequence[Timing], hardware: Hardware, **values: Any) -> None:
-    """Write what was timed so far, whole or not at all."""
+    """Write the timings so far, atomically."""
     record = {
-        "format": FORMAT, "machine": identity(hardware), **values,
+        "format": FORMAT,
+        "machine": identity(hardware),
+        **values,
         "samples": {timing.name: timing.samples for timing in timings},
-    }  # fmt: skip
+    }
     write_whole(file, json.dumps(record, indent=1) + "\n")
 
 
 def kept_timings(file: Path, timings: Sequence[Timing], hardware: Hardware) -> list[Timing]:
-    """The cases with the samples that an earlier run left in ``file``.
+    """The cases with the samples stored in ``file`` by an earlier run.
 
     Raises:
-        RunError: the file is no record of a tuning, or of another machine or version.
+        RunError: the file is not a tuning record, or belongs to another machine or version.
     """
     try:
         if file.exists() and not file.is_file():
-            raise ValueError("it is no regular file")
+            raise ValueError("it is not a regular file")
         record = json.loads(file.read_text(encoding="utf-8"))
     except FileNotFoundError:
         return list(timings)
     except (OSError, ValueError) as error:
-        raise RunError(f"{file} is no record of a tuning ({error}); delete it, or name another --output") from error
+        raise RunError(f"{file} is not a tuning record ({error}); delete it, or name another --output") from error
     if not isinstance(record, dict) or record.get("format") != FORMAT or not isinstance(record.get("samples"), dict):
-        raise RunError(f"{file} is no record of a tuning; delete it, or name another --output")
+        raise RunError(f"{file} is not a tuning record; delete it, or name another --output")
     if record.get("machine") != identity(hardware):
         raise RunError(
             f"{file} is of another machine or version: expected {identity(hardware)}, got {record.get('machine')}; "
             "name another --output"
         )
     samples = record["samples"]
-    return [
-        replace(timing, samples=[float(value) for value in samples.get(timing.name, [])]) for timing in timings
-    ]  # fmt: skip
+    return [replace(timing, samples=[float(value) for value in samples.get(timing.name, [])]) for timing in timings]

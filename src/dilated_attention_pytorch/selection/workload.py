@@ -1,4 +1,4 @@
-"""The sizes of the calls that a pattern is chosen for: integers and a dtype, no tensor."""
+"""The workload: the sizes and dtype of the calls that a pattern is chosen for."""
 
 from __future__ import annotations
 
@@ -6,46 +6,46 @@ from dataclasses import dataclass
 
 import torch
 
-from dilated_attention_pytorch.patterns import OffsetRule, Tail
+from dilated_attention_pytorch.patterns.dilated import OffsetRule, Tail
 
 _DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Workload:
-    """One shape of self-attention, forward or forward and backward. Another shape is another decision.
+    """One shape of self-attention, forward only or with gradients; each workload gets its own choice.
 
     Raises:
-        TypeError: a size is no integer, or the dtype is none that attention is computed in.
-        ValueError: a size below 1, or key/value heads that do not divide the heads.
+        TypeError: a size is not an integer, or the dtype is not supported by attention.
+        ValueError: a size is below 1, or the key/value heads do not divide the heads.
     """
 
     sequence_length: int
-    """Positions N."""
+    """Sequence length N."""
     batch_size: int
-    """Sequences B."""
+    """Batch size B."""
     num_heads: int
     """Query heads H."""
     num_kv_heads: int
-    """Key/value heads G, which divide H."""
+    """Key/value heads G, which divides H."""
     head_dim: int
-    """Width D of a head."""
+    """Head dimension D."""
     dtype: torch.dtype
-    """Of query, key and value."""
+    """Dtype of query, key and value."""
     is_causal: bool = False
-    """Whether a query sees keys at its own position and before only."""
+    """Whether attention is causal."""
     is_training: bool = True
     """Whether gradients are computed."""
     is_padded: bool = False
     """Whether there is a key padding mask: keys and values are then copied once."""
     has_dropout: bool = False
-    """Whether probabilities are dropped: blocks of them are then written out."""
+    """Whether there is dropout: probabilities are then materialised in blocks."""
     offset_rule: OffsetRule = "modulo"
-    """Of the pattern, see :class:`DilatedPattern`."""
+    """Offset rule of the pattern, see :class:`DilatedPattern`."""
     tail: Tail = "ragged"
-    """Of the pattern."""
+    """Tail of the pattern."""
     segment_shift: int | tuple[int, ...] = 0
-    """Of the pattern."""
+    """Segment shift of the pattern."""
 
     def __post_init__(self) -> None:
         for name in ("sequence_length", "batch_size", "num_heads", "num_kv_heads", "head_dim"):
@@ -61,22 +61,22 @@ class Workload:
 
     @property
     def ratio(self) -> int:
-        """Query heads that share one key/value head."""
+        """Query heads per key/value head."""
         return self.num_heads // self.num_kv_heads
 
     @property
     def itemsize(self) -> int:
-        """Bytes of one element of query, key and value."""
+        """Bytes per element of query, key and value."""
         return self.dtype.itemsize
 
     @property
     def accumulation_itemsize(self) -> int:
-        """Bytes of one element of the log-sum-exp and of a sum."""
+        """Bytes per element of the log-sum-exp and of sums."""
         return max(4, self.itemsize)
 
     @property
     def dtype_name(self) -> str:
-        """``"float32"`` for ``torch.float32``."""
+        """Name of the dtype, such as ``"float32"``."""
         return str(self.dtype).removeprefix("torch.")
 
     def __str__(self) -> str:

@@ -3,24 +3,20 @@ is extended."""
 
 from dilated_attention_pytorch.errors import RunError
 
-from .corpus import Corpus, read_corpus
 from .extension import ExtensionOutcome, extend, resume_extension
 from .extension_settings import ExtensionSettings
 from .presets import PRESETS
 from .run import Outcome, resume, train
-from .settings import SampleSettings, TrainSettings
+from .settings import TrainSettings
 
 __all__ = [
     "PRESETS",
-    "Corpus",
     "ExtensionOutcome",
     "ExtensionSettings",
     "Outcome",
     "RunError",
-    "SampleSettings",
     "TrainSettings",
     "extend",
-    "read_corpus",
     "resume",
     "resume_extension",
     "train",

@@ -1,4 +1,4 @@
-"""A run's settings in the words of transformers."""
+"""Conversion of a run's settings to transformers' ``TrainingArguments``."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ _SCHEDULES = {"linear": "linear", "cosine": "cosine", "wsd": "warmup_stable_deca
 
 
 def arguments(settings: TrainSettings | ExtensionSettings, run: Path, device: str, **own: Any) -> TrainingArguments:
-    """A run's settings in the words of transformers, and what is its ``own``."""
+    """A run's settings as ``TrainingArguments``; ``own`` overrides single arguments."""
     if device == "cpu":
-        # accelerate imports DeepSpeed where it is installed, and that warns of a machine without a GPU if not told.
+        # accelerate imports DeepSpeed if installed, which warns on machines without a GPU unless told.
         os.environ.setdefault("DS_ACCELERATOR", "cpu")
     falling: dict[str, Any] = {}
     if settings.schedule == "wsd":
@@ -36,7 +36,7 @@ def arguments(settings: TrainSettings | ExtensionSettings, run: Path, device: st
         tf32=settings.precision == "tf32" if device == "cuda" else None,
         use_cpu=device == "cpu",
         seed=settings.seed,
-        train_sampling_strategy="sequential",  # the windows are drawn at random already
+        train_sampling_strategy="sequential",  # the windows are already drawn at random
         logging_steps=settings.log_steps,
         logging_nan_inf_filter=False,
         eval_strategy="steps",
@@ -49,6 +49,6 @@ def arguments(settings: TrainSettings | ExtensionSettings, run: Path, device: st
         disable_tqdm=True,
         **own,
     )
-    # A process uses one device; transformers would spread batches over all that it sees.
+    # A process uses one device; transformers would spread batches over all visible ones.
     args._n_gpu = min(1, args.n_gpu)
     return args

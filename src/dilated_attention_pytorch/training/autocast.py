@@ -1,4 +1,4 @@
-"""The dtype of matrix products and attention that each precision of a run stands for."""
+"""The computation dtype of each precision setting."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ _DTYPES: Mapping[str, torch.dtype] = {"bfloat16": torch.bfloat16, "float16": tor
 
 
 def computing_dtype(precision: str) -> torch.dtype:
-    """The dtype of matrix products and attention: float32 for every precision that computes without autocast.
+    """Dtype of matrix products and attention: float32 for every precision without autocast.
 
     >>> computing_dtype("float16"), computing_dtype("tf32")
     (torch.float16, torch.float32)
@@ -19,6 +19,6 @@ def computing_dtype(precision: str) -> torch.dtype:
 
 
 def autocast(precision: str, device: str) -> torch.autocast:
-    """The context in which a model computes in ``precision`` on a kind of device, "cpu" or "cuda"."""
+    """The autocast context for ``precision`` on a device type, "cpu" or "cuda"."""
     dtype = computing_dtype(precision)
     return torch.autocast(device, dtype if dtype != torch.float32 else None, enabled=dtype != torch.float32)

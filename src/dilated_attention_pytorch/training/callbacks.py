@@ -1,4 +1,4 @@
-"""What watches a run: the bar, the metrics file, and the wish to stop."""
+"""Trainer callbacks: interruption by signals, the metrics file, the progress bar."""
 
 from __future__ import annotations
 
@@ -29,16 +29,18 @@ from .trackers import Tracker
 
 METRICS_NAME = "metrics.jsonl"
 
+# transformers hands callbacks more than they read, which is the **kwargs of their methods.
+
 
 class Interruption(TrainerCallback):
-    """Ctrl-C (SIGINT) and SIGTERM end the run after the step at hand, with a checkpoint; a second one ends it at once.
+    """Stop the run with a checkpoint after the current step on SIGINT or SIGTERM; a second signal stops it at once.
 
-    A checkpoint that could not be written ends it too, in all processes, without waiting for the next one.
+    A failed checkpoint write also stops all processes, without waiting for the next checkpoint.
 
     Args:
-        accelerator: of the trainer; a signal to one of its processes stops them all.
-        has_failed: whether this process could not write a checkpoint.
-        raise_failure: what every process then calls.
+        accelerator: the trainer's; a signal to one process stops all of them.
+        has_failed: whether this process failed to write a checkpoint.
+        raise_failure: called by every process in that case.
     """
 
     def __init__(
@@ -51,7 +53,7 @@ class Interruption(TrainerCallback):
         self._before: dict[int, Any] = {}
 
     def __enter__(self) -> Interruption:
-        # Python hands signals to the main thread only.
+        # Python delivers signals to the main thread only.
         if threading.current_thread() is threading.main_thread():
             self._before = {number: signal.signal(number, self._note) for number in (signal.SIGINT, signal.SIGTERM)}
         return self
@@ -62,12 +64,12 @@ class Interruption(TrainerCallback):
         for number, handler in self._before.items():
             signal.signal(number, handler)
         if self.signal is not None and kind is not None and issubclass(kind, GoBack):
-            signal.raise_signal(self.signal)  # the checkpoint that the run went back to is there: nothing is lost
+            signal.raise_signal(self.signal)  # the checkpoint to go back to is written: nothing is lost
 
     def _note(self, number: int, frame: FrameType | None) -> None:
         self.signal = number
         if sys.stderr.isatty():
-            # Straight to the terminal: the signal may have come in the middle of another print.
+            # Write to the file descriptor directly: the signal may have interrupted another print.
             os.write(2, b"\nsaving a checkpoint after this step; once more stops at once\n")
         for received, handler in self._before.items():
             signal.signal(received, handler)
@@ -76,7 +78,7 @@ class Interruption(TrainerCallback):
     def on_step_end(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> TrainerControl:
-        """Ask for a checkpoint and the end, on every process if one was signalled."""
+        """Request a checkpoint and the end of training on every process if one received a signal."""
         has_failed = self.has_failed()
         if self.accelerator.num_processes > 1:
             mine = torch.tensor([[self.signal or 0, has_failed]], device=self.accelerator.device)
@@ -90,18 +92,18 @@ class Interruption(TrainerCallback):
 
 
 class Metrics(TrainerCallback):
-    """One JSON object a line in ``metrics.jsonl``: every entry of the training loss and every evaluation.
+    """Writes ``metrics.jsonl``: one JSON object per line for every entry of the training loss and every evaluation.
 
-    Where the run begins and wherever it is taken up a line says what the machine can do (``matrix_product_flops``).
-    Every entry is handed to the trackers too.
+    At the start and at every resumption, a line records the machine's speed (``matrix_product_flops``).
+    Entries are passed to the trackers too.
 
     Args:
-        run: the run folder.
-        step: the step that the run is taken up at; entries after it are dropped, they are written again.
-        work: what the steps are.
-        device: where the run computes.
-        matrix_product_flops: operations a second that its processes reach together (:func:`matrix_product_rate`).
-        trackers: who else takes the figures.
+        run: run folder.
+        step: step at which the run resumes; later entries are dropped, since they are written again.
+        work: amount of work of the steps.
+        device: device of the run.
+        matrix_product_flops: operations per second of all processes together (:func:`matrix_product_rate`).
+        trackers: other receivers of the figures.
     """
 
     def __init__(
@@ -122,7 +124,7 @@ class Metrics(TrainerCallback):
         kept = [entry for entry in read_metrics(run) if entry["step"] <= step]
         self._seconds = max((entry["seconds"] for entry in kept), default=0.0)
         begun = {"step": step, "seconds": self._seconds, "matrix_product_flops": matrix_product_flops}
-        # Taken up again at the same step, the line of the time before says nothing more.
+        # When resumed at the same step again, the earlier speed line is obsolete.
         kept = [entry for entry in kept if "matrix_product_flops" not in entry or entry["step"] < step]
         write_text(self.path, "".join(json.dumps(entry) + "\n" for entry in [*kept, begun]))
         self._start = time.perf_counter()
@@ -136,11 +138,18 @@ class Metrics(TrainerCallback):
         logs: dict[str, float] | None = None,
         **kwargs: Any,
     ) -> None:
-        """Append an entry, its rates since the last one included."""
+        """Append an entry, including the rates since the last one."""
         names = (
-            "loss", "bits_per_byte", "eval_bits_per_byte", "learning_rate", "grad_norm", "loss_scale", "slowest_rank",
-            "slowest_rank_seconds", "other_ranks_seconds",
-        )  # fmt: skip
+            "loss",
+            "bits_per_byte",
+            "eval_bits_per_byte",
+            "learning_rate",
+            "grad_norm",
+            "loss_scale",
+            "slowest_rank",
+            "slowest_rank_seconds",
+            "other_ranks_seconds",
+        )
         values = {name: logs[name] for name in names if logs and name in logs}
         if not values or not state.is_world_process_zero:
             return
@@ -149,9 +158,10 @@ class Metrics(TrainerCallback):
             values |= self.work.rates(step, state.global_step, now - then, self.matrix_product_flops)
             cost = cost_of_faults(self.path.parent)
             values |= {
-                "peak_memory_bytes": peak_memory(self.device), "restarts": cost.restarts,
+                "peak_memory_bytes": peak_memory(self.device),
+                "restarts": cost.restarts,
                 "seconds_lost": cost.seconds_lost,
-            }  # fmt: skip
+            }
         self._pace = (state.global_step, now)
         entry = {"step": state.global_step, "seconds": round(self._seconds + now - self._start, 2), **values}
         with self.path.open("a") as file:
@@ -161,10 +171,10 @@ class Metrics(TrainerCallback):
 
 
 def read_metrics(run: Path) -> list[dict[str, Any]]:
-    """The entries of ``metrics.jsonl``, up to the first line that was cut off or is none.
+    """The entries of ``metrics.jsonl``, up to the first truncated or invalid line.
 
     Raises:
-        RunError: it cannot be read.
+        RunError: the file cannot be read.
     """
     path = run / METRICS_NAME
     if not path.exists():
@@ -186,23 +196,30 @@ def read_metrics(run: Path) -> list[dict[str, Any]]:
 
 
 class Bar(TrainerCallback):
-    """A bar with the loss, tokens a second and the time left; on no terminal a line for every evaluation.
+    """Progress bar with loss, tokens per second and remaining time; without a terminal, one line per evaluation.
 
-    Where an evaluation comes before the first entry of the training loss, its line has none.
+    The line of an evaluation before the first training loss has no training loss.
 
     Args:
-        console: where to draw.
-        tokens_after: tokens in so many optimizer steps.
+        console: console to draw on.
+        tokens_after: maps a number of optimizer steps to their total tokens.
     """
 
     def __init__(self, console: Console, tokens_after: Callable[[int], int]) -> None:
         self.console = console
         self.tokens_after = tokens_after
         self.progress = Progress(
-            TextColumn("training"), BarColumn(), MofNCompleteColumn(), TextColumn("{task.fields[loss]}"),
-            TextColumn("{task.fields[held_out]}"), TextColumn("{task.fields[rate]}"), TimeElapsedColumn(),
-            TimeRemainingColumn(elapsed_when_finished=True), console=console, disable=not console.is_terminal,
-        )  # fmt: skip
+            TextColumn("training"),
+            BarColumn(),
+            MofNCompleteColumn(),
+            TextColumn("{task.fields[loss]}"),
+            TextColumn("{task.fields[held_out]}"),
+            TextColumn("{task.fields[rate]}"),
+            TimeElapsedColumn(),
+            TimeRemainingColumn(elapsed_when_finished=True),
+            console=console,
+            disable=not console.is_terminal,
+        )
         self.task = self.progress.add_task("training", total=None, loss="", held_out="", rate="")
         self._pace = (0, 0.0)
         self._rate = 0.0
@@ -214,7 +231,7 @@ class Bar(TrainerCallback):
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
-        # However the run ends: what is printed next stands below the bar, and the terminal gets its cursor back.
+        # In any case, restore the terminal's cursor, so that later output starts below the bar.
         if self.progress.live.is_started:
             self.progress.stop()
 
@@ -229,7 +246,7 @@ class Bar(TrainerCallback):
         self._pace = (state.global_step, time.perf_counter())
 
     def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
-        """Move the bar on."""
+        """Advance the bar."""
         step, then = self._pace
         now = time.perf_counter()
         if now - then > 2.0:
@@ -260,5 +277,5 @@ class Bar(TrainerCallback):
                 f"step {state.global_step}/{state.max_steps}: {training}held-out {held_out:.3f} bits per byte{rate}",
                 highlight=False,
             )
-        # An evaluation is no step: its time is left out of the rate.
+        # Evaluation time is excluded from the rate.
         self._pace = (state.global_step, time.perf_counter()) if "eval_loss" in logs else self._pace

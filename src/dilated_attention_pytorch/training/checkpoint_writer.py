@@ -1,4 +1,4 @@
-"""Checkpoints that are written beside the computation, one at a time."""
+"""Asynchronous checkpoint writing, one checkpoint at a time."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ _State = TypeVar("_State")
 
 
 class CheckpointWriter:
-    """Copies states and writes them, in a thread or at once.
+    """Copies state and writes it in the background, or writes it synchronously.
 
-    ``torch.distributed.checkpoint.async_save`` would do both, in a format of its own whose index is a pickle: loading
-    it would run what is in it, and no other program would read the weights. Its stager makes the copies.
+    ``torch.distributed.checkpoint.async_save`` does both too, but in its own format with a pickled index: loading
+    it could execute code, and other programs could not read the weights. Only its stager is used for the copies.
 
     Args:
-        is_beside: whether to copy and to write in a thread; else nothing is copied.
+        is_beside: copy state and write in a thread; False writes synchronously without copies.
     """
 
     def __init__(self, is_beside: bool) -> None:
@@ -32,10 +32,12 @@ class CheckpointWriter:
         on_gpu = torch.cuda.is_available()
         self._stager = DefaultStager(
             StagingOptions(
-                use_pinned_memory=on_gpu, use_shared_memory=False, use_async_staging=False,
+                use_pinned_memory=on_gpu,
+                use_shared_memory=False,
+                use_async_staging=False,
                 use_non_blocking_copy=on_gpu,
             )
-        )  # fmt: skip
+        )
 
     def __enter__(self) -> CheckpointWriter:
         return self
@@ -43,19 +45,19 @@ class CheckpointWriter:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
-        # However training ends: the run folder is this job's until the thread is done with it.
+        # Wait in any case: the run folder belongs to this job until the thread has finished.
         if self._threads is not None:
             self._threads.shutdown()
 
     def kept(self, state: _State) -> _State:
-        """``state`` as it is now, for what is written later."""
+        """``state`` as of now, for a later write."""
         if self._threads is None:
             return state
         copy: _State = self._stager.stage(state)  # type: ignore[arg-type,assignment]
         return copy
 
     def start(self, write: Callable[[], None]) -> None:
-        """Call ``write``, beside what follows. :meth:`finish` comes before the next one."""
+        """Run ``write`` in the background. Call :meth:`finish` before the next one."""
         assert self._writing is None
         if self._threads is None:
             write()
@@ -63,13 +65,13 @@ class CheckpointWriter:
             self._writing = self._threads.submit(write)
 
     def finish(self) -> None:
-        """Wait for what was started last, and raise what it raised."""
+        """Wait for the last write and raise its error."""
         writing, self._writing = self._writing, None
         if writing is not None:
             writing.result()
 
     def wait(self) -> None:
-        """Wait for what was started last, whatever comes of it; the thread that does it does not wait for itself."""
+        """Wait for the last write and ignore its error; returns at once in the writing thread itself."""
         if self._writing is not None and threading.get_ident() != self._thread:
             wait([self._writing])
 
@@ -77,5 +79,5 @@ class CheckpointWriter:
         self._thread = threading.get_ident()
 
     def has_failed(self) -> bool:
-        """Whether what was started last has ended with an error, which :meth:`finish` raises."""
+        """Whether the last write failed; :meth:`finish` raises its error."""
         return self._writing is not None and self._writing.done() and self._writing.exception() is not None

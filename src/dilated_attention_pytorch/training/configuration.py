@@ -1,4 +1,4 @@
-"""Settings in a file: TOML read over the defaults of a command, and what a run was told in the end written down."""
+"""Configuration files: TOML settings that override a command's defaults, and the record of a run's settings."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 CONFIGURATION_NAME = "run.toml"
 _LONGEST = 1 << 20
-"""Bytes of the largest file that is read: a device has no end."""
+"""Size limit in bytes of a configuration file; guards against reading a device without end."""
 
 _Settings = TypeVar("_Settings", bound="DataclassInstance")
 
@@ -25,7 +25,7 @@ def read_configuration(path: Path) -> dict[str, Any]:
     """The tables of a TOML file.
 
     Raises:
-        RunError: it is not there, cannot be read, is no TOML, or says what is said on the command line alone.
+        RunError: it does not exist, cannot be read, is not TOML, or sets an option of the command line only.
     """
     try:
         with path.open("rb") as file:
@@ -46,19 +46,18 @@ def read_configuration(path: Path) -> dict[str, Any]:
 
 
 def with_values(settings: _Settings, values: Mapping[str, Any], path: Path, table: str = "") -> _Settings:
-    """``settings`` with the ``values`` that a file gives for some of its fields.
+    """``settings`` with some fields replaced by ``values`` from a file.
 
-    Lists become tuples, words become paths where a field holds paths, and a table changes the fields of the settings
-    that the field of its name holds.
+    Lists become tuples, strings become paths in path fields, and tables apply to nested settings.
 
     Args:
-        settings: what holds without the file.
-        values: by the names of fields.
-        path: the file, for what is said of it.
-        table: where ``values`` are in it, with the dot after it.
+        settings: the defaults.
+        values: values by field name.
+        path: the file, for error messages.
+        table: prefix of ``values`` in the file, with its final dot.
 
     Raises:
-        RunError: a key that is no field, a value of another type, or one out of range.
+        RunError: an unknown key, a value of the wrong type, or a value out of range.
     """
     from typeguard import CollectionCheckStrategy, TypeCheckError, check_type
 
@@ -94,7 +93,7 @@ def _holds_path(hint: Any) -> bool:
 
 
 def _as_held(value: Any, hint: Any) -> Any:
-    """``value``, of a file, as settings hold it."""
+    """A value from a file converted to the type of its field."""
     if isinstance(value, list):
         inner = next(iter(get_args(hint)), None)
         return tuple(_as_held(entry, inner) for entry in value)
@@ -102,11 +101,11 @@ def _as_held(value: Any, hint: Any) -> Any:
 
 
 def configuration_text(values: Mapping[str, Any], command: str) -> str:
-    """``values``, the :meth:`to_dict` of settings, as a file that ``--config`` takes.
+    """``values`` (from a settings' :meth:`to_dict`) as a TOML file for ``--config``.
 
     Args:
-        values: by name; a None is left out.
-        command: the command that takes it.
+        values: values by name; None values are left out.
+        command: command that reads the file.
     """
     import tomli_w
 

@@ -1,4 +1,4 @@
-"""How well a model predicts texts, by how far back it reads."""
+"""Prediction quality of a model by context length and position."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 _ROWS = 1024
-"""Rows whose losses are computed at once."""
+"""Rows per loss computation."""
 _POINTS_PER_DOUBLING = 2
 
 
@@ -30,18 +30,18 @@ _POINTS_PER_DOUBLING = 2
 def bits_of_tokens(
     model: PreTrainedModel, texts: Sequence[Tensor], context: int, precision: str, console: Console, what: str
 ) -> list[Tensor]:
-    """Bits of every token of each text but its first where the model reads ``context`` tokens at most.
+    """Bits of every token except the first of each text, with a context of at most ``context`` tokens.
 
-    A text is cut into pieces of ``context`` tokens that share one token with the next, so that whatever the context
-    the same tokens are predicted.
+    Texts are split into chunks of ``context`` tokens with an overlap of one token, so that the same tokens are
+    predicted for every context.
 
     Args:
         model: a causal language model.
         texts: int64 ``[N]`` each.
-        context: tokens that the model sees at once; the token predicted is one of them.
-        precision: what the model computes in (:mod:`.autocast`).
-        console: where to draw a bar.
-        what: what the bar says.
+        context: context length in tokens, including the predicted token.
+        precision: computation precision (:mod:`.autocast`).
+        console: console for the progress bar.
+        what: label of the bar.
 
     Returns:
         float64 ``[N - 1]`` each, in bits per token.
@@ -58,23 +58,23 @@ def bits_of_tokens(
 
 
 class Predicted(NamedTuple):
-    """What a model made of every token of a text but the first, given those before it."""
+    """Predictions for every token of a text except the first, given the tokens before it."""
 
     bits: Tensor
     """float64 ``[N - 1]``."""
     is_likeliest: Tensor
-    """bool ``[N - 1]``: whether no other token was likelier."""
+    """bool ``[N - 1]``: whether the token had the highest probability."""
 
 
 @torch.inference_mode()
 def predicted(model: PreTrainedModel, parts: RowLogits | None, tokens: Tensor, precision: str) -> Predicted:
-    """How well a model predicts a text.
+    """Evaluate a model's predictions on a text.
 
     Args:
-        model: a causal language model, set to evaluation.
-        parts: of :func:`row_logits`; with them the logits of a block of rows are there at once.
+        model: a causal language model in eval mode.
+        parts: from :func:`row_logits`, to compute logits one block of rows at a time; None computes all at once.
         tokens: int64 ``[N]``.
-        precision: what the model computes in (:mod:`.autocast`).
+        precision: computation precision (:mod:`.autocast`).
     """
     device = next(model.parameters()).device
     tokens = tokens.to(device)
@@ -92,12 +92,12 @@ def predicted(model: PreTrainedModel, parts: RowLogits | None, tokens: Tensor, p
 
 
 def draw_positions(path: Path, curves: Mapping[str, Tensor], own_length: int) -> None:
-    """Draw bits per byte by position in the window, a curve for every state of the model.
+    """Plot bits per byte by position in the window, one curve per model state.
 
     Args:
-        path: of the picture.
-        curves: bits of every position, ``[N - 1]``, by name.
-        own_length: the length that the model was trained on before, a vertical line.
+        path: image file.
+        curves: bits per position, ``[N - 1]``, by name.
+        own_length: the model's original context length, drawn as a vertical line.
     """
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
@@ -121,7 +121,7 @@ def draw_positions(path: Path, curves: Mapping[str, Tensor], own_length: int) ->
 
 
 def binned(bits: Tensor) -> tuple[list[float], list[float]]:
-    """Means over ranges that grow with the position, at their geometric middles."""
+    """Means over geometrically growing ranges of positions, at their geometric midpoints."""
     edges = [1]
     while edges[-1] <= len(bits):
         edges.append(max(edges[-1] + 1, round(edges[-1] * 2 ** (1 / _POINTS_PER_DOUBLING))))

@@ -1,4 +1,4 @@
-"""Text files as one row of bytes, with some of the files held out."""
+"""Text corpora as byte sequences with a held-out split."""
 
 from __future__ import annotations
 
@@ -16,43 +16,43 @@ from torch import Tensor
 from .text_files import read_text_files
 
 SEPARATOR = 0
-"""The byte before every file: no text holds it."""
+"""Separator byte before every file; texts do not contain it."""
 
 CORPUS_KEYS = ("training_bytes", "training_files", "held_out_bytes", "held_out_files", "checksum")
-"""What :func:`corpus_figures` says."""
+"""Keys of :func:`corpus_figures`."""
 
 _HELD_OUT_PARTS = 20
-"""One part in twenty of the files is held out."""
+"""One in this many documents is held out."""
 
 
 @dataclass(frozen=True, slots=True)
 class Text:
-    """Files one after the other, each preceded by the separator."""
+    """Concatenated files, each preceded by the separator."""
 
     data: Tensor
-    """Unsigned integers ``[tokens]``: bytes, uint8, or the tokens of a tokenizer."""
+    """Unsigned integers ``[tokens]``: bytes (uint8) or the tokens of a tokenizer."""
     file_starts: Tensor
-    """int64 ``[files]``: where the separator of each file is."""
+    """int64 ``[files]``: position of each file's separator."""
 
     def __len__(self) -> int:
         return self.data.shape[0]
 
     def file(self, index: int) -> Tensor:
-        """File ``index`` with the separator before it."""
+        """File ``index`` including its separator."""
         stop = self.file_starts[index + 1] if index + 1 < len(self.file_starts) else len(self)
         return self.data[self.file_starts[index] : stop]
 
 
 @dataclass(frozen=True, slots=True)
 class Corpus:
-    """What to train on, and what is held out: the same on every run over the same files."""
+    """Training text and held-out text; deterministic for given files."""
 
     training: Text
     held_out: Text
     skipped: Counter[str]
-    """How many files found in folders, and records, were left out, by the reason."""
+    """Number of skipped files and records, by reason."""
     figures: dict[str, int] | None = None
-    """What :func:`corpus_figures` says, where it is known already."""
+    """The result of :func:`corpus_figures`, if known."""
 
 
 def standard_library() -> Path:
@@ -61,9 +61,9 @@ def standard_library() -> Path:
 
 
 class Split:
-    """Which documents are held out: about one in twenty, by a hash of its name, and at least one; a single one is cut.
+    """The held-out split: about one document in twenty, by a hash of its name, at least one; a single one is cut.
 
-    All names are given to :meth:`add` first, in the order of the documents.
+    First pass all names to :meth:`add`, in the order of the documents.
     """
 
     def __init__(self) -> None:
@@ -72,7 +72,7 @@ class Split:
         self._least = self._most = (0, 0)
 
     def add(self, name: str) -> None:
-        """Count a document."""
+        """Register a document."""
         ranked = (_hash(name), self.count)
         self._least = min(self._least, ranked) if self.count else ranked
         if ranked[0] % _HELD_OUT_PARTS == 0:
@@ -81,7 +81,7 @@ class Split:
         self.count += 1
 
     def is_held_out(self, index: int, name: str) -> bool:
-        """Whether document ``index`` is; of a single one that is cut it is not."""
+        """Whether document ``index`` is held out; False for a single document that is cut."""
         if self._num_chosen == 0:
             return self.count > 1 and index == self._least[1]
         is_only_training = self._num_chosen == self.count and index == self._most[1]
@@ -89,31 +89,34 @@ class Split:
 
 
 def size_held_out(size: int) -> int:
-    """Of a single document of so many bytes: how many of them, at its end, are held out, but for a character cut."""
+    """Number of held-out bytes at the end of a single document of ``size`` bytes, before adjusting for characters."""
     return max(1, size // _HELD_OUT_PARTS)
 
 
 def read_corpus(
     paths: Sequence[Path] = (), *, text_field: str = "text", say: Callable[[str], None] | None = None
 ) -> Corpus:
-    """The files at ``paths``, folders searched for text files; without any, the source of Python's standard library.
+    """Read the files at ``paths``, searching folders for text files; default: the source of the standard library.
 
-    About one document in twenty is held out, by a hash of its path relative to the folder that was given, or of its
-    file and number in it, and at least one; a single file is cut instead, at its last twentieth.
+    About one document in twenty is held out, by a hash of its path relative to the given folder, or of its
+    file and record number, and at least one; a single file is cut at its last twentieth instead.
 
     Args:
-        paths: regular files, folders, and files of records (JSONL, Parquet, folders that ``datasets`` saved).
-        text_field: the member or column of records that holds the text.
-        say: is given a sentence on how far it is, whenever some seconds have passed in silence.
+        paths: regular files, folders, and record files (JSONL, Parquet, folders that ``datasets`` saved).
+        text_field: field or column of records that holds the text.
+        say: called with progress messages every few seconds.
 
     Raises:
-        RunError: a path that is missing, empty, unreadable, irregular or not text, or more text than the memory that is
-            free; what to do about it is in the message.
+        RunError: a path is missing, empty, unreadable, not a regular file or not text, or the text exceeds free memory;
+            the message says what to do.
     """
     found = read_text_files(
-        paths or (standard_library(),), separator=SEPARATOR, suffix="" if paths else ".py", text_field=text_field,
+        paths or (standard_library(),),
+        separator=SEPARATOR,
+        suffix="" if paths else ".py",
+        text_field=text_field,
         say=say,
-    )  # fmt: skip
+    )
     files, skipped = found.files, found.skipped
     if len(files) == 1:
         content = files[0][1]
@@ -129,17 +132,29 @@ def read_corpus(
 
 
 def corpus_figures(corpus: Corpus) -> dict[str, int]:
-    """How much text there is, by which a run that is taken up knows its text again."""
+    """Sizes and checksum of the corpus, by which a resumed run verifies its text."""
     if corpus.figures is not None:
         return corpus.figures
     checksum = 0
     for text in (corpus.training, corpus.held_out):
         checksum = zlib.crc32(text.data.numpy().tobytes(), checksum)
     numbers = (
-        len(corpus.training), len(corpus.training.file_starts), len(corpus.held_out), len(corpus.held_out.file_starts),
+        len(corpus.training),
+        len(corpus.training.file_starts),
+        len(corpus.held_out),
+        len(corpus.held_out.file_starts),
         checksum,
-    )  # fmt: skip
+    )
     return dict(zip(CORPUS_KEYS, numbers, strict=True))
+
+
+def corpus_in_words(paths: Sequence[Path], figures: dict[str, int]) -> str:
+    """Where the text of a run comes from, and how much there is by :func:`corpus_figures`."""
+    source = ", ".join(map(str, paths)) or "the Python standard library"
+    return (
+        f"{source}: {figures['training_bytes']:,} bytes to train on, {figures['held_out_bytes']:,} bytes in "
+        f"{figures['held_out_files']} files held out"
+    )
 
 
 def _hash(name: str) -> int:
@@ -157,7 +172,7 @@ def _text(contents: Sequence[bytes]) -> Text:
 
 
 def character_boundary(content: bytes, cut: int) -> int:
-    """The last place at or before ``cut`` where a UTF-8 character begins."""
+    """The last position at or before ``cut`` where a UTF-8 character begins."""
     while cut > 0 and content[cut] & 0xC0 == 0x80:
         cut -= 1
     return cut

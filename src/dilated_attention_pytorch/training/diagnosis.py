@@ -1,4 +1,4 @@
-"""What takes a run's time and memory, by its own log and by a measured step, and which setting to change."""
+"""Diagnosis of a run's time and memory from its log and a measured step, with recommended settings."""
 
 from __future__ import annotations
 
@@ -29,41 +29,41 @@ from .stragglers import Straggler, is_straggler
 
 _REMEDY = "name the --output of a `train` or `extend` command"
 _LEAST_EFFECT = 0.01
-"""What changes less than this part of time or memory is not worth a line."""
+"""Smallest relative saving of time or memory to report."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Change:
-    """A setting to change."""
+    """A recommended change of a setting."""
 
     what: str
     time: float = 0.0
-    """Part of the time of a run, or of its steps, that it saves; negative where it costs."""
+    """Fraction of the run's or step's time that it saves; negative if it costs time."""
     memory: int = 0
-    """Bytes of a process that it saves; negative where it costs."""
+    """Bytes per process that it saves; negative if it costs memory."""
     by: Literal["the log", "estimate", "measured"]
-    """How that is known."""
+    """Source of the numbers."""
 
 
 @dataclass(kw_only=True, slots=True)
 class Diagnosis:
-    """What was found about a run."""
+    """Result of a diagnosis."""
 
     time: dict[str, float] = field(default_factory=dict)
-    """Seconds by what took them."""
+    """Seconds by component."""
     memory: dict[str, int] = field(default_factory=dict)
-    """Bytes of a process by what takes them."""
+    """Bytes per process by component."""
     peak: int = 0
-    """The most bytes that the first process has had, by the log."""
+    """Peak memory of the first process in bytes, from the log."""
     changes: list[Change] = field(default_factory=list)
-    """Those with the largest effect first."""
+    """Recommended changes, largest effect first."""
     operators: list[tuple[str, float]] = field(default_factory=list)
-    """PyTorch's operators by their part of a measured step."""
+    """PyTorch operators with their fraction of a measured step."""
     failures: list[Found] = field(default_factory=list)
-    """What the error that last ended the run is known to be."""
+    """Known failures that match the last error of the run."""
 
     def sort(self) -> None:
-        """Order the changes by the larger of their parts of time and memory."""
+        """Sort the changes by the larger of their fractions of time and memory."""
         whole = max(1, sum(self.memory.values()))
         self.changes = [
             change
@@ -73,14 +73,14 @@ class Diagnosis:
 
 
 def diagnose_run(folder: Path, *, step: bool = False) -> Diagnosis:
-    """What a run folder tells.
+    """Diagnose a run folder.
 
     Args:
-        folder: of a run of `train` or `extend`, finished or not.
-        step: measure a step of the run on its own data, and of the same run with other settings.
+        folder: run folder of `train` or `extend`, finished or not.
+        step: also measure a step of the run on its own data, and of the same run with other settings.
 
     Raises:
-        RunError: the folder is of no run, its record is damaged, or a step of it cannot be measured here.
+        RunError: the folder is not a run folder, its record is damaged, or a step cannot be measured here.
     """
     if not folder.is_dir():
         raise RunError(f"diagnose: {folder} is no run folder; {_REMEDY}")
@@ -106,7 +106,7 @@ def diagnose_run(folder: Path, *, step: bool = False) -> Diagnosis:
 
 
 def _read_log(found: Diagnosis, folder: Path, record: Mapping[str, Any], told: Mapping[str, Any]) -> None:
-    """Time by what took it, and what would save some of it."""
+    """Time by component, and savings, from the log."""
     entries = read_metrics(folder)
     step_seconds = seconds_per_step(entries)
     evaluating = sum(evaluation_seconds(entries, step_seconds))
@@ -114,9 +114,11 @@ def _read_log(found: Diagnosis, folder: Path, record: Mapping[str, Any], told: M
     logged = max((entry["seconds"] for entry in entries), default=0.0)
     lost = cost_of_faults(folder).seconds_lost
     parts = {
-        "steps": max(0.0, logged - evaluating), "evaluations on the way": evaluating, "evaluation at the end": at_end,
+        "steps": max(0.0, logged - evaluating),
+        "evaluations on the way": evaluating,
+        "evaluation at the end": at_end,
         "lost by faults": lost,
-    }  # fmt: skip
+    }
     found.time = {name: seconds for name, seconds in parts.items() if seconds > 0}
     found.peak = int(max((entry.get("peak_memory_bytes", 0) for entry in entries), default=0))
     whole = max(sum(parts.values()), 1e-9)
@@ -138,7 +140,7 @@ def _read_log(found: Diagnosis, folder: Path, record: Mapping[str, Any], told: M
 
 
 def seconds_per_step(entries: Sequence[Mapping[str, float]]) -> float:
-    """The median over what lies between an entry of the log and the next one of a training loss; 0 without any."""
+    """Median seconds per step between entries of the training loss; 0 without any."""
     seconds = [
         (after["seconds"] - before["seconds"]) / (after["step"] - before["step"])
         for before, after in itertools.pairwise(entries)
@@ -148,7 +150,7 @@ def seconds_per_step(entries: Sequence[Mapping[str, float]]) -> float:
 
 
 def evaluation_seconds(entries: Sequence[Mapping[str, float]], step_seconds: float) -> Iterator[float]:
-    """What each evaluation on the way took: the time since the entry before, less that of the steps between."""
+    """Duration of each evaluation during training: time since the previous entry minus the steps in between."""
     for before, after in itertools.pairwise(entries):
         if "eval_bits_per_byte" in after:
             steps = after["step"] - before["step"]
@@ -156,10 +158,12 @@ def evaluation_seconds(entries: Sequence[Mapping[str, float]], step_seconds: flo
 
 
 def _estimate(found: Diagnosis, settings: TrainSettings, processes: int) -> None:
-    """Memory by the formula that refuses runs which cannot fit, and what other settings would take by it."""
+    """Memory estimates for the run's settings and for alternatives, by the formula that rejects too large runs."""
     least = footprint(settings, processes)
-    found.memory = {"weights, gradients and optimizer, at least": least.weights,
-                    "activations and logits, at least": least.activations}  # fmt: skip
+    found.memory = {
+        "weights, gradients and optimizer, at least": least.weights,
+        "activations and logits, at least": least.activations,
+    }
     for what, other in _smaller(settings, processes):
         saved = least.total - footprint(other, processes).total
         found.changes.append(Change(what=what, memory=saved, by="estimate"))
@@ -187,7 +191,7 @@ def _smaller(settings: TrainSettings, processes: int) -> Iterator[tuple[str, Tra
 
 
 def _measure(found: Diagnosis, folder: Path, settings: TrainSettings, record: Mapping[str, Any]) -> None:
-    """A step of the run, and of the same with other settings, in this process."""
+    """Measure a step of the run, and of the same run with other settings, in this process."""
     if settings.context_parallel > 1 or settings.tensor_parallel > 1 or settings.max_tokens:
         raise RunError(
             "--step measures a step in one process, and this run shares its sequences or matrices among several, or "
@@ -201,8 +205,12 @@ def _measure(found: Diagnosis, folder: Path, settings: TrainSettings, record: Ma
     samples = data.training(stages, settings.batch_size * settings.gradient_accumulation)
     batch = data.collate([samples[len(samples) - 1 - row] for row in range(settings.batch_size)])  # type: ignore[arg-type]
     now = measure_step(settings, batch, device)
-    found.memory = {"weights": now.weights, "gradients": now.gradients, "optimizer": now.moments,
-                    "kept for the backward pass": now.saved}  # fmt: skip
+    found.memory = {
+        "weights": now.weights,
+        "gradients": now.gradients,
+        "optimizer": now.moments,
+        "kept for the backward pass": now.saved,
+    }
     found.operators = slowest_operators(settings, batch, device)
     found.time |= {"a step: forward": now.forward, "a step: backward": now.backward, "a step: optimizer": now.optimizer}
     others = alternatives(settings).items()
@@ -215,7 +223,7 @@ def _compared(what: str, now: StepCost, other: StepCost) -> Change:
 
 
 def in_words(found: Diagnosis) -> Iterator[str]:
-    """The diagnosis, line by line."""
+    """The diagnosis as text lines."""
     for failure in found.failures:
         yield from failure_in_words(failure)
     whole = sum(seconds for name, seconds in found.time.items() if not name.startswith("a step"))
@@ -239,7 +247,7 @@ def in_words(found: Diagnosis) -> Iterator[str]:
 
 
 def failure_in_words(found: Found) -> Iterator[str]:
-    """What a known failure is, why, and what to do."""
+    """A known failure with cause and remedy, as text lines."""
     yield f"{found.failure.name}: {found.line}"
     yield f"  why: {found.failure.cause}"
     yield f"  what to do: {found.failure.remedy}"

@@ -1,4 +1,4 @@
-"""How a run is spread over its processes: data x context x tensor, on one device mesh."""
+"""Distribution of a run over processes: data x context x tensor parallelism on one device mesh."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from dilated_attention_pytorch.models.causal_lm import LongNetForCausalLM
 from dilated_attention_pytorch.models.longnet import document_positions
 from dilated_attention_pytorch.parallel.groups import all_groups, as_long_as_all, wait_at_most
 from dilated_attention_pytorch.patterns import Pattern
-from dilated_attention_pytorch.planning import Layout
+from dilated_attention_pytorch.planning.layout import Layout
 
 from .autocast import computing_dtype
 from .settings import Strategy, TrainSettings
@@ -34,14 +34,14 @@ from .zero import ZeroEngine, zero_stage
 
 _AXES = ("data", "ring", "heads", "tensor")
 _ROW_AXES = ("data", "ring", "heads")
-"""Processes along these axes hold other rows of text: they share one set of weights and average its gradients."""
+"""Axes whose processes hold different rows of text: they share the weights and average gradients."""
 
 
 class ContextAttention:
-    """:func:`parallel.attend` as a model calls its attention: on this process's rows of sequences of one length.
+    """:func:`parallel.attend` as a model's attention function, for this process's rows of sequences of one length.
 
     Args:
-        mesh: the processes that share a sequence.
+        mesh: processes that share a sequence.
         strategy, layout: see :func:`parallel.attend`.
     """
 
@@ -62,18 +62,27 @@ class ContextAttention:
         cu_seqlens: Tensor | None,
         dropout_p: float,
     ) -> Tensor:
-        """See :func:`attend`; all sequences have ``sequence_length`` rows in all processes together."""
+        """See :func:`attend`; all sequences have ``sequence_length`` rows in total."""
         return parallel.attend(
-            query, key, value, pattern, mesh=self.mesh, strategy=self.strategy, layout=self.layout,
-            sequence_length=self.sequence_length, is_causal=is_causal, cu_seqlens=cu_seqlens, dropout_p=dropout_p,
-        )  # fmt: skip
+            query,
+            key,
+            value,
+            pattern,
+            mesh=self.mesh,
+            strategy=self.strategy,
+            layout=self.layout,
+            sequence_length=self.sequence_length,
+            is_causal=is_causal,
+            cu_seqlens=cu_seqlens,
+            dropout_p=dropout_p,
+        )
 
 
 class Distribution:
-    """The processes of a run, and what each of them does. A run of one process does everything itself.
+    """The processes of a run and their roles; trivial for a single process.
 
     Args:
-        settings: the run's, whose numbers divide the number of processes (:func:`preflight.check_processes`).
+        settings: settings of the run, compatible with the number of processes (:func:`preflight.check_processes`).
         device: "cpu" or "cuda".
     """
 
@@ -98,7 +107,7 @@ class Distribution:
             self.attention = ContextAttention(context, *_cheapest(settings, context))
 
     def in_words(self) -> str:
-        """What to add to "on so many devices"; nothing for one process."""
+        """Description to append to the number of devices; empty for a single process."""
         if self.mesh is None:
             return ""
         parts = [f"{self.data_size} data ({self.settings.data_parallel})"]
@@ -113,17 +122,17 @@ class Distribution:
 
     @property
     def is_sharded(self) -> bool:
-        """Whether a process has only a part of the weights."""
+        """Whether each process holds only a part of the weights."""
         splits = self.settings.data_parallel in ("fsdp", "zero3")
         return self.mesh is not None and (splits or self.tensor_size > 1)
 
     @property
     def rows_rank(self) -> int:
-        """Which of the processes that hold other rows of text this one is: those of one tensor axis hold the same."""
+        """Rank among the processes with different rows of text; equal along a tensor axis."""
         return 0 if self.mesh is None else dist.get_rank() // self.tensor_size
 
     def apply(self, model: LongNetForCausalLM) -> None:
-        """Give ``model`` its attention, and split its weights where the settings say so. In place, once."""
+        """Set the attention function of ``model`` and shard its weights as the settings say. In place, once."""
         if self.mesh is None:
             return
         if self.attention is not None:
@@ -138,16 +147,16 @@ class Distribution:
             assert isinstance(model, FSDPModule)
 
     def wrap(self, model: LongNetForCausalLM, on_gradients: Callable[[], None] = lambda: None) -> nn.Module:
-        """``model`` as the training step calls it: its gradients become the mean over the processes' rows.
+        """``model`` for the training step, with gradients averaged over the processes.
 
-        Where they are averaged as they come (``ddp``), ``on_gradients`` is called before each bucket of them.
+        With ``ddp``, ``on_gradients`` is called before each gradient bucket is averaged.
         """
         if self.mesh is None or self.is_sharded:
             return model
         mesh = self.rows_mesh
         devices = None if mesh.device_type == "cpu" else [torch.accelerator.current_device_index()]
         wrapped = DistributedDataParallel(model, device_ids=devices, process_group=mesh.get_group())
-        # DDP compares a hook's annotations with types; those of this module are strings.
+        # DDP compares a hook's annotations with types; annotations of this module are strings.
 
         def average(group: dist.ProcessGroup, bucket):  # type: ignore[no-untyped-def]
             on_gradients()
@@ -157,23 +166,28 @@ class Distribution:
         return wrapped
 
     def hand_over(self, model: LongNetForCausalLM, optimizer: torch.optim.Optimizer) -> ZeroEngine:
-        """Have DeepSpeed split the states of ``model`` and ``optimizer``; the engine that steps them from now on."""
+        """Create the DeepSpeed engine that shards and steps ``model`` and ``optimizer`` from now on."""
         assert self.mesh is not None
         self.engine = ZeroEngine.of(model, optimizer, self.settings, self.mesh.device_type)
         for group in all_groups():
             as_long_as_all(group)
         return self.engine
 
+    def close(self) -> None:
+        """Delete the files in which the engine keeps weights and states; they cannot be read from then on."""
+        if self.engine is not None:
+            self.engine.close()
+
     @functools.cached_property
     def rows_mesh(self) -> DeviceMesh:
-        """The processes that hold other rows of text than this one, and it."""
+        """The processes with different rows of text, including this one."""
         assert self.mesh is not None
         mesh = self.mesh[_ROW_AXES]._flatten("rows")
         as_long_as_all(mesh.get_group())
         return mesh
 
     def rows(self, inputs: dict[str, Tensor]) -> dict[str, Tensor]:
-        """This process's rows of whole windows: tokens, the tokens after them, and where they lie."""
+        """This process's rows of whole windows: tokens, next tokens, and positions."""
         if self.attention is None:
             return inputs
         mesh, layout = self.attention.mesh, self.attention.layout
@@ -190,9 +204,9 @@ class Distribution:
         return rows
 
     def share_random_states(self) -> None:
-        """Give processes that hold the same rows the random numbers of the first of them, so that they drop alike.
+        """Give processes with the same rows the first one's random state, so that their dropout agrees.
 
-        A checkpoint that other processes wrote may hold another state for each.
+        A checkpoint written by other processes may hold a different state for each.
         """
         if self.mesh is None or self.tensor_size == 1:
             return
@@ -207,7 +221,7 @@ class Distribution:
             torch.cuda.set_rng_state(of_device.cpu())
 
     def weights(self, model: LongNetForCausalLM, *, everywhere: bool) -> dict[str, Any]:
-        """The whole weights by name, on every process's device or, on the CPU, in the first process only."""
+        """The full weights by name: on every process's device, or on the CPU of the first process only."""
         if self.engine is not None:
             whole = self.engine.weights(model)
             if everywhere:
@@ -216,11 +230,11 @@ class Distribution:
             return {name: weight.to("cpu", copy=True) for name, weight in whole if is_first}
         weights = get_model_state_dict(
             model, options=StateDictOptions(full_state_dict=True, cpu_offload=not everywhere)
-        )  # fmt: skip
+        )
         return {name: self._as_whole(name, cast(Tensor, weight)) for name, weight in weights.items()}
 
     def whole(self, model: LongNetForCausalLM) -> LongNetForCausalLM:
-        """A model with the whole weights of ``model`` that attends by itself, for every process alike."""
+        """An undistributed model with the full weights of ``model``, on every process."""
         if self.mesh is None:
             return model
         with torch.device("meta"):
@@ -229,7 +243,7 @@ class Distribution:
         return whole
 
     def optimizer_state(self, model: LongNetForCausalLM, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
-        """The whole state of ``optimizer`` by the names of the weights, in the first process only."""
+        """The full state of ``optimizer`` by weight name, on the first process only."""
         if self.engine is not None:
             return self.engine.state_by_names(model)
         state = get_optimizer_state_dict(
@@ -240,10 +254,10 @@ class Distribution:
     def load_optimizer_state(
         self, model: LongNetForCausalLM, optimizer: torch.optim.Optimizer, state: dict[str, Any]
     ) -> None:
-        """Take up what :meth:`optimizer_state` gave.
+        """Load a state from :meth:`optimizer_state`.
 
         Raises:
-            ValueError: it is the state of other weights.
+            ValueError: the state belongs to other weights.
         """
         trained = {name for name, parameter in model.named_parameters() if parameter.requires_grad}
         grouped = {name for group in state["param_groups"] for name in group["params"]}
@@ -255,9 +269,11 @@ class Distribution:
             self.engine.load_state_by_names(model, state)
             return
         set_optimizer_state_dict(
-            model, optimizer, optim_state_dict=_of_weights(state, self._as_split),
+            model,
+            optimizer,
+            optim_state_dict=_of_weights(state, self._as_split),
             options=StateDictOptions(full_state_dict=True),
-        )  # fmt: skip
+        )
 
     def _as_whole(self, name: str, tensor: Tensor) -> Tensor:
         order = order_of(name, self._orders)
@@ -269,10 +285,10 @@ class Distribution:
 
 
 def _average_each(group: dist.ProcessGroup, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:
-    """Average every gradient of a bucket by itself over the processes of ``group``.
+    """Average every gradient of a bucket separately over the processes of ``group``.
 
-    In which order more than two processes add up depends on the place in what is sent. DDP fills its buckets anew after
-    its first step, so that a run that was taken up would add up otherwise there; a gradient alone is always the same.
+    With more than two processes, the order of summation depends on the position in the message. DDP rebuilds its
+    buckets after the first step, so a resumed run would sum in a different order; single gradients are deterministic.
     """
     buffer, size = bucket.buffer(), group.size()
     sums = [
@@ -281,7 +297,7 @@ def _average_each(group: dist.ProcessGroup, bucket: dist.GradBucket) -> torch.fu
 
     def sent(done: torch.futures.Future[list[torch.futures.Future[Any]]]) -> Tensor:
         for each in done.value():
-            each.value()  # raises what the transport said: a sum that failed is no average
+            each.value()  # raises transport errors: a failed sum must not be used
         return buffer
 
     averaged: torch.futures.Future[Tensor] = torch.futures.collect_all(sums).then(sent)
@@ -289,7 +305,7 @@ def _average_each(group: dist.ProcessGroup, bucket: dist.GradBucket) -> torch.fu
 
 
 def _of_weights(state: dict[str, Any], change: Callable[[str, Tensor], Tensor]) -> dict[str, Any]:
-    """A state of optimizers by the names of weights, with ``change`` made to what has the weights' shapes."""
+    """An optimizer state by weight name, with ``change`` applied to tensors of the weights' shapes."""
     changed = {
         name: {
             key: change(name, value) if isinstance(value, Tensor) and value.dim() else value
@@ -301,16 +317,18 @@ def _of_weights(state: dict[str, Any], change: Callable[[str, Tensor], Tensor]) 
 
 
 def _cheapest(settings: TrainSettings, context: DeviceMesh) -> tuple[Strategy, Layout]:
-    """Strategy and layout: what the settings say, and where they leave it open what costs least."""
+    """Strategy and layout: from the settings, or the cheapest where they are "auto"."""
     model, tensor = settings.model, settings.tensor_parallel
     assert model.num_kv_heads is not None
     num_kv_heads = model.num_kv_heads // tensor
     plan = parallel.plan_parallel(
         model.pattern(0).for_heads(range(num_kv_heads), model.num_kv_heads),
         (settings.batch_size, settings.context_length, model.num_heads // tensor, model.embed_dim // model.num_heads),
-        context, num_kv_heads=num_kv_heads, is_causal=True,
+        context,
+        num_kv_heads=num_kv_heads,
+        is_causal=True,
         dtype=computing_dtype(settings.precision),
-    )  # fmt: skip
+    )
     return next(
         (estimate.strategy, estimate.layout)
         for estimate in plan.estimates
@@ -320,9 +338,9 @@ def _cheapest(settings: TrainSettings, context: DeviceMesh) -> tuple[Strategy, L
 
 @contextmanager
 def leaving_together() -> Iterator[None]:
-    """At the end, wait for the other processes and take the connections to them down."""
+    """On exit, wait for the other processes and destroy the process group."""
     yield
     if dist.is_initialized():
-        # A process that closes its connections while another still reads from them brings that one down.
+        # A process that closes connections while another still reads from them makes that one fail.
         dist.barrier()
         dist.destroy_process_group()

@@ -1,4 +1,4 @@
-"""A model that is to be measured, whether a run left it or transformers did."""
+"""Models to evaluate, from a run folder or from transformers."""
 
 from __future__ import annotations
 
@@ -31,28 +31,28 @@ _REMEDY = "name the --output of a `train` or `extend` command, or a model of tra
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class EvaluatedModel:
-    """A causal language model, ready to read."""
+    """A causal language model ready for evaluation."""
 
     model: PreTrainedModel
     tokenizer: PreTrainedTokenizerBase | None
-    """That of a model of transformers; None where its tokens are bytes."""
+    """Tokenizer of a transformers model; None if its tokens are bytes."""
     own_length: int
-    """Tokens that it was trained on at once."""
+    """Context length in training, in tokens."""
     vocab_size: int
-    """How many tokens it knows."""
+    """Vocabulary size."""
     run: tuple[TrainSettings, Tokenizer] | None = None
-    """What the run of `train` was told that trained it, and its tokenizer."""
+    """Settings and tokenizer of the `train` run, if it has one."""
     data: tuple[Path, ...] = ()
-    """The text of the run of `extend` that trained it; empty for the default, and where none is known."""
+    """Data of the `extend` run; empty for the default, and where unknown."""
     text_field: str = "text"
-    """The member or column of that run's records."""
+    """Text field of that run's records."""
     weights: str = ""
-    """The folder of its weights, by its name."""
+    """Name of the folder that holds the weights."""
     left: Mapping[str, str] = field(default_factory=dict)
-    """Newer checkpoints by name, with why each is left."""
+    """Newer checkpoints that were skipped, with reasons."""
 
     def tokens_of(self, text: str) -> Sequence[int]:
-        """The tokens of a piece of text."""
+        """Tokenize a piece of text."""
         if self.run is not None:
             return [int(token) for token in self.run[1].encode([text.encode()])[0]]
         if self.tokenizer is None:
@@ -61,7 +61,7 @@ class EvaluatedModel:
         return ids
 
     def check_tokens(self, tokens: Tensor) -> None:
-        """Raise :class:`RunError` unless the model knows all of ``tokens``, int64 ``[N]``."""
+        """Raise :class:`RunError` unless all ``tokens``, int64 ``[N]``, are in the vocabulary."""
         largest = int(tokens.max())
         if largest >= self.vocab_size:
             raise RunError(
@@ -71,22 +71,22 @@ class EvaluatedModel:
 
     @property
     def reads_documents(self) -> bool:
-        """Whether it was trained on packed documents, none of which sees another."""
+        """Whether it was trained on packed documents."""
         return self.run is not None and self.run[0].packing == "documents"
 
     def num_bytes(self, tokens: Tensor) -> int:
-        """Bytes of text that ``tokens`` stand for; a separator counts as one."""
+        """Number of bytes of text in ``tokens``; a separator counts as one."""
         if self.run is None:
             return num_bytes(tokens, self.tokenizer)
         return int(byte_lengths(self.run[1])[tokens].sum())
 
     def held_out(self, data: Sequence[Path], text_field: str, say: Say) -> tuple[list[Text], Sequence[float]]:
-        """The held-out tokens of each source, and its weight.
+        """Held-out tokens of each source, and the sources' weights.
 
         Args:
-            data: other text than what the model was trained on; nothing for that.
-            text_field: of its records; nothing for that of the run.
-            say: is told what takes long.
+            data: other text than the training data; empty for the training data.
+            text_field: its text field; empty for the run's.
+            say: called with progress messages.
 
         Raises:
             RunError: the text cannot be read.
@@ -103,17 +103,17 @@ class EvaluatedModel:
 
 
 def open_model(name: str, device: str) -> EvaluatedModel:
-    """The model of a run folder, of an unfinished run that of its newest checkpoint, or one of transformers.
+    """Load the model of a run folder (of an unfinished run, its newest checkpoint), or a transformers model.
 
     Args:
-        name: the folder, or a name on the hub.
+        name: folder, or a name on the hub.
         device: "cpu" or "cuda".
 
     Raises:
-        RunError: there is none, or it is damaged.
+        RunError: it does not exist, or is damaged.
     """
     from dilated_attention_pytorch.integrations import register
-    from dilated_attention_pytorch.models import causal_lm  # noqa: F401 - has transformers know a LongNet
+    from dilated_attention_pytorch.models import causal_lm  # noqa: F401 - registers LongNet with transformers
 
     run = Path(name)
     if not (run / SETTINGS_NAME).exists():
@@ -149,7 +149,7 @@ def _open(
         verify_manifest(Path(folder), what="broken model", remedy=remedy, reading=(CONFIG_NAME, WEIGHTS_NAME))
     config = load_config(what, folder)
     text = config.get_text_config()
-    options = {"attn_implementation": "dilated"} if hasattr(text, "dilated_attention") else {}
+    attention = None if getattr(text, "dilated_attention", None) is None else "dilated"
     if own_length is None:
         segments = getattr(text, "segment_lengths", None)
         own_length = max(segments) if segments else getattr(text, "max_position_embeddings", None)
@@ -159,7 +159,7 @@ def _open(
             "config.json to the length that the model was trained on"
         )
     tokenizer = None if tokenizer_folder is None else load_tokenizer(what, tokenizer_folder, config)
-    model = load_model(what, folder, device, **options)
+    model = load_model(what, folder, device, attention=attention)
     return EvaluatedModel(
         model=model.eval(), tokenizer=tokenizer, own_length=own_length, vocab_size=int(text.vocab_size)
     )

@@ -1,4 +1,4 @@
-"""What a trained model is worth: bits per byte by quarter of its context, beside xz, as a chart."""
+"""Final evaluation of a trained model: bits per byte by quarter of its context, compared with xz, as a chart."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 
 def xz_bits_per_byte(data: bytes) -> float:
-    """Bits that ``xz -9e`` takes for a byte of ``data``, which it compresses as one stream."""
+    """Bits per byte of ``data`` compressed by ``xz -9e`` as one stream."""
     return 8 * len(lzma.compress(data, preset=9 | lzma.PRESET_EXTREME)) / len(data)
 
 
@@ -31,14 +31,14 @@ def bits_by_quarter(
 ) -> list[float]:
     """Mean bits per byte over each quarter of the context.
 
-    The quarters hold different text (files begin with what is hard to guess), so a fall from the first to the last
-    does not show by itself that the model reads far back: :func:`bits_of_last_quarter_alone` is the measure of that.
+    The quarters hold different text (the beginnings of files are hard to predict), so a decrease from the first to the
+    last does not by itself show use of long context; :func:`bits_of_last_quarter_alone` measures that.
 
     Args:
-        model: the model, on the device to compute on; set to evaluation.
+        model: the model, on its device; put into eval mode.
         files: int64 ``[context + 1]`` each, the separator and the beginning of a file.
-        precision: what the model computes in (:mod:`.autocast`).
-        lengths: int64 ``[vocab_size]``, bytes that each token stands for; one without it.
+        precision: computation precision (:mod:`.autocast`).
+        lengths: int64 ``[vocab_size]``, bytes per token; None = 1.
     """
     means = []
     for file in files:
@@ -51,9 +51,9 @@ def bits_by_quarter(
 def bits_of_last_quarter_alone(
     model: LongNetLM, files: Sequence[Tensor], precision: str, lengths: Tensor | None = None
 ) -> float:
-    """Mean bits per byte over the last quarter of the context where the model sees nothing before that quarter.
+    """Mean bits per byte over the last quarter of the context, without the context before that quarter.
 
-    What lies between this and the last of :func:`bits_by_quarter` is what the text further back is worth.
+    The difference from the last value of :func:`bits_by_quarter` is the benefit of the earlier context.
     """
     means = []
     for file in files:
@@ -63,13 +63,13 @@ def bits_of_last_quarter_alone(
 
 
 def _sizes(tokens: Tensor, lengths: Tensor | None) -> Tensor:
-    """Bytes of every token but the first, ``[tokens - 1]``."""
+    """Bytes of every token except the first, ``[tokens - 1]``."""
     return torch.ones(len(tokens) - 1) if lengths is None else lengths[tokens[1:]].float()
 
 
 @torch.inference_mode()
 def _bits(model: LongNetLM, tokens: Tensor, precision: str) -> Tensor:
-    """Bits of every token but the first, given those before it, ``[tokens - 1]``."""
+    """Bits of every token except the first, given those before it, ``[tokens - 1]``."""
     model.eval()
     tokens = tokens.to(model.embedding.weight.device)
     with autocast(precision, tokens.device.type):
@@ -78,7 +78,7 @@ def _bits(model: LongNetLM, tokens: Tensor, precision: str) -> Tensor:
 
 
 def draw_losses(run: Path, *, xz: float, final: tuple[int, float] | None) -> Path:
-    """Draw ``loss.png`` from the metrics of a run: training, held-out, the end, and the line of xz."""
+    """Plot ``loss.png`` from the metrics of a run: training, held-out, final value, and the xz baseline."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 

@@ -19,14 +19,15 @@ from dilated_attention_pytorch.output import write_text
 from . import preflight
 from .checkpoint import SETTINGS_NAME
 from .configuration import CONFIGURATION_NAME, configuration_text
-from .corpus import Corpus, Text, corpus_figures, read_corpus
+from .corpus import Corpus, Text, corpus_figures, corpus_in_words, read_corpus
 from .extension_settings import ExtensionSettings
 from .flops import pretrained_flops, training_flops
 from .footprint import check_extension_memory
 from .going_back import going_back
 from .lifecycle import OpenRun, begin, check_same_corpus, find_run, read_record, take_up, train_to_the_end
-from .manifest import read_sealed, sealed, sums, verify_sums
+from .manifest import sealed, sums, verify_sums
 from .measures import Work
+from .outcome import STATES, ExtensionOutcome
 from .pretrained import (
     check_same_model,
     check_source,
@@ -52,28 +53,7 @@ if TYPE_CHECKING:
     from .run_trainer import RunTrainer
 
 PICTURE_NAME = "context.png"
-STATES = ("before", "replaced", "trained")
-"""The model as it came; with scaled positions and the pattern; after training on."""
 _KIND = "extension"
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class ExtensionOutcome:
-    """How a run ended."""
-
-    run: Path
-    """The run folder."""
-    step: int
-    """Optimizer steps done."""
-    own_length: int
-    """Tokens that the model was made for before."""
-    length: int
-    """Tokens that it is made for now."""
-    stopped_by: int | None = None
-    """The signal that stopped it; None if it came to its end."""
-    bits_per_byte: dict[str, dict[int, float]]
-    """Held-out bits per byte by state (:data:`STATES`) and by the number of tokens that the model reads at most; the
-    same bytes are predicted in every case."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -120,8 +100,7 @@ def _begin(settings: ExtensionSettings, output: Path, console: Console, may_resu
     preflight.check_optimizer(settings.optimizer)
     found = find_run(output, settings, "extend") if may_resume else "nothing"
     if found == "finished":
-        ended = read_sealed(output / SETTINGS_NAME, what="--resume auto", remedy="restore it from a copy")
-        return _outcome(output, ended, ended["settings"]["steps"], None)
+        return ExtensionOutcome.of_finished(output)
     if found == "stopped":
         return _go_on(output, console, may_begin=True)
     preflight.check_output(output)
@@ -152,9 +131,14 @@ def _begin(settings: ExtensionSettings, output: Path, console: Console, may_resu
     model = load_model(what, settings.model, device)
     with begin(output, console, "extend") as place:
         run = _Run(
-            place=place, settings=settings, own_length=own_length, training=training, held_out=held_out,
-            bytes_per_token=bytes_per_token, model=model,
-        )  # fmt: skip
+            place=place,
+            settings=settings,
+            own_length=own_length,
+            training=training,
+            held_out=held_out,
+            bytes_per_token=bytes_per_token,
+            model=model,
+        )
         _announce(run, corpus, tokenizer, device)
         record: dict[str, Any] = {
             "kind": _KIND,
@@ -221,14 +205,19 @@ def _go_on(folder: Path, console: Console, *, may_begin: bool = False) -> Extens
             model = load_model(what, source, device)
             _replace(model, settings)
         else:
-            model = load_model(what, source, device, attn_implementation="dilated")
+            model = load_model(what, source, device, attention="dilated")
         size = sum(parameter.numel() for parameter in model.parameters())
         preflight.check_space(folder, size, settings)
         training, held_out = tokenized(corpus.training, tokenizer), tokenized(corpus.held_out, tokenizer)
         run = _Run(
-            place=place, settings=settings, own_length=record["own_length"], training=training, held_out=held_out,
-            bytes_per_token=record["bytes_per_token"], model=model,
-        )  # fmt: skip
+            place=place,
+            settings=settings,
+            own_length=record["own_length"],
+            training=training,
+            held_out=held_out,
+            bytes_per_token=record["bytes_per_token"],
+            model=model,
+        )
         return _go(run, record, device)
 
 
@@ -279,14 +268,12 @@ def _replace(model: PreTrainedModel, settings: ExtensionSettings) -> None:
 
 
 def _announce(run: _Run, corpus: Corpus, tokenizer: PreTrainedTokenizerBase | None, device: str) -> None:
-    settings, figures = run.settings, corpus_figures(corpus)
-    source = "the Python standard library" if not settings.data else ", ".join(map(str, settings.data))
+    settings, text = run.settings, corpus_in_words(run.settings.data, corpus_figures(corpus))
     parameters = sum(parameter.numel() for parameter in run.model.parameters())
     tokens = "bytes" if tokenizer is None else f"tokens of {run.bytes_per_token:.2f} bytes on average"
     where = f"{settings.threads} CPU threads" if device == "cpu" else torch.cuda.get_device_name()
     run.place.say(
-        f"text: {source}: {figures['training_bytes']:,} bytes to train on, {figures['held_out_bytes']:,} bytes in "
-        f"{figures['held_out_files']} files held out, read as {tokens}{in_words(corpus.skipped, '; left out: ')}",
+        f"text: {text}, read as {tokens}{in_words(corpus.skipped, '; left out: ')}",
         f"model: {settings.model}: {parameters:,} parameters, {run.own_length:,} tokens of context",
         f"change: {settings.length:,} tokens, rotary scaling {settings.rotary}, {settings.pattern}: "
         f"{_density(run.model.config, settings):.1%} of the pairs of dense attention",
@@ -344,9 +331,7 @@ def _go(run: _Run, record: dict[str, Any], device: str) -> ExtensionOutcome:
         )
     windows = tuple(max(1, settings.batch_tokens // length) for length in settings.stages)
     stages = Stages(settings.stages, stage_ends(settings.steps, len(settings.stages)), windows)
-    training = StagedBatches(
-        run.training, stages, batches_per_step=settings.gradient_accumulation, seed=settings.seed
-    )  # fmt: skip
+    training = StagedBatches(run.training, stages, batches_per_step=settings.gradient_accumulation, seed=settings.seed)
     evaluation = EvaluationWindows(run.held_out, settings.length, settings.eval_windows)
     if settings.gradient_checkpointing:
         # transformers 5.23 gave it this name; before it was the other.
@@ -354,14 +339,22 @@ def _go(run: _Run, record: dict[str, Any], device: str) -> ExtensionOutcome:
         getattr(run.model, name, run.model.gradient_checkpointing_enable)()
     args = arguments(settings, place.folder, device, per_device_train_batch_size=1, per_device_eval_batch_size=1)
     trainer = ExtensionTrainer(
-        logits=logits, settings=settings, model=run.model, args=args, place=place, training=training,
-        evaluation=evaluation, data_collator=one_batch, bytes_per_token=run.bytes_per_token,
-    )  # fmt: skip
+        settings=settings,
+        model=run.model,
+        args=args,
+        place=place,
+        training=training,
+        evaluation=evaluation,
+        data_collator=one_batch,
+        bytes_per_token=run.bytes_per_token,
+    )
+    trainer.logits = logits
     flops = pretrained_flops(run.model, settings.read_pattern(), num_kv_heads(run.model.config))
     work = Work(
-        tokens_after=training.tokens_after, bytes_after=lambda done: training.tokens_after(done) * run.bytes_per_token,
+        tokens_after=training.tokens_after,
+        bytes_after=lambda done: training.tokens_after(done) * run.bytes_per_token,
         flops_after=lambda done: settings.gradient_accumulation * training_flops(flops, stages, done),
-    )  # fmt: skip
+    )
     with tracking(settings, place) as trackers:
         stopped_by = train_to_the_end(place, trainer, work=work, trackers=trackers)
         done = trainer.state.global_step
@@ -371,18 +364,7 @@ def _go(run: _Run, record: dict[str, Any], device: str) -> ExtensionOutcome:
             bits = record["measured"][STATES[-1]]["bits_per_byte"][str(settings.length)]
             for tracker in trackers:
                 tracker.log(done, {"final_bits_per_byte": bits})
-    return _outcome(place.folder, record, done, stopped_by)
-
-
-def _outcome(folder: Path, record: dict[str, Any], step: int, stopped_by: int | None) -> ExtensionOutcome:
-    return ExtensionOutcome(
-        run=folder, step=step, own_length=record["own_length"], length=record["settings"]["length"],
-        stopped_by=stopped_by,
-        bits_per_byte={
-            state: {int(context): bits for context, bits in entry["bits_per_byte"].items()}
-            for state, entry in record["measured"].items()
-        },
-    )  # fmt: skip
+    return ExtensionOutcome.of_record(place.folder, record, done, stopped_by)
 
 
 def _finish(run: _Run, record: dict[str, Any], trainer: RunTrainer) -> None:

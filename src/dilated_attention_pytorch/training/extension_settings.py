@@ -1,4 +1,4 @@
-"""What a run that takes a pretrained model to longer texts is told."""
+"""Settings of a context extension run."""
 
 from __future__ import annotations
 
@@ -15,44 +15,43 @@ Rotary = Literal["yarn", "linear", "ntk", "none"]
 
 @dataclass(kw_only=True, slots=True)
 class ExtensionSettings(RunSettings):
-    """Take a pretrained language model of transformers to longer texts.
+    """Extend the context length of a pretrained transformers language model.
 
     Raises:
-        ValueError: a number out of range, or a pattern that is none.
+        ValueError: a value is out of range, or the pattern is invalid.
     """
 
     model: str
     """A decoder with rotary positions (Llama, Mistral, Qwen, GPT-NeoX, Gemma ...): a folder with config.json and
-    weights, or a name on the Hugging Face hub. Without a tokenizer, and with 256 tokens, its tokens are bytes."""
+    weights, or a name on the Hugging Face hub. Without a tokenizer and with a vocabulary of 256, tokens are bytes."""
     length: int = 8192
-    """Tokens of the longest text that the model is to read."""
+    """New context length in tokens."""
     pattern: str = ""
-    """Who attends to whom, as `dilated-attention show` takes it. Empty: segments of the model's own length L in full,
-    and of 2 L, 4 L, ... up to the new length with the rates 2, 4, ..., none above the number of key/value heads, so
-    that every token reads all that far in some head."""
+    """Attention pattern, as `dilated-attention show` takes it. Empty: segments of the model's own length L in full,
+    and of 2 L, 4 L, ... up to the new length with rates 2, 4, ..., at most the number of key/value heads, so
+    that in some head every token attends over the whole length."""
     rotary: Rotary = "yarn"
-    """How positions are scaled to the new length; see extend_context."""
+    """Scaling of the rotary positions to the new length; see extend_context."""
     stages: tuple[int, ...] = ()
-    """Lengths of the training windows, one after the other, each for an equal part of the steps. Empty: the model's own
-    length doubled until it is the new one."""
+    """Lengths of the training windows in successive stages of equally many steps. Empty: the model's own
+    length, doubled until it is the new one."""
     steps: int = 300
     batch_tokens: int = 0
-    """Tokens that go through the model at once, as windows of the length of the stage; 0: one window of the new
-    length."""
+    """Tokens per forward pass, as windows of the length of the stage; 0: one window of the new length."""
     optimizer: AdamW = "adamw"
-    """"adamw"; "adamw-bf16": with moments in bfloat16, 4 bytes a weight instead of 8; "adamw-8bit": in 8 bits
+    """"adamw"; "adamw-bf16": moments in bfloat16, 4 bytes per weight instead of 8; "adamw-8bit": moments in 8 bits
     (bitsandbytes), 2 bytes."""
     learning_rate: float = 1e-4
-    """Peak learning rate of AdamW. For models of billions of parameters LongLoRA took 2e-5 (arXiv:2309.12307)."""
+    """Peak learning rate of AdamW. For models with billions of parameters, LongLoRA used 2e-5 (arXiv:2309.12307)."""
     weight_decay: float = 0.0
     """Decoupled weight decay of matrices."""
     gradient_checkpointing: bool = False
-    """Whether to compute every layer again in the backward pass: less memory, a third more time."""
+    """Recompute every layer in the backward pass: less memory, a third more time."""
     eval_steps: int = 50
     eval_windows: int = 4
-    """Held-out windows of the new length in these evaluations."""
+    """Held-out windows of the new length in evaluations during training."""
     final_eval_windows: int = 32
-    """Largest number of held-out windows by which the model is measured before, after replacement and at the end."""
+    """Maximum number of held-out windows in the evaluations before training, after replacement and at the end."""
     save_steps: int = 50
 
     def __post_init__(self) -> None:
@@ -85,14 +84,14 @@ class ExtensionSettings(RunSettings):
                 raise ValueError(f"pattern: {error}") from error
 
     def left_open(self) -> dict[str, Any]:
-        """Values of settings that leave the choice to the run."""
+        """Settings whose value means that the run chooses."""
         return {**RunSettings.left_open(self), "pattern": "", "stages": [], "batch_tokens": 0}
 
     def complete(self, own_length: int, num_kv_heads: int) -> ExtensionSettings:
-        """The same with pattern, stages and batch written out, for a model of ``own_length`` tokens.
+        """The same with pattern, stages and batch filled in, for a model of ``own_length`` tokens.
 
         Raises:
-            ValueError: the new length is no longer than that.
+            ValueError: the new length does not exceed ``own_length``.
         """
         if self.length <= own_length:
             raise ValueError(
@@ -113,18 +112,18 @@ class ExtensionSettings(RunSettings):
         return ExtensionSettings(**values)
 
     def read_pattern(self) -> Pattern:
-        """The pattern of :meth:`complete` settings."""
+        """The pattern of complete settings (:meth:`complete`)."""
         return pattern_from_expression(self.pattern)
 
     def to_dict(self) -> dict[str, Any]:
-        """The fields by name, as values that JSON holds."""
+        """The fields by name, as JSON-serialisable values."""
         return {**RunSettings.to_dict(self), "stages": list(self.stages)}
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> ExtensionSettings:
-        """The settings whose :meth:`to_dict` this is.
+        """The inverse of :meth:`to_dict`.
 
         Raises:
-            TypeError, ValueError: a key that is no field, or a value out of range.
+            TypeError, ValueError: an unknown key, or a value out of range.
         """
         return cls(**{**values, "data": tuple(values["data"]), "stages": tuple(values["stages"])})

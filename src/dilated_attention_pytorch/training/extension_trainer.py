@@ -1,4 +1,4 @@
-"""The trainer of a pretrained model whose context is extended."""
+"""The trainer of context extension runs."""
 
 from __future__ import annotations
 
@@ -18,25 +18,18 @@ _BETAS = (0.9, 0.999)
 
 
 class ExtensionTrainer(RunTrainer):
-    """A run of a causal language model of transformers in a run folder.
+    """A run of a causal language model of transformers in a run folder; made as :class:`RunTrainer` is."""
 
-    Args:
-        settings: what the run is told.
-        logits: the parts of the model, for the loss of a block of rows at a time; None where it has to compute all.
-        **given: see :class:`RunTrainer`.
-    """
-
-    def __init__(self, *, settings: ExtensionSettings, logits: RowLogits | None, **given: Any) -> None:
-        self.settings: ExtensionSettings = settings
-        super().__init__(settings=settings, **given)
-        self.logits = logits
+    settings: ExtensionSettings
+    logits: RowLogits | None = None
+    """The parts of the model, for the loss of a block of rows at a time; None where it has to compute all."""
 
     def exchanges_in_forward(self) -> bool:
-        """Whether other processes wait for this one in the forward pass: it is the only one."""
+        """Whether the forward pass communicates: no, the run has a single process."""
         return False
 
     def create_optimizer(self, model: torch.nn.Module | None = None) -> torch.optim.Optimizer:
-        """AdamW; weight decay on what transformers decays: neither biases nor norms."""
+        """AdamW with weight decay on the parameters that transformers decays: neither biases nor norms."""
         if self.optimizer is None:
             assert self.model is not None
             decayed = set(self.get_decay_parameter_names(self.model))
@@ -56,12 +49,12 @@ class ExtensionTrainer(RunTrainer):
         return_outputs: bool = False,
         num_items_in_batch: Tensor | int | None = None,
     ) -> Any:
-        """The mean cross-entropy of a batch's labels; what is returned beside it holds no logits."""
+        """The mean cross-entropy of a batch's labels; the returned outputs hold no logits."""
         if self.logits is None:
             return super().compute_loss(model, inputs, return_outputs, num_items_in_batch)
         output = self.logits.output
         vocab_size = self.logits.vocab_size
-        # accelerate gives the precision to the model's own forward, which is not what is called here.
+        # accelerate applies autocast in the model's own forward, which is bypassed here.
         with self.accelerator.autocast():
             hidden = self.logits.hidden(inputs["input_ids"])
             loss = token_loss_of_hidden(hidden, output, vocab_size, next_tokens(inputs["labels"]), num_items_in_batch)

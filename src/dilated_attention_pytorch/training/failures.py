@@ -1,4 +1,4 @@
-"""Failures that are known: by which words of a log each shows, what causes it, and what to do about it."""
+"""Known failures: their log patterns, causes and remedies."""
 
 from __future__ import annotations
 
@@ -12,18 +12,18 @@ class Failure:
 
     name: str
     pattern: str
-    """A regular expression that a line of the log holds."""
+    """Regular expression that matches a line of the log."""
     cause: str
     remedy: str
 
 
 @dataclass(frozen=True, slots=True)
 class Found:
-    """A failure that a log tells of."""
+    """A failure found in a log."""
 
     failure: Failure
     line: str
-    """The first line that tells of it."""
+    """The first matching line."""
 
 
 FAILURES = (
@@ -154,11 +154,11 @@ FAILURES = (
         remedy="Run the install command that the message ends with; `dilated-attention info` lists what is there.",
     ),
 )
-"""Those that are causes of others stand first."""
+"""Failures that cause others come first."""
 
 
 def known_failures(text: str) -> list[Found]:
-    """The failures that a log tells of, each once: those that cause others first.
+    """The failures found in a log, each once; causes before their consequences.
 
     >>> [found.failure.name for found in known_failures("OSError: [Errno 28] No space left on device: 'a'")]
     ['the disk is full']

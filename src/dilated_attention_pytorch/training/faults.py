@@ -1,4 +1,4 @@
-"""What went wrong in a run, and what it cost: a line for each in the run folder."""
+"""The fault log of a run folder, one line per fault, and its cost."""
 
 from __future__ import annotations
 
@@ -16,23 +16,23 @@ from .manifest import MANIFEST_NAME, opened, sealed_line, unsealed
 FAULTS_NAME = "faults.jsonl"
 
 Kind = Literal["failed", "stopped", "resumed", "broken", "skipped", "out of memory", "overflow", "slow rank"]
-"""``failed``: an error ended the run; ``stopped``: a signal did. ``resumed``: it goes on after one of them, after a
-kill or after going back. ``broken``: a weight or a state of the optimizer was NaN or infinite after ``step``, and the
-run went back. ``skipped``: it went back to leave out the batch of ``step``. ``out of memory``: batches are taken in
-parts of ``rows`` windows. ``overflow``: the batches of ``step`` are taken again with the loss scaled by ``scale``.
+"""``failed``: an error ended the run; ``stopped``: a signal ended it. ``resumed``: it goes on after these, after
+a kill or after going back. ``broken``: a weight or optimizer state was NaN or infinite after ``step``, and the
+run went back. ``skipped``: it went back to skip the batch of ``step``. ``out of memory``: batches are processed in
+parts of ``rows`` windows. ``overflow``: the batches of ``step`` are repeated with the loss scaled by ``scale``.
 ``slow rank``: the others wait for ``rank`` (:mod:`.stragglers`)."""
 _ON_THE_WAY: tuple[Kind, ...] = ("resumed", "out of memory", "overflow", "slow rank")
-"""After these a run goes on."""
+"""Faults after which the run continues."""
 
 
 def note_fault(run: Path, kind: Kind, **values: Any) -> None:
-    """Append a line to the faults of ``run``: its kind, the time in seconds since 1970, ``values``, and its SHA-256.
+    """Append a line to the fault log of ``run``: kind, time in seconds since 1970, ``values``, and its SHA-256.
 
-    Every rank may. A line is on the disk when this returns, and where a line before was cut off it begins anew.
+    Any rank may call this. The line is on disk on return, and starts on a new line if the previous one was truncated.
     """
     path = run / FAULTS_NAME
     if path.is_symlink():
-        path.unlink()  # what it leads to is somebody else's
+        path.unlink()  # do not follow a link out of the run folder
     line = sealed_line({"kind": kind, "time": round(time.time(), 2), **values})
     file = os.open(path, os.O_RDWR | os.O_APPEND | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK, 0o644)
     try:
@@ -45,10 +45,10 @@ def note_fault(run: Path, kind: Kind, **values: Any) -> None:
 
 
 def read_faults(run: Path, *kinds: Kind) -> list[dict[str, Any]]:
-    """The faults of ``run`` in their order, or those of some ``kinds``. A damaged line is no fault.
+    """The faults of ``run`` in order, optionally of some ``kinds`` only. Damaged lines are skipped.
 
     Raises:
-        RunError: they cannot be read.
+        RunError: the log cannot be read.
     """
     path = run / FAULTS_NAME
     if not os.path.lexists(path):
@@ -61,17 +61,17 @@ def read_faults(run: Path, *kinds: Kind) -> list[dict[str, Any]]:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Cost:
-    """What faults have cost a run."""
+    """Total cost of a run's faults."""
 
     restarts: int
-    """How often it went on after a fault, and not after somebody stopped it."""
+    """Number of restarts after a fault (not after a deliberate stop)."""
     skipped_steps: int
-    """Steps whose batch was left out."""
+    """Steps whose batch was skipped."""
     seconds_lost: float
-    """From the checkpoint that it went on from until it computed again, all restarts together."""
+    """Seconds from the checkpoint that each restart resumed from until it computed again, summed."""
 
     def in_words(self) -> str:
-        """A line about it; empty where there was nothing."""
+        """One line of text; empty without faults."""
         if not self.restarts and not self.skipped_steps:
             return ""
         return (
@@ -81,7 +81,7 @@ class Cost:
 
 
 def cost_of_faults(run: Path) -> Cost:
-    """What the faults of ``run`` have cost."""
+    """Total cost of the faults of ``run``."""
     resumed = [fault for fault in read_faults(run, "resumed") if fault["after"] != "stopped"]
     return Cost(
         restarts=len(resumed),
@@ -91,27 +91,27 @@ def cost_of_faults(run: Path) -> Cost:
 
 
 def steps_of(run: Path, kind: Kind) -> frozenset[int]:
-    """The steps, from 1, that faults of a ``kind`` name."""
+    """The steps (from 1) of the faults of one ``kind``."""
     return frozenset(fault["step"] for fault in read_faults(run, kind))
 
 
 def most_rows(run: Path) -> int | None:
-    """Windows that a process takes at once since memory ran out; None if it never did."""
+    """Windows per forward pass since memory ran out; None if it never did."""
     return min((fault["rows"] for fault in read_faults(run, "out of memory")), default=None)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Interrupted:
-    """What the job before left of a run that goes on."""
+    """State in which the previous job left a run that is resumed."""
 
     after: str
-    """Its last fault: ``killed`` where it has left no word."""
+    """Its last fault; ``killed`` if it logged none."""
     last_seen: float
-    """When it last wrote something, in seconds since 1970: a lease is renewed every few seconds."""
+    """Time of its last write, in seconds since 1970; a lease is renewed every few seconds."""
 
 
 def interrupted(run: Path) -> Interrupted:
-    """What the job before left. It must be asked before anything is written to the folder."""
+    """The previous job's state. Call this before anything is written to the folder."""
     last = next(reversed(read_faults(run)), None)
     after = "killed" if last is None or last["kind"] in _ON_THE_WAY else last["kind"]
     newest = [path / MANIFEST_NAME for path in checkpoints(run)[:1]]
@@ -120,13 +120,17 @@ def interrupted(run: Path) -> Interrupted:
 
 
 def note_resumed(run: Path, before: Interrupted, checkpoint: Path | None, *, step: int, processes: int) -> None:
-    """Append that the run goes on from ``checkpoint``, how long it stood, and how long it had computed in vain."""
+    """Log that the run resumes from ``checkpoint``, its down time, and the computation time that was lost."""
     since = before.last_seen if checkpoint is None else _modified(checkpoint / MANIFEST_NAME)
     note_fault(
-        run, "resumed", after=before.after, step=step, processes=processes,
+        run,
+        "resumed",
+        after=before.after,
+        step=step,
+        processes=processes,
         down_seconds=round(max(0.0, time.time() - before.last_seen), 2),
         redone_seconds=round(max(0.0, before.last_seen - since), 2),
-    )  # fmt: skip
+    )
 
 
 def _modified(path: Path) -> float:

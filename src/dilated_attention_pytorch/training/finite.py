@@ -1,4 +1,4 @@
-"""What is not finite: found before it is stepped with or saved, by all processes alike."""
+"""Detection of non-finite values, agreed between all processes."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 _NAMED = 3
-"""So many names stand in a sentence."""
+"""Maximum number of names to list."""
 
 
 def is_finite_everywhere(*values: Tensor) -> bool:
-    """Whether every value of every process is finite: the same answer in all of them, which all must ask for."""
+    """Whether all values of all processes are finite. A collective: all processes call it and get the same answer."""
     broken = torch.stack([~torch.isfinite(value.detach()).all() for value in values]).any()
     if _is_alone():
         return not bool(broken)
@@ -24,17 +24,17 @@ def is_finite_everywhere(*values: Tensor) -> bool:
 
 
 def what_is_not_finite(tensors: Mapping[str, Iterable[tuple[str, Tensor]]]) -> str | None:
-    """Which tensors hold a value that is not finite in which processes, in words; None where all are finite.
+    """Description of the tensors with non-finite values, and in which processes; None if all are finite.
 
     Args:
-        tensors: by their kind in words ("weights"), names and this process's tensors, or its parts of them.
+        tensors: by kind ("weights"): names and this process's tensors, or its shards of them.
 
-    Every process must ask, and gets the same answer.
+    A collective: all processes call it and get the same answer.
     """
     counts: dict[str, int] = {}
     mine: dict[str, dict[int, str]] = {}
     for kind, named in tensors.items():
-        # One after the other: what is gathered to be looked at need not be there as a whole.
+        # One at a time, so that gathered tensors are not all in memory.
         looked = [(name, _is_finite(tensor)) for name, tensor in named]
         counts[kind] = len(looked)
         mine[kind] = {number: name for number, (name, is_finite) in enumerate(looked) if not is_finite}
@@ -59,8 +59,8 @@ def _is_alone() -> bool:
 def _is_finite(tensor: Tensor) -> bool:
     local = (tensor.to_local() if isinstance(tensor, DTensor) else tensor).detach()
     if not local.numel() or not local.is_floating_point():
-        return True  # integers, as the moments of an optimizer of 8 bits are
-    # The largest magnitude is NaN or infinite where any value is, and no mask as long as the tensor is made.
+        return True  # integers, such as the moments of an 8-bit optimizer
+    # The largest magnitude is NaN or infinite if any value is, and needs no mask of the tensor's size.
     return bool(torch.isfinite(torch.linalg.vector_norm(local, ord=torch.inf)))
 
 

@@ -1,4 +1,4 @@
-"""transformers' Trainer that neither steps with nor saves what is not finite."""
+"""A transformers Trainer that never steps with or saves non-finite values."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ from .micro_batch import MicroBatchTrainer
 
 
 class FiniteTrainer(MicroBatchTrainer):
-    """A trainer that breaks off, in all of its processes alike, where a value is not finite: before it does any harm.
+    """A trainer that stops, in all processes alike, when a value is not finite, before it does harm.
 
-    Losses and gradients are looked at before a step is taken with them, weights and states of the optimizer before the
+    Losses and gradients are checked before each step; weights and optimizer states before the
     first step and before they are saved (:meth:`check_state`).
     """
 
@@ -30,13 +30,13 @@ class FiniteTrainer(MicroBatchTrainer):
         self._step_losses: list[Tensor] = []
         self.scaler: LossScaler | None = None
         if self.args.fp16:
-            # accelerate has neither autocast in float16 nor a scaler for a CPU: it would compute in float32.
+            # accelerate supports neither float16 autocast nor a loss scaler on CPUs.
             self.scaler = LossScaler(self.args.device.type)
             self.accelerator.scaler, self.accelerator.native_amp = self.scaler, True
         self.add_callback(_AtBeginning(self.begin_training))
 
     def after_divergence(self) -> str:
-        """What is left of a run in which a value is not finite, how to take it up, and what to change."""
+        """Message after divergence: what is kept, how to resume, and what to change."""
         precision = " or --precision float32" if self.args.bf16 or self.args.fp16 else ""
         return (
             f"{self.how_to_go_on()}. If the same step fails again, the run diverges: begin anew with a lower "
@@ -44,37 +44,37 @@ class FiniteTrainer(MicroBatchTrainer):
         )
 
     def break_off(self, what: str, *, batch_of: int | None) -> NoReturn:
-        """Raise what ends this training, in every process alike.
+        """Stop this training in every process by raising.
 
         Args:
-            what: why, in words.
-            batch_of: the step whose batch did it; None if that cannot be told.
+            what: reason, as text.
+            batch_of: step whose batch caused it; None if unknown.
         """
         raise RunError(f"{what}; {self.after_divergence()}")
 
     def note_overflow(self, step: int, scale: float) -> None:
-        """Write down that the batches of a step are taken again, with the loss scaled by ``scale``."""
+        """Log that a step's batches are repeated with the loss scaled by ``scale``."""
         raise NotImplementedError
 
     def check_loss(self, step: int, losses: list[Tensor]) -> None:
-        """Look at the losses of the batches of a step, which are finite, before the step is taken."""
+        """Check the (finite) losses of a step's batches before the step is taken."""
 
     def check_state(self, what: str) -> None:
-        """Break off about ``what`` if a weight or a state of the optimizer is not finite."""
+        """Call :meth:`break_off` if a weight or optimizer state is not finite."""
         broken = self._state_that_is_not_finite()
         if broken is not None:
             self.break_off(f"{what}: NaN or infinity is in {broken}", batch_of=None)
 
     def training_step(self, *args: Any, **kwargs: Any) -> Tensor:
-        """The loss of a batch, after its backward pass."""
+        """Forward and backward pass of a batch; returns the loss."""
         loss: Tensor = super().training_step(*args, **kwargs)
         self._step_losses.append(loss)
         return loss
 
     def _clip_grad_norm(self, model: torch.nn.Module) -> Tensor:
-        """Scale the gradients down to the largest norm that is allowed; the norm that they had.
+        """Clip the gradient norm to its maximum; returns the norm before clipping.
 
-        Every process breaks off if a loss or a gradient is not finite in any.
+        All processes stop if a loss or a gradient is not finite in any of them.
         """
         step = self.state.global_step + 1
         norm = self._norm(model)
@@ -82,13 +82,15 @@ class FiniteTrainer(MicroBatchTrainer):
             self._step_losses = self.take_batches_again(model)
             norm = self._norm(model)
         whole = self._whole(norm)
-        # Before they are scaled: a norm that is NaN or infinite would make every gradient NaN or 0.
+        # Before clipping: a non-finite norm would turn all gradients into NaN or 0.
         if not is_finite_everywhere(*self._step_losses, whole):
-            broken = what_is_not_finite({
-                "losses": [(f"{loss.item()}", loss) for loss in self._step_losses],
-                "gradients": [(name, weight.grad) for name, weight in self._weights() if weight.grad is not None],
-                "weights": self._weights(),
-            })  # fmt: skip
+            broken = what_is_not_finite(
+                {
+                    "losses": [(f"{loss.item()}", loss) for loss in self._step_losses],
+                    "gradients": [(name, weight.grad) for name, weight in self._weights() if weight.grad is not None],
+                    "weights": self._weights(),
+                }
+            )
             broken = broken or "the norm of the gradient, which is too large for its dtype"
             self.break_off(f"step {step} is not taken: NaN or infinity is in {broken}", batch_of=step)
         self.check_loss(step, self._step_losses)
@@ -97,18 +99,18 @@ class FiniteTrainer(MicroBatchTrainer):
         return whole
 
     def _norm(self, model: torch.nn.Module) -> Tensor:
-        """The norm of the gradients, of which the scale of the loss is taken away first."""
+        """The gradient norm, after unscaling."""
         parameters = _with_gradient(model)
         if parameters and self.scaler is not None:
             self.accelerator.unscale_gradients(self.optimizer)
         return get_total_norm([parameter.grad for parameter in parameters if parameter.grad is not None])
 
     def _whole(self, norm: Tensor) -> Tensor:
-        # Without any gradient, as of a batch that is left out, it is on the CPU.
+        # Without gradients (a skipped batch) the norm is on the CPU.
         return norm.full_tensor() if isinstance(norm, DTensor) else norm.to(self.args.device)
 
     def _overflows(self, step: int, norm: Tensor) -> bool:
-        """Whether the scale of the loss made the gradients overflow, in any process; it is lower then."""
+        """Whether loss scaling made the gradients overflow in any process; if so, lowers the scale."""
         if self.scaler is None or is_finite_everywhere(self._whole(norm)):
             return False
         if self.scaler.get_scale() <= LEAST_SCALE or not is_finite_everywhere(*self._step_losses):
@@ -119,7 +121,7 @@ class FiniteTrainer(MicroBatchTrainer):
 
     def _weights(self) -> Iterator[tuple[str, Tensor]]:
         assert self.model is not None
-        # FSDP shows the weights as it gathered them for an evaluation; what is stepped is in the state dict always.
+        # During an evaluation FSDP exposes gathered weights; the state dict always has the sharded ones.
         state = self.model.state_dict(keep_vars=True)
         return ((name, value) for name, value in state.items() if isinstance(value, torch.nn.Parameter))
 
@@ -137,7 +139,7 @@ class FiniteTrainer(MicroBatchTrainer):
         return what_is_not_finite({"weights": self._weights(), "optimizer states": self._states()})
 
     def begin_training(self) -> None:
-        """Raise :class:`RunError` unless what was loaded is finite."""
+        """Raise :class:`RunError` unless the loaded state is finite."""
         broken = self._state_that_is_not_finite()
         if broken is not None:
             step = self.state.global_step
@@ -153,7 +155,7 @@ def _with_gradient(model: torch.nn.Module) -> list[torch.nn.Parameter]:
 
 
 class _AtBeginning(TrainerCallback):
-    """Calls ``begin`` when all is loaded and nothing is trained yet."""
+    """Calls ``begin`` after loading and before the first step."""
 
     def __init__(self, begin: Callable[[], None]) -> None:
         self.begin = begin
@@ -161,5 +163,5 @@ class _AtBeginning(TrainerCallback):
     def on_train_begin(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
-        """Call it."""
+        """Call ``begin``."""
         self.begin()

@@ -1,4 +1,4 @@
-"""Training whose large matrix products are computed in float8, by torchao's linear layers."""
+"""Float8 training with torchao's linear layers."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ if TYPE_CHECKING:
     from torch import nn
 
 LEAST_CAPABILITY = (8, 9)
-"""CUDA GPUs from this compute capability on (Ada, Hopper) multiply matrices of float8."""
+"""Lowest compute capability with float8 tensor cores (Ada, Hopper)."""
 _RECIPE = "tensorwise"
 
 
 def check_float8(device: str) -> None:
-    """Raise :class:`RunError` unless products of float8 are computed in hardware here."""
+    """Raise :class:`RunError` unless the hardware supports float8 products."""
     found = "no CUDA device"
     if device == "cuda":
         major, minor = torch.cuda.get_device_capability()
@@ -34,19 +34,19 @@ def check_float8(device: str) -> None:
 
 
 def convert_to_float8(model: nn.Module, *, emulate: bool = False) -> list[str]:
-    """Have the large linear layers of ``model`` compute their three products in float8, in place.
+    """Convert the large linear layers of ``model`` to float8 products, in place.
 
-    Each of input, weight and gradient is scaled by its largest magnitude before it is rounded (torchao's recipe
-    "tensorwise"); weights, their names and the optimizer stay float32. Layers are those that torchao takes for faster
-    by its own measurements on an H100: sides that 16 divides, and not small. Embeddings, the output matrix and the
-    projection to queries, keys and values, which is no module of its own, stay as they are.
+    Input, weight and gradient are scaled by their largest magnitude before rounding (torchao's recipe
+    "tensorwise"); weights, their names and the optimizer state stay float32. Converts the layers that torchao's
+    measurements on an H100 found faster: dimensions divisible by 16, and not small. Not converted: embeddings, the
+    output matrix, and the query/key/value projection, which is not a module.
 
     Args:
         model: on any device.
-        emulate: compute what the hardware would in float32, which any device can.
+        emulate: emulate the hardware in float32, on any device.
 
     Returns:
-        the names of the layers.
+        the names of the converted layers.
 
     Raises:
         RunError: torchao is not installed, or no layer is large enough.

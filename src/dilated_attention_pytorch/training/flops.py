@@ -1,4 +1,4 @@
-"""Operations of a training step, counted exactly: every matrix that a token meets, every pair of the pattern."""
+"""Exact operation counts of a training step: matrix products per token and attention per pair."""
 
 from __future__ import annotations
 
@@ -21,27 +21,27 @@ if TYPE_CHECKING:
     from .stages import Stages
 
 _FORWARD_AND_BACKWARD = 3
-"""Forward passes that a step is worth: the backward pass has two products for each one of the forward pass. What is
-computed again (recomputed blocks, the scores within a backward pass) is no work of the model and does not count."""
+"""Forward passes equivalent to a step: the backward pass has two products for each one of the forward pass.
+Recomputation (of blocks, and of scores in the backward pass) is not counted as work of the model."""
 _TOKENS = 16
-"""Of the text by which the operations of a pretrained model are counted."""
+"""Sequence length for counting the operations of a pretrained model."""
 
 
 @dataclass(frozen=True, slots=True)
 class ForwardFlops:
-    """Operations of a forward pass: multiplications and additions, each counted as one."""
+    """Operations of a forward pass; multiplications and additions each count as one."""
 
     per_token: int
-    """Of the matrices: 2 a weight."""
+    """Operations of the matrices: 2 per weight."""
     per_pair: int
-    """Of the attention: 4 D for every pair of a query and a key, times the query heads of a key/value head."""
+    """Operations of attention: 4 D per query-key pair, times the query heads per key/value head."""
     patterns: tuple[Pattern, ...]
-    """Of the layers whose pairs are counted."""
+    """Patterns of the layers."""
     num_kv_heads: int
-    """Key/value heads of a layer."""
+    """Key/value heads per layer."""
 
     def of_text(self, length: int) -> int:
-        """Of one text of ``length`` tokens, logits of every token included."""
+        """Operations for one sequence of ``length`` tokens, including the logits of every token."""
         return _of_text(self, length)
 
 
@@ -54,7 +54,7 @@ def _of_text(flops: ForwardFlops, length: int) -> int:
 
 
 def training_flops(flops: ForwardFlops, stages: Stages, step: int) -> int:
-    """Of the first ``step`` optimizer steps, forward and backward, one batch of one window of the longest in each."""
+    """Operations of the first ``step`` optimizer steps, forward and backward, one window of the longest each."""
     patterns = stages.patterns or (flops.patterns,) * len(stages.lengths)
     counts = zip(stages.windows_after(step), stages.lengths, patterns, strict=True)
     return _FORWARD_AND_BACKWARD * sum(
@@ -63,12 +63,12 @@ def training_flops(flops: ForwardFlops, stages: Stages, step: int) -> int:
 
 
 def documents_flops(flops: ForwardFlops, lengths: Sequence[int]) -> int:
-    """Of texts of so many tokens that do not see each other, forward and backward."""
+    """Operations for packed documents of these lengths, forward and backward."""
     return _FORWARD_AND_BACKWARD * sum(map(flops.of_text, lengths))
 
 
 def longnet_flops(config: LongNetConfig) -> ForwardFlops:
-    """Of a LongNet, from its sizes alone."""
+    """Operation counts of a LongNet, from its configuration."""
     assert config.num_kv_heads is not None
     head_dim, ratio = config.embed_dim // config.num_heads, config.num_heads // config.num_kv_heads
     patterns = tuple(config.pattern(layer) for layer in range(config.num_layers))
@@ -77,12 +77,12 @@ def longnet_flops(config: LongNetConfig) -> ForwardFlops:
 
 @torch.no_grad()
 def pretrained_flops(model: PreTrainedModel, pattern: Pattern, num_kv_heads: int) -> ForwardFlops:
-    """Of a model of transformers whose layers attend under ``pattern``: whatever layers it has, they are counted once.
+    """Operation counts of a transformers model whose layers attend under ``pattern``, whatever its layers are.
 
-    PyTorch counts a forward pass of a short text: what is not attention by the token, attention by the pair.
+    PyTorch counts a forward pass of a short sequence: attention per pair, everything else per token.
 
     Raises:
-        RunError: its attention is not that of the pattern.
+        RunError: its attention does not follow the pattern.
     """
     device = next(model.parameters()).device
     tokens = torch.arange(_TOKENS, device=device)[None] % model.config.get_text_config().vocab_size

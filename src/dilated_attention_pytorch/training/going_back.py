@@ -1,4 +1,4 @@
-"""Going back to the newest checkpoint within the same processes, where a batch broke the run."""
+"""Resuming from the newest checkpoint within the same processes after a bad batch."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ _Outcome = TypeVar("_Outcome")
 
 
 class GoBack(Exception):
-    """The run is to go on from its newest checkpoint; the message says why. Raised in all of its processes alike."""
+    """Raised in all processes alike to resume from the newest checkpoint; the message gives the reason."""
 
 
 def going_back(begin: Callable[[], _Outcome], go_on: Callable[[], _Outcome], console: Console) -> _Outcome:
-    """What ``begin`` returns, or ``go_on`` once the run has gone back, as often as it does.
+    """The result of ``begin``, or of ``go_on`` after every :class:`GoBack`.
 
-    Going on is what ``--resume`` does, from reading the record to verifying the checkpoint: nothing of the broken run
-    is left in memory.
+    ``go_on`` does the same as ``--resume``, from reading the record to verifying the checkpoint; no state of the failed
+    attempt is kept in memory.
     """
     attempt = begin
     while True:
@@ -30,7 +30,7 @@ def going_back(begin: Callable[[], _Outcome], go_on: Callable[[], _Outcome], con
             return attempt()
         except GoBack as error:
             reason = str(error)
-        gc.collect()  # model and trainer refer to each other
+        gc.collect()  # model and trainer form reference cycles
         if is_first_process():
             console.print(reason, highlight=False, markup=False, soft_wrap=True)
         attempt = go_on

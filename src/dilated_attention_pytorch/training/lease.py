@@ -1,4 +1,4 @@
-"""A run folder belongs to one job at a time: a lease that the job renews while it lives."""
+"""A lease that gives one job exclusive use of a run folder."""
 
 from __future__ import annotations
 
@@ -23,28 +23,28 @@ from .process import Mark, mark_of
 
 LEASE_NAME = "lease.json"
 RENEWAL_SECONDS = 5.0
-"""How often a holder renews its lease."""
+"""Seconds between renewals."""
 LEASE_SECONDS = 30.0
-"""A lease that was not renewed for so long is abandoned, where its holder cannot be asked after."""
+"""Seconds without renewal after which a lease counts as abandoned if its holder cannot be checked."""
 _LONGEST = 1 << 14
-"""Bytes of the largest file that can be a lease."""
+"""Size limit of a lease file in bytes."""
 
 
 class Lease:
-    """The right to write to a run folder, held while the context lasts.
+    """The exclusive right to write to a run folder, held within the context.
 
-    The holder writes its name into a file that can be made by one alone, and renews it. Who finds such a file leaves
-    the folder alone, unless the holder is provably gone (its process was one of this machine and has ended), or has not
-    renewed the lease for :data:`LEASE_SECONDS`, by the clock of who waits. Jobs of one machine change the file one
-    after the other, by a lock of the system. Such locks do not reach over every file system that hosts share. There a
-    file must be made once and renamed at once, and a holder whose lease was taken all the same ends at :meth:`check`.
+    The holder creates a file exclusively with its identity, and renews it. Another job that finds the file leaves
+    the folder alone, unless the holder has certainly ended (a process of this machine), or has not
+    renewed the lease for :data:`LEASE_SECONDS` by the waiting job's clock. Jobs on one machine serialise their changes
+    with a file lock. Not every shared file system supports such locks; without them, exclusive
+    creation and renaming must be atomic, and a holder that loses its lease stops at :meth:`check`.
 
     Args:
-        run: the run folder, which exists.
-        tell: is told a line if it must be waited whether the holder of an old lease is still alive.
+        run: existing run folder.
+        tell: called with a message while waiting to see whether an old lease is still alive.
 
     Raises:
-        RunError: another job holds it.
+        RunError: another job holds the lease.
     """
 
     def __init__(self, run: Path, tell: Callable[[str], None] = lambda line: None) -> None:
@@ -92,12 +92,12 @@ class Lease:
         self._thread.join(timeout=RENEWAL_SECONDS)
         if self.is_held():
             self.path.unlink(missing_ok=True)
-        # A thread that still hangs in the file system must not find another file under this number.
+        # A thread still blocked in the file system must not use a reused file descriptor.
         if not self._thread.is_alive():
             os.close(self._file)
 
     def check(self) -> None:
-        """Raise :class:`RunError` if another job has taken the folder: before anything is written to it."""
+        """Raise :class:`RunError` if another job has taken the folder; call it before writing."""
         if not self.is_held():
             raise RunError(
                 f"{self.run} was taken by another job ({_in_words(_read(self.path))}) while this one did not renew its "
@@ -105,32 +105,32 @@ class Lease:
             )
 
     def is_held(self) -> bool:
-        """Whether this job still has the folder."""
+        """Whether this job still holds the lease."""
         return _token_of(_read(self.path)) == self._token
 
     def _keep(self) -> None:
         beats = 0
         while not self._is_over.wait(RENEWAL_SECONDS):
             beats += 1
-            # A file system that does not answer now may answer the next time.
+            # The error may be temporary; the next renewal tries again.
             with contextlib.suppress(OSError):
                 self._renew(beats)
 
     def _renew(self, beats: int) -> None:
-        # Into the file that this job has made: if another one lies in its place by now, that is left alone.
+        # Write to this job's own open file: if another one has replaced it, that one is not changed.
         text = json.dumps({**self._record, "renewed": f"{beats:012}"})
         os.pwrite(self._file, text.encode(), 0)
         os.fsync(self._file)
 
     def _take_over(self) -> None:
-        """Remove the lease that is there if its holder has abandoned it.
+        """Remove an abandoned lease.
 
         Raises:
-            RunError: it has not.
+            RunError: the lease is in use.
         """
         found = _read(self.path)
         if found is None:
-            return  # released meanwhile
+            return  # released in the meantime
         holder = _holder_of(found)
         if not (holder is not None and holder.is_gone()):
             if holder is not None and holder.is_alive():
@@ -156,9 +156,9 @@ class Lease:
         try:
             os.rename(self.path, aside)
         except FileNotFoundError:
-            return  # a job of another machine was faster
+            return  # a job on another machine was faster
         try:
-            # It may have taken the folder just before: then it gets its lease back.
+            # If its holder renewed it just before, restore the lease.
             moved = _read(aside)
             if moved is not None and _token_of(moved) != _token_of(found):
                 with contextlib.suppress(FileExistsError):
@@ -178,7 +178,7 @@ class Lease:
 
 @contextlib.contextmanager
 def alone_in(folder: Path) -> Iterator[None]:
-    """No other process of this machine is in this context for ``folder`` meanwhile, where the file system has locks."""
+    """Context with mutual exclusion between this machine's processes for ``folder``, given file locks."""
     descriptor = os.open(folder, os.O_RDONLY)
     try:
         with contextlib.suppress(OSError):
@@ -189,7 +189,7 @@ def alone_in(folder: Path) -> Iterator[None]:
 
 
 def _read(path: Path) -> bytes | None:
-    """What lies there; None if there is nothing."""
+    """The contents of a lease file; None if it does not exist."""
     try:
         file = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
     except FileNotFoundError:

@@ -1,4 +1,4 @@
-"""What every run that trains does alike: taking its folder, going on from its last checkpoint, training to its end."""
+"""The life cycle of training runs: acquiring the folder, resuming from a checkpoint, training to the end."""
 
 from __future__ import annotations
 
@@ -35,44 +35,44 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class OpenRun:
-    """A run folder that this job alone writes to."""
+    """A run folder held exclusively by this job."""
 
     folder: Path
-    """The run folder."""
+    """Run folder."""
     run_id: str
-    """The run's name for itself."""
+    """Unique id of the run."""
     start: Start
-    """Where it goes on."""
+    """Checkpoint to start from."""
     lease: Lease | None
-    """The right to write to the folder; None in the processes that write nothing of their own."""
+    """The lease of the folder; None in processes that write no files of their own."""
     console: Console
-    """Where to say what happens."""
+    """Console for messages."""
     before: Interrupted | None = None
-    """What the job before left, of a run that goes on."""
+    """State of the previous job, if the run is resumed."""
     skipped: frozenset[int] = frozenset()
-    """Steps, from 1, that are taken without their batch."""
+    """Steps (from 1) taken without their batch."""
     broken: frozenset[int] = frozenset()
-    """Steps after which the state was not finite, and the run went back."""
+    """Steps after which the state was not finite and the run went back."""
     most_rows: int | None = None
-    """Windows that a process takes at once since memory ran out; None if it never did."""
+    """Windows per forward pass since memory ran out; None if it never did."""
 
     @property
     def step(self) -> int:
-        """Optimizer steps done before."""
+        """Completed optimizer steps."""
         return 0 if self.start.checkpoint is None else checkpoint_step(self.start.checkpoint)
 
     def say(self, *lines: str) -> None:
-        """Print lines as they are."""
+        """Print lines verbatim."""
         for line in lines:
             self.console.print(line, highlight=False, markup=False, soft_wrap=True)
 
 
 @contextmanager
 def begin(output: Path, console: Console, command: str) -> Iterator[OpenRun]:
-    """Make the run folder ``output``, and hold it while the context lasts; every process of the run takes part.
+    """Create the run folder ``output`` and hold it within the context. A collective of all processes.
 
     Raises:
-        RunError: another job has it, or began and ended there since it was looked at.
+        RunError: another job holds it, or ran there since it was checked.
     """
     run_id = from_first(lambda: secrets.token_hex(8))
     with ending_with_launcher(f"{command} into {output}"), ExitStack() as held:
@@ -92,17 +92,17 @@ def begin(output: Path, console: Console, command: str) -> Iterator[OpenRun]:
 def take_up(
     folder: Path, console: Console, *, run_id: str, check: Callable[[Path], None], may_begin: bool = False
 ) -> Iterator[OpenRun]:
-    """Hold the folder of a run that was stopped while the context lasts; every process of the run takes part.
+    """Hold the folder of a stopped run within the context, to resume it. A collective of all processes.
 
     Args:
-        folder: the run folder.
-        console: where to say what happens.
-        run_id: the run's name for itself.
-        check: raises :class:`RunError` for a checkpoint that is whole and not the run's.
-        may_begin: whether the run may go on from nothing.
+        folder: run folder.
+        console: console for messages.
+        run_id: unique id of the run.
+        check: raises :class:`RunError` for an intact checkpoint of another run.
+        may_begin: whether the run may start without a checkpoint.
 
     Raises:
-        RunError: another job has it, or no checkpoint of it is whole.
+        RunError: another job holds it, or no checkpoint is intact.
     """
     what = f"--resume {folder}"
     with ending_with_launcher(what), ExitStack() as held:
@@ -123,9 +123,16 @@ def take_up(
             lambda: (steps_of(folder, "skipped"), steps_of(folder, "broken"), most_rows(folder))
         )
         yield OpenRun(
-            folder=folder, run_id=run_id, start=start, lease=lease, console=console, before=before, skipped=skipped,
-            broken=broken, most_rows=rows,
-        )  # fmt: skip
+            folder=folder,
+            run_id=run_id,
+            start=start,
+            lease=lease,
+            console=console,
+            before=before,
+            skipped=skipped,
+            broken=broken,
+            most_rows=rows,
+        )
 
 
 def _tell(console: Console) -> Callable[[str], None]:
@@ -134,15 +141,15 @@ def _tell(console: Console) -> Callable[[str], None]:
 
 @contextmanager
 def read_record(folder: Path, command: str, *, finished: str) -> Iterator[dict[str, Any]]:
-    """What a run wrote down of itself. Within the context it is read; what cannot be read of it is a sentence.
+    """Context with the record of a run; errors while reading it become messages.
 
     Args:
-        folder: the run folder.
-        command: what begins such runs.
-        finished: what to do with one that is finished.
+        folder: run folder.
+        command: command that starts such runs.
+        finished: advice for a run that is already finished.
 
     Raises:
-        RunError: there is no such run, its record is damaged or of another kind, or it is finished.
+        RunError: the run does not exist, its record is damaged or of another command, or it is finished.
     """
     what = f"--resume {folder}"
     if not folder.is_dir():
@@ -156,10 +163,10 @@ def read_record(folder: Path, command: str, *, finished: str) -> Iterator[dict[s
 
 @contextmanager
 def _described(folder: Path, command: str) -> Iterator[dict[str, Any]]:
-    """The record of a run, while it is read.
+    """Context with the record of a run.
 
     Raises:
-        RunError: it is damaged, or of another kind.
+        RunError: it is damaged, or of another command.
     """
     article = "an" if command[0] in "aeiou" else "a"
     what, remedy = f"--resume {folder}", f"name the --output of {article} `{command}` command"
@@ -174,19 +181,19 @@ def _described(folder: Path, command: str) -> Iterator[dict[str, Any]]:
 
 
 Found = Literal["nothing", "stopped", "finished"]
-"""What lies in a folder where a run may have been."""
+"""State of a folder that may hold a run."""
 
 
 def find_run(output: Path, settings: RunSettings, command: str) -> Found:
-    """What became of the run that the same command line began in ``output``, if it did.
+    """State of the run in ``output``, provided that the same command line started it.
 
     Args:
-        output: the run folder.
-        settings: what this command line says. What it leaves open may have been chosen in any way.
-        command: what begins such runs.
+        output: run folder.
+        settings: settings of this command line. Where it leaves choices to the run, any choice matches.
+        command: command that starts such runs.
 
     Raises:
-        RunError: there is a run of another command line.
+        RunError: it holds a run with other settings.
     """
     if not os.path.lexists(output / SETTINGS_NAME):
         return "nothing"
@@ -205,7 +212,7 @@ def find_run(output: Path, settings: RunSettings, command: str) -> Found:
 
 
 def check_same_corpus(found: dict[str, int], figures: dict[str, int], folder: Path) -> None:
-    """Raise :class:`RunError` unless the text of a run that goes on is what the run began with, by its figures."""
+    """Raise :class:`RunError` unless the text of a resumed run has the recorded figures."""
     if found != figures:
         raise RunError(
             f"--resume {folder}: the text is not what the run began with (now {found}, then {figures}); restore the "
@@ -220,19 +227,19 @@ def train_to_the_end(
     work: Work,
     trackers: Sequence[Tracker],
 ) -> int | None:
-    """Train from where the run goes on, with its bar, its metrics and its checkpoints.
+    """Train from the starting checkpoint, with progress bar, metrics and checkpoints.
 
     Args:
         run: the run.
         trainer: its trainer.
-        work: what its steps are.
-        trackers: who takes its figures, beside its log.
+        work: amount of work of its steps.
+        trackers: receivers of its figures besides the log.
 
     Returns:
-        the signal that stopped it; None at its end.
+        the signal that stopped it; None if it reached the end.
 
     Raises:
-        RunError: it cannot go on; says what is left of it.
+        RunError: it cannot continue; the message says what is kept.
     """
     from .callbacks import Bar, Interruption, Metrics
 
@@ -266,7 +273,7 @@ def train_to_the_end(
 
 @contextmanager
 def _noting_failure(run: OpenRun, trainer: RunTrainer) -> Iterator[None]:
-    """An error that ends the run is written down, if the folder is still this job's and takes it."""
+    """Context that logs an error that ends the run, if this job still holds the folder and can write."""
     try:
         yield
     except RunError as error:
@@ -278,7 +285,7 @@ def _noting_failure(run: OpenRun, trainer: RunTrainer) -> Iterator[None]:
 
 @contextmanager
 def naming_ranks(doing: str, trainer: RunTrainer) -> Iterator[None]:
-    """Where a process fails, every other one ends with its number, and with what is left of the run."""
+    """Context in which all processes end when one fails, naming its rank and what is kept of the run."""
     from dilated_attention_pytorch import parallel
 
     try:

@@ -1,4 +1,4 @@
-"""Bytes of the tensors that are alive, after every operation: of real tensors, or of fake ones that hold nothing."""
+"""Live tensor bytes after every operation, for real or fake tensors."""
 
 from __future__ import annotations
 
@@ -18,58 +18,65 @@ from torch.utils._pytree import tree_leaves
 
 from dilated_attention_pytorch.ops import library
 
-Part = Literal["weights", "gradients", "optimizer", "activations", "loss", "temporaries"]
+Part = Literal["weights", "gradients", "optimizer", "activations", "loss", "temporaries", "cache"]
 PARTS: tuple[Part, ...] = get_args(Part)
 Phase = tuple[str, int]
-"""What is computed, and the number of the block of the model or of the loss that it is computed for."""
+"""The current computation, and the index of the model's or the loss's block it is for."""
 Counts = tuple[int, ...]
-"""Bytes of every one of :data:`PARTS`."""
+"""Bytes of each category in :data:`PARTS`."""
 
 
 @dataclass(slots=True)
 class Series:
-    """What was alive after every operation of one phase that changed it, and after attention."""
+    """Live bytes after every operation of one phase that changed them, and after attention."""
 
     counts: list[Counts] = field(default_factory=list)
     attention: dict[int, str] = field(default_factory=dict)
-    """Which of the operations are attention: its name, by place."""
+    """Names of the attention operations, by index."""
+    own: dict[int, int] = field(default_factory=dict)
+    """What operations of attention take by themselves, by place, where it is asked for."""
 
 
 _ATTEND = library.attend._opoverload
+_OF_ATTENTION = ("dilated_attention_pytorch", "dilated_attention_native")
 
 
 class LiveBytes(TorchDispatchMode):
-    """While it is on, counts storages that operations make, until they are freed.
+    """A dispatch mode that counts storages from their creation until they are freed.
 
-    The part of a storage is told by when it was made: in a forward pass (also where a block is computed again) it is of
-    the activations; in a backward pass it is temporary, unless it becomes a gradient; for the loss it is of the loss,
+    The category of a storage follows from when it was created: in a forward pass (including recomputation) it is an
+    activation; in a backward pass it is temporary, unless it becomes a gradient; in the loss it belongs to the loss,
     in both directions.
 
     Args:
-        follows_resizing: look at every storage after every operation, as those of weights that FSDP gathers come and go
-            without an operation.
+        follows_resizing: check every storage after every operation, since FSDP resizes the storages of gathered
+            weights without an operation.
+        own_bytes: what an operation of attention with these operands takes by itself; without it that is not asked.
 
-    Every number is exact for tensors of PyTorch. What an operation takes and frees by itself is not seen.
+    Counts are exact for PyTorch tensors. Memory that an operation allocates and frees internally is not seen.
     """
 
-    def __init__(self, *, follows_resizing: bool = False) -> None:
+    def __init__(
+        self, *, follows_resizing: bool = False, own_bytes: Callable[[Any, tuple[Any, ...]], int] | None = None
+    ) -> None:
         super().__init__()
+        self._own_bytes = own_bytes
         self._follows_resizing = follows_resizing
         self.series: dict[Phase, Series] = {}
         self.phase: Phase = ("begin", 0)
         self.part: Part | None = None
-        """The part of what is made from now on; None tells it by whether gradients are recorded."""
+        """Category of new storages; None derives it from whether gradients are recorded."""
         self.is_recording = False
         self._now = dict.fromkeys(PARTS, 0)
         self._storages: dict[int, tuple[weakref.ref[torch.UntypedStorage], Part, int]] = {}
 
     @property
     def counts(self) -> Counts:
-        """What is alive now."""
+        """Current live bytes."""
         return tuple(self._now.values())
 
     def mark(self, tensors: Iterable[Tensor], part: Part) -> None:
-        """Count the storages of ``tensors`` as a part from now on."""
+        """Assign the storages of ``tensors`` to a category."""
         for tensor in tensors:
             local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
             self._forget(local.untyped_storage()._cdata)
@@ -77,7 +84,7 @@ class LiveBytes(TorchDispatchMode):
 
     @contextmanager
     def made_as(self, part: Part) -> Iterator[None]:
-        """Count what is made within as a part."""
+        """Context in which new storages belong to a category."""
         before, self.part = self.part, part
         try:
             yield
@@ -89,10 +96,10 @@ class LiveBytes(TorchDispatchMode):
     ) -> Any:
         """See :class:`TorchDispatchMode`."""
         if any(issubclass(kind, DTensor) for kind in types):
-            # What is split shows its parts one by one.
+            # Tensor subclasses (DTensor) dispatch again with their local tensors.
             return NotImplemented
         if func is torch.ops.aten._local_scalar_dense.default and isinstance(args[0], FakeTensor):
-            # What an optimizer asks for is how many steps it took. It draws by that; nothing takes memory by it.
+            # The optimizer reads its step count for control flow; the value does not affect memory.
             return 1
         results = func(*args, **(kwargs or {}))
         part = self.part or self._part_of(func)
@@ -100,26 +107,31 @@ class LiveBytes(TorchDispatchMode):
             if isinstance(leaf, Tensor):
                 self._note(leaf, part, _widened(func, args, place, leaf))
         if self.is_recording:
-            self._record(func)
+            self._record(func, args)
         return results
 
-    def _record(self, func: Any) -> None:
+    def _record(self, func: Any, args: tuple[Any, ...]) -> None:
         if self._follows_resizing:
             self._resize()
         series, counts = self.series.setdefault(self.phase, Series()), self.counts
         is_attention = func.namespace == "dilated_attention_pytorch"
         if is_attention:
             series.attention[len(series.counts)] = func._opname
-        # Views take nothing, and there are as many as it pleases the library.
-        if is_attention or not series.counts or counts != series.counts[-1]:
+        own = 0
+        if self._own_bytes is not None and func.namespace in _OF_ATTENTION:
+            own = self._own_bytes(func, args)
+            if own:
+                series.own[len(series.counts)] = own
+        # Views allocate nothing, and their number varies between library versions.
+        if is_attention or own or not series.counts or counts != series.counts[-1]:
             series.counts.append(counts)
 
     def _part_of(self, func: Any) -> Part:
         if self.phase[0].startswith("loss"):
             return "loss"
-        # A block that is computed again records its operations, but for those of attention, which has a backward pass
-        # of its own.
-        is_forward = self.phase[0] == "forward" or torch.is_grad_enabled() or func is _ATTEND
+        # Recomputation records operations under grad mode, except attention, which has its own
+        # backward pass.
+        is_forward = self.phase[0] in ("begin", "forward") or torch.is_grad_enabled() or func is _ATTEND
         return "activations" if is_forward else "temporaries"
 
     def _note(self, tensor: Tensor, part: Part, widened: int = 1) -> None:
@@ -135,7 +147,7 @@ class LiveBytes(TorchDispatchMode):
     def _resize(self) -> None:
         for key, (reference, part, size) in list(self._storages.items()):
             storage = reference()
-            # What is wider than PyTorch says is no storage of a weight.
+            # Storages wider than PyTorch reports are not weights.
             if storage is not None and storage.nbytes() in (0, size) and storage.nbytes() != size:
                 self._now[part] -= size
                 self._storages[key] = (reference, part, 0)
@@ -156,9 +168,9 @@ def _on_free(forget: weakref.WeakMethod[Callable[[int], None]], key: int, _: Has
 
 
 def _widened(func: Any, args: tuple[Any, ...], place: int, result: Tensor) -> int:
-    """How many times larger a result is than PyTorch says of a fake one.
+    """Factor by which a real result is larger than the fake one.
 
-    Mean and deviation of a LayerNorm of low precision with float32 weights are float32 on a CPU.
+    Mean and standard deviation of a low-precision LayerNorm with float32 weights are float32 on a CPU.
     """
     if func is not torch.ops.aten.native_layer_norm.default or place == 0:
         return 1

@@ -1,4 +1,4 @@
-"""What a folder of files holds, written down, so that whoever reads it knows that it is what was written."""
+"""Manifests: file sizes and SHA-256 digests that let a reader verify a folder."""
 
 from __future__ import annotations
 
@@ -19,20 +19,20 @@ MANIFEST_NAME = "manifest.json"
 _FORMAT = 1
 _DIGEST = "sha256"
 _LONGEST = 1 << 24
-"""Bytes of the largest file that is read as JSON: the manifest of a run of 100,000 processes."""
+"""Size limit of a JSON file in bytes: the manifest of a run with 100,000 processes fits."""
 
 
 def write_manifest(folder: Path, names: Collection[str], **about: Any) -> None:
-    """Write the sizes and SHA-256 of the files ``names`` of ``folder``, and ``about``, into its manifest.
+    """Write sizes and SHA-256 of the files ``names`` of ``folder``, and ``about``, to its manifest.
 
-    All of it is on the disk when this returns, the manifest last.
+    Everything is synced to disk on return, the manifest last.
     """
     values = {"format": _FORMAT, **about, "files": sums(folder, names)}
     write_text(folder / MANIFEST_NAME, sealed(values))
 
 
 def sums(folder: Path, names: Iterable[str]) -> dict[str, Any]:
-    """Sizes and SHA-256 of files, which are on the disk when this returns."""
+    """Sizes and SHA-256 of files; syncs them to disk."""
     found = {}
     for name in sorted(names):
         with open(folder / name, "rb") as file:
@@ -42,15 +42,15 @@ def sums(folder: Path, names: Iterable[str]) -> dict[str, Any]:
 
 
 def verify_manifest(folder: Path, *, what: str, remedy: str, reading: Collection[str] | None = None) -> dict[str, Any]:
-    """The manifest of ``folder``, after the files that are about to be read were found to be those that it names.
+    """Verify the files to be read against the manifest of ``folder``; returns the manifest.
 
     Args:
         folder: the folder.
-        what, remedy: parts of the sentence that says what is wrong.
-        reading: names of the files; None for all that the manifest names.
+        what, remedy: subject and advice of error messages.
+        reading: names of the files; None = all files of the manifest.
 
     Raises:
-        RunError: one of them, or the manifest, is missing, is not what was written, or is no file.
+        RunError: a file or the manifest is missing, changed, or not a regular file.
     """
     path = folder / MANIFEST_NAME
     manifest = read_sealed(path, what=what, remedy=remedy)
@@ -62,7 +62,7 @@ def verify_manifest(folder: Path, *, what: str, remedy: str, reading: Collection
 
 
 def verify_sums(folder: Path, files: Any, *, what: str, remedy: str, reading: Collection[str] | None = None) -> None:
-    """Raise :class:`RunError` unless files are those of which :func:`sums` gave ``files``."""
+    """Raise :class:`RunError` unless files match ``files``, a result of :func:`sums`."""
     if not isinstance(files, dict):
         raise RunError(f"{what}: what was written to {folder} is not written down; {remedy}")
     for name in files if reading is None else reading:
@@ -88,13 +88,13 @@ def _verify_file(path: Path, said: dict[str, Any], what: str, remedy: str) -> No
 
 @contextmanager
 def opened(path: Path, what: str, remedy: str) -> Iterator[BufferedReader]:
-    """The file at ``path``, open for reading: no device, no pipe.
+    """The regular file at ``path``, opened for reading; devices and pipes are rejected.
 
     Raises:
-        RunError: there is none, or something else; or it cannot be read.
+        RunError: it does not exist, is not a regular file, or cannot be read.
     """
     try:
-        # What is a pipe would keep this waiting for a writer.
+        # Opening a pipe would otherwise block until a writer opens it.
         descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK)
     except FileNotFoundError as error:
         raise RunError(f"{what} does not exist; {remedy}") from error
@@ -113,18 +113,18 @@ def opened(path: Path, what: str, remedy: str) -> Iterator[BufferedReader]:
 
 
 def sealed(values: Mapping[str, Any]) -> str:
-    """JSON of ``values`` with their digest in it, for :func:`read_sealed`. One that is in them already is no value."""
+    """JSON of ``values`` plus their digest, for :func:`read_sealed`. A digest among the values is ignored."""
     values = {name: value for name, value in values.items() if name != _DIGEST}
     return json.dumps({**values, _DIGEST: _digest_of(values)}, indent=2) + "\n"
 
 
 def sealed_line(values: Mapping[str, Any]) -> str:
-    """As :func:`sealed`, in one line and without its end, for :func:`unsealed`."""
+    """:func:`sealed` on one line without its newline, for :func:`unsealed`."""
     return json.dumps({**values, _DIGEST: _digest_of(values)})
 
 
 def unsealed(line: bytes) -> dict[str, Any] | None:
-    """The values of a line that :func:`sealed_line` made; None of any other."""
+    """The values of a line from :func:`sealed_line`; None for any other line."""
     try:
         values = json.loads(line)
         is_ours = isinstance(values, dict) and values.pop(_DIGEST, None) == _digest_of(values)
@@ -134,10 +134,10 @@ def unsealed(line: bytes) -> dict[str, Any] | None:
 
 
 def read_sealed(path: Path, *, what: str, remedy: str) -> dict[str, Any]:
-    """The values of a file that :func:`sealed` made, without the digest.
+    """The values of a file from :func:`sealed`, without the digest.
 
     Raises:
-        RunError: it is missing, is no such file, or was changed since.
+        RunError: it is missing, has another format, or was changed.
     """
     values = read_json(path, what=what, remedy=remedy)
     found = values.pop(_DIGEST, None)
@@ -156,10 +156,10 @@ def read_sealed(path: Path, *, what: str, remedy: str) -> dict[str, Any]:
 
 
 def read_json(path: Path, *, what: str, remedy: str) -> dict[str, Any]:
-    """An object from a JSON file.
+    """The object in a JSON file.
 
     Raises:
-        RunError: it is missing, or holds something else; ``what`` and ``remedy`` are parts of the sentence.
+        RunError: it is missing, or not a JSON object; ``what`` and ``remedy`` are subject and advice of the message.
     """
     if path.parent.exists() and not path.parent.is_dir():
         raise RunError(f"{what}: {path.parent} is a file, not a folder; {remedy}")

@@ -1,4 +1,4 @@
-"""What a run records beside its losses: how much work its steps are, how fast the machine is, and memory."""
+"""Throughput and memory measures of a run."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import torch
 
 _SIZES = (256, 512, 1024, 2048, 4096, 8192)
 _LONG_ENOUGH = 0.01
-"""Seconds of a product by which the rate of a machine shows."""
+"""Minimum duration in seconds of a product for measuring the machine's rate."""
 _PRODUCTS = 3
 
 _Number = TypeVar("_Number", int, float)
@@ -21,17 +21,17 @@ _Number = TypeVar("_Number", int, float)
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Work:
-    """What the first optimizer steps of a run are, on all of its processes together."""
+    """Amount of work of the first optimizer steps, over all processes."""
 
     tokens_after: Callable[[int], int]
-    """Tokens in so many steps."""
+    """Maps a number of steps to tokens."""
     bytes_after: Callable[[int], float]
-    """Bytes of text in so many steps."""
+    """Maps a number of steps to bytes of text."""
     flops_after: Callable[[int], int]
-    """Operations of the model in so many steps, forward and backward (:mod:`.flops`)."""
+    """Maps a number of steps to the model's operations, forward and backward (:mod:`.flops`)."""
 
     def without(self, steps: Collection[int]) -> Work:
-        """The same run, of which ``steps``, from 1, are taken without their batches."""
+        """The same with ``steps`` (from 1) taken without their batches."""
 
         def less(after: Callable[[int], _Number]) -> Callable[[int], _Number]:
             left_out = {step: after(step) - after(step - 1) for step in steps}
@@ -42,13 +42,13 @@ class Work:
         )
 
     def rates(self, first: int, last: int, seconds: float, matrix_product_flops: float) -> dict[str, float]:
-        """Tokens, bytes and operations a second of the steps after ``first`` up to ``last``.
+        """Tokens, bytes and operations per second of the steps after ``first`` up to ``last``.
 
         Args:
-            first, last: optimizer steps done before and after.
-            seconds: what they took.
-            matrix_product_flops: operations a second of the machine; ``mfu``, the model FLOP utilisation, is the part
-                of it that the model's own operations take.
+            first, last: completed optimizer steps at both ends.
+            seconds: duration of these steps.
+            matrix_product_flops: the machine's operations per second; ``mfu``, the model FLOP utilisation, is the
+                fraction of it that the model's own operations use.
         """
         seconds = max(seconds, 1e-9)
         flops = self.flops_after(last) - self.flops_after(first)
@@ -60,14 +60,14 @@ class Work:
 
 
 def matrix_product_rate(device: torch.device, dtype: torch.dtype) -> float:
-    """Operations a second of a square matrix product in ``dtype``: the fastest of a few, of a size that takes a while.
+    """Operations per second of a square matrix product in ``dtype``: the fastest of a few, of sufficient duration.
 
-    Some tenths of a second. The benchmark's own probe (``benchmarks.limits``) takes seconds and half a gigabyte.
+    Takes some tenths of a second. The benchmark's probe (``benchmarks.limits``) takes seconds and half a gigabyte.
     """
     generator = torch.Generator(device).manual_seed(0)
     rate = 0.0
     for size in _SIZES:
-        # Normal numbers: a GPU that multiplies zeros draws less power and runs faster than it ever will on data.
+        # Random numbers: a GPU that multiplies zeros draws less power and runs faster than on real data.
         left, right = (torch.randn(size, size, generator=generator, device=device).to(dtype) for _ in range(2))
         torch.mm(left, right)
         seconds = min(_seconds(left, right) for _ in range(_PRODUCTS))
@@ -91,8 +91,8 @@ def _wait(device: torch.device) -> None:
 
 
 def peak_memory(device: torch.device) -> int:
-    """Bytes that this process has had at most: allocated on a GPU, resident on a CPU."""
+    """Peak memory of this process in bytes: allocated on a GPU, resident on a CPU."""
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device)
-    # Linux counts kibibytes, macOS bytes.
+    # ru_maxrss is in KiB on Linux and in bytes on macOS.
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)

@@ -1,4 +1,4 @@
-"""transformers' Trainer that takes its batches in smaller parts where memory runs out."""
+"""A transformers Trainer that splits batches when memory runs out."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from dilated_attention_pytorch.errors import RunError
 
 
 def is_out_of_memory(error: BaseException) -> bool:
-    """Whether a device, or the CPU, had no memory left."""
+    """Whether an error means that a device or the CPU ran out of memory."""
     if isinstance(error, MemoryError | torch.OutOfMemoryError):
         return True
     return isinstance(error, RuntimeError) and (
@@ -24,15 +24,15 @@ def is_out_of_memory(error: BaseException) -> bool:
 
 
 class MicroBatchTrainer(Trainer):
-    """A trainer whose batches are taken in parts of at most so many rows; fewer when memory runs out.
+    """A trainer that processes batches in parts of a maximum number of rows, which it lowers when memory runs out.
 
-    Gradients of the parts add up to those of the batch, so the optimizer takes the step that it would have taken, to
-    rounding. accelerate's ``find_executable_batch_size`` calls a whole training loop anew with a smaller batch: in the
-    middle of a run that would be another run. Here the step at hand begins anew, with the same rows.
+    Gradients of the parts add up to those of the batch, so optimizer steps are the same up to
+    rounding. accelerate's ``find_executable_batch_size`` restarts the whole training loop with a smaller batch, which
+    in the middle of a run would be a different run. Here only the current step is repeated, with the same rows.
 
-    Where processes exchange anything in the forward pass (context and tensor parallelism, FSDP), or have begun to
-    average their gradients, one alone cannot begin anew while others wait for it: the smaller number of rows is written
-    down and the run ends, to go on with it from its newest checkpoint.
+    If processes communicate in the forward pass (context and tensor parallelism, FSDP), or have started to
+    average gradients, one process cannot repeat the step alone: the smaller number of rows is logged
+    and the run ends, to be resumed with it from the newest checkpoint.
     """
 
     def __init__(self, *, most_rows: int | None, **given: Any) -> None:
@@ -45,31 +45,31 @@ class MicroBatchTrainer(Trainer):
         self._is_exchanging = False
 
     def exchanges_in_forward(self) -> bool:
-        """Whether other processes wait for this one in the forward pass."""
+        """Whether processes communicate in the forward pass."""
         raise NotImplementedError
 
     def averages_every_part(self) -> bool:
-        """Whether the gradients of every part of a batch are averaged over the processes at once."""
+        """Whether gradients are averaged over processes after every part of a batch."""
         return False
 
     def how_to_go_on(self) -> str:
-        """What is left of a run that breaks off, and how to take it up."""
+        """Message after a stop: what is kept of the run, and how to resume it."""
         raise NotImplementedError
 
     def begin_step(self, *, is_again: bool) -> None:
-        """Called before the first batch of a step, and where it begins again with all of its batches."""
+        """Called before the first batch of a step, also when the step is repeated."""
 
     def note_rows(self, rows: int, reason: str) -> None:
-        """Write down and say that batches are taken in parts of ``rows`` from now on."""
+        """Log and print that batches are processed in parts of ``rows`` from now on."""
         raise NotImplementedError
 
     def training_step(
         self, model: torch.nn.Module, inputs: dict[str, Any], num_items_in_batch: Tensor | int | None = None
     ) -> Tensor:
-        """The loss of a batch, after its backward pass.
+        """Forward and backward pass of a batch; returns the loss.
 
         Raises:
-            RunError: there is no memory for a single row, or the run has to go on from its checkpoint.
+            RunError: memory does not suffice for a single row, or the run must be resumed from its checkpoint.
         """
         if self.state.global_step != self._step:
             self._step, self._batches = self.state.global_step, []
@@ -79,13 +79,13 @@ class MicroBatchTrainer(Trainer):
         return self.take_batches(model, [inputs])[-1]
 
     def take_batches_again(self, model: torch.nn.Module) -> list[Tensor]:
-        """The losses of all batches of this step, taken anew as if nothing of it had been done."""
+        """Repeat all batches of this step from the start; returns their losses."""
         model.zero_grad()
         self.begin_step(is_again=True)
         return self.take_batches(model, self._batches)
 
     def take_batches(self, model: torch.nn.Module, batches: list[dict[str, Any]]) -> list[Tensor]:
-        """The losses of the last ``batches`` of this step, of all of them if it began anew for want of memory.
+        """Losses of the last ``batches`` of this step; of all of them if the step was repeated for lack of memory.
 
         Raises:
             RunError: see :meth:`training_step`.
@@ -97,7 +97,7 @@ class MicroBatchTrainer(Trainer):
                 if not is_out_of_memory(error):
                     raise
                 reason = str(error).strip().partition("\n")[0]
-            # Here the frames that held activations are gone.
+            # Outside the except block, so that the frames that hold activations are freed.
             self._take_fewer_rows(batches[-1], reason)
             model.zero_grad()
             gc.collect()
@@ -106,7 +106,7 @@ class MicroBatchTrainer(Trainer):
             batches = self._batches
 
     def _take(self, model: torch.nn.Module, batch: dict[str, Any]) -> Tensor:
-        """The loss of a batch; all but its last part, and batches before the last, leave gradients unsynchronized."""
+        """The loss of a batch; gradients are synchronised only in the last part of the last batch."""
         parts = self._parts(batch)
         losses = []
         for number, part in enumerate(parts):
@@ -121,7 +121,7 @@ class MicroBatchTrainer(Trainer):
         """See :meth:`transformers.Trainer.compute_loss`."""
         self._is_exchanging = self.exchanges_in_forward()
         loss = super().compute_loss(*args, **options)
-        # What is exchanged in the forward pass is exchanged in the backward pass too.
+        # A forward pass that communicates implies a backward pass that does.
         self._is_exchanging |= self.args.world_size > 1 and self._averages
         return loss
 
@@ -140,11 +140,13 @@ class MicroBatchTrainer(Trainer):
         at_once = None if rows is None else min(rows, self.most_rows or rows)
         if at_once is None or at_once == 1 or self._num_items is None:
             why = (
-                "one window is taken at once already" if at_once == 1
+                "one window is taken at once already"
+                if at_once == 1
                 else "a batch of packed documents is not taken in parts; take a smaller --batch-size or --max-tokens "
-                "with more --gradient-accumulation" if at_once is None
+                "with more --gradient-accumulation"
+                if at_once is None
                 else "this model averages its loss itself, so its batch cannot be taken in parts"
-            )  # fmt: skip
+            )
             raise RunError(
                 f"{before}, and {why}; begin anew with shorter windows or with gradient checkpointing. "
                 f"{self.how_to_go_on()}"
@@ -159,6 +161,6 @@ class MicroBatchTrainer(Trainer):
 
 
 def _num_rows(batch: dict[str, Any]) -> int | None:
-    """Windows in a batch; None where what it holds has no rows in common."""
+    """Number of windows in a batch; None if its tensors have no common row dimension."""
     lengths = {len(values) if isinstance(values, Tensor) and values.dim() else None for values in batch.values()}
     return lengths.pop() if len(lengths) == 1 else None

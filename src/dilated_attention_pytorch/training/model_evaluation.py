@@ -1,4 +1,4 @@
-"""What a model makes of texts, by how much of them it reads: bits per byte, and what it still knows of what it read."""
+"""Model evaluation by context length: bits per byte and recall."""
 
 from __future__ import annotations
 
@@ -33,39 +33,39 @@ if TYPE_CHECKING:
 
 RESULT_NAME = "eval.json"
 _SHORTEST = 256
-"""Tokens of the shortest text of the recall tasks: their words are to have room."""
+"""Minimum length in tokens of recall texts, so that their words fit."""
 
 
 @dataclass(kw_only=True, slots=True)
 class EvalSettings:
-    """How a model is measured.
+    """Settings of a model evaluation.
 
     Raises:
-        ValueError: a number out of range.
+        ValueError: a value is out of range.
     """
 
     data: tuple[Path, ...] = ()
-    """As of `train`: text files, folders, records, of whose held-out part windows are taken. Without it: what
-    the run was trained on, or the source files of the standard library of the running Python."""
+    """As for `train`: text files, folders, records, from whose held-out part windows are taken. Default: the run's
+    training data, or the source files of the running Python's standard library."""
     text_field: str = ""
-    """The member or column of records that holds the text. Empty: the run's own, or "text"."""
+    """Field or column of records that holds the text. Empty: the run's own, or "text"."""
     lengths: tuple[int, ...] = ()
-    """Tokens that the model reads at most, each measured on the same text. Empty: 1024, 2048, ... (or from a quarter of
-    the model's own length on, if that is less) up to twice its own length."""
+    """Context lengths in tokens, each evaluated on the same text. Empty: 1024, 2048, ... (or from a quarter of
+    the model's own length if that is less) up to twice its own length."""
     windows: int = 8
     """Held-out windows of the largest length."""
     recall_texts: int = 8
-    """Texts of each length for every recall task; 0 leaves recall out."""
+    """Texts per length and recall task; 0 disables recall tasks."""
     precision: Precision = "auto"
-    """As in training."""
+    """Precision, as in training."""
     device: Device = "auto"
-    """Where to compute; "auto" takes a CUDA device if there is one."""
+    """Device; "auto" takes a CUDA device if there is one."""
     threads: int = 0
     """CPU threads; 0 leaves the number to PyTorch."""
     weights: Weights = "stored"
-    """"int8" or "float8": keep the matrices of the layers in 8 bits (torchao). "stored": as they are in the file."""
+    """"int8" or "float8": store the layers' matrices in 8 bits (torchao). "stored": as in the file."""
     seed: int = 0
-    """Seed of the strings, words and places of the recall tasks."""
+    """Seed of the strings, words and positions of the recall tasks."""
 
     def __post_init__(self) -> None:
         for name, least in (("windows", 1), ("recall_texts", 0), ("threads", 0), ("seed", 0)):
@@ -77,19 +77,19 @@ class EvalSettings:
 
 
 def evaluate_model(model: str, settings: EvalSettings, output: Path | None, console: Console) -> Path:
-    """Measure a model, print the tables, and write ``output`` and a picture beside it.
+    """Evaluate a model, print the tables, and write ``output`` and a plot next to it.
 
     Args:
-        model: a run folder, or a model of transformers.
-        settings: what to measure.
-        output: JSON file to write, new; None for ``eval.json`` in the folder.
-        console: where to print.
+        model: a run folder, or a transformers model.
+        settings: settings of the evaluation.
+        output: new JSON file; None = ``eval.json`` in the folder.
+        console: console for the tables.
 
     Returns:
-        the file that was written.
+        the path of the JSON file.
 
     Raises:
-        RunError: the model, the text, the file or the device does not allow it; nothing is written.
+        RunError: a problem with the model, text, file or device; nothing is written.
     """
     preflight.check_packages("training")
     file = output or (Path(model) / RESULT_NAME if Path(model).is_dir() else Path(RESULT_NAME))
@@ -132,19 +132,19 @@ def evaluate_model(model: str, settings: EvalSettings, output: Path | None, cons
 
 @dataclass(frozen=True, slots=True)
 class _HeldOut:
-    """Held-out text that a model is measured on."""
+    """Held-out text for the evaluation."""
 
     windows: list[Tensor]
-    """Tokens int64 ``[N]`` each, across documents."""
+    """Tokens, int64 ``[N]`` each, across documents."""
     texts: list[Tensor]
-    """What is read alone: the windows, or, for a model that was trained on packed documents, those of as many rows."""
+    """Separately evaluated texts: the windows, or for a model trained on packed documents, as many rows' documents."""
 
 
 def _held_out(opened: EvaluatedModel, settings: EvalSettings, length: int, console: Console) -> _HeldOut:
-    """Windows of ``length`` tokens, and rows of documents; of a mixture from each source in its proportion.
+    """Windows of ``length`` tokens, and rows of documents; for a mixture, from each source in proportion.
 
     Raises:
-        RunError: there is less text than one window, or the model does not know its tokens.
+        RunError: there is less text than one window, or a token outside the model's vocabulary.
     """
     texts, weights = opened.held_out(settings.data, settings.text_field, console.print)
     least = min(map(len, texts))
@@ -167,7 +167,7 @@ def _held_out(opened: EvaluatedModel, settings: EvalSettings, length: int, conso
 
 
 def _check_length(model: str, opened: EvaluatedModel, window: Tensor, precision: str) -> None:
-    """Raise :class:`RunError` unless the model reads a window that is longer than its own."""
+    """Raise :class:`RunError` unless the model can read a window longer than its own length."""
     from .micro_batch import is_out_of_memory
 
     if len(window) <= opened.own_length:
@@ -177,7 +177,7 @@ def _check_length(model: str, opened: EvaluatedModel, window: Tensor, precision:
     except (IndexError, RuntimeError) as error:
         if is_out_of_memory(error):
             raise
-        # A table of positions that ends, whose tokens were looked at before.
+        # A learned position table is too short; token ids were checked before.
         reason = str(error).strip().partition("\n")[0]
         raise RunError(
             f"{model} cannot read {len(window):,} tokens ({reason}); give --lengths up to {opened.own_length}"
@@ -185,7 +185,7 @@ def _check_length(model: str, opened: EvaluatedModel, window: Tensor, precision:
 
 
 def _lengths_up_to(longest: int) -> list[int]:
-    """Doubled from 1,024, or from an eighth of the longest, whichever is less."""
+    """Doubling lengths from 1,024, or from an eighth of the longest if that is less."""
     lengths = [max(16, min(1024, longest // 8))]
     while 2 * lengths[-1] <= longest:
         lengths.append(2 * lengths[-1])
@@ -203,8 +203,11 @@ def _measure(
     tokens = sum(len(text) - 1 for text in held_out.texts)
     bytes_per_token = sum(opened.num_bytes(text[1:]) for text in held_out.texts) / tokens
     result: dict[str, Any] = {
-        "windows": len(held_out.windows), "bytes_per_token": bytes_per_token, "bits_per_byte": {}, "by_position": {}
-    }  # fmt: skip
+        "windows": len(held_out.windows),
+        "bytes_per_token": bytes_per_token,
+        "bits_per_byte": {},
+        "by_position": {},
+    }
     for length in lengths:
         doing = f"reading {length:,} tokens"
         bits = bits_of_tokens(opened.model, held_out.texts, length, precision, console, doing)
@@ -223,7 +226,7 @@ def _measure(
 
 
 def _by_position(bits: Sequence[Tensor], length: int) -> Tensor:
-    """Mean bits by the position in a piece of ``length`` predicted tokens, up to the longest piece that there is."""
+    """Mean bits by position in a chunk of ``length`` predicted tokens, up to the longest chunk."""
     pieces = [piece for of_text in bits for piece in of_text.split(length)]
     sums, counts = torch.zeros(2, max(map(len, pieces)), dtype=torch.float64)
     for piece in pieces:
@@ -239,7 +242,7 @@ def _needles(
     lengths: Sequence[int],
     look: Callable[[Task], _Found],
 ) -> Iterator[dict[str, float]]:
-    """Bits a letter of a random string where it comes again and where it came first, by the distance."""
+    """Bits per letter of a random string at its repetition and at its first occurrence, by distance."""
     for length in lengths:
         distance = length - 2 * NEEDLE_LETTERS - 64
         tasks = [
@@ -259,7 +262,7 @@ def _needles(
 def _associations(
     opened: EvaluatedModel, settings: EvalSettings, lengths: Sequence[int], look: Callable[[Task], _Found]
 ) -> list[dict[str, float]]:
-    """Values by their keys: the part that every token of was the likeliest, and bits a byte, by the distance."""
+    """Values given their keys: fraction with every token the most likely, and bits per byte, by distance."""
     asked: list[tuple[Asked, float, bool]] = []
     for length in lengths:
         for number in range(settings.recall_texts):
@@ -268,20 +271,23 @@ def _associations(
     for low, high in zip([0, *lengths], lengths, strict=False):
         of_range = [(one, bits, known) for one, bits, known in asked if low < one.distance <= high]
         if of_range:
-            rows.append({
-                "distance": statistics.fmean(one.distance for one, _, _ in of_range), "asked": len(of_range),
-                "answered": statistics.fmean(known for _, _, known in of_range),
-                "bits_per_byte": statistics.fmean(bits / one.num_bytes for one, bits, _ in of_range),
-            })  # fmt: skip
+            rows.append(
+                {
+                    "distance": statistics.fmean(one.distance for one, _, _ in of_range),
+                    "asked": len(of_range),
+                    "answered": statistics.fmean(known for _, _, known in of_range),
+                    "bits_per_byte": statistics.fmean(bits / one.num_bytes for one, bits, _ in of_range),
+                }
+            )
     return rows
 
 
 @dataclass(frozen=True, slots=True)
 class _Found:
     again: list[tuple[Asked, float, bool]]
-    """Of everything that came again its bits, and whether every token of it was the likeliest."""
+    """Bits of every repeated item, and whether each of its tokens was the most likely."""
     first: float
-    """Bits of what came first."""
+    """Bits of the first occurrence."""
 
 
 def _look(opened: EvaluatedModel, parts: RowLogits | None, precision: str, task: Task) -> _Found:
@@ -297,7 +303,7 @@ def _look(opened: EvaluatedModel, parts: RowLogits | None, precision: str, task:
 
 
 def print_result(result: Mapping[str, Any], console: Console) -> None:
-    """The tables of a result."""
+    """Print the tables of a result."""
     from rich.table import Table
 
     title = "held-out documents, each read alone" if result["packing"] == "documents" else "held-out text"
@@ -307,14 +313,25 @@ def print_result(result: Mapping[str, Any], console: Console) -> None:
         table.add_row(f"{int(length):,}{own}", f"{bits:.4f}")
     console.print(table)
     if result.get("needle"):
-        table = Table("distance, tokens", "where it comes again", "where it came first", title_justify="left",
-                      title="bits per byte of random letters")  # fmt: skip
+        table = Table(
+            "distance, tokens",
+            "where it comes again",
+            "where it came first",
+            title_justify="left",
+            title="bits per byte of random letters",
+        )
         for row in result["needle"]:
             table.add_row(f"{row['distance']:,}", f"{row['again']:.3f}", f"{row['first']:.3f}")
         console.print(table)
     if result.get("associations"):
-        table = Table("distance, tokens, mean", "asked", "answered", "bits per byte", title_justify="left",
-                      title="second words of pairs, by their first")  # fmt: skip
+        table = Table(
+            "distance, tokens, mean",
+            "asked",
+            "answered",
+            "bits per byte",
+            title_justify="left",
+            title="second words of pairs, by their first",
+        )
         for row in result["associations"]:
             table.add_row(
                 f"{row['distance']:,.0f}", f"{row['asked']}", f"{row['answered']:.1%}", f"{row['bits_per_byte']:.3f}"
@@ -323,7 +340,7 @@ def print_result(result: Mapping[str, Any], console: Console) -> None:
 
 
 def draw_result(result: Mapping[str, Any], file: Path) -> None:
-    """The same as a picture."""
+    """Plot a result."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
@@ -340,10 +357,15 @@ def draw_result(result: Mapping[str, Any], file: Path) -> None:
     _draw(by_position, "position in the text that is read, tokens", "bits per byte, held-out", curves)
     rows = result.get("needle", [])
     distances = [row["distance"] for row in rows]
-    _draw(by_needle, "distance, tokens", "bits per byte of random letters", {
-        "where they come again": (distances, [row["again"] for row in rows]),
-        "where they came first": (distances, [row["first"] for row in rows]),
-    })  # fmt: skip
+    _draw(
+        by_needle,
+        "distance, tokens",
+        "bits per byte of random letters",
+        {
+            "where they come again": (distances, [row["again"] for row in rows]),
+            "where they came first": (distances, [row["first"] for row in rows]),
+        },
+    )
     rows = result.get("associations", [])
     answered = ([row["distance"] for row in rows], [row["answered"] for row in rows])
     _draw(by_pair, "distance, tokens", "second words known by their first", {"": answered})

@@ -1,4 +1,4 @@
-"""Muon for the matrices, AdamW for the rest, as one optimizer; and AdamW with moments of 8 or 16 bits."""
+"""Optimizers: Muon for matrices with AdamW for the rest, and AdamW with 8-bit or 16-bit moments."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ from .settings import TrainSettings
 
 
 class ShardedMuon(torch.optim.Muon):
-    """:class:`torch.optim.Muon` for matrices of which every process has a part: each is whole while it is stepped.
+    """:class:`torch.optim.Muon` for sharded matrices: each is gathered for its step.
 
-    Newton-Schulz on the parts would add up products that are rounded to bfloat16; this takes the very steps of one
-    process for the same gradients. One matrix at a time is whole, so memory does not grow with the model.
+    Newton-Schulz on shards would sum products rounded to bfloat16; this takes exactly the steps of a single
+    process for the same gradients. One matrix is gathered at a time, so memory does not grow with the model.
     """
 
     @torch.no_grad()
@@ -47,7 +47,7 @@ class ShardedMuon(torch.optim.Muon):
 
 
 def _evaluated(closure: Callable[[], float] | None) -> float | None:
-    """What a closure of :meth:`torch.optim.Optimizer.step` returns, with gradients; None without one."""
+    """The value of a closure of :meth:`torch.optim.Optimizer.step`, evaluated with gradients; None without one."""
     if closure is None:
         return None
     with torch.enable_grad():
@@ -55,20 +55,19 @@ def _evaluated(closure: Callable[[], float] | None) -> float | None:
 
 
 def _take_part(sharded: DTensor, whole: Tensor) -> None:
-    """Set ``sharded`` to ``whole``, which every process has."""
+    """Set the shard of this process from ``whole``, which every process has."""
     sharded.copy_(distribute_tensor(whole.detach(), sharded.device_mesh, sharded.placements, src_data_rank=None))
 
 
 class MuonWithAdamW(torch.optim.Optimizer):
-    """:class:`torch.optim.Muon` and :class:`torch.optim.AdamW` behind one step, one schedule and one state dict.
+    """:class:`torch.optim.Muon` and :class:`torch.optim.AdamW` with one step, one schedule and one state dict.
 
-    The two have no parameter groups and no states of their own: :meth:`parts` gives them those that are here at that
-    moment. So whatever puts new ones here (loading, torch's tools for sharded states, copying), a schedule that sets
-    "lr" here sets what they step with.
+    The two have no parameter groups or states of their own: :meth:`parts` gives them this optimizer's current
+    ones. Thus loading, torch's tools for sharded states, copying, and schedules that set "lr" act on both.
 
     Args:
-        muon: the optimizer of the matrices.
-        adamw: the optimizer of everything else, and of groups that are added later.
+        muon: optimizer of the matrices.
+        adamw: optimizer of everything else, and of groups added later.
     """
 
     def __init__(self, muon: torch.optim.Muon, adamw: torch.optim.AdamW) -> None:
@@ -77,7 +76,7 @@ class MuonWithAdamW(torch.optim.Optimizer):
         self._parts = (muon, adamw)
 
     def parts(self) -> tuple[torch.optim.Muon, torch.optim.AdamW]:
-        """The two, with the groups and states of this optimizer."""
+        """The two optimizers, with the current groups and states."""
         muon, adamw = self._parts
         matrices = len(muon.param_groups)
         muon.param_groups, adamw.param_groups = self.param_groups[:matrices], self.param_groups[matrices:]
@@ -93,22 +92,22 @@ class MuonWithAdamW(torch.optim.Optimizer):
         return loss
 
     def __getstate__(self) -> dict[str, Any]:
-        # torch's own names groups and states alone; a copy needs the two as well.
+        # torch's implementation keeps only groups and states; a copy also needs the two optimizers.
         return {**super().__getstate__(), "_parts": self.parts()}
 
 
 class BFloat16AdamW(torch.optim.Optimizer):
-    """AdamW whose two moments are kept in bfloat16: 4 bytes a parameter instead of 8.
+    """AdamW with both moments in bfloat16: 4 bytes per parameter instead of 8.
 
-    A step is torch's own, in float32. What it leaves is rounded up or down at random, by the distance to both, so that
-    the mean of many steps is right: the second moment changes by less than half a unit of bfloat16 in a step, and
-    rounded to the nearest it would stand still. The draws depend on the seed, the step and the parameter alone, so
-    that processes that hold the same parameter stay alike and a run that goes on draws as it would have drawn.
+    A step is computed by torch in float32. The moments are then rounded stochastically, so that they are correct in the
+    mean over many steps: the second moment changes by less than half a bfloat16 unit per step, and with
+    rounding to nearest it would not change at all. The random numbers depend only on seed, step and parameter, so
+    processes with the same parameter stay in sync and a resumed run draws the same numbers.
 
     Args:
-        groups: parameters, as torch's optimizers take them.
+        groups: parameters, as for torch's optimizers.
         lr, betas, weight_decay: see :class:`torch.optim.AdamW`.
-        seed: of the draws.
+        seed: seed of the rounding.
     """
 
     def __init__(self, groups: Any, *, lr: float, betas: tuple[float, float], weight_decay: float, seed: int) -> None:
@@ -122,11 +121,11 @@ class BFloat16AdamW(torch.optim.Optimizer):
                 )
 
     def __getstate__(self) -> dict[str, Any]:
-        # torch's own names groups and states alone; a copy draws as the original would.
+        # torch's implementation keeps only groups and states; a copy must round as the original does.
         return {**super().__getstate__(), "seed": self.seed}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """See :meth:`torch.optim.Optimizer.load_state_dict`, which would give moments the dtype of their parameter."""
+        """See :meth:`torch.optim.Optimizer.load_state_dict`, which would cast moments to their parameter's dtype."""
         super().load_state_dict(state_dict)
         for state in self.state.values():
             for name in _MOMENTS:
@@ -153,10 +152,24 @@ class BFloat16AdamW(torch.optim.Optimizer):
         moments = [_local(state[name]).to(torch.float32) for name in _MOMENTS]
         beta1, beta2 = group["betas"]
         adamw(
-            [weight], [grad], [moments[0]], [moments[1]], [], [steps], foreach=False, capturable=False,
-            differentiable=False, fused=True, amsgrad=False, beta1=beta1, beta2=beta2, lr=group["lr"],
-            weight_decay=group["weight_decay"], eps=group["eps"], maximize=False,
-        )  # fmt: skip
+            [weight],
+            [grad],
+            [moments[0]],
+            [moments[1]],
+            [],
+            [steps],
+            foreach=False,
+            capturable=False,
+            differentiable=False,
+            fused=True,
+            amsgrad=False,
+            beta1=beta1,
+            beta2=beta2,
+            lr=group["lr"],
+            weight_decay=group["weight_decay"],
+            eps=group["eps"],
+            maximize=False,
+        )
         state["step"] += 1
         drawn = random.Random(f"{self.seed}:{int(state['step'])}:{place}").getrandbits(63)
         generator = torch.Generator(weight.device).manual_seed(drawn)
@@ -172,7 +185,7 @@ def _local(tensor: Tensor) -> Tensor:
 
 
 def round_at_random(values: Tensor, generator: torch.Generator) -> Tensor:
-    """float32 to bfloat16, up or down with the probability that makes the mean the value itself."""
+    """Stochastic rounding from float32 to bfloat16: up or down, unbiased."""
     noise = torch.randint(1 << 16, values.shape, dtype=torch.int32, device=values.device, generator=generator)
     # A bfloat16 is the upper half of a float32.
     rounded = ((values.contiguous().view(torch.int32) + noise) & -(1 << 16)).view(torch.float32)
@@ -182,13 +195,13 @@ def round_at_random(values: Tensor, generator: torch.Generator) -> Tensor:
 def build_adamw(
     kind: AdamW, groups: list[dict[str, Any]], settings: RunSettings, betas: tuple[float, float]
 ) -> torch.optim.Optimizer:
-    """AdamW of one kind over parameter groups that each say their weight decay."""
+    """AdamW of one kind over parameter groups with their own weight decay."""
     options: dict[str, Any] = {"lr": settings.learning_rate, "betas": betas, "weight_decay": 0.0}
     if kind == "adamw":
         return torch.optim.AdamW(groups, fused=True, **options)
     if kind == "adamw-bf16":
         return BFloat16AdamW(groups, seed=settings.seed, **options)
-    # It looks for kernels of 4-bit products, of which none are used here, and warns that there are none.
+    # bitsandbytes warns about missing 4-bit kernels, which are not used here.
     logging.getLogger("bitsandbytes").setLevel(logging.ERROR)
     from bitsandbytes.optim import AdamW8bit
 
@@ -214,8 +227,10 @@ def build_optimizer(model: nn.Module, settings: TrainSettings) -> torch.optim.Op
     assert isinstance(rest, torch.optim.AdamW)
     return MuonWithAdamW(
         muon(
-            matrices, lr=settings.muon_learning_rate, weight_decay=settings.weight_decay,
+            matrices,
+            lr=settings.muon_learning_rate,
+            weight_decay=settings.weight_decay,
             momentum=settings.muon_momentum,
         ),
         rest,
-    )  # fmt: skip
+    )

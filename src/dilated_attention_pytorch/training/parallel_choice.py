@@ -1,4 +1,4 @@
-"""``--parallel auto``: how a run is spread over the processes that there are, from what fits into their memory."""
+"""``--parallel auto``: choice of the parallelism from the processes and their memory."""
 
 from __future__ import annotations
 
@@ -19,18 +19,18 @@ if TYPE_CHECKING:
     from rich.console import Console
 
 _REAL_PEAK = 1.25
-"""Over the estimate: for pages that an allocator keeps, and for libraries."""
+"""Safety factor over the estimate, for allocator overhead and libraries."""
 
 
 def choose_together(settings: TrainSettings, device: str, console: Console) -> TrainSettings:
-    """:func:`choose_parallel` in every process of a run that leaves it open, with the reason printed once.
+    """:func:`choose_parallel` for all processes of a run with ``--parallel auto``; prints the reason once.
 
     Raises:
-        RunError: what was chosen takes more memory than there is.
+        RunError: the choice needs more memory than there is.
     """
     if settings.parallel == "told":
         return settings
-    # The first decides for all: what is free differs between hosts.
+    # The first process decides: free memory differs between hosts.
     chosen, reason = from_first(lambda: choose_parallel(settings, device, num_processes()))
     if is_first_process():
         console.print(reason, highlight=False, soft_wrap=True)
@@ -39,19 +39,19 @@ def choose_together(settings: TrainSettings, device: str, console: Console) -> T
 
 
 def choose_parallel(settings: TrainSettings, device: str, processes: int) -> tuple[TrainSettings, str]:
-    """``settings`` with the first way to spread the run that fits, and the reason in a sentence.
+    """``settings`` with the first parallelism that fits into memory, and the reason as text.
 
-    By turns: every process with all weights (DDP), weights split (FSDP), and then two, four, ... processes at a
-    sequence. What a step takes grows with the processes that read other windows, so fewer of them share a sequence
-    where that fits. Where nothing does, the last way is taken, and the check of memory refuses it or not.
+    Tried in order: replicated weights (DDP), sharded weights (FSDP), then two, four, ... processes per
+    sequence. Throughput grows with the number of processes with separate windows, so as few as possible share a
+    sequence. If nothing fits, the last option is taken and left to the memory check.
 
     Args:
-        settings: what the run is told; its own ``data_parallel`` and ``context_parallel`` do not count.
+        settings: settings of the run; their ``data_parallel`` and ``context_parallel`` are ignored.
         device: "cpu" or "cuda".
-        processes: how many there are.
+        processes: number of processes.
 
     Raises:
-        RunError: the settings do not go with so many processes.
+        RunError: no option is valid for that number of processes.
     """
     sharing = int(os.environ.get("LOCAL_WORLD_SIZE", "1")) if device == "cpu" else 1
     where = device if device == "cpu" else f"{device}:{os.environ.get('LOCAL_RANK', '0')}"
@@ -80,8 +80,9 @@ def _ways(settings: TrainSettings, processes: int) -> Iterator[TrainSettings]:
     yield told
     if processes == 1:
         return
+    shares_no_text = settings.max_tokens or settings.model.shifted_keys
     context = 1
-    while context <= (1 if settings.max_tokens else processes):
+    while context <= (1 if shares_no_text else processes):
         if processes % context == 0:
             yield dataclasses.replace(told, context_parallel=context, data_parallel="fsdp")
         context *= 2

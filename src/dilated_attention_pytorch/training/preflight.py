@@ -1,4 +1,4 @@
-"""What is checked before a run begins, so that nothing fails after hours and nothing is overwritten."""
+"""Checks before a run starts, so that it does not fail after hours or overwrite anything."""
 
 from __future__ import annotations
 
@@ -30,21 +30,21 @@ _BYTES_BESIDE = 20 << 20
 
 
 def check_packages(purpose: Literal["training", "generating"]) -> None:
-    """Raise :class:`RunError` unless what ``purpose`` needs of the extra ``train`` is installed."""
+    """Raise :class:`RunError` unless the packages of the extra ``train`` that ``purpose`` needs are installed."""
     names = _TO_TRAIN if purpose == "training" else _TO_GENERATE
     require(purpose, names, "train")
 
 
 def check_optimizer(optimizer: Optimizer) -> None:
-    """Raise :class:`RunError` unless what computes its steps is installed."""
+    """Raise :class:`RunError` unless the packages of the optimizer are installed."""
     if optimizer == "adamw-8bit":
         require("--optimizer adamw-8bit", ("bitsandbytes",), "8bit")
 
 
 def check_output(output: Path) -> None:
-    """Raise :class:`RunError` unless ``output`` is free and can be made. Makes nothing.
+    """Raise :class:`RunError` unless ``output`` is free and can be created. Creates nothing.
 
-    A lease alone is what a run leaves that was killed before it wrote anything.
+    A folder with only a lease is left by a run that was killed before it wrote anything.
     """
     is_stopped = (output / SETTINGS_NAME).exists() and not (output / WEIGHTS_NAME).exists()
     going_on = f", or go on with that run: --resume {output}" if is_stopped else ""
@@ -52,7 +52,7 @@ def check_output(output: Path) -> None:
 
 
 def check_launch() -> None:
-    """Raise :class:`RunError` if there are several processes that cannot know where they meet, or which they are."""
+    """Raise :class:`RunError` if there are several processes with an incomplete environment (rank, address)."""
     if not 0 <= process_rank() < num_processes():
         raise RunError(
             f"the environment says that this is process {process_rank()} (RANK) of {num_processes()} (WORLD_SIZE), "
@@ -66,7 +66,7 @@ def check_launch() -> None:
 
 
 def check_alone() -> None:
-    """Raise :class:`RunError` if there are several processes, and the run is one of `extend`."""
+    """Raise :class:`RunError` for several processes in an `extend` run."""
     if num_processes() > 1:
         raise RunError(
             f"extend runs in one process, and torchrun started {num_processes()}; for several call extend_context and "
@@ -75,7 +75,7 @@ def check_alone() -> None:
 
 
 def check_processes(settings: TrainSettings, processes: int) -> None:
-    """Raise :class:`RunError` unless ``settings`` say what each of ``processes`` processes is to do."""
+    """Raise :class:`RunError` unless ``settings`` are valid for the number of ``processes``."""
     check_zero(settings)
     context, tensor, model = settings.context_parallel, settings.tensor_parallel, settings.model
     together = context * tensor
@@ -94,19 +94,23 @@ def check_processes(settings: TrainSettings, processes: int) -> None:
             f"{launch.format(2)}, or leave it out"
         )
     if context == 1 and (settings.strategy, settings.layout) != ("auto", "auto"):
-        named, value = (
-            ("strategy", settings.strategy) if settings.strategy != "auto" else ("layout", settings.layout)
-        )  # fmt: skip
+        named, value = ("strategy", settings.strategy) if settings.strategy != "auto" else ("layout", settings.layout)
         raise RunError(
             f"--{named} {value} says how processes share a sequence, and no other shares this one; "
             "add --context-parallel N, or leave it out"
         )
+    if context > 1 and model.shifted_keys:
+        raise RunError(
+            f"--model.shifted-keys takes the key of the row before each row, which another process may have with "
+            f"--context-parallel {context}; leave one of them out"
+        )
     assert model.num_kv_heads is not None
     assert model.ffn_dim is not None
     for name, size in (
-        ("model.num-kv-heads", model.num_kv_heads), ("model.ffn-dim", model.ffn_dim),
+        ("model.num-kv-heads", model.num_kv_heads),
+        ("model.ffn-dim", model.ffn_dim),
         ("model.vocab-size", model.vocab_size),
-    ):  # fmt: skip
+    ):
         if size % tensor:
             raise RunError(
                 f"--tensor-parallel {tensor} must divide the key/value heads, the feed-forward and the tokens of the "
@@ -154,10 +158,10 @@ def check_processes(settings: TrainSettings, processes: int) -> None:
 
 
 def choose_device(device: Device) -> str:
-    """ "cpu" or "cuda".
+    """The device type, "cpu" or "cuda".
 
     Raises:
-        RunError: the device that was asked for is not there.
+        RunError: the requested device is not available.
     """
     available = torch.cuda.is_available()
     if device == "cuda" and not available:
@@ -169,12 +173,12 @@ def choose_device(device: Device) -> str:
 
 
 def choose_precision(precision: Precision, device: str) -> Precision:
-    """ "bfloat16" or "float32": what was asked for, else bfloat16 where it is computed in hardware.
+    """The precision: as requested, else "bfloat16" with hardware support, else "float32".
 
-    On Zen 5 (avx512_bf16) the linear layers of the CPU preset run 4 times as fast in it; emulated they would be slower.
+    On Zen 5 (avx512_bf16) it makes the linear layers of the CPU preset 4 times as fast; emulated it would be slower.
 
     Raises:
-        RunError: the device has no such products.
+        RunError: the device does not support the precision.
     """
     if precision == "tf32" and (device != "cuda" or torch.cuda.get_device_capability() < (8, 0)):
         raise RunError(
@@ -187,13 +191,13 @@ def choose_precision(precision: Precision, device: str) -> Precision:
         return precision
     if device == "cuda":
         return "bfloat16" if torch.cuda.is_bf16_supported(including_emulation=False) else "float32"
-    # The public torch.cpu.get_capabilities came later than the oldest torch that the package accepts.
+    # torch.cpu.get_capabilities is newer than the oldest supported torch.
     in_hardware = torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported()
     return "bfloat16" if in_hardware else "float32"
 
 
 def check_no_float8(precision: Precision, command: str) -> None:
-    """Raise :class:`RunError` for a command that computes in float8 nowhere."""
+    """Raise :class:`RunError` for float8 with a command that does not support it."""
     if precision == "float8":
         raise RunError(f"--precision float8 is for train, and {command} computes in no float8; take bfloat16")
 
@@ -206,7 +210,7 @@ def checkpoint_space(optimizer: Optimizer, num_parameters: int) -> int:
 def check_space(output: Path, num_parameters: int, settings: TrainSettings | ExtensionSettings) -> None:
     """Raise :class:`RunError` unless the checkpoints that the run keeps fit on the disk of ``output``."""
     folder = next(path for path in (output.absolute(), *output.absolute().parents) if path.is_dir())
-    # The oldest one goes only when the newest is there; those of a run that goes on are on the disk already.
+    # The oldest is removed only after the newest is complete; checkpoints of a resumed run are already on disk.
     missing = max(1, settings.keep_checkpoints + 1 - len(checkpoints(output)))
     trained = _FLOAT32 * num_parameters
     needed = missing * checkpoint_bytes(settings.optimizer, num_parameters) + trained + _BYTES_BESIDE

@@ -1,4 +1,4 @@
-"""Pretrained models of transformers: where they are, what describes them, and loading them."""
+"""Loading of pretrained transformers models and their configurations."""
 
 from __future__ import annotations
 
@@ -25,10 +25,10 @@ _REMEDY = "name a folder with config.json and weights, or a model of the hub"
 
 
 def check_source(what: str, model: str) -> None:
-    """Raise :class:`RunError` unless ``model`` is a folder with a configuration, or may be had from the hub.
+    """Raise :class:`RunError` unless ``model`` is a folder with a configuration, or the hub can be reached.
 
-    The hub's client tries again and again where there is no network; here one connection is opened first, so that a
-    mistyped folder is said at once.
+    The hub's client retries for a long time without a network; opening one connection first reports a
+    mistyped folder at once.
     """
     from huggingface_hub import constants, try_to_load_from_cache
     from huggingface_hub.errors import HFValidationError
@@ -58,7 +58,7 @@ def check_source(what: str, model: str) -> None:
 def _why_unreachable(endpoint: str) -> str | None:
     address = urllib.parse.urlsplit(endpoint)
     if address.scheme in urllib.request.getproxies() or address.hostname is None:
-        return None  # a proxy knows names that this machine does not
+        return None  # names may be resolved by a proxy
     port = address.port or (443 if address.scheme == "https" else 80)
     try:
         socket.create_connection((address.hostname, port), timeout=_SECONDS).close()
@@ -68,10 +68,10 @@ def _why_unreachable(endpoint: str) -> str | None:
 
 
 def num_parameters(what: str, config: PreTrainedConfig) -> int:
-    """Weights of the model that a configuration describes, without making any.
+    """Number of weights of the model that a configuration describes, without allocating them.
 
     Raises:
-        RunError: it describes no causal language model.
+        RunError: it does not describe a causal language model.
     """
     from transformers import AutoModelForCausalLM
 
@@ -86,10 +86,10 @@ def num_parameters(what: str, config: PreTrainedConfig) -> int:
 
 
 def load_config(what: str, model: str | Path) -> PreTrainedConfig:
-    """What describes a model of transformers.
+    """The configuration of a transformers model.
 
     Raises:
-        RunError: nothing there does; the sentence begins with ``what``.
+        RunError: there is none; the message starts with ``what``.
     """
     from transformers import AutoConfig
 
@@ -107,10 +107,10 @@ def load_config(what: str, model: str | Path) -> PreTrainedConfig:
 
 
 def length_of(what: str, config: PreTrainedConfig) -> int:
-    """Tokens that a model was made for.
+    """Context length of a model, in tokens.
 
     Raises:
-        RunError: that is not known, or a pattern reads more of them already.
+        RunError: it is unknown, or the model already has a pattern.
     """
     length: int | None = getattr(config.get_text_config(), "max_position_embeddings", None)
     if length is None:
@@ -118,7 +118,7 @@ def length_of(what: str, config: PreTrainedConfig) -> int:
             f"{what}: {config.model_type} has no max_position_embeddings, so its length is not known; set it "
             "in config.json to the length that the model was trained on"
         )
-    if hasattr(config.get_text_config(), "dilated_attention"):
+    if getattr(config.get_text_config(), "dilated_attention", None) is not None:
         raise RunError(
             f"{what}: the model has a pattern already (dilated_attention in config.json), so what it computes with "
             "dense attention says nothing: begin with the model from before, or call set_pattern or extend_context and "
@@ -128,23 +128,23 @@ def length_of(what: str, config: PreTrainedConfig) -> int:
 
 
 def num_kv_heads(config: PreTrainedConfig) -> int:
-    """Key/value heads of a layer."""
+    """Number of key/value heads per layer."""
     text = config.get_text_config()
     heads: int = getattr(text, "num_key_value_heads", None) or text.num_attention_heads
     return heads
 
 
-def load_model(what: str, model: str, device: str, **options: Any) -> PreTrainedModel:
-    """A causal language model with its weights in float32, on ``device``.
+def load_model(what: str, model: str, device: str, *, attention: str | None = None) -> PreTrainedModel:
+    """A causal language model with float32 weights, on ``device``.
 
     Args:
-        what: the beginning of what is said if it cannot be loaded.
-        model: a folder, or a name on the hub.
+        what: start of error messages.
+        model: folder, or a name on the hub.
         device: "cpu" or "cuda".
-        **options: of ``from_pretrained``.
+        attention: what the model attends with, a name of transformers; its own choice without it.
 
     Raises:
-        RunError: weights are missing, damaged, executable or not finite.
+        RunError: weights are missing, damaged, in an unsafe pickle, or not finite.
     """
     from safetensors import SafetensorError
     from transformers import AutoModelForCausalLM
@@ -153,10 +153,11 @@ def load_model(what: str, model: str, device: str, **options: Any) -> PreTrained
     from dilated_attention_pytorch.integrations.transformers.config import configuration_errors
 
     logging.disable_progress_bar()
+    chosen = {} if attention is None else {"attn_implementation": attention}
     refusals: tuple[type[Exception], ...] = (OSError, SafetensorError, *configuration_errors())
     try:
         found: Any = AutoModelForCausalLM.from_pretrained(
-            model, dtype=torch.float32, output_loading_info=True, trust_remote_code=False, **options
+            model, dtype=torch.float32, output_loading_info=True, trust_remote_code=False, **chosen
         )
     except pickle.UnpicklingError as error:
         raise RunError(
@@ -180,16 +181,16 @@ def load_model(what: str, model: str, device: str, **options: Any) -> PreTrained
 
 
 def figures_of(config: PreTrainedConfig) -> dict[str, Any]:
-    """What an extension changes of a model, by which its checkpoints are known again."""
+    """Configuration values that an extension changes, which identify its checkpoints."""
     text = config.get_text_config()
     names = ("max_position_embeddings", "rope_parameters", "dilated_attention")
     return {**{name: getattr(text, name, None) for name in names}, "use_cache": getattr(text, "use_cache", None)}
 
 
 def check_same_model(what: str, figures: dict[str, Any], checkpoint: Path) -> None:
-    """Raise :class:`RunError` unless ``checkpoint`` is of the model of which :func:`figures_of` gave ``figures``."""
+    """Raise :class:`RunError` unless ``checkpoint`` matches the model with these :func:`figures_of`."""
     of_checkpoint = figures_of(load_config(what, checkpoint))
-    # The trainer turns the cache of the model off.
+    # The trainer disables the model's cache.
     names = [name for name in figures if name != "use_cache" and of_checkpoint.get(name) != figures[name]]
     if names:
         raise RunError(

@@ -1,4 +1,4 @@
-"""A process that is to be known again: which one it is, whether it is gone, and ending with the one that started it."""
+"""Process identity: recognising a process, checking whether it ended, and ending together with the launcher."""
 
 from __future__ import annotations
 
@@ -13,35 +13,35 @@ from pathlib import Path
 from typing import Any
 
 LOOK_SECONDS = 1.0
-"""How often a rank looks whether torchrun's agent is still there."""
+"""Seconds between checks for torchrun's agent."""
 _LAUNCH = "TORCHELASTIC_RUN_ID"
 _STARTED_FIELD = 19
-"""Of what follows the name in /proc/PID/stat: when the process was started, in ticks since the system was."""
+"""Index, after the name in /proc/PID/stat, of the start time in ticks since boot."""
 
 
 @dataclass(frozen=True, slots=True)
 class Mark:
-    """A process as others know it again. Process numbers are given anew, so its number alone is not enough."""
+    """An identity of a process that is safe against reused process ids."""
 
     host: str
-    """The machine's name."""
+    """Host name."""
     pid: int
-    """Its number."""
+    """Process id."""
     place: str = ""
-    """The start of the system and the space of process numbers in which ``pid`` counts; empty if it is not known."""
+    """Boot id and pid namespace in which ``pid`` is valid; empty if unknown."""
     started: str = ""
-    """When it was started, in the clock of ``place``; empty if it is not known."""
+    """Start time on the clock of ``place``; empty if unknown."""
 
     def to_dict(self) -> dict[str, Any]:
-        """The fields by name, as values that JSON holds."""
+        """The fields by name, as JSON-serialisable values."""
         return asdict(self)
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> Mark:
-        """The mark whose :meth:`to_dict` this is.
+        """The inverse of :meth:`to_dict`.
 
         Raises:
-            TypeError, KeyError, ValueError: it is of none.
+            TypeError, KeyError, ValueError: invalid values.
         """
         words = {name: values[name] for name in ("host", "place", "started")}
         if not all(isinstance(word, str) for word in words.values()):
@@ -49,7 +49,7 @@ class Mark:
         return cls(pid=int(values["pid"]), **words)
 
     def is_gone(self) -> bool:
-        """Whether the process has ended, for certain. False where that cannot be told."""
+        """Whether the process has certainly ended; False if unknown."""
         if not self._is_here():
             return False
         try:
@@ -57,26 +57,26 @@ class Mark:
         except ProcessLookupError:
             return True
         except OSError:
-            pass  # another user's, whose start may be told all the same
+            pass  # a process of another user, whose start time may be readable all the same
         started = _started(self.pid)
         return bool(started) and started != self.started
 
     def is_alive(self) -> bool:
-        """Whether the process has not ended, for certain. False where that cannot be told."""
+        """Whether the process is certainly alive; False if unknown."""
         return self._is_here() and _started(self.pid) == self.started
 
     def _is_here(self) -> bool:
-        """Whether process numbers of the mark are those that this process sees."""
+        """Whether this process shares the mark's boot and pid namespace."""
         return bool(self.place and self.started) and self.place == _place()
 
 
 def mark_of(pid: int) -> Mark:
-    """The mark of a process of this machine."""
+    """The mark of a process on this machine."""
     return Mark(platform.node(), pid, _place(), _started(pid))
 
 
 def _place() -> str:
-    # Containers of one machine may share its name, and number their processes each for itself.
+    # Containers on one machine may share its name and have separate pid namespaces.
     try:
         boot = Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
         return f"{boot} {os.stat('/proc/self/ns/pid').st_ino}"
@@ -85,7 +85,7 @@ def _place() -> str:
 
 
 def _started(pid: int) -> str:
-    """When a process was started, "ended" of one that has and is still listed; empty if that cannot be told."""
+    """Start time of a process; "ended" for a zombie; empty if unknown."""
     try:
         fields = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8", errors="replace").rpartition(")")[2].split()
     except OSError:
@@ -95,15 +95,15 @@ def _started(pid: int) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Launch:
-    """What this process was started by: one torchrun, which may start it again when it fails."""
+    """The launch of this process: a torchrun invocation, which may restart it."""
 
     name: str
-    """What torchrun calls the launch; several may be called the same."""
+    """torchrun's name of the launch; not necessarily unique."""
     agent: Mark
-    """The process of this machine that started this one."""
+    """The agent process on this machine that started this one."""
 
     def is_in(self, record: Any) -> bool:
-        """Whether this launch, with an agent that took part then, wrote ``record`` (:func:`launch_record`)."""
+        """Whether ``record`` (:func:`launch_record`) is of this launch, with an agent that took part."""
         if not isinstance(record, dict) or record.get("name") != self.name or not self.agent.started:
             return False
         agents = record.get("agents")
@@ -111,13 +111,13 @@ class Launch:
 
 
 def launch() -> Launch | None:
-    """What this process was started by, if it was torchrun."""
+    """The launch of this process if torchrun started it, else None."""
     name = os.environ.get(_LAUNCH)
     return None if name is None else Launch(name, mark_of(os.getppid()))
 
 
 def launch_record(launches: Iterable[Launch | None]) -> dict[str, Any] | None:
-    """What to write down of what the processes of a run were started by."""
+    """The record of the launches of a run's processes."""
     known = [found for found in launches if found is not None]
     if not known:
         return None
@@ -130,12 +130,12 @@ def launch_record(launches: Iterable[Launch | None]) -> dict[str, Any] | None:
 
 @contextmanager
 def ending_with_launcher(what: str) -> Iterator[None]:
-    """End this process as soon as torchrun's agent, which started it, is gone, whatever the main thread waits for.
+    """Context that ends this process soon after torchrun's agent is gone, even if the main thread is blocked.
 
-    The ranks of an agent that was killed would train on, beside those that somebody starts in their place.
+    Otherwise ranks of a killed agent would keep training next to those of a restarted launch.
 
     Args:
-        what: what this process does, for the line that it leaves.
+        what: description of this process, for the final message.
     """
     if launch() is None:
         yield
@@ -145,13 +145,14 @@ def ending_with_launcher(what: str) -> Iterator[None]:
     def look() -> None:
         while not is_over.wait(LOOK_SECONDS):
             if os.getppid() != agent:
-                # Standard error may have gone with the agent.
+                # Standard error may be closed with the agent.
                 with suppress(OSError, ValueError):
                     print(
                         f"rank {os.environ.get('RANK')}: {what}: torchrun's agent (process {agent}) is gone, so this "
                         "process ends",
-                        file=sys.stderr, flush=True,
-                    )  # fmt: skip
+                        file=sys.stderr,
+                        flush=True,
+                    )
                 os._exit(1)
 
     watch = threading.Thread(target=look, name="dilated-attention-launcher", daemon=True)

@@ -1,4 +1,4 @@
-"""One step of a run, measured: where its time and its memory go, and what other settings would make of it."""
+"""Time and memory of one measured training step, and of the same step with other settings."""
 
 from __future__ import annotations
 
@@ -28,36 +28,36 @@ _MOST_OPERATORS = 6
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StepCost:
-    """What one step takes in one process."""
+    """Cost of one step in one process."""
 
     forward: float
-    """Seconds of the forward pass, with the loss."""
+    """Seconds of the forward pass, including the loss."""
     backward: float
     """Seconds of the backward pass."""
     optimizer: float
-    """Seconds of clipping and of the optimizer's step."""
+    """Seconds of gradient clipping and the optimizer step."""
     weights: int
     """Bytes of the weights."""
     gradients: int
     """Bytes of the gradients."""
     moments: int
-    """Bytes that the optimizer keeps."""
+    """Bytes of the optimizer state."""
     saved: int
-    """Bytes that the forward pass keeps for the backward pass, weights left out."""
+    """Bytes saved for the backward pass, excluding weights."""
 
     @property
     def seconds(self) -> float:
-        """Of the whole step."""
+        """Seconds of the whole step."""
         return self.forward + self.backward + self.optimizer
 
     @property
     def bytes(self) -> int:
-        """Of all that is there at the end of the forward pass of a later step."""
+        """Total bytes at the end of a later step's forward pass."""
         return self.weights + self.gradients + self.moments + self.saved
 
 
 def saved_bytes(compute: Callable[[], Tensor], weights: nn.Module) -> tuple[Tensor, int]:
-    """What ``compute`` returns, and the bytes that it keeps for the backward pass: each storage once, weights never."""
+    """The result of ``compute``, and the bytes it saves for the backward pass: each storage once, without weights."""
     own = {weight.untyped_storage().data_ptr() for weight in weights.parameters()}
     kept: dict[int, int] = {}
 
@@ -73,11 +73,11 @@ def saved_bytes(compute: Callable[[], Tensor], weights: nn.Module) -> tuple[Tens
 
 
 def measure_step(settings: TrainSettings, batch: Window, device: str) -> StepCost:
-    """The median of a few steps of a new model on one batch, after one that is not counted.
+    """The median cost of a few steps of a new model on one batch, after a warm-up step.
 
     Args:
-        settings: of the run; what spreads it over processes is not looked at.
-        batch: what :class:`RunData` collates.
+        settings: settings of the run; distribution is ignored.
+        batch: a batch collated by :class:`RunData`.
         device: "cpu" or "cuda".
     """
     model, optimizer, inputs = _prepared(settings, batch, device)
@@ -102,13 +102,18 @@ def measure_step(settings: TrainSettings, batch: Window, device: str) -> StepCos
     )
     weights = sum(map(_nbytes, model.parameters()))
     return StepCost(
-        forward=forward, backward=backward, optimizer=step, weights=weights, gradients=gradients, moments=moments,
+        forward=forward,
+        backward=backward,
+        optimizer=step,
+        weights=weights,
+        gradients=gradients,
+        moments=moments,
         saved=saved,
-    )  # fmt: skip
+    )
 
 
 def slowest_operators(settings: TrainSettings, batch: Window, device: str) -> list[tuple[str, float]]:
-    """PyTorch's operators by the part of a step's time that is their own, the largest first."""
+    """PyTorch operators by the fraction of a step's time spent in them (self time), largest first."""
     from torch.profiler import ProfilerActivity, profile
 
     model, optimizer, inputs = _prepared(settings, batch, device)
@@ -131,7 +136,7 @@ def slowest_operators(settings: TrainSettings, batch: Window, device: str) -> li
 
 
 def alternatives(settings: TrainSettings) -> dict[str, TrainSettings]:
-    """Settings that take another way to the same step, by the flags that give them."""
+    """Alternative settings for the same step, by the flags that select them."""
     model = settings.model
     found: dict[str, TrainSettings] = {}
 

@@ -1,4 +1,4 @@
-"""Checkpoints and finished models get their names when all of them is on the disk."""
+"""Atomic publication of checkpoints and finished models."""
 
 from __future__ import annotations
 
@@ -31,19 +31,19 @@ def publish(
     left: Collection[str],
     check: Callable[[], None],
 ) -> None:
-    """Give a checkpoint that was written aside its name, and remove those that it replaces.
+    """Rename a staged checkpoint into place, and remove the checkpoints that it replaces.
 
     Args:
-        staged: its folder, below the one for what is not complete.
-        run: the run folder.
-        run_id: the run's name for itself.
-        processes: how many processes wrote into it.
-        keep: checkpoints to keep, this one included.
-        left: names of those that were damaged when the run went on; this one may have got the name of one.
-        check: raises :class:`RunError` if the folder is another job's by now. Reading all that was written takes long.
+        staged: its folder in the staging area.
+        run: run folder.
+        run_id: unique id of the run.
+        processes: number of processes that wrote it.
+        keep: number of checkpoints to keep, including this one.
+        left: names of checkpoints found damaged on resumption; this one may have the same name.
+        check: raises :class:`RunError` if another job has taken the folder; called again after the slow digests.
 
     Raises:
-        RunError: what a process wrote is not there.
+        RunError: a file that a process wrote is missing.
     """
     names = [*file_names(processes), *(name for name in ALSO_WRITTEN if (staged / name).exists())]
     missing = [name for name in names if not (staged / name).exists()]
@@ -64,7 +64,7 @@ def publish(
         os.rename(target, staged.with_name("replaced"))
     os.rename(staged, target)
     sync(run)
-    # A run that went on from an older checkpoint writes those after it anew: what is left of them is of no use.
+    # A run resumed from an older checkpoint rewrites the later ones; their remains are obsolete.
     whole = [path for path in checkpoints(run) if path == target or path.name not in left]
     before = [path for path in whole if checkpoint_step(path) <= step]
     for path in checkpoints(run):
@@ -74,7 +74,7 @@ def publish(
 
 
 def clear(path: Path) -> None:
-    """Remove what lies there, as far as the system lets it: a folder, a file, or a link, but not what that leads to."""
+    """Remove a folder, file or link (not its target), as far as the system allows."""
     if path.is_dir() and not path.is_symlink():
         shutil.rmtree(path, ignore_errors=True)
     else:
@@ -82,10 +82,10 @@ def clear(path: Path) -> None:
 
 
 def save_finished(model: PreTrainedModel, run: Path, *, run_id: str, step: int) -> None:
-    """Save the trained model into its run folder. The weights come last: where they are, the run is finished."""
+    """Save the trained model to its run folder. Weights are written last: their presence marks a finished run."""
     staging = run / STAGING_NAME
     clear(staging)
-    model.save_pretrained(staging, max_shard_size="100TB")  # one file, whose presence means that all is there
+    model.save_pretrained(staging, max_shard_size="100TB")  # a single file, whose presence marks completeness
     names = [path.name for path in staging.iterdir()]
     versions = {name: package_version(name) for name in _VERSIONS}
     write_manifest(staging, names, run=run_id, step=step, versions=versions)

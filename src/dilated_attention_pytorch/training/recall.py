@@ -1,8 +1,8 @@
-"""What a model still knows of what it read: a string that comes again, and values by the keys that they came with.
+"""Recall tasks: a string that is repeated, and values for keys.
 
-The tasks are the same for a model that was trained for them (``benchmarks.recall``) and for a language model that was
-not. The latter shows whether it copies: the bits that it takes for a string of random letters where it comes again, and
-for a value where its key does.
+The tasks are the same for a model trained on them (``benchmarks.recall``) and for a general language
+model. The latter shows whether it copies: by the bits for a repeated string of random letters
+and for a value after its key.
 """
 
 from __future__ import annotations
@@ -16,19 +16,19 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-KEYS, VALUES, NOISE = 64, 32, 32  # kinds of tokens
+KEYS, VALUES, NOISE = 64, 32, 32  # number of tokens of each kind
 QUESTIONS = 64
 
 NEEDLE_LETTERS, CUE_LETTERS = 32, 8
-"""Letters of the string that comes again, and the first of them, by which the model may know that it does."""
+"""Letters of the repeated string, and of its beginning, which serves as the cue."""
 _BEFORE = 64
-"""Tokens of text before the string comes first."""
+"""Tokens of text before the string's first occurrence."""
 _WORD_LETTERS = 4
 _MOST_PAIRS = 16
 
 
 class Texts(NamedTuple):
-    """Tokens ``[texts, length]``; of every question the value and where it came, ``[texts, questions]``."""
+    """Tokens ``[texts, length]``; per question, the value and the position of its pair, ``[texts, questions]``."""
 
     tokens: Tensor
     answers: Tensor
@@ -36,7 +36,7 @@ class Texts(NamedTuple):
 
 
 def draw(texts: int, length: int, pairs: int, generator: torch.Generator, questions: int = QUESTIONS) -> Texts:
-    """Pairs of different keys at any even places before the questions, which ask for any of them."""
+    """Pairs with distinct keys at random even positions before the questions, each of which asks for one of them."""
     context = length - questions
     tokens = torch.randint(NOISE, (texts, context), generator=generator) + KEYS + VALUES
     places = 2 * torch.rand(texts, context // 2, generator=generator).argsort(1)[:, :pairs]
@@ -49,39 +49,39 @@ def draw(texts: int, length: int, pairs: int, generator: torch.Generator, questi
 
 @dataclass(frozen=True, slots=True)
 class Asked:
-    """Tokens of a text that came before in it."""
+    """Tokens that occurred earlier in the text."""
 
     distance: int
-    """Tokens from there to here."""
+    """Distance in tokens to the earlier occurrence."""
     rows: tuple[int, int]
-    """The first of them, and one past the last."""
+    """Start and stop row."""
     num_bytes: int
 
 
 @dataclass(frozen=True, slots=True)
 class Task:
-    """A text, and what is looked at in it."""
+    """A text and the items to evaluate in it."""
 
     tokens: Tensor
     """int64 ``[N]``."""
     again: tuple[Asked, ...]
-    """What came before."""
+    """Repeated items."""
     first: tuple[int, int]
-    """Rows of what came for the first time and is as hard to guess; empty if there is none."""
+    """Rows of a first occurrence of equal difficulty; empty if there is none."""
 
 
 Tokens = Callable[[str], Sequence[int]]
-"""Text to the tokens of a model."""
+"""Tokenizer function of a model."""
 
 
 def needle(text: Tensor, distance: int, seed: int, tokens_of: Tokens) -> Task:
-    """Random letters in a text, and once more at its end, ``distance`` tokens later; the first of them are the cue.
+    """Random letters in a text, repeated at its end ``distance`` tokens later; the first letters are the cue.
 
     Args:
-        text: int64, at least ``distance + 64`` tokens of the kind that the model was trained on.
-        distance: more than the tokens of the letters.
-        seed: of the letters.
-        tokens_of: the model's tokens.
+        text: int64, at least ``distance + 64`` tokens of in-domain text.
+        distance: more than the number of tokens of the letters.
+        seed: seed of the letters.
+        tokens_of: the model's tokenizer.
     """
     letters = "".join(random.Random(seed).choices(string.ascii_lowercase, k=NEEDLE_LETTERS))
     cue = torch.tensor(tokens_of(letters[:CUE_LETTERS]))
@@ -95,14 +95,14 @@ def needle(text: Tensor, distance: int, seed: int, tokens_of: Tokens) -> Task:
 
 
 def associations(length: int, seed: int, tokens_of: Tokens) -> Task:
-    """Pairs of words scattered over others, then the first words of some of them, each with the second that it had.
+    """Word pairs scattered among other words, then some of their first words, each followed by its second word.
 
-    The task of :func:`draw`, in words of four letters; a key is asked for once.
+    The task of :func:`draw` with four-letter words; each key is asked for once.
 
     Args:
-        length: tokens of the text at most.
-        seed: of the words and places.
-        tokens_of: the model's tokens.
+        length: maximum number of tokens of the text.
+        seed: seed of words and positions.
+        tokens_of: the model's tokenizer.
     """
     words = _words(seed)
     spelled = [list(tokens_of(f" {word}")) for word in words]
@@ -130,7 +130,7 @@ def associations(length: int, seed: int, tokens_of: Tokens) -> Task:
 
 
 def _words(seed: int) -> list[str]:
-    """A different word for every kind of token."""
+    """A distinct word per token of the synthetic vocabulary."""
     draws = random.Random(seed)
     words: dict[str, None] = {}
     while len(words) < KEYS + VALUES + NOISE:

@@ -1,6 +1,6 @@
-"""Runs side by side as one page: what they log as charts, what differs in their settings, how they ended.
+"""A comparison page of runs: charts of their logs, differing settings, and results.
 
-The page is made of the files of the run folders alone, so of unfinished runs too, and holds all that it shows.
+The page is made from the files of the run folders, also of unfinished runs, and is self-contained.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
+from dilated_attention_pytorch.chart_page import COLORS, END, LAYOUT, beginning, drawn
 from dilated_attention_pytorch.errors import RunError
 from dilated_attention_pytorch.machine import require
 from dilated_attention_pytorch.output import check_new_file, write_text
@@ -25,23 +26,22 @@ if TYPE_CHECKING:
     from plotly.graph_objects import Figure
 
 _REMEDY = "name the --output of a `train` or `extend` command"
-_COLORS = ("#3b82f6", "#f97316", "#10b981", "#e11d48", "#a855f7", "#ca8a04", "#06b6d4", "#84cc16")
 _RANGES = {"free": "normal", "from 0": "tozero", "logarithmic": "normal"}
 _MISSING = "\u2013"
 
 
 @dataclass(frozen=True, slots=True)
 class Chart:
-    """A figure of the log over the optimizer steps."""
+    """A logged figure over the optimizer steps."""
 
     name: str
-    """As the log has it."""
+    """Name in the log."""
     title: str
     unit: str
     scale: float = 1.0
-    """What the unit is of the log's."""
+    """Factor from the log's unit to the chart's."""
     held_out: str = ""
-    """The figure of the evaluations on the way, drawn with it."""
+    """Name of the held-out figure drawn with it."""
     scale_of_axis: Literal["free", "from 0", "logarithmic"] = "free"
 
 
@@ -58,24 +58,24 @@ CHARTS = (
 
 @dataclass(frozen=True, slots=True)
 class RecordedRun:
-    """A run as its folder tells it."""
+    """A run as recorded in its folder."""
 
     name: str
-    """The folder as it was named."""
+    """The folder as given."""
     command: str
     settings: Mapping[str, str]
-    """By name, those of the model with ``model.`` before it, as text."""
+    """Settings by name as text; those of the model start with ``model.``."""
     figures: Mapping[str, str]
-    """How it ended, or how far it is."""
+    """Results, or progress."""
     entries: Sequence[Mapping[str, float]]
-    """Its log."""
+    """Entries of its log."""
 
 
 def write_report(runs: Sequence[Path], output: Path) -> list[RecordedRun]:
-    """Write the page of the ``runs`` to the new file ``output``; what it shows.
+    """Write the comparison page of ``runs`` to the new file ``output``; returns the recorded runs.
 
     Raises:
-        RunError: no run is named, a folder is of none, or the file is there; nothing is written.
+        RunError: no run is given, a folder is not a run folder, or the file exists; nothing is written.
     """
     require("the report", ("plotly",), "report")
     if not runs:
@@ -87,10 +87,10 @@ def write_report(runs: Sequence[Path], output: Path) -> list[RecordedRun]:
 
 
 def read_run(folder: Path) -> RecordedRun:
-    """A run, finished or not, of `train` or of `extend`.
+    """Read a run of `train` or `extend`, finished or not.
 
     Raises:
-        RunError: the folder is of none, or its record is damaged.
+        RunError: the folder is not a run folder, or its record is damaged.
     """
     if not folder.is_dir():
         raise RunError(f"report: {folder} is no run folder; {_REMEDY}")
@@ -162,16 +162,15 @@ def _number(value: float | None, form: str) -> str:
 
 
 def _page(runs: Sequence[RecordedRun]) -> Iterator[str]:
-    from plotly.offline import get_plotlyjs
-
-    yield _HEAD
-    yield f"<script>{get_plotlyjs()}</script></head><body><h1>Training runs</h1>"
-    yield "<h2>Figures</h2>" + _table(runs, [(name, [run.figures.get(name, _MISSING) for run in runs])
-                                            for name in _names([run.figures for run in runs])])  # fmt: skip
+    yield from beginning("Training runs")
+    yield "<h2>Figures</h2>" + _table(
+        runs,
+        [(name, [run.figures.get(name, _MISSING) for run in runs]) for name in _names([run.figures for run in runs])],
+    )
     yield "<h2>Over the steps</h2><p>Touch or point at a chart to read it.</p><main>"
     for chart in CHARTS:
         if any(chart.name in entry or chart.held_out in entry for run in runs for entry in run.entries):
-            yield f"<section><h3>{html.escape(chart.title)}</h3>{_drawn(_figure(chart, runs), chart.name)}</section>"
+            yield f"<section><h3>{html.escape(chart.title)}</h3>{drawn(_figure(chart, runs), chart.name)}</section>"
     yield "</main>"
     if len(runs) > 1:
         rows = [
@@ -181,11 +180,11 @@ def _page(runs: Sequence[RecordedRun]) -> Iterator[str]:
         yield "<h2>Settings that differ</h2>"
         differing = [(name, values) for name, values in rows if len(set(values)) > 1]
         yield _table(runs, differing) if differing else "<p>None.</p>"
-    yield f"<script>{_PAINT}</script></body></html>\n"
+    yield END
 
 
 def _names(tables: Sequence[Mapping[str, str]]) -> list[str]:
-    """The names in all of them that one has a value for, in their order."""
+    """Names in any of the tables that have a value in at least one, in order."""
     return [
         name
         for name in dict.fromkeys(name for table in tables for name in table)
@@ -195,7 +194,7 @@ def _names(tables: Sequence[Mapping[str, str]]) -> list[str]:
 
 def _table(runs: Sequence[RecordedRun], rows: Sequence[tuple[str, Sequence[str]]]) -> str:
     head = "".join(
-        f'<th><i style="background:{_COLORS[index % len(_COLORS)]}"></i>{html.escape(run.name)}<br>'
+        f'<th><i style="background:{COLORS[index % len(COLORS)]}"></i>{html.escape(run.name)}<br>'
         f"<small>{run.command}</small></th>"
         for index, run in enumerate(runs)
     )
@@ -211,71 +210,30 @@ def _figure(chart: Chart, runs: Sequence[RecordedRun]) -> Figure:
 
     figure = Figure()
     for index, run in enumerate(runs):
-        color = _COLORS[index % len(_COLORS)]
+        color = COLORS[index % len(COLORS)]
         for name, of_what in ((chart.name, ""), (chart.held_out, ", held-out")):
             points = [(entry["step"], entry[name] * chart.scale) for entry in run.entries if name and name in entry]
             if points:
                 steps, values = zip(*points, strict=True)
                 line = {"color": color, "width": 1.5, **({"dash": "dot"} if of_what else {})}
-                figure.add_trace(Scatter(
-                    x=steps, y=values, name=html.escape(run.name) + of_what, line=line,
-                    mode="lines+markers" if of_what or len(points) < 40 else "lines", marker={"size": 5},
-                ))  # fmt: skip
+                figure.add_trace(
+                    Scatter(
+                        x=steps,
+                        y=values,
+                        name=html.escape(run.name) + of_what,
+                        line=line,
+                        mode="lines+markers" if of_what or len(points) < 40 else "lines",
+                        marker={"size": 5},
+                    )
+                )
     figure.update_layout(
-        height=320, margin={"l": 56, "r": 12, "t": 8, "b": 40}, hovermode="x unified", showlegend=True,
-        legend={"orientation": "h", "y": -0.25}, paper_bgcolor="rgba(0,0,0,0)", plot_bgcolor="rgba(0,0,0,0)",
-        xaxis={"title": {"text": "optimizer step"}}, hoverlabel={"namelength": -1},
+        **LAYOUT,
+        xaxis={"title": {"text": "optimizer step"}},
         yaxis={
-            "title": {"text": chart.unit}, "hoverformat": ".4~g", "rangemode": _RANGES[chart.scale_of_axis],
+            "title": {"text": chart.unit},
+            "hoverformat": ".4~g",
+            "rangemode": _RANGES[chart.scale_of_axis],
             "type": "log" if chart.scale_of_axis == "logarithmic" else "linear",
         },
-    )  # fmt: skip
+    )
     return figure
-
-
-def _drawn(figure: Figure, name: str) -> str:
-    config = {"responsive": True, "displayModeBar": False}
-    drawn: str = figure.to_html(full_html=False, include_plotlyjs=False, div_id=f"chart-{name}", config=config)
-    return drawn
-
-
-_HEAD = """<!doctype html>
-<html lang="en"><head><meta charset="utf-8"><title>Training runs</title>
-<meta name="viewport" content="width=device-width, initial-scale=1">
-<style>
-:root { color-scheme: light dark; --page: #fff; --text: #1f2937; --faint: #6b7280; --line: #d1d5db; --head: #f3f4f6; }
-@media (prefers-color-scheme: dark) {
-  :root { --page: #111827; --text: #e5e7eb; --faint: #9ca3af; --line: #374151; --head: #1f2937; }
-}
-body { margin: 0 auto; padding: 1rem; max-width: 84rem; font: 16px/1.5 system-ui, sans-serif; color: var(--text);
-  background: var(--page); }
-h1 { font-size: 1.5rem; margin: 0 0 .5rem } h2 { font-size: 1.2rem; margin: 2rem 0 .5rem }
-h3 { font-size: 1rem; margin: 0 } p, small { color: var(--faint) }
-main { display: grid; gap: 1.5rem; grid-template-columns: repeat(auto-fit, minmax(min(100%, 32rem), 1fr)) }
-section { min-width: 0 }
-.table { overflow-x: auto; border: 1px solid var(--line); border-radius: 6px }
-table { border-collapse: collapse; width: 100%; font-size: .875rem; font-variant-numeric: tabular-nums }
-th, td { padding: .3rem .6rem; border-bottom: 1px solid var(--line); text-align: right; vertical-align: top;
-  min-width: 5.5rem }
-tbody th { text-align: left; font-weight: 400; color: var(--faint); position: sticky; left: 0; background: var(--page) }
-thead { background: var(--head) } tbody tr:last-child > * { border-bottom: 0 } td { overflow-wrap: break-word }
-i { display: inline-block; width: .7em; height: .7em; border-radius: 50%; margin-right: .4em }
-</style>
-"""
-
-_PAINT = """
-const dark = matchMedia("(prefers-color-scheme: dark)");
-function paint() {
-  const color = name => getComputedStyle(document.documentElement).getPropertyValue(name);
-  const axis = {gridcolor: color("--line"), linecolor: color("--line"), zerolinecolor: color("--line")};
-  for (const chart of document.querySelectorAll(".plotly-graph-div")) {
-    const values = {"font.color": color("--text"), "hoverlabel.bgcolor": color("--page"), "hoverlabel.bordercolor":
-      color("--line"), "hoverlabel.font.color": color("--text")};
-    for (const which of ["xaxis", "yaxis"])
-      for (const [name, value] of Object.entries(axis)) values[`${which}.${name}`] = value;
-    Plotly.relayout(chart, values);
-  }
-}
-dark.addEventListener("change", paint);
-paint();
-"""

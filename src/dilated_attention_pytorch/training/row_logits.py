@@ -1,11 +1,11 @@
-"""Logits of a language model of transformers for some rows: those of a long text are never there at once."""
+"""Logits of a transformers language model for selected rows, without materialising all logits."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
@@ -16,39 +16,39 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 _TOKENS = 16
-"""Of the text by which the two ways are compared."""
+"""Sequence length for comparing both ways of computing logits."""
 _ROUNDING = 1e-4
-"""Of the largest logit: between two products of one matrix that have different numbers of rows."""
+"""Tolerance relative to the largest logit, for matrix products with different numbers of rows."""
 _LARGE = 1000.0
 
 
 @dataclass(frozen=True, slots=True)
 class RowLogits:
-    """The two parts of a model whose logits are its output matrix times its last hidden state, row by row."""
+    """Decoder and output matrix of a model whose logits are the output matrix times the last hidden state, per row."""
 
     decoder: nn.Module
-    """Tokens to hidden states."""
+    """Maps tokens to hidden states."""
     output: nn.Module
-    """Hidden states to logits."""
+    """Maps hidden states to logits."""
 
     @property
     def vocab_size(self) -> int:
-        """Logits of a row."""
+        """Vocabulary size."""
         weight = self.output.weight
         assert isinstance(weight, Tensor)
         return weight.shape[0]
 
-    def hidden(self, tokens: Tensor, **options: Any) -> Tensor:
-        """The hidden states ``[B, N, E]`` after the last layer and its norm."""
-        states: Tensor = self.decoder(tokens, use_cache=False, **options).last_hidden_state
+    def hidden(self, tokens: Tensor) -> Tensor:
+        """Hidden states ``[B, N, E]`` after the last layer and its norm."""
+        states: Tensor = self.decoder(tokens, use_cache=False).last_hidden_state
         return states
 
 
 def row_logits(model: PreTrainedModel) -> RowLogits | None:
-    """The parts of ``model``; None for one that does more to its logits, such as capping them, or to its loss.
+    """The parts of ``model``; None if it transforms its logits further, such as soft-capping, or changes its loss.
 
-    Both ways are computed for a short text and compared: the logits, those of hidden states a thousand times as large,
-    at which a cap shows, and the loss in training, to which others may be added.
+    Both ways are computed for a short sequence and compared: logits, logits of hidden states scaled by 1,000,
+    which reveals a cap, and the training loss, which may have additional terms.
     """
     decoder, output = model.base_model, model.get_output_embeddings()
     if decoder is model or output is None:
@@ -69,7 +69,7 @@ def row_logits(model: PreTrainedModel) -> RowLogits | None:
             ours = token_loss(output(parts.hidden(tokens)), next_tokens(tokens))
             return parts if _are_close(ours, loss) else None
     except (AttributeError, TypeError, ValueError):
-        return None  # its decoder is called in another way
+        return None  # the decoder has another calling convention
     finally:
         model.train(was_training)
 

@@ -8,6 +8,7 @@ import random
 import shlex
 import time
 from collections.abc import Mapping
+from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -21,6 +22,7 @@ from dilated_attention_pytorch.output import write_text
 from . import preflight
 from .checkpoint import SETTINGS_NAME
 from .configuration import CONFIGURATION_NAME, configuration_text
+from .corpus import corpus_in_words
 from .data.run_data import Evaluation, RunData, read_data, read_tokenizer, save_tokenizer, verify_tokenizer
 from .float8 import convert_to_float8
 from .footprint import check_training_memory
@@ -36,7 +38,8 @@ from .lifecycle import (
     take_up,
     train_to_the_end,
 )
-from .manifest import opened, read_sealed, sealed
+from .manifest import read_sealed, sealed
+from .outcome import SAMPLE_NAME, Outcome
 from .parallel_choice import choose_together
 from .process import launch, launch_record
 from .publishing import save_finished
@@ -47,7 +50,7 @@ from .text_files import in_words
 from .together import from_all, from_first, in_first, is_first_process, num_processes
 from .trackers import check_trackers, tracking
 from .verification import check_same_model
-from .zero import zero_stage
+from .zero import check_offload, zero_stage
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -56,31 +59,6 @@ if TYPE_CHECKING:
     from dilated_attention_pytorch.models import LongNetForCausalLM
 
     from .trainer import LongNetTrainer
-
-
-SAMPLE_NAME = "sample.txt"
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Outcome:
-    """How a run ended."""
-
-    run: Path
-    """The run folder."""
-    step: int
-    """Optimizer steps done."""
-    stopped_by: int | None = None
-    """The signal that stopped it; None if it came to its end, and then the rest is there."""
-    bits_per_byte: float | None = None
-    """Held-out bits per byte."""
-    xz_bits_per_byte: float | None = None
-    """What xz -9e reaches on the same bytes."""
-    quarters: list[float] | None = None
-    """Held-out bits per byte by quarter of the context; None without held-out files as long as the context."""
-    last_quarter_alone: float | None = None
-    """The last of them where the model sees nothing before that quarter."""
-    sample: str | None = None
-    """A sampled text."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -128,7 +106,7 @@ def _begin(settings: TrainSettings, output: Path, console: Console, may_resume: 
         _meet(settings, output, preflight.choose_device(settings.device))
         found = from_first(lambda: find_run(output, settings, "train"))
     if found == "finished":
-        return _finished(output)
+        return Outcome.of_finished(output)
     is_again = found == "stopped" or _was_begun_by_this_launch(output)
     if not is_again:
         preflight.check_processes(settings, num_processes())
@@ -139,6 +117,7 @@ def _begin(settings: TrainSettings, output: Path, console: Console, may_resume: 
     settings = dataclasses.replace(settings, threads=set_threads(settings.threads), precision=precision)
     check_training_memory(settings, device, num_processes())
     preflight.check_space(output, settings.model.num_parameters, settings)
+    check_offload(settings, device)
     args = _meet(settings, output, device)
     if from_first(lambda: is_again):
         return _go_on(output, console, {}, may_begin=True)
@@ -201,8 +180,9 @@ def _go_on(run: Path, console: Console, changes: Mapping[str, Any], *, may_begin
         console.print(
             f"the run began with {processes} processes and goes on with {num_processes()}: batches of "
             f"{settings.batch_size} windows, {settings.gradient_accumulation} of them a step",
-            highlight=False, soft_wrap=True,
-        )  # fmt: skip
+            highlight=False,
+            soft_wrap=True,
+        )
     preflight.check_optimizer(settings.optimizer)
     check_trackers(settings)
     device = preflight.choose_device(settings.device)
@@ -212,6 +192,7 @@ def _go_on(run: Path, console: Console, changes: Mapping[str, Any], *, may_begin
     set_threads(settings.threads)
     check_training_memory(settings, device, num_processes())
     preflight.check_space(run, settings.model.num_parameters, settings)
+    check_offload(settings, device)
     args = _meet(settings, run, device)
     data = read_data(settings, tokenizer, console.print)
     check_same_corpus(data.figures, record["corpus"], run)
@@ -219,23 +200,6 @@ def _go_on(run: Path, console: Console, changes: Mapping[str, Any], *, may_begin
     check = functools.partial(check_same_model, model=settings.model)
     with take_up(run, console, run_id=record["run"], check=check, may_begin=may_begin) as place:
         return _go(_Run(place=place, settings=settings, device=device, data=data, model=model, args=args))
-
-
-def _finished(run: Path) -> Outcome:
-    """How a run ended that is finished."""
-    record = read_sealed(run / SETTINGS_NAME, what="--resume auto", remedy="restore it from a copy")
-    result = record["result"]
-    return Outcome(
-        run=run, step=record["settings"]["steps"], bits_per_byte=result["bits_per_byte"],
-        xz_bits_per_byte=result["xz_bits_per_byte"], quarters=result["bits_per_byte_by_quarter"],
-        last_quarter_alone=result["last_quarter_alone"], sample=_read_sample(run),
-    )  # fmt: skip
-
-
-def _read_sample(run: Path) -> str:
-    what = f"--resume auto: {run / SAMPLE_NAME}"
-    with opened(run / SAMPLE_NAME, what, "restore it from a copy") as file:
-        return file.read().decode("utf-8", errors="replace").removesuffix("\n")
 
 
 def _was_begun_by_this_launch(output: Path) -> bool:
@@ -255,12 +219,17 @@ def _meet(settings: TrainSettings, folder: Path, device: str) -> TrainingArgumen
     from .arguments import arguments
 
     args = arguments(
-        settings, folder, device, per_device_train_batch_size=settings.batch_size,
-        per_device_eval_batch_size=settings.batch_size, torch_compile=settings.compile,
-        ddp_find_unused_parameters=False, ddp_timeout=settings.timeout,
+        settings,
+        folder,
+        device,
+        per_device_train_batch_size=settings.batch_size,
+        per_device_eval_batch_size=settings.batch_size,
+        torch_compile=settings.compile,
+        ddp_find_unused_parameters=False,
+        ddp_timeout=settings.timeout,
         # The gradients of every batch of a step go to the process that keeps them.
         accelerator_config={"gradient_accumulation_kwargs": {"sync_each_batch": zero_stage(settings) > 0}},
-    )  # fmt: skip
+    )
     assert args.device is not None
     return args
 
@@ -304,7 +273,7 @@ def _go(run: _Run) -> Outcome:
         stages=stages,
         training=training,
         evaluation=Subset(evaluation, evaluation.spread(settings.eval_windows)),
-    )  # fmt: skip
+    )
     xz = xz_bits_per_byte(evaluation.predicted())
     if trainer.is_world_process_zero():
         _announce(run, trainer, evaluation, run.data.in_words(training, windows_per_step), xz)
@@ -312,7 +281,7 @@ def _go(run: _Run) -> Outcome:
         # Dropout differs between rows; processes that hold the same rows draw the same.
         # A CPU's generator takes 32 bits of the seed: the sum of both would be the same one for all.
         torch.manual_seed(random.Random(f"{settings.seed}:{distribution.rows_rank}").getrandbits(63))
-    with tracking(settings, place) as trackers:
+    with closing(distribution), tracking(settings, place) as trackers:
         work = run.data.work(training, stages, windows_per_step)
         stopped_by = train_to_the_end(place, trainer, work=work, trackers=trackers)
         done = trainer.state.global_step
@@ -329,14 +298,12 @@ def _go(run: _Run) -> Outcome:
 
 
 def _announce(run: _Run, trainer: LongNetTrainer, evaluation: Evaluation, training: str, xz: float) -> None:
-    settings, figures = run.settings, run.data.figures
-    source = "the Python standard library" if not settings.data else ", ".join(map(str, settings.data))
+    settings, text = run.settings, corpus_in_words(run.settings.data, run.data.figures)
     parameters = sum(parameter.numel() for parameter in run.model.parameters())
     where = f"{settings.threads} CPU threads" if run.device == "cpu" else f"{trainer.args.world_size} CUDA device(s)"
     spread = trainer.distribution.in_words()
     run.place.say(
-        f"text: {source}: {figures['training_bytes']:,} bytes to train on, {figures['held_out_bytes']:,} bytes in "
-        f"{figures['held_out_files']} files held out{in_words(run.data.skipped, '; left out: ')}",
+        f"text: {text}{in_words(run.data.skipped, '; left out: ')}",
         f"model: {parameters:,} parameters, context {settings.context_length:,} {run.data.unit}, "
         f"{settings.model.pattern_in_words}",
         f"run: {settings.steps:,} steps, {training}, {settings.optimizer}, {settings.precision} on "
@@ -367,10 +334,14 @@ def _finish(run: _Run, trainer: LongNetTrainer, evaluation: Evaluation, xz: floa
     )
     if trainer.is_world_process_zero():
         result: dict[str, Any] = {
-            "bits_per_byte": bits, "xz_bits_per_byte": xz, "held_out_bytes": len(evaluation.predicted()),
-            "bits_per_byte_by_quarter": quarters, "last_quarter_alone": alone, "quarter_files": len(files),
+            "bits_per_byte": bits,
+            "xz_bits_per_byte": xz,
+            "held_out_bytes": len(evaluation.predicted()),
+            "bits_per_byte_by_quarter": quarters,
+            "last_quarter_alone": alone,
+            "quarter_files": len(files),
             "evaluation_seconds": round(time.perf_counter() - start, 1),
-        }  # fmt: skip
+        }
         trainer.check_lease()
         record = read_sealed(folder / SETTINGS_NAME, what="the end of the run", remedy="restore it from a copy")
         write_text(folder / SETTINGS_NAME, sealed({**record, "result": result}))
@@ -380,6 +351,11 @@ def _finish(run: _Run, trainer: LongNetTrainer, evaluation: Evaluation, xz: floa
         with trainer.writing("the trained model"):
             save_finished(model, folder, run_id=place.run_id, step=trainer.state.global_step)
     return Outcome(
-        run=folder, step=trainer.state.global_step, bits_per_byte=bits, xz_bits_per_byte=xz, quarters=quarters,
-        last_quarter_alone=alone, sample=sample,
-    )  # fmt: skip
+        run=folder,
+        step=trainer.state.global_step,
+        bits_per_byte=bits,
+        xz_bits_per_byte=xz,
+        quarters=quarters,
+        last_quarter_alone=alone,
+        sample=sample,
+    )

@@ -1,4 +1,4 @@
-"""What every run that trains is told: each number with its meaning, and how numbers are checked."""
+"""Settings common to all training runs, and their validation."""
 
 from __future__ import annotations
 
@@ -18,89 +18,96 @@ OnNan = Literal["stop", "skip"]
 AdamW = Literal["adamw", "adamw-bf16", "adamw-8bit"]
 TrackerName = Literal["tensorboard", "wandb", "mlflow", "prometheus"]
 
-LARGEST_SEED = 2**32 - 1  # NumPy, which transformers seeds too, takes no larger one
+LARGEST_SEED = 2**32 - 1  # limit of NumPy, which transformers seeds too
 LARGEST_PORT = 2**16 - 1
-LARGEST_RATE = 1e36  # float32 holds it, and what optimizers multiply it with
-_MOST_WINDOWS = 2**48  # what counts them, on any number of processes, stays an index
+LARGEST_RATE = 1e36  # representable in float32, also after optimizers multiply it
+_MOST_WINDOWS = 2**48  # window counts stay within 64 bits on any number of processes
 
 
 @dataclass(kw_only=True, slots=True)
 class RunSettings:
-    """What `train` and `extend` are both told.
+    """Settings that `train` and `extend` share.
 
     Raises:
-        ValueError: a number out of range.
+        ValueError: a value is out of range.
     """
 
     data: tuple[Path, ...] = ()
-    """Text files, folders that are searched for text files, and files of records (JSONL, Parquet, folders that
-    save_to_disk of datasets wrote), to train and evaluate on. Without it: the source files of the standard library of
-    the running Python (about 31 MB)."""
+    """Training and evaluation text: text files, folders that are searched for text files, and record files (JSONL,
+    Parquet, folders saved by save_to_disk of datasets). Default: the source files of the running Python's standard
+    library (about 31 MB)."""
     text_field: str = "text"
-    """The member or column of records that holds the text."""
+    """Field or column of records that holds the text."""
     steps: int
     """Optimizer steps of the run."""
     gradient_accumulation: int = 1
-    """Batches whose gradients are added up before an optimizer step."""
+    """Batches whose gradients are summed before an optimizer step."""
     learning_rate: float
     """Peak learning rate of AdamW."""
     weight_decay: float
     """Decoupled weight decay of matrices; none for the embedding, biases and norms."""
     max_grad_norm: float = 1.0
-    """Gradients whose joint norm is larger are scaled down to it."""
+    """Maximum gradient norm; larger gradients are scaled down to it."""
     warmup_fraction: float = 0.03
-    """Fraction of the steps over which the learning rates rise from 0."""
+    """Fraction of the steps over which learning rates rise from 0."""
     schedule: Schedule = "linear"
-    """How the learning rates fall to 0 after that: over all steps ("linear", "cosine"), over the last ones ("wsd":
-    warm-up, stable, decay), or not ("constant")."""
+    """Decay of the learning rates to 0 after the warm-up: over all steps ("linear", "cosine"), over the last
+    ones ("wsd": warm-up, stable, decay), or never ("constant")."""
     decay_fraction: float = 0.2
-    """Fraction of the steps over which "wsd" falls, in a line."""
+    """Fraction of the steps over which "wsd" decays, linearly."""
     precision: Precision = "auto"
     """"bfloat16": matrix products and attention in bfloat16 (autocast), weights and optimizer in float32. "float16":
-    the same in float16, with a scaled loss; batches whose gradients overflow are taken again with a lower scale.
-    "float8": bfloat16, and the large linear layers in float8 (torchao), on GPUs that can.
-    "tf32": float32, whose products CUDA GPUs from compute capability 8.0 on compute with mantissas of 10 bits. "auto":
-    bfloat16 where the processor or GPU has instructions for it, else float32; the run records which."""
+    the same in float16 with loss scaling; batches whose gradients overflow are repeated with a lower scale.
+    "float8": bfloat16, with large linear layers in float8 (torchao), on GPUs that support it.
+    "tf32": float32, with products in TF32 on CUDA GPUs from compute capability 8.0. "auto":
+    bfloat16 with hardware support, else float32; the run records which."""
     device: Device = "auto"
-    """Where to compute; "auto" takes a CUDA device if there is one."""
+    """Device; "auto" takes a CUDA device if there is one."""
     threads: int = 0
     """CPU threads; 0 leaves the number to PyTorch."""
     seed: int = 0
-    """Seed of the weights that are drawn, of the order of the data and of dropout."""
+    """Seed of the initial weights, the order of the data and dropout."""
     log_steps: int = 5
-    """Steps between two entries of the training loss."""
+    """Steps between entries of the training loss."""
     track: tuple[TrackerName, ...] = ("tensorboard",)
-    """Where the figures go beside metrics.jsonl: "tensorboard" (files in the run folder), "wandb" (Weights & Biases;
+    """Trackers besides metrics.jsonl: "tensorboard" (files in the run folder), "wandb" (Weights & Biases;
     with WANDB_MODE=offline files in the run folder), "mlflow" (at MLFLOW_TRACKING_URI, else a database in the run
     folder) and "prometheus" (metrics.prom in the run folder)."""
     prometheus_port: int = 0
-    """Port at which Prometheus may ask for the last figures, beside metrics.prom; 0: none."""
+    """Port on which Prometheus can scrape the latest figures, besides metrics.prom; 0: none."""
     eval_steps: int
-    """Steps between two evaluations on held-out text."""
+    """Steps between evaluations on held-out text."""
     eval_windows: int
     """Held-out windows of these evaluations."""
     final_eval_windows: int
-    """Largest number of held-out windows in the evaluation at the end."""
+    """Maximum number of held-out windows in the final evaluation."""
     save_steps: int
-    """Steps between two checkpoints."""
+    """Steps between checkpoints."""
     keep_checkpoints: int = 2
-    """Checkpoints to keep. The newest one that is whole is gone on from, so that one that is damaged loses little."""
+    """Number of checkpoints to keep. Resumption uses the newest intact one."""
     async_checkpoints: bool = True
-    """Whether a checkpoint is copied in memory and written beside the next steps; otherwise they wait for it."""
+    """Copy a checkpoint in memory and write it during the next steps; otherwise training waits for it."""
     on_nan: OnNan = "stop"
-    """Where a loss or a gradient is NaN or infinite: "stop" ends the run; "skip" goes back to the newest checkpoint and
-    goes on without the batch that did it. Twice in a row ends the run."""
+    """When a loss or gradient is NaN or infinite: "stop" ends the run; "skip" goes back to the newest checkpoint and
+    continues without the batch that caused it. Two in a row end the run."""
     spike_deviations: float = 0.0
-    """A loss that is so many median absolute deviations above the median of the last ones is a spike, whose batch is
-    left out as with on_nan "skip"; 0: none is."""
+    """A loss this many median absolute deviations above the median of recent losses is a spike, whose batch is
+    skipped as with on_nan "skip"; 0 disables it."""
     spike_window: int = 64
-    """Steps whose losses a loss is compared with."""
+    """Number of recent losses for the comparison."""
 
     def __post_init__(self) -> None:
         for name in (
-            "steps", "gradient_accumulation", "log_steps", "eval_steps", "eval_windows", "final_eval_windows",
-            "save_steps", "keep_checkpoints", "spike_window",
-        ):  # fmt: skip
+            "steps",
+            "gradient_accumulation",
+            "log_steps",
+            "eval_steps",
+            "eval_windows",
+            "final_eval_windows",
+            "save_steps",
+            "keep_checkpoints",
+            "spike_window",
+        ):
             check_number(self, name, least=1)
         check_number(self, "seed", least=0, most=LARGEST_SEED)
         for name in ("threads", "weight_decay", "spike_deviations"):
@@ -129,17 +136,17 @@ class RunSettings:
             )
 
     def left_open(self) -> dict[str, Any]:
-        """Values of settings that leave the choice to the run."""
+        """Settings whose value means that the run chooses."""
         return {"threads": 0, "precision": "auto", "device": "auto"}
 
     def to_dict(self) -> dict[str, Any]:
-        """The fields by name, as values that JSON holds."""
+        """The fields by name, as JSON-serialisable values."""
         values = {entry.name: getattr(self, entry.name) for entry in fields(self)}
         return {**values, "data": [str(path.absolute()) for path in self.data], "track": list(self.track)}
 
 
 def check_windows(number: int) -> None:
-    """Raise ``ValueError`` unless a run of ``number`` windows can be counted."""
+    """Raise ``ValueError`` if the total number of windows of a run is too large to count."""
     if number > _MOST_WINDOWS:
         raise ValueError(
             f"steps times gradient_accumulation times the windows of a batch must be at most {_MOST_WINDOWS:,}, got "
@@ -148,7 +155,7 @@ def check_windows(number: int) -> None:
 
 
 def check_text(settings: DataclassInstance, name: str) -> None:
-    """Raise ``ValueError`` unless the field ``name`` is text that UTF-8 holds."""
+    """Raise ``ValueError`` unless the field ``name`` is valid UTF-8 text."""
     try:
         getattr(settings, name).encode()
     except UnicodeEncodeError as error:
@@ -171,7 +178,7 @@ def check_number(
     below: float = math.inf,
     most: float = math.inf,
 ) -> None:
-    """Raise ``ValueError`` unless a field is a finite number, an integer where so declared, within the bounds."""
+    """Raise ``ValueError`` unless a field is a finite number (an integer if declared so) within the bounds."""
     value = getattr(settings, name)
     declared = next(str(entry.type) for entry in fields(settings) if entry.name == name)
     if declared.startswith("int") and not isinstance(value, int):
@@ -179,8 +186,12 @@ def check_number(
     is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
     if not is_number or (isinstance(value, float) and not math.isfinite(value)):
         raise ValueError(f"{name} must be a finite number, got {value!r}")
-    bounds = ((f"at least {least}", value >= least), (f"above {above}", value > above),
-              (f"below {below}", value < below), (f"at most {most}", value <= most))  # fmt: skip
+    bounds = (
+        (f"at least {least}", value >= least),
+        (f"above {above}", value > above),
+        (f"below {below}", value < below),
+        (f"at most {most}", value <= most),
+    )
     for words, holds in bounds:
         if not holds:
             raise ValueError(f"{name} must be {words}, got {value}")

@@ -1,4 +1,4 @@
-"""transformers' Trainer with losses in bits per byte, and checkpoints that are whole and finite or not there."""
+"""The trainer of runs: losses in bits per byte, and atomic, verified, finite checkpoints."""
 
 from __future__ import annotations
 
@@ -47,16 +47,16 @@ _READ_ONLY = (errno.EROFS, errno.EACCES, errno.EPERM)
 
 
 class RunTrainer(TimedTrainer):
-    """A run in a run folder, whose last complete checkpoints are always there.
+    """Trains in a run folder, which always holds the last complete checkpoints.
 
     Args:
         model: the model to train.
-        args: what transformers is told; ``output_dir`` is the run folder.
-        settings: what the run is told.
-        place: the run folder, and the right to write to it. Damaged checkpoints in it go when the next one is complete.
-        training, evaluation: windows to train on, and of the evaluations on the way.
-        data_collator: makes a batch of them.
-        bytes_per_token: bytes of text that a token stands for, on average.
+        args: transformers' arguments; ``output_dir`` is the run folder.
+        settings: settings of the run.
+        place: the run folder with its lease. Damaged checkpoints are removed when the next one is complete.
+        training, evaluation: training windows, and windows of the evaluations during training.
+        data_collator: collate function.
+        bytes_per_token: mean bytes of text per token.
     """
 
     def __init__(
@@ -72,9 +72,13 @@ class RunTrainer(TimedTrainer):
         bytes_per_token: float = 1.0,
     ) -> None:
         super().__init__(
-            model=model, args=args, train_dataset=training, eval_dataset=evaluation, data_collator=data_collator,
+            model=model,
+            args=args,
+            train_dataset=training,
+            eval_dataset=evaluation,
+            data_collator=data_collator,
             most_rows=place.most_rows,
-        )  # fmt: skip
+        )
         self.settings = settings
         self.place = place
         self.run, self.run_id, self.lease = place.folder, place.run_id, place.lease
@@ -93,7 +97,7 @@ class RunTrainer(TimedTrainer):
         """See :meth:`transformers.Trainer.train`.
 
         Raises:
-            RunError: the disk refuses what callbacks write.
+            RunError: a callback cannot write to the disk.
         """
         try:
             with _said_once(), self.writer:
@@ -126,29 +130,32 @@ class RunTrainer(TimedTrainer):
             self.lease.check()
 
     def begin_training(self) -> None:
-        """Write down that the run goes on, once what was loaded is found to be finite."""
+        """Log the resumption, after the loaded state was found to be finite."""
         super().begin_training()
         if self.place.before is not None and self.args.should_save:
             note_resumed(
-                self.run, self.place.before, self.place.start.checkpoint, step=self.place.step,
+                self.run,
+                self.place.before,
+                self.place.start.checkpoint,
+                step=self.place.step,
                 processes=self.args.world_size,
-            )  # fmt: skip
+            )
 
     def training_step(self, *args: Any, **options: Any) -> Tensor:
-        """The loss of a batch, after its backward pass; a step whose batch is left out has neither."""
+        """Forward and backward pass of a batch; no-op for a step whose batch is skipped."""
         if self.state.global_step + 1 in self.place.skipped:
             return torch.zeros((), device=self.args.device)
         return super().training_step(*args, **options)
 
     def name_straggler(self, step: int, straggler: Straggler) -> None:
-        """Write down and say, in the first process, which rank is slow."""
+        """Log and print a slow rank, in the first process."""
         self.check_lease()
         rank, seconds, others = straggler.rank, round(straggler.seconds, 4), round(straggler.others, 4)
         note_fault(self.run, "slow rank", step=step, rank=rank, seconds=seconds, others=others)
         self.place.say(straggler.in_words())
 
     def check_loss(self, step: int, losses: list[Tensor]) -> None:
-        """Break off where the loss of the batch is a spike."""
+        """Call :meth:`break_off` if the loss of the batch is a spike."""
         if self.settings.spike_deviations == 0 or not losses:
             return
         loss = torch.stack(losses).sum().to(torch.float64)
@@ -158,17 +165,17 @@ class RunTrainer(TimedTrainer):
             self._go_back(f"step {step} is not taken: {spike}", batch_of=step)
 
     def break_off(self, what: str, *, batch_of: int | None) -> NoReturn:
-        """Go back to the newest checkpoint if the run is told to, else end it."""
+        """Go back to the newest checkpoint if the settings say so, else end the run."""
         self.finish_writing()
         if self.settings.on_nan == "skip":
             self._go_back(what, batch_of=batch_of)
         super().break_off(what, batch_of=batch_of)
 
     def _go_back(self, what: str, *, batch_of: int | None) -> NoReturn:
-        """Write down which batch is left out, and raise :class:`GoBack`.
+        """Log the skipped batch and raise :class:`GoBack`.
 
         Raises:
-            RunError: the step before was left out too, or the same thing was gone back for in vain.
+            RunError: the previous step was skipped too, or going back did not help before.
         """
         step = self.state.global_step if batch_of is None else batch_of
         in_vain = self.place.skipped if batch_of is not None else self.place.broken
@@ -192,7 +199,7 @@ class RunTrainer(TimedTrainer):
             note_fault(self.run, kind, **values)
 
     def note_rows(self, rows: int, reason: str) -> None:
-        """Write down and say that batches are taken in parts of ``rows`` from now on."""
+        """Log and print that batches are processed in parts of ``rows`` from now on."""
         step, rank = self.state.global_step + 1, self.args.process_index
         self.check_lease()
         note_fault(self.run, "out of memory", step=step, rows=rows, rank=rank, reason=reason)
@@ -200,14 +207,14 @@ class RunTrainer(TimedTrainer):
         self.place.say(f"{on}{reason}: windows are taken {rows} at once from now on, as many as before in every step")
 
     def note_overflow(self, step: int, scale: float) -> None:
-        """Write down that the batches of a step are taken again, with the loss scaled by ``scale``."""
+        """Log that a step's batches are repeated with the loss scaled by ``scale``."""
         self._note("overflow", step=step, scale=scale)
 
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
-        """Hand ``logs`` to every callback, each loss in bits per byte too.
+        """Pass ``logs`` to every callback, with each loss in bits per byte as well.
 
         Raises:
-            RunError: the loss is no longer a number, or another job has taken the run folder.
+            RunError: the loss is not finite, or another job has taken the run folder.
         """
         self.check_lease()
         if "loss" in logs:
@@ -226,7 +233,7 @@ class RunTrainer(TimedTrainer):
         super().log(logs, start_time)
 
     def _leave_out_skipped(self, logs: dict[str, float]) -> None:
-        """The mean loss of the steps since the last entry, of which some had none."""
+        """Correct the mean loss since the last entry for steps without a batch."""
         steps = range(self._logged + 1, self.state.global_step + 1)
         taken = len(steps) - len(self.place.skipped.intersection(steps))
         self._logged = self.state.global_step
@@ -236,14 +243,14 @@ class RunTrainer(TimedTrainer):
             logs["loss"] *= len(steps) / taken
 
     def bits_per_byte(self, name: str, loss: float) -> float:
-        """The ``loss`` that is logged as ``name``, in nats a token, in bits per byte."""
+        """Convert the ``loss`` logged as ``name`` from nats per token to bits per byte."""
         return loss / math.log(2) / self.bytes_per_token
 
     def _get_output_dir(self, trial: Any) -> str:
         return str(self.run / STAGING_NAME) if self._is_saving else str(self.run)
 
     def finish_writing(self) -> None:
-        """Wait, in every process, for the checkpoint that is being written.
+        """Wait, in every process, for the checkpoint being written.
 
         Raises:
             RunError: it could not be written.
@@ -251,7 +258,7 @@ class RunTrainer(TimedTrainer):
         from_first(self.writer.finish)
 
     def _save_checkpoint(self, model: torch.nn.Module, trial: Any) -> None:
-        """Have the checkpoint written aside, named when it is complete, and only then the one before removed."""
+        """Write the checkpoint to the staging area, rename it when complete, and only then remove old ones."""
         what = f"the checkpoint of step {self.state.global_step}"
         self.check_state(f"{what} is not written")
         self.finish_writing()
@@ -266,7 +273,7 @@ class RunTrainer(TimedTrainer):
         self._to_write = []
 
     def _stage_checkpoint(self, model: torch.nn.Module, trial: Any) -> None:
-        """Write what is small, of every process; what is large is kept as it is now, to be written."""
+        """Write the small files of every process; snapshot the large ones for a later write."""
         from_first(self.check_lease)
         if self.args.should_save:
             clear(self.run / STAGING_NAME)
@@ -282,23 +289,28 @@ class RunTrainer(TimedTrainer):
             assert complete is not None
             self.check_lease()
             publish(
-                complete, self.run, run_id=self.run_id, processes=self.args.world_size,
-                keep=self.settings.keep_checkpoints, left=self.left, check=self.check_lease,
-            )  # fmt: skip
+                complete,
+                self.run,
+                run_id=self.run_id,
+                processes=self.args.world_size,
+                keep=self.settings.keep_checkpoints,
+                left=self.left,
+                check=self.check_lease,
+            )
         self.left = ()
 
     def weights_to_save(self) -> dict[str, Tensor]:
-        """The whole weights by name, in the first process; every process takes part."""
+        """The full weights by name, in the first process. A collective."""
         assert self.model is not None
         return self.model.state_dict()
 
     def optimizer_to_save(self) -> dict[str, Any]:
-        """The whole state of the optimizer, in the first process; every process takes part."""
+        """The full optimizer state, in the first process. A collective."""
         assert self.optimizer is not None
         return self.optimizer.state_dict()
 
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
-        """Have the whole model saved; every process takes part."""
+        """Save the full model. A collective."""
         weights = self.weights_to_save()
         if self.args.should_save:
             self._to_write.append(partial(self._save, output_dir, self.writer.kept(weights)))
@@ -312,17 +324,17 @@ class RunTrainer(TimedTrainer):
             torch.save(self.own_scheduler().state_dict(), os.path.join(output_dir, SCHEDULER_NAME))
 
     def own_scheduler(self) -> torch.optim.lr_scheduler.LRScheduler:
-        """The schedule of the learning rates."""
+        """The learning rate schedule."""
         assert isinstance(self.lr_scheduler, torch.optim.lr_scheduler.LRScheduler)
         return self.lr_scheduler
 
     @contextmanager
     def writing(self, what: str) -> Iterator[None]:
-        """Raise :class:`RunError` where the disk refuses ``what``, and clear away what was written of it."""
+        """Context that raises :class:`RunError` if the disk refuses ``what``, and removes what was written of it."""
         try:
             yield
         except (OSError, RuntimeError, SafetensorError) as error:
-            # Of a job that has taken the folder meanwhile nothing is cleared away.
+            # If another job has taken the folder in the meantime, remove nothing.
             if self.args.should_save and (self.lease is None or self.lease.is_held()):
                 clear(self.run / STAGING_NAME)
             reason = self._disk_trouble(error)
@@ -333,7 +345,7 @@ class RunTrainer(TimedTrainer):
             ) from error
 
     def how_to_go_on(self) -> str:
-        """What is left of a run that breaks off, and how to take it up."""
+        """Message after a stop: what is kept of the run, and how to resume it."""
         self.writer.wait()
         kept = next((path for path in checkpoints(self.run) if path.name not in self.left), None)
         if kept is None:
@@ -341,7 +353,7 @@ class RunTrainer(TimedTrainer):
         return f"the checkpoint of step {checkpoint_step(kept)} is kept: go on from it with --resume {self.run}"
 
     def _disk_trouble(self, error: Exception) -> str | None:
-        """Why the disk refused, if it was the disk; torch and safetensors do not hand the error number on."""
+        """Why the disk refused, if it did; torch and safetensors do not pass on the error number."""
         number = error.errno if isinstance(error, OSError) else None
         if number in _DISK_FULL:
             return "the disk is full"
@@ -357,7 +369,7 @@ def _save_state(state: dict[str, Any], path: str) -> None:
 
 @contextmanager
 def _said_once() -> Iterator[None]:
-    """A disk that refuses is said once: TensorBoard's thread prints what it hands on to the main thread."""
+    """Suppress a duplicate report of a disk error, which TensorBoard's thread prints besides passing it on."""
     before = threading.excepthook
 
     def hook(args: threading.ExceptHookArgs, /) -> None:

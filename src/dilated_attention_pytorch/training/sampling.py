@@ -1,4 +1,4 @@
-"""Text from a model, character by character as it comes."""
+"""Streaming text generation from a model."""
 
 from __future__ import annotations
 
@@ -16,19 +16,19 @@ if TYPE_CHECKING:
 
 
 def sample_text(model: LongNetLM, prompt: str, settings: SampleSettings, tokenizer: Tokenizer = BYTES) -> Iterator[str]:
-    """What follows ``prompt`` at the beginning of a file, until the file ends or the length is reached.
+    """Continue ``prompt``, taken as the beginning of a file, until the file ends or the length is reached.
 
     Args:
-        model: the model; set to evaluation.
+        model: the model; put into eval mode.
         prompt: the beginning of the text.
-        settings: how tokens are drawn, and how many.
-        tokenizer: what its tokens are.
+        settings: sampling settings and length.
+        tokenizer: the model's tokenizer.
 
     Yields:
-        the text in pieces: one for every token that completes a character; bytes that are no UTF-8 as U+FFFD.
+        the text in pieces, one for every token that completes a character; invalid UTF-8 becomes U+FFFD.
 
     Raises:
-        RunError: the prompt is no text that the tokenizer takes.
+        RunError: the tokenizer cannot encode the prompt.
     """
     from dilated_attention_pytorch.models import generate
 
@@ -43,9 +43,14 @@ def sample_text(model: LongNetLM, prompt: str, settings: SampleSettings, tokeniz
     tokens = torch.tensor([[tokenizer.separator, *prompt_ids.tolist()]], device=device)
     decoder = codecs.getincrementaldecoder("utf-8")("replace")
     for token in generate(
-        model, tokens, settings.max_new_tokens, temperature=settings.temperature, top_k=settings.top_k,
-        top_p=settings.top_p, generator=generator,
-    ):  # fmt: skip
+        model,
+        tokens,
+        settings.max_new_tokens,
+        temperature=settings.temperature,
+        top_k=settings.top_k,
+        top_p=settings.top_p,
+        generator=generator,
+    ):
         if int(token) == tokenizer.separator:
             break
         text = decoder.decode(tokenizer.pieces[int(token)])

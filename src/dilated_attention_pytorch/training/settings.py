@@ -1,9 +1,10 @@
-"""What a training run is told: every number of it, each with its meaning."""
+"""Settings of a training run."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any, Literal, get_args
 
 from dilated_attention_pytorch.models.config import LongNetConfig
@@ -23,33 +24,33 @@ Optimizer = Literal["muon", "adamw", "adamw-bf16", "adamw-8bit"]
 Strategy = Literal["auto", "ring", "gather", "heads"]
 Layout = Literal["auto", "contiguous", "zigzag"]
 DataParallel = Literal["ddp", "fsdp", "zero1", "zero2", "zero3"]
-Offload = Literal["none", "optimizer", "parameters"]
+Offload = Literal["none", "optimizer", "parameters", "nvme"]
 Parallel = Literal["told", "auto"]
 
-LONGEST_TIMEOUT = 7 * 24 * 3600  # seconds; durations of the transport overflow far beyond
+LONGEST_TIMEOUT = 7 * 24 * 3600  # seconds; the transport's durations overflow far beyond
 
 
 @dataclass(kw_only=True, slots=True)
 class TrainSettings(DataSettings):
-    """Train a LongNet language model on texts.
+    """Train a LongNet language model on text.
 
     Raises:
-        ValueError: a number out of range.
+        ValueError: a value is out of range.
     """
 
     model: LongNetConfig
     """Sizes and pattern of the model."""
     context_length: int = 8192
-    """Tokens of text, bytes without a tokenizer, that the model sees at once."""
+    """Context length in tokens (bytes without a tokenizer)."""
     batch_size: int = 1
-    """Windows of context_length tokens that a device, or the devices that share a sequence, take at once."""
+    """Windows of context_length tokens per batch and device, or per group of devices that share a sequence."""
     stages: StageSettings = field(default_factory=StageSettings)
-    """Windows that grow, each stage with its part of the steps, pattern and learning rate."""
+    """Stages with growing windows, each with its fraction of the steps, pattern and learning rate."""
     file_start_fraction: float = 0.0
-    """Fraction of the training windows that begin where a file begins; the others begin anywhere."""
+    """Fraction of the training windows that start at the beginning of a file; the others start anywhere."""
     optimizer: Optimizer = "muon"
-    """"muon": torch.optim.Muon for the matrices inside the blocks, AdamW for everything else. "adamw": AdamW alone.
-    "adamw-bf16": its moments in bfloat16, 4 bytes a weight instead of 8. "adamw-8bit": in 8 bits (bitsandbytes), 2
+    """"muon": torch.optim.Muon for the matrices inside the blocks, AdamW for everything else. "adamw": AdamW only.
+    "adamw-bf16": its moments in bfloat16, 4 bytes per weight instead of 8. "adamw-8bit": in 8 bits (bitsandbytes), 2
     bytes."""
     learning_rate: float = 3e-3
     """Peak learning rate of AdamW."""
@@ -60,47 +61,50 @@ class TrainSettings(DataSettings):
     weight_decay: float = 0.1
     """Decoupled weight decay of matrices; none for the embedding, biases and norms."""
     adam_beta1: float = 0.9
-    """Decay of AdamW's mean of gradients."""
+    """Decay of AdamW's first moment."""
     adam_beta2: float = 0.95
-    """Decay of AdamW's mean of squared gradients."""
+    """Decay of AdamW's second moment."""
     parallel: Parallel = "told"
-    """"auto": choose data_parallel and context_parallel by what fits into memory, and say why. "told": as they say."""
+    """"auto": choose data_parallel and context_parallel by available memory, and print the reason. "told": as set."""
     context_parallel: int = 1
-    """Processes that share every sequence, each with its part of the rows; start as many with torchrun. Together with
-    tensor_parallel it divides the number of processes, and the rest of them read other windows."""
+    """Processes that share each sequence, with the rows split between them; start them with torchrun. Times
+    tensor_parallel it must divide the number of processes; the remaining factor is data parallel."""
     heads_parallel: int = 1
-    """Of the processes that share a sequence, how many split the heads instead of the rows (within a node, say)."""
+    """Number of the processes of a sequence that split heads instead of rows (e.g. within a node)."""
     strategy: Strategy = "auto"
-    """How rows of keys and values reach the processes that need them: "ring" (point to point), "gather" (one collective
-    call) or "heads" (all-to-all from rows to heads). "auto" takes what plan_parallel expects to be fastest."""
+    """Communication of keys and values: "ring" (point to point), "gather" (one collective)
+    or "heads" (all-to-all from rows to heads). "auto": the fastest according to plan_parallel."""
     layout: Layout = "auto"
-    """Which rows a process has: "contiguous", or "zigzag" (one part from the front, one from the back, which
-    balances causal attention). "auto" takes the better balanced one."""
+    """Rows per process: "contiguous", or "zigzag" (one chunk from the front and one from the back, which
+    balances causal attention). "auto": the better balanced one."""
     data_parallel: DataParallel = "ddp"
-    """"ddp": every process has all weights. "fsdp": weights, gradients and optimizer state are split over the processes
-    (torch's fully_shard). DeepSpeed splits the optimizer state with "zero1", gradients too with "zero2", weights too
-    with "zero3"."""
+    """"ddp": replicated weights. "fsdp": weights, gradients and optimizer state are sharded over the processes
+    (torch's fully_shard). With DeepSpeed: "zero1" shards the optimizer state, "zero2" also gradients, "zero3" also
+    weights."""
     offload: Offload = "none"
-    """Beside zero1, zero2 and zero3: "optimizer" keeps the optimizer state in the memory of the host, "parameters"
-    (zero3) the weights too."""
+    """With zero1, zero2 and zero3: "optimizer" keeps the optimizer state in host memory, "parameters"
+    (zero3) also the weights. "nvme" (zero3) keeps both in files under offload_folder."""
+    offload_folder: Path | None = None
+    """With offload "nvme": a folder on a disk of this machine. Every process keeps its files in a folder of its own
+    there, and deletes it at the end."""
     tensor_parallel: int = 1
-    """Processes that split the heads, the feed-forward and the tokens of every layer's matrices."""
+    """Processes that split every layer's heads, feed-forward and the vocabulary."""
     timeout: int = 600
-    """Seconds that a process waits for another one. Then the run ends with the number of the one that was killed or
-    stopped, or takes no part. What one process does while the others wait, such as writing a checkpoint, has to take
+    """Seconds that a process waits for another one. Then the run ends and names the rank that was killed, was
+    stopped or does not take part. Work of one process while the others wait, such as writing a checkpoint, must take
     less."""
     compile: bool = False
-    """Whether to run the model through torch.compile: minutes at the start, then faster steps on a GPU."""
+    """Compile the model with torch.compile: minutes at the start, then faster steps on a GPU."""
     eval_windows: int = 12
-    """Held-out windows of these evaluations; the one at the end takes final_eval_windows."""
+    """Held-out windows of evaluations during training; the final one uses final_eval_windows."""
     final_eval_windows: int = 256
-    """Largest number of held-out windows in the evaluation at the end; xz is measured on the same bytes."""
+    """Maximum number of held-out windows in the final evaluation; xz is measured on the same bytes."""
     quarter_files: int = 48
-    """Largest number of held-out files, each at least context_length long, measured by quarter of the context."""
+    """Maximum number of held-out files, each at least context_length long, for the evaluation by quarter."""
     eval_steps: int = 100
     save_steps: int = 200
     sample_prompt: str = ""
-    """What the text in sample.txt continues; empty: the beginning of a file."""
+    """Prompt of the text in sample.txt; empty: the beginning of a file."""
     sample_length: int = 600
     """Tokens of text to sample at the end."""
     sample_temperature: float = 0.7
@@ -108,6 +112,7 @@ class TrainSettings(DataSettings):
 
     def __post_init__(self) -> None:
         DataSettings.__post_init__(self)
+        self.offload_folder = None if self.offload_folder is None else Path(self.offload_folder)
         for name in ("batch_size", "quarter_files", "context_parallel", "heads_parallel", "tensor_parallel"):
             check_number(self, name, least=1)
         for name in ("sample_length", "sample_temperature"):
@@ -121,9 +126,13 @@ class TrainSettings(DataSettings):
         for name in ("adam_beta1", "adam_beta2", "muon_momentum"):
             check_number(self, name, least=0, below=1)
         for name, choices in (
-            ("optimizer", Optimizer), ("strategy", Strategy), ("layout", Layout), ("data_parallel", DataParallel),
-            ("offload", Offload), ("parallel", Parallel),
-        ):  # fmt: skip
+            ("optimizer", Optimizer),
+            ("strategy", Strategy),
+            ("layout", Layout),
+            ("data_parallel", DataParallel),
+            ("offload", Offload),
+            ("parallel", Parallel),
+        ):
             check_choice(self, name, get_args(choices))
         if self.model.checkpoint_every > 1 and not self.model.gradient_checkpointing:
             raise ValueError(
@@ -190,26 +199,33 @@ class TrainSettings(DataSettings):
                 f'{told} is carried out by DeepSpeed: set data_parallel to "zero1", "zero2" or "zero3", got '
                 f'"{self.data_parallel}"'
             )
-        if self.offload == "parameters" and self.data_parallel != "zero3":
+        if self.offload in ("parameters", "nvme") and self.data_parallel != "zero3":
             raise ValueError(
                 f'{told} is for weights that are split: set data_parallel to "zero3", got "{self.data_parallel}"'
             )
+        if (self.offload == "nvme") != (self.offload_folder is not None):
+            raise ValueError(
+                'offload "nvme" and offload_folder, where it keeps its files, go together; got offload '
+                f'"{self.offload}" and offload_folder {self.offload_folder}: set both or none'
+            )
 
     def left_open(self) -> dict[str, Any]:
-        """Values of settings that leave the choice to the run."""
+        """Settings whose value means that the run chooses."""
         chosen = ("parallel", "data_parallel", "context_parallel") if self.parallel == "auto" else ()
         return {**DataSettings.left_open(self), **{name: getattr(self, name) for name in chosen}}
 
     def to_dict(self) -> dict[str, Any]:
-        """The fields by name, as values that JSON holds."""
-        return {**DataSettings.to_dict(self), "model": self.model.to_dict(), "stages": self.stages.to_dict()}
+        """The fields by name, as JSON-serialisable values."""
+        folder = None if self.offload_folder is None else str(self.offload_folder.absolute())
+        own = {"model": self.model.to_dict(), "stages": self.stages.to_dict(), "offload_folder": folder}
+        return {**DataSettings.to_dict(self), **own}
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> TrainSettings:
-        """The settings whose :meth:`to_dict` this is.
+        """The inverse of :meth:`to_dict`.
 
         Raises:
-            KeyError, TypeError, ValueError: a key that is no field, no model, or a value out of range.
+            KeyError, TypeError, ValueError: an unknown key, a missing model, or a value out of range.
         """
         read = {"model": LongNetConfig.from_dict(values["model"]), "data": tuple(values["data"])}
         return cls(**{**values, **read, "stages": StageSettings.from_dict(values.get("stages", {}))})
@@ -217,22 +233,22 @@ class TrainSettings(DataSettings):
 
 @dataclass(kw_only=True, slots=True)
 class SampleSettings:
-    """How the next token is drawn; tokens are bytes for a model without a tokenizer.
+    """Sampling settings; tokens are bytes for a model without a tokenizer.
 
     Raises:
-        ValueError: a number out of range.
+        ValueError: a value is out of range.
     """
 
     max_new_tokens: int = 500
-    """Most tokens to generate; fewer if the text ends before."""
+    """Maximum number of tokens to generate; fewer if the text ends."""
     temperature: float = 0.7
-    """Divides the logits; 0 always takes the likeliest token."""
+    """Divisor of the logits; 0 is greedy."""
     top_k: int | None = None
-    """Draw from the k likeliest tokens only."""
+    """Sample from the k most likely tokens."""
     top_p: float | None = None
-    """Draw from the smallest set of tokens that holds this probability."""
+    """Sample from the smallest set of most likely tokens with this total probability."""
     seed: int | None = None
-    """Seed of the draws; without it every call draws anew."""
+    """Seed of the sampling; without it, every call samples differently."""
 
     def __post_init__(self) -> None:
         check_number(self, "max_new_tokens", least=1)

@@ -1,4 +1,4 @@
-"""Weights of a trained model in 8 bits, for reading and writing text: torchao's tensors in place of float32."""
+"""Weight-only 8-bit quantisation of a trained model for inference, with torchao's tensors."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ from dilated_attention_pytorch.machine import require
 from dilated_attention_pytorch.nn import MultiheadDilatedAttention
 
 Weights = Literal["stored", "int8", "float8"]
-"""``stored``: as they are in the file."""
+"""``stored``: as in the file."""
 
 _LEAST_LARGEST = 2.0**-100
 
 
 def import_torchao(purpose: str) -> None:
-    """Import torchao for ``purpose``, without its words about extensions that were built for other machines.
+    """Import torchao for ``purpose``, without its warnings about extensions for other machines.
 
     Raises:
         RunError: it is not installed.
@@ -31,13 +31,13 @@ def import_torchao(purpose: str) -> None:
 
 
 def make_small(model: nn.Module, weights: Weights) -> None:
-    """Keep the matrices of a model's layers in 8 bits, in place; it can no longer be trained.
+    """Quantise the matrices of a model's layers to 8 bits, in place; it can no longer be trained.
 
-    A row ``w`` is kept as ``q`` and one float32 scale ``s``, and ``w`` is about ``s q``. "int8": integers from -128 to
-    127 and ``s = max |w| / 127.5``, at least 2^-23, so that a weight is off by ``s / 2`` at most. "float8": 4 bits of
-    exponent and 3 of mantissa (``e4m3fn``) and ``s = max |w| / 448``, so that a weight is off by a sixteenth of itself
-    or by ``2^-10 s``, whichever is more. Products are computed in the precision of what is multiplied. Embeddings,
-    output matrices, norms and biases stay as they are.
+    A row ``w`` is stored as ``q`` and one float32 scale ``s``, with ``w`` approximately ``s q``. "int8": integers from
+    -128 to 127 and ``s = max |w| / 127.5``, at least 2^-23; the error is at most ``s / 2``. "float8": 4 exponent and
+    3 mantissa bits (``e4m3fn``) and ``s = max |w| / 448``; the error is at most the larger of ``|w| / 16`` and
+    ``2^-10 s``. Products are computed in the precision of the activations. Embeddings,
+    output matrices, norms and biases are unchanged.
 
     Raises:
         RunError: torchao is not installed.
@@ -56,7 +56,7 @@ def _small(matrix: Tensor, weights: Weights) -> Tensor:
     if weights == "int8":
         integers: Tensor = Int8Tensor.from_hp(matrix, PerRow())
         return integers
-    # Without a bound for the scale a row of zeros would be divided by 0.
+    # Without a lower bound of the scale, a row of zeros would be divided by 0.
     floats: Tensor = Float8Tensor.from_hp(
         matrix, float8_dtype=torch.float8_e4m3fn, granularity=PerRow(), hp_value_lb=_LEAST_LARGEST
     )
@@ -64,7 +64,7 @@ def _small(matrix: Tensor, weights: Weights) -> Tensor:
 
 
 def _matrices(model: nn.Module) -> Iterator[tuple[nn.Module, str]]:
-    """The matrices that are multiplied with activations, but for the output matrix, by module and name."""
+    """The matrices multiplied with activations, except the output matrix, by module and name."""
     outer = {id(module.weight) for module in model.modules() if isinstance(module, nn.Embedding)}
     outer |= {id(weight) for name, weight in model.named_parameters() if name.split(".")[-2:][0] in ("head", "lm_head")}
     for module in model.modules():
@@ -75,7 +75,7 @@ def _matrices(model: nn.Module) -> Iterator[tuple[nn.Module, str]]:
 
 
 def weight_bytes(model: nn.Module) -> int:
-    """Bytes of all weights of a model, with the scales of those in 8 bits; a weight that serves twice counts once."""
+    """Bytes of all weights of a model, including 8-bit scales; shared weights count once."""
     return sum(map(_bytes, {id(weight): weight for weight in model.parameters()}.values()))
 
 

@@ -1,4 +1,4 @@
-"""A loss that is far above the last ones."""
+"""Detection of loss spikes."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ from .verification import fitting
 
 
 class SpikeWatch(TrainerCallback, ExportableState):
-    """Compares each loss with the last ones: with their median, in units of the median absolute deviation from it.
+    """Compares each loss with the median of recent losses, in units of their median absolute deviation.
 
-    The losses that it has seen lie in every checkpoint, so that a run that is taken up finds the same spikes.
+    The recent losses are stored in every checkpoint, so that a resumed run finds the same spikes.
 
     Args:
-        deviations: so many of these units above the median is a spike.
-        steps: how many losses are compared with; with fewer there is no spike.
+        deviations: threshold above the median, in these units.
+        steps: number of recent losses; with fewer there is no spike.
     """
 
     def __init__(self, deviations: float, steps: int) -> None:
@@ -27,19 +27,19 @@ class SpikeWatch(TrainerCallback, ExportableState):
         self.losses: deque[float] = deque(maxlen=steps)
 
     def state(self) -> dict[str, Any]:
-        """What :meth:`on_train_begin` takes up."""
+        """State that :meth:`on_train_begin` restores."""
         return {"args": {}, "attributes": {"losses": list(self.losses)}}
 
     def on_train_begin(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
-        """Take up the losses of the checkpoint that the run goes on from."""
+        """Restore the losses from the checkpoint."""
         saved: Any = state.stateful_callbacks
         with fitting(f"the newest checkpoint of {args.output_dir}"):
             self.losses.extend(map(float, saved[type(self).__name__]["attributes"]["losses"]))
 
     def spike(self, loss: float) -> str | None:
-        """What ``loss`` is beside the last ones, in words, if it is a spike; else it is one of them from now on."""
+        """Description of ``loss`` if it is a spike; otherwise records it and returns None."""
         if len(self.losses) == self.losses.maxlen:
             median = statistics.median(self.losses)
             deviation = statistics.median(abs(seen - median) for seen in self.losses)

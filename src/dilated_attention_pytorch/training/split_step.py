@@ -1,7 +1,7 @@
-"""The step of one process whose weights others share, traced in a program of its own: see :mod:`.traced_step`.
+"""A subprocess that traces the step of one process with sharded weights, see :mod:`.traced_step`.
 
-torch's own distribution splits the weights, among processes that are not there: a process group that sends nothing.
-A program can have one group only, so this is started beside the one that asks.
+torch's own distribution shards the weights over a fake process group that communicates nothing.
+A program has only one default process group, hence the subprocess.
 """
 
 from __future__ import annotations
@@ -18,18 +18,19 @@ from dilated_attention_pytorch.errors import RunError
 from .settings import TrainSettings
 
 
-def split_parts(settings: TrainSettings, num_processes: int) -> tuple[dict[str, int], int]:
-    """:func:`.step_bytes.highest` for one of ``num_processes`` that split the weights, in another program.
+def split_parts(settings: TrainSettings, num_processes: int, of_others: int) -> tuple[dict[str, int], int]:
+    """:func:`.step_bytes.highest` for one of ``num_processes`` with sharded weights, in a subprocess.
 
     Args:
-        settings: of the run; this process's rows are ``batch_size`` times ``context_length``.
-        num_processes: how many there are.
+        settings: settings of the run; this process's rows are ``batch_size`` times ``context_length``.
+        num_processes: number of processes.
+        of_others: bytes that are there beside what attention takes by itself, while it is computed.
 
     Raises:
-        RunError: the program fails.
+        RunError: the subprocess failed.
     """
     given = {**settings.to_dict(), "data": [], "parallel": "told"}
-    told = json.dumps({"settings": given, "processes": num_processes}, default=str)
+    told = json.dumps({"settings": given, "processes": num_processes, "of_others": of_others}, default=str)
     command = [sys.executable, "-m", "dilated_attention_pytorch.training.split_step"]
     run = subprocess.run(command, input=told, capture_output=True, text=True, check=False)
     if run.returncode:
@@ -43,7 +44,7 @@ def split_parts(settings: TrainSettings, num_processes: int) -> tuple[dict[str, 
 
 
 def main() -> None:
-    """Read settings from standard input, write the parts to standard output."""
+    """Read settings from standard input, write the categories to standard output."""
     import torch.distributed as dist
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
@@ -55,13 +56,14 @@ def main() -> None:
     settings = TrainSettings.from_dict(told["settings"])
     if settings.tokenizer is not None:
         settings = dataclasses.replace(settings, tokenizer=Path(settings.tokenizer))
-    # A group that sends nothing has no time to wait for.
+    # The fake group has no timeout.
     warnings.filterwarnings("ignore", message="Set timeout is now only supported")
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=told["processes"])
     distribution = Distribution(settings, "cpu")
-    # Meshes are made before tensors are fake: they are looked into.
+    # Create meshes before fake tensors are enabled, since their values are read.
     _ = distribution.rows_mesh
-    print(json.dumps(highest(moments(settings, distribution), attention_bytes(settings))))
+    own = {name: size + told["of_others"] for name, size in attention_bytes(settings).items()}
+    print(json.dumps(highest(moments(settings, distribution), own)))
 
 
 if __name__ == "__main__":

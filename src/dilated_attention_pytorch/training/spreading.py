@@ -1,4 +1,4 @@
-"""A run that goes on over other processes than it began with: the same steps on the same windows, spread anew."""
+"""Resuming a run on another number of processes, with the same steps on the same windows."""
 
 from __future__ import annotations
 
@@ -12,30 +12,40 @@ from dilated_attention_pytorch.errors import RunError
 from .settings import TrainSettings
 
 SPREADING = (
-    "context_parallel", "heads_parallel", "strategy", "layout", "data_parallel", "offload", "tensor_parallel",
-    "batch_size", "timeout", "workers", "cache",
-)  # fmt: skip
-"""Settings that say how a run is spread over processes; what it computes does not depend on them but in rounding."""
+    "context_parallel",
+    "heads_parallel",
+    "strategy",
+    "layout",
+    "data_parallel",
+    "offload",
+    "offload_folder",
+    "tensor_parallel",
+    "batch_size",
+    "timeout",
+    "workers",
+    "cache",
+)
+"""Settings of the distribution over processes; they affect the result only by rounding."""
 ON_FAULTS = ("on_nan", "spike_deviations", "spike_window")
-"""Settings that say what to do about a batch that breaks the run; one that it has ended may go on with others."""
+"""Settings for bad batches; a run that one has ended may be resumed with other values."""
 
 
 def spread_anew(settings: TrainSettings, began_with: int, processes: int, changes: Mapping[str, Any]) -> TrainSettings:
-    """The settings of a run for another number of processes: every step takes the windows that it would have taken.
+    """The settings of a run for another number of processes: every step uses the same windows.
 
-    What ``changes`` leave open stays as it is where that goes: processes that share a sequence, or the matrices, become
-    fewer where their number does not divide that of all. A process takes as many windows at once as before, or the
-    next smaller number that divides its share of a step, and accumulates the rest.
+    Settings not in ``changes`` are kept where possible: the numbers of processes that share a sequence or the matrices
+    are reduced if they do not divide the total. The batch size per process is the old one, or the
+    next smaller divisor of its share of a step, with gradient accumulation for the rest.
 
     Args:
-        settings: what the run began with.
-        began_with: how many processes it began with.
-        processes: how many there are now.
-        changes: of the :data:`SPREADING` settings, and of those that do not concern processes.
+        settings: original settings of the run.
+        began_with: original number of processes.
+        processes: current number of processes.
+        changes: new values of :data:`SPREADING` settings, and of settings unrelated to processes.
 
     Raises:
-        RunError: the windows of a step cannot be dealt out evenly, or not in batches of the size that is told.
-        ValueError: a setting out of range.
+        RunError: the windows of a step cannot be divided evenly, or not into batches of the requested size.
+        ValueError: a setting is out of range.
     """
     if processes == began_with and not changes:
         return settings
@@ -52,6 +62,8 @@ def spread_anew(settings: TrainSettings, began_with: int, processes: int, change
         told.setdefault("data_parallel", "ddp")
     if not told.get("data_parallel", settings.data_parallel).startswith("zero"):
         told.setdefault("offload", "none")
+    if told.get("offload", settings.offload) != "nvme":
+        told.setdefault("offload_folder", None)
     sequences = max(1, processes // (context * tensor))
     share, rest = divmod(windows, sequences)
     if rest:

@@ -1,4 +1,4 @@
-"""Stages of a run: windows that grow, each stage with its part of the steps, pattern and learning rate."""
+"""Stages of a run with growing windows, each with its fraction of the steps, pattern and learning rate."""
 
 from __future__ import annotations
 
@@ -17,24 +17,24 @@ _SHORTEST = 8
 
 @dataclass(kw_only=True, slots=True)
 class StageSettings:
-    """Stages of a run, each list with an entry for every stage. Without lengths there is one stage.
+    """Stages of a run; each list has one entry per stage. Without lengths there is one stage.
 
     Raises:
-        ValueError: a number out of range, or lists of different lengths.
+        ValueError: a value is out of range, or lists have different lengths.
     """
 
     lengths: tuple[int, ...] = ()
-    """Length of the windows in each stage; they rise to context_length, and a batch has as many tokens in every stage
-    as divide into whole windows."""
+    """Window length of each stage, increasing to context_length. A batch has about the same number of tokens in every
+    stage, in whole windows."""
     fractions: tuple[float, ...] = ()
-    """Part of the optimizer steps that each stage takes; they add up to 1. Without them: equal parts."""
+    """Fraction of the optimizer steps per stage; they add up to 1. Default: equal fractions."""
     windows: tuple[int, ...] = ()
-    """Windows that take the place of one of context_length. Without them: as many as have its tokens."""
+    """Windows that replace one of context_length, per stage. Default: as many as have its tokens."""
     learning_rates: tuple[float, ...] = ()
-    """What the learning rates of the schedule are multiplied with in each stage. Without them: 1."""
+    """Factor of the learning rates per stage. Default: 1."""
     patterns: tuple[str, ...] = ()
-    """Segment lengths and rates of each stage, as in Python: "DilatedPattern([256, 1024], [1, 4])". Without them: the
-    model's, which evaluations always take."""
+    """Segment lengths and rates per stage, in Python syntax: "DilatedPattern([256, 1024], [1, 4])". Default: the
+    model's, which evaluations always use."""
 
     def __post_init__(self) -> None:
         for name in ("lengths", "fractions", "windows", "learning_rates", "patterns"):
@@ -58,7 +58,7 @@ class StageSettings:
         self.read_patterns()
 
     def check(self, context_length: int, steps: int, model: LongNetConfig) -> None:
-        """Raise ``ValueError`` unless a run of ``steps`` with windows of ``context_length`` has these stages."""
+        """Raise ``ValueError`` unless the stages are valid for ``steps`` steps and windows of ``context_length``."""
         if not self.lengths:
             return
         if max(self.lengths) != context_length or list(self.lengths) != sorted(self.lengths):
@@ -79,7 +79,7 @@ class StageSettings:
         self.patterns_of(model)
 
     def read_patterns(self) -> list[DilatedPattern]:
-        """Segment lengths and rates of each stage; nothing where the model's hold."""
+        """Segment lengths and rates per stage; empty if the model's apply."""
         found = []
         for expression in self.patterns:
             try:
@@ -97,10 +97,10 @@ class StageSettings:
         return found
 
     def patterns_of(self, model: LongNetConfig) -> tuple[tuple[Pattern, ...], ...]:
-        """For each stage the pattern of every layer of ``model``; nothing where its own hold.
+        """The pattern of every layer of ``model``, per stage; empty if its own apply.
 
         Raises:
-            ValueError: a pattern that the model cannot have.
+            ValueError: a pattern is invalid for the model.
         """
         configs = []
         for pattern in self.read_patterns():
@@ -112,26 +112,26 @@ class StageSettings:
         return tuple(tuple(map(config.pattern, range(model.num_layers))) for config in configs)
 
     def ends_by_step(self, steps: int) -> tuple[int, ...]:
-        """The optimizer step before which each stage ends; empty where a stage would have none of them."""
+        """The optimizer step before which each stage ends; empty if a stage would have no step."""
         ends = stage_ends(steps, len(self.lengths), self.fractions)
         return ends if all(first < last for first, last in zip((0, *ends), ends, strict=False)) else ()
 
     def to_dict(self) -> dict[str, Any]:
-        """The fields by name, as values that JSON holds."""
+        """The fields by name, as JSON-serialisable values."""
         return {name: list(values) for name, values in asdict(self).items()}
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> StageSettings:
-        """The settings whose :meth:`to_dict` this is.
+        """The inverse of :meth:`to_dict`.
 
         Raises:
-            TypeError, ValueError: a key that is no field, or a value out of range.
+            TypeError, ValueError: an unknown key, or a value out of range.
         """
         return cls(**{name: tuple(entries) for name, entries in values.items()})
 
 
 def stage_ends(steps: int, count: int, fractions: Sequence[float] = ()) -> tuple[int, ...]:
-    """The step before which each of ``count`` stages ends, of ``steps`` in all.
+    """The step before which each of ``count`` stages ends, out of ``steps``.
 
     >>> stage_ends(7, 3), stage_ends(10, 2, [0.3, 0.7])
     ((3, 5, 7), (3, 10))
@@ -142,14 +142,14 @@ def stage_ends(steps: int, count: int, fractions: Sequence[float] = ()) -> tuple
 
 @dataclass(frozen=True, slots=True)
 class Stages:
-    """What a run does in each of its stages, by optimizer step.
+    """The stages of a run by optimizer step.
 
     Args:
-        lengths: of the windows.
+        lengths: window lengths.
         ends: the step before which each stage ends.
-        windows: how many windows a batch has for each that it would have of the longest; by stage.
+        windows: windows per window of the longest length, by stage.
         learning_rates: factors of the learning rates.
-        patterns: attention patterns of the layers; none where the model's own hold.
+        patterns: attention patterns of the layers; empty if the model's own apply.
     """
 
     lengths: tuple[int, ...]
@@ -160,16 +160,18 @@ class Stages:
 
     @classmethod
     def of(cls, settings: StageSettings, model: LongNetConfig, *, context_length: int, steps: int) -> Stages:
-        """The stages of a run of ``model`` whose windows in the end have ``context_length`` tokens."""
+        """The stages of a run of ``model`` with the final window length ``context_length``."""
         lengths = settings.lengths or (context_length,)
         return cls(
-            lengths, stage_ends(steps, len(lengths), settings.fractions),
+            lengths,
+            stage_ends(steps, len(lengths), settings.fractions),
             settings.windows or tuple(context_length // length for length in lengths),
-            settings.learning_rates, settings.patterns_of(model),
-        )  # fmt: skip
+            settings.learning_rates,
+            settings.patterns_of(model),
+        )
 
     def at(self, step: int) -> int:
-        """The stage of an optimizer step, both from 0; the last one after the end."""
+        """The stage of an optimizer step (both from 0); after the end, the last one."""
         return next((stage for stage, end in enumerate(self.ends) if step < end), len(self.ends) - 1)
 
     def learning_rate(self, step: int) -> float:
@@ -177,16 +179,16 @@ class Stages:
         return self.learning_rates[self.at(step)] if self.learning_rates else 1.0
 
     def patterns_at(self, step: int) -> tuple[Pattern, ...]:
-        """The attention patterns of the layers at an optimizer step; none where the model's own hold."""
+        """The attention patterns of the layers at an optimizer step; empty if the model's own apply."""
         return self.patterns[self.at(step)] if self.patterns else ()
 
     def windows_after(self, step: int) -> tuple[int, ...]:
-        """Windows of each stage in the first ``step`` optimizer steps that have one batch of one window of the longest
-        each."""
+        """Windows of each stage in the first ``step`` optimizer steps, for one batch of one window of the longest
+        length per step."""
         starts = (0, *self.ends)
         done = [max(0, min(step, end) - start) for start, end in zip(starts, self.ends, strict=False)]
         return tuple(steps * count for steps, count in zip(done, self.windows, strict=True))
 
     def tokens_after(self, step: int) -> int:
-        """Tokens of these windows."""
+        """Number of tokens in these windows."""
         return sum(count * length for count, length in zip(self.windows_after(step), self.lengths, strict=True))

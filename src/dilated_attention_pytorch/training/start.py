@@ -1,4 +1,4 @@
-"""Where a run goes on: at the newest of its checkpoints that is whole."""
+"""Selection of the newest intact checkpoint to resume from."""
 
 from __future__ import annotations
 
@@ -17,19 +17,19 @@ from .verification import verify_checkpoint
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Start:
-    """Where a run goes on."""
+    """The checkpoint that a run resumes from."""
 
     checkpoint: Path | None
-    """The newest checkpoint that is whole; None if the run has none yet."""
+    """The newest intact checkpoint; None if the run has none yet."""
     left: Mapping[str, str]
-    """Newer ones by name, and why each is left."""
+    """Newer checkpoints that were skipped, with reasons."""
     digest: str = ""
-    """SHA-256 of the checkpoint's manifest, by which other processes know that they see the same one."""
+    """SHA-256 of the checkpoint's manifest, by which other processes verify that they see the same one."""
     has_random_states: bool = True
-    """Whether as many processes wrote it as go on: each then finds its random numbers in it."""
+    """Whether it was written by the same number of processes, so that each finds its random state."""
 
     def verify_here(self, run_id: str, processes: int, rank: int) -> None:
-        """Raise :class:`RunError` unless this process reads what the first one has found to be whole."""
+        """Raise :class:`RunError` unless this process reads the same checkpoint as the first one."""
         if self.checkpoint is None or rank == 0:
             return
         verify_checkpoint(self.checkpoint, run_id, files_to_read(self.checkpoint, processes, rank))
@@ -40,7 +40,7 @@ class Start:
             )
 
     def in_words(self) -> Iterator[str]:
-        """A line for each checkpoint that is left."""
+        """One line per skipped checkpoint."""
         assert self.checkpoint is not None or not self.left
         for name, reason in self.left.items():
             assert self.checkpoint is not None
@@ -48,16 +48,16 @@ class Start:
 
 
 def choose_start(run: Path, run_id: str, processes: int, check: Callable[[Path], None]) -> Start:
-    """The newest checkpoint of ``run`` that is whole, and that ``check`` does not refuse.
+    """The newest checkpoint of ``run`` that is intact and passes ``check``.
 
     Args:
-        run: the run folder.
-        run_id: the run's name for itself.
-        processes: how many processes it has.
-        check: raises :class:`RunError` for a checkpoint that is whole and not the run's.
+        run: run folder.
+        run_id: unique id of the run.
+        processes: number of processes.
+        check: raises :class:`RunError` for an intact checkpoint of another run.
 
     Raises:
-        RunError: there are checkpoints, and none is.
+        RunError: there are checkpoints, but none is valid.
     """
     left: dict[str, str] = {}
     for checkpoint in checkpoints(run):
@@ -76,10 +76,10 @@ def choose_start(run: Path, run_id: str, processes: int, check: Callable[[Path],
 
 
 def files_to_read(checkpoint: Path, processes: int, rank: int | None = None) -> list[str]:
-    """What ``processes``, or the process ``rank`` of them, read of a checkpoint that others may have written.
+    """Files that all ``processes``, or process ``rank``, read of a checkpoint, whoever wrote it.
 
     Raises:
-        RunError: its manifest is not what was written.
+        RunError: its manifest was changed.
     """
     manifest = _manifest(checkpoint)
     names = file_names(processes, rank) if manifest.get("processes") == processes else [*OF_ALL]

@@ -1,4 +1,4 @@
-"""What a training step has alive at its peak, for any number of layers and tokens: few of both are traced."""
+"""Peak memory of a training step for any number of layers and tokens, extrapolated from small traces."""
 
 from __future__ import annotations
 
@@ -21,21 +21,23 @@ if TYPE_CHECKING:
     from .traced_step import Trace
 
 _LOSS_BLOCKS = 5
-"""The blocks of the loss that a shorter text has at least."""
+"""Minimum number of loss blocks in a traced sequence."""
 _LOSS_BLOCKS_AT_EITHER_END = 2
 
 
 class Moment(NamedTuple):
-    """What is alive after one operation of a step."""
+    """Live memory after one operation of a step."""
 
     counts: Counts
-    """By part."""
+    """Bytes by category."""
     attention: str | None
-    """The name of the operation if it is attention: what that takes by itself is not counted."""
+    """Name of the operation if it is attention, whose temporary memory is not included."""
+    own: int = 0
+    """What the operation takes by itself, where that is known of it."""
 
 
 class _Key(NamedTuple):
-    """A phase by its place from the beginning (0, 1, ...) or from the end (-1, -2, ...)."""
+    """A phase by its index from the start (0, 1, ...) or from the end (-1, -2, ...)."""
 
     name: str
     place: int
@@ -43,7 +45,7 @@ class _Key(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class _Sizes:
-    """Layers and tokens of what is traced, and by how much each is made larger for a second trace."""
+    """Numbers of layers and tokens to trace, and the increments for a second trace."""
 
     num_layers: int
     layer_step: int
@@ -51,23 +53,25 @@ class _Sizes:
     length_step: int
 
 
-def moments(settings: TrainSettings, distribution: Distribution | None = None) -> Iterator[Moment]:
-    """Every operation of a step in which memory may be at its peak.
+def moments(
+    settings: TrainSettings, distribution: Distribution | None = None, *, is_training: bool = True
+) -> Iterator[Moment]:
+    """All operations of a step, or of its forward pass alone, at which memory may peak.
 
-    What is alive after an operation grows by as much with every layer as with the one before, and by as much with every
-    block of the loss. So steps of a few layers and a few blocks of the loss are traced, and one more of each; the
-    others follow by the differences, exactly.
+    Live memory after an operation is linear in the number of layers and in the number of loss
+    blocks. So steps with few layers and few loss blocks are traced, and one with more of each; the
+    rest follows exactly by linear extrapolation.
     """
     model = settings.model
     sizes = _sizes_to_trace(settings)
-    # A difference is multiplied by so many steps.
+    # Number of increments.
     layers = (model.num_layers - sizes.num_layers) // sizes.layer_step if sizes.layer_step else 0
     lengths = (settings.context_length - sizes.length) // sizes.length_step if sizes.length_step else 0
     traced: Callable[[int, int], dict[_Key, Series]]
     if distribution is None:
-        traced = functools.partial(_traced_whole, _without_sizes(settings))
+        traced = functools.partial(_traced_whole, _without_sizes(settings), is_training)
     else:
-        traced = functools.partial(_traced, settings, distribution)
+        traced = functools.partial(_traced, settings, distribution, is_training)
     base = traced(sizes.num_layers, sizes.length)
     deeper = traced(sizes.num_layers + sizes.layer_step, sizes.length) if layers else base
     longer = traced(sizes.num_layers, sizes.length + sizes.length_step) if lengths else base
@@ -90,35 +94,38 @@ def moments(settings: TrainSettings, distribution: Distribution | None = None) -
 def _sizes_to_trace(settings: TrainSettings) -> _Sizes:
     model = settings.model
     period = _period(model)
-    # The first and the last blocks of a trace are other blocks.
+    # The first and last blocks differ from those in between.
     fewest = 2 * period + 2
     fewest += (model.num_layers - fewest) % period
     is_deep = model.num_layers > fewest + period
     rows, of_block = settings.batch_size * settings.context_length, rows_at_once(model.vocab_size)
-    # A text shorter by this has a whole number of blocks less.
+    # Lengths that differ by this have a whole number of blocks more or less.
     step = of_block // math.gcd(of_block, settings.batch_size)
     blocks = settings.batch_size * step // of_block
     surplus = (rows // of_block - _LOSS_BLOCKS) // blocks
     is_long = surplus > 1
     return _Sizes(
-        fewest if is_deep else model.num_layers, period if is_deep else 0,
-        settings.context_length - surplus * step if is_long else settings.context_length, step if is_long else 0,
-    )  # fmt: skip
+        fewest if is_deep else model.num_layers,
+        period if is_deep else 0,
+        settings.context_length - surplus * step if is_long else settings.context_length,
+        step if is_long else 0,
+    )
 
 
 def _period(model: LongNetConfig) -> int:
-    """After how many layers what is recomputed is again."""
+    """Period in layers of the recomputation."""
     return model.checkpoint_every if model.gradient_checkpointing else 1
 
 
 def _traced(
-    settings: TrainSettings, distribution: Distribution | None, num_layers: int, length: int
+    settings: TrainSettings, distribution: Distribution | None, is_training: bool, num_layers: int, length: int
 ) -> dict[_Key, Series]:
-    """The phases of a trace by their places; those in the middle, which are never a peak, are left out."""
-    from .traced_step import trace_step  # transformers, which a command line that is only read does not need
+    """The phases of a trace by index; those in the middle, which never peak, are left out."""
+    from .traced_step import trace_step  # imports transformers, which parsing a command line does not need
 
     model = dataclasses.replace(settings.model, num_layers=num_layers)
-    trace = trace_step(dataclasses.replace(settings, model=model, context_length=length), distribution)
+    shorter = dataclasses.replace(settings, model=model, context_length=length)
+    trace = trace_step(shorter, distribution, is_training=is_training)
     found = {}
     for (name, number), series in trace.series.items():
         key = _key(name, number, trace, _period(model))
@@ -128,22 +135,22 @@ def _traced(
 
 
 def _without_sizes(settings: TrainSettings) -> str:
-    """Settings as text, with the layers and the length that a trace replaces left the same."""
+    """Settings as text, with the layers and the length that a trace replaces removed."""
     model = dataclasses.replace(settings.model, num_layers=1)
     same = dataclasses.replace(settings, model=model, context_length=8, max_tokens=0)
     return json.dumps({**same.to_dict(), "data": []}, default=str)
 
 
 @functools.lru_cache(maxsize=16)
-def _traced_whole(settings: str, num_layers: int, length: int) -> dict[_Key, Series]:
-    """:func:`_traced` of one process. Texts that differ by whole blocks of the loss have the same traces."""
-    return _traced(TrainSettings.from_dict(json.loads(settings)), None, num_layers, length)
+def _traced_whole(settings: str, is_training: bool, num_layers: int, length: int) -> dict[_Key, Series]:
+    """:func:`_traced` for one process. Lengths that differ by whole loss blocks share their traces."""
+    return _traced(TrainSettings.from_dict(json.loads(settings)), None, is_training, num_layers, length)
 
 
 def _key(name: str, number: int, trace: Trace, period: int) -> _Key | None:
     is_loss = name.startswith("loss")
     last = trace.num_loss_blocks if is_loss else trace.num_layers - 1
-    # Blocks are alike after as many as are recomputed in turn, beside the first and the last.
+    # Blocks repeat with the period of the recomputation, except the first and the last.
     near = _LOSS_BLOCKS_AT_EITHER_END if is_loss else period + 1
     if name == "optimizer" or number < near:
         return _Key(name, number)
@@ -151,19 +158,20 @@ def _key(name: str, number: int, trace: Trace, period: int) -> _Key | None:
 
 
 def _highest(series: Series) -> Series:
-    """The operation with most alive: matrices are stepped one after the other, in as many operations as there are."""
+    """The operation with the most live memory; an optimizer steps matrices one by one, in a varying number of
+    operations."""
     return Series([max(series.counts, key=sum)])
 
 
 def highest(of: Iterator[Moment], attention: dict[str, int]) -> tuple[dict[str, int], int]:
-    """The parts of the moment with most alive, and what attention takes by itself then.
+    """Memory by category at the peak, and the temporary memory of attention at that moment.
 
     Args:
-        of: every moment.
-        attention: bytes that each operation of attention takes by itself, by its name.
+        of: all moments.
+        attention: temporary bytes of each attention operation, by name.
     """
     counts, own = max(
-        ((moment.counts, attention.get(moment.attention or "", 0)) for moment in of),
+        ((moment.counts, moment.own + attention.get(moment.attention or "", 0)) for moment in of),
         key=lambda one: sum(one[0]) + one[1],
     )
     return dict(zip(PARTS, counts, strict=True)), own

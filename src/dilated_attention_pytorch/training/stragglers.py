@@ -1,9 +1,9 @@
-"""The rank that the others wait for: how long each works by itself in a step, and which one takes longer than the rest.
+"""Detection of slow ranks from the time that each rank computes by itself in a step.
 
-All ranks of a run take equally long for a step, as each waits for the slowest. So only the time before a rank has to
-wait counts: reading its batches, and computing until it exchanges anything. Where gradients alone are exchanged
-(``ddp``) that is all of a step; where layers exchange rows or weights (context and tensor parallel, FSDP, ZeRO) it is
-what comes before the first layer.
+All ranks take equally long per step, as each waits for the slowest. So only the time before a rank has to
+wait counts: loading batches, and computing up to the first communication. With pure gradient averaging
+(``ddp``) that is the whole step; where layers communicate (context and tensor parallelism, FSDP, ZeRO) it is
+the part before the first layer.
 """
 
 from __future__ import annotations
@@ -20,16 +20,16 @@ from torch import Tensor
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
 FACTOR = 1.5
-"""A rank that works so many times as long as the median of the others is slow, ..."""
+"""A rank that works this many times as long as the median of the others is slow, ..."""
 LEAST_PART = 0.1
-"""... if what it works longer is so large a part of a step."""
+"""... if the excess is at least this fraction of a step."""
 
 
 class OwnTime:
-    """A watch of what this process does by itself: on a GPU by events in its stream, as calls return before.
+    """A stopwatch for this process's own work; on a GPU with stream events, as calls are asynchronous.
 
     Args:
-        device: where the run computes.
+        device: device of the run.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -38,22 +38,22 @@ class OwnTime:
         self._spans: list[tuple[Any, Any]] = []
 
     def start(self) -> None:
-        """From now on this process works by itself."""
+        """Start the watch."""
         self._last = self._now()
 
     def mark(self) -> None:
-        """It has worked by itself until now, and goes on; nothing where it has stopped."""
+        """Count the time until now and continue; no-op if stopped."""
         if self._last is not None:
             now = self._now()
             self._spans.append((self._last, now))
             self._last = now
 
     def stop(self) -> None:
-        """From now on it may wait; what it did since the last mark does not count."""
+        """Stop the watch: time since the last mark is not counted."""
         self._last = None
 
     def take(self) -> float:
-        """Seconds of work since the last call."""
+        """Counted seconds since the last call."""
         spans, self._spans = self._spans, []
         if not self._is_cuda:
             return sum(after - before for before, after in spans)
@@ -75,12 +75,12 @@ class Straggler:
 
     rank: int
     seconds: float
-    """Of its own work in a step: the median of the steps between two entries of the log."""
+    """Its own work per step in seconds: the median over the steps between two log entries."""
     others: float
-    """The median of the other ranks."""
+    """The median over the other ranks, in seconds."""
 
     def in_words(self) -> str:
-        """A sentence about it."""
+        """One sentence of text."""
         return (
             f"rank {self.rank} is slow: it works {self.seconds:.3g} s by itself in a step, the others "
             f"{self.others:.3g} s (median), and they wait for it"
@@ -88,25 +88,25 @@ class Straggler:
 
 
 def slowest(seconds: Sequence[float]) -> Straggler:
-    """The rank with the most seconds, beside the median of the others."""
+    """The rank with the most seconds, with the median of the others."""
     rank = max(range(len(seconds)), key=seconds.__getitem__)
     others = statistics.median([*seconds[:rank], *seconds[rank + 1 :]])
     return Straggler(rank, seconds[rank], others)
 
 
 def is_straggler(slowest: Straggler, step_seconds: float) -> bool:
-    """Whether the others wait for the slowest rank for a time that counts."""
+    """Whether the others' waiting time for the slowest rank is significant."""
     waited = slowest.seconds - slowest.others
     return slowest.seconds > FACTOR * slowest.others and waited > LEAST_PART * step_seconds
 
 
 class StragglerWatch(TrainerCallback):
-    """Compares the ranks between two entries of the log: one number of each is gathered beside the next step.
+    """Compares the ranks between log entries; one number per rank is gathered asynchronously with the next step.
 
     Args:
-        own_time: this process's watch.
-        device: where the run computes.
-        name: what the first process calls with a rank that was slow in two intervals, one after the other.
+        own_time: this process's stopwatch.
+        device: device of the run.
+        name: called by the first process with a rank that was slow in two consecutive intervals.
     """
 
     def __init__(self, own_time: OwnTime, device: torch.device, name: Callable[[int, Straggler], None]) -> None:
@@ -114,7 +114,7 @@ class StragglerWatch(TrainerCallback):
         self.device = device
         self.name = name
         self.slowest: Straggler | None = None
-        """The slowest rank of the last interval that is known."""
+        """The slowest rank of the last completed interval."""
         self._steps: list[tuple[float, float]] = []
         self._ended = time.perf_counter()
         self._step_seconds = 0.0
@@ -123,16 +123,17 @@ class StragglerWatch(TrainerCallback):
         self._named: int | None = None
 
     def figures(self) -> dict[str, float]:
-        """For the log."""
+        """Figures for the log."""
         if self.slowest is None:
             return {}
         return {
-            "slowest_rank": self.slowest.rank, "slowest_rank_seconds": round(self.slowest.seconds, 4),
+            "slowest_rank": self.slowest.rank,
+            "slowest_rank_seconds": round(self.slowest.seconds, 4),
             "other_ranks_seconds": round(self.slowest.others, 4),
-        }  # fmt: skip
+        }
 
     def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
-        """Take the time of this step, read what was gathered, and have the next interval gathered."""
+        """Take the time of this step, read the last gather, and start the next one."""
         now = time.perf_counter()
         self._steps.append((self.own_time.take(), now - self._ended))
         self._ended = now
@@ -147,7 +148,7 @@ class StragglerWatch(TrainerCallback):
     def on_train_end(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
-        """Read what the last interval gathered."""
+        """Read the last gather."""
         self._read(state)
 
     def _read(self, state: TrainerState) -> None:

@@ -1,4 +1,4 @@
-"""A LongNet's matrices split over the processes of one axis: heads, feed-forward and tokens."""
+"""Tensor parallelism of LongNet: heads, feed-forward and vocabulary split over the processes of one axis."""
 
 from __future__ import annotations
 
@@ -21,14 +21,14 @@ from dilated_attention_pytorch.models.blocks import Block
 
 
 def split_matrices(model: LongNetLM, mesh: DeviceMesh) -> None:
-    """Give this process its heads, its part of every feed-forward and its tokens, in place.
+    """Give this process its heads, its part of every feed-forward and of the vocabulary, in place.
 
-    Between the modules that the plan names everything is whole and equal in all processes (Megatron-LM, arXiv
-    1909.08053): two sums over the processes per block, and in each of the two LayerNorms inside of it two small ones.
+    Between the planned modules, activations are whole and equal in all processes (Megatron-LM, arXiv
+    1909.08053): two all-reduces per block, and two small ones in each of its two inner LayerNorms.
 
     Args:
-        model: with whole weights, equal in all processes.
-        mesh: one axis, whose size divides key/value heads, feed-forward and tokens.
+        model: with full weights, equal in all processes.
+        mesh: one axis, whose size divides key/value heads, feed-forward and vocabulary.
     """
     config, size, rank = model.config, mesh.size(), mesh.get_local_rank()
     assert config.num_kv_heads is not None
@@ -56,8 +56,10 @@ def _plan(model: LongNetLM) -> dict[str, ParallelStyle]:
         "blocks.*.attention_layernorm": Replicated(),
         "blocks.*.attention": Rows("in_proj_weight"),
         "blocks.*.attention.in_proj": PrepareModuleInputOutput(
-            input_layouts=(Replicate(), None, None), desired_input_layouts=(Replicate(), None, None),
-            output_layouts=Shard(-1), desired_output_layouts=Shard(-1),
+            input_layouts=(Replicate(), None, None),
+            desired_input_layouts=(Replicate(), None, None),
+            output_layouts=Shard(-1),
+            desired_output_layouts=Shard(-1),
         ),
         "blocks.*.attention.inner_layernorm": Rows("weight", "bias"),
         "blocks.*.attention.out_proj": RowwiseParallel(),
@@ -66,19 +68,21 @@ def _plan(model: LongNetLM) -> dict[str, ParallelStyle]:
         "blocks.*.feed_forward.inner_layernorm": Rows("weight", "bias"),
         "blocks.*.feed_forward.out_proj": RowwiseParallel(),
         "layernorm": Replicated(),
-        # All tokens' logits come together again: of 256 bytes that is less than one hidden state.
+        # Logits are gathered: with 256 tokens they are smaller than one hidden state.
         "out_proj": PrepareModuleInputOutput(
-            input_layouts=(Replicate(), None, None), desired_input_layouts=(Replicate(), None, None),
-            output_layouts=Shard(-1), desired_output_layouts=Replicate(),
+            input_layouts=(Replicate(), None, None),
+            desired_input_layouts=(Replicate(), None, None),
+            output_layouts=Shard(-1),
+            desired_output_layouts=Replicate(),
         ),
-    }  # fmt: skip
+    }
     return plan if tied else {**plan, "head": Rows("weight")}
 
 
 def row_orders(config: LongNetConfig, size: int) -> dict[str, Tensor]:
-    """How the rows of the fused matrices are ordered while ``size`` processes share them, by the end of their names.
+    """Row orders of the fused matrices for sharding over ``size`` processes, by parameter name suffix.
 
-    Process t has the t-th of equal runs of rows, which are to be its query, key and value heads, its gate and up.
+    Process t gets the t-th of equal row ranges, which must contain its query, key and value heads, or its gate and up.
     """
     assert config.num_kv_heads is not None
     assert config.ffn_dim is not None
@@ -91,7 +95,7 @@ def row_orders(config: LongNetConfig, size: int) -> dict[str, Tensor]:
 
 
 def order_of(name: str, orders: dict[str, Tensor]) -> Tensor | None:
-    """The order of the parameter with that name; None where rows keep theirs."""
+    """The row order of the parameter with that name; None if unchanged."""
     return next((order for end, order in orders.items() if name.endswith(end)), None)
 
 
@@ -101,7 +105,7 @@ def _dealt(widths: tuple[int, ...], size: int) -> Tensor:
 
 
 class Rows(ParallelStyle):
-    """Split the rows of the parameters with these names."""
+    """Shard the rows of the parameters with these names."""
 
     def __init__(self, *names: str) -> None:
         super().__init__()
@@ -116,10 +120,10 @@ class Rows(ParallelStyle):
 
 
 class Replicated(ParallelStyle):
-    """Every process computes the same from the same; its parameters are DTensors, as an optimizer wants all alike."""
+    """Replicated computation; parameters are DTensors because an optimizer needs all parameters of one kind."""
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
-        # Declared as if they returned nothing; what they return takes the place of input and output.
+        # Annotated without a result; in fact the results replace input and output.
         return distribute_module(module, device_mesh, input_fn=_enter, output_fn=_leave)  # type: ignore[arg-type]
 
 
@@ -132,7 +136,7 @@ def _leave(module: nn.Module, output: DTensor, mesh: DeviceMesh) -> Tensor:
 
 
 class SplitLayerNorm(nn.LayerNorm):
-    """LayerNorm over a width of which every process has a part: sums travel, where PyTorch's would collect the rows."""
+    """LayerNorm over a sharded width: sums are all-reduced, where PyTorch's would gather the rows."""
 
     @classmethod
     def like(cls, whole: nn.LayerNorm) -> SplitLayerNorm:
@@ -143,7 +147,7 @@ class SplitLayerNorm(nn.LayerNorm):
         return split
 
     def forward(self, x: Tensor) -> Tensor:
-        """This process's part of the rows, and of the result; in float32 inside where ``x`` has less."""
+        """This process's shard of the result from its shard of the rows; computed in float32 or wider."""
         assert isinstance(self.weight, DTensor)
         assert isinstance(self.bias, DTensor)
         mesh, width = self.weight.device_mesh, self.weight.shape[0]
@@ -154,6 +158,6 @@ class SplitLayerNorm(nn.LayerNorm):
 
 
 def _sum_over(mesh: DeviceMesh, x: Tensor) -> Tensor:
-    """Over the last dimension of all processes' parts, in each of them; so is its gradient."""
+    """The sum over the last dimension of all processes' shards, and likewise its gradient."""
     parts = DTensor.from_local(x.sum(dim=-1, keepdim=True), mesh, [Partial()], run_check=False)
     return parts.redistribute(placements=[Replicate()]).to_local(grad_placements=[Partial()])

@@ -1,4 +1,4 @@
-"""The text files that ``--data`` names, read into memory; what is no text is counted by the reason."""
+"""Reading of the text files of ``--data`` into memory; other files are counted by reason."""
 
 from __future__ import annotations
 
@@ -17,40 +17,40 @@ from dilated_attention_pytorch.memory import check_memory, in_bytes
 from .data.records import are_records, records
 
 _LOOKED_AT = 1 << 16
-"""Bytes by which most files that are no text are known, so that large ones are not read."""
+"""Bytes to inspect first, so that large non-text files are not read."""
 _CHECKED_EVERY = 1 << 24
-"""Bytes between two looks at the memory that is free."""
+"""Bytes between checks of free memory."""
 _TOO_MUCH = "name fewer files, or keep the text on the disk (train --cache FOLDER)"
 _SILENT_SECONDS = 5.0
 _OTHERS_FOLDERS = ("site-packages", "dist-packages", "__pycache__")
 
 EMPTY, NO_TEXT, IRREGULAR, GONE = "empty", "not UTF-8 text", "no regular files", "gone while the folder was read"
-"""Why files of a folder are left out."""
+"""Reasons for skipping files of folders."""
 
 
 class TextFiles:
     """Reads text files one after the other.
 
     Args:
-        separator: the byte that no text holds.
-        say: is given a sentence on how far it is, whenever some seconds have passed in silence.
+        separator: byte that text must not contain.
+        say: called with progress messages every few seconds.
     """
 
     def __init__(self, separator: int, say: Callable[[str], None] | None = None) -> None:
         self.separator = separator
         self.files: list[tuple[str, bytes]] = []
-        """Their names, those of a folder by the path in it, and what they hold."""
+        """Names (relative paths for files of folders) and contents."""
         self.skipped: Counter[str] = Counter()
-        """How many files of folders were left out, by the reason."""
+        """Number of skipped files of folders, by reason."""
         self._say = say
         self._said_at = time.monotonic()
         self._bytes, self._unchecked = 0, 0
 
     def read_file(self, path: Path) -> None:
-        """Read one file that was named.
+        """Read a file that was given by name.
 
         Raises:
-            RunError: it is missing, unreadable, empty, no regular file, or no text.
+            RunError: it is missing, unreadable, empty, not a regular file, or not text.
         """
         try:
             status = path.stat()
@@ -69,15 +69,15 @@ class TextFiles:
         self.files.append((path.name, content))
 
     def read_folder(self, folder: Path, suffix: str) -> None:
-        """Read the text files below a folder whose names end in ``suffix``; hidden names are passed by.
+        """Read the text files in a folder tree with a name suffix; hidden names are skipped.
 
         Raises:
-            RunError: one may not be read, or none is text.
+            RunError: a file or folder is unreadable, or none is text.
         """
         found, skipped = len(self.files), self.skipped.total()
 
         def refuse(error: OSError) -> None:
-            # Below the folder a name may go while others are read, as those of processes in /proc do.
+            # Entries below the folder may disappear during the search, as in /proc.
             if error.errno not in (errno.ENOENT, errno.ESRCH) or Path(error.filename) == folder:
                 raise RunError(_why_unreadable(Path(error.filename), error)) from error
             self.skipped[GONE] += 1
@@ -96,10 +96,10 @@ class TextFiles:
             )
 
     def read_records(self, path: Path, text_field: str) -> None:
-        """Read the texts of a file of records, each of which then counts as a file.
+        """Read the texts of a record file, each of which counts as a file.
 
         Raises:
-            RunError: see :func:`.data.records.records`; or no record holds text.
+            RunError: see :func:`.data.records.records`; or no record contains text.
         """
         found = len(self.files)
         for record in records(path, text_field):
@@ -134,7 +134,7 @@ class TextFiles:
         self.skipped[reason] += 1
 
     def _read(self, path: Path, size: int) -> bytes | None:
-        """What a regular file holds; None where that is no text."""
+        """The contents of a regular file; None if it is not text."""
         with path.open("rb") as stream:
             if not self._is_text(stream.read(_LOOKED_AT), is_whole=False):
                 return None
@@ -149,7 +149,7 @@ class TextFiles:
         self._unchecked += size
         if self._unchecked >= _CHECKED_EVERY:
             self._unchecked = 0
-            # This file, and all of them once more as one row of bytes.
+            # This file, plus all contents once more when they are concatenated.
             needed = self._bytes + 2 * size
             check_memory(needed, "cpu", what=f"--data: the text up to {path}", remedy=_TOO_MUCH)
 
@@ -172,7 +172,7 @@ class TextFiles:
 
 
 def in_words(skipped: Counter[str], before: str) -> str:
-    """The files that were left out by the reason, after the words ``before``; nothing if there are none."""
+    """The skipped files by reason, after the prefix ``before``; empty if there are none."""
     return before + ", ".join(f"{count:,} {reason}" for reason, count in skipped.items()) if skipped else ""
 
 
@@ -195,7 +195,7 @@ def read_text_files(
     text_field: str = "text",
     say: Callable[[str], None] | None = None,
 ) -> TextFiles:
-    """The files at ``paths``, folders searched for files whose names end in ``suffix``, and files of records.
+    """The files at ``paths``; folders are searched for files with the name suffix; record files are read.
 
     Raises:
         RunError: see :class:`TextFiles` and :func:`.data.records.records`.

@@ -1,4 +1,4 @@
-"""transformers' Trainer that knows which of its processes the others wait for."""
+"""A transformers Trainer that identifies slow ranks."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from .stragglers import OwnTime, Straggler, StragglerWatch
 
 
 class TimedTrainer(FiniteTrainer):
-    """A trainer whose processes each time what they do by themselves, and name the one that is slow."""
+    """A trainer whose processes time their own work and report the slow one."""
 
     def __init__(self, **given: Any) -> None:
         super().__init__(**given)
@@ -21,22 +21,22 @@ class TimedTrainer(FiniteTrainer):
             self.add_callback(self.stragglers)
 
     def name_straggler(self, step: int, straggler: Straggler) -> None:
-        """Write down and say, in the first process, which rank is slow."""
+        """Log and print a slow rank, in the first process."""
         raise NotImplementedError
 
     def get_batch_samples(self, *args: Any) -> Any:
-        """See :meth:`transformers.Trainer.get_batch_samples`: reads the batches of a step, and counts their labels."""
+        """See :meth:`transformers.Trainer.get_batch_samples`: loads the batches of a step and counts their labels."""
         self.own_time.start()
         return super().get_batch_samples(*args)
 
     def _get_num_items_in_batch(self, *args: Any) -> Any:
-        # The labels of all processes are counted: here they wait for each other.
+        # Counting labels is a collective: processes wait for each other here.
         self.own_time.mark()
         self.own_time.stop()
         return super()._get_num_items_in_batch(*args)
 
     def training_step(self, *args: Any, **options: Any) -> Tensor:
-        """The loss of a batch, after its backward pass."""
+        """Forward and backward pass of a batch; returns the loss."""
         self.own_time.start()
         loss = super().training_step(*args, **options)
         if not self._is_exchanging:

@@ -1,4 +1,4 @@
-"""What the processes of a run do as one: the first decides, and none goes on where another cannot."""
+"""Joint decisions and errors of a run's processes."""
 
 from __future__ import annotations
 
@@ -12,17 +12,17 @@ _Value = TypeVar("_Value")
 
 
 def process_rank() -> int:
-    """This process's number among those that torchrun started."""
+    """This process's rank, from torchrun's environment."""
     return _number("RANK", 0)
 
 
 def is_first_process() -> bool:
-    """Whether this process is the one that writes and prints, of those that torchrun started."""
+    """Whether this is the process that writes and prints."""
     return process_rank() == 0
 
 
 def num_processes() -> int:
-    """How many processes torchrun started; 1 without it."""
+    """Number of processes, from torchrun's environment; 1 without it."""
     return _number("WORLD_SIZE", 1)
 
 
@@ -38,10 +38,10 @@ def _number(name: str, without: int) -> int:
 
 
 def from_first(decide: Callable[[], _Value]) -> _Value:
-    """What ``decide`` returns in the first process, in every process; nothing is called in the others.
+    """The result of ``decide`` in the first process, broadcast to all; the others do not call it.
 
     Raises:
-        RunError: the first process raises it; then all do.
+        RunError: raised by the first process, and then by all.
     """
     import torch.distributed as dist
 
@@ -61,10 +61,10 @@ def from_first(decide: Callable[[], _Value]) -> _Value:
 
 
 def in_first(take: Callable[[], _Value]) -> _Value | None:
-    """What ``take`` returns, in the first process, which keeps it; None in the others.
+    """The result of ``take`` in the first process; None in the others.
 
     Raises:
-        RunError: the first process raises it; then all do.
+        RunError: raised by the first process, and then by all.
     """
     taken: list[_Value] = []
     from_first(lambda: taken.append(take()))
@@ -86,7 +86,7 @@ def all_or_none(check: Callable[[], None]) -> None:
     """Call ``check`` in every process.
 
     Raises:
-        RunError: one of them raises it; then all do, with the words of the first of these.
+        RunError: one of them raises it; then all do, with the message of the first.
     """
     words = ""
     try:

@@ -1,4 +1,4 @@
-"""Texts as the tokens of a model that somebody else trained."""
+"""Tokenization with a pretrained model's tokenizer."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ _TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model"
 
 
 def load_tokenizer(what: str, model: str, config: PreTrainedConfig) -> PreTrainedTokenizerBase | None:
-    """The tokenizer of a model; None for a model of the 256 bytes that has none.
+    """The tokenizer of a model; None for a model with a vocabulary of the 256 bytes and no tokenizer.
 
     Raises:
-        RunError: it has none, and its tokens are not the bytes.
+        RunError: it has no tokenizer, and its tokens are not bytes.
     """
     from transformers import AutoTokenizer
 
@@ -37,9 +37,9 @@ def load_tokenizer(what: str, model: str, config: PreTrainedConfig) -> PreTraine
         )
     try:
         tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(model, trust_remote_code=False)
-    except Exception as error:
+    except Exception as error:  # of a damaged file the library tokenizers raises the class itself: nothing is narrower
         if not (isinstance(error, (OSError, *configuration_errors())) or type(error) is Exception):
-            raise  # of a damaged file the library tokenizers raises the class itself
+            raise  # tokenizers raises plain Exception for damaged files; subclasses are other errors
         raise RunError(f"{what}: the tokenizer of {model} cannot be loaded ({error}); copy its files again") from error
     if _separator(tokenizer) is None:
         raise RunError(
@@ -55,7 +55,7 @@ def _separator(tokenizer: PreTrainedTokenizerBase) -> int | None:
 
 
 def num_bytes(tokens: Tensor, tokenizer: PreTrainedTokenizerBase | None) -> int:
-    """Bytes of text that ``tokens`` stand for; a separator counts as one."""
+    """Number of bytes of text in ``tokens``; a separator counts as one."""
     if tokenizer is None:
         return len(tokens)
     text = str(tokenizer.decode(tokens, skip_special_tokens=True, clean_up_tokenization_spaces=False))
@@ -63,13 +63,13 @@ def num_bytes(tokens: Tensor, tokenizer: PreTrainedTokenizerBase | None) -> int:
 
 
 def tokenized(text: Text, tokenizer: PreTrainedTokenizerBase | None) -> Text:
-    """The files of ``text`` as tokens, the separator before each the tokenizer's own; bytes as they are without one."""
+    """The files of ``text`` as tokens, each preceded by the tokenizer's separator; bytes unchanged without one."""
     if tokenizer is None:
         return text
     separator = _separator(tokenizer)
     assert separator is not None
     files = [text.file(index)[1:].numpy().tobytes().decode() for index in range(len(text.file_starts))]
-    # Texts are longer than what some tokenizers hold for a model's longest input, which is what this run changes.
+    # Some tokenizers warn beyond the model's maximum length, which this run changes.
     tokens: list[int] = []
     starts = []
     for ids in tokenizer(files, add_special_tokens=False, verbose=False)["input_ids"]:

@@ -1,4 +1,4 @@
-"""A training step on tensors that hold nothing: what is alive after every operation of the step that a run takes."""
+"""Trace of a training step's live memory, on fake tensors."""
 
 from __future__ import annotations
 
@@ -26,37 +26,49 @@ from .settings import TrainSettings
 
 @dataclass(frozen=True, slots=True)
 class Trace:
-    """Bytes alive after every operation of a step, by phase."""
+    """Live bytes after every operation of a step, by phase."""
 
     series: dict[Phase, Series]
     num_layers: int
     num_loss_blocks: int
 
 
-def trace_step(settings: TrainSettings, distribution: Distribution | None = None, *, is_fake: bool = True) -> Trace:
-    """What one process has alive in a step after its first, as it is computed on a CPU.
+def trace_step(
+    settings: TrainSettings,
+    distribution: Distribution | None = None,
+    *,
+    is_fake: bool = True,
+    is_training: bool = True,
+) -> Trace:
+    """Live memory of one process in a step after its first, as computed on a CPU.
 
     Args:
-        settings: of the run; this process's rows are ``batch_size`` times ``context_length``.
-        distribution: splits the weights.
-        is_fake: whether tensors hold nothing; else the step is computed.
+        settings: settings of the run; this process's rows are ``batch_size`` times ``context_length``.
+        distribution: shards the weights.
+        is_fake: use fake tensors; otherwise the step is really computed.
+        is_training: trace a training step; otherwise only the forward pass, as in an evaluation.
     """
     live = LiveBytes(follows_resizing=distribution is not None)
     fake = FakeTensorMode() if is_fake else contextlib.nullcontext()
     with torch.random.fork_rng(devices=[]), _without_collection(), fake, live:
         with live.made_as("weights"):
-            model = LongNetForCausalLM.from_longnet_config(settings.model).train()
+            model = LongNetForCausalLM.from_longnet_config(settings.model).train(is_training)
             if distribution is not None:
                 distribution.apply(model)
-                # Whole weights that are split now are in cycles.
+                # The full weights before sharding are in reference cycles.
                 gc.collect()
-        optimizer = build_optimizer(model, settings)
-        _make_states(model, optimizer, live)
         _hook(model, live)
         with live.made_as("temporaries"):
             ids = torch.zeros(settings.batch_size, settings.context_length, dtype=torch.int64)
-        live.is_recording = True
-        _step(model, optimizer, ids, settings, live)
+        if is_training:
+            optimizer = build_optimizer(model, settings)
+            _make_states(model, optimizer, live)
+            live.is_recording = True
+            _step(model, optimizer, ids, settings, live)
+        else:
+            live.is_recording = True
+            with torch.no_grad():
+                _loss(model, ids, settings)
         live.is_recording = False
     rows = settings.batch_size * settings.context_length
     return Trace(live.series, settings.model.num_layers, -(-rows // rows_at_once(settings.model.vocab_size)))
@@ -64,7 +76,7 @@ def trace_step(settings: TrainSettings, distribution: Distribution | None = None
 
 @contextlib.contextmanager
 def _without_collection() -> Iterator[None]:
-    """Have Python collect no cycles within: when it does is chance, and what cycles hold would come and go with it."""
+    """Disable garbage collection, whose timing is not deterministic and would affect the counts."""
     was_on = gc.isenabled()
     gc.disable()
     try:
@@ -75,7 +87,7 @@ def _without_collection() -> Iterator[None]:
 
 
 def _make_states(model: nn.Module, optimizer: torch.optim.Optimizer, live: LiveBytes) -> None:
-    """Have the optimizer make what it keeps, by a step with gradients of zero."""
+    """Create the optimizer state with a step on zero gradients."""
     with live.made_as("optimizer"):
         for parameter in model.parameters():
             parameter.grad = torch.zeros_like(parameter)
@@ -84,7 +96,7 @@ def _make_states(model: nn.Module, optimizer: torch.optim.Optimizer, live: LiveB
 
 
 def _hook(model: LongNetForCausalLM, live: LiveBytes) -> None:
-    """Have ``live`` know the phases, and what becomes a gradient."""
+    """Report the phases and the gradients to ``live`` through hooks."""
     longnet = model.model
 
     def enter(layer: int, *_: Any) -> None:
@@ -120,9 +132,8 @@ def _gradient(parameter: Tensor) -> Tensor:
 def _step(
     model: nn.Module, optimizer: torch.optim.Optimizer, ids: Tensor, settings: TrainSettings, live: LiveBytes
 ) -> None:
-    """What transformers' trainer does in a step with one batch."""
-    with autocast(settings.precision, ids.device.type):
-        loss = model(input_ids=ids, labels=ids, num_items_in_batch=ids.numel(), skip_logits=True).loss
+    """The operations of transformers' trainer in a step with one batch."""
+    loss = _loss(model, ids, settings)
     live.phase = ("loss backward", 0)
     loss.backward()
     live.phase = ("optimizer", 0)
@@ -130,3 +141,10 @@ def _step(
         gradients = [parameter.grad for parameter in model.parameters() if parameter.grad is not None]
         clip_grads_with_norm_(list(model.parameters()), settings.max_grad_norm, get_total_norm(gradients))
         optimizer.step()
+
+
+def _loss(model: nn.Module, ids: Tensor, settings: TrainSettings) -> Tensor:
+    with autocast(settings.precision, ids.device.type):
+        loss = model(input_ids=ids, labels=ids, num_items_in_batch=ids.numel(), skip_logits=True).loss
+    assert isinstance(loss, Tensor)
+    return loss

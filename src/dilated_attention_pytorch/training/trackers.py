@@ -1,4 +1,4 @@
-"""Where the figures of a run go beside its log: each tracker by its own library, in the first process alone."""
+"""Experiment trackers for a run's figures, in the first process only."""
 
 from __future__ import annotations
 
@@ -26,30 +26,32 @@ MLFLOW_NAME = "mlflow"
 PROMETHEUS_NAME = "metrics.prom"
 _PROJECT = "dilated-attention"
 _LOCAL = ("", "file", "sqlite")
-"""Schemes of a MLFLOW_TRACKING_URI that no server answers at."""
+"""Schemes of a MLFLOW_TRACKING_URI without a server."""
 _PATIENCE = {"MLFLOW_HTTP_REQUEST_MAX_RETRIES": "2", "MLFLOW_HTTP_REQUEST_TIMEOUT": "20"}
-"""How long MLflow waits for its server where nobody says: by itself for minutes, in which every process would wait."""
+"""Default retry limits for MLflow's client, whose own make all processes wait for minutes."""
 _PACKAGES: dict[TrackerName, tuple[str, str]] = {
-    "tensorboard": ("tensorboard", "train"), "wandb": ("wandb", "track"), "mlflow": ("mlflow", "track"),
+    "tensorboard": ("tensorboard", "train"),
+    "wandb": ("wandb", "track"),
+    "mlflow": ("mlflow", "track"),
     "prometheus": ("prometheus_client", "track"),
-}  # fmt: skip
-"""What each is called where it is imported, and the extra that brings it."""
+}
+"""Import name of each tracker, and the extra that installs it."""
 
 
 class Tracker(Protocol):
-    """Takes the figures of a run."""
+    """Receives the figures of a run."""
 
     def log(self, step: int, figures: Mapping[str, float]) -> None:
-        """Take the figures of a step, by their names in the log."""
+        """Record the figures of a step by their names in the log."""
         ...
 
     def close(self) -> None:
-        """Take no more."""
+        """Finish the tracker."""
         ...
 
 
 def check_trackers(settings: RunSettings) -> None:
-    """Raise :class:`RunError` unless what :func:`tracking` opens can be opened here. Writes nothing."""
+    """Raise :class:`RunError` unless :func:`tracking` can open the trackers here. Writes nothing."""
     for name in settings.track:
         package, extra = _PACKAGES[name]
         require(f"--track {name}", (package,), extra)
@@ -73,10 +75,10 @@ def check_trackers(settings: RunSettings) -> None:
 
 @contextmanager
 def tracking(settings: RunSettings, place: OpenRun) -> Iterator[Sequence[Tracker]]:
-    """The trackers that the settings name, while the run lasts; none in other processes than the first.
+    """Context with the trackers of the settings; empty in processes other than the first.
 
-    A run that goes on goes on in all of them: what they hold of steps that are taken again is not written twice. One
-    whose server does not answer is given up with a sentence.
+    A resumed run continues in the same tracker runs, without duplicating repeated steps. A tracker whose server does
+    not respond is dropped with a message.
     """
     trackers: list[Tracker] = []
     try:
@@ -85,7 +87,7 @@ def tracking(settings: RunSettings, place: OpenRun) -> Iterator[Sequence[Tracker
         yield trackers
     except BaseException:
         for tracker in trackers:
-            with suppress(OSError):  # what went wrong first is what is said
+            with suppress(OSError):  # report the first error only
                 tracker.close()
         raise
     for tracker in trackers:
@@ -93,7 +95,7 @@ def tracking(settings: RunSettings, place: OpenRun) -> Iterator[Sequence[Tracker
 
 
 class _WhileAnswered:
-    """A tracker until its server fails to answer. Then it is given up, and the run goes on without it."""
+    """A tracker that is dropped when its server fails to respond; the run continues without it."""
 
     def __init__(self, name: TrackerName, settings: RunSettings, place: OpenRun) -> None:
         self._name, self._say = name, place.say
@@ -155,18 +157,23 @@ class _TensorBoard:
 
 
 class _WeightsAndBiases:
-    """Online, or, with WANDB_MODE=offline, into ``wandb/`` of the run folder."""
+    """Weights & Biases: online, or with WANDB_MODE=offline to ``wandb/`` of the run folder."""
 
     def __init__(self, settings: RunSettings, place: OpenRun) -> None:
         import wandb
 
         self._run = wandb.init(
-            project=_PROJECT, id=place.run_id, name=place.folder.name, dir=place.folder, config=settings.to_dict(),
-            resume="allow", settings=wandb.Settings(console="off", silent=True),
-        )  # fmt: skip
+            project=_PROJECT,
+            id=place.run_id,
+            name=place.folder.name,
+            dir=place.folder,
+            config=settings.to_dict(),
+            resume="allow",
+            settings=wandb.Settings(console="off", silent=True),
+        )
 
     def log(self, step: int, figures: Mapping[str, float]) -> None:
-        # It takes no step before the last that it has.
+        # wandb rejects steps before its last one.
         self._run.log(dict(figures), step=step)
 
     def close(self) -> None:
@@ -215,7 +222,7 @@ def _mlflow_client(uri: str) -> MlflowClient:
 
 
 class _MLflow:
-    """At MLFLOW_TRACKING_URI, or without it into a database in ``mlflow/`` of the run folder."""
+    """MLflow at MLFLOW_TRACKING_URI; by default a database in ``mlflow/`` of the run folder."""
 
     def __init__(self, settings: RunSettings, place: OpenRun) -> None:
         uri = os.environ.get("MLFLOW_TRACKING_URI")
@@ -244,7 +251,7 @@ class _MLflow:
         self._client.log_batch(self._run, metrics=new)
 
     def _last_step(self, name: str) -> int:
-        """The last step of which a figure is held."""
+        """The last step recorded for a figure."""
         if name not in self._last:
             history = self._client.get_metric_history(self._run, name)
             self._last[name] = max((metric.step for metric in history), default=-1)
@@ -255,7 +262,7 @@ class _MLflow:
 
 
 class _Prometheus:
-    """The last figures: a text file for node_exporter, and with a port for whoever asks there."""
+    """Prometheus: a text file for node_exporter and, with a port, an HTTP endpoint."""
 
     def __init__(self, settings: RunSettings, place: OpenRun) -> None:
         from prometheus_client import CollectorRegistry, Gauge, start_http_server
@@ -268,7 +275,7 @@ class _Prometheus:
         if settings.prometheus_port:
             try:
                 self._server, self._thread = start_http_server(settings.prometheus_port, registry=self._registry)
-            except OSError as error:  # it was free when the run was checked
+            except OSError as error:  # the port was free when it was checked
                 place.say(
                     f"--prometheus-port {settings.prometheus_port} cannot be served ({error.strerror}); "
                     f"{PROMETHEUS_NAME} is written all the same"
@@ -292,10 +299,16 @@ class _Prometheus:
 
 
 _FAILURES: dict[TrackerName, Callable[[], tuple[type[Exception], ...]]] = {
-    "tensorboard": tuple, "wandb": _failures_of_wandb, "mlflow": _failures_of_mlflow, "prometheus": tuple,
-}  # fmt: skip
-"""What each raises where its server does not answer. An error of the disk is the run's own."""
+    "tensorboard": tuple,
+    "wandb": _failures_of_wandb,
+    "mlflow": _failures_of_mlflow,
+    "prometheus": tuple,
+}
+"""Exceptions of each tracker when its server does not respond. Disk errors belong to the run."""
 
 _OPEN: dict[TrackerName, Callable[[RunSettings, OpenRun], Any]] = {
-    "tensorboard": _TensorBoard, "wandb": _WeightsAndBiases, "mlflow": _MLflow, "prometheus": _Prometheus,
-}  # fmt: skip
+    "tensorboard": _TensorBoard,
+    "wandb": _WeightsAndBiases,
+    "mlflow": _MLflow,
+    "prometheus": _Prometheus,
+}

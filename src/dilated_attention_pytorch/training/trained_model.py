@@ -1,4 +1,4 @@
-"""The model of a run folder: which of its folders has it, and loading it."""
+"""Locating and loading the model of a run folder."""
 
 from __future__ import annotations
 
@@ -18,17 +18,17 @@ if TYPE_CHECKING:
 
 
 def model_folder(run: Path, check: Callable[[Path], None] = check_weights) -> tuple[Path, Mapping[str, str]]:
-    """The folder with the weights of a run: its own once it is finished, before that its newest whole checkpoint.
+    """The folder with the weights of a run: its own once finished, before that its newest intact checkpoint.
 
     Args:
-        run: the run folder.
+        run: run folder.
         check: raises :class:`RunError` for a checkpoint whose configuration and weights are not a model of the run.
 
     Returns:
-        the folder; and newer checkpoints by name, with why each is left.
+        the folder; and newer checkpoints by name, with the reasons for skipping them.
 
     Raises:
-        RunError: there are none, or none is whole.
+        RunError: there are no weights, or none are intact.
     """
     if not run.is_dir():
         reason = "it is a file" if run.exists() else "there is no such folder"
@@ -53,10 +53,10 @@ def model_folder(run: Path, check: Callable[[Path], None] = check_weights) -> tu
 
 
 def load_model(folder: Path) -> LongNetForCausalLM:
-    """The model of a folder with ``config.json`` and ``model.safetensors``, after both were checked.
+    """Load the model of a folder with ``config.json`` and ``model.safetensors``, after verifying both.
 
     Raises:
-        RunError: a file is missing or damaged, or belongs to another model.
+        RunError: a file is missing, damaged, or belongs to another model.
     """
     from transformers.utils import logging
 

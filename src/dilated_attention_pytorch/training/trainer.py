@@ -1,4 +1,4 @@
-"""The trainer of a LongNet: the optimizer of the run, and its share of the processes."""
+"""The LongNet trainer, with its optimizer and distribution."""
 
 from __future__ import annotations
 
@@ -34,18 +34,18 @@ from .zero import zero_stage
 
 
 class LongNetTrainer(RunTrainer):
-    """A run of :class:`LongNetForCausalLM` in a run folder.
+    """Trains a :class:`LongNetForCausalLM` in a run folder.
 
     Args:
         model: the model to train.
         args: see :func:`arguments.arguments`.
-        settings: what the run is told.
-        distribution: what this process does of it.
+        settings: settings of the run.
+        distribution: this process's role.
         place: see :class:`RunTrainer`.
-        data: what the run reads.
-        stages: what changes with the steps.
-        training: samples to train on, one for each window of the longest that a batch has.
-        evaluation: windows of the evaluations on the way.
+        data: data of the run.
+        stages: stages of the run.
+        training: training samples, one per window of the longest length in a batch.
+        evaluation: windows of the evaluations during training.
     """
 
     model: LongNetForCausalLM
@@ -68,16 +68,19 @@ class LongNetTrainer(RunTrainer):
         self.stages = stages
         self._collate = data.collate
         lengths = data.byte_lengths
-        self.trained, self.evaluated = (
-            None if lengths is None else ByteCount(lengths, args.device) for _ in range(2)
-        )  # fmt: skip
+        self.trained, self.evaluated = (None if lengths is None else ByteCount(lengths, args.device) for _ in range(2))
         super().__init__(
-            model=model, args=args, settings=settings, place=place, training=training, evaluation=evaluation,
+            model=model,
+            args=args,
+            settings=settings,
+            place=place,
+            training=training,
+            evaluation=evaluation,
             data_collator=data.collate_held_out,
-        )  # fmt: skip
+        )
 
     def create_optimizer(self, model: torch.nn.Module | None = None) -> torch.optim.Optimizer:
-        """See :func:`build_optimizer`; weights are split over the processes before, as it steps this process's part."""
+        """See :func:`build_optimizer`; called after sharding, since it steps this process's shards."""
         if self.optimizer is None:
             self.distribution.apply(self.model)
             self.optimizer = build_optimizer(self.model, self.settings)
@@ -88,13 +91,13 @@ class LongNetTrainer(RunTrainer):
     ) -> torch.nn.Module:
         if not training or self.distribution.mesh is None or self.model_wrapped is not self.model:
             return super()._wrap_model(model, training, dataloader)
-        # accelerate gives the model its precision; it knows nothing of the mesh and is told to leave the rest alone.
+        # accelerate only applies autocast; it does not know the mesh.
         prepared = self.accelerator.prepare_model(self.model, evaluation_mode=True)
         prepared._is_accelerate_prepared = True
         if not zero_stage(self.settings):
             return self.distribution.wrap(prepared, self.own_time.mark)
         stepped = self.distribution.hand_over(prepared, self.create_optimizer())
-        # Wrapped here, as accelerate would load its state once more, into groups of its own.
+        # Wrapped here, since accelerate would otherwise reload its state into groups of its own.
         wrapped: Any = self.accelerator.prepare_optimizer(stepped, device_placement=False)
         wrapped._is_accelerate_prepared = True
         self.optimizer = wrapped
@@ -127,11 +130,11 @@ class LongNetTrainer(RunTrainer):
         return ((f"{key} of {name}", moment) for name, key, moment in engine.moments(self.model))
 
     def get_train_dataloader(self) -> DataLoader[Window]:
-        """The windows of this process and of those that share its sequences, in their order."""
+        """The windows of this process's data-parallel group, in order."""
         return self._share(self.train_dataset, self._train_batch_size, self._collate, self.settings.workers)
 
     def get_eval_dataloader(self, eval_dataset: Any = None) -> DataLoader[Window]:
-        """As :meth:`get_train_dataloader`; every process has as many batches."""
+        """As :meth:`get_train_dataloader`; with equally many batches on every process."""
         windows = self.eval_dataset if eval_dataset is None else eval_dataset
         return self._share(windows, self.args.eval_batch_size, self.data_collator)
 
@@ -140,24 +143,28 @@ class LongNetTrainer(RunTrainer):
     ) -> DataLoader[Window]:
         share = WindowShare(windows, len(windows), self.distribution.data_rank, self.distribution.data_size)
         return DataLoader(
-            share, batch_size, collate_fn=collate, pin_memory=self.args.dataloader_pin_memory, num_workers=workers,
-            # Whoever forks a process whose threads are at work may wait for one of them for ever.
+            share,
+            batch_size,
+            collate_fn=collate,
+            pin_memory=self.args.dataloader_pin_memory,
+            num_workers=workers,
+            # Forking a process with running threads can deadlock.
             multiprocessing_context="spawn" if workers else None,
-        )  # fmt: skip
+        )
 
-    # transformers counts the labels of all processes; these say how many of them hold the same ones.
+    # transformers counts the labels of all processes; these methods say how many hold the same ones.
     def get_cp_size(self) -> int:
-        """Processes that share a sequence."""
+        """Number of processes that share a sequence."""
         return self.distribution.context_size
 
     def get_tp_size(self) -> int:
-        """Processes that hold the same rows."""
+        """Number of processes with the same rows."""
         return self.distribution.tensor_size
 
     def create_scheduler(
         self, num_training_steps: int, optimizer: torch.optim.Optimizer | None = None
     ) -> torch.optim.lr_scheduler.LRScheduler:
-        """The schedule of the settings, times the factor of the stage that a step belongs to."""
+        """The learning rate schedule of the settings, times the factor of each step's stage."""
         if self.lr_scheduler is None and self.stages.learning_rates:
             optimizer = self.optimizer if optimizer is None else optimizer
             whole = super().create_scheduler(num_training_steps, optimizer)
@@ -172,7 +179,7 @@ class LongNetTrainer(RunTrainer):
         return lambda step: factor(step) * self.stages.learning_rate(step)
 
     def take_batches(self, model: torch.nn.Module, batches: list[dict[str, Any]]) -> list[Tensor]:
-        """Batches forward and backward, with the attention pattern of the stage that the step belongs to."""
+        """Forward and backward pass of batches, with the attention pattern of the step's stage."""
         patterns = self.stages.patterns_at(self.state.global_step)
         if not patterns:
             return super().take_batches(model, batches)
@@ -190,10 +197,10 @@ class LongNetTrainer(RunTrainer):
         return_outputs: bool = False,
         num_items_in_batch: Tensor | int | None = None,
     ) -> Any:
-        """The loss of this process's rows over the labels of all: the mean over all processes is that of the batch."""
+        """The loss of this process's rows, normalised by all labels: its mean over processes is the batch's loss."""
         rows = {**self.distribution.rows(inputs), "skip_logits": True}
         loss = super().compute_loss(model, rows, return_outputs, num_items_in_batch)
-        # The engine has gradients of batches before that it could not take back.
+        # The engine has accumulated gradients of earlier batches that cannot be discarded.
         self._is_exchanging |= self.distribution.engine is not None
         counted = self.trained if model.training else self.evaluated
         if counted is not None:
@@ -203,16 +210,16 @@ class LongNetTrainer(RunTrainer):
         return loss
 
     def begin_step(self, *, is_again: bool) -> None:
-        """A step that begins again counts its bytes once."""
+        """Start a step; bytes of a repeated step are counted once."""
         if self.trained is not None:
             self.trained.begin_step(is_again=is_again)
 
     def averages_every_part(self) -> bool:
-        """Whether the gradients of every part of a batch are averaged over the processes at once."""
+        """Whether gradients are averaged over processes after every part of a batch."""
         return self.distribution.engine is not None
 
     def bits_per_byte(self, name: str, loss: float) -> float:
-        """See :meth:`RunTrainer.bits_per_byte`; by the bytes that were predicted since the entry before."""
+        """See :meth:`RunTrainer.bits_per_byte`; uses the bytes predicted since the previous entry."""
         counted = self.trained if name == "loss" else self.evaluated
         if counted is None:
             return super().bits_per_byte(name, loss)
@@ -227,9 +234,9 @@ class LongNetTrainer(RunTrainer):
         ignore_keys: list[str] | None = None,
         metric_key_prefix: str = "eval",
     ) -> EvalLoopOutput:
-        """The mean loss over every label that counts, on all processes; nothing else is evaluated."""
+        """The mean loss over all labels of all processes; nothing else is evaluated."""
         self.model.eval()
-        # What gathers weights for a moment does so where the engine is called.
+        # Gathering of sharded weights happens in the engine's forward.
         model = self.model if self.distribution.engine is None else self.distribution.engine.engine
         total = torch.zeros((), dtype=torch.float64, device=self.args.device)
         count = torch.zeros_like(total)
@@ -244,22 +251,22 @@ class LongNetTrainer(RunTrainer):
         mean = (self.accelerator.gather(total.unsqueeze(0)).mean() / count).item()
         share = dataloader.dataset
         assert isinstance(share, WindowShare)
-        # transformers too leaves out the predictions of an evaluation that needs none.
+        # transformers also returns no predictions if no metric needs them.
         return EvalLoopOutput(None, None, {f"{metric_key_prefix}_loss": mean}, share.num_windows)  # type: ignore[arg-type]
 
     def exchanges_in_forward(self) -> bool:
-        """Whether other processes wait for this one in the forward pass."""
+        """Whether processes communicate in the forward pass."""
         split = self.distribution.is_sharded or self.distribution.engine is not None
         return split or self.distribution.attention is not None
 
     def weights_to_save(self) -> dict[str, Tensor]:
-        """The whole weights by name, in the first process; every process takes part."""
+        """The full weights by name, in the first process. A collective."""
         if not self.distribution.is_sharded:
             return super().weights_to_save()
         return self.distribution.weights(self.model, everywhere=False)
 
     def optimizer_to_save(self) -> dict[str, Any]:
-        """The whole state of the optimizer by the names of the weights, in the first process."""
+        """The full optimizer state by weight name, in the first process."""
         return self.distribution.optimizer_state(self.model, self._own_optimizer())
 
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
@@ -277,11 +284,11 @@ class LongNetTrainer(RunTrainer):
             super()._load_rng_state(checkpoint)
             self.distribution.share_random_states()
             return
-        # Another number of processes draws other numbers, from here on the same in every run that goes on from here.
+        # Another number of processes needs new random states, which are the same in every resumption from this step.
         drawn = random.Random(f"{self.settings.seed}:{self.place.step}:{self.distribution.rows_rank}").getrandbits(63)
         torch.manual_seed(drawn)
 
     def _own_optimizer(self) -> torch.optim.Optimizer:
-        """What :func:`build_optimizer` made, without accelerate's wrapper."""
+        """The optimizer of :func:`build_optimizer`, without accelerate's wrapper."""
         assert isinstance(self.optimizer, AcceleratedOptimizer)
         return self.optimizer.optimizer

@@ -1,4 +1,4 @@
-"""Whether what lies in a folder is what was written, fits, and holds nothing that would be executed."""
+"""Verification of run folders: files are intact, belong to the run, and contain nothing executable."""
 
 from __future__ import annotations
 
@@ -26,16 +26,16 @@ from .manifest import MANIFEST_NAME, read_json, verify_manifest
 
 _NAME_A_RUN = "name a folder that `dilated-attention train` wrote"
 _UNFIT = (pickle.UnpicklingError, ValueError, TypeError, LookupError, AttributeError, ArithmeticError)
-"""What is raised for values that are not of the kind that a state holds."""
+"""Exceptions raised for values of the wrong kind in a state."""
 
 
 def verify_checkpoint(checkpoint: Path, run_id: str, reading: Collection[str]) -> None:
-    """Raise :class:`RunError` unless ``checkpoint`` is as this run wrote it, and holds nothing that would be executed.
+    """Raise :class:`RunError` unless ``checkpoint`` is as this run wrote it, without executable contents.
 
     Args:
         checkpoint: the folder.
-        run_id: the run's name for itself.
-        reading: the files that are about to be read.
+        run_id: unique id of the run.
+        reading: files about to be read.
     """
     from transformers import TrainerState
 
@@ -52,7 +52,7 @@ def verify_checkpoint(checkpoint: Path, run_id: str, reading: Collection[str]) -
             f"{RESTORE}"
         )
     listed = manifest["files"].keys()
-    # What is loaded is found by names, and more names than ours mean something to transformers. Hidden ones do not.
+    # transformers looks files up by name and knows more names than are written here. Hidden files are not loaded.
     known = {*listed, MANIFEST_NAME}
     strangers = sorted(path.name for path in checkpoint.iterdir() if path.name not in known and path.name[0] != ".")
     strangers += sorted(name for name in listed if not _is_written(name))
@@ -74,12 +74,12 @@ def _is_written(name: str) -> bool:
 
 
 def _check_state(path: Path) -> None:
-    """Raise :class:`RunError` unless the file holds tensors and plain values, and nothing that is called to be read."""
+    """Raise :class:`RunError` unless the file holds only tensors and plain values, and nothing executable."""
     import torch
     from transformers.trainer_pt_utils import safe_globals
 
     try:
-        with safe_globals():  # NumPy's arrays, of which the state of its random numbers is one
+        with safe_globals():  # NumPy arrays, which hold NumPy's random state
             torch.load(path, map_location="cpu", weights_only=True, mmap=True)
     except (*_UNFIT, RuntimeError, OSError) as error:
         reason = str(error).strip().partition("\n")[0]
@@ -91,10 +91,10 @@ def _check_state(path: Path) -> None:
 
 @contextmanager
 def fitting(checkpoint: str | Path) -> Iterator[None]:
-    """What is read from ``checkpoint`` fits this run.
+    """Context that reads states from ``checkpoint``.
 
     Raises:
-        RunError: it does not.
+        RunError: they do not fit this run.
     """
     try:
         yield
@@ -107,7 +107,7 @@ def fitting(checkpoint: str | Path) -> Iterator[None]:
 
 @contextmanager
 def described_by(path: Path) -> Iterator[None]:
-    """What transformers makes of a configuration; a value that it cannot use is a :class:`RunError`."""
+    """Context that builds a transformers configuration; invalid values raise :class:`RunError`."""
     from dilated_attention_pytorch.integrations.transformers.config import configuration_errors
 
     try:
@@ -117,7 +117,7 @@ def described_by(path: Path) -> Iterator[None]:
 
 
 def check_weights(folder: Path) -> None:
-    """Raise :class:`RunError` unless configuration and weights are whole and fit each other."""
+    """Raise :class:`RunError` unless configuration and weights are intact and match."""
     import torch
     from safetensors import SafetensorError, safe_open
 
@@ -144,7 +144,7 @@ def check_weights(folder: Path) -> None:
             f"broken checkpoint: {weights} is damaged or was not written to its end ({error}); "
             "copy it again from where it came from, or begin anew"
         ) from error
-    # Every layer has weights: a number of layers that none could have is not built to be compared.
+    # Every layer has weights: do not build a model with more layers than the file can hold.
     if config.num_layers > len(found):
         raise RunError(
             f"foreign checkpoint: {folder / CONFIG_NAME} describes a model of {config.num_layers} layers, and "
@@ -162,7 +162,7 @@ def check_weights(folder: Path) -> None:
 
 
 def check_same_model(checkpoint: Path, model: LongNetConfig) -> None:
-    """Raise :class:`RunError` unless a checkpoint is whole and holds ``model``, however that is recomputed."""
+    """Raise :class:`RunError` unless a checkpoint is intact and holds ``model``; recomputation settings may differ."""
     from dilated_attention_pytorch.models import LongNetCausalLMConfig
 
     check_weights(checkpoint)

@@ -1,4 +1,4 @@
-"""Windows of a text as tensors: drawn ones to train on, fixed ones to evaluate on."""
+"""Text windows as tensors: random ones for training, fixed ones for evaluation."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ Window = dict[str, Tensor]
 
 
 class TrainingWindows(Dataset[Window]):
-    """Window i is drawn by ``(seed, i)`` alone, so a run that is taken up again sees what it would have seen."""
+    """Random windows; window i is drawn from ``(seed, i)`` alone, so a resumed run sees the same windows."""
 
     def __init__(
         self, text: Text, context_length: int, num_windows: int, *, seed: int, file_start_fraction: float
@@ -43,15 +43,15 @@ class TrainingWindows(Dataset[Window]):
 
 
 class StagedBatches(Dataset[Window]):
-    """Batches for training whose windows change with the stage of the run.
+    """Training batches whose windows depend on the stage of the run.
 
-    Batch i is drawn by ``(seed, i)`` alone.
+    Batch i is drawn from ``(seed, i)`` alone.
 
     Args:
-        text: to draw windows from, at least as long as the longest.
-        stages: what the run does in each of its stages.
-        batches_per_step: batches of an optimizer step.
-        seed: of the draws.
+        text: text to draw windows from, at least as long as the longest.
+        stages: stages of the run.
+        batches_per_step: batches per optimizer step.
+        seed: seed of the draws.
         file_start_fraction: see :class:`TrainingWindows`.
     """
 
@@ -61,7 +61,7 @@ class StagedBatches(Dataset[Window]):
         self.stages = stages
         self.batches_per_step = batches_per_step
         self._most_windows = max(stages.windows)
-        # No two batches draw the same window, whatever the stages.
+        # Window indices are unique over all batches, whatever the stages.
         num_windows = len(self) * self._most_windows
         self._windows = [
             TrainingWindows(text, length, num_windows, seed=seed, file_start_fraction=file_start_fraction)
@@ -77,11 +77,11 @@ class StagedBatches(Dataset[Window]):
         return default_collate([windows[first + row] for row in range(self.stages.windows[stage])])
 
     def tokens_after(self, step: int) -> int:
-        """Tokens in the first ``step`` optimizer steps."""
+        """Number of tokens in the first ``step`` optimizer steps."""
         return self.stages.tokens_after(step) * self.batches_per_step
 
     def in_words(self, unit: str) -> str:
-        """How many tokens, each a ``unit``, its steps take, in windows of which length."""
+        """Description of the tokens (called ``unit``) per step and of the window lengths."""
         firsts = (0, *self.stages.ends)
         parts = [
             f"{self.tokens_after(first + 1) - self.tokens_after(first):,} {unit}"
@@ -92,14 +92,14 @@ class StagedBatches(Dataset[Window]):
 
 
 def joined(batches: Sequence[Window]) -> Window:
-    """The windows of several batches, of one length, as one batch."""
+    """Concatenate the windows of several batches of one length."""
     return {name: torch.cat([batch[name] for batch in batches]) for name in batches[0]}
 
 
 class EvaluationWindows(Dataset[Window]):
-    """Windows that follow each other and share one byte, so that every byte but the first is predicted once.
+    """Consecutive windows that overlap by one token, so that every token except the first is predicted once.
 
-    Where there are more than ``most_windows``, so many of them, evenly spread.
+    If there are more than ``most_windows``, that many, evenly spaced.
     """
 
     def __init__(self, text: Text, context_length: int, most_windows: int) -> None:
@@ -117,9 +117,9 @@ class EvaluationWindows(Dataset[Window]):
 
 
 class WindowShare(Dataset[Window]):
-    """The windows that one of ``num_shares`` groups of processes reads: every ``num_shares``-th, from ``share`` on.
+    """The windows of one of ``num_shares`` data-parallel groups: every ``num_shares``-th, starting with ``share``.
 
-    All shares are equally long: where the windows do not divide, the last of a share is one without labels.
+    All shares have equal length: if the windows do not divide evenly, the last of a share may have no labels.
     """
 
     def __init__(self, windows: Dataset[Window], num_windows: int, share: int, num_shares: int) -> None:
@@ -140,13 +140,13 @@ class WindowShare(Dataset[Window]):
 
 
 def one_batch(items: list[dict[str, Tensor]]) -> dict[str, Tensor]:
-    """What is drawn is a batch already; a window of the evaluation becomes one."""
+    """Collate function: training samples are batches already; an evaluation window becomes a batch of one."""
     (item,) = items
     return item if item["input_ids"].dim() == 2 else {name: tensor[None] for name, tensor in item.items()}
 
 
 def evenly_spread(total: int, count: int) -> list[int]:
-    """``count`` of the numbers below ``total``, or all where there are fewer."""
+    """``count`` evenly spaced numbers below ``total``; all if there are fewer."""
     count = min(count, total)
     return [place * total // count for place in range(count)]
 
@@ -157,7 +157,7 @@ def _window(data: Tensor) -> Window:
 
 
 def long_files(text: Text, context_length: int, most_files: int) -> list[Tensor]:
-    """The separator and the first ``context_length`` bytes of evenly spread files that are at least that long."""
+    """Separator and first ``context_length`` tokens of evenly spaced files that are at least that long."""
     lengths = torch.diff(text.file_starts, append=torch.tensor([len(text)])) - 1
     indices = torch.nonzero(lengths >= context_length).flatten().tolist()
     chosen = [indices[place] for place in evenly_spread(len(indices), most_files)]

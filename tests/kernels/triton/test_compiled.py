@@ -6,20 +6,22 @@ import json
 import os
 import subprocess
 import sys
+from pathlib import Path
 from typing import Any
 
 import pytest
+from benchmarks.registers import KERNELS, SHARED_KIB, is_shipped
 
-from dilated_attention_pytorch.benchmarks.registers import KERNELS, SHARED_KIB, is_shipped
-from drawn import SWEEP
+from support.drawn import SWEEP
 
+ROOT = Path(__file__).parents[3]
 COMPILE = """
 import json, sys
 from dataclasses import asdict
 import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
-from dilated_attention_pytorch.benchmarks.registers import _FLOATS, _POINTERS, compiled, shipped, usage
+from benchmarks.registers import _FLOATS, _POINTERS, compiled, shipped, usage
 from dilated_attention_pytorch.kernels.triton.forward import forward_kernel, merge_splits_kernel
 from dilated_attention_pytorch.kernels.triton.order import order_kernel
 from dilated_attention_pytorch.kernels.triton.runs import runs_kernel
@@ -72,7 +74,7 @@ print(json.dumps(figures))
 FIRST = """
 import json, sys
 from dataclasses import asdict
-from dilated_attention_pytorch.benchmarks.registers import KERNELS, is_shipped, usage
+from benchmarks.registers import KERNELS, is_shipped, usage
 from dilated_attention_pytorch.kernels.triton.configurations import candidates
 from dilated_attention_pytorch.kernels.triton.target import triton_version
 target, figures = sys.argv[1], []
@@ -88,8 +90,12 @@ print(json.dumps(figures))
 def compiled_by(script: str, *arguments: str) -> list[dict[str, Any]]:
     done = subprocess.run(
         [sys.executable, "-W", "error", "-c", script, *arguments],
-        env={**os.environ, "TRITON_INTERPRET": "0"}, capture_output=True, text=True, check=False,
-    )  # fmt: skip
+        cwd=ROOT,
+        env={**os.environ, "TRITON_INTERPRET": "0"},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
     assert done.returncode == 0, done.stderr
     return json.loads(done.stdout)
 
@@ -135,10 +141,13 @@ def test_every_kernel_compiles_for_the_other_devices(target: str) -> None:
 
 def test_the_warp_specialized_forward_overlaps_its_products_with_the_softmax(figure: Any) -> None:
     compiled = subprocess.run(
-        [sys.executable, "-m", "dilated_attention_pytorch.benchmarks.warp_specialized"] + ["--quick"] * (not SWEEP),
-        env={**os.environ, "TRITON_INTERPRET": "0", "TRITON_DEFAULT_FP_FUSION": "1"}, capture_output=True, text=True,
+        [sys.executable, "-m", "benchmarks.warp_specialized"] + ["--quick"] * (not SWEEP),
+        cwd=ROOT,
+        env={**os.environ, "TRITON_INTERPRET": "0", "TRITON_DEFAULT_FP_FUSION": "1"},
+        capture_output=True,
+        text=True,
         check=False,
-    )  # fmt: skip
+    )
     assert compiled.returncode == 0, compiled.stderr
     for one in json.loads(compiled.stdout):
         # Each half of the tile has a loop without a mask and one with it, each with both products.

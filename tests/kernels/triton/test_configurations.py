@@ -6,8 +6,8 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from benchmarks.registers import KERNELS, SHARED_KIB, is_shipped
 
-from dilated_attention_pytorch.benchmarks.registers import KERNELS, SHARED_KIB, is_shipped
 from dilated_attention_pytorch.kernels.triton.configurations import Configuration, candidates
 from dilated_attention_pytorch.kernels.triton.target import target_of
 

@@ -23,10 +23,10 @@ from dilated_attention_pytorch import (
 )
 from dilated_attention_pytorch.kernels.select import is_interpreted
 from dilated_attention_pytorch.kernels.triton import configurations
-from drawn import DrawnCall, block_calls, calls
-from oracle import Groups, Rule
-from planned import planned, with_candidates
-from triton_calls import DEVICE, SMALL, check, check_drawn_calls, poisoned
+from support.drawn import DrawnCall, block_calls, calls
+from support.oracle import Groups, Rule
+from support.planned import planned, with_candidates
+from support.triton_calls import DEVICE, SMALL, check, check_drawn_calls, poisoned
 
 PARTS, DRAWS = 6, 27
 IN_EVERY_RUN = 2
@@ -127,8 +127,9 @@ def test_splitting_the_keys_changes_nothing() -> None:
     from dilated_attention_pytorch.kernels.triton import launch
 
     patterns: tuple[Pattern, ...] = (
-        PATTERN + DilatedPattern([32], [2], tail="zero_padded"), random_blocks(0.5, block_size=12) + local_window(9, 2)
-    )  # fmt: skip
+        PATTERN + DilatedPattern([32], [2], tail="zero_padded"),
+        random_blocks(0.5, block_size=12) + local_window(9, 2),
+    )
     for pattern in patterns:
         q, k, v = (x.detach() for x in tensors(2, 37, 3, 16))
         problem = launch.Problem(q, k, v, pattern.groups, False, 0.3, rules=pattern.rules)
@@ -144,8 +145,9 @@ def test_one_query_after_many_keys_is_split_over_the_grid_and_exact() -> None:
 
     q, k, v = (x.detach() for x in tensors(1, 397, 1, 16))
     everywhere: tuple[Pattern, ...] = (
-        DilatedPattern([400, 1000], [1, 3]), local_window(300) + strided_blocks(3, block_size=16)
-    )  # fmt: skip
+        DilatedPattern([400, 1000], [1, 3]),
+        local_window(300) + strided_blocks(3, block_size=16),
+    )
     for pattern in everywhere:
         problem = launch.Problem(q[:, -1:], k, v, pattern.groups, True, 0.25, 396, 0, rules=pattern.rules)
         assert plan_of(problem).forward.num_splits > 1
@@ -302,9 +304,14 @@ def test_rows_outside_of_every_document_see_nothing(bounds: list[int]) -> None:
     inside = torch.zeros(30, dtype=torch.bool)
     inside[bounds[0] : bounds[-1]] = True
     problem = launch.Problem(
-        q.detach(), k.detach(), v.detach(), DilatedPattern([16], [1]).groups, False, 0.3,
+        q.detach(),
+        k.detach(),
+        v.detach(),
+        DilatedPattern([16], [1]).groups,
+        False,
+        0.3,
         cu_seqlens=torch.tensor(bounds, dtype=torch.int32, device=DEVICE),
-    )  # fmt: skip
+    )
     out, lse = launch.forward(problem)
     assert torch.equal(lse[0, :, 0].cpu() > float("-inf"), inside)
     grads = launch.backward(problem, out, lse, torch.ones_like(out), None)

@@ -17,11 +17,11 @@ from dilated_attention_pytorch.kernels.triton.fp8 import quantized
 from dilated_attention_pytorch.kernels.triton.plan import plan_of
 from dilated_attention_pytorch.kernels.triton.problem import Problem
 from dilated_attention_pytorch.ops import library
-from drawn import DrawnCall, block_calls, calls
-from error_budget import e4m3_budget
-from oracle import Groups, Rule, dense_attention
-from planned import with_candidates
-from triton_calls import DEVICE, SMALL, check_drawn_calls, poisoned, surrounded
+from support.drawn import DrawnCall, block_calls, calls
+from support.error_budget import e4m3_budget
+from support.oracle import Groups, Rule, dense_attention
+from support.planned import with_candidates
+from support.triton_calls import DEVICE, SMALL, check_drawn_calls, poisoned, surrounded
 
 DRAWS = 3
 PATTERN = DilatedPattern([16, 48], [1, 3])
@@ -166,9 +166,14 @@ def test_one_query_after_many_keys_is_split_over_the_grid() -> None:
     )
     torch.testing.assert_close(lse, want.lse.float(), rtol=1e-5, atol=1e-5)
     spread = attend(
-        *(as_rounded(x) for x in (q, k)), as_rounded(v).abs(), pattern, is_causal=True, query_offset=396, scale=0.25,
+        *(as_rounded(x) for x in (q, k)),
+        as_rounded(v).abs(),
+        pattern,
+        is_causal=True,
+        query_offset=396,
+        scale=0.25,
         impl="reference",
-    )  # fmt: skip
+    )
     assert ((out - want.out).abs() <= 2.0**-4 * spread).all()
 
 

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from dilated_attention_pytorch.kernels.select import is_interpreted
 from dilated_attention_pytorch.kernels.triton.rule_table import FAR
 from dilated_attention_pytorch.kernels.triton.runs import BITS, keys_seen
-from drawn import examples
+from support.drawn import examples
 
 ROWS, LINE = 8, BITS.value + 3
 LAST = 2**31 - 4096

@@ -15,7 +15,7 @@ from dilated_attention_pytorch.kernels.triton import launch, plan
 from dilated_attention_pytorch.kernels.triton.configurations import Configuration
 from dilated_attention_pytorch.kernels.triton.problem import Problem
 from dilated_attention_pytorch.kernels.triton.table import COVERING_LENGTH, group_numbers
-from planned import with_candidates
+from support.planned import with_candidates
 
 DEVICE = "cpu" if is_interpreted() else "cuda"
 PATTERN = DilatedPattern([16, 48], [1, 3]) + local_window(5)
@@ -58,14 +58,22 @@ def test_calls_share_a_plan_where_all_is_equal_that_it_depends_on() -> None:
     documents = replace(call, cu_seqlens=boundaries)
     assert plan.plan_of(replace(call, cu_seqlens=boundaries + 1)) is plan.plan_of(documents)
     others = [
-        documents, replace(call, is_causal=False), replace(call, scale=0.5), replace(call, query_offset=1),
-        replace(call, key_offset=1), replace(call, dropout_p=0.1), replace(call, key_padding_mask=mask),
-        replace(call, groups=call.groups[:1]), replace(call, rules=()), problem(8),
-        replace(call, query=call.query[:, :6]), replace(call, key=call.key[:, :6], value=call.value[:, :6]),
+        documents,
+        replace(call, is_causal=False),
+        replace(call, scale=0.5),
+        replace(call, query_offset=1),
+        replace(call, key_offset=1),
+        replace(call, dropout_p=0.1),
+        replace(call, key_padding_mask=mask),
+        replace(call, groups=call.groups[:1]),
+        replace(call, rules=()),
+        problem(8),
+        replace(call, query=call.query[:, :6]),
+        replace(call, key=call.key[:, :6], value=call.value[:, :6]),
         replace(call, key=call.key[:, :, :1], value=call.value[:, :, :1]),
         replace(call, **{name: getattr(call, name).bfloat16() for name in ("query", "key", "value")}),
         replace(call, **{name: getattr(call, name)[..., :8] for name in ("query", "key", "value")}),
-    ]  # fmt: skip
+    ]
     plans = [plan.plan_of(one) for one in (call, *others)]
     assert len(set(plans)) == len(plans)
     # Operands lie anywhere: strides are no part of a plan.
@@ -79,7 +87,7 @@ def test_a_plan_that_was_made_before_gives_the_bits_of_a_new_one(monkeypatch: py
         problem(9, pattern, query_offset=2, dropout_p=0.3, dropout_seed=torch.tensor(5, device=DEVICE)),
         problem(9, pattern, cu_seqlens=torch.tensor([0, 4, 9], dtype=torch.int32, device=DEVICE)),
         problem(9, pattern, cu_seqlens=torch.tensor([0, 6, 9], dtype=torch.int32, device=DEVICE)),
-    ]  # fmt: skip
+    ]
 
     def results(call: Problem) -> list[torch.Tensor]:
         out, lse = launch.forward(call)
@@ -102,9 +110,12 @@ def test_steps_of_decoding_share_their_kind_and_their_tables() -> None:
     kinds, tables = set(), set()
     for position in range(100, 500):
         step = replace(
-            whole, query=whole.query[:, position : position + 1], key=whole.key[:, : position + 1],
-            value=whole.value[:, : position + 1], query_offset=position,
-        )  # fmt: skip
+            whole,
+            query=whole.query[:, position : position + 1],
+            key=whole.key[:, : position + 1],
+            value=whole.value[:, : position + 1],
+            query_offset=position,
+        )
         found = plan.plan_of(step)
         found.forward.walk(found.forward.choice.candidates[0], 2)
         kinds.add(found.kind)
@@ -112,9 +123,13 @@ def test_steps_of_decoding_share_their_kind_and_their_tables() -> None:
         if position in (133, 499):
             out, lse = launch.forward(step)
             want = attend_with_lse(
-                *(x.double() for x in (step.query, step.key, step.value)), pattern, is_causal=True, scale=0.25,
-                query_offset=position, impl="reference",
-            )  # fmt: skip
+                *(x.double() for x in (step.query, step.key, step.value)),
+                pattern,
+                is_causal=True,
+                scale=0.25,
+                query_offset=position,
+                impl="reference",
+            )
             torch.testing.assert_close(out, want.out.float(), rtol=1e-5, atol=1e-6)
             torch.testing.assert_close(lse, want.lse.float(), rtol=1e-5, atol=1e-6)
     assert len(kinds) == len(tables) == 1

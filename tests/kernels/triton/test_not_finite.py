@@ -16,8 +16,8 @@ from dilated_attention_pytorch.kernels.select import is_interpreted
 from dilated_attention_pytorch.kernels.triton import launch
 from dilated_attention_pytorch.kernels.triton.configurations import Configuration
 from dilated_attention_pytorch.kernels.triton.problem import Problem
-from drawn import DrawnCall, Sizes, block_calls, calls, examples
-from planned import tiles_of, with_candidates
+from support.drawn import DrawnCall, Sizes, block_calls, calls, examples
+from support.planned import tiles_of, with_candidates
 
 SIZES = Sizes(
     st.integers(20, 60), batch=1, kv_heads=2, head_dims=(16,), groups=2, summands=(1,), segments=st.integers(5, 70)
@@ -70,9 +70,17 @@ def check(call: DrawnCall, kind: int, value: float, place: int) -> int:
         found.append([x.detach()[0] for x in (out, lse, *grads)])
     pattern = call.pattern
     problem = launch.Problem(
-        q, k, v, pattern.groups, call.is_causal, 0.3, int(call.options.get("query_offset", 0)),
-        int(call.options.get("key_offset", 0)), call.options.get("cu_seqlens"), rules=pattern.rules,  # type: ignore[arg-type]
-    )  # fmt: skip
+        q,
+        k,
+        v,
+        pattern.groups,
+        call.is_causal,
+        0.3,
+        int(call.options.get("query_offset", 0)),
+        int(call.options.get("key_offset", 0)),
+        call.options.get("cu_seqlens"),
+        rules=pattern.rules,  # type: ignore[arg-type]
+    )
     bad_keys = torch.zeros(k.shape[1], heads, dtype=torch.bool)
     bad_rows = torch.zeros(q.shape[1], heads, dtype=torch.bool)
     if kind == 0:
@@ -98,9 +106,11 @@ def test_it_reaches_rows_of_tiles_that_see_it_and_no_others(ruled: bool) -> None
 
     @examples(DRAWS, is_shrunk=False)
     @given(
-        (block_calls if ruled else calls)(with_padding=False, sizes=SIZES), st.sampled_from([0, 1, 1, 2]),
-        st.sampled_from([math.nan, math.inf, -math.inf]), st.integers(0, 1000),
-    )  # fmt: skip
+        (block_calls if ruled else calls)(with_padding=False, sizes=SIZES),
+        st.sampled_from([0, 1, 1, 2]),
+        st.sampled_from([math.nan, math.inf, -math.inf]),
+        st.integers(0, 1000),
+    )
     def draw(call: DrawnCall, kind: int, value: float, place: int) -> None:
         nonlocal free
         call.ratio = 1 if call.ratio % 2 else 2

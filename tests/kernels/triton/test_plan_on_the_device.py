@@ -21,8 +21,8 @@ from dilated_attention_pytorch.kernels.triton.segments import (
     segment_start,
     selected,
 )
-from dilated_attention_pytorch.patterns import DilationGroup
-from planned import planned, with_candidates
+from dilated_attention_pytorch.patterns.dilated import DilationGroup
+from support.planned import planned, with_candidates
 
 DEVICE = "cpu" if is_interpreted() else "cuda"
 
@@ -60,8 +60,10 @@ def test_the_arithmetic_of_segments_is_that_of_the_pattern(length: int, rate: in
             for position in range(num_rows):
                 bounds = group.segment_bounds(position, shift)
                 assert (start[position], begin[position], end[position]) == (
-                    bounds[0], max(bounds[0], 0), min(bounds[1], num_rows),
-                )  # fmt: skip
+                    bounds[0],
+                    max(bounds[0], 0),
+                    min(bounds[1], num_rows),
+                )
                 assert is_in[position] == int(chosen[position])
             first, count = group.selected(group.segment_bounds(low, shift)[0], offset, low, high)
             assert run[1] == count
@@ -114,9 +116,12 @@ def test_the_number_of_launches_depends_on_nothing(monkeypatch: pytest.MonkeyPat
     with_candidates(monkeypatch, plan.Configuration(16, 16, 4, 1))
     counted: dict[str, tuple[int, int]] = {}
     for rows, lengths, rates, bounds in (
-        (40, [40], [2], None), (40, [8, 16, 40], [1, 2, 3], None), (40, [8, 16, 40], [1, 2, 3], [0, 11, 12, 40]),
-        (70, [5, 8, 16, 32, 70], [1, 2, 4, 6, 12], None), (40, [40, 40], [1, 5], None),
-    ):  # fmt: skip
+        (40, [40], [2], None),
+        (40, [8, 16, 40], [1, 2, 3], None),
+        (40, [8, 16, 40], [1, 2, 3], [0, 11, 12, 40]),
+        (70, [5, 8, 16, 32, 70], [1, 2, 4, 6, 12], None),
+        (40, [40, 40], [1, 5], None),
+    ):
         q, k, v = (torch.randn(1, rows, 2, 16, requires_grad=True) for _ in range(3))
         pattern: Pattern = DilatedPattern(lengths, rates)
         name = f"{len(lengths)} groups" + (", packed documents" if bounds else "")

@@ -23,8 +23,8 @@ from dilated_attention_pytorch.kernels.triton import launch
 from dilated_attention_pytorch.kernels.triton.configurations import Configuration
 from dilated_attention_pytorch.kernels.triton.plan import plan_of
 from dilated_attention_pytorch.kernels.triton.problem import Problem
-from error_budget import budget
-from planned import planned, with_candidates
+from support.error_budget import budget
+from support.planned import planned, with_candidates
 
 DEVICE = "cpu" if is_interpreted() else "cuda"
 ROWS = 131
@@ -49,9 +49,14 @@ def filled_up_to(stop: int, *tensors: Tensor) -> list[Tensor]:
 
 
 def check(
-    got: tuple[Tensor, Tensor], query: Tensor, key: Tensor, value: Tensor, pattern: Pattern, position: int,
+    got: tuple[Tensor, Tensor],
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    pattern: Pattern,
+    position: int,
     key_padding_mask: Tensor | None = None,
-) -> None:  # fmt: skip
+) -> None:
     """Hold output and log-sum-exp to the dense definition in float64, within the error budget."""
     ratio = query.shape[2] // key.shape[2]
     q, k, v = (x.double().cpu() for x in (query, key, value))
@@ -80,9 +85,14 @@ def test_one_plan_serves_every_position(name: str, num_queries: int, num_splits:
     for start in (0, 63, 64, ROWS - num_queries) if num_splits == 1 else (1, 100):
         position.fill_(start)
         problem = Problem(
-            query, *filled_up_to(start + num_queries, key, value), pattern.groups, True, 0.25, position,
+            query,
+            *filled_up_to(start + num_queries, key, value),
+            pattern.groups,
+            True,
+            0.25,
+            position,
             rules=pattern.rules,
-        )  # fmt: skip
+        )
         check(launch.forward(problem, num_splits), query, key, value, pattern, start)
         plan = plan_of(problem)
         plans.add(plan)
@@ -138,7 +148,7 @@ def test_a_position_that_is_none_is_taken_for_the_nearest(value: int, taken: int
     assert torch.equal(reference, attend(query, key, values, pattern, impl="reference", query_offset=taken, **options))
     planned(
         Problem(query, key, values, pattern.groups, True, 0.25, position, rules=pattern.rules), (16,)
-    ).check_ranges()  # fmt: skip
+    ).check_ranges()
 
 
 def test_operator() -> None:
@@ -189,9 +199,19 @@ def test_one_captured_graph_decodes_a_text() -> None:
             held.copy_(whole[:, start : start + 1])
         graph.replay()
         assert torch.equal(captured, step())
-        check((captured, attend_with_lse(
-            query, keys, values, PATTERNS["groups"], is_causal=True, scale=0.25, query_offset=position
-        ).lse), query, key, value, PATTERNS["groups"], start)  # fmt: skip
+        check(
+            (
+                captured,
+                attend_with_lse(
+                    query, keys, values, PATTERNS["groups"], is_causal=True, scale=0.25, query_offset=position
+                ).lse,
+            ),
+            query,
+            key,
+            value,
+            PATTERNS["groups"],
+            start,
+        )
 
 
 def test_a_gradient_is_refused() -> None:

@@ -18,9 +18,9 @@ from dilated_attention_pytorch.kernels.triton.plan import LaunchPlan, plan_of
 from dilated_attention_pytorch.kernels.triton.problem import Kind, Problem
 from dilated_attention_pytorch.kernels.triton.regions import regions_of
 from dilated_attention_pytorch.kernels.triton.sides import Side
-from drawn import examples
-from oracle import Groups, dense_counts
-from planned import check_runs, planned
+from support.drawn import examples
+from support.oracle import Groups, dense_counts
+from support.planned import check_runs, planned
 
 DEVICE = "cpu" if is_interpreted() else "cuda"
 Interval = tuple[int, int]
@@ -80,13 +80,21 @@ def test_every_tile_has_room_however_rows_lie_within_their_pieces(figure: Any) -
 
     @examples(300, is_shrunk=False)
     @given(
-        packings(120), GROUPS, st.sampled_from([16, 32, 64]), st.sampled_from([1, 3, 5, 8, 16]), st.booleans(),
+        packings(120),
+        GROUPS,
+        st.sampled_from([16, 32, 64]),
+        st.sampled_from([1, 3, 5, 8, 16]),
+        st.booleans(),
         st.integers(0, 2**31),
-    )  # fmt: skip
+    )
     def draw(
-        packing: tuple[int, list[int]], groups: list[tuple[int, int]], window: int, tile_rows: int, is_ordered: bool,
+        packing: tuple[int, list[int]],
+        groups: list[tuple[int, int]],
+        window: int,
+        tile_rows: int,
+        is_ordered: bool,
         seed: int,
-    ) -> None:  # fmt: skip
+    ) -> None:
         nonlocal fullest, drawn
         drawn += 1
         rows, boundaries = packing
@@ -161,13 +169,21 @@ def test_the_runs_of_many_documents_hold_every_pair(figure: Any) -> None:
 
     @examples(10, is_shrunk=False)
     @given(
-        packings(60), GROUPS, st.lists(st.integers(1, 5), min_size=3, max_size=3), st.sampled_from([16, 21, 32]),
-        st.booleans(), st.booleans(),
-    )  # fmt: skip
+        packings(60),
+        GROUPS,
+        st.lists(st.integers(1, 5), min_size=3, max_size=3),
+        st.sampled_from([16, 21, 32]),
+        st.booleans(),
+        st.booleans(),
+    )
     def draw(
-        packing: tuple[int, list[int]], groups: list[tuple[int, int]], rates: list[int], tile_rows: int,
-        is_causal: bool, of_queries: bool,
-    ) -> None:  # fmt: skip
+        packing: tuple[int, list[int]],
+        groups: list[tuple[int, int]],
+        rates: list[int],
+        tile_rows: int,
+        is_causal: bool,
+        of_queries: bool,
+    ) -> None:
         nonlocal drawn, runs
         rows, boundaries = packing
         boundaries = [0, *boundaries, rows]  # every row in a document, as in a call
@@ -194,8 +210,9 @@ def test_boundaries_that_are_none_leave_every_tile_its_own_lines(boundaries: lis
     query = torch.zeros(1, 64, 1, 16, device=DEVICE)
     bounds = torch.tensor(boundaries, dtype=torch.int32, device=DEVICE)
     patterns: tuple[Pattern, ...] = (
-        DilatedPattern([5, 16], [1, 2], segment_shift=3), local_window(9, 3) + random_blocks(0.5, block_size=4)
-    )  # fmt: skip
+        DilatedPattern([5, 16], [1, 2], segment_shift=3),
+        local_window(9, 3) + random_blocks(0.5, block_size=4),
+    )
     for pattern in patterns:
         problem = Problem(query, query, query, pattern.groups, False, 1.0, cu_seqlens=bounds, rules=pattern.rules)
         for of_queries in (False, True):
@@ -221,8 +238,10 @@ def test_packed_documents_take_no_more_than_a_line_each_for_every_group_and_head
                 assert math.prod(walk.runs) <= line * (5 * tiles + segments + 5 * 12 * (documents or 1))
                 size = 4 * (math.prod(walk.runs) + math.prod(walk.ranges)) / 2**20
                 mebibytes[documents] = max(mebibytes.get(documents, 0.0), size)
-    figure("Triton, MiB of the largest table of runs by documents, 1,048,576 rows in 12 heads",
-           {str(documents): f"{size:.1f}" for documents, size in mebibytes.items()})  # fmt: skip
+    figure(
+        "Triton, MiB of the largest table of runs by documents, 1,048,576 rows in 12 heads",
+        {str(documents): f"{size:.1f}" for documents, size in mebibytes.items()},
+    )
     assert mebibytes[64] < 30
     assert mebibytes[1000] < 30
 

@@ -24,8 +24,8 @@ from dilated_attention_pytorch.kernels.select import is_interpreted
 from dilated_attention_pytorch.kernels.triton import rule_table, sides
 from dilated_attention_pytorch.kernels.triton.plan import plan_of
 from dilated_attention_pytorch.kernels.triton.problem import Problem
-from drawn import DrawnCall, Sizes, block_calls, examples
-from planned import check_runs, planned
+from support.drawn import DrawnCall, Sizes, block_calls, examples
+from support.planned import check_runs, planned
 
 DEVICE = "cpu" if is_interpreted() else "cuda"
 # The interpreter takes milliseconds to write a run.
@@ -37,10 +37,17 @@ def problem_of(call: DrawnCall) -> Problem:
     query = torch.zeros(1, call.num_queries, call.kv_heads, 16, device=DEVICE)
     key = torch.zeros(1, call.num_keys, call.kv_heads, 16, device=DEVICE)
     return Problem(
-        query, key, key, call.pattern.groups, call.is_causal, 1.0, int(call.options.get("query_offset", 0)),
+        query,
+        key,
+        key,
+        call.pattern.groups,
+        call.is_causal,
+        1.0,
+        int(call.options.get("query_offset", 0)),
         int(call.options.get("key_offset", 0)),
-        None if boundaries is None else torch.as_tensor(boundaries).to(DEVICE), rules=call.pattern.rules,
-    )  # fmt: skip
+        None if boundaries is None else torch.as_tensor(boundaries).to(DEVICE),
+        rules=call.pattern.rules,
+    )
 
 
 def test_the_runs_of_drawn_patterns_hold_every_pair_and_need_no_other_mask(figure: Any) -> None:

@@ -17,10 +17,10 @@ from dilated_attention_pytorch.kernels.triton import launch, tuning
 from dilated_attention_pytorch.kernels.triton.configurations import Configuration
 from dilated_attention_pytorch.kernels.triton.plan import plan_of
 from dilated_attention_pytorch.kernels.triton.problem import Problem
-from drawn import DrawnCall, block_calls, calls
-from oracle import Groups, Rule
-from planned import with_candidates
-from triton_calls import DEVICE, SMALL, check, check_drawn_calls
+from support.drawn import DrawnCall, block_calls, calls
+from support.oracle import Groups, Rule
+from support.planned import with_candidates
+from support.triton_calls import DEVICE, SMALL, check, check_drawn_calls
 
 DRAWS = 2
 
@@ -59,9 +59,11 @@ def test_a_sum_with_hidden_keys_and_grouped_heads_stays_within_the_error_budget(
 CASES: dict[str, tuple[int, int, dict[str, Any]]] = {
     "a slab that begins within a segment": (21, 37, {"query_offset": 29, "key_offset": 11}),
     "packed documents, one of them empty": (
-        37, 37, {"cu_seqlens": torch.tensor([0, 3, 20, 20, 37], dtype=torch.int32)}
+        37,
+        37,
+        {"cu_seqlens": torch.tensor([0, 3, 20, 20, 37], dtype=torch.int32)},
     ),
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("case", CASES)

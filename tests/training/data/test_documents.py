@@ -70,9 +70,13 @@ def test_nothing_is_predicted_across_a_boundary(text: Text) -> None:
 def test_the_loss_of_rows_of_documents_is_that_of_every_document_alone(text: Text) -> None:
     torch.manual_seed(0)
     config = LongNetConfig(
-        embed_dim=16, num_layers=2, num_heads=2, segment_lengths=(5, 16), dilation_rates=(1, 2),
+        embed_dim=16,
+        num_layers=2,
+        num_heads=2,
+        segment_lengths=(5, 16),
+        dilation_rates=(1, 2),
         layer_segment_shifts=(0, 3),
-    )  # fmt: skip
+    )
     model = LongNetForCausalLM.from_longnet_config(config).double()
     rows = PackedRows(text, CONTEXT, 9, seed=2)
     parts = [part for index in range(3) for part in parts_of(rows[index])]

@@ -38,16 +38,15 @@ def write_arrow(folder: Path, texts: list[str], **state: object) -> Path:
 
 def test_texts_are_the_same_in_every_format(tmp_path: Path) -> None:
     pq.write_table(pa.table({"text": TEXTS, "id": range(len(TEXTS))}), tmp_path / "a.parquet", row_group_size=50)
-    places = [
-        write_jsonl(tmp_path / "a.jsonl", TEXTS), tmp_path / "a.parquet", write_arrow(tmp_path / "saved", TEXTS)
-    ]  # fmt: skip
+    places = [write_jsonl(tmp_path / "a.jsonl", TEXTS), tmp_path / "a.parquet", write_arrow(tmp_path / "saved", TEXTS)]
     for place in places:
         assert are_records(place)
         assert [record.text.decode() for record in records(place, "text")] == TEXTS
     assert next(records(places[0], "text")) == Record("a.jsonl:1", TEXTS[0].encode())
     assert [record.name for record in records(places[2], "text")][99:101] == [
-        "data-00000-of-00002.arrow:100", "data-00001-of-00002.arrow:1",
-    ]  # fmt: skip
+        "data-00000-of-00002.arrow:100",
+        "data-00001-of-00002.arrow:1",
+    ]
 
 
 @pytest.mark.parametrize("name", ["a.parquet", "saved/data-00000-of-00002.arrow"])
@@ -88,14 +87,17 @@ def test_each_text_is_a_document_of_the_corpus_and_empty_ones_are_said(tmp_path:
     assert 5 < len(corpus.held_out.file_starts) < 90
 
 
-@pytest.mark.parametrize(("line", "message"), [
-    ('{"text": "cut', r"a\.jsonl, line 3 is no JSON \(Invalid control character"),
-    ('["text"]', r"a\.jsonl, line 3 is no object, but list"),
-    ('{"body": "x"}', r"line 3 has no 'text'; it has 'body'; name the one that holds the text with --text-field"),
-    ('{"text": 5}', r"line 3: 'text' is 5, not text"),
-    ('{"text": "a\\ud800"}', r"line 3: 'text' is no text that UTF-8 holds"),
-    ('{"text": "a\\u0000"}', r"line 3: 'text' holds a zero character"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("line", "message"),
+    [
+        ('{"text": "cut', r"a\.jsonl, line 3 is no JSON \(Invalid control character"),
+        ('["text"]', r"a\.jsonl, line 3 is no object, but list"),
+        ('{"body": "x"}', r"line 3 has no 'text'; it has 'body'; name the one that holds the text with --text-field"),
+        ('{"text": 5}', r"line 3: 'text' is 5, not text"),
+        ('{"text": "a\\ud800"}', r"line 3: 'text' is no text that UTF-8 holds"),
+        ('{"text": "a\\u0000"}', r"line 3: 'text' holds a zero character"),
+    ],
+)
 def test_a_broken_line_is_named(line: str, message: str, tmp_path: Path) -> None:
     path = tmp_path / "a.jsonl"
     path.write_text('{"text": "good"}\n\n' + line + "\n")

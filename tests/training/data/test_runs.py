@@ -125,9 +125,12 @@ def test_eval_of_a_run_over_documents_reads_each_alone_as_training_does(
     settings = over_tokens(tiny_settings(world, steps=2, precision="float32"), world, **changes)
     outcome = train(settings, tmp_path / "run", quiet())
     asked = EvalSettings(
-        lengths=(33, settings.context_length), windows=settings.final_eval_windows, recall_texts=0,
-        precision="float32", device="cpu",
-    )  # fmt: skip
+        lengths=(33, settings.context_length),
+        windows=settings.final_eval_windows,
+        recall_texts=0,
+        precision="float32",
+        device="cpu",
+    )
     said = Console(file=io.StringIO(), width=200)
     result = json.loads(evaluate_model(str(outcome.run), asked, tmp_path / "eval.json", said).read_text())
     assert result["packing"] == "documents"
@@ -209,9 +212,11 @@ def test_a_run_over_a_mixture_that_was_stopped_ends_with_the_same_bits_and_sampl
 def test_one_process_and_then_four_read_what_one_reads(world: Path, tmp_path: Path) -> None:
     """Packed rows of documents, two processes at each, from a mixture."""
     settings = over_tokens(
-        small_settings(world, steps=6, save_steps=3, batch_size=1, gradient_accumulation=4, eval_steps=6), world,
-        weights=(0.6, 0.4), packing="documents",
-    )  # fmt: skip
+        small_settings(world, steps=6, save_steps=3, batch_size=1, gradient_accumulation=4, eval_steps=6),
+        world,
+        weights=(0.6, 0.4),
+        packing="documents",
+    )
     with pytest.MonkeyPatch.context() as patch:
         record_samples(patch, tmp_path / "seen-whole")
         whole = train(settings, tmp_path / "whole", quiet())

@@ -17,7 +17,6 @@ from typing import Any
 import pytest
 import torch
 
-import dilated_attention_pytorch
 from dilated_attention_pytorch.errors import RunError
 from dilated_attention_pytorch.training.corpus import corpus_figures, read_corpus
 from dilated_attention_pytorch.training.data import sources as sources_module
@@ -26,6 +25,7 @@ from dilated_attention_pytorch.training.data.sources import Sources
 from dilated_attention_pytorch.training.data.token_cache import cached_corpus, open_corpus
 from dilated_attention_pytorch.training.data.tokenizer import BYTES, ByteTokenizer, bytes_of, train_tokenizer
 from dilated_attention_pytorch.training.lease import alone_in
+from support.processes import environment
 from training.data.test_records import write_jsonl
 
 
@@ -225,10 +225,12 @@ def test_fifty_megabytes_of_text_are_made_and_mapped_where_they_would_not_fit(tm
     record = json.dumps({"text": "a line of a text that is long\n" * 1700}) + "\n"
     (tmp_path / "a.jsonl").write_text(record * 1000)
     (tmp_path / "small.jsonl").write_text(record * 20)
-    path = str(Path(dilated_attention_pytorch.__file__).parents[1])
     run = subprocess.run(
         [sys.executable, "-c", LIMITED, str(tmp_path / "a.jsonl"), str(tmp_path / "cache"), "24"],
-        env={**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1"}, capture_output=True, text=True, check=False,
-    )  # fmt: skip
+        env=environment(),
+        capture_output=True,
+        text=True,
+        check=False,
+    )
     assert run.returncode == 0, run.stderr
     assert run.stdout.split() == [str(1000 * (1 + 30 * 1700)), "limited"]

@@ -65,13 +65,19 @@ def test_a_separator_counts_as_one_byte() -> None:
     assert bytes_of(BYTES, torch.tensor([0, *LINES[3]])) == b"\0" + LINES[3]
 
 
-@pytest.mark.parametrize(("change", "message"), [
-    ({"normalizer": {"type": "NFC"}}, r"changes texts before it cuts them \(normalizer NFC\)"),
-    ({"decoder": None}, r"its tokens do not stand for bytes \(decoder none, not ByteLevel\)"),
-    ({"decoder": {"type": "Fuse"}}, r"its tokens do not stand for bytes \(decoder Fuse, not ByteLevel\)"),
-    ({"added_tokens": []}, r"nothing says which of its special tokens \(none\) stands between texts; put it as eos"),
-    ({"model": 3}, r"tokenizer\.json is damaged or no tokenizer"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"normalizer": {"type": "NFC"}}, r"changes texts before it cuts them \(normalizer NFC\)"),
+        ({"decoder": None}, r"its tokens do not stand for bytes \(decoder none, not ByteLevel\)"),
+        ({"decoder": {"type": "Fuse"}}, r"its tokens do not stand for bytes \(decoder Fuse, not ByteLevel\)"),
+        (
+            {"added_tokens": []},
+            r"nothing says which of its special tokens \(none\) stands between texts; put it as eos",
+        ),
+        ({"model": 3}, r"tokenizer\.json is damaged or no tokenizer"),
+    ],
+)
 def test_other_tokenizers_are_refused(change: dict[str, object], message: str, tmp_path: Path) -> None:
     (tmp_path / "tokenizer.json").write_text(json.dumps(json.loads(TRAINED.text) | change))
     with pytest.raises(RunError, match=message):

@@ -1,4 +1,4 @@
-"""The attention function that transformers' models call."""
+"""The attention function registered with transformers."""
 
 from __future__ import annotations
 
@@ -19,11 +19,20 @@ from .config import check_no_window, layer_pattern
 from .documents import PADDING, is_causal_seal, is_seal, unseal
 from .layers import is_causal_without_mask, note_attended
 
-# What models and Trainer hand down to every attention, and what has no part in one.
-_OF_OTHERS = frozenset({
-    "cache_position", "deterministic", "max_length_k", "max_length_q", "num_items_in_batch", "output_hidden_states",
-    "output_router_logits", "return_dict", "use_cache",
-})  # fmt: skip
+# Arguments that models and Trainer pass to every attention function, and that do not affect attention.
+_OF_OTHERS = frozenset(
+    {
+        "cache_position",
+        "deterministic",
+        "max_length_k",
+        "max_length_q",
+        "num_items_in_batch",
+        "output_hidden_states",
+        "output_router_logits",
+        "return_dict",
+        "use_cache",
+    }
+)
 
 
 def dilated_attention_forward(
@@ -41,26 +50,26 @@ def dilated_attention_forward(
     cu_seq_lens_k: Tensor | None = None,
     **options: Any,
 ) -> tuple[Tensor, None]:
-    """Attention under the pattern of the layer, with the arguments of transformers' attention functions.
+    """Attention under the layer's pattern, with the signature of transformers' attention functions.
 
     Args:
-        module: the layer's attention; its configuration holds the pattern.
+        module: the attention layer; its configuration holds the pattern.
         query: ``[B, H, N, D]``.
-        key, value: ``[B, G, M, D]``, those of a cache and the query's own.
-        attention_mask: of :func:`documents_mask`.
-        dropout: probability with which a merged probability is dropped.
-        scaling: factor of the scores; ``1 / sqrt(D)`` without it.
-        is_causal: in place of the module's own; of a mask the mask's holds.
-        sliding_window: tokens that the layer's own window holds.
-        position_ids: ``[B, N]``, looked at for packed rows that the mask cannot know.
-        cu_seq_lens_q, cu_seq_lens_k: int32 boundaries of the documents of one packed row, in place of a mask.
-        options: what is for other implementations; all that is not known to have no part in attention raises.
+        key, value: ``[B, G, M, D]``, cached and new rows.
+        attention_mask: from :func:`documents_mask`.
+        dropout: probability of dropping a merged probability.
+        scaling: scale of the scores; None = ``1 / sqrt(D)``.
+        is_causal: overrides the module's attribute; a mask overrides both.
+        sliding_window: size of the layer's own window, in tokens.
+        position_ids: ``[B, N]``, checked for packed rows that the mask does not cover.
+        cu_seq_lens_q, cu_seq_lens_k: int32 boundaries of the documents of one packed row, instead of a mask.
+        options: arguments of other implementations; any that may affect attention raises.
 
     Returns:
-        ``[B, N, H, D]``, and None for the weights, which are never made.
+        ``[B, N, H, D]``, and None for the weights, which are never formed.
 
     Raises:
-        NotImplementedError, ValueError, TypeError: what cannot be honoured, by name.
+        NotImplementedError, ValueError, TypeError: an unsupported or invalid argument; the message names it.
     """
     note_attended(module)
     _check_options(options)
@@ -68,7 +77,7 @@ def dilated_attention_forward(
     mask, num_columns = None, key.shape[2]
     if attention_mask is not None:
         mask, num_columns = _checked_mask(attention_mask), attention_mask.shape[3]
-        # Some models say that nothing is causal where there is a mask, because a dense one would say it.
+        # Some models pass is_causal=False with a mask, because a dense mask would be causal itself.
         is_causal = is_causal_seal(attention_mask)
     elif is_causal is None:
         is_causal = is_causal_without_mask(module)
@@ -78,7 +87,7 @@ def dilated_attention_forward(
             'them are there is not known: use "sdpa" for this model'
         )
     query, key, value = cast_by_autocast(*(tensor.transpose(1, 2) for tensor in (query, key, value)))
-    # A static cache has columns that nothing is written to yet.
+    # A static cache has columns that are not written yet.
     key, value = key[:, :num_columns], value[:, :num_columns]
     num_queries = query.shape[1]
     if _is_cross_attention(type(module), getattr(module, "is_decoder", None), is_causal):
@@ -105,18 +114,30 @@ def dilated_attention_forward(
             return _attend_row_by_row(query, key, value, mask, pattern, scaling, dropout), None
         cu_seqlens = _boundaries(mask)
     elif layer == 0 and position_ids is not None and num_queries == num_columns:
-        # Once for all layers: it waits for the device.
+        # Once for all layers, as it synchronises.
         _check_not_packed(position_ids)
     if cu_seqlens is None:
         return attend(
-            query, key, value, pattern, is_causal=is_causal, scale=scaling, query_offset=num_columns - num_queries,
+            query,
+            key,
+            value,
+            pattern,
+            is_causal=is_causal,
+            scale=scaling,
+            query_offset=num_columns - num_queries,
             dropout_p=dropout,
-        ), None  # fmt: skip
+        ), None
     flat = [tensor.reshape(1, -1, *tensor.shape[2:]) for tensor in (query, key, value)]
     out = attend(
-        flat[0], flat[1], flat[2], pattern, is_causal=is_causal, scale=scaling, cu_seqlens=cu_seqlens,
+        flat[0],
+        flat[1],
+        flat[2],
+        pattern,
+        is_causal=is_causal,
+        scale=scaling,
+        cu_seqlens=cu_seqlens,
         dropout_p=dropout,
-    )  # fmt: skip
+    )
     return out.view(query.shape), None
 
 
@@ -126,12 +147,12 @@ def _check_options(options: dict[str, Any]) -> None:
         "position_bias": "learned biases of the scores, as in T5, are not computed",
         "s_aux": "attention sinks, as in gpt-oss, are not computed",
         "cache": "paged caches of continuous batching hold no sequence of rows",
-        "output_attentions": "the N x N weights are never made",
+        "output_attentions": "the N x N weights are never formed",
     }
     for name, given in options.items():
         if given is None or given is False or name in _OF_OTHERS:
             continue
-        reason = reasons.get(name, "an argument of attention that is not known here")
+        reason = reasons.get(name, "an unknown argument of attention")
         raise NotImplementedError(
             f'attn_implementation="dilated" does not honour {name}: {reason}; got a {type(given).__name__}, use '
             '"sdpa" or "eager" for this model'
@@ -139,7 +160,7 @@ def _check_options(options: dict[str, Any]) -> None:
 
 
 def _check_heads(config: Any, num_kv_heads: int) -> None:
-    """Raise where this process has some heads only: a head's residues follow from its number among all."""
+    """Raise if this process has only some heads: residues follow from a head's index among all."""
     if not torch.distributed.is_available() or not torch.distributed.is_initialized():
         return
     all_heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
@@ -151,7 +172,7 @@ def _check_heads(config: Any, num_kv_heads: int) -> None:
 
 
 def _checked_mask(attention_mask: Tensor) -> Tensor | None:
-    """The documents ``[B, columns]`` of a mask that :func:`documents_mask` made; None where every row is one."""
+    """The documents ``[B, columns]`` of a mask from :func:`documents_mask`; None if every row is one document."""
     if not is_seal(attention_mask):
         raise NotImplementedError(
             'with attn_implementation="dilated" attention_mask has the shape [batch, tokens], 1 for a real token: a '
@@ -163,7 +184,7 @@ def _checked_mask(attention_mask: Tensor) -> Tensor | None:
 
 @torch.compiler.assume_constant_result
 def _is_cross_attention(kind: type[nn.Module], is_decoder: bool | None, is_causal: bool) -> bool:
-    """Whether the keys are another sequence's: transformers does not say, so what its modules are called decides."""
+    """Whether the keys belong to another sequence; transformers does not say, so class names decide."""
     if is_causal:
         return False
     if "Cross" in kind.__name__:
@@ -182,7 +203,7 @@ def _is_cross_attention(kind: type[nn.Module], is_decoder: bool | None, is_causa
 def _plain_attention(
     query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, dropout: float, scaling: float | None
 ) -> Tensor:
-    """Every query sees every key that is no padding; layouts as :func:`attend`."""
+    """Dense attention of every query to every key that is not padding; layouts as :func:`attend`."""
     seen = None
     if mask is not None:
         seen = (mask != PADDING)[:, None, None]
@@ -202,7 +223,7 @@ def _given_documents(
             f"{query.shape[0]} rows of {query.shape[1]} queries and {num_columns} keys; pass use_cache=False"
         )
     if mask is not None and not torch.equal(_boundaries(mask), cu_seq_lens_q.int()):
-        # Without a cache transformers finds the same documents in position_ids.
+        # Without a cache, transformers derives the same documents from position_ids.
         raise ValueError(
             "cu_seq_lens_q must say what position_ids say, and comes without an attention_mask: got the boundaries "
             f"{cu_seq_lens_q.tolist()} beside {_boundaries(mask).tolist()}"
@@ -216,15 +237,15 @@ def _given_documents(
 
 
 def _boundaries(documents: Tensor) -> Tensor:
-    """Where the documents of ``[B, N]`` begin if its rows lie one after the other, and their end: int32.
+    """Boundaries of the documents of ``[B, N]`` in its flattened rows: int32.
 
-    Padding is a document as well: it sees itself, and nobody sees it.
+    Padding forms documents of its own, which attend only to themselves.
     """
     batch, columns = documents.shape
     last = torch.tensor([batch * columns], device=documents.device)
     begins = documents[:, 1:] != documents[:, :-1]
     if torch.compiler.is_compiling():
-        # A number of boundaries that is known: rows have padding before and after. Documents may be empty.
+        # A fixed number of boundaries per row, for padding before and after it. Documents may be empty.
         column = torch.arange(1, columns, device=documents.device)
         found = torch.where(begins, column, columns).sort(dim=1).values[:, :2]
         starts = torch.cat([torch.zeros_like(documents[:, :1]), found], dim=1)
@@ -235,7 +256,7 @@ def _boundaries(documents: Tensor) -> Tensor:
 
 
 def _check_not_packed(position_ids: Tensor) -> None:
-    """Raise for packed rows that the mask cannot know of: transformers looks for them only without a cache."""
+    """Raise for packed rows that the mask does not cover: transformers detects them only without a cache."""
     if position_ids.dim() != 2:
         return
     steps = position_ids.diff(dim=-1)
@@ -258,7 +279,7 @@ def _check_not_packed(position_ids: Tensor) -> None:
 def _attend_row_by_row(
     query: Tensor, key: Tensor, value: Tensor, mask: Tensor, pattern: Pattern, scaling: float | None, dropout: float
 ) -> Tensor:
-    """Causal attention to cached rows of which some are padding: rows of one start together."""
+    """Causal attention to cached rows with padding: rows with equal starts share a call."""
     first = mask.shape[1] - query.shape[1]
     out = torch.zeros_like(query)
     for (start, stop), rows in group_rows(real_runs(mask != PADDING)).items():
@@ -267,7 +288,13 @@ def _attend_row_by_row(
             continue
         some = torch.tensor(rows, device=query.device)
         out[some, begin - first : stop - first] = attend(
-            query[some, begin - first : stop - first], key[some, start:stop], value[some, start:stop], pattern,
-            is_causal=True, scale=scaling, query_offset=begin - start, dropout_p=dropout,
-        )  # fmt: skip
+            query[some, begin - first : stop - first],
+            key[some, start:stop],
+            value[some, start:stop],
+            pattern,
+            is_causal=True,
+            scale=scaling,
+            query_offset=begin - start,
+            dropout_p=dropout,
+        )
     return out

@@ -1,4 +1,4 @@
-"""A cache for models of transformers that keeps what the pattern can still see."""
+"""A bounded cache for transformers models under a pattern."""
 
 from __future__ import annotations
 
@@ -19,29 +19,25 @@ _ATTRIBUTE = "_stored_rows"
 
 
 class _Rows(LongNetCache):
-    """The cache of LongNet for patterns that are given."""
+    """LongNet's cache for given patterns."""
 
     def __init__(self, patterns: tuple[Pattern, ...], num_kv_heads: int) -> None:
-        self.patterns = patterns
-        self.num_kv_heads = num_kv_heads
-        self.share = None
-        self._cohorts = []
-        self._num_columns = 0
+        self._begin(patterns, num_kv_heads, None)
 
 
 class BoundedCache:
-    """Keys and values that a later token can still see: ``past_key_values`` of a decoder with a pattern.
+    """Keys and values that later tokens can still attend to: ``past_key_values`` of a decoder with a pattern.
 
-    A key/value head holds at most ``sum_i ceil(min(w_i, t) / r_i)`` rows after t tokens, a window of w tokens at most
-    w: memory stops growing with the text. Logits are those of the model's own cache. It has no gradient. Rows that
-    are gone cannot come back: assisted generation is not possible with it.
+    A key/value head holds at most ``sum_i ceil(min(w_i, t) / r_i)`` rows after t tokens, with a window of w tokens at
+    most w: memory is bounded in the sequence length. Logits equal those with the model's own cache. No gradients.
+    Dropped rows cannot be restored, so assisted generation is not supported.
 
     Args:
-        config: the model's configuration, with its pattern (:func:`set_pattern` comes first).
+        config: the model's configuration, with its pattern (call :func:`set_pattern` first).
 
     Raises:
         TypeError, ValueError: the configuration has no pattern for a layer.
-        NotImplementedError: an encoder-decoder, layers that keep something else or share keys and values.
+        NotImplementedError: an encoder-decoder, or layers with another state or with shared keys and values.
 
     >>> from transformers import LlamaConfig, LlamaForCausalLM
     >>> from dilated_attention_pytorch import DilatedPattern
@@ -59,9 +55,9 @@ class BoundedCache:
     """
 
     is_compileable = False
-    """Read by transformers: shapes change from step to step."""
+    """Read by transformers: shapes change between steps."""
     is_croppable = False
-    """Read by transformers: rows that are gone cannot come back."""
+    """Read by transformers: dropped rows cannot be restored."""
 
     def __init__(self, config: Any) -> None:
         config = text_config(config)
@@ -88,10 +84,10 @@ class BoundedCache:
         self._attended = [0] * config.num_hidden_layers
 
     def update(self, key_states: Tensor, value_states: Tensor, layer_idx: int) -> tuple[Tensor, Tensor]:
-        """Announce new rows ``[B, G, N, D]`` of a layer; they are stored where its attention is computed.
+        """Register new rows ``[B, G, N, D]`` of a layer; they are stored when its attention is computed.
 
         Raises:
-            RuntimeError: under gradients, or if the rows before never came to the attention.
+            RuntimeError: gradients are enabled, or the previous rows never reached the attention function.
         """
         if torch.is_grad_enabled():
             raise RuntimeError("BoundedCache has no gradient: call the model under torch.no_grad(), or without a cache")
@@ -104,7 +100,7 @@ class BoundedCache:
                 'does not attend by attn_implementation="dilated"; use the model\'s own cache'
             )
         self._seen[layer_idx] += key_states.shape[2]
-        # Models hand the keys on to the attention function, and nothing else that leads to the cache.
+        # The keys are the only object that models pass from the cache to the attention function.
         setattr(key_states, _ATTRIBUTE, (self, layer_idx))
         return key_states, value_states
 
@@ -121,11 +117,11 @@ class BoundedCache:
         *,
         is_causal: bool,
     ) -> Tensor:
-        """Causal attention of new rows ``[B, N, H, D]`` to what is stored and to each other; then they are stored.
+        """Causal attention of new rows ``[B, N, H, D]`` to stored and new rows; then the new rows are stored.
 
         Raises:
-            NotImplementedError: attention with dropout, that is not causal, or of another number of calls than one.
-            ValueError: the pattern is not the one that the cache was made with.
+            NotImplementedError: dropout, non-causal attention, or more than one call per update.
+            ValueError: the pattern differs from the one that the cache was made with.
         """
         assert self._rows is not None
         if dropout or not is_causal:
@@ -151,23 +147,23 @@ class BoundedCache:
             self._step, self._served = self._rows.step(query.shape[0], num_new, runs, query.device), set()
         self._served.add(layer)
         if scaling is not None:
-            # The storage is read with scores over sqrt(D).
+            # The stored rows are read with the scale 1 / sqrt(D).
             query = query * (scaling * math.sqrt(query.shape[-1]))
         return self._step.attend(layer, query, key, value, 0.0)
 
     def rows_per_head(self, layer: int) -> list[int]:
-        """The most rows of any sequence that a layer holds, for each key/value head."""
+        """Stored rows of a layer per key/value head, the maximum over the sequences."""
         if self._rows is None:
             return []
         return [max(rows) for rows in zip(*self._rows.rows_per_head(layer), strict=True)]
 
     @property
     def num_bytes(self) -> int:
-        """Bytes of the keys and values allocated."""
+        """Allocated bytes of keys and values."""
         return 0 if self._rows is None else self._rows.num_bytes
 
     def get_seq_length(self, layer_idx: int = 0) -> int:
-        """Columns seen, padding included."""
+        """Number of columns seen, padding included."""
         return self._seen[layer_idx]
 
     def get_query_offset(self, layer_idx: int = 0) -> int:
@@ -175,32 +171,32 @@ class BoundedCache:
         return self._seen[layer_idx]
 
     def get_mask_sizes(self, query_length: int, layer_idx: int) -> tuple[int, int]:
-        """How many columns a mask is about, and the first of them."""
+        """Number of columns of a mask, and its first column."""
         return self._seen[layer_idx] + query_length, 0
 
     def get_max_length(self, layer_idx: int | None = None) -> int:
-        """-1: a text may be of any length."""
+        """-1: no limit."""
         return -1
 
     def activate_past_recording(self) -> None:
-        """Called by transformers before it takes tokens back, as assisted generation does.
+        """Called by transformers before it rolls back tokens, as assisted generation does.
 
         Raises:
             NotImplementedError: always.
         """
         raise NotImplementedError(
-            "a BoundedCache cannot take tokens back, because what they made useless is gone: use the model's own cache "
-            "for assisted generation"
+            "a BoundedCache cannot roll back tokens, because dropped rows cannot be restored: use the model's own "
+            "cache for assisted generation"
         )
 
     def reorder_cache(self, beam_idx: Tensor) -> None:
-        """Row b of the batch becomes what row ``beam_idx[b]`` was."""
+        """Reorder the batch: row b becomes the former row ``beam_idx[b]``."""
         if self._rows is not None:
             self._rows.reorder(beam_idx)
 
 
 def _check_layers(config: Any) -> None:
-    """Raise for a model whose own cache keeps more than keys and values of every layer."""
+    """Raise if the model's own cache holds more than keys and values of every layer."""
     from transformers import DynamicCache
 
     kinds = [type(layer).__name__ for layer in DynamicCache(config=config).layers]
@@ -219,6 +215,6 @@ def _check_layers(config: Any) -> None:
 
 
 def cache_of(key: Tensor) -> tuple[BoundedCache, int] | None:
-    """The cache that announced these keys, and their layer; None for keys of another cache or of none."""
+    """The cache that registered these keys, and their layer; None for keys of another cache or of none."""
     found: tuple[BoundedCache, int] | None = getattr(key, _ATTRIBUTE, None)
     return found

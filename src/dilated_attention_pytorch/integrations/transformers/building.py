@@ -1,4 +1,4 @@
-"""Models of transformers as they are built: those that are to attend under a pattern are watched from the start."""
+"""A hook on the construction of transformers models with a pattern."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ _HOOKS: list[Any] = []
 
 
 def watch_building() -> None:
-    """See every model that is built from now on, when it gets its first part. Calling it again changes nothing.
+    """Install a hook that sees every transformers model when its first submodule is added. Idempotent.
 
-    PyTorch calls the hook; transformers has no place for one, and a model that does not use its attention interface
-    never calls anything of ours.
+    A hook of PyTorch, since transformers has none, and a model that bypasses its attention interface never calls this
+    package.
     """
     if not _HOOKS:
         _HOOKS.append(register_module_module_registration_hook(_see))
@@ -42,7 +42,7 @@ def _see(module: nn.Module, name: str, part: nn.Module) -> None:
     elif has_pattern:
         watch(module)
         if any(isinstance(inner, PreTrainedModel) and inner.config is config for inner in part.modules()):
-            return  # said of the model inside
+            return  # reported for the inner model
         warnings.warn(
             f'{type(module).__name__} has a pattern in config.dilated_attention and attends to everything ("'
             f'{config._attn_implementation}"): pass attn_implementation="dilated", or call set_pattern, which saves '
@@ -52,7 +52,7 @@ def _see(module: nn.Module, name: str, part: nn.Module) -> None:
 
 
 def _check_tables(kind: Any) -> None:
-    """Raise for a model that takes the class of its attention from a table: it would say KeyError."""
+    """Raise for a model that looks its attention class up in a table, where our name would give a KeyError."""
     found = _table_of(kind)
     if found is not None:
         name, implementations = found
@@ -65,7 +65,7 @@ def _check_tables(kind: Any) -> None:
 
 @functools.cache
 def _table_of(kind: Any) -> tuple[str, tuple[str, ...]] | None:
-    """The table from which a class, or one of its file that its constructor names, takes attention, and its names."""
+    """Name and keys of the table from which a class, or one that its constructor names, takes its attention class."""
     todo: list[Any] = [kind]
     done: set[Any] = set()
     while todo:

@@ -1,4 +1,4 @@
-"""Where the pattern of a layer comes from: the model's configuration, which is saved and loaded with it."""
+"""The pattern in a model's configuration, which is saved and loaded with the model."""
 
 from __future__ import annotations
 
@@ -10,29 +10,35 @@ import torch
 from dilated_attention_pytorch.patterns import Pattern, pattern_from_expression, pattern_from_spec
 
 NAME = "dilated"
-"""The one name under which transformers finds the attention and its masks."""
+"""Name under which the attention and its masks are registered with transformers."""
 FIELD = "dilated_attention"
 _HOW = (
     "set_pattern(model, DilatedPattern([2048, 8192], [1, 4])), or before the model is built "
     'config.dilated_attention = {"pattern": "DilatedPattern([2048, 8192], [1, 4])"}'
 )
 _WITHOUT_ATTENTION = frozenset({"linear_attention", "conv", "moe", "mlp"})
-"""Types of layers to which no pattern applies."""
+"""Layer types without attention."""
 _READ: dict[str, Pattern] = {}
-"""Patterns by their text: torch.compile follows a pattern only where it lies in something that it can look up."""
+"""Parsed patterns by text; torch.compile can trace a pattern only if it is looked up in a container."""
 
 
 def configuration_errors() -> tuple[type[Exception], ...]:
-    """What transformers raises for a configuration, or for parts of a model made from it, that it does not take."""
+    """Exceptions that transformers raises for an invalid configuration or invalid model parts."""
     from huggingface_hub.errors import StrictDataclassError
 
     return (
-        StrictDataclassError, ArithmeticError, AttributeError, LookupError, RuntimeError, TypeError, ValueError,
-    )  # fmt: skip
+        StrictDataclassError,
+        ArithmeticError,
+        AttributeError,
+        LookupError,
+        RuntimeError,
+        TypeError,
+        ValueError,
+    )
 
 
 def check_pattern(pattern: Pattern | Sequence[Pattern | None], config: Any) -> dict[str, Any]:
-    """What ``config.dilated_attention`` will say.
+    """The value for ``config.dilated_attention``.
 
     Raises:
         TypeError, ValueError: see :func:`set_pattern`.
@@ -47,23 +53,23 @@ def check_pattern(pattern: Pattern | Sequence[Pattern | None], config: Any) -> d
 
 
 def chosen_parts(config: Any, is_chosen: Callable[[Any], bool]) -> Any:
-    """What transformers takes as ``attn_implementation`` so that the chosen parts of a configuration have ours.
+    """The ``attn_implementation`` argument that selects ours for the chosen parts of a configuration.
 
-    Our name, a dictionary of it by the names of the parts, or None where no part is chosen.
+    Our name, a dict of it by part name, or None if no part is chosen.
     """
     inside = {name: part for name in config.sub_configs if (part := getattr(config, name, None)) is not None}
     chosen = {name: chosen_parts(part, is_chosen) for name, part in inside.items()}
     parts = {name: choice for name, choice in chosen.items() if choice is not None}
     if not is_chosen(config):
         return parts or None
-    # The name alone would be that of every part.
+    # The bare name would apply to every part.
     return {"": NAME, **parts} if inside else NAME
 
 
 def keep_implementation(config: Any) -> None:
-    """Have a configuration with a pattern name the implementation too, as transformers reads it when it loads one.
+    """Store the implementation in a configuration with a pattern, where transformers reads it on loading.
 
-    transformers takes ``attn_implementation`` from a saved configuration, and does not write it there.
+    transformers reads ``attn_implementation`` from a saved configuration, but does not write it there.
     """
     chosen = chosen_parts(config, lambda part: getattr(part, FIELD, None) is not None)
     if chosen is not None:
@@ -75,10 +81,10 @@ def keep_implementation(config: Any) -> None:
 
 
 def layer_pattern(config: Any, layer: int | None, window: int | None, *, is_causal: bool) -> Pattern:
-    """The pattern of one layer, that of its window of ``window`` tokens if it has one.
+    """The pattern of one layer; that of its sliding window of ``window`` tokens if it has one.
 
     Raises:
-        TypeError, ValueError: the configuration names no pattern for the layer, or one that cannot be used.
+        TypeError, ValueError: the configuration has no pattern for the layer, or an invalid one.
     """
     entry = getattr(config, FIELD, None)
     text = None if entry is None and window is not None else text_of_layer(entry, config, layer, window)
@@ -89,7 +95,7 @@ def layer_pattern(config: Any, layer: int | None, window: int | None, *, is_caus
 
 
 def text_of_layer(entry: Any, config: Any, layer: int | None, window: int | None) -> str | None:
-    """What ``config.dilated_attention`` says of a layer: the text of a pattern, or None where its window holds."""
+    """The pattern text of a layer in ``config.dilated_attention``; None if its sliding window applies."""
     if entry is None:
         raise ValueError(
             f'attn_implementation="dilated" needs a pattern, and the model has none in its {type(config).__name__}: '
@@ -143,12 +149,12 @@ def text_of_layer(entry: Any, config: Any, layer: int | None, window: int | None
 
 
 def window_of_layer(config: Any, layer: int) -> int | None:
-    """The tokens that a layer's own sliding window holds, the query's among them; None without one."""
+    """Size of a layer's own sliding window in tokens, the query included; None without one."""
     types: Sequence[str] | None = getattr(config, "layer_types", None)
     if getattr(config, "is_heterogeneous", False):
         config = config.per_layer_config[layer]
     window: int | None = getattr(config, "sliding_window", None)
-    if not window:  # 0 is how some configurations say that there is none
+    if not window:  # some configurations use 0 for no window
         return None
     if types is None:
         return window
@@ -156,10 +162,10 @@ def window_of_layer(config: Any, layer: int) -> int | None:
 
 
 def check_no_window(config: Any, layer: int) -> None:
-    """Raise where the configuration gives a layer a sliding window that its model did not hand on.
+    """Raise if the configuration gives a layer a sliding window that its model did not pass on.
 
     Raises:
-        NotImplementedError: it does, so that the pattern would be wider than the model's own mask.
+        NotImplementedError: it does, so the pattern would be wider than the model's own mask.
     """
     window = window_of_layer(config, layer)
     if window is not None:
@@ -186,10 +192,10 @@ def _check_some_layer_is_free(config: Any) -> None:
 
 
 def text_config(config: Any) -> Any:
-    """The configuration of the text part, or the one given where there are no parts.
+    """The configuration of the text part, or the configuration itself if it has no parts.
 
     Raises:
-        NotImplementedError: several parts have text, as a text encoder and a decoder of codes.
+        NotImplementedError: several parts process text, such as a text encoder and an audio decoder.
     """
     try:
         return config.get_text_config()
@@ -205,7 +211,7 @@ def num_layers(config: Any) -> int:
     """The number of layers of one stack.
 
     Raises:
-        NotImplementedError: the configuration does not say it.
+        NotImplementedError: the configuration does not give it.
     """
     number: int | None = getattr(config, "num_hidden_layers", None)
     if number is None:
@@ -227,7 +233,7 @@ def _spec(pattern: Pattern) -> str:
 
 @torch.compiler.assume_constant_result
 def _read(text: str) -> str:
-    """Read a text, a sum of calls or a :attr:`Pattern.spec`, and return its key among those read."""
+    """Parse a pattern expression or a :attr:`Pattern.spec`; returns its key in the cache."""
     if text not in _READ:
         _READ[text] = pattern_from_spec(text) if text.startswith("[") else pattern_from_expression(text)
     return text

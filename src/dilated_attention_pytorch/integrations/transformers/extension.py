@@ -1,4 +1,4 @@
-"""From a model of transformers that was trained on short texts to one that reads long ones."""
+"""Context extension of pretrained transformers models."""
 
 from __future__ import annotations
 
@@ -23,42 +23,42 @@ Rotary = Literal["yarn", "linear", "ntk", "none"]
 def extend_context(
     model: PreTrainedModel, length: int, pattern: Pattern | Sequence[Pattern | None], *, rotary: Rotary = "yarn"
 ) -> PreTrainedModel:
-    """Scale the rotary positions of a model to ``length`` tokens and let it attend under a pattern, in place.
+    """Scale a model's rotary positions to ``length`` tokens and set its attention pattern, in place.
 
-    With ``s = length / L``, L the model's ``max_position_embeddings`` before, and pairs of channels that turn by
-    ``theta_i = theta ** (-2 i / d)`` radians a token:
+    With ``s = length / L``, L the model's previous ``max_position_embeddings``, and channel pairs that rotate by
+    ``theta_i = theta ** (-2 i / d)`` radians per token:
 
-    - ``"yarn"``: pairs with at least 32 turns in L tokens keep ``theta_i``, those with at most one get ``theta_i / s``,
-      those between a mix; cosines and sines are multiplied by ``0.1 ln(s) + 1``, which sharpens the scores of the
-      channels that turn by its square (Peng et al. 2023, arXiv:2309.00071);
-    - ``"linear"``: ``theta_i / s``, positions interpolated (Chen et al. 2023, arXiv:2306.15595);
-    - ``"ntk"``: theta becomes ``theta * s ** (d / (d - 2))``, so that the slowest pair turns as with "linear" and the
+    - ``"yarn"``: pairs with at least 32 rotations in L tokens keep ``theta_i``, those with at most one get
+      ``theta_i / s``, with a ramp between; cosines and sines are multiplied by ``0.1 ln(s) + 1``, which scales the
+      scores of the rotated channels by its square (Peng et al. 2023, arXiv:2309.00071);
+    - ``"linear"``: ``theta_i / s``, position interpolation (Chen et al. 2023, arXiv:2306.15595);
+    - ``"ntk"``: theta becomes ``theta * s ** (d / (d - 2))``, so that the slowest pair rotates as with "linear" and the
       fastest as before;
-    - ``"none"``: positions as they were, for models that were trained without a bound.
+    - ``"none"``: positions unchanged, for models trained without a length limit.
 
-    The weights stay as they are. All of it is written into the configuration, saved and loaded with the model. What the
-    model computes changes, at short lengths too; training on texts of ``length`` tokens has to make that good.
+    Weights are unchanged. The settings are stored in the configuration, saved and loaded with the model. The model's
+    outputs change, at short lengths too; training on sequences of ``length`` tokens has to recover quality.
 
-    Layers with a sliding window keep it, and their rotary parameters where they have some of their own (Gemma 3): no
-    distance within a window is longer than before. Where all layers share one rotary embedding, theirs is scaled too.
+    Layers with a sliding window keep it, and keep their own rotary parameters if they have some (Gemma 3), since
+    distances within a window do not grow. If all layers share one rotary embedding, it is scaled for all.
     Models whose layers without a window have no positions (Cohere 2) have nothing to scale: pass "none".
 
-    Of a model with parts the text part is changed.
+    In a multimodal model, the text part is changed.
 
     Args:
-        model: a decoder with rotary positions, not scaled yet.
-        length: tokens of the longest text to come, more than L.
+        model: a decoder with unscaled rotary positions.
+        length: new maximum length in tokens, more than L.
         pattern: see :func:`set_pattern`.
-        rotary: how positions are scaled.
+        rotary: scaling of the positions.
 
     Returns:
         the model itself.
 
     Raises:
-        TypeError, ValueError: the length is no longer than L, positions are scaled already, or see :func:`set_pattern`.
-        NotImplementedError: the model has no rotary positions of transformers' kind, its configuration does not take
-            scaled ones (Phi-3), or it does not use transformers' attention interface (Falcon). The model is then as it
-            was.
+        TypeError, ValueError: the length does not exceed L, positions are scaled already, or see :func:`set_pattern`.
+        NotImplementedError: the model has no rotary positions of transformers' kind, its configuration rejects
+            scaled ones (Phi-3), or it does not use transformers' attention interface (Falcon). The model is then
+            unchanged.
 
     >>> from transformers import LlamaConfig, LlamaForCausalLM
     >>> from dilated_attention_pytorch import DilatedPattern
@@ -108,12 +108,13 @@ def _length_before(config: Any, length: int) -> int:
 
 
 def _rotaries(model: nn.Module, config: Any) -> list[tuple[nn.Module, str, Any]]:
-    """Every rotary embedding that makes its frequencies from ``config``, with its parent and name there."""
+    """Every rotary embedding that derives its frequencies from ``config``, with its parent and name."""
     found = [
         (parent, name, child)
         for parent in model.modules()
         for name, child in parent.named_children()
-        # Other parts of a model, such as a vision tower, have frequencies of their own configuration.
+        # Every architecture has a class of its own for them, without a base in common: they are known by the method.
+        # Other parts of a model, such as a vision tower, have their own configuration.
         if hasattr(child, "compute_default_rope_parameters") and child.config is config
     ]
     if not found:
@@ -128,7 +129,7 @@ def _made(rotaries: list[tuple[nn.Module, str, Any]], scaled: Any, *, is_as_befo
     """The rotary embeddings of the configuration ``scaled``.
 
     Raises:
-        NotImplementedError: the configuration does not take them, or would not give them back after saving.
+        NotImplementedError: the configuration rejects them, or would not restore them after saving.
     """
     wanted = copy.deepcopy(scaled.rope_parameters)
     try:
@@ -156,7 +157,7 @@ def _made(rotaries: list[tuple[nn.Module, str, Any]], scaled: Any, *, is_as_befo
 
 
 def _are_equal(one: Any, other: Any) -> bool:
-    """Whether two rotary embeddings turn alike, at every length."""
+    """Whether two rotary embeddings have the same frequencies at every length."""
     buffers = zip(one.buffers(), other.buffers(), strict=True)
     scalings = (getattr(module, "attention_scaling", None) for module in (one, other))
     is_fixed = getattr(one, "rope_type", None) != "dynamic"
@@ -164,7 +165,7 @@ def _are_equal(one: Any, other: Any) -> bool:
 
 
 def _scaled(config: Any, rotary: Rotary, factor: float, before: int) -> dict[str, Any]:
-    """``config.rope_parameters`` for positions ``factor`` times as far, of the layers without a window."""
+    """``config.rope_parameters`` scaled by ``factor``, for the layers without a window."""
     parameters: dict[str, Any] = config.rope_parameters
     if "full_attention" in parameters:
         inner = _scaled_alike(parameters["full_attention"], config, rotary, factor, before)

@@ -1,4 +1,4 @@
-"""The attention layers of a model: each must attend by the attention under a pattern, and show once that it did."""
+"""Verification that every attention layer of a model uses the registered attention function."""
 
 from __future__ import annotations
 
@@ -18,24 +18,24 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 _PROOF = "_attended_under_pattern"
-"""Of a layer: False when it was found, True when it has attended. Of a model: True when it was looked through."""
+"""Attribute of a layer: False once found, True once it attended under the pattern. Of a model: True once checked."""
 
 _BY_SDPA = "_is_causal_as_by_sdpa"
-"""Whether the model of a layer supports "sdpa", which without a mask goes by what the layer says of itself."""
+"""Attribute of a layer: whether its model supports "sdpa", which without a mask follows the layer's is_causal."""
 
 _OF_ATTENTION = ("scaled_dot_product_attention", "_flash_attention_forward", "multi_head_attention_forward")
-"""Functions that nothing but attention calls."""
+"""Functions that only attention calls."""
 
 
 def look_through(model: PreTrainedModel, configs: Sequence[Any], *, is_whole: bool) -> None:
-    """Find the attention layers of the parts of a model that have one of these configurations.
+    """Find the attention layers of the model parts that have one of these configurations.
 
-    Afterwards each of them raises if its first call does not come to the attention under the pattern.
+    Afterwards each layer raises if its first call does not reach the registered attention function.
 
     Args:
-        model: one of transformers.
-        configs: configurations, by identity.
-        is_whole: whether they are the whole of what has attention, so that there must be a layer.
+        model: a transformers model.
+        configs: configurations, compared by identity.
+        is_whole: whether they cover all attention of the model, so that at least one layer must be found.
 
     Raises:
         NotImplementedError: a layer computes attention itself, or no layer uses transformers' attention interface.
@@ -76,10 +76,10 @@ def look_through(model: PreTrainedModel, configs: Sequence[Any], *, is_whole: bo
 
 
 def check_is_in_no_part(model: PreTrainedModel, configs: Sequence[Any]) -> None:
-    """Raise where the attention is in a part that has to be given the pattern itself.
+    """Raise if the attention is in a submodel that must be given the pattern directly.
 
     Raises:
-        NotImplementedError: it names the first of them, one that has a chosen configuration if there is one.
+        NotImplementedError: names the first such part, preferably one with a chosen configuration.
     """
     from transformers import PreTrainedModel
 
@@ -99,10 +99,10 @@ def check_is_in_no_part(model: PreTrainedModel, configs: Sequence[Any]) -> None:
 
 
 def note_attended(module: nn.Module) -> None:
-    """Told by the attention under the pattern whose layer it computes.
+    """Record that a layer reached the registered attention function.
 
     Raises:
-        ValueError: the model of this layer was never looked through, so other layers of it may attend to everything.
+        ValueError: the layer's model was never checked, so other layers of it may attend to everything.
     """
     has_attended: bool | None = getattr(module, _PROOF, None)
     if has_attended is None:
@@ -116,10 +116,10 @@ def note_attended(module: nn.Module) -> None:
 
 
 def is_causal_without_mask(layer: nn.Module) -> bool:
-    """Whether a layer that got no mask attends to what came before alone, as transformers' "sdpa" decides it.
+    """Whether a layer without a mask is causal, by the rule of transformers' "sdpa".
 
     Raises:
-        NotImplementedError: the layer says that it is causal, and its model has "eager" alone, which without a mask
+        NotImplementedError: the layer is marked causal, and its model supports only "eager", which without a mask
             attends to everything.
     """
     is_causal = bool(getattr(layer, "is_causal", True))
@@ -132,7 +132,7 @@ def is_causal_without_mask(layer: nn.Module) -> bool:
 
 
 def watch(model: PreTrainedModel) -> None:
-    """Look a model through before its first call under a pattern: it may not be complete yet."""
+    """Schedule the check of a model before its first call under a pattern, as it may still be incomplete now."""
     if _PROOF not in vars(model):
         setattr(model, _PROOF, False)
         model.register_forward_pre_hook(_before_call)
@@ -143,12 +143,12 @@ def _before_call(model: PreTrainedModel, args: Any) -> None:
         _look_through_once(model)
 
 
-# Under torch.compile too, where it changes nothing that is computed.
+# Runs under torch.compile too; it does not affect the computation.
 @torch.compiler.assume_constant_result
 def _look_through_once(model: PreTrainedModel) -> None:
     from transformers import PreTrainedModel
 
-    # Those inside as well: some are never called as a whole, and their layers are called one by one.
+    # Include inner models: some are never called as a whole, only their layers are.
     inside = [module.config for module in model.modules() if isinstance(module, PreTrainedModel)]
     look_through(model, [config for config in inside if config._attn_implementation == NAME], is_whole=False)
     setattr(model, _PROOF, True)
@@ -164,10 +164,10 @@ def _check_attended(name: str, config: Any, module: nn.Module, args: Any, output
 
 
 def _parts(model: nn.Module, configs: Sequence[Any]) -> Iterator[tuple[str, nn.Module, Any, bool]]:
-    """Every module below one of these configurations: name, module, configuration, whether it is no self-attention.
+    """Every module under one of these configurations: name, module, configuration, whether it is not self-attention.
 
-    A configuration is a module's own or that of what it is in. A head that pools all tokens into one, attention to
-    another sequence and what is in them are no self-attention.
+    A module's configuration is its own or its parent's. Pooling heads, cross-attention and their submodules are not
+    self-attention.
     """
     wanted = {id(config): config for config in configs}
     seen: set[int] = set()
@@ -189,7 +189,7 @@ def _parts(model: nn.Module, configs: Sequence[Any]) -> Iterator[tuple[str, nn.M
 
 
 def _check_keys_are_not_chosen(model: nn.Module, name: str, layer: nn.Module) -> None:
-    """Raise for attention that writes into its mask which keys a query may see, as DeepSeek's sparse attention does."""
+    """Raise for attention that selects keys by writing into its mask, such as DeepSeek's sparse attention."""
     for _, child in layer.named_children():
         if "Indexer" in type(child).__name__:
             raise NotImplementedError(
@@ -208,7 +208,7 @@ def _check_is_of_one_sequence(model: nn.Module, name: str, layer: nn.Module) -> 
 
 
 def _check_reads_no_mask(model: nn.Module, name: str, module: nn.Module) -> None:
-    """Raise for modules that make something else of the mask, as a convolution does that leaves padding out."""
+    """Raise for modules that use the mask otherwise, such as convolutions that skip padding."""
     kind: Any = type(module)
     if _reads_mask(kind):
         raise NotImplementedError(
@@ -243,7 +243,7 @@ def _computes_attention(kind: type[nn.Module]) -> bool:
 
 @functools.cache
 def _reads_mask(kind: type[nn.Module]) -> bool:
-    """Whether a method of a class asks if its attention mask is bool, which only code that reads its values does."""
+    """Whether a method of a class tests its attention mask for bool, which only code that reads its values does."""
     for function in methods_of(kind):
         words = [instruction.argval for instruction in dis.get_instructions(inspect.unwrap(function))]
         for word, *after in zip(*(words[first:] for first in range(5)), strict=False):

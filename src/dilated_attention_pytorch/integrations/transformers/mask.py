@@ -1,4 +1,4 @@
-"""What transformers calls a mask: here the document of every key column, and no N x N matrix."""
+"""The mask function registered with transformers: documents of key columns instead of an N x N mask."""
 
 from __future__ import annotations
 
@@ -33,32 +33,32 @@ def documents_mask(
     device: torch.device | str = "cpu",
     config: Any = None,
 ) -> Tensor:
-    """The document of every key column that is written, as transformers' attention functions get their masks.
+    """The documents of all written key columns, with the signature of transformers' mask functions.
 
-    It is never None, which says "no mask" to a model that computes attention itself and would let it see everything.
-    Packed rows are recognised as transformers recognises them: by position ids without an attention mask and without a
+    Never None, which means "no mask" to a model that bypasses the attention interface and would then attend to
+    everything. Packed rows are detected as transformers does: by position ids, without an attention mask and without a
     cache.
 
     Args:
-        batch_size, q_length, kv_length, q_offset, kv_offset: of the call, as transformers counts them.
-        mask_function: transformers' rule of who sees whom.
+        batch_size, q_length, kv_length, q_offset, kv_offset: sizes of the call, as transformers counts them.
+        mask_function: transformers' visibility rule.
         attention_mask: bool ``[B, columns]``, True = real.
-        use_vmap: set by transformers where a caller adds a rule of their own.
-        local_size: the window or chunk that the rule has; windows come to the attention by its ``sliding_window``.
-        allow_is_causal_skip, dtype: of dense masks; without a meaning here.
-        allow_is_bidirectional_skip: given by transformers where the attention is not causal.
-        device: of the mask.
-        config: the model's.
+        use_vmap: set by transformers if the caller adds its own rule.
+        local_size: window or chunk size of the rule; windows reach the attention function as ``sliding_window``.
+        allow_is_causal_skip, dtype: for dense masks; ignored.
+        allow_is_bidirectional_skip: given by transformers if attention is not causal.
+        device: device of the mask.
+        config: the model's configuration.
 
     Returns:
-        what :func:`seal` makes of them, :func:`seal_whole` where every row is one document without padding.
+        the result of :func:`seal`, or of :func:`seal_whole` if every row is one document without padding.
 
     Raises:
-        NotImplementedError: a rule that is no window, or padding between real tokens.
+        NotImplementedError: a rule other than a window, or padding between real tokens.
     """
     _check_rule(mask_function, use_vmap=use_vmap, local_size=local_size, config=config)
     is_causal = allow_is_bidirectional_skip is None
-    # A static cache has columns that nothing is written to yet.
+    # A static cache has columns that are not written yet.
     written = int(q_offset) - kv_offset + q_length if is_causal else kv_length
     if attention_mask is not None:
         if attention_mask.dim() != 2:
@@ -88,7 +88,7 @@ def _check_rule(mask_function: MaskFunction | None, *, use_vmap: bool, local_siz
             'attn_implementation="dilated" has the model\'s causal, bidirectional or sliding-window mask under a '
             'pattern, and or_mask_function or and_mask_function asks for another rule: use "sdpa" or "eager" for it'
         )
-    # Applied last by transformers, and only for blocks of tokens that see each other both ways.
+    # transformers applies it last, and only for blocks with bidirectional attention.
     if getattr(mask_function, "__name__", "") == "or_mask":
         raise NotImplementedError(
             "block_sequence_ids lets tokens of a block see later ones, which a pattern by positions cannot say: use "
@@ -104,10 +104,10 @@ def _check_rule(mask_function: MaskFunction | None, *, use_vmap: bool, local_siz
 def _packed_documents(
     mask_function: MaskFunction | None, batch_size: int, num_columns: int, device: torch.device
 ) -> Tensor | None:
-    """The document of every column, ``[B, columns]``; None where every row is one.
+    """The document of every column, ``[B, columns]``; None if every row is one document.
 
-    Transformers has them in its rule alone, which is asked whether a column sees the one before: of one document it
-    does.
+    transformers encodes them only in its rule: it is asked whether each column sees the previous one, which holds
+    within a document.
     """
     from transformers.masking_utils import causal_mask_function
 

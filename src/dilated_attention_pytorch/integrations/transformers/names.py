@@ -1,4 +1,4 @@
-"""The names that the code of a class uses: it tells what a module does before the module is called."""
+"""Static inspection of the names that a class's code uses."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from torch import nn
 
 
 def methods_of(kind: type[nn.Module]) -> Iterator[types.FunctionType]:
-    """The methods of a class and of its bases outside of PyTorch."""
+    """The methods of a class and of its bases outside PyTorch."""
     names: set[str] = set()
     for base in kind.__mro__:
         if base.__module__.startswith("torch."):
@@ -23,22 +23,22 @@ def methods_of(kind: type[nn.Module]) -> Iterator[types.FunctionType]:
 
 
 def names_of(kind: type[nn.Module]) -> Iterator[tuple[str, Any]]:
-    """The names that the methods of a class use, and the functions of its file that they call, with what is global.
+    """The names, with their global values, used by a class's methods and by functions of its file that they call.
 
-    They are in the compiled code, which unlike the source is always there.
+    Read from compiled code, which is always available, unlike the source.
     """
     return _names_from(list(methods_of(kind)), {})
 
 
 def names_to_build(kind: type[nn.Module]) -> Iterator[tuple[str, Any]]:
-    """Those of the constructors of a class, and of the methods and functions of its file that they call."""
+    """The same for a class's constructors and the methods and functions of its file that they call."""
     bases = [base for base in kind.__mro__ if base.__module__ == kind.__module__]
     methods = {name: value for base in bases[::-1] for name, value in vars(base).items()}
     return _names_from([vars(base)["__init__"] for base in bases if "__init__" in vars(base)], methods)
 
 
 def _names_from(todo: list[Any], methods: dict[str, Any]) -> Iterator[tuple[str, Any]]:
-    """The names that functions use and those that they call: functions of their file, and methods by their names."""
+    """The names used by functions, by functions of their file that they call, and by methods called by name."""
     done: set[types.FunctionType] = set()
     while todo:
         function = inspect.unwrap(todo.pop())
@@ -52,7 +52,7 @@ def _names_from(todo: list[Any], methods: dict[str, Any]) -> Iterator[tuple[str,
             for name in code.co_names:
                 value = function.__globals__.get(name)
                 yield name, value
-                # What the interface falls back to is in the same file.
+                # The interface's fallback is in the same file.
                 for called in (value, methods.get(name)):
                     if isinstance(called, types.FunctionType) and called.__module__ == function.__module__:
                         todo.append(called)

@@ -1,4 +1,4 @@
-"""The call that lets a model attend under a pattern."""
+"""Setting the attention pattern of a transformers model."""
 
 from __future__ import annotations
 
@@ -16,25 +16,25 @@ if TYPE_CHECKING:
 
 
 def set_pattern(model: PreTrainedModel, pattern: Pattern | Sequence[Pattern | None]) -> PreTrainedModel:
-    """Let a model attend under a pattern; both are written into its configuration, saved and loaded with it.
+    """Set the attention pattern of a model; pattern and implementation are stored in its configuration.
 
-    It does what ``model.set_attn_implementation("dilated")`` does as well, and looks every layer of the model through:
-    one that computes attention itself would attend to everything.
+    Includes ``model.set_attn_implementation("dilated")``, and checks every layer of the model, since one that computes
+    attention itself would attend to everything.
 
     Args:
-        model: a model of transformers. Of a model with parts it is the text part whose pattern is set.
-        pattern: one for all layers that have no window of their own, or one per layer. A layer with a sliding window of
+        model: a transformers model; for a multimodal model, the pattern of the text part is set.
+        pattern: one for all layers without a sliding window, or one per layer. A layer with a sliding window of
             w tokens attends under ``local_window(w - 1)``; its entry is None.
 
     Returns:
         the model itself.
 
     Raises:
-        TypeError: what came is no pattern.
-        ValueError: a layer would have both a pattern and a window, or neither; the number of patterns is not that of
-            the layers.
+        TypeError: an entry is not a pattern.
+        ValueError: a layer would have both a pattern and a window, or neither; the number of patterns differs from
+            the number of layers.
         NotImplementedError: the model, or a layer that is named, does not use transformers' attention interface, or
-            more than one part may be meant.
+            the text part is ambiguous.
 
     >>> from transformers import LlamaConfig, LlamaForCausalLM
     >>> from dilated_attention_pytorch import DilatedPattern
@@ -51,7 +51,7 @@ def set_pattern(model: PreTrainedModel, pattern: Pattern | Sequence[Pattern | No
     entry = check_pattern(pattern, config)
     register()
     for module in model.modules():
-        # Other parts may have the implementation as well.
+        # Other parts may use the implementation as well.
         if isinstance(module, PreTrainedModel):
             watch(module)
     before = [(one, one._attn_implementation) for one in configs]
@@ -72,7 +72,7 @@ def set_pattern(model: PreTrainedModel, pattern: Pattern | Sequence[Pattern | No
 
 
 def _copies(model: PreTrainedModel, config: Any) -> list[Any]:
-    """Configurations that parts of the model copied from ``config``, as the two stacks of T5 do."""
+    """Copies of ``config`` held by parts of the model, as by the two stacks of T5."""
     from transformers import PreTrainedModel
 
     named: list[Any] = []

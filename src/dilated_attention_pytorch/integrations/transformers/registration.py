@@ -1,4 +1,4 @@
-"""What transformers is told of: the attention, its masks, and models that are built to attend by it."""
+"""Registration of attention, masks and the construction hook with transformers."""
 
 from __future__ import annotations
 
@@ -11,17 +11,16 @@ from .mask import documents_mask
 
 
 def register() -> None:
-    """Let every model of transformers that uses its attention interface attend under a pattern.
+    """Make ``attn_implementation="dilated"`` available to every transformers model that uses its attention interface.
 
-    ``O[p] = sum_t c[p, t] exp(s[p, t]) v[t] / sum_t c[p, t] exp(s[p, t])`` with the count c of the pattern, in place of
-    the model's dense attention; weights, positions and caches are the model's own. Afterwards a model built or
-    loaded with ``attn_implementation="dilated"``, or told ``model.set_attn_implementation("dilated")``, uses it. The
-    pattern is that of :func:`set_pattern` or of ``config.dilated_attention``; a layer that has none raises. Calling it
-    again changes nothing.
+    ``O[p] = sum_t c[p, t] exp(s[p, t]) v[t] / sum_t c[p, t] exp(s[p, t])`` with the pattern's count c replaces
+    the model's dense attention; weights, positions and caches are the model's own. It applies to models built or
+    loaded with ``attn_implementation="dilated"``, or after ``model.set_attn_implementation("dilated")``. The
+    pattern is set by :func:`set_pattern` or ``config.dilated_attention``; a layer without one raises. Idempotent.
 
-    What a model asks for and this cannot compute raises ``NotImplementedError`` or ``ValueError`` and names it:
-    soft-capped scores, position biases, attention sinks, masks of four dimensions, custom mask functions, chunks of
-    tokens that see each other, paged caches, attention weights as a result.
+    Unsupported features raise ``NotImplementedError`` or ``ValueError`` by name:
+    soft-capped scores, position biases, attention sinks, 4-D masks, custom mask functions, blocks of tokens with
+    bidirectional attention, paged caches, returned attention weights.
 
     Raises:
         ImportError: transformers is not installed.

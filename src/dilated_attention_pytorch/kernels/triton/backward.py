@@ -13,18 +13,45 @@ import triton.language as tl
 
 from .counter import head_state, keep_factors, key_state, query_state
 from .forward import LOG2_E
-from .runs import is_active_in, is_in_band, load_band, load_run
-from .tiles import SIZES, lines_of, load_block, load_lines, product, rounded, rows_of, store_lines, tile_of
+from .runs import is_active_in, is_in_band, keys_seen, load_band, load_run
+from .tiles import SIZES, kept_within, lines_of, load_block, load_lines, product, rounded, rows_of, store_lines, tile_of
 
 
 @triton.jit
 def _query_blocks(
-    query, grad_out, lse, delta, grad_query, KEY, VALUE, key_stride, value_stride, first, rate, count, from_block,
-    to_block, low, high, position, is_active, key_offset, PADDING, seed, query_states, threshold, keep_scale,
+    query,
+    grad_out,
+    lse,
+    delta,
+    grad_query,
+    KEY,
+    VALUE,
+    key_stride,
+    value_stride,
+    first,
+    rate,
+    count,
+    from_block,
+    to_block,
+    start,
+    stop,
+    is_active,
+    key_offset,
+    PADDING,
+    seed,
+    query_states,
+    threshold,
+    keep_scale,
     scale_log2,
-    D: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_RUN: tl.constexpr, MASKED: tl.constexpr, CAUSAL: tl.constexpr,
-    BANDED: tl.constexpr, PADDED: tl.constexpr, DROPOUT: tl.constexpr,
-):  # fmt: skip
+    D: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    BLOCK_RUN: tl.constexpr,
+    MASKED: tl.constexpr,
+    CAUSAL: tl.constexpr,
+    BANDED: tl.constexpr,
+    PADDED: tl.constexpr,
+    DROPOUT: tl.constexpr,
+):
     """Add the blocks ``[from_block, to_block)`` of a run of keys to the tile's gradient of the queries."""
     line = tl.arange(0, BLOCK_RUN)
     column = tl.arange(0, BLOCK_D)
@@ -47,12 +74,10 @@ def _query_blocks(
         value = load_block(value_pointers + block * value_step, is_key, MASKED or PADDED, D, BLOCK_D)
         score = product(query, tl.trans(key)) * scale_log2
         probability = tl.exp2(score - reference)
-        if MASKED or PADDED:
-            is_seen = is_key[None, :]
-            if (CAUSAL or BANDED) and MASKED:
-                key_position = (first + index * rate)[None, :]
-                is_seen = is_seen & is_in_band(key_position, position[:, None], low, high, BANDED)
-            probability = tl.where(is_seen, probability, 0.0)
+        if PADDED or (MASKED and not (CAUSAL or BANDED)):
+            probability = tl.where(is_key[None, :], probability, 0.0)
+        if MASKED and (CAUSAL or BANDED):
+            probability = kept_within(probability, 0.0, block * BLOCK_RUN, line, start, stop, BANDED)
         grad_probability = product(grad_out, tl.trans(value))
         if DROPOUT:
             key_states = key_state(seed, (first + index * rate).to(tl.int64))
@@ -64,16 +89,62 @@ def _query_blocks(
 
 @triton.jit(do_not_specialize=SIZES)
 def query_gradient_kernel(
-    QUERY, KEY, VALUE, OUT, GRAD_OUT, LSE, GRAD_LSE, DELTA, GRAD_QUERY, ORDER, RUNS, RANGES, PADDING, SEED,
-    query_stride_b, query_stride_n, query_stride_h, key_stride_b, key_stride_n, key_stride_h,
-    value_stride_b, value_stride_n, value_stride_h, grad_stride_b, grad_stride_n, grad_stride_h,
-    batch_size, num_queries, num_keys, num_kv_heads, query_offset, key_offset, num_spans, heads_per_span,
+    QUERY,
+    KEY,
+    VALUE,
+    OUT,
+    GRAD_OUT,
+    LSE,
+    GRAD_LSE,
+    DELTA,
+    GRAD_QUERY,
+    ORDER,
+    RUNS,
+    RANGES,
+    PADDING,
+    SEED,
+    query_stride_b,
+    query_stride_n,
+    query_stride_h,
+    key_stride_b,
+    key_stride_n,
+    key_stride_h,
+    value_stride_b,
+    value_stride_n,
+    value_stride_h,
+    grad_stride_b,
+    grad_stride_n,
+    grad_stride_h,
+    batch_size,
+    num_queries,
+    num_keys,
+    num_kv_heads,
+    query_offset,
+    key_offset,
+    num_spans,
+    heads_per_span,
     windows_per_span,
-    tiles_per_window, lines_per_head, scale, scale_log2, threshold, keep_scale,
-    RATIO: tl.constexpr, PACK: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_ROWS: tl.constexpr,
-    BLOCK_RUN: tl.constexpr, LINE: tl.constexpr, WINDOW: tl.constexpr, ORDERED: tl.constexpr, CAUSAL: tl.constexpr,
-    BANDED: tl.constexpr, PADDED: tl.constexpr, DROPOUT: tl.constexpr, HAS_GRAD_LSE: tl.constexpr,
-):  # fmt: skip
+    tiles_per_window,
+    lines_per_head,
+    scale,
+    scale_log2,
+    threshold,
+    keep_scale,
+    RATIO: tl.constexpr,
+    PACK: tl.constexpr,
+    D: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    BLOCK_ROWS: tl.constexpr,
+    BLOCK_RUN: tl.constexpr,
+    LINE: tl.constexpr,
+    WINDOW: tl.constexpr,
+    ORDERED: tl.constexpr,
+    CAUSAL: tl.constexpr,
+    BANDED: tl.constexpr,
+    PADDED: tl.constexpr,
+    DROPOUT: tl.constexpr,
+    HAS_GRAD_LSE: tl.constexpr,
+):
     """``GRAD_QUERY[B, N, H, D]``: tiles of query rows as in the forward, keys walked over.
 
     On the way ``DELTA[B, N, H] = rowsum(dO * O) - dL``, what the gradient of a row's scores has subtracted, for the
@@ -123,19 +194,77 @@ def query_gradient_kernel(
     )
     for _ in range(num_runs):
         first, rate, count, full, _phantoms = load_run(line)
-        low, high = load_band(line, LINE, BANDED)
         is_active = is_row & is_active_in(line, slot)
+        start, stop = keys_seen(line, position, is_active, LINE, CAUSAL, BANDED)
         num_full, num_blocks = full // BLOCK_RUN, (count + BLOCK_RUN - 1) // BLOCK_RUN
         grad_query = _query_blocks(
-            query, grad_out, lse, delta, grad_query, keys, values, key_stride_n, value_stride_n, first, rate, count,
-            0, num_full, low, high, position, is_active, key_offset, padding, seed, query_states, threshold, keep_scale,
-            scale_log2, D, BLOCK_D, BLOCK_RUN, False, CAUSAL, BANDED, PADDED, DROPOUT,
-        )  # fmt: skip
+            query,
+            grad_out,
+            lse,
+            delta,
+            grad_query,
+            keys,
+            values,
+            key_stride_n,
+            value_stride_n,
+            first,
+            rate,
+            count,
+            0,
+            num_full,
+            start,
+            stop,
+            is_active,
+            key_offset,
+            padding,
+            seed,
+            query_states,
+            threshold,
+            keep_scale,
+            scale_log2,
+            D,
+            BLOCK_D,
+            BLOCK_RUN,
+            False,
+            CAUSAL,
+            BANDED,
+            PADDED,
+            DROPOUT,
+        )
         grad_query = _query_blocks(
-            query, grad_out, lse, delta, grad_query, keys, values, key_stride_n, value_stride_n, first, rate, count,
-            num_full, num_blocks, low, high, position, is_active, key_offset, padding, seed, query_states, threshold,
-            keep_scale, scale_log2, D, BLOCK_D, BLOCK_RUN, True, CAUSAL, BANDED, PADDED, DROPOUT,
-        )  # fmt: skip
+            query,
+            grad_out,
+            lse,
+            delta,
+            grad_query,
+            keys,
+            values,
+            key_stride_n,
+            value_stride_n,
+            first,
+            rate,
+            count,
+            num_full,
+            num_blocks,
+            start,
+            stop,
+            is_active,
+            key_offset,
+            padding,
+            seed,
+            query_states,
+            threshold,
+            keep_scale,
+            scale_log2,
+            D,
+            BLOCK_D,
+            BLOCK_RUN,
+            True,
+            CAUSAL,
+            BANDED,
+            PADDED,
+            DROPOUT,
+        )
         line += LINE
     # Read once more: keeping the rows through the loops takes registers that the loops need.
     row = rows_of(ORDER, kv_head, window, tile, num_queries, slot, BLOCK_ROWS // PACK, WINDOW, ORDERED)
@@ -145,12 +274,44 @@ def query_gradient_kernel(
 
 @triton.jit
 def _key_blocks(
-    key, value, grad_key, grad_value, QUERY, GRAD_OUT, LSE, DELTA, query_stride, grad_stride, line_stride, first, rate,
-    count, from_block, to_block, clear_from, clear_to, low, high, position, is_active, query_offset, state_of_head,
-    key_states, threshold, keep_scale, scale_log2, QUERY_SUM, scale,
-    D: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_RUN: tl.constexpr, CAUSAL: tl.constexpr, BANDED: tl.constexpr,
-    DROPOUT: tl.constexpr, QUERIES: tl.constexpr,
-):  # fmt: skip
+    key,
+    value,
+    grad_key,
+    grad_value,
+    QUERY,
+    GRAD_OUT,
+    LSE,
+    DELTA,
+    query_stride,
+    grad_stride,
+    line_stride,
+    first,
+    rate,
+    count,
+    from_block,
+    to_block,
+    clear_from,
+    clear_to,
+    low,
+    high,
+    position,
+    is_active,
+    query_offset,
+    state_of_head,
+    key_states,
+    threshold,
+    keep_scale,
+    scale_log2,
+    QUERY_SUM,
+    scale,
+    D: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    BLOCK_RUN: tl.constexpr,
+    CAUSAL: tl.constexpr,
+    BANDED: tl.constexpr,
+    DROPOUT: tl.constexpr,
+    QUERIES: tl.constexpr,
+):
     """Add the blocks ``[from_block, to_block)`` of a run of queries to the tile's gradients of keys and values.
 
     Those of ``[clear_from, clear_to)`` see every key of the tile. One loop asks for it where the other kernels have two
@@ -202,16 +363,61 @@ def _key_blocks(
 
 @triton.jit(do_not_specialize=SIZES)
 def key_gradient_kernel(
-    QUERY, KEY, VALUE, GRAD_OUT, LSE, DELTA, GRAD_KEY, GRAD_VALUE, QUERY_SUM, ORDER, RUNS, RANGES, PADDING, SEED,
-    query_stride_b, query_stride_n, query_stride_h, key_stride_b, key_stride_n, key_stride_h,
-    value_stride_b, value_stride_n, value_stride_h, grad_stride_b, grad_stride_n, grad_stride_h,
-    batch_size, num_queries, num_keys, num_kv_heads, query_offset, key_offset, num_spans, heads_per_span,
+    QUERY,
+    KEY,
+    VALUE,
+    GRAD_OUT,
+    LSE,
+    DELTA,
+    GRAD_KEY,
+    GRAD_VALUE,
+    QUERY_SUM,
+    ORDER,
+    RUNS,
+    RANGES,
+    PADDING,
+    SEED,
+    query_stride_b,
+    query_stride_n,
+    query_stride_h,
+    key_stride_b,
+    key_stride_n,
+    key_stride_h,
+    value_stride_b,
+    value_stride_n,
+    value_stride_h,
+    grad_stride_b,
+    grad_stride_n,
+    grad_stride_h,
+    batch_size,
+    num_queries,
+    num_keys,
+    num_kv_heads,
+    query_offset,
+    key_offset,
+    num_spans,
+    heads_per_span,
     windows_per_span,
-    tiles_per_window, lines_per_head, scale, scale_log2, threshold, keep_scale,
-    RATIO: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_ROWS: tl.constexpr, BLOCK_RUN: tl.constexpr,
-    LINE: tl.constexpr, WINDOW: tl.constexpr, ORDERED: tl.constexpr, CAUSAL: tl.constexpr, BANDED: tl.constexpr,
-    PADDED: tl.constexpr, DROPOUT: tl.constexpr, QUERIES: tl.constexpr,
-):  # fmt: skip
+    tiles_per_window,
+    lines_per_head,
+    scale,
+    scale_log2,
+    threshold,
+    keep_scale,
+    RATIO: tl.constexpr,
+    D: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    BLOCK_ROWS: tl.constexpr,
+    BLOCK_RUN: tl.constexpr,
+    LINE: tl.constexpr,
+    WINDOW: tl.constexpr,
+    ORDERED: tl.constexpr,
+    CAUSAL: tl.constexpr,
+    BANDED: tl.constexpr,
+    PADDED: tl.constexpr,
+    DROPOUT: tl.constexpr,
+    QUERIES: tl.constexpr,
+):
     """``GRAD_KEY`` and ``GRAD_VALUE`` ``[B, M, G, D]``: tiles of key rows, queries of all their heads walked over.
 
     With ``QUERIES`` added to ``QUERY_SUM[B, N, H, D]``, float32, as well: the gradient of the queries.
@@ -266,11 +472,44 @@ def key_gradient_kernel(
             lines = batch * num_queries * num_heads + head
             state_of_head = head_state(seed, batch, head) if DROPOUT else head
             grad_key, grad_value = _key_blocks(
-                key, value, grad_key, grad_value, queries, grads, LSE + lines, DELTA + lines, query_stride_n,
-                grad_stride_n, num_heads, first, rate, count, unseeing // BLOCK_RUN, num_blocks, clear_from, clear_to,
-                low, high, position, is_active, query_offset, state_of_head, key_states, threshold, keep_scale,
-                scale_log2, QUERY_SUM + lines * D, scale, D, BLOCK_D, BLOCK_RUN, CAUSAL, BANDED, DROPOUT, QUERIES,
-            )  # fmt: skip
+                key,
+                value,
+                grad_key,
+                grad_value,
+                queries,
+                grads,
+                LSE + lines,
+                DELTA + lines,
+                query_stride_n,
+                grad_stride_n,
+                num_heads,
+                first,
+                rate,
+                count,
+                unseeing // BLOCK_RUN,
+                num_blocks,
+                clear_from,
+                clear_to,
+                low,
+                high,
+                position,
+                is_active,
+                query_offset,
+                state_of_head,
+                key_states,
+                threshold,
+                keep_scale,
+                scale_log2,
+                QUERY_SUM + lines * D,
+                scale,
+                D,
+                BLOCK_D,
+                BLOCK_RUN,
+                CAUSAL,
+                BANDED,
+                DROPOUT,
+                QUERIES,
+            )
         line += LINE
     lines = ((batch * num_keys + wide_row) * num_kv_heads + kv_head) * D
     # A padded key was walked over like the others: what it gathered is dropped here.
@@ -280,9 +519,21 @@ def key_gradient_kernel(
 
 @triton.jit(do_not_specialize=SIZES)
 def delta_kernel(
-    OUT, GRAD_OUT, GRAD_LSE, DELTA, grad_stride_b, grad_stride_n, grad_stride_h, num_queries, num_heads, num_lines,
-    D: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK: tl.constexpr, HAS_GRAD_LSE: tl.constexpr,
-):  # fmt: skip
+    OUT,
+    GRAD_OUT,
+    GRAD_LSE,
+    DELTA,
+    grad_stride_b,
+    grad_stride_n,
+    grad_stride_h,
+    num_queries,
+    num_heads,
+    num_lines,
+    D: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    BLOCK: tl.constexpr,
+    HAS_GRAD_LSE: tl.constexpr,
+):
     """``DELTA[B, N, H] = rowsum(dO * O) - dL``, where no tile of queries computes it on its way."""
     line = (tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)).to(tl.int64)
     is_line = line < num_lines

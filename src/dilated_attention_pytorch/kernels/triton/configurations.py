@@ -3,7 +3,7 @@
 With Triton 3.6 and 3.9 no line for heads of 64 and 128 in 16 bits spills a register in a loop over blocks, with the
 causal mask and without, for calls without padding, dropout and grouped heads; on compute capability 8.0 and 9.0 with
 the mask of a window too, and there with 3.9 in float32 and for heads of 256. What a line spills elsewhere is stored and
-loaded once a tile or run. ``python -m dilated_attention_pytorch.benchmarks.registers`` compiles them, a test does so
+loaded once a tile or run. ``python -m benchmarks.registers`` compiles them, a test does so
 again, and ``docs/kernels.md`` holds the tables. For AMD GPUs they were compiled and never run.
 
 The first candidate is the one taken where nothing is timed: under deterministic algorithms, while a CUDA graph is
@@ -123,12 +123,10 @@ _AMD_FLOAT32: Table = {
 }
 # Instead of those above where a window is in the pattern: its mask makes some of them spill.
 _AMPERE_BANDED: Table = {
-    "forward": {64: (C(128, 64, 8, 3), C(64, 64, 8, 3))},
     "key_gradient": {128: (C(64, 32, 8, 3), C(32, 64, 8, 2))},
 }
 _HOPPER_BANDED: Table = {
     "forward": {256: (C(64, 32, 8, 3),)},
-    "few_queries": {64: (C(16, 64, 4, 2),)},
 }
 # With Triton before 3.9 instead, on 9.x and 10.x: other blocks spill registers in the loop over blocks there.
 _HOPPER_BEFORE_3_9: Table = {

@@ -19,7 +19,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 
 from .forward import LN_2, probabilities_of
 from .runs import is_active_in, keys_seen, load_run
-from .tiles import rows_of
+from .tiles import kept_within, rows_of
 
 LINES = gl.constexpr(64)
 """Lines of a tile that four warps compute: the rows of their matrix instructions."""
@@ -52,9 +52,16 @@ def _rows_of(ORDER, tile, call, constants, PART: gl.constexpr, layout: gl.conste
     place = PART * LINES + gl.arange(0, LINES, layout=layout)
     slot = place // PACK
     row = rows_of(
-        ORDER, tile.kv_head, tile.window, tile.number, call.num_queries, slot, PARTS * LINES // PACK,
-        constants.WINDOW, constants.ORDERED,
-    )  # fmt: skip
+        ORDER,
+        tile.kv_head,
+        tile.window,
+        tile.number,
+        call.num_queries,
+        slot,
+        PARTS * LINES // PACK,
+        constants.WINDOW,
+        constants.ORDERED,
+    )
     return slot, row, tile.kv_head * constants.RATIO + tile.head_block * PACK + place % PACK
 
 
@@ -72,21 +79,6 @@ def _blocks_seen(seen, count, constants):
         start = gl.min(seen.start, 0) // BLOCK_RUN
     start = gl.where(stop_key > 0, start, num_blocks)
     return start, gl.maximum(start, (stop_key + BLOCK_RUN - 1) // BLOCK_RUN), num_blocks
-
-
-@gluon.jit
-def _scores_seen(score, block, seen, constants):
-    """A block's scores, -inf where a line does not see a key.
-
-    A thread has the columns ``8 j + c`` and ``8 j + c + 1`` of each line, c its own. Compared with ``8 j``, which is
-    part of an instruction, is what depends on c: as registers, the columns would be too many for the loops.
-    """
-    column = gl.arange(0, constants.BLOCK_RUN, layout=gl.SliceLayout(0, score.type.layout))[None, :]
-    eights, rest = column // 8 * 8, block * constants.BLOCK_RUN + column % 8
-    score = gl.where(eights < seen.stop[:, None] - rest, score, float("-inf"))
-    if constants.BANDED:
-        score = gl.where(eights < seen.start[:, None] - rest, float("-inf"), score)
-    return score
 
 
 @gluon.jit
@@ -111,7 +103,10 @@ def _attend_block(
     score = warpgroup_mma_wait(PENDING, deps=[score])
     mbarrier.arrive(stages.key_free.index(stage))
     if MASKED:
-        score = _scores_seen(score, block, seen, constants)
+        column = gl.arange(0, constants.BLOCK_RUN, layout=gl.SliceLayout(0, of_score))
+        score = kept_within(
+            score, float("-inf"), block * constants.BLOCK_RUN, column, seen.start, seen.stop, constants.BANDED
+        )
     maximum, total, decay, weight = probabilities_of(score, maximum, total, seen.is_active, call.scale_log2)
     weight = gl.convert_layout(weight.to(probability.dtype), probability.type.layout)
     mbarrier.wait(stages.value_full.index(stage), turn)
@@ -161,13 +156,14 @@ def _pass_blocks(index, number, stages, constants):
 
 @gluon.jit
 def _store_queries(QUERY, ORDER, queries, tile, call, constants, PART: gl.constexpr):
-    """Copy the 64 lines into shared memory, 0 where there is no row."""
-    D: gl.constexpr = constants.D
-    of_copy: gl.constexpr = gl.BlockedLayout([1, 8], [256 // D, D // 8], [4, 1], [1, 0])
+    """Copy the 64 lines into shared memory, 0 where there is no row, and past the width of a head."""
+    BLOCK_D: gl.constexpr = constants.BLOCK_D
+    of_copy: gl.constexpr = gl.BlockedLayout([1, 8], [256 // BLOCK_D, BLOCK_D // 8], [4, 1], [1, 0])
     _slot, row, head = _rows_of(ORDER, tile, call, constants, PART, gl.SliceLayout(1, of_copy))
-    column = gl.arange(0, D, layout=gl.SliceLayout(0, of_copy))
+    column = gl.arange(0, BLOCK_D, layout=gl.SliceLayout(0, of_copy))
+    is_number = (row >= 0)[:, None] & (column < constants.D)[None, :]
     lines = row.to(gl.int64) * call.query_stride_n + head.to(gl.int64) * call.query_stride_h
-    queries.store(gl.load(QUERY + lines[:, None] + column[None, :], mask=(row >= 0)[:, None], other=0.0))
+    queries.store(gl.load(QUERY + lines[:, None] + column[None, :], mask=is_number, other=0.0))
     fence_async_shared()
 
 
@@ -183,22 +179,25 @@ def _store_results(OUT, LSE, ORDER, softmax, row, head, tile, call, constants, P
     lse = gl.where(has_key, (maximum + gl.log2(safe)) * LN_2, float("-inf"))
     gl.store(LSE + (tile.batch * call.num_queries + row) * num_heads + head, lse, mask=row >= 0)
     _slot, row, head = _rows_of(ORDER, tile, call, constants, PART, gl.SliceLayout(1, of_out))
-    column = gl.arange(0, D, layout=gl.SliceLayout(0, of_out))
+    column = gl.arange(0, constants.BLOCK_D, layout=gl.SliceLayout(0, of_out))
+    is_number = (row >= 0)[:, None] & (column < D)[None, :]
     lines = ((tile.batch * call.num_queries + row) * num_heads + head) * D
     factor = gl.convert_layout(gl.where(has_key, 1.0 / safe, 0.0), gl.SliceLayout(1, of_out))
     out = (out * factor[:, None]).to(OUT.dtype.element_ty)
-    gl.store(OUT + lines[:, None] + column[None, :], out, mask=(row >= 0)[:, None])
+    gl.store(OUT + lines[:, None] + column[None, :], out, mask=is_number)
 
 
 @gluon.jit
 def attend_lines(QUERY, OUT, LSE, ORDER, queries, tile, call, stages, constants, PART: gl.constexpr):
     """Four warps that compute: the 64 lines of the tile from ``64 PART`` on."""
-    D: gl.constexpr = constants.D
+    BLOCK_D: gl.constexpr = constants.BLOCK_D
     BLOCK_RUN: gl.constexpr = constants.BLOCK_RUN
     of_score: gl.constexpr = gl.NVMMADistributedLayout(
         version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, BLOCK_RUN, 16]
     )
-    of_out: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, D, 16])
+    of_out: gl.constexpr = gl.NVMMADistributedLayout(
+        version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, BLOCK_D, 16]
+    )
     of_weight: gl.constexpr = gl.DotOperandLayout(operand_index=0, parent=of_out, k_width=2)
     query = queries.index(PART)
     _store_queries(QUERY, ORDER, query, tile, call, constants, PART)
@@ -207,7 +206,7 @@ def attend_lines(QUERY, OUT, LSE, ORDER, queries, tile, call, stages, constants,
     softmax = Softmax(
         gl.full([LINES], float("-inf"), gl.float32, layout=gl.SliceLayout(1, of_score)),
         gl.full([LINES], 0.0, gl.float32, layout=gl.SliceLayout(1, of_score)),
-        gl.zeros([LINES, D], gl.float32, layout=of_out),
+        gl.zeros([LINES, BLOCK_D], gl.float32, layout=of_out),
         gl.zeros([LINES, BLOCK_RUN], QUERY.dtype.element_ty, layout=of_weight),
     )
     line = tile.line

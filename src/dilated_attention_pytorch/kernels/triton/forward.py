@@ -10,9 +10,21 @@ import triton
 import triton.language as tl
 
 from .counter import head_state, keep_factors, key_state, query_state
-from .runs import is_active_in, is_in_band, load_band, load_run
+from .runs import is_active_in, keys_seen, load_run
 from .segments import first_position
-from .tiles import SIZES, exponent_of, lines_of, load_block, load_lines, product, rounded, rows_of, store_lines, tile_of
+from .tiles import (
+    SIZES,
+    exponent_of,
+    kept_within,
+    lines_of,
+    load_block,
+    load_lines,
+    product,
+    rounded,
+    rows_of,
+    store_lines,
+    tile_of,
+)
 
 LOG2_E = tl.constexpr(1.4426950408889634)
 LN_2 = tl.constexpr(0.6931471805599453)
@@ -65,12 +77,41 @@ def scaled_weights_of(score, maximum, total, is_active, scale_log2, value_scale,
 
 @triton.jit
 def _attend_blocks(
-    query, maximum, total, out, KEY, VALUE, KEY_SCALE, VALUE_SCALE, key_stride, value_stride, first, rate, count,
-    from_block, to_block,
-    low, high, position, is_active, key_offset, PADDING, seed, query_states, threshold, keep_scale, scale_log2,
-    D: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_RUN: tl.constexpr, MASKED: tl.constexpr, CAUSAL: tl.constexpr,
-    BANDED: tl.constexpr, PADDED: tl.constexpr, DROPOUT: tl.constexpr, SCALED: tl.constexpr,
-):  # fmt: skip
+    query,
+    maximum,
+    total,
+    out,
+    KEY,
+    VALUE,
+    KEY_SCALE,
+    VALUE_SCALE,
+    key_stride,
+    value_stride,
+    first,
+    rate,
+    count,
+    from_block,
+    to_block,
+    start,
+    stop,
+    is_active,
+    key_offset,
+    PADDING,
+    seed,
+    query_states,
+    threshold,
+    keep_scale,
+    scale_log2,
+    D: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    BLOCK_RUN: tl.constexpr,
+    MASKED: tl.constexpr,
+    CAUSAL: tl.constexpr,
+    BANDED: tl.constexpr,
+    PADDED: tl.constexpr,
+    DROPOUT: tl.constexpr,
+    SCALED: tl.constexpr,
+):
     """The blocks ``[from_block, to_block)`` of the run of keys that begins at position ``first``.
 
     ``SCALED`` keys and values are e4m3 numbers times the scale of their row; then ``scale_log2`` has a factor for each
@@ -95,12 +136,10 @@ def _attend_blocks(
         score = product(query, tl.trans(key))
         if SCALED:
             score *= tl.load(KEY_SCALE + first_row + index * wide_rate, mask=is_key, other=0.0)[None, :]
-        if MASKED or PADDED:
-            is_seen = is_key[None, :]
-            if (CAUSAL or BANDED) and MASKED:
-                key_position = (first + index * rate)[None, :]
-                is_seen = is_seen & is_in_band(key_position, position[:, None], low, high, BANDED)
-            score = tl.where(is_seen, score, float("-inf"))
+        if PADDED or (MASKED and not (CAUSAL or BANDED)):
+            score = tl.where(is_key[None, :], score, float("-inf"))
+        if MASKED and (CAUSAL or BANDED):
+            score = kept_within(score, float("-inf"), block * BLOCK_RUN, line, start, stop, BANDED)
         value = load_block(value_pointers + block * value_step, is_key, MASKED or PADDED, D, BLOCK_D)
         if SCALED:
             value_scale = tl.load(VALUE_SCALE + first_row + index * wide_rate, mask=is_key, other=0.0)
@@ -118,17 +157,60 @@ def _attend_blocks(
 
 @triton.jit(do_not_specialize=SIZES)
 def forward_kernel(
-    QUERY, KEY, VALUE, OUT, LSE, ORDER, RUNS, RANGES, PADDING, SEED, QUERY_SCALE, KEY_SCALE, VALUE_SCALE,
-    query_stride_b, query_stride_n, query_stride_h, key_stride_b, key_stride_n, key_stride_h,
-    value_stride_b, value_stride_n, value_stride_h,
-    batch_size, num_queries, num_keys, num_kv_heads, query_offset, key_offset, num_spans, heads_per_span,
+    QUERY,
+    KEY,
+    VALUE,
+    OUT,
+    LSE,
+    ORDER,
+    RUNS,
+    RANGES,
+    PADDING,
+    SEED,
+    QUERY_SCALE,
+    KEY_SCALE,
+    VALUE_SCALE,
+    query_stride_b,
+    query_stride_n,
+    query_stride_h,
+    key_stride_b,
+    key_stride_n,
+    key_stride_h,
+    value_stride_b,
+    value_stride_n,
+    value_stride_h,
+    batch_size,
+    num_queries,
+    num_keys,
+    num_kv_heads,
+    query_offset,
+    key_offset,
+    num_spans,
+    heads_per_span,
     windows_per_span,
-    tiles_per_window, lines_per_head, num_splits, scale_log2, threshold, keep_scale,
-    RATIO: tl.constexpr, PACK: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_ROWS: tl.constexpr,
-    BLOCK_RUN: tl.constexpr, LINE: tl.constexpr, WINDOW: tl.constexpr, ORDERED: tl.constexpr, CAUSAL: tl.constexpr,
-    BANDED: tl.constexpr, PADDED: tl.constexpr, PHANTOMS: tl.constexpr, DROPOUT: tl.constexpr, ROTATED: tl.constexpr,
+    tiles_per_window,
+    lines_per_head,
+    num_splits,
+    scale_log2,
+    threshold,
+    keep_scale,
+    RATIO: tl.constexpr,
+    PACK: tl.constexpr,
+    D: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    BLOCK_ROWS: tl.constexpr,
+    BLOCK_RUN: tl.constexpr,
+    LINE: tl.constexpr,
+    WINDOW: tl.constexpr,
+    ORDERED: tl.constexpr,
+    CAUSAL: tl.constexpr,
+    BANDED: tl.constexpr,
+    PADDED: tl.constexpr,
+    PHANTOMS: tl.constexpr,
+    DROPOUT: tl.constexpr,
+    ROTATED: tl.constexpr,
     SCALED: tl.constexpr,
-):  # fmt: skip
+):
     """``OUT[splits, B, N, H, D]`` and ``LSE[splits, B, N, H]``; each split holds its share of every run's keys.
 
     A run of few blocks has no share for most splits: ``ROTATED`` gives them to another split with every run.
@@ -137,9 +219,16 @@ def forward_kernel(
     """
     split = tl.program_id(0) % num_splits
     batch, kv_head, head_block, window, tile = tile_of(
-        tl.program_id(0) // num_splits, batch_size * num_kv_heads, num_kv_heads, num_spans, heads_per_span,
-        windows_per_span, tiles_per_window, RATIO // PACK, CAUSAL,
-    )  # fmt: skip
+        tl.program_id(0) // num_splits,
+        batch_size * num_kv_heads,
+        num_kv_heads,
+        num_spans,
+        heads_per_span,
+        windows_per_span,
+        tiles_per_window,
+        RATIO // PACK,
+        CAUSAL,
+    )
     slot = tl.arange(0, BLOCK_ROWS) // PACK
     row = rows_of(ORDER, kv_head, window, tile, num_queries, slot, BLOCK_ROWS // PACK, WINDOW, ORDERED)
     is_row = row >= 0
@@ -171,8 +260,8 @@ def forward_kernel(
     share = split
     for _ in range(num_runs):
         first, rate, count, full, phantoms = load_run(line)
-        low, high = load_band(line, LINE, BANDED)
         is_active = is_row & is_active_in(line, slot)
+        start, stop = keys_seen(line, position, is_active, LINE, CAUSAL, BANDED)
         if PHANTOMS:
             has_phantoms = is_active & (tl.where(split == 0, phantoms, 0) > 0)
             # A phantom has the score 0; beside scaled values the maximum has another unit.
@@ -185,17 +274,77 @@ def forward_kernel(
         num_full, num_blocks = full // BLOCK_RUN, (count + BLOCK_RUN - 1) // BLOCK_RUN
         from_block, to_block = num_blocks * share // num_splits, num_blocks * (share + 1) // num_splits
         maximum, total, out = _attend_blocks(
-            query, maximum, total, out, keys, values, key_scales, value_scales, key_stride_n, value_stride_n, first,
-            rate, count, from_block, tl.minimum(num_full, to_block), low, high, position, is_active, key_offset,
-            padding, seed, query_states, threshold, keep_scale, factor, D, BLOCK_D, BLOCK_RUN, False, CAUSAL, BANDED,
-            PADDED, DROPOUT, SCALED,
-        )  # fmt: skip
+            query,
+            maximum,
+            total,
+            out,
+            keys,
+            values,
+            key_scales,
+            value_scales,
+            key_stride_n,
+            value_stride_n,
+            first,
+            rate,
+            count,
+            from_block,
+            tl.minimum(num_full, to_block),
+            start,
+            stop,
+            is_active,
+            key_offset,
+            padding,
+            seed,
+            query_states,
+            threshold,
+            keep_scale,
+            factor,
+            D,
+            BLOCK_D,
+            BLOCK_RUN,
+            False,
+            CAUSAL,
+            BANDED,
+            PADDED,
+            DROPOUT,
+            SCALED,
+        )
         maximum, total, out = _attend_blocks(
-            query, maximum, total, out, keys, values, key_scales, value_scales, key_stride_n, value_stride_n, first,
-            rate, count, tl.maximum(num_full, from_block), to_block, low, high, position, is_active, key_offset,
-            padding, seed, query_states, threshold, keep_scale, factor, D, BLOCK_D, BLOCK_RUN, True, CAUSAL, BANDED,
-            PADDED, DROPOUT, SCALED,
-        )  # fmt: skip
+            query,
+            maximum,
+            total,
+            out,
+            keys,
+            values,
+            key_scales,
+            value_scales,
+            key_stride_n,
+            value_stride_n,
+            first,
+            rate,
+            count,
+            tl.maximum(num_full, from_block),
+            to_block,
+            start,
+            stop,
+            is_active,
+            key_offset,
+            padding,
+            seed,
+            query_states,
+            threshold,
+            keep_scale,
+            factor,
+            D,
+            BLOCK_D,
+            BLOCK_RUN,
+            True,
+            CAUSAL,
+            BANDED,
+            PADDED,
+            DROPOUT,
+            SCALED,
+        )
         if ROTATED:
             share = tl.where(share == 0, num_splits, share) - 1
         line += LINE
@@ -216,9 +365,16 @@ def forward_kernel(
 
 @triton.jit(do_not_specialize=SIZES)
 def merge_splits_kernel(
-    PARTIAL_OUT, PARTIAL_LSE, OUT, LSE, num_lines, num_splits, D: tl.constexpr, BLOCK_D: tl.constexpr,
+    PARTIAL_OUT,
+    PARTIAL_LSE,
+    OUT,
+    LSE,
+    num_lines,
+    num_splits,
+    D: tl.constexpr,
+    BLOCK_D: tl.constexpr,
     BLOCK: tl.constexpr,
-):  # fmt: skip
+):
     """``OUT[lines, D]`` and ``LSE[lines]``: the merge of the splits' partials, lines of heads and rows alike."""
     line = (tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)).to(tl.int64)
     is_line = line < num_lines

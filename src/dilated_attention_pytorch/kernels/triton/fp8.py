@@ -79,17 +79,36 @@ def quantized(rows: Tensor) -> tuple[Tensor, Tensor]:
     lines = scales.numel()
     if lines:
         quantize_kernel[(-(-lines // _LINES),)](
-            rows, numbers, scales, *rows.stride()[:3], num_rows, num_heads, lines, D=head_dim,
-            BLOCK_D=triton.next_power_of_2(head_dim), BLOCK=_LINES, num_warps=4,
-        )  # fmt: skip
+            rows,
+            numbers,
+            scales,
+            *rows.stride()[:3],
+            num_rows,
+            num_heads,
+            lines,
+            D=head_dim,
+            BLOCK_D=triton.next_power_of_2(head_dim),
+            BLOCK=_LINES,
+            num_warps=4,
+        )
     return numbers, scales
 
 
 @triton.jit(do_not_specialize=SIZES)
 def quantize_kernel(
-    ROWS, NUMBERS, SCALES, stride_b, stride_n, stride_h, num_rows, num_heads, num_lines,
-    D: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK: tl.constexpr,
-):  # fmt: skip
+    ROWS,
+    NUMBERS,
+    SCALES,
+    stride_b,
+    stride_n,
+    stride_h,
+    num_rows,
+    num_heads,
+    num_lines,
+    D: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
     """``NUMBERS[B, N, H, D]`` and ``SCALES[B, H, N]`` of ``ROWS[B, N, H, D]``; a line is a row of one head."""
     line = (tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)).to(tl.int64)
     is_line = line < num_lines

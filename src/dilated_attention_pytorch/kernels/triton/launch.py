@@ -12,7 +12,7 @@ import contextlib
 import torch
 from torch import Tensor
 
-from dilated_attention_pytorch.patterns import DilationGroup
+from dilated_attention_pytorch.patterns.dilated import DilationGroup
 
 from .backward import delta_kernel, key_gradient_kernel, query_gradient_kernel
 from .configurations import Configuration
@@ -37,9 +37,7 @@ def forward(problem: Problem, num_splits: int | None = None) -> tuple[Tensor, Te
         NotImplementedError: positions that do not fit 32 bits.
     """
     query, scales = problem.query, problem.scales
-    out = torch.empty_like(
-        query, dtype=None if scales is None else scales.dtype, memory_format=torch.contiguous_format
-    )  # fmt: skip
+    out = torch.empty_like(query, dtype=None if scales is None else scales.dtype, memory_format=torch.contiguous_format)
     lse = torch.empty(query.shape[:3], dtype=torch.float32, device=query.device)
     if out.numel() == 0:
         return out, lse
@@ -227,15 +225,34 @@ def strides_of(problem: Problem) -> tuple[int, ...]:
 def _merge_splits(kernel: KernelPlan, parts: tuple[Tensor, Tensor], out: Tensor, lse: Tensor) -> None:
     block, lines = 4, lse.numel()
     merge_splits_kernel[(-(-lines // block),)](
-        *parts, out, lse, lines, parts[0].shape[0], D=out.shape[3], BLOCK_D=kernel.kind.block_d, BLOCK=block,
-        num_warps=4, enable_fp_fusion=True,
-    )  # fmt: skip
+        *parts,
+        out,
+        lse,
+        lines,
+        parts[0].shape[0],
+        D=out.shape[3],
+        BLOCK_D=kernel.kind.block_d,
+        BLOCK=block,
+        num_warps=4,
+        enable_fp_fusion=True,
+    )
 
 
 def _delta(kind: Kind, out: Tensor, grad_out: Tensor, grad_lse: Tensor | None, delta: Tensor) -> None:
     block, lines = 16, delta.numel()
     delta_kernel[(-(-lines // block),)](
-        out, grad_out, delta if grad_lse is None else grad_lse.contiguous(), delta, *grad_out.stride()[:3],
-        out.shape[1], out.shape[2], lines, D=out.shape[3], BLOCK_D=kind.block_d, BLOCK=block,
-        HAS_GRAD_LSE=grad_lse is not None, num_warps=4, enable_fp_fusion=True,
-    )  # fmt: skip
+        out,
+        grad_out,
+        delta if grad_lse is None else grad_lse.contiguous(),
+        delta,
+        *grad_out.stride()[:3],
+        out.shape[1],
+        out.shape[2],
+        lines,
+        D=out.shape[3],
+        BLOCK_D=kind.block_d,
+        BLOCK=block,
+        HAS_GRAD_LSE=grad_lse is not None,
+        num_warps=4,
+        enable_fp_fusion=True,
+    )

@@ -22,9 +22,20 @@ NO_ROW = tl.constexpr(0x7FFFFFFF)
 
 @triton.jit(do_not_specialize=SIZES)
 def order_kernel(
-    ORDER, GROUPS, CU_SEQLENS, num_rows, offset, num_groups, num_kv_heads, shortest_group, num_documents, search_steps,
-    last_position, WINDOW: tl.constexpr, PACKED: tl.constexpr,
-):  # fmt: skip
+    ORDER,
+    GROUPS,
+    CU_SEQLENS,
+    num_rows,
+    offset,
+    num_groups,
+    num_kv_heads,
+    shortest_group,
+    num_documents,
+    search_steps,
+    last_position,
+    WINDOW: tl.constexpr,
+    PACKED: tl.constexpr,
+):
     """``ORDER[kv_head, window, :]``: the rows of the window in order; what lies past the last row is not written.
 
     ``offset`` is the position of the first row, or a pointer to it.

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from .configurations import Configuration, candidates
 from .order import MEMBERSHIP_BITS
-from .problem import Kind, Problem, kind_of
+from .problem import Kind, Positions, Problem, kind_of
 from .regions import regions_of
 from .rule_table import RuleTable, rule_table
 from .runs import line_of, slots_of
@@ -29,8 +29,18 @@ TILES_PER_MULTIPROCESSOR = 2
 _MAX_SPLITS = 64
 # Of those of all kernels that compute.
 WARP_SPECIALIZED_CONSTANTS = (
-    "RATIO", "PACK", "D", "BLOCK_RUN", "LINE", "WINDOW", "ORDERED", "CAUSAL", "BANDED", "num_warps"
-)  # fmt: skip
+    "RATIO",
+    "PACK",
+    "D",
+    "BLOCK_D",
+    "BLOCK_RUN",
+    "LINE",
+    "WINDOW",
+    "ORDERED",
+    "CAUSAL",
+    "BANDED",
+    "num_warps",
+)
 
 
 class Launch(NamedTuple):
@@ -60,39 +70,6 @@ class Walk(NamedTuple):
     """The shape of the table of the lines of every tile: heads, tiles, first line and number of lines."""
     planning: Launch
     computing: Launch
-
-
-class Positions(NamedTuple):
-    """The ranges of positions that a call is about."""
-
-    num_queries: int
-    num_keys: int
-    query_offset: int | None
-    """None where the device alone knows it: queries then lie before ``last``, and nothing here depends on where."""
-    key_offset: int
-
-    @property
-    def last(self) -> int:
-        """One past the last position of either slab."""
-        last_key = self.key_offset + self.num_keys
-        return last_key if self.query_offset is None else max(self.query_offset + self.num_queries, last_key)
-
-    @property
-    def queries(self) -> tuple[int, int | None]:
-        """Number and first position."""
-        return self.num_queries, self.query_offset
-
-    @property
-    def range_of_queries(self) -> tuple[int, int]:
-        """First position of a query that sees a key, and one past the last."""
-        if self.query_offset is None:
-            return self.key_offset, self.last
-        return self.query_offset, self.query_offset + self.num_queries
-
-    @property
-    def keys(self) -> tuple[int, int]:
-        """Number and first position."""
-        return self.num_keys, self.key_offset
 
 
 @dataclass(frozen=True, eq=False)
@@ -127,12 +104,17 @@ class KernelPlan:
         """The launch that orders the rows of the side."""
         kind, side, lengths = self.kind, self.side, self.kind.segment_lengths
         after = (
-            min(len(lengths), MEMBERSHIP_BITS.value), kind.num_kv_heads, lengths.index(min(lengths)), *kind.search,
+            min(len(lengths), MEMBERSHIP_BITS.value),
+            kind.num_kv_heads,
+            lengths.index(min(lengths)),
+            *kind.search,
             self.positions.last,
-        )  # fmt: skip
+        )
         constants = {
-            "WINDOW": side.window, "PACKED": kind.num_documents is not None, "num_warps": 4,
-        }  # fmt: skip
+            "WINDOW": side.window,
+            "PACKED": kind.num_documents is not None,
+            "num_warps": 4,
+        }
         return launch_of((side.num_windows, kind.num_kv_heads), (side.num_rows,), after, constants)
 
     @functools.cached_property
@@ -173,22 +155,39 @@ class KernelPlan:
             (num_tiles, kind.num_kv_heads),
             (side.num_rows,),
             (
-                *others, positions.last, len(kind.groups), len(kind.rules),
-                kind.num_kv_heads, *kind.search, 0 if rules is None else rules.longest.bit_length(), layout[-1],
+                *others,
+                positions.last,
+                len(kind.groups),
+                len(kind.rules),
+                kind.num_kv_heads,
+                *kind.search,
+                0 if rules is None else rules.longest.bit_length(),
+                layout[-1],
                 *regions,
             ),
             {
-                **common, "TILE_ROWS": tile_rows, "SLOTS": slots_of(tile_rows), "CAUSAL": kind.is_causal,
-                "PACKED": kind.num_documents is not None, "PHANTOMS": kind.has_phantoms, "OF_QUERIES": self.of_queries,
-                "RULES": rules is not None, "BANDED": kind.is_banded, "num_warps": 1,
+                **common,
+                "TILE_ROWS": tile_rows,
+                "SLOTS": slots_of(tile_rows),
+                "CAUSAL": kind.is_causal,
+                "PACKED": kind.num_documents is not None,
+                "PHANTOMS": kind.has_phantoms,
+                "OF_QUERIES": self.of_queries,
+                "RULES": rules is not None,
+                "BANDED": kind.is_banded,
+                "num_warps": 1,
             },
-        )  # fmt: skip
+        )
         sizes = kind.batch_size, positions.num_queries, positions.num_keys, kind.num_kv_heads
         after = positions.key_offset, *layout, regions.lines
         constants = {
-            **kind.constants, **common, "BLOCK_ROWS": chosen.block_rows, "BLOCK_RUN": chosen.block_run,
-            "num_warps": chosen.num_warps, "num_stages": chosen.num_stages,
-        }  # fmt: skip
+            **kind.constants,
+            **common,
+            "BLOCK_ROWS": chosen.block_rows,
+            "BLOCK_RUN": chosen.block_run,
+            "num_warps": chosen.num_warps,
+            "num_stages": chosen.num_stages,
+        }
         constants |= {"QUERIES": self.kernel == "single_backward"} if self.of_queries else {"PACK": self.pack}
         if self.kernel == "warp_specialized":
             constants = {name: constants[name] for name in WARP_SPECIALIZED_CONSTANTS} | {"STAGES": chosen.num_stages}
@@ -232,9 +231,14 @@ class LaunchPlan:
             return None
         num_keys, first_key = self.positions.keys
         return rule_table(
-            kind.rules, kind.num_kv_heads, self.positions.range_of_queries, (first_key, first_key + num_keys),
-            is_causal=kind.is_causal, of_queries=of_queries, device=kind.device,
-        )  # fmt: skip
+            kind.rules,
+            kind.num_kv_heads,
+            self.positions.range_of_queries,
+            (first_key, first_key + num_keys),
+            is_causal=kind.is_causal,
+            of_queries=of_queries,
+            device=kind.device,
+        )
 
     @functools.cached_property
     def forward(self) -> KernelPlan:
@@ -297,7 +301,7 @@ class LaunchPlan:
             rules, pack = self.rules_of_keys, 1
         return KernelPlan(
             kernel, self.kind, self.positions, self.table, rules, self._choice(kernel, choices), side, pack
-        )  # fmt: skip
+        )
 
     def _choice(self, kernel: str, choices: tuple[Candidate, ...]) -> Choice[Candidate]:
         """What decides which is fastest: the device, the numbers, the pattern, and lengths by their power."""
@@ -305,11 +309,22 @@ class LaunchPlan:
         if len(choices) == 1:
             return Choice(choices)
         return choice_of(
-            kernel, choices, kind.device, kind.dtype, kind.head_dim, kind.packed_heads, kind.groups, kind.rules,
-            kind.is_causal, (kind.batch_size * kind.num_kv_heads).bit_length(),
-            self.positions.num_queries.bit_length(), self.positions.num_keys.bit_length(),
-            kind.num_documents is not None, kind.is_padded, kind.dropout_p > 0.0,
-        )  # fmt: skip
+            kernel,
+            choices,
+            kind.device,
+            kind.dtype,
+            kind.head_dim,
+            kind.packed_heads,
+            kind.groups,
+            kind.rules,
+            kind.is_causal,
+            (kind.batch_size * kind.num_kv_heads).bit_length(),
+            self.positions.num_queries.bit_length(),
+            self.positions.num_keys.bit_length(),
+            kind.num_documents is not None,
+            kind.is_padded,
+            kind.dropout_p > 0.0,
+        )
 
 
 def _tile_rows(choices: tuple[Configuration, ...], pack: int) -> tuple[int, ...]:
@@ -329,9 +344,20 @@ def plan_of(problem: Problem) -> LaunchPlan:
     batch_size, num_queries, num_heads, head_dim = query.shape
     _, num_keys, num_kv_heads, _ = key.shape
     kind = kind_of(
-        query.device, query.dtype, batch_size, num_heads, num_kv_heads, head_dim, problem.groups, problem.rules,
-        problem.is_causal, float(problem.scale), problem.dropout_p, num_documents, problem.key_padding_mask is not None,
-    )  # fmt: skip
+        query.device,
+        query.dtype,
+        batch_size,
+        num_heads,
+        num_kv_heads,
+        head_dim,
+        problem.groups,
+        problem.rules,
+        problem.is_causal,
+        float(problem.scale),
+        problem.dropout_p,
+        num_documents,
+        problem.key_padding_mask is not None,
+    )
     query_offset = None if isinstance(problem.query_offset, Tensor) else problem.query_offset
     plan = _plan(kind, Positions(num_queries, num_keys, query_offset, problem.key_offset))
     if kind.rules and query.is_cuda and torch.cuda.is_current_stream_capturing():

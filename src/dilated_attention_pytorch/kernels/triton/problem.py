@@ -10,7 +10,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from dilated_attention_pytorch.patterns import DilationGroup, HeadRule
+from dilated_attention_pytorch.patterns.blocks import HeadRule
+from dilated_attention_pytorch.patterns.dilated import DilationGroup
 
 from .rule_table import FAR, Range, band_of
 from .target import target_of
@@ -52,6 +53,39 @@ class Problem:
     dropout_p: float = 0.0
     rules: tuple[HeadRule, ...] = ()
     scales: Scales | None = None
+
+
+class Positions(NamedTuple):
+    """The ranges of positions that a call is about."""
+
+    num_queries: int
+    num_keys: int
+    query_offset: int | None
+    """None where the device alone knows it: queries then lie before ``last``, and nothing here depends on where."""
+    key_offset: int
+
+    @property
+    def last(self) -> int:
+        """One past the last position of either slab."""
+        last_key = self.key_offset + self.num_keys
+        return last_key if self.query_offset is None else max(self.query_offset + self.num_queries, last_key)
+
+    @property
+    def queries(self) -> tuple[int, int | None]:
+        """Number and first position."""
+        return self.num_queries, self.query_offset
+
+    @property
+    def range_of_queries(self) -> tuple[int, int]:
+        """First position of a query that sees a key, and one past the last."""
+        if self.query_offset is None:
+            return self.key_offset, self.last
+        return self.query_offset, self.query_offset + self.num_queries
+
+    @property
+    def keys(self) -> tuple[int, int]:
+        """Number and first position."""
+        return self.num_keys, self.key_offset
 
 
 @dataclass(frozen=True, eq=False)
@@ -170,9 +204,14 @@ class Kind:
     def constants(self) -> dict[str, object]:
         """What every kernel that computes is compiled for, whatever its blocks."""
         return {
-            "RATIO": self.ratio, "D": self.head_dim, "BLOCK_D": self.block_d, "CAUSAL": self.is_causal,
-            "BANDED": self.is_banded, "PADDED": self.is_padded, "DROPOUT": self.dropout_p > 0.0,
-        }  # fmt: skip
+            "RATIO": self.ratio,
+            "D": self.head_dim,
+            "BLOCK_D": self.block_d,
+            "CAUSAL": self.is_causal,
+            "BANDED": self.is_banded,
+            "PADDED": self.is_padded,
+            "DROPOUT": self.dropout_p > 0.0,
+        }
 
 
 kind_of = functools.lru_cache(maxsize=64)(Kind)

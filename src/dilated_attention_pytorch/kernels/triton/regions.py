@@ -84,10 +84,24 @@ def regions_of(kind: Kind, rules: RuleTable | None, side: Side, tile_rows: int) 
 
 @triton.jit
 def first_line(
-    GROUPS, CU_SEQLENS, tile, kv_head, num_rows, offset, num_groups, num_kv_heads, num_documents, search_steps,
-    last_position, tiles_per_window, per_tile, per_document,
-    TILE_ROWS: tl.constexpr, WINDOW: tl.constexpr, PACKED: tl.constexpr,
-):  # fmt: skip
+    GROUPS,
+    CU_SEQLENS,
+    tile,
+    kv_head,
+    num_rows,
+    offset,
+    num_groups,
+    num_kv_heads,
+    num_documents,
+    search_steps,
+    last_position,
+    tiles_per_window,
+    per_tile,
+    per_document,
+    TILE_ROWS: tl.constexpr,
+    WINDOW: tl.constexpr,
+    PACKED: tl.constexpr,
+):
     """The first line of the region of each tile, or behind the last tile the end of the last region."""
     row = tile // tiles_per_window * WINDOW + tile % tiles_per_window * TILE_ROWS
     position = tl.minimum(row, num_rows - 1) + offset

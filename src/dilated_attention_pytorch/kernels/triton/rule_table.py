@@ -13,7 +13,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from dilated_attention_pytorch.patterns import HeadRule, Spans
+from dilated_attention_pytorch.patterns.blocks import HeadRule
+from dilated_attention_pytorch.patterns.rules import Spans
 
 FAR = 2**31 - 1
 """A distance that no two positions have, and a position that none reaches."""
@@ -100,9 +101,15 @@ def _most_spans(spans: Tensor, tiles: Tiles) -> int:
 
 
 def rule_table(
-    rules: tuple[HeadRule, ...], num_kv_heads: int, queries: Range, keys: Range, *, is_causal: bool, of_queries: bool,
+    rules: tuple[HeadRule, ...],
+    num_kv_heads: int,
+    queries: Range,
+    keys: Range,
+    *,
+    is_causal: bool,
+    of_queries: bool,
     device: torch.device,
-) -> RuleTable:  # fmt: skip
+) -> RuleTable:
     """The table for tiles of queries in a range of positions and keys in another; ``of_queries`` is for tiles of keys.
 
     Raises:
@@ -122,9 +129,14 @@ def rule_table(
 # One for both passes of some patterns and lengths.
 @functools.lru_cache(maxsize=64)
 def _table(
-    rules: tuple[HeadRule, ...], num_kv_heads: int, queries: Range, keys: Range, is_causal: bool, of_queries: bool,
+    rules: tuple[HeadRule, ...],
+    num_kv_heads: int,
+    queries: Range,
+    keys: Range,
+    is_causal: bool,
+    of_queries: bool,
     device: torch.device,
-) -> RuleTable:  # fmt: skip
+) -> RuleTable:
     found: dict[object, int] = {}
     spans: list[Tensor] = []
     means: list[float] = []
@@ -146,12 +158,9 @@ def _table(
         list_of.append(tuple(of_heads))
     numbers = [len(one) for one in spans]
     lines = [
-        [
-            [sum(numbers[:index]), numbers[index], *band_of(rule, is_causal=is_causal)]
-            for index in of_heads
-        ]
+        [[sum(numbers[:index]), numbers[index], *band_of(rule, is_causal=is_causal)] for index in of_heads]
         for rule, of_heads in zip(rules, list_of, strict=True)
-    ]  # fmt: skip
+    ]
     return RuleTable(
         torch.cat(spans).to(torch.int32).to(device),
         torch.tensor(lines, dtype=torch.int32).to(device),

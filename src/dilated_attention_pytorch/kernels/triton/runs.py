@@ -48,13 +48,40 @@ def line_of(tile_rows: int, *, is_banded: bool) -> int:
 
 @triton.jit(do_not_specialize=SIZES)
 def runs_kernel(
-    RUNS, RANGES, ORDER, GROUPS, SPANS, LISTS, CU_SEQLENS, num_rows, offset, num_others, others_offset, last_position,
-    num_groups, num_rules, num_kv_heads, num_documents, search_steps, span_steps, tiles_per_window, per_tile,
-    per_document, lines_per_head,
-    TILE_ROWS: tl.constexpr, SLOTS: tl.constexpr, WINDOW: tl.constexpr, ORDERED: tl.constexpr, CAUSAL: tl.constexpr,
-    PACKED: tl.constexpr, PHANTOMS: tl.constexpr, OF_QUERIES: tl.constexpr, RULES: tl.constexpr, BANDED: tl.constexpr,
+    RUNS,
+    RANGES,
+    ORDER,
+    GROUPS,
+    SPANS,
+    LISTS,
+    CU_SEQLENS,
+    num_rows,
+    offset,
+    num_others,
+    others_offset,
+    last_position,
+    num_groups,
+    num_rules,
+    num_kv_heads,
+    num_documents,
+    search_steps,
+    span_steps,
+    tiles_per_window,
+    per_tile,
+    per_document,
+    lines_per_head,
+    TILE_ROWS: tl.constexpr,
+    SLOTS: tl.constexpr,
+    WINDOW: tl.constexpr,
+    ORDERED: tl.constexpr,
+    CAUSAL: tl.constexpr,
+    PACKED: tl.constexpr,
+    PHANTOMS: tl.constexpr,
+    OF_QUERIES: tl.constexpr,
+    RULES: tl.constexpr,
+    BANDED: tl.constexpr,
     LINE: tl.constexpr,
-):  # fmt: skip
+):
     """``RUNS[kv_head, lines_per_head, :]``, and in ``RANGES[kv_head, tile, :]`` the first line of a tile and how many.
 
     Tiles hold queries and runs keys, or, with ``OF_QUERIES``, the other way round. ``offset`` is the position of the
@@ -72,9 +99,24 @@ def runs_kernel(
     # Wrong boundaries may leave rows outside of every document: they see nothing.
     is_inside = is_row & (position >= begin) & (position < end)
     ends = first_line(
-        GROUPS, CU_SEQLENS, tile + tl.arange(0, 2), kv_head, num_rows, offset, num_groups, num_kv_heads, num_documents,
-        search_steps, last_position, tiles_per_window, per_tile, per_document, TILE_ROWS, WINDOW, PACKED,
-    )  # fmt: skip
+        GROUPS,
+        CU_SEQLENS,
+        tile + tl.arange(0, 2),
+        kv_head,
+        num_rows,
+        offset,
+        num_groups,
+        num_kv_heads,
+        num_documents,
+        search_steps,
+        last_position,
+        tiles_per_window,
+        per_tile,
+        per_document,
+        TILE_ROWS,
+        WINDOW,
+        PACKED,
+    )
     first_run = tl.min(ends)
     # As many as there are runs, or more; memory is kept safe from boundaries that are none.
     room = tl.max(ends) - first_run
@@ -96,9 +138,12 @@ def runs_kernel(
             earliest = tl.min(tl.where(is_active, position, FAR))
             latest = tl.max(tl.where(is_active, position, -1))
             first, count = selected(
-                its_start, rate, group_offset, tl.maximum(cursor, others_offset),
+                its_start,
+                rate,
+                group_offset,
+                tl.maximum(cursor, others_offset),
                 tl.minimum(its_stop, others_offset + num_others),
-            )  # fmt: skip
+            )
             if OF_QUERIES:
                 is_mixed = tl.min(is_active.to(tl.int32)) == 0
                 edge, extra = count * 0, tl.where(is_mixed, count, 0)
@@ -120,10 +165,29 @@ def runs_kernel(
     if RULES:
         for rule in range(num_rules):
             num_runs = _append_rule(
-                table, num_runs, SPANS, LISTS, CU_SEQLENS, rule, kv_head, num_kv_heads, position, is_inside, num_others,
-                others_offset, last_position, num_documents, search_steps, span_steps, room,
-                PACKED, OF_QUERIES, SLOTS, BANDED, LINE,
-            )  # fmt: skip
+                table,
+                num_runs,
+                SPANS,
+                LISTS,
+                CU_SEQLENS,
+                rule,
+                kv_head,
+                num_kv_heads,
+                position,
+                is_inside,
+                num_others,
+                others_offset,
+                last_position,
+                num_documents,
+                search_steps,
+                span_steps,
+                room,
+                PACKED,
+                OF_QUERIES,
+                SLOTS,
+                BANDED,
+                LINE,
+            )
     place = RANGES + (kv_head * tl.num_programs(0) + tile) * 2
     tl.store(place, first_run)
     tl.store(place + 1, num_runs)
@@ -131,9 +195,20 @@ def runs_kernel(
 
 @triton.jit
 def _append(
-    table, num_runs, first, rate, count, edge, extra, is_active, low, high, SLOTS: tl.constexpr, BANDED: tl.constexpr,
+    table,
+    num_runs,
+    first,
+    rate,
+    count,
+    edge,
+    extra,
+    is_active,
+    low,
+    high,
+    SLOTS: tl.constexpr,
+    BANDED: tl.constexpr,
     LINE: tl.constexpr,
-):  # fmt: skip
+):
     """Write a run behind the tile's ``num_runs``; returns how many there are now."""
     line = table + num_runs * LINE
     tl.store(line + FIRST, first)
@@ -151,10 +226,29 @@ def _append(
 
 @triton.jit
 def _append_rule(
-    table, num_runs, SPANS, LISTS, CU_SEQLENS, rule, kv_head, num_kv_heads, position, is_inside, num_others,
-    others_offset, last_position, num_documents, search_steps, span_steps, room,
-    PACKED: tl.constexpr, OF_QUERIES: tl.constexpr, SLOTS: tl.constexpr, BANDED: tl.constexpr, LINE: tl.constexpr,
-):  # fmt: skip
+    table,
+    num_runs,
+    SPANS,
+    LISTS,
+    CU_SEQLENS,
+    rule,
+    kv_head,
+    num_kv_heads,
+    position,
+    is_inside,
+    num_others,
+    others_offset,
+    last_position,
+    num_documents,
+    search_steps,
+    span_steps,
+    room,
+    PACKED: tl.constexpr,
+    OF_QUERIES: tl.constexpr,
+    SLOTS: tl.constexpr,
+    BANDED: tl.constexpr,
+    LINE: tl.constexpr,
+):
     """Write the runs of one rule, document by document and span by span; returns how many the tile has now."""
     list_first, list_stop, low, high = load_list(LISTS, rule, kv_head, num_kv_heads)
     nearest, farthest = low, high
@@ -185,14 +279,36 @@ def _append_rule(
                 )
                 if (cut > some_first) & (num_runs < room):
                     num_runs = _append(
-                        table, num_runs, some_first + begin, 1, cut - some_first, 0, extra, is_active, low, high,
-                        SLOTS, BANDED, LINE,
-                    )  # fmt: skip
+                        table,
+                        num_runs,
+                        some_first + begin,
+                        1,
+                        cut - some_first,
+                        0,
+                        extra,
+                        is_active,
+                        low,
+                        high,
+                        SLOTS,
+                        BANDED,
+                        LINE,
+                    )
                 if (some_stop > cut) & (num_runs < room):
                     num_runs = _append(
-                        table, num_runs, cut + begin, 1, some_stop - cut, edge, (some_stop - cut) * OF_QUERIES,
-                        is_active, low, high, SLOTS, BANDED, LINE,
-                    )  # fmt: skip
+                        table,
+                        num_runs,
+                        cut + begin,
+                        1,
+                        some_stop - cut,
+                        edge,
+                        (some_stop - cut) * OF_QUERIES,
+                        is_active,
+                        low,
+                        high,
+                        SLOTS,
+                        BANDED,
+                        LINE,
+                    )
             span += 1
             start, stop, first_other, stop_other = load_span(SPANS, span, list_stop)
         cursor = tl.min(tl.where(is_inside & (position >= end), position, FAR))

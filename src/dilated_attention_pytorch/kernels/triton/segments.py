@@ -1,4 +1,4 @@
-"""The arithmetic of :class:`~dilated_attention_pytorch.patterns.DilationGroup` where kernels need it: on the device.
+"""The arithmetic of :class:`~.patterns.dilated.DilationGroup` where kernels need it: on the device.
 
 Positions are int32 scalars or blocks. A group's interval around a position is its segment there, clipped to the
 document: the intervals of one group partition the rows. A test holds each function to its namesake in Python.

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from dilated_attention_pytorch.patterns import HeadRule
+from dilated_attention_pytorch.patterns.blocks import HeadRule
 
 from .problem import Kind, largest_divisor, next_power_of_2
 from .rule_table import RuleTable

@@ -8,7 +8,7 @@ import functools
 import torch
 from torch import Tensor
 
-from dilated_attention_pytorch.patterns import DilationGroup
+from dilated_attention_pytorch.patterns.dilated import DilationGroup
 
 COVERING_LENGTH = 2**30
 """Stands for every segment that holds all positions, so that one table serves calls of any length."""

@@ -10,18 +10,48 @@ from dilated_attention_pytorch.kernels.select import is_interpreted
 INTERPRETED = tl.constexpr(is_interpreted())
 # Integers that change from call to call: a kernel is not compiled anew because one of them is 1 or a multiple of 16.
 SIZES = [
-    "batch_size", "heads_per_span", "key_offset", "last_position", "lines_per_head", "num_documents", "num_groups",
-    "num_keys", "num_kv_heads", "num_lines", "num_others", "num_queries", "num_rows", "num_rules", "num_spans",
-    "num_splits", "offset", "others_offset", "per_document", "per_tile", "query_offset", "search_steps",
-    "shortest_group", "span_steps", "threshold", "tiles_per_window", "windows_per_span",
-]  # fmt: skip
+    "batch_size",
+    "heads_per_span",
+    "key_offset",
+    "last_position",
+    "lines_per_head",
+    "num_documents",
+    "num_groups",
+    "num_keys",
+    "num_kv_heads",
+    "num_lines",
+    "num_others",
+    "num_queries",
+    "num_rows",
+    "num_rules",
+    "num_spans",
+    "num_splits",
+    "offset",
+    "others_offset",
+    "per_document",
+    "per_tile",
+    "query_offset",
+    "search_steps",
+    "shortest_group",
+    "span_steps",
+    "threshold",
+    "tiles_per_window",
+    "windows_per_span",
+]
 
 
 @triton.jit
 def tile_of(
-    index, num_heads, num_kv_heads, num_spans, heads_per_span, windows_per_span, tiles_per_window,
-    HEAD_BLOCKS: tl.constexpr, LAST_FIRST: tl.constexpr,
-):  # fmt: skip
+    index,
+    num_heads,
+    num_kv_heads,
+    num_spans,
+    heads_per_span,
+    windows_per_span,
+    tiles_per_window,
+    HEAD_BLOCKS: tl.constexpr,
+    LAST_FIRST: tl.constexpr,
+):
     """Sequence, key/value head, block of query heads, window and tile in the window of the ``index``-th tile.
 
     ``num_heads`` counts the key/value heads of all sequences. A span, some windows of some heads, is finished before
@@ -43,9 +73,17 @@ def tile_of(
 
 @triton.jit
 def lines_of(
-    RUNS, RANGES, kv_head, window, tile, num_rows, tiles_per_window, lines_per_head, WINDOW: tl.constexpr,
+    RUNS,
+    RANGES,
+    kv_head,
+    window,
+    tile,
+    num_rows,
+    tiles_per_window,
+    lines_per_head,
+    WINDOW: tl.constexpr,
     LINE: tl.constexpr,
-):  # fmt: skip
+):
     """The first run of a tile, and how many it has; none where a span reaches past the last window."""
     num_windows = (num_rows + WINDOW - 1) // WINDOW
     range_of_tile = RANGES + ((kv_head * num_windows + window) * tiles_per_window + tile) * 2
@@ -57,7 +95,7 @@ def lines_of(
 @triton.jit
 def rows_of(
     ORDER, kv_head, window, tile, num_rows, slot, TILE_ROWS: tl.constexpr, WINDOW: tl.constexpr, ORDERED: tl.constexpr
-):  # fmt: skip
+):
     """The row in each slot of a tile of ``TILE_ROWS`` rows; -1 in slots without one."""
     index = tile * TILE_ROWS + slot
     row = window * WINDOW + index
@@ -117,6 +155,21 @@ def load_block(pointers, is_line, MASKED: tl.constexpr, D: tl.constexpr, BLOCK_D
     if D == BLOCK_D:
         return tl.load(pointers)
     return tl.load(pointers, mask=inside, other=0.0)
+
+
+@triton.jit
+def kept_within(values, other, first, column, start, stop, HAS_START: tl.constexpr):
+    """``[lines, columns]`` of a block before ``stop`` of each line, and from ``start`` on; ``other`` elsewhere.
+
+    Bounds and ``first``, the block's first row, count along a run, ``column`` along the block. A thread of a matrix
+    product has the columns ``8 j + c`` and ``8 j + c + 1`` of its lines, c its own. Compared with ``8 j``, which is
+    part of an instruction, is what depends on c: as registers, the columns would be too many for the loops.
+    """
+    eights, rest = (column // 8 * 8)[None, :], (first + column % 8)[None, :]
+    values = tl.where(eights < stop[:, None] - rest, values, other)
+    if HAS_START:
+        values = tl.where(eights < start[:, None] - rest, other, values)
+    return values
 
 
 @triton.jit

@@ -3,7 +3,7 @@
 One warp describes each run of keys to the device's copy engine (TMA), which writes blocks of it into shared memory;
 every four other warps compute 64 lines of the tile (:mod:`.consumer`). Barriers in shared memory say which stage is
 filled and which is free. It is written in Gluon, Triton's language below Triton, which has no interpreter:
-``tests/gluon_emulator.py`` runs it.
+``tests/support/gluon_emulator.py`` runs it.
 """
 
 from __future__ import annotations
@@ -74,6 +74,7 @@ class Constants(NamedTuple):
     RATIO: Any
     PACK: Any
     D: Any
+    BLOCK_D: Any
     BLOCK_RUN: Any
     STAGES: Any
     LINE: Any
@@ -91,6 +92,7 @@ def _copy_run(KEY, VALUE, line, index, settled, call, stages, constants):
     before ``settled``, must have arrived before: a copy reads its descriptor when it likes.
     """
     D: gl.constexpr = constants.D
+    BLOCK_D: gl.constexpr = constants.BLOCK_D
     BLOCK_RUN: gl.constexpr = constants.BLOCK_RUN
     STAGES: gl.constexpr = constants.STAGES
     for block in range(gl.maximum(index - STAGES, 0), settled):
@@ -100,20 +102,26 @@ def _copy_run(KEY, VALUE, line, index, settled, call, stages, constants):
     row = (first - call.key_offset).to(gl.int64)
     wide_rate = gl.where(count > 1, rate, 1).to(gl.int64)  # a run of one row may have a rate that no stride can be
     keys = tma.make_tensor_descriptor(
-        KEY + row * call.key_stride_n, [count, D], [call.key_stride_n * wide_rate, 1], [BLOCK_RUN, D],
+        KEY + row * call.key_stride_n,
+        [count, D],
+        [call.key_stride_n * wide_rate, 1],
+        [BLOCK_RUN, BLOCK_D],
         stages.key_blocks.type.layout,
-    )  # fmt: skip
+    )
     values = tma.make_tensor_descriptor(
-        VALUE + row * call.value_stride_n, [count, D], [call.value_stride_n * wide_rate, 1], [BLOCK_RUN, D],
+        VALUE + row * call.value_stride_n,
+        [count, D],
+        [call.value_stride_n * wide_rate, 1],
+        [BLOCK_RUN, BLOCK_D],
         stages.value_blocks.type.layout,
-    )  # fmt: skip
+    )
     for block in range((count + BLOCK_RUN - 1) // BLOCK_RUN):
         stage, phase = index % STAGES, index // STAGES & 1
         mbarrier.wait(stages.key_free.index(stage), phase ^ 1)
-        mbarrier.expect(stages.key_full.index(stage), BLOCK_RUN * D * 2)
+        mbarrier.expect(stages.key_full.index(stage), BLOCK_RUN * BLOCK_D * 2)
         async_load(keys, [block * BLOCK_RUN, 0], stages.key_full.index(stage), stages.key_blocks.index(stage))
         mbarrier.wait(stages.value_free.index(stage), phase ^ 1)
-        mbarrier.expect(stages.value_full.index(stage), BLOCK_RUN * D * 2)
+        mbarrier.expect(stages.value_full.index(stage), BLOCK_RUN * BLOCK_D * 2)
         async_load(values, [block * BLOCK_RUN, 0], stages.value_full.index(stage), stages.value_blocks.index(stage))
         index += 1
     return index
@@ -139,33 +147,70 @@ def _copy_runs(KEY, VALUE, tile, call, stages, constants):
 
 @gluon.jit(do_not_specialize=SIZES)
 def warp_specialized_kernel(
-    QUERY, KEY, VALUE, OUT, LSE, ORDER, RUNS, RANGES,
-    query_stride_b, query_stride_n, query_stride_h, key_stride_b, key_stride_n, key_stride_h,
-    value_stride_b, value_stride_n, value_stride_h,
-    batch_size, num_queries, num_kv_heads, query_offset, key_offset, num_spans, heads_per_span,
+    QUERY,
+    KEY,
+    VALUE,
+    OUT,
+    LSE,
+    ORDER,
+    RUNS,
+    RANGES,
+    query_stride_b,
+    query_stride_n,
+    query_stride_h,
+    key_stride_b,
+    key_stride_n,
+    key_stride_h,
+    value_stride_b,
+    value_stride_n,
+    value_stride_h,
+    batch_size,
+    num_queries,
+    num_kv_heads,
+    query_offset,
+    key_offset,
+    num_spans,
+    heads_per_span,
     windows_per_span,
-    tiles_per_window, lines_per_head, scale_log2,
-    RATIO: gl.constexpr, PACK: gl.constexpr, D: gl.constexpr, BLOCK_RUN: gl.constexpr,
-    STAGES: gl.constexpr, LINE: gl.constexpr, WINDOW: gl.constexpr, ORDERED: gl.constexpr,
-    CAUSAL: gl.constexpr, BANDED: gl.constexpr,
-):  # fmt: skip
+    tiles_per_window,
+    lines_per_head,
+    scale_log2,
+    RATIO: gl.constexpr,
+    PACK: gl.constexpr,
+    D: gl.constexpr,
+    BLOCK_D: gl.constexpr,
+    BLOCK_RUN: gl.constexpr,
+    STAGES: gl.constexpr,
+    LINE: gl.constexpr,
+    WINDOW: gl.constexpr,
+    ORDERED: gl.constexpr,
+    CAUSAL: gl.constexpr,
+    BANDED: gl.constexpr,
+):
     """``OUT[B, N, H, D]`` and ``LSE[B, N, H]``, as :func:`.forward.forward_kernel` computes them of the same runs."""
     dtype: gl.constexpr = QUERY.dtype.element_ty
     batch, kv_head, head_block, window, number = tile_of(
-        gl.program_id(0), batch_size * num_kv_heads, num_kv_heads, num_spans, heads_per_span, windows_per_span,
-        tiles_per_window, RATIO // PACK, CAUSAL,
-    )  # fmt: skip
+        gl.program_id(0),
+        batch_size * num_kv_heads,
+        num_kv_heads,
+        num_spans,
+        heads_per_span,
+        windows_per_span,
+        tiles_per_window,
+        RATIO // PACK,
+        CAUSAL,
+    )
     line, num_runs = lines_of(
         RUNS, RANGES, kv_head, window, number, num_queries, tiles_per_window, lines_per_head, WINDOW, LINE
     )
     batch = batch.to(gl.int64)
-    of_block: gl.constexpr = gl.NVMMASharedLayout.get_default_for([BLOCK_RUN, D], dtype)
-    of_query: gl.constexpr = gl.NVMMASharedLayout.get_default_for([LINES, D], dtype)
+    of_block: gl.constexpr = gl.NVMMASharedLayout.get_default_for([BLOCK_RUN, BLOCK_D], dtype)
+    of_query: gl.constexpr = gl.NVMMASharedLayout.get_default_for([LINES, BLOCK_D], dtype)
     of_barrier: gl.constexpr = mbarrier.MBarrierLayout()
-    queries = gl.allocate_shared_memory(dtype, [PARTS, LINES, D], of_query)
+    queries = gl.allocate_shared_memory(dtype, [PARTS, LINES, BLOCK_D], of_query)
     stages = Stages(
-        gl.allocate_shared_memory(dtype, [STAGES, BLOCK_RUN, D], of_block),
-        gl.allocate_shared_memory(dtype, [STAGES, BLOCK_RUN, D], of_block),
+        gl.allocate_shared_memory(dtype, [STAGES, BLOCK_RUN, BLOCK_D], of_block),
+        gl.allocate_shared_memory(dtype, [STAGES, BLOCK_RUN, BLOCK_D], of_block),
         gl.allocate_shared_memory(gl.int64, [STAGES, 1], of_barrier),
         gl.allocate_shared_memory(gl.int64, [STAGES, 1], of_barrier),
         gl.allocate_shared_memory(gl.int64, [STAGES, 1], of_barrier),
@@ -179,12 +224,19 @@ def warp_specialized_kernel(
     fence_async_shared()
     tile = Tile(batch, kv_head, head_block, window, number, line, num_runs)
     call = Call(
-        num_queries, num_kv_heads, query_stride_n, query_stride_h, key_stride_n, value_stride_n, query_offset,
-        key_offset, scale_log2,
-    )  # fmt: skip
+        num_queries,
+        num_kv_heads,
+        query_stride_n,
+        query_stride_h,
+        key_stride_n,
+        value_stride_n,
+        query_offset,
+        key_offset,
+        scale_log2,
+    )
     constants: gl.constexpr = Constants(
-        RATIO, PACK, D, BLOCK_RUN, STAGES, LINE, WINDOW, ORDERED, CAUSAL, BANDED
-    )  # fmt: skip
+        RATIO, PACK, D, BLOCK_D, BLOCK_RUN, STAGES, LINE, WINDOW, ORDERED, CAUSAL, BANDED
+    )
     query = QUERY + batch * query_stride_b
     key = KEY + batch * key_stride_b + kv_head.to(gl.int64) * key_stride_h
     value = VALUE + batch * value_stride_b + kv_head.to(gl.int64) * value_stride_h

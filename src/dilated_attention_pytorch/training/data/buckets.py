@@ -1,4 +1,4 @@
-"""Batches of documents of like length, as many as a budget of tokens holds."""
+"""Length-bucketed batches of documents under a token budget."""
 
 from __future__ import annotations
 
@@ -16,25 +16,25 @@ if TYPE_CHECKING:
     import numpy as np
 
 _PER_DOUBLING = 4
-"""Buckets between a length and its double: the longest document of one is at most 1.19 times its shortest."""
+"""Buckets per factor of two in length: the longest document of a bucket is at most 1.19 times its shortest."""
 
 
 class BucketedBatches(Dataset[Window]):
-    """Batches of whole documents, packed: none sees another, and there is no padding.
+    """Batches of whole documents, packed without padding; documents do not attend to each other.
 
-    Documents longer than ``context_length`` are cut into parts that count as documents; a part of one token, which
-    nothing predicts, is left out. Which documents share a batch
-    is drawn anew in every epoch, and so is the order of the batches: batch i is a function of ``(seed, i)`` alone. A
-    bucket has room for as many documents as would fit if all were as long as its longest one, so that the number of
-    batches of an epoch never changes, and no batch has more than ``max_tokens``.
+    Documents longer than ``context_length`` are split into parts that count as documents; parts of a single token,
+    which contain no prediction, are dropped. The assignment of documents to batches
+    and the order of the batches are drawn anew in every epoch: batch i is a function of ``(seed, i)`` alone. A
+    bucket's batch size is what would fit if all documents were as long as its longest, so the number of
+    batches per epoch is constant, and no batch exceeds ``max_tokens``.
 
     Args:
         text: the documents.
-        context_length: tokens of the longest document in a batch.
-        max_tokens: tokens of a batch at most, at least ``context_length``.
-        max_batch_size: documents of a batch at most; 0 for any number.
-        num_batches: how many there are, of as many epochs as that takes.
-        seed: of the draws.
+        context_length: maximum document length in tokens.
+        max_tokens: maximum tokens per batch, at least ``context_length``.
+        max_batch_size: maximum documents per batch; 0 = unlimited.
+        num_batches: number of batches, over as many epochs as needed.
+        seed: seed of the draws.
     """
 
     def __init__(
@@ -69,7 +69,7 @@ class BucketedBatches(Dataset[Window]):
         return packed([self.text.data[first : first + length].to(torch.int64) for first, length in parts])
 
     def lengths_in(self, index: int) -> list[int]:
-        """Tokens of every document of batch ``index``."""
+        """Length in tokens of every document of batch ``index``."""
         lengths: list[int] = self._lengths[self._members_of(index)].tolist()
         return lengths
 
@@ -82,7 +82,7 @@ class BucketedBatches(Dataset[Window]):
         return self._members[level][first : first + self._sizes[level]]
 
     def _arrange(self, epoch: int) -> None:
-        """Have the batches of an epoch: the members of every bucket, and the order of the batches."""
+        """Draw the batches of an epoch: the members of every bucket and the order of the batches."""
         if epoch != self._epoch:
             drawn = [order_of_epoch(len(bucket), self.seed, epoch) for bucket in self._buckets]
             self._members = [bucket[order] for bucket, order in zip(self._buckets, drawn, strict=True)]
@@ -91,7 +91,7 @@ class BucketedBatches(Dataset[Window]):
 
 
 def _parts(text: Text, context_length: int) -> tuple[np.ndarray[Any, Any], np.ndarray[Any, Any]]:
-    """Starts and lengths of the documents, those that are longer than the context in parts."""
+    """Starts and lengths of the documents; documents longer than the context are split."""
     import numpy as np
 
     lengths = document_lengths(text)

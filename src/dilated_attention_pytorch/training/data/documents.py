@@ -1,4 +1,4 @@
-"""Documents packed into rows: none sees another, positions restart in each, and no loss is across a boundary."""
+"""Packed documents: no attention or loss across document boundaries, positions restart in each."""
 
 from __future__ import annotations
 
@@ -21,17 +21,17 @@ if TYPE_CHECKING:
 
 
 class PackedRows(Dataset[Window]):
-    """Rows of documents one after the other, every row full.
+    """Full rows of consecutive documents.
 
-    Row i is a function of ``(seed, i)`` alone: the documents stand in an order drawn anew for every epoch, and are cut
-    into rows of equal length. A document that a row's end cuts goes on in the next row as one of its own. Every token
-    but the last ones of an epoch, fewer than a row, is read once in it.
+    Row i is a function of ``(seed, i)`` alone: documents are shuffled in every epoch and split
+    into rows of equal length. A document cut by the end of a row continues in the next row as a separate document.
+    Every token except a last incomplete row is read once per epoch.
 
     Args:
         text: the documents; at least ``context_length`` tokens.
-        context_length: tokens of a row.
-        num_rows: how many there are, of as many epochs as that takes.
-        seed: of the order; None for that of the text.
+        context_length: tokens per row.
+        num_rows: number of rows, over as many epochs as needed.
+        seed: seed of the order; None = the order of the text.
     """
 
     def __init__(self, text: Text, context_length: int, num_rows: int, *, seed: int | None) -> None:
@@ -52,11 +52,11 @@ class PackedRows(Dataset[Window]):
         return packed([self.text.data[start : start + length].to(torch.int64) for start, length in parts])
 
     def lengths_in(self, index: int) -> list[int]:
-        """Tokens of every document of row ``index``."""
+        """Length in tokens of every document of row ``index``."""
         return [length for _, length in self._parts_of(index)]
 
     def _parts_of(self, index: int) -> list[tuple[int, int]]:
-        """Where the documents of a row, or what of them is in it, begin in the text, and their tokens."""
+        """Start in the text and number of tokens of each document (or part of one) of a row."""
         epoch, row = divmod(index, self._per_epoch)
         self._arrange(epoch)
         first = row * self.context_length
@@ -71,7 +71,7 @@ class PackedRows(Dataset[Window]):
         return parts
 
     def _arrange(self, epoch: int) -> None:
-        """Have the order of an epoch, and where its documents end."""
+        """Draw the order of an epoch and compute the ends of its documents."""
         if epoch != self._epoch:
             self._order = order_of_epoch(len(self._lengths), self.seed, epoch)
             self._ends = self._lengths[self._order].cumsum()
@@ -79,19 +79,19 @@ class PackedRows(Dataset[Window]):
 
 
 def held_out_rows(text: Text, context_length: int, most: int) -> list[Window]:
-    """Rows of documents in the order of the text; of more than ``most`` so many, evenly spread."""
+    """Rows of documents in the order of the text; if there are more than ``most``, that many, evenly spaced."""
     length = min(context_length, len(text))
     rows = PackedRows(text, length, len(text) // length, seed=None)
     return [rows[index] for index in evenly_spread(len(rows), most)]
 
 
 def document_lengths(text: Text) -> np.ndarray[Any, Any]:
-    """int64 ``[documents]``: tokens, with the separator."""
+    """int64 ``[documents]``: number of tokens, including the separator."""
     return torch.diff(text.file_starts, append=torch.tensor([len(text)])).numpy()
 
 
 def order_of_epoch(count: int, seed: int | None, epoch: int) -> np.ndarray[Any, Any]:
-    """int64 ``[count]``: the numbers below ``count`` in an order drawn by ``(seed, epoch)``; in their own without."""
+    """int64 ``[count]``: a permutation drawn from ``(seed, epoch)``; the identity if the seed is None."""
     import numpy as np
 
     if seed is None:
@@ -105,7 +105,7 @@ def packed(documents: Sequence[Tensor]) -> Window:
     lengths = torch.tensor([len(document) for document in documents])
     ends = lengths.cumsum(0)
     labels = tokens.clone()
-    labels[ends - lengths] = IGNORED  # the first token of a document is predicted by none before it
+    labels[ends - lengths] = IGNORED  # the first token of a document is not predicted
     return {"input_ids": tokens, "labels": labels, "cu_seqlens": functional.pad(ends, (1, 0)).to(torch.int32)}
 
 
@@ -116,7 +116,7 @@ def documents_of(row: Window) -> list[Tensor]:
 
 
 def as_one_row(rows: Sequence[Window]) -> Window:
-    """Rows of packed documents as a batch of one row: ``cu_seqlens`` has the boundaries of all of them."""
+    """Rows of packed documents as a batch of one row, with the boundaries of all of them in ``cu_seqlens``."""
     lengths = torch.tensor([len(row["input_ids"]) for row in rows])
     before = (lengths.cumsum(0) - lengths).to(torch.int32)
     ends = [row["cu_seqlens"][1:] + offset for row, offset in zip(rows, before, strict=True)]

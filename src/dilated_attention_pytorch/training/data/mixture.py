@@ -1,4 +1,4 @@
-"""Several sources in one run, drawn in proportions that were told."""
+"""Mixtures of data sources with given weights."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ _Member = TypeVar("_Member", bound=Dataset[Window])
 
 
 class Mixture(Dataset[Window], Generic[_Member]):
-    """Sample i is sample i of one of the members: which one is drawn by ``(seed, i)`` with the weights.
+    """Sample i is sample i of a member that is drawn from ``(seed, i)`` according to the weights.
 
     Args:
-        members: equally long, one a source.
-        weights: positive, one a member; only their proportions count.
-        seed: of the draws.
+        members: equally long, one per source.
+        weights: positive, one per member; normalised.
+        seed: seed of the draws.
     """
 
     def __init__(self, members: Sequence[_Member], weights: Sequence[float], *, seed: int) -> None:
@@ -36,7 +36,7 @@ class Mixture(Dataset[Window], Generic[_Member]):
         return self.member_of(index)[index]
 
     def member_of(self, index: int) -> _Member:
-        """The member that sample ``index`` comes from."""
-        # The word keeps these draws apart from those within the members.
+        """The member of sample ``index``."""
+        # The suffix makes these draws independent of those within the members.
         drawn = random.Random(f"{self.seed}:{index}:source").random() * self._sums[-1]
         return self.members[min(bisect.bisect(self._sums, drawn), len(self.members) - 1)]

@@ -1,7 +1,6 @@
-"""Texts out of files of records: JSONL, Parquet, and Arrow folders as ``datasets`` saves them.
+"""Record files: JSONL, Parquet, and Arrow folders saved by ``datasets``.
 
-Arrow is read by pyarrow, which maps its files into memory; ``datasets`` would bring twenty packages more for the same
-files.
+Arrow files are memory-mapped by pyarrow; ``datasets`` would add twenty packages for the same purpose.
 """
 
 from __future__ import annotations
@@ -27,26 +26,26 @@ _REMEDY = "restore the file, or leave it out"
 
 @dataclass(frozen=True, slots=True)
 class Record:
-    """One text of a file of records."""
+    """The text of one record."""
 
     name: str
-    """The file's name and the number of the line or row, by which it is held out or not."""
+    """File name and line or row number, which determine the split."""
     text: bytes
-    """UTF-8; empty where the record's text is."""
+    """UTF-8; may be empty."""
 
 
 def are_records(path: Path) -> bool:
-    """Whether ``path`` is read record by record: by its name, or as a folder that ``save_to_disk`` wrote."""
+    """Whether ``path`` is a record file, by its suffix, or a folder written by ``save_to_disk``."""
     if path.is_dir():
         return (path / _STATE).is_file() or (path / _SPLITS).is_file()
     return path.suffix in (".jsonl", ".parquet")
 
 
 def files_of_records(path: Path) -> list[Path]:
-    """The files that :func:`records` reads, in their order.
+    """The files that :func:`records` reads, in order.
 
     Raises:
-        RunError: it is a folder of several splits, of rows that were only selected, or a damaged one.
+        RunError: a folder with several splits, with selected rows (an indices file), or damaged.
     """
     if not path.is_dir():
         return [path]
@@ -66,14 +65,14 @@ def files_of_records(path: Path) -> list[Path]:
 
 
 def records(path: Path, field: str) -> Iterator[Record]:
-    """The texts of a file or folder for which :func:`are_records` holds.
+    """The texts of a record file or folder (see :func:`are_records`).
 
     Args:
-        path: where they are.
-        field: the name of the member or column that holds the text.
+        path: file or folder.
+        field: field or column that holds the text.
 
     Raises:
-        RunError: pyarrow is missing, or a file cannot be read, is damaged, or holds what is no text; with the file and
+        RunError: pyarrow is missing, or a file cannot be read, is damaged, or has a non-text value; names the file and
             the line or row.
     """
     for file in files_of_records(path):
@@ -83,7 +82,7 @@ def records(path: Path, field: str) -> Iterator[Record]:
 
 
 def check_regular(file: Path) -> None:
-    """Raise :class:`RunError` for a file that is not there, a pipe or a device."""
+    """Raise :class:`RunError` for a missing file, a pipe or a device."""
     if not file.is_file():
         reason = "is no regular file" if file.exists() else f"does not exist (it is read from {Path.cwd()})"
         raise RunError(f"--data: {file} {reason}; check the path")
@@ -125,7 +124,7 @@ def _of_table(file: Path, field: str) -> Iterator[Record]:
         number = 0
         for batch in _batches(file, field):
             column = batch.column(field)
-            # Damage may be in the places of the texts or in their bytes, which pyarrow trusts.
+            # pyarrow does not check offsets and UTF-8 by itself.
             column.validate(full=True)
             for value in column.to_pylist():
                 number += 1
@@ -136,7 +135,7 @@ def _of_table(file: Path, field: str) -> Iterator[Record]:
 
 
 def _batches(file: Path, field: str) -> Iterator[pa.RecordBatch]:
-    """A few rows at a time, so that memory does not grow with the file."""
+    """Batches of a few rows, so that memory does not grow with the file."""
     import pyarrow as pa
     import pyarrow.parquet as pq
 

@@ -1,4 +1,4 @@
-"""The data of a run: its texts as tokens, and what is drawn from them to train and to evaluate on."""
+"""The data of a run: tokenized texts, training batches and evaluation samples."""
 
 from __future__ import annotations
 
@@ -42,10 +42,10 @@ Collate = Callable[[list[Window]], Window]
 
 
 def read_tokenizer(settings: TrainSettings, folder: Path | None = None) -> Tokenizer:
-    """The tokenizer of a run: from where its settings say, or from the ``folder`` of a run that goes on.
+    """The tokenizer of a run, from its settings or from the ``folder`` of a resumed run.
 
     Raises:
-        RunError: it cannot be loaded, or the model has another number of tokens.
+        RunError: it cannot be loaded, or its vocabulary size differs from the model's.
     """
     if settings.tokenizer is None:
         return BYTES
@@ -61,22 +61,22 @@ def read_tokenizer(settings: TrainSettings, folder: Path | None = None) -> Token
 
 
 def save_tokenizer(tokenizer: Tokenizer, folder: Path) -> dict[str, Any]:
-    """Copy the tokenizer into a run folder; what the run's record says of it: nothing for bytes."""
+    """Copy the tokenizer into a run folder; returns its entries of the run's record (none for bytes)."""
     return {"tokenizer": sums(folder, tokenizer.save(folder))} if isinstance(tokenizer, BytePairs) else {}
 
 
 def verify_tokenizer(folder: Path, record: dict[str, Any]) -> None:
-    """Raise :class:`RunError` unless the tokenizer in a run folder is the one that was written there."""
+    """Raise :class:`RunError` unless the tokenizer of a run folder is unchanged."""
     if "tokenizer" in record:
         remedy = f"restore the file, or copy the run's --tokenizer to {folder / TOKENIZER_NAME} again"
         verify_sums(folder, record["tokenizer"], what="broken tokenizer", remedy=remedy)
 
 
 def tokenizer_of(folder: Path, vocab_size: int) -> Tokenizer:
-    """The tokenizer of a model of ``vocab_size`` tokens whose run folder is ``folder``.
+    """The tokenizer of a model with vocabulary size ``vocab_size`` in a run folder.
 
     Raises:
-        RunError: it is not there, or another one.
+        RunError: it is missing, or its vocabulary size differs.
     """
     if not (folder / TOKENIZER_NAME).is_file():
         if vocab_size == BYTES.vocab_size:
@@ -98,7 +98,7 @@ def tokenizer_of(folder: Path, vocab_size: int) -> Tokenizer:
 
 
 def read_data(settings: TrainSettings, tokenizer: Tokenizer, say: Say | None) -> RunData:
-    """The texts of a run, after its processes have met: the first one makes what is kept on the disk.
+    """Read the texts of a run, after process group initialisation: the first process writes the token cache.
 
     Raises:
         RunError: see :func:`.corpus.read_corpus` and :func:`.token_cache.cached_corpus`.
@@ -120,18 +120,18 @@ def read_data(settings: TrainSettings, tokenizer: Tokenizer, say: Say | None) ->
 
 @dataclass(frozen=True)
 class RunData:
-    """What a run reads."""
+    """The data of a run."""
 
     corpora: tuple[Corpus, ...]
-    """One for each weight, or the one."""
+    """One per weight, or a single one."""
     settings: TrainSettings
-    """What the run is told."""
+    """Settings of the run."""
     tokenizer: Tokenizer
-    """What its tokens are."""
+    """Tokenizer of the run."""
 
     @cached_property
     def figures(self) -> dict[str, int]:
-        """How much text there is: of a mixture the sums, and the checksum of all."""
+        """Size of the text: for a mixture the sums, and a checksum of all sources."""
         found = [corpus_figures(corpus) for corpus in self.corpora]
         if len(found) == 1:
             return found[0]
@@ -141,37 +141,37 @@ class RunData:
 
     @property
     def skipped(self) -> Counter[str]:
-        """How many files and records were left out, by the reason."""
+        """Number of skipped files and records, by reason."""
         return sum((corpus.skipped for corpus in self.corpora), Counter())
 
     @property
     def bytes_per_token(self) -> float:
-        """Of the training text, on average."""
+        """Mean bytes per token of the training text."""
         return self.figures["training_bytes"] / sum(len(corpus.training) for corpus in self.corpora)
 
     @property
     def byte_lengths(self) -> Tensor | None:
-        """Bytes of every token, where losses have to be counted by them; None where a mean a token is one a byte."""
+        """Bytes of every token if losses must be weighted by them; None if every token is one byte."""
         is_plain = self.tokenizer is BYTES and self.settings.packing == "windows"
         return None if is_plain else byte_lengths(self.tokenizer)
 
     @property
     def unit(self) -> str:
-        """What a token is."""
+        """What a token is, as a word."""
         return "bytes" if self.tokenizer is BYTES else "tokens"
 
     @property
     def collate(self) -> Collate:
-        """Makes a batch of samples to train on."""
+        """Collate function of training samples."""
         return joined if self.settings.packing == "windows" else as_one_row
 
     @property
     def collate_held_out(self) -> Collate:
-        """Makes a batch of held-out samples."""
+        """Collate function of held-out samples."""
         return default_collate if self.settings.packing == "windows" else as_one_row
 
     def check(self) -> None:
-        """Raise :class:`RunError` unless there is text for one window to train on, and something to evaluate."""
+        """Raise :class:`RunError` unless there is text for at least one training window and for evaluation."""
         length, unit = self.settings.context_length, self.unit
         for number, corpus in enumerate(self.corpora):
             source = f" {self.settings.data[number]}" if self.settings.weights else ""
@@ -189,7 +189,7 @@ class RunData:
                 )
 
     def training(self, stages: Stages, samples_per_step: int) -> Dataset[Window]:
-        """What is trained on: batches of windows, rows of documents, or whole batches of documents."""
+        """The training data: batches of windows, rows of documents, or whole batches of documents."""
         members = [self._samples(corpus.training, stages, samples_per_step) for corpus in self.corpora]
         weights, seed = self.settings.weights, self.settings.seed
         return Mixture(members, weights, seed=seed) if weights else members[0]
@@ -199,18 +199,25 @@ class RunData:
         number = settings.steps * per_step
         if settings.max_tokens:
             return BucketedBatches(
-                text, settings.context_length, max_tokens=settings.max_tokens,
-                max_batch_size=settings.max_batch_size, num_batches=number, seed=settings.seed,
-            )  # fmt: skip
+                text,
+                settings.context_length,
+                max_tokens=settings.max_tokens,
+                max_batch_size=settings.max_batch_size,
+                num_batches=number,
+                seed=settings.seed,
+            )
         if settings.packing == "documents":
             return PackedRows(text, settings.context_length, number, seed=settings.seed)
         return StagedBatches(
-            text, stages, batches_per_step=per_step, seed=settings.seed,
+            text,
+            stages,
+            batches_per_step=per_step,
+            seed=settings.seed,
             file_start_fraction=settings.file_start_fraction,
-        )  # fmt: skip
+        )
 
     def work(self, training: Any, stages: Stages, samples_per_step: int) -> Work:
-        """What the optimizer steps over :meth:`training` are; bytes by the average of a token."""
+        """The work of the optimizer steps over :meth:`training`; bytes from the mean bytes per token."""
         flops = longnet_flops(self.settings.model)
         first = training.members[0] if isinstance(training, Mixture) else training
         if isinstance(first, StagedBatches):
@@ -239,7 +246,7 @@ class RunData:
         )
 
     def in_words(self, training: Any, samples_per_step: int) -> str:
-        """How many tokens its steps take, and of what."""
+        """Description of the tokens per step."""
         first = training.members[0] if isinstance(training, Mixture) else training
         if isinstance(first, StagedBatches):
             return first.in_words(self.unit)
@@ -248,7 +255,7 @@ class RunData:
         return f"each of {number} {self.unit} of whole documents"
 
     def evaluation(self) -> Evaluation:
-        """Held-out windows or rows, of a mixture from each source in its proportion."""
+        """Held-out windows or rows; for a mixture, from each source in proportion."""
         settings = self.settings
         weights = settings.weights or (1.0,)
         members = [
@@ -263,7 +270,7 @@ class RunData:
         return held_out_rows(text, self.settings.context_length, most)
 
     def long_files(self) -> list[Tensor]:
-        """The beginnings of held-out files that are as long as the context."""
+        """Beginnings of held-out files that are at least as long as the context."""
         most = self.settings.quarter_files
         found = [long_files(corpus.held_out, self.settings.context_length, most) for corpus in self.corpora]
         files = list(chain.from_iterable(found))
@@ -271,11 +278,11 @@ class RunData:
 
 
 class Evaluation(Dataset[Window]):
-    """Held-out samples, those of one source after those of the other.
+    """Held-out samples, concatenated over the sources.
 
     Args:
-        members: what each source has.
-        tokenizer: says what bytes they are.
+        members: samples of each source.
+        tokenizer: converts tokens to bytes.
     """
 
     def __init__(self, members: Sequence[Sequence[Window] | EvaluationWindows], tokenizer: Tokenizer) -> None:
@@ -290,10 +297,10 @@ class Evaluation(Dataset[Window]):
         return member[place]
 
     def spread(self, count: int) -> list[int]:
-        """The indices of ``count`` samples, evenly spread."""
+        """Indices of ``count`` evenly spaced samples."""
         return evenly_spread(len(self), count)
 
     def predicted(self) -> bytes:
-        """The bytes that the samples predict, in their order."""
+        """The bytes that the samples predict, in order."""
         labels = [self[index]["labels"][1:] for index in range(len(self))]
         return bytes_of(self.tokenizer, torch.cat([row[row != IGNORED] for row in labels]))

@@ -1,4 +1,4 @@
-"""What a run is told of its data."""
+"""Data settings of a run."""
 
 from __future__ import annotations
 
@@ -14,31 +14,32 @@ Packing = Literal["windows", "documents"]
 
 @dataclass(kw_only=True, slots=True)
 class DataSettings(RunSettings):
-    """How texts become tokens, and tokens batches.
+    """Tokenization and batching of the texts.
 
     Raises:
-        ValueError: a number out of range, or settings that do not go together.
+        ValueError: a value is out of range, or settings contradict each other.
     """
 
     tokenizer: Path | None = None
-    """A tokenizer.json, or a folder that holds one, of a byte-level tokenizer, such as `dilated-attention tokenizer`
-    makes; its tokens are the model's (--model.vocab-size). Without it: one token a byte."""
+    """tokenizer.json of a byte-level tokenizer, or a folder that contains one, as `dilated-attention tokenizer`
+    writes; sets the model's tokens (--model.vocab-size). Default: one token per byte."""
     cache: Path | None = None
-    """Folder where texts are kept as tokens: made once for the same files and tokenizer, and mapped into memory.
-    Without it: beside a tokenizer the user's cache folder; bytes are read into memory."""
+    """Folder for cached tokens: computed once per files and tokenizer, and memory-mapped.
+    Default: with a tokenizer, the user's cache folder; bytes are read into memory."""
     weights: tuple[float, ...] = ()
-    """One for each of data: in which proportions batches are drawn from them. Without it they are one text, of which
-    every byte is as likely as any other."""
+    """One weight per source in data: proportions of the batches. Default: all sources form one text, in
+    which every byte is equally likely."""
     packing: Packing = "windows"
-    """"windows": context_length tokens of the text from anywhere, across documents. "documents": rows of whole
-    documents, none of which sees another; positions restart in each, and every document is read once an epoch."""
+    """"windows": context_length consecutive tokens from anywhere in the text, across documents. "documents": rows of
+    whole documents that do not attend to each other; positions restart in each, and every document is read once per
+    epoch."""
     max_tokens: int = 0
-    """With packing "documents": a batch holds documents of like length, in all at most so many tokens, instead of
+    """With packing "documents": batches of documents of similar length with at most this many tokens, instead of
     batch_size rows. 0: rows."""
     max_batch_size: int = 0
-    """With max_tokens: documents of a batch at most; 0 for any number."""
+    """With max_tokens: maximum documents per batch; 0 = unlimited."""
     workers: int = 0
-    """Processes that load batches ahead; 0: the training process loads them. What is loaded is the same."""
+    """Processes that load batches ahead; 0: the training process loads them. The batches do not depend on it."""
 
     def __post_init__(self) -> None:
         RunSettings.__post_init__(self)
@@ -64,11 +65,11 @@ class DataSettings(RunSettings):
             raise ValueError("max_batch_size bounds the batches that max_tokens makes; add that, or leave it out")
 
     def left_open(self) -> dict[str, Any]:
-        """Values of settings that leave the choice to the run."""
+        """Settings whose value means that the run chooses."""
         return {**RunSettings.left_open(self), "cache": None}
 
     def to_dict(self) -> dict[str, Any]:
-        """The fields by name, as values that JSON holds."""
+        """The fields by name, as JSON-serialisable values."""
         values = {**RunSettings.to_dict(self), "weights": list(self.weights)}
         for name in ("tokenizer", "cache"):
             path = values[name]

@@ -1,4 +1,4 @@
-"""Documents one after the other out of files of any kind, a piece at a time: memory does not grow with the text."""
+"""Streaming of documents from files of any kind in pieces: memory does not grow with the text."""
 
 from __future__ import annotations
 
@@ -18,22 +18,22 @@ from ..text_files import EMPTY, TextFiles
 from .records import are_records, check_regular, files_of_records, records
 
 PIECE_BYTES = 1 << 18
-"""A longer document is read, and made into tokens, in pieces of about so many bytes that end with a line."""
+"""Longer documents are read and tokenized in pieces of about this many bytes that end at a line break."""
 _SILENT_SECONDS = 5.0
 _LONGEST_PIECE = 4 * PIECE_BYTES
-"""A piece of a single line is no longer than that."""
+"""Maximum piece size in bytes within a single line."""
 
 
 @dataclass(frozen=True, slots=True)
 class Piece:
-    """Text of one document."""
+    """A piece of a document's text."""
 
     text: bytes
     """UTF-8."""
     is_first: bool
-    """Whether a document begins with it."""
+    """Whether the piece starts a document."""
     is_held_out: bool
-    """On which side of the split it is."""
+    """Whether the document is held out."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,7 +43,7 @@ class _Document:
 
 
 class _TextPaths(TextFiles):
-    """Finds text files and keeps where they are instead of what they hold."""
+    """Finds text files and stores their paths instead of their contents."""
 
     def __init__(self, say: Callable[[str], None] | None) -> None:
         super().__init__(SEPARATOR, say)
@@ -66,15 +66,15 @@ class _TextPaths(TextFiles):
 
 
 class Sources:
-    """The texts that a run is told of, which may be read again and again in the same order.
+    """The texts of a run, which can be read repeatedly in the same order.
 
-    Text files are found and looked through here, records by :meth:`survey`; without paths the source of Python's
-    standard library is taken.
+    Text files are found and checked on construction, records by :meth:`survey`; default: the source of Python's
+    standard library.
 
     Args:
         paths: as for :func:`.corpus.read_corpus`.
-        text_field: the member or column of records that holds the text.
-        say: is given a sentence on how far it is, whenever some seconds have passed in silence.
+        text_field: field or column of records that holds the text.
+        say: called with progress messages every few seconds.
 
     Raises:
         RunError: see :func:`.corpus.read_corpus`.
@@ -84,9 +84,9 @@ class Sources:
         self.text_field = text_field
         self._say = say
         self.skipped: Counter[str] = Counter()
-        """How many files and records were left out, by the reason."""
+        """Number of skipped files and records, by reason."""
         self.num_bytes = 0
-        """Of all texts, after :meth:`survey`."""
+        """Size of all texts, after :meth:`survey`."""
         self._split = Split()
         self._found: list[tuple[str | None, Path]] = []
         for path in paths or (standard_library(),):
@@ -102,10 +102,10 @@ class Sources:
             self._found += [(name, file) for (name, _), file in zip(files.files, files.paths, strict=True)]
 
     def fingerprint(self) -> list[tuple[str, int, int]]:
-        """Of every file its path, size and time of change (ns): by which a cache knows that it is of these texts.
+        """Path, size and modification time (ns) of every file: the identity of a token cache.
 
         Raises:
-            RunError: a file is not there.
+            RunError: a file is missing.
         """
         found = []
         for name, path in self._found:
@@ -116,7 +116,7 @@ class Sources:
         return found
 
     def survey(self) -> None:
-        """Read everything once, so that what is wrong is said before anything is made of it, and split it.
+        """Read everything once, to report errors before any output is written, and to split the documents.
 
         Raises:
             RunError: see :func:`.records.records`; or there is no text.
@@ -140,12 +140,12 @@ class Sources:
         self._split, self.num_bytes = split, num_bytes
 
     def pieces(self) -> Iterator[Piece]:
-        """The texts after :meth:`survey`: of both sides in the order of the files. A single document is cut."""
+        """The texts after :meth:`survey`, both splits, in the order of the files. A single document is cut."""
         index = 0
         for document in chain.from_iterable(self._documents_of(name, path) for name, path in self._found):
             is_first = True
             if self._split.count == 1:
-                yield from self._cut(document.pieces)  # of an empty one there are none
+                yield from self._cut(document.pieces)  # yields nothing for an empty document
                 continue
             is_held_out = self._split.is_held_out(index, document.name)
             for text in document.pieces:
@@ -154,11 +154,11 @@ class Sources:
             index += not is_first
 
     def texts_to_train_on(self) -> Iterator[bytes]:
-        """What is not held out, in pieces."""
+        """The training text, in pieces."""
         return (piece.text for piece in self.pieces() if not piece.is_held_out)
 
     def _cut(self, pieces: Iterator[bytes]) -> Iterator[Piece]:
-        """The pieces of the only document: its end is held out."""
+        """The pieces of a single document, with its end held out."""
         left = self.num_bytes - size_held_out(self.num_bytes)
         is_first, is_held_out = True, False
         for text in pieces:
@@ -180,7 +180,7 @@ class Sources:
 
 
 def parts_of(data: Sequence[Path], *, is_mixture: bool) -> list[tuple[Path, ...]]:
-    """What is split into text to train on and held-out text by itself: each of ``data`` in a mixture, else all."""
+    """Groups of paths that are split separately: each of ``data`` in a mixture, else all together."""
     return [(path,) for path in data] if is_mixture else [tuple(data)]
 
 
@@ -194,7 +194,7 @@ def _blocks(path: Path) -> Iterator[bytes]:
 
 
 def _pieces_of(blocks: Iterable[bytes]) -> Iterator[bytes]:
-    """A text in pieces that end with a line, or within a line that is very long, with a character."""
+    """A text in pieces that end at a line break, or within a very long line, at a character boundary."""
     rest = b""
     for block in blocks:
         rest += block

@@ -1,4 +1,4 @@
-"""Texts as tokens on the disk: made once for the same files and tokenizer, mapped into memory, never read into it."""
+"""The on-disk token cache: computed once per files and tokenizer, and memory-mapped."""
 
 from __future__ import annotations
 
@@ -40,41 +40,41 @@ _FORMAT = 1
 _SIDES = ("training", "held-out")
 _FILES = tuple(f"{side}.{kind}" for side in _SIDES for kind in ("tokens", "starts"))
 _AT_ONCE = 4 * PIECE_BYTES
-"""Bytes of text that are made into tokens at once, on all cores."""
+"""Bytes of text to tokenize at a time, on all cores."""
 _READ_AT_ONCE = 1 << 22
 _SILENT_SECONDS = 5.0
 _REMEDY = "it is made again"
 _UNFINISHED = ".unfinished-"
 _ABANDONED_SECONDS = 3600.0
-"""What was not written to for so long was left by a process that was killed."""
+"""Seconds without a write after which a partial cache counts as abandoned."""
 
 Say = Callable[[str], None]
 
 
 @dataclass(frozen=True, slots=True)
 class MappedText(Text):
-    """A text whose tokens lie in a file; another process to which it is sent maps the file itself."""
+    """A text whose tokens are memory-mapped; when pickled to another process, that process maps the file itself."""
 
     stem: Path
-    """The files' path without what says which of the two it is."""
+    """Common path prefix of the two files."""
     dtype: str
-    """Of the tokens, as NumPy names it."""
+    """NumPy name of the tokens' dtype."""
 
     def __reduce__(self) -> tuple[Any, ...]:
         return _map_text, (self.stem, self.dtype)
 
 
 def cached_corpus(sources: Sources, tokenizer: Tokenizer, folder: Path, say: Say | None) -> Path:
-    """The folder below ``folder`` with the tokens of ``sources``, made if it is not there or is damaged.
+    """The cache folder with the tokens of ``sources``; created if missing or damaged.
 
     Args:
         sources: the texts.
-        tokenizer: makes tokens of them.
-        folder: where such folders are kept.
-        say: is told what takes long, and what was damaged.
+        tokenizer: the tokenizer.
+        folder: parent folder of token caches.
+        say: called with progress messages and reports of damage.
 
     Raises:
-        RunError: a text is broken, or the folder cannot be written.
+        RunError: a text is invalid, or the folder cannot be written.
     """
     files = sources.fingerprint()
     key = {"format": _FORMAT, "tokenizer": tokenizer.digest, "text_field": sources.text_field, "files": files}
@@ -93,7 +93,7 @@ def cached_corpus(sources: Sources, tokenizer: Tokenizer, folder: Path, say: Say
 
 
 def _is_whole(cache: Path, say: Say | None = None) -> bool:
-    """Whether a cache is there as it was made; ``say`` is told what is wrong with one that is damaged."""
+    """Whether a cache is complete and undamaged; damage is reported to ``say``."""
     if not os.path.lexists(cache):
         return False
     try:
@@ -106,7 +106,7 @@ def _is_whole(cache: Path, say: Say | None = None) -> bool:
 
 
 def _name(staging: Path, target: Path) -> None:
-    """Give a cache its name. Where another process was faster, its own is the one, which others may have mapped."""
+    """Rename a cache into place. If another process was faster, keep its cache, which others may have mapped."""
     folder = target.parent
     with alone_in(folder):
         while not _is_whole(target):
@@ -117,16 +117,16 @@ def _name(staging: Path, target: Path) -> None:
             except OSError as error:
                 if error.errno not in (errno.EEXIST, errno.ENOTEMPTY):
                     raise
-                continue  # a process of another machine was faster
+                continue  # a process on another machine was faster
             sync(folder)
             return
 
 
 def open_corpus(cache: Path) -> Corpus:
-    """The corpus in a folder that :func:`cached_corpus` gave, mapped into memory.
+    """The memory-mapped corpus in a folder from :func:`cached_corpus`.
 
     Raises:
-        RunError: this process does not see that folder, or its files are shorter than they were.
+        RunError: the folder is not visible to this process, or its files are truncated.
     """
     remedy = "name a --cache on a file system that all hosts of the run share"
     about = read_sealed(cache / MANIFEST_NAME, what="the cache of tokens", remedy=remedy)
@@ -146,20 +146,20 @@ def _map_text(stem: Path, dtype: str) -> MappedText:
 def _map(path: Path, dtype: str) -> Tensor:
     import numpy as np
 
-    if not path.stat().st_size:  # nothing can be mapped
+    if not path.stat().st_size:  # empty files cannot be mapped
         return torch.from_numpy(np.zeros(0, dtype))
     with warnings.catch_warnings():
-        # PyTorch warns that nothing may be written to it. Nothing is.
+        # PyTorch warns that the tensor is read-only; it is never written to.
         warnings.filterwarnings("ignore", message="The given NumPy array is not writable")
         return torch.from_numpy(np.memmap(path, dtype, mode="r"))
 
 
 @contextmanager
 def _beside(folder: Path) -> Iterator[Path]:
-    """A new folder within ``folder``, which goes unless it was renamed; so do those that were abandoned.
+    """A new temporary folder within ``folder``, removed unless it was renamed; also removes abandoned ones.
 
     Raises:
-        RunError: the system refuses to write.
+        RunError: the file system refuses to write.
     """
     try:
         folder.mkdir(parents=True, exist_ok=True)
@@ -176,7 +176,7 @@ def _beside(folder: Path) -> Iterator[Path]:
 
 @contextmanager
 def _unfinished(folder: Path) -> Iterator[Path]:
-    """A new folder, this process's own: as long as it is locked, it is in use."""
+    """A new temporary folder of this process; in use while its lock is held."""
     staging = Path(tempfile.mkdtemp(prefix=_UNFINISHED, dir=folder))
     try:
         with alone_in(staging):
@@ -186,12 +186,12 @@ def _unfinished(folder: Path) -> Iterator[Path]:
 
 
 def _clear_if_abandoned(staging: Path) -> None:
-    """Remove what a process left that was killed: nothing is written to it, and nobody of this machine has it."""
+    """Remove the folder of a killed process: no recent writes, and no process of this machine holds its lock."""
     try:
         newest = max(path.lstat().st_mtime for path in (staging, *staging.iterdir()))
         descriptor = os.open(staging, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
     except OSError:
-        return  # gone meanwhile, or none of ours
+        return  # already removed, or not such a folder
     try:
         if time.time() - newest > _ABANDONED_SECONDS and _is_free(descriptor):
             shutil.rmtree(staging, ignore_errors=True)
@@ -205,19 +205,19 @@ def _is_free(descriptor: int) -> bool:
     except BlockingIOError:
         return False
     except OSError:
-        return True  # a file system without locks, where time alone tells
+        return True  # no locks on this file system; only the age decides
     return True
 
 
 class _Side:
-    """The tokens of one side of the split, as they are written."""
+    """The tokens of one side of the split while they are written."""
 
     def __init__(self, tokens: BufferedWriter, starts: BufferedWriter, dtype: Any) -> None:
         self.tokens, self.starts, self.dtype = tokens, starts, dtype
         self.num_tokens = self.num_documents = self.num_bytes = 0
 
     def add(self, piece: Piece, tokens: Tokens, separator: int) -> None:
-        """Write the tokens of the next piece of text."""
+        """Write the tokens of the next piece."""
         import numpy as np
 
         if piece.is_first:
@@ -232,7 +232,7 @@ class _Side:
 
 
 def _make(sources: Sources, tokenizer: Tokenizer, folder: Path, say: Say | None) -> dict[str, Any]:
-    """Write the files of a cache; what its manifest says of them."""
+    """Write the files of a cache; returns the entries of its manifest."""
     import numpy as np
 
     dtype = np.min_scalar_type(tokenizer.vocab_size - 1)

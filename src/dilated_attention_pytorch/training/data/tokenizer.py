@@ -1,6 +1,6 @@
-"""Tokens that stand for bytes: the 256 themselves, or those of a byte-level tokenizer that was loaded or trained here.
+"""Byte-level tokenizers: single bytes, or a tokenizer that was loaded or trained here.
 
-Only tokenizers whose tokens stand for the very bytes of a text are taken, so that losses are bits per byte exactly.
+Only lossless tokenizers whose tokens are byte strings are accepted, so that losses convert exactly to bits per byte.
 """
 
 from __future__ import annotations
@@ -27,45 +27,45 @@ if TYPE_CHECKING:
 
 TOKENIZER_NAME, TOKENIZER_CONFIG_NAME = "tokenizer.json", "tokenizer_config.json"
 END_OF_TEXT = "<|endoftext|>"
-"""The separator of the tokenizers that are trained here."""
+"""Separator token of the tokenizers trained here."""
 _SMALLEST, _LARGEST = 257, 1 << 24
 _REMEDY = "name the tokenizer.json of a byte-level tokenizer, or train one with `dilated-attention tokenizer`"
 
 
 class Tokenizer(Protocol):
-    """From texts to tokens, and from each token to the bytes that it stands for."""
+    """A mapping between texts and tokens that are byte strings."""
 
     @property
     def vocab_size(self) -> int:
-        """How many tokens there are."""
+        """Number of tokens."""
         ...
 
     @property
     def separator(self) -> int:
-        """The token before every document; it counts as one byte, as in texts of bytes."""
+        """Token before every document; it counts as one byte."""
         ...
 
     @property
     def digest(self) -> str:
-        """By which a cache knows that its tokens are this one's."""
+        """Digest that identifies the tokenizer in a token cache."""
         ...
 
     @property
     def pieces(self) -> Sequence[bytes]:
-        """The bytes of every token."""
+        """The byte string of every token."""
         ...
 
     def encode(self, texts: Sequence[bytes]) -> list[Tokens]:
-        """The tokens of each text of UTF-8, integers ``[tokens]``.
+        """Tokens of each UTF-8 text, integers ``[tokens]``.
 
         Raises:
-            RunError: they do not stand for its bytes.
+            RunError: the tokens do not reproduce the text.
         """
         ...
 
 
 class ByteTokenizer:
-    """One token a byte."""
+    """One token per byte."""
 
     vocab_size = 256
     separator = SEPARATOR
@@ -73,7 +73,7 @@ class ByteTokenizer:
     pieces: Sequence[bytes] = tuple(bytes([value]) for value in range(256))
 
     def encode(self, texts: Sequence[bytes]) -> list[Tokens]:
-        """The texts."""
+        """The bytes as tokens."""
         import numpy as np
 
         return [np.frombuffer(text, np.uint8) for text in texts]
@@ -83,14 +83,14 @@ BYTES: Tokenizer = ByteTokenizer()
 
 
 def byte_lengths(tokenizer: Tokenizer) -> Tensor:
-    """int64 ``[vocab_size]``: how many bytes each token stands for, a separator for one."""
+    """int64 ``[vocab_size]``: number of bytes per token; 1 for the separator."""
     lengths = torch.tensor([len(piece) for piece in tokenizer.pieces])
     lengths[tokenizer.separator] = 1
     return lengths
 
 
 def bytes_of(tokenizer: Tokenizer, tokens: Tensor) -> bytes:
-    """The bytes that ``tokens`` stand for; of a separator the byte 0."""
+    """The bytes of ``tokens``; 0 for the separator."""
     if tokenizer is BYTES:
         return tokens.to(torch.uint8).numpy().tobytes()
     pieces = list(tokenizer.pieces)
@@ -99,15 +99,15 @@ def bytes_of(tokenizer: Tokenizer, tokens: Tensor) -> bytes:
 
 
 class BytePairs:
-    """A byte-level tokenizer of the library ``tokenizers``.
+    """A byte-level tokenizer of the ``tokenizers`` library.
 
     Args:
-        what: names it in messages.
-        tokenizer: the library's.
-        separator: the token that stands between texts.
+        what: name in error messages.
+        tokenizer: the library's object.
+        separator: token between documents.
 
     Raises:
-        RunError: its tokens are not bytes of the text, or ``separator`` is none of them.
+        RunError: its tokens are not byte strings, or it has no token ``separator``.
     """
 
     def __init__(self, what: str, tokenizer: tokenizers.Tokenizer, separator: str) -> None:
@@ -119,7 +119,7 @@ class BytePairs:
         self.separator: int = found
         self.vocab_size: int = tokenizer.get_vocab_size(with_added_tokens=True)
         _check_lossless(what, tokenizer)
-        # What looks like a special token within a text is text.
+        # Special tokens in the text are treated as plain text.
         tokenizer.encode_special_tokens = True
         tokenizer.no_truncation()
         tokenizer.no_padding()
@@ -132,7 +132,7 @@ class BytePairs:
         """See :class:`Tokenizer`."""
         import numpy as np
 
-        # What no UTF-8 holds, which only a prompt may be, becomes U+FFFD and is refused below.
+        # Invalid UTF-8, possible only in a prompt, becomes U+FFFD and is rejected below.
         words = [text.decode(errors="replace") for text in texts]
         found = self._tokenizer.encode_batch_fast(words, add_special_tokens=False)
         tokens: list[Tokens] = [np.array(encoding.ids, np.int64) for encoding in found]
@@ -145,7 +145,7 @@ class BytePairs:
         return tokens
 
     def save(self, folder: Path) -> list[str]:
-        """Write the files by which this package and transformers load it again; their names."""
+        """Write the files from which this package and transformers can load it; returns their names."""
         config = {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": self.separator_text}
         write_text(folder / TOKENIZER_NAME, self.text)
         write_text(folder / TOKENIZER_CONFIG_NAME, json.dumps(config, indent=2) + "\n")
@@ -153,17 +153,17 @@ class BytePairs:
 
 
 def load_tokenizer(path: Path, what: str = "") -> BytePairs:
-    """The tokenizer in a ``tokenizer.json``, or in a folder that holds one.
+    """The tokenizer of a ``tokenizer.json``, or of a folder that contains one.
 
-    The separator is the ``eos_token`` of the ``tokenizer_config.json`` beside it, else ``<|endoftext|>``, else the only
+    The separator is ``eos_token`` of the adjacent ``tokenizer_config.json``, else ``<|endoftext|>``, else the only
     special token.
 
     Args:
-        path: the file or folder.
-        what: begins the message; ``--tokenizer PATH`` without it.
+        path: file or folder.
+        what: subject of error messages; default ``--tokenizer PATH``.
 
     Raises:
-        RunError: there is none, it is damaged, its tokens are not bytes, or nothing says what stands between texts.
+        RunError: it is missing or damaged, its tokens are not byte strings, or the separator is ambiguous.
     """
     from tokenizers import Tokenizer as Library
 
@@ -174,9 +174,9 @@ def load_tokenizer(path: Path, what: str = "") -> BytePairs:
     text = _read(file, what)
     try:
         tokenizer = Library.from_str(text)
-    except Exception as error:
+    except Exception as error:  # the library raises the class itself: nothing is narrower
         if type(error) is not Exception:
-            raise  # the library raises the class itself; whatever is narrower is not about the file
+            raise  # the library raises plain Exception for bad files; subclasses are other errors
         raise RunError(f"{what}: {file} is damaged or no tokenizer ({error}); {_REMEDY}") from error
     return BytePairs(what, tokenizer, _separator_of(file, tokenizer, what))
 
@@ -195,7 +195,7 @@ def _separator_of(file: Path, tokenizer: tokenizers.Tokenizer, what: str) -> str
             told = json.loads(_read(config, what)).get("eos_token")
         except (ValueError, AttributeError) as error:
             raise RunError(f"{what}: {config} is no JSON object ({error}); {_REMEDY}") from error
-        if isinstance(told, dict):  # as older versions of transformers wrote it
+        if isinstance(told, dict):  # format of older transformers versions
             told = told.get("content")
         if isinstance(told, str):
             return told
@@ -209,7 +209,7 @@ def _separator_of(file: Path, tokenizer: tokenizers.Tokenizer, what: str) -> str
 
 
 def _check_lossless(what: str, tokenizer: tokenizers.Tokenizer) -> None:
-    """Raise :class:`RunError` for a tokenizer that changes texts before it cuts them."""
+    """Raise :class:`RunError` for a tokenizer that normalizes texts before splitting them."""
     parts = json.loads(tokenizer.to_str())
     if parts["normalizer"] is not None:
         raise RunError(
@@ -222,7 +222,7 @@ def _check_lossless(what: str, tokenizer: tokenizers.Tokenizer) -> None:
 
 
 def _pieces(what: str, tokenizer: tokenizers.Tokenizer) -> list[bytes]:
-    """The bytes of every token, by its number."""
+    """The byte string of every token, by id."""
     added = {number: token.content for number, token in tokenizer.get_added_tokens_decoder().items()}
     of_character = _bytes_of_characters()
     pieces = [b""] * tokenizer.get_vocab_size(with_added_tokens=True)
@@ -239,14 +239,14 @@ def _pieces(what: str, tokenizer: tokenizers.Tokenizer) -> list[bytes]:
 
 
 def _bytes_of_characters() -> dict[str, int]:
-    """Which byte each character of a byte-level token stands for (GPT-2): printable ones themselves."""
+    """Byte of each character of a byte-level token (GPT-2's mapping): printable characters map to themselves."""
     printable = [*range(33, 127), *range(161, 173), *range(174, 256)]
     others = [value for value in range(256) if value not in printable]
     return {chr(value): value for value in printable} | {chr(256 + index): value for index, value in enumerate(others)}
 
 
 def check_vocab_size(vocab_size: int) -> None:
-    """Raise :class:`RunError` unless a tokenizer of so many tokens can be trained."""
+    """Raise :class:`RunError` unless a tokenizer of this vocabulary size can be trained."""
     if not _SMALLEST <= vocab_size <= _LARGEST:
         raise RunError(
             f"--vocab-size must be at least {_SMALLEST}, the bytes and a separator, and at most {_LARGEST:,}, got "
@@ -255,14 +255,14 @@ def check_vocab_size(vocab_size: int) -> None:
 
 
 def train_tokenizer(texts: Iterable[bytes], vocab_size: int) -> BytePairs:
-    """A byte-level BPE tokenizer of ``vocab_size`` tokens: the 256 bytes, the separator, and the pairs merged.
+    """Train a byte-level BPE tokenizer of ``vocab_size`` tokens: 256 bytes, the separator, and merges.
 
     Args:
         texts: UTF-8, in pieces.
         vocab_size: at least 257.
 
     Raises:
-        RunError: the texts hold too few pairs for so many tokens.
+        RunError: the texts contain too few pairs for that vocabulary size.
     """
     from tokenizers import Tokenizer as Library
     from tokenizers import decoders, models, pre_tokenizers, trainers
@@ -272,9 +272,11 @@ def train_tokenizer(texts: Iterable[bytes], vocab_size: int) -> BytePairs:
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
     trainer = trainers.BpeTrainer(
-        vocab_size=vocab_size, special_tokens=[END_OF_TEXT], initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        vocab_size=vocab_size,
+        special_tokens=[END_OF_TEXT],
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
         show_progress=False,
-    )  # fmt: skip
+    )
     tokenizer.train_from_iterator((text.decode() for text in texts), trainer)
     found = tokenizer.get_vocab_size(with_added_tokens=True)
     if found != vocab_size:

@@ -1,0 +1,81 @@
+"""Seconds that were measured on this machine, by name, kept in the cache folder: measured once, read afterwards."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from dilated_attention_pytorch.errors import RunError
+from dilated_attention_pytorch.folders import cache_folder
+from dilated_attention_pytorch.output import write_text
+from dilated_attention_pytorch.selection.hardware import Hardware
+from dilated_attention_pytorch.selection.profile import identity
+
+FORMAT = "dilated-attention-pytorch measurements 1"
+
+
+@dataclass(slots=True)
+class Measurements:
+    """Numbers by name, of one device with one number of threads and one version of torch and of this package."""
+
+    file: Path
+    machine: dict[str, str | int]
+    ends_at: float
+    """When nothing more is begun, on the monotonic clock."""
+    values: dict[str, list[float]] = field(default_factory=dict)
+
+    @classmethod
+    def of(cls, hardware: Hardware, folder: Path | None = None, *, seconds: float = math.inf) -> Measurements:
+        """What is known of a device.
+
+        Args:
+            hardware: the device.
+            folder: where the file lies, the cache folder without it.
+            seconds: from now on, after which nothing more is begun.
+
+        Raises:
+            RunError: the file is damaged.
+        """
+        machine = identity(hardware)
+        digest = hashlib.blake2b(json.dumps(machine).encode(), digest_size=6).hexdigest()
+        file = (cache_folder() if folder is None else folder) / f"measurements-{digest}.json"
+        found = cls(file, machine, time.monotonic() + seconds)
+        if found.file.exists():
+            found.values = _read(found.file, machine)
+        return found
+
+    def get(self, name: str, measure: Callable[[], list[float]]) -> list[float]:
+        """The numbers of a name; measured and written down if they are not known.
+
+        Raises:
+            RunError: there is no time left to measure them.
+        """
+        if name not in self.values:
+            if time.monotonic() > self.ends_at:
+                raise RunError(
+                    "this machine could not be measured in time, as other programs compute on it or the model is "
+                    "large; what was measured is kept, and the same command goes on with the rest"
+                )
+            self.values[name] = measure()
+            self.file.parent.mkdir(parents=True, exist_ok=True)
+            record = {"format": FORMAT, "machine": self.machine, "values": self.values}
+            write_text(self.file, json.dumps(record, indent=1) + "\n")
+        return self.values[name]
+
+
+def _read(file: Path, machine: dict[str, str | int]) -> dict[str, list[float]]:
+    try:
+        record = json.loads(file.read_text(encoding="utf-8"))
+        if record["format"] != FORMAT or record["machine"] != machine:
+            raise ValueError("it is of another machine or format")
+        values = {str(name): [float(one) for one in some] for name, some in record["values"].items()}
+        if not all(math.isfinite(one) and one >= 0 for some in values.values() for one in some):
+            raise ValueError("a number is not finite, or below 0")
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise RunError(f"{file} holds no measurements ({error}); delete it, and they are taken anew") from error
+    return values

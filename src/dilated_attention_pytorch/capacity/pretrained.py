@@ -1,0 +1,244 @@
+"""A model of transformers under a pattern: what its configuration alone tells of memory, operations and time."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from dilated_attention_pytorch.errors import RunError
+from dilated_attention_pytorch.patterns import Pattern
+from dilated_attention_pytorch.training.attention_bytes import tile_bytes
+from dilated_attention_pytorch.training.autocast import autocast, computing_dtype
+from dilated_attention_pytorch.training.flops import ForwardFlops, pretrained_flops
+from dilated_attention_pytorch.training.footprint import Footprint, moments_of
+from dilated_attention_pytorch.training.live_bytes import LiveBytes
+from dilated_attention_pytorch.training.pretrained import num_kv_heads
+from dilated_attention_pytorch.training.run_settings import AdamW
+from dilated_attention_pytorch.training.step_bytes import Moment, highest
+
+from .generation import Generation
+from .run import Device, Purpose, RunPlan
+from .seconds import StepSeconds, rates, sheet_seconds
+from .storage import walk
+from .work import StepWork
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedConfig, PreTrainedModel
+
+_BEYOND_FORWARD = 3
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class PretrainedRun:
+    """A model of transformers, and what is done with it in one process.
+
+    Raises:
+        RunError: a number below 1.
+    """
+
+    config: PreTrainedConfig
+    pattern: Pattern
+    length: int
+    batch_size: int = 1
+    precision: str = "bfloat16"
+    """Of products and attention; weights are in float32, in a generation in this precision too."""
+    optimizer: AdamW = "adamw"
+    gradient_checkpointing: bool = False
+
+    def __post_init__(self) -> None:
+        for name in ("length", "batch_size"):
+            if getattr(self, name) < 1:
+                raise RunError(f"{name} must be at least 1, got {getattr(self, name)}")
+
+
+def read_config(path: Path) -> PreTrainedConfig:
+    """The configuration of a model of transformers: a folder with config.json, or that file.
+
+    Raises:
+        RunError: there is none, or it describes no causal language model of transformers.
+    """
+    from transformers import AutoConfig
+
+    from dilated_attention_pytorch.integrations.transformers.config import configuration_errors
+
+    file = path / "config.json" if path.is_dir() else path
+    if not file.is_file():
+        raise RunError(f"--model {path}: there is no file {file}; name a folder with config.json, or that file")
+    refusals: tuple[type[Exception], ...] = (ValueError, OSError, *configuration_errors())
+    try:
+        values = json.loads(file.read_text(encoding="utf-8"))
+        if not isinstance(values, dict) or "model_type" not in values:
+            raise ValueError("it has no model_type")
+        return AutoConfig.for_model(**values)
+    except refusals as error:
+        raise RunError(f"--model {path}: {file} describes no model of transformers ({error})") from error
+
+
+def _build(run: PretrainedRun, dtype: torch.dtype) -> PreTrainedModel:
+    """The model with its pattern; it holds nothing where tensors do not."""
+    from transformers import AutoModelForCausalLM
+
+    from dilated_attention_pytorch.integrations import register, set_pattern
+    from dilated_attention_pytorch.integrations.transformers.config import configuration_errors
+
+    register()
+    refusals: tuple[type[Exception], ...] = (NotImplementedError, *configuration_errors())
+    try:
+        model = AutoModelForCausalLM.from_config(run.config, dtype=dtype)
+        return set_pattern(model, run.pattern)
+    except refusals as error:
+        raise RunError(f"--model: {run.config.model_type} cannot be planned under {run.pattern!r}: {error}") from error
+
+
+def operations(run: PretrainedRun) -> ForwardFlops:
+    """Of a forward pass, counted once on tensors that hold nothing, as ``torch.utils.flop_counter`` counts them.
+
+    Raises:
+        RunError: the model does not attend under the pattern.
+    """
+    # A mask is asked whether all tokens see the one before; LiveBytes answers for tensors that hold nothing.
+    with FakeTensorMode(), torch.random.fork_rng(devices=[]), LiveBytes():
+        return pretrained_flops(_build(run, torch.float32), run.pattern, num_kv_heads(run.config))
+
+
+def trace(
+    run: PretrainedRun, *, is_training: bool, dtype: torch.dtype = torch.float32, is_fake: bool = True
+) -> list[Moment]:
+    """What is alive after every operation of a forward pass with logits, and of the backward pass of its loss.
+
+    Args:
+        run: the model, and its texts.
+        is_training: whether there is a backward pass.
+        dtype: of the weights; those in float32 are multiplied in the precision of the run (autocast).
+        is_fake: whether tensors hold nothing; else all is computed.
+    """
+    live = LiveBytes()
+    with FakeTensorMode() if is_fake else contextlib.nullcontext(), torch.random.fork_rng(devices=[]), live:
+        with live.made_as("weights"):
+            model = _build(run, dtype).train(is_training)
+        if run.gradient_checkpointing and is_training:
+            # The older name goes with transformers 6.
+            getattr(model, "activation_checkpointing_enable", model.gradient_checkpointing_enable)()
+        with live.made_as("temporaries"):
+            ids = torch.zeros(run.batch_size, run.length, dtype=torch.int64)
+        for parameter in model.parameters():
+            parameter.register_post_accumulate_grad_hook(lambda own: live.mark([own.grad], "gradients"))
+        live.phase, live.is_recording = ("forward", 0), True
+        with torch.set_grad_enabled(is_training), autocast(_autocast(run, dtype), "cpu"):
+            out: Any = model(ids, labels=ids if is_training else None, use_cache=False)
+        if is_training:
+            live.phase = ("backward", 0)
+            out.loss.backward()
+    return [
+        Moment(counts, series.attention.get(place))
+        for series in live.series.values()
+        for place, counts in enumerate(series.counts)
+    ]
+
+
+def _autocast(run: PretrainedRun, dtype: torch.dtype) -> str:
+    return run.precision if dtype == torch.float32 else "float32"
+
+
+def pretrained_footprint(run: PretrainedRun, purpose: Purpose, generation: Generation | None = None) -> Footprint:
+    """Bytes at the peak of one process, by part.
+
+    Of a step: the model's own forward and backward pass, loss of all logits included, gradients, and what AdamW keeps.
+    Of a generation: a chunk of the prompt, and the bounded cache (``integrations.BoundedCache``), everything in
+    the precision of the run.
+    """
+    text = run.config.get_text_config()
+    if purpose == "generation":
+        assert generation is not None
+        run = dataclasses.replace(run, length=min(generation.prompt, generation.chunk_size))
+    dtype = computing_dtype(run.precision) if purpose == "generation" else torch.float32
+    moments = trace(run, is_training=purpose == "training", dtype=dtype)
+    heads, head_dim = text.num_attention_heads, _head_dim(text)
+    own = tile_bytes(run.pattern, run.length, run.batch_size, heads, num_kv_heads(run.config), head_dim, run.precision)
+    parts, attention = highest(iter(moments), own)
+    if purpose == "training":
+        parts["optimizer"] = moments_of(run.optimizer) * parts["weights"] // 4
+    if purpose == "generation":
+        assert generation is not None
+        slots = walk(
+            (run.pattern,), num_kv_heads(run.config), generation.prompt, generation.new_tokens, generation.chunk_size
+        ).slots[run.pattern]
+        of_slot = num_kv_heads(run.config) * head_dim * dtype.itemsize
+        parts["cache"] = 2 * run.batch_size * text.num_hidden_layers * slots * of_slot
+    return Footprint(**parts, attention=attention)
+
+
+def _head_dim(text: Any) -> int:
+    width: int = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
+    return width
+
+
+def plan_pretrained(
+    run: PretrainedRun, device: Device, *, purpose: Purpose = "training", generation: Generation | None = None
+) -> RunPlan:
+    """What one process takes that trains, reads or generates with a model of transformers under a pattern.
+
+    Seconds are a bound: operations at the nominal rate, states over the rate of memory.
+
+    Raises:
+        RunError: the model does not attend under the pattern, or the device has no rate of the precision.
+    """
+    if run.precision not in device.sheet.flops:
+        raise RunError(
+            f"--precision {run.precision}: {device.sheet.name} has no rate of it; take one of "
+            f"{', '.join(sorted(device.sheet.flops))}"
+        )
+    if (purpose == "generation") != (generation is not None):
+        raise RunError("lengths of a generation are for that purpose, and it needs them")
+    found, flops = pretrained_footprint(run, purpose, generation), operations(run)
+    length = run.length if generation is None else generation.prompt
+    of_text = flops.of_text(length) * run.batch_size
+    products = flops.per_token * length * run.batch_size
+    times = _BEYOND_FORWARD if purpose == "training" else 1
+    pairs = of_text - products
+    work = StepWork(times * products, pairs * (3.5 if purpose == "training" else 1))
+    if run.gradient_checkpointing and purpose == "training":
+        work = StepWork(work.products + products, work.attention + pairs)
+    rate = device.sheet.flops[run.precision]
+    if generation is None:
+        seconds = sheet_seconds(work, found, (), device.sheet, run.precision, None, is_training=purpose == "training")
+        tokens = length * run.batch_size
+    else:
+        reading = (generation.new_tokens - 1) * found.weights / device.sheet.bytes_per_second
+        seconds = StepSeconds(
+            products=work.products / rate,
+            attention=work.attention / rate,
+            optimizer=0.0,
+            exchange=0.0,
+            overlapped=0.0,
+            reading=reading,
+            is_bound=True,
+        )
+        tokens = generation.new_tokens * run.batch_size
+    return RunPlan(
+        purpose=purpose,
+        footprint=found,
+        memory_bytes=device.sheet.memory_bytes,
+        tokens=tokens,
+        model_flops=times * of_text,
+        computed_flops=int(work.total),
+        least_seconds=work.total / rate,
+        exchanges=(),
+        seconds=seconds,
+        rates=rates(
+            seconds.total,
+            tokens,
+            times * of_text,
+            1,
+            peak=rate,
+            watts=device.sheet.watts,
+            price=device.price_per_hour,
+        ),
+    )

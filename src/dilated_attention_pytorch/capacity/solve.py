@@ -1,0 +1,235 @@
+"""Plans solved backwards: the longest text, the fewest devices, the best mesh, the largest model."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple
+
+from dilated_attention_pytorch.errors import RunError
+from dilated_attention_pytorch.models.config import LongNetConfig
+from dilated_attention_pytorch.models.token_loss import rows_at_once
+from dilated_attention_pytorch.patterns.pattern import MOST_POSITIONS
+from dilated_attention_pytorch.training.footprint import footprint, is_split
+from dilated_attention_pytorch.training.settings import TrainSettings
+
+from .run import Device, RunPlan, plan_run
+
+_SHORTEST = 64
+"""Tokens by which lengths differ that are tried where not even one block of the loss fits."""
+_MANY_BLOCKS = 64
+"""Of the loss, to which one more adds little."""
+_ROOM = 100
+"""Parts of the memory of which one is left free."""
+_MOST_TENSOR = 8
+"""Processes that split matrices at most: those of one node."""
+_MOST_LAYERS = 4096
+MOST_PROCESSES = 8192
+"""Devices that are tried at most."""
+
+
+class Mesh(NamedTuple):
+    """How processes share a run, and its plan."""
+
+    data: int
+    context: int
+    heads: int
+    tensor: int
+    data_parallel: str
+    plan: RunPlan
+
+    @property
+    def flags(self) -> str:
+        """What ``train`` is told for it."""
+        told = {
+            "context-parallel": self.context,
+            "heads-parallel": self.heads,
+            "tensor-parallel": self.tensor,
+        }
+        words = [f"--{name} {size}" for name, size in told.items() if size > 1]
+        return " ".join([*words, *([f"--data-parallel {self.data_parallel}"] if self.data_parallel != "ddp" else [])])
+
+
+class LargestModel(NamedTuple):
+    """A model of the shape of another, and its plan."""
+
+    model: LongNetConfig
+    plan: RunPlan
+
+
+def longest_context(settings: TrainSettings, num_processes: int, memory_bytes: int) -> int:
+    """The longest ``context_length`` whose step fits into ``memory_bytes``; 0 if none does.
+
+    It is a multiple of 64 tokens a process; of whole blocks of the loss (16,384 rows of 256 tokens to choose from, 256
+    of 32,768) where 64 of them fit, or where weights are split; and at most 2,147,483,648. A hundredth of the memory is
+    left for what is not counted, such as the scratch of threads.
+    """
+    told = dataclasses.replace(settings, stages=type(settings.stages)())
+
+    def fits(length: int) -> bool:
+        found = footprint(dataclasses.replace(told, context_length=length), num_processes)
+        return found.total < memory_bytes - memory_bytes // _ROOM
+
+    of_block = rows_at_once(settings.model.vocab_size)
+    step = of_block // math.gcd(of_block, settings.batch_size) * settings.context_parallel
+    if not fits(step):
+        return _most(lambda times: fits(times * _SHORTEST), step // _SHORTEST) * _SHORTEST
+    blocks, finer = (
+        _most(lambda times: fits(times * step), MOST_POSITIONS // step),
+        _SHORTEST * settings.context_parallel,
+    )
+    if blocks >= _MANY_BLOCKS or is_split(settings, num_processes):
+        return blocks * step
+    # Texts that differ by less than a block are traced each: only where a block more would be much.
+    longest = blocks * step // finer * finer
+    return longest + _most(lambda times: fits(longest + times * finer), step // finer) * finer
+
+
+def meshes(settings: TrainSettings, num_processes: int, device: Device) -> list[Mesh]:
+    """The ways in which so many devices can share the run, those that fit first, then by tokens a second.
+
+    Data, context and tensor parallel sizes whose product is the number of devices, weights whole or split (fsdp); of
+    the best few also how many of the processes that share a sequence split heads. Split weights are counted by their
+    part, without the block that is gathered.
+    """
+    found = [
+        mesh for sizes in _sizes(num_processes) if (mesh := _mesh(settings, num_processes, device, **sizes)) is not None
+    ]
+    found.sort(key=_rank)
+    for mesh in found[:3]:
+        for heads in (2, 4, 8):
+            if mesh.context % heads == 0 and mesh.context > heads:
+                sizes: dict[str, Any] = {
+                    "context": mesh.context,
+                    "tensor": mesh.tensor,
+                    "data_parallel": mesh.data_parallel,
+                }
+                other = _mesh(settings, num_processes, device, heads=heads, **sizes)
+                found += [other] if other is not None else []
+    return sorted(found, key=_rank)
+
+
+def _rank(mesh: Mesh) -> tuple[bool, float, int]:
+    plan = mesh.plan
+    # Of those that do not fit first the smallest, which is nearest to it.
+    return (not plan.fits, -plan.rates.tokens_per_second if plan.fits else plan.footprint.total, mesh.tensor)
+
+
+def _sizes(num_processes: int) -> Iterator[dict[str, Any]]:
+    for tensor in (size for size in range(1, _MOST_TENSOR + 1) if num_processes % size == 0):
+        rest = num_processes // tensor
+        for context in (size for size in range(1, rest + 1) if rest % size == 0):
+            yield {"context": context, "tensor": tensor, "data_parallel": "ddp"}
+            if num_processes > tensor:
+                yield {"context": context, "tensor": tensor, "data_parallel": "fsdp"}
+
+
+def _mesh(
+    settings: TrainSettings,
+    num_processes: int,
+    device: Device,
+    *,
+    context: int,
+    tensor: int,
+    data_parallel: str,
+    heads: int = 1,
+) -> Mesh | None:
+    changes: dict[str, Any] = {
+        "context_parallel": context,
+        "tensor_parallel": tensor,
+        "data_parallel": data_parallel,
+        "heads_parallel": heads,
+        "parallel": "told",
+        "offload": "none",
+        "offload_folder": None,
+    }
+    if context == 1:
+        changes |= {"strategy": "auto", "layout": "auto"}
+    try:
+        told = dataclasses.replace(settings, **changes)
+        plan = plan_run(told, num_processes, device, is_quick=True)
+    except (RunError, ValueError, NotImplementedError):
+        return None  # what these devices cannot do is not chosen
+    return Mesh(num_processes // context // tensor, context, heads, tensor, data_parallel, plan)
+
+
+def fewest_processes(settings: TrainSettings, device: Device) -> Mesh | None:
+    """The fewest devices that some mesh fits on, with its best mesh; None if :data:`MOST_PROCESSES` are too few.
+
+    Powers of two are tried until one fits, then between it and the one before by halves.
+    """
+    best: dict[int, Mesh] = {}
+
+    def fits(number: int) -> bool:
+        fitting = [mesh for mesh in meshes(settings, number, device) if mesh.plan.fits]
+        if fitting:
+            best[number] = fitting[0]
+        return bool(fitting)
+
+    high = 1
+    while not fits(high):
+        if high >= MOST_PROCESSES:
+            return None
+        high *= 2
+    low = high // 2
+    while high - low > 1:
+        middle = (low + high) // 2
+        low, high = (low, middle) if fits(middle) else (middle, high)
+    return best[high]
+
+
+def largest_model(settings: TrainSettings, num_processes: int, device: Device) -> LargestModel | None:
+    """The deepest model with the shape of the run's that fits: width and feed-forward grow with the layers.
+
+    The width of a head, the ratio of query heads to key/value heads and the pattern stay. None if not even one layer
+    fits.
+    """
+    plans: dict[int, LargestModel] = {}
+
+    def fits(layers: int) -> bool:
+        model = with_layers(settings.model, layers)
+        plan = plan_run(dataclasses.replace(settings, model=model), num_processes, device, is_quick=True)
+        plans[layers] = LargestModel(model, plan)
+        return plan.fits
+
+    most = _most(fits, _MOST_LAYERS)
+    return plans[most] if most else None
+
+
+def with_layers(model: LongNetConfig, layers: int) -> LongNetConfig:
+    """A model with so many layers whose other sizes grow as these do.
+
+    >>> model = LongNetConfig(
+    ...     embed_dim=512, num_layers=8, num_heads=8, num_kv_heads=4, segment_lengths=[64], dilation_rates=[1]
+    ... )
+    >>> larger = with_layers(model, 16)
+    >>> larger.embed_dim, larger.num_heads, larger.num_kv_heads, larger.ffn_dim == 2 * model.ffn_dim
+    (1024, 16, 8, True)
+    """
+    assert model.num_kv_heads is not None
+    assert model.ffn_dim is not None
+    ratio, head_dim = model.num_heads // model.num_kv_heads, model.embed_dim // model.num_heads
+    kv_heads = max(1, round(model.num_kv_heads * layers / model.num_layers))
+    heads = kv_heads * ratio
+    inner = max(64, round(model.ffn_dim * heads / model.num_heads / 64) * 64)
+    return dataclasses.replace(
+        model,
+        num_layers=layers,
+        num_heads=heads,
+        num_kv_heads=kv_heads,
+        embed_dim=heads * head_dim,
+        ffn_dim=inner,
+    )
+
+
+def _most(fits: Callable[[int], bool], most: int) -> int:
+    """The largest of 0 to ``most`` that fits, of which all smaller ones do."""
+    low, high = 0, 1
+    while high <= most and fits(high):
+        low, high = high, 2 * high
+    high = min(high, most + 1)
+    while high - low > 1:
+        middle = (low + high) // 2
+        low, high = (middle, high) if fits(middle) else (low, middle)
+    return low

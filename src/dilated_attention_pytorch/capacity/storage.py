@@ -1,0 +1,107 @@
+"""Slots that a key/value cache has allocated before and after every call: from its ledgers, without keys or values."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+import torch
+
+from dilated_attention_pytorch.models.cache import grown_slots
+from dilated_attention_pytorch.models.ledger import Ledger
+from dilated_attention_pytorch.patterns import Pattern
+
+MOST_CALLS = 4096
+"""Calls of the model that are gone through one by one; of more, those of the end, with a storage that is full."""
+
+
+class Call(NamedTuple):
+    """One call of the model with a cache."""
+
+    seen: int
+    """Tokens before it."""
+    num_new: int
+
+
+def calls_of(prompt: int, num_new: int, chunk: int) -> Iterator[Call]:
+    """The calls of a generation: the prompt in chunks, then every new token but the last, which nothing reads.
+
+    >>> [call.num_new for call in calls_of(10, 3, 4)]
+    [4, 4, 2, 1, 1]
+    """
+    for start in range(0, prompt, chunk):
+        yield Call(start, min(chunk, prompt - start))
+    for token in range(num_new - 1):
+        yield Call(prompt + token, 1)
+
+
+class Mark(NamedTuple):
+    """A call that may take most, and the slots of a layer under every pattern before and after it."""
+
+    call: Call
+    before: Mapping[Pattern, int]
+    after: Mapping[Pattern, int]
+
+
+@dataclass(frozen=True, slots=True)
+class Walk:
+    """The storages of a cache through a generation."""
+
+    slots: Mapping[Pattern, int]
+    """Allocated at the end, by a layer under each pattern."""
+    is_bound: bool
+    """Whether that is a bound, as there were too many calls to go through."""
+    marks: tuple[Mark, ...]
+    """Calls one of which takes most."""
+
+
+@dataclass(slots=True)
+class _Marks:
+    """The call of every kind with the largest storage, and of these the one with most in it."""
+
+    of_kind: dict[str, tuple[tuple[int, int], Mark]] = field(default_factory=dict)
+
+    def note(self, kind: str, rank: tuple[int, int], mark: Mark) -> None:
+        if kind not in self.of_kind or rank >= self.of_kind[kind][0]:
+            self.of_kind[kind] = (rank, mark)
+
+    def all(self) -> tuple[Mark, ...]:
+        return tuple({mark.call: mark for _, mark in self.of_kind.values()}.values())
+
+
+def walk(patterns: Sequence[Pattern], num_kv_heads: int, prompt: int, num_new: int, chunk: int) -> Walk:
+    """Go through a generation with integers alone.
+
+    Args:
+        patterns: different ones, of the layers.
+        num_kv_heads: key/value heads of a layer.
+        prompt, num_new, chunk: tokens of the prompt, new tokens, and tokens of the prompt that are read at a time.
+    """
+    ledgers = {pattern: Ledger(pattern, num_kv_heads, torch.device("cpu")) for pattern in patterns}
+    slots = dict.fromkeys(patterns, 0)
+    if -(-prompt // chunk) + num_new > MOST_CALLS:
+        return _bound(ledgers, prompt, num_new, chunk)
+    marks = _Marks()
+    for call in calls_of(prompt, num_new, chunk):
+        before, stored = dict(slots), sum(max(ledger.rows_per_head) for ledger in ledgers.values())
+        for pattern, ledger in ledgers.items():
+            step = ledger.advance(call.num_new)
+            slots[pattern] = grown_slots(slots[pattern], step.num_slots, ledger.max_slots())
+        is_grown = slots != before
+        kind = "token" if call.num_new == 1 else "chunk" if call.num_new == min(chunk, prompt) else "rest"
+        rank, mark = (sum(slots.values()), stored), Mark(call, before, dict(slots))
+        marks.note(kind, rank, mark)
+        if is_grown:
+            marks.note(f"{kind} that grows", rank, mark)
+    return Walk(slots, is_bound=False, marks=marks.all())
+
+
+def _bound(ledgers: Mapping[Pattern, Ledger], prompt: int, num_new: int, chunk: int) -> Walk:
+    """Of a long text: storages that are full, or hold half as many rows again as there are tokens."""
+    tokens = prompt + num_new - 1
+    most = {pattern: min(ledger.max_slots(), tokens + tokens // 2) for pattern, ledger in ledgers.items()}
+    marks = [Mark(Call(max(0, prompt - chunk), min(chunk, prompt)), most, most)]
+    if num_new > 1:
+        marks.append(Mark(Call(tokens - 1, 1), most, most))
+    return Walk(most, is_bound=True, marks=tuple(marks))

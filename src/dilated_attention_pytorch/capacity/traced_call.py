@@ -1,0 +1,110 @@
+"""One call of a model with a cache, on tensors that hold nothing: what is alive after every operation."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode, unset_fake_temporarily
+from torch.utils._python_dispatch import _disable_current_modes
+
+from dilated_attention_pytorch.models import LongNetCache, LongNetConfig, LongNetLM
+from dilated_attention_pytorch.models.generation import sample
+from dilated_attention_pytorch.models.ledger import Ledger, LedgerStep
+from dilated_attention_pytorch.training.live_bytes import LiveBytes
+from dilated_attention_pytorch.training.step_bytes import Moment
+
+from .kernel_bytes import own_bytes
+from .storage import Mark
+
+
+class _RealLedger(Ledger):
+    """A ledger whose integers are there while all else holds nothing."""
+
+    def advance(self, num_new: int) -> LedgerStep:
+        with unset_fake_temporarily(), _disable_current_modes():
+            return super().advance(num_new)
+
+
+class _TracedCache(LongNetCache):
+    """A cache as it is before a call."""
+
+    def begin(self, mark: Mark, batch_size: int, live: LiveBytes, like: Tensor) -> None:
+        """Have every layer's storage as it is before the call.
+
+        Args:
+            mark: the call.
+            batch_size: texts.
+            live: counts the storages.
+            like: ``[0, D]``, of the dtype of keys and values.
+        """
+        with unset_fake_temporarily(), _disable_current_modes():
+            cohort = self._new_cohort(batch_size, torch.device("cpu"))
+            cohort.ledgers = {
+                pattern: _RealLedger(pattern, self.num_kv_heads, torch.device("cpu")) for pattern in self.patterns
+            }
+            if mark.call.seen:
+                for ledger in cohort.ledgers.values():
+                    ledger.advance(mark.call.seen)
+        cohort.seen = self._num_columns = mark.call.seen
+        self._cohorts = [cohort]
+        with live.made_as("cache"):
+            for layer, pattern in enumerate(self.patterns):
+                slots = mark.before[pattern]
+                if slots:
+                    shape = (batch_size, slots, self.num_kv_heads, like.shape[-1])
+                    cohort.storage[layer] = (like.new_zeros(shape), like.new_zeros(shape))
+
+    def stored(self, layer: int) -> tuple[Tensor, Tensor]:
+        """Keys and values of a layer."""
+        return self._cohorts[0].storage[layer]
+
+
+def traced_call(
+    config: LongNetConfig, mark: Mark, batch_size: int, dtype: torch.dtype, *, is_fake: bool = True
+) -> list[Moment]:
+    """What is alive after every operation of a call, and of drawing a token from what it gives.
+
+    Args:
+        config: of the model, all of whose layers are gone through.
+        mark: the call, and the storages before it.
+        batch_size: texts.
+        dtype: of weights and activations.
+        is_fake: whether tensors hold nothing; else the call is computed.
+    """
+    live = LiveBytes(own_bytes=own_bytes)
+    fake = FakeTensorMode(allow_non_fake_inputs=True) if is_fake else contextlib.nullcontext()
+    with torch.no_grad(), fake, live:
+        with live.made_as("weights"):
+            model = LongNetLM(config, dtype=dtype).eval()
+        cache, head_dim = _TracedCache(config), config.embed_dim // config.num_heads
+        cache.begin(mark, batch_size, live, model.embedding.weight.new_empty(0, head_dim))
+        with live.made_as("temporaries"):
+            ids = torch.zeros(batch_size, mark.call.num_new, dtype=torch.int64)
+        for layer, block in enumerate(model.blocks):
+            block.register_forward_hook(_marking(cache, layer, live))
+        live.phase, live.is_recording = ("forward", 0), True
+        hidden = model.hidden_states(ids, cache=cache)[:, -1].clone()
+        live.phase = ("loss", 0)
+        sample(model.logits(hidden))
+    return [
+        Moment(counts, series.attention.get(place), series.own.get(place, 0))
+        for series in live.series.values()
+        for place, counts in enumerate(series.counts)
+    ]
+
+
+def _marking(cache: _TracedCache, layer: int, live: LiveBytes) -> Any:
+    def after(*_: Any) -> None:
+        live.mark(cache.stored(layer), "cache")
+
+    return after
+
+
+def fewer_layers(config: LongNetConfig) -> LongNetConfig:
+    """The same model with as many layers as show what any layer takes."""
+    num_layers = min(config.num_layers, max(2, len(config.different_patterns)))
+    return dataclasses.replace(config, num_layers=num_layers)

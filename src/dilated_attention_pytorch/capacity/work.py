@@ -1,0 +1,80 @@
+"""Operations of a step on one batch: matrix products, and attention."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from dilated_attention_pytorch.models.config import LongNetConfig
+from dilated_attention_pytorch.models.token_loss import rows_at_once
+from dilated_attention_pytorch.patterns import Pattern
+from dilated_attention_pytorch.training.flops import longnet_flops
+from dilated_attention_pytorch.training.settings import TrainSettings
+
+
+class StepWork(NamedTuple):
+    """Operations of matrix products, with what is computed again."""
+
+    products: float
+    """Of all but attention."""
+    attention: float
+
+    @property
+    def total(self) -> float:
+        """Of both."""
+        return self.products + self.attention
+
+    def over(self, processes: int) -> StepWork:
+        """The part of one of ``processes`` that share it."""
+        return StepWork(self.products / processes, self.attention / processes)
+
+
+def step_work(settings: TrainSettings) -> StepWork:
+    """Operations of a step on one batch, as ``FlopCounterMode`` counts them.
+
+    Three products for every one of the forward pass, seven for the two of attention; once more the forward pass of a
+    block that is computed again, and the logits where the loss takes several blocks of them.
+    """
+    model = settings.model
+    flops = longnet_flops(model)
+    rows = settings.batch_size * settings.context_length
+    head = 2 * model.vocab_size * model.embed_dim * rows
+    matrices = flops.per_token * rows - head
+    of_layer = pairs_of(settings)
+    again = model.gradient_checkpointing
+    recomputed = [layer for layer in range(model.num_layers) if again and model.is_recomputed(layer)]
+    attention = sum(of_layer[pattern] for pattern in flops.patterns) * flops.per_pair * 14 // 4
+    attention += sum(of_layer[flops.patterns[layer]] for layer in recomputed) * flops.per_pair
+    # What is computed again stops where nothing more is read: before the last product, unless dropout
+    # follows it.
+    assert model.ffn_dim is not None
+    last = 0 if model.dropout else 2 * model.ffn_dim * model.embed_dim * rows
+    products = 3 * matrices + (matrices // model.num_layers - last) * len(recomputed)
+    return StepWork(products + head * (4 if rows > rows_at_once(model.vocab_size) else 3), attention)
+
+
+def pairs_of(settings: TrainSettings) -> dict[Pattern, int]:
+    """Pairs of a batch under every pattern of a layer, over key/value heads."""
+    model = settings.model
+    assert model.num_kv_heads is not None
+    return {
+        pattern: settings.batch_size
+        * pattern.num_pairs(settings.context_length, num_kv_heads=model.num_kv_heads, is_causal=True)
+        for pattern in dict.fromkeys(model.different_patterns)
+    }
+
+
+def forward_work(settings: TrainSettings) -> StepWork:
+    """The same of a forward pass alone."""
+    flops, of_layer = longnet_flops(settings.model), pairs_of(settings)
+    rows = settings.batch_size * settings.context_length
+    return StepWork(flops.per_token * rows, sum(of_layer[pattern] for pattern in flops.patterns) * flops.per_pair)
+
+
+def shapes_of(model: LongNetConfig) -> list[tuple[int, int]]:
+    """Input and output widths of a block's matrices, and of the output matrix."""
+    assert model.num_kv_heads is not None
+    assert model.ffn_dim is not None
+    width, inner = model.embed_dim, model.ffn_dim
+    key_width = width // model.num_heads * model.num_kv_heads
+    first = 2 * inner if model.activation == "swiglu" else inner
+    return [(width, width + 2 * key_width), (width, width), (width, first), (inner, width), (width, model.vocab_size)]

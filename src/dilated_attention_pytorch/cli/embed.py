@@ -1,0 +1,109 @@
+"""The command ``dilated-attention embed``."""
+
+from __future__ import annotations
+
+import dataclasses
+import shlex
+import signal
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+
+import tyro
+
+from dilated_attention_pytorch.machine import require
+from dilated_attention_pytorch.slides.settings import EmbedSettings
+
+_SOME_FAILED = 1
+
+
+@dataclass(kw_only=True, slots=True)
+class Embed(EmbedSettings):
+    """Embed whole slides with GigaPath's slide encoder, on a CPU or any GPU, without flash-attn, timm or torchscale.
+
+    Slides are files of tile features, as TRIDENT, CLAM or GigaPath's own pipeline write them: HDF5 with the datasets
+    `features` [tiles, 1536] and `coords` [tiles, 2], or .pt dictionaries of the same. The checkpoint is
+    slide_encoder.pth of prov-gigapath/prov-gigapath on the Hugging Face hub, or the same weights in safetensors.
+
+        dilated-attention embed features_gigapath/ --checkpoint slide_encoder.pth --output embeddings/
+
+    CLAM's files do not record the tile size; for tiles of 256 pixels at level 0:
+
+        dilated-attention embed h5_files/ --checkpoint slide_encoder.pth --output embeddings/ --tile-size 256
+
+    The output folder gets one file per slide, written atomically, and _embed.json with the settings.
+    Running the same command again embeds what is missing, also after it was killed; a slide whose file changed is
+    embedded again. Unreadable files are reported and skipped. Exit code: 0 if every slide is
+    embedded, 1 if some were skipped, 2 if nothing could start, 130 after Ctrl-C.
+    """
+
+    slides: tyro.conf.Positional[tuple[Path, ...]]
+    """Files of tile features (.h5, .hdf5, .pt), or folders that contain them."""
+    checkpoint: Path
+    """Weights of the slide encoder: slide_encoder.pth, or a .safetensors file. No code in it is executed."""
+    output: Path
+    """Output folder: a new one, or that of an earlier run of the same command."""
+
+    def __post_init__(self) -> None:
+        EmbedSettings.__post_init__(self)
+        if not self.slides:
+            raise ValueError("slides must name at least one file or folder, got none")
+
+    def run_command(self) -> None:
+        """Embed missing slides and report skipped files.
+
+        Raises:
+            RunError: nothing could start.
+            SystemExit: with 1 if files were skipped, with 130 after Ctrl-C.
+        """
+        require("embedding slides", ("rich",), "slides")
+        from rich.console import Console
+        from rich.progress import (
+            BarColumn,
+            MofNCompleteColumn,
+            Progress,
+            TextColumn,
+            TimeElapsedColumn,
+            TimeRemainingColumn,
+        )
+
+        from dilated_attention_pytorch.slides import Embedder
+
+        console = Console() if sys.stdout.isatty() else Console(width=120)
+        errors = console if sys.stdout.isatty() and sys.stderr.isatty() else Console(stderr=True, soft_wrap=True)
+        settings = EmbedSettings(**{one.name: getattr(self, one.name) for one in dataclasses.fields(EmbedSettings)})
+        embedder = Embedder(self.slides, self.checkpoint, self.output, settings)
+        columns = (
+            TextColumn("{task.description}"),
+            BarColumn(),
+            MofNCompleteColumn(),
+            TimeElapsedColumn(),
+            TimeRemainingColumn(),
+        )
+        with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as progress:
+            bar = progress.add_task("embedding", total=len(embedder.paths))
+            try:
+                outcome = embedder.run(
+                    say=lambda sentence: console.print(sentence, highlight=False, soft_wrap=True),
+                    skip=lambda path, reason: errors.print(
+                        f"skipped {path}: {reason}", highlight=False, soft_wrap=True, markup=False
+                    ),
+                    advance=lambda slide: progress.update(bar, advance=1, description=slide),
+                )
+            except KeyboardInterrupt:
+                progress.stop()
+                print(
+                    f"\ndilated-attention: stopped; what is embedded is kept in {shlex.quote(str(self.output))}, and "
+                    "the same command goes on",
+                    file=sys.stderr,
+                )
+                raise SystemExit(128 + signal.SIGINT) from None
+        rate = f", {60 * outcome.embedded / outcome.seconds:,.1f} slides a minute" if outcome.embedded else ""
+        console.print(
+            f"{outcome.embedded:,} slides of {outcome.tiles:,} tiles embedded in {outcome.seconds:,.1f} s{rate}; "
+            f"{outcome.kept:,} were there, {len(outcome.failed):,} skipped; written: {self.output}",
+            highlight=False,
+            soft_wrap=True,
+        )
+        if outcome.failed:
+            raise SystemExit(_SOME_FAILED)

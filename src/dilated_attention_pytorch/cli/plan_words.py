@@ -1,0 +1,121 @@
+"""What ``dilated-attention plan`` says of a plan."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Any
+
+from dilated_attention_pytorch.memory import in_bytes
+
+if TYPE_CHECKING:
+    from dilated_attention_pytorch.capacity import Device, LargestModel, Mesh, RunPlan
+
+_UNITS = {"training": "a step", "forward": "a forward pass", "generation": "the generation"}
+
+
+def devices(device: Device, processes: int) -> str:
+    """Their number and name."""
+    return f"{processes} x {device.sheet.name}" if processes > 1 else device.sheet.name
+
+
+def print_plan(plan: RunPlan, device: Device, processes: int) -> None:
+    """Two tables, and sentences."""
+    from rich.console import Console
+    from rich.table import Table
+
+    from dilated_attention_pytorch.capacity.page import PARTS, SECONDS
+
+    console = Console()
+    unit = _UNITS[plan.purpose]
+    table = Table(f"memory of a process at the peak of {unit}", "", title=devices(device, processes))
+    table.title_justify = "left"
+    for name, words in PARTS.items():
+        if getattr(plan.footprint, name) or (plan.purpose == "training" and name != "cache"):
+            table.add_row(words, in_bytes(getattr(plan.footprint, name)))
+    table.add_section()
+    table.add_row("all", in_bytes(plan.footprint.total))
+    table.add_row("the device has", in_bytes(plan.memory_bytes))
+    console.print(table)
+    times = Table(f"seconds of {unit}{', at least' if plan.seconds.is_bound else ', predicted'}", "")
+    for name, words in SECONDS.items():
+        if getattr(plan.seconds, name):
+            times.add_row(words, f"{getattr(plan.seconds, name):.3g}")
+    times.add_section()
+    times.add_row("all", f"{plan.seconds.total:.3g}")
+    console.print(times)
+    for sentence in sentences(plan):
+        console.print(sentence, highlight=False, soft_wrap=True)
+
+
+def sentences(plan: RunPlan) -> Iterator[str]:
+    """What follows from the tables."""
+    left = plan.memory_bytes - plan.footprint.total
+    yield f"fits, with {in_bytes(left)} left" if plan.fits else f"does not fit: {in_bytes(-left)} are missing"
+    unit = _UNITS[plan.purpose]
+    yield (
+        f"{plan.tokens:,} {'new ' if plan.purpose == 'generation' else ''}tokens in {unit}, {plan.computed_flops:.4g} "
+        f"operations of matrix products, {plan.model_flops:.4g} of them counted for model FLOP utilisation"
+    )
+    if plan.seconds.is_bound:
+        yield (
+            f"bound from below: at the data sheet's rates {unit} takes {plan.seconds.total:.3g} s; none is faster, and "
+            "real ones reach a part of those rates"
+        )
+    yield f"what bounds it: {plan.bounded_by}"
+    rates, at_most = plan.rates, "at most " if plan.seconds.is_bound else ""
+    yield f"{at_most}{rates.tokens_per_second:,.4g} tokens a second, model FLOP utilisation {rates.utilisation:.1%}"
+    least = "at least " if plan.seconds.is_bound else ""
+    if rates.joules_per_token is not None:
+        yield f"at full power {least}{rates.joules_per_token:.3g} J a token"
+    if rates.price_per_million_tokens is not None:
+        yield f"{least}{rates.price_per_million_tokens:.3g} for a million tokens, at the price that was given"
+    for sent in plan.exchanges:
+        yield (
+            f"{in_bytes(sent.bytes)} of {sent.name} sent by the process that sends most, in about {sent.messages:,} "
+            "messages"
+        )
+
+
+def mesh_in_words(mesh: Mesh) -> str:
+    """Sizes, flags, whether it fits and how fast."""
+    number = mesh.data * mesh.context * mesh.tensor
+    verdict = "fits" if mesh.plan.fits else "does not fit"
+    return (
+        f"{number} = {mesh.data} data x {mesh.context} context x {mesh.tensor} tensor ({mesh.flags or 'no flags'}): "
+        f"{in_bytes(mesh.plan.footprint.total)} a process, {verdict}; "
+        f"{mesh.plan.rates.tokens_per_second:,.4g} tokens a second at most"
+    )
+
+
+def mesh_values(mesh: Mesh) -> dict[str, Any]:
+    """A mesh, as values that JSON holds."""
+    plan = mesh.plan
+    return {
+        "data": mesh.data,
+        "context": mesh.context,
+        "heads": mesh.heads,
+        "tensor": mesh.tensor,
+        "data_parallel": mesh.data_parallel,
+        "total_bytes": plan.footprint.total,
+        "fits": plan.fits,
+        "tokens_per_second": plan.rates.tokens_per_second,
+    }
+
+
+def model_in_words(largest: LargestModel | None) -> str:
+    """Sizes of a model."""
+    if largest is None:
+        return "not even one of one layer"
+    model = largest.model
+    return (
+        f"{model.num_parameters:,} weights ({model.num_layers} layers, width {model.embed_dim}, "
+        f"{model.num_heads} heads), {in_bytes(largest.plan.footprint.total)}"
+    )
+
+
+def solved_in_words(solved: dict[str, Any]) -> Iterator[str]:
+    """What was solved backwards, for the page."""
+    if "longest_context_length" in solved:
+        yield f"the longest text that fits: {solved['longest_context_length']:,} tokens"
+    for change in solved.get("changes", ()):
+        yield f"would help: {change['change']}: {change['bytes']:+,} bytes, {change['speed']:.2f} x tokens a second"

@@ -1,0 +1,259 @@
+"""Factory functions for attention modules by type name."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any, Literal, get_args
+
+import torch
+
+from dilated_attention_pytorch.nn import (
+    AdaptiveBlockAttention,
+    DilatedAttention,
+    DynamicDilatedAttention,
+    DynamicMultiheadDilatedAttention,
+    MultiheadDilatedAttention,
+    MultiheadPatternAttention,
+    PatternAttention,
+)
+from dilated_attention_pytorch.patterns import Pattern
+
+if TYPE_CHECKING:
+    from dilated_attention_pytorch.parallel import RingDilatedAttention, RingMultiheadDilatedAttention
+
+AttentionType = Literal["auto", "standard", "improved", "ring", "distributed", "block_sparse", "dynamic", "adaptive"]
+_WITHOUT_LENGTHS = {
+    "block_sparse": "a pattern",
+    "dynamic": "a selector_config",
+    "adaptive": "blocks_per_query and block_size",
+}
+_SPARSE_RING = (
+    "blocks over several ranks are parallel.attend(query, key, value, pattern, mesh=mesh), with a pattern such as "
+    "local_window(255) + strided_blocks(8, block_size=64)"
+)
+_NOT_HERE = {
+    "hilbert": "positions are not reordered here, as dilation counts them; "
+    '"ring" is exact attention over several ranks',
+    "improved_distributed": 'it is "distributed"',
+    "ring_distributed": 'it is "ring"; what is not attention (checkpoints, offload, monitoring) is the command '
+    "`dilated-attention train`",
+    "block_sparse_ring": _SPARSE_RING,
+    "block_sparse_ring_distributed": _SPARSE_RING,
+}
+"""Type names of the earlier package without a counterpart, with advice."""
+_INSTEAD_OF_PATTERN = ("variant", "sparsity_ratio", "pattern_type", "sparse_config", "block_size")
+
+
+def create_dilated_attention(
+    attention_type: AttentionType = "auto",
+    *,
+    segment_lengths: Sequence[int] | None = None,
+    dilation_rates: Sequence[int] | None = None,
+    use_tf32: bool | None = None,
+    **options: Any,
+) -> PatternAttention | AdaptiveBlockAttention:
+    """Create an attention module without projections.
+
+    Args:
+        attention_type: ``"auto"``, ``"standard"`` and ``"improved"`` are :class:`DilatedAttention`. ``"ring"`` is
+            :class:`parallel.RingDilatedAttention` and ``"distributed"`` :class:`parallel.DistributedDilatedAttention`,
+            whose inputs and outputs are this rank's rows. ``"block_sparse"`` is :class:`PatternAttention` and takes
+            ``pattern``. ``"dynamic"`` is :class:`DynamicDilatedAttention`, which chooses segments per input shape;
+            ``"adaptive"`` is :class:`AdaptiveBlockAttention`, which chooses blocks by content.
+        segment_lengths, dilation_rates: the pattern of the first five types; not allowed for the others.
+        use_tf32: enable or disable TF32 for float32 matrix products in the whole process
+            (``torch.set_float32_matmul_precision``); None = unchanged.
+        options: keywords of the class.
+
+    Raises:
+        ValueError: an unknown ``attention_type``; lengths or rates for a class without them, or none for one with them.
+        TypeError: an unknown option, or a missing required one.
+
+    >>> create_dilated_attention("auto", segment_lengths=[2048, 4096], dilation_rates=[1, 2])
+    DilatedAttention(segment_lengths=[2048, 4096], dilation_rates=[1, 2], dropout=0.0)
+    """
+    lengths = _check(attention_type, segment_lengths, dilation_rates)
+    set_tf32(use_tf32)
+    if lengths is not None:
+        return _with_lengths(attention_type)(*lengths, **options)
+    if attention_type == "block_sparse":
+        return PatternAttention(**options)
+    return AdaptiveBlockAttention(**options) if attention_type == "adaptive" else DynamicDilatedAttention(**options)
+
+
+def create_multihead_dilated_attention(
+    attention_type: AttentionType = "auto",
+    *,
+    embed_dim: int,
+    num_heads: int,
+    segment_lengths: Sequence[int] | None = None,
+    dilation_rates: Sequence[int] | None = None,
+    use_tf32: bool | None = None,
+    **options: Any,
+) -> MultiheadPatternAttention:
+    """Create a :class:`MultiheadDilatedAttention`; arguments and errors as in :func:`create_dilated_attention`.
+
+    ``"ring"`` is :class:`parallel.RingMultiheadDilatedAttention`, ``"block_sparse"``
+    :class:`MultiheadPatternAttention`, ``"dynamic"`` :class:`DynamicMultiheadDilatedAttention`; ``"distributed"`` and
+    ``"adaptive"`` have no variant with projections.
+
+    >>> attention = create_multihead_dilated_attention(
+    ...     embed_dim=64, num_heads=4, segment_lengths=[16, 64], dilation_rates=[1, 4]
+    ... )
+    >>> x = torch.randn(1, 100, 64)
+    >>> attention(x, x, x)[0].shape
+    torch.Size([1, 100, 64])
+    """
+    lengths = _check(attention_type, segment_lengths, dilation_rates)
+    if attention_type == "adaptive":
+        raise ValueError(
+            'attention_type="adaptive" has no module with projections: project query, key and value before, and call '
+            'the module of create_dilated_attention("adaptive", num_heads=..., head_dim=...)'
+        )
+    if attention_type == "distributed":
+        raise ValueError(
+            'attention_type="distributed" has no module with projections: attention_type="ring" has, and '
+            "`dilated-attention train --heads-parallel` splits heads"
+        )
+    set_tf32(use_tf32)
+    if lengths is not None and attention_type == "ring":
+        from dilated_attention_pytorch.parallel import RingMultiheadDilatedAttention
+
+        return RingMultiheadDilatedAttention(embed_dim, num_heads, *lengths, **options)
+    if lengths is not None:
+        return MultiheadDilatedAttention(embed_dim, num_heads, *lengths, **options)
+    if attention_type == "block_sparse":
+        return MultiheadPatternAttention(embed_dim, num_heads, **options)
+    return DynamicMultiheadDilatedAttention(embed_dim, num_heads, **options)
+
+
+def create_block_sparse_attention(
+    pattern: Pattern | None = None, *, embed_dim: int | None = None, num_heads: int | None = None, **options: Any
+) -> PatternAttention | MultiheadPatternAttention:
+    """Create a :class:`MultiheadPatternAttention`; without ``embed_dim``, ``num_heads`` a :class:`PatternAttention`.
+
+    Args:
+        pattern: block pattern, such as :func:`from_block_mask`, :func:`strided_blocks`, :func:`local_window` or a sum.
+        embed_dim, num_heads: sizes of the projections; both or none.
+        options: keywords of the class.
+
+    Raises:
+        TypeError: ``pattern`` is not a :class:`Pattern`, such as a ratio or a name of an earlier package; or only one
+            of ``embed_dim`` and ``num_heads`` is given.
+
+    >>> create_block_sparse_attention(local_window(127) + strided_blocks(8)).dropout
+    0.0
+    """
+    old = [f"{name}={value!r}" for name, value in options.items() if name in _INSTEAD_OF_PATTERN]
+    if not isinstance(pattern, Pattern) or old:
+        raise TypeError(
+            "pattern must be a pattern such as local_window(127) + global_tokens(64), strided_blocks(8, block_size=64) "
+            "or from_block_mask(mask, block_size), and nothing beside it: a ratio or a name does not say which keys a "
+            f"query sees, and packages that take one differ in what it means; got {', '.join([repr(pattern), *old])}"
+        )
+    if (embed_dim is None) != (num_heads is None):
+        raise TypeError(f"embed_dim and num_heads go together, got embed_dim={embed_dim} and num_heads={num_heads}")
+    if embed_dim is None or num_heads is None:
+        return PatternAttention(pattern, **options)
+    return MultiheadPatternAttention(embed_dim, num_heads, pattern, **options)
+
+
+def create_adaptive_sparse_attention(
+    *, num_heads: int, head_dim: int | None = None, embed_dim: int | None = None, **options: Any
+) -> AdaptiveBlockAttention:
+    """Create an :class:`AdaptiveBlockAttention`, which chooses blocks by content.
+
+    Args:
+        num_heads, head_dim: number of query heads and head dimension.
+        embed_dim: must be omitted: the module has no projections.
+        options: keywords of the class.
+
+    Raises:
+        TypeError: ``head_dim`` is missing, or ``embed_dim`` is given.
+
+    >>> create_adaptive_sparse_attention(num_heads=4, head_dim=16, blocks_per_query=4, block_size=32).block_size
+    32
+    """
+    if head_dim is None or embed_dim is not None:
+        raise TypeError(
+            "attention that chooses its blocks has no projections: project query, key and value before, and pass "
+            f"num_heads and head_dim, the width of one head; got head_dim={head_dim} and embed_dim={embed_dim}"
+        )
+    return AdaptiveBlockAttention(num_heads, head_dim, **options)
+
+
+def create_ring_attention(
+    implementation: Literal["auto", "standard", "distributed"] = "auto",
+    *,
+    segment_lengths: Sequence[int],
+    dilation_rates: Sequence[int],
+    embed_dim: int | None = None,
+    num_heads: int | None = None,
+    **options: Any,
+) -> RingDilatedAttention | RingMultiheadDilatedAttention:
+    """Create a :class:`parallel.RingDilatedAttention`; with sizes, a :class:`parallel.RingMultiheadDilatedAttention`.
+
+    Args:
+        implementation: all three names select the same ring.
+        segment_lengths, dilation_rates: the pattern.
+        embed_dim, num_heads: sizes of the projections; both or none.
+        options: keywords of the class.
+
+    Raises:
+        ValueError: an unknown ``implementation``.
+        TypeError: only one of ``embed_dim`` and ``num_heads`` is given.
+
+    >>> ring = create_ring_attention(segment_lengths=[16, 64], dilation_rates=[1, 4])
+    >>> q = k = v = torch.randn(1, 100, 4, 16)
+    >>> ring(q, k, v).shape
+    torch.Size([1, 100, 4, 16])
+    """
+    if implementation not in ("auto", "standard", "distributed"):
+        known = {"hilbert": _NOT_HERE["hilbert"], "block_sparse": _SPARSE_RING}
+        why = f": {known[implementation]}" if implementation in known else ""
+        raise ValueError(f'implementation must be "auto", "standard" or "distributed", got {implementation!r}{why}')
+    if (embed_dim is None) != (num_heads is None):
+        raise TypeError(f"embed_dim and num_heads go together, got embed_dim={embed_dim} and num_heads={num_heads}")
+    from dilated_attention_pytorch.parallel import RingDilatedAttention, RingMultiheadDilatedAttention
+
+    if embed_dim is None or num_heads is None:
+        return RingDilatedAttention(segment_lengths, dilation_rates, **options)
+    return RingMultiheadDilatedAttention(embed_dim, num_heads, segment_lengths, dilation_rates, **options)
+
+
+def set_tf32(use_tf32: bool | None) -> None:
+    """Enable (True) or disable (False) TF32 for float32 matrix products of this process; None = unchanged."""
+    if use_tf32 is not None:
+        torch.set_float32_matmul_precision("high" if use_tf32 else "highest")
+
+
+def _with_lengths(attention_type: str) -> type[DilatedAttention]:
+    """The class of a type with lengths and rates; distributed classes are imported on demand."""
+    if attention_type not in ("ring", "distributed"):
+        return DilatedAttention
+    from dilated_attention_pytorch.parallel import DistributedDilatedAttention, RingDilatedAttention
+
+    return RingDilatedAttention if attention_type == "ring" else DistributedDilatedAttention
+
+
+def _check(
+    attention_type: str, segment_lengths: Sequence[int] | None, dilation_rates: Sequence[int] | None
+) -> tuple[Sequence[int], Sequence[int]] | None:
+    """The validated lengths and rates; None for a class without them."""
+    if attention_type not in get_args(AttentionType):
+        known = ", ".join(map(repr, get_args(AttentionType)))
+        why = f": {_NOT_HERE[attention_type]}" if attention_type in _NOT_HERE else ""
+        raise ValueError(f"attention_type must be one of {known}, got {attention_type!r}{why}")
+    if attention_type in _WITHOUT_LENGTHS:
+        if segment_lengths is not None or dilation_rates is not None:
+            raise ValueError(
+                f"attention_type={attention_type!r} has {_WITHOUT_LENGTHS[attention_type]} instead of segment_lengths "
+                f"and dilation_rates: leave these out, got {segment_lengths} and {dilation_rates}"
+            )
+        return None
+    if segment_lengths is None or dilation_rates is None:
+        raise ValueError(
+            f"attention_type={attention_type!r} needs segment_lengths and dilation_rates, got {segment_lengths} and "
+            f'{dilation_rates}; attention_type="dynamic" chooses them'
+        )
+    return segment_lengths, dilation_rates

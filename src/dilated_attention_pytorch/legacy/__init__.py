@@ -1,0 +1,89 @@
+"""Modules and names of earlier packages: what is here imports with a warning, the rest says what to use."""
+
+from __future__ import annotations
+
+import importlib
+import importlib.machinery
+import importlib.util
+import sys
+import warnings
+from collections.abc import Sequence
+from importlib.abc import Loader, MetaPathFinder
+from types import ModuleType
+from typing import Any
+
+from . import table
+
+_PACKAGE = __name__.partition(".")[0]
+
+
+def look_up(module: str, name: str) -> Any:
+    """The object that an old name stands for, with a DeprecationWarning that names today's.
+
+    Args:
+        module: where the name is asked for, within this package; empty for its top level.
+        name: the old name.
+
+    Raises:
+        ImportError: the table says that there is no such thing here, and what to use.
+        AttributeError: the table has no such name.
+    """
+    if name.startswith("__"):  # what tools ask every module for
+        raise AttributeError(f"module {_path(module)!r} has no attribute {name!r}")
+    answer = table.answer(module, name)
+    if answer is None:
+        raise AttributeError(f"module {_path(module)!r} has no attribute {name!r}")
+    old = f"{_path(module)}.{name}"
+    if isinstance(answer, str):
+        # Not an AttributeError: an import statement would replace its words.
+        raise ImportError(f"{old} is not here: {answer}", name=old)
+    # The line that imports the old name: this function, the module's __getattr__, importlib's own frames.
+    warnings.warn(f"{old} is the old name; {answer.instead}", DeprecationWarning, stacklevel=3)
+    return getattr(importlib.import_module(_path(answer.home)), answer.name)
+
+
+def install() -> None:
+    """Make the modules of the table importable: a finder that is asked last, for what no other finder has."""
+    finder = _Finder()
+    sys.meta_path.append(finder)
+    # Importing a submodule binds it in its package, where `dilated_attention` is a function: this one is there already.
+    name = _path("dilated_attention")
+    sys.modules[name] = importlib.util.module_from_spec(importlib.machinery.ModuleSpec(name, finder))
+
+
+def _path(module: str) -> str:
+    return f"{_PACKAGE}.{module}" if module else _PACKAGE
+
+
+class _OldModule(ModuleType):
+    """A module that is no file: its names come from the table."""
+
+    def __getattr__(self, name: str) -> Any:
+        return look_up(self.__name__.removeprefix(_PACKAGE + "."), name)
+
+
+class _Finder(MetaPathFinder, Loader):
+    """Finds the modules of the table and makes them, or raises what it says of them when they are imported."""
+
+    def find_spec(
+        self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
+    ) -> importlib.machinery.ModuleSpec | None:
+        """The spec of an old module; None for all others."""
+        package, _, module = fullname.partition(".")
+        if package != _PACKAGE or not module or table.module(module) is None:
+            return None
+        return importlib.machinery.ModuleSpec(fullname, self, is_package=table.has_submodules(module))
+
+    def create_module(self, spec: importlib.machinery.ModuleSpec) -> ModuleType:
+        """An empty module."""
+        return _OldModule(spec.name)
+
+    def exec_module(self, module: ModuleType) -> None:
+        """Names are looked up when they are asked for.
+
+        Raises:
+            ModuleNotFoundError: nothing of the module is here, and why.
+        """
+        sentence = table.module(module.__name__.removeprefix(_PACKAGE + "."))
+        if sentence:
+            raise ModuleNotFoundError(f"{module.__name__} is not here: {sentence}", name=module.__name__)

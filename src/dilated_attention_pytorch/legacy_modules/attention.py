@@ -1,0 +1,146 @@
+"""Attention modules of earlier packages whose signatures differ from the current ones."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch.distributed.device_mesh import DeviceMesh
+
+from dilated_attention_pytorch.core.factories import set_tf32
+from dilated_attention_pytorch.nn import DilatedAttention, MultiheadDilatedAttention
+from dilated_attention_pytorch.parallel import RingMultiheadDilatedAttention
+
+
+class ImprovedDilatedAttention(DilatedAttention):
+    """:class:`DilatedAttention` with the old keyword ``use_tf32``, see :func:`create_dilated_attention`."""
+
+    def __init__(self, *args: Any, use_tf32: bool | None = None, **options: Any) -> None:
+        super().__init__(*args, **options)
+        set_tf32(use_tf32)
+
+
+class ImprovedMultiheadDilatedAttention(MultiheadDilatedAttention):
+    """:class:`MultiheadDilatedAttention` with the old keyword ``use_tf32``, see :func:`create_dilated_attention`."""
+
+    def __init__(self, *args: Any, use_tf32: bool | None = None, **options: Any) -> None:
+        super().__init__(*args, **options)
+        set_tf32(use_tf32)
+
+
+_TRAIN = "`dilated-attention train"
+_OFFLOAD = f"{_TRAIN} --data-parallel zero3 --offload parameters`"
+_OF_TRAINING: Mapping[str, str] = {
+    "data_parallel": f"torch.nn.parallel.DistributedDataParallel around the model, or {_TRAIN} --data-parallel ddp`",
+    "use_deepspeed": f"{_TRAIN} --data-parallel zero3`",
+    "zero_stage": f"{_TRAIN} --data-parallel zero3` (zero1, zero2)",
+    "cpu_offload": _OFFLOAD,
+    "nvme_offload": f"{_TRAIN} --data-parallel zero3 --offload nvme --offload-folder FOLDER`",
+    "use_8bit_optimizer": f"{_TRAIN} --optimizer adamw-8bit`",
+    "use_gradient_compression": "torch.distributed.algorithms.ddp_comm_hooks on the model",
+    "use_checkpointing": "LongNetLM.gradient_checkpointing_enable(), or torch.utils.checkpoint around a block",
+    "activation_checkpointing": "LongNetLM.gradient_checkpointing_enable(), or torch.utils.checkpoint around a block",
+    "communication_backend": "torch.distributed.init_process_group(backend) before the first call",
+    "bucket_size": "bucket_cap_mb of torch.nn.parallel.DistributedDataParallel",
+    "enable_fault_tolerance": f"{_TRAIN} --resume auto`, started by torchrun --max-restarts",
+    "checkpoint_interval": f"{_TRAIN} --save-steps N`",
+    "auto_resume": f"{_TRAIN} --resume auto`",
+    "enable_monitoring": f"{_TRAIN} --track tensorboard wandb`",
+    "profile_memory": "`dilated-attention profile`",
+    "log_level": "logging.basicConfig(level=...)",
+    "use_flash_attention": "nothing: impl= picks the kernels",
+    "block_size": "nothing: a rank sends its rows at once, and kernels choose their tiles",
+}
+"""Options of the old class that an attention module does not implement, with the replacement."""
+
+
+class RingAdvancedDistributedDilatedAttention(RingMultiheadDilatedAttention):
+    """:class:`parallel.RingMultiheadDilatedAttention` with the options of an earlier package.
+
+    Attention options are implemented. Options of a training run (data parallelism, DeepSpeed, checkpoints,
+    restarts, monitoring) do not belong to a module and raise with their replacement.
+
+    Args:
+        embed_dim, num_heads, segment_lengths, dilation_rates, dropout, bias, ring_size, mesh, device, dtype: as of the
+            current class.
+        layer_norm, layer_norm_eps, gamma_init: now ``sub_layernorm``, ``layernorm_eps`` and ``gain``.
+        sequence_parallel: shard rows; must be True.
+        model_parallel: also split heads, along the second axis of ``mesh``, which must have two.
+        overlap_communication: overlap communication with computation; must be True, as it always does.
+        use_tf32: see :func:`create_dilated_attention`.
+        compile_model: call the module's ``compile()``.
+        of_training: any other option of the old class. None and False are ignored.
+
+    Raises:
+        ValueError: options that a module does not implement; lists all of them with their replacements.
+        TypeError: an option that the old class does not have.
+    """
+
+    def __init__(
+        self,
+        embed_dim: int,
+        num_heads: int,
+        segment_lengths: Sequence[int],
+        dilation_rates: Sequence[int],
+        dropout: float = 0.0,
+        bias: bool = True,
+        layer_norm: bool = True,
+        layer_norm_eps: float = 1e-5,
+        gamma_init: float = 1.0,
+        *,
+        ring_size: int | None = None,
+        mesh: DeviceMesh | None = None,
+        model_parallel: bool = False,
+        sequence_parallel: bool = True,
+        overlap_communication: bool = True,
+        use_tf32: bool | None = None,
+        compile_model: bool = False,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+        **of_training: Any,
+    ) -> None:
+        asked = _asked(type(self).__name__, of_training)
+        if model_parallel and (mesh is None or mesh.ndim != 2):
+            asked.append(
+                "model_parallel=True: mesh=init_device_mesh(device, (ring, heads)), whose second axis it splits"
+            )
+        if not sequence_parallel:
+            asked.append("sequence_parallel=False: parallel.HeadParallelDilatedAttention splits heads alone")
+        if not overlap_communication:
+            asked.append("overlap_communication=False: leave it out, as the result is the same")
+        if asked:
+            raise ValueError(
+                f"{type(self).__name__} is attention alone; leave out what the model, the run or the mesh carries out, "
+                "and write instead:\n  " + "\n  ".join(asked)
+            )
+        super().__init__(
+            embed_dim,
+            num_heads,
+            segment_lengths,
+            dilation_rates,
+            dropout,
+            bias=bias,
+            sub_layernorm=layer_norm,
+            layernorm_eps=layer_norm_eps,
+            gain=gamma_init,
+            ring_size=ring_size,
+            mesh=mesh,
+            device=device,
+            dtype=dtype,
+        )
+        set_tf32(use_tf32)
+        if compile_model:
+            self.compile()
+
+
+def _asked(name: str, options: Mapping[str, Any]) -> list[str]:
+    """One line per option that is set, with its replacement."""
+    unknown = [option for option in options if option not in _OF_TRAINING]
+    if unknown:
+        raise TypeError(f"{name} has no option {', '.join(unknown)}")
+    return [
+        f"{option}={value!r}: {_OF_TRAINING[option]}"
+        for option, value in options.items()
+        if value is not None and value is not False
+    ]

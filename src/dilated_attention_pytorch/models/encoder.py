@@ -1,0 +1,200 @@
+"""The bidirectional LongNet encoder."""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from dilated_attention_pytorch.ops import attend
+from dilated_attention_pytorch.patterns import Pattern
+
+from .blocks import Block, LayerAttention
+from .config import LongNetConfig
+from .longnet import document_positions
+from .padding import Run, attend_runs, check_rows_are_real, positions_of, real_runs
+from .rotary import rotary
+
+
+class LongNetEncoder(nn.Module):
+    """Bidirectional encoder: embedding, L blocks with attention under a pattern, LayerNorm.
+
+    The blocks of :class:`LongNetLM` (LongNet, arXiv 2307.02486, with MAGNETO's sub-LayerNorms, arXiv 2210.06423)
+    without the causal mask: a position attends to all keys of its layer's pattern, before and after it.
+
+    Args:
+        config: sizes and options; ``vocab_size`` is that of the embedding. There is no output matrix, so
+            ``tie_embeddings`` must stay True.
+        has_embedding: whether there is a token embedding; without it the encoder takes only ``inputs_embeds``.
+        gain: Xavier gain of MAGNETO's matrices; None = ``sqrt(log(2 L))`` for an encoder-only model.
+        device, dtype: of the parameters.
+
+    Raises:
+        ValueError: ``tie_embeddings`` is False.
+        NotImplementedError: the configuration enables ``shifted_keys``.
+
+    >>> from dilated_attention_pytorch.models import LongNetConfig, LongNetEncoder
+    >>> encoder = LongNetEncoder(LongNetConfig(
+    ...     embed_dim=32, num_layers=2, num_heads=4, segment_lengths=[16, 64], dilation_rates=[1, 4]
+    ... ))
+    >>> encoder(torch.randint(256, (2, 100))).shape
+    torch.Size([2, 100, 32])
+    """
+
+    def __init__(
+        self,
+        config: LongNetConfig,
+        *,
+        has_embedding: bool = True,
+        gain: float | None = None,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        super().__init__()
+        if not config.tie_embeddings:
+            raise ValueError("an encoder has no output matrix: leave tie_embeddings at True, got False")
+        check_keys(config)
+        self.config = config
+        self.patterns: tuple[Pattern, ...] = tuple(config.pattern(layer) for layer in range(config.num_layers))
+        self.embedding = None
+        if has_embedding:
+            self.embedding = nn.Embedding(config.vocab_size, config.embed_dim, device=device, dtype=dtype)
+            nn.init.normal_(self.embedding.weight, std=1.0 / math.sqrt(config.embed_dim))
+        self.dropout = nn.Dropout(config.dropout)
+        self.blocks = nn.ModuleList(
+            Block(config, layer, gain=gain, device=device, dtype=dtype) for layer in range(config.num_layers)
+        )
+        self.layernorm = nn.LayerNorm(config.embed_dim, eps=config.layernorm_eps, device=device, dtype=dtype)
+
+    def forward(
+        self,
+        input_ids: Tensor | None = None,
+        *,
+        inputs_embeds: Tensor | None = None,
+        attention_mask: Tensor | None = None,
+        cu_seqlens: Tensor | None = None,
+    ) -> Tensor:
+        """The output of the last block after the final LayerNorm.
+
+        Args:
+            input_ids: integer ``[B, N]``, or None with ``inputs_embeds``.
+            inputs_embeds: ``[B, N, E]`` instead of token embeddings, used as they are; token embeddings are
+                multiplied by ``sqrt(E)``.
+            attention_mask: ``[B, N]``, 1 = real. The ones of a row must be contiguous: padding before, after, or both.
+                Positions count from a row's first real token, so a padded row gives the same result as it does alone.
+            cu_seqlens: int32 ``[documents + 1]`` boundaries of packed documents, see :func:`attend`.
+
+        Returns:
+            hidden states ``[B, N, E]``, 0 at padding.
+
+        Raises:
+            TypeError, ValueError: arguments of the wrong type or shape, both or neither of tokens and embeddings, or a
+                row without real tokens.
+            NotImplementedError: a mask with holes, or padding together with packed documents.
+        """
+        x = self._embedded(input_ids, inputs_embeds)
+        rows = x.shape[1]
+        runs = runs_of(attention_mask, x.shape[:2], "attention_mask")
+        if runs is not None and cu_seqlens is not None:
+            raise NotImplementedError(
+                "attention_mask and cu_seqlens exclude each other: packed documents have no padding; pass one of them"
+            )
+        if runs is None:
+            positions = document_positions(rows, cu_seqlens, x.device)
+        else:
+            positions = positions_of(runs, rows, [0] * len(runs), x.device)
+        turn = rotary(positions, self.config.embed_dim // self.config.num_heads, self.config.rope_theta, x.dtype)
+        attend_layer: LayerAttention = functools.partial(self._attend, runs, cu_seqlens)
+        x = self.dropout(x)
+        for layer, block in enumerate(self.blocks):
+            x = through(block, self.config.is_recomputed(layer) and self._recomputes, x, turn, attend_layer)
+        x = self.layernorm(x)
+        if runs is None:
+            return x
+        return x.masked_fill(~attention_mask.bool().unsqueeze(-1), 0.0)  # type: ignore[union-attr]
+
+    @property
+    def _recomputes(self) -> bool:
+        return self.config.gradient_checkpointing and self.training and torch.is_grad_enabled()
+
+    def _embedded(self, input_ids: Tensor | None, inputs_embeds: Tensor | None) -> Tensor:
+        if (input_ids is None) == (inputs_embeds is None):
+            raise ValueError(
+                "pass either input_ids [batch, sequence] or inputs_embeds [batch, sequence, E]: got "
+                f"{'neither' if input_ids is None else 'both'}"
+            )
+        if inputs_embeds is not None:
+            width = self.config.embed_dim
+            if inputs_embeds.dim() != 3 or inputs_embeds.shape[-1] != width:
+                raise ValueError(
+                    f"inputs_embeds must be [batch, sequence, {width}], got shape {tuple(inputs_embeds.shape)}"
+                )
+            return inputs_embeds
+        assert input_ids is not None
+        if self.embedding is None:
+            raise ValueError(
+                "this encoder was made without a token embedding (has_embedding=False): pass inputs_embeds, got "
+                "input_ids"
+            )
+        check_ids("input_ids", input_ids)
+        return self.embedding(input_ids) * math.sqrt(self.config.embed_dim)
+
+    def _attend(
+        self,
+        runs: Sequence[Run] | None,
+        cu_seqlens: Tensor | None,
+        layer: int,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        dropout_p: float,
+    ) -> Tensor:
+        attend_rows = functools.partial(
+            attend, pattern=self.patterns[layer], cu_seqlens=cu_seqlens, dropout_p=dropout_p
+        )
+        if runs is None:
+            return attend_rows(query, key, value)
+        return attend_runs(attend_rows, query, key, value, runs, runs)
+
+
+def check_keys(config: LongNetConfig) -> None:
+    """Raise NotImplementedError if ``shifted_keys`` is set; only causal language models support it."""
+    if config.shifted_keys:
+        raise NotImplementedError(
+            "shifted_keys is supported by the causal LongNetLM only: leave it at False in an encoder and in a "
+            "decoder that attends to one, got True"
+        )
+
+
+def check_ids(name: str, ids: Tensor) -> None:
+    """Raise ValueError unless ``ids`` is an integer tensor ``[batch, sequence]`` of token ids."""
+    if ids.dim() != 2 or ids.dtype not in (torch.int64, torch.int32):
+        raise ValueError(
+            f"{name} must be an int64 or int32 tensor [batch, sequence] of token numbers, got {ids.dtype} of shape "
+            f"{tuple(ids.shape)}"
+        )
+
+
+def runs_of(mask: Tensor | None, shape: Sequence[int], name: str) -> list[Run] | None:
+    """The column range of real tokens of every row; None if all tokens are real.
+
+    Raises:
+        NotImplementedError: the mask has holes.
+        ValueError: the mask has the wrong shape, or a row has no real token.
+    """
+    if mask is None:
+        return None
+    if tuple(mask.shape) != tuple(shape):
+        raise ValueError(f"{name} must have the shape {tuple(shape)} of what it masks, got {tuple(mask.shape)}")
+    runs = real_runs(mask)
+    check_rows_are_real(runs, name)
+    return None if all(run == (0, shape[1]) for run in runs) else runs
+
+
+def through(block: nn.Module, is_recomputed: bool, *operands: object) -> Tensor:
+    """The output of a block, with gradient checkpointing if ``is_recomputed``."""
+    return checkpoint(block, *operands, use_reentrant=False) if is_recomputed else block(*operands)

@@ -1,0 +1,218 @@
+"""The LongNet encoder-decoder with cross attention."""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Callable
+
+import torch
+from torch import Tensor, nn
+
+from dilated_attention_pytorch.nn import MultiheadPatternAttention
+from dilated_attention_pytorch.nn.product import Product
+from dilated_attention_pytorch.ops import attend
+from dilated_attention_pytorch.patterns import DilatedPattern, Pattern
+
+from .blocks import Block, LayerAttention, magneto_gains
+from .config import LongNetConfig
+from .encoder import LongNetEncoder, check_ids, check_keys, runs_of, through
+from .padding import attend_runs, positions_of
+from .rotary import Rotary, rotary
+
+ALL_TO_ALL = DilatedPattern([1 << 30], [1])
+"""Dense attention: one segment longer than any sequence."""
+
+CrossAttention = Callable[[Tensor, Tensor, Tensor, float], Tensor]
+"""Maps query ``[B, N, H, D]``, key and value ``[B, M, G, D]`` and a dropout probability to ``[B, N, H, D]``."""
+
+
+class DecoderBlock(Block):
+    """A block with cross attention ``x + cross_attention(norm(x), states)`` between its two halves."""
+
+    def __init__(
+        self,
+        config: LongNetConfig,
+        layer: int,
+        states_dim: int,
+        pattern: Pattern,
+        *,
+        gain: float,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        super().__init__(config, layer, gain=gain, device=device, dtype=dtype)
+        self.cross_attention_layernorm = nn.LayerNorm(
+            config.embed_dim, eps=config.layernorm_eps, device=device, dtype=dtype
+        )
+        self.cross_attention = MultiheadPatternAttention(
+            config.embed_dim,
+            config.num_heads,
+            pattern,
+            config.attention_dropout,
+            bias=False,
+            kdim=states_dim,
+            vdim=states_dim,
+            num_kv_heads=config.num_kv_heads,
+            sub_layernorm=True,
+            layernorm_eps=config.layernorm_eps,
+            gain=gain,
+            device=device,
+            dtype=dtype,
+        )
+
+    def forward(  # type: ignore[override]
+        self, x: Tensor, turn: Rotary, attend: LayerAttention, states: Tensor, cross: CrossAttention
+    ) -> Tensor:
+        """``[B, N, E]`` to ``[B, N, E]``, given the states ``[B, M, states_dim]``."""
+        x = self.attend_to_itself(x, turn, attend)
+        normed = self.cross_attention_layernorm(x)
+        dropout_p = self.cross_attention.attention.dropout if self.training else 0.0
+        heads = cross(*self.cross_attention.project_in(normed, states, states), dropout_p)
+        x = x + self.dropout(self.cross_attention.project_out(heads))
+        return self.feed(x)
+
+
+class LongNetEncoderDecoder(nn.Module):
+    """Encoder-decoder: a :class:`LongNetEncoder`, and a causal decoder with cross attention to the encoder's states.
+
+    A decoder block is ``x + attention(norm(x))``, causal under its layer's pattern, then
+    ``x + cross_attention(norm(x), states)``, then ``x + feed_forward(norm(x))``. All attention is exact under its
+    pattern. Cross attention is dense by default: every target position attends to every source position, without
+    materialising the N x M scores.
+
+    Args:
+        encoder: configuration of the encoder; its width may differ from the decoder's.
+        decoder: configuration of the decoder; ``vocab_size`` is that of the logits.
+        cross_pattern: pattern of the cross attention in absolute positions, for source and target that are aligned;
+            dense by default. Cross attention uses no rotary positions.
+        device, dtype: of the parameters.
+
+    Raises:
+        NotImplementedError, ValueError: see :class:`LongNetEncoder`.
+
+    >>> from dilated_attention_pytorch.models import LongNetConfig, LongNetEncoderDecoder
+    >>> config = LongNetConfig(
+    ...     embed_dim=32, num_layers=2, num_heads=4, segment_lengths=[16, 64], dilation_rates=[1, 4]
+    ... )
+    >>> model = LongNetEncoderDecoder(config, config)
+    >>> model(torch.randint(256, (2, 100)), torch.randint(256, (2, 7))).shape
+    torch.Size([2, 7, 256])
+    """
+
+    def __init__(
+        self,
+        encoder: LongNetConfig,
+        decoder: LongNetConfig,
+        *,
+        cross_pattern: Pattern = ALL_TO_ALL,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        super().__init__()
+        check_keys(decoder)
+        gains = magneto_gains(encoder.num_layers, decoder.num_layers)
+        self.config = decoder
+        self.cross_pattern = cross_pattern
+        self.patterns: tuple[Pattern, ...] = tuple(decoder.pattern(layer) for layer in range(decoder.num_layers))
+        self.encoder = LongNetEncoder(encoder, gain=gains.encoder, device=device, dtype=dtype)
+        self.embedding = nn.Embedding(decoder.vocab_size, decoder.embed_dim, device=device, dtype=dtype)
+        self.dropout = nn.Dropout(decoder.dropout)
+        self.blocks = nn.ModuleList(
+            DecoderBlock(
+                decoder, layer, encoder.embed_dim, cross_pattern, gain=gains.decoder, device=device, dtype=dtype
+            )
+            for layer in range(decoder.num_layers)
+        )
+        self.layernorm = nn.LayerNorm(decoder.embed_dim, eps=decoder.layernorm_eps, device=device, dtype=dtype)
+        self.head = None
+        if not decoder.tie_embeddings:
+            self.head = nn.Linear(decoder.embed_dim, decoder.vocab_size, bias=False, device=device, dtype=dtype)
+        self.out_proj = Product()
+        for table in (self.embedding, self.head):
+            if table is not None:
+                nn.init.normal_(table.weight, std=1.0 / math.sqrt(decoder.embed_dim))
+
+    def forward(
+        self,
+        input_ids: Tensor,
+        decoder_input_ids: Tensor,
+        *,
+        attention_mask: Tensor | None = None,
+        decoder_attention_mask: Tensor | None = None,
+    ) -> Tensor:
+        """Logits of the next token at each target position: encode the source, then :meth:`decode`.
+
+        Args:
+            input_ids: the source, integer ``[B, M]``.
+            decoder_input_ids: the target, integer ``[B, N]``; the loss must shift it by one against the logits.
+            attention_mask: ``[B, M]``, 1 = real, as of :meth:`LongNetEncoder.forward`.
+            decoder_attention_mask: ``[B, N]``, the same for the target. Logits at padding are meaningless.
+
+        Returns:
+            logits ``[B, N, V]``.
+
+        Raises:
+            TypeError, ValueError: arguments of the wrong type or shape.
+            NotImplementedError: a mask with holes.
+        """
+        states = self.encoder(input_ids, attention_mask=attention_mask)
+        return self.decode(
+            decoder_input_ids, states, attention_mask=attention_mask, decoder_attention_mask=decoder_attention_mask
+        )
+
+    def decode(
+        self,
+        decoder_input_ids: Tensor,
+        states: Tensor,
+        *,
+        attention_mask: Tensor | None = None,
+        decoder_attention_mask: Tensor | None = None,
+    ) -> Tensor:
+        """Logits ``[B, N, V]`` given encoder states ``[B, M, E]``, for a source that is encoded once.
+
+        Args:
+            decoder_input_ids, attention_mask, decoder_attention_mask: see :meth:`forward`.
+            states: output of the encoder, or other states of that width.
+
+        Raises:
+            TypeError, ValueError: arguments of the wrong type or shape.
+            NotImplementedError: a mask with holes.
+        """
+        check_ids("decoder_input_ids", decoder_input_ids)
+        width = self.encoder.config.embed_dim
+        if states.dim() != 3 or states.shape[0] != decoder_input_ids.shape[0] or states.shape[-1] != width:
+            raise ValueError(
+                f"states must be [{decoder_input_ids.shape[0]}, source, {width}], one sequence for every row of "
+                f"decoder_input_ids, got shape {tuple(states.shape)}"
+            )
+        batch, rows = decoder_input_ids.shape
+        sources = runs_of(attention_mask, states.shape[:2], "attention_mask")
+        targets = runs_of(decoder_attention_mask, decoder_input_ids.shape, "decoder_attention_mask")
+        positions = torch.arange(rows, device=states.device)
+        if targets is not None:
+            positions = positions_of(targets, rows, [0] * batch, states.device)
+        # Without padding, every row is one run of all its tokens.
+        of_targets = targets or [(0, rows)] * batch
+        of_sources = sources or [(0, states.shape[1])] * batch
+
+        def attend_layer(layer: int, query: Tensor, key: Tensor, value: Tensor, dropout_p: float) -> Tensor:
+            causal = functools.partial(attend, pattern=self.patterns[layer], is_causal=True, dropout_p=dropout_p)
+            if targets is None:
+                return causal(query, key, value)
+            return attend_runs(causal, query, key, value, of_targets, of_targets)
+
+        def cross(query: Tensor, key: Tensor, value: Tensor, dropout_p: float) -> Tensor:
+            across = functools.partial(attend, pattern=self.cross_pattern, dropout_p=dropout_p)
+            if targets is None and sources is None:
+                return across(query, key, value)
+            return attend_runs(across, query, key, value, of_targets, of_sources)
+
+        config = self.config
+        x = self.dropout(self.embedding(decoder_input_ids) * math.sqrt(config.embed_dim))
+        turn = rotary(positions, config.embed_dim // config.num_heads, config.rope_theta, x.dtype)
+        recomputes = config.gradient_checkpointing and self.training and torch.is_grad_enabled()
+        for layer, block in enumerate(self.blocks):
+            x = through(block, recomputes and config.is_recomputed(layer), x, turn, attend_layer, states, cross)
+        table = self.embedding.weight if self.head is None else self.head.weight
+        return self.out_proj(self.layernorm(x), table, None)

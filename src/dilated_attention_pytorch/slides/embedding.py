@@ -1,0 +1,258 @@
+"""Batch embedding of slides: existing embeddings are kept, broken files are reported and skipped."""
+
+from __future__ import annotations
+
+import hashlib
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from dilated_attention_pytorch.errors import RunError
+from dilated_attention_pytorch.machine import require, set_threads
+from dilated_attention_pytorch.memory import in_bytes
+from dilated_attention_pytorch.models import (
+    SlideEmbeddings,
+    SlideEncoder,
+    SlideEncoderConfig,
+    load_slide_encoder,
+    pack_slides,
+    tile_grid,
+)
+from dilated_attention_pytorch.training.autocast import autocast
+from dilated_attention_pytorch.training.preflight import choose_device
+
+from .files import find_slides, read_slide
+from .memory import TileLimits, measure_limits
+from .settings import EmbedSettings
+from .store import Source, Store
+
+PACKAGES: Mapping[str, Sequence[str]] = {"h5": ("h5py",), "parquet": ("h5py", "pyarrow")}
+"""Packages that each output format needs; slide files themselves are HDF5."""
+
+
+class Tiles(NamedTuple):
+    """A slide as input of the encoder."""
+
+    source: Source
+    path: Path
+    features: Tensor
+    """``[N, C]``."""
+    grid: Tensor
+    """Grid positions ``[N, 2]``, in tiles."""
+
+
+@dataclass(kw_only=True, slots=True)
+class Outcome:
+    """Result of a run."""
+
+    kept: int = 0
+    """Slides whose embeddings existed."""
+    embedded: int = 0
+    """Slides embedded in this run."""
+    tiles: int = 0
+    """Number of their tiles."""
+    seconds: float = 0.0
+    """Seconds of reading, computing and writing them."""
+    failed: dict[Path, str] = field(default_factory=dict)
+    """Skipped files and the reasons."""
+
+
+class Embedder:
+    """An encoder and an output folder for its embeddings.
+
+    All settings are validated on construction; nothing is written before :meth:`run`.
+
+    Args:
+        slides: files of tile features, or folders of them; see :func:`find_slides`.
+        checkpoint: weights of the encoder; see :func:`load_slide_encoder`.
+        output: folder of the embeddings. Embeddings of an earlier run with the same settings are kept.
+        settings: all other options.
+
+    Raises:
+        RunError: an input is missing or invalid, or the output cannot be written. The message says what to do.
+    """
+
+    def __init__(self, slides: Sequence[Path], checkpoint: Path, output: Path, settings: EmbedSettings) -> None:
+        require("embedding slides", PACKAGES[settings.format], "slides")
+        self.settings = settings
+        self.device = torch.device(choose_device(settings.device))
+        set_threads(settings.threads)
+        self.paths = find_slides(slides)
+        self.encoder = _load(checkpoint, settings).to(self.device)
+        self.made_with = settings.of_result(checkpoint, _digest(checkpoint))
+        self.store = Store(output, settings.format)
+        self.store.check(self.made_with)
+
+    def run(
+        self,
+        *,
+        say: Callable[[str], None] = lambda sentence: None,
+        skip: Callable[[Path, str], None] = lambda path, reason: None,
+        advance: Callable[[str], None] = lambda slide: None,
+    ) -> Outcome:
+        """Embed every slide that has no embedding yet.
+
+        Args:
+            say: called with messages before the run.
+            skip: called with each skipped file and the reason.
+            advance: called with the name of every slide that is embedded, skipped or already present.
+        """
+        outcome, begun = Outcome(), time.monotonic()
+        self.store.begin(self.made_with)
+        left: list[tuple[Source, Path]] = []
+        for name, path in self.paths.items():
+            source = Source.of(name, path)
+            if self.store.holds(source):
+                outcome.kept += 1
+                advance(name)
+            else:
+                left.append((source, path))
+        if outcome.kept:
+            say(f"{outcome.kept:,} of {len(self.paths):,} slides were embedded before")
+        if not left:
+            return outcome
+
+        def fail(path: Path, reason: str) -> None:
+            outcome.failed[path] = reason
+            skip(path, reason)
+            advance(path.stem)
+
+        for batch in self._batches(left, say, fail):
+            for slide, embeddings in self._embed(batch, fail):
+                self.store.write(slide.source, len(slide.features), embeddings)
+                outcome.embedded += 1
+                outcome.tiles += len(slide.features)
+                advance(slide.source.slide)
+        outcome.seconds = time.monotonic() - begun
+        return outcome
+
+    def _limits(self, say: Callable[[str], None]) -> TileLimits | None:
+        settings = self.settings
+        limits = measure_limits(self.encoder, self.device, settings.precision, settings.batch_tiles, settings.memory)
+        if limits is None:
+            say("memory cannot be measured on this system: slides are embedded one by one")
+        else:
+            say(
+                f"a tile takes {limits.tile_bytes / 1e3:,.0f} kB on this device (measured): {limits.of_batch:,} tiles "
+                "at once"
+            )
+        return limits
+
+    def _batches(
+        self,
+        slides: Sequence[tuple[Source, Path]],
+        say: Callable[[str], None],
+        fail: Callable[[Path, str], None],
+    ) -> Iterator[list[Tiles]]:
+        """Slides in order, batched up to the tile limit; a slide larger than a batch comes alone."""
+        batch: list[Tiles] = []
+        limits, is_measured = None, False
+        for source, path in slides:
+            try:
+                tiles = self._read(source, path)
+                if not is_measured:
+                    limits, is_measured = self._limits(say), True
+                self._check_size(len(tiles.grid), limits)
+            except RunError as error:
+                fail(path, str(error))
+                continue
+            together = sum(len(one.features) for one in batch) + len(tiles.features)
+            if batch and (limits is None or together > limits.of_batch):
+                yield batch
+                batch = []
+            batch.append(tiles)
+        if batch:
+            yield batch
+
+    def _read(self, source: Source, path: Path) -> Tiles:
+        """The tiles of a file in the form that the encoder takes.
+
+        Raises:
+            RunError: the file does not match the encoder.
+        """
+        config, slide = self.encoder.config, read_slide(path)
+        if slide.features.shape[1] != config.feature_dim:
+            raise RunError(
+                f"its features have width {slide.features.shape[1]:,}, and this encoder takes {config.feature_dim:,}: "
+                "extract them with the tile encoder that it was trained with (GigaPath's gives 1,536)"
+            )
+        tile_size = self.settings.tile_size or slide.tile_size
+        if tile_size is None:
+            raise RunError(
+                "it does not give its tile size (the attribute patch_size_level0 of coords); pass "
+                f"--tile-size{_guess(slide.coordinates)}"
+            )
+        try:
+            grid = tile_grid(slide.coordinates, tile_size, config.grid_size)
+        except (TypeError, ValueError) as error:
+            raise RunError(f"{error}; pass --tile-size if {tile_size} is wrong") from error
+        return Tiles(source, path, slide.features, grid)
+
+    def _check_size(self, tiles: int, limits: TileLimits | None) -> None:
+        """Raise :class:`RunError` if a slide does not fit into memory alone."""
+        if limits is not None and tiles > limits.of_slide:
+            needed, given = tiles * limits.tile_bytes, limits.of_slide * limits.tile_bytes
+            from_where = "pass a larger --memory" if self.settings.memory is not None else "use a device with more"
+            raise RunError(
+                f"its {tiles:,} tiles take about {in_bytes(needed)}, and {in_bytes(given)} are available; {from_where}"
+            )
+
+    def _embed(self, batch: list[Tiles], fail: Callable[[Path, str], None]) -> Iterator[tuple[Tiles, SlideEmbeddings]]:
+        try:
+            found = self._compute(batch)
+        except (MemoryError, RuntimeError) as error:
+            # PyTorch raises a plain RuntimeError when CPU memory runs out.
+            is_full = isinstance(error, (MemoryError, torch.OutOfMemoryError)) or "can't allocate memory" in str(error)
+            if not is_full:
+                raise
+            if len(batch) > 1:
+                for slide in batch:
+                    yield from self._embed([slide], fail)
+            else:
+                fail(batch[0].path, "memory ran out; use a device with more, or close other programs on this one")
+            return
+        for slide, embedding, layers in zip(batch, *found, strict=True):
+            if not bool(layers.isfinite().all() and embedding.isfinite().all()):
+                fail(slide.path, f"its embedding is not finite in {self.settings.precision}; use --precision float32")
+                continue
+            yield slide, SlideEmbeddings(embedding, layers)
+
+    def _compute(self, batch: list[Tiles]) -> SlideEmbeddings:
+        """Embeddings of the slides of a batch, in float32 on the CPU."""
+        # The dtype can differ from file to file.
+        slides = [(slide.features.float(), slide.grid) for slide in batch]
+        features, grid, cu_seqlens = pack_slides(slides)
+        with torch.inference_mode(), autocast(self.settings.precision, self.device.type):
+            found = self.encoder(features.to(self.device), grid.to(self.device), tile_size=1, cu_seqlens=cu_seqlens)
+        return SlideEmbeddings(*(value.float().cpu() for value in found))
+
+
+def _load(checkpoint: Path, settings: EmbedSettings) -> SlideEncoder:
+    if checkpoint.suffix == ".safetensors":
+        require("a .safetensors file", ("safetensors",), "slides")
+    try:
+        config = SlideEncoderConfig(
+            num_heads=settings.num_heads, pooling=settings.pooling, embed_dim=4 * settings.num_heads
+        )
+        return load_slide_encoder(checkpoint, config=config, prefix=settings.prefix)
+    except (ValueError, FileNotFoundError) as error:
+        raise RunError(f"--checkpoint {error}") from error
+
+
+def _digest(file: Path) -> str:
+    with file.open("rb") as stream:
+        return hashlib.file_digest(stream, "sha256").hexdigest()
+
+
+def _guess(coordinates: Tensor) -> str:
+    """The tile size suggested by the distances between tiles, as text after a flag; else empty."""
+    distances = [axis.unique().diff() for axis in coordinates.long().unbind(dim=1)]
+    steps = torch.cat(distances)
+    if not len(steps):
+        return " PIXELS"
+    return f" (tiles are {int(steps.min())} apart: --tile-size {int(steps.min())} if they do not overlap)"

@@ -1,0 +1,75 @@
+"""Options of slide embedding."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal, get_args
+
+from dilated_attention_pytorch.models.slide_encoder import Pooling
+from dilated_attention_pytorch.training.run_settings import Device, check_choice, check_number
+
+FileKind = Literal["h5", "parquet"]
+EmbeddingPrecision = Literal["float32", "bfloat16", "float16"]
+
+
+@dataclass(kw_only=True, slots=True)
+class EmbedSettings:
+    """Options of slide embedding besides slides, checkpoint and output folder.
+
+    Raises:
+        ValueError: a value is out of range.
+    """
+
+    format: FileKind = "h5"
+    """"h5": one file per slide with `embedding` [E] and `layers` [L + 1, E]. "parquet": one file of one row per slide
+    with `embedding` and `layer_0` to `layer_L`; the folder reads as one table (pandas.read_parquet)."""
+    tile_size: int | None = None
+    """Pixels of a tile in the units of `coords`. Default: from each file (TRIDENT: patch_size_level0)."""
+    pooling: Pooling = "class"
+    """"class": the class token is the slide embedding, as in the released model. "mean": the mean over the tiles."""
+    num_heads: int = 16
+    """Heads of the encoder, which the weights do not determine: 16 in the released one."""
+    prefix: str = ""
+    """Load only weights whose names begin with it: "slide_encoder." for a model fine-tuned by GigaPath's program."""
+    device: Device = "auto"
+    """Device; "auto" takes a CUDA device if there is one."""
+    precision: EmbeddingPrecision = "float32"
+    """Dtype of matrix products and attention, under autocast. GigaPath's own programs use float16 on GPUs."""
+    batch_tiles: int = 16384
+    """Most tiles per batch of several slides; fewer if memory is short. A command that is killed loses at most one
+    batch."""
+    memory: float | None = None
+    """Memory limit in gigabytes besides the weights. Default: half of the free memory for a batch, all of it for a
+    single slide. A slide that needs more is skipped."""
+    threads: int = 0
+    """CPU threads; 0 leaves the number to PyTorch."""
+
+    def __post_init__(self) -> None:
+        for name, choices in (
+            ("format", FileKind),
+            ("pooling", Pooling),
+            ("device", Device),
+            ("precision", EmbeddingPrecision),
+        ):
+            check_choice(self, name, get_args(choices))
+        for name in ("num_heads", "batch_tiles"):
+            check_number(self, name, least=1)
+        check_number(self, "threads", least=0)
+        if self.tile_size is not None:
+            check_number(self, "tile_size", least=1)
+        if self.memory is not None:
+            check_number(self, "memory", above=0)
+
+    def of_result(self, checkpoint: Path, digest: str) -> dict[str, Any]:
+        """The options that affect the embeddings, as JSON-serialisable values."""
+        return {
+            "checkpoint": checkpoint.name,
+            "sha256": digest,
+            "prefix": self.prefix,
+            "num_heads": self.num_heads,
+            "pooling": self.pooling,
+            "precision": self.precision,
+            "tile_size": self.tile_size,
+            "format": self.format,
+        }

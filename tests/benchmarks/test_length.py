@@ -1,0 +1,26 @@
+"""The page on whether length pays has the figures of the results."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from benchmarks.length import CONTESTANTS, LENGTHS, RESULTS
+
+PAGE = (Path(__file__).parents[2] / "docs" / "length.md").read_text()
+RECORDS = {record["contestant"]: record for record in json.loads(RESULTS.read_text())["results"]}
+
+
+@pytest.mark.parametrize("name", CONTESTANTS)
+def test_a_row_of_the_page_has_the_figures_of_the_results(name: str) -> None:
+    record = RECORDS[name]
+    bits = [f"{record['bits_per_byte'][str(length)]:.4f}" for length in LENGTHS]
+    gain = record["bits_per_byte"][str(LENGTHS[0])] - record["bits_per_byte"][str(LENGTHS[-1])]
+    cells = [name, f"{record['steps']}", f"{record['tokens'] / 1e6:.1f} M", *bits, f"{gain:.3f}"]
+    assert f"| {' | '.join(cells)} |" in PAGE
+
+
+def test_all_took_as_many_operations() -> None:
+    flops = [record["flops"] for record in RECORDS.values()]
+    assert max(flops) < 1.005 * min(flops)

@@ -1,0 +1,130 @@
+"""Imports that code for earlier packages makes: each works with a warning, or says what to use."""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import pkgutil
+import re
+import warnings
+from collections import Counter
+from typing import Any
+
+import pytest
+
+import dilated_attention_pytorch
+from dilated_attention_pytorch.legacy import table
+from legacy.old_imports import IMPORTS, PACKAGE, ROWS, path_of, take
+from support.pages import DOCS
+
+MODULES = sorted({module for module, _ in IMPORTS})
+# Where an old import is today's: the module is where it was.
+SAME = {("core", name) for name in dir(dilated_attention_pytorch.core) if name.startswith("create_")}
+SAME |= {("", name) for name in (*dilated_attention_pytorch.__all__, *dilated_attention_pytorch.core.__all__)}
+
+
+def test_every_import_works_with_a_warning_or_is_answered() -> None:
+    sentences = set(table._read()["sentences"].values())
+    for module, name in IMPORTS:
+        taken = take(module, name)
+        assert taken.kind != "neither", f"{path_of(module)}.{name}: {taken.words}"
+        if taken.kind == "answered":
+            assert taken.words.partition(" is not here: ")[2] in sentences
+        elif (module, name) not in SAME:
+            assert taken.words.startswith(f"{path_of(module)}.{name} is the old name; ")
+            scope: dict[str, Any] = {}
+            exec(taken.words.split("`")[1], scope)  # what it says to write
+            (new,) = (value for key, value in scope.items() if key != "__builtins__")
+            assert "it keeps its old arguments" in taken.words or new is taken.found
+
+
+def test_the_counts_of_the_migration_page_are_those_of_the_table() -> None:
+    kinds = Counter(take(module, name).kind for module, name in IMPORTS)
+    names = len({name for _, name in IMPORTS})
+    page = (DOCS / "migration.md").read_text()
+    figures = re.search(
+        r"(\d+) imports of (\d+) names from (\d+) modules:\s+(\d+) work, (\d+) are\s+answered, (\d+) neither", page
+    )
+    assert figures is not None
+    counted = (len(IMPORTS), names, len(MODULES), kinds["works"], kinds["answered"], kinds["neither"])
+    assert tuple(map(int, figures.groups())) == counted
+    assert names >= 213
+    assert kinds["neither"] == 0
+
+
+def test_no_import_is_listed_twice_and_each_says_where_it_stands() -> None:
+    assert len(set(IMPORTS)) == len(IMPORTS)
+    assert {row["source"] for row in ROWS} == {
+        "exports",
+        "tests",
+        "examples",
+        "benchmarks",
+        "docs",
+        "first",
+        "documents",
+    }
+
+
+def test_every_old_module_imports_or_says_why_not() -> None:
+    for module in table.modules():
+        sentence = table.module(module)
+        if sentence:
+            # Python imports the parents first, and those may have nothing here either.
+            with pytest.raises(ModuleNotFoundError, match=rf"{PACKAGE}\.[\w.]+ is not here: {re.escape(sentence)}"):
+                importlib.import_module(path_of(module))
+        else:
+            found = importlib.import_module(path_of(module))
+            assert found.__name__ == path_of(module)
+            assert not hasattr(found, "NoName")
+            assert importlib.util.find_spec(path_of(module)) is not None
+
+
+def test_every_answer_of_the_table_is_here() -> None:
+    for key, name in ((key, key.rpartition(":")[2]) for key in table._read()["names"]):
+        answer = table.answer(key.rpartition(":")[0], name)
+        assert answer
+        if isinstance(answer, table.Answer):
+            assert hasattr(importlib.import_module(path_of(answer.home)), answer.name)
+    read = table._read()
+    used = {key for part in ("names", "families", "modules") for key in read[part].values()}
+    assert set(read["sentences"]) <= used, "a sentence that no name has"
+
+
+def test_what_old_names_stand_for_is_on_the_migration_page() -> None:
+    page = (DOCS / "migration.md").read_text()
+    for key in table._read()["names"]:
+        answer = table.answer(*key.split(":")) if ":" in key else table.answer("", key)
+        if isinstance(answer, table.Answer):
+            assert answer.instead.rstrip("`").rpartition(" ")[2] in page, key
+
+
+def test_the_warning_points_at_the_line_that_imports() -> None:
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        from dilated_attention_pytorch.ring_dilated_attention_v3 import RingDilatedAttentionV3  # noqa: F401
+
+        from dilated_attention_pytorch import ImprovedDilatedAttention  # noqa: F401
+    assert {warning.filename for warning in caught} == {__file__}
+
+
+def test_an_unknown_name_or_module_fails_as_python_says() -> None:
+    with pytest.raises(AttributeError, match="no attribute 'FastestAttention'"):
+        _ = dilated_attention_pytorch.FastestAttention
+    with pytest.raises(ImportError, match="cannot import name 'Nothing'"):
+        from dilated_attention_pytorch.improved_dilated_attention import Nothing  # noqa: F401
+    with pytest.raises(ModuleNotFoundError, match=f"No module named '{PACKAGE}.ring_dilated_attention_v99'"):
+        importlib.import_module(f"{PACKAGE}.ring_dilated_attention_v99")
+    assert importlib.util.find_spec(f"{PACKAGE}.ring_dilated_attention_v99") is None
+
+
+def test_today_s_function_is_not_hidden_by_the_old_module_of_its_name() -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        from dilated_attention_pytorch.dilated_attention import DilatedAttention
+    assert DilatedAttention is dilated_attention_pytorch.nn.DilatedAttention
+    assert dilated_attention_pytorch.dilated_attention.__module__.startswith(f"{PACKAGE}.ops")
+
+
+def test_walking_the_package_finds_no_old_module() -> None:
+    found = {module.name for module in pkgutil.walk_packages(dilated_attention_pytorch.__path__, f"{PACKAGE}.")}
+    assert not found & {path_of(module) for module in table.modules()}

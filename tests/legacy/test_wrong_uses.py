@@ -1,0 +1,119 @@
+"""Forty and more uses that earlier packages take and this one does not, each with the sentence that it gets."""
+
+from __future__ import annotations
+
+import importlib
+import warnings
+from collections.abc import Callable
+
+import pytest
+import torch
+
+import dilated_attention_pytorch as package
+from dilated_attention_pytorch import LongNetConfig, MultiheadDilatedAttention, core, local_window, parallel
+from dilated_attention_pytorch.legacy_modules.attention import RingAdvancedDistributedDilatedAttention
+from dilated_attention_pytorch.legacy_modules.transformer import DilatedTransformerEncoderLayer, LongNet, LongNetLM
+from dilated_attention_pytorch.nn import AdaptiveBlockAttention, DilatedAttention, DynamicDilatedAttention
+from dilated_attention_pytorch.selection import SegmentSelectionConfig
+
+Q = torch.zeros(1, 6, 4, 8)
+X = torch.zeros(1, 6, 32)
+LENGTHS, RATES = [2048, 4096, 8192], [1, 2, 4]
+PATTERN = {"segment_lengths": LENGTHS, "dilation_rates": RATES}
+SIZES = {"embed_dim": 32, "num_heads": 4}
+
+
+def take(module: str, name: str = "") -> object:
+    """``from module import name``, or the module alone."""
+    path = ".".join(part for part in ("dilated_attention_pytorch", module) if part)
+    if name:
+        exec(f"from {path} import {name}")
+        return None
+    return importlib.import_module(path)
+
+
+Row = tuple[Callable[[], object], type[Exception], str]
+
+# fmt: off
+TABLE: list[Row] = [
+    # The order of lengths and rates.
+    (lambda: MultiheadDilatedAttention(512, 8, RATES, LENGTHS), ValueError, "other packages take them in the other order: write segment_lengths=[2048, 4096, 8192], dilation_rates=[1, 2, 4] if that is meant"),
+    (lambda: DilatedAttention(RATES, LENGTHS), ValueError, "got rate 2048 for segment length 1 in segment_lengths [1, 2, 4] and dilation_rates [2048, 4096, 8192]"),
+    (lambda: parallel.RingDilatedAttention(RATES, LENGTHS), ValueError, "segment_lengths come first and dilation_rates second"),
+    (lambda: RingAdvancedDistributedDilatedAttention(32, 4, RATES, LENGTHS), ValueError, "segment_lengths come first and dilation_rates second"),
+    (lambda: DilatedTransformerEncoderLayer(32, 4, RATES, LENGTHS), ValueError, "segment_lengths come first and dilation_rates second"),
+    (lambda: LongNet(32, 4, 1, 1, 64, RATES, LENGTHS), ValueError, "segment_lengths come first and dilation_rates second"),
+    (lambda: LongNetConfig(embed_dim=32, num_layers=1, num_heads=4, segment_lengths=RATES, dilation_rates=LENGTHS), ValueError, "write segment_lengths=[2048, 4096, 8192], dilation_rates=[1, 2, 4]"),
+    # Keywords.
+    (lambda: DilatedAttention(LENGTHS, RATES, attention_dropout=0.1, dropout=0.1), TypeError, "attention_dropout is the old name of dropout: pass dropout alone, got both"),
+    (lambda: DilatedAttention(LENGTHS, RATES, attention_dropout=1.5), ValueError, "dropout must be a probability of at least 0 and below 1, got 1.5"),
+    (lambda: DilatedAttention(LENGTHS, RATES, enable_memory_pool=True), ValueError, "enable_memory_pool of DilatedAttention must be False or None or left out, got True: PyTorch's allocator does what a memory pool did"),
+    (lambda: DilatedAttention(LENGTHS, RATES, use_pattern_cache=True), ValueError, "what a pattern needs is worked out once for every length"),
+    (lambda: DilatedAttention(LENGTHS, RATES, device="cuda"), ValueError, "device of DilatedAttention must be None or left out, got 'cuda': the module has no parameters"),
+    (lambda: DilatedAttention(LENGTHS, RATES, dtype=torch.float16), ValueError, "the result has device and dtype of the inputs"),
+    (lambda: DilatedAttention(LENGTHS, RATES, op="flash"), ValueError, "op of DilatedAttention must be None or left out, got 'flash': operators of xformers are not used"),
+    (lambda: parallel.RingDilatedAttention(LENGTHS, RATES, block_size=1024), ValueError, "kernels choose their tiles, and rows travel in shards"),
+    (lambda: DilatedAttention(LENGTHS, RATES, layer_norm=True), TypeError, "layer_norm is sub_layernorm today, a keyword of modules with projections such as MultiheadDilatedAttention"),
+    (lambda: DilatedAttention(LENGTHS, RATES, gamma_init=1.0), TypeError, "DilatedAttention has none: leave it out, got gamma_init=1.0"),
+    (lambda: MultiheadDilatedAttention(32, 4, LENGTHS, RATES, layer_norm_eps=1e-5, layernorm_eps=1e-5), TypeError, "layer_norm_eps is the old name of layernorm_eps"),
+    (lambda: DilatedAttention(LENGTHS, RATES, ring_size=4), ValueError, "parallel.RingDilatedAttention and parallel.RingMultiheadDilatedAttention take it"),
+    (lambda: DynamicDilatedAttention(min_segment_size=1024), ValueError, "DynamicDilatedAttention(SegmentSelectionConfig(min_segment_size=1024)) takes it"),
+    (lambda: parallel.HeadParallelDilatedAttention(LENGTHS, RATES, use_xformers=True), ValueError, "use_xformers of HeadParallelDilatedAttention must be False or None or left out, got True"),
+    (lambda: parallel.HeadParallelDilatedAttention(LENGTHS, RATES, use_flex_attention=True), ValueError, "impl= picks the kernels, and no choice changes the result"),
+    (lambda: MultiheadDilatedAttention(32, 4, LENGTHS, RATES, use_flash_attention=True), ValueError, "no other package computes here"),
+    (lambda: MultiheadDilatedAttention(32, 4, LENGTHS, RATES, use_tf32=True), ValueError, 'torch.set_float32_matmul_precision("high") allows it'),
+    (lambda: MultiheadDilatedAttention(32, 4, LENGTHS, RATES, batch_first=False), ValueError, "batch_first of MultiheadDilatedAttention must be True or left out, got False: the batch is the first axis here"),
+    (lambda: MultiheadDilatedAttention(32, 4, LENGTHS, RATES, sparsity_ratio=0.9), ValueError, "a pattern says which keys a query sees: PatternAttention(local_window(255) + global_tokens(4))"),
+    (lambda: MultiheadDilatedAttention(32, 4, LENGTHS, RATES, use_gradient_checkpointing=True), ValueError, "LongNetLM.gradient_checkpointing_enable()"),
+    (lambda: AdaptiveBlockAttention(4, 8, min_sparsity=0.1), ValueError, "blocks_per_query of AdaptiveBlockAttention says how many blocks a query sees"),
+    (lambda: SegmentSelectionConfig(min_segment_size=8192, max_segment_size=1024), ValueError, "max_segment_size must be at least min_segment_size 8192, got 1024"),
+    (lambda: DilatedAttention(LENGTHS, RATES, None, 0.1), TypeError, "positional arguments"),
+    # Calls.
+    (lambda: parallel.RingDilatedAttention(LENGTHS, RATES, ring_size=8)(Q, Q, Q), ValueError, "ring_size must be the number of ranks that share the sequence, 1 here, got 8; start the program with torchrun"),
+    (lambda: MultiheadDilatedAttention(32, 4, LENGTHS, RATES)(X, X, X, need_weights=True), NotImplementedError, "attention weights, which attention under a pattern never forms; pass need_weights=False"),
+    (lambda: MultiheadDilatedAttention(32, 4, LENGTHS, RATES)(X, X, X, attn_mask=torch.ones(6, 6).bool()), NotImplementedError, "from_block_mask as the pattern for any other mask"),
+    (lambda: DynamicDilatedAttention().get_current_configuration(), RuntimeError, "call the module first, or use selector.select(sequence_length, batch_size"),
+    (lambda: LongNetLM(100, 30, 4), ValueError, "num_heads must divide embed_dim"),
+    # Makers by name.
+    (lambda: core.create_dilated_attention("hilbert", **PATTERN), ValueError, "positions are not reordered here, as dilation counts them"),
+    (lambda: core.create_dilated_attention("block_sparse_ring", **PATTERN), ValueError, "blocks over several ranks are parallel.attend(query, key, value, pattern, mesh=mesh)"),
+    (lambda: core.create_dilated_attention("ring_distributed", **PATTERN), ValueError, "got 'ring_distributed': it is \"ring\"; what is not attention"),
+    (lambda: core.create_dilated_attention("improved_distributed", **PATTERN), ValueError, "it is \"distributed\""),
+    (lambda: core.create_dilated_attention("auto"), ValueError, "attention_type='auto' needs segment_lengths and dilation_rates, got None and None; attention_type=\"dynamic\" chooses them"),
+    (lambda: core.create_multihead_dilated_attention("distributed", **SIZES, **PATTERN), ValueError, 'attention_type="ring" has, and `dilated-attention train --heads-parallel` splits heads'),
+    (lambda: core.create_block_sparse_attention(0.9), TypeError, "a ratio or a name does not say which keys a query sees, and packages that take one differ in what it means; got 0.9"),
+    (lambda: core.create_block_sparse_attention(sparsity_ratio=0.9, pattern_type="local_window", **SIZES), TypeError, "got None, sparsity_ratio=0.9, pattern_type='local_window'"),
+    (lambda: core.create_block_sparse_attention(local_window(3), embed_dim=32), TypeError, "embed_dim and num_heads go together, got embed_dim=32 and num_heads=None"),
+    (lambda: core.create_ring_attention("hilbert", **PATTERN), ValueError, "positions are not reordered here"),
+    (lambda: core.create_ring_attention("block_sparse", **PATTERN), ValueError, 'implementation must be "auto", "standard" or "distributed", got \'block_sparse\''),
+    (lambda: core.create_adaptive_sparse_attention(embed_dim=32, num_heads=4), TypeError, "project query, key and value before, and pass num_heads and head_dim"),
+    # Attention of enterprises.
+    (lambda: RingAdvancedDistributedDilatedAttention(32, 4, LENGTHS, RATES, checkpoint_interval=100, auto_resume=True), ValueError, "checkpoint_interval=100: `dilated-attention train --save-steps N`\n  auto_resume=True: `dilated-attention train --resume auto`"),
+    (lambda: RingAdvancedDistributedDilatedAttention(32, 4, LENGTHS, RATES, model_parallel=True), ValueError, "model_parallel=True: mesh=init_device_mesh(device, (ring, heads)), whose second axis it splits"),
+    (lambda: RingAdvancedDistributedDilatedAttention(32, 4, LENGTHS, RATES, teleport=True), TypeError, "RingAdvancedDistributedDilatedAttention has no option teleport"),
+    # Imports.
+    (lambda: take("", "StandardRingAttention"), ImportError, "pass segment_lengths, dilation_rates, dropout and ring_size to parallel.RingDilatedAttention"),
+    (lambda: take("core", "MultiheadConfig"), ImportError, "there is no configuration object; pass its fields as keywords"),
+    (lambda: take("core.memory_pool", "get_global_memory_pool"), ImportError, "dilated_attention_pytorch.core.memory_pool is not here: PyTorch's allocator does what memory pools did"),
+    (lambda: take("utils.dynamic_segment_selector", "MemoryEstimator"), ImportError, "weighs memory, time and length of a call; its parts are not called alone"),
+    (lambda: take("improved_distributed_dilated_attention", "DeepSpeedDilatedAttentionEngine"), ImportError, "DeepSpeed shards whole models, not attention"),
+    (lambda: take("kernels.hilbert_attention_core"), ModuleNotFoundError, "positions are not put in Hilbert order here"),
+    (lambda: take("", "BlockSparseRingDilatedAttention"), ImportError, "blocks over several ranks are a pattern too"),
+    (lambda: package.HAS_FLASH_RING, ImportError, "no other package computes attention here"),
+]
+# fmt: on
+
+
+@pytest.mark.parametrize("row", range(len(TABLE)))
+def test_a_wrong_use_is_told_what_to_write(row: int) -> None:
+    call, kind, message = TABLE[row]
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)
+        with pytest.raises(kind) as raised:
+            call()
+    assert message in str(raised.value)
+
+
+def test_there_are_forty_of_them_and_no_sentence_twice() -> None:
+    assert len(TABLE) >= 40
+    assert len({message for _, _, message in TABLE}) > 40

@@ -1,0 +1,108 @@
+"""Bounds on the error of low-precision arithmetic, derived from its operations; no constant is tuned.
+
+``u`` is half the spacing of the storage dtype (bfloat16: 2**-8), ``a`` that of the accumulation dtype (float32).
+A sum of n products in the accumulation dtype is off by at most ``n a`` times the sum of their absolute values.
+Values are rounded to storage three times on the way to an output: the probabilities (or dS) before their product with
+the values, the kernel's partial result, and the merged result. PyTorch's bfloat16 kernel on the CPU computes
+exponentials by a short polynomial: 7.1e-5 relative at 16 keys and more, measured on the operator itself with D = 1.
+Scores far apart have the probabilities 1 and 0 however they are rounded: that is what is known of large ones.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+
+class Budget(NamedTuple):
+    out: Tensor
+    lse: Tensor
+    grad_query: Tensor
+    grad_key: Tensor
+    grad_value: Tensor
+
+
+def budget(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    grad_out: Tensor,
+    counts: Tensor,
+    scale: float,
+    storage: torch.dtype,
+    grad_lse: Tensor | None = None,
+) -> Budget:
+    """Element-wise bounds on the absolute errors, from float64 operands with heads of k and v already repeated."""
+    u = torch.finfo(storage).eps / 2
+    a = torch.finfo(torch.float32).eps / 2
+    num_queries, num_keys, head_dim = q.shape[1], k.shape[1], q.shape[3]
+
+    def over_heads(x: Tensor) -> Tensor:
+        return x.transpose(1, 2)
+
+    q, k, v, g = (over_heads(x) for x in (q, k, v, grad_out))
+    s = scale * q @ k.mT + counts.log()
+    dead = (counts == 0).all(-1, keepdim=True)
+    p = torch.where(dead, 0.0, torch.softmax(s.masked_fill(dead, 0.0), -1))
+    out = p @ v
+    # Scores: D products, then the scaling, the subtraction of the maximum and the exponential.
+    score_error = (head_dim + 8) * a * (abs(scale) * q.abs() @ k.abs().mT).amax(-1, keepdim=True)
+    exponential = 2.0**-13 if storage == torch.bfloat16 else 4 * a
+    # If two scores differ by more than their errors and the range of exp, the smaller has the probability 0.
+    two = s.masked_fill(dead, 0.0).topk(min(2, num_keys), dim=-1).values
+    is_apart = two[..., :1] - two[..., -1:] > 2 * score_error + 104 if num_keys > 1 else ~dead
+    p_relative = 2 * (score_error.masked_fill(is_apart, 0.0) + exponential) + (num_keys + 32) * a
+    spread = p @ v.abs()
+    out_error = (p_relative + 3 * u + num_keys * a) * spread
+    lse = torch.where(dead, 0.0, s.masked_fill(dead, 0.0).logsumexp(-1, keepdim=True))
+    lse_error = score_error + exponential + (num_keys + 32) * a + 4 * a * lse.abs()
+    d_p = g @ v.mT
+    delta = (g * out).sum(-1, keepdim=True)
+    delta_error = (g.abs() * out_error).sum(-1, keepdim=True) + head_dim * a * (g.abs() * out.abs()).sum(-1, True)
+    if grad_lse is not None:
+        of_lse = grad_lse.transpose(1, 2).unsqueeze(-1)
+        delta, delta_error = delta - of_lse, delta_error + a * of_lse.abs()
+    d_s = p * (d_p - delta)
+    d_s_error = p * (head_dim * a * g.abs() @ v.abs().mT + delta_error) + (p_relative + u) * d_s.abs()
+    grad_q_error = abs(scale) * (d_s_error @ k.abs() + (2 * u + num_keys * a) * d_s.abs() @ k.abs())
+    grad_k_error = abs(scale) * (d_s_error.mT @ q.abs() + (2 * u + num_queries * a) * d_s.abs().mT @ q.abs())
+    grad_v_error = ((p_relative + 3 * u + num_queries * a) * p).mT @ g.abs()
+    errors = (out_error, grad_q_error, grad_k_error, grad_v_error)
+    out_error, grad_q_error, grad_k_error, grad_v_error = (over_heads(x) for x in errors)
+    return Budget(out_error, lse_error.squeeze(-1).transpose(1, 2), grad_q_error, grad_k_error, grad_v_error)
+
+
+def e4m3_budget(
+    q: Tensor, k: Tensor, v: Tensor, counts: Tensor, scale: float, storage: torch.dtype, *, are_rounded: bool
+) -> tuple[Tensor, Tensor]:
+    """Bounds on the errors of out and lse by ``impl="triton-fp8"``: all terms of its docstring.
+
+    ``are_rounded``: q, k and v are e4m3 numbers times their scales, so only the weights are rounded. Heads of k and v
+    are already repeated. A device that adds products with 14 bits may lose 2^-9 of the absolute products in an
+    instruction.
+    """
+    u, a = 2.0**-4, torch.finfo(torch.float32).eps / 2
+    q, k, v = (x.transpose(1, 2) for x in (q, k, v))
+
+    def rounding(x: Tensor) -> Tensor:
+        return torch.zeros_like(x) if are_rounded else u * x.abs() + 2.0**-17 * x.abs().amax(-1, keepdim=True)
+
+    e_q, e_k, e_v = rounding(q), rounding(k), rounding(v)
+    is_seen = counts > 0
+    dead = ~is_seen.any(-1, keepdim=True)
+    s = (scale * q @ k.mT + counts.log()).masked_fill(dead, 0.0)
+    p = torch.where(dead, 0.0, s.softmax(-1))
+    product = abs(scale) * q.abs() @ k.abs().mT
+    d = abs(scale) * (e_q @ k.abs().mT + q.abs() @ e_k.mT + e_q @ e_k.mT) + (2.0**-9 + (q.shape[3] + 8) * a) * product
+    d = torch.where(is_seen, d, 0.0)
+    worst = d.amax(-1, keepdim=True)
+    exact = (1 + k.shape[2] * a + 64 * a) * (1 + 2.0**-9)
+    heavier = p * (d + worst).exp() * exact
+    largest = heavier.amax(-1, keepdim=True) * (v.abs() + e_v).amax(-1)[:, :, None].mul(is_seen).amax(-1, keepdim=True)
+    out_error = (1 + u) * heavier @ (v.abs() + e_v) - p @ v.abs() + 2.0**-17 * is_seen.sum(-1, keepdim=True) * largest
+    out_error += torch.finfo(storage).eps * (heavier @ (v.abs() + e_v))
+    lse = torch.where(dead, 0.0, s.logsumexp(-1, keepdim=True))
+    lse_error = worst + (k.shape[2] + 64) * a + 4 * a * lse.abs()
+    return out_error.transpose(1, 2), lse_error.squeeze(-1).transpose(1, 2)
