@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from dilated_attention_pytorch.training import RunError, lease, resume, train
+from dilated_attention_pytorch.training import RunError, lease, publishing, resume, train
 from dilated_attention_pytorch.training.callbacks import Metrics
 from dilated_attention_pytorch.training.checkpoint import latest_checkpoint
 from dilated_attention_pytorch.training.lease import LEASE_NAME, Lease
@@ -154,12 +154,38 @@ def test_a_run_whose_lease_was_taken_ends_before_it_writes(tmp_path: Path, monke
 
     monkeypatch.setattr(Metrics, "on_log", write_and_lose)
     with pytest.raises(RunError, match="was taken by another job \\(process 7 on elsewhere"):
-        train(tiny_settings(write_texts(tmp_path / "texts")), run, quiet())
+        # Written at once: a checkpoint still being written when the lease is lost is not published.
+        train(tiny_settings(write_texts(tmp_path / "texts"), async_checkpoints=False), run, quiet())
     checkpoint = latest_checkpoint(run)
     assert checkpoint is not None
     assert checkpoint.name == "checkpoint-4"
     assert json.loads((run / LEASE_NAME).read_text())["token"] == "theirs"
     assert json.loads((run / "metrics.jsonl").read_text().splitlines()[-1])["step"] == 6
+
+
+def test_a_checkpoint_that_is_being_written_when_the_lease_is_lost_is_not_published(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run, lost = tmp_path / "run", threading.Event()
+    write, write_manifest = Metrics.on_log, publishing.write_manifest
+
+    def write_and_lose(self: Metrics, args: Any, state: Any, control: Any, logs: Any = None, **options: Any) -> None:
+        write(self, args, state, control, logs, **options)
+        if state.global_step == 6 and "loss" in logs:
+            (run / LEASE_NAME).unlink()
+            _leave(run, pid=7, host="elsewhere")
+            lost.set()
+
+    def write_when_lost(*args: Any, **options: Any) -> None:
+        assert lost.wait(300)
+        write_manifest(*args, **options)
+
+    monkeypatch.setattr(Metrics, "on_log", write_and_lose)
+    monkeypatch.setattr(publishing, "write_manifest", write_when_lost)
+    with pytest.raises(RunError, match="was taken by another job \\(process 7 on elsewhere"):
+        train(tiny_settings(write_texts(tmp_path / "texts")), run, quiet())
+    assert latest_checkpoint(run) is None
+    assert json.loads((run / LEASE_NAME).read_text())["token"] == "theirs"
 
 
 def test_what_is_left_of_a_run_that_was_killed_before_it_wrote_anything_is_a_free_folder(tmp_path: Path) -> None:
