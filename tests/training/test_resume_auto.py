@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 import signal
 from pathlib import Path
 
@@ -48,8 +49,12 @@ def test_a_run_of_another_command_line_is_left_alone(settings: TrainSettings, fi
     with pytest.raises(RunError, match=r"eval_steps 5 there, 1 here, .*, \.\.\.\)"):
         train(changed, finished.run, quiet(), may_resume=True)
     # What was chosen then may be said now.
-    with pytest.raises(RunError, match="precision"):
-        train(dataclasses.replace(settings, precision="float32", threads=77), finished.run, quiet(), may_resume=True)
+    chosen = json.loads((finished.run / "training.json").read_text())["settings"]["precision"]
+    other = "float32" if chosen == "bfloat16" else "bfloat16"
+    with pytest.raises(RunError, match=f"precision '{chosen}' there, '{other}' here"):
+        train(dataclasses.replace(settings, precision=other), finished.run, quiet(), may_resume=True)
+    with pytest.raises(RunError, match="\\(threads [0-9]+ there, 77 here\\)"):
+        train(dataclasses.replace(settings, precision=chosen, threads=77), finished.run, quiet(), may_resume=True)
 
 
 def test_what_lies_there_is_looked_at_as_before(settings: TrainSettings, finished: Outcome, tmp_path: Path) -> None:
