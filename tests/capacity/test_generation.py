@@ -102,7 +102,7 @@ BLOCKS_OF_THEIR_OWN = {"MALLOC_ARENA_MAX": "1", "MALLOC_MMAP_THRESHOLD_": "65536
 
 
 @pytest.mark.skipif(refusal("native", torch.device("cpu"), torch.float32, 64) is not None, reason="no native kernels")
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize(
     "pattern", [local_window(2047), DilatedPattern([1024, 4096], [1, 2])], ids=["window", "groups"]
 )

@@ -38,7 +38,7 @@ def _of_partial(query: Tensor, *rest: Any) -> int:
     if num_queries * ratio <= native.ROWS_OF_STREAM:
         return 0  # with so few queries, keys are read in place
     domains = sequences * len(heads) * math.prod(axes[::4])
-    return packed_bytes(num_keys, domains, query.shape[3], query.element_size())
+    return packed_bytes(num_keys, domains, query.shape[3], query.dtype)
 
 
 def _of_call(query: Tensor, key: Tensor, value: Tensor, *rest: Any) -> int:
@@ -64,7 +64,7 @@ def _of_plan(inputs: Inputs, plan: Plan) -> int:
         for partial in tile.partials:
             if isinstance(partial, Partial):
                 domains = sequences * partial.num_problems
-                packed = max(packed, packed_bytes(partial.num_keys, domains, head_dim, query.element_size()))
+                packed = max(packed, packed_bytes(partial.num_keys, domains, head_dim, query.dtype))
         first, last = tile.query_rows
         rows = sequences * (last - first) * (tile.kv_heads[1] - tile.kv_heads[0]) * ratio
         is_written_once = all(partial.is_first and native.is_written_once(partial) for partial in tile.partials)

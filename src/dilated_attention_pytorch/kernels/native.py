@@ -33,6 +33,15 @@ class Place(NamedTuple):
 WHOLE = Place(0, 0)
 
 
+def factor_dtype(dtype: torch.dtype) -> torch.dtype:
+    """Dtype of the factors of matrix products with operands of ``dtype``, in which keys and values are packed.
+
+    bfloat16 where the processor multiplies it, float32 otherwise (``csrc/vectors.h``).
+    """
+    multiplies = torch.backends.cpu.get_cpu_capability() == "AVX512" and torch.cpu._is_avx512_bf16_supported()
+    return dtype if dtype == torch.bfloat16 and multiplies else torch.float32
+
+
 def is_written_once(partial: Partial | Gathered) -> bool:
     """Whether every output row is written exactly once."""
     return isinstance(partial, Gathered) or partial.num_keys <= KEYS_OF_WINDOW

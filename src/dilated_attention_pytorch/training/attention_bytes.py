@@ -6,6 +6,7 @@ import math
 
 import torch
 
+from dilated_attention_pytorch.kernels.native import factor_dtype
 from dilated_attention_pytorch.patterns import Pattern
 from dilated_attention_pytorch.planning.plan import tile_size
 
@@ -18,19 +19,19 @@ _ROWS_OF_CHUNK = 4096
 """As ``csrc/forward.cpp`` and ``csrc/backward.cpp`` have them."""
 
 
-def packed_bytes(num_keys: int, num_domains: int, head_dim: int, itemsize: int) -> int:
+def packed_bytes(num_keys: int, num_domains: int, head_dim: int, dtype: torch.dtype) -> int:
     """What the forward kernel packs of the keys and values of a partial: a window of as many domains as fit.
 
     That is at most 16 MiB, or one domain's window of 8,192 keys where that is more.
 
-    >>> packed_bytes(4096, 100, 64, 2) == 2**24
+    >>> packed_bytes(4096, 100, 64, torch.float32) == 2**24
     True
     """
     if not num_keys or not num_domains:
         return 0
     of_block = min(max(-(-num_keys // _ALIGNMENT), 1) * _ALIGNMENT, _KEYS_OF_BLOCK)
     blocks = -(-min(num_keys, _KEYS_OF_WINDOW) // of_block)
-    of_domain = blocks * of_block * 2 * head_dim * itemsize
+    of_domain = blocks * of_block * 2 * head_dim * factor_dtype(dtype).itemsize
     return of_domain * min(max(_PACKED_BYTES // of_domain, 1), num_domains)
 
 
@@ -72,14 +73,14 @@ def tile_bytes(
 ) -> dict[str, int]:
     """:func:`attention_bytes` for a layer with one pattern and sequences of ``length`` tokens."""
     rows = batch_size * length
-    lse, itemsize = 4 * rows * num_heads, computing_dtype(precision).itemsize
+    lse, dtype = 4 * rows * num_heads, computing_dtype(precision)
     packed = of_threads = 0
     for most_keys, domains in _domains(pattern, length, batch_size * num_kv_heads):
-        packed = max(packed, packed_bytes(most_keys, domains, head_dim, itemsize))
+        packed = max(packed, packed_bytes(most_keys, domains, head_dim, dtype))
         chunk = min(most_keys * num_heads // num_kv_heads, _ROWS_OF_CHUNK)
         # Queries and gradients of the output, each transposed and not, and the gradient of the queries.
-        of_threads = max(of_threads, min(threads, domains) * chunk * head_dim * (4 * itemsize + 4))
-    if computing_dtype(precision) == torch.float32:
+        of_threads = max(of_threads, min(threads, domains) * chunk * head_dim * (4 * factor_dtype(dtype).itemsize + 4))
+    if dtype == torch.float32:
         return {"attend": packed, "attend_backward": lse + of_threads}
     # At least the longest segment of one key/value head, which is never split.
     longest = min(max((group.segment_length for group in pattern.groups), default=1), length)
