@@ -57,14 +57,20 @@ inline int64_t rounded_up(int64_t number, int64_t step) { return (number + step 
 // 2**x, the relative error at most 1e-7 (2.3e-7 for `is_coarse`); 0 for what is too small, NaN for NaN.
 template <bool is_coarse>
 inline Floats exp2(Floats x) {
+#if defined(CPU_CAPABILITY_AVX512)
+  constexpr float unit = 1.0f;
+#else
+  // An exponent has no room for subnormal numbers: powers are 2**32 times as large until the last product.
+  constexpr float unit = 0x1p32f;
+#endif
   const auto polynomial = [](Floats part) {
-    Floats p(is_coarse ? 0.001327644451521337f : 0.0001534579205326736f);
+    Floats p((is_coarse ? 0.001327644451521337f : 0.0001534579205326736f) * unit);
     constexpr float coarse[] = {0.009675538167357445f, 0.05550713464617729f, 0.24022120237350464f, 0.6931469440460205f, 1.0000001192092896f};
     constexpr float fine[] = {0.0013399929739534855f, 0.009618489071726799f, 0.05550328642129898f, 0.24022646248340607f, 0.6931471824645996f, 1.0f};
     if constexpr (is_coarse) {
-      for (float c : coarse) p = at::vec::fmadd(p, part, Floats(c));
+      for (float c : coarse) p = at::vec::fmadd(p, part, Floats(c * unit));
     } else {
-      for (float c : fine) p = at::vec::fmadd(p, part, Floats(c));
+      for (float c : fine) p = at::vec::fmadd(p, part, Floats(c * unit));
     }
     return p;
   };
@@ -72,11 +78,12 @@ inline Floats exp2(Floats x) {
   const __m512 whole = _mm512_roundscale_ps(x, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
   return _mm512_scalef_ps(polynomial(Floats(_mm512_sub_ps(x, whole))), whole);
 #else
-  const Floats smallest(-126.0f), safe = at::vec::maximum(x, smallest), whole = safe.round();
+  const Floats smallest(-150.0f), safe = at::vec::maximum(x, smallest), whole = safe.round();
   const Floats power = polynomial(safe - whole);
   const __m256i exponent = _mm256_slli_epi32(_mm256_cvtps_epi32(whole), 23);
   const Floats scaled(_mm256_castsi256_ps(_mm256_add_epi32(_mm256_castps_si256(power), exponent)));
-  return Floats::blendv(scaled, Floats(0.0f), x < smallest);
+  // Zeros are set before the product, which some processors compute slowly where it underflows.
+  return Floats::blendv(scaled, Floats(0.0f), x < smallest) * Floats(1.0f / unit);
 #endif
 }
 
