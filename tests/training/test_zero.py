@@ -66,6 +66,21 @@ def test_every_stage_trains_what_one_process_trains(tmp_path: Path, figure: Any)
     assert max(abs(expected[step] - loss) for step, loss in _losses(tmp_path / "left").items()) < TOLERANCE
 
 
+@NEEDS_DEEPSPEED
+def test_a_run_resumes_where_the_processes_do_not_divide_the_weights(tmp_path: Path) -> None:
+    """The pieces of the last process end in padding."""
+    texts, script = write_texts(tmp_path / "texts"), TESTS / "training" / "zero_runs.py"
+    changes = {"data_parallel": "zero3", "batch_size": 1}
+    cases = [("whole", changes, None), ("stopped", changes, 7)]
+    run = _torchrun(3, [str(script), str(tmp_path), str(texts), json.dumps(cases)])
+    assert run.returncode == 0, run.stderr[-8000:]
+    expected, found = weights(tmp_path / "whole"), weights(tmp_path / "stopped")
+    assert any(value.numel() % 3 for value in expected.values())
+    assert all(torch.equal(value, found[key]) for key, value in expected.items())
+    theirs, ours = moments(tmp_path / "whole" / "checkpoint-20"), moments(tmp_path / "stopped" / "checkpoint-20")
+    assert all(torch.equal(value, ours[key]) for key, value in theirs.items())
+
+
 def _losses(run: Path) -> dict[int, float]:
     return {entry["step"]: entry["bits_per_byte"] * math.log(2) for entry in read_metrics(run) if "grad_norm" in entry}
 

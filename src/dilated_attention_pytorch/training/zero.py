@@ -278,8 +278,12 @@ class ZeroEngine(torch.optim.Optimizer):
                         here = state.narrow(0, begin, length).to(self.engine.device)
                         yield names[weight], key, zero._fp32_state_allgather(weight, here)
 
-    def _into_files(self, model: nn.Module, states: Mapping[str, Mapping[str, Tensor]]) -> None:
-        """Write this process's pieces of full moments by weight name."""
+    def _set_pieces(self, model: nn.Module, states: Mapping[str, Mapping[str, Tensor]]) -> None:
+        """Write this process's pieces of full moments by weight name, in stage 3.
+
+        DeepSpeed's own ``safe_set_full_optimizer_state`` fails where a weight's size is not divisible by the number of
+        processes (0.19.8).
+        """
         names = {weight: name for name, weight in model.named_parameters()}
         for index, part in enumerate(self._parts):
             with self._in_memory(index, is_written=True):
@@ -312,8 +316,8 @@ class ZeroEngine(torch.optim.Optimizer):
         steps = next(iter(state["state"].values()))["step"]
         for part in self._parts:
             self.state[part]["step"].copy_(steps)
-        if self.settings.offload == "nvme":
-            self._into_files(model, state["state"])
+        if self.stage == 3:
+            self._set_pieces(model, state["state"])
         else:
             for name, weight in model.named_parameters():
                 for key in _MOMENTS:
