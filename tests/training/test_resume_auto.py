@@ -53,7 +53,7 @@ def test_a_run_of_another_command_line_is_left_alone(settings: TrainSettings, fi
     other = "float32" if chosen == "bfloat16" else "bfloat16"
     with pytest.raises(RunError, match=f"precision '{chosen}' there, '{other}' here"):
         train(dataclasses.replace(settings, precision=other), finished.run, quiet(), may_resume=True)
-    with pytest.raises(RunError, match="\\(threads [0-9]+ there, 77 here\\)"):
+    with pytest.raises(RunError, match=r"\(threads [0-9]+ there, 77 here\)"):
         train(dataclasses.replace(settings, precision=chosen, threads=77), finished.run, quiet(), may_resume=True)
 
 
