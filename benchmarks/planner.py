@@ -13,9 +13,11 @@ What the processes send is counted in the first step, in which rows and operands
 against the planned bytes.
 
 A case of decoding is a LongNet, a pattern of groups or of windows, a prompt, a chunk and new tokens: the bytes of the
-cache, and the peak of the process, planned by `capacity.generation_footprint`. The same command again goes on after the
-cases that are in the file; --again begins anew. --replan plans the measured cases of the file once more, with what was
-measured of this machine then, which the file keeps, and measures nothing.
+cache, and the peak of the process, planned by `capacity.generation_footprint`.
+
+The same command again goes on after the cases that are in the file, each of which names its machine; --again begins
+anew. --replan plans the measured cases of the file once more, with what was measured of their machine then, which the
+file keeps, and measures nothing.
 """
 
 from __future__ import annotations
@@ -131,6 +133,7 @@ def run(number: int, folder: Path) -> dict[str, Any]:
     memory, times = (measured(told, processes, environment, number) for environment in (BOUNDED, PLAIN))
     case = {
         "case": number,
+        "machine": origin(module_command()),
         "processes": processes,
         "settings": told | {"tokenizer": None},
         "measured_bytes": max(one["peak_bytes"] for one in memory),
@@ -183,6 +186,7 @@ def run_decoding(number: int) -> dict[str, Any]:
     (found,) = measured(told | {"generation": dataclasses.asdict(generation)}, 1, BOUNDED, number)
     case = {
         "case": number,
+        "machine": origin(module_command()),
         "settings": told | {"tokenizer": None},
         "generation": dataclasses.asdict(generation),
         "measured_bytes": found["peak_bytes"],

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import platform
 import subprocess
 import sys
 
@@ -33,6 +34,32 @@ def test_the_limit_of_addresses_of_the_process_is_a_limit() -> None:
     run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     before, after = map(int, run.stdout.split())
     assert after <= 100 << 20 < before
+
+
+_FREED = """
+import sys
+import torch
+from dilated_attention_pytorch.memory import resident, return_freed_blocks
+if sys.argv[1] == "returned":
+    assert return_freed_blocks()
+torch.ones(7 << 20)  # of a size up to which malloc keeps what is freed, by default
+before, kept = resident("VmRSS"), []
+for number in range(40):
+    # Every block is larger than the gap that the one before it left, which a small one closes.
+    block = torch.ones((2 << 20) + (number << 14))
+    kept.append(torch.ones(1000))
+    del block
+print(resident("VmRSS") - before)
+"""
+
+
+@pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="of glibc's malloc")
+def test_freed_blocks_are_returned_to_the_system() -> None:
+    default, returned = (
+        int(subprocess.run([sys.executable, "-c", _FREED, way], capture_output=True, text=True, check=True).stdout)
+        for way in ("default", "returned")
+    )
+    assert returned < 20e6 < 200e6 < default
 
 
 def test_threads_are_set_up_to_what_the_runtime_starts() -> None:

@@ -92,6 +92,23 @@ def test_processes_share_what_they_split_and_the_memory_of_their_host(monkeypatc
         check_training_memory(_settings(""), "cpu", 3)
 
 
+@pytest.mark.skipif(sys.platform != "linux", reason="Linux tells what is free")
+def test_freed_blocks_are_returned_where_there_is_no_room_for_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    settings, module = _settings(""), "dilated_attention_pytorch.training.footprint"
+    calls: list[bool] = []
+    monkeypatch.setattr(f"{module}.return_freed_blocks", lambda: calls.append(True))
+    needed = 5 * least_footprint(settings, 1).total
+    for free, device, found in ((needed, "cpu", 0), (needed - 1, "cuda", 0), (needed - 1, "cpu", 1)):
+        monkeypatch.setattr(f"{module}.free_memory", lambda device, free=free: free)
+        monkeypatch.setattr(memory, "free_memory", lambda device, free=free: free)
+        check_training_memory(settings, device, 1)
+        assert len(calls) == found
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
+    monkeypatch.setattr(f"{module}.free_memory", lambda device: needed)
+    check_training_memory(settings, "cpu", 2)
+    assert len(calls) == 2
+
+
 def test_rows_of_other_processes_are_there_while_attention_is_computed_alone() -> None:
     # So many tokens to choose from that the loss has the peak, where no rows are under way.
     shared = _settings("context-parallel=2 model.vocab-size=40000 tokenizer=tokens precision=float32")

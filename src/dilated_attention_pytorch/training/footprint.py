@@ -6,11 +6,12 @@ import dataclasses
 import functools
 import json
 import os
+import sys
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from dilated_attention_pytorch.errors import RunError
-from dilated_attention_pytorch.memory import check_memory, in_bytes
+from dilated_attention_pytorch.memory import check_memory, free_memory, in_bytes, return_freed_blocks
 from dilated_attention_pytorch.models.token_loss import logits_at_once
 
 from .attention_bytes import attention_bytes
@@ -31,6 +32,8 @@ if TYPE_CHECKING:
 _FLOAT32 = 4
 _MOST_TEXTS = 1024
 """Maximum number of sequences per batch that are traced as they are."""
+_KEPT_BY_MALLOC = 5
+"""Bound on resident memory over the memory in use, with malloc's defaults."""
 _LEAST_MOMENTS: dict[Optimizer, int] = {"muon": 4, "adamw": 8, "adamw-bf16": 4, "adamw-8bit": 2}
 """Optimizer bytes per matrix weight: one moment with Muon, two with AdamW."""
 _MOST_MOMENTS = _LEAST_MOMENTS | {"muon": 8, "adamw-8bit": 3}
@@ -285,7 +288,8 @@ def _element(precision: Precision) -> int:
 def check_training_memory(settings: TrainSettings, device: str, num_processes: int) -> None:
     """Raise :class:`RunError` if a run needs more memory than the device has free (processes share the CPU's memory).
 
-    With ``--parallel auto`` the check runs after the choice.
+    With ``--parallel auto`` the check runs after the choice. If a CPU's memory suffices, but not for what malloc could
+    keep of freed blocks, these are returned to the system from now on (:func:`.memory.return_freed_blocks`).
     """
     if settings.parallel == "auto":
         return
@@ -329,3 +333,5 @@ def _check(least: Footprint, device: str, *, batch: str, model: str) -> None:
         remedy=remedy,
         sharing=sharing,
     )
+    if device == "cpu" and sys.platform == "linux" and _KEPT_BY_MALLOC * sharing * least.total > free_memory("cpu"):
+        return_freed_blocks()
