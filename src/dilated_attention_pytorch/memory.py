@@ -131,10 +131,10 @@ def peak_memory(call: Callable[[], _Result], device: torch.device) -> tuple[int,
 def return_freed_blocks() -> bool:
     """Have glibc's malloc return freed blocks of 1 MiB and more to the system at once, until the process ends.
 
-    By default it keeps freed blocks of up to 32 MiB, and blocks of changing sizes leave gaps between them: resident memory
-    can reach four times the memory in use. Returning them takes time, as the pages of every new block are cleared again;
-    with transparent huge pages, where the system has them, it takes less (PyTorch reads THP_MEM_ALLOC_ENABLE at its
-    first allocation).
+    By default it keeps freed blocks of up to 32 MiB, and blocks of changing sizes leave gaps between them: resident
+    memory can reach four times the memory in use. Returning them takes time, as the pages of every new block are
+    cleared again; with transparent huge pages, where the system has them, it takes less (PyTorch reads
+    THP_MEM_ALLOC_ENABLE at its first allocation).
 
     Returns:
         False where malloc is not glibc's.
