@@ -7,13 +7,15 @@ split rows of text, weights or sequences. What a process has at its peak is plan
 program of its own takes three steps and reads from Linux what its memory was at its highest, beyond what the libraries
 had taken after two steps of the model's first layer alone, whose products are compiled then. glibc is told to give
 large blocks back when they are freed, which takes time: so seconds are those of a second program without that. They
-are held against what is predicted from measurements of this machine (`capacity.measure_here`) of the same run.
+are held against what is predicted from measurements of this machine (`capacity.measure_here`), taken by a program of
+their own just before.
 
 What the processes send is counted in the first step, in which rows and operands of collectives are added up, and held
 against the planned bytes.
 
 A case of decoding is a LongNet, a pattern of groups or of windows, a prompt, a chunk and new tokens: the bytes of the
-cache, and the peak of the process, planned by `capacity.generation_footprint`.
+cache and the peak of the process, planned by `capacity.generation_footprint`; and the seconds until the first token and
+of every later one, predicted by `capacity.measure_generation_here`.
 
 The same command again goes on after the cases that are in the file, each of which names its machine; --again begins
 anew. --replan plans the measured cases of the file once more, with what was measured of their machine then, which the
@@ -25,7 +27,6 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import json
-import math
 import os
 import subprocess
 import sys
@@ -37,12 +38,13 @@ from dilated_attention_pytorch.benchmarks.results import module_command, origin,
 from dilated_attention_pytorch.capacity import Device, Generation, generation_footprint, plan_run
 from dilated_attention_pytorch.capacity.exchanged import exchanges
 from dilated_attention_pytorch.capacity.generation import cache_bytes
-from dilated_attention_pytorch.capacity.here import Here, StepPoint, measure_here
+from dilated_attention_pytorch.capacity.generation_here import CallSeconds, GenerationHere
+from dilated_attention_pytorch.capacity.here import Here, StepPoint
 from dilated_attention_pytorch.data_sheets import DataSheet
 from dilated_attention_pytorch.training import TrainSettings
 from dilated_attention_pytorch.training.footprint import footprint
 
-from .planner_cases import draw, draw_decoding
+from .planner_cases import draw, draw_decoding, machine
 
 WITHIN = 0.05
 WITHIN_SECONDS = 0.2
@@ -57,17 +59,22 @@ BOUNDED = PLAIN | {
 """Environments of the programs that measure seconds, and memory."""
 
 
-def measured(told: dict[str, Any], processes: int, environment: dict[str, str], number: int) -> list[dict[str, Any]]:
-    """What a program of so many processes prints of a case.
+def measured(
+    told: dict[str, Any], processes: int, environment: dict[str, str], number: int, folder: Path | None = None
+) -> list[dict[str, Any]]:
+    """What a program of so many processes prints of a case; with a folder, one that writes measurements into it.
 
     Raises:
         SystemExit: it fails.
     """
+    given = [told, processes] if folder is None else [told, processes, str(folder)]
     launch = (
-        ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(processes)] if processes > 1 else []
+        ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(processes)]
+        if processes > 1 and folder is None
+        else []
     )
     program = subprocess.run(
-        [sys.executable, *launch, "-m", "benchmarks.planner_cases", json.dumps([told, processes], default=str)],
+        [sys.executable, *launch, "-m", "benchmarks.planner_cases", json.dumps(given, default=str)],
         env=os.environ | environment,
         capture_output=True,
         text=True,
@@ -80,13 +87,8 @@ def measured(told: dict[str, Any], processes: int, environment: dict[str, str], 
     return found
 
 
-def here_to_dict(here: Here) -> dict[str, Any]:
-    """What was measured of this machine, for the file."""
-    return dataclasses.asdict(here)
-
-
 def here_of(told: dict[str, Any]) -> Here:
-    """What :func:`here_to_dict` wrote."""
+    """This machine as it was measured for a case, from the file."""
     return Here(
         **told
         | {
@@ -99,37 +101,44 @@ def here_of(told: dict[str, Any]) -> Here:
     )
 
 
+def generation_here_of(told: dict[str, Any]) -> GenerationHere:
+    """The same for a case of decoding."""
+    calls = {
+        name: None if told[name] is None else CallSeconds(*map(tuple, told[name]))
+        for name in ("chunk", "last", "token")
+    }
+    return GenerationHere(**told | {"sheet": DataSheet(**told["sheet"])} | calls)
+
+
 _SENT_NAMES = {"rows": "rows", "weights and gradients": "collectives"}
 """What is sent, in the planner's words and in those of :mod:`.sent_bytes`."""
 
 
-def planned_case(case: dict[str, Any], settings: TrainSettings, here: Here | None) -> dict[str, Any]:
+def planned_case(case: dict[str, Any], settings: TrainSettings, here: Here) -> dict[str, Any]:
     """A case with its plan, beside what was measured of it."""
     processes = case["processes"]
     planned = footprint(settings, processes)
-    found = case | {
+    seconds = plan_run(settings, processes, Device(sheet=here.sheet, here=here)).seconds
+    return case | {
         "planned_bytes": planned.total,
         "planned": dataclasses.asdict(planned),
         "ratio": planned.total / case["measured_bytes"],
         "planned_sent_bytes": {
             _SENT_NAMES[one.name]: one.bytes for one in exchanges(settings, processes) if one.name in _SENT_NAMES
         },
+        "here": dataclasses.asdict(here),
+        "planned_seconds": dataclasses.asdict(seconds),
+        "seconds_ratio": seconds.total / case["seconds"],
     }
-    if here is not None:
-        seconds = plan_run(settings, processes, Device(sheet=here.sheet, here=here)).seconds
-        found |= {
-            "here": here_to_dict(here),
-            "planned_seconds": dataclasses.asdict(seconds),
-            "seconds_ratio": seconds.total / case["seconds"],
-        }
-    return found
 
 
 def run(number: int, folder: Path) -> dict[str, Any]:
     """Plan a case of training and measure it; what is measured of this machine is kept in ``folder``."""
     settings, processes = draw(number)
     told = settings.to_dict() | {"data": []}
-    here = measure_here(settings, processes, "cpu", is_quiet=True, folder=folder, seconds=math.inf)
+    measured(told, processes, PLAIN, number, folder)
+    here = machine(settings, processes, None, folder, is_kept=True)
+    assert isinstance(here, Here)
     memory, times = (measured(told, processes, environment, number) for environment in (BOUNDED, PLAIN))
     case = {
         "case": number,
@@ -143,23 +152,15 @@ def run(number: int, folder: Path) -> dict[str, Any]:
     return planned_case(case, settings, here)
 
 
-def replanned(kept: dict[str, Any], folder: Path | None) -> dict[str, Any]:
-    """What the file holds, every case planned anew: nothing is measured.
-
-    Args:
-        kept: the file.
-        folder: measurements of this machine, for cases without them; their seconds stay as they were planned without.
-    """
-    cases, decoding = [], []
-    for case in kept["cases"]:
-        here, settings = None, settings_of(case)
-        if "here" in case:
-            here = here_of(case["here"])
-        elif folder is not None:
-            here = measure_here(settings, case["processes"], "cpu", is_quiet=True, folder=folder, seconds=0)
-        cases.append(planned_case(case, settings, here))
-    for case in kept["decoding"]:
-        decoding.append(planned_decoding(case, settings_of(case), Generation(**case["generation"])))
+def replanned(kept: dict[str, Any]) -> dict[str, Any]:
+    """What the file holds, every case planned anew: nothing is measured."""
+    cases = [planned_case(case, settings_of(case), here_of(case["here"])) for case in kept["cases"]]
+    decoding = [
+        planned_decoding(
+            case, settings_of(case), Generation(**case["generation"]), generation_here_of(case["generation_here"])
+        )
+        for case in kept["decoding"]
+    ]
     return kept | {"cases": cases, "decoding": decoding}
 
 
@@ -168,33 +169,44 @@ def settings_of(case: dict[str, Any]) -> TrainSettings:
     return TrainSettings.from_dict(case["settings"] | {"tokenizer": "tokens"})
 
 
-def planned_decoding(case: dict[str, Any], settings: TrainSettings, generation: Generation) -> dict[str, Any]:
+def planned_decoding(
+    case: dict[str, Any], settings: TrainSettings, generation: Generation, here: GenerationHere
+) -> dict[str, Any]:
     """A case of decoding with its plan, beside what was measured of it."""
     planned = generation_footprint(settings, generation)
+    prompt, token = here.seconds(settings, generation).prompt, here.token_seconds(settings)
     return case | {
         "planned_bytes": planned.total,
         "planned": dataclasses.asdict(planned),
         "ratio": planned.total / case["measured_bytes"],
         "planned_cache_bytes": cache_bytes(settings, generation),
+        "generation_here": dataclasses.asdict(here),
+        "planned_prompt_seconds": prompt,
+        "planned_token_seconds": token,
+        "prompt_ratio": prompt / case["prompt_seconds"],
+        "token_ratio": token / case["token_seconds"],
     }
 
 
-def run_decoding(number: int) -> dict[str, Any]:
-    """Plan a case of decoding and measure it."""
+def run_decoding(number: int, folder: Path) -> dict[str, Any]:
+    """Plan a case of decoding and measure it, as :func:`run` does."""
     settings, generation = draw_decoding(number)
-    told = settings.to_dict() | {"data": []}
-    (found,) = measured(told | {"generation": dataclasses.asdict(generation)}, 1, BOUNDED, number)
+    told = settings.to_dict() | {"data": [], "generation": dataclasses.asdict(generation)}
+    measured(told, 1, PLAIN, number, folder)
+    here = machine(settings, 1, generation, folder, is_kept=True)
+    assert isinstance(here, GenerationHere)
+    (memory,), (times,) = (measured(told, 1, environment, number) for environment in (BOUNDED, PLAIN))
     case = {
         "case": number,
         "machine": origin(module_command()),
-        "settings": told | {"tokenizer": None},
+        "settings": settings.to_dict() | {"data": [], "tokenizer": None},
         "generation": dataclasses.asdict(generation),
-        "measured_bytes": found["peak_bytes"],
-        "cache_bytes": found["cache_bytes"],
-        "prompt_seconds": found["prompt_seconds"],
-        "token_seconds": found["token_seconds"],
+        "measured_bytes": memory["peak_bytes"],
+        "cache_bytes": memory["cache_bytes"],
+        "prompt_seconds": times["prompt_seconds"],
+        "token_seconds": times["token_seconds"],
     }
-    return planned_decoding(case, settings, generation)
+    return planned_decoding(case, settings, generation, here)
 
 
 def summary(ratios: list[float], within: float) -> dict[str, float]:
@@ -210,15 +222,17 @@ def summary(ratios: list[float], within: float) -> dict[str, float]:
 
 
 def summaries(kept: dict[str, Any]) -> dict[str, dict[str, float]]:
-    """Of memory and seconds of steps, and of memory of decoding, as far as there are cases."""
+    """Of memory and seconds of steps and of decoding, as far as there are cases."""
     cases, decoding = kept["cases"], kept["decoding"]
     found = {
         "memory of steps": ([case["ratio"] for case in cases], WITHIN),
-        "seconds of steps": ([case["seconds_ratio"] for case in cases if "seconds_ratio" in case], WITHIN_SECONDS),
+        "seconds of steps": ([case["seconds_ratio"] for case in cases], WITHIN_SECONDS),
         "memory of decoding": ([case["ratio"] for case in decoding], WITHIN),
+        "seconds of prompts": ([case["prompt_ratio"] for case in decoding], WITHIN_SECONDS),
+        "seconds of tokens": ([case["token_ratio"] for case in decoding], WITHIN_SECONDS),
         "bytes of the cache": ([case["planned_cache_bytes"] / case["cache_bytes"] for case in decoding], 0.0),
     }
-    exchanging = [case for case in cases if case["processes"] > 1 and "sent_bytes" in case]
+    exchanging = [case for case in cases if case["processes"] > 1]
     for name in ("rows", "collectives"):
         both = [(case["planned_sent_bytes"].get(name, 0), case["sent_bytes"][name]) for case in exchanging]
         found[f"bytes sent: {name}"] = ([planned / sent for planned, sent in both if sent], 0.0)
@@ -233,7 +247,6 @@ def main() -> None:
     parser.add_argument("--decoding", type=int, default=50)
     parser.add_argument("--again", action="store_true", help="leave what is in the file, and begin anew")
     parser.add_argument("--replan", action="store_true", help="plan the cases of the file anew, and measure nothing")
-    parser.add_argument("--measurements", type=Path, help="folder of measurements for --replan, beside the file's")
     parser.add_argument("--output", type=Path, default=Path(__file__).parent / "results" / "planner.json")
     arguments = parser.parse_args()
     import torch
@@ -243,7 +256,7 @@ def main() -> None:
     if arguments.output.exists() and not arguments.again:
         kept |= json.loads(arguments.output.read_text())
     if arguments.replan:
-        kept = replanned(kept, arguments.measurements)
+        kept = replanned(kept)
         write_json(arguments.output, kept | {"summary": summaries(kept)})
         say(kept, arguments.output)
         return
@@ -260,17 +273,18 @@ def main() -> None:
                     flush=True,
                 )
                 write_json(arguments.output, kept | {"summary": summaries(kept)})
-    for number in range(2 if arguments.quick else arguments.decoding):
-        if number not in {one["case"] for one in kept["decoding"]}:
-            case = run_decoding(number)
-            kept["decoding"].append(case)
-            print(
-                f"decoding {number:3}: planned {case['planned_bytes'] / 1e6:6.1f} MB, measured "
-                f"{case['measured_bytes'] / 1e6:6.1f} MB, ratio {case['ratio']:.3f}; cache "
-                f"{'the same' if case['planned_cache_bytes'] == case['cache_bytes'] else 'OTHER BYTES'}",
-                flush=True,
-            )
-            write_json(arguments.output, kept | {"summary": summaries(kept)})
+        for number in range(2 if arguments.quick else arguments.decoding):
+            if number not in {one["case"] for one in kept["decoding"]}:
+                case = run_decoding(number, Path(folder))
+                kept["decoding"].append(case)
+                print(
+                    f"decoding {number:3}: planned {case['planned_bytes'] / 1e6:6.1f} MB, measured "
+                    f"{case['measured_bytes'] / 1e6:6.1f} MB, ratio {case['ratio']:.3f}; cache "
+                    f"{'the same' if case['planned_cache_bytes'] == case['cache_bytes'] else 'OTHER BYTES'}; "
+                    f"of seconds: prompt {case['prompt_ratio']:.2f}, token {case['token_ratio']:.2f}",
+                    flush=True,
+                )
+                write_json(arguments.output, kept | {"summary": summaries(kept)})
     say(kept, arguments.output)
 
 

@@ -2,7 +2,9 @@
 
     python -m benchmarks.planner_cases SETTINGS
 
-SETTINGS are JSON: the settings of the case, the lengths for a case of generation, and the number of processes.
+SETTINGS are JSON: the settings of the case, the lengths for a case of generation, and the number of processes; or the
+same with a folder, into which measurements of this machine for the case are written, in a process as new as that of
+the case.
 """
 
 from __future__ import annotations
@@ -10,6 +12,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import json
+import math
 import random
 import statistics
 import sys
@@ -18,6 +21,8 @@ from pathlib import Path
 from typing import Any
 
 from dilated_attention_pytorch.capacity import Generation, generation_footprint
+from dilated_attention_pytorch.capacity.generation_here import GenerationHere, measure_generation_here
+from dilated_attention_pytorch.capacity.here import Here, measure_here
 from dilated_attention_pytorch.memory import begin_peak, resident
 from dilated_attention_pytorch.models import LongNetConfig
 from dilated_attention_pytorch.training import PRESETS, TrainSettings
@@ -210,12 +215,36 @@ def generate_texts(settings: TrainSettings, generation: Generation) -> None:
     print("measured " + json.dumps([found]), flush=True)
 
 
+def machine(
+    settings: TrainSettings, processes: int, generation: Generation | None, folder: Path, *, is_kept: bool
+) -> Here | GenerationHere:
+    """What is measured of this machine for a case.
+
+    Args:
+        settings, processes: of the case.
+        generation: lengths, for a case of generation.
+        folder: of the measurements.
+        is_kept: whether all of them are there: nothing is measured.
+    """
+    import torch
+
+    torch.set_num_threads(1)
+    seconds = 0.0 if is_kept else math.inf
+    if generation is None:
+        return measure_here(settings, processes, "cpu", is_quiet=True, folder=folder, seconds=seconds)
+    return measure_generation_here(settings, generation, "cpu", is_quiet=True, folder=folder, seconds=seconds)
+
+
 def main() -> None:
     """Measure the case given on the command line."""
-    told, processes = json.loads(sys.argv[1])
+    told, processes, *folder = json.loads(sys.argv[1])
     lengths = told.pop("generation", None)
     settings = TrainSettings.from_dict(told)
-    if lengths is None:
+    if folder:
+        generation = None if lengths is None else Generation(**lengths)
+        machine(settings, processes, generation, Path(folder[0]), is_kept=False)
+        print("measured []")
+    elif lengths is None:
         take_steps(settings, processes)
     else:
         generate_texts(settings, Generation(**lengths))

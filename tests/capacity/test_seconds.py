@@ -96,7 +96,7 @@ def _stands_still(monkeypatch: pytest.MonkeyPatch) -> None:
     """Steps, attention and copies that take exactly as long as their sizes say, on a made-up machine."""
 
     def step(settings: TrainSettings, batch: Any, device: str) -> Any:
-        layers, rows = settings.model.num_layers, batch["input_ids"].shape[1]
+        layers, rows = settings.model.num_layers, batch["input_ids"].numel()
         gradients = 1e-3 + 2e-3 * layers + (1e-5 + 3e-5 * layers) * rows
         attention = here._attention_seconds(settings, ((1e-6, 1e-9),) * 2, ((5e-7, 5e-10),) * 2)
         return type("Cost", (), {"forward": attention, "backward": gradients, "optimizer": 4e-4 * (1 + layers)})
@@ -137,7 +137,7 @@ def test_what_was_measured_is_kept_and_read_again(monkeypatch: pytest.MonkeyPatc
     def forbidden(*given: Any) -> Any:
         raise AssertionError("it was measured again")
 
-    for name in ("measure_step", "call_of", "matrix_product_rate", "_least"):
+    for name in ("measure_step", "call_of", "matrix_product_rate", "copied_bytes", "least_seconds"):
         monkeypatch.setattr(here, name, forbidden)
     second = measure_here(settings, 1, "cpu", is_quiet=True, folder=tmp_path)
     assert (second.product_rate, second.sheet.flops) == (first.product_rate, first.sheet.flops)
@@ -168,6 +168,6 @@ def test_what_there_is_no_time_for_is_not_begun(tmp_path: Path) -> None:
 
 def test_a_small_step_of_this_machine_is_measured_for_real(tmp_path: Path) -> None:
     found = measure_here(_settings({}, context_length=128), 1, "cpu", is_quiet=True, folder=tmp_path)
-    assert [(point.layers, point.rows) for point in found.points] == [(2, 64), (2, 128), (4, 64), (4, 128)]
+    assert [(point.layers, point.rows) for point in found.points] == [(2, 128), (2, 256), (4, 128), (4, 256)]
     assert found.sheet.flops["float32"] > 1e8
     assert found.sheet.bytes_per_second > 1e7

@@ -2,6 +2,8 @@
 
 from .changes import Change, changes_that_help
 from .generation import Generation, generation_footprint
+from .generation_here import GenerationHere, measure_generation_here
+from .here import Here, measure_here
 from .run import Device, RunPlan, plan_run
 from .solve import LargestModel, Mesh, fewest_processes, largest_model, longest_context, meshes
 
@@ -9,6 +11,8 @@ __all__ = [
     "Change",
     "Device",
     "Generation",
+    "GenerationHere",
+    "Here",
     "LargestModel",
     "Mesh",
     "RunPlan",
@@ -17,6 +21,8 @@ __all__ = [
     "generation_footprint",
     "largest_model",
     "longest_context",
+    "measure_generation_here",
+    "measure_here",
     "meshes",
     "plan_run",
 ]

@@ -90,7 +90,7 @@ def main() -> None:
         given["tokenizer"] = Path(given["tokenizer"])
     settings = TrainSettings.from_dict(given)
     torch.set_num_threads(told["threads"])
-    tokens = torch.zeros(1, settings.context_length, dtype=torch.int64)
+    tokens = torch.zeros(settings.batch_size, settings.context_length, dtype=torch.int64)
     while True:
         measure_step(settings, {"input_ids": tokens, "labels": tokens}, "cpu")
         print(_BEGUN, flush=True)

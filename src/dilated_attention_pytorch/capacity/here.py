@@ -33,7 +33,7 @@ from dilated_attention_pytorch.training.settings import TrainSettings
 from .company import Company
 from .exchanged import Exchange
 from .link_probe import exchange_rates
-from .measurements import Measurements
+from .measurements import Measurements, copied_bytes, least_seconds, sheet_here
 from .seconds import StepSeconds, scaled
 from .work import pairs_of, shapes_of, step_work
 
@@ -42,7 +42,6 @@ _SECONDS_OF_A_STEP = 1.5
 _MOST_ROWS, _LONG, _LEAST_ROWS = 16384, 4096, 64
 _CALLS = 3
 _MOST_SECONDS = 120.0
-_COPIED = 1 << 26
 
 
 class StepPoint(NamedTuple):
@@ -212,14 +211,16 @@ class _Probe:
         dtype = computing_dtype(self.settings.precision)
         rate = self.measured.get(f"product rate {dtype}", lambda: [matrix_product_rate(self.device, dtype)])[0]
         done()
-        layers, lengths = self._sizes(rate)
+        layers, texts, lengths = self._sizes(rate)
         threads, cores = torch.get_num_threads() if self.device.type == "cpu" else 0, os.cpu_count() or 1
         others = min(num_processes, cores // threads) - 1 if threads else 0
-        self._check_size(layers[1], lengths[1], 1 + max(0, others))
-        self.company = Company(self._small(layers[1], lengths[1]), max(0, others), threads)
-        copied = self._get("bytes copied a second", self._copy)[0]
+        largest = self._small(layers[1], lengths[1], texts)
+        self._check_size(largest, 1 + max(0, others))
+        self.company = Company(largest, max(0, others), threads)
+        copied = self._get("bytes copied a second", lambda: [copied_bytes(self.device)])[0]
         done()
-        own = self._get(self._name(f"products {lengths[1]}"), lambda: [self._products(lengths[1])])[0]
+        rows = texts * lengths[1]
+        own = self._get(self._name(f"products {rows}"), lambda: [self._products(rows)])[0]
         done()
         longest = min(self.settings.context_length, 4 * min(lengths[1], _LONG))
         attention = self._attention(sorted({*lengths, longest}), is_training=True)
@@ -229,7 +230,7 @@ class _Probe:
         points = []
         for number in layers:
             for length in lengths:
-                points.append(self._point(number, length, attention, forward))
+                points.append(self._point(self._small(number, length, texts), attention, forward))
                 done()
         exchange = [0.0, 0.0]
         self.company.end()
@@ -237,19 +238,7 @@ class _Probe:
             left = self.measured.ends_at - time.monotonic()
             exchange = self.measured.get("exchange", lambda: exchange_rates(left))
         done()
-        sheet = DataSheet(
-            name="this machine",
-            family=self.hardware.architecture,
-            memory_bytes=self.hardware.free_bytes,
-            bytes_per_second=copied,
-            flops={self.settings.precision: rate},
-            processors=self.hardware.processors,
-            cache_bytes=self.hardware.cache_bytes,
-            watts=0.0,
-            link="",
-            sources={"flops": str(self.measured.file)},
-            compared={},
-        )
+        sheet = sheet_here(self.measured, self.hardware, self.settings.precision, rate, copied)
         return Here(
             sheet=sheet,
             kind=self.device.type,
@@ -267,23 +256,28 @@ class _Probe:
         """A name that holds the shape of the model, of whatever number of layers."""
         return f"{words} of {_shape(self.settings)}"
 
-    def _sizes(self, rate: float) -> tuple[tuple[int, int], tuple[int, int]]:
-        """Two numbers of layers, and two lengths of text."""
+    def _sizes(self, rate: float) -> tuple[tuple[int, int], int, tuple[int, int]]:
+        """Two numbers of layers, a number of texts, and two lengths of them."""
         model = self.settings.model
         period = max(len(model.different_patterns), model.checkpoint_every if model.gradient_checkpointing else 1)
         layers = (period, 2 * period)
-        length = min(_MOST_ROWS, max(_LEAST_ROWS, self.settings.context_length))
-        while length > _LEAST_ROWS and step_work(self._small(layers[1], length)).total > rate * _SECONDS_OF_A_STEP:
-            length //= 2
-        return layers, (max(8, length // 2), length)
+        texts, length = self.settings.batch_size, min(_MOST_ROWS, max(_LEAST_ROWS, self.settings.context_length))
+        while step_work(self._small(layers[1], length, texts)).total > rate * _SECONDS_OF_A_STEP:
+            if texts > 1:
+                texts //= 2
+            elif length > _LEAST_ROWS:
+                length //= 2
+            else:
+                break
+        return layers, texts, (max(8, length // 2), length)
 
-    def _small(self, layers: int, length: int) -> TrainSettings:
+    def _small(self, layers: int, length: int, texts: int = 1) -> TrainSettings:
         model = dataclasses.replace(self.settings.model, num_layers=layers)
         return dataclasses.replace(
             self.settings,
             model=model,
             context_length=length,
-            batch_size=1,
+            batch_size=texts,
             max_tokens=0,
             max_batch_size=0,
             stages=type(self.settings.stages)(),
@@ -299,19 +293,14 @@ class _Probe:
             parallel="told",
         )
 
-    def _check_size(self, layers: int, length: int, processes: int) -> None:
-        needed = processes * footprint(self._small(layers, length), 1).total
+    def _check_size(self, largest: TrainSettings, processes: int) -> None:
+        needed = processes * footprint(largest, 1).total
         if needed > self.hardware.free_bytes // 2:
             raise RunError(
-                f"--hardware here takes steps of {layers} layers of the model, for which {in_bytes(needed)} of memory "
-                f"are needed, and {in_bytes(self.hardware.free_bytes)} are free; name a device with --hardware"
+                f"--hardware here takes steps of {largest.model.num_layers} layers of the model, for which "
+                f"{in_bytes(needed)} of memory are needed, and {in_bytes(self.hardware.free_bytes)} are free; name a "
+                "device with --hardware"
             )
-
-    def _copy(self) -> list[float]:
-        source = torch.ones(_COPIED // 4, device=self.device)
-        target = torch.empty_like(source)
-        seconds = _least(lambda: target.copy_(source), self.device)
-        return [2 * _COPIED / seconds]
 
     def _products(self, rows: int) -> float:
         """Operations a second of the products of a block and of the output matrix, forward."""
@@ -320,7 +309,7 @@ class _Probe:
         for width, out in shapes_of(self.settings.model):
             left = torch.randn(rows, width, device=self.device).to(dtype)
             right = torch.randn(out, width, device=self.device).to(dtype)
-            seconds += _least(lambda left=left, right=right: left @ right.T, self.device)  # type: ignore[misc]
+            seconds += least_seconds(lambda left=left, right=right: left @ right.T, self.device)  # type: ignore[misc]
             operations += 2.0 * rows * width * out
         return operations / seconds
 
@@ -363,20 +352,20 @@ class _Probe:
 
     def _point(
         self,
-        layers: int,
-        length: int,
+        told: TrainSettings,
         attention: tuple[tuple[float, float], ...],
         forward: tuple[tuple[float, float], ...],
     ) -> StepPoint:
-        told = self._small(layers, length)
+        layers, texts, length = told.model.num_layers, told.batch_size, told.context_length
 
         def measure() -> list[float]:
-            tokens = torch.randint(told.model.vocab_size, (1, length))
+            tokens = torch.randint(told.model.vocab_size, (texts, length))
             cost = measure_step(told, {"input_ids": tokens, "labels": tokens}, self.device.type)
             return [cost.forward + cost.backward, cost.optimizer]
 
-        gradients, optimizer = self._get(self._name(f"step of {layers} layers, {length} rows"), measure)
-        return StepPoint(layers, length, gradients - _attention_seconds(told, attention, forward), optimizer)
+        words = f"step of {layers} layers, {texts} x {length} rows"
+        gradients, optimizer = self._get(self._name(words), measure)
+        return StepPoint(layers, texts * length, gradients - _attention_seconds(told, attention, forward), optimizer)
 
 
 def _shape(settings: TrainSettings) -> str:
@@ -384,17 +373,3 @@ def _shape(settings: TrainSettings) -> str:
     same = {**settings.model.to_dict(), "num_layers": 0}
     told = json.dumps([same, settings.precision, settings.optimizer], sort_keys=True)
     return hashlib.blake2b(told.encode(), digest_size=6).hexdigest()
-
-
-def _least(call: Callable[[], object], device: torch.device) -> float:
-    call()
-    seconds = []
-    for _ in range(_CALLS):
-        if device.type == "cuda":
-            torch.cuda.synchronize(device)
-        start = time.perf_counter()
-        call()
-        if device.type == "cuda":
-            torch.cuda.synchronize(device)
-        seconds.append(time.perf_counter() - start)
-    return min(seconds)

@@ -10,6 +10,9 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 
+import torch
+
+from dilated_attention_pytorch.data_sheets import DataSheet
 from dilated_attention_pytorch.errors import RunError
 from dilated_attention_pytorch.folders import cache_folder
 from dilated_attention_pytorch.output import write_text
@@ -17,6 +20,8 @@ from dilated_attention_pytorch.selection.hardware import Hardware
 from dilated_attention_pytorch.selection.profile import identity
 
 FORMAT = "dilated-attention-pytorch measurements 1"
+_CALLS = 3
+_COPIED = 1 << 26
 
 
 @dataclass(slots=True)
@@ -66,6 +71,54 @@ class Measurements:
             record = {"format": FORMAT, "machine": self.machine, "values": self.values}
             write_text(self.file, json.dumps(record, indent=1) + "\n")
         return self.values[name]
+
+
+def seconds_of(call: Callable[[], object], device: torch.device) -> float:
+    """What a call takes by the clock, with all that it starts on the device."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+    start = time.perf_counter()
+    call()
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+    return time.perf_counter() - start
+
+
+def least_seconds(call: Callable[[], object], device: torch.device) -> float:
+    """The least of a few calls after a first one."""
+    call()
+    return min(seconds_of(call, device) for _ in range(_CALLS))
+
+
+def copied_bytes(device: torch.device) -> float:
+    """Bytes a second that are read and written by a copy."""
+    source = torch.ones(_COPIED // 4, device=device)
+    target = torch.empty_like(source)
+    return 2 * _COPIED / least_seconds(lambda: target.copy_(source), device)
+
+
+def sheet_here(measured: Measurements, hardware: Hardware, precision: str, rate: float, copied: float) -> DataSheet:
+    """A data sheet of this machine.
+
+    Args:
+        measured: where the rates are kept.
+        hardware: the device.
+        precision, rate: operations a second of matrix products in it.
+        copied: bytes a second.
+    """
+    return DataSheet(
+        name="this machine",
+        family=hardware.architecture,
+        memory_bytes=hardware.free_bytes,
+        bytes_per_second=copied,
+        flops={precision: rate},
+        processors=hardware.processors,
+        cache_bytes=hardware.cache_bytes,
+        watts=0.0,
+        link="",
+        sources={"flops": str(measured.file)},
+        compared={},
+    )
 
 
 def _read(file: Path, machine: dict[str, str | int]) -> dict[str, list[float]]:

@@ -37,6 +37,8 @@ SECONDS: Mapping[str, str] = {
     "rest": "norms, activations, loss, copies",
     "optimizer": "optimizer",
     "reading": "reading weights",
+    "prompt": "prompt, until the first token",
+    "tokens": "tokens after the first",
     "exchange": "exchange",
     "overlapped": "of it hidden",
     "host": "host",

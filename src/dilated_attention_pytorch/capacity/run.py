@@ -17,6 +17,7 @@ from dilated_attention_pytorch.training.settings import TrainSettings
 
 from .exchanged import Exchange, exchanges, forward_rows
 from .generation import Generation, generation_footprint
+from .generation_here import GenerationHere
 from .here import Here
 from .seconds import Rates, StepSeconds, rates, sheet_seconds
 from .work import StepWork, forward_work, step_work
@@ -34,7 +35,9 @@ class Device:
     price_per_hour: float | None = None
     """Of one device; None is not known."""
     here: Here | None = None
-    """Measurements of this machine, if it is that."""
+    """Measurements of this machine, if it is that, for training steps."""
+    generation_here: GenerationHere | None = None
+    """The same for generations."""
 
     @property
     def connection(self) -> Link | None:
@@ -180,32 +183,13 @@ def _plan_generation(
         raise RunError(
             'the purpose "generation" needs the lengths of the texts: pass generation=Generation(prompt=...)'
         )
-    if num_processes > 1:
-        raise RunError(
-            f"generation is planned for one process that holds all weights and the whole cache, got {num_processes}; "
-            "leave --processes out: processes that each generate other texts take as much each, and those that share a "
-            "cache (parallel.RankShare) have all weights and about their part of the cache that is planned for one"
-        )
-    model, itemsize = settings.model, computing_dtype(settings.precision).itemsize
-    prompt = dataclasses.replace(settings, context_length=max(8, generation.prompt))
-    read, flops = forward_work(prompt), longnet_flops(model)
-    # Of a prompt the logits of the last token alone; of new tokens what their matrices compute.
-    rows = settings.batch_size * generation.prompt
-    hidden = read.products - 2 * model.vocab_size * model.embed_dim * rows
-    steps = settings.batch_size * (generation.new_tokens - 1)
-    work = StepWork(hidden + flops.per_token * steps, read.attention)
-    rate, bandwidth = device.sheet.flops[settings.precision], device.sheet.bytes_per_second
-    of_token = model.num_parameters * itemsize / bandwidth
-    reading = max(0.0, (generation.new_tokens - 1) * (of_token - flops.per_token * settings.batch_size / rate))
-    seconds = StepSeconds(
-        products=work.products / rate,
-        attention=work.attention / rate,
-        optimizer=0.0,
-        exchange=0.0,
-        overlapped=0.0,
-        reading=reading,
-        is_bound=True,
-    )
+    check_generation(num_processes)
+    work = _generation_work(settings, generation)
+    rate = device.sheet.flops[settings.precision]
+    if device.generation_here is not None:
+        seconds = device.generation_here.seconds(settings, generation)
+    else:
+        seconds = _generation_bound(settings, generation, work, device.sheet)
     tokens = settings.batch_size * generation.new_tokens
     return RunPlan(
         purpose="generation",
@@ -226,6 +210,42 @@ def _plan_generation(
             watts=device.sheet.watts,
             price=device.price_per_hour,
         ),
+    )
+
+
+def check_generation(num_processes: int) -> None:
+    """Raise RunError unless one process generates."""
+    if num_processes > 1:
+        raise RunError(
+            f"generation is planned for one process that holds all weights and the whole cache, got {num_processes}; "
+            "leave --processes out: processes that each generate other texts take as much each, and those that share a "
+            "cache (parallel.RankShare) have all weights and about their part of the cache that is planned for one"
+        )
+
+
+def _generation_work(settings: TrainSettings, generation: Generation) -> StepWork:
+    """Operations: of a prompt the logits of the last token alone, of new tokens what their matrices compute."""
+    model = settings.model
+    read = forward_work(dataclasses.replace(settings, context_length=max(8, generation.prompt)))
+    rows = settings.batch_size * generation.prompt
+    hidden = read.products - 2 * model.vocab_size * model.embed_dim * rows
+    steps = settings.batch_size * (generation.new_tokens - 1)
+    return StepWork(hidden + longnet_flops(model).per_token * steps, read.attention)
+
+
+def _generation_bound(settings: TrainSettings, generation: Generation, work: StepWork, sheet: DataSheet) -> StepSeconds:
+    """Operations at the rate of dense products; for every new token weights are read at the rate of memory."""
+    model, rate = settings.model, sheet.flops[settings.precision]
+    of_token = model.num_parameters * computing_dtype(settings.precision).itemsize / sheet.bytes_per_second
+    products = longnet_flops(model).per_token * settings.batch_size / rate
+    return StepSeconds(
+        products=work.products / rate,
+        attention=work.attention / rate,
+        optimizer=0.0,
+        exchange=0.0,
+        overlapped=0.0,
+        reading=max(0.0, (generation.new_tokens - 1) * (of_token - products)),
+        is_bound=True,
     )
 
 

@@ -13,6 +13,8 @@ from dilated_attention_pytorch.training.footprint import Footprint
 from .exchanged import Exchange
 from .work import StepWork
 
+_COMPUTED = ("products", "attention", "rest", "optimizer", "reading", "prompt", "tokens", "host")
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StepSeconds:
@@ -27,6 +29,10 @@ class StepSeconds:
     """Clipping and the step of the weights."""
     reading: float = 0.0
     """Of a generation, what reading all weights for every new token takes beyond its products."""
+    prompt: float = 0.0
+    """Of a generation, all until its first token, predicted; 0 in a bound."""
+    tokens: float = 0.0
+    """Of a generation, all tokens after the first, predicted; 0 in a bound."""
     exchange: float
     """What is sent, one thing after the other."""
     overlapped: float
@@ -39,15 +45,12 @@ class StepSeconds:
     @property
     def total(self) -> float:
         """Of the step."""
-        computed = self.products + self.attention + self.rest + self.optimizer + self.reading + self.host
-        return computed + self.exchange - self.overlapped
+        return sum(getattr(self, name) for name in _COMPUTED) + self.exchange - self.overlapped
 
     @property
     def bounded_by(self) -> str:
         """The part that takes longest."""
-        parts = {
-            name: getattr(self, name) for name in ("products", "attention", "rest", "optimizer", "reading", "host")
-        }
+        parts = {name: getattr(self, name) for name in _COMPUTED}
         parts["exchange"] = self.exchange - self.overlapped
         return max(parts, key=lambda name: parts[name])
 

@@ -44,6 +44,24 @@ class Mark(NamedTuple):
     after: Mapping[Pattern, int]
 
 
+def mark_of(patterns: Sequence[Pattern], num_kv_heads: int, call: Call) -> Mark:
+    """A call after one that has stored all tokens before it.
+
+    Args:
+        patterns: different ones, of the layers.
+        num_kv_heads: key/value heads of a layer.
+        call: the call.
+    """
+    before, after = {}, {}
+    for pattern in patterns:
+        ledger = Ledger(pattern, num_kv_heads, torch.device("cpu"))
+        stored = ledger.advance(call.seen).num_slots if call.seen else 0
+        before[pattern] = grown_slots(0, stored, ledger.max_slots())
+        stored = ledger.advance(call.num_new).num_slots
+        after[pattern] = grown_slots(before[pattern], stored, ledger.max_slots())
+    return Mark(call, before, after)
+
+
 @dataclass(frozen=True, slots=True)
 class Walk:
     """The storages of a cache through a generation."""

@@ -29,34 +29,32 @@ class _RealLedger(Ledger):
             return super().advance(num_new)
 
 
-class _TracedCache(LongNetCache):
-    """A cache as it is before a call."""
+class BegunCache(LongNetCache):
+    """A cache as it is before a call, without the calls that came before."""
 
-    def begin(self, mark: Mark, batch_size: int, live: LiveBytes, like: Tensor) -> None:
-        """Have every layer's storage as it is before the call.
+    def begin(self, mark: Mark, batch_size: int, like: Tensor) -> None:
+        """Have every layer's storage as it is before the call, filled with zeros.
 
         Args:
             mark: the call.
             batch_size: texts.
-            live: counts the storages.
-            like: ``[0, D]``, of the dtype of keys and values.
+            like: ``[0, D]``, of the dtype and device of keys and values.
         """
         with unset_fake_temporarily(), _disable_current_modes():
-            cohort = self._new_cohort(batch_size, torch.device("cpu"))
+            cohort = self._new_cohort(batch_size, like.device)
             cohort.ledgers = {
-                pattern: _RealLedger(pattern, self.num_kv_heads, torch.device("cpu")) for pattern in self.patterns
+                pattern: _RealLedger(pattern, self.num_kv_heads, like.device) for pattern in self.patterns
             }
             if mark.call.seen:
                 for ledger in cohort.ledgers.values():
                     ledger.advance(mark.call.seen)
         cohort.seen = self._num_columns = mark.call.seen
         self._cohorts = [cohort]
-        with live.made_as("cache"):
-            for layer, pattern in enumerate(self.patterns):
-                slots = mark.before[pattern]
-                if slots:
-                    shape = (batch_size, slots, self.num_kv_heads, like.shape[-1])
-                    cohort.storage[layer] = (like.new_zeros(shape), like.new_zeros(shape))
+        for layer, pattern in enumerate(self.patterns):
+            slots = mark.before[pattern]
+            if slots:
+                shape = (batch_size, slots, self.num_kv_heads, like.shape[-1])
+                cohort.storage[layer] = (like.new_zeros(shape), like.new_zeros(shape))
 
     def stored(self, layer: int) -> tuple[Tensor, Tensor]:
         """Keys and values of a layer."""
@@ -80,8 +78,9 @@ def traced_call(
     with torch.no_grad(), fake, live:
         with live.made_as("weights"):
             model = LongNetLM(config, dtype=dtype).eval()
-        cache, head_dim = _TracedCache(config), config.embed_dim // config.num_heads
-        cache.begin(mark, batch_size, live, model.embedding.weight.new_empty(0, head_dim))
+        cache, head_dim = BegunCache(config), config.embed_dim // config.num_heads
+        with live.made_as("cache"):
+            cache.begin(mark, batch_size, model.embedding.weight.new_empty(0, head_dim))
         with live.made_as("temporaries"):
             ids = torch.zeros(batch_size, mark.call.num_new, dtype=torch.int64)
         for layer, block in enumerate(model.blocks):
@@ -97,7 +96,7 @@ def traced_call(
     ]
 
 
-def _marking(cache: _TracedCache, layer: int, live: LiveBytes) -> Any:
+def _marking(cache: BegunCache, layer: int, live: LiveBytes) -> Any:
     def after(*_: Any) -> None:
         live.mark(cache.stored(layer), "cache")
 

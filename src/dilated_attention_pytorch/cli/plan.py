@@ -69,8 +69,8 @@ class Plan(TrainSettings):
     """Who attends to whom in that model, as `dilated-attention show` takes it."""
     hardware: str = "H100 SXM"
     """Name of the device; a name that is not known is answered with those that are. "here": this machine, of which
-    products, attention, small steps of the model, copies and sums over two processes are measured, in two minutes at
-    most; what was measured is kept."""
+    products, attention, small steps of the model, copies and sums over two processes are measured (for a generation:
+    chunks of the prompt and single tokens), in two minutes at most; what was measured is kept."""
     link: str = ""
     """Between the devices; empty: the one that the data sheet names."""
     processes: int = 1
@@ -163,12 +163,16 @@ class Plan(TrainSettings):
     def _here(self, settings: TrainSettings) -> tuple[TrainSettings, Device]:
         """This machine's measured rates, and the settings with the precision it computes in."""
         from dilated_attention_pytorch.capacity import Device
+        from dilated_attention_pytorch.capacity.generation_here import measure_generation_here
         from dilated_attention_pytorch.capacity.here import measure_here
+        from dilated_attention_pytorch.capacity.run import check_generation
         from dilated_attention_pytorch.machine import set_threads
         from dilated_attention_pytorch.training import preflight
 
-        if self.purpose != "training":
-            raise RunError(f"--hardware {_HERE} predicts training steps; name a device beside --for {self.purpose}")
+        if self.purpose == "forward":
+            raise RunError(
+                f"--hardware {_HERE} predicts training steps and generations; name a device beside --for forward"
+            )
         if self.link:
             raise RunError(f"--hardware {_HERE} measures what its processes exchange; leave --link {self.link} out")
         named = [f"--{name}" for name in ("fewest", "mesh", "largest") if getattr(self, name)]
@@ -181,8 +185,13 @@ class Plan(TrainSettings):
             precision=preflight.choose_precision(settings.precision, kind),
         )
         preflight.check_processes(settings, self.processes)
+        price, generation = self.price_per_hour or None, self._generation()
+        if generation is not None:
+            check_generation(self.processes)
+            generating = measure_generation_here(settings, generation, kind)
+            return settings, Device(sheet=generating.sheet, generation_here=generating, price_per_hour=price)
         found = measure_here(settings, self.processes, kind)
-        return settings, Device(sheet=found.sheet, here=found, price_per_hour=self.price_per_hour or None)
+        return settings, Device(sheet=found.sheet, here=found, price_per_hour=price)
 
     def _plan_longnet(self) -> None:
         from dilated_attention_pytorch.capacity import plan_run
