@@ -105,8 +105,9 @@ PUBLIC = {
     },
     "benchmarks": set(),
     "capacity": {
-        "Change", "Device", "Generation", "LargestModel", "Mesh", "RunPlan", "changes_that_help", "fewest_processes",
-        "generation_footprint", "largest_model", "longest_context", "meshes", "plan_run",
+        "Change", "Device", "Generation", "GenerationHere", "Here", "LargestModel", "Mesh", "RunPlan",
+        "changes_that_help", "fewest_processes", "generation_footprint", "largest_model", "longest_context",
+        "measure_generation_here", "measure_here", "meshes", "plan_run",
     },
     "cli": {"main"},
     "core": {
