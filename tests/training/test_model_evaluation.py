@@ -113,7 +113,14 @@ def test_a_model_that_copies_recalls_everything_and_one_that_does_not_recalls_no
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     texts = write_texts(tmp_path / "texts")
-    results = {}
+    results: dict[str, Any] = {}
+    distances: list[int] = []
+
+    def noted(text: Tensor, distance: int, *given: Any) -> Any:
+        distances.append(distance)
+        return needle(text, distance, *given)
+
+    monkeypatch.setattr(model_evaluation, "needle", noted)
     for name, model in (("copying", _Copying()), ("uniform", _Uniform())):
         opened = EvaluatedModel(
             model=model,
@@ -132,6 +139,7 @@ def test_a_model_that_copies_recalls_everything_and_one_that_does_not_recalls_no
         assert row["again"] < 1e-6
         assert row["first"] == pytest.approx(8.0)
     assert [row["distance"] for row in results["copying"]["needle"]] == [128, 384]
+    assert distances == [128, 127, 384, 383] * 2  # a dilation rate meets one residue of them only
     assert {row["answered"] for row in results["copying"]["associations"]} == {1.0}
     assert results["uniform"]["bits_per_byte"] == {"256": pytest.approx(8.0), "512": pytest.approx(8.0)}
     assert [row["again"] for row in results["uniform"]["needle"]] == [pytest.approx(8.0)] * 2

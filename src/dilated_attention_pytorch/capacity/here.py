@@ -211,12 +211,12 @@ class _Probe:
         dtype = computing_dtype(self.settings.precision)
         rate = self.measured.get(f"product rate {dtype}", lambda: [matrix_product_rate(self.device, dtype)])[0]
         done()
-        layers, texts, lengths = self._sizes(rate)
         threads, cores = torch.get_num_threads() if self.device.type == "cpu" else 0, os.cpu_count() or 1
-        others = min(num_processes, cores // threads) - 1 if threads else 0
+        others = max(0, min(num_processes, cores // threads) - 1) if threads else 0
+        layers, texts, lengths = self._sizes(rate, 1 + others)
         largest = self._small(layers[1], lengths[1], texts)
-        self._check_size(largest, 1 + max(0, others))
-        self.company = Company(largest, max(0, others), threads)
+        self._check_size(largest, 1 + others)
+        self.company = Company(largest, others, threads)
         copied = self._get("bytes copied a second", lambda: [copied_bytes(self.device)])[0]
         done()
         rows = texts * lengths[1]
@@ -256,20 +256,36 @@ class _Probe:
         """A name that holds the shape of the model, of whatever number of layers."""
         return f"{words} of {_shape(self.settings)}"
 
-    def _sizes(self, rate: float) -> tuple[tuple[int, int], int, tuple[int, int]]:
-        """Two numbers of layers, a number of texts, and two lengths of them."""
+    def _sizes(self, rate: float, processes: int) -> tuple[tuple[int, int], int, tuple[int, int]]:
+        """Two numbers of layers, a number of texts, and two lengths of them.
+
+        Texts and lengths are those of the run as far as two layers take no longer than they may; layers are then as
+        many as there is time and memory for, up to those of the model: what differs little cannot be told apart.
+        """
         model = self.settings.model
         period = max(len(model.different_patterns), model.checkpoint_every if model.gradient_checkpointing else 1)
-        layers = (period, 2 * period)
         texts, length = self.settings.batch_size, min(_MOST_ROWS, max(_LEAST_ROWS, self.settings.context_length))
-        while step_work(self._small(layers[1], length, texts)).total > rate * _SECONDS_OF_A_STEP:
+
+        def is_short(layers: int) -> bool:
+            return step_work(self._small(layers, length, texts)).total <= rate * _SECONDS_OF_A_STEP
+
+        while not is_short(2 * period):
             if texts > 1:
                 texts //= 2
             elif length > _LEAST_ROWS:
                 length //= 2
             else:
                 break
-        return layers, texts, (max(8, length // 2), length)
+        most = 2 * period
+        while most + period <= model.num_layers and is_short(most + period):
+            most += period
+        while most > 2 * period and self._bytes(most, length, texts, processes) > self.hardware.free_bytes // 2:
+            most = max(2 * period, most // (2 * period) * period)
+        return (period, most), texts, (max(8, length // 2), length)
+
+    def _bytes(self, layers: int, length: int, texts: int, processes: int) -> int:
+        """Of as many processes as take such steps beside each other."""
+        return processes * footprint(self._small(layers, length, texts), 1).total
 
     def _small(self, layers: int, length: int, texts: int = 1) -> TrainSettings:
         model = dataclasses.replace(self.settings.model, num_layers=layers)
@@ -294,12 +310,13 @@ class _Probe:
         )
 
     def _check_size(self, largest: TrainSettings, processes: int) -> None:
-        needed = processes * footprint(largest, 1).total
+        model = largest.model
+        needed = self._bytes(model.num_layers, largest.context_length, largest.batch_size, processes)
         if needed > self.hardware.free_bytes // 2:
             raise RunError(
-                f"--hardware here takes steps of {largest.model.num_layers} layers of the model, for which "
-                f"{in_bytes(needed)} of memory are needed, and {in_bytes(self.hardware.free_bytes)} are free; name a "
-                "device with --hardware"
+                f"--hardware here takes steps of {model.num_layers} layers of the model, for which {in_bytes(needed)} "
+                f"of memory are needed, and {in_bytes(self.hardware.free_bytes)} are free; name a device with "
+                "--hardware"
             )
 
     def _products(self, rows: int) -> float:

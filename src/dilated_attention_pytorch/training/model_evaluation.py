@@ -34,6 +34,8 @@ if TYPE_CHECKING:
 RESULT_NAME = "eval.json"
 _SHORTEST = 256
 """Minimum length in tokens of recall texts, so that their words fit."""
+_RESIDUES = 8
+"""Different distances of a repeated string at each length, one after the other."""
 
 
 @dataclass(kw_only=True, slots=True)
@@ -242,11 +244,20 @@ def _needles(
     lengths: Sequence[int],
     look: Callable[[Task], _Found],
 ) -> Iterator[dict[str, float]]:
-    """Bits per letter of a random string at its repetition and at its first occurrence, by distance."""
+    """Bits per letter of a random string at its repetition and at its first occurrence, by distance.
+
+    Under a dilation rate r a token sees only keys of its own residue: what came after a passage D tokens ago, only if
+    r divides D - 1. So each text has another distance, at most ``_RESIDUES - 1`` tokens shorter than the first's.
+    """
     for length in lengths:
         distance = length - 2 * NEEDLE_LETTERS - 64
         tasks = [
-            needle(held_out[number % len(held_out)], distance, settings.seed + number, opened.tokens_of)
+            needle(
+                held_out[number % len(held_out)],
+                distance - number % _RESIDUES,
+                settings.seed + number,
+                opened.tokens_of,
+            )
             for number in range(settings.recall_texts)
         ]
         found = [look(task) for task in tasks]
