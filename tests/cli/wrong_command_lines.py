@@ -509,6 +509,7 @@ TABLE: dict[str, list[Row]] = {
         Row("plan --preset tiny --hardware V100 --precision bfloat16", "--precision bfloat16: V100 has no rate of it; take one of float16, float32"),
         Row("plan --preset tiny --hardware here --link PCIe", "--hardware here measures what its processes exchange; leave --link PCIe out"),
         Row("plan --preset tiny --hardware here --for generation --processes 2", "generation is planned for one process that holds all weights"),
+        Row("plan --preset tiny --hardware here --processes 1000 --data-parallel fsdp", "--hardware here starts as many processes as are planned, got 1000"),
         Row("plan --preset tiny --hardware here --for forward", "--hardware here predicts training steps and generations; name a device beside --for forward"),
         Row("plan --preset tiny --hardware here --fewest", "--fewest is for a device by its name; leave it out beside --hardware here"),
         Row("plan --pattern local_window(3)", "--pattern is for a model of transformers, named by --model"),

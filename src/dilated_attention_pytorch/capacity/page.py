@@ -34,7 +34,7 @@ PARTS: Mapping[str, str] = {
 SECONDS: Mapping[str, str] = {
     "products": "matrix products",
     "attention": "attention",
-    "rest": "norms, activations, loss, copies",
+    "rest": "norms, activations, loss, copies, waiting",
     "optimizer": "optimizer",
     "reading": "reading weights",
     "prompt": "prompt, until the first token",

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -24,7 +23,7 @@ class StepSeconds:
     """Matrix products, those of attention left out."""
     attention: float
     rest: float = 0.0
-    """Norms, activations, the loss, copies: what is neither; 0 in a bound."""
+    """Norms, activations, the loss, copies, and waiting for other processes: what is neither; 0 in a bound."""
     optimizer: float
     """Clipping and the step of the weights."""
     reading: float = 0.0
@@ -140,9 +139,3 @@ def rates(
         joules_per_token=watts * processes * seconds / tokens if watts else None,
         price_per_million_tokens=None if price is None else price * processes * seconds / 3600 / tokens * 1e6,
     )
-
-
-def scaled(seconds: StepSeconds, times: float) -> StepSeconds:
-    """All parts so many times as long, as for processes that share cores."""
-    parts = dataclasses.asdict(seconds)
-    return StepSeconds(**{name: value if name == "is_bound" else value * times for name, value in parts.items()})
