@@ -116,7 +116,7 @@ def sheet_here(measured: Measurements, hardware: Hardware, precision: str, rate:
         cache_bytes=hardware.cache_bytes,
         watts=0.0,
         link="",
-        sources={"flops": str(measured.file)},
+        sources={"flops": f"measured: {measured.file.name}"},
         compared={},
     )
 
