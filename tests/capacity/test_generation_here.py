@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,7 @@ from dilated_attention_pytorch.capacity import Device, Generation, plan_run
 from dilated_attention_pytorch.capacity.generation_here import GenerationHere, _Probe, measure_generation_here
 from dilated_attention_pytorch.capacity.storage import Call, mark_of
 from dilated_attention_pytorch.capacity.traced_call import BegunCache
+from dilated_attention_pytorch.cli import main
 from dilated_attention_pytorch.errors import RunError
 from dilated_attention_pytorch.models import LongNetCache, LongNetConfig, LongNetLM
 from dilated_attention_pytorch.training import PRESETS, TrainSettings
@@ -131,3 +133,15 @@ def test_a_cache_that_is_begun_holds_the_rows_of_one_that_has_read_them(
                         mine.copy_(other)
         assert_close(model(ids[:, seen:], cache=begun), model(ids[:, seen:], cache=real))
     assert begun.num_bytes == real.num_bytes
+
+
+def test_the_command_predicts_a_generation_on_this_machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    lengths = ["--prompt", "300", "--new-tokens", "4", "--chunk-size", "128"]
+    file = tmp_path / "plan.json"
+    main(["plan", "--preset", "tiny", "--hardware", "here", "--for", "generation", *lengths, "--output", str(file)])
+    seconds = json.loads(file.read_text())["seconds"]
+    assert not seconds["is_bound"]
+    assert 0 < seconds["tokens"] < 10
+    assert 0 < seconds["prompt"] < 10
+    assert seconds["products"] == seconds["reading"] == 0
