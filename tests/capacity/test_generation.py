@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import subprocess
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -15,11 +16,13 @@ from dilated_attention_pytorch import DilatedPattern, Pattern, attend, local_win
 from dilated_attention_pytorch.capacity import Generation, generation_footprint
 from dilated_attention_pytorch.capacity.generation import cache_bytes
 from dilated_attention_pytorch.capacity.kernel_bytes import own_bytes
-from dilated_attention_pytorch.capacity.storage import MOST_CALLS, walk
+from dilated_attention_pytorch.capacity.storage import MOST_CALLS, Mark, calls_of, walk
 from dilated_attention_pytorch.capacity.traced_call import traced_call
 from dilated_attention_pytorch.errors import RunError
 from dilated_attention_pytorch.kernels.select import refusal
 from dilated_attention_pytorch.models import LongNetCache, LongNetConfig, LongNetLM, generate
+from dilated_attention_pytorch.models.cache import grown_slots
+from dilated_attention_pytorch.models.ledger import Ledger
 from dilated_attention_pytorch.training import PRESETS, TrainSettings
 from dilated_attention_pytorch.training.footprint import evaluation_footprint
 from dilated_attention_pytorch.training.live_bytes import LiveBytes
@@ -28,6 +31,7 @@ from dilated_attention_pytorch.training.traced_step import trace_step
 from support.processes import environment
 
 DILATED = {"segment_lengths": (16, 64, 256), "dilation_rates": (1, 2, 4)}
+LONGER = {"segment_lengths": (64, 128, 512), "dilation_rates": (1, 2, 8)}
 RULES = {"layer_patterns": ("local_window(25)", "local_window(5) + DilatedPattern([16, 128], [2, 4])")}
 LENGTHS = [(1, 1, 16), (175, 2, 16), (375, 13, 128)]
 
@@ -65,6 +69,27 @@ def test_a_call_on_tensors_that_hold_nothing_has_the_bytes_of_the_real_one(
             for is_fake in (True, False)
         )
         assert fake == real
+
+
+@pytest.mark.parametrize(("prompt", "chunk"), [(97, 8), (375, 40)])
+@pytest.mark.parametrize("pattern", [DILATED, LONGER, RULES], ids=["dilated", "longer", "rules"])
+def test_no_call_of_a_generation_takes_more_than_those_that_are_looked_at(
+    pattern: dict[str, Any], prompt: int, chunk: int
+) -> None:
+    model = dataclasses.replace(_settings(pattern).model, num_layers=2)
+    patterns = tuple(dict.fromkeys(model.different_patterns))
+    ledgers = {pattern: Ledger(pattern, 2, torch.device("cpu")) for pattern in patterns}
+    slots, every = dict.fromkeys(patterns, 0), []
+    for call in calls_of(prompt, 3, chunk):
+        before = dict(slots)
+        for one, ledger in ledgers.items():
+            slots[one] = grown_slots(slots[one], ledger.advance(call.num_new).num_slots, ledger.max_slots())
+        every.append(Mark(call, before, dict(slots)))
+
+    def most(marks: Sequence[Mark]) -> int:
+        return max(sum(each.counts) for mark in marks for each in traced_call(model, mark, 3, torch.float32))
+
+    assert most(walk(patterns, 2, prompt, 3, chunk).marks) == most(every)
 
 
 @pytest.mark.parametrize("pattern", [DILATED, RULES], ids=["dilated", "rules"])
