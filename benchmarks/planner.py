@@ -36,11 +36,11 @@ from pathlib import Path
 from typing import Any
 
 from dilated_attention_pytorch.benchmarks.results import module_command, origin, write_json
-from dilated_attention_pytorch.capacity import Device, Generation, generation_footprint, plan_run
+from dilated_attention_pytorch.capacity import Device, Generation, GenerationHere, Here, generation_footprint, plan_run
 from dilated_attention_pytorch.capacity.exchanged import exchanges
 from dilated_attention_pytorch.capacity.generation import cache_bytes
-from dilated_attention_pytorch.capacity.generation_here import CallSeconds, GenerationHere
-from dilated_attention_pytorch.capacity.here import Here, StepPoint
+from dilated_attention_pytorch.capacity.generation_here import CallSeconds
+from dilated_attention_pytorch.capacity.here import StepPoint
 from dilated_attention_pytorch.data_sheets import DataSheet
 from dilated_attention_pytorch.training import TrainSettings
 from dilated_attention_pytorch.training.footprint import footprint

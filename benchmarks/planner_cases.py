@@ -20,9 +20,14 @@ import time
 from pathlib import Path
 from typing import Any
 
-from dilated_attention_pytorch.capacity import Generation, generation_footprint
-from dilated_attention_pytorch.capacity.generation_here import GenerationHere, measure_generation_here
-from dilated_attention_pytorch.capacity.here import Here, measure_here
+from dilated_attention_pytorch.capacity import (
+    Generation,
+    GenerationHere,
+    Here,
+    generation_footprint,
+    measure_generation_here,
+    measure_here,
+)
 from dilated_attention_pytorch.memory import begin_peak, resident
 from dilated_attention_pytorch.models import LongNetConfig
 from dilated_attention_pytorch.training import PRESETS, TrainSettings

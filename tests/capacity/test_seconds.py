@@ -11,9 +11,9 @@ import pytest
 import torch
 
 from dilated_attention_pytorch import parallel
-from dilated_attention_pytorch.capacity import Device, Generation, here, plan_run
+from dilated_attention_pytorch.capacity import Device, Generation, measure_here, plan_run, step_probe
 from dilated_attention_pytorch.capacity.exchanged import exchanges
-from dilated_attention_pytorch.capacity.here import measure_here
+from dilated_attention_pytorch.capacity.here import attention_seconds
 from dilated_attention_pytorch.capacity.measurements import Measurements
 from dilated_attention_pytorch.capacity.work import step_work
 from dilated_attention_pytorch.data_sheets import link_of, sheet_of
@@ -98,7 +98,7 @@ def _stands_still(monkeypatch: pytest.MonkeyPatch) -> None:
     def step(settings: TrainSettings, batch: Any, device: str) -> Any:
         layers, rows = settings.model.num_layers, batch["input_ids"].numel()
         gradients = 1e-3 + 2e-3 * layers + (1e-5 + 3e-5 * layers) * rows
-        attention = here._attention_seconds(settings, ((1e-6, 1e-9),) * 2, ((5e-7, 5e-10),) * 2)
+        attention = attention_seconds(settings, ((1e-6, 1e-9),) * 2, ((5e-7, 5e-10),) * 2)
         return type("Cost", (), {"forward": attention, "backward": gradients, "optimizer": 4e-4 * (1 + layers)})
 
     def call_of(workload: Any, device: Any) -> Any:
@@ -109,9 +109,9 @@ def _stands_still(monkeypatch: pytest.MonkeyPatch) -> None:
 
         return call
 
-    monkeypatch.setattr(here, "measure_step", step)
-    monkeypatch.setattr(here, "call_of", call_of)
-    monkeypatch.setattr(here, "matrix_product_rate", lambda device, dtype: 1e10)
+    monkeypatch.setattr(step_probe, "measure_step", step)
+    monkeypatch.setattr(step_probe, "call_of", call_of)
+    monkeypatch.setattr(step_probe, "matrix_product_rate", lambda device, dtype: 1e10)
 
 
 def test_a_machine_whose_seconds_grow_with_layers_rows_and_pairs_is_predicted_exactly(
@@ -122,7 +122,7 @@ def test_a_machine_whose_seconds_grow_with_layers_rows_and_pairs_is_predicted_ex
     found = measure_here(settings, 1, "cpu", is_quiet=True, folder=tmp_path)
     plan = plan_run(settings, 1, Device(sheet=found.sheet, here=found))
     told = dataclasses.replace(settings, batch_size=1)
-    attention = here._attention_seconds(told, ((1e-6, 1e-9),) * 2, ((5e-7, 5e-10),) * 2)
+    attention = attention_seconds(told, ((1e-6, 1e-9),) * 2, ((5e-7, 5e-10),) * 2)
     expected = attention + 1e-3 + 2e-3 * 9 + (1e-5 + 3e-5 * 9) * 50_021 + 4e-4 * 10
     assert plan.seconds.total == pytest.approx(expected, rel=1e-3)
     assert plan.seconds.attention == pytest.approx(attention, rel=1e-3)
@@ -134,9 +134,9 @@ def test_steps_of_several_processes_are_predicted_from_steps_that_they_share(
 ) -> None:
     """Of two processes that share every text, on a machine with a core for each; what they send is in their steps."""
     _stands_still(monkeypatch)
-    monkeypatch.setattr(here.os, "cpu_count", lambda: 2)
+    monkeypatch.setattr(step_probe.os, "cpu_count", lambda: 2)
     monkeypatch.setattr(torch, "get_num_threads", lambda: 1)
-    monkeypatch.setattr(here, "exchange_rates", lambda device, seconds: [1e9, 1e-4])
+    monkeypatch.setattr(step_probe, "exchange_rates", lambda device, seconds: [1e9, 1e-4])
 
     def gradients(layers: int, rows: float) -> float:
         return 2e-3 + 3e-3 * layers + (2e-5 + 4e-5 * layers) * rows
@@ -147,15 +147,15 @@ def test_steps_of_several_processes_are_predicted_from_steps_that_they_share(
         for told in steps:
             assert (told.context_parallel, told.strategy) == (2, "ring")
             rows = told.batch_size * told.context_length / 2
-            attention = here._attention_seconds(told, ((1e-6, 1e-9),) * 2, ((5e-7, 5e-10),) * 2) / 2
+            attention = attention_seconds(told, ((1e-6, 1e-9),) * 2, ((5e-7, 5e-10),) * 2) / 2
             found += [gradients(told.model.num_layers, rows) + attention, 4e-4]
         return found
 
-    monkeypatch.setattr(here, "shared_step_seconds", shared)
+    monkeypatch.setattr(step_probe, "shared_step_seconds", shared)
     settings = _settings({"num_layers": 9}, context_length=20_010, context_parallel=2, strategy="ring")
     found = measure_here(settings, 2, "cpu", is_quiet=True, folder=tmp_path)
     plan = plan_run(settings, 2, Device(sheet=found.sheet, here=found))
-    attention = here._attention_seconds(settings, ((1e-6, 1e-9),) * 2, ((5e-7, 5e-10),) * 2) / 2
+    attention = attention_seconds(settings, ((1e-6, 1e-9),) * 2, ((5e-7, 5e-10),) * 2) / 2
     assert plan.seconds.total == pytest.approx(gradients(9, 20_010) + attention + 4e-4, rel=1e-3)
     rows = next(one for one in plan.exchanges if one.name == "rows")
     weights = next(one for one in plan.exchanges if one.name != "rows")
@@ -178,7 +178,7 @@ def test_a_step_is_predicted_from_the_nearest_that_was_measured(
         rows = batch["input_ids"].numel()
         return type("Cost", (), {"forward": 0.0, "backward": 1.0 if rows > 300 else 0.2, "optimizer": 0.0})
 
-    monkeypatch.setattr(here, "measure_step", step)
+    monkeypatch.setattr(step_probe, "measure_step", step)
     settings = _settings({"num_layers": 2}, context_length=200)
     found = measure_here(settings, 1, "cpu", is_quiet=True, folder=tmp_path)
     assert found.seconds(settings, 1, ()).total == pytest.approx(1.0, rel=1e-6)
@@ -203,7 +203,7 @@ def test_what_was_measured_is_kept_and_read_again(monkeypatch: pytest.MonkeyPatc
         raise AssertionError("it was measured again")
 
     for name in ("measure_step", "call_of", "matrix_product_rate", "copied_bytes", "least_seconds"):
-        monkeypatch.setattr(here, name, forbidden)
+        monkeypatch.setattr(step_probe, name, forbidden)
     second = measure_here(settings, 1, "cpu", is_quiet=True, folder=tmp_path)
     assert (second.product_rate, second.sheet.flops) == (first.product_rate, first.sheet.flops)
     assert [point.optimizer for point in second.points] == [point.optimizer for point in first.points]

@@ -9,8 +9,8 @@ from typing import Any, NamedTuple
 from dilated_attention_pytorch.errors import RunError
 from dilated_attention_pytorch.training.settings import TrainSettings
 
-from .here import measure_here
 from .run import Device, RunPlan, plan_run
+from .step_probe import measure_here
 
 _LEAST_GAIN = 0.01
 """Of tokens a second, or of memory: less is no help."""

@@ -14,7 +14,6 @@ from pathlib import Path
 from typing import NamedTuple
 
 import torch
-from rich.progress import Progress
 
 from dilated_attention_pytorch.data_sheets import DataSheet
 from dilated_attention_pytorch.errors import RunError
@@ -22,19 +21,18 @@ from dilated_attention_pytorch.memory import in_bytes
 from dilated_attention_pytorch.models import LongNetConfig, LongNetLM, generate
 from dilated_attention_pytorch.models.generation import read_prompt
 from dilated_attention_pytorch.selection.fit import fit_seconds
-from dilated_attention_pytorch.selection.hardware import Hardware, read_hardware
+from dilated_attention_pytorch.selection.hardware import Hardware
 from dilated_attention_pytorch.training.autocast import computing_dtype
 from dilated_attention_pytorch.training.measures import matrix_product_rate
 from dilated_attention_pytorch.training.settings import TrainSettings
 
 from .generation import Generation, generation_footprint
-from .measurements import Measurements, copied_bytes, seconds_of, sheet_here
+from .measurements import MOST_SECONDS, Measurements, copied_bytes, measuring, seconds_of, sheet_here
 from .seconds import StepSeconds
 from .storage import Call, mark_of
 from .traced_call import BegunCache
 from .work import forward_work
 
-_MOST_SECONDS = 120.0
 _SECONDS_OF_A_CALL = 1.5
 """That the largest call which is measured takes at most, by its operations, as far as fewer texts make it shorter."""
 _STATES = 4
@@ -111,7 +109,7 @@ def measure_generation_here(
     *,
     is_quiet: bool = False,
     folder: Path | None = None,
-    seconds: float = _MOST_SECONDS,
+    seconds: float = MOST_SECONDS,
 ) -> GenerationHere:
     """Measure what is not known yet of generations with a model like this on this machine, in two minutes at most.
 
@@ -129,12 +127,8 @@ def measure_generation_here(
     Raises:
         RunError: a few layers of the model do not fit here, or the time is over.
     """
-    hardware = read_hardware(device)
-    measured = Measurements.of(hardware, folder, seconds=seconds)
-    with Progress(disable=is_quiet, transient=True) as progress:
-        task = progress.add_task("measuring this machine", total=None)
-        probe = _Probe(settings, generation, torch.device(device), hardware, measured, lambda: progress.advance(task))
-        return probe.all()
+    with measuring(device, None, is_quiet=is_quiet, folder=folder, seconds=seconds) as known:
+        return _Probe(settings, generation, torch.device(device), *known).all()
 
 
 @dataclass(slots=True)

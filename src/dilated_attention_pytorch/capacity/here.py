@@ -1,48 +1,22 @@
-"""What steps take on this machine: a few small ones measured, others from them by layers, rows and pairs."""
+"""What steps take on this machine: a few small ones are known, others follow by layers, rows and pairs."""
 
 from __future__ import annotations
 
-import dataclasses
 import hashlib
 import json
 import math
-import os
-import statistics
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any, NamedTuple
-
-import torch
-from rich.progress import Progress
 
 from dilated_attention_pytorch.data_sheets import DataSheet
 from dilated_attention_pytorch.errors import RunError
-from dilated_attention_pytorch.memory import in_bytes
 from dilated_attention_pytorch.selection.fit import fit_seconds
-from dilated_attention_pytorch.selection.hardware import Hardware, read_hardware
-from dilated_attention_pytorch.selection.tuning import call_of
-from dilated_attention_pytorch.selection.workload import Workload
-from dilated_attention_pytorch.training.autocast import computing_dtype
-from dilated_attention_pytorch.training.footprint import footprint
-from dilated_attention_pytorch.training.measures import matrix_product_rate
-from dilated_attention_pytorch.training.profiled_step import measure_step
 from dilated_attention_pytorch.training.settings import TrainSettings
-from dilated_attention_pytorch.training.zero import zero_stage
 
 from .exchanged import Exchange
-from .measurements import Measurements, copied_bytes, least_seconds, sheet_here
-from .processes_here import exchange_rates, shared_step_seconds
 from .seconds import StepSeconds
-from .work import pairs_of, shapes_of, step_work
-
-_SECONDS_OF_A_STEP = 1.5
-"""That the largest step which is measured takes at most, by its operations."""
-_MOST_ROWS, _LONG, _LEAST_ROWS = 16384, 4096, 64
-_CALLS = 3
-_PROCESSES_OF_A_CORE = 4
-_MOST_SECONDS = 120.0
+from .work import pairs_of, step_work
 
 
 class StepPoint(NamedTuple):
@@ -89,13 +63,13 @@ class Here:
         Raises:
             RunError: these are no such steps.
         """
-        if _shape(settings, num_processes) != self.steps:
+        if shape_of_steps(settings, num_processes) != self.steps:
             raise RunError(
                 "this machine was measured for steps of another shape, precision or optimizer, or of other processes; "
                 "measure it"
             )
-        sharing = _sharing(settings)
-        layers, rows = settings.model.num_layers, _rows(settings)
+        sharing = processes_of_a_batch(settings)
+        layers, rows = settings.model.num_layers, rows_of(settings)
         gradients = _bilinear(self.points, layers, rows, lambda point: point.gradients)
         gradients *= self._nearest(layers, rows)
         host = min(gradients, _bilinear(self.points, layers, 0, lambda point: point.gradients))
@@ -107,7 +81,7 @@ class Here:
         exchange = min(exchange, gradients - host - products)
         return StepSeconds(
             products=products,
-            attention=_attention_seconds(settings, self.attention, self.attention_forward) * shared / sharing,
+            attention=attention_seconds(settings, self.attention, self.attention_forward) * shared / sharing,
             rest=gradients - host - products - exchange,
             optimizer=_bilinear(self.points, layers, 0, lambda point: point.optimizer),
             host=host,
@@ -123,14 +97,15 @@ class Here:
         return max(point.gradients, 1e-9) / expected
 
 
-def _sharing(settings: TrainSettings) -> int:
+def processes_of_a_batch(settings: TrainSettings) -> int:
     """Processes that share the rows or the products of one batch."""
     return settings.context_parallel * settings.tensor_parallel
 
 
-def _attention_seconds(
+def attention_seconds(
     settings: TrainSettings, step: tuple[tuple[float, float], ...], forward: tuple[tuple[float, float], ...]
 ) -> float:
+    """Of a step of one process, by the seconds of a row and of a pair, of a step and forward, of each pattern."""
     model, rows = settings.model, settings.batch_size * settings.context_length
     pairs, patterns = pairs_of(settings), model.different_patterns
     total = 0.0
@@ -150,269 +125,12 @@ def _bilinear(points: tuple[StepPoint, ...], layers: float, rows: float, of: Cal
     return a + b * layers + (c + d * layers) * rows
 
 
-def measure_here(
-    settings: TrainSettings,
-    num_processes: int,
-    device: str,
-    *,
-    is_quiet: bool = False,
-    folder: Path | None = None,
-    seconds: float = _MOST_SECONDS,
-) -> Here:
-    """Measure what is not known yet of steps with a model like this on this machine, in two minutes at most.
-
-    Matrix products at the model's own shapes, attention under its patterns at a few lengths, four small steps with two
-    numbers of its layers, and copies. Of several processes the small steps are taken by as many, which share them as
-    the settings say (those of DeepSpeed as under DDP), and sums over two processes are measured.
-
-    Args:
-        settings: of the run.
-        num_processes: of the run.
-        device: "cpu" or "cuda".
-        is_quiet: show no bar of progress.
-        folder: where measurements are kept, the cache folder without it.
-        seconds: after which no further measurement is begun.
-
-    Raises:
-        RunError: the model is too large to measure a few layers of it here, there are many more processes than cores,
-            or the time is over.
-    """
-    cores = _cores_for(num_processes, device)
-    hardware = read_hardware(device)
-    measured = Measurements.of(hardware, folder, seconds=seconds)
-    probe = _Probe(settings, num_processes, torch.device(device), hardware, measured, cores)
-    with Progress(disable=is_quiet, transient=True) as progress:
-        task = progress.add_task("measuring this machine", total=7)
-
-        def done() -> None:
-            progress.advance(task)
-
-        return probe.all(done)
-
-
-def _cores_for(num_processes: int, device: str) -> int:
-    """Cores, or GPUs, of this machine, on which so many processes can be started."""
-    cores = os.cpu_count() or 1 if device == "cpu" else torch.cuda.device_count()
-    most = cores * (_PROCESSES_OF_A_CORE if device == "cpu" else 1)
-    if num_processes > most:
-        raise RunError(
-            f"--hardware here starts as many processes as are planned, got {num_processes}, and this machine takes at "
-            f"most {most}; name a device with --hardware"
-        )
-    return cores
-
-
-@dataclass(slots=True)
-class _Probe:
-    settings: TrainSettings
-    num_processes: int
-    device: torch.device
-    hardware: Hardware
-    measured: Measurements
-    cores: int
-
-    def all(self, done: Callable[[], None]) -> Here:
-        cores = self.cores
-        dtype = computing_dtype(self.settings.precision)
-        rate = self.measured.get(f"product rate {dtype}", lambda: [matrix_product_rate(self.device, dtype)])[0]
-        done()
-        threads = torch.get_num_threads() if self.device.type == "cpu" else 0
-        shared = max(1.0, self.num_processes * threads / cores)
-        layers, texts, lengths = self._sizes(rate / shared)
-        self._check_size(layers[1], lengths[1], texts)
-        copied = self.measured.get("bytes copied a second", lambda: [copied_bytes(self.device)])[0]
-        done()
-        rows = texts * lengths[1] // _sharing(self.settings)
-        own = self.measured.get(self._name(f"products {rows}"), lambda: [self._products(rows)])[0]
-        done()
-        longest = min(self.settings.context_length, 4 * min(lengths[1], _LONG))
-        attention = self._attention(sorted({*lengths, longest}), is_training=True)
-        done()
-        forward = self._attention(sorted({*lengths, longest}), is_training=False)
-        done()
-        points = []
-        of_attention = shared / _sharing(self.settings)
-        for told, gradients, optimizer in self._steps(layers, texts, lengths, threads):
-            others = _attention_seconds(told, attention, forward) * of_attention
-            points.append(StepPoint(told.model.num_layers, _rows(told), max(0.0, gradients - others), optimizer))
-        done()
-        exchange = [0.0, 0.0]
-        if self.num_processes > 1:
-            exchange = self.measured.get("exchange", lambda: exchange_rates(self.device.type, self._left()))
-        done()
-        return Here(
-            sheet=sheet_here(self.measured, self.hardware, self.settings.precision, rate, copied),
-            kind=self.device.type,
-            steps=_shape(self.settings, self.num_processes),
-            cores=cores,
-            threads=threads,
-            points=tuple(points),
-            product_rate=own,
-            attention=attention,
-            attention_forward=forward,
-            exchange=(exchange[0], exchange[1]),
-        )
-
-    def _left(self) -> float:
-        return self.measured.ends_at - time.monotonic()
-
-    def _steps(
-        self, layers: tuple[int, int], texts: int, lengths: tuple[int, int], threads: int
-    ) -> Iterator[tuple[TrainSettings, float, float]]:
-        """Small steps, and the seconds of their gradients and of their optimizer."""
-        steps = [self._small(number, length, texts) for number in layers for length in lengths]
-        if self.num_processes == 1:
-            for told in steps:
-                words = f"step of {told.model.num_layers} layers, {texts} x {told.context_length} rows"
-                gradients, optimizer = self.measured.get(self._name(words), lambda told=told: self._step(told))  # type: ignore[misc]
-                yield told, gradients, optimizer
-            return
-        shared, count, device = [self._shared(one) for one in steps], self.num_processes, self.device.type
-        found = self.measured.get(
-            self._name(f"steps of {layers} layers, {texts} x {lengths} rows"),
-            lambda: shared_step_seconds(shared, count, device, threads, self._left()),
-        )
-        yield from zip(shared, found[::2], found[1::2], strict=True)
-
-    def _step(self, told: TrainSettings) -> list[float]:
-        tokens = torch.randint(told.model.vocab_size, (told.batch_size, told.context_length))
-        cost = measure_step(told, {"input_ids": tokens, "labels": tokens}, self.device.type)
-        return [cost.forward + cost.backward, cost.optimizer]
-
-    def _name(self, words: str) -> str:
-        """A name that holds the shape of the model, of whatever number of layers."""
-        return f"{words} of {_shape(self.settings, self.num_processes)}"
-
-    def _sizes(self, rate: float) -> tuple[tuple[int, int], int, tuple[int, int]]:
-        """Two numbers of layers, a number of texts, and two lengths of them.
-
-        Texts and lengths are those of the run as far as two layers take no longer than they may; layers are then as
-        many as there is time and memory for, up to those of the model: what differs little cannot be told apart.
-        """
-        model = self.settings.model
-        period = max(len(model.different_patterns), model.checkpoint_every if model.gradient_checkpointing else 1)
-        texts, length = self.settings.batch_size, min(_MOST_ROWS, max(_LEAST_ROWS, self.settings.context_length))
-
-        def is_short(layers: int) -> bool:
-            work = step_work(self._small(layers, length, texts)).over(_sharing(self.settings))
-            return work.total <= rate * _SECONDS_OF_A_STEP
-
-        while not is_short(2 * period):
-            if texts > 1:
-                texts //= 2
-            elif length > _LEAST_ROWS:
-                length //= 2
-            else:
-                break
-        most = 2 * period
-        while most + period <= model.num_layers and is_short(most + period):
-            most += period
-        while most > 2 * period and self._bytes(most, length, texts) > self.hardware.free_bytes // 2:
-            most = max(2 * period, most // (2 * period) * period)
-        return (period, most), texts, (max(8, length // 2), length)
-
-    def _bytes(self, layers: int, length: int, texts: int) -> int:
-        """That such steps of all processes take at most."""
-        return self.num_processes * footprint(self._small(layers, length, texts), 1).total
-
-    def _small(self, layers: int, length: int, texts: int = 1) -> TrainSettings:
-        model = dataclasses.replace(self.settings.model, num_layers=layers)
-        return dataclasses.replace(
-            self.settings,
-            model=model,
-            context_length=length,
-            batch_size=texts,
-            max_tokens=0,
-            max_batch_size=0,
-            stages=type(self.settings.stages)(),
-            data_parallel="ddp",
-            context_parallel=1,
-            heads_parallel=1,
-            tensor_parallel=1,
-            offload="none",
-            offload_folder=None,
-            strategy="auto",
-            layout="auto",
-            packing="windows",
-            parallel="told",
-        )
-
-    def _shared(self, told: TrainSettings) -> TrainSettings:
-        """The same as processes share it."""
-        given = self.settings
-        return dataclasses.replace(
-            told,
-            data_parallel="ddp" if zero_stage(given) else given.data_parallel,
-            context_parallel=given.context_parallel,
-            heads_parallel=given.heads_parallel,
-            tensor_parallel=given.tensor_parallel,
-            strategy=given.strategy,
-            layout=given.layout,
-        )
-
-    def _check_size(self, layers: int, length: int, texts: int) -> None:
-        needed = self._bytes(layers, length, texts)
-        if needed > self.hardware.free_bytes // 2:
-            raise RunError(
-                f"--hardware here takes steps of {layers} layers of the model, for which {in_bytes(needed)} of memory "
-                f"are needed, and {in_bytes(self.hardware.free_bytes)} are free; name a device with --hardware"
-            )
-
-    def _products(self, rows: int) -> float:
-        """Operations a second of the products of a block and of the output matrix, forward."""
-        dtype = computing_dtype(self.settings.precision)
-        operations = seconds = 0.0
-        for width, out in shapes_of(self.settings.model):
-            left = torch.randn(rows, width, device=self.device).to(dtype)
-            right = torch.randn(out, width, device=self.device).to(dtype)
-            seconds += least_seconds(lambda left=left, right=right: left @ right.T, self.device)  # type: ignore[misc]
-            operations += 2.0 * rows * width * out
-        return operations / seconds
-
-    def _attention(self, lengths: list[int], *, is_training: bool) -> tuple[tuple[float, float], ...]:
-        """Seconds a row and a pair, by pattern."""
-        found = []
-        for place in range(len(self.settings.model.different_patterns)):
-            counts, seconds = [], []
-            for length in lengths:
-                seconds.append(self._attended(place, length, is_training=is_training))
-                told = self._small(self.settings.model.num_layers, length)
-                counts.append([float(length), float(pairs_of(told)[self.settings.model.different_patterns[place]])])
-            of_row, of_pair = fit_seconds(counts, seconds)
-            found.append((of_row, of_pair))
-        return tuple(found)
-
-    def _attended(self, place: int, length: int, *, is_training: bool) -> float:
-        model = self.settings.model
-        assert model.num_kv_heads is not None
-        kind = "of a step" if is_training else "forward"
-
-        def measure() -> list[float]:
-            assert model.num_kv_heads is not None
-            workload = Workload(
-                sequence_length=length,
-                batch_size=1,
-                num_heads=model.num_heads,
-                num_kv_heads=model.num_kv_heads,
-                head_dim=model.embed_dim // model.num_heads,
-                dtype=computing_dtype(self.settings.precision),
-                is_causal=True,
-                is_training=is_training,
-            )
-            call = call_of(workload, self.device)
-            pattern = model.different_patterns[place]
-            call(pattern)
-            return [statistics.median(call(pattern) for _ in range(_CALLS))]
-
-        return self.measured.get(self._name(f"attention {place} {kind}, {length} rows"), measure)[0]
-
-
-def _rows(settings: TrainSettings) -> float:
+def rows_of(settings: TrainSettings) -> float:
     """Rows of a process."""
-    return settings.batch_size * settings.context_length / _sharing(settings)
+    return settings.batch_size * settings.context_length / processes_of_a_batch(settings)
 
 
-def _shape(settings: TrainSettings, num_processes: int) -> str:
+def shape_of_steps(settings: TrainSettings, num_processes: int) -> str:
     """A name for what counts of a step beside layers and lengths."""
     same = {**settings.model.to_dict(), "num_layers": 0}
     told: list[Any] = [same, settings.precision, settings.optimizer]

@@ -6,20 +6,24 @@ import hashlib
 import json
 import math
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 
 import torch
+from rich.progress import Progress
 
 from dilated_attention_pytorch.data_sheets import DataSheet
 from dilated_attention_pytorch.errors import RunError
 from dilated_attention_pytorch.folders import cache_folder
 from dilated_attention_pytorch.output import write_text
-from dilated_attention_pytorch.selection.hardware import Hardware
+from dilated_attention_pytorch.selection.hardware import Hardware, read_hardware
 from dilated_attention_pytorch.selection.profile import identity
 
 FORMAT = "dilated-attention-pytorch measurements 1"
+MOST_SECONDS = 120.0
+"""After which no further measurement is begun, where nothing else is said."""
 _CALLS = 3
 _COPIED = 1 << 26
 
@@ -71,6 +75,28 @@ class Measurements:
             record = {"format": FORMAT, "machine": self.machine, "values": self.values}
             write_text(self.file, json.dumps(record, indent=1) + "\n")
         return self.values[name]
+
+
+@contextmanager
+def measuring(
+    device: str, number: int | None, *, is_quiet: bool, folder: Path | None, seconds: float
+) -> Iterator[tuple[Hardware, Measurements, Callable[[], None]]]:
+    """The device, what is known of it, and what is called after each of so many measurements, beside a bar of progress.
+
+    Args:
+        device: "cpu" or "cuda".
+        number: of measurements, None if it is not known.
+        is_quiet: show no bar.
+        folder, seconds: see :meth:`Measurements.of`.
+
+    Raises:
+        RunError: the file is damaged.
+    """
+    hardware = read_hardware(device)
+    measured = Measurements.of(hardware, folder, seconds=seconds)
+    with Progress(disable=is_quiet, transient=True) as progress:
+        task = progress.add_task("measuring this machine", total=number)
+        yield hardware, measured, lambda: progress.advance(task)
 
 
 def seconds_of(call: Callable[[], object], device: torch.device) -> float:

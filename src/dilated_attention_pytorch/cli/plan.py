@@ -162,9 +162,7 @@ class Plan(TrainSettings):
 
     def _here(self, settings: TrainSettings) -> tuple[TrainSettings, Device]:
         """This machine's measured rates, and the settings with the precision it computes in."""
-        from dilated_attention_pytorch.capacity import Device
-        from dilated_attention_pytorch.capacity.generation_here import measure_generation_here
-        from dilated_attention_pytorch.capacity.here import measure_here
+        from dilated_attention_pytorch.capacity import Device, measure_generation_here, measure_here
         from dilated_attention_pytorch.capacity.run import check_generation
         from dilated_attention_pytorch.machine import set_threads
         from dilated_attention_pytorch.training import preflight
