@@ -71,7 +71,7 @@ def test_a_call_on_tensors_that_hold_nothing_has_the_bytes_of_the_real_one(
         assert fake == real
 
 
-@pytest.mark.parametrize(("prompt", "chunk"), [(97, 8), (375, 40)])
+@pytest.mark.parametrize(("prompt", "chunk"), [(97, 8), (375, 40), (377, 8)])
 @pytest.mark.parametrize("pattern", [DILATED, LONGER, RULES], ids=["dilated", "longer", "rules"])
 def test_no_call_of_a_generation_takes_more_than_those_that_are_looked_at(
     pattern: dict[str, Any], prompt: int, chunk: int

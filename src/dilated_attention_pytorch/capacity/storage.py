@@ -103,10 +103,10 @@ def walk(patterns: Sequence[Pattern], num_kv_heads: int, prompt: int, num_new: i
     marks = _Marks()
     for call in calls_of(prompt, num_new, chunk):
         before, stored = dict(slots), sum(max(ledger.rows_per_head) for ledger in ledgers.values())
-        is_moved = False
+        kept = 0
         for pattern, ledger in ledgers.items():
             step = ledger.advance(call.num_new)
-            is_moved = is_moved or step.keep is not None
+            kept += 0 if step.keep is None else step.keep.numel()
             slots[pattern] = grown_slots(slots[pattern], step.num_slots, ledger.max_slots())
         is_grown = slots != before
         kind = "token" if call.num_new == 1 else "chunk" if call.num_new == min(chunk, prompt) else "rest"
@@ -114,8 +114,8 @@ def walk(patterns: Sequence[Pattern], num_kv_heads: int, prompt: int, num_new: i
         marks.note(kind, rank, mark)
         if is_grown:
             marks.note(f"{kind} that grows", rank, mark)
-        if is_moved:
-            marks.note(f"{kind} that drops rows and moves the others", rank, mark)
+        if kept:
+            marks.note(f"{kind} that drops rows and moves the others", (rank[0], kept), mark)
     return Walk(slots, is_bound=False, marks=marks.all())
 
 
