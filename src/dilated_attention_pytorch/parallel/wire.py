@@ -249,11 +249,12 @@ class Wire:
 
     def _exchange(self, sends: Mapping[int, Tensor], receives: Mapping[int, Tensor], tag: int, doing: str) -> Pending:
         """:meth:`exchange` without counting."""
+        # gloo sends a message once its receiver has announced a buffer for it. Receives come first, so that those
+        # announcements do not queue behind this rank's own messages.
         operations = [
-            dist.P2POp(dist.isend, tensor, group=self.group, tag=tag, group_peer=peer) for peer, tensor in sends.items()
-        ] + [
-            dist.P2POp(dist.irecv, tensor, group=self.group, tag=tag, group_peer=peer)
-            for peer, tensor in receives.items()
+            dist.P2POp(operation, tensor, group=self.group, tag=tag, group_peer=peer)
+            for operation, messages in ((dist.irecv, receives), (dist.isend, sends))
+            for peer, tensor in messages.items()
         ]
         peers = sorted(self.ranks[peer] for peer in {*sends, *receives})
         waits = f"{doing} (with rank {', '.join(map(str, peers))})"
