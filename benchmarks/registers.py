@@ -154,16 +154,16 @@ def usage(
     """Compile one kernel for one device; ``features`` are constants beside those of the call: ``PHANTOMS=True``."""
     import triton
 
-    from dilated_attention_pytorch.kernels.triton import backward, forward, runs
+    from dilated_attention_pytorch.kernels.triton import forward, key_gradients, query_gradients, runs
 
     kernel = {
         "forward": forward.forward_kernel,
         "few_queries": forward.forward_kernel,
         "fp8_forward": forward.forward_kernel,
         "fp8_few_queries": forward.forward_kernel,
-        "query_gradient": backward.query_gradient_kernel,
-        "key_gradient": backward.key_gradient_kernel,
-        "single_backward": backward.key_gradient_kernel,
+        "query_gradient": query_gradients.query_gradient_kernel,
+        "key_gradient": key_gradients.key_gradient_kernel,
+        "single_backward": key_gradients.key_gradient_kernel,
     }[name]
     is_scaled = name.startswith("fp8")
     constants: dict[str, Any] = {

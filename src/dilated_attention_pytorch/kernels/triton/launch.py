@@ -14,12 +14,13 @@ from torch import Tensor
 
 from dilated_attention_pytorch.patterns.dilated import DilationGroup
 
-from .backward import delta_kernel, key_gradient_kernel, query_gradient_kernel
 from .configurations import Configuration
 from .forward import forward_kernel, merge_splits_kernel
+from .key_gradients import key_gradient_kernel
 from .order import order_kernel
 from .plan import KernelPlan, Walk, plan_of
 from .problem import Kind, Problem
+from .query_gradients import delta_kernel, query_gradient_kernel
 from .runs import runs_kernel
 from .table import COVERING_LENGTH
 from .tuning import Backward, are_backwards_timed, fastest
