@@ -180,9 +180,11 @@ def test_the_same_command_keeps_what_is_there_and_embeds_what_changed_or_was_dam
 
 
 # The command, stopped by a signal when the fourth file is written and has not its name yet.
+# A shell that starts the tests in the background has them ignore SIGINT: the command must not inherit that.
 STOPPED = """
-import os, sys
+import os, signal, sys
 from dilated_attention_pytorch.cli import main
+signal.signal(signal.SIGINT, signal.default_int_handler)
 replace, left = os.replace, 3
 def replace_some(staged, path):
     global left
