@@ -23,8 +23,8 @@ from torch.distributed.device_mesh import init_device_mesh
 
 import dilated_attention_pytorch
 from dilated_attention_pytorch import DilatedPattern, attend, parallel
+from dilated_attention_pytorch.parallel.communicator import Communicator
 from dilated_attention_pytorch.parallel.simulation import SimulatedStrategy
-from dilated_attention_pytorch.parallel.wire import Wire
 
 ROWS, HEADS, HEAD_DIM = 3072, 8, 64
 GROUPS = ((384, 1), (3072, 4))
@@ -229,7 +229,9 @@ def measure(rank: int, world: int, folder: Path) -> None:
     }
     for _ in range(REPEATS):
         for strategy in _STRATEGIES:
-            with mock.patch.object(Wire, "_exchange", lambda _self, _sends, receives, _tag, _doing: _Arrived(receives)):
+            with mock.patch.object(
+                Communicator, "_exchange", lambda _self, _sends, receives, _tag, _doing: _Arrived(receives)
+            ):
                 alone = passes(strategy)
             together = passes(strategy)
             for index in range(2):

@@ -86,7 +86,7 @@ def formula(groups: Groups, rows: int, world: int, rank: int, *, of_earlier_only
 
 
 def traffic() -> dict[str, Any]:
-    """Bytes on the wire: counted in a run and compared with the formula, and planned for many ranks."""
+    """Bytes that ranks send: counted in a run and compared with the formula, and planned for many ranks."""
     rows, counted = 32768, []
     strategies: tuple[Strategy, ...] = ("ring", "gather")
     for world in (2, 4):

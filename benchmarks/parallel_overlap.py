@@ -16,8 +16,8 @@ from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 
 from dilated_attention_pytorch import DilatedPattern, attend, parallel
+from dilated_attention_pytorch.parallel.communicator import Communicator, Pending
 from dilated_attention_pytorch.parallel.slab import Slab
-from dilated_attention_pytorch.parallel.wire import Pending, Wire
 
 from .ranks import on_ranks
 
@@ -25,7 +25,7 @@ ROWS, HEADS, HEAD_DIM = 4096, 8, 64
 PATTERN = DilatedPattern([1024, 4096], [1, 2])
 FACTORS = (0.5, 1.0, 2.0)
 REPEATS = 5
-_EXCHANGE = Wire.exchange
+_EXCHANGE = Communicator.exchange
 
 
 class _HeldBack:
@@ -49,19 +49,19 @@ def slow_link(delay: float, *, is_awaited: bool) -> Iterator[None]:
     """
     link = ThreadPoolExecutor(1)
 
-    def post(wire: Wire, *message: Any) -> Pending:
+    def post(communicator: Communicator, *message: Any) -> Pending:
         time.sleep(delay)
-        return _EXCHANGE(wire, *message)
+        return _EXCHANGE(communicator, *message)
 
     def exchange(
-        wire: Wire, sends: Mapping[int, Tensor], receives: Mapping[int, Tensor], tag: int, doing: str
+        communicator: Communicator, sends: Mapping[int, Tensor], receives: Mapping[int, Tensor], tag: int, doing: str
     ) -> _HeldBack:
-        pending = _HeldBack(link.submit(post, wire, sends, receives, tag, doing))
+        pending = _HeldBack(link.submit(post, communicator, sends, receives, tag, doing))
         if is_awaited:
             pending.wait()
         return pending
 
-    with mock.patch.object(Wire, "exchange", exchange), link:
+    with mock.patch.object(Communicator, "exchange", exchange), link:
         yield
 
 
@@ -75,8 +75,8 @@ def no_computation() -> Iterator[None]:
     def gradients(slab: Slab, *_: Any) -> tuple[Tensor, ...]:
         return tuple(torch.zeros_like(x) for x in (slab.query, slab.key, slab.value))
 
-    def of_parcel(slab: Slab, parcel: Any, *_: Any) -> Tensor:
-        return torch.zeros(sum(2 * keys.key.numel() for keys in parcel.keys))
+    def of_seen_keys(slab: Slab, seen_keys: Any, *_: Any) -> Tensor:
+        return torch.zeros(sum(2 * keys.key.numel() for keys in seen_keys.keys))
 
     def nothing(*_: Any) -> None:
         pass
@@ -87,7 +87,7 @@ def no_computation() -> Iterator[None]:
             ("merge", nothing),
             ("backward_within", gradients),
             ("add_own_gradients", nothing),
-            ("gradients", of_parcel),
+            ("gradients", of_seen_keys),
         ):
             stack.enter_context(mock.patch.object(Slab, name, empty))
         yield

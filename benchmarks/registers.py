@@ -151,7 +151,7 @@ def usage(
     call: str = "plain",
     **features: Any,
 ) -> Usage:
-    """Compile one kernel for one device; ``features`` are constants beside those of the call: ``PHANTOMS=True``."""
+    """Compile one kernel for one device; ``features`` are further constants: ``ZERO_PAD_KEYS=True``."""
     import triton
 
     from dilated_attention_pytorch.kernels.triton import forward, key_gradients, query_gradients, runs
@@ -177,7 +177,7 @@ def usage(
         "CAUSAL": causal,
         "BANDED": banded,
         "PADDED": False,
-        "PHANTOMS": False,
+        "ZERO_PAD_KEYS": False,
         "DROPOUT": False,
         "ROTATED": banded and name.endswith("few_queries"),
         "HAS_GRAD_LSE": False,

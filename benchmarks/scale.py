@@ -29,13 +29,13 @@ from torch.distributed.device_mesh import init_device_mesh
 from dilated_attention_pytorch import Pattern, local_window, parallel
 from dilated_attention_pytorch.benchmarks.results import module_command, origin, write_json
 from dilated_attention_pytorch.parallel import ring
+from dilated_attention_pytorch.parallel.communicator import communicator_of
 from dilated_attention_pytorch.parallel.simulation import SimulatedStrategy
-from dilated_attention_pytorch.parallel.wire import wire_of
 from dilated_attention_pytorch.planning import rounds as planned_rounds
 from dilated_attention_pytorch.planning.layout import Shards
 from dilated_attention_pytorch.planning.rounds import PASSED_ON_BYTES
 from dilated_attention_pytorch.planning.shards import ShardedCall
-from dilated_attention_pytorch.planning.traffic import gathered_rows, sent_rows, team_parts
+from dilated_attention_pytorch.planning.traffic import gather_group_parts, gathered_rows, sent_rows
 
 from .links import links
 from .parallel import HEAD_DIM, HEADS, paper_up_to
@@ -188,14 +188,18 @@ def messages() -> dict[str, Any]:
     for world in WORLDS:
         call, shards = ShardedCall(paper_up_to(ROWS), HEADS, True, 0, None), Shards(ROWS, world, "contiguous")
         row = 2 * HEAD_DIM * 2
-        parts, ring, gather = team_parts(call, shards), sent_rows(call, shards), gathered_rows(call, shards, row)
+        parts, ring, gather = (
+            gather_group_parts(call, shards),
+            sent_rows(call, shards),
+            gathered_rows(call, shards, row),
+        )
         zeros = torch.zeros(world, dtype=torch.int64)
         line = {
             "ranks": world,
             "sets": int(zeros.index_add(0, parts.rank, torch.ones_like(parts.rank)).max()),
             "ring_messages": int(ring.messages.max()),
             "ring_bytes": int(ring.given.max()) * row,
-            "each_to_each": int(zeros.index_add(0, parts.rank, (parts.num_members - 1)[parts.team]).max()),
+            "each_to_each": int(zeros.index_add(0, parts.rank, (parts.num_members - 1)[parts.gather_group]).max()),
             "gather_messages": int(gather.messages.max()),
             "gather_bytes": int(gather.given.max()) * row,
             "ring_link_bytes": ring.most * row,
@@ -239,10 +243,10 @@ def rounds() -> dict[str, Any]:
 
 def _gather_both_ways() -> list[dict[str, Any]]:
     """On one rank: median seconds, and processor seconds, of an all-gather of so many bytes in either way, in turn."""
-    wire = wire_of(init_device_mesh("cpu", (dist.get_world_size(),)))
+    communicator = communicator_of(init_device_mesh("cpu", (dist.get_world_size(),)))
     lines: list[dict[str, Any]] = []
     for num_bytes in GATHERED_BYTES:
-        tensor = torch.full((num_bytes,), wire.rank, dtype=torch.uint8)
+        tensor = torch.full((num_bytes,), communicator.rank, dtype=torch.uint8)
         samples: dict[str, list[tuple[float, float]]] = {"passed_on": [], "at_once": []}
         messages = []
         for _ in range(GATHERS):
@@ -251,9 +255,9 @@ def _gather_both_ways() -> list[dict[str, Any]]:
                 limits = {"PASSED_ON_BYTES": limit, "FEWEST_MEMBERS": 4}
                 with mock.patch.dict(vars(planned_rounds), limits), parallel.count_traffic() as traffic:
                     begin, cpu = time.perf_counter(), time.process_time()
-                    gathered = wire.all_gather(tensor, tag=4)
+                    gathered = communicator.all_gather(tensor, tag=4)
                     samples[way].append((time.perf_counter() - begin, time.process_time() - cpu))
-                if gathered[:, 0].tolist() != list(range(wire.size)):
+                if gathered[:, 0].tolist() != list(range(communicator.size)):
                     raise SystemExit("not timed: what was gathered is not what the ranks have")
                 messages.append(traffic.messages)
         medians = {way: tuple(map(statistics.median, zip(*taken, strict=True))) for way, taken in samples.items()}

@@ -113,8 +113,8 @@ def measure_generation_here(
 ) -> GenerationHere:
     """Measure what is not known yet of generations with a model like this on this machine, in two minutes at most.
 
-    Chunks of the prompt and single tokens, each with two numbers of layers and a cache as it is at a few places of the
-    generation, whose rows are zeros.
+    Chunks of the prompt and single tokens, each with two numbers of layers, and with a cache of zeros as large as it is
+    at a few lengths of the generation.
 
     Args:
         settings: their model, batch size and precision count.
@@ -232,7 +232,7 @@ class _Probe:
         return statistics.median(seconds)
 
     def _tokens(self, layers: tuple[int, int]) -> CallSeconds:
-        places = _spread(range(self.generation.prompt, self.generation.tokens + 1))
+        lengths = _spread(range(self.generation.prompt, self.generation.tokens + 1))
 
         def mean(count: int) -> float:
             return statistics.mean(
@@ -242,7 +242,7 @@ class _Probe:
                     self.settings.batch_size,
                     lambda seen=seen: [self._token(count, seen)],  # type: ignore[misc]
                 )
-                for seen in places
+                for seen in lengths
             )
 
         return CallSeconds(layers, (mean(layers[0]), mean(layers[1])))
@@ -264,16 +264,16 @@ class _Probe:
         return cache
 
 
-def _spread(places: Sequence[int]) -> list[int]:
-    """A few of many places, one in each part of equal length, at another place in each.
+def _spread(lengths: Sequence[int]) -> list[int]:
+    """A few of many lengths: one from each of as many equal parts, at another point of each.
 
     >>> _spread(range(3)), _spread(range(100))
     ([0, 1, 2], [12, 27, 68, 83])
     """
-    if len(places) <= _STATES:
-        return list(places)
-    part = len(places) / _STATES
-    return [places[int((number + (0.5 + number * _GOLDEN) % 1) * part)] for number in range(_STATES)]
+    if len(lengths) <= _STATES:
+        return list(lengths)
+    part = len(lengths) / _STATES
+    return [lengths[int((number + (0.5 + number * _GOLDEN) % 1) * part)] for number in range(_STATES)]
 
 
 def _shape_of_model(settings: TrainSettings) -> str:

@@ -110,11 +110,11 @@ def attention_seconds(
     pairs, patterns = pairs_of(settings), model.different_patterns
     total = 0.0
     for layer in range(model.num_layers):
-        place = patterns.index(model.pattern(layer))
-        passes = [step[place]]
+        pattern_index = patterns.index(model.pattern(layer))
+        passes = [step[pattern_index]]
         if model.gradient_checkpointing and model.is_recomputed(layer):
-            passes.append(forward[place])
-        total += sum(a * rows + b * pairs[patterns[place]] for a, b in passes)
+            passes.append(forward[pattern_index])
+        total += sum(a * rows + b * pairs[patterns[pattern_index]] for a, b in passes)
     return total
 
 

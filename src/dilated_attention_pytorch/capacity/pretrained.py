@@ -137,9 +137,9 @@ def trace(
             live.phase = ("backward", 0)
             out.loss.backward()
     return [
-        Moment(counts, series.attention.get(place))
+        Moment(counts, series.attention.get(index))
         for series in live.series.values()
-        for place, counts in enumerate(series.counts)
+        for index, counts in enumerate(series.counts)
     ]
 
 

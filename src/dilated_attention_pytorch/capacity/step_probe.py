@@ -253,17 +253,17 @@ class _Probe:
     def _attention(self, lengths: list[int], *, is_training: bool) -> tuple[tuple[float, float], ...]:
         """Seconds a row and a pair, by pattern."""
         found = []
-        for place in range(len(self.settings.model.different_patterns)):
+        for index in range(len(self.settings.model.different_patterns)):
             counts, seconds = [], []
             for length in lengths:
-                seconds.append(self._attended(place, length, is_training=is_training))
+                seconds.append(self._attended(index, length, is_training=is_training))
                 told = self._small(self.settings.model.num_layers, length)
-                counts.append([float(length), float(pairs_of(told)[self.settings.model.different_patterns[place]])])
+                counts.append([float(length), float(pairs_of(told)[self.settings.model.different_patterns[index]])])
             of_row, of_pair = fit_seconds(counts, seconds)
             found.append((of_row, of_pair))
         return tuple(found)
 
-    def _attended(self, place: int, length: int, *, is_training: bool) -> float:
+    def _attended(self, index: int, length: int, *, is_training: bool) -> float:
         model = self.settings.model
         assert model.num_kv_heads is not None
         kind = "of a step" if is_training else "forward"
@@ -281,8 +281,8 @@ class _Probe:
                 is_training=is_training,
             )
             call = call_of(workload, self.device)
-            pattern = model.different_patterns[place]
+            pattern = model.different_patterns[index]
             call(pattern)
             return [statistics.median(call(pattern) for _ in range(_CALLS))]
 
-        return self.measured.get(self._name(f"attention {place} {kind}, {length} rows"), measure)[0]
+        return self.measured.get(self._name(f"attention {index} {kind}, {length} rows"), measure)[0]

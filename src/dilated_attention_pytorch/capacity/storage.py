@@ -1,4 +1,4 @@
-"""Slots that a key/value cache has allocated before and after every call: from its ledgers, without keys or values."""
+"""Slots that a key/value cache has allocated before and after every call, without its keys and values."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import NamedTuple
 import torch
 
 from dilated_attention_pytorch.models.cache import grown_slots
-from dilated_attention_pytorch.models.ledger import Ledger
+from dilated_attention_pytorch.models.cache_index import CacheIndex
 from dilated_attention_pytorch.patterns import Pattern
 
 MOST_CALLS = 4096
@@ -54,11 +54,11 @@ def mark_of(patterns: Sequence[Pattern], num_kv_heads: int, call: Call) -> Mark:
     """
     before, after = {}, {}
     for pattern in patterns:
-        ledger = Ledger(pattern, num_kv_heads, torch.device("cpu"))
-        stored = ledger.advance(call.seen).num_slots if call.seen else 0
-        before[pattern] = grown_slots(0, stored, ledger.max_slots())
-        stored = ledger.advance(call.num_new).num_slots
-        after[pattern] = grown_slots(before[pattern], stored, ledger.max_slots())
+        cache_index = CacheIndex(pattern, num_kv_heads, torch.device("cpu"))
+        stored = cache_index.advance(call.seen).num_slots if call.seen else 0
+        before[pattern] = grown_slots(0, stored, cache_index.max_slots())
+        stored = cache_index.advance(call.num_new).num_slots
+        after[pattern] = grown_slots(before[pattern], stored, cache_index.max_slots())
     return Mark(call, before, after)
 
 
@@ -96,18 +96,18 @@ def walk(patterns: Sequence[Pattern], num_kv_heads: int, prompt: int, num_new: i
         num_kv_heads: key/value heads of a layer.
         prompt, num_new, chunk: tokens of the prompt, new tokens, and tokens of the prompt that are read at a time.
     """
-    ledgers = {pattern: Ledger(pattern, num_kv_heads, torch.device("cpu")) for pattern in patterns}
+    cache_indices = {pattern: CacheIndex(pattern, num_kv_heads, torch.device("cpu")) for pattern in patterns}
     slots = dict.fromkeys(patterns, 0)
     if -(-prompt // chunk) + num_new > MOST_CALLS:
-        return _bound(ledgers, prompt, num_new, chunk)
+        return _bound(cache_indices, prompt, num_new, chunk)
     marks = _Marks()
     for call in calls_of(prompt, num_new, chunk):
-        before, stored = dict(slots), sum(max(ledger.rows_per_head) for ledger in ledgers.values())
+        before, stored = dict(slots), sum(max(cache_index.rows_per_head) for cache_index in cache_indices.values())
         kept = 0
-        for pattern, ledger in ledgers.items():
-            step = ledger.advance(call.num_new)
+        for pattern, cache_index in cache_indices.items():
+            step = cache_index.advance(call.num_new)
             kept += 0 if step.keep is None else step.keep.numel()
-            slots[pattern] = grown_slots(slots[pattern], step.num_slots, ledger.max_slots())
+            slots[pattern] = grown_slots(slots[pattern], step.num_slots, cache_index.max_slots())
         is_grown = slots != before
         kind = "token" if call.num_new == 1 else "chunk" if call.num_new == min(chunk, prompt) else "rest"
         rank, mark = (sum(slots.values()), stored), Mark(call, before, dict(slots))
@@ -119,10 +119,12 @@ def walk(patterns: Sequence[Pattern], num_kv_heads: int, prompt: int, num_new: i
     return Walk(slots, is_bound=False, marks=marks.all())
 
 
-def _bound(ledgers: Mapping[Pattern, Ledger], prompt: int, num_new: int, chunk: int) -> Walk:
+def _bound(cache_indices: Mapping[Pattern, CacheIndex], prompt: int, num_new: int, chunk: int) -> Walk:
     """Of a long text: storages that are full, or hold half as many rows again as there are tokens."""
     tokens = prompt + num_new - 1
-    most = {pattern: min(ledger.max_slots(), tokens + tokens // 2) for pattern, ledger in ledgers.items()}
+    most = {
+        pattern: min(cache_index.max_slots(), tokens + tokens // 2) for pattern, cache_index in cache_indices.items()
+    }
     marks = [Mark(Call(max(0, prompt - chunk), min(chunk, prompt)), most, most)]
     if num_new > 1:
         marks.append(Mark(Call(tokens - 1, 1), most, most))

@@ -12,8 +12,8 @@ from torch._subclasses.fake_tensor import FakeTensorMode, unset_fake_temporarily
 from torch.utils._python_dispatch import _disable_current_modes
 
 from dilated_attention_pytorch.models import LongNetCache, LongNetConfig, LongNetLM
+from dilated_attention_pytorch.models.cache_index import CacheIndex, CacheIndexStep
 from dilated_attention_pytorch.models.generation import sample
-from dilated_attention_pytorch.models.ledger import Ledger, LedgerStep
 from dilated_attention_pytorch.training.live_bytes import LiveBytes
 from dilated_attention_pytorch.training.step_bytes import Moment
 
@@ -21,10 +21,10 @@ from .kernel_bytes import own_bytes
 from .storage import Mark
 
 
-class _RealLedger(Ledger):
-    """A ledger whose integers are there while all else holds nothing."""
+class _RealCacheIndex(CacheIndex):
+    """A cache index whose integers are there while all else holds nothing."""
 
-    def advance(self, num_new: int) -> LedgerStep:
+    def advance(self, num_new: int) -> CacheIndexStep:
         with unset_fake_temporarily(), _disable_current_modes():
             return super().advance(num_new)
 
@@ -41,24 +41,24 @@ class BegunCache(LongNetCache):
             like: ``[0, D]``, of the dtype and device of keys and values.
         """
         with unset_fake_temporarily(), _disable_current_modes():
-            cohort = self._new_cohort(batch_size, like.device)
-            cohort.ledgers = {
-                pattern: _RealLedger(pattern, self.num_kv_heads, like.device) for pattern in self.patterns
+            row_group = self._new_row_group(batch_size, like.device)
+            row_group.cache_indices = {
+                pattern: _RealCacheIndex(pattern, self.num_kv_heads, like.device) for pattern in self.patterns
             }
             if mark.call.seen:
-                for ledger in cohort.ledgers.values():
-                    ledger.advance(mark.call.seen)
-        cohort.seen = self._num_columns = mark.call.seen
-        self._cohorts = [cohort]
+                for cache_index in row_group.cache_indices.values():
+                    cache_index.advance(mark.call.seen)
+        row_group.seen = self._num_columns = mark.call.seen
+        self._row_groups = [row_group]
         for layer, pattern in enumerate(self.patterns):
             slots = mark.before[pattern]
             if slots:
                 shape = (batch_size, slots, self.num_kv_heads, like.shape[-1])
-                cohort.storage[layer] = (like.new_zeros(shape), like.new_zeros(shape))
+                row_group.storage[layer] = (like.new_zeros(shape), like.new_zeros(shape))
 
     def stored(self, layer: int) -> tuple[Tensor, Tensor]:
         """Keys and values of a layer."""
-        return self._cohorts[0].storage[layer]
+        return self._row_groups[0].storage[layer]
 
 
 def traced_call(
@@ -90,9 +90,9 @@ def traced_call(
         live.phase = ("loss", 0)
         sample(model.logits(hidden))
     return [
-        Moment(counts, series.attention.get(place), series.own.get(place, 0))
+        Moment(counts, series.attention.get(index), series.own.get(index, 0))
         for series in live.series.values()
-        for place, counts in enumerate(series.counts)
+        for index, counts in enumerate(series.counts)
     ]
 
 

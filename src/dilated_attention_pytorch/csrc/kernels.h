@@ -13,7 +13,7 @@ constexpr int64_t kKeysOfWindow = 8192;
 constexpr int64_t kRowsOfStream = 16;
 
 // The first row and the first key/value head that a tensor begins with.
-struct Place {
+struct Origin {
   int64_t row, head;
 };
 
@@ -22,7 +22,7 @@ struct Place {
 struct ForwardOperands {
   const at::Tensor &query, &key, &value, &out, &lse;
   double scale;
-  Place of_out, of_keys;
+  Origin of_out, of_keys;
 };
 
 // Gradients, float32, are added to.
@@ -31,7 +31,7 @@ struct BackwardOperands {
   const std::optional<at::Tensor>& grad_lse;
   const at::Tensor &grad_query, &grad_key, &grad_value;
   double scale;
-  Place of_grad_query, of_grad_keys, of_keys;
+  Origin of_grad_query, of_grad_keys, of_keys;
 };
 
 void forward(const Partial& partial, const Masks& masks, const ForwardOperands& operands);

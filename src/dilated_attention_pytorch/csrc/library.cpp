@@ -66,7 +66,7 @@ bool is_empty(const Partial& partial) {
 // `places`: positions of the first query and key of the slabs, and the first sequence's index in the batch.
 Masks masks_of(
     const std::optional<Tensor>& hidden, const std::optional<Tensor>& seed, double dropout_p, IntArrayRef places,
-    const Place& of_keys) {
+    const Origin& of_keys) {
   Masks masks;
   if (hidden) masks.hidden.emplace(*hidden, of_keys.row, of_keys.head);
   if (seed) {
@@ -90,7 +90,7 @@ void attend(
   const Partial partial =
       partial_of(query.size(3), ratio, geometry, heads, axes, rows, row_ends, units, unit_ends, gates, {});
   if (is_empty(partial)) return;
-  const Place of_out{first[0], first[1]}, of_keys{first[2], first[3]};
+  const Origin of_out{first[0], first[1]}, of_keys{first[2], first[3]};
   forward(partial, masks_of(hidden, seed, dropout_p, places, of_keys), {query, key, value, out, lse, scale, of_out, of_keys});
 }
 
@@ -104,7 +104,7 @@ void attend_backward(
   const Partial partial =
       partial_of(query.size(3), ratio, geometry, heads, axes, rows, row_ends, units, unit_ends, gates, grad_gates);
   if (is_empty(partial)) return;
-  const Place of_grad_query{first[0], first[1]}, of_grad_keys{first[2], first[3]}, of_keys{first[4], first[5]};
+  const Origin of_grad_query{first[0], first[1]}, of_grad_keys{first[2], first[3]}, of_keys{first[4], first[5]};
   backward(
       partial, masks_of(hidden, seed, dropout_p, places, of_keys),
       {grad_out, query, key, value, out, lse, grad_lse, grad_query, grad_key, grad_value, scale, of_grad_query, of_grad_keys,

@@ -15,7 +15,7 @@ from dilated_attention_pytorch.planning.geometry import Partial
 from .merge import merge_in_place
 from .operands import Operand, Operands, Role, Rows
 from .views import PartialViews
-from .work import Work, is_causal, is_phantom
+from .work import Work, is_causal, is_zero_padding
 
 
 def merge_partials(work: Work, out: Operand, lse: Tensor, rest: Tensor | None = None) -> None:
@@ -29,14 +29,14 @@ def merge_partials(work: Work, out: Operand, lse: Tensor, rest: Tensor | None = 
         merged_into["rest"] = Operand(rest, role=Role.MERGED_INTO)
     operands: Operands = {}
     for partial in work.partials:
-        if is_phantom(partial):
+        if is_zero_padding(partial):
             assert isinstance(partial, Partial)
             for views in work.views(partial, merged_into):
-                _merge_phantoms(views, partial.phantoms)
+                _merge_zero_pad_keys(views, partial.zero_pad_keys)
             continue
         kernel = work.kernel(partial, is_pair=rest is not None)
         if kernel == "native":
-            of_out = native.Place(out.first_row, out.first_head)
+            of_out = native.Origin(out.first_row, out.first_head)
             native.merge_partial(partial, work.for_native(), out.tensor, lse, of_out=of_out)
             continue
         assert work.seen_rows is None, "only the native kernels read listed rows"
@@ -62,7 +62,7 @@ def merge_partials(work: Work, out: Operand, lse: Tensor, rest: Tensor | None = 
                 views.overwrite("rest", result.rest)
 
 
-def _merge_phantoms(views: PartialViews, count: int) -> None:
+def _merge_zero_pad_keys(views: PartialViews, count: int) -> None:
     """Merge keys of score 0 and value 0."""
     lse, rest = views["lse"], views.get("rest")
     of_keys = torch.full_like(lse, float(count)).log_()
@@ -100,7 +100,7 @@ def add_weighted(
     for index, (left, right) in enumerate(factors):
         operands["left", index], operands["right", index] = Operand(left), Operand(right, by_key)
     for partial in work.partials:
-        if is_phantom(partial):
+        if is_zero_padding(partial):
             continue
         for views in work.views(partial, operands):
             part = products.weighted_sum(

@@ -150,14 +150,14 @@ def _chunks(inputs: Inputs) -> Iterator[_Chunk]:
                 inputs.dropout_p,
                 inputs.dtype,
             )
-            kept = _of_place(factors.flatten(1, 2).unsqueeze(1))
+            kept = _of_score_block(factors.flatten(1, 2).unsqueeze(1))
         bias = bias.expand(-1, rows, ratio, -1).flatten(1, 2).unsqueeze(1)
         first = (problem // num_query_blocks * num_key_blocks).unsqueeze(1)
         yield _Chunk(some, (first + safe).flatten(), bias, kept)
 
 
-def _of_place(factors: Tensor) -> KeepFactors:
-    return lambda place: place.of_queries(factors)
+def _of_score_block(factors: Tensor) -> KeepFactors:
+    return lambda block: block.of_queries(factors)
 
 
 def forward(inputs: Inputs) -> tuple[Tensor, Tensor]:

@@ -61,11 +61,11 @@ def strided_views(partial: Partial, batch: int, ratio: int, operands: Operands) 
     order = sorted(range(len(sizes)), key=lambda index: -sizes[index])
     inner, outer = order[:2], order[2:]
     layouts = {name: _layout(operand, partial, ratio) for name, operand in operands.items()}
-    for place in itertools.product(*(range(sizes[index]) for index in outer)):
+    for indices in itertools.product(*(range(sizes[index]) for index in outer)):
         tensors = {}
         for name, (start, strides, row, num_rows) in layouts.items():
             tensor = operands[name].tensor
-            offset = start + sum(i * strides[index] for i, index in zip(place, outer, strict=True))
+            offset = start + sum(i * strides[index] for i, index in zip(indices, outer, strict=True))
             tensors[name] = tensor.as_strided(
                 (sizes[inner[0]], sizes[inner[1]], num_rows, *tensor.shape[3:]),
                 (strides[inner[0]], strides[inner[1]], row, *tensor.stride()[3:]),

@@ -13,7 +13,7 @@ from dilated_attention_pytorch.kernels import partial as kernels
 from dilated_attention_pytorch.kernels.dropout import keep_factors
 from dilated_attention_pytorch.kernels.fused import MASKED
 from dilated_attention_pytorch.kernels.masks import Masks
-from dilated_attention_pytorch.kernels.products import KeepFactors, Place
+from dilated_attention_pytorch.kernels.products import KeepFactors, ScoreBlock
 from dilated_attention_pytorch.planning.gathered import Gathered
 from dilated_attention_pytorch.planning.geometry import Partial
 from dilated_attention_pytorch.precision import accumulation_dtype
@@ -126,25 +126,25 @@ class Work:
         return bias
 
     def keep_factors(self, views: PartialViews) -> KeepFactors | None:
-        """Dropout factors of a place; None without dropout."""
+        """Dropout factors of a block of scores; None without dropout."""
         masks = self.masks
         if masks.seed is None:
             return None
         seed = masks.seed
 
-        def factors(place: Place) -> Tensor:
+        def factors(block: ScoreBlock) -> Tensor:
             sequences, heads, rows = (
-                place.of_queries(views[name]).unsqueeze(-1) for name in ("sequences", "heads", "query_positions")
+                block.of_queries(views[name]).unsqueeze(-1) for name in ("sequences", "heads", "query_positions")
             )
-            keys = place.of_keys(views["key_positions"]).unsqueeze(-2)
+            keys = block.of_keys(views["key_positions"]).unsqueeze(-2)
             return keep_factors(seed, sequences, heads, rows, keys, masks.dropout_p, self.dtype)
 
         return factors
 
 
-def is_phantom(partial: Partial | Gathered) -> bool:
+def is_zero_padding(partial: Partial | Gathered) -> bool:
     """Whether a partial stands for keys of score 0 and value 0."""
-    return isinstance(partial, Partial) and partial.phantoms > 0
+    return isinstance(partial, Partial) and partial.zero_pad_keys > 0
 
 
 def is_causal(partial: Partial | Gathered) -> bool:

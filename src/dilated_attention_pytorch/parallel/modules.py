@@ -15,9 +15,9 @@ from dilated_attention_pytorch.planning.layout import Layout
 
 from .agreement import check_strategy
 from .attend import attend
+from .communicator import whole_world
 from .plan import Strategy
 from .sharding import check_layout
-from .wire import whole_world
 
 # What an __init__ below does not name it hands on to that of DilatedAttention, which refuses what it does not know.
 

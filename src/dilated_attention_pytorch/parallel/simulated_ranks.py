@@ -57,9 +57,9 @@ class SimulatedRanks:
         one = torch.ones_like(taken)
         self.messages.index_add_(0, sources, one)
         self.bytes.index_add_(0, sources, num_bytes)
-        places = (targets - sources) % len(posted)
-        self.messages_of.index_add_(0, places, one)
-        self.bytes_of.index_add_(0, places, num_bytes)
+        distances = (targets - sources) % len(posted)
+        self.messages_of.index_add_(0, distances, one)
+        self.bytes_of.index_add_(0, distances, num_bytes)
         return through
 
     def exchange(self, members: Tensor, num_bytes: Tensor) -> None:
@@ -75,17 +75,17 @@ class SimulatedRanks:
         )
 
     def shift(self, members: Tensor, messages: Sequence[tuple[int, int | Tensor]]) -> None:
-        """Every member sends messages to members some places after it, and goes on when all of its are through.
+        """Every member sends messages to members some ranks after it, and continues when all of them are through.
 
         Args:
             members: the ranks.
-            messages: how many places after the sender, and bytes, of each or ``[members]``; nothing is sent of none.
+            messages: distance from the sender, and bytes, of each or ``[members]``; nothing is sent of none.
         """
         posted = self.ready.clone()
         through = posted.clone()
         index = torch.arange(len(members))
-        for places, num_bytes in messages:
-            targets = members[(index + places) % len(members)]
+        for distances, num_bytes in messages:
+            targets = members[(index + distances) % len(members)]
             sizes = torch.as_tensor(num_bytes).expand(len(members))
             is_sent = sizes > 0
             ends = (members[is_sent], targets[is_sent])

@@ -18,7 +18,7 @@ from dilated_attention_pytorch.planning.layout import Layout, Shards
 from dilated_attention_pytorch.planning.pairs import num_pairs
 from dilated_attention_pytorch.planning.rounds import gather_rounds
 from dilated_attention_pytorch.planning.shards import ShardedCall
-from dilated_attention_pytorch.planning.traffic import Links, ring_links, ring_pairs, team_parts
+from dilated_attention_pytorch.planning.traffic import Links, gather_group_parts, ring_links, ring_pairs
 
 from .costs import BACKWARD_FLOPS, Shape, head_messages, heads_flops
 from .plan import Machine, shape_of
@@ -238,24 +238,28 @@ class _Step(NamedTuple):
 def _gather(run: _Pass) -> None:
     """Simulate :class:`gather.Gather`: group after group, in the order common to all ranks."""
     ranks, size = run.ranks, run.size
-    parts = team_parts(size.call, run.shards)
+    parts = gather_group_parts(size.call, run.shards)
     remote = torch.zeros(len(run.shards), dtype=torch.int64).index_add_(0, parts.rank, parts.pairs)
     ranks.compute(run.flops(torch.tensor(num_pairs(size.call, run.shards)) - remote))
     counts = parts.num_members
     bounds = torch.cat([torch.zeros(1, dtype=torch.int64), counts.cumsum(0)]).tolist()
     of_row = (2 * size.row_bytes, 2 * size.sum_bytes)
     num_bytes = [(parts.most * one).tolist() for one in of_row]
-    ranks_of = [[rank for start, stop in team for rank in range(start, stop)] for team in parts.teams]
-    in_order = sorted(range(len(ranks_of)), key=lambda team: (len(ranks_of[team]), ranks_of[team]))
-    for team in in_order:
-        part = slice(bounds[team], bounds[team + 1])
+    ranks_of = [
+        [rank for start, stop in gather_group for rank in range(start, stop)] for gather_group in parts.gather_groups
+    ]
+    in_order = sorted(
+        range(len(ranks_of)), key=lambda gather_group: (len(ranks_of[gather_group]), ranks_of[gather_group])
+    )
+    for gather_group in in_order:
+        part = slice(bounds[gather_group], bounds[gather_group + 1])
         members = parts.rank[part]
-        for hops in gather_rounds(len(members), num_bytes[0][team]):
-            ranks.shift(members, [(-hop.distance, hop.num_tensors * num_bytes[0][team]) for hop in hops])
+        for hops in gather_rounds(len(members), num_bytes[0][gather_group]):
+            ranks.shift(members, [(-hop.distance, hop.num_tensors * num_bytes[0][gather_group]) for hop in hops])
         ranks.compute(run.flops(parts.pairs[part]), members)
         if run.is_backward:
-            for hops in reversed(gather_rounds(len(members), num_bytes[1][team])):
-                ranks.shift(members, [(hop.distance, hop.num_tensors * num_bytes[1][team]) for hop in hops])
+            for hops in reversed(gather_rounds(len(members), num_bytes[1][gather_group])):
+                ranks.shift(members, [(hop.distance, hop.num_tensors * num_bytes[1][gather_group]) for hop in hops])
 
 
 def _heads(run: _Pass) -> None:

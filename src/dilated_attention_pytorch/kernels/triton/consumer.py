@@ -214,7 +214,7 @@ def attend_lines(QUERY, OUT, LSE, ORDER, queries, tile, call, stages, constants,
     num_passed = index
     is_pending = index  # 1 where the product of the last probabilities with the values of their block is still to come
     for _ in range(tile.num_runs):
-        _first, _rate, count, full, _phantoms = load_run(line)
+        _first, _rate, count, full, _zero_pad_keys = load_run(line)
         is_active = (row >= 0) & is_active_in(line, slot)
         start, stop = keys_seen(line, position, is_active, constants.LINE, constants.CAUSAL, constants.BANDED)
         seen = Seen(is_active, start, stop)

@@ -32,7 +32,7 @@ LARGEST_WEIGHT_LOG2 = tl.constexpr(8)
 """Of a weight of e4m3 values before it is rounded: 2^8 is the largest power of two that e4m3 has."""
 LEAST_FACTOR = tl.constexpr(2.0**-126)
 LEAST_MAXIMUM = tl.constexpr(-64.0)
-"""Of a row with phantom keys beside e4m3 values: far below that of values of any use, far above what overflows."""
+"""Of a row with zero-padding keys beside e4m3 values: far below that of values of any use, far above what overflows."""
 
 
 @triton.jit
@@ -206,7 +206,7 @@ def forward_kernel(
     CAUSAL: tl.constexpr,
     BANDED: tl.constexpr,
     PADDED: tl.constexpr,
-    PHANTOMS: tl.constexpr,
+    ZERO_PAD_KEYS: tl.constexpr,
     DROPOUT: tl.constexpr,
     ROTATED: tl.constexpr,
     SCALED: tl.constexpr,
@@ -259,16 +259,16 @@ def forward_kernel(
     )
     share = split
     for _ in range(num_runs):
-        first, rate, count, full, phantoms = load_run(line)
+        first, rate, count, full, zero_pad_keys = load_run(line)
         is_active = is_row & is_active_in(line, slot)
         start, stop = keys_seen(line, position, is_active, LINE, CAUSAL, BANDED)
-        if PHANTOMS:
-            has_phantoms = is_active & (tl.where(split == 0, phantoms, 0) > 0)
-            # A phantom has the score 0; beside scaled values the maximum has another unit.
-            highest = tl.where(has_phantoms, tl.maximum(maximum, LEAST_MAXIMUM if SCALED else 0.0), maximum)
+        if ZERO_PAD_KEYS:
+            has_zero_pad_keys = is_active & (tl.where(split == 0, zero_pad_keys, 0) > 0)
+            # A zero-padding key has the score 0; beside scaled values the maximum has another unit.
+            highest = tl.where(has_zero_pad_keys, tl.maximum(maximum, LEAST_MAXIMUM if SCALED else 0.0), maximum)
             reference = tl.where(highest == float("-inf"), 0.0, highest)
             decay = tl.exp2(maximum - reference)
-            total = total * decay + tl.where(has_phantoms, phantoms * tl.exp2(-reference), 0.0)
+            total = total * decay + tl.where(has_zero_pad_keys, zero_pad_keys * tl.exp2(-reference), 0.0)
             out = out * decay[:, None]
             maximum = highest
         num_full, num_blocks = full // BLOCK_RUN, (count + BLOCK_RUN - 1) // BLOCK_RUN

@@ -23,7 +23,7 @@ def refusal(problem: Problem) -> str | None:
         return "it copies keys without asking a key_padding_mask"
     if problem.dropout_p > 0.0:
         return "it has no dropout"
-    if plan.kind.has_phantoms:
+    if plan.kind.has_zero_pad_keys:
         return 'it has no keys of a tail="zero_padded"'
     if problem.query.shape[1] * plan.kind.packed_heads <= _FEW_LINES:
         return f"up to {_FEW_LINES} lines of queries, as in decoding, leave its tiles of 128 empty"

@@ -171,7 +171,7 @@ class KernelPlan:
                 "SLOTS": slots_of(tile_rows),
                 "CAUSAL": kind.is_causal,
                 "PACKED": kind.num_documents is not None,
-                "PHANTOMS": kind.has_phantoms,
+                "ZERO_PAD_KEYS": kind.has_zero_pad_keys,
                 "OF_QUERIES": self.of_queries,
                 "RULES": rules is not None,
                 "BANDED": kind.is_banded,
@@ -194,7 +194,7 @@ class KernelPlan:
             before = kind.batch_size, positions.num_queries, kind.num_kv_heads
             computing = launch_of((programs,), before, (*after, kind.factors[1]), constants)
         elif self.kernel == "forward":
-            constants |= {"PHANTOMS": kind.has_phantoms, "ROTATED": num_splits > 1 and bool(kind.rules)}
+            constants |= {"ZERO_PAD_KEYS": kind.has_zero_pad_keys, "ROTATED": num_splits > 1 and bool(kind.rules)}
             constants |= {"SCALED": kind.is_scaled}
             computing = launch_of((programs * num_splits,), sizes, (*after, num_splits, *kind.factors[1:]), constants)
         else:

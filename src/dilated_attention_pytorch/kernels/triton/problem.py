@@ -181,7 +181,7 @@ class Kind:
         return any(band != causal for band in self.bands)
 
     @functools.cached_property
-    def has_phantoms(self) -> bool:
+    def has_zero_pad_keys(self) -> bool:
         """Whether keys of score 0 and value 0 fill up the classes of a group."""
         return not self.is_causal and any(group.tail == "zero_padded" for group in self.groups)
 

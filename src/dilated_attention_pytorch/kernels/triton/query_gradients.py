@@ -191,7 +191,7 @@ def query_gradient_kernel(
         RUNS, RANGES, kv_head, window, tile, num_queries, tiles_per_window, lines_per_head, WINDOW, LINE
     )
     for _ in range(num_runs):
-        first, rate, count, full, _phantoms = load_run(line)
+        first, rate, count, full, _zero_pad_keys = load_run(line)
         is_active = is_row & is_active_in(line, slot)
         start, stop = keys_seen(line, position, is_active, LINE, CAUSAL, BANDED)
         num_full, num_blocks = full // BLOCK_RUN, (count + BLOCK_RUN - 1) // BLOCK_RUN

@@ -21,7 +21,7 @@ from .segments import (
     interval_of,
     is_selected,
     load_group,
-    num_phantoms,
+    num_zero_pad_keys,
     selected,
 )
 from .tiles import SIZES, rows_of
@@ -31,7 +31,7 @@ RATE = tl.constexpr(1)  # the distance of a row from the next
 COUNT = tl.constexpr(2)  # how many rows; of keys under a causal mask, those that some query of the tile sees
 # Of keys: how many are seen by every query of the run. Of queries: how many come before every key of the tile.
 EDGE = tl.constexpr(3)
-# Of keys: how many phantom keys come with them. Of queries: from which on every row of the tile is a key seen by them.
+# Of keys: how many zero-padding keys are added. Of queries: from which on every row of the tile is a key seen by them.
 EXTRA = tl.constexpr(4)
 BITS = tl.constexpr(5)
 
@@ -76,7 +76,7 @@ def runs_kernel(
     ORDERED: tl.constexpr,
     CAUSAL: tl.constexpr,
     PACKED: tl.constexpr,
-    PHANTOMS: tl.constexpr,
+    ZERO_PAD_KEYS: tl.constexpr,
     OF_QUERIES: tl.constexpr,
     RULES: tl.constexpr,
     BANDED: tl.constexpr,
@@ -152,8 +152,8 @@ def runs_kernel(
                     extra = tl.where(is_mixed, count, count_up_to(latest - 1, first, rate, count))
             else:
                 edge, extra = count, count * 0
-                if PHANTOMS:
-                    extra = num_phantoms(GROUPS, group, kv_head, num_kv_heads, its_end - its_begin, count)
+                if ZERO_PAD_KEYS:
+                    extra = num_zero_pad_keys(GROUPS, group, kv_head, num_kv_heads, its_end - its_begin, count)
                 if CAUSAL:
                     edge = count_up_to(earliest, first, rate, count)
                     count = count_up_to(latest, first, rate, count)
@@ -357,7 +357,7 @@ def keys_seen(line, position, is_active, LINE: tl.constexpr, CAUSAL: tl.constexp
     Both count keys of the run; ``FAR`` and 0 where a row sees none, as it takes no part or its band holds none.
     The differences are taken first: a position and an unbounded distance do not add up in 32 bits.
     """
-    first, rate, count, _full, _phantoms = load_run(line)
+    first, rate, count, _full, _zero_pad_keys = load_run(line)
     low, high = load_band(line, LINE, BANDED)
     start, stop = count * 0, tl.where(is_active, count, 0)
     if CAUSAL or BANDED:

@@ -93,7 +93,7 @@ def count_up_to(position, first, rate, count):
 
 
 @triton.jit
-def num_phantoms(GROUPS, group, kv_head, num_kv_heads, document_length, num_selected):
+def num_zero_pad_keys(GROUPS, group, kv_head, num_kv_heads, document_length, num_selected):
     """Zero keys that fill a class of ``num_selected`` rows under ``tail="zero_padded"``; 0 otherwise."""
     length, rate, _, _ = load_group(GROUPS, group, kv_head, num_kv_heads)
     is_padded = tl.load(GROUPS + (group * num_kv_heads + kv_head) * NUM_COLUMNS + IS_ZERO_PADDED)

@@ -98,7 +98,7 @@ def _copy_run(KEY, VALUE, line, index, settled, call, stages, constants):
     for block in range(gl.maximum(index - STAGES, 0), settled):
         mbarrier.wait(stages.key_full.index(block % STAGES), block // STAGES & 1)
         mbarrier.wait(stages.value_full.index(block % STAGES), block // STAGES & 1)
-    first, rate, count, _full, _phantoms = load_run(line)
+    first, rate, count, _full, _zero_pad_keys = load_run(line)
     row = (first - call.key_offset).to(gl.int64)
     wide_rate = gl.where(count > 1, rate, 1).to(gl.int64)  # a run of one row may have a rate that no stride can be
     keys = tma.make_tensor_descriptor(
