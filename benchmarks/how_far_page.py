@@ -1,4 +1,4 @@
-"""The page of the docs about how far it goes, and its picture, from the file of results."""
+"""Page of the docs on how far it goes, and its picture, from the results file."""
 
 from __future__ import annotations
 
@@ -86,7 +86,7 @@ K) were not reproduced: that takes those days and The Stack.
 
 
 def page(results: dict[str, Any]) -> str:
-    """The page."""
+    """The page as Markdown."""
     planned, paper = results["planned"], results["longnet"]
     lines_of = planned["lines"]
     lines = [_HEAD.format(**planned).rstrip("\n")]
@@ -142,13 +142,13 @@ def _largest(line: dict[str, Any]) -> str:
 
 
 def _counted(names: Iterable[str], one: str, several: str) -> str:
-    """How often each name comes, most frequent first."""
+    """Counts of each name as text, most frequent first."""
     parts = [(one if number == 1 else several).format(number, name) for name, number in Counter(names).most_common()]
     return " and ".join([", ".join(parts[:-1]), parts[-1]] if len(parts) > 1 else parts)
 
 
 def draw(results: dict[str, Any], file: Path) -> None:
-    """Devices that a text takes, and operations that a token takes."""
+    """Plot the devices that a text needs, and the operations per token."""
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(9, 3.6), layout="constrained")

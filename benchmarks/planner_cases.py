@@ -2,8 +2,8 @@
 
     python -m benchmarks.planner_cases SETTINGS
 
-SETTINGS are JSON: the settings of the case, the lengths for a case of generation, and the number of processes; or the
-same with a folder, into which measurements of this machine for the case are written, in a process as new as that of
+SETTINGS is JSON: the settings of the case, including the lengths for a generation case, and the number of processes; or
+the same with a folder, into which measurements of this machine for the case are written, in a process as new as that of
 the case.
 """
 
@@ -223,13 +223,13 @@ def generate_texts(settings: TrainSettings, generation: Generation) -> None:
 def machine(
     settings: TrainSettings, processes: int, generation: Generation | None, folder: Path, *, is_kept: bool
 ) -> Here | GenerationHere:
-    """What is measured of this machine for a case.
+    """Measurements of this machine for a case.
 
     Args:
-        settings, processes: of the case.
-        generation: lengths, for a case of generation.
-        folder: of the measurements.
-        is_kept: whether all of them are there: nothing is measured.
+        settings, processes: the case.
+        generation: lengths, for a generation case.
+        folder: folder of the measurements.
+        is_kept: whether all of them exist, so that nothing is measured.
     """
     import torch
 

@@ -1,4 +1,4 @@
-"""What a device has alive where thousands split the weights, from the moments of a step of one device."""
+"""Memory of a device if thousands of devices shard the weights, from the traced step of one device."""
 
 from __future__ import annotations
 
@@ -16,19 +16,19 @@ _BLOCKS = 64
 
 
 def split_footprint(settings: TrainSettings, rows: int, devices: int) -> Footprint:
-    """At most what each of ``devices`` has alive that split all states, and share one text with ``rows`` rows each.
+    """Upper bound for each of ``devices`` that shard all states and share one text, with ``rows`` rows each.
 
-    Every moment of the step of one device is taken, its states divided by the devices, and what is temporary while no
-    activation is alive as well: the optimizer's own. The block whose weights are gathered is not counted.
+    Takes every moment of the step of one device, with its states divided by the number of devices, and also the
+    optimizer's temporaries, which are those alive without activations. The block with gathered weights is not counted.
     """
     alone = dataclasses.replace(settings, context_length=rows, data_parallel="ddp", context_parallel=1, strategy="auto")
-    # As many blocks of the loss more, so that both have the same traces.
+    # Longer by whole blocks of the loss, so that both steps have the same trace.
     more = _BLOCKS * rows_at_once(settings.model.vocab_size)
     longer = dataclasses.replace(alone, context_length=rows + more)
     most: dict[Any, int] = {}
     for moment, later in zip(moments(alone), moments(longer), strict=True):
         parts = dict(zip(PARTS, moment.counts, strict=True))
-        # What does not grow with the rows are copies of weights in bfloat16: of split weights, as they are.
+        # Activations that do not grow with the rows are bfloat16 copies of weights, which are sharded like these.
         kept = PARTS.index("activations")
         of_weights = parts["activations"] - (later.counts[kept] - parts["activations"]) * rows // more
         parts["activations"] += of_weights // devices - of_weights
@@ -38,6 +38,6 @@ def split_footprint(settings: TrainSettings, rows: int, devices: int) -> Footpri
             most = {**parts}
     model = settings.model
     assert model.num_kv_heads is not None
-    # Keys and values of a step of the ring that are computed with, that come and that go, in bfloat16.
+    # Keys and values of a ring step in bfloat16: those in use, those being received, and those being sent.
     exchange = 3 * rows * 2 * model.embed_dim // model.num_heads * model.num_kv_heads * 2 if devices > 1 else 0
     return Footprint(**most, exchange=exchange)

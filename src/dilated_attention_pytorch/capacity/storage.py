@@ -13,14 +13,14 @@ from dilated_attention_pytorch.models.cache_index import CacheIndex
 from dilated_attention_pytorch.patterns import Pattern
 
 MOST_CALLS = 4096
-"""Calls of the model that are gone through one by one; of more, those of the end, with a storage that is full."""
+"""Number of calls simulated one by one; for longer generations, only the last ones, with a full storage."""
 
 
 class Call(NamedTuple):
     """One call of the model with a cache."""
 
     seen: int
-    """Tokens before it."""
+    """Tokens before the call."""
     num_new: int
 
 
@@ -37,7 +37,7 @@ def calls_of(prompt: int, num_new: int, chunk: int) -> Iterator[Call]:
 
 
 class Mark(NamedTuple):
-    """A call that may take most, and the slots of a layer under every pattern before and after it."""
+    """A call that may need the most memory, with a layer's slots under every pattern before and after it."""
 
     call: Call
     before: Mapping[Pattern, int]
@@ -45,10 +45,10 @@ class Mark(NamedTuple):
 
 
 def mark_of(patterns: Sequence[Pattern], num_kv_heads: int, call: Call) -> Mark:
-    """A call after one that has stored all tokens before it.
+    """Slots before and after a call, if one call before it has stored all earlier tokens.
 
     Args:
-        patterns: different ones, of the layers.
+        patterns: different patterns of the layers.
         num_kv_heads: key/value heads of a layer.
         call: the call.
     """
@@ -64,19 +64,19 @@ def mark_of(patterns: Sequence[Pattern], num_kv_heads: int, call: Call) -> Mark:
 
 @dataclass(frozen=True, slots=True)
 class Walk:
-    """The storages of a cache through a generation."""
+    """Allocated slots of a cache through a generation."""
 
     slots: Mapping[Pattern, int]
-    """Allocated at the end, by a layer under each pattern."""
+    """Slots of a layer under each pattern, allocated at the end."""
     is_bound: bool
-    """Whether that is a bound, as there were too many calls to go through."""
+    """Whether ``slots`` is an upper bound, since there were too many calls to simulate."""
     marks: tuple[Mark, ...]
-    """Calls one of which takes most."""
+    """Calls that may need the most memory."""
 
 
 @dataclass(slots=True)
 class _Marks:
-    """The call of every kind with the largest storage, and of these the one with most in it."""
+    """The call of every kind with the largest storage, and among those the one with the most rows in it."""
 
     of_kind: dict[str, tuple[tuple[int, int], Mark]] = field(default_factory=dict)
 
@@ -89,10 +89,10 @@ class _Marks:
 
 
 def walk(patterns: Sequence[Pattern], num_kv_heads: int, prompt: int, num_new: int, chunk: int) -> Walk:
-    """Go through a generation with integers alone.
+    """Simulate the cache of a generation with integers alone.
 
     Args:
-        patterns: different ones, of the layers.
+        patterns: different patterns of the layers.
         num_kv_heads: key/value heads of a layer.
         prompt, num_new, chunk: tokens of the prompt, new tokens, and tokens of the prompt that are read at a time.
     """
@@ -120,7 +120,7 @@ def walk(patterns: Sequence[Pattern], num_kv_heads: int, prompt: int, num_new: i
 
 
 def _bound(cache_indices: Mapping[Pattern, CacheIndex], prompt: int, num_new: int, chunk: int) -> Walk:
-    """Of a long text: storages that are full, or hold half as many rows again as there are tokens."""
+    """Upper bound for a long text: storages are full, or hold 1.5 times as many rows as there are tokens."""
     tokens = prompt + num_new - 1
     most = {
         pattern: min(cache_index.max_slots(), tokens + tokens // 2) for pattern, cache_index in cache_indices.items()

@@ -1,4 +1,4 @@
-"""One call of a model with a cache, on tensors that hold nothing: what is alive after every operation."""
+"""One call of a model with a cache, on fake tensors: live bytes after every operation."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from .storage import Mark
 
 
 class _RealCacheIndex(CacheIndex):
-    """A cache index whose integers are there while all else holds nothing."""
+    """A cache index that computes on real integers while other tensors are fake."""
 
     def advance(self, num_new: int) -> CacheIndexStep:
         with unset_fake_temporarily(), _disable_current_modes():
@@ -30,15 +30,15 @@ class _RealCacheIndex(CacheIndex):
 
 
 class BegunCache(LongNetCache):
-    """A cache as it is before a call, without the calls that came before."""
+    """A cache in the state before a call, without the calls that lead to it."""
 
     def begin(self, mark: Mark, batch_size: int, like: Tensor) -> None:
-        """Have every layer's storage as it is before the call, filled with zeros.
+        """Fill every layer's storage with zeros, with as many slots as it has before the call.
 
         Args:
             mark: the call.
-            batch_size: texts.
-            like: ``[0, D]``, of the dtype and device of keys and values.
+            batch_size: number of texts.
+            like: ``[0, D]``, with the dtype and device of keys and values.
         """
         with unset_fake_temporarily(), _disable_current_modes():
             row_group = self._new_row_group(batch_size, like.device)
@@ -64,14 +64,14 @@ class BegunCache(LongNetCache):
 def traced_call(
     config: LongNetConfig, mark: Mark, batch_size: int, dtype: torch.dtype, *, is_fake: bool = True
 ) -> list[Moment]:
-    """What is alive after every operation of a call, and of drawing a token from what it gives.
+    """Live bytes after every operation of a call, and of sampling a token from its logits.
 
     Args:
-        config: of the model, all of whose layers are gone through.
-        mark: the call, and the storages before it.
-        batch_size: texts.
-        dtype: of weights and activations.
-        is_fake: whether tensors hold nothing; else the call is computed.
+        config: configuration of the model, all of whose layers run.
+        mark: the call, and the slots before it.
+        batch_size: number of texts.
+        dtype: dtype of weights and activations.
+        is_fake: whether to use fake tensors; otherwise the call is computed.
     """
     live = LiveBytes(own_bytes=own_bytes)
     fake = FakeTensorMode(allow_non_fake_inputs=True) if is_fake else contextlib.nullcontext()
@@ -104,6 +104,6 @@ def _marking(cache: BegunCache, layer: int, live: LiveBytes) -> Any:
 
 
 def fewer_layers(config: LongNetConfig) -> LongNetConfig:
-    """The same model with as many layers as show what any layer takes."""
+    """The same model with only as many layers as are needed to show what every layer takes."""
     num_layers = min(config.num_layers, max(2, len(config.different_patterns)))
     return dataclasses.replace(config, num_layers=num_layers)
