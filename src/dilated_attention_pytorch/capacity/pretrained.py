@@ -125,7 +125,8 @@ def trace(
             model = _build(run, dtype).train(is_training)
         if run.gradient_checkpointing and is_training:
             # transformers 6 drops the older name.
-            getattr(model, "activation_checkpointing_enable", model.gradient_checkpointing_enable)()
+            enable = getattr(model, "activation_checkpointing_enable", None) or model.gradient_checkpointing_enable
+            enable()
         with live.made_as("temporaries"):
             ids = torch.zeros(run.batch_size, run.length, dtype=torch.int64)
         for parameter in model.parameters():

@@ -20,7 +20,7 @@ from .generation import Generation, generation_footprint
 from .generation_here import GenerationHere
 from .here import Here
 from .seconds import Rates, StepSeconds, rates, sheet_seconds
-from .work import StepWork, forward_work, step_work
+from .work import StepWork, forward_work, generation_work, step_work
 
 Purpose = Literal["training", "forward", "generation"]
 
@@ -184,7 +184,7 @@ def _plan_generation(
             'the purpose "generation" needs the lengths of the texts: pass generation=Generation(prompt=...)'
         )
     check_generation(num_processes)
-    work = _generation_work(settings, generation)
+    work = generation_work(settings, generation)
     rate = device.sheet.flops[settings.precision]
     if device.generation_here is not None:
         seconds = device.generation_here.seconds(settings, generation)
@@ -221,16 +221,6 @@ def check_generation(num_processes: int) -> None:
             "leave --processes out: processes that each generate other texts take as much each, and those that share a "
             "cache (parallel.RankShare) have all weights and about their part of the cache that is planned for one"
         )
-
-
-def _generation_work(settings: TrainSettings, generation: Generation) -> StepWork:
-    """Operations: of the prompt without logits, and of the matrices for every new token after the first."""
-    model = settings.model
-    read = forward_work(dataclasses.replace(settings, context_length=max(8, generation.prompt)))
-    rows = settings.batch_size * generation.prompt
-    hidden = read.products - 2 * model.vocab_size * model.embed_dim * rows
-    steps = settings.batch_size * (generation.new_tokens - 1)
-    return StepWork(hidden + longnet_flops(model).per_token * steps, read.attention)
 
 
 def _generation_bound(settings: TrainSettings, generation: Generation, work: StepWork, sheet: DataSheet) -> StepSeconds:

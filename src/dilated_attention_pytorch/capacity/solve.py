@@ -74,12 +74,10 @@ def longest_context(settings: TrainSettings, num_processes: int, memory_bytes: i
 
     of_block = rows_at_once(settings.model.vocab_size)
     step = of_block // math.gcd(of_block, settings.batch_size) * settings.context_parallel
+    finer = _SHORTEST * settings.context_parallel
     if not fits(step):
-        return _most(lambda times: fits(times * _SHORTEST), step // _SHORTEST) * _SHORTEST
-    blocks, finer = (
-        _most(lambda times: fits(times * step), MOST_POSITIONS // step),
-        _SHORTEST * settings.context_parallel,
-    )
+        return _most(lambda times: fits(times * finer), step // finer) * finer
+    blocks = _most(lambda times: fits(times * step), MOST_POSITIONS // step)
     if blocks >= _MANY_BLOCKS or is_split(settings, num_processes):
         return blocks * step
     # Lengths that are no multiple of a block are traced one by one: only where one block more matters.

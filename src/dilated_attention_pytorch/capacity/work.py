@@ -1,4 +1,4 @@
-"""Operations of a step on one batch: matrix products, and attention."""
+"""Operations of a step on one batch, or of a generation: matrix products, and attention."""
 
 from __future__ import annotations
 
@@ -9,6 +9,8 @@ from dilated_attention_pytorch.models.token_loss import rows_at_once
 from dilated_attention_pytorch.patterns import Pattern
 from dilated_attention_pytorch.training.flops import longnet_flops
 from dilated_attention_pytorch.training.settings import TrainSettings
+
+from .generation import Generation
 
 
 class StepWork(NamedTuple):
@@ -67,6 +69,19 @@ def forward_work(settings: TrainSettings) -> StepWork:
     flops, of_layer = longnet_flops(settings.model), pairs_of(settings)
     rows = settings.batch_size * settings.context_length
     return StepWork(flops.per_token * rows, sum(of_layer[pattern] for pattern in flops.patterns) * flops.per_pair)
+
+
+def generation_work(settings: TrainSettings, generation: Generation) -> StepWork:
+    """Operations of a generation: of every token that the model reads, and of the logits from which tokens are sampled.
+
+    The last new token is not read. Each token attends to what its pattern shows of the tokens before it and of itself.
+    """
+    model, flops = settings.model, longnet_flops(settings.model)
+    read = generation.prompt + generation.new_tokens - 1
+    head = 2 * model.vocab_size * model.embed_dim
+    products = flops.per_token * read - head * (generation.prompt - 1)
+    attention = flops.of_text(read) - flops.per_token * read
+    return StepWork(products * settings.batch_size, attention * settings.batch_size)
 
 
 def shapes_of(model: LongNetConfig) -> list[tuple[int, int]]:
