@@ -8,12 +8,12 @@ namespace {
 using at::IntArrayRef;
 using at::Tensor;
 
-// How Python tells of a partial. `geometry`: sequences of the batch, first query row, first key row, queries, keys, rows
-// from query to query and from key to key, lower and upper bound of the band, keys of a unit. `axes`: of every axis its
-// size, and by how many query rows, key rows and heads its domains are apart. With lists, `rows` and `units` are those of
-// all problems, one after the other, and `row_ends` and `unit_ends` tell where each ends. Without `rows`, problems follow
-// each other. Units are those of one domain after the other, again from the first on when all are used, with `gates` if
-// they have any.
+// Makes a partial from Python's arguments. `geometry`: number of sequences, first query row, first key row, number of
+// queries, number of keys, rows from query to query and from key to key, lower and upper bound of the band, keys per
+// unit. `axes`: for every axis its size, and the distance between its domains in query rows, key rows and heads. With
+// lists, `rows` and `units` concatenate those of all problems, and `row_ends` and `unit_ends` are the end of each.
+// Without `rows`, problems are consecutive. Units are listed domain after domain, and reused cyclically if there are
+// more domains; `gates` are optional.
 Partial partial_of(
     int64_t head_dim, int64_t ratio, IntArrayRef geometry, IntArrayRef heads, IntArrayRef axes,
     const std::optional<Tensor>& rows, const std::optional<Tensor>& row_ends, const std::optional<Tensor>& units,
@@ -127,7 +127,7 @@ TORCH_LIBRARY(dilated_attention_native, m) {
       ", Tensor(d!)? grad_gates=None) -> ()");
 }
 
-// For tensors of the CPU alone: those that hold nothing are met by what Python registers.
+// For CPU tensors only; fake tensors are handled by what Python registers.
 TORCH_LIBRARY_IMPL(dilated_attention_native, CPU, m) {
   m.impl("attend", &dilated_attention::attend);
   m.impl("attend_backward", &dilated_attention::attend_backward);

@@ -1,4 +1,4 @@
-"""Partials carried out, backward: gradients under the merged output and log-sum-exp."""
+"""Backward pass of partials: gradients under the merged output and log-sum-exp."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def add_gradients(
     """Add the partials' gradients of query, key and value to ``grads``, in the accumulation dtype.
 
     ``out [B, N, H, D]`` and ``lse [B, N, H]`` are merged over all partials of all calls; ``lse`` is +inf in rows
-    without a key. With ``rest``, it and ``lse`` are a pair, see :class:`.products.Result`.
+    without a key. With ``rest``, ``(lse, rest)`` is a pair, see :class:`.products.Result`.
     """
     names: tuple[Name, ...] = ("grad_query", "grad_key", "grad_value")
     own: Operands = {"out": Operand(out), "lse": Operand(lse), "grad_out": Operand(grad_out)}

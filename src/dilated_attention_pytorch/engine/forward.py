@@ -1,4 +1,4 @@
-"""Partials carried out, forward: merged or summed where they belong."""
+"""Forward pass of partials: their results are merged or summed."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ from .work import Work, is_causal, is_zero_padding
 
 
 def merge_partials(work: Work, out: Operand, lse: Tensor, rest: Tensor | None = None) -> None:
-    """Merge what the queries of the partials see into ``out`` and ``lse``, -inf where nothing was merged yet.
+    """Merge the partials' attention into ``out`` and ``lse``; ``lse`` is -inf where nothing was merged yet.
 
-    With ``rest``, it and ``lse`` are a pair, see :class:`Result`. Rows that saw hidden keys alone are left with an
-    ``lse`` of about :data:`MASKED`, but by the native kernels: see :func:`.merge.clear_dead_rows`.
+    With ``rest``, ``(lse, rest)`` is a pair, see :class:`Result`. Rows that saw only hidden keys are left with an
+    ``lse`` of about :data:`MASKED`, except by the native kernels: see :func:`.merge.clear_dead_rows`.
     """
     merged_into: Operands = {"query": Operand(work.query), "out": out, "lse": Operand(lse, role=Role.MERGED_INTO)}
     if rest is not None:
@@ -85,7 +85,7 @@ def add_weighted(
 ) -> None:
     """Add ``sum_t P[p, t] f[p, t] values[t]`` over the partials, see :func:`.products.weighted_sum`.
 
-    ``total`` is by query, or by key with ``of_keys``; ``values`` are then the queries'. Factors are
+    ``total`` is indexed by query, or by key with ``of_keys``; ``values`` then belong to the queries. Factors are
     ``left [B, N, H, width]`` and ``right [B, M, G, width]``.
     """
     by_query, by_key = Rows.QUERY, work.rows_of_keys

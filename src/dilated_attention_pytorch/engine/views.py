@@ -46,17 +46,17 @@ class PartialViews:
 
 
 class _Layout(NamedTuple):
-    """Where the rows of an operand lie, in elements: for every problem ``start + sum(index * stride)``."""
+    """Location of an operand's rows, in elements: a problem starts at ``start + sum(index * stride)``."""
 
     start: int
     strides: tuple[int, ...]
-    """By sequence, by every axis of the partial, and by query head of a key/value head."""
+    """Strides by sequence, by every axis of the partial, and by query head of a key/value head."""
     row: int
     num_rows: int
 
 
 def strided_views(partial: Partial, batch: int, ratio: int, operands: Operands) -> Iterator[PartialViews]:
-    """Views of a partial's rows where they lie; of more than two axes of problems the shorter ones are looped over."""
+    """Views of a partial's rows in place; if it has more than two problem axes, the shorter ones are looped over."""
     sizes = (batch, *(axis.size for axis in partial.axes), ratio)
     order = sorted(range(len(sizes)), key=lambda index: -sizes[index])
     inner, outer = order[:2], order[2:]

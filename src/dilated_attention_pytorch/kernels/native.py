@@ -48,7 +48,7 @@ def is_written_once(partial: Partial | Gathered) -> bool:
 
 
 class Operands(NamedTuple):
-    """What the kernels read, and what they make of it."""
+    """Operands and parameters that the kernels read."""
 
     query: Tensor
     """``[B, N, H, D]``, float16, bfloat16 or float32."""
@@ -56,18 +56,18 @@ class Operands(NamedTuple):
     """``[B, M, G, D]``"""
     value: Tensor
     masks: Masks
-    """Keys and pairs that are left out."""
+    """Hidden keys and dropout."""
     ratio: int
-    """Query heads of a key/value head."""
+    """Query heads per key/value head."""
     scale: float
-    """Factor of the scores, not negative."""
+    """Scale of the scores, not negative."""
     first_sequence: int = 0
-    """Of the whole batch, the sequence that the tensors begin with."""
+    """Index in the whole batch of the tensors' first sequence."""
     is_remote: bool = False
-    """Keys and values are the rows and heads of the partial alone, one row after the other."""
+    """Whether keys and values hold only the rows and heads of the partial, consecutively."""
     seen_rows: Tensor | None = None
-    """int64 ``[heads, count]``, the rows of remote keys that are seen, of every head; None is all of them. Of at most
-    :data:`ROWS_OF_STREAM` queries of a key/value head, without dropout and gradients."""
+    """int64 ``[heads, count]``: for every head, the visible rows of remote keys; None = all. For at most
+    :data:`ROWS_OF_STREAM` queries per key/value head, without dropout and gradients."""
 
     def origin_of_keys(self, partial: Partial | Gathered) -> Origin:
         return Origin(0, partial.head) if self.is_remote and isinstance(partial, Partial) else WHOLE
@@ -84,7 +84,7 @@ class Merged(NamedTuple):
 
 
 Gradients = tuple[Tensor, Tensor, Tensor]
-"""Of query, key and value, float32."""
+"""Gradients of query, key and value, float32."""
 
 
 def merge_partial(
@@ -94,7 +94,7 @@ def merge_partial(
 
     Args:
         partial: the partial, without zero-padding keys.
-        operands: what the rows are.
+        operands: operands of the call.
         out: ``[B, rows, heads, D]``, starting at ``of_out``. Float32; of the query's dtype if every row is
             written once.
         lse: float32 ``[B, N, H]``.

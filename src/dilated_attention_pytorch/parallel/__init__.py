@@ -1,4 +1,4 @@
-"""The same call over several ranks: one sequence, its rows spread over them."""
+"""The same API over several ranks: one sequence, with its rows sharded over them."""
 
 from .attend import attend, attend_with_lse
 from .communicator import naming_ranks

@@ -60,13 +60,13 @@ _Exchanging = Callable[[Mapping[int, Tensor], Mapping[int, Tensor], int, str], P
 
 
 def _taken(tensors: Tensor, first: int, hop: Hop) -> Tensor:
-    """The message of a hop: as many of ``[members, *shape]``, from the member ``first`` on and around."""
+    """The message of a hop: ``num_tensors`` of ``[members, *shape]`` from member ``first`` on, cyclically."""
     parts = [tensors[rows] for rows, _ in around(first, hop.num_tensors, len(tensors))]
     return parts[0] if len(parts) == 1 else torch.cat(parts)
 
 
 def _room(tensors: Tensor, first: int, hop: Hop) -> Tensor:
-    """Where such a message can arrive: its index in ``[members, *shape]``, if it has one."""
+    """Buffer for such a message: its place in ``[members, *shape]`` if that is contiguous, else a new tensor."""
     parts = around(first, hop.num_tensors, len(tensors))
     return tensors[parts[0][0]] if len(parts) == 1 else tensors.new_empty(hop.num_tensors, *tensors.shape[1:])
 
@@ -146,8 +146,8 @@ class Communicator:
         """All-gather: ``[members, *shape]`` of the equally shaped tensors of ``members`` (ranks of this axis; all by
         default).
 
-        From each to each, or passed on, as :func:`gather_rounds` says. Some ranks of an axis do it by messages: a group
-        of their own would have to be made by all ranks.
+        Direct or forwarded, as :func:`gather_rounds` says. A subset of the axis gathers by messages: creating a group
+        for it would need all ranks.
         """
         members = range(self.size) if members is None else members
         if self._is_collective(members):
@@ -155,9 +155,9 @@ class Communicator:
         return self._gather(tensor, members, tag, "gathering rows", self.exchange)
 
     def reduce_scatter(self, tensor: Tensor, members: Sequence[int], *, tag: int) -> Tensor:
-        """From ``[members, *shape]`` the sum over the members of what each has at this rank's index: ``[*shape]``.
+        """Reduce-scatter of ``[members, *shape]``: the sum of all members' tensors at this rank's index, ``[*shape]``.
 
-        The rounds of :meth:`all_gather` backwards; ``tensor`` is added to on the way.
+        The rounds of :meth:`all_gather` in reverse; ``tensor`` is modified on the way.
         """
         tensor, size, own_index = tensor.contiguous(), len(members), list(members).index(self.rank)
         if self._is_collective(members):
@@ -236,7 +236,7 @@ class Communicator:
         return Pending(self, works, [*sends.values(), *receives.values()], waits)
 
     def _is_collective(self, members: Sequence[int]) -> bool:
-        """Whether the transport's own collectives gather and add up."""
+        """Whether the transport's own collectives are used."""
         return len(members) == self.size and not self.has_tags
 
     def _gather(self, tensor: Tensor, members: Sequence[int], tag: int, doing: str, exchange: _Exchanging) -> Tensor:
@@ -264,7 +264,7 @@ class Communicator:
         return gathered
 
     def _count_collective(self, num_bytes: int) -> None:
-        """Count what :meth:`all_gather`, or the same backwards, would send and receive from rank to rank."""
+        """Count what :meth:`all_gather`, or its reverse, would send and receive from rank to rank."""
         for hops in gather_rounds(self.size, num_bytes):
             for hop in hops:
                 total = hop.num_tensors * num_bytes

@@ -45,7 +45,7 @@ class SimulatedRanks:
         A message starts when both ranks have posted it (``posted``, for all ranks) and neither's link is busy.
 
         Returns:
-            when each message is through.
+            the arrival time of each message.
         """
         num_bytes = num_bytes.double()
         taken = self._noisy(num_bytes / self._machine.bytes_per_second + self._machine.message_seconds)
@@ -65,8 +65,8 @@ class SimulatedRanks:
     def exchange(self, members: Tensor, num_bytes: Tensor) -> None:
         """All-to-all among ``members``; each continues when all of its messages are done.
 
-        Message after message goes to the next of the members, so that no link has two at a time; ``num_bytes`` is
-        ``[members, members]``. Nothing is sent of no bytes.
+        Messages go to one member after another, so that no link carries two at a time; ``num_bytes`` is
+        ``[members, members]``. Messages of 0 bytes are not sent.
         """
         index = torch.arange(len(members))
         self.shift(
@@ -75,11 +75,11 @@ class SimulatedRanks:
         )
 
     def shift(self, members: Tensor, messages: Sequence[tuple[int, int | Tensor]]) -> None:
-        """Every member sends messages to members some ranks after it, and continues when all of them are through.
+        """Every member sends messages to members some ranks after it, and continues when all of them have arrived.
 
         Args:
             members: the ranks.
-            messages: distance from the sender, and bytes, of each or ``[members]``; nothing is sent of none.
+            messages: distance from the sender, and number of bytes, for all or ``[members]``; 0 bytes are not sent.
         """
         posted = self.ready.clone()
         through = posted.clone()

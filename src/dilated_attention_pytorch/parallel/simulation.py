@@ -84,12 +84,12 @@ def simulate(
 ) -> Simulation:
     """Simulate a strategy of :func:`attend` event by event, with the exact bytes and pairs of every step.
 
-    ``"ring"``: a rank computes its own rows while the rows of its first step are under way, waits for them, has those
-    of the next step under way, computes with what came, and so on. ``"gather"``: it computes its own rows; then it
-    gathers rows with each set of ranks that share segments, round by round (small ones are passed on, see
-    :func:`plan_parallel`), and computes. ``"heads"``: rows go to the ranks of their heads, query, key and value one
-    after the other, are computed with, and outputs go home.
-    Backward, gradients go back the same way.
+    ``"ring"``: a rank computes its own rows while the rows of its first step are in transit, waits for them, starts the
+    transfer of the next step's rows, computes with those received, and so on. ``"gather"``: it computes its own rows;
+    then it gathers rows with each set of ranks that share segments, round by round (small tensors are forwarded, see
+    :func:`plan_parallel`), and computes. ``"heads"``: rows are sent to the ranks of their heads, query, key and value
+    one after the other, attention is computed, and outputs are sent back. In the backward pass, gradients return the
+    same way.
 
     A message starts when both ranks have posted it and neither's link is busy in that direction; it takes
     ``message_seconds`` plus its bytes over ``bytes_per_second``. A partial takes its operations over
@@ -229,10 +229,10 @@ class _Step(NamedTuple):
     """The messages of one distance."""
 
     ends: tuple[Tensor, Tensor]
-    """The ranks that send, and those that they send to."""
+    """The sending ranks, and the ranks that they send to."""
     num_bytes: Tensor
     through: Tensor
-    """When each is through."""
+    """Arrival time of each message."""
 
 
 def _gather(run: _Pass) -> None:
@@ -314,11 +314,11 @@ class _ByDistance:
         self.distances: list[int] = has_any.nonzero().squeeze(1).tolist()
 
     def of(self, distance: int) -> tuple[Tensor, Tensor]:
-        """The ranks that send anything that many places on, and what each sends, float64."""
+        """The ranks that send anything to the rank ``distance`` places after them, and what each sends, float64."""
         row = self._table[distance]
         sources = row.nonzero().squeeze(1)
         return sources, row[sources].double()
 
     def at(self, distance: int, sources: Tensor) -> Tensor:
-        """What some ranks send that many places on, float64."""
+        """What each of ``sources`` sends to the rank ``distance`` places after it, float64."""
         return self._table[distance][sources].double()

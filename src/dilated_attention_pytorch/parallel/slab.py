@@ -245,7 +245,7 @@ class Slab:
             add_to_blocks(pair, seen_keys.seen.blocks, grads, of_key, of_value)
 
     def state(self, out: Tensor, lse: Tensor, grad_out: Tensor, grad_lse: Tensor | None) -> Backward:
-        """The state that the gradients need, whichever rows of keys they are of."""
+        """The state that the gradients need, for any rows of keys."""
         return Backward(out, without_infinities(lse), lse, grad_out, grad_lse)
 
     def _work(self, seen_keys: SeenKeys, rectangle: Rectangle) -> Work:
@@ -273,11 +273,11 @@ class Slab:
         return self._call(operands, self.options.call.pattern.spec, shard_part.position, shard_part.position)
 
     def _pair_arguments(self, seen_keys: SeenKeys, pair: SlabPair) -> library.Arguments:
-        """Of the call that a pair of slabs is."""
+        """The arguments of the call for a pair of slabs."""
         key, value, is_ignored = keys_of_slab(pair, seen_keys.seen.blocks, seen_keys.keys, self.key.shape[2])
         seed = self.seed
         if seed is not None and self.options.call.documents is not None:
-            # As for shard parts, offset by the document's first row: none of them draws for these pairs.
+            # As for shard parts, offset by the document's first row; no shard part draws for these pairs.
             seed = seed + 1 + self._absolute_row(self.runs, pair.queries[0]) - pair.query_position
         operands = (self.query[:, slice(*pair.queries)], key, value, None, is_ignored, seed)
         return self._call(operands, self._rules_spec, pair.query_position, pair.key_position)

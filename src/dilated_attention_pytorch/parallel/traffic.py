@@ -14,13 +14,13 @@ class Traffic:
     sent: int = 0
     received: int = 0
     messages: int = 0
-    """Messages sent; a collective of the transport counts as those that do the same from rank to rank."""
+    """Messages sent; a collective of the transport counts as the equivalent messages from rank to rank."""
     sent_to: dict[int, int] = field(default_factory=dict)
     """Bytes sent, by the receiver's global rank."""
 
 
 COUNTERS: list[Traffic] = []
-"""The counts that are running."""
+"""The active counts."""
 
 
 @contextlib.contextmanager

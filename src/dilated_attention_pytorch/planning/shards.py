@@ -155,7 +155,7 @@ def rectangles_between(
 def gather_groups(call: ShardedCall, shards: Shards, rank: int) -> tuple[GatherGroup, ...]:
     """The groups of ranks that share segments with ``rank``, in an order common to all of them.
 
-    The smaller ones come first: those of one size have few ranks in common, so that they are at work side by side.
+    Smaller groups come first: groups of one size have few ranks in common, so that they can work in parallel.
     Every member sends its selected rows of the segments that exactly the members of the group overlap.
     """
     segments_of: dict[tuple[int, ...], set[Segment]] = {}

@@ -45,11 +45,11 @@ class Sent(NamedTuple):
     messages: Tensor
     """Messages that every rank sends, int64 ``[ranks]``."""
     messages_taken: Tensor
-    """Messages that every rank is sent."""
+    """Messages that every rank receives, int64 ``[ranks]``."""
 
     @classmethod
     def of(cls, links: Iterator[Links], size: int) -> Sent:
-        """The sums over all links of ``size`` ranks, where a rank sends one message to each that it sends any rows."""
+        """Sums over all links of ``size`` ranks; a rank sends one message to every rank that it sends rows to."""
         given, taken, messages, messages_taken = torch.zeros(4, size, dtype=torch.int64)
         most = 0
         for sources, targets, rows in links:
@@ -70,9 +70,9 @@ def sent_rows(call: ShardedCall, shards: Shards) -> Sent:
 
 @functools.lru_cache(maxsize=64)
 def gathered_rows(call: ShardedCall, shards: Shards, row_bytes: int) -> Sent:
-    """Rows that ranks send to each other among :func:`gather_groups`: each member as many as the one with most.
+    """Rows that ranks send to each other within :func:`gather_groups`: every member as many as the one with most.
 
-    In the rounds of :func:`gather_rounds`, for rows of so many bytes each.
+    They are sent in the rounds of :func:`gather_rounds`, for rows of ``row_bytes`` bytes.
     """
     parts = gather_group_parts(call, shards)
     sent = Sent.of(_gather_links(parts, len(shards), row_bytes), len(shards))
@@ -319,7 +319,7 @@ def _gather_links(parts: GatherGroupParts, size: int, row_bytes: int) -> Iterato
     """Rows that members of groups send to each other, some ranks at a time."""
     num_members, most = parts.num_members, parts.most
     is_passed = is_passed_on(num_members, most * row_bytes)
-    # From each to each: to the ranges of the gather group's ranks.
+    # Direct: to the ranges of the gather group's ranks.
     at_once = (~is_passed[parts.gather_group]).nonzero().squeeze(1)
     ranges = [(*some, (0, 0))[:2] for some in parts.gather_groups]
     start, stop = torch.tensor(ranges, dtype=torch.int64).view(-1, 2, 2).unbind(2)
@@ -327,7 +327,7 @@ def _gather_links(parts: GatherGroupParts, size: int, row_bytes: int) -> Iterato
     found = [
         _Differences(parts.rank[at_once], start[of, index], stop[of, index], most[of]).that_count() for index in (0, 1)
     ]
-    # Passed on: to single ranks of it. Parts are in the order of the gather groups, and there of the ranks.
+    # Forwarded: to single ranks of the gather group. Parts are sorted by gather group, then by rank.
     first = num_members.cumsum(0) - num_members
     for count in num_members[is_passed].unique().tolist():
         alike = (is_passed & (num_members == count))[parts.gather_group].nonzero().squeeze(1)
