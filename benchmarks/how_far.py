@@ -26,10 +26,10 @@ from dilated_attention_pytorch.planning.layout import Shards
 from dilated_attention_pytorch.planning.shards import ShardedCall
 from dilated_attention_pytorch.planning.traffic import gathered_rows, sent_rows
 from dilated_attention_pytorch.training import PRESETS, TrainSettings
+from dilated_attention_pytorch.training.footprint import Footprint, least_footprint
 
 from .how_far_page import PAGE, PICTURE, draw, page
 from .parallel import paper_up_to
-from .split_memory import split_footprint
 
 FILE = Path(__file__).parent / "results" / "how_far.json"
 MODELS = {"1B": (2048, 18, 32), "70B": (8192, 86, 64), "1T": (25600, 128, 200)}
@@ -71,7 +71,7 @@ def line_of(model: str, tokens: int) -> dict[str, Any]:
     """The fewest devices (a node times a power of two), and the lower bounds of a step on them."""
     sheet, settings = sheet_of(DEVICE), settings_of(model, tokens)
     devices = NODE
-    while (memory := split_footprint(settings, -(-tokens // devices), devices)).total >= sheet.memory_bytes:
+    while (memory := memory_of(settings, devices)).total >= sheet.memory_bytes:
         devices *= 2
     link = link_of(NODE_LINK if devices == NODE else CLUSTER_LINK).bytes_per_second
     seconds = {
@@ -91,6 +91,12 @@ def line_of(model: str, tokens: int) -> dict[str, Any]:
         "least_seconds": seconds[bound],
         "bound": bound,
     }
+
+
+def memory_of(settings: TrainSettings, devices: int) -> Footprint:
+    """Memory of each of ``devices`` that share one text and split the weights, without the gathered block."""
+    spread = dataclasses.replace(settings, data_parallel="fsdp", context_parallel=devices, strategy="ring")
+    return least_footprint(spread, devices)
 
 
 def weight_bytes(settings: TrainSettings, devices: int) -> float:

@@ -68,9 +68,10 @@ per token:
 
 _LATENCY = """
 The paper agrees: with the three groups of section 3.2 and figure 5 (2,048, the rows of a rank, the whole text, at rates
-that keep w / r, because the paper does not give them) a rank sends at most 2,048 rows and a token has the same pairs,
-whatever the number of ranks. With all groups of a geometric sequence, as in equation 11, each doubling of the text adds
-one group, so the rows grow with its logarithm. Without a mask, a gather and a ring send the same rows.
+that keep w / r, because the paper does not give them) a rank of a ring sends at most 2,048 rows and a token has the
+same pairs, whatever the number of ranks. With all groups of a geometric sequence, as in equation 11, each doubling of
+the text adds one group, so the rows grow with its logarithm. At 8,192 ranks a gather sends more than a ring, because
+every member of a set of ranks sends as many rows as the member with the most.
 
 **Latency, figure 5.** "Dilated attention can successfully scale up the sequence length with almost constant
 latency." Computation and bytes above agree. The number of messages is not constant where each rank sends to every

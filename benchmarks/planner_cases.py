@@ -31,6 +31,7 @@ from dilated_attention_pytorch.capacity import (
 from dilated_attention_pytorch.memory import begin_peak, resident
 from dilated_attention_pytorch.models import LongNetConfig
 from dilated_attention_pytorch.training import PRESETS, TrainSettings
+from dilated_attention_pytorch.training.autocast import autocast
 from dilated_attention_pytorch.training.footprint import least_footprint
 
 from .sent_bytes import SentBytes, count_sent_bytes
@@ -114,7 +115,7 @@ def take_steps(settings: TrainSettings, processes: int) -> None:
             start = time.perf_counter()
             # Bytes are counted in the first step, whose time is discarded.
             with contextlib.nullcontext(sent) if number else count_sent_bytes() as sent:
-                with torch.autocast("cpu", torch.bfloat16, enabled=given.precision == "bfloat16"):
+                with autocast(given.precision, "cpu"):
                     loss = wrapped(**rows, num_items_in_batch=whole.numel(), skip_logits=True).loss
                 loss.backward()
             torch.nn.utils.clip_grad_norm_(model.parameters(), given.max_grad_norm)

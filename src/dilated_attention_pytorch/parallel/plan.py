@@ -36,7 +36,7 @@ class Machine:
     """Rates of a rank, which weigh bytes against operations. Assumptions, not measurements."""
 
     flops_per_second: float = 4e14
-    """Operations of attention per second and rank; 4e14 is half of the peak of an H100 in bfloat16."""
+    """Operations of attention per second and rank; 4e14 is 40 % of the peak of an H100 in bfloat16."""
     bytes_per_second: float = 5e10
     """Bytes per second that a rank sends while it receives as many; 5e10 is a 400 Gbit/s network card."""
     message_seconds: float = 2e-5
