@@ -1,1 +1,1 @@
-"""Studies of this repository, each a figure of its README, and results/; the runner is dilated-attention bench."""
+"""Studies of this repository, one per figure of its README, and results/; the runner is dilated-attention bench."""

@@ -3,8 +3,8 @@
     python -m benchmarks.attention [--quick] [--only speed head_dims avx2 growth long_growth memory paper floor]
         [--impl auto|native|aten] [--rows N ...] [--head-dims D ...] [--output FILE]
 
-A time is printed only for a call whose sampled rows passed against the definition. The bound of a time is the exact
-number of operations of its pattern over the rate of PyTorch's dense attention at 8,192 rows, in the same run and dtype.
+A time is printed only if the call's sampled rows agree with the definition. The bound of a time is the exact number of
+operations of its pattern divided by the rate of PyTorch's dense attention at 8,192 rows, in the same run and dtype.
 """
 
 from __future__ import annotations
@@ -38,8 +38,8 @@ SPEED = ((2048, 1), (4096, 2), (8192, 4))
 PAPER = ((2048, 1), (4096, 2), (8192, 4), (16384, 6), (32768, 12))
 DENSE_ROWS = 8192
 LIMITS = {torch.float32: (0.50, 0.65), torch.bfloat16: (0.30, 0.45)}  # of the bound: forward, forward + backward
-CAUSAL = 1.1  # causal calls may take so many times more
-LONG_SECONDS = 10.0  # of a call that is timed twice only
+CAUSAL = 1.1  # allowed factor for causal calls
+LONG_SECONDS = 10.0  # calls that take longer are timed only twice
 LIMIT_AVX2, LIMIT_GROWTH, LIMIT_MEMORY = 1.0, 66.0, 0.5
 
 
@@ -57,7 +57,7 @@ Operands = tuple[Tensor, Tensor, Tensor]
 
 
 def operands(rows: int, heads: int, dtype: torch.dtype, head_dim: int = 64) -> tuple[Operands, Tensor]:
-    """Query, key and value that want gradients, and the gradient of the output."""
+    """Query, key and value, which require gradients, and the gradient of the output."""
     generator = torch.Generator().manual_seed(rows)
     q, k, v, g = (torch.randn(1, rows, heads, head_dim, generator=generator).to(dtype) for _ in range(4))
     return (q.requires_grad_(), k.requires_grad_(), v.requires_grad_()), g
@@ -69,7 +69,7 @@ class Dense:
     def __init__(self, heads: int, dtype: torch.dtype, head_dim: int, *, is_causal: bool) -> None:
         self.inputs, self.grad = operands(DENSE_ROWS, heads, dtype, head_dim)
         self.is_causal = is_causal
-        # PyTorch counts the whole square for its own causal attention: here the triangle counts.
+        # PyTorch counts the whole square for its own causal attention; here only the triangle counts.
         pairs = DENSE_ROWS * (DENSE_ROWS + 1) // 2 if is_causal else DENSE_ROWS**2
         self.flops = 4 * head_dim * heads * pairs
 
@@ -87,10 +87,10 @@ class Dense:
 
 
 def gate(groups: tuple[tuple[int, int], ...], inputs: Operands, *, is_causal: bool) -> dict[str, float]:
-    """Relative errors on sampled rows, and of the gradients from them, of exactly the call that is timed.
+    """Relative errors of the timed call on sampled rows, and of the gradients through them.
 
     Raises:
-        SystemExit: they are larger than rounding explains; nothing is timed.
+        SystemExit: they exceed what rounding explains; nothing is timed.
     """
     _, rows, heads, head_dim = inputs[0].shape
     dtypes: dict[torch.dtype, DtypeName] = {
@@ -130,9 +130,9 @@ def measure(
     head_dim: int = 64,
     limits: tuple[float, float] | None = None,
 ) -> dict[str, Any]:
-    """Median times of ours and of dense attention, taken in turn, and their ratio per operation.
+    """Median times of this package and of dense attention, timed alternately, and their ratio per operation.
 
-    ``limits`` of that ratio: forward, forward + backward.
+    ``limits`` are those of the ratio: forward, forward + backward.
     """
     inputs, grad = operands(rows, heads, dtype, head_dim)
     errors = gate(groups, inputs, is_causal=is_causal)
@@ -207,7 +207,7 @@ def show(result: dict[str, Any]) -> None:
 
 
 def limits_of(dtype: torch.dtype, *, is_causal: bool) -> tuple[float, float]:
-    """Of the ratio to the bound: forward, forward + backward."""
+    """Limits of the ratio to the bound: forward, forward + backward."""
     if torch.backends.cpu.get_cpu_capability() == "AVX2":
         return LIMIT_AVX2, LIMIT_AVX2
     forward, both = LIMITS[dtype]
@@ -234,7 +234,7 @@ def timed(rows: list[int], head_dims: list[int], repeats: int, *, quick: bool) -
 
 
 def speed(options: argparse.Namespace) -> list[dict[str, Any]]:
-    """At 16,384 and 65,536 rows in float32 and bfloat16: time over (FLOPs / dense rate)."""
+    """Time relative to (FLOPs / dense rate) at 16,384 and 65,536 rows, in float32 and bfloat16."""
     return timed(options.rows, options.head_dims, 5, quick=options.quick)
 
 
@@ -244,7 +244,7 @@ def head_dims(options: argparse.Namespace) -> list[dict[str, Any]]:
 
 
 def avx2(options: argparse.Namespace) -> dict[str, Any]:
-    """The same in a process that uses no more than AVX2: PyTorch's kernels and ours, oneDNN's and MKL's products."""
+    """The same in a process limited to AVX2: PyTorch's kernels and ours, and the products of oneDNN and MKL."""
     with tempfile.TemporaryDirectory() as folder:
         file = Path(folder) / "speed.json"
         command = [
@@ -275,7 +275,7 @@ def avx2(options: argparse.Namespace) -> dict[str, Any]:
 
 
 def growth_between(small: int, large: int, heads: int) -> dict[str, Any]:
-    """The median of rounds, the long call between many short ones in each: machines change their pace."""
+    """Median ratio of several rounds, each with the long call between many short ones: a machine's speed varies."""
     inputs = {rows: operands(rows, heads, torch.float32)[0] for rows in (small, large)}
     pattern = pattern_of(SPEED)
 
@@ -316,17 +316,17 @@ def growth(options: argparse.Namespace) -> dict[str, Any]:
 
 
 def long_growth(options: argparse.Namespace) -> dict[str, Any]:
-    """Time at 1,048,576 rows over time at 16,384, of one head."""
+    """Time at 1,048,576 rows over time at 16,384, with one head."""
     return growth_between(16384, 65536 if options.quick else 1 << 20, 1)
 
 
 def floor(options: argparse.Namespace) -> list[dict[str, Any]]:
-    """What no use of the kernel avoids: its own causal rate at 2,048 rows, and the first touch of the output."""
+    """Costs that no use of the kernel avoids: its own causal rate at 2,048 rows, and the first touch of the output."""
     results = []
     rows, whole = 2048, 16384 if options.quick else 65536
     for dtype in (torch.float32, torch.bfloat16):
         x = operands(DENSE_ROWS, 8, dtype)[0][0].detach()
-        triangles = x.unflatten(1, (-1, rows)).flatten(0, 1)  # four of 2,048 rows: the work of the pattern's groups
+        triangles = x.unflatten(1, (-1, rows)).flatten(0, 1)  # four times 2,048 rows: the work of the pattern's groups
         times: dict[str, list[float]] = {"dense": [], "triangles": [], "first_touch": []}
         for _ in range(5):
             for name, heads in (("dense", x.transpose(1, 2)), ("triangles", triangles.transpose(1, 2))):
@@ -371,7 +371,7 @@ def memory_of_one(rows: int, dtype: torch.dtype, *, is_causal: bool) -> None:
 
 
 def memory(options: argparse.Namespace) -> list[dict[str, Any]]:
-    """Transient memory of forward + backward as a part of the size of q, each in a process of its own."""
+    """Transient memory of forward + backward relative to the size of q, each case in a separate process."""
     results = []
     for dtype in ("float32", "bfloat16"):
         for causal in (False, True):
@@ -387,8 +387,8 @@ def memory(options: argparse.Namespace) -> list[dict[str, Any]]:
                 dtype,
                 str(int(causal)),
             ]
-            # glibc keeps freed pages of up to 64 MiB for later. With its threshold fixed they leave the process, and
-            # the peak is what was in use at once; without, the pages it kept are counted too.
+            # glibc keeps freed pages of up to 64 MiB. With a fixed threshold they are returned, and the peak is the
+            # memory in use; without, the retained pages are counted, too.
             parts = {}
             for name, setting in (("in_use", {"MALLOC_TRIM_THRESHOLD_": "131072"}), ("with_freed_pages", {})):
                 run = subprocess.run(command, capture_output=True, text=True, check=True, env={**os.environ, **setting})

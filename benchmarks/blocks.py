@@ -1,12 +1,12 @@
-"""Time of block patterns on this machine, over density times dense attention's time in the same run.
+"""Time of block patterns on this machine, relative to density times dense attention's time in the same run.
 
     python -m benchmarks.blocks [--quick] [--only speed growth] [--impl auto|native|aten] [--device cuda]
         [--output FILE]
 
-On a GPU the same patterns are also given to FlexAttention, as its own map of blocks.
+On a GPU the same patterns are also given to FlexAttention, as its own block masks.
 
-A time is printed only for a call whose sampled rows, and gradients, passed against a dense softmax in float64. It is
-the least of several calls, of both by turns: what else runs on the machine makes calls longer, never shorter.
+A time is printed only if the call's sampled rows and gradients agree with a dense softmax in float64. It is the minimum
+of several calls, both contestants in turn: other load on the machine makes calls longer, never shorter.
 """
 
 from __future__ import annotations
@@ -37,9 +37,9 @@ from .implementation import add_choice, in_words, judged, take
 
 ROWS, BLOCK, HEAD_DIM = 16384, 128, 64
 DENSITIES = (0.05, 0.1, 0.2)
-# Errors of a row relative to the largest entry of its exact value: what rounding of inputs and weights explains.
+# Errors of a row relative to the largest entry of its exact value, explained by rounding of inputs and weights.
 TOLERANCE = {torch.float32: 2e-5, torch.bfloat16: 2e-2}
-# Of density times dense attention's time on a CPU.
+# Limits relative to density times dense attention's time on a CPU.
 LIMITS = {
     torch.float32: {"forward": 0.65, "forward_backward": 0.80},
     torch.bfloat16: {"forward": 0.45, "forward_backward": 0.60},
@@ -60,7 +60,7 @@ def _wait() -> None:
 
 
 def drawn_mask(density: float, heads: int) -> Tensor:
-    """A mask of its own for every head, with equally many blocks in all of its rows."""
+    """A separate mask for every head, with equally many blocks in each of its rows."""
     blocks = ROWS // BLOCK
     generator = torch.Generator().manual_seed(0)
     order = torch.rand(heads, blocks, blocks, generator=generator).argsort(-1).argsort(-1)
@@ -93,7 +93,7 @@ def check(pattern: Pattern, inputs: tuple[Tensor, ...], *, is_causal: bool) -> f
     """Largest relative error of some rows of the output, and of the query's gradient there, against dense float64.
 
     Raises:
-        SystemExit: it is larger than rounding explains; nothing is timed.
+        SystemExit: it exceeds what rounding explains; nothing is timed.
     """
     q, k, v, grad = inputs
     leaves = tuple(x.clone().requires_grad_() for x in (q, k, v))
@@ -114,7 +114,7 @@ def check(pattern: Pattern, inputs: tuple[Tensor, ...], *, is_causal: bool) -> f
     expected_grad = torch.einsum("hnm,mhd->nhd", of_scores, key) / HEAD_DIM**0.5
     pairs = ((out[0, rows], expected), (grad_query[0, rows], expected_grad))
     errors = [float((got.double() - want).abs().max() / want.abs().max()) for got, want in pairs]
-    # Of keys and values one scalar each: <dK, K> = <dS, S> = <dQ, Q>, and <dV, V> = <dO, O>.
+    # For keys and values, one scalar each: <dK, K> = <dS, S> = <dQ, Q>, and <dV, V> = <dO, O>.
     sums = [float((x.double() * y.double()).sum()) for x, y in ((grad_key, k), (grad_query, q))]
     scale = float((grad_query.double() * q.double()).abs().sum())
     errors.append(abs(sums[0] - sums[1]) / scale)
@@ -219,7 +219,7 @@ def show(result: dict[str, Any]) -> None:
 
 
 def speed(*, quick: bool, device: str) -> list[dict[str, Any]]:
-    """Every kind of block pattern, each density, float32 and bfloat16; grouped heads, causal ones, larger scores."""
+    """Every kind of block pattern at every density, in float32 and bfloat16; grouped heads, causal, larger scores."""
     results = []
     for dtype in (torch.float32, torch.bfloat16):
         for density in DENSITIES[1:2] if quick else DENSITIES:
@@ -233,7 +233,7 @@ def speed(*, quick: bool, device: str) -> list[dict[str, Any]]:
             show(result)
             results.append(result)
     for name, pattern in list(patterns(0.1, 4).items())[::4]:
-        # Scores of any size: the largest of normal numbers are small enough for a shorter way on a CPU.
+        # Larger scores: those of normal numbers are small enough for a faster path on a CPU.
         result = measure(name, pattern, 4, 4, torch.float32, is_causal=False, device=device, size=4.0)
         show(result)
         results.append(result)
@@ -241,7 +241,7 @@ def speed(*, quick: bool, device: str) -> list[dict[str, Any]]:
 
 
 def growth(*, quick: bool, device: str) -> dict[str, Any]:
-    """Time of a window of 1,024 at 131,072 rows over its time at 16,384."""
+    """Time of a window of 1,024 at 131,072 rows, relative to its time at 16,384."""
     times: dict[int, list[float]] = {ROWS: [], 4 * ROWS if quick else 8 * ROWS: []}
     for repeat in range(3):
         for rows, of_rows in times.items():

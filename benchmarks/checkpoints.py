@@ -1,11 +1,11 @@
-"""What checkpoints cost: written beside the steps, and with steps that wait for them.
+"""Cost of checkpoints: written asynchronously, and with steps that wait for them.
 
     python -m benchmarks.checkpoints [--quick] [--steps N] [--output FILE]
 
-The demo's run (the preset "cpu") saves a checkpoint every second step. Measured are the seconds that a step waits for
-its checkpoint, the processor time of the thread that writes it, and the seconds of forward and backward of a step. The
-cost at the preset's own --save-steps is waiting and processor time together, as if the step lacked every core that the
-thread takes. Every sample is in the result. The weights of both runs must be the same bits.
+The demo's run (the preset "cpu") saves a checkpoint every second step. Measured are the time that a step waits for its
+checkpoint, the processor time of the thread that writes it, and the time of a step's forward and backward pass. The
+cost at the preset's own --save-steps is the sum of waiting and processor time, as if the step lost every core that the
+thread uses. The results contain all samples. The weights of both runs must be bitwise equal.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from dilated_attention_pytorch.training.trainer import LongNetTrainer
 
 @contextmanager
 def measured(seconds: dict[str, list[float]]) -> Iterator[None]:
-    """Fill ``seconds`` while runs of this process train."""
+    """Record times of training in this process in ``seconds``."""
     take, save, complete = (
         LongNetTrainer.training_step,
         LongNetTrainer._save_checkpoint,
@@ -45,7 +45,7 @@ def measured(seconds: dict[str, list[float]]) -> Iterator[None]:
         return loss
 
     def timed_save(self: LongNetTrainer, *args: Any) -> None:
-        self.writer.finish()  # how long the one before took is not this one's
+        self.writer.finish()  # exclude the time that the previous checkpoint takes
         start = time.perf_counter()
         save(self, *args)
         seconds["waiting"].append(time.perf_counter() - start)
@@ -68,7 +68,7 @@ def measured(seconds: dict[str, list[float]]) -> Iterator[None]:
 
 
 def measure(settings: TrainSettings, folder: Path, save_steps: int, is_beside: bool) -> dict[str, Any]:
-    """One run; the cost of a checkpoint every ``save_steps`` steps, as a part of their time."""
+    """Run once; the cost is that of a checkpoint every ``save_steps`` steps, relative to the time of these steps."""
     seconds: dict[str, list[float]] = {"step": [], "waiting": [], "writing": [], "writing_processor": []}
     with measured(seconds):
         train(replace(settings, async_checkpoints=is_beside), folder, Console(quiet=True))
@@ -86,7 +86,7 @@ def measure(settings: TrainSettings, folder: Path, save_steps: int, is_beside: b
 
 
 def main() -> None:
-    """Print a line for each and write them, with the machine and the command they came from."""
+    """Print one line per result; write all results with the machine and the command."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--quick", action="store_true", help="1,024 bytes, 5 steps: checks, publishes nothing")
     parser.add_argument("--steps", type=int, default=13)

@@ -2,14 +2,14 @@
 
     python -m benchmarks.cpu_kernels [--quick] [--avx2] [--seconds S] [--output FILE]
 
-Every dtype with every width of heads, number of rows and kind of pattern, each as a step of decoding (one query, the
-last), as a forward and as a forward and backward. Whether a call is causal and whether heads are grouped is drawn;
-heads are as many as make a call take milliseconds. A call of more than a few dozen GFLOP is made causal, and
-left out if that does not help.
+Covers every dtype with every head width, number of rows and kind of pattern, each as a decoding step (one query, the
+last row), as a forward pass, and as forward and backward. Causal masks and grouped heads are drawn at random. The
+number of heads is chosen so that a call takes milliseconds. A call of more than a few dozen GFLOP is made causal, and
+left out if it is still too long.
 
-A case is timed only after native agrees with aten in more precise arithmetic on the same operands (float64, or float32
-for the dtypes of 16 bits), output and gradients, as far as rounding explains. Both are then called by turns; the ratio
-is that of the least times: what else runs on the machine makes calls longer, never shorter.
+A case is timed only if native agrees, within rounding, with aten in higher precision on the same operands (float64, or
+float32 for 16-bit dtypes), for output and gradients. Both are then called in turn; the ratio is that of the minimum
+times: other load on the machine makes calls longer, never shorter.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ HEAD_DIMS = (16, 48, 64, 96, 128, 256)
 ROWS = (256, 2048, 16384)
 KINDS = ("dilated", "local_window", "blocks", "dense")
 MODES: tuple[Mode, ...] = ("decode", "forward", "forward_backward")
-TARGET, MOST = 0.5e9, 35e9  # operations of a call: what heads are added up to, and what is not passed
+TARGET, MOST = 0.5e9, 35e9  # operations of a call: target for the number of heads, and maximum
 LEAST_SAMPLE = 1e-3  # seconds: shorter calls are repeated within a sample
 
 
@@ -66,7 +66,7 @@ def pattern_of(kind: str, rows: int, kv_heads: int) -> Pattern:
 
 @functools.cache
 def pairs_of(kind: str, rows: int, kv_heads: int, *, is_causal: bool) -> float:
-    """Pairs of a query and a key, of a head."""
+    """Query-key pairs per head."""
     density = pattern_of(kind, rows, kv_heads).density(rows, num_kv_heads=kv_heads, is_causal=is_causal)
     return density * (rows * (rows + 1) / 2 if is_causal else rows**2)
 
@@ -104,7 +104,7 @@ class Case:
 
 
 def fitted(case: Case) -> Case | None:
-    """The case with as many heads as make it long enough; None if it is too long with one."""
+    """The case with enough heads to make it long enough; None if one head takes too long."""
     values = asdict(case)
     if case.mode == "decode":
         return Case(**values | {"heads": 32, "kv_heads": 32 // case.kv_heads})
@@ -118,7 +118,7 @@ def fitted(case: Case) -> Case | None:
 
 
 def grid() -> tuple[list[Case], list[Case]]:
-    """The cases in the order in which they are run, and those that take too long."""
+    """The cases in the order of the run, and those that take too long."""
     draw = random.Random(0)
     cases: list[Case] = []
     too_long: list[Case] = []
@@ -131,7 +131,7 @@ def grid() -> tuple[list[Case], list[Case]]:
             mode=mode,
             causal=draw.random() < 0.5,
             heads=1,
-            kv_heads=draw.choice((1, 1, 4)),  # here: query heads of a key/value head
+            kv_heads=draw.choice((1, 1, 4)),  # here: query heads per key/value head
         )
         found = fitted(case)
         (too_long if found is None else cases).append(case if found is None else found)
@@ -156,7 +156,7 @@ class Call:
         self.offset = case.rows - queries
 
     def results(self, impl: Impl, dtype: torch.dtype | None = None) -> tuple[Tensor, ...]:
-        """The output, and the gradients where they are part of the call."""
+        """The output, and the gradients if they are part of the call."""
         leaves, grad = self.leaves, self.grad
         if dtype is not None:
             leaves = tuple(leaf.detach().to(dtype).requires_grad_(self.is_backward) for leaf in leaves)
@@ -166,7 +166,7 @@ class Call:
         return (out, *torch.autograd.grad(out, leaves, grad)) if self.is_backward else (out,)
 
     def error(self) -> float:
-        """The largest error of native to aten in more precise arithmetic, over what rounding explains."""
+        """Largest error of native relative to aten in higher precision, over what rounding explains."""
         case = self.case
         precise = torch.float64 if case.dtype == "float32" else torch.float32
         allowed, _ = exactness.allowed_errors(
@@ -196,7 +196,7 @@ def seconds(call: Callable[[], object], times: int = 1) -> float:
 
 
 def measure(case: Case, budget: float) -> dict[str, Any]:
-    """The ratio of the least times; without it where native is wrong."""
+    """Ratio of the minimum times; without it if native is wrong."""
     call = Call(case)
     result: dict[str, Any] = {**asdict(case), "name": case.name, "gflop": case.flops / 1e9, "error": call.error()}
     if not result["error"] <= 1.0:
@@ -226,7 +226,7 @@ def geometric_mean(ratios: Iterable[float]) -> float:
 
 
 def summary(results: list[dict[str, Any]]) -> dict[str, Any]:
-    """Counts, geometric means over all and over every value of every axis, the worst, and all that are slower."""
+    """Counts, geometric means over all cases and by value of every axis, the worst case, and all slower ones."""
     right = [result for result in results if "ratio" in result]
     slower = sorted((x for x in right if x["ratio"] > 1.0), key=lambda x: -x["ratio"])
     axes = ("mode", "dtype", "head_dim", "rows", "kind", "causal")
@@ -261,7 +261,7 @@ def show(found: dict[str, Any], seconds_taken: float) -> None:
 
 
 def main() -> int:
-    """Run the grid, print what came of it and write it."""
+    """Run the grid, print and write the results."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--quick", action="store_true", help="40 small cases: checks the benchmark, publishes nothing")
     parser.add_argument("--avx2", action="store_true", help="in a process that uses no more than AVX2")

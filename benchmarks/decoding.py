@@ -1,13 +1,13 @@
-"""Decoding: time per token, cached rows and memory after a short and a long text, beside the formula.
+"""Decoding: time per token, cached rows and memory after short and long texts, compared with the formula.
 
     python -m benchmarks.decoding [--quick] [--only model kernel] [--impl auto|native|aten] [--output FILE]
 
-The correctness gate runs first: cached logits equal those of the whole text in one call. A token's cost depends on how
-far its segments have filled, so every length is measured at places spread over one longest segment from there on.
+The correctness gate runs first: cached logits must equal those of the whole text in one call. A token's cost depends on
+how full its segments are, so every length is measured at positions spread over one longest segment from there on.
 
-The part "kernel" is one call: the last of so many rows through ``attend``. The bytes of the keys and values that it
-sees, over its time, are held against a copy of a quarter of a GiB before each call, which counts what it reads and what
-it writes, and leaves nothing of the keys in a cache, nor of the program. The next call finds what fits there.
+The part "kernel" measures one call: the last of many rows through ``attend``. Its rate, the bytes of the keys and
+values that it sees over its time, is compared with that of a copy of a quarter of a GiB before each call (bytes read
+plus written). The copy also evicts the keys and the program from all caches; the next call finds only what fits there.
 """
 
 from __future__ import annotations
@@ -32,35 +32,35 @@ from .implementation import add_choice, in_words, judged, take
 
 PATTERN: dict[str, Any] = {"segment_lengths": [2048, 4096, 8192], "dilation_rates": [1, 2, 4]}
 SIZES: dict[str, Any] = {"vocab_size": 256, "embed_dim": 256, "num_layers": 4, "num_heads": 8, "num_kv_heads": 4}
-PLACES = 8  # over one longest segment
+PLACES = 8  # positions over one longest segment
 CHUNK = 1024  # tokens read at a time
 LIMIT = 1.5  # time per token at 60,000 tokens over that at 9,000
 KERNEL_ROWS = (60_000, 1_000_000)
 KERNEL_HEADS, KERNEL_KV_HEADS, HEAD_DIM = 8, 4, 64
-LEAST_BANDWIDTH = 0.6  # bytes of keys and values a second over those of a copy
+LEAST_BANDWIDTH = 0.6  # rate of keys and values, relative to that of a copy
 COPIED_BYTES = 1 << 28
-TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 1e-2}  # of the kernel's output, as a whole
+TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 1e-2}  # relative error of the kernel's whole output
 
 
 @dataclass(frozen=True, slots=True)
 class Point:
-    """What was measured from one length of text on."""
+    """Measurements from one length of text on."""
 
     tokens: int
     milliseconds_per_token: float
-    """Mean over the places of the median over the tokens decoded there."""
+    """Mean over positions of the median over the tokens decoded there."""
     rows_per_head: int
-    """The most that a layer and head held at any place."""
+    """Maximum over layers, heads and positions."""
     formula: int
-    """``sum_i ceil(min(w_i, t) / r_i)`` at the last place."""
+    """``sum_i ceil(min(w_i, t) / r_i)`` at the last position."""
     cache_bytes: int
-    """The most that was allocated at any place."""
+    """Maximum allocated at any position."""
     key_value_bytes: float
-    """Of the rows of all layers that a token sees: the mean over the places."""
+    """Bytes of the rows that a token sees in all layers, mean over positions."""
 
     @property
     def bytes_per_second(self) -> float:
-        """Of keys and values, in the whole time of a token."""
+        """Keys and values read per second, over the whole time of a token."""
         return 1e3 * self.key_value_bytes / self.milliseconds_per_token
 
 
@@ -89,12 +89,12 @@ def decode(model: LongNetLM, cache: LongNetCache, num_tokens: int) -> Iterator[f
 
 
 def seen_rows(pattern: Pattern, rows: int, kv_heads: int) -> Tensor:
-    """bool ``[G, M]``: the rows that the last of ``rows`` sees, of every head."""
+    """bool ``[G, M]``: the rows that the last of ``rows`` rows sees, for every head."""
     return pattern.counts(torch.tensor([rows - 1]), torch.arange(rows), kv_heads, is_causal=True)[:, 0] > 0
 
 
 def key_value_bytes(config: LongNetConfig, tokens: int) -> int:
-    """Bytes of the rows, of all layers, that the last of so many tokens sees."""
+    """Bytes of the rows that the last of ``tokens`` tokens sees, over all layers."""
     assert config.num_kv_heads is not None
     rows = sum(
         int(seen_rows(pattern, tokens, config.num_kv_heads).sum())
@@ -104,7 +104,7 @@ def key_value_bytes(config: LongNetConfig, tokens: int) -> int:
 
 
 def measure(model: LongNetLM, length: int, num_tokens: int) -> Point:
-    """Read ``length`` tokens, then at each place decode ``num_tokens / PLACES`` and read on to the next."""
+    """Read ``length`` tokens, then decode ``num_tokens / PLACES`` at each position and read on to the next."""
     config, cache = model.config, LongNetCache(model.config)
     distance = max(config.segment_lengths) // PLACES
     times, rows, sizes, seen = [], [], [], []
@@ -126,10 +126,10 @@ def copy_seconds(source: Tensor, target: Tensor) -> float:
 
 
 def measure_kernel(name: str, pattern: Pattern, rows: int, dtype: torch.dtype, repeats: int) -> dict[str, Any]:
-    """Median times of the last row's call, of a copy before each of them, and the ratio of their bytes a second.
+    """Median times of the last row's call and of the copies before it, and the ratio of their bytes per second.
 
     Raises:
-        SystemExit: the output is further from a softmax in float64 than rounding explains; nothing is timed.
+        SystemExit: the output differs from a float64 softmax by more than rounding explains; nothing is timed.
     """
     size = (1, min(rows, 1 << 15), KERNEL_KV_HEADS, HEAD_DIM)
     query = torch.randn(1, 1, KERNEL_HEADS, HEAD_DIM).to(dtype)
@@ -189,7 +189,7 @@ def measure_kernel(name: str, pattern: Pattern, rows: int, dtype: torch.dtype, r
 
 
 def kernel(arguments: argparse.Namespace) -> list[dict[str, Any]]:
-    """The last row alone: of all rows, and under the model's pattern."""
+    """The call of the last row alone, with a pattern of all rows, and with the model's pattern."""
     results = []
     for dtype in TOLERANCE:
         for rows in (20_000,) if arguments.quick else KERNEL_ROWS:
@@ -199,9 +199,9 @@ def kernel(arguments: argparse.Namespace) -> list[dict[str, Any]]:
 
 
 def whole_model(arguments: argparse.Namespace) -> dict[str, Any]:
-    """A model with a cache, from each length on."""
+    """A model with a cache, measured from each length on."""
     model = LongNetLM(LongNetConfig(**SIZES, **PATTERN, layer_segment_shifts=(0, 1024))).eval()
-    measure(model, 1, arguments.tokens)  # the first calls of every kernel
+    measure(model, 1, arguments.tokens)  # warm up every kernel
     points = [measure(model, length, arguments.tokens) for length in arguments.lengths]
     print(f"{SIZES | PATTERN}")
     print(f"{'tokens':>8} {'ms/token':>9} {'rows/head':>10} {'formula':>8} {'cache MB':>9} {'GB/s of K and V':>16}")
@@ -226,7 +226,7 @@ def whole_model(arguments: argparse.Namespace) -> dict[str, Any]:
 
 @torch.no_grad()
 def main() -> int:
-    """Print a table and write it, with the machine and the command it came from."""
+    """Print a table; write the results with the machine and the command."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parts = ("model", "kernel")
     parser.add_argument("--only", nargs="+", choices=parts, default=list(parts), help="which parts to run")

@@ -1,11 +1,11 @@
-"""How far `impl="triton-fp8"` is from the definition, beside `impl="triton"` in bfloat16: the paper's pattern, causal.
+"""Errors of `impl="triton-fp8"` and of `impl="triton"` in bfloat16 against the definition: the paper's pattern, causal.
 
     TRITON_INTERPRET=1 python -m benchmarks.fp8_error
 
-The last 128 of 4,096 rows of two heads. Needs no GPU: Triton's interpreter computes what a device would, but for the
-bits that it adds products with. Query, key and value are normal, or two columns of keys and values are 20 times as
-large, as in models with outliers; all are bfloat16. Errors are those of the output and log-sum-exp against float64, of
-the same operands.
+Covers the last 128 of 4,096 rows of two heads. Needs no GPU: Triton's interpreter computes what a device would, except
+for the precision in which products are accumulated. Query, key and value are normal, or two columns of keys and values
+are 20 times as large, as in models with outliers; all are bfloat16. Errors are those of output and log-sum-exp against
+float64 on the same operands.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ def operands(head_dim: int, *, has_outliers: bool, generator: torch.Generator) -
 
 
 def errors(head_dim: int, *, has_outliers: bool) -> dict[str, Any]:
-    """What is off in one call, for each implementation."""
+    """Errors of one call, for each implementation."""
     generator = torch.Generator().manual_seed(head_dim)
     query, key, value = operands(head_dim, has_outliers=has_outliers, generator=generator)
     pattern = SHAPES["paper"].case(rows=ROWS).pattern

@@ -1,11 +1,11 @@
-"""Everything that only a GPU settles, by one command: is it right, how fast is it, does it stay within its memory.
+"""All checks that need a GPU, in one command: correctness, speed, memory accesses.
 
     python -m benchmarks.gpu             # make gpu
     python -m benchmarks.gpu --dry-run   # the same steps at a few rows, on a CPU too
 
-Every step is a process of its own, and the record is written after each. Given again, the command goes on: what passed
-is not repeated, and the benchmark takes up what --seconds cut off. It leaves with 0 when all is done and right, with 3
-when something is left, with 1 when something is wrong.
+Every step is a separate process, and the record is written after each. The same command continues an earlier run: steps
+that passed are not repeated, and the benchmark continues where --seconds cut it off. Exit code: 0 if everything is done
+and correct, 3 if something is left, 1 if something is wrong.
 """
 
 from __future__ import annotations
@@ -37,9 +37,9 @@ RECORD = "gpu.json"
 Status = Literal["passed", "failed", "skipped", "cut off"]
 _TAIL = 4000
 _MOST_PROCESSES = 8
-"""Of one step, of which each broke the device."""
+"""Maximum number of processes per step, each after the previous one lost the device."""
 _LEAST_SECONDS = 10.0
-"""A step is not begun with less."""
+"""No step starts with less time left."""
 _GATE: dict[str, tuple[str, ...]] = {
     "triton": ("--contestants", "ours, triton"),
     "single backward": ("--contestants", "ours, triton", "--backward", "single"),
@@ -49,31 +49,31 @@ _GATE: dict[str, tuple[str, ...]] = {
     "aten": ("--contestants", "ours, aten"),
     "published": ("--contestants", "published"),
 }
-"""What is held to the definition, a process each: one that breaks the device does not take the others with it."""
+"""Checks against the definition, each in its own process: one that breaks the device does not affect the others."""
 _WATCHED = ("ours, triton", "ours, gluon", "ours, triton-fp8", "ours, cudnn", "ours, aten")
-"""Whose memory accesses compute-sanitizer looks at; of the first, both backwards."""
+"""Contestants checked with compute-sanitizer; the first one with both backward passes."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Step:
-    """One process."""
+    """One process of the run."""
 
     name: str
     command: tuple[str, ...]
     most_seconds: float
-    """It is cut off after so many."""
+    """Time limit."""
     environment: dict[str, str] = field(default_factory=dict)
     refusal: str | None = None
-    """Why it is not run."""
+    """Reason for not running it; None if it runs."""
     is_done: Callable[[], bool] = lambda: True
-    """Whether a process that ended well has done all of it."""
+    """Whether a process that ended with success has done everything."""
     begun_anew: int | None = None
-    """What it leaves with where a new process goes on."""
+    """Exit code after which a new process continues."""
 
 
 @dataclass(kw_only=True, slots=True)
 class Outcome:
-    """What became of a step."""
+    """Result of a step."""
 
     name: str
     status: Status
@@ -81,15 +81,15 @@ class Outcome:
     seconds: float = 0.0
     command: str = ""
     tail: str = ""
-    """The end of what it said."""
+    """End of its output."""
     code: int | None = None
-    """What the process left with; None where it was ended."""
+    """Exit code; None if the process was killed."""
 
 
 def steps(output: Path, *, is_dry: bool, seconds: float) -> list[Step]:
-    """The steps in their order, for so many seconds.
+    """The steps in order, for a run of ``seconds``.
 
-    The benchmark holds every call against the definition too: what is wrong costs its own figures alone.
+    The benchmark also checks every call against the definition: a wrong contestant affects its own figures only.
     """
     python = sys.executable
     has_gpu = torch.cuda.is_available()
@@ -114,7 +114,7 @@ def steps(output: Path, *, is_dry: bool, seconds: float) -> list[Step]:
             name=name,
             command=(*prefix, *module, "--output", str(output / f"{name}.json")),
             most_seconds=240.0,
-            # Freed memory stays with PyTorch's allocator: every tensor must be an allocation of its own.
+            # PyTorch's allocator keeps freed memory: every tensor must be a separate allocation.
             environment={"PYTORCH_NO_CUDA_MEMORY_CACHING": "1", "TRITON_INTERPRET": "0"},
             refusal=no_gpu
             or (None if has_gpu else "it watches a GPU")
@@ -185,7 +185,7 @@ def _is_complete(file: Path) -> bool:
 
 
 def run_step(step: Step, seconds: float, log: Path) -> Outcome:
-    """Run a step for so many seconds at most; what it says goes to a file, and its end is printed."""
+    """Run a step for at most ``seconds``; its output goes to a file, and the end of it is printed."""
     outcome = Outcome(name=step.name, status="skipped", reason=step.refusal or "", command=shlex.join(step.command))
     if step.refusal is not None:
         return outcome
@@ -194,7 +194,7 @@ def run_step(step: Step, seconds: float, log: Path) -> Outcome:
     started, limit = time.monotonic(), min(step.most_seconds, seconds)
     log.parent.mkdir(parents=True, exist_ok=True)
     with log.open("w", encoding="utf-8") as said:
-        # A group of its own: what it started ends with it.
+        # A separate process group, so that its children end with it.
         process = subprocess.Popen(
             step.command, cwd=ROOT, env=environment, stdout=said, stderr=subprocess.STDOUT, start_new_session=True
         )
@@ -228,7 +228,7 @@ def run_step(step: Step, seconds: float, log: Path) -> Outcome:
 
 
 def earlier(file: Path, *, is_dry: bool) -> dict[str, Outcome]:
-    """What passed in earlier runs of the command."""
+    """Steps that passed in earlier runs of the command."""
     if not file.exists():
         return {}
     values = json.loads(file.read_text(encoding="utf-8"))
@@ -238,7 +238,7 @@ def earlier(file: Path, *, is_dry: bool) -> dict[str, Outcome]:
 
 
 def run(output: Path, *, is_dry: bool, seconds: float, only: Sequence[str] = ()) -> list[Outcome]:
-    """Run what has not passed yet, for so many seconds, and write the record after every step."""
+    """Run what has not passed yet, within ``seconds``, and write the record after every step."""
     record: dict[str, Any] = {"machine": origin(module_command()), "dry_run": is_dry, "complete": False}
     ends_at = time.monotonic() + seconds
     passed = earlier(output / RECORD, is_dry=is_dry)

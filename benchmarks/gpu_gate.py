@@ -1,11 +1,11 @@
-"""Drawn calls of every implementation on this device against the definition, output and gradients: nothing is timed.
+"""Random calls of every implementation on this device, checked against the definition: output and gradients, no timing.
 
     python -m benchmarks.gpu_gate --contestants cudnn --calls 40 --output gate.json
 
-Sizes are off every block size, operands lie in two ways, and so does the gradient of the output: a plan that a library
-keeps by the layout of some operands must not be read with that of others. Kernels of this package run under
-deterministic algorithms, which take one candidate each and fill fresh memory with NaN. What has no gradient is held to
-the definition by its output alone.
+Sizes are not multiples of any block size. Operands and the gradient of the output come in two memory layouts, since a
+plan that a library caches for one layout must not be used for another. Kernels of this package run under deterministic
+algorithms, which select one candidate each and fill new memory with NaN. Contestants without gradients are checked by
+their output alone.
 """
 
 from __future__ import annotations
@@ -33,12 +33,12 @@ from dilated_attention_pytorch.kernels.select import ON_DEVICE
 
 WHO = ("ours", "published")
 LEAVES_WHEN_REFUSED = 77
-"""What the process leaves with where nothing could be computed."""
+"""Exit code if nothing could be computed."""
 ROWS = (2, 63, 64, 65, 127, 129, 191, 192, 193, 320, 700)
 
 
 def draw_case(generator: random.Random, dtype: DtypeName, most_rows: int) -> Case:
-    """One call that nobody chose."""
+    """A random call."""
     kv_heads, groups = generator.randint(1, 4), generator.randint(1, 3)
     rows = generator.choice([generator.randint(2, most_rows), generator.choice([n for n in ROWS if n <= most_rows])])
     return Case(
@@ -58,7 +58,7 @@ def draw_case(generator: random.Random, dtype: DtypeName, most_rows: int) -> Cas
 
 
 def check(case: Case, contestant: Contestant, device: torch.device) -> tuple[float, list[str]]:
-    """The largest part of the allowed error that was used, and a sentence for everything that is wrong."""
+    """Largest error as a fraction of the allowed error, and a sentence for every failure."""
     used, wrong = 0.0, []
     samples, has_gradient = draw_samples(case), case.mode == "forward_backward"
     for turn, lay_out in enumerate((as_drawn, heads_outside_rows)):
@@ -80,7 +80,7 @@ def check(case: Case, contestant: Contestant, device: torch.device) -> tuple[flo
 
 
 def checked(case: Case, contestant: Contestant, device: torch.device) -> tuple[float, list[str]]:
-    """:func:`check`, where an error is wrong too."""
+    """:func:`check`, with exceptions of the contestant as failures."""
     try:
         return check(case, contestant, device)
     except errors_of_contestants() as error:
@@ -93,13 +93,13 @@ def as_drawn(x: Tensor) -> Tensor:
 
 
 def heads_outside_rows(x: Tensor) -> Tensor:
-    """The same ``[B, N, H, D]``, as ``[B, H, N, D]`` lies in memory."""
+    """The same ``[B, N, H, D]``, stored as ``[B, H, N, D]``."""
     return x.transpose(1, 2).contiguous().transpose(1, 2)
 
 
 @contextlib.contextmanager
 def deterministic(contestant: Contestant) -> Iterator[None]:
-    """Deterministic algorithms for the kernels that have candidates."""
+    """Deterministic algorithms for kernels that have several candidates."""
     before = torch.are_deterministic_algorithms_enabled()
     torch.use_deterministic_algorithms(before or contestant.name in [f"ours, {impl}" for impl in ON_DEVICE])
     try:
@@ -111,7 +111,7 @@ def deterministic(contestant: Contestant) -> Iterator[None]:
 def gate(
     who: Sequence[str], calls: int, dtypes: Sequence[DtypeName], most_rows: int, device: torch.device
 ) -> list[dict[str, Any]]:
-    """A record for every contestant and dtype."""
+    """One record per contestant and dtype."""
     records = []
     for contestant in find_contestants(tuple(who)):
         for dtype in dtypes:
@@ -154,12 +154,12 @@ def main() -> None:
     parser.add_argument("--device", choices=["auto", "cpu", "cuda"], default="auto")
     parser.add_argument("--output", type=Path, required=True, help="file of the records")
     words = parser.parse_args()
-    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # what deterministic algorithms ask of cuBLAS
+    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # cuBLAS requires this for deterministic algorithms
     device = choose_device(words.device)
     if words.backward != "pair":
         from dilated_attention_pytorch.kernels.triton import launch
 
-        # Deterministic algorithms would take the pair, whatever is faster.
+        # Deterministic algorithms would select the pair, whichever is faster.
         launch.backward = functools.partial(launch.backward, way=words.backward)
     records = gate(words.contestants, words.calls, words.dtypes, words.most_rows, device)
     write_json(words.output, {"machine": origin(module_command()), "device": str(device), "records": records})

@@ -1,10 +1,10 @@
-"""How far does it go: models and lengths on planned devices, and LongNet's own figures beside ours.
+"""How far does it go: models and lengths planned on devices, and LongNet's own figures next to ours.
 
     python -m benchmarks.how_far          # plan, then write the file of results, the page of the docs and its picture
     python -m benchmarks.how_far --page   # the page and the picture from the file of results
 
-Nothing runs but the planner: memory from steps on tensors that hold nothing, operations from the patterns' exact
-counts, rates from data sheets.
+Runs only the planner: memory from steps on fake tensors, operations from exact counts of the patterns, rates from data
+sheets.
 """
 
 from __future__ import annotations
@@ -26,24 +26,24 @@ from dilated_attention_pytorch.planning.layout import Shards
 from dilated_attention_pytorch.planning.shards import ShardedCall
 from dilated_attention_pytorch.planning.traffic import gathered_rows, sent_rows
 from dilated_attention_pytorch.training import PRESETS, TrainSettings
+from dilated_attention_pytorch.training.footprint import Footprint, least_footprint
 
 from .how_far_page import PAGE, PICTURE, draw, page
 from .parallel import paper_up_to
-from .split_memory import split_footprint
 
 FILE = Path(__file__).parent / "results" / "how_far.json"
 MODELS = {"1B": (2048, 18, 32), "70B": (8192, 86, 64), "1T": (25600, 128, 200)}
-"""Width, layers and heads; 50,304 tokens, a feed-forward of four times the width."""
+"""Width, layers and heads; the vocabulary has 50,304 tokens, the feed-forward four times the width."""
 TOKENS = (1 << 20, 1 << 24, 100_000_000, 1 << 30)
 DEVICE, NODE, NODE_LINK, CLUSTER_LINK = "H200", 8, "NVLink 4", "InfiniBand NDR"
 _RANKS = (1, 2, 8, 64, 1024, 8192)
 _ROW_BYTES = 2 * 768 * 2
-"""Key and value of a row, 12 heads of 64 in bfloat16: their messages decide whether rows are passed on."""
+"""Bytes of key and value of a row, 12 heads of 64 in bfloat16: they decide whether messages are passed on."""
 _ROWS_OF_FIGURE_5 = 1 << 17
 
 
 def settings_of(model: str, tokens: int) -> TrainSettings:
-    """A run on one text on all devices: weights split, blocks computed again, moments and products in bfloat16."""
+    """A run with one text over all devices: sharded weights, recomputed blocks, moments and products in bfloat16."""
     width, layers, heads = MODELS[model]
     groups = paper_up_to(max(tokens, 32768)).groups
     config = LongNetConfig(
@@ -68,10 +68,10 @@ def settings_of(model: str, tokens: int) -> TrainSettings:
 
 
 def line_of(model: str, tokens: int) -> dict[str, Any]:
-    """The fewest devices, of powers of two from a node on, and what bounds a step on them from below."""
+    """The fewest devices (a node times a power of two), and the lower bounds of a step on them."""
     sheet, settings = sheet_of(DEVICE), settings_of(model, tokens)
     devices = NODE
-    while (memory := split_footprint(settings, -(-tokens // devices), devices)).total >= sheet.memory_bytes:
+    while (memory := memory_of(settings, devices)).total >= sheet.memory_bytes:
         devices *= 2
     link = link_of(NODE_LINK if devices == NODE else CLUSTER_LINK).bytes_per_second
     seconds = {
@@ -93,15 +93,21 @@ def line_of(model: str, tokens: int) -> dict[str, Any]:
     }
 
 
+def memory_of(settings: TrainSettings, devices: int) -> Footprint:
+    """Memory of each of ``devices`` that share one text and split the weights, without the gathered block."""
+    spread = dataclasses.replace(settings, data_parallel="fsdp", context_parallel=devices, strategy="ring")
+    return least_footprint(spread, devices)
+
+
 def weight_bytes(settings: TrainSettings, devices: int) -> float:
-    """Bytes of split weights that reach a device in a step: twice gathered, their gradients once added up, float32."""
+    """Bytes of sharded float32 weights that a device receives in a step: two gathers, one reduction of gradients."""
     return 3 * 4 * settings.model.num_parameters * (devices - 1) / devices
 
 
 def key_bytes(settings: TrainSettings, devices: int) -> float:
-    """Bytes of keys and values that reach the device with the last rows in a step, by the group: ``(w - l) / r`` rows.
+    """Bytes of keys and values that the device with the last rows receives in a step: ``(w - l) / r`` rows per group.
 
-    In the forward pass, once more where blocks are computed again, and as many of gradients that leave.
+    They are received in the forward pass and again in recomputation, and as many bytes of gradients are sent.
     """
     model, rows = settings.model, settings.context_length / devices
     others = sum(
@@ -171,7 +177,7 @@ def longnet() -> dict[str, Any]:
 
 
 def plan() -> dict[str, Any]:
-    """All models and lengths."""
+    """Plans for all models and lengths."""
     lines = []
     for model in MODELS:
         for tokens in TOKENS:

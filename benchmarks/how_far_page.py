@@ -1,4 +1,4 @@
-"""The page of the docs about how far it goes, and its picture, from the file of results."""
+"""Page of the docs on how far it goes, and its picture, from the results file."""
 
 from __future__ import annotations
 
@@ -68,9 +68,10 @@ per token:
 
 _LATENCY = """
 The paper agrees: with the three groups of section 3.2 and figure 5 (2,048, the rows of a rank, the whole text, at rates
-that keep w / r, because the paper does not give them) a rank sends at most 2,048 rows and a token has the same pairs,
-whatever the number of ranks. With all groups of a geometric sequence, as in equation 11, each doubling of the text adds
-one group, so the rows grow with its logarithm. Without a mask, a gather and a ring send the same rows.
+that keep w / r, because the paper does not give them) a rank of a ring sends at most 2,048 rows and a token has the
+same pairs, whatever the number of ranks. With all groups of a geometric sequence, as in equation 11, each doubling of
+the text adds one group, so the rows grow with its logarithm. At 8,192 ranks a gather sends more than a ring, because
+every member of a set of ranks sends as many rows as the member with the most.
 
 **Latency, figure 5.** "Dilated attention can successfully scale up the sequence length with almost constant
 latency." Computation and bytes above agree. The number of messages is not constant where each rank sends to every
@@ -86,7 +87,7 @@ K) were not reproduced: that takes those days and The Stack.
 
 
 def page(results: dict[str, Any]) -> str:
-    """The page."""
+    """The page as Markdown."""
     planned, paper = results["planned"], results["longnet"]
     lines_of = planned["lines"]
     lines = [_HEAD.format(**planned).rstrip("\n")]
@@ -142,13 +143,13 @@ def _largest(line: dict[str, Any]) -> str:
 
 
 def _counted(names: Iterable[str], one: str, several: str) -> str:
-    """How often each name comes, most frequent first."""
+    """Counts of each name as text, most frequent first."""
     parts = [(one if number == 1 else several).format(number, name) for name, number in Counter(names).most_common()]
     return " and ".join([", ".join(parts[:-1]), parts[-1]] if len(parts) > 1 else parts)
 
 
 def draw(results: dict[str, Any], file: Path) -> None:
-    """Devices that a text takes, and operations that a token takes."""
+    """Plot the devices that a text needs, and the operations per token."""
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(9, 3.6), layout="constrained")

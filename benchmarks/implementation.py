@@ -1,4 +1,4 @@
-"""What a benchmark measures, by ``--impl``, and whether a ratio that it found is within its limit."""
+"""The option ``--impl`` of the benchmarks, and the comparison of measured ratios with limits."""
 
 from __future__ import annotations
 
@@ -11,26 +11,26 @@ import torch
 from dilated_attention_pytorch.kernels import select as selection
 
 READERS = ("ops.attend", "ops.selected_blocks", "models.reading", "parallel.agreement")
-"""Modules that ask for an implementation by ``select``."""
+"""Modules that choose an implementation with ``select``."""
 LEAST_VECTORS = {"ATEN_CPU_CAPABILITY": "avx2", "ONEDNN_MAX_CPU_ISA": "AVX2", "MKL_ENABLE_INSTRUCTIONS": "AVX2"}
-"""PyTorch's own kernels, and ours, heed the first alone; the products that both call are oneDNN's and MKL's."""
+"""The first variable limits PyTorch's own kernels and ours, the others oneDNN's and MKL's products, which both use."""
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 Verdict = Literal["holds", "short"]
 
 
 def add_choice(parser: argparse.ArgumentParser) -> None:
-    """``--impl``: what computes attention wherever nothing else is named."""
+    """Add ``--impl``: the implementation of attention wherever none is named."""
     parser.add_argument(
         "--impl", choices=("auto", "native", "aten"), default="auto", help='what impl="auto" stands for in this run'
     )
 
 
 def take(impl: str) -> dict[str, str]:
-    """Have ``"auto"`` stand for ``impl`` in this process, also within models, where it can compute a call at all.
+    """Make ``"auto"`` stand for ``impl`` in this process, also within models, for calls that ``impl`` supports.
 
     Returns:
-        for the record of the run: what was asked for, and for each dtype what CPU tensors get.
+        For the record of the run: the requested implementation, and the one used for each dtype on a CPU.
     """
     if impl != "auto":
         original = selection.select
@@ -45,14 +45,14 @@ def take(impl: str) -> dict[str, str]:
 
 
 def taken(dtype: torch.dtype) -> str:
-    """What computes heads of 64 in ``dtype`` on the CPU, after :func:`take`."""
+    """The implementation for heads of 64 in ``dtype`` on the CPU, after :func:`take`."""
     select = vars(importlib.import_module("dilated_attention_pytorch.ops.attend"))["select"]
     name: str = select("auto", torch.device("cpu"), dtype, 64)
     return name
 
 
 def verdict(value: float, limit: float, *, is_least: bool = False) -> Verdict:
-    """Whether ``value`` is at most the limit; with ``is_least``, at least. A miss is recorded, and fails nothing."""
+    """Whether ``value`` is at most the limit; with ``is_least``, at least. A miss is recorded, but no error."""
     return "holds" if (value >= limit if is_least else value <= limit) else "short"
 
 

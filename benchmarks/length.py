@@ -2,18 +2,18 @@
 
     python -m benchmarks.length [--steps N] [--only NAME ...] [--folder FOLDER] [--quick]
 
-LongNets of the same sizes, with shifted keys, differ in what a token attends to: everything in windows of 1,024 tokens,
-the 1,024 tokens before it, LongNet's segments up to 8,192, these beside a window, a window in one layer and everything
-in the next, everything in windows of 8,192. All but the first are trained in stages of 1,024, 4,096 and 8,192 tokens. A
-seventh is LongNet in windows of 8,192 tokens from the start, an eighth LongNet with a token's own keys. Each is trained
-by `dilated-attention train` with as many operations (:mod:`.training.flops`: matrices by the token, attention by the
-pair) as LongNet from the start in N steps of 8,192 tokens, and measured by `dilated-attention eval`.
+LongNets of the same sizes, with shifted keys, differ in their patterns: dense in windows of 1,024 tokens, a local
+window of 1,024, LongNet's segments up to 8,192, these with a window, a window and dense attention in alternating
+layers, dense in windows of 8,192. All but the first are trained in stages of 1,024, 4,096 and 8,192 tokens. The seventh
+is LongNet in windows of 8,192 tokens from the start, the eighth LongNet without shifted keys. Each is trained by
+`dilated-attention train` with as many operations (:mod:`.training.flops`: matrices per token, attention per pair) as
+LongNet from the start in N steps of 8,192 tokens, and evaluated by `dilated-attention eval`.
 
-The text has far repetition: a document is all Python source of a model of transformers, one file after the other, at
-least 32 KiB; often one file is made of parts of another. Tokens are of a byte-level BPE that is trained on it.
+The text has distant repetition: a document is all Python source of one transformers model, file after file, at least
+32 KiB; often one file is made of parts of another. Tokens are those of a byte-level BPE trained on it.
 
-Runs go on where they were stopped when the command is given again. With --only several processes may share the work;
-the results are written by the one after which nothing is missing.
+The same command continues runs that were stopped. With --only, several processes can share the work; the last one to
+finish writes the results.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ from dilated_attention_pytorch.training.stages import Stages, StageSettings
 PACKAGE = "transformers.models"
 SMALLEST_TEXT = 1 << 15
 ROPE_THETA = 1e6
-"""So that half of the pairs of a head still match by content at 8,192 tokens."""
+"""Chosen so that half of a head's pairs still match by content at 8,192 tokens."""
 SHORT, LONG = 1024, 8192
 LENGTHS = (1024, 2048, 4096, 8192)
 RESULTS = Path(__file__).parent / "results" / "length.json"
@@ -51,7 +51,7 @@ _REMEDY = "remove the folder and begin anew"
 
 
 class Contestant(NamedTuple):
-    """What a token attends to, and in windows of how many tokens."""
+    """Patterns of the layers, and the length of the training windows."""
 
     patterns: tuple[str, ...]
     length: int = LONG
@@ -61,7 +61,7 @@ class Contestant(NamedTuple):
 
 LONGNET = ("DilatedPattern([1024, 2048, 8192], [1, 2, 4])",)
 STAGES, FRACTIONS = (SHORT, 4096, LONG), (0.6, 0.2, 0.2)
-"""Of most steps in short windows: copying is learnt in them first, from more texts in a step."""
+"""Most steps use short windows: copying is learnt in them first, since a step has more texts."""
 CONTESTANTS = {
     "dense, 1,024": Contestant(("DilatedPattern([1024], [1])",), SHORT),
     "window": Contestant(("local_window(1023)",), stages=STAGES),
@@ -75,7 +75,7 @@ CONTESTANTS = {
 
 
 def folder_texts(package: str) -> Iterator[tuple[str, str]]:
-    """Every folder of the package that holds enough Python source, by its name, and that source as one text."""
+    """Name and Python source, as one text, of every folder of the package that has enough of it."""
     found = importlib.util.find_spec(package)
     assert found is not None
     assert found.origin is not None
@@ -89,7 +89,7 @@ def folder_texts(package: str) -> Iterator[tuple[str, str]]:
 
 
 def prepare(folder: Path, vocab_size: int) -> tuple[Path, Path]:
-    """The texts as JSONL and the tokenizer, made unless they are there."""
+    """Create the texts as JSONL and the tokenizer, unless they exist."""
     texts, tokenizer = folder / "texts.jsonl", folder / "tokenizer"
     if not texts.exists():
         folder.mkdir(parents=True, exist_ok=True)
@@ -107,7 +107,7 @@ def prepare(folder: Path, vocab_size: int) -> tuple[Path, Path]:
 
 
 def settings_of(contestant: Contestant, texts: Path, tokenizer: Path, arguments: argparse.Namespace) -> TrainSettings:
-    """Of as many steps as LongNet's operations of ``--steps`` allow."""
+    """Settings with as many steps as match the operations of LongNet's ``--steps``."""
 
     def given(one: Contestant, steps: int) -> TrainSettings:
         model = LongNetConfig(
@@ -156,12 +156,12 @@ def flops_of(settings: TrainSettings, step: int | None = None) -> int:
 
 
 def stages_of(settings: TrainSettings) -> Stages:
-    """The stages of a run, or the one that it has without any."""
+    """The stages of a run; a single one if it has none."""
     return Stages.of(settings.stages, settings.model, context_length=settings.context_length, steps=settings.steps)
 
 
 def measured(name: str, settings: TrainSettings, arguments: argparse.Namespace, console: Console) -> None:
-    """Train a contestant, or go on with it, and measure it."""
+    """Train a contestant, or continue its training, and evaluate it."""
     run = arguments.folder / slug(name)
     console.rule(f"{name}: {settings.steps} steps")
     train(settings, run, console, may_resume=True)
@@ -173,12 +173,12 @@ def measured(name: str, settings: TrainSettings, arguments: argparse.Namespace, 
 
 
 def slug(name: str) -> str:
-    """The name of a contestant as that of a folder."""
+    """Folder name of a contestant."""
     return "".join(letter if letter.isalnum() else "-" for letter in name.replace(",", "").lower())
 
 
 def held_out_curve(run: Path, settings: TrainSettings) -> list[tuple[int, float]]:
-    """Operations, and held-out bits per byte of windows of the length of training, at every evaluation."""
+    """Operations and held-out bits per byte, for windows of the training length, at every evaluation."""
     points = []
     for line in (run / "metrics.jsonl").read_text().splitlines():
         entry = json.loads(line)
@@ -188,7 +188,7 @@ def held_out_curve(run: Path, settings: TrainSettings) -> list[tuple[int, float]
 
 
 def collect(chosen: dict[str, TrainSettings], folder: Path) -> list[dict[str, Any]]:
-    """What the runs left, in the order of the contestants."""
+    """Results of the runs, in the order of the contestants."""
     records = []
     for name, settings in chosen.items():
         run = folder / slug(name)
@@ -213,7 +213,7 @@ def collect(chosen: dict[str, TrainSettings], folder: Path) -> list[dict[str, An
 
 
 def table(records: list[dict[str, Any]]) -> Table:
-    """Bits per byte by length, and of a random string that comes again."""
+    """Table of bits per byte by length, and of bits of a random string that repeats."""
     shown = Table("", "steps", *(f"reading {length:,}" for length in LENGTHS), "needle, nearest", "needle, farthest")
     for record in records:
         bits = [f"{record['bits_per_byte'][str(length)]:.4f}" for length in LENGTHS]
@@ -223,7 +223,7 @@ def table(records: list[dict[str, Any]]) -> Table:
 
 
 def draw(records: list[dict[str, Any]], file: Path) -> None:
-    """By length, by position, by distance, and over the operations of the training."""
+    """Plot results by length, position and distance, and over the training's operations."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
@@ -259,7 +259,7 @@ def draw(records: list[dict[str, Any]], file: Path) -> None:
 
 
 def main() -> None:
-    """Train and measure, print the table, write figures and picture."""
+    """Train and evaluate, print the table, write results and picture."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--folder", type=Path, default=Path("runs/length"), help="where the runs are kept")
     parser.add_argument(

@@ -1,4 +1,4 @@
-"""Strategies over links with a set bandwidth: a rank in a network namespace of its own, predicted and measured."""
+"""Strategies over links of limited bandwidth, predicted and measured, with each rank in a network namespace."""
 
 from __future__ import annotations
 
@@ -23,8 +23,8 @@ from torch.distributed.device_mesh import init_device_mesh
 
 import dilated_attention_pytorch
 from dilated_attention_pytorch import DilatedPattern, attend, parallel
+from dilated_attention_pytorch.parallel.communicator import Communicator
 from dilated_attention_pytorch.parallel.simulation import SimulatedStrategy
-from dilated_attention_pytorch.parallel.wire import Wire
 
 ROWS, HEADS, HEAD_DIM = 3072, 8, 64
 GROUPS = ((384, 1), (3072, 4))
@@ -33,14 +33,14 @@ MEGABITS = (50, 200)
 REPEATS = 3
 PROBE_BYTES = 1 << 20
 _QUEUED_BYTES = 1 << 16
-"""Bytes that a connection hands to its link at once."""
+"""Maximum number of bytes of a connection that its link queues."""
 _PASSES = ("forward", "backward")
 _STRATEGIES: tuple[SimulatedStrategy, ...] = ("ring", "gather", "heads")
 
 
 @contextlib.contextmanager
 def namespaces(world: int, megabits: int) -> Iterator[list[str]]:
-    """As many network namespaces on one bridge; what each sends is held to a rate. Their names; removed at the end."""
+    """Create network namespaces on a bridge, each with a limited send rate; yields their names."""
     number = os.getpid() % 10000
     switch, hosts = f"dilated-{number}-switch", [f"dilated-{number}-{rank}" for rank in range(world)]
     try:
@@ -54,8 +54,8 @@ def namespaces(world: int, megabits: int) -> Iterator[list[str]]:
             _ip(f"-n {host} address add 10.214.3.{rank + 1}/24 dev card")
             _ip(f"-n {host} link set card up")
             _ip(f"-n {host} link set lo up")
-            # Nothing is dropped, as in the networks of clusters, and little queues: what acknowledges or announces a
-            # message would wait behind it. Connections do not begin anew when idle.
+            # As in cluster networks, nothing is dropped and queues are short: acknowledgements and announcements would
+            # wait behind them. Idle connections do not return to slow start.
             shape = f"tc qdisc add dev card root tbf rate {megabits}mbit burst 64kb limit 64mb"
             _ip(f"netns exec {host} {shape}")
             settings = ("tcp_slow_start_after_idle=0", f"tcp_wmem=4096 {_QUEUED_BYTES} {_QUEUED_BYTES}")
@@ -73,7 +73,7 @@ def _ip(command: str, *words: str) -> None:
 
 
 def links() -> dict[str, Any]:
-    """Seconds of both passes of every strategy over links of a set rate: predicted from measured rates, measured."""
+    """Predicted (from measured rates) and measured seconds of both passes of every strategy, by link rate."""
     lines = []
     for world in WORLDS:
         for megabits in MEGABITS:
@@ -186,19 +186,19 @@ def _compared(found: dict[str, Any], world: int) -> list[dict[str, Any]]:
 
 
 class _Arrived:
-    """Messages that nobody sends."""
+    """Pending receives that complete at once, without a sender."""
 
     def __init__(self, receives: Mapping[int, Tensor]) -> None:
-        # Whatever lay in that memory could be denormal numbers, which take a processor a hundred times as long.
+        # Uninitialised memory may hold denormal numbers, which take a processor a hundred times as long.
         for tensor in receives.values():
             tensor.fill_(1)
 
     def wait(self) -> None:
-        """At once."""
+        """Return at once."""
 
 
 def measure(rank: int, world: int, folder: Path) -> None:
-    """On one rank: rates and runs, in turn, so that what else the machine does falls on both."""
+    """On each rank: measure rates and runs alternately, so that other load affects both."""
     torch.set_num_threads(1)
     dist.init_process_group("gloo", init_method="tcp://10.214.3.1:29400", rank=rank, world_size=world)
     mesh = init_device_mesh("cpu", (world,))
@@ -229,7 +229,9 @@ def measure(rank: int, world: int, folder: Path) -> None:
     }
     for _ in range(REPEATS):
         for strategy in _STRATEGIES:
-            with mock.patch.object(Wire, "_exchange", lambda _self, _sends, receives, _tag, _doing: _Arrived(receives)):
+            with mock.patch.object(
+                Communicator, "_exchange", lambda _self, _sends, receives, _tag, _doing: _Arrived(receives)
+            ):
                 alone = passes(strategy)
             together = passes(strategy)
             for index in range(2):
@@ -245,7 +247,7 @@ def measure(rank: int, world: int, folder: Path) -> None:
 
 
 def _shift(num_bytes: int, rank: int, world: int) -> None:
-    """Every rank sends as much to the one after it."""
+    """Each rank sends ``num_bytes`` to the next rank."""
     messages = torch.zeros(2, num_bytes // 4)
     works = dist.batch_isend_irecv(
         [

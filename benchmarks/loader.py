@@ -1,12 +1,12 @@
-"""The loader: tokens a second against what the model takes, and memory while a cache of tokens is made.
+"""The loader: tokens per second compared with the model's consumption, and memory while a token cache is built.
 
     python -m benchmarks.loader [--quick] [--stream GB] [--output FILE]
 
-Made text, documents of 200 bytes to 50 kB, lies in JSONL files of a folder that goes at the end. A cache of all of it
-as bytes is made, and one of a twentieth as tokens, each in a process of its own, whose peak memory is compared with
-what it had after a cache of a hundredth. Batches are then drawn from the caches, each way of packing by turns, and
-a training step of the preset "cpu" is timed beside them. Before any time is taken, the tokens of a cache must stand for
-the text.
+Synthetic text, documents of 200 bytes to 50 kB, is stored in JSONL files in a temporary folder. A cache of all of it as
+bytes is built, and one of a twentieth as tokens, each in a separate process, whose peak memory is compared with the
+memory after a cache of a hundredth. Batches are then drawn from the caches, with each kind of packing in turn, and a
+training step of the preset "cpu" is timed as well. Before anything is timed, the tokens of a cache must decode to the
+text.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ PACKINGS: dict[str, dict[str, Any]] = {
 
 
 def documents(num_bytes: int, seed: int) -> Iterator[str]:
-    """Made texts of about so many bytes in all."""
+    """Synthetic texts of about ``num_bytes`` in total."""
     draw = random.Random(seed)
     letters = "etaoinshrdlu"
     words = ["".join(draw.choices(letters, k=draw.randrange(1, 10))) for _ in range(20_000)]
@@ -70,17 +70,17 @@ def documents(num_bytes: int, seed: int) -> Iterator[str]:
 
 
 def write(path: Path, num_bytes: int, seed: int) -> Path:
-    """A JSONL file of made texts."""
+    """Write a JSONL file of synthetic texts."""
     with path.open("w") as file:
         file.writelines(json.dumps({"text": text}) + "\n" for text in documents(num_bytes, seed))
     return path
 
 
 def make_caches(small: Path, large: Path, tokenizer: Path | None, folder: Path) -> dict[str, Any]:
-    """Make both caches; seconds and memory of the large one. In a process of its own."""
+    """Build both caches in a separate process; returns time and memory of the large one."""
     loaded: Tokenizer = BYTES if tokenizer is None else load_tokenizer(tokenizer)
     cached_corpus(Sources([small], "text", None), loaded, folder, None)
-    Path("/proc/self/clear_refs").write_text("5")  # the peak is counted from here
+    Path("/proc/self/clear_refs").write_text("5")  # reset the peak
     before = _memory("VmHWM")
     start = time.perf_counter()
     cache = cached_corpus(Sources([large], "text", None), loaded, folder, None)
@@ -102,7 +102,7 @@ def make_caches(small: Path, large: Path, tokenizer: Path | None, folder: Path) 
 
 
 def _memory(name: str) -> int:
-    """In kB, as Linux says."""
+    """A value of /proc/self/status in kB."""
     found = re.search(rf"{name}:\s+(\d+) kB", Path("/proc/self/status").read_text())
     assert found is not None
     return int(found[1])
@@ -119,7 +119,7 @@ def check(corpus: Corpus, tokenizer: Tokenizer, source: Path) -> None:
 
 
 def tokens_per_second(settings: TrainSettings, corpus: Corpus, tokenizer: Tokenizer, batches: int) -> float:
-    """Of a loader in the training process, batches of one sample; the median of three parts after a first one."""
+    """Rate of a loader in the training process, with batches of one sample: median of three parts after a warm-up."""
     settings = replace(settings, steps=4 * batches)
     data = RunData((corpus,), settings, tokenizer)
     stages = Stages.of(settings.stages, settings.model, context_length=settings.context_length, steps=settings.steps)
@@ -134,7 +134,7 @@ def tokens_per_second(settings: TrainSettings, corpus: Corpus, tokenizer: Tokeni
 
 
 def model_tokens_per_second(settings: TrainSettings, repeats: int) -> float:
-    """Of optimizer steps of one window in float32, by the kernels that this machine takes; the first is not counted."""
+    """Rate of optimizer steps with one window in float32, with this machine's default kernels, after a warm-up step."""
     torch.manual_seed(0)
     run = Run(LongNetForCausalLM.from_longnet_config(settings.model), settings, "auto", torch.float32)
     for _ in range(1 + repeats):
@@ -143,7 +143,7 @@ def model_tokens_per_second(settings: TrainSettings, repeats: int) -> float:
 
 
 def main() -> None:
-    """Print a line for each and write them, with the machine and the command they came from."""
+    """Print one line per result; write all results with the machine and the command."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--quick", action="store_true", help="20 MB, few batches: checks, publishes nothing")
     parser.add_argument("--stream", type=float, default=1.0, help="gigabytes of made text; a folder for twice as much")

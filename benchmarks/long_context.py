@@ -1,11 +1,11 @@
-"""The long-context recipe on a model made here: bits per byte before, after replacement, after training on.
+"""The long-context recipe on a small model: bits per byte before, after replacement, and after further training.
 
     python -m benchmarks.long_context
 
-A Llama of some million parameters is trained on the bytes of Python's standard library in windows of 1,024, as a model
-that somebody has would be, by transformers' Trainer with dense attention. Then ``dilated-attention extend`` takes it to
-8,192: once with the pattern, and once with dense attention and the same training, which shows what the pattern itself
-costs. Both runs and what went before are resumed where they stopped when the command is given again.
+A Llama of some million parameters is trained on the bytes of Python's standard library in windows of 1,024, like an
+existing model, by transformers' Trainer with dense attention. Then ``dilated-attention extend`` extends it to 8,192:
+once with the pattern, and once with dense attention and the same training, which shows the cost of the pattern itself.
+The same command resumes all runs where they stopped.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ PICTURE = Path("docs/pictures/long-context.png")
 
 
 def pretrain(folder: Path, steps: int, seed: int) -> dict[str, Any]:
-    """Train the short model, unless ``folder`` holds it; with how many steps, and its held-out bits per byte."""
+    """Train the short model unless ``folder`` has it; returns its number of steps and held-out bits per byte."""
     from torch.utils.data import Subset
     from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainingArguments, set_seed
 
@@ -102,11 +102,11 @@ def _refuse_unless_equal(folder: Path, found: dict[str, Any], wanted: dict[str, 
 
 
 def extended(settings: ExtensionSettings, folder: Path, console: Console) -> dict[str, Any]:
-    """The record of an extension run, made or gone on with where it is not finished."""
+    """Record of an extension run, which is started, or continued if unfinished."""
     if (folder / "training.json").exists():
         record = read_json(folder / "training.json", what="benchmark", remedy="remove the folder and begin anew")
         asked = settings.complete(SHORT, KV_HEADS).to_dict()
-        chosen = ("precision", "device", "threads")  # by the machine where the settings leave it open
+        chosen = ("precision", "device", "threads")  # chosen by the machine if the settings leave them open
         _refuse_unless_equal(
             folder, *({k: v for k, v in s.items() if k not in chosen} for s in (record["settings"], asked))
         )

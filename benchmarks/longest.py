@@ -27,6 +27,7 @@ from dilated_attention_pytorch.benchmarks.results import module_command, origin,
 from dilated_attention_pytorch.capacity import longest_context
 from dilated_attention_pytorch.models import LongNetConfig
 from dilated_attention_pytorch.training import PRESETS, TrainSettings
+from dilated_attention_pytorch.training.autocast import autocast
 from dilated_attention_pytorch.training.footprint import footprint
 
 from .planner import BOUNDED
@@ -85,7 +86,7 @@ def take_steps(settings: TrainSettings, memory: int) -> None:
         optimizer = build_optimizer(model, given)
         ids = torch.zeros(given.batch_size, given.context_length, dtype=torch.int64)
         for _ in range(STEPS):
-            with torch.autocast("cpu", torch.bfloat16, enabled=given.precision == "bfloat16"):
+            with autocast(given.precision, "cpu"):
                 loss = model(input_ids=ids, labels=ids, num_items_in_batch=ids.numel(), skip_logits=True).loss
             loss.backward()
             torch.nn.utils.clip_grad_norm_(model.parameters(), given.max_grad_norm)

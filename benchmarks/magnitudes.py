@@ -1,10 +1,10 @@
-"""Inputs of 1e-6 to 1e8: which implementations stay finite and right, beside PyTorch's own attention.
+"""Inputs of magnitude 1e-6 to 1e8: which implementations stay finite and accurate, compared with PyTorch's attention.
 
     TRITON_INTERPRET=1 python -m benchmarks.magnitudes [--output FILE]
 
 Query, key and value are normal numbers times the magnitude, for 61 rows under a sum of dilation groups and a window,
-causal and not. The error of a result is its largest difference from float64 of the same inputs, divided by the largest
-term that the result is a sum of: gradients of queries are 0 in exact arithmetic where one key has all probability.
+causal and not. The error of a result is its largest difference from float64 on the same inputs, relative to the largest
+term of its sum: gradients of queries are 0 in exact arithmetic where one key has all probability.
 Needs no GPU: the Triton kernels run in Triton's interpreter.
 """
 
@@ -29,22 +29,22 @@ MAGNITUDES = (1e-6, 1e-3, 1.0, 1e2, 1e4, 1e5, 1e6, 1e8)
 DTYPES = (torch.float32, torch.bfloat16, torch.float64)
 IMPLS = ("reference", "aten", "native", "triton")
 PYTORCH = "PyTorch"
-"""Its `scaled_dot_product_attention`, of all to all."""
+"""PyTorch's own `scaled_dot_product_attention`, dense."""
 ROWS, HEADS, KV_HEADS, WIDTH = 61, 2, 1, 16
 PATTERN = DilatedPattern([16, 50], [1, 3]) + local_window(9)
 ALL = DilatedPattern([ROWS], [1])
 
 
 class Outcome(NamedTuple):
-    """Of one implementation, over the output and the three gradients, causal and not."""
+    """Result of one implementation over the output and the three gradients, causal and not."""
 
     is_finite: bool
     error: float
-    """The largest; NaN where a result is not finite."""
+    """Largest error; NaN if a result is not finite."""
 
 
 def operands(dtype: torch.dtype, magnitude: float) -> list[Tensor]:
-    """Query, key and value of this magnitude, and the gradient of the output."""
+    """Query, key and value of the given magnitude, and the gradient of the output."""
     generator = torch.Generator().manual_seed(3)
     sizes = ((HEADS, magnitude), (KV_HEADS, magnitude), (KV_HEADS, magnitude), (HEADS, 1.0))
     return [
@@ -54,12 +54,12 @@ def operands(dtype: torch.dtype, magnitude: float) -> list[Tensor]:
 
 
 def can_run(impl: str, dtype: torch.dtype) -> bool:
-    """Whether an implementation takes this dtype on this machine's CPU."""
+    """Whether an implementation supports this dtype on this machine's CPU."""
     return impl == PYTORCH or refusal(impl, torch.device("cpu"), dtype, WIDTH) is None
 
 
 def outcome(impl: str, dtype: torch.dtype, magnitude: float) -> Outcome:
-    """How far one implementation is from float64."""
+    """Largest error of one implementation against float64."""
     inputs, is_finite, error = operands(dtype, magnitude), True, 0.0
     exact_inputs, pattern = [x.double() for x in inputs], ALL if impl == PYTORCH else PATTERN
     query, key, value, grad = (float(x.norm(dim=-1).max()) for x in exact_inputs)

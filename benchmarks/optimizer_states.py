@@ -1,10 +1,10 @@
-"""AdamW with moments of 32, 16 and 8 bits on the demo's model: bytes of state a weight, and where the losses end.
+"""AdamW with moments of 32, 16 and 8 bits on the demo's model: state bytes per weight, and final losses.
 
     python -m benchmarks.optimizer_states [--quick] [--steps N] [--context-length N] [--output FILE]
 
-The model, the rates and the seed are those of `dilated-attention train --preset cpu`, with AdamW in the place of Muon,
-on the source of Python's standard library. Context and number of steps are shortened as told. The bytes are counted
-over the tensors that the optimizer has after the last step, each storage once.
+Model, learning rates and seed are those of `dilated-attention train --preset cpu`, with AdamW instead of Muon, on the
+source of Python's standard library. Context and number of steps are as given on the command line. Bytes are counted
+over the tensors that the optimizer holds after the last step, each storage once.
 """
 
 from __future__ import annotations
@@ -39,17 +39,17 @@ def state_bytes(optimizer: torch.optim.Optimizer) -> int:
 
 
 class Counting(TrainerCallback):
-    """Counts the bytes at the end of the training."""
+    """Counts the optimizer's bytes at the end of training."""
 
     counted = 0
 
     def on_train_end(self, args: Any, state: Any, control: Any, optimizer: Any = None, **kwargs: Any) -> None:
-        """Count them."""
+        """Count the bytes."""
         Counting.counted = state_bytes(optimizer)
 
 
 class CountingTrainer(trainers.LongNetTrainer):
-    """A run's trainer, with that callback."""
+    """The trainer of a run, with :class:`Counting` as a callback."""
 
     def __init__(self, **given: Any) -> None:
         super().__init__(**given)
@@ -57,7 +57,7 @@ class CountingTrainer(trainers.LongNetTrainer):
 
 
 def measure(settings: TrainSettings, kind: AdamW) -> dict[str, Any]:
-    """One run."""
+    """Train once with the given optimizer."""
     with tempfile.TemporaryDirectory() as folder:
         outcome = train(replace(settings, optimizer=kind), Path(folder) / "run", Console(quiet=True))
     result = {
@@ -71,7 +71,7 @@ def measure(settings: TrainSettings, kind: AdamW) -> dict[str, Any]:
 
 
 def main() -> None:
-    """Print a line for each and write them, with the machine and the command they came from."""
+    """Print one line per result; write all results with the machine and the command."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--quick", action="store_true", help="the preset tiny, 20 steps: checks")
     parser.add_argument("--steps", type=int, default=100)

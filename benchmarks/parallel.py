@@ -1,8 +1,8 @@
-"""What one sequence over several ranks sends, holds and waits for: bytes, memory, overlap and balance.
+"""One sequence over several ranks: bytes sent, memory, overlap and balance.
 
     python -m benchmarks.parallel [--only traffic memory overlap balance] [--output FILE]
 
-Only the sections that are measured are written anew. The ranks are processes of this machine that talk by gloo.
+Only the sections that are measured are rewritten. The ranks are processes of this machine that communicate over gloo.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from .ranks import on_ranks
 
 PAPER = ((2048, 1), (4096, 2), (8192, 4), (16384, 6), (32768, 12))
 HEADS, HEAD_DIM = 12, 64
-ROWS = 8192  # of a rank
+ROWS = 8192  # per rank
 Groups = tuple[tuple[int, int], ...]
 
 
@@ -49,7 +49,7 @@ def paper_up_to(rows: int) -> DilatedPattern:
 
 
 def count_groups(rows: int, strategy: Strategy) -> list[dict[str, Any]]:
-    """On every rank: the bytes that it sends and gets for every group of the paper's pattern, and for all of them."""
+    """On every rank: bytes sent and received for every group of the paper's pattern, and for the whole pattern."""
     mesh = init_device_mesh("cpu", (dist.get_world_size(),))
     found = []
     for is_causal in (False, True):
@@ -74,9 +74,9 @@ def count_groups(rows: int, strategy: Strategy) -> list[dict[str, Any]]:
 
 
 def formula(groups: Groups, rows: int, world: int, rank: int, *, of_earlier_only: bool) -> int:
-    """Bytes of keys and values in float32 that a rank gets: ``(w - l) / r`` rows of every head.
+    """Bytes of keys and values in float32 that a rank receives: ``(w - l) / r`` rows per head.
 
-    Under a causal mask the ring sends those of the segment's earlier ranks only: ``j l / r`` to the one j places on.
+    Under a causal mask the ring sends only rows of the segment's earlier ranks: ``j l / r`` to the rank at distance j.
     """
     held, total = rows // world, 0
     for w, r in groups:
@@ -86,7 +86,7 @@ def formula(groups: Groups, rows: int, world: int, rank: int, *, of_earlier_only
 
 
 def traffic() -> dict[str, Any]:
-    """Bytes on the wire: counted in a run and compared with the formula, and planned for many ranks."""
+    """Bytes that ranks send: counted in a run and compared with the formula, and planned for many ranks."""
     rows, counted = 32768, []
     strategies: tuple[Strategy, ...] = ("ring", "gather")
     for world in (2, 4):
@@ -140,7 +140,7 @@ POWERS = tuple(2**power for power in range(1, 11))
 
 
 def plan_of(world: int, *, is_causal: bool) -> dict[str, Any]:
-    """Bytes forward in bfloat16 of the rank that sends most, rows contiguous, with 8,192 rows for every rank."""
+    """Forward bytes in bfloat16 of the rank that sends most, contiguous layout, 8,192 rows per rank."""
     begin = time.perf_counter()
     rows = world * ROWS
     plan = parallel.plan_parallel(paper_up_to(rows), (1, rows, HEADS, HEAD_DIM), world, is_causal=is_causal)
@@ -186,7 +186,7 @@ def billion() -> dict[str, Any]:
 
 
 def time_rank(layout: Layout) -> dict[str, float]:
-    """On every rank: processor seconds of its own part, causal, forward and backward; checked before."""
+    """On every rank: processor seconds of its own share, causal, forward and backward, after a check."""
     mesh = init_device_mesh("cpu", (dist.get_world_size(),))
     rows = ROWS * mesh.size()
     generator = torch.Generator().manual_seed(0)
@@ -254,7 +254,7 @@ def balance() -> dict[str, Any]:
 
 
 def main() -> None:
-    """Measure, print, and write what was measured beside what the file already holds."""
+    """Measure, print, and write the results, keeping other sections of the file."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     sections: dict[str, Callable[[], dict[str, Any]]] = {
         "traffic": traffic,

@@ -1,4 +1,4 @@
-"""Peak memory of every rank, forward and backward, beside that of one process that computes the whole."""
+"""Peak memory of every rank, forward and backward, compared with one process that computes the whole."""
 
 from __future__ import annotations
 
@@ -24,15 +24,15 @@ Way = Literal["alone", "ring"]
 
 
 def pattern_up_to(rows: int) -> DilatedPattern:
-    """Segments of 2,048 rows and twice as many each time, up to the whole sequence; the rates double as well."""
+    """Segments from 2,048 rows, doubling up to the whole sequence; the rates double as well."""
     count = (rows // 2048).bit_length()
     return DilatedPattern([2048 << level for level in range(count)], [1 << level for level in range(count)])
 
 
 def peak(rows: int, way: Way, layout: Layout, *, is_causal: bool) -> int:
-    """On every rank, in a fresh process: bytes at the peak of a call beyond those after start and a first small call.
+    """On every rank, in a fresh process: peak bytes of a call above the level after start-up and a small first call.
 
-    Query, key, value, the gradient of the output, output and gradients are part of it.
+    Includes query, key, value, output and all gradients.
     """
     mesh = init_device_mesh("cpu", (dist.get_world_size(),))
 
@@ -58,8 +58,8 @@ def peak(rows: int, way: Way, layout: Layout, *, is_causal: bool) -> int:
 
 def memory() -> dict[str, Any]:
     """Peak memory per rank for one sequence over more ranks, and for a sequence that grows with them."""
-    # glibc keeps freed pages of up to 64 MiB for later. With its threshold fixed they leave the process, and the peak
-    # is what was in use at once.
+    # glibc keeps freed pages of up to 64 MiB. With a fixed threshold they are returned, and the peak is the memory in
+    # use.
     os.environ["MALLOC_TRIM_THRESHOLD_"] = "131072"
     points: list[dict[str, Any]] = []
     known: dict[tuple[int, int, Way, bool], int] = {}
@@ -122,11 +122,11 @@ def _series(points: list[dict[str, Any]]) -> list[str]:
 
 
 def _slope(points: list[dict[str, Any]]) -> float:
-    """x of ``peak ~ ranks ** x`` of the ring, by least squares."""
+    """Exponent x of ``peak ~ ranks ** x`` of the ring, by least squares."""
     ring = [(math.log(point["ranks"]), math.log(point["peak_bytes"])) for point in points if point["way"] == "ring"]
     return statistics.linear_regression(*zip(*ring, strict=True)).slope
 
 
 def measured_peak(rows: int, way: Way, layout: Layout, is_causal: bool) -> int:
-    """:func:`peak` as the ranks are called: by place."""
+    """:func:`peak` with positional arguments, as :func:`on_ranks` calls it."""
     return peak(rows, way, layout, is_causal=is_causal)

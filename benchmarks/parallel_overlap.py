@@ -1,4 +1,4 @@
-"""Whether messages travel while the ranks compute: every message is held back, and the time of the call looked at."""
+"""Whether communication overlaps with computation: every message is delayed, and the call is timed."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 
 from dilated_attention_pytorch import DilatedPattern, attend, parallel
+from dilated_attention_pytorch.parallel.communicator import Communicator, Pending
 from dilated_attention_pytorch.parallel.slab import Slab
-from dilated_attention_pytorch.parallel.wire import Pending, Wire
 
 from .ranks import on_ranks
 
@@ -25,17 +25,17 @@ ROWS, HEADS, HEAD_DIM = 4096, 8, 64
 PATTERN = DilatedPattern([1024, 4096], [1, 2])
 FACTORS = (0.5, 1.0, 2.0)
 REPEATS = 5
-_EXCHANGE = Wire.exchange
+_EXCHANGE = Communicator.exchange
 
 
 class _HeldBack:
-    """Messages that a thread hands to the transport."""
+    """Pending messages that another thread passes to the transport."""
 
     def __init__(self, posted: Future[Pending]) -> None:
         self._posted: Future[Pending] | None = posted
 
     def wait(self) -> None:
-        # The transport is waited for once: gloo would wait for another message.
+        # Wait for the transport only once: gloo would wait for another message.
         if self._posted is not None:
             self._posted.result().wait()
             self._posted = None
@@ -43,31 +43,31 @@ class _HeldBack:
 
 @contextlib.contextmanager
 def slow_link(delay: float, *, is_awaited: bool) -> Iterator[None]:
-    """Every message is handed to the transport ``delay`` seconds after the one before it, or after it was sent.
+    """Delay: each message reaches the transport ``delay`` seconds after the one before it, or after it was sent.
 
-    With ``is_awaited`` whoever sends it waits until it has arrived.
+    With ``is_awaited``, the sender waits until the message has arrived.
     """
     link = ThreadPoolExecutor(1)
 
-    def post(wire: Wire, *message: Any) -> Pending:
+    def post(communicator: Communicator, *message: Any) -> Pending:
         time.sleep(delay)
-        return _EXCHANGE(wire, *message)
+        return _EXCHANGE(communicator, *message)
 
     def exchange(
-        wire: Wire, sends: Mapping[int, Tensor], receives: Mapping[int, Tensor], tag: int, doing: str
+        communicator: Communicator, sends: Mapping[int, Tensor], receives: Mapping[int, Tensor], tag: int, doing: str
     ) -> _HeldBack:
-        pending = _HeldBack(link.submit(post, wire, sends, receives, tag, doing))
+        pending = _HeldBack(link.submit(post, communicator, sends, receives, tag, doing))
         if is_awaited:
             pending.wait()
         return pending
 
-    with mock.patch.object(Wire, "exchange", exchange), link:
+    with mock.patch.object(Communicator, "exchange", exchange), link:
         yield
 
 
 @contextlib.contextmanager
 def no_computation() -> Iterator[None]:
-    """Ranks exchange what they would, and compute nothing with it."""
+    """Ranks exchange the same messages, but compute nothing."""
 
     def outputs(slab: Slab) -> tuple[Tensor, Tensor]:
         return torch.zeros_like(slab.query), torch.zeros(slab.query.shape[:3])
@@ -75,8 +75,8 @@ def no_computation() -> Iterator[None]:
     def gradients(slab: Slab, *_: Any) -> tuple[Tensor, ...]:
         return tuple(torch.zeros_like(x) for x in (slab.query, slab.key, slab.value))
 
-    def of_parcel(slab: Slab, parcel: Any, *_: Any) -> Tensor:
-        return torch.zeros(sum(2 * keys.key.numel() for keys in parcel.keys))
+    def of_seen_keys(slab: Slab, seen_keys: Any, *_: Any) -> Tensor:
+        return torch.zeros(sum(2 * keys.key.numel() for keys in seen_keys.keys))
 
     def nothing(*_: Any) -> None:
         pass
@@ -87,14 +87,14 @@ def no_computation() -> Iterator[None]:
             ("merge", nothing),
             ("backward_within", gradients),
             ("add_own_gradients", nothing),
-            ("gradients", of_parcel),
+            ("gradients", of_seen_keys),
         ):
             stack.enter_context(mock.patch.object(Slab, name, empty))
         yield
 
 
 def time_ways() -> list[dict[str, Any]]:
-    """On every rank: seconds of the call with and without messages held back; checked before."""
+    """On every rank: seconds of the call with and without delayed messages, after a check."""
     world = dist.get_world_size()
     mesh = init_device_mesh("cpu", (world,))
     generator = torch.Generator().manual_seed(0)
@@ -118,7 +118,7 @@ def time_ways() -> list[dict[str, Any]]:
         torch.autograd.grad(call(), inputs, grad)
 
     def seconds(run: Callable[[], None], *contexts: contextlib.AbstractContextManager[None]) -> float:
-        """Of the slowest rank."""
+        """Seconds of the slowest rank."""
         dist.barrier()
         with contextlib.ExitStack() as stack:
             for context in contexts:
@@ -158,12 +158,12 @@ def time_ways() -> list[dict[str, Any]]:
 
 
 def overlap() -> dict[str, Any]:
-    """Time of the ring while every message is held back, over the longer of computation and communication."""
+    """Time of the ring with delayed messages, relative to the longer of computation and communication."""
     lines = []
     for world in (2, 4):
         for line in on_ranks(world, time_ways)[0]:
             longer = max(line["compute"], line["communication"])
-            # The step is the time of one message: what the first one, or the last, leaves nothing to do beside.
+            # The tolerance is the time of one message: the first or the last one has nothing to overlap with.
             line |= {
                 "ratio": line["ring"] / longer,
                 "awaited_ratio": line["awaited"] / longer,

@@ -1,4 +1,4 @@
-"""The picture of the study of several ranks: bytes over ranks, memory over ranks."""
+"""Picture of the study of several ranks: bytes over ranks, memory over ranks."""
 
 from __future__ import annotations
 
@@ -7,8 +7,8 @@ from typing import Any
 
 
 def draw(results: dict[str, Any], file: Path) -> None:
-    """Left what a rank sends, by plan, right what a rank holds at its peak, measured."""
-    # Without pyplot: no window system, no figure that stays behind.
+    """Plot planned bytes sent per rank (left) and measured peak memory per rank (right)."""
+    # Without pyplot: needs no display, and leaves no global figures.
     from matplotlib.figure import Figure
     from matplotlib.ticker import FuncFormatter, NullFormatter
 
@@ -17,7 +17,7 @@ def draw(results: dict[str, Any], file: Path) -> None:
     planned = results["traffic"]["planned"]
     whole, causal = ([line for line in planned if line["causal"] is masked] for masked in (False, True))
     ranks = [line["ranks"] for line in whole]
-    # With segments that end with shards, gather and ring move the same rows where there is no mask.
+    # If segments end at shard boundaries, gather and ring move the same rows without a mask.
     for label, lines, name, style in (
         ("dense ring", whole, "dense_ring", "k^-"),
         ("gather", whole, "gather", "C0s-"),

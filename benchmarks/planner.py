@@ -1,26 +1,25 @@
-"""Memory and seconds of training steps and of generations, planned first and measured after, drawn at random.
+"""Memory and seconds of randomly drawn training steps and generations: planned first, then measured.
 
     python -m benchmarks.planner [--quick] [--cases N] [--decoding N] [--again | --replan] [--output FILE]
 
-A case is a LongNet, an optimizer, a precision, blocks that are recomputed or not, and one process or two to four that
-split rows of text, weights or sequences. What a process has at its peak is planned (`training.footprint`); then a
-program of its own takes three steps and reads from Linux what its memory was at its highest, beyond what the libraries
-had taken after two steps of the model's first layer alone, whose products are compiled then. glibc is told to give
-large blocks back when they are freed, which takes time: so seconds are those of a second program without that. They
-are held against what is predicted from measurements of this machine (`capacity.measure_here`), taken by a program of
-their own just before.
+A case is a LongNet, an optimizer, a precision, recomputation or not, and one process, or two to four that share rows of
+text, weights or sequences. The peak memory of a process is planned (`training.footprint`). Then a separate program
+takes three steps and reads its peak memory from Linux, above the level after two steps of the model's first layer
+alone, which load the libraries and compile their products. glibc is set to return large blocks when they are freed,
+which takes time: seconds are therefore measured by a second program without that. They are compared with the prediction
+from measurements of this machine (`capacity.measure_here`), taken by a separate program just before.
 
-What the processes send is counted in the first step, in which rows and operands of collectives are added up, and held
-against the planned bytes.
+Bytes sent by the processes are counted in the first step, as the sum over rows and operands of collectives, and
+compared with the planned bytes.
 
-A case of decoding is a LongNet, a pattern of groups or of windows, a prompt, a chunk and new tokens: the bytes of the
-cache and the peak of the process, planned by `capacity.generation_footprint`, in a program in which glibc writes into
-all that it allocates, as a cache has slots that nothing has been written into yet; and the seconds until the first
-token and of every later one, predicted by `capacity.measure_generation_here`.
+A decoding case is a LongNet, a pattern of groups or of windows, a prompt, a chunk size and new tokens. Bytes of the
+cache and peak memory are planned by `capacity.generation_footprint` and measured in a program in which glibc writes
+into all memory that it allocates, because a cache has slots that nothing has been written into yet. The seconds until
+the first token and of every later one are predicted by `capacity.measure_generation_here`.
 
-The same command again goes on after the cases that are in the file, each of which names its machine; --again begins
-anew. --replan plans the measured cases of the file once more, with what was measured of their machine then, which the
-file keeps, and measures nothing.
+The same command continues after the cases in the file, each of which names its machine; --again starts from scratch.
+--replan plans the measured cases of the file once more, with the measurements of their machine that the file contains,
+and measures nothing.
 """
 
 from __future__ import annotations
@@ -58,17 +57,17 @@ BOUNDED = PLAIN | {
     "MALLOC_TOP_PAD_": "0",
 }
 FILLED = BOUNDED | {"MALLOC_PERTURB_": "1"}
-"""Environments of the programs that measure seconds, memory, and memory with what is allocated and not used yet: glibc
-writes into all that it allocates, so that slots of a cache that hold nothing yet are resident."""
+"""Environments of the programs that measure seconds, memory, and memory including allocated but unused memory: glibc
+writes into all memory that it allocates, so that empty slots of a cache are resident."""
 
 
 def measured(
     told: dict[str, Any], processes: int, environment: dict[str, str], number: int, folder: Path | None = None
 ) -> list[dict[str, Any]]:
-    """What a program of so many processes prints of a case; with a folder, one that writes measurements into it.
+    """Results that a program of ``processes`` processes prints for a case; with a folder, it stores measurements there.
 
     Raises:
-        SystemExit: it fails.
+        SystemExit: the program fails.
     """
     given = [told, processes] if folder is None else [told, processes, str(folder)]
     launch = (
@@ -91,7 +90,7 @@ def measured(
 
 
 def here_of(told: dict[str, Any]) -> Here:
-    """This machine as it was measured for a case, from the file."""
+    """The machine's measurements stored with a case."""
     return Here(
         **told
         | {
@@ -105,7 +104,7 @@ def here_of(told: dict[str, Any]) -> Here:
 
 
 def generation_here_of(told: dict[str, Any]) -> GenerationHere:
-    """The same for a case of decoding."""
+    """The same for a decoding case."""
     calls = {
         name: None if told[name] is None else CallSeconds(*map(tuple, told[name]))
         for name in ("chunk", "last", "token")
@@ -114,11 +113,11 @@ def generation_here_of(told: dict[str, Any]) -> GenerationHere:
 
 
 _SENT_NAMES = {"rows": "rows", "weights and gradients": "collectives"}
-"""What is sent, in the planner's words and in those of :mod:`.sent_bytes`."""
+"""Kinds of traffic, by the planner's names, with the names in :mod:`.sent_bytes`."""
 
 
 def planned_case(case: dict[str, Any], settings: TrainSettings, here: Here) -> dict[str, Any]:
-    """A case with its plan, beside what was measured of it."""
+    """A measured case with its plan added."""
     processes = case["processes"]
     planned = footprint(settings, processes)
     seconds = plan_run(settings, processes, Device(sheet=here.sheet, here=here)).seconds
@@ -136,7 +135,7 @@ def planned_case(case: dict[str, Any], settings: TrainSettings, here: Here) -> d
 
 
 def run(number: int, folder: Path) -> dict[str, Any]:
-    """Plan a case of training and measure it; what is measured of this machine is kept in ``folder``."""
+    """Plan and measure a training case; measurements of this machine are kept in ``folder``."""
     settings, processes = draw(number)
     told = settings.to_dict() | {"data": []}
     measured(told, processes, PLAIN, number, folder)
@@ -156,7 +155,7 @@ def run(number: int, folder: Path) -> dict[str, Any]:
 
 
 def replanned(kept: dict[str, Any]) -> dict[str, Any]:
-    """What the file holds, every case planned anew: nothing is measured."""
+    """The file's contents with every case planned again, without measuring."""
     cases = [planned_case(case, settings_of(case), here_of(case["here"])) for case in kept["cases"]]
     decoding = [
         planned_decoding(
@@ -168,14 +167,14 @@ def replanned(kept: dict[str, Any]) -> dict[str, Any]:
 
 
 def settings_of(case: dict[str, Any]) -> TrainSettings:
-    """Those of a case of the file."""
+    """The settings of a case in the file."""
     return TrainSettings.from_dict(case["settings"] | {"tokenizer": "tokens"})
 
 
 def planned_decoding(
     case: dict[str, Any], settings: TrainSettings, generation: Generation, here: GenerationHere
 ) -> dict[str, Any]:
-    """A case of decoding with its plan, beside what was measured of it."""
+    """A measured decoding case with its plan added."""
     planned = generation_footprint(settings, generation)
     prompt, token = here.seconds(settings, generation).prompt, here.token_seconds(settings)
     return case | {
@@ -192,7 +191,7 @@ def planned_decoding(
 
 
 def run_decoding(number: int, folder: Path) -> dict[str, Any]:
-    """Plan a case of decoding and measure it, as :func:`run` does."""
+    """Plan and measure a decoding case, like :func:`run`."""
     settings, generation = draw_decoding(number)
     told = settings.to_dict() | {"data": [], "generation": dataclasses.asdict(generation)}
     measured(told, 1, PLAIN, number, folder)
@@ -213,7 +212,7 @@ def run_decoding(number: int, folder: Path) -> dict[str, Any]:
 
 
 def summary(ratios: list[float], within: float) -> dict[str, float]:
-    """How ratios of planned over measured are spread."""
+    """Distribution of ratios of planned to measured values."""
     ordered = sorted(ratios)
     places = {f"percentile {percent}": ordered[round(percent / 100 * (len(ordered) - 1))] for percent in PERCENTILES}
     return {
@@ -225,7 +224,7 @@ def summary(ratios: list[float], within: float) -> dict[str, float]:
 
 
 def summaries(kept: dict[str, Any]) -> dict[str, dict[str, float]]:
-    """Of memory and seconds of steps and of decoding, as far as there are cases."""
+    """Summaries of the ratios of memory and seconds, for the kinds that have cases."""
     cases, decoding = kept["cases"], kept["decoding"]
     found = {
         "memory of steps": ([case["ratio"] for case in cases], WITHIN),
@@ -243,7 +242,7 @@ def summaries(kept: dict[str, Any]) -> dict[str, dict[str, float]]:
 
 
 def main() -> None:
-    """Print a line for each case and write all, with the machine and the command they came from."""
+    """Print one line per case; write all cases with the machine and the command."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--quick", action="store_true", help="2 cases of each: checks")
     parser.add_argument("--cases", type=int, default=100)

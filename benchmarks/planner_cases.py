@@ -2,8 +2,8 @@
 
     python -m benchmarks.planner_cases SETTINGS
 
-SETTINGS are JSON: the settings of the case, the lengths for a case of generation, and the number of processes; or the
-same with a folder, into which measurements of this machine for the case are written, in a process as new as that of
+SETTINGS is JSON: the settings of the case, including the lengths for a generation case, and the number of processes; or
+the same with a folder, into which measurements of this machine for the case are written, in a process as new as that of
 the case.
 """
 
@@ -31,6 +31,7 @@ from dilated_attention_pytorch.capacity import (
 from dilated_attention_pytorch.memory import begin_peak, resident
 from dilated_attention_pytorch.models import LongNetConfig
 from dilated_attention_pytorch.training import PRESETS, TrainSettings
+from dilated_attention_pytorch.training.autocast import autocast
 from dilated_attention_pytorch.training.footprint import least_footprint
 
 from .sent_bytes import SentBytes, count_sent_bytes
@@ -114,7 +115,7 @@ def take_steps(settings: TrainSettings, processes: int) -> None:
             start = time.perf_counter()
             # Bytes are counted in the first step, whose time is discarded.
             with contextlib.nullcontext(sent) if number else count_sent_bytes() as sent:
-                with torch.autocast("cpu", torch.bfloat16, enabled=given.precision == "bfloat16"):
+                with autocast(given.precision, "cpu"):
                     loss = wrapped(**rows, num_items_in_batch=whole.numel(), skip_logits=True).loss
                 loss.backward()
             torch.nn.utils.clip_grad_norm_(model.parameters(), given.max_grad_norm)
@@ -223,13 +224,13 @@ def generate_texts(settings: TrainSettings, generation: Generation) -> None:
 def machine(
     settings: TrainSettings, processes: int, generation: Generation | None, folder: Path, *, is_kept: bool
 ) -> Here | GenerationHere:
-    """What is measured of this machine for a case.
+    """Measurements of this machine for a case.
 
     Args:
-        settings, processes: of the case.
-        generation: lengths, for a case of generation.
-        folder: of the measurements.
-        is_kept: whether all of them are there: nothing is measured.
+        settings, processes: the case.
+        generation: lengths, for a generation case.
+        folder: folder of the measurements.
+        is_kept: whether all of them exist, so that nothing is measured.
     """
     import torch
 

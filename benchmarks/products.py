@@ -1,10 +1,10 @@
-"""What the CPU kernels cannot be faster than: their matrix products alone, beside dense PyTorch attention.
+"""Lower bound of the CPU kernels' time: their matrix products alone, compared with dense PyTorch attention.
 
     python -m benchmarks.products [--quick] [--avx2] [--head-dim D] [--output FILE]
 
-The products are those of the kernels' own sources, in the sizes in which these call them, on operands that stay in a
-core's caches, every thread on its own. ``least`` is the part of the time of dense attention at 8,192 rows, per
-operation, that products alone take: with a softmax that cost nothing, the kernels' ratios would be that.
+The products are those of the kernels' own sources, in the sizes that the kernels use, on operands that stay in a core's
+caches, each thread independently. ``least`` is the time per operation of the products alone, relative to dense
+attention at 8,192 rows: the ratio that the kernels would have if the softmax cost nothing.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from dilated_attention_pytorch.kernels.compilation import SOURCES, build_of_this
 from .implementation import LEAST_VECTORS
 
 DENSE_ROWS, DENSE_HEADS = 8192, 4
-OPERATIONS = 4e10  # of a sample, for each thread
+OPERATIONS = 4e10  # per sample and thread
 ROUNDS = 5
 SOURCE = r"""
 #include <ATen/Parallel.h>
@@ -67,7 +67,7 @@ TORCH_LIBRARY(dilated_attention_products, m) {
 
 
 def load_products() -> None:
-    """Compile the loop around the kernels' own product, with the flags of the kernels."""
+    """Compile a loop around the kernels' own product, with the compiler flags of the kernels."""
     build = build_of_this_machine()
     with tempfile.TemporaryDirectory() as scratch:
         source, library = Path(scratch) / "products.cpp", Path(scratch) / "products.so"
@@ -77,13 +77,13 @@ def load_products() -> None:
 
 
 def factor_dtypes() -> tuple[torch.dtype, ...]:
-    """What products are taken of here: bfloat16 too where the processor multiplies it."""
+    """Dtypes to measure products in: bfloat16 too if the processor multiplies it."""
     is_wide = torch.backends.cpu.get_cpu_capability() == "AVX512" and torch.cpu._is_avx512_bf16_supported()
     return (torch.float32, torch.bfloat16) if is_wide else (torch.float32,)
 
 
 def sizes_of(head_dim: int, dtype: torch.dtype) -> dict[str, list[tuple[int, int, int, bool]]]:
-    """Rows, columns and depth of the products of a tile and a block, and whether they are added to what is there."""
+    """Rows, columns and depth of the products of a tile and a block, and whether they are accumulated."""
     rows = 256 if dtype == torch.float32 else 128
     return {
         "forward": [(rows, 256, head_dim, False), (rows, head_dim, 256, True)],
@@ -104,7 +104,7 @@ def seconds(call: Callable[[], object]) -> float:
 
 
 def products_of(sizes: list[tuple[int, int, int, bool]], dtype: torch.dtype) -> Callable[[], float]:
-    """What measures the operations a second of all threads, in products of these sizes by turns."""
+    """A function that measures operations per second of all threads, in products of these sizes in turn."""
     threads, operations = torch.get_num_threads(), sum(2 * m * n * k for m, n, k, _ in sizes)
     count = max(1, int(OPERATIONS / operations))
     operands = [
@@ -120,7 +120,7 @@ def products_of(sizes: list[tuple[int, int, int, bool]], dtype: torch.dtype) -> 
 
 
 def dense_attention(head_dim: int, dtype: torch.dtype, rows: int) -> dict[str, Callable[[], float]]:
-    """What measures the operations a second of PyTorch's attention, forward, and forward and backward."""
+    """Functions that measure operations per second of PyTorch's attention: forward, and forward and backward."""
     query, key, value, grad = (torch.randn(1, DENSE_HEADS, rows, head_dim).to(dtype) for _ in range(4))
     leaves = [x.requires_grad_() for x in (query, key, value)]
     pairs = DENSE_HEADS * head_dim * rows**2
@@ -139,7 +139,7 @@ def dense_attention(head_dim: int, dtype: torch.dtype, rows: int) -> dict[str, C
 
 
 def measure(head_dim: int, dtype: torch.dtype, rows: int) -> dict[str, Any]:
-    """Medians of rounds: rates in GFLOP/s, and the least part of the time of dense attention."""
+    """Medians over rounds: rates in GFLOP/s, and the minimum fraction of dense attention's time."""
     contestants = dense_attention(head_dim, dtype, rows) | {
         f"products_{name}": products_of(sizes, dtype) for name, sizes in sizes_of(head_dim, dtype).items()
     }

@@ -14,7 +14,7 @@ import torch.multiprocessing as mp
 
 
 def on_ranks(world: int, function: Callable[..., Any], *args: Any) -> list[Any]:
-    """``function(*args)`` on ``world`` fresh processes; the results by rank. An error of any of them is raised here."""
+    """Run ``function(*args)`` in ``world`` new processes; results by rank. An error in any of them is raised here."""
     with tempfile.TemporaryDirectory() as folder:
         mp.start_processes(_run, (world, folder, function, args), nprocs=world, start_method="spawn")
         return [pickle.loads(_result(folder, rank).read_bytes()) for rank in range(world)]

@@ -1,16 +1,16 @@
-"""Associative recall at 4,096 tokens: adaptive blocks, 8 of 64 a query, beside a local window of equal cost.
+"""Associative recall at 4,096 tokens: adaptive blocks, 8 of 64 per query, and a local window of equal cost.
 
     python -m benchmarks.recall
 
-A text holds pairs of a key and a value token, scattered over noise. Its last 64 tokens are keys that came before; at
-each of them the value that came with it is asked for. Both models are one causal attention layer between a convolution
-of two tokens and a feed-forward layer, and differ in what the attention looks at: the question's own block of 64 and
-the 7 that it chooses by itself, or the 512 positions that end with it. They see the same texts, in stages from dense
-and short to sparse and long, and are compared on texts that neither has seen.
+A text consists of pairs of a key and a value token, scattered over noise. Its last 64 tokens are keys that occurred
+before; at each of them the model must predict the key's value. Both models are one causal attention layer between a
+convolution of two tokens and a feed-forward layer, and differ in what the attention sees: the question's own block of
+64 and 7 blocks that it chooses, or the last 512 positions. They are trained on the same texts, in stages from dense and
+short to sparse and long, and compared on unseen texts.
 
-Queries and keys are normalised and a score is at most ``temperature``. For adaptive blocks it is low: one key alone
-cannot win against all others, so that the loss needs the gates and trains the scorer. The window has a high one, with
-which it learns to recall what it sees.
+Queries and keys are normalised, and a score is at most ``temperature``. For adaptive blocks it is low: one key alone
+cannot win against all others, so that the loss depends on the gates and trains the scorer. For the window it is high,
+with which it learns to recall what it sees.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ class Stage(NamedTuple):
     length: int
     pairs: int
     texts: int
-    """In a step."""
+    """Number of texts per step."""
     steps: int
 
 
@@ -90,7 +90,7 @@ class Recall(nn.Module):
         return x, functional.normalize(q, dim=-1), functional.normalize(k, dim=-1), v
 
     def forward(self, tokens: Tensor, first: int = -QUESTIONS) -> Tensor:
-        """Logits ``[texts, rows, VALUES]`` of the rows from ``first`` on: the others are not needed."""
+        """Logits ``[texts, rows, VALUES]`` of the rows from ``first`` on; others are not needed."""
         x, q, k, v = self.project(tokens)
         start = first % tokens.shape[1]
         if self.adaptive is None:
@@ -102,7 +102,7 @@ class Recall(nn.Module):
         return self.head(x + self.feed_forward(x))
 
     def choices(self, tokens: Tensor) -> Tensor:
-        """The blocks that every question looks at, ``[texts, QUESTIONS, KEPT]``."""
+        """The blocks that every question attends to, ``[texts, QUESTIONS, KEPT]``."""
         assert self.adaptive is not None
         _, q, k, _ = self.project(tokens)
         start = tokens.shape[1] - QUESTIONS
@@ -111,7 +111,7 @@ class Recall(nn.Module):
 
 @torch.no_grad()
 def check(generator: torch.Generator) -> float:
-    """Largest difference, in float64, of questions alone and the whole text; 1 if the future reaches the past."""
+    """Largest float64 difference between questions alone and in the whole text; 1 if the future affects the past."""
     model = Recall("adaptive").double()
     tokens = draw(1, 1024, 15, generator).tokens
     whole = model(tokens, 0)
@@ -124,24 +124,24 @@ def check(generator: torch.Generator) -> float:
 
 @dataclass(frozen=True, slots=True)
 class Score:
-    """What a trained model does on texts of 4,096 tokens that it has not seen."""
+    """Results of a trained model on unseen texts of 4,096 tokens."""
 
     contestant: Contestant
     seed: int
     accuracy: float
     in_reach: float
-    """Questions whose answer lies in what the model looks at."""
+    """Fraction of questions whose answer lies in what the model sees."""
     density: float
-    """Pairs of a question and a key that it computes, of all."""
+    """Fraction of question-key pairs that are computed."""
     least_scorer_gradient: float | None
-    """Of every parameter of the scorer the norm of the first step's gradient: the smallest."""
+    """Smallest norm over the scorer's parameters of the first step's gradient."""
     seconds: float
-    """Of training."""
+    """Seconds of training."""
 
 
 @torch.no_grad()
 def evaluate(model: Recall, texts: Texts) -> tuple[float, float]:
-    """Share of questions that are answered, and of those whose answer is in reach."""
+    """Fraction of questions answered correctly, and of those whose answer is in reach."""
     answered, reached = [], []
     for tokens, answers, positions in zip(*(part.split(8) for part in texts), strict=True):
         answered.append(model(tokens).argmax(-1) == answers)
@@ -154,7 +154,7 @@ def evaluate(model: Recall, texts: Texts) -> tuple[float, float]:
 
 
 def train(model: Recall, stages: list[Stage], generator: torch.Generator) -> Iterator[tuple[int, Stage, float]]:
-    """Step number, stage and loss of every step; the rates fall to a twentieth over the last third."""
+    """Step number, stage and loss of every step; learning rates decay to a twentieth over the last third."""
     scorer = [] if model.adaptive is None else list(model.adaptive.scorer.parameters())
     of_scorer = {id(parameter) for parameter in scorer}
     rest = [parameter for parameter in model.parameters() if id(parameter) not in of_scorer]
@@ -203,7 +203,7 @@ def run(contestant: Contestant, seed: int, stages: list[Stage], held_out: Texts)
 
 
 def main() -> int:
-    """Train, print and write; 1 if a limit is missed."""
+    """Train, print and write; returns 1 if a limit is missed."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1])
     parser.add_argument("--held-out", type=int, default=64, help="texts that the models are compared on")
@@ -216,7 +216,7 @@ def main() -> int:
     if difference > 1e-12:
         print(f"a question alone and in its text differ by {difference:.1e}: nothing was trained", file=sys.stderr)
         return 1
-    # No seed of training is as large.
+    # Different from every training seed.
     held_out = draw(arguments.held_out, LENGTH, STAGES[-1].pairs, torch.Generator().manual_seed(1 << 40))
     scores: list[Score] = []
     met = True
@@ -242,7 +242,7 @@ def main() -> int:
             limit = LIMITS[contestant]
             met &= score.accuracy >= limit if contestant == "adaptive" else score.accuracy < limit
             scores.append(score)
-            # After every model, so that a run that ends early leaves what it found.
+            # Write after every model, so that an interrupted run keeps its results.
             write_json(arguments.output, results | {"met": met, "scores": [asdict(score) for score in scores]})
     print(f"\n{'':>10} {'seed':>4} {'answered':>9} {'in reach':>9} {'density':>8} {'seconds':>8}")
     for score in scores:

@@ -1,10 +1,10 @@
-"""What the compiled Triton kernels take of a GPU: registers, shared memory and spills, read from machine code.
+"""GPU resources of the compiled Triton kernels: registers, shared memory and spills, read from machine code.
 
     python -m benchmarks.registers [--targets sm_90 gfx942 ...]
         [--kernels forward ...] [--all] [--output FILE]
 
-Compiles every shipped configuration, for compute capability 8.0 and 9.0 where no targets are named, and says which
-registers it spills, and in which loops. Needs no GPU. Not in Triton's interpreter: without TRITON_INTERPRET.
+Compiles every shipped configuration, by default for compute capability 8.0 and 9.0, and reports which registers it
+spills, and in which loops. Needs no GPU. Does not run in Triton's interpreter: unset TRITON_INTERPRET.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ SHARED_KIB = {
     "gfx942": 64,
     "gfx950": 160,
 }
-"""Devices that kernels are compiled for, by the compiler's names, and the shared memory that a program may have."""
+"""Target devices by the compiler's names, and the shared memory in KiB available to a program."""
 KERNELS = ("forward", "few_queries", "query_gradient", "key_gradient", "fp8_forward", "fp8_few_queries")
 MASKS = {"none": (False, False), "causal": (True, False), "band": (True, True)}
 CALLS: dict[str, dict[str, Any]] = {
@@ -50,7 +50,7 @@ CALLS: dict[str, dict[str, Any]] = {
     "3_heads": {"RATIO": 3},
     "4_heads": {"RATIO": 4},
 }
-"""What a call may ask for beside the mask; the last two are query heads of one key/value head."""
+"""Variants of a call besides the mask; the last two are query heads per key/value head."""
 _POINTERS = {
     "ORDER": "*i32",
     "RUNS": "*i32",
@@ -78,7 +78,7 @@ _FLOATS = ("scale", "scale_log2", "keep_scale")
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Usage:
-    """One compiled kernel."""
+    """Resource usage of one compiled kernel."""
 
     kernel: str
     target: str
@@ -91,30 +91,30 @@ class Usage:
     """One of ``CALLS``."""
     configuration: Configuration
     registers: int
-    """Of a thread: at most 255 on NVIDIA GPUs, 512 on AMD's, accumulation registers among them."""
+    """Per thread: at most 255 on NVIDIA GPUs, 512 on AMD's, including accumulation registers."""
     accumulation_registers: int
     scalar_registers: int
-    """Of a warp; AMD only, as the one before."""
+    """Per warp; AMD only, like the accumulation registers."""
     shared_bytes: int
-    """Of a program."""
+    """Per program."""
     spill_bytes: int
-    """Stores to and loads from memory of a thread's own, for registers that did not fit, all over the code."""
+    """Stores to and loads from thread-local memory for spilled registers, over the whole code."""
     loop_spill_bytes: int
-    """Those inside a loop, over runs, heads of a group or blocks."""
+    """Spills inside a loop over runs, heads of a group or blocks."""
     block_loop_spill_bytes: int
-    """Those inside an innermost loop, one over blocks; 0 in everything shipped, for plain calls."""
+    """Spills inside an innermost loop, over blocks; 0 in everything shipped, for plain calls."""
     matrix_instructions: int
-    """In the code; 0 would be arithmetic without tensor cores."""
+    """Number in the code; 0 would mean arithmetic without tensor cores."""
     loops: tuple[Loop, ...]
-    """Those with matrix instructions: over runs at depth 0, in it the loops over blocks without and with a mask."""
+    """Loops with matrix instructions: over runs at depth 0, and in it the loops over blocks without and with a mask."""
     compile_seconds: float | None
-    """Of one processor, this process and the programs that it starts; None where Triton had it in its cache."""
+    """Processor seconds of this process and its children; None if Triton had it in its cache."""
 
 
 def compiled(
     kernel: Any, target: str, dtype: str, constants: dict[str, Any], *, num_warps: int, num_stages: int
 ) -> Any:
-    """A kernel as machine code for a device that need not be there; what has no constant is a size or a stride."""
+    """A kernel as machine code for a device that may be absent; arguments without constants are sizes or strides."""
     import triton
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
@@ -129,7 +129,7 @@ def compiled(
             signature[argument] = "*fp8e4nv" if is_scaled else _POINTERS.get(argument, f"*{dtype}")
         else:
             signature[argument] = "fp32" if argument in _FLOATS else "i32"
-        # What Triton finds out at a launch: pointers and strides of whole rows are multiples of 16.
+        # As Triton would find at launch: pointers and strides of whole rows are multiples of 16.
         if is_tensor or "stride" in argument:
             hints[(index,)] = [["tt.divisibility", 16]]
     source = ASTSource(fn=kernel, signature=signature, constexprs=constants, attrs=hints)
@@ -151,7 +151,7 @@ def usage(
     call: str = "plain",
     **features: Any,
 ) -> Usage:
-    """Compile one kernel for one device; ``features`` are constants beside those of the call: ``PHANTOMS=True``."""
+    """Compile one kernel for one device; ``features`` are additional constants, such as ``ZERO_PAD_KEYS=True``."""
     import triton
 
     from dilated_attention_pytorch.kernels.triton import forward, key_gradients, query_gradients, runs
@@ -177,7 +177,7 @@ def usage(
         "CAUSAL": causal,
         "BANDED": banded,
         "PADDED": False,
-        "PHANTOMS": False,
+        "ZERO_PAD_KEYS": False,
         "DROPOUT": False,
         "ROTATED": banded and name.endswith("few_queries"),
         "HAS_GRAD_LSE": False,
@@ -235,7 +235,7 @@ def _machine_code(code: Any) -> Code:
 
 
 def _tool(name: str, code: Any, option: str) -> str:
-    """What a program that comes with Triton says of the code for an NVIDIA GPU."""
+    """Output of a tool included in Triton for the code of an NVIDIA GPU."""
     from triton.backends.nvidia import compiler
 
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
@@ -255,9 +255,9 @@ def shipped(
     kernels: tuple[str, ...] = KERNELS,
     version: tuple[int, int] | None = None,
 ) -> Iterator[Usage]:
-    """Every shipped configuration for a device: without a mask, with the causal one, with a band (a causal window).
+    """Usage of every shipped configuration for a device: without a mask, causal, and with a band (a causal window).
 
-    Those of this Triton, or of another ``version``: what would be compiled if it had no configurations of its own.
+    For this Triton, or for another ``version``: what would be compiled if it had no configurations of its own.
     """
     version = version or triton_version()
     for name, dtype, head_dim, call, mask in itertools.product(kernels, dtypes, head_dims, calls, masks):
@@ -269,18 +269,18 @@ def shipped(
 
 
 def is_shipped(name: str, target: str, dtype: str = "bf16", call: str = "plain") -> bool:
-    """Whether a kernel is for a device, a dtype of the output and a call: those in e4m3 are one for all dtypes."""
+    """Whether a kernel supports a device, an output dtype and a call; e4m3 kernels are the same for all dtypes."""
     return not name.startswith("fp8") or (multiplies_e4m3(target) and dtype != "fp32" and call != "dropout")
 
 
 def version(text: str) -> tuple[int, int]:
-    """``(3, 9)`` of ``"3.9"``; the name is what a wrong argument is called in the message."""
+    """``(3, 9)`` for ``"3.9"``; argparse uses the function's name in the message for an invalid argument."""
     major, minor = text.split(".")
     return int(major), int(minor)
 
 
 def write_figures(file: Path, facts: dict[str, Any], figures: list[Usage]) -> None:
-    """Where they come from, and one line a kernel."""
+    """Write their origin, and one line per kernel."""
     lines = ",\n".join("  " + json.dumps(asdict(one)) for one in figures)
     write_text(file, f'{{\n "origin": {json.dumps(facts)},\n "figures": [\n{lines}\n ]\n}}\n')
 

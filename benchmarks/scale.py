@@ -1,9 +1,9 @@
-"""Planning and simulating one sequence over thousands of ranks: what that takes, and what it says.
+"""Planning and simulating one sequence over thousands of ranks: cost and results.
 
     python -m benchmarks.scale [--only plan call simulated messages rounds links] [--output FILE]
 
-Only the sections that are measured are written anew. Planning is measured in processes of its own. ``links`` puts
-ranks of this machine into network namespaces (root, iproute2) with a set bandwidth.
+Only the sections that are measured are rewritten. Planning is measured in separate processes. ``links`` puts
+ranks of this machine into network namespaces (needs root and iproute2) with limited bandwidth.
 """
 
 from __future__ import annotations
@@ -29,13 +29,13 @@ from torch.distributed.device_mesh import init_device_mesh
 from dilated_attention_pytorch import Pattern, local_window, parallel
 from dilated_attention_pytorch.benchmarks.results import module_command, origin, write_json
 from dilated_attention_pytorch.parallel import ring
+from dilated_attention_pytorch.parallel.communicator import communicator_of
 from dilated_attention_pytorch.parallel.simulation import SimulatedStrategy
-from dilated_attention_pytorch.parallel.wire import wire_of
 from dilated_attention_pytorch.planning import rounds as planned_rounds
 from dilated_attention_pytorch.planning.layout import Shards
 from dilated_attention_pytorch.planning.rounds import PASSED_ON_BYTES
 from dilated_attention_pytorch.planning.shards import ShardedCall
-from dilated_attention_pytorch.planning.traffic import gathered_rows, sent_rows, team_parts
+from dilated_attention_pytorch.planning.traffic import gather_group_parts, gathered_rows, sent_rows
 
 from .links import links
 from .parallel import HEAD_DIM, HEADS, paper_up_to
@@ -51,7 +51,7 @@ GATHERS = 15
 
 
 def plan_once(world: int) -> dict[str, Any]:
-    """One plan of 2^30 tokens over ``world`` ranks, in a process that has planned nothing before."""
+    """Plan 2^30 tokens over ``world`` ranks, in a process that has planned nothing before."""
     torch.set_num_threads(1)
     pattern = paper_up_to(ROWS)
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
@@ -85,7 +85,7 @@ def plan_once(world: int) -> dict[str, Any]:
 
 
 def plan() -> dict[str, Any]:
-    """Seconds and peak memory of planning, and the plan: bytes, messages, imbalance."""
+    """Seconds and peak memory of planning, and the resulting bytes, messages and imbalance."""
     lines = []
     for world in WORLDS:
         lines.append(line := _in_a_process("plan_once", world))
@@ -110,7 +110,7 @@ def _in_a_process(function: str, *arguments: int | str) -> dict[str, Any]:
 
 
 def call() -> dict[str, Any]:
-    """Seconds that one rank plans for its own call, median of 15 ranks: a new one, the same again, new boundaries."""
+    """Seconds of planning one rank's own call, median of 15 ranks: a new call, the same again, new boundaries."""
     lines = []
     patterns: dict[str, Pattern] = {
         "window of 4,096": local_window(4096),
@@ -146,7 +146,7 @@ def call() -> dict[str, Any]:
 
 
 def simulate_once(world: int, strategy: SimulatedStrategy) -> dict[str, Any]:
-    """Both passes of one layer over 2^30 tokens at the plan's assumed rates, without noise and with it."""
+    """Both passes of one layer over 2^30 tokens at the plan's assumed rates, without and with noise."""
     torch.set_num_threads(1)
     found: dict[str, Any] = {"ranks": world, "strategy": strategy}
     for name in ("forward", "backward"):
@@ -183,19 +183,23 @@ def _simulated(world: int, strategy: SimulatedStrategy, noise: float, *, is_back
 
 
 def messages() -> dict[str, Any]:
-    """Messages of a rank forward: of a ring, from each to each of those that share segments, and passed on."""
+    """Forward messages of a rank: in a ring, directly between ranks that share segments, and passed on."""
     lines = []
     for world in WORLDS:
         call, shards = ShardedCall(paper_up_to(ROWS), HEADS, True, 0, None), Shards(ROWS, world, "contiguous")
         row = 2 * HEAD_DIM * 2
-        parts, ring, gather = team_parts(call, shards), sent_rows(call, shards), gathered_rows(call, shards, row)
+        parts, ring, gather = (
+            gather_group_parts(call, shards),
+            sent_rows(call, shards),
+            gathered_rows(call, shards, row),
+        )
         zeros = torch.zeros(world, dtype=torch.int64)
         line = {
             "ranks": world,
             "sets": int(zeros.index_add(0, parts.rank, torch.ones_like(parts.rank)).max()),
             "ring_messages": int(ring.messages.max()),
             "ring_bytes": int(ring.given.max()) * row,
-            "each_to_each": int(zeros.index_add(0, parts.rank, (parts.num_members - 1)[parts.team]).max()),
+            "each_to_each": int(zeros.index_add(0, parts.rank, (parts.num_members - 1)[parts.gather_group]).max()),
             "gather_messages": int(gather.messages.max()),
             "gather_bytes": int(gather.given.max()) * row,
             "ring_link_bytes": ring.most * row,
@@ -213,7 +217,7 @@ def messages() -> dict[str, Any]:
 
 
 def rounds() -> dict[str, Any]:
-    """All-gathers over gloo on this machine: passed on beside from each to each."""
+    """All-gathers over gloo on this machine: passed on, compared with direct messages."""
     lines = []
     for world in ROUNDS:
         of_ranks = on_ranks(world, _gather_both_ways)
@@ -238,11 +242,11 @@ def rounds() -> dict[str, Any]:
 
 
 def _gather_both_ways() -> list[dict[str, Any]]:
-    """On one rank: median seconds, and processor seconds, of an all-gather of so many bytes in either way, in turn."""
-    wire = wire_of(init_device_mesh("cpu", (dist.get_world_size(),)))
+    """On each rank: median wall-clock and processor seconds of all-gathers of both kinds, in turn, by size."""
+    communicator = communicator_of(init_device_mesh("cpu", (dist.get_world_size(),)))
     lines: list[dict[str, Any]] = []
     for num_bytes in GATHERED_BYTES:
-        tensor = torch.full((num_bytes,), wire.rank, dtype=torch.uint8)
+        tensor = torch.full((num_bytes,), communicator.rank, dtype=torch.uint8)
         samples: dict[str, list[tuple[float, float]]] = {"passed_on": [], "at_once": []}
         messages = []
         for _ in range(GATHERS):
@@ -251,9 +255,9 @@ def _gather_both_ways() -> list[dict[str, Any]]:
                 limits = {"PASSED_ON_BYTES": limit, "FEWEST_MEMBERS": 4}
                 with mock.patch.dict(vars(planned_rounds), limits), parallel.count_traffic() as traffic:
                     begin, cpu = time.perf_counter(), time.process_time()
-                    gathered = wire.all_gather(tensor, tag=4)
+                    gathered = communicator.all_gather(tensor, tag=4)
                     samples[way].append((time.perf_counter() - begin, time.process_time() - cpu))
-                if gathered[:, 0].tolist() != list(range(wire.size)):
+                if gathered[:, 0].tolist() != list(range(communicator.size)):
                     raise SystemExit("not timed: what was gathered is not what the ranks have")
                 messages.append(traffic.messages)
         medians = {way: tuple(map(statistics.median, zip(*taken, strict=True))) for way, taken in samples.items()}
@@ -262,7 +266,7 @@ def _gather_both_ways() -> list[dict[str, Any]]:
 
 
 def simulated() -> dict[str, Any]:
-    """Ring and gather of thousands of ranks, event by event."""
+    """Simulate ring and gather over thousands of ranks, event by event."""
     lines = []
     strategies: tuple[SimulatedStrategy, ...] = ("ring", "gather")
     for world, strategy in itertools.product(SIMULATED, strategies):
@@ -284,7 +288,7 @@ def simulated() -> dict[str, Any]:
 
 
 def main() -> None:
-    """Measure, print, and write what was measured beside what the file already holds."""
+    """Measure, print, and write the results, keeping other sections of the file."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     sections: dict[str, Callable[[], dict[str, Any]]] = {
         "plan": plan,

@@ -1,9 +1,9 @@
-"""Segment selection held against this machine: memory against the budget, time against the best, and a table.
+"""Segment selection compared with this machine: memory with the budget, time with the best candidate, and a table.
 
     dilated-attention tune
     python -m benchmarks.selection [--only memory speed table] [--output FILE]
 
-Run by hand: 50 fresh processes for the memory, and every candidate of 20 shapes for the time.
+Run manually: 50 new processes for the memory, and all candidates of 20 shapes for the time.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ from dilated_attention_pytorch.selection.tuning import call_of
 
 CPU = torch.device("cpu")
 FIRST_VERSION = DilatedPattern([512, 1024], [1, 2])
-"""What the earlier package's first version chose for 1K, 4K and 16K positions alike."""
+"""Choice of the earlier package's first version for 1K, 4K and 16K positions alike."""
 
 
 def drawn_workload(
@@ -57,7 +57,7 @@ def drawn_workload(
 
 
 def memory_of_one(text: str) -> None:
-    """In a fresh process: bytes at the peak of its first call beyond those before its operands, and of its second."""
+    """In a new process: peak bytes of the first call above the level before its operands, and of the second call."""
     values = json.loads(text)
     pattern = DilatedPattern(values.pop("segment_lengths"), values.pop("dilation_rates"))
     values["dtype"] = getattr(torch, values["dtype"])
@@ -89,7 +89,7 @@ def _call(workload: Workload, pattern: DilatedPattern) -> None:
 
 
 def memory() -> dict[str, Any]:
-    """Peak memory of 50 drawn shapes against drawn budgets, each in a process of its own."""
+    """Peak memory of 50 random shapes compared with random budgets, each in a separate process."""
     generator, hardware = random.Random(1), read_hardware(CPU)
     rows: list[dict[str, Any]] = []
     refused = 0
@@ -152,7 +152,7 @@ def _lengths(pattern: DilatedPattern) -> dict[str, list[int]]:
 
 
 def speed() -> dict[str, Any]:
-    """The choice of ``objective="speed"`` beside the best of all candidates that cover enough, 20 drawn shapes."""
+    """The choice of ``objective="speed"`` and the best of all candidates with enough coverage, for 20 random shapes."""
     generator = random.Random(2)
     config = SegmentSelectionConfig(min_segment_size=256, max_num_segments=4, objective="speed")
     rows: list[dict[str, Any]] = []
@@ -197,7 +197,7 @@ def speed() -> dict[str, Any]:
 
 
 def _times(workload: Workload, patterns: list[DilatedPattern]) -> dict[DilatedPattern, float]:
-    """The least time of every pattern: three rounds of all, then seven of those within 1.3 of the best."""
+    """Minimum time of every pattern: three rounds of all, then seven of those within 1.3 times the best."""
     call = call_of(workload, CPU)
     call(patterns[0])
     times = dict.fromkeys(patterns, float("inf"))
@@ -210,7 +210,7 @@ def _times(workload: Workload, patterns: list[DilatedPattern]) -> dict[DilatedPa
 
 
 def table() -> list[dict[str, Any]]:
-    """1K, 4K and 16K positions: the first version's choice and today's, what judges each, and its measured time."""
+    """1K, 4K and 16K positions: the first version's choice and the current one, with scores and measured times."""
     rows = []
     for length in (1024, 4096, 16384):
         workload = Workload(
@@ -254,7 +254,7 @@ def main() -> None:
     if arguments.memory_of:
         memory_of_one(arguments.memory_of)
         return
-    # Parts that are not run now stay as they were measured.
+    # Keep the results of parts that are not run.
     results: dict[str, Any] = json.loads(arguments.output.read_text()) if arguments.output.exists() else {}
     for name in arguments.only:
         print(f"--- {name}: {(parts[name].__doc__ or '').strip()}", flush=True)

@@ -1,11 +1,11 @@
-"""What data parallelism keeps in every process, and whether its losses are those of one process.
+"""Memory that data parallelism keeps in every process, and whether its losses equal those of one process.
 
     python -m benchmarks.sharded_states [--quick] [--output FILE]
 
-A small LongNet, AdamW in float32, 20 steps of the same windows: in one process, then in two of gloo with DDP, FSDP2 and
-DeepSpeed's ZeRO of each stage, with offload to the CPU and to files. Counted are the float tensors that a process holds
-when its optimizer begins the last step, each storage once: weights, gradients, moments, and what the engine keeps
-beside them.
+A small LongNet with AdamW in float32 takes 20 steps on the same windows: in one process, then in two processes over
+gloo with DDP, FSDP2 and every stage of DeepSpeed's ZeRO, with offloading to the CPU and to files. Counted are the float
+tensors that a process holds when its optimizer begins the last step, each storage once: weights, gradients, moments,
+and buffers of the engine.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ LOSS_TOLERANCE = 1e-3  # nats
 
 
 def settings_of(texts: Path, **changes: Any) -> TrainSettings:
-    """A run of seconds that takes 2 windows a step."""
+    """Settings of a run that takes seconds, with 2 windows per step."""
     model = LongNetConfig(
         embed_dim=128, num_layers=4, num_heads=4, ffn_dim=256, segment_lengths=(32, 128), dilation_rates=(1, 4)
     )
@@ -75,7 +75,7 @@ def float_bytes() -> int:
     """Bytes of the float tensors of this process, each storage once."""
     storages: dict[int, int] = {}
     for found in gc.get_objects():
-        # By its class: others compute what they say that they are.
+        # Check the class itself: some objects compute their __class__.
         if issubclass(type(found), torch.Tensor) and found.is_floating_point() and found.device.type == "cpu":
             local = found.to_local() if isinstance(found, DTensor) else found
             storages[local.untyped_storage().data_ptr()] = local.untyped_storage().nbytes()
@@ -83,7 +83,7 @@ def float_bytes() -> int:
 
 
 def run_cases(folder: Path, names: list[str]) -> None:
-    """The runs of this process, each with what it held, written by the first."""
+    """The runs of this process; the first process writes the bytes that each of them held."""
     counted: list[int] = []
     before = [float_bytes()]
     register_optimizer_step_pre_hook(lambda *_: counted.append(float_bytes() - before[0]))
@@ -106,10 +106,10 @@ def run_cases(folder: Path, names: list[str]) -> None:
 
 
 def measure(names: list[str]) -> list[dict[str, Any]]:
-    """Run all in their processes, and compare.
+    """Run all cases in separate processes, and compare them.
 
     Raises:
-        SystemExit: a run fails, or its losses are others.
+        SystemExit: a run fails, or its losses differ.
     """
     results = []
     with tempfile.TemporaryDirectory() as name:
@@ -146,7 +146,7 @@ def _losses(run: Path) -> list[float]:
 
 
 def main() -> None:
-    """Print a line for each and write them, with the machine and the command they came from."""
+    """Print one line per result; write all results with the machine and the command."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--quick", action="store_true", help="DDP and ZeRO-2 alone: checks")
     parser.add_argument("--folder", type=Path, help=argparse.SUPPRESS)

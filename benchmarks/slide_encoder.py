@@ -1,12 +1,12 @@
-"""The slide encoder on the CPU: seconds and peak memory of the adopted model and of the published route in PyTorch.
+"""The slide encoder on the CPU: seconds and peak memory of the adopted model and of the published algorithm in PyTorch.
 
     python -m benchmarks.slide_encoder [--lengths N ...] [--only adopted "published, fused" "published, dense"]
         [--impl auto|native|aten] [--output FILE]
 
-12 layers, 768 wide, 16 heads, the pattern of the GigaPath encoder. The published route pads, selects classes, attends
-within them, scatters and merges, as torchscale's layer does; flash-attn, which it needs there, is PyTorch's own fused
-CPU kernel ("fused") or a softmax written out ("dense"). All compute the same from the same weights, which is checked
-first: in float64 on a small model, then in float32 on every length that is measured.
+12 layers, 768 wide, 16 heads, the pattern of the GigaPath encoder. The published algorithm pads, selects classes,
+attends within them, scatters and merges, as torchscale's layer does; flash-attn is replaced by PyTorch's own fused CPU
+kernel ("fused") or by an explicit softmax ("dense"). All models have the same weights and must agree, which is checked
+first: in float64 on a small model, then in float32 on every measured length.
 """
 
 from __future__ import annotations
@@ -34,13 +34,13 @@ from .implementation import add_choice, in_words, judged, take
 SEGMENT_LENGTHS = [1024, 5792, 32768, 185363, 1048576]
 DILATED_RATIOS = [1, 2, 4, 8, 16]
 WIDTH, HEADS, FEEDFORWARD = 768, 16, 3072
-LIMIT = 0.40  # seconds of the adopted model over those of the published route with the fused kernel
+LIMIT = 0.40  # seconds of the adopted model over those of the published algorithm with the fused kernel
 NAMES = ("adopted", "published, fused", "published, dense")
-TOLERANCE = {torch.float64: 1e-10, torch.float32: 1e-4}  # of the largest output
+TOLERANCE = {torch.float64: 1e-10, torch.float32: 1e-4}  # relative to the largest output
 
 
 class PublishedAttention(nn.Module):
-    """torchscale's layer with its attributes and its route; ``route`` says what stands for flash-attn."""
+    """torchscale's layer with its attributes and algorithm; ``route`` names the replacement of flash-attn."""
 
     def __init__(self, segment_lengths: list[int], width: int, heads: int, route: str) -> None:
         super().__init__()
@@ -87,7 +87,7 @@ class PublishedAttention(nn.Module):
         return kept.flatten(1, 2)[:, :heads].contiguous()
 
     def scattered(self, x: Tensor, segment: int, ratio: int, like: Tensor, fill: float) -> Tensor:
-        """The inverse of :meth:`classes`, ``fill`` where a head selects nothing."""
+        """The inverse of :meth:`classes`, with ``fill`` where a head selects nothing."""
         rows, heads = like.shape[1:3]
         dense = x.new_full((len(x), math.ceil(segment / ratio) * ratio, heads, x.shape[3]), fill)
         in_block = math.ceil(heads / ratio)
@@ -98,7 +98,7 @@ class PublishedAttention(nn.Module):
 
 
 class Block(nn.Module):
-    """A layer of the encoder: attention and feed-forward, each normalised before and added."""
+    """A pre-norm layer of the encoder: attention and feed-forward with residual connections."""
 
     def __init__(self, attention: nn.Module, width: int) -> None:
         super().__init__()
@@ -109,7 +109,7 @@ class Block(nn.Module):
         self.fc2 = nn.Linear(FEEDFORWARD * width // WIDTH, width)
 
     def forward(self, x: Tensor) -> Tensor:
-        """``[B, N, E]`` to the same."""
+        """``[B, N, E]`` in and out."""
         normal = self.self_attn_layer_norm(x)
         x = x + self.self_attn(normal, normal, normal)[0]
         return x + self.fc2(functional.gelu(self.fc1(self.final_layer_norm(x))))
@@ -117,20 +117,20 @@ class Block(nn.Module):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Point:
-    """One model at one length."""
+    """Measurement of one model at one length."""
 
     rows: int
     model: str
     seconds: list[float]
-    """Of every call but the first."""
+    """Seconds of every call except the first."""
     peak_bytes: int | None
-    """Of the first call, beyond the weights and the input; None where it cannot be read."""
+    """Peak memory of the first call above weights and input; None if it cannot be read."""
     largest_difference: float
-    """To the adopted model's output, over its largest number."""
+    """Largest difference to the adopted model's output, relative to its largest absolute value."""
 
 
 def models(segment_lengths: list[int], width: int, heads: int, layers: int) -> dict[str, nn.Module]:
-    """The same encoder three times, with the same weights."""
+    """The same encoder in three variants, with the same weights."""
     attentions = [PublishedAttention(segment_lengths, width, heads, "fused") for _ in range(layers)]
     fused = nn.Sequential(*(Block(attention, width) for attention in attentions)).eval()
     dense = copy.deepcopy(fused)
@@ -141,12 +141,12 @@ def models(segment_lengths: list[int], width: int, heads: int, layers: int) -> d
 
 
 def difference(out: Tensor, expected: Tensor) -> float:
-    """The largest difference over the largest number."""
+    """Largest difference relative to the largest absolute value."""
     return float((out - expected).abs().max() / expected.abs().max())
 
 
 def check_equality() -> float:
-    """Largest difference of a small model's outputs in float64, over lengths with every kind of padding."""
+    """Largest float64 difference of a small model's outputs, over lengths with every kind of padding."""
     small = models([64, 128, 256, 256, 512], 96, HEADS, 2)
     largest = 0.0
     for rows in (1, 7, 100, 257, 601):
@@ -157,7 +157,7 @@ def check_equality() -> float:
 
 
 def measure(name: str, model: nn.Module, x: Tensor, expected: Tensor | None, repeats: int) -> tuple[Point, Tensor]:
-    """Memory of the first call, time of the others."""
+    """Memory of the first call, and times of the others."""
     clock = Clock(x.device)
     outs: list[Tensor] = []
 
@@ -173,7 +173,7 @@ def measure(name: str, model: nn.Module, x: Tensor, expected: Tensor | None, rep
 
 
 def compared(ours: Point, published: Point) -> dict[str, Any]:
-    """Seconds and peak memory of the adopted model over those of the published route with the fused kernel."""
+    """Seconds and peak memory of the adopted model, relative to the published algorithm with the fused kernel."""
     ratio = statistics.median(ours.seconds) / statistics.median(published.seconds)
     peaks = ours.peak_bytes, published.peak_bytes
     memory = None if peaks[0] is None or not peaks[1] else peaks[0] / peaks[1]
@@ -184,7 +184,7 @@ def compared(ours: Point, published: Point) -> dict[str, Any]:
 
 @torch.no_grad()
 def main() -> int:
-    """Print a table and write it, with the machine and the command it came from."""
+    """Print a table; write the results with the machine and the command."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--lengths", type=int, nargs="+", default=[1_000, 5_000, 20_000])
     parser.add_argument("--only", nargs="+", choices=NAMES, default=list(NAMES), help="of the models that are timed")

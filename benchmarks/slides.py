@@ -1,12 +1,12 @@
-"""Made slides embedded from HDF5 by the command: slides a minute, peak memory, killed half-way and taken up again.
+"""Synthetic slides embedded from HDF5 by the command: slides per minute, peak memory, a kill half-way and resumption.
 
     python -m benchmarks.slides [--slides 100] [--least 500] [--most 20000] [--layers 12] [--precision float32]
         [--batch-tiles N] [--threads N] [--folder FOLDER] [--output FILE]
 
-Slides are files as TRIDENT writes them, of random features and different tiles; their sizes lie log-evenly between the
-least and the most. The encoder has the released sizes and random weights, and ``--layers`` layers. Five broken files
-lie among them. The command is killed (SIGKILL) when half of the slides are embedded, and started again. What it wrote
-is compared with the encoder on a slide alone, and a file that was there before the kill must not have changed.
+Slides are files as TRIDENT writes them, with random features and different tiles; their sizes are log-uniform between
+--least and --most. The encoder has the released sizes, random weights and ``--layers`` layers. Five broken files are
+among the slides. The command is killed (SIGKILL) when half of the slides are embedded, and started again. Its output is
+compared with the encoder on single slides, and a file written before the kill must not have changed.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from dilated_attention_pytorch.slides import read_slide
 TILE_SIZE, SIDE = 512, 1000
 COMPARED = 3
 TOLERANCE = {"float32": 1e-4, "bfloat16": 0.2, "float16": 0.05}
-"""Of numbers of size 1, as they come out of a norm, with the precision of the command beside float32."""
+"""Absolute, for outputs of size 1 after a norm, between the command's precision and float32."""
 _MEASURED = re.compile(r"a tile takes ([\d,]+) kB on this device \(measured\): ([\d,]+) tiles at once")
 
 
@@ -42,22 +42,22 @@ class Part:
     """One process of the command."""
 
     seconds: float
-    """From its start to its end, imports and the measuring of memory included."""
+    """Wall-clock time including imports and the measurement of memory."""
     embedded: int
-    """Slides that it embedded."""
+    """Number of slides it embedded."""
     tiles: int
     exit_code: int
     peak_bytes: int
-    """Resident memory at its peak, interpreter and weights included."""
+    """Peak resident memory, including interpreter and weights."""
     skipped: int
-    """Files that it named as broken."""
+    """Number of files it reported as broken."""
     tile_bytes: int | None
-    """What it measured a tile to take."""
+    """Its own measurement of memory per tile."""
     batch_tiles: int | None
 
 
 def make_slides(folder: Path, number: int, least: int, most: int) -> dict[str, int]:
-    """Write slides, their tiles by name, and five broken files among them."""
+    """Write slides and five broken files among them; returns the number of tiles by slide."""
     import h5py
 
     draw, generator = random.Random(0), torch.Generator().manual_seed(0)
@@ -89,7 +89,7 @@ def make_slides(folder: Path, number: int, least: int, most: int) -> dict[str, i
 
 
 def run(words: list[str], out: Path, sizes: dict[str, int], kill_at: int | None) -> Part:
-    """Run the command; kill it as soon as so many embeddings are there."""
+    """Run the command; kill it as soon as ``kill_at`` embeddings exist."""
     before = {path.stem for path in out.glob("*.h5")}
     begun = time.perf_counter()
     with tempfile.TemporaryFile("w+") as said, tempfile.TemporaryFile("w+") as complained:
@@ -122,7 +122,7 @@ def run(words: list[str], out: Path, sizes: dict[str, int], kill_at: int | None)
 
 @torch.no_grad()
 def largest_difference(features: Path, out: Path, checkpoint: Path, sizes: dict[str, int]) -> float:
-    """Between what the command wrote of the smallest slides and what the encoder says of each alone."""
+    """Largest difference between the command's output for the smallest slides and the encoder on each alone."""
     import h5py
 
     encoder, found = load_slide_encoder(checkpoint), 0.0
@@ -135,7 +135,7 @@ def largest_difference(features: Path, out: Path, checkpoint: Path, sizes: dict[
 
 
 def main() -> int:
-    """Print what came of it and write it, with the machine and the command it came from."""
+    """Print and write the results, with the machine and the command."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--slides", type=int, default=100)
     parser.add_argument("--least", type=int, default=500, help="tiles of the smallest slide")

@@ -1,9 +1,9 @@
-"""A trained run whose weights are kept in 8 bits: bits per byte, bytes of weights, tokens a second.
+"""A trained run with weights stored in 8 bits: bits per byte, bytes of weights, tokens per second.
 
     python -m benchmarks.small_weights RUN [--windows 16] [--tokens 300] [--output FILE]
 
-RUN is a run folder of `dilated-attention train`. The same held-out windows are read with each kind of weights, and each
-goes on from the same prompt, with its cache, in float32 and in a single process.
+RUN is a run folder of `dilated-attention train`. Every kind of weights is evaluated on the same held-out windows and
+generates from the same prompt, with its cache, in float32 and in a single process.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ _REPEATS = 3
 
 @torch.inference_mode()
 def tokens_per_second(run: Path, kind: Weights, tokens: int) -> float:
-    """The median of a few runs of generation, greedy, after one that is not counted."""
+    """Median rate of a few greedy generations, after a warm-up."""
     model = load_model(model_folder(run)[0]).eval()
     make_small(model, kind)
     torch.manual_seed(0)
@@ -47,7 +47,7 @@ def tokens_per_second(run: Path, kind: Weights, tokens: int) -> float:
 
 
 def measure(run: Path, kind: Weights, settings: EvalSettings, tokens: int) -> dict[str, Any]:
-    """One kind of weights."""
+    """Evaluate one kind of weights."""
     with tempfile.TemporaryDirectory() as folder:
         told = dataclasses.replace(settings, weights=kind)
         file = evaluate_model(str(run), told, Path(folder) / "eval.json", Console(quiet=True))

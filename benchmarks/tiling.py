@@ -1,8 +1,8 @@
-"""Which tiles the Triton kernels compute for a case and over which blocks they walk, in numpy: nothing is launched.
+"""Tiles that the Triton kernels compute for a case, and the blocks they iterate over, in numpy: nothing is launched.
 
-A tile holds lines: rows of queries (of as many heads as share it) or of keys. It walks over runs, the selected rows of
+A tile holds lines: rows of queries (of all heads that share it) or of keys. It iterates over runs, the selected rows of
 one segment of one group, in blocks. The table of groups and the numbers of tiles are the launcher's own; the order of
-rows and the ends of the loops are written anew here, and tests hold them to the kernels and to a count by hand.
+rows and the loop bounds are reimplemented here, and tests compare them with the kernels and with explicit counts.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from dilated_attention_pytorch.patterns.dilated import DilationGroup
 Kernel = Literal["forward", "query_gradient", "key_gradient"]
 KERNELS: tuple[Kernel, ...] = ("forward", "query_gradient", "key_gradient")
 PRODUCTS: dict[Kernel, int] = {"forward": 2, "query_gradient": 3, "key_gradient": 4}
-"""Matrix products for a pair of a query and a key; both gradients of one pair need five at least."""
+"""Matrix products per query-key pair; both gradients of one pair need at least five."""
 Integers = NDArray[np.int64]
 
 _FAR = 1 << 62
@@ -35,49 +35,49 @@ _FAR = 1 << 62
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Tiles:
-    """The tiles of one kernel, one program each, in the order in which the programs begin."""
+    """The tiles of one kernel, one program each, in launch order."""
 
     kv_head: Integers
     """``[tiles]``."""
     head_block: Integers
-    """``[tiles]``: which of the blocks of query heads of the key/value head; 0 where tiles hold keys."""
+    """``[tiles]``: index of the block of query heads within the key/value head; 0 for tiles of keys."""
     rows: Integers
-    """``[tiles, slots]``: the rows that a tile holds, -1 where a slot holds none."""
+    """``[tiles, slots]``: the rows of a tile, -1 for empty slots."""
     pack: int
     """Query heads that share a tile."""
     window: int
     num_windows: int
     lines_per_head: int
-    """Runs of a key/value head that the table of runs has room for."""
+    """Runs per key/value head that the table of runs has space for."""
     is_ordered: bool
-    """Whether a table of the order of rows is written and read."""
+    """Whether the kernels use a table with the order of rows."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Runs:
-    """What the tiles walk over, in that order: one entry for every tile, group and segment that it has a row in."""
+    """Runs that the tiles iterate over, in order: one entry per tile, group and segment that it has a row in."""
 
     tile: Integers
     kv_head: Integers
     first: Integers
-    """The first row of the run, its rows ``rate`` apart, ``count`` of them."""
+    """First row of the run, which has ``count`` rows at distance ``rate``."""
     rate: Integers
     count: Integers
-    """Of keys under a causal mask: those that some query of the tile sees."""
+    """For keys under a causal mask: only keys that some query of the tile sees."""
     edge: Integers
-    """Of keys: how many are seen by every query of the run. Of queries: how many come before every key of it."""
+    """For keys: number of keys seen by every query of the run. For queries: number of queries before all its keys."""
     from_block: Integers
     to_block: Integers
-    """The tile walks over the blocks ``[from_block, to_block)`` of the run."""
+    """The tile iterates over the blocks ``[from_block, to_block)`` of the run."""
 
     @property
     def num_blocks(self) -> int:
-        """Blocks of one head of queries, over all tiles."""
+        """Number of blocks of one query head, over all tiles."""
         return int((self.to_block - self.from_block).sum())
 
 
 def plan_of_case(case: Case) -> LaunchPlan:
-    """The launcher's plan of a case, from tensors that hold nothing."""
+    """The launcher's plan of a case, from meta tensors."""
     if case.mode == "decode" or case.batch != 1:
         raise NotImplementedError(f"only whole sequences, one at a time, are modelled, got the case {case.name}")
 
@@ -89,12 +89,12 @@ def plan_of_case(case: Case) -> LaunchPlan:
 
 
 def configurations_of(case: Case, kernel: Kernel) -> tuple[Configuration, ...]:
-    """The candidates that the kernel is shipped with for this case."""
+    """The configurations that are shipped for the kernel and this case."""
     return plan_of_case(case).candidates(kernel)
 
 
 def tiles_of(case: Case, kernel: Kernel, chosen: Configuration, *, window: int | None = None) -> Tiles:
-    """The tiles of a kernel. Another ``window`` than the launcher's (a power of two) is for trying sizes."""
+    """The tiles of a kernel. ``window`` replaces the launcher's window size (a power of two), to try other sizes."""
     kind = plan_of_case(case).kind
     is_query = kernel != "key_gradient"
     pack = kind.packed_heads if is_query else 1
@@ -109,7 +109,7 @@ def tiles_of(case: Case, kernel: Kernel, chosen: Configuration, *, window: int |
         num_tiles, case.kv_heads, *layout, head_blocks, last_first=is_query and case.causal
     )
     lines = _rows_by_tile(case, window, slots, is_ordered=is_ordered)
-    # Spans fill up with windows that do not exist.
+    # Spans are padded with windows that do not exist.
     exists = its_window < side.num_windows
     rows = np.full((num_tiles, slots), -1)
     rows[exists] = lines[kv_head[exists], its_window[exists], tile[exists]]
@@ -126,7 +126,7 @@ def tiles_of(case: Case, kernel: Kernel, chosen: Configuration, *, window: int |
 
 
 def runs_of(case: Case, kernel: Kernel, chosen: Configuration, tiles: Tiles) -> Runs:
-    """What every tile walks over."""
+    """The runs that every tile iterates over."""
     table = _table_of(case)
     parts = []
     for head in range(case.kv_heads):
@@ -176,7 +176,7 @@ def runs_of(case: Case, kernel: Kernel, chosen: Configuration, tiles: Tiles) -> 
 
 
 def executed_pairs(case: Case, kernel: Kernel, chosen: Configuration, num_blocks: int) -> int:
-    """Pairs of a query and a key that so many blocks compute, those that they leave out again included."""
+    """Query-key pairs that ``num_blocks`` blocks compute, including those that they mask."""
     heads_of_a_block = case.heads // case.kv_heads if kernel == "key_gradient" else 1
     return num_blocks * chosen.block_rows * chosen.block_run * heads_of_a_block
 
@@ -194,7 +194,7 @@ def classes_of(case: Case) -> Iterator[tuple[DilationGroup, int, int]]:
 
 
 def blocks_of_dense_launches(case: Case, kernel: Kernel, chosen: Configuration) -> int:
-    """Blocks of the other design: every group a launch of its own, dense tiles over the selected rows of a segment."""
+    """Blocks of the alternative design: one launch per group, with dense tiles over the selected rows of a segment."""
     pack = 1 if kernel == "key_gradient" else plan_of_case(case).kind.packed_heads
     slots, block, total = chosen.block_rows // pack, chosen.block_run, 0
     for _, _, count in classes_of(case):
@@ -213,7 +213,7 @@ def _count_up_to(position: Integers, first: Integers, rate: int, count: Integers
 
 
 def _tile_rows_of(case: Case, kernel: Kernel) -> tuple[int, ...]:
-    """Rows of the tiles that one order of rows serves."""
+    """Rows of the tiles that share one order of rows."""
     # Queries and keys have the same rows here: both gradients share the order.
     kernels: tuple[Kernel, ...] = ("forward",) if kernel == "forward" else ("query_gradient", "key_gradient")
     pack = plan_of_case(case).kind.packed_heads

@@ -1,8 +1,9 @@
-"""``python -m benchmarks.traffic``: what the kernels compute and move, counted, not timed.
+"""``python -m benchmarks.traffic``: operations and memory traffic of the kernels, counted, not timed.
 
-Two designs are weighed. (a), the one built: tiles of rows that take part in the same groups, one softmax over all of
-them. (b): dense tiles, a launch for every group, whose partials of the groups with r > 1 wait in float32, compact,
-until the launch of the densest merges them. And the published route, which gathers, scatters and merges dense tensors.
+Compares two designs. (a), the implemented one: tiles of rows that take part in the same groups, with one softmax over
+all groups. (b): dense tiles and one launch per group; partials of the groups with r > 1 are stored compactly in float32
+until the launch of the densest group merges them. Also the published algorithm, which gathers, scatters and merges
+dense tensors.
 """
 
 from __future__ import annotations
@@ -35,16 +36,16 @@ from .tiling import (
 
 FORMAT = "dilated-attention-pytorch traffic 1"
 MULTIPROCESSORS = 132
-"""Of the H200 (and H100)."""
+"""Number on the H200 (and H100)."""
 CACHES = {"60 MiB": 60 << 20, "40 MiB": 40 << 20, "30 MiB": 30 << 20, "20 MiB": 20 << 20}
-"""H200, A100, and half of each: the cache has two halves, and what both use may be kept in both."""
+"""H200, A100, and half of each: the cache has two halves, and data used by both may be stored twice."""
 _STATISTIC = 4
 _ROWS = {"paper": 32768, "three": 32768, "slide": 10000}
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Operations:
-    """What one kernel in one configuration computes."""
+    """Operations of one kernel in one configuration."""
 
     case: Case
     kernel: Kernel
@@ -55,48 +56,48 @@ class Operations:
     executed: int
     """Pairs that the tiles compute."""
     executed_by_dense_launches: int
-    """The same of design (b)."""
+    """The same for design (b)."""
 
     @property
     def ratio(self) -> float:
-        """1 is: nothing computed that is not in the pattern."""
+        """Computed pairs over pairs of the pattern; 1 is optimal."""
         return self.executed / self.pairs
 
     @property
     def ratio_of_dense_launches(self) -> float:
-        """The same of design (b)."""
+        """The same for design (b)."""
         return self.executed_by_dense_launches / self.pairs
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Bytes:
-    """What a forward, or a backward after it, moves to and from the device's memory, first candidates throughout."""
+    """Device memory traffic of a forward pass, or of the backward pass after it, with the first candidates."""
 
     case: Case
     backward: bool
     least: int
     """Every operand read once and every result written once: ``Case.least_bytes``."""
     terms: dict[str, int]
-    """What each operand adds in design (a) where every kernel finds in the cache what it read before."""
+    """Traffic of each operand in design (a) if every kernel finds in the cache what it has read before."""
     replayed: dict[str, int]
-    """Design (a) for a cache of so many bytes, least recently used first out."""
+    """Design (a) with an LRU cache, by its size."""
     dense_at_best: int
-    """Design (b) if all its launches together read q, k and v once."""
+    """Design (b) if all launches together read q, k and v once."""
     dense: int
     """Design (b) if each launch reads its own rows once."""
     published: int
     transient: float
-    """Memory of design (a) that is neither operand nor result, over the size of q."""
+    """Memory of design (a) besides operands and results, relative to the size of q."""
     dense_transient: float
-    """The same of design (b): its partials."""
+    """The same for design (b): its partials."""
     cache_bytes: int
-    """What the programs of design (a) read from the cache."""
+    """Bytes that the programs of design (a) read from the cache."""
     busy: float
-    """The part of the time that places for programs are in use, the least of the kernels."""
+    """Occupancy of the program slots over time, minimum over the kernels."""
 
 
 def operations_of(case: Case, kernel: Kernel) -> list[Operations]:
-    """One for every size of blocks among the candidates that the kernel is shipped with."""
+    """One entry per block size among the kernel's shipped candidates."""
     found = []
     for chosen in {(one.block_rows, one.block_run): one for one in configurations_of(case, kernel)}.values():
         blocks = runs_of(case, kernel, chosen, tiles_of(case, kernel, chosen)).num_blocks
@@ -115,8 +116,8 @@ def operations_of(case: Case, kernel: Kernel) -> list[Operations]:
 
 
 def operations_of_halves(case: Case) -> dict[str, float]:
-    """Pairs over those of the pattern, in blocks of 128 keys: where 128 rows walk over what some of them see, and where
-    every four warps of the warp-specialised forward compute what some of their own 64 see."""
+    """Computed pairs over those of the pattern, with blocks of 128 keys: for tiles of 128 rows, and for each half of 64
+    rows on its own, as the warpgroups (four warps) of the warp-specialised forward kernel compute them."""
     ratios = {}
     for name, rows in (("whole", 128), ("halves", 64)):
         blocks = Configuration(rows, 128, 4, 2)
@@ -126,12 +127,12 @@ def operations_of_halves(case: Case) -> dict[str, float]:
 
 
 def bytes_of(case: Case, *, backward: bool) -> Bytes:
-    """The bytes of a pass, by formula and replayed."""
+    """Traffic of a pass, by formula and by replay."""
     kernels: tuple[Kernel, ...] = ("query_gradient", "key_gradient") if backward else ("forward",)
     row = case.head_dim * case.torch_dtype.itemsize
     query, key, statistic = row * case.rows * case.heads, row * case.rows * case.kv_heads, _statistics(case)
     if backward:
-        # Each gradient kernel reads q, dO, k, v, the log-sum-exp; the first reads out, writes delta for the other.
+        # Both gradient kernels read q, dO, k, v, log-sum-exp; the first also reads out, and writes delta for the other.
         terms = {
             "q": 2 * query,
             "k and v": 4 * key,
@@ -150,7 +151,7 @@ def bytes_of(case: Case, *, backward: bool) -> Bytes:
         runs = runs_of(case, kernel, chosen, tiles)
         order = 4 * case.rows * case.kv_heads * tiles.is_ordered
         its_runs = len(runs.tile) * bytes_of_run(tiles) + 8 * len(tiles.kv_head)
-        # The order is read for the runs and by the kernel; the runs are written, and read by it.
+        # The order is read for the runs and by the kernel; the runs are written once and read once.
         terms["order of rows"] = terms.get("order of rows", order) + 2 * order
         terms["runs"] = terms.get("runs", 0) + 2 * its_runs
         outside += order + its_runs
@@ -158,7 +159,7 @@ def bytes_of(case: Case, *, backward: bool) -> Bytes:
         side_by_side = plan.TILES_PER_MULTIPROCESSOR * MULTIPROCESSORS
         sizes = tuple(CACHES.values())
         replays.append(replay(case, kernel, chosen, tiles, runs, capacities=sizes, side_by_side=side_by_side))
-    # Besides what is replayed, and what is done for the runs: the order written, and out read for delta.
+    # Not in the replay, besides the runs: writing the order, and reading out for delta.
     outside += order + (query if backward else 0)
     partial, own_reads = _of_dense_launches(case, backward=backward)
     written = 3 * query + 2 * key + statistic if backward else query + statistic
@@ -193,12 +194,12 @@ def _of_mode(case: Case, mode: Any) -> Case:
 
 
 def _selected_rows(case: Case, *, sparse_only: bool) -> int:
-    """Rows of key/value heads, over all groups (or those with r > 1)."""
+    """Number of rows of key/value heads, over all groups (or those with r > 1)."""
     return sum(count for group, _, count in classes_of(case) if group.dilation_rate > 1 or not sparse_only)
 
 
 def _of_dense_launches(case: Case, *, backward: bool) -> tuple[int, int]:
-    """Bytes of the float32 partials of design (b), and what its launches read if each reads its own rows once."""
+    """Bytes of design (b)'s float32 partials, and bytes that its launches read if each reads its own rows once."""
     ratio, row = case.heads // case.kv_heads, case.head_dim * case.torch_dtype.itemsize
     sparse, rows = _selected_rows(case, sparse_only=True), _selected_rows(case, sparse_only=False)
     numbers = 4 * case.head_dim
@@ -209,11 +210,11 @@ def _of_dense_launches(case: Case, *, backward: bool) -> tuple[int, int]:
 
 
 def _of_published_route(case: Case, *, backward: bool) -> int:
-    """In rows of a head, s of them selected over g groups and n in a dense tensor; log-sum-exps of the forward too.
+    """In rows of a head: s selected rows over g groups, n rows of a dense tensor; the forward pass adds log-sum-exps.
 
     Forward: q, k, v gathered (6 s), attention (4 s), scattered into zeros (g n + 2 s), each weighted and added to the
-    sum (5 g n + n). Backward: gradient of the products and weights (6 g n), dO gathered (2 s), attention (8 s), three
-    gradients scattered (3 g n + 6 s) and added up (9 (g - 1) n).
+    sum (5 g n + n). Backward: gradients of products and weights (6 g n), dO gathered (2 s), attention (8 s), three
+    gradients scattered (3 g n + 6 s) and summed (9 (g - 1) n).
     """
     row = case.head_dim * case.torch_dtype.itemsize
     s = _selected_rows(case, sparse_only=False) * case.heads // case.kv_heads
@@ -224,7 +225,7 @@ def _of_published_route(case: Case, *, backward: bool) -> int:
 
 
 def print_operations(rows: list[Operations], console: Console) -> None:
-    """Pairs computed over pairs of the pattern."""
+    """Print computed pairs over pairs of the pattern."""
     table = Table(title="pairs computed / pairs of the pattern", title_justify="left")
     for name in ("case", "kernel", "tile x block"):
         table.add_column(name, no_wrap=True)
@@ -247,7 +248,7 @@ def print_operations(rows: list[Operations], console: Console) -> None:
 
 
 def print_bytes(rows: list[Bytes], console: Console) -> None:
-    """Bytes over the least, by design and size of the cache."""
+    """Print bytes over the minimum, by design and cache size."""
     table = Table(title="bytes of device memory / the least", title_justify="left")
     for name in ("case", "pass"):
         table.add_column(name, no_wrap=True)
@@ -299,7 +300,7 @@ def main() -> None:
     console = Console(width=190)
     print_operations(operations, console)
     print_bytes(moved, console)
-    # Matrix products: of the forward 2 a pair, of both gradients 5 at least.
+    # Matrix products per pair: 2 in the forward pass, at least 5 for both gradients.
     least = {"forward": FORWARD_FLOPS // 2, "query_gradient": BACKWARD_FLOPS // 2, "key_gradient": BACKWARD_FLOPS // 2}
     write_json(
         words.output,

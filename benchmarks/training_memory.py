@@ -1,10 +1,10 @@
-"""Peak memory of a training step of a deep model on a long text, by what is done about it, each in a fresh process.
+"""Peak memory of a training step of a deep model on a long text, by memory-saving method, each in a new process.
 
     python -m benchmarks.training_memory [--quick] [--tokens N] [--longest N] [--output FILE]
 
 A LongNet of 16 layers with a vocabulary of 32,768 on 32,768 random tokens, under bfloat16 autocast. "nothing" keeps
-the activations of every block and makes all logits at once (in bfloat16; they are float32 for a block of rows at a
-time). The last case is one step on 262,144 tokens. The gate: every case has the first loss of "nothing".
+the activations of every block and computes all logits at once (in bfloat16; blocks of rows compute them in float32).
+The last case is one step on 262,144 tokens. The gate: the first loss of every case must equal that of "nothing".
 """
 
 from __future__ import annotations
@@ -27,18 +27,18 @@ from dilated_attention_pytorch.training.run_settings import AdamW
 
 VOCAB = 32768
 LOSS_TOLERANCE = 2e-3
-"""How far first losses in bfloat16 may be apart, as a part of them."""
+"""Relative tolerance of first losses in bfloat16."""
 
 
 @dataclass(frozen=True, slots=True)
 class Case:
-    """What is done about the memory of a step."""
+    """Methods that reduce the memory of a step."""
 
     name: str
     recomputed: int = 0
-    """Every so-manieth block is computed again in the backward pass; 0 for none."""
+    """Recompute every n-th block in the backward pass; 0 for none."""
     by_blocks: bool = False
-    """Whether the loss takes a block of rows at a time."""
+    """Whether the loss processes one block of rows at a time."""
     optimizer: AdamW = "adamw"
 
 
@@ -60,15 +60,15 @@ class Point:
     case: str
     tokens: int
     peak_bytes: int
-    """Resident memory at its highest, less what libraries took before the model was there."""
+    """Peak resident memory above the level of the loaded libraries."""
     state_bytes: int
-    """Of the optimizer, counted over its tensors."""
+    """Bytes of the optimizer's tensors."""
     loss: float
     seconds: float
 
 
 def build(recomputed: int) -> LongNetForCausalLM:
-    """16 layers of width 128; segments from 2,048 to the whole of the longest text."""
+    """16 layers of width 128; segments of 2,048 to 32,768 tokens."""
     config = LongNetConfig(
         vocab_size=VOCAB,
         embed_dim=128,
@@ -86,10 +86,10 @@ def build(recomputed: int) -> LongNetForCausalLM:
 
 
 def step(case: Case, tokens: int, threads: int) -> Point:
-    """One step of training."""
+    """Take one training step."""
     torch.set_num_threads(threads)
     if case.optimizer == "adamw-8bit":
-        import bitsandbytes  # noqa: F401 - what it loads is no part of the step
+        import bitsandbytes  # noqa: F401 - loading it is not part of the step
     before = _status("VmRSS")
     model = build(case.recomputed)
     groups = [{"params": list(model.parameters()), "weight_decay": 0.1}]
@@ -111,13 +111,13 @@ def step(case: Case, tokens: int, threads: int) -> Point:
 
 
 def _status(name: str) -> int:
-    """Bytes that Linux says of this process."""
+    """A value of /proc/self/status in bytes."""
     lines = dict(line.split(":", 1) for line in Path("/proc/self/status").read_text().splitlines())
     return int(lines[name].split()[0]) * 1024
 
 
 def measure(cases: Sequence[tuple[Case, int]], threads: int) -> list[Point]:
-    """Every case in a process of its own.
+    """Measure every case in a separate process.
 
     Raises:
         SystemExit: a first loss differs from that of the first case by more than rounding explains.
@@ -139,7 +139,7 @@ def measure(cases: Sequence[tuple[Case, int]], threads: int) -> list[Point]:
 
 
 def main() -> None:
-    """Print a line for each and write them, with the machine and the command they came from."""
+    """Print one line per result; write all results with the machine and the command."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--quick", action="store_true", help="1,024 tokens, the longest 2,048: checks")
     parser.add_argument("--tokens", type=int, default=32768)

@@ -1,10 +1,10 @@
-"""A training step of the demo's model: tokens a second with the package's CPU kernels and with PyTorch's.
+"""A training step of the demo's model: tokens per second with the package's CPU kernels and with PyTorch's.
 
     python -m benchmarks.training_step [--quick] [--repeats N] [--output FILE]
 
-The settings are those of `dilated-attention train` on two CPU cores (the preset "cpu"), random bytes the text. A step
-is forward, backward, clipping and the optimizer, in float32 or under bfloat16 autocast, with every implementation by
-turns from the same weights on the same text. Before any time is taken, their first losses must agree.
+Settings are those of `dilated-attention train` on two CPU cores (the preset "cpu"), with random bytes as text. A step
+is forward, backward, clipping and the optimizer, in float32 or under bfloat16 autocast, with the implementations in
+turn, from the same weights on the same text. Before anything is timed, their first losses must agree.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from dilated_attention_pytorch.training.optimizer import build_optimizer
 
 IMPLS: tuple[Impl, ...] = ("aten", "native")
 PRECISIONS = {torch.float32: 1e-5, torch.bfloat16: 1e-2}
-"""How far first losses may be apart, as a part of them."""
+"""Relative tolerance of first losses."""
 
 
 class Run:
@@ -59,10 +59,10 @@ class Run:
 
 
 def measure(settings: TrainSettings, dtype: torch.dtype, repeats: int) -> dict[str, Any]:
-    """Median times of the steps after the first, by turns.
+    """Median times of the steps after the first, with the implementations in turn.
 
     Raises:
-        SystemExit: the first losses are further apart than rounding explains; nothing is timed.
+        SystemExit: the first losses differ by more than rounding explains; nothing is timed.
     """
     torch.manual_seed(0)
     model = LongNetForCausalLM.from_longnet_config(settings.model)
@@ -92,7 +92,7 @@ def measure(settings: TrainSettings, dtype: torch.dtype, repeats: int) -> dict[s
 
 
 def main() -> None:
-    """Print a line for each and write them, with the machine and the command they came from."""
+    """Print one line per result; write all results with the machine and the command."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--quick", action="store_true", help="1,024 bytes, one repeat: checks, publishes nothing")
     parser.add_argument("--repeats", type=int, default=7)

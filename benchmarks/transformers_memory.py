@@ -1,9 +1,9 @@
-"""Peak memory and time of a Llama with attn_implementation="dilated", beside sdpa and eager, each in a fresh process.
+"""Peak memory and time of a Llama with attn_implementation="dilated", "sdpa" and "eager", each in a new process.
 
     python -m benchmarks.transformers_memory
 
-The correctness gate runs first: under a pattern that covers the length the logits are those of sdpa. Measured are a
-forward without gradients and a step of training, without padding and with a padded row; then the rows of the caches
+The correctness gate runs first: under a pattern that covers the length, logits must equal those of sdpa. Measured are a
+forward pass without gradients and a training step, without padding and with a padded row, and the bytes of the caches
 after a text of the largest length.
 """
 
@@ -35,26 +35,26 @@ SIZES: dict[str, Any] = {
     "num_key_value_heads": 4,
     "use_cache": False,
 }
-LARGEST_MASK = 4 << 30  # bytes that a dense mask or dense scores may take here
+LARGEST_MASK = 4 << 30  # maximum bytes of a dense mask or dense scores
 CALLS = ("forward", "training step", "forward, padded")
 
 
 @dataclass(frozen=True, slots=True)
 class Point:
-    """One call of the model."""
+    """Measurement of one call of the model."""
 
     attention: str
     call: str
     tokens: int
     peak_bytes: int | None
-    """Beyond weights and tokens; None where it was not measured."""
+    """Peak memory above weights and tokens; None if it was not measured."""
     seconds: float | None
     reason: str = ""
     """Why it was not measured."""
 
 
 def pattern_up_to(length: int) -> DilatedPattern:
-    """Segments of 2,048 and four times as many each time, up to the whole length; the rates grow alike."""
+    """Segments from 2,048, each four times the one before, up to the whole length; the rates grow alike."""
     lengths = [2048]
     while lengths[-1] < length:
         lengths.append(4 * lengths[-1])
@@ -62,7 +62,7 @@ def pattern_up_to(length: int) -> DilatedPattern:
 
 
 def model_of(attention: str, length: int, device: str, pattern: Pattern | None = None) -> Any:
-    """A Llama with random weights, equal for equal calls."""
+    """A Llama with random weights, the same for equal arguments."""
     from transformers import LlamaConfig, LlamaForCausalLM
 
     register()
@@ -75,7 +75,7 @@ def model_of(attention: str, length: int, device: str, pattern: Pattern | None =
 
 @torch.no_grad()
 def check_equality() -> float:
-    """Largest difference between the logits of sdpa and those under a pattern that covers the length, in float32."""
+    """Largest float32 difference between the logits of sdpa and of a pattern that covers the length."""
     tokens = torch.randint(256, (2, 257))
     mask = torch.ones_like(tokens)
     mask[1, 200:] = 0
@@ -87,14 +87,14 @@ def check_equality() -> float:
 
 
 def largest_tensor(attention: str, call: str, tokens: int) -> int:
-    """Bytes of what the implementation makes of N x N numbers."""
+    """Bytes of the implementation's N x N tensors."""
     if attention == "eager":
         return 4 * SIZES["num_attention_heads"] * tokens**2
     return tokens**2 if attention == "sdpa" and call == "forward, padded" else 0
 
 
 def measure(attention: str, call: str, tokens: int, device: str, threads: int) -> Point:
-    """One call in this process, which is to be a fresh one; a shorter call before it loads what is loaded once."""
+    """Measure one call in this process, which must be new; a shorter call before it loads libraries."""
     torch.set_num_threads(threads)
     model = model_of(attention, tokens, device)
     clock = Clock(torch.device(device))
@@ -134,13 +134,13 @@ def cached_bytes(kind: str, tokens: int, device: str, threads: int) -> int:
 
 
 def in_a_fresh_process(function: Callable[..., Any], *arguments: Any) -> Any:
-    """What the function returns there."""
+    """Run the function in a new process and return its result."""
     with multiprocessing.get_context("spawn").Pool(1) as pool:
         return pool.apply(function, arguments)
 
 
 def main() -> int:
-    """Print a table and write it, with the machine and the command it came from."""
+    """Print a table; write the results with the machine and the command."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--lengths", type=int, nargs="+", default=[4096, 16384, 65536])
     parser.add_argument("--attentions", nargs="+", default=["dilated", "sdpa", "eager"])
@@ -148,7 +148,7 @@ def main() -> int:
     parser.add_argument("--threads", type=int, default=torch.get_num_threads())
     parser.add_argument("--output", type=Path, default=Path("benchmarks/results/transformers_memory.json"))
     arguments = parser.parse_args()
-    # glibc keeps freed pages of up to 64 MiB for later. With its threshold fixed they leave the process.
+    # glibc keeps freed pages of up to 64 MiB. With a fixed threshold they are returned to the system.
     os.environ["MALLOC_TRIM_THRESHOLD_"] = "131072"
     difference = check_equality()
     if difference > 1e-4:

@@ -1,9 +1,9 @@
-"""What the warp-specialised forward takes of compute capability 9.0, and what its loops issue. Needs no GPU.
+"""Resources of the warp-specialised forward kernel on compute capability 9.0, and its loops. Needs no GPU.
 
     python -m benchmarks.warp_specialized [--quick] [--output FILE]
 
-Compiles it for heads of 64 and 128, without a mask, with the causal one and with a window's, and reads the machine
-code; ``--quick`` compiles the causal ones. Not in Triton's interpreter: without TRITON_INTERPRET.
+Compiles it for heads of 64 and 128, without a mask, with a causal mask and with a window, and reads the machine code;
+``--quick`` compiles the causal kernels only. Does not run in Triton's interpreter: unset TRITON_INTERPRET.
 """
 
 from __future__ import annotations
@@ -27,20 +27,20 @@ _POINTERS = {"ORDER": "*i32", "RUNS": "*i32", "RANGES": "*i32", "LSE": "*fp32"}
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Loop:
-    """A loop over blocks of keys, as a warp runs it; 64 lines of the tile."""
+    """A loop over blocks of keys, as one warp executes it, for 64 lines of the tile."""
 
     instructions: int
     matrix_instructions: int
     exponentials: int
     exponentials_before_wait: int
-    """Those before the last wait for a product: all, if the product with the values is under way beside the softmax."""
+    """Exponentials before the last wait for a product: all, if the product with the values overlaps the softmax."""
     spills: int
-    """Loads and stores of registers that did not fit."""
+    """Loads and stores of spilled registers."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Usage:
-    """The kernel compiled once."""
+    """Resource usage of one compiled kernel."""
 
     head_dim: int
     causal: bool
@@ -49,16 +49,16 @@ class Usage:
     block_run: int
     stages: int
     stack_bytes: int
-    """Of a thread: registers that did not fit, anywhere."""
+    """Per thread: spilled registers, over the whole code."""
     shared_bytes: int
     descriptor_bytes: int
-    """Memory of a program for the descriptors of its runs."""
+    """Memory per program for the descriptors of its runs."""
     loops: tuple[Loop, ...]
-    """Of each half of the tile, the one without a mask and the one with it."""
+    """For each half of the tile: the loop without a mask and the one with it."""
 
 
 def usage(head_dim: int, *, causal: bool, banded: bool, dtype: str = "bf16") -> Usage:
-    """Compile the kernel for rows in order and one query head a key/value head."""
+    """Compile the kernel for ordered rows and one query head per key/value head."""
     import triton
     from triton.backends.compiler import GPUTarget
     from triton.experimental.gluon._runtime import GluonASTSource
@@ -133,7 +133,7 @@ def _loops(listing: str) -> Iterator[Loop]:
         begin = end + 1 if branch is None else labels.get(branch[1], end + 1)
         body = instructions[begin : end + 1]
         if any("HGMMA" in one for one in body) and any("MUFU.EX2" in one for one in body):
-            if any(one.startswith("STG") for one in body):  # a partition, which its warps come back from
+            if any(one.startswith("STG") for one in body):  # a partition of the warps, which returns
                 continue
             found.append((begin, end))
     for begin, end in found:
@@ -151,7 +151,7 @@ def _loops(listing: str) -> Iterator[Loop]:
 
 
 def compiled(*, quick: bool) -> Iterator[Usage]:
-    """Every kernel, or the causal ones."""
+    """Usage of every kernel, or only of the causal ones."""
     for head_dim in (64, 128):
         for causal, banded in ((True, False),) if quick else ((False, False), (True, False), (True, True)):
             yield usage(head_dim, causal=causal, banded=banded)

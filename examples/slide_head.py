@@ -105,6 +105,12 @@ def main() -> None:
     embeddings = torch.stack([read_embedding(given.embeddings / f"{row['slide']}.h5", given.layers) for row in rows])
     labels = torch.tensor([classes.index(row["label"]) for row in rows])
     trained, held = split(rows, given.held_out, given.seed)
+    told = sorted({rows[index]["label"] for index in trained})
+    if len(trained) < 2 or len(told) < 2:
+        raise SystemExit(
+            f"a head is trained on two slides of two classes at least, got {len(trained)} of {told} with {len(held)} "
+            "held out; label more slides or patients, or lower --held-out"
+        )
     head = Head(embeddings[trained], len(classes))
     train(head, embeddings[trained], labels[trained], given.epochs, given.learning_rate, given.weight_decay)
     with torch.no_grad():

@@ -35,7 +35,7 @@ class Claim:
     given: Mapping[str, Any]
     """What it reads."""
     measured: tuple[str, ...] = ()
-    """Result files that it reads."""
+    """Result files that measure the same quantity."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -181,7 +181,7 @@ def recomputed_operations(given: Mapping[str, Any]) -> Finding:
 
 def training_time(given: Mapping[str, Any]) -> Finding:
     """Whether so many devices at their peak compute so many tokens a parameter in so many months."""
-    settings = settings_of(given["model"], "split", given["context"])
+    settings = settings_of(given["model"], "mixed precision", given["context"])  # nothing is recomputed
     tokens = given["tokens_per_parameter"] * settings.model.num_parameters
     flops = computed_flops(settings) * tokens / given["context"]
     rate = sheet_of(given["device"]).flops["bfloat16"]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
+from fnmatch import fnmatchcase
 from pathlib import Path
 
 from .errors import RunError
@@ -25,14 +26,14 @@ def check_free_folder(output: Path, *, going_on: str = "", beside: str = "") -> 
     Args:
         output: output folder; it may exist if it is empty.
         going_on: alternative to suggest if the folder is not empty, appended to the message.
-        beside: name of a file that may be in the folder.
+        beside: name, or pattern of names, of files that may be in the folder.
     """
     check_name(output)
     if os.path.lexists(output) and not output.is_dir():
         raise RunError(
             f"--output {output} is a file, not a folder; name a free folder, for example {free_name(output)}"
         )
-    if output.is_dir() and any(path.name != beside for path in output.iterdir()):
+    if output.is_dir() and any(not fnmatchcase(path.name, beside) for path in output.iterdir()):
         raise RunError(
             f"--output {output} exists and is not empty; nothing in it was changed. Name a free folder, for example "
             f"--output {free_name(output)}{going_on}"
@@ -103,9 +104,14 @@ def write_text(path: Path, text: str) -> None:
 
 
 @contextmanager
-def replacing(path: Path) -> Iterator[Path]:
-    """A temporary path that replaces ``path`` atomically on exit, after a sync to disk."""
-    staged = path.with_name(path.name + ".part")
+def replacing(path: Path, *, hidden: bool = False) -> Iterator[Path]:
+    """A temporary path that replaces ``path`` atomically on exit, after a sync to disk.
+
+    Args:
+        path: final path.
+        hidden: whether the temporary name begins with a dot, so that readers of folders skip it.
+    """
+    staged = path.with_name(f"{'.' if hidden else ''}{path.name}.part")
     # An existing staged file may be a link to something else.
     staged.unlink(missing_ok=True)
     yield staged

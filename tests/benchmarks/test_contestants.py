@@ -62,8 +62,8 @@ def expected_of(case: Case, contestant: Contestant, operands: tuple[Tensor, ...]
     counts = torch.stack(
         [torch.stack([row_counts(case, p, g, contestant.computes, CPU) for p in t]) for g in range(case.kv_heads)]
     )
-    no_phantoms = torch.zeros(1, case.kv_heads, case.rows)
-    return dense_attention(*operands, counts[None], no_phantoms, case.head_dim**-0.5)[0]
+    no_zero_pad_keys = torch.zeros(1, case.kv_heads, case.rows)
+    return dense_attention(*operands, counts[None], no_zero_pad_keys, case.head_dim**-0.5)[0]
 
 
 def blocks_case(case: Case, density: float = 0.4) -> Case:

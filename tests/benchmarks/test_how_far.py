@@ -2,18 +2,15 @@
 
 from __future__ import annotations
 
-import dataclasses
 import json
 
 import pytest
 from benchmarks.how_far_page import PAGE, PICTURE, page
-from benchmarks.split_memory import split_footprint
 
 from benchmarks import how_far
 from dilated_attention_pytorch.planning.layout import Shards
 from dilated_attention_pytorch.planning.shards import ShardedCall
 from dilated_attention_pytorch.planning.traffic import sent_rows
-from dilated_attention_pytorch.training.footprint import footprint
 
 RESULTS = json.loads(how_far.FILE.read_text(encoding="utf-8"))
 
@@ -36,16 +33,12 @@ def test_weights_are_gathered_twice_and_their_gradients_added_up_once() -> None:
     assert how_far.weight_bytes(settings, 4) == pytest.approx(12 * weights * 3 / 4)
 
 
-def test_memory_of_one_device_is_its_footprint_and_states_are_split() -> None:
-    settings = how_far.settings_of("1B", 8192)
-    small = dataclasses.replace(settings, model=dataclasses.replace(settings.model, num_layers=2, embed_dim=256))
-    alone = split_footprint(small, 8192, 1)
-    whole = footprint(small, 1)
-    assert whole.total - whole.attention <= alone.total <= whole.total
-    of_many = split_footprint(small, 8192, 64)
-    assert of_many.states <= alone.states // 64 + 3
-    assert of_many.activations > 0
-    assert of_many.total < alone.total
+def test_the_devices_of_the_file_are_the_fewest() -> None:
+    line, memory = RESULTS["planned"]["lines"][1], RESULTS["planned"]["memory_bytes"]
+    settings = how_far.settings_of(line["model"], line["tokens"])
+    assert line["devices"] > how_far.NODE
+    assert how_far.memory_of(settings, line["devices"]).total == line["total"] < memory
+    assert how_far.memory_of(settings, line["devices"] // 2).total >= memory
 
 
 def test_every_step_of_the_file_fits_and_is_bounded_by_its_longest_part() -> None:

@@ -22,7 +22,7 @@ from dilated_attention_pytorch.errors import RunError
 from dilated_attention_pytorch.kernels.select import refusal
 from dilated_attention_pytorch.models import LongNetCache, LongNetConfig, LongNetLM, generate
 from dilated_attention_pytorch.models.cache import grown_slots
-from dilated_attention_pytorch.models.ledger import Ledger
+from dilated_attention_pytorch.models.cache_index import CacheIndex
 from dilated_attention_pytorch.training import PRESETS, TrainSettings
 from dilated_attention_pytorch.training.footprint import evaluation_footprint
 from dilated_attention_pytorch.training.live_bytes import LiveBytes
@@ -78,12 +78,12 @@ def test_no_call_of_a_generation_takes_more_than_those_that_are_looked_at(
 ) -> None:
     model = dataclasses.replace(_settings(pattern).model, num_layers=2)
     patterns = tuple(dict.fromkeys(model.different_patterns))
-    ledgers = {pattern: Ledger(pattern, 2, torch.device("cpu")) for pattern in patterns}
+    cache_indices = {pattern: CacheIndex(pattern, 2, torch.device("cpu")) for pattern in patterns}
     slots, every = dict.fromkeys(patterns, 0), []
     for call in calls_of(prompt, 3, chunk):
         before = dict(slots)
-        for one, ledger in ledgers.items():
-            slots[one] = grown_slots(slots[one], ledger.advance(call.num_new).num_slots, ledger.max_slots())
+        for one, cache_index in cache_indices.items():
+            slots[one] = grown_slots(slots[one], cache_index.advance(call.num_new).num_slots, cache_index.max_slots())
         every.append(Mark(call, before, dict(slots)))
 
     def most(marks: Sequence[Mark]) -> int:

@@ -127,7 +127,7 @@ def test_a_cache_that_is_begun_holds_the_rows_of_one_that_has_read_them(
                 assert begun.rows_per_head(layer) == real.rows_per_head(layer)
                 assert begun.positions(layer, 2, 1) == real.positions(layer, 2, 1)
                 # The same rows in the same slots: with the real ones in them the next call is the real one.
-                stored = real._cohorts[0].storage[layer]
+                stored = real._row_groups[0].storage[layer]
                 if stored[0].numel():
                     for mine, other in zip(begun.stored(layer), stored, strict=True):
                         mine.copy_(other)

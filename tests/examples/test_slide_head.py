@@ -64,11 +64,17 @@ def test_it_tells_classes_that_differ_and_guesses_where_labels_are_drawn(
 
 
 def test_it_refuses_tables_that_say_nothing(embeddings: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    # Half of the patients are held out: one slide, or one class, is left to train on.
+    one_class = "slide,label,patient\nslide0,a,p\nslide2,a,p\nslide1,b,q\nslide3,b,q\n"
     for text, message in (
         ("slide,class\na,b\n", "must have the columns slide and label"),
         ("slide,label\nslide0,a\nslide1,a\n", "a head tells classes apart"),
+        ("slide,label\nslide0,a\nslide1,b\n", r"two slides of two classes at least, got 1 of \['[ab]'\] with 1 held"),
+        (one_class, r"two slides of two classes at least, got 2 of \['[ab]'\] with 2 held out; label more slides"),
     ):
         (tmp_path / "labels.csv").write_text(text)
-        monkeypatch.setattr(sys, "argv", ["slide_head.py", str(embeddings), str(tmp_path / "labels.csv")])
+        words = ["slide_head.py", embeddings, tmp_path / "labels.csv", "--output", tmp_path / "head.pt"]
+        monkeypatch.setattr(sys, "argv", [str(word) for word in words])
         with pytest.raises(SystemExit, match=message):
             runpy.run_path(str(EXAMPLE), run_name="__main__")
+        assert not (tmp_path / "head.pt").exists()

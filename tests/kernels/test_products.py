@@ -63,15 +63,15 @@ def few_scores(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.setattr(products, "_SCORES_OF_A_CORE", request.param)
 
 
-def keep(place: products.Place) -> Tensor:
+def keep(block: products.ScoreBlock) -> Tensor:
     """Dropout factors that depend on the place of a pair alone."""
     pairs = torch.arange(SHAPE[2]).view(-1, 1) * 13 + torch.arange(SHAPE[3]) * 7
     factors = (pairs % 5 > 0).double() / 0.8
-    return place.of_queries(factors.expand(*SHAPE[:2], -1, -1))
+    return block.of_queries(factors.expand(*SHAPE[:2], -1, -1))
 
 
 def all_kept() -> Tensor:
-    return keep(products.Place(0, 0, slice(0, 1), None))[0]
+    return keep(products.ScoreBlock(0, 0, slice(0, 1), None))[0]
 
 
 @pytest.mark.usefixtures("few_scores")
@@ -151,10 +151,10 @@ def test_every_row_of_every_problem_has_one_place(
     query = torch.empty(first, second, rows, 1)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(products, "_MOST_SCORES" if is_dropped else "_SCORES_OF_A_CORE", scores)
-        places = list(products._places(query, keys, is_dropped=is_dropped))
-    for place in places:
-        place.of_queries(seen).add_(1)
-        assert place.of_queries(query).dim() == 3
+        blocks = list(products._score_blocks(query, keys, is_dropped=is_dropped))
+    for block in blocks:
+        block.of_queries(seen).add_(1)
+        assert block.of_queries(query).dim() == 3
     assert bool((seen == 1).all())
 
 

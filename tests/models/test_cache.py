@@ -25,7 +25,7 @@ from dilated_attention_pytorch import (
     strided_blocks,
 )
 from dilated_attention_pytorch.models import LongNetCache, LongNetConfig
-from dilated_attention_pytorch.models.ledger import Ledger
+from dilated_attention_pytorch.models.cache_index import CacheIndex
 
 TOLERANCE = 1e-12
 LENGTH = 61
@@ -201,13 +201,13 @@ def test_what_a_cache_cannot_do_is_said(make_model: Any) -> None:
 def test_ranks_hold_every_row_once_and_equally_many(make_config: Any, pattern: str, num_ranks: int) -> None:
     config = make_config(**PATTERNS[pattern])
     sizes = {"num_kv_heads": config.num_kv_heads, "device": torch.device("cpu")}
-    alone = Ledger(config.pattern(1), **sizes)
-    ranks = [Ledger(config.pattern(1), **sizes, rank=rank, num_ranks=num_ranks) for rank in range(num_ranks)]
+    alone = CacheIndex(config.pattern(1), **sizes)
+    ranks = [CacheIndex(config.pattern(1), **sizes, rank=rank, num_ranks=num_ranks) for rank in range(num_ranks)]
     block = ranks[0].block_length
     for chunk in CHUNKS["mixed"]:
-        steps = [ledger.advance(chunk) for ledger in (alone, *ranks)]
+        steps = [cache_index.advance(chunk) for cache_index in (alone, *ranks)]
         for head in range(config.num_kv_heads):
-            held = [ledger.positions(head) for ledger in ranks]
+            held = [cache_index.positions(head) for cache_index in ranks]
             assert sorted(row for rows in held for row in rows) == alone.positions(head)
             for rank, rows in enumerate(held):
                 assert all(row // block % num_ranks == rank for row in rows)
@@ -285,22 +285,22 @@ def test_rules_over_a_cache_equal_naive_attention(pattern: str, chunks: str) -> 
 def test_rows_held_under_rules_are_exactly_those_that_a_later_query_sees(pattern: str, chunks: str) -> None:
     end = 64 if "mask" in pattern else 3 * LENGTH  # a mask has no later queries
     positions = torch.arange(end)
-    ledger = Ledger(RULES[pattern], 3, torch.device("cpu"))
+    cache_index = CacheIndex(RULES[pattern], 3, torch.device("cpu"))
     for chunk in CHUNKS[chunks]:
-        step = ledger.advance(chunk)
-        assert step.num_slots <= ledger.max_slots()
-        texts, later = positions[: ledger.seen], positions[ledger.seen :, None]
+        step = cache_index.advance(chunk)
+        assert step.num_slots <= cache_index.max_slots()
+        texts, later = positions[: cache_index.seen], positions[cache_index.seen :, None]
         for head in range(3):
-            held = torch.zeros(ledger.seen, dtype=torch.bool)
+            held = torch.zeros(cache_index.seen, dtype=torch.bool)
             for rule in RULES[pattern].rules:
                 # Any block may be drawn again.
                 held |= "random" in pattern or rule.sees(head, 3, later, texts).any(0)
             for group in RULES[pattern].groups:
-                segment, selected = group.locate(positions[: ledger.seen + 1], head, 3)
+                segment, selected = group.locate(positions[: cache_index.seen + 1], head, 3)
                 held |= (segment[:-1] == segment[-1]) & selected[:-1]
             expected = held.nonzero().squeeze(1).tolist()
-            assert ledger.positions(head) == expected, (head, ledger.seen)
-            assert ledger.rows_per_head[head] == len(expected)
+            assert cache_index.positions(head) == expected, (head, cache_index.seen)
+            assert cache_index.rows_per_head[head] == len(expected)
 
 
 @torch.no_grad()

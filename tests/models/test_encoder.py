@@ -54,8 +54,8 @@ class Dense:
         return torch.cat([pairs.real, pairs.imag], dim=-1)
 
     def attention(self, name: str, q: Tensor, k: Tensor, v: Tensor, counts: Tensor) -> Tensor:
-        phantoms = torch.zeros(counts.shape[:3], dtype=torch.int64)
-        out, _ = oracle.dense_attention(q, k, v, counts, phantoms, 1 / math.sqrt(q.shape[-1]))
+        zero_pad_keys = torch.zeros(counts.shape[:3], dtype=torch.int64)
+        out, _ = oracle.dense_attention(q, k, v, counts, zero_pad_keys, 1 / math.sqrt(q.shape[-1]))
         return self.norm(out.flatten(2), f"{name}.inner_layernorm") @ self.weight(f"{name}.out_proj.weight").T
 
     def counts(self, layer: int, rows: int, *, is_causal: bool) -> Tensor:

@@ -30,7 +30,7 @@ WRITTEN_OUT = (
 
 
 def layer_counts(config: LongNetConfig, layer: int, batch: int, rows: int) -> tuple[Tensor, Tensor]:
-    """How often a query counts a key in a layer, and the phantoms of every row."""
+    """How often a query counts a key in a layer, and the zero-padding keys of every row."""
     assert config.num_kv_heads is not None
     parts: tuple[oracle.Groups | oracle.Rule, ...]
     if config.layer_patterns:
@@ -43,8 +43,8 @@ def layer_counts(config: LongNetConfig, layer: int, batch: int, rows: int) -> tu
     counted = [
         oracle.dense_counts(part, rows, rows, config.num_kv_heads, is_causal=True, batch=batch) for part in parts
     ]
-    counts, phantoms = (torch.stack(several).sum(0) for several in zip(*counted, strict=True))
-    return counts, phantoms
+    counts, zero_pad_keys = (torch.stack(several).sum(0) for several in zip(*counted, strict=True))
+    return counts, zero_pad_keys
 
 
 def dense_model(config: LongNetConfig, weights: dict[str, Tensor], ids: Tensor) -> Tensor:
@@ -70,8 +70,8 @@ def dense_model(config: LongNetConfig, weights: dict[str, Tensor], ids: Tensor) 
         q, k, v = (part.reshape(batch, rows, -1, width) for part in (q, k, v))
         if config.shifted_keys:
             k = functional.pad(k, (0, 0, 0, 0, 1, 0))[:, :rows]
-        counts, phantoms = layer_counts(config, layer, batch, rows)
-        out, _ = oracle.dense_attention(turn(q), turn(k), v, counts, phantoms, 1 / math.sqrt(width))
+        counts, zero_pad_keys = layer_counts(config, layer, batch, rows)
+        out, _ = oracle.dense_attention(turn(q), turn(k), v, counts, zero_pad_keys, 1 / math.sqrt(width))
         out = norm(out.reshape(batch, rows, -1), f"{name}.attention.inner_layernorm")
         x = x + out @ weights[f"{name}.attention.out_proj.weight"].T
         inner = norm(x, f"{name}.feed_forward_layernorm") @ weights[f"{name}.feed_forward.in_proj.weight"].T

@@ -289,6 +289,6 @@ def test_the_paper_configuration_with_a_rate_that_does_not_divide_its_length() -
 
     groups = Groups((64, 128, 256, 512, 1024), (1, 2, 4, 6, 12))
     q, k, v = (torch.randn(1, 1251, 12, 8, dtype=torch.float64) for _ in range(3))
-    counts, phantoms = dense_counts(groups, 1251, 1251, 12)
-    want, _ = dense_attention(q, k, v, counts, phantoms, 8**-0.5)
+    counts, zero_pad_keys = dense_counts(groups, 1251, 1251, 12)
+    want, _ = dense_attention(q, k, v, counts, zero_pad_keys, 8**-0.5)
     torch.testing.assert_close(attend(q, k, v, DilatedPattern(groups.lengths, groups.rates)), want, rtol=0, atol=1e-10)

@@ -126,9 +126,9 @@ def low_precision_stays_within_the_error_budget(mesh: DeviceMesh) -> dict[str, s
         whole = operands(101, 4, 2, 16, dtype)
         exact = [x.double() for x in whole]
         for is_causal in (False, True):
-            counts, phantoms = dense_counts(groups, 101, 101, 2, is_causal=is_causal, batch=2)
+            counts, zero_pad_keys = dense_counts(groups, 101, 101, 2, is_causal=is_causal, batch=2)
             leaves = [x.clone().requires_grad_() for x in exact[:3]]
-            out, _ = dense_attention(*leaves, counts, phantoms, 0.25)
+            out, _ = dense_attention(*leaves, counts, zero_pad_keys, 0.25)
             out.backward(exact[3])
             expected = [out.detach(), *(leaf.grad for leaf in leaves)]
             k, v = (x.repeat_interleave(2, 2) for x in exact[1:3])

@@ -26,7 +26,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from dilated_attention_pytorch import DilatedPattern, parallel
-from dilated_attention_pytorch.parallel import wire
+from dilated_attention_pytorch.parallel import communicator
 from dilated_attention_pytorch.parallel.groups import wait_at_most
 from dilated_attention_pytorch.planning import rounds
 
@@ -87,10 +87,10 @@ class Rank:
 
     def wait_until_others_wait(self) -> None:
         """Until all other ranks of the mesh, of one axis, wait for this one."""
-        roll = wire._connections().roll_call
+        roll = communicator._connections().roll_call
         group = self.mesh.get_group()
         others = [rank for rank in dist.get_process_group_ranks(group) if rank != self.number]
-        number = wire.wire_of(self.mesh)._num_calls + 1
+        number = communicator.communicator_of(self.mesh)._num_calls + 1
         while True:
             roll.question()
             answers = roll.answers(group.group_name, others) or {}
@@ -101,15 +101,15 @@ class Rank:
     def fault_in_exchange(self, number: int, act: Callable[[], Any]) -> None:
         """The culprit does it in its ``number``-th exchange from now."""
         if self.is_culprit:
-            exchange, done = wire.Wire._exchange, [0]
+            exchange, done = communicator.Communicator._exchange, [0]
 
-            def counted(*args: Any) -> wire.Pending:
+            def counted(*args: Any) -> communicator.Pending:
                 done[0] += 1
                 if done[0] == number:
                     self.fault(act)
                 return exchange(*args)
 
-            wire.Wire._exchange = counted  # type: ignore[method-assign]
+            communicator.Communicator._exchange = counted  # type: ignore[method-assign]
 
 
 def _die() -> None:
@@ -175,7 +175,7 @@ def _stops_unseen_by_the_transport(rank: Rank) -> None:
     """The groups have no timeout to speak of: what is noticed, the thread notices."""
     _on_two_axes(rank)
     rank.call()
-    wire._connections().roll_call.timeout = TIMEOUT_SECONDS
+    communicator._connections().roll_call.timeout = TIMEOUT_SECONDS
     rank.fault_in_exchange(5, _stop)
     while True:
         rank.call()

@@ -9,8 +9,8 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from dilated_attention_pytorch.models import LongNetCache, LongNetConfig, LongNetLM, generate
+from dilated_attention_pytorch.models.cache_index import CacheIndex
 from dilated_attention_pytorch.models.generation import read_prompt
-from dilated_attention_pytorch.models.ledger import Ledger
 from dilated_attention_pytorch.parallel import RankFailure, count_traffic
 from dilated_attention_pytorch.parallel.generation import RankShare
 from dilated_attention_pytorch.parallel.plan import Strategy
@@ -79,7 +79,7 @@ def follow(case: Case, mesh: DeviceMesh) -> dict[str, Any]:
     ids, num_kv_heads = torch.randint(29, (batch, length + sum(CHUNKS))), model.config.num_kv_heads
     assert num_kv_heads is not None
     cache = LongNetCache(model.config, share=RankShare(mesh, strategy=strategy, layout=layout))
-    alone = [Ledger(pattern, num_kv_heads, ids.device) for pattern in model.patterns]
+    alone = [CacheIndex(pattern, num_kv_heads, ids.device) for pattern in model.patterns]
     rows, errors, seen = [], [], 0
     with torch.no_grad():
         naive = model(ids)
@@ -90,10 +90,10 @@ def follow(case: Case, mesh: DeviceMesh) -> dict[str, Any]:
                 logits = model(chunk, cache=cache)
             seen += chunk.shape[1]
             errors.append((logits - naive[:, seen - logits.shape[1] : seen]).abs().max())
-            for layer, ledger in enumerate(alone):
-                ledger.advance(chunk.shape[1])
+            for layer, cache_index in enumerate(alone):
+                cache_index.advance(chunk.shape[1])
                 for head in range(num_kv_heads):
-                    rows.append((cache.positions(layer, 0, head), ledger.positions(head)))
+                    rows.append((cache.positions(layer, 0, head), cache_index.positions(head)))
     return {"error": float(max(errors)), "rows": rows}
 
 

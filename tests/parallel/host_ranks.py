@@ -18,8 +18,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from dilated_attention_pytorch import DilatedPattern, attend, parallel
+from dilated_attention_pytorch.parallel.communicator import communicator_of
 from dilated_attention_pytorch.parallel.groups import wait_at_most
-from dilated_attention_pytorch.parallel.wire import wire_of
 from ranks import mesh_of
 
 TIMEOUT_SECONDS = 6.0
@@ -43,7 +43,7 @@ def largest_error(name: str) -> tuple[float, int, float]:
     whole = [torch.randn(1, 2003, heads, 16, dtype=torch.float64, generator=generator) for heads in (6, 2, 2, 6)]
     sizes, strategy, layout = MESHES[name]
     mesh = mesh_of(sizes)
-    wire_of(mesh).has_tags = name != COLLECTIVES
+    communicator_of(mesh).has_tags = name != COLLECTIVES
 
     def results(tensors: list[Tensor], **options: Any) -> list[Tensor]:
         query, key, value = (x.clone().requires_grad_() for x in tensors[:3])

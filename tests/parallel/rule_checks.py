@@ -71,9 +71,9 @@ def low_precision_stays_within_the_error_budget(mesh: DeviceMesh) -> dict[str, s
         exact = [x.double() for x in whole]
         for is_causal in (False, True):
             counted = [dense_counts(part, 101, 101, 2, is_causal=is_causal, batch=2) for part in parts]
-            counts, phantoms = (torch.stack(some).sum(0) for some in zip(*counted, strict=True))
+            counts, zero_pad_keys = (torch.stack(some).sum(0) for some in zip(*counted, strict=True))
             leaves = [x.clone().requires_grad_() for x in exact[:3]]
-            out, _ = dense_attention(*leaves, counts, phantoms, 0.25)
+            out, _ = dense_attention(*leaves, counts, zero_pad_keys, 0.25)
             out.backward(exact[3])
             expected = [out.detach(), *(leaf.grad for leaf in leaves)]
             k, v = (x.repeat_interleave(2, 2) for x in exact[1:3])

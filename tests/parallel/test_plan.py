@@ -33,7 +33,7 @@ def passed_on_from_four(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 @pytest.mark.usefixtures("passed_on_from_four")
 @pytest.mark.parametrize(("world", "number"), [(2, 50), (3, 50), (4, 50), (7, 30)])
-def test_bytes_and_messages_on_the_wire_are_the_planned_ones(world: int, number: int, figure: Any) -> None:
+def test_sent_bytes_and_messages_are_the_planned_ones(world: int, number: int, figure: Any) -> None:
     cases = draw_cases(world, number, where=lambda case: case.is_whole)
     ranks = run_ranks(world, counted_traffic, cases, 4)
     for index, case in enumerate(cases):

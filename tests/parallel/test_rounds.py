@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 
 from dilated_attention_pytorch import parallel
-from dilated_attention_pytorch.parallel.wire import wire_of
+from dilated_attention_pytorch.parallel.communicator import communicator_of
 from dilated_attention_pytorch.planning import rounds
 from dilated_attention_pytorch.planning.rounds import (
     FEWEST_MEMBERS,
@@ -73,13 +73,13 @@ def gathered_and_added(cases: list[ShardedCase]) -> dict[str, Any]:
         found["gradients"].append(max(map(largest_error, mine[2:], theirs[2:])))
         if rank == 0:
             found["errors"].append(max(map(largest_error, mine, whole_by_oracle(case))))
-    wire = wire_of(mesh_of((size,)))
+    communicator = communicator_of(mesh_of((size,)))
     for members in (range(size), [member for member in range(size) if member != 1 or size < 3]):
         if rank in members:
             tensors = torch.arange(len(members) * 3.0).view(len(members), 3) + 100 * rank
             with mock.patch.object(rounds, "FEWEST_MEMBERS", 4):
-                gathered = wire.all_gather(torch.tensor([rank, 7]), list(members), tag=2)
-                added = wire.reduce_scatter(tensors, list(members), tag=3)
+                gathered = communicator.all_gather(torch.tensor([rank, 7]), list(members), tag=2)
+                added = communicator.reduce_scatter(tensors, list(members), tag=3)
             assert gathered.tolist() == [[member, 7] for member in members]
             expected = sum(torch.arange(len(members) * 3.0).view(len(members), 3) + 100 * member for member in members)
             assert torch.equal(added, expected[list(members).index(rank)])

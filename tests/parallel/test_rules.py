@@ -1,4 +1,4 @@
-"""Windows, blocks and global tokens over several ranks: those of the whole, with the planned rows on the wire."""
+"""Windows, blocks and global tokens over several ranks: those of the whole, with the planned rows sent."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def test_drawn_calls_equal_the_oracle(found: list[dict[str, Any]], figure: Any) 
     figure(f"parallel, rules, {len(found)} ranks, {len(cases)} drawn calls, largest float64 errors", worst)
 
 
-def test_bytes_on_the_wire_are_the_planned_ones(found: list[dict[str, Any]], figure: Any) -> None:
+def test_sent_bytes_are_the_planned_ones(found: list[dict[str, Any]], figure: Any) -> None:
     cases = drawn(len(found))[1]
     for index, case in enumerate(cases):
         estimate = planned(case)

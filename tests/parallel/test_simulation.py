@@ -14,7 +14,7 @@ from dilated_attention_pytorch.parallel import Machine, ring, simulate
 from dilated_attention_pytorch.parallel.heads import Heads
 from dilated_attention_pytorch.planning.layout import Layout, Shards
 from dilated_attention_pytorch.planning.pairs import num_pairs
-from dilated_attention_pytorch.planning.shards import Block, ShardedCall, Team, teams
+from dilated_attention_pytorch.planning.shards import Block, GatherGroup, ShardedCall, gather_groups
 
 HEADS, RATIO, HEAD_DIM, BATCH = 3, 2, 5, 2
 MACHINE = Machine(flops_per_second=3e6, bytes_per_second=7e6, message_seconds=1e-3)
@@ -160,18 +160,21 @@ class Links:
 
 
 def gathered_by_rank(call: ShardedCall, shards: Shards, *, is_backward: bool) -> list[float]:
-    """What each rank's own teams say, in the order of their members."""
+    """What each rank's own gather groups say, in the order of their members."""
     world, flops = len(shards), 4 * HEAD_DIM * BATCH * RATIO * (2.5 if is_backward else 1)
-    of_rank = [{team.members: team for team in teams(call, shards, rank)} for rank in range(world)]
+    of_rank = [
+        {gather_group.members: gather_group for gather_group in gather_groups(call, shards, rank)}
+        for rank in range(world)
+    ]
 
-    def pairs(rank: int, team: Team) -> int:
+    def pairs(rank: int, gather_group: GatherGroup) -> int:
         return sum(
-            seen.queries.count * seen.queries.num_heads * team.blocks[member][seen.block].count
-            for member, rectangles in enumerate(team.rectangles)
+            seen.queries.count * seen.queries.num_heads * gather_group.blocks[member][seen.block].count
+            for member, rectangles in enumerate(gather_group.rectangles)
             for seen in rectangles
         )
 
-    remote = [sum(pairs(rank, team) for team in of_rank[rank].values()) for rank in range(world)]
+    remote = [sum(pairs(rank, gather_group) for gather_group in of_rank[rank].values()) for rank in range(world)]
     links = Links(world)
     for rank, total in enumerate(num_pairs(call, shards)):
         links.ready[rank] += (total - remote[rank]) * flops / MACHINE.flops_per_second

@@ -95,9 +95,9 @@ def batches_of(call: ShardedCall, shards: Shards, rank: int, *, is_backward: boo
     pass_of_rank = ring.Ring(transport, shards, slab, 0)  # type: ignore[arg-type]
     pass_of_rank.begin()
     if is_backward:
-        pass_of_rank.backward(lambda parcel: torch.zeros(2 * num_rows(parcel.seen.blocks)), rows, rows)
+        pass_of_rank.backward(lambda seen_keys: torch.zeros(2 * num_rows(seen_keys.seen.blocks)), rows, rows)
     else:
-        pass_of_rank.forward(lambda parcel: None)
+        pass_of_rank.forward(lambda seen_keys: None)
     return transport.batches
 
 

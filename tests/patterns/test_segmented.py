@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from dilated_attention_pytorch import DilatedPattern, attend, local_window
-from dilated_attention_pytorch.models.ledger import Ledger
+from dilated_attention_pytorch.models.cache_index import CacheIndex
 from dilated_attention_pytorch.patterns import SegmentedPattern, pattern_from_spec
 from support.drawn import examples
 from support.oracle import dense_attention
@@ -56,8 +56,8 @@ def test_attention_under_ragged_segments_equals_the_oracle(
         torch.randn(2, length, number, 4, generator=generator, dtype=torch.float64).requires_grad_()
         for number in (2 * heads, heads, heads)
     ]
-    phantoms = counts.new_zeros(1, heads, length)
-    expected, _ = dense_attention(*inputs, counts[None].expand(2, -1, -1, -1), phantoms.expand(2, -1, -1), 0.5)
+    zero_pad_keys = counts.new_zeros(1, heads, length)
+    expected, _ = dense_attention(*inputs, counts[None].expand(2, -1, -1, -1), zero_pad_keys.expand(2, -1, -1), 0.5)
     out = attend(*inputs, pattern, is_causal=causal)
     torch.testing.assert_close(out, expected, rtol=0, atol=1e-11)
     grad = torch.randn(out.shape, generator=generator, dtype=torch.float64)
@@ -85,7 +85,7 @@ def test_what_counts_in_segments_of_one_length_refuses() -> None:
     with pytest.raises(NotImplementedError, match='impl="aten" computes a SegmentedPattern'):
         attend(q, q, q, pattern, impl="triton")
     with pytest.raises(NotImplementedError, match=r"a SegmentedPattern has ragged ones: got .* decode with attend"):
-        Ledger(pattern, 2, torch.device("cpu"))
+        CacheIndex(pattern, 2, torch.device("cpu"))
 
 
 @pytest.mark.parametrize(

@@ -53,8 +53,8 @@ def problems(partial: Partial) -> list[tuple[int, int]]:
 @examples(150)
 @given(calls(with_padding=False), st.integers(1, 3000), BANDS)
 def test_partials_cover_exactly_what_the_pattern_counts(call: DrawnCall, tile_size: int, bands: Bands) -> None:
-    counts, phantoms = call.counts()
-    got, got_phantoms = torch.zeros_like(counts[0]), torch.zeros_like(phantoms[0])
+    counts, zero_pad_keys = call.counts()
+    got, got_zero_pad_keys = torch.zeros_like(counts[0]), torch.zeros_like(zero_pad_keys[0])
     for tile in plan_of(call, tile_size, bands).tiles:
         for partial in tile.partials:
             for rows, heads in problems(partial):
@@ -63,8 +63,8 @@ def test_partials_cover_exactly_what_the_pattern_counts(call: DrawnCall, tile_si
                 assert tile.query_rows[0] <= queries.min()
                 assert queries.max() < tile.query_rows[1]
                 assert tile.kv_heads[0] <= head < tile.kv_heads[1]
-                if partial.phantoms:
-                    got_phantoms[head, queries] += partial.phantoms
+                if partial.zero_pad_keys:
+                    got_zero_pad_keys[head, queries] += partial.zero_pad_keys
                     continue
                 keys = partial.key_row + rows + partial.step * torch.arange(partial.num_keys)
                 assert tile.key_rows[0] <= keys.min()
@@ -73,7 +73,7 @@ def test_partials_cover_exactly_what_the_pattern_counts(call: DrawnCall, tile_si
                 low, high = partial.band or (-len(queries), 0 if partial.is_causal else len(keys))
                 got[head, queries[:, None], keys] += block.triu(low).tril(high)
     assert torch.equal(got, counts[0])
-    assert torch.equal(got_phantoms, phantoms[0])
+    assert torch.equal(got_zero_pad_keys, zero_pad_keys[0])
 
 
 @examples(150)

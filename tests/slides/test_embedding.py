@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import signal
@@ -20,9 +21,10 @@ from torch import Tensor
 from dilated_attention_pytorch.cli import main
 from dilated_attention_pytorch.errors import RunError
 from dilated_attention_pytorch.models import SlideEncoder, SlideEncoderConfig, load_slide_encoder
-from dilated_attention_pytorch.slides import Embedder, EmbedSettings, read_slide
+from dilated_attention_pytorch.slides import Embedder, EmbedSettings, read_slide, store
 from dilated_attention_pytorch.slides import embedding as module
 from dilated_attention_pytorch.slides.memory import TileLimits, measure_limits
+from dilated_attention_pytorch.slides.store import Store
 from slides.made_slides import CONFIG, SIZE, WIDTH, checkpoint, tiles_of, write_hdf5, write_slides
 
 NUMBERS = [40, 1, 300, 17]
@@ -105,7 +107,7 @@ def test_options_reach_the_encoder(weights: Path, tmp_path: Path) -> None:
         return stored(tmp_path / name / "slide0.h5")[1]
 
     torch.testing.assert_close(embedded("told", "--tile-size", SIZE, features=whole), first, rtol=0, atol=2e-5)
-    assert (embedded("other size", "--tile-size", 256) - first).abs().max() > 1e-3
+    assert (embedded("other size", "--tile-size", 1024, features=whole) - first).abs().max() > 1e-3
     assert (embedded("mean", "--pooling", "mean") - first).abs().max() > 1e-3
     assert (embedded("heads", "--num-heads", "8") - first).abs().max() > 1e-5
     lower = embedded("bfloat16", "--precision", "bfloat16")
@@ -171,7 +173,7 @@ def test_the_same_command_keeps_what_is_there_and_embeds_what_changed_or_was_dam
     damaged = out / f"slide3.{kind}"
     damaged.write_bytes(damaged.read_bytes()[:100])
     (out / f"slide2.{kind}").unlink()
-    (out / f"slide2.{kind}.part").write_text("what a killed command left")
+    (out / f".slide2.{kind}.part").write_text("what a killed command left")
     assert code_of("embed", moved, *words[2:]) == 0
     assert "3 slides of 319 tiles embedded" in capsys.readouterr().out
     changed = {path.stem for path in out.iterdir() if before.get(path) != path.stat().st_mtime_ns}
@@ -220,7 +222,7 @@ def test_a_command_that_is_killed_leaves_whole_files_and_goes_on_with_the_rest(
     process = subprocess.run(stopped, capture_output=True, text=True, timeout=600, check=False)
     said, whole = process.stderr, sorted(out.glob("*.h5"))
     assert [path.name for path in whole] == [path.name for path in paths[:3]]
-    assert [path.name for path in out.glob("*.part")] == [f"{paths[3].name}.part"]
+    assert [path.name for path in out.glob("*.part")] == [f".{paths[3].name}.part"]
     assert process.returncode == (-number if number == signal.SIGKILL else 130)
     if number == signal.SIGINT:
         assert f"what is embedded is kept in {out}, and the same command goes on" in said
@@ -232,6 +234,118 @@ def test_a_command_that_is_killed_leaves_whole_files_and_goes_on_with_the_rest(
     for path in paths:
         for got, alone in zip(stored(out / path.name), expected(path, weights), strict=True):
             torch.testing.assert_close(got, alone, rtol=0, atol=2e-5)
+
+
+@pytest.mark.parametrize("kind", ["h5", "parquet"])
+@pytest.mark.parametrize("is_of_one_version", [False, True])
+def test_another_slide_of_the_same_name_is_refused_before_anything_is_computed(
+    is_of_one_version: bool, kind: str, weights: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "linked").symlink_to(tmp_path / "a")
+    first = write_hdf5(tmp_path / "a" / "slide1.h5", *tiles_of(40, 1), patch_size_level0=SIZE)
+    write_hdf5(tmp_path / "b" / "slide0.h5", *tiles_of(40, 0), patch_size_level0=SIZE)
+    second = write_hdf5(tmp_path / "b" / "slide1.h5", *tiles_of(40, 2), patch_size_level0=SIZE)
+    if is_of_one_version:
+        os.utime(second, ns=(first.stat().st_atime_ns, first.stat().st_mtime_ns))
+        assert second.stat().st_size == first.stat().st_size
+    out = tmp_path / "out"
+    words = ("--checkpoint", weights, "--output", out, "--format", kind)
+    assert code_of("embed", tmp_path / "a", *words) == 0
+    before = {path: path.read_bytes() for path in out.iterdir()}
+    capsys.readouterr()
+    assert code_of("embed", tmp_path / "b", *words) == 2
+    assert (
+        f"holds the embedding of another slide slide1: expected that of {second}, got that of {first}; pass another "
+        f"--output, or rename {second}"
+    ) in " ".join(capsys.readouterr().err.split())
+    assert {path: path.read_bytes() for path in out.iterdir()} == before
+    # By another path the same file is the same slide.
+    assert code_of("embed", tmp_path / "linked", *words) == 0
+    assert "1 of 1 slides were embedded before" in capsys.readouterr().out
+
+
+def test_relative_paths_in_two_folders_are_two_slides(
+    weights: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for index, name in enumerate(("a", "b")):
+        write_hdf5(tmp_path / name / "features" / "slide1.h5", *tiles_of(4, index), patch_size_level0=SIZE)
+    monkeypatch.chdir(tmp_path / "a")
+    Embedder([Path("features")], weights, tmp_path / "out", EmbedSettings()).run()
+    monkeypatch.chdir(tmp_path / "b")
+    with pytest.raises(RunError, match="holds the embedding of another slide slide1"):
+        Embedder([Path("features")], weights, tmp_path / "out", EmbedSettings()).run()
+
+
+def test_a_folder_of_parquet_files_reads_as_a_table_of_whole_rows_after_a_stop(
+    weights: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write_slides(tmp_path / "features", NUMBERS)
+    replace, left = os.replace, [True]
+
+    def stop_at_the_second(staged: Path, path: Path) -> None:
+        if path.suffix == ".parquet" and not left:
+            staged.write_bytes(staged.read_bytes()[:100])
+            raise KeyboardInterrupt
+        if path.suffix == ".parquet":
+            left.pop()
+        replace(staged, path)
+
+    monkeypatch.setattr(os, "replace", stop_at_the_second)
+    with pytest.raises(KeyboardInterrupt):
+        embedder(tmp_path, weights, format="parquet").run()
+    assert len(list((tmp_path / "out").glob("*.part"))) == 1
+    assert parquet.read_table(tmp_path / "out").column("slide").to_pylist() == ["slide0"]
+
+
+@pytest.mark.parametrize("name", ["_slide1", ".slide1"])
+def test_a_name_that_readers_of_parquet_folders_skip_is_refused(name: str, weights: Path, tmp_path: Path) -> None:
+    path = write_hdf5(tmp_path / f"{name}.h5", *tiles_of(4, 0), patch_size_level0=SIZE)
+    with pytest.raises(RunError) as raised:
+        Embedder([path], weights, tmp_path / "out", EmbedSettings(format="parquet"))
+    assert f"skip names that begin with _ or a dot: expected another name of a slide, got {name}" in str(raised.value)
+    assert not (tmp_path / "out").exists()
+    assert Embedder([path], weights, tmp_path / "out", EmbedSettings()).run().embedded == 1
+
+
+def test_a_link_that_leads_nowhere_is_skipped_and_the_rest_goes_on(
+    weights: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = tmp_path / "features"
+    write_slides(folder, [4, 5])
+    (folder / "a_lost.h5").symlink_to(tmp_path / "nothing.h5")
+    assert code_of("embed", folder, folder, "--checkpoint", weights, "--output", tmp_path / "out") == 1
+    said = capsys.readouterr()
+    assert said.err.splitlines() == [
+        f"skipped {folder / 'a_lost.h5'}: it cannot be opened (No such file or directory); copy it again, or mend the "
+        "link if it is one"
+    ]
+    assert "2 slides of 9 tiles embedded" in said.out
+
+
+def test_a_file_that_records_another_tile_size_than_the_given_one_is_skipped(weights: Path, tmp_path: Path) -> None:
+    write_slides(tmp_path / "features", [4])
+    write_hdf5(tmp_path / "features" / "other.h5", *tiles_of(4, 1), patch_size=256, downsample=4.0)
+    write_hdf5(tmp_path / "features" / "unsized.h5", *tiles_of(4, 2))
+    outcome = embedder(tmp_path, weights, tile_size=SIZE).run()
+    assert outcome.embedded == 2
+    assert {path.stem: reason for path, reason in outcome.failed.items()} == {
+        "other": "expected tiles of 512 pixels (--tile-size), got a file that records 1024; embed it without "
+        "--tile-size into another folder, or extract its features again if 1024 is wrong"
+    }
+
+
+def test_a_recorded_tile_size_that_is_no_size_is_the_matter_of_its_file(weights: Path, tmp_path: Path) -> None:
+    write_slides(tmp_path / "features", [4])
+    features, corners = tiles_of(4, 1)
+    for name, size in {"nan": float("nan"), "endless": float("inf"), "huge": 1e300, "zero": 0.0}.items():
+        write_hdf5(tmp_path / "features" / f"{name}.h5", features, corners, patch_size_level0=size)
+        content = {"features": features, "coords": corners, "patch_size_level0": size}
+        torch.save(content, tmp_path / "features" / f"{name}_too.pt")
+    outcome = embedder(tmp_path, weights).run()
+    assert outcome.embedded == 1
+    assert len(outcome.failed) == 8
+    for reason in outcome.failed.values():
+        assert reason.startswith("it does not give its tile size (the attribute patch_size_level0 of coords, a number")
 
 
 def embedder(tmp_path: Path, weights: Path, **options: Any) -> Embedder:
@@ -296,14 +410,22 @@ def test_another_error_is_not_taken_for_memory(weights: Path, tmp_path: Path, mo
         embedder(tmp_path, weights).run()
 
 
-def test_an_embedding_that_overflows_is_not_written(weights: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("precision", "remedy"),
+    [
+        ("bfloat16", "use --precision float32"),
+        ("float32", "its features are too large (up to 2.5e+39), extract them again"),
+    ],
+)
+def test_an_embedding_that_overflows_is_not_written(precision: str, remedy: str, weights: Path, tmp_path: Path) -> None:
     features, corners = tiles_of(9, 0)
-    write_hdf5(tmp_path / "features" / "large.h5", 1e38 * features, corners, patch_size_level0=SIZE)
+    features[0, 0] = 2.5
+    large = 1e39 * features.double().clamp(-2.5, 2.5)
+    write_hdf5(tmp_path / "features" / "large.h5", large, corners, patch_size_level0=SIZE)
     write_slides(tmp_path / "features", [4])
-    outcome = embedder(tmp_path, weights, precision="bfloat16").run()
+    outcome = embedder(tmp_path, weights, precision=precision).run()
     assert outcome.embedded == 1
-    (reason,) = outcome.failed.values()
-    assert reason.startswith("its embedding is not finite in bfloat16")
+    assert list(outcome.failed.values()) == [f"its embedding is not finite in {precision}; {remedy}"]
 
 
 @pytest.mark.parametrize(
@@ -394,6 +516,71 @@ def test_what_a_tile_takes_is_measured_and_bounds_a_batch(
     assert (free.of_slide, free.of_batch) == (10**9 // free.tile_bytes, 10**9 // 2 // free.tile_bytes)
     monkeypatch.setattr(memory, "peak_memory", lambda call, device: None)
     assert measure_limits(encoder, cpu, "float32", 100, None) is None
+
+
+@pytest.mark.parametrize("has_links", [False, True])
+def test_commands_that_begin_a_folder_at_once_share_it(
+    has_links: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if not has_links:
+        monkeypatch.setattr(os, "link", no_links)
+    made_with = {"pooling": "mean"}
+    first, second = Store(tmp_path / "out", "h5"), Store(tmp_path / "out", "h5")
+    begin_meanwhile(second, made_with, monkeypatch)
+    first.begin(made_with)
+    assert os.listdir(tmp_path / "out") == ["_embed.json"]
+    assert json.loads((tmp_path / "out" / "_embed.json").read_text()) == made_with
+
+
+def test_of_two_commands_with_other_settings_that_begin_at_once_the_second_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    first, second = Store(tmp_path / "out", "h5"), Store(tmp_path / "out", "h5")
+    begin_meanwhile(second, {"pooling": "mean"}, monkeypatch)
+    with pytest.raises(RunError, match="made with other settings \\(pooling mean, now class\\)"):
+        first.begin({"pooling": "class"})
+    assert json.loads((tmp_path / "out" / "_embed.json").read_text()) == {"pooling": "mean"}
+
+
+def test_a_folder_that_another_command_begins_during_the_check_is_not_a_foreign_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    first, second = Store(tmp_path / "out", "h5"), Store(tmp_path / "out", "h5")
+    check = store.check_free_folder
+
+    def begin_first(*words: Any, **options: Any) -> None:
+        monkeypatch.setattr(store, "check_free_folder", check)
+        second.begin({"pooling": "mean"})
+        check(*words, **options)
+
+    monkeypatch.setattr(store, "check_free_folder", begin_first)
+    with pytest.raises(RunError, match="made with other settings"):
+        first.check({"pooling": "class"})
+    first.check({"pooling": "mean"})
+
+
+def test_what_a_command_left_that_was_killed_while_it_began_is_no_obstacle(weights: Path, tmp_path: Path) -> None:
+    write_slides(tmp_path / "features", [4])
+    (tmp_path / "out").mkdir()
+    (tmp_path / "out" / "_embed.json.0123456789abcdef.part").write_text("{")
+    assert embedder(tmp_path, weights).run().embedded == 1
+
+
+def no_links(*words: object) -> None:
+    """What `os.link` does on a file system without hard links."""
+    raise OSError(errno.EPERM, "Operation not permitted")
+
+
+def begin_meanwhile(second: Store, made_with: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Have a second command begin while the settings of the first are on their way to the disk."""
+    fsync, waiting = os.fsync, [second]
+
+    def begin_first(descriptor: int) -> None:
+        if waiting:
+            waiting.pop().begin(made_with)
+        fsync(descriptor)
+
+    monkeypatch.setattr(os, "fsync", begin_first)
 
 
 def test_the_settings_file_says_how_the_folder_was_made(weights: Path, tmp_path: Path) -> None:

@@ -47,6 +47,14 @@ def test_files_that_grew_by_chunks_in_half_precision_and_big_endian_are_read(tmp
     assert torch.equal(slide.coordinates, corners)
 
 
+def test_an_ending_in_capitals_is_the_same_ending(tmp_path: Path) -> None:
+    features, corners = tiles_of(7, 0)
+    write_hdf5(tmp_path / "a.H5", features, corners)
+    torch.save({"features": features, "coords": corners}, tmp_path / "b.PT")
+    for name in ("a.H5", "b.PT"):
+        assert torch.equal(read_slide(tmp_path / name).features, features)
+
+
 @pytest.mark.parametrize("has_batch", [False, True])
 def test_dictionaries_of_tensors_are_read(has_batch: bool, tmp_path: Path) -> None:
     features, corners = tiles_of(7, 0)
@@ -123,13 +131,14 @@ def test_a_broken_file_says_what_is_wrong(name: str, content: Any, message: str,
 
 
 def test_files_and_folders_are_found_by_the_name_of_the_slide_and_once(tmp_path: Path) -> None:
-    for name in ("b.h5", "a.pt", "c.hdf5", "notes.txt", ".hidden.h5"):
+    for name in ("b.h5", "a.pt", "c.hdf5", "E.H5", "f.Pt", "notes.txt", ".hidden.h5"):
         (tmp_path / name).touch()
     (tmp_path / "deep").mkdir()
     (tmp_path / "deep" / "d.h5").touch()
     found = find_slides([tmp_path / "c.hdf5", tmp_path, tmp_path / "a.pt", tmp_path / "deep" / "d.h5"])
-    assert list(found) == ["c", "a", "b", "d"]
-    (tmp_path / "deep" / "a.h5").touch()
+    assert list(found) == ["c", "E", "a", "b", "f", "d"]
+    assert list(find_slides([tmp_path / "E.H5"])) == ["E"]
+    (tmp_path / "deep" / "a.h5").symlink_to("nothing.h5")
     for paths, message in (
         ([tmp_path, tmp_path / "deep"], "both belong to a slide a, so their embeddings would be one file"),
         ([tmp_path / "e.h5"], "e.h5 does not exist; pass files of tile features (.h5, .hdf5, .pt)"),

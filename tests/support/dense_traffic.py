@@ -11,7 +11,7 @@ from dilated_attention_pytorch.parallel.heads import Heads
 from dilated_attention_pytorch.planning import rounds
 from dilated_attention_pytorch.planning.exchange import exchange
 from dilated_attention_pytorch.planning.layout import Layout, Shards
-from dilated_attention_pytorch.planning.shards import ShardedCall, teams
+from dilated_attention_pytorch.planning.shards import ShardedCall, gather_groups
 from support.drawn import DrawnCall
 
 
@@ -40,13 +40,17 @@ def ring_rows(call: ShardedCall, shards: Shards) -> Tensor:
 def gather_rows(call: ShardedCall, shards: Shards, row_bytes: int) -> tuple[Tensor, list[int]]:
     """Rows that rank s sends to rank t under gather, and the messages of each rank.
 
-    Every member of a team sends as many rows as the member with the most. In teams with enough members, tensors of up
-    to 1 MiB are forwarded round by round.
+    Every member of a gather group sends as many rows as the member with the most. In groups with enough members,
+    tensors of up to 1 MiB are forwarded round by round.
     """
     rows, messages = torch.zeros(len(shards), len(shards), dtype=torch.int64), [0] * len(shards)
-    for team in {team.members: team for rank in range(len(shards)) for team in teams(call, shards, rank)}.values():
-        members = team.members
-        most = max(sum(block.count * block.num_heads for block in blocks) for blocks in team.blocks)
+    for gather_group in {
+        gather_group.members: gather_group
+        for rank in range(len(shards))
+        for gather_group in gather_groups(call, shards, rank)
+    }.values():
+        members = gather_group.members
+        most = max(sum(block.count * block.num_heads for block in blocks) for blocks in gather_group.blocks)
         if not most:
             continue
         if len(members) < rounds.FEWEST_MEMBERS or most * row_bytes > 1 << 20:

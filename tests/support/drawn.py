@@ -124,8 +124,8 @@ class DrawnCall:
             )
             for groups in self.summands
         ]
-        counts, phantoms = zip(*parts, strict=True)
-        return torch.stack(counts).sum(0), torch.stack(phantoms).sum(0)
+        counts, zero_pad_keys = zip(*parts, strict=True)
+        return torch.stack(counts).sum(0), torch.stack(zero_pad_keys).sum(0)
 
 
 def pattern_of(summand: Groups | Rule) -> Pattern:

@@ -85,7 +85,7 @@ def dense_counts(
     padding: Tensor | None = None,
     batch: int = 1,
 ) -> tuple[Tensor, Tensor]:
-    """``c[b, g, p, t]`` and the number of phantom keys ``n[b, g, p]``, by evaluating the definition for every pair."""
+    """``c[b, g, p, t]`` and the zero-padding keys ``n[b, g, p]``, by evaluating the definition for every pair."""
     p, t = np.arange(num_queries) + query_offset, np.arange(num_keys) + key_offset
     document_of_p, document_of_t = np.zeros_like(p), np.zeros_like(t)
     length_of_p = np.full_like(p, num_queries)
@@ -95,7 +95,7 @@ def dense_counts(
         p, length_of_p = p - starts, ends - starts
         t = p
     counts = np.zeros((kv_heads, num_queries, num_keys), dtype=np.int64)
-    phantoms = np.zeros((kv_heads, num_queries), dtype=np.int64)
+    zero_pad_keys = np.zeros((kv_heads, num_queries), dtype=np.int64)
     for g in range(kv_heads):
         if isinstance(groups, Rule):
             c = groups.counts(g, p, t) & (document_of_p[:, None] == document_of_t[None, :])
@@ -110,21 +110,21 @@ def dense_counts(
             c = same & in_p[:, None] & in_t[None, :]
             if groups.tail == "zero_padded" and not is_causal:
                 full = np.ceil(np.minimum(w, length_of_p) / r).astype(np.int64)
-                phantoms[g] += np.where(in_p, full - c.sum(1), 0)
+                zero_pad_keys[g] += np.where(in_p, full - c.sum(1), 0)
             counts[g] += c & (t[None, :] <= p[:, None]) if is_causal else c
     c = torch.from_numpy(counts).expand(batch, -1, -1, -1)
     if padding is not None:
         c = c * ~padding[:, None, None, :]
-    return c, torch.from_numpy(phantoms).expand(batch, -1, -1)
+    return c, torch.from_numpy(zero_pad_keys).expand(batch, -1, -1)
 
 
 def dense_attention(
-    q: Tensor, k: Tensor, v: Tensor, counts: Tensor, phantoms: Tensor, scale: float, keep: Tensor | None = None
+    q: Tensor, k: Tensor, v: Tensor, counts: Tensor, zero_pad_keys: Tensor, scale: float, keep: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
     """``O`` and ``L`` by one softmax over ``s + log c``; a row without a key is 0 and -inf, with zero gradient."""
     ratio = q.shape[2] // k.shape[2]
     k, v = (x.repeat_interleave(ratio, 2) for x in (k, v))
-    weights = torch.cat([counts, phantoms.unsqueeze(-1)], -1).repeat_interleave(ratio, 1)
+    weights = torch.cat([counts, zero_pad_keys.unsqueeze(-1)], -1).repeat_interleave(ratio, 1)
     s = torch.cat([scale * torch.einsum("bnhd,bmhd->bhnm", q, k), q.new_zeros(weights[..., :1].shape)], -1)
     s = torch.where(weights > 0, s + weights.clamp(min=1).to(s.dtype).log(), float("-inf"))
     dead = (weights == 0).all(-1)

@@ -103,15 +103,15 @@ def check(
         grads = torch.autograd.grad((out, finite), here, (weights, lse_weights)) if with_gradients else ()
     scale = 1 / math.sqrt(call.head_dim) if call.scale is None else call.scale
     exact = [x.detach().double().requires_grad_() for x in inputs]
-    counts, phantoms = call.counts()
-    want_out, want_lse = dense_attention(*exact, counts, phantoms, scale)
+    counts, zero_pad_keys = call.counts()
+    want_out, want_lse = dense_attention(*exact, counts, zero_pad_keys, scale)
     assert torch.equal(dead.cpu(), want_lse == float("-inf"))
     want_finite = torch.where(dead.cpu(), 0.0, want_lse)
     lse_weights = lse_weights.cpu().double()
     want_grads = torch.autograd.grad((want_out, want_finite), exact, (grad_out.double(), lse_weights))
-    # In the budget, phantom keys are keys with score and value 0.
-    most = int(phantoms.max()) if phantoms.numel() else 0
-    filled = torch.cat([counts, (torch.arange(most) < phantoms.unsqueeze(-1)).to(counts)], -1)
+    # In the budget, zero-padding keys are keys with score and value 0.
+    most = int(zero_pad_keys.max()) if zero_pad_keys.numel() else 0
+    filled = torch.cat([counts, (torch.arange(most) < zero_pad_keys.unsqueeze(-1)).to(counts)], -1)
     q, k, v = (x.detach() for x in exact)
     k, v = (torch.nn.functional.pad(x, (0, 0, 0, 0, 0, most)).repeat_interleave(call.ratio, 2) for x in (k, v))
     filled = filled.repeat_interleave(call.ratio, 1).double()

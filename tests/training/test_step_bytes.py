@@ -13,6 +13,7 @@ import torch
 
 from dilated_attention_pytorch.models import LongNetConfig, LongNetForCausalLM
 from dilated_attention_pytorch.training import PRESETS, TrainSettings
+from dilated_attention_pytorch.training.autocast import autocast
 from dilated_attention_pytorch.training.footprint import footprint
 from dilated_attention_pytorch.training.live_bytes import PARTS, Counts
 from dilated_attention_pytorch.training.step_bytes import highest, moments
@@ -71,7 +72,7 @@ def test_what_is_kept_for_the_backward_pass_is_what_autograd_saves(model: dict[s
         return tensor
 
     keeping = torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor)
-    with keeping, torch.autocast("cpu", torch.bfloat16, enabled=precision == "bfloat16"):
+    with keeping, autocast(precision, "cpu"):
         loss = longnet(input_ids=ids, labels=ids, num_items_in_batch=ids.numel(), skip_logits=True).loss
     # Beside what is saved there is the loss, and the number that its gradient begins with.
     assert planned["activations"] + planned["loss"] == sum(saved.values()) + 2 * loss.element_size()

@@ -1,1 +1,1 @@
-"""Where numbers come from: what is compared, the gate before every time, the limits of the machine, and the report."""
+"""Benchmarks: compared implementations, the correctness gate before every timing, machine limits, and the report."""

@@ -19,7 +19,7 @@ from .report import in_words
 from .results import FORMAT, Row, quartiles
 
 FLOOR = 0.05
-"""Relative difference below which nothing counts as changed: runs of the same code on a quiet machine differ so."""
+"""Relative difference below which nothing counts as changed: repeated runs on a quiet machine differ by as much."""
 
 _MACHINE = ("processor", "cores", "threads", "cuda_devices")
 

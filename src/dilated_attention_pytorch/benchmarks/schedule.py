@@ -1,4 +1,4 @@
-"""What a run is about to do: its cases in their order, what each may take, and where the time limit falls."""
+"""Schedule of a run: its cases in order, their expected durations, and where the time limit falls."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ from .measure import Budget
 from .shapes import Case
 
 _SHARE_OF_LIMIT = 0.25
-"""What a contestant is expected to reach of the machine's rates."""
+"""Assumed fraction of the machine's rates that a contestant reaches."""
 _FIXED_SECONDS = 0.3
-"""The gate, the operands and what Python does, for one contestant in one case."""
+"""Assumed time of the gate, the operands and Python, for one contestant in one case."""
 _COMPILE_SECONDS = {
     "ours, triton": 15.0,
     "ours, triton-fp8": 10.0,
@@ -27,17 +27,17 @@ _COMPILE_SECONDS = {
     "published route, cuDNN": 3.0,
     FLEX: 30.0,
 }
-"""On a GPU, where a contestant compiles or plans for a case: assumed, not measured."""
+"""Assumed (not measured) compilation or planning time of a case on a GPU."""
 
 
 @dataclass(frozen=True, slots=True)
 class Step:
-    """A case and those who take part in it."""
+    """A case and the contestants that take part in it."""
 
     case: Case
     contestants: tuple[Contestant, ...]
     seconds: float
-    """Expected, for all of them."""
+    """Expected duration for all of them."""
 
 
 def schedule(
@@ -50,11 +50,11 @@ def schedule(
     """The steps of a run, in the order of the cases.
 
     Args:
-        cases: with the names of contestants that are left out.
-        contestants: of the run.
+        cases: cases with the names of contestants that are left out.
+        contestants: contestants of the run.
         limits: rates of the machine by dtype.
-        budget: of the run.
-        device: where it is computed.
+        budget: time limits of the run.
+        device: device to compute on.
     """
     steps = []
     for case, without in cases.items():
@@ -77,7 +77,7 @@ def _seconds(case: Case, contestant: Contestant, limits: Limits, budget: Budget,
 
 
 def print_schedule(steps: Sequence[Step], time_limit: float, console: Console) -> None:
-    """The plan of a run, before it starts."""
+    """Print the schedule of a run before it starts."""
     table = Table(title="plan", title_justify="left")
     for name in ("", "case", "who", "about", "until"):
         table.add_column(

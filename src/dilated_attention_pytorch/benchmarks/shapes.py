@@ -20,7 +20,7 @@ DtypeName = Literal["float32", "bfloat16", "float16", "float64"]
 FORWARD_FLOPS = 4
 """Operations per query-key pair and head element: two matrix products."""
 BACKWARD_FLOPS = 10
-"""Five matrix products, including the recomputation of the scores."""
+"""The same for the backward pass: five matrix products, including the recomputation of the scores."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -1,4 +1,4 @@
-"""Before a run: what it has alive, computes and sends, how long that takes, and what would fit, fastest, largest."""
+"""Capacity planning: memory, operations, traffic and time of a run, and the runs that would fit."""
 
 from .changes import Change, changes_that_help
 from .generation import Generation, generation_footprint

@@ -1,4 +1,4 @@
-"""Changes of a run that help most, each with its effect: planned, every one of them."""
+"""Changes of a run's settings that save memory or time, each planned to find its effect."""
 
 from __future__ import annotations
 
@@ -13,23 +13,23 @@ from .run import Device, RunPlan, plan_run
 from .step_probe import measure_here
 
 _LEAST_GAIN = 0.01
-"""Of tokens a second, or of memory: less is no help."""
+"""Smallest gain that counts, as a fraction of the tokens per second or of the memory."""
 
 
 class Change(NamedTuple):
-    """Another run, and what it takes."""
+    """A changed run, with its effect on memory and speed."""
 
     words: str
-    """The flags that make it, or what else is to be done."""
+    """Flags that make the change, or a description of it."""
     bytes: int
-    """Of a process, more than now; negative is less."""
+    """Additional bytes per process; negative if it takes less."""
     speed: float
-    """Tokens a second over those of now."""
+    """Tokens per second, relative to the current run."""
     processes: int
     plan: RunPlan
 
     def in_words(self) -> str:
-        """The effect, for a person."""
+        """The effect as a sentence."""
         from dilated_attention_pytorch.memory import in_bytes
 
         memory = f"{'+' if self.bytes >= 0 else '-'}{in_bytes(abs(self.bytes))} a process"
@@ -37,14 +37,15 @@ class Change(NamedTuple):
 
 
 def changes_that_help(settings: TrainSettings, num_processes: int, device: Device, now: RunPlan) -> list[Change]:
-    """Three changes at most, the best first.
+    """Return at most three changes, the best first.
 
-    Of a run that does not fit: those that make it fit, the fastest first, then those that take least. Of one that fits:
-    those with more tokens a second and device that fit too; then those that take less memory at the same pace; then
-    those with more devices. On this machine, each is measured as the run was.
+    For a run that does not fit: the changes that make it fit, the fastest first, then others that save memory, the
+    smallest first. For a run that fits: changes that fit, too, and process more tokens per second and device; then
+    those that save memory at the same pace; then those that are faster only because of more devices. On this machine,
+    each change is measured as the run was.
 
     Args:
-        settings, num_processes, device: of the run.
+        settings, num_processes, device: the run.
         now: its plan.
     """
     found = []
@@ -52,7 +53,7 @@ def changes_that_help(settings: TrainSettings, num_processes: int, device: Devic
         try:
             plan = plan_run(told, processes, _measured(device, told, processes), is_quick=True)
         except (RunError, ValueError, NotImplementedError):
-            continue  # what the run cannot do is no advice
+            continue  # changes that are impossible for the run are left out
         speed = plan.rates.tokens_per_second / now.rates.tokens_per_second
         found.append(Change(words, plan.footprint.total - now.footprint.total, speed, processes, plan))
     if not now.fits:
@@ -74,7 +75,7 @@ def changes_that_help(settings: TrainSettings, num_processes: int, device: Devic
 
 
 def _measured(device: Device, told: TrainSettings, processes: int) -> Device:
-    """The device; this machine with measurements of such a run."""
+    """The device; if it is this machine, with measurements of a run with these settings."""
     if device.here is None:
         return device
     here = measure_here(told, processes, device.here.kind)
@@ -82,7 +83,7 @@ def _measured(device: Device, told: TrainSettings, processes: int) -> Device:
 
 
 def _candidates(settings: TrainSettings, num_processes: int) -> Iterator[tuple[str, TrainSettings, int]]:
-    """Words, settings and processes of every change that is tried."""
+    """Description, settings and number of processes of every change that is tried."""
     model = settings.model
 
     def of_model(**values: Any) -> TrainSettings:

@@ -1,4 +1,4 @@
-"""What the processes of a run send to each other in a step: bytes and messages, by what they are for."""
+"""Communication between the processes of a run in a step: bytes and messages, by purpose."""
 
 from __future__ import annotations
 
@@ -16,28 +16,29 @@ from dilated_attention_pytorch.training.settings import TrainSettings
 
 _FLOAT32 = 4
 _TIMES_SENT = {"ddp": 2, "zero1": 2, "zero2": 2, "fsdp": 3, "zero3": 3}
-"""Times that a process sends (p - 1) / p of all weights: a sum over processes is scattered and gathered again; of split
-weights they are gathered for either pass, and gradients are scattered. For fsdp see :func:`_split_weights`."""
+"""Times that a process sends (p - 1) / p of all weights: a sum over processes is a reduce-scatter and an all-gather;
+split weights are gathered in each pass, and their gradients are scattered. For fsdp see :func:`_split_weights`."""
 
 
 class Exchange(NamedTuple):
-    """What the process that sends most sends in a step."""
+    """Traffic of one kind in a step, of the process that sends most."""
 
     name: str
     """"weights and gradients", "rows" or "activations"."""
     bytes: int
     messages: int
-    """About how many."""
+    """Approximate number."""
     is_behind: bool
-    """Whether it is under way while attention is computed."""
+    """Whether it overlaps with the computation of attention."""
 
 
 def exchanges(settings: TrainSettings, num_processes: int) -> tuple[Exchange, ...]:
-    """What a step sends: gradients of weights that several processes have, rows of a sequence, parts of matrices.
+    """Traffic of a step: gradients of weights that several processes hold, rows of a sequence, parts of matrices.
 
-    Rows are counted by :func:`parallel.plan_parallel` from the pattern, exactly; sums over p processes as rings take
-    them, which send twice (p - 1) / p of the operand; split weights as they are gathered and scattered. Under ddp, fsdp
-    and context parallel that is what a step sends, to the byte; beside it go a few bytes that compare calls.
+    Rows are counted exactly, from the pattern, by :func:`parallel.plan_parallel`. Sums over p processes are counted as
+    ring all-reduces, which send 2 (p - 1) / p of the operand; split weights as they are gathered and scattered. Under
+    ddp, fsdp and context parallelism this is the traffic of a step to the byte, except for a few bytes that compare
+    calls.
     """
     found = []
     sharing_weights = num_processes // settings.tensor_parallel
@@ -56,10 +57,10 @@ def exchanges(settings: TrainSettings, num_processes: int) -> tuple[Exchange, ..
 
 
 def _split_weights(model: LongNetConfig, p: int) -> int:
-    """Of weights that are split row by row, each padded to p equal parts.
+    """Bytes that a process sends under fsdp, with each weight split by rows and padded to p equal parts.
 
-    A block is gathered in either pass and its gradients are scattered; embedding, last LayerNorm and output matrix stay
-    gathered from one pass to the other.
+    A block is gathered in each pass and its gradients are scattered; embedding, last LayerNorm and output matrix stay
+    gathered between the passes.
     """
     with torch.device("meta"):
         shallow = LongNetLM(dataclasses.replace(model, num_layers=1))
@@ -74,13 +75,13 @@ def _split_weights(model: LongNetConfig, p: int) -> int:
 
 
 def _tensors(settings: TrainSettings) -> int:
-    """Messages that one pass over all weights takes: a gradient each, or a block each where they are split."""
+    """Messages of one pass over all weights: one per gradient, or one per block where weights are split."""
     layers = settings.model.num_layers
     return layers + 1 if settings.data_parallel in ("fsdp", "zero3") else 12 * layers + 3
 
 
 def estimate_of(settings: TrainSettings, layer: int) -> Estimate:
-    """What the rows of a layer's attention cost to send, as the run would choose strategy and layout."""
+    """Cost of sending the rows of a layer's attention, with the strategy and layout that the run would choose."""
     model, tensor = settings.model, settings.tensor_parallel
     assert model.num_kv_heads is not None
     kv_heads = model.num_kv_heads // tensor
@@ -102,7 +103,7 @@ def estimate_of(settings: TrainSettings, layer: int) -> Estimate:
 
 
 def forward_rows(settings: TrainSettings) -> Exchange:
-    """The rows that processes which share a sequence send in a forward pass."""
+    """Rows that processes of a shared sequence send in a forward pass."""
     return _rows(settings, is_training=False)
 
 
@@ -128,7 +129,7 @@ def _is_taken_again(model: LongNetConfig, layer: int) -> bool:
 
 
 def _activations(settings: TrainSettings) -> Exchange:
-    """Sums over the processes that split matrices: two of a block's width a block in either pass, and the logits."""
+    """Sums over the tensor-parallel processes: two of the model's width per block and pass, and the logits."""
     model, p = settings.model, settings.tensor_parallel
     rows = settings.batch_size * math.ceil(settings.context_length / settings.context_parallel)
     element = computing_dtype(settings.precision).itemsize

@@ -1,4 +1,4 @@
-"""What generation has alive at its peak: weights, the bounded cache, what a call computes."""
+"""Peak memory of generation: weights, the bounded cache, and the tensors of a call."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ from .traced_call import fewer_layers, traced_call
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Generation:
-    """Texts that are gone on from.
+    """Lengths of a generation.
 
     Raises:
-        RunError: a number below 1.
+        RunError: a number is below 1.
     """
 
     prompt: int
@@ -37,11 +37,11 @@ class Generation:
 
     @property
     def tokens(self) -> int:
-        """Those that the cache has seen at the end."""
+        """Number of tokens that the cache has seen at the end."""
         return self.prompt + self.new_tokens - 1
 
     def walk(self, settings: TrainSettings) -> Walk:
-        """The storages of the cache through it."""
+        """Slots of the cache through the generation."""
         model = settings.model
         assert model.num_kv_heads is not None
         patterns = tuple(dict.fromkeys(model.different_patterns))
@@ -49,10 +49,10 @@ class Generation:
 
 
 def cache_bytes(settings: TrainSettings, generation: Generation) -> int:
-    """What ``LongNetCache.num_bytes`` is at the end of a generation; a bound on it for thousands of calls.
+    """Value of ``LongNetCache.num_bytes`` at the end of a generation; an upper bound for thousands of calls.
 
     Args:
-        settings: their model, batch size and precision count.
+        settings: settings of which model, batch size and precision are used.
         generation: lengths.
     """
     return _cache_bytes(settings, generation.walk(settings))
@@ -68,18 +68,18 @@ def _cache_bytes(settings: TrainSettings, of: Walk | Mark, first_layer: int = 0)
 
 
 def generation_footprint(settings: TrainSettings, generation: Generation) -> Footprint:
-    """What one process that generates has alive at its peak, by part.
+    """Peak memory of one process that generates, by part.
 
-    The calls of the model that may take most are found with the cache's own bookkeeping, in integers; each is then
-    taken with tensors that hold nothing, with the model's own code and the cache's. Weights, cache and activations are
-    in the precision of the settings, without autocast; a token is drawn at a temperature.
+    The calls of the model that may need the most memory are found with the cache's own index, on integers alone. Each
+    is then run on fake tensors, with the code of the model and of the cache. Weights, cache and activations have the
+    precision of the settings, without autocast; a token is sampled at a temperature.
 
     Args:
-        settings: their model, batch size and precision count.
+        settings: settings of which model, batch size and precision are used.
         generation: lengths.
 
     Raises:
-        RunError: several processes share the text or the weights, which is not planned.
+        RunError: several processes share the text or the weights, which cannot be planned.
 
     >>> import dataclasses
     >>> from dilated_attention_pytorch.training import PRESETS

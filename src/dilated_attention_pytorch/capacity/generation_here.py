@@ -1,4 +1,4 @@
-"""What generation takes on this machine: some of its calls with few layers measured, all others from them."""
+"""Predicted time of generation on this machine, from a few measured calls of models with few layers."""
 
 from __future__ import annotations
 
@@ -34,53 +34,53 @@ from .traced_call import BegunCache
 from .work import forward_work
 
 _SECONDS_OF_A_CALL = 1.5
-"""That the largest call which is measured takes at most, by its operations, as far as fewer texts make it shorter."""
+"""Time limit of the largest measured call, estimated from its operations, as far as fewer texts make it shorter."""
 _STATES = 4
-"""States of the cache at which a kind of call is measured, at most."""
+"""Maximum number of cache states at which each kind of call is measured."""
 _TOKENS = 8
-"""Single tokens that are generated at each."""
+"""Single tokens generated at each state."""
 _CALLS, _ENOUGH_SECONDS = 3, 0.5
 _BEYOND_CACHES = 256 << 20
-"""Bytes of weights and cache, of which no processor's own caches hold much."""
+"""Bytes of weights and cache, far more than any processor's caches hold."""
 _GOLDEN = (math.sqrt(5) - 1) / 2
 
 
 class CallSeconds(NamedTuple):
-    """Seconds of a call of one kind, the mean over states of the cache, by two numbers of layers."""
+    """Seconds of one kind of call for two numbers of layers, each the mean over states of the cache."""
 
     layers: tuple[int, int]
     seconds: tuple[float, float]
 
     def of(self, num_layers: int) -> float:
-        """With so many layers: on a line through both, neither of its coefficients below 0."""
+        """Seconds with ``num_layers`` layers, on a line through both points with non-negative coefficients."""
         once, layer = fit_seconds([[1.0, float(count)] for count in self.layers], self.seconds)
         return once + layer * num_layers
 
 
 @dataclass(frozen=True, slots=True)
 class GenerationHere:
-    """This machine, as far as generations of one kind need to know it."""
+    """Measurements of this machine for one kind of generation."""
 
     sheet: DataSheet
-    """Its name, its free memory, and measured rates of products and of memory."""
+    """Name, free memory, and measured rates of matrix products and memory."""
     calls: str
-    """Of which calls the measurements are: the shape of the model but for its layers, precision, texts, lengths."""
+    """Digest of what the measurements are for: model shape except layers, precision, number of texts, lengths."""
     chunk: CallSeconds
-    """Of all tokens of a chunk."""
+    """Reading a whole chunk."""
     last: CallSeconds | None
-    """Of the last chunk, if it is shorter."""
+    """Reading the last chunk, if it is shorter."""
     token: CallSeconds
-    """Of a single token, with the logits and the drawing of the next."""
+    """A single token, with its logits and the sampling of the next one."""
 
     def token_seconds(self, settings: TrainSettings) -> float:
         """Predicted seconds of a token after the first."""
         return self.token.of(settings.model.num_layers)
 
     def seconds(self, settings: TrainSettings, generation: Generation) -> StepSeconds:
-        """Predicted seconds of a generation: of all calls that read its prompt, and of its tokens after the first.
+        """Predicted seconds of a generation: all calls that read its prompt, and its tokens after the first.
 
         Raises:
-            RunError: these are no such calls.
+            RunError: the measurements are for other calls.
         """
         if _shape(settings, generation) != self.calls:
             raise RunError(
@@ -111,18 +111,18 @@ def measure_generation_here(
     folder: Path | None = None,
     seconds: float = MOST_SECONDS,
 ) -> GenerationHere:
-    """Measure what is not known yet of generations with a model like this on this machine, in two minutes at most.
+    """Measure generation with a model of this shape here, in two minutes at most; known measurements are reused.
 
-    Chunks of the prompt and single tokens, each with two numbers of layers and a cache as it is at a few places of the
-    generation, whose rows are zeros.
+    Chunks of the prompt and single tokens are measured, each with two numbers of layers, and with a cache of zeros of
+    the size that it has at a few lengths of the generation.
 
     Args:
-        settings: their model, batch size and precision count.
+        settings: settings of which model, batch size and precision are used.
         generation: lengths.
         device: "cpu" or "cuda".
-        is_quiet: show no bar of progress.
-        folder: where measurements are kept, the cache folder without it.
-        seconds: after which no further measurement is begun.
+        is_quiet: show no progress bar.
+        folder: folder of stored measurements; None is the cache folder.
+        seconds: time after which no further measurement is begun.
 
     Raises:
         RunError: a few layers of the model do not fit here, or the time is over.
@@ -160,7 +160,7 @@ class _Probe:
         )
 
     def _layers_of_tokens(self, period: int) -> int:
-        """So many that weights and cache are far larger than the processor's caches, as they are in the model."""
+        """Number of layers with which weights and cache far exceed the processor's caches, as in the whole model."""
         one, two = (self._bytes(count * period) for count in (1, 2))
         periods = max(2, -(-_BEYOND_CACHES // (two - one)))
         return max(2 * period, min(periods * period, self.settings.model.num_layers))
@@ -213,7 +213,7 @@ class _Probe:
         return CallSeconds(layers, (mean(layers[0]), mean(layers[1])))
 
     def _texts(self, num_layers: int, num_new: int, rate: float) -> int:
-        """As many texts as a call takes in its time."""
+        """Number of texts that a call processes within the time limit, at most the batch size."""
         one = dataclasses.replace(self._with(num_layers), batch_size=1, context_length=max(8, num_new))
         return max(1, min(self.settings.batch_size, int(rate * _SECONDS_OF_A_CALL / forward_work(one).total)))
 
@@ -225,14 +225,14 @@ class _Probe:
             cache = self._begun(model, call, texts)
             return seconds_of(lambda: read_prompt(model, ids, cache, call.num_new), self.device)
 
-        read()  # whose products are compiled for their shapes
+        read()  # the first call compiles products for their shapes
         seconds, start = [read()], time.monotonic()
         while len(seconds) < _CALLS and time.monotonic() - start < _ENOUGH_SECONDS:
             seconds.append(read())
         return statistics.median(seconds)
 
     def _tokens(self, layers: tuple[int, int]) -> CallSeconds:
-        places = _spread(range(self.generation.prompt, self.generation.tokens + 1))
+        lengths = _spread(range(self.generation.prompt, self.generation.tokens + 1))
 
         def mean(count: int) -> float:
             return statistics.mean(
@@ -242,7 +242,7 @@ class _Probe:
                     self.settings.batch_size,
                     lambda seen=seen: [self._token(count, seen)],  # type: ignore[misc]
                 )
-                for seen in places
+                for seen in lengths
             )
 
         return CallSeconds(layers, (mean(layers[0]), mean(layers[1])))
@@ -264,24 +264,24 @@ class _Probe:
         return cache
 
 
-def _spread(places: Sequence[int]) -> list[int]:
-    """A few of many places, one in each part of equal length, at another place in each.
+def _spread(lengths: Sequence[int]) -> list[int]:
+    """Choose a few of many lengths, one from each of equal parts, at a different relative position in each.
 
     >>> _spread(range(3)), _spread(range(100))
     ([0, 1, 2], [12, 27, 68, 83])
     """
-    if len(places) <= _STATES:
-        return list(places)
-    part = len(places) / _STATES
-    return [places[int((number + (0.5 + number * _GOLDEN) % 1) * part)] for number in range(_STATES)]
+    if len(lengths) <= _STATES:
+        return list(lengths)
+    part = len(lengths) / _STATES
+    return [lengths[int((number + (0.5 + number * _GOLDEN) % 1) * part)] for number in range(_STATES)]
 
 
 def _shape_of_model(settings: TrainSettings) -> str:
-    """What counts of a model beside its layers."""
+    """Configuration and precision of a model, except its number of layers."""
     return json.dumps([{**settings.model.to_dict(), "num_layers": 0}, settings.precision], sort_keys=True)
 
 
 def _shape(settings: TrainSettings, generation: Generation) -> str:
-    """A name for what counts of a generation beside the layers of its model."""
+    """Digest of all that determines the calls of a generation, except the number of layers."""
     told = json.dumps([_shape_of_model(settings), settings.batch_size, dataclasses.astuple(generation)])
     return hashlib.blake2b(told.encode(), digest_size=6).hexdigest()

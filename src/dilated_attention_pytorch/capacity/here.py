@@ -1,4 +1,4 @@
-"""What steps take on this machine: a few small ones are known, others follow by layers, rows and pairs."""
+"""Predicted time of steps on this machine: a few small ones are measured, others follow by layers, rows and pairs."""
 
 from __future__ import annotations
 
@@ -20,48 +20,49 @@ from .work import pairs_of, step_work
 
 
 class StepPoint(NamedTuple):
-    """A step of few layers and rows, in seconds."""
+    """Measured time of a small step (few layers, few rows)."""
 
     layers: int
     rows: float
     gradients: float
-    """Forward and backward, without attention."""
+    """Seconds of forward and backward pass, without attention."""
     optimizer: float
 
 
 @dataclass(frozen=True, slots=True)
 class Here:
-    """This machine, as far as steps of one kind of model need to know it."""
+    """Measurements of this machine for steps of one kind of model."""
 
     sheet: DataSheet
-    """Its name, its free memory, and measured rates of products and of memory."""
+    """Name, free memory, and measured rates of matrix products and memory."""
     kind: str
     """ "cpu" or "cuda"."""
     steps: str
-    """Of which steps the measurements are: the shape of the model but for its layers, precision, optimizer, and how
-    processes share them."""
+    """Digest of what the measurements are for: model shape except layers, precision, optimizer, and how processes share
+    a step."""
     cores: int
     threads: int
     points: tuple[StepPoint, ...]
-    """Of two numbers of layers with two numbers of rows each."""
+    """Steps with two numbers of layers, each with two numbers of rows."""
     product_rate: float
-    """Operations a second of products of the model's own shapes."""
+    """Operations per second of matrix products with the model's own shapes."""
     attention: tuple[tuple[float, float], ...]
-    """Seconds a row and a pair of a step, by pattern in the order of ``different_patterns``."""
+    """Seconds per row and per pair in a training step, for each pattern in the order of ``different_patterns``."""
     attention_forward: tuple[tuple[float, float], ...]
-    """The same of the forward pass alone."""
+    """The same for the forward pass alone."""
     exchange: tuple[float, float]
-    """Bytes a second and seconds a message; zeros if nothing is sent."""
+    """Bytes per second and seconds per message; zeros if nothing is sent."""
 
     def seconds(self, settings: TrainSettings, num_processes: int, sent: tuple[Exchange, ...]) -> StepSeconds:
         """Predicted seconds of a step.
 
-        Layers, rows and their product count, by the four steps that were measured, the nearest of which is met;
-        attention by its own rows and pairs. Steps of several processes were measured with what they send and with
-        their waiting for each other: what is sent is named by bytes and messages, as far as a step takes that long.
+        All but attention is fitted to four measured steps, by layers, rows and their product, and scaled such that the
+        nearest of those steps is met; attention follows from its own rows and pairs. Steps of several processes were
+        measured including communication and waiting: communication is computed from bytes and messages, and limited to
+        the remaining time of the step.
 
         Raises:
-            RunError: these are no such steps.
+            RunError: the measurements are for other steps.
         """
         if shape_of_steps(settings, num_processes) != self.steps:
             raise RunError(
@@ -91,47 +92,53 @@ class Here:
         )
 
     def _nearest(self, layers: float, rows: float) -> float:
-        """What the nearest of the measured steps takes, over what all of them let expect of it."""
+        """Measured time of the nearest measured step, relative to its fitted time."""
         point = min(self.points, key=lambda one: abs(math.log(one.layers / layers)) + abs(math.log(one.rows / rows)))
         expected = _bilinear(self.points, point.layers, point.rows, lambda one: one.gradients)
         return max(point.gradients, 1e-9) / expected
 
 
 def processes_of_a_batch(settings: TrainSettings) -> int:
-    """Processes that share the rows or the products of one batch."""
+    """Number of processes that share the rows or the products of one batch."""
     return settings.context_parallel * settings.tensor_parallel
 
 
 def attention_seconds(
     settings: TrainSettings, step: tuple[tuple[float, float], ...], forward: tuple[tuple[float, float], ...]
 ) -> float:
-    """Of a step of one process, by the seconds of a row and of a pair, of a step and forward, of each pattern."""
+    """Seconds of attention in a step of one process.
+
+    Args:
+        settings: the run.
+        step: seconds per row and per pair in a training step, for each pattern.
+        forward: the same for the forward pass alone, which recomputed layers repeat.
+    """
     model, rows = settings.model, settings.batch_size * settings.context_length
     pairs, patterns = pairs_of(settings), model.different_patterns
     total = 0.0
     for layer in range(model.num_layers):
-        place = patterns.index(model.pattern(layer))
-        passes = [step[place]]
+        pattern_index = patterns.index(model.pattern(layer))
+        passes = [step[pattern_index]]
         if model.gradient_checkpointing and model.is_recomputed(layer):
-            passes.append(forward[place])
-        total += sum(a * rows + b * pairs[patterns[place]] for a, b in passes)
+            passes.append(forward[pattern_index])
+        total += sum(a * rows + b * pairs[patterns[pattern_index]] for a, b in passes)
     return total
 
 
 def _bilinear(points: tuple[StepPoint, ...], layers: float, rows: float, of: Callable[[StepPoint], float]) -> float:
-    """``a + b layers + (c + d layers) rows`` through four points, none of a, b, c and d below 0."""
+    """``a + b layers + (c + d layers) rows``, fitted to four points, with non-negative a, b, c and d."""
     counts = [[1.0, point.layers, point.rows, point.layers * point.rows] for point in points]
     a, b, c, d = fit_seconds(counts, [max(of(point), 1e-9) for point in points])
     return a + b * layers + (c + d * layers) * rows
 
 
 def rows_of(settings: TrainSettings) -> float:
-    """Rows of a process."""
+    """Rows per process."""
     return settings.batch_size * settings.context_length / processes_of_a_batch(settings)
 
 
 def shape_of_steps(settings: TrainSettings, num_processes: int) -> str:
-    """A name for what counts of a step beside layers and lengths."""
+    """Digest of all that determines the time of a step, except its layers and lengths."""
     same = {**settings.model.to_dict(), "num_layers": 0}
     told: list[Any] = [same, settings.precision, settings.optimizer]
     if num_processes > 1:

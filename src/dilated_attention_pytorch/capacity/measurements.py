@@ -1,4 +1,4 @@
-"""Seconds that were measured on this machine, by name, kept in the cache folder: measured once, read afterwards."""
+"""Named measurements of this machine, taken once and stored in the cache folder."""
 
 from __future__ import annotations
 
@@ -23,29 +23,29 @@ from dilated_attention_pytorch.selection.profile import identity
 
 FORMAT = "dilated-attention-pytorch measurements 1"
 MOST_SECONDS = 120.0
-"""After which no further measurement is begun, where nothing else is said."""
+"""Default time after which no further measurement is begun."""
 _CALLS = 3
 _COPIED = 1 << 26
 
 
 @dataclass(slots=True)
 class Measurements:
-    """Numbers by name, of one device with one number of threads and one version of torch and of this package."""
+    """Measured numbers by name, for one device, number of threads, and version of torch and of this package."""
 
     file: Path
     machine: dict[str, str | int]
     ends_at: float
-    """When nothing more is begun, on the monotonic clock."""
+    """Time on the monotonic clock after which no further measurement is begun."""
     values: dict[str, list[float]] = field(default_factory=dict)
 
     @classmethod
     def of(cls, hardware: Hardware, folder: Path | None = None, *, seconds: float = math.inf) -> Measurements:
-        """What is known of a device.
+        """Load the stored measurements of a device.
 
         Args:
             hardware: the device.
-            folder: where the file lies, the cache folder without it.
-            seconds: from now on, after which nothing more is begun.
+            folder: folder of the file; None is the cache folder.
+            seconds: time from now after which no further measurement is begun.
 
         Raises:
             RunError: the file is damaged.
@@ -59,7 +59,7 @@ class Measurements:
         return found
 
     def get(self, name: str, measure: Callable[[], list[float]]) -> list[float]:
-        """The numbers of a name; measured and written down if they are not known.
+        """Return the numbers stored under ``name``; measure and store them if there are none.
 
         Raises:
             RunError: there is no time left to measure them.
@@ -81,12 +81,12 @@ class Measurements:
 def measuring(
     device: str, number: int | None, *, is_quiet: bool, folder: Path | None, seconds: float
 ) -> Iterator[tuple[Hardware, Measurements, Callable[[], None]]]:
-    """The device, what is known of it, and what is called after each of so many measurements, beside a bar of progress.
+    """Yield the device, its measurements, and a function to call after each new measurement; show a progress bar.
 
     Args:
         device: "cpu" or "cuda".
-        number: of measurements, None if it is not known.
-        is_quiet: show no bar.
+        number: number of measurements; None if it is not known.
+        is_quiet: show no progress bar.
         folder, seconds: see :meth:`Measurements.of`.
 
     Raises:
@@ -100,7 +100,7 @@ def measuring(
 
 
 def seconds_of(call: Callable[[], object], device: torch.device) -> float:
-    """What a call takes by the clock, with all that it starts on the device."""
+    """Wall-clock seconds of a call, including all that it starts on the device."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)
     start = time.perf_counter()
@@ -111,13 +111,13 @@ def seconds_of(call: Callable[[], object], device: torch.device) -> float:
 
 
 def least_seconds(call: Callable[[], object], device: torch.device) -> float:
-    """The least of a few calls after a first one."""
+    """Minimum time of a few calls after a warm-up call."""
     call()
     return min(seconds_of(call, device) for _ in range(_CALLS))
 
 
 def copied_bytes(device: torch.device) -> float:
-    """Bytes a second that are read and written by a copy."""
+    """Bytes per second that a copy reads and writes."""
     source = torch.ones(_COPIED // 4, device=device)
     target = torch.empty_like(source)
     return 2 * _COPIED / least_seconds(lambda: target.copy_(source), device)
@@ -127,10 +127,10 @@ def sheet_here(measured: Measurements, hardware: Hardware, precision: str, rate:
     """A data sheet of this machine.
 
     Args:
-        measured: where the rates are kept.
+        measured: the measurements, whose file is named as the source.
         hardware: the device.
-        precision, rate: operations a second of matrix products in it.
-        copied: bytes a second.
+        precision, rate: a precision, and operations per second of matrix products in it.
+        copied: bytes per second of a copy.
     """
     return DataSheet(
         name="this machine",

@@ -1,4 +1,4 @@
-"""A plan as one page that holds all that it shows: figures, and pictures of other lengths and numbers of devices."""
+"""A plan as a self-contained HTML page: figures, and charts for other lengths and numbers of devices."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ PARTS: Mapping[str, str] = {
     "exchange": "exchange",
     "cache": "key/value cache",
 }
-"""Of memory, in the words of the page and of the command."""
+"""Labels of the parts of memory, on the page and in the command's output."""
 SECONDS: Mapping[str, str] = {
     "products": "matrix products",
     "attention": "attention",
@@ -43,34 +43,34 @@ SECONDS: Mapping[str, str] = {
     "overlapped": "of it hidden",
     "host": "host",
 }
-"""Of a step, the same."""
+"""Labels of the parts of a step's time."""
 _LENGTHS = 7
 _RANKS = 4
 _LARGEST_LINE = 8
-"""Times the largest bar that the line of the device may be away from it."""
+"""Largest ratio of the device's memory to the tallest bar at which its line is drawn."""
 _MOST_LENGTH = 1 << 31
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Pictures:
-    """What the pictures of a plan show."""
+    """Data of the charts of a plan."""
 
     memory: tuple[tuple[int, dict[str, int]], ...]
-    """Tokens a sequence, and bytes by part."""
+    """Tokens per sequence, and bytes by part."""
     memory_bytes: int
-    """Of the device."""
+    """Memory of the device."""
     seconds: tuple[tuple[int, str, dict[str, float]], ...]
-    """Devices, how they share the run, and seconds of its step by part."""
+    """Number of devices, flags of their mesh, and seconds of a step by part."""
     frontier: tuple[tuple[int, int], ...]
-    """Devices, and the longest text that fits where they share every sequence and split the weights."""
+    """Number of devices, and the longest context that fits if they share every sequence and hold whole weights."""
 
 
 def pictures_of(settings: TrainSettings, num_processes: int, device: Device) -> Pictures:
     """Plan the run with other lengths, and on other numbers of devices.
 
     Args:
-        settings, num_processes: of the run.
-        device: without measurements of this machine, as those are of its own number of processes.
+        settings, num_processes: the run.
+        device: the device, without measurements of this machine, which hold for one number of processes only.
     """
     lengths = []
     for power in range(-_LENGTHS // 2, _LENGTHS // 2 + 1):
@@ -95,7 +95,10 @@ def pictures_of(settings: TrainSettings, num_processes: int, device: Device) -> 
 
 
 def _longest_of(settings: TrainSettings, number: int, device: Device) -> int:
-    """With every device on the same sequence and weights whole: what is counted in this program, at once."""
+    """Longest context on devices that all share every sequence and hold whole weights; 0 if they cannot run it.
+
+    With whole weights, memory is counted in this process, without starting others.
+    """
     try:
         told = dataclasses.replace(
             settings,
@@ -119,14 +122,14 @@ def _longest_of(settings: TrainSettings, number: int, device: Device) -> int:
 def page(
     title: str, plan: RunPlan, words: Sequence[str], settings: Mapping[str, Any], pictures: Pictures | None
 ) -> Iterator[str]:
-    """The page, part by part. It needs plotly.
+    """Yield the page, part by part. It needs plotly.
 
     Args:
-        title: what is planned, and on what.
-        plan: its numbers.
-        words: sentences.
-        settings: of the run, by name.
-        pictures: none without them.
+        title: what is planned, and on which devices.
+        plan: the plan.
+        words: sentences about it.
+        settings: settings of the run, by name.
+        pictures: data of the charts; None for a page without charts.
     """
     from dilated_attention_pytorch.memory import in_bytes
 
@@ -154,13 +157,13 @@ def page(
 
 
 def _meshes(pictures: Pictures) -> Iterator[str]:
-    """How so many devices share the run: too long for the axis of a chart."""
+    """The mesh for each number of devices, as text that is too long for the axis of a chart."""
     for number, flags, _ in pictures.seconds:
         yield f"{number} {'device' if number == 1 else 'devices'}: {flags or 'data parallel'}"
 
 
 def _flat(settings: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
-    """Settings of a model and of stages line by line: a line of all of them is wider than a telephone."""
+    """Settings with nested ones flattened, line by line: a single line would be wider than a phone's screen."""
     for name, value in settings.items():
         if isinstance(value, Mapping):
             yield from ((f"{name}.{inner}", said) for inner, said in _flat(value))
@@ -196,7 +199,7 @@ def _memory(figure: Figure, pictures: Pictures) -> None:
     unit = "GB"
     if most * _LARGEST_LINE > has:
         figure.add_hline(y=has, line_dash="dot", annotation_text="the device has", annotation_position="top left")
-    else:  # beside such a line nothing would be seen of the bars
+    else:  # next to such a line the bars would be invisible
         unit = f"GB; the device has {has:,.4g}"
     figure.update_layout(
         barmode="stack",

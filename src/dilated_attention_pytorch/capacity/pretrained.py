@@ -1,4 +1,4 @@
-"""A model of transformers under a pattern: what its configuration alone tells of memory, operations and time."""
+"""Plan for a model of transformers under a pattern: memory, operations and time, from its configuration alone."""
 
 from __future__ import annotations
 
@@ -37,10 +37,10 @@ _BEYOND_FORWARD = 3
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PretrainedRun:
-    """A model of transformers, and what is done with it in one process.
+    """A model of transformers, and a run with it in one process.
 
     Raises:
-        RunError: a number below 1.
+        RunError: a number is below 1.
     """
 
     config: PreTrainedConfig
@@ -48,7 +48,7 @@ class PretrainedRun:
     length: int
     batch_size: int = 1
     precision: str = "bfloat16"
-    """Of products and attention; weights are in float32, in a generation in this precision too."""
+    """Precision of products and attention. Weights are in float32, except for generation, where they have it, too."""
     optimizer: AdamW = "adamw"
     gradient_checkpointing: bool = False
 
@@ -59,10 +59,10 @@ class PretrainedRun:
 
 
 def read_config(path: Path) -> PreTrainedConfig:
-    """The configuration of a model of transformers: a folder with config.json, or that file.
+    """Read the configuration of a model of transformers: a folder with config.json, or that file.
 
     Raises:
-        RunError: there is none, or it describes no causal language model of transformers.
+        RunError: there is no such file, or it describes no causal language model of transformers.
     """
     from transformers import AutoConfig
 
@@ -82,7 +82,7 @@ def read_config(path: Path) -> PreTrainedConfig:
 
 
 def _build(run: PretrainedRun, dtype: torch.dtype) -> PreTrainedModel:
-    """The model with its pattern; it holds nothing where tensors do not."""
+    """Build the model with its pattern; under fake tensors its weights hold no data."""
     from transformers import AutoModelForCausalLM
 
     from dilated_attention_pytorch.integrations import register, set_pattern
@@ -98,12 +98,12 @@ def _build(run: PretrainedRun, dtype: torch.dtype) -> PreTrainedModel:
 
 
 def operations(run: PretrainedRun) -> ForwardFlops:
-    """Of a forward pass, counted once on tensors that hold nothing, as ``torch.utils.flop_counter`` counts them.
+    """Operations of a forward pass, counted once on fake tensors, as ``torch.utils.flop_counter`` counts them.
 
     Raises:
-        RunError: the model does not attend under the pattern.
+        RunError: the model cannot run under the pattern.
     """
-    # A mask is asked whether all tokens see the one before; LiveBytes answers for tensors that hold nothing.
+    # The model checks whether its mask lets all tokens see the one before; LiveBytes answers for fake tensors.
     with FakeTensorMode(), torch.random.fork_rng(devices=[]), LiveBytes():
         return pretrained_flops(_build(run, torch.float32), run.pattern, num_kv_heads(run.config))
 
@@ -111,21 +111,22 @@ def operations(run: PretrainedRun) -> ForwardFlops:
 def trace(
     run: PretrainedRun, *, is_training: bool, dtype: torch.dtype = torch.float32, is_fake: bool = True
 ) -> list[Moment]:
-    """What is alive after every operation of a forward pass with logits, and of the backward pass of its loss.
+    """Live bytes after every operation of a forward pass with logits, and of the backward pass of its loss.
 
     Args:
-        run: the model, and its texts.
+        run: the model and its batch.
         is_training: whether there is a backward pass.
-        dtype: of the weights; those in float32 are multiplied in the precision of the run (autocast).
-        is_fake: whether tensors hold nothing; else all is computed.
+        dtype: dtype of the weights; float32 weights are multiplied in the precision of the run (autocast).
+        is_fake: whether to use fake tensors; otherwise everything is computed.
     """
     live = LiveBytes()
     with FakeTensorMode() if is_fake else contextlib.nullcontext(), torch.random.fork_rng(devices=[]), live:
         with live.made_as("weights"):
             model = _build(run, dtype).train(is_training)
         if run.gradient_checkpointing and is_training:
-            # The older name goes with transformers 6.
-            getattr(model, "activation_checkpointing_enable", model.gradient_checkpointing_enable)()
+            # transformers 6 drops the older name.
+            enable = getattr(model, "activation_checkpointing_enable", None) or model.gradient_checkpointing_enable
+            enable()
         with live.made_as("temporaries"):
             ids = torch.zeros(run.batch_size, run.length, dtype=torch.int64)
         for parameter in model.parameters():
@@ -137,9 +138,9 @@ def trace(
             live.phase = ("backward", 0)
             out.loss.backward()
     return [
-        Moment(counts, series.attention.get(place))
+        Moment(counts, series.attention.get(index))
         for series in live.series.values()
-        for place, counts in enumerate(series.counts)
+        for index, counts in enumerate(series.counts)
     ]
 
 
@@ -148,11 +149,11 @@ def _autocast(run: PretrainedRun, dtype: torch.dtype) -> str:
 
 
 def pretrained_footprint(run: PretrainedRun, purpose: Purpose, generation: Generation | None = None) -> Footprint:
-    """Bytes at the peak of one process, by part.
+    """Peak bytes of one process, by part.
 
-    Of a step: the model's own forward and backward pass, loss of all logits included, gradients, and what AdamW keeps.
-    Of a generation: a chunk of the prompt, and the bounded cache (``integrations.BoundedCache``), everything in
-    the precision of the run.
+    Training: the model's own forward and backward pass, with the loss of all logits, gradients, and AdamW's states.
+    Generation: a chunk of the prompt, and the bounded cache (``integrations.BoundedCache``), all in the precision of
+    the run.
     """
     text = run.config.get_text_config()
     if purpose == "generation":
@@ -183,12 +184,12 @@ def _head_dim(text: Any) -> int:
 def plan_pretrained(
     run: PretrainedRun, device: Device, *, purpose: Purpose = "training", generation: Generation | None = None
 ) -> RunPlan:
-    """What one process takes that trains, reads or generates with a model of transformers under a pattern.
+    """Plan one process that trains, evaluates or generates with a model of transformers under a pattern.
 
-    Seconds are a bound: operations at the nominal rate, states over the rate of memory.
+    Seconds are a lower bound: operations at the nominal rate, states at the rate of memory.
 
     Raises:
-        RunError: the model does not attend under the pattern, or the device has no rate of the precision.
+        RunError: the model cannot run under the pattern, or the device has no rate for the precision.
     """
     if run.precision not in device.sheet.flops:
         raise RunError(

@@ -1,8 +1,8 @@
-"""Several processes of this machine, measured in programs of their own: what they exchange, and steps they share.
+"""Measure several processes of this machine, run as separate programs: their communication, and steps they share.
 
     python -m torch.distributed.run ... -m dilated_attention_pytorch.capacity.processes_here DEVICE [STEPS]
 
-STEPS are JSON, the settings of every step to take; without them the processes add numbers up.
+STEPS is a JSON list with the settings of every step; without it the processes time all-reduces.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from dilated_attention_pytorch.errors import RunError
 from dilated_attention_pytorch.training.settings import TrainSettings
 
 _LARGE, _SMALL = 1 << 21, 64
-"""Numbers in float32 of a sum over the processes."""
+"""Number of float32 values in an all-reduce."""
 _REPEATS = 5
 _STEPS = 3
 _LEAST_SECONDS = 60.0
@@ -28,14 +28,14 @@ _TO_LEAVE = 10.0
 
 
 def exchange_rates(device: str, seconds: float) -> list[float]:
-    """Bytes a second that one of two processes sends while it receives as many, and seconds of a message beside them.
+    """Bytes per second that one of two processes sends while it receives as many, and additional seconds per message.
 
     Args:
         device: "cpu" or "cuda".
-        seconds: that the processes may take, a minute at least; infinite for as long as they take.
+        seconds: time limit of the processes, at least a minute; infinity is no limit.
 
     Raises:
-        RunError: the processes cannot be started, or take longer.
+        RunError: the processes cannot be started, or exceed the limit.
     """
     return _printed_by(2, [device], seconds)
 
@@ -43,27 +43,27 @@ def exchange_rates(device: str, seconds: float) -> list[float]:
 def shared_step_seconds(
     steps: Sequence[TrainSettings], num_processes: int, device: str, threads: int, seconds: float
 ) -> list[float]:
-    """Seconds of steps that processes share as their settings say, of the slowest process.
+    """Seconds of steps that processes share as the settings say, of the slowest process.
 
     Args:
-        steps: settings, with the model and the batch of each.
-        num_processes: processes, all on this machine.
+        steps: settings of each step, with its model and batch.
+        num_processes: number of processes, all on this machine.
         device: "cpu" or "cuda".
-        threads: of each process.
+        threads: threads per process.
         seconds: see :func:`exchange_rates`.
 
     Returns:
-        for each step the seconds of its gradients, and of its optimizer.
+        For each step, the seconds of its gradients and of its optimizer.
 
     Raises:
-        RunError: the processes cannot be started, or take longer.
+        RunError: the processes cannot be started, or exceed the limit.
     """
     told = [{**one.to_dict(), "data": [], "threads": threads} for one in steps]
     return _printed_by(num_processes, [device, json.dumps(told, default=str)], seconds)
 
 
 def _printed_by(num_processes: int, arguments: list[str], seconds: float) -> list[float]:
-    """The numbers that the first process of this program prints."""
+    """Start the processes and return the numbers that the first one prints."""
     launch = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(num_processes), "-m"]
     command = [sys.executable, *launch, __name__]
     most = max(_LEAST_SECONDS, seconds)
@@ -71,7 +71,7 @@ def _printed_by(num_processes: int, arguments: list[str], seconds: float) -> lis
     try:
         out, err = run.communicate(timeout=None if math.isinf(most) else most)
     except subprocess.TimeoutExpired as error:
-        # The launcher ends its processes when it is asked to end, not when it is killed.
+        # The launcher ends its processes on SIGTERM, but cannot on SIGKILL.
         run.terminate()
         try:
             run.wait(_TO_LEAVE)
@@ -90,7 +90,7 @@ def _printed_by(num_processes: int, arguments: list[str], seconds: float) -> lis
 
 
 def _seconds_of_a_sum(numbers: int, device: str) -> float:
-    """The least of some sums over two processes."""
+    """Minimum time of a few all-reduces over the processes."""
     import torch
     import torch.distributed as dist
 
@@ -104,7 +104,7 @@ def _seconds_of_a_sum(numbers: int, device: str) -> float:
 
 
 def _take(settings: TrainSettings, device: str) -> list[float]:
-    """In each of the processes: steps of a new model, as a run takes them."""
+    """In each process: time steps of a new model, taken as in a run."""
     import torch
     import torch.distributed as dist
 
@@ -151,7 +151,7 @@ def _now(device: str) -> float:
 
 
 def main() -> None:
-    """In each of the processes: take the steps or add numbers up, and have the first say how long that takes."""
+    """In each process: time the steps or all-reduces; the first process prints the results."""
     import torch
     import torch.distributed as dist
 
@@ -170,7 +170,7 @@ def main() -> None:
         torch.set_num_threads(1)
         _seconds_of_a_sum(_SMALL, device)
         small, large = _seconds_of_a_sum(_SMALL, device), _seconds_of_a_sum(_LARGE, device)
-        # Of two processes each sends one half of the operand twice.
+        # Each of the two processes sends one half of the operand twice.
         found = [4 * _LARGE / max(large - small, 1e-9), small / 2]
     if dist.get_rank() == 0:
         print(json.dumps(found), flush=True)

@@ -1,4 +1,4 @@
-"""One run on devices of one kind: memory by part, operations, seconds by part, and what follows from them."""
+"""Plan of one run on devices of one kind: memory, operations and seconds by part, and the rates that follow."""
 
 from __future__ import annotations
 
@@ -20,24 +20,24 @@ from .generation import Generation, generation_footprint
 from .generation_here import GenerationHere
 from .here import Here
 from .seconds import Rates, StepSeconds, rates, sheet_seconds
-from .work import StepWork, forward_work, step_work
+from .work import StepWork, forward_work, generation_work, step_work
 
 Purpose = Literal["training", "forward", "generation"]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Device:
-    """What a run is planned on."""
+    """The device that a run is planned on."""
 
     sheet: DataSheet
     link: Link | None = None
-    """Between the devices; without it the one that the data sheet names."""
+    """Link between the devices; None takes the one that the data sheet names."""
     price_per_hour: float | None = None
-    """Of one device; None is not known."""
+    """Price of one device; None if it is not known."""
     here: Here | None = None
-    """Measurements of this machine, if it is that, for training steps."""
+    """Measurements of training steps, if the device is this machine."""
     generation_here: GenerationHere | None = None
-    """The same for generations."""
+    """Measurements of generation, if the device is this machine."""
 
     @property
     def connection(self) -> Link | None:
@@ -47,28 +47,28 @@ class Device:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RunPlan:
-    """What each process of a run takes in a step, a forward pass, or the generation of some texts."""
+    """Resources of each process of a run in a training step, a forward pass, or the generation of some texts."""
 
     purpose: Purpose
     footprint: Footprint
-    """Bytes at the peak, by part."""
+    """Peak bytes of a process, by part."""
     memory_bytes: int
-    """Of the device."""
+    """Memory of the device."""
     tokens: int
-    """Of a step, of all processes together; of a generation the new ones."""
+    """Tokens of a step, over all processes; for a generation, the new tokens."""
     model_flops: int
-    """Operations of the model in a step, of all processes: what model FLOP utilisation counts."""
+    """Operations of the model in a step, over all processes, as model FLOP utilisation counts them."""
     computed_flops: int
-    """Operations of a step with what is computed again, of all processes."""
+    """Operations of a step including recomputation, over all processes."""
     least_seconds: float
-    """What those of one process take at the nominal rate of dense products. No step is faster; real ones reach a
+    """Time of one process's operations at the nominal rate of dense products. No step is faster; real ones reach a
     part of that rate, and wait for memory, for other processes and for the host."""
     exchanges: tuple[Exchange, ...]
-    """What the process that sends most sends."""
+    """Traffic of the process that sends most."""
     seconds: StepSeconds
-    """By part."""
+    """Seconds of a step, by part."""
     rates: Rates
-    """What follows from them."""
+    """Rates that follow from the seconds."""
 
     @property
     def fits(self) -> bool:
@@ -77,7 +77,7 @@ class RunPlan:
 
     @property
     def bounded_by(self) -> str:
-        """What is to change first: "memory", or the part of the step that takes longest."""
+        """Bottleneck: "memory" if the run does not fit, otherwise the part of the step that takes longest."""
         return self.seconds.bounded_by if self.fits else "memory"
 
 
@@ -95,19 +95,19 @@ def plan_run(
     generation: Generation | None = None,
     is_quick: bool = False,
 ) -> RunPlan:
-    """What a run takes on ``num_processes`` devices of one kind.
+    """Plan a run on ``num_processes`` devices of one kind.
 
     Args:
-        settings: of the run. Precision "auto" is bfloat16 where the device has a rate of it, else float32.
-        num_processes: devices.
-        device: a data sheet; or with link, price and measurements.
-        purpose: a training step, a forward pass that takes the loss as a run's evaluation does, or a generation.
-        generation: lengths of texts, for that purpose.
-        is_quick: count split weights by their part alone, at once, instead of in a program that splits them: the peak
-            without what is gathered.
+        settings: settings of the run. Precision "auto" is bfloat16 where the device has a rate for it, else float32.
+        num_processes: number of devices, each with one process.
+        device: a data sheet, or a device with link, price and measurements.
+        purpose: a training step, a forward pass with the loss as in a run's evaluation, or a generation.
+        generation: lengths of the texts; for the purpose "generation" only.
+        is_quick: count split weights by each process's share alone, which is fast, instead of in a program that splits
+            them; the peak then lacks gathered weights.
 
     Raises:
-        RunError: the settings do not go with so many processes, with the device, or with the purpose.
+        RunError: the settings do not fit the number of processes, the device, or the purpose.
     """
     device = Device(sheet=device) if isinstance(device, DataSheet) else device
     if num_processes < 1:
@@ -172,7 +172,7 @@ def _plan_step(
 
 
 def _of_rows(settings: TrainSettings) -> tuple[Exchange, ...]:
-    """What a forward pass sends: rows, of which a step would send as many and their gradients."""
+    """Traffic of a forward pass: rows of shared sequences, without their gradients."""
     return () if settings.context_parallel == 1 else (forward_rows(settings),)
 
 
@@ -184,7 +184,7 @@ def _plan_generation(
             'the purpose "generation" needs the lengths of the texts: pass generation=Generation(prompt=...)'
         )
     check_generation(num_processes)
-    work = _generation_work(settings, generation)
+    work = generation_work(settings, generation)
     rate = device.sheet.flops[settings.precision]
     if device.generation_here is not None:
         seconds = device.generation_here.seconds(settings, generation)
@@ -223,18 +223,8 @@ def check_generation(num_processes: int) -> None:
         )
 
 
-def _generation_work(settings: TrainSettings, generation: Generation) -> StepWork:
-    """Operations: of a prompt the logits of the last token alone, of new tokens what their matrices compute."""
-    model = settings.model
-    read = forward_work(dataclasses.replace(settings, context_length=max(8, generation.prompt)))
-    rows = settings.batch_size * generation.prompt
-    hidden = read.products - 2 * model.vocab_size * model.embed_dim * rows
-    steps = settings.batch_size * (generation.new_tokens - 1)
-    return StepWork(hidden + longnet_flops(model).per_token * steps, read.attention)
-
-
 def _generation_bound(settings: TrainSettings, generation: Generation, work: StepWork, sheet: DataSheet) -> StepSeconds:
-    """Operations at the rate of dense products; for every new token weights are read at the rate of memory."""
+    """Lower bound: operations at the rate of dense products, and reading the weights for each new token from memory."""
     model, rate = settings.model, sheet.flops[settings.precision]
     of_token = model.num_parameters * computing_dtype(settings.precision).itemsize / sheet.bytes_per_second
     products = longnet_flops(model).per_token * settings.batch_size / rate

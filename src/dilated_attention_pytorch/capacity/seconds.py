@@ -1,4 +1,4 @@
-"""Seconds of a step by part, and what follows from them: what bounds it, utilisation, tokens, energy, money."""
+"""Seconds of a step by part, and what follows from them: the bottleneck, utilisation, tokens, energy, cost."""
 
 from __future__ import annotations
 
@@ -20,30 +20,30 @@ class StepSeconds:
     """Seconds of a step of one process."""
 
     products: float
-    """Matrix products, those of attention left out."""
+    """Matrix products, except those of attention."""
     attention: float
     rest: float = 0.0
-    """Norms, activations, the loss, copies, and waiting for other processes: what is neither; 0 in a bound."""
+    """Norms, activations, loss, copies, and waiting for other processes: all other time; 0 in a bound."""
     optimizer: float
-    """Clipping and the step of the weights."""
+    """Gradient clipping and the optimizer's step."""
     reading: float = 0.0
-    """Of a generation, what reading all weights for every new token takes beyond its products."""
+    """Generation: reading all weights for every new token, as far as that takes longer than its products."""
     prompt: float = 0.0
-    """Of a generation, all until its first token, predicted; 0 in a bound."""
+    """Generation: predicted time until the first token; 0 in a bound."""
     tokens: float = 0.0
-    """Of a generation, all tokens after the first, predicted; 0 in a bound."""
+    """Generation: predicted time of all tokens after the first; 0 in a bound."""
     exchange: float
-    """What is sent, one thing after the other."""
+    """Communication, one message after the other."""
     overlapped: float
-    """Of the exchange, what is under way while the process computes."""
+    """Part of the communication that overlaps with computation."""
     host: float = 0.0
-    """What does not grow with the batch: Python and the starting of operators; 0 in a bound."""
+    """Time that does not grow with the batch: Python and operator launches; 0 in a bound."""
     is_bound: bool
-    """Whether no step is faster (from a data sheet); else it is predicted from measurements of this machine."""
+    """Whether this is a lower bound from a data sheet; otherwise it is a prediction from measurements here."""
 
     @property
     def total(self) -> float:
-        """Of the step."""
+        """Seconds of the step."""
         return sum(getattr(self, name) for name in _COMPUTED) + self.exchange - self.overlapped
 
     @property
@@ -64,19 +64,19 @@ def sheet_seconds(
     *,
     is_training: bool = True,
 ) -> StepSeconds:
-    """What a step takes at least: operations at the rate of dense products, states over the rate of memory.
+    """Lower bound of a step's time: operations at the rate of dense products, states at the rate of memory.
 
-    Weights, gradients and what the optimizer keeps are read once, and all but gradients written once. All that is sent
-    is taken to hide behind what is computed, as far as that takes as long.
+    Weights, gradients and optimizer states are read once, and all but gradients are written once. Communication is
+    assumed to overlap with computation for as long as that takes.
 
     Args:
-        work: of one process.
+        work: operations of one process.
         states: its bytes.
-        sent: by the process that sends most.
-        sheet: of the device.
-        precision: whose rate counts.
-        link: between the devices; none is needed where nothing is sent.
-        is_training: whether weights are stepped.
+        sent: traffic of the process that sends most.
+        sheet: data sheet of the device.
+        precision: precision whose rate applies.
+        link: link between the devices; not needed if nothing is sent.
+        is_training: whether the optimizer steps.
 
     Raises:
         RunError: something is sent, and there is no link.
@@ -101,16 +101,16 @@ def sheet_seconds(
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Rates:
-    """What follows from the seconds of a step."""
+    """Rates that follow from the seconds of a step."""
 
     seconds: float
-    """Of a step."""
+    """Seconds of a step."""
     tokens_per_second: float
-    """Of all processes."""
+    """Tokens per second of all processes."""
     utilisation: float
-    """Model FLOP utilisation: operations of the model over what all devices compute at their nominal rate."""
+    """Model FLOP utilisation: the model's operations relative to what all devices compute at their nominal rate."""
     joules_per_token: float | None
-    """At the devices' full power; None where nothing is said of it."""
+    """Energy at the devices' full power; None if that is not known."""
     price_per_million_tokens: float | None
     """None without a price."""
 
@@ -118,15 +118,15 @@ class Rates:
 def rates(
     seconds: float, tokens: int, model_flops: int, processes: int, *, peak: float, watts: float, price: float | None
 ) -> Rates:
-    """See :class:`Rates`.
+    """Compute the rates of a step, see :class:`Rates`.
 
     Args:
-        seconds: of a step.
-        tokens, model_flops: of a step of all processes.
-        processes: devices.
-        peak: operations a second of a device.
-        watts: of a device; 0 is not known.
-        price: of a device, an hour; None is not known.
+        seconds: seconds of a step.
+        tokens, model_flops: tokens and operations of a step, over all processes.
+        processes: number of devices.
+        peak: operations per second of one device.
+        watts: power of one device; 0 if it is not known.
+        price: price of one device per hour; None if it is not known.
 
     >>> found = rates(2.0, 1000, 10**12, 4, peak=1e12, watts=500, price=2.0)
     >>> found.tokens_per_second, found.utilisation, found.joules_per_token, round(found.price_per_million_tokens, 2)

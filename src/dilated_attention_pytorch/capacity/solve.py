@@ -1,4 +1,4 @@
-"""Plans solved backwards: the longest text, the fewest devices, the best mesh, the largest model."""
+"""Plans solved backwards: the longest context, the fewest devices, the best mesh, the largest model."""
 
 from __future__ import annotations
 
@@ -17,20 +17,20 @@ from dilated_attention_pytorch.training.settings import TrainSettings
 from .run import Device, RunPlan, plan_run
 
 _SHORTEST = 64
-"""Tokens by which lengths differ that are tried where not even one block of the loss fits."""
+"""Granularity of context lengths in tokens where whole blocks of the loss are too coarse."""
 _MANY_BLOCKS = 64
-"""Of the loss, to which one more adds little."""
+"""Number of loss blocks to which one more adds little."""
 _ROOM = 100
-"""Parts of the memory of which one is left free."""
+"""One part in this many of the memory is left free."""
 _MOST_TENSOR = 8
-"""Processes that split matrices at most: those of one node."""
+"""Largest number of tensor-parallel processes, those of one node."""
 _MOST_LAYERS = 4096
 MOST_PROCESSES = 8192
-"""Devices that are tried at most."""
+"""Largest number of devices that is tried."""
 
 
 class Mesh(NamedTuple):
-    """How processes share a run, and its plan."""
+    """A mesh of processes that share a run, and its plan."""
 
     data: int
     context: int
@@ -41,7 +41,7 @@ class Mesh(NamedTuple):
 
     @property
     def flags(self) -> str:
-        """What ``train`` is told for it."""
+        """Flags of ``train`` for this mesh."""
         told = {
             "context-parallel": self.context,
             "heads-parallel": self.heads,
@@ -52,7 +52,7 @@ class Mesh(NamedTuple):
 
 
 class LargestModel(NamedTuple):
-    """A model of the shape of another, and its plan."""
+    """A model scaled from another, and its plan."""
 
     model: LongNetConfig
     plan: RunPlan
@@ -61,9 +61,10 @@ class LargestModel(NamedTuple):
 def longest_context(settings: TrainSettings, num_processes: int, memory_bytes: int) -> int:
     """The longest ``context_length`` whose step fits into ``memory_bytes``; 0 if none does.
 
-    It is a multiple of 64 tokens a process; of whole blocks of the loss (16,384 rows of 256 tokens to choose from, 256
-    of 32,768) where 64 of them fit, or where weights are split; and at most 2,147,483,648. A hundredth of the memory is
-    left for what is not counted, such as the scratch of threads.
+    Lengths are multiples of 64 tokens per process. Where 64 blocks of the loss fit, or where weights are split, they
+    are multiples of whole blocks instead (16,384 rows for a vocabulary of 256, 256 rows for one of 32,768). They are at
+    most 2,147,483,648. A hundredth of the memory is left free for what is not counted, such as scratch memory of
+    threads.
     """
     told = dataclasses.replace(settings, stages=type(settings.stages)())
 
@@ -73,25 +74,23 @@ def longest_context(settings: TrainSettings, num_processes: int, memory_bytes: i
 
     of_block = rows_at_once(settings.model.vocab_size)
     step = of_block // math.gcd(of_block, settings.batch_size) * settings.context_parallel
+    finer = _SHORTEST * settings.context_parallel
     if not fits(step):
-        return _most(lambda times: fits(times * _SHORTEST), step // _SHORTEST) * _SHORTEST
-    blocks, finer = (
-        _most(lambda times: fits(times * step), MOST_POSITIONS // step),
-        _SHORTEST * settings.context_parallel,
-    )
+        return _most(lambda times: fits(times * finer), step // finer) * finer
+    blocks = _most(lambda times: fits(times * step), MOST_POSITIONS // step)
     if blocks >= _MANY_BLOCKS or is_split(settings, num_processes):
         return blocks * step
-    # Texts that differ by less than a block are traced each: only where a block more would be much.
+    # Lengths that are no multiple of a block are traced one by one: only where one block more matters.
     longest = blocks * step // finer * finer
     return longest + _most(lambda times: fits(longest + times * finer), step // finer) * finer
 
 
 def meshes(settings: TrainSettings, num_processes: int, device: Device) -> list[Mesh]:
-    """The ways in which so many devices can share the run, those that fit first, then by tokens a second.
+    """Meshes of ``num_processes`` devices that can share the run: those that fit first, then by tokens per second.
 
-    Data, context and tensor parallel sizes whose product is the number of devices, weights whole or split (fsdp); of
-    the best few also how many of the processes that share a sequence split heads. Split weights are counted by their
-    part, without the block that is gathered.
+    Covers data, context and tensor parallel sizes whose product is the number of devices, with weights whole or split
+    (fsdp); for the best three, also the number of processes of a sequence that split heads. Split weights are counted
+    by each process's share, without the gathered block.
     """
     found = [
         mesh for sizes in _sizes(num_processes) if (mesh := _mesh(settings, num_processes, device, **sizes)) is not None
@@ -112,7 +111,7 @@ def meshes(settings: TrainSettings, num_processes: int, device: Device) -> list[
 
 def _rank(mesh: Mesh) -> tuple[bool, float, int]:
     plan = mesh.plan
-    # Of those that do not fit first the smallest, which is nearest to it.
+    # Among those that do not fit, the smallest is first: it is the nearest to fitting.
     return (not plan.fits, -plan.rates.tokens_per_second if plan.fits else plan.footprint.total, mesh.tensor)
 
 
@@ -150,14 +149,14 @@ def _mesh(
         told = dataclasses.replace(settings, **changes)
         plan = plan_run(told, num_processes, device, is_quick=True)
     except (RunError, ValueError, NotImplementedError):
-        return None  # what these devices cannot do is not chosen
+        return None  # impossible on these devices
     return Mesh(num_processes // context // tensor, context, heads, tensor, data_parallel, plan)
 
 
 def fewest_processes(settings: TrainSettings, device: Device) -> Mesh | None:
-    """The fewest devices that some mesh fits on, with its best mesh; None if :data:`MOST_PROCESSES` are too few.
+    """The fewest devices on which some mesh fits, with the best mesh; None if :data:`MOST_PROCESSES` are too few.
 
-    Powers of two are tried until one fits, then between it and the one before by halves.
+    Powers of two are tried until one fits, then numbers between it and the one before, by bisection.
     """
     best: dict[int, Mesh] = {}
 
@@ -180,9 +179,9 @@ def fewest_processes(settings: TrainSettings, device: Device) -> Mesh | None:
 
 
 def largest_model(settings: TrainSettings, num_processes: int, device: Device) -> LargestModel | None:
-    """The deepest model with the shape of the run's that fits: width and feed-forward grow with the layers.
+    """The deepest model that fits, scaled from the run's: width and feed-forward size grow with the layers.
 
-    The width of a head, the ratio of query heads to key/value heads and the pattern stay. None if not even one layer
+    Head width, the ratio of query heads to key/value heads, and the pattern stay the same. None if not even one layer
     fits.
     """
     plans: dict[int, LargestModel] = {}
@@ -198,7 +197,7 @@ def largest_model(settings: TrainSettings, num_processes: int, device: Device) -
 
 
 def with_layers(model: LongNetConfig, layers: int) -> LongNetConfig:
-    """A model with so many layers whose other sizes grow as these do.
+    """Scale a model to ``layers`` layers; its heads, width and feed-forward size grow in proportion.
 
     >>> model = LongNetConfig(
     ...     embed_dim=512, num_layers=8, num_heads=8, num_kv_heads=4, segment_lengths=[64], dilation_rates=[1]
@@ -224,7 +223,7 @@ def with_layers(model: LongNetConfig, layers: int) -> LongNetConfig:
 
 
 def _most(fits: Callable[[int], bool], most: int) -> int:
-    """The largest of 0 to ``most`` that fits, of which all smaller ones do."""
+    """Largest number from 0 to ``most`` that fits, by bisection; assumes that all smaller ones fit."""
     low, high = 0, 1
     while high <= most and fits(high):
         low, high = high, 2 * high

@@ -1,4 +1,4 @@
-"""Measures what steps of one kind take on this machine: a few small ones, products, attention, copies, exchange."""
+"""Measure steps of one kind on this machine: a few small steps, products, attention, copies, communication."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ from .processes_here import exchange_rates, shared_step_seconds
 from .work import pairs_of, shapes_of, step_work
 
 _SECONDS_OF_A_STEP = 1.5
-"""That the largest step which is measured takes at most, by its operations."""
+"""Time limit of the largest measured step, estimated from its operations."""
 _MOST_ROWS, _LONG, _LEAST_ROWS = 16384, 4096, 64
 _CALLS = 3
 _PROCESSES_OF_A_CORE = 4
@@ -47,19 +47,20 @@ def measure_here(
     folder: Path | None = None,
     seconds: float = MOST_SECONDS,
 ) -> Here:
-    """Measure what is not known yet of steps with a model like this on this machine, in two minutes at most.
+    """Measure steps with a model of this shape on this machine, in two minutes at most; known measurements are reused.
 
-    Matrix products at the model's own shapes, attention under its patterns at a few lengths, four small steps with two
-    numbers of its layers, and copies. Of several processes the small steps are taken by as many, which share them as
-    the settings say (those of DeepSpeed as under DDP), and sums over two processes are measured.
+    Measured are matrix products of the model's own shapes, attention under its patterns at a few lengths, four small
+    steps with two of its layer counts and lengths, and copies. For a run of several processes, as many processes take
+    the small steps, shared as the settings say (with DDP instead of DeepSpeed), and all-reduces over two processes are
+    measured, too.
 
     Args:
-        settings: of the run.
-        num_processes: of the run.
+        settings: settings of the run.
+        num_processes: number of processes of the run.
         device: "cpu" or "cuda".
-        is_quiet: show no bar of progress.
-        folder: where measurements are kept, the cache folder without it.
-        seconds: after which no further measurement is begun.
+        is_quiet: show no progress bar.
+        folder: folder of stored measurements; None is the cache folder.
+        seconds: time after which no further measurement is begun.
 
     Raises:
         RunError: the model is too large to measure a few layers of it here, there are many more processes than cores,
@@ -71,7 +72,7 @@ def measure_here(
 
 
 def _cores_for(num_processes: int, device: str) -> int:
-    """Cores, or GPUs, of this machine, on which so many processes can be started."""
+    """Number of cores or GPUs of this machine; raises RunError if it takes fewer processes."""
     cores = os.cpu_count() or 1 if device == "cpu" else torch.cuda.device_count()
     most = cores * (_PROCESSES_OF_A_CORE if device == "cpu" else 1)
     if num_processes > most:
@@ -140,7 +141,7 @@ class _Probe:
     def _steps(
         self, layers: tuple[int, int], texts: int, lengths: tuple[int, int], threads: int
     ) -> Iterator[tuple[TrainSettings, float, float]]:
-        """Small steps, and the seconds of their gradients and of their optimizer."""
+        """Small steps, with the seconds of their gradients and of their optimizer."""
         steps = [self._small(number, length, texts) for number in layers for length in lengths]
         if self.num_processes == 1:
             for told in steps:
@@ -161,14 +162,15 @@ class _Probe:
         return [cost.forward + cost.backward, cost.optimizer]
 
     def _name(self, words: str) -> str:
-        """A name that holds the shape of the model, of whatever number of layers."""
+        """Name of a measurement, with a digest of the model's shape without its number of layers."""
         return f"{words} of {shape_of_steps(self.settings, self.num_processes)}"
 
     def _sizes(self, rate: float) -> tuple[tuple[int, int], int, tuple[int, int]]:
-        """Two numbers of layers, a number of texts, and two lengths of them.
+        """Two numbers of layers, a number of texts, and two lengths.
 
-        Texts and lengths are those of the run as far as two layers take no longer than they may; layers are then as
-        many as there is time and memory for, up to those of the model: what differs little cannot be told apart.
+        Texts and lengths are those of the run, reduced until a step of two pattern periods meets the time limit. The
+        larger number of layers is as large as time and memory allow, up to the model's: small differences could not be
+        measured.
         """
         model = self.settings.model
         period = max(len(model.different_patterns), model.checkpoint_every if model.gradient_checkpointing else 1)
@@ -193,7 +195,7 @@ class _Probe:
         return (period, most), texts, (max(8, length // 2), length)
 
     def _bytes(self, layers: int, length: int, texts: int) -> int:
-        """That such steps of all processes take at most."""
+        """Upper bound of the memory of such steps, over all processes."""
         return self.num_processes * footprint(self._small(layers, length, texts), 1).total
 
     def _small(self, layers: int, length: int, texts: int = 1) -> TrainSettings:
@@ -219,7 +221,7 @@ class _Probe:
         )
 
     def _shared(self, told: TrainSettings) -> TrainSettings:
-        """The same as processes share it."""
+        """The step with the parallel settings of the run."""
         given = self.settings
         return dataclasses.replace(
             told,
@@ -240,7 +242,7 @@ class _Probe:
             )
 
     def _products(self, rows: int) -> float:
-        """Operations a second of the products of a block and of the output matrix, forward."""
+        """Operations per second of the products of a block and of the output matrix, in the forward pass."""
         dtype = computing_dtype(self.settings.precision)
         operations = seconds = 0.0
         for width, out in shapes_of(self.settings.model):
@@ -251,19 +253,19 @@ class _Probe:
         return operations / seconds
 
     def _attention(self, lengths: list[int], *, is_training: bool) -> tuple[tuple[float, float], ...]:
-        """Seconds a row and a pair, by pattern."""
+        """Seconds per row and per pair, for each pattern."""
         found = []
-        for place in range(len(self.settings.model.different_patterns)):
+        for index in range(len(self.settings.model.different_patterns)):
             counts, seconds = [], []
             for length in lengths:
-                seconds.append(self._attended(place, length, is_training=is_training))
+                seconds.append(self._attended(index, length, is_training=is_training))
                 told = self._small(self.settings.model.num_layers, length)
-                counts.append([float(length), float(pairs_of(told)[self.settings.model.different_patterns[place]])])
+                counts.append([float(length), float(pairs_of(told)[self.settings.model.different_patterns[index]])])
             of_row, of_pair = fit_seconds(counts, seconds)
             found.append((of_row, of_pair))
         return tuple(found)
 
-    def _attended(self, place: int, length: int, *, is_training: bool) -> float:
+    def _attended(self, index: int, length: int, *, is_training: bool) -> float:
         model = self.settings.model
         assert model.num_kv_heads is not None
         kind = "of a step" if is_training else "forward"
@@ -281,8 +283,8 @@ class _Probe:
                 is_training=is_training,
             )
             call = call_of(workload, self.device)
-            pattern = model.different_patterns[place]
+            pattern = model.different_patterns[index]
             call(pattern)
             return [statistics.median(call(pattern) for _ in range(_CALLS))]
 
-        return self.measured.get(self._name(f"attention {place} {kind}, {length} rows"), measure)[0]
+        return self.measured.get(self._name(f"attention {index} {kind}, {length} rows"), measure)[0]

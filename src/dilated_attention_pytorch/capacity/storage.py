@@ -1,4 +1,4 @@
-"""Slots that a key/value cache has allocated before and after every call: from its ledgers, without keys or values."""
+"""Slots that a key/value cache has allocated before and after every call, without its keys and values."""
 
 from __future__ import annotations
 
@@ -9,18 +9,18 @@ from typing import NamedTuple
 import torch
 
 from dilated_attention_pytorch.models.cache import grown_slots
-from dilated_attention_pytorch.models.ledger import Ledger
+from dilated_attention_pytorch.models.cache_index import CacheIndex
 from dilated_attention_pytorch.patterns import Pattern
 
 MOST_CALLS = 4096
-"""Calls of the model that are gone through one by one; of more, those of the end, with a storage that is full."""
+"""Number of calls simulated one by one; for longer generations, only the last ones, with a full storage."""
 
 
 class Call(NamedTuple):
     """One call of the model with a cache."""
 
     seen: int
-    """Tokens before it."""
+    """Tokens before the call."""
     num_new: int
 
 
@@ -37,7 +37,7 @@ def calls_of(prompt: int, num_new: int, chunk: int) -> Iterator[Call]:
 
 
 class Mark(NamedTuple):
-    """A call that may take most, and the slots of a layer under every pattern before and after it."""
+    """A call that may need the most memory, with a layer's slots under every pattern before and after it."""
 
     call: Call
     before: Mapping[Pattern, int]
@@ -45,38 +45,38 @@ class Mark(NamedTuple):
 
 
 def mark_of(patterns: Sequence[Pattern], num_kv_heads: int, call: Call) -> Mark:
-    """A call after one that has stored all tokens before it.
+    """Slots before and after a call, if one call before it has stored all earlier tokens.
 
     Args:
-        patterns: different ones, of the layers.
+        patterns: different patterns of the layers.
         num_kv_heads: key/value heads of a layer.
         call: the call.
     """
     before, after = {}, {}
     for pattern in patterns:
-        ledger = Ledger(pattern, num_kv_heads, torch.device("cpu"))
-        stored = ledger.advance(call.seen).num_slots if call.seen else 0
-        before[pattern] = grown_slots(0, stored, ledger.max_slots())
-        stored = ledger.advance(call.num_new).num_slots
-        after[pattern] = grown_slots(before[pattern], stored, ledger.max_slots())
+        cache_index = CacheIndex(pattern, num_kv_heads, torch.device("cpu"))
+        stored = cache_index.advance(call.seen).num_slots if call.seen else 0
+        before[pattern] = grown_slots(0, stored, cache_index.max_slots())
+        stored = cache_index.advance(call.num_new).num_slots
+        after[pattern] = grown_slots(before[pattern], stored, cache_index.max_slots())
     return Mark(call, before, after)
 
 
 @dataclass(frozen=True, slots=True)
 class Walk:
-    """The storages of a cache through a generation."""
+    """Allocated slots of a cache through a generation."""
 
     slots: Mapping[Pattern, int]
-    """Allocated at the end, by a layer under each pattern."""
+    """Slots of a layer under each pattern, allocated at the end."""
     is_bound: bool
-    """Whether that is a bound, as there were too many calls to go through."""
+    """Whether ``slots`` is an upper bound, since there were too many calls to simulate."""
     marks: tuple[Mark, ...]
-    """Calls one of which takes most."""
+    """Calls that may need the most memory."""
 
 
 @dataclass(slots=True)
 class _Marks:
-    """The call of every kind with the largest storage, and of these the one with most in it."""
+    """The call of every kind with the largest storage, and among those the one with the most rows in it."""
 
     of_kind: dict[str, tuple[tuple[int, int], Mark]] = field(default_factory=dict)
 
@@ -89,25 +89,25 @@ class _Marks:
 
 
 def walk(patterns: Sequence[Pattern], num_kv_heads: int, prompt: int, num_new: int, chunk: int) -> Walk:
-    """Go through a generation with integers alone.
+    """Simulate the cache of a generation with integers alone.
 
     Args:
-        patterns: different ones, of the layers.
+        patterns: different patterns of the layers.
         num_kv_heads: key/value heads of a layer.
         prompt, num_new, chunk: tokens of the prompt, new tokens, and tokens of the prompt that are read at a time.
     """
-    ledgers = {pattern: Ledger(pattern, num_kv_heads, torch.device("cpu")) for pattern in patterns}
+    cache_indices = {pattern: CacheIndex(pattern, num_kv_heads, torch.device("cpu")) for pattern in patterns}
     slots = dict.fromkeys(patterns, 0)
     if -(-prompt // chunk) + num_new > MOST_CALLS:
-        return _bound(ledgers, prompt, num_new, chunk)
+        return _bound(cache_indices, prompt, num_new, chunk)
     marks = _Marks()
     for call in calls_of(prompt, num_new, chunk):
-        before, stored = dict(slots), sum(max(ledger.rows_per_head) for ledger in ledgers.values())
+        before, stored = dict(slots), sum(max(cache_index.rows_per_head) for cache_index in cache_indices.values())
         kept = 0
-        for pattern, ledger in ledgers.items():
-            step = ledger.advance(call.num_new)
+        for pattern, cache_index in cache_indices.items():
+            step = cache_index.advance(call.num_new)
             kept += 0 if step.keep is None else step.keep.numel()
-            slots[pattern] = grown_slots(slots[pattern], step.num_slots, ledger.max_slots())
+            slots[pattern] = grown_slots(slots[pattern], step.num_slots, cache_index.max_slots())
         is_grown = slots != before
         kind = "token" if call.num_new == 1 else "chunk" if call.num_new == min(chunk, prompt) else "rest"
         rank, mark = (sum(slots.values()), stored), Mark(call, before, dict(slots))
@@ -119,10 +119,12 @@ def walk(patterns: Sequence[Pattern], num_kv_heads: int, prompt: int, num_new: i
     return Walk(slots, is_bound=False, marks=marks.all())
 
 
-def _bound(ledgers: Mapping[Pattern, Ledger], prompt: int, num_new: int, chunk: int) -> Walk:
-    """Of a long text: storages that are full, or hold half as many rows again as there are tokens."""
+def _bound(cache_indices: Mapping[Pattern, CacheIndex], prompt: int, num_new: int, chunk: int) -> Walk:
+    """Upper bound for a long text: storages are full, or hold 1.5 times as many rows as there are tokens."""
     tokens = prompt + num_new - 1
-    most = {pattern: min(ledger.max_slots(), tokens + tokens // 2) for pattern, ledger in ledgers.items()}
+    most = {
+        pattern: min(cache_index.max_slots(), tokens + tokens // 2) for pattern, cache_index in cache_indices.items()
+    }
     marks = [Mark(Call(max(0, prompt - chunk), min(chunk, prompt)), most, most)]
     if num_new > 1:
         marks.append(Mark(Call(tokens - 1, 1), most, most))

@@ -1,4 +1,4 @@
-"""One call of a model with a cache, on tensors that hold nothing: what is alive after every operation."""
+"""One call of a model with a cache, on fake tensors: live bytes after every operation."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from torch._subclasses.fake_tensor import FakeTensorMode, unset_fake_temporarily
 from torch.utils._python_dispatch import _disable_current_modes
 
 from dilated_attention_pytorch.models import LongNetCache, LongNetConfig, LongNetLM
+from dilated_attention_pytorch.models.cache_index import CacheIndex, CacheIndexStep
 from dilated_attention_pytorch.models.generation import sample
-from dilated_attention_pytorch.models.ledger import Ledger, LedgerStep
 from dilated_attention_pytorch.training.live_bytes import LiveBytes
 from dilated_attention_pytorch.training.step_bytes import Moment
 
@@ -21,57 +21,57 @@ from .kernel_bytes import own_bytes
 from .storage import Mark
 
 
-class _RealLedger(Ledger):
-    """A ledger whose integers are there while all else holds nothing."""
+class _RealCacheIndex(CacheIndex):
+    """A cache index that computes on real integers while other tensors are fake."""
 
-    def advance(self, num_new: int) -> LedgerStep:
+    def advance(self, num_new: int) -> CacheIndexStep:
         with unset_fake_temporarily(), _disable_current_modes():
             return super().advance(num_new)
 
 
 class BegunCache(LongNetCache):
-    """A cache as it is before a call, without the calls that came before."""
+    """A cache in the state before a call, without the calls that lead to it."""
 
     def begin(self, mark: Mark, batch_size: int, like: Tensor) -> None:
-        """Have every layer's storage as it is before the call, filled with zeros.
+        """Fill every layer's storage with zeros, with as many slots as it has before the call.
 
         Args:
             mark: the call.
-            batch_size: texts.
-            like: ``[0, D]``, of the dtype and device of keys and values.
+            batch_size: number of texts.
+            like: ``[0, D]``, with the dtype and device of keys and values.
         """
         with unset_fake_temporarily(), _disable_current_modes():
-            cohort = self._new_cohort(batch_size, like.device)
-            cohort.ledgers = {
-                pattern: _RealLedger(pattern, self.num_kv_heads, like.device) for pattern in self.patterns
+            row_group = self._new_row_group(batch_size, like.device)
+            row_group.cache_indices = {
+                pattern: _RealCacheIndex(pattern, self.num_kv_heads, like.device) for pattern in self.patterns
             }
             if mark.call.seen:
-                for ledger in cohort.ledgers.values():
-                    ledger.advance(mark.call.seen)
-        cohort.seen = self._num_columns = mark.call.seen
-        self._cohorts = [cohort]
+                for cache_index in row_group.cache_indices.values():
+                    cache_index.advance(mark.call.seen)
+        row_group.seen = self._num_columns = mark.call.seen
+        self._row_groups = [row_group]
         for layer, pattern in enumerate(self.patterns):
             slots = mark.before[pattern]
             if slots:
                 shape = (batch_size, slots, self.num_kv_heads, like.shape[-1])
-                cohort.storage[layer] = (like.new_zeros(shape), like.new_zeros(shape))
+                row_group.storage[layer] = (like.new_zeros(shape), like.new_zeros(shape))
 
     def stored(self, layer: int) -> tuple[Tensor, Tensor]:
         """Keys and values of a layer."""
-        return self._cohorts[0].storage[layer]
+        return self._row_groups[0].storage[layer]
 
 
 def traced_call(
     config: LongNetConfig, mark: Mark, batch_size: int, dtype: torch.dtype, *, is_fake: bool = True
 ) -> list[Moment]:
-    """What is alive after every operation of a call, and of drawing a token from what it gives.
+    """Live bytes after every operation of a call, and of sampling a token from its logits.
 
     Args:
-        config: of the model, all of whose layers are gone through.
-        mark: the call, and the storages before it.
-        batch_size: texts.
-        dtype: of weights and activations.
-        is_fake: whether tensors hold nothing; else the call is computed.
+        config: configuration of the model, all of whose layers run.
+        mark: the call, and the slots before it.
+        batch_size: number of texts.
+        dtype: dtype of weights and activations.
+        is_fake: whether to use fake tensors; otherwise the call is computed.
     """
     live = LiveBytes(own_bytes=own_bytes)
     fake = FakeTensorMode(allow_non_fake_inputs=True) if is_fake else contextlib.nullcontext()
@@ -90,9 +90,9 @@ def traced_call(
         live.phase = ("loss", 0)
         sample(model.logits(hidden))
     return [
-        Moment(counts, series.attention.get(place), series.own.get(place, 0))
+        Moment(counts, series.attention.get(index), series.own.get(index, 0))
         for series in live.series.values()
-        for place, counts in enumerate(series.counts)
+        for index, counts in enumerate(series.counts)
     ]
 
 
@@ -104,6 +104,6 @@ def _marking(cache: BegunCache, layer: int, live: LiveBytes) -> Any:
 
 
 def fewer_layers(config: LongNetConfig) -> LongNetConfig:
-    """The same model with as many layers as show what any layer takes."""
+    """The same model with only as many layers as are needed to show what every layer takes."""
     num_layers = min(config.num_layers, max(2, len(config.different_patterns)))
     return dataclasses.replace(config, num_layers=num_layers)

@@ -1,4 +1,4 @@
-"""Operations of a step on one batch: matrix products, and attention."""
+"""Operations of a step on one batch, or of a generation: matrix products, and attention."""
 
 from __future__ import annotations
 
@@ -10,29 +10,31 @@ from dilated_attention_pytorch.patterns import Pattern
 from dilated_attention_pytorch.training.flops import longnet_flops
 from dilated_attention_pytorch.training.settings import TrainSettings
 
+from .generation import Generation
+
 
 class StepWork(NamedTuple):
-    """Operations of matrix products, with what is computed again."""
+    """Operations of matrix products, including recomputation."""
 
     products: float
-    """Of all but attention."""
+    """Matrix products except those of attention."""
     attention: float
 
     @property
     def total(self) -> float:
-        """Of both."""
+        """Sum of both."""
         return self.products + self.attention
 
     def over(self, processes: int) -> StepWork:
-        """The part of one of ``processes`` that share it."""
+        """Work of one of ``processes`` that share it."""
         return StepWork(self.products / processes, self.attention / processes)
 
 
 def step_work(settings: TrainSettings) -> StepWork:
     """Operations of a step on one batch, as ``FlopCounterMode`` counts them.
 
-    Three products for every one of the forward pass, seven for the two of attention; once more the forward pass of a
-    block that is computed again, and the logits where the loss takes several blocks of them.
+    A step computes three products for each of the forward pass, and seven for the two of attention. Recomputed blocks
+    add their forward pass, and the logits are computed again where the loss takes several blocks of them.
     """
     model = settings.model
     flops = longnet_flops(model)
@@ -44,8 +46,7 @@ def step_work(settings: TrainSettings) -> StepWork:
     recomputed = [layer for layer in range(model.num_layers) if again and model.is_recomputed(layer)]
     attention = sum(of_layer[pattern] for pattern in flops.patterns) * flops.per_pair * 14 // 4
     attention += sum(of_layer[flops.patterns[layer]] for layer in recomputed) * flops.per_pair
-    # What is computed again stops where nothing more is read: before the last product, unless dropout
-    # follows it.
+    # Recomputation stops when nothing more is needed: before the last product, unless dropout follows it.
     assert model.ffn_dim is not None
     last = 0 if model.dropout else 2 * model.ffn_dim * model.embed_dim * rows
     products = 3 * matrices + (matrices // model.num_layers - last) * len(recomputed)
@@ -53,7 +54,7 @@ def step_work(settings: TrainSettings) -> StepWork:
 
 
 def pairs_of(settings: TrainSettings) -> dict[Pattern, int]:
-    """Pairs of a batch under every pattern of a layer, over key/value heads."""
+    """Pairs of a batch under each pattern, over key/value heads."""
     model = settings.model
     assert model.num_kv_heads is not None
     return {
@@ -64,10 +65,23 @@ def pairs_of(settings: TrainSettings) -> dict[Pattern, int]:
 
 
 def forward_work(settings: TrainSettings) -> StepWork:
-    """The same of a forward pass alone."""
+    """Operations of a forward pass alone."""
     flops, of_layer = longnet_flops(settings.model), pairs_of(settings)
     rows = settings.batch_size * settings.context_length
     return StepWork(flops.per_token * rows, sum(of_layer[pattern] for pattern in flops.patterns) * flops.per_pair)
+
+
+def generation_work(settings: TrainSettings, generation: Generation) -> StepWork:
+    """Operations of a generation: of every token that the model reads, and of the logits from which tokens are sampled.
+
+    The last new token is not read. Each token attends to what its pattern shows of the tokens before it and of itself.
+    """
+    model, flops = settings.model, longnet_flops(settings.model)
+    read = generation.prompt + generation.new_tokens - 1
+    head = 2 * model.vocab_size * model.embed_dim
+    products = flops.per_token * read - head * (generation.prompt - 1)
+    attention = flops.of_text(read) - flops.per_token * read
+    return StepWork(products * settings.batch_size, attention * settings.batch_size)
 
 
 def shapes_of(model: LongNetConfig) -> list[tuple[int, int]]:

@@ -7,11 +7,11 @@ __all__ = ["main"]
 
 
 def main(args: Sequence[str] | None = None) -> None:
-    """Run the command line ``args``, without it the process's own.
+    """Run the command line ``args``; None takes the process's own.
 
     Raises:
-        SystemExit: with 2 for what the user can mend, after a sentence on standard error; with 128 and the number of
-            the signal for a run that was stopped.
+        SystemExit: with 2 for problems that the user can fix, after a message on standard error; with 128 plus the
+            number of the signal for a run that was stopped.
     """
     words = list(sys.argv[1:] if args is None else args)
     try:
@@ -25,7 +25,7 @@ def main(args: Sequence[str] | None = None) -> None:
 
 
 def _run_without(missing: str, words: Sequence[str]) -> None:
-    """Where what parses command lines is missing: the commands that have no options, and the way to the rest."""
+    """Run without the packages that parse command lines: commands without options, or a message on what to install."""
     from dilated_attention_pytorch.errors import RunError
     from dilated_attention_pytorch.installation import install_command
 

@@ -33,8 +33,8 @@ class Embed(EmbedSettings):
 
     The output folder gets one file per slide, written atomically, and _embed.json with the settings.
     Running the same command again embeds what is missing, also after it was killed; a slide whose file changed is
-    embedded again. Unreadable files are reported and skipped. Exit code: 0 if every slide is
-    embedded, 1 if some were skipped, 2 if nothing could start, 130 after Ctrl-C.
+    embedded again. Another slide of the same name needs another folder. Unreadable files are reported and skipped. Exit
+    code: 0 if every slide is embedded, 1 if some were skipped, 2 if nothing could start, 130 after Ctrl-C.
     """
 
     slides: tyro.conf.Positional[tuple[Path, ...]]

@@ -35,62 +35,61 @@ _HERE = "here"
 
 @dataclass(kw_only=True, slots=True)
 class Plan(TrainSettings):
-    """Say what a run takes, before anything of it is there: memory by part, seconds by part, what bounds it.
+    """Plan a run before it starts: memory by part, seconds by part, and what bounds it.
 
-    The flags are those of train. Memory is counted from the step itself, on tensors that hold nothing. Seconds are a
-    bound from the device's data sheet, which no step goes below; with --hardware here they are predicted from
-    measurements of this machine.
+    The flags are those of train. Memory is counted from the step itself, on fake tensors. Seconds are a lower bound
+    from the device's data sheet; with --hardware here they are predicted from measurements of this machine.
 
     A preset on an H200: plan --preset gpu --hardware H200
 
-    Solved backwards: plan --preset gpu --hardware H200 --longest --fewest --changes
+    The longest text, fewest devices, best changes: plan --preset gpu --hardware H200 --longest --fewest --changes
 
     A model of transformers: plan --model my/llama --pattern "DilatedPattern([2048, 8192], [1, 4])"
     """
 
     preset: str = "auto"
-    """Which numbers to begin with, see train."""
+    """Starting values, see train."""
     config: Path | None = None
-    """TOML file with settings, see train."""
+    """TOML file of settings, see train."""
     purpose: Annotated[Literal["training", "forward", "generation"], tyro.conf.arg(name="for")] = "training"
-    """What is planned: a training step; a forward pass that takes the loss, as an evaluation on the way does; or the
+    """What to plan: a training step; a forward pass with the loss, as in an evaluation during training; or the
     generation of texts with the bounded cache."""
     prompt: int = 0
     """Tokens of every prompt of a generation; 0: --context-length."""
     new_tokens: int = 500
     """Tokens to generate."""
     chunk_size: int = 4096
-    """Tokens of a prompt that are read at a time."""
+    """Tokens of a prompt to read at a time."""
     pretrained: Annotated[Path | None, tyro.conf.arg(name="model")] = None
-    """A model of transformers instead of a LongNet: a folder with config.json, or that file. No weights are read. Of
-    the other flags --for, --pattern, --context-length, --batch-size, --precision, --optimizer,
-    --model.gradient-checkpointing and those of the device count."""
+    """A transformers model instead of a LongNet: a folder with config.json, or that file. No weights are read. Of the
+    other flags, --for, --pattern, --context-length, --batch-size, --precision, --optimizer,
+    --model.gradient-checkpointing and those of the device apply."""
     pattern: str = ""
-    """Who attends to whom in that model, as `dilated-attention show` takes it."""
+    """Attention pattern of that model, in the syntax of `dilated-attention show`."""
     hardware: str = "H100 SXM"
-    """Name of the device; a name that is not known is answered with those that are. "here": this machine, of which
-    products, attention, small steps of the model, copies and sums over two processes are measured (for a generation:
-    chunks of the prompt and single tokens), in two minutes at most; what was measured is kept."""
+    """Name of the device; for an unknown name, the error lists the known ones. "here": this machine, measured in at
+    most two minutes (products, attention, small steps of the model, copies, and sums over two processes; for a
+    generation, chunks of the prompt and single tokens). Measurements are kept."""
     link: str = ""
-    """Between the devices; empty: the one that the data sheet names."""
+    """Link between the devices; empty: the one that the data sheet names."""
     processes: int = 1
-    """Devices, each with a process."""
+    """Number of devices, each with one process."""
     price_per_hour: float = 0.0
-    """Of one device, in any currency; 0: not known."""
+    """Price of one device, in any currency; 0: not known."""
     longest: bool = False
-    """Look for the longest --context-length that fits, too."""
+    """Also find the longest --context-length that fits."""
     fewest: bool = False
-    """Look for the fewest devices on which some mesh fits, too."""
+    """Also find the fewest devices on which some mesh fits."""
     mesh: bool = False
-    """Show the best meshes of so many --processes, too."""
+    """Also show the best meshes for this number of --processes."""
     largest: bool = False
-    """Look for the largest model of this shape that fits, too."""
+    """Also find the largest model of this shape that fits."""
     changes: bool = False
-    """Show the three changes that would help most, too."""
+    """Also show the three changes that would help most."""
     html: Path | None = None
-    """Page to write, with pictures of other lengths and numbers of devices. Without it: none."""
+    """HTML page to write, with charts for other lengths and numbers of devices. Default: none."""
     output: Path | None = None
-    """JSON file to write. Without it: none."""
+    """JSON file to write. Default: none."""
 
     def run_command(self) -> None:
         """Print the plan and write the files.
@@ -205,7 +204,7 @@ class Plan(TrainSettings):
         self._write(plan, device, settings.to_dict(), solved, settings)
 
     def _solve(self, settings: TrainSettings, device: Device, plan: RunPlan) -> dict[str, Any]:
-        """Answers to what was asked backwards, printed, and as values that JSON holds."""
+        """Answer the inverse questions that were asked: print the answers, and return them as JSON values."""
         from rich.console import Console
 
         from dilated_attention_pytorch import capacity

@@ -1,4 +1,4 @@
-"""What ``dilated-attention plan`` says of a plan."""
+"""Text output of ``dilated-attention plan``."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ _UNITS = {"training": "a step", "forward": "a forward pass", "generation": "the 
 
 
 def devices(device: Device, processes: int) -> str:
-    """Their number and name."""
+    """Number and name of the devices."""
     return f"{processes} x {device.sheet.name}" if processes > 1 else device.sheet.name
 
 
 def print_plan(plan: RunPlan, device: Device, processes: int) -> None:
-    """Two tables, and sentences."""
+    """Print the plan: two tables, and sentences."""
     from rich.console import Console
     from rich.table import Table
 
@@ -48,7 +48,7 @@ def print_plan(plan: RunPlan, device: Device, processes: int) -> None:
 
 
 def sentences(plan: RunPlan) -> Iterator[str]:
-    """What follows from the tables."""
+    """Sentences about what follows from the tables."""
     left = plan.memory_bytes - plan.footprint.total
     yield f"fits, with {in_bytes(left)} left" if plan.fits else f"does not fit: {in_bytes(-left)} are missing"
     unit = _UNITS[plan.purpose]
@@ -77,7 +77,7 @@ def sentences(plan: RunPlan) -> Iterator[str]:
 
 
 def mesh_in_words(mesh: Mesh) -> str:
-    """Sizes, flags, whether it fits and how fast."""
+    """A mesh as text: sizes, flags, whether it fits, and speed."""
     number = mesh.data * mesh.context * mesh.tensor
     verdict = "fits" if mesh.plan.fits else "does not fit"
     return (
@@ -88,7 +88,7 @@ def mesh_in_words(mesh: Mesh) -> str:
 
 
 def mesh_values(mesh: Mesh) -> dict[str, Any]:
-    """A mesh, as values that JSON holds."""
+    """A mesh as JSON values."""
     plan = mesh.plan
     return {
         "data": mesh.data,
@@ -103,7 +103,7 @@ def mesh_values(mesh: Mesh) -> dict[str, Any]:
 
 
 def model_in_words(largest: LargestModel | None) -> str:
-    """Sizes of a model."""
+    """Sizes of a model as text."""
     if largest is None:
         return "not even one of one layer"
     model = largest.model
@@ -114,7 +114,7 @@ def model_in_words(largest: LargestModel | None) -> str:
 
 
 def solved_in_words(solved: dict[str, Any]) -> Iterator[str]:
-    """What was solved backwards, for the page."""
+    """Answers to inverse questions as sentences, for the HTML page."""
     if "longest_context_length" in solved:
         yield f"the longest text that fits: {solved['longest_context_length']:,} tokens"
     for change in solved.get("changes", ()):

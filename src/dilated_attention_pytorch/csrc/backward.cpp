@@ -7,14 +7,14 @@ namespace {
 constexpr int64_t kRowsOfTile = 64;
 constexpr int64_t kKeysOfBlock = 128;
 constexpr int64_t kAlignment = 16;
-// Query rows that lie packed at a time, for every thread. Where keys are dealt out all threads share the packed rows, of
-// which there are as many as give each thread four times as many rows of gradients.
+// Query rows that are packed at a time, per thread. If keys are split into shares, all threads share the packed rows,
+// and there are enough of them for four times as many rows of gradients per thread.
 constexpr int64_t kRowsOfChunk = 4096;
-constexpr int64_t kKeysOfSplit = 1024;  // fewer keys are not worth a thread of their own
+constexpr int64_t kKeysOfSplit = 1024;  // fewer keys are not worth a separate thread
 
 // Gradients of one partial under the merged output O and log-sum-exp L: with P = exp(s - L) and
 // dS = P (dP - rowsum(dO O) + dL), dV = P' dO, dK = dS' Q and dQ = dS K. Scores are computed transposed, [keys, queries]:
-// L and what is subtracted from dP are then numbers of columns, and P and dS are left operands as they are.
+// L and the number subtracted from dP are then per column, and P and dS are left operands without a transpose.
 template <class T>
 class Backward {
   using C = Factor<T>;
@@ -45,7 +45,7 @@ class Backward {
   }
 
  private:
-  // Tiles of a chunk: queries and gradients as right operands, transposed and not; L, delta and counters.
+  // Tiles of a chunk: queries and output gradients as right operands, transposed and not; L, delta and counters.
   struct Tiles {
     Buffer<C> factors;
     C *queries_t, *grads_t, *queries, *grads;
@@ -59,13 +59,13 @@ class Backward {
   };
 
   struct Scratch {
-    // Of a block of keys: as left operands, and their gradients.
+    // A block of keys as left operands, and its gradients.
     std::vector<C> keys, values, keys_t;
     std::vector<float> grad_keys, grad_values;
     std::vector<uint32_t> key_counters;
     std::vector<uint8_t> is_hidden;
     bool has_hidden;
-    // Of it and a tile.
+    // Per block and tile.
     std::vector<float> scores, grad_scores, kept;
     std::vector<C> probabilities, rounded, paired;
 
@@ -82,14 +82,14 @@ class Backward {
     }
   };
 
-  // How many shares the keys of a domain are dealt out in: 1 where domains are enough for the threads.
+  // Number of shares into which the keys of a domain are split; 1 if there are enough domains for the threads.
   static int64_t splits_of(const Partial& partial) {
     const int64_t threads = at::get_num_threads();
     if (threads == 1 || static_cast<int64_t>(partial.domains.size()) >= 4 * threads) return 1;
     return std::clamp<int64_t>(partial.num_keys / kKeysOfSplit, 1, 2 * threads);
   }
 
-  // Each domain is a piece of work.
+  // One piece of work per domain.
   void run_domains() const {
     const int64_t num_tiles = tiles_.size(), of_tile = rows_ * p_.head_dim;
     for_each_piece(p_.domains.size(), [&](const auto& next) {
@@ -112,10 +112,10 @@ class Backward {
     });
   }
 
-  // Domains are few: the keys of one are dealt out, and every share has a gradient of the queries of its own.
+  // For few domains: the keys of one are split into shares, and every share has its own gradient of the queries.
   void run_shares(const Domain& domain) const {
     const int64_t num_tiles = tiles_.size(), of_tile = rows_ * p_.head_dim;
-    // A unit with a gate is of one share, which adds up its gradient.
+    // A unit with a gate belongs to one share, which adds up its gradient.
     const int64_t whole = p_.has_gates() ? rounded_up(keys_of_block_, p_.unit) : keys_of_block_;
     const int64_t keys_of_share = rounded_up((p_.num_keys + splits_ - 1) / splits_, whole);
     Tiles packed(*this);
@@ -171,7 +171,7 @@ class Backward {
       const int64_t row = p_.query_row(d, problem, tile.first + r / p_.ratio), head = d.head * p_.ratio + r % p_.ratio;
       const float of_row = *lse_.at(d.batch, row, head);
       if (masks_.is_dropped) packed.counters[place * rows_ + r] = masks_.of_query(d.batch, head, row);
-      // A row without a key has no probabilities.
+      // The probabilities of a row without a key are 0.
       lse[r] = of_row == -kInfinity ? kInfinity : of_row * kLog2E;
       delta[r] = of_row == -kInfinity ? 0.0f
                                       : dot(out_.at(d.batch, row, head), grad_out_.at(d.batch, row, head), head_dim) -
@@ -179,7 +179,7 @@ class Backward {
     }
   }
 
-  // Returns whether any of the keys is to be seen.
+  // Returns whether any of the keys is visible.
   bool pack_block(const Domain& d, int64_t first, int64_t count, Scratch& s) const {
     int64_t num_hidden = 0;
     for (int64_t x = 0; x < keys_of_block_; x++) {
@@ -205,8 +205,8 @@ class Backward {
     return true;
   }
 
-  // Adds what the tiles from `first_tile` on make of the keys [begin, end). `grads` become theirs, transposed, where
-  // `has_grads` says so.
+  // Adds the contributions of the keys [begin, end) and the tiles from `first_tile` on. `grads` are set to the tiles'
+  // query gradients, transposed, where `has_grads` is set.
   void add(
       const Domain& d, int64_t begin, int64_t end, int64_t first_tile, int64_t tiles, const Tiles& packed, float* grads,
       uint8_t* has_grads, Scratch& s) const {
@@ -254,7 +254,7 @@ class Backward {
     multiply(head_dim, rows_, keys, s.keys_t.data() + begin, keys_of_block_, paired, rows_, grads + place * rows_ * head_dim, rows_, is_added);
   }
 
-  // Scores of pairs that do not see each other become -inf. Columns are queries, `ratio` heads of each.
+  // Sets the scores of pairs that do not see each other to -inf. Columns are queries, `ratio` heads of each.
   void mask(const Tile& tile, int64_t first, int64_t begin, int64_t keys, int64_t run, int64_t run_end, Scratch& s) const {
     const int64_t position = p_.position(tile), last = position + tile.stop - tile.first - 1;
     const bool is_banded = last + p_.low > first + run || position + p_.high < first + run_end - 1;
@@ -264,7 +264,7 @@ class Backward {
       if (x < run || x >= run_end || s.is_hidden[x]) {
         std::fill(row, row + rows_, -kInfinity);
       } else if (is_banded) {
-        // Bounds first: multiplied by the heads they would overflow.
+        // Clamped first: multiplied by the heads, the bounds would overflow.
         const int64_t low = std::clamp<int64_t>(first + x - p_.high - position, 0, positions_) * p_.ratio;
         const int64_t high = std::max(low, std::clamp<int64_t>(first + x - p_.low - position + 1, 0, positions_) * p_.ratio);
         std::fill(row, row + low, -kInfinity);
@@ -273,7 +273,7 @@ class Backward {
     }
   }
 
-  // What dropout multiplies the probabilities of the pairs by.
+  // Draws the dropout factors of the pairs.
   void draw(int64_t begin, int64_t keys, const uint32_t* queries, Scratch& s) const {
     for (int64_t x = 0; x < keys; x++) {
       float* row = s.kept.data() + x * rows_;
@@ -282,7 +282,7 @@ class Backward {
     }
   }
 
-  // P and dS of scores and gradients of probabilities: in place of them in float32, rounded beside them in bfloat16.
+  // P and dS from scores and gradients of probabilities: in place for float32, rounded into other buffers for bfloat16.
   // Returns the sum of dS if the keys have a gate.
   template <bool is_gated>
   float differentiate(int64_t keys, const float* lse, const float* delta, float gate, Scratch& s) const {

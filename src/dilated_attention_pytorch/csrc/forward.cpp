@@ -7,18 +7,18 @@
 namespace dilated_attention {
 namespace {
 
-constexpr int64_t kRowsOfStrip = 64;  // of a tile at the edge of a band, where each strip has keys of its own
+constexpr int64_t kRowsOfStrip = 64;  // rows of a tile at the edge of a band, where each strip has its own keys
 constexpr int64_t kKeysOfBlock = 256;
 constexpr int64_t kAlignment = 16;  // of the first key and the number of keys of a product
 constexpr float kRoundedScore = 1024.0f;
 constexpr int64_t kPackedBytes = int64_t{1} << 24;
 
-// One online softmax over the keys that a tile of queries sees; its result is merged into that of other partials.
+// One online softmax over the keys that a tile of queries sees; its result is merged with those of other partials.
 template <class T>
 class Forward {
   using C = Factor<T>;
   static constexpr int64_t kPairs = kPair<C>;
-  // More rows read packed keys less often; scores of a block still lie in a processor's second cache.
+  // With more rows, packed keys are read less often; the scores of a block still fit into a processor's L2 cache.
   static constexpr int64_t kRowsOfTile = kPairs == 2 ? 128 : 256;
 
  public:
@@ -32,7 +32,7 @@ class Forward {
 
   void run() {
     const int64_t num_domains = p_.domains.size(), num_tiles = tiles_.size();
-    // A window of keys lies packed at a time, of as many domains as fit.
+    // One window of keys is packed at a time, for as many domains as fit.
     const int64_t window = p_.lists.empty() ? kKeysOfWindow : p_.num_keys;
     const int64_t blocks_of_domain = (std::min(p_.num_keys, window) + keys_of_block_ - 1) / keys_of_block_;
     const int64_t of_block = keys_of_block_ * (width_ + p_.head_dim), bytes = blocks_of_domain * of_block * sizeof(C);
@@ -58,7 +58,7 @@ class Forward {
         for_each_piece(some * num_tiles, [&](const auto& next) {
           Scratch scratch(*this);
           for (int64_t piece; (piece = next()) >= 0;) {
-            // From the end: the tiles of a causal partial that see most come first.
+            // From the end: the tiles of a causal partial that see most keys come first.
             const Tile& tile = tiles_[num_tiles - 1 - piece / some];
             const int64_t domain = piece % some;
             attend(p_.domains[start + domain], tile, packed.data() + domain * blocks_of_domain, begin, end, scratch);
@@ -73,9 +73,9 @@ class Forward {
   // Keys as the right operands of both products: [width, keys] and [keys, head_dim].
   struct Block {
     C* factors;
-    std::vector<float> bias;        // -inf for hidden keys; empty without any
+    std::vector<float> bias;        // -inf for hidden keys; empty if there are none
     std::vector<uint32_t> counters;  // of dropout
-    bool is_hidden;                  // all of it
+    bool is_hidden;                  // whether all keys are hidden
   };
 
   struct Scratch {
@@ -94,7 +94,7 @@ class Forward {
       counters.resize(rows);
     }
 
-    // From one place on, in rows as long as those of the scores.
+    // Probabilities from index `place` on, in rows as long as those of the scores.
     C* probabilities_at(int64_t place) {
       if constexpr (kPairs == 2)
         return probabilities.data() + place;
@@ -103,7 +103,7 @@ class Forward {
     }
   };
 
-  // The blocks of some domains that are packed, each domain's `blocks_of_domain` further: all, or those of any list.
+  // Indices of the blocks to pack for some domains, `blocks_of_domain` per domain: all blocks, or those of any list.
   std::vector<int64_t> seen_blocks(int64_t start, int64_t some, int64_t blocks, int64_t blocks_of_domain) const {
     std::vector<int64_t> places;
     for (int64_t domain = 0; domain < some; domain++) {
@@ -172,21 +172,21 @@ class Forward {
     for (int64_t i = tile.first, r = 0; i < tile.stop; i++)
       for (int64_t g = 0; g < p_.ratio; g++, r++) {
         const float total = sum_of(Floats::loadu(s.totals.data() + r * kLanes));
-        if (total == 0.0f) continue;  // it sees none of these keys
+        if (total == 0.0f) continue;  // the query sees none of these keys
         results_.merge(
             d.batch, p_.query_row(d, problem, i), d.head * p_.ratio + g, s.sums.data() + r * p_.head_dim,
             s.top[r] * (factor_ * kLn2), total);
       }
   }
 
-  // Rows of a strip are a multiple of those that a product is rounded up to.
+  // The rows of a strip are a multiple of the number to which those of a product are rounded up.
   static int64_t positions_of_strip(int64_t ratio) {
     const int64_t unit = 16 / std::gcd(int64_t{16}, ratio);
     return std::max<int64_t>(1, kRowsOfStrip / ratio / unit) * unit;
   }
 
   int64_t rows_of(const Tile& tile) const { return (tile.stop - tile.first) * p_.ratio; }
-  // Few heights, as every one has a kernel of its own.
+  // Few distinct heights, as each has its own kernel.
   int64_t height_of(const Tile& tile) const { return rows_of(tile) > 8 ? rounded_up(rows_of(tile), 16) : rows_of(tile); }
 
   void load(const Domain& d, const Problem& problem, const Tile& tile, Scratch& s) const {
@@ -205,7 +205,7 @@ class Forward {
     std::fill_n(s.totals.begin(), rows * kLanes, 0.0f);
   }
 
-  // Adds what a strip, rows of a tile from `first_row` on, sees of a run of a block that begins with the key `first`.
+  // Adds a run of a block, which begins with key `first`, to a strip: the tile's rows from `first_row` on.
   void add(const Tile& tile, int64_t first_row, const Block& block, int64_t first, const Run& of_keys, Scratch& s) const {
     const int64_t rows = rows_of(tile), height = height_of(tile), head_dim = p_.head_dim;
     const int64_t run = of_keys.begin - first, run_end = of_keys.end - first;
@@ -216,7 +216,7 @@ class Forward {
     multiply(height, count, width_, s.queries.data() + first_row * width_, width_, keys + begin * kPairs, keys_of_block_, scores, keys_of_block_, false);
     const bool is_banded = last + p_.low > first + run || position + p_.high < first + run_end - 1;
     const bool is_masked = is_banded || begin < run || run_end < begin + count;
-    // As if it were part of the product, which is multiplied by the factor.
+    // In the units of the product, which is multiplied by the factor.
     const float gate = of_keys.gate == 0.0f ? 0.0f : static_cast<float>(of_keys.gate * (double{kLog2E} / factor_));
     for (int64_t r = 0; r < rows; r++) {
       float* row = scores + r * keys_of_block_;
@@ -244,7 +244,7 @@ class Forward {
     for (int64_t x = 0; x < count; x++) probabilities[x] = masks_.keeps(query, keys[x]) ? probabilities[x] : C(0);
   }
 
-  // Powers of two of a row's scores with their gate, less the largest so far; the factor of earlier sums.
+  // Powers of two of a row's scores with their gate, less the largest so far; returns the factor of earlier sums.
   float exponentiate(float* row, C* probabilities, int64_t count, float gate, float& top, float* totals) const {
     constexpr bool is_coarse = !std::is_same_v<T, float>;
     Floats most(-kInfinity), more(-kInfinity);
@@ -259,7 +259,7 @@ class Forward {
     const float safe = top == -kInfinity ? 0.0f : top;
     const float decay = before == top ? 1.0f : exp2f((before - safe) * factor_);
     if (std::abs(safe * factor_) > kRoundedScore) {
-      // The rounding of so large a product would be seen in the powers.
+      // The rounding error of so large a product would show in the powers.
       for (x = 0; x < count; x += kLanes) (Floats::loadu(row + x) - Floats(safe - gate)).store(row + x);
     }
     const Floats factor(factor_), minus(std::abs(safe * factor_) > kRoundedScore ? 0.0f : (gate - safe) * factor_);
@@ -285,9 +285,9 @@ class Forward {
   const Rows<const T> query_, key_, value_;
   const Results<T> results_;
   const float factor_;
-  const int64_t width_, keys_of_block_, positions_;  // positions of a tile
+  const int64_t width_, keys_of_block_, positions_;  // positions per tile
   const std::vector<Tile> tiles_;
-  const int64_t strip_;  // positions of one
+  const int64_t strip_;  // positions per strip
 };
 
 }  // namespace

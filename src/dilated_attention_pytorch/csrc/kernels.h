@@ -1,4 +1,4 @@
-// The kernels: a partial carried out, forward and backward.
+// The kernels for one partial, forward and backward.
 #pragma once
 
 #include <optional>
@@ -7,31 +7,31 @@
 
 namespace dilated_attention {
 
-// Keys that the forward pass has packed at a time: what a query sees of more is merged window by window.
+// Number of keys that the forward pass packs at a time; queries that see more are merged window by window.
 constexpr int64_t kKeysOfWindow = 8192;
-// Queries of a domain that are so few that nothing is packed for them.
+// Largest number of query rows of a domain for which nothing is packed.
 constexpr int64_t kRowsOfStream = 16;
 
-// The first row and the first key/value head that a tensor begins with.
-struct Place {
+// First row and first key/value head of a tensor.
+struct Origin {
   int64_t row, head;
 };
 
-// `out` begins at `of_out`, keys and values at `of_keys`; the others begin with the whole. `lse` is -inf where nothing was merged yet. `out` may be
-// of the queries' dtype if every row is merged into once; else it is float32.
+// `out` begins at `of_out`, keys and values at `of_keys`, the others at the beginning of the whole. `lse` is -inf where
+// nothing was merged yet. `out` may have the queries' dtype if every row is merged into once; otherwise it is float32.
 struct ForwardOperands {
   const at::Tensor &query, &key, &value, &out, &lse;
   double scale;
-  Place of_out, of_keys;
+  Origin of_out, of_keys;
 };
 
-// Gradients, float32, are added to.
+// Gradients are float32 and are added to.
 struct BackwardOperands {
   const at::Tensor &grad_out, &query, &key, &value, &out, &lse;
   const std::optional<at::Tensor>& grad_lse;
   const at::Tensor &grad_query, &grad_key, &grad_value;
   double scale;
-  Place of_grad_query, of_grad_keys, of_keys;
+  Origin of_grad_query, of_grad_keys, of_keys;
 };
 
 void forward(const Partial& partial, const Masks& masks, const ForwardOperands& operands);

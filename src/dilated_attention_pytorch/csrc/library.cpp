@@ -8,12 +8,12 @@ namespace {
 using at::IntArrayRef;
 using at::Tensor;
 
-// How Python tells of a partial. `geometry`: sequences of the batch, first query row, first key row, queries, keys, rows
-// from query to query and from key to key, lower and upper bound of the band, keys of a unit. `axes`: of every axis its
-// size, and by how many query rows, key rows and heads its domains are apart. With lists, `rows` and `units` are those of
-// all problems, one after the other, and `row_ends` and `unit_ends` tell where each ends. Without `rows`, problems follow
-// each other. Units are those of one domain after the other, again from the first on when all are used, with `gates` if
-// they have any.
+// Makes a partial from Python's arguments. `geometry`: number of sequences, first query row, first key row, number of
+// queries, number of keys, rows from query to query and from key to key, lower and upper bound of the band, keys per
+// unit. `axes`: for every axis its size, and the distance between its domains in query rows, key rows and heads. With
+// lists, `rows` and `units` concatenate those of all problems, and `row_ends` and `unit_ends` are the end of each.
+// Without `rows`, problems are consecutive. Units are listed domain after domain, and reused cyclically if there are
+// more domains; `gates` are optional.
 Partial partial_of(
     int64_t head_dim, int64_t ratio, IntArrayRef geometry, IntArrayRef heads, IntArrayRef axes,
     const std::optional<Tensor>& rows, const std::optional<Tensor>& row_ends, const std::optional<Tensor>& units,
@@ -66,7 +66,7 @@ bool is_empty(const Partial& partial) {
 // `places`: positions of the first query and key of the slabs, and the first sequence's index in the batch.
 Masks masks_of(
     const std::optional<Tensor>& hidden, const std::optional<Tensor>& seed, double dropout_p, IntArrayRef places,
-    const Place& of_keys) {
+    const Origin& of_keys) {
   Masks masks;
   if (hidden) masks.hidden.emplace(*hidden, of_keys.row, of_keys.head);
   if (seed) {
@@ -90,7 +90,7 @@ void attend(
   const Partial partial =
       partial_of(query.size(3), ratio, geometry, heads, axes, rows, row_ends, units, unit_ends, gates, {});
   if (is_empty(partial)) return;
-  const Place of_out{first[0], first[1]}, of_keys{first[2], first[3]};
+  const Origin of_out{first[0], first[1]}, of_keys{first[2], first[3]};
   forward(partial, masks_of(hidden, seed, dropout_p, places, of_keys), {query, key, value, out, lse, scale, of_out, of_keys});
 }
 
@@ -104,7 +104,7 @@ void attend_backward(
   const Partial partial =
       partial_of(query.size(3), ratio, geometry, heads, axes, rows, row_ends, units, unit_ends, gates, grad_gates);
   if (is_empty(partial)) return;
-  const Place of_grad_query{first[0], first[1]}, of_grad_keys{first[2], first[3]}, of_keys{first[4], first[5]};
+  const Origin of_grad_query{first[0], first[1]}, of_grad_keys{first[2], first[3]}, of_keys{first[4], first[5]};
   backward(
       partial, masks_of(hidden, seed, dropout_p, places, of_keys),
       {grad_out, query, key, value, out, lse, grad_lse, grad_query, grad_key, grad_value, scale, of_grad_query, of_grad_keys,
@@ -127,7 +127,7 @@ TORCH_LIBRARY(dilated_attention_native, m) {
       ", Tensor(d!)? grad_gates=None) -> ()");
 }
 
-// For tensors of the CPU alone: those that hold nothing are met by what Python registers.
+// For CPU tensors only; fake tensors are handled by what Python registers.
 TORCH_LIBRARY_IMPL(dilated_attention_native, CPU, m) {
   m.impl("attend", &dilated_attention::attend);
   m.impl("attend_backward", &dilated_attention::attend_backward);

@@ -1,11 +1,11 @@
-// Rows of keys as the right operands of products: copied once, read by every tile of queries that sees them.
+// Packing of key rows as right operands of products: copied once, read by every tile of queries that sees them.
 #pragma once
 
 #include "vectors.h"
 
 namespace dilated_attention {
 
-// A matrix [rows, width] as [width, rows].
+// Transposes a matrix [rows, width] to [width, rows].
 inline void transpose(const float* from, int64_t ld_from, float* to, int64_t ld_to, int64_t rows, int64_t width) {
   for (int64_t row = 0; row < rows; row += kLanes)
     for (int64_t column = 0; column < width; column += kLanes)
@@ -25,8 +25,8 @@ inline void transpose(const BFloat16* from, int64_t ld_from, BFloat16* to, int64
 }
 #endif
 
-// Rows [count, width] transposed, as the right operand of a product with [any, width]; in pairs for bfloat16, of which
-// there must be whole ones.
+// Packs rows [count, width] transposed, as the right operand of a product with [any, width]; for bfloat16 in pairs of
+// columns, so that `width` must be even.
 template <class C>
 void pack_transposed(const C* rows, int64_t ld_rows, C* packed, int64_t ld, int64_t count, int64_t width) {
   constexpr int64_t pair = kPair<C>;
@@ -34,12 +34,12 @@ void pack_transposed(const C* rows, int64_t ld_rows, C* packed, int64_t ld, int6
       reinterpret_cast<const float*>(rows), ld_rows / pair, reinterpret_cast<float*>(packed), ld, count, width / pair);
 }
 
-// Two rows as pairs of a number of each.
+// Interleaves the numbers of two rows.
 inline void interleave(const BFloat16* first, const BFloat16* second, BFloat16* to, int64_t width) {
   int64_t column = 0;
 #if defined(__AVX512BF16__)
   constexpr int64_t step = 32;
-  // Numbers of 16 bits are moved within quarters of a vector, then the quarters.
+  // 16-bit numbers are moved within quarters of a vector, then the quarters.
   const __m512i lows = _mm512_setr_epi64(0, 1, 8, 9, 2, 3, 10, 11), highs = _mm512_setr_epi64(4, 5, 12, 13, 6, 7, 14, 15);
   for (; column + step <= width; column += step) {
     const __m512i a = _mm512_loadu_si512(first + column), b = _mm512_loadu_si512(second + column);
@@ -54,8 +54,8 @@ inline void interleave(const BFloat16* first, const BFloat16* second, BFloat16* 
   }
 }
 
-// Rows [count, width] as the right operand of a product with [any, count]: as they lie, in pairs for bfloat16, of which
-// there must be whole ones.
+// Packs rows [count, width] as the right operand of a product with [any, count]: unchanged, or for bfloat16 in pairs of
+// rows, so that `count` must be even.
 template <class C>
 void pack_rows(const C* rows, int64_t ld_rows, C* packed, int64_t count, int64_t width) {
   if constexpr (kPair<C> == 1) {

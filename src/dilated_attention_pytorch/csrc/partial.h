@@ -1,4 +1,4 @@
-// A partial: which rows of queries meet which rows of keys, as whole numbers.
+// A partial: which query rows attend to which key rows, as integers.
 #pragma once
 
 #include <ATen/Parallel.h>
@@ -12,7 +12,7 @@
 
 namespace dilated_attention {
 
-// Rows [B, rows, heads(, D)] of a tensor that begins with `first_row` and `first_head` of the whole.
+// Rows [B, rows, heads(, D)] of a tensor whose first row and head are `first_row` and `first_head` of the whole.
 template <class T>
 class Rows {
  public:
@@ -23,7 +23,7 @@ class Rows {
 
   T* at(int64_t batch, int64_t row, int64_t head) const { return data_ + batch * batch_ + row * row_ + head * head_; }
 
-  // Elements from one row to the next.
+  // Number of elements from one row to the next.
   int64_t row_stride() const { return row_; }
 
  private:
@@ -31,27 +31,27 @@ class Rows {
   int64_t batch_, row_, head_;
 };
 
-// Rows of one sequence and key/value head, from these on. With lists, those of its problems begin with `first_list`.
+// A sequence, a key/value head and their first rows. With lists, those of its problems begin at `first_list`.
 struct Domain {
   int64_t batch, head, query_row, key_row, first_list;
 };
 
-// Query rows of every domain that see the same keys, but for the band.
+// Query rows of every domain that see the same keys, apart from the band.
 struct Problem {
-  int64_t count;        // of query rows
-  int64_t position;     // of the first against the band; the others follow it
-  const int64_t* rows;  // from the first row of the domain on; null: every `step`-th from the position on
+  int64_t count;        // number of query rows
+  int64_t position;     // position of the first one with respect to the band; the others follow it
+  const int64_t* rows;  // relative to the domain's first row; null: every `step`-th row from the position on
 };
 
-// Keys that the queries of a problem see, in units.
+// Keys that the queries of a problem see, as units.
 struct List {
   int64_t count;
-  const int64_t* units;  // ascending; what is there twice is seen twice
-  const float* gates;    // of every unit, what is added to its scores; null: nothing
-  float* grad_gates;     // where their gradients are added to; null: there are none
+  const int64_t* units;  // ascending; repeated units count repeatedly
+  const float* gates;    // added to the scores of each unit; null: none
+  float* grad_gates;     // their gradients are added here; null: none
 };
 
-// Keys [begin, end) that lie together and have one gate.
+// Consecutive keys [begin, end) with one gate.
 struct Run {
   int64_t begin, end;
   float gate = 0.0f;
@@ -68,11 +68,11 @@ constexpr int64_t kNoBound = int64_t{1} << 60;
 struct Partial {
   std::vector<Domain> domains;
   std::vector<Problem> problems;
-  std::vector<List> lists;           // of problems, one for each; none: all keys are seen
-  int64_t num_keys, step, key_step;  // of a domain; rows from one query to the next, and from one key
-  int64_t low, high;                 // a query at the position i sees the j-th key only if low <= j - i <= high
-  int64_t unit;                      // keys of a unit
-  int64_t ratio;                     // query heads of a key/value head
+  std::vector<List> lists;           // one per problem; none: all keys are seen
+  int64_t num_keys, step, key_step;  // per domain; rows from one query to the next, and from one key to the next
+  int64_t low, high;                 // the query at position i sees key j only if low <= j - i <= high
+  int64_t unit;                      // keys per unit
+  int64_t ratio;                     // query heads per key/value head
   int64_t head_dim;
 
   int64_t query_row(const Domain& domain, const Problem& problem, int64_t i) const {
@@ -83,10 +83,10 @@ struct Partial {
 
   bool has_gates() const { return !lists.empty() && lists[0].gates != nullptr; }
 
-  // Of the first query of a tile.
+  // Position of a tile's first query.
   int64_t position(const Tile& tile) const { return problems[tile.problem].position + tile.first; }
 
-  // Calls `body(run)` for every run of keys in [begin, end) that any of the queries of a tile sees.
+  // Calls `body(run)` for every run of keys in [begin, end) that any query of a tile sees.
   template <class Body>
   void for_each_run(const Domain& domain, const Tile& tile, int64_t begin, int64_t end, Body body) const {
     const int64_t stop = position(tile) + tile.stop - tile.first;
@@ -128,7 +128,7 @@ inline std::vector<Tile> tiles_of(const Partial& partial, int64_t positions) {
   return tiles;
 }
 
-// Keys that are as if they were not there, and what dropout takes away.
+// Hidden keys and dropout.
 struct Masks {
   std::optional<Rows<const bool>> hidden;  // [B, rows of keys, key/value heads]
   bool is_dropped = false;
@@ -140,7 +140,7 @@ struct Masks {
 
   bool hides(const Domain& domain, int64_t row) const { return hidden && *hidden->at(domain.batch, row, domain.head); }
 
-  // A pair is kept iff its mixed state is not below the threshold: kernels/dropout.py.
+  // A pair is kept iff its mixed state is not below the threshold, as in kernels/dropout.py.
   static uint64_t splitmix64(uint64_t x) {
     x += 0x9E3779B97F4A7C15u;
     x = (x ^ (x >> 30)) * 0xBF58476D1CE4E5B9u;
@@ -159,7 +159,7 @@ struct Masks {
   }
 };
 
-// Pieces of work of unequal size: every thread takes the next when it is done with one. `body` is called once by every
+// Pieces of work of unequal size: every thread takes the next piece when it is done with one. `body` is called once per
 // thread, with a function that returns the next piece, or -1.
 template <class Body>
 void for_each_piece(int64_t count, const Body& body) {

@@ -1,4 +1,4 @@
-// Running results of the queries: what a partial gives is merged into them.
+// Running results of the queries, into which the results of partials are merged.
 #pragma once
 
 #include "kernels.h"
@@ -13,7 +13,7 @@ class Results {
         rounded_out_(x.out, x.of_out.row, x.of_out.head * partial.ratio), lse_(x.lse),
         is_rounded_(x.out.scalar_type() != at::kFloat), head_dim_(partial.head_dim), keep_factor_(masks.keep_factor) {}
 
-  // `sums` and `total` are of the powers of what scores exceed `top`; `sums` are written over.
+  // `sums` and `total` are of the powers of scores relative to `top`; `sums` is overwritten.
   void merge(int64_t batch, int64_t row, int64_t head, float* sums, float top, float total) const {
     float* lse = lse_.at(batch, row, head);
     const float own = top + logf(total);

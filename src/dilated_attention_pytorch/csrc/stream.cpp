@@ -7,14 +7,14 @@ namespace {
 
 constexpr int64_t kKeysOfChunk = 512;  // one piece of work
 constexpr int64_t kColumns = kRowsOfStream;
-constexpr int64_t kFewRows = 4;         // so few that products would mostly be of zeros
-constexpr int64_t kDomainsTogether = 8;  // of few rows, whose keys are read by turns
-constexpr int64_t kBytesAhead = 8 << 10;  // that are asked for before they are read
+constexpr int64_t kFewRows = 4;         // so few that products would consist mostly of zeros
+constexpr int64_t kDomainsTogether = 8;  // domains with few rows, whose keys are read in turn
+constexpr int64_t kBytesAhead = 8 << 10;  // prefetch distance
 
-// Few queries and many keys, as in a step of decoding: keys and values are read once, where they lie if they are of the
-// dtype of products, else copied row by row, a chunk at a time; keys are not transposed. Scores are computed transposed,
-// [keys, queries], with keys as the left operand; of very few queries by a loop over the keys in place of products. Every
-// chunk of keys has sums of its own, which are added up in their order.
+// Few queries and many keys, as in decoding: keys and values are read once, in place if they have the type of factors,
+// otherwise copied row by row, a chunk at a time; keys are not transposed. Scores are computed transposed,
+// [keys, queries], with keys as the left operand; for very few queries by a loop over the keys instead of products.
+// Every chunk of keys has its own sums, which are added up in order.
 template <class T>
 class Stream {
   using C = Factor<T>;
@@ -36,7 +36,7 @@ class Stream {
     const int64_t chunks = (most + kKeysOfChunk - 1) / kKeysOfChunk;
     Buffer<float> memory;
     float* sums = memory.at_least(num_domains * chunks * of_chunk);
-    // Chunk by chunk, as rows of all heads lie together.
+    // Chunk by chunk, as the rows of all heads are adjacent.
     const int64_t together = rows_ <= kFewRows ? kDomainsTogether : 1, groups = (num_domains + together - 1) / together;
     for_each_piece(groups * chunks, [&](const auto& next) {
       std::optional<Scratch> scratch;
@@ -84,14 +84,14 @@ class Stream {
   struct Keys {
     const Domain* domain;
     int64_t count;
-    int64_t places[kKeysOfChunk];  // among the keys of the domain
+    int64_t places[kKeysOfChunk];  // indices among the keys of the domain
     int64_t rows[kKeysOfChunk];
-    float gates[kKeysOfChunk];  // as if they were part of the products, which are multiplied by the factor
+    float gates[kKeysOfChunk];  // in the units of products, which are multiplied by the factor
     bool is_listed, has_gates, has_hidden, is_banded;
     bool is_hidden[kKeysOfChunk];
   };
 
-  // The chunk of what a domain sees that begins with its key number `first`.
+  // Finds the chunk of the keys that a domain sees that begins with key number `first`.
   void find(const Domain& d, int64_t first, Keys& keys) const {
     keys.domain = &d;
     keys.count = 0;
@@ -121,7 +121,7 @@ class Stream {
     }
   }
 
-  // Of these keys: sums of values [rows, head_dim], then the largest score and the total of every row.
+  // For these keys: sums of values [rows, head_dim], then the largest score and the total of every row.
   void add(const Keys& k, float* sums, Scratch& s) const {
     const int64_t keys = rounded_up(k.count, 16), head_dim = p_.head_dim;
     if (keys == 0) {  // the list of this domain is shorter than others
@@ -143,10 +143,10 @@ class Stream {
     multiply(rows_, head_dim, keys, probabilities_of(s), kKeysOfChunk, of_values.data, of_values.ld, sums, sum_width_, false);
   }
 
-  // The same as `add`, with scores as [queries, keys], for several domains.
+  // Like `add`, with scores as [queries, keys], for several domains.
   template <int kRows>
   void add_few(const Keys* keys, int64_t num_domains, float* sums, int64_t of_domain, Few& few) const {
-    // Of two rows in float32 one key at a time is as fast as memory; else fewer instructions for each are faster.
+    // For up to two float32 rows, one key at a time is as fast as memory; else fewer instructions per key are faster.
     constexpr int kTogether = std::is_same_v<T, float> && kRows <= 2 ? 1 : 4;
     constexpr int64_t of_scores = kRows * kKeysOfChunk;
     const int64_t of_rows = kRows * sum_width_;
@@ -158,7 +158,7 @@ class Stream {
       for (int64_t r = 0; r < kRows; r++) load(*keys[i].domain, r, queries + i * of_rows + r * sum_width_);
       std::fill_n(sums + i * of_domain, of_rows, 0.0f);
     }
-    // Sizes by value: they stay in registers.
+    // Sizes are captured by value, so that they stay in registers.
     const int64_t width = sum_width_, head_dim = p_.head_dim;
     for_each_rows<kTogether>(key_, keys, num_domains, [=](int64_t i, int64_t x, const auto& rows) {
       constexpr int kKeys = std::tuple_size_v<std::decay_t<decltype(rows)>>;
@@ -187,8 +187,8 @@ class Stream {
     });
   }
 
-  // Calls `body(domain, key, rows)` for the rows of a chunk that are not hidden, several keys at a time: those of all
-  // domains before the next keys, as heads lie beside each other and memory is read fastest in its order.
+  // Calls `body(domain, key, rows)` for the rows of a chunk that are not hidden, several keys at a time: for all
+  // domains before the next keys, as heads are adjacent and memory is read fastest in its order.
   template <int kKeys, class Body>
   void for_each_rows(const Rows<const T>& from, const Keys* keys, int64_t num_domains, Body body) const {
     constexpr int64_t of_line = 64 / static_cast<int64_t>(sizeof(T));
@@ -216,12 +216,12 @@ class Stream {
       }
   }
 
-  // The numbers of a row from number `c` on, zeros after the last.
+  // The numbers of a row from index `c` on, zeros after the last.
   static Numbers part_of(const T* row, int64_t c, int64_t head_dim) {
     return c + Numbers::size() <= head_dim ? Numbers::loadu(row + c) : Numbers::loadu(row + c, head_dim - c);
   }
 
-  // A query's scores of a chunk as powers of two, less the largest; `top`: the largest, then `kColumns` on the total.
+  // Powers of two of a query's scores relative to the largest; `top`: the largest, and `kColumns` later the total.
   void exponentiate_few(const Keys& k, int64_t r, float* scores, float* top) const {
     constexpr bool is_coarse = !std::is_same_v<T, float>;
     const int64_t keys = rounded_up(k.count, kLanes), position = position_ + r / p_.ratio;
@@ -245,7 +245,7 @@ class Stream {
     int64_t ld;
   };
 
-  // Rows of keys or values where they lie, if they lie evenly, all are seen and nothing is to be converted; else a copy.
+  // Rows of keys or values in place if they are evenly spaced, all seen and need no conversion; otherwise a copy.
   Matrix rows_of(const Rows<const T>& from, const Keys& k, int64_t keys, int64_t width, Scratch& s) const {
     const Domain& d = *k.domain;
     if constexpr (std::is_same_v<T, C>)
@@ -282,7 +282,7 @@ class Stream {
       }
       for (int64_t r = 0; r < kColumns && k.has_gates; r++) scores[r] += k.gates[x];
       if (!k.is_banded) continue;
-      // Bounds first: multiplied by the heads they would overflow.
+      // Clamped first: multiplied by the heads, the bounds would overflow.
       const int64_t distance = k.places[x] - position_;
       const int64_t low = std::clamp<int64_t>(distance - p_.high, 0, positions_) * p_.ratio;
       const int64_t high = std::max(low, std::clamp<int64_t>(distance - p_.low + 1, 0, positions_) * p_.ratio);
@@ -291,7 +291,7 @@ class Stream {
     }
   }
 
-  // Powers of two of the scores of every query, less its largest, as rows; `tops`: the largest, then the totals.
+  // Powers of two of every query's scores less its largest, as rows; `tops`: the largest scores, then the totals.
   void exponentiate(int64_t keys, float* tops, Scratch& s) const {
     constexpr bool is_coarse = !std::is_same_v<T, float>;
     const Floats factor(factor_);
@@ -318,10 +318,10 @@ class Stream {
     float top = -kInfinity, total = 0.0f;
     for (int64_t chunk = 0; chunk < chunks; chunk++) {
       const float of_top = sums[chunk * of_chunk + rows_ * sum_width_ + r];
-      if (!(of_top <= top)) top = of_top;  // a NaN is the largest
+      if (!(of_top <= top)) top = of_top;  // NaN counts as the largest
       if (std::isnan(top)) break;
     }
-    if (top == -kInfinity) return;  // it sees none of these keys
+    if (top == -kInfinity) return;  // the query sees none of these keys
     std::fill(line.begin(), line.end(), 0.0f);
     for (int64_t chunk = 0; chunk < chunks; chunk++, sums += of_chunk) {
       const float of_top = sums[rows_ * sum_width_ + r], weight = of_top == top ? 1.0f : exp2f((of_top - top) * factor_);

@@ -1,4 +1,4 @@
-// Vectors of float32 as wide as the processor's, and what softmax does with them.
+// Vectors of float32 of the processor's width, and the operations of softmax on them.
 #pragma once
 
 #include <ATen/cpu/vec/functional.h>
@@ -25,7 +25,7 @@ constexpr float kLog2E = 1.4426950408889634f;
 constexpr float kLn2 = 0.6931471805599453f;
 constexpr float kInfinity = std::numeric_limits<float>::infinity();
 
-// What products are taken of: bfloat16 where the processor multiplies it, float32 otherwise.
+// Type of the factors of products: bfloat16 where the processor multiplies it, float32 otherwise.
 #if defined(__AVX512BF16__)
 template <class T>
 using Factor = std::conditional_t<std::is_same_v<T, BFloat16>, BFloat16, float>;
@@ -34,11 +34,11 @@ template <class T>
 using Factor = float;
 #endif
 
-// Rows of bfloat16 lie in pairs for the right operand of a product.
+// Rows of bfloat16 are interleaved in pairs in the right operand of a product.
 template <class C>
 constexpr int64_t kPair = std::is_same_v<C, BFloat16> ? 2 : 1;
 
-// Numbers that are not set yet: their memory is touched first by the threads that write to it.
+// Uninitialised memory, so that it is touched first by the threads that write to it.
 template <class T>
 class Buffer {
  public:
@@ -54,13 +54,13 @@ class Buffer {
 
 inline int64_t rounded_up(int64_t number, int64_t step) { return (number + step - 1) / step * step; }
 
-// 2**x, the relative error at most 1e-7 (2.3e-7 for `is_coarse`); 0 for what is too small, NaN for NaN.
+// 2**x with a relative error of at most 1e-7 (2.3e-7 with `is_coarse`); 0 on underflow, NaN for NaN.
 template <bool is_coarse>
 inline Floats exp2(Floats x) {
 #if defined(CPU_CAPABILITY_AVX512)
   constexpr float unit = 1.0f;
 #else
-  // An exponent has no room for subnormal numbers: powers are 2**32 times as large until the last product.
+  // The exponent has no room for subnormal numbers: powers are scaled by 2**32 until the last product.
   constexpr float unit = 0x1p32f;
 #endif
   const auto polynomial = [](Floats part) {
@@ -82,7 +82,7 @@ inline Floats exp2(Floats x) {
   const Floats power = polynomial(safe - whole);
   const __m256i exponent = _mm256_slli_epi32(_mm256_cvtps_epi32(whole), 23);
   const Floats scaled(_mm256_castsi256_ps(_mm256_add_epi32(_mm256_castps_si256(power), exponent)));
-  // Zeros are set before the product, which some processors compute slowly where it underflows.
+  // Zeros are set before the product, which some processors compute slowly if it underflows.
   return Floats::blendv(scaled, Floats(0.0f), x < smallest) * Floats(1.0f / unit);
 #endif
 }
@@ -121,13 +121,13 @@ inline void store_one(float* at, Floats x) { x.store(at); }
 inline void store_one(BFloat16* at, Floats x) { at::vec::convert_from_float<BFloat16>(x, x).store(at, kLanes); }
 
 #if defined(__AVX512BF16__)
-// One vector into each of two rows, `ld` apart.
+// Stores one vector into each of two rows, `ld` apart.
 inline void store_rows(BFloat16* at, int64_t ld, Floats first, Floats second) {
   _mm256_storeu_si256(reinterpret_cast<__m256i*>(at), (__m256i)_mm512_cvtneps_pbh(first));
   _mm256_storeu_si256(reinterpret_cast<__m256i*>(at + ld), (__m256i)_mm512_cvtneps_pbh(second));
 }
 
-// Two vectors in pairs of a number of each.
+// Stores two vectors with their numbers interleaved.
 inline void store_interleaved(BFloat16* at, Floats first, Floats second) {
   const __m512i low = _mm512_cvtepu16_epi32((__m256i)_mm512_cvtneps_pbh(first));
   const __m512i high = _mm512_cvtepu16_epi32((__m256i)_mm512_cvtneps_pbh(second));
@@ -135,7 +135,7 @@ inline void store_interleaved(BFloat16* at, Floats first, Floats second) {
 }
 #endif
 
-// `sum`, and the products of the numbers of a vector with those at `right`, added up in any order.
+// `sum` plus the products of a vector's numbers with those at `right`, added up in any order.
 inline Floats add_products(Floats left, const float* right, Floats sum) {
   return at::vec::fmadd(left, Floats::loadu(right), sum);
 }
@@ -203,11 +203,11 @@ inline float dot(const T* left, const T* right, int64_t count) {
   return sum_of(sum);
 }
 
-// `count` numbers from one type to another.
+// Converts `count` numbers from one type to another.
 template <class From, class To>
 inline void convert(const From* from, To* to, int64_t count) {
   if constexpr (std::is_same_v<From, To>) {
-    // Rows are short: a call of the library's copy takes longer.
+    // Rows are short, and a call of the library's copy takes longer.
     using Numbers = at::vec::Vectorized<To>;
     int64_t at = 0;
     for (; at + Numbers::size() <= count; at += Numbers::size()) Numbers::loadu(from + at).store(to + at);
@@ -230,7 +230,7 @@ inline void convert(const From* from, To* to, int64_t count) {
   }
 }
 
-// c = a b, or c + a b, with a [m, k] and b [k, n]; bfloat16 b lies in pairs of rows.
+// c = a b, or c + a b, with a [m, k] and b [k, n]; a bfloat16 b is stored in pairs of rows.
 template <class C>
 inline void multiply(
     int64_t m, int64_t n, int64_t k, const C* a, int64_t ld_a, const C* b, int64_t ld_b, float* c, int64_t ld_c, bool is_added) {

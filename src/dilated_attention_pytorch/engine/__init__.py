@@ -1,1 +1,1 @@
-"""Partials carried out: views of operands, masks, the merge, forward and backward. Nothing here checks arguments."""
+"""Execution of partials: operand views, masks, merging, forward and backward. Arguments are not checked here."""

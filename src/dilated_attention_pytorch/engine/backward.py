@@ -1,4 +1,4 @@
-"""Partials carried out, backward: gradients under the merged output and log-sum-exp."""
+"""Backward pass of partials: gradients under the merged output and log-sum-exp."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from dilated_attention_pytorch.kernels import native
 from dilated_attention_pytorch.kernels import partial as kernels
 
 from .operands import Name, Operand, Operands
-from .work import Work, is_causal, is_phantom
+from .work import Work, is_causal, is_zero_padding
 
 
 def add_gradients(
@@ -23,7 +23,7 @@ def add_gradients(
     """Add the partials' gradients of query, key and value to ``grads``, in the accumulation dtype.
 
     ``out [B, N, H, D]`` and ``lse [B, N, H]`` are merged over all partials of all calls; ``lse`` is +inf in rows
-    without a key. With ``rest``, it and ``lse`` are a pair, see :class:`.products.Result`.
+    without a key. With ``rest``, ``(lse, rest)`` is a pair, see :class:`.products.Result`.
     """
     names: tuple[Name, ...] = ("grad_query", "grad_key", "grad_value")
     own: Operands = {"out": Operand(out), "lse": Operand(lse), "grad_out": Operand(grad_out)}
@@ -35,7 +35,7 @@ def add_gradients(
     assert work.seen_rows is None, "rows of a cache are read without a gradient"
     operands: Operands = {}
     for partial in work.partials:
-        if is_phantom(partial):
+        if is_zero_padding(partial):
             continue
         kernel = work.kernel(partial, is_pair=rest is not None, has_lse_gradient=grad_lse is not None)
         if kernel == "native":
@@ -45,8 +45,8 @@ def add_gradients(
                 work.for_native(),
                 native.Merged(out, lse, grad_out, grad_lse),
                 (of_query, of_key, of_value),
-                of_grad_query=native.Place(grads[0].first_row, grads[0].first_head),
-                of_grad_keys=native.Place(grads[1].first_row, grads[1].first_head),
+                of_grad_query=native.Origin(grads[0].first_row, grads[0].first_head),
+                of_grad_keys=native.Origin(grads[1].first_row, grads[1].first_head),
             )
             continue
         operands = operands or {**work.operands(), **own}

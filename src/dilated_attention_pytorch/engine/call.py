@@ -1,4 +1,4 @@
-"""One call carried out: its plan tile by tile, each accumulated and rounded on its own."""
+"""Execution of one call: its plan tile by tile, each tile accumulated and rounded separately."""
 
 from __future__ import annotations
 
@@ -23,15 +23,15 @@ from .work import Work
 
 _NO_BOUND = 1 << 62
 _TILE_OF_CUDNN = 1 << 26
-"""Least elements of a tile for cuDNN, 128 MiB of the query: heads of different residues are one call if they lie in one
-tile, and smaller tiles hold few of them."""
+"""Minimum number of elements of a tile for cuDNN, 128 MiB of the query: heads of different residues share a call only
+within a tile, and smaller tiles hold few of them."""
 
 
 @dataclass(frozen=True, slots=True)
 class Inputs:
-    """The operands of one call and what it computes of them.
+    """Operands and parameters of one call.
 
-    Checked before. Last dimensions are contiguous, the scale is not negative, and padded keys and values are zero.
+    Already validated: last dimensions are contiguous, the scale is not negative, and padded keys and values are zero.
     """
 
     query: Tensor
@@ -43,7 +43,7 @@ class Inputs:
     dropout_seed: Tensor | None
     dropout_p: float
     impl: str = "aten"
-    """"aten", "cudnn" or "native"; where scores are too large for one log-sum-exp, products take the kernels' place."""
+    """"aten", "cudnn" or "native". Scores that are too large for one log-sum-exp are computed by matrix products."""
 
     @property
     def accumulation_dtype(self) -> torch.dtype:
@@ -51,9 +51,10 @@ class Inputs:
         return accumulation_dtype(self.query.dtype)
 
     def plan(self, *, is_backward: bool = False) -> Plan:
-        """The call's plan, tiles bounded so that temporaries stay a small part of the operands.
+        """The call's plan, with tiles bounded so that temporaries are small compared with the operands.
 
-        The native kernels have none but accumulators of low precision: without them one tile is all.
+        The native kernels have no temporaries except accumulators of low-precision results; without these, the plan
+        is a single tile.
         """
         call, (batch, *_, head_dim) = self.call, self.query.shape
         rows = batch * max(call.num_queries * call.num_heads, call.num_keys * call.num_kv_heads)
@@ -68,7 +69,7 @@ class Inputs:
 
 @dataclass(frozen=True, slots=True)
 class _Portion:
-    """A tile of a plan for some sequences of the batch."""
+    """A tile of a plan for a range of sequences of the batch."""
 
     inputs: Inputs
     tile: Tile
@@ -96,7 +97,7 @@ class _Portion:
         )
 
     def of_batch(self, tensor: Tensor) -> Tensor:
-        """These sequences of a tensor."""
+        """The portion's sequences of a tensor."""
         return tensor if self.batch == (0, tensor.shape[0]) else tensor[slice(*self.batch)]
 
     def region(self, tensor: Tensor, rows: Rows) -> Tensor:
@@ -111,7 +112,7 @@ class _Portion:
         """``tensor`` itself if it can accumulate in its own dtype, else zeros for the tile's part of it."""
         dtype = self.inputs.accumulation_dtype
         is_native = self.inputs.impl == "native"
-        # No two partials of the tile touch a query row: nothing is accumulated there.
+        # If every partial is the first to touch its query rows, nothing is accumulated.
         is_written_once = rows is Rows.QUERY and all(
             partial.is_first and (not is_native or (role is Role.MERGED_INTO and native.is_written_once(partial)))
             for partial in self.tile.partials
@@ -123,11 +124,11 @@ class _Portion:
         return Operand(zeros, rows, role, first_row, self.tile.kv_heads[0])
 
     def accumulated(self, operand: Operand, tensor: Tensor) -> Tensor:
-        """The tile's part of an accumulator of the full ``tensor``, to change in place."""
+        """The tile's part of an accumulator for the full ``tensor``, to be modified in place."""
         return operand.tensor if operand.tensor.dtype != tensor.dtype else self.region(tensor, operand.rows)
 
     def store(self, operand: Operand, tensor: Tensor) -> None:
-        """Round an accumulator into the tile's part of the full tensor; no-op where it lies there already."""
+        """Round an accumulator into the tile's part of the full tensor; no-op if it accumulated there already."""
         if operand.tensor.dtype != tensor.dtype:
             self.region(tensor, operand.rows).copy_(operand.tensor)
 
@@ -140,7 +141,7 @@ def _portions(inputs: Inputs, *, is_backward: bool = False) -> Iterator[_Portion
 
 
 def _for_kernels(inputs: Inputs, rest: Tensor | None) -> Inputs:
-    """The call with rows that its kernels can read; where the log-sum-exp is a pair, they are matrix products."""
+    """The call with operands that its kernels can read; if the log-sum-exp is a pair, these are matrix products."""
     if rest is not None:
         return replace(inputs, impl="aten")
     operands = (inputs.query, inputs.key, inputs.value)
@@ -154,8 +155,8 @@ def _for_kernels(inputs: Inputs, rest: Tensor | None) -> Inputs:
 def forward(inputs: Inputs, rest: Tensor | None = None) -> tuple[Tensor, Tensor]:
     """Output in the query's dtype and log-sum-exp in the accumulation dtype.
 
-    ``rest``, zeros shaped like the log-sum-exp, is for large scores: all is computed by matrix products, and the two
-    become a pair, see :class:`.products.Result`.
+    ``rest``, zeros shaped like the log-sum-exp, is for large scores: everything is computed by matrix products, and
+    ``(lse, rest)`` becomes a pair, see :class:`.products.Result`.
     """
     query = inputs.query
     out = torch.zeros(query.shape, dtype=query.dtype, device=query.device)
@@ -175,7 +176,7 @@ def backward(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Gradients of query, key and value from the merged output and log-sum-exp alone.
 
-    With ``rest``, it and the log-sum-exp are the pair that :func:`forward` makes of them.
+    With ``rest``, ``(lse, rest)`` is the pair computed by :func:`forward`.
     """
     operands = ((inputs.query, Rows.QUERY), (inputs.key, Rows.KEY), (inputs.value, Rows.KEY))
     of_query, of_key, of_value = (torch.zeros(x.shape, dtype=x.dtype, device=x.device) for x, _ in operands)
@@ -213,10 +214,10 @@ def weighted_sum(
 ) -> Tensor:
     """``sum_t P[p, t] f[p, t] values[t]`` for every query p, in the accumulation dtype; ``inputs.value`` is not read.
 
-    P are the merged probabilities ``c exp(s - lse)``, dropped if the inputs have dropout, and f is the product of the
-    ``factors``: ``left [B, N, H, width]`` by rows of ``right [B, M, G, width]``. With ``of_keys`` the values are the
-    queries' and the result is ``sum_p P[p, t] f[p, t] values[p]`` for every key t. With ``rest``, it and ``lse`` are
-    the pair that :func:`forward` makes of them.
+    P are the merged probabilities ``c exp(s - lse)``, with dropout if the inputs have it, and f is the product of the
+    ``factors``: ``left [B, N, H, width]`` times rows of ``right [B, M, G, width]``. With ``of_keys`` the values belong
+    to the queries and the result is ``sum_p P[p, t] f[p, t] values[p]`` for every key t. With ``rest``,
+    ``(lse, rest)`` is the pair computed by :func:`forward`.
     """
     shape = (*(inputs.key if of_keys else inputs.query).shape[:3], values.shape[3])
     total = torch.zeros(shape, dtype=inputs.accumulation_dtype, device=values.device)

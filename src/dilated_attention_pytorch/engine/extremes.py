@@ -1,8 +1,9 @@
-"""Numbers that kernels do not survive: scores too large for one log-sum-exp, and NaN or infinities.
+"""Inputs that kernels cannot handle directly: scores too large for one log-sum-exp, and NaN or infinities.
 
-Kernels multiply tiles, and a probability of 0 times a NaN is NaN: a key would reach rows that do not see it. What is
-not finite is looked for in the results, where it costs next to nothing, and if it is there they are put together of
-two computations, one without it. All of this is for the CPU: elsewhere looking would wait for the device.
+Kernels multiply tiles, and a probability of 0 times NaN is NaN: a non-finite key would reach rows that do not see it.
+The results are therefore checked for NaN, which costs next to nothing, and if there is any, they are combined from two
+computations, one of them without the non-finite rows. This is done on the CPU only: elsewhere the check would wait for
+the device.
 """
 
 from __future__ import annotations
@@ -21,14 +22,14 @@ from . import call
 from .call import Inputs
 
 _ELEMENTS_OF_NORMS = 1 << 18
-"""Elements of rows whose norms are taken at a time."""
+"""Number of elements whose row norms are computed at a time."""
 _SAFE_NORM = 2.0**-60
-"""Of rows with a larger norm no square that matters vanishes in float32."""
+"""In rows with a larger norm, no square that matters underflows in float32."""
 _LARGE_SCORE = 2.0**13
 
 
 class Computation(Protocol):
-    """Attention that is computed for other operands of the same call."""
+    """Attention that can be recomputed for other operands of the same call."""
 
     def forward(self, query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
         """Output and log-sum-exp."""
@@ -41,26 +42,26 @@ class Computation(Protocol):
         grad_out: Tensor,
         grad_lse: Tensor | None,
     ) -> tuple[Tensor, ...]:
-        """Gradients of query, key and value, and of what else there is."""
+        """Gradients of query, key and value, followed by any others."""
 
     def unweighted(self) -> Computation:
-        """The same without dropout and without finite gates: for which row sees which key."""
+        """The same computation without dropout and finite gates; it shows which row sees which key."""
 
     def gradients_of(self, rows: Tensor) -> tuple[Tensor, ...]:
-        """Which numbers of the gradients beside those of query, key and value depend on the marked rows."""
+        """For each gradient after those of query, key and value: which elements depend on the marked rows."""
 
 
 def forward(inputs: Inputs) -> tuple[Tensor, Tensor]:
-    """:func:`.call.forward`, where a row gets nothing of a NaN or an infinity that it does not see."""
+    """:func:`.call.forward`, except that a NaN or an infinity does not affect rows that do not see it."""
     return forward_around(_Plan(inputs), inputs.query, inputs.key, inputs.value)
 
 
 def backward(
     inputs: Inputs, out: Tensor, lse: Tensor, grad_out: Tensor, grad_lse: Tensor | None
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """:func:`.call.backward` for scores of any size; a NaN or an infinity reaches what it is in relation with.
+    """:func:`.call.backward` for scores of any size; a NaN or an infinity affects only gradients that depend on it.
 
-    Where scores are large, ``lse`` must be of all keys of ``inputs`` and no others.
+    If scores are large, ``lse`` must cover exactly the keys of ``inputs``.
     """
     operands = (inputs.query, inputs.key, inputs.value)
     grads = backward_around(_Plan(inputs), operands, out, lse, grad_out, grad_lse)
@@ -70,7 +71,7 @@ def backward(
 def weighted_sum(
     inputs: Inputs, lse: Tensor, values: Tensor, factors: Sequence[tuple[Tensor, Tensor]], *, of_keys: bool
 ) -> Tensor:
-    """:func:`.call.weighted_sum` for scores of any size. ``lse`` must be of all keys of ``inputs`` and no others."""
+    """:func:`.call.weighted_sum` for scores of any size. ``lse`` must cover exactly the keys of ``inputs``."""
     rest = None
     if _has_large_scores(inputs):
         rest = torch.zeros_like(lse)
@@ -97,7 +98,7 @@ class _Plan:
         inputs = replace(self.inputs, query=query, key=key, value=value)
         rest = None
         if _has_large_scores(inputs):
-            # Probabilities sum to 1 if they are of the very scores that the log-sum-exp is of: both are computed here.
+            # Probabilities sum to 1 only if the log-sum-exp is computed from the same scores: both are recomputed here.
             rest = torch.zeros_like(lse)
             out, lse = call.forward(inputs, rest)
         return call.backward(inputs, out, lse, grad_out, grad_lse, rest)
@@ -110,7 +111,7 @@ class _Plan:
 
 
 def forward_around(computation: Computation, query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
-    """``computation.forward`` in which a NaN or an infinity of a key or value reaches the rows that see it alone."""
+    """``computation.forward`` in which a NaN or an infinity in a key or value affects only the rows that see it."""
     out, lse = computation.forward(query, key, value)
     if not _has_nan(out):
         return out, lse
@@ -131,7 +132,7 @@ def backward_around(
     grad_out: Tensor,
     grad_lse: Tensor | None,
 ) -> tuple[Tensor, ...]:
-    """``computation.backward`` in which what is not finite reaches what it is in relation with alone."""
+    """``computation.backward`` in which non-finite numbers affect only the gradients that depend on them."""
     grads = computation.backward(operands, out, lse, grad_out, grad_lse)
     if not _has_nan(*grads):
         return grads
@@ -156,14 +157,14 @@ def backward_around(
 
 
 def largest_norm(rows: Tensor) -> float:
-    """The largest norm of a row ``[..., D]`` on the CPU; 0 elsewhere, where looking would wait for the device.
+    """Largest norm of a row ``[..., D]`` on the CPU; 0 elsewhere, where the check would wait for the device.
 
-    Rows that hold a NaN or an infinity are left out: what is computed of them is not finite anyway. Of rows whose
-    squares overflow or vanish it is a bound, ``sqrt(D)`` times as large at most.
+    Rows that contain a NaN or an infinity are left out, as their results are not finite anyway. For rows whose squares
+    overflow or underflow, the result is an upper bound, at most ``sqrt(D)`` times too large.
     """
     if rows.device.type != "cpu" or rows.numel() == 0:
         return 0.0
-    # Some at a time: of low precision they are copied first.
+    # In parts, because low-precision rows are converted to a copy first.
     dim = max(range(rows.dim() - 1), key=lambda dim: rows.shape[dim])
     parts = rows.split(max(1, _ELEMENTS_OF_NORMS * rows.shape[dim] // rows.numel()), dim)
     return max(map(_largest_norm, parts))
@@ -174,16 +175,16 @@ def _largest_norm(rows: Tensor) -> float:
     largest = float(norms.max())
     if _SAFE_NORM < largest < math.inf:
         return largest
-    # A NaN, an infinity, or squares that overflow or vanish: a bound that takes none.
+    # A NaN, an infinity, or squares that overflow or underflow: use a bound that needs no squares.
     is_finite = rows.isfinite().all(dim=-1, keepdim=True)
     return float(rows.abs().where(is_finite, 0.0).max()) * math.sqrt(rows.shape[-1])
 
 
 def has_large_scores(query_norm: float, key_norm: float, scale: float) -> bool:
-    """Whether rows of at most these norms may have a score so large that one log-sum-exp loses what follows it.
+    """Whether rows of at most these norms may have a score so large that one log-sum-exp loses the smaller terms.
 
-    ``exp(s - L)`` is off by the spacing of numbers as large as L: by 2**-10 in float32 from the scores on that count
-    as large. In float64 it is 2**-39 there; that is more than the rounding of results already.
+    The relative error of ``exp(s - L)`` is the spacing of floating-point numbers at L. At the scores that count as
+    large it is 2**-10 in float32, and 2**-39 in float64, which already exceeds the rounding error of results.
     """
     return query_norm * key_norm * abs(scale) > _LARGE_SCORE
 
@@ -202,21 +203,21 @@ def _not_finite(tensor: Tensor) -> Tensor:
 
 
 def _without(tensor: Tensor, bad: Tensor) -> Tensor:
-    """The tensor with rows of zeros instead of the bad ones."""
+    """The tensor with bad rows replaced by zeros."""
     return tensor.masked_fill(bad.unsqueeze(-1), 0.0)
 
 
 def _seen(computation: Computation, query: Tensor, keys: Tensor) -> Tensor:
     """Which rows see any of the keys marked in ``keys [B, M, G, kinds]``, ``[B, N, H, kinds]``.
 
-    Of scores that are all 0 the output is the share of the marked keys.
+    If all scores are 0, the output is the fraction of marked keys.
     """
     marks = keys.float()
     return computation.unweighted().forward(marks.new_zeros(*query.shape[:3], keys.shape[3]), marks * 0, marks)[0] > 0
 
 
 def _reached(computation: Computation, key: Tensor, rows: Tensor) -> Tensor:
-    """Which keys ``[B, M, G]`` any of the marked rows ``[B, N, H]`` sees: those whose values get a gradient of them."""
+    """Which keys ``[B, M, G]`` any of the marked rows ``[B, N, H]`` sees: those with a gradient of their values."""
     marks = rows.float().unsqueeze(-1)
     unweighted, keys = computation.unweighted(), marks.new_zeros(*key.shape[:3], 1)
     out, lse = unweighted.forward(marks * 0, keys, keys)

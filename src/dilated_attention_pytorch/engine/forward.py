@@ -1,4 +1,4 @@
-"""Partials carried out, forward: merged or summed where they belong."""
+"""Forward pass of partials: their results are merged or summed."""
 
 from __future__ import annotations
 
@@ -15,28 +15,28 @@ from dilated_attention_pytorch.planning.geometry import Partial
 from .merge import merge_in_place
 from .operands import Operand, Operands, Role, Rows
 from .views import PartialViews
-from .work import Work, is_causal, is_phantom
+from .work import Work, is_causal, is_zero_padding
 
 
 def merge_partials(work: Work, out: Operand, lse: Tensor, rest: Tensor | None = None) -> None:
-    """Merge what the queries of the partials see into ``out`` and ``lse``, -inf where nothing was merged yet.
+    """Merge the partials' attention into ``out`` and ``lse``; ``lse`` is -inf where nothing was merged yet.
 
-    With ``rest``, it and ``lse`` are a pair, see :class:`Result`. Rows that saw hidden keys alone are left with an
-    ``lse`` of about :data:`MASKED`, but by the native kernels: see :func:`.merge.clear_dead_rows`.
+    With ``rest``, ``(lse, rest)`` is a pair, see :class:`Result`. Rows that saw only hidden keys are left with an
+    ``lse`` of about :data:`MASKED`, except by the native kernels: see :func:`.merge.clear_dead_rows`.
     """
     merged_into: Operands = {"query": Operand(work.query), "out": out, "lse": Operand(lse, role=Role.MERGED_INTO)}
     if rest is not None:
         merged_into["rest"] = Operand(rest, role=Role.MERGED_INTO)
     operands: Operands = {}
     for partial in work.partials:
-        if is_phantom(partial):
+        if is_zero_padding(partial):
             assert isinstance(partial, Partial)
             for views in work.views(partial, merged_into):
-                _merge_phantoms(views, partial.phantoms)
+                _merge_zero_pad_keys(views, partial.zero_pad_keys)
             continue
         kernel = work.kernel(partial, is_pair=rest is not None)
         if kernel == "native":
-            of_out = native.Place(out.first_row, out.first_head)
+            of_out = native.Origin(out.first_row, out.first_head)
             native.merge_partial(partial, work.for_native(), out.tensor, lse, of_out=of_out)
             continue
         assert work.seen_rows is None, "only the native kernels read listed rows"
@@ -62,7 +62,7 @@ def merge_partials(work: Work, out: Operand, lse: Tensor, rest: Tensor | None = 
                 views.overwrite("rest", result.rest)
 
 
-def _merge_phantoms(views: PartialViews, count: int) -> None:
+def _merge_zero_pad_keys(views: PartialViews, count: int) -> None:
     """Merge keys of score 0 and value 0."""
     lse, rest = views["lse"], views.get("rest")
     of_keys = torch.full_like(lse, float(count)).log_()
@@ -85,7 +85,7 @@ def add_weighted(
 ) -> None:
     """Add ``sum_t P[p, t] f[p, t] values[t]`` over the partials, see :func:`.products.weighted_sum`.
 
-    ``total`` is by query, or by key with ``of_keys``; ``values`` are then the queries'. Factors are
+    ``total`` is indexed by query, or by key with ``of_keys``; ``values`` then belong to the queries. Factors are
     ``left [B, N, H, width]`` and ``right [B, M, G, width]``.
     """
     by_query, by_key = Rows.QUERY, work.rows_of_keys
@@ -100,7 +100,7 @@ def add_weighted(
     for index, (left, right) in enumerate(factors):
         operands["left", index], operands["right", index] = Operand(left), Operand(right, by_key)
     for partial in work.partials:
-        if is_phantom(partial):
+        if is_zero_padding(partial):
             continue
         for views in work.views(partial, operands):
             part = products.weighted_sum(

@@ -1,4 +1,4 @@
-"""Problems whose keys lie in blocks here and there: their rows are copied together, a few problems at a time."""
+"""Problems whose keys lie in scattered blocks: their rows are gathered, a few problems at a time."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ from .operands import FactorName, Name, Operand, Operands, Role, Rows
 from .views import PartialViews
 
 _GATHERED_ELEMENTS = 1 << 19
-"""Elements of the keys that lie together at a time: few enough for a cache, enough for every core."""
+"""Elements of gathered keys at a time: few enough for a cache, enough for every core."""
 
 
 def gathered_views(partial: Gathered, batch: int, ratio: int, operands: Operands) -> Iterator[PartialViews]:
-    """Every operand as ``[problems, 1, rows(, D)]``; what was merged into is written back before the next are yielded.
+    """Every operand as ``[problems, 1, rows(, D)]``; merged rows are written back before the next views are yielded.
 
-    The query heads of a key/value head see the same keys: they are rows of one problem, ``ratio`` for every row.
+    The query heads of a key/value head see the same keys and become rows of one problem, ``ratio`` per row.
     """
     query = operands["query"].tensor
     steps = [step for alike in partial.lists for step in _steps(alike, partial.unit * query.shape[-1], query.device)]
@@ -42,7 +42,7 @@ def gathered_views(partial: Gathered, batch: int, ratio: int, operands: Operands
 
 
 class _Step(NamedTuple):
-    """Some of the problems: the rows of their queries, and the units of their keys."""
+    """Some of the problems: their query rows and the units of their keys."""
 
     query_index: Tensor
     key_index: Tensor
@@ -73,7 +73,7 @@ class _GatheredViews(PartialViews):
         self._tensors[name] = whole.to(self._tensors[name].dtype)
 
     def write_back(self) -> None:
-        """Store what was merged into, or added to, the rows of queries."""
+        """Store the query rows that were merged into or added to."""
         for name, column in self._columns.items():
             if isinstance(column, _QueryColumn):
                 column.write_back(self._step, self._tensors[name])
@@ -113,14 +113,14 @@ class _KeyColumn:
         if self._is_read:
             self._units = self._rows.unflatten(0, (-1, partial.unit))
             if sum(alike.units.numel() for alike in partial.lists) > self._units.shape[0]:
-                # Copied once, where every unit is read about once or more often.
+                # One copy pays off if, on average, every unit is read more than once.
                 self._units = self._units.contiguous()
         else:
             self._units = self._rows.new_zeros(self._rows.shape).unflatten(0, (-1, partial.unit))
 
     def take(self, step: _Step) -> Tensor:
         if not self._is_read:
-            return self._units  # stands for the sum, to which only parts are added
+            return self._units  # stands for the sum, which parts are only added to
         gathered = self._units.index_select(0, step.key_index)
         return gathered.view(step.num_problems, 1, -1, *self._rows.shape[1:])
 
@@ -130,6 +130,6 @@ class _KeyColumn:
         self._units.index_add_(0, step.key_index, parts)
 
     def finish(self) -> None:
-        """Give the sums to the rows they belong to."""
+        """Add the sums to the rows that they belong to."""
         if not self._is_read:
             self._rows += self._units.view(self._rows.shape)

@@ -1,4 +1,4 @@
-"""Query blocks that see listed key blocks: by native kernels, or gathered and computed a few at a time."""
+"""Attention of query blocks to listed key blocks: by native kernels, or gathered and computed a few at a time."""
 
 from __future__ import annotations
 
@@ -19,15 +19,15 @@ from .extremes import has_large_scores, largest_norm
 from .merge import clear_dead_rows, without_infinities
 
 _ELEMENTS_AT_ONCE = 1 << 19
-"""Elements of gathered keys, and of scores, at a time on a CPU: what its caches hold."""
+"""Elements of gathered keys, and of scores, at a time on a CPU; they fit into its caches."""
 _ELEMENTS_ELSEWHERE = 1 << 26
-"""The same for devices that want more work at a time."""
+"""The same for other devices, which need more work per operation."""
 _MOST_GATE = 2.0**100
-"""Log-gates up to this many times the scale are numbers for the native kernels, which divide them by it."""
+"""Bound of log-gates relative to the scale: the native kernels divide gates by the scale, which must not overflow."""
 
 
 class Inputs(NamedTuple):
-    """Operands of one call, checked before; the scale is not negative, and padded keys and values are zero."""
+    """Validated operands of one call; the scale is not negative, and padded keys and values are zero."""
 
     query: Tensor
     key: Tensor
@@ -52,11 +52,11 @@ class Inputs(NamedTuple):
 
     @property
     def num_padded_keys(self) -> int:
-        """Keys in whole blocks, at least one."""
+        """Number of keys, padded to whole blocks; at least one block."""
         return max(1, -(-self.key.shape[1] // self.block_size)) * self.block_size
 
     def by_query_block(self, tensor: Tensor, fill: float = 0.0) -> Tensor:
-        """``[B, N, H(, D)]`` as ``[problems, 1, rows * ratio(, D)]``: problems are query blocks of key/value heads."""
+        """``[B, N, H(, D)]`` as ``[problems, 1, rows * ratio(, D)]``, a problem per query block and key/value head."""
         heads = self.key.shape[2]
         after = (0, 0) * (tensor.dim() - 2)
         padded = functional.pad(tensor, (*after, 0, -tensor.shape[1] % self.query_block_size), value=fill)
@@ -64,25 +64,25 @@ class Inputs(NamedTuple):
         return split.movedim(3, 1).flatten(3, 4).flatten(0, 2).unsqueeze(1)
 
     def from_query_block(self, problems: Tensor) -> Tensor:
-        """What :meth:`by_query_block` made, as ``[B, N, H(, D)]``, contiguous."""
+        """Inverse of :meth:`by_query_block`: ``[B, N, H(, D)]``, contiguous."""
         batch, rows, num_heads = self.query.shape[:3]
         heads, num_blocks = self.blocks.shape[1:3]
         shape = (batch, heads, num_blocks, self.query_block_size, num_heads // heads, *problems.shape[3:])
         return problems.view(shape).movedim(1, 3).flatten(3, 4).flatten(1, 2)[:, :rows].contiguous()
 
     def by_key_block(self, tensor: Tensor) -> Tensor:
-        """``[B, M, G, D]`` as ``[B * G * blocks, block_size * D]``, zeros after the last row."""
+        """``[B, M, G, D]`` as ``[B * G * blocks, block_size * D]``, padded with zeros after the last row."""
         padded = functional.pad(tensor, (0, 0, 0, 0, 0, self.num_padded_keys - tensor.shape[1]))
         return padded.transpose(1, 2).flatten(0, 1).unflatten(1, (-1, self.block_size)).flatten(0, 1).flatten(1)
 
     def from_key_block(self, stored: Tensor, dtype: torch.dtype) -> Tensor:
-        """What :meth:`by_key_block` made, as ``[B, M, G, D]``, contiguous and in that dtype."""
+        """Inverse of :meth:`by_key_block`: ``[B, M, G, D]``, contiguous, converted to ``dtype``."""
         batch, rows, heads = self.key.shape[:3]
         whole = stored.view(batch, heads, self.num_padded_keys, stored.shape[1] // self.block_size)
         return whole[:, :, :rows].transpose(1, 2).to(dtype).contiguous()
 
     def hidden_keys(self) -> Tensor:
-        """bool ``[B * blocks, block_size]``: positions after the last row, and padded ones."""
+        """bool ``[B * blocks, block_size]``: True for padded keys and for positions after the last row."""
         batch, rows = self.key.shape[:2]
         hidden = self.key_padding_mask
         if hidden is None:
@@ -91,17 +91,17 @@ class Inputs(NamedTuple):
 
 
 class _Chunk(NamedTuple):
-    """Some problems: where they lie, their keys, and what is added to their scores."""
+    """A range of problems with their keys and the bias of their scores."""
 
     problems: slice
     key_rows: Tensor
-    """Rows of :meth:`Inputs.by_key_block`, ``[problems * k]``."""
+    """Row indices into :meth:`Inputs.by_key_block`, ``[problems * k]``."""
     bias: Tensor
-    """Log-gates, -inf where a key is not seen: ``[problems, 1, rows * ratio, k * block_size]``."""
+    """Log-gates, -inf where a key is not visible: ``[problems, 1, rows * ratio, k * block_size]``."""
     keep_factors: KeepFactors | None
 
     def gather(self, stored: Tensor, block_size: int) -> Tensor:
-        """The problems' keys of what :meth:`Inputs.by_key_block` made, ``[problems, 1, k * block_size, D]``."""
+        """The problems' keys from a result of :meth:`Inputs.by_key_block`: ``[problems, 1, k * block_size, D]``."""
         taken = stored.index_select(0, self.key_rows)
         return taken.view(self.problems.stop - self.problems.start, 1, -1, stored.shape[1] // block_size)
 
@@ -150,14 +150,14 @@ def _chunks(inputs: Inputs) -> Iterator[_Chunk]:
                 inputs.dropout_p,
                 inputs.dtype,
             )
-            kept = _of_place(factors.flatten(1, 2).unsqueeze(1))
+            kept = _of_score_block(factors.flatten(1, 2).unsqueeze(1))
         bias = bias.expand(-1, rows, ratio, -1).flatten(1, 2).unsqueeze(1)
         first = (problem // num_query_blocks * num_key_blocks).unsqueeze(1)
         yield _Chunk(some, (first + safe).flatten(), bias, kept)
 
 
-def _of_place(factors: Tensor) -> KeepFactors:
-    return lambda place: place.of_queries(factors)
+def _of_score_block(factors: Tensor) -> KeepFactors:
+    return lambda block: block.of_queries(factors)
 
 
 def forward(inputs: Inputs) -> tuple[Tensor, Tensor]:
@@ -176,13 +176,13 @@ def backward(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Gradients of query, key, value and log-gates.
 
-    The gradient of a log-gate is the sum of that of the scores over the rows and keys of its block.
+    The gradient of a log-gate is the sum of the score gradients over the rows and keys of its block.
     """
     is_large = _has_large_scores(inputs)
     if is_large or not _fits_native(inputs):
         rest: Tensor | None = None
         if is_large:
-            # Probabilities sum to 1 if they are of the very scores that the log-sum-exp is of: both are computed here.
+            # Probabilities sum to 1 only if the log-sum-exp is computed from the same scores: both are recomputed here.
             out, lse, rest = _forward_by_products(inputs, is_pair=True)
         return _backward_by_products(inputs, out, lse, rest, grad_out, grad_lse)
     lists, operands = _lists(inputs), _for_native(inputs)
@@ -199,7 +199,7 @@ def _fits_native(inputs: Inputs) -> bool:
 
 
 def _largest_gate(inputs: Inputs) -> float:
-    """The size of the largest finite log-gate on the CPU; 0 without any, and elsewhere."""
+    """Magnitude of the largest finite log-gate on the CPU; 0 if there is none, and on other devices."""
     gates = inputs.log_gates
     if gates is None or gates.numel() == 0 or gates.device.type != "cpu":
         return 0.0
@@ -207,7 +207,7 @@ def _largest_gate(inputs: Inputs) -> float:
 
 
 def _has_large_scores(inputs: Inputs) -> bool:
-    """Whether scores with their gates may be so large that one log-sum-exp loses what follows it."""
+    """Whether scores with their gates may be so large that one log-sum-exp loses the smaller terms."""
     score = largest_norm(inputs.query) * largest_norm(inputs.key) * inputs.scale
     return has_large_scores(score + _largest_gate(inputs), 1.0, 1.0)
 
@@ -230,7 +230,7 @@ def _lists(inputs: Inputs) -> native.Listed:
 
 
 def _forward_by_products(inputs: Inputs, *, is_pair: bool) -> tuple[Tensor, Tensor, Tensor | None]:
-    """Output and log-sum-exp, or with ``is_pair`` the pair that it is, see :class:`.products.Result`."""
+    """Output and log-sum-exp; with ``is_pair``, the latter is a pair, see :class:`.products.Result`."""
     queries = inputs.by_query_block(inputs.query)
     keys, values = inputs.by_key_block(inputs.key), inputs.by_key_block(inputs.value)
     out = torch.empty_like(queries)
@@ -300,7 +300,7 @@ def _backward_by_products(
 
 
 def _logs(inputs: Inputs, lse: Tensor, rest: Tensor | None) -> tuple[Tensor, Tensor | None]:
-    """The log-sum-exp by query block, +inf for rows without a key and rows after the last."""
+    """The log-sum-exp by query block, +inf for rows without a key and for padding rows."""
     of_rest = None if rest is None else inputs.by_query_block(rest)
     return inputs.by_query_block(without_infinities(lse), float("inf")), of_rest
 
@@ -312,11 +312,11 @@ def weighted_sum(
     factors: Sequence[tuple[Tensor | None, Tensor | None, Tensor | None]],
     axis: str,
 ) -> Tensor:
-    """The sum of ``P f`` times values for every query or key, or of ``P f`` for every listed block.
+    """Sum of ``P f`` times values for every query or key, or sum of ``P f`` for every listed block.
 
-    P are the probabilities, dropped if the inputs have dropout, and f is the product of the factors: ``left [B, N, H,
-    width]`` by rows of ``right [B, M, G, width]`` plus ``gates`` shaped like the blocks, of what there is. In the
-    accumulation dtype. ``inputs.value`` is not read.
+    P are the probabilities, with dropout if the inputs have it, and f is the product of the factors, each ``left [B, N,
+    H, width]`` times rows of ``right [B, M, G, width]`` plus ``gates`` shaped like the blocks; None terms are left out.
+    The result is in the accumulation dtype. ``inputs.value`` is not read.
     """
     rest: Tensor | None = None
     if _has_large_scores(inputs):

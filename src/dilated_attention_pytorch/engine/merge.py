@@ -1,4 +1,4 @@
-"""The merge of partials in place, and the rows that saw no key."""
+"""In-place merge of partials, and handling of rows that saw no key."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from dilated_attention_pytorch.kernels.products import Result
 
 
 def merge_in_place(out: Tensor, lse: Tensor, rest: Tensor | None, partial: Result) -> None:
-    """Merge one partial with finite log-sum-exp into ``out`` and ``lse``; all or no log-sum-exps are pairs.
+    """Merge one partial with finite log-sum-exp into ``out`` and ``lse``; either all log-sum-exps are pairs, or none.
 
     The two weights sum to 1, so that ``out`` is read and written once: ``O + (O_i - O) * sigmoid(L_i - L)``.
     """
@@ -33,13 +33,13 @@ def _mix(out: Tensor, partial_out: Tensor, weight: Tensor) -> None:
 
 
 def clear_dead_rows(out: Tensor, lse: Tensor) -> None:
-    """Rows that saw hidden keys alone become rows without a key: output 0 and log-sum-exp -inf."""
+    """Turn rows that saw only hidden keys into rows without a key: output 0 and log-sum-exp -inf."""
     is_dead = lse < MASKED / 2
-    if is_dead.device.type != "cpu" or is_dead.any():  # elsewhere looking would wait for the device
+    if is_dead.device.type != "cpu" or is_dead.any():  # elsewhere the check would wait for the device
         lse.masked_fill_(is_dead, float("-inf"))
         out.masked_fill_(is_dead.unsqueeze(-1), 0.0)
 
 
 def without_infinities(lse: Tensor) -> Tensor:
-    """+inf for rows without a key: ``exp(s - lse)`` is then 0 there, and the row gets and gives no gradient."""
+    """Replace the -inf of rows without a key by +inf: ``exp(s - lse)`` is then 0, and the row has no gradient."""
     return lse.masked_fill(lse == float("-inf"), float("inf"))

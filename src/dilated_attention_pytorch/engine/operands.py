@@ -1,4 +1,4 @@
-"""Operands of partials: tensors, whose rows they hold, where these begin, and what is done with them."""
+"""Operands of partials: tensors with their row space, origin and role."""
 
 from __future__ import annotations
 
@@ -29,11 +29,11 @@ Name = Literal[
     "key_positions",
 ]
 FactorName = tuple[Literal["left", "right"], int]
-"""A side of one of the factors of a weighted sum."""
+"""One side of a factor of a weighted sum."""
 
 
 class Rows(Enum):
-    """Whose rows and heads an operand holds."""
+    """Row space of an operand: the rows and heads that it holds."""
 
     QUERY = "of the queries"
     KEY = "of the keys, where all query heads of a group share one head"
@@ -45,7 +45,7 @@ class Role(Enum):
 
     READ = "read"
     MERGED_INTO = "merged into"
-    """Of queries; a partial that is the first to touch its rows overwrites them."""
+    """Query rows only; a partial that is the first to touch its rows overwrites them."""
     ADDED_TO = "added to"
 
 

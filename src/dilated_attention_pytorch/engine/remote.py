@@ -1,4 +1,4 @@
-"""One dense partial whose keys came from elsewhere: from another rank, or out of a cache."""
+"""One dense partial whose keys come from another rank or from a cache."""
 
 from __future__ import annotations
 
@@ -20,26 +20,26 @@ from .work import Work
 
 @dataclass(frozen=True, slots=True)
 class RemoteKeys:
-    """Keys that all queries of a block see."""
+    """Keys that all queries of a block attend to."""
 
     key: Tensor
-    """``[B, rows, heads, D]``, the heads of the block of queries; of any strides but the last, which is 1."""
+    """``[B, rows, heads, D]`` with the heads of the query block; any strides, except that the last one is 1."""
     value: Tensor
     hidden: Tensor | None = None
     """bool ``[B, rows, heads]``, True = padding; keys and values are zero there."""
     seen_rows: Tensor | None = None
-    """int64 ``[heads, count]``: the rows that queries see, of every head; None is all of them. Only where
-    :func:`.kernels.partial.reads_listed_rows` says so."""
+    """int64 ``[heads, count]``: for every head, the rows that the queries see; None = all. Set only where
+    :func:`.kernels.partial.reads_listed_rows` allows it."""
 
 
 @dataclass(frozen=True, slots=True)
 class Dropout:
-    """Which pairs of a block of queries and remote keys are dropped: by the seed, and by absolute positions."""
+    """Dropout of pairs of a query block and remote keys, determined by the seed and absolute positions."""
 
     seed: Tensor
     probability: float
     query_offset: int
-    """Position of the first row of the query tensor, if rows follow each other as in the block."""
+    """Position of row 0 of the query tensor; row i has position ``query_offset + i``."""
     key_positions: Tensor
     """int64 ``[rows, heads]``"""
 
@@ -53,7 +53,7 @@ def block_view(tensor: Tensor, block: Block) -> Tensor:
 
 
 def positions_of(block: Block, offset: int) -> Tensor:
-    """Positions ``[count, heads]`` of a block's rows, of which row 0 is at ``offset``."""
+    """Positions ``[count, heads]`` of a block's rows, where row 0 of the tensor is at ``offset``."""
     rows = torch.arange(block.count) * block.step
     return offset + block.row + rows.unsqueeze(1) + torch.arange(block.num_heads) * block.skew
 
@@ -61,16 +61,16 @@ def positions_of(block: Block, offset: int) -> Tensor:
 def work_of(
     query: Tensor, queries: Block, keys: RemoteKeys, *, ratio: int, scale: float, impl: str, dropout: Dropout | None
 ) -> Work:
-    """What the queries of a block see of remote keys.
+    """Attention of a block's queries to remote keys.
 
     Args:
-        query: ``[B, N, H, D]``, in which the block's rows lie.
-        queries: rows of the key/value heads that ``keys`` has.
-        keys: what they see.
-        ratio: query heads of a key/value head.
-        scale: factor of the scores, not negative.
+        query: ``[B, N, H, D]``, contains the block's rows.
+        queries: the block, for the key/value heads of ``keys``.
+        keys: keys and values to attend to.
+        ratio: query heads per key/value head.
+        scale: scale of the scores, not negative.
         impl: "aten", "cudnn", "native" or "triton".
-        dropout: None is none.
+        dropout: None = no dropout.
     """
     axes = (Axis(queries.num_heads, queries.skew, 1),) if queries.num_heads > 1 else ()
     num_keys = keys.key.shape[1]
@@ -85,7 +85,7 @@ def work_of(
 
 
 def merge_keys(work: Work, out: Tensor, lse: Tensor, rest: Tensor | None = None) -> None:
-    """Merge into ``out [B, N, H, D]`` and ``lse [B, N, H]``, in the accumulation dtype, of all rows of the query."""
+    """Merge into ``out [B, N, H, D]`` and ``lse [B, N, H]`` of all query rows, both in the accumulation dtype."""
     merge_partials(work, Operand(out, role=Role.MERGED_INTO), lse, rest)
 
 
@@ -99,20 +99,20 @@ def add_key_gradients(
     grad_out: Tensor,
     grad_lse: Tensor | None,
 ) -> None:
-    """Add gradients to ``grad_query [B, N, H, D]`` and to those of the keys, all in the accumulation dtype."""
+    """Add gradients to ``grad_query [B, N, H, D]`` and to ``grads`` of the keys, all in the accumulation dtype."""
     of_query = Operand(grad_query, role=Role.ADDED_TO)
     of_key, of_value = (Operand(x, Rows.REMOTE, Role.ADDED_TO) for x in (grads.key, grads.value))
     add_gradients(work, (of_query, of_key, of_value), out, lse, rest, grad_out, grad_lse)
 
 
 def merge_rows(query: Tensor, keys: RemoteKeys, out: Tensor, lse: Tensor, *, scale: float, impl: str) -> None:
-    """Merge what every row ``[B, N, G, H / G, D]`` sees of the keys ``[B, M, G, D]`` into ``out`` and ``lse``.
+    """Merge the attention of rows ``[B, N, G, H / G, D]`` to the keys ``[B, M, G, D]`` into ``out`` and ``lse``.
 
-    Heads are those of every key/value head together; key/value heads may lie any constant distance apart.
+    Query heads are grouped by key/value head; the stride between groups is arbitrary.
     """
     tensors, (num_rows, heads, ratio) = (query, out, lse), query.shape[1:4]
     if num_rows == 1:
-        # The query heads of a key/value head are rows: its keys are read once for all of them.
+        # The query heads of a key/value head become rows, so that its keys are read once for all of them.
         parts = [[x[:, 0].transpose(1, 2) for x in tensors]]
     elif all(x.stride(2) == ratio * x.stride(3) for x in tensors):
         parts = [[x.flatten(2, 3) for x in tensors]]

@@ -46,26 +46,26 @@ class PartialViews:
 
 
 class _Layout(NamedTuple):
-    """Where the rows of an operand lie, in elements: for every problem ``start + sum(index * stride)``."""
+    """Location of an operand's rows, in elements: a problem starts at ``start + sum(index * stride)``."""
 
     start: int
     strides: tuple[int, ...]
-    """By sequence, by every axis of the partial, and by query head of a key/value head."""
+    """Strides by sequence, by every axis of the partial, and by query head of a key/value head."""
     row: int
     num_rows: int
 
 
 def strided_views(partial: Partial, batch: int, ratio: int, operands: Operands) -> Iterator[PartialViews]:
-    """Views of a partial's rows where they lie; of more than two axes of problems the shorter ones are looped over."""
+    """Views of a partial's rows in place; if it has more than two problem axes, the shorter ones are looped over."""
     sizes = (batch, *(axis.size for axis in partial.axes), ratio)
     order = sorted(range(len(sizes)), key=lambda index: -sizes[index])
     inner, outer = order[:2], order[2:]
     layouts = {name: _layout(operand, partial, ratio) for name, operand in operands.items()}
-    for place in itertools.product(*(range(sizes[index]) for index in outer)):
+    for indices in itertools.product(*(range(sizes[index]) for index in outer)):
         tensors = {}
         for name, (start, strides, row, num_rows) in layouts.items():
             tensor = operands[name].tensor
-            offset = start + sum(i * strides[index] for i, index in zip(place, outer, strict=True))
+            offset = start + sum(i * strides[index] for i, index in zip(indices, outer, strict=True))
             tensors[name] = tensor.as_strided(
                 (sizes[inner[0]], sizes[inner[1]], num_rows, *tensor.shape[3:]),
                 (strides[inner[0]], strides[inner[1]], row, *tensor.stride()[3:]),

@@ -1,4 +1,4 @@
-"""Some partials of one call and what they are computed with: kernel, views and masks."""
+"""Partials of one call with their kernel, operand views and masks."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from dilated_attention_pytorch.kernels import partial as kernels
 from dilated_attention_pytorch.kernels.dropout import keep_factors
 from dilated_attention_pytorch.kernels.fused import MASKED
 from dilated_attention_pytorch.kernels.masks import Masks
-from dilated_attention_pytorch.kernels.products import KeepFactors, Place
+from dilated_attention_pytorch.kernels.products import KeepFactors, ScoreBlock
 from dilated_attention_pytorch.planning.gathered import Gathered
 from dilated_attention_pytorch.planning.geometry import Partial
 from dilated_attention_pytorch.precision import accumulation_dtype
@@ -22,31 +22,31 @@ from .gathered import gathered_views
 from .operands import Operand, Operands, Rows
 from .views import PartialViews, strided_views
 
-_LARGEST_BIAS = 1 << 22  # elements of a bias that is no view
+_LARGEST_BIAS = 1 << 22  # elements of a bias that is materialized
 
 
 @dataclass(frozen=True, slots=True)
 class Work:
-    """Partials for some sequences of the batch. ``query``, ``key`` and ``value`` are of these sequences alone."""
+    """Partials for some sequences of the batch; ``query``, ``key`` and ``value`` hold these sequences only."""
 
     partials: Sequence[Partial | Gathered]
     query: Tensor
     key: Tensor
     value: Tensor
     ratio: int
-    """Query heads of a key/value head."""
+    """Query heads per key/value head."""
     scale: float
-    """Not negative."""
+    """Scale of the scores, not negative."""
     impl: str
-    """One of "native", "cudnn", "aten" and, for remote keys alone, "triton"."""
+    """One of "native", "cudnn", "aten" and, for remote keys only, "triton"."""
     masks: Masks
-    """Of these sequences alone."""
+    """Masks of these sequences only."""
     first_sequence: int = 0
     """Index of the first of these sequences in the batch."""
     is_remote: bool = False
-    """Keys and values are those of the one partial alone: ``[B, rows, heads, D]``."""
+    """Whether keys and values belong to the single partial alone: ``[B, rows, heads, D]``."""
     seen_rows: Tensor | None = None
-    """Of remote keys, the rows that the queries see: see :class:`.remote.RemoteKeys`."""
+    """Rows of remote keys that the queries see, see :class:`.remote.RemoteKeys`."""
 
     @property
     def dtype(self) -> torch.dtype:
@@ -55,11 +55,11 @@ class Work:
 
     @property
     def rows_of_keys(self) -> Rows:
-        """Whose rows keys are."""
+        """Row space of the keys: remote or local."""
         return Rows.REMOTE if self.is_remote else Rows.KEY
 
     def for_native(self) -> native.Operands:
-        """The same for the native kernels."""
+        """The operands in the format of the native kernels."""
         operands = (self.query, self.key, self.value, self.masks, self.ratio, self.scale)
         return native.Operands(*operands, self.first_sequence, self.is_remote, self.seen_rows)
 
@@ -77,7 +77,7 @@ class Work:
         )
 
     def operands(self) -> Operands:
-        """Query, key and value, hidden keys, and what places pairs for dropout, of what there is."""
+        """Query, key and value; if present, the bias of hidden keys and the indices of pairs for dropout."""
         found: Operands = {
             "query": Operand(self.query),
             "key": Operand(self.key, self.rows_of_keys),
@@ -102,7 +102,7 @@ class Work:
         return found
 
     def views(self, partial: Partial | Gathered, operands: Operands) -> Iterator[PartialViews]:
-        """Every operand as ``[problems, problems, rows(, D)]``, once or several times until all problems are done."""
+        """Every operand as ``[problems, problems, rows(, D)]``, in one or more steps that cover all problems."""
         size = self.query.shape[0]
         if isinstance(partial, Gathered):
             yield from gathered_views(partial, size, self.ratio, operands)
@@ -110,41 +110,41 @@ class Work:
         for views in strided_views(partial, size, self.ratio, operands):
             if partial.band is None or "key_bias" not in operands:
                 yield views
-            else:  # in steps, so that a bias of the scores of all problems of a step stays small
+            else:  # in steps, so that the bias of all problems of a step stays small
                 yield from views.split(max(1, _LARGEST_BIAS // _num_scores(partial, views["query"].shape[1])))
 
     def bias(self, partial: Partial | Gathered, views: PartialViews) -> Tensor | None:
-        """What is added to the scores: 0, or :data:`MASKED`, ``[problems, problems, queries, keys]``."""
+        """Bias of the scores, 0 or :data:`MASKED`, ``[problems, problems, queries, keys]``; None without masks."""
         query, of_keys, bias = views["query"], views.get("key_bias"), None
         if isinstance(partial, Partial) and partial.band is not None:
             bias = _band_bias(partial.band, partial.num_queries, partial.num_keys, self.dtype, query.device)
             bias = bias.expand(*query.shape[:2], -1, -1)
         if of_keys is not None:
-            # With strides other than 1 the fused CPU kernel writes the bias out for every query row.
+            # With strides other than 1, the fused CPU kernel materializes the bias for every query row.
             of_keys = of_keys.contiguous().unsqueeze(2)
             bias = of_keys.expand(-1, -1, query.shape[2], -1) if bias is None else bias + of_keys
         return bias
 
     def keep_factors(self, views: PartialViews) -> KeepFactors | None:
-        """Dropout factors of a place; None without dropout."""
+        """Dropout factors of a block of scores; None without dropout."""
         masks = self.masks
         if masks.seed is None:
             return None
         seed = masks.seed
 
-        def factors(place: Place) -> Tensor:
+        def factors(block: ScoreBlock) -> Tensor:
             sequences, heads, rows = (
-                place.of_queries(views[name]).unsqueeze(-1) for name in ("sequences", "heads", "query_positions")
+                block.of_queries(views[name]).unsqueeze(-1) for name in ("sequences", "heads", "query_positions")
             )
-            keys = place.of_keys(views["key_positions"]).unsqueeze(-2)
+            keys = block.of_keys(views["key_positions"]).unsqueeze(-2)
             return keep_factors(seed, sequences, heads, rows, keys, masks.dropout_p, self.dtype)
 
         return factors
 
 
-def is_phantom(partial: Partial | Gathered) -> bool:
+def is_zero_padding(partial: Partial | Gathered) -> bool:
     """Whether a partial stands for keys of score 0 and value 0."""
-    return isinstance(partial, Partial) and partial.phantoms > 0
+    return isinstance(partial, Partial) and partial.zero_pad_keys > 0
 
 
 def is_causal(partial: Partial | Gathered) -> bool:
@@ -162,5 +162,5 @@ def _band_bias(
     """0 where query i sees key j, else :data:`MASKED`, ``[num_queries, num_keys]``."""
     distance = torch.arange(1 - num_queries, num_keys, device=device)
     of_distance = ((distance < band[0]) | (distance > band[1])).to(dtype) * MASKED
-    # Row i begins at the distance -i. The fused CPU kernel writes the strides of a flipped view out for every problem.
+    # Row i begins at distance -i. The fused CPU kernel materializes a flipped view for every problem.
     return of_distance.unfold(0, num_keys, 1).flip(0).contiguous()

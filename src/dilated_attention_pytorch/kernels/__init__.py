@@ -1,4 +1,4 @@
-"""How one partial is computed, and which implementation a call gets."""
+"""Kernels for one partial, and selection of a call's implementation."""
 
 from typing import Any
 

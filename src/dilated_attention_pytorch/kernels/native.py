@@ -23,14 +23,14 @@ ROWS_OF_STREAM = 16
 _NO_BOUND = 1 << 60
 
 
-class Place(NamedTuple):
+class Origin(NamedTuple):
     """The first row and the first key/value head of a tensor."""
 
     row: int
     head: int
 
 
-WHOLE = Place(0, 0)
+WHOLE = Origin(0, 0)
 
 
 def factor_dtype(dtype: torch.dtype) -> torch.dtype:
@@ -48,7 +48,7 @@ def is_written_once(partial: Partial | Gathered) -> bool:
 
 
 class Operands(NamedTuple):
-    """What the kernels read, and what they make of it."""
+    """Operands and parameters that the kernels read."""
 
     query: Tensor
     """``[B, N, H, D]``, float16, bfloat16 or float32."""
@@ -56,21 +56,21 @@ class Operands(NamedTuple):
     """``[B, M, G, D]``"""
     value: Tensor
     masks: Masks
-    """Keys and pairs that are left out."""
+    """Hidden keys and dropout."""
     ratio: int
-    """Query heads of a key/value head."""
+    """Query heads per key/value head."""
     scale: float
-    """Factor of the scores, not negative."""
+    """Scale of the scores, not negative."""
     first_sequence: int = 0
-    """Of the whole batch, the sequence that the tensors begin with."""
+    """Index in the whole batch of the tensors' first sequence."""
     is_remote: bool = False
-    """Keys and values are the rows and heads of the partial alone, one row after the other."""
+    """Whether keys and values hold only the rows and heads of the partial, consecutively."""
     seen_rows: Tensor | None = None
-    """int64 ``[heads, count]``, the rows of remote keys that are seen, of every head; None is all of them. Of at most
-    :data:`ROWS_OF_STREAM` queries of a key/value head, without dropout and gradients."""
+    """int64 ``[heads, count]``: for every head, the visible rows of remote keys; None = all. For at most
+    :data:`ROWS_OF_STREAM` queries per key/value head, without dropout and gradients."""
 
-    def place_of_keys(self, partial: Partial | Gathered) -> Place:
-        return Place(0, partial.head) if self.is_remote and isinstance(partial, Partial) else WHOLE
+    def origin_of_keys(self, partial: Partial | Gathered) -> Origin:
+        return Origin(0, partial.head) if self.is_remote and isinstance(partial, Partial) else WHOLE
 
 
 class Merged(NamedTuple):
@@ -84,17 +84,17 @@ class Merged(NamedTuple):
 
 
 Gradients = tuple[Tensor, Tensor, Tensor]
-"""Of query, key and value, float32."""
+"""Gradients of query, key and value, float32."""
 
 
 def merge_partial(
-    partial: Partial | Gathered, operands: Operands, out: Tensor, lse: Tensor, *, of_out: Place = WHOLE
+    partial: Partial | Gathered, operands: Operands, out: Tensor, lse: Tensor, *, of_out: Origin = WHOLE
 ) -> None:
     """Merge a partial's attention into ``out`` and ``lse``; ``lse`` is -inf where nothing was merged yet.
 
     Args:
-        partial: the partial, without phantom keys.
-        operands: what the rows are.
+        partial: the partial, without zero-padding keys.
+        operands: operands of the call.
         out: ``[B, rows, heads, D]``, starting at ``of_out``. Float32; of the query's dtype if every row is
             written once.
         lse: float32 ``[B, N, H]``.
@@ -109,9 +109,9 @@ def merge_partial(
         ends = torch.arange(1, num_heads + 1) * count
         numbers, heads, axes, *_ = geometry
         geometry = ([*numbers[:-1], 1], heads, axes, None, None, operands.seen_rows.reshape(-1), ends)
-    places = [*of_out, *operands.place_of_keys(partial)]
+    origins = [*of_out, *operands.origin_of_keys(partial)]
     torch.ops.dilated_attention_native.attend(
-        *operands[:3], out, lse, places, operands.ratio, *geometry, *_arguments(operands), operands.scale
+        *operands[:3], out, lse, origins, operands.ratio, *geometry, *_arguments(operands), operands.scale
     )
 
 
@@ -121,18 +121,18 @@ def add_gradients(
     merged: Merged,
     grads: Gradients,
     *,
-    of_grad_query: Place = WHOLE,
-    of_grad_keys: Place = WHOLE,
+    of_grad_query: Origin = WHOLE,
+    of_grad_keys: Origin = WHOLE,
 ) -> None:
     """Add a partial's gradients to those of query, key and value (float32), under the merged output and log-sum-exp."""
     load()
-    of_keys = operands.place_of_keys(partial)
-    places = [*of_grad_query, *(of_keys if operands.is_remote else of_grad_keys), *of_keys]
+    of_keys = operands.origin_of_keys(partial)
+    origins = [*of_grad_query, *(of_keys if operands.is_remote else of_grad_keys), *of_keys]
     geometry = _geometry(partial, operands)
     out, lse, grad_out, grad_lse = merged
     tensors = (grad_out, *operands[:3], out, lse, grad_lse, *grads)
     torch.ops.dilated_attention_native.attend_backward(
-        *tensors, places, operands.ratio, *geometry, *_arguments(operands), operands.scale
+        *tensors, origins, operands.ratio, *geometry, *_arguments(operands), operands.scale
     )
 
 
@@ -149,12 +149,12 @@ class Listed(NamedTuple):
     """End of each list."""
     gates: Tensor | None
     """float32, one per unit."""
-    places: tuple[Tensor, Tensor]
+    origins: tuple[Tensor, Tensor]
     """Origin of the units: the sort order within the lists, and the mask of valid blocks."""
 
     def by_block(self, of_units: Tensor) -> Tensor:
         """Per-unit numbers as per-block numbers ``[B, G, query blocks, k]``; 0 for blocks that were left out."""
-        order, is_there = self.places
+        order, is_there = self.origins
         ascending = of_units.new_zeros(order.shape)
         ascending[is_there] = of_units
         return torch.empty_like(ascending).scatter_(-1, order, ascending)
@@ -195,9 +195,9 @@ def merge_listed(lists: Listed, operands: Operands, out: Tensor, lse: Tensor) ->
     if operands.query.shape[1] == 0:
         return
     load()
-    places, geometry = [*WHOLE, *WHOLE], _geometry_of_lists(lists, operands)
+    origins, geometry = [*WHOLE, *WHOLE], _geometry_of_lists(lists, operands)
     rest = (*geometry, *_arguments(operands), operands.scale, lists.gates)
-    torch.ops.dilated_attention_native.attend(*operands[:3], out, lse, places, operands.ratio, *rest)
+    torch.ops.dilated_attention_native.attend(*operands[:3], out, lse, origins, operands.ratio, *rest)
 
 
 def add_listed_gradients(lists: Listed, operands: Operands, merged: Merged, grads: Gradients) -> Tensor | None:
@@ -208,9 +208,9 @@ def add_listed_gradients(lists: Listed, operands: Operands, merged: Merged, grad
     load()
     out, lse, grad_out, grad_lse = merged
     tensors = (grad_out, *operands[:3], out, lse, grad_lse, *grads)
-    places, geometry = [*WHOLE, *WHOLE, *WHOLE], _geometry_of_lists(lists, operands)
+    origins, geometry = [*WHOLE, *WHOLE, *WHOLE], _geometry_of_lists(lists, operands)
     rest = (*geometry, *_arguments(operands), operands.scale, lists.gates, grad_gates)
-    torch.ops.dilated_attention_native.attend_backward(*tensors, places, operands.ratio, *rest)
+    torch.ops.dilated_attention_native.attend_backward(*tensors, origins, operands.ratio, *rest)
     return grad_gates
 
 

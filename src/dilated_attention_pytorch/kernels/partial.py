@@ -75,7 +75,7 @@ def forward(
     scale: float,
     is_pair: bool,
 ) -> Result:
-    """Output and finite log-sum-exp of one partial; arguments as of :func:`.products.forward`."""
+    """Output and finite log-sum-exp of one partial; arguments as in :func:`.products.forward`."""
     kernel = _for_rows(kernel, query, key)
     if kernel == "products":
         return products.forward(

@@ -18,7 +18,7 @@ from dilated_attention_pytorch.precision import accumulation_dtype
 from .fused import MASKED
 
 
-class Place(NamedTuple):
+class ScoreBlock(NamedTuple):
     """A block of problems and query rows of views ``[problems, problems, rows(, D)]``."""
 
     axis: int
@@ -45,7 +45,7 @@ class Place(NamedTuple):
         return self.rows is None or self.rows.start == 0
 
 
-KeepFactors = Callable[[Place], Tensor]
+KeepFactors = Callable[[ScoreBlock], Tensor]
 """Dropout factors of a block: ``[problems, rows, keys]``."""
 
 LOG2_E = math.log2(math.e)
@@ -97,8 +97,8 @@ def forward(
     out = torch.empty(*query.shape[:3], value.shape[-1], dtype=dtype, device=query.device)
     lse = torch.empty(query.shape[:3], dtype=dtype, device=query.device)
     rest = torch.empty_like(lse) if is_pair else None
-    for place in _places(query, key.shape[2], is_dropped=keep_factors is not None):
-        scores = _scores(query, key, bias, place, is_causal=is_causal, scale=scale)
+    for block in _score_blocks(query, key.shape[2], is_dropped=keep_factors is not None):
+        scores = _scores(query, key, bias, block, is_causal=is_causal, scale=scale)
         largest = scores.amax(dim=-1, keepdim=True)
         if bias is not None:
             # In a row whose keys all have a bias of -inf there is no maximum.
@@ -108,13 +108,13 @@ def forward(
             # Such a row has output 0 and, like a row of masked keys, a finite log-sum-exp.
             total.clamp_(min=torch.finfo(dtype).tiny)
         if rest is None:
-            place.of_queries(lse).copy_((total.log2() + largest).squeeze(-1) / LOG2_E)
+            block.of_queries(lse).copy_((total.log2() + largest).squeeze(-1) / LOG2_E)
         else:
-            place.of_queries(lse).copy_(largest.squeeze(-1))
-            place.of_queries(rest).copy_(total.log2().squeeze(-1))
+            block.of_queries(lse).copy_(largest.squeeze(-1))
+            block.of_queries(rest).copy_(total.log2().squeeze(-1))
         if keep_factors is not None:
-            scores *= keep_factors(place)
-        torch.div(torch.bmm(scores, place.of_keys(value)), total, out=place.of_queries(out))
+            scores *= keep_factors(block)
+        torch.div(torch.bmm(scores, block.of_keys(value)), total, out=block.of_queries(out))
     return Result(out, lse, rest)
 
 
@@ -145,24 +145,24 @@ def weighted_sum(
     values = rows.new_ones(*rows.shape[:3], 1, dtype=dtype) if values is None else values.to(dtype)
     casts = [[None if x is None else x.to(dtype) for x in factor] for factor in factors]
     total = torch.zeros(*(key if of_keys else query).shape[:3], values.shape[3], dtype=dtype, device=query.device)
-    for place in _places(query, key.shape[2], is_dropped=keep_factors is not None):
-        weights = _scores(query, key, bias, place, is_causal=is_causal, scale=scale)
-        _probabilities(weights, place, lse, rest)
+    for block in _score_blocks(query, key.shape[2], is_dropped=keep_factors is not None):
+        weights = _scores(query, key, bias, block, is_causal=is_causal, scale=scale)
+        _probabilities(weights, block, lse, rest)
         if keep_factors is not None:
-            weights *= keep_factors(place)
+            weights *= keep_factors(block)
         for left, right, of_key in casts:
             factor = None
             if left is not None and right is not None:
-                factor = torch.bmm(place.of_queries(left), place.of_keys(right).mT)
+                factor = torch.bmm(block.of_queries(left), block.of_keys(right).mT)
             if of_key is not None:
-                along = place.of_keys(of_key).unsqueeze(1)
+                along = block.of_keys(of_key).unsqueeze(1)
                 factor = along if factor is None else factor.add_(along)
             if factor is not None:
                 weights *= factor
         if of_keys:
-            place.of_keys(total).baddbmm_(weights.mT, place.of_queries(values))
+            block.of_keys(total).baddbmm_(weights.mT, block.of_queries(values))
         else:
-            place.of_queries(total).copy_(torch.bmm(weights, place.of_keys(values)))
+            block.of_queries(total).copy_(torch.bmm(weights, block.of_keys(values)))
     return total
 
 
@@ -193,26 +193,26 @@ def backward(
         torch.zeros(x.shape, dtype=dtype, device=query.device) for x in (query, key, value)
     )
     grad_bias = torch.zeros(key.shape[:3], dtype=dtype, device=query.device) if needs_bias else None
-    for place in _places(query, key.shape[2], is_dropped=keep_factors is not None):
-        rows, grad = place.of_queries(query).to(dtype), place.of_queries(grad_out).to(dtype)
-        probabilities = _scores(query, key, bias, place, is_causal=is_causal, scale=scale)
-        _probabilities(probabilities, place, lse, rest)
-        grad_scores = torch.bmm(grad, place.of_keys(value).mT)
+    for block in _score_blocks(query, key.shape[2], is_dropped=keep_factors is not None):
+        rows, grad = block.of_queries(query).to(dtype), block.of_queries(grad_out).to(dtype)
+        probabilities = _scores(query, key, bias, block, is_causal=is_causal, scale=scale)
+        _probabilities(probabilities, block, lse, rest)
+        grad_scores = torch.bmm(grad, block.of_keys(value).mT)
         dropped = probabilities
         if keep_factors is not None:
-            kept = keep_factors(place)
+            kept = keep_factors(block)
             grad_scores *= kept
             dropped = probabilities * kept
-        place.of_keys(grad_value).baddbmm_(dropped.mT, grad)
-        grad_scores.sub_(place.of_queries(delta).unsqueeze(-1)).mul_(probabilities)
-        place.of_keys(grad_key).baddbmm_(grad_scores.mT, rows, alpha=scale)
-        place.of_queries(grad_query).baddbmm_(grad_scores, place.of_keys(key), alpha=scale)
+        block.of_keys(grad_value).baddbmm_(dropped.mT, grad)
+        grad_scores.sub_(block.of_queries(delta).unsqueeze(-1)).mul_(probabilities)
+        block.of_keys(grad_key).baddbmm_(grad_scores.mT, rows, alpha=scale)
+        block.of_queries(grad_query).baddbmm_(grad_scores, block.of_keys(key), alpha=scale)
         if grad_bias is not None:
-            place.of_keys(grad_bias).add_(grad_scores.sum(1))
+            block.of_keys(grad_bias).add_(grad_scores.sum(1))
     return grad_query, grad_key, grad_value, grad_bias
 
 
-def _places(query: Tensor, num_keys: int, *, is_dropped: bool) -> Iterator[Place]:
+def _score_blocks(query: Tensor, num_keys: int, *, is_dropped: bool) -> Iterator[ScoreBlock]:
     """Blocks of problems and query rows whose scores fit into the caches, with enough problems for every core."""
     first, second, num_queries = query.shape[:3]
     cores = torch.get_num_threads()
@@ -227,7 +227,7 @@ def _places(query: Tensor, num_keys: int, *, is_dropped: bool) -> Iterator[Place
             some = slice(start, start + problems) if problems < all_problems else None
             for row in range(0, num_queries, rows):
                 part = slice(row, row + rows) if rows < num_queries else None
-                yield Place(1 if first >= second else 0, one, some, part)
+                yield ScoreBlock(1 if first >= second else 0, one, some, part)
 
 
 def _evenly(number: int, most: int) -> int:
@@ -235,26 +235,28 @@ def _evenly(number: int, most: int) -> int:
     return max(1, -(-number // max(1, -(-number // most))))
 
 
-def _scores(query: Tensor, key: Tensor, bias: Tensor | None, place: Place, *, is_causal: bool, scale: float) -> Tensor:
+def _scores(
+    query: Tensor, key: Tensor, bias: Tensor | None, block: ScoreBlock, *, is_causal: bool, scale: float
+) -> Tensor:
     """Scaled, biased and masked scores of a block in base 2, ``[problems, rows, keys]``."""
-    rows, keys = place.of_queries(query).to(key.dtype), place.of_keys(key)
+    rows, keys = block.of_queries(query).to(key.dtype), block.of_keys(key)
     scores = torch.empty(*rows.shape[:2], keys.shape[1], dtype=key.dtype, device=key.device)
     torch.baddbmm(scores, rows, keys.mT, beta=0, alpha=scale * LOG2_E, out=scores)
     if bias is not None:
-        scores.add_(place.of_queries(bias), alpha=LOG2_E)
+        scores.add_(block.of_queries(bias), alpha=LOG2_E)
     if is_causal:
-        queries = torch.arange(query.shape[2], device=query.device)[place.rows or slice(None)]
+        queries = torch.arange(query.shape[2], device=query.device)[block.rows or slice(None)]
         later = torch.arange(key.shape[2], device=query.device) > queries.unsqueeze(-1)
         scores.masked_fill_(later, float("-inf"))
     return scores
 
 
-def _probabilities(scores: Tensor, place: Place, lse: Tensor, rest: Tensor | None) -> None:
+def _probabilities(scores: Tensor, block: ScoreBlock, lse: Tensor, rest: Tensor | None) -> None:
     """Replace base-2 scores by ``exp(s - lse)``, or by that of the pair ``(lse, rest)``."""
-    of_rows = place.of_queries(lse).unsqueeze(-1)
+    of_rows = block.of_queries(lse).unsqueeze(-1)
     if rest is None:
         scores.sub_(of_rows * LOG2_E)
     else:
         # At most 1, even if a library sums the products of equal rows in a different order.
-        scores.sub_(of_rows).sub_(place.of_queries(rest).unsqueeze(-1)).clamp_(max=0.0)
+        scores.sub_(of_rows).sub_(block.of_queries(rest).unsqueeze(-1)).clamp_(max=0.0)
     scores.exp2_()

@@ -43,9 +43,9 @@ def reference_attention(
     unseen = (count == 0).all(dim=2).transpose(1, 2).unsqueeze(-1)  # zeroed, since 0 * NaN is NaN
     k, v = k.masked_fill(unseen, 0.0), v.masked_fill(unseen, 0.0)
     scores = scale * torch.einsum("bnhd,bmhd->bhnm", q, k) + count.to(dtype).log()
-    phantoms = _phantom_counts(pattern, query_rows, count, num_kv_heads, cu_seqlens)
-    if phantoms is not None and not is_causal:
-        scores = torch.cat([scores, phantoms.to(dtype).log().unsqueeze(-1)], dim=-1)
+    zero_pad_keys = _zero_pad_counts(pattern, query_rows, count, num_kv_heads, cu_seqlens)
+    if zero_pad_keys is not None and not is_causal:
+        scores = torch.cat([scores, zero_pad_keys.to(dtype).log().unsqueeze(-1)], dim=-1)
         v = torch.cat([v, v.new_zeros(v.shape[0], 1, *v.shape[2:])], dim=1)
     no_key = (scores == float("-inf")).all(dim=-1, keepdim=True)
     scores = torch.where(no_key, 0.0, scores)
@@ -82,7 +82,7 @@ def _counts(
     return count * (query_document[:, None] == key_document[None, :])
 
 
-def _phantom_counts(
+def _zero_pad_counts(
     pattern: Pattern, rows: Tensor, count: Tensor, num_kv_heads: int, cu_seqlens: Tensor | None
 ) -> Tensor | None:
     """Number of zero keys that every row sees under ``tail="zero_padded"``, ``[B, H, N]``; None without any."""
@@ -92,7 +92,7 @@ def _phantom_counts(
     document, positions = _documents(rows, cu_seqlens)
     same_document = document[:, None] == document[None, :]
     lengths = same_document.sum(dim=1)
-    phantoms = []
+    zero_pad_keys = []
     for head in range(num_kv_heads):
         total = torch.zeros_like(rows)
         for group in padded:
@@ -100,5 +100,5 @@ def _phantom_counts(
             mates = same_document & (segment[:, None] == segment[None, :]) & selected[None, :]
             filled = -(-lengths.clamp(max=group.segment_length) // group.dilation_rate)
             total += torch.where(selected, filled - mates.sum(dim=1), 0)
-        phantoms.append(total)
-    return torch.stack(phantoms).repeat_interleave(count.shape[1] // num_kv_heads, dim=0).expand(*count.shape[:-1])
+        zero_pad_keys.append(total)
+    return torch.stack(zero_pad_keys).repeat_interleave(count.shape[1] // num_kv_heads, dim=0).expand(*count.shape[:-1])

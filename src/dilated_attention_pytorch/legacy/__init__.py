@@ -1,4 +1,4 @@
-"""Modules and names of earlier packages: what is here imports with a warning, the rest says what to use."""
+"""Modules and names of earlier packages: those with a counterpart import with a warning, others raise an error."""
 
 from __future__ import annotations
 
@@ -18,17 +18,17 @@ _PACKAGE = __name__.partition(".")[0]
 
 
 def look_up(module: str, name: str) -> Any:
-    """The object that an old name stands for, with a DeprecationWarning that names today's.
+    """The object that an old name stands for, with a DeprecationWarning that gives the current name.
 
     Args:
-        module: where the name is asked for, within this package; empty for its top level.
+        module: module that the name is looked up in, within this package; empty for its top level.
         name: the old name.
 
     Raises:
-        ImportError: the table says that there is no such thing here, and what to use.
+        ImportError: the name has no counterpart here; the message says what to use.
         AttributeError: the table has no such name.
     """
-    if name.startswith("__"):  # what tools ask every module for
+    if name.startswith("__"):  # tools look these up in every module
         raise AttributeError(f"module {_path(module)!r} has no attribute {name!r}")
     answer = table.answer(module, name)
     if answer is None:
@@ -43,7 +43,7 @@ def look_up(module: str, name: str) -> Any:
 
 
 def install() -> None:
-    """Make the modules of the table importable: a finder that is asked last, for what no other finder has."""
+    """Make the modules of the table importable, by a finder that is used after all others."""
     finder = _Finder()
     sys.meta_path.append(finder)
     # Importing a submodule binds it in its package, where `dilated_attention` is a function: this one is there already.
@@ -56,14 +56,14 @@ def _path(module: str) -> str:
 
 
 class _OldModule(ModuleType):
-    """A module that is no file: its names come from the table."""
+    """A module without a file: its names come from the table."""
 
     def __getattr__(self, name: str) -> Any:
         return look_up(self.__name__.removeprefix(_PACKAGE + "."), name)
 
 
 class _Finder(MetaPathFinder, Loader):
-    """Finds the modules of the table and makes them, or raises what it says of them when they are imported."""
+    """Finds and creates the modules of the table; importing one without a counterpart raises its message."""
 
     def find_spec(
         self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
@@ -79,10 +79,10 @@ class _Finder(MetaPathFinder, Loader):
         return _OldModule(spec.name)
 
     def exec_module(self, module: ModuleType) -> None:
-        """Names are looked up when they are asked for.
+        """Execute nothing: names are looked up on access.
 
         Raises:
-            ModuleNotFoundError: nothing of the module is here, and why.
+            ModuleNotFoundError: the module has no counterpart here; the message says why.
         """
         sentence = table.module(module.__name__.removeprefix(_PACKAGE + "."))
         if sentence:

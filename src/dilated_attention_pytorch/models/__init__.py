@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from .causal_lm import LongNetCausalLMConfig as LongNetCausalLMConfig
     from .causal_lm import LongNetForCausalLM as LongNetForCausalLM
 
-# What needs transformers is asked for by its name, so that `import *` needs torch alone.
+# Names that need transformers are imported on demand, so that `import *` needs only torch.
 __all__ = [
     "LongNetCache",
     "LongNetConfig",
@@ -38,7 +38,7 @@ __all__ = [
 
 
 def __getattr__(name: str) -> Any:
-    # transformers is an extra, and importing it takes seconds: only who asks for its model pays.
+    # transformers is an optional extra that takes seconds to import: it is loaded only if its model is used.
     if name in ("LongNetCausalLMConfig", "LongNetForCausalLM"):
         from . import causal_lm
 

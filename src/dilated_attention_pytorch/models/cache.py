@@ -13,33 +13,33 @@ from dilated_attention_pytorch.ops import attend_with_lse
 from dilated_attention_pytorch.ops.merge import AttentionOutput, merge
 from dilated_attention_pytorch.patterns import Pattern
 
+from .cache_index import CacheIndex, CacheIndexStep
 from .config import LongNetConfig
-from .ledger import Ledger, LedgerStep
 from .padding import Run, group_rows, positions_of
-from .reading import Stored, merge_pieces, merge_stretches
+from .reading import Stored, merge_key_ranges, merge_visible_keys
 from .share import CacheShare
 from .shifted_keys import shift_keys
 
 
 @dataclass(slots=True)
-class _Cohort:
-    """Sequences of the batch that have seen the same number of tokens and therefore share one ledger per pattern."""
+class _RowGroup:
+    """Sequences of the batch that have seen equally many tokens, and so share one cache index per pattern."""
 
     rows: list[int]
-    ledgers: dict[Pattern, Ledger]
+    cache_indices: dict[Pattern, CacheIndex]
     storage: dict[int, Stored] = field(default_factory=dict)
     seen: int = 0
 
-    def select(self, picked: Sequence[int], rows: list[int]) -> _Cohort:
-        """The sequences ``picked`` (repeats allowed) as rows ``rows`` of the batch, with the same ledgers."""
+    def select(self, picked: Sequence[int], rows: list[int]) -> _RowGroup:
+        """The sequences ``picked`` (repeats allowed) as rows ``rows`` of the batch, with the same cache indices."""
         if list(picked) == list(range(len(self.rows))):
-            return _Cohort(rows, self.ledgers, self.storage, self.seen)
+            return _RowGroup(rows, self.cache_indices, self.storage, self.seen)
         storage = {}
         for layer, tensors in self.storage.items():
             index = torch.tensor(picked, device=tensors[0].device)
             keys, values = (tensor.index_select(0, index) for tensor in tensors)
             storage[layer] = (keys, values)
-        return _Cohort(rows, self.ledgers, storage, self.seen)
+        return _RowGroup(rows, self.cache_indices, storage, self.seen)
 
 
 class LongNetCache:
@@ -80,22 +80,22 @@ class LongNetCache:
         self.patterns = patterns
         self.num_kv_heads = num_kv_heads
         self.share = share
-        self._cohorts: list[_Cohort] = []
+        self._row_groups: list[_RowGroup] = []
         self._last_keys: dict[int, Tensor] = {}
         self._num_columns = 0
 
     @property
     def batch_size(self) -> int:
         """Number of sequences in the batch; 0 before the first call."""
-        return sum(len(cohort.rows) for cohort in self._cohorts)
+        return sum(len(row_group.rows) for row_group in self._row_groups)
 
     @property
     def tokens_seen(self) -> list[int]:
         """Number of real tokens seen, per sequence of the batch."""
         seen = [0] * self.batch_size
-        for cohort in self._cohorts:
-            for row in cohort.rows:
-                seen[row] = cohort.seen
+        for row_group in self._row_groups:
+            for row in row_group.rows:
+                seen[row] = row_group.seen
         return seen
 
     def get_seq_length(self) -> int:
@@ -105,20 +105,22 @@ class LongNetCache:
     def rows_per_head(self, layer: int) -> list[list[int]]:
         """Number of stored rows of a layer, per sequence of the batch and key/value head."""
         rows: list[list[int]] = [[] for _ in range(self.batch_size)]
-        for cohort in self._cohorts:
-            for row in cohort.rows:
-                rows[row] = cohort.ledgers[self.patterns[layer]].rows_per_head
+        for row_group in self._row_groups:
+            for row in row_group.rows:
+                rows[row] = row_group.cache_indices[self.patterns[layer]].rows_per_head
         return rows
 
     def positions(self, layer: int, row: int, head: int) -> list[int]:
         """Stored positions of one layer, sequence and key/value head, ascending."""
-        cohort = next(cohort for cohort in self._cohorts if row in cohort.rows)
-        return cohort.ledgers[self.patterns[layer]].positions(head)
+        row_group = next(row_group for row_group in self._row_groups if row in row_group.rows)
+        return row_group.cache_indices[self.patterns[layer]].positions(head)
 
     @property
     def num_bytes(self) -> int:
         """Allocated bytes of keys and values."""
-        stored = [tensor for cohort in self._cohorts for tensors in cohort.storage.values() for tensor in tensors]
+        stored = [
+            tensor for row_group in self._row_groups for tensors in row_group.storage.values() for tensor in tensors
+        ]
         return sum(tensor.numel() * tensor.element_size() for tensor in (*stored, *self._last_keys.values()))
 
     def reorder(self, indices: Tensor) -> None:
@@ -133,13 +135,13 @@ class LongNetCache:
         wanted = indices.tolist()
         if any(not 0 <= old < self.batch_size for old in wanted):
             raise ValueError(f"indices must be rows of the batch, 0 to {self.batch_size - 1}, got {wanted}")
-        cohorts = []
-        for cohort in self._cohorts:
-            place = {row: index for index, row in enumerate(cohort.rows)}
-            rows = [new for new, old in enumerate(wanted) if old in place]
+        row_groups = []
+        for row_group in self._row_groups:
+            index_of = {row: index for index, row in enumerate(row_group.rows)}
+            rows = [new for new, old in enumerate(wanted) if old in index_of]
             if rows:
-                cohorts.append(cohort.select([place[wanted[new]] for new in rows], rows))
-        self._cohorts = cohorts
+                row_groups.append(row_group.select([index_of[wanted[new]] for new in rows], rows))
+        self._row_groups = row_groups
         for layer, keys in self._last_keys.items():
             self._last_keys[layer] = keys.index_select(0, indices.to(keys.device))
 
@@ -152,8 +154,8 @@ class LongNetCache:
         Raises:
             ValueError: the batch size differs from earlier calls.
         """
-        if not self._cohorts:
-            self._cohorts = [self._new_cohort(batch_size, device)]
+        if not self._row_groups:
+            self._row_groups = [self._new_row_group(batch_size, device)]
         if batch_size != self.batch_size:
             raise ValueError(
                 f"the cache holds a batch of {self.batch_size} sequences, got input_ids with {batch_size}; use a new "
@@ -162,16 +164,19 @@ class LongNetCache:
         if runs is None:
             runs = [(0, num_columns)] * batch_size
         seen = self.tokens_seen
-        self._cohorts = [part for cohort in self._cohorts for part in _split(cohort, runs)]
+        self._row_groups = [part for row_group in self._row_groups for part in _split(row_group, runs)]
         slabs = []
-        for cohort in self._cohorts:
-            start, stop = runs[cohort.rows[0]]
+        for row_group in self._row_groups:
+            start, stop = runs[row_group.rows[0]]
             if start < stop:
-                steps = {pattern: ledger.advance(stop - start) for pattern, ledger in cohort.ledgers.items()}
-                slabs.append(_Slab(cohort, (start, stop), cohort.seen, steps))
-                cohort.seen += stop - start
+                steps = {
+                    pattern: cache_index.advance(stop - start)
+                    for pattern, cache_index in row_group.cache_indices.items()
+                }
+                slabs.append(_Slab(row_group, (start, stop), row_group.seen, steps))
+                row_group.seen += stop - start
         self._num_columns += num_columns
-        if len(self._cohorts) == 1:
+        if len(self._row_groups) == 1:
             positions = torch.arange(num_columns, device=device) + (seen[0] - runs[0][0])
             positions.clamp_(min=0)
         else:
@@ -204,30 +209,36 @@ class LongNetCache:
                 f"of {sequence_length} tokens this rank has {positions.shape[0]} rows, got input_ids with {num_rows}: "
                 "pass share.rows(all_input_ids)"
             )
-        cohort = self._new_cohort(batch_size, device)
-        steps = {pattern: ledger.advance(sequence_length) for pattern, ledger in cohort.ledgers.items()}
-        places = {pattern: ledger.places_by_rank() for pattern, ledger in cohort.ledgers.items()}
-        cohort.seen = self._num_columns = sequence_length
-        self._cohorts = [cohort]
-        return PromptStep(self.patterns, _Slab(cohort, (0, sequence_length), 0, steps), positions, self.share, places)
+        row_group = self._new_row_group(batch_size, device)
+        steps = {
+            pattern: cache_index.advance(sequence_length) for pattern, cache_index in row_group.cache_indices.items()
+        }
+        stored_indices = {
+            pattern: cache_index.indices_by_rank() for pattern, cache_index in row_group.cache_indices.items()
+        }
+        row_group.seen = self._num_columns = sequence_length
+        self._row_groups = [row_group]
+        return PromptStep(
+            self.patterns, _Slab(row_group, (0, sequence_length), 0, steps), positions, self.share, stored_indices
+        )
 
-    def _new_cohort(self, batch_size: int, device: torch.device) -> _Cohort:
+    def _new_row_group(self, batch_size: int, device: torch.device) -> _RowGroup:
         rank, num_ranks = (0, 1) if self.share is None else (self.share.rank, self.share.size)
-        ledgers: dict[Pattern, Ledger] = {
-            pattern: Ledger(pattern, self.num_kv_heads, device, rank=rank, num_ranks=num_ranks)
+        cache_indices: dict[Pattern, CacheIndex] = {
+            pattern: CacheIndex(pattern, self.num_kv_heads, device, rank=rank, num_ranks=num_ranks)
             for pattern in self.patterns
         }
-        return _Cohort(list(range(batch_size)), ledgers)
+        return _RowGroup(list(range(batch_size)), cache_indices)
 
 
 @dataclass(slots=True)
 class _Slab:
-    """New rows of a cohort: their columns, the position of the first row, and the ledgers' steps."""
+    """New rows of a row group: their columns, the position of the first row, and the cache indices' steps."""
 
-    cohort: _Cohort
+    row_group: _RowGroup
     columns: Run
     offset: int
-    steps: dict[Pattern, LedgerStep]
+    steps: dict[Pattern, CacheIndexStep]
 
 
 @dataclass(slots=True)
@@ -260,12 +271,12 @@ class CacheStep:
         if len(self.slabs) == 1:
             slab = self.slabs[0]
             # Without padding no rows need selecting.
-            if slab.columns == (0, query.shape[1]) and slab.cohort.rows == list(range(query.shape[0])):
+            if slab.columns == (0, query.shape[1]) and slab.row_group.rows == list(range(query.shape[0])):
                 return _attend_slab(slab, layer, pattern, query, key, value, self.share)
         out = torch.zeros_like(query)
         for slab in self.slabs:
             start, stop = slab.columns
-            rows = torch.tensor(slab.cohort.rows, device=query.device)
+            rows = torch.tensor(slab.row_group.rows, device=query.device)
             q, k, v = (tensor[rows, start:stop] for tensor in (query, key, value))
             out[rows, start:stop] = _attend_slab(slab, layer, pattern, q, k, v, self.share)
         return out
@@ -280,41 +291,44 @@ class PromptStep:
     positions: Tensor
     """Absolute positions of this rank's rows, ``[N]``."""
     share: CacheShare
-    places: dict[Pattern, list[Tensor]]
+    stored_indices: dict[Pattern, list[Tensor]]
     """Flat indices ``position * G + head`` of the rows to store, per rank."""
 
     def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, dropout_p: float) -> Tensor:
         """Causal attention over all ranks; then each retained row is sent to the rank that stores it."""
         assert not dropout_p
         assert not torch.is_grad_enabled()
-        pattern, cohort = self.patterns[layer], self.slab.cohort
-        out = self.share.attend(query, key, value, pattern, cohort.seen)
-        dealt = self.share.deal(torch.cat([key, value], dim=-1), self.places[pattern], cohort.seen)
+        pattern, row_group = self.patterns[layer], self.slab.row_group
+        out = self.share.attend(query, key, value, pattern, row_group.seen)
+        dealt = self.share.deal(torch.cat([key, value], dim=-1), self.stored_indices[pattern], row_group.seen)
         keys, values = dealt.split([key.shape[-1], value.shape[-1]], dim=-1)
-        step, ledger = self.slab.steps[pattern], cohort.ledgers[pattern]
-        cohort.storage[layer] = _insert(None, (keys, values), step, ledger)
+        step, cache_index = self.slab.steps[pattern], row_group.cache_indices[pattern]
+        row_group.storage[layer] = _insert(None, (keys, values), step, cache_index)
         return out
 
 
-def _split(cohort: _Cohort, runs: Sequence[Run]) -> list[_Cohort]:
-    """Split a cohort by the columns of its sequences' new tokens."""
-    groups = group_rows([runs[row] for row in cohort.rows]).values()
+def _split(row_group: _RowGroup, runs: Sequence[Run]) -> list[_RowGroup]:
+    """Split a row group by the columns of its sequences' new tokens."""
+    groups = group_rows([runs[row] for row in row_group.rows]).values()
     if len(groups) == 1:
-        return [cohort]
-    parts = [cohort.select(places, [cohort.rows[place] for place in places]) for places in groups]
-    for part in parts[1:]:  # their ledgers diverge from here on
-        part.ledgers = copy.deepcopy(part.ledgers)
+        return [row_group]
+    parts = [
+        row_group.select(stored_indices, [row_group.rows[index_of] for index_of in stored_indices])
+        for stored_indices in groups
+    ]
+    for part in parts[1:]:  # their cache indices diverge from here on
+        part.cache_indices = copy.deepcopy(part.cache_indices)
     return parts
 
 
 def _attend_slab(
     slab: _Slab, layer: int, pattern: Pattern, query: Tensor, key: Tensor, value: Tensor, share: CacheShare | None
 ) -> Tensor:
-    step, ledger = slab.steps[pattern], slab.cohort.ledgers[pattern]
-    stored = slab.cohort.storage.get(layer)
+    step, cache_index = slab.steps[pattern], slab.row_group.cache_indices[pattern]
+    stored = slab.row_group.storage.get(layer)
     within: AttentionOutput | None = None
     if step.is_token:
-        stored = _insert(stored, _picked(key, value, step), step, ledger)
+        stored = _insert(stored, _picked(key, value, step), step, cache_index)
     else:
         within = attend_with_lse(
             query, key, value, pattern, is_causal=True, query_offset=slab.offset, key_offset=slab.offset
@@ -325,14 +339,14 @@ def _attend_slab(
         lse = torch.full(query.shape[:3], float("-inf"), dtype=dtype, device=query.device)
     else:
         out, lse = within
-    if step.pieces:
+    if step.visible_keys:
         assert stored is not None
         out = out.to(lse.dtype)
-        merge_pieces(step.pieces, query, stored, out, lse)
-    if step.stretches:
+        merge_visible_keys(step.visible_keys, query, stored, out, lse)
+    if step.key_ranges:
         assert stored is not None
         out = out.to(lse.dtype)
-        merge_stretches(step.stretches, pattern, slab.offset, query, stored, out, lse)
+        merge_key_ranges(step.key_ranges, pattern, slab.offset, query, stored, out, lse)
     if share is not None and (step.is_token or slab.offset):
         # A collective: all ranks take part, even one whose stored rows are not visible to the slab.
         out, lse = share.merge(AttentionOutput(out, lse))
@@ -343,9 +357,9 @@ def _attend_slab(
         assert stored is not None
         stored = (_compact(stored[0], step.keep), _compact(stored[1], step.keep))
     if not step.is_token:
-        stored = _insert(stored, _picked(key, value, step), step, ledger)
+        stored = _insert(stored, _picked(key, value, step), step, cache_index)
     assert stored is not None
-    slab.cohort.storage[layer] = stored
+    slab.row_group.storage[layer] = stored
     return out.to(query.dtype)
 
 
@@ -356,8 +370,8 @@ def _compact(stored: Tensor, keep: Tensor) -> Tensor:
     return compacted
 
 
-def _picked(key: Tensor, value: Tensor, step: LedgerStep) -> Stored:
-    """The rows of a slab's keys and values ``[B, rows, G, D]`` that are stored, ``[B, places, D]``."""
+def _picked(key: Tensor, value: Tensor, step: CacheIndexStep) -> Stored:
+    """The rows of a slab's keys and values ``[B, rows, G, D]`` that are stored, ``[B, stored_indices, D]``."""
     rows = key.flatten(1, 2), value.flatten(1, 2)
     return rows if step.source is None else (rows[0].index_select(1, step.source), rows[1].index_select(1, step.source))
 
@@ -371,12 +385,12 @@ def grown_slots(slots: int, needed: int, most: int) -> int:
     return slots if needed <= slots else min(most, needed + needed // 2)
 
 
-def _insert(stored: Stored | None, rows: Stored, step: LedgerStep, ledger: Ledger) -> Stored:
+def _insert(stored: Stored | None, rows: Stored, step: CacheIndexStep, cache_index: CacheIndex) -> Stored:
     """The storage with the new rows at the step's target indices; reallocated if its capacity is too small."""
     slots = 0 if stored is None else stored[0].shape[1]
     if stored is None or step.num_slots > slots:
-        grown = grown_slots(slots, step.num_slots, ledger.max_slots())
-        key, value = (new.new_empty(new.shape[0], grown, ledger.num_kv_heads, new.shape[2]) for new in rows)
+        grown = grown_slots(slots, step.num_slots, cache_index.max_slots())
+        key, value = (new.new_empty(new.shape[0], grown, cache_index.num_kv_heads, new.shape[2]) for new in rows)
         if stored is not None:
             key[:, :slots], value[:, :slots] = stored
         stored = key, value

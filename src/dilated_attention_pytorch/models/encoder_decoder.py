@@ -146,7 +146,7 @@ class LongNetEncoderDecoder(nn.Module):
         Args:
             input_ids: the source, integer ``[B, M]``.
             decoder_input_ids: the target, integer ``[B, N]``; the loss must shift it by one against the logits.
-            attention_mask: ``[B, M]``, 1 = real, as of :meth:`LongNetEncoder.forward`.
+            attention_mask: ``[B, M]``, 1 = real, as in :meth:`LongNetEncoder.forward`.
             decoder_attention_mask: ``[B, N]``, the same for the target. Logits at padding are meaningless.
 
         Returns:

@@ -16,44 +16,48 @@ from dilated_attention_pytorch.ops import attend_with_lse
 from dilated_attention_pytorch.patterns import Pattern, PatternSum
 from dilated_attention_pytorch.patterns.blocks import BlockPattern
 
-from .ledger import Piece
-from .slots import Stretch
+from .cache_index import VisibleKeys
+from .slots import KeyRange
 
 Stored = tuple[Tensor, Tensor]
 """Keys and values of one layer, ``[sequences, slots, G, D]``."""
 
 
-def merge_pieces(pieces: list[Piece], query: Tensor, stored: Stored, out: Tensor, lse: Tensor) -> None:
-    """Merge attention of ``query`` to the stored rows into ``out`` and ``lse``, piece by piece."""
+def merge_visible_keys(
+    visible_keys: list[VisibleKeys], query: Tensor, stored: Stored, out: Tensor, lse: Tensor
+) -> None:
+    """Merge attention of ``query`` to the stored rows into ``out`` and ``lse``."""
     num_kv_heads, head_dim = stored[0].shape[2:]
     grouped = [tensor.unflatten(2, (num_kv_heads, -1)) for tensor in (query, out, lse)]
     flat = [tensor.flatten(1, 2) for tensor in stored]
     scale, impl = 1.0 / math.sqrt(head_dim), select("auto", query.device, query.dtype, head_dim)
-    for piece in pieces:
-        queries, piece_out, piece_lse = (tensor[:, piece.rows, piece.heads] for tensor in grouped)
+    for some_keys in visible_keys:
+        queries, out_of_keys, lse_of_keys = (tensor[:, some_keys.rows, some_keys.heads] for tensor in grouped)
         if reads_listed_rows(impl, queries.shape[1] * queries.shape[3]):
-            keys, values = (rows[:, :, piece.heads] for rows in stored)
-            slots = (piece.places // num_kv_heads).view(piece.num_keys, -1).T
+            keys, values = (rows[:, :, some_keys.heads] for rows in stored)
+            slots = (some_keys.indices // num_kv_heads).view(some_keys.num_keys, -1).T
             seen = RemoteKeys(keys, values, seen_rows=slots)
         else:
-            keys, values = (rows.index_select(1, piece.places).unflatten(1, (piece.num_keys, -1)) for rows in flat)
+            keys, values = (
+                rows.index_select(1, some_keys.indices).unflatten(1, (some_keys.num_keys, -1)) for rows in flat
+            )
             seen = RemoteKeys(keys, values)
-        merge_rows(queries, seen, piece_out, piece_lse, scale=scale, impl=impl)
+        merge_rows(queries, seen, out_of_keys, lse_of_keys, scale=scale, impl=impl)
 
 
-def merge_stretches(
-    stretches: list[Stretch], pattern: Pattern, offset: int, query: Tensor, stored: Stored, out: Tensor, lse: Tensor
+def merge_key_ranges(
+    key_ranges: list[KeyRange], pattern: Pattern, offset: int, query: Tensor, stored: Stored, out: Tensor, lse: Tensor
 ) -> None:
     """Merge attention of ``query``, a slab at position ``offset``, to stored rows under rules."""
     num_kv_heads = stored[0].shape[2]
     rules = PatternSum(tuple(map(BlockPattern, pattern.rules)))
     grouped = [tensor.unflatten(2, (num_kv_heads, -1)) for tensor in (query, out, lse)]
     flat = [tensor.flatten(1, 2) for tensor in stored]
-    for stretch in stretches:
-        heads = range(num_kv_heads)[stretch.heads]
-        queries, part_of_out, part_of_lse = (tensor[:, stretch.rows, stretch.heads] for tensor in grouped)
-        keys, values = (rows.index_select(1, stretch.places).unflatten(1, (-1, len(heads))) for rows in flat)
-        is_absent = None if stretch.is_absent is None else stretch.is_absent.expand(keys.shape[0], -1)
+    for key_range in key_ranges:
+        heads = range(num_kv_heads)[key_range.heads]
+        queries, part_of_out, part_of_lse = (tensor[:, key_range.rows, key_range.heads] for tensor in grouped)
+        keys, values = (rows.index_select(1, key_range.indices).unflatten(1, (-1, len(heads))) for rows in flat)
+        is_absent = None if key_range.is_absent is None else key_range.is_absent.expand(keys.shape[0], -1)
         part = attend_with_lse(
             queries.flatten(2, 3),
             keys,
@@ -61,7 +65,7 @@ def merge_stretches(
             rules.for_heads(heads, num_kv_heads),
             is_causal=True,
             query_offset=offset,
-            key_offset=stretch.position,
+            key_offset=key_range.position,
             key_padding_mask=is_absent,
         )
         # The merge needs finite numbers: a row without keys gets weight 0.

@@ -106,7 +106,7 @@ class SlideEncoderConfig:
                 raise ValueError(f"{name} must be at least 0 and below 1, got {getattr(self, name)!r}")
         if self.pooling not in get_args(Pooling):
             raise ValueError(f'pooling must be "class" or "mean", got {self.pooling!r}')
-        self.pattern  # noqa: B018 - raises what is wrong with its numbers
+        self.pattern  # noqa: B018 - raises if its numbers are invalid
 
     @property
     def pattern(self) -> DilatedPattern:

@@ -13,19 +13,19 @@ from dilated_attention_pytorch.patterns.blocks import HeadRule
 _FREE = -1
 
 
-class Stretch(NamedTuple):
+class KeyRange(NamedTuple):
     """Stored rows of consecutive positions whose visibility to the rows of a slab follows from rules."""
 
     rows: slice
     """Rows of the slab that may attend to them."""
     heads: slice
     """Key/value heads."""
-    places: Tensor
+    indices: Tensor
     """Flat indices ``slot * G + head`` of the stored rows, ``[positions * heads]``, position-major."""
     position: int
     """Position of the first."""
     is_absent: Tensor | None
-    """bool ``[positions]``: positions that are not stored; their ``places`` point elsewhere. None if all are stored."""
+    """bool ``[positions]``: positions that are not stored, whose ``indices`` mean nothing. None if all are stored."""
 
 
 class Slots:
@@ -108,12 +108,12 @@ class Slots:
         seen = rule.sees(self.heads[0], self._num_kv_heads, torch.tensor(query), positions)
         return (seen & (positions != _FREE)).nonzero().squeeze(1)
 
-    def places(self, slots: Tensor, heads: slice) -> Tensor:
+    def indices(self, slots: Tensor, heads: slice) -> Tensor:
         """Flat indices ``slot * G + head`` for all ``slots`` and ``heads``."""
         members = torch.arange(self._num_kv_heads)[heads]
         return (slots.unsqueeze(1) * self._num_kv_heads + members).view(-1)
 
-    def stretches(self, start: int, stop: int, largest_gap: int, device: torch.device) -> Iterator[Stretch]:
+    def key_ranges(self, start: int, stop: int, largest_gap: int, device: torch.device) -> Iterator[KeyRange]:
         """Rows that rules may make visible to queries ``[start, stop)``; gaps up to ``largest_gap`` are bridged."""
         if not self.rules:
             return
@@ -134,7 +134,7 @@ class Slots:
             is_absent[some - first] = False
             for heads in arithmetic_runs(self.heads):
                 absent = is_absent.to(device) if is_absent.any() else None
-                yield Stretch(rows, heads, self.places(dense, heads).to(device), first, absent)
+                yield KeyRange(rows, heads, self.indices(dense, heads).to(device), first, absent)
 
 
 def arithmetic_runs(heads: list[int]) -> list[slice]:

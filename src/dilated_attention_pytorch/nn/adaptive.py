@@ -1,4 +1,4 @@
-"""Block-sparse attention whose key blocks a small learned scorer chooses, for every sample, head and query block."""
+"""Block-sparse attention whose key blocks a small learned scorer chooses per sample, head and query block."""
 
 from __future__ import annotations
 
@@ -17,38 +17,38 @@ from .old_keywords import answers_old_keywords
 
 
 class AdaptiveBlockAttention(nn.Module):
-    """Attention in which every query block sees its own key block and the k - 1 others that a scorer likes best.
+    """Attention in which every query block sees its own key block and the k - 1 others that a scorer ranks highest.
 
-    With the log-gate ``e[i, j]`` of :class:`BlockScorer` and the blocks J(i) that are kept, one softmax
+    With the log-gate ``e[i, j]`` of :class:`BlockScorer` and the kept blocks J(i), one softmax
 
         O[p] = sum_(j in J(i)) sum_(t in block j) exp(s[p, t] + e[i, j]) v[t] / (the same without v)
 
     for the rows p of query block i, ``s = scale * q . k``; :func:`attend_blocks` computes it exactly. The gate of the
-    own block is 1 and those of the others are relative to it: a constant in all gates of a row would cancel in the
-    softmax, so the anchor is what lets the loss reach every parameter of the scorer. With ``pattern`` the counts add:
-    the softmax goes over the chosen blocks and the pattern's keys together, a pair in both counts for both.
+    own block is 1 and the others are relative to it: a constant in all gates of a row would cancel in the softmax, and
+    this anchor lets the loss reach every parameter of the scorer. With ``pattern`` the counts add: one softmax over the
+    keys of the chosen blocks and of the pattern together, in which a pair that is in both counts for both.
 
-    Which blocks are chosen, and their gates, depends on one sample and one key/value head alone; the query heads
-    of a key/value head share the blocks, so that their keys are gathered once. Of equal scores the first block wins.
+    The chosen blocks and their gates depend on one sample and one key/value head alone; the query heads of a key/value
+    head share the blocks, so that their keys are gathered once. Ties go to the first block.
 
-    Causal: only blocks that end before the query block begins can be chosen (of the own block, a row sees its own
-    position and before), and the queries that are pooled are the ``query_block_size`` rows that end with the query
-    block's *first*: what every row of it may know. No output depends on a later position. A question within a query
-    block therefore chooses blocks for the next one; ``query_block_size=1`` lets every row choose by its own query.
-    Not causal: all other blocks can be chosen, by the queries of the block itself.
+    Causal: only blocks that end before the query block begins can be chosen (within the own block, a row sees its own
+    position and those before), and the pooled queries are the ``query_block_size`` rows that end with the *first* row
+    of the query block, on which all of its rows may depend. No output depends on a later position. A question within a
+    query block therefore chooses blocks for the next one; with ``query_block_size=1`` every row chooses by its own
+    query. Not causal: all other blocks can be chosen, by the queries of the block itself.
 
     Args:
         num_heads: number of query heads H.
-        head_dim: width D of a head.
-        num_kv_heads: number of key/value heads G, which divides H; H without it.
-        blocks_per_query: blocks k that a query block sees, its own among them, at least 2. Where there are fewer, all.
+        head_dim: head dimension D.
+        num_kv_heads: number of key/value heads G, which divides H; None = H.
+        blocks_per_query: number k of blocks that a query block sees, including its own, at least 2; all if fewer exist.
         block_size: positions of a key block; the last one may be ragged.
-        query_block_size: rows that share a choice, which divides ``block_size``; ``block_size`` without it. The work is
-            the same for every size; small ones gather the same keys more often.
-        scorer_dim: width in which the scorer compares.
-        pattern: a static pattern beside the chosen blocks.
+        query_block_size: rows that share a choice, which divides ``block_size``; None = ``block_size``. The work is the
+            same for every size; small ones gather the same keys more often.
+        scorer_dim: width of the scorer's projections.
+        pattern: a static pattern in addition to the chosen blocks.
         dropout: probability of dropping a merged attention probability, in training only.
-        softmax_scale: factor of the scores, of the scorer's too; ``1 / sqrt(D)`` without it.
+        softmax_scale: scale of the scores, also of the scorer's; None = ``1 / sqrt(D)``.
         device, dtype: of the scorer's parameters.
 
     Raises:
@@ -162,10 +162,10 @@ class AdaptiveBlockAttention(nn.Module):
 
         Args:
             query, key, value: rows of one sequence: the keys from position 0 on, the queries from ``query_offset`` on.
-            is_causal: a query sees keys at its own position and before only.
+            is_causal: a query attends only to keys at or before its own position.
             query_offset: position of the first query row, a multiple of ``query_block_size``.
             key_padding_mask: bool ``[B, M]``, True = ignore. Neither the keys nor the queries of these positions are
-                pooled, and a block of nothing else is not chosen.
+                pooled, and a block of only such positions is not chosen.
 
         Raises:
             TypeError, ValueError: an argument is of the wrong type, shape, dtype or range; queries beyond the keys.
@@ -206,9 +206,9 @@ class AdaptiveBlockAttention(nn.Module):
         return merge([chosen, static]).out
 
     def density(self, sequence_length: int, *, is_causal: bool = False) -> float:
-        """What a call computes of what dense attention does, the static pattern included: the sum of counts / pairs.
+        """Fraction of dense attention's pairs that a call computes, static pattern included: the sum of counts / pairs.
 
-        Exact, but that a last block of fewer than ``block_size`` positions counts as whole where it can be chosen.
+        Exact, except that a last block of fewer than ``block_size`` positions counts as whole where it can be chosen.
         Under a causal mask it is divided by the ``N (N + 1) / 2`` pairs of dense causal attention.
 
         Raises:

@@ -42,7 +42,7 @@ class DynamicDilatedAttention(DilatedAttention):
 
     Args:
         selector_config: selection policy; None = the defaults.
-        dropout, softmax_scale, offset_rule, tail, segment_shift, impl: as of :class:`DilatedAttention`.
+        dropout, softmax_scale, offset_rule, tail, segment_shift, impl: as in :class:`DilatedAttention`.
         selector: a selector instead of a policy, to share choices between modules or to use a machine's tuning record.
 
     Raises:
@@ -222,7 +222,7 @@ class DynamicMultiheadDilatedAttention(MultiheadDilatedAttention):
         selector_config: selection policy; None = the defaults.
         selector: a selector instead of a policy, see :class:`DynamicDilatedAttention`.
         dropout, bias, kdim, vdim, num_kv_heads, sub_layernorm, layernorm_eps, gain, softmax_scale, offset_rule, tail,
-            segment_shift, impl, device, dtype: as of :class:`MultiheadDilatedAttention`.
+            segment_shift, impl, device, dtype: as in :class:`MultiheadDilatedAttention`.
 
     Raises:
         TypeError, ValueError: see :class:`MultiheadDilatedAttention` and :class:`DynamicDilatedAttention`.

@@ -31,7 +31,7 @@ class MultiheadPatternAttention(nn.Module):
         pattern: attention pattern, see :func:`attend`.
         dropout: probability of dropping a merged attention probability, in training only.
         bias: whether the projections have biases.
-        kdim, vdim: widths of key and value, E without them.
+        kdim, vdim: widths of key and value; None = E.
         num_kv_heads: number of key/value heads G, which divides H (grouped-query attention); None = H.
         sub_layernorm: a LayerNorm over the concatenated heads before the output projection (MAGNETO, arXiv
             2210.06423, section 2.1).
@@ -182,14 +182,14 @@ class MultiheadPatternAttention(nn.Module):
             need_weights: must be False: the N x M weights are never formed.
             attn_mask: None or the square causal mask, which is equivalent to ``is_causal=True``.
             average_attn_weights: ignored, as PyTorch does when weights are not requested.
-            is_causal: a query sees keys at its own position and before only.
+            is_causal: a query attends only to keys at or before its own position.
             cu_seqlens: int32 boundaries of packed documents, see :func:`attend`.
 
         Returns:
             ``(out [B, N, E], None)``.
 
         Raises:
-            NotImplementedError: ``need_weights`` or another mask was asked for.
+            NotImplementedError: ``need_weights`` or another mask was requested.
             TypeError, ValueError: wrong dimensions, dtypes or shapes.
         """
         for name, x, width in (("query", query, self.embed_dim), ("key", key, self.kdim), ("value", value, self.vdim)):
@@ -219,7 +219,7 @@ class MultiheadDilatedAttention(MultiheadPatternAttention):
         segment_lengths, dilation_rates: the pattern, see :class:`DilatedPattern`.
         offset_rule, tail, segment_shift: see :class:`DilatedPattern`.
         dropout, bias, kdim, vdim, num_kv_heads, sub_layernorm, layernorm_eps, gain, softmax_scale, impl, device, dtype:
-            as of :class:`MultiheadPatternAttention`.
+            as in :class:`MultiheadPatternAttention`.
 
     Raises:
         TypeError, ValueError: sizes do not divide, or a pattern argument is of the wrong type or out of range.

@@ -1,4 +1,4 @@
-"""The engine as two operators of ``torch.library``: traced by torch.compile, counted by FlopCounterMode."""
+"""The engine as operators of ``torch.library``: traced by torch.compile, counted by FlopCounterMode."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 
 
 class Arguments(NamedTuple):
-    """The arguments of :data:`attend`, the last ones of :data:`attend_backward`, in the order of their schemas."""
+    """The arguments of :data:`attend`, also the last ones of :data:`attend_backward`, in the order of their schemas."""
 
     query: Tensor
     key: Tensor
@@ -81,14 +81,14 @@ def _inputs(arguments: Arguments) -> Inputs:
 
 
 def _problem(arguments: Arguments) -> Problem:
-    """The operands of the Triton kernels, which plan on the device; boundaries on the CPU are checked, then copied."""
+    """The operands of the Triton kernels, which plan on the device. Boundaries on the CPU are checked, then copied."""
     from dilated_attention_pytorch.kernels.triton.problem import Problem
 
     query, key, value, cu_seqlens, mask, seed, pattern, is_causal, scale, *_, dropout_p, _ = arguments
     offsets = arguments.query_offset, arguments.key_offset
     groups, rules = summands(pattern)
     if cu_seqlens is not None:
-        # Boundaries on the device are not waited for: a document may be as long as all of them.
+        # Boundaries on the device are not read, which would wait for it: a document may be as long as all rows.
         boundaries = documents_of(cu_seqlens, query.shape[1]) if cu_seqlens.is_cpu else (0, query.shape[1])
         check_documents(pattern_from_spec(pattern), boundaries, key.shape[2])
         cu_seqlens = cu_seqlens.to(query.device).contiguous()
@@ -97,13 +97,13 @@ def _problem(arguments: Arguments) -> Problem:
 
 @functools.lru_cache(maxsize=64)
 def summands(pattern: str) -> tuple[tuple[DilationGroup, ...], tuple[HeadRule, ...]]:
-    """Groups and rules of a pattern: the same objects in every call, which finds its plan of launches by them."""
+    """Groups and rules of a pattern: the same objects in every call, since the plan of launches is found by them."""
     counted = pattern_from_spec(pattern)
     return counted.groups, counted.rules
 
 
 def attend_prepared(arguments: Arguments) -> tuple[Tensor, Tensor]:
-    """:data:`attend` of operands with rows of stride 1, keys and values zero where they are padding."""
+    """:data:`attend` for operands with a last stride of 1, and with zeros in padded keys and values."""
     if arguments.impl == "triton":
         from dilated_attention_pytorch.kernels.triton import launch
 
@@ -123,23 +123,23 @@ def attend_prepared(arguments: Arguments) -> tuple[Tensor, Tensor]:
 def attend_backward_prepared(
     grad_out: Tensor, grad_lse: Tensor | None, out: Tensor, lse: Tensor, arguments: Arguments
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """:data:`attend_backward` of operands as :func:`attend_prepared` takes them."""
+    """:data:`attend_backward` for operands as :func:`attend_prepared` takes them."""
     grad_out = as_rows(grad_out)
     if arguments.impl == "triton-fp8":
         raise NotImplementedError(NO_FP8_GRADIENT)
     if arguments.impl in ON_DEVICE:
         from dilated_attention_pytorch.kernels.triton import launch
 
-        # The kernels read them as they write them, contiguous; rows of a longer call are not.
+        # The kernels read out and lse as they write them, contiguous; rows of a longer call are not contiguous.
         return launch.backward(_problem(arguments), out.contiguous(), lse.contiguous(), grad_out, grad_lse)
     with without_autocast(arguments.query.device.type):
         return extremes.backward(_inputs(arguments), out, lse, grad_out, grad_lse)
 
 
 def attend_pair(arguments: Arguments) -> tuple[Tensor, Tensor, Tensor]:
-    """:func:`attend_prepared` where scores are large, the log-sum-exp as a pair: see :func:`.engine.call.forward`.
+    """:func:`attend_prepared` for large scores, with the log-sum-exp as a pair: see :func:`.engine.call.forward`.
 
-    For slabs whose partials are merged with others. Matrix products compute it, whatever ``impl`` is.
+    For slabs whose partials are merged with others. It is computed by matrix products, whatever ``impl`` is.
     """
     inputs = _inputs(arguments._replace(impl="aten"))
     rest = torch.zeros(inputs.query.shape[:3], dtype=inputs.accumulation_dtype, device=inputs.query.device)
@@ -149,13 +149,13 @@ def attend_pair(arguments: Arguments) -> tuple[Tensor, Tensor, Tensor]:
 def attend_pair_backward(
     grad_out: Tensor, grad_lse: Tensor | None, out: Tensor, pair: tuple[Tensor, Tensor], arguments: Arguments
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Gradients of query, key and value under a merged output and pair, of the operands of :func:`attend_pair`."""
+    """Gradients of query, key and value under a merged output and pair, for the operands of :func:`attend_pair`."""
     lse, rest = pair
     return engine.backward(_inputs(arguments._replace(impl="aten")), out, lse, as_rows(grad_out), grad_lse, rest)
 
 
 def _prepared(arguments: Arguments) -> Arguments:
-    """Operands as the kernels take them; the Triton kernels do not read keys and values that are hidden."""
+    """Operands in the form that the kernels require; the Triton kernels do not read hidden keys and values."""
     query, key, value = arguments[:3]
     if arguments.impl not in ON_DEVICE:
         key, value = (without_padding(x, arguments.key_padding_mask) for x in (key, value))
@@ -203,7 +203,7 @@ def weighted_sum(
     key: Tensor,
     *options: Any,
 ) -> Tensor:
-    """A weighted sum of the queries, or of the keys, in the accumulation dtype; see :mod:`.weighted_sum`."""
+    """A weighted sum per query, or per key, in the accumulation dtype; see :mod:`.weighted_sum`."""
     _, key_padding_mask, *_ = options
 
     def of_key(tensor: Tensor) -> Tensor:
@@ -330,31 +330,31 @@ def num_pairs(
     query_offset: int,
     key_offset: int,
 ) -> int:
-    """Pairs of a query and a key under the pattern; a padded key counts, the kernels compute with it."""
+    """Number of query-key pairs under the pattern; padded keys count, as the kernels compute with them."""
     return plan(_call(query, key, cu_seqlens, pattern, is_causal, query_offset, key_offset), 1 << 62).num_pairs
 
 
 def _num_pairs(operands: tuple[Any, ...]) -> int:
-    """Of the operands of :data:`attend`."""
+    """:func:`num_pairs` for the operands of :data:`attend`."""
     query, key, _, cu_seqlens, _, _, pattern, is_causal, _, query_offset, key_offset, *_ = operands
     return num_pairs(query, key, cu_seqlens, pattern, is_causal, query_offset, key_offset)
 
 
 @register_flop_formula(torch.ops.dilated_attention_pytorch.attend, get_raw=True)
 def _attend_flops(*operands: Any, out_val: Any = None, **_: Any) -> int:
-    """Two matrix products over exactly the pairs of the pattern: 4 D operations a pair."""
+    """Two matrix products over exactly the pairs of the pattern: 4 D operations per pair."""
     return 4 * operands[0].shape[-1] * _num_pairs(operands)
 
 
 @register_flop_formula(torch.ops.dilated_attention_pytorch.attend_backward, get_raw=True)
 def _attend_backward_flops(*operands: Any, out_val: Any = None, **_: Any) -> int:
-    """Five matrix products, the scores' recomputation among them, as PyTorch counts its own attention."""
+    """Five matrix products, including the recomputation of the scores, as PyTorch counts its own attention."""
     return 10 * operands[4].shape[-1] * _num_pairs(operands[4:])
 
 
 @register_flop_formula(torch.ops.dilated_attention_pytorch.weighted_sum, get_raw=True)
 def _weighted_sum_flops(*operands: Any, out_val: Any = None, **_: Any) -> int:
-    """The scores, the factors and the sum: two operations a pair and column."""
+    """The scores, the factors and the sum: two operations per pair and column."""
     values, lefts, _, _, _, query, key, *rest = operands
     columns = query.shape[-1] + values.shape[-1] + sum(left.shape[-1] for left in lefts)
     return 2 * columns * _num_pairs((query, key, key, *rest))

@@ -1,4 +1,4 @@
-"""The exact merge of partials, functional for callers and in place for the engine."""
+"""The exact merge of partials, for callers; the engine merges in place, see :mod:`.engine.merge`."""
 
 from __future__ import annotations
 
@@ -25,6 +25,7 @@ def merge(partials: Sequence[AttentionOutput | tuple[Tensor, Tensor]]) -> Attent
     """Merge partials over the same queries into attention over the union of their keys. Differentiable.
 
     ``L = logsumexp_i L_i``, ``O = sum_i exp(L_i - L) O_i``; a row without a key in any partial has O = 0, L = -inf and
+    zero gradient.
 
     Args:
         partials: at least one pair ``(out [B, N, H, D], lse [B, N, H])`` of equal shapes.
@@ -34,6 +35,7 @@ def merge(partials: Sequence[AttentionOutput | tuple[Tensor, Tensor]]) -> Attent
         Sums are taken in the dtype of ``lse``.
 
     Raises:
+        TypeError: the argument is not a list of pairs.
         ValueError: no partials, or shapes that differ.
 
     >>> halves = [AttentionOutput(torch.randn(2, 7, 3, 5), torch.randn(2, 7, 3)) for _ in range(2)]

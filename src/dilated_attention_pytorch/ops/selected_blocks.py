@@ -1,4 +1,4 @@
-"""Attention to key blocks that were chosen for every query block at run time, each with a gate of its own."""
+"""Attention to key blocks that are chosen per query block at run time, each with its own gate."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from .weighted_sum import Axis, Factor, Operands, Operators, factors_of
 BlocksImpl = Literal["auto", "native", "aten"]
 _IMPLS: tuple[str, ...] = get_args(BlocksImpl)
 _LEAST_NATIVE_BLOCK = 16
-"""Positions of a key block from which on "auto" is "native": its kernels multiply that many keys at a time."""
+"""Smallest key block for which "auto" selects "native", whose kernels multiply that many keys at a time."""
 _ANY_PATTERN = local_window(0)
 
 
@@ -54,26 +54,26 @@ def attend_blocks(
 
     ``s = scale * q . k``, and L[p] is the logarithm of the denominator. A block that is listed twice counts twice.
     Gradients reach query, key, value and the log-gates, from both outputs, so that the result merges exactly with
-    other partials (:func:`merge`). Scores are never held for more than a few query blocks. One operator of
-    ``torch.library``: it is traced by ``torch.compile(fullgraph=True)``.
+    other partials (:func:`merge`). Scores are never held for more than a few query blocks. It is one operator of
+    ``torch.library``, traced by ``torch.compile(fullgraph=True)``.
 
     Args:
         query: ``[B, N, H, D]``, float16, bfloat16, float32 or float64.
         key, value: ``[B, M, G, D]`` of the same dtype and device; G divides H, and the query heads of a key/value head
             share its blocks.
         blocks: int64 ``[B, G, ceil(N / query_block_size), k]``: numbers of key blocks, -1 for none.
-        log_gates: floating ``[B, G, ceil(N / query_block_size), k]``; without it every gate is 1.
+        log_gates: floating ``[B, G, ceil(N / query_block_size), k]``; None = every gate is 1.
         block_size: positions of a key block; the last one may be ragged.
-        query_block_size: rows of a query block; ``block_size`` without it.
-        is_causal: a query sees keys at its own position and before only, whatever blocks are listed.
-        scale: factor of the scores; ``1 / sqrt(D)`` without it.
+        query_block_size: rows of a query block; None = ``block_size``.
+        is_causal: a query attends only to keys at or before its own position, whatever blocks are listed.
+        scale: scale of the scores; None = ``1 / sqrt(D)``.
         query_offset: absolute position of the first query row; the first key row is position 0.
-        key_padding_mask: bool ``[B, M]``, True = ignore, exactly as if the key were not there.
-        dropout_p: as of :func:`attend`; ``lse`` is that of the undropped probabilities.
+        key_padding_mask: bool ``[B, M]``, True = ignore, exactly as if the key were absent.
+        dropout_p: as in :func:`attend`; ``lse`` is computed before dropout.
         impl: ``"native"`` (kernels of this package, x86-64 CPUs; heads up to 256 wide, not in float64), ``"aten"``
             (matrix products of PyTorch, any device) or ``"auto"``: ``"native"`` where that can run and a key block has
-            16 positions or more, else ``"aten"``. Both agree to rounding. Kernels that are not there yet are compiled
-            by the first call that takes them, ``"auto"`` too. Derivatives beside the gradient are products under both.
+            16 positions or more, else ``"aten"``. Both agree up to rounding. The first call that needs the native
+            kernels compiles them, also under ``"auto"``. Derivatives other than the gradient are products under both.
 
     Returns:
         ``AttentionOutput(out [B, N, H, D], lse [B, N, H])``; a row that sees no key has 0 and -inf.
@@ -130,7 +130,7 @@ _OPTIONS = (
     "SymInt query_block_size, bool is_causal, float scale, SymInt query_offset, float dropout_p"
 )
 _ARGUMENTS = f"Tensor query, Tensor key, Tensor value, {_OPTIONS}, str impl"
-"""The fields of :class:`.listed.Inputs`, as the operators have them."""
+"""The fields of :class:`.listed.Inputs`, as arguments of the operators."""
 
 
 def _prepared(arguments: listed.Inputs) -> listed.Inputs:
@@ -161,14 +161,14 @@ class _Selected:
         return listed.backward(inputs, as_rows(out), lse, as_rows(grad_out), grad_lse)
 
     def unweighted(self) -> _Selected:
-        # Whether a row sees a block is a gate of -inf or another; a small one would hide that it does.
+        # A row sees a block iff its gate is not -inf; a small gate would hide that it does.
         gates = self.inputs.log_gates
         if gates is not None:
             gates = torch.zeros_like(gates).masked_fill(gates == float("-inf"), float("-inf"))
         return _Selected(self.inputs._replace(dropout_seed=None, log_gates=gates))
 
     def gradients_of(self, rows: Tensor) -> tuple[Tensor, ...]:
-        """A log-gate is of all rows of a query block."""
+        """The gradient of a log-gate depends on all rows of its query block."""
         of_blocks = (self.inputs.by_query_block(rows.float()) > 0).flatten(1).any(1)
         return (of_blocks.view(self.inputs.blocks.shape[:3]).unsqueeze(-1),)
 
@@ -223,7 +223,7 @@ def _weighted_sum(
     key: Tensor,
     *options: Any,
 ) -> Tensor:
-    """A weighted sum of the queries, the keys or the blocks, in the dtype of sums; see :mod:`.weighted_sum`."""
+    """A weighted sum per query, key or block, in the accumulation dtype; see :mod:`.weighted_sum`."""
     inputs = _prepared(listed.Inputs(query, key, key, *options))
     of_pairs, key_padding_mask = factors_of(factors), inputs.key_padding_mask
     if key_padding_mask is not None:
@@ -345,26 +345,26 @@ _attend_blocks.register_autograd(_backward, setup_context=_setup_context)
 
 
 def _num_pairs(operands: tuple[Any, ...]) -> int:
-    """Pairs of a query and a key that are computed: all of every list, -1 and the keys after a query included."""
+    """Number of query-key pairs that are computed: all of every list, including -1 and keys after a query."""
     query, _, _, blocks, _, _, _, block_size, query_block_size, *_ = operands
     return blocks.numel() * block_size * query_block_size * query.shape[2] // blocks.shape[1]
 
 
 @register_flop_formula(torch.ops.dilated_attention_pytorch.attend_blocks, get_raw=True)
 def _attend_flops(*operands: Any, out_val: Any = None, **_: Any) -> int:
-    """Two matrix products: 4 D operations a pair."""
+    """Two matrix products: 4 D operations per pair."""
     return 4 * operands[0].shape[-1] * _num_pairs(operands)
 
 
 @register_flop_formula(torch.ops.dilated_attention_pytorch.attend_blocks_backward, get_raw=True)
 def _attend_backward_flops(*operands: Any, out_val: Any = None, **_: Any) -> int:
-    """Five matrix products, the scores' recomputation among them."""
+    """Five matrix products, including the recomputation of the scores."""
     return 10 * operands[4].shape[-1] * _num_pairs(operands[4:])
 
 
 @register_flop_formula(torch.ops.dilated_attention_pytorch.weighted_block_sum, get_raw=True)
 def _weighted_sum_flops(*operands: Any, out_val: Any = None, **_: Any) -> int:
-    """The scores, the factors and the sum: two operations a pair and column."""
+    """The scores, the factors and the sum: two operations per pair and column."""
     values, factors, query = operands[1], operands[2], operands[4]
     columns = query.shape[-1] + (0 if values is None else values.shape[-1])
     columns += sum(left.shape[-1] for left in factors[::3] if left is not None)

@@ -33,7 +33,7 @@ def check_call(
     key_padding_mask: Tensor | None,
     dropout_p: float,
 ) -> None:
-    """Validate the arguments of :func:`attend`; errors name the argument, the expectation and what came."""
+    """Validate the arguments of :func:`attend`; errors name the argument, the expectation and the value."""
     _check_tensors(query, key, value)
     if not isinstance(pattern, Pattern):
         raise TypeError(

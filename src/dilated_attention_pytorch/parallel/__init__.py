@@ -1,6 +1,7 @@
-"""The same call over several ranks: one sequence, its rows spread over them."""
+"""The same API over several ranks: one sequence, with its rows sharded over them."""
 
 from .attend import attend, attend_with_lse
+from .communicator import naming_ranks
 from .failure import RankFailure
 from .generation import RankShare
 from .modules import (
@@ -15,7 +16,7 @@ from .plan import Estimate, Machine, ParallelPlan, plan_parallel
 from .selection import agreed_selector
 from .sharding import positions, shard, shard_labels, unshard
 from .simulation import Simulation, simulate
-from .wire import Traffic, count_traffic, naming_ranks
+from .traffic import Traffic, count_traffic
 
 __all__ = [
     "DistributedDilatedAttention",

@@ -110,7 +110,7 @@ def agree(
             query.shape[3],
             query.dtype,
             mask is not None,
-            tuple(wire.size for wire in (ranks.rows, ranks.heads) if wire is not None),
+            tuple(communicator.size for communicator in (ranks.rows, ranks.heads) if communicator is not None),
         )
         needs_whole = ranks.heads is None and not (is_one_sequence and keywords.impl != "reference")
         strategy = "heads" if needs_whole else cheapest(size, layout)

@@ -18,7 +18,7 @@ from dilated_attention_pytorch.planning.shards import ShardedCall
 
 from .agreement import Agreed, Keywords, agree
 from .first_derivative import refuse_other_derivatives
-from .heads import Heads, Places, Route, ToHeads, ToRows, to_heads
+from .heads import Heads, Route, RowRanges, ToHeads, ToRows, to_heads
 from .plan import Strategy
 from .sequence import SequenceAttention, Task
 from .sharding import Ranks, ranks_of
@@ -190,25 +190,27 @@ def _attend(
     if ranks.heads is None and agreed.strategy != "heads":
         return _by_rows(ranks, agreed, query, key, value, mask, pattern, seed, keywords)
     # Each rank gets all rows of some heads: of the whole sequence, or of its row group's part.
-    wire = ranks.heads or ranks.rows
-    heads = Heads.split(query.shape[2], key.shape[2], wire.size)
-    query_places, key_places = (_places(ranks, rows, keywords.layout) for rows in (agreed.num_queries, agreed.num_keys))
+    communicator = ranks.heads or ranks.rows
+    heads = Heads.split(query.shape[2], key.shape[2], communicator.size)
+    query_ranges, key_ranges = (
+        _row_ranges(ranks, rows, keywords.layout) for rows in (agreed.num_queries, agreed.num_keys)
+    )
     num_heads, num_kv_heads = query.shape[2], key.shape[2]
     number = agreed.number if ranks.heads is None else agreed.heads_number
-    route = Route(wire, heads.queries, query_places, num_heads, 2 * number)
-    kv_route = Route(wire, heads.kv, key_places, num_kv_heads, 2 * number)
+    route = Route(communicator, heads.queries, query_ranges, num_heads, 2 * number)
+    kv_route = Route(communicator, heads.kv, key_ranges, num_kv_heads, 2 * number)
     query, key, value = ToHeads.apply(query, key, value, route, kv_route)
     if mask is not None:
-        same_for_all = Route(wire, ((0,),) * wire.size, key_places, 1, 2 * number)
+        same_for_all = Route(communicator, ((0,),) * communicator.size, key_ranges, 1, 2 * number)
         mask = to_heads(mask.unsqueeze(-1).to(torch.uint8), same_for_all).squeeze(-1).bool()
-    kv, _ = heads.kv_of_queries(wire.rank, num_heads // num_kv_heads)
-    if kv != heads.kv[wire.rank]:
-        index = torch.tensor([heads.kv[wire.rank].index(head) for head in kv], device=key.device)
+    kv, _ = heads.kv_of_queries(communicator.rank, num_heads // num_kv_heads)
+    if kv != heads.kv[communicator.rank]:
+        index = torch.tensor([heads.kv[communicator.rank].index(head) for head in kv], device=key.device)
         key, value = key.index_select(2, index), value.index_select(2, index)
     pattern = pattern.for_heads(kv, num_kv_heads)
     if seed is not None:
         # Other heads of the same rows need other draws.
-        seed = seed + (wire.rank << 48)
+        seed = seed + (communicator.rank << 48)
     if ranks.heads is not None:
         out, lse = _by_rows(ranks, agreed, query, key, value, mask, pattern, seed, keywords)
     else:
@@ -232,7 +234,7 @@ def _attend(
     return ToRows.apply(route, out)[0], None
 
 
-def _places(ranks: Ranks, num_rows: int, layout: Layout) -> tuple[Places, ...]:
+def _row_ranges(ranks: Ranks, num_rows: int, layout: Layout) -> tuple[RowRanges, ...]:
     """Locations of the rows of every rank of this rank's head group within the group's rows."""
     if ranks.heads is None:
         all_runs = ranks.all_runs(num_rows, layout)

@@ -12,7 +12,7 @@ from dilated_attention_pytorch.planning.layout import Layout, Shards
 from dilated_attention_pytorch.planning.pairs import num_pairs
 from dilated_attention_pytorch.planning.plan import Call, plan
 from dilated_attention_pytorch.planning.shards import ShardedCall
-from dilated_attention_pytorch.planning.traffic import gathered_rows, sent_rows, team_parts
+from dilated_attention_pytorch.planning.traffic import gather_group_parts, gathered_rows, sent_rows
 
 from .heads import Heads
 
@@ -102,7 +102,7 @@ def costs_by_rows(size: Shape, layout: Layout, *, is_gathered: bool) -> tuple[Co
         costs = (_gather_costs if is_gathered else _ring_costs)(size, call, shards)
         of_pair = 4 * size.head_dim * size.batch_size * ratio
         flops[part::num_parts] = [of_pair * pairs for pairs in num_pairs(call, shards)]
-        parts = team_parts(call, shards)
+        parts = gather_group_parts(call, shards)
         remote[:, part].index_add_(0, parts.rank, parts.pairs.double() * of_pair)
         forward[:, part] += costs.forward
         backward[:, part] += costs.backward

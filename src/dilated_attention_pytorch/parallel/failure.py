@@ -32,7 +32,7 @@ class Board:
     """State that the ranks of one group share to diagnose a failure.
 
     Args:
-        roll: this process's place among all processes.
+        roll: this process's index among all processes.
         watch: thread that interrupts waits of this process.
         group: a unique name of the group.
         ranks: global ranks of the group.
@@ -253,10 +253,10 @@ def disagreement(numbers: Sequence[int], calls: Sequence[Mapping[str, str]], ran
     for column in zip(*compared, strict=True):
         values = [value for _, value in column]
         common = max(dict.fromkeys(values), key=values.count)
-        others = [place for place, value in enumerate(values) if value != common]
+        others = [index for index, value in enumerate(values) if value != common]
         lines += [
-            f"rank {ranks[place]} has {column[0][0]} {values[place]}, rank {ranks[values.index(common)]} has {common}"
-            for place in others[:8]
+            f"rank {ranks[index]} has {column[0][0]} {values[index]}, rank {ranks[values.index(common)]} has {common}"
+            for index in others[:8]
         ]
         if len(others) > 8:
             lines.append(f"and {len(others) - 8} more ranks have another {column[0][0]}")

@@ -13,72 +13,72 @@ from torch import Tensor
 
 from dilated_attention_pytorch.planning.exchange import Exchange
 from dilated_attention_pytorch.planning.layout import Shards
-from dilated_attention_pytorch.planning.shards import Block, Team, teams
+from dilated_attention_pytorch.planning.shards import Block, GatherGroup, gather_groups
 
+from .communicator import Communicator
 from .shipment import add_gradients, message_length, pack, unpack
-from .slab import Parcel, Slab
-from .wire import Wire
+from .slab import SeenKeys, Slab
 
 
 class Gather:
     """The other ranks' rows for one pass of one call, with the interface of :class:`Ring`."""
 
-    def __init__(self, wire: Wire, shards: Shards, slab: Slab, number: int) -> None:
-        self._wire = wire
+    def __init__(self, communicator: Communicator, shards: Shards, slab: Slab, number: int) -> None:
+        self._communicator = communicator
         self._shards = shards
         self._slab = slab
         self._tag = 2 * number
-        self._teams = teams(slab.options.call, shards, wire.rank)
+        self._gather_groups = gather_groups(slab.options.call, shards, communicator.rank)
 
     def begin(self) -> None:
         """No-op: gathering starts in :meth:`forward`."""
 
-    def forward(self, consume: Callable[[Parcel], None]) -> None:
+    def forward(self, consume: Callable[[SeenKeys], None]) -> None:
         """Pass every rank's rows to ``consume``."""
-        for team in self._teams:
-            for member, parcel in enumerate(self._gathered(team)):
-                if team.members[member] != self._wire.rank:
-                    consume(parcel)
+        for gather_group in self._gather_groups:
+            for member, seen_keys in enumerate(self._gathered(gather_group)):
+                if gather_group.members[member] != self._communicator.rank:
+                    consume(seen_keys)
 
-    def backward(self, gradients_of: Callable[[Parcel], Tensor], grad_key: Tensor, grad_value: Tensor) -> None:
+    def backward(self, gradients_of: Callable[[SeenKeys], Tensor], grad_key: Tensor, grad_value: Tensor) -> None:
         """Pass every rank's rows to ``gradients_of``, and add all ranks' gradients for this rank's rows."""
         batch, _, _, head_dim = self._slab.key.shape
-        for team in self._teams:
-            size = self._size(team, is_padded=False)
+        for gather_group in self._gather_groups:
+            size = self._size(gather_group, is_padded=False)
             # Reduced in transit, so gradients travel in the accumulation dtype.
-            sums = torch.zeros(len(team.members), size, dtype=self._slab.dtype, device=self._slab.key.device)
-            for member, parcel in enumerate(self._gathered(team)):
-                if team.members[member] != self._wire.rank and parcel.seen.blocks:
-                    part = gradients_of(parcel)
+            sums = torch.zeros(len(gather_group.members), size, dtype=self._slab.dtype, device=self._slab.key.device)
+            for member, seen_keys in enumerate(self._gathered(gather_group)):
+                if gather_group.members[member] != self._communicator.rank and seen_keys.seen.blocks:
+                    part = gradients_of(seen_keys)
                     sums[member, : part.shape[0]] = part
-            own = self._own(team)
-            mine = self._wire.reduce_scatter(sums, team.members, tag=self._tag + 1)
+            own = self._own(gather_group)
+            mine = self._communicator.reduce_scatter(sums, gather_group.members, tag=self._tag + 1)
             add_gradients(mine[: message_length(own, batch, head_dim, is_padded=False)], own, grad_key, grad_value)
 
-    def _gathered(self, team: Team) -> list[Parcel]:
+    def _gathered(self, gather_group: GatherGroup) -> list[SeenKeys]:
         """The gathered rows of every member of a group of ranks."""
         slab = self._slab
         is_padded = slab.is_ignored is not None
         batch, _, _, head_dim = slab.key.shape
-        rows = pack(self._own(team), slab.key, slab.value, slab.is_ignored)
-        message = rows.new_zeros(self._size(team, is_padded=is_padded))
+        rows = pack(self._own(gather_group), slab.key, slab.value, slab.is_ignored)
+        message = rows.new_zeros(self._size(gather_group, is_padded=is_padded))
         message[: rows.shape[0]] = rows
-        gathered = self._wire.all_gather(message, team.members, tag=self._tag)
+        gathered = self._communicator.all_gather(message, gather_group.members, tag=self._tag)
         return [
-            Parcel(
+            SeenKeys(
                 self._shards[member],
                 Exchange(blocks, rectangles, ()),
                 unpack(gathered[index], blocks, batch, head_dim, is_padded=is_padded),
             )
             for index, (member, blocks, rectangles) in enumerate(
-                zip(team.members, team.blocks, team.rectangles, strict=True)
+                zip(gather_group.members, gather_group.blocks, gather_group.rectangles, strict=True)
             )
         ]
 
-    def _own(self, team: Team) -> tuple[Block, ...]:
-        return team.blocks[team.members.index(self._wire.rank)]
+    def _own(self, gather_group: GatherGroup) -> tuple[Block, ...]:
+        return gather_group.blocks[gather_group.members.index(self._communicator.rank)]
 
-    def _size(self, team: Team, *, is_padded: bool) -> int:
+    def _size(self, gather_group: GatherGroup, *, is_padded: bool) -> int:
         """Number of elements that every member sends: the largest member's."""
         batch, _, _, head_dim = self._slab.key.shape
-        return max(message_length(blocks, batch, head_dim, is_padded=is_padded) for blocks in team.blocks)
+        return max(message_length(blocks, batch, head_dim, is_padded=is_padded) for blocks in gather_group.blocks)

@@ -15,10 +15,10 @@ from dilated_attention_pytorch.planning.layout import Layout, shard_runs
 
 from .agreement import check_strategy
 from .attend import attend
+from .communicator import communicator_of
 from .failure import RankFailure
 from .plan import Strategy
 from .sharding import check_layout, positions, shard
-from .wire import wire_of
 
 _MIX = 0x9E3779B97F4A7C15 - (1 << 64)  # odd multiplier with well-mixed bits: 2**64 / golden ratio
 
@@ -46,7 +46,7 @@ class RankShare:
     """
 
     def __init__(self, mesh: DeviceMesh, *, strategy: Strategy = "auto", layout: Layout = "contiguous") -> None:
-        self._wire = wire_of(mesh)
+        self._communicator = communicator_of(mesh)
         if mesh.ndim != 1:
             raise NotImplementedError(
                 f"a cache is shared over the ranks of one dimension, got a mesh of shape {tuple(mesh.shape)}: make a "
@@ -60,12 +60,12 @@ class RankShare:
     @property
     def rank(self) -> int:
         """Index of this rank in the mesh."""
-        return self._wire.rank
+        return self._communicator.rank
 
     @property
     def size(self) -> int:
         """Number of ranks that hold the cache."""
-        return self._wire.size
+        return self._communicator.size
 
     def positions(self, sequence_length: int, device: torch.device) -> Tensor:
         """int64 ``[rows]``: this rank's rows of a prompt, ascending."""
@@ -84,22 +84,22 @@ class RankShare:
         weights = torch.arange(1, input_ids.numel() + 1, device=input_ids.device) * _MIX
         digest = ((input_ids.flatten() + 1) * (weights ^ (weights >> 29))).sum()  # modulo 2**64
         shape = torch.tensor(input_ids.shape, device=input_ids.device)
-        number = self._wire.agree({"call": "comparing prompts"})
-        digests = self._wire.all_gather(torch.cat([shape, digest.view(1)]), tag=2 * number).tolist()
+        number = self._communicator.agree({"call": "comparing prompts"})
+        digests = self._communicator.all_gather(torch.cat([shape, digest.view(1)]), tag=2 * number).tolist()
         for rank, other in enumerate(digests):
             if other != digests[0]:
                 raise RankFailure(
                     "every rank must have the whole prompt, the same tokens: those of rank "
-                    f"{self._wire.ranks[rank]}, of shape {tuple(other[:2])}, differ from those of rank "
-                    f"{self._wire.ranks[0]}, of shape {tuple(digests[0][:2])}; read the prompt on one rank and send it "
-                    "to the others"
+                    f"{self._communicator.ranks[rank]}, of shape {tuple(other[:2])}, differ from those of rank "
+                    f"{self._communicator.ranks[0]}, of shape {tuple(digests[0][:2])}; read the prompt on one rank "
+                    "and send it to the others"
                 )
 
     def row_at(self, rows: Tensor, position: int, sequence_length: int) -> Tensor:
         """The row at ``position`` of a tensor sharded as ``[B, rows, ...]``: ``[B, ...]`` on every rank."""
         holder, row = (int(number) for number in self._locate(torch.tensor(position), sequence_length))
         found = rows[:, row].contiguous() if holder == self.rank else rows.new_empty(rows.shape[0], *rows.shape[2:])
-        return self._wire.broadcast(found, holder)
+        return self._communicator.broadcast(found, holder)
 
     def attend(self, query: Tensor, key: Tensor, value: Tensor, pattern: Pattern, sequence_length: int) -> Tensor:
         """Causal attention of this rank's rows of a prompt to the whole prompt."""
@@ -115,18 +115,18 @@ class RankShare:
             is_causal=True,
         )
 
-    def deal(self, rows: Tensor, places: Sequence[Tensor], sequence_length: int) -> Tensor:
+    def deal(self, rows: Tensor, indices: Sequence[Tensor], sequence_length: int) -> Tensor:
         """Send rows ``[B, rows, G, D]`` of a prompt to the ranks that store them.
 
         Args:
             rows: this rank's rows.
-            places: per rank, the flat indices ``position * G + head`` that it stores.
+            indices: per rank, the flat indices ``position * G + head`` that it stores.
             sequence_length: length of the prompt.
 
         Returns:
-            ``[B, len(places[rank]), D]``: the rows that this rank stores.
+            ``[B, len(indices[rank]), D]``: the rows that this rank stores.
         """
-        number = self._wire.agree(
+        number = self._communicator.agree(
             {
                 "call": "rows of a prompt to the ranks that store them",
                 "sequence_length": sequence_length,
@@ -136,9 +136,9 @@ class RankShare:
             }
         )
         num_heads, flat = rows.shape[2], rows.flatten(1, 2)
-        located = [self._locate(wanted // num_heads, sequence_length) for wanted in places]
+        located = [self._locate(wanted // num_heads, sequence_length) for wanted in indices]
         sends = {}
-        for rank, (wanted, (holders, local)) in enumerate(zip(places, located, strict=True)):
+        for rank, (wanted, (holders, local)) in enumerate(zip(indices, located, strict=True)):
             here = holders == self.rank
             index = local[here] * num_heads + wanted[here] % num_heads
             sends[rank] = flat.index_select(1, index.to(flat.device))
@@ -152,7 +152,7 @@ class RankShare:
         }
         own = sends.pop(self.rank)
         sends = {rank: sent for rank, sent in sends.items() if sent.shape[1]}
-        pending = self._wire.exchange(sends, receives, 2 * number, "sending rows to the ranks that store them")
+        pending = self._communicator.exchange(sends, receives, 2 * number, "sending rows to the ranks that store them")
         dealt.index_copy_(1, targets[self.rank], own)
         pending.wait()
         for rank, received in receives.items():
@@ -163,12 +163,12 @@ class RankShare:
         """The merge of all ranks' partials over the same queries."""
         both = torch.cat([partial.out, partial.lse.unsqueeze(-1)], dim=-1)
         call = {"call": "partials over a cache", "shape": tuple(partial.out.shape), "dtype": both.dtype}
-        number = self._wire.agree(call)
-        return merge([(rank[..., :-1], rank[..., -1]) for rank in self._wire.all_gather(both, tag=2 * number)])
+        number = self._communicator.agree(call)
+        return merge([(rank[..., :-1], rank[..., -1]) for rank in self._communicator.all_gather(both, tag=2 * number)])
 
     def agreed(self, tensor: Tensor) -> Tensor:
         """The first rank's tensor, broadcast to every rank."""
-        return self._wire.broadcast(tensor.contiguous(), 0)
+        return self._communicator.broadcast(tensor.contiguous(), 0)
 
     def _locate(self, positions: Tensor, sequence_length: int) -> tuple[Tensor, Tensor]:
         """The rank that reads each position of a prompt, and the row index there."""

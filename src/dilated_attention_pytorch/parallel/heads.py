@@ -9,10 +9,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from .communicator import Communicator
 from .first_derivative import first_derivative
-from .wire import Wire
 
-Places = tuple[tuple[int, int, int], ...]
+RowRanges = tuple[tuple[int, int, int], ...]
 """Row ranges of one rank: (first row in the whole, first row on the rank, number of rows)."""
 
 
@@ -58,21 +58,21 @@ class Heads:
 class Route:
     """The sharding of one tensor on both sides of the all-to-all."""
 
-    wire: Wire
+    communicator: Communicator
     heads: tuple[tuple[int, ...], ...]
     """Heads per rank. A head on several ranks is copied on the way there; on the way back the copies are summed."""
-    places: tuple[Places, ...]
+    row_ranges: tuple[RowRanges, ...]
     """Row ranges per rank."""
     num_heads: int
     tag: int
 
     def whole(self) -> int:
         """Number of rows on all ranks."""
-        return sum(count for places in self.places for _, _, count in places)
+        return sum(count for row_ranges in self.row_ranges for _, _, count in row_ranges)
 
     def held(self, rank: int) -> int:
         """Number of rows on one rank."""
-        return sum(count for _, _, count in self.places[rank])
+        return sum(count for _, _, count in self.row_ranges[rank])
 
 
 class ToHeads(torch.autograd.Function):
@@ -114,39 +114,45 @@ class ToRows(torch.autograd.Function):
 
 def to_heads(tensor: Tensor, route: Route) -> Tensor:
     """Send every rank its heads of this rank's rows; returns all rows of this rank's heads."""
-    wire = route.wire
-    mine = route.heads[wire.rank]
-    sends = {peer: _heads(tensor, route.heads[peer]).contiguous() for peer in range(wire.size) if peer != wire.rank}
+    communicator = route.communicator
+    mine = route.heads[communicator.rank]
+    sends = {
+        peer: _heads(tensor, route.heads[peer]).contiguous()
+        for peer in range(communicator.size)
+        if peer != communicator.rank
+    }
     receives = {
         peer: tensor.new_empty(tensor.shape[0], route.held(peer), len(mine), *tensor.shape[3:])
-        for peer in range(wire.size)
-        if peer != wire.rank
+        for peer in range(communicator.size)
+        if peer != communicator.rank
     }
-    pending = wire.exchange(_not_empty(sends), _not_empty(receives), route.tag, "exchanging rows for heads")
+    pending = communicator.exchange(_not_empty(sends), _not_empty(receives), route.tag, "exchanging rows for heads")
     whole = tensor.new_empty(tensor.shape[0], route.whole(), len(mine), *tensor.shape[3:])
-    _place(_heads(tensor, mine), route.places[wire.rank], whole)
+    _put_rows(_heads(tensor, mine), route.row_ranges[communicator.rank], whole)
     pending.wait()
     for peer, rows in receives.items():
-        _place(rows, route.places[peer], whole)
+        _put_rows(rows, route.row_ranges[peer], whole)
     return whole
 
 
 def to_rows(tensor: Tensor, route: Route) -> Tensor:
     """Send every rank its rows of this rank's heads; returns this rank's rows of all heads, copies summed."""
-    wire = route.wire
-    held = route.held(wire.rank)
-    sends = {peer: _rows(tensor, route.places[peer]) for peer in range(wire.size) if peer != wire.rank}
+    communicator = route.communicator
+    held = route.held(communicator.rank)
+    sends = {
+        peer: _rows(tensor, route.row_ranges[peer]) for peer in range(communicator.size) if peer != communicator.rank
+    }
     receives = {
         peer: tensor.new_empty(tensor.shape[0], held, len(route.heads[peer]), *tensor.shape[3:])
-        for peer in range(wire.size)
-        if peer != wire.rank
+        for peer in range(communicator.size)
+        if peer != communicator.rank
     }
-    pending = wire.exchange(_not_empty(sends), _not_empty(receives), route.tag + 1, "exchanging heads for rows")
+    pending = communicator.exchange(_not_empty(sends), _not_empty(receives), route.tag + 1, "exchanging heads for rows")
     # Heads are unique unless key/value heads were copied; the gradients of copies are summed.
     is_disjoint = sum(map(len, route.heads)) == route.num_heads
     dtype = tensor.dtype if is_disjoint else torch.promote_types(tensor.dtype, torch.float32)
     whole = torch.zeros(tensor.shape[0], held, route.num_heads, *tensor.shape[3:], dtype=dtype, device=tensor.device)
-    _add_heads(_rows(tensor, route.places[wire.rank]), route.heads[wire.rank], whole)
+    _add_heads(_rows(tensor, route.row_ranges[communicator.rank]), route.heads[communicator.rank], whole)
     pending.wait()
     for peer, rows in receives.items():
         _add_heads(rows, route.heads[peer], whole)
@@ -162,13 +168,13 @@ def _heads(tensor: Tensor, heads: Sequence[int]) -> Tensor:
     return tensor[:, :, heads[0] : heads[-1] + 1]
 
 
-def _rows(whole: Tensor, places: Places) -> Tensor:
+def _rows(whole: Tensor, row_ranges: RowRanges) -> Tensor:
     """A rank's rows of the whole, in the rank's order."""
-    return torch.cat([whole[:, start : start + count] for start, _, count in places] or [whole[:, :0]], dim=1)
+    return torch.cat([whole[:, start : start + count] for start, _, count in row_ranges] or [whole[:, :0]], dim=1)
 
 
-def _place(rows: Tensor, places: Places, whole: Tensor) -> None:
-    for start, first, count in places:
+def _put_rows(rows: Tensor, row_ranges: RowRanges, whole: Tensor) -> None:
+    for start, first, count in row_ranges:
         whole[:, start : start + count] = rows[:, first : first + count]
 
 

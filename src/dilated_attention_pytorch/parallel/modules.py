@@ -15,11 +15,11 @@ from dilated_attention_pytorch.planning.layout import Layout
 
 from .agreement import check_strategy
 from .attend import attend
+from .communicator import whole_world
 from .plan import Strategy
 from .sharding import check_layout
-from .wire import whole_world
 
-# What an __init__ below does not name it hands on to that of DilatedAttention, which refuses what it does not know.
+# Keywords that an __init__ below does not name are passed on to that of DilatedAttention, which rejects unknown ones.
 
 
 class ParallelDilatedAttention(DilatedAttention):
@@ -28,9 +28,8 @@ class ParallelDilatedAttention(DilatedAttention):
     In a single process it equals the local module.
 
     Args:
-        segment_lengths, dilation_rates, dropout: as of :class:`DilatedAttention`.
-        mesh: the ranks that share a sequence; all ranks of the process group without it, as the group is at the first
-            call.
+        segment_lengths, dilation_rates, dropout: as in :class:`DilatedAttention`.
+        mesh: the ranks that share a sequence; None = all ranks of the process group that exists at the first call.
         strategy, layout, sequence_length: see :func:`attend`; attributes that can be changed later.
         options: the other keywords of :class:`DilatedAttention`.
 
@@ -265,7 +264,7 @@ class RingMultiheadDilatedAttention(MultiheadDilatedAttention):
     Projections act per row, so only attention communicates. The parameters are those of the local module.
 
     Args:
-        embed_dim, num_heads, segment_lengths, dilation_rates, dropout: as of :class:`MultiheadDilatedAttention`.
+        embed_dim, num_heads, segment_lengths, dilation_rates, dropout: as in :class:`MultiheadDilatedAttention`.
         ring_size: see :class:`RingDilatedAttention`.
         mesh, layout, sequence_length: see :class:`ParallelDilatedAttention`.
         options: the other keywords of :class:`MultiheadDilatedAttention`.

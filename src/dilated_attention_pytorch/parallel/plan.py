@@ -1,4 +1,4 @@
-"""What every strategy would send and compute, before anything is: and which is the cheapest."""
+"""Communication and computation of every strategy, estimated in advance, and the choice of the cheapest."""
 
 from __future__ import annotations
 
@@ -22,29 +22,30 @@ from .costs import BACKWARD_FLOPS, Shape, costs_by_rows, heads_costs, heads_flop
 Strategy = Literal["auto", "ring", "gather", "heads"]
 
 _BALANCED = 1.05
-"""A layout in which a rank has more than so much of the mean work is taken only if no other has less: that rank is
-waited for in every layer, while bytes weigh less the more rows a rank has, and a ring sends them while it computes."""
+"""A layout in which some rank has more than this multiple of the mean work is chosen only if no other layout has less:
+all ranks wait for that rank in every layer, whereas bytes matter less the more rows a rank has, and a ring overlaps
+them with computation."""
 
 
 _EQUAL = 1.01
-"""Strategies of one layout that take at most so much longer than its fastest count as equally fast."""
+"""Strategies of one layout whose time is at most this multiple of the fastest one's count as equally fast."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Machine:
-    """How fast a rank computes and sends: what weighs bytes against operations. Assumptions, not measurements."""
+    """Rates of a rank, which weigh bytes against operations. Assumptions, not measurements."""
 
     flops_per_second: float = 4e14
-    """Operations of attention per second and rank; 4e14 is an H100's in bfloat16 at half of its peak."""
+    """Operations of attention per second and rank; 4e14 is 40 % of the peak of an H100 in bfloat16."""
     bytes_per_second: float = 5e10
     """Bytes per second that a rank sends while it receives as many; 5e10 is a 400 Gbit/s network card."""
     message_seconds: float = 2e-5
-    """Seconds that a message takes beside its bytes."""
+    """Seconds per message in addition to those of its bytes."""
 
 
 @dataclass(frozen=True, slots=True)
 class Estimate:
-    """What one strategy with one layout sends and computes. Bytes, messages and operations are exact."""
+    """Communication and computation of one strategy with one layout. Bytes, messages and operations are exact."""
 
     strategy: Strategy
     layout: Layout
@@ -53,28 +54,28 @@ class Estimate:
     backward_bytes: tuple[int, ...]
     """Bytes that every rank sends in the backward pass."""
     link_bytes: int
-    """Most bytes that one rank sends to one other in the forward pass."""
+    """Largest number of bytes that one rank sends to one other in the forward pass."""
     messages: int
-    """Most messages that a rank sends in the forward pass."""
+    """Largest number of messages that a rank sends in the forward pass."""
     backward_messages: int
-    """Most messages that a rank sends in the backward pass."""
+    """Largest number of messages that a rank sends in the backward pass."""
     flops: tuple[int, ...]
-    """Operations of every rank in the forward pass, 4 D for a pair; the backward pass takes 2.5 times as many."""
+    """Operations of every rank in the forward pass, 4 D per pair; the backward pass takes 2.5 times as many."""
     dense_ring_bytes: int
-    """What every rank of a dense ring sends in the forward pass: all keys and values of all other ranks' rows."""
+    """Bytes that every rank of a dense ring sends in the forward pass: keys and values of all other ranks' rows."""
     seconds: float
-    """Of both passes on the :class:`Machine` that was assumed. Of a ring, what a rank computes with its own rows hides
-    its first message alone, and what it computes with other ranks' rows the messages after it."""
+    """Time of both passes on the assumed :class:`Machine`. In a ring, computation with a rank's own rows hides only its
+    first message, and computation with other ranks' rows hides the messages after it."""
 
     @property
     def imbalance(self) -> float:
-        """Most operations of a rank over the mean; 1 is balanced."""
+        """Largest number of operations of a rank over the mean; 1 = balanced."""
         mean = sum(self.flops) / len(self.flops)
         return max(self.flops) / mean if mean else 1.0
 
     @property
     def dense_ratio(self) -> float:
-        """Bytes of a dense ring over the most bytes that a rank sends, forward."""
+        """Bytes of a dense ring over the largest number of bytes that a rank sends, forward."""
         most = max(self.forward_bytes)
         return self.dense_ring_bytes / most if most else math.inf
 
@@ -89,7 +90,7 @@ class ParallelPlan:
     ranks: tuple[int, ...]
     """Ranks along every axis of the mesh."""
     rows: int
-    """Rows of the whole sequence."""
+    """Number of rows of the whole sequence."""
     estimates: tuple[Estimate, ...]
 
     @property
@@ -103,7 +104,7 @@ class ParallelPlan:
         return self.estimates[0].layout
 
     def __str__(self) -> str:
-        """A table, a line for every strategy and layout."""
+        """A table with a line per strategy and layout."""
         lines = [
             f"{self.rows:,} rows over {' x '.join(map(str, self.ranks))} ranks; bytes of the rank that sends most",
             f"{'strategy':9} {'layout':11} {'forward':>14} {'backward':>15} {'one link':>14} {'messages':>9} "
@@ -132,19 +133,19 @@ def plan_parallel(
 ) -> ParallelPlan:
     """Bytes per rank and per link, operations per rank and their balance, for every strategy and layout.
 
-    Counted from the pattern, exactly: a group of segment length w and rate r needs per rank of l rows
-    ``(w - l) / r`` rows from others, and none where segments end with shards; of windows, blocks and global tokens the
-    rows that they show to its queries. Needs no process group.
+    Counted exactly from the pattern: for a group of segment length w and rate r, a rank of l rows needs
+    ``(w - l) / r`` rows from others, and none if segments end at shard boundaries; for windows, blocks and global
+    tokens, the rows that its queries attend to. Needs no process group.
 
     Args:
         pattern: the pattern.
-        shape: ``(B, N, H, D)`` of the whole query: batch, rows, query heads, width of a head.
+        shape: ``(B, N, H, D)`` of the whole query: batch, rows, query heads, head dimension.
         mesh: the mesh, or the number of ranks, or ``(ranks of the ring, ranks that split heads)``.
-        num_kv_heads: number G of key/value heads; H without it.
+        num_kv_heads: number G of key/value heads; None = H.
         dtype: of keys and values.
         is_causal, query_offset, cu_seqlens: see :func:`attend`.
         is_padded: whether there is a key padding mask, which travels with the rows.
-        machine: how fast ranks compute and send, which weighs bytes against operations.
+        machine: rates of computation and communication, which weigh bytes against operations.
 
     Returns:
         the strategies that can compute the call, the chosen one first; ``print`` shows a table.
@@ -184,7 +185,7 @@ def shape_of(
     cu_seqlens: Tensor | None,
     is_padded: bool,
 ) -> Shape:
-    """The sizes of a call, or what :func:`plan_parallel` raises."""
+    """The sizes of a call; raises as :func:`plan_parallel` does."""
     if not isinstance(pattern, Pattern):
         raise TypeError(f"pattern must be a Pattern such as DilatedPattern([2048], [1]), got {type(pattern).__name__}")
     if isinstance(query_offset, bool) or not isinstance(query_offset, int) or query_offset < 0:
@@ -208,14 +209,14 @@ def shape_of(
 
 
 def cheapest(size: Shape, layout: Layout) -> Strategy:
-    """The cheapest strategy for rows that lie as ``layout`` says."""
+    """The cheapest strategy for rows in ``layout``."""
     return _plan(size, (layout,), Machine()).strategy
 
 
 @functools.lru_cache(maxsize=64)
 def _plan(size: Shape, layouts: tuple[Layout, ...], machine: Machine) -> ParallelPlan:
     estimates = [_estimate(size, strategy, layout, machine) for layout in layouts for strategy in _possible(size)]
-    # Of equals the first: contiguous rows, and the ring, which needs least memory.
+    # Ties go to the first: contiguous rows, and the ring, which needs the least memory.
     by_time = sorted(estimates, key=lambda estimate: estimate.seconds)
     cheapest_of = []
     for layout in layouts:

@@ -16,9 +16,9 @@ from dilated_attention_pytorch.planning.exchange import Exchange, exchange, neig
 from dilated_attention_pytorch.planning.layout import Shards
 from dilated_attention_pytorch.planning.shards import Block, ShardedCall
 
+from .communicator import Communicator, Pending
 from .shipment import add_gradients, message_length, pack, unpack
-from .slab import Parcel, Slab
-from .wire import Pending, Wire
+from .slab import SeenKeys, Slab
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,49 +59,51 @@ class Ring:
     """The other ranks' rows for one pass of one call. Call :meth:`begin`, then one of the other two methods.
 
     Args:
-        wire: the ranks.
+        communicator: the ranks.
         shards: the runs of every rank.
         slab: this rank's rows.
         number: tag of this call's messages.
     """
 
-    def __init__(self, wire: Wire, shards: Shards, slab: Slab, number: int) -> None:
-        self._wire = wire
+    def __init__(self, communicator: Communicator, shards: Shards, slab: Slab, number: int) -> None:
+        self._communicator = communicator
         self._shards = shards
         self._slab = slab
         self._number = number
-        self._steps = steps(slab.options.call, shards, wire.rank)
+        self._steps = steps(slab.options.call, shards, communicator.rank)
         self._under_way: tuple[Tensor | None, Pending] | None = None
 
     def begin(self) -> None:
         """Start the transfer of the first step's rows."""
         self._post(0)
 
-    def forward(self, consume: Callable[[Parcel], None]) -> None:
+    def forward(self, consume: Callable[[SeenKeys], None]) -> None:
         """Pass every rank's rows to ``consume``."""
         for index in range(len(self._steps)):
-            parcel = self._arrived(index)
-            if parcel is not None:
-                consume(parcel)
+            seen_keys = self._arrived(index)
+            if seen_keys is not None:
+                consume(seen_keys)
             # Free before the next rows arrive, to limit peak memory.
-            del parcel
+            del seen_keys
 
-    def backward(self, gradients_of: Callable[[Parcel], Tensor], grad_key: Tensor, grad_value: Tensor) -> None:
+    def backward(self, gradients_of: Callable[[SeenKeys], Tensor], grad_key: Tensor, grad_value: Tensor) -> None:
         """Pass every rank's rows to ``gradients_of``, return their gradients, and add those returned to this rank."""
         returning: tuple[_Step, Tensor | None, Pending] | None = None
         for index, step in enumerate(self._steps):
             is_next_early = self._may_overtake(index)
-            parcel = self._arrived(index, is_next_early=is_next_early)
+            seen_keys = self._arrived(index, is_next_early=is_next_early)
             sends, receives, message = {}, {}, None
-            if parcel is not None:
-                sends[step.source] = gradients_of(parcel).to(self._slab.key.dtype)
-            del parcel
+            if seen_keys is not None:
+                sends[step.source] = gradients_of(seen_keys).to(self._slab.key.dtype)
+            del seen_keys
             self._add_returned(returning, grad_key, grad_value)
             returning = None
             if step.served:
                 message = self._empty(step.served, is_padded=False)
                 receives[step.target] = message
-            pending = self._wire.exchange(sends, receives, 2 * self._number + 1, "sending gradients around the ring")
+            pending = self._communicator.exchange(
+                sends, receives, 2 * self._number + 1, "sending gradients around the ring"
+            )
             returning = (step, message, pending)
             if not is_next_early:
                 self._post(index + 1)
@@ -118,7 +120,7 @@ class Ring:
         if step.wanted.blocks:
             message = self._empty(step.wanted.blocks, is_padded=slab.is_ignored is not None)
             receives[step.source] = message
-        pending = self._wire.exchange(sends, receives, 2 * self._number, "sending keys around the ring")
+        pending = self._communicator.exchange(sends, receives, 2 * self._number, "sending keys around the ring")
         self._under_way = (message, pending)
 
     def _may_overtake(self, index: int) -> bool:
@@ -128,9 +130,13 @@ class Ring:
         takes: rows of the distance d + 1, gradients of d, rows of d + 2.
         """
         steps = self._steps
-        return self._wire.has_tags or index + 1 == len(steps) or steps[index + 1].distance == steps[index].distance + 1
+        return (
+            self._communicator.has_tags
+            or index + 1 == len(steps)
+            or steps[index + 1].distance == steps[index].distance + 1
+        )
 
-    def _arrived(self, index: int, *, is_next_early: bool = True) -> Parcel | None:
+    def _arrived(self, index: int, *, is_next_early: bool = True) -> SeenKeys | None:
         """Wait for the rows of a step and start the transfer of the next step's rows, unless they have to wait."""
         assert self._under_way is not None
         message, pending = self._under_way
@@ -142,7 +148,7 @@ class Ring:
         slab, step = self._slab, self._steps[index]
         batch, _, _, head_dim = slab.key.shape
         keys = unpack(message, step.wanted.blocks, batch, head_dim, is_padded=slab.is_ignored is not None)
-        return Parcel(self._shards[step.source], step.wanted, keys)
+        return SeenKeys(self._shards[step.source], step.wanted, keys)
 
     @staticmethod
     def _add_returned(

@@ -104,8 +104,8 @@ class RollCall:
 
         Watches the members of ``ranks`` that come after this one.
         """
-        place = ranks.index(self.rank)
-        others = [*ranks[place + 1 :], *ranks[:place]]
+        own_index = ranks.index(self.rank)
+        others = [*ranks[own_index + 1 :], *ranks[:own_index]]
 
         def register() -> int:
             if group not in self._answers and self._store.check([_answer_key(group, self.rank)]):

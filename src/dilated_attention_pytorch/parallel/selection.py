@@ -17,8 +17,8 @@ from dilated_attention_pytorch.selection import (
     SegmentSelectionConfig,
 )
 
+from .communicator import Communicator, communicator_of, whole_world
 from .failure import RankFailure, disagreement
-from .wire import Wire, whole_world, wire_of
 
 
 def agreed_selector(
@@ -61,10 +61,10 @@ def agreed_selector(
     record, rates = own.machine(torch.device(device_type))
     said = {"the kind of device": record.kind}
     said |= {f"SegmentSelectionConfig.{name}": str(value) for name, value in dataclasses.asdict(own.config).items()}
-    for wire in (wire_of(mesh, dim) for dim in range(mesh.ndim)):
-        ranks = _all_say(wire, json.dumps([said, dataclasses.asdict(record), _as_lists(rates)]))
+    for communicator in (communicator_of(mesh, dim) for dim in range(mesh.ndim)):
+        ranks = _all_say(communicator, json.dumps([said, dataclasses.asdict(record), _as_lists(rates)]))
         if any(policy != said for policy, _, _ in ranks):
-            raise RankFailure(disagreement([0] * len(ranks), [policy for policy, _, _ in ranks], wire.ranks))
+            raise RankFailure(disagreement([0] * len(ranks), [policy for policy, _, _ in ranks], communicator.ranks))
         _, first, lists = ranks[0]
         least = min(other["free_bytes"] for _, other, _ in ranks)
         record = dataclasses.replace(Hardware(**first), free_bytes=least)
@@ -81,15 +81,15 @@ def _kind(hardware: Hardware | None, mesh: DeviceMesh | None) -> str:
     return "cuda" if torch.cuda.is_available() else "cpu"
 
 
-def _all_say(wire: Wire, text: str) -> list[Any]:
+def _all_say(communicator: Communicator, text: str) -> list[Any]:
     """The JSON values of every rank of an axis, in the order of the axis."""
-    number = wire.agree({"call": "agreed_selector"})
-    encoded = torch.frombuffer(bytearray(text.encode()), dtype=torch.uint8).to(wire.device)
-    length = torch.tensor([len(encoded)], dtype=torch.int64, device=wire.device)
-    lengths = wire.all_gather(length, tag=number).view(-1).tolist()
+    number = communicator.agree({"call": "agreed_selector"})
+    encoded = torch.frombuffer(bytearray(text.encode()), dtype=torch.uint8).to(communicator.device)
+    length = torch.tensor([len(encoded)], dtype=torch.int64, device=communicator.device)
+    lengths = communicator.all_gather(length, tag=number).view(-1).tolist()
     padded = encoded.new_zeros(max(lengths))
     padded[: len(encoded)] = encoded
-    rows = wire.all_gather(padded, tag=number).cpu()
+    rows = communicator.all_gather(padded, tag=number).cpu()
     return [json.loads(bytes(row[:length].tolist())) for row, length in zip(rows, lengths, strict=True)]
 
 

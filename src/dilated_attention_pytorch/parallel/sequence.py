@@ -11,11 +11,11 @@ from torch import Tensor
 from dilated_attention_pytorch.ops.autocast import without_autocast
 from dilated_attention_pytorch.planning.layout import Shards
 
+from .communicator import Communicator
 from .first_derivative import first_derivative
 from .gather import Gather
 from .ring import Ring
 from .slab import Options, Slab
-from .wire import Wire
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,7 +23,7 @@ class Task:
     """One call on one rank."""
 
     options: Options
-    wire: Wire
+    communicator: Communicator
     shards: Shards
     """Runs of every rank."""
     is_gathered: bool
@@ -32,11 +32,11 @@ class Task:
     """Tag of the call's messages."""
 
     def slab(self, *tensors: Any) -> Slab:
-        return Slab(self.options, self.shards[self.wire.rank], *tensors)
+        return Slab(self.options, self.shards[self.communicator.rank], *tensors)
 
     def others(self, slab: Slab) -> Ring | Gather:
         route = Gather if self.is_gathered else Ring
-        return route(self.wire, self.shards, slab, self.number)
+        return route(self.communicator, self.shards, slab, self.number)
 
 
 class SequenceAttention(torch.autograd.Function):
@@ -52,8 +52,8 @@ class SequenceAttention(torch.autograd.Function):
             others = task.others(slab)
             others.begin()
             accumulated, merged = slab.forward_within()
-            slab.merge(slab.own_parcel(), accumulated, merged)
-            others.forward(lambda parcel: slab.merge(parcel, accumulated, merged))
+            slab.merge(slab.own_seen_keys(), accumulated, merged)
+            others.forward(lambda seen_keys: slab.merge(seen_keys, accumulated, merged))
             out, lse = slab.finish(accumulated, merged)
         ctx.save_for_backward(query, key, value, is_ignored, seed, out, merged, slab.rest)
         ctx.task = task
@@ -77,6 +77,6 @@ class SequenceAttention(torch.autograd.Function):
             grad_query, grad_key, grad_value = slab.backward_within(out, merged, grad_out, grad_lse)
             state = slab.state(out, merged, grad_out, grad_lse)
             slab.add_own_gradients(state, grad_query, grad_key, grad_value)
-            others.backward(lambda parcel: slab.gradients(parcel, state, grad_query), grad_key, grad_value)
+            others.backward(lambda seen_keys: slab.gradients(seen_keys, state, grad_query), grad_key, grad_value)
         grads = (grad_query.to(query.dtype), grad_key.to(key.dtype), grad_value.to(value.dtype))
         return (*grads, None, None, None)

@@ -14,8 +14,8 @@ from torch.nn import functional
 from dilated_attention_pytorch.ops.validation import documents_of
 from dilated_attention_pytorch.planning.layout import Layout, Run, shard_runs
 
+from .communicator import Communicator, communicator_of
 from .first_derivative import first_derivative, refuse_other_derivatives
-from .wire import Wire, wire_of
 
 LAYOUTS: tuple[str, ...] = get_args(Layout)
 
@@ -24,9 +24,9 @@ LAYOUTS: tuple[str, ...] = get_args(Layout)
 class Ranks:
     """The ranks that share a sequence: one axis for rows, and optionally a second axis for heads."""
 
-    rows: Wire
+    rows: Communicator
     """The row axis (the only axis of a 1-D mesh)."""
-    heads: Wire | None
+    heads: Communicator | None
     """The head axis of a 2-D mesh."""
 
     @property
@@ -34,18 +34,18 @@ class Ranks:
         """Total number of ranks."""
         return self.rows.size * (self.heads.size if self.heads else 1)
 
-    def runs(self, num_rows: int, layout: Layout, place: tuple[int, int]) -> tuple[Run, ...]:
-        """The runs of the rank at ``place`` (indices along both axes)."""
+    def runs(self, num_rows: int, layout: Layout, coordinates: tuple[int, int]) -> tuple[Run, ...]:
+        """The runs of the rank at ``coordinates`` (indices along both axes)."""
         parts = self.heads.size if self.heads else 1
-        return shard_runs(num_rows, self.rows.size, place[0], layout, part=(place[1], parts))
+        return shard_runs(num_rows, self.rows.size, coordinates[0], layout, part=(coordinates[1], parts))
 
     def agree(self, call: Mapping[str, object]) -> tuple[int, int]:
-        """See :meth:`Wire.agree`: message tags along the row axis and the head axis."""
+        """See :meth:`Communicator.agree`: message tags along the row axis and the head axis."""
         number = self.rows.agree(call)
         return number, self.heads.agree(call) if self.heads else number
 
     @property
-    def place(self) -> tuple[int, int]:
+    def coordinates(self) -> tuple[int, int]:
         """This rank's indices along both axes."""
         return self.rows.rank, self.heads.rank if self.heads else 0
 
@@ -62,14 +62,14 @@ def ranks_of(mesh: DeviceMesh) -> Ranks:
         TypeError: ``mesh`` is not a ``DeviceMesh``.
         ValueError: it has more than two dimensions.
     """
-    rows = wire_of(mesh)
+    rows = communicator_of(mesh)
     if mesh.ndim > 2:
         raise ValueError(
             "mesh must have one dimension, or two (the first for rows, the second for heads): got "
             f"{mesh.ndim} dimensions {mesh.mesh_dim_names}; pass the sub-mesh of the ranks that share a sequence, "
             'such as mesh["context"]'
         )
-    return Ranks(rows, wire_of(mesh, 1) if mesh.ndim == 2 else None)
+    return Ranks(rows, communicator_of(mesh, 1) if mesh.ndim == 2 else None)
 
 
 def check_layout(layout: Layout) -> Layout:
@@ -106,7 +106,7 @@ def shard(tensor: Tensor, mesh: DeviceMesh, *, layout: Layout = "contiguous", di
     """
     ranks = ranks_of(mesh)
     _check_dim(tensor, dim)
-    runs = ranks.runs(tensor.shape[dim], check_layout(layout), ranks.place)
+    runs = ranks.runs(tensor.shape[dim], check_layout(layout), ranks.coordinates)
     return _rows_of(tensor, runs, dim)
 
 
@@ -136,7 +136,7 @@ def positions(
     if rows is not None and documents is not None:
         starts = torch.tensor(documents, device=device)
         rows -= starts[torch.searchsorted(starts, rows, right=True) - 1]
-    runs = ranks.runs(sequence_length, check_layout(layout), ranks.place)
+    runs = ranks.runs(sequence_length, check_layout(layout), ranks.coordinates)
     parts = [torch.arange(start, stop, device=device) if rows is None else rows[start:stop] for start, stop in runs]
     return torch.cat(parts) if parts else torch.empty(0, dtype=torch.int64, device=device)
 
@@ -202,7 +202,7 @@ def unshard(
         refuse_other_derivatives(tensor)
         held = tensor.shape[dim]
         total = num_rows_of(held, sequence_length, ranks, layout, f"tensor (dimension {dim})")
-    shape = [total if place == dim % tensor.dim() else size for place, size in enumerate(tensor.shape)]
+    shape = [total if coordinates == dim % tensor.dim() else size for coordinates, size in enumerate(tensor.shape)]
     numbers = ranks.agree({"call": "unshard", "shape": shape, "dim": dim, "layout": layout, "dtype": tensor.dtype})
     return _Unshard.apply(tensor, ranks, layout, dim, total, numbers)
 
@@ -216,14 +216,14 @@ class _Unshard(torch.autograd.Function):
     ) -> Tensor:
         """All-gather of the shards, padded to the longest, then reordered."""
         all_runs = ranks.all_runs(total, layout)
-        ctx.runs, ctx.dim = ranks.runs(total, layout, ranks.place), dim
+        ctx.runs, ctx.dim = ranks.runs(total, layout, ranks.coordinates), dim
         rows = tensor.movedim(dim, 0).contiguous()
         largest = max(sum(stop - start for start, stop in runs) for runs in all_runs)
         padded = rows.new_zeros(largest, *rows.shape[1:])
         padded[: rows.shape[0]] = rows
-        for wire, number in ((ranks.heads, numbers[1]), (ranks.rows, numbers[0])):
-            if wire is not None:
-                padded = wire.all_gather(padded, tag=2 * number)
+        for communicator, number in ((ranks.heads, numbers[1]), (ranks.rows, numbers[0])):
+            if communicator is not None:
+                padded = communicator.all_gather(padded, tag=2 * number)
         gathered = padded.reshape(len(all_runs), largest, *rows.shape[1:])
         whole = rows.new_empty(total, *rows.shape[1:])
         for part, runs in zip(gathered, all_runs, strict=True):
@@ -269,10 +269,10 @@ def num_rows_of(held: int, sequence_length: int | None, ranks: Ranks, layout: La
     if sequence_length is None:
         return held * ranks.size
     check_length("sequence_length" if name != "key" else "key_sequence_length", sequence_length)
-    expected = sum(stop - start for start, stop in ranks.runs(sequence_length, layout, ranks.place))
+    expected = sum(stop - start for start, stop in ranks.runs(sequence_length, layout, ranks.coordinates))
     if held != expected:
         raise ValueError(
-            f"{name} must have this rank's {expected} of the {sequence_length} rows (rank {ranks.place[0]} of "
+            f"{name} must have this rank's {expected} of the {sequence_length} rows (rank {ranks.coordinates[0]} of "
             f"{ranks.size}, layout {layout!r}), got {held}; parallel.shard gives every rank its rows, and "
             "sequence_length and key_sequence_length say how many there are in all"
         )

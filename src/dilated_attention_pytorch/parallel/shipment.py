@@ -28,12 +28,12 @@ def pack(blocks: Sequence[Block], key: Tensor, value: Tensor, is_ignored: Tensor
         tensors.append(is_ignored.unsqueeze(-1).expand(-1, -1, key.shape[2]))
     length = message_length(blocks, key.shape[0], key.shape[3], is_padded=is_ignored is not None)
     message = key.new_empty(length)
-    place = 0
+    offset = 0
     for tensor in tensors:
         for block in blocks:
             view = block_view(tensor, block).transpose(1, 2)
-            message[place : place + view.numel()].view(view.shape).copy_(view)
-            place += view.numel()
+            message[offset : offset + view.numel()].view(view.shape).copy_(view)
+            offset += view.numel()
     return message
 
 
@@ -41,13 +41,13 @@ def unpack(
     message: Tensor, blocks: Sequence[Block], batch_size: int, head_dim: int, *, is_padded: bool
 ) -> list[RemoteKeys]:
     """The rows of every block as views of a message that :func:`pack` made; stored head-major."""
-    place = 0
+    offset = 0
 
     def take(block: Block, *more: int) -> Tensor:
-        nonlocal place
+        nonlocal offset
         shape = (batch_size, block.num_heads, block.count, *more)
-        view = message[place : place + math.prod(shape)].view(shape)
-        place += view.numel()
+        view = message[offset : offset + math.prod(shape)].view(shape)
+        offset += view.numel()
         return view.transpose(1, 2)
 
     keys = [take(block, head_dim) for block in blocks]

@@ -45,7 +45,7 @@ class SimulatedRanks:
         A message starts when both ranks have posted it (``posted``, for all ranks) and neither's link is busy.
 
         Returns:
-            when each message is through.
+            the arrival time of each message.
         """
         num_bytes = num_bytes.double()
         taken = self._noisy(num_bytes / self._machine.bytes_per_second + self._machine.message_seconds)
@@ -57,16 +57,16 @@ class SimulatedRanks:
         one = torch.ones_like(taken)
         self.messages.index_add_(0, sources, one)
         self.bytes.index_add_(0, sources, num_bytes)
-        places = (targets - sources) % len(posted)
-        self.messages_of.index_add_(0, places, one)
-        self.bytes_of.index_add_(0, places, num_bytes)
+        distances = (targets - sources) % len(posted)
+        self.messages_of.index_add_(0, distances, one)
+        self.bytes_of.index_add_(0, distances, num_bytes)
         return through
 
     def exchange(self, members: Tensor, num_bytes: Tensor) -> None:
         """All-to-all among ``members``; each continues when all of its messages are done.
 
-        Message after message goes to the next of the members, so that no link has two at a time; ``num_bytes`` is
-        ``[members, members]``. Nothing is sent of no bytes.
+        Messages go to one member after another, so that no link carries two at a time; ``num_bytes`` is
+        ``[members, members]``. Messages of 0 bytes are not sent.
         """
         index = torch.arange(len(members))
         self.shift(
@@ -75,17 +75,17 @@ class SimulatedRanks:
         )
 
     def shift(self, members: Tensor, messages: Sequence[tuple[int, int | Tensor]]) -> None:
-        """Every member sends messages to members some places after it, and goes on when all of its are through.
+        """Every member sends messages to members some ranks after it, and continues when all of them have arrived.
 
         Args:
             members: the ranks.
-            messages: how many places after the sender, and bytes, of each or ``[members]``; nothing is sent of none.
+            messages: distance from the sender, and number of bytes, for all or ``[members]``; 0 bytes are not sent.
         """
         posted = self.ready.clone()
         through = posted.clone()
         index = torch.arange(len(members))
-        for places, num_bytes in messages:
-            targets = members[(index + places) % len(members)]
+        for distances, num_bytes in messages:
+            targets = members[(index + distances) % len(members)]
             sizes = torch.as_tensor(num_bytes).expand(len(members))
             is_sent = sizes > 0
             ends = (members[is_sent], targets[is_sent])

@@ -18,7 +18,7 @@ from dilated_attention_pytorch.planning.layout import Layout, Shards
 from dilated_attention_pytorch.planning.pairs import num_pairs
 from dilated_attention_pytorch.planning.rounds import gather_rounds
 from dilated_attention_pytorch.planning.shards import ShardedCall
-from dilated_attention_pytorch.planning.traffic import Links, ring_links, ring_pairs, team_parts
+from dilated_attention_pytorch.planning.traffic import Links, gather_group_parts, ring_links, ring_pairs
 
 from .costs import BACKWARD_FLOPS, Shape, head_messages, heads_flops
 from .plan import Machine, shape_of
@@ -84,12 +84,12 @@ def simulate(
 ) -> Simulation:
     """Simulate a strategy of :func:`attend` event by event, with the exact bytes and pairs of every step.
 
-    ``"ring"``: a rank computes its own rows while the rows of its first step are under way, waits for them, has those
-    of the next step under way, computes with what came, and so on. ``"gather"``: it computes its own rows; then it
-    gathers rows with each set of ranks that share segments, round by round (small ones are passed on, see
-    :func:`plan_parallel`), and computes. ``"heads"``: rows go to the ranks of their heads, query, key and value one
-    after the other, are computed with, and outputs go home.
-    Backward, gradients go back the same way.
+    ``"ring"``: a rank computes its own rows while the rows of its first step are in transit, waits for them, starts the
+    transfer of the next step's rows, computes with those received, and so on. ``"gather"``: it computes its own rows;
+    then it gathers rows with each set of ranks that share segments, round by round (small tensors are forwarded, see
+    :func:`plan_parallel`), and computes. ``"heads"``: rows are sent to the ranks of their heads, query, key and value
+    one after the other, attention is computed, and outputs are sent back. In the backward pass, gradients return the
+    same way.
 
     A message starts when both ranks have posted it and neither's link is busy in that direction; it takes
     ``message_seconds`` plus its bytes over ``bytes_per_second``. A partial takes its operations over
@@ -229,33 +229,37 @@ class _Step(NamedTuple):
     """The messages of one distance."""
 
     ends: tuple[Tensor, Tensor]
-    """The ranks that send, and those that they send to."""
+    """The sending ranks, and the ranks that they send to."""
     num_bytes: Tensor
     through: Tensor
-    """When each is through."""
+    """Arrival time of each message."""
 
 
 def _gather(run: _Pass) -> None:
     """Simulate :class:`gather.Gather`: group after group, in the order common to all ranks."""
     ranks, size = run.ranks, run.size
-    parts = team_parts(size.call, run.shards)
+    parts = gather_group_parts(size.call, run.shards)
     remote = torch.zeros(len(run.shards), dtype=torch.int64).index_add_(0, parts.rank, parts.pairs)
     ranks.compute(run.flops(torch.tensor(num_pairs(size.call, run.shards)) - remote))
     counts = parts.num_members
     bounds = torch.cat([torch.zeros(1, dtype=torch.int64), counts.cumsum(0)]).tolist()
     of_row = (2 * size.row_bytes, 2 * size.sum_bytes)
     num_bytes = [(parts.most * one).tolist() for one in of_row]
-    ranks_of = [[rank for start, stop in team for rank in range(start, stop)] for team in parts.teams]
-    in_order = sorted(range(len(ranks_of)), key=lambda team: (len(ranks_of[team]), ranks_of[team]))
-    for team in in_order:
-        part = slice(bounds[team], bounds[team + 1])
+    ranks_of = [
+        [rank for start, stop in gather_group for rank in range(start, stop)] for gather_group in parts.gather_groups
+    ]
+    in_order = sorted(
+        range(len(ranks_of)), key=lambda gather_group: (len(ranks_of[gather_group]), ranks_of[gather_group])
+    )
+    for gather_group in in_order:
+        part = slice(bounds[gather_group], bounds[gather_group + 1])
         members = parts.rank[part]
-        for hops in gather_rounds(len(members), num_bytes[0][team]):
-            ranks.shift(members, [(-hop.distance, hop.num_tensors * num_bytes[0][team]) for hop in hops])
+        for hops in gather_rounds(len(members), num_bytes[0][gather_group]):
+            ranks.shift(members, [(-hop.distance, hop.num_tensors * num_bytes[0][gather_group]) for hop in hops])
         ranks.compute(run.flops(parts.pairs[part]), members)
         if run.is_backward:
-            for hops in reversed(gather_rounds(len(members), num_bytes[1][team])):
-                ranks.shift(members, [(hop.distance, hop.num_tensors * num_bytes[1][team]) for hop in hops])
+            for hops in reversed(gather_rounds(len(members), num_bytes[1][gather_group])):
+                ranks.shift(members, [(hop.distance, hop.num_tensors * num_bytes[1][gather_group]) for hop in hops])
 
 
 def _heads(run: _Pass) -> None:
@@ -310,11 +314,11 @@ class _ByDistance:
         self.distances: list[int] = has_any.nonzero().squeeze(1).tolist()
 
     def of(self, distance: int) -> tuple[Tensor, Tensor]:
-        """The ranks that send anything that many places on, and what each sends, float64."""
+        """The ranks that send anything to the rank ``distance`` places after them, and what each sends, float64."""
         row = self._table[distance]
         sources = row.nonzero().squeeze(1)
         return sources, row[sources].double()
 
     def at(self, distance: int, sources: Tensor) -> Tensor:
-        """What some ranks send that many places on, float64."""
+        """What each of ``sources`` sends to the rank ``distance`` places after it, float64."""
         return self._table[distance][sources].double()

@@ -28,7 +28,7 @@ from dilated_attention_pytorch.patterns import PatternSum
 from dilated_attention_pytorch.patterns.blocks import BlockPattern
 from dilated_attention_pytorch.planning.exchange import Exchange, SlabPair, exchange
 from dilated_attention_pytorch.planning.layout import Run
-from dilated_attention_pytorch.planning.shards import Piece, Rectangle, ShardedCall, pieces
+from dilated_attention_pytorch.planning.shards import Rectangle, ShardedCall, ShardPart, shard_parts
 from dilated_attention_pytorch.precision import accumulation_dtype
 
 from .shipment import message_length, unpack
@@ -49,7 +49,7 @@ class Options:
 
 
 @dataclass(frozen=True, slots=True)
-class Parcel:
+class SeenKeys:
     """Rows of keys available on this rank, and the queries that attend to them."""
 
     runs: tuple[Run, ...]
@@ -92,10 +92,10 @@ class Slab:
         """Dtype of the merge and of sums over ranks."""
         self.rest: Tensor | None = None
         """The second part of the log-sum-exp if scores are large, see :class:`Result`."""
-        self._pieces = tuple(pieces(options.call, runs))
+        self._shard_parts = tuple(shard_parts(options.call, runs))
         self._rules_spec = PatternSum(tuple(map(BlockPattern, options.call.pattern.rules))).spec
 
-    def own_parcel(self) -> Parcel:
+    def own_seen_keys(self) -> SeenKeys:
         """Pairs between different runs of this rank, with keys as views."""
         seen = exchange(self.options.call, self.runs, self.runs)
         mask = None if self.is_ignored is None else self.is_ignored.unsqueeze(-1).expand(-1, -1, self.key.shape[2])
@@ -107,22 +107,22 @@ class Slab:
             )
             for block in seen.blocks
         ]
-        return Parcel(self.runs, seen, keys)
+        return SeenKeys(self.runs, seen, keys)
 
     def forward_within(self) -> tuple[Tensor, Tensor]:
         """Attention within every run, as the initial value of the merge; ``out`` in the accumulation dtype."""
         query, is_large = self.query, self._is_large(self.key)
-        if len(self._pieces) == 1 and not is_large:
-            (piece,) = self._pieces
-            out, lse = library.attend_prepared(self._arguments(piece))
+        if len(self._shard_parts) == 1 and not is_large:
+            (shard_part,) = self._shard_parts
+            out, lse = library.attend_prepared(self._arguments(shard_part))
             return out.to(self.dtype), lse
         out = torch.empty(query.shape, dtype=self.dtype, device=query.device)
         lse = torch.empty(query.shape[:3], dtype=self.dtype, device=query.device)
         if is_large:
             self._make_pair(lse)
-        for piece in self._pieces:
-            rows = slice(*piece.rows)
-            arguments = self._arguments(piece)
+        for shard_part in self._shard_parts:
+            rows = slice(*shard_part.rows)
+            arguments = self._arguments(shard_part)
             if self.rest is None:
                 out[:, rows], lse[:, rows] = library.attend_prepared(arguments)
             else:
@@ -146,17 +146,17 @@ class Slab:
             lse.mul_(LOG2_E)
             self.rest = torch.zeros_like(lse)
 
-    def merge(self, parcel: Parcel, out: Tensor, lse: Tensor) -> None:
-        """Merge this rank's attention to a parcel into ``out`` and ``lse``."""
+    def merge(self, seen_keys: SeenKeys, out: Tensor, lse: Tensor) -> None:
+        """Merge this rank's attention to rows of keys into ``out`` and ``lse``."""
         # Once the log-sum-exp is a pair it stays one, whatever the size of later scores.
-        if self._is_large(*(keys.key for keys in parcel.keys)):
+        if self._is_large(*(keys.key for keys in seen_keys.keys)):
             self._make_pair(lse)
         rest = self.rest
-        for rectangle in parcel.seen.rectangles:
-            merge_keys(self._work(parcel, rectangle), out, lse, rest)
-        for pair in parcel.seen.slab_pairs:
+        for rectangle in seen_keys.seen.rectangles:
+            merge_keys(self._work(seen_keys, rectangle), out, lse, rest)
+        for pair in seen_keys.seen.slab_pairs:
             rows = slice(*pair.queries)
-            arguments = self._pair_arguments(parcel, pair)
+            arguments = self._pair_arguments(seen_keys, pair)
             of_rows = (out[:, rows], lse[:, rows], None if rest is None else rest[:, rows])
             part = library.attend_prepared(arguments) if rest is None else library.attend_pair(arguments)
             # The merge needs finite numbers: a row without keys gets weight 0.
@@ -175,11 +175,11 @@ class Slab:
     ) -> tuple[Tensor, Tensor, Tensor]:
         """Gradients of query, key and value from attention within every run, in the accumulation dtype."""
         tensors = (self.query, self.key, self.value)
-        is_one = len(self._pieces) == 1
+        is_one = len(self._shard_parts) == 1
         grads = [] if is_one else [torch.empty(x.shape, dtype=self.dtype, device=x.device) for x in tensors]
-        for piece in self._pieces:
-            rows = slice(*piece.rows)
-            parts = self._slab_gradients(rows, out, lse, grad_out, grad_lse, self._arguments(piece))
+        for shard_part in self._shard_parts:
+            rows = slice(*shard_part.rows)
+            parts = self._slab_gradients(rows, out, lse, grad_out, grad_lse, self._arguments(shard_part))
             if is_one:
                 return parts[0].to(self.dtype), parts[1].to(self.dtype), parts[2].to(self.dtype)
             # Free each part after copying it; for a single run the parts are half the size of the result.
@@ -204,29 +204,29 @@ class Slab:
             return library.attend_backward_prepared(*of_rows, lse[:, rows], arguments)
         return library.attend_pair_backward(*of_rows, (lse[:, rows], self.rest[:, rows]), arguments)
 
-    def gradients(self, parcel: Parcel, state: Backward, grad_query: Tensor) -> Tensor:
-        """Add a parcel's contribution to the query gradient; returns the gradients of its keys and values as a message.
+    def gradients(self, seen_keys: SeenKeys, state: Backward, grad_query: Tensor) -> Tensor:
+        """Add the keys' contribution to the query gradient; returns the gradients of keys and values as a message.
 
         In the layout of :func:`pack` and in the accumulation dtype.
         """
         batch, _, _, head_dim = self.key.shape
-        blocks = parcel.seen.blocks
+        blocks = seen_keys.seen.blocks
         length = message_length(blocks, batch, head_dim, is_padded=False)
         message = torch.zeros(length, dtype=self.dtype, device=self.key.device)
-        self._add_gradients(parcel, state, grad_query, unpack(message, blocks, batch, head_dim, is_padded=False))
+        self._add_gradients(seen_keys, state, grad_query, unpack(message, blocks, batch, head_dim, is_padded=False))
         return message
 
     def add_own_gradients(self, state: Backward, grad_query: Tensor, grad_key: Tensor, grad_value: Tensor) -> None:
         """Add the gradients of pairs between different runs of this rank."""
-        parcel = self.own_parcel()
-        grads = [RemoteKeys(*(block_view(x, block) for x in (grad_key, grad_value))) for block in parcel.seen.blocks]
-        self._add_gradients(parcel, state, grad_query, grads)
+        seen_keys = self.own_seen_keys()
+        grads = [RemoteKeys(*(block_view(x, block) for x in (grad_key, grad_value))) for block in seen_keys.seen.blocks]
+        self._add_gradients(seen_keys, state, grad_query, grads)
 
-    def _add_gradients(self, parcel: Parcel, state: Backward, grad_query: Tensor, grads: list[RemoteKeys]) -> None:
-        for rectangle in parcel.seen.rectangles:
+    def _add_gradients(self, seen_keys: SeenKeys, state: Backward, grad_query: Tensor, grads: list[RemoteKeys]) -> None:
+        for rectangle in seen_keys.seen.rectangles:
             into = _heads_of(grads[rectangle.block], rectangle)
             add_key_gradients(
-                self._work(parcel, rectangle),
+                self._work(seen_keys, rectangle),
                 grad_query,
                 into,
                 state.out,
@@ -235,49 +235,49 @@ class Slab:
                 state.grad_out,
                 state.grad_lse,
             )
-        for pair in parcel.seen.slab_pairs:
+        for pair in seen_keys.seen.slab_pairs:
             rows = slice(*pair.queries)
-            arguments = self._pair_arguments(parcel, pair)
+            arguments = self._pair_arguments(seen_keys, pair)
             of_query, of_key, of_value = self._slab_gradients(
                 rows, state.out, state.merged_lse, state.grad_out, state.grad_lse, arguments
             )
             grad_query[:, rows] += of_query
-            add_to_blocks(pair, parcel.seen.blocks, grads, of_key, of_value)
+            add_to_blocks(pair, seen_keys.seen.blocks, grads, of_key, of_value)
 
     def state(self, out: Tensor, lse: Tensor, grad_out: Tensor, grad_lse: Tensor | None) -> Backward:
-        """The state that the gradients of every parcel need."""
+        """The state that the gradients need, for any rows of keys."""
         return Backward(out, without_infinities(lse), lse, grad_out, grad_lse)
 
-    def _work(self, parcel: Parcel, rectangle: Rectangle) -> Work:
+    def _work(self, seen_keys: SeenKeys, rectangle: Rectangle) -> Work:
         options = self.options
         return work_of(
             self.query,
             rectangle.queries,
-            _heads_of(parcel.keys[rectangle.block], rectangle),
+            _heads_of(seen_keys.keys[rectangle.block], rectangle),
             ratio=self.query.shape[2] // self.key.shape[2],
             scale=options.scale,
             impl=options.impl,
-            dropout=self._dropout(parcel, rectangle),
+            dropout=self._dropout(seen_keys, rectangle),
         )
 
-    def _arguments(self, piece: Piece) -> library.Arguments:
-        """Of the call that a piece is."""
-        rows = slice(*piece.rows)
+    def _arguments(self, shard_part: ShardPart) -> library.Arguments:
+        """The arguments of the call for one part of the shard."""
+        rows = slice(*shard_part.rows)
         seed = self.seed
         if seed is not None and self.options.call.documents is not None:
             # Positions restart in every document, but the dropout draws must not.
-            seed = seed + 1 + self._absolute_row(self.runs, piece.rows[0])
-        boundaries = None if piece.boundaries is None else torch.tensor(piece.boundaries, dtype=torch.int32)
+            seed = seed + 1 + self._absolute_row(self.runs, shard_part.rows[0])
+        boundaries = None if shard_part.boundaries is None else torch.tensor(shard_part.boundaries, dtype=torch.int32)
         is_ignored = None if self.is_ignored is None else self.is_ignored[:, rows]
         operands = (self.query[:, rows], self.key[:, rows], self.value[:, rows], boundaries, is_ignored, seed)
-        return self._call(operands, self.options.call.pattern.spec, piece.position, piece.position)
+        return self._call(operands, self.options.call.pattern.spec, shard_part.position, shard_part.position)
 
-    def _pair_arguments(self, parcel: Parcel, pair: SlabPair) -> library.Arguments:
-        """Of the call that a pair of slabs is."""
-        key, value, is_ignored = keys_of_slab(pair, parcel.seen.blocks, parcel.keys, self.key.shape[2])
+    def _pair_arguments(self, seen_keys: SeenKeys, pair: SlabPair) -> library.Arguments:
+        """The arguments of the call for a pair of slabs."""
+        key, value, is_ignored = keys_of_slab(pair, seen_keys.seen.blocks, seen_keys.keys, self.key.shape[2])
         seed = self.seed
         if seed is not None and self.options.call.documents is not None:
-            # As for pieces, offset by the document's first row: no piece draws for these pairs.
+            # As for shard parts, offset by the document's first row; no shard part draws for these pairs.
             seed = seed + 1 + self._absolute_row(self.runs, pair.queries[0]) - pair.query_position
         operands = (self.query[:, slice(*pair.queries)], key, value, None, is_ignored, seed)
         return self._call(operands, self._rules_spec, pair.query_position, pair.key_position)
@@ -295,17 +295,17 @@ class Slab:
             options.impl,
         )
 
-    def _dropout(self, parcel: Parcel, rectangle: Rectangle) -> Dropout | None:
+    def _dropout(self, seen_keys: SeenKeys, rectangle: Rectangle) -> Dropout | None:
         if self.seed is None:
             return None
-        queries, keys, offset = rectangle.queries, parcel.seen.blocks[rectangle.block], self.options.call.offset
+        queries, keys, offset = rectangle.queries, seen_keys.seen.blocks[rectangle.block], self.options.call.offset
         first = keys.row + rectangle.first_head * keys.skew
         keys = replace(keys, row=0, num_heads=queries.num_heads)
         return Dropout(
             self.seed,
             self.options.dropout_p,
             self._absolute_row(self.runs, queries.row) + offset - queries.row,
-            positions_of(keys, self._absolute_row(parcel.runs, first) + offset).to(self.query.device),
+            positions_of(keys, self._absolute_row(seen_keys.runs, first) + offset).to(self.query.device),
         )
 
     @staticmethod

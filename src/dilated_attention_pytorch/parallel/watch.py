@@ -22,7 +22,7 @@ class Watch:
     not yet reported what it waited for.
 
     Args:
-        roll: this process's place among all processes.
+        roll: this process's index among all processes.
         break_off: makes every wait of this process raise ``RuntimeError``.
         is_over: whether the process group has been destroyed.
     """

@@ -141,9 +141,9 @@ class RandomBlocks(BlockRule):
     def sees_block(self, kv_head: int, num_kv_heads: int, query_block: Tensor, key_block: Tensor) -> Tensor:
         first, own = key_block // self.out_of * self.out_of, self._draw(kv_head, query_block, key_block)
         rank = torch.zeros_like(own)
-        for place in range(self.out_of):
-            draw = self._draw(kv_head, query_block, first + place)
-            rank += ((draw < own) | ((draw == own) & (first + place < key_block))).to(rank.dtype)
+        for other in range(self.out_of):
+            draw = self._draw(kv_head, query_block, first + other)
+            rank += ((draw < own) | ((draw == own) & (first + other < key_block))).to(rank.dtype)
         return rank < self.num_blocks
 
     def mask_between(self, kv_head: int, num_kv_heads: int, query_blocks: Tensor, key_blocks: Tensor) -> Tensor:

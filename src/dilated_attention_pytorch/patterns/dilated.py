@@ -98,7 +98,7 @@ class DilationGroup:
             pairs += alike * (number * (number + 1) // 2 if is_causal else number * number)
         return pairs
 
-    def phantoms(self, sequence_length: int, num_selected: int) -> int:
+    def zero_pad_keys(self, sequence_length: int, num_selected: int) -> int:
         """Number of zero keys that fill a class of ``num_selected`` rows under ``tail="zero_padded"``, else 0."""
         if self.tail == "ragged":
             return 0

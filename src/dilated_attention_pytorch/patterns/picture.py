@@ -50,7 +50,7 @@ def draw(
 
 
 def _number_the_keys(axes: Axes, sequence_length: int, num_kv_heads: int) -> None:
-    """Under every panel its head, and the numbers of its first and its last key, written inwards."""
+    """Label every panel with its head, and with the numbers of its first and last key, aligned inwards."""
     ticks: list[float] = []
     words: list[tuple[str, Literal["left", "center", "right"]]] = []
     for head in range(num_kv_heads):

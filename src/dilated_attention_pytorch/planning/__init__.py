@@ -1,3 +1,3 @@
-"""Where: a pattern and lengths become the geometry of partials. Cached, no tensors' values. Nothing of it is public."""
+"""From a pattern and lengths to the geometry of partials: cached, independent of tensor values. Nothing is public."""
 
 __all__: list[str] = []

@@ -156,15 +156,15 @@ def _cut_by_causality(spans: Spans) -> tuple[list[Partial], Spans]:
     squares, rectangles = [], [tuple(column[is_whole] for column in spans)]
     cut = Spans(*(column[is_cut] for column in spans))
     for first, stop, key, key_stop in _rectangles(cut):
-        for piece in dense_and_causal(first, stop - first, key, key_stop - key, 1, 0, is_causal=True, bands="cut"):
-            if piece.is_causal:
-                squares.append(piece)
+        for part in dense_and_causal(first, stop - first, key, key_stop - key, 1, 0, is_causal=True, bands="cut"):
+            if part.is_causal:
+                squares.append(part)
             else:
                 bounds = (
-                    piece.query_row,
-                    piece.query_row + piece.num_queries,
-                    piece.key_row,
-                    piece.key_row + piece.num_keys,
+                    part.query_row,
+                    part.query_row + part.num_queries,
+                    part.key_row,
+                    part.key_row + part.num_keys,
                 )
                 rectangles.append(tuple(torch.tensor([bound]) for bound in bounds))
     whole = Spans(*(torch.cat(columns) for columns in zip(*rectangles, strict=True)))
@@ -201,8 +201,8 @@ def _lists(spans: Spans, unit: int, slabs: Slabs, heads: tuple[int, ...]) -> Gat
     starts = spans.key_start[order]
     # Unit numbers of every span, concatenated.
     before = counts.cumsum(0) - counts
-    place = torch.arange(int(counts.sum())) - before.repeat_interleave(counts)
-    units = (starts // unit).repeat_interleave(counts) + place
+    nth = torch.arange(int(counts.sum())) - before.repeat_interleave(counts)
+    units = (starts // unit).repeat_interleave(counts) + nth
     first_unit = int(units.min())
     units -= first_unit
     totals = torch.zeros(len(problems), dtype=torch.int64).index_add_(0, problem_of, counts)
@@ -211,9 +211,9 @@ def _lists(spans: Spans, unit: int, slabs: Slabs, heads: tuple[int, ...]) -> Gat
     found = []
     for num_queries, num_units in torch.unique(sizes, dim=0).tolist():
         of_size = ((sizes[:, 0] == num_queries) & (sizes[:, 1] == num_units)).nonzero().squeeze(1)
-        places = (ends[of_size] - num_units).unsqueeze(1) + torch.arange(num_units)
+        indices = (ends[of_size] - num_units).unsqueeze(1) + torch.arange(num_units)
         query_rows = problems[of_size, 0] + slabs.query_origin
-        found += [KeyLists(rows, num_queries, lists) for rows, lists in _alike(query_rows, units[places])]
+        found += [KeyLists(rows, num_queries, lists) for rows, lists in _alike(query_rows, units[indices])]
     # Units are aligned within the document, which may be offset in the slab.
     first_key = slabs.key_origin + first_unit * unit
     return Gathered(tuple(found), unit, first_key, int(units.max()) + 1, heads)

@@ -30,7 +30,7 @@ class Partial:
     """Dense attention between ``num_queries`` and ``num_keys`` rows, ``step`` rows apart, repeated along ``axes``.
 
     Rows count from the first row of the query slab and of the key slab. A causal partial is square: query i
-    attends to the first i + 1 keys. A partial without keys stands for ``phantoms`` keys of score 0 and value 0.
+    attends to the first i + 1 keys. A partial without keys stands for ``zero_pad_keys`` keys of score 0 and value 0.
     """
 
     query_row: int
@@ -40,7 +40,7 @@ class Partial:
     step: int
     head: int
     is_causal: bool = False
-    phantoms: int = 0
+    zero_pad_keys: int = 0
     band: tuple[int, int] | None = None
     """Query i attends to key j iff ``j - i`` is within these two bounds; None = unbounded."""
     is_first: bool = False
@@ -103,17 +103,17 @@ def group_partials(
             key, num_keys = group.selected(start, offset, key_from, key_to)
         if num_queries:
             first = is_first_group
-            for piece in dense_and_causal(
+            for part in dense_and_causal(
                 query, num_queries, key, num_keys, group.dilation_rate, head, is_causal=is_causal, bands=bands
             ):
-                rows = (piece.query_row + slabs.query_origin, piece.key_row + slabs.key_origin)
-                yield replace(piece, query_row=rows[0], key_row=rows[1], is_first=first)
+                rows = (part.query_row + slabs.query_origin, part.key_row + slabs.key_origin)
+                yield replace(part, query_row=rows[0], key_row=rows[1], is_first=first)
                 first = False
             if not is_causal:
-                phantoms = group.phantoms(slabs.length, num_keys)
-                if phantoms:
+                zero_pad_keys = group.zero_pad_keys(slabs.length, num_keys)
+                if zero_pad_keys:
                     row = query + slabs.query_origin
-                    yield Partial(row, row, num_queries, 0, group.dilation_rate, head, phantoms=phantoms)
+                    yield Partial(row, row, num_queries, 0, group.dilation_rate, head, zero_pad_keys=zero_pad_keys)
         position = stop
 
 
@@ -166,7 +166,7 @@ def _fold_once(partials: list[Partial]) -> list[Partial]:
             partial.num_keys,
             partial.step,
             partial.is_causal,
-            partial.phantoms,
+            partial.zero_pad_keys,
             partial.band,
             partial.is_first,
             partial.axes,

@@ -26,16 +26,16 @@ def shard_runs(
     section 3.3.2). Sizes differ by at most one row, the first are the larger. ``part = (j, M)`` selects the j-th of
     M parts of the shard's rows.
     """
-    pieces = [shard] if layout == "contiguous" else [shard, 2 * num_shards - 1 - shard]
+    chunks = [shard] if layout == "contiguous" else [shard, 2 * num_shards - 1 - shard]
     total = num_shards if layout == "contiguous" else 2 * num_shards
-    runs = _joined([(_cut(num_rows, total, piece), _cut(num_rows, total, piece + 1)) for piece in pieces])
+    runs = _joined([(_cut(num_rows, total, chunk), _cut(num_rows, total, chunk + 1)) for chunk in chunks])
     index, parts = part
     size = sum(stop - start for start, stop in runs)
     first, last = _cut(size, parts, index), _cut(size, parts, index + 1)
-    clipped, place = [], 0
+    clipped, offset = [], 0
     for start, stop in runs:
-        clipped.append((start + max(0, first - place), min(stop, start + last - place)))
-        place += stop - start
+        clipped.append((start + max(0, first - offset), min(stop, start + last - offset)))
+        offset += stop - start
     return _joined(clipped)
 
 
@@ -124,11 +124,11 @@ class Shards:
         return _cut(self.num_rows, 2 * self.size, run if run < self.size else run + 1)
 
     def _run_at(self, row: int) -> int:
-        pieces = self.size if self.layout == "contiguous" else 2 * self.size
-        base, longer = divmod(self.num_rows, pieces)
+        chunks = self.size if self.layout == "contiguous" else 2 * self.size
+        base, longer = divmod(self.num_rows, chunks)
         of_longer = longer * (base + 1)
-        piece = row // (base + 1) if row < of_longer else longer + (row - of_longer) // base
-        return piece if piece < self.size else piece - 1
+        chunk = row // (base + 1) if row < of_longer else longer + (row - of_longer) // base
+        return chunk if chunk < self.size else chunk - 1
 
 
 def _cut(size: int, parts: int, index: int) -> int:

@@ -49,7 +49,7 @@ class ShardedCall:
 
 
 @dataclass(frozen=True, slots=True)
-class Piece:
+class ShardPart:
     """Rows of a run for one engine call: a part of one document starting at ``position``, or whole documents."""
 
     rows: tuple[int, int]
@@ -57,28 +57,28 @@ class Piece:
     boundaries: tuple[int, ...] | None
 
 
-def pieces(call: ShardedCall, runs: tuple[Run, ...]) -> Iterator[Piece]:
+def shard_parts(call: ShardedCall, runs: tuple[Run, ...]) -> Iterator[ShardPart]:
     """A shard's own runs as engine calls; rows count within the shard."""
     row = 0
     for start, stop in runs:
         if call.documents is None:
-            yield Piece((row, row + stop - start), start + call.offset, None)
+            yield ShardPart((row, row + stop - start), start + call.offset, None)
         else:
             inner = [boundary for boundary in call.documents if start < boundary < stop]
             begin = max(boundary for boundary in call.documents if boundary <= start)
             if begin < start:  # the document starts on another rank
                 end = inner[0] if inner else stop
-                yield Piece((row, row + end - start), start - begin, None)
+                yield ShardPart((row, row + end - start), start - begin, None)
             else:
                 end = start
             if end < stop:
                 boundaries = (*(boundary - end for boundary in inner if boundary > end), stop - end)
-                yield Piece((row + end - start, row + stop - start), 0, (0, *boundaries))
+                yield ShardPart((row + end - start, row + stop - start), 0, (0, *boundaries))
         row += stop - start
 
 
 @dataclass(frozen=True, slots=True)
-class Team:
+class GatherGroup:
     """A group of ranks that share segments, with the rows that each sends to all the others."""
 
     members: tuple[int, ...]
@@ -97,13 +97,13 @@ class _Seen(NamedTuple):
     num_keys: int
 
 
-class _Places:
+class _FoldedRanges:
     """Key ranges of one run under one group, folded into blocks, with the location of each head's range."""
 
     def __init__(self, step: int, wanted: set[tuple[int, int, int]], blocks: list[Block]) -> None:
         """``wanted`` holds (head, first row, number of rows). Appends to ``blocks``."""
         self._step = step
-        self._place_of: dict[tuple[int, int, int], tuple[int, int]] = {}
+        self._location_of: dict[tuple[int, int, int], tuple[int, int]] = {}
         slots: list[dict[int, tuple[int, int]]] = []  # the k-th range of every head, by head
         for head, key, num_keys in sorted(wanted):
             slot = next((slot for slot in slots if head not in slot), None)
@@ -114,7 +114,7 @@ class _Places:
             for block in _blocks(step, slot):
                 for index in range(block.num_heads):
                     name = (block.head + index, block.row + index * block.skew, block.count)
-                    self._place_of[name] = (len(blocks), index)
+                    self._location_of[name] = (len(blocks), index)
                 blocks.append(block)
 
     def rectangles(self, seen: list[_Seen | None]) -> Iterator[Rectangle]:
@@ -122,8 +122,8 @@ class _Places:
         by_block: dict[int, dict[int, tuple[int, int]]] = {}
         first_head = {}
         for head, one in enumerate(seen):
-            if one and (head, one.key, one.num_keys) in self._place_of:
-                block, first_head[head] = self._place_of[head, one.key, one.num_keys]
+            if one and (head, one.key, one.num_keys) in self._location_of:
+                block, first_head[head] = self._location_of[head, one.key, one.num_keys]
                 by_block.setdefault(block, {})[head] = (one.query, one.num_queries)
         for number, rows in by_block.items():
             for queries in _blocks(self._step, rows):
@@ -145,17 +145,17 @@ def rectangles_between(
         for group in call.pattern.groups:
             seen = _seen_by_runs(call, group, keys, key_row, query_runs)
             wanted = {(head, one.key, one.num_keys) for heads in seen for head, one in enumerate(heads) if one}
-            places = _Places(group.dilation_rate, wanted, blocks)
+            folded = _FoldedRanges(group.dilation_rate, wanted, blocks)
             for heads in seen:
-                rectangles += places.rectangles(heads)
+                rectangles += folded.rectangles(heads)
     return tuple(blocks), tuple(rectangles)
 
 
 @functools.lru_cache(maxsize=64)
-def teams(call: ShardedCall, shards: Shards, rank: int) -> tuple[Team, ...]:
+def gather_groups(call: ShardedCall, shards: Shards, rank: int) -> tuple[GatherGroup, ...]:
     """The groups of ranks that share segments with ``rank``, in an order common to all of them.
 
-    The smaller ones come first: those of one size have few ranks in common, so that they are at work side by side.
+    Smaller groups come first: groups of one size have few ranks in common, so that they can work in parallel.
     Every member sends its selected rows of the segments that exactly the members of the group overlap.
     """
     segments_of: dict[tuple[int, ...], set[Segment]] = {}
@@ -174,13 +174,13 @@ def teams(call: ShardedCall, shards: Shards, rank: int) -> tuple[Team, ...]:
             for keys, key_row in with_rows(shards[member]):
                 for number, group in enumerate(call.pattern.groups):
                     inside = {segment for segment in segments if segment.group == number}
-                    places = _Places(group.dilation_rate, set(ranges(call, group, keys, key_row, inside)), blocks)
+                    folded = _FoldedRanges(group.dilation_rate, set(ranges(call, group, keys, key_row, inside)), blocks)
                     if member != rank:
                         for heads in _seen_by_runs(call, group, keys, key_row, shards[rank]):
-                            rectangles += places.rectangles(heads)
+                            rectangles += folded.rectangles(heads)
             all_blocks.append(tuple(blocks))
             all_rectangles.append(tuple(rectangles))
-        found.append(Team(members, tuple(all_blocks), tuple(all_rectangles)))
+        found.append(GatherGroup(members, tuple(all_blocks), tuple(all_rectangles)))
     return tuple(found)
 
 

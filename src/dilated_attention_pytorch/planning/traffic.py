@@ -45,11 +45,11 @@ class Sent(NamedTuple):
     messages: Tensor
     """Messages that every rank sends, int64 ``[ranks]``."""
     messages_taken: Tensor
-    """Messages that every rank is sent."""
+    """Messages that every rank receives, int64 ``[ranks]``."""
 
     @classmethod
     def of(cls, links: Iterator[Links], size: int) -> Sent:
-        """The sums over all links of ``size`` ranks, where a rank sends one message to each that it sends any rows."""
+        """Sums over all links of ``size`` ranks; a rank sends one message to every rank that it sends rows to."""
         given, taken, messages, messages_taken = torch.zeros(4, size, dtype=torch.int64)
         most = 0
         for sources, targets, rows in links:
@@ -70,15 +70,15 @@ def sent_rows(call: ShardedCall, shards: Shards) -> Sent:
 
 @functools.lru_cache(maxsize=64)
 def gathered_rows(call: ShardedCall, shards: Shards, row_bytes: int) -> Sent:
-    """Rows that ranks send to each other among :func:`teams`: all members of a team as many as the one with most.
+    """Rows that ranks send to each other within :func:`gather_groups`: every member as many as the one with most.
 
-    In the rounds of :func:`gather_rounds`, for rows of so many bytes each.
+    They are sent in the rounds of :func:`gather_rounds`, for rows of ``row_bytes`` bytes.
     """
-    parts = team_parts(call, shards)
+    parts = gather_group_parts(call, shards)
     sent = Sent.of(_gather_links(parts, len(shards), row_bytes), len(shards))
     sizes = zip(parts.num_members.tolist(), (parts.most * row_bytes).tolist(), strict=True)
-    of_team = torch.tensor([num_messages(*size) for size in sizes], dtype=torch.int64)
-    messages = torch.zeros_like(sent.given).index_add_(0, parts.rank, of_team[parts.team])
+    of_gather_group = torch.tensor([num_messages(*size) for size in sizes], dtype=torch.int64)
+    messages = torch.zeros_like(sent.given).index_add_(0, parts.rank, of_gather_group[parts.gather_group])
     return sent._replace(messages=messages, messages_taken=messages)
 
 
@@ -87,7 +87,7 @@ def ring_links(call: ShardedCall, shards: Shards) -> Iterator[Links]:
     table = _Sources.joined(
         [_Sources.of(sharing, _wanted(sharing, shards).long(), shards) for sharing in shared_segments(call, shards)]
     )
-    bounds = _at_once(len(shards), table.rank, table.piece_stop - table.piece_first)
+    bounds = _at_once(len(shards), table.rank, table.stop_range - table.first_range)
     for first, stop in bounds:
         of_rules = _sent_because_of_rules(call, shards, range(first, stop)) if call.pattern.rules else []
         yield _links(range(first, stop), table.differences(call, len(shards), first, stop), of_rules)
@@ -96,7 +96,7 @@ def ring_links(call: ShardedCall, shards: Shards) -> Iterator[Links]:
 def ring_pairs(call: ShardedCall, shards: Shards) -> Iterator[Links]:
     """Pairs of a target's query and a source's key under the dilation groups, as :func:`ring_links`."""
     table = _Sources.joined([_Sources.of(sharing, sharing.rows, shards) for sharing in shared_segments(call, shards)])
-    for first, stop in _at_once(len(shards), table.rank, table.piece_stop - table.piece_first):
+    for first, stop in _at_once(len(shards), table.rank, table.stop_range - table.first_range):
         yield _links(range(first, stop), table.differences(call, len(shards), first, stop), [])
 
 
@@ -107,9 +107,9 @@ class _Sources(NamedTuple):
     run: Tensor
     value: Tensor
     """Start of a source's values, one per kind of range."""
-    piece_first: Tensor
+    first_range: Tensor
     """First range (in the tables below) of the source's segment."""
-    piece_stop: Tensor
+    stop_range: Tensor
     """One past the last."""
     first_run: Tensor
     """First run of every range."""
@@ -135,14 +135,14 @@ class _Sources(NamedTuple):
         is_any = counts_kinds.any(1)[counts_kind[first]]
         first, stop = first[is_any], stop[is_any]
         sends = rows_kinds.any(1)[rows_kind].nonzero().squeeze(1)
-        pieces_of = segment[first]
+        segment_of_range = segment[first]
         of_run = run[sends]
         return cls(
             shards.owner_of(of_run),
             of_run,
             rows_kind[sends] * len(counts_kinds),
-            torch.searchsorted(pieces_of, segment[sends]),
-            torch.searchsorted(pieces_of, segment[sends], right=True),
+            torch.searchsorted(segment_of_range, segment[sends]),
+            torch.searchsorted(segment_of_range, segment[sends], right=True),
             run[first],
             run[stop - 1] + 1,
             counts_kind[first],
@@ -152,12 +152,12 @@ class _Sources(NamedTuple):
     @classmethod
     def joined(cls, tables: list[_Sources]) -> _Sources:
         """Concatenation of all tables, sorted by rank."""
-        values = pieces = 0
+        values = num_ranges = 0
         moved = []
         for table in tables:
-            value, first, stop = table.value + values, table.piece_first + pieces, table.piece_stop + pieces
-            moved.append(table._replace(value=value, piece_first=first, piece_stop=stop))
-            values, pieces = values + len(table.values), pieces + len(table.kind)
+            value, first, stop = table.value + values, table.first_range + num_ranges, table.stop_range + num_ranges
+            moved.append(table._replace(value=value, first_range=first, stop_range=stop))
+            values, num_ranges = values + len(table.values), num_ranges + len(table.kind)
         none = torch.zeros(0, dtype=torch.int64)
         columns = [torch.cat(column) for column in zip(*moved, strict=True)] if moved else [none] * len(cls._fields)
         order = columns[0].argsort(stable=True)
@@ -166,15 +166,15 @@ class _Sources(NamedTuple):
     def differences(self, call: ShardedCall, size: int, first: int, stop: int) -> _Differences:
         """Rows from the ranks ``first`` to ``stop`` to ranges of ranks."""
         low, high = torch.searchsorted(self.rank, torch.tensor([first, stop])).tolist()
-        counts = (self.piece_stop - self.piece_first)[low:high]
+        counts = (self.stop_range - self.first_range)[low:high]
         source = torch.arange(low, high).repeat_interleave(counts)
-        piece = torch.arange(len(source)) - (counts.cumsum(0) - counts - self.piece_first[low:high]).repeat_interleave(
-            counts
-        )
-        first_run, stop_run = self.first_run[piece], self.stop_run[piece]
+        range_index = torch.arange(len(source)) - (
+            counts.cumsum(0) - counts - self.first_range[low:high]
+        ).repeat_interleave(counts)
+        first_run, stop_run = self.first_run[range_index], self.stop_run[range_index]
         if call.is_causal:
             first_run = torch.maximum(first_run, self.run[source] + 1)
-        value, rank = self.values[self.value[source] + self.kind[piece]], self.rank[source]
+        value, rank = self.values[self.value[source] + self.kind[range_index]], self.rank[source]
         of_first_half = _Differences(rank, first_run, stop_run.clamp(max=size), value).that_count()
         if not (stop_run > size).any():
             return of_first_half
@@ -206,8 +206,8 @@ def _links(sources: range, differences: _Differences, others: list[tuple[int, in
     low, high = (min(bound[0] for bound in bounds), max(bound[1] for bound in bounds)) if bounds else (0, 0)
     width = high - low + 1
     sums = torch.zeros(len(sources) * width, dtype=torch.int64)
-    place = (rank - sources.start) * width - low
-    sums.index_add_(0, place + start, value).index_add_(0, place + stop, -value)
+    offset = (rank - sources.start) * width - low
+    sums.index_add_(0, offset + start, value).index_add_(0, offset + stop, -value)
     rows = sums.view(len(sources), width).cumsum(1)[:, :-1]
     for source, target, number in others:
         rows[source - sources.start, target - low] += number
@@ -251,12 +251,12 @@ def _wanted(sharing: Sharing, shards: Shards) -> Tensor:
     return wanted
 
 
-class TeamParts(NamedTuple):
-    """Every rank's part in each of its :func:`teams`, sorted by group, then by rank."""
+class GatherGroupParts(NamedTuple):
+    """Every rank's part in each of its :func:`gather_groups`, sorted by group, then by rank."""
 
-    teams: tuple[tuple[Run, ...], ...]
+    gather_groups: tuple[tuple[Run, ...], ...]
     """The ranks of each group as sorted disjoint non-adjacent ranges."""
-    team: Tensor
+    gather_group: Tensor
     """Group number, int64 ``[parts]``."""
     rank: Tensor
     rows: Tensor
@@ -266,32 +266,34 @@ class TeamParts(NamedTuple):
 
     @property
     def num_members(self) -> Tensor:
-        """Members of every team, int64 ``[teams]``."""
-        return torch.bincount(self.team, minlength=len(self.teams))
+        """Members of every gather group, int64 ``[gather_groups]``."""
+        return torch.bincount(self.gather_group, minlength=len(self.gather_groups))
 
     @property
     def most(self) -> Tensor:
-        """Rows that every member of a team sends: those of the member with most, int64 ``[teams]``."""
-        most = torch.zeros(len(self.teams), dtype=torch.int64)
-        return most.scatter_reduce_(0, self.team, self.rows, "amax")
+        """Rows that every member of a gather group sends: those of the member with most, int64 ``[gather_groups]``."""
+        most = torch.zeros(len(self.gather_groups), dtype=torch.int64)
+        return most.scatter_reduce_(0, self.gather_group, self.rows, "amax")
 
 
 @functools.lru_cache(maxsize=2)
-def team_parts(call: ShardedCall, shards: Shards) -> TeamParts:
+def gather_group_parts(call: ShardedCall, shards: Shards) -> GatherGroupParts:
     """The parts of all ranks in all groups."""
     size = len(shards)
-    team_of: dict[tuple[Run, ...], int] = {}
+    gather_group_of: dict[tuple[Run, ...], int] = {}
     names, parts = [], []
     for sharing in shared_segments(call, shards):
         bounds = zip(sharing.first_run.tolist(), sharing.stop_run.tolist(), strict=True)
-        teams = [team_of.setdefault(shards.rank_ranges(*runs), len(team_of)) for runs in bounds]
-        names.append(torch.tensor(teams, dtype=torch.int64)[sharing.segment] * size + shards.owner_of(sharing.run))
+        gather_groups = [gather_group_of.setdefault(shards.rank_ranges(*runs), len(gather_group_of)) for runs in bounds]
+        names.append(
+            torch.tensor(gather_groups, dtype=torch.int64)[sharing.segment] * size + shards.owner_of(sharing.run)
+        )
         seen = _rows_of_others(sharing, shards, is_causal=call.is_causal)
         parts.append(torch.stack([sharing.rows.sum(1), (sharing.rows * seen).sum(1)], 1))
     members, index = torch.cat([torch.zeros(0, dtype=torch.int64), *names]).unique(return_inverse=True)
     none = torch.zeros(0, 2, dtype=torch.int64)
     sums = torch.zeros(len(members), 2, dtype=torch.int64).index_add_(0, index, torch.cat([none, *parts]))
-    return TeamParts(tuple(team_of), members // size, members % size, *sums.unbind(1))
+    return GatherGroupParts(tuple(gather_group_of), members // size, members % size, *sums.unbind(1))
 
 
 def _rows_of_others(sharing: Sharing, shards: Shards, *, is_causal: bool) -> Tensor:
@@ -313,26 +315,26 @@ def _rows_of_others(sharing: Sharing, shards: Shards, *, is_causal: bool) -> Ten
     return seen
 
 
-def _gather_links(parts: TeamParts, size: int, row_bytes: int) -> Iterator[Links]:
+def _gather_links(parts: GatherGroupParts, size: int, row_bytes: int) -> Iterator[Links]:
     """Rows that members of groups send to each other, some ranks at a time."""
     num_members, most = parts.num_members, parts.most
     is_passed = is_passed_on(num_members, most * row_bytes)
-    # From each to each: to the ranges of the team's ranks.
-    at_once = (~is_passed[parts.team]).nonzero().squeeze(1)
-    ranges = [(*some, (0, 0))[:2] for some in parts.teams]
+    # Direct: to the ranges of the gather group's ranks.
+    at_once = (~is_passed[parts.gather_group]).nonzero().squeeze(1)
+    ranges = [(*some, (0, 0))[:2] for some in parts.gather_groups]
     start, stop = torch.tensor(ranges, dtype=torch.int64).view(-1, 2, 2).unbind(2)
-    of = parts.team[at_once]
+    of = parts.gather_group[at_once]
     found = [
         _Differences(parts.rank[at_once], start[of, index], stop[of, index], most[of]).that_count() for index in (0, 1)
     ]
-    # Passed on: to single ranks of it. Parts are in the order of the teams, and there of the ranks.
+    # Forwarded: to single ranks of the gather group. Parts are sorted by gather group, then by rank.
     first = num_members.cumsum(0) - num_members
     for count in num_members[is_passed].unique().tolist():
-        alike = (is_passed & (num_members == count))[parts.team].nonzero().squeeze(1)
-        of = parts.team[alike]
-        place = alike - first[of]
+        alike = (is_passed & (num_members == count))[parts.gather_group].nonzero().squeeze(1)
+        of = parts.gather_group[alike]
+        offset = alike - first[of]
         for (hop,) in gather_rounds(count, 1):
-            target = parts.rank[first[of] + (place - hop.distance) % count]
+            target = parts.rank[first[of] + (offset - hop.distance) % count]
             found.append(_Differences(parts.rank[alike], target, target + 1, most[of] * hop.num_tensors).that_count())
     together = _Differences(*map(torch.cat, zip(*found, strict=True)))
     together = _Differences(*(column[together.rank.argsort(stable=True)] for column in together))

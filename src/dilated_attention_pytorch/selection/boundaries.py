@@ -102,8 +102,8 @@ def snap_boundaries(
     reach = min(int(tolerance * segment_length / 2), (segment_length - 1) // 2)
     edges = [0]
     for edge in range(segment_length, sequence_length, segment_length):
-        place = bisect.bisect_left(known, edge)
-        near = [position for position in known[max(0, place - 1) : place + 1] if abs(position - edge) <= reach]
+        index = bisect.bisect_left(known, edge)
+        near = [position for position in known[max(0, index - 1) : index + 1] if abs(position - edge) <= reach]
         edges.append(min(near, key=lambda position: (abs(position - edge), position), default=edge))
     return (*edges, sequence_length)
 

@@ -43,7 +43,7 @@ def features(pattern: Pattern, workload: Workload, hardware: Hardware) -> tuple[
     pairs, computed = dict.fromkeys(_BLOCKS, 0.0), dict.fromkeys(_BLOCKS, 0.0)
     calls = exponentials = merged = 0.0
     times = workload.ratio * workload.batch_size
-    for place, group in enumerate(count_groups(pattern, workload)):
+    for index, group in enumerate(count_groups(pattern, workload)):
         together, of_group = _problems_together(group, cut, workload)
         calls += of_group
         for rows, count in group.sizes:
@@ -56,7 +56,7 @@ def features(pattern: Pattern, workload: Workload, hardware: Hardware) -> tuple[
                 * of_size
                 * _imbalance(together, rows, block, threads, is_training=workload.is_training)
             )
-        merged += group.rows * times * workload.head_dim if place else 0
+        merged += group.rows * times * workload.head_dim if index else 0
     total = workload.sequence_length * workload.num_heads * workload.batch_size * workload.head_dim
     return (1.0, calls, *pairs.values(), *computed.values(), exponentials, merged, float(total))
 

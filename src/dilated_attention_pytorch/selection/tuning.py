@@ -101,7 +101,7 @@ def cases(dtypes: Sequence[torch.dtype], hardware: Hardware, *, is_dry: bool = F
         shortest = (32,)
     found = []
     for dtype, is_training in itertools.product(dtypes, (False, True)):
-        for place, (length, batch, heads, kv_heads, width, causal) in enumerate(shapes):
+        for index, (length, batch, heads, kv_heads, width, causal) in enumerate(shapes):
             workload = Workload(
                 sequence_length=length * scale,
                 batch_size=batch,
@@ -112,11 +112,11 @@ def cases(dtypes: Sequence[torch.dtype], hardware: Hardware, *, is_dry: bool = F
                 is_causal=causal,
                 is_training=is_training,
             )
-            least = shortest[place % len(shortest)]  # kernels treat short and long problems differently
+            least = shortest[index % len(shortest)]  # kernels treat short and long problems differently
             patterns = candidates(replace(config, min_segment_size=least), workload, hardware.tile_rows)
             seconds = [nominal_seconds(pattern, workload, hardware) for pattern in patterns]
             near = [pattern for pattern, one in zip(patterns, seconds, strict=True) if one <= 4 * min(seconds)]
-            drawn = random.Random(place).sample(near, min(of_shape, len(near)))
+            drawn = random.Random(index).sample(near, min(of_shape, len(near)))
             found += [Timing(workload, pattern) for pattern in drawn]
     return found
 
@@ -192,11 +192,11 @@ def fit(timings: Sequence[Timing], hardware: Hardware) -> list[Fit]:
         shapes = [list(shape) for _, shape in itertools.groupby(group, key=lambda timing: timing.workload)]
         by_model: list[list[float]] = [[] for _ in shapes]
         for part in range(_PARTS):
-            seen = [timing for place, shape in enumerate(shapes) if place % _PARTS != part for timing in shape]
+            seen = [timing for index, shape in enumerate(shapes) if index % _PARTS != part for timing in shape]
             rates = _fit(seen, hardware)
-            for place in range(part, len(shapes), _PARTS):
-                by_model[place] = [
-                    weighted(rates, features(one.pattern, one.workload, hardware)) for one in shapes[place]
+            for index in range(part, len(shapes), _PARTS):
+                by_model[index] = [
+                    weighted(rates, features(one.pattern, one.workload, hardware)) for one in shapes[index]
                 ]
         by_formula = [[nominal_seconds(one.pattern, one.workload, hardware) for one in shape] for shape in shapes]
         fits.append(

@@ -83,9 +83,10 @@ class Embedder:
         self.device = torch.device(choose_device(settings.device))
         set_threads(settings.threads)
         self.paths = find_slides(slides)
+        self.store = Store(output, settings.format)
+        self.store.check_names(self.paths)
         self.encoder = _load(checkpoint, settings).to(self.device)
         self.made_with = settings.of_result(checkpoint, _digest(checkpoint))
-        self.store = Store(output, settings.format)
         self.store.check(self.made_with)
 
     def run(
@@ -101,12 +102,26 @@ class Embedder:
             say: called with messages before the run.
             skip: called with each skipped file and the reason.
             advance: called with the name of every slide that is embedded, skipped or already present.
+
+        Raises:
+            RunError: the output folder holds the embedding of another slide of the same name, or another command began
+                it with other settings; nothing was computed.
         """
         outcome, begun = Outcome(), time.monotonic()
+
+        def fail(path: Path, reason: str) -> None:
+            outcome.failed[path] = reason
+            skip(path, reason)
+            advance(path.stem)
+
         self.store.begin(self.made_with)
         left: list[tuple[Source, Path]] = []
         for name, path in self.paths.items():
-            source = Source.of(name, path)
+            try:
+                source = Source.of(name, path)
+            except RunError as error:
+                fail(path, str(error))
+                continue
             if self.store.holds(source):
                 outcome.kept += 1
                 advance(name)
@@ -116,12 +131,6 @@ class Embedder:
             say(f"{outcome.kept:,} of {len(self.paths):,} slides were embedded before")
         if not left:
             return outcome
-
-        def fail(path: Path, reason: str) -> None:
-            outcome.failed[path] = reason
-            skip(path, reason)
-            advance(path.stem)
-
         for batch in self._batches(left, say, fail):
             for slide, embeddings in self._embed(batch, fail):
                 self.store.write(slide.source, len(slide.features), embeddings)
@@ -181,16 +190,23 @@ class Embedder:
                 f"its features have width {slide.features.shape[1]:,}, and this encoder takes {config.feature_dim:,}: "
                 "extract them with the tile encoder that it was trained with (GigaPath's gives 1,536)"
             )
-        tile_size = self.settings.tile_size or slide.tile_size
+        recorded, given = slide.tile_size, self.settings.tile_size
+        if recorded is not None and given is not None and recorded != given:
+            raise RunError(
+                f"expected tiles of {given} pixels (--tile-size), got a file that records {recorded}; embed it without "
+                f"--tile-size into another folder, or extract its features again if {recorded} is wrong"
+            )
+        tile_size = recorded or given
         if tile_size is None:
             raise RunError(
-                "it does not give its tile size (the attribute patch_size_level0 of coords); pass "
-                f"--tile-size{_guess(slide.coordinates)}"
+                "it does not give its tile size (the attribute patch_size_level0 of coords, a number of at least 1); "
+                f"pass --tile-size{_guess(slide.coordinates)}"
             )
         try:
             grid = tile_grid(slide.coordinates, tile_size, config.grid_size)
         except (TypeError, ValueError) as error:
-            raise RunError(f"{error}; pass --tile-size if {tile_size} is wrong") from error
+            remedy = "pass another --tile-size" if recorded is None else "extract its features again"
+            raise RunError(f"{error}; {remedy} if {tile_size} is wrong") from error
         return Tiles(source, path, slide.features, grid)
 
     def _check_size(self, tiles: int, limits: TileLimits | None) -> None:
@@ -218,9 +234,16 @@ class Embedder:
             return
         for slide, embedding, layers in zip(batch, *found, strict=True):
             if not bool(layers.isfinite().all() and embedding.isfinite().all()):
-                fail(slide.path, f"its embedding is not finite in {self.settings.precision}; use --precision float32")
+                fail(slide.path, f"its embedding is not finite in {self.settings.precision}; {self._remedy(slide)}")
                 continue
             yield slide, SlideEmbeddings(embedding, layers)
+
+    def _remedy(self, slide: Tiles) -> str:
+        """What to do about an embedding that is not finite."""
+        if self.settings.precision != "float32":
+            return "use --precision float32"
+        largest = float(slide.features.abs().max())
+        return f"its features are too large (up to {largest:.3g}), extract them again"
 
     def _compute(self, batch: list[Tiles]) -> SlideEmbeddings:
         """Embeddings of the slides of a batch, in float32 on the CPU."""

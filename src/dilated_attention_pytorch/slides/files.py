@@ -19,6 +19,7 @@ SUFFIXES = (*HDF5, ".pt")
 FEATURES, COORDINATES, TILE_SIZE = "features", "coords", "patch_size_level0"
 
 _SHOWN = 8
+_MOST_PIXELS = 2**31
 
 
 class Slide(NamedTuple):
@@ -42,7 +43,7 @@ def find_slides(paths: Sequence[Path]) -> dict[str, Path]:
     for path in paths:
         for file in _files_of(path):
             before = found.setdefault(file.stem, file)
-            if not os.path.samefile(before, file):
+            if not is_same_file(before, file):
                 raise RunError(
                     f"{before} and {file} both belong to a slide {file.stem}, so their embeddings would be one file; "
                     "embed them into two folders"
@@ -50,9 +51,19 @@ def find_slides(paths: Sequence[Path]) -> dict[str, Path]:
     return found
 
 
+def is_same_file(one: str | Path, other: str | Path) -> bool:
+    """Whether two paths lead to one file; a link that leads nowhere is only the same as itself."""
+    try:
+        return str(one) == str(other) or os.path.samefile(one, other)
+    except OSError:
+        return False
+
+
 def _files_of(path: Path) -> list[Path]:
     if path.is_dir():
-        files = sorted(file for file in path.iterdir() if file.suffix in SUFFIXES and not file.name.startswith("."))
+        files = sorted(
+            file for file in path.iterdir() if file.suffix.lower() in SUFFIXES and not file.name.startswith(".")
+        )
         if not files:
             raise RunError(
                 f"the folder {path} holds no {', '.join(SUFFIXES)} file; pass the folder that holds them directly ("
@@ -61,7 +72,7 @@ def _files_of(path: Path) -> list[Path]:
         return files
     if not path.exists():
         raise RunError(f"{path} does not exist; pass files of tile features ({', '.join(SUFFIXES)}) or their folder")
-    if path.suffix not in SUFFIXES:
+    if path.suffix.lower() not in SUFFIXES:
         raise RunError(
             f"{path} is not a file of tile features: its name must end in {', '.join(SUFFIXES)}. Slide images must "
             "first be tiled, and the tiles embedded, by TRIDENT, CLAM or GigaPath's own pipeline"
@@ -80,7 +91,7 @@ def read_slide(path: Path) -> Slide:
         RunError: the file is damaged or has other contents; the message says what was found and what to do.
     """
     try:
-        features, coordinates, tile_size = _read_hdf5(path) if path.suffix in HDF5 else _read_torch(path)
+        features, coordinates, tile_size = _read_hdf5(path) if path.suffix.lower() in HDF5 else _read_torch(path)
     except MemoryError as error:
         raise RunError(f"it needs more memory than available ({error}); embed it on another machine") from error
     features, coordinates = (_without_batch(x, name) for x, name in ((features, FEATURES), (coordinates, COORDINATES)))
@@ -167,12 +178,12 @@ def _without_batch(x: Tensor, name: str) -> Tensor:
 
 
 def _tile_size(attributes: Mapping[str, Any]) -> int | None:
-    """Edge length of a tile in pixels of level 0; None if the attributes do not give it."""
+    """Edge length of a tile in pixels of level 0; None if the attributes give none, or NaN or infinity."""
     size = _number(attributes.get(TILE_SIZE))
     if size is None and "downsample" in attributes:
         patch, factor = _number(attributes.get("patch_size")), _number(attributes["downsample"])
         size = None if patch is None or factor is None else patch * factor
-    return None if size is None or round(size) < 1 else round(size)
+    return round(size) if size is not None and 0.5 < size < _MOST_PIXELS else None
 
 
 def _number(value: Any) -> float | None:

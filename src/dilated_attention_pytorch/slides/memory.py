@@ -50,8 +50,8 @@ def measure_limits(
     def call(tiles: int) -> None:
         features = torch.randn(1, tiles, encoder.config.feature_dim, device=device)
         side = encoder.config.grid_size
-        places = torch.arange(tiles, device=device) % side**2
-        grid = torch.stack((places // side, places % side), dim=-1)[None]
+        cells = torch.arange(tiles, device=device) % side**2
+        grid = torch.stack((cells // side, cells % side), dim=-1)[None]
         with torch.inference_mode(), autocast(precision, device.type):
             shallow(features, grid, tile_size=1)
 

@@ -25,7 +25,8 @@ class EmbedSettings:
     """"h5": one file per slide with `embedding` [E] and `layers` [L + 1, E]. "parquet": one file of one row per slide
     with `embedding` and `layer_0` to `layer_L`; the folder reads as one table (pandas.read_parquet)."""
     tile_size: int | None = None
-    """Pixels of a tile in the units of `coords`. Default: from each file (TRIDENT: patch_size_level0)."""
+    """Pixels of a tile in the units of `coords`, for files that do not record them. Default: from each file (TRIDENT:
+    patch_size_level0). A file that records another size is skipped."""
     pooling: Pooling = "class"
     """"class": the class token is the slide embedding, as in the released model. "mean": the mean over the tiles."""
     num_heads: int = 16

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import os
+import secrets
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -12,8 +14,9 @@ from torch import Tensor
 
 from dilated_attention_pytorch.errors import RunError
 from dilated_attention_pytorch.models import SlideEmbeddings
-from dilated_attention_pytorch.output import check_free_folder, check_makeable, make_output, replacing, write_text
+from dilated_attention_pytorch.output import check_free_folder, check_makeable, make_output, replacing, sync
 
+from .files import is_same_file
 from .settings import FileKind
 
 SETTINGS_NAME = "_embed.json"
@@ -32,14 +35,32 @@ class Source:
 
     @staticmethod
     def of(slide: str, path: Path) -> Source:
-        """The current version of a slide's file."""
-        status = path.stat()
-        return Source(slide=slide, source=str(path), source_bytes=status.st_size, source_mtime_ns=status.st_mtime_ns)
+        """The current version of a slide's file.
+
+        Raises:
+            RunError: there is no such file, for example behind a link.
+        """
+        try:
+            status = path.stat()
+        except OSError as error:
+            raise RunError(
+                f"it cannot be opened ({error.strerror}); copy it again, or mend the link if it is one"
+            ) from error
+        return Source(
+            slide=slide,
+            source=str(path.absolute()),
+            source_bytes=status.st_size,
+            source_mtime_ns=status.st_mtime_ns,
+        )
 
     @property
     def version(self) -> tuple[int, int]:
         """Size and modification time, which do not change when a folder is moved."""
         return self.source_bytes, self.source_mtime_ns
+
+    def is_beside(self, other: Source) -> bool:
+        """Whether its file still exists, and is another one: a moved file is not."""
+        return os.path.exists(self.source) and not is_same_file(self.source, other.source)
 
     def to_dict(self) -> dict[str, str | int]:
         """The fields by name."""
@@ -67,10 +88,15 @@ class Store:
         """Raise :class:`RunError` unless the folder is free, or holds embeddings made with the same settings."""
         file = self.folder / SETTINGS_NAME
         if not file.is_file():
-            check_free_folder(
-                self.folder, going_on=", or the one of an earlier `embed` command", beside=f"{SETTINGS_NAME}.part"
-            )
-            return
+            try:
+                check_free_folder(
+                    self.folder, going_on=", or the one of an earlier `embed` command", beside=f"{SETTINGS_NAME}.*"
+                )
+                return
+            except RunError:
+                # Another command may have begun the folder meanwhile.
+                if not file.is_file():
+                    raise
         check_makeable(self.folder)
         try:
             before = json.loads(file.read_text(encoding="utf-8"))
@@ -86,30 +112,73 @@ class Store:
             )
 
     def begin(self, made_with: Mapping[str, Any]) -> None:
-        """Create the folder and write the settings of its embeddings."""
+        """Create the folder and write the settings of its embeddings; other commands may do so at the same time.
+
+        Raises:
+            RunError: another command began the folder with other settings.
+        """
         make_output(self.folder)
-        if not (self.folder / SETTINGS_NAME).is_file():
-            write_text(self.folder / SETTINGS_NAME, json.dumps(made_with, indent=1) + "\n")
+        file = self.folder / SETTINGS_NAME
+        if not file.is_file():
+            staged = file.with_name(f"{SETTINGS_NAME}.{secrets.token_hex(8)}.part")
+            try:
+                staged.write_text(json.dumps(made_with, indent=1) + "\n", encoding="utf-8")
+                sync(staged)
+                _name_first(staged, file)
+            finally:
+                staged.unlink(missing_ok=True)
+            sync(self.folder)
+        self.check(made_with)
+
+    def check_names(self, slides: Mapping[str, Path]) -> None:
+        """Raise :class:`RunError` if readers of the folder would skip the file of a slide."""
+        for slide, path in slides.items():
+            if self.kind == "parquet" and slide.startswith(("_", ".")):
+                raise RunError(
+                    "readers of a folder of Parquet files skip names that begin with _ or a dot: expected another "
+                    f"name of a slide, got {slide} ({path}); rename it, or pass --format h5"
+                )
 
     def path(self, slide: str) -> Path:
         """The output file of a slide."""
         return self.folder / f"{slide}.{self.kind}"
 
     def holds(self, source: Source) -> bool:
-        """Whether an embedding of the slide's current file exists."""
+        """Whether an embedding of the slide's current file exists.
+
+        Raises:
+            RunError: the embedding is of another slide of the same name.
+        """
         path = self.path(source.slide)
         if not path.is_file():
             return False
         before = _source_in_h5(path) if self.kind == "h5" else _source_in_parquet(path)
-        return before == source.version
+        if before is None:
+            return False
+        if before.is_beside(source):
+            raise RunError(
+                f"--output {self.folder} holds the embedding of another slide {source.slide}: expected that of "
+                f"{source.source}, got that of {before.source}; pass another --output, or rename {source.source}"
+            )
+        return before.version == source.version
 
     def write(self, source: Source, tiles: int, embeddings: SlideEmbeddings) -> None:
         """Write one slide's embeddings, ``[E]`` and ``[L + 1, E]`` in float32."""
-        with replacing(self.path(source.slide)) as staged:
+        with replacing(self.path(source.slide), hidden=True) as staged:
             if self.kind == "h5":
                 _write_h5(staged, {**source.to_dict(), "tiles": tiles}, embeddings)
             else:
                 _write_parquet(staged, source, tiles, embeddings)
+
+
+def _name_first(staged: Path, file: Path) -> None:
+    """Give a staged file its name, unless another command was first."""
+    try:
+        os.link(staged, file)
+    except FileExistsError:
+        pass
+    except OSError:  # a file system without hard links
+        os.replace(staged, file)
 
 
 def _write_h5(path: Path, attributes: Mapping[str, str | int], embeddings: SlideEmbeddings) -> None:
@@ -121,13 +190,13 @@ def _write_h5(path: Path, attributes: Mapping[str, str | int], embeddings: Slide
         file.attrs.update(attributes)
 
 
-def _source_in_h5(path: Path) -> tuple[int, int] | None:
-    """The stored :attr:`Source.version`; None for a damaged file."""
+def _source_in_h5(path: Path) -> Source | None:
+    """The stored :class:`Source`; None for a damaged file."""
     import h5py
 
     try:
         with h5py.File(path, "r") as file:
-            return int(file.attrs["source_bytes"]), int(file.attrs["source_mtime_ns"])
+            return _source(file.attrs)
     except (OSError, KeyError, RuntimeError, ValueError, TypeError):
         return None
 
@@ -146,15 +215,24 @@ def _write_parquet(path: Path, source: Source, tiles: int, embeddings: SlideEmbe
     parquet.write_table(pyarrow.table(columns), path)
 
 
-def _source_in_parquet(path: Path) -> tuple[int, int] | None:
+def _source_in_parquet(path: Path) -> Source | None:
     import pyarrow
     from pyarrow import parquet
 
     try:
-        row = parquet.read_table(path, columns=["source_bytes", "source_mtime_ns"]).to_pylist()[0]
-        return int(row["source_bytes"]), int(row["source_mtime_ns"])
+        columns = ["slide", "source", "source_bytes", "source_mtime_ns"]
+        return _source(parquet.read_table(path, columns=columns).to_pylist()[0])
     except (OSError, KeyError, IndexError, TypeError, pyarrow.ArrowException):
         return None
+
+
+def _source(stored: Mapping[str, Any]) -> Source:
+    return Source(
+        slide=str(stored["slide"]),
+        source=str(stored["source"]),
+        source_bytes=int(stored["source_bytes"]),
+        source_mtime_ns=int(stored["source_mtime_ns"]),
+    )
 
 
 def _shown(before: Any, name: str) -> str:

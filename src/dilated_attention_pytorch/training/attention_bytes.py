@@ -16,13 +16,13 @@ from .settings import TrainSettings
 _KEYS_OF_WINDOW, _KEYS_OF_BLOCK, _ALIGNMENT = 8192, 256, 16
 _PACKED_BYTES = 1 << 24
 _ROWS_OF_CHUNK = 4096
-"""As ``csrc/forward.cpp`` and ``csrc/backward.cpp`` have them."""
+"""Same values as in ``csrc/forward.cpp`` and ``csrc/backward.cpp``."""
 
 
 def packed_bytes(num_keys: int, num_domains: int, head_dim: int, dtype: torch.dtype) -> int:
-    """What the forward kernel packs of the keys and values of a partial: a window of as many domains as fit.
+    """Bytes that the forward kernel packs for keys and values of a partial: a window of as many domains as fit.
 
-    That is at most 16 MiB, or one domain's window of 8,192 keys where that is more.
+    At most 16 MiB, or one domain's window of 8,192 keys if that is more.
 
     >>> packed_bytes(4096, 100, 64, torch.float32) == 2**24
     True
@@ -38,9 +38,9 @@ def packed_bytes(num_keys: int, num_domains: int, head_dim: int, dtype: torch.dt
 def attention_bytes(settings: TrainSettings) -> dict[str, int]:
     """Temporary bytes by operation, "attend" and "attend_backward", of the package's CPU kernels.
 
-    In low precision a tile has accumulators in float32: of its output, or of its three gradients. The forward pass
-    packs keys and values (:func:`packed_bytes`). The backward pass has a copy of the log-sum-exp, and every thread
-    packs the queries of a chunk and has their gradients. What a thread has of one tile is small and not counted.
+    In low precision, a tile has float32 accumulators of its output, or of its three gradients. The forward pass packs
+    keys and values (:func:`packed_bytes`). The backward pass copies the log-sum-exp, and every thread packs the queries
+    of a chunk and holds their gradients. Memory of a thread for a single tile is small and not counted.
     """
     model = settings.model
     assert model.num_kv_heads is not None
@@ -91,7 +91,7 @@ def tile_bytes(
 
 
 def _domains(pattern: Pattern, length: int, of_batch: int) -> list[tuple[int, int]]:
-    """Of every group and rule the most keys of a domain, and how many domains there are of a batch at most."""
+    """For every group and rule: the maximum number of keys per domain, and of domains per batch."""
     found = [
         (
             math.ceil(min(group.segment_length, length) / group.dilation_rate),

@@ -19,6 +19,11 @@ def computing_dtype(precision: str) -> torch.dtype:
 
 
 def autocast(precision: str, device: str) -> torch.autocast:
-    """The autocast context for ``precision`` on a device type, "cpu" or "cuda"."""
+    """The autocast context for ``precision`` on a device type, "cpu" or "cuda".
+
+    Weights are cast at every use. autocast's cache would keep the copies of all weights until the forward pass ends,
+    also those of recomputed blocks and of weights that several processes split.
+    """
     dtype = computing_dtype(precision)
-    return torch.autocast(device, dtype if dtype != torch.float32 else None, enabled=dtype != torch.float32)
+    is_on = dtype != torch.float32
+    return torch.autocast(device, dtype if is_on else None, enabled=is_on, cache_enabled=False)

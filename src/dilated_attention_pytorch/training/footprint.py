@@ -137,7 +137,7 @@ def _split(settings_text: str, num_processes: int, of_others: int) -> Footprint:
 
 
 def _with_rows(attention: dict[str, int], of_others: int) -> dict[str, int]:
-    """Keys and values of other processes are there while attention is computed, and at no other moment."""
+    """Bytes of attention plus keys and values of other processes, which are held only while attention is computed."""
     return {name: size + of_others for name, size in attention.items()}
 
 
@@ -148,12 +148,12 @@ def _peak(parts: dict[str, int], own: int, of_others: int) -> Footprint:
 
 @functools.lru_cache(maxsize=64)
 def _divided(settings_text: str, of_others: int, splitting: int, tensor: int) -> Footprint:
-    """At most what a process has whose states ``splitting`` processes share, and its matrices ``tensor``."""
+    """Footprint of a process if ``splitting`` processes split the states and ``tensor`` processes the matrices."""
     settings = TrainSettings.from_dict(json.loads(settings_text))
 
     def divided(moment: Moment) -> Moment:
         parts = dict(zip(PARTS, moment.counts, strict=True))
-        # Without an activation the optimizer steps: what it has for a moment is of the weights that this process has.
+        # Moments without activations are those of the optimizer step: temporaries belong to this process's weights.
         steps = parts["activations"] == 0
         for name in PARTS:
             if name in ("weights", "gradients", "optimizer") or (name == "temporaries" and steps):
@@ -167,7 +167,7 @@ def _divided(settings_text: str, of_others: int, splitting: int, tensor: int) ->
 
 
 def is_split(settings: TrainSettings, num_processes: int) -> bool:
-    """Whether weights are split as torch splits them, which another program counts."""
+    """Whether torch shards the weights, in which case a subprocess counts the memory."""
     return settings.tensor_parallel > 1 or (settings.data_parallel == "fsdp" and num_processes > 1)
 
 
@@ -252,10 +252,10 @@ def _rows_of_others(settings: TrainSettings) -> int:
 
 
 def _with_zero(found: Footprint, settings: TrainSettings, num_processes: int) -> Footprint:
-    """With DeepSpeed's sharding and offloading: memory on the device."""
+    """Footprint on the device with DeepSpeed's sharding and offloading."""
     parameters = settings.model.num_parameters
     stage = settings.data_parallel
-    # ZeRO steps a copy of the weight and two moments.
+    # ZeRO keeps a copy of the weight and two moments.
     stepped = 0 if settings.offload != "none" else 12 * parameters // num_processes
     share = 0 if settings.offload in ("parameters", "nvme") else 4 * parameters // num_processes
     weights = share if stage == "zero3" else 4 * parameters
@@ -264,9 +264,9 @@ def _with_zero(found: Footprint, settings: TrainSettings, num_processes: int) ->
 
 
 def extension_footprint(settings: ExtensionSettings, config: PreTrainedConfig, num_parameters: int) -> Footprint:
-    """A lower bound for a step of a pretrained model of any architecture: what all kinds of layers keep.
+    """Lower bound for a step of a pretrained model of any architecture.
 
-    That is the input of the layer, both norms, queries and the attention's output.
+    Counts what all kinds of layers keep: the layer's input, both norms, queries, and attention's output.
     """
     text = config.get_text_config()
     windows = max(1, settings.batch_tokens // settings.length)

@@ -34,7 +34,7 @@ class Series:
     attention: dict[int, str] = field(default_factory=dict)
     """Names of the attention operations, by index."""
     own: dict[int, int] = field(default_factory=dict)
-    """What operations of attention take by themselves, by place, where it is asked for."""
+    """Bytes that attention operations allocate internally, by index, if ``own_bytes`` is given."""
 
 
 _ATTEND = library.attend._opoverload
@@ -51,7 +51,7 @@ class LiveBytes(TorchDispatchMode):
     Args:
         follows_resizing: check every storage after every operation, since FSDP resizes the storages of gathered
             weights without an operation.
-        own_bytes: what an operation of attention with these operands takes by itself; without it that is not asked.
+        own_bytes: bytes that an attention operation allocates internally for given operands; None = not recorded.
 
     Counts are exact for PyTorch tensors. Memory that an operation allocates and frees internally is not seen.
     """

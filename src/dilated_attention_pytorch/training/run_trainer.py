@@ -13,6 +13,7 @@ from functools import partial
 from typing import Any, NoReturn
 
 import torch
+from accelerate.utils import AutocastKwargs
 from safetensors import SafetensorError
 from torch import Tensor
 from torch.utils.data import Dataset
@@ -79,6 +80,7 @@ class RunTrainer(TimedTrainer):
             data_collator=data_collator,
             most_rows=place.most_rows,
         )
+        self.accelerator.autocast_handler = AutocastKwargs(cache_enabled=False)  # as :func:`.autocast.autocast`
         self.settings = settings
         self.place = place
         self.run, self.run_id, self.lease = place.folder, place.run_id, place.lease

@@ -38,16 +38,16 @@ for head_dim in (64, 128, 256)[:3 if sys.argv[2] == "sweep" else 2]:
 for name in ("forward", "query_gradient", "key_gradient"):
     for head_dim in (48, 96):
         chosen = candidates(name, 64 if head_dim == 48 else 128, 2, target, False, triton_version())[0]
-        features = {"DROPOUT": head_dim == 48, "PADDED": head_dim == 96, "PHANTOMS": head_dim == 48}
+        features = {"DROPOUT": head_dim == 48, "PADDED": head_dim == 96, "ZERO_PAD_KEYS": head_dim == 48}
         usage(name, target, head_dim, "fp16", chosen, causal=True, call="4_heads", **features)
 for kernel, constants in (
     (order_kernel, {"WINDOW": 2048, "PACKED": True}),
     (runs_kernel, {"TILE_ROWS": 42, "SLOTS": 64, "WINDOW": 256, "ORDERED": True, "CAUSAL": True, "PACKED": True,
-                   "PHANTOMS": False, "OF_QUERIES": True, "RULES": True, "BANDED": True, "LINE": 9}),
+                   "ZERO_PAD_KEYS": False, "OF_QUERIES": True, "RULES": True, "BANDED": True, "LINE": 9}),
     (runs_kernel, {"TILE_ROWS": 128, "SLOTS": 128, "WINDOW": 2048, "ORDERED": False, "CAUSAL": False, "PACKED": False,
-                   "PHANTOMS": True, "OF_QUERIES": False, "RULES": True, "BANDED": False, "LINE": 9}),
+                   "ZERO_PAD_KEYS": True, "OF_QUERIES": False, "RULES": True, "BANDED": False, "LINE": 9}),
     (runs_kernel, {"TILE_ROWS": 128, "SLOTS": 128, "WINDOW": 2048, "ORDERED": False, "CAUSAL": True, "PACKED": False,
-                   "PHANTOMS": False, "OF_QUERIES": False, "RULES": False, "BANDED": False, "LINE": 9}),
+                   "ZERO_PAD_KEYS": False, "OF_QUERIES": False, "RULES": False, "BANDED": False, "LINE": 9}),
     (merge_splits_kernel, {"D": 48, "BLOCK_D": 64, "BLOCK": 4}),
     *([(quantize_kernel, {"D": 48, "BLOCK_D": 64, "BLOCK": 16})] if multiplies_e4m3(target) else []),
 ):
@@ -56,10 +56,10 @@ for kernel, constants in (
 for kernel, constants in (
     (order_kernel, {"WINDOW": 256, "PACKED": False}),
     (runs_kernel, {"TILE_ROWS": 16, "SLOTS": 32, "WINDOW": 16, "ORDERED": False, "CAUSAL": True, "PACKED": False,
-                   "PHANTOMS": False, "OF_QUERIES": False, "RULES": True, "BANDED": True, "LINE": 8}),
+                   "ZERO_PAD_KEYS": False, "OF_QUERIES": False, "RULES": True, "BANDED": True, "LINE": 8}),
     (forward_kernel, {"RATIO": 1, "PACK": 1, "D": 64, "BLOCK_D": 64, "BLOCK_ROWS": 16, "BLOCK_RUN": 64, "LINE": 8,
                       "WINDOW": 16, "ORDERED": False, "CAUSAL": True, "BANDED": True, "PADDED": False,
-                      "PHANTOMS": False, "DROPOUT": False, "ROTATED": True, "SCALED": False}),
+                      "ZERO_PAD_KEYS": False, "DROPOUT": False, "ROTATED": True, "SCALED": False}),
 ):
     signature = {name: "constexpr" if name in constants else "*i64" if name in ("offset", "query_offset")
                  else _POINTERS.get(name, "*bf16") if name.isupper() else "fp32" if name in _FLOATS else "i32"

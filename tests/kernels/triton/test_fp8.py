@@ -52,14 +52,14 @@ def check(call: DrawnCall, dtype: torch.dtype, used: dict[str, float]) -> None:
         )
     assert out.dtype == dtype
     scale = 1 / math.sqrt(call.head_dim) if call.scale is None else call.scale
-    counts, phantoms = call.counts()
-    # The budget sees the phantom keys as what they are: keys of score and value 0.
-    most = int(phantoms.max()) if phantoms.numel() else 0
-    filled = torch.cat([counts, (torch.arange(most) < phantoms.unsqueeze(-1)).to(counts)], -1)
+    counts, zero_pad_keys = call.counts()
+    # The budget sees the zero-padding keys as what they are: keys of score and value 0.
+    most = int(zero_pad_keys.max()) if zero_pad_keys.numel() else 0
+    filled = torch.cat([counts, (torch.arange(most) < zero_pad_keys.unsqueeze(-1)).to(counts)], -1)
     filled = filled.repeat_interleave(call.ratio, 1).double()
     operands = {"all": [x.double() for x in inputs], "weights": [as_rounded(x).cpu() for x in here]}
     for which, (q, k, v) in operands.items():
-        want_out, want_lse = dense_attention(q, k, v, counts, phantoms, scale)
+        want_out, want_lse = dense_attention(q, k, v, counts, zero_pad_keys, scale)
         dead = want_lse == float("-inf")
         assert torch.equal(lse.cpu() == float("-inf"), dead)
         k, v = (torch.nn.functional.pad(x, (0, 0, 0, 0, 0, most)).repeat_interleave(call.ratio, 2) for x in (k, v))
@@ -94,7 +94,7 @@ CASES: dict[str, tuple[int, int, int, int, tuple[Groups | Rule, ...], bool, dict
                          {"cu_seqlens": torch.tensor([0, 3, 30, 30, 40], dtype=torch.int32)}),
     "hidden keys": (2, 1, 33, 16, (Groups((16, 40), (1, 3)),), False,
                     {"key_padding_mask": (torch.arange(33) % 4 == 1)[None]}),
-    "phantom keys": (2, 1, 33, 16, (Groups((16, 40), (2, 3), tail="zero_padded"),), False, {}),
+    "zero-padding keys": (2, 1, 33, 16, (Groups((16, 40), (2, 3), tail="zero_padded"),), False, {}),
 }
 # fmt: on
 

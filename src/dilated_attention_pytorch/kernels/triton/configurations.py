@@ -1,12 +1,13 @@
-"""The block sizes that the kernels are shipped with: a few candidates for each device, width of numbers and head dim.
+"""Block sizes that the kernels are shipped with: a few candidates per device, element size and head dimension.
 
-With Triton 3.6 and 3.9 no line for heads of 64 and 128 in 16 bits spills a register in a loop over blocks, with the
-causal mask and without, for calls without padding, dropout and grouped heads; on compute capability 8.0 and 9.0 with
-the mask of a window too, and there with 3.9 in float32 and for heads of 256. What a line spills elsewhere is stored and
-loaded once a tile or run. ``python -m benchmarks.registers`` compiles them, a test does so
-again, and ``docs/kernels.md`` holds the tables. For AMD GPUs they were compiled and never run.
+With Triton 3.6 and 3.9, no configuration for heads of 64 and 128 in 16 bits spills a register in a loop over blocks,
+with the causal mask and without, for calls without padding, dropout and grouped heads. On compute capability 8.0 and
+9.0 this also holds with the mask of a window, and with 3.9 in float32 and for heads of 256 as well. Registers that are
+spilled elsewhere are stored and loaded once per tile or run. ``python -m benchmarks.registers`` compiles the
+configurations, a test does so again, and ``docs/kernels.md`` contains the tables. For AMD GPUs they were compiled and
+never run.
 
-The first candidate is the one taken where nothing is timed: under deterministic algorithms, while a CUDA graph is
+The first candidate is used where nothing is timed: under deterministic algorithms, while a CUDA graph is
 captured, and in Triton's interpreter.
 """
 
@@ -18,7 +19,7 @@ from typing import NamedTuple
 
 
 class Configuration(NamedTuple):
-    """Blocks of one kernel: lines that a tile holds, lines that it walks over at a time, warps, pipeline stages."""
+    """Block sizes of one kernel: lines per tile, lines walked over at a time, warps, pipeline stages."""
 
     block_rows: int
     block_run: int
@@ -72,7 +73,7 @@ _HOPPER: Table = {
         256: (C(64, 32, 8, 2),),
     },
     "fp8_few_queries": {128: (C(16, 64, 4, 3),), 256: (C(16, 32, 8, 2),)},
-    # Warps of each half of a tile, and as many for the other; one copies keys.
+    # The number of warps is that of each half of a tile; one more warp copies keys.
     "warp_specialized": {64: (C(128, 128, 4, 4),), 128: (C(128, 128, 4, 2),)},
     "query_gradient": {
         64: (C(128, 64, 8, 3), C(128, 128, 8, 2), C(64, 64, 4, 3)),
@@ -86,7 +87,7 @@ _HOPPER: Table = {
     },
     "single_backward": {64: (C(128, 32, 8, 2),), 128: (C(64, 32, 8, 2),), 256: (C(32, 16, 8, 2),)},
 }
-# Compute capability 10.x instead: products are written to a memory of their own and read from there.
+# Overrides for compute capability 10.x: products are written to a separate memory and read from there.
 _BLACKWELL: Table = {
     "forward": {64: (C(128, 64, 8, 3), C(128, 64, 4, 2), C(64, 64, 4, 3))},
     "fp8_forward": {64: (C(128, 64, 8, 3),)},
@@ -96,7 +97,7 @@ _BLACKWELL: Table = {
     },
     "key_gradient": {128: (C(64, 32, 8, 3), C(64, 32, 8, 2), C(128, 32, 8, 2))},
 }
-# Warps are 64 wide, and 8 of them have 256 registers a thread where 4 have 512.
+# Warps have 64 threads; with 8 warps a thread has 256 registers, with 4 it has 512.
 _AMD: Table = {
     "forward": {
         64: (C(128, 64, 4, 1), C(128, 64, 4, 2)),
@@ -121,14 +122,14 @@ _AMD_FLOAT32: Table = {
     "query_gradient": {64: (C(64, 32, 4, 1),), 128: (C(32, 32, 4, 1),), 256: (C(16, 16, 4, 1),)},
     "key_gradient": {64: (C(32, 32, 4, 1),), 128: (C(32, 16, 4, 1),), 256: (C(16, 16, 4, 1),)},
 }
-# Instead of those above where a window is in the pattern: its mask makes some of them spill.
+# Overrides for patterns with a window, whose mask makes some of the configurations above spill.
 _AMPERE_BANDED: Table = {
     "key_gradient": {128: (C(64, 32, 8, 3), C(32, 64, 8, 2))},
 }
 _HOPPER_BANDED: Table = {
     "forward": {256: (C(64, 32, 8, 3),)},
 }
-# With Triton before 3.9 instead, on 9.x and 10.x: other blocks spill registers in the loop over blocks there.
+# Overrides for Triton before 3.9 on 9.x and 10.x, where other blocks spill registers in the loop over blocks.
 _HOPPER_BEFORE_3_9: Table = {
     "key_gradient": {
         64: (C(128, 32, 8, 3), C(128, 32, 8, 2)),
@@ -143,11 +144,11 @@ _BLACKWELL_BEFORE_3_9: Table = {"forward": {64: (C(128, 64, 8, 3), C(64, 64, 4, 
 def candidates(
     kernel: str, block_d: int, itemsize: int, target: str, banded: bool, triton: tuple[int, int]
 ) -> Candidates:
-    """The configurations of a kernel for heads padded to ``block_d`` and numbers of ``itemsize`` bytes.
+    """The configurations of a kernel for heads padded to ``block_d`` and elements of ``itemsize`` bytes.
 
-    ``"few_queries"`` is the forward where one small tile holds all lines of queries, as in decoding; ``"fp8_forward"``
-    and ``"fp8_few_queries"`` are the same in e4m3, whose numbers have one byte. ``target`` is the compiler's name of
-    the device, ``banded`` are patterns with a window, ``triton`` is the compiler's version.
+    ``"few_queries"`` is the forward if one small tile holds all lines of queries, as in decoding; ``"fp8_forward"``
+    and ``"fp8_few_queries"`` are the same in e4m3, with one byte per element. ``target`` is the compiler's name of
+    the device, ``banded`` means that the pattern has a window, ``triton`` is the compiler's version.
     """
     by_width: dict[int, Candidates] = {}
     for table in _tables(target, itemsize, banded, triton):
@@ -156,7 +157,7 @@ def candidates(
 
 
 def _tables(target: str, itemsize: int, banded: bool, triton: tuple[int, int]) -> Iterator[Table]:
-    """What a later one has stands instead of what an earlier one has."""
+    """The applicable tables; later ones override earlier ones."""
     if target.startswith("gfx"):
         yield _AMD_FLOAT32 if itemsize == 4 else _AMD
     elif itemsize == 4:

@@ -1,7 +1,7 @@
-"""What four warps compute in :mod:`.warp_specialized`: 64 lines of a tile, from blocks that another warp has copied.
+"""The computing warps of :mod:`.warp_specialized`: four warps per 64 lines of a tile, on blocks copied by another warp.
 
-Their product with one block's values is under way while they take the softmax of the next; blocks that none of these 64
-lines sees they pass.
+The product with one block's values is in flight while they compute the softmax of the next block; blocks that none of
+the 64 lines sees are skipped.
 """
 
 from __future__ import annotations
@@ -22,23 +22,23 @@ from .runs import is_active_in, keys_seen, load_run
 from .tiles import kept_within, rows_of
 
 LINES = gl.constexpr(64)
-"""Lines of a tile that four warps compute: the rows of their matrix instructions."""
+"""Lines of a tile per four warps: the rows of their matrix instructions."""
 PARTS = gl.constexpr(2)
-"""How often that is in a tile: with three, 160 registers a thread are left, and the loops over keys spill."""
+"""Groups of four warps per tile; with three, a thread would have 160 registers, and the loops over keys would spill."""
 
 
 class Softmax(NamedTuple):
-    """The online softmax of 64 lines so far."""
+    """State of the online softmax of 64 lines."""
 
     maximum: Any
     total: Any
     out: Any
     probability: Any
-    """Those of the last block, whose product with its values may be still to come."""
+    """Probabilities of the last block, whose product with its values may be pending."""
 
 
 class Seen(NamedTuple):
-    """Which of a run's keys each of the 64 lines sees: those from ``start`` to ``stop``, if it takes part."""
+    """The keys of a run that each of the 64 lines sees: from ``start`` to before ``stop``, if it takes part."""
 
     is_active: Any
     start: Any
@@ -67,9 +67,9 @@ def _rows_of(ORDER, tile, call, constants, PART: gl.constexpr, layout: gl.conste
 
 @gluon.jit
 def _blocks_seen(seen, count, constants):
-    """Of a run's blocks the first that one of the 64 lines sees, one past the last, and how many there are.
+    """First block of a run that one of the 64 lines sees, one past the last such block, and number of blocks.
 
-    Where none sees a key of the run, all of them lie before the first.
+    If no line sees a key of the run, all blocks lie before the first.
     """
     BLOCK_RUN: gl.constexpr = constants.BLOCK_RUN
     num_blocks = (count + BLOCK_RUN - 1) // BLOCK_RUN
@@ -85,10 +85,10 @@ def _blocks_seen(seen, count, constants):
 def _attend_block(
     queries, softmax, index, block, seen, call, stages, constants, MASKED: gl.constexpr, PENDING: gl.constexpr
 ):
-    """One block of a run, the ``index``-th that was copied.
+    """Attend to one block of a run, the ``index``-th that was copied.
 
-    ``PENDING``: the product of the block before with its values is computed beside the softmax of this one; without
-    it that product is done.
+    With ``PENDING``, the product of the previous block with its values is computed during the softmax of this block;
+    without, that product is done already.
     """
     STAGES: gl.constexpr = constants.STAGES
     maximum, total, out, probability = softmax
@@ -119,10 +119,10 @@ def _attend_block(
 
 @gluon.jit
 def _attend_blocks(queries, softmax, index, from_block, to_block, seen, call, stages, constants, MASKED: gl.constexpr):
-    """The blocks ``[from_block, to_block)`` of a run, after one whose product with its values is still to come.
+    """Attend to the blocks ``[from_block, to_block)`` of a run, while the product of the block before is pending.
 
-    Two loops call for this, not one that asks for the mask: around a branch, the compiler waits for the product
-    before it takes the first exponential.
+    It is called for two loops, not for one with a branch for the mask: around a branch, the compiler waits for the
+    product before it computes the first exponential.
     """
     for block in range(from_block, to_block):
         softmax = _attend_block(queries, softmax, index, block, seen, call, stages, constants, MASKED, True)
@@ -132,7 +132,7 @@ def _attend_blocks(queries, softmax, index, from_block, to_block, seen, call, st
 
 @gluon.jit
 def _settled(softmax, index, is_pending, stages, constants):
-    """The softmax with the product that is still to come, if one is; its values are freed."""
+    """Compute the pending product, if there is one, and free its values."""
     maximum, total, out, probability = softmax
     last = (index + constants.STAGES - 1) % constants.STAGES
     if is_pending != 0:
@@ -143,7 +143,7 @@ def _settled(softmax, index, is_pending, stages, constants):
 
 @gluon.jit
 def _pass_blocks(index, number, stages, constants):
-    """Free blocks that these warps do not compute, each when it is there: else the next would be freed in its place."""
+    """Free blocks that these warps skip, each once it has arrived: else the next would be freed in its place."""
     STAGES: gl.constexpr = constants.STAGES
     for passed in range(index, index + number):
         place, turn = passed % STAGES, passed // STAGES & 1
@@ -156,7 +156,7 @@ def _pass_blocks(index, number, stages, constants):
 
 @gluon.jit
 def _store_queries(QUERY, ORDER, queries, tile, call, constants, PART: gl.constexpr):
-    """Copy the 64 lines into shared memory, 0 where there is no row, and past the width of a head."""
+    """Copy the 64 lines of queries into shared memory, 0 where there is no row and past the head dimension."""
     BLOCK_D: gl.constexpr = constants.BLOCK_D
     of_copy: gl.constexpr = gl.BlockedLayout([1, 8], [256 // BLOCK_D, BLOCK_D // 8], [4, 1], [1, 0])
     _slot, row, head = _rows_of(ORDER, tile, call, constants, PART, gl.SliceLayout(1, of_copy))
@@ -169,12 +169,12 @@ def _store_queries(QUERY, ORDER, queries, tile, call, constants, PART: gl.conste
 
 @gluon.jit
 def _store_results(OUT, LSE, ORDER, softmax, row, head, tile, call, constants, PART: gl.constexpr):
-    """Write output and log-sum-exp of the 64 lines; ``row`` and ``head`` lie as the rows of scores do."""
+    """Write output and log-sum-exp of the 64 lines; ``row`` and ``head`` have the layout of the scores' rows."""
     maximum, total, out, _probability = softmax
     of_out: gl.constexpr = out.type.layout
     D: gl.constexpr = constants.D
     num_heads = call.num_kv_heads * constants.RATIO
-    has_key = total != 0.0  # NaN is no zero: what came in as NaN or infinite goes out as NaN
+    has_key = total != 0.0  # true for NaN: NaN or infinite inputs give NaN
     safe = gl.where(has_key, total, 1.0)
     lse = gl.where(has_key, (maximum + gl.log2(safe)) * LN_2, float("-inf"))
     gl.store(LSE + (tile.batch * call.num_queries + row) * num_heads + head, lse, mask=row >= 0)
@@ -189,7 +189,7 @@ def _store_results(OUT, LSE, ORDER, softmax, row, head, tile, call, constants, P
 
 @gluon.jit
 def attend_lines(QUERY, OUT, LSE, ORDER, queries, tile, call, stages, constants, PART: gl.constexpr):
-    """Four warps that compute: the 64 lines of the tile from ``64 PART`` on."""
+    """Four computing warps: the 64 lines of the tile from ``64 PART`` on."""
     BLOCK_D: gl.constexpr = constants.BLOCK_D
     BLOCK_RUN: gl.constexpr = constants.BLOCK_RUN
     of_score: gl.constexpr = gl.NVMMADistributedLayout(
@@ -212,14 +212,14 @@ def attend_lines(QUERY, OUT, LSE, ORDER, queries, tile, call, stages, constants,
     line = tile.line
     index = tile.num_runs * 0
     num_passed = index
-    is_pending = index  # 1 where the product of the last probabilities with the values of their block is still to come
+    is_pending = index  # 1 while the product of the last probabilities with the values of their block is pending
     for _ in range(tile.num_runs):
-        _first, _rate, count, full, _phantoms = load_run(line)
+        _first, _rate, count, full, _zero_pad_keys = load_run(line)
         is_active = (row >= 0) & is_active_in(line, slot)
         start, stop = keys_seen(line, position, is_active, constants.LINE, constants.CAUSAL, constants.BANDED)
         seen = Seen(is_active, start, stop)
         block, to_block, num_blocks = _blocks_seen(seen, count, constants)
-        num_passed += block  # those at the end of the run before among them
+        num_passed += block  # including those at the end of the previous run
         if num_passed > 0:
             softmax = _settled(softmax, index, is_pending, stages, constants)
             is_pending = index * 0

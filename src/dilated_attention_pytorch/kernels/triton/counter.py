@@ -1,4 +1,4 @@
-"""Dropout by counter on the device: the arithmetic of :mod:`dilated_attention_pytorch.kernels.dropout`, bit for bit."""
+"""Counter-based dropout on the device, bit for bit as in :mod:`dilated_attention_pytorch.kernels.dropout`."""
 
 from __future__ import annotations
 
@@ -16,19 +16,19 @@ def _mix64(state):
 
 @triton.jit
 def head_state(seed, batch, head):
-    """What the sequence and the query head decide of a pair's random state."""
+    """Part of a pair's random state that depends on its sequence and query head."""
     return _mix64(_mix64(seed + batch) + head)
 
 
 @triton.jit
 def query_state(state_of_head, query_row):
-    """The part of a pair's random state that its query decides."""
+    """Part of a pair's random state that depends on its query."""
     return _mix64(state_of_head + query_row).to(tl.int32)
 
 
 @triton.jit
 def key_state(seed, key_row):
-    """The part that its key decides."""
+    """Part of a pair's random state that depends on its key."""
     return _mix64(_mix64(seed + 1) + key_row).to(tl.int32)
 
 

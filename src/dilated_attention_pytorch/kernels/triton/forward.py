@@ -1,7 +1,7 @@
-"""The forward kernel: a tile of query rows, one online softmax over every group's keys, the answer written once.
+"""The forward kernel: a tile of query rows, one online softmax over every group's keys, the output written once.
 
-The keys come in runs, rows at a constant distance, read where they lie. A row of the tile that takes no part in a run
-is left out of the maximum and gets the probability 0 through the exponent: mixed tiles cost no mask over the scores.
+Keys come in runs, rows at a constant distance, and are read in place. A row of the tile that takes no part in a run is
+excluded from the maximum and gets probability 0 through the exponent, so mixed tiles need no mask over the scores.
 """
 
 from __future__ import annotations
@@ -29,30 +29,30 @@ from .tiles import (
 LOG2_E = tl.constexpr(1.4426950408889634)
 LN_2 = tl.constexpr(0.6931471805599453)
 LARGEST_WEIGHT_LOG2 = tl.constexpr(8)
-"""Of a weight of e4m3 values before it is rounded: 2^8 is the largest power of two that e4m3 has."""
+"""Log2 of the largest weight of e4m3 values before rounding: 2^8 is the largest power of two in e4m3."""
 LEAST_FACTOR = tl.constexpr(2.0**-126)
 LEAST_MAXIMUM = tl.constexpr(-64.0)
-"""Of a row with phantom keys beside e4m3 values: far below that of values of any use, far above what overflows."""
+"""Least maximum of a row with zero-padding keys and e4m3 values: far below any useful one, far above overflow."""
 
 
 @triton.jit
 def probabilities_of(score, maximum, total, is_active, scale_log2):
     """One block of the online softmax, in base 2 (Milakov and Gimelshein 2018, arXiv 1805.02867).
 
-    ``score`` is ``q.k``, -inf where a key is not seen; ``scale_log2`` is positive, so that the largest product is the
-    largest score and -inf stays -inf. A row's maximum is scaled, its products are only in the exponent, by the one
-    fused multiply-add that subtracts the maximum. Returns the maximum, the sum, what the output so far is to be
-    multiplied by, and the probabilities, all up to the factor that the maximum is.
+    ``score`` is ``q.k``, -inf where a key is not visible; ``scale_log2`` is positive, so that the largest product is
+    the largest score and -inf stays -inf. A row's maximum is scaled; its scores are scaled only in the exponent, by
+    the fused multiply-add that subtracts the maximum. Returns the maximum, the sum, the factor of the output so far,
+    and the probabilities, all relative to the exponential of the maximum.
     """
     return _probabilities_under(score, tl.max(score, 1) * scale_log2, maximum, total, is_active, scale_log2)
 
 
 @triton.jit
 def _probabilities_under(score, highest, maximum, total, is_active, scale_log2):
-    """:func:`probabilities_of` with what a row's maximum is at least; ``scale_log2`` may be a column, one for a row."""
+    """:func:`probabilities_of` with a lower bound of a row's maximum; ``scale_log2`` may be a column, one per row."""
     highest = tl.maximum(maximum, tl.where(is_active, highest, float("-inf")))
     reference = tl.where(highest == float("-inf"), 0.0, highest)
-    # An infinite reference makes every probability of a row that does not take part 0.
+    # An infinite reference makes every probability of a row that takes no part 0.
     probability = tl.exp2(score * scale_log2 - tl.where(is_active, reference, float("inf"))[:, None])
     decay = tl.exp2(maximum - reference)
     return highest, total * decay + tl.sum(probability, 1), decay, probability
@@ -62,8 +62,8 @@ def _probabilities_under(score, highest, maximum, total, is_active, scale_log2):
 def scaled_weights_of(score, maximum, total, is_active, scale_log2, value_scale, MASKED: tl.constexpr):
     """:func:`probabilities_of` and the weights of e4m3 values: probabilities times the scales of the values.
 
-    ``scale_log2`` has one factor for a row. Its maximum is one of scores plus the logarithm of their value's scale,
-    less 8: no weight passes 256, whatever the scales are. Keys that a row does not see take no part in it.
+    ``scale_log2`` has one factor per row. The maximum is that of the scores plus the log2 of their value's scale minus
+    8: no weight exceeds 256, whatever the scales are. Keys that a row does not see are excluded.
     """
     magnitude = (exponent_of(value_scale) - LARGEST_WEIGHT_LOG2).to(tl.float32)
     factor = scale_log2[:, None]
@@ -112,15 +112,15 @@ def _attend_blocks(
     DROPOUT: tl.constexpr,
     SCALED: tl.constexpr,
 ):
-    """The blocks ``[from_block, to_block)`` of the run of keys that begins at position ``first``.
+    """Attend to the blocks ``[from_block, to_block)`` of the run of keys that begins at position ``first``.
 
-    ``SCALED`` keys and values are e4m3 numbers times the scale of their row; then ``scale_log2`` has a factor for each
-    row of queries.
+    With ``SCALED``, keys and values are e4m3 numbers times the scale of their row, and ``scale_log2`` has one factor
+    per query row.
     """
     line = tl.arange(0, BLOCK_RUN)
     column = tl.arange(0, BLOCK_D)
     first_row = (first - key_offset).to(tl.int64)
-    wide_rate = rate.to(tl.int64)  # a stride times a rate passes 2^31 before any address does
+    wide_rate = rate.to(tl.int64)  # a stride times a rate exceeds 2^31 before any address does
     row_in_block = line * wide_rate
     key_pointers = KEY + first_row * key_stride + (row_in_block * key_stride)[:, None] + column[None, :]
     value_pointers = VALUE + first_row * value_stride + (row_in_block * value_stride)[:, None] + column[None, :]
@@ -206,16 +206,16 @@ def forward_kernel(
     CAUSAL: tl.constexpr,
     BANDED: tl.constexpr,
     PADDED: tl.constexpr,
-    PHANTOMS: tl.constexpr,
+    ZERO_PAD_KEYS: tl.constexpr,
     DROPOUT: tl.constexpr,
     ROTATED: tl.constexpr,
     SCALED: tl.constexpr,
 ):
-    """``OUT[splits, B, N, H, D]`` and ``LSE[splits, B, N, H]``; each split holds its share of every run's keys.
+    """``OUT[splits, B, N, H, D]`` and ``LSE[splits, B, N, H]``; each split computes its share of every run's keys.
 
-    A run of few blocks has no share for most splits: ``ROTATED`` gives them to another split with every run.
-    ``query_offset`` is the position of the first query, or a pointer to it. ``SCALED``: query, key and value are e4m3
-    numbers, and ``QUERY_SCALE[B, H, N]``, ``KEY_SCALE[B, G, M]`` and ``VALUE_SCALE[B, G, M]`` what each row is times.
+    A run of few blocks has no share for most splits: with ``ROTATED``, the shares move on by one split with every run.
+    ``query_offset`` is the position of the first query, or a pointer to it. With ``SCALED``, query, key and value are
+    e4m3 numbers, and ``QUERY_SCALE[B, H, N]``, ``KEY_SCALE[B, G, M]`` and ``VALUE_SCALE[B, G, M]`` scale their rows.
     """
     split = tl.program_id(0) % num_splits
     batch, kv_head, head_block, window, tile = tile_of(
@@ -240,7 +240,7 @@ def forward_kernel(
     if SCALED:
         scales = QUERY_SCALE + (batch * num_kv_heads * RATIO + head) * num_queries + row
         factor = tl.load(scales, mask=is_row, other=0.0) * scale_log2
-        factor = tl.where(factor < LEAST_FACTOR, LEAST_FACTOR, factor)  # 0 would make NaN of a score of -inf; NaN stays
+        factor = tl.where(factor < LEAST_FACTOR, LEAST_FACTOR, factor)  # 0 times -inf would be NaN; NaN is kept
         key_scales += (batch * num_kv_heads + kv_head) * num_keys
         value_scales += (batch * num_kv_heads + kv_head) * num_keys
     position = row + first_position(query_offset, key_offset + num_keys - num_queries)
@@ -259,16 +259,16 @@ def forward_kernel(
     )
     share = split
     for _ in range(num_runs):
-        first, rate, count, full, phantoms = load_run(line)
+        first, rate, count, full, zero_pad_keys = load_run(line)
         is_active = is_row & is_active_in(line, slot)
         start, stop = keys_seen(line, position, is_active, LINE, CAUSAL, BANDED)
-        if PHANTOMS:
-            has_phantoms = is_active & (tl.where(split == 0, phantoms, 0) > 0)
-            # A phantom has the score 0; beside scaled values the maximum has another unit.
-            highest = tl.where(has_phantoms, tl.maximum(maximum, LEAST_MAXIMUM if SCALED else 0.0), maximum)
+        if ZERO_PAD_KEYS:
+            has_zero_pad_keys = is_active & (tl.where(split == 0, zero_pad_keys, 0) > 0)
+            # A zero-padding key has score 0; with scaled values the maximum is in other units.
+            highest = tl.where(has_zero_pad_keys, tl.maximum(maximum, LEAST_MAXIMUM if SCALED else 0.0), maximum)
             reference = tl.where(highest == float("-inf"), 0.0, highest)
             decay = tl.exp2(maximum - reference)
-            total = total * decay + tl.where(has_phantoms, phantoms * tl.exp2(-reference), 0.0)
+            total = total * decay + tl.where(has_zero_pad_keys, zero_pad_keys * tl.exp2(-reference), 0.0)
             out = out * decay[:, None]
             maximum = highest
         num_full, num_blocks = full // BLOCK_RUN, (count + BLOCK_RUN - 1) // BLOCK_RUN
@@ -348,15 +348,15 @@ def forward_kernel(
         if ROTATED:
             share = tl.where(share == 0, num_splits, share) - 1
         line += LINE
-    if BLOCK_D > 128 and not (CAUSAL or BANDED):  # where no mask needs their positions
-        # Rows are read once more: keeping them through the loops takes registers that the loops need. The barrier is
-        # there for the compiler, which would make one load of the two.
+    if BLOCK_D > 128 and not (CAUSAL or BANDED):  # if no mask needs their positions
+        # Rows are loaded again: keeping them through the loops takes registers that the loops need. The barrier keeps
+        # the compiler from merging the two loads.
         tl.debug_barrier()
         row = rows_of(ORDER, kv_head, window, tile, num_queries, slot, BLOCK_ROWS // PACK, WINDOW, ORDERED)
         is_row = row >= 0
     num_heads = num_kv_heads * RATIO
     out_lines = ((split * batch_size + batch) * num_queries + row) * num_heads + head
-    has_key = total != 0.0  # NaN is no zero: what came in as NaN or infinite goes out as NaN
+    has_key = total != 0.0  # true for NaN: NaN or infinite inputs give NaN
     out = tl.where(has_key[:, None], out / tl.where(has_key, total, 1.0)[:, None], 0.0)
     store_lines(OUT, out_lines * D, is_row, out, D, BLOCK_D)
     lse = tl.where(has_key, (maximum + tl.log2(tl.where(has_key, total, 1.0))) * LN_2, float("-inf"))
@@ -375,7 +375,7 @@ def merge_splits_kernel(
     BLOCK_D: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """``OUT[lines, D]`` and ``LSE[lines]``: the merge of the splits' partials, lines of heads and rows alike."""
+    """``OUT[lines, D]`` and ``LSE[lines]``: the merge of the splits' partials; a line is a row of one head."""
     line = (tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)).to(tl.int64)
     is_line = line < num_lines
     highest = tl.full([BLOCK], float("-inf"), tl.float32)

@@ -1,27 +1,31 @@
-"""``impl="triton-fp8"``: the forward of :mod:`.forward` with products of e4m3 numbers, and how far it may be off.
+"""``impl="triton-fp8"``: the forward of :mod:`.forward` with products of e4m3 numbers, and a bound of its error.
 
-A row x of query, key or value, of one head, becomes e4m3 numbers times a power of two, its scale: the least at which
-the row's largest absolute value is within 448. A scale of its own for every row costs the kernel what one for a block
-of rows would, as a block of a run is taken from rows a rate apart; and a row's numbers depend on nothing but the row,
-so that later keys change nothing before them, and a shard or a step of decoding has the numbers of the whole.
+Each row x of query, key or value, of one head, is stored as e4m3 numbers times a scale, the smallest power of two that
+brings the row's largest absolute value to at most 448. A scale per row costs the kernel no more than a scale per block
+of rows, because the rows of a run's block lie a rate apart. The numbers of a row depend on that row alone, so that
+later keys do not change earlier ones, and a shard or a decoding step has the same numbers as the whole sequence.
 
-Scores, maxima and sums are float32. A probability is multiplied by the scale of its value, divided by a bound of a
-row's products so far, so that none passes 256, and rounded to e4m3 for the product with the values. The bound and the
-256 are part of what the exponential subtracts anyway: they issue no instruction, and cancel in the division by the sum
-of the probabilities, which are not rounded before they are added. 256 and not 448, as a power of two is exact.
+Scores, maxima and sums are float32. A probability is multiplied by the scale of its value, divided by a bound of the
+row's products so far, so that none exceeds 256, and rounded to e4m3 for the product with the values. The bound and the
+256 are part of what the exponential subtracts anyway: they cost no instruction, and cancel in the division by the sum
+of the probabilities, which are summed before they are rounded. 256 is used instead of 448 because a power of two is
+exact.
 
-*Error.* e4m3 has 3 bits of mantissa: rounding is off by ``u = 2^-4`` of a number at most, or by ``2^-10`` where that is
-more, half of its least number. A row's largest number is 224 or more: ``|x' - x| <= e(x) = u |x| + 2^-17 max|x|``.
+*Error.* e4m3 has 3 bits of mantissa: the rounding error is at most ``u = 2^-4`` of the number, or ``2^-10``, half of
+the smallest number, if that is larger. A row's largest number is at least 224, hence
+``|x' - x| <= e(x) = u |x| + 2^-17 max|x|``.
 
-- Score: ``|s' - s| <= d = scale (e(q) |k| + |q| e(k) + e(q) e(k))``. Hence the log-sum-exp is off by ``max d`` at most,
-  and a probability by a factor of ``exp(d + max d)``.
-- Weight: by ``u`` of itself, or by ``2^-10`` where 256 is the most there can be: ``2^-17 max p max|v|`` in the output.
-- Value: by ``e(v)``.
+- Score: ``|s' - s| <= d = scale (e(q) |k| + |q| e(k) + e(q) e(k))``. Hence the log-sum-exp is off by at most ``max d``,
+  and a probability by a factor of at most ``exp(d + max d)``.
+- Weight: off by ``u`` of itself, or by ``2^-10`` where the largest possible weight is 256: ``2^-17 max p max|v|`` in
+  the output.
+- Value: off by ``e(v)``.
 
-To first order an output is off by ``sum p (d + max d + 2 u) |v|`` at most. That adds up what rarely does: errors of
-rounding are independent, of ``0.42 u`` in the root of mean squares; a score of normal q and k is off by ``0.6 u`` then,
-an output as a whole by ``0.85 u``, 5 % of its size. On compute capability 9.0 the device adds products of e4m3 numbers
-with fewer bits than float32 has (14, by https://arxiv.org/abs/2412.19437); the kernel adds to float32 after a block.
+To first order, an output is off by at most ``sum p (d + max d + 2 u) |v|``. This adds up errors that rarely coincide:
+rounding errors are independent, with a root mean square of ``0.42 u``; for normal q and k, a score is then off by
+``0.6 u``, and an output as a whole by ``0.85 u``, 5 % of its size. On compute capability 9.0 the device accumulates
+products of e4m3 numbers with fewer bits than float32 has (14, according to https://arxiv.org/abs/2412.19437); the
+kernel adds to float32 after every block.
 """
 
 from __future__ import annotations
@@ -41,11 +45,11 @@ _LINES = 16
 _LARGEST = tl.constexpr(448.0)
 """The largest e4m3 number."""
 _LEAST = tl.constexpr(2.0**-64)
-"""Rows of smaller numbers are scaled as if this were their largest: products of scales stay within float32."""
+"""Rows of smaller numbers are scaled as if this were their largest, so that products of scales stay within float32."""
 
 
 def refusal(problem: Problem) -> str | None:
-    """Why the kernel cannot compute a call on a device that has it; None if it can."""
+    """Why the kernel cannot compute a call on a device that supports it; None if it can."""
     if problem.dropout_p > 0.0:
         return "it has no dropout, as it is for calls without gradients"
     return None
@@ -55,7 +59,7 @@ def forward(problem: Problem) -> tuple[Tensor, Tensor]:
     """:func:`.launch.forward` of query, key and value rounded to e4m3; the output is in the query's dtype.
 
     Raises:
-        NotImplementedError: the call is one that :func:`refusal` names, or its positions do not fit 32 bits.
+        NotImplementedError: :func:`refusal` rejects the call, or its positions do not fit 32 bits.
     """
     reason = refusal(problem)
     if reason is not None:
@@ -69,9 +73,9 @@ def forward(problem: Problem) -> tuple[Tensor, Tensor]:
 
 
 def quantized(rows: Tensor) -> tuple[Tensor, Tensor]:
-    """``[B, N, H, D]`` as e4m3 numbers of the same shape, contiguous, and float32 scales ``[B, H, N]``.
+    """Quantize ``[B, N, H, D]`` to e4m3 numbers of the same shape, contiguous, and float32 scales ``[B, H, N]``.
 
-    A number times the scale of its row is what was rounded. A row with NaN or an infinity has the scale NaN.
+    A number times the scale of its row approximates the original. A row with NaN or an infinity has the scale NaN.
     """
     batch_size, num_rows, num_heads, head_dim = rows.shape
     numbers = torch.empty(rows.shape, dtype=torch.float8_e4m3fn, device=rows.device)
@@ -109,7 +113,7 @@ def quantize_kernel(
     BLOCK_D: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """``NUMBERS[B, N, H, D]`` and ``SCALES[B, H, N]`` of ``ROWS[B, N, H, D]``; a line is a row of one head."""
+    """``NUMBERS[B, N, H, D]`` and ``SCALES[B, H, N]`` from ``ROWS[B, N, H, D]``; a line is a row of one head."""
     line = (tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)).to(tl.int64)
     is_line = line < num_lines
     head, row, batch = line % num_heads, line // num_heads % num_rows, line // num_heads // num_rows
@@ -119,7 +123,7 @@ def quantize_kernel(
     x = tl.load(ROWS + place[:, None] + column[None, :], mask=mask, other=0.0).to(tl.float32)
     is_finite = tl.min((tl.abs(x) < float("inf")).to(tl.int32), 1) == 1
     least = tl.maximum(tl.max(tl.abs(x), 1), _LEAST) / _LARGEST
-    # The next power of two: a mantissa that is not 0 carries into the exponent.
+    # Round up to a power of two: a nonzero mantissa carries into the exponent.
     power = (least.to(tl.int32, bitcast=True) + 0x7FFFFF) & -0x800000
     scale = tl.where(is_finite, power.to(tl.float32, bitcast=True), float("nan"))
     tl.store(SCALES + (batch * num_heads + head) * num_rows + row, scale, mask=is_line)

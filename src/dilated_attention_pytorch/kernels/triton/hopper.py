@@ -1,4 +1,4 @@
-"""``impl="gluon"``: which calls the kernel of :mod:`.warp_specialized` computes, and its launch."""
+"""``impl="gluon"``: the calls that the kernel of :mod:`.warp_specialized` supports, and its launch."""
 
 from __future__ import annotations
 
@@ -12,18 +12,18 @@ from .plan import plan_of
 from .problem import Problem
 
 _ALIGNMENT = 16
-"""Bytes that addresses and strides are multiples of where the device copies blocks."""
+"""Alignment in bytes of addresses and strides from which the device copies blocks."""
 _FEW_LINES = 16
 
 
 def refusal(problem: Problem) -> str | None:
-    """Why the kernel cannot compute a call on a device that has it; None if it can."""
+    """Why the kernel cannot compute a call on a device that supports it; None if it can."""
     plan = plan_of(problem)
     if problem.key_padding_mask is not None:
         return "it copies keys without asking a key_padding_mask"
     if problem.dropout_p > 0.0:
         return "it has no dropout"
-    if plan.kind.has_phantoms:
+    if plan.kind.has_zero_pad_keys:
         return 'it has no keys of a tail="zero_padded"'
     if problem.query.shape[1] * plan.kind.packed_heads <= _FEW_LINES:
         return f"up to {_FEW_LINES} lines of queries, as in decoding, leave its tiles of 128 empty"
@@ -38,10 +38,10 @@ def refusal(problem: Problem) -> str | None:
 
 
 def forward(problem: Problem) -> tuple[Tensor, Tensor]:
-    """:func:`.launch.forward` by warps of two kinds.
+    """:func:`.launch.forward` by the warp-specialised kernel.
 
     Raises:
-        NotImplementedError: the call is one that :func:`refusal` names, or its positions do not fit 32 bits.
+        NotImplementedError: :func:`refusal` rejects the call, or its positions do not fit 32 bits.
     """
     from . import warp_specialized
 

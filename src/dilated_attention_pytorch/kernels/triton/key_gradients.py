@@ -1,8 +1,8 @@
 """The gradients of keys and values: a kernel holds key rows and walks over the queries that see them.
 
 Each row has one owner that adds in a fixed order, as in :mod:`query_gradients`: two runs give equal bits. With
-``QUERIES`` it computes dQ as well, 5 products a pair instead of 3 and 4: what a tile of keys adds to a row of it is
-added atomically, in the order in which tiles come, and bits differ from run to run.
+``QUERIES`` it computes dQ as well, with 5 products per pair instead of 3 and 4: a tile of keys adds its contribution to
+a row of dQ atomically, in the order in which tiles come, and bits differ from run to run.
 """
 
 from __future__ import annotations
@@ -58,8 +58,8 @@ def _key_blocks(
 ):
     """Add the blocks ``[from_block, to_block)`` of a run of queries to the tile's gradients of keys and values.
 
-    Those of ``[clear_from, clear_to)`` see every key of the tile. One loop asks for it where the other kernels have two
-    loops: two accumulators leave no registers for the values that a second loop keeps alive.
+    The blocks ``[clear_from, clear_to)`` see every key of the tile. This is a branch in one loop, where the other
+    kernels have two loops: with two accumulators, no registers are left for the values that a second loop keeps alive.
     """
     line = tl.arange(0, BLOCK_RUN)
     column = tl.arange(0, BLOCK_D)
@@ -80,7 +80,7 @@ def _key_blocks(
         lse = tl.load(LSE + line_pointers + block * line_step, mask=is_query, other=float("-inf")) * LOG2_E
         delta = tl.load(DELTA + line_pointers + block * line_step, mask=is_query, other=0.0)
         score = product(key, tl.trans(query)) * scale_log2
-        # A query that saw no key at all, or is none, has the probability exp(-inf).
+        # A query that saw no key, or does not exist, has probability exp(-inf).
         probability = tl.exp2(score - tl.where(lse == float("-inf"), float("inf"), lse)[None, :])
         if (block < clear_from) | (block >= clear_to):
             is_seen = is_active[:, None]
@@ -162,9 +162,9 @@ def key_gradient_kernel(
     DROPOUT: tl.constexpr,
     QUERIES: tl.constexpr,
 ):
-    """``GRAD_KEY`` and ``GRAD_VALUE`` ``[B, M, G, D]``: tiles of key rows, queries of all their heads walked over.
+    """``GRAD_KEY`` and ``GRAD_VALUE`` ``[B, M, G, D]``: tiles hold key rows and walk over the queries of their heads.
 
-    With ``QUERIES`` added to ``QUERY_SUM[B, N, H, D]``, float32, as well: the gradient of the queries.
+    With ``QUERIES``, the gradient of the queries is also added to ``QUERY_SUM[B, N, H, D]``, float32.
     """
     batch, kv_head, _, window, tile = tile_of(
         tl.program_id(0),
@@ -206,7 +206,7 @@ def key_gradient_kernel(
         num_blocks = (count + BLOCK_RUN - 1) // BLOCK_RUN
         clear_from = (clear + BLOCK_RUN - 1) // BLOCK_RUN
         clear_to = tl.maximum(clear_from, count // BLOCK_RUN)
-        if QUERIES and PADDED:  # a padded key is 0 here, its probability need not be finite, and 0 times that is NaN
+        if QUERIES and PADDED:  # a padded key is 0 here, but its probability may be infinite, and 0 * inf is NaN
             is_active &= is_key
             clear_from = clear_to
         for member in range(RATIO):
@@ -256,6 +256,6 @@ def key_gradient_kernel(
             )
         line += LINE
     lines = ((batch * num_keys + wide_row) * num_kv_heads + kv_head) * D
-    # A padded key was walked over like the others: what it gathered is dropped here.
+    # Padded keys were walked over like the others: their gradients are dropped here.
     store_lines(GRAD_KEY, lines, is_row, tl.where(is_key[:, None], grad_key * scale, 0.0), D, BLOCK_D)
     store_lines(GRAD_VALUE, lines, is_row, tl.where(is_key[:, None], grad_value, 0.0), D, BLOCK_D)

@@ -1,8 +1,8 @@
-"""From tensors to launches: forward 3 kernels (4 where keys are split), backward 5 (6 for slabs), whatever the pattern.
+"""From tensors to launches: forward 3 kernels (4 if keys are split), backward 5 (6 for slabs), whatever the pattern.
 
-Nothing here reads a tensor's values, so nothing waits for the device, but for the first call with a pattern: it copies
-a table of some integers there and may time configurations. What is launched says the plan of :mod:`.plan`; here are the
-tensors.
+Nothing here reads a tensor's values, so nothing waits for the device, except the first call with a pattern: it copies
+a table of some integers there and may time configurations. The plan of :mod:`.plan` determines what is launched; this
+module adds the tensors.
 """
 
 from __future__ import annotations
@@ -31,8 +31,8 @@ _EVERYTHING = (DilationGroup(COVERING_LENGTH, 1),)
 def forward(problem: Problem, num_splits: int | None = None) -> tuple[Tensor, Tensor]:
     """Output ``[B, N, H, D]`` in the query's dtype, or that of its scales, and log-sum-exp ``[B, N, H]`` in float32.
 
-    ``num_splits`` cuts every run of keys into that many parts, computed side by side and merged; without it as many as
-    the device needs to be busy.
+    ``num_splits`` splits every run of keys into that many parts, which are computed in parallel and merged; by default
+    as many as the device needs to be busy.
 
     Raises:
         NotImplementedError: positions that do not fit 32 bits.
@@ -69,12 +69,12 @@ def backward(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Gradients of query, key and value from the merged ``out`` and ``lse``, contiguous, in the inputs' dtypes.
 
-    ``out`` and ``grad_out`` are ``[B, N, H, D]``, the first contiguous, the rows of the other; ``lse`` and
-    ``grad_lse`` ``[B, N, H]`` in float32. ``way`` says by which kernels; without it by the pair, or by what is faster
-    where that is timed.
+    ``out`` and ``grad_out`` are ``[B, N, H, D]``, where ``out`` is contiguous and ``grad_out`` has contiguous rows;
+    ``lse`` and ``grad_lse`` are ``[B, N, H]`` in float32. ``way`` selects the kernels; by default it is the pair, or
+    the faster way if that is timed.
 
     Raises:
-        NotImplementedError: positions that do not fit 32 bits, or that the device alone knows.
+        NotImplementedError: positions that do not fit 32 bits, or that only the device knows.
     """
     if isinstance(problem.query_offset, Tensor):
         raise NotImplementedError(
@@ -142,7 +142,7 @@ def backward(
 def attend_rows(
     query: Tensor, key: Tensor, value: Tensor, *, scale: float, key_padding_mask: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
-    """Every query sees every key: ``[B, N, H, D]`` and ``[B, M, G, D]`` to output and log-sum-exp."""
+    """Attention of every query to every key: ``[B, N, H, D]`` and ``[B, M, G, D]`` to output and log-sum-exp."""
     return forward(Problem(query, key, value, _EVERYTHING, False, scale, key_padding_mask=key_padding_mask))
 
 
@@ -157,7 +157,7 @@ def attend_rows_backward(
     scale: float,
     key_padding_mask: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Gradients where every query sees every key, under the merged ``out`` and ``lse``, all three contiguous."""
+    """Gradients if every query sees every key, under merged ``out`` and ``lse``; both and ``grad_out`` contiguous."""
     problem = Problem(query, key, value, _EVERYTHING, False, scale, key_padding_mask=key_padding_mask)
     return backward(problem, out, lse, grad_out, None)
 
@@ -165,7 +165,7 @@ def attend_rows_backward(
 def order_of(problem: Problem, kernel: KernelPlan) -> Tensor:
     """int32 ``[key/value heads, windows, window]``: the rows of each window in order, see :mod:`.order`.
 
-    Where rows are not ordered, a tensor that no kernel reads.
+    If rows are not ordered, a placeholder that no kernel reads.
     """
     table = kernel.table
     if not kernel.side.is_ordered:
@@ -178,7 +178,7 @@ def order_of(problem: Problem, kernel: KernelPlan) -> Tensor:
 
 
 def runs_of(problem: Problem, kernel: KernelPlan, walk: Walk, order: Tensor) -> tuple[Tensor, Tensor]:
-    """The runs of all tiles, and each tile's first line and number of them.
+    """The runs of all tiles, and each tile's first line and number of lines.
 
     int32 ``[heads, lines, integers of a run]`` and ``[heads, tiles, 2]``.
     """
@@ -192,7 +192,7 @@ def runs_of(problem: Problem, kernel: KernelPlan, walk: Walk, order: Tensor) -> 
 
 
 def on_device(tensor: Tensor) -> contextlib.AbstractContextManager[object]:
-    """Within it, launches are on the tensor's device."""
+    """Context in which launches are on the tensor's device."""
     return torch.cuda.device(tensor.device) if tensor.is_cuda else contextlib.nullcontext()
 
 
@@ -201,12 +201,12 @@ def _tensors(problem: Problem) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def _offset(problem: Problem, kernel: KernelPlan) -> int | Tensor:
-    """The position of the first row that tiles hold."""
+    """Position of the first row that tiles hold."""
     return problem.key_offset if kernel.of_queries else problem.query_offset
 
 
 def _documents(problem: Problem) -> Tensor:
-    """Where the kernels are compiled without a use of an operand, any tensor stands for it."""
+    """The documents' boundaries; without documents, any tensor, since the kernels are compiled without this operand."""
     return problem.query if problem.cu_seqlens is None else problem.cu_seqlens
 
 
@@ -219,7 +219,7 @@ def _optional(problem: Problem) -> tuple[Tensor, Tensor]:
 
 
 def strides_of(problem: Problem) -> tuple[int, ...]:
-    """Of sequences, rows and heads of query, key and value."""
+    """Strides of sequences, rows and heads, for query, key and value."""
     return *problem.query.stride()[:3], *problem.key.stride()[:3], *problem.value.stride()[:3]
 
 

@@ -1,9 +1,9 @@
-"""The order in which rows share tiles: those that take part in the same groups lie side by side.
+"""The order in which rows share tiles: rows that take part in the same groups are adjacent.
 
 Rows are ordered within windows: by the piece between boundaries of the shortest segments, then by the groups that a row
-takes part in, the densest group deciding first, rows that take part before those that do not. A tile is a run of that
-order and takes part in a group if one of its rows does, so full tiles of equal rows are the rule and nothing depends on
-rates dividing lengths. (``benchmarks/traffic.py`` counts what an order costs; this one is within 0.001 of the best.)
+takes part in, the densest group deciding first, rows that take part before those that do not. A tile is a range of this
+order and takes part in a group if any of its rows does, so most tiles are full of rows of one kind, and nothing depends
+on rates dividing lengths. (``benchmarks/traffic.py`` counts the cost of an order; this is within 0.001 of the best.)
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from .segments import document_bounds, first_position, interval_of, is_selected,
 from .tiles import SIZES
 
 MEMBERSHIP_BITS = tl.constexpr(9)
-"""Groups that the order tells apart; with more, the sparsest ones are left out of it (the result is the same)."""
+"""Number of groups that the order distinguishes; with more, it ignores the sparsest ones (the result is the same)."""
 ALL_BITS = tl.constexpr(2**9 - 1)
 NO_ROW = tl.constexpr(0x7FFFFFFF)
 
@@ -36,7 +36,7 @@ def order_kernel(
     WINDOW: tl.constexpr,
     PACKED: tl.constexpr,
 ):
-    """``ORDER[kv_head, window, :]``: the rows of the window in order; what lies past the last row is not written.
+    """``ORDER[kv_head, window, :]``: the rows of the window in order; entries past the last row are not written.
 
     ``offset`` is the position of the first row, or a pointer to it.
     """
@@ -56,7 +56,7 @@ def order_kernel(
         takes_part = is_selected(position, start, rate, group_offset).to(tl.int32)
         membership = membership << 1 | takes_part
     code = (piece << MEMBERSHIP_BITS | (ALL_BITS - membership)) * WINDOW + index
-    # The last row of a window may have the code of none, where every row is a piece; it is the last in order as well.
+    # If every row is a piece, the code of a window's last row may equal NO_ROW; that row is the last in order as well.
     code = tl.where(row < num_rows, code, NO_ROW)
     ordered = tl.sort(code)
     place = ORDER + (kv_head * tl.num_programs(0) + window).to(tl.int64) * WINDOW + index

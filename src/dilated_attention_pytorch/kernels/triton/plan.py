@@ -1,7 +1,7 @@
-"""All that a call's launches need and that no tensor's values decide: derived once, for both passes and later calls.
+"""Everything that a call's launches need except tensor values: derived once, for both passes and later calls.
 
-What changes from step to step in decoding, the ranges of positions, is apart from what does not (:class:`.Kind`): a
-step at a new position finds its kind, its tables and their bounds, and derives some integers.
+The ranges of positions, which change with every decoding step, are kept apart from the rest (:class:`.Kind`): a step at
+a new position finds its kind, its tables and their bounds, and derives only some integers.
 """
 
 from __future__ import annotations
@@ -24,10 +24,10 @@ from .table import group_table
 from .target import triton_version
 from .tuning import BACKWARDS, Backward, Candidate, Choice, choice_of
 
-# Keys are split where there are fewer tiles than this for each multiprocessor.
+# Keys are split to get up to this number of tiles per multiprocessor.
 TILES_PER_MULTIPROCESSOR = 2
 _MAX_SPLITS = 64
-# Of those of all kernels that compute.
+# A subset of the constants of computing kernels.
 WARP_SPECIALIZED_CONSTANTS = (
     "RATIO",
     "PACK",
@@ -44,37 +44,37 @@ WARP_SPECIALIZED_CONSTANTS = (
 
 
 class Launch(NamedTuple):
-    """What a kernel is launched with: ``kernel.run(*tensors, *before, offset, *after, **keywords)``."""
+    """Arguments of a launch: ``kernel.run(*tensors, *before, offset, *after, **keywords)``."""
 
     before: tuple[int, ...]
-    """Numbers, up to the position of the first row of tiles or queries, which may lie on the device."""
+    """Numbers before the position of the first row of tiles or queries, which may lie on the device."""
     after: tuple[float, ...]
-    """The numbers that follow it."""
+    """Numbers after it."""
     keywords: dict[str, Any]
-    """The grid, and what the kernel is compiled for."""
+    """The grid and the compile-time constants."""
 
 
 def launch_of(
     grid: tuple[int, ...], before: tuple[int, ...], after: tuple[float, ...], constants: dict[str, Any]
 ) -> Launch:
-    """What ``kernel[grid](..., *before, offset, *after, **constants)`` would launch, put together once."""
+    """The launch of ``kernel[grid](..., *before, offset, *after, **constants)``, assembled once."""
     return Launch(before, after, {"grid": grid, "warmup": False, "enable_fp_fusion": True, **constants})
 
 
 class Walk(NamedTuple):
-    """The launches for tiles of one size: of the kernel that writes their runs, and of the one that walks over them."""
+    """Launches for tiles of one size: of the kernel that writes their runs, and of the kernel that walks over them."""
 
     runs: tuple[int, int, int]
-    """The shape of the table of runs: heads, lines of a head, the integers of a run."""
+    """Shape of the table of runs: heads, lines per head, integers per run."""
     ranges: tuple[int, int, int]
-    """The shape of the table of the lines of every tile: heads, tiles, first line and number of lines."""
+    """Shape of the table of each tile's lines: heads, tiles, first line and number of lines."""
     planning: Launch
     computing: Launch
 
 
 @dataclass(frozen=True, eq=False)
 class KernelPlan:
-    """The launches of one kernel that computes."""
+    """The launches of one computing kernel."""
 
     kernel: str
     kind: Kind
@@ -96,7 +96,7 @@ class KernelPlan:
 
     @functools.cached_property
     def order_shape(self) -> tuple[int, int, int]:
-        """The shape of the table of the order: heads, windows, rows of a window."""
+        """Shape of the table of the order: heads, windows, rows per window."""
         return self.kind.num_kv_heads, self.side.num_windows, self.side.window
 
     @functools.cached_property
@@ -119,7 +119,7 @@ class KernelPlan:
 
     @functools.cached_property
     def num_splits(self) -> int:
-        """As many parts of every run of keys as keep the device busy where tiles are few, as in decoding."""
+        """Number of parts of every run of keys that keeps the device busy if tiles are few, as in decoding."""
         kind, chosen, num_keys = self.kind, self.choice.candidates[0], self.positions.num_keys
         tile_rows = chosen.block_rows // self.pack
         tiles = kind.batch_size * kind.num_heads // self.pack * -(-self.side.num_rows // tile_rows)
@@ -134,7 +134,7 @@ class KernelPlan:
         return max(1, min(wanted // tiles, longest // (2 * chosen.block_run), _MAX_SPLITS))
 
     def walk(self, chosen: Configuration, num_splits: int = 1) -> Walk:
-        """The launches for the blocks of a configuration, every run of keys in ``num_splits`` parts."""
+        """The launches for a configuration, with every run of keys split into ``num_splits`` parts."""
         walk = self._walks.get((chosen, num_splits))
         if walk is None:
             walk = self._walks[chosen, num_splits] = self._derived(chosen, num_splits)
@@ -171,7 +171,7 @@ class KernelPlan:
                 "SLOTS": slots_of(tile_rows),
                 "CAUSAL": kind.is_causal,
                 "PACKED": kind.num_documents is not None,
-                "PHANTOMS": kind.has_phantoms,
+                "ZERO_PAD_KEYS": kind.has_zero_pad_keys,
                 "OF_QUERIES": self.of_queries,
                 "RULES": rules is not None,
                 "BANDED": kind.is_banded,
@@ -194,7 +194,7 @@ class KernelPlan:
             before = kind.batch_size, positions.num_queries, kind.num_kv_heads
             computing = launch_of((programs,), before, (*after, kind.factors[1]), constants)
         elif self.kernel == "forward":
-            constants |= {"PHANTOMS": kind.has_phantoms, "ROTATED": num_splits > 1 and bool(kind.rules)}
+            constants |= {"ZERO_PAD_KEYS": kind.has_zero_pad_keys, "ROTATED": num_splits > 1 and bool(kind.rules)}
             constants |= {"SCALED": kind.is_scaled}
             computing = launch_of((programs * num_splits,), sizes, (*after, num_splits, *kind.factors[1:]), constants)
         else:
@@ -204,14 +204,14 @@ class KernelPlan:
 
 @dataclass(frozen=True, eq=False)
 class LaunchPlan:
-    """The launches of calls of one kind about the same positions; each part is derived when it is asked for first."""
+    """The launches of calls of one kind at the same positions; each part is derived on first access."""
 
     kind: Kind
     positions: Positions
 
     @functools.cached_property
     def table(self) -> Tensor:
-        """The table of groups; where there is none, a line that no kernel reads."""
+        """The table of groups; without groups, a line that no kernel reads."""
         kind = self.kind
         return group_table(kind.sorted_groups, kind.num_kv_heads, self.positions.last, kind.device)
 
@@ -242,7 +242,7 @@ class LaunchPlan:
 
     @functools.cached_property
     def forward(self) -> KernelPlan:
-        """Of the kernel that computes the output."""
+        """Plan of the kernel that computes the output."""
         pack, scaled = self.kind.packed_heads, "fp8_" if self.kind.is_scaled else ""
         choices = self.candidates(f"{scaled}few_queries")
         if self.positions.num_queries * pack > choices[0].block_rows:
@@ -252,14 +252,14 @@ class LaunchPlan:
 
     @functools.cached_property
     def warp_specialized(self) -> KernelPlan:
-        """Of the kernel that computes the output by warps of two kinds, for ``impl="gluon"``."""
+        """Plan of the warp-specialised kernel that computes the output, for ``impl="gluon"``."""
         choices = self.candidates("warp_specialized")
         side = self.side(self.positions.queries, _tile_rows(choices, self.kind.packed_heads))
         return self.kernel_plan("warp_specialized", choices, side)
 
     @functools.cached_property
     def query_gradient(self) -> KernelPlan:
-        """Of the kernel that computes the gradient of the queries."""
+        """Plan of the kernel that computes the gradient of the queries."""
         choices, positions = self.candidates("query_gradient"), self.positions
         tile_rows = _tile_rows(choices, self.kind.packed_heads)
         if positions.queries == positions.keys:
@@ -268,7 +268,7 @@ class LaunchPlan:
 
     @functools.cached_property
     def key_gradient(self) -> KernelPlan:
-        """Of the kernel that computes those of keys and values; on the same rows one order serves both."""
+        """Plan of the kernel that computes the gradients of keys and values; on the same rows one order serves both."""
         choices, side = self.candidates("key_gradient"), self.query_gradient.side
         if self.positions.queries != self.positions.keys:
             side = self.side(self.positions.keys, _tile_rows(choices, 1))
@@ -276,7 +276,7 @@ class LaunchPlan:
 
     @functools.cached_property
     def single_backward(self) -> KernelPlan:
-        """Of the kernel that computes all three gradients."""
+        """Plan of the kernel that computes all three gradients."""
         choices = self.candidates("single_backward")
         return self.kernel_plan("single_backward", choices, self.side(self.positions.keys, _tile_rows(choices, 1)))
 
@@ -291,11 +291,11 @@ class LaunchPlan:
         return candidates(kernel, kind.block_d, kind.dtype.itemsize, kind.target, kind.is_banded, triton_version())
 
     def side(self, rows: tuple[int, int | None], tile_rows: tuple[int, ...]) -> Side:
-        """Of the rows that tiles hold, queries or keys."""
+        """Side of the rows that tiles hold, queries or keys."""
         return side_of(self.kind, self.rules, *rows, tile_rows)
 
     def kernel_plan(self, kernel: str, choices: tuple[Configuration, ...], side: Side) -> KernelPlan:
-        """Of the kernel of this name with these candidates, on the tiles of a side."""
+        """Plan of the named kernel with these candidates, on the tiles of a side."""
         rules, pack = self.rules, self.kind.packed_heads
         if kernel in ("key_gradient", "single_backward"):
             rules, pack = self.rules_of_keys, 1
@@ -304,7 +304,7 @@ class LaunchPlan:
         )
 
     def _choice(self, kernel: str, choices: tuple[Candidate, ...]) -> Choice[Candidate]:
-        """What decides which is fastest: the device, the numbers, the pattern, and lengths by their power."""
+        """The choice for all that determines the fastest: device, dtype, pattern, and the bit lengths of sizes."""
         kind = self.kind
         if len(choices) == 1:
             return Choice(choices)
@@ -332,11 +332,11 @@ def _tile_rows(choices: tuple[Configuration, ...], pack: int) -> tuple[int, ...]
 
 
 def plan_of(problem: Problem) -> LaunchPlan:
-    """The one plan of the calls that have shapes, dtype, device, pattern, positions and options in common.
+    """The plan shared by calls with equal shapes, dtype, device, pattern, positions and options.
 
-    Where the device alone knows the position of the queries, the one of all its values.
+    If only the device knows the position of the queries, all its values share a plan.
 
-    Raises, now or when a part is asked for first:
+    Raises, now or on first access to a part:
         NotImplementedError: positions that do not fit 32 bits.
     """
     query, key, boundaries = problem.query, problem.key, problem.cu_seqlens
@@ -365,7 +365,7 @@ def plan_of(problem: Problem) -> LaunchPlan:
     return plan
 
 
-# One for every layer of a model and both passes; a step of decoding makes its own, and it is small.
+# Shared by all layers of a model and both passes; a decoding step makes its own, which is small.
 _plan = functools.lru_cache(maxsize=64)(LaunchPlan)
 _captured: set[LaunchPlan] = set()
-"""Plans with tables that a CUDA graph reads whenever it is replayed: never dropped."""
+"""Plans with tables that a CUDA graph reads on every replay: never dropped."""

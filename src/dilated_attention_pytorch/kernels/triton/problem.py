@@ -1,4 +1,4 @@
-"""The operands of a call, and what calls of one kind have in common wherever they lie."""
+"""The operands of a call, and the properties that calls of one kind share at any positions."""
 
 from __future__ import annotations
 
@@ -18,25 +18,25 @@ from .target import target_of
 
 
 class Scales(NamedTuple):
-    """What each row of e4m3 operands is times, float32, and the dtype of what is computed of them."""
+    """Scale of each row of the e4m3 operands, float32, and the dtype of results."""
 
     query: Tensor
     """``[B, H, N]``."""
     key: Tensor
-    """``[B, G, M]``, as those of the values."""
+    """``[B, G, M]``, like that of ``value``."""
     value: Tensor
     dtype: torch.dtype
 
 
 @dataclass(slots=True, eq=False)
 class Problem:
-    """The operands of one call, checked; last dimensions are contiguous.
+    """Validated operands of one call; last dimensions are contiguous.
 
     ``query`` is ``[B, N, H, D]``, ``key`` and ``value`` are ``[B, M, G, D]`` with G dividing H, all of one floating
     dtype; ``cu_seqlens`` is int32 ``[documents + 1]``, ``key_padding_mask`` bool ``[B, M]`` and ``dropout_seed`` an
     int64 scalar, on the same device. ``scale`` is not negative. ``query_offset`` is an integer; or, for the forward
-    under a causal mask, an int64 scalar on the device, which kernels keep within 0 and ``key_offset + M - N``.
-    e4m3 operands have ``scales``, for the forward alone: see :mod:`.fp8`.
+    under a causal mask, an int64 scalar on the device, which kernels clamp between 0 and ``key_offset + M - N``.
+    e4m3 operands have ``scales``, in the forward only: see :mod:`.fp8`.
     """
 
     query: Tensor
@@ -56,12 +56,12 @@ class Problem:
 
 
 class Positions(NamedTuple):
-    """The ranges of positions that a call is about."""
+    """The ranges of positions of a call."""
 
     num_queries: int
     num_keys: int
     query_offset: int | None
-    """None where the device alone knows it: queries then lie before ``last``, and nothing here depends on where."""
+    """None if only the device knows it: queries then lie before ``last``, and nothing here depends on where."""
     key_offset: int
 
     @property
@@ -72,7 +72,7 @@ class Positions(NamedTuple):
 
     @property
     def queries(self) -> tuple[int, int | None]:
-        """Number and first position."""
+        """Number of queries, and first position."""
         return self.num_queries, self.query_offset
 
     @property
@@ -84,13 +84,13 @@ class Positions(NamedTuple):
 
     @property
     def keys(self) -> tuple[int, int]:
-        """Number and first position."""
+        """Number of keys, and first position."""
         return self.num_keys, self.key_offset
 
 
 @dataclass(frozen=True, eq=False)
 class Kind:
-    """All that decides about the launches of a call but for the ranges of positions that it is about."""
+    """Everything that determines the launches of a call, except its ranges of positions."""
 
     device: torch.device
     dtype: torch.dtype
@@ -104,12 +104,12 @@ class Kind:
     scale: float
     dropout_p: float
     num_documents: int | None
-    """How many documents are packed; None is none."""
+    """Number of packed documents; None = not packed."""
     is_padded: bool
 
     @property
     def ratio(self) -> int:
-        """Query heads of one key/value head."""
+        """Query heads per key/value head."""
         return self.num_heads // self.num_kv_heads
 
     @property
@@ -119,34 +119,34 @@ class Kind:
 
     @functools.cached_property
     def packed_heads(self) -> int:
-        """Query heads of one key/value head that share a tile: their rows see the same keys."""
+        """Query heads of one key/value head that share a tile, since their rows see the same keys."""
         return largest_divisor(self.ratio, 16)
 
     @functools.cached_property
     def block_d(self) -> int:
-        """The width of the blocks that hold a head: products take 16 numbers at a time, 32 of 8 bits."""
+        """Width of the blocks that hold a head; matrix products need at least 16, or 32 for 8-bit numbers."""
         return max(32 if self.is_scaled else 16, next_power_of_2(self.head_dim))
 
     @functools.cached_property
     def target(self) -> str:
-        """The compiler's name of the device; where there is none, as in Triton's interpreter, ``"sm_90"``."""
+        """The compiler's name of the device; without a GPU, as in Triton's interpreter, ``"sm_90"``."""
         return target_of(self.device)
 
     @functools.cached_property
     def num_multiprocessors(self) -> int:
-        """How many programs the device computes side by side."""
+        """Number of multiprocessors, which run programs in parallel."""
         if self.device.type != "cuda":
             return 2  # Triton's interpreter: enough that decoding splits its keys there too
         return torch.cuda.get_device_properties(self.device).multi_processor_count
 
     @functools.cached_property
     def sorted_groups(self) -> tuple[DilationGroup, ...]:
-        """The groups from the densest to the sparsest: the order of rows and the table of groups count on it."""
+        """The groups from densest to sparsest; the order of rows and the table of groups rely on this."""
         return tuple(sorted(self.groups, key=lambda group: (group.dilation_rate, group.segment_length)))
 
     @functools.cached_property
     def segment_lengths(self) -> tuple[int, ...]:
-        """Of the sorted groups."""
+        """Segment lengths of the sorted groups."""
         return tuple(group.segment_length for group in self.sorted_groups)
 
     @functools.cached_property
@@ -156,7 +156,7 @@ class Kind:
 
     @functools.cached_property
     def num_unaligned_groups(self) -> int:
-        """Groups with segments that begin within one of the densest shortest group, for some head."""
+        """Groups with segments that begin inside a segment of the densest shortest group, for some head."""
         lengths = self.segment_lengths
         shortest = self.sorted_groups[lengths.index(min(lengths))] if lengths else None
         return sum(
@@ -171,30 +171,30 @@ class Kind:
 
     @functools.cached_property
     def bands(self) -> tuple[Range, ...]:
-        """The least and the largest ``t - p`` of a pair of each rule."""
+        """Smallest and largest ``t - p`` of a pair, for each rule."""
         return tuple(band_of(rule, is_causal=self.is_causal) for rule in self.rules)
 
     @functools.cached_property
     def is_banded(self) -> bool:
-        """Whether a rule bounds the distance of a key otherwise than the causal mask does."""
+        """Whether a rule bounds distances differently from the causal mask."""
         causal = (-FAR, 0 if self.is_causal else FAR)
         return any(band != causal for band in self.bands)
 
     @functools.cached_property
-    def has_phantoms(self) -> bool:
-        """Whether keys of score 0 and value 0 fill up the classes of a group."""
+    def has_zero_pad_keys(self) -> bool:
+        """Whether zero-padding keys (score 0, value 0) fill up the classes of a group."""
         return not self.is_causal and any(group.tail == "zero_padded" for group in self.groups)
 
     @functools.cached_property
     def search(self) -> tuple[int, int]:
-        """Number of documents, and halvings that find one among them."""
+        """Number of documents, and number of bisection steps to find one."""
         return (1, 0) if self.num_documents is None else (self.num_documents, self.num_documents.bit_length())
 
     @functools.cached_property
     def factors(self) -> tuple[float, float, int, float]:
-        """Scale of the gradients, of the scores in base 2, and what dropout compares with and multiplies by.
+        """Scale of the gradients, scale of the scores in base 2, and threshold and factor of dropout.
 
-        The scores' is positive: for 0 it is 2^-126, which makes every probability 1 as well, but leaves -inf as it is.
+        The scale of scores is positive: 0 is replaced by 2^-126, which also makes every probability 1 but keeps -inf.
         """
         scale_log2 = max(self.scale * math.log2(math.e), torch.finfo(torch.float32).tiny)
         threshold = min(round(self.dropout_p * 2**32) - 2**31, 2**31 - 1)
@@ -202,7 +202,7 @@ class Kind:
 
     @functools.cached_property
     def constants(self) -> dict[str, object]:
-        """What every kernel that computes is compiled for, whatever its blocks."""
+        """Compile-time constants of every computing kernel, independent of its block sizes."""
         return {
             "RATIO": self.ratio,
             "D": self.head_dim,
@@ -215,15 +215,15 @@ class Kind:
 
 
 kind_of = functools.lru_cache(maxsize=64)(Kind)
-"""The one :class:`Kind` of these fields."""
+"""The cached :class:`Kind` of these fields."""
 
 
 def next_power_of_2(number: int) -> int:
-    """The least power of two that is not less than a number from 1 on; Triton's own takes several microseconds."""
+    """Smallest power of two that is at least ``number`` (1 or more); Triton's own takes several microseconds."""
     return 1 << (number - 1).bit_length()
 
 
 @functools.lru_cache(maxsize=256)
 def largest_divisor(number: int, most: int) -> int:
-    """The largest divisor of a number that is ``most`` at most."""
+    """The largest divisor of a number that is at most ``most``."""
     return max(divisor for divisor in range(1, min(number, most) + 1) if number % divisor == 0)

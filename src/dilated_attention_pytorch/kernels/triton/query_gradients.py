@@ -60,7 +60,7 @@ def _query_blocks(
     value_pointers = VALUE + first_row * value_stride + (row_in_block * value_stride)[:, None] + column[None, :]
     key_step = key_stride * wide_rate * BLOCK_RUN
     value_step = value_stride * wide_rate * BLOCK_RUN
-    # A row that does not take part here, like one that saw no key at all, has the probability exp(-inf).
+    # A row that takes no part here, like one that saw no key at all, has probability exp(-inf).
     reference = tl.where(is_active, lse, float("inf"))[:, None]
     for block in range(from_block, to_block):
         index = block * BLOCK_RUN + line
@@ -143,9 +143,9 @@ def query_gradient_kernel(
     DROPOUT: tl.constexpr,
     HAS_GRAD_LSE: tl.constexpr,
 ):
-    """``GRAD_QUERY[B, N, H, D]``: tiles of query rows as in the forward, keys walked over.
+    """``GRAD_QUERY[B, N, H, D]``: tiles hold query rows, as in the forward, and walk over keys.
 
-    On the way ``DELTA[B, N, H] = rowsum(dO * O) - dL``, what the gradient of a row's scores has subtracted, for the
+    It also stores ``DELTA[B, N, H] = rowsum(dO * O) - dL``, which the gradient of a row's scores subtracts, for the
     other kernel.
     """
     batch, kv_head, head_block, window, tile = tile_of(
@@ -191,7 +191,7 @@ def query_gradient_kernel(
         RUNS, RANGES, kv_head, window, tile, num_queries, tiles_per_window, lines_per_head, WINDOW, LINE
     )
     for _ in range(num_runs):
-        first, rate, count, full, _phantoms = load_run(line)
+        first, rate, count, full, _zero_pad_keys = load_run(line)
         is_active = is_row & is_active_in(line, slot)
         start, stop = keys_seen(line, position, is_active, LINE, CAUSAL, BANDED)
         num_full, num_blocks = full // BLOCK_RUN, (count + BLOCK_RUN - 1) // BLOCK_RUN
@@ -264,7 +264,7 @@ def query_gradient_kernel(
             DROPOUT,
         )
         line += LINE
-    # Read once more: keeping the rows through the loops takes registers that the loops need.
+    # Loaded again: keeping the rows through the loops takes registers that the loops need.
     row = rows_of(ORDER, kv_head, window, tile, num_queries, slot, BLOCK_ROWS // PACK, WINDOW, ORDERED)
     lines = (batch * num_queries + row) * (num_kv_heads * RATIO) + head
     store_lines(GRAD_QUERY, lines * D, row >= 0, grad_query * scale, D, BLOCK_D)
@@ -287,7 +287,7 @@ def delta_kernel(
     BLOCK: tl.constexpr,
     HAS_GRAD_LSE: tl.constexpr,
 ):
-    """``DELTA[B, N, H] = rowsum(dO * O) - dL``, where no tile of queries computes it on its way."""
+    """``DELTA[B, N, H] = rowsum(dO * O) - dL``, for a backward without the kernel that holds queries."""
     line = (tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)).to(tl.int64)
     is_line = line < num_lines
     head, row = line % num_heads, line // num_heads

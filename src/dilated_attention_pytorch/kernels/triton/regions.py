@@ -1,39 +1,41 @@
-"""Where the runs of every tile lie in the table of runs: regions whose ends follow from positions, nothing is counted.
+"""Regions of the table of runs: each tile's lines follow from positions, without counting runs.
 
-The runs of tile t lie from line ``line(t)`` on, before ``line(t + 1)``. With x the position of the row at which the
-tile would begin if rows were not ordered, d the number of the document that holds x and b its first position (without
-documents d = b = 0)::
+The runs of tile t lie on lines ``line(t)`` to ``line(t + 1) - 1``. Let x be the position of the row at which the tile
+would begin if rows were not ordered, d the index of the document that contains x, and b the first position of that
+document (without documents d = b = 0). Then ::
 
     line(t) = t * per_tile + d * per_document + sum_i (b // w_i + (x - b + s_i) // w_i - (x_0 + s_i) // w_i)
 
-over the groups i of segment length w_i and shift s_i, x_0 the position of the first row. So a program finds its lines
-by itself, and a table for D documents has, of every head, with T tiles of N rows no more lines than ::
+summed over the groups i of segment length w_i and shift s_i, where x_0 is the position of the first row. Every program
+thus finds its lines by itself, and for D documents and N rows in T tiles, the table has per head at most ::
 
     lines = T * per_tile + D * per_document + sum_i (N - 1) // w_i
 
-where neither the host nor another launch reads a boundary.
+lines. Neither the host nor another launch reads a boundary.
 
-*Every tile has room for its runs.* Of group i it has one run at most for every interval (segment, cut by documents)
-that its rows meet. Call ``Phi_i(x)`` the summand of group i plus ``c_i d``, c_i = 1, or 2 where the group is shifted.
+*Every tile has room for its runs.* For group i a tile has at most one run per interval (a segment, cut at document
+boundaries) that its rows meet. Let ``Phi_i(x)`` be the summand of group i plus ``c_i d``, where c_i = 1, or 2 if the
+group is shifted.
 
-1. For x <= y at most ``Phi_i(y) - Phi_i(x)`` intervals begin in (x, y]. Within a document that is how many begin;
-   from the last row of a document of n rows to the first of the next ``Phi_i`` grows by
+1. For x <= y, at most ``Phi_i(y) - Phi_i(x)`` intervals begin in (x, y]. Within a document this is their exact number;
+   from the last row of a document of n rows to the first of the next, ``Phi_i`` grows by
    ``(b + n) // w_i - b // w_i - (n - 1 + s_i) // w_i + c_i >= n // w_i - (n - 1 + s_i) // w_i + c_i >= 1``.
-2. Rows that are not ordered lie side by side: a tile meets the interval of its first row x and those that begin
-   behind it and before the next tile, at most ``1 + Phi_i(x') - Phi_i(x)`` with x' the x of the next tile.
+2. Rows that are not ordered are consecutive: a tile meets the interval of its first row x and those that begin after x
+   and before the next tile, at most ``1 + Phi_i(x') - Phi_i(x)``, where x' is the x of the next tile.
 3. Ordered rows stay in their pieces (:mod:`.order`: from one start of a segment of the shortest group to the next),
-   and pieces in their places, so x lies in the piece of the tile's first row. Where intervals of group i begin only
-   where pieces do, that is (2.) again. Elsewhere one interval at most begins within a piece, since no segment is
-   shorter than a piece. Those within the tile's first piece and within its last may lie outside of (x, x'], the others
-   do not: 3 instead of 1 in (2.).
+   and pieces in their places, so x lies in the piece of the tile's first row. If intervals of group i begin only where
+   pieces begin, the bound of (2.) holds again. Otherwise at most one interval begins inside a piece, since no segment
+   is shorter than a piece. Only the ones that begin inside the tile's first piece and inside its last may lie outside
+   of (x, x']: 3 instead of 1 in (2.).
 
-So ``per_tile`` is the sum of these 1 and 3, ``per_document`` that of c_i. Rules add what a tile meets in one document
-to ``per_tile``, and as much to ``per_document`` for those that begin in the tile; or twice as much to ``per_tile``, for
-the documents that reach out of the tile, and what a document within a tile meets to ``per_document``, if that is less.
+So ``per_tile`` is the sum of these 1 and 3, and ``per_document`` the sum of c_i. Rules add the number of runs that a
+tile meets in one document to ``per_tile``, and the same number to ``per_document`` for documents that begin in the
+tile; or, if that takes fewer lines, twice that number to ``per_tile``, for the documents that extend beyond the tile,
+and the number of runs that a document within a tile meets to ``per_document``.
 
-*Regions never overlap and stay in the table, whatever the boundaries hold.* Bisection of any integers gives a d that
-does not decrease with x, ``b // w + (x - b + s) // w`` is ``(x + s) // w`` or one less for any b in [0, x], and
-c_i >= 1. Where boundaries are none, runs without room are left out.
+*Regions never overlap and stay in the table, whatever the boundaries contain.* Bisection of arbitrary integers gives a
+d that does not decrease with x, ``b // w + (x - b + s) // w`` is ``(x + s) // w`` or one less for any b in [0, x], and
+c_i >= 1. With invalid boundaries, runs without room are left out.
 """
 
 from __future__ import annotations
@@ -50,14 +52,14 @@ from .sides import Side
 
 
 class Regions(NamedTuple):
-    """The numbers that decide where the runs of a tile lie, and how many lines that takes."""
+    """Numbers that determine the regions of the tiles, and the size of the table."""
 
     per_tile: int
-    """Lines that every tile adds."""
+    """Lines added per tile."""
     per_document: int
-    """Lines that every document adds."""
+    """Lines added per document."""
     lines: int
-    """Of one key/value head, at least 1: a table without lines is no memory that a kernel could be given."""
+    """Lines per key/value head, at least 1: an empty table has no memory to pass to a kernel."""
 
 
 def regions_of(kind: Kind, rules: RuleTable | None, side: Side, tile_rows: int) -> Regions:
@@ -68,7 +70,7 @@ def regions_of(kind: Kind, rules: RuleTable | None, side: Side, tile_rows: int) 
     if rules is not None:
         reach = side.window if side.is_ordered else min(tile_rows, side.num_rows)
         if kind.num_documents is None:
-            # One tile is bounded wherever it lies: a step of decoding, which begins elsewhere, asks for the same again.
+            # A single tile is bounded wherever it lies, so that all decoding steps get the same number.
             is_aligned = side.is_ordered or (side.num_rows > tile_rows and side.window % tile_rows == 0)
             begins = None if side.offset is None or not is_aligned else (side.offset, side.offset + side.num_rows)
             per_tile += rules.most_runs(Tiles(begins, reach))
@@ -102,7 +104,7 @@ def first_line(
     WINDOW: tl.constexpr,
     PACKED: tl.constexpr,
 ):
-    """The first line of the region of each tile, or behind the last tile the end of the last region."""
+    """First line of each tile's region; for the index past the last tile, the end of the last region."""
     row = tile // tiles_per_window * WINDOW + tile % tiles_per_window * TILE_ROWS
     position = tl.minimum(row, num_rows - 1) + offset
     document, begin, _end = document_of(position, CU_SEQLENS, num_documents, search_steps, last_position, PACKED)

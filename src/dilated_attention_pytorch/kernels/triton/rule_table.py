@@ -1,7 +1,7 @@
-"""The table of rules that the planning kernel reads: rectangles of positions, and how far a row sees in them.
+"""The table of rules that the planning kernel reads: rectangles of positions, and the band that a row sees in them.
 
-It holds for ranges of positions that are a little larger than a call's (:data:`_GRANULE_BLOCKS`), so that decoding,
-whose every step is a new call, makes one table for many steps. The kernel cuts what a call does not have.
+It covers ranges of positions that are a little larger than a call's (:data:`_GRANULE_BLOCKS`), so that decoding, where
+every step is a new call, shares one table among many steps. The kernel clips it to the call.
 """
 
 from __future__ import annotations
@@ -17,35 +17,35 @@ from dilated_attention_pytorch.patterns.blocks import HeadRule
 from dilated_attention_pytorch.patterns.rules import Spans
 
 FAR = 2**31 - 1
-"""A distance that no two positions have, and a position that none reaches."""
+"""A distance larger than that of any two positions, and a position beyond all others."""
 LAST_POSITION = 2**31 - 2**12
-"""Positions stay below: a block of positions may begin at the last of them and end behind it."""
+"""Bound of positions: leaves room for a block of positions that begins at the last one and extends past it."""
 NUM_COLUMNS = 5
-"""Of a span: first own row and one past the last, first other row and one past the last, and the largest end of own
-rows of the list so far, which is what spans are found by."""
+"""Columns of a span: first own row and one past the last, first other row and one past the last, and the running
+maximum of the ends of own rows in the list, by which spans are found."""
 LIST_COLUMNS = 4
-"""Of a list: first span, how many, and the least and the largest ``t - p`` of a pair."""
+"""Columns of a list: first span, number of spans, smallest and largest ``t - p`` of a pair."""
 _GRANULE_BLOCKS = 32
 _GRANULE = 4096
 Range = tuple[int, int]
 
 
 class Tiles(NamedTuple):
-    """What the tiles of a side hold, as far as it decides how many runs they may have."""
+    """Properties of a side's tiles that bound the number of their runs."""
 
     rows: Range | None
-    """The positions of the first row and one past the last where tiles begin at multiples of ``reach`` from the first
-    on; None is anywhere."""
+    """Positions of the first row and one past the last, if tiles begin at multiples of ``reach`` after the first;
+    None = anywhere."""
     reach: int
-    """Rows from the first row of a tile to its last at most, both counted."""
+    """Maximum number of rows from the first row of a tile to its last, inclusive."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class RuleTable:
-    """Lists of spans: one for every rule and key/value head, those of heads that see alike only once.
+    """Lists of spans, one per rule and key/value head; heads that see alike share a list.
 
-    A tile holds rows of one side, its own; what they see, or are seen by, are the others. Lists are ordered by the
-    first own row.
+    A tile holds rows of one side, its own rows; the rows that they see, or are seen by, are the other rows. Lists are
+    ordered by the first own row.
     """
 
     spans: Tensor
@@ -53,30 +53,30 @@ class RuleTable:
     lists: Tensor
     """int32 ``[rules, key/value heads, 4]`` on the device."""
     longest: int
-    """Spans of the longest list."""
+    """Number of spans in the longest list."""
     others_per_row: tuple[float, ...]
-    """How many other rows a row meets by each rule, in the mean over own rows and heads."""
+    """Number of other rows that a row meets by each rule, averaged over own rows and heads."""
     _spans: tuple[Tensor, ...]
-    """int64 ``[spans, 5]`` of every different list."""
+    """int64 ``[spans, 5]``, one per distinct list."""
     _list_of: tuple[tuple[int, ...], ...]
-    """Which list is that of a rule and head."""
+    """Index of the list, by rule and head."""
     _runs_of_span: tuple[int, ...]
-    """Runs that a tile makes of one span: by rule."""
+    """Number of runs that a tile makes from one span, by rule."""
     _most_runs: dict[Tiles, int] = field(default_factory=dict)
 
     def most_runs(self, tiles: Tiles) -> int:
-        """A bound on the runs that any tile has in one document, over all rules; none has more."""
+        """Upper bound on the number of runs of any tile in one document, over all rules."""
         if tiles not in self._most_runs:
             self._most_runs[tiles] = self._most([_most_spans(spans, tiles) for spans in self._spans])
         return self._most_runs[tiles]
 
     def most_runs_within(self, num_rows: int) -> int:
-        """The same of a tile that holds a whole document, where that has so many rows at most."""
-        # It meets what begins in its rows on both sides.
+        """The same bound for a tile that contains a whole document of at most ``num_rows`` rows."""
+        # The tile meets the spans that begin within the document on both sides.
         return self._most([int((spans[:, [0, 2]].amax(1) < num_rows).sum()) for spans in self._spans])
 
     def _most(self, spans: list[int]) -> int:
-        """Runs of the head that has most, where so many spans of every list are met."""
+        """Number of runs of the head that has most, given the number of spans met in every list."""
         per_head = zip(*self._list_of, strict=True)
         return max(
             sum(runs * spans[index] for index, runs in zip(of_rules, self._runs_of_span, strict=True))
@@ -85,7 +85,7 @@ class RuleTable:
 
 
 def _most_spans(spans: Tensor, tiles: Tiles) -> int:
-    """How many spans of a list a tile meets at most."""
+    """Maximum number of spans of a list that a tile meets."""
     if not len(spans):
         return 0
     begin, reach = spans[:, 0].contiguous(), spans[:, 4].contiguous()
@@ -95,7 +95,7 @@ def _most_spans(spans: Tensor, tiles: Tiles) -> int:
         last = (first + tiles.reach - 1).clamp(max=stop - 1)
         met = torch.searchsorted(begin, last, right=True) - torch.searchsorted(reach, first, right=True)
         return int(met.max())
-    # So many rows in a row, wherever they lie: most are met from the last row on that a span reaches.
+    # Consecutive rows anywhere: the maximum is met by a tile that begins at the last own row of a span.
     some = torch.searchsorted(begin, reach + tiles.reach - 2, right=True)
     return int((some - torch.searchsorted(reach, reach - 1, right=True)).max())
 
@@ -110,7 +110,7 @@ def rule_table(
     of_queries: bool,
     device: torch.device,
 ) -> RuleTable:
-    """The table for tiles of queries in a range of positions and keys in another; ``of_queries`` is for tiles of keys.
+    """The table for tiles of queries in one range of positions and keys in another; or, ``of_queries``, tiles of keys.
 
     Raises:
         NotImplementedError: positions that do not fit 32 bits.
@@ -126,7 +126,7 @@ def rule_table(
     return _table(rules, num_kv_heads, around[0], around[1], is_causal, of_queries, device)
 
 
-# One for both passes of some patterns and lengths.
+# Cached for both passes of several patterns and lengths.
 @functools.lru_cache(maxsize=64)
 def _table(
     rules: tuple[HeadRule, ...],
@@ -173,13 +173,13 @@ def _table(
 
 
 def band_of(rule: HeadRule, *, is_causal: bool) -> Range:
-    """The least and the largest ``t - p`` of a pair of the rule, what is unbounded as :data:`FAR`."""
+    """Smallest and largest ``t - p`` of a pair of the rule; :data:`FAR` in magnitude where unbounded."""
     before, after = rule.band(is_causal=is_causal)
     return -FAR if before is None else max(-before, -FAR), FAR if after is None else min(after, FAR)
 
 
 def _columns(spans: Spans, rule: HeadRule, high: int, *, of_queries: bool) -> Tensor:
-    """int64 ``[spans, 5]``, ordered by the first own row, without those whose keys all lie too far ahead."""
+    """int64 ``[spans, 5]``, ordered by the first own row, without spans whose keys all lie too far ahead."""
     if of_queries:
         spans = _by_keys(spans, rule.block_size)
     is_met = spans.key_start <= spans.query_stop - 1 + high

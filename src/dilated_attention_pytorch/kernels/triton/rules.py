@@ -1,7 +1,7 @@
-"""The runs that rules (windows, blocks, global tokens) add to a tile: rows side by side, cut to what a band leaves.
+"""The runs that rules (windows, blocks, global tokens) add to a tile: consecutive rows, clipped to a band.
 
-Of a span of the table of rules (:mod:`.rule_table`) a tile meets one run of other rows. A band, the causal mask among
-them, cuts it at the ends. Where much of it is met by all rows of the tile, the other end is a run of its own.
+For each span of the table of rules (:mod:`.rule_table`) a tile meets one run of other rows. A band, such as the causal
+mask, clips it at the ends. If all rows of the tile meet a large part of it, the other end becomes a separate run.
 """
 
 from __future__ import annotations
@@ -18,14 +18,14 @@ FAR = tl.constexpr(0x7FFFFFFF)
 
 @triton.jit
 def load_list(LISTS, rule, kv_head, num_kv_heads):
-    """First span of a rule and head, one past the last, the least and the largest ``t - p`` of a pair."""
+    """First span of a rule and head, one past the last, smallest and largest ``t - p`` of a pair."""
     line = LISTS + (rule * num_kv_heads + kv_head) * LIST_COLUMNS
     return tl.load(line), tl.load(line) + tl.load(line + 1), tl.load(line + 2), tl.load(line + 3)
 
 
 @triton.jit
 def first_span(SPANS, row, first, stop, steps):
-    """The first span of a list that ends behind an own row, or is before one that does."""
+    """Binary search: first span whose running maximum end exceeds ``row``."""
     low, high = first, stop
     for _ in range(steps):
         middle = (low + high) // 2
@@ -37,7 +37,7 @@ def first_span(SPANS, row, first, stop, steps):
 
 @triton.jit
 def load_span(SPANS, span, stop):
-    """First own row and one past the last, first other row and one past the last; behind the list a row never met."""
+    """First own row and one past the last, first other row and one past the last; past the list, a row never met."""
     line = SPANS + span.to(tl.int64) * NUM_COLUMNS
     is_span = span < stop
     return (
@@ -50,10 +50,10 @@ def load_span(SPANS, span, stop):
 
 @triton.jit
 def within_band(earliest, latest, first, stop, nearest, farthest):
-    """Of the others in ``[first, stop)`` those that some own row meets, and those that all do: two ranges.
+    """Ranges of the other rows in ``[first, stop)`` that some own row meets, and that all own rows meet.
 
-    Own rows lie at ``earliest`` to ``latest`` and meet what is ``nearest`` to ``farthest`` from them. The differences
-    are taken first: a position and an unbounded distance do not add up in 32 bits.
+    Own rows lie from ``earliest`` to ``latest`` and meet rows at distances from ``nearest`` to ``farthest``.
+    Differences are taken first: a position plus an unbounded distance would overflow 32 bits.
     """
     some_first = earliest + tl.maximum(nearest, first - earliest)
     all_first = latest + tl.maximum(nearest, first - latest)
@@ -64,10 +64,11 @@ def within_band(earliest, latest, first, stop, nearest, farthest):
 
 @triton.jit
 def cut_of(some_first, some_stop, all_first, all_stop, width, is_mixed, OF_QUERIES: tl.constexpr):
-    """Where the runs ``[some_first, cut)`` and ``[cut, some_stop)`` meet; EDGE of the second and EXTRA of the first.
+    """Boundary of the runs ``[some_first, cut)`` and ``[cut, some_stop)``, EDGE of the second, EXTRA of the first.
 
-    Of keys, what all own rows see begins the second run; of queries, it ends the first. Where that is less than
-    ``width``, what a band shifts between the first own row and the last, it is not worth a run.
+    Among keys, those that all own rows see begin the second run; among queries, those that all see end the first. If
+    there are no more of them than ``width``, the shift of a band from the first own row to the last, they are not
+    worth a separate run.
     """
     is_worth_a_run = all_stop - all_first > width
     zero = width * 0

@@ -1,9 +1,9 @@
-"""The runs of every tile: which rows at a constant distance its own rows see, or are seen by.
+"""The runs of every tile: rows at a constant distance that the tile's own rows see, or are seen by.
 
-A run is what one group contributes to a tile in one interval, or one rule in one of its spans. The kernels
-that compute know nothing of patterns: they walk over runs. A run is a line of int32 in ``RUNS``: columns as named
-below, then one bit for every row of the tile, whether it takes part, and where a window is in the pattern (``BANDED``)
-the least and the largest ``t - p`` of a pair. Without one the only bound is that of the causal mask, 0.
+A run is the contribution to a tile of one group in one interval, or of one rule in one of its spans. The computing
+kernels know nothing of patterns: they walk over runs. A run is a line of int32 in ``RUNS``: the columns named below,
+then one bit per row of the tile (whether it takes part), and if the pattern has a window (``BANDED``), the smallest and
+the largest ``t - p`` of a pair. Without a window, the only bound is that of the causal mask, 0.
 """
 
 from __future__ import annotations
@@ -21,28 +21,28 @@ from .segments import (
     interval_of,
     is_selected,
     load_group,
-    num_phantoms,
+    num_zero_pad_keys,
     selected,
 )
 from .tiles import SIZES, rows_of
 
-FIRST = tl.constexpr(0)  # the position of the first row
-RATE = tl.constexpr(1)  # the distance of a row from the next
-COUNT = tl.constexpr(2)  # how many rows; of keys under a causal mask, those that some query of the tile sees
-# Of keys: how many are seen by every query of the run. Of queries: how many come before every key of the tile.
+FIRST = tl.constexpr(0)  # position of the first row
+RATE = tl.constexpr(1)  # distance from a row to the next
+COUNT = tl.constexpr(2)  # number of rows; of keys under a causal mask, those that some query of the tile sees
+# Of keys: number of those that every query of the run sees. Of queries: number of those before every key of the tile.
 EDGE = tl.constexpr(3)
-# Of keys: how many phantom keys come with them. Of queries: from which on every row of the tile is a key seen by them.
+# Of keys: number of zero-padding keys to add. Of queries: index from which on they see every key of the tile.
 EXTRA = tl.constexpr(4)
 BITS = tl.constexpr(5)
 
 
 def slots_of(tile_rows: int) -> int:
-    """Bits of a run, one for every row of a tile and some to fill up words."""
+    """Number of bits of a run: one per row of a tile, padded to whole words."""
     return max(32, next_power_of_2(tile_rows))
 
 
 def line_of(tile_rows: int, *, is_banded: bool) -> int:
-    """Integers of a run: its numbers, bits for the rows of a tile, the two ends of a band."""
+    """Integers per run: its numbers, the bits for the rows of a tile, the two ends of a band."""
     return BITS.value + slots_of(tile_rows) // 32 + 2 * is_banded
 
 
@@ -76,16 +76,16 @@ def runs_kernel(
     ORDERED: tl.constexpr,
     CAUSAL: tl.constexpr,
     PACKED: tl.constexpr,
-    PHANTOMS: tl.constexpr,
+    ZERO_PAD_KEYS: tl.constexpr,
     OF_QUERIES: tl.constexpr,
     RULES: tl.constexpr,
     BANDED: tl.constexpr,
     LINE: tl.constexpr,
 ):
-    """``RUNS[kv_head, lines_per_head, :]``, and in ``RANGES[kv_head, tile, :]`` the first line of a tile and how many.
+    """``RUNS[kv_head, lines_per_head, :]``, and ``RANGES[kv_head, tile, :]``: a tile's first line, and number of lines.
 
-    Tiles hold queries and runs keys, or, with ``OF_QUERIES``, the other way round. ``offset`` is the position of the
-    first row that tiles hold, or a pointer to it.
+    Tiles hold queries and runs hold keys, or, with ``OF_QUERIES``, vice versa. ``offset`` is the position of the first
+    row that tiles hold, or a pointer to it.
     """
     offset = first_position(offset, last_position - num_rows)
     tile, kv_head = tl.program_id(0), tl.program_id(1)
@@ -96,7 +96,7 @@ def runs_kernel(
     is_row = row >= 0
     position = tl.maximum(row, 0) + offset
     begin, end = document_bounds(position, CU_SEQLENS, num_documents, search_steps, last_position, PACKED)
-    # Wrong boundaries may leave rows outside of every document: they see nothing.
+    # Invalid boundaries may leave rows outside of every document: they see nothing.
     is_inside = is_row & (position >= begin) & (position < end)
     ends = first_line(
         GROUPS,
@@ -118,7 +118,7 @@ def runs_kernel(
         PACKED,
     )
     first_run = tl.min(ends)
-    # As many as there are runs, or more; memory is kept safe from boundaries that are none.
+    # At least the number of runs; the bound keeps memory safe from invalid boundaries.
     room = tl.max(ends) - first_run
     table = RUNS + (kv_head.to(tl.int64) * lines_per_head + first_run) * LINE
     num_runs = tile * 0
@@ -152,8 +152,8 @@ def runs_kernel(
                     extra = tl.where(is_mixed, count, count_up_to(latest - 1, first, rate, count))
             else:
                 edge, extra = count, count * 0
-                if PHANTOMS:
-                    extra = num_phantoms(GROUPS, group, kv_head, num_kv_heads, its_end - its_begin, count)
+                if ZERO_PAD_KEYS:
+                    extra = num_zero_pad_keys(GROUPS, group, kv_head, num_kv_heads, its_end - its_begin, count)
                 if CAUSAL:
                     edge = count_up_to(earliest, first, rate, count)
                     count = count_up_to(latest, first, rate, count)
@@ -209,7 +209,7 @@ def _append(
     BANDED: tl.constexpr,
     LINE: tl.constexpr,
 ):
-    """Write a run behind the tile's ``num_runs``; returns how many there are now."""
+    """Append a run to the tile's ``num_runs``; return the new number."""
     line = table + num_runs * LINE
     tl.store(line + FIRST, first)
     tl.store(line + RATE, rate)
@@ -249,14 +249,14 @@ def _append_rule(
     BANDED: tl.constexpr,
     LINE: tl.constexpr,
 ):
-    """Write the runs of one rule, document by document and span by span; returns how many the tile has now."""
+    """Append the runs of one rule, document by document and span by span; return the tile's new number of runs."""
     list_first, list_stop, low, high = load_list(LISTS, rule, kv_head, num_kv_heads)
     nearest, farthest = low, high
     if OF_QUERIES:
         nearest, farthest = -high, -low
     cursor = tl.min(tl.where(is_inside, position, FAR))
     while cursor < FAR:
-        # Rules count positions from the first of a document on.
+        # Rules count positions from the beginning of a document.
         begin, end = document_bounds(cursor, CU_SEQLENS, num_documents, search_steps, last_position, PACKED)
         is_its = is_inside & (position >= begin) & (position < end)
         own = position - begin
@@ -335,7 +335,7 @@ def is_active_in(line, slot):
 
 @triton.jit
 def load_band(line, LINE: tl.constexpr, BANDED: tl.constexpr):
-    """The least and the largest ``t - p`` of a pair of the run; lines are ``LINE`` long."""
+    """Smallest and largest ``t - p`` of a pair of the run; a line has ``LINE`` integers."""
     if BANDED:
         return tl.load(line + LINE - 2), tl.load(line + LINE - 1)
     return 0, 0
@@ -343,7 +343,7 @@ def load_band(line, LINE: tl.constexpr, BANDED: tl.constexpr):
 
 @triton.jit
 def is_in_band(key_position, query_position, low, high, BANDED: tl.constexpr):
-    """Whether the mask of the run leaves a pair: where no window is in the pattern the causal mask."""
+    """Whether the run's mask keeps a pair; without a window in the pattern, this is the causal mask."""
     if BANDED:
         distance = key_position - query_position
         return (distance >= low) & (distance <= high)
@@ -352,12 +352,12 @@ def is_in_band(key_position, query_position, low, high, BANDED: tl.constexpr):
 
 @triton.jit
 def keys_seen(line, position, is_active, LINE: tl.constexpr, CAUSAL: tl.constexpr, BANDED: tl.constexpr):
-    """Of a run's keys those that :func:`is_in_band` leaves each row: the first, and one past the last.
+    """The keys of a run that :func:`is_in_band` keeps for each row: the first, and one past the last.
 
-    Both count keys of the run; ``FAR`` and 0 where a row sees none, as it takes no part or its band holds none.
-    The differences are taken first: a position and an unbounded distance do not add up in 32 bits.
+    Both are indices into the run; ``FAR`` and 0 if a row sees none, because it takes no part or its band contains none.
+    Differences are taken first: a position plus an unbounded distance would overflow 32 bits.
     """
-    first, rate, count, _full, _phantoms = load_run(line)
+    first, rate, count, _full, _zero_pad_keys = load_run(line)
     low, high = load_band(line, LINE, BANDED)
     start, stop = count * 0, tl.where(is_active, count, 0)
     if CAUSAL or BANDED:

@@ -1,7 +1,7 @@
-"""The arithmetic of :class:`~.patterns.dilated.DilationGroup` where kernels need it: on the device.
+"""Device-side arithmetic of :class:`~.patterns.dilated.DilationGroup`.
 
 Positions are int32 scalars or blocks. A group's interval around a position is its segment there, clipped to the
-document: the intervals of one group partition the rows. A test holds each function to its namesake in Python.
+document: the intervals of one group partition the rows. A test compares each function with its namesake in Python.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-# The columns of the table of groups, one line per group and key/value head.
+# Columns of the table of groups, which has one line per group and key/value head.
 LENGTH = tl.constexpr(0)
 RATE = tl.constexpr(1)
 OFFSET = tl.constexpr(2)
@@ -20,7 +20,7 @@ NUM_COLUMNS = tl.constexpr(5)
 
 @triton.jit
 def first_position(offset, most):
-    """``offset``; where that is a pointer, the integer there, no less than 0 and no more than ``most``."""
+    """``offset``; if it is a pointer, the integer there, clamped between 0 and ``most``."""
     if offset.dtype.is_ptr():
         position = tl.minimum(tl.maximum(tl.load(offset), 0), most).to(tl.int32)
     else:
@@ -37,7 +37,7 @@ def load_group(GROUPS, group, kv_head, num_kv_heads):
 
 @triton.jit
 def document_of(position, CU_SEQLENS, num_documents, search_steps, last_position, PACKED: tl.constexpr):
-    """Number, first position, and one past the last, of the document that holds each position."""
+    """Index, first position, and one past the last, of the document that contains each position."""
     begin = position * 0
     end = begin + last_position
     low = begin
@@ -55,7 +55,7 @@ def document_of(position, CU_SEQLENS, num_documents, search_steps, last_position
 
 @triton.jit
 def document_bounds(position, CU_SEQLENS, num_documents, search_steps, last_position, PACKED: tl.constexpr):
-    """First position, and one past the last, of the document that holds each position."""
+    """First position, and one past the last, of the document that contains each position."""
     _, begin, end = document_of(position, CU_SEQLENS, num_documents, search_steps, last_position, PACKED)
     return begin, end
 
@@ -88,13 +88,13 @@ def selected(start, rate, offset, low, high):
 
 @triton.jit
 def count_up_to(position, first, rate, count):
-    """How many of ``count`` rows that begin at ``first`` do not come after ``position``."""
+    """How many of ``count`` rows that begin at ``first`` lie at or before ``position``."""
     return tl.where(position < first, 0, tl.minimum(count, tl.maximum(position - first, 0) // rate + 1))
 
 
 @triton.jit
-def num_phantoms(GROUPS, group, kv_head, num_kv_heads, document_length, num_selected):
-    """Zero keys that fill a class of ``num_selected`` rows under ``tail="zero_padded"``; 0 otherwise."""
+def num_zero_pad_keys(GROUPS, group, kv_head, num_kv_heads, document_length, num_selected):
+    """Number of zero-padding keys for a class of ``num_selected`` rows under ``tail="zero_padded"``; 0 otherwise."""
     length, rate, _, _ = load_group(GROUPS, group, kv_head, num_kv_heads)
     is_padded = tl.load(GROUPS + (group * num_kv_heads + kv_head) * NUM_COLUMNS + IS_ZERO_PADDED)
     filled = (tl.minimum(length, document_length) + rate - 1) // rate

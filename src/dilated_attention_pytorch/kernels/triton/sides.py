@@ -1,4 +1,4 @@
-"""The rows that tiles hold, queries or keys: how they are cut into windows.
+"""The rows that tiles hold, queries or keys, and their division into windows.
 
 Integers only: the kernels of :mod:`.order` and :mod:`.runs` plan the rest on the device.
 """
@@ -13,7 +13,7 @@ from .problem import Kind, largest_divisor, next_power_of_2
 from .rule_table import RuleTable
 
 LARGEST_WINDOW = 2048
-# Keys and values that a span of windows may touch before the next begins: a part of the device's cache (50 MB on H100).
+# Bytes of keys and values that one span of windows may touch: a part of the device's cache (50 MB on H100).
 _SPAN_BYTES = 16 << 20
 
 
@@ -23,7 +23,7 @@ class Side:
 
     num_rows: int
     offset: int | None
-    """The position of the first row; None where the device alone knows it."""
+    """Position of the first row; None if only the device knows it."""
     window: int
     is_ordered: bool
 
@@ -33,7 +33,7 @@ class Side:
 
 
 def side_of(kind: Kind, rules: RuleTable | None, num_rows: int, offset: int | None, tile_rows: tuple[int, ...]) -> Side:
-    """The rows from position ``offset`` on, for tiles of every number of rows in ``tile_rows``."""
+    """The side with rows from position ``offset`` on, for tiles of any number of rows in ``tile_rows``."""
     window = max(*tile_rows, min([*kind.segment_lengths, num_rows]))
     window = min(max(16, next_power_of_2(window)), LARGEST_WINDOW)
     is_ordered = num_rows > min(tile_rows) and _is_order_worth_it(kind, rules, num_rows, max(tile_rows), window)
@@ -41,10 +41,11 @@ def side_of(kind: Kind, rules: RuleTable | None, num_rows: int, offset: int | No
 
 
 def _is_order_worth_it(kind: Kind, rules: RuleTable | None, num_rows: int, tile_rows: int, window: int) -> bool:
-    """Whether tiles of rows that take part in the same groups walk over fewer rows than tiles of rows side by side.
+    """Whether tiles of rows that take part in the same groups walk over fewer rows than tiles of consecutive rows.
 
-    In order, a tile walks over a group's rows only where its own take part in it, but its rows lie apart: as far as
-    there are kinds of rows, in the mean. So far a window reaches further, and so many more blocks its rows meet.
+    An ordered tile walks over a group's rows only if its own rows take part in the group, but its rows are farther
+    apart, on average by the number of kinds of rows. A window then reaches that much farther, and the rows meet that
+    many more blocks.
     """
     if not kind.groups or (len(kind.groups) == 1 and kind.groups[0].dilation_rate == 1):
         return False
@@ -62,14 +63,14 @@ def _is_order_worth_it(kind: Kind, rules: RuleTable | None, num_rows: int, tile_
 
 
 def _walked(rule: HeadRule, seen: float, reach: int) -> float:
-    """Rows that a tile walks over for a rule, where each of its rows sees ``seen`` and the last lies ``reach`` on."""
+    """Rows that a tile walks over for a rule if each of its rows sees ``seen`` rows and they extend over ``reach``."""
     if rule.block_size is not None:
         return seen * max(1.0, reach / rule.block_size)
     return seen + reach * (rule.band(is_causal=False)[0] is not None)
 
 
 def layout_of(kind: Kind, side: Side, tile_rows: int, head_blocks: int) -> tuple[int, tuple[int, int, int, int]]:
-    """Number of programs, then spans, heads and windows a span, and tiles a window."""
+    """Number of programs, and numbers of spans, heads per span, windows per span, and tiles per window."""
     longest = min(max(kind.segment_lengths, default=0), side.num_rows)
     for low, high in kind.bands:
         longest = max(longest, min(side.num_rows, side.window + high - low))

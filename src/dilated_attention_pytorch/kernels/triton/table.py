@@ -1,4 +1,4 @@
-"""The table of groups that the planning kernels read: one for a pattern and a number of heads, kept on the device."""
+"""The table of groups that the planning kernels read: one per pattern and number of heads, kept on the device."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from torch import Tensor
 from dilated_attention_pytorch.patterns.dilated import DilationGroup
 
 COVERING_LENGTH = 2**30
-"""Stands for every segment that holds all positions, so that one table serves calls of any length."""
+"""Replaces the length of a segment that contains all positions, so that one table serves calls of any length."""
 _LAST_POSITION = 2**31 - 1
 Numbers = tuple[tuple[tuple[int, ...], ...], ...]
 
@@ -21,7 +21,7 @@ def group_table(
 ) -> Tensor:
     """The integers of :func:`group_numbers` on a device: int32 ``[groups, key/value heads, 5]``.
 
-    Without groups it is a line that no kernel reads.
+    Without groups, a line that no kernel reads.
 
     Raises:
         NotImplementedError: positions and segments together do not fit 32 bits.
@@ -38,7 +38,7 @@ def group_table(
 
 @functools.lru_cache(maxsize=64)
 def _tables(groups: tuple[DilationGroup, ...], num_kv_heads: int) -> tuple[list[float], list[int]]:
-    """The last positions, in order, up to which tables are alike, and the longest segment of each."""
+    """Last positions, ascending, up to which tables are equal, and the longest segment of each table."""
     whole = {(_whole_up_to(group, head), group.segment_length) for group in groups for head in range(num_kv_heads)}
     ends = [*sorted({float(end) for end, _ in whole}), float("inf")]
     of_end = ((COVERING_LENGTH if end <= up_to else length for up_to, length in whole) for end in ends)
@@ -50,20 +50,20 @@ def _table(groups: tuple[DilationGroup, ...], num_kv_heads: int, last_position: 
     return _on_device(group_numbers(groups, num_kv_heads, last_position) or (((0,),),), device)
 
 
-# Never dropped: a captured CUDA graph reads the table whenever it is replayed. There is one for a pattern, not for
-# every length.
+# Never dropped: a captured CUDA graph reads the table on every replay. There is one per pattern, not one for every
+# length.
 @functools.cache
 def _on_device(numbers: Numbers, device: torch.device) -> Tensor:
     return torch.tensor(numbers, dtype=torch.int32, device=device)
 
 
 def _whole_up_to(group: DilationGroup, head: int) -> int:
-    """The last position up to which one segment of a group holds all positions."""
+    """Last position up to which one segment of a group contains all positions."""
     return min(group.segment_length - group.shift(head), COVERING_LENGTH)
 
 
 def group_numbers(groups: tuple[DilationGroup, ...], num_kv_heads: int, last_position: float) -> Numbers:
-    """Of every group and key/value head: length, rate, offset, shift, whether the tail is zero-padded."""
+    """For every group and key/value head: length, rate, offset, shift, and whether the tail is zero-padded."""
     table = []
     for group in groups:
         lines = []

@@ -1,4 +1,4 @@
-"""Which GPU the kernels are compiled for, by the name that the compiler has for it, and by which compiler."""
+"""The GPU that the kernels are compiled for, by the compiler's name, and the compiler's version."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ AMD = ("gfx942", "gfx950")
 def target_of(device: torch.device) -> str:
     """The compiler's name of a device: ``"sm_90"`` for compute capability 9.0, ``"gfx942"`` for AMD's MI300.
 
-    Where there is no GPU, as in Triton's interpreter, ``"sm_90"``.
+    Without a GPU, as in Triton's interpreter, ``"sm_90"``.
     """
     if device.type != "cuda":
         return "sm_90"
-    if torch.version.hip is not None:  # "gfx942:sramecc+:xnack-" has two switches behind the name
+    if torch.version.hip is not None:  # "gfx942:sramecc+:xnack-" has two feature flags after the name
         name: str = torch.cuda.get_device_properties(device).gcnArchName
         return name.split(":")[0]
     major, minor = torch.cuda.get_device_capability(device)
@@ -25,13 +25,13 @@ def target_of(device: torch.device) -> str:
 
 
 def multiplies_e4m3(target: str) -> bool:
-    """Whether the forward in e4m3 is configured for a device, by the compiler's name: NVIDIA's from sm_89 on."""
+    """Whether the e4m3 forward is configured for a device, by the compiler's name: NVIDIA GPUs from sm_89 on."""
     return target.startswith("sm_") and int(target.removeprefix("sm_")) >= 89
 
 
 @functools.cache
 def triton_version() -> tuple[int, int]:
-    """Major and minor: (3, 9)."""
+    """Major and minor version of Triton, e.g. (3, 9)."""
     import triton
 
     major, minor = triton.__version__.split(".")[:2]

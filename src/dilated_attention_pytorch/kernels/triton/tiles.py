@@ -1,4 +1,4 @@
-"""Which rows a tile holds, in which order tiles are computed, and what is done with blocks of lines."""
+"""The rows of a tile, the order in which tiles are computed, and operations on blocks of lines."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import triton.language as tl
 from dilated_attention_pytorch.kernels.select import is_interpreted
 
 INTERPRETED = tl.constexpr(is_interpreted())
-# Integers that change from call to call: a kernel is not compiled anew because one of them is 1 or a multiple of 16.
+# Integers that change from call to call: a kernel is not recompiled when one of them is 1 or a multiple of 16.
 SIZES = [
     "batch_size",
     "heads_per_span",
@@ -55,8 +55,8 @@ def tile_of(
     """Sequence, key/value head, block of query heads, window and tile in the window of the ``index``-th tile.
 
     ``num_heads`` counts the key/value heads of all sequences. A span, some windows of some heads, is finished before
-    the next begins, so that its keys and values stay in the cache of the device; in a span the first tiles of all
-    windows come first, which see most. Under a causal mask the later rows see most: ``LAST_FIRST`` begins with them.
+    the next begins, so that its keys and values stay in the device's cache; within a span, the first tiles of all
+    windows come first, as they see most. Under a causal mask later rows see most: ``LAST_FIRST`` begins with them.
     """
     outer, inner = index // HEAD_BLOCKS, index % HEAD_BLOCKS
     head_block = inner
@@ -84,7 +84,7 @@ def lines_of(
     WINDOW: tl.constexpr,
     LINE: tl.constexpr,
 ):
-    """The first run of a tile, and how many it has; none where a span reaches past the last window."""
+    """Line of a tile's first run, and number of runs; no runs if a span extends past the last window."""
     num_windows = (num_rows + WINDOW - 1) // WINDOW
     range_of_tile = RANGES + ((kv_head * num_windows + window) * tiles_per_window + tile) * 2
     first = tl.load(range_of_tile, mask=window < num_windows, other=0)
@@ -108,7 +108,7 @@ def rows_of(
 
 @triton.jit
 def load_lines(BASE, line_offset, is_line, D: tl.constexpr, BLOCK_D: tl.constexpr):
-    """``[lines, BLOCK_D]`` from ``BASE + line_offset``; lines that are not there, and columns from D on, are 0."""
+    """``[lines, BLOCK_D]`` from ``BASE + line_offset``; missing lines, and columns from D on, are 0."""
     column = tl.arange(0, BLOCK_D)
     mask = is_line[:, None] & (column < D)[None, :]
     return tl.load(BASE + line_offset[:, None] + column[None, :], mask=mask, other=0.0)
@@ -116,15 +116,15 @@ def load_lines(BASE, line_offset, is_line, D: tl.constexpr, BLOCK_D: tl.constexp
 
 @triton.jit
 def rounded(value, dtype: tl.constexpr):
-    """``value`` to the nearest number of ``dtype``."""
-    if INTERPRETED and dtype == tl.bfloat16:  # which cuts the lower bits off: they are rounded to 0 before
+    """``value`` rounded to the nearest number of ``dtype``."""
+    if INTERPRETED and dtype == tl.bfloat16:  # the interpreter truncates: the lower bits are rounded to 0 first
         bits = value.to(tl.int32, bitcast=True)
         bits = (bits + 0x7FFF + ((bits >> 16) & 1)) & -0x10000
         value = bits.to(tl.float32, bitcast=True)
-    if INTERPRETED and dtype == tl.float8e4nv:  # which loses NaN, and carries nothing from the mantissa to the exponent
+    if INTERPRETED and dtype == tl.float8e4nv:  # the interpreter loses NaN, and does not carry into the exponent
         bits = value.to(tl.int32, bitcast=True)
         bits = (bits + 0x7FFFF + ((bits >> 20) & 1)) & -0x100000
-        # Below the smallest normal number, 2^-6, all are multiples of 2^-9, as the sum with 1.5 * 2^14 is.
+        # Below the smallest normal number, 2^-6, all are multiples of 2^-9, like the sum with 1.5 * 2^14.
         subnormal = (value + 24576.0) - 24576.0
         number = tl.where(tl.abs(value) < 0.015625, subnormal, bits.to(tl.float32, bitcast=True)).to(dtype)
         code = tl.where(value == value, number.to(tl.uint8, bitcast=True), 0x7F)
@@ -134,13 +134,13 @@ def rounded(value, dtype: tl.constexpr):
 
 @triton.jit
 def exponent_of(power):
-    """``e`` of ``2^e``, int32."""
+    """Exponent ``e`` of ``2^e``, int32."""
     return (power.to(tl.int32, bitcast=True) >> 23) - 127
 
 
 @triton.jit
 def store_lines(BASE, line_offset, is_line, value, D: tl.constexpr, BLOCK_D: tl.constexpr):
-    """Store ``[lines, BLOCK_D]`` to the lines that are there, in the dtype of ``BASE``."""
+    """Store ``[lines, BLOCK_D]`` to the existing lines, in the dtype of ``BASE``."""
     column = tl.arange(0, BLOCK_D)
     mask = is_line[:, None] & (column < D)[None, :]
     tl.store(BASE + line_offset[:, None] + column[None, :], rounded(value, BASE.dtype.element_ty), mask=mask)
@@ -148,7 +148,7 @@ def store_lines(BASE, line_offset, is_line, value, D: tl.constexpr, BLOCK_D: tl.
 
 @triton.jit
 def load_block(pointers, is_line, MASKED: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr):
-    """``[lines, BLOCK_D]``: masked by line where asked for, by column where D does not fill the block."""
+    """``[lines, BLOCK_D]``: masked by line if ``MASKED``, by column if D does not fill the block."""
     inside = (tl.arange(0, BLOCK_D) < D)[None, :]
     if MASKED:
         return tl.load(pointers, mask=is_line[:, None] & inside, other=0.0)
@@ -159,11 +159,12 @@ def load_block(pointers, is_line, MASKED: tl.constexpr, D: tl.constexpr, BLOCK_D
 
 @triton.jit
 def kept_within(values, other, first, column, start, stop, HAS_START: tl.constexpr):
-    """``[lines, columns]`` of a block before ``stop`` of each line, and from ``start`` on; ``other`` elsewhere.
+    """The columns of a block before each line's ``stop``, and from ``start`` on; ``other`` elsewhere.
 
-    Bounds and ``first``, the block's first row, count along a run, ``column`` along the block. A thread of a matrix
-    product has the columns ``8 j + c`` and ``8 j + c + 1`` of its lines, c its own. Compared with ``8 j``, which is
-    part of an instruction, is what depends on c: as registers, the columns would be too many for the loops.
+    ``values`` is ``[lines, columns]``. Bounds and ``first``, the block's first row, are indices into a run, ``column``
+    is an index into the block. A thread of a matrix product has the columns ``8 j + c`` and ``8 j + c + 1`` of its
+    lines, with its own c. The terms that depend on c are compared with ``8 j``, which is part of an instruction:
+    columns in registers would be too many for the loops.
     """
     eights, rest = (column // 8 * 8)[None, :], (first + column % 8)[None, :]
     values = tl.where(eights < stop[:, None] - rest, values, other)
@@ -174,7 +175,7 @@ def kept_within(values, other, first, column, start, stop, HAS_START: tl.constex
 
 @triton.jit
 def _widened(x):
-    """In the interpreter: to float32. Of e4m3 it would read NaN as 480."""
+    """In the interpreter: converted to float32. It would read an e4m3 NaN as 480."""
     if x.dtype == tl.float8e4nv:
         is_nan = (x.to(tl.uint8, bitcast=True) & 0x7F) == 0x7F
         return tl.where(is_nan, float("nan"), x.to(tl.float32))
@@ -184,8 +185,8 @@ def _widened(x):
 @triton.jit
 def product(left, right, total=None):
     """``left @ right + total`` in float32; float32 operands are multiplied exactly, not rounded to fewer bits."""
-    if INTERPRETED:  # its arithmetic is numpy's, which knows no bfloat16: products of its numbers are exact in float32
+    if INTERPRETED:  # it uses numpy, which has no bfloat16: products of bfloat16 numbers are exact in float32
         left, right = _widened(left), _widened(right)
-    if left.dtype == tl.float8e4nv:  # compute capability 9.0 adds its products with fewer bits: not past one block
+    if left.dtype == tl.float8e4nv:  # compute capability 9.0 accumulates with fewer bits: only within one block
         return tl.dot(left, right, total, max_num_imprecise_acc=right.shape[0])
     return tl.dot(left, right, total, input_precision="ieee")

@@ -1,4 +1,4 @@
-"""Which configuration is fastest here: timed once for every kind of call, remembered while the process lives."""
+"""Selection of the fastest configuration: timed once per kind of call, remembered for the life of the process."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ import torch
 from .tiles import INTERPRETED
 
 Backward = Literal["pair", "single"]
-"""One kernel for the gradient of the queries and one for those of keys and values, or one for all."""
+"""One kernel for the gradient of the queries and one for those of keys and values, or one kernel for all."""
 BACKWARDS: tuple[Backward, ...] = ("pair", "single")
 Candidate = TypeVar("Candidate")
 
 
 @dataclass(slots=True, eq=False)
 class Choice(Generic[Candidate]):
-    """What one kind of call may be computed by, and which was the fastest."""
+    """The candidates for one kind of call, and the fastest once it is timed."""
 
     candidates: tuple[Candidate, ...]
     timed: Candidate | None = None
@@ -29,22 +29,22 @@ _CHOICES: dict[tuple[object, ...], Choice] = {}
 
 
 def choice_of(kernel: str, candidates: tuple[Candidate, ...], *key: object) -> Choice[Candidate]:
-    """The one choice for calls of this key."""
+    """The choice shared by calls with this key."""
     return _CHOICES.setdefault((kernel, candidates, *key), Choice(candidates))
 
 
 def are_backwards_timed() -> bool:
-    """Whether the backward by one kernel is timed beside the pair: it waits for a device to show what it gains."""
+    """Whether the single-kernel backward is timed against the pair; off by default until its gain is measured."""
     return os.environ.get("DILATED_ATTENTION_TIME_BACKWARDS", "0") == "1"
 
 
 def fastest(choice: Choice[Candidate], launch: Callable[[Candidate], None]) -> Candidate:
     """The fastest candidate of a choice.
 
-    The first call compiles every candidate and times each for some milliseconds (Triton's ``do_bench``, which takes
-    some memory to flush the device's cache with). Nothing is timed, and the first candidate taken, under deterministic
-    algorithms (timings vary from run to run), in Triton's interpreter, and where a CUDA graph is captured before the
-    kind of call was timed.
+    The first call compiles every candidate and times each for some milliseconds (Triton's ``do_bench``, which
+    allocates some memory to flush the device's cache). Nothing is timed, and the first candidate is taken, under
+    deterministic algorithms (timings vary from run to run), in Triton's interpreter, and if a CUDA graph is captured
+    before this kind of call was timed.
     """
     first = choice.candidates[0]
     if len(choice.candidates) == 1 or torch.are_deterministic_algorithms_enabled():

@@ -1,9 +1,9 @@
-"""The forward of :mod:`.forward` with warps of two kinds, for compute capability 9.0: one copies, the others compute.
+"""The forward of :mod:`.forward` with specialised warps, for compute capability 9.0: one copies, the others compute.
 
 One warp describes each run of keys to the device's copy engine (TMA), which writes blocks of it into shared memory;
-every four other warps compute 64 lines of the tile (:mod:`.consumer`). Barriers in shared memory say which stage is
-filled and which is free. It is written in Gluon, Triton's language below Triton, which has no interpreter:
-``tests/support/gluon_emulator.py`` runs it.
+every four of the other warps compute 64 lines of the tile (:mod:`.consumer`). Barriers in shared memory tell which
+stages are filled and which are free. The kernel is written in Gluon, Triton's lower-level language, which has no
+interpreter: ``tests/support/gluon_emulator.py`` runs it.
 """
 
 from __future__ import annotations
@@ -28,11 +28,11 @@ except ImportError:  # its name in Triton 3.6
     from triton.experimental.gluon.language.nvidia.hopper.tma import async_copy_global_to_shared as async_load
 
 REGISTERS = gl.constexpr(240)
-"""Of a thread that computes; of one that copies 24."""
+"""Registers per thread of the warps that compute; the warp that copies has 24."""
 
 
 class Stages(NamedTuple):
-    """Shared memory for some blocks of keys and values, and the barriers of each: filled, and free again."""
+    """Shared memory for some blocks of keys and values, and two barriers of each: filled, and free again."""
 
     key_blocks: Any
     value_blocks: Any
@@ -43,7 +43,7 @@ class Stages(NamedTuple):
 
 
 class Tile(NamedTuple):
-    """Which rows of which heads a program computes, and the runs that they see."""
+    """The rows and heads that a program computes, and the runs that they see."""
 
     batch: Any
     kv_head: Any
@@ -55,7 +55,7 @@ class Tile(NamedTuple):
 
 
 class Call(NamedTuple):
-    """Numbers of all tiles."""
+    """Numbers common to all tiles."""
 
     num_queries: Any
     num_kv_heads: Any
@@ -69,7 +69,7 @@ class Call(NamedTuple):
 
 
 class Constants(NamedTuple):
-    """What the kernel is compiled for; the names of :mod:`.forward`."""
+    """Compile-time constants of the kernel, named as in :mod:`.forward`."""
 
     RATIO: Any
     PACK: Any
@@ -86,10 +86,10 @@ class Constants(NamedTuple):
 
 @gluon.jit
 def _copy_run(KEY, VALUE, line, index, settled, call, stages, constants):
-    """Copy a run's blocks into the stages from the ``index``-th on; returns the index of the block after them.
+    """Copy a run's blocks into the stages, from block number ``index`` on; return the number of the block after them.
 
-    The descriptors lie in memory that a call from the same line of code writes again. What that one copied, the blocks
-    before ``settled``, must have arrived before: a copy reads its descriptor when it likes.
+    Descriptors lie in memory that every call from the same line of code overwrites. The blocks that the previous such
+    call copied, those before ``settled``, must have arrived first: a copy may read its descriptor at any time.
     """
     D: gl.constexpr = constants.D
     BLOCK_D: gl.constexpr = constants.BLOCK_D
@@ -98,9 +98,9 @@ def _copy_run(KEY, VALUE, line, index, settled, call, stages, constants):
     for block in range(gl.maximum(index - STAGES, 0), settled):
         mbarrier.wait(stages.key_full.index(block % STAGES), block // STAGES & 1)
         mbarrier.wait(stages.value_full.index(block % STAGES), block // STAGES & 1)
-    first, rate, count, _full, _phantoms = load_run(line)
+    first, rate, count, _full, _zero_pad_keys = load_run(line)
     row = (first - call.key_offset).to(gl.int64)
-    wide_rate = gl.where(count > 1, rate, 1).to(gl.int64)  # a run of one row may have a rate that no stride can be
+    wide_rate = gl.where(count > 1, rate, 1).to(gl.int64)  # the rate of a run of one row may not be a valid stride
     keys = tma.make_tensor_descriptor(
         KEY + row * call.key_stride_n,
         [count, D],
@@ -129,13 +129,13 @@ def _copy_run(KEY, VALUE, line, index, settled, call, stages, constants):
 
 @gluon.jit
 def _copy_runs(KEY, VALUE, tile, call, stages, constants):
-    """The one warp that copies.
+    """The warp that copies.
 
-    Two lines of code describe runs by turns, so that one is described while another's blocks are on their way.
+    Two lines of code describe runs in turn, so that one run is described while the blocks of the other are in flight.
     """
     line = tile.line
     index = tile.num_runs * 0
-    settled = index  # where the blocks of the run before the last one end
+    settled = index  # end of the blocks of the run before the last one
     for run in range(0, tile.num_runs, 2):
         first = index
         index = _copy_run(KEY, VALUE, line, index, settled, call, stages, constants)
@@ -187,7 +187,7 @@ def warp_specialized_kernel(
     CAUSAL: gl.constexpr,
     BANDED: gl.constexpr,
 ):
-    """``OUT[B, N, H, D]`` and ``LSE[B, N, H]``, as :func:`.forward.forward_kernel` computes them of the same runs."""
+    """``OUT[B, N, H, D]`` and ``LSE[B, N, H]``, as :func:`.forward.forward_kernel` computes them from the same runs."""
     dtype: gl.constexpr = QUERY.dtype.element_ty
     batch, kv_head, head_block, window, number = tile_of(
         gl.program_id(0),

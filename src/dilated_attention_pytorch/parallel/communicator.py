@@ -19,20 +19,8 @@ from dilated_attention_pytorch.planning.rounds import Hop, around, gather_rounds
 from .failure import Board, RankFailure, disagreement
 from .groups import all_groups, as_long_as_all, break_off, is_of_transport, timeout_of
 from .roll_call import RollCall
+from .traffic import COUNTERS
 from .watch import Watch
-
-
-@dataclass(slots=True)
-class Traffic:
-    """Bytes of tensors that this rank sent and received within :func:`count_traffic`."""
-
-    sent: int = 0
-    received: int = 0
-    messages: int = 0
-    """Messages sent; a collective of the transport counts as those that do the same from rank to rank."""
-    sent_to: dict[int, int] = field(default_factory=dict)
-    """Bytes sent, by the receiver's global rank."""
-
 
 # Renamed between the oldest torch that this package accepts and the newest.
 _ALL_GATHER = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
@@ -43,32 +31,14 @@ _AGREEMENT_TAG = 1 << 30
 
 _MOST_AGREED = 1 << 16
 
-_COUNTERS: list[Traffic] = []
-
-
-@contextlib.contextmanager
-def count_traffic() -> Iterator[Traffic]:
-    """Count what this process sends and receives through this package while the block runs.
-
-    >>> from dilated_attention_pytorch import parallel
-    >>> with parallel.count_traffic() as traffic:
-    ...     pass  # parallel.attend(...)
-    >>> traffic.sent
-    0
-    """
-    traffic = Traffic()
-    _COUNTERS.append(traffic)
-    try:
-        yield traffic
-    finally:
-        _COUNTERS.remove(traffic)
-
 
 class Pending:
     """Messages in transit. Holds the tensors until completion."""
 
-    def __init__(self, wire: Wire, works: Sequence[dist.Work], tensors: Sequence[Tensor], waits: str) -> None:
-        self._wire = wire
+    def __init__(
+        self, communicator: Communicator, works: Sequence[dist.Work], tensors: Sequence[Tensor], waits: str
+    ) -> None:
+        self._communicator = communicator
         self._works = works
         self._tensors = tensors
         self._waits = waits
@@ -79,9 +49,9 @@ class Pending:
         Raises:
             RankFailure: a rank died, does not respond or makes another call.
         """
-        with self._wire.explained(self._waits):
+        with self._communicator.explained(self._waits):
             for work in self._works:
-                self._wire.wait(work)
+                self._communicator.wait(work)
         # gloo blocks forever on a work that was already waited for.
         self._works, self._tensors = (), ()
 
@@ -90,19 +60,19 @@ _Exchanging = Callable[[Mapping[int, Tensor], Mapping[int, Tensor], int, str], P
 
 
 def _taken(tensors: Tensor, first: int, hop: Hop) -> Tensor:
-    """The message of a hop: as many of ``[members, *shape]``, from the member ``first`` on and around."""
+    """The message of a hop: ``num_tensors`` of ``[members, *shape]`` from member ``first`` on, cyclically."""
     parts = [tensors[rows] for rows, _ in around(first, hop.num_tensors, len(tensors))]
     return parts[0] if len(parts) == 1 else torch.cat(parts)
 
 
 def _room(tensors: Tensor, first: int, hop: Hop) -> Tensor:
-    """Where such a message can arrive: its place in ``[members, *shape]``, if that is one."""
+    """Buffer for such a message: its place in ``[members, *shape]`` if that is contiguous, else a new tensor."""
     parts = around(first, hop.num_tensors, len(tensors))
     return tensors[parts[0][0]] if len(parts) == 1 else tensors.new_empty(hop.num_tensors, *tensors.shape[1:])
 
 
-class Wire:
-    """The ranks along one axis of a mesh, from this rank's view. Made by :func:`wire_of`."""
+class Communicator:
+    """The ranks along one axis of a mesh, from this rank's view. Made by :func:`communicator_of`."""
 
     def __init__(self, group: dist.ProcessGroup, device_type: str) -> None:
         self.group = group
@@ -176,8 +146,8 @@ class Wire:
         """All-gather: ``[members, *shape]`` of the equally shaped tensors of ``members`` (ranks of this axis; all by
         default).
 
-        From each to each, or passed on, as :func:`gather_rounds` says. Some ranks of an axis do it by messages: a group
-        of their own would have to be made by all ranks.
+        Direct or forwarded, as :func:`gather_rounds` says. A subset of the axis gathers by messages: creating a group
+        for it would need all ranks.
         """
         members = range(self.size) if members is None else members
         if self._is_collective(members):
@@ -185,11 +155,11 @@ class Wire:
         return self._gather(tensor, members, tag, "gathering rows", self.exchange)
 
     def reduce_scatter(self, tensor: Tensor, members: Sequence[int], *, tag: int) -> Tensor:
-        """From ``[members, *shape]`` the sum over the members of what each has in this rank's place: ``[*shape]``.
+        """Reduce-scatter of ``[members, *shape]``: the sum of all members' tensors at this rank's index, ``[*shape]``.
 
-        The rounds of :meth:`all_gather` backwards; ``tensor`` is added to on the way.
+        The rounds of :meth:`all_gather` in reverse; ``tensor`` is modified on the way.
         """
-        tensor, size, place = tensor.contiguous(), len(members), list(members).index(self.rank)
+        tensor, size, own_index = tensor.contiguous(), len(members), list(members).index(self.rank)
         if self._is_collective(members):
             result = torch.empty_like(tensor[0])
             self._count_collective(result.nbytes)
@@ -197,16 +167,19 @@ class Wire:
                 _REDUCE_SCATTER(result.view(-1), tensor.view(-1), group=self.group)
             return result
         for hops in reversed(gather_rounds(size, tensor[0].nbytes)):
-            sends = {members[(place + hop.distance) % size]: _taken(tensor, place + hop.distance, hop) for hop in hops}
+            sends = {
+                members[(own_index + hop.distance) % size]: _taken(tensor, own_index + hop.distance, hop)
+                for hop in hops
+            }
             receives = {
-                members[(place - hop.distance) % size]: tensor.new_empty(hop.num_tensors, *tensor.shape[1:])
+                members[(own_index - hop.distance) % size]: tensor.new_empty(hop.num_tensors, *tensor.shape[1:])
                 for hop in hops
             }
             self.exchange(sends, receives, tag, "adding up gradients").wait()
             for part in receives.values():
-                for rows, of_message in around(place, len(part), size):
+                for rows, of_message in around(own_index, len(part), size):
                     tensor[rows] += part[of_message]
-        return tensor[place].clone()
+        return tensor[own_index].clone()
 
     def broadcast(self, tensor: Tensor, source: int) -> Tensor:
         """Broadcast ``tensor`` in place from rank ``source`` of this axis."""
@@ -263,7 +236,7 @@ class Wire:
         return Pending(self, works, [*sends.values(), *receives.values()], waits)
 
     def _is_collective(self, members: Sequence[int]) -> bool:
-        """Whether the transport's own collectives gather and add up."""
+        """Whether the transport's own collectives are used."""
         return len(members) == self.size and not self.has_tags
 
     def _gather(self, tensor: Tensor, members: Sequence[int], tag: int, doing: str, exchange: _Exchanging) -> Tensor:
@@ -274,30 +247,31 @@ class Wire:
             with self.explained(doing):
                 _ALL_GATHER(gathered.view(-1), tensor.view(-1), group=self.group)
             return gathered
-        size, place = len(members), list(members).index(self.rank)
-        gathered[place] = tensor
+        size, own_index = len(members), list(members).index(self.rank)
+        gathered[own_index] = tensor
         for hops in gather_rounds(size, tensor.nbytes):
-            sends = {members[(place - hop.distance) % size]: _taken(gathered, place, hop) for hop in hops}
+            sends = {members[(own_index - hop.distance) % size]: _taken(gathered, own_index, hop) for hop in hops}
             receives = {
-                members[(place + hop.distance) % size]: _room(gathered, place + hop.distance, hop) for hop in hops
+                members[(own_index + hop.distance) % size]: _room(gathered, own_index + hop.distance, hop)
+                for hop in hops
             }
             exchange(sends, receives, tag, doing).wait()
             for hop, message in zip(hops, receives.values(), strict=True):
-                parts = around(place + hop.distance, hop.num_tensors, size)
+                parts = around(own_index + hop.distance, hop.num_tensors, size)
                 if len(parts) > 1:
                     for rows, of_message in parts:
                         gathered[rows] = message[of_message]
         return gathered
 
     def _count_collective(self, num_bytes: int) -> None:
-        """Count what :meth:`all_gather`, or the same backwards, would send and receive from rank to rank."""
+        """Count what :meth:`all_gather`, or its reverse, would send and receive from rank to rank."""
         for hops in gather_rounds(self.size, num_bytes):
             for hop in hops:
                 total = hop.num_tensors * num_bytes
                 self._count(sent=total, received=total, peer=(self.rank - hop.distance) % self.size)
 
     def _count(self, *, sent: int = 0, received: int = 0, peer: int | None = None) -> None:
-        for traffic in _COUNTERS:
+        for traffic in COUNTERS:
             traffic.sent += sent
             traffic.received += received
             if peer is not None:
@@ -306,7 +280,7 @@ class Wire:
                 traffic.sent_to[to] = traffic.sent_to.get(to, 0) + sent
 
 
-def wire_of(mesh: DeviceMesh, dim: int = 0) -> Wire:
+def communicator_of(mesh: DeviceMesh, dim: int = 0) -> Communicator:
     """The ranks along dimension ``dim`` of ``mesh``.
 
     Raises:
@@ -319,17 +293,17 @@ def wire_of(mesh: DeviceMesh, dim: int = 0) -> Wire:
             f"got {type(mesh).__name__}"
         )
     group = mesh.get_group(dim)
-    wires = _connections().wires
+    communicators = _connections().communicators
     name = (group.group_name, mesh.device_type)
-    if name not in wires:
-        wires[name] = Wire(group, mesh.device_type)
+    if name not in communicators:
+        communicators[name] = Communicator(group, mesh.device_type)
     coordinate = mesh.get_coordinate()
-    if coordinate is not None and coordinate[dim] != wires[name].rank:
+    if coordinate is not None and coordinate[dim] != communicators[name].rank:
         raise ValueError(
             f"the ranks along dimension {dim} of the mesh must ascend, as process groups order them: got the mesh "
             f"{mesh.mesh.tolist()}; init_device_mesh makes such a mesh"
         )
-    return wires[name]
+    return communicators[name]
 
 
 def whole_world(device_type: str) -> DeviceMesh | None:
@@ -350,7 +324,7 @@ class _Connections:
     store: dist.Store
     roll_call: RollCall
     watch: Watch
-    wires: dict[tuple[str, str], Wire] = field(default_factory=dict)
+    communicators: dict[tuple[str, str], Communicator] = field(default_factory=dict)
     """By group name and device type."""
     meshes: dict[str, DeviceMesh] = field(default_factory=dict)
 

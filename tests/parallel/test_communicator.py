@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from dilated_attention_pytorch.parallel.wire import Wire
+from dilated_attention_pytorch.parallel.communicator import Communicator
 
 
 def test_receives_are_posted_before_sends(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -18,9 +18,9 @@ def test_receives_are_posted_before_sends(monkeypatch: pytest.MonkeyPatch) -> No
     posted: list[tuple[object, int, Tensor]] = []
     monkeypatch.setattr(dist, "P2POp", lambda op, tensor, **to: (op, to["group_peer"], tensor))
     monkeypatch.setattr(dist, "batch_isend_irecv", lambda operations: posted.extend(operations) or [])
-    wire = SimpleNamespace(group=None, ranks=(3, 5, 7), explained=lambda waits: contextlib.nullcontext())
+    communicator = SimpleNamespace(group=None, ranks=(3, 5, 7), explained=lambda waits: contextlib.nullcontext())
     sends, receives = ({peer: torch.full((2,), sign * peer) for peer in (1, 2)} for sign in (1, -1))
-    Wire._exchange(wire, sends, receives, 4, "sending")  # type: ignore[arg-type]
+    Communicator._exchange(communicator, sends, receives, 4, "sending")  # type: ignore[arg-type]
     assert [(op, peer) for op, peer, _ in posted] == [
         (dist.irecv, 1),
         (dist.irecv, 2),

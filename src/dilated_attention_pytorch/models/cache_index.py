@@ -15,32 +15,32 @@ from dilated_attention_pytorch.patterns import Pattern
 from dilated_attention_pytorch.patterns.dilated import DilationGroup
 from dilated_attention_pytorch.patterns.rules import NO_END
 
-from .slots import Slots, Stretch, arithmetic_runs
+from .slots import KeyRange, Slots, arithmetic_runs
 
 _Position = TypeVar("_Position", int, Tensor)
 
 
-class Piece(NamedTuple):
+class VisibleKeys(NamedTuple):
     """Stored rows visible to some rows of a slab: one dense partial."""
 
     rows: slice
     """Rows of the slab."""
     heads: slice
     """Key/value heads."""
-    places: Tensor
+    indices: Tensor
     """Flat indices ``slot * G + head`` of the stored rows, ``[keys * heads]``, key-major."""
     num_keys: int
 
 
-class LedgerStep(NamedTuple):
+class CacheIndexStep(NamedTuple):
     """What a slab of new rows reads from the storage, and how the storage changes."""
 
     is_token: bool
     """The slab is one token: it is stored, attends to the storage including itself, then dead rows are dropped. A
     longer slab attends to the old storage and to its own rows; then dead rows are dropped and its live rows stored."""
-    pieces: list[Piece]
-    stretches: list[Stretch]
-    """For a longer slab: stored rows visible under rules. For one token they are among the pieces."""
+    visible_keys: list[VisibleKeys]
+    key_ranges: list[KeyRange]
+    """For a longer slab: stored rows visible under rules. For one token they are among ``visible_keys``."""
     keep: Tensor | None
     """Flat indices of the rows to keep, in their new order, ``[slots * G]``; None if all stay in place."""
     source: Tensor | None
@@ -80,23 +80,23 @@ class _Class:
         first, count = self.seen_by(following)
         return first + torch.arange(count) * self.group.dilation_rate
 
-    def piece(self, row: int, num_rows: int) -> Piece:
+    def visible_keys(self, row: int, num_rows: int) -> VisibleKeys:
         """The stored rows of the class as a partial for ``num_rows`` rows of a slab, starting at ``row``."""
         rate = self.group.dilation_rate
         span = slice(row, row + (num_rows - 1) * rate + 1, rate)
-        return Piece(span, self.heads, self.index[: self.count].view(-1), self.count)
+        return VisibleKeys(span, self.heads, self.index[: self.count].view(-1), self.count)
 
-    def append(self, places: Tensor) -> None:
+    def append(self, indices: Tensor) -> None:
         if self.count == self.index.shape[0]:
             most = -(-self.group.segment_length // self.group.dilation_rate)
             grown = self.index.new_empty(min(most, 2 * self.count + 16), len(self.members))
             grown[: self.count] = self.index
             self.index = grown
-        self.index[self.count] = places
+        self.index[self.count] = indices
         self.count += 1
 
 
-class Ledger:
+class CacheIndex:
     """The live rows after ``seen`` tokens: those that a later token can still attend to.
 
     Row p of key/value head g is live iff some group selects p and p lies in the segment of position ``seen`` (the next
@@ -178,12 +178,12 @@ class Ledger:
             most.append(NO_END if before is None else before + 1)
         return sum(min(rows, rows // self.num_ranks + self.block_length) for rows in most)
 
-    def places_by_rank(self) -> list[Tensor]:
+    def indices_by_rank(self) -> list[Tensor]:
         """Flat indices ``position * G + head`` of the live rows, per rank.
 
-        In the order in which each rank's ledger stores them when all tokens come as one slab.
+        In the order in which each rank's cache index stores them when all tokens come as one slab.
         """
-        places = torch.cat(
+        indices = torch.cat(
             [
                 positions * self.num_kv_heads + head
                 for kind in self._kinds
@@ -191,42 +191,44 @@ class Ledger:
                 for head in kind.heads
             ]
         )
-        owners = self._owner(places // self.num_kv_heads)
-        return [places[owners == rank] for rank in range(self.num_ranks)]
+        owners = self._owner(indices // self.num_kv_heads)
+        return [indices[owners == rank] for rank in range(self.num_ranks)]
 
-    def advance(self, num_new: int) -> LedgerStep:
+    def advance(self, num_new: int) -> CacheIndexStep:
         """Advance by ``num_new`` tokens: what they read, and how the storage changes."""
         start, stop = self.seen, self.seen + num_new
         self.seen = stop
         selecting = [(one, *rows) for one in self._classes if (rows := one.rows_in(start, stop))[1]]
         if num_new != 1:
-            pieces = [one.piece(row - start, rows) for one, row, rows in selecting if one.count]
+            visible_keys = [one.visible_keys(row - start, rows) for one, row, rows in selecting if one.count]
             # Ranks hold alternating blocks of positions; the gaps belong to other ranks.
             gap = (self.num_ranks - 1) * self.block_length + 1
-            stretches = [stretch for kind in self._kinds for stretch in kind.stretches(start, stop, gap, self._device)]
+            key_ranges = [
+                key_range for kind in self._kinds for key_range in kind.key_ranges(start, stop, gap, self._device)
+            ]
             keep, source, target = self._rebuild(start, stop)
-            return LedgerStep(False, pieces, stretches, keep, source, target, self._num_slots())
+            return CacheIndexStep(False, visible_keys, key_ranges, keep, source, target, self._num_slots())
         single, target = self._append(start, [one for one, _, _ in selecting])
-        pieces, num_slots = [one.piece(0, 1) for one, _, _ in selecting if one.count], self._num_slots()
-        pieces += [piece for kind in self._kinds for piece in self._pieces_of_rules(kind, start)]
+        visible_keys, num_slots = [one.visible_keys(0, 1) for one, _, _ in selecting if one.count], self._num_slots()
+        visible_keys += [one for kind in self._kinds for one in self._visible_under_rules(kind, start)]
         crosses = any(
             one.group.segment_bounds(start, one.shift) != one.group.segment_bounds(stop, one.shift)
             for one in self._lattices
         )
         if crosses:
-            return LedgerStep(True, pieces, [], self._rebuild(stop, stop)[0], single, target, num_slots)
+            return CacheIndexStep(True, visible_keys, [], self._rebuild(stop, stop)[0], single, target, num_slots)
         for kind in self._kinds:
             if kind.rules:
                 kind.release(stop, functools.partial(self._alive_of_groups, kind, stop))
-        return LedgerStep(True, pieces, [], None, single, target, num_slots)
+        return CacheIndexStep(True, visible_keys, [], None, single, target, num_slots)
 
-    def _pieces_of_rules(self, kind: Slots, position: int) -> Iterator[Piece]:
+    def _visible_under_rules(self, kind: Slots, position: int) -> Iterator[VisibleKeys]:
         """Stored rows visible to a token under every rule, including itself if it is stored."""
         for rule in kind.rules:
             slots = kind.seen_by_rule(rule, position)
             if len(slots):
                 for heads in arithmetic_runs(kind.heads):
-                    yield Piece(slice(0, 1), heads, kind.places(slots, heads).to(self._device), len(slots))
+                    yield VisibleKeys(slice(0, 1), heads, kind.indices(slots, heads).to(self._device), len(slots))
 
     def _num_slots(self) -> int:
         return max(kind.num_slots for kind in self._kinds)
@@ -245,14 +247,14 @@ class Ledger:
             nothing = torch.empty(0, dtype=torch.int64, device=self._device)
             return nothing, nothing
         stored = {head for one in selecting for head in one.members}
-        places = [0] * self.num_kv_heads
+        indices = [0] * self.num_kv_heads
         for kind in self._kinds:
             if kind.heads[0] in stored or kind.last_query_of(position) >= position:
                 slot = kind.append(position)
                 for head in kind.heads:
-                    places[head] = slot * self.num_kv_heads + head
+                    indices[head] = slot * self.num_kv_heads + head
                 stored.update(kind.heads)
-        target = torch.tensor(places, device=self._device)
+        target = torch.tensor(indices, device=self._device)
         for one in selecting:
             one.append(target[one.heads])
         if len(stored) == self.num_kv_heads:
@@ -281,10 +283,10 @@ class Ledger:
         keep = None
         if dies:
             # Heads with fewer rows than another are filled with row 0, in slots that are not read before being set.
-            places = torch.zeros(max(map(len, kept.values())), self.num_kv_heads, dtype=torch.int64)
+            indices = torch.zeros(max(map(len, kept.values())), self.num_kv_heads, dtype=torch.int64)
             for head, stays in kept.items():
-                places[: len(stays), head] = stays * self.num_kv_heads + head
-            keep = places.view(-1).to(self._device)
+                indices[: len(stays), head] = stays * self.num_kv_heads + head
+            keep = indices.view(-1).to(self._device)
         for one in self._classes:
             rows = self._owned(one.alive(stop))
             slots_of = [torch.searchsorted(self._kind_of[head].positions, rows) for head in one.members]
