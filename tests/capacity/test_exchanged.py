@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 from typing import Any
 
 import pytest
 import torch
 from benchmarks.sent_bytes import SentBytes, count_sent_bytes
+from torch.nn.parallel import DistributedDataParallel
 
 from dilated_attention_pytorch.capacity.exchanged import exchanges
 from dilated_attention_pytorch.models import LongNetConfig, LongNetForCausalLM
@@ -36,7 +38,10 @@ def _settings(model: dict[str, Any], **changes: Any) -> TrainSettings:
 
 
 def _step(settings: TrainSettings) -> SentBytes:
-    """In a process: what it sends in one forward and backward pass."""
+    """In a process: what it sends in the forward and backward passes of all batches of a step.
+
+    accelerate's ``no_sync``, in which the trainer takes all batches but the last, has an effect with DDP alone.
+    """
     distribution = Distribution(settings, "cpu")
     model = LongNetForCausalLM.from_longnet_config(settings.model).train()
     distribution.apply(model)
@@ -44,7 +49,10 @@ def _step(settings: TrainSettings) -> SentBytes:
     ids = torch.zeros(1, _ROWS, dtype=torch.int64)
     rows = distribution.rows({"input_ids": ids, "labels": ids})
     with count_sent_bytes() as sent:
-        wrapped(**rows, num_items_in_batch=_ROWS, skip_logits=True).loss.backward()
+        for left in reversed(range(settings.gradient_accumulation)):
+            is_deferred = left and isinstance(wrapped, DistributedDataParallel)
+            with wrapped.no_sync() if is_deferred else contextlib.nullcontext():
+                wrapped(**rows, num_items_in_batch=_ROWS, skip_logits=True).loss.backward()
     return sent
 
 
@@ -61,6 +69,9 @@ def test_a_step_sends_what_was_planned(processes: int) -> None:
         _settings(tied, data_parallel="fsdp"),
         _settings(recomputed, context_parallel=processes, strategy="ring"),
         _settings({}, context_parallel=processes, strategy="gather"),
+        _settings({}, gradient_accumulation=3),
+        _settings(recomputed, data_parallel="fsdp", gradient_accumulation=2),
+        _settings({}, context_parallel=processes, strategy="ring", gradient_accumulation=2),
     ]
     by_rank = run_ranks(processes, _steps, several)
     for place, settings in enumerate(several):

@@ -19,6 +19,7 @@ from dilated_attention_pytorch.cli import main
 from dilated_attention_pytorch.errors import RunError
 from dilated_attention_pytorch.models import LongNetCache, LongNetConfig, LongNetLM
 from dilated_attention_pytorch.training import PRESETS, TrainSettings
+from dilated_attention_pytorch.training.stages import StageSettings
 
 DILATED = {"segment_lengths": (16, 64), "dilation_rates": (1, 4), "layer_segment_shifts": (0, 5)}
 RULES = {"layer_patterns": ("local_window(25)", "local_window(5) + DilatedPattern([16, 64], [2, 4])")}
@@ -66,6 +67,23 @@ def test_a_machine_whose_seconds_grow_with_layers_is_predicted_exactly(
     assert not plan.seconds.is_bound
     assert plan.rates.tokens_per_second == pytest.approx(3 * new_tokens / plan.seconds.total)
     assert plan.bounded_by == ("tokens" if plan.seconds.tokens > plan.seconds.prompt else "prompt")
+
+
+@pytest.mark.usefixtures("_made_up_machine")
+def test_settings_of_documents_or_stages_are_no_matter_to_a_generation(tmp_path: Path) -> None:
+    generation = Generation(prompt=2000, new_tokens=4, chunk_size=1024)
+    staged = StageSettings(lengths=(64, 256))
+    seconds = [
+        measure_generation_here(settings, generation, "cpu", is_quiet=True, folder=tmp_path).seconds(
+            settings, generation
+        )
+        for settings in (
+            _settings(DILATED, batch_size=1),
+            _settings(DILATED, batch_size=1, packing="documents", max_tokens=512),
+            _settings(DILATED, batch_size=1, stages=staged),
+        )
+    ]
+    assert seconds[1] == seconds[2] == seconds[0]
 
 
 @pytest.mark.usefixtures("_made_up_machine")

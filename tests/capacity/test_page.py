@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -13,6 +14,7 @@ from dilated_attention_pytorch.capacity.page import PARTS, SECONDS, Pictures, pa
 from dilated_attention_pytorch.cli import main
 from dilated_attention_pytorch.data_sheets import sheet_of
 from dilated_attention_pytorch.training import PRESETS
+from dilated_attention_pytorch.training.batch_rows import with_length
 from dilated_attention_pytorch.training.footprint import footprint
 
 
@@ -35,12 +37,16 @@ def test_a_page_holds_everything_that_it_shows() -> None:
 
 
 @pytest.mark.slow
-def test_pictures_are_plans() -> None:
-    settings = dataclasses.replace(PRESETS["tiny"](), precision="float32", optimizer="adamw", context_length=4096)
+@pytest.mark.parametrize(
+    "changes", [{}, {"packing": "documents", "batch_size": 1, "max_tokens": 8192}], ids=["windows", "documents"]
+)
+def test_pictures_are_plans(changes: dict[str, Any]) -> None:
+    told = {"precision": "float32", "optimizer": "adamw", "context_length": 4096, **changes}
+    settings = dataclasses.replace(PRESETS["tiny"](), **told)
     device = Device(sheet=dataclasses.replace(sheet_of("RTX 4090"), memory_bytes=10**8))
     pictures = pictures_of(settings, 1, device)
     for length, parts in pictures.memory:
-        found = dataclasses.asdict(footprint(dataclasses.replace(settings, context_length=length), 1))
+        found = dataclasses.asdict(footprint(with_length(settings, length), 1))
         assert parts == {name: found[name] for name in PARTS}
     assert [number for number, _, _ in pictures.seconds] == [1, 2, 4, 8]
     assert pictures.frontier[0] == (1, longest_context(settings, 1, 10**8))

@@ -17,8 +17,10 @@ from dilated_attention_pytorch.capacity.pretrained import (
     operations,
     plan_pretrained,
     pretrained_footprint,
+    pretrained_work,
     read_config,
     trace,
+    weights_of_token,
 )
 from dilated_attention_pytorch.data_sheets import sheet_of
 from dilated_attention_pytorch.errors import RunError
@@ -60,6 +62,56 @@ def test_operations_are_those_that_pytorch_counts(config: PreTrainedConfig, tmp_
     assert counter.get_total_flops() == 2 * operations(run).of_text(129)
     plan = plan_pretrained(run, Device(sheet=sheet_of("A100 40 GB")), purpose="forward")
     assert plan.computed_flops == plan.model_flops == counter.get_total_flops()
+
+
+@pytest.mark.parametrize("is_recomputing", [False, True], ids=["plain", "recomputed"])
+@pytest.mark.parametrize("config", CONFIGS, ids=lambda config: config.model_type)
+def test_a_step_has_the_operations_that_pytorch_counts(
+    config: PreTrainedConfig, is_recomputing: bool, tmp_path: Path
+) -> None:
+    run = dataclasses.replace(_run(config, tmp_path), gradient_checkpointing=is_recomputing)
+    register()
+    model = set_pattern(AutoModelForCausalLM.from_config(run.config).train(), PATTERN)
+    if is_recomputing:
+        # transformers 5.23 gave it this name; before it was the other.
+        (getattr(model, "activation_checkpointing_enable", None) or model.gradient_checkpointing_enable)()
+    ids = torch.zeros(2, 129, dtype=torch.int64)
+    with FlopCounterMode(display=False) as counter:
+        model(ids, labels=ids, use_cache=False).loss.backward()
+    plan = plan_pretrained(run, Device(sheet=sheet_of("A100 40 GB")))
+    assert plan.computed_flops == counter.get_total_flops()
+    assert plan.model_flops == 3 * 2 * operations(run).of_text(129)
+
+
+@pytest.mark.parametrize("config", CONFIGS, ids=lambda config: config.model_type)
+def test_a_generation_has_the_products_that_pytorch_counts(config: PreTrainedConfig, tmp_path: Path) -> None:
+    run, generation = _run(config, tmp_path), Generation(prompt=75, new_tokens=12, chunk_size=32)
+    register()
+    model = set_pattern(AutoModelForCausalLM.from_config(run.config).eval(), PATTERN)
+    lengths = {"max_new_tokens": 12, "min_new_tokens": 12, "prefill_chunk_size": generation.chunk_size}
+    prompt = torch.zeros(2, generation.prompt, dtype=torch.int64)
+    with FlopCounterMode(display=False) as counter:
+        model.generate(prompt, past_key_values=BoundedCache(model.config), do_sample=False, **lengths)
+    work, counted = pretrained_work(run, "generation", generation), counter.get_flop_counts()["Global"]
+    # The cache's attention is no operator that the counter knows.
+    products = counted.get(torch.ops.aten.mm, 0) + counted.get(torch.ops.aten.addmm, 0)
+    assert work.products == products
+    assert work.attention == 2 * (operations(run).of_text(86) - 86 * operations(run).per_token)
+
+
+def test_of_an_embedding_that_is_not_the_output_matrix_a_new_token_reads_one_row(tmp_path: Path) -> None:
+    for is_tied in (True, False):
+        config = LlamaConfig(**SIZES, num_attention_heads=4, tie_word_embeddings=is_tied)
+        weights = sum(weight.numel() for weight in AutoModelForCausalLM.from_config(config).parameters())
+        unread = 0 if is_tied else 96 * 32
+        assert weights_of_token(_run(config, tmp_path / str(is_tied))) == pytest.approx(1 - unread / weights)
+
+
+def test_a_chunk_of_a_prompt_has_the_logits_of_one_token(tmp_path: Path) -> None:
+    config = LlamaConfig(**{**SIZES, "vocab_size": 5003}, num_attention_heads=4)
+    generation = Generation(prompt=128, new_tokens=2)
+    found = pretrained_footprint(_run(config, tmp_path), "generation", generation)
+    assert found.of_batch < 4 * 128 * 5003
 
 
 def test_the_cache_of_a_generation_has_the_bytes_that_were_planned(tmp_path: Path) -> None:

@@ -19,8 +19,11 @@ from dilated_attention_pytorch.data_sheets import sheet_of
 from dilated_attention_pytorch.errors import RunError
 from dilated_attention_pytorch.models import LongNetConfig, LongNetForCausalLM, LongNetLM, generate
 from dilated_attention_pytorch.training import PRESETS, TrainSettings
+from dilated_attention_pytorch.training.data.documents import packed
 from dilated_attention_pytorch.training.flops import longnet_flops
 from dilated_attention_pytorch.training.footprint import footprint
+
+WITHOUT_GROUPS = {"segment_lengths": (), "dilation_rates": (), "layer_segment_shifts": (0,)}
 
 
 def _settings(model: dict[str, Any], **changes: Any) -> TrainSettings:
@@ -45,17 +48,56 @@ def _settings(model: dict[str, Any], **changes: Any) -> TrainSettings:
     ids=["plain", "other model", "recomputed", "loss by blocks", "recomputed with dropout"],
 )
 def test_a_step_has_the_operations_that_pytorch_counts(model: dict[str, Any]) -> None:
-    settings = _settings(model)
+    settings = _settings(model, gradient_accumulation=2)
     longnet = LongNetForCausalLM.from_longnet_config(settings.model).train()
     ids = torch.zeros(settings.batch_size, settings.context_length, dtype=torch.int64)
     with FlopCounterMode(display=False) as counter:
-        longnet(input_ids=ids, labels=ids, skip_logits=True).loss.backward()
+        for _ in range(settings.gradient_accumulation):
+            longnet(input_ids=ids, labels=ids, skip_logits=True).loss.backward()
     assert counter.get_total_flops() == computed_flops(settings)
+
+
+def test_a_step_is_all_its_batches_and_one_step_of_the_optimizer() -> None:
+    one, three = (plan_run(_settings({}, gradient_accumulation=number), 1, sheet_of("H200")) for number in (1, 3))
+    assert three.tokens == 3 * one.tokens == 3 * 2 * 211
+    assert three.model_flops == 3 * one.model_flops
+    assert three.computed_flops == 3 * one.computed_flops
+    assert three.least_seconds == pytest.approx(3 * one.least_seconds)
+    assert three.seconds.products == pytest.approx(3 * one.seconds.products)
+    states = three.footprint
+    assert three.seconds.optimizer == (2 * states.weights + states.gradients + 2 * states.optimizer) / 4.8e12
+    alone = plan_run(_settings({}, gradient_accumulation=3), 1, sheet_of("H200"), purpose="forward")
+    assert alone.tokens == one.tokens
+
+
+def test_a_batch_of_documents_has_the_operations_of_the_longest_that_it_holds() -> None:
+    settings = _settings({"gradient_checkpointing": True}, batch_size=1, packing="documents", max_tokens=500)
+    longnet = LongNetForCausalLM.from_longnet_config(settings.model).train()
+    row = packed([torch.zeros(length, dtype=torch.int64) for length in (211, 211, 78)])
+    batch = {name: tensor if name == "cu_seqlens" else tensor[None] for name, tensor in row.items()}
+    with FlopCounterMode(display=False) as counter:
+        longnet(**batch, skip_logits=True).loss.backward()
+    assert counter.get_total_flops() == computed_flops(settings)
+    plan = plan_run(settings, 1, sheet_of("H200"))
+    assert plan.tokens == 500
+    assert plan.model_flops == 3 * sum(map(longnet_flops(settings.model).of_text, (211, 211, 78)))
+    # An evaluation takes rows of the context length.
+    assert plan_run(settings, 1, sheet_of("H200"), purpose="forward").tokens == 211
+    few = dataclasses.replace(settings, max_batch_size=2)
+    assert plan_run(few, 1, sheet_of("H200")).tokens == 2 * 211
+    assert plan_run(few, 1, sheet_of("H200")).footprint.activations < plan.footprint.activations
+
+
+def test_the_longest_text_of_a_run_on_documents_is_that_of_one_row() -> None:
+    settings = _settings({"gradient_checkpointing": True}, batch_size=1)
+    documents = dataclasses.replace(settings, packing="documents", max_tokens=500, max_batch_size=2)
+    memory = 2 * footprint(documents, 1).total
+    assert longest_context(documents, 1, memory) == longest_context(settings, 1, memory) > 500
 
 
 @pytest.mark.parametrize(
     "model",
-    [{}, {"segment_lengths": (), "dilation_rates": (), "layer_patterns": ("local_window(9) + global_tokens(3)",)}],
+    [{}, {**WITHOUT_GROUPS, "layer_patterns": ("local_window(9) + global_tokens(3)",)}],
     ids=["dilated", "rules"],
 )
 def test_a_generation_has_the_operations_that_pytorch_counts(model: dict[str, Any]) -> None:
@@ -67,8 +109,8 @@ def test_a_generation_has_the_operations_that_pytorch_counts(model: dict[str, An
     work, counted = generation_work(settings, generation), counter.get_flop_counts()["Global"]
     # The cache's attention is no operator that the counter knows.
     assert counted[torch.ops.aten.mm] + counted.get(torch.ops.aten.addmm, 0) == work.products
-    flops, read = longnet_flops(settings.model), generation.prompt + generation.new_tokens - 1
-    counts = [pattern.counts(read, num_kv_heads=3, is_causal=True).sum().item() for pattern in flops.patterns]
+    flops, read = longnet_flops(settings.model), torch.arange(generation.prompt + generation.new_tokens - 1)
+    counts = [pattern.counts(read, read, 3, is_causal=True).sum().item() for pattern in flops.patterns]
     assert work.attention == settings.batch_size * flops.per_pair * sum(counts)
 
 

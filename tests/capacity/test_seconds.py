@@ -21,6 +21,7 @@ from dilated_attention_pytorch.errors import RunError
 from dilated_attention_pytorch.models import LongNetConfig
 from dilated_attention_pytorch.selection.hardware import read_hardware
 from dilated_attention_pytorch.training import PRESETS, TrainSettings
+from dilated_attention_pytorch.training.flops import longnet_flops
 
 
 def _settings(model: dict[str, Any], **changes: Any) -> TrainSettings:
@@ -92,6 +93,18 @@ def test_a_generation_is_bound_by_reading_weights_where_few_texts_are_generated(
         plan_run(settings, 1, sheet, purpose="generation")
 
 
+def test_of_an_embedding_that_is_not_the_output_matrix_a_new_token_reads_one_row() -> None:
+    generation = Generation(prompt=8, new_tokens=1001, chunk_size=8)
+    for is_tied, rows_read in ((True, 256), (False, 1)):
+        settings = dataclasses.replace(_settings({"tie_embeddings": is_tied}), batch_size=1)
+        plan = plan_run(settings, 1, sheet_of("H200"), purpose="generation", generation=generation)
+        model = settings.model
+        inside = model.num_parameters - (1 if is_tied else 2) * 256 * 12
+        read = inside + (0 if is_tied else 256 * 12) + rows_read * 12
+        of_token = 4 * read / 4.8e12 - longnet_flops(model).per_token / sheet_of("H200").flops["float32"]
+        assert plan.seconds.reading == pytest.approx(1000 * of_token)
+
+
 def _stands_still(monkeypatch: pytest.MonkeyPatch) -> None:
     """Steps, attention and copies that take exactly as long as their sizes say, on a made-up machine."""
 
@@ -127,6 +140,10 @@ def test_a_machine_whose_seconds_grow_with_layers_rows_and_pairs_is_predicted_ex
     assert plan.seconds.total == pytest.approx(expected, rel=1e-3)
     assert plan.seconds.attention == pytest.approx(attention, rel=1e-3)
     assert not plan.seconds.is_bound
+    of_three = dataclasses.replace(settings, gradient_accumulation=3)
+    three = plan_run(of_three, 1, Device(sheet=found.sheet, here=found))
+    assert three.seconds.optimizer == plan.seconds.optimizer
+    assert three.seconds.total - plan.seconds.total == pytest.approx(2 * (plan.seconds.total - plan.seconds.optimizer))
 
 
 def test_steps_of_several_processes_are_predicted_from_steps_that_they_share(
@@ -161,6 +178,12 @@ def test_steps_of_several_processes_are_predicted_from_steps_that_they_share(
     weights = next(one for one in plan.exchanges if one.name != "rows")
     messages = rows.messages + weights.messages
     assert plan.seconds.exchange == pytest.approx((rows.bytes + weights.bytes) / 1e9 + messages * 1e-4)
+    # Three batches are three measured steps, but gradients are summed once.
+    of_three = dataclasses.replace(settings, gradient_accumulation=3)
+    three = plan_run(of_three, 2, Device(sheet=found.sheet, here=found)).seconds
+    summing = weights.bytes / 1e9 + weights.messages * 1e-4
+    assert three.exchange == pytest.approx(3 * plan.seconds.exchange - 2 * summing)
+    assert three.total == pytest.approx(3 * (plan.seconds.total - 4e-4 - summing) + 4e-4 + summing, rel=1e-6)
     for other, processes in ((settings, 4), (dataclasses.replace(settings, context_parallel=1, strategy="auto"), 2)):
         with pytest.raises(RunError, match="of another shape, precision or optimizer, or of other processes"):
             found.seconds(other, processes, ())

@@ -71,6 +71,44 @@ def test_the_largest_model_fits_and_one_layer_more_does_not() -> None:
     assert largest_model(settings, 1, _device(10**5)) is None
 
 
+@pytest.mark.parametrize(
+    "shared",
+    [
+        {"tensor_parallel": 2},
+        {"context_parallel": 4, "strategy": "heads"},
+        {"context_parallel": 8, "heads_parallel": 4},
+    ],
+    ids=["tensor", "heads", "heads and rows"],
+)
+def test_the_largest_model_has_a_head_for_every_process_that_splits_them(shared: dict[str, Any]) -> None:
+    settings = _settings(**shared)
+    processes = settings.context_parallel * settings.tensor_parallel
+    found = largest_model(settings, processes, _device(10**7))
+    assert found is not None
+    assert found.plan.fits
+    smallest = with_layers(settings.model, 1, tensor=6, sharing=3)
+    assert (smallest.num_kv_heads, smallest.num_heads, smallest.ffn_dim) == (12, 24, 1152)
+
+
+def test_changes_of_a_run_that_splits_its_weights_are_counted_as_the_run_is() -> None:
+    settings, device = _settings(context_length=8192, data_parallel="fsdp"), _device(10**9)
+    now = plan_run(settings, 2, device)
+    quick = plan_run(settings, 2, device, is_quick=True)
+    assert quick.footprint.total < now.footprint.total
+    found = changes_that_help(settings, 2, device, now)
+    assert found
+    for change in found:
+        assert change.bytes == change.plan.footprint.total - quick.footprint.total
+    # Whether the run fits is said by its whole plan.
+    short = _device(now.footprint.total)
+    assert all(change.bytes < 0 for change in changes_that_help(settings, 2, short, plan_run(settings, 2, short)))
+
+
+def test_changes_of_a_run_on_documents_are_plans() -> None:
+    settings, device = _settings(packing="documents", max_tokens=4096), _device(10**9)
+    assert changes_that_help(settings, 1, device, plan_run(settings, 1, device))
+
+
 def test_changes_are_plans_and_help() -> None:
     settings = _settings(context_length=8192)
     now = plan_run(settings, 1, _device(10**9))

@@ -490,6 +490,8 @@ TABLE: dict[str, list[Row]] = {
         Row("plan --for generation --new-tokens 0", "--new-tokens must be at least 1, got 0"),
         Row("plan --for generation --chunk-size 0", "--chunk-size must be at least 1, got 0"),
         Row("plan --prompt 100", "--prompt is for --for generation, got it beside --for training"),
+        Row("plan --new-tokens 500", "--new-tokens is for --for generation, got it beside --for training"),
+        Row("plan --for forward --chunk-size 4096", "--chunk-size is for --for generation, got it beside --for forward"),
         Row("plan --for forward --longest", "--longest is for training steps of a LongNet; leave it out beside --for forward"),
         Row("plan --for generation --mesh", "--mesh is for training steps of a LongNet; leave it out beside --for generation"),
         Row("plan --preset tiny --for generation --processes 2", "generation is planned for one process that holds all weights and the whole cache, got 2"),

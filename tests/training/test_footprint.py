@@ -131,6 +131,34 @@ def test_what_the_optimizer_has_for_a_moment_is_split_as_the_weights_are(optimiz
     assert footprint(_settings(words), 1).temporaries > found.temporaries
 
 
+@pytest.mark.parametrize("spread", ["", "data-parallel=fsdp", "tensor-parallel=2"])
+def test_a_step_of_several_batches_has_all_gradients_beside_the_activations(
+    spread: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    words = f"{spread} model.embed-dim=256 model.ffn-dim=1024 batch-size=16 optimizer=adamw-bf16"
+    one, two, four = (_settings(f"{words} gradient-accumulation={number}".strip()) for number in (1, 2, 4))
+    processes = 2 if spread else 1
+    for count in (footprint, least_footprint):
+        alone, several = count(one, processes), count(four, processes)
+        assert several == count(two, processes)
+        assert several.gradients > alone.gradients
+        assert several.total > alone.total
+    least = least_footprint(four, processes)
+    assert least.total <= footprint(four, processes).total
+    # A run is refused for them.
+    monkeypatch.setattr(memory, "free_memory", lambda device: least.total - 1)
+    check_training_memory(one, "cuda", processes)
+    with pytest.raises(RunError, match="are free; take a smaller"):
+        check_training_memory(four, "cuda", processes)
+
+
+def test_documents_take_the_memory_of_a_row_of_all_tokens_of_their_batch() -> None:
+    documents = _settings("packing=documents batch-size=1 max-tokens=1500")
+    assert footprint(documents, 1) == footprint(_settings("batch-size=1 context-length=1500"), 1)
+    few = dataclasses.replace(documents, max_batch_size=3)
+    assert footprint(few, 1) == footprint(_settings("batch-size=1 context-length=768"), 1)
+
+
 @pytest.mark.parametrize("name", list(PRESETS))
 def test_blocks_that_are_recomputed_take_less(name: str) -> None:
     settings = PRESETS[name]()

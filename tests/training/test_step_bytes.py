@@ -54,6 +54,24 @@ def test_every_phase_of_a_fake_step_has_the_bytes_of_the_real_one(
     assert _peaks(trace_step(settings)) == _peaks(trace_step(settings, is_fake=False))
 
 
+@pytest.mark.parametrize(
+    "model", [{}, RECOMPUTED, {"vocab_size": 20011}], ids=["plain", "recomputed", "loss by blocks"]
+)
+def test_the_last_of_several_batches_begins_with_all_gradients_and_is_otherwise_as_one(model: dict[str, Any]) -> None:
+    one, several = (_settings(model, gradient_accumulation=number, optimizer="adamw") for number in (1, 3))
+    fake = trace_step(several)
+    assert _peaks(fake) == _peaks(trace_step(several, is_fake=False))
+    weights = 4 * several.model.num_parameters
+    kept = [PARTS.index(part) for part in ("weights", "optimizer", "activations", "loss")]
+    for phase, counts in _peaks(trace_step(one)).items():
+        last = _peaks(fake)[phase]
+        assert sum(last) >= sum(counts)
+        if phase[0] in ("begin", "forward", "loss"):
+            assert last[PARTS.index("gradients")] == weights > counts[PARTS.index("gradients")] == 0
+            # The loss of the batch before is kept: a number.
+            assert sum(last[place] - counts[place] for place in kept) == 4
+
+
 @pytest.mark.parametrize("precision", ["float32", "bfloat16"])
 @pytest.mark.parametrize("model", [{}, OTHERS], ids=["plain", "other model"])
 def test_what_is_kept_for_the_backward_pass_is_what_autograd_saves(model: dict[str, Any], precision: str) -> None:
@@ -100,8 +118,10 @@ def _random_settings() -> Iterator[TrainSettings]:
         )
 
 
+@pytest.mark.parametrize("batches", [1, 2])
 @pytest.mark.parametrize("settings", list(_random_settings()), ids=lambda one: f"{one.model.num_layers} layers")
-def test_few_layers_and_blocks_of_the_loss_tell_of_many(settings: TrainSettings) -> None:
+def test_few_layers_and_blocks_of_the_loss_tell_of_many(settings: TrainSettings, batches: int) -> None:
+    settings = dataclasses.replace(settings, gradient_accumulation=batches)
     told, attention = highest(moments(settings), {})
     of_all = max((counts for series in trace_step(settings).series.values() for counts in series.counts), key=sum)
     assert (told, attention) == (dict(zip(PARTS, of_all, strict=True)), 0)

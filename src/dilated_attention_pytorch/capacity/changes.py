@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 from dilated_attention_pytorch.errors import RunError
+from dilated_attention_pytorch.training.footprint import is_split
 from dilated_attention_pytorch.training.settings import TrainSettings
 
 from .run import Device, RunPlan, plan_run
@@ -42,13 +43,16 @@ def changes_that_help(settings: TrainSettings, num_processes: int, device: Devic
     For a run that does not fit: the changes that make it fit, the fastest first, then others that save memory, the
     smallest first. For a run that fits: changes that fit, too, and process more tokens per second and device; then
     those that save memory at the same pace; then those that are faster only because of more devices. On this machine,
-    each change is measured as the run was.
+    each change is measured as the run was. Split weights are counted by each process's share alone, those of the run,
+    too.
 
     Args:
         settings, num_processes, device: the run.
-        now: its plan.
+        now: its plan, which says whether it fits.
     """
-    found = []
+    found, fits = [], now.fits
+    if is_split(settings, num_processes):
+        now = plan_run(settings, num_processes, device, is_quick=True)
     for words, told, processes in _candidates(settings, num_processes):
         try:
             plan = plan_run(told, processes, _measured(device, told, processes), is_quick=True)
@@ -56,7 +60,7 @@ def changes_that_help(settings: TrainSettings, num_processes: int, device: Devic
             continue  # changes that are impossible for the run are left out
         speed = plan.rates.tokens_per_second / now.rates.tokens_per_second
         found.append(Change(words, plan.footprint.total - now.footprint.total, speed, processes, plan))
-    if not now.fits:
+    if not fits:
         helping = [one for one in found if one.bytes < -_LEAST_GAIN * now.footprint.total]
         helping.sort(key=lambda one: (not one.plan.fits, -one.speed if one.plan.fits else one.plan.footprint.total))
         return helping[:3]
@@ -134,7 +138,8 @@ def _candidates(settings: TrainSettings, num_processes: int) -> Iterator[tuple[s
 def _more_processes(settings: TrainSettings, num_processes: int) -> Iterator[tuple[str, TrainSettings, int]]:
     more = 2 * num_processes
     yield f"{more} processes", settings, more
-    if settings.tensor_parallel == 1:
+    # Batches of documents have other lengths every time, which processes cannot share.
+    if settings.tensor_parallel == 1 and not settings.max_tokens:
         context = dataclasses.replace(settings, context_parallel=2 * settings.context_parallel)
         yield f"{more} processes, --context-parallel {context.context_parallel}", context, more
         if settings.data_parallel == "ddp":

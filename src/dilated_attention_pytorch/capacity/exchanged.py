@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import math
 from typing import NamedTuple
 
 import torch
@@ -12,12 +11,14 @@ from dilated_attention_pytorch.models import LongNetLM
 from dilated_attention_pytorch.models.config import LongNetConfig
 from dilated_attention_pytorch.parallel import Estimate, plan_parallel
 from dilated_attention_pytorch.training.autocast import computing_dtype
+from dilated_attention_pytorch.training.batch_rows import rows_of_batch
 from dilated_attention_pytorch.training.settings import TrainSettings
 
 _FLOAT32 = 4
-_TIMES_SENT = {"ddp": 2, "zero1": 2, "zero2": 2, "fsdp": 3, "zero3": 3}
-"""Times that a process sends (p - 1) / p of all weights: a sum over processes is a reduce-scatter and an all-gather;
-split weights are gathered in each pass, and their gradients are scattered. For fsdp see :func:`_split_weights`."""
+_TIMES_SENT = {"ddp": (0, 2), "zero1": (1, 1), "zero2": (1, 1), "fsdp": (3, 0), "zero3": (3, 0)}
+"""Times that a process sends (p - 1) / p of all weights: with every batch of a step, and once a step. A sum over
+processes is a reduce-scatter and an all-gather. With ddp it follows the last batch; the others reduce the gradients of
+every batch. Split weights are gathered in each pass. For fsdp see :func:`_split_weights`."""
 
 
 class Exchange(NamedTuple):
@@ -44,10 +45,11 @@ def exchanges(settings: TrainSettings, num_processes: int) -> tuple[Exchange, ..
     sharing_weights = num_processes // settings.tensor_parallel
     if sharing_weights > 1:
         of_weights = _FLOAT32 * settings.model.num_parameters // settings.tensor_parallel
-        times = _TIMES_SENT[settings.data_parallel]
+        of_batch, of_step = _TIMES_SENT[settings.data_parallel]
+        times = of_batch * settings.gradient_accumulation + of_step
         sent = times * of_weights * (sharing_weights - 1) // sharing_weights
         if settings.data_parallel == "fsdp" and settings.tensor_parallel == 1:
-            sent = _split_weights(settings.model, sharing_weights)
+            sent = settings.gradient_accumulation * _split_weights(settings.model, sharing_weights)
         found.append(Exchange("weights and gradients", sent, times * (sharing_weights - 1) * _tensors(settings), False))
     if settings.context_parallel > 1:
         found.append(_rows(settings, is_training=True))
@@ -57,7 +59,7 @@ def exchanges(settings: TrainSettings, num_processes: int) -> tuple[Exchange, ..
 
 
 def _split_weights(model: LongNetConfig, p: int) -> int:
-    """Bytes that a process sends under fsdp, with each weight split by rows and padded to p equal parts.
+    """Bytes that a process sends with a batch under fsdp, with each weight split by rows and padded to p equal parts.
 
     A block is gathered in each pass and its gradients are scattered; embedding, last LayerNorm and output matrix stay
     gathered between the passes.
@@ -121,7 +123,8 @@ def _rows(settings: TrainSettings, *, is_training: bool) -> Exchange:
         sent += max(forward * there + is_training * back for there, back in both)
         messages += forward * one.messages + is_training * one.backward_messages
         behind = behind and one.strategy == "ring"
-    return Exchange("rows", sent, messages, behind)
+    batches = settings.gradient_accumulation if is_training else 1
+    return Exchange("rows", batches * sent, batches * messages, behind)
 
 
 def _is_taken_again(model: LongNetConfig, layer: int) -> bool:
@@ -131,10 +134,10 @@ def _is_taken_again(model: LongNetConfig, layer: int) -> bool:
 def _activations(settings: TrainSettings) -> Exchange:
     """Sums over the tensor-parallel processes: two of the model's width per block and pass, and the logits."""
     model, p = settings.model, settings.tensor_parallel
-    rows = settings.batch_size * math.ceil(settings.context_length / settings.context_parallel)
+    rows, batches = rows_of_batch(settings, settings.context_parallel), settings.gradient_accumulation
     element = computing_dtype(settings.precision).itemsize
     again = sum(_is_taken_again(model, layer) for layer in range(model.num_layers))
     sums = 4 * model.num_layers + 2 * again + 1
     of_sum = 2 * rows * model.embed_dim * element * (p - 1) // p
     logits = rows * model.vocab_size * element * (p - 1) // p
-    return Exchange("activations", sums * of_sum + logits, 2 * (p - 1) * (sums + 1), False)
+    return Exchange("activations", batches * (sums * of_sum + logits), batches * 2 * (p - 1) * (sums + 1), False)

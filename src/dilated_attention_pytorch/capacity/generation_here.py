@@ -23,6 +23,7 @@ from dilated_attention_pytorch.models.generation import read_prompt
 from dilated_attention_pytorch.selection.fit import fit_seconds
 from dilated_attention_pytorch.selection.hardware import Hardware
 from dilated_attention_pytorch.training.autocast import computing_dtype
+from dilated_attention_pytorch.training.batch_rows import with_length
 from dilated_attention_pytorch.training.measures import matrix_product_rate
 from dilated_attention_pytorch.training.settings import TrainSettings
 
@@ -214,7 +215,7 @@ class _Probe:
 
     def _texts(self, num_layers: int, num_new: int, rate: float) -> int:
         """Number of texts that a call processes within the time limit, at most the batch size."""
-        one = dataclasses.replace(self._with(num_layers), batch_size=1, context_length=max(8, num_new))
+        one = with_length(self._with(num_layers), max(8, num_new), batch_size=1)
         return max(1, min(self.settings.batch_size, int(rate * _SECONDS_OF_A_CALL / forward_work(one).total)))
 
     def _chunk(self, num_layers: int, call: Call, texts: int) -> float:

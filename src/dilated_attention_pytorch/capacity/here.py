@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import hashlib
 import json
 import math
@@ -12,15 +13,16 @@ from typing import Any, NamedTuple
 from dilated_attention_pytorch.data_sheets import DataSheet
 from dilated_attention_pytorch.errors import RunError
 from dilated_attention_pytorch.selection.fit import fit_seconds
+from dilated_attention_pytorch.training.batch_rows import rows_of_batch
 from dilated_attention_pytorch.training.settings import TrainSettings
 
-from .exchanged import Exchange
+from .exchanged import Exchange, exchanges
 from .seconds import StepSeconds
 from .work import pairs_of, step_work
 
 
 class StepPoint(NamedTuple):
-    """Measured time of a small step (few layers, few rows)."""
+    """Measured time of a small step (few layers, few rows, one batch)."""
 
     layers: int
     rows: float
@@ -56,10 +58,11 @@ class Here:
     def seconds(self, settings: TrainSettings, num_processes: int, sent: tuple[Exchange, ...]) -> StepSeconds:
         """Predicted seconds of a step.
 
-        All but attention is fitted to four measured steps, by layers, rows and their product, and scaled such that the
-        nearest of those steps is met; attention follows from its own rows and pairs. Steps of several processes were
-        measured including communication and waiting: communication is computed from bytes and messages, and limited to
-        the remaining time of the step.
+        All but attention is fitted to four measured steps of one batch, by layers, rows and their product, and scaled
+        such that the nearest of those steps is met; attention follows from its own rows and pairs. Every batch takes as
+        long. Steps of several processes were measured including communication and waiting: communication is computed
+        from bytes and messages, and limited to the remaining time of the step. What is sent once a step is left out of
+        all batches but one.
 
         Raises:
             RunError: the measurements are for other steps.
@@ -69,27 +72,33 @@ class Here:
                 "this machine was measured for steps of another shape, precision or optimizer, or of other processes; "
                 "measure it"
             )
-        sharing = processes_of_a_batch(settings)
+        sharing, batches = processes_of_a_batch(settings), settings.gradient_accumulation
+        of_batch = dataclasses.replace(settings, gradient_accumulation=1)
         layers, rows = settings.model.num_layers, rows_of(settings)
         gradients = _bilinear(self.points, layers, rows, lambda point: point.gradients)
         gradients *= self._nearest(layers, rows)
         host = min(gradients, _bilinear(self.points, layers, 0, lambda point: point.gradients))
         shared = max(1.0, num_processes * self.threads / self.cores)
-        work = step_work(settings).products / sharing
+        work = step_work(of_batch).products / sharing
         products = min(work / self.product_rate * shared, gradients - host)
-        rate, message = self.exchange
-        exchange = sum(one.bytes / rate + one.messages * message for one in sent)
-        exchange = min(exchange, gradients - host - products)
+        sending = self._sending(sent if batches == 1 else exchanges(of_batch, num_processes))
+        exchange = min(sending, gradients - host - products)
+        attention = attention_seconds(settings, self.attention, self.attention_forward) * shared / sharing
         return StepSeconds(
-            products=products,
-            attention=attention_seconds(settings, self.attention, self.attention_forward) * shared / sharing,
-            rest=gradients - host - products - exchange,
+            products=batches * products,
+            attention=batches * attention,
+            rest=batches * (gradients - host - products - exchange),
             optimizer=_bilinear(self.points, layers, 0, lambda point: point.optimizer),
-            host=host,
-            exchange=exchange,
+            host=batches * host,
+            exchange=self._sending(sent) * exchange / sending if sending else 0.0,
             overlapped=0.0,
             is_bound=False,
         )
+
+    def _sending(self, sent: tuple[Exchange, ...]) -> float:
+        """Seconds of communication by bytes and messages."""
+        rate, message = self.exchange
+        return sum(one.bytes / rate + one.messages * message for one in sent)
 
     def _nearest(self, layers: float, rows: float) -> float:
         """Measured time of the nearest measured step, relative to its fitted time."""
@@ -106,14 +115,14 @@ def processes_of_a_batch(settings: TrainSettings) -> int:
 def attention_seconds(
     settings: TrainSettings, step: tuple[tuple[float, float], ...], forward: tuple[tuple[float, float], ...]
 ) -> float:
-    """Seconds of attention in a step of one process.
+    """Seconds of attention with a batch of one process.
 
     Args:
         settings: the run.
         step: seconds per row and per pair in a training step, for each pattern.
         forward: the same for the forward pass alone, which recomputed layers repeat.
     """
-    model, rows = settings.model, settings.batch_size * settings.context_length
+    model, rows = settings.model, rows_of_batch(settings)
     pairs, patterns = pairs_of(settings), model.different_patterns
     total = 0.0
     for layer in range(model.num_layers):
@@ -133,8 +142,8 @@ def _bilinear(points: tuple[StepPoint, ...], layers: float, rows: float, of: Cal
 
 
 def rows_of(settings: TrainSettings) -> float:
-    """Rows per process."""
-    return settings.batch_size * settings.context_length / processes_of_a_batch(settings)
+    """Mean rows of a batch per process."""
+    return rows_of_batch(settings) / processes_of_a_batch(settings)
 
 
 def shape_of_steps(settings: TrainSettings, num_processes: int) -> str:

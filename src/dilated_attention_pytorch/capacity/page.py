@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from dilated_attention_pytorch.chart_page import COLORS, END, LAYOUT, beginning, drawn
 from dilated_attention_pytorch.errors import RunError
+from dilated_attention_pytorch.training.batch_rows import with_length
 from dilated_attention_pytorch.training.footprint import footprint
 from dilated_attention_pytorch.training.settings import TrainSettings
 
@@ -76,8 +77,7 @@ def pictures_of(settings: TrainSettings, num_processes: int, device: Device) -> 
     for power in range(-_LENGTHS // 2, _LENGTHS // 2 + 1):
         length = int(settings.context_length * 2.0**power)
         if max(8, settings.context_parallel) <= length <= _MOST_LENGTH:
-            told = dataclasses.replace(settings, context_length=length, stages=type(settings.stages)())
-            parts = dataclasses.asdict(footprint(told, num_processes))
+            parts = dataclasses.asdict(footprint(with_length(settings, length), num_processes))
             lengths.append((length, {name: parts[name] for name in PARTS}))
     seconds, frontier = [], []
     for power in range(_RANKS):
@@ -100,8 +100,9 @@ def _longest_of(settings: TrainSettings, number: int, device: Device) -> int:
     With whole weights, memory is counted in this process, without starting others.
     """
     try:
-        told = dataclasses.replace(
+        told = with_length(
             settings,
+            max(settings.context_length, number),
             context_parallel=number,
             heads_parallel=1,
             tensor_parallel=1,
@@ -111,7 +112,6 @@ def _longest_of(settings: TrainSettings, number: int, device: Device) -> int:
             strategy="auto",
             layout="auto",
             parallel="told",
-            context_length=max(settings.context_length, number),
         )
         plan_run(told, number, device, is_quick=True)
     except (RunError, ValueError, NotImplementedError):

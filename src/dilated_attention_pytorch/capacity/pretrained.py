@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import inspect
 import json
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -16,7 +18,7 @@ from dilated_attention_pytorch.errors import RunError
 from dilated_attention_pytorch.patterns import Pattern
 from dilated_attention_pytorch.training.attention_bytes import tile_bytes
 from dilated_attention_pytorch.training.autocast import autocast, computing_dtype
-from dilated_attention_pytorch.training.flops import ForwardFlops, pretrained_flops
+from dilated_attention_pytorch.training.flops import COUNTED_TOKENS, ForwardFlops, counted_flops, pretrained_flops
 from dilated_attention_pytorch.training.footprint import Footprint, moments_of
 from dilated_attention_pytorch.training.live_bytes import LiveBytes
 from dilated_attention_pytorch.training.pretrained import num_kv_heads
@@ -24,10 +26,10 @@ from dilated_attention_pytorch.training.run_settings import AdamW
 from dilated_attention_pytorch.training.step_bytes import Moment, highest
 
 from .generation import Generation
-from .run import Device, Purpose, RunPlan
-from .seconds import StepSeconds, rates, sheet_seconds
+from .run import Device, Purpose, RunPlan, generation_bound
+from .seconds import rates, sheet_seconds
 from .storage import walk
-from .work import StepWork
+from .work import StepWork, work_of_texts
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig, PreTrainedModel
@@ -97,19 +99,77 @@ def _build(run: PretrainedRun, dtype: torch.dtype) -> PreTrainedModel:
         raise RunError(f"--model: {run.config.model_type} cannot be planned under {run.pattern!r}: {error}") from error
 
 
-def operations(run: PretrainedRun) -> ForwardFlops:
-    """Operations of a forward pass, counted once on fake tensors, as ``torch.utils.flop_counter`` counts them.
+@contextlib.contextmanager
+def _fake_model(run: PretrainedRun) -> Iterator[PreTrainedModel]:
+    """The model with weights that hold no data, while open.
 
     Raises:
         RunError: the model cannot run under the pattern.
     """
     # The model checks whether its mask lets all tokens see the one before; LiveBytes answers for fake tensors.
     with FakeTensorMode(), torch.random.fork_rng(devices=[]), LiveBytes():
-        return pretrained_flops(_build(run, torch.float32), run.pattern, num_kv_heads(run.config))
+        yield _build(run, torch.float32)
+
+
+def _recompute_blocks(model: PreTrainedModel) -> None:
+    # transformers 6 drops the older name.
+    enable = getattr(model, "activation_checkpointing_enable", None) or model.gradient_checkpointing_enable
+    enable()
+
+
+def _last_logits(model: PreTrainedModel) -> dict[str, int]:
+    """Arguments with which ``generate`` of transformers has the logits of the last token of a call alone."""
+    return {"logits_to_keep": 1} if "logits_to_keep" in inspect.signature(model.forward).parameters else {}
+
+
+def operations(run: PretrainedRun) -> ForwardFlops:
+    """Operations of a forward pass, counted once on fake tensors, as ``torch.utils.flop_counter`` counts them.
+
+    Raises:
+        RunError: the model cannot run under the pattern.
+    """
+    with _fake_model(run) as model:
+        return pretrained_flops(model, run.pattern, num_kv_heads(run.config))
+
+
+def pretrained_work(run: PretrainedRun, purpose: Purpose, generation: Generation | None = None) -> StepWork:
+    """Operations of a step with recomputation, of a forward pass, or of a generation; see :func:`operations`.
+
+    A generation reads its prompt in chunks (``prefill_chunk_size``). Every call computes the logits of its last token
+    alone, if the model takes ``logits_to_keep``.
+    """
+    heads = num_kv_heads(run.config)
+    if generation is not None:
+        with _fake_model(run) as model:
+            flops, last = pretrained_flops(model, run.pattern, heads), _last_logits(model)
+            without = counted_flops(model, run.pattern, heads, **last)[0]
+        head = (flops.per_token * COUNTED_TOKENS - without) // (COUNTED_TOKENS - 1)
+        chunks = -(-generation.prompt // generation.chunk_size)
+        return work_of_texts(flops, head, generation, run.batch_size, logits=chunks)
+    with _fake_model(run) as model:
+        if run.gradient_checkpointing:
+            _recompute_blocks(model)
+        others, of_pair = counted_flops(model, run.pattern, heads, is_step=purpose == "training")
+    pairs = run.pattern.num_pairs(run.length, num_kv_heads=heads, is_causal=True)
+    return StepWork(others // COUNTED_TOKENS * run.length * run.batch_size, of_pair * pairs * run.batch_size)
+
+
+def weights_of_token(run: PretrainedRun) -> float:
+    """Part of the weights that a token reads: of an embedding that is not the output matrix, too, one row."""
+    with _fake_model(run) as model:
+        table, output = model.get_input_embeddings().weight, model.get_output_embeddings()
+        total = sum(weight.numel() for weight in model.parameters())
+        unread = 0 if output is not None and output.weight is table else table.numel() - table.shape[1]
+    return 1 - unread / total
 
 
 def trace(
-    run: PretrainedRun, *, is_training: bool, dtype: torch.dtype = torch.float32, is_fake: bool = True
+    run: PretrainedRun,
+    *,
+    is_training: bool,
+    dtype: torch.dtype = torch.float32,
+    is_fake: bool = True,
+    is_generating: bool = False,
 ) -> list[Moment]:
     """Live bytes after every operation of a forward pass with logits, and of the backward pass of its loss.
 
@@ -118,22 +178,22 @@ def trace(
         is_training: whether there is a backward pass.
         dtype: dtype of the weights; float32 weights are multiplied in the precision of the run (autocast).
         is_fake: whether to use fake tensors; otherwise everything is computed.
+        is_generating: whether only the last token has logits, as in a call of ``generate``.
     """
     live = LiveBytes()
     with FakeTensorMode() if is_fake else contextlib.nullcontext(), torch.random.fork_rng(devices=[]), live:
         with live.made_as("weights"):
             model = _build(run, dtype).train(is_training)
         if run.gradient_checkpointing and is_training:
-            # transformers 6 drops the older name.
-            enable = getattr(model, "activation_checkpointing_enable", None) or model.gradient_checkpointing_enable
-            enable()
+            _recompute_blocks(model)
+        options = _last_logits(model) if is_generating else {}
         with live.made_as("temporaries"):
             ids = torch.zeros(run.batch_size, run.length, dtype=torch.int64)
         for parameter in model.parameters():
             parameter.register_post_accumulate_grad_hook(lambda own: live.mark([own.grad], "gradients"))
         live.phase, live.is_recording = ("forward", 0), True
         with torch.set_grad_enabled(is_training), autocast(_autocast(run, dtype), "cpu"):
-            out: Any = model(ids, labels=ids if is_training else None, use_cache=False)
+            out: Any = model(ids, labels=ids if is_training else None, use_cache=False, **options)
         if is_training:
             live.phase = ("backward", 0)
             out.loss.backward()
@@ -160,7 +220,7 @@ def pretrained_footprint(run: PretrainedRun, purpose: Purpose, generation: Gener
         assert generation is not None
         run = dataclasses.replace(run, length=min(generation.prompt, generation.chunk_size))
     dtype = computing_dtype(run.precision) if purpose == "generation" else torch.float32
-    moments = trace(run, is_training=purpose == "training", dtype=dtype)
+    moments = trace(run, is_training=purpose == "training", dtype=dtype, is_generating=purpose == "generation")
     heads, head_dim = text.num_attention_heads, _head_dim(text)
     own = tile_bytes(run.pattern, run.length, run.batch_size, heads, num_kv_heads(run.config), head_dim, run.precision)
     parts, attention = highest(iter(moments), own)
@@ -199,36 +259,30 @@ def plan_pretrained(
     if (purpose == "generation") != (generation is not None):
         raise RunError("lengths of a generation are for that purpose, and it needs them")
     found, flops = pretrained_footprint(run, purpose, generation), operations(run)
-    length = run.length if generation is None else generation.prompt
-    of_text = flops.of_text(length) * run.batch_size
-    products = flops.per_token * length * run.batch_size
-    times = _BEYOND_FORWARD if purpose == "training" else 1
-    pairs = of_text - products
-    work = StepWork(times * products, pairs * (3.5 if purpose == "training" else 1))
-    if run.gradient_checkpointing and purpose == "training":
-        work = StepWork(work.products + products, work.attention + pairs)
+    work = pretrained_work(run, purpose, generation)
     rate = device.sheet.flops[run.precision]
     if generation is None:
         seconds = sheet_seconds(work, found, (), device.sheet, run.precision, None, is_training=purpose == "training")
-        tokens = length * run.batch_size
+        tokens = run.length * run.batch_size
+        times = _BEYOND_FORWARD if purpose == "training" else 1
+        model_flops = times * flops.of_text(run.length) * run.batch_size
     else:
-        reading = (generation.new_tokens - 1) * found.weights / device.sheet.bytes_per_second
-        seconds = StepSeconds(
-            products=work.products / rate,
-            attention=work.attention / rate,
-            optimizer=0.0,
-            exchange=0.0,
-            overlapped=0.0,
-            reading=reading,
-            is_bound=True,
+        seconds = generation_bound(
+            work,
+            generation,
+            device.sheet,
+            run.precision,
+            of_token=flops.per_token * run.batch_size,
+            weights=found.weights * weights_of_token(run),
         )
         tokens = generation.new_tokens * run.batch_size
+        model_flops = int(work.total)
     return RunPlan(
         purpose=purpose,
         footprint=found,
         memory_bytes=device.sheet.memory_bytes,
         tokens=tokens,
-        model_flops=times * of_text,
+        model_flops=model_flops,
         computed_flops=int(work.total),
         least_seconds=work.total / rate,
         exchanges=(),
@@ -236,7 +290,7 @@ def plan_pretrained(
         rates=rates(
             seconds.total,
             tokens,
-            times * of_text,
+            model_flops,
             1,
             peak=rate,
             watts=device.sheet.watts,

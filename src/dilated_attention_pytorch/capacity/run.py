@@ -9,6 +9,7 @@ from typing import Literal
 from dilated_attention_pytorch.data_sheets import DataSheet, Link, link_of
 from dilated_attention_pytorch.errors import RunError
 from dilated_attention_pytorch.training.autocast import computing_dtype
+from dilated_attention_pytorch.training.batch_rows import rows_of_batch, with_length
 from dilated_attention_pytorch.training.flops import longnet_flops
 from dilated_attention_pytorch.training.footprint import Footprint, evaluation_footprint, footprint, least_footprint
 from dilated_attention_pytorch.training.preflight import check_processes
@@ -82,7 +83,7 @@ class RunPlan:
 
 
 def computed_flops(settings: TrainSettings) -> int:
-    """Operations of the matrix products of a step on one batch, as ``FlopCounterMode`` counts them: :mod:`.work`."""
+    """Operations of the matrix products of a step, as ``FlopCounterMode`` counts them: :mod:`.work`."""
     return int(step_work(settings).total)
 
 
@@ -125,6 +126,9 @@ def _plan_step(
     settings: TrainSettings, num_processes: int, device: Device, purpose: Purpose, *, is_quick: bool
 ) -> RunPlan:
     is_training = purpose == "training"
+    if not is_training:
+        # An evaluation takes rows of the context length, where training takes batches of documents, too.
+        settings = with_length(settings, settings.context_length, gradient_accumulation=1)
     sharing = settings.context_parallel * settings.tensor_parallel
     batches = num_processes // sharing
     if is_training:
@@ -146,9 +150,9 @@ def _plan_step(
             device.connection,
             is_training=is_training,
         )
-    tokens = settings.batch_size * settings.context_length * batches
-    of_text = longnet_flops(settings.model).of_text(settings.context_length) * settings.batch_size * batches
-    model_flops = (3 if is_training else 1) * of_text
+    taken = batches * settings.gradient_accumulation
+    tokens = rows_of_batch(settings) * taken
+    model_flops = (3 if is_training else 1) * int(forward_work(settings).total) * taken
     return RunPlan(
         purpose=purpose,
         footprint=found,
@@ -189,7 +193,17 @@ def _plan_generation(
     if device.generation_here is not None:
         seconds = device.generation_here.seconds(settings, generation)
     else:
-        seconds = _generation_bound(settings, generation, work, device.sheet)
+        model = settings.model
+        # Of an embedding that is not the output matrix, too, a token reads one row.
+        unread = 0 if model.tie_embeddings else (model.vocab_size - 1) * model.embed_dim
+        seconds = generation_bound(
+            work,
+            generation,
+            device.sheet,
+            settings.precision,
+            of_token=longnet_flops(model).per_token * settings.batch_size,
+            weights=(model.num_parameters - unread) * computing_dtype(settings.precision).itemsize,
+        )
     tokens = settings.batch_size * generation.new_tokens
     return RunPlan(
         purpose="generation",
@@ -223,18 +237,27 @@ def check_generation(num_processes: int) -> None:
         )
 
 
-def _generation_bound(settings: TrainSettings, generation: Generation, work: StepWork, sheet: DataSheet) -> StepSeconds:
-    """Lower bound: operations at the rate of dense products, and reading the weights for each new token from memory."""
-    model, rate = settings.model, sheet.flops[settings.precision]
-    of_token = model.num_parameters * computing_dtype(settings.precision).itemsize / sheet.bytes_per_second
-    products = longnet_flops(model).per_token * settings.batch_size / rate
+def generation_bound(
+    work: StepWork, generation: Generation, sheet: DataSheet, precision: str, *, of_token: float, weights: float
+) -> StepSeconds:
+    """Lower bound: operations at the rate of dense products, and reading the weights for each new token from memory.
+
+    Args:
+        work: operations of the generation.
+        generation: lengths.
+        sheet: data sheet of the device.
+        precision: precision whose rate applies.
+        of_token: operations of the products of a token of every text.
+        weights: bytes of the weights that a token reads.
+    """
+    rate = sheet.flops[precision]
     return StepSeconds(
         products=work.products / rate,
         attention=work.attention / rate,
         optimizer=0.0,
         exchange=0.0,
         overlapped=0.0,
-        reading=max(0.0, (generation.new_tokens - 1) * (of_token - products)),
+        reading=max(0.0, (generation.new_tokens - 1) * (weights / sheet.bytes_per_second - of_token / rate)),
         is_bound=True,
     )
 

@@ -27,7 +27,7 @@ class StepSeconds:
     optimizer: float
     """Gradient clipping and the optimizer's step."""
     reading: float = 0.0
-    """Generation: reading all weights for every new token, as far as that takes longer than its products."""
+    """Generation: reading the weights for every new token, as far as that takes longer than its products."""
     prompt: float = 0.0
     """Generation: predicted time until the first token; 0 in a bound."""
     tokens: float = 0.0

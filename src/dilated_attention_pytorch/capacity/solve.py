@@ -11,7 +11,9 @@ from dilated_attention_pytorch.errors import RunError
 from dilated_attention_pytorch.models.config import LongNetConfig
 from dilated_attention_pytorch.models.token_loss import rows_at_once
 from dilated_attention_pytorch.patterns.pattern import MOST_POSITIONS
+from dilated_attention_pytorch.training.batch_rows import with_length
 from dilated_attention_pytorch.training.footprint import footprint, is_split
+from dilated_attention_pytorch.training.preflight import heads_sharing
 from dilated_attention_pytorch.training.settings import TrainSettings
 
 from .run import Device, RunPlan, plan_run
@@ -61,15 +63,14 @@ class LargestModel(NamedTuple):
 def longest_context(settings: TrainSettings, num_processes: int, memory_bytes: int) -> int:
     """The longest ``context_length`` whose step fits into ``memory_bytes``; 0 if none does.
 
-    Lengths are multiples of 64 tokens per process. Where 64 blocks of the loss fit, or where weights are split, they
-    are multiples of whole blocks instead (16,384 rows for a vocabulary of 256, 256 rows for one of 32,768). They are at
-    most 2,147,483,648. A hundredth of the memory is left free for what is not counted, such as scratch memory of
-    threads.
+    Batches are ``batch_size`` rows of that length, where ``max_tokens`` is set, too. Lengths are multiples of 64 tokens
+    per process. Where 64 blocks of the loss fit, or where weights are split, they are multiples of whole blocks instead
+    (16,384 rows for a vocabulary of 256, 256 rows for one of 32,768). They are at most 2,147,483,648. A hundredth of
+    the memory is left free for what is not counted, such as scratch memory of threads.
     """
-    told = dataclasses.replace(settings, stages=type(settings.stages)())
 
     def fits(length: int) -> bool:
-        found = footprint(dataclasses.replace(told, context_length=length), num_processes)
+        found = footprint(with_length(settings, length), num_processes)
         return found.total < memory_bytes - memory_bytes // _ROOM
 
     of_block = rows_at_once(settings.model.vocab_size)
@@ -181,13 +182,13 @@ def fewest_processes(settings: TrainSettings, device: Device) -> Mesh | None:
 def largest_model(settings: TrainSettings, num_processes: int, device: Device) -> LargestModel | None:
     """The deepest model that fits, scaled from the run's: width and feed-forward size grow with the layers.
 
-    Head width, the ratio of query heads to key/value heads, and the pattern stay the same. None if not even one layer
-    fits.
+    Head width, the ratio of query heads to key/value heads, and the pattern stay the same. The processes that split
+    heads have as many each, and one at least. None if not even one layer fits.
     """
     plans: dict[int, LargestModel] = {}
 
     def fits(layers: int) -> bool:
-        model = with_layers(settings.model, layers)
+        model = with_layers(settings.model, layers, tensor=settings.tensor_parallel, sharing=heads_sharing(settings))
         plan = plan_run(dataclasses.replace(settings, model=model), num_processes, device, is_quick=True)
         plans[layers] = LargestModel(model, plan)
         return plan.fits
@@ -196,8 +197,14 @@ def largest_model(settings: TrainSettings, num_processes: int, device: Device) -
     return plans[most] if most else None
 
 
-def with_layers(model: LongNetConfig, layers: int) -> LongNetConfig:
+def with_layers(model: LongNetConfig, layers: int, *, tensor: int = 1, sharing: int = 1) -> LongNetConfig:
     """Scale a model to ``layers`` layers; its heads, width and feed-forward size grow in proportion.
+
+    Args:
+        model: the model.
+        layers: number of layers.
+        tensor: number of processes that split its matrices; divides the key/value heads and the feed-forward size.
+        sharing: number of processes that split the heads of each of these; at most as many as there are.
 
     >>> model = LongNetConfig(
     ...     embed_dim=512, num_layers=8, num_heads=8, num_kv_heads=4, segment_lengths=[64], dilation_rates=[1]
@@ -209,9 +216,10 @@ def with_layers(model: LongNetConfig, layers: int) -> LongNetConfig:
     assert model.num_kv_heads is not None
     assert model.ffn_dim is not None
     ratio, head_dim = model.num_heads // model.num_kv_heads, model.embed_dim // model.num_heads
-    kv_heads = max(1, round(model.num_kv_heads * layers / model.num_layers))
+    scale, step = layers / model.num_layers, math.lcm(64, tensor)
+    kv_heads = tensor * max(-(-sharing // ratio), round(model.num_kv_heads * scale / tensor))
     heads = kv_heads * ratio
-    inner = max(64, round(model.ffn_dim * heads / model.num_heads / 64) * 64)
+    inner = step * max(1, round(model.ffn_dim * heads / model.num_heads / step))
     return dataclasses.replace(
         model,
         num_layers=layers,

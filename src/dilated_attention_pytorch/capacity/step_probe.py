@@ -19,6 +19,7 @@ from dilated_attention_pytorch.selection.hardware import Hardware
 from dilated_attention_pytorch.selection.tuning import call_of
 from dilated_attention_pytorch.selection.workload import Workload
 from dilated_attention_pytorch.training.autocast import computing_dtype
+from dilated_attention_pytorch.training.batch_rows import with_length
 from dilated_attention_pytorch.training.footprint import footprint
 from dilated_attention_pytorch.training.measures import matrix_product_rate
 from dilated_attention_pytorch.training.profiled_step import measure_step
@@ -200,14 +201,12 @@ class _Probe:
 
     def _small(self, layers: int, length: int, texts: int = 1) -> TrainSettings:
         model = dataclasses.replace(self.settings.model, num_layers=layers)
-        return dataclasses.replace(
+        return with_length(
             self.settings,
+            length,
             model=model,
-            context_length=length,
             batch_size=texts,
-            max_tokens=0,
-            max_batch_size=0,
-            stages=type(self.settings.stages)(),
+            gradient_accumulation=1,
             data_parallel="ddp",
             context_parallel=1,
             heads_parallel=1,

@@ -1,4 +1,4 @@
-"""Operations of a step on one batch, or of a generation: matrix products, and attention."""
+"""Operations of a step on all its batches, or of a generation: matrix products, and attention."""
 
 from __future__ import annotations
 
@@ -7,7 +7,8 @@ from typing import NamedTuple
 from dilated_attention_pytorch.models.config import LongNetConfig
 from dilated_attention_pytorch.models.token_loss import rows_at_once
 from dilated_attention_pytorch.patterns import Pattern
-from dilated_attention_pytorch.training.flops import longnet_flops
+from dilated_attention_pytorch.training.batch_rows import rows_of_batch, texts_of_batch
+from dilated_attention_pytorch.training.flops import ForwardFlops, longnet_flops
 from dilated_attention_pytorch.training.settings import TrainSettings
 
 from .generation import Generation
@@ -31,14 +32,14 @@ class StepWork(NamedTuple):
 
 
 def step_work(settings: TrainSettings) -> StepWork:
-    """Operations of a step on one batch, as ``FlopCounterMode`` counts them.
+    """Operations of a step on all its batches, as ``FlopCounterMode`` counts them.
 
-    A step computes three products for each of the forward pass, and seven for the two of attention. Recomputed blocks
+    A batch takes three products for each of the forward pass, and seven for the two of attention. Recomputed blocks
     add their forward pass, and the logits are computed again where the loss takes several blocks of them.
     """
     model = settings.model
     flops = longnet_flops(model)
-    rows = settings.batch_size * settings.context_length
+    rows, batches = rows_of_batch(settings), settings.gradient_accumulation
     head = 2 * model.vocab_size * model.embed_dim * rows
     matrices = flops.per_token * rows - head
     of_layer = pairs_of(settings)
@@ -50,7 +51,8 @@ def step_work(settings: TrainSettings) -> StepWork:
     assert model.ffn_dim is not None
     last = 0 if model.dropout else 2 * model.ffn_dim * model.embed_dim * rows
     products = 3 * matrices + (matrices // model.num_layers - last) * len(recomputed)
-    return StepWork(products + head * (4 if rows > rows_at_once(model.vocab_size) else 3), attention)
+    products += head * (4 if rows > rows_at_once(model.vocab_size) else 3)
+    return StepWork(batches * products, batches * attention)
 
 
 def pairs_of(settings: TrainSettings) -> dict[Pattern, int]:
@@ -58,30 +60,44 @@ def pairs_of(settings: TrainSettings) -> dict[Pattern, int]:
     model = settings.model
     assert model.num_kv_heads is not None
     return {
-        pattern: settings.batch_size
-        * pattern.num_pairs(settings.context_length, num_kv_heads=model.num_kv_heads, is_causal=True)
+        pattern: sum(
+            count * pattern.num_pairs(length, num_kv_heads=model.num_kv_heads, is_causal=True)
+            for length, count in texts_of_batch(settings).items()
+        )
         for pattern in dict.fromkeys(model.different_patterns)
     }
 
 
 def forward_work(settings: TrainSettings) -> StepWork:
-    """Operations of a forward pass alone."""
+    """Operations of a forward pass alone, on one batch."""
     flops, of_layer = longnet_flops(settings.model), pairs_of(settings)
-    rows = settings.batch_size * settings.context_length
-    return StepWork(flops.per_token * rows, sum(of_layer[pattern] for pattern in flops.patterns) * flops.per_pair)
+    return StepWork(
+        flops.per_token * rows_of_batch(settings), sum(of_layer[pattern] for pattern in flops.patterns) * flops.per_pair
+    )
 
 
 def generation_work(settings: TrainSettings, generation: Generation) -> StepWork:
-    """Operations of a generation: of every token that the model reads, and of the logits from which tokens are sampled.
+    """Operations of a generation: of all tokens that are read, and of the logits from which tokens are sampled."""
+    head = 2 * settings.model.vocab_size * settings.model.embed_dim
+    return work_of_texts(longnet_flops(settings.model), head, generation, settings.batch_size, logits=1)
+
+
+def work_of_texts(flops: ForwardFlops, head: int, generation: Generation, texts: int, *, logits: int) -> StepWork:
+    """Operations of the generation of some texts.
 
     The last new token is not read. Each token attends to what its pattern shows of the tokens before it and of itself.
+
+    Args:
+        flops: operations of the model.
+        head: those of the logits of a token, which are among them.
+        generation: lengths.
+        texts: number of texts.
+        logits: tokens of the prompt whose logits are computed.
     """
-    model, flops = settings.model, longnet_flops(settings.model)
-    read = generation.prompt + generation.new_tokens - 1
-    head = 2 * model.vocab_size * model.embed_dim
-    products = flops.per_token * read - head * (generation.prompt - 1)
+    read = generation.tokens
+    products = flops.per_token * read - head * (generation.prompt - logits)
     attention = flops.of_text(read) - flops.per_token * read
-    return StepWork(products * settings.batch_size, attention * settings.batch_size)
+    return StepWork(products * texts, attention * texts)
 
 
 def shapes_of(model: LongNetConfig) -> list[tuple[int, int]]:

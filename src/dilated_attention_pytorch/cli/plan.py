@@ -56,10 +56,10 @@ class Plan(TrainSettings):
     generation of texts with the bounded cache."""
     prompt: int = 0
     """Tokens of every prompt of a generation; 0: --context-length."""
-    new_tokens: int = 500
-    """Tokens to generate."""
-    chunk_size: int = 4096
-    """Tokens of a prompt to read at a time."""
+    new_tokens: int | None = None
+    """Tokens to generate. Default: 500."""
+    chunk_size: int | None = None
+    """Tokens of a prompt to read at a time. Default: 4096."""
     pretrained: Annotated[Path | None, tyro.conf.arg(name="model")] = None
     """A transformers model instead of a LongNet: a folder with config.json, or that file. No weights are read. Of the
     other flags, --for, --pattern, --context-length, --batch-size, --precision, --optimizer,
@@ -131,8 +131,9 @@ class Plan(TrainSettings):
                 "--pattern is for a model of transformers, named by --model; a LongNet's is "
                 "--model.segment-lengths and --model.dilation-rates, or --model.layer-patterns"
             )
-        if self.prompt and self.purpose != "generation":
-            raise RunError(f"--prompt is for --for generation, got it beside --for {self.purpose}")
+        named = [f"--{name.replace('_', '-')}" for name in self._lengths()]
+        if named and self.purpose != "generation":
+            raise RunError(f"{named[0]} is for --for generation, got it beside --for {self.purpose}")
         if self.prompt < 0:
             raise RunError(f"--prompt must be at least 1, got {self.prompt}; or 0 for --context-length")
 
@@ -141,8 +142,12 @@ class Plan(TrainSettings):
 
         if self.purpose != "generation":
             return None
-        prompt = self.prompt or self.context_length
-        return Generation(prompt=prompt, new_tokens=self.new_tokens, chunk_size=self.chunk_size)
+        return Generation(**{"prompt": self.context_length, **self._lengths()})
+
+    def _lengths(self) -> dict[str, int]:
+        """The lengths of a generation that are given."""
+        lengths = {"prompt": self.prompt or None, "new_tokens": self.new_tokens, "chunk_size": self.chunk_size}
+        return {name: length for name, length in lengths.items() if length is not None}
 
     def _device(self) -> Device:
         """The device from its data sheet."""

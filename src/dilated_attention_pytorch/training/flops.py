@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch.utils.flop_counter import FlopCounterMode
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 _FORWARD_AND_BACKWARD = 3
 """Forward passes equivalent to a step: the backward pass has two products for each one of the forward pass.
 Recomputation (of blocks, and of scores in the backward pass) is not counted as work of the model."""
-_TOKENS = 16
+COUNTED_TOKENS = 16
 """Sequence length for counting the operations of a pretrained model."""
 
 
@@ -75,30 +75,52 @@ def longnet_flops(config: LongNetConfig) -> ForwardFlops:
     return ForwardFlops(2 * config.num_matrix_weights, 4 * head_dim * ratio, patterns, config.num_kv_heads)
 
 
-@torch.no_grad()
 def pretrained_flops(model: PreTrainedModel, pattern: Pattern, num_kv_heads: int) -> ForwardFlops:
     """Operation counts of a transformers model whose layers attend under ``pattern``, whatever its layers are.
 
-    PyTorch counts a forward pass of a short sequence: attention per pair, everything else per token.
+    Raises:
+        RunError: its attention does not follow the pattern.
+    """
+    others, of_pairs = counted_flops(model, pattern, num_kv_heads)
+    return ForwardFlops(others // COUNTED_TOKENS, of_pairs, (pattern,), num_kv_heads)
+
+
+def counted_flops(
+    model: PreTrainedModel, pattern: Pattern, num_kv_heads: int, *, is_step: bool = False, **options: Any
+) -> tuple[int, int]:
+    """Operations of a pass over a sequence of :data:`COUNTED_TOKENS`, as PyTorch counts them.
+
+    Args:
+        model: the model; its gradients are dropped.
+        pattern: pattern under which its layers attend.
+        num_kv_heads: key/value heads per layer.
+        is_step: forward and backward pass with the loss of all tokens, in training mode; otherwise a forward pass.
+        options: for the model's forward pass.
+
+    Returns:
+        Operations of all tokens without attention, and of attention for a pair of the pattern.
 
     Raises:
         RunError: its attention does not follow the pattern.
     """
     device = next(model.parameters()).device
-    tokens = torch.arange(_TOKENS, device=device)[None] % model.config.get_text_config().vocab_size
+    tokens = torch.arange(COUNTED_TOKENS, device=device)[None] % model.config.get_text_config().vocab_size
     was_training = model.training
-    model.eval()
-    with FlopCounterMode(display=False) as counter:
-        model(tokens, use_cache=False)
+    model.train(is_step)
+    with torch.set_grad_enabled(is_step), FlopCounterMode(display=False) as counter:
+        out = model(tokens, labels=tokens if is_step else None, use_cache=False, **options)
+        if is_step:
+            out.loss.backward()
+            model.zero_grad()
     model.train(was_training)
-    attention = torch.ops.dilated_attention_pytorch.attend
+    operators = (torch.ops.dilated_attention_pytorch.attend, torch.ops.dilated_attention_pytorch.attend_backward)
     counts = counter.get_flop_counts()["Global"]
-    pairs = pattern.num_pairs(_TOKENS, num_kv_heads=num_kv_heads, is_causal=True)
-    of_pairs, rest = divmod(counts.get(attention, 0), pairs)
+    attention = sum(counts.get(operator, 0) for operator in operators)
+    pairs = pattern.num_pairs(COUNTED_TOKENS, num_kv_heads=num_kv_heads, is_causal=True)
+    of_pairs, rest = divmod(attention, pairs)
     if not of_pairs or rest:
         raise RunError(
             f"the operations of {type(model).__name__} were to be counted by the {pairs} pairs of its pattern, and its "
-            f"attention computed {counts.get(attention, 0)}; report this model"
+            f"attention computed {attention}; report this model"
         )
-    others = sum(count for operator, count in counts.items() if operator is not attention)
-    return ForwardFlops(others // _TOKENS, of_pairs, (pattern,), num_kv_heads)
+    return sum(counts.values()) - attention, of_pairs

@@ -16,11 +16,11 @@ from dilated_attention_pytorch.models.token_loss import logits_at_once
 
 from .attention_bytes import attention_bytes
 from .autocast import computing_dtype
+from .batch_rows import TRACED_BATCHES, rows_of_batch, with_length
 from .live_bytes import PARTS
 from .run_settings import Precision
 from .settings import Optimizer, TrainSettings
 from .split_step import split_parts
-from .stages import StageSettings
 from .step_bytes import Moment, highest, moments
 
 if TYPE_CHECKING:
@@ -100,21 +100,17 @@ class Footprint:
 
 
 def _own_rows(settings: TrainSettings) -> TrainSettings:
-    """The settings with a batch of this process's rows only."""
-    if settings.batch_size > _MOST_TEXTS:
-        # That many sequence lengths would need thousands of loss blocks: use one sequence with as many rows.
-        rows = settings.batch_size * settings.context_length
-        settings = dataclasses.replace(settings, batch_size=1, context_length=rows, stages=StageSettings())
-    return dataclasses.replace(
+    """The settings with batches of this process's rows only."""
+    if settings.max_tokens or settings.batch_size > _MOST_TEXTS:
+        # Documents are packed into one row. More texts would need lengths of thousands of loss blocks.
+        settings = with_length(settings, rows_of_batch(settings), batch_size=1)
+    return with_length(
         settings,
+        max(8, -(-settings.context_length // settings.context_parallel)),
         parallel="told",
-        batch_size=1 if settings.max_tokens else settings.batch_size,
-        max_tokens=0,
-        max_batch_size=0,
-        context_length=max(8, settings.max_tokens, -(-settings.context_length // settings.context_parallel)),
         context_parallel=1,
         heads_parallel=1,
-        stages=StageSettings(),
+        gradient_accumulation=min(TRACED_BATCHES, settings.gradient_accumulation),
     )
 
 
@@ -184,10 +180,10 @@ def least_footprint(settings: TrainSettings, num_processes: int) -> Footprint:
 def footprint(settings: TrainSettings, num_processes: int) -> Footprint:
     """Live memory of each of ``num_processes`` processes at the peak of a step.
 
-    Measured on the step itself as it runs on a CPU, with fake tensors (:mod:`.traced_step`)
-    and the run's own model, loss and optimizer. Temporary memory of attention and the buffers of
-    distributed engines are added. Not counted: memory of libraries (about 0.1 GB more after the first step than
-    before) and freed pages that the allocator retains.
+    Measured on the step itself as it runs on a CPU, with fake tensors (:mod:`.traced_step`) and the run's own model,
+    loss and optimizer. In a step of several batches, all gradients are alive from the second one on. Temporary memory
+    of attention and the buffers of distributed engines are added. Not counted: memory of libraries (about 0.1 GB more
+    after the first step than before) and freed pages that the allocator retains.
 
     Raises:
         RunError: the subprocess that traces sharded weights failed.
@@ -245,7 +241,7 @@ def _rows_of_others(settings: TrainSettings) -> int:
         return 0
     model = settings.model
     assert model.num_kv_heads is not None
-    rows = settings.batch_size * -(-settings.context_length // settings.context_parallel)
+    rows = rows_of_batch(settings, settings.context_parallel)
     of_row = 2 * model.embed_dim // model.num_heads * model.num_kv_heads * _element(settings.precision)
     # Ring: the rows in use, those being received, and those being sent.
     return 3 * rows * of_row

@@ -116,7 +116,7 @@ def check_processes(settings: TrainSettings, processes: int) -> None:
                 f"--tensor-parallel {tensor} must divide the key/value heads, the feed-forward and the tokens of the "
                 f"model, got --{name} {size}; choose a divisor of it"
             )
-    splitting = context if settings.strategy == "heads" else settings.heads_parallel
+    splitting = heads_sharing(settings)
     local_heads = model.num_heads // tensor
     if splitting > local_heads:
         named = "--context-parallel" if settings.strategy == "heads" else "--heads-parallel"
@@ -155,6 +155,11 @@ def check_processes(settings: TrainSettings, processes: int) -> None:
             "--compile is for a model whose weights and rows one process has; leave it out beside --context-parallel, "
             "--tensor-parallel and --data-parallel fsdp"
         )
+
+
+def heads_sharing(settings: TrainSettings) -> int:
+    """Number of processes that split the heads of a text."""
+    return settings.context_parallel if settings.strategy == "heads" else settings.heads_parallel
 
 
 def choose_device(device: Device) -> str:

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, NamedTuple
 from dilated_attention_pytorch.models.config import LongNetConfig
 from dilated_attention_pytorch.models.token_loss import rows_at_once
 
+from .batch_rows import rows_of_batch, with_length
 from .live_bytes import PARTS, Counts, Series
 from .settings import TrainSettings
 
@@ -98,7 +99,7 @@ def _sizes_to_trace(settings: TrainSettings) -> _Sizes:
     fewest = 2 * period + 2
     fewest += (model.num_layers - fewest) % period
     is_deep = model.num_layers > fewest + period
-    rows, of_block = settings.batch_size * settings.context_length, rows_at_once(model.vocab_size)
+    rows, of_block = rows_of_batch(settings), rows_at_once(model.vocab_size)
     # Lengths that differ by this have a whole number of blocks more or less.
     step = of_block // math.gcd(of_block, settings.batch_size)
     blocks = settings.batch_size * step // of_block
@@ -124,8 +125,7 @@ def _traced(
     from .traced_step import trace_step  # imports transformers, which parsing a command line does not need
 
     model = dataclasses.replace(settings.model, num_layers=num_layers)
-    shorter = dataclasses.replace(settings, model=model, context_length=length)
-    trace = trace_step(shorter, distribution, is_training=is_training)
+    trace = trace_step(with_length(settings, length, model=model), distribution, is_training=is_training)
     found = {}
     for (name, number), series in trace.series.items():
         key = _key(name, number, trace, _period(model))
@@ -137,8 +137,7 @@ def _traced(
 def _without_sizes(settings: TrainSettings) -> str:
     """Settings as text, with the layers and the length that a trace replaces removed."""
     model = dataclasses.replace(settings.model, num_layers=1)
-    same = dataclasses.replace(settings, model=model, context_length=8, max_tokens=0)
-    return json.dumps({**same.to_dict(), "data": []}, default=str)
+    return json.dumps({**with_length(settings, 8, model=model).to_dict(), "data": []}, default=str)
 
 
 @functools.lru_cache(maxsize=16)

@@ -18,6 +18,7 @@ from dilated_attention_pytorch.models.causal_lm import LongNetForCausalLM
 from dilated_attention_pytorch.models.token_loss import rows_at_once
 
 from .autocast import autocast
+from .batch_rows import TRACED_BATCHES, rows_of_batch
 from .distribution import Distribution
 from .live_bytes import LiveBytes, Phase, Series
 from .optimizer import build_optimizer
@@ -26,7 +27,7 @@ from .settings import TrainSettings
 
 @dataclass(frozen=True, slots=True)
 class Trace:
-    """Live bytes after every operation of a step, by phase."""
+    """Live bytes after every operation of a step with one batch, or of the last batch of several, by phase."""
 
     series: dict[Phase, Series]
     num_layers: int
@@ -41,6 +42,9 @@ def trace_step(
     is_training: bool = True,
 ) -> Trace:
     """Live memory of one process in a step after its first, as computed on a CPU.
+
+    Of a step of several batches, two are taken, and the second is traced. It begins with all gradients, as all later
+    ones do, and has as much memory as the first at every operation, or more.
 
     Args:
         settings: settings of the run; this process's rows are ``batch_size`` times ``context_length``.
@@ -63,15 +67,21 @@ def trace_step(
         if is_training:
             optimizer = build_optimizer(model, settings)
             _make_states(model, optimizer, live)
-            live.is_recording = True
-            _step(model, optimizer, ids, settings, live)
+            losses = []
+            for left in reversed(range(min(TRACED_BATCHES, settings.gradient_accumulation))):
+                live.is_recording = left == 0
+                losses.append(_gradients(model, ids, settings, live))
+                if left:
+                    # What reference cycles of this batch hold would count in the next one.
+                    gc.collect()
+            _step(model, optimizer, settings, live)
         else:
             live.is_recording = True
             with torch.no_grad():
                 _loss(model, ids, settings)
         live.is_recording = False
-    rows = settings.batch_size * settings.context_length
-    return Trace(live.series, settings.model.num_layers, -(-rows // rows_at_once(settings.model.vocab_size)))
+    num_loss_blocks = -(-rows_of_batch(settings) // rows_at_once(settings.model.vocab_size))
+    return Trace(live.series, settings.model.num_layers, num_loss_blocks)
 
 
 @contextlib.contextmanager
@@ -129,13 +139,17 @@ def _gradient(parameter: Tensor) -> Tensor:
     return parameter.grad
 
 
-def _step(
-    model: nn.Module, optimizer: torch.optim.Optimizer, ids: Tensor, settings: TrainSettings, live: LiveBytes
-) -> None:
-    """The operations of transformers' trainer in a step with one batch."""
+def _gradients(model: nn.Module, ids: Tensor, settings: TrainSettings, live: LiveBytes) -> Tensor:
+    """Forward and backward pass of a batch, as in transformers' trainer; returns the loss, which it keeps."""
+    live.phase = ("begin", 0)
     loss = _loss(model, ids, settings)
     live.phase = ("loss backward", 0)
     loss.backward()
+    return loss.detach()
+
+
+def _step(model: nn.Module, optimizer: torch.optim.Optimizer, settings: TrainSettings, live: LiveBytes) -> None:
+    """Clipping and the optimizer's step, as in transformers' trainer."""
     live.phase = ("optimizer", 0)
     with live.made_as("temporaries"):
         gradients = [parameter.grad for parameter in model.parameters() if parameter.grad is not None]
