@@ -120,6 +120,18 @@ def test_rows_of_other_processes_are_there_while_attention_is_computed_alone() -
     assert found.exchange == alone.exchange == found.weights
 
 
+@pytest.mark.parametrize("precision", ["float32", "bfloat16"])
+def test_split_weights_are_never_whole_in_one_process(precision: str) -> None:
+    words = "context-length=64 optimizer=adamw-bf16 data-parallel=fsdp model.num-layers=24 model.embed-dim=128"
+    given = _settings(f"{words} precision={precision}")
+    deep = dataclasses.replace(given, model=dataclasses.replace(given.model, gradient_checkpointing=True))
+    found, block = footprint(deep, 8), 4 * deep.model.num_parameters // 24
+    # This process's eighth of weights, gradients and moments, and at most three blocks: two that are gathered and one's
+    # gradients or low-precision copies.
+    assert found.total < 12 * deep.model.num_parameters // 8 + 3 * block + found.attention
+    assert found.total > least_footprint(deep, 8).total
+
+
 @pytest.mark.parametrize("optimizer", ["muon", "adamw-bf16"])
 def test_what_the_optimizer_has_for_a_moment_is_split_as_the_weights_are(optimizer: str) -> None:
     # Weights that are far more than a text of 8 tokens makes of them, so that the peak is in the optimizer.

@@ -66,7 +66,7 @@ def trace_step(
             ids = torch.zeros(settings.batch_size, settings.context_length, dtype=torch.int64)
         if is_training:
             optimizer = build_optimizer(model, settings)
-            _make_states(model, optimizer, live)
+            _make_states(model, optimizer, settings, live)
             losses = []
             for left in reversed(range(min(TRACED_BATCHES, settings.gradient_accumulation))):
                 live.is_recording = left == 0
@@ -96,11 +96,16 @@ def _without_collection() -> Iterator[None]:
             gc.enable()
 
 
-def _make_states(model: nn.Module, optimizer: torch.optim.Optimizer, live: LiveBytes) -> None:
-    """Create the optimizer state with a step on zero gradients."""
+def _make_states(model: nn.Module, optimizer: torch.optim.Optimizer, settings: TrainSettings, live: LiveBytes) -> None:
+    """Create the optimizer state with a step on zero gradients.
+
+    Gradients are clipped, too: the first time, DTensor finds the result's sharding with fake tensors of the whole
+    shape, which would count as if they had memory.
+    """
     with live.made_as("optimizer"):
         for parameter in model.parameters():
             parameter.grad = torch.zeros_like(parameter)
+        _clip(model, settings)
         optimizer.step()
         optimizer.zero_grad()
 
@@ -152,9 +157,13 @@ def _step(model: nn.Module, optimizer: torch.optim.Optimizer, settings: TrainSet
     """Clipping and the optimizer's step, as in transformers' trainer."""
     live.phase = ("optimizer", 0)
     with live.made_as("temporaries"):
-        gradients = [parameter.grad for parameter in model.parameters() if parameter.grad is not None]
-        clip_grads_with_norm_(list(model.parameters()), settings.max_grad_norm, get_total_norm(gradients))
+        _clip(model, settings)
         optimizer.step()
+
+
+def _clip(model: nn.Module, settings: TrainSettings) -> None:
+    gradients = [parameter.grad for parameter in model.parameters() if parameter.grad is not None]
+    clip_grads_with_norm_(list(model.parameters()), settings.max_grad_norm, get_total_norm(gradients))
 
 
 def _loss(model: nn.Module, ids: Tensor, settings: TrainSettings) -> Tensor:
