@@ -117,7 +117,7 @@ def _recompute_blocks(model: PreTrainedModel) -> None:
     enable()
 
 
-def _last_logits(model: PreTrainedModel) -> dict[str, int]:
+def _last_logits(model: PreTrainedModel) -> dict[str, Any]:
     """Arguments with which ``generate`` of transformers has the logits of the last token of a call alone."""
     return {"logits_to_keep": 1} if "logits_to_keep" in inspect.signature(model.forward).parameters else {}
 
@@ -157,9 +157,10 @@ def pretrained_work(run: PretrainedRun, purpose: Purpose, generation: Generation
 def weights_of_token(run: PretrainedRun) -> float:
     """Part of the weights that a token reads: of an embedding that is not the output matrix, too, one row."""
     with _fake_model(run) as model:
-        table, output = model.get_input_embeddings().weight, model.get_output_embeddings()
+        table: Any = model.get_input_embeddings().weight
+        output = model.get_output_embeddings()
         total = sum(weight.numel() for weight in model.parameters())
-        unread = 0 if output is not None and output.weight is table else table.numel() - table.shape[1]
+        unread: int = 0 if output is not None and output.weight is table else table.numel() - table.shape[1]
     return 1 - unread / total
 
 
