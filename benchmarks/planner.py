@@ -3,7 +3,7 @@
     python -m benchmarks.planner [--quick] [--cases N] [--decoding N] [--again | --replan] [--output FILE]
 
 A case is a LongNet, an optimizer, a precision, recomputation or not, and one process, or two to four that share rows of
-text, weights or sequences. The peak memory of a process is planned (`training.footprint`). Then a separate program
+text, weights or sequences. The peak memory of a process is planned (`capacity.plan_run`). Then a separate program
 takes three steps and reads its peak memory from Linux, above the level after two steps of the model's first layer
 alone, which load the libraries and compile their products. glibc is set to return large blocks when they are freed,
 which takes time: seconds are therefore measured by a second program without that. They are compared with the prediction
@@ -42,7 +42,6 @@ from dilated_attention_pytorch.capacity.generation_here import CallSeconds
 from dilated_attention_pytorch.capacity.here import StepPoint
 from dilated_attention_pytorch.data_sheets import DataSheet
 from dilated_attention_pytorch.training import TrainSettings
-from dilated_attention_pytorch.training.footprint import footprint
 
 from .planner_cases import draw, draw_decoding, machine
 
@@ -119,8 +118,8 @@ _SENT_NAMES = {"rows": "rows", "weights and gradients": "collectives"}
 def planned_case(case: dict[str, Any], settings: TrainSettings, here: Here) -> dict[str, Any]:
     """A measured case with its plan added."""
     processes = case["processes"]
-    planned = footprint(settings, processes)
-    seconds = plan_run(settings, processes, Device(sheet=here.sheet, here=here)).seconds
+    plan = plan_run(settings, processes, Device(sheet=here.sheet, here=here))
+    planned, seconds = plan.footprint, plan.seconds
     return case | {
         "planned_bytes": planned.total,
         "planned": dataclasses.asdict(planned),

@@ -73,17 +73,16 @@ def test_a_machine_whose_seconds_grow_with_layers_is_predicted_exactly(
 def test_settings_of_documents_or_stages_are_no_matter_to_a_generation(tmp_path: Path) -> None:
     generation = Generation(prompt=2000, new_tokens=4, chunk_size=1024)
     staged = StageSettings(lengths=(64, 256))
-    seconds = [
-        measure_generation_here(settings, generation, "cpu", is_quiet=True, folder=tmp_path).seconds(
-            settings, generation
-        )
-        for settings in (
-            _settings(DILATED, batch_size=1),
-            _settings(DILATED, batch_size=1, packing="documents", max_tokens=512),
-            _settings(DILATED, batch_size=1, stages=staged),
-        )
-    ]
-    assert seconds[1] == seconds[2] == seconds[0]
+    of_all = (
+        _settings(DILATED, batch_size=1),
+        _settings(DILATED, batch_size=1, packing="documents", max_tokens=512),
+        _settings(DILATED, batch_size=1, stages=staged),
+    )
+    found = [measure_generation_here(one, generation, "cpu", is_quiet=True, folder=tmp_path) for one in of_all]
+    assert len({(here.calls, here.chunk, here.last, here.token) for here in found}) == 1
+    seconds = [dataclasses.astuple(here.seconds(one, generation)) for here, one in zip(found, of_all, strict=True)]
+    # Least squares of the same numbers may differ in the last bit, by where they lie in memory.
+    assert_close(seconds[1:], [seconds[0]] * 2, rtol=1e-12, atol=0)
 
 
 @pytest.mark.usefixtures("_made_up_machine")
