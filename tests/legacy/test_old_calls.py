@@ -23,6 +23,7 @@ from support.oracle import Groups, dense_attention, dense_counts
 with warnings.catch_warnings():
     warnings.simplefilter("ignore", DeprecationWarning)
     from dilated_attention_pytorch.dilated_attention import DilatedAttention, MultiheadDilatedAttention
+    from dilated_attention_pytorch.improved_dilated_attention import ImprovedDilatedAttention
     from dilated_attention_pytorch.improved_multihead_dilated_attention import ImprovedMultiheadDilatedAttention
     from dilated_attention_pytorch.long_net import LongNet, LongNetLM
     from dilated_attention_pytorch.ring_improved_distributed_dilated_attention import (
@@ -194,6 +195,20 @@ def test_improved_classes_set_the_precision_of_float32_products() -> None:
         torch.set_float32_matmul_precision(before)
 
 
+def test_improved_classes_take_their_old_positions_and_have_a_layernorm() -> None:
+    torch.manual_seed(0)
+    old = ImprovedMultiheadDilatedAttention(24, 4, [4, 16], [1, 3], 0.0, True)
+    torch.manual_seed(0)
+    new = dilated_attention_pytorch.MultiheadDilatedAttention(24, 4, [4, 16], [1, 3], sub_layernorm=True)
+    x = torch.randn(2, 17, 24)
+    assert torch.equal(old(x, x, x)[0], new(x, x, x)[0])
+    assert ImprovedMultiheadDilatedAttention(24, 4, [4], [1], 0.0, True, False).inner_layernorm is None
+    norm = ImprovedMultiheadDilatedAttention(24, 4, [4], [1], 0.0, True, True, 1e-3).inner_layernorm
+    assert norm is not None
+    assert norm.eps == 1e-3
+    assert ImprovedDilatedAttention([4, 16], [1, 3], 0.0, None).segment_lengths == (4, 16)
+
+
 SIZES: dict[str, Any] = {"embed_dim": 24, "num_heads": 4, "segment_lengths": [4, 16], "dilation_rates": [1, 3]}
 
 
@@ -266,6 +281,11 @@ def test_functions_make_the_classes_of_their_names() -> None:
             dilated_attention_pytorch.MultiheadPatternAttention,
         ),
         (core.create_adaptive_sparse_attention(num_heads=4, head_dim=6), AdaptiveBlockAttention),
+        (core.create_dilated_attention("improved", [4, 16], [1, 4]), dilated_attention_pytorch.nn.DilatedAttention),
+        (
+            core.create_multihead_dilated_attention("improved", 24, 4, [4, 16], [1, 4]),
+            dilated_attention_pytorch.MultiheadDilatedAttention,
+        ),
     ]
     assert [type(module) for module, _ in made] == [kind for _, kind in made]
     for name in core.__all__:

@@ -79,6 +79,18 @@ def test_every_old_module_imports_or_says_why_not() -> None:
             assert importlib.util.find_spec(path_of(module)) is not None
 
 
+def test_a_module_taken_from_its_parent_says_why_it_is_not_here() -> None:
+    tried = 0
+    for module in table.modules():
+        parent, _, leaf = module.rpartition(".")
+        # A parent that is not here either is the first that Python imports.
+        if table.module(module) and not table.module(parent):
+            with pytest.raises(ImportError, match=rf"{PACKAGE}\.{module} is not here: "):
+                exec(f"from {path_of(parent)} import {leaf}")
+            tried += 1
+    assert tried > 50
+
+
 def test_every_answer_of_the_table_is_here() -> None:
     for key, name in ((key, key.rpartition(":")[2]) for key in table._read()["names"]):
         answer = table.answer(key.rpartition(":")[0], name)

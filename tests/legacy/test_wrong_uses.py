@@ -13,6 +13,7 @@ import dilated_attention_pytorch as package
 from dilated_attention_pytorch import LongNetConfig, MultiheadDilatedAttention, core, local_window, parallel
 from dilated_attention_pytorch.legacy_modules.attention import RingAdvancedDistributedDilatedAttention
 from dilated_attention_pytorch.legacy_modules.transformer import DilatedTransformerEncoderLayer, LongNet, LongNetLM
+from dilated_attention_pytorch.models import LongNetEncoder, LongNetEncoderDecoder
 from dilated_attention_pytorch.nn import AdaptiveBlockAttention, DilatedAttention, DynamicDilatedAttention
 from dilated_attention_pytorch.selection import SegmentSelectionConfig
 
@@ -72,6 +73,12 @@ TABLE: list[Row] = [
     (lambda: parallel.RingDilatedAttention(LENGTHS, RATES, ring_size=8)(Q, Q, Q), ValueError, "ring_size must be the number of ranks that share the sequence, 1 here, got 8; start the program with torchrun"),
     (lambda: MultiheadDilatedAttention(32, 4, LENGTHS, RATES)(X, X, X, need_weights=True), NotImplementedError, "attention weights, which attention under a pattern never forms; pass need_weights=False"),
     (lambda: MultiheadDilatedAttention(32, 4, LENGTHS, RATES)(X, X, X, attn_mask=torch.ones(6, 6).bool()), NotImplementedError, "from_block_mask as the pattern for any other mask"),
+    (lambda: MultiheadDilatedAttention(32, 4, LENGTHS, RATES)(X, X, X, True), TypeError, "key_padding_mask must be a tensor or None, got True; the causal mask is is_causal=True, written by name"),
+    (lambda: MultiheadDilatedAttention(32, 4, LENGTHS, RATES)(X, X, X, attn_mask=True), TypeError, "attn_mask must be a tensor or None, got True"),
+    (lambda: MultiheadDilatedAttention(32, 4, LENGTHS, RATES)(X, None, None), TypeError, "key must be a tensor [batch, sequence, 32], got None; self-attention is attention(x, x, x)"),
+    (lambda: LongNetEncoder({"embed_dim": 32}), TypeError, "config must be a LongNetConfig, such as"),
+    (lambda: package.LongNetLM("configuration"), TypeError, "got 'configuration' of type str"),
+    (lambda: LongNetEncoderDecoder(1, 2), TypeError, "encoder must be a LongNetConfig"),
     (lambda: DynamicDilatedAttention().get_current_configuration(), RuntimeError, "call the module first, or use selector.select(sequence_length, batch_size"),
     (lambda: LongNetLM(100, 30, 4), ValueError, "num_heads must divide embed_dim"),
     # Makers by name.
@@ -80,6 +87,11 @@ TABLE: list[Row] = [
     (lambda: core.create_dilated_attention("ring_distributed", **PATTERN), ValueError, "got 'ring_distributed': it is \"ring\"; what is not attention"),
     (lambda: core.create_dilated_attention("improved_distributed", **PATTERN), ValueError, "it is \"distributed\""),
     (lambda: core.create_dilated_attention("auto"), ValueError, "attention_type='auto' needs segment_lengths and dilation_rates, got None and None; attention_type=\"dynamic\" chooses them"),
+    (lambda: core.create_dilated_attention([4], dilation_rates=[1]), ValueError, "got [4]; lengths and rates come after it, or by name"),
+    (lambda: core.create_multihead_dilated_attention("auto", multihead_config={}), ValueError, "needs segment_lengths and dilation_rates, got None and None"),
+    (lambda: core.create_multihead_dilated_attention("auto", **PATTERN), TypeError, "projections need embed_dim and num_heads, got None and None"),
+    (lambda: core.create_multihead_dilated_attention("auto", **SIZES, **PATTERN, multihead_config={}), ValueError, "sizes, lengths and rates are arguments: embed_dim=, num_heads=, segment_lengths=, dilation_rates="),
+    (lambda: core.create_ring_attention([4], **PATTERN), ValueError, 'implementation must be "auto", "standard" or "distributed", got [4]'),
     (lambda: core.create_multihead_dilated_attention("distributed", **SIZES, **PATTERN), ValueError, 'attention_type="ring" has, and `dilated-attention train --heads-parallel` splits heads'),
     (lambda: core.create_block_sparse_attention(0.9), TypeError, "a ratio or a name does not say which keys a query sees, and packages that take one differ in what it means; got 0.9"),
     (lambda: core.create_block_sparse_attention(sparsity_ratio=0.9, pattern_type="local_window", **SIZES), TypeError, "got None, sparsity_ratio=0.9, pattern_type='local_window'"),
@@ -99,6 +111,7 @@ TABLE: list[Row] = [
     (lambda: take("improved_distributed_dilated_attention", "DeepSpeedDilatedAttentionEngine"), ImportError, "DeepSpeed shards whole models, not attention"),
     (lambda: take("kernels.hilbert_attention_core"), ModuleNotFoundError, "positions are not put in Hilbert order here"),
     (lambda: take("", "BlockSparseRingDilatedAttention"), ImportError, "blocks over several ranks are a pattern too"),
+    (lambda: take("long_net", "*"), ImportError, "dilated_attention_pytorch.long_net is an old module: import its names one by one, not *"),
     (lambda: package.HAS_FLASH_RING, ImportError, "no other package computes attention here"),
 ]
 # fmt: on

@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from dilated_attention_pytorch import local_window
-from dilated_attention_pytorch.models import LongNetConfig, LongNetEncoder, LongNetEncoderDecoder
+from dilated_attention_pytorch.models import LongNetConfig, LongNetEncoder, LongNetEncoderDecoder, LongNetLM
 from dilated_attention_pytorch.models.blocks import magneto_gains
 from support import oracle
 
@@ -282,6 +282,7 @@ def test_matrices_begin_with_the_gains_of_magneto(make_config: MakeConfig) -> No
     ({"input_ids": tokens(1, 5), "attention_mask": torch.ones(1, 4)}, ValueError, r"shape \(1, 5\) .*, got \(1, 4\)"),
     ({"input_ids": tokens(1, 3), "attention_mask": torch.tensor([[1, 0, 1]])}, NotImplementedError, "2 runs in row 0"),
     ({"input_ids": tokens(1, 3), "attention_mask": torch.zeros(1, 3)}, ValueError, "got none in row 0"),
+    ({"input_ids": tokens(1, 0), "attention_mask": torch.ones(1, 0)}, ValueError, "got none in row 0"),
     ({"input_ids": tokens(1, 3), "attention_mask": torch.tensor([[1, 1, 0]]),
       "cu_seqlens": torch.tensor([0, 3], dtype=torch.int32)}, NotImplementedError, "exclude each other"),
 ])  # fmt: skip
@@ -290,6 +291,21 @@ def test_wrong_calls_of_the_encoder_are_named(
 ) -> None:
     with pytest.raises(error, match=message):
         LongNetEncoder(make_config())(**arguments)
+
+
+@pytest.mark.parametrize("other", [-math.inf, torch.finfo(torch.float32).min, 2.0, 0.5, math.nan])
+def test_a_mask_of_other_numbers_than_0_and_1_is_refused(other: float, make_config: MakeConfig) -> None:
+    ids, mask = tokens(2, 5), torch.tensor([[1.0, 1, 1, 1, 1], [0, 0, 0, other, other]])
+    message = "only 1 .real. and 0 .padding., got 2 other numbers in row 1; of an additive mask .* pass mask == 0"
+    both = LongNetEncoderDecoder(make_config(), make_config())
+    for call in (
+        lambda: LongNetEncoder(make_config())(ids, attention_mask=mask),
+        lambda: LongNetLM(make_config())(ids, attention_mask=mask),
+        lambda: both(ids, ids, attention_mask=mask),
+        lambda: both(ids, ids, decoder_attention_mask=mask),
+    ):
+        with pytest.raises(ValueError, match=message):
+            call()
 
 
 def test_what_an_encoder_does_not_have_is_refused(make_config: MakeConfig) -> None:

@@ -46,9 +46,9 @@ _INSTEAD_OF_PATTERN = ("variant", "sparsity_ratio", "pattern_type", "sparse_conf
 
 def create_dilated_attention(
     attention_type: AttentionType = "auto",
-    *,
     segment_lengths: Sequence[int] | None = None,
     dilation_rates: Sequence[int] | None = None,
+    *,
     use_tf32: bool | None = None,
     **options: Any,
 ) -> PatternAttention | AdaptiveBlockAttention:
@@ -83,11 +83,11 @@ def create_dilated_attention(
 
 def create_multihead_dilated_attention(
     attention_type: AttentionType = "auto",
-    *,
-    embed_dim: int,
-    num_heads: int,
+    embed_dim: int | None = None,
+    num_heads: int | None = None,
     segment_lengths: Sequence[int] | None = None,
     dilation_rates: Sequence[int] | None = None,
+    *,
     use_tf32: bool | None = None,
     **options: Any,
 ) -> MultiheadPatternAttention:
@@ -105,6 +105,8 @@ def create_multihead_dilated_attention(
     torch.Size([1, 100, 64])
     """
     lengths = _check(attention_type, segment_lengths, dilation_rates)
+    if embed_dim is None or num_heads is None:
+        raise TypeError(f"projections need embed_dim and num_heads, got {embed_dim} and {num_heads}")
     if attention_type == "adaptive":
         raise ValueError(
             'attention_type="adaptive" has no module with projections: project query, key and value before, and call '
@@ -210,7 +212,7 @@ def create_ring_attention(
     """
     if implementation not in ("auto", "standard", "distributed"):
         known = {"hilbert": _NOT_HERE["hilbert"], "block_sparse": _SPARSE_RING}
-        why = f": {known[implementation]}" if implementation in known else ""
+        why = f": {known[implementation]}" if implementation in tuple(known) else ""
         raise ValueError(f'implementation must be "auto", "standard" or "distributed", got {implementation!r}{why}')
     if (embed_dim is None) != (num_heads is None):
         raise TypeError(f"embed_dim and num_heads go together, got embed_dim={embed_dim} and num_heads={num_heads}")
@@ -242,7 +244,9 @@ def _check(
     """The validated lengths and rates; None for a class without them."""
     if attention_type not in get_args(AttentionType):
         known = ", ".join(map(repr, get_args(AttentionType)))
-        why = f": {_NOT_HERE[attention_type]}" if attention_type in _NOT_HERE else ""
+        why = f": {_NOT_HERE[attention_type]}" if attention_type in tuple(_NOT_HERE) else ""
+        if not isinstance(attention_type, str):
+            why = "; lengths and rates come after it, or by name: segment_lengths=, dilation_rates="
         raise ValueError(f"attention_type must be one of {known}, got {attention_type!r}{why}")
     if attention_type in _WITHOUT_LENGTHS:
         if segment_lengths is not None or dilation_rates is not None:

@@ -26,12 +26,12 @@ def look_up(module: str, name: str) -> Any:
 
     Raises:
         ImportError: the name has no counterpart here; the message says what to use.
-        AttributeError: the table has no such name.
+        AttributeError: the table has no such name, or a module whose names work, which is imported then.
     """
     if name.startswith("__"):  # tools look these up in every module
         raise AttributeError(f"module {_path(module)!r} has no attribute {name!r}")
-    answer = table.answer(module, name)
-    if answer is None:
+    answer = table.answer(module, name) or table.module(f"{module}.{name}" if module else name)
+    if not answer:
         raise AttributeError(f"module {_path(module)!r} has no attribute {name!r}")
     old = f"{_path(module)}.{name}"
     if isinstance(answer, str):
@@ -59,6 +59,10 @@ class _OldModule(ModuleType):
     """A module without a file: its names come from the table."""
 
     def __getattr__(self, name: str) -> Any:
+        if name == "__all__":
+            raise ImportError(
+                f"{self.__name__} is an old module: import its names one by one, not *", name=self.__name__
+            )
         return look_up(self.__name__.removeprefix(_PACKAGE + "."), name)
 
 

@@ -14,18 +14,48 @@ from dilated_attention_pytorch.parallel import RingMultiheadDilatedAttention
 
 
 class ImprovedDilatedAttention(DilatedAttention):
-    """:class:`DilatedAttention` with the old keyword ``use_tf32``, see :func:`create_dilated_attention`."""
+    """:class:`DilatedAttention` with the old argument ``use_tf32``, see :func:`create_dilated_attention`."""
 
-    def __init__(self, *args: Any, use_tf32: bool | None = None, **options: Any) -> None:
-        super().__init__(*args, **options)
+    def __init__(
+        self,
+        segment_lengths: Sequence[int],
+        dilation_rates: Sequence[int],
+        dropout: float = 0.0,
+        use_tf32: bool | None = None,
+        **options: Any,
+    ) -> None:
+        super().__init__(segment_lengths, dilation_rates, dropout, **options)
         set_tf32(use_tf32)
 
 
 class ImprovedMultiheadDilatedAttention(MultiheadDilatedAttention):
-    """:class:`MultiheadDilatedAttention` with the old keyword ``use_tf32``, see :func:`create_dilated_attention`."""
+    """:class:`MultiheadDilatedAttention` with an earlier package's arguments.
 
-    def __init__(self, *args: Any, use_tf32: bool | None = None, **options: Any) -> None:
-        super().__init__(*args, **options)
+    Args:
+        embed_dim, num_heads, segment_lengths, dilation_rates, dropout, bias: as of the current class.
+        layer_norm, layer_norm_eps, gamma_init: now ``sub_layernorm``, ``layernorm_eps`` and ``gain``; there is a
+            LayerNorm unless ``layer_norm=False``.
+        use_tf32: see :func:`create_dilated_attention`.
+        options: keywords of the current class.
+    """
+
+    def __init__(
+        self,
+        embed_dim: int,
+        num_heads: int,
+        segment_lengths: Sequence[int],
+        dilation_rates: Sequence[int],
+        dropout: float = 0.0,
+        bias: bool = True,
+        layer_norm: bool = True,
+        layer_norm_eps: float = 1e-5,
+        gamma_init: float = 1.0,
+        *,
+        use_tf32: bool | None = None,
+        **options: Any,
+    ) -> None:
+        today = {"sub_layernorm": layer_norm, "layernorm_eps": layer_norm_eps, "gain": gamma_init}
+        super().__init__(embed_dim, num_heads, segment_lengths, dilation_rates, dropout, bias=bias, **(today | options))
         set_tf32(use_tf32)
 
 
@@ -70,7 +100,7 @@ class RingAdvancedDistributedDilatedAttention(RingMultiheadDilatedAttention):
         overlap_communication: overlap communication with computation; must be True, as it always does.
         use_tf32: see :func:`create_dilated_attention`.
         compile_model: call the module's ``compile()``.
-        of_training: any other option of the old class. None and False are ignored.
+        of_training: any other option of the old class. None, False and 0 are ignored.
 
     Raises:
         ValueError: options that a module does not implement; lists all of them with their replacements.
@@ -139,8 +169,4 @@ def _asked(name: str, options: Mapping[str, Any]) -> list[str]:
     unknown = [option for option in options if option not in _OF_TRAINING]
     if unknown:
         raise TypeError(f"{name} has no option {', '.join(unknown)}")
-    return [
-        f"{option}={value!r}: {_OF_TRAINING[option]}"
-        for option, value in options.items()
-        if value is not None and value is not False
-    ]
+    return [f"{option}={value!r}: {_OF_TRAINING[option]}" for option, value in options.items() if value]

@@ -228,6 +228,16 @@ class LongNetConfig:
         return cls(**values)
 
 
+def check_config(name: str, config: object) -> None:
+    """Raise TypeError unless a model's argument is a :class:`LongNetConfig`."""
+    if not isinstance(config, LongNetConfig):
+        raise TypeError(
+            f"{name} must be a LongNetConfig, such as LongNetConfig(embed_dim=512, num_layers=6, num_heads=8, "
+            "segment_lengths=[2048, 8192], dilation_rates=[1, 4]) or LongNetConfig.from_dict(config), "
+            f"got {config!r} of type {type(config).__name__}"
+        )
+
+
 def _check_count(name: str, value: object) -> None:
     if isinstance(value, bool) or not isinstance(value, int):
         raise TypeError(f"{name} must be an integer, got {value!r} of type {type(value).__name__}")

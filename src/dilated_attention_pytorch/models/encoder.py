@@ -14,7 +14,7 @@ from dilated_attention_pytorch.ops import attend
 from dilated_attention_pytorch.patterns import Pattern
 
 from .blocks import Block, LayerAttention
-from .config import LongNetConfig
+from .config import LongNetConfig, check_config
 from .longnet import document_positions
 from .padding import Run, attend_runs, check_rows_are_real, positions_of, real_runs
 from .rotary import rotary
@@ -55,6 +55,7 @@ class LongNetEncoder(nn.Module):
         dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__()
+        check_config("config", config)
         if not config.tie_embeddings:
             raise ValueError("an encoder has no output matrix: leave tie_embeddings at True, got False")
         check_keys(config)

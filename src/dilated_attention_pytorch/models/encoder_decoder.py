@@ -15,7 +15,7 @@ from dilated_attention_pytorch.ops import attend
 from dilated_attention_pytorch.patterns import DilatedPattern, Pattern
 
 from .blocks import Block, LayerAttention, magneto_gains
-from .config import LongNetConfig
+from .config import LongNetConfig, check_config
 from .encoder import LongNetEncoder, check_ids, check_keys, runs_of, through
 from .padding import attend_runs, positions_of
 from .rotary import Rotary, rotary
@@ -110,6 +110,8 @@ class LongNetEncoderDecoder(nn.Module):
         dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__()
+        check_config("encoder", encoder)
+        check_config("decoder", decoder)
         check_keys(decoder)
         gains = magneto_gains(encoder.num_layers, decoder.num_layers)
         self.config = decoder

@@ -16,7 +16,7 @@ from dilated_attention_pytorch.ops import attend
 from dilated_attention_pytorch.patterns import Pattern
 
 from .blocks import Block, LayerAttention
-from .config import LongNetConfig
+from .config import LongNetConfig, check_config
 from .padding import Run, attend_runs, check_rows_are_real, positions_of, real_runs
 from .rotary import rotary
 from .shifted_keys import LayerKeys, shift_keys
@@ -73,6 +73,7 @@ class LongNetLM(nn.Module):
         dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__()
+        check_config("config", config)
         self.config = config
         self.attention = attention
         self.patterns: tuple[Pattern, ...] = tuple(config.pattern(layer) for layer in range(config.num_layers))

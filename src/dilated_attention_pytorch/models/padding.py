@@ -17,12 +17,23 @@ def real_runs(attention_mask: Tensor) -> list[Run]:
     """The column range of ones of every row of ``attention_mask [B, N]`` (1 = real).
 
     Raises:
+        ValueError: the mask holds other numbers than 0 and 1, such as those of an additive mask.
         NotImplementedError: the ones of a row are not contiguous.
     """
+    num_rows, num_columns = attention_mask.shape
+    if num_columns == 0:
+        return [(0, 0)] * num_rows
     real = attention_mask.bool()
     counts = real.sum(dim=1)
     rises = real[:, :1].sum(dim=1) + (real[:, 1:] & ~real[:, :-1]).sum(dim=1)
-    starts, counts, rises = torch.stack([real.int().argmax(dim=1), counts, rises]).tolist()
+    others = ((attention_mask != 0) & (attention_mask != 1)).sum(dim=1)
+    starts, counts, rises, others = torch.stack([real.int().argmax(dim=1), counts, rises, others]).tolist()
+    if any(others):
+        row = next(index for index, number in enumerate(others) if number)
+        raise ValueError(
+            f"attention_mask must hold only 1 (real) and 0 (padding), got {others[row]} other numbers in row {row}; of "
+            "an additive mask (0 and -inf) pass mask == 0, and boundaries of documents as cu_seqlens"
+        )
     if any(rise > 1 for rise in rises):
         row = next(index for index, rise in enumerate(rises) if rise > 1)
         raise NotImplementedError(

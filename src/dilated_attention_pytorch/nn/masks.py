@@ -17,9 +17,13 @@ def ignored_keys(key_padding_mask: Tensor | None) -> Tensor | None:
     ``nn.TransformerEncoderLayer`` produces.
 
     Raises:
+        TypeError: the mask is no tensor.
         ValueError: another float value, which would be an additive bias.
     """
-    if key_padding_mask is None or not key_padding_mask.is_floating_point():
+    if key_padding_mask is None:
+        return None
+    _check_tensor("key_padding_mask", key_padding_mask)
+    if not key_padding_mask.is_floating_point():
         return key_padding_mask
     # Some callers use the dtype's minimum instead of -inf.
     ignored = key_padding_mask <= torch.finfo(key_padding_mask.dtype).min / 2
@@ -36,8 +40,10 @@ def check_causal(attn_mask: Tensor, num_queries: int, num_keys: int) -> None:
     """Check that ``attn_mask`` is the causal mask: True or -inf after each query, False or 0 elsewhere.
 
     Raises:
+        TypeError: it is no tensor.
         NotImplementedError: it is any other mask.
     """
+    _check_tensor("attn_mask", attn_mask)
     if attn_mask.dim() != 2 or attn_mask.shape[0] != num_queries or attn_mask.shape[1] != num_keys:
         raise NotImplementedError(
             f"{_OTHER_MASK}; expected a mask of shape {(num_queries, num_keys)}, got {tuple(attn_mask.shape)}"
@@ -56,6 +62,13 @@ _OTHER_MASK = (
     "sees whom; pass is_causal=True for it, key_padding_mask for padding, cu_seqlens for packed documents, "
     "from_block_mask as the pattern for any other mask"
 )
+
+
+def _check_tensor(name: str, mask: object) -> None:
+    if not isinstance(mask, Tensor):
+        raise TypeError(
+            f"{name} must be a tensor or None, got {mask!r}; the causal mask is is_causal=True, written by name"
+        )
 
 
 def _require(holds: Tensor, error: type[Exception], message: str) -> None:

@@ -193,6 +193,11 @@ class MultiheadPatternAttention(nn.Module):
             TypeError, ValueError: wrong dimensions, dtypes or shapes.
         """
         for name, x, width in (("query", query, self.embed_dim), ("key", key, self.kdim), ("value", value, self.vdim)):
+            if not isinstance(x, Tensor):
+                raise TypeError(
+                    f"{name} must be a tensor [batch, sequence, {width}], got {x!r}; self-attention is "
+                    "attention(x, x, x)"
+                )
             if x.dim() != 3 or x.shape[-1] != width:
                 raise ValueError(f"{name} must be [batch, sequence, {width}], got shape {tuple(x.shape)}")
         if need_weights:

@@ -32,6 +32,7 @@ class Unneeded(NamedTuple):
 
 _OFF = (False, None)
 _POOL = "PyTorch's allocator does what a memory pool did; leave it out"
+_CONFIG = "sizes, lengths and rates are arguments: embed_dim=, num_heads=, segment_lengths=, dilation_rates="
 _BACKEND = "no other package computes here; impl= picks the kernels, and no choice changes the result"
 _RECOMPUTE = (
     "attention keeps no scores for its backward; to recompute whole blocks call torch.utils.checkpoint.checkpoint, or "
@@ -41,7 +42,10 @@ _SPARSE = "a pattern says which keys a query sees: PatternAttention(local_window
 _SEGMENTS = "DynamicDilatedAttention(SegmentSelectionConfig({name}={value!r})) takes it"
 
 UNNEEDED: Mapping[str, Unneeded] = {
-    **dict.fromkeys(("enable_memory_pool", "use_memory_pool", "lightweight_pool"), Unneeded(_OFF, _POOL)),
+    **dict.fromkeys(
+        ("enable_memory_pool", "use_memory_pool", "lightweight_pool", "enable_buffer_manager"), Unneeded(_OFF, _POOL)
+    ),
+    **dict.fromkeys(("multihead_config", "attention_config"), Unneeded((None,), _CONFIG)),
     "use_pattern_cache": Unneeded(
         _OFF, "what a pattern needs is worked out once for every length and kept anyway; leave it out"
     ),

@@ -10,9 +10,21 @@ from typing import TypeVar
 
 import torch
 from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
+from torch.torch_version import TorchVersion
 
 _NAME = "dilated-attention-checkpoint"
 _State = TypeVar("_State")
+_IS_CLOSED_BY_A_COPY = TorchVersion(torch.__version__) < (2, 13)
+"""PyTorch 2.11 closes a stager after its first copy, 2.13 keeps it with its memory."""
+
+
+def _new_stager() -> DefaultStager:
+    on_gpu = torch.cuda.is_available()
+    return DefaultStager(
+        StagingOptions(
+            use_pinned_memory=on_gpu, use_shared_memory=False, use_async_staging=False, use_non_blocking_copy=on_gpu
+        )
+    )
 
 
 class CheckpointWriter:
@@ -29,15 +41,7 @@ class CheckpointWriter:
         self._threads = ThreadPoolExecutor(1, _NAME, self._note_thread) if is_beside else None
         self._thread: int | None = None
         self._writing: Future[None] | None = None
-        on_gpu = torch.cuda.is_available()
-        self._stager = DefaultStager(
-            StagingOptions(
-                use_pinned_memory=on_gpu,
-                use_shared_memory=False,
-                use_async_staging=False,
-                use_non_blocking_copy=on_gpu,
-            )
-        )
+        self._stager = _new_stager()
 
     def __enter__(self) -> CheckpointWriter:
         return self
@@ -53,7 +57,8 @@ class CheckpointWriter:
         """``state`` as of now, for a later write."""
         if self._threads is None:
             return state
-        copy: _State = self._stager.stage(state)  # type: ignore[arg-type,assignment]
+        stager = _new_stager() if _IS_CLOSED_BY_A_COPY else self._stager
+        copy: _State = stager.stage(state)  # type: ignore[arg-type,assignment]
         return copy
 
     def start(self, write: Callable[[], None]) -> None:
