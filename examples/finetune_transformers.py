@@ -1,6 +1,6 @@
 """Train a Llama of transformers under a pattern, by transformers' Trainer, on packed documents.
 
-python examples/finetune_transformers.py                       # a tiny Llama, drawn weights, bytes as tokens
+python examples/finetune_transformers.py                       # a tiny Llama, random weights, bytes as tokens
 python examples/finetune_transformers.py --model FOLDER --length 8192 --learning-rate 1e-5 --output tuned
 
 The data are the top-level blocks of Python's standard library. Each is a document: `DataCollatorWithFlattening` packs a
@@ -24,6 +24,7 @@ from transformers import (
     LlamaConfig,
     LlamaForCausalLM,
     PreTrainedModel,
+    PreTrainedTokenizerBase,
     Trainer,
     TrainingArguments,
 )
@@ -32,33 +33,42 @@ from dilated_attention_pytorch import DilatedPattern, local_window
 from dilated_attention_pytorch.integrations import register, set_pattern
 
 
-def model_and_documents(folder: str | None, length: int, number: int) -> tuple[PreTrainedModel, list[list[int]]]:
-    """The model, and the tokens of so many documents, `length` at most of each."""
+def model_and_documents(
+    folder: str | None, length: int, number: int
+) -> tuple[PreTrainedModel, PreTrainedTokenizerBase | None, list[list[int]]]:
+    """The model, its tokenizer, and the tokens of so many documents, `length` at most of each."""
     files = sorted(Path(sysconfig.get_path("stdlib")).glob("*.py"))
     texts = [text for file in files for text in file.read_text("utf-8").split("\n\n\n") if len(text) > 100]
     texts = random.Random(0).sample(texts, min(number, len(texts)))
     if folder is None:
         sizes = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "initializer_range": 0.1}
         config = LlamaConfig(vocab_size=256, num_attention_heads=4, num_key_value_heads=2, use_cache=False, **sizes)
-        return LlamaForCausalLM(config), [list(text.encode()[:length]) for text in texts]
+        return LlamaForCausalLM(config), None, [list(text.encode()[:length]) for text in texts]
     tokenizer = AutoTokenizer.from_pretrained(folder)
     documents = tokenizer(texts, truncation=True, max_length=length)["input_ids"]
-    return AutoModelForCausalLM.from_pretrained(folder, use_cache=False), documents
+    return AutoModelForCausalLM.from_pretrained(folder, use_cache=False), tokenizer, documents
 
 
 def main(arguments: Sequence[str] | None = None) -> float:
     """Train; returns the loss on documents that were held out, in nats a token."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--model", help="folder of a checkpoint with its tokenizer; a tiny drawn Llama without it")
+    parser.add_argument(
+        "--model", help="folder of a checkpoint with its tokenizer; default: a tiny Llama with random weights"
+    )
     parser.add_argument("--length", type=int, default=128, help="most tokens of a document")
     parser.add_argument("--steps", type=int, default=50, help="optimizer steps, of 16 documents each")
-    parser.add_argument("--learning-rate", type=float, default=1e-2, help="for a checkpoint rather 1e-5")
+    parser.add_argument("--learning-rate", type=float, default=1e-2, help="use 1e-5 for a checkpoint")
     parser.add_argument("--output", help="folder that the trained model is saved to")
     chosen = parser.parse_args(arguments)
+    for name in ("length", "steps"):
+        if getattr(chosen, name) < 1:
+            parser.error(f"--{name} must be at least 1, got {getattr(chosen, name)}")
+    if chosen.output and Path(chosen.output).is_dir() and any(Path(chosen.output).iterdir()):
+        parser.error(f"--output {chosen.output} has files already: name a new folder")
 
     torch.manual_seed(0)
     register()
-    model, documents = model_and_documents(chosen.model, chosen.length, 64 + 16 * chosen.steps)
+    model, tokenizer, documents = model_and_documents(chosen.model, chosen.length, 64 + 16 * chosen.steps)
     # Near tokens all, those of the whole document at every 8th position; a pattern of one group, ([length], [1]),
     # would give what the model gave before.
     set_pattern(model, local_window(63) + DilatedPattern([chosen.length], [8]))
@@ -84,6 +94,7 @@ def main(arguments: Sequence[str] | None = None) -> float:
             data_collator=DataCollatorWithFlattening(return_flash_attn_kwargs=True),
             train_dataset=examples[64:],
             eval_dataset=examples[:64],
+            processing_class=tokenizer,  # saved with the model
         )
         trainer.train()
         loss = trainer.evaluate()["eval_loss"]

@@ -14,6 +14,8 @@ from dilated_attention_pytorch import DilatedPattern, attend, parallel
 
 def main() -> None:
     """Every rank makes the same whole tensors and keeps its rows; a real run would only ever have its rows."""
+    if not dist.is_torchelastic_launched():
+        raise SystemExit("start it with torchrun --nproc-per-node 4 examples/parallel_attention.py")
     dist.init_process_group("gloo")
     mesh = init_device_mesh("cpu", (dist.get_world_size(),))
     torch.manual_seed(0)

@@ -23,11 +23,18 @@ from torch.nn import functional
 def read_embedding(file: Path, layers: list[int]) -> Tensor:
     """Embeddings of some layers behind each other; 0 is that of the tiles before the first layer."""
     with h5py.File(file, "r") as content:
-        return torch.from_numpy(content["layers"][()])[layers].flatten()
+        if "layers" not in content:
+            raise SystemExit(f"{file} holds no embedding: name the folder that `dilated-attention embed` wrote")
+        found = torch.from_numpy(content["layers"][()])
+    if not all(-len(found) <= layer < len(found) for layer in layers):
+        raise SystemExit(f"--layers must be from {-len(found)} to {len(found) - 1} for {file}, got {layers}")
+    return found[layers].flatten()
 
 
 def read_labels(file: Path) -> list[dict[str, str]]:
     """The rows of the table."""
+    if not file.is_file():
+        raise SystemExit(f"there is no file {file}: name a CSV file with the columns slide and label")
     with file.open(newline="", encoding="utf-8") as stream:
         rows = list(csv.DictReader(stream))
     if not rows or not {"slide", "label"} <= rows[0].keys():
@@ -94,6 +101,10 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--output", type=Path, default=Path("head.pt"))
     given = parser.parse_args()
+    if not 0 < given.held_out < 1:
+        parser.error(f"--held-out must be above 0 and below 1, got {given.held_out}")
+    if given.epochs < 1:
+        parser.error(f"--epochs must be at least 1, got {given.epochs}")
     rows = read_labels(given.labels)
     missing = [row["slide"] for row in rows if not (given.embeddings / f"{row['slide']}.h5").exists()]
     if missing:

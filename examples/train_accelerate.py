@@ -50,6 +50,12 @@ def main(arguments: Sequence[str] | None = None) -> dict[int, float]:
     parser.add_argument("--steps", type=int, default=60)
     parser.add_argument("--save-every", type=int, default=40, help="steps between two checkpoints")
     chosen = parser.parse_args(arguments)
+    steps_file = chosen.output / "steps.txt"
+    if chosen.save_every < 1:
+        parser.error(f"--save-every must be at least 1, got {chosen.save_every}")
+    if steps_file.exists() != chosen.resume:
+        there = "a checkpoint: add --resume, or name another folder" if steps_file.exists() else "no checkpoint"
+        parser.error(f"{chosen.output} has {there}")
 
     set_seed(0)
     accelerator = Accelerator(dataloader_config=DataLoaderConfiguration(use_seedable_sampler=True))
@@ -64,7 +70,7 @@ def main(arguments: Sequence[str] | None = None) -> dict[int, float]:
     done = 0
     if chosen.resume:
         accelerator.load_state(str(chosen.output))
-        done = int((chosen.output / "steps.txt").read_text())
+        done = int(steps_file.read_text())
     accelerator.print(f"{accelerator.num_processes} processes, from step {done + 1}")
     losses = {}
     for step, (row,) in enumerate(accelerator.skip_first_batches(batches, done), start=done + 1):
@@ -81,7 +87,7 @@ def main(arguments: Sequence[str] | None = None) -> dict[int, float]:
         if step % chosen.save_every == 0:
             accelerator.save_state(str(chosen.output))
             if accelerator.is_main_process:
-                (chosen.output / "steps.txt").write_text(str(step))
+                steps_file.write_text(str(step))
     return losses
 
 

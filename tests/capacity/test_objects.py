@@ -21,7 +21,8 @@ MEASURED: dict[str, Any] = json.loads((ROOT / "benchmarks/results/object_bytes.j
 def test_the_bytes_of_a_block_are_those_measured() -> None:
     assert {kind: round(found["median"], -4) for kind, found in MEASURED.items()} == OF_BLOCK
     page = " ".join((DOCS / "planner.md").read_text().split())
-    assert ", ".join(f"{size / 1e6:.2f}" for size in OF_BLOCK.values()) in page
+    words = ("MB in one process", "MB under DDP", "MB under FSDP", "MB with tensor")
+    assert all(f"{size / 1e6:.2f} {where}" in page for size, where in zip(OF_BLOCK.values(), words, strict=True))
 
 
 @pytest.mark.parametrize(

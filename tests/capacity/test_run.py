@@ -22,6 +22,7 @@ from dilated_attention_pytorch.training import PRESETS, TrainSettings
 from dilated_attention_pytorch.training.data.documents import packed
 from dilated_attention_pytorch.training.flops import longnet_flops
 from dilated_attention_pytorch.training.footprint import footprint
+from dilated_attention_pytorch.training.zero import ZERO_STAGES
 
 WITHOUT_GROUPS = {"segment_lengths": (), "dilation_rates": (), "layer_segment_shifts": (0,)}
 
@@ -136,6 +137,19 @@ def test_processes_that_share_a_sequence_share_its_operations() -> None:
     assert shared.least_seconds == whole.least_seconds / 2
     assert whole.least_seconds == whole.computed_flops / 312e12
     assert whole.model_flops < whole.computed_flops
+
+
+def test_zero_is_planned_without_torchrun_and_deepspeed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("LOCAL_RANK", raising=False)
+    whole = plan_run(_settings({}), 4, sheet_of("H200")).footprint
+    parts = {
+        stage: plan_run(_settings({}, data_parallel=stage), 4, sheet_of("H200")).footprint for stage in ZERO_STAGES
+    }
+    parameters = whole.weights // 4
+    # Weights of 4 bytes and, for AdamW, a copy and two moments: whole, or a fourth.
+    assert [part.weights for part in parts.values()] == [4 * parameters, 4 * parameters, parameters]
+    assert [part.gradients for part in parts.values()] == [4 * parameters, parameters, parameters]
+    assert [part.optimizer for part in parts.values()] == [3 * parameters] * 3
 
 
 def test_plans_that_cannot_be_are_refused() -> None:

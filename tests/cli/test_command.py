@@ -49,7 +49,7 @@ def test_train_prints_the_result_beside_xz_the_quarters_and_what_to_do_next(
     for words in (
         "xz -9e takes",
         "held-out bits per byte by quarter of the context",
-        "the last quarter without the three before it",
+        "the last quarter without the earlier context",
         "step 4/4",
         "sample",
         f"dilated-attention generate {tmp_path / 'run'}",

@@ -45,14 +45,14 @@ def entropy_of_bytes() -> float:
 
 def test_a_llama_learns_under_a_pattern() -> None:
     program = example("finetune_transformers")
-    _, documents = program.model_and_documents(None, 128, 1000)
+    _, _, documents = program.model_and_documents(None, 128, 1000)
     tokens = torch.tensor([token for document in documents for token in document])
     assert program.main([]) < entropy(tokens) - 0.2
 
 
 def test_a_checkpoint_is_tuned_on_packed_documents_and_saved_with_its_pattern(tmp_path: Path) -> None:
     from tokenizers import Tokenizer, models, pre_tokenizers
-    from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+    from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
     alphabet = pre_tokenizers.ByteLevel.alphabet()
     tokenizer = Tokenizer(models.BPE({letter: number for number, letter in enumerate(sorted(alphabet))}, []))
@@ -67,6 +67,8 @@ def test_a_checkpoint_is_tuned_on_packed_documents_and_saved_with_its_pattern(tm
     register()
     new = AutoModelForCausalLM.from_pretrained(tmp_path / "new", attn_implementation="dilated").double()
     assert not torch.equal(new.lm_head.weight, old.lm_head.weight)
+    saved = AutoTokenizer.from_pretrained(tmp_path / "new")
+    assert saved("a text of bytes")["input_ids"] == tokenizer.encode("a text of bytes").ids
     tokens, lengths = torch.randint(256, (1, 130)), (100, 30)
     positions = torch.cat([torch.arange(length) for length in lengths])[None]
     with torch.no_grad():
@@ -81,6 +83,26 @@ def test_a_loop_with_accelerate_learns_and_goes_on_as_if_never_stopped(tmp_path:
     whole = main(words)
     assert sum(whole[step] for step in range(41, 51)) / 10 < entropy_of_bytes() - 0.2
     assert main([*words, "--resume"]) == {step: whole[step] for step in range(41, 51)}
+
+
+def test_examples_overwrite_nothing_and_refuse_what_they_cannot_do(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / "steps.txt").write_text("6")
+    there = ["--output", str(tmp_path / "run")]
+    for name, words, message in (
+        ("train_accelerate", there, "has a checkpoint: add --resume"),
+        ("train_accelerate", ["--output", str(tmp_path / "new"), "--resume"], "has no checkpoint"),
+        ("train_accelerate", [*there, "--resume", "--save-every", "0"], "--save-every must be at least 1, got 0"),
+        ("finetune_transformers", there, "has files already: name a new folder"),
+        ("finetune_transformers", ["--steps", "0"], "--steps must be at least 1, got 0"),
+        ("finetune_transformers", ["--length", "0"], "--length must be at least 1, got 0"),
+    ):
+        with pytest.raises(SystemExit):
+            example(name).main(words)
+        assert message in capsys.readouterr().err
+    assert [path.name for path in (tmp_path / "run").iterdir()] == ["steps.txt"]
 
 
 @pytest.mark.filterwarnings("ignore:::lightning")  # its own: PyTorch's names of yesterday, workers, loggers

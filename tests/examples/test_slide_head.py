@@ -78,3 +78,25 @@ def test_it_refuses_tables_that_say_nothing(embeddings: Path, tmp_path: Path, mo
         with pytest.raises(SystemExit, match=message):
             runpy.run_path(str(EXAMPLE), run_name="__main__")
         assert not (tmp_path / "head.pt").exists()
+
+
+def test_it_refuses_wrong_options_and_files(
+    embeddings: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    labels = tmp_path / "labels.csv"
+    labels.write_text("slide,label\n" + "".join(f"slide{index},{'ab'[index % 2]}\n" for index in range(8)))
+    features = embeddings.parent / "features"
+    for folder, table, options, message in (
+        (embeddings, labels, ["--held-out", "0"], "--held-out must be above 0 and below 1, got 0.0"),
+        (embeddings, labels, ["--held-out", "1.5"], "--held-out must be above 0 and below 1, got 1.5"),
+        (embeddings, labels, ["--epochs", "0"], "--epochs must be at least 1, got 0"),
+        (embeddings, labels, ["--layers", "99"], "--layers must be from -"),
+        (embeddings, tmp_path / "nowhere.csv", [], "nowhere.csv: name a CSV file with the columns slide and label"),
+        (features, labels, [], "holds no embedding: name the folder that `dilated-attention embed` wrote"),
+    ):
+        words = ["slide_head.py", folder, table, "--output", tmp_path / "head.pt", *options]
+        monkeypatch.setattr(sys, "argv", [str(word) for word in words])
+        with pytest.raises(SystemExit) as refused:
+            runpy.run_path(str(EXAMPLE), run_name="__main__")
+        assert message in f"{refused.value} {capsys.readouterr().err}"
+        assert not (tmp_path / "head.pt").exists()

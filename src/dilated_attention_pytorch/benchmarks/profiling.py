@@ -69,7 +69,7 @@ def profile_call(settings: ProfileSettings, console: Console) -> list[Spent]:
     memory = clock.memory(lambda: _call(attention, operands, grad))
     is_cuda = device.type == "cuda"
     activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if is_cuda else [])]
-    with profile(activities=activities, profile_memory=True) as profiler:
+    with profile(activities=activities, profile_memory=True, acc_events=True) as profiler:
         _call(attention, operands, grad)
         if is_cuda:
             torch.cuda.synchronize(device)

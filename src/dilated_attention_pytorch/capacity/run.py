@@ -115,7 +115,7 @@ def plan_run(
     if num_processes < 1:
         raise RunError(f"a run takes at least 1 process, got {num_processes}")
     settings = dataclasses.replace(settings, parallel="told", precision=_precision(settings, device.sheet))
-    check_processes(settings, num_processes)
+    check_processes(settings, num_processes, launch="plan for {0} processes (--processes {0})")
     if purpose == "generation":
         return _plan_generation(settings, num_processes, device, generation)
     if generation is not None:

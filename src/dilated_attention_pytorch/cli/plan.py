@@ -31,6 +31,8 @@ if TYPE_CHECKING:
     from dilated_attention_pytorch.capacity.pretrained import PretrainedRun
 
 _HERE = "here"
+_OF_PRETRAINED = ("context_length", "batch_size", "precision", "optimizer")
+"""Settings of a run that a plan of a model of transformers reads; of ``model``, gradient_checkpointing."""
 
 
 @dataclass(kw_only=True, slots=True)
@@ -107,6 +109,8 @@ class Plan(TrainSettings):
                 check_new_file(file, flag)
         if self.html is not None:
             require("--html", ("plotly",), "report")
+            if self.output is not None and self.html.resolve() == self.output.resolve():
+                raise RunError(f"--output and --html must be two files, got {self.html} for both")
         self._check_flags()
         preflight.check_packages("training")
         preflight.check_optimizer(self.optimizer)
@@ -186,7 +190,7 @@ class Plan(TrainSettings):
             threads=set_threads(settings.threads),
             precision=preflight.choose_precision(settings.precision, kind),
         )
-        preflight.check_processes(settings, self.processes)
+        preflight.check_processes(settings, self.processes, launch="take --processes {}")
         price, generation = self.price_per_hour or None, self._generation()
         if generation is not None:
             check_generation(self.processes)
@@ -197,8 +201,10 @@ class Plan(TrainSettings):
 
     def _plan_longnet(self) -> None:
         from dilated_attention_pytorch.capacity import plan_run
+        from dilated_attention_pytorch.training.data.run_data import read_tokenizer
 
         settings = settings_of(self)
+        read_tokenizer(settings)  # it must have the model's number of tokens
         if self.hardware.strip().lower() == _HERE:
             settings, device = self._here(settings)
         else:
@@ -251,6 +257,7 @@ class Plan(TrainSettings):
             raise RunError(f"--hardware {_HERE} predicts steps of a LongNet; name a device beside --model")
         if self.processes > 1:
             raise RunError(f"a model of transformers is planned for one process, got --processes {self.processes}")
+        self._check_pretrained_flags()
         device = self._device()
         run = self._pretrained_run(path, device)
         plan = plan_pretrained(run, device, purpose=self.purpose, generation=self._generation())
@@ -264,6 +271,27 @@ class Plan(TrainSettings):
             "optimizer": run.optimizer,
         }
         self._write(plan, device, settings, {}, None)
+
+    def _check_pretrained_flags(self) -> None:
+        """Raise :class:`RunError` if a flag of a LongNet is given that a plan of another model does not read."""
+        defaults = defaults_of_plan(["--preset", self.preset])
+        changed = [
+            field.name.replace("_", "-")
+            for field in dataclasses.fields(TrainSettings)
+            if field.name not in ("model", "data", *_OF_PRETRAINED)
+            and getattr(self, field.name) != getattr(defaults, field.name)
+        ]
+        changed += [
+            f"model.{field.name.replace('_', '-')}"
+            for field in dataclasses.fields(self.model)
+            if field.name != "gradient_checkpointing"
+            and getattr(self.model, field.name) != getattr(defaults.model, field.name)
+        ]
+        if changed:
+            raise RunError(
+                f"--{changed[0]} is for a LongNet, and a plan of a model of transformers does not read it; leave it "
+                "out beside --model"
+            )
 
     def _pretrained_run(self, path: Path, device: Device) -> PretrainedRun:
         from dilated_attention_pytorch.capacity.pretrained import PretrainedRun, read_config

@@ -49,6 +49,8 @@ def print_plan(plan: RunPlan, device: Device, processes: int) -> None:
 
 def sentences(plan: RunPlan) -> Iterator[str]:
     """Sentences about what follows from the tables."""
+    from dilated_attention_pytorch.capacity.page import SECONDS
+
     left = plan.memory_bytes - plan.footprint.total
     yield f"fits, with {in_bytes(left)} left" if plan.fits else f"does not fit: {in_bytes(-left)} are missing"
     unit = _UNITS[plan.purpose]
@@ -58,10 +60,10 @@ def sentences(plan: RunPlan) -> Iterator[str]:
     )
     if plan.seconds.is_bound:
         yield (
-            f"bound from below: at the data sheet's rates {unit} takes {plan.seconds.total:.3g} s; none is faster, and "
-            "real ones reach a part of those rates"
+            f"lower bound: at the data sheet's rates {unit} takes {plan.seconds.total:.3g} s; real ones reach a part "
+            "of those rates only"
         )
-    yield f"what bounds it: {plan.bounded_by}"
+    yield f"what bounds it: {SECONDS.get(plan.bounded_by, plan.bounded_by)}"
     rates, at_most = plan.rates, "at most " if plan.seconds.is_bound else ""
     yield f"{at_most}{rates.tokens_per_second:,.4g} tokens a second, model FLOP utilisation {rates.utilisation:.1%}"
     least = "at least " if plan.seconds.is_bound else ""

@@ -146,5 +146,6 @@ def _quarters_in_words(outcome: Outcome) -> str:
     compared = f"the last is {fall:.3f} lower than the first" if fall > 0 else "the last is not lower than the first"
     return (
         f"held-out bits per byte by quarter of the context: {numbers}: {compared}\n"
-        f"the last quarter without the three before it: {alone:.3f}; reading them is worth {alone - quarters[-1]:.3f}"
+        f"the last quarter without the earlier context: {alone:.3f}; the context improves it by "
+        f"{alone - quarters[-1]:.3f}"
     )

@@ -137,6 +137,8 @@ def _read_hdf5(path: Path) -> tuple[Tensor, Tensor, int | None]:
                 _tensor(coordinates),
                 _tile_size({**file.attrs, **features.attrs, **coordinates.attrs}),
             )
+    except (PermissionError, IsADirectoryError) as error:
+        raise RunError(f"it cannot be opened: {os.strerror(error.errno or 0)}") from error
     except (OSError, KeyError, RuntimeError, ValueError, TypeError) as error:
         raise RunError(f"it cannot be read as HDF5 ({first_line(error)}); copy it again, or {_AGAIN}") from error
 
@@ -144,6 +146,8 @@ def _read_hdf5(path: Path) -> tuple[Tensor, Tensor, int | None]:
 def _tensor(dataset: Any) -> Tensor:
     """The values of a dataset in native byte order."""
     values = dataset[()]
+    if values.dtype.kind not in "fiu":
+        raise RunError(f"{dataset.name.lstrip('/')} must hold numbers, got {values.dtype}; {_AGAIN}")
     return torch.from_numpy(values.astype(values.dtype.newbyteorder("="), copy=False))
 
 
@@ -187,9 +191,10 @@ def _tile_size(attributes: Mapping[str, Any]) -> int | None:
 
 
 def _number(value: Any) -> float | None:
-    """A number, or the first of a sequence (CLAM stores one factor per axis); None for anything else."""
+    """A number, or the first of a sequence of about equal ones (CLAM stores one factor per axis); None otherwise."""
     try:
-        return float(torch.as_tensor(value).flatten()[0])
+        numbers = torch.as_tensor(value, dtype=torch.float64).flatten()
+        return float(numbers[0]) if torch.allclose(numbers, numbers[0], rtol=0.01, atol=0) else None
     except (TypeError, ValueError, RuntimeError, IndexError):
         return None
 

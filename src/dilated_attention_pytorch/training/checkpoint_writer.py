@@ -14,7 +14,7 @@ from torch.torch_version import TorchVersion
 
 _NAME = "dilated-attention-checkpoint"
 _State = TypeVar("_State")
-_IS_CLOSED_BY_A_COPY = TorchVersion(torch.__version__) < (2, 13)
+_IS_CLOSED_BY_A_COPY = TorchVersion(torch.__version__) < TorchVersion("2.13")
 """PyTorch 2.11 closes a stager after its first copy, 2.13 keeps it with its memory."""
 
 

@@ -67,6 +67,7 @@ class LiveBytes(TorchDispatchMode):
         self.part: Part | None = None
         """Category of new storages; None derives it from whether gradients are recorded."""
         self.is_recording = False
+        self._is_counting = True
         self._now = dict.fromkeys(PARTS, 0)
         self._storages: dict[int, tuple[weakref.ref[torch.UntypedStorage], Part, int]] = {}
 
@@ -91,6 +92,15 @@ class LiveBytes(TorchDispatchMode):
         finally:
             self.part = before
 
+    @contextmanager
+    def unseen(self) -> Iterator[None]:
+        """Context in which new storages are not counted."""
+        self._is_counting = False
+        try:
+            yield
+        finally:
+            self._is_counting = True
+
     def __torch_dispatch__(
         self, func: Any, types: Sequence[type], args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
@@ -102,6 +112,8 @@ class LiveBytes(TorchDispatchMode):
             # The optimizer reads its step count for control flow; the value does not affect memory.
             return 1
         results = func(*args, **(kwargs or {}))
+        if not self._is_counting:
+            return results
         part = self.part or self._part_of(func)
         for place, leaf in enumerate(tree_leaves(results)):
             if isinstance(leaf, Tensor):

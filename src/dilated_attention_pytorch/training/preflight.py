@@ -74,12 +74,19 @@ def check_alone() -> None:
         )
 
 
-def check_processes(settings: TrainSettings, processes: int) -> None:
-    """Raise :class:`RunError` unless ``settings`` are valid for the number of ``processes``."""
+_LAUNCH = "start it with torchrun --nproc-per-node {} -m dilated_attention_pytorch train ..."
+
+
+def check_processes(settings: TrainSettings, processes: int, *, launch: str = _LAUNCH) -> None:
+    """Raise :class:`RunError` unless ``settings`` are valid for the number of ``processes``.
+
+    Args:
+        settings, processes: the run.
+        launch: the remedy for another number of processes, with a place for it.
+    """
     check_zero(settings)
     context, tensor, model = settings.context_parallel, settings.tensor_parallel, settings.model
     together = context * tensor
-    launch = "start it with torchrun --nproc-per-node {} -m dilated_attention_pytorch train ..."
     if processes % together:
         flags = {"--context-parallel": context, "--tensor-parallel": tensor}
         named = " and ".join(f"{flag} {size}" for flag, size in flags.items() if size > 1)

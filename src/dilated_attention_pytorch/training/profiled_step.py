@@ -125,7 +125,7 @@ def slowest_operators(settings: TrainSettings, batch: Window, device: str) -> li
         optimizer.zero_grad()
 
     step()
-    with profile(activities=activities) as profiler:
+    with profile(activities=activities, acc_events=True) as profiler:
         for _ in range(_STEPS):
             step()
     name = "self_device_time_total" if device == "cuda" else "self_cpu_time_total"

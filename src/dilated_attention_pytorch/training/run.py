@@ -50,7 +50,7 @@ from .text_files import in_words
 from .together import from_all, from_first, in_first, is_first_process, num_processes
 from .trackers import check_trackers, tracking
 from .verification import check_same_model
-from .zero import check_offload, zero_stage
+from .zero import check_offload, check_zero_here, zero_stage
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -109,6 +109,7 @@ def _begin(settings: TrainSettings, output: Path, console: Console, may_resume: 
         return Outcome.of_finished(output)
     is_again = found == "stopped" or _was_begun_by_this_launch(output)
     if not is_again:
+        check_zero_here(settings)
         preflight.check_processes(settings, num_processes())
         if is_first_process():
             preflight.check_output(output)
@@ -175,6 +176,7 @@ def _go_on(run: Path, console: Console, changes: Mapping[str, Any], *, may_begin
         settings = spread_anew(settings, processes, num_processes(), changes)
     except (RunError, ValueError) as error:
         raise RunError(f"--resume {run}: {error}") from error
+    check_zero_here(settings)
     preflight.check_processes(settings, num_processes())
     if num_processes() != processes and is_first_process():
         console.print(

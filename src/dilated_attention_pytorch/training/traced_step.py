@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.distributed.tensor import DTensor
 from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 
 from dilated_attention_pytorch.models.causal_lm import LongNetForCausalLM
@@ -97,15 +98,10 @@ def _without_collection() -> Iterator[None]:
 
 
 def _make_states(model: nn.Module, optimizer: torch.optim.Optimizer, settings: TrainSettings, live: LiveBytes) -> None:
-    """Create the optimizer state with a step on zero gradients.
-
-    Gradients are clipped, too: the first time, DTensor finds the result's sharding with fake tensors of the whole
-    shape, which would count as if they had memory.
-    """
+    """Create the optimizer state with a step on zero gradients."""
     with live.made_as("optimizer"):
         for parameter in model.parameters():
             parameter.grad = torch.zeros_like(parameter)
-        _clip(model, settings)
         optimizer.step()
         optimizer.zero_grad()
 
@@ -156,8 +152,12 @@ def _gradients(model: nn.Module, ids: Tensor, settings: TrainSettings, live: Liv
 def _step(model: nn.Module, optimizer: torch.optim.Optimizer, settings: TrainSettings, live: LiveBytes) -> None:
     """Clipping and the optimizer's step, as in transformers' trainer."""
     live.phase = ("optimizer", 0)
-    with live.made_as("temporaries"):
+    is_split = any(isinstance(parameter, DTensor) for parameter in model.parameters())
+    # Clipping makes norms alone, of 4 bytes each. DTensor finds their sharding with fake tensors of the whole shape, which
+    # would count as if they had memory.
+    with live.unseen() if is_split else contextlib.nullcontext():
         _clip(model, settings)
+    with live.made_as("temporaries"):
         optimizer.step()
 
 

@@ -42,8 +42,8 @@ def zero_stage(settings: TrainSettings) -> int:
     return ZERO_STAGES.get(settings.data_parallel, 0)
 
 
-def check_zero(settings: TrainSettings) -> None:
-    """Raise :class:`RunError` unless DeepSpeed supports ``settings`` here."""
+def check_zero_here(settings: TrainSettings) -> None:
+    """Raise :class:`RunError` unless this process can run DeepSpeed, if ``settings`` need it."""
     if not zero_stage(settings):
         return
     flag = f"--data-parallel {settings.data_parallel}"
@@ -52,6 +52,14 @@ def check_zero(settings: TrainSettings) -> None:
             f"{flag} runs under torchrun, with one process too; start it with torchrun --nproc-per-node 1 -m "
             "dilated_attention_pytorch train ..."
         )
+    require(flag, ("deepspeed",), "deepspeed")
+
+
+def check_zero(settings: TrainSettings) -> None:
+    """Raise :class:`RunError` unless DeepSpeed supports ``settings``."""
+    if not zero_stage(settings):
+        return
+    flag = f"--data-parallel {settings.data_parallel}"
     for name, value, fitting, reason in (
         (
             "optimizer",
@@ -80,7 +88,6 @@ def check_zero(settings: TrainSettings) -> None:
             said = f"--{name}" if value is True else f"--{name} {value}"
             remedy = f"take --{name} {fitting[-1]}" if isinstance(fitting[-1], str) else "leave it out"
             raise RunError(f"{flag} does not go with {said}, as {reason}; {remedy}, or --data-parallel fsdp")
-    require(flag, ("deepspeed",), "deepspeed")
 
 
 def check_offload(settings: TrainSettings, device: str) -> None:

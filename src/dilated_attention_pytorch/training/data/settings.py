@@ -22,7 +22,7 @@ class DataSettings(RunSettings):
 
     tokenizer: Path | None = None
     """tokenizer.json of a byte-level tokenizer, or a folder that contains one, as `dilated-attention tokenizer`
-    writes; sets the model's tokens (--model.vocab-size). Default: one token per byte."""
+    writes; --model.vocab-size must be its number of tokens. Default: one token per byte."""
     cache: Path | None = None
     """Folder for cached tokens: computed once per files and tokenizer, and memory-mapped.
     Default: with a tokenizer, the user's cache folder; bytes are read into memory."""
