@@ -153,8 +153,8 @@ def _step(model: nn.Module, optimizer: torch.optim.Optimizer, settings: TrainSet
     """Clipping and the optimizer's step, as in transformers' trainer."""
     live.phase = ("optimizer", 0)
     is_split = any(isinstance(parameter, DTensor) for parameter in model.parameters())
-    # Clipping makes norms alone, of 4 bytes each. DTensor finds their sharding with fake tensors of the whole shape, which
-    # would count as if they had memory.
+    # Clipping makes norms alone, of 4 bytes each. DTensor finds their sharding with fake tensors of the whole shape,
+    # which would count as if they had memory.
     with live.unseen() if is_split else contextlib.nullcontext():
         _clip(model, settings)
     with live.made_as("temporaries"):
