@@ -22,7 +22,15 @@ CLAM = {"patch_size": 256, "patch_level": 1, "downsample": np.array([2.0, 2.0])}
 
 @pytest.mark.parametrize("has_batch", [False, True])
 @pytest.mark.parametrize(
-    ("attributes", "tile_size"), [(TRIDENT, 512), (CLAM, 512), ({}, None), ({"patch_size": 256}, None)]
+    ("attributes", "tile_size"),
+    [
+        (TRIDENT, 512),
+        (CLAM, 512),
+        ({}, None),
+        ({"patch_size": 256}, None),
+        ({"patch_size_level0": [512, 256]}, None),
+        ({"patch_size_level0": [512, 512]}, 512),
+    ],
 )
 def test_hdf5_files_of_trident_and_clam_are_read(
     attributes: dict[str, Any], tile_size: int | None, has_batch: bool, tmp_path: Path
@@ -92,6 +100,7 @@ BROKEN: list[tuple[str, Any, str]] = [
     ("a.h5", {"features": FEATURES, "coords": FEATURES}, "coords must be [tiles, 2], got [7, 12]"),
     ("a.h5", {"features": FEATURES[0], "coords": CORNERS}, "must be [tiles, width] or [1, tiles, width], got [12]"),
     ("a.h5", {"features": torch.stack((FEATURES, FEATURES)), "coords": CORNERS}, "got [2, 7, 12]"),
+    ("a.h5", "folder", "it cannot be opened: Is a directory"),
     ("a.h5", {"features": np.array([b"a", b"b"]), "coords": CORNERS}, "features must hold numbers, got |S1"),
     ("a.h5", "endless", "of memory, and"),
     ("a.pt", b"slide" * 999, "it cannot be read as tensors"),
@@ -104,10 +113,12 @@ BROKEN: list[tuple[str, Any, str]] = [
 
 
 def write_broken(path: Path, content: Any) -> None:
-    """A file that holds ``content``, or one that is "cut", or of "endless" features."""
+    """A file that holds ``content``, or one that is "cut", or of "endless" features, or a "folder"."""
     whole = {"features": FEATURES.repeat(99, 1), "coords": CORNERS.repeat(99, 1)}
     if isinstance(content, bytes):
         path.write_bytes(content)
+    elif isinstance(content, str) and content == "folder":
+        path.mkdir()
     elif isinstance(content, str) and content == "endless":
         with h5py.File(path, "w") as file:
             file.create_dataset("features", shape=(10**12, WIDTH), dtype="f4", chunks=(1, WIDTH))

@@ -4,10 +4,11 @@ from typing import Any
 
 from dilated_attention_pytorch.legacy import look_up
 
+_OLD = ("hilbert", "cache_", "config_", "dilated_")
+"""What names of earlier packages begin with; the table is not read for those of our own modules."""
+
 
 def __getattr__(name: str) -> Any:
-    if name.lower().startswith(
-        ("hilbert", "cache_", "config_", "dilated_")
-    ):  # of earlier packages; the table is not read for names of our own modules
+    if name.lower().startswith(_OLD):
         return look_up("kernels", name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
