@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pickle
 from pathlib import Path
 from typing import Any
 
@@ -103,7 +104,8 @@ BROKEN: list[tuple[str, Any, str]] = [
     ("a.h5", "folder", "it cannot be opened: Is a directory"),
     ("a.h5", {"features": np.array([b"a", b"b"]), "coords": CORNERS}, "features must hold numbers, got |S1"),
     ("a.h5", "endless", "of memory, and"),
-    ("a.pt", b"slide" * 999, "it cannot be read as tensors"),
+    ("a.pt", b"slide" * 999, "it cannot be read as tensors (it is no file of torch.save, or a damaged one)"),
+    ("a.pt", pickle.dumps({"path": Path("a")}), "it cannot be read as tensors (it is no file of torch.save, or a"),
     ("a.pt", "cut", "it cannot be read as tensors"),
     ("a.pt", FEATURES, "it holds only features, and tile coordinates are needed too; pass the HDF5 file next to it"),
     ("a.pt", [FEATURES], "it holds a list, expected"),

@@ -15,6 +15,7 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from dilated_attention_pytorch.errors import RunError
+from dilated_attention_pytorch.models.tensor_file import first_line
 from dilated_attention_pytorch.patterns import Pattern
 from dilated_attention_pytorch.training.attention_bytes import tile_bytes
 from dilated_attention_pytorch.training.autocast import autocast, computing_dtype
@@ -96,7 +97,8 @@ def _build(run: PretrainedRun, dtype: torch.dtype) -> PreTrainedModel:
         model = AutoModelForCausalLM.from_config(run.config, dtype=dtype)
         return set_pattern(model, run.pattern)
     except refusals as error:
-        raise RunError(f"--model: {run.config.model_type} cannot be planned under {run.pattern!r}: {error}") from error
+        reason = first_line(error)
+        raise RunError(f"--model: {run.config.model_type} cannot be planned under {run.pattern!r}: {reason}") from error
 
 
 @contextlib.contextmanager

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import pickle
 import struct
+import warnings
 import zipfile
 from pathlib import Path
 from typing import Any
@@ -40,14 +41,16 @@ def load_tensors(path: Path) -> Any:
     """
     try:
         # Programs derived from MAE save their argparse.Namespace with the weights; it only holds values.
-        with torch.serialization.safe_globals([argparse.Namespace]):
+        with torch.serialization.safe_globals([argparse.Namespace]), warnings.catch_warnings():
+            warnings.filterwarnings("ignore", message="Detected pickle protocol", category=UserWarning)
             return torch.load(path, map_location="cpu", weights_only=True)
     except _BROKEN as error:
-        reason = first_line(error)
-        if isinstance(error, pickle.UnpicklingError) and zipfile.is_zipfile(path):
+        if isinstance(error, pickle.UnpicklingError):
             named = str(error).partition("GLOBAL ")[2].partition(" ")[0]
-            raise UnsafeFileError(f"an object {named}" if named else reason) from error
-        raise ValueError(reason) from error
+            if named or zipfile.is_zipfile(path):
+                raise UnsafeFileError(f"an object {named}" if named else first_line(error)) from error
+        is_told = isinstance(error, OSError | RuntimeError)
+        raise ValueError(first_line(error) if is_told else "it is no file of torch.save, or a damaged one") from error
 
 
 def first_line(error: Exception) -> str:
