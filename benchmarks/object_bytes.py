@@ -14,10 +14,7 @@ import argparse
 import dataclasses
 import gc
 import json
-import os
 import statistics
-import subprocess
-import sys
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
@@ -34,7 +31,7 @@ from dilated_attention_pytorch.training.distribution import Distribution
 from dilated_attention_pytorch.training.optimizer import build_optimizer
 from dilated_attention_pytorch.training.settings import Optimizer
 
-from .planner import BOUNDED
+from .planner import BOUNDED, printed
 
 KINDS: dict[str, tuple[int, dict[str, Any]]] = {
     "one process": (1, {}),
@@ -134,28 +131,6 @@ def measure(kind: str) -> None:
         dist.destroy_process_group()
 
 
-def run(kind: str) -> list[dict[str, Any]]:
-    """Start the processes of one way to share weights.
-
-    Raises:
-        SystemExit: they fail.
-    """
-    number = KINDS[kind][0]
-    launch = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(number)] if number > 1 else []
-    program = subprocess.run(
-        [sys.executable, *launch, "-m", "benchmarks.object_bytes", "--kind", kind],
-        env=os.environ | BOUNDED,
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    lines = [line for line in program.stdout.splitlines() if line.startswith("measured ")]
-    if program.returncode or not lines:
-        raise SystemExit(f"{kind} failed: {program.stderr[-2000:]}")
-    found: list[dict[str, Any]] = json.loads(lines[-1].removeprefix("measured "))
-    return found
-
-
 def main() -> None:
     """Measure all kinds; print and write the bytes of a block."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -167,7 +142,7 @@ def main() -> None:
         return
     record: dict[str, Any] = {"machine": origin(module_command()), "kinds": {}}
     for kind in KINDS:
-        found = run(kind)
+        found = printed(["-m", "benchmarks.object_bytes", "--kind", kind], KINDS[kind][0], BOUNDED, kind)
         median = round(statistics.median(one["bytes"] for one in found))
         record["kinds"][kind] = {"median": median, "variants": found}
         print(f"{kind:12} {median / 1e3:6.0f} kB a block: {', '.join(str(one['bytes']) for one in found)}", flush=True)

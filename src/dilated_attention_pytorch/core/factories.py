@@ -245,7 +245,7 @@ def _check(
     if attention_type not in get_args(AttentionType):
         known = ", ".join(map(repr, get_args(AttentionType)))
         why = f": {_NOT_HERE[attention_type]}" if attention_type in tuple(_NOT_HERE) else ""
-        if not isinstance(attention_type, str):
+        if not isinstance(attention_type, str):  # not a name, and not hashable: a list of lengths
             why = "; lengths and rates come after it, or by name: segment_lengths=, dilation_rates="
         raise ValueError(f"attention_type must be one of {known}, got {attention_type!r}{why}")
     if attention_type in _WITHOUT_LENGTHS:
