@@ -4,11 +4,12 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 RUN_FOLDER ?= runs/demo
+IF_STALE ?= --if-stale
 SWEEP_FOLDER ?= build/sweep-resume
 # The oldest PyTorch that pyproject.toml promises.
 OLDEST := $(shell sed -n 's/.*"torch>=\([0-9.]*\)".*/\1/p' pyproject.toml)
 
-.PHONY: demo test check checked wheel gate format lint types tests oldest docs sweep sweep-resume mangled stream trackers zero quantized architectures cluster bench benchmark gpu clean
+.PHONY: demo test check checked wheel gate format lint types tests oldest docs sweep sweep-resume mangled stream trackers zero quantized architectures cluster bench benchmark benchmark-long gpu clean
 
 demo: $(VENV)/train.stamp  ## environment, install, train a LongNet on real text, sample from it
 	@if [ -f $(RUN_FOLDER)/model.safetensors ]; then \
@@ -54,7 +55,7 @@ types:
 
 tests:
 	$(BIN)/dilated-attention build || true
-	$(BIN)/pytest -n 2 --dist worksteal
+	$(BIN)/pytest -n 2 --dist worksteal --durations 25
 
 oldest: $(VENV)-oldest/dev.stamp  ## the tests on the oldest PyTorch that is promised, kernels compiled by its Triton among them; its wheels bring CUDA, 5 GB
 	$(VENV)-oldest/bin/pytest -n 2 --dist worksteal
@@ -100,31 +101,49 @@ cluster: $(VENV)/dev.stamp  ## the files of examples/cluster, run as far as one 
 bench: $(VENV)/dev.stamp  ## times beside dense, FlexAttention and the published route, under 5 minutes
 	$(BIN)/dilated-attention bench --preset cpu
 
-benchmark: $(VENV)/dev.stamp  ## the figures of the README, on this machine
-	$(BIN)/python -m benchmarks.attention
-	$(BIN)/python -m benchmarks.decoding
-	$(BIN)/python -m benchmarks.blocks
-	$(BIN)/python -m benchmarks.selection
-	$(BIN)/python -m benchmarks.recall
-	$(BIN)/python -m benchmarks.parallel
-	$(BIN)/python -m benchmarks.scale --only plan call simulated messages rounds
-	$(BIN)/python -m benchmarks.claims
-	$(BIN)/python -m benchmarks.slide_encoder
-	$(BIN)/python -m benchmarks.slides
-	$(BIN)/python -m benchmarks.products
-	$(BIN)/python -m benchmarks.products --avx2
-	$(BIN)/python -m benchmarks.cpu_kernels
-	$(BIN)/python -m benchmarks.cpu_kernels --avx2
-	$(BIN)/python -m benchmarks.training_step
-	$(BIN)/python -m benchmarks.training_memory
-	$(BIN)/python -m benchmarks.planner
-	$(BIN)/python -m benchmarks.how_far
-	$(BIN)/python -m benchmarks.optimizer_states
-	$(BIN)/python -m benchmarks.sharded_states
-	$(BIN)/python -m benchmarks.checkpoints
-	$(BIN)/python -m benchmarks.transformers_memory
-	$(BIN)/python -m benchmarks.long_context
-	$(BIN)/python -m benchmarks.loader
+benchmark: $(VENV)/dev.stamp $(VENV)/torchao.stamp  ## the figures of the README and the docs that are of other code, on this machine: up to 3 hours on two cores; IF_STALE= measures all
+	rm -rf build/tune build/bench build/small-weights
+	$(BIN)/python -m benchmarks.measured_code $(IF_STALE) selection build/tune/tune.json benchmarks/results/tuning.json $(BIN)/dilated-attention tune --output build/tune
+	$(BIN)/python -m benchmarks.selection $(IF_STALE)
+	$(BIN)/python -m benchmarks.measured_code $(IF_STALE) attention build/bench/bench.json benchmarks/results/cpu/bench.json $(BIN)/dilated-attention bench --preset cpu --output build/bench
+	test ! -d build/bench || cp build/bench/*.png benchmarks/results/cpu
+	$(BIN)/python -m benchmarks.attention $(IF_STALE) --only speed --output benchmarks/results/attention_cpu.json
+	$(BIN)/python -m benchmarks.attention $(IF_STALE) --only head_dims --output benchmarks/results/attention_head_dims.json
+	$(BIN)/python -m benchmarks.attention $(IF_STALE) --only avx2 --rows 16384 --impl native --output benchmarks/results/attention_avx2.json
+	$(BIN)/python -m benchmarks.attention $(IF_STALE) --impl aten --only speed --rows 16384
+	$(BIN)/python -m benchmarks.decoding $(IF_STALE) --only kernel small --output benchmarks/results/decoding_kernel.json
+	$(BIN)/python -m benchmarks.decoding $(IF_STALE) --impl aten --only model
+	$(BIN)/python -m benchmarks.blocks $(IF_STALE)
+	TRITON_INTERPRET=1 $(BIN)/python -m benchmarks.host $(IF_STALE)
+	TRITON_INTERPRET=1 $(BIN)/python -m benchmarks.magnitudes $(IF_STALE)
+	$(BIN)/python -m benchmarks.recall $(IF_STALE) --seeds 0
+	$(BIN)/python -m benchmarks.parallel $(IF_STALE)
+	$(BIN)/python -m benchmarks.scale $(IF_STALE) --only plan call simulated messages rounds
+	$(BIN)/python -m benchmarks.slide_encoder $(IF_STALE) --lengths 20000 --only adopted "published, fused" --repeats 2 --output benchmarks/results/slide_encoder_native.json
+	$(BIN)/python -m benchmarks.slide_encoder $(IF_STALE) --impl aten --most-dense 5000
+	$(BIN)/python -m benchmarks.slides $(IF_STALE) --slides 40
+	$(BIN)/python -m benchmarks.products $(IF_STALE)
+	$(BIN)/python -m benchmarks.products $(IF_STALE) --avx2
+	$(BIN)/python -m benchmarks.cpu_kernels $(IF_STALE) --seconds 0.04
+	$(BIN)/python -m benchmarks.cpu_kernels $(IF_STALE) --seconds 0.04 --avx2
+	$(BIN)/python -m benchmarks.training_step $(IF_STALE)
+	$(BIN)/python -m benchmarks.training_memory $(IF_STALE)
+	$(BIN)/python -m benchmarks.how_far $(IF_STALE)
+	$(BIN)/python -m benchmarks.optimizer_states $(IF_STALE) --steps 60 --context-length 256
+	$(BIN)/python -m benchmarks.sharded_states $(IF_STALE)
+	$(BIN)/python -m benchmarks.checkpoints $(IF_STALE)
+	$(BIN)/python -m benchmarks.transformers_memory $(IF_STALE) --most-dense 16384
+	$(BIN)/python -m benchmarks.loader $(IF_STALE)
+	$(BIN)/dilated-attention train --preset cpu --context-length 2048 --steps 220 --output build/small-weights
+	$(BIN)/python -m benchmarks.small_weights $(IF_STALE) build/small-weights --windows 8 --tokens 200
+	$(BIN)/python -m benchmarks.tables
+
+benchmark-long: $(VENV)/dev.stamp  ## what benchmark leaves out: claims, the planner's drawn cases, training for long contexts: hours
+	rm -rf build/claims
+	$(BIN)/python -m benchmarks.measured_code $(IF_STALE) attention build/claims/bench.json benchmarks/results/claims_calls.json $(BIN)/dilated-attention bench --preset claims --contestants "ours, native" --modes forward --output build/claims
+	$(BIN)/python -m benchmarks.claims $(IF_STALE)
+	$(BIN)/python -m benchmarks.planner $(IF_STALE)
+	$(BIN)/python -m benchmarks.long_context $(IF_STALE)
 
 gpu: $(VENV)/dev.stamp  ## on a machine with a GPU: is it right, how fast, within its memory; again goes on; DRY=1 tries it on a CPU
 	$(BIN)/python -m benchmarks.gpu $(if $(DRY),--dry-run)

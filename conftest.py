@@ -10,6 +10,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+
+# Tests and the programs that they start run beside each other on small inputs: more threads would wait for each other.
+# Before PyTorch is imported. What modules and their fixtures compute equals what their tests compute to the last bit.
+os.environ["OMP_NUM_THREADS"] = "1"
+
 import torch
 
 # Before Triton is imported: its kernels then run on CPU tensors. TRITON_INTERPRET=0 tests them on a GPU.
@@ -21,10 +26,6 @@ os.environ.setdefault("RES_OPTIONS", "timeout:1 attempts:1")
 import dilated_attention_pytorch
 from dilated_attention_pytorch.kernels.compilation import BuildError, library_path
 from dilated_attention_pytorch.selection import hardware
-
-# Tests run in parallel processes on small inputs: threads of their own would only wait for each other. What modules
-# and their fixtures compute is included, so that it equals what their tests compute to the last bit.
-torch.set_num_threads(1)
 
 _FIGURES = "figures.jsonl"
 

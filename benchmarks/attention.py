@@ -1,6 +1,6 @@
 """Time and memory of dilated attention on this machine, as ratios to dense attention's own rate in the same run.
 
-    python -m benchmarks.attention [--quick] [--only speed head_dims avx2 growth long_growth memory paper floor]
+    python -m benchmarks.attention [--tiny] [--only speed head_dims avx2 growth long_growth memory paper floor]
         [--impl auto|native|aten] [--rows N ...] [--head-dims D ...] [--output FILE]
 
 A time is printed only if the call's sampled rows agree with the definition. The bound of a time is the exact number of
@@ -28,11 +28,13 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from dilated_attention_pytorch import DilatedPattern, attend, attend_with_lse
 from dilated_attention_pytorch.benchmarks.exactness import draw_samples, judge, sampled_gradient
-from dilated_attention_pytorch.benchmarks.results import module_command, origin, write_json
+from dilated_attention_pytorch.benchmarks.results import module_command, origin
 from dilated_attention_pytorch.benchmarks.shapes import Case, DtypeName
 from dilated_attention_pytorch.memory import begin_peak, resident
+from dilated_attention_pytorch.ops import implementation
 
-from .implementation import LEAST_VECTORS, add_choice, in_words, judged, take
+from .implementation import LEAST_VECTORS, add_choice, chosen, in_words, judged
+from .options import parse, parser_of, write_results
 
 SPEED = ((2048, 1), (4096, 2), (8192, 4))
 PAPER = ((2048, 1), (4096, 2), (8192, 4), (16384, 6), (32768, 12))
@@ -64,13 +66,13 @@ def operands(rows: int, heads: int, dtype: torch.dtype, head_dim: int = 64) -> t
 
 
 class Dense:
-    """Dense scaled dot-product attention at 8,192 rows: the rate that this machine reaches."""
+    """Dense scaled dot-product attention: the rate that this machine reaches."""
 
-    def __init__(self, heads: int, dtype: torch.dtype, head_dim: int, *, is_causal: bool) -> None:
-        self.inputs, self.grad = operands(DENSE_ROWS, heads, dtype, head_dim)
+    def __init__(self, rows: int, heads: int, dtype: torch.dtype, head_dim: int, *, is_causal: bool) -> None:
+        self.inputs, self.grad = operands(rows, heads, dtype, head_dim)
         self.is_causal = is_causal
         # PyTorch counts the whole square for its own causal attention; here only the triangle counts.
-        pairs = DENSE_ROWS * (DENSE_ROWS + 1) // 2 if is_causal else DENSE_ROWS**2
+        pairs = rows * (rows + 1) // 2 if is_causal else rows**2
         self.flops = 4 * head_dim * heads * pairs
 
     def forward(self) -> Tensor:
@@ -129,6 +131,7 @@ def measure(
     repeats: int,
     head_dim: int = 64,
     limits: tuple[float, float] | None = None,
+    dense_rows: int = DENSE_ROWS,
 ) -> dict[str, Any]:
     """Median times of this package and of dense attention, timed alternately, and their ratio per operation.
 
@@ -151,7 +154,7 @@ def measure(
     def both_seconds() -> float:
         return seconds(lambda: torch.autograd.grad(forward(), inputs, grad))
 
-    dense = Dense(heads, dtype, head_dim, is_causal=is_causal)
+    dense = Dense(dense_rows, heads, dtype, head_dim, is_causal=is_causal)
     result: dict[str, Any] = {
         "groups": groups,
         "rows": rows,
@@ -180,7 +183,7 @@ def measure(
             "fastest": min(times),
             "slowest": max(times),
             "dense_seconds": statistics.median(dense_times),
-            "dense_rows": DENSE_ROWS,
+            "dense_rows": dense_rows,
             "dense_rate_gflops": rate / 1e9,
             "ratio_to_bound": ratio,
         }
@@ -214,10 +217,11 @@ def limits_of(dtype: torch.dtype, *, is_causal: bool) -> tuple[float, float]:
     return (CAUSAL * forward, CAUSAL * both) if is_causal else (forward, both)
 
 
-def timed(rows: list[int], head_dims: list[int], repeats: int, *, quick: bool) -> list[dict[str, Any]]:
+def timed(rows: list[int], head_dims: list[int], repeats: int, *, is_tiny: bool) -> list[dict[str, Any]]:
     results = []
-    heads, rows, repeats = (1, [4096], 1) if quick else (8, rows, repeats)
-    for number, head_dim, dtype, is_causal in itertools.product(rows, head_dims, LIMITS, (False, True)):
+    heads, rows, repeats, dense_rows = (1, [1024], 1, 256) if is_tiny else (8, rows, repeats, DENSE_ROWS)
+    head_dims, dtypes = (head_dims[:1], [torch.float32]) if is_tiny else (head_dims, list(LIMITS))
+    for number, head_dim, dtype, is_causal in itertools.product(rows, head_dims, dtypes, (False, True)):
         result = measure(
             SPEED,
             number,
@@ -227,6 +231,7 @@ def timed(rows: list[int], head_dims: list[int], repeats: int, *, quick: bool) -
             repeats=min(repeats, 3) if number > 20000 else repeats,
             head_dim=head_dim,
             limits=limits_of(dtype, is_causal=is_causal),
+            dense_rows=dense_rows,
         )
         show(result)
         results.append(result)
@@ -235,12 +240,12 @@ def timed(rows: list[int], head_dims: list[int], repeats: int, *, quick: bool) -
 
 def speed(options: argparse.Namespace) -> list[dict[str, Any]]:
     """Time relative to (FLOPs / dense rate) at 16,384 and 65,536 rows, in float32 and bfloat16."""
-    return timed(options.rows, options.head_dims, 5, quick=options.quick)
+    return timed(options.rows, options.head_dims, 5, is_tiny=options.tiny)
 
 
 def head_dims(options: argparse.Namespace) -> list[dict[str, Any]]:
     """The same at 16,384 rows with heads of 48, 96 and 128."""
-    return timed([16384], [48, 96, 128], 3, quick=options.quick)
+    return timed([16384], [48, 96, 128], 3, is_tiny=options.tiny)
 
 
 def avx2(options: argparse.Namespace) -> dict[str, Any]:
@@ -259,7 +264,7 @@ def avx2(options: argparse.Namespace) -> dict[str, Any]:
             *map(str, options.rows),
             "--output",
             str(file),
-            *(["--quick"] if options.quick else []),
+            *(["--tiny"] if options.tiny else []),
         ]
         subprocess.run(command, check=True, env={**os.environ, **LEAST_VECTORS})
         found: dict[str, Any] = json.loads(file.read_text())
@@ -312,21 +317,21 @@ def growth_between(small: int, large: int, heads: int) -> dict[str, Any]:
 
 def growth(options: argparse.Namespace) -> dict[str, Any]:
     """Time at 131,072 rows over time at 16,384."""
-    return growth_between(16384, 32768 if options.quick else 131072, 8)
+    return growth_between(1024, 2048, 1) if options.tiny else growth_between(16384, 131072, 8)
 
 
 def long_growth(options: argparse.Namespace) -> dict[str, Any]:
     """Time at 1,048,576 rows over time at 16,384, with one head."""
-    return growth_between(16384, 65536 if options.quick else 1 << 20, 1)
+    return growth_between(1024, 4096, 1) if options.tiny else growth_between(16384, 1 << 20, 1)
 
 
 def floor(options: argparse.Namespace) -> list[dict[str, Any]]:
     """Costs that no use of the kernel avoids: its own causal rate at 2,048 rows, and the first touch of the output."""
     results = []
-    rows, whole = 2048, 16384 if options.quick else 65536
+    rows, whole, dense_rows = (256, 1024, 1024) if options.tiny else (2048, 65536, DENSE_ROWS)
     for dtype in (torch.float32, torch.bfloat16):
-        x = operands(DENSE_ROWS, 8, dtype)[0][0].detach()
-        triangles = x.unflatten(1, (-1, rows)).flatten(0, 1)  # four times 2,048 rows: the work of the pattern's groups
+        x = operands(dense_rows, 8, dtype)[0][0].detach()
+        triangles = x.unflatten(1, (-1, rows)).flatten(0, 1)  # the work of the pattern's groups
         times: dict[str, list[float]] = {"dense": [], "triangles": [], "first_touch": []}
         for _ in range(5):
             for name, heads in (("dense", x.transpose(1, 2)), ("triangles", triangles.transpose(1, 2))):
@@ -337,10 +342,10 @@ def floor(options: argparse.Namespace) -> list[dict[str, Any]]:
             torch.zeros(1, whole, 8, 64, dtype=dtype)
             times["first_touch"].append(time.perf_counter() - start)
         dense, small, touch = (statistics.median(times[name]) for name in ("dense", "triangles", "first_touch"))
-        pairs_ratio = (DENSE_ROWS + 1) / (rows + 1)
+        pairs_ratio = (dense_rows + 1) / (rows + 1)
         ratio = small * pairs_ratio / dense
         print(
-            f"{dtype}: causal attention at {rows:,} rows takes {ratio:.3f} x its time per pair at {DENSE_ROWS:,}; "
+            f"{dtype}: causal attention at {rows:,} rows takes {ratio:.3f} x its time per pair at {dense_rows:,}; "
             f"filling a fresh output of {whole:,} rows takes {touch:.3f} s"
         )
         results.append(
@@ -373,9 +378,9 @@ def memory_of_one(rows: int, dtype: torch.dtype, *, is_causal: bool) -> None:
 def memory(options: argparse.Namespace) -> list[dict[str, Any]]:
     """Transient memory of forward + backward relative to the size of q, each case in a separate process."""
     results = []
-    for dtype in ("float32", "bfloat16"):
-        for causal in (False, True):
-            rows = 16384 if options.quick else 65536
+    for dtype in ("float32",) if options.tiny else ("float32", "bfloat16"):
+        for causal in (False,) if options.tiny else (False, True):
+            rows = 4096 if options.tiny else 65536
             command = [
                 sys.executable,
                 "-m",
@@ -413,15 +418,17 @@ def memory(options: argparse.Namespace) -> list[dict[str, Any]]:
 def paper(options: argparse.Namespace) -> list[dict[str, Any]]:
     """The paper's own configuration: exact in float64 on sampled rows, then timed in float32."""
     results = []
-    for rows in (4001,) if options.quick else (32768, 40001):
-        for is_causal in (False, True):
-            inputs, _ = operands(rows, 12, torch.float64)
-            errors = gate(PAPER, inputs, is_causal=is_causal)
+    heads, dense_rows = (2, 256) if options.tiny else (12, DENSE_ROWS)
+    for rows in (401,) if options.tiny else (32768, 40001):
+        for is_causal in (False,) if options.tiny else (False, True):
+            inputs, _ = operands(rows, heads, torch.float64)
+            with implementation("auto"):  # the native kernels do not compute in float64
+                errors = gate(PAPER, inputs, is_causal=is_causal)
             print(
                 f"paper's configuration, {rows:,} rows, causal={is_causal}: "
                 f"relative float64 errors on sampled rows {errors}"
             )
-            result = measure(PAPER, rows, 12, torch.float32, is_causal=is_causal, repeats=1)
+            result = measure(PAPER, rows, heads, torch.float32, is_causal=is_causal, repeats=1, dense_rows=dense_rows)
             result["largest_sampled_errors_float64"] = errors
             show(result)
             results.append(result)
@@ -429,7 +436,7 @@ def paper(options: argparse.Namespace) -> list[dict[str, Any]]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = parser_of(__doc__)
     parts: dict[str, Callable[[argparse.Namespace], Any]] = {
         "speed": speed,
         "head_dims": head_dims,
@@ -444,21 +451,19 @@ def main() -> None:
     add_choice(parser)
     parser.add_argument("--rows", type=int, nargs="+", default=[16384, 65536], help="of the parts speed and avx2")
     parser.add_argument("--head-dims", type=int, nargs="+", default=[64], help="of the part speed")
-    parser.add_argument("--quick", action="store_true", help="small sizes: checks the benchmark, publishes nothing")
-    parser.add_argument("--output", type=Path, default=Path("benchmarks/results/attention.json"))
     parser.add_argument("--memory-of", nargs=3, help=argparse.SUPPRESS)
-    arguments = parser.parse_args()
-    impl = take(arguments.impl)
-    if arguments.memory_of:
-        rows, dtype, causal = arguments.memory_of
-        memory_of_one(int(rows), getattr(torch, dtype), is_causal=causal == "1")
-        return
-    results: dict[str, Any] = {"machine": origin(module_command()), "impl": impl}
-    print(f"impl: {impl}")
-    for name in arguments.only:
-        print(f"--- {name}: {(parts[name].__doc__ or '').strip()}", flush=True)
-        results[name] = parts[name](arguments)
-    write_json(arguments.output, results)
+    arguments = parse(parser, "attention.json")
+    with implementation(arguments.impl):
+        if arguments.memory_of:
+            rows, dtype, causal = arguments.memory_of
+            memory_of_one(int(rows), getattr(torch, dtype), is_causal=causal == "1")
+            return
+        results: dict[str, Any] = {"machine": origin(module_command()), "impl": chosen(arguments.impl)}
+        print(f"impl: {results['impl']}")
+        for name in arguments.only:
+            print(f"--- {name}: {(parts[name].__doc__ or '').strip()}", flush=True)
+            results[name] = parts[name](arguments)
+    write_results(arguments.output, "attention", results)
     print(f"written: {arguments.output}")
 
 

@@ -1,6 +1,6 @@
 """Time of block patterns on this machine, relative to density times dense attention's time in the same run.
 
-    python -m benchmarks.blocks [--quick] [--only speed growth] [--impl auto|native|aten] [--device cuda]
+    python -m benchmarks.blocks [--tiny] [--only speed growth] [--impl auto|native|aten] [--device cuda]
         [--output FILE]
 
 On a GPU the same patterns are also given to FlexAttention, as its own block masks.
@@ -11,11 +11,9 @@ of several calls, both contestants in turn: other load on the machine makes call
 
 from __future__ import annotations
 
-import argparse
 import statistics
 import time
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -31,9 +29,11 @@ from dilated_attention_pytorch import (
     strided_blocks,
 )
 from dilated_attention_pytorch.benchmarks.flex import FlexBlocks
-from dilated_attention_pytorch.benchmarks.results import module_command, origin, write_json
+from dilated_attention_pytorch.benchmarks.results import module_command, origin
+from dilated_attention_pytorch.ops import implementation
 
-from .implementation import add_choice, in_words, judged, take
+from .implementation import add_choice, chosen, in_words, judged
+from .options import parse, parser_of, write_results
 
 ROWS, BLOCK, HEAD_DIM = 16384, 128, 64
 DENSITIES = (0.05, 0.1, 0.2)
@@ -59,28 +59,26 @@ def _wait() -> None:
         torch.cuda.synchronize()
 
 
-def drawn_mask(density: float, heads: int) -> Tensor:
+def drawn_mask(density: float, heads: int, rows: int) -> Tensor:
     """A separate mask for every head, with equally many blocks in each of its rows."""
-    blocks = ROWS // BLOCK
+    blocks = rows // BLOCK
     generator = torch.Generator().manual_seed(0)
     order = torch.rand(heads, blocks, blocks, generator=generator).argsort(-1).argsort(-1)
     return order < round(density * blocks)
 
 
-def patterns(density: float, heads: int) -> dict[str, Pattern]:
-    width = round(density * ROWS)
+def patterns(density: float, heads: int, rows: int) -> dict[str, Pattern]:
+    width = round(density * rows)
     return {
-        "from_block_mask, drawn": from_block_mask(drawn_mask(density, heads), BLOCK),
+        "from_block_mask, drawn": from_block_mask(drawn_mask(density, heads, rows), BLOCK),
         "random_blocks": random_blocks(density),
         "strided_blocks": strided_blocks(round(1 / density)),
-        "hierarchical": hierarchical(max(1, round(density * ROWS / BLOCK / 5)), levels=4),
+        "hierarchical": hierarchical(max(1, round(density * rows / BLOCK / 5)), levels=4),
         "local_window": local_window(width // 2, width - width // 2 - 1),
     }
 
 
-def operands(
-    heads: int, kv_heads: int, dtype: torch.dtype, rows: int = ROWS, *, device: str = "cpu"
-) -> tuple[Tensor, ...]:
+def operands(heads: int, kv_heads: int, dtype: torch.dtype, rows: int, *, device: str = "cpu") -> tuple[Tensor, ...]:
     """Query, key, value and the gradient of the output."""
     generator = torch.Generator().manual_seed(rows)
     return tuple(
@@ -100,8 +98,9 @@ def check(pattern: Pattern, inputs: tuple[Tensor, ...], *, is_causal: bool) -> f
     out = attend(leaves[0], leaves[1], leaves[2], pattern, is_causal=is_causal)
     grad_query, grad_key, grad_value = torch.autograd.grad(out, leaves, grad)
     out = out.detach()
-    rows = torch.tensor([0, 1, 127, 128, ROWS // 2 + 5, ROWS - 1])
-    counts = pattern.counts(rows, torch.arange(ROWS), k.shape[2], is_causal=is_causal)
+    num_rows = q.shape[1]
+    rows = torch.tensor([0, 1, 127, 128, num_rows // 2 + 5, num_rows - 1])
+    counts = pattern.counts(rows, torch.arange(num_rows), k.shape[2], is_causal=is_causal)
     counts, rows = counts.to(q.device), rows.to(q.device)
     ratio = q.shape[2] // k.shape[2]
     exact = [x.double() for x in (q[0, rows], k[0], v[0], grad[0, rows])]
@@ -134,13 +133,14 @@ def measure(
     *,
     is_causal: bool,
     device: str,
+    rows: int,
     size: float = 1.0,
 ) -> dict[str, Any]:
     """Times of one pattern; the queries are normal numbers times ``size``."""
-    query, *others = operands(heads, kv_heads, dtype, device=device)
+    query, *others = operands(heads, kv_heads, dtype, rows, device=device)
     inputs = (query * size, *others)
     error = check(pattern, inputs, is_causal=is_causal)
-    density = pattern.density(ROWS, num_kv_heads=kv_heads, is_causal=is_causal)
+    density = pattern.density(rows, num_kv_heads=kv_heads, is_causal=is_causal)
     *leaves, grad = inputs
     query, key, value = (x.requires_grad_() for x in leaves)
 
@@ -154,7 +154,7 @@ def measure(
 
     contestants: dict[str, Callable[[], Tensor]] = {"dense": dense, "ours": ours}
     if device == "cuda":
-        flex = FlexBlocks(pattern, ROWS, heads, kv_heads, is_causal=is_causal, device=torch.device(device))
+        flex = FlexBlocks(pattern, rows, heads, kv_heads, is_causal=is_causal, device=torch.device(device))
         contestants["flex"] = lambda: flex.attend(query, key, value)
         difference = float((contestants["flex"]() - ours()).abs().max() / ours().abs().max())
         if not difference <= 2 * TOLERANCE[dtype]:
@@ -162,7 +162,7 @@ def measure(
     result: dict[str, Any] = {
         "pattern": name,
         "density": density,
-        "rows": ROWS,
+        "rows": rows,
         "heads": heads,
         "kv_heads": kv_heads,
         "head_dim": HEAD_DIM,
@@ -218,31 +218,34 @@ def show(result: dict[str, Any]) -> None:
     )
 
 
-def speed(*, quick: bool, device: str) -> list[dict[str, Any]]:
+def speed(*, is_tiny: bool, device: str) -> list[dict[str, Any]]:
     """Every kind of block pattern at every density, in float32 and bfloat16; grouped heads, causal, larger scores."""
-    results = []
-    for dtype in (torch.float32, torch.bfloat16):
-        for density in DENSITIES[1:2] if quick else DENSITIES:
-            for name, pattern in patterns(density, 4).items():
-                result = measure(name, pattern, 4, 4, dtype, is_causal=False, device=device)
+    results, rows = [], 1024 if is_tiny else ROWS
+    for dtype in (torch.float32,) if is_tiny else (torch.float32, torch.bfloat16):
+        for density in DENSITIES[2:] if is_tiny else DENSITIES:
+            for name, pattern in list(patterns(density, 4, rows).items())[: 2 if is_tiny else None]:
+                result = measure(name, pattern, 4, 4, dtype, is_causal=False, device=device, rows=rows)
                 show(result)
                 results.append(result)
         for is_causal, kv_heads in ((True, 4), (False, 1)):
-            pattern = from_block_mask(drawn_mask(0.1, kv_heads), BLOCK)
-            result = measure("from_block_mask, drawn", pattern, 4, kv_heads, dtype, is_causal=is_causal, device=device)
+            pattern = from_block_mask(drawn_mask(DENSITIES[2] if is_tiny else 0.1, kv_heads, rows), BLOCK)
+            result = measure(
+                "from_block_mask, drawn", pattern, 4, kv_heads, dtype, is_causal=is_causal, device=device, rows=rows
+            )
             show(result)
             results.append(result)
-    for name, pattern in list(patterns(0.1, 4).items())[::4]:
+    for name, pattern in list(patterns(0.1, 4, rows).items())[4 if is_tiny else 0 :: 4]:
         # Larger scores: those of normal numbers are small enough for a faster path on a CPU.
-        result = measure(name, pattern, 4, 4, torch.float32, is_causal=False, device=device, size=4.0)
+        result = measure(name, pattern, 4, 4, torch.float32, is_causal=False, device=device, rows=rows, size=4.0)
         show(result)
         results.append(result)
     return results
 
 
-def growth(*, quick: bool, device: str) -> dict[str, Any]:
+def growth(*, is_tiny: bool, device: str) -> dict[str, Any]:
     """Time of a window of 1,024 at 131,072 rows, relative to its time at 16,384."""
-    times: dict[int, list[float]] = {ROWS: [], 4 * ROWS if quick else 8 * ROWS: []}
+    least = 1024 if is_tiny else ROWS
+    times: dict[int, list[float]] = {least: [], 8 * least: []}
     for repeat in range(3):
         for rows, of_rows in times.items():
             q, k, v, _ = operands(4, 4, torch.float32, rows, device=device)
@@ -256,18 +259,17 @@ def growth(*, quick: bool, device: str) -> dict[str, Any]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--quick", action="store_true", help="one density, a shorter growth")
+    parser = parser_of(__doc__)
     parser.add_argument("--only", nargs="+", choices=["speed", "growth"], default=["speed", "growth"])
     add_choice(parser)
     parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu")
-    parser.add_argument("--output", type=Path, default=Path(__file__).parent / "results" / "blocks.json")
-    arguments = parser.parse_args()
-    results: dict[str, Any] = {"machine": origin(module_command()), "impl": take(arguments.impl)}
-    print(f"impl: {results['impl']}")
-    for part in arguments.only:
-        results[part] = (speed if part == "speed" else growth)(quick=arguments.quick, device=arguments.device)
-    write_json(arguments.output, results)
+    arguments = parse(parser, "blocks.json")
+    with implementation(arguments.impl):
+        results: dict[str, Any] = {"machine": origin(module_command()), "impl": chosen(arguments.impl)}
+        print(f"impl: {results['impl']}")
+        for part in arguments.only:
+            results[part] = (speed if part == "speed" else growth)(is_tiny=arguments.tiny, device=arguments.device)
+    write_results(arguments.output, "attention", results)
 
 
 if __name__ == "__main__":

@@ -1,6 +1,6 @@
 """Cost of checkpoints: written asynchronously, and with steps that wait for them.
 
-    python -m benchmarks.checkpoints [--quick] [--steps N] [--output FILE]
+    python -m benchmarks.checkpoints [--tiny] [--steps N] [--output FILE]
 
 The demo's run (the preset "cpu") saves a checkpoint every second step. Measured are the time that a step waits for its
 checkpoint, the processor time of the thread that writes it, and the time of a step's forward and backward pass. The
@@ -10,11 +10,10 @@ thread uses. The results contain all samples. The weights of both runs must be b
 
 from __future__ import annotations
 
-import argparse
 import statistics
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -23,48 +22,60 @@ from typing import Any
 import torch
 from rich.console import Console
 from safetensors.torch import load_file
+from transformers import TrainerCallback
 
-from dilated_attention_pytorch.benchmarks.results import module_command, origin, write_json
+from dilated_attention_pytorch.benchmarks.results import module_command, origin
 from dilated_attention_pytorch.training import PRESETS, TrainSettings, train
+from dilated_attention_pytorch.training.checkpoint_writer import CheckpointWriter
 from dilated_attention_pytorch.training.trainer import LongNetTrainer
+
+from .options import parse, parser_of, write_results
+
+
+class _Watch(TrainerCallback):
+    """Record the time that each step waits for its checkpoint, and the time of the thread that writes it."""
+
+    def __init__(self, writer: CheckpointWriter, seconds: dict[str, list[float]]) -> None:
+        self.writer, self.seconds, self.begun = writer, seconds, 0.0
+        start = writer.start
+
+        def timed_start(write: Callable[[], None]) -> None:
+            def timed() -> None:
+                wall, processor = time.perf_counter(), time.thread_time()
+                write()
+                seconds["writing"].append(time.perf_counter() - wall)
+                seconds["writing_processor"].append(time.thread_time() - processor)
+
+            start(timed)
+
+        writer.start = timed_start  # type: ignore[method-assign]
+
+    def on_step_end(self, *_: Any, **__: Any) -> None:
+        self.writer.finish()  # exclude the time that the previous checkpoint takes
+        self.begun = time.perf_counter()
+
+    def on_save(self, *_: Any, **__: Any) -> None:
+        self.seconds["waiting"].append(time.perf_counter() - self.begun)
 
 
 @contextmanager
 def measured(seconds: dict[str, list[float]]) -> Iterator[None]:
     """Record times of training in this process in ``seconds``."""
-    take, save, complete = (
-        LongNetTrainer.training_step,
-        LongNetTrainer._save_checkpoint,
-        LongNetTrainer._complete_checkpoint,
-    )
+    take = LongNetTrainer.training_step
 
     def timed_step(self: LongNetTrainer, *args: Any, **options: Any) -> torch.Tensor:
+        if not seconds["step"]:
+            self.add_callback(_Watch(self.writer, seconds))
         start = time.perf_counter()
         loss = take(self, *args, **options)
         seconds["step"].append(time.perf_counter() - start)
         return loss
 
-    def timed_save(self: LongNetTrainer, *args: Any) -> None:
-        self.writer.finish()  # exclude the time that the previous checkpoint takes
-        start = time.perf_counter()
-        save(self, *args)
-        seconds["waiting"].append(time.perf_counter() - start)
-
-    def timed_complete(self: LongNetTrainer, *args: Any) -> None:
-        wall, processor = time.perf_counter(), time.thread_time()
-        complete(self, *args)
-        seconds["writing"].append(time.perf_counter() - wall)
-        seconds["writing_processor"].append(time.thread_time() - processor)
-
     LongNetTrainer.training_step = timed_step  # type: ignore[assignment,method-assign]
-    LongNetTrainer._save_checkpoint = timed_save  # type: ignore[assignment,method-assign]
-    LongNetTrainer._complete_checkpoint = timed_complete  # type: ignore[assignment,method-assign]
     try:
         yield
     finally:
         LongNetTrainer.training_step = take  # type: ignore[method-assign]
-        LongNetTrainer._save_checkpoint = save  # type: ignore[method-assign]
-        LongNetTrainer._complete_checkpoint = complete  # type: ignore[method-assign]
 
 
 def measure(settings: TrainSettings, folder: Path, save_steps: int, is_beside: bool) -> dict[str, Any]:
@@ -87,11 +98,9 @@ def measure(settings: TrainSettings, folder: Path, save_steps: int, is_beside: b
 
 def main() -> None:
     """Print one line per result; write all results with the machine and the command."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--quick", action="store_true", help="1,024 bytes, 5 steps: checks, publishes nothing")
+    parser = parser_of(__doc__)
     parser.add_argument("--steps", type=int, default=13)
-    parser.add_argument("--output", type=Path, default=Path(__file__).parent / "results" / "checkpoints.json")
-    arguments = parser.parse_args()
+    arguments = parse(parser, "checkpoints.json")
     preset = PRESETS["cpu"]()
     settings = replace(
         preset,
@@ -104,10 +113,10 @@ def main() -> None:
         sample_length=1,
         device="cpu",
     )
-    if arguments.quick:
-        settings = replace(settings, context_length=1024, steps=5)
+    if arguments.tiny:
+        settings = replace(settings, context_length=128, steps=5, model=PRESETS["tiny"]().model)
     here = origin(module_command())
-    with tempfile.TemporaryDirectory(dir=".") as name:
+    with tempfile.TemporaryDirectory(dir=None if arguments.tiny else ".") as name:
         folder = Path(name)
         results = [measure(settings, folder / str(choice), preset.save_steps, choice) for choice in (True, False)]
         beside, between = (load_file(folder / str(choice) / "model.safetensors") for choice in (True, False))
@@ -115,10 +124,9 @@ def main() -> None:
             raise SystemExit("not published, because the weights of the two runs differ")
         written = sum(path.stat().st_size for path in (folder / "True" / f"checkpoint-{settings.steps}").iterdir())
     print(f"the same bits; a checkpoint has {written / 1e6:.1f} MB")
-    if arguments.quick:
-        return
-    write_json(
+    write_results(
         arguments.output,
+        "training",
         {
             "machine": here,
             "preset": "cpu",

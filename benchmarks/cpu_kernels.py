@@ -1,6 +1,6 @@
 """The package's CPU kernels against PyTorch's own: time of impl="native" over impl="aten" on a grid of calls.
 
-    python -m benchmarks.cpu_kernels [--quick] [--avx2] [--seconds S] [--output FILE]
+    python -m benchmarks.cpu_kernels [--tiny] [--avx2] [--seconds S] [--output FILE]
 
 Covers every dtype with every head width, number of rows and kind of pattern, each as a decoding step (one query, the
 last row), as a forward pass, and as forward and backward. Causal masks and grouped heads are drawn at random. The
@@ -14,7 +14,6 @@ times: other load on the machine makes calls longer, never shorter.
 
 from __future__ import annotations
 
-import argparse
 import functools
 import itertools
 import math
@@ -26,7 +25,6 @@ import sys
 import time
 from collections.abc import Callable, Iterable
 from dataclasses import asdict, dataclass
-from pathlib import Path
 from typing import Any, Literal
 
 import torch
@@ -34,10 +32,11 @@ from torch import Tensor
 
 from dilated_attention_pytorch import DilatedPattern, Pattern, attend, from_block_mask, local_window
 from dilated_attention_pytorch.benchmarks import exactness, shapes
-from dilated_attention_pytorch.benchmarks.results import module_command, origin, write_json
+from dilated_attention_pytorch.benchmarks.results import module_command, origin
 from dilated_attention_pytorch.kernels.select import Impl
 
 from .implementation import LEAST_VECTORS
+from .options import parse, parser_of, write_results
 
 Mode = Literal["decode", "forward", "forward_backward"]
 DTYPES: tuple[shapes.DtypeName, ...] = ("float32", "bfloat16", "float16")
@@ -262,32 +261,29 @@ def show(found: dict[str, Any], seconds_taken: float) -> None:
 
 def main() -> int:
     """Run the grid, print and write the results."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--quick", action="store_true", help="40 small cases: checks the benchmark, publishes nothing")
+    parser = parser_of(__doc__)
     parser.add_argument("--avx2", action="store_true", help="in a process that uses no more than AVX2")
     parser.add_argument("--only", default="", help="cases whose name contains this")
     parser.add_argument("--seconds", type=float, default=0.15, help="that a case is timed for, two turns at least")
-    parser.add_argument("--output", type=Path, help="cpu_kernels.json, or cpu_kernels_avx2.json, without it")
-    arguments = parser.parse_args()
+    arguments = parse(parser, "cpu_kernels_avx2.json" if "--avx2" in sys.argv else "cpu_kernels.json")
     if arguments.avx2 and any(os.environ.get(name) != value for name, value in LEAST_VECTORS.items()):
         words = [sys.executable, "-m", "benchmarks.cpu_kernels", *sys.argv[1:]]
         return subprocess.run(words, check=False, env={**os.environ, **LEAST_VECTORS}).returncode
-    name = "cpu_kernels_avx2.json" if arguments.avx2 else "cpu_kernels.json"
-    output = arguments.output or Path(__file__).parent / "results" / name
     cases, too_long = grid()
     cases = [case for case in cases if arguments.only in case.name]
-    if arguments.quick:
-        cases = [case for case in cases if case.flops < 5e8][:40]
+    if arguments.tiny:
+        cases = [case for case in cases if case.flops < 1e7][:6]
     here, start, results = origin(module_command()), time.perf_counter(), []
     for case in cases:
-        results.append(measure(case, 0.0 if arguments.quick else arguments.seconds))
+        results.append(measure(case, 0.0 if arguments.tiny else arguments.seconds))
         if sys.stdout.isatty():
             print(f"\r{len(results)} of {len(cases)}", end="", flush=True)
     taken = time.perf_counter() - start
     found = summary(results)
     show(found, taken)
-    write_json(
-        output,
+    write_results(
+        arguments.output,
+        "attention",
         {
             "machine": here,
             "impl": ["native", "aten"],
@@ -297,7 +293,7 @@ def main() -> int:
             "results": results,
         },
     )
-    print(f"written: {output}")
+    print(f"written: {arguments.output}")
     return 1 if found["wrong"] else 0
 
 

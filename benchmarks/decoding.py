@@ -1,6 +1,6 @@
 """Decoding: time per token, cached rows and memory after short and long texts, compared with the formula.
 
-    python -m benchmarks.decoding [--quick] [--only model kernel] [--impl auto|native|aten] [--output FILE]
+    python -m benchmarks.decoding [--tiny] [--only model kernel small] [--impl auto|native|aten] [--output FILE]
 
 The correctness gate runs first: cached logits must equal those of the whole text in one call. A token's cost depends on
 how full its segments are, so every length is measured at positions spread over one longest segment from there on.
@@ -8,27 +8,33 @@ how full its segments are, so every length is measured at positions spread over 
 The part "kernel" measures one call: the last of many rows through ``attend``. Its rate, the bytes of the keys and
 values that it sees over its time, is compared with that of a copy of a quarter of a GiB before each call (bytes read
 plus written). The copy also evicts the keys and the program from all caches; the next call finds only what fits there.
+
+The part "small" measures small calls with one thread and with two, on the machine as it is and beside two busy
+processes.
 """
 
 from __future__ import annotations
 
 import argparse
+import os
 import statistics
+import subprocess
 import sys
 import time
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
-from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from dilated_attention_pytorch import DilatedPattern, Pattern, attend
-from dilated_attention_pytorch.benchmarks.results import module_command, origin, write_json
+from dilated_attention_pytorch.benchmarks.results import module_command, origin
 from dilated_attention_pytorch.models import LongNetCache, LongNetConfig, LongNetLM
+from dilated_attention_pytorch.ops import implementation
 
-from .implementation import add_choice, in_words, judged, take
+from .implementation import add_choice, chosen, in_words, judged
+from .options import parse, parser_of, write_results
 
 PATTERN: dict[str, Any] = {"segment_lengths": [2048, 4096, 8192], "dilation_rates": [1, 2, 4]}
 SIZES: dict[str, Any] = {"vocab_size": 256, "embed_dim": 256, "num_layers": 4, "num_heads": 8, "num_kv_heads": 4}
@@ -37,7 +43,9 @@ CHUNK = 1024  # tokens read at a time
 LIMIT = 1.5  # time per token at 60,000 tokens over that at 9,000
 KERNEL_ROWS = (60_000, 1_000_000)
 KERNEL_HEADS, KERNEL_KV_HEADS, HEAD_DIM = 8, 4, 64
+SMALL_CALLS = ((1, 60_000, 1), (1, 2000, 1), (64, 64, 1), (256, 256, 1), (128, 128, 4))  # queries, keys, sequences
 LEAST_BANDWIDTH = 0.6  # rate of keys and values, relative to that of a copy
+BUSY = "import os, sys\nwhile os.getppid() == int(sys.argv[1]): pass"  # until its parent ends
 COPIED_BYTES = 1 << 28
 TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 1e-2}  # relative error of the kernel's whole output
 
@@ -147,7 +155,7 @@ def measure_kernel(name: str, pattern: Pattern, rows: int, dtype: torch.dtype, r
     error = float((call()[0, 0, : len(queries)].double() - expected).norm() / expected.norm())
     if not error <= TOLERANCE[dtype]:
         raise SystemExit(f"not timed, because it is wrong: {name}, {rows} rows, {dtype}: {error:.1e}")
-    source = torch.ones(COPIED_BYTES, dtype=torch.int8)
+    source = torch.ones(COPIED_BYTES if repeats > 2 else 1 << 20, dtype=torch.int8)
     target = torch.empty_like(source).copy_(source)
     copies: list[float] = []
     times: list[float] = []
@@ -160,7 +168,7 @@ def measure_kernel(name: str, pattern: Pattern, rows: int, dtype: torch.dtype, r
             taken.append(time.perf_counter() - begin)
     read, copied, warm = (statistics.median(x) for x in (times, copies, following))
     num_bytes = 2 * int(seen.sum()) * HEAD_DIM * dtype.itemsize
-    bandwidths = num_bytes / read, 2 * COPIED_BYTES / copied
+    bandwidths = num_bytes / read, 2 * source.numel() / copied
     ratio = bandwidths[0] / bandwidths[1]
     words = str(dtype).removeprefix("torch.")
     print(
@@ -192,18 +200,53 @@ def kernel(arguments: argparse.Namespace) -> list[dict[str, Any]]:
     """The call of the last row alone, with a pattern of all rows, and with the model's pattern."""
     results = []
     for dtype in TOLERANCE:
-        for rows in (20_000,) if arguments.quick else KERNEL_ROWS:
+        for rows in (9_000,) if arguments.tiny else KERNEL_ROWS:
             for name, pattern in (("all rows", DilatedPattern([rows], [1])), ("dilated", DilatedPattern(**PATTERN))):
-                results.append(measure_kernel(name, pattern, rows, dtype, 2 if arguments.quick else 9))
+                results.append(measure_kernel(name, pattern, rows, dtype, 2 if arguments.tiny else 9))
+    return results
+
+
+def small(arguments: argparse.Namespace) -> list[dict[str, Any]]:
+    """Calls that take a fraction of a millisecond."""
+    program = [sys.executable, "-c", BUSY, str(os.getpid())]
+    busy: list[subprocess.Popen[bytes]] = []
+    results = []
+    try:
+        for num_busy in (0, 2):
+            busy += [subprocess.Popen(program) for _ in range(num_busy)]
+            for dtype in TOLERANCE:
+                for rows, keys, batch in SMALL_CALLS:
+                    sizes = ((rows, KERNEL_KV_HEADS), (keys, KERNEL_KV_HEADS), (keys, KERNEL_KV_HEADS))
+                    query, key, value = (torch.randn(batch, *size, HEAD_DIM).to(dtype) for size in sizes)
+                    pattern = DilatedPattern(**PATTERN)
+                    for threads in (1, 2):
+                        torch.set_num_threads(threads)
+                        times = []
+                        for _ in range(4 if arguments.tiny else 500):
+                            begin = time.perf_counter()
+                            attend(query, key, value, pattern, is_causal=True, query_offset=keys - rows)
+                            times.append(time.perf_counter() - begin)
+                        result = {"batch": batch, "rows": rows, "keys": keys, "dtype": str(dtype), "threads": threads}
+                        result |= {"busy": num_busy, "median": statistics.median(times), "mean": statistics.mean(times)}
+                        results.append(result)
+                        print(f"{result}", flush=True)
+    finally:
+        torch.set_num_threads(arguments.threads)
+        for process in busy:
+            process.kill()
+            process.wait()
     return results
 
 
 def whole_model(arguments: argparse.Namespace) -> dict[str, Any]:
     """A model with a cache, measured from each length on."""
-    model = LongNetLM(LongNetConfig(**SIZES, **PATTERN, layer_segment_shifts=(0, 1024))).eval()
+    pattern = {"segment_lengths": [64, 128], "dilation_rates": [1, 2]} if arguments.tiny else PATTERN
+    model = LongNetLM(
+        LongNetConfig(**SIZES, **pattern, layer_segment_shifts=(0, pattern["segment_lengths"][0] // 2))
+    ).eval()
     measure(model, 1, arguments.tokens)  # warm up every kernel
     points = [measure(model, length, arguments.tokens) for length in arguments.lengths]
-    print(f"{SIZES | PATTERN}")
+    print(f"{SIZES | pattern}")
     print(f"{'tokens':>8} {'ms/token':>9} {'rows/head':>10} {'formula':>8} {'cache MB':>9} {'GB/s of K and V':>16}")
     for point in points:
         print(
@@ -215,7 +258,7 @@ def whole_model(arguments: argparse.Namespace) -> dict[str, Any]:
     if ratio is not None:
         print(f"time per token at 60,000 over 9,000: {ratio:.2f} {in_words(ratio, LIMIT)}")
     return {
-        "model": SIZES | PATTERN | {"layer_segment_shifts": [0, 1024]},
+        "model": SIZES | pattern | {"layer_segment_shifts": list(model.config.layer_segment_shifts)},
         "dtype": "float32",
         "chunk": CHUNK,
         "points": [{**asdict(point), "key_value_bytes_per_second": point.bytes_per_second} for point in points],
@@ -227,36 +270,36 @@ def whole_model(arguments: argparse.Namespace) -> dict[str, Any]:
 @torch.no_grad()
 def main() -> int:
     """Print a table; write the results with the machine and the command."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parts = ("model", "kernel")
+    parser = parser_of(__doc__)
+    parts = ("model", "kernel", "small")
     parser.add_argument("--only", nargs="+", choices=parts, default=list(parts), help="which parts to run")
     add_choice(parser)
     parser.add_argument("--lengths", type=int, nargs="+", default=[1_000, 9_000, 30_000, 60_000, 1_000_000])
     parser.add_argument("--tokens", type=int, default=320, help="tokens decoded from each length on")
     parser.add_argument("--threads", type=int, default=torch.get_num_threads())
-    parser.add_argument("--quick", action="store_true", help="short texts: checks the benchmark, publishes nothing")
-    parser.add_argument("--output", type=Path, default=Path("benchmarks/results/decoding.json"))
-    arguments = parser.parse_args()
-    if arguments.quick:
-        arguments.lengths, arguments.tokens = [1_000, 2_000], 16
+    arguments = parse(parser, "decoding.json")
+    if arguments.tiny:
+        arguments.lengths, arguments.tokens = [100], 16
     torch.set_num_threads(arguments.threads)
     torch.manual_seed(0)
-    impl = take(arguments.impl)
-    difference = check_equality()
+    difference = check_equality()  # in float64, which the native kernels do not compute
     if difference > 1e-11:
         print(f"cached logits differ from uncached ones by {difference:.1e}: nothing was measured", file=sys.stderr)
         return 1
-    results: dict[str, Any] = {
-        "machine": origin(module_command()),
-        "impl": impl,
-        "largest_difference_float64": difference,
-    }
-    print(f"impl: {impl}\nlargest difference of cached and uncached logits, float64: {difference:.1e}")
-    if "kernel" in arguments.only:
-        results["kernel"] = kernel(arguments)
-    if "model" in arguments.only:
-        results |= whole_model(arguments)
-    write_json(arguments.output, results)
+    with implementation(arguments.impl):
+        results: dict[str, Any] = {
+            "machine": origin(module_command()),
+            "impl": chosen(arguments.impl),
+            "largest_difference_float64": difference,
+        }
+        print(f"impl: {results['impl']}\nlargest difference of cached and uncached logits, float64: {difference:.1e}")
+        if "kernel" in arguments.only:
+            results["kernel"] = kernel(arguments)
+        if "small" in arguments.only:
+            results["small"] = small(arguments)
+        if "model" in arguments.only:
+            results |= whole_model(arguments)
+    write_results(arguments.output, "models", results)
     print(f"written: {arguments.output}")
     ratio = results.get("ratio_60000_over_9000")
     return 0 if ratio is None or ratio <= LIMIT else 1

@@ -1,6 +1,6 @@
 """What makes far text pay? Bits per token of texts in which far repetition saves a known number of bits.
 
-    python -m benchmarks.far_text [--steps N] [--only NAME ...] [--folder FOLDER] [--quick]
+    python -m benchmarks.far_text [--steps N] [--only NAME ...] [--folder FOLDER] [--tiny]
 
 A text consists of random tokens in which passages repeat once, D tokens later, with D log-uniform. Nothing else can be
 predicted. So the number of bits is known that a perfect copier reading L tokens needs, and hence what a longer L is
@@ -39,6 +39,8 @@ from dilated_attention_pytorch.training.flops import longnet_flops
 from dilated_attention_pytorch.training.manifest import read_json
 
 from .head_lags import lagged_attend
+from .measured_code import digest
+from .options import parse, parser_of, write_results
 from .repeating_text import (
     ALIGNED,
     ANY,
@@ -68,7 +70,6 @@ TEXTS = 4
 MUON_RATE, ADAM_RATE = 0.03, 3e-3
 HELD_OUT_SEED = 1 << 40
 """Larger than the seed of any training step."""
-RESULTS = Path(__file__).parent / "results" / "far_text.json"
 PICTURE = Path("docs/pictures/far_text.png")
 
 
@@ -327,8 +328,13 @@ def draw(records: list[dict[str, Any]], file: Path) -> None:
 
 def main() -> None:
     """Train and evaluate the contestants; print and write the results and the picture."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--folder", type=Path, default=Path("runs/far_text"), help="where the trainings are kept")
+    parser = parser_of(__doc__)
+    parser.add_argument(
+        "--folder",
+        type=Path,
+        default=Path("runs/far_text"),
+        help="where the trainings are kept, a folder for each state of the code",
+    )
     parser.add_argument("--base-steps", type=int, default=300, help="in windows of 128 tokens, for all")
     parser.add_argument("--steps", type=int, default=120, help="of dense, 1,024; the others take its operations")
     parser.add_argument("--only", nargs="+", choices=CONTESTANTS, default=list(CONTESTANTS), metavar="NAME")
@@ -336,12 +342,13 @@ def main() -> None:
     parser.add_argument("--log-steps", type=int, default=25)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--threads", type=int, default=torch.get_num_threads())
-    parser.add_argument("--quick", action="store_true", help="2 steps each: checks")
-    parser.add_argument("--output", type=Path, default=RESULTS)
     parser.add_argument("--picture", type=Path, default=PICTURE)
-    arguments = parser.parse_args()
-    if arguments.quick:
-        arguments.base_steps, arguments.steps, arguments.held_out = 2, 2, 4
+    arguments = parse(parser, "far_text.json")
+    if arguments.tiny:
+        arguments.folder, arguments.picture = arguments.output.parent / "far_text", arguments.output.with_suffix(".png")
+        arguments.only = arguments.only[:1]
+        arguments.base_steps, arguments.steps, arguments.held_out = 1, 1, 1
+    arguments.folder /= digest("models")
     torch.set_num_threads(arguments.threads)
     here = origin(module_command())
     budget = arguments.steps * flops_of_step(CONTESTANTS["dense, 1,024"])
@@ -379,8 +386,9 @@ def main() -> None:
             arguments.folder / f"{slug(dense.base_name)}.pt", dense.base, arguments.held_out
         ),
     }
-    write_json(
+    write_results(
         arguments.output,
+        "models",
         {
             "machine": here,
             **sizes,

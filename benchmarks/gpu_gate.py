@@ -26,10 +26,13 @@ from torch import Tensor
 from dilated_attention_pytorch.benchmarks.contestants import Contestant, find_contestants
 from dilated_attention_pytorch.benchmarks.exactness import draw_samples, judge, sampled_gradient
 from dilated_attention_pytorch.benchmarks.measure import errors_of_contestants, in_a_line, is_alive
-from dilated_attention_pytorch.benchmarks.results import module_command, origin, write_json
+from dilated_attention_pytorch.benchmarks.results import module_command, origin
 from dilated_attention_pytorch.benchmarks.run import choose_device
 from dilated_attention_pytorch.benchmarks.shapes import Case, DtypeName
 from dilated_attention_pytorch.kernels.select import ON_DEVICE
+
+from .measured_code import read_all
+from .options import write_results
 
 WHO = ("ours", "published")
 LEAVES_WHEN_REFUSED = 77
@@ -113,7 +116,7 @@ def gate(
 ) -> list[dict[str, Any]]:
     """One record per contestant and dtype."""
     records = []
-    for contestant in find_contestants(tuple(who)):
+    for contestant in find_contestants(tuple(who), device):
         for dtype in dtypes:
             generator = random.Random(f"{dtype} {most_rows}")
             cases = [draw_case(generator, dtype, most_rows) for _ in range(calls)]
@@ -154,6 +157,7 @@ def main() -> None:
     parser.add_argument("--device", choices=["auto", "cpu", "cuda"], default="auto")
     parser.add_argument("--output", type=Path, required=True, help="file of the records")
     words = parser.parse_args()
+    read_all()
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # cuBLAS requires this for deterministic algorithms
     device = choose_device(words.device)
     if words.backward != "pair":
@@ -162,7 +166,9 @@ def main() -> None:
         # Deterministic algorithms would select the pair, whichever is faster.
         launch.backward = functools.partial(launch.backward, way=words.backward)
     records = gate(words.contestants, words.calls, words.dtypes, words.most_rows, device)
-    write_json(words.output, {"machine": origin(module_command()), "device": str(device), "records": records})
+    write_results(
+        words.output, "triton", {"machine": origin(module_command()), "device": str(device), "records": records}
+    )
     for record in records:
         for sentence in record["wrong"]:
             print(f"WRONG {record['contestant']}: {sentence}")

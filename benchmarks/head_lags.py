@@ -28,3 +28,7 @@ def lagged_attend(
 def later(rows: Tensor, lag: int) -> Tensor:
     """Rows ``[B, N, D]`` shifted ``lag`` rows later, with zeros before the first."""
     return torch.cat([torch.zeros_like(rows[:, :lag]), rows[:, : rows.shape[1] - lag]], 1)
+
+
+if __name__ == "__main__":
+    raise SystemExit("a part of another benchmark: python -m benchmarks.far_text --help")

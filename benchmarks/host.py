@@ -10,7 +10,6 @@ one row is computed in the same rounds. Times are CPU times of the process, so t
 
 from __future__ import annotations
 
-import argparse
 import contextlib
 import ctypes
 import functools
@@ -20,20 +19,20 @@ import time
 import timeit
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, field
-from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from dilated_attention_pytorch.benchmarks.results import module_command, origin, write_json
+from dilated_attention_pytorch.benchmarks.results import module_command, origin
 from dilated_attention_pytorch.benchmarks.shapes import SHAPES
 from dilated_attention_pytorch.kernels.select import Impl, is_interpreted
 from dilated_attention_pytorch.ops.attend import attend
 from dilated_attention_pytorch.ops.dispatch import is_seen
 from dilated_attention_pytorch.ops.validation import check_call
 
-RESULT = Path("benchmarks/results/host_time.json")
+from .options import parse, parser_of, write_results
+
 _STEPS = 4096
 """Number of positions in the decoding loop, repeated."""
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3
@@ -188,11 +187,12 @@ def measure(device: torch.device, rounds: int, calls_per_round: int) -> list[Row
 
 def main() -> None:
     """The command line."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = parser_of(__doc__)
     parser.add_argument("--rounds", type=int, default=40)
     parser.add_argument("--calls", type=int, default=200, help="in a round")
-    parser.add_argument("--output", type=Path, default=RESULT, help="the JSON file that the figures go to")
-    args = parser.parse_args()
+    args = parse(parser, "host_time.json")
+    if args.tiny:
+        args.rounds, args.calls = 1, 1
     if not is_interpreted() and not torch.cuda.is_available():
         raise SystemExit("host: no GPU here; set TRITON_INTERPRET=1, and the kernels take tensors of the CPU")
     device, command = torch.device("cuda"), module_command()
@@ -207,7 +207,7 @@ def main() -> None:
         print(f"{row.what:58} {row.median:7.1f} {row.least:7.1f} {row.launches:9}")
     figures = [{**asdict(row), "median": row.median, "least": row.least} for row in rows]
     about = {"device": str(device), "rounds": args.rounds, "calls": args.calls}
-    write_json(args.output, {"origin": {**origin(command), **about}, "figures": figures})
+    write_results(args.output, "triton", {"origin": {**origin(command), **about}, "figures": figures})
 
 
 if __name__ == "__main__":

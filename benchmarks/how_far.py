@@ -9,15 +9,15 @@ sheets.
 
 from __future__ import annotations
 
-import argparse
 import dataclasses
 import json
 import math
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from dilated_attention_pytorch import DilatedPattern
-from dilated_attention_pytorch.benchmarks.results import module_command, origin, write_json
+from dilated_attention_pytorch.benchmarks.results import module_command, origin
 from dilated_attention_pytorch.capacity.run import computed_flops
 from dilated_attention_pytorch.data_sheets import link_of, sheet_of
 from dilated_attention_pytorch.models import LongNetConfig
@@ -29,6 +29,7 @@ from dilated_attention_pytorch.training import PRESETS, TrainSettings
 from dilated_attention_pytorch.training.footprint import Footprint, least_footprint
 
 from .how_far_page import PAGE, PICTURE, draw, page
+from .options import parse, parser_of, write_results
 from .parallel import paper_up_to
 
 FILE = Path(__file__).parent / "results" / "how_far.json"
@@ -176,11 +177,11 @@ def longnet() -> dict[str, Any]:
     }
 
 
-def plan() -> dict[str, Any]:
+def plan(models: Sequence[str], lengths: Sequence[int]) -> dict[str, Any]:
     """Plans for all models and lengths."""
     lines = []
-    for model in MODELS:
-        for tokens in TOKENS:
+    for model in models:
+        for tokens in lengths:
             line = line_of(model, tokens)
             lines.append(line)
             print(
@@ -200,13 +201,20 @@ def plan() -> dict[str, Any]:
 
 def main() -> None:
     """The command."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = parser_of(__doc__)
     parser.add_argument("--page", action="store_true", help="plan nothing, write the page and the picture")
-    arguments = parser.parse_args()
+    arguments = parse(parser, FILE.name)
     if not arguments.page:
-        write_json(FILE, {"machine": origin(module_command()), "longnet": longnet(), "planned": plan()})
-        print(f"written: {FILE}")
-    results = json.loads(FILE.read_text(encoding="utf-8"))
+        planned = plan(list(MODELS)[:1], TOKENS[:1]) if arguments.tiny else plan(list(MODELS), TOKENS)
+        write_results(
+            arguments.output,
+            "planner",
+            {"machine": origin(module_command()), "longnet": None if arguments.tiny else longnet(), "planned": planned},
+        )
+        print(f"written: {arguments.output}")
+    if arguments.tiny:
+        return
+    results = json.loads(arguments.output.read_text(encoding="utf-8"))
     write_text(PAGE, page(results))
     draw(results, PICTURE)
     print(f"written: {PAGE}, {PICTURE}")

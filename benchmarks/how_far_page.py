@@ -180,3 +180,7 @@ def draw(results: dict[str, Any], file: Path) -> None:
     right.legend()
     file.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(file, dpi=90)
+
+
+if __name__ == "__main__":
+    raise SystemExit("a part of another benchmark: python -m benchmarks.how_far --help")

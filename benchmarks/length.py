@@ -1,6 +1,6 @@
 """Does length pay? Bits per byte by how much of a text is read, for models of equal size and equal training compute.
 
-    python -m benchmarks.length [--steps N] [--only NAME ...] [--folder FOLDER] [--quick]
+    python -m benchmarks.length [--steps N] [--only NAME ...] [--folder FOLDER] [--tiny]
 
 LongNets of the same sizes, with shifted keys, differ in their patterns: dense in windows of 1,024 tokens, a local
 window of 1,024, LongNet's segments up to 8,192, these with a window, a window and dense attention in alternating
@@ -28,7 +28,7 @@ from typing import Any, NamedTuple
 from rich.console import Console
 from rich.table import Table
 
-from dilated_attention_pytorch.benchmarks.results import module_command, origin, write_json
+from dilated_attention_pytorch.benchmarks.results import module_command, origin
 from dilated_attention_pytorch.models import LongNetConfig
 from dilated_attention_pytorch.output import replacing
 from dilated_attention_pytorch.training import TrainSettings, train
@@ -39,13 +39,15 @@ from dilated_attention_pytorch.training.manifest import read_json
 from dilated_attention_pytorch.training.model_evaluation import EvalSettings, evaluate_model
 from dilated_attention_pytorch.training.stages import Stages, StageSettings
 
+from .measured_code import digest
+from .options import parse, parser_of, write_results
+
 PACKAGE = "transformers.models"
 SMALLEST_TEXT = 1 << 15
 ROPE_THETA = 1e6
 """Chosen so that half of a head's pairs still match by content at 8,192 tokens."""
 SHORT, LONG = 1024, 8192
 LENGTHS = (1024, 2048, 4096, 8192)
-RESULTS = Path(__file__).parent / "results" / "length.json"
 PICTURE = Path("docs/pictures/length.png")
 _REMEDY = "remove the folder and begin anew"
 
@@ -88,13 +90,13 @@ def folder_texts(package: str) -> Iterator[tuple[str, str]]:
             yield name, text
 
 
-def prepare(folder: Path, vocab_size: int) -> tuple[Path, Path]:
+def prepare(folder: Path, package: str, vocab_size: int) -> tuple[Path, Path]:
     """Create the texts as JSONL and the tokenizer, unless they exist."""
     texts, tokenizer = folder / "texts.jsonl", folder / "tokenizer"
     if not texts.exists():
         folder.mkdir(parents=True, exist_ok=True)
         with replacing(texts) as staged, staged.open("w") as stream:
-            for name, text in folder_texts(PACKAGE):
+            for name, text in folder_texts(package):
                 stream.write(json.dumps({"name": name, "text": text}) + "\n")
     if not tokenizer.exists():
         sources = Sources([texts], "text", None)
@@ -260,8 +262,13 @@ def draw(records: list[dict[str, Any]], file: Path) -> None:
 
 def main() -> None:
     """Train and evaluate, print the table, write results and picture."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--folder", type=Path, default=Path("runs/length"), help="where the runs are kept")
+    parser = parser_of(__doc__)
+    parser.add_argument(
+        "--folder",
+        type=Path,
+        default=Path("runs/length"),
+        help="where the runs are kept, a folder for each state of the code",
+    )
     parser.add_argument(
         "--steps", type=int, default=400, help="of LongNet from the start; the others take its operations"
     )
@@ -274,15 +281,17 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--threads", type=int, default=0)
     parser.add_argument("--precision", default="float32")
-    parser.add_argument("--quick", action="store_true", help="a tiny model, 3 steps: checks")
-    parser.add_argument("--output", type=Path, default=RESULTS)
     parser.add_argument("--picture", type=Path, default=PICTURE)
-    arguments = parser.parse_args()
-    if arguments.quick:
-        arguments.steps, arguments.width, arguments.layers, arguments.windows = 3, 32, 2, 1
-        arguments.recall_texts = 1
+    arguments = parse(parser, "length.json")
+    if arguments.tiny:
+        arguments.folder, arguments.picture = arguments.output.parent / "length", arguments.output.with_suffix(".png")
+        arguments.only = arguments.only[:1]
+        arguments.steps, arguments.width, arguments.layers, arguments.windows = 12, 32, 2, 1
+        arguments.recall_texts, arguments.vocab_size = 1, 512
+    arguments.folder /= digest("training")
     here, console = origin(module_command()), Console()
-    texts, tokenizer = prepare(arguments.folder, arguments.vocab_size)
+    package = "torch.nn" if arguments.tiny else PACKAGE
+    texts, tokenizer = prepare(arguments.folder, package, arguments.vocab_size)
     chosen = {name: settings_of(one, texts, tokenizer, arguments) for name, one in CONTESTANTS.items()}
     for name in arguments.only:
         measured(name, chosen[name], arguments, console)
@@ -293,11 +302,12 @@ def main() -> None:
     records = collect(chosen, arguments.folder)
     console.print(table(records))
     sizes = {"parameters": chosen["LongNet"].model.num_parameters, "width": arguments.width, "layers": arguments.layers}
-    write_json(
+    write_results(
         arguments.output,
+        "training",
         {
             "machine": here,
-            "package": PACKAGE,
+            "package": package,
             "rope_theta": ROPE_THETA,
             "vocab_size": arguments.vocab_size,
             **sizes,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import contextlib
 import itertools
 import json
@@ -270,4 +271,9 @@ def _slowest(run: Callable[[], Any]) -> float:
 
 
 if __name__ == "__main__":
-    measure(int(sys.argv[1]), int(sys.argv[2]), Path(sys.argv[3]))
+    parser = argparse.ArgumentParser(description="One rank of python -m benchmarks.scale --only links.")
+    parser.add_argument("rank", type=int)
+    parser.add_argument("world", type=int, help="number of ranks")
+    parser.add_argument("folder", type=Path, help="folder of the store and of the results")
+    given = parser.parse_args()
+    measure(given.rank, given.world, given.folder)

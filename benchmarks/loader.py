@@ -1,6 +1,6 @@
 """The loader: tokens per second compared with the model's consumption, and memory while a token cache is built.
 
-    python -m benchmarks.loader [--quick] [--stream GB] [--output FILE]
+    python -m benchmarks.loader [--tiny] [--stream GB] [--output FILE]
 
 Synthetic text, documents of 200 bytes to 50 kB, is stored in JSONL files in a temporary folder. A cache of all of it as
 bytes is built, and one of a twentieth as tokens, each in a separate process, whose peak memory is compared with the
@@ -11,7 +11,6 @@ text.
 
 from __future__ import annotations
 
-import argparse
 import functools
 import itertools
 import json
@@ -31,7 +30,7 @@ import torch
 from torch.utils.data import DataLoader
 
 from benchmarks.training_step import Run
-from dilated_attention_pytorch.benchmarks.results import module_command, origin, write_json
+from dilated_attention_pytorch.benchmarks.results import module_command, origin
 from dilated_attention_pytorch.models import LongNetForCausalLM
 from dilated_attention_pytorch.training import PRESETS, TrainSettings
 from dilated_attention_pytorch.training.corpus import Corpus
@@ -46,6 +45,8 @@ from dilated_attention_pytorch.training.data.tokenizer import (
     train_tokenizer,
 )
 from dilated_attention_pytorch.training.stages import Stages
+
+from .options import parse, parser_of, write_results
 
 VOCAB_SIZE = 4096
 PACKINGS: dict[str, dict[str, Any]] = {
@@ -110,7 +111,8 @@ def _memory(name: str) -> int:
 
 def check(corpus: Corpus, tokenizer: Tokenizer, source: Path) -> None:
     """Raise SystemExit unless the first held-out documents of the cache are texts of the file."""
-    first = corpus.held_out.data[: int(corpus.held_out.file_starts[3])].to(torch.int64)
+    starts = corpus.held_out.file_starts.tolist()
+    first = corpus.held_out.tokens(0, [*starts[3:4], len(corpus.held_out)][0]).to(torch.int64)
     found = bytes_of(tokenizer, first).decode().split("\0")[1:]
     with source.open() as file:
         texts = {json.loads(line)["text"] for line in itertools.islice(file, 2000)}
@@ -144,15 +146,13 @@ def model_tokens_per_second(settings: TrainSettings, repeats: int) -> float:
 
 def main() -> None:
     """Print one line per result; write all results with the machine and the command."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--quick", action="store_true", help="20 MB, few batches: checks, publishes nothing")
+    parser = parser_of(__doc__)
     parser.add_argument("--stream", type=float, default=1.0, help="gigabytes of made text; a folder for twice as much")
-    parser.add_argument("--output", type=Path, default=Path(__file__).parent / "results" / "loader.json")
-    arguments = parser.parse_args()
-    size = 20_000_000 if arguments.quick else int(arguments.stream * 1e9)
-    batches, repeats = (20, 1) if arguments.quick else (300, 5)
+    arguments = parse(parser, "loader.json")
+    size = 200_000 if arguments.tiny else int(arguments.stream * 1e9)
+    batches, repeats = (2, 1) if arguments.tiny else (300, 5)
     here = origin(module_command())
-    settings = PRESETS["cpu"]()
+    settings = replace(PRESETS["tiny" if arguments.tiny else "cpu"](), batch_size=1)
     with (
         tempfile.TemporaryDirectory() as name,
         ProcessPoolExecutor(1, get_context("spawn"), max_tasks_per_child=1) as pool,
@@ -160,7 +160,8 @@ def main() -> None:
         folder = Path(name)
         small, large = write(folder / "small.jsonl", size // 100, 1), write(folder / "large.jsonl", size, 2)
         part = write(folder / "part.jsonl", size // 20, 3)
-        train_tokenizer((text.encode() for text in documents(2_000_000, 4)), VOCAB_SIZE).save(folder)
+        vocab_size = 300 if arguments.tiny else VOCAB_SIZE
+        train_tokenizer((text.encode() for text in documents(min(size, 2_000_000), 4)), vocab_size).save(folder)
         made, drawn = [], []
         for path, tokenizer in ((large, None), (part, folder)):
             process = functools.partial(make_caches, small, path, tokenizer, folder / "cache")
@@ -189,9 +190,8 @@ def main() -> None:
         "model_tokens_per_second": model,
         "least_over_model": least / model,
     }
-    if not arguments.quick:
-        write_json(arguments.output, result)
-        print(f"written: {arguments.output}")
+    write_results(arguments.output, "training", result)
+    print(f"written: {arguments.output}")
 
 
 if __name__ == "__main__":

@@ -10,7 +10,6 @@ The same command resumes all runs where they stopped.
 
 from __future__ import annotations
 
-import argparse
 import math
 import sys
 from pathlib import Path
@@ -26,14 +25,19 @@ from dilated_attention_pytorch.training.corpus import read_corpus
 from dilated_attention_pytorch.training.manifest import read_json
 from dilated_attention_pytorch.training.windows import EvaluationWindows, TrainingWindows, evenly_spread
 
+from .measured_code import digest
+from .options import parse, parser_of, write_results
+
 SHORT, LONG = 1024, 8192
 KV_HEADS = 4
-RESULTS = Path("benchmarks/results/long_context.json")
 PICTURE = Path("docs/pictures/long-context.png")
 
 
-def pretrain(folder: Path, steps: int, seed: int) -> dict[str, Any]:
-    """Train the short model unless ``folder`` has it; returns its number of steps and held-out bits per byte."""
+def pretrain(folder: Path, steps: int, seed: int, length: int, windows: int | None) -> dict[str, Any]:
+    """Train the short model unless ``folder`` has it; returns its number of steps and held-out bits per byte.
+
+    The bits per byte are those of so many held-out windows, None for all.
+    """
     from torch.utils.data import Subset
     from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainingArguments, set_seed
 
@@ -51,14 +55,14 @@ def pretrain(folder: Path, steps: int, seed: int) -> dict[str, Any]:
             num_hidden_layers=4,
             num_attention_heads=4,
             num_key_value_heads=KV_HEADS,
-            max_position_embeddings=SHORT,
+            max_position_embeddings=length,
             bos_token_id=None,
             eos_token_id=None,
             tie_word_embeddings=True,
         )
     )
     corpus = read_corpus()
-    held_out = EvaluationWindows(corpus.held_out, SHORT, 256)
+    held_out = EvaluationWindows(corpus.held_out, length, length // 4)
     trainer = Trainer(
         model=model,
         args=TrainingArguments(
@@ -74,23 +78,24 @@ def pretrain(folder: Path, steps: int, seed: int) -> dict[str, Any]:
             bf16=True,
             use_cpu=True,
             seed=seed,
-            logging_steps=steps // 10,
+            logging_steps=max(1, steps // 10),
             eval_strategy="steps",
-            eval_steps=steps // 4,
-            save_steps=steps // 4,
+            eval_steps=max(1, steps // 4),
+            save_steps=max(1, steps // 4),
             save_total_limit=1,
             prediction_loss_only=True,
             report_to=[],
             train_sampling_strategy="sequential",
             dataloader_pin_memory=False,
         ),
-        train_dataset=TrainingWindows(corpus.training, SHORT, 8 * steps, seed=seed, file_start_fraction=0.0),
+        train_dataset=TrainingWindows(corpus.training, length, 8 * steps, seed=seed, file_start_fraction=0.0),
         eval_dataset=Subset(held_out, evenly_spread(len(held_out), 64)),
     )
     trainer.train(resume_from_checkpoint=(folder / "run").is_dir() and any((folder / "run").glob("checkpoint-*")))
-    bits = trainer.evaluate(held_out)["eval_loss"] / math.log(2)
+    judged = held_out if windows is None else Subset(held_out, evenly_spread(len(held_out), windows))
+    bits = trainer.evaluate(judged)["eval_loss"] / math.log(2)
     model.save_pretrained(folder)
-    record = {"steps": steps, "seed": seed, "bytes_per_step": 8 * SHORT, "bits_per_byte": bits}
+    record = {"steps": steps, "seed": seed, "bytes_per_step": 8 * length, "bits_per_byte": bits}
     write_json(said, record)
     return record
 
@@ -101,11 +106,11 @@ def _refuse_unless_equal(folder: Path, found: dict[str, Any], wanted: dict[str, 
         sys.exit(f"{folder} holds a run with other settings (there, asked for: {differing}): name another --folder")
 
 
-def extended(settings: ExtensionSettings, folder: Path, console: Console) -> dict[str, Any]:
+def extended(settings: ExtensionSettings, folder: Path, console: Console, short: int) -> dict[str, Any]:
     """Record of an extension run, which is started, or continued if unfinished."""
     if (folder / "training.json").exists():
         record = read_json(folder / "training.json", what="benchmark", remedy="remove the folder and begin anew")
-        asked = settings.complete(SHORT, KV_HEADS).to_dict()
+        asked = settings.complete(short, KV_HEADS).to_dict()
         chosen = ("precision", "device", "threads")  # chosen by the machine if the settings leave them open
         _refuse_unless_equal(
             folder, *({k: v for k, v in s.items() if k not in chosen} for s in (record["settings"], asked))
@@ -118,49 +123,63 @@ def extended(settings: ExtensionSettings, folder: Path, console: Console) -> dic
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--folder", type=Path, default=Path("runs/long-context"), help="where the runs are kept")
+    parser = parser_of(__doc__)
+    parser.add_argument(
+        "--folder",
+        type=Path,
+        default=Path("runs/long-context"),
+        help="where the runs are kept, a folder for each state of the code",
+    )
     parser.add_argument("--pretraining-steps", type=int, default=600, help="steps of 8,192 bytes of the short model")
     parser.add_argument("--steps", type=int, default=150, help="steps of 8,192 bytes of the extension")
     parser.add_argument("--pattern", default="", help="see dilated-attention extend --help")
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--output", type=Path, default=RESULTS, help="JSON file to write")
-    arguments = parser.parse_args()
+    arguments = parse(parser, "long_context.json")
+    if arguments.tiny:
+        arguments.folder = arguments.output.parent / "long-context"
+        arguments.pretraining_steps, arguments.steps = 1, 1
+    short_length, length = (32, 128) if arguments.tiny else (SHORT, LONG)
+    few: dict[str, Any] = {"eval_windows": 1, "final_eval_windows": 1} if arguments.tiny else {}
+    arguments.folder /= digest("training")
     here = origin(module_command())
     console = Console()
     short = arguments.folder / "short"
-    pretraining = pretrain(short, arguments.pretraining_steps, arguments.seed)
-    patterns = {"dilated": arguments.pattern, "dense": f"DilatedPattern([{LONG}], [1])"}
+    pretraining = pretrain(
+        short, arguments.pretraining_steps, arguments.seed, short_length, windows=2 if arguments.tiny else None
+    )
+    patterns = {"dilated": arguments.pattern, "dense": f"DilatedPattern([{length}], [1])"}
     records = {}
     for name, pattern in patterns.items():
         console.rule(name)
         settings = ExtensionSettings(
             model=str(short),
-            length=LONG,
+            length=length,
             pattern=pattern,
             steps=arguments.steps,
-            batch_tokens=LONG,
+            batch_tokens=length,
             learning_rate=5e-4,
             seed=arguments.seed,
             eval_steps=100,
             save_steps=100,
+            **few,
         )
-        records[name] = extended(settings, arguments.folder / name, console)
-    table = Table("", "attention", *(f"bits per byte reading {length:,}" for length in (SHORT, LONG)))
+        records[name] = extended(settings, arguments.folder / name, console, short_length)
+    table = Table("", "attention", *(f"bits per byte reading {size:,}" for size in (short_length, length)))
     for state in ("before", "replaced", "trained"):
         for name, record in records.items():
             if state == "before" and name == "dense":
                 continue
             bits = record["measured"][state]["bits_per_byte"]
             attention = "dense" if state == "before" else record["settings"]["pattern"]
-            table.add_row(state, attention, *(f"{bits[str(length)]:.3f}" for length in (SHORT, LONG)))
+            table.add_row(state, attention, *(f"{bits[str(size)]:.3f}" for size in (short_length, length)))
     console.print(table)
     for record in records.values():
         for entry in record["measured"].values():
             del entry["by_position"]
-    write_json(arguments.output, {"machine": here, "pretraining": pretraining, "runs": records})
-    PICTURE.parent.mkdir(parents=True, exist_ok=True)
-    PICTURE.write_bytes((arguments.folder / "dilated" / "context.png").read_bytes())
+    write_results(arguments.output, "training", {"machine": here, "pretraining": pretraining, "runs": records})
+    picture = arguments.output.with_suffix(".png") if arguments.tiny else PICTURE
+    picture.parent.mkdir(parents=True, exist_ok=True)
+    picture.write_bytes((arguments.folder / "dilated" / "context.png").read_bytes())
 
 
 if __name__ == "__main__":

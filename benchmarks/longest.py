@@ -23,20 +23,22 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from dilated_attention_pytorch.benchmarks.results import module_command, origin, write_json
+from dilated_attention_pytorch.benchmarks.results import module_command, origin
 from dilated_attention_pytorch.capacity import longest_context
 from dilated_attention_pytorch.models import LongNetConfig
 from dilated_attention_pytorch.training import PRESETS, TrainSettings
 from dilated_attention_pytorch.training.autocast import autocast
 from dilated_attention_pytorch.training.footprint import footprint
 
+from .measured_code import is_stale
+from .options import parse, parser_of, write_results
 from .planner import BOUNDED
 
 LONGER = 1.1
 STEPS = 2
 
 
-def draw(number: int) -> tuple[TrainSettings, int]:
+def draw(number: int, *, is_tiny: bool = False) -> tuple[TrainSettings, int]:
     """Settings of a case and the memory for its tensors, determined by its number."""
     choose = random.Random(f"longest {number}")
     heads = choose.choice([2, 4])
@@ -60,7 +62,7 @@ def draw(number: int) -> tuple[TrainSettings, int]:
         optimizer=choose.choice(["adamw", "muon", "adamw-bf16"]),
     )
     states = footprint(dataclasses.replace(settings, context_length=256), 1).states
-    return settings, states + int(choose.uniform(150e6, 350e6))
+    return settings, states + int(choose.uniform(150e6, 350e6) / (8 if is_tiny else 1))
 
 
 def data_bytes() -> int:
@@ -133,9 +135,9 @@ def tried(settings: TrainSettings, memory: int) -> dict[str, Any]:
     raise SystemExit(f"steps of {settings.context_length} tokens failed: {program.stderr[-2000:]}")
 
 
-def run(number: int) -> dict[str, Any]:
+def run(number: int, *, is_tiny: bool) -> dict[str, Any]:
     """Plan a case, then test it."""
-    settings, memory = draw(number)
+    settings, memory = draw(number, is_tiny=is_tiny)
     longest = longest_context(settings, 1, memory)
     lengths = {"planned": longest, "longer": int(LONGER * longest)}
     of_length = {name: dataclasses.replace(settings, context_length=length) for name, length in lengths.items()}
@@ -156,12 +158,11 @@ def is_right(case: dict[str, Any]) -> bool:
 
 def main() -> None:
     """Print a line per case, and write all cases with the machine and the command."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = parser_of(__doc__)
     parser.add_argument("--cases", type=int, default=10)
     parser.add_argument("--again", action="store_true", help="leave what is in the file, and begin anew")
     parser.add_argument("--told", help=argparse.SUPPRESS)
-    parser.add_argument("--output", type=Path, default=Path(__file__).parent / "results" / "longest.json")
-    arguments = parser.parse_args()
+    arguments = parse(parser, "longest.json")
     if arguments.told is not None:
         told, memory = json.loads(arguments.told)
         take_steps(TrainSettings.from_dict(told), memory)
@@ -171,10 +172,11 @@ def main() -> None:
     torch.set_num_threads(1)
     kept: dict[str, Any] = {"machine": origin(module_command()), "cases": []}
     if arguments.output.exists() and not arguments.again:
-        kept |= json.loads(arguments.output.read_text())
-    for number in range(arguments.cases):
+        earlier = json.loads(arguments.output.read_text())
+        kept |= {} if is_stale(earlier) else earlier  # cases of other code are tried again
+    for number in range(1 if arguments.tiny else arguments.cases):
         if number not in {one["case"] for one in kept["cases"]}:
-            case = run(number)
+            case = run(number, is_tiny=arguments.tiny)
             kept["cases"].append(case)
             told, model = case["settings"], case["settings"]["model"]
             print(
@@ -183,7 +185,7 @@ def main() -> None:
                 f"more {case['longer']['ended']}",
                 flush=True,
             )
-            write_json(arguments.output, kept)
+            write_results(arguments.output, "planner", kept)
     print(f"{sum(map(is_right, kept['cases']))} of {len(kept['cases'])} as planned; written: {arguments.output}")
 
 

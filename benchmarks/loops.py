@@ -157,3 +157,7 @@ class Code:
             if one.name.startswith(_ENDS) and not one.is_predicated:
                 then = []
             yield then
+
+
+if __name__ == "__main__":
+    raise SystemExit("a part of another benchmark: python -m benchmarks.registers --help")

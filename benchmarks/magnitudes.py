@@ -10,9 +10,7 @@ Needs no GPU: the Triton kernels run in Triton's interpreter.
 
 from __future__ import annotations
 
-import argparse
 import math
-from pathlib import Path
 from typing import NamedTuple, cast
 
 import torch
@@ -22,8 +20,10 @@ from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
 from dilated_attention_pytorch import DilatedPattern, Pattern, attend, local_window
-from dilated_attention_pytorch.benchmarks.results import module_command, origin, write_json
+from dilated_attention_pytorch.benchmarks.results import module_command, origin
 from dilated_attention_pytorch.kernels.select import Impl, refusal
+
+from .options import parse, parser_of, write_results
 
 MAGNITUDES = (1e-6, 1e-3, 1.0, 1e2, 1e4, 1e5, 1e6, 1e8)
 DTYPES = (torch.float32, torch.bfloat16, torch.float64)
@@ -98,13 +98,13 @@ def _cell(found: Outcome) -> str:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--output", type=Path, default=Path("benchmarks/results/magnitudes.json"))
-    words = parser.parse_args()
+    parser = parser_of(__doc__)
+    words = parse(parser, "magnitudes.json")
+    dtypes, magnitudes = (DTYPES[:1], MAGNITUDES[:2]) if words.tiny else (DTYPES, MAGNITUDES)
     console, records = Console(width=140), []
-    for dtype in DTYPES:
+    for dtype in dtypes:
         table = Table(str(dtype).removeprefix("torch."), *IMPLS, PYTORCH)
-        for magnitude in MAGNITUDES:
+        for magnitude in magnitudes:
             found = {x: outcome(x, dtype, magnitude) for x in (*IMPLS, PYTORCH) if can_run(x, dtype)}
             table.add_row(*row_of(magnitude, found).strip("| ").split(" | "))
             records.append(
@@ -116,7 +116,7 @@ def main() -> None:
             )
         console.print(table)
     values = {"machine": origin(module_command()), "rows": ROWS, "heads": HEADS, "head_dim": WIDTH, "records": records}
-    write_json(words.output, values)
+    write_results(words.output, "attention", values)
 
 
 if __name__ == "__main__":

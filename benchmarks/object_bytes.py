@@ -10,7 +10,6 @@ model was built, less the bytes of all tensors that remain. The difference betwe
 
 from __future__ import annotations
 
-import argparse
 import dataclasses
 import gc
 import json
@@ -23,7 +22,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from dilated_attention_pytorch.benchmarks.results import module_command, origin, write_json
+from dilated_attention_pytorch.benchmarks.results import module_command, origin
 from dilated_attention_pytorch.memory import begin_peak, resident
 from dilated_attention_pytorch.models import LongNetConfig, LongNetForCausalLM
 from dilated_attention_pytorch.training import PRESETS, TrainSettings
@@ -31,6 +30,7 @@ from dilated_attention_pytorch.training.distribution import Distribution
 from dilated_attention_pytorch.training.optimizer import build_optimizer
 from dilated_attention_pytorch.training.settings import Optimizer
 
+from .options import parse, parser_of, write_results
 from .planner import BOUNDED, printed
 
 KINDS: dict[str, tuple[int, dict[str, Any]]] = {
@@ -110,15 +110,15 @@ def _objects(settings: TrainSettings, kept: list[Any]) -> int:
     return _resident() - before - tensors
 
 
-def measure(kind: str) -> None:
-    """In a process of its own, for one way to share weights: print the bytes of a block's objects for every variant."""
+def measure(kind: str, *, is_tiny: bool) -> None:
+    """In a process of its own, for one way to share weights: print the bytes of a block's objects of all variants."""
     torch.set_num_threads(1)
     if KINDS[kind][0] > 1:
         dist.init_process_group("gloo")
     kept: list[Any] = []
     _objects(_settings(kind, *VARIANTS[0], 1), kept)  # libraries are loaded
     found = []
-    for optimizer, recomputed in VARIANTS:
+    for optimizer, recomputed in VARIANTS[:1] if is_tiny else VARIANTS:
         _objects(_settings(kind, optimizer, recomputed, 1), kept)
         shallow, deep = (_objects(_settings(kind, optimizer, recomputed, layers), kept) for layers in (SHALLOW, DEEP))
         found.append(
@@ -133,20 +133,20 @@ def measure(kind: str) -> None:
 
 def main() -> None:
     """Measure all kinds; print and write the bytes of a block."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = parser_of(__doc__)
     parser.add_argument("--kind", choices=list(KINDS), help="measure this kind only, in this process; writes no file")
-    parser.add_argument("--output", type=Path, default=Path(__file__).parent / "results" / "object_bytes.json")
-    arguments = parser.parse_args()
+    arguments = parse(parser, "object_bytes.json")
     if arguments.kind:
-        measure(arguments.kind)
+        measure(arguments.kind, is_tiny=arguments.tiny)
         return
     record: dict[str, Any] = {"machine": origin(module_command()), "kinds": {}}
-    for kind in KINDS:
-        found = printed(["-m", "benchmarks.object_bytes", "--kind", kind], KINDS[kind][0], BOUNDED, kind)
+    for kind in list(KINDS)[:1] if arguments.tiny else KINDS:
+        words = ["-m", "benchmarks.object_bytes", "--kind", kind, *(["--tiny"] if arguments.tiny else [])]
+        found = printed(words, KINDS[kind][0], BOUNDED, kind)
         median = round(statistics.median(one["bytes"] for one in found))
         record["kinds"][kind] = {"median": median, "variants": found}
         print(f"{kind:12} {median / 1e3:6.0f} kB a block: {', '.join(str(one['bytes']) for one in found)}", flush=True)
-    write_json(arguments.output, record)
+    write_results(arguments.output, "planner", record)
     print(f"written: {arguments.output}")
 
 

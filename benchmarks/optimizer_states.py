@@ -1,6 +1,6 @@
 """AdamW with moments of 32, 16 and 8 bits on the demo's model: state bytes per weight, and final losses.
 
-    python -m benchmarks.optimizer_states [--quick] [--steps N] [--context-length N] [--output FILE]
+    python -m benchmarks.optimizer_states [--tiny] [--steps N] [--context-length N] [--output FILE]
 
 Model, learning rates and seed are those of `dilated-attention train --preset cpu`, with AdamW instead of Muon, on the
 source of Python's standard library. Context and number of steps are as given on the command line. Bytes are counted
@@ -9,7 +9,6 @@ over the tensors that the optimizer holds after the last step, each storage once
 
 from __future__ import annotations
 
-import argparse
 import tempfile
 from dataclasses import replace
 from pathlib import Path
@@ -17,12 +16,13 @@ from typing import Any
 
 import torch
 from rich.console import Console
-from transformers import TrainerCallback
+from torch.optim.optimizer import register_optimizer_step_post_hook
 
-from dilated_attention_pytorch.benchmarks.results import module_command, origin, write_json
+from dilated_attention_pytorch.benchmarks.results import module_command, origin
 from dilated_attention_pytorch.training import PRESETS, TrainSettings, train
-from dilated_attention_pytorch.training import trainer as trainers
 from dilated_attention_pytorch.training.run_settings import AdamW
+
+from .options import parse, parser_of, write_results
 
 KINDS: tuple[AdamW, ...] = ("adamw", "adamw-bf16", "adamw-8bit")
 
@@ -38,32 +38,17 @@ def state_bytes(optimizer: torch.optim.Optimizer) -> int:
     return sum(storages.values())
 
 
-class Counting(TrainerCallback):
-    """Counts the optimizer's bytes at the end of training."""
-
-    counted = 0
-
-    def on_train_end(self, args: Any, state: Any, control: Any, optimizer: Any = None, **kwargs: Any) -> None:
-        """Count the bytes."""
-        Counting.counted = state_bytes(optimizer)
-
-
-class CountingTrainer(trainers.LongNetTrainer):
-    """The trainer of a run, with :class:`Counting` as a callback."""
-
-    def __init__(self, **given: Any) -> None:
-        super().__init__(**given)
-        self.add_callback(Counting)
-
-
 def measure(settings: TrainSettings, kind: AdamW) -> dict[str, Any]:
     """Train once with the given optimizer."""
+    used: list[torch.optim.Optimizer] = []
+    hook = register_optimizer_step_post_hook(lambda optimizer, *_: used.append(optimizer))
     with tempfile.TemporaryDirectory() as folder:
         outcome = train(replace(settings, optimizer=kind), Path(folder) / "run", Console(quiet=True))
+    hook.remove()
     result = {
         "optimizer": kind,
         "bits_per_byte": outcome.bits_per_byte,
-        "state_bytes_per_weight": Counting.counted / settings.model.num_parameters,
+        "state_bytes_per_weight": sum(map(state_bytes, set(used))) / settings.model.num_parameters,
     }
     words = f"{result['state_bytes_per_weight']:.3f} bytes of state a weight"
     print(f"{kind:>12} {outcome.bits_per_byte:.4f} held-out bits per byte, {words}", flush=True)
@@ -72,14 +57,12 @@ def measure(settings: TrainSettings, kind: AdamW) -> dict[str, Any]:
 
 def main() -> None:
     """Print one line per result; write all results with the machine and the command."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--quick", action="store_true", help="the preset tiny, 20 steps: checks")
+    parser = parser_of(__doc__)
     parser.add_argument("--steps", type=int, default=100)
     parser.add_argument("--context-length", type=int, default=8192)
-    parser.add_argument("--output", type=Path, default=Path(__file__).parent / "results" / "optimizer_states.json")
-    arguments = parser.parse_args()
-    settings = PRESETS["tiny"]() if arguments.quick else PRESETS["cpu"]()
-    if not arguments.quick:
+    arguments = parse(parser, "optimizer_states.json")
+    settings = PRESETS["tiny"]() if arguments.tiny else PRESETS["cpu"]()
+    if not arguments.tiny:
         settings = replace(
             settings,
             steps=arguments.steps,
@@ -93,12 +76,11 @@ def main() -> None:
             device="cpu",
         )
     here = origin(module_command())
-    trainers.LongNetTrainer = CountingTrainer  # type: ignore[misc]
-    results = [measure(settings, kind) for kind in KINDS]
+    results = [measure(settings, kind) for kind in (KINDS[:1] if arguments.tiny else KINDS)]
     whole = results[0]["bits_per_byte"]
     for result in results:
         result["loss_over_adamw"] = result["bits_per_byte"] / whole
-    write_json(arguments.output, {"machine": here, "settings": settings.to_dict(), "results": results})
+    write_results(arguments.output, "training", {"machine": here, "settings": settings.to_dict(), "results": results})
     print(f"written: {arguments.output}")
 
 

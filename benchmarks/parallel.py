@@ -7,7 +7,6 @@ Only the sections that are measured are rewritten. The ranks are processes of th
 
 from __future__ import annotations
 
-import argparse
 import json
 import math
 import statistics
@@ -25,6 +24,8 @@ from dilated_attention_pytorch.benchmarks.results import module_command, origin,
 from dilated_attention_pytorch.parallel.plan import Strategy
 from dilated_attention_pytorch.planning.layout import Layout
 
+from .measured_code import code
+from .options import parse, parser_of
 from .parallel_memory import memory
 from .parallel_overlap import overlap
 from .parallel_picture import draw
@@ -48,12 +49,12 @@ def paper_up_to(rows: int) -> DilatedPattern:
     return pattern_of(tuple(groups))
 
 
-def count_groups(rows: int, strategy: Strategy) -> list[dict[str, Any]]:
+def count_groups(rows: int, strategy: Strategy, paper: Groups) -> list[dict[str, Any]]:
     """On every rank: bytes sent and received for every group of the paper's pattern, and for the whole pattern."""
     mesh = init_device_mesh("cpu", (dist.get_world_size(),))
     found = []
     for is_causal in (False, True):
-        for groups in (*((group,) for group in PAPER), PAPER):
+        for groups in (*((group,) for group in paper), paper):
             q, k, v, grad = (torch.randn(1, rows // mesh.size(), HEADS, HEAD_DIM) for _ in range(4))
             q, k, v = inputs = (q.requires_grad_(), k.requires_grad_(), v.requires_grad_())
             with parallel.count_traffic() as forward:
@@ -85,13 +86,17 @@ def formula(groups: Groups, rows: int, world: int, rank: int, *, of_earlier_only
     return total
 
 
-def traffic() -> dict[str, Any]:
+def traffic(*, is_tiny: bool) -> dict[str, Any]:
     """Bytes that ranks send: counted in a run and compared with the formula, and planned for many ranks."""
-    rows, counted = 32768, []
+    paper: Groups = PAPER
+    worlds: tuple[int, ...] = (2, 4)
+    rows, counted, powers = 32768, [], POWERS
     strategies: tuple[Strategy, ...] = ("ring", "gather")
-    for world in (2, 4):
+    if is_tiny:
+        rows, paper, worlds, powers = 1024, tuple((w // 32, r) for w, r in PAPER), (2,), POWERS[:4]
+    for world in worlds:
         for strategy in strategies:
-            of_ranks = on_ranks(world, count_groups, rows, strategy)
+            of_ranks = on_ranks(world, count_groups, rows, strategy, paper)
             for cases in zip(*of_ranks, strict=True):
                 groups, is_causal = cases[0]["groups"], cases[0]["causal"]
                 expected = [
@@ -120,7 +125,7 @@ def traffic() -> dict[str, Any]:
                         f"rank at most, a dense ring {dense:,}: {dense / most:.2f} x"
                     )
     print(f"{len(counted)} counts of received bytes, those of every rank equal to the formula")
-    planned = [plan_of(world, is_causal=is_causal) for is_causal in (False, True) for world in POWERS]
+    planned = [plan_of(world, is_causal=is_causal) for is_causal in (False, True) for world in powers]
     for line in planned:
         ratio = line["dense_ring"] / line["ring"] if line["ring"] else math.inf
         print(
@@ -133,7 +138,7 @@ def traffic() -> dict[str, Any]:
     worst = max(abs(slope * x + intercept - y) / y for x, y in points)
     print(f"ring: {slope / 1e6:.2f} MB x log2(p) {intercept / 1e6:+.2f} MB, off by {worst:.1%} at most for p >= 8")
     growth = {"bytes_per_doubling": slope, "intercept": intercept, "largest_relative_error": worst, "from_ranks": 8}
-    return {"counted": counted, "planned": planned, "growth": growth, "billion": billion()}
+    return {"counted": counted, "planned": planned, "growth": growth, "billion": billion(16 if is_tiny else 1024)}
 
 
 POWERS = tuple(2**power for power in range(1, 11))
@@ -158,9 +163,9 @@ def plan_of(world: int, *, is_causal: bool) -> dict[str, Any]:
     }
 
 
-def billion() -> dict[str, Any]:
-    """One causal layer over 2^30 tokens on 1,024 ranks, by the plan."""
-    world, rows = 1024, 1 << 30
+def billion(world: int) -> dict[str, Any]:
+    """One causal layer over 2^20 tokens of every rank, 2^30 for 1,024, by the plan."""
+    rows = world << 20
     plan = parallel.plan_parallel(paper_up_to(rows), (1, rows, HEADS, HEAD_DIM), world, is_causal=True)
     best = plan.estimates[0]
     held = 2 * rows // world * HEADS * HEAD_DIM
@@ -181,14 +186,14 @@ def billion() -> dict[str, Any]:
         "dense_flops": 2 * HEAD_DIM * HEADS * rows * (rows + 1) // world,
         "messages": best.messages,
     }
-    print(f"2^30 tokens: {result}")
+    print(f"{rows:,} tokens: {result}")
     return result
 
 
-def time_rank(layout: Layout) -> dict[str, float]:
+def time_rank(layout: Layout, held: int) -> dict[str, float]:
     """On every rank: processor seconds of its own share, causal, forward and backward, after a check."""
     mesh = init_device_mesh("cpu", (dist.get_world_size(),))
-    rows = ROWS * mesh.size()
+    rows = held * mesh.size()
     generator = torch.Generator().manual_seed(0)
     whole = [torch.randn(1, rows, HEADS, HEAD_DIM, generator=generator) for _ in range(4)]
     q, k, v, grad = (parallel.shard(x, mesh, layout=layout) for x in whole)
@@ -210,10 +215,10 @@ def time_rank(layout: Layout) -> dict[str, float]:
     return {"seconds": min(times), "error": error}
 
 
-def balance() -> dict[str, Any]:
+def balance(*, is_tiny: bool) -> dict[str, Any]:
     """FLOPs of the busiest rank over the mean, planned; processor seconds of every rank, measured."""
     planned = []
-    for world in (4, 8, 64):
+    for world in (4,) if is_tiny else (4, 8, 64):
         rows = world * ROWS
         plan = parallel.plan_parallel(paper_up_to(rows), (1, rows, HEADS, HEAD_DIM), world, is_causal=True)
         ring = {e.layout: e for e in plan.estimates if e.strategy == "ring"}
@@ -239,7 +244,7 @@ def balance() -> dict[str, Any]:
     measured: dict[str, Any] = {}
     layouts: tuple[Layout, ...] = ("contiguous", "zigzag")
     for layout in layouts:
-        found = on_ranks(4, time_rank, layout)
+        found = on_ranks(2 if is_tiny else 4, time_rank, layout, 128 if is_tiny else ROWS)
         seconds = [of_rank["seconds"] for of_rank in found]
         measured[layout] = {
             "processor_seconds": seconds,
@@ -247,36 +252,35 @@ def balance() -> dict[str, Any]:
             "largest_error": max(of_rank["error"] for of_rank in found),
         }
         print(
-            f"p=4, {layout}: processor seconds {', '.join(f'{x:.2f}' for x in seconds)}, largest over mean "
-            f"{measured[layout]['imbalance']:.3f}"
+            f"p={len(seconds)}, {layout}: processor seconds {', '.join(f'{x:.2f}' for x in seconds)}, largest over "
+            f"mean {measured[layout]['imbalance']:.3f}"
         )
     return {"planned": planned, "measured": measured}
 
 
 def main() -> None:
     """Measure, print, and write the results, keeping other sections of the file."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    sections: dict[str, Callable[[], dict[str, Any]]] = {
+    parser = parser_of(__doc__)
+    sections: dict[str, Callable[..., dict[str, Any]]] = {
         "traffic": traffic,
         "memory": memory,
         "overlap": overlap,
         "balance": balance,
     }
     parser.add_argument("--only", nargs="+", choices=sections, default=list(sections), help="which sections to measure")
-    parser.add_argument("--output", type=Path, default=Path("benchmarks/results/parallel.json"))
-    parser.add_argument("--picture", type=Path, default=Path("docs/parallel.png"))
-    arguments = parser.parse_args()
+    arguments = parse(parser, "parallel.json")
     for name in arguments.only:
         print(f"--- {name}: {(sections[name].__doc__ or '').strip().splitlines()[0]}", flush=True)
         here = origin(module_command())
-        section = {"machine": here, **sections[name]()}
+        section = {"machine": here, "code": code("parallel"), **sections[name](is_tiny=arguments.tiny)}
         results = json.loads(arguments.output.read_text(encoding="utf-8")) if arguments.output.exists() else {}
         write_json(arguments.output, {**results, name: section})
         print(f"written: {arguments.output}, {name}", flush=True)
     results = json.loads(arguments.output.read_text(encoding="utf-8"))
     if {"traffic", "memory"} <= results.keys():
-        draw(results, arguments.picture)
-        print(f"drawn: {arguments.picture}")
+        picture = arguments.output.with_suffix(".png") if arguments.tiny else Path("docs/parallel.png")
+        draw(results, picture)
+        print(f"drawn: {picture}")
 
 
 if __name__ == "__main__":

@@ -93,12 +93,12 @@ def no_computation() -> Iterator[None]:
         yield
 
 
-def time_ways() -> list[dict[str, Any]]:
+def time_ways(rows: int, repeats: int) -> list[dict[str, Any]]:
     """On every rank: seconds of the call with and without delayed messages, after a check."""
     world = dist.get_world_size()
     mesh = init_device_mesh("cpu", (world,))
     generator = torch.Generator().manual_seed(0)
-    whole = [torch.randn(1, ROWS, HEADS, HEAD_DIM, generator=generator) for _ in range(4)]
+    whole = [torch.randn(1, rows, HEADS, HEAD_DIM, generator=generator) for _ in range(4)]
     q, k, v, grad = (parallel.shard(x, mesh) for x in whole)
     q, k, v = inputs = (q.requires_grad_(), k.requires_grad_(), v.requires_grad_())
 
@@ -133,11 +133,11 @@ def time_ways() -> list[dict[str, Any]]:
     passes = (("forward", forward, world - 1), ("forward_backward", both, 3 * (world - 1)))
     for name, run, num_messages in passes:
         run()
-        first = min(seconds(run) for _ in range(REPEATS))
+        first = min(seconds(run) for _ in range(repeats))
         for factor in FACTORS:
             delay = factor * first / num_messages
             times: dict[str, list[float]] = {"compute": [], "communication": [], "ring": [], "awaited": []}
-            for _ in range(REPEATS):
+            for _ in range(repeats):
                 times["compute"].append(seconds(run))
                 times["communication"].append(seconds(run, slow_link(delay, is_awaited=False), no_computation()))
                 times["ring"].append(seconds(run, slow_link(delay, is_awaited=False)))
@@ -157,11 +157,11 @@ def time_ways() -> list[dict[str, Any]]:
     return found
 
 
-def overlap() -> dict[str, Any]:
+def overlap(*, is_tiny: bool) -> dict[str, Any]:
     """Time of the ring with delayed messages, relative to the longer of computation and communication."""
-    lines = []
-    for world in (2, 4):
-        for line in on_ranks(world, time_ways)[0]:
+    lines, rows, repeats = [], 256 if is_tiny else ROWS, 1 if is_tiny else REPEATS
+    for world in (2,) if is_tiny else (2, 4):
+        for line in on_ranks(world, time_ways, rows, repeats)[0]:
             longer = max(line["compute"], line["communication"])
             # The tolerance is the time of one message: the first or the last one has nothing to overlap with.
             line |= {
@@ -178,6 +178,10 @@ def overlap() -> dict[str, Any]:
                 f"{line['awaited_ratio']:.2f} x",
                 flush=True,
             )
-    shape = {"rows": ROWS, "heads": HEADS, "head_dim": HEAD_DIM, "threads_of_a_rank": 1, "repeats": REPEATS}
+    shape = {"rows": rows, "heads": HEADS, "head_dim": HEAD_DIM, "threads_of_a_rank": 1, "repeats": repeats}
     groups = list(zip(PATTERN.segment_lengths, PATTERN.dilation_rates, strict=True))
     return {**shape, "groups": groups, "lines": lines}
+
+
+if __name__ == "__main__":
+    raise SystemExit("a part of another benchmark: python -m benchmarks.parallel --help")

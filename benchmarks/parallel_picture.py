@@ -60,3 +60,7 @@ def draw(results: dict[str, Any], file: Path) -> None:
         axes.set_xlabel("ranks p")
         axes.grid(visible=True, which="major", alpha=0.3)
     figure.savefig(file, dpi=110)
+
+
+if __name__ == "__main__":
+    raise SystemExit("a part of another benchmark: python -m benchmarks.parallel --help")

@@ -1,6 +1,6 @@
 """Memory and seconds of randomly drawn training steps and generations: planned first, then measured.
 
-    python -m benchmarks.planner [--quick] [--cases N] [--decoding N] [--again | --replan] [--output FILE]
+    python -m benchmarks.planner [--tiny] [--cases N] [--decoding N] [--again | --replan] [--output FILE]
 
 A case is a LongNet, an optimizer, a precision, recomputation or not, and one process, or two to four that share rows of
 text, weights or sequences. The peak memory of a process is planned (`capacity.plan_run`). Then a separate program
@@ -24,7 +24,6 @@ and measures nothing.
 
 from __future__ import annotations
 
-import argparse
 import dataclasses
 import json
 import os
@@ -43,6 +42,8 @@ from dilated_attention_pytorch.capacity.here import StepPoint
 from dilated_attention_pytorch.data_sheets import DataSheet
 from dilated_attention_pytorch.training import TrainSettings
 
+from .measured_code import is_stale
+from .options import parse, parser_of, write_results
 from .planner_cases import draw, draw_decoding, machine
 
 WITHIN = 0.05
@@ -145,9 +146,16 @@ def planned_case(case: dict[str, Any], settings: TrainSettings, here: Here) -> d
     }
 
 
-def run(number: int, folder: Path) -> dict[str, Any]:
+def shrunk(settings: TrainSettings) -> TrainSettings:
+    """A case of seconds, for ``--tiny``."""
+    model = dataclasses.replace(settings.model, num_layers=2, vocab_size=256)
+    return dataclasses.replace(settings, model=model, context_length=256)
+
+
+def run(number: int, folder: Path, *, is_tiny: bool) -> dict[str, Any]:
     """Plan and measure a training case; measurements of this machine are kept in ``folder``."""
     settings, processes = draw(number)
+    settings = shrunk(settings) if is_tiny else settings
     told = settings.to_dict() | {"data": []}
     measured(told, processes, PLAIN, number, folder)
     here = machine(settings, processes, None, folder, is_kept=True)
@@ -201,9 +209,11 @@ def planned_decoding(
     }
 
 
-def run_decoding(number: int, folder: Path) -> dict[str, Any]:
+def run_decoding(number: int, folder: Path, *, is_tiny: bool) -> dict[str, Any]:
     """Plan and measure a decoding case, like :func:`run`."""
     settings, generation = draw_decoding(number)
+    if is_tiny:
+        settings, generation = shrunk(settings), Generation(prompt=300, new_tokens=4, chunk_size=128)
     told = settings.to_dict() | {"data": [], "generation": dataclasses.asdict(generation)}
     measured(told, 1, PLAIN, number, folder)
     here = machine(settings, 1, generation, folder, is_kept=True)
@@ -254,29 +264,29 @@ def summaries(kept: dict[str, Any]) -> dict[str, dict[str, float]]:
 
 def main() -> None:
     """Print one line per case; write all cases with the machine and the command."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--quick", action="store_true", help="2 cases of each: checks")
+    parser = parser_of(__doc__)
     parser.add_argument("--cases", type=int, default=100)
     parser.add_argument("--decoding", type=int, default=50)
     parser.add_argument("--again", action="store_true", help="leave what is in the file, and begin anew")
     parser.add_argument("--replan", action="store_true", help="plan the cases of the file anew, and measure nothing")
-    parser.add_argument("--output", type=Path, default=Path(__file__).parent / "results" / "planner.json")
-    arguments = parser.parse_args()
+    arguments = parse(parser, "planner.json")
     import torch
 
     torch.set_num_threads(1)
     kept: dict[str, Any] = {"machine": origin(module_command()), "cases": [], "decoding": []}
     if arguments.output.exists() and not arguments.again:
-        kept |= json.loads(arguments.output.read_text())
+        earlier = json.loads(arguments.output.read_text())
+        # Cases of other code are measured again.
+        kept |= earlier if arguments.replan or not is_stale(earlier) else {}
     if arguments.replan:
         kept = replanned(kept)
         write_json(arguments.output, kept | {"summary": summaries(kept)})
         say(kept, arguments.output)
         return
     with tempfile.TemporaryDirectory() as folder:
-        for number in range(2 if arguments.quick else arguments.cases):
+        for number in range(1 if arguments.tiny else arguments.cases):
             if number not in {one["case"] for one in kept["cases"]}:
-                case = run(number, Path(folder))
+                case = run(number, Path(folder), is_tiny=arguments.tiny)
                 kept["cases"].append(case)
                 told = case["settings"]
                 print(
@@ -285,10 +295,10 @@ def main() -> None:
                     f"{case['ratio']:.3f}; of seconds {case['seconds_ratio']:.2f}",
                     flush=True,
                 )
-                write_json(arguments.output, kept | {"summary": summaries(kept)})
-        for number in range(2 if arguments.quick else arguments.decoding):
+                write_results(arguments.output, "planner", kept | {"summary": summaries(kept)})
+        for number in range(1 if arguments.tiny else arguments.decoding):
             if number not in {one["case"] for one in kept["decoding"]}:
-                case = run_decoding(number, Path(folder))
+                case = run_decoding(number, Path(folder), is_tiny=arguments.tiny)
                 kept["decoding"].append(case)
                 print(
                     f"decoding {number:3}: planned {case['planned_bytes'] / 1e6:6.1f} MB, measured "
@@ -297,7 +307,7 @@ def main() -> None:
                     f"of seconds: prompt {case['prompt_ratio']:.2f}, token {case['token_ratio']:.2f}",
                     flush=True,
                 )
-                write_json(arguments.output, kept | {"summary": summaries(kept)})
+                write_results(arguments.output, "planner", kept | {"summary": summaries(kept)})
     say(kept, arguments.output)
 
 

@@ -9,13 +9,13 @@ the case.
 
 from __future__ import annotations
 
+import argparse
 import contextlib
 import dataclasses
 import json
 import math
 import random
 import statistics
-import sys
 import time
 from pathlib import Path
 from typing import Any
@@ -243,7 +243,9 @@ def machine(
 
 def main() -> None:
     """Measure the case given on the command line."""
-    told, processes, *folder = json.loads(sys.argv[1])
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("case", type=json.loads, help="settings, number of processes and folder, as JSON")
+    told, processes, *folder = parser.parse_args().case
     lengths = told.pop("generation", None)
     settings = TrainSettings.from_dict(told)
     if folder:

@@ -1,6 +1,6 @@
 """Lower bound of the CPU kernels' time: their matrix products alone, compared with dense PyTorch attention.
 
-    python -m benchmarks.products [--quick] [--avx2] [--head-dim D] [--output FILE]
+    python -m benchmarks.products [--tiny] [--avx2] [--head-dim D] [--output FILE]
 
 The products are those of the kernels' own sources, in the sizes that the kernels use, on operands that stay in a core's
 caches, each thread independently. ``least`` is the time per operation of the products alone, relative to dense
@@ -9,7 +9,6 @@ attention at 8,192 rows: the ratio that the kernels would have if the softmax co
 
 from __future__ import annotations
 
-import argparse
 import os
 import statistics
 import subprocess
@@ -22,11 +21,12 @@ from typing import Any
 
 import torch
 
-from dilated_attention_pytorch.benchmarks.results import module_command, origin, write_json
+from dilated_attention_pytorch.benchmarks.results import module_command, origin
 from dilated_attention_pytorch.benchmarks.shapes import BACKWARD_FLOPS, FORWARD_FLOPS
-from dilated_attention_pytorch.kernels.compilation import SOURCES, build_of_this_machine
+from dilated_attention_pytorch.kernels.compilation import SOURCES, build_of_this_machine, find_compiler
 
 from .implementation import LEAST_VECTORS
+from .options import parse, parser_of, write_results
 
 DENSE_ROWS, DENSE_HEADS = 8192, 4
 OPERATIONS = 4e10  # per sample and thread
@@ -72,7 +72,8 @@ def load_products() -> None:
     with tempfile.TemporaryDirectory() as scratch:
         source, library = Path(scratch) / "products.cpp", Path(scratch) / "products.so"
         source.write_text(SOURCE)
-        subprocess.run([build.compiler, str(source), f"-I{SOURCES}", *build.arguments, "-o", str(library)], check=True)
+        command = [str(find_compiler()), str(source), f"-I{SOURCES}", *build.arguments, "-o", str(library)]
+        subprocess.run(command, check=True)
         torch.ops.load_library(library)
 
 
@@ -103,10 +104,13 @@ def seconds(call: Callable[[], object]) -> float:
     return time.perf_counter() - start
 
 
-def products_of(sizes: list[tuple[int, int, int, bool]], dtype: torch.dtype) -> Callable[[], float]:
-    """A function that measures operations per second of all threads, in products of these sizes in turn."""
+def products_of(sizes: list[tuple[int, int, int, bool]], dtype: torch.dtype, least: float) -> Callable[[], float]:
+    """A function that measures operations per second of all threads, in products of these sizes in turn.
+
+    ``least``: operations of each thread in a measurement.
+    """
     threads, operations = torch.get_num_threads(), sum(2 * m * n * k for m, n, k, _ in sizes)
-    count = max(1, int(OPERATIONS / operations))
+    count = max(1, int(least / operations))
     operands = [
         (torch.randn(threads, m, k).to(dtype), torch.randn(threads, k, n).to(dtype), torch.zeros(threads, m, n))
         for m, n, k, _ in sizes
@@ -138,10 +142,10 @@ def dense_attention(head_dim: int, dtype: torch.dtype, rows: int) -> dict[str, C
     return {"dense_forward": forward, "dense_forward_backward": both}
 
 
-def measure(head_dim: int, dtype: torch.dtype, rows: int) -> dict[str, Any]:
+def measure(head_dim: int, dtype: torch.dtype, rows: int, operations: float) -> dict[str, Any]:
     """Medians over rounds: rates in GFLOP/s, and the minimum fraction of dense attention's time."""
     contestants = dense_attention(head_dim, dtype, rows) | {
-        f"products_{name}": products_of(sizes, dtype) for name, sizes in sizes_of(head_dim, dtype).items()
+        f"products_{name}": products_of(sizes, dtype, operations) for name, sizes in sizes_of(head_dim, dtype).items()
     }
     rounds = [{name: rate() for name, rate in contestants.items()} for _ in range(ROUNDS + 1)][1:]
     whole = FORWARD_FLOPS + BACKWARD_FLOPS
@@ -166,22 +170,18 @@ def measure(head_dim: int, dtype: torch.dtype, rows: int) -> dict[str, Any]:
 
 def main() -> int:
     """Measure both dtypes and write the result."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = parser_of(__doc__)
     parser.add_argument("--head-dim", type=int, default=64, help="width of the heads")
     parser.add_argument("--avx2", action="store_true", help="in a process that uses no more than AVX2")
-    parser.add_argument("--quick", action="store_true", help="small sizes: checks the benchmark, publishes nothing")
-    parser.add_argument("--output", type=Path, help="products.json, or products_avx2.json, without it")
-    options = parser.parse_args()
+    options = parse(parser, "products_avx2.json" if "--avx2" in sys.argv else "products.json")
     if options.avx2 and any(os.environ.get(name) != value for name, value in LEAST_VECTORS.items()):
         command = [sys.executable, "-m", "benchmarks.products", *sys.argv[1:]]
         return subprocess.run(command, env=os.environ | LEAST_VECTORS, check=False).returncode
     load_products()
-    rows = 512 if options.quick else DENSE_ROWS
-    results = [measure(options.head_dim, dtype, rows) for dtype in factor_dtypes()]
-    name = "products_avx2.json" if options.avx2 else "products.json"
-    output = options.output or Path("benchmarks/results") / name
-    write_json(output, {"machine": origin(module_command()), "results": results})
-    print(f"written: {output}")
+    rows, operations = (512, 4e7) if options.tiny else (DENSE_ROWS, OPERATIONS)
+    results = [measure(options.head_dim, dtype, rows, operations) for dtype in factor_dtypes()]
+    write_results(options.output, "attention", {"machine": origin(module_command()), "results": results})
+    print(f"written: {options.output}")
     return 0
 
 

@@ -32,3 +32,7 @@ def _run(rank: int, world: int, folder: str, function: Callable[..., Any], args:
     _result(folder, rank).write_bytes(pickle.dumps(function(*args)))
     dist.barrier()
     dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    raise SystemExit("a part of another benchmark: python -m benchmarks.parallel --help")

@@ -29,6 +29,7 @@ from dilated_attention_pytorch.kernels.triton.target import multiplies_e4m3, tri
 from dilated_attention_pytorch.output import write_text
 
 from .loops import Code, Loop
+from .measured_code import code, read_all
 
 SHARED_KIB = {
     "sm_80": 163,
@@ -282,7 +283,8 @@ def version(text: str) -> tuple[int, int]:
 def write_figures(file: Path, facts: dict[str, Any], figures: list[Usage]) -> None:
     """Write their origin, and one line per kernel."""
     lines = ",\n".join("  " + json.dumps(asdict(one)) for one in figures)
-    write_text(file, f'{{\n "origin": {json.dumps(facts)},\n "figures": [\n{lines}\n ]\n}}\n')
+    head = f'"origin": {json.dumps(facts)},\n "code": {json.dumps(code("triton"))}'
+    write_text(file, f'{{\n {head},\n "figures": [\n{lines}\n ]\n}}\n')
 
 
 def main() -> None:
@@ -292,6 +294,7 @@ def main() -> None:
     from rich.table import Table
 
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--tiny", action="store_true", help="one kernel for one target: checks the benchmark")
     parser.add_argument(
         "--targets", nargs="+", choices=SHARED_KIB, default=["sm_80", "sm_90"], help="compile for these"
     )
@@ -310,6 +313,13 @@ def main() -> None:
     )
     parser.add_argument("--output", type=Path, help="write the figures to this JSON file")
     args = parser.parse_args()
+    read_all()
+    if args.tiny:
+        args.targets, args.kernels, args.masks = ["sm_90"], ["few_queries"], ["none"]
+    if args.output is not None and not args.output.suffix:
+        args.output /= "registers.json"
+    if args.output is not None:
+        args.output.parent.mkdir(parents=True, exist_ok=True)
     if is_interpreted():
         raise SystemExit("registers: Triton's interpreter compiles nothing; unset TRITON_INTERPRET")
     facts = {**origin(module_command()), "triton": triton.__version__}

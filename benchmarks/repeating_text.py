@@ -109,3 +109,7 @@ def by_distance(bits: Tensor, distances: Tensor, remainder: int | None = None) -
     after = distances[:, 1:]
     right = torch.ones_like(after, dtype=torch.bool) if remainder is None else after % RATE == remainder
     return {name: float(bits[chosen & right].mean()) for name, chosen in octaves(after).items()}
+
+
+if __name__ == "__main__":
+    raise SystemExit("a part of another benchmark: python -m benchmarks.far_text --help")

@@ -2,13 +2,13 @@
 
     python -m benchmarks.scale [--only plan call simulated messages rounds links] [--output FILE]
 
-Only the sections that are measured are rewritten. Planning is measured in separate processes. ``links`` puts
+Only the sections that are measured are rewritten. Planning is measured in separate processes. ``links``, which runs
+only where it is named, puts
 ranks of this machine into network namespaces (needs root and iproute2) with limited bandwidth.
 """
 
 from __future__ import annotations
 
-import argparse
 import itertools
 import json
 import os
@@ -18,7 +18,6 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 from unittest import mock
 
@@ -38,6 +37,8 @@ from dilated_attention_pytorch.planning.shards import ShardedCall
 from dilated_attention_pytorch.planning.traffic import gather_group_parts, gathered_rows, sent_rows
 
 from .links import links
+from .measured_code import code
+from .options import parse, parser_of
 from .parallel import HEAD_DIM, HEADS, paper_up_to
 from .ranks import on_ranks
 
@@ -84,10 +85,10 @@ def plan_once(world: int) -> dict[str, Any]:
     }
 
 
-def plan() -> dict[str, Any]:
+def plan(*, is_tiny: bool) -> dict[str, Any]:
     """Seconds and peak memory of planning, and the resulting bytes, messages and imbalance."""
     lines = []
-    for world in WORLDS:
+    for world in WORLDS[:1] if is_tiny else WORLDS:
         lines.append(line := _in_a_process("plan_once", world))
         best = line["estimates"][0]
         print(
@@ -109,7 +110,7 @@ def _in_a_process(function: str, *arguments: int | str) -> dict[str, Any]:
     return line
 
 
-def call() -> dict[str, Any]:
+def call(*, is_tiny: bool) -> dict[str, Any]:
     """Seconds of planning one rank's own call, median of 15 ranks: a new call, the same again, new boundaries."""
     lines = []
     patterns: dict[str, Pattern] = {
@@ -117,7 +118,7 @@ def call() -> dict[str, Any]:
         "groups up to 65,536 tokens": paper_up_to(1 << 16),
     }
     for name, pattern in patterns.items():
-        for world in (64, 1024, 8192):
+        for world in (64,) if is_tiny else (64, 1024, 8192):
             rows = world * 8192
             boundaries = (*range(0, rows, rows // 16 - 5), rows)
             shards, samples = Shards(rows, world, "contiguous"), []
@@ -182,10 +183,10 @@ def _simulated(world: int, strategy: SimulatedStrategy, noise: float, *, is_back
     )
 
 
-def messages() -> dict[str, Any]:
+def messages(*, is_tiny: bool) -> dict[str, Any]:
     """Forward messages of a rank: in a ring, directly between ranks that share segments, and passed on."""
     lines = []
-    for world in WORLDS:
+    for world in WORLDS[:1] if is_tiny else WORLDS:
         call, shards = ShardedCall(paper_up_to(ROWS), HEADS, True, 0, None), Shards(ROWS, world, "contiguous")
         row = 2 * HEAD_DIM * 2
         parts, ring, gather = (
@@ -216,10 +217,10 @@ def messages() -> dict[str, Any]:
     return {"tokens": ROWS, "heads": HEADS, "head_dim": HEAD_DIM, "passed_on_bytes": PASSED_ON_BYTES, "lines": lines}
 
 
-def rounds() -> dict[str, Any]:
+def rounds(*, is_tiny: bool) -> dict[str, Any]:
     """All-gathers over gloo on this machine: passed on, compared with direct messages."""
     lines = []
-    for world in ROUNDS:
+    for world in ROUNDS[:1] if is_tiny else ROUNDS:
         of_ranks = on_ranks(world, _gather_both_ways)
         for index, line in enumerate(of_ranks[0]):
             mean = {
@@ -265,11 +266,11 @@ def _gather_both_ways() -> list[dict[str, Any]]:
     return lines
 
 
-def simulated() -> dict[str, Any]:
+def simulated(*, is_tiny: bool) -> dict[str, Any]:
     """Simulate ring and gather over thousands of ranks, event by event."""
     lines = []
     strategies: tuple[SimulatedStrategy, ...] = ("ring", "gather")
-    for world, strategy in itertools.product(SIMULATED, strategies):
+    for world, strategy in itertools.product(SIMULATED[:1] if is_tiny else SIMULATED, strategies):
         lines.append(line := _in_a_process("simulate_once", world, strategy))
         for name in ("forward", "backward"):
             run = line[name]
@@ -289,8 +290,8 @@ def simulated() -> dict[str, Any]:
 
 def main() -> None:
     """Measure, print, and write the results, keeping other sections of the file."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    sections: dict[str, Callable[[], dict[str, Any]]] = {
+    parser = parser_of(__doc__)
+    sections: dict[str, Callable[..., dict[str, Any]]] = {
         "plan": plan,
         "call": call,
         "simulated": simulated,
@@ -298,12 +299,21 @@ def main() -> None:
         "rounds": rounds,
         "links": links,
     }
-    parser.add_argument("--only", nargs="+", choices=sections, default=list(sections), help="which sections to measure")
-    parser.add_argument("--output", type=Path, default=Path("benchmarks/results/scale.json"))
-    arguments = parser.parse_args()
+    parser.add_argument(
+        "--only",
+        nargs="+",
+        choices=sections,
+        default=[name for name in sections if name != "links"],
+        help="which sections to measure",
+    )
+    arguments = parse(parser, "scale.json")
     for name in arguments.only:
         print(f"--- {name}: {(sections[name].__doc__ or '').strip().splitlines()[0]}", flush=True)
-        section = {"machine": origin(module_command()), **sections[name]()}
+        section = {
+            "machine": origin(module_command()),
+            "code": code("parallel"),
+            **(links() if name == "links" else sections[name](is_tiny=arguments.tiny)),
+        }
         results = json.loads(arguments.output.read_text(encoding="utf-8")) if arguments.output.exists() else {}
         write_json(arguments.output, {**results, name: section})
         print(f"written: {arguments.output}, {name}", flush=True)

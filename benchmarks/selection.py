@@ -15,7 +15,6 @@ import statistics
 import subprocess
 import sys
 from dataclasses import asdict, replace
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -32,8 +31,12 @@ from dilated_attention_pytorch.selection import (
     Workload,
     read_hardware,
 )
+from dilated_attention_pytorch.selection.profile import load_profile
 from dilated_attention_pytorch.selection.selector import estimate
 from dilated_attention_pytorch.selection.tuning import call_of
+
+from .measured_code import code
+from .options import parse, parser_of
 
 CPU = torch.device("cpu")
 FIRST_VERSION = DilatedPattern([512, 1024], [1, 2])
@@ -88,14 +91,14 @@ def _call(workload: Workload, pattern: DilatedPattern) -> None:
         torch.autograd.grad(out, (q, k, v), torch.randn_like(out))
 
 
-def memory() -> dict[str, Any]:
+def memory(*, is_tiny: bool) -> dict[str, Any]:
     """Peak memory of 50 random shapes compared with random budgets, each in a separate process."""
     generator, hardware = random.Random(1), read_hardware(CPU)
     rows: list[dict[str, Any]] = []
     refused = 0
-    while len(rows) < 50:
+    while len(rows) < (1 if is_tiny else 50):
         dtypes = (torch.float32, torch.float32, torch.bfloat16, torch.bfloat16, torch.float16, torch.float64)
-        workload = drawn_workload(generator, shortest=1000, longest=80000, dtypes=dtypes)
+        workload = drawn_workload(generator, shortest=1000, longest=1500 if is_tiny else 80000, dtypes=dtypes)
         extra = generator.random()
         workload = replace(workload, is_padded=extra < 0.2, has_dropout=0.15 < extra < 0.3)
         free = int(generator.choice((256, 512, 1024, 4096)) * 2**20 * (0.75 + generator.random() / 2))
@@ -136,7 +139,7 @@ def memory() -> dict[str, Any]:
     ratios = [
         (row["counted_bytes"] - row["library_bytes"]) / row["measured_bytes"][1]
         for row in rows
-        if row["measured_bytes"][1] > 64 << 20
+        if row["measured_bytes"][1] > (0 if is_tiny else 64 << 20)
     ]
     print(
         f"over budget: {over} of {len(rows)}; above what was counted: {above}; counted without the library over "
@@ -151,20 +154,20 @@ def _lengths(pattern: DilatedPattern) -> dict[str, list[int]]:
     return {"segment_lengths": list(pattern.segment_lengths), "dilation_rates": list(pattern.dilation_rates)}
 
 
-def speed() -> dict[str, Any]:
+def speed(*, is_tiny: bool) -> dict[str, Any]:
     """The choice of ``objective="speed"`` and the best of all candidates with enough coverage, for 20 random shapes."""
     generator = random.Random(2)
     config = SegmentSelectionConfig(min_segment_size=256, max_num_segments=4, objective="speed")
     rows: list[dict[str, Any]] = []
-    for _ in range(20):
-        workload = drawn_workload(generator, shortest=1000, longest=9000, dtypes=(torch.float32, torch.bfloat16))
+    if load_profile(read_hardware(CPU)) is None and not is_tiny:
+        raise SystemExit("there is no profile of this machine: run `dilated-attention tune`")
+    for _ in range(1 if is_tiny else 20):
+        workload = drawn_workload(
+            generator, shortest=1000, longest=1200 if is_tiny else 9000, dtypes=(torch.float32, torch.bfloat16)
+        )
         selector = DynamicSegmentSelector(replace(config, is_training=workload.is_training))
         formula = DynamicSegmentSelector(selector.config, profile=Profile(()))
         choice, nominal = selector.choose(workload, CPU), formula.choose(workload, CPU)
-        if not choice.is_measured:
-            raise SystemExit(
-                "there is no profile of this machine for float32 and bfloat16: run `dilated-attention tune`"
-            )
         floor = config.coverage_floor * max(one.coverage for one in choice.fitting)
         eligible = [one.pattern for one in choice.fitting if one.coverage >= floor]
         times = _times(workload, eligible)
@@ -180,6 +183,7 @@ def speed() -> dict[str, Any]:
                 "chosen_seconds": times[choice.best.pattern],
                 "best_seconds": times[best],
                 "predicted_seconds": choice.best.seconds,
+                "predicted_by": "rates" if choice.is_measured else "formula",
                 "ratio": ratio,
                 "ratio_of_the_formula": by_formula,
             }
@@ -209,10 +213,10 @@ def _times(workload: Workload, patterns: list[DilatedPattern]) -> dict[DilatedPa
     return times
 
 
-def table() -> list[dict[str, Any]]:
+def table(*, is_tiny: bool) -> list[dict[str, Any]]:
     """1K, 4K and 16K positions: the first version's choice and the current one, with scores and measured times."""
     rows = []
-    for length in (1024, 4096, 16384):
+    for length in (1024,) if is_tiny else (1024, 4096, 16384):
         workload = Workload(
             sequence_length=length, batch_size=1, num_heads=8, num_kv_heads=8, head_dim=64, dtype=torch.float32
         )
@@ -224,7 +228,7 @@ def table() -> list[dict[str, Any]]:
         for name, one in (("first version", theirs), ("now", choice.best)):
             row = _row(one, choice, fastest, selector.config) | {"measured_seconds": times[one.pattern]}
             print(f"{length:6} {name:5} {row}")
-            rows.append({"sequence_length": length, "whose": name, "candidates": choice.num_candidates, **row})
+            rows.append({"sequence_length": length, "choice": name, "candidates": choice.num_candidates, **row})
     return rows
 
 
@@ -245,12 +249,11 @@ def _row(one: Estimate, choice: Choice, fastest: float, config: SegmentSelection
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = parser_of(__doc__)
     parts = {"memory": memory, "speed": speed, "table": table}
     parser.add_argument("--only", nargs="+", choices=parts, default=list(parts), help="which parts to run")
-    parser.add_argument("--output", type=Path, default=Path("benchmarks/results/selection.json"))
     parser.add_argument("--memory-of", help=argparse.SUPPRESS)
-    arguments = parser.parse_args()
+    arguments = parse(parser, "selection.json")
     if arguments.memory_of:
         memory_of_one(arguments.memory_of)
         return
@@ -258,7 +261,11 @@ def main() -> None:
     results: dict[str, Any] = json.loads(arguments.output.read_text()) if arguments.output.exists() else {}
     for name in arguments.only:
         print(f"--- {name}: {(parts[name].__doc__ or '').strip()}", flush=True)
-        results[name] = {"machine": origin(module_command()), "found": parts[name]()}
+        results[name] = {
+            "machine": origin(module_command()),
+            "code": code("selection"),
+            "found": parts[name](is_tiny=arguments.tiny),
+        }
         write_json(arguments.output, results)
     print(f"written: {arguments.output}")
 

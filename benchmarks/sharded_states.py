@@ -1,6 +1,6 @@
 """Memory that data parallelism keeps in every process, and whether its losses equal those of one process.
 
-    python -m benchmarks.sharded_states [--quick] [--output FILE]
+    python -m benchmarks.sharded_states [--tiny] [--output FILE]
 
 A small LongNet with AdamW in float32 takes 20 steps on the same windows: in one process, then in two processes over
 gloo with DDP, FSDP2 and every stage of DeepSpeed's ZeRO, with offloading to the CPU and to files. Counted are the float
@@ -26,11 +26,13 @@ from rich.console import Console
 from torch.distributed.tensor import DTensor
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-from dilated_attention_pytorch.benchmarks.results import module_command, origin, write_json
+from dilated_attention_pytorch.benchmarks.results import module_command, origin
 from dilated_attention_pytorch.models import LongNetConfig
 from dilated_attention_pytorch.training import TrainSettings, train
 from dilated_attention_pytorch.training.callbacks import read_metrics
 from dilated_attention_pytorch.training.distribution import leaving_together
+
+from .options import parse, parser_of, write_results
 
 CASES: dict[str, dict[str, Any]] = {
     "DDP": {"data_parallel": "ddp"},
@@ -147,21 +149,20 @@ def _losses(run: Path) -> list[float]:
 
 def main() -> None:
     """Print one line per result; write all results with the machine and the command."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--quick", action="store_true", help="DDP and ZeRO-2 alone: checks")
+    parser = parser_of(__doc__)
     parser.add_argument("--folder", type=Path, help=argparse.SUPPRESS)
     parser.add_argument("--names", help=argparse.SUPPRESS)
-    parser.add_argument("--output", type=Path, default=Path(__file__).parent / "results" / "sharded_states.json")
-    arguments = parser.parse_args()
+    arguments = parse(parser, "sharded_states.json")
     if arguments.folder is not None:
         torch.set_num_threads(1)
         with leaving_together():
             run_cases(arguments.folder, json.loads(arguments.names))
         return
     here = origin(module_command())
-    results = measure(["DDP", "ZeRO-2"] if arguments.quick else list(CASES))
-    write_json(
+    results = measure(["DDP"] if arguments.tiny else list(CASES))
+    write_results(
         arguments.output,
+        "training",
         {
             "machine": here,
             "settings": settings_of(Path("texts")).to_dict() | {"data": []},

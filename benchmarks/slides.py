@@ -11,7 +11,6 @@ compared with the encoder on single slides, and a file written before the kill m
 
 from __future__ import annotations
 
-import argparse
 import math
 import os
 import random
@@ -26,9 +25,11 @@ from pathlib import Path
 
 import torch
 
-from dilated_attention_pytorch.benchmarks.results import module_command, origin, write_json
+from dilated_attention_pytorch.benchmarks.results import module_command, origin
 from dilated_attention_pytorch.models import SlideEncoder, SlideEncoderConfig, load_slide_encoder
 from dilated_attention_pytorch.slides import read_slide
+
+from .options import parse, parser_of, write_results
 
 TILE_SIZE, SIDE = 512, 1000
 COMPARED = 3
@@ -136,7 +137,7 @@ def largest_difference(features: Path, out: Path, checkpoint: Path, sizes: dict[
 
 def main() -> int:
     """Print and write the results, with the machine and the command."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = parser_of(__doc__)
     parser.add_argument("--slides", type=int, default=100)
     parser.add_argument("--least", type=int, default=500, help="tiles of the smallest slide")
     parser.add_argument("--most", type=int, default=20_000, help="tiles of the largest slide")
@@ -145,8 +146,9 @@ def main() -> int:
     parser.add_argument("--batch-tiles", type=int, default=16_384)
     parser.add_argument("--threads", type=int, default=torch.get_num_threads())
     parser.add_argument("--folder", type=Path, help="where made slides lie meanwhile (6 kB a tile)")
-    parser.add_argument("--output", type=Path, default=Path("benchmarks/results/slides.json"))
-    arguments = parser.parse_args()
+    arguments = parse(parser, "slides.json")
+    if arguments.tiny:
+        arguments.slides, arguments.least, arguments.most, arguments.layers = 12, 20, 60, 1
     torch.set_num_threads(arguments.threads)
     here = origin(module_command())
     with tempfile.TemporaryDirectory(dir=arguments.folder) as made:
@@ -203,7 +205,7 @@ def main() -> int:
         f"{results['slides_a_minute']:.2f} slides a minute, {results['tiles_a_second']:,.0f} tiles a second, largest "
         f"difference to a slide alone {difference:.1e}"
     )
-    write_json(arguments.output, results)
+    write_results(arguments.output, "slides", results)
     print(f"written: {arguments.output}")
     is_right = (
         not missing

@@ -8,7 +8,6 @@ generates from the same prompt, with its cache, in float32 and in a single proce
 
 from __future__ import annotations
 
-import argparse
 import dataclasses
 import json
 import statistics
@@ -20,11 +19,13 @@ from typing import Any, get_args
 import torch
 from rich.console import Console
 
-from dilated_attention_pytorch.benchmarks.results import module_command, origin, write_json
+from dilated_attention_pytorch.benchmarks.results import module_command, origin
 from dilated_attention_pytorch.machine import set_threads
 from dilated_attention_pytorch.training.model_evaluation import EvalSettings, evaluate_model
 from dilated_attention_pytorch.training.small_weights import Weights, make_small
 from dilated_attention_pytorch.training.trained_model import load_model, model_folder
+
+from .options import parse, parser_of, write_results
 
 KINDS: tuple[Weights, ...] = get_args(Weights)
 _PROMPT = 256
@@ -62,14 +63,15 @@ def measure(run: Path, kind: Weights, settings: EvalSettings, tokens: int) -> di
 
 def main() -> None:
     """Measure and write."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("run", type=Path)
+    parser = parser_of(__doc__)
+    parser.add_argument("run", type=Path, help="run folder of `dilated-attention train`")
     parser.add_argument("--windows", type=int, default=16)
     parser.add_argument("--tokens", type=int, default=300)
     parser.add_argument("--length", type=int, default=2048)
     parser.add_argument("--threads", type=int, default=1)
-    parser.add_argument("--output", type=Path, default=Path("benchmarks/results/small_weights.json"))
-    given = parser.parse_args()
+    given = parse(parser, "small_weights.json")
+    if given.tiny:
+        given.windows, given.tokens, given.length = 1, 4, 64
     set_threads(given.threads)
     settings = EvalSettings(
         lengths=(given.length,),
@@ -80,11 +82,11 @@ def main() -> None:
         threads=given.threads,
     )
     here = origin(module_command().replace(str(given.run), "RUN"))
-    results = [measure(given.run, kind, settings, given.tokens) for kind in KINDS]
+    results = [measure(given.run, kind, settings, given.tokens) for kind in (KINDS[:1] if given.tiny else KINDS)]
     for result in results:
         print(result)
     record = json.loads((given.run / "training.json").read_text())["settings"]
-    write_json(given.output, {"machine": here, "run": record, "results": results})
+    write_results(given.output, "models", {"machine": here, "run": record, "results": results})
     print(f"written: {given.output}")
 
 

@@ -1,6 +1,6 @@
 """Peak memory of a training step of a deep model on a long text, by memory-saving method, each in a new process.
 
-    python -m benchmarks.training_memory [--quick] [--tokens N] [--longest N] [--output FILE]
+    python -m benchmarks.training_memory [--tiny] [--tokens N] [--longest N] [--output FILE]
 
 A LongNet of 16 layers with a vocabulary of 32,768 on 32,768 random tokens, under bfloat16 autocast. "nothing" keeps
 the activations of every block and computes all logits at once (in bfloat16; blocks of rows compute them in float32).
@@ -9,7 +9,6 @@ The last case is one step on 262,144 tokens. The gate: the first loss of every c
 
 from __future__ import annotations
 
-import argparse
 import multiprocessing
 import time
 from collections.abc import Sequence
@@ -19,11 +18,13 @@ from typing import Any
 
 import torch
 
-from dilated_attention_pytorch.benchmarks.results import module_command, origin, write_json
+from dilated_attention_pytorch.benchmarks.results import module_command, origin
 from dilated_attention_pytorch.models import LongNetConfig, LongNetForCausalLM
 from dilated_attention_pytorch.training import PRESETS
 from dilated_attention_pytorch.training.optimizer import build_adamw
 from dilated_attention_pytorch.training.run_settings import AdamW
+
+from .options import parse, parser_of, write_results
 
 VOCAB = 32768
 LOSS_TOLERANCE = 2e-3
@@ -140,19 +141,20 @@ def measure(cases: Sequence[tuple[Case, int]], threads: int) -> list[Point]:
 
 def main() -> None:
     """Print one line per result; write all results with the machine and the command."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--quick", action="store_true", help="1,024 tokens, the longest 2,048: checks")
+    parser = parser_of(__doc__)
     parser.add_argument("--tokens", type=int, default=32768)
     parser.add_argument("--longest", type=int, default=262144)
     parser.add_argument("--threads", type=int, default=2)
-    parser.add_argument("--output", type=Path, default=Path(__file__).parent / "results" / "training_memory.json")
-    arguments = parser.parse_args()
-    tokens, longest = (1024, 2048) if arguments.quick else (arguments.tokens, arguments.longest)
+    arguments = parse(parser, "training_memory.json")
+    tokens, longest = (256, 512) if arguments.tiny else (arguments.tokens, arguments.longest)
     here: dict[str, Any] = origin(module_command())
-    points = measure([*((case, tokens) for case in CASES), (LONGEST, longest)], arguments.threads)
+    points = measure(
+        [*((case, tokens) for case in (CASES[:1] if arguments.tiny else CASES)), (LONGEST, longest)], arguments.threads
+    )
     parameters = sum(weight.numel() for weight in build(0).parameters())
-    write_json(
+    write_results(
         arguments.output,
+        "training",
         {
             "machine": here,
             "vocab_size": VOCAB,

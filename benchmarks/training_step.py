@@ -1,6 +1,6 @@
 """A training step of the demo's model: tokens per second with the package's CPU kernels and with PyTorch's.
 
-    python -m benchmarks.training_step [--quick] [--repeats N] [--output FILE]
+    python -m benchmarks.training_step [--tiny] [--repeats N] [--output FILE]
 
 Settings are those of `dilated-attention train` on two CPU cores (the preset "cpu"), with random bytes as text. A step
 is forward, backward, clipping and the optimizer, in float32 or under bfloat16 autocast, with the implementations in
@@ -9,25 +9,24 @@ turn, from the same weights on the same text. Before anything is timed, their fi
 
 from __future__ import annotations
 
-import argparse
 import contextlib
 import copy
 import functools
 import statistics
 import time
-from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from dilated_attention_pytorch import attend
-from dilated_attention_pytorch.benchmarks.results import module_command, origin, write_json
+from dilated_attention_pytorch.benchmarks.results import module_command, origin
 from dilated_attention_pytorch.kernels.select import Impl
 from dilated_attention_pytorch.models import LongNetForCausalLM
 from dilated_attention_pytorch.training import PRESETS, TrainSettings
 from dilated_attention_pytorch.training.optimizer import build_optimizer
+
+from .options import parse, parser_of, write_results
 
 IMPLS: tuple[Impl, ...] = ("aten", "native")
 PRECISIONS = {torch.float32: 1e-5, torch.bfloat16: 1e-2}
@@ -93,18 +92,17 @@ def measure(settings: TrainSettings, dtype: torch.dtype, repeats: int) -> dict[s
 
 def main() -> None:
     """Print one line per result; write all results with the machine and the command."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--quick", action="store_true", help="1,024 bytes, one repeat: checks, publishes nothing")
+    parser = parser_of(__doc__)
     parser.add_argument("--repeats", type=int, default=7)
-    parser.add_argument("--output", type=Path, default=Path(__file__).parent / "results" / "training_step.json")
-    arguments = parser.parse_args()
+    arguments = parse(parser, "training_step.json")
     settings, repeats = PRESETS["cpu"](), arguments.repeats
-    if arguments.quick:
-        settings, repeats = replace(settings, context_length=1024), 1
+    if arguments.tiny:
+        settings, repeats = PRESETS["tiny"](), 1
     here = origin(module_command())
     results = [measure(settings, dtype, repeats) for dtype in PRECISIONS]
-    write_json(
+    write_results(
         arguments.output,
+        "training",
         {
             "machine": here,
             "impl": list(IMPLS),

@@ -9,13 +9,11 @@ after a text of the largest length.
 
 from __future__ import annotations
 
-import argparse
 import multiprocessing
 import os
 import sys
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -23,8 +21,10 @@ from torch import Tensor
 
 from dilated_attention_pytorch import DilatedPattern, Pattern
 from dilated_attention_pytorch.benchmarks.clock import Clock
-from dilated_attention_pytorch.benchmarks.results import module_command, origin, write_json
+from dilated_attention_pytorch.benchmarks.results import module_command, origin
 from dilated_attention_pytorch.integrations import BoundedCache, register, set_pattern
+
+from .options import parse, parser_of, write_results
 
 SIZES: dict[str, Any] = {
     "vocab_size": 256,
@@ -141,13 +141,15 @@ def in_a_fresh_process(function: Callable[..., Any], *arguments: Any) -> Any:
 
 def main() -> int:
     """Print a table; write the results with the machine and the command."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = parser_of(__doc__)
     parser.add_argument("--lengths", type=int, nargs="+", default=[4096, 16384, 65536])
     parser.add_argument("--attentions", nargs="+", default=["dilated", "sdpa", "eager"])
+    parser.add_argument("--most-dense", type=int, default=65536, help="longest text of the others than dilated")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--threads", type=int, default=torch.get_num_threads())
-    parser.add_argument("--output", type=Path, default=Path("benchmarks/results/transformers_memory.json"))
-    arguments = parser.parse_args()
+    arguments = parse(parser, "transformers_memory.json")
+    if arguments.tiny:
+        arguments.lengths, arguments.attentions = [64], ["dilated"]
     # glibc keeps freed pages of up to 64 MiB. With a fixed threshold they are returned to the system.
     os.environ["MALLOC_TRIM_THRESHOLD_"] = "131072"
     difference = check_equality()
@@ -158,9 +160,11 @@ def main() -> int:
     points = []
     print(f"{SIZES}\nlargest difference to sdpa, float32: {difference:.1e}")
     print(f"{'call':>16} {'tokens':>7} {'attention':>9} {'peak MB':>9} {'seconds':>8}")
-    for call in CALLS:
+    for call in list(CALLS)[:1] if arguments.tiny else CALLS:
         for tokens in arguments.lengths:
             for attention in arguments.attentions:
+                if attention != "dilated" and tokens > arguments.most_dense:
+                    continue
                 needed = largest_tensor(attention, call, tokens)
                 if needed > LARGEST_MASK:
                     reason = f"needs {needed / 1e9:.0f} GB for N x N numbers"
@@ -172,13 +176,14 @@ def main() -> int:
                 peak = "" if point.peak_bytes is None else f"{point.peak_bytes / 1e6:.0f}"
                 print(f"{call:>16} {tokens:>7} {attention:>9} {peak:>9} {point.seconds:>8.2f}", flush=True)
     caches = {
-        kind: in_a_fresh_process(cached_bytes, kind, max(arguments.lengths), arguments.device, arguments.threads)
+        kind: cached_bytes(kind, max(arguments.lengths), arguments.device, arguments.threads)
         for kind in ("bounded", "the model's own")
     }
     for kind, size in caches.items():
         print(f"cache after {max(arguments.lengths)} tokens, {kind}: {size / 1e6:.1f} MB")
-    write_json(
+    write_results(
         arguments.output,
+        "transformers",
         {
             "machine": here,
             "model": SIZES,

@@ -1,14 +1,13 @@
 """Resources of the warp-specialised forward kernel on compute capability 9.0, and its loops. Needs no GPU.
 
-    python -m benchmarks.warp_specialized [--quick] [--output FILE]
+    python -m benchmarks.warp_specialized [--tiny] [--output FILE]
 
 Compiles it for heads of 64 and 128, without a mask, with a causal mask and with a window, and reads the machine code;
-``--quick`` compiles the causal kernels only. Does not run in Triton's interpreter: unset TRITON_INTERPRET.
+``--tiny`` compiles the causal kernels only. Does not run in Triton's interpreter: unset TRITON_INTERPRET.
 """
 
 from __future__ import annotations
 
-import argparse
 import json
 import re
 import subprocess
@@ -18,9 +17,11 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from dilated_attention_pytorch.benchmarks.results import module_command, origin, write_json
+from dilated_attention_pytorch.benchmarks.results import module_command, origin
 from dilated_attention_pytorch.kernels.select import is_interpreted
 from dilated_attention_pytorch.kernels.triton.configurations import candidates
+
+from .options import parse, parser_of, write_results
 
 _POINTERS = {"ORDER": "*i32", "RUNS": "*i32", "RANGES": "*i32", "LSE": "*fp32"}
 
@@ -150,10 +151,10 @@ def _loops(listing: str) -> Iterator[Loop]:
         )
 
 
-def compiled(*, quick: bool) -> Iterator[Usage]:
+def compiled(*, is_tiny: bool) -> Iterator[Usage]:
     """Usage of every kernel, or only of the causal ones."""
     for head_dim in (64, 128):
-        for causal, banded in ((True, False),) if quick else ((False, False), (True, False), (True, True)):
+        for causal, banded in ((True, False),) if is_tiny else ((False, False), (True, False), (True, True)):
             yield usage(head_dim, causal=causal, banded=banded)
 
 
@@ -161,18 +162,14 @@ def main() -> None:
     """The command line."""
     import triton
 
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--quick", action="store_true", help="the causal kernels only")
-    parser.add_argument("--output", type=Path, help="write the figures to this JSON file")
-    args = parser.parse_args()
+    parser = parser_of(__doc__)
+    args = parse(parser, "warp_specialized.json")
     if is_interpreted():
         raise SystemExit("warp_specialized: Triton's interpreter compiles nothing; unset TRITON_INTERPRET")
-    figures = [asdict(one) for one in compiled(quick=args.quick)]
+    figures = [asdict(one) for one in compiled(is_tiny=args.tiny)]
     print(json.dumps(figures))
-    if args.output is not None:
-        write_json(
-            args.output, {"origin": {**origin(module_command()), "triton": triton.__version__}, "figures": figures}
-        )
+    here = {**origin(module_command()), "triton": triton.__version__}
+    write_results(args.output, "triton", {"origin": here, "figures": figures})
 
 
 if __name__ == "__main__":

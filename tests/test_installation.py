@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
+import importlib
 import json
+import re
 import shlex
+import subprocess
 import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from dilated_attention_pytorch import installation
-from dilated_attention_pytorch.installation import EXTRAS, NAME, install_command
+from dilated_attention_pytorch import installation, machine
+from dilated_attention_pytorch.errors import RunError
+from dilated_attention_pytorch.installation import EXTRAS, NAME, importing, install_command
+from dilated_attention_pytorch.machine import package_digest, require
 
 COMMIT = "5eef0ab3c1e0f3a6dd6c2f1c5c1b1b2a3d4e5f60"
 
@@ -85,3 +90,128 @@ def test_another_project_of_the_name_says_nothing_about_this_one(
 def test_this_checkout_names_itself() -> None:
     root = Path(installation.__file__).parents[2]
     assert install_command("train") == f"pip install -e {shlex.quote(f'{root}[train]')}"
+
+
+def make_package(monkeypatch: pytest.MonkeyPatch, folder: Path, name: str, code: str) -> None:
+    """Put a package first on the path whose inner module runs ``code``."""
+    (folder / name).mkdir(parents=True)
+    (folder / name / "__init__.py").write_text("from . import inner\n")
+    (folder / name / "inner.py").write_text(code)
+    monkeypatch.syspath_prepend(folder)
+    for module in [module for module in sys.modules if module.partition(".")[0] == name]:
+        monkeypatch.delitem(sys.modules, module)
+
+
+@pytest.mark.parametrize(
+    ("code", "said"),
+    [
+        ("raise RuntimeError('operator x::nms does not exist')", "RuntimeError: operator x::nms does not exist"),
+        ("raise OSError('libx.so.12: no such file')", "OSError: libx.so.12: no such file"),
+        ("import package_nowhere", "ModuleNotFoundError: No module named 'package_nowhere'"),
+        ("from json import nothing_there", "ImportError: cannot import name 'nothing_there' from 'json'"),
+        ("try: 1 / 0\nexcept ArithmeticError as e: raise ImportError('wrapped') from e", "ZeroDivisionError: division"),
+    ],
+)
+def test_a_broken_package_is_named_with_its_own_error(
+    code: str, said: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for package, needed in [("plotly", "plotly>=6"), ("tokenizers_of_another", None)]:
+        make_package(monkeypatch, tmp_path / package, package, code)
+        with pytest.raises(ImportError) as caught, importing("the report", "report"):
+            importlib.import_module(package)
+        message = str(caught.value)
+        assert message.startswith(f"the report: {package} is installed, but importing it fails with {said}")
+        assert "install versions that fit together" in message
+        assert needed is None or f"({needed})" in message
+        assert caught.value.name == package
+        with pytest.raises(RunError, match=f"the report: {package} is installed, but importing it fails"):
+            require("the report", (package,), "report")
+
+
+def test_a_missing_package_has_its_extra_whoever_imports_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    make_package(monkeypatch, tmp_path, "imports_plotly", "import plotly")
+    monkeypatch.setitem(sys.modules, "plotly", None)
+    for package in ("plotly", "imports_plotly"):
+        with pytest.raises(ImportError) as caught, importing("the report", "report"):
+            importlib.import_module(package)
+        assert str(caught.value) == f"the report needs plotly, not installed here: {install_command('report')}"
+
+
+def test_a_module_that_is_not_there_is_not_called_installed() -> None:
+    with pytest.raises(ImportError) as caught, importing("the report", "report"):
+        import package_nowhere  # noqa: F401
+    assert str(caught.value) == "the report needs package_nowhere, not installed here: install it"
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        ModuleNotFoundError("No module named 'dilated_attention_pytorch.x'", name="dilated_attention_pytorch.x"),
+        ImportError("cannot import name 'x' from 'dilated_attention_pytorch'", name="dilated_attention_pytorch"),
+        TypeError("of this package"),
+    ],
+)
+def test_an_error_of_this_package_is_raised_as_it_is(error: Exception) -> None:
+    with pytest.raises(type(error)) as caught, importing("the report", "report"):
+        raise error
+    assert caught.value is error
+
+
+def test_a_version_without_the_name_is_not_called_missing() -> None:
+    said = r"the report: plotly is installed.*cannot import name 'X'.*\(plotly>=6\)"
+    with pytest.raises(ImportError, match=said), importing("the report", "report"):
+        from plotly import X  # noqa: F401
+
+
+BROKEN_TORCHVISION = """
+import sys
+sys.path.insert(0, sys.argv[1])
+import dilated_attention_pytorch
+from dilated_attention_pytorch.cli import main
+for use in (lambda: dilated_attention_pytorch.LongNetForCausalLM, dilated_attention_pytorch.register):
+    try:
+        use()
+    except ImportError as error:
+        print(error)
+main(["train", "--data", sys.argv[1], "--output", sys.argv[1] + "/run"])
+"""
+
+
+def test_a_torchvision_that_does_not_fit_torch_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("transformers")
+    make_package(monkeypatch, tmp_path, "torchvision", "raise RuntimeError('operator torchvision::nms does not exist')")
+    record = tmp_path / "torchvision-0.1.dist-info"
+    record.mkdir()
+    (record / "METADATA").write_text("Metadata-Version: 2.4\nName: torchvision\nVersion: 0.1\n")
+    run = subprocess.run(
+        [sys.executable, "-c", BROKEN_TORCHVISION, str(tmp_path)], capture_output=True, text=True, check=False
+    )
+    broken = "torchvision is installed, but importing it fails with RuntimeError: operator torchvision::nms does not"
+    of_model, of_register = run.stdout.splitlines()
+    assert f"LongNetForCausalLM: {broken}" in of_model
+    assert f"register(): {broken}" in of_register
+    assert (run.returncode, f"dilated-attention: training: {broken}" in run.stderr) == (2, True), run.stderr
+
+
+def test_the_digest_of_the_package_is_of_its_sources_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(machine, "__file__", str(tmp_path / "machine.py"))
+    (tmp_path / "machine.py").write_text("a")
+    before = package_digest()
+    (tmp_path / "machine.py~").write_text("a")
+    (tmp_path / ".#machine.py").symlink_to("nowhere")  # an editor's
+    assert package_digest() == before
+    (tmp_path / "kernels.h").write_text("a")
+    assert package_digest() != before
+
+
+def test_one_function_decides_what_a_failed_import_means() -> None:
+    # A triton without a name, an operator that DeepSpeed compiles, old names: no packages of an extra that are absent.
+    allowed = {"installation.py", "warp_specialized.py", "offload_files.py", "command.py", "machine.py", "__init__.py"}
+    package = Path(installation.__file__).parent
+    handlers = {
+        path.name
+        for path in package.rglob("*.py")
+        for line in path.read_text().splitlines()
+        if re.search(r"except.*\b(ImportError|ModuleNotFoundError)\b", line)
+    }
+    assert handlers <= allowed

@@ -41,9 +41,12 @@ ALLOWED = {
     "machine": {"errors", "installation"},
     "memory": {"errors"},
     "output": {"errors"},
-    "waiting": set(),
+    "interrupt": set(),
+    "terminal": set(),
+    "parent": {"waiting"},
+    "waiting": {"interrupt"},
     "parallel": {*ORDER, "nn", "precision", "selection"},
-    "integrations": {*ORDER, "nn", "models", "installation"},
+    "integrations": {*ORDER, "nn", "models", "installation", "tracing"},
     "training": {
         *ORDER,
         "chart_page",
@@ -53,11 +56,13 @@ ALLOWED = {
         "integrations",
         "errors",
         "folders",
+        "installation",
         "machine",
         "memory",
         "output",
+        "parent",
     },
-    "benchmarks": {*ORDER, "nn", "precision", "models", "errors", "machine", "memory", "output"},
+    "benchmarks": {*ORDER, "nn", "precision", "models", "errors", "machine", "memory", "output", "terminal"},
     "cli": {
         *ORDER,
         "nn",
@@ -73,6 +78,8 @@ ALLOWED = {
         "benchmarks",
         "capacity",
         "data_sheets",
+        "interrupt",
+        "terminal",
         "waiting",
     },
     "capacity": {
@@ -93,7 +100,7 @@ ALLOWED = {
     "core": {"legacy", "nn", "parallel", "patterns"},
     "legacy": set(),
     "legacy_modules": {"core", "models", "nn", "parallel"},
-    "__init__": {"core", "integrations", "legacy", "models", "nn", "ops", "patterns", "waiting"},
+    "__init__": {"core", "integrations", "legacy", "models", "nn", "ops", "patterns", "interrupt", "parent", "waiting"},
     "__main__": {"cli"},
 }
 PUBLIC = {
@@ -132,7 +139,9 @@ PUBLIC = {
         "AdaptiveBlockAttention", "DilatedAttention", "DynamicDilatedAttention", "DynamicMultiheadDilatedAttention",
         "MultiheadDilatedAttention", "MultiheadPatternAttention", "PatternAttention",
     },
-    "ops": {"AttentionOutput", "attend", "attend_blocks", "attend_with_lse", "dilated_attention", "merge"},
+    "ops": {
+        "AttentionOutput", "attend", "attend_blocks", "attend_with_lse", "dilated_attention", "implementation", "merge",
+    },
     "parallel": {
         "DistributedDilatedAttention", "Estimate", "HeadParallelDilatedAttention", "HybridRingDilatedAttention",
         "Machine", "ParallelDilatedAttention", "ParallelPlan", "RankFailure", "RankShare", "RingDilatedAttention",
@@ -239,6 +248,7 @@ before = set(sys.modules)
 start = time.perf_counter()
 import dilated_attention_pytorch
 own = time.perf_counter() - start
+assert "torch._dynamo" not in set(sys.modules) - before
 # Old names cost nothing until one is asked for.
 assert not [name for name in sys.modules if name.startswith("dilated_attention_pytorch.legacy_modules")]
 from dilated_attention_pytorch.legacy import table

@@ -1,23 +1,24 @@
 """Judge every architecture of the installed transformers and write the table, about 15 minutes on two cores.
 
 python -m benchmarks.architectures                      # all of them
-python -m benchmarks.architectures --only bert llama    # these model types; the other rows stay
+python -m benchmarks.architectures --only bert llama    # these model types; other rows of this code stay
 python -m benchmarks.architectures --page               # the page of the docs from the file of results
 """
 
 from __future__ import annotations
 
-import argparse
+import json
 import time
 from collections import Counter
-from pathlib import Path
 
 import torch
 
+from benchmarks.measured_code import is_stale
+from benchmarks.options import parse, parser_of
 from dilated_attention_pytorch.benchmarks.results import module_command, origin
 from dilated_attention_pytorch.output import write_text
 
-from .kinds import Kind, all_kinds
+from .kinds import Kind, all_kinds, kinds_of
 from .page import PAGE, RESULTS, page, read_results, write_results
 from .sweep import sweep
 from .verdict import NOT_APPLICABLE, Verdict
@@ -25,15 +26,15 @@ from .verdict import NOT_APPLICABLE, Verdict
 
 def main() -> None:
     """The command."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--only", nargs="+", metavar="TYPE", help="model types to judge; the other rows stay")
+    parser = parser_of(__doc__)
+    parser.add_argument("--only", nargs="+", metavar="TYPE", help="model types to judge; other rows of this code stay")
     parser.add_argument("--missing", action="store_true", help="judge what has no row yet, after a stop for example")
     parser.add_argument("--page", action="store_true", help="judge nothing, write the page of the docs")
     parser.add_argument("--afresh", action="store_true", help="search inputs anew, not first those of the file's rows")
     parser.add_argument("--workers", type=int, default=2, help="processes at a time (default: %(default)s)")
-    parser.add_argument("--results", type=Path, default=RESULTS, help="the file of results (default: %(default)s)")
-    arguments = parser.parse_args()
-    old_origin, old = read_results(arguments.results) if arguments.results.exists() else ({}, [])
+    arguments = parse(parser, RESULTS.name)
+    file = arguments.output
+    old_origin, old = read_results(file) if file.exists() else ({}, [])
     if arguments.page:
         write_text(PAGE, page(old_origin, old))
         return
@@ -41,9 +42,12 @@ def main() -> None:
     import transformers
 
     transformers.logging.set_verbosity(transformers.logging.CRITICAL)
-    kinds = all_kinds()
+    kinds = kinds_of("llama") if arguments.tiny else all_kinds()
     rows = {_kind(row): row for row in old}
+    wanted = set(kinds)
     recipes = {} if arguments.afresh else {kind: row.recipe for kind, row in rows.items() if row.recipe}
+    if file.exists() and is_stale(json.loads(file.read_text(encoding="utf-8"))):
+        rows = {}
     if arguments.only:
         kinds = [kind for kind in kinds if kind.model_type in arguments.only]
         rows = {kind: row for kind, row in rows.items() if kind.model_type not in arguments.only}
@@ -65,13 +69,13 @@ def main() -> None:
             flush=True,
         )
         if done % 10 == 0 or done == len(kinds):  # what is judged outlives a stop
-            write_results(arguments.results, where, [rows[kind] for kind in sorted(rows)])
+            write_results(file, where, [rows[kind] for kind in sorted(rows)])
 
     sweep(kinds, recipes, arguments.workers, report)
     verdicts = [rows[kind] for kind in sorted(rows)]
     _note_parts(verdicts)
-    write_results(arguments.results, where, verdicts)
-    if arguments.results == RESULTS:
+    write_results(file, where, verdicts)
+    if file == RESULTS and rows.keys() == wanted and not arguments.tiny:
         write_text(PAGE, page(*read_results(RESULTS)))
     print(dict(Counter(verdict.verdict for verdict in verdicts)))
 

@@ -13,7 +13,7 @@ from dilated_attention_pytorch.integrations import register, set_pattern
 
 from . import reference
 from .kinds import Kind
-from .laws import causality, generation, gradients, padding
+from .laws import causality, generation, gradients, keywords, padding
 from .outcome import Refused, SortedErrors, Wrong
 from .special import NOT_HERE
 from .subject import DENSE, TOLERANCE, NotBuilt, Subject, call, distance, find_subject
@@ -159,7 +159,7 @@ def _compare(
     elif "self" not in calls:
         symptoms.append(f"results are {distance(out, plain):.1e} off dense")
     checks = ["equals dense counts"]
-    for check in (gradients, causality, padding, generation):
+    for check in (gradients, causality, padding, generation, keywords):
         try:
             checks += check(ours, dense, subject)
         except Wrong as wrong:

@@ -10,8 +10,21 @@ from torch import Tensor
 
 from . import reference
 from .drawing import draw_tokens
+from .inputs import ROWS, TOKENS
 from .outcome import NotedRefusal, SortedErrors, Wrong
 from .subject import TOLERANCE, Subject, call, distance, seed, text_config
+
+KEYWORDS = (
+    "labels",
+    "shift_labels",
+    "num_items_in_batch",
+    "return_loss",
+    "token_type_ids",
+    "special_tokens_mask",
+    "length",
+    "seq_idx",
+)
+"""What Trainer, collators and tokenizers pass to a model."""
 
 
 def gradients(ours: Any, dense: Any, subject: Subject) -> list[str]:
@@ -119,6 +132,8 @@ def generation(ours: Any, dense: Any, subject: Subject) -> list[str]:
         return []
     prompt = draw_tokens(2, 13, seed=3)
     others = {name: value for name, value in subject.inputs.items() if name in ("pixel_values", "bbox")}
+    if ours.config.is_encoder_decoder and "labels" in inspect.signature(ours.forward).parameters:
+        others["labels"] = prompt  # as Seq2SeqTrainer does
 
     def text(model: Any, use_cache: bool) -> list[Tensor]:
         seed()
@@ -150,6 +165,32 @@ def generation(ours: Any, dense: Any, subject: Subject) -> list[str]:
         error = distance(with_cache[1:], without[1:])
         raise Wrong(f"generation from a cache differs from generation without one by {error:.1e}")
     return ["cached generation"]
+
+
+def keywords(ours: Any, dense: Any, subject: Subject) -> list[str]:
+    """What trainers and tokenizers pass besides the inputs changes nothing where the dense model ignores it.
+
+    Not named in the table: it holds for every model.
+    """
+    parameters = inspect.signature(ours.forward).parameters
+    if all(parameter.kind is not inspect.Parameter.VAR_KEYWORD for parameter in parameters.values()):
+        return []
+    before, passed = call(dense, subject.inputs), {}
+    for name in KEYWORDS:
+        one = {name: draw_tokens(ROWS, TOKENS)}
+        try:
+            if name not in parameters and distance(call(dense, {**subject.inputs, **one}), before) == 0.0:
+                passed.update(one)
+        except Exception:  # noqa: BLE001 - the dense model does not take it
+            continue
+    with NotedRefusal() as outcome:
+        after = call(ours, {**subject.inputs, **passed})
+    if "does not honour" in outcome.refused:
+        raise Wrong(outcome.refused)
+    # A keyword may also make a mask that is refused.
+    if not outcome.refused and distance(after, call(ours, subject.inputs)) > 0.0:
+        raise Wrong(f"{', '.join(passed)} change results")
+    return []
 
 
 def _same_text(one: list[Tensor], other: list[Tensor], subject: Subject) -> bool:

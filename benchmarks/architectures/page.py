@@ -10,11 +10,13 @@ from dataclasses import asdict, fields
 from pathlib import Path
 from typing import Any
 
+from benchmarks.measured_code import code
+from benchmarks.options import RESULTS as RESULTS_FOLDER
 from dilated_attention_pytorch.output import write_text
 
 from .verdict import NEITHER, NOT_APPLICABLE, REFUSED, WORKS, Verdict
 
-RESULTS = Path("benchmarks/results/architectures.json")
+RESULTS = RESULTS_FOLDER / "architectures.json"
 PAGE = Path("docs/architectures.md")
 COMMAND = "python -m benchmarks.architectures"
 
@@ -73,7 +75,8 @@ def write_results(file: Path, origin: dict[str, Any], verdicts: Iterable[Verdict
         for v in verdicts
     ]
     body = ",\n  ".join(rows)
-    write_text(file, f'{{\n "origin": {json.dumps(origin)},\n "verdicts": [\n  {body}\n ]\n}}\n')
+    head = f'"origin": {json.dumps(origin)},\n "code": {json.dumps(code("transformers"))}'
+    write_text(file, f'{{\n {head},\n "verdicts": [\n  {body}\n ]\n}}\n')
 
 
 def read_results(file: Path) -> tuple[dict[str, Any], list[Verdict]]:

@@ -9,6 +9,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from benchmarks.options import write_results
+
 from .claim import RESULTS, Claim, Finding, claims
 
 FILE = RESULTS / "claims.json"
@@ -37,17 +39,15 @@ number of weights. The shapes are those of GPT-3 where it has that size, with th
 """
 
 
-def write_results(origin: Mapping[str, Any], findings: Mapping[str, Finding]) -> None:
+def write_findings(file: Path, origin: Mapping[str, Any], findings: Mapping[str, Finding]) -> None:
     """The findings by the name of the claim, with where they were made."""
-    from dilated_attention_pytorch.benchmarks.results import write_json
-
     found = {name: dataclasses.asdict(finding) for name, finding in findings.items()}
-    write_json(FILE, {"machine": dict(origin), "findings": found})
+    write_results(file, "planner", {"machine": dict(origin), "findings": found})
 
 
-def read_results() -> tuple[dict[str, Any], dict[str, Finding]]:
-    """What :func:`write_results` wrote."""
-    values = json.loads(FILE.read_text(encoding="utf-8"))
+def read_results(file: Path) -> tuple[dict[str, Any], dict[str, Finding]]:
+    """What :func:`write_findings` wrote."""
+    values = json.loads(file.read_text(encoding="utf-8"))
     return values["machine"], {name: Finding(**found) for name, found in values["findings"].items()}
 
 

@@ -1,12 +1,20 @@
 """Multi-scale dilated attention in PyTorch, exact in forward and gradient."""
 
+import sys
+
+from .interrupt import leave_on_interrupt
+
+leave_on_interrupt(sys.orig_argv)  # before all other imports
+
 import importlib
 import os
-import sys
 from typing import TYPE_CHECKING, Any
 
+from .parent import end_command_with_launcher
 from .waiting import choose_waiting
 
+# The import of torch takes seconds, in which torchrun may be killed.
+end_command_with_launcher(os.environ, sys.orig_argv)
 # How threads wait is settled when torch is imported, which everything below does.
 choose_waiting(os.environ, sys.orig_argv)
 

@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import importlib.metadata
 import json
+import re
 import shlex
 import tomllib
-from collections.abc import Mapping
+import traceback
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -35,7 +38,7 @@ EXTRAS: Mapping[str, tuple[str, ...]] = {
         "tyro>=1.0",
     ),
     "triton": ("triton>=3.6",),
-    "check": ("hypothesis>=6.100", "prometheus-client>=0.20", "pytest>=8", "pytest-xdist>=3.6"),
+    "check": ("hypothesis>=6.100", "peft>=0.18", "prometheus-client>=0.20", "pytest>=8", "pytest-xdist>=3.6"),
     "dev": ("build>=1.2", "mypy>=1.15", "ruff>=0.12"),
 }
 """Packages that each extra installs (``check`` and ``dev`` also include other extras)."""
@@ -61,6 +64,50 @@ def install_command(extra: str) -> str:
     if origin is not None:
         return f"{command} {shlex.quote(f'{NAME}[{extra}] @ {_url(json.loads(origin))}')}"
     return f"{command} {shlex.join(EXTRAS[extra])}"
+
+
+@contextmanager
+def importing(purpose: str, extra: str) -> Iterator[None]:
+    """Import packages of ``extra`` in this context: a failure becomes an ``ImportError`` that names its cause.
+
+    Raises:
+        ImportError: see :func:`import_failure`.
+    """
+    try:
+        yield
+    # A broken package raises what its code raises; these are the types of mismatched versions and libraries.
+    except (ImportError, AttributeError, OSError, RuntimeError, TypeError, ValueError) as error:
+        raise import_failure(error, purpose, extra) from error
+
+
+def import_failure(error: Exception, purpose: str, extra: str) -> ImportError:
+    """The error of a failed import for ``purpose``: a package of ``extra`` is missing, or an installed one is broken.
+
+    The broken package is the one whose module was executing when the original error was raised. An error of this
+    package's own is raised as it is.
+    """
+    raised = error
+    while isinstance(error.__cause__, Exception):
+        error = error.__cause__
+    wanted = {re.split("[<>=]", requirement)[0].replace("-", "_"): requirement for requirement in EXTRAS[extra]}
+    name = error.name if isinstance(error, ImportError) else None
+    if isinstance(error, ModuleNotFoundError) and name in wanted:
+        return ImportError(f"{purpose} needs {name}, not installed here: {install_command(extra)}", name=name)
+    frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__) if frame.f_code.co_name == "<module>"]
+    modules = [str(frame.f_globals["__name__"]).partition(".")[0] for frame in frames]
+    own = __name__.partition(".")[0]
+    others = [module for module in modules if module != own]
+    if not others and (not name or name.partition(".")[0] == own):
+        raise raised
+    if isinstance(error, ModuleNotFoundError) and not others and "." not in str(name):
+        return ImportError(f"{purpose} needs {name}, not installed here: install it", name=name)
+    package = others[-1] if others else (name or "a package").partition(".")[0]
+    needed = f" ({wanted[package]})" if package in wanted else ""
+    return ImportError(
+        f"{purpose}: {package} is installed, but importing it fails with {type(error).__name__}: {error}; install "
+        f"versions that fit together{needed}, or remove {package} if nothing needs it",
+        name=package,
+    )
 
 
 def _checkout() -> Path | None:

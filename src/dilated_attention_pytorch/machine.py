@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import hashlib
 import importlib.metadata
 import importlib.util
 import os
@@ -13,9 +15,10 @@ from typing import Any
 import torch
 
 from .errors import RunError
-from .installation import install_command
+from .installation import importing, install_command
 
 _PACKAGES = ("torch", "triton", "transformers", "accelerate", "safetensors", "numpy")
+_SOURCES = (".py", ".cpp", ".h", ".toml")
 
 MOST_THREADS = 1024
 """Upper limit: with tens of thousands of threads the OpenMP runtime overruns its stack and the process is killed."""
@@ -29,11 +32,23 @@ def package_version(name: str) -> str | None:
         return None
 
 
-def require(purpose: str, packages: Sequence[str], extra: str) -> None:
-    """Raise :class:`RunError` unless all ``packages``, which ``extra`` installs, are present."""
+def check_installed(purpose: str, packages: Sequence[str], extra: str) -> None:
+    """Raise :class:`RunError` unless all ``packages``, which ``extra`` installs, are present; import none."""
     missing = [name for name in packages if importlib.util.find_spec(name) is None]
     if missing:
         raise RunError(f"{purpose} needs {', '.join(missing)}, not installed here: {install_command(extra)}")
+
+
+def require(purpose: str, packages: Sequence[str], extra: str) -> None:
+    """Raise :class:`RunError` unless all ``packages``, which ``extra`` installs, are present and can be imported."""
+    check_installed(purpose, packages, extra)
+    try:
+        with importing(purpose, extra):
+            for name in packages:
+                # transformers imports its parts on demand; every model needs this one.
+                importlib.import_module("transformers.modeling_utils" if name == "transformers" else name)
+    except ImportError as error:
+        raise RunError(str(error)) from error
 
 
 def set_threads(threads: int) -> int:
@@ -72,10 +87,24 @@ def devices() -> list[str]:
     return [f"{entry.name}, {entry.total_memory / 2**30:.0f} GiB" for entry in properties]
 
 
+def versions() -> dict[str, str | None]:
+    """Versions of Python and of the packages that results depend on."""
+    return {"python": platform.python_version(), **{name: package_version(name) for name in _PACKAGES}}
+
+
+def package_digest() -> str:
+    """SHA-256 of this package's source files, shortened: its version number is the same for many of its commits."""
+    digest, package = hashlib.sha256(), Path(__file__).parent
+    for path in sorted(path for path in package.rglob("*") if path.suffix in _SOURCES):
+        with contextlib.suppress(FileNotFoundError):  # a temporary file of an editor
+            digest.update(f"{path.relative_to(package)}\n".encode() + path.read_bytes())
+    return digest.hexdigest()[:16]
+
+
 def machine() -> dict[str, Any]:
     """Versions and hardware as JSON-serialisable values."""
     return {
-        "versions": {"python": platform.python_version(), **{name: package_version(name) for name in _PACKAGES}},
+        "versions": versions(),
         "system": platform.platform(),
         "processor": processor(),
         "cores": os.cpu_count(),

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from fnmatch import fnmatchcase
 from pathlib import Path
@@ -104,20 +104,30 @@ def write_text(path: Path, text: str) -> None:
 
 
 @contextmanager
-def replacing(path: Path, *, hidden: bool = False) -> Iterator[Path]:
-    """A temporary path that replaces ``path`` atomically on exit, after a sync to disk.
+def replacing(path: Path, *, check: Callable[[], object] = lambda: None) -> Iterator[Path]:
+    """A temporary path that replaces ``path`` atomically on exit, after a sync to disk; an error removes it.
 
     Args:
         path: final path.
-        hidden: whether the temporary name begins with a dot, so that readers of folders skip it.
+        check: called before the replacement; if it raises, there is none.
     """
-    staged = path.with_name(f"{'.' if hidden else ''}{path.name}.part")
+    staged = path.with_name(staged_name(path))
     # An existing staged file may be a link to something else.
     staged.unlink(missing_ok=True)
-    yield staged
-    sync(staged)
+    try:
+        yield staged
+        sync(staged)
+        check()
+    except BaseException:
+        staged.unlink(missing_ok=True)
+        raise
     os.replace(staged, path)
     sync(path.parent)
+
+
+def staged_name(path: Path) -> str:
+    """The name of the file that :func:`replacing` writes, hidden so that readers of folders skip it."""
+    return f".{path.name}.part"
 
 
 def sync(path: Path) -> None:

@@ -14,6 +14,8 @@ import time
 from collections.abc import MutableMapping, Sequence
 from pathlib import Path
 
+from .interrupt import is_own_command
+
 VARIABLE = "OMP_WAIT_POLICY"
 _SET_BY_USER = (VARIABLE, "GOMP_SPINCOUNT", "KMP_BLOCKTIME")
 _LOOKS, _SECONDS_BETWEEN = 3, 0.01
@@ -28,20 +30,8 @@ def choose_waiting(environment: MutableMapping[str, str], command: Sequence[str]
         environment: environment of the process.
         command: arguments that started the interpreter.
     """
-    if _is_own_command(command) and not any(name in environment for name in _SET_BY_USER) and is_shared():
+    if is_own_command(command) and not any(name in environment for name in _SET_BY_USER) and is_shared():
         environment[VARIABLE] = "PASSIVE"
-
-
-def _is_own_command(command: Sequence[str]) -> bool:
-    words = iter(command[1:])
-    for word in words:
-        if word == "-m":
-            return next(words, "").partition(".")[0] == __name__.partition(".")[0]
-        if word in ("-W", "-X"):  # Python options with an argument
-            next(words, "")
-        elif not word.startswith("-"):
-            return Path(word).stem == "dilated-attention"
-    return False
 
 
 def is_shared() -> bool:

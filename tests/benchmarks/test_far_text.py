@@ -7,14 +7,15 @@ from pathlib import Path
 
 import pytest
 import torch
-from benchmarks.far_text import CONTESTANTS, HEADS, LENGTHS, LONGNET, RESULTS, config_of, met_pairs
+from benchmarks.far_text import CONTESTANTS, HEADS, LENGTHS, LONGNET, config_of, met_pairs
 from benchmarks.head_lags import lagged_attend
+from benchmarks.options import RESULTS
 from benchmarks.repeating_text import ALIGNED, ANY, LONG, OCTAVES, PASSAGE, RATE, Kind, draw_texts, in_pieces
 
 from dilated_attention_pytorch import DilatedPattern, local_window
 
 PAGE = (Path(__file__).parents[2] / "docs" / "length.md").read_text()
-RECORDS = {record["contestant"]: record for record in json.loads(RESULTS.read_text())["results"]}
+RECORDS = {record["contestant"]: record for record in json.loads((RESULTS / "far_text.json").read_text())["results"]}
 
 
 @pytest.mark.parametrize("kind", [ANY, ALIGNED])

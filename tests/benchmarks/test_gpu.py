@@ -112,7 +112,7 @@ def test_the_gate_passes_what_is_right_and_finds_what_is_wrong(monkeypatch: pyte
     (right,) = (entry for entry in CONTESTANTS if entry.name == "ours, aten")
 
     def gate(entry: Contestant) -> list[dict[str, Any]]:
-        monkeypatch.setattr(gpu_gate, "find_contestants", lambda names: (entry,))
+        monkeypatch.setattr(gpu_gate, "find_contestants", lambda names, device: (entry,))
         return gpu_gate.gate((), 3, ["bfloat16"], 70, CPU)
 
     (record,) = gate(right)

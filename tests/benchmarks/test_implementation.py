@@ -1,50 +1,41 @@
-"""What --impl means: "auto" everywhere, also within models, and a verdict beside every limit."""
+"""What --impl means: every call of the run is computed by it, and a verdict stands beside every limit."""
 
 from __future__ import annotations
 
-import importlib
-from collections.abc import Iterator
+import runpy
+import sys
+from pathlib import Path
+from typing import Any
 
 import pytest
-import torch
-from benchmarks.implementation import READERS, in_words, judged, take
+from benchmarks.implementation import chosen, in_words, judged
 
-from dilated_attention_pytorch.kernels import select as selection
+from dilated_attention_pytorch.kernels.compilation import refusal_to_load
+from dilated_attention_pytorch.ops import implementation
+from support.operators import implementations_run
 
-CPU = torch.device("cpu")
-
-
-@pytest.fixture(autouse=True)
-def _nothing_stays_taken() -> Iterator[None]:
-    modules = [vars(importlib.import_module(f"dilated_attention_pytorch.{reader}")) for reader in READERS]
-    yield
-    for module in modules:
-        module["select"] = selection.select
+NO_KERNELS = refusal_to_load()
 
 
-def asked(reader: str, name: str, dtype: torch.dtype) -> str:
-    select = vars(importlib.import_module(f"dilated_attention_pytorch.{reader}"))["select"]
-    return str(select(name, CPU, dtype, 64))
+@pytest.mark.filterwarnings("ignore:.*found in sys.modules:RuntimeWarning")
+@pytest.mark.skipif(NO_KERNELS is not None, reason=str(NO_KERNELS))
+@pytest.mark.parametrize("impl", ["aten", "native"])
+def test_a_run_is_computed_by_what_impl_says(impl: str, tmp_path: Path, monkeypatch: Any) -> None:
+    command = ["decoding", "--tiny", "--only", "kernel", "--impl", impl, "--output", str(tmp_path / "decoding.json")]
+    monkeypatch.setattr(sys, "argv", command)
+
+    def run() -> None:
+        with pytest.raises(SystemExit) as left:
+            runpy.run_module("benchmarks.decoding", run_name="__main__")
+        assert not left.value.code
+
+    # The check before it is in float64, which the native kernels do not compute.
+    assert implementations_run(run) - {"aten"} == {impl} - {"aten"}
 
 
-def test_auto_stands_for_what_was_asked_for_wherever_an_implementation_is_looked_up() -> None:
-    assert take("aten") == {"asked": "aten", "float32": "aten", "bfloat16": "aten", "float16": "aten"}
-    for reader in READERS:
-        assert asked(reader, "auto", torch.float32) == "aten"
-        assert asked(reader, "reference", torch.float32) == "reference"
-
-
-@pytest.mark.skipif(selection.refusal("native", CPU, torch.float32, 64) is not None, reason="nothing is compiled here")
-def test_native_is_taken_where_it_can_compute_and_the_rest_goes_on_as_before() -> None:
-    before = selection.select("auto", CPU, torch.float64, 64)
-    assert take("native")["float32"] == "native"
-    assert asked("ops.attend", "auto", torch.float64) == before
-    assert asked("ops.attend", "aten", torch.float32) == "aten"
-
-
-def test_auto_changes_nothing() -> None:
-    assert take("auto")["float32"] == selection.select("auto", CPU, torch.float32, 64)
-    assert asked("models.reading", "auto", torch.float32) == selection.select("auto", CPU, torch.float32, 64)
+def test_the_record_names_what_computes_each_dtype() -> None:
+    with implementation("aten"):
+        assert chosen("aten") == {"asked": "aten", "float32": "aten", "bfloat16": "aten", "float16": "aten"}
 
 
 def test_a_limit_is_printed_and_recorded_with_its_verdict() -> None:

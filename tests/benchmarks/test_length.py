@@ -6,10 +6,11 @@ import json
 from pathlib import Path
 
 import pytest
-from benchmarks.length import CONTESTANTS, LENGTHS, RESULTS
+from benchmarks.length import CONTESTANTS, LENGTHS
+from benchmarks.options import RESULTS
 
 PAGE = (Path(__file__).parents[2] / "docs" / "length.md").read_text()
-RECORDS = {record["contestant"]: record for record in json.loads(RESULTS.read_text())["results"]}
+RECORDS = {record["contestant"]: record for record in json.loads((RESULTS / "length.json").read_text())["results"]}
 
 
 @pytest.mark.parametrize("name", CONTESTANTS)

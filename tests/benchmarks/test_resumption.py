@@ -110,7 +110,7 @@ def test_who_breaks_the_device_ends_the_run_and_is_left_out_when_it_goes_on(
     case = next(iter(planned_cases(BenchSettings(**SMALL), PRESETS["cpu"])))
     right = next(entry for entry in CONTESTANTS if entry.name == "ours, aten")
     entrant = Contestant("ours, reference", "pattern", lambda case, device: None, lambda case, operands: breaks)
-    monkeypatch.setattr(run, "find_contestants", lambda names: (right, entrant))
+    monkeypatch.setattr(run, "find_contestants", lambda names, device: (right, entrant))
     with monkeypatch.context() as patch:
         patch.setattr(measure, "is_alive", lambda device: False)
         with pytest.raises(

@@ -16,6 +16,7 @@ from rich.console import Console
 
 from dilated_attention_pytorch.benchmarks import measure, results, run
 from dilated_attention_pytorch.benchmarks.contestants import CONTESTANTS, Contestant
+from dilated_attention_pytorch.benchmarks.limits import Limits, limit_by_highest
 from dilated_attention_pytorch.benchmarks.results import Row
 from dilated_attention_pytorch.benchmarks.run import RESULTS_NAME
 from dilated_attention_pytorch.benchmarks.settings import BenchSettings
@@ -45,9 +46,44 @@ def test_a_run_leaves_a_table_results_and_plots(tmp_path: Path) -> None:
         assert row["flops_per_second"] == pytest.approx(row["flops"] / row["median_seconds"])
     for name in ("time.png", "limit.png"):
         assert (tmp_path / name).read_bytes().startswith(PNG)
-    for words in ("ours, aten", "published route", "dense SDPA (all pairs)", "limits, median", "this was a dry run"):
+    for words in (
+        "ours, aten",
+        "published route",
+        "dense SDPA (all pairs)",
+        "limits: highest rates measured around a case",
+        "this was a dry run",
+    ):
         assert words in said
     assert {path.name for path in tmp_path.iterdir()} == {RESULTS_NAME, "time.png", "limit.png", "page.md"}
+
+
+def test_no_row_passes_its_limit_and_none_on_a_cpu_needs_a_gpu(tmp_path: Path) -> None:
+    values, said = dry_run(tmp_path / "all", shapes=("three", "decode"))
+    timed = [row for row in values["rows"] if row["status"] == "timed"]
+    assert len(timed) > 5
+    assert {row["contestant"]: row["of_limit"] for row in timed if row["of_limit"] > 1.05} == {}
+    assert not {entry.name for entry in CONTESTANTS if entry.needs_gpu} & {row["contestant"] for row in values["rows"]}
+    assert "limits: highest rates" in said
+    values, _ = dry_run(tmp_path / "named", shapes=("three",), rows=(40,), contestants=("dense SDPA, flash",))
+    assert {row["reason"] for row in values["rows"]} == {
+        "PyTorch's flash and cuDNN attention compute in float16 and bfloat16 on CUDA devices"
+    }
+
+
+def test_the_limit_of_all_rows_is_the_highest_rate_of_the_run() -> None:
+    rows = [
+        Row(
+            case=SHAPES["three"].case(rows=4096),
+            contestant=f"measured at {rate}",
+            computes="dense",
+            status="timed",
+            samples=[1.0],
+            limits=Limits(rate, 1e30),
+        )
+        for rate in (1e9, 4e9, 2e9)
+    ]
+    limit_by_highest(rows)
+    assert [row.limit_seconds for row in rows] == [rows[0].case.flops("dense") / 4e9] * 3
 
 
 def test_everyone_without_a_time_has_a_sentence(tmp_path: Path) -> None:
@@ -78,7 +114,7 @@ def test_who_is_wrong_or_fails_gets_a_sentence_and_no_time_and_stops_nobody(
         Contestant(name, "pattern", lambda case, device: None, prepare)
         for name, prepare in (("wrong", _wrong), ("broken", _broken), ("misshapen", _of_another_shape))
     )
-    monkeypatch.setattr(run, "find_contestants", lambda names: (*entrants, *CONTESTANTS))
+    monkeypatch.setattr(run, "find_contestants", lambda names, device: (*entrants, *CONTESTANTS))
     values, said = dry_run(tmp_path, shapes=("three",), rows=(64,))
     rows = {row["contestant"]: row for row in values["rows"]}
     assert [rows[name]["status"] for name in ("wrong", "broken", "misshapen", "ours, aten")] == [

@@ -60,7 +60,7 @@ def _steps(several: list[TrainSettings]) -> list[SentBytes]:
     return [_step(settings) for settings in several]
 
 
-@pytest.mark.parametrize("processes", [2, 3])
+@pytest.mark.parametrize("processes", [2, pytest.param(3, marks=pytest.mark.slow)])
 def test_a_step_sends_what_was_planned(processes: int) -> None:
     tied, recomputed = {"tie_embeddings": False}, {"gradient_checkpointing": True}
     several = [

@@ -89,6 +89,7 @@ def test_a_batch_of_documents_has_the_operations_of_the_longest_that_it_holds() 
     assert plan_run(few, 1, sheet_of("H200")).footprint.activations < plan.footprint.activations
 
 
+@pytest.mark.slow
 def test_the_longest_text_of_a_run_on_documents_is_that_of_one_row() -> None:
     settings = _settings({"gradient_checkpointing": True}, batch_size=1)
     documents = dataclasses.replace(settings, packing="documents", max_tokens=500, max_batch_size=2)

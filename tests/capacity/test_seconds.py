@@ -127,6 +127,7 @@ def _stands_still(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(step_probe, "matrix_product_rate", lambda device, dtype: 1e10)
 
 
+@pytest.mark.slow
 def test_a_machine_whose_seconds_grow_with_layers_rows_and_pairs_is_predicted_exactly(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:

@@ -90,6 +90,7 @@ def test_the_largest_model_has_a_head_for_every_process_that_splits_them(shared:
     assert (smallest.num_kv_heads, smallest.num_heads, smallest.ffn_dim) == (12, 24, 1152)
 
 
+@pytest.mark.slow
 def test_changes_of_a_run_that_splits_its_weights_are_counted_as_the_run_is() -> None:
     settings, device = _settings(context_length=8192, data_parallel="fsdp"), _device(10**9)
     now = plan_run(settings, 2, device)

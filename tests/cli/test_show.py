@@ -21,6 +21,11 @@ def test_an_expression_is_the_pattern_that_python_makes() -> None:
     assert pattern_from_expression(text) == python
 
 
+def test_a_sum_may_have_thousands_of_terms() -> None:
+    pattern = pattern_from_expression(" + ".join(["local_window(1)"] * 1200))
+    assert pattern.num_pairs(10, is_causal=True) == 1200 * 19
+
+
 def test_segments_and_patterns_by_head_are_written_as_in_python() -> None:
     text = "SegmentedPattern([[0, 5]], [1]) + per_head([local_window(3), global_tokens(2) + local_window(1)])"
     by_head = per_head([local_window(3), global_tokens(2) + local_window(1)])
@@ -67,6 +72,9 @@ def test_show_prints_density_and_sketch_and_writes_the_picture(
         (["local_window([local_window(1)])"], f"{PLAIN}, got '[local_window(1)]'"),
         (["per_head([3])"], "expected a sum of calls of DilatedPattern, SegmentedPattern"),
         (["per_head(3)"], "per_head(3): "),
+        ([f"DilatedPattern([{10**30}], [1])"], "segment_lengths must hold integers of at most 2^62, got 1000"),
+        ([f"DilatedPattern([8], [{10**30}])"], "dilation_rates must hold integers of at most 2^62, got 1000"),
+        ([f"SegmentedPattern([[0, {10**30}]], [1])"], "boundaries must hold integers of at most 2^62, got 1000"),
         (["local_window(1"], "is not a sum of patterns"),
         (["local_window(1)", "--length", "0"], "sequence_length must be at least 1, got 0"),
         (
@@ -88,6 +96,11 @@ def test_wrong_patterns_are_said(words: list[str], message: str, capsys: pytest.
     [
         (OSError(errno.EROFS, "Read-only file system", "p.png"), "p.png: the disk is read-only; name a place on one"),
         (OSError(errno.ENOSPC, "No space left", "p.png"), "the disk is full (p.png); make room, or name a folder"),
+        (
+            OSError(errno.EFBIG, "File too large", "p.png"),
+            "a file would be larger than the limit of this shell (ulimit -f) (p.png); raise it",
+        ),
+        (OSError(errno.ENOMEM, "Cannot allocate memory"), "the memory is used up ([Errno 12] Cannot allocate memory)"),
         (MemoryError(), "the memory is used up; take smaller numbers"),
         (RuntimeError("DefaultCPUAllocator: can't allocate memory: 9 bytes"), "the memory is used up (DefaultCPU"),
     ],
@@ -112,3 +125,11 @@ def test_every_head_is_sketched_as_the_first_however_many_there_are(capsys: pyte
     four = capsys.readouterr().out.splitlines()[-8:]
     main(["show", "DilatedPattern([8], [4])", "--length", "8", "--heads", "4096"])
     assert capsys.readouterr().out.splitlines()[-8:] == four
+
+
+def test_a_long_sketch_shows_the_mean_of_every_cell(capsys: pytest.CaptureFixture[str]) -> None:
+    # Every cell of 512 positions would be drawn full, or empty, by the rows that it begins with.
+    main(["show", "DilatedPattern([8192], [4])", "--length", "8192", "--heads", "4"])
+    printed = capsys.readouterr().out
+    assert "6.2500%" in printed
+    assert set("".join(printed.splitlines()[-20:])) == {"."}

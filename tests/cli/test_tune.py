@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 import json
-import time
 from collections import Counter
+from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 
 from dilated_attention_pytorch.cli import main
-from dilated_attention_pytorch.selection import read_hardware, tuning
+from dilated_attention_pytorch.selection import Hardware, read_hardware, tuning
 from dilated_attention_pytorch.selection.profile import load_profile
 
 WORDS = ["tune", "--dtypes", "float32", "--device", "cpu"]
@@ -34,27 +35,63 @@ def test_a_dry_run_prints_correlations_and_stores_no_profile(
     assert load_profile(read_hardware("cpu")) is None
 
 
-def test_a_run_stores_a_profile_a_report_and_goes_on_when_it_is_called_again(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+@pytest.fixture
+def few_cases(monkeypatch: pytest.MonkeyPatch) -> None:
     cases = tuning.cases
     monkeypatch.setattr(tuning, "cases", lambda dtypes, hardware, is_dry: cases(dtypes, hardware, is_dry=True))
+
+
+def clock_of(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A second passes from one look at the clock to the next: the first, and one before each case."""
+    clock = itertools.count()
+    monkeypatch.setattr(tuning, "measure", functools.partial(tuning.measure, clock=lambda: float(next(clock))))
+
+
+def answering(monkeypatch: pytest.MonkeyPatch, model: float, formula: float) -> None:
+    """Make every fit have these rank correlations."""
+    fit = tuning.fit
+
+    def fixed(timings: Sequence[tuning.Timing], hardware: Hardware) -> list[tuning.Fit]:
+        found = fit(timings, hardware)
+        return [replace(one, model_correlation=model, formula_correlation=formula) for one in found]
+
+    monkeypatch.setattr(tuning, "fit", fixed)
+
+
+def test_a_run_stores_a_profile_a_report_and_goes_on_when_it_is_called_again(
+    tmp_path: Path, few_cases: None, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     output = tmp_path / "new"
-    main([*WORDS, "--seconds", "0", "--output", str(output)])
+    clock_of(monkeypatch)
+    answering(monkeypatch, 0.9, 0.8)
+    main([*WORDS, "--seconds", "36.5", "--output", str(output)])
     profile = load_profile(read_hardware("cpu"))
     assert profile is not None
     assert {(entry.dtype, entry.is_training) for entry in profile.rates} == {("float32", False), ("float32", True)}
     assert "rank correlation" in (output / "report.txt").read_text()
     capsys.readouterr()
-    # A second passes from one look at the clock to the next: the first, and one before each of 12 shapes with 3 cases.
-    clock = SimpleNamespace(monotonic=itertools.count().__next__, perf_counter=time.perf_counter)
-    monkeypatch.setattr(tuning, "time", clock)
     main([*WORDS, "--seconds", "4.5", "--output", str(output)])
     said = capsys.readouterr().out
     assert f"going on after 72 times in {output / 'tune.json'}" in said
     record = json.loads((output / "tune.json").read_text())
-    assert Counter(len(samples) for samples in record["samples"].values()) == {4: 4 * 3, 2: 8 * 3}
+    assert Counter(len(samples) for samples in record["samples"].values()) == {4: 4, 2: 32}
     assert record["fits"][0]["rates"]["dtype"] == "float32"
+
+
+def test_rates_worse_than_the_formula_and_too_few_times_are_not_stored_and_said(
+    tmp_path: Path, few_cases: None, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    clock_of(monkeypatch)
+    main([*WORDS, "--seconds", "9.5", "--output", str(tmp_path / "new")])
+    said = capsys.readouterr().out
+    assert "float32, forward: too few times to fit and judge rates, so the formula stays in use" in said
+    assert load_profile(read_hardware("cpu")) is None
+    answering(monkeypatch, 0.722, 0.778)
+    main([*WORDS, "--seconds", "40", "--output", str(tmp_path / "new")])
+    said = capsys.readouterr().out
+    assert "the fitted rates rank unseen shapes worse (0.722) than the formula (0.778)" in said
+    assert "the formula stays in use" in (tmp_path / "new" / "report.txt").read_text()
+    assert load_profile(read_hardware("cpu")) is None
 
 
 @pytest.mark.parametrize(

@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import bz2
 import dataclasses
+import gzip
 import json
+import lzma
 import os
 import shutil
+import zipfile
 from pathlib import Path
 from typing import Any
 
+import pyarrow as pa
 import pytest
 from transformers import LlamaConfig, LlamaForCausalLM
 
@@ -53,6 +58,19 @@ def make_world(world: Path) -> Path:
         (bad / "splits" / split).mkdir(parents=True)
         (bad / "splits" / split / "state.json").write_text("{}")
     (bad / "splits" / "dataset_dict.json").write_text("{}")
+    text = b"text that is compressed\n" * 99
+    (bad / "packed").mkdir()
+    for file, compressed in (
+        ("text.gz", gzip.compress(text)),
+        ("gz.jsonl", gzip.compress(text)),
+        ("packed/text.txt", gzip.compress(text)),
+        ("text.bz2", bz2.compress(text)),
+        ("text.xz", lzma.compress(text)),
+        ("text.zst", pa.Codec("zstd").compress(text, asbytes=True)),
+    ):
+        (bad / file).write_bytes(compressed)
+    with zipfile.ZipFile(bad / "text.zip", "w") as archive:
+        archive.writestr("text.txt", text)
     tokenizer = train_tokenizer([path.read_bytes() for path in sorted(texts.iterdir())], 300)
     (world / "tokenizer.json").write_text(tokenizer.text)
     over_tokens = dataclasses.replace(
@@ -111,7 +129,8 @@ def make_world(world: Path) -> Path:
     flip(copy("finished", "flipped") / "model.safetensors")
     flip(copy("stopped", "flipped-checkpoint") / "checkpoint-2" / "model.safetensors")
     # Folders without a manifest, as save_pretrained makes them.
-    for name, values in (("foreign", {"model_type": "gpt2"}), ("unfit", {"embed_dim": 64})):
+    foreign, unfit, contrary = {"model_type": "gpt2"}, {"embed_dim": 64, "hidden_size": 64}, {"embed_dim": 64}
+    for name, values in (("foreign", foreign), ("unfit", unfit), ("contrary", contrary)):
         (copy("finished", name) / "manifest.json").unlink()
         change(world / name / "config.json", **values)
 

@@ -177,6 +177,22 @@ def test_a_bounded_cache_stops_growing() -> None:
     assert cache.num_bytes < 2 * 2 * 2 * 257 * 24 * 8 / 4
 
 
+def test_rows_of_a_bounded_cache_are_repeated_selected_and_forgotten() -> None:
+    model = set_pattern(tiny("llama"), PATTERN)
+    cache, tokens, more = BoundedCache(model.config), draw(2, 41), draw(3, 3, seed=1)
+    with torch.no_grad():
+        model(tokens, past_key_values=cache)
+        cache.batch_repeat_interleave(2)
+        cache.batch_select_indices(torch.tensor([0, 2, 3]))
+        cache.crop(0)
+        expected = model(torch.cat([tokens[[0, 1, 1]], more], dim=1), use_cache=False).logits[:, 41:]
+        close(model(more, past_key_values=cache).logits, expected)
+        cache.reset()
+        close(model(tokens, past_key_values=cache).logits, model(tokens, use_cache=False).logits)
+    with pytest.raises(NotImplementedError, match="a BoundedCache cannot roll back tokens"):
+        cache.crop(-1)
+
+
 def test_beam_search_with_a_bounded_cache_equals_that_with_the_model_s_own() -> None:
     model, prompt = set_pattern(tiny("qwen3"), PATTERN), draw(2, 25)
     options: dict[str, Any] = {"num_beams": 3, "max_new_tokens": 20, "do_sample": False}

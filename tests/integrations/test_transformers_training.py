@@ -70,6 +70,16 @@ def test_packed_rows_that_cannot_be_told_apart_are_refused() -> None:
         model(tokens, position_ids=positions)
     with pytest.raises(ValueError, match="must say what position_ids say"):
         model(tokens, position_ids=positions, cu_seq_lens_q=torch.tensor([0, 2, 6], dtype=torch.int32), use_cache=False)
+    boundaries = torch.tensor([0, 3, 6], dtype=torch.int32)
+    packed = {"cu_seq_lens_q": boundaries, "cu_seq_lens_k": boundaries.clone(), "use_cache": False}
+    other = {"cu_seq_lens_k": torch.tensor([0, 2, 6], dtype=torch.int32)}
+    with pytest.raises(ValueError, match=r"must be the same boundaries.*got \[0, 3, 6\] and \[0, 2, 6\]"):
+        model(tokens, position_ids=positions, **packed | other)
+    torch._dynamo.reset()
+    compiled = torch.compile(model, fullgraph=True, backend="eager")
+    close(*(call(tokens, position_ids=positions, **packed).logits for call in (compiled, model)))
+    with pytest.raises(RuntimeError, match="must be the same boundaries"):
+        compiled(tokens, position_ids=positions, **packed | other)
     with pytest.raises(ValueError, match=r"must rise by 1 from token to token, .* got a step of 2"):
         model(tokens, position_ids=torch.arange(0, 12, 2)[None])
 

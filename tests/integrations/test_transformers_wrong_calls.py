@@ -47,10 +47,11 @@ def twice() -> Any:
         return differential(TOKENS, past_key_values=BoundedCache(differential.config))
 
 
-def holes() -> torch.Tensor:
-    mask = torch.ones_like(TOKENS)
+def padded_between() -> Any:
+    mask, llama = torch.ones_like(TOKENS), model()
     mask[1, 4] = 0
-    return mask
+    with torch.no_grad():
+        return llama(TOKENS, attention_mask=mask, past_key_values=BoundedCache(llama.config))
 
 
 WRONG: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
@@ -89,8 +90,8 @@ WRONG: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
         lambda: model()(TOKENS, attention_mask=torch.ones(2, 1, 12, 12).bool()), NotImplementedError,
         r"mask of its own for every pair of tokens is not honoured, got torch.bool of shape \(2, 1, 12, 12\)",
     ),
-    "padding between tokens": (
-        lambda: model()(TOKENS, attention_mask=holes()), NotImplementedError, "2 runs in row 1",
+    "padding between tokens in a bounded cache": (
+        lambda: padded_between(), NotImplementedError, "2 runs in row 1",
     ),
     "a mask function": (
         lambda: model("Gemma3", use_bidirectional_attention=True, layer_types=["full_attention"] * 2)(TOKENS),
@@ -105,6 +106,12 @@ WRONG: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
             TOKENS[:1], past_key_values=BoundedCache(m.config), assistant_model=model(), max_new_tokens=4,
         ),
         NotImplementedError, "cannot roll back tokens",
+    ),
+    "prompt lookup with a bounded cache": (
+        lambda: (m := model()).generate(
+            TOKENS[:1], past_key_values=BoundedCache(m.config), prompt_lookup_num_tokens=3, max_new_tokens=4,
+        ),
+        NotImplementedError, "cannot roll back tokens.*prompt lookup",
     ),
     "bounded cache of an encoder-decoder": (
         lambda: BoundedCache(model("bart").config), NotImplementedError, "one stack of causal layers",

@@ -27,7 +27,7 @@ from dilated_attention_pytorch.kernels import native
 from dilated_attention_pytorch.kernels.compilation import refusal_to_load
 from dilated_attention_pytorch.kernels.select import Impl
 from support.drawn import DrawnCall, Sizes, block_calls, calls, examples
-from support.processes import run_whole
+from support.processes import environment, run_whole
 
 pytestmark = pytest.mark.skipif(refusal_to_load() is not None, reason=str(refusal_to_load()))
 
@@ -291,3 +291,44 @@ def test_kernels_of_avx2_keep_the_same_laws() -> None:
     found = run_whole(command, 600.0, env=environment)
     assert " passed" in found.stdout, found.stdout
     assert found.returncode == 0, found.stdout
+
+
+def test_the_number_of_threads_changes_no_bit_of_an_output() -> None:
+    for pattern in (PATTERNS["dilated"], PATTERNS["sum"], DilatedPattern([2000], [1])):
+        for dtype in (torch.float32, torch.bfloat16):
+            for rows in (3, 1500):
+                operands = draw((1, rows, 1500, 4, 2, 24), dtype)
+                both = []
+                for threads in (1, 3):
+                    torch.set_num_threads(threads)
+                    both.append(attend(*operands[:3], pattern, query_offset=1500 - rows, impl="native"))
+                assert torch.equal(*both)
+
+
+def test_small_calls_are_computed_by_the_calling_thread() -> None:
+    """A step of decoding, and a short sequence with its gradients, start no thread."""
+    program = """
+import os, torch
+from dilated_attention_pytorch import DilatedPattern, attend
+def draw(rows, dtype):
+    torch.set_num_threads(1)
+    drawn = [torch.randn(1, rows, 4, 16).to(dtype).requires_grad_(rows < 100) for _ in range(3)]
+    torch.set_num_threads(4)
+    return drawn
+pattern, threads = DilatedPattern([1024, 4096], [1, 4]), lambda: len(os.listdir("/proc/self/task"))
+for dtype in (torch.float32, torch.bfloat16):
+    q, k, v = draw(60_000, dtype)
+    row = q[:, -1:].clone()
+    before = threads()
+    for length in (60_000, 2000):
+        attend(row, k[:, :length], v[:, :length], pattern, query_offset=length - 1, is_causal=True, impl="native")
+    assert threads() == before, "a step of decoding"
+    q, k, v = draw(64, dtype)
+    torch.autograd.grad(attend(q, k, v, pattern, impl="native"), (q, k, v), torch.ones_like(q))
+    assert threads() == before, "64 rows"
+q, k, v = draw(3000, torch.float32)
+attend(q, k, v, pattern, impl="native")
+assert threads() > before, "3000 rows"
+"""
+    found = run_whole([sys.executable, "-c", program], 300.0, env=environment())
+    assert (found.returncode, found.stderr) == (0, "")

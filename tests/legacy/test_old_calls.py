@@ -52,10 +52,10 @@ def oracle(q: Tensor, k: Tensor, v: Tensor, lengths: tuple[int, ...], rates: tup
 
 def attended(attention: Any, query: Tensor, key: Tensor, causal: bool) -> Tensor:
     """What a multihead module gives, by its weights and dense arithmetic."""
-    weights, biases = attention.in_proj_weight.chunk(3), attention.in_proj_bias.chunk(3)
+    parts = (attention.q_proj, attention.k_proj, attention.v_proj)
     q, k, v = (
-        functional.linear(x, weight, bias).unflatten(-1, (attention.num_heads, -1))
-        for x, weight, bias in zip((query, key, key), weights, biases, strict=True)
+        functional.linear(x, part.weight, part.bias).unflatten(-1, (attention.num_heads, -1))
+        for x, part in zip((query, key, key), parts, strict=True)
     )
     out = oracle(q, k, v, attention.segment_lengths, attention.dilation_rates, causal).flatten(-2)
     return attention.out_proj(attention.inner_layernorm(out))

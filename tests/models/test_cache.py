@@ -128,13 +128,17 @@ def test_memory_stops_growing_with_the_text(make_model: Any) -> None:
 
 @pytest.mark.parametrize("shifted_keys", [False, True])
 @pytest.mark.parametrize("chunk_size", [5, 41])
+@pytest.mark.parametrize(
+    "runs",
+    [[(13, 41), (0, 41), (13, 41), (2, 30)], [(13, 41), (13, 41)]],
+    ids=["padded left, not, left, on both sides", "padded alike"],
+)
 @torch.no_grad()
-def test_prompts_of_different_lengths_give_what_each_gives_alone(
-    make_model: Any, chunk_size: int, shifted_keys: bool
+def test_padded_prompts_give_what_each_gives_alone(
+    make_model: Any, runs: list[tuple[int, int]], chunk_size: int, shifted_keys: bool
 ) -> None:
-    model, ids, prompt = make_model(shifted_keys=shifted_keys), torch.randint(29, (4, LENGTH)), 41
-    runs = [(13, prompt), (0, prompt), (13, prompt), (2, 30)]  # padded left, not, left, on both sides
-    mask = torch.zeros(4, LENGTH, dtype=torch.int64)
+    model, ids, prompt = make_model(shifted_keys=shifted_keys), torch.randint(29, (len(runs), LENGTH)), 41
+    mask = torch.zeros(len(runs), LENGTH, dtype=torch.int64)
     for row, (start, stop) in enumerate(runs):
         mask[row, start:stop] = 1
     mask[:, prompt:] = 1
@@ -143,7 +147,7 @@ def test_prompts_of_different_lengths_give_what_each_gives_alone(
         stop = min(start + chunk_size, prompt) if start < prompt else start + 1
         logits.append(model(ids[:, start:stop], attention_mask=mask[:, :stop], cache=cache))
     together = torch.cat(logits, dim=1)
-    for row in range(4):
+    for row in range(len(runs)):
         real = mask[row].bool()
         alone = model(ids[row : row + 1, real])
         torch.testing.assert_close(together[row, real], alone[0], atol=TOLERANCE, rtol=0)
@@ -158,7 +162,7 @@ def test_reordered_rows_go_on_as_the_rows_they_became(make_model: Any, shifted_k
     mask[1, :7] = 0
     cache = LongNetCache(model.config)
     model(ids, attention_mask=mask, cache=cache)
-    cache.reorder(torch.tensor([1, 1, 2, 0, 1]))
+    cache.reorder_cache(torch.tensor([1, 1, 2, 0, 1]))
     texts = [ids[row, 7 if row == 1 else 0 :] for row in (1, 1, 2, 0, 1)]
     for _ in range(30):
         more = torch.randint(29, (5, 1))
@@ -166,6 +170,24 @@ def test_reordered_rows_go_on_as_the_rows_they_became(make_model: Any, shifted_k
         texts = [torch.cat([text, token]) for text, token in zip(texts, more, strict=True)]
     for row, text in enumerate(texts):
         torch.testing.assert_close(logits[row, -1], model(text[None])[0, -1], atol=TOLERANCE, rtol=0)
+
+
+@torch.no_grad()
+def test_transformers_names_repeat_select_and_forget_rows(make_model: Any) -> None:
+    model, ids = make_model(), torch.randint(29, (2, 41))
+    cache = LongNetCache(model.config)
+    model(ids, cache=cache)
+    cache.batch_repeat_interleave(2)
+    cache.batch_select_indices(torch.tensor([3, 0, 2]))
+    cache.crop(0)
+    more = torch.randint(29, (3, 3))
+    expected = model(torch.cat([ids[[1, 0, 1]], more], dim=1))[:, 41:]
+    torch.testing.assert_close(model(more, cache=cache), expected, atol=TOLERANCE, rtol=0)
+    cache.reset()
+    torch.testing.assert_close(model(ids, cache=cache), model(ids), atol=TOLERANCE, rtol=0)
+    for remove in (lambda: cache.crop(-1), lambda: cache.crop(3), cache.activate_past_recording):
+        with pytest.raises(NotImplementedError, match="a LongNetCache cannot roll back tokens"):
+            remove()
 
 
 @torch.no_grad()
@@ -193,7 +215,7 @@ def test_what_a_cache_cannot_do_is_said(make_model: Any) -> None:
         with pytest.raises(ValueError, match=r"batch of 2 sequences.*with 1"):
             model(ids[:1], cache=cache)
         with pytest.raises(ValueError, match=r"rows of the batch, 0 to 1"):
-            cache.reorder(torch.tensor([0, 2]))
+            cache.reorder_cache(torch.tensor([0, 2]))
 
 
 @pytest.mark.parametrize("num_ranks", [2, 3, 4, 6])

@@ -118,11 +118,11 @@ def test_the_loss_is_that_of_the_next_token(model: LongNetForCausalLM) -> None:
     assert torch.equal(model(ids, return_dict=False)[0], output.logits)
 
 
-def test_targets_are_labels_shifted_before(model: LongNetForCausalLM) -> None:
+def test_shift_labels_are_labels_shifted_before(model: LongNetForCausalLM) -> None:
     ids = torch.randint(29, (2, 31))
     targets = token_loss.next_tokens(ids)
     assert targets[:, -1].tolist() == [-100, -100]
-    assert torch.equal(model(ids, targets=targets).loss, model(ids, labels=ids).loss)
+    assert torch.equal(model(ids, shift_labels=targets).loss, model(ids, labels=ids).loss)
     rows = torch.tensor([3, 4, 17, 30])
 
     def attend_to_itself(query: Any, key: Any, value: Any, *rest: Any, **options: Any) -> torch.Tensor:
@@ -130,15 +130,13 @@ def test_targets_are_labels_shifted_before(model: LongNetForCausalLM) -> None:
 
     # Rows by themselves, at their own positions: nothing in the model but its attention knows of the others.
     model.model.attention = attend_to_itself
-    parts = model(ids[:, rows], targets=targets[:, rows], positions=rows).loss
+    parts = model(ids[:, rows], shift_labels=targets[:, rows], position_ids=rows).loss
     logits = model(ids).logits[:, rows]
     torch.testing.assert_close(
         parts, functional.cross_entropy(logits.flatten(0, 1), targets[:, rows].flatten()), atol=1e-13, rtol=0
     )
-    with pytest.raises(ValueError, match="got both; pass one of them"):
-        model(ids, labels=ids, targets=targets)
-    with pytest.raises(ValueError, match=r"targets must have the shape \(2, 31\)"):
-        model(ids, targets=targets[:, 1:])
+    with pytest.raises(ValueError, match=r"shift_labels must have the shape \(2, 31\)"):
+        model(ids, shift_labels=targets[:, 1:])
 
 
 def test_the_loss_in_blocks_is_the_loss(model: LongNetForCausalLM, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -173,7 +171,7 @@ def test_without_logits_the_loss_is_the_same_and_no_more_than_a_block_of_them_is
     monkeypatch.setattr(token_loss, "LOGITS_AT_ONCE", 29 * 11)
     monkeypatch.setattr(token_loss, "LEAST_ROWS", 1)
     there: list[int] = []
-    model.model.out_proj.register_forward_hook(lambda module, args, logits: there.append(logits.numel()))
+    model.model.head.register_forward_hook(lambda module, args, logits: there.append(logits.numel()))
     output = model(ids, labels=ids, num_items_in_batch=17, skip_logits=True)
     assert output.logits is None
     torch.testing.assert_close(output.loss, whole, atol=1e-13, rtol=0)
@@ -280,6 +278,16 @@ def test_what_it_cannot_do_is_said(model: LongNetForCausalLM) -> None:
         model(prompt, labels=prompt[:, 1:])
     with pytest.raises(NotImplementedError, match=r"torch\.no_grad"):
         model(prompt, use_cache=True)
+    for options in ({"prompt_lookup_num_tokens": 3}, {"assistant_model": model}):
+        with pytest.raises(ValueError, match=r"assisted generation is not supported with.* LongNetForCausalLM"):
+            model.generate(prompt, max_new_tokens=3, **options)
+    other = transformers.LlamaForCausalLM(
+        transformers.LlamaConfig(
+            vocab_size=29, hidden_size=16, intermediate_size=16, num_hidden_layers=1, num_attention_heads=2
+        )
+    )
+    with pytest.raises(NotImplementedError, match="a LongNetCache cannot roll back tokens"):
+        other.generate(prompt, max_new_tokens=3, assistant_model=model)
 
 
 def test_generation_goes_on_from_a_given_cache(model: LongNetForCausalLM) -> None:

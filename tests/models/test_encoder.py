@@ -74,19 +74,15 @@ class Dense:
     def block(
         self, layer: int, x: Tensor, *, is_causal: bool, states: Tensor | None = None, seen: Tensor | None = None
     ) -> Tensor:
-        name, width = f"blocks.{layer}", x.shape[-1]
-        projected = self.norm(x, f"{name}.attention_layernorm") @ self.weight(f"{name}.attention.in_proj_weight").T
-        kv_width = (projected.shape[-1] - width) // 2
-        q, k, v = (self.heads(part) for part in projected.split([width, kv_width, kv_width], dim=-1))
+        name = f"blocks.{layer}"
+        normed = self.norm(x, f"{name}.attention_layernorm")
+        q, k, v = (self.heads(normed @ self.weight(f"{name}.attention.{one}_proj.weight").T) for one in "qkv")
         counts = self.counts(layer, x.shape[1], is_causal=is_causal)
         x = x + self.attention(f"{name}.attention", self.turned(q), self.turned(k), v, counts)
         if states is not None:
             assert seen is not None
             normed, cross = self.norm(x, f"{name}.cross_attention_layernorm"), f"{name}.cross_attention"
-            if f"{self.prefix}{cross}.in_proj_weight" in self.weights:
-                weights = self.weight(f"{cross}.in_proj_weight").split([width, kv_width, kv_width])
-            else:
-                weights = tuple(self.weight(f"{cross}.{one}_proj_weight") for one in "qkv")
+            weights = tuple(self.weight(f"{cross}.{one}_proj.weight") for one in "qkv")
             q, k, v = (self.heads(y @ w.T) for y, w in zip((normed, states, states), weights, strict=True))
             x = x + self.attention(cross, q, k, v, seen)
         inner = self.norm(x, f"{name}.feed_forward_layernorm") @ self.weight(f"{name}.feed_forward.in_proj.weight").T

@@ -50,7 +50,7 @@ def layer_counts(config: LongNetConfig, layer: int, batch: int, rows: int) -> tu
 def dense_model(config: LongNetConfig, weights: dict[str, Tensor], ids: Tensor) -> Tensor:
     """The model written out: the dense oracle, complex rotations, no module of ours."""
     batch, rows = ids.shape
-    heads, kv_heads, width = config.num_heads, config.num_kv_heads, config.embed_dim // config.num_heads
+    width = config.embed_dim // config.num_heads
 
     def norm(x: Tensor, name: str) -> Tensor:
         return functional.layer_norm(x, x.shape[-1:], weights[f"{name}.weight"], weights[f"{name}.bias"])
@@ -65,9 +65,10 @@ def dense_model(config: LongNetConfig, weights: dict[str, Tensor], ids: Tensor) 
     x = weights["embedding.weight"][ids] * math.sqrt(config.embed_dim)
     for layer in range(config.num_layers):
         name = f"blocks.{layer}"
-        projected = norm(x, f"{name}.attention_layernorm") @ weights[f"{name}.attention.in_proj_weight"].T
-        q, k, v = projected.split([heads * width, kv_heads * width, kv_heads * width], dim=-1)
-        q, k, v = (part.reshape(batch, rows, -1, width) for part in (q, k, v))
+        normed = norm(x, f"{name}.attention_layernorm")
+        q, k, v = (
+            (normed @ weights[f"{name}.attention.{one}_proj.weight"].T).reshape(batch, rows, -1, width) for one in "qkv"
+        )
         if config.shifted_keys:
             k = functional.pad(k, (0, 0, 0, 0, 1, 0))[:, :rows]
         counts, zero_pad_keys = layer_counts(config, layer, batch, rows)

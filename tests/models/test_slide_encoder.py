@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import argparse
 import itertools
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -150,6 +152,13 @@ def test_the_released_sizes_have_the_released_number_of_parameters() -> None:
     assert not [name for name, _ in encoder.named_parameters() if name.startswith("pos")]
 
 
+def test_positions_do_not_follow_the_default_device() -> None:
+    encoder = SlideEncoder(SlideEncoderConfig(feature_dim=3, embed_dim=16, num_layers=1, num_heads=2, ffn_dim=8))
+    features, coordinates = slide(7, 3)
+    with torch.device("meta"):
+        assert encoder.to(features.dtype)(features, coordinates).layers.device.type == "cpu"
+
+
 def test_where_a_tile_lies_on_its_grid_changes_the_slide_and_where_in_its_tile_does_not() -> None:
     encoder = ours(AuthorsSlideEncoder(**SMALL).draw(seed=5))
     features, coordinates = slide(40, 19)
@@ -263,8 +272,33 @@ BAD: dict[str, tuple[Any, str]] = {
     "unknown": (lambda w: {**w, "decoder.weight": w["norm.bias"]}, "decoder.weight is not known"),
     "gap": (
         lambda w: {n: v for n, v in w.items() if not n.startswith(LAYER)},
-        "encoder.layers.1.ffn.fc1.bias, encoder.layers.1.ffn.fc1.weight, encoder.layers.1.ffn.fc2.bias, "
-        "encoder.layers.1.ffn.fc2.weight and 16 more are missing",
+        "it has weights of layer 2 and none of layer 1; pass the file",
+    ),
+    "far layer": (
+        lambda w: {**w, "encoder.layers.20000.ffn.fc1.bias": w["norm.bias"]},
+        "it has weights of layer 20,000 and none of layer 3; pass the file",
+    ),
+    "farther layer": (
+        lambda w: {**w, f"encoder.layers.1{'0' * 5000}.ffn.fc1.bias": w["norm.bias"]},
+        f"encoder.layers.1{'0' * 64}... is not known",
+    ),
+    "numbered": (lambda w: {**w, 7: w["norm.bias"]}, 'expected a dict of tensors, alone or under "model"'),
+    "lines": (lambda w: {**w, "a\nb": w["norm.bias"]}, "a\\nb is not known"),
+    "float8": (
+        lambda w: {**w, "norm.bias": w["norm.bias"].to(torch.float8_e5m2)},
+        "norm.bias must hold floats of 16 to 64 bits, got torch.float8_e5m2",
+    ),
+    "sparse": (
+        lambda w: {**w, "patch_embed.proj.weight": w["patch_embed.proj.weight"].to_sparse()},
+        "patch_embed.proj.weight must be a dense tensor, got one that is sparse_coo",
+    ),
+    "meta": (
+        lambda w: {**w, "norm.bias": w["norm.bias"].to("meta")},
+        "norm.bias must be a dense tensor, got one that is meta, without numbers",
+    ),
+    "expanded": (
+        lambda w: {**w, "pos_embed": torch.zeros(1, 1, 1).expand(1, 10**10 + 1, 32)},
+        "pos_embed must be a dense tensor, got one that is [1, 10000000001, 32] expanded from 4 bytes",
     ),
     "size": (
         lambda w: {**w, LAYER + "ffn.fc1.weight": torch.zeros(52, 31)},
@@ -274,12 +308,15 @@ BAD: dict[str, tuple[Any, str]] = {
         lambda w: {**w, "norm.bias": torch.full((32,), float("nan"))},
         "norm.bias holds numbers that are not finite",
     ),
-    "integers": (lambda w: {**w, "norm.bias": torch.zeros(32, dtype=torch.int8)}, "norm.bias holds torch.int8"),
+    "integers": (
+        lambda w: {**w, "norm.bias": torch.zeros(32, dtype=torch.int8)},
+        "norm.bias must hold floats of 16 to 64 bits, got torch.int8",
+    ),
     "heads": (
         lambda w: {**w, "patch_embed.proj.weight": torch.zeros(36, 19)},
         "num_heads must divide embed_dim, got 16 heads and embed_dim 36; pass the values that it was trained with",
     ),
-    "no square": (lambda w: {**w, "pos_embed": torch.zeros(1, 12, 32)}, "must be [1, n * n + 1, width], one row"),
+    "no square": (lambda w: {**w, "pos_embed": torch.zeros(1, 12, 32)}, "must be [1, n * n + 1, 32], one row"),
     "other positions": (
         lambda w: {**w, "pos_embed": torch.cat((torch.zeros(1, 32), position_table(32, 7)[1:].flip(1)))[None]},
         "pos_embed is not the 2-D sine-cosine position table of a grid of 7 x 7",
@@ -376,3 +413,35 @@ def test_a_wrong_call_says_what_was_expected(change: dict[str, Any], message: st
 def test_numbers_that_do_not_go_together_say_so(numbers: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         SlideEncoderConfig(**numbers)
+
+
+def test_it_is_one_graph_that_names_a_tile_outside_the_grid_and_is_saved_as_a_program(tmp_path: Path) -> None:
+    theirs = AuthorsSlideEncoder(**SMALL, grid_size=30).draw(seed=3)
+    encoder = ours(theirs)
+    features, coordinates = slide(17, SMALL["features"], side=30)
+    with torch.no_grad():
+        expected = encoder(features, coordinates)
+        program = torch.export.export(encoder, (features, coordinates))
+        compiled = torch.compile(encoder, fullgraph=True, backend="aot_eager")
+        for made in (program.module(), compiled):
+            torch.testing.assert_close(made(features, coordinates), expected)
+            with pytest.raises(RuntimeError, match="a tile is outside the grid of 30 x 30 tiles"):
+                made(features, coordinates + 256 * 30)
+        compiled(features, coordinates.double())
+    file = tmp_path / "encoder.pt2"
+    torch.export.save(program, file)
+    torch.testing.assert_close(torch.export.load(file).module()(features, coordinates), expected)
+    alone = f"import torch; torch.export.load({str(file)!r})"
+    ended = subprocess.run([sys.executable, "-c", alone], capture_output=True, text=True, check=False)
+    assert ended.returncode == 1
+    assert "resolve torch.ops.dilated_attention_pytorch.attend" in ended.stderr
+    assert "Please import" in ended.stderr
+    subprocess.run([sys.executable, "-c", f"import dilated_attention_pytorch; {alone}"], check=True)
+
+
+def test_onnx_refuses_the_operator_by_name(tmp_path: Path) -> None:
+    pytest.importorskip("onnxscript")
+    encoder = ours(AuthorsSlideEncoder(**SMALL, grid_size=30).draw(seed=3))
+    arguments = slide(17, SMALL["features"], side=30)
+    with pytest.raises(torch.onnx.errors.OnnxExporterError, match=r"dilated_attention_pytorch.attend"):
+        torch.onnx.export(encoder, arguments, str(tmp_path / "encoder.onnx"), dynamo=True)

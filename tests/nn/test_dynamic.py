@@ -78,8 +78,10 @@ def test_weights_are_those_of_the_module_with_fixed_segments_for_any_length() ->
         x = torch.randn(2, rows, 24)
         out, weights = dynamic(x, x, x, is_causal=True)
         assert weights is None
-        q, k, v = fixed.project_in(x, x, x)
-        expected = fixed.project_out(attend(q, k, v, dynamic.pattern, is_causal=True))
+        q, k, v = (part(x).unflatten(-1, (-1, 4)) for part in (fixed.q_proj, fixed.k_proj, fixed.v_proj))
+        heads = attend(q, k, v, dynamic.pattern, is_causal=True)
+        assert fixed.inner_layernorm is not None
+        expected = fixed.out_proj(fixed.inner_layernorm(heads.flatten(-2)))
         torch.testing.assert_close(out, expected)
         assert dynamic.get_current_configuration() == dynamic.attention.get_current_configuration()
 

@@ -27,6 +27,19 @@ def inputs(*rows_and_widths: tuple[int, int]) -> list[torch.Tensor]:
     return [torch.randn(2, n, e, dtype=torch.float64, requires_grad=True) for n, e in rows_and_widths]
 
 
+def fused(names: list[str], tensors: list[torch.Tensor]) -> list[torch.Tensor]:
+    """Tensors of query, key and value joined, in PyTorch's order: weight and bias of the three, then of the output."""
+    found = dict(zip(names, tensors, strict=True))
+    order = ["q_proj.weight", "q_proj.bias", "out_proj.weight", "out_proj.bias"]
+    return [
+        torch.cat([found[name.replace("q_proj", part)] for part in ("q_proj", "k_proj", "v_proj")])
+        if name.startswith("q_proj")
+        else found[name]
+        for name in order
+        if name in found
+    ]
+
+
 @pytest.mark.parametrize("bias", [True, False])
 def test_self_attention_equals_pytorch_with_its_weights(bias: bool) -> None:
     theirs, ours = pair(bias=bias)
@@ -50,7 +63,8 @@ def test_self_attention_equals_pytorch_with_its_weights(bias: bool) -> None:
         torch.testing.assert_close(got, expected, rtol=0, atol=1e-12)
         parameters = [x, *theirs.parameters()]
         wanted = torch.autograd.grad(expected.sin().sum(), parameters)
-        grads = torch.autograd.grad(got.sin().sum(), [x, *ours.parameters()])
+        of_x, *grads = torch.autograd.grad(got.sin().sum(), [x, *ours.parameters()])
+        grads = [of_x, *fused([name for name, _ in ours.named_parameters()], grads)]
         for grad, want in zip(grads, wanted, strict=True):
             torch.testing.assert_close(grad, want, rtol=0, atol=1e-11)
 
@@ -63,18 +77,36 @@ def test_cross_attention_equals_pytorch_with_its_weights(widths: dict[str, int])
     torch.testing.assert_close(ours(query, key, value)[0], expected, rtol=0, atol=1e-12)
 
 
-def test_one_product_projects_where_query_key_and_value_are_one_tensor(monkeypatch: pytest.MonkeyPatch) -> None:
-    _, ours = pair()
-    (x,) = inputs((ROWS, WIDTH))
-    widths: list[int] = []
-    linear = torch.nn.functional.linear
-    monkeypatch.setattr(
-        torch.nn.functional, "linear", lambda a, w, b=None: widths.append(w.shape[0]) or linear(a, w, b)
-    )
-    fused = ours.project_in(x, x, x)
-    assert widths == [3 * WIDTH]
-    for one, other in zip(fused, ours.project_in(x, x.clone(), x), strict=True):
-        torch.testing.assert_close(one, other, rtol=0, atol=1e-13)
+def heads_of(module: MultiheadDilatedAttention, x: torch.Tensor) -> list[torch.Tensor]:
+    parts = (module.q_proj, module.k_proj, module.v_proj)
+    return [part(x).unflatten(-1, (-1, module.head_dim)) for part in parts]
+
+
+@pytest.mark.parametrize("widths", [{}, {"kdim": 7}, {"kdim": 7, "vdim": 11}])
+@pytest.mark.parametrize("assign", [False, True])
+def test_state_dicts_of_pytorch_load_strictly_and_with_assign(widths: dict[str, int], assign: bool) -> None:
+    theirs = nn.MultiheadAttention(WIDTH, HEADS, batch_first=True, **widths)
+    ours = MultiheadDilatedAttention(WIDTH, HEADS, *DENSE, **widths, device="meta" if assign else None)
+    holder = nn.ModuleDict({"attention": ours})
+    holder.load_state_dict({f"attention.{name}": w for name, w in theirs.state_dict().items()}, assign=assign)
+    query, key, value = (torch.randn(2, ROWS, width) for width in (WIDTH, ours.kdim, ours.vdim))
+    expected, _ = theirs(query, key, value, need_weights=False)
+    torch.testing.assert_close(ours(query, key, value)[0], expected)
+    storages = [parameter.untyped_storage().data_ptr() for parameter in ours.parameters()]
+    assert len(set(storages)) == len(storages)  # safetensors saves no shared memory
+
+
+def test_a_fused_state_dict_of_other_sizes_raises_as_every_other() -> None:
+    ours = MultiheadDilatedAttention(24, 6, *DENSE, num_kv_heads=2)
+    weights = nn.MultiheadAttention(24, 6).state_dict()
+    with pytest.raises(RuntimeError, match=r"size mismatch for in_proj_weight: its 72 rows must be the \[24, 8, 8\]"):
+        ours.load_state_dict(weights)
+    weights.pop("in_proj_bias")
+    weights["in_proj_weight"] = torch.zeros(40, 24)
+    with pytest.raises(RuntimeError, match=r"Missing key\(s\) in state_dict: \"q_proj.bias\""):
+        ours.load_state_dict(weights)
+    result = ours.load_state_dict(weights, strict=False)
+    assert (result.missing_keys, result.unexpected_keys) == (["q_proj.bias", "k_proj.bias", "v_proj.bias"], [])
 
 
 def test_it_stands_in_a_transformer_encoder_layer_in_training_and_in_eval() -> None:
@@ -93,16 +125,16 @@ def test_it_stands_in_a_transformer_encoder_layer_in_training_and_in_eval() -> N
 def test_grouped_query_heads_share_their_key_and_value_heads() -> None:
     ours = MultiheadDilatedAttention(24, 6, [16, 32], [1, 3], num_kv_heads=2, dtype=torch.float64)
     (x,) = inputs((ROWS, 24))
-    q, k, v = ours.project_in(x, x, x)
+    q, k, v = heads_of(ours, x)
     assert q.shape == (2, ROWS, 6, 4)
     assert k.shape == v.shape == (2, ROWS, 2, 4)
-    torch.testing.assert_close(ours(x, x, x)[0], ours.project_out(attend(q, k, v, ours.pattern)))
+    torch.testing.assert_close(ours(x, x, x)[0], ours.out_proj(attend(q, k, v, ours.pattern).flatten(-2)))
 
 
 def test_the_sub_layernorm_normalises_the_heads_before_the_output_projection() -> None:
     ours = MultiheadDilatedAttention(24, 6, [16], [2], sub_layernorm=True, dtype=torch.float64)
     (x,) = inputs((ROWS, 24))
-    heads = attend(*ours.project_in(x, x, x), ours.pattern).flatten(-2)
+    heads = attend(*heads_of(ours, x), ours.pattern).flatten(-2)
     expected = ours.out_proj(torch.nn.functional.layer_norm(heads, (24,)))
     torch.testing.assert_close(ours(x, x, x)[0], expected)
 
@@ -111,7 +143,8 @@ def test_magneto_gain_scales_value_and_output_projections_only() -> None:
     gain = 1.7
 
     def bounds(module: MultiheadDilatedAttention) -> list[float]:
-        return [w.abs().max().item() for w in (*module._in_proj_weights(), module.out_proj.weight)]
+        parts = (module.q_proj, module.k_proj, module.v_proj, module.out_proj)
+        return [part.weight.abs().max().item() for part in parts]
 
     torch.manual_seed(3)
     plain = bounds(MultiheadDilatedAttention(64, 4, *DENSE))

@@ -22,7 +22,7 @@ pytestmark = pytest.mark.filterwarnings("ignore:`torch.jit.script:DeprecationWar
 
 PATTERN = DilatedPattern([7, 16], [1, 3])
 SMALL = Sizes(st.integers(1, 30), 2, 3, (1, 2, 5, 8), groups=3, segments=st.integers(1, 35))
-DRAWS = 200
+DRAWS = 70
 
 Inputs = tuple[Tensor, Tensor, Tensor]
 
@@ -97,7 +97,7 @@ def every_derivative(impl: str, call: DrawnCall) -> dict[str, Any]:
     }
 
 
-def test_200_drawn_calls_have_the_references_derivatives(figure: Any) -> None:
+def test_drawn_calls_have_the_references_derivatives(figure: Any) -> None:
     """Packing, padding, slabs, tails, sums of rules, grouped heads; derivatives of the log-sum-exp included."""
     worst: dict[str, float] = {}
     drawn = 0

@@ -108,6 +108,87 @@ def test_inputs_of_any_magnitude_have_the_results_and_gradients_of_exact_arithme
     )
 
 
+def oracle(operands: list[Tensor], pattern: Pattern, scale: float, **options: Any) -> list[Tensor]:
+    """What :func:`results` finds, by the dense oracle."""
+    *leaves, grad = (x.double() for x in operands)
+    leaves = [x.requires_grad_() for x in leaves]
+    counts = counts_of(pattern, **options)
+    out, lse = dense_attention(*leaves, counts, torch.zeros(1, KV_HEADS, ROWS), scale)
+    return [out.detach(), lse.detach(), *torch.autograd.grad(out, leaves, grad)]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16, torch.float64], ids=str)
+@pytest.mark.parametrize("impl", ["reference", "aten", "native"])
+def test_a_scale_of_zero_gives_the_mean_of_the_visible_keys(impl: str, dtype: torch.dtype) -> None:
+    """Each key as often as it counts; a scale that float32 rounds to zero does the same."""
+    if refusal(impl, torch.device("cpu"), dtype, WIDTH) is not None:
+        pytest.skip("not in this dtype, or not on this machine")
+    tolerance = {"rtol": 4 * torch.finfo(dtype).eps, "atol": 40 * torch.finfo(dtype).eps}
+    for name in ("dilated", "window", "blocks", "sum"):
+        for index, scale in enumerate((0.0, -0.0, 1e-300, -1e-45)):
+            options = {"is_causal": index % 2 == 0}
+            mask = torch.arange(ROWS)[None] % 5 == 1 if index > 1 else None
+            operands = draw(dtype, 1.0, 1.0, 1.0)
+            found = results(operands, PATTERNS[name], scale=scale, key_padding_mask=mask, impl=impl, **options)
+            expected = oracle(operands, PATTERNS[name], scale, mask=mask, **options)
+            for what, mine, want in zip(NAMES, found, expected, strict=True):
+                torch.testing.assert_close(mine.double(), want, **tolerance, msg=f"{what} of {name} at {scale}")
+            if scale == 0.0:
+                assert not found[2].any()
+                assert not found[3].any()
+
+
+@pytest.mark.parametrize("impl", ["reference", "aten", "native"])
+def test_an_infinite_key_is_no_mean_at_a_scale_of_zero(impl: str) -> None:
+    skip_unless_here(impl)
+    operands = draw(torch.float32, 1.0, 1.0, 1.0)
+    operands[1][0, 50, 0, 3] = math.inf
+    out = results(operands, local_window(20, 3), scale=0.0, impl=impl)[0]
+    sees = (counts_of(local_window(20, 3), is_causal=False)[0, 0, :, 50] > 0).nonzero().flatten()
+    assert out[0, sees, :2].isnan().all()
+    assert out[0, :, 2:].isfinite().all()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64], ids=str)
+@pytest.mark.parametrize("size", [-1e36, -1e30, 1e30])
+@pytest.mark.parametrize("impl", ["aten", "native"])
+def test_scores_of_either_sign_up_to_the_end_of_float32_hide_no_key_and_show_none(
+    impl: str, size: float, dtype: torch.dtype
+) -> None:
+    """All scores of a row have one sign and lie far apart: the best key that is seen has all the probability."""
+    if refusal(impl, torch.device("cpu"), dtype, WIDTH) is not None:
+        pytest.skip("not in this dtype, or not on this machine")
+    root = abs(size) ** 0.5
+    for name, pattern in PATTERNS.items():
+        for is_causal in (False, True):
+            query, key, value, grad = draw(dtype, 1.0, 1.0, 1.0)
+            query, key = query.abs() * root, key.abs() * math.copysign(root, size)
+            mask = torch.arange(ROWS)[None] % 5 == 1 if is_causal and name != "zero-padded" else None
+            mask = mask if mask is None else mask | (torch.arange(ROWS)[None] < 4)  # the first rows see no key
+            options = {"is_causal": is_causal, "scale": 0.25}
+            if name == "zero-padded":
+                operands = [x.double() for x in (query, key, value, grad)]
+                expected = results(operands, pattern, impl="reference", **options)
+            else:
+                expected = oracle([query, key, value, grad], pattern, 0.25, is_causal=is_causal, mask=mask)
+            found = results([query, key, value, grad], pattern, key_padding_mask=mask, impl=impl, **options)
+            eps = max(torch.finfo(dtype).eps, 1e-15)
+            torch.testing.assert_close(found[0].double(), expected[0], rtol=4 * eps, atol=4 * eps)
+            torch.testing.assert_close(found[1].double(), expected[1], rtol=1e-5, atol=1e-5)
+            torch.testing.assert_close(found[4].double(), expected[4], rtol=64 * eps, atol=64 * eps)
+            for what in (2, 3):
+                assert float((found[what] - expected[what]).abs().max()) <= 64 * eps * root * 10
+
+
+def test_a_scale_beyond_the_numbers_of_the_scores_is_refused() -> None:
+    q = torch.ones(1, 7, 1, 8)
+    for scale in (1e38, -1e300):
+        with pytest.raises(ValueError, match=r"scale must be .* got -?1e\+"):
+            attend(q, q, q, local_window(2), scale=scale)
+    out = attend(q.double(), q.double(), q.double(), local_window(2), scale=1e300)
+    assert torch.equal(out, q.double())
+
+
 def test_values_get_the_gradients_of_the_keys_that_are_chosen() -> None:
     """Scores of 1e16: every row sees one key, in whichever groups, and the budget would hide a factor of two."""
     for pattern in PATTERNS.values():
@@ -250,6 +331,20 @@ def test_what_is_not_finite_reaches_the_rows_and_keys_that_are_in_relation_with_
             check_reach(found, clean, bad_rows, reached_by(counts, bad_rows) | bad_keys)
             if math.isnan(value) and kind in (0, 1) and bool(bad_rows.any()):
                 assert bool(found[0][bad_rows].isnan().all()), "it does reach what sees it"
+
+
+@pytest.mark.parametrize("name", ["dilated", "window", "sum"])
+@pytest.mark.parametrize("impl", ["aten", "native"])
+def test_a_key_of_scores_of_minus_infinity_gets_no_gradient_that_is_finite_and_not_zero(impl: str, name: str) -> None:
+    skip_unless_here(impl)
+    operands = draw(torch.float32, 1.0, 1.0, 1.0)
+    operands[0][..., 5].abs_()
+    operands[1][0, 31, 1, 5] = -math.inf
+    out, _, _, *of_keys = results(operands, PATTERNS[name], is_causal=False, impl=impl)
+    assert bool(out.isfinite().all()), "its probability is 0"
+    for grad in of_keys:
+        of_key = grad[0, 31, 1]
+        assert bool((of_key.isnan() | (of_key == 0)).all())
 
 
 @pytest.mark.parametrize("impl", ["aten", "native", "reference"])

@@ -122,7 +122,6 @@ TABLE: list[tuple[Callable[[], object], type[Exception], str]] = [
     (lambda: attend(*(torch.zeros(1, 3, 1, 264),) * 3, P, impl="triton"), NotImplementedError, "up to 256 wide; use impl=\"aten\""),
     (lambda: attend(Q, K, K, P, cu_seqlens=ints(0, 5), impl="triton"), ValueError, "cu_seqlens must run from 0 to the number of rows 6, got 0 to 5"),
     (lambda: attend(Q, K, K, P, cu_seqlens=ints(0, 6).to("meta")), ValueError, "cu_seqlens must be on the CPU or on query's device cpu, got meta"),
-    (lambda: attend(Q.to("meta"), K.to("meta"), K.to("meta"), P), NotImplementedError, "exist for cpu and cuda devices, not for 'meta'; impl=\"reference\" runs on any device"),
     (lambda: dilated_attention(Q, K, K, [4], [1], tail="zero_padded", key_offset=2), NotImplementedError, 'use tail="ragged" for slabs'),
     (lambda: dilated_attention(Q, K, K, [4], [1], tail="zero_padded", key_padding_mask=torch.zeros(1, 6).bool()), NotImplementedError, "pack the sequences with cu_seqlens instead"),
     (lambda: DilatedAttention([4], [1], dropout=-0.1), ValueError, "dropout must be a probability of at least 0 and below 1, got -0.1"),

@@ -27,7 +27,9 @@ from dilated_attention_pytorch import (
     random_blocks,
 )
 from dilated_attention_pytorch.kernels.compilation import refusal_to_load
+from dilated_attention_pytorch.ops import implementation
 from support.error_budget import budget
+from support.operators import implementations_run
 from support.oracle import Groups, dense_attention, dense_counts
 
 Check = Callable[[DeviceMesh], Any]
@@ -196,14 +198,15 @@ def what_is_not_finite_stays_with_what_sees_it(mesh: DeviceMesh) -> None:
 
 def triton_kernels_give_the_same(mesh: DeviceMesh) -> float:
     """In Triton's interpreter: grouped heads, padding with NaN in it, both routes."""
-    pattern = DilatedPattern([8, 40], [1, 3])
-    whole = operands(41, 4, 2, 16, torch.float32)
-    mask = torch.arange(41).expand(2, -1) % 7 == 3
+    pattern = DilatedPattern([8, 20], [1, 3])
+    clean = [x[:1] for x in operands(23, 4, 2, 16, torch.float32)]
+    whole = [x.clone() for x in clean]
+    mask = torch.arange(23)[None] % 7 == 3
     whole[1][mask], whole[2][mask] = math.nan, math.nan
     worst = 0.0
     cases = (("ring", "zigzag", True, mask), ("gather", "contiguous", False, None), ("heads", "contiguous", True, mask))
     for strategy, layout, is_causal, padding in cases:
-        operands_now = whole if padding is not None else operands(41, 4, 2, 16, torch.float32)
+        operands_now = whole if padding is not None else clean
         expected = by_one(operands_now, pattern, is_causal=is_causal, key_padding_mask=padding)
         found = by_ranks(
             operands_now, pattern, mesh, layout, padding, strategy=strategy, is_causal=is_causal, impl="triton"
@@ -475,3 +478,16 @@ def auto_takes_a_strategy_that_can(mesh: DeviceMesh) -> None:
     out, lse = parallel.attend_with_lse(*shards, PATTERN, mesh=mesh)
     whole = attend_with_lse(q, k, v, PATTERN)
     assert largest([parallel.unshard(out, mesh), parallel.unshard(lse, mesh)], list(whole)) < 1e-12
+
+
+def implementation_reaches_every_strategy(mesh: DeviceMesh) -> None:
+    """Calls that name no implementation are computed by that of the context, and refused where it cannot be."""
+    pattern, whole = DilatedPattern([8, 32], [1, 4]), operands(37, 4, 4, 8, torch.float32)
+    for strategy in (*BY_ROWS, "heads"):
+        with implementation("aten"):
+            call = functools.partial(by_ranks, whole, pattern, mesh, "contiguous", strategy=strategy)
+            assert implementations_run(call) == {"aten"}
+        if strategy != "heads":
+            refused = pytest.raises(NotImplementedError, match='impl="reference" needs whole sequences')
+            with implementation("reference"), refused:
+                by_ranks(whole, pattern, mesh, "contiguous", strategy=strategy)

@@ -127,7 +127,7 @@ def pad_and_reorder(mesh: DeviceMesh) -> float:
         for start in range(0, prompt, 13):
             columns = slice(start, min(start + 13, prompt))
             model(ids[:, columns], attention_mask=mask[:, : columns.stop], cache=cache)
-        cache.reorder(torch.tensor([1, 1, 2, 0]))
+        cache.reorder_cache(torch.tensor([1, 1, 2, 0]))
         texts = [ids[row, 7 if row == 1 else 0 : prompt] for row in (1, 1, 2, 0)]
         for _ in range(5):
             new = torch.randint(29, (4, 1))

@@ -17,6 +17,9 @@ import torch.distributed as dist
 import torch.multiprocessing as mp
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
+# Processes are forked from one that has imported these and computed nothing.
+_FORKED = mp.get_context("forkserver")
+_FORKED.set_forkserver_preload(["dilated_attention_pytorch.parallel", "torch.distributed.device_mesh", "hypothesis"])
 HANG_SECONDS = 600.0
 """A guard against hanging alone: on a machine that does other things too, processes start minutes after each other."""
 
@@ -37,12 +40,11 @@ def run_ranks(world: int, function: Callable[..., Any], *args: Any, timeout: flo
     ``function`` is one of a module's own names and returns what can be pickled. ``timeout`` is the group's; all have to
     start within it.
     """
-    context = mp.get_context("spawn")
-    results = context.SimpleQueue()
+    results = _FORKED.SimpleQueue()
     with tempfile.TemporaryDirectory() as folder:
         store = str(Path(folder) / "store")
         processes = [
-            context.Process(target=_run, args=(rank, world, store, timeout, results, function, args))
+            _FORKED.Process(target=_run, args=(rank, world, store, timeout, dict(os.environ), results, function, args))
             for rank in range(world)
         ]
         for process in processes:
@@ -70,9 +72,16 @@ def run_ranks(world: int, function: Callable[..., Any], *args: Any, timeout: flo
 
 
 def _run(
-    rank: int, world: int, store: str, timeout: float, results: Any, function: Callable[..., Any], args: tuple[Any, ...]
+    rank: int,
+    world: int,
+    store: str,
+    timeout: float,
+    environment: dict[str, str],
+    results: Any,
+    function: Callable[..., Any],
+    args: tuple[Any, ...],
 ) -> None:
-    os.environ["OMP_NUM_THREADS"] = "1"
+    os.environ.update(environment, OMP_NUM_THREADS="1")
     torch.set_num_threads(1)
     torch.manual_seed(0)
     try:

@@ -29,6 +29,7 @@ CHECKS: list[checks.Check] = [
     checks.a_compiled_module_breaks_its_graph_at_the_call,
     checks.modules_are_the_local_ones,
     checks.auto_takes_a_strategy_that_can,
+    checks.implementation_reaches_every_strategy,
 ]
 
 

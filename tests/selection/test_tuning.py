@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import math
 import random
+from collections import Counter
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
 
+from dilated_attention_pytorch.cli import tune
 from dilated_attention_pytorch.errors import RunError
 from dilated_attention_pytorch.selection import Hardware, Profile, Rates, tuning
 from dilated_attention_pytorch.selection.cost import FEATURES, features, weighted
@@ -115,13 +118,47 @@ def test_a_stopped_run_goes_on_where_it_was(tmp_path: Path) -> None:
             raise Stop
 
     with pytest.raises(Stop):
-        tuning.measure(cases, torch.device("cpu"), seconds=0.0, finished=stop)
+        tuning.measure(cases, torch.device("cpu"), seconds=math.inf, finished=stop, is_once=True)
     kept = tuning.kept_timings(file, tuning.cases([torch.float32], HARDWARE, is_dry=True), HARDWARE)
     before = [list(case.samples) for case in kept]
-    assert [len(samples) for samples in before[:5]] == [2, 2, 2, 2, 0]
-    tuning.measure(kept, torch.device("cpu"), seconds=0.0, finished=lambda timing: None)
+    assert Counter(map(len, before)) == {2: 4, 0: len(cases) - 4}
+    tuning.measure(kept, torch.device("cpu"), seconds=math.inf, finished=lambda timing: None, is_once=True)
     assert all(len(case.samples) == 2 for case in kept)
-    assert [case.samples for case in kept[:4]] == before[:4]
+    assert all(not old or case.samples == old for case, old in zip(kept, before, strict=True))
+
+
+class Clock:
+    """A clock on which every timed case takes 2 s."""
+
+    def __init__(self) -> None:
+        self.now = 100.0
+
+    def __call__(self) -> float:
+        return self.now
+
+    def finished(self, timing: tuning.Timing) -> None:
+        self.now += 2.0
+
+
+@pytest.mark.parametrize(("seconds", "cases"), [(0.0, 0), (15.0, 8), (16.0, 8), (73.0, 37)])
+def test_the_time_that_is_asked_for_is_kept_also_in_the_first_round(seconds: float, cases: int) -> None:
+    timings, clock = tuning.cases([torch.float32], HARDWARE, is_dry=True), Clock()
+    tuning.measure(timings, torch.device("cpu"), seconds=seconds, finished=clock.finished, clock=clock)
+    assert sum(len(timing.samples) // 2 for timing in timings) == cases
+    assert clock.now - 100.0 <= seconds + 2.0
+
+
+def test_a_quarter_of_the_first_round_is_enough_to_judge_rates() -> None:
+    known = {timing.name: timing.samples for timing in made_up(0.05)}
+    timings = tuning.cases([torch.float32], HARDWARE)
+    for timing in tuning.in_order(timings)[: len(timings) // 4]:
+        timing.samples.extend(known[timing.name])
+    fits = tuning.fit(timings, HARDWARE)
+    assert [(one.rates.is_training, one.num_shapes) for one in fits] == [(False, 6), (True, 6)]
+    for timing in timings:
+        if timing.workload.is_training:
+            timing.samples.clear()
+    assert [one.rates.is_training for one in tuning.fit(timings, HARDWARE)] == [False]
 
 
 def test_a_record_of_something_else_is_refused(tmp_path: Path) -> None:
@@ -139,8 +176,28 @@ def test_a_record_of_something_else_is_refused(tmp_path: Path) -> None:
 def test_rates_that_were_not_measured_now_stay() -> None:
     old = Profile((Rates("float32", True, (1.0,)), Rates("float64", True, (2.0,))))
     fits = [tuning.Fit(Rates("float32", True, (3.0,)), 1.0, 1.0, 0.0, 0.0, 1)]
-    assert tuning.profile_of(fits, old).rates == (Rates("float32", True, (3.0,)), Rates("float64", True, (2.0,)))
+    assert set(tuning.profile_of(fits, old).rates) == {Rates("float32", True, (3.0,)), Rates("float64", True, (2.0,))}
     assert tuning.profile_of(fits, None).rates == (Rates("float32", True, (3.0,)),)
+
+
+def test_rates_that_rank_unseen_shapes_worse_than_the_formula_are_not_used() -> None:
+    old = Profile((Rates("float32", True, (1.0,)), Rates("float64", True, (2.0,))))
+    worse = tuning.Fit(Rates("float32", True, (3.0,)), 0.722, 0.1, 0.778, 0.2, 12)
+    assert not worse.is_better
+    assert tuning.profile_of([worse], old).rates == (Rates("float64", True, (2.0,)),)
+    assert tuning.profile_of([worse], None).rates == ()
+
+
+def test_a_run_of_fewer_times_leaves_the_rates_of_a_longer_one_in_use() -> None:
+    old = Profile((Rates("float32", True, (1.0,), samples=500), Rates("float32", False, (2.0,), samples=100)))
+    better = tuning.Fit(Rates("float32", True, (3.0,), samples=499), 0.9, 0.1, 0.8, 0.2, 12)
+    worse = tuning.Fit(Rates("float32", False, (4.0,), samples=99), 0.7, 0.1, 0.8, 0.2, 12)
+    assert tuning.profile_of([better, worse], old) == old
+    said = tune._unused([better, worse], tuning.cases([torch.float32], HARDWARE), old)
+    assert {sentence.partition(":")[0]: sentence.partition(", so ")[2].partition(";")[0] for sentence in said} == {
+        "float32, forward": "the stored rates (100 times) stay in use",
+        "float32, forward + backward": "the stored rates (500 times) stay in use",
+    }
 
 
 def test_a_call_that_is_timed_is_the_workload_s() -> None:

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import h5py
+import numpy as np
 import pytest
 import torch
 from pyarrow import parquet
@@ -26,6 +27,7 @@ from dilated_attention_pytorch.slides import embedding as module
 from dilated_attention_pytorch.slides.memory import TileLimits, measure_limits
 from dilated_attention_pytorch.slides.store import Store
 from slides.made_slides import CONFIG, SIZE, WIDTH, checkpoint, tiles_of, write_hdf5, write_slides
+from support.processes import environment, run_whole
 
 NUMBERS = [40, 1, 300, 17]
 
@@ -107,7 +109,9 @@ def test_options_reach_the_encoder(weights: Path, tmp_path: Path) -> None:
         return stored(tmp_path / name / "slide0.h5")[1]
 
     torch.testing.assert_close(embedded("told", "--tile-size", SIZE, features=whole), first, rtol=0, atol=2e-5)
-    assert (embedded("other size", "--tile-size", 1024, features=whole) - first).abs().max() > 1e-3
+    assert (
+        embedded("other size", "--tile-size", 1024, "--tile-spacing", SIZE, features=whole) - first
+    ).abs().max() > 1e-3
     assert (embedded("mean", "--pooling", "mean") - first).abs().max() > 1e-3
     assert (embedded("heads", "--num-heads", "8") - first).abs().max() > 1e-5
     lower = embedded("bfloat16", "--precision", "bfloat16")
@@ -129,7 +133,9 @@ def test_broken_files_are_named_and_skipped_and_the_rest_goes_on(
     (folder / "a_text.h5").write_text("no slide")
     (folder / "slide0_cut.h5").write_bytes(paths[0].read_bytes()[:-300])
     write_hdf5(folder / "slide0_wide.h5", torch.zeros(9, WIDTH + 1), corners, patch_size_level0=SIZE)
-    write_hdf5(folder / "slide0_unsized.h5", features, corners[0] + 384 * torch.eye(2).long().repeat(5, 1)[:9])
+    write_hdf5(
+        folder / "slide0_unsized.h5", features, corners[0] + 384 * torch.tensor([[n // 3, n % 3] for n in range(9)])
+    )
     write_hdf5(folder / "slide9_outside.h5", features, corners + 10**6, patch_size_level0=SIZE)
     words = ("embed", folder, "--checkpoint", weights, "--output", tmp_path / "out")
     assert code_of(*words) == 1
@@ -140,7 +146,7 @@ def test_broken_files_are_named_and_skipped_and_the_rest_goes_on(
         ("a_text.h5", "cannot be read as HDF5"),
         ("slide0_cut.h5", "truncated file"),
         ("slide0_wide.h5", "its features have width 13, and this encoder takes 12: extract them with the tile encoder"),
-        ("slide0_unsized.h5", "pass --tile-size (tiles are 384 apart: --tile-size 384 if they do not overlap)"),
+        ("slide0_unsized.h5", "pass --tile-size (tiles are 384 apart: --tile-size 384 if they do not overlap), and"),
         ("slide9_outside.h5", "the grid of 1000 x 1000 tiles of 512 pixels"),
     ):
         assert any(line.startswith(f"skipped {folder / name}: ") and sentence in line for line in skipped)
@@ -156,7 +162,7 @@ def test_broken_files_are_named_and_skipped_and_the_rest_goes_on(
 
 
 @pytest.mark.parametrize("kind", ["h5", "parquet"])
-def test_the_same_command_keeps_what_is_there_and_embeds_what_changed_or_was_damaged(
+def test_the_same_command_keeps_what_is_there_and_embeds_what_changed_or_was_removed(
     kind: str, weights: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     folder, out = tmp_path / "features", tmp_path / "out"
@@ -174,11 +180,36 @@ def test_the_same_command_keeps_what_is_there_and_embeds_what_changed_or_was_dam
     damaged.write_bytes(damaged.read_bytes()[:100])
     (out / f"slide2.{kind}").unlink()
     (out / f".slide2.{kind}.part").write_text("what a killed command left")
+    assert code_of("embed", moved, *words[2:]) == 1
+    said = capsys.readouterr()
+    assert "2 slides of 302 tiles embedded" in said.out
+    assert f"{damaged} is there, and no embedding that `embed` wrote, or a damaged one: it is not replaced" in said.err
+    damaged.unlink()
     assert code_of("embed", moved, *words[2:]) == 0
-    assert "3 slides of 319 tiles embedded" in capsys.readouterr().out
+    assert "1 slides of 17 tiles embedded" in capsys.readouterr().out
     changed = {path.stem for path in out.iterdir() if before.get(path) != path.stat().st_mtime_ns}
     assert changed == {"slide1", "slide2", "slide3"}
     assert not list(out.glob("*.part"))
+
+
+@pytest.mark.parametrize("changed", ["tiles/a.coordinates.npz", "tile_embeddings/a.meta.json"])
+def test_a_file_of_slide2vec_is_embedded_again_where_a_file_beside_it_changed(
+    changed: str, weights: Path, tmp_path: Path
+) -> None:
+    features, corners = tiles_of(4, 0)
+    for name in ("tiles", "tile_embeddings"):
+        (tmp_path / name).mkdir()
+    torch.save(features, tmp_path / "tile_embeddings" / "a.pt")
+    x, y = corners.numpy().T
+    np.savez(tmp_path / "tiles" / "a.coordinates.npz", x=x, y=y)
+    (tmp_path / "tile_embeddings" / "a.meta.json").write_text(json.dumps({"tile_size_lv0": SIZE}))
+
+    def run() -> module.Outcome:
+        return Embedder([tmp_path / "tile_embeddings"], weights, tmp_path / "out", EmbedSettings()).run()
+
+    assert (run().embedded, run().kept) == (1, 1)
+    os.utime(tmp_path / changed, ns=(2**61, 2**61))
+    assert (run().embedded, run().kept) == (1, 1)
 
 
 # The command, stopped by a signal when the fourth file is written and has not its name yet.
@@ -298,13 +329,184 @@ def test_a_folder_of_parquet_files_reads_as_a_table_of_whole_rows_after_a_stop(
 
 
 @pytest.mark.parametrize("name", ["_slide1", ".slide1"])
-def test_a_name_that_readers_of_parquet_folders_skip_is_refused(name: str, weights: Path, tmp_path: Path) -> None:
+def test_a_name_that_readers_of_parquet_folders_skip_is_skipped(name: str, weights: Path, tmp_path: Path) -> None:
     path = write_hdf5(tmp_path / f"{name}.h5", *tiles_of(4, 0), patch_size_level0=SIZE)
-    with pytest.raises(RunError) as raised:
-        Embedder([path], weights, tmp_path / "out", EmbedSettings(format="parquet"))
-    assert f"skip names that begin with _ or a dot: expected another name of a slide, got {name}" in str(raised.value)
-    assert not (tmp_path / "out").exists()
+    outcome = Embedder([path], weights, tmp_path / "table", EmbedSettings(format="parquet")).run()
+    assert "skip names that begin with _ or a dot; rename it, or pass --format h5" in outcome.failed[path]
     assert Embedder([path], weights, tmp_path / "out", EmbedSettings()).run().embedded == 1
+
+
+@pytest.mark.parametrize(
+    ("recorded", "options", "reason"),
+    [
+        ({"encoder": "uni_v2"}, {}, "are of the tile encoder uni_v2, as it records, expected gigapath: extract"),
+        ({"encoder": "hoptimus1"}, {"encoder": "uni_v2"}, "tile encoder hoptimus1, as it records, expected uni_v2"),
+        ({"encoder": "gigapath"}, {"encoder": "uni_v2"}, "tile encoder gigapath, as it records, expected uni_v2"),
+        ({"encoder": "uni_v2"}, {"encoder": "UNI-v2"}, None),
+        ({"encoder": "prov-gigapath"}, {}, None),
+        ({"extractor": "hf_hub:prov-gigapath/prov-gigapath"}, {}, None),
+        ({"extractor": "gigapath-1a2b3c4d"}, {}, None),
+        ({"extractor": "uni2-1a2b3c4d"}, {"encoder": "uni2"}, None),
+        ({"encoder": "gigapath-slide"}, {}, None),
+        (
+            {"target_magnification": 10},
+            {},
+            "its tiles are magnified 10 times, as it records, expected 20: extract them",
+        ),
+        ({"target_magnification": 10}, {"magnification": 10.0}, None),
+        (
+            {"tile_size_um": 256.0, "tile_size_px": 224},
+            {},
+            "its tiles are magnified 8.75 times, as it records, expected",
+        ),
+        ({"target_magnification": 19.8}, {}, None),
+    ],
+)
+def test_another_tile_encoder_or_magnification_than_is_meant_is_skipped(
+    recorded: dict[str, Any], options: dict[str, Any], reason: str | None, weights: Path, tmp_path: Path
+) -> None:
+    write_hdf5(tmp_path / "features" / "a.h5", *tiles_of(4, 0), patch_size_level0=SIZE, **recorded)
+    outcome = embedder(tmp_path, weights, **options).run()
+    assert outcome.embedded == (reason is None)
+    assert all(reason is not None and reason in said for said in outcome.failed.values())
+
+
+@pytest.mark.parametrize(
+    ("recorded", "options", "reason"),
+    [
+        (
+            {},
+            {"tile_size": 256},
+            "its tiles stand 512 pixels apart, and a tile is 256 pixels (--tile-size): pass --tile-",
+        ),
+        (
+            {},
+            {"tile_size": 1024},
+            "stand 512 pixels apart, and a tile is 1024 pixels (--tile-size): pass --tile-size 512",
+        ),
+        ({"patch_size_level0": 256}, {}, "a tile is 256 pixels (as the file records): extract its features again if"),
+        ({"patch_size_level0": 1024}, {}, "or pass --tile-spacing 512 if the tiles overlap or have gaps"),
+        ({}, {"tile_size": 256, "tile_spacing": 512}, None),
+        (
+            {},
+            {"tile_size": 256, "tile_spacing": 500},
+            "expected tiles 500 pixels apart (--tile-spacing), got tiles 512",
+        ),
+        ({"patch_size_level0": 683, "patch_size": 256, "overlap": 64}, {}, None),
+        ({}, {"tile_size": 512}, None),
+        ({"patch_size_level0": 510}, {}, None),
+    ],
+)
+def test_a_tile_size_that_the_places_contradict_is_refused_with_both_numbers(
+    recorded: dict[str, Any], options: dict[str, Any], reason: str | None, weights: Path, tmp_path: Path
+) -> None:
+    corners = SIZE * torch.tensor([[n // 5, n % 5] for n in range(25)])
+    write_hdf5(tmp_path / "features" / "a.h5", tiles_of(25, 0)[0], corners, **recorded)
+    outcome = embedder(tmp_path, weights, **options).run()
+    assert outcome.embedded == (reason is None)
+    assert all(reason is not None and reason in said for said in outcome.failed.values())
+
+
+@pytest.mark.parametrize(
+    ("recorded", "remedy"),
+    [
+        ({"patch_size_level0": 1024}, "--tile-spacing 512"),
+        ({"patch_size_level0": 512, "encoder": "uni_v2"}, "--encoder uni_v2"),
+        ({"patch_size_level0": 512, "target_magnification": 10}, "--magnification 10"),
+    ],
+)
+def test_what_a_refusal_advises_is_taken_in_the_same_folder(
+    recorded: dict[str, Any], remedy: str, weights: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    corners = SIZE * torch.tensor([[n // 5, n % 5] for n in range(25)])
+    write_hdf5(tmp_path / "features" / "a.h5", tiles_of(25, 0)[0], corners, **recorded)
+    words = ("embed", tmp_path / "features", "--checkpoint", weights, "--output", tmp_path / "out")
+    assert code_of(*words) == 1
+    assert f"pass {remedy}" in " ".join(capsys.readouterr().err.split())
+    assert code_of(*words, *remedy.split()) == 0
+
+
+@pytest.mark.parametrize("kind", ["h5", "parquet"])
+def test_nothing_that_embed_did_not_write_is_replaced(kind: str, weights: Path, tmp_path: Path) -> None:
+    paths = write_slides(tmp_path / "features", [4, 5, 6, 7, 8])
+    out = tmp_path / "out"
+    assert embedder(tmp_path, weights, format=kind).run().embedded == 5
+    mine = write_hdf5(out / "mine.h5", *tiles_of(9, 9), patch_size_level0=SIZE)
+    foreign = [out / f"slide{index}.{kind}" for index in range(4)]
+    for path in foreign:
+        path.unlink()
+    foreign[0].write_text("precious")
+    write_hdf5(foreign[1], *tiles_of(3, 3))
+    foreign[2].mkdir()
+    foreign[3].symlink_to(tmp_path / "elsewhere")
+    before = mine.read_bytes(), foreign[1].read_bytes()
+    for index, path in enumerate(paths):
+        write_hdf5(path, *tiles_of(9, index), patch_size_level0=SIZE)
+    outcome = Embedder([tmp_path / "features", mine], weights, out, EmbedSettings(format=kind)).run()
+    # The changed slide whose own embedding is there, and in a table the file whose embedding has another ending.
+    assert outcome.embedded == 1 + (kind == "parquet")
+    assert len(outcome.failed) == 4 + (kind == "h5")
+    assert all("it is not replaced" in outcome.failed[path] for path in paths[:4])
+    assert kind == "parquet" or "it lies where its embedding would" in outcome.failed[mine]
+    assert (mine.read_bytes(), foreign[1].read_bytes()) == before
+    assert foreign[0].read_text() == "precious"
+    assert foreign[2].is_dir()
+    assert foreign[3].is_symlink()
+
+
+def test_what_appears_while_a_slide_is_embedded_is_not_replaced(
+    weights: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write_slides(tmp_path / "features", [4, 5])
+    compute = Embedder._compute
+
+    def meanwhile(self: Embedder, batch: list[module.Tiles]) -> Any:
+        (tmp_path / "out" / "slide0.h5").write_text("precious")
+        return compute(self, batch)
+
+    monkeypatch.setattr(Embedder, "_compute", meanwhile)
+    outcome = embedder(tmp_path, weights).run()
+    assert outcome.embedded == 1
+    assert "it is not replaced" in next(iter(outcome.failed.values()))
+    assert (tmp_path / "out" / "slide0.h5").read_text() == "precious"
+    assert not list((tmp_path / "out").glob(".*"))
+
+
+def test_a_file_that_changes_while_it_is_read_is_skipped(
+    weights: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write_slides(tmp_path / "features", [4, 5])
+    read = module.read_slide
+
+    def meanwhile(path: Path, width: int) -> Any:
+        found = read(path, width)
+        if path.stem == "slide0":
+            os.utime(path, ns=(0, 0))
+        return found
+
+    monkeypatch.setattr(module, "read_slide", meanwhile)
+    outcome = embedder(tmp_path, weights).run()
+    assert outcome.embedded == 1
+    assert list(outcome.failed.values()) == [
+        "it changed while it was read; run the same command again when it is written"
+    ]
+
+
+@pytest.mark.parametrize("kind", ["h5", "parquet"])
+def test_a_name_that_no_embedding_can_have_is_skipped_and_the_rest_goes_on(
+    kind: str, weights: Path, tmp_path: Path
+) -> None:
+    longest = 255 - len("..part") - len(kind) - 1
+    names = {"é" * (longest // 2): None, os.fsdecode(b"\xff"): "no UTF-8", "x" * (longest + 1): "too long by 1 bytes"}
+    for name in names:
+        write_hdf5(tmp_path / "features" / f"{name}.h5", *tiles_of(4, 0), patch_size_level0=SIZE)
+    os.mkfifo(tmp_path / "features" / "pipe.h5")
+    outcome = embedder(tmp_path, weights, format=kind).run()
+    assert outcome.embedded == 1
+    reasons = {path.stem: reason for path, reason in outcome.failed.items()}
+    assert reasons.pop("pipe") == "it is a pipe or a device, expected a file"
+    assert len(reasons) == 2
+    assert all(str(names[name]) in reason for name, reason in reasons.items())
 
 
 def test_a_link_that_leads_nowhere_is_skipped_and_the_rest_goes_on(
@@ -564,6 +766,39 @@ def test_what_a_command_left_that_was_killed_while_it_began_is_no_obstacle(weigh
     (tmp_path / "out").mkdir()
     (tmp_path / "out" / "_embed.json.0123456789abcdef.part").write_text("{")
     assert embedder(tmp_path, weights).run().embedded == 1
+
+
+def test_a_folder_of_before_the_settings_of_tiles_goes_on(weights: Path, tmp_path: Path) -> None:
+    write_slides(tmp_path / "features", [4, 5])
+    words = ("embed", tmp_path / "features", "--checkpoint", weights, "--output", tmp_path / "out")
+    assert code_of(*words) == 0
+    file = tmp_path / "out" / "_embed.json"
+    made_with = json.loads(file.read_text())
+    for name in ("encoder", "magnification", "tile_spacing"):
+        made_with.pop(name, None)
+    file.write_text(json.dumps(made_with))
+    before = {path.name: path.read_bytes() for path in (tmp_path / "out").glob("*.h5")}
+    assert code_of(*words) == 0
+    assert before == {path.name: path.read_bytes() for path in (tmp_path / "out").glob("*.h5")}
+
+
+@pytest.mark.parametrize("kind", ["h5", "parquet"])
+def test_a_limit_on_the_size_of_files_ends_it_in_a_sentence_and_what_was_written_stays(
+    kind: str, weights: Path, tmp_path: Path
+) -> None:
+    write_slides(tmp_path / "features", [3, 4])
+    lines = (
+        "import resource, sys",
+        "from dilated_attention_pytorch.cli import main",
+        "resource.setrlimit(resource.RLIMIT_FSIZE, (3000, 3000))",
+        "main(sys.argv[1:])",
+    )
+    words = ["embed", tmp_path / "features", "--checkpoint", weights, "--output", tmp_path / "out", "--format", kind]
+    done = run_whole([sys.executable, "-c", "\n".join(lines), *map(str, words)], 300, env=environment())
+    assert done.returncode == 2, done.stderr
+    assert "a file would be larger than the limit of this shell (ulimit -f)" in " ".join(done.stderr.split())
+    assert "Traceback" not in done.stderr
+    assert {path.name for path in (tmp_path / "out").iterdir()} == {"_embed.json"}
 
 
 def no_links(*words: object) -> None:

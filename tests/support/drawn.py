@@ -204,7 +204,7 @@ def calls(draw: st.DrawFn, *, with_padding: bool = True, sizes: Sizes = DENSE) -
         summands=summands,
         seed=seed,
         is_causal=draw(st.booleans()),
-        scale=draw(st.sampled_from([None, None, 0.7, -0.3])),
+        scale=draw(st.sampled_from([None, None, 0.7, -0.3, 0.0])),
         options=options,
     )
 

@@ -6,6 +6,7 @@ import doctest
 import os
 import re
 import shlex
+import subprocess
 import sys
 from dataclasses import dataclass
 from pathlib import Path
@@ -72,6 +73,56 @@ def command_lines(block: Block) -> list[list[str]]:
     """The words of every command of a ``bash`` block; lines that end with a backslash are joined."""
     lines = re.sub(r"\\\n", " ", block.text).splitlines()
     return [words for line in lines if (words := shlex.split(line, comments=True))]
+
+
+@dataclass(frozen=True)
+class Command:
+    """A command line that a page or the Makefile shows."""
+
+    where: str
+    """The page, or Makefile."""
+    line: str
+    """The command without comments, on one line."""
+
+    @property
+    def words(self) -> list[str]:
+        """The words, without assignments of environment variables before them."""
+        words = shlex.split(self.line)
+        while "=" in words[0]:
+            del words[0]
+        return words
+
+
+_PROGRAMS = "dilated-attention|python|torchrun|pytest|make|srun|sbatch|kubectl|jupyter|pip|pre-commit|apt-get"
+_COMMAND = re.compile(rf"(?:[A-Z_]+=\S* +)*(?:{_PROGRAMS})(?: .*)?")
+_RECIPE = re.compile(r"venv/bin/((?:dilated-attention|python(?! \|)|pytest|ruff|mypy|mkdocs|pip)(?: [^;|&\n]*)?)")
+
+
+def commands() -> list[Command]:
+    """Every command of README, CONTRIBUTING, the examples' page, the pages of docs and the Makefile, once each.
+
+    From pages: lines of bash blocks, indented lines, and inline code, if they begin with a program. From the Makefile:
+    what the recipes run in the environment, as ``make`` prints them.
+    """
+    found: dict[str, Command] = {}
+    for page in (ROOT / "README.md", ROOT / "CONTRIBUTING.md", ROOT / "examples" / "README.md", *pages()):
+        rest = without_blocks(page)
+        blocks = [block.text for block in blocks_of(page) if block.kind == "bash"]
+        shown = "\n".join([*blocks, *re.findall(r"^ {4}.*$", rest, flags=re.MULTILINE)])
+        lines = re.sub(r"\\\n", " ", shown).splitlines() + re.findall(r"(?<!`)`([^`]+)`(?!`)", rest)
+        for line in (" ".join(line.partition(" #")[0].split()) for line in lines):
+            if _COMMAND.fullmatch(line):
+                found.setdefault(line, Command(page.name, line))
+    makefile = (ROOT / "Makefile").read_text()
+    targets = re.search(r"^\.PHONY: (.*)$", makefile, flags=re.MULTILINE)
+    assert targets is not None
+    # The recipes, expanded; nothing is run.
+    printed = subprocess.run(
+        ["make", "--dry-run", "VENV=venv", *targets[1].split()], cwd=ROOT, capture_output=True, text=True, check=True
+    )
+    for line in _RECIPE.findall(printed.stdout):
+        found.setdefault(line.strip(), Command("Makefile", line.strip()))
+    return list(found.values())
 
 
 def run_as_rank(page: Path) -> None:

@@ -31,7 +31,7 @@ from torch.optim.optimizer import Optimizer, register_optimizer_step_pre_hook
 
 from dilated_attention_pytorch.training import TrainSettings, resume, train
 from dilated_attention_pytorch.training.callbacks import read_metrics
-from dilated_attention_pytorch.training.checkpoint import STAGING_NAME, checkpoint_step, latest_checkpoint
+from dilated_attention_pytorch.training.checkpoint import STAGING, checkpoint_step, latest_checkpoint
 from dilated_attention_pytorch.training.distribution import leaving_together
 from dilated_attention_pytorch.training.optimizer import MuonWithAdamW, ShardedMuon
 from dilated_attention_pytorch.training.trainer import LongNetTrainer
@@ -156,6 +156,7 @@ def _rank(
     descriptor = os.open(log / f"rank{rank}.txt", os.O_WRONLY | os.O_CREAT)
     os.dup2(descriptor, 1)
     os.dup2(descriptor, 2)
+    sys.stdout, sys.stderr = sys.__stdout__, sys.__stderr__  # a test that forks this process has its own
     if size > 1:
         os.environ.update(
             RANK=str(rank),
@@ -312,7 +313,7 @@ def kill_and_resume(
                 continue  # it had come to its end
             if victim is not None and size > 1:
                 trial.alone += ended
-            writing = " (writing)" if (output / STAGING_NAME).exists() else ""
+            writing = " (writing)" if any(output.glob(f"{STAGING}*")) else ""
             trial.kills.append(f"{'all' if victim is None else f'rank {victim}'} at {step}{writing}")
         if not (output / "model.safetensors").exists():
             finish(settings, output, size, log)

@@ -17,6 +17,7 @@ from safetensors.torch import load_file
 
 from dilated_attention_pytorch.training import PRESETS, Outcome, TrainSettings, train
 from dilated_attention_pytorch.training.callbacks import Metrics
+from dilated_attention_pytorch.training.checkpoint import staging_folder
 from dilated_attention_pytorch.training.lifecycle import OpenRun
 from dilated_attention_pytorch.training.manifest import MANIFEST_NAME, read_sealed, sealed, write_manifest
 from dilated_attention_pytorch.training.start import Start
@@ -100,7 +101,12 @@ def stopped_run(monkeypatch: pytest.MonkeyPatch, settings: TrainSettings, output
 def open_run(folder: Path) -> OpenRun:
     """A run that begins in ``folder``, for what needs nothing else of it."""
     return OpenRun(
-        folder=folder, run_id="of-a-test", start=Start(checkpoint=None, left={}), lease=None, console=quiet()
+        folder=folder,
+        run_id="of-a-test",
+        start=Start(checkpoint=None, left={}),
+        lease=None,
+        staging=staging_folder(folder, "of-a-test"),
+        console=quiet(),
     )
 
 

@@ -18,6 +18,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from dilated_attention_pytorch.training import RunError, train
@@ -48,6 +49,7 @@ def main() -> None:
             loss.register_hook(stop)
         return loss
 
+    dist.init_process_group("gloo")  # on a busy machine some import for longer than the timeout of the run
     with pytest.MonkeyPatch.context() as monkeypatch:
         monkeypatch.setattr(LongNetTrainer, "compute_loss", compute_and_stop)
         try:

@@ -57,7 +57,7 @@ def test_a_damaged_checkpoint_is_left_for_the_one_before_which_is_said_and_ends_
     _flip(run / f"checkpoint-{NEW}" / name)
     said = io.StringIO()
     assert resume(run, Console(file=said, width=1000)).step == 9
-    assert f"checkpoint-{NEW} is left, and checkpoint-{OLD} before it is taken: broken checkpoint: " in said.getvalue()
+    assert f"checkpoint-{NEW} is skipped, checkpoint-{OLD} is used instead: broken checkpoint: " in said.getvalue()
     assert f"{name} is damaged: its bytes are not those that were written (SHA-256)" in said.getvalue()
     assert f"going on after step {OLD}" in said.getvalue()
     expected, found = weights(world.whole), weights(run)
@@ -126,12 +126,12 @@ def _link(run: Path, name: str, target: Path) -> None:
 @pytest.mark.parametrize(
     "name",
     [
-        ".unfinished",
+        ".unfinished-theirs",
         "checkpoint-8",
-        "training.json.part",
-        "metrics.jsonl.part",
+        ".training.json.part",
+        ".metrics.jsonl.part",
         "loss.png",
-        "loss.png.part",
+        ".loss.png.part",
         "sample.txt",
         "config.json",
     ],
@@ -140,7 +140,7 @@ def test_links_in_a_run_folder_are_replaced_and_what_they_lead_to_is_left_alone(
     run: Path, tmp_path: Path, name: str
 ) -> None:
     target = tmp_path / "precious"
-    if name in (".unfinished", "checkpoint-8"):
+    if name in (".unfinished-theirs", "checkpoint-8"):
         target.mkdir()
         (target / "file").write_text("precious")
     else:
@@ -191,7 +191,7 @@ def test_generate_says_which_checkpoint_it_leaves(run: Path, capsys: pytest.Capt
     main(["generate", str(run), "--prompt", "def", "--max-new-tokens", "3"])
     captured = capsys.readouterr()
     assert captured.out.startswith("def")
-    assert f"checkpoint-{NEW} is left, and checkpoint-{OLD} is taken: broken checkpoint: " in captured.err
+    assert f"checkpoint-{NEW} is skipped, checkpoint-{OLD} is used instead: broken checkpoint: " in captured.err
 
 
 @pytest.mark.parametrize(

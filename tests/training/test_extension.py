@@ -159,7 +159,7 @@ def test_the_log_counts_operations_of_every_stage_and_the_report_reads_the_run(f
 def test_the_run_leaves_what_it_promises(finished: ExtensionOutcome) -> None:
     names = {path.name for path in finished.run.iterdir()}
     assert {"config.json", "training.json", "metrics.jsonl", "model.safetensors", "context.png"} <= names
-    assert not any(name.endswith(".part") or name == ".unfinished" for name in names)
+    assert not any(name.endswith(".part") or name.startswith(".unfinished") for name in names)
     assert (finished.run / "context.png").read_bytes().startswith(b"\x89PNG")
     record = record_of(finished)
     assert record["settings"]["stages"] == [64, 128]
@@ -222,7 +222,7 @@ def test_eval_of_a_run_that_was_stopped_takes_its_newest_whole_checkpoint(
     (run / "checkpoint-11" / "model.safetensors").write_bytes(found)
     before, said = measured("before.json")
     assert before["weights"] == "checkpoint-8"
-    assert "checkpoint-11 is left, and checkpoint-8 is taken: broken checkpoint: " in said
+    assert "checkpoint-11 is skipped, checkpoint-8 is used instead: broken checkpoint: " in said
     held_out = EvaluationWindows(read_corpus([texts]).held_out, OWN, 1)[0]["input_ids"]
     model = AutoModelForCausalLM.from_pretrained(run / "checkpoint-8", attn_implementation="dilated").eval()
     assert before["bits_per_byte"][str(OWN)] == pytest.approx(mean_bits(model, [held_out], None), rel=1e-5)

@@ -20,14 +20,14 @@ from training.runs import quiet, tiny_settings, weights
 FAILS_AT = {
     ("loss", 7): "step 7 is not taken: NaN or infinity is in 1 of 1 losses (nan);",
     ("loss", 8): "step 8 is not taken: NaN or infinity is in 1 of 1 losses (nan);",
-    ("gradient", 7): "step 7 is not taken: NaN or infinity is in 1 of 27 gradients (model.layernorm.bias);",
-    ("gradient", 8): "step 8 is not taken: NaN or infinity is in 1 of 27 gradients (model.layernorm.bias);",
+    ("gradient", 7): "step 7 is not taken: NaN or infinity is in 1 of 31 gradients (model.layernorm.bias);",
+    ("gradient", 8): "step 8 is not taken: NaN or infinity is in 1 of 31 gradients (model.layernorm.bias);",
     ("weight", 7): "step 8 is not taken: NaN or infinity is in 1 of 1 losses (nan) and ",
-    ("weight", 8): "the checkpoint of step 8 is not written: NaN or infinity is in 1 of 27 weights "
+    ("weight", 8): "the checkpoint of step 8 is not written: NaN or infinity is in 1 of 31 weights "
     "(model.layernorm.bias);",
-    ("state", 7): "the checkpoint of step 8 is not written: NaN or infinity is in 1 of 65 optimizer states "
+    ("state", 7): "the checkpoint of step 8 is not written: NaN or infinity is in 1 of 69 optimizer states "
     "(exp_avg_sq of model.layernorm.bias);",
-    ("state", 8): "the checkpoint of step 8 is not written: NaN or infinity is in 1 of 65 optimizer states "
+    ("state", 8): "the checkpoint of step 8 is not written: NaN or infinity is in 1 of 69 optimizer states "
     "(exp_avg_sq of model.layernorm.bias);",
 }
 
@@ -51,7 +51,7 @@ def test_a_run_that_breaks_at_a_save_step_or_beside_one_loses_nothing(
         kept = latest_checkpoint(run)
         assert kept is not None
         assert kept.name == "checkpoint-4"
-        assert not (run / ".unfinished").exists()
+        assert not list(run.glob(".unfinished*"))
     resume(run, quiet())
     expected, found = weights(whole), weights(run)
     assert expected.keys() == found.keys()
@@ -90,7 +90,7 @@ def test_a_checkpoint_that_is_not_finite_is_not_gone_on_with(
         with pytest.raises(RunError, match="the checkpoint of step 4 is kept"):
             train(tiny_settings(texts), tmp_path / "run", quiet())
     with pytest.raises(
-        RunError, match="the checkpoint of step 4 cannot be gone on with: NaN or infinity is in 1 of 65"
+        RunError, match="the checkpoint of step 4 cannot be gone on with: NaN or infinity is in 1 of 69"
     ):
         resume(tmp_path / "run", quiet())
 

@@ -18,7 +18,7 @@ import pytest
 import torch
 from torch.distributed import TCPStore
 
-from dilated_attention_pytorch.training import train
+from dilated_attention_pytorch.training import together, train
 from dilated_attention_pytorch.training.faults import cost_of_faults, read_faults
 from dilated_attention_pytorch.training.lease import Lease
 from dilated_attention_pytorch.training.process import Launch, Mark, launch_record
@@ -64,6 +64,42 @@ def test_a_run_that_torchrun_starts_again_goes_on_and_ends_bit_for_bit_where_it_
     figure("killed under torchrun --max-restarts: step gone on from, seconds until computing again", down)
     expected, found = weights(whole.run), weights(tmp_path / "run")
     assert all(torch.equal(expected[name], found[name]) for name in expected | found)
+
+
+MEETING = """
+import sys
+from dilated_attention_pytorch.training.together import joined
+with joined("gloo", float(sys.argv[1])):
+    print("met")
+"""
+
+
+def test_ranks_that_are_started_again_do_not_meet_those_of_before_in_the_store_of_their_agent() -> None:
+    store = TCPStore("localhost", 0, is_master=True, wait_for_workers=False)
+
+    def start(rank: int, seconds: int) -> subprocess.Popen[str]:
+        words = {"MASTER_ADDR": "localhost", "MASTER_PORT": str(store.port), "TORCHELASTIC_USE_AGENT_STORE": "True"}
+        words |= {"RANK": str(rank), "WORLD_SIZE": "2"}
+        command = [sys.executable, "-c", MEETING, str(seconds)]
+        return subprocess.Popen(command, env=_environment() | words, stdout=-1, stderr=-1, text=True)
+
+    with start(0, 120) as first, start(1, 120) as second:
+        assert [rank.communicate(timeout=HANG_SECONDS)[0] for rank in (first, second)] == ["met\n"] * 2
+    with start(0, 2) as first:
+        said = first.communicate(timeout=HANG_SECONDS)[1]
+    assert "starting: rank 1 does not answer" in said, said
+    assert "--timeout 2, while the ranks met" in said
+    with start(1, 120) as second, start(0, 120) as first:
+        assert [rank.communicate(timeout=HANG_SECONDS)[0] for rank in (first, second)] == ["met\n"] * 2
+
+
+def test_any_error_of_a_call_in_a_thread_is_raised_at_once_where_it_is_awaited() -> None:
+    begun = time.monotonic()
+    with pytest.raises(ZeroDivisionError):
+        together._within(60.0, lambda: 1 / 0)
+    assert time.monotonic() - begun < 30
+    with pytest.raises(TimeoutError, match=r"no answer for 0\.1 s"):
+        together._within(0.1, lambda: time.sleep(1))
 
 
 def test_a_launch_knows_the_runs_that_it_began_and_no_others() -> None:

@@ -2,21 +2,29 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
+import shutil
+import signal
 import subprocess
 import sys
 import threading
+import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from dilated_attention_pytorch.training import RunError, lease, publishing, resume, train
+from dilated_attention_pytorch.training import run as training_run
 from dilated_attention_pytorch.training.callbacks import Metrics
-from dilated_attention_pytorch.training.checkpoint import latest_checkpoint
+from dilated_attention_pytorch.training.checkpoint import STAGING, file_names, latest_checkpoint, staging_folder
 from dilated_attention_pytorch.training.lease import LEASE_NAME, Lease
 from dilated_attention_pytorch.training.process import mark_of
+from dilated_attention_pytorch.training.run_trainer import RunTrainer
+from support.processes import TESTS, end_whole, environment
 from training.runs import quiet, stopped_run, tiny_settings, write_texts
 
 
@@ -193,3 +201,147 @@ def test_what_is_left_of_a_run_that_was_killed_before_it_wrote_anything_is_a_fre
     run.mkdir()
     _leave(run, **_gone)
     assert train(tiny_settings(write_texts(tmp_path / "texts"), steps=2), run, quiet()).step == 2
+
+
+def _write_checkpoint(folder: Path, text: str) -> None:
+    folder.mkdir(parents=True)
+    for name in file_names(1):
+        (folder / name).write_text(text)
+
+
+def _contents(folder: Path) -> dict[str, bytes]:
+    return {str(path.relative_to(folder)): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+
+
+def _moments(patch: pytest.MonkeyPatch, overtake: Any, moment: int) -> Iterator[int]:
+    """Count what publishing does, and call ``overtake`` just before the ``moment``-th deed."""
+    count = itertools.count()
+
+    def before(deed: Any) -> Any:
+        def do(*args: Any, **options: Any) -> Any:
+            if next(count) == moment:
+                overtake()
+            return deed(*args, **options)
+
+        return do
+
+    for name in ("clear", "sync", "write_manifest"):
+        patch.setattr(publishing, name, before(getattr(publishing, name)))
+    patch.setattr(publishing.os, "rename", before(os.rename))
+    patch.setattr(Lease, "check", before(Lease.check))
+    return count
+
+
+@pytest.mark.parametrize(("is_replacing", "has_same"), [(False, False), (True, False), (True, True)])
+def test_a_job_that_is_overtaken_at_any_moment_of_publishing_removes_nothing_of_its_successor(
+    tmp_path: Path, is_replacing: bool, has_same: bool
+) -> None:
+    """Its successor goes on from the checkpoint before, and has published some and staged one when it wakes up."""
+    told: list[str] = []
+    for moment in itertools.count():
+        run = tmp_path / str(moment)
+        for step in (40, 50, *([60] if is_replacing else [])):
+            _write_checkpoint(run / f"checkpoint-{step}", "before")
+        theirs: dict[str, bytes] = {}
+
+        def overtake(run: Path = run, theirs: dict[str, bytes] = theirs) -> None:
+            (run / LEASE_NAME).unlink()
+            _leave(run, pid=7, host="elsewhere")
+            for path in (run / "checkpoint-40", run / "checkpoint-50", run / "checkpoint-60"):
+                shutil.rmtree(path, ignore_errors=True)
+            for step in (60, 70, 80, 90) if has_same else (70, 80, 90):
+                _write_checkpoint(run / f"checkpoint-{step}", "theirs")
+            _write_checkpoint(staging_folder(run, "theirs") / "checkpoint-100", "theirs")
+            theirs |= {name: found for name, found in _contents(run).items() if found == b"theirs"}
+
+        with pytest.MonkeyPatch.context() as patch, Lease(run) as own:
+            count = _moments(patch, overtake, moment)
+            staged = staging_folder(run, own.token) / "checkpoint-60"
+            _write_checkpoint(staged, "ours")
+            options: dict[str, Any] = {"run_id": "run", "processes": 1, "keep": 2, "left": ["checkpoint-60"]}
+            try:
+                publishing.publish(staged, run, check=own.check, **options)
+            except (RunError, OSError) as error:
+                told.append(str(error))
+        if next(count) <= moment:
+            break
+        assert theirs.items() <= _contents(run).items()
+    assert sum("was taken by another job (process 7 on elsewhere" in words for words in told) >= 4
+    assert {path.name for path in run.glob("checkpoint-*")} == {"checkpoint-50", "checkpoint-60"}
+    assert (run / "checkpoint-60" / "model.safetensors").read_text() == "ours"
+
+
+def test_a_job_that_wakes_up_inside_publishing_leaves_its_successors_checkpoints_and_staging_folder(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Stopped after the rename, as if on another host; its successor is writing a checkpoint when it wakes up."""
+    texts, run = write_texts(tmp_path / "texts"), tmp_path / "run"
+    words = "train --preset tiny --steps 9 --save-steps 2 --log-steps 2 --device cpu --threads 1 --keep-checkpoints 1"
+    command = [sys.executable, str(TESTS / "training" / "overtaken_job.py"), "4", *words.split()]
+    job = subprocess.Popen(
+        [*command, "--data", str(texts), "--output", str(run)],
+        stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, env=environment(), text=True, start_new_session=True,
+    )  # fmt: skip
+    stage, said = RunTrainer._stage_checkpoint, []
+
+    def stage_and_wake(self: RunTrainer, *args: Any) -> None:
+        stage(self, *args)
+        if self.state.global_step == 8:
+            before = _contents(self.staging), _contents(run / "checkpoint-6")
+            os.kill(job.pid, signal.SIGCONT)
+            said.append(job.communicate(timeout=300)[1])
+            assert (_contents(self.staging), _contents(run / "checkpoint-6")) == before
+            assert all(before)
+
+    monkeypatch.setattr(lease, "LEASE_SECONDS", 1.0)
+    monkeypatch.setattr(RunTrainer, "_stage_checkpoint", stage_and_wake)
+    try:
+        while not (tmp_path / "stopped").exists():
+            assert job.poll() is None, job.communicate()
+            time.sleep(0.05)
+        assert resume(run, quiet()).step == 9
+    finally:
+        end_whole(job)
+    assert job.returncode == 2
+    assert "was taken by another job" in said[0]
+    assert "Traceback" not in said[0]
+    assert {path.name for path in run.glob("checkpoint-*")} == {"checkpoint-9"}
+    assert not list(run.glob(f"{STAGING}*"))
+
+
+def test_a_run_whose_folder_is_gone_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    texts = write_texts(tmp_path / "texts")
+    for step, save_steps in ((6, 4), (4, 5)):  # at an entry of the losses, and while a checkpoint is written
+        run, take = tmp_path / f"run-{step}", RunTrainer.training_step
+
+        def take_and_remove(self: RunTrainer, *args: Any, at: int = step, take: Any = take, **options: Any) -> Any:
+            if self.state.global_step == at:
+                self.run.rename(self.run.with_name("elsewhere"))
+            return take(self, *args, **options)
+
+        with monkeypatch.context() as patch:
+            patch.setattr(RunTrainer, "training_step", take_and_remove)
+            with pytest.raises(RunError, match=r"run-\d is gone: it was removed or renamed"):
+                train(tiny_settings(texts, save_steps=save_steps), run, quiet())
+        assert not run.exists()
+        shutil.rmtree(tmp_path / "elsewhere")
+
+
+def test_what_a_killed_publishing_left_is_removed_when_the_run_is_resumed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    settings, run = tiny_settings(write_texts(tmp_path / "texts"), keep_checkpoints=1), tmp_path / "run"
+
+    def be_killed(*args: Any, **options: Any) -> None:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(publishing, "_remove", lambda paths, check: None)
+        patch.setattr(training_run, "save_finished", be_killed)
+        with pytest.raises(KeyboardInterrupt):
+            train(settings, run, quiet())
+    assert len(list(run.glob("checkpoint-*"))) == 3
+    _write_checkpoint(staging_folder(run, "killed") / "checkpoint-9", "half")
+    assert resume(run, quiet()).step == 9
+    assert {path.name for path in run.glob("checkpoint-*")} == {"checkpoint-9"}
+    assert not list(run.glob(f"{STAGING}*"))

@@ -214,3 +214,41 @@ def test_moments_in_bfloat16_do_not_stand_still() -> None:
         optimizer.step()
     expected = 0.001 * 0.999**999
     assert float(optimizer.state[weight]["exp_avg_sq"].float().mean()) == pytest.approx(expected, rel=0.02)
+
+
+def _orthogonalized(gradient: torch.Tensor) -> torch.Tensor:
+    """Newton-Schulz's iteration of Muon in float64."""
+    a, b, c = 3.4445, -4.7750, 2.0315
+    x = gradient.double() / gradient.double().norm()
+    x = x if x.size(0) <= x.size(1) else x.T
+    for _ in range(5):
+        gram = x @ x.T
+        x = a * x + (b * gram + c * gram @ gram) @ x
+    return x if gradient.size(0) <= gradient.size(1) else x.T
+
+
+@pytest.mark.parametrize(("in_hardware", "most"), [(True, 0.3), (False, 3e-5)])
+def test_muon_computes_in_float32_where_bfloat16_is_emulated(
+    in_hardware: bool, most: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.cpu, "_is_avx512_bf16_supported", lambda: in_hardware)
+    monkeypatch.setattr(torch.cpu, "_is_amx_tile_supported", lambda: False)
+    torch.manual_seed(0)
+    settings = PRESETS["tiny"]()
+    model = LongNetLM(settings.model)
+    before = {name: weight.detach().clone() for name, weight in model.named_parameters()}
+    optimizer = build_optimizer(model, settings)
+    _step(model, optimizer, 1)
+    assert isinstance(optimizer, MuonWithAdamW)
+    of_muon = {weight for group in optimizer.parts()[0].param_groups for weight in group["params"]}
+    rate, decay = settings.muon_learning_rate, settings.weight_decay
+    errors = []
+    for name, weight in model.named_parameters():
+        if weight not in of_muon:
+            continue
+        assert weight.grad is not None
+        ratio = max(1.0, weight.size(0) / weight.size(1)) ** 0.5
+        taken = (before[name].double() * (1 - rate * decay) - weight.double()) / (rate * ratio)
+        errors.append((taken - _orthogonalized(weight.grad)).abs().max().item())
+    assert max(errors) < most
+    assert in_hardware == (max(errors) > 1e-3)

@@ -105,3 +105,11 @@ def test_the_space_of_checkpoints_is_that_of_the_optimizer(
             contextlib.nullcontext() if free == needed else pytest.raises(RunError, match=f"needs {needed / 1e6:,.0f}")
         ):
             check_space(tmp_path / "run", 1_000_000, settings)
+
+
+@pytest.mark.parametrize("port", ["http", "0", "65536"])
+def test_a_port_that_is_none_is_said_before_the_ranks_meet(port: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, value in {"WORLD_SIZE": "2", "RANK": "0", "MASTER_ADDR": "localhost", "MASTER_PORT": port}.items():
+        monkeypatch.setenv(name, value)
+    with pytest.raises(RunError, match="the environment says MASTER_PORT="):
+        preflight.check_launch()

@@ -24,10 +24,8 @@ from transformers import (
 from dilated_attention_pytorch.models import token_loss
 from dilated_attention_pytorch.training import ExtensionSettings
 from dilated_attention_pytorch.training.extension_trainer import ExtensionTrainer
-from dilated_attention_pytorch.training.lifecycle import OpenRun
 from dilated_attention_pytorch.training.row_logits import row_logits
-from dilated_attention_pytorch.training.start import Start
-from training.runs import quiet
+from training.runs import open_run
 
 SIZES: dict[str, Any] = {
     "vocab_size": 50,
@@ -74,7 +72,7 @@ def test_the_step_of_a_trainer_is_that_with_whole_logits(
     ]
     batches[0]["labels"][1, 5:] = -100
     args = TrainingArguments(str(tmp_path), use_cpu=True, gradient_accumulation_steps=accumulated, report_to=[])
-    place = OpenRun(folder=tmp_path, run_id="", start=Start(checkpoint=None, left={}), lease=None, console=quiet())
+    place = open_run(tmp_path)
     found = {}
     for name, parts in (("whole", None), ("rows", row_logits(model))):
         if name == "rows":

@@ -15,7 +15,7 @@ import torch
 
 from dilated_attention_pytorch.models import LongNetLM
 from dilated_attention_pytorch.parallel import RankFailure
-from dilated_attention_pytorch.training import RunError, preflight, resume, train
+from dilated_attention_pytorch.training import RunError, preflight, resume, run_trainer, train
 from dilated_attention_pytorch.training.callbacks import read_metrics
 from dilated_attention_pytorch.training.checkpoint import latest_checkpoint
 from dilated_attention_pytorch.training.evaluation import (
@@ -45,7 +45,7 @@ def test_a_run_leaves_every_file_it_promises(finished: Outcome) -> None:
         "sample.txt",
     }
     assert expected <= names
-    assert not any(name.endswith(".part") or name == ".unfinished" for name in names)
+    assert not any(name.endswith(".part") or name.startswith(".unfinished") for name in names)
     assert any((finished.run / "tensorboard").iterdir())
     assert (finished.run / "loss.png").read_bytes().startswith(b"\x89PNG")
     record = json.loads((finished.run / "training.json").read_text())
@@ -155,7 +155,7 @@ def test_a_disk_that_fills_up_keeps_the_last_good_checkpoint(
         with pytest.raises(RunError, match=r"the disk is full while the checkpoint of step 8 .* step 4 is kept"):
             train(settings, tmp_path / "run", quiet())
     assert [path.name for path in (tmp_path / "run").glob("checkpoint-*")] == ["checkpoint-4"]
-    assert not (tmp_path / "run" / ".unfinished").exists()
+    assert not list((tmp_path / "run").glob(".unfinished*"))
     assert resume(tmp_path / "run", quiet()).step == 9
 
 
@@ -168,6 +168,28 @@ def test_what_torch_says_about_a_full_disk_is_understood(
 
     monkeypatch.setattr(torch, "save", fill_up)
     with pytest.raises(RunError, match=r"the disk is full .* no checkpoint was complete yet"):
+        train(tiny_settings(texts), tmp_path / "run", quiet())
+
+
+def test_a_limit_on_the_size_of_files_is_said_before_and_while_a_checkpoint_is_written(
+    texts: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # Two moments are one file, twice as large as that of the weights.
+    size = tiny_settings(texts).model.num_parameters
+    monkeypatch.setattr(preflight, "file_limit", lambda: 8 * size - 1)
+    with pytest.raises(RunError, match=r"a file may have .* MB here, and the largest of a checkpoint .* raise the lim"):
+        train(tiny_settings(texts), tmp_path / "run", quiet())
+    assert not (tmp_path / "run").exists()
+
+    def fill_up(*args: Any, **kwargs: Any) -> None:
+        raise RuntimeError("[enforce fail at inline_container.cc:672] . unexpected pos 64 vs 0")
+
+    monkeypatch.setattr(preflight, "file_limit", lambda: 8 * size)
+    monkeypatch.setattr(run_trainer, "file_limit", lambda: 8 * size - 1)
+    monkeypatch.setattr(torch, "save", fill_up)
+    with pytest.raises(
+        RunError, match=r"limit on the size of a file is reached \(ulimit -f\) while the checkpoint .*; raise it, no ch"
+    ):
         train(tiny_settings(texts), tmp_path / "run", quiet())
 
 

@@ -10,9 +10,8 @@ import sys
 from pathlib import Path
 from typing import get_args
 
-from rich.console import Console
-
 from dilated_attention_pytorch.errors import RunError
+from dilated_attention_pytorch.terminal import plain_console
 
 from .measure import DeviceLostError
 from .results import module_command
@@ -50,7 +49,7 @@ def main() -> None:
     parser.add_argument("--dry-run", action="store_true", help="a few rows: sees that everything works")
     words = parser.parse_args()
     # When the output is a file, use lines as wide as the tables.
-    console = Console() if sys.stdout.isatty() else Console(width=150)
+    console = plain_console(width=150)
     try:
         settings = BenchSettings(
             preset=words.preset,

@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from rich.console import Console
-from rich.markup import escape
 from rich.table import Table
 
 from dilated_attention_pytorch.errors import RunError
@@ -156,7 +155,7 @@ def compare(earlier: Earlier, rows: Sequence[Row], machine: Mapping[str, Any], c
         "now",
         "change",
         "noise",
-        title=f"moved since {escape(str(earlier.file))}",
+        title=f"moved since {earlier.file}",
         title_justify="left",
         caption=f"noise: both interquartile ranges together, at least {FLOOR:.0%} of the time before, and by how much "
         "the rates of the machine itself differed around the two measurements; what moved less is not listed",
@@ -165,7 +164,7 @@ def compare(earlier: Earlier, rows: Sequence[Row], machine: Mapping[str, Any], c
     for move in moved:
         color = "red" if move.change > 0 else "green"
         table.add_row(
-            escape(move.name),
+            move.name,
             move.contestant,
             in_words(move.before),
             in_words(move.after),

@@ -45,6 +45,7 @@ class Contestant:
     """One-time preparation per shape, timed separately: masks, caches."""
     rounding: Rounding = "storage"
     """Rounding of its operands, which determines the error tolerance."""
+    needs_gpu: bool = False
 
 
 def _ours_refuses(case: Case, device: torch.device, *, impl: Impl) -> str | None:
@@ -233,6 +234,7 @@ def _ours(impl: Impl) -> Contestant:
         functools.partial(_ours_refuses, impl=impl),
         functools.partial(_prepare_ours, impl=impl),
         "e4m3" if impl == "triton-fp8" else "storage",
+        needs_gpu=impl in (*ON_DEVICE, "cudnn"),
     )
 
 
@@ -242,6 +244,7 @@ def _published(name: str, kernel: Kernel) -> Contestant:
         "pattern",
         functools.partial(_published_refuses, kernel=kernel),
         functools.partial(_prepare_published, kernel=kernel),
+        needs_gpu=kernel == "cudnn",
     )
 
 
@@ -251,6 +254,7 @@ def _pinned(name: str, backend: SDPBackend) -> Contestant:
         "dense",
         functools.partial(_pinned_refuses, backend=backend),
         functools.partial(_prepare_dense, backend=backend),
+        needs_gpu=True,
     )
 
 
@@ -260,6 +264,7 @@ def _flash_attn(version: int) -> Contestant:
         "dense",
         functools.partial(_flash_attn_refuses, version=version),
         functools.partial(_prepare_flash_attn, version=version),
+        needs_gpu=True,
     )
 
 
@@ -277,10 +282,10 @@ CONTESTANTS: tuple[Contestant, ...] = (
 """All contestants, in table order."""
 
 
-def find_contestants(names: tuple[str, ...]) -> tuple[Contestant, ...]:
-    """Contestants by name, or by part of a name if no exact one exists; all if ``names`` is empty."""
+def find_contestants(names: tuple[str, ...], device: torch.device) -> tuple[Contestant, ...]:
+    """Contestants by name, or by part of a name if no exact one exists; all for the device if ``names`` is empty."""
     if not names:
-        return CONTESTANTS
+        return tuple(entry for entry in CONTESTANTS if device.type == "cuda" or not entry.needs_gpu)
     everyone = {entry.name for entry in CONTESTANTS}
 
     def is_meant(entry: Contestant) -> bool:

@@ -106,7 +106,7 @@ def measure_case(
         if turn >= _FEWEST_CALLS and time.monotonic() > budget.ends_at:
             break
         if turn < _PROBES:
-            probe.sample()
+            probe.sample(*{case.least_bytes(entry.row.computes) for entry in entries})
         for entry in entries:
             if turn < entry.repeats and entry.row.status == "timed":
                 _sample(entry, rows, clock.device)

@@ -13,7 +13,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from rich.console import Console
+from dilated_attention_pytorch.terminal import plain_console
 
 from .plots import write_plots
 from .report import in_words, print_absences
@@ -50,7 +50,8 @@ def _lines(values: Mapping[str, Any], rows: Sequence[Row], pictures: Sequence[Pa
     lines += [
         "Every time is of a call whose sampled rows, and gradients where they are timed, had just passed against the",
         "definition. On a GPU it is the device's own, launches hidden while it sleeps; *launch* is what the host took.",
-        "*of limit*: the least time, at the matrix-product and copy rates measured in the same run, over the time.",
+        "*of limit*: the least time over the time, at the highest rates of operations (matrix products, dense",
+        "attention) and of memory (copies, sums, of the same size) that the run measured.",
         "*all pairs* computes dense attention, which is more than the pattern.",
         "",
     ]
@@ -75,10 +76,8 @@ def _lines(values: Mapping[str, Any], rows: Sequence[Row], pictures: Sequence[Pa
             lines.append(f"| {' | '.join(cells)} |")
         lines.append("")
     if any(row.status != "timed" for row in rows):
-        console = Console(file=io.StringIO(), width=150)
-        print_absences(rows, console)
-        said = console.file
-        assert isinstance(said, io.StringIO)
+        said = io.StringIO()
+        print_absences(rows, plain_console(150, said))
         lines += ["## Without a time", "", "```text", said.getvalue().rstrip(), "```"]
     return lines
 

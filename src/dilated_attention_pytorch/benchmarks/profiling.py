@@ -13,7 +13,6 @@ from typing import Any
 
 import torch
 from rich.console import Console
-from rich.markup import escape
 from rich.table import Table
 from torch import Tensor
 from torch.autograd import DeviceType
@@ -177,13 +176,13 @@ def _print(
     console: Console,
 ) -> None:
     total = sum(entry.seconds for entry in spent)
-    table = Table(title=escape(f"{contestant.name}: {case.name}"), title_justify="left")
+    table = Table(title=f"{contestant.name}: {case.name}", title_justify="left")
     for name in ("time", "share", "calls"):
         table.add_column(name, justify="right", no_wrap=True)
     table.add_column("kernel" if launches is not None else "operator, without what it calls", overflow="fold")
     for entry in spent[:_MOST_ROWS]:
         share = entry.seconds / total if total else 0.0
-        table.add_row(in_words(entry.seconds), f"{share:.1%}", str(entry.calls), escape(entry.name))
+        table.add_row(in_words(entry.seconds), f"{share:.1%}", str(entry.calls), entry.name)
     if len(spent) > _MOST_ROWS:
         rest = spent[_MOST_ROWS:]
         left = sum(entry.seconds for entry in rest)

@@ -7,7 +7,6 @@ from collections import defaultdict
 from collections.abc import Sequence
 
 from rich.console import Console
-from rich.markup import escape
 from rich.table import Table
 
 from .claims import print_claims
@@ -20,7 +19,7 @@ _DRIFT = 0.1
 
 def print_series(rows: Sequence[Row], console: Console) -> None:
     """Print the table of one series, followed by missing times and reasons."""
-    table = Table(title=escape(rows[0].case.series), title_justify="left")
+    table = Table(title=rows[0].case.series, title_justify="left")
     for name, justify in (
         ("N", "right"),
         ("who", "left"),
@@ -59,11 +58,11 @@ def print_series(rows: Sequence[Row], console: Console) -> None:
     if table.row_count:
         console.print(table)
     else:
-        console.print(escape(rows[0].case.series), highlight=False)
+        console.print(rows[0].case.series, highlight=False)
     for row in rows:
         if row.status in ("wrong", "failed"):
             sentence = f"  {row.contestant}, N = {row.case.rows:,}: {row.status}: {row.reason}"
-            console.print(escape(sentence), style="red", highlight=False, soft_wrap=True)
+            console.print(sentence, style="red", highlight=False, soft_wrap=True)
 
 
 def print_absences(rows: Sequence[Row], console: Console) -> None:
@@ -78,7 +77,7 @@ def print_absences(rows: Sequence[Row], console: Console) -> None:
         table.add_column(name, ratio={"who": 2, "where": 3, "why": 6}[name])
     for (contestant, status, reason), names in sorted(cases.items()):
         where = f"{len(names)} cases" if len(names) > 3 else "\n".join(dict.fromkeys(names))
-        table.add_row(contestant, escape(where), f"{status}: {escape(reason)}")
+        table.add_row(contestant, where, f"{status}: {reason}")
     if cases:
         console.print(table)
 
@@ -119,7 +118,7 @@ def print_report(rows: Sequence[Row], console: Console, *, device: str, is_dry: 
         table = Table("series", "who", "x", title="growth: time ~ N ** x", title_justify="left")
         before = ""
         for (series, contestant), exponent in exponents.items():
-            table.add_row(escape(series) if series != before else "", contestant, f"{exponent:.2f}")
+            table.add_row(series if series != before else "", contestant, f"{exponent:.2f}")
             before = series
         console.print(table)
     print_limits(rows, device, console, is_dry=is_dry)
@@ -138,9 +137,9 @@ def print_limits(rows: Sequence[Row], device: str, console: Console, *, is_dry: 
             by_dtype[row.case.dtype][row.case.name] = row.limits
     table = Table(
         "dtype",
-        "matrix product, GFLOP/s",
-        "copy, GB/s",
-        title="limits, median (lowest to highest case)",
+        "operations, GFLOP/s",
+        "memory, GB/s",
+        title="limits: highest rates measured around a case, median (lowest to highest case)",
         title_justify="left",
     )
     restless = []

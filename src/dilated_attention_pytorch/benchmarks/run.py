@@ -22,7 +22,7 @@ from .claims import claim_of
 from .clock import Clock
 from .compare import Earlier, compare, read_earlier
 from .contestants import Contestant, find_contestants
-from .limits import Probe
+from .limits import Probe, limit_by_highest
 from .measure import OUT_OF_TIME, Budget, DeviceLostError, measure_case
 from .page import write_page
 from .presets import PRESETS, planned_cases
@@ -110,7 +110,7 @@ def run(settings: BenchSettings, console: Console, command: str) -> Outcome:
     clock = Clock(device)
     kept = {row.key for row in outcome.rows}
     left = {case: (*without, *(who for name, who in kept if name == case.name)) for case, without in cases.items()}
-    contestants = find_contestants(settings.contestants)
+    contestants = find_contestants(settings.contestants, device)
     probes: dict[str, Probe] = {case.dtype: Probe(clock, case.torch_dtype, is_dry=budget.is_dry) for case in cases}
     rates = {dtype: probe.at_first for dtype, probe in probes.items()}
     print_schedule(schedule(left, contestants, rates, budget, device), time_limit, console)
@@ -136,7 +136,7 @@ def _time_cases(
     console: Console,
 ) -> None:
     columns = (
-        TextColumn("{task.description}"),
+        TextColumn("{task.description}", markup=False),
         BarColumn(),
         MofNCompleteColumn(),
         TimeElapsedColumn(),
@@ -163,6 +163,7 @@ def _time_cases(
                 outcome.write()
                 raise
             outcome.rows += rows
+            limit_by_highest(outcome.rows)
             series += kept[case] + rows
             if rows:
                 outcome.write()

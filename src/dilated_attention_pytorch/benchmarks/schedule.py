@@ -7,7 +7,6 @@ from dataclasses import dataclass
 
 import torch
 from rich.console import Console
-from rich.markup import escape
 from rich.table import Table
 
 from .contestants import FLEX, Contestant
@@ -89,7 +88,7 @@ def print_schedule(steps: Sequence[Step], time_limit: float, console: Console) -
         late = " (after the limit)" if until > time_limit else ""
         table.add_row(
             str(number),
-            escape(step.case.name),
+            step.case.name,
             str(len(step.contestants)),
             f"{step.seconds:.0f} s",
             f"{until:.0f} s{late}",

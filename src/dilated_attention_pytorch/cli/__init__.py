@@ -1,7 +1,11 @@
 """The command ``dilated-attention``."""
 
+import importlib
+import io
 import sys
 from collections.abc import Sequence
+
+from dilated_attention_pytorch.installation import importing
 
 __all__ = ["main"]
 
@@ -14,20 +18,29 @@ def main(args: Sequence[str] | None = None) -> None:
             number of the signal for a run that was stopped.
     """
     words = list(sys.argv[1:] if args is None else args)
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):
+            # Paths and generated text may have characters that the terminal's encoding lacks.
+            stream.reconfigure(errors="backslashreplace")
     try:
-        from .command import run_command
-    except ModuleNotFoundError as error:
-        if error.name not in ("tyro", "rich"):
-            raise
-        _run_without(error.name, words)
+        with importing("the command", "train"):
+            for name in ("tyro", "rich"):
+                importlib.import_module(name)
+    except ImportError as error:
+        _run_without(str(error), words)
     else:
+        try:
+            from .command import run_command
+        except MemoryError:
+            sentence = "the memory is used up before the command begins; give it more (ulimit -v)"
+            print(f"dilated-attention: {sentence}", file=sys.stderr)
+            raise SystemExit(2) from None
         run_command(words)
 
 
-def _run_without(missing: str, words: Sequence[str]) -> None:
+def _run_without(problem: str, words: Sequence[str]) -> None:
     """Run without the packages that parse command lines: commands without options, or a message on what to install."""
     from dilated_attention_pytorch.errors import RunError
-    from dilated_attention_pytorch.installation import install_command
 
     if words == ["info"]:
         from .info import Info
@@ -44,8 +57,7 @@ def _run_without(missing: str, words: Sequence[str]) -> None:
             raise SystemExit(2) from None
         return
     print(
-        f"dilated-attention: the command needs {missing}, not installed here: {install_command('train')} "
-        "(`dilated-attention info` and `dilated-attention build` run without)",
+        f"dilated-attention: {problem} (`dilated-attention info` and `dilated-attention build` run without)",
         file=sys.stderr,
     )
     raise SystemExit(2)

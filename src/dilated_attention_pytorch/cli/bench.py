@@ -35,12 +35,10 @@ class Bench(BenchSettings):
             RunError: see :func:`dilated_attention_pytorch.benchmarks.run.run`.
         """
         require("the benchmark", ("rich",), "bench")
-        from rich.console import Console
-
         from dilated_attention_pytorch.benchmarks.run import run
+        from dilated_attention_pytorch.terminal import plain_console
 
         settings = BenchSettings(
             **{entry.name: getattr(self, entry.name) for entry in dataclasses.fields(BenchSettings)}
         )
-        console = Console() if sys.stdout.isatty() else Console(width=150)
-        run(settings, console, shlex.join(["dilated-attention", *sys.argv[1:]]))
+        run(settings, plain_console(width=150), shlex.join(["dilated-attention", *sys.argv[1:]]))

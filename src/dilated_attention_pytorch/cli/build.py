@@ -12,8 +12,9 @@ from dilated_attention_pytorch.errors import RunError
 class Build:
     """Compile the package's CPU kernels for this machine, or report why that is not possible.
 
-    They are compiled once per version of PyTorch, compiler and processor, and stored in the user's cache folder
-    (below XDG_CACHE_HOME if set). The first call that needs them also compiles them, unless
+    They are compiled once per version of PyTorch and processor, and stored in the user's cache folder (below
+    XDG_CACHE_HOME if set) with a digest: a damaged file is compiled anew. Files of another user, or that others can
+    write, are not loaded. The first call that needs them also compiles them, unless
     DILATED_ATTENTION_NO_BUILD=1 is set: this command is for machine images without a compiler at run time, and for
     retrying after a failure.
     """
@@ -29,12 +30,12 @@ class Build:
 
         try:
             build = build_of_this_machine()
-            was_there, start = build.library.exists(), time.perf_counter()
-            compile_kernels(build)
+            start = time.perf_counter()
+            is_new = compile_kernels(build)
             seconds = time.perf_counter() - start
             load()
         except BuildError as error:
             raise RunError(str(error)) from error
         size = build.library.stat().st_size / 1e6
-        done = "were there" if was_there else f"compiled in {seconds:.0f} s"
+        done = f"compiled in {seconds:.0f} s" if is_new else "were there"
         print(f"native kernels {done}: {build.library} ({size:.1f} MB)")

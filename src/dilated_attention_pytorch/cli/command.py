@@ -14,6 +14,8 @@ import torch
 import tyro
 from tyro.constructors import ConstructorRegistry, PrimitiveConstructorSpec, PrimitiveTypeInfo
 
+from dilated_attention_pytorch.installation import import_failure
+from dilated_attention_pytorch.interrupt import MESSAGE
 from dilated_attention_pytorch.training import RunError
 
 from .bench import Bench
@@ -67,7 +69,13 @@ _DEFAULTS: Mapping[str, Callable[[Sequence[str]], Any]] = {
 }
 """Functions that compute a command's defaults from its arguments."""
 _TYRO = (tyro.conf.FlagCreatePairsOff,)
-_FULL = {errno.ENOSPC: "the disk is full", errno.EDQUOT: "the disk quota is used up"}
+_FULL = {
+    errno.ENOSPC: "the disk is full",
+    errno.EDQUOT: "the disk quota is used up",
+    errno.EFBIG: "a file would be larger than the limit of this shell (ulimit -f)",
+}
+_EXTRAS = {"embed": "slides", "report": "report", "bench": "bench", "profile": "bench", "tune": "bench", "show": "plot"}
+"""Extras of the commands; of all others "train"."""
 _THAT_GO_ON = ("train", "extend")
 
 _PATHS = ConstructorRegistry()
@@ -104,6 +112,8 @@ def run_command(args: Sequence[str]) -> None:
         command.run_command()
     except RunError as error:
         _leave(str(error))
+    except ImportError as error:
+        _leave(str(import_failure(error, args[0], _EXTRAS.get(args[0], "train"))))
     except BrokenPipeError:
         # The reader closed the pipe; redirect stdout, so that Python's flush at exit does not fail.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
@@ -111,8 +121,14 @@ def run_command(args: Sequence[str]) -> None:
     except OSError as error:
         if error.errno in _FULL:
             where = f" ({error.filename})" if error.filename else ""
-            going_on = "then go on with --resume RUN" if args[0] in _THAT_GO_ON else "or name a folder on another disk"
-            _leave(f"{_FULL[error.errno]}{where}; make room, {going_on}")
+            remedy = "raise it" if error.errno == errno.EFBIG else "make room"
+            if args[0] in _THAT_GO_ON:
+                remedy += ", then go on with --resume RUN"
+            elif error.errno != errno.EFBIG:
+                remedy += ", or name a folder on another disk"
+            _leave(f"{_FULL[error.errno]}{where}; {remedy}")
+        if error.errno == errno.ENOMEM:
+            _leave_out_of_memory(args[0], error)
         if error.filename is None:
             raise
         if error.errno == errno.EROFS:
@@ -126,7 +142,7 @@ def run_command(args: Sequence[str]) -> None:
             raise
         _leave_out_of_memory(args[0], error)
     except KeyboardInterrupt:
-        print("\ndilated-attention: stopped", file=sys.stderr)
+        print(MESSAGE, end="", file=sys.stderr)
         raise SystemExit(128 + signal.SIGINT) from None
 
 

@@ -21,9 +21,9 @@ _SOME_FAILED = 1
 class Embed(EmbedSettings):
     """Embed whole slides with GigaPath's slide encoder, on a CPU or any GPU, without flash-attn, timm or torchscale.
 
-    Slides are files of tile features, as TRIDENT, CLAM or GigaPath's own pipeline write them: HDF5 with the datasets
-    `features` [tiles, 1536] and `coords` [tiles, 2], or .pt dictionaries of the same. The checkpoint is
-    slide_encoder.pth of prov-gigapath/prov-gigapath on the Hugging Face hub, or the same weights in safetensors.
+    Slides are files of tile features, as TRIDENT, CLAM, STAMP, slide2vec or GigaPath's own pipeline write them: HDF5
+    with the datasets `features` [tiles, 1536] and `coords` [tiles, 2], or .pt dictionaries of the same. The checkpoint
+    is slide_encoder.pth of prov-gigapath/prov-gigapath on the Hugging Face hub, or the same weights in safetensors.
 
         dilated-attention embed features_gigapath/ --checkpoint slide_encoder.pth --output embeddings/
 
@@ -33,12 +33,13 @@ class Embed(EmbedSettings):
 
     The output folder gets one file per slide, written atomically, and _embed.json with the settings.
     Running the same command again embeds what is missing, also after it was killed; a slide whose file changed is
-    embedded again. Another slide of the same name needs another folder. Unreadable files are reported and skipped. Exit
-    code: 0 if every slide is embedded, 1 if some were skipped, 2 if nothing could start, 130 after Ctrl-C.
+    embedded again. Another slide of the same name needs another folder. Unreadable files are reported and skipped, and
+    nothing that `embed` did not write is replaced. Exit code: 0 if every slide is embedded, 1 if some were skipped, 2
+    if nothing could start, 130 after Ctrl-C.
     """
 
     slides: tyro.conf.Positional[tuple[Path, ...]]
-    """Files of tile features (.h5, .hdf5, .pt), or folders that contain them."""
+    """Files of tile features (.h5, .hdf5, .pt, .npz), or folders that contain them."""
     checkpoint: Path
     """Weights of the slide encoder: slide_encoder.pth, or a .safetensors file. No code in it is executed."""
     output: Path
@@ -57,7 +58,6 @@ class Embed(EmbedSettings):
             SystemExit: with 1 if files were skipped, with 130 after Ctrl-C.
         """
         require("embedding slides", ("rich",), "slides")
-        from rich.console import Console
         from rich.progress import (
             BarColumn,
             MofNCompleteColumn,
@@ -68,13 +68,14 @@ class Embed(EmbedSettings):
         )
 
         from dilated_attention_pytorch.slides import Embedder
+        from dilated_attention_pytorch.terminal import plain_console
 
-        console = Console() if sys.stdout.isatty() else Console(width=120)
-        errors = console if sys.stdout.isatty() and sys.stderr.isatty() else Console(stderr=True, soft_wrap=True)
+        console = plain_console(width=120)
+        errors = console if sys.stdout.isatty() and sys.stderr.isatty() else plain_console(file=sys.stderr)
         settings = EmbedSettings(**{one.name: getattr(self, one.name) for one in dataclasses.fields(EmbedSettings)})
         embedder = Embedder(self.slides, self.checkpoint, self.output, settings)
         columns = (
-            TextColumn("{task.description}"),
+            TextColumn("{task.description}", markup=False),
             BarColumn(),
             MofNCompleteColumn(),
             TimeElapsedColumn(),
@@ -84,10 +85,8 @@ class Embed(EmbedSettings):
             bar = progress.add_task("embedding", total=len(embedder.paths))
             try:
                 outcome = embedder.run(
-                    say=lambda sentence: console.print(sentence, highlight=False, soft_wrap=True),
-                    skip=lambda path, reason: errors.print(
-                        f"skipped {path}: {reason}", highlight=False, soft_wrap=True, markup=False
-                    ),
+                    say=lambda sentence: console.print(sentence, soft_wrap=True),
+                    skip=lambda path, reason: errors.print(f"skipped {path}: {reason}", soft_wrap=True),
                     advance=lambda slide: progress.update(bar, advance=1, description=slide),
                 )
             except KeyboardInterrupt:
@@ -102,7 +101,6 @@ class Embed(EmbedSettings):
         console.print(
             f"{outcome.embedded:,} slides of {outcome.tiles:,} tiles embedded in {outcome.seconds:,.1f} s{rate}; "
             f"{outcome.kept:,} were there, {len(outcome.failed):,} skipped; written: {self.output}",
-            highlight=False,
             soft_wrap=True,
         )
         if outcome.failed:

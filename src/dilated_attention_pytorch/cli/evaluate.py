@@ -36,10 +36,9 @@ class Eval(EvalSettings):
         from dilated_attention_pytorch.training import preflight
 
         preflight.check_packages("training")
-        from rich.console import Console
-
+        from dilated_attention_pytorch.terminal import plain_console
         from dilated_attention_pytorch.training.model_evaluation import evaluate_model
 
         names = [entry.name for entry in dataclasses.fields(EvalSettings)]
         settings = EvalSettings(**{name: getattr(self, name) for name in names})
-        evaluate_model(self.model, settings, self.output, Console())
+        evaluate_model(self.model, settings, self.output, plain_console())

@@ -55,12 +55,11 @@ class Extend(ExtensionSettings):
         Raises:
             RunError, SystemExit: see :func:`main`.
         """
-        from rich.console import Console
-
+        from dilated_attention_pytorch.terminal import plain_console
         from dilated_attention_pytorch.training import extend, preflight, resume_extension
 
         preflight.check_packages("training")
-        console = Console()
+        console = plain_console()
         if (self.resume is None or is_auto(self.resume)) and not self.model:
             raise RunError("extend needs --model FOLDER, the pretrained model to begin with (or --resume RUN)")
         try:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import io
 import sys
 from dataclasses import dataclass
 from pathlib import Path
@@ -53,7 +52,7 @@ class Generate(SampleSettings):
             import_torchao(f"--weights {self.weights}")
         folder, left = model_folder(self.run)
         for name, reason in left.items():
-            print(f"dilated-attention: {name} is left, and {folder.name} is taken: {reason}", file=sys.stderr)
+            print(f"dilated-attention: {name} is skipped, {folder.name} is used instead: {reason}", file=sys.stderr)
         prompt = self.prompt
         is_dialogue = prompt is None and sys.stdin.isatty()
         if prompt is None and not is_dialogue:
@@ -61,9 +60,6 @@ class Generate(SampleSettings):
         model = load_model(folder).model.to(device)
         make_small(model, self.weights)
         tokenizer = tokenizer_of(self.run, model.config.vocab_size)
-        if isinstance(sys.stdout, io.TextIOWrapper):
-            # The model may produce characters that the terminal's encoding lacks.
-            sys.stdout.reconfigure(errors="replace")
         if prompt is not None:
             self._write(model, tokenizer, prompt)
             return
@@ -94,6 +90,11 @@ def _standard_input() -> str:
     try:
         return sys.stdin.read()
     except UnicodeDecodeError as error:
+        from dilated_attention_pytorch.training.data.records import compression_in_words
+
+        compression = compression_in_words(error.object, Path("FILE"))
+        if compression is not None:
+            raise RunError(f"the prompt on standard input is {compression}") from error
         raise RunError(
             f"the prompt on standard input is not UTF-8 text ({error}); convert it (iconv -f LATIN1 -t UTF-8)"
         ) from error

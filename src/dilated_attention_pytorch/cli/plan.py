@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import json
 import math
 from collections.abc import Sequence
@@ -14,6 +15,7 @@ import tyro
 
 from dilated_attention_pytorch.errors import RunError
 from dilated_attention_pytorch.training import TrainSettings
+from dilated_attention_pytorch.training.run_settings import LONGEST_TEXT
 
 from .plan_words import (
     devices,
@@ -138,6 +140,13 @@ class Plan(TrainSettings):
         named = [f"--{name.replace('_', '-')}" for name in self._lengths()]
         if named and self.purpose != "generation":
             raise RunError(f"{named[0]} is for --for generation, got it beside --for {self.purpose}")
+        for name, number in (
+            ("processes", self.processes),
+            ("context_length", self.context_length),
+            *self._lengths().items(),
+        ):
+            if number > LONGEST_TEXT:
+                raise RunError(f"--{name.replace('_', '-')} must be at most {LONGEST_TEXT:,}, got {number}")
         if self.prompt < 0:
             raise RunError(f"--prompt must be at least 1, got {self.prompt}; or 0 for --context-length")
 
@@ -216,38 +225,37 @@ class Plan(TrainSettings):
 
     def _solve(self, settings: TrainSettings, device: Device, plan: RunPlan) -> dict[str, Any]:
         """Answer the inverse questions that were asked: print the answers, and return them as JSON values."""
-        from rich.console import Console
-
         from dilated_attention_pytorch import capacity
+        from dilated_attention_pytorch.terminal import plain_console
 
-        console, solved = Console(soft_wrap=True, highlight=False), dict[str, Any]()
+        say, solved = functools.partial(plain_console().print, soft_wrap=True), dict[str, Any]()
         if self.longest:
             longest = capacity.longest_context(settings, self.processes, device.sheet.memory_bytes)
             solved["longest_context_length"] = longest
-            console.print(f"the longest text that fits: {longest:,} tokens")
+            say(f"the longest text that fits: {longest:,} tokens")
         if self.fewest:
             found = capacity.fewest_processes(settings, device)
             solved["fewest_processes"] = None if found is None else mesh_values(found)
             words = "none of those that were tried" if found is None else mesh_in_words(found)
-            console.print(f"the fewest devices on which it fits: {words}")
+            say(f"the fewest devices on which it fits: {words}")
         if self.mesh:
             best = capacity.meshes(settings, self.processes, device)[:5]
             solved["meshes"] = [mesh_values(mesh) for mesh in best]
-            console.print("the best meshes, those that fit first:")
+            say("the best meshes, those that fit first:")
             for mesh in best:
-                console.print(f"  {mesh_in_words(mesh)}")
+                say(f"  {mesh_in_words(mesh)}")
         if self.largest:
             largest = capacity.largest_model(settings, self.processes, device)
             solved["largest_model"] = None if largest is None else largest.model.to_dict()
-            console.print("the largest model of this shape that fits: " + model_in_words(largest))
+            say("the largest model of this shape that fits: " + model_in_words(largest))
         if self.changes:
             helping = capacity.changes_that_help(settings, self.processes, device, plan)
             solved["changes"] = [
                 {"change": one.words, "bytes": one.bytes, "speed": one.speed, "fits": one.plan.fits} for one in helping
             ]
-            console.print("what would help most:" if helping else "no change that was tried would help")
+            say("what would help most:" if helping else "no change that was tried would help")
             for one in helping:
-                console.print(f"  {one.in_words()}")
+                say(f"  {one.in_words()}")
         return solved
 
     def _plan_pretrained(self, path: Path) -> None:

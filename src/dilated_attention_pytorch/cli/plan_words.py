@@ -20,12 +20,12 @@ def devices(device: Device, processes: int) -> str:
 
 def print_plan(plan: RunPlan, device: Device, processes: int) -> None:
     """Print the plan: two tables, and sentences."""
-    from rich.console import Console
     from rich.table import Table
 
     from dilated_attention_pytorch.capacity.page import PARTS, SECONDS
+    from dilated_attention_pytorch.terminal import plain_console
 
-    console = Console()
+    console = plain_console()
     unit = _UNITS[plan.purpose]
     table = Table(f"memory of a process at the peak of {unit}", "", title=devices(device, processes))
     table.title_justify = "left"

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import sys
 from dataclasses import dataclass
 
 from dilated_attention_pytorch.benchmarks.settings import ProfileSettings
@@ -29,10 +28,9 @@ class Profile(ProfileSettings):
             RunError: see :func:`dilated_attention_pytorch.benchmarks.profiling.profile_call`.
         """
         require("profiling", ("rich",), "bench")
-        from rich.console import Console
-
         from dilated_attention_pytorch.benchmarks.profiling import profile_call
+        from dilated_attention_pytorch.terminal import plain_console
 
         names = [entry.name for entry in dataclasses.fields(ProfileSettings)]
         settings = ProfileSettings(**{name: getattr(self, name) for name in names})
-        profile_call(settings, Console() if sys.stdout.isatty() else Console(width=150))
+        profile_call(settings, plain_console(width=150))

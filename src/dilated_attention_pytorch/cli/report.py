@@ -31,12 +31,11 @@ class Report:
         from dilated_attention_pytorch.training import preflight
 
         preflight.check_packages("training")
-        from rich.console import Console
-
+        from dilated_attention_pytorch.terminal import plain_console
         from dilated_attention_pytorch.training.report import write_report
 
         runs = write_report(self.runs, self.output)
-        console = Console()
+        console = plain_console()
         for run in runs:
             console.print(
                 f"{run.name}: {run.figures['state']}, {run.figures['steps']} steps", highlight=False, soft_wrap=True

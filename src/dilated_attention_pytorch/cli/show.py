@@ -45,10 +45,10 @@ class Show:
         Raises:
             RunError: the pattern is invalid, a number is out of range, or the image cannot be written.
         """
-        from rich.console import Console
         from rich.table import Table
 
         from dilated_attention_pytorch.patterns import pattern_from_expression
+        from dilated_attention_pytorch.terminal import plain_console
 
         self._check_output()
         if self.heads > _MOST_HEADS:
@@ -58,22 +58,22 @@ class Show:
             densities = [pattern.density(self.length, num_kv_heads=self.heads, is_causal=x) for x in (False, True)]
         except ValueError as error:
             raise RunError(str(error)) from error
-        console = Console()
+        console = plain_console()
         table = Table("", "all keys", "causal", title=self.pattern, title_justify="left")
         pairs = [self.length**2, self.length * (self.length + 1) // 2]
         table.add_row("density, of dense attention's pairs", *(f"{density:.4%}" for density in densities))
         keys = [f"{d * n / self.length:,.1f}" for d, n in zip(densities, pairs, strict=True)]
         table.add_row(f"keys a query sees, mean of {self.length:,}", *keys)
         console.print(table)
-        console.print(self._sketch(console.width // 2), highlight=False, markup=False)
+        console.print(self._sketch(console.width // 2))
         if self.output is None:
             return
         import matplotlib.figure
 
         figure = matplotlib.figure.Figure(figsize=(3.4 * self.heads + 0.9, 3.6), layout="constrained")
         pattern.plot(self.length, num_kv_heads=self.heads, is_causal=self.causal, axes=figure.subplots())
-        figure.savefig(self.output, dpi=150)
-        console.print(f"written: {self.output}", highlight=False)
+        figure.savefig(self.output, dpi=150, bbox_inches="tight")
+        console.print(f"written: {self.output}", soft_wrap=True)
 
     def _check_output(self) -> None:
         """Raise :class:`RunError` if an image is requested that cannot be drawn or written."""
@@ -96,16 +96,16 @@ class Show:
         check_new_file(self.output)
 
     def _sketch(self, most_cells: int) -> str:
-        """Head 0 in characters, queries downwards; darker cells contain more visible pairs."""
+        """Head 0 in characters, queries downwards; darker cells have a larger mean count."""
         import torch
 
         from dilated_attention_pytorch.patterns import pattern_from_expression
+        from dilated_attention_pytorch.patterns.picture import pooled_pairs
 
-        pattern = pattern_from_expression(self.pattern)
+        pattern = pattern_from_expression(self.pattern).for_heads([0], self.heads)
         cells = min(_TERMINAL_CELLS, most_cells, self.length)
-        samples = max(1, min(self.length // cells, 8))  # sampled positions per cell
-        bounds = torch.arange(cells * samples) * self.length // (cells * samples)
-        counts = pattern.for_heads([0], self.heads).counts(bounds, bounds, 1, is_causal=self.causal)[0]
-        shares = (counts > 0).float().view(cells, samples, cells, samples).mean(dim=(1, 3))
+        pairs, bounds = pooled_pairs(pattern, self.length, cells, is_causal=self.causal)
+        means = pairs[0] / (bounds.diff()[:, None] * bounds.diff())
+        shares = means / means.max().clamp(min=1)
         shades = torch.where(shares > 0, (shares * (len(_SHADES) - 1)).ceil().long(), 0)
         return "\n".join("".join(2 * _SHADES[shade] for shade in row) for row in shades.tolist())

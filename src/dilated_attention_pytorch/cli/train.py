@@ -56,15 +56,14 @@ class Train(TrainSettings):
         Raises:
             RunError, SystemExit: see :func:`main`.
         """
-        from rich.console import Console
-
+        from dilated_attention_pytorch.terminal import plain_console
         from dilated_attention_pytorch.training import preflight, resume, train
         from dilated_attention_pytorch.training.together import is_first_process
 
         preflight.check_packages("training")
         from dilated_attention_pytorch.training.distribution import leaving_together
 
-        console = Console()
+        console = plain_console()
         try:
             with leaving_together():
                 if self.resume is None or is_auto(self.resume):
@@ -111,15 +110,13 @@ def settings_of(command: TrainSettings) -> TrainSettings:
 
 
 def _report(outcome: Outcome, console: Console) -> None:
-    from rich.markup import escape
-
     run = shlex.quote(str(outcome.run))
     if outcome.stopped_by is not None:
         words = stopped("train", outcome.run, outcome.step, outcome.stopped_by)
         console.print(words, highlight=False, soft_wrap=True)
         return
     console.rule("sample")
-    console.print(escape(outcome.sample or ""), highlight=False, soft_wrap=True)
+    console.print(outcome.sample or "", highlight=False, soft_wrap=True)
     console.rule("result")
     console.print(
         f"held-out: {outcome.bits_per_byte:.3f} bits per byte; xz -9e takes {outcome.xz_bits_per_byte:.3f} for the "

@@ -17,6 +17,7 @@ from dilated_attention_pytorch.training.run_settings import Device
 if TYPE_CHECKING:
     from rich.table import Table
 
+    from dilated_attention_pytorch.selection.profile import Profile
     from dilated_attention_pytorch.selection.tuning import Fit, Timing
 
 DtypeName = Literal["float16", "bfloat16", "float32", "float64"]
@@ -31,7 +32,7 @@ class Tune:
     the times and stored in the user's cache folder; from then on DynamicSegmentSelector, DynamicDilatedAttention and
     DynamicMultiheadDilatedAttention predict times from them, on this machine and with this version of PyTorch. The
     table shows how well predictions rank patterns of shapes that were not fitted, next to the formula that needs no
-    measurement: 1 means the measured order.
+    measurement: 1 means the measured order. Rates that rank them worse than the formula are not stored.
 
     The output folder gets tune.json (all times, the rates) and report.txt (the table). Running the same command again
     adds rounds to the stored times, also after it was stopped. Keep the machine otherwise idle.
@@ -46,7 +47,7 @@ class Tune:
     dtypes: tuple[DtypeName, ...] = ("float32", "bfloat16")
     """Dtypes to measure. Rates of other dtypes in the stored profile are kept."""
     seconds: float = 180.0
-    """Time limit in seconds. Every case is timed at least once, even if that takes longer."""
+    """Seconds of measuring, beside the start and the fit. What too few times were taken of is left to the formula."""
     threads: int = 0
     """CPU threads; 0 leaves the number to PyTorch. A profile is valid for one number of threads."""
     output: Path = Path("runs/tune")
@@ -70,15 +71,15 @@ class Tune:
         """
         require("tuning", ("rich",), "bench")
         import torch
-        from rich.console import Console
         from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 
         from dilated_attention_pytorch.benchmarks.run import choose_device
         from dilated_attention_pytorch.output import check_makeable, check_new_file, make_output
         from dilated_attention_pytorch.selection import read_hardware, tuning
         from dilated_attention_pytorch.selection.profile import load_profile, store_profile
+        from dilated_attention_pytorch.terminal import plain_console
 
-        console = Console() if sys.stdout.isatty() else Console(width=120)
+        console = plain_console(width=120)
         device = choose_device(self.device)
         set_threads(self.threads)
         hardware = read_hardware(device)
@@ -117,18 +118,28 @@ class Tune:
                     tuning.keep_timings(record, timings, hardware, command=command)
                     last = time.monotonic()
 
-            tuning.measure(timings, device, seconds=0.0 if self.dry_run else self.seconds, finished=finished)
+            tuning.measure(
+                timings,
+                device,
+                seconds=math.inf if self.dry_run else self.seconds,
+                finished=finished,
+                is_once=self.dry_run,
+            )
             progress.update(bar, description="fitting", round="")
             fits = tuning.fit(timings, hardware)
         tuning.keep_timings(record, timings, hardware, command=command, fits=[asdict(one) for one in fits])
         table = _table(fits, timings)
-        console.print(table)
+        before = None if self.dry_run else load_profile(hardware)
+        profile = tuning.profile_of(fits, before)
+        unused = _unused(fits, timings, profile)
+        console.print(table, *unused, sep="\n", highlight=False, soft_wrap=True)
         written = [record]
         if not self.dry_run:
             with report.open("w", encoding="utf-8") as stream:
-                Console(file=stream, width=120).print(table)
-            profile = tuning.profile_of(fits, load_profile(hardware))
-            written += [report, store_profile(profile, hardware)]
+                plain_console(120, stream).print(table, *unused, sep="\n", highlight=False, soft_wrap=True)
+            written.append(report)
+            if profile.rates or before is not None:
+                written.append(store_profile(profile, hardware))
         console.print(f"written: {', '.join(map(str, written))}", highlight=False, soft_wrap=True)
         if self.dry_run:
             console.print("this was a dry run: the figures are meaningless, and no profile was stored")
@@ -138,6 +149,31 @@ def _short(timing: Timing) -> str:
     workload = timing.workload
     mode = "with gradients" if workload.is_training else "forward"
     return f"{workload.dtype_name} {mode}, {workload.sequence_length:,} positions"
+
+
+def _unused(fits: Sequence[Fit], timings: Sequence[Timing], profile: Profile) -> list[str]:
+    """A sentence for every dtype and mode whose rates of this run are not those in use."""
+    fitted, used = {one.rates.mode: one for one in fits}, {entry.mode: entry for entry in profile.rates}
+    sentences = []
+    for mode in dict.fromkeys((one.workload.dtype_name, one.workload.is_training) for one in timings):
+        one, of_use = fitted.get(mode), used.get(mode)
+        if one is not None and of_use is one.rates:
+            continue
+        if one is None:
+            reason = "too few times to fit and judge rates"
+        elif one.is_better:
+            reason = f"fitted to {one.rates.samples:,} times"
+        else:
+            reason = (
+                f"the fitted rates rank unseen shapes worse ({one.model_correlation:.3f}) than the formula "
+                f"({one.formula_correlation:.3f})"
+            )
+        in_use = "the formula stays" if of_use is None else f"the stored rates ({of_use.samples:,} times) stay"
+        sentences.append(
+            f"{mode[0]}, {'forward + backward' if mode[1] else 'forward'}: {reason}, so {in_use} in use; run the "
+            "command again, or give more --seconds, to add times"
+        )
+    return sentences
 
 
 def _table(fits: Sequence[Fit], timings: Sequence[Timing]) -> Table:

@@ -32,8 +32,9 @@ class Backward {
         keys_of_block_(std::clamp(rounded_up(partial.num_keys, kAlignment), kAlignment, kKeysOfBlock)),
         positions_(std::min(positions_of_tile(partial), longest_problem(partial))),
         rows_(rounded_up(positions_ * partial.ratio, kAlignment)), tiles_(tiles_of(partial, positions_)),
-        splits_(splits_of(partial)), most_tiles_(std::clamp<int64_t>(
-            kRowsOfChunk * (splits_ > 1 ? 4 * at::get_num_threads() / splits_ : 1) /
+        operations_(10.0 * partial.head_dim * partial.pairs()), threads_(threads_for(operations_, 0.0)),
+        splits_(splits_of(partial, threads_)), most_tiles_(std::clamp<int64_t>(
+            kRowsOfChunk * (splits_ > 1 ? 4 * threads_ / splits_ : 1) /
                 rounded_up(positions_of_tile(partial) * partial.ratio, kAlignment),
             1, tiles_.size())) {}
 
@@ -83,8 +84,7 @@ class Backward {
   };
 
   // Number of shares into which the keys of a domain are split; 1 if there are enough domains for the threads.
-  static int64_t splits_of(const Partial& partial) {
-    const int64_t threads = at::get_num_threads();
+  static int64_t splits_of(const Partial& partial, int64_t threads) {
     if (threads == 1 || static_cast<int64_t>(partial.domains.size()) >= 4 * threads) return 1;
     return std::clamp<int64_t>(partial.num_keys / kKeysOfSplit, 1, 2 * threads);
   }
@@ -92,7 +92,7 @@ class Backward {
   // One piece of work per domain.
   void run_domains() const {
     const int64_t num_tiles = tiles_.size(), of_tile = rows_ * p_.head_dim;
-    for_each_piece(p_.domains.size(), [&](const auto& next) {
+    for_each_piece(p_.domains.size(), threads_, [&](const auto& next) {
       Scratch scratch(*this);
       Tiles packed(*this);
       Buffer<C> rows;
@@ -122,13 +122,14 @@ class Backward {
     Buffer<float> memory;
     float* shares = memory.at_least(splits_ * most_tiles_ * of_tile);
     std::vector<uint8_t> has_grads(splits_ * most_tiles_);
+    const double of_domain = operations_ / p_.domains.size(), bytes = 2.0 * most_tiles_ * of_tile * sizeof(float);
     for (int64_t first = 0; first < num_tiles; first += most_tiles_) {
       const int64_t tiles = std::min(most_tiles_, num_tiles - first);
-      for_each_piece(tiles, [&](const auto& next) {
+      for_each_piece(tiles, threads_for(0.0, bytes), [&](const auto& next) {
         Buffer<C> rows;
         for (int64_t tile; (tile = next()) >= 0;) pack_tile(domain, tiles_[first + tile], tile, packed, rows);
       });
-      for_each_piece(splits_, [&](const auto& next) {
+      for_each_piece(splits_, threads_for(of_domain * tiles / num_tiles, 0.0), [&](const auto& next) {
         Scratch scratch(*this);
         for (int64_t share; (share = next()) >= 0;) {
           const int64_t begin = share * keys_of_share, end = std::min(begin + keys_of_share, p_.num_keys);
@@ -136,7 +137,7 @@ class Backward {
         }
         at::native::cpublas::brgemm_release(kPairs == 2);
       });
-      for_each_piece(tiles, [&](const auto& next) {
+      for_each_piece(tiles, threads_for(0.0, splits_ * bytes), [&](const auto& next) {
         Buffer<float> lines;
         for (int64_t tile; (tile = next()) >= 0;)
           for (int64_t share = 0, at = tile; share < splits_; share++, at += tiles)
@@ -350,7 +351,8 @@ class Backward {
   const float scale_;
   const int64_t width_, keys_of_block_, positions_, rows_;
   const std::vector<Tile> tiles_;
-  const int64_t splits_, most_tiles_;
+  const double operations_;
+  const int64_t threads_, splits_, most_tiles_;
 };
 
 }  // namespace

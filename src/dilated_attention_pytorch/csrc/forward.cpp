@@ -37,6 +37,7 @@ class Forward {
     const int64_t blocks_of_domain = (std::min(p_.num_keys, window) + keys_of_block_ - 1) / keys_of_block_;
     const int64_t of_block = keys_of_block_ * (width_ + p_.head_dim), bytes = blocks_of_domain * of_block * sizeof(C);
     const int64_t together = std::clamp<int64_t>(kPackedBytes / bytes, 1, num_domains);
+    const double operations = 4.0 * p_.head_dim * p_.pairs() / (num_domains * p_.num_keys);  // of a key of a domain
     std::vector<Block> packed(together * blocks_of_domain);
     Buffer<C> memory;
     for (int64_t begin = 0; begin < p_.num_keys; begin += window) {
@@ -46,7 +47,8 @@ class Forward {
         const std::vector<int64_t> places = seen_blocks(start, some, blocks, blocks_of_domain);
         for (Block& block : packed) block.is_hidden = true;
         C* factors = memory.at_least(places.size() * of_block);
-        for_each_piece(places.size(), [&](const auto& next) {
+        const int64_t threads_of_packing = threads_for(0.0, 2.0 * places.size() * of_block * sizeof(C));
+        for_each_piece(places.size(), threads_of_packing, [&](const auto& next) {
           std::vector<C> rows(keys_of_block_ * width_);
           for (int64_t piece; (piece = next()) >= 0;) {
             Block& block = packed[places[piece]];
@@ -55,7 +57,7 @@ class Forward {
             pack(p_.domains[domain], begin + first * keys_of_block_, end, rows.data(), block);
           }
         });
-        for_each_piece(some * num_tiles, [&](const auto& next) {
+        for_each_piece(some * num_tiles, threads_for(operations * some * (end - begin), 0.0), [&](const auto& next) {
           Scratch scratch(*this);
           for (int64_t piece; (piece = next()) >= 0;) {
             // From the end: the tiles of a causal partial that see most keys come first.

@@ -83,6 +83,22 @@ struct Partial {
 
   bool has_gates() const { return !lists.empty() && lists[0].gates != nullptr; }
 
+  // Number of pairs of a query and a key that it sees, roughly: under a band, every row counts as its problem's middle one.
+  double pairs() const {
+    double pairs = 0.0;
+    for (size_t i = 0; i < problems.size(); i++) {
+      const int64_t middle = problems[i].position + problems[i].count / 2;
+      double keys = 0.0;
+      if (lists.empty())
+        keys = static_cast<double>(domains.size()) *
+            static_cast<double>(std::max<int64_t>(0, std::min(num_keys, middle + high + 1) - std::max<int64_t>(0, middle + low)));
+      else
+        for (const Domain& domain : domains) keys += static_cast<double>(lists[domain.first_list + i].count * unit);
+      pairs += keys * static_cast<double>(problems[i].count * ratio);
+    }
+    return pairs;
+  }
+
   // Position of a tile's first query.
   int64_t position(const Tile& tile) const { return problems[tile.problem].position + tile.first; }
 
@@ -159,16 +175,28 @@ struct Masks {
   }
 };
 
+// What a thread does in a microsecond, and how many microseconds another thread must save: beside busy processes, waiting
+// for one takes milliseconds.
+constexpr double kOperations = 5e4, kBytes = 3e4, kWorthAThread = 100.0;
+
+// Number of threads for some work, which is the same whenever it is asked for that work.
+inline int64_t threads_for(double operations, double bytes) {
+  const double time = operations / kOperations + bytes / kBytes;
+  int64_t threads = 1;
+  while (threads < at::get_num_threads() && time / static_cast<double>(threads * (threads + 1)) >= kWorthAThread) threads++;
+  return threads;
+}
+
 // Pieces of work of unequal size: every thread takes the next piece when it is done with one. `body` is called once per
 // thread, with a function that returns the next piece, or -1.
 template <class Body>
-void for_each_piece(int64_t count, const Body& body) {
+void for_each_piece(int64_t count, int64_t threads, const Body& body) {
   std::atomic<int64_t> next{0};
   const auto take = [&]() -> int64_t {
     const int64_t piece = next.fetch_add(1, std::memory_order_relaxed);
     return piece < count ? piece : -1;
   };
-  at::parallel_for(0, std::min<int64_t>(at::get_num_threads(), count), 1, [&](int64_t, int64_t) { body(take); });
+  at::parallel_for(0, std::min(threads, count), 1, [&](int64_t, int64_t) { body(take); });
 }
 
 }  // namespace dilated_attention

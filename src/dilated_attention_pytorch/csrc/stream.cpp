@@ -38,7 +38,8 @@ class Stream {
     float* sums = memory.at_least(num_domains * chunks * of_chunk);
     // Chunk by chunk, as the rows of all heads are adjacent.
     const int64_t together = rows_ <= kFewRows ? kDomainsTogether : 1, groups = (num_domains + together - 1) / together;
-    for_each_piece(groups * chunks, [&](const auto& next) {
+    const double bytes = 2.0 * num_domains * most * p_.head_dim * sizeof(T), operations = 4.0 * p_.head_dim * p_.pairs();
+    for_each_piece(groups * chunks, threads_for(operations, bytes), [&](const auto& next) {
       std::optional<Scratch> scratch;
       Few memory_of_few;
       std::vector<Keys> keys(together);
@@ -59,7 +60,7 @@ class Stream {
       }
       at::native::cpublas::brgemm_release(kPairs == 2);
     });
-    for_each_piece(num_domains, [&](const auto& next) {
+    for_each_piece(num_domains, threads_for(0.0, sizeof(float) * num_domains * chunks * of_chunk), [&](const auto& next) {
       std::vector<float> line(p_.head_dim);
       for (int64_t domain; (domain = next()) >= 0;)
         for (int64_t r = 0; r < rows_; r++) merge(p_.domains[domain], r, sums + domain * chunks * of_chunk, chunks, line);

@@ -17,7 +17,7 @@ from dilated_attention_pytorch.precision import accumulation_dtype
 
 from .backward import add_gradients
 from .forward import add_weighted, merge_partials
-from .merge import clear_dead_rows, without_infinities
+from .merge import without_infinities
 from .operands import Operand, Role, Rows
 from .work import Work
 
@@ -31,7 +31,7 @@ within a tile, and smaller tiles hold few of them."""
 class Inputs:
     """Operands and parameters of one call.
 
-    Already validated: last dimensions are contiguous, the scale is not negative, and padded keys and values are zero.
+    Already validated: last dimensions are contiguous, the scale is positive, and padded keys and values are zero.
     """
 
     query: Tensor
@@ -123,10 +123,6 @@ class _Portion:
         first_row = (self.tile.query_rows if rows is Rows.QUERY else self.tile.key_rows)[0]
         return Operand(zeros, rows, role, first_row, self.tile.kv_heads[0])
 
-    def accumulated(self, operand: Operand, tensor: Tensor) -> Tensor:
-        """The tile's part of an accumulator for the full ``tensor``, to be modified in place."""
-        return operand.tensor if operand.tensor.dtype != tensor.dtype else self.region(tensor, operand.rows)
-
     def store(self, operand: Operand, tensor: Tensor) -> None:
         """Round an accumulator into the tile's part of the full tensor; no-op if it accumulated there already."""
         if operand.tensor.dtype != tensor.dtype:
@@ -165,8 +161,6 @@ def forward(inputs: Inputs, rest: Tensor | None = None) -> tuple[Tensor, Tensor]
         accumulator = portion.accumulator(out, Rows.QUERY, Role.MERGED_INTO)
         of_rest = None if rest is None else portion.of_batch(rest)
         merge_partials(portion.work(), accumulator, portion.of_batch(lse), of_rest)
-        if portion.inputs.impl != "native":
-            clear_dead_rows(portion.accumulated(accumulator, out), portion.region(lse, Rows.QUERY))
         portion.store(accumulator, out)
     return out, lse
 

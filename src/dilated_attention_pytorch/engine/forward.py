@@ -21,8 +21,7 @@ from .work import Work, is_causal, is_zero_padding
 def merge_partials(work: Work, out: Operand, lse: Tensor, rest: Tensor | None = None) -> None:
     """Merge the partials' attention into ``out`` and ``lse``; ``lse`` is -inf where nothing was merged yet.
 
-    With ``rest``, ``(lse, rest)`` is a pair, see :class:`Result`. Rows that saw only hidden keys are left with an
-    ``lse`` of about :data:`MASKED`, except by the native kernels: see :func:`.merge.clear_dead_rows`.
+    With ``rest``, ``(lse, rest)`` is a pair, see :class:`Result`.
     """
     merged_into: Operands = {"query": Operand(work.query), "out": out, "lse": Operand(lse, role=Role.MERGED_INTO)}
     if rest is not None:

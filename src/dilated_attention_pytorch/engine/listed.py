@@ -16,7 +16,7 @@ from dilated_attention_pytorch.kernels.products import KeepFactors
 from dilated_attention_pytorch.precision import accumulation_dtype
 
 from .extremes import has_large_scores, largest_norm
-from .merge import clear_dead_rows, without_infinities
+from .merge import without_infinities
 
 _ELEMENTS_AT_ONCE = 1 << 19
 """Elements of gathered keys, and of scores, at a time on a CPU; they fit into its caches."""
@@ -27,7 +27,7 @@ _MOST_GATE = 2.0**100
 
 
 class Inputs(NamedTuple):
-    """Validated operands of one call; the scale is not negative, and padded keys and values are zero."""
+    """Validated operands of one call; the scale is positive, and padded keys and values are zero."""
 
     query: Tensor
     key: Tensor
@@ -251,7 +251,6 @@ def _forward_by_products(inputs: Inputs, *, is_pair: bool) -> tuple[Tensor, Tens
         out[some], lse[some] = result.out.to(out.dtype), result.lse
         if rest is not None and result.rest is not None:
             rest[some] = result.rest
-    clear_dead_rows(out, lse)
     pair = None if rest is None else inputs.from_query_block(rest)
     return inputs.from_query_block(out), inputs.from_query_block(lse), pair
 

@@ -68,7 +68,7 @@ def work_of(
         queries: the block, for the key/value heads of ``keys``.
         keys: keys and values to attend to.
         ratio: query heads per key/value head.
-        scale: scale of the scores, not negative.
+        scale: scale of the scores, positive.
         impl: "aten", "cudnn", "native" or "triton".
         dropout: None = no dropout.
     """

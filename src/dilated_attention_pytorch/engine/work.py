@@ -11,7 +11,6 @@ from torch import Tensor
 from dilated_attention_pytorch.kernels import native
 from dilated_attention_pytorch.kernels import partial as kernels
 from dilated_attention_pytorch.kernels.dropout import keep_factors
-from dilated_attention_pytorch.kernels.fused import MASKED
 from dilated_attention_pytorch.kernels.masks import Masks
 from dilated_attention_pytorch.kernels.products import KeepFactors, ScoreBlock
 from dilated_attention_pytorch.planning.gathered import Gathered
@@ -36,7 +35,7 @@ class Work:
     ratio: int
     """Query heads per key/value head."""
     scale: float
-    """Scale of the scores, not negative."""
+    """Scale of the scores, positive."""
     impl: str
     """One of "native", "cudnn", "aten" and, for remote keys only, "triton"."""
     masks: Masks
@@ -86,7 +85,9 @@ class Work:
         masks, device = self.masks, self.query.device
         of_keys, of_queries = self.key.shape[:3], self.query.shape[:3]
         if masks.hidden is not None:
-            bias = masks.hidden.to(self.dtype) * MASKED
+            bias = masks.hidden.new_zeros(masks.hidden.shape, dtype=self.dtype).masked_fill_(
+                masks.hidden, float("-inf")
+            )
             bias = bias.unsqueeze(-1).expand(of_keys) if bias.dim() == 2 else bias
             found["key_bias"] = Operand(bias, self.rows_of_keys)
         if masks.seed is not None:
@@ -114,7 +115,7 @@ class Work:
                 yield from views.split(max(1, _LARGEST_BIAS // _num_scores(partial, views["query"].shape[1])))
 
     def bias(self, partial: Partial | Gathered, views: PartialViews) -> Tensor | None:
-        """Bias of the scores, 0 or :data:`MASKED`, ``[problems, problems, queries, keys]``; None without masks."""
+        """Bias of the scores, 0 or -inf, ``[problems, problems, queries, keys]``; None without masks."""
         query, of_keys, bias = views["query"], views.get("key_bias"), None
         if isinstance(partial, Partial) and partial.band is not None:
             bias = _band_bias(partial.band, partial.num_queries, partial.num_keys, self.dtype, query.device)
@@ -159,8 +160,9 @@ def _num_scores(partial: Partial, problems: int) -> int:
 def _band_bias(
     band: tuple[int, int], num_queries: int, num_keys: int, dtype: torch.dtype, device: torch.device
 ) -> Tensor:
-    """0 where query i sees key j, else :data:`MASKED`, ``[num_queries, num_keys]``."""
+    """0 where query i sees key j, else -inf, ``[num_queries, num_keys]``."""
     distance = torch.arange(1 - num_queries, num_keys, device=device)
-    of_distance = ((distance < band[0]) | (distance > band[1])).to(dtype) * MASKED
+    is_hidden = (distance < band[0]) | (distance > band[1])
+    of_distance = torch.zeros(distance.shape, dtype=dtype, device=device).masked_fill_(is_hidden, float("-inf"))
     # Row i begins at distance -i. The fused CPU kernel materializes a flipped view for every problem.
     return of_distance.unfold(0, num_keys, 1).flip(0).contiguous()

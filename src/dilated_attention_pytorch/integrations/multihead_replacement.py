@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
-from torch import Tensor, nn
+from torch import Tensor, fx, nn
+from torch.nn import functional
 
 from dilated_attention_pytorch.kernels.select import Impl
-from dilated_attention_pytorch.nn import MultiheadPatternAttention
+from dilated_attention_pytorch.nn import PatternAttention
+from dilated_attention_pytorch.nn.masks import check_causal, check_no_weights, ignored_keys
 from dilated_attention_pytorch.patterns import Pattern
 
-from .parts import NotReplaceable, check_parts
+from .parts import NotReplaceable, as_leaf, check_parts
 
 _IN_PROJECTIONS = ("in_proj_weight", "q_proj_weight", "k_proj_weight", "v_proj_weight", "in_proj_bias")
 
 
-class MultiheadReplacement(MultiheadPatternAttention):
+class MultiheadReplacement(nn.Module):
     """``nn.MultiheadAttention``'s projections around one softmax over ``s + log c``, with c the pattern's counts.
 
     It holds the same parameter objects under the same names and in the same order, so state dicts are interchangeable
@@ -43,6 +45,16 @@ class MultiheadReplacement(MultiheadPatternAttention):
     (torch.Size([2, 100, 64]), None)
     """
 
+    in_proj_weight: Tensor | None
+    q_proj_weight: Tensor
+    k_proj_weight: Tensor
+    v_proj_weight: Tensor
+    in_proj_bias: Tensor | None
+    out_proj: nn.Linear
+
+    # nn.TransformerEncoderLayer's fused fast path would compute dense attention directly from the parameters.
+    _qkv_same_embed_dim = False
+
     def __init__(
         self,
         replaced: nn.MultiheadAttention,
@@ -55,24 +67,22 @@ class MultiheadReplacement(MultiheadPatternAttention):
         if not isinstance(replaced, nn.MultiheadAttention):
             raise TypeError(f"replaced must be an nn.MultiheadAttention, got {type(replaced).__name__}")
         _check_replaceable(replaced, separate_keys)
-        # Construct without memory; the replaced layer's parameters are assigned afterwards.
-        super().__init__(
-            replaced.embed_dim,
-            replaced.num_heads,
-            pattern,
-            replaced.dropout,
-            kdim=replaced.kdim,
-            vdim=replaced.vdim,
-            impl=impl,
-            device="meta",
-        )
+        super().__init__()
+        self.embed_dim, self.kdim, self.vdim = replaced.embed_dim, replaced.kdim, replaced.vdim
+        self.num_heads, self.head_dim = replaced.num_heads, replaced.head_dim
+        self.attention = PatternAttention(pattern, replaced.dropout, impl=impl)
         for name in _IN_PROJECTIONS:
             self.register_parameter(name, getattr(replaced, name))
         self.out_proj = replaced.out_proj
         self.batch_first = replaced.batch_first
         self.is_causal = is_causal
         self.separate_keys = separate_keys
-        self.training = self.attention.training = self.in_proj.training = replaced.training
+        self.training = self.attention.training = replaced.training
+
+    @property
+    def pattern(self) -> Pattern:
+        """The attention pattern."""
+        return self.attention.pattern
 
     @property
     def dropout(self) -> float:
@@ -116,6 +126,9 @@ class MultiheadReplacement(MultiheadPatternAttention):
             NotImplementedError: weights, another mask, nested tensors or cross-attention were requested.
             TypeError, ValueError: wrong dimensions, dtypes or shapes.
         """
+        if isinstance(query, fx.Proxy):
+            others = (key, value, key_padding_mask, need_weights, attn_mask, average_attn_weights, is_causal)
+            return as_leaf(self, query, others, {"cu_seqlens": cu_seqlens})
         self._check_inputs(query, key, value)
         is_single = query.dim() == 2
 
@@ -134,18 +147,38 @@ class MultiheadReplacement(MultiheadPatternAttention):
             )
         if is_single and key_padding_mask is not None:
             key_padding_mask = key_padding_mask.unsqueeze(0)
-        out, _ = super().forward(
-            q,
-            k,
-            v,
-            key_padding_mask=key_padding_mask,
-            need_weights=need_weights,
-            attn_mask=attn_mask,
-            average_attn_weights=average_attn_weights,
-            is_causal=self.is_causal or is_causal,
+        check_no_weights(need_weights)
+        if attn_mask is not None:
+            check_causal(attn_mask, q.shape[1], k.shape[1])
+            is_causal = True
+        heads = self.attention(
+            *self._project_in(q, k, v),
+            self.is_causal or is_causal,
             cu_seqlens=cu_seqlens,
+            key_padding_mask=ignored_keys(key_padding_mask),
+            heads_first=False,
         )
+        out = self.out_proj(heads.flatten(-2))
         return (out.squeeze(0) if is_single else out if self.batch_first else out.transpose(0, 1)), None
+
+    def _project_in(self, query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Heads ``[B, N, H, D]`` of each; one matrix product where query, key and value are the same tensor."""
+        heads = (self.num_heads, self.head_dim)
+        if query is key and key is value and self.in_proj_weight is not None:
+            fused = functional.linear(query, self.in_proj_weight, self.in_proj_bias)
+            q, k, v = (part.unflatten(-1, heads) for part in fused.chunk(3, dim=-1))
+            return q, k, v
+        weights = (
+            (self.q_proj_weight, self.k_proj_weight, self.v_proj_weight)
+            if self.in_proj_weight is None
+            else self.in_proj_weight.chunk(3)
+        )
+        biases = (None, None, None) if self.in_proj_bias is None else self.in_proj_bias.chunk(3)
+        q, k, v = (
+            functional.linear(x, weight, bias).unflatten(-1, heads)
+            for x, weight, bias in zip((query, key, value), weights, biases, strict=True)
+        )
+        return q, k, v
 
     def _check_inputs(self, query: Tensor, key: Tensor, value: Tensor) -> None:
         layout = "[batch, sequence, {}]" if self.batch_first else "[sequence, batch, {}]"

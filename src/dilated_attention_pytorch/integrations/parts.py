@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
-from torch import nn
+from collections.abc import Mapping
+from typing import Any
+
+from torch import fx, nn
 
 
 class NotReplaceable(ValueError):
@@ -54,3 +57,16 @@ def check_unwrapped(layer: nn.Module) -> None:
     )
     if any(hooks):
         raise NotReplaceable("it has hooks, which would be lost; remove them, replace, and register them again")
+
+
+def as_leaf(module: nn.Module, first: fx.Proxy, others: tuple[Any, ...], options: Mapping[str, Any]) -> Any:
+    """A call of a module that ``torch.fx`` records and does not look into, as it does for attention of PyTorch.
+
+    Args:
+        module: the module that is being called.
+        first: its first argument, which the tracer follows.
+        others, options: its other arguments.
+    """
+    tracer = first.tracer
+    assert isinstance(tracer, fx.Tracer)
+    return tracer.create_proxy("call_module", tracer.path_of_module(module), (first, *others), dict(options))

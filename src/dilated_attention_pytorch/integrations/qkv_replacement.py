@@ -8,14 +8,14 @@ import math
 import warnings
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor, fx, nn
 
 from dilated_attention_pytorch.kernels.select import Impl
 from dilated_attention_pytorch.nn.masks import check_causal, ignored_keys
 from dilated_attention_pytorch.ops import attend
 from dilated_attention_pytorch.patterns import DilatedPattern, Pattern
 
-from .parts import NotReplaceable, check_parts, parts_of
+from .parts import NotReplaceable, as_leaf, check_parts, parts_of
 
 _PARTS = ("qkv", "q_norm", "k_norm", "attn_drop", "norm", "proj", "proj_drop")
 _ARGUMENTS = ("attn_mask", "attn_bias", "is_causal")
@@ -121,6 +121,8 @@ class QkvReplacement(nn.Module):
             NotImplementedError: another mask, or a bias.
             ValueError: wrong dimensions.
         """
+        if isinstance(x, fx.Proxy):
+            return as_leaf(self, x, (attn_mask, is_causal), {"attn_bias": attn_bias})
         if x.dim() != 3 or x.shape[-1] != self.qkv.in_features:
             raise ValueError(f"x must be [batch, sequence, {self.qkv.in_features}], got shape {tuple(x.shape)}")
         if attn_bias is not None:
@@ -143,6 +145,7 @@ class QkvReplacement(nn.Module):
             scale=self.scale,
             key_padding_mask=padding,
             dropout_p=self.dropout if self.training else 0.0,
+            heads_first=False,
             impl=self.impl,
         )
         return self.proj_drop(self.proj(self.norm(heads.flatten(2))))

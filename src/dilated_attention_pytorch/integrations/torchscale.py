@@ -281,6 +281,7 @@ class AdoptedDilatedAttention(nn.Module):
             query_offset=query_offset,
             dropout_p=dropout_p,
             cu_seqlens=None if boundaries is None else torch.tensor(boundaries, dtype=torch.int32),
+            heads_first=False,
         )
 
     def _extended(self, q: Tensor, k: Tensor, v: Tensor, state: dict[str, Tensor]) -> Tensor:

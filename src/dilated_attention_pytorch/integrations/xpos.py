@@ -130,6 +130,7 @@ def attend_with_xpos(
         is_causal=is_causal,
         dropout_p=dropout_p,
         cu_seqlens=None if boundaries is None else torch.tensor(ends, dtype=torch.int32),
+        heads_first=False,
     )
 
 
@@ -165,6 +166,7 @@ def _causal_rows(
                 query_offset=first,
                 key_offset=seen,
                 dropout_p=dropout_p,
+                heads_first=False,
             )
         )
     return torch.cat(outs, dim=1)

@@ -7,9 +7,12 @@ import hashlib
 import os
 import platform
 import shutil
+import signal
+import stat
 import subprocess
 import sys
 import tempfile
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -22,24 +25,38 @@ from dilated_attention_pytorch.tracing import constant_of_graph
 
 SOURCES = Path(__file__).parents[1] / "csrc"
 NO_BUILD = "DILATED_ATTENTION_NO_BUILD"
-_LIBRARY, _FAILURE, _LOCK = "kernels.so", "failure.txt", "lock"
+_LIBRARY, _DIGEST, _LOCK = "kernels.so", "kernels.blake2b", "lock"
 _ARCHITECTURES = {
     "AVX512": ("-march=native", "-DCPU_CAPABILITY=AVX512", "-DCPU_CAPABILITY_AVX512"),
     "AVX2": ("-march=x86-64-v3", "-DCPU_CAPABILITY=AVX2", "-DCPU_CAPABILITY_AVX2"),
 }
 _SHOWN = 12
 """Number of last lines of the compiler's output to show."""
+_SECONDS = 900.0
+"""Time limit of the compiler, which takes half a minute, and a little less than that of waiting for another process."""
+_PASSING = (
+    "no space left on device",
+    "disk quota exceeded",
+    "cannot allocate memory",
+    "virtual memory exhausted",
+    "out of memory",
+    "killed",
+)
+"""What compilers say of a failure that may not happen again."""
 
 
 class BuildError(RuntimeError):
-    """The kernels cannot be compiled here; the message gives the reason and what to do."""
+    """The kernels cannot be compiled or loaded here; the message gives the reason and what to do."""
+
+
+class NotMeantError(BuildError):
+    """There are to be no kernels here: the processor has none, or compilation is disabled."""
 
 
 @dataclass(frozen=True, slots=True)
 class Build:
     """A compilation: its inputs, and the location of the result."""
 
-    compiler: str
     arguments: tuple[str, ...]
     folder: Path
 
@@ -49,32 +66,34 @@ class Build:
         return self.folder / _LIBRARY
 
     @property
-    def failure(self) -> Path:
-        """File with the compiler's output after a failure; compilation is then not repeated automatically."""
-        return self.folder / _FAILURE
+    def digest(self) -> Path:
+        """File with the digest of the library."""
+        return self.folder / _DIGEST
+
+    def failure(self, compiler: Path) -> Path:
+        """File with the output of a compiler that failed; that compiler is then not called again automatically."""
+        status = compiler.stat()
+        identity = f"{compiler}\0{status.st_size}\0{status.st_mtime_ns}".encode()
+        return self.folder / f"failure-{hashlib.blake2b(identity, digest_size=6).hexdigest()}.txt"
 
 
 def build_of_this_machine() -> Build:
-    """The compilation for this machine.
+    """The compilation for this machine. No compiler is needed until there is something to compile.
 
     Raises:
-        BuildError: unsupported processor or system, no compiler found, or no home folder.
+        BuildError: unsupported processor or system, or no home folder.
     """
     machine = platform.machine()
     if machine not in ("x86_64", "AMD64") or sys.platform != "linux":
-        raise BuildError(
+        raise NotMeantError(
             f"the native kernels are for x86-64 processors under Linux, this is {machine} ({sys.platform})"
         )
     capability = torch.backends.cpu.get_cpu_capability()
     if capability not in _ARCHITECTURES:
-        raise BuildError(
+        raise NotMeantError(
             f"the native kernels need AVX2 or AVX-512, and PyTorch computes with {capability!r} here "
             "(ATEN_CPU_CAPABILITY can be the reason)"
         )
-    name = os.environ.get("CXX") or "c++"
-    compiler = shutil.which(name)
-    if compiler is None:
-        raise BuildError(f"no C++ compiler: {name!r} is not found; install g++ 11 or newer, or name one in CXX")
     try:
         kept = cache_folder()
     except RuntimeError as error:  # Path.home() without a home folder
@@ -93,46 +112,51 @@ def build_of_this_machine() -> Build:
         "-lc10",
     )
     identity = hashlib.blake2b(digest_size=12)
-    for part in (torch.__version__, compiler, _version(compiler), _processor(), *arguments):
+    for part in (torch.__version__, _processor(), *arguments):
         identity.update(part.encode() + b"\0")
     for source in sorted(SOURCES.iterdir()):
         identity.update(source.name.encode() + source.read_bytes() + b"\0")
-    return Build(compiler, arguments, kept / f"native-{identity.hexdigest()}")
+    return Build(arguments, kept / f"native-{identity.hexdigest()}")
 
 
-def compile_kernels(build: Build) -> None:
-    """Compile the kernels into the cache folder, even after an earlier failure; concurrent processes wait.
+def compile_kernels(build: Build) -> bool:
+    """Compile the kernels into the cache folder unless they are there, even after an earlier failure.
+
+    Concurrent processes wait. Returns whether they were compiled.
 
     Raises:
-        BuildError: the folder cannot be written, or the compiler fails.
+        BuildError: the folder cannot be used, or the compiler is missing or fails.
     """
-    with _locked(build.folder):
-        if build.library.exists():
-            return
-        _compile(build)
+    with _in_words(build.folder), _locked(build.folder):
+        if _is_whole(build):
+            return False
+        _compile(build, find_compiler())
+        return True
 
 
 def library_path() -> Path:
-    """Path of this machine's compiled kernels; compiles them if missing, and prints a line about it.
+    """Path of this machine's compiled kernels; compiles them if missing or damaged, and prints a line about it.
 
     Raises:
-        BuildError: compilation is not possible, failed before, or is disabled (``DILATED_ATTENTION_NO_BUILD``).
+        BuildError: compilation is not possible, failed before, or is disabled (``DILATED_ATTENTION_NO_BUILD``); or the
+            library belongs to somebody else, or others can write it.
     """
     build = build_of_this_machine()
-    if build.library.exists():
-        return build.library
-    _refuse_to_build(build)
-    with _locked(build.folder):
-        # Another process may have compiled them in the meantime.
-        if not build.library.exists():
-            _refuse_to_build(build)
-            print(
-                "dilated-attention-pytorch: compiling its CPU kernels for this machine, once, in about half a minute "
-                f"({NO_BUILD}=1 does without them)",
-                file=sys.stderr,
-                flush=True,
-            )
-            _compile(build)
+    with _in_words(build.folder):
+        if _is_whole(build):
+            return build.library
+        _compiler_to_ask(build)
+        with _locked(build.folder):
+            # Another process may have compiled them in the meantime.
+            if not _is_whole(build):
+                compiler = _compiler_to_ask(build)
+                print(
+                    "dilated-attention-pytorch: compiling its CPU kernels for this machine, once, in about half a "
+                    f"minute ({NO_BUILD}=1 does without them)",
+                    file=sys.stderr,
+                    flush=True,
+                )
+                _compile(build, compiler)
     return build.library
 
 
@@ -141,8 +165,9 @@ def refusal() -> str | None:
     """Why there are no kernels here, as far as known without compiling; None if there may be."""
     try:
         build = build_of_this_machine()
-        if not build.library.exists():
-            _refuse_to_build(build)
+        with _in_words(build.folder):
+            if not _is_whole(build):
+                _compiler_to_ask(build)
     except BuildError as error:
         return str(error)
     return None
@@ -160,13 +185,25 @@ def refusal_to_load() -> str | None:
 
 @constant_of_graph
 def can_load() -> bool:
-    """Whether the kernels can be compiled and loaded; the first call of a process does both."""
+    """Whether the kernels can be compiled and loaded; the first call of a process does both.
+
+    If something is wrong, it prints a line about it.
+    """
     return _is_loaded()
 
 
 @functools.cache
 def _is_loaded() -> bool:
-    return refusal_to_load() is None
+    try:
+        load()
+    except NotMeantError:
+        return False
+    except BuildError as error:
+        reason, *more = str(error).splitlines()
+        reason += " (`dilated-attention build` tries again and shows all of it)" if more else ""
+        print(f"dilated-attention-pytorch: computing without its CPU kernels: {reason}", file=sys.stderr, flush=True)
+        return False
+    return True
 
 
 @constant_of_graph
@@ -195,13 +232,77 @@ def _write_nothing(*operands: object) -> None:
     """Fake implementation of the kernels, which return nothing."""
 
 
-def _refuse_to_build(build: Build) -> None:
-    if os.environ.get(NO_BUILD, "0") not in ("", "0"):
+@contextmanager
+def _in_words(folder: Path) -> Iterator[None]:
+    """Turn errors of the file system into a :class:`BuildError`."""
+    try:
+        yield
+    except OSError as error:
         raise BuildError(
+            f"the native kernels are kept in {folder}, which cannot be used ({error}); let XDG_CACHE_HOME name a "
+            "folder that can"
+        ) from error
+
+
+def _is_whole(build: Build) -> bool:
+    """Whether the library is there, as it was compiled.
+
+    Raises:
+        BuildError: it may be somebody else's.
+        OSError: the folder may not be searched.
+    """
+    for path in (build.folder, build.library):
+        try:
+            status = path.stat()
+        except FileNotFoundError:
+            return False
+        what = None
+        if status.st_uid not in (os.geteuid(), 0):
+            what = f"belongs to user {status.st_uid}, and this process runs as user {os.geteuid()}"
+        elif status.st_mode & 0o022:
+            what = f"can be written by others (mode {stat.S_IMODE(status.st_mode):o})"
+        if what is not None:
+            raise BuildError(f"{path} {what}: compiled kernels are not loaded from there; delete {build.folder}")
+    if not stat.S_ISREG(status.st_mode):
+        raise BuildError(f"{build.library} is no file: delete {build.folder}, and the kernels are compiled anew")
+    try:
+        return build.digest.read_text() == _digest(build.library)
+    except (FileNotFoundError, UnicodeDecodeError):
+        return False
+
+
+def _digest(library: Path) -> str:
+    return hashlib.blake2b(library.read_bytes()).hexdigest()
+
+
+def find_compiler() -> Path:
+    """The C++ compiler.
+
+    Raises:
+        BuildError: it is not found.
+    """
+    name = os.environ.get("CXX") or "c++"
+    compiler = shutil.which(name)
+    if compiler is None:
+        raise BuildError(f"no C++ compiler: {name!r} is not found; install g++ 11 or newer, or name one in CXX")
+    return Path(compiler)
+
+
+def _compiler_to_ask(build: Build) -> Path:
+    """The compiler, unless it is not to be called without being asked for by name."""
+    if os.environ.get(NO_BUILD, "0") not in ("", "0"):
+        if build.library.exists():
+            raise BuildError(
+                f"{build.library} is damaged (its digest differs), and {NO_BUILD} is set: run `dilated-attention build`"
+            )
+        raise NotMeantError(
             f"the native kernels are not compiled yet, and {NO_BUILD} is set: run `dilated-attention build`"
         )
-    if build.failure.exists():
-        raise BuildError(f"{build.failure.read_text()}\n`dilated-attention build` tries again")
+    compiler = find_compiler()
+    failure = build.failure(compiler)
+    if failure.exists():
+        raise BuildError(f"{failure.read_text(errors='replace')}\n`dilated-attention build` tries again")
+    return compiler
 
 
 @contextmanager
@@ -209,56 +310,103 @@ def _locked(folder: Path) -> Iterator[None]:
     """Mutual exclusion between processes of this machine; the lock is released when its holder ends."""
     import fcntl  # Unix only, as is compilation
 
+    folder.mkdir(mode=0o755, parents=True, exist_ok=True)
+    # Without waiting for the other end of a pipe.
+    lock = os.open(folder / _LOCK, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NONBLOCK, 0o644)
     try:
-        folder.mkdir(parents=True, exist_ok=True)
-        lock = (folder / _LOCK).open("a")
-    except OSError as error:
-        raise BuildError(
-            f"the native kernels are kept in {folder}, which cannot be written ({error.strerror}); let XDG_CACHE_HOME "
-            "name a folder that can"
-        ) from error
-    with lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)
+        end = time.monotonic() + 1.1 * _SECONDS
+        while True:
+            try:
+                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                break
+            except BlockingIOError:
+                if time.monotonic() > end:
+                    raise BuildError(
+                        f"another process has been compiling the native kernels for {1.1 * _SECONDS:.0f} s; end the "
+                        f"one that holds {folder / _LOCK}"
+                    ) from None
+                time.sleep(0.05)
         yield
+    finally:
+        os.close(lock)
 
 
-def _compile(build: Build) -> None:
+def _compile(build: Build, compiler: Path) -> None:
     """Compile every source in its own process; the library is renamed into place when complete."""
+    failure = build.failure(compiler)
     with tempfile.TemporaryDirectory(dir=build.folder) as scratch:
         sources = sorted(SOURCES.glob("*.cpp"))
         objects = [Path(scratch) / f"{source.stem}.o" for source in sources]
         flags = [argument for argument in build.arguments if not argument.startswith(("-l", "-L", "-shared"))]
         commands = [
-            [build.compiler, *flags, "-c", str(source), "-o", str(target)]
+            [str(compiler), *flags, "-c", str(source), "-o", str(target)]
             for source, target in zip(sources, objects, strict=True)
         ]
-        library = Path(scratch) / _LIBRARY
-        _run(build, commands)
-        _run(build, [[build.compiler, *map(str, objects), *build.arguments, "-o", str(library)]])
+        library, digest = Path(scratch) / _LIBRARY, Path(scratch) / _DIGEST
+        _run(commands, failure)
+        _run([[str(compiler), *map(str, objects), *build.arguments, "-o", str(library)]], failure)
+        library.chmod(0o755)
+        digest.write_text(_digest(library))
+        # A power failure must not leave a file under the final name that is only partly on the disk.
+        for path in (library, digest):
+            _synchronise(path)
         library.replace(build.library)
-    build.failure.unlink(missing_ok=True)
+        digest.replace(build.digest)
+        _synchronise(build.folder)
+    failure.unlink(missing_ok=True)
 
 
-def _run(build: Build, commands: list[list[str]]) -> None:
-    processes = [
-        subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, errors="replace")
-        for command in commands
-    ]
-    said = [process.communicate()[0] for process in processes]
+def _synchronise(path: Path) -> None:
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def _run(commands: list[list[str]], failure: Path) -> None:
+    """Run the commands at the same time.
+
+    Raises:
+        BuildError: one fails, or they take too long; the reason is kept in ``failure`` unless it may pass.
+    """
+    environment = os.environ | {"LC_ALL": "C"}  # the language of _PASSING
+    processes: list[subprocess.Popen[str]] = []
+    end = time.monotonic() + _SECONDS
+    try:
+        for command in commands:
+            process = subprocess.Popen(
+                command,
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.STDOUT,
+                text=True,
+                errors="replace",
+                env=environment,
+                start_new_session=True,
+            )
+            processes.append(process)
+        said = [process.communicate(timeout=max(0.0, end - time.monotonic()))[0] for process in processes]
+    except subprocess.TimeoutExpired as error:
+        words = f"{commands[0][0]} did not compile the native kernels within {_SECONDS:.0f} s"
+        failure.write_text(words)
+        raise BuildError(words) from error
+    except OSError as error:
+        raise BuildError(f"the C++ compiler {commands[0][0]} does not run: {error.strerror}") from error
+    finally:
+        for process in processes:
+            if process.poll() is None:
+                os.killpg(process.pid, signal.SIGKILL)  # with the programs that it started
+                process.communicate()
     for process, text in zip(processes, said, strict=True):
         if process.returncode:
-            lines = [line for line in text.splitlines() if line.strip()][-_SHOWN:]
-            words = f"{build.compiler} could not compile the native kernels (status {process.returncode})"
-            words = "\n    ".join([words, *lines])
-            build.failure.write_text(words)
+            lines = [line for line in text.splitlines() if line.strip()]
+            first = next((line.strip() for line in lines if "error" in line), lines[0] if lines else "no output")
+            words = f"{commands[0][0]} could not compile the native kernels (status {process.returncode}): {first}"
+            words = "\n    ".join([words, *lines[-_SHOWN:]])
+            if process.returncode > 0 and not any(cause in text.lower() for cause in _PASSING):
+                failure.write_text(words)
             raise BuildError(words)
-
-
-def _version(compiler: str) -> str:
-    try:
-        return subprocess.run([compiler, "--version"], capture_output=True, text=True, check=True).stdout
-    except (OSError, subprocess.CalledProcessError) as error:
-        raise BuildError(f"the C++ compiler {compiler} does not run: {error}") from error
 
 
 def _processor() -> str:

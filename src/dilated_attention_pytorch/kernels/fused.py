@@ -8,9 +8,6 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-MASKED = -1e30
-"""Bias of a masked key. Finite, so that a row of masked keys has a finite lse far below that of any real row."""
-
 
 def is_fused(query: Tensor, *, has_bias: bool) -> bool:
     """Whether a fused PyTorch kernel supports these operands; matrix products support all."""
@@ -28,12 +25,19 @@ def is_fused(query: Tensor, *, has_bias: bool) -> bool:
 def forward(
     query: Tensor, key: Tensor, value: Tensor, bias: Tensor | None, *, is_causal: bool, scale: float
 ) -> tuple[Tensor, Tensor]:
-    """Output and log-sum-exp of one partial; ``bias`` (CPU only, accumulation dtype) is added to the scores."""
+    """Output and log-sum-exp of one partial.
+
+    ``bias`` (CPU only, accumulation dtype) is 0, or -inf where a key is hidden. Under ``is_causal`` all query rows have
+    the same.
+    """
     if query.device.type == "cpu":
         q, k, v = (_computable_on_cpu(tensor) for tensor in (query, key, value))
         out, lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
             q, k, v, 0.0, is_causal, attn_mask=bias, scale=scale
         )
+        if bias is not None and bool((lse == 0.0).any()):
+            # The kernel's log-sum-exp of a row that sees no key.
+            lse.masked_fill_(_largest_bias(bias, is_causal=is_causal) == float("-inf"), float("-inf"))
         return out, lse
     if query.dtype == torch.float32:
         out, lse, _, _ = torch.ops.aten._scaled_dot_product_efficient_attention(
@@ -103,6 +107,15 @@ def backward(
         scale=scale,
     )
     return grads[0], grads[1], grads[2]
+
+
+def _largest_bias(bias: Tensor, *, is_causal: bool) -> Tensor:
+    """Largest bias of the keys of every query row, ``[problems, problems, N]``."""
+    if not is_causal:
+        return bias.amax(-1)
+    num_queries, num_keys = bias.shape[2:]
+    last = torch.arange(num_queries).clamp_(max=num_keys - 1)
+    return bias[:, :, 0].cummax(-1).values[..., last]
 
 
 def _computable_on_cpu(tensor: Tensor) -> Tensor:

@@ -60,7 +60,7 @@ class Operands(NamedTuple):
     ratio: int
     """Query heads per key/value head."""
     scale: float
-    """Scale of the scores, not negative."""
+    """Scale of the scores, positive."""
     first_sequence: int = 0
     """Index in the whole batch of the tensors' first sequence."""
     is_remote: bool = False

@@ -75,7 +75,7 @@ def forward(
     scale: float,
     is_pair: bool,
 ) -> Result:
-    """Output and finite log-sum-exp of one partial; arguments as in :func:`.products.forward`."""
+    """Output and log-sum-exp of one partial; arguments as in :func:`.products.forward`."""
     kernel = _for_rows(kernel, query, key)
     if kernel == "products":
         return products.forward(
@@ -144,7 +144,7 @@ def _triton_forward(query: Tensor, key: Tensor, value: Tensor, bias: Tensor | No
         for some, hidden in _problems(bias, query.shape[1])
     ]
     out, lse = (torch.cat(part, dim=2).transpose(1, 2) for part in zip(*parts, strict=True))
-    return Result(out, lse.clamp(min=fused.MASKED))
+    return Result(out, lse)
 
 
 def _triton_backward(

@@ -15,8 +15,6 @@ from torch import Tensor
 
 from dilated_attention_pytorch.precision import accumulation_dtype
 
-from .fused import MASKED
-
 
 class ScoreBlock(NamedTuple):
     """A block of problems and query rows of views ``[problems, problems, rows(, D)]``."""
@@ -64,7 +62,7 @@ class Result(NamedTuple):
 
     out: Tensor
     lse: Tensor
-    """Finite; about :data:`MASKED` for rows of masked keys."""
+    """-inf for rows that see no key."""
     rest: Tensor | None = None
     """If set, ``lse + rest`` is the log-sum-exp in base 2: the largest score, and the logarithm of the sum of
     powers of the differences from it. A single number would lose the second part next to a large score."""
@@ -85,7 +83,8 @@ def forward(
 
     Args:
         query: ``[problems, problems, N, D]``; key, value: ``[problems, problems, M, D]``, any strides.
-        bias: added to the scores, ``[problems, problems, N, M]``, any strides, in the accumulation dtype.
+        bias: added to the scores (-inf hides a key), ``[problems, problems, N, M]``, any strides, in the accumulation
+            dtype.
         keep_factors: dropout factors of the probabilities.
         is_causal: query i attends to the first i + 1 keys.
         scale: scale of the scores.
@@ -100,13 +99,9 @@ def forward(
     for block in _score_blocks(query, key.shape[2], is_dropped=keep_factors is not None):
         scores = _scores(query, key, bias, block, is_causal=is_causal, scale=scale)
         largest = scores.amax(dim=-1, keepdim=True)
-        if bias is not None:
-            # In a row whose keys all have a bias of -inf there is no maximum.
-            largest.clamp_(min=MASKED)
-        total = scores.sub_(largest).exp2_().sum(dim=-1, keepdim=True)
-        if bias is not None:
-            # Such a row has output 0 and, like a row of masked keys, a finite log-sum-exp.
-            total.clamp_(min=torch.finfo(dtype).tiny)
+        # A row that sees no key has the maximum -inf and a total of 0.
+        safe = largest.masked_fill(largest == float("-inf"), 0.0)
+        total = scores.sub_(safe).exp2_().sum(dim=-1, keepdim=True).clamp_(min=torch.finfo(dtype).tiny)
         if rest is None:
             block.of_queries(lse).copy_((total.log2() + largest).squeeze(-1) / LOG2_E)
         else:

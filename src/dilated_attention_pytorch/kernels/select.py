@@ -4,10 +4,14 @@ from __future__ import annotations
 
 import importlib.util
 import os
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Literal, get_args
 
 import torch
+from torch import Tensor
 
+from dilated_attention_pytorch.patterns import Pattern
 from dilated_attention_pytorch.tracing import constant_of_graph
 
 from . import compilation, cudnn
@@ -30,6 +34,47 @@ GLUON_VERSION = (3, 6)
 
 MAX_HEAD_DIM = 256
 """Largest head dimension that fits into the Triton kernels' registers and the native kernels' caches."""
+
+_default: Impl = "auto"
+"""What ``impl="auto"`` stands for, see :func:`implementation`."""
+_TRITON_COMPUTES: set[tuple[object, ...]] = set()
+"""Arguments for which :func:`select` answered "triton", constant per process. Other answers may change with a build."""
+
+
+@contextmanager
+def implementation(impl: Impl) -> Iterator[None]:
+    """Within the context, ``impl="auto"`` is ``impl`` in every call of this package, in all threads of the process.
+
+    It applies to :func:`~dilated_attention_pytorch.attend`, to blocks chosen by content, and to what calls them:
+    modules, models, caches and sharded calls. A call that names an implementation keeps it. A call that ``impl`` does
+    not support raises, as if it named ``impl``. ``"auto"`` restores the automatic choice within another context.
+
+    The implementation is chosen in the forward pass, and its backward pass follows that choice outside the context as
+    well. What activation checkpointing recomputes is a new forward pass: run backward within the context too.
+    ``torch.compile`` compiles anew where the choice changed; a graph of ``torch.export`` or of CUDA keeps the choice
+    under which it was captured. Like :func:`torch.nn.attention.sdpa_kernel`, it sets a state of the process: contexts
+    of different threads must not overlap.
+
+    Raises:
+        ValueError: ``impl`` is not a known name.
+
+    >>> from dilated_attention_pytorch.ops import implementation
+    >>> q = torch.randn(1, 100, 4, 8)
+    >>> with implementation("aten"):
+    ...     out = attend(q, q, q, DilatedPattern([16, 64], [1, 4]))
+    """
+    global _default
+    _check_name(impl)
+    before, _default = _default, impl
+    try:
+        yield
+    finally:
+        _default = before
+
+
+def default_of(impl: Impl) -> Impl:
+    """``impl``, and for ``"auto"`` what it stands for in this context."""
+    return _default if impl == "auto" else impl
 
 
 def is_interpreted() -> bool:
@@ -60,7 +105,7 @@ def refusal(
     if impl == "native":
         mismatch = _native_mismatch(device, dtype, head_dim)
         return compilation.refusal() if mismatch is None and not compilation.was_loaded() else mismatch
-    if device.type not in ("cpu", "cuda"):
+    if device.type not in ("cpu", "cuda", "meta"):  # meta tensors have shapes alone
         return (
             f"PyTorch's kernels that return the log-sum-exp exist for cpu and cuda devices, not for {device.type!r}; "
             'impl="reference" runs on any device, in memory that grows with N * M'
@@ -192,7 +237,7 @@ def _cudnn_version() -> int:
     return torch.backends.cudnn.version() or 0
 
 
-def _automatic(device: torch.device, dtype: torch.dtype, head_dim: int, *, is_segmented: bool) -> str:
+def _automatic(device: torch.device, dtype: torch.dtype, head_dim: int, *, is_segmented: bool) -> Impl:
     # On AMD GPUs the kernels were compiled but never run: there they are selected by name only.
     is_nvidia = device.type == "cuda" and torch.version.hip is None
     if is_nvidia and refusal("triton", device, dtype, head_dim, is_segmented=is_segmented) is None:
@@ -202,26 +247,62 @@ def _automatic(device: torch.device, dtype: torch.dtype, head_dim: int, *, is_se
     return "aten"
 
 
-def select(impl: str, device: torch.device, dtype: torch.dtype, head_dim: int, *, is_segmented: bool = False) -> str:
+def _check_name(impl: str) -> None:
+    if impl not in IMPLS:
+        raise ValueError(f"impl must be one of {', '.join(map(repr, IMPLS))}, got {impl!r}")
+
+
+def select(impl: Impl, device: torch.device, dtype: torch.dtype, head_dim: int, *, is_segmented: bool = False) -> str:
     """The name of the implementation for a call.
 
-    ``"auto"`` is ``"triton"`` on an NVIDIA GPU and ``"native"`` on a CPU where these can run, else
-    ``"aten"``. The first call on such a CPU compiles the native kernels if necessary. ``"cudnn"`` is
-    selected by name only, as it has not been timed on a GPU yet.
+    ``"auto"`` is what :func:`implementation` says. Without it, it is ``"triton"`` on an NVIDIA GPU and ``"native"`` on
+    a CPU where these can run, else ``"aten"``. The first call on such a CPU compiles the native kernels if necessary.
+    ``"cudnn"`` is selected by name only, as it has not been timed on a GPU yet.
 
     Raises:
         ValueError: ``impl`` is not a known name.
         NotImplementedError: the named implementation (with ``"auto"``, every one that is not dense) does not support
             the call.
     """
-    if impl not in IMPLS:
-        raise ValueError(f"impl must be one of {', '.join(map(repr, IMPLS))}, got {impl!r}")
-    chosen = impl
-    if impl == "auto":
+    _check_name(impl)
+    asked = default_of(impl)
+    chosen = asked
+    if asked == "auto":
         chosen = _automatic(device, dtype, head_dim, is_segmented=is_segmented)
     reason = refusal(chosen, device, dtype, head_dim, is_segmented=is_segmented)
     if reason is None and chosen == "native":
         reason = compilation.refusal_to_load()
     if reason is not None:
-        raise NotImplementedError(f"impl={impl!r} cannot compute this call: {reason}")
+        raise NotImplementedError(f"impl={asked!r} cannot compute this call: {reason}")
+    return chosen
+
+
+@constant_of_graph
+def _is_for_onnx() -> bool:
+    return torch.onnx.is_in_onnx_export()
+
+
+def implementation_of(impl: Impl, query: Tensor, pattern: Pattern) -> str:
+    """The name of the implementation that computes a call, cached where the answer is constant.
+
+    Raises:
+        ValueError, NotImplementedError: as :func:`select`.
+    """
+    device, dtype, head_dim = query.device, query.dtype, query.shape[3]
+    is_segmented = any(group.boundaries is not None for group in pattern.groups)
+    if torch.compiler.is_compiling():
+        chosen = select(impl, device, dtype, head_dim, is_segmented=is_segmented)
+        if chosen != "reference" and torch.compiler.is_exporting() and _is_for_onnx():
+            raise NotImplementedError(
+                "ONNX has no operator for attention under a pattern: export the dense one, in memory that grows with "
+                'N * M, by impl="reference" or within dilated_attention_pytorch.ops.implementation("reference"); '
+                "torch.export.save keeps the operator"
+            )
+        return chosen
+    asked = (default_of(impl), device, dtype, head_dim, is_segmented, is_interpreted())
+    if asked in _TRITON_COMPUTES:
+        return "triton"
+    chosen = select(impl, device, dtype, head_dim, is_segmented=is_segmented)
+    if chosen == "triton":
+        _TRITON_COMPUTES.add(asked)
     return chosen

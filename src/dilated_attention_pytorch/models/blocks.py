@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from typing import NamedTuple, Protocol
 
 import torch
@@ -94,6 +95,21 @@ class FeedForward(nn.Module):
         return self.out_proj(self.inner_layernorm(inner))
 
 
+class BlockAttention(MultiheadPatternAttention):
+    """The projections of a block's attention around an attention callable that the model passes."""
+
+    def forward(  # type: ignore[override]
+        self, x: Tensor, states: Tensor, attend: Callable[[Tensor, Tensor, Tensor, float], Tensor]
+    ) -> Tensor:
+        """``[B, N, E]`` of queries from ``x [B, N, E]``, keys and values from ``states [B, M, kdim]``.
+
+        ``attend`` maps query ``[B, N, H, D]``, key and value ``[B, M, G, D]`` and a dropout probability to
+        ``[B, N, H, D]``.
+        """
+        query, key, value = self._project_in(x, states, states)
+        return self._project_out(attend(query, key, value, self.attention.dropout if self.training else 0.0))
+
+
 class Block(nn.Module):
     """``x + attention(norm(x))``, then ``x + feed_forward(norm(x))``.
 
@@ -112,7 +128,7 @@ class Block(nn.Module):
         super().__init__()
         self.layer = layer
         self.attention_layernorm = nn.LayerNorm(config.embed_dim, eps=config.layernorm_eps, device=device, dtype=dtype)
-        self.attention = MultiheadPatternAttention(
+        self.attention = BlockAttention(
             config.embed_dim,
             config.num_heads,
             config.pattern(layer),
@@ -131,6 +147,11 @@ class Block(nn.Module):
         self.feed_forward = FeedForward(config, gain=gain, device=device, dtype=dtype)
         self.dropout = nn.Dropout(config.dropout)
 
+    def reset_parameters(self) -> None:
+        """Draw every parameter anew."""
+        for part in (self.attention_layernorm, self.attention, self.feed_forward_layernorm, self.feed_forward):
+            part.reset_parameters()
+
     def forward(self, x: Tensor, turn: Rotary, attend: LayerAttention, keys: LayerKeys | None = None) -> Tensor:
         """``[B, N, E]`` to ``[B, N, E]``; ``turn`` is the rotary embedding, ``attend`` the attention callable.
 
@@ -142,13 +163,14 @@ class Block(nn.Module):
         self, x: Tensor, turn: Rotary, attend: LayerAttention, keys: LayerKeys | None = None
     ) -> Tensor:
         """The attention half of the block."""
+
+        def attend_heads(query: Tensor, key: Tensor, value: Tensor, dropout_p: float) -> Tensor:
+            if keys is not None:
+                key = keys(self.layer, key)
+            return attend(self.layer, rotate(query, turn), rotate(key, turn), value, dropout_p)
+
         normed = self.attention_layernorm(x)
-        query, key, value = self.attention.project_in(normed, normed, normed)
-        if keys is not None:
-            key = keys(self.layer, key)
-        dropout_p = self.attention.attention.dropout if self.training else 0.0
-        heads = attend(self.layer, rotate(query, turn), rotate(key, turn), value, dropout_p)
-        return x + self.dropout(self.attention.project_out(heads))
+        return x + self.dropout(self.attention(normed, normed, attend_heads))
 
     def feed(self, x: Tensor) -> Tensor:
         """The feed-forward half of the block."""

@@ -69,8 +69,13 @@ class LongNetCache:
     ([1000], [[16, 16, 16, 16]])
     """
 
+    # Without __dict__: exporters that copy the attributes of objects refuse a cache instead of changing parts of it.
+    __slots__ = ("_last_keys", "_num_columns", "_row_groups", "num_kv_heads", "patterns", "share")
+
     is_compileable = False
     """Read by transformers: shapes change between steps."""
+    is_croppable = False
+    """Read by transformers: dropped rows cannot be restored."""
 
     def __init__(self, config: LongNetConfig, *, share: CacheShare | None = None) -> None:
         assert config.num_kv_heads is not None
@@ -123,18 +128,46 @@ class LongNetCache:
         ]
         return sum(tensor.numel() * tensor.element_size() for tensor in (*stored, *self._last_keys.values()))
 
-    def reorder(self, indices: Tensor) -> None:
-        """Reorder the batch for beam search: row b becomes the former row ``indices[b]``; rows may repeat or drop out.
+    def reset(self) -> None:
+        """Forget all tokens."""
+        self._begin(self.patterns, self.num_kv_heads, self.share)
+
+    def crop(self, tokens_to_remove: int) -> None:
+        """Remove the last tokens, as transformers does after rejected candidates; only 0 is possible.
+
+        Raises:
+            NotImplementedError: ``tokens_to_remove`` is not 0.
+        """
+        refuse_removal(type(self).__name__, tokens_to_remove)
+
+    def activate_past_recording(self) -> None:
+        """Called by transformers before it rolls back tokens, as assisted generation and prompt lookup do.
+
+        Raises:
+            NotImplementedError: always.
+        """
+        refuse_removal(type(self).__name__, 1)
+
+    def batch_repeat_interleave(self, repeats: int) -> None:
+        """Repeat every row of the batch ``repeats`` times in a row."""
+        self.reorder_cache(torch.arange(self.batch_size).repeat_interleave(repeats))
+
+    def batch_select_indices(self, indices: Tensor) -> None:
+        """Keep the rows ``indices`` of the batch; see :meth:`reorder_cache`."""
+        self.reorder_cache(indices)
+
+    def reorder_cache(self, beam_idx: Tensor) -> None:
+        """Reorder the batch for beam search: row b becomes the former row ``beam_idx[b]``; rows may repeat or drop out.
 
         Args:
-            indices: integer ``[new batch size]``.
+            beam_idx: integer ``[new batch size]``.
 
         Raises:
             ValueError: an index is out of range.
         """
-        wanted = indices.tolist()
+        wanted = beam_idx.tolist()
         if any(not 0 <= old < self.batch_size for old in wanted):
-            raise ValueError(f"indices must be rows of the batch, 0 to {self.batch_size - 1}, got {wanted}")
+            raise ValueError(f"beam_idx must be rows of the batch, 0 to {self.batch_size - 1}, got {wanted}")
         row_groups = []
         for row_group in self._row_groups:
             index_of = {row: index for index, row in enumerate(row_group.rows)}
@@ -143,7 +176,7 @@ class LongNetCache:
                 row_groups.append(row_group.select([index_of[wanted[new]] for new in rows], rows))
         self._row_groups = row_groups
         for layer, keys in self._last_keys.items():
-            self._last_keys[layer] = keys.index_select(0, indices.to(keys.device))
+            self._last_keys[layer] = keys.index_select(0, beam_idx.to(keys.device))
 
     def step(self, batch_size: int, num_columns: int, runs: Sequence[Run] | None, device: torch.device) -> CacheStep:
         """Start a model call with ``[batch_size, num_columns]`` more tokens, of which only those in ``runs`` are real.
@@ -159,7 +192,7 @@ class LongNetCache:
         if batch_size != self.batch_size:
             raise ValueError(
                 f"the cache holds a batch of {self.batch_size} sequences, got input_ids with {batch_size}; use a new "
-                "LongNetCache for another batch, or reorder() for other rows of this one"
+                "LongNetCache for another batch, or reorder_cache() for other rows of this one"
             )
         if runs is None:
             runs = [(0, num_columns)] * batch_size
@@ -229,6 +262,16 @@ class LongNetCache:
             for pattern in self.patterns
         }
         return _RowGroup(list(range(batch_size)), cache_indices)
+
+
+def refuse_removal(name: str, tokens: int) -> None:
+    """Raise ``NotImplementedError`` unless ``tokens`` is 0."""
+    if tokens:
+        raise NotImplementedError(
+            f"a {name} cannot roll back tokens, because dropped rows cannot be restored: assisted "
+            "generation, prompt lookup and contrastive search need a cache that keeps every row, such as a "
+            "transformers model's own"
+        )
 
 
 @dataclass(slots=True)
@@ -331,7 +374,14 @@ def _attend_slab(
         stored = _insert(stored, _picked(key, value, step), step, cache_index)
     else:
         within = attend_with_lse(
-            query, key, value, pattern, is_causal=True, query_offset=slab.offset, key_offset=slab.offset
+            query,
+            key,
+            value,
+            pattern,
+            is_causal=True,
+            query_offset=slab.offset,
+            key_offset=slab.offset,
+            heads_first=False,
         )
     if within is None or share is not None:
         dtype = torch.promote_types(query.dtype, torch.float32)

@@ -10,6 +10,8 @@ from dilated_attention_pytorch.ops.validation import check_order
 from dilated_attention_pytorch.patterns import DilatedPattern, Pattern, pattern_from_expression
 from dilated_attention_pytorch.patterns.dilated import OffsetRule
 
+_MOST_LAYERS = 4096
+_MOST_PARAMETERS = 2**48
 Activation = Literal["swiglu", "gelu"]
 
 
@@ -84,6 +86,8 @@ class LongNetConfig:
                 "num_heads must divide embed_dim into heads of even width, as rotary positions need: "
                 f"got embed_dim {self.embed_dim} and {self.num_heads} heads"
             )
+        if self.num_layers > _MOST_LAYERS:
+            raise ValueError(f"num_layers must be at most {_MOST_LAYERS:,}, got {self.num_layers}")
         if self.num_kv_heads is None:
             self.num_kv_heads = self.num_heads
         if self.num_heads % self.num_kv_heads:
@@ -115,6 +119,11 @@ class LongNetConfig:
             raise ValueError(f"layer_patterns must be a list of patterns, got the string {self.layer_patterns!r}")
         self.layer_patterns = tuple(self.layer_patterns)
         self._check_patterns()
+        if self.num_parameters > _MOST_PARAMETERS:
+            raise ValueError(
+                f"vocab_size, embed_dim, num_layers and ffn_dim make {self.num_parameters:,} parameters; "
+                f"at most {_MOST_PARAMETERS:,} are supported"
+            )
 
     def _check_patterns(self) -> None:
         """Check that each layer has exactly one pattern; patterns validate their own arguments."""

@@ -64,12 +64,24 @@ class LongNetEncoder(nn.Module):
         self.embedding = None
         if has_embedding:
             self.embedding = nn.Embedding(config.vocab_size, config.embed_dim, device=device, dtype=dtype)
-            nn.init.normal_(self.embedding.weight, std=1.0 / math.sqrt(config.embed_dim))
         self.dropout = nn.Dropout(config.dropout)
         self.blocks = nn.ModuleList(
             Block(config, layer, gain=gain, device=device, dtype=dtype) for layer in range(config.num_layers)
         )
         self.layernorm = nn.LayerNorm(config.embed_dim, eps=config.layernorm_eps, device=device, dtype=dtype)
+        self._reset_embedding()
+
+    def reset_parameters(self) -> None:
+        """Draw every parameter anew, as when the encoder was made."""
+        self._reset_embedding()
+        for block in self.blocks:
+            assert isinstance(block, Block)
+            block.reset_parameters()
+        self.layernorm.reset_parameters()
+
+    def _reset_embedding(self) -> None:
+        if self.embedding is not None:
+            nn.init.normal_(self.embedding.weight, std=1.0 / math.sqrt(self.config.embed_dim))
 
     def forward(
         self,
@@ -83,8 +95,8 @@ class LongNetEncoder(nn.Module):
 
         Args:
             input_ids: integer ``[B, N]``, or None with ``inputs_embeds``.
-            inputs_embeds: ``[B, N, E]`` instead of token embeddings, used as they are; token embeddings are
-                multiplied by ``sqrt(E)``.
+            inputs_embeds: ``[B, N, E]`` instead of token embeddings, used as they are, unlike those of
+                :class:`LongNetLM`; token embeddings are multiplied by ``sqrt(E)``.
             attention_mask: ``[B, N]``, 1 = real. The ones of a row must be contiguous: padding before, after, or both.
                 Positions count from a row's first real token, so a padded row gives the same result as it does alone.
             cu_seqlens: int32 ``[documents + 1]`` boundaries of packed documents, see :func:`attend`.
@@ -155,7 +167,7 @@ class LongNetEncoder(nn.Module):
         dropout_p: float,
     ) -> Tensor:
         attend_rows = functools.partial(
-            attend, pattern=self.patterns[layer], cu_seqlens=cu_seqlens, dropout_p=dropout_p
+            attend, pattern=self.patterns[layer], cu_seqlens=cu_seqlens, dropout_p=dropout_p, heads_first=False
         )
         if runs is None:
             return attend_rows(query, key, value)

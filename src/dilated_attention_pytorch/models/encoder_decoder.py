@@ -9,16 +9,15 @@ from collections.abc import Callable
 import torch
 from torch import Tensor, nn
 
-from dilated_attention_pytorch.nn import MultiheadPatternAttention
-from dilated_attention_pytorch.nn.product import Product
 from dilated_attention_pytorch.ops import attend
 from dilated_attention_pytorch.patterns import DilatedPattern, Pattern
 
-from .blocks import Block, LayerAttention, magneto_gains
+from .blocks import Block, BlockAttention, LayerAttention, magneto_gains
 from .config import LongNetConfig, check_config
 from .encoder import LongNetEncoder, check_ids, check_keys, runs_of, through
 from .padding import attend_runs, positions_of
 from .rotary import Rotary, rotary
+from .token_model import TokenModel
 
 ALL_TO_ALL = DilatedPattern([1 << 30], [1])
 """Dense attention: one segment longer than any sequence."""
@@ -45,7 +44,7 @@ class DecoderBlock(Block):
         self.cross_attention_layernorm = nn.LayerNorm(
             config.embed_dim, eps=config.layernorm_eps, device=device, dtype=dtype
         )
-        self.cross_attention = MultiheadPatternAttention(
+        self.cross_attention = BlockAttention(
             config.embed_dim,
             config.num_heads,
             pattern,
@@ -61,19 +60,22 @@ class DecoderBlock(Block):
             dtype=dtype,
         )
 
+    def reset_parameters(self) -> None:
+        """Draw every parameter anew."""
+        super().reset_parameters()
+        self.cross_attention_layernorm.reset_parameters()
+        self.cross_attention.reset_parameters()
+
     def forward(  # type: ignore[override]
         self, x: Tensor, turn: Rotary, attend: LayerAttention, states: Tensor, cross: CrossAttention
     ) -> Tensor:
         """``[B, N, E]`` to ``[B, N, E]``, given the states ``[B, M, states_dim]``."""
         x = self.attend_to_itself(x, turn, attend)
-        normed = self.cross_attention_layernorm(x)
-        dropout_p = self.cross_attention.attention.dropout if self.training else 0.0
-        heads = cross(*self.cross_attention.project_in(normed, states, states), dropout_p)
-        x = x + self.dropout(self.cross_attention.project_out(heads))
+        x = x + self.dropout(self.cross_attention(self.cross_attention_layernorm(x), states, cross))
         return self.feed(x)
 
 
-class LongNetEncoderDecoder(nn.Module):
+class LongNetEncoderDecoder(TokenModel):
     """Encoder-decoder: a :class:`LongNetEncoder`, and a causal decoder with cross attention to the encoder's states.
 
     A decoder block is ``x + attention(norm(x))``, causal under its layer's pattern, then
@@ -127,13 +129,12 @@ class LongNetEncoderDecoder(nn.Module):
             for layer in range(decoder.num_layers)
         )
         self.layernorm = nn.LayerNorm(decoder.embed_dim, eps=decoder.layernorm_eps, device=device, dtype=dtype)
-        self.head = None
-        if not decoder.tie_embeddings:
-            self.head = nn.Linear(decoder.embed_dim, decoder.vocab_size, bias=False, device=device, dtype=dtype)
-        self.out_proj = Product()
-        for table in (self.embedding, self.head):
-            if table is not None:
-                nn.init.normal_(table.weight, std=1.0 / math.sqrt(decoder.embed_dim))
+        self._make_head(device, dtype)
+
+    def reset_parameters(self) -> None:
+        """Draw every parameter anew, as when the model was made."""
+        super().reset_parameters()
+        self.encoder.reset_parameters()
 
     def forward(
         self,
@@ -199,13 +200,15 @@ class LongNetEncoderDecoder(nn.Module):
         of_sources = sources or [(0, states.shape[1])] * batch
 
         def attend_layer(layer: int, query: Tensor, key: Tensor, value: Tensor, dropout_p: float) -> Tensor:
-            causal = functools.partial(attend, pattern=self.patterns[layer], is_causal=True, dropout_p=dropout_p)
+            causal = functools.partial(
+                attend, pattern=self.patterns[layer], is_causal=True, dropout_p=dropout_p, heads_first=False
+            )
             if targets is None:
                 return causal(query, key, value)
             return attend_runs(causal, query, key, value, of_targets, of_targets)
 
         def cross(query: Tensor, key: Tensor, value: Tensor, dropout_p: float) -> Tensor:
-            across = functools.partial(attend, pattern=self.cross_pattern, dropout_p=dropout_p)
+            across = functools.partial(attend, pattern=self.cross_pattern, dropout_p=dropout_p, heads_first=False)
             if targets is None and sources is None:
                 return across(query, key, value)
             return attend_runs(across, query, key, value, of_targets, of_sources)
@@ -216,5 +219,4 @@ class LongNetEncoderDecoder(nn.Module):
         recomputes = config.gradient_checkpointing and self.training and torch.is_grad_enabled()
         for layer, block in enumerate(self.blocks):
             x = through(block, recomputes and config.is_recomputed(layer), x, turn, attend_layer, states, cross)
-        table = self.embedding.weight if self.head is None else self.head.weight
-        return self.out_proj(self.layernorm(x), table, None)
+        return self.head(self.layernorm(x))

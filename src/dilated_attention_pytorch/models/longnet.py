@@ -11,8 +11,8 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from dilated_attention_pytorch.nn.product import Product
 from dilated_attention_pytorch.ops import attend
+from dilated_attention_pytorch.ops.validation import check_cu_seqlens
 from dilated_attention_pytorch.patterns import Pattern
 
 from .blocks import Block, LayerAttention
@@ -20,9 +20,13 @@ from .config import LongNetConfig, check_config
 from .padding import Run, attend_runs, check_rows_are_real, positions_of, real_runs
 from .rotary import rotary
 from .shifted_keys import LayerKeys, shift_keys
+from .token_model import TokenModel
 
 if TYPE_CHECKING:
     from .cache import CacheStep, LongNetCache, PromptStep
+
+
+_attend_rows = functools.partial(attend, heads_first=False)  # a short prompt has fewer rows than heads
 
 
 class AttentionFunction(Protocol):
@@ -43,7 +47,7 @@ class AttentionFunction(Protocol):
         ...
 
 
-class LongNetLM(nn.Module):
+class LongNetLM(TokenModel):
     """Decoder-only language model: embedding, L blocks with dilated attention, LayerNorm, output matrix.
 
     LongNet (Ding et al. 2023, arXiv 2307.02486) with MAGNETO's sub-LayerNorms and initialisation (arXiv 2210.06423),
@@ -85,13 +89,7 @@ class LongNetLM(nn.Module):
             Block(config, layer, device=device, dtype=dtype) for layer in range(config.num_layers)
         )
         self.layernorm = nn.LayerNorm(config.embed_dim, eps=config.layernorm_eps, device=device, dtype=dtype)
-        self.head = (
-            None
-            if config.tie_embeddings
-            else nn.Linear(config.embed_dim, config.vocab_size, bias=False, device=device, dtype=dtype)
-        )
-        self.out_proj = Product()
-        self.reset_embeddings()
+        self._make_head(device, dtype)
 
     def gradient_checkpointing_enable(self) -> None:
         """Recompute blocks in the backward pass instead of storing their activations, in training.
@@ -104,30 +102,24 @@ class LongNetLM(nn.Module):
         """Store the activations of all blocks."""
         self.gradient_checkpointing = False
 
-    def reset_embeddings(self) -> None:
-        """Initialise embedding and output matrix with rows of expected squared norm 1.
-
-        As output matrix they give logits of variance 1. As embedding they are scaled by ``sqrt(E)``, so that a token
-        enters the residual stream with the variance of a block's update.
-        """
-        std = 1.0 / math.sqrt(self.config.embed_dim)
-        nn.init.normal_(self.embedding.weight, std=std)
-        if self.head is not None:
-            nn.init.normal_(self.head.weight, std=std)
-
     def forward(
         self,
-        input_ids: Tensor,
+        input_ids: Tensor | None,
         *,
+        inputs_embeds: Tensor | None = None,
         attention_mask: Tensor | None = None,
         cu_seqlens: Tensor | None = None,
         cache: LongNetCache | None = None,
         positions: Tensor | None = None,
+        hidden_only: bool = False,
     ) -> Tensor:
-        """Logits ``[B, N, V]`` of the next token at each position: ``output_matrix(hidden_states(...))``.
+        """Logits ``[B, N, V]`` of the next token at each position: ``head(hidden_states(...))``.
 
         Args:
             input_ids: integer ``[B, N]``.
+            inputs_embeds: ``[B, N, E]``, instead of input_ids (then None): rows of the embedding table, as it stores
+                them, or others in their place. Multiplied by ``sqrt(E)`` as these are, unlike those of
+                :class:`LongNetEncoder`.
             attention_mask: ``[B, N]``, 1 = real. The ones of a row must be contiguous: padding before, after, or both.
                 Positions count from a row's first real token, so a padded row gives the same result as it does alone.
                 Logits at padding are meaningless. With a cache, columns before the last N are past and ignored.
@@ -136,6 +128,7 @@ class LongNetLM(nn.Module):
             cache: keys and values of the tokens before ``input_ids``, updated in place.
             positions: rotary positions ``[N]`` or ``[B, N]`` of the rows, for a model whose attention function
                 is distributed; by default they count from the first real token, or from the start of the document.
+            hidden_only: return :meth:`hidden_states`, to which ``head`` is applied elsewhere.
 
         Returns:
             logits ``[B, N, V]`` in the parameters' (or autocast's) dtype.
@@ -145,18 +138,24 @@ class LongNetLM(nn.Module):
             NotImplementedError: a mask with holes, or arguments that do not go together.
         """
         hidden = self.hidden_states(
-            input_ids, attention_mask=attention_mask, cu_seqlens=cu_seqlens, cache=cache, positions=positions
+            input_ids,
+            inputs_embeds=inputs_embeds,
+            attention_mask=attention_mask,
+            cu_seqlens=cu_seqlens,
+            cache=cache,
+            positions=positions,
         )
-        return self.logits(hidden)
+        return hidden if hidden_only else self.logits(hidden)
 
     def logits(self, hidden: Tensor) -> Tensor:
         """The output matrix: ``[..., E]`` to ``[..., V]``."""
-        return self.out_proj(hidden, self.embedding.weight if self.head is None else self.head.weight, None)
+        return self.head(hidden)
 
     def hidden_states(
         self,
-        input_ids: Tensor,
+        input_ids: Tensor | None,
         *,
+        inputs_embeds: Tensor | None = None,
         attention_mask: Tensor | None = None,
         cu_seqlens: Tensor | None = None,
         cache: LongNetCache | None = None,
@@ -168,14 +167,15 @@ class LongNetLM(nn.Module):
         With ``sequence_length``, ``input_ids`` are this rank's rows of a prompt of that many tokens: the ranks that
         share ``cache`` read it together, and each gets the hidden states of its rows.
         """
-        _check_inputs(input_ids, attention_mask, cu_seqlens, cache, positions, sequence_length)
+        tokens = tokens_of(input_ids, inputs_embeds, self.config.embed_dim)
+        check_inputs(tokens, attention_mask, cu_seqlens, cache, positions, sequence_length)
         if self.config.shifted_keys and (positions is not None or sequence_length is not None):
             raise NotImplementedError(
                 "shifted_keys needs the row before each row, which a shard of the rows does not have: got "
                 f"{'positions' if sequence_length is None else 'sequence_length'}; pass whole sequences, or train a "
                 "model without shifted_keys"
             )
-        batch, rows = input_ids.shape
+        batch, rows = tokens.shape[:2]
         runs = None if attention_mask is None else real_runs(attention_mask[:, attention_mask.shape[1] - rows :])
         attend_layer: LayerAttention
         keys: LayerKeys | None = None
@@ -183,24 +183,25 @@ class LongNetLM(nn.Module):
             self._check_inference(cache)
             step: CacheStep | PromptStep
             if sequence_length is None:
-                step = cache.step(batch, rows, runs, input_ids.device)
+                step = cache.step(batch, rows, runs, tokens.device)
                 keys = step.shift_keys
             else:
-                step = cache.prompt_step(batch, rows, sequence_length, input_ids.device)
+                step = cache.prompt_step(batch, rows, sequence_length, tokens.device)
             positions, attend_layer = step.positions, step.attend
         elif runs is not None and any(run != (0, rows) for run in runs):
             check_rows_are_real(runs)
-            positions = positions_of(runs, rows, [0] * batch, input_ids.device)
+            positions = positions_of(runs, rows, [0] * batch, tokens.device)
             attend_layer = functools.partial(self._attend_runs, runs)
         else:
             if positions is None:
-                positions = document_positions(rows, cu_seqlens, input_ids.device)
+                positions = document_positions(rows, cu_seqlens, tokens.device)
             attend_layer = functools.partial(self._attend, cu_seqlens)
         if not self.config.shifted_keys:
             keys = None
         elif cache is None:
             keys = functools.partial(_shifted, positions)
-        x = self.dropout(self.embedding(input_ids) * math.sqrt(self.config.embed_dim))
+        embedded = self.embedding(tokens) if inputs_embeds is None else inputs_embeds
+        x = self.dropout(embedded * math.sqrt(self.config.embed_dim))
         turn = rotary(positions, self.config.embed_dim // self.config.num_heads, self.config.rope_theta, x.dtype)
         recomputes = self.gradient_checkpointing and self.training and torch.is_grad_enabled()
         for layer, block in enumerate(self.blocks):
@@ -233,7 +234,8 @@ class LongNetLM(nn.Module):
     def _attend(
         self, cu_seqlens: Tensor | None, layer: int, query: Tensor, key: Tensor, value: Tensor, dropout_p: float
     ) -> Tensor:
-        return self.attention(
+        attention = _attend_rows if self.attention is attend else self.attention
+        return attention(
             query, key, value, self.patterns[layer], is_causal=True, cu_seqlens=cu_seqlens, dropout_p=dropout_p
         )
 
@@ -259,20 +261,35 @@ def document_positions(rows: int, cu_seqlens: Tensor | None, device: torch.devic
     return places - starts[torch.searchsorted(starts, places, right=True) - 1]
 
 
-def _check_inputs(
-    input_ids: Tensor,
+def tokens_of(input_ids: Tensor | None, inputs_embeds: Tensor | None, embed_dim: int) -> Tensor:
+    """The one that is given of input_ids ``[B, N]`` and inputs_embeds ``[B, N, E]``."""
+    if inputs_embeds is None:
+        if input_ids is None or input_ids.dim() != 2 or input_ids.dtype not in (torch.int64, torch.int32):
+            shown = input_ids if input_ids is None else f"{input_ids.dtype} of shape {tuple(input_ids.shape)}"
+            raise ValueError(
+                f"input_ids must be an int64 or int32 tensor [batch, sequence] of token numbers, got {shown}"
+            )
+        return input_ids
+    if input_ids is not None:
+        raise ValueError("input_ids and inputs_embeds exclude each other: got both; pass one of them")
+    if inputs_embeds.dim() != 3 or inputs_embeds.shape[-1] != embed_dim or not inputs_embeds.is_floating_point():
+        raise ValueError(
+            f"inputs_embeds must be a floating-point tensor [batch, sequence, {embed_dim}], "
+            f"got {inputs_embeds.dtype} of shape {tuple(inputs_embeds.shape)}"
+        )
+    return inputs_embeds
+
+
+def check_inputs(
+    tokens: Tensor,
     attention_mask: Tensor | None,
     cu_seqlens: Tensor | None,
     cache: LongNetCache | None,
-    positions: Tensor | None,
-    sequence_length: int | None,
+    positions: Tensor | None = None,
+    sequence_length: int | None = None,
 ) -> None:
-    if input_ids.dim() != 2 or input_ids.dtype not in (torch.int64, torch.int32):
-        raise ValueError(
-            "input_ids must be an int64 or int32 tensor [batch, sequence] of token numbers, "
-            f"got {input_ids.dtype} of shape {tuple(input_ids.shape)}"
-        )
-    batch, rows = input_ids.shape
+    """Raise unless these arguments of a model's call fit its tokens ``[B, N]`` or ``[B, N, E]`` and go together."""
+    batch, rows = tokens.shape[:2]
     if attention_mask is not None:
         shape = tuple(attention_mask.shape)
         if len(shape) != 2 or shape[0] != batch or shape[1] < rows or (cache is None and shape[1] != rows):
@@ -280,6 +297,8 @@ def _check_inputs(
                 f"attention_mask must have the shape {(batch, rows)} of input_ids (with a cache it may begin earlier), "
                 f"got {shape}"
             )
+    if cu_seqlens is not None:
+        check_cu_seqlens(cu_seqlens, tokens)
     together = {
         "attention_mask": attention_mask,
         "cache": cache,

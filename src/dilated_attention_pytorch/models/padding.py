@@ -18,8 +18,13 @@ def real_runs(attention_mask: Tensor) -> list[Run]:
 
     Raises:
         ValueError: the mask holds other numbers than 0 and 1, such as those of an additive mask.
-        NotImplementedError: the ones of a row are not contiguous.
+        NotImplementedError: the ones of a row are not contiguous, or the model is being exported.
     """
+    if torch.compiler.is_exporting():
+        raise NotImplementedError(
+            "attention_mask says by its values which rows are computed together, and torch.export fixes the program "
+            "without them: export with rows of one length, without attention_mask"
+        )
     num_rows, num_columns = attention_mask.shape
     if num_columns == 0:
         return [(0, 0)] * num_rows

@@ -6,9 +6,8 @@ import math
 
 from torch import Tensor
 
-from dilated_attention_pytorch.engine.merge import clear_dead_rows, merge_in_place
+from dilated_attention_pytorch.engine.merge import merge_in_place
 from dilated_attention_pytorch.engine.remote import RemoteKeys, merge_rows
-from dilated_attention_pytorch.kernels.fused import MASKED
 from dilated_attention_pytorch.kernels.partial import reads_listed_rows
 from dilated_attention_pytorch.kernels.products import Result
 from dilated_attention_pytorch.kernels.select import select
@@ -26,11 +25,20 @@ Stored = tuple[Tensor, Tensor]
 def merge_visible_keys(
     visible_keys: list[VisibleKeys], query: Tensor, stored: Stored, out: Tensor, lse: Tensor
 ) -> None:
-    """Merge attention of ``query`` to the stored rows into ``out`` and ``lse``."""
+    """Merge attention of ``query`` to the stored rows into ``out`` and ``lse``.
+
+    Raises:
+        NotImplementedError: ``"auto"`` stands for an implementation that computes whole calls only.
+    """
     num_kv_heads, head_dim = stored[0].shape[2:]
     grouped = [tensor.unflatten(2, (num_kv_heads, -1)) for tensor in (query, out, lse)]
     flat = [tensor.flatten(1, 2) for tensor in stored]
     scale, impl = 1.0 / math.sqrt(head_dim), select("auto", query.device, query.dtype, head_dim)
+    if impl not in ("native", "triton", "cudnn", "aten"):
+        raise NotImplementedError(
+            f'impl="auto" stands for {impl!r} here, which computes whole calls, and stored rows are read by "native", '
+            '"triton", "cudnn" or "aten": choose one of these for a cache, or call the model without a cache'
+        )
     for some_keys in visible_keys:
         queries, out_of_keys, lse_of_keys = (tensor[:, some_keys.rows, some_keys.heads] for tensor in grouped)
         if reads_listed_rows(impl, queries.shape[1] * queries.shape[3]):
@@ -67,8 +75,7 @@ def merge_key_ranges(
             query_offset=offset,
             key_offset=key_range.position,
             key_padding_mask=is_absent,
+            heads_first=False,
         )
-        # The merge needs finite numbers: a row without keys gets weight 0.
-        of_part = Result(part.out.view(part_of_out.shape), part.lse.clamp(min=MASKED).view(part_of_lse.shape))
+        of_part = Result(part.out.view(part_of_out.shape), part.lse.view(part_of_lse.shape))
         merge_in_place(part_of_out, part_of_lse, None, of_part)
-    clear_dead_rows(out, lse)

@@ -11,14 +11,16 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from dilated_attention_pytorch.installation import install_command
+from dilated_attention_pytorch.installation import importing
 
 from .slide_encoder import SlideEncoder, SlideEncoderConfig
-from .tensor_file import UnsafeFileError, first_line, load_tensors
+from .slide_grid import position_table
+from .tensor_file import FLOATS, UnsafeFileError, check_dense, first_line, load_tensors, shortened
 
 _TABLE = "pos_embed"
 _ANCHOR = "patch_embed.proj.weight"
-_LAYER = re.compile(r"encoder\.layers\.(\d+)\.")
+_LAYER_PREFIX = "encoder.layers."
+_LAYER = re.compile(re.escape(_LAYER_PREFIX) + r"(0|[1-9][0-9]{0,5})\.")
 _SHOWN = 4
 _NOT_IT = (
     "pass the file of a slide encoder, such as slide_encoder.pth of prov-gigapath/prov-gigapath (pytorch_model.bin is "
@@ -63,14 +65,14 @@ def load_slide_encoder(
         weights = {name.removeprefix(prefix): value for name, value in weights.items() if name.startswith(prefix)}
         if not weights:
             raise ValueError(f"{path}: no weight has a name that begins with {prefix!r}; leave the prefix out")
+    for name, value in weights.items():
+        _check_value(path, name, value)
     table = weights.pop(_TABLE, None)
     found = _sizes(path, weights, table, config or SlideEncoderConfig())
-    with torch.device("meta"):
-        names = SlideEncoder(found).state_dict()
-    _check_names(path, weights, names)
+    _check_weights(path, weights, _expected(found))
     encoder = SlideEncoder(found, dtype=dtype)
     if table is not None:
-        _check_table(path, table, encoder.positions)
+        _check_table(path, table, position_table(found.grid_size, found.embed_dim))
     encoder.load_state_dict(weights)
     return encoder.eval()
 
@@ -78,7 +80,8 @@ def load_slide_encoder(
 def read_weights(path: Path) -> dict[str, Tensor]:
     """The tensors of a file by name; see :func:`load_slide_encoder`."""
     if not path.is_file():
-        raise FileNotFoundError(f"{path}: {'it is a folder' if path.is_dir() else 'there is no such file'}; {_NOT_IT}")
+        other = "it is a pipe or a device" if path.exists() else "there is no such file"
+        raise FileNotFoundError(f"{path}: {'it is a folder' if path.is_dir() else other}; {_NOT_IT}")
     if path.suffix == ".safetensors":
         return _read_safetensors(path)
     try:
@@ -92,20 +95,20 @@ def read_weights(path: Path) -> dict[str, Tensor]:
     except ValueError as error:
         raise ValueError(_damaged(path, error)) from error
     weights = content.get("model", content) if isinstance(content, Mapping) else content
-    if not isinstance(weights, Mapping) or not all(isinstance(value, Tensor) for value in weights.values()):
-        shown = list(weights)[:_SHOWN] if isinstance(weights, Mapping) else type(weights).__name__
+    if not isinstance(weights, Mapping) or not all(
+        isinstance(name, str) and isinstance(value, Tensor) for name, value in weights.items()
+    ):
+        shown: object = type(weights).__name__
+        if isinstance(weights, Mapping):
+            shown = [shortened(str(name)) for name in list(weights)[:_SHOWN]]
         raise ValueError(f'{path} holds {shown}; expected a dict of tensors, alone or under "model"; {_NOT_IT}')
     return dict(weights)
 
 
 def _read_safetensors(path: Path) -> dict[str, Tensor]:
-    try:
+    with importing(path.name, "slides"):
         from safetensors import SafetensorError
         from safetensors.torch import load_file
-    except ImportError as error:
-        raise ImportError(
-            f"{path.name} needs safetensors, not installed here: {install_command('slides')}", name="safetensors"
-        ) from error
     try:
         return load_file(path)
     except (SafetensorError, OSError) as error:
@@ -127,17 +130,23 @@ def _sizes(
         if inside:
             prefix = inside[0].removesuffix(_ANCHOR)
             raise ValueError(f"{path}: the names of its weights begin with {prefix!r}; give that as the prefix")
+        shown = ", ".join(map(shortened, sorted(weights)[:_SHOWN]))
         raise ValueError(
             f"{path} holds no slide encoder: {_ANCHOR} and encoder.layers.0.ffn.fc1.weight are not both matrices in "
-            f"it. Its {len(weights)} weights begin with {', '.join(sorted(weights)[:_SHOWN])}; {_NOT_IT}"
+            f"it. Its {len(weights)} weights begin with {shown}; {_NOT_IT}"
         )
+    if len(layers) <= max(layers):
+        gap = min(set(range(len(layers))) - layers)
+        raise ValueError(f"{path}: it has weights of layer {max(layers):,} and none of layer {gap:,}; {_NOT_IT}")
     projection, feedforward = (matrix for matrix in matrices if matrix is not None)
     grid_size = config.grid_size
     if table is not None:
-        grid_size = math.isqrt(table.shape[1] - 1) if table.dim() == 3 and table.shape[1] > 1 else 0
-        if table.dim() != 3 or not grid_size or grid_size**2 + 1 != table.shape[1]:
+        rows = table.shape[1] if table.dim() == 3 else 0
+        grid_size = math.isqrt(rows - 1) if rows > 1 else 0
+        width = projection.shape[0]
+        if not grid_size or tuple(table.shape) != (1, grid_size**2 + 1, width):
             raise ValueError(
-                f"{path}: {_TABLE} must be [1, n * n + 1, width], one row for the class token and each of n x n "
+                f"{path}: {_TABLE} must be [1, n * n + 1, {width}], one row for the class token and each of n x n "
                 f"places, got {list(table.shape)}"
             )
     try:
@@ -153,22 +162,43 @@ def _sizes(
         raise ValueError(f"{path}: {error}; pass the values that it was trained with") from error
 
 
-def _check_names(path: Path, weights: Mapping[str, Tensor], names: Mapping[str, Tensor]) -> None:
-    missing, unknown = sorted(names.keys() - weights.keys()), sorted(weights.keys() - names.keys())
+def _expected(config: SlideEncoderConfig) -> dict[str, torch.Size]:
+    """The names and shapes of the weights. Only one layer is built: a file may name any number of them."""
+    with torch.device("meta"):
+        of_one = SlideEncoder(dataclasses.replace(config, num_layers=1)).state_dict()
+    shapes = {}
+    for name, value in of_one.items():
+        layer = _LAYER.match(name)
+        for number in range(config.num_layers) if layer else (0,):
+            shapes[f"{_LAYER_PREFIX}{number}.{name[layer.end() :]}" if layer else name] = value.shape
+    return shapes
+
+
+def _check_weights(path: Path, weights: Mapping[str, Tensor], expected: Mapping[str, torch.Size]) -> None:
+    missing, unknown = sorted(expected.keys() - weights.keys()), sorted(weights.keys() - expected.keys())
     if missing or unknown:
         parts = [f"{_listed(missing)} missing"] if missing else []
         parts += [f"{_listed(unknown)} not known"] if unknown else []
         raise ValueError(f"{path} is not of this slide encoder: {', and '.join(parts)}; {_NOT_IT}")
-    for name, expected in names.items():
+    for name, shape in expected.items():
         value = weights[name]
-        if value.shape != expected.shape:
+        if value.shape != shape:
             raise ValueError(
-                f"{path}: {name} must be {list(expected.shape)} beside {_ANCHOR} {list(weights[_ANCHOR].shape)}, got "
+                f"{path}: {name} must be {list(shape)} beside {_ANCHOR} {list(weights[_ANCHOR].shape)}, got "
                 f"{list(value.shape)}; the file is of another model, or damaged"
             )
-        if not value.is_floating_point() or not bool(value.isfinite().all()):
-            reason = "numbers that are not finite" if value.is_floating_point() else str(value.dtype)
-            raise ValueError(f"{path}: {name} holds {reason}, expected finite floats; copy the file again")
+        if not bool(value.isfinite().all()):
+            raise ValueError(f"{path}: {name} holds numbers that are not finite; copy the file again")
+
+
+def _check_value(path: Path, name: str, value: Tensor) -> None:
+    name = shortened(name)
+    try:
+        check_dense(name, value)
+    except ValueError as error:
+        raise ValueError(f"{path}: {error}; save it as one, or copy the file again") from error
+    if value.dtype not in FLOATS:
+        raise ValueError(f"{path}: {name} must hold floats of 16 to 64 bits, got {value.dtype}; copy the file again")
 
 
 def _check_table(path: Path, table: Tensor, positions: Tensor) -> None:
@@ -190,7 +220,7 @@ def _check_table(path: Path, table: Tensor, positions: Tensor) -> None:
 
 def _listed(names: list[str]) -> str:
     more = f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""
-    return f"{', '.join(names[:_SHOWN])}{more} {'is' if len(names) == 1 else 'are'}"
+    return f"{', '.join(map(shortened, names[:_SHOWN]))}{more} {'is' if len(names) == 1 else 'are'}"
 
 
 def _damaged(path: Path, error: Exception) -> str:

@@ -9,6 +9,7 @@ from typing import Literal, NamedTuple, get_args
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
+from torch.utils._pytree import _register_namedtuple
 
 from dilated_attention_pytorch.ops import attend
 from dilated_attention_pytorch.ops.validation import check_cu_seqlens, check_size, documents_of
@@ -123,6 +124,10 @@ class SlideEmbeddings(NamedTuple):
     """``[S, L + 1, E]``: embedding and every layer, without that LayerNorm. ``all_layer_embed=True``."""
 
 
+# So that torch.export.save can write a program that returns it.
+_register_namedtuple(SlideEmbeddings, serialized_type_name=f"{__name__}.SlideEmbeddings")
+
+
 class SlideEncoder(nn.Module):
     """LongNet over the tiles of whole slides, with the names, shapes and arithmetic of GigaPath's slide encoder.
 
@@ -157,14 +162,13 @@ class SlideEncoder(nn.Module):
     ) -> None:
         super().__init__()
         self.config = config
-        self.patch_embed = _PatchEmbedding(config)
-        self.cls_token = nn.Parameter(torch.empty(1, 1, config.embed_dim))
-        self.encoder = _Layers(config)
-        self.norm = nn.LayerNorm(config.embed_dim, eps=_OUTPUT_EPS)
-        self.positions: Tensor
-        self.register_buffer("positions", position_table(config.grid_size, config.embed_dim), persistent=False)
+        with torch.device(torch.get_default_device() if device is None else device):
+            self.patch_embed = _PatchEmbedding(config)
+            self.cls_token = nn.Parameter(torch.empty(1, 1, config.embed_dim))
+            self.encoder = _Layers(config)
+            self.norm = nn.LayerNorm(config.embed_dim, eps=_OUTPUT_EPS)
         self.reset_parameters()
-        self.to(device=device, dtype=dtype)
+        self.to(dtype=dtype)
 
     def reset_parameters(self) -> None:
         """Initialise as the authors do: Xavier-uniform matrices, zero biases, class token with deviation 0.02."""
@@ -196,8 +200,10 @@ class SlideEncoder(nn.Module):
         boundaries = self._check_call(features, coordinates, cu_seqlens)
         grid = tile_grid(coordinates, tile_size, self.config.grid_size)
         x = self.patch_embed(features.to(self.cls_token.dtype))
+        # Not kept in a buffer: after to_empty nothing would fill it again.
+        positions = position_table(self.config.grid_size, self.config.embed_dim).to(self.cls_token)
         # The first half of the width encodes the second coordinate.
-        x = x + torch.cat((self.positions[grid[..., 1]], self.positions[grid[..., 0]]), dim=-1)
+        x = x + torch.cat((positions[grid[..., 1]], positions[grid[..., 0]]), dim=-1)
         if boundaries is None:
             x = torch.cat((self.cls_token.expand(x.shape[0], -1, -1).to(x.dtype), x), dim=1)
             return self._pooled(self.encoder(x, None))
@@ -347,7 +353,7 @@ class _Attention(nn.Module):
             projection(x).unflatten(-1, (self.num_heads, -1)) for projection in (self.q_proj, self.k_proj, self.v_proj)
         )
         cu_seqlens = None if ends is None else torch.tensor(ends, dtype=torch.int32)
-        heads = attend(q, k, v, self.pattern, cu_seqlens=cu_seqlens)
+        heads = attend(q, k, v, self.pattern, cu_seqlens=cu_seqlens, heads_first=False)
         return self.out_proj(self.inner_attn_ln(heads.flatten(-2)))
 
 

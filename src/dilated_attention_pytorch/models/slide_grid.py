@@ -33,13 +33,20 @@ def tile_grid(coordinates: Tensor, tile_size: int, grid_size: int) -> Tensor:
     check_size("tile_size", tile_size)
     if coordinates.dtype == torch.bool or coordinates.is_complex():
         raise TypeError(f"coordinates must be integers or floats in pixels, got {coordinates.dtype}")
-    if coordinates.is_floating_point() and not bool(coordinates.isfinite().all()):
-        raise ValueError("coordinates must be finite, got NaN or infinity")
+    is_traced = torch.compiler.is_compiling()  # values are then checked when the graph runs
+    if coordinates.is_floating_point():
+        finite = coordinates.isfinite().all()
+        if is_traced:
+            torch._assert_async(finite, "coordinates must be finite, got NaN or infinity")
+        elif not bool(finite):
+            raise ValueError("coordinates must be finite, got NaN or infinity")
     # Low-precision floats cannot represent pixel coordinates exactly.
     wide = coordinates.double() if coordinates.is_floating_point() else coordinates.long()
     grid = torch.div(wide, tile_size, rounding_mode="floor").long()
     outside = ((grid < 0) | (grid >= grid_size)).any(dim=-1)
-    if bool(outside.any()):
+    if is_traced:
+        torch._assert_async(~outside.any(), f"a tile is outside the grid of {grid_size} x {grid_size} tiles")
+    elif bool(outside.any()):
         first = coordinates[outside][0].tolist()
         raise ValueError(
             f"the tile at {first} has grid position {grid[outside][0].tolist()}, outside the grid of {grid_size} x "
@@ -50,12 +57,12 @@ def tile_grid(coordinates: Tensor, tile_size: int, grid_size: int) -> Tensor:
 
 
 def position_table(grid_size: int, embed_dim: int) -> Tensor:
-    """Sine-cosine embedding of one coordinate, float32 ``[grid_size, embed_dim / 2]``.
+    """Sine-cosine embedding of one coordinate, float32 ``[grid_size, embed_dim / 2]`` on the CPU.
 
     ``sin(n w_i), cos(n w_i)`` with ``w_i = 10000^(-4 i / E)``, i = 0 to E/4 - 1, computed in float64 and rounded as the
     authors' table is. In that table the first half of the width encodes the second coordinate.
     """
     quarter = embed_dim // 4
-    frequencies = _BASE ** -(torch.arange(quarter, dtype=torch.float64) / quarter)
-    angles = torch.arange(grid_size, dtype=torch.float64)[:, None] * frequencies
+    frequencies = _BASE ** -(torch.arange(quarter, dtype=torch.float64, device="cpu") / quarter)
+    angles = torch.arange(grid_size, dtype=torch.float64, device="cpu")[:, None] * frequencies
     return torch.cat((angles.sin(), angles.cos()), dim=-1).float()

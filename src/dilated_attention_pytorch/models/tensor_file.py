@@ -11,7 +11,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor, nn
 
+FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
+"""Dtypes of features and weights."""
 _BROKEN = (
     pickle.UnpicklingError,
     RuntimeError,
@@ -22,6 +25,8 @@ _BROKEN = (
     TypeError,
     AttributeError,
     AssertionError,
+    OverflowError,
+    ImportError,
     struct.error,
 )
 """Exceptions from unpickling bytes that are not a ``torch.save`` file."""
@@ -39,10 +44,11 @@ def load_tensors(path: Path) -> Any:
         ValueError: the file cannot be read; the message gives the reason.
         MemoryError: not enough memory.
     """
+    _check_records(path)
     try:
         # Programs derived from MAE save their argparse.Namespace with the weights; it only holds values.
         with torch.serialization.safe_globals([argparse.Namespace]), warnings.catch_warnings():
-            warnings.filterwarnings("ignore", message="Detected pickle protocol", category=UserWarning)
+            warnings.simplefilter("ignore")
             return torch.load(path, map_location="cpu", weights_only=True)
     except _BROKEN as error:
         if isinstance(error, pickle.UnpicklingError):
@@ -53,6 +59,40 @@ def load_tensors(path: Path) -> Any:
         raise ValueError(first_line(error) if is_told else "it is no file of torch.save, or a damaged one") from error
 
 
+def _check_records(path: Path) -> None:
+    """Raise ``ValueError`` for compressed records, which ``torch.save`` does not write: a few bytes may claim
+    gigabytes."""
+    try:
+        with zipfile.ZipFile(path) as file:
+            if any(record.compress_type != zipfile.ZIP_STORED for record in file.infolist()):
+                raise ValueError("its records are compressed, and torch.save compresses none")
+    except (zipfile.BadZipFile, OSError, EOFError, NotImplementedError, struct.error):
+        pass  # an older format, or a damaged file, of which torch.load tells
+
+
+def check_dense(name: str, value: Tensor) -> None:
+    """Raise ``ValueError`` unless a stored tensor is a dense one on the CPU whose numbers are all in the file."""
+    if type(value) not in (Tensor, nn.Parameter) or value.is_nested:
+        kind = "nested" if value.is_nested else type(value).__name__
+    elif value.layout != torch.strided:
+        kind = str(value.layout).removeprefix("torch.")
+    elif value.is_quantized:
+        kind = f"quantised {value.dtype}"
+    elif value.device.type != "cpu":
+        kind = f"{value.device.type}, without numbers"
+    elif value.numel() * value.element_size() > value.untyped_storage().nbytes():
+        kind = f"{list(value.shape)} expanded from {value.untyped_storage().nbytes():,} bytes"
+    else:
+        return
+    raise ValueError(f"{name} must be a dense tensor, got one that is {kind}")
+
+
 def first_line(error: Exception) -> str:
     """The first line of an error message, shortened to fit into a sentence."""
-    return str(error).strip().partition("\n")[0][:160] or type(error).__name__
+    return shortened(str(error).strip().partition("\n")[0], 160) or type(error).__name__
+
+
+def shortened(text: str, length: int = 80) -> str:
+    """A text of a file, for a sentence: at most ``length`` characters, unprintable ones escaped."""
+    text = text if text.isprintable() else repr(text)[1:-1]
+    return text if len(text) <= length else f"{text[:length]}..."

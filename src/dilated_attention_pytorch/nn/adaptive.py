@@ -119,6 +119,10 @@ class AdaptiveBlockAttention(nn.Module):
             num_heads, num_kv_heads, head_dim, block_size, query_block_size, scorer_dim, device=device, dtype=dtype
         )
 
+    def reset_parameters(self) -> None:
+        """Draw the scorer's parameters anew."""
+        self.scorer.reset_parameters()
+
     def select(
         self,
         query: Tensor,
@@ -189,6 +193,7 @@ class AdaptiveBlockAttention(nn.Module):
             query_offset=query_offset,
             key_padding_mask=key_padding_mask,
             dropout_p=dropout_p,
+            heads_first=False,
         )
         if self.pattern is None:
             return chosen.out
@@ -202,6 +207,7 @@ class AdaptiveBlockAttention(nn.Module):
             query_offset=query_offset,
             key_padding_mask=key_padding_mask,
             dropout_p=dropout_p,
+            heads_first=False,
         )
         return merge([chosen, static]).out
 

@@ -80,8 +80,8 @@ class BlockScorer(nn.Module):
         projection = torch.empty(heads, width, scorer_dim, dtype=torch.float32, device=self.key_map.device)
         for head in projection:
             nn.init.orthogonal_(head, gain=math.sqrt(max(1.0, width / scorer_dim)))
-        self.key_map.copy_(projection)
-        self.query_map.copy_(projection.repeat_interleave(self.query_map.shape[0] // heads, 0))
+        _write(self.key_map, projection)
+        _write(self.query_map, projection.repeat_interleave(self.query_map.shape[0] // heads, 0))
 
     def forward(
         self,
@@ -118,6 +118,16 @@ class BlockScorer(nn.Module):
         log_gates = (queries.unsqueeze(3) * chosen_keys).sum(-1).masked_fill(chosen < 0, 0.0)
         own = own[:, None].expand(*chosen.shape[:3], 1)
         return BlockSelection(torch.cat([own, chosen], -1), functional.pad(log_gates, (1, 0)))
+
+
+def _write(parameter: nn.Parameter, values: Tensor) -> None:
+    """Copy ``values`` into a parameter; where it is sharded, those of the first process."""
+    if type(parameter.data) is not Tensor:
+        from torch.distributed.tensor import DTensor, distribute_tensor
+
+        if isinstance(parameter, DTensor):
+            values = distribute_tensor(values, parameter.device_mesh, parameter.placements)
+    parameter.copy_(values)
 
 
 def _pooled(x: Tensor, pool: Tensor | None, size: int, hidden: Tensor | None, *, ahead: int = 0) -> Tensor:

@@ -67,6 +67,7 @@ class PatternAttention(nn.Module):
         key_offset: int = 0,
         cu_seqlens: Tensor | None = None,
         key_padding_mask: Tensor | None = None,
+        heads_first: bool | None = None,
     ) -> Tensor:
         """Query ``[B, N, H, D]``, key and value ``[B, M, G, D]``, result ``[B, N, H, D]``; see :func:`attend`."""
         return attend(
@@ -81,6 +82,7 @@ class PatternAttention(nn.Module):
             cu_seqlens=cu_seqlens,
             key_padding_mask=key_padding_mask,
             dropout_p=self.dropout if self.training else 0.0,
+            heads_first=heads_first,
             impl=self.impl,
         )
 

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from dilated_attention_pytorch.kernels.select import Impl
 from dilated_attention_pytorch.ops import attend
+from dilated_attention_pytorch.ops.validation import sequence_first
 from dilated_attention_pytorch.patterns import DilatedPattern, Pattern
 from dilated_attention_pytorch.patterns.dilated import OffsetRule, Tail
 from dilated_attention_pytorch.selection import DynamicSegmentSelector, SegmentSelectionConfig
@@ -140,10 +141,12 @@ class DynamicDilatedAttention(DilatedAttention):
         key_offset: int = 0,
         cu_seqlens: Tensor | None = None,
         key_padding_mask: Tensor | None = None,
+        heads_first: bool | None = None,
     ) -> Tensor:
         """Query ``[B, N, H, D]``, key and value ``[B, M, G, D]``, result ``[B, N, H, D]``; see :func:`attend`."""
         pattern = self._options
-        if query.dim() == key.dim() == 4:  # the parent rejects other shapes
+        query, key, value = sequence_first(query, key, value, heads_first)
+        if query.dim() == key.dim() == 4:  # attend rejects other shapes
             length = max(query_offset + query.shape[1], key_offset + key.shape[1])
             # index() turns symbolic sizes into integers.
             self._current = _decide(
@@ -159,7 +162,7 @@ class DynamicDilatedAttention(DilatedAttention):
                 key_padding_mask is not None,
             )
             pattern = self._with(self._current)
-        return attend(
+        out = attend(
             query,
             key,
             value,
@@ -171,8 +174,10 @@ class DynamicDilatedAttention(DilatedAttention):
             cu_seqlens=cu_seqlens,
             key_padding_mask=key_padding_mask,
             dropout_p=self.dropout if self.training else 0.0,
+            heads_first=False,
             impl=self.impl,
         )
+        return out.transpose(1, 2) if heads_first else out
 
     def extra_repr(self) -> str:
         return f"{self.selector.config}, dropout={self.dropout}"

@@ -36,6 +36,15 @@ def ignored_keys(key_padding_mask: Tensor | None) -> Tensor | None:
     return ignored
 
 
+def check_no_weights(need_weights: bool) -> None:
+    """Raise NotImplementedError if attention weights are requested."""
+    if need_weights:
+        raise NotImplementedError(
+            "need_weights=True asks for N x M attention weights, which attention under a pattern never forms; pass "
+            "need_weights=False, or use pattern.counts and attend_with_lse for a short sequence"
+        )
+
+
 def check_causal(attn_mask: Tensor, num_queries: int, num_keys: int) -> None:
     """Check that ``attn_mask`` is the causal mask: True or -inf after each query, False or 0 elsewhere.
 

@@ -3,27 +3,27 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional
 
 from dilated_attention_pytorch.kernels.select import Impl
 from dilated_attention_pytorch.patterns import DilatedPattern, Pattern
 from dilated_attention_pytorch.patterns.dilated import OffsetRule, Tail
 
 from .dilated_attention import DilatedAttention, PatternAttention
-from .masks import check_causal, ignored_keys
+from .masks import check_causal, check_no_weights, ignored_keys
 from .old_keywords import answers_old_keywords
-from .product import Product
 
 
 class MultiheadPatternAttention(nn.Module):
     """Multi-head attention under a pattern: ``out_proj(norm(attention(q_proj(query), k_proj(key), v_proj(value))))``.
 
-    The parameters have the names and shapes of ``torch.nn.MultiheadAttention``, so its state dict loads as it is:
-    one ``in_proj_weight`` where query, key and value are equally wide, else ``q_proj_weight``, ``k_proj_weight`` and
-    ``v_proj_weight``; ``in_proj_bias``; ``out_proj``. With ``num_kv_heads`` the key and value parts are narrower.
+    ``q_proj``, ``k_proj``, ``v_proj`` and ``out_proj`` are ``nn.Linear`` modules. A state dict of
+    ``torch.nn.MultiheadAttention`` loads as it is: ``in_proj_weight`` and ``in_proj_bias`` hold the rows of query, key
+    and value one after the other, ``q_proj_weight``, ``k_proj_weight`` and ``v_proj_weight`` those of each. With
+    ``num_kv_heads`` the key and value parts are narrower.
 
     Args:
         embed_dim: width E of query and output; ``num_heads`` divides it.
@@ -51,10 +51,11 @@ class MultiheadPatternAttention(nn.Module):
     (torch.Size([2, 1000, 256]), None)
     """
 
-    # Attributes that nn.TransformerEncoderLayer reads. `_qkv_same_embed_dim` disables its fused fast path, which would
-    # compute dense attention directly from the parameters.
+    # Attributes that nn.TransformerEncoderLayer reads. The last two disable its fused fast path, which would compute
+    # dense attention directly from the parameters.
     batch_first = True
     _qkv_same_embed_dim = False
+    in_proj_bias = None
 
     @answers_old_keywords
     def __init__(
@@ -94,18 +95,9 @@ class MultiheadPatternAttention(nn.Module):
         self.gain = gain
         self.attention = PatternAttention(pattern, dropout, softmax_scale=softmax_scale, impl=impl)
         kv_width = num_kv_heads * self.head_dim
-        self._widths = (embed_dim, kv_width, kv_width)
-        if self.kdim == self.vdim == embed_dim:
-            self.in_proj_weight = nn.Parameter(torch.empty(sum(self._widths), embed_dim, device=device, dtype=dtype))
-            for name in ("q_proj_weight", "k_proj_weight", "v_proj_weight"):
-                self.register_parameter(name, None)
-        else:
-            self.register_parameter("in_proj_weight", None)
-            self.q_proj_weight = nn.Parameter(torch.empty(embed_dim, embed_dim, device=device, dtype=dtype))
-            self.k_proj_weight = nn.Parameter(torch.empty(kv_width, self.kdim, device=device, dtype=dtype))
-            self.v_proj_weight = nn.Parameter(torch.empty(kv_width, self.vdim, device=device, dtype=dtype))
-        self.in_proj_bias = nn.Parameter(torch.empty(sum(self._widths), device=device, dtype=dtype)) if bias else None
-        self.in_proj = Product()
+        self.q_proj = nn.Linear(embed_dim, embed_dim, bias=bias, device=device, dtype=dtype)
+        self.k_proj = nn.Linear(self.kdim, kv_width, bias=bias, device=device, dtype=dtype)
+        self.v_proj = nn.Linear(self.vdim, kv_width, bias=bias, device=device, dtype=dtype)
         self.inner_layernorm = (
             nn.LayerNorm(embed_dim, eps=layernorm_eps, device=device, dtype=dtype) if sub_layernorm else None
         )
@@ -114,12 +106,11 @@ class MultiheadPatternAttention(nn.Module):
 
     def reset_parameters(self) -> None:
         """Xavier-uniform projections, value and output with MAGNETO's gain; biases zero."""
-        for weight, gain in zip(self._in_proj_weights(), (1.0, 1.0, self.gain), strict=True):
-            nn.init.xavier_uniform_(weight, gain=gain)
-        nn.init.xavier_uniform_(self.out_proj.weight, gain=self.gain)
-        for bias in (self.in_proj_bias, self.out_proj.bias):
-            if bias is not None:
-                nn.init.zeros_(bias)
+        projections = (self.q_proj, self.k_proj, self.v_proj, self.out_proj)
+        for projection, gain in zip(projections, (1.0, 1.0, self.gain, self.gain), strict=True):
+            nn.init.xavier_uniform_(projection.weight, gain=gain)
+            if projection.bias is not None:
+                nn.init.zeros_(projection.bias)
         if self.inner_layernorm is not None:
             self.inner_layernorm.reset_parameters()
 
@@ -128,37 +119,54 @@ class MultiheadPatternAttention(nn.Module):
         """The attention pattern."""
         return self.attention.pattern
 
-    def _in_proj_weights(self) -> tuple[Tensor, Tensor, Tensor]:
-        if self.in_proj_weight is not None:
-            query, key, value = self.in_proj_weight.split(self._widths)
-            return query, key, value
-        return self.q_proj_weight, self.k_proj_weight, self.v_proj_weight
-
-    def project_in(self, query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Project to heads; one matrix product where query, key and value are the same tensor.
-
-        Returns:
-            query heads ``[B, N, H, D]`` and key and value heads ``[B, M, G, D]``.
-        """
-        if query is key and key is value and self.in_proj_weight is not None:
-            fused = self.in_proj(query, self.in_proj_weight, self.in_proj_bias).unflatten(-1, (-1, self.head_dim))
-            # Proportions, since under tensor parallelism the weights hold only this rank's heads.
-            counts = (self.num_heads, self.num_kv_heads, self.num_kv_heads)
-            q, k, v = fused.split([count * fused.shape[-2] // sum(counts) for count in counts], dim=-2)
-            return q, k, v
-        biases = (None, None, None) if self.in_proj_bias is None else self.in_proj_bias.split(self._widths)
+    def _project_in(self, query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Query heads ``[B, N, H, D]`` and key and value heads ``[B, M, G, D]``."""
+        # -1, since under tensor parallelism the projections hold only this rank's heads.
         q, k, v = (
-            functional.linear(x, weight, bias).unflatten(-1, (-1, self.head_dim))
-            for x, weight, bias in zip((query, key, value), self._in_proj_weights(), biases, strict=True)
+            projection(x).unflatten(-1, (-1, self.head_dim))
+            for projection, x in ((self.q_proj, query), (self.k_proj, key), (self.v_proj, value))
         )
         return q, k, v
 
-    def project_out(self, heads: Tensor) -> Tensor:
+    def _project_out(self, heads: Tensor) -> Tensor:
         """Concatenate heads ``[B, N, H, D]``, normalise them if ``sub_layernorm``, project: ``[B, N, E]``."""
         joined = heads.flatten(-2)
         if self.inner_layernorm is not None:
             joined = self.inner_layernorm(joined)
         return self.out_proj(joined)
+
+    def _load_from_state_dict(
+        self,
+        state_dict: dict[str, Any],
+        prefix: str,
+        local_metadata: dict[str, Any],
+        strict: bool,
+        missing_keys: list[str],
+        unexpected_keys: list[str],
+        error_msgs: list[str],
+    ) -> None:
+        # State dicts of nn.MultiheadAttention, and of this module before its projections were modules.
+        projections = {"q_proj": self.q_proj, "k_proj": self.k_proj, "v_proj": self.v_proj}
+        for name in projections:
+            if f"{prefix}{name}_weight" in state_dict:
+                state_dict[f"{prefix}{name}.weight"] = state_dict.pop(f"{prefix}{name}_weight")
+        widths = [projection.out_features for projection in projections.values()]
+        for kind in ("weight", "bias"):
+            fused = state_dict.pop(f"{prefix}in_proj_{kind}", None)
+            if fused is None:
+                continue
+            if fused.shape[0] != sum(widths):
+                error_msgs.append(
+                    f"size mismatch for {prefix}in_proj_{kind}: its {fused.shape[0]} rows must be the {widths} of "
+                    "query, key and value"
+                )
+                continue
+            # Copies: under assign=True the parts would share memory, which safetensors does not save.
+            for name, part in zip(projections, fused.split(widths), strict=True):
+                state_dict[f"{prefix}{name}.{kind}"] = part.clone()
+        super()._load_from_state_dict(
+            state_dict, prefix, local_metadata, strict, missing_keys, unexpected_keys, error_msgs
+        )
 
     def forward(
         self,
@@ -200,19 +208,21 @@ class MultiheadPatternAttention(nn.Module):
                 )
             if x.dim() != 3 or x.shape[-1] != width:
                 raise ValueError(f"{name} must be [batch, sequence, {width}], got shape {tuple(x.shape)}")
-        if need_weights:
-            raise NotImplementedError(
-                "need_weights=True asks for N x M attention weights, which attention under a pattern never forms; pass "
-                "need_weights=False, or use pattern.counts and attend_with_lse for a short sequence"
-            )
+        check_no_weights(need_weights)
         if attn_mask is not None:
             check_causal(attn_mask, query.shape[1], key.shape[1])
             is_causal = True
-        q, k, v = self.project_in(query, key, value)
+        q, k, v = self._project_in(query, key, value)
         heads = self.attention(
-            q, k, v, is_causal, cu_seqlens=cu_seqlens, key_padding_mask=ignored_keys(key_padding_mask)
+            q,
+            k,
+            v,
+            is_causal,
+            cu_seqlens=cu_seqlens,
+            key_padding_mask=ignored_keys(key_padding_mask),
+            heads_first=False,
         )
-        return self.project_out(heads), None
+        return self._project_out(heads), None
 
 
 class MultiheadDilatedAttention(MultiheadPatternAttention):

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from dilated_attention_pytorch.kernels.dropout import keep_factors
 from dilated_attention_pytorch.kernels.reference import reference_attention
-from dilated_attention_pytorch.kernels.select import NO_FP8_GRADIENT, Impl
+from dilated_attention_pytorch.kernels.select import NO_FP8_GRADIENT, Impl, implementation_of
 from dilated_attention_pytorch.patterns import DilatedPattern, Pattern
 from dilated_attention_pytorch.patterns.dilated import OffsetRule, Tail
 from dilated_attention_pytorch.precision import accumulation_dtype
@@ -18,10 +18,9 @@ from . import library
 from .attend_at import attend_from, last_start
 from .autocast import cast_by_autocast, without_autocast
 from .derivatives import attend_operands, has_derivatives
-from .implementation import implementation_of
 from .merge import AttentionOutput
 from .prepare import with_scale, without_padding
-from .validation import check_call, check_documents, check_query_start, documents_of
+from .validation import check_call, check_documents, check_query_start, documents_of, sequence_first
 from .weighted_sum import Operands
 
 
@@ -38,6 +37,7 @@ def attend_with_lse(
     cu_seqlens: Tensor | None = None,
     key_padding_mask: Tensor | None = None,
     dropout_p: float = 0.0,
+    heads_first: bool | None = None,
     impl: Impl = "auto",
 ) -> AttentionOutput:
     """:func:`attend` that also returns the log-sum-exp, for exact merging. Both outputs have exact gradients.
@@ -53,6 +53,7 @@ def attend_with_lse(
     >>> out.shape, lse.shape
     (torch.Size([1, 100, 4, 8]), torch.Size([1, 100, 4]))
     """
+    query, key, value = sequence_first(query, key, value, heads_first)
     check_call(
         query,
         key,
@@ -78,7 +79,7 @@ def attend_with_lse(
             dropout_p=dropout_p,
         )
     seed = torch.randint(2**62, (), device=query.device) if dropout_p > 0.0 else None
-    return attend_checked(
+    out, lse = attend_checked(
         query,
         key,
         value,
@@ -93,6 +94,7 @@ def attend_with_lse(
         dropout_seed=seed,
         impl=impl,
     )
+    return AttentionOutput(out.transpose(1, 2), lse.transpose(1, 2)) if heads_first else AttentionOutput(out, lse)
 
 
 def attend_checked(
@@ -168,6 +170,7 @@ def attend(
     cu_seqlens: Tensor | None = None,
     key_padding_mask: Tensor | None = None,
     dropout_p: float = 0.0,
+    heads_first: bool | None = None,
     impl: Impl = "auto",
 ) -> Tensor:
     """Attention under a pattern: one softmax over ``s + log c``, exact in output and gradient.
@@ -179,8 +182,7 @@ def attend(
     "What is not finite".
 
     Args:
-        query: ``[B, N, H, D]``, float16, bfloat16, float32 or float64. Any strides. More than 128 heads together with
-            more heads than rows give one warning per process: the shape looks like SDPA's ``[B, H, N, D]``.
+        query: ``[B, N, H, D]``, float16, bfloat16, float32 or float64. Any strides.
         key, value: ``[B, M, G, D]`` of the same dtype and device; the number G of key/value heads divides H, and
             query head h is served by key/value head ``h // (H / G)``.
         pattern: attention pattern, e.g. :class:`DilatedPattern`; patterns add with ``+``.
@@ -200,16 +202,21 @@ def attend(
         key_padding_mask: bool ``[B, M]``, True = ignore, exactly as if the key were absent.
         dropout_p: probability of dropping each merged probability ``c exp(s - L)``; the others are scaled by
             ``1 / (1 - p)``. The seed is drawn from PyTorch's random state.
+        heads_first: True for tensors, and a result, ``[B, H, N, D]`` as in ``scaled_dot_product_attention``. None, like
+            False, means ``[B, N, H, D]``, but is refused where more than 64 heads, each with its own key/value head,
+            come with fewer rows than heads; one row, the first token of a text, is computed.
         impl: ``"auto"``, ``"triton"`` (this package's kernels, NVIDIA and AMD GPUs), ``"gluon"`` (the same with a
             warp-specialised forward for compute capability 9.0) and ``"cudnn"`` (PyTorch's cuDNN attention
             over strided views), both by name only as they have not run on a device yet, ``"triton-fp8"`` (no
             gradients, by name only: query, key, value and probabilities rounded to e4m3, compute capability 8.9
             or higher), ``"native"`` (this package's kernels, x86-64 CPUs), ``"aten"`` (PyTorch's fused kernels, CPU
             and CUDA) or ``"reference"`` (dense, any device). All agree up to rounding; e4m3 keeps 4 significant bits.
-            ``"auto"`` is ``"triton"`` on an NVIDIA GPU and ``"native"`` on a CPU where these can run, else ``"aten"``.
+            ``"auto"`` is ``"triton"`` on an NVIDIA GPU and ``"native"`` on a CPU where these can run, else ``"aten"``;
+            :func:`~dilated_attention_pytorch.ops.implementation` changes that for all calls of a context.
 
     Returns:
-        ``[B, N, H, D]`` in the query's dtype, contiguous. Under autocast, inputs other than float64 are cast first.
+        ``[B, N, H, D]`` in the query's dtype, contiguous (its transpose with ``heads_first``). Under autocast, inputs
+        other than float64 are cast first.
 
     Raises:
         TypeError, ValueError: an argument is of the wrong type, shape, dtype, device or range.
@@ -233,6 +240,7 @@ def attend(
         cu_seqlens=cu_seqlens,
         key_padding_mask=key_padding_mask,
         dropout_p=dropout_p,
+        heads_first=heads_first,
         impl=impl,
     ).out
 
@@ -254,6 +262,7 @@ def dilated_attention(
     cu_seqlens: Tensor | None = None,
     key_padding_mask: Tensor | None = None,
     dropout_p: float = 0.0,
+    heads_first: bool | None = None,
     impl: Impl = "auto",
 ) -> Tensor:
     """:func:`attend` under ``DilatedPattern(segment_lengths, dilation_rates, ...)``.
@@ -279,6 +288,7 @@ def dilated_attention(
         cu_seqlens=cu_seqlens,
         key_padding_mask=key_padding_mask,
         dropout_p=dropout_p,
+        heads_first=heads_first,
         impl=impl,
     )
 

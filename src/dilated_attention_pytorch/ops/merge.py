@@ -7,6 +7,7 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor
+from torch.utils._pytree import _register_namedtuple
 
 from dilated_attention_pytorch.precision import accumulation_dtype
 
@@ -19,6 +20,10 @@ class AttentionOutput(NamedTuple):
 
     out: Tensor
     lse: Tensor
+
+
+# So that torch.export.save can write a program that returns it.
+_register_namedtuple(AttentionOutput, serialized_type_name=f"{__name__}.AttentionOutput")
 
 
 def merge(partials: Sequence[AttentionOutput | tuple[Tensor, Tensor]]) -> AttentionOutput:

@@ -1,18 +1,25 @@
-"""Operands in the form that the kernels require: non-negative scale, unit last stride, zeros at padded keys."""
+"""Operands in the form that the kernels require: positive scale, unit last stride, zeros at padded keys."""
 
 from __future__ import annotations
 
 import math
 
+import torch
 from torch import Tensor
+
+from dilated_attention_pytorch.precision import accumulation_dtype
 
 
 def with_scale(query: Tensor, scale: float | None) -> tuple[Tensor, float]:
-    """The query with the sign of the scale folded in, and the non-negative scale (None: ``1 / sqrt(D)``).
+    """The query with the sign of the scale folded in, and the positive scale (None: ``1 / sqrt(D)``).
 
-    Kernels take the row maximum before scaling, which is only correct for a non-negative scale.
+    Kernels take the row maximum before scaling, which is only correct for a positive scale. They multiply scores of
+    hidden keys, -inf, by the scale: one that is 0, or that their numbers round to 0, is folded in as well.
     """
     scale = 1.0 / math.sqrt(query.shape[-1]) if scale is None else float(scale)
+    least = torch.finfo(accumulation_dtype(query.dtype)).tiny
+    if abs(scale) < least:
+        return query * (scale / least), least
     return (-query, -scale) if scale < 0.0 else (query, scale)
 
 

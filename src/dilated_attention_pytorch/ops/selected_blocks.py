@@ -12,7 +12,7 @@ from torch.utils.flop_counter import register_flop_formula
 
 from dilated_attention_pytorch.engine import listed
 from dilated_attention_pytorch.engine.extremes import backward_around, forward_around
-from dilated_attention_pytorch.kernels.select import select
+from dilated_attention_pytorch.kernels.select import Impl, default_of, select
 from dilated_attention_pytorch.patterns import local_window
 from dilated_attention_pytorch.precision import accumulation_dtype
 
@@ -20,7 +20,7 @@ from .autocast import cast_by_autocast, without_autocast
 from .derivatives import attend_operands, gradients, refuse_tangents
 from .merge import AttentionOutput
 from .prepare import as_rows, with_scale, without_padding
-from .validation import check_block_numbers, check_blocks, check_call, check_size
+from .validation import check_block_numbers, check_blocks, check_call, check_size, sequence_first
 from .weighted_sum import Axis, Factor, Operands, Operators, factors_of
 
 BlocksImpl = Literal["auto", "native", "aten"]
@@ -44,6 +44,7 @@ def attend_blocks(
     query_offset: int = 0,
     key_padding_mask: Tensor | None = None,
     dropout_p: float = 0.0,
+    heads_first: bool | None = None,
     impl: BlocksImpl = "auto",
 ) -> AttentionOutput:
     """Attention to listed key blocks with gates: one softmax over ``s + log g``, exact in output and gradient.
@@ -70,6 +71,7 @@ def attend_blocks(
         query_offset: absolute position of the first query row; the first key row is position 0.
         key_padding_mask: bool ``[B, M]``, True = ignore, exactly as if the key were absent.
         dropout_p: as in :func:`attend`; ``lse`` is computed before dropout.
+        heads_first: as in :func:`attend`.
         impl: ``"native"`` (kernels of this package, x86-64 CPUs; heads up to 256 wide, not in float64), ``"aten"``
             (matrix products of PyTorch, any device) or ``"auto"``: ``"native"`` where that can run and a key block has
             16 positions or more, else ``"aten"``. Both agree up to rounding. The first call that needs the native
@@ -89,6 +91,7 @@ def attend_blocks(
     >>> attend_blocks(q, k, v, blocks, block_size=16).out.shape
     torch.Size([1, 100, 2, 8])
     """
+    query, key, value = sequence_first(query, key, value, heads_first)
     check_call(
         query,
         key,
@@ -113,15 +116,16 @@ def attend_blocks(
     operators = _BlockOperators(scale, block_size, query_block_size, is_causal, query_offset, dropout_p, chosen)
     operands = Operands(query, key, log_gates, blocks, key_padding_mask, seed)
     out, lse = attend_operands(operators, value, operands)
-    return AttentionOutput(out, lse)
+    return AttentionOutput(out.transpose(1, 2), lse.transpose(1, 2)) if heads_first else AttentionOutput(out, lse)
 
 
-def _chosen(impl: str, query: Tensor, block_size: int) -> str:
-    if impl not in _IMPLS:
-        raise ValueError(f"impl of listed blocks must be one of {', '.join(map(repr, _IMPLS))}, got {impl!r}")
-    if impl == "aten" or (impl == "auto" and block_size < _LEAST_NATIVE_BLOCK):
+def _chosen(impl: Impl, query: Tensor, block_size: int) -> str:
+    asked = default_of(impl)
+    if asked not in _IMPLS:
+        raise ValueError(f"impl of listed blocks must be one of {', '.join(map(repr, _IMPLS))}, got {asked!r}")
+    if asked == "aten" or (asked == "auto" and block_size < _LEAST_NATIVE_BLOCK):
         return "aten"
-    chosen = select(impl, query.device, query.dtype, query.shape[-1])
+    chosen = select(asked, query.device, query.dtype, query.shape[-1])
     return chosen if chosen == "native" else "aten"
 
 

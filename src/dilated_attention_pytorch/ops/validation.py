@@ -4,19 +4,19 @@ from __future__ import annotations
 
 import itertools
 import math
-import warnings
 from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 
 from dilated_attention_pytorch.patterns import Pattern
+from dilated_attention_pytorch.precision import accumulation_dtype
 
 from .autocast import is_cast
 
 _DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
-_MOST_HEADS = 128
-"""With more heads than this and more heads than rows, the axes are probably swapped: models have up to 128 heads."""
+_MOST_HEADS = 64
+"""More heads than this, each with its own key/value head, and fewer rows: the axes are probably swapped."""
 
 
 def check_call(
@@ -50,8 +50,13 @@ def check_call(
         is_zero_padded = is_zero_padded or group.tail == "zero_padded"
     if not isinstance(is_causal, bool):
         raise TypeError(f"is_causal must be True or False, got {is_causal!r} of type {type(is_causal).__name__}")
-    if scale is not None and not (_is_number(scale) and math.isfinite(scale)):
+    # Comparisons, since torch.compile traces math.isfinite of a number only while it is a constant.
+    if scale is not None and not (_is_number(scale) and -math.inf < scale < math.inf):
         raise ValueError(f"scale must be a finite number or None for 1 / sqrt(D), got {scale!r}")
+    of_scores = accumulation_dtype(query.dtype)
+    largest = torch.finfo(of_scores).max / 4
+    if scale is not None and abs(scale) > largest:
+        raise ValueError(f"scale must be at most {largest:.2g} in magnitude for scores in {of_scores}, got {scale!r}")
     check_dropout("dropout_p", dropout_p)
     _check_offset("query_offset", query_offset)
     _check_offset("key_offset", key_offset)
@@ -161,8 +166,8 @@ def _check_tensors(query: Tensor, key: Tensor, value: Tensor) -> None:
         raise ValueError(
             f"key and value must have one shape [B, M, G, D]: key is {tuple(key.shape)}, got value {tuple(value.shape)}"
         )
-    batch_size, num_queries, num_heads, head_dim = query.shape
-    key_batch_size, num_keys, num_kv_heads, key_head_dim = key.shape
+    batch_size, _, num_heads, head_dim = query.shape
+    key_batch_size, _, num_kv_heads, key_head_dim = key.shape
     if key_batch_size != batch_size:
         raise ValueError(f"query and key must have one batch size: query has {batch_size}, got key {key_batch_size}")
     if key_head_dim != head_dim or head_dim == 0:
@@ -173,28 +178,39 @@ def _check_tensors(query: Tensor, key: Tensor, value: Tensor) -> None:
     if num_kv_heads == 0 or num_heads == 0 or num_heads % num_kv_heads:
         raise ValueError(
             "the number of key/value heads must divide the number of query heads (layout [batch, sequence, heads, "
-            f"head_dim]): got {num_heads} query heads and {num_kv_heads} key/value heads; tensors "
-            "[batch, heads, sequence, head_dim] are brought to it by .transpose(1, 2)"
+            f"head_dim]): got {num_heads} query heads and {num_kv_heads} key/value heads; for tensors "
+            "[batch, heads, sequence, head_dim] call .transpose(1, 2)"
         )
-    has_many_heads = num_kv_heads > _MOST_HEADS and not torch.compiler.is_compiling()
-    if has_many_heads and num_heads > num_queries and num_kv_heads > num_keys:
-        _warn_of_swapped_axes(tuple(query.shape), tuple(key.shape))
 
 
-_WARNED: list[str] = []
-"""The warning if it was already given: one per process is enough."""
+def sequence_first(
+    query: Tensor, key: Tensor, value: Tensor, heads_first: bool | None
+) -> tuple[Tensor, Tensor, Tensor]:
+    """query, key and value as ``[B, N, H, D]``, given as ``[B, H, N, D]`` if ``heads_first``.
 
+    None also means ``[B, N, H, D]``, and is refused where the axes look swapped: more than 64 heads, each with its own
+    key/value head, and from two rows to fewer rows than heads.
 
-def _warn_of_swapped_axes(query: tuple[int, ...], key: tuple[int, ...]) -> None:
-    if _WARNED:
-        return
-    _WARNED.append(
-        f"query {query} and key {key} have more heads than rows if they are [batch, sequence, heads, head_dim], as "
-        f"attention under a pattern takes them: got {query[2]} heads and {query[1]} rows. If they are [batch, heads, "
-        "sequence, head_dim], as scaled_dot_product_attention takes them, pass query.transpose(1, 2), "
-        "key.transpose(1, 2) and value.transpose(1, 2), and transpose the result back"
-    )
-    warnings.warn(_WARNED[0], stacklevel=2)
+    Raises:
+        TypeError: ``heads_first`` is not True, False or None.
+        ValueError: the axes look swapped.
+    """
+    if heads_first is not None and not isinstance(heads_first, bool):
+        raise TypeError(f"heads_first must be True, False or None, got {heads_first!r}")
+    # Other shapes and types are refused by check_call.
+    if heads_first is False or not all(isinstance(x, Tensor) and x.dim() == 4 for x in (query, key, value)):
+        return query, key, value
+    if heads_first:
+        return query.transpose(1, 2), key.transpose(1, 2), value.transpose(1, 2)
+    num_heads = query.shape[2]
+    if num_heads > _MOST_HEADS and key.shape[2] == num_heads > max(query.shape[1], key.shape[1]) > 1:
+        raise ValueError(
+            f"query {tuple(query.shape)} and key {tuple(key.shape)} would be [batch, sequence, heads, head_dim] with "
+            f"{query.shape[1]} rows and {num_heads} heads. If they are [batch, heads, sequence, head_dim], as in "
+            f"scaled_dot_product_attention, pass heads_first=True. If {num_heads} heads are meant, pass "
+            "heads_first=False"
+        )
+    return query, key, value
 
 
 def check_order(segment_lengths: Sequence[int], dilation_rates: Sequence[int]) -> None:

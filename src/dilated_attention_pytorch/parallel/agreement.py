@@ -8,7 +8,7 @@ from typing import get_args
 import torch
 from torch import Tensor
 
-from dilated_attention_pytorch.kernels.select import Impl, select
+from dilated_attention_pytorch.kernels.select import Impl, default_of, select
 from dilated_attention_pytorch.ops.validation import check_cu_seqlens, documents_of
 from dilated_attention_pytorch.patterns import Pattern
 from dilated_attention_pytorch.planning.layout import Layout
@@ -98,7 +98,8 @@ def agree(
             "cu_seqlens packs documents of self-attention, so query and key must cover the same rows starting at "
             f"position 0: got {num_queries} query rows at {offset} and {num_keys} key rows at {key_offset}"
         )
-    impl = select(keywords.impl, query.device, query.dtype, query.shape[-1])
+    asked = default_of(keywords.impl)
+    impl = select(asked, query.device, query.dtype, query.shape[-1])
     strategy = keywords.strategy
     if strategy == "auto":
         call = ShardedCall(pattern, key.shape[2], is_causal, offset, documents)
@@ -112,9 +113,9 @@ def agree(
             mask is not None,
             tuple(communicator.size for communicator in (ranks.rows, ranks.heads) if communicator is not None),
         )
-        needs_whole = ranks.heads is None and not (is_one_sequence and keywords.impl != "reference")
+        needs_whole = ranks.heads is None and not (is_one_sequence and asked != "reference")
         strategy = "heads" if needs_whole else cheapest(size, layout)
-    _check_strategy(ranks, strategy, query, key, pattern, keywords.impl, is_one_sequence=is_one_sequence)
+    _check_strategy(ranks, strategy, query, key, pattern, asked, is_one_sequence=is_one_sequence)
     numbers = ranks.agree(
         {
             "strategy": strategy,
@@ -130,7 +131,7 @@ def agree(
             "cu_seqlens": documents,
             "key_padding_mask": "none" if mask is None else "a mask",
             "dropout_p": keywords.dropout_p,
-            "impl": keywords.impl,
+            "impl": asked,
             "lse": is_lse_wanted,
             "gradient": torch.is_grad_enabled() and any(tensor.requires_grad for tensor in (query, key, value)),
         }

@@ -11,7 +11,7 @@ from dilated_attention_pytorch.ops import AttentionOutput
 from dilated_attention_pytorch.ops.attend import attend_checked
 from dilated_attention_pytorch.ops.autocast import cast_by_autocast
 from dilated_attention_pytorch.ops.prepare import as_rows, with_scale, without_padding
-from dilated_attention_pytorch.ops.validation import check_call
+from dilated_attention_pytorch.ops.validation import check_call, sequence_first
 from dilated_attention_pytorch.patterns import Pattern
 from dilated_attention_pytorch.planning.layout import Layout, Shards, with_rows
 from dilated_attention_pytorch.planning.shards import ShardedCall
@@ -43,6 +43,7 @@ def attend_with_lse(
     cu_seqlens: Tensor | None = None,
     key_padding_mask: Tensor | None = None,
     dropout_p: float = 0.0,
+    heads_first: bool | None = None,
     impl: Impl = "auto",
 ) -> AttentionOutput:
     """:func:`attend` with the log-sum-exp ``[B, rows, H]`` of this rank's rows. Both have exact gradients.
@@ -63,9 +64,9 @@ def attend_with_lse(
         dropout_p=dropout_p,
         impl=impl,
     )
-    out, lse = _attend(query, key, value, pattern, mesh, keywords, is_lse_wanted=True)
+    out, lse = _attend(query, key, value, pattern, mesh, keywords, heads_first, is_lse_wanted=True)
     assert lse is not None
-    return AttentionOutput(out, lse)
+    return AttentionOutput(out.transpose(1, 2), lse.transpose(1, 2)) if heads_first else AttentionOutput(out, lse)
 
 
 def attend(
@@ -86,6 +87,7 @@ def attend(
     cu_seqlens: Tensor | None = None,
     key_padding_mask: Tensor | None = None,
     dropout_p: float = 0.0,
+    heads_first: bool | None = None,
     impl: Impl = "auto",
 ) -> Tensor:
     """Attention under a pattern over a sequence whose rows are sharded over ranks: exact in output and gradient.
@@ -119,6 +121,7 @@ def attend(
         key_padding_mask: bool ``[B, rows]``, True = ignore, for this rank's rows of key.
         dropout_p: see :func:`dilated_attention_pytorch.attend`. Every rank draws from its own random state. Where ranks
             hold rows of all heads and have equal seeds, the result equals a single process's (without ``cu_seqlens``).
+        heads_first: see :func:`dilated_attention_pytorch.attend`.
         impl: ``"auto"``, ``"triton"``, ``"cudnn"``, ``"native"`` or ``"aten"``; ``"reference"``, ``"gluon"`` and
             ``"triton-fp8"`` with ``strategy="heads"`` only.
     Returns:
@@ -151,7 +154,8 @@ def attend(
         dropout_p=dropout_p,
         impl=impl,
     )
-    return _attend(query, key, value, pattern, mesh, keywords, is_lse_wanted=False)[0]
+    out, _ = _attend(query, key, value, pattern, mesh, keywords, heads_first, is_lse_wanted=False)
+    return out.transpose(1, 2) if heads_first else out
 
 
 @torch.compiler.disable
@@ -162,12 +166,14 @@ def _attend(
     pattern: Pattern,
     mesh: DeviceMesh,
     keywords: Keywords,
+    heads_first: bool | None,
     *,
     is_lse_wanted: bool,
 ) -> tuple[Tensor, Tensor | None]:
     """Output and, if requested, log-sum-exp of this rank's rows."""
     ranks = ranks_of(mesh)
     with ranks.rows.announced():
+        query, key, value = sequence_first(query, key, value, heads_first)
         check_call(
             query,
             key,

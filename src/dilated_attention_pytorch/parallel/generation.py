@@ -113,6 +113,7 @@ class RankShare:
             layout=self.layout,
             sequence_length=sequence_length,
             is_causal=True,
+            heads_first=False,
         )
 
     def deal(self, rows: Tensor, indices: Sequence[Tensor], sequence_length: int) -> Tensor:

@@ -77,14 +77,16 @@ class ParallelDilatedAttention(DilatedAttention):
         key_offset: int = 0,
         cu_seqlens: Tensor | None = None,
         key_padding_mask: Tensor | None = None,
+        heads_first: bool | None = None,
     ) -> Tensor:
         """This rank's rows: query ``[B, rows, H, D]``, key and value ``[B, rows, G, D]``; see :func:`attend`."""
         mesh = whole_world(query.device.type) if self.mesh is None else self.mesh
         if mesh is None:
-            if self.sequence_length is not None and query.dim() == 4 and query.shape[1] != self.sequence_length:
+            rows = query.shape[2 if heads_first else 1] if query.dim() == 4 else self.sequence_length
+            if self.sequence_length not in (None, rows):
                 raise ValueError(
                     f"sequence_length must be the rows of the whole sequence, which one process holds all of: got "
-                    f"{self.sequence_length} and {query.shape[1]} rows of query; start the program with torchrun and "
+                    f"{self.sequence_length} and {rows} rows of query; start the program with torchrun and "
                     "torch.distributed.init_process_group(), or leave sequence_length out"
                 )
             return super().forward(
@@ -96,6 +98,7 @@ class ParallelDilatedAttention(DilatedAttention):
                 key_offset=key_offset,
                 cu_seqlens=cu_seqlens,
                 key_padding_mask=key_padding_mask,
+                heads_first=heads_first,
             )
         return attend(
             query,
@@ -113,6 +116,7 @@ class ParallelDilatedAttention(DilatedAttention):
             cu_seqlens=cu_seqlens,
             key_padding_mask=key_padding_mask,
             dropout_p=self.dropout if self.training else 0.0,
+            heads_first=heads_first,
             impl=self.impl,
         )
 

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from dilated_attention_pytorch.engine.extremes import has_large_scores, largest_norm
-from dilated_attention_pytorch.engine.merge import clear_dead_rows, merge_in_place, without_infinities
+from dilated_attention_pytorch.engine.merge import merge_in_place, without_infinities
 from dilated_attention_pytorch.engine.remote import (
     Dropout,
     RemoteKeys,
@@ -21,7 +21,6 @@ from dilated_attention_pytorch.engine.remote import (
     work_of,
 )
 from dilated_attention_pytorch.engine.work import Work
-from dilated_attention_pytorch.kernels.fused import MASKED
 from dilated_attention_pytorch.kernels.products import LOG2_E, Result
 from dilated_attention_pytorch.ops import library
 from dilated_attention_pytorch.patterns import PatternSum
@@ -159,15 +158,10 @@ class Slab:
             arguments = self._pair_arguments(seen_keys, pair)
             of_rows = (out[:, rows], lse[:, rows], None if rest is None else rest[:, rows])
             part = library.attend_prepared(arguments) if rest is None else library.attend_pair(arguments)
-            # The merge needs finite numbers: a row without keys gets weight 0.
-            merge_in_place(*of_rows, Result(part[0], part[1].clamp_(min=MASKED), *part[2:]))
+            merge_in_place(*of_rows, Result(*part))
 
     def finish(self, out: Tensor, lse: Tensor) -> tuple[Tensor, Tensor]:
-        """``out`` in the query's dtype and the log-sum-exp, after all merges.
-
-        Rows that only saw padding become rows without keys.
-        """
-        clear_dead_rows(out, lse)
+        """``out`` in the query's dtype and the log-sum-exp, after all merges."""
         return out.to(self.query.dtype), lse if self.rest is None else (lse + self.rest) / LOG2_E
 
     def backward_within(

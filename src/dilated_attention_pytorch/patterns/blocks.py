@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Sequence
+from collections.abc import Hashable, Iterator, Sequence
 from dataclasses import dataclass, field
 from fractions import Fraction
 from typing import Any
@@ -65,22 +65,26 @@ class HeadRule:
 
     def num_pairs(self, kv_head: int, num_kv_heads: int, sequence_length: int, *, is_causal: bool) -> int:
         """Number of visible pairs among the first ``sequence_length`` positions."""
+        parts = self.spans_in_parts(kv_head, num_kv_heads, sequence_length)
+        return sum(num_pairs(spans, *self.band(is_causal=is_causal)) for spans in parts)
+
+    def spans_in_parts(self, kv_head: int, num_kv_heads: int, sequence_length: int) -> Iterator[Spans]:
+        """:meth:`spans` of the first positions, a few rows of blocks at a time, which bounds the memory."""
         at_once, size = sequence_length, self.block_size
         if size is not None:
-            blocks = -(-sequence_length // size)
-            if blocks**2 > MOST_BLOCK_PAIRS:
-                raise ValueError(
-                    f"{sequence_length:,} positions in blocks of {size} make {blocks**2:,} pairs of blocks, and at "
-                    f"most {MOST_BLOCK_PAIRS:,} are counted; take fewer positions or larger blocks"
-                )
-            # A few rows of blocks at a time bounds the memory.
-            at_once = max(1, MASK_CELLS // blocks) * size
-        pairs = 0
+            at_once = max(1, MASK_CELLS // -(-sequence_length // size)) * size
         for start in range(0, sequence_length, at_once):
             queries = (start, min(start + at_once, sequence_length))
-            spans = self.spans(kv_head, num_kv_heads, queries, (0, sequence_length))
-            pairs += num_pairs(spans, *self.band(is_causal=is_causal))
-        return pairs
+            yield self.spans(kv_head, num_kv_heads, queries, (0, sequence_length))
+
+    def check_block_pairs(self, sequence_length: int) -> None:
+        """Raise ValueError if the blocks of that many positions make too many pairs to count."""
+        blocks = 0 if self.block_size is None else -(-sequence_length // self.block_size)
+        if blocks**2 > MOST_BLOCK_PAIRS:
+            raise ValueError(
+                f"{sequence_length:,} positions in blocks of {self.block_size} make {blocks**2:,} pairs of blocks, and "
+                f"at most {MOST_BLOCK_PAIRS:,} are counted; take fewer positions or larger blocks"
+            )
 
     def band(self, *, is_causal: bool) -> tuple[int | None, int | None]:
         """Window bounds ``(before, after)``; causal caps ``after`` at 0; None = unbounded."""

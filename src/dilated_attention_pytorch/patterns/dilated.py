@@ -6,7 +6,7 @@ import bisect
 import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
-from typing import Literal
+from typing import Literal, TypeVar
 
 import torch
 from torch import Tensor
@@ -14,6 +14,7 @@ from torch import Tensor
 from .pattern import Pattern
 from .rules import NO_END
 
+_Rows = TypeVar("_Rows", int, Tensor)
 OffsetRule = Literal["modulo", "block"]
 Tail = Literal["ragged", "zero_padded"]
 
@@ -71,7 +72,7 @@ class DilationGroup:
         start = (position + shift) // self.segment_length * self.segment_length - shift
         return start, start + self.segment_length
 
-    def selected(self, segment_start: int, offset: int, start: int, stop: int) -> tuple[int, int]:
+    def selected(self, segment_start: _Rows, offset: int, start: _Rows, stop: _Rows) -> tuple[_Rows, _Rows]:
         """First selected row and number of selected rows of one segment within ``[start, stop)``.
 
         ``[start, stop)`` lies within the segment; selected rows are ``dilation_rate`` apart. Also accepts tensors.
@@ -127,7 +128,8 @@ class DilatedPattern(Pattern):
 
     Raises:
         TypeError: a length, rate or shift is not an integer.
-        ValueError: the lists are empty or of unequal length, a value is out of range, or the rule or tail is unknown.
+        ValueError: the lists are empty or of unequal length, a value is out of range (at most 2^62), or the rule or
+            tail is unknown.
 
     >>> pattern = DilatedPattern([2048, 4096], [1, 2])
     >>> pattern.segment_lengths, pattern.dilation_rates
@@ -271,6 +273,8 @@ def _integers(name: str, values: Sequence[int], *, least: int) -> tuple[int, ...
             raise TypeError(f"{name} must hold integers, got {value!r} of type {type(value).__name__} in {values!r}")
         if value < least:
             raise ValueError(f"{name} must hold integers of at least {least}, got {value} in {list(values)}")
+        if value > NO_END:
+            raise ValueError(f"{name} must hold integers of at most 2^62, got {value}")
     if not values:
         raise ValueError(f"{name} must hold at least one integer, got an empty {type(values).__name__}")
     return tuple(values)

@@ -8,7 +8,7 @@ from typing import Any
 
 from .blocks import global_tokens, hierarchical, local_window, per_head, random_blocks, strided_blocks
 from .dilated import DilatedPattern, SegmentedPattern
-from .pattern import Pattern
+from .pattern import Pattern, PatternSum
 
 _CALLS: dict[str, Callable[..., Pattern]] = {
     "DilatedPattern": DilatedPattern,
@@ -37,8 +37,9 @@ def pattern_from_expression(text: str) -> Pattern:
     """
     try:
         parsed = ast.parse(text.strip(), mode="eval").body
-    except SyntaxError as error:
-        raise ValueError(f"{text!r} is not a sum of patterns ({error.msg}); write for example {_EXAMPLE}") from None
+    except (SyntaxError, ValueError, RecursionError, MemoryError) as error:
+        reason = error.msg if isinstance(error, SyntaxError) else error
+        raise ValueError(f"{text!r:.200} is not a sum of patterns ({reason}); write for example {_EXAMPLE}") from None
     return _pattern(parsed, text)
 
 
@@ -46,8 +47,12 @@ _EXAMPLE = '"local_window(127) + global_tokens(4) + DilatedPattern([2048, 4096],
 
 
 def _pattern(node: ast.expr, text: str) -> Pattern:
-    if isinstance(node, ast.BinOp) and isinstance(node.op, ast.Add):
-        return _pattern(node.left, text) + _pattern(node.right, text)
+    terms: list[ast.expr] = []
+    while isinstance(node, ast.BinOp) and isinstance(node.op, ast.Add):
+        terms.append(node.right)
+        node = node.left
+    if terms:
+        return PatternSum(tuple(_pattern(term, text) for term in (node, *reversed(terms))))
     part = _source(node, text)
     if not isinstance(node, ast.Call) or not isinstance(node.func, ast.Name) or node.func.id not in _CALLS:
         raise ValueError(f"expected a sum of calls of {', '.join(NAMES)}, got {part!r}; write for example {_EXAMPLE}")
@@ -69,7 +74,7 @@ def _argument(node: ast.expr, text: str, part: str, *, of_patterns: bool) -> Any
         return [_pattern(one, text) for one in node.elts]
     try:
         return ast.literal_eval(node)
-    except (TypeError, ValueError):
+    except (TypeError, ValueError, RecursionError):
         raise ValueError(_no_plain_argument(part, _source(node, text))) from None
 
 

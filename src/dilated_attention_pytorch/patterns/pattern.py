@@ -106,6 +106,17 @@ class Pattern(ABC):
         >>> DilatedPattern([4], [2]).num_pairs(8, is_causal=True)
         6
         """
+        self.check_countable(sequence_length, num_kv_heads)
+        pairs = 0
+        for head in range(num_kv_heads):
+            for group in self.groups:
+                pairs += group.num_pairs(head, num_kv_heads, sequence_length, is_causal=is_causal)
+            for rule in self.rules:
+                pairs += rule.num_pairs(head, num_kv_heads, sequence_length, is_causal=is_causal)
+        return pairs
+
+    def check_countable(self, sequence_length: int, num_kv_heads: int) -> None:
+        """Raise TypeError or ValueError unless the pairs of this length and number of heads can be counted."""
         for name, number in (("sequence_length", sequence_length), ("num_kv_heads", num_kv_heads)):
             _check_count(name, number)
         if sequence_length > MOST_POSITIONS:
@@ -115,13 +126,7 @@ class Pattern(ABC):
             )
         for rule in self.rules:
             rule.check(sequence_length, num_kv_heads)
-        pairs = 0
-        for head in range(num_kv_heads):
-            for group in self.groups:
-                pairs += group.num_pairs(head, num_kv_heads, sequence_length, is_causal=is_causal)
-            for rule in self.rules:
-                pairs += rule.num_pairs(head, num_kv_heads, sequence_length, is_causal=is_causal)
-        return pairs
+            rule.check_block_pairs(sequence_length)
 
     def flops(
         self,
@@ -227,8 +232,8 @@ class Pattern(ABC):
         """Plot the counts of the first ``sequence_length`` positions (needs the extra ``plot``, matplotlib).
 
         Args:
-            sequence_length: number of positions N; the plot has N x N cells. From 2,049 positions on it shows every
-                second, third, ... position.
+            sequence_length: number of positions N; the plot has N x N cells. From 257 positions on it has 256 x 256,
+                with the exact mean of the counts in each.
             num_kv_heads: number of key/value heads, one panel each, side by side.
             is_causal: keep only ``t <= p``.
             axes: matplotlib axes to draw on; None = a new figure.
@@ -238,6 +243,7 @@ class Pattern(ABC):
 
         Raises:
             ImportError: matplotlib is not installed.
+            ValueError: see :meth:`density`.
         """
         from .picture import draw
 

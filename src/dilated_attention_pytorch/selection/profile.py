@@ -35,6 +35,13 @@ class Rates:
     dtype: str
     is_training: bool
     seconds: tuple[float, ...]
+    samples: int = 0
+    """Measured times that they were fitted to; 0 in a profile of an earlier version."""
+
+    @property
+    def mode(self) -> tuple[str, bool]:
+        """Dtype, and whether with gradients."""
+        return self.dtype, self.is_training
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,7 +57,7 @@ class Profile:
     def seconds_of(self, pattern: Pattern, workload: Workload, hardware: Hardware) -> float | None:
         """Predicted seconds of a call; None if its dtype was not measured."""
         for entry in self.rates:
-            if (entry.dtype, entry.is_training) == (workload.dtype_name, workload.is_training):
+            if entry.mode == (workload.dtype_name, workload.is_training):
                 return weighted(entry.seconds, features(pattern, workload, hardware))
         return None
 
@@ -87,7 +94,12 @@ def store_profile(profile: Profile, hardware: Hardware, folder: Path | None = No
         "machine": identity(hardware),
         "features": list(FEATURES),
         "rates": [
-            {"dtype": entry.dtype, "is_training": entry.is_training, "seconds": list(entry.seconds)}
+            {
+                "dtype": entry.dtype,
+                "is_training": entry.is_training,
+                "seconds": list(entry.seconds),
+                "samples": entry.samples,
+            }
             for entry in profile.rates
         ],
     }
@@ -162,7 +174,7 @@ def _rates(entry: Any) -> Rates:
         raise ValueError(f"expected {len(FEATURES)} rates of at least 0, got {list(seconds)}")
     if not isinstance(entry["dtype"], str) or not isinstance(entry["is_training"], bool):
         raise TypeError(f"expected the name of a dtype and a bool, got {entry['dtype']!r}, {entry['is_training']!r}")
-    return Rates(entry["dtype"], entry["is_training"], seconds)
+    return Rates(entry["dtype"], entry["is_training"], seconds, int(entry.get("samples", 0)))
 
 
 def _ignored(file: Path, why: str) -> None:

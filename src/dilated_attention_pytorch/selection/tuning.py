@@ -32,6 +32,10 @@ _PARTS = 3
 """Number of cross-validation folds over the shapes."""
 _OF_A_SHAPE = 8
 """Candidates timed per shape."""
+_SHAPES_FIRST, _PATTERNS_FIRST = 6, 4
+"""Of each dtype and mode, the shapes and the patterns of a shape that are timed before the others."""
+_LEAST_SHAPES, _LEAST_PATTERNS = 6, 3
+"""The fewest shapes, and timed patterns of a shape, that rates are fitted to and judged by."""
 _MORE_ON_A_GPU = 8
 """Factor of the sequence lengths on a GPU, where short calls do not fill the device."""
 
@@ -70,6 +74,11 @@ class Fit:
     formula_correlation: float
     formula_error: float
     num_shapes: int
+
+    @property
+    def is_better(self) -> bool:
+        """Whether the rates rank patterns of shapes they were not fitted to at least as well as the formula does."""
+        return self.model_correlation >= self.formula_correlation
 
 
 def cases(dtypes: Sequence[torch.dtype], hardware: Hardware, *, is_dry: bool = False) -> list[Timing]:
@@ -122,33 +131,64 @@ def cases(dtypes: Sequence[torch.dtype], hardware: Hardware, *, is_dry: bool = F
 
 
 def measure(
-    timings: Sequence[Timing], device: torch.device, *, seconds: float, finished: Callable[[Timing], None]
+    timings: Sequence[Timing],
+    device: torch.device,
+    *,
+    seconds: float,
+    finished: Callable[[Timing], None],
+    is_once: bool = False,
+    clock: Callable[[], float] = time.monotonic,
 ) -> None:
-    """Time every case twice, then repeat all cases until ``seconds`` have passed.
+    """Time every case twice, then repeat all cases, until ``seconds`` have passed.
 
     Spreading the rounds averages over slow and fast phases of the machine; the minimum of a case is its time. Each case
     gets one warm-up call, since plans are cached for a limited number of patterns and programs use one pattern often.
+    A round begins with half of the patterns of the smaller half of the shapes, for all dtypes and modes: that is enough
+    to fit and judge rates when the time ends before the round.
 
     Args:
         timings: cases to extend with samples; those with fewer samples go first.
         device: device to measure.
-        seconds: time after which no further round starts.
+        seconds: time after which no further case starts.
         finished: called after every round of a case.
+        is_once: stop when every case has samples.
+        clock: the time in seconds.
     """
-    ends_at = time.monotonic() + seconds
-    while True:
+    ends_at = clock() + seconds
+    order = in_order(timings)
+    while not (is_once and all(timing.samples for timing in timings)):
         done = min(len(timing.samples) for timing in timings)
-        for workload, group in itertools.groupby(timings, key=lambda timing: timing.workload):
-            if done and time.monotonic() >= ends_at:
-                return
+        for workload, group in itertools.groupby(order, key=lambda timing: timing.workload):
             waiting = [timing for timing in group if len(timing.samples) == done]
-            if not waiting:
-                continue
-            call = call_of(workload, device)
+            call = None
             for timing in waiting:
+                if clock() >= ends_at:
+                    return
+                call = call_of(workload, device) if call is None else call
                 call(timing.pattern)
                 timing.samples.extend(call(timing.pattern) for _ in range(_CALLS_IN_A_ROUND))
                 finished(timing)
+
+
+def in_order(timings: Sequence[Timing]) -> list[Timing]:
+    """The order of a round: what comes first, then shape by shape, with all dtypes and modes of a shape together."""
+    ranked = []
+    for group in _by_mode(timings):
+        for index, shape in enumerate(_by_shape(group)):
+            for number, timing in enumerate(shape):
+                is_later = index >= _SHAPES_FIRST, number >= _PATTERNS_FIRST
+                ranked.append((sum(is_later), index, timing))
+    return [timing for *_, timing in sorted(ranked, key=lambda entry: entry[:2])]
+
+
+def _by_mode(timings: Sequence[Timing]) -> list[list[Timing]]:
+    """The cases of every dtype and mode."""
+    groups = itertools.groupby(timings, key=lambda timing: (timing.workload.dtype_name, timing.workload.is_training))
+    return [list(group) for _, group in groups]
+
+
+def _by_shape(timings: Sequence[Timing]) -> list[list[Timing]]:
+    return [list(shape) for _, shape in itertools.groupby(timings, key=lambda timing: timing.workload)]
 
 
 def call_of(workload: Workload, device: torch.device) -> Callable[[Pattern], float]:
@@ -166,7 +206,7 @@ def call_of(workload: Workload, device: torch.device) -> Callable[[Pattern], flo
     def call(pattern: Pattern) -> float:
         _synchronize(device)
         start = time.perf_counter()
-        out = attend(query, key, value, pattern, is_causal=workload.is_causal)
+        out = attend(query, key, value, pattern, is_causal=workload.is_causal, heads_first=False)
         if workload.is_training:
             torch.autograd.grad(out, (query, key, value), grad)
         _synchronize(device)
@@ -181,15 +221,15 @@ def _synchronize(device: torch.device) -> None:
 
 
 def fit(timings: Sequence[Timing], hardware: Hardware) -> list[Fit]:
-    """Rates of every timed dtype and mode, with cross-validated errors.
+    """Rates of every dtype and mode with times of enough shapes and patterns, with cross-validated errors.
 
     Errors come from three-fold cross-validation over the shapes; the returned rates are fitted to all of them.
     """
     fits = []
-    for (dtype, is_training), group in itertools.groupby(
-        timings, key=lambda timing: (timing.workload.dtype_name, timing.workload.is_training)
-    ):
-        shapes = [list(shape) for _, shape in itertools.groupby(group, key=lambda timing: timing.workload)]
+    for group in _by_mode([timing for timing in timings if timing.samples]):
+        shapes = [shape for shape in _by_shape(group) if len(shape) >= _LEAST_PATTERNS]
+        if len(shapes) < _LEAST_SHAPES:
+            continue
         by_model: list[list[float]] = [[] for _ in shapes]
         for part in range(_PARTS):
             seen = [timing for index, shape in enumerate(shapes) if index % _PARTS != part for timing in shape]
@@ -199,9 +239,11 @@ def fit(timings: Sequence[Timing], hardware: Hardware) -> list[Fit]:
                     weighted(rates, features(one.pattern, one.workload, hardware)) for one in shapes[index]
                 ]
         by_formula = [[nominal_seconds(one.pattern, one.workload, hardware) for one in shape] for shape in shapes]
+        workload = group[0].workload
+        rates = _fit([timing for shape in shapes for timing in shape], hardware)
         fits.append(
             Fit(
-                Rates(dtype, is_training, _fit([timing for shape in shapes for timing in shape], hardware)),
+                Rates(workload.dtype_name, workload.is_training, rates, sum(len(one.samples) for one in group)),
                 *_judged(shapes, by_model),
                 *_judged(shapes, by_formula),
                 len(shapes),
@@ -226,10 +268,20 @@ def _judged(shapes: Sequence[Sequence[Timing]], predicted: Sequence[Sequence[flo
 
 
 def profile_of(fits: Sequence[Fit], before: Profile | None) -> Profile:
-    """The fitted rates, plus those of ``before`` for dtypes and modes not measured now."""
-    new = {(entry.rates.dtype, entry.rates.is_training): entry.rates for entry in fits}
-    old = {(entry.dtype, entry.is_training): entry for entry in before.rates} if before is not None else {}
-    return Profile(tuple((old | new).values()))
+    """The fitted rates that are better than the formula, plus those of ``before`` for the other dtypes and modes.
+
+    Rates that were fitted to more samples are kept, whatever a shorter run finds. For what is not in the profile, the
+    formula predicts.
+    """
+    rates = {entry.mode: entry for entry in (() if before is None else before.rates)}
+    for entry in fits:
+        mode = entry.rates.mode
+        if mode in rates and rates[mode].samples > entry.rates.samples:
+            continue
+        rates.pop(mode, None)
+        if entry.is_better:
+            rates[mode] = entry.rates
+    return Profile(tuple(rates.values()))
 
 
 def keep_timings(file: Path, timings: Sequence[Timing], hardware: Hardware, **values: Any) -> None:

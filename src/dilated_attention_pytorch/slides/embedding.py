@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import hashlib
+import math
+import re
+import shlex
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -23,14 +26,28 @@ from dilated_attention_pytorch.models import (
     pack_slides,
     tile_grid,
 )
+from dilated_attention_pytorch.models.tensor_file import shortened
 from dilated_attention_pytorch.training.autocast import autocast
 from dilated_attention_pytorch.training.preflight import choose_device
 
-from .files import find_slides, read_slide
+from .files import Slide, find_slides, read_slide
 from .memory import TileLimits, measure_limits
 from .settings import EmbedSettings
 from .store import Source, Store
 
+_GIGAPATH = (
+    "gigapath",
+    "gigapathtile",
+    "gigapathtileencoder",
+    "gigapathslide",
+    "provgigapath",
+    "provgigapathtile",
+    "provgigapathslide",
+    "provgigapathprovgigapath",
+)
+"""Names of GigaPath's tile encoder; slide2vec records that of the slide encoder for features on the way to it."""
+_TOLERANCE, _OF_SPACING = 0.1, 0.02
+"""Of a magnification, as scanners differ, and of a spacing, as tools round it."""
 PACKAGES: Mapping[str, Sequence[str]] = {"h5": ("h5py",), "parquet": ("h5py", "pyarrow")}
 """Packages that each output format needs; slide files themselves are HDF5."""
 
@@ -84,7 +101,6 @@ class Embedder:
         set_threads(settings.threads)
         self.paths = find_slides(slides)
         self.store = Store(output, settings.format)
-        self.store.check_names(self.paths)
         self.encoder = _load(checkpoint, settings).to(self.device)
         self.made_with = settings.of_result(checkpoint, _digest(checkpoint))
         self.store.check(self.made_with)
@@ -119,10 +135,11 @@ class Embedder:
         for name, path in self.paths.items():
             try:
                 source = Source.of(name, path)
+                before = self.store.before(source)
             except RunError as error:
                 fail(path, str(error))
                 continue
-            if self.store.holds(source):
+            if self.store.is_of(before, source):
                 outcome.kept += 1
                 advance(name)
             else:
@@ -133,7 +150,11 @@ class Embedder:
             return outcome
         for batch in self._batches(left, say, fail):
             for slide, embeddings in self._embed(batch, fail):
-                self.store.write(slide.source, len(slide.features), embeddings)
+                try:
+                    self.store.write(slide.source, len(slide.features), embeddings)
+                except RunError as error:
+                    fail(slide.path, str(error))
+                    continue
                 outcome.embedded += 1
                 outcome.tiles += len(slide.features)
                 advance(slide.source.slide)
@@ -184,12 +205,11 @@ class Embedder:
         Raises:
             RunError: the file does not match the encoder.
         """
-        config, slide = self.encoder.config, read_slide(path)
-        if slide.features.shape[1] != config.feature_dim:
-            raise RunError(
-                f"its features have width {slide.features.shape[1]:,}, and this encoder takes {config.feature_dim:,}: "
-                "extract them with the tile encoder that it was trained with (GigaPath's gives 1,536)"
-            )
+        config = self.encoder.config
+        slide = read_slide(path, config.feature_dim)
+        if Source.of(source.slide, path).version != source.version:
+            raise RunError("it changed while it was read; run the same command again when it is written")
+        self._check_origin(slide)
         recorded, given = slide.tile_size, self.settings.tile_size
         if recorded is not None and given is not None and recorded != given:
             raise RunError(
@@ -200,14 +220,47 @@ class Embedder:
         if tile_size is None:
             raise RunError(
                 "it does not give its tile size (the attribute patch_size_level0 of coords, a number of at least 1); "
-                f"pass --tile-size{_guess(slide.coordinates)}"
+                f"pass --tile-size{_guess(slide.spacing)}, and another --output"
             )
+        self._check_spacing(slide, tile_size)
         try:
             grid = tile_grid(slide.coordinates, tile_size, config.grid_size)
         except (TypeError, ValueError) as error:
-            remedy = "pass another --tile-size" if recorded is None else "extract its features again"
+            remedy = "pass another --tile-size and --output" if recorded is None else "extract its features again"
             raise RunError(f"{error}; {remedy} if {tile_size} is wrong") from error
         return Tiles(source, path, slide.features, grid)
+
+    def _check_origin(self, slide: Slide) -> None:
+        """Raise :class:`RunError` if the file records another tile encoder or magnification than is meant."""
+        settings = self.settings
+        if slide.encoder is not None and _plain(slide.encoder) != _plain(settings.encoder):
+            name = shortened(slide.encoder)
+            raise RunError(
+                f"its features are of the tile encoder {name}, as it records, expected {settings.encoder}: extract "
+                f"them with that one, or pass --encoder {shlex.quote(name)} if the checkpoint was trained on {name}"
+            )
+        recorded = slide.magnification
+        if recorded is not None and not math.isclose(recorded, settings.magnification, rel_tol=_TOLERANCE):
+            raise RunError(
+                f"its tiles are magnified {recorded:.3g} times, as it records, expected {settings.magnification:g}: "
+                f"extract them at that one, or pass --magnification {recorded:.3g} if the checkpoint was trained on it"
+            )
+
+    def _check_spacing(self, slide: Slide, tile_size: int) -> None:
+        """Raise :class:`RunError` if the tiles stand at another distance than the tile size says."""
+        told = self.settings.tile_spacing
+        expected = told or max(1, round(tile_size * (1 - slide.overlap)))
+        if slide.spacing is None or abs(slide.spacing - expected) <= 1 + _OF_SPACING * expected:
+            return
+        if told is not None:
+            raise RunError(f"expected tiles {told} pixels apart (--tile-spacing), got tiles {slide.spacing} apart")
+        is_told = slide.tile_size is None
+        remedy = f"pass --tile-size {slide.spacing} and another --output" if is_told else "extract its features again"
+        raise RunError(
+            f"its tiles stand {slide.spacing} pixels apart, and a tile is {tile_size} pixels "
+            f"({'--tile-size' if is_told else 'as the file records'}): {remedy} if that is wrong, or pass "
+            f"--tile-spacing {slide.spacing} if the tiles overlap or have gaps"
+        )
 
     def _check_size(self, tiles: int, limits: TileLimits | None) -> None:
         """Raise :class:`RunError` if a slide does not fit into memory alone."""
@@ -272,10 +325,16 @@ def _digest(file: Path) -> str:
         return hashlib.file_digest(stream, "sha256").hexdigest()
 
 
-def _guess(coordinates: Tensor) -> str:
-    """The tile size suggested by the distances between tiles, as text after a flag; else empty."""
-    distances = [axis.unique().diff() for axis in coordinates.long().unbind(dim=1)]
-    steps = torch.cat(distances)
-    if not len(steps):
+def _guess(spacing: int | None) -> str:
+    """The tile size suggested by the distance of tiles, as text after a flag."""
+    if spacing is None:
         return " PIXELS"
-    return f" (tiles are {int(steps.min())} apart: --tile-size {int(steps.min())} if they do not overlap)"
+    return f" (tiles are {spacing} apart: --tile-size {spacing} if they do not overlap)"
+
+
+def _plain(encoder: str) -> str:
+    """A name for comparison: without its hub and the digest of its code (STAMP), in small letters, digits and letters
+    only; GigaPath's names are one."""
+    name = re.sub(r"-[0-9a-f]{8}$", "", encoder.lower().removeprefix("hf_hub:").removeprefix("hf-hub:"))
+    name = re.sub(r"[^a-z0-9]", "", name)
+    return "gigapath" if name in _GIGAPATH else name

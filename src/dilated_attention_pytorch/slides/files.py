@@ -1,25 +1,26 @@
-"""Tile feature files of TRIDENT, CLAM and GigaPath: search and reading."""
+"""Tile feature files of TRIDENT, CLAM, GigaPath, STAMP and slide2vec: search and reading."""
 
 from __future__ import annotations
 
 import os
+import stat
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import torch
 from torch import Tensor
 
 from dilated_attention_pytorch.errors import RunError
-from dilated_attention_pytorch.memory import check_memory
-from dilated_attention_pytorch.models.tensor_file import UnsafeFileError, first_line, load_tensors
 
-HDF5 = (".h5", ".hdf5")
-SUFFIXES = (*HDF5, ".pt")
-FEATURES, COORDINATES, TILE_SIZE = "features", "coords", "patch_size_level0"
+from .contents import AGAIN, HDF5, SUFFIXES, number, read_content, text
+from .placement import placement
 
-_SHOWN = 8
 _MOST_PIXELS = 2**31
+_ENCODERS = ("encoder", "extractor", "encoder_name")
+_TILE_SIZES = ("patch_size_level0", "tile_size_lv0")
+_FEW, _SHARE = 4, 0.01
+_PIXELS = 256
+"""Of a tile in micrometres whose file does not say how many: fine enough, and coarser than the rounding of float32."""
 
 
 class Slide(NamedTuple):
@@ -28,13 +29,23 @@ class Slide(NamedTuple):
     features: Tensor
     """``[N, C]``, in the dtype of the file."""
     coordinates: Tensor
-    """``[N, 2]``, upper left corners of the tiles."""
+    """``[N, 2]``, upper left corners of the tiles, in int64 or float64."""
     tile_size: int | None
     """Edge length of a tile in units of the coordinates, if the file gives it."""
+    overlap: float = 0.0
+    """Fraction of a tile that its neighbour covers too, as the file gives it."""
+    spacing: int | None = None
+    """Measured distance of neighbouring tiles; see :func:`.placement.placement`."""
+    encoder: str | None = None
+    """Name of the tile encoder, if the file gives it."""
+    magnification: float | None = None
+    """Magnification of the tiles (20 is 0.5 micrometres a pixel), if the file gives it."""
 
 
 def find_slides(paths: Sequence[Path]) -> dict[str, Path]:
     """The given files, and the files in given folders, by slide name.
+
+    In a folder, an .npz file beside an HDF5 file of the same name is left out.
 
     Raises:
         RunError: a path does not exist or is not of a known kind, a folder is empty, or two files have one slide name.
@@ -69,7 +80,8 @@ def _files_of(path: Path) -> list[Path]:
                 f"the folder {path} holds no {', '.join(SUFFIXES)} file; pass the folder that holds them directly ("
                 "CLAM's h5_files, TRIDENT's features_...), as subfolders are not searched"
             )
-        return files
+        whole = {file.stem for file in files if file.suffix.lower() in HDF5}
+        return [file for file in files if file.suffix.lower() != ".npz" or file.stem not in whole]
     if not path.exists():
         raise RunError(f"{path} does not exist; pass files of tile features ({', '.join(SUFFIXES)}) or their folder")
     if path.suffix.lower() not in SUFFIXES:
@@ -80,125 +92,84 @@ def _files_of(path: Path) -> list[Path]:
     return [path]
 
 
-def read_slide(path: Path) -> Slide:
-    """Read the tiles of a file: ``features`` and ``coords``, with or without a leading axis of length 1.
+def read_slide(path: Path, width: int | None = None) -> Slide:
+    """Read the tiles of a file; the manual page on slides lists the formats. No code in the file is executed.
 
-    In HDF5 they are datasets; the tile size is the attribute ``patch_size_level0`` of ``coords`` (TRIDENT), or
-    ``patch_size`` times ``downsample`` (CLAM). In a ``.pt`` file all three are entries of a dict, which is read without
-    executing code.
+    Coordinates in micrometres (STAMP) become pixels of the tiles.
+
+    Args:
+        path: the file.
+        width: width of the features that is needed; it is checked before they are read. None = any.
 
     Raises:
         RunError: the file is damaged or has other contents; the message says what was found and what to do.
     """
     try:
-        features, coordinates, tile_size = _read_hdf5(path) if path.suffix.lower() in HDF5 else _read_torch(path)
+        mode = path.stat().st_mode
+    except OSError as error:
+        raise RunError(
+            f"it cannot be opened ({error.strerror}); copy it again, or mend the link if it is one"
+        ) from error
+    if not stat.S_ISREG(mode) and not stat.S_ISDIR(mode):
+        raise RunError("it is a pipe or a device, expected a file")
+    if stat.S_ISDIR(mode):
+        raise RunError("it cannot be opened: Is a directory")
+    try:
+        features, coordinates, attributes = read_content(path, width)
     except MemoryError as error:
         raise RunError(f"it needs more memory than available ({error}); embed it on another machine") from error
-    features, coordinates = (_without_batch(x, name) for x, name in ((features, FEATURES), (coordinates, COORDINATES)))
-    if coordinates.shape[1] != 2:
-        raise RunError(f"{COORDINATES} must be [tiles, 2], got {list(coordinates.shape)}; {_AGAIN}")
-    if len(features) != len(coordinates):
+    tile_size, pixels = _tile_size(attributes)
+    if pixels != 1:
+        places = (coordinates * pixels).round()
+        if not bool((places.abs() < _MOST_PIXELS).all()):
+            raise RunError(f"its coordinates are beyond any slide, in tiles of the size that it records; {AGAIN}")
+        coordinates = places.long()
+    lie = placement(coordinates)
+    if lie.repeated and lie.repeated == len(coordinates) - 1:
+        raise RunError(f"its {len(coordinates):,} tiles all lie at one place, {lie.first}; {AGAIN}")
+    if lie.repeated > max(_FEW, _SHARE * len(coordinates)):
         raise RunError(
-            f"it has {len(features):,} rows of {FEATURES} and {len(coordinates):,} of {COORDINATES}; {_AGAIN}"
+            f"{lie.repeated:,} of its {len(coordinates):,} tiles lie at the place of another one, the first at "
+            f"{lie.first}; {AGAIN}, one tile for a place"
         )
-    if not len(features):
-        raise RunError("it has no tiles: no tissue was found on the slide; check its segmentation")
-    if not features.is_floating_point():
-        raise RunError(f"{FEATURES} must be floats, got {features.dtype}; {_AGAIN}")
-    broken = ~features.isfinite().all(dim=1)
-    if bool(broken.any()):
-        raise RunError(
-            f"{FEATURES} of {int(broken.sum()):,} of its {len(features):,} tiles are not finite, the first in row "
-            f"{int(broken.int().argmax()):,}; {_AGAIN}"
-        )
-    return Slide(features, coordinates, tile_size)
+    return Slide(
+        features,
+        coordinates,
+        tile_size,
+        _overlap(attributes),
+        lie.spacing,
+        next(filter(None, (text(attributes.get(name)) for name in _ENCODERS)), None),
+        _magnification(attributes),
+    )
 
 
-_AGAIN = "extract its features again"
+def _tile_size(attributes: Mapping[str, Any]) -> tuple[int | None, float]:
+    """The edge length of a tile in pixels, None if there is none or no size, and the pixels in a unit of the
+    coordinates."""
+    of = {name: number(value) for name, value in attributes.items()}
+    micrometres = of.get("tile_size_um") or (of.get("tile_size") if text(attributes.get("unit")) == "um" else None)
+    size: float | None
+    if micrometres is not None and micrometres > 0:  # STAMP
+        size = of.get("tile_size_px") or _PIXELS
+        pixels = round(size) / micrometres
+    else:
+        size, pixels = next(filter(None, map(of.get, _TILE_SIZES)), None), 1.0
+        factor = of.get("downsample") or (1.0 if of.get("patch_level") == 0 else None)
+        patch = of.get("patch_size")
+        if size is None and patch is not None and factor is not None:
+            size = patch * factor * (of.get("custom_downsample") or 1.0)
+    return (round(size), pixels) if size is not None and 0.5 < size < _MOST_PIXELS else (None, 1.0)
 
 
-def _read_hdf5(path: Path) -> tuple[Tensor, Tensor, int | None]:
-    import h5py
-
-    try:
-        with h5py.File(path, "r") as file:
-            missing = [name for name in (FEATURES, COORDINATES) if not isinstance(file.get(name), h5py.Dataset)]
-            if missing:
-                raise RunError(_without(missing, list(file)))
-            features, coordinates = file[FEATURES], file[COORDINATES]
-            check_memory(
-                features.size * features.dtype.itemsize,
-                "cpu",
-                what=f"reading its {FEATURES} {list(features.shape)}",
-                remedy="embed it on a machine with more memory",
-            )
-            return (
-                _tensor(features),
-                _tensor(coordinates),
-                _tile_size({**file.attrs, **features.attrs, **coordinates.attrs}),
-            )
-    except (PermissionError, IsADirectoryError) as error:
-        raise RunError(f"it cannot be opened: {os.strerror(error.errno or 0)}") from error
-    except (OSError, KeyError, RuntimeError, ValueError, TypeError) as error:
-        raise RunError(f"it cannot be read as HDF5 ({first_line(error)}); copy it again, or {_AGAIN}") from error
+def _overlap(attributes: Mapping[str, Any]) -> float:
+    overlap, patch = number(attributes.get("overlap")), number(attributes.get("patch_size"))
+    return overlap / patch if overlap and patch and 0 < overlap < patch else 0.0
 
 
-def _tensor(dataset: Any) -> Tensor:
-    """The values of a dataset in native byte order."""
-    values = dataset[()]
-    if values.dtype.kind not in "fiu":
-        raise RunError(f"{dataset.name.lstrip('/')} must hold numbers, got {values.dtype}; {_AGAIN}")
-    return torch.from_numpy(values.astype(values.dtype.newbyteorder("="), copy=False))
-
-
-def _read_torch(path: Path) -> tuple[Tensor, Tensor, int | None]:
-    try:
-        content = load_tensors(path)
-    except UnsafeFileError as error:
-        raise RunError(
-            f"it holds objects other than tensors ({error}), which are not loaded, as that would execute code from the "
-            "file; save a dictionary of tensors"
-        ) from error
-    except ValueError as error:
-        raise RunError(f"it cannot be read as tensors ({error}); copy it again, or {_AGAIN}") from error
-    if isinstance(content, Tensor):
-        raise RunError(
-            "it holds only features, and tile coordinates are needed too; pass the HDF5 file next to it (CLAM: "
-            f'h5_files), or save {{"{FEATURES}": ..., "{COORDINATES}": ...}}'
-        )
-    if not isinstance(content, Mapping):
-        raise RunError(f'it holds a {type(content).__name__}, expected {{"{FEATURES}": ..., "{COORDINATES}": ...}}')
-    missing = [name for name in (FEATURES, COORDINATES) if not isinstance(content.get(name), Tensor)]
-    if missing:
-        raise RunError(_without(missing, [str(name) for name in content]))
-    return content[FEATURES], content[COORDINATES], _tile_size(content)
-
-
-def _without_batch(x: Tensor, name: str) -> Tensor:
-    without = x[0] if x.dim() == 3 and x.shape[0] == 1 else x
-    if without.dim() != 2:
-        raise RunError(f"{name} must be [tiles, width] or [1, tiles, width], got {list(x.shape)}; {_AGAIN}")
-    return without
-
-
-def _tile_size(attributes: Mapping[str, Any]) -> int | None:
-    """Edge length of a tile in pixels of level 0; None if the attributes give none, or NaN or infinity."""
-    size = _number(attributes.get(TILE_SIZE))
-    if size is None and "downsample" in attributes:
-        patch, factor = _number(attributes.get("patch_size")), _number(attributes["downsample"])
-        size = None if patch is None or factor is None else patch * factor
-    return round(size) if size is not None and 0.5 < size < _MOST_PIXELS else None
-
-
-def _number(value: Any) -> float | None:
-    """A number, or the first of a sequence of about equal ones (CLAM stores one factor per axis); None otherwise."""
-    try:
-        numbers = torch.as_tensor(value, dtype=torch.float64).flatten()
-        return float(numbers[0]) if torch.allclose(numbers, numbers[0], rtol=0.01, atol=0) else None
-    except (TypeError, ValueError, RuntimeError, IndexError):
-        return None
-
-
-def _without(missing: list[str], there: list[str]) -> str:
-    holds = f"it holds {', '.join(there[:_SHOWN])}" if there else "it is empty"
-    return f"it has no {' and no '.join(missing)} ({holds}); pass files of tile features as TRIDENT or CLAM write them"
+def _magnification(attributes: Mapping[str, Any]) -> float | None:
+    of = {name: number(value) for name, value in attributes.items()}
+    told, pixels = of.get("target_magnification"), of.get("tile_size_px")
+    micrometres = of.get("tile_size_um")
+    spacing = of.get("requested_spacing_um") or (micrometres / pixels if micrometres and pixels else None)
+    found = told or (10 / spacing if spacing else None)
+    return found if found is not None and found > 0 else None

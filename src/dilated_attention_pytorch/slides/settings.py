@@ -11,6 +11,8 @@ from dilated_attention_pytorch.training.run_settings import Device, check_choice
 
 FileKind = Literal["h5", "parquet"]
 EmbeddingPrecision = Literal["float32", "bfloat16", "float16"]
+_MOST_GIGABYTES = 2**30
+"""An exabyte: bytes stay within 64 bits."""
 
 
 @dataclass(kw_only=True, slots=True)
@@ -27,6 +29,13 @@ class EmbedSettings:
     tile_size: int | None = None
     """Pixels of a tile in the units of `coords`, for files that do not record them. Default: from each file (TRIDENT:
     patch_size_level0). A file that records another size is skipped."""
+    tile_spacing: int | None = None
+    """Pixels from one tile to the next where tiles overlap or have gaps. Default: the tile size, less an overlap that
+    the file records. A slide whose tiles stand otherwise is skipped, as its tile size is probably wrong."""
+    encoder: str = "gigapath"
+    """Tile encoder of the features. A file that records another one is skipped."""
+    magnification: float = 20.0
+    """Magnification of the tiles: 20 is 0.5 micrometres a pixel. A file that records another one is skipped."""
     pooling: Pooling = "class"
     """"class": the class token is the slide embedding, as in the released model. "mean": the mean over the tiles."""
     num_heads: int = 16
@@ -57,10 +66,14 @@ class EmbedSettings:
         for name in ("num_heads", "batch_tiles"):
             check_number(self, name, least=1)
         check_number(self, "threads", least=0)
-        if self.tile_size is not None:
-            check_number(self, "tile_size", least=1)
+        for name in ("tile_size", "tile_spacing"):
+            if getattr(self, name) is not None:
+                check_number(self, name, least=1)
+        check_number(self, "magnification", above=0)
+        if not self.encoder.strip():
+            raise ValueError("encoder must be a name, got an empty one")
         if self.memory is not None:
-            check_number(self, "memory", above=0)
+            check_number(self, "memory", above=0, most=_MOST_GIGABYTES)
 
     def of_result(self, checkpoint: Path, digest: str) -> dict[str, Any]:
         """The options that affect the embeddings, as JSON-serialisable values."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 import os
 import secrets
@@ -14,8 +15,16 @@ from torch import Tensor
 
 from dilated_attention_pytorch.errors import RunError
 from dilated_attention_pytorch.models import SlideEmbeddings
-from dilated_attention_pytorch.output import check_free_folder, check_makeable, make_output, replacing, sync
+from dilated_attention_pytorch.output import (
+    check_free_folder,
+    check_makeable,
+    make_output,
+    replacing,
+    staged_name,
+    sync,
+)
 
+from .contents import companions
 from .files import is_same_file
 from .settings import FileKind
 
@@ -35,13 +44,13 @@ class Source:
 
     @staticmethod
     def of(slide: str, path: Path) -> Source:
-        """The current version of a slide's file.
+        """The current version of a slide's file and of its :func:`.contents.companions`.
 
         Raises:
             RunError: there is no such file, for example behind a link.
         """
         try:
-            status = path.stat()
+            found = [file.stat() for file in (path, *companions(path))]
         except OSError as error:
             raise RunError(
                 f"it cannot be opened ({error.strerror}); copy it again, or mend the link if it is one"
@@ -49,13 +58,13 @@ class Source:
         return Source(
             slide=slide,
             source=str(path.absolute()),
-            source_bytes=status.st_size,
-            source_mtime_ns=status.st_mtime_ns,
+            source_bytes=sum(status.st_size for status in found),
+            source_mtime_ns=max(status.st_mtime_ns for status in found),
         )
 
     @property
     def version(self) -> tuple[int, int]:
-        """Size and modification time, which do not change when a folder is moved."""
+        """Bytes and latest modification time, which do not change when a folder is moved."""
         return self.source_bytes, self.source_mtime_ns
 
     def is_beside(self, other: Source) -> bool:
@@ -130,45 +139,83 @@ class Store:
             sync(self.folder)
         self.check(made_with)
 
-    def check_names(self, slides: Mapping[str, Path]) -> None:
-        """Raise :class:`RunError` if readers of the folder would skip the file of a slide."""
-        for slide, path in slides.items():
-            if self.kind == "parquet" and slide.startswith(("_", ".")):
-                raise RunError(
-                    "readers of a folder of Parquet files skip names that begin with _ or a dot: expected another "
-                    f"name of a slide, got {slide} ({path}); rename it, or pass --format h5"
-                )
-
     def path(self, slide: str) -> Path:
         """The output file of a slide."""
         return self.folder / f"{slide}.{self.kind}"
 
-    def holds(self, source: Source) -> bool:
-        """Whether an embedding of the slide's current file exists.
+    def before(self, source: Source) -> Source | None:
+        """The source of the embedding that the folder holds under a slide's name, None if it holds none.
 
         Raises:
-            RunError: the embedding is of another slide of the same name.
+            RunError: the embedding cannot have its name, or something has it that no `embed` command wrote; that is
+                never replaced.
         """
         path = self.path(source.slide)
-        if not path.is_file():
-            return False
-        before = _source_in_h5(path) if self.kind == "h5" else _source_in_parquet(path)
-        if before is None:
-            return False
-        if before.is_beside(source):
+        _check_name(path, source.source)
+        if not os.path.lexists(path):
+            return None
+        if is_same_file(path, source.source):
+            raise RunError(f"it lies where its embedding would, in --output {self.folder}; pass another --output")
+        found = None
+        if path.is_file() and not path.is_symlink():
+            found = _source_in_h5(path) if self.kind == "h5" else _source_in_parquet(path)
+        if found is None:
+            raise RunError(
+                f"{path} is there, and no embedding that `embed` wrote, or a damaged one: it is not replaced; move it "
+                "away and run the same command again, or pass another --output"
+            )
+        return found
+
+    def is_of(self, before: Source | None, source: Source) -> bool:
+        """Whether an embedding is of the current version of a slide's file.
+
+        Args:
+            before: the source of the embedding; None if there is none.
+            source: the file.
+
+        Raises:
+            RunError: it is of another slide of the same name.
+        """
+        if before is not None and before.is_beside(source):
             raise RunError(
                 f"--output {self.folder} holds the embedding of another slide {source.slide}: expected that of "
                 f"{source.source}, got that of {before.source}; pass another --output, or rename {source.source}"
             )
-        return before.version == source.version
+        return before is not None and before.version == source.version
 
     def write(self, source: Source, tiles: int, embeddings: SlideEmbeddings) -> None:
-        """Write one slide's embeddings, ``[E]`` and ``[L + 1, E]`` in float32."""
-        with replacing(self.path(source.slide), hidden=True) as staged:
+        """Write one slide's embeddings, ``[E]`` and ``[L + 1, E]`` in float32, in place of an earlier embedding.
+
+        Raises:
+            RunError: meanwhile something else has the name; it is not replaced.
+        """
+        path = self.path(source.slide)
+        with replacing(path, check=lambda: self.before(source)) as staged:
             if self.kind == "h5":
                 _write_h5(staged, {**source.to_dict(), "tiles": tiles}, embeddings)
             else:
                 _write_parquet(staged, source, tiles, embeddings)
+
+
+_LONGEST_NAME = 255
+"""Bytes of a file's name that file systems allow."""
+
+
+def _check_name(path: Path, source: str) -> None:
+    """Raise :class:`RunError` if readers of the folder would skip the file, or no file can have the name."""
+    try:
+        source.encode()
+    except UnicodeEncodeError as error:
+        raise RunError("its path is no UTF-8, in which the embedding records it; rename it") from error
+    if path.suffix == ".parquet" and path.name.startswith(("_", ".")):
+        raise RunError(
+            "readers of a folder of Parquet files skip names that begin with _ or a dot; rename it, or pass --format h5"
+        )
+    length = len(os.fsencode(staged_name(path)))
+    if length > _LONGEST_NAME:
+        raise RunError(
+            f"its name is too long by {length - _LONGEST_NAME} bytes for the file of its embedding; rename it"
+        )
 
 
 def _name_first(staged: Path, file: Path) -> None:
@@ -184,10 +231,12 @@ def _name_first(staged: Path, file: Path) -> None:
 def _write_h5(path: Path, attributes: Mapping[str, str | int], embeddings: SlideEmbeddings) -> None:
     import h5py
 
-    with h5py.File(path, "w") as file:
+    whole = io.BytesIO()  # where a disk is full, HDF5 raises a RuntimeError when it closes a file
+    with h5py.File(whole, "w") as file:
         for name, value in embeddings._asdict().items():
             file.create_dataset(name, data=value.numpy())
         file.attrs.update(attributes)
+    path.write_bytes(whole.getbuffer())
 
 
 def _source_in_h5(path: Path) -> Source | None:
@@ -196,7 +245,7 @@ def _source_in_h5(path: Path) -> Source | None:
 
     try:
         with h5py.File(path, "r") as file:
-            return _source(file.attrs)
+            return _source(file.attrs) if {"embedding", "layers"} <= file.keys() else None
     except (OSError, KeyError, RuntimeError, ValueError, TypeError):
         return None
 
@@ -227,6 +276,7 @@ def _source_in_parquet(path: Path) -> Source | None:
 
 
 def _source(stored: Mapping[str, Any]) -> Source:
+    """The source of an embedding; raises ``KeyError`` or ``TypeError`` for other contents."""
     return Source(
         slide=str(stored["slide"]),
         source=str(stored["source"]),

@@ -27,3 +27,14 @@ def autocast(precision: str, device: str) -> torch.autocast:
     dtype = computing_dtype(precision)
     is_on = dtype != torch.float32
     return torch.autocast(device, dtype if is_on else None, enabled=is_on, cache_enabled=False)
+
+
+def multiplies_bfloat16(device: str) -> bool:
+    """Whether a device type, "cpu" or "cuda", multiplies matrices of bfloat16 in hardware.
+
+    Emulated products of bfloat16 are several times as slow as those of float32.
+    """
+    if device == "cuda":
+        return torch.cuda.is_bf16_supported(including_emulation=False)
+    # torch.cpu.get_capabilities is newer than the oldest supported torch.
+    return torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported()

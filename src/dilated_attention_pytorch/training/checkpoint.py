@@ -12,8 +12,8 @@ OPTIMIZER_NAME = "optimizer.pt"
 SCHEDULER_NAME = "scheduler.pt"
 STATE_NAME = "trainer_state.json"
 SCALER_NAME = "scaler.pt"
-STAGING_NAME = ".unfinished"
-"""Folder for checkpoints that are being written; its contents are incomplete."""
+STAGING = ".unfinished"
+"""Beginning of the name of a folder for checkpoints that are being written; the token of the job's lease follows."""
 OF_ALL = (CONFIG_NAME, WEIGHTS_NAME, OPTIMIZER_NAME, SCHEDULER_NAME, STATE_NAME)
 """Files of a checkpoint that every process reads, independent of the number of processes."""
 ALSO_WRITTEN = ("generation_config.json", SCALER_NAME)
@@ -28,6 +28,11 @@ def checkpoints(run: Path) -> list[Path]:
     """The checkpoints of the run folder, latest step first; not verified."""
     found = [path for path in run.glob("checkpoint-*") if _NAME.fullmatch(path.name)]
     return sorted(found, key=checkpoint_step, reverse=True)
+
+
+def staging_folder(run: Path, token: str) -> Path:
+    """The folder in which the job with this lease token writes checkpoints; no other job writes to it."""
+    return run / f"{STAGING}-{token}"
 
 
 def latest_checkpoint(run: Path) -> Path | None:

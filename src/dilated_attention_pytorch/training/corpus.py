@@ -40,7 +40,11 @@ class Text:
     def file(self, index: int) -> Tensor:
         """File ``index`` including its separator."""
         stop = self.file_starts[index + 1] if index + 1 < len(self.file_starts) else len(self)
-        return self.data[self.file_starts[index] : stop]
+        return self.tokens(int(self.file_starts[index]), int(stop))
+
+    def tokens(self, start: int, stop: int) -> Tensor:
+        """The tokens from ``start`` to before ``stop``."""
+        return self.data[start:stop]
 
 
 @dataclass(frozen=True, slots=True)

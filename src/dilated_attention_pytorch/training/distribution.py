@@ -75,6 +75,7 @@ class ContextAttention:
             is_causal=is_causal,
             cu_seqlens=cu_seqlens,
             dropout_p=dropout_p,
+            heads_first=False,
         )
 
 
@@ -195,12 +196,12 @@ class Distribution:
         self.attention.sequence_length = tokens.shape[1]
         rows = {
             "input_ids": parallel.shard(tokens, mesh, layout=layout),
-            "targets": parallel.shard_labels(inputs["labels"], mesh, layout=layout),
-            "positions": parallel.positions(tokens.shape[1], mesh, layout=layout, device=tokens.device),
+            "shift_labels": parallel.shard_labels(inputs["labels"], mesh, layout=layout),
+            "position_ids": parallel.positions(tokens.shape[1], mesh, layout=layout, device=tokens.device),
         }
         if "cu_seqlens" in inputs:
             of_documents = document_positions(tokens.shape[1], inputs["cu_seqlens"], tokens.device)
-            rows |= {"cu_seqlens": inputs["cu_seqlens"], "positions": of_documents[rows["positions"]]}
+            rows |= {"cu_seqlens": inputs["cu_seqlens"], "position_ids": of_documents[rows["position_ids"]]}
         return rows
 
     def share_random_states(self) -> None:
@@ -231,7 +232,11 @@ class Distribution:
         weights = get_model_state_dict(
             model, options=StateDictOptions(full_state_dict=True, cpu_offload=not everywhere)
         )
-        return {name: self._as_whole(name, cast(Tensor, weight)) for name, weight in weights.items()}
+        return {
+            name: self._as_whole(name, cast(Tensor, weight))
+            for name, weight in weights.items()
+            if name not in model.all_tied_weights_keys
+        }
 
     def whole(self, model: LongNetForCausalLM) -> LongNetForCausalLM:
         """An undistributed model with the full weights of ``model``, on every process."""
@@ -261,6 +266,11 @@ class Distribution:
         """
         trained = {name for name, parameter in model.named_parameters() if parameter.requires_grad}
         grouped = {name for group in state["param_groups"] for name in group["params"]}
+        if any(name.endswith("attention.in_proj_weight") for name in grouped):
+            raise ValueError(
+                "they are of an earlier version, in which query, key and value were one matrix: its weights can be "
+                "read, but the optimizer's moments are not split; finish that run with that version"
+            )
         for what, found in (("states", state["state"].keys()), ("groups", grouped)):
             if found != trained:
                 differing = sorted(found ^ trained)

@@ -54,6 +54,9 @@ if TYPE_CHECKING:
 
 PICTURE_NAME = "context.png"
 _KIND = "extension"
+_FOR_SEVERAL = (
+    "for several call extend_context and give the model to your own trainer (FSDP2, DeepSpeed): docs/long-context.md"
+)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -90,7 +93,7 @@ def extend(
     """
     preflight.check_packages("training")
     check_trackers(settings)
-    preflight.check_alone()
+    preflight.check_alone("extend", _FOR_SEVERAL)
     return going_back(
         lambda: _begin(settings, output, console, may_resume), lambda: _go_on(output, console, may_begin=True), console
     )
@@ -114,7 +117,9 @@ def _begin(settings: ExtensionSettings, output: Path, console: Console, may_resu
     except ValueError as error:
         raise RunError(f"--{error}") from error
     tokenizer = load_tokenizer(what, settings.model, config)
-    corpus = read_corpus(settings.data, text_field=settings.text_field, say=console.print)
+    corpus = read_corpus(
+        settings.data, text_field=settings.text_field, say=functools.partial(console.print, markup=False)
+    )
     training, held_out = tokenized(corpus.training, tokenizer), tokenized(corpus.held_out, tokenizer)
     _check_text(training, held_out, settings)
     preflight.check_no_float8(settings.precision, "extend")
@@ -129,7 +134,7 @@ def _begin(settings: ExtensionSettings, output: Path, console: Console, may_resu
     windows = _held_out_windows(held_out, settings)
     bytes_per_token = sum(num_bytes(window[1:], tokenizer) for window in windows) / sum(len(x) - 1 for x in windows)
     model = load_model(what, settings.model, device)
-    with begin(output, console, "extend") as place:
+    with begin(output, console) as place:
         run = _Run(
             place=place,
             settings=settings,
@@ -172,7 +177,7 @@ def resume_extension(folder: Path, console: Console) -> ExtensionOutcome:
         RunError: there is nothing to go on with, or the checkpoint or the data is not what it was.
     """
     preflight.check_packages("training")
-    preflight.check_alone()
+    preflight.check_alone("extend", _FOR_SEVERAL)
     return going_back(lambda: _go_on(folder, console), lambda: _go_on(folder, console, may_begin=True), console)
 
 
@@ -186,7 +191,9 @@ def _go_on(folder: Path, console: Console, *, may_begin: bool = False) -> Extens
     preflight.check_optimizer(settings.optimizer)
     check_trackers(settings)
     device = preflight.choose_device(settings.device)
-    corpus = read_corpus(settings.data, text_field=settings.text_field, say=console.print)
+    corpus = read_corpus(
+        settings.data, text_field=settings.text_field, say=functools.partial(console.print, markup=False)
+    )
     check_same_corpus(corpus_figures(corpus), record["corpus"], folder)
     check = functools.partial(check_same_model, what, record["model"])
     with take_up(folder, console, run_id=record["run"], check=check, may_begin=may_begin) as place:
@@ -379,4 +386,11 @@ def _finish(run: _Run, record: dict[str, Any], trainer: RunTrainer) -> None:
     draw_positions(folder / PICTURE_NAME, curves, run.own_length)
     run.model.config.get_text_config().use_cache = record["model"]["use_cache"]
     trainer.check_lease()
-    save_finished(run.model, folder, run_id=run.place.run_id, step=run.settings.steps)
+    save_finished(
+        run.model,
+        folder,
+        run_id=run.place.run_id,
+        step=run.settings.steps,
+        staging=run.place.staging,
+        check=trainer.check_lease,
+    )

@@ -8,7 +8,7 @@ from typing import Any, Literal, get_args
 
 from dilated_attention_pytorch.patterns import Pattern, pattern_from_expression
 
-from .run_settings import AdamW, RunSettings, check_choice, check_number, check_windows
+from .run_settings import LONGEST_TEXT, AdamW, RunSettings, check_choice, check_number, check_text, check_windows
 
 Rotary = Literal["yarn", "linear", "ntk", "none"]
 
@@ -56,11 +56,12 @@ class ExtensionSettings(RunSettings):
 
     def __post_init__(self) -> None:
         RunSettings.__post_init__(self)
-        check_number(self, "length", least=8)
+        check_number(self, "length", least=8, most=LONGEST_TEXT)
         check_number(self, "batch_tokens", least=0)
         check_windows(self.steps * self.gradient_accumulation * max(1, self.batch_tokens // 8))
         check_choice(self, "rotary", get_args(Rotary))
         check_choice(self, "optimizer", get_args(AdamW))
+        check_text(self, "model")
         if not self.model:
             raise ValueError("model must name a folder or a model of the hub, got nothing")
         self.stages = tuple(self.stages)

@@ -122,8 +122,11 @@ class FiniteTrainer(MicroBatchTrainer):
     def _weights(self) -> Iterator[tuple[str, Tensor]]:
         assert self.model is not None
         # During an evaluation FSDP exposes gathered weights; the state dict always has the sharded ones.
-        state = self.model.state_dict(keep_vars=True)
-        return ((name, value) for name, value in state.items() if isinstance(value, torch.nn.Parameter))
+        names: dict[Tensor, str] = {}
+        for name, value in self.model.state_dict(keep_vars=True).items():
+            if isinstance(value, torch.nn.Parameter):
+                names.setdefault(value, name)  # tied weights once
+        return ((name, weight) for weight, name in names.items())
 
     def _states(self) -> Iterator[tuple[str, Tensor]]:
         assert self.optimizer is not None

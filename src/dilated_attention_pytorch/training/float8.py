@@ -38,8 +38,8 @@ def convert_to_float8(model: nn.Module, *, emulate: bool = False) -> list[str]:
 
     Input, weight and gradient are scaled by their largest magnitude before rounding (torchao's recipe
     "tensorwise"); weights, their names and the optimizer state stay float32. Converts the layers that torchao's
-    measurements on an H100 found faster: dimensions divisible by 16, and not small. Not converted: embeddings, the
-    output matrix, and the query/key/value projection, which is not a module.
+    measurements on an H100 found faster: dimensions divisible by 16, and not small. Not converted: embeddings and the
+    output matrix.
 
     Args:
         model: on any device.

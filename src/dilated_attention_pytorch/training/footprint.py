@@ -45,6 +45,11 @@ def checkpoint_bytes(optimizer: Optimizer, num_parameters: int) -> int:
     return (_FLOAT32 + _MOST_MOMENTS[optimizer]) * num_parameters
 
 
+def largest_file(optimizer: Optimizer, num_parameters: int) -> int:
+    """Upper bound of the largest file of a checkpoint, the weights or the optimizer state, in bytes."""
+    return max(_FLOAT32, _MOST_MOMENTS[optimizer]) * num_parameters
+
+
 def moments_of(optimizer: Optimizer) -> int:
     """Optimizer bytes per matrix weight."""
     return _LEAST_MOMENTS[optimizer]

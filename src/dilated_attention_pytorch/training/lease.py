@@ -50,7 +50,8 @@ class Lease:
     def __init__(self, run: Path, tell: Callable[[str], None] = lambda line: None) -> None:
         self.run = run
         self.path = run / LEASE_NAME
-        self._token = secrets.token_hex(8)
+        self.token = secrets.token_hex(8)
+        """Unique id of this holder."""
         self._tell = tell
         self._file = -1
         self._is_over = threading.Event()
@@ -59,7 +60,7 @@ class Lease:
 
     def __enter__(self) -> Lease:
         self._record = {
-            "token": self._token,
+            "token": self.token,
             "holder": mark_of(os.getpid()).to_dict(),
             "since": datetime.now().astimezone().isoformat(timespec="seconds"),
             "command": shlex.join(sys.argv)[:1000],
@@ -97,7 +98,8 @@ class Lease:
             os.close(self._file)
 
     def check(self) -> None:
-        """Raise :class:`RunError` if another job has taken the folder; call it before writing."""
+        """Raise :class:`RunError` if another job has taken the folder or it is gone; call it before each change."""
+        check_exists(self.run)
         if not self.is_held():
             raise RunError(
                 f"{self.run} was taken by another job ({_in_words(_read(self.path))}) while this one did not renew its "
@@ -106,7 +108,7 @@ class Lease:
 
     def is_held(self) -> bool:
         """Whether this job still holds the lease."""
-        return _token_of(_read(self.path)) == self._token
+        return _token_of(_read(self.path)) == self.token
 
     def _keep(self) -> None:
         beats = 0
@@ -152,7 +154,7 @@ class Lease:
                 self._remove(found)
 
     def _remove(self, found: bytes) -> None:
-        aside = self.path.with_name(f"{LEASE_NAME}.{self._token}")
+        aside = self.path.with_name(f"{LEASE_NAME}.{self.token}")
         try:
             os.rename(self.path, aside)
         except FileNotFoundError:
@@ -173,6 +175,15 @@ class Lease:
         return RunError(
             f"{self.run} is in use: {_in_words(found)}. Two jobs in one folder would destroy each other's checkpoints; "
             f"wait until that one has ended, or end it{ending}"
+        )
+
+
+def check_exists(run: Path) -> None:
+    """Raise :class:`RunError` if the run folder is gone."""
+    if not run.is_dir():
+        raise RunError(
+            f"{run} is gone: it was removed or renamed, or its disk was detached, while this job ran; the job ends "
+            "here and writes nothing more. Restore the folder and go on with --resume, or begin anew"
         )
 
 

@@ -15,13 +15,12 @@ from dilated_attention_pytorch.output import check_writable, make_output
 
 from . import preflight
 from .autocast import computing_dtype
-from .checkpoint import SETTINGS_NAME, WEIGHTS_NAME, checkpoint_step
+from .checkpoint import SETTINGS_NAME, WEIGHTS_NAME, checkpoint_step, staging_folder
 from .corpus import CORPUS_KEYS
 from .faults import Interrupted, cost_of_faults, interrupted, most_rows, note_fault, steps_of
 from .lease import Lease
 from .manifest import read_sealed
 from .measures import Work, matrix_product_rate
-from .process import ending_with_launcher
 from .start import Start, choose_start
 from .together import all_or_none, from_all, from_first, in_first, num_processes, process_rank
 
@@ -45,6 +44,8 @@ class OpenRun:
     """Checkpoint to start from."""
     lease: Lease | None
     """The lease of the folder; None in processes that write no files of their own."""
+    staging: Path
+    """Folder in which this job writes checkpoints."""
     console: Console
     """Console for messages."""
     before: Interrupted | None = None
@@ -68,14 +69,14 @@ class OpenRun:
 
 
 @contextmanager
-def begin(output: Path, console: Console, command: str) -> Iterator[OpenRun]:
+def begin(output: Path, console: Console) -> Iterator[OpenRun]:
     """Create the run folder ``output`` and hold it within the context. A collective of all processes.
 
     Raises:
         RunError: another job holds it, or ran there since it was checked.
     """
     run_id = from_first(lambda: secrets.token_hex(8))
-    with ending_with_launcher(f"{command} into {output}"), ExitStack() as held:
+    with ExitStack() as held:
 
         def take() -> Lease:
             make_output(output)
@@ -84,8 +85,8 @@ def begin(output: Path, console: Console, command: str) -> Iterator[OpenRun]:
             return lease
 
         lease = in_first(take)
-        start = Start(checkpoint=None, left={})
-        yield OpenRun(folder=output, run_id=run_id, start=start, lease=lease, console=console)
+        start, staging = Start(checkpoint=None, left={}), _staging(output, lease)
+        yield OpenRun(folder=output, run_id=run_id, start=start, lease=lease, staging=staging, console=console)
 
 
 @contextmanager
@@ -105,7 +106,7 @@ def take_up(
         RunError: another job holds it, or no checkpoint is intact.
     """
     what = f"--resume {folder}"
-    with ending_with_launcher(what), ExitStack() as held:
+    with ExitStack() as held:
         before = in_first(lambda: interrupted(folder))
         lease = in_first(lambda: held.enter_context(Lease(folder, _tell(console))))
 
@@ -127,12 +128,23 @@ def take_up(
             run_id=run_id,
             start=start,
             lease=lease,
+            staging=_staging(folder, lease),
             console=console,
             before=before,
             skipped=skipped,
             broken=broken,
             most_rows=rows,
         )
+
+
+def _staging(folder: Path, lease: Lease | None) -> Path:
+    """The staging folder of this job in every process. A collective."""
+
+    def name() -> Path:
+        assert lease is not None  # in the first process
+        return staging_folder(folder, lease.token)
+
+    return from_first(name)
 
 
 def _tell(console: Console) -> Callable[[str], None]:
@@ -249,6 +261,7 @@ def train_to_the_end(
     rate = sum(from_all(matrix_product_rate(args.device, computing_dtype(trainer.settings.precision))))
     with _noting_failure(run, trainer):
         if trainer.is_world_process_zero():
+            trainer.check_lease()
             run.say(*run.start.in_words())
             if run.start.checkpoint is not None:
                 run.say(f"going on after step {run.step} of {args.max_steps:,}")
@@ -266,6 +279,7 @@ def train_to_the_end(
         stopped_by = interruption.signal if trainer.state.global_step < args.max_steps else None
         if trainer.is_world_process_zero():
             if stopped_by is not None:
+                trainer.check_lease()
                 note_fault(run.folder, "stopped", step=trainer.state.global_step, signal=stopped_by)
             run.say(*filter(None, [cost_of_faults(run.folder).in_words()]))
     return stopped_by

@@ -23,7 +23,7 @@ from .data.documents import documents_of, held_out_rows
 from .evaluated_model import EvaluatedModel, open_model
 from .recall import NEEDLE_LETTERS, Asked, Task, associations, needle
 from .row_logits import RowLogits, row_logits
-from .run_settings import LARGEST_SEED, Device, Precision, check_choice, check_number
+from .run_settings import LARGEST_SEED, LONGEST_TEXT, Device, Precision, check_choice, check_number
 from .small_weights import Weights, import_torchao, make_small, weight_bytes
 from .windows import EvaluationWindows
 
@@ -32,6 +32,7 @@ if TYPE_CHECKING:
     from rich.console import Console
 
 RESULT_NAME = "eval.json"
+_MOST_RECALL_TEXTS = 2**16
 _SHORTEST = 256
 """Minimum length in tokens of recall texts, so that their words fit."""
 _RESIDUES = 8
@@ -73,7 +74,10 @@ class EvalSettings:
         for name, least in (("windows", 1), ("recall_texts", 0), ("threads", 0), ("seed", 0)):
             check_number(self, name, least=least)
         check_number(self, "seed", most=LARGEST_SEED)
+        check_number(self, "recall_texts", most=_MOST_RECALL_TEXTS)
         check_choice(self, "weights", get_args(Weights))
+        if any(length > LONGEST_TEXT for length in self.lengths):
+            raise ValueError(f"lengths must be at most {LONGEST_TEXT:,} tokens, got {max(self.lengths)}")
         if any(length < 16 for length in self.lengths) or len(set(self.lengths)) < len(self.lengths):
             raise ValueError(f"lengths must be different numbers of at least 16 tokens, got {list(self.lengths)}")
 
@@ -94,6 +98,7 @@ def evaluate_model(model: str, settings: EvalSettings, output: Path | None, cons
         RunError: a problem with the model, text, file or device; nothing is written.
     """
     preflight.check_packages("training")
+    preflight.check_alone("eval", "start it without torchrun")
     file = output or (Path(model) / RESULT_NAME if Path(model).is_dir() else Path(RESULT_NAME))
     picture = file.with_suffix(".png")
     if picture == file:
@@ -106,12 +111,13 @@ def evaluate_model(model: str, settings: EvalSettings, output: Path | None, cons
     set_threads(settings.threads)
     if settings.weights != "stored":
         import_torchao(f"--weights {settings.weights}")
+    say = functools.partial(console.print, highlight=False, markup=False, soft_wrap=True)
     opened = open_model(model, device)
     make_small(opened.model, settings.weights)
     lengths = sorted(settings.lengths) or _lengths_up_to(2 * opened.own_length)
     for name, reason in opened.left.items():
-        console.print(f"{name} is left, and {opened.weights} is taken: {reason}", highlight=False, soft_wrap=True)
-    held_out = _held_out(opened, settings, max(lengths), console)
+        say(f"{name} is skipped, {opened.weights} is used instead: {reason}")
+    held_out = _held_out(opened, settings, max(lengths), say)
     _check_length(model, opened, held_out.windows[0], precision)
     result = _measure(opened, settings, held_out, lengths, precision, console)
     result = {
@@ -128,7 +134,7 @@ def evaluate_model(model: str, settings: EvalSettings, output: Path | None, cons
     print_result(result, console)
     write_text(file, json.dumps(result, indent=1) + "\n")
     draw_result(result, picture)
-    console.print(f"written: {file} and {picture}", highlight=False, soft_wrap=True)
+    say(f"written: {file} and {picture}")
     return file
 
 
@@ -142,13 +148,13 @@ class _HeldOut:
     """Separately evaluated texts: the windows, or for a model trained on packed documents, as many rows' documents."""
 
 
-def _held_out(opened: EvaluatedModel, settings: EvalSettings, length: int, console: Console) -> _HeldOut:
+def _held_out(opened: EvaluatedModel, settings: EvalSettings, length: int, say: Callable[[str], None]) -> _HeldOut:
     """Windows of ``length`` tokens, and rows of documents; for a mixture, from each source in proportion.
 
     Raises:
         RunError: there is less text than one window, or a token outside the model's vocabulary.
     """
-    texts, weights = opened.held_out(settings.data, settings.text_field, console.print)
+    texts, weights = opened.held_out(settings.data, settings.text_field, say)
     least = min(map(len, texts))
     if least < length:
         raise RunError(

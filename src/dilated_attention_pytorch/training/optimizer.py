@@ -5,13 +5,16 @@ from __future__ import annotations
 import logging
 import random
 from collections.abc import Callable
+from contextlib import nullcontext
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.optim.adamw import adamw
+from torch.overrides import TorchFunctionMode
 
+from .autocast import multiplies_bfloat16
 from .run_settings import AdamW, RunSettings
 from .settings import TrainSettings
 
@@ -59,6 +62,21 @@ def _take_part(sharded: DTensor, whole: Tensor) -> None:
     sharded.copy_(distribute_tensor(whole.detach(), sharded.device_mesh, sharded.placements, src_data_rank=None))
 
 
+class _InFloat32(TorchFunctionMode):
+    """Context in which :meth:`torch.Tensor.bfloat16` copies to float32 instead.
+
+    :class:`torch.optim.Muon` casts to bfloat16 before its Newton-Schulz iteration, wherever it runs. On a processor
+    that emulates those products the iteration would take three quarters of a training step.
+    """
+
+    def __torch_function__(
+        self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        if func is torch.Tensor.bfloat16:
+            return args[0].to(torch.float32, copy=True)  # the iteration writes into it
+        return func(*args, **(kwargs or {}))
+
+
 class MuonWithAdamW(torch.optim.Optimizer):
     """:class:`torch.optim.Muon` and :class:`torch.optim.AdamW` with one step, one schedule and one state dict.
 
@@ -87,8 +105,11 @@ class MuonWithAdamW(torch.optim.Optimizer):
     def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
         """One step of both; ``closure`` is evaluated once before."""
         loss = _evaluated(closure)
-        for part in self.parts():
-            part.step()
+        muon, adamw = self.parts()
+        device = self.param_groups[0]["params"][0].device.type
+        with nullcontext() if multiplies_bfloat16(device) else _InFloat32():
+            muon.step()
+        adamw.step()
         return loss
 
     def __getstate__(self) -> dict[str, Any]:

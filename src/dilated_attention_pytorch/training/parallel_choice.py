@@ -33,7 +33,7 @@ def choose_together(settings: TrainSettings, device: str, console: Console) -> T
     # The first process decides: free memory differs between hosts.
     chosen, reason = from_first(lambda: choose_parallel(settings, device, num_processes()))
     if is_first_process():
-        console.print(reason, highlight=False, soft_wrap=True)
+        console.print(reason, highlight=False, markup=False, soft_wrap=True)
     all_or_none(lambda: check_training_memory(chosen, device, num_processes()))
     return chosen
 

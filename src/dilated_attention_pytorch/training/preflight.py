@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import math
 import os
+import resource
 import shutil
 from pathlib import Path
 from typing import Literal
@@ -13,14 +15,15 @@ from dilated_attention_pytorch.errors import RunError
 from dilated_attention_pytorch.machine import require
 from dilated_attention_pytorch.output import check_free_folder
 
+from .autocast import multiplies_bfloat16
 from .checkpoint import SETTINGS_NAME, WEIGHTS_NAME, checkpoints
 from .extension_settings import ExtensionSettings
 from .float8 import check_float8
-from .footprint import checkpoint_bytes
+from .footprint import checkpoint_bytes, largest_file
 from .lease import LEASE_NAME
 from .run_settings import Device, Precision
 from .settings import Optimizer, TrainSettings
-from .together import num_processes, process_rank
+from .together import master_port, num_processes, process_rank
 from .zero import check_zero
 
 _TO_GENERATE = ("transformers", "safetensors")
@@ -63,15 +66,14 @@ def check_launch() -> None:
             f"the environment says that there are {num_processes()} processes (WORLD_SIZE) and does not say where they "
             "meet (MASTER_ADDR); start them with torchrun, or unset WORLD_SIZE for one process"
         )
+    if num_processes() > 1 and not 0 < master_port() < 2**16:
+        raise RunError(f"the environment says MASTER_PORT={master_port()}, expected one from 1 to 65,535")
 
 
-def check_alone() -> None:
-    """Raise :class:`RunError` for several processes in an `extend` run."""
+def check_alone(command: str, instead: str) -> None:
+    """Raise :class:`RunError` for several processes in a ``command`` of one; ``instead`` is the remedy."""
     if num_processes() > 1:
-        raise RunError(
-            f"extend runs in one process, and torchrun started {num_processes()}; for several call extend_context and "
-            "give the model to your own trainer (FSDP2, DeepSpeed): docs/long-context.md"
-        )
+        raise RunError(f"{command} runs in one process, and torchrun started {num_processes()}; {instead}")
 
 
 _LAUNCH = "start it with torchrun --nproc-per-node {} -m dilated_attention_pytorch train ..."
@@ -201,11 +203,7 @@ def choose_precision(precision: Precision, device: str) -> Precision:
         check_float8(device)
     if precision != "auto":
         return precision
-    if device == "cuda":
-        return "bfloat16" if torch.cuda.is_bf16_supported(including_emulation=False) else "float32"
-    # torch.cpu.get_capabilities is newer than the oldest supported torch.
-    in_hardware = torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported()
-    return "bfloat16" if in_hardware else "float32"
+    return "bfloat16" if multiplies_bfloat16(device) else "float32"
 
 
 def check_no_float8(precision: Precision, command: str) -> None:
@@ -219,6 +217,12 @@ def checkpoint_space(optimizer: Optimizer, num_parameters: int) -> int:
     return checkpoint_bytes(optimizer, num_parameters) + _BYTES_BESIDE
 
 
+def file_limit() -> float:
+    """Most bytes of a file that this process may write (``ulimit -f``)."""
+    limit = resource.getrlimit(resource.RLIMIT_FSIZE)[0]
+    return math.inf if limit == resource.RLIM_INFINITY else limit
+
+
 def check_space(output: Path, num_parameters: int, settings: TrainSettings | ExtensionSettings) -> None:
     """Raise :class:`RunError` unless the checkpoints that the run keeps fit on the disk of ``output``."""
     folder = next(path for path in (output.absolute(), *output.absolute().parents) if path.is_dir())
@@ -226,6 +230,12 @@ def check_space(output: Path, num_parameters: int, settings: TrainSettings | Ext
     missing = max(1, settings.keep_checkpoints + 1 - len(checkpoints(output)))
     trained = _FLOAT32 * num_parameters
     needed = missing * checkpoint_bytes(settings.optimizer, num_parameters) + trained + _BYTES_BESIDE
+    largest = largest_file(settings.optimizer, num_parameters)
+    if largest > file_limit():
+        raise RunError(
+            f"--output {output}: a file may have {file_limit() / 1e6:,.1f} MB here, and the largest of a checkpoint "
+            f"{largest / 1e6:,.1f} MB; raise the limit (ulimit -f)"
+        )
     free = shutil.disk_usage(folder).free
     if free < needed:
         raise RunError(

@@ -1,20 +1,16 @@
-"""Process identity: recognising a process, checking whether it ended, and ending together with the launcher."""
+"""Process identity: recognising a process and checking whether it ended."""
 
 from __future__ import annotations
 
 import os
 import platform
-import sys
-import threading
-from collections.abc import Iterable, Iterator, Mapping
-from contextlib import contextmanager, suppress
+from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-LOOK_SECONDS = 1.0
-"""Seconds between checks for torchrun's agent."""
-_LAUNCH = "TORCHELASTIC_RUN_ID"
+from dilated_attention_pytorch.parent import LAUNCH
+
 _STARTED_FIELD = 19
 """Index, after the name in /proc/PID/stat, of the start time in ticks since boot."""
 
@@ -112,7 +108,7 @@ class Launch:
 
 def launch() -> Launch | None:
     """The launch of this process if torchrun started it, else None."""
-    name = os.environ.get(_LAUNCH)
+    name = os.environ.get(LAUNCH)
     return None if name is None else Launch(name, mark_of(os.getppid()))
 
 
@@ -126,38 +122,3 @@ def launch_record(launches: Iterable[Launch | None]) -> dict[str, Any] | None:
         if found.agent.to_dict() not in agents:
             agents.append(found.agent.to_dict())
     return {"name": known[0].name, "agents": agents}
-
-
-@contextmanager
-def ending_with_launcher(what: str) -> Iterator[None]:
-    """Context that ends this process soon after torchrun's agent is gone, even if the main thread is blocked.
-
-    Otherwise ranks of a killed agent would keep training next to those of a restarted launch.
-
-    Args:
-        what: description of this process, for the final message.
-    """
-    if launch() is None:
-        yield
-        return
-    agent, is_over = os.getppid(), threading.Event()
-
-    def look() -> None:
-        while not is_over.wait(LOOK_SECONDS):
-            if os.getppid() != agent:
-                # Standard error may be closed with the agent.
-                with suppress(OSError, ValueError):
-                    print(
-                        f"rank {os.environ.get('RANK')}: {what}: torchrun's agent (process {agent}) is gone, so this "
-                        "process ends",
-                        file=sys.stderr,
-                        flush=True,
-                    )
-                os._exit(1)
-
-    watch = threading.Thread(target=look, name="dilated-attention-launcher", daemon=True)
-    watch.start()
-    try:
-        yield
-    finally:
-        is_over.set()

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import shutil
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -12,7 +13,7 @@ from dilated_attention_pytorch.errors import RunError
 from dilated_attention_pytorch.machine import package_version
 from dilated_attention_pytorch.output import sync
 
-from .checkpoint import ALSO_WRITTEN, STAGING_NAME, WEIGHTS_NAME, checkpoint_step, checkpoints, file_names
+from .checkpoint import ALSO_WRITTEN, STAGING, WEIGHTS_NAME, checkpoint_step, checkpoints, file_names
 from .manifest import write_manifest
 
 if TYPE_CHECKING:
@@ -34,16 +35,16 @@ def publish(
     """Rename a staged checkpoint into place, and remove the checkpoints that it replaces.
 
     Args:
-        staged: its folder in the staging area.
+        staged: its folder in this job's staging folder.
         run: run folder.
         run_id: unique id of the run.
         processes: number of processes that wrote it.
         keep: number of checkpoints to keep, including this one.
         left: names of checkpoints found damaged on resumption; this one may have the same name.
-        check: raises :class:`RunError` if another job has taken the folder; called again after the slow digests.
+        check: raises :class:`RunError` if another job has taken the folder; called before each change of it.
 
     Raises:
-        RunError: a file that a process wrote is missing.
+        RunError: a file that a process wrote is missing, or another job has taken the folder.
     """
     names = [*file_names(processes), *(name for name in ALSO_WRITTEN if (staged / name).exists())]
     missing = [name for name in names if not (staged / name).exists()]
@@ -58,19 +59,47 @@ def publish(
     versions = {name: package_version(name) for name in _VERSIONS}
     step = checkpoint_step(staged)
     write_manifest(staged, names, run=run_id, step=step, processes=processes, versions=versions)
+    target, staging = run / staged.name, staged.parent
+    is_replaced = os.path.lexists(target)
     check()
-    target = run / staged.name
-    if os.path.lexists(target):
+    if is_replaced:
         os.rename(target, staged.with_name("replaced"))
-    os.rename(staged, target)
+        try:
+            check()  # this process may have been stopped before the rename, and have moved another job's checkpoint
+        except RunError:
+            with contextlib.suppress(OSError):  # it has published another one, or removed this job's folder
+                os.rename(staged.with_name("replaced"), target)
+            raise
+    os.rename(staged, target)  # fails if another job has published this step since
     sync(run)
     # A run resumed from an older checkpoint rewrites the later ones; their remains are obsolete.
     whole = [path for path in checkpoints(run) if path == target or path.name not in left]
     before = [path for path in whole if checkpoint_step(path) <= step]
-    for path in checkpoints(run):
-        if path not in before[:keep]:
-            clear(path)
-    clear(run / STAGING_NAME)
+    _remove([path for path in checkpoints(run) if path not in before[:keep]], check)
+    clear(staging)
+
+
+def remove_leftovers(
+    run: Path, *, start: Path | None, keep: int, left: Collection[str], check: Callable[[], None]
+) -> None:
+    """Remove what killed jobs left of a resumed run: their staging folders, and checkpoints beyond ``keep``.
+
+    Args:
+        run: run folder.
+        start: checkpoint that the run resumes from; it counts among those kept.
+        keep, left: see :func:`publish`. Damaged checkpoints stay until the next one is published.
+        check: raises :class:`RunError` if another job has taken the folder; called before each removal.
+    """
+    whole = [path for path in checkpoints(run) if path.name not in left]
+    before = [path for path in whole if start is not None and checkpoint_step(path) <= checkpoint_step(start)]
+    _remove([*run.glob(f"{STAGING}*"), *before[keep:]], check)
+
+
+def _remove(paths: Iterable[Path], check: Callable[[], None]) -> None:
+    # This process may be stopped at any time and wake up after another job has taken the folder.
+    for path in paths:
+        check()
+        clear(path)
 
 
 def clear(path: Path) -> None:
@@ -81,15 +110,23 @@ def clear(path: Path) -> None:
         path.unlink(missing_ok=True)
 
 
-def save_finished(model: PreTrainedModel, run: Path, *, run_id: str, step: int) -> None:
-    """Save the trained model to its run folder. Weights are written last: their presence marks a finished run."""
-    staging = run / STAGING_NAME
+def save_finished(
+    model: PreTrainedModel, run: Path, *, run_id: str, step: int, staging: Path, check: Callable[[], None]
+) -> None:
+    """Save the trained model to its run folder. Weights are written last: their presence marks a finished run.
+
+    Args:
+        model, run, run_id, step: model and run.
+        staging: this job's staging folder.
+        check: raises :class:`RunError` if another job has taken the folder; called before each change of it.
+    """
     clear(staging)
     model.save_pretrained(staging, max_shard_size="100TB")  # a single file, whose presence marks completeness
     names = [path.name for path in staging.iterdir()]
     versions = {name: package_version(name) for name in _VERSIONS}
     write_manifest(staging, names, run=run_id, step=step, versions=versions)
     for path in sorted(staging.iterdir(), key=lambda path: path.name == WEIGHTS_NAME):
+        check()
         os.replace(path, run / path.name)
     sync(run)
     clear(staging)

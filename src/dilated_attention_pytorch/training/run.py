@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import os
 import random
 import shlex
 import time
-from collections.abc import Mapping
-from contextlib import closing
+from collections.abc import Iterator, Mapping
+from contextlib import closing, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -16,8 +17,9 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from dilated_attention_pytorch.errors import RunError
-from dilated_attention_pytorch.machine import machine, set_threads
+from dilated_attention_pytorch.machine import machine, package_digest, package_version, set_threads, versions
 from dilated_attention_pytorch.output import write_text
+from dilated_attention_pytorch.parent import end_with_launcher
 
 from . import preflight
 from .checkpoint import SETTINGS_NAME
@@ -47,7 +49,7 @@ from .settings import SampleSettings, TrainSettings
 from .spreading import spread_anew
 from .stages import Stages
 from .text_files import in_words
-from .together import from_all, from_first, in_first, is_first_process, num_processes
+from .together import check_alike, from_all, from_first, in_first, is_first_process, joined, num_processes
 from .trackers import check_trackers, tracking
 from .verification import check_same_model
 from .zero import check_offload, check_zero_here, zero_stage
@@ -58,7 +60,11 @@ if TYPE_CHECKING:
 
     from dilated_attention_pytorch.models import LongNetForCausalLM
 
+    from .data.tokenizer import Tokenizer
     from .trainer import LongNetTrainer
+
+_OF_EACH_HOST = ("data", "cache", "tokenizer", "offload_folder", "threads", "workers")
+"""Settings that may differ between processes; of the text and the tokenizer the contents are compared."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -88,6 +94,7 @@ def train(settings: TrainSettings, output: Path, console: Console, *, may_resume
     Raises:
         RunError: the data, the folder, the disk or the device does not allow it; before anything is written.
     """
+    end_with_launcher(os.environ)
     preflight.check_packages("training")
     preflight.check_launch()
     return going_back(
@@ -100,35 +107,45 @@ def train(settings: TrainSettings, output: Path, console: Console, *, may_resume
 def _begin(settings: TrainSettings, output: Path, console: Console, may_resume: bool) -> Outcome:
     preflight.check_optimizer(settings.optimizer)
     check_trackers(settings)
-    found: Found = "nothing"
-    if may_resume:
-        # A file system that hosts share may show one process what it does not show another yet: the first one looks.
-        _meet(settings, output, preflight.choose_device(settings.device))
-        found = from_first(lambda: find_run(output, settings, "train"))
-    if found == "finished":
-        return Outcome.of_finished(output)
-    is_again = found == "stopped" or _was_begun_by_this_launch(output)
-    if not is_again:
-        check_zero_here(settings)
-        preflight.check_processes(settings, num_processes())
-        if is_first_process():
-            preflight.check_output(output)
+    is_again = _was_begun_by_this_launch(output)
+    if not (may_resume or is_again):
+        _check_new(settings)
     device = preflight.choose_device(settings.device)
     precision = preflight.choose_precision(settings.precision, device)
-    settings = dataclasses.replace(settings, threads=set_threads(settings.threads), precision=precision)
+    with _joined(dataclasses.replace(settings, precision=precision), output, device, "train") as args:
+        found: Found = "nothing"
+        if may_resume:
+            # A file system that hosts share may show one process what it does not show another yet.
+            found = from_first(lambda: find_run(output, settings, "train"))
+        if found == "finished":
+            return Outcome.of_finished(output)
+        if not from_first(lambda: found == "stopped" or is_again):
+            if may_resume or is_again:
+                _check_new(settings)
+            return _begin_anew(dataclasses.replace(settings, precision=precision), output, console, device, args)
+    return _go_on(output, console, {}, may_begin=True)
+
+
+def _check_new(settings: TrainSettings) -> None:
+    check_zero_here(settings)
+    preflight.check_processes(settings, num_processes())
+
+
+def _begin_anew(
+    settings: TrainSettings, output: Path, console: Console, device: str, args: TrainingArguments
+) -> Outcome:
+    in_first(lambda: preflight.check_output(output))
+    settings = dataclasses.replace(settings, threads=set_threads(settings.threads))
     check_training_memory(settings, device, num_processes())
     preflight.check_space(output, settings.model.num_parameters, settings)
     check_offload(settings, device)
-    args = _meet(settings, output, device)
-    if from_first(lambda: is_again):
-        return _go_on(output, console, {}, may_begin=True)
     settings = choose_together(settings, device, console)
     tokenizer = read_tokenizer(settings)
-    data = read_data(settings, tokenizer, console.print)
+    data = _read_data(settings, tokenizer, console)
     data.check()
     model = _build(settings)
     agents = launch_record(from_all(launch()))
-    with begin(output, console, "train") as place:
+    with begin(output, console) as place:
 
         def write_record() -> None:
             record: dict[str, Any] = {
@@ -158,6 +175,7 @@ def resume(run: Path, console: Console, changes: Mapping[str, Any] | None = None
     Raises:
         RunError: there is nothing to go on with, or no checkpoint or the data is what it was, or another job is at it.
     """
+    end_with_launcher(os.environ)
     preflight.check_packages("training")
     preflight.check_launch()
     return going_back(
@@ -189,19 +207,19 @@ def _go_on(run: Path, console: Console, changes: Mapping[str, Any], *, may_begin
     check_trackers(settings)
     device = preflight.choose_device(settings.device)
     preflight.choose_precision(settings.precision, device)
-    verify_tokenizer(run, record)
-    tokenizer = read_tokenizer(settings, run)
-    set_threads(settings.threads)
-    check_training_memory(settings, device, num_processes())
-    preflight.check_space(run, settings.model.num_parameters, settings)
-    check_offload(settings, device)
-    args = _meet(settings, run, device)
-    data = read_data(settings, tokenizer, console.print)
-    check_same_corpus(data.figures, record["corpus"], run)
-    model = _build(settings)
-    check = functools.partial(check_same_model, model=settings.model)
-    with take_up(run, console, run_id=record["run"], check=check, may_begin=may_begin) as place:
-        return _go(_Run(place=place, settings=settings, device=device, data=data, model=model, args=args))
+    with _joined(settings, run, device, "resume") as args:
+        verify_tokenizer(run, record)
+        tokenizer = read_tokenizer(settings, run)
+        set_threads(settings.threads)
+        check_training_memory(settings, device, num_processes())
+        preflight.check_space(run, settings.model.num_parameters, settings)
+        check_offload(settings, device)
+        data = _read_data(settings, tokenizer, console)
+        check_same_corpus(data.figures, record["corpus"], run)
+        model = _build(settings)
+        check = functools.partial(check_same_model, model=settings.model)
+        with take_up(run, console, run_id=record["run"], check=check, may_begin=may_begin) as place:
+            return _go(_Run(place=place, settings=settings, device=device, data=data, model=model, args=args))
 
 
 def _was_begun_by_this_launch(output: Path) -> bool:
@@ -216,29 +234,48 @@ def _was_begun_by_this_launch(output: Path) -> bool:
     return mine.is_in(record.get("launch"))
 
 
-def _meet(settings: TrainSettings, folder: Path, device: str) -> TrainingArguments:
-    """What transformers is told. It lets the processes find each other when it is asked for the device."""
+@contextmanager
+def _joined(settings: TrainSettings, folder: Path, device: str, command: str) -> Iterator[TrainingArguments]:
+    """Context in which the processes can communicate, with transformers' arguments; all were started alike."""
     from .arguments import arguments
 
-    args = arguments(
-        settings,
-        folder,
-        device,
-        per_device_train_batch_size=settings.batch_size,
-        per_device_eval_batch_size=settings.batch_size,
-        torch_compile=settings.compile,
-        ddp_find_unused_parameters=False,
-        ddp_timeout=settings.timeout,
-        # The gradients of every batch of a step go to the process that keeps them.
-        accelerator_config={"gradient_accumulation_kwargs": {"sync_each_batch": zero_stage(settings) > 0}},
-    )
-    assert args.device is not None
-    return args
+    with joined("nccl" if device == "cuda" else "gloo", settings.timeout):
+        args = arguments(
+            settings,
+            folder,
+            device,
+            per_device_train_batch_size=settings.batch_size,
+            per_device_eval_batch_size=settings.batch_size,
+            torch_compile=settings.compile,
+            ddp_find_unused_parameters=False,
+            ddp_timeout=settings.timeout,
+            # The gradients of every batch of a step go to the process that keeps them.
+            accelerator_config={"gradient_accumulation_kwargs": {"sync_each_batch": zero_stage(settings) > 0}},
+        )
+        assert args.device is not None  # which accelerate chooses now
+        told = {name: value for name, value in settings.to_dict().items() if name not in _OF_EACH_HOST}
+        package = {"dilated_attention_pytorch": f"{package_version('dilated-attention-pytorch')} ({package_digest()})"}
+        check_alike(
+            {
+                "command": command,
+                "folder": str(folder.absolute()),
+                **told,
+                "device": device,
+                "versions": versions() | package,
+            }
+        )
+        yield args
+
+
+def _read_data(settings: TrainSettings, tokenizer: Tokenizer, console: Console) -> RunData:
+    """The data of a run, which is the same in all processes."""
+    data = read_data(settings, tokenizer, functools.partial(console.print, markup=False))
+    check_alike({"tokenizer": tokenizer.digest, "text": data.figures})
+    return data
 
 
 def _build(settings: TrainSettings) -> LongNetForCausalLM:
-    """The model, with its first weights. After :func:`_meet`: what it takes would be missing where others still check
-    how much memory there is."""
+    """The model, with its first weights. After all processes on this host have checked how much memory there is."""
     from transformers import set_seed
     from transformers.utils import logging
 
@@ -351,7 +388,14 @@ def _finish(run: _Run, trainer: LongNetTrainer, evaluation: Evaluation, xz: floa
         draw_losses(folder, xz=xz, final=(trainer.state.global_step, bits))
         trainer.check_lease()
         with trainer.writing("the trained model"):
-            save_finished(model, folder, run_id=place.run_id, step=trainer.state.global_step)
+            save_finished(
+                model,
+                folder,
+                run_id=place.run_id,
+                step=trainer.state.global_step,
+                staging=place.staging,
+                check=trainer.check_lease,
+            )
     return Outcome(
         run=folder,
         step=trainer.state.global_step,

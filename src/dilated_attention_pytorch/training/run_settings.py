@@ -21,6 +21,8 @@ TrackerName = Literal["tensorboard", "wandb", "mlflow", "prometheus"]
 LARGEST_SEED = 2**32 - 1  # limit of NumPy, which transformers seeds too
 LARGEST_PORT = 2**16 - 1
 LARGEST_RATE = 1e36  # representable in float32, also after optimizers multiply it
+LONGEST_TEXT = 2**31  # positions of a pattern
+MOST_WORKERS = 1024
 _MOST_WINDOWS = 2**48  # window counts stay within 64 bits on any number of processes
 
 
@@ -125,6 +127,7 @@ class RunSettings:
             check_choice(self, name, get_args(choices))
         check_number(self, "prometheus_port", least=0, most=LARGEST_PORT)
         self.data = tuple(Path(path) for path in self.data)
+        check_text(self, "data")
         self.track = tuple(self.track)
         unknown = [name for name in self.track if name not in get_args(TrackerName)]
         if unknown or len(set(self.track)) < len(self.track):
@@ -155,11 +158,14 @@ def check_windows(number: int) -> None:
 
 
 def check_text(settings: DataclassInstance, name: str) -> None:
-    """Raise ``ValueError`` unless the field ``name`` is valid UTF-8 text."""
-    try:
-        getattr(settings, name).encode()
-    except UnicodeEncodeError as error:
-        raise ValueError(f"{name} must be UTF-8 text, got {getattr(settings, name)!r}") from error
+    """Raise ``ValueError`` unless the field ``name``, a text, a path or a tuple of them, is valid UTF-8, in which
+    settings are written to files."""
+    value = getattr(settings, name)
+    for text in map(str, value if isinstance(value, tuple) else (value,)):
+        try:
+            text.encode()
+        except UnicodeEncodeError as error:
+            raise ValueError(f"{name} must be UTF-8 text, got {text!r}") from error
 
 
 def check_choice(settings: DataclassInstance, name: str, choices: Sequence[str]) -> None:

@@ -6,7 +6,6 @@ import errno
 import math
 import os
 import shutil
-import threading
 from collections.abc import Callable, Collection, Iterator, Sized
 from contextlib import contextmanager
 from functools import partial
@@ -24,7 +23,6 @@ from dilated_attention_pytorch.errors import RunError
 from .checkpoint import (
     OPTIMIZER_NAME,
     SCHEDULER_NAME,
-    STAGING_NAME,
     checkpoint_step,
     checkpoints,
     latest_checkpoint,
@@ -32,10 +30,12 @@ from .checkpoint import (
 from .checkpoint_writer import CheckpointWriter
 from .extension_settings import ExtensionSettings
 from .faults import Kind, note_fault, note_resumed
+from .footprint import largest_file
 from .going_back import GoBack
+from .lease import check_exists
 from .lifecycle import OpenRun
-from .preflight import checkpoint_space
-from .publishing import clear, publish
+from .preflight import checkpoint_space, file_limit
+from .publishing import clear, publish, remove_leftovers
 from .settings import TrainSettings
 from .spikes import SpikeWatch
 from .stragglers import Straggler
@@ -44,6 +44,7 @@ from .together import from_first
 from .verification import fitting
 
 _DISK_FULL = (errno.ENOSPC, errno.EDQUOT)
+_MAKE_ROOM = "make room and allow writing"
 _READ_ONLY = (errno.EROFS, errno.EACCES, errno.EPERM)
 
 
@@ -83,7 +84,7 @@ class RunTrainer(TimedTrainer):
         self.accelerator.autocast_handler = AutocastKwargs(cache_enabled=False)  # as :func:`.autocast.autocast`
         self.settings = settings
         self.place = place
-        self.run, self.run_id, self.lease = place.folder, place.run_id, place.lease
+        self.run, self.run_id, self.lease, self.staging = place.folder, place.run_id, place.lease, place.staging
         self.left: Collection[str] = place.start.left.keys()
         self.bytes_per_token = bytes_per_token
         self.writer = CheckpointWriter(settings.async_checkpoints)
@@ -102,17 +103,16 @@ class RunTrainer(TimedTrainer):
             RunError: a callback cannot write to the disk.
         """
         try:
-            with _said_once(), self.writer:
+            with self.writer:
                 result = super().train(*args, **options)
                 self.finish_writing()
                 return result
         except OSError as error:
-            reason = self._disk_trouble(error)
-            if reason is None:
+            self.check_lease()
+            reason, remedy = self._disk_trouble(error)
+            if not reason:
                 raise
-            raise RunError(
-                f"{reason} after step {self.state.global_step}; make room and allow writing, {self.how_to_go_on()}"
-            ) from error
+            raise RunError(f"{reason} after step {self.state.global_step}; {remedy}, {self.how_to_go_on()}") from error
 
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
         with fitting(checkpoint or ""):
@@ -127,13 +127,22 @@ class RunTrainer(TimedTrainer):
             super()._load_rng_state(checkpoint)
 
     def check_lease(self) -> None:
-        """Raise :class:`RunError` if another job has taken the run folder."""
+        """Raise :class:`RunError` if another job has taken the run folder, or the folder is gone."""
+        check_exists(self.run)
         if self.lease is not None:
             self.lease.check()
 
     def begin_training(self) -> None:
-        """Log the resumption, after the loaded state was found to be finite."""
+        """Log the resumption and remove what killed jobs left, after the loaded state was found to be finite."""
         super().begin_training()
+        if self.args.should_save:
+            remove_leftovers(
+                self.run,
+                start=self.place.start.checkpoint,
+                keep=self.settings.keep_checkpoints,
+                left=self.left,
+                check=self.check_lease,
+            )
         if self.place.before is not None and self.args.should_save:
             note_resumed(
                 self.run,
@@ -249,7 +258,7 @@ class RunTrainer(TimedTrainer):
         return loss / math.log(2) / self.bytes_per_token
 
     def _get_output_dir(self, trial: Any) -> str:
-        return str(self.run / STAGING_NAME) if self._is_saving else str(self.run)
+        return str(self.staging) if self._is_saving else str(self.run)
 
     def finish_writing(self) -> None:
         """Wait, in every process, for the checkpoint being written.
@@ -278,7 +287,7 @@ class RunTrainer(TimedTrainer):
         """Write the small files of every process; snapshot the large ones for a later write."""
         from_first(self.check_lease)
         if self.args.should_save:
-            clear(self.run / STAGING_NAME)
+            clear(self.staging)
         self.accelerator.wait_for_everyone()
         super()._save_checkpoint(model, trial)
         self.accelerator.wait_for_everyone()
@@ -287,7 +296,7 @@ class RunTrainer(TimedTrainer):
         with self.writing(what):
             for write in to_write:
                 write()
-            complete = latest_checkpoint(self.run / STAGING_NAME)
+            complete = latest_checkpoint(self.staging)
             assert complete is not None
             self.check_lease()
             publish(
@@ -335,15 +344,17 @@ class RunTrainer(TimedTrainer):
         """Context that raises :class:`RunError` if the disk refuses ``what``, and removes what was written of it."""
         try:
             yield
-        except (OSError, RuntimeError, SafetensorError) as error:
-            # If another job has taken the folder in the meantime, remove nothing.
-            if self.args.should_save and (self.lease is None or self.lease.is_held()):
-                clear(self.run / STAGING_NAME)
-            reason = self._disk_trouble(error)
-            if reason is None:
+        except (OSError, RuntimeError, SafetensorError, RunError) as error:
+            if self.args.should_save:
+                clear(self.staging)
+            if isinstance(error, RunError):
+                raise
+            self.check_lease()
+            reason, remedy = self._disk_trouble(error)
+            if not reason:
                 raise
             raise RunError(
-                f"{reason} while {what} was written to {self.run}; make room and allow writing, {self.how_to_go_on()}"
+                f"{reason} while {what} was written to {self.run}; {remedy}, {self.how_to_go_on()}"
             ) from error
 
     def how_to_go_on(self) -> str:
@@ -354,33 +365,19 @@ class RunTrainer(TimedTrainer):
             return "no checkpoint was complete yet"
         return f"the checkpoint of step {checkpoint_step(kept)} is kept: go on from it with --resume {self.run}"
 
-    def _disk_trouble(self, error: Exception) -> str | None:
-        """Why the disk refused, if it did; torch and safetensors do not pass on the error number."""
+    def _disk_trouble(self, error: Exception) -> tuple[str, str]:
+        """Why the disk refused, "" if it did not, and a remedy. Torch and safetensors pass on no error number."""
         number = error.errno if isinstance(error, OSError) else None
         if number in _DISK_FULL:
-            return "the disk is full"
+            return "the disk is full", _MAKE_ROOM
         if number in _READ_ONLY:
-            return "the run folder became read-only"
-        is_short = shutil.disk_usage(self.run).free < checkpoint_space(self.settings.optimizer, self._num_weights)
-        return "the disk is full" if is_short and not isinstance(error, OSError) else None
+            return "the run folder became read-only", _MAKE_ROOM
+        optimizer, weights = self.settings.optimizer, self._num_weights
+        if number == errno.EFBIG or (number is None and file_limit() < largest_file(optimizer, weights)):
+            return "the limit on the size of a file is reached (ulimit -f)", "raise it"
+        is_short = shutil.disk_usage(self.run).free < checkpoint_space(optimizer, weights)
+        return ("the disk is full" if is_short and not isinstance(error, OSError) else "", _MAKE_ROOM)
 
 
 def _save_state(state: dict[str, Any], path: str) -> None:
     torch.save(state, path)
-
-
-@contextmanager
-def _said_once() -> Iterator[None]:
-    """Suppress a duplicate report of a disk error, which TensorBoard's thread prints besides passing it on."""
-    before = threading.excepthook
-
-    def hook(args: threading.ExceptHookArgs, /) -> None:
-        error = args.exc_value
-        if not (isinstance(error, OSError) and error.errno in (*_DISK_FULL, *_READ_ONLY)):
-            before(args)
-
-    threading.excepthook = hook
-    try:
-        yield
-    finally:
-        threading.excepthook = before

@@ -13,6 +13,7 @@ from .data.settings import DataSettings
 from .run_settings import (
     LARGEST_RATE,
     LARGEST_SEED,
+    LONGEST_TEXT,
     check_choice,
     check_number,
     check_text,
@@ -91,8 +92,8 @@ class TrainSettings(DataSettings):
     """Processes that split every layer's heads, feed-forward and the vocabulary."""
     timeout: int = 600
     """Seconds that a process waits for another one. Then the run ends and names the rank that was killed, was
-    stopped or does not take part. Work of one process while the others wait, such as writing a checkpoint, must take
-    less."""
+    stopped or does not take part. Work of one process while the others wait, such as writing a checkpoint or encoding
+    a large text for the first time, must take less."""
     compile: bool = False
     """Compile the model with torch.compile: minutes at the start, then faster steps on a GPU."""
     eval_windows: int = 12
@@ -121,7 +122,8 @@ class TrainSettings(DataSettings):
         check_number(self, "timeout", least=5, most=LONGEST_TIMEOUT)
         check_number(self, "muon_learning_rate", above=0, most=LARGEST_RATE)
         check_windows(self.steps * self.batch_size * self.gradient_accumulation)
-        check_text(self, "sample_prompt")
+        for name in ("sample_prompt", "offload_folder"):
+            check_text(self, name)
         check_number(self, "file_start_fraction", least=0, most=1)
         for name in ("adam_beta1", "adam_beta2", "muon_momentum"):
             check_number(self, name, least=0, below=1)
@@ -251,7 +253,7 @@ class SampleSettings:
     """Seed of the sampling; without it, every call samples differently."""
 
     def __post_init__(self) -> None:
-        check_number(self, "max_new_tokens", least=1)
+        check_number(self, "max_new_tokens", least=1, most=LONGEST_TEXT)
         check_number(self, "temperature", least=0)
         if self.top_k is not None:
             check_number(self, "top_k", least=1)

@@ -10,24 +10,23 @@ import torch
 from torch import Tensor, nn
 
 from dilated_attention_pytorch.machine import require
-from dilated_attention_pytorch.nn import MultiheadDilatedAttention
 
 Weights = Literal["stored", "int8", "float8"]
 """``stored``: as in the file."""
 
 _LEAST_LARGEST = 2.0**-100
+_HEADS = ("head", "lm_head")
 
 
 def import_torchao(purpose: str) -> None:
     """Import torchao for ``purpose``, without its warnings about extensions for other machines.
 
     Raises:
-        RunError: it is not installed.
+        RunError: it is not installed, or cannot be imported.
     """
-    require(purpose, ("torchao",), "torchao")
     for name in ("torchao", "torch.utils._pytree"):
         logging.getLogger(name).setLevel(logging.ERROR)
-    import torchao  # noqa: F401
+    require(purpose, ("torchao",), "torchao")
 
 
 def make_small(model: nn.Module, weights: Weights) -> None:
@@ -45,9 +44,8 @@ def make_small(model: nn.Module, weights: Weights) -> None:
     if weights == "stored":
         return
     import_torchao(f"--weights {weights}")
-    for module, name in list(_matrices(model)):
-        small = _small(getattr(module, name).detach(), weights)
-        setattr(module, name, nn.Parameter(small, requires_grad=False))
+    for layer in list(_layers(model)):
+        layer.weight = nn.Parameter(_small(layer.weight.detach(), weights), requires_grad=False)
 
 
 def _small(matrix: Tensor, weights: Weights) -> Tensor:
@@ -63,15 +61,12 @@ def _small(matrix: Tensor, weights: Weights) -> Tensor:
     return floats
 
 
-def _matrices(model: nn.Module) -> Iterator[tuple[nn.Module, str]]:
-    """The matrices multiplied with activations, except the output matrix, by module and name."""
+def _layers(model: nn.Module) -> Iterator[nn.Linear]:
+    """The linear layers, except the output matrix."""
     outer = {id(module.weight) for module in model.modules() if isinstance(module, nn.Embedding)}
-    outer |= {id(weight) for name, weight in model.named_parameters() if name.split(".")[-2:][0] in ("head", "lm_head")}
-    for module in model.modules():
-        if isinstance(module, nn.Linear | MultiheadDilatedAttention):
-            for name, weight in module.named_parameters(recurse=False):
-                if weight.dim() == 2 and id(weight) not in outer:
-                    yield module, name
+    for name, module in model.named_modules():
+        if isinstance(module, nn.Linear) and id(module.weight) not in outer and name.split(".")[-1] not in _HEADS:
+            yield module
 
 
 def weight_bytes(model: nn.Module) -> int:

@@ -44,7 +44,7 @@ class Start:
         assert self.checkpoint is not None or not self.left
         for name, reason in self.left.items():
             assert self.checkpoint is not None
-            yield f"{name} is left, and {self.checkpoint.name} before it is taken: {reason}"
+            yield f"{name} is skipped, {self.checkpoint.name} is used instead: {reason}"
 
 
 def choose_start(run: Path, run_id: str, processes: int, check: Callable[[Path], None]) -> Start:

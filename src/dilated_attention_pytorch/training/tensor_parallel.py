@@ -11,7 +11,6 @@ from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distrib
 from torch.distributed.tensor.parallel import (
     ColwiseParallel,
     ParallelStyle,
-    PrepareModuleInputOutput,
     RowwiseParallel,
     parallelize_module,
 )
@@ -43,24 +42,21 @@ def split_matrices(model: LongNetLM, mesh: DeviceMesh) -> None:
         for part in (block.attention, block.feed_forward):
             assert part.inner_layernorm is not None
             part.inner_layernorm = SplitLayerNorm.like(part.inner_layernorm)
-    parallelize_module(model, mesh, _plan(model))
+    parallelize_module(model, mesh, _plan())
+    if config.tie_embeddings:
+        model.head.weight = model.embedding.weight
     heads = config.num_kv_heads // size
     mine = range(rank * heads, (rank + 1) * heads)
     model.patterns = tuple(pattern.for_heads(mine, config.num_kv_heads) for pattern in model.patterns)
 
 
-def _plan(model: LongNetLM) -> dict[str, ParallelStyle]:
-    tied = model.head is None
-    plan: dict[str, ParallelStyle] = {
+def _plan() -> dict[str, ParallelStyle]:
+    return {
         "embedding": RowwiseParallel(input_layouts=Replicate()),
         "blocks.*.attention_layernorm": Replicated(),
-        "blocks.*.attention": Rows("in_proj_weight"),
-        "blocks.*.attention.in_proj": PrepareModuleInputOutput(
-            input_layouts=(Replicate(), None, None),
-            desired_input_layouts=(Replicate(), None, None),
-            output_layouts=Shard(-1),
-            desired_output_layouts=Shard(-1),
-        ),
+        "blocks.*.attention.q_proj": ColwiseParallel(),
+        "blocks.*.attention.k_proj": ColwiseParallel(),
+        "blocks.*.attention.v_proj": ColwiseParallel(),
         "blocks.*.attention.inner_layernorm": Rows("weight", "bias"),
         "blocks.*.attention.out_proj": RowwiseParallel(),
         "blocks.*.feed_forward_layernorm": Replicated(),
@@ -69,39 +65,29 @@ def _plan(model: LongNetLM) -> dict[str, ParallelStyle]:
         "blocks.*.feed_forward.out_proj": RowwiseParallel(),
         "layernorm": Replicated(),
         # Logits are gathered: with 256 tokens they are smaller than one hidden state.
-        "out_proj": PrepareModuleInputOutput(
-            input_layouts=(Replicate(), None, None),
-            desired_input_layouts=(Replicate(), None, None),
-            output_layouts=Shard(-1),
-            desired_output_layouts=Replicate(),
-        ),
+        "head": ColwiseParallel(output_layouts=Replicate()),
     }
-    return plan if tied else {**plan, "head": Rows("weight")}
 
 
 def row_orders(config: LongNetConfig, size: int) -> dict[str, Tensor]:
     """Row orders of the fused matrices for sharding over ``size`` processes, by parameter name suffix.
 
-    Process t gets the t-th of equal row ranges, which must contain its query, key and value heads, or its gate and up.
+    Process t gets the t-th of equal row ranges, which must contain its gate and up.
     """
-    assert config.num_kv_heads is not None
+    if config.activation != "swiglu":
+        return {}
     assert config.ffn_dim is not None
-    width = config.embed_dim // config.num_heads
-    kv = config.num_kv_heads * width
-    orders = {"attention.in_proj_weight": _dealt((config.embed_dim, kv, kv), size)}
-    if config.activation == "swiglu":
-        orders["feed_forward.in_proj.weight"] = _dealt((config.ffn_dim, config.ffn_dim), size)
-    return orders
+    parts = torch.arange(2 * config.ffn_dim).split(config.ffn_dim)
+    return {
+        "feed_forward.in_proj.weight": torch.cat(
+            [part.tensor_split(size)[rank] for rank in range(size) for part in parts]
+        )
+    }
 
 
 def order_of(name: str, orders: dict[str, Tensor]) -> Tensor | None:
     """The row order of the parameter with that name; None if unchanged."""
     return next((order for end, order in orders.items() if name.endswith(end)), None)
-
-
-def _dealt(widths: tuple[int, ...], size: int) -> Tensor:
-    parts = torch.arange(sum(widths)).split(widths)
-    return torch.cat([part.tensor_split(size)[rank] for rank in range(size) for part in parts])
 
 
 class Rows(ParallelStyle):

@@ -14,7 +14,7 @@ from pathlib import Path
 from dilated_attention_pytorch.errors import RunError
 from dilated_attention_pytorch.memory import check_memory, in_bytes
 
-from .data.records import are_records, records
+from .data.records import are_records, compression_in_words, records
 
 _LOOKED_AT = 1 << 16
 """Bytes to inspect first, so that large non-text files are not read."""
@@ -25,6 +25,7 @@ _SILENT_SECONDS = 5.0
 _OTHERS_FOLDERS = ("site-packages", "dist-packages", "__pycache__")
 
 EMPTY, NO_TEXT, IRREGULAR, GONE = "empty", "not UTF-8 text", "no regular files", "gone while the folder was read"
+COMPRESSED = "compressed"
 """Reasons for skipping files of folders."""
 
 
@@ -62,6 +63,9 @@ class TextFiles:
             raise RunError(f"--data: {path} is empty; name a file that holds text")
         content = self._read(path, status.st_size)
         if content is None:
+            compression = _compression_of(path)
+            if compression is not None:
+                raise RunError(f"--data: {path} is {compression}, and name that")
             raise RunError(
                 f"--data: {path} is not text: it holds zero bytes or is not UTF-8; "
                 "name text files, or convert it (iconv -f LATIN1 -t UTF-8)"
@@ -126,7 +130,7 @@ class TextFiles:
                 if content is not None:
                     self.files.append((path.relative_to(folder).as_posix(), content))
                     return
-                reason = NO_TEXT
+                reason = NO_TEXT if _compression_of(path) is None else COMPRESSED
         except FileNotFoundError:
             reason = IRREGULAR if path.is_symlink() else GONE
         except OSError as error:
@@ -174,6 +178,11 @@ class TextFiles:
 def in_words(skipped: Counter[str], before: str) -> str:
     """The skipped files by reason, after the prefix ``before``; empty if there are none."""
     return before + ", ".join(f"{count:,} {reason}" for reason, count in skipped.items()) if skipped else ""
+
+
+def _compression_of(path: Path) -> str | None:
+    with path.open("rb") as stream:
+        return compression_in_words(stream.read(8), path)
 
 
 def _why_unreadable(path: Path, error: OSError | ValueError) -> str:

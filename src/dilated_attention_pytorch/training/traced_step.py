@@ -129,7 +129,7 @@ def _hook(model: LongNetForCausalLM, live: LiveBytes) -> None:
         if name in ("loss", "loss backward"):
             live.phase = (name, number + 1)
 
-    longnet.out_proj.register_forward_pre_hook(enter_loss)
+    longnet.head.register_forward_pre_hook(enter_loss)
     longnet.layernorm.register_forward_pre_hook(lambda *_: setattr(live, "phase", ("loss", 0)))
     for parameter in model.parameters():
         parameter.register_post_accumulate_grad_hook(lambda own: live.mark([_gradient(own)], "gradients"))

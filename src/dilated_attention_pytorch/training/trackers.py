@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import socket
+import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
@@ -81,17 +82,35 @@ def tracking(settings: RunSettings, place: OpenRun) -> Iterator[Sequence[Tracker
     not respond is dropped with a message.
     """
     trackers: list[Tracker] = []
-    try:
-        for name in settings.track if is_first_process() else ():
-            trackers.append(_WhileAnswered(name, settings, place))
-        yield trackers
-    except BaseException:
+    with _said_once():
+        try:
+            for name in settings.track if is_first_process() else ():
+                trackers.append(_WhileAnswered(name, settings, place))
+            yield trackers
+        except BaseException:
+            for tracker in trackers:
+                with suppress(OSError):  # report the first error only
+                    tracker.close()
+            raise
         for tracker in trackers:
-            with suppress(OSError):  # report the first error only
-                tracker.close()
-        raise
-    for tracker in trackers:
-        tracker.close()
+            tracker.close()
+
+
+@contextmanager
+def _said_once() -> Iterator[None]:
+    """Suppress what TensorBoard's thread prints of a disk error: the next call of the writer raises it."""
+    before = threading.excepthook
+
+    def hook(args: threading.ExceptHookArgs, /) -> None:
+        is_passed_on = isinstance(args.exc_value, OSError) and type(args.thread).__module__.startswith("tensorboard.")
+        if not is_passed_on:
+            before(args)
+
+    threading.excepthook = hook
+    try:
+        yield
+    finally:
+        threading.excepthook = before
 
 
 class _WhileAnswered:

@@ -6,6 +6,7 @@ import math
 import os
 import random
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any
 
 import torch
@@ -17,6 +18,7 @@ from transformers import TrainingArguments
 from transformers.trainer_utils import EvalLoopOutput
 
 from dilated_attention_pytorch.models import LongNetForCausalLM
+from dilated_attention_pytorch.parent import end_worker_with_trainer
 
 from .checkpoint import OPTIMIZER_NAME, SCHEDULER_NAME
 from .data.byte_count import ByteCount, bits_per_byte
@@ -150,6 +152,7 @@ class LongNetTrainer(RunTrainer):
             num_workers=workers,
             # Forking a process with running threads can deadlock.
             multiprocessing_context="spawn" if workers else None,
+            worker_init_fn=partial(end_worker_with_trainer, os.getpid()),
         )
 
     # transformers counts the labels of all processes; these methods say how many hold the same ones.

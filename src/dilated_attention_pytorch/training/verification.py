@@ -122,6 +122,7 @@ def check_weights(folder: Path) -> None:
     from safetensors import SafetensorError, safe_open
 
     from dilated_attention_pytorch.models import LongNetCausalLMConfig, LongNetForCausalLM
+    from dilated_attention_pytorch.models.fused_weights import fused_shapes
 
     remedy = _NAME_A_RUN
     values = read_json(folder / CONFIG_NAME, what="broken checkpoint", remedy=remedy)
@@ -151,7 +152,9 @@ def check_weights(folder: Path) -> None:
             f"{weights} holds {len(found)} tensors; bring the two files of one model together again"
         )
     with described_by(folder / CONFIG_NAME), torch.device("meta"):
-        expected = {name: tuple(tensor.shape) for name, tensor in LongNetForCausalLM(config).state_dict().items()}
+        expected = {name: tuple(weight.shape) for name, weight in LongNetForCausalLM(config).named_parameters()}
+    if any(name.endswith("in_proj_weight") for name in found):
+        expected = fused_shapes(expected)
     for name in sorted(expected.keys() | found.keys()):
         if expected.get(name) != found.get(name):
             raise RunError(

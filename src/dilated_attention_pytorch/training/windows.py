@@ -39,7 +39,7 @@ class TrainingWindows(Dataset[Window]):
             start = min(int(self.text.file_starts[draw.randrange(len(self.text.file_starts))]), last)
         else:
             start = draw.randrange(last + 1)
-        return _window(self.text.data[start : start + self.context_length])
+        return _window(self.text.tokens(start, start + self.context_length))
 
 
 class StagedBatches(Dataset[Window]):
@@ -113,7 +113,7 @@ class EvaluationWindows(Dataset[Window]):
 
     def __getitem__(self, index: int) -> Window:
         start = self.starts[index]
-        return _window(self.text.data[start : start + self.length])
+        return _window(self.text.tokens(start, start + self.length))
 
 
 class WindowShare(Dataset[Window]):

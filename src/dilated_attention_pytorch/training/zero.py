@@ -22,7 +22,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from dilated_attention_pytorch.errors import RunError
-from dilated_attention_pytorch.machine import require
+from dilated_attention_pytorch.installation import importing
+from dilated_attention_pytorch.machine import check_installed
 
 from .offload_files import check_folder, file_options, load_operator, own_folder
 from .settings import TrainSettings
@@ -52,7 +53,7 @@ def check_zero_here(settings: TrainSettings) -> None:
             f"{flag} runs under torchrun, with one process too; start it with torchrun --nproc-per-node 1 -m "
             "dilated_attention_pytorch train ..."
         )
-    require(flag, ("deepspeed",), "deepspeed")
+    check_installed(flag, ("deepspeed",), "deepspeed")
 
 
 def check_zero(settings: TrainSettings) -> None:
@@ -107,7 +108,8 @@ def _deepspeed(device: str) -> Any:
     os.environ.setdefault("DS_ACCELERATOR", device)
     # DeepSpeed calls collectives by names that torch has deprecated.
     warnings.filterwarnings("ignore", message=r"`torch\.distributed\.\w+` is deprecated", category=FutureWarning)
-    import deepspeed
+    with importing("ZeRO", "deepspeed"):
+        import deepspeed
 
     # Avoid compiling its shared-memory collective for CPUs; gloo does the same.
     deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False

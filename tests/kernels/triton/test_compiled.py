@@ -110,6 +110,7 @@ def assert_it_fits(one: dict[str, Any], shared_kib: int) -> None:
     ), one
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("target", ["sm_80", "sm_90"])
 def test_no_shipped_configuration_spills_a_register_in_a_loop_over_blocks(target: str, figure: Any) -> None:
     figures = compiled_by(COMPILE, target, "sweep" if SWEEP else "gate")
@@ -139,9 +140,9 @@ def test_every_kernel_compiles_for_the_other_devices(target: str) -> None:
         assert_it_fits(one, SHARED_KIB[target])
 
 
-def test_the_warp_specialized_forward_overlaps_its_products_with_the_softmax(figure: Any) -> None:
+def test_the_warp_specialized_forward_overlaps_its_products_with_the_softmax(tmp_path: Path, figure: Any) -> None:
     compiled = subprocess.run(
-        [sys.executable, "-m", "benchmarks.warp_specialized"] + ["--quick"] * (not SWEEP),
+        [sys.executable, "-m", "benchmarks.warp_specialized", "--output", str(tmp_path)] + ["--tiny"] * (not SWEEP),
         cwd=ROOT,
         env={**os.environ, "TRITON_INTERPRET": "0", "TRITON_DEFAULT_FP_FUSION": "1"},
         capture_output=True,
@@ -149,7 +150,7 @@ def test_the_warp_specialized_forward_overlaps_its_products_with_the_softmax(fig
         check=False,
     )
     assert compiled.returncode == 0, compiled.stderr
-    for one in json.loads(compiled.stdout):
+    for one in json.loads((tmp_path / "warp_specialized.json").read_text())["figures"]:
         # Each half of the tile has a loop without a mask and one with it, each with both products.
         plain, masked = (sorted(loop["instructions"] for loop in one["loops"])[half] for half in (0, 3))
         assert len(one["loops"]) == 4

@@ -25,6 +25,7 @@ from dilated_attention_pytorch.training.data.sources import Sources
 from dilated_attention_pytorch.training.data.token_cache import cached_corpus, open_corpus
 from dilated_attention_pytorch.training.data.tokenizer import BYTES, ByteTokenizer, bytes_of, train_tokenizer
 from dilated_attention_pytorch.training.lease import alone_in
+from dilated_attention_pytorch.training.windows import TrainingWindows
 from support.processes import environment
 from training.data.test_records import write_jsonl
 
@@ -108,6 +109,23 @@ def test_a_damaged_one_is_made_again_and_said(damage: str, tmp_path: Path) -> No
     assert said[0].startswith(f"the cache of tokens: {cache}")
     assert said[0].endswith("; it is made again")
     assert [path.name for path in (tmp_path / "cache").iterdir()] == [cache.name]
+
+
+def test_one_that_is_cut_while_it_is_read_is_said(tmp_path: Path) -> None:
+    # Reading past the end of a mapped file would end the process by SIGBUS.
+    folder = texts_of(tmp_path / "texts", 31)
+    cache = cached([folder], tmp_path / "cache")
+    text = open_corpus(cache).training
+    kept = pickle.dumps(text)
+    os.truncate(cache / "training.tokens", 100)
+    for read in (
+        lambda: text.tokens(0, 10),
+        lambda: text.file(0),
+        lambda: TrainingWindows(text, 16, 3, seed=0, file_start_fraction=0.5)[0],
+        lambda: pickle.loads(kept),
+    ):
+        with pytest.raises(RunError, match=r"training.tokens or .starts was cut while it was read; start again: it is"):
+            read()
 
 
 @pytest.mark.parametrize("is_damaged", [False, True], ids=["none there", "a damaged one there"])

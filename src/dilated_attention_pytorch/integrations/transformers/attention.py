@@ -9,30 +9,69 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from dilated_attention_pytorch.models.padding import group_rows, real_runs
 from dilated_attention_pytorch.ops import attend
 from dilated_attention_pytorch.ops.autocast import cast_by_autocast
-from dilated_attention_pytorch.patterns import Pattern
+from dilated_attention_pytorch.tracing import constant_of_graph
 
 from .bounded import cache_of
+from .cached import attend_cached
 from .config import check_no_window, layer_pattern
-from .documents import PADDING, is_causal_seal, is_seal, unseal
+from .documents import is_causal_seal, is_packed_seal, is_seal, is_unread, unseal
 from .layers import is_causal_without_mask, note_attended
 
-# Arguments that models and Trainer pass to every attention function, and that do not affect attention.
-_OF_OTHERS = frozenset(
+_PASSED_BY = frozenset(
     {
-        "cache_position",
-        "deterministic",
+        # transformers' TransformersKwargs; sizes that follow from the boundaries of documents
         "max_length_k",
         "max_length_q",
         "num_items_in_batch",
         "output_hidden_states",
         "output_router_logits",
+        "seq_idx",
+        # models, generate, pipelines
+        "cache_position",
+        "deterministic",
+        "logits_to_keep",
         "return_dict",
         "use_cache",
+        # targets and the arguments of losses
+        "end_positions",
+        "ignore_index",
+        "label",
+        "label_ids",
+        "labels",
+        "loss_kwargs",
+        "next_sentence_label",
+        "reduction",
+        "return_loss",
+        "shift_labels",
+        "start_positions",
+        # what tokenizers and collators return about tokens
+        "length",
+        "mm_token_type_ids",
+        "num_truncated_tokens",
+        "offset_mapping",
+        "overflow_to_sample_mapping",
+        "overflowing_tokens",
+        "special_tokens_mask",
+        "token_type_ids",
     }
 )
+"""Keywords that reach every attention function through ``**kwargs`` of models, and that none of transformers' own reads
+to compute attention. transformers has no list of them; a test compares this one with its sources."""
+
+_REFUSED = {
+    "softcap": "capped scores cap * tanh(s / cap), as in Gemma 2, are not computed",
+    "position_bias": "learned biases of the scores, as in T5, are not computed",
+    "s_aux": "attention sinks, as in gpt-oss, are not computed",
+    "sinks": "attention sinks, as in Inkling 2, are not computed",
+    "block_indices": "keys are chosen by content, as in MiniMax M3, and a pattern goes by positions",
+    "indices": "keys are chosen by content, as in DeepSeek V3.2, and a pattern goes by positions",
+    "cache": "paged caches of continuous batching hold no sequence of rows",
+    "block_table": "paged caches of continuous batching hold no sequence of rows",
+    "output_attentions": "the N x N weights are never formed",
+    "kernel_options": 'they are for kernels of "flex_attention"',
+}
 
 
 def dilated_attention_forward(
@@ -106,13 +145,20 @@ def dilated_attention_forward(
             f"attention that is not causal is of a sequence to itself, got {num_queries} queries and {num_columns} "
             f'keys in {type(module).__name__}: use "sdpa" for this model'
         )
-    cu_seqlens = None
+    order = cu_seqlens = None
     if cu_seq_lens_q is not None:
-        cu_seqlens = _given_documents(cu_seq_lens_q, cu_seq_lens_k, query, num_columns, mask)
+        if layer in (None, 0):  # once for all layers, as it synchronises
+            _check_boundaries(cu_seq_lens_q, cu_seq_lens_k)
+        cu_seqlens = _given_documents(cu_seq_lens_q, query, num_columns, mask)
     elif mask is not None:
         if num_queries != num_columns:
-            return _attend_row_by_row(query, key, value, mask, pattern, scaling, dropout), None
-        cu_seqlens = _boundaries(mask)
+            return attend_cached(query, key, value, mask, pattern, scaling, dropout), None
+        order = _padding_last(mask)
+        if order is not None:
+            query, key, value = (_rows(tensor, order) for tensor in (query, key, value))
+            mask = mask.gather(1, order)
+        assert attention_mask is not None
+        cu_seqlens = _boundaries(mask, is_packed=is_packed_seal(attention_mask))
     elif layer == 0 and position_ids is not None and num_queries == num_columns:
         # Once for all layers, as it synchronises.
         _check_not_packed(position_ids)
@@ -124,8 +170,9 @@ def dilated_attention_forward(
             pattern,
             is_causal=is_causal,
             scale=scaling,
-            query_offset=num_columns - num_queries,
+            query_offset=int(num_columns - num_queries),  # sizes are tensors under torch.jit.trace
             dropout_p=dropout,
+            heads_first=False,
         ), None
     flat = [tensor.reshape(1, -1, *tensor.shape[2:]) for tensor in (query, key, value)]
     out = attend(
@@ -137,22 +184,16 @@ def dilated_attention_forward(
         scale=scaling,
         cu_seqlens=cu_seqlens,
         dropout_p=dropout,
-    )
-    return out.view(query.shape), None
+        heads_first=False,
+    ).view(query.shape)
+    return out if order is None else _rows(out, order.argsort(dim=1)), None
 
 
 def _check_options(options: dict[str, Any]) -> None:
-    reasons = {
-        "softcap": "capped scores cap * tanh(s / cap), as in Gemma 2, are not computed",
-        "position_bias": "learned biases of the scores, as in T5, are not computed",
-        "s_aux": "attention sinks, as in gpt-oss, are not computed",
-        "cache": "paged caches of continuous batching hold no sequence of rows",
-        "output_attentions": "the N x N weights are never formed",
-    }
     for name, given in options.items():
-        if given is None or given is False or name in _OF_OTHERS:
+        if given is None or given is False or name in _PASSED_BY:
             continue
-        reason = reasons.get(name, "an unknown argument of attention")
+        reason = _REFUSED.get(name, "an unknown argument of attention")
         raise NotImplementedError(
             f'attn_implementation="dilated" does not honour {name}: {reason}; got a {type(given).__name__}, use '
             '"sdpa" or "eager" for this model'
@@ -182,7 +223,7 @@ def _checked_mask(attention_mask: Tensor) -> Tensor | None:
     return unseal(attention_mask)
 
 
-@torch.compiler.assume_constant_result
+@constant_of_graph
 def _is_cross_attention(kind: type[nn.Module], is_decoder: bool | None, is_causal: bool) -> bool:
     """Whether the keys belong to another sequence; transformers does not say, so class names decide."""
     if is_causal:
@@ -206,7 +247,7 @@ def _plain_attention(
     """Dense attention of every query to every key that is not padding; layouts as :func:`attend`."""
     seen = None
     if mask is not None:
-        seen = (mask != PADDING)[:, None, None]
+        seen = (mask >= 0)[:, None, None]
     query, key, value = (tensor.transpose(1, 2) for tensor in (query, key, value))
     out = functional.scaled_dot_product_attention(
         query, key, value, seen, dropout_p=dropout, scale=scaling, enable_gqa=query.shape[1] != key.shape[1]
@@ -214,50 +255,77 @@ def _plain_attention(
     return out.transpose(1, 2).contiguous()
 
 
-def _given_documents(
-    cu_seq_lens_q: Tensor, cu_seq_lens_k: Tensor | None, query: Tensor, num_columns: int, mask: Tensor | None
-) -> Tensor:
+def _check_boundaries(cu_seq_lens_q: Tensor, cu_seq_lens_k: Tensor | None) -> None:
+    if cu_seq_lens_k is None or cu_seq_lens_k is cu_seq_lens_q:
+        return
+    words = "cu_seq_lens_q and cu_seq_lens_k must be the same boundaries, those of self-attention"
+    if cu_seq_lens_k.shape != cu_seq_lens_q.shape:
+        raise ValueError(f"{words}: got {cu_seq_lens_q.shape[0] - 1} and {cu_seq_lens_k.shape[0] - 1} documents")
+    if is_unread(cu_seq_lens_q):
+        torch._assert_async((cu_seq_lens_k == cu_seq_lens_q).all(), words)
+    elif not torch.equal(cu_seq_lens_k, cu_seq_lens_q):
+        raise ValueError(f"{words}: got {cu_seq_lens_q.tolist()} and {cu_seq_lens_k.tolist()}")
+
+
+def _given_documents(cu_seq_lens_q: Tensor, query: Tensor, num_columns: int, mask: Tensor | None) -> Tensor:
     if query.shape[0] != 1 or query.shape[1] != num_columns:
         raise ValueError(
             "cu_seq_lens_q gives the documents of one packed row without cached tokens: got "
             f"{query.shape[0]} rows of {query.shape[1]} queries and {num_columns} keys; pass use_cache=False"
         )
-    if mask is not None and not torch.equal(_boundaries(mask), cu_seq_lens_q.int()):
+    if mask is not None:
         # Without a cache, transformers derives the same documents from position_ids.
-        raise ValueError(
-            "cu_seq_lens_q must say what position_ids say, and comes without an attention_mask: got the boundaries "
-            f"{cu_seq_lens_q.tolist()} beside {_boundaries(mask).tolist()}"
-        )
-    if cu_seq_lens_k is not None and cu_seq_lens_k.shape != cu_seq_lens_q.shape:
-        raise ValueError(
-            "cu_seq_lens_q and cu_seq_lens_k must be the same boundaries, those of self-attention: got "
-            f"{cu_seq_lens_q.shape[0] - 1} and {cu_seq_lens_k.shape[0] - 1} documents"
-        )
+        begins = functional.pad(mask[0, 1:] != mask[0, :-1], (1, 1), value=True)
+        given = torch.isin(torch.arange(len(begins), device=begins.device), cu_seq_lens_q.to(begins.device))
+        words = "cu_seq_lens_q must say what position_ids say, and comes without an attention_mask"
+        if is_unread(mask):
+            torch._assert_async((begins == given).all(), words)
+        elif not torch.equal(begins, given):
+            raise ValueError(
+                f"{words}: got the boundaries {cu_seq_lens_q.tolist()} beside {begins.nonzero().flatten().tolist()}"
+            )
     return cu_seq_lens_q.int()
 
 
-def _boundaries(documents: Tensor) -> Tensor:
+def _padding_last(documents: Tensor) -> Tensor | None:
+    """The columns ``[B, N]`` of the real tokens of each row, then those of its padding.
+
+    None where the host sees that the real tokens of every row are adjacent already.
+    """
+    real = documents >= 0
+    if not is_unread(documents):
+        runs = real[:, 0] + (real[:, 1:] & ~real[:, :-1]).sum(dim=1)
+        if (runs <= 1).all():
+            return None
+    return (~real).int().argsort(dim=1, stable=True)
+
+
+def _rows(tensor: Tensor, order: Tensor) -> Tensor:
+    return torch.take_along_dim(tensor, order[:, :, None, None], dim=1)
+
+
+def _boundaries(documents: Tensor, *, is_packed: bool) -> Tensor:
     """Boundaries of the documents of ``[B, N]`` in its flattened rows: int32.
 
-    Padding forms documents of its own, which attend only to themselves.
+    Padding forms documents of its own, which attend only to themselves. Where the host cannot count documents, some are
+    empty: a row has real tokens and padding, or with ``is_packed`` one boundary per column, that of its document.
     """
-    batch, columns = documents.shape
-    last = torch.tensor([batch * columns], device=documents.device)
-    begins = documents[:, 1:] != documents[:, :-1]
-    if torch.compiler.is_compiling():
-        # A fixed number of boundaries per row, for padding before and after it. Documents may be empty.
-        column = torch.arange(1, columns, device=documents.device)
-        found = torch.where(begins, column, columns).sort(dim=1).values[:, :2]
-        starts = torch.cat([torch.zeros_like(documents[:, :1]), found], dim=1)
-        flat = (starts + torch.arange(batch, device=documents.device)[:, None] * columns).flatten()
+    rows = torch.arange(documents.shape[0] + 1, device=documents.device) * documents.shape[1]
+    begins = functional.pad(documents[:, 1:] != documents[:, :-1], (1, 0), value=True)
+    column = torch.arange(documents.numel(), device=documents.device).view(documents.shape)
+    if not is_unread(documents):
+        starts = column[begins]
+    elif is_packed:
+        starts = torch.where(begins, column, 0).flatten().cummax(dim=0).values
     else:
-        flat = functional.pad(begins, (1, 0), value=True).flatten().nonzero().squeeze(1)
-    return torch.cat([flat, last]).int()
+        change = torch.where(begins & (column > rows[:-1, None]), column, rows[1:, None]).amin(dim=1)
+        starts = torch.stack([rows[:-1], change], dim=1).flatten()
+    return torch.cat([starts, rows[-1:]]).int()
 
 
 def _check_not_packed(position_ids: Tensor) -> None:
     """Raise for packed rows that the mask does not cover: transformers detects them only without a cache."""
-    if position_ids.dim() != 2:
+    if position_ids.dim() != 2 or position_ids.is_meta:
         return
     steps = position_ids.diff(dim=-1)
     follows = (steps == 1).all()
@@ -274,27 +342,3 @@ def _check_not_packed(position_ids: Tensor) -> None:
             "position_ids must rise by 1 from token to token, as a pattern's positions do, got a step of "
             f"{int(steps.max())}"
         )
-
-
-def _attend_row_by_row(
-    query: Tensor, key: Tensor, value: Tensor, mask: Tensor, pattern: Pattern, scaling: float | None, dropout: float
-) -> Tensor:
-    """Causal attention to cached rows with padding: rows with equal starts share a call."""
-    first = mask.shape[1] - query.shape[1]
-    out = torch.zeros_like(query)
-    for (start, stop), rows in group_rows(real_runs(mask != PADDING)).items():
-        begin = max(start, first)
-        if begin >= stop:
-            continue
-        some = torch.tensor(rows, device=query.device)
-        out[some, begin - first : stop - first] = attend(
-            query[some, begin - first : stop - first],
-            key[some, start:stop],
-            value[some, start:stop],
-            pattern,
-            is_causal=True,
-            scale=scaling,
-            query_offset=begin - start,
-            dropout_p=dropout,
-        )
-    return out

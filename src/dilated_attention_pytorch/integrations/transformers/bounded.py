@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from dilated_attention_pytorch.models import LongNetCache
-from dilated_attention_pytorch.models.cache import CacheStep
+from dilated_attention_pytorch.models.cache import CacheStep, refuse_removal
 from dilated_attention_pytorch.models.padding import real_runs
 from dilated_attention_pytorch.patterns import Pattern
 
@@ -21,6 +21,8 @@ _ATTRIBUTE = "_stored_rows"
 class _Rows(LongNetCache):
     """LongNet's cache for given patterns."""
 
+    __slots__ = ()
+
     def __init__(self, patterns: tuple[Pattern, ...], num_kv_heads: int) -> None:
         self._begin(patterns, num_kv_heads, None)
 
@@ -30,7 +32,7 @@ class BoundedCache:
 
     A key/value head holds at most ``sum_i ceil(min(w_i, t) / r_i)`` rows after t tokens, with a window of w tokens at
     most w: memory is bounded in the sequence length. Logits equal those with the model's own cache. No gradients.
-    Dropped rows cannot be restored, so assisted generation is not supported.
+    Dropped rows cannot be restored, so assisted generation, prompt lookup and contrastive search raise.
 
     Args:
         config: the model's configuration, with its pattern (call :func:`set_pattern` first).
@@ -143,7 +145,10 @@ class BoundedCache:
             )
         self._attended[layer] += num_new
         if self._step is None or layer in self._served:
-            runs = None if mask is None else real_runs(mask[:, -num_new:] >= 0)
+            runs = None
+            if mask is not None:
+                real_runs(mask >= 0)  # raises for padding between real tokens
+                runs = real_runs(mask[:, -num_new:] >= 0)
             self._step, self._served = self._rows.step(query.shape[0], num_new, runs, query.device), set()
         self._served.add(layer)
         if scaling is not None:
@@ -178,21 +183,40 @@ class BoundedCache:
         """-1: no limit."""
         return -1
 
+    def reset(self) -> None:
+        """Forget all tokens."""
+        self._rows, self._step, self._served = None, None, set()
+        self._seen, self._attended = [0] * len(self._seen), [0] * len(self._seen)
+
+    def crop(self, tokens_to_remove: int) -> None:
+        """Remove the last tokens, as transformers does after rejected candidates; only 0 is possible.
+
+        Raises:
+            NotImplementedError: ``tokens_to_remove`` is not 0.
+        """
+        refuse_removal(type(self).__name__, tokens_to_remove)
+
     def activate_past_recording(self) -> None:
-        """Called by transformers before it rolls back tokens, as assisted generation does.
+        """Called by transformers before it rolls back tokens, as assisted generation and prompt lookup do.
 
         Raises:
             NotImplementedError: always.
         """
-        raise NotImplementedError(
-            "a BoundedCache cannot roll back tokens, because dropped rows cannot be restored: use the model's own "
-            "cache for assisted generation"
-        )
+        refuse_removal(type(self).__name__, 1)
+
+    def batch_repeat_interleave(self, repeats: int) -> None:
+        """Repeat every row of the batch ``repeats`` times in a row."""
+        if self._rows is not None:
+            self._rows.batch_repeat_interleave(repeats)
+
+    def batch_select_indices(self, indices: Tensor) -> None:
+        """Keep the rows ``indices`` of the batch; see :meth:`reorder_cache`."""
+        self.reorder_cache(indices)
 
     def reorder_cache(self, beam_idx: Tensor) -> None:
-        """Reorder the batch: row b becomes the former row ``beam_idx[b]``."""
+        """Reorder the batch: row b becomes the former row ``beam_idx[b]``; rows may repeat or drop out."""
         if self._rows is not None:
-            self._rows.reorder(beam_idx)
+            self._rows.reorder_cache(beam_idx)
 
 
 def _check_layers(config: Any) -> None:

@@ -5,9 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
-import torch
-
 from dilated_attention_pytorch.patterns import Pattern, pattern_from_expression, pattern_from_spec
+from dilated_attention_pytorch.tracing import constant_of_graph
 
 NAME = "dilated"
 """Name under which the attention and its masks are registered with transformers."""
@@ -231,7 +230,7 @@ def _spec(pattern: Pattern) -> str:
     return pattern.spec
 
 
-@torch.compiler.assume_constant_result
+@constant_of_graph
 def _read(text: str) -> str:
     """Parse a pattern expression or a :attr:`Pattern.spec`; returns its key in the cache."""
     if text not in _READ:

@@ -5,11 +5,14 @@ from __future__ import annotations
 import dis
 import functools
 import inspect
+import weakref
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
+
+from dilated_attention_pytorch.tracing import constant_of_graph
 
 from .config import NAME
 from .names import methods_of, names_of
@@ -19,6 +22,9 @@ if TYPE_CHECKING:
 
 _PROOF = "_attended_under_pattern"
 """Attribute of a layer: False once found, True once it attended under the pattern. Of a model: True once checked."""
+
+_WATCHED: weakref.WeakSet[Any] = weakref.WeakSet()
+"""Models to check at their first call; a call of ``model.forward`` itself reaches no hook."""
 
 _BY_SDPA = "_is_causal_as_by_sdpa"
 """Attribute of a layer: whether its model supports "sdpa", which without a mask follows the layer's is_causal."""
@@ -98,21 +104,25 @@ def check_is_in_no_part(model: PreTrainedModel, configs: Sequence[Any]) -> None:
         )
 
 
+@constant_of_graph
 def note_attended(module: nn.Module) -> None:
     """Record that a layer reached the registered attention function.
 
     Raises:
         ValueError: the layer's model was never checked, so other layers of it may attend to everything.
+        NotImplementedError: see :func:`look_through`.
     """
-    has_attended: bool | None = getattr(module, _PROOF, None)
-    if has_attended is None:
+    if getattr(module, _PROOF, None) is None:
+        for model in list(_WATCHED):
+            if model.config._attn_implementation == NAME and any(part is module for part in model.modules()):
+                _look_through_once(model)
+    if getattr(module, _PROOF, None) is None:
         raise ValueError(
             f"{type(module).__name__} is in a model of which it is not known whether every layer attends under the "
             "pattern: call set_pattern(model, pattern) after the model is built, or have the pattern in the "
             "configuration and register() called before it is built"
         )
-    if not has_attended and not torch.compiler.is_compiling():
-        setattr(module, _PROOF, True)
+    setattr(module, _PROOF, True)
 
 
 def is_causal_without_mask(layer: nn.Module) -> bool:
@@ -133,29 +143,41 @@ def is_causal_without_mask(layer: nn.Module) -> bool:
 
 def watch(model: PreTrainedModel) -> None:
     """Schedule the check of a model before its first call under a pattern, as it may still be incomplete now."""
+    _WATCHED.add(model)
     if _PROOF not in vars(model):
         setattr(model, _PROOF, False)
         model.register_forward_pre_hook(_before_call)
 
 
 def _before_call(model: PreTrainedModel, args: Any) -> None:
-    if model.config._attn_implementation == NAME and not getattr(model, _PROOF):
+    if model.config._attn_implementation != NAME:
+        return
+    if torch.compiler.is_dynamo_compiling():
         _look_through_once(model)
+    else:
+        # torch.compile runs the hooks of its outermost module outside the graph, and compiles what they call.
+        _look_through_uncompiled(model)
 
 
-# Runs under torch.compile too; it does not affect the computation.
-@torch.compiler.assume_constant_result
+# Called at trace time by torch.compile, which reads nothing of what it changes: a graph that breaks is traced again.
+@constant_of_graph
 def _look_through_once(model: PreTrainedModel) -> None:
     from transformers import PreTrainedModel
 
+    if getattr(model, _PROOF):
+        return
     # Include inner models: some are never called as a whole, only their layers are.
     inside = [module.config for module in model.modules() if isinstance(module, PreTrainedModel)]
     look_through(model, [config for config in inside if config._attn_implementation == NAME], is_whole=False)
     setattr(model, _PROOF, True)
 
 
+_look_through_uncompiled = torch.compiler.disable(_look_through_once)
+
+
 def _check_attended(name: str, config: Any, module: nn.Module, args: Any, output: Any) -> None:
-    if getattr(module, _PROOF) or torch.compiler.is_compiling() or config._attn_implementation != NAME:
+    # torch.export runs this; in a graph of torch.compile nothing may depend on what the trace itself changes.
+    if torch.compiler.is_dynamo_compiling() or getattr(module, _PROOF) or config._attn_implementation != NAME:
         return
     raise NotImplementedError(
         f'{type(module).__name__} ("{name}") did not come to the attention under the pattern and computed attention '

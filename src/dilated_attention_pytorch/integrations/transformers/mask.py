@@ -9,9 +9,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from dilated_attention_pytorch.models.padding import real_runs
-
-from .documents import seal, seal_whole
+from .documents import UNWRITTEN, is_unread, seal, seal_whole
 
 MaskFunction = Callable[..., Any]
 
@@ -33,7 +31,7 @@ def documents_mask(
     device: torch.device | str = "cpu",
     config: Any = None,
 ) -> Tensor:
-    """The documents of all written key columns, with the signature of transformers' mask functions.
+    """The documents of all key columns, with the signature of transformers' mask functions.
 
     Never None, which means "no mask" to a model that bypasses the attention interface and would then attend to
     everything. Packed rows are detected as transformers does: by position ids, without an attention mask and without a
@@ -54,32 +52,37 @@ def documents_mask(
         the result of :func:`seal`, or of :func:`seal_whole` if every row is one document without padding.
 
     Raises:
-        NotImplementedError: a rule other than a window, or padding between real tokens.
+        NotImplementedError: a rule other than a window.
     """
     _check_rule(mask_function, use_vmap=use_vmap, local_size=local_size, config=config)
     is_causal = allow_is_bidirectional_skip is None
-    # A static cache has columns that are not written yet.
-    written = int(q_offset) - kv_offset + q_length if is_causal else kv_length
-    if attention_mask is not None:
-        if attention_mask.dim() != 2:
-            raise NotImplementedError(
-                "attention_mask must have the shape [batch, tokens] with 1 for a real token, got "
-                f"{tuple(attention_mask.shape)}"
-            )
-        missing = kv_offset + written - attention_mask.shape[1]
-        real = functional.pad(attention_mask, (0, max(0, missing)))[:, kv_offset : kv_offset + written]
-        if torch.compiler.is_compiling():
-            rises = real[:, 0].int() + (real[:, 1:] & ~real[:, :-1]).sum(dim=1)
-            torch._assert_async((rises <= 1).all(), "attention_mask has padding between the real tokens of a row")
-            return seal(real.int() - 1, is_causal=is_causal)
-        if not real.all():
-            real_runs(real)
-            return seal(real.int() - 1, is_causal=is_causal)
-    elif is_causal and written == q_length == kv_length and not torch.compiler.is_compiling():
-        documents = _packed_documents(mask_function, batch_size, q_length, torch.device(device))
-        if documents is not None:
-            return seal(documents, is_causal=is_causal)
-    return seal_whole(written, torch.device(device), is_causal=is_causal)
+    unwritten = None
+    if is_causal:
+        written = q_offset - kv_offset + q_length
+        if isinstance(q_offset, Tensor) or written != kv_length:
+            # A static cache: the mask has one shape at all steps.
+            unwritten = torch.arange(kv_length, device=device)[None] >= written
+    if attention_mask is None:
+        if unwritten is not None:
+            return seal(unwritten.int() * UNWRITTEN, is_causal=is_causal)
+        if is_causal and q_length == kv_length and not torch.compiler.is_compiling():
+            documents = _packed_documents(mask_function, batch_size, q_length, torch.device(device))
+            if documents is not None:
+                return seal(documents, is_causal=is_causal, is_packed=True)
+        return seal_whole(kv_length, torch.device(device), is_causal=is_causal)
+    if attention_mask.dim() != 2:
+        raise NotImplementedError(
+            "attention_mask must have the shape [batch, tokens] with 1 for a real token, got "
+            f"{tuple(attention_mask.shape)}"
+        )
+    missing = kv_offset + kv_length - attention_mask.shape[1]
+    real = functional.pad(attention_mask, (0, max(0, missing)))[:, kv_offset : kv_offset + kv_length]
+    documents = real.int() - 1
+    if unwritten is not None:
+        documents = torch.where(unwritten, UNWRITTEN, documents)
+    elif not is_unread(real) and real.all():
+        return seal_whole(kv_length, torch.device(device), is_causal=is_causal)
+    return seal(documents, is_causal=is_causal)
 
 
 def _check_rule(mask_function: MaskFunction | None, *, use_vmap: bool, local_size: int | None, config: Any) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dilated_attention_pytorch.installation import install_command
+from dilated_attention_pytorch.installation import importing
 
 from .attention import dilated_attention_forward
 from .building import watch_building
@@ -23,7 +23,7 @@ def register() -> None:
     bidirectional attention, paged caches, returned attention weights.
 
     Raises:
-        ImportError: transformers is not installed.
+        ImportError: transformers is not installed, or cannot be imported.
 
     >>> from transformers import LlamaConfig, LlamaForCausalLM
     >>> from dilated_attention_pytorch import DilatedPattern
@@ -37,12 +37,9 @@ def register() -> None:
     >>> model(torch.randint(97, (2, 100))).logits.shape
     torch.Size([2, 100, 97])
     """
-    try:
+    with importing("register()", "train"):
         from transformers import AttentionInterface, AttentionMaskInterface
-    except ImportError as error:
-        raise ImportError(
-            f"register() is for models of transformers (5.6 or newer): {install_command('train')}"
-        ) from error
     AttentionInterface.register(NAME, dilated_attention_forward)
     AttentionMaskInterface.register(NAME, documents_mask)
     watch_building()
+    from dilated_attention_pytorch.models import causal_lm  # noqa: F401 - makes LongNet's classes known to AutoModel

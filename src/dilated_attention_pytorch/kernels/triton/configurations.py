@@ -4,8 +4,7 @@ With Triton 3.6 and 3.9, no configuration for heads of 64 and 128 in 16 bits spi
 with the causal mask and without, for calls without padding, dropout and grouped heads. On compute capability 8.0 and
 9.0 this also holds with the mask of a window, and with 3.9 in float32 and for heads of 256 as well. Registers that are
 spilled elsewhere are stored and loaded once per tile or run. ``python -m benchmarks.registers`` compiles the
-configurations, a test does so again, and ``docs/kernels.md`` contains the tables. For AMD GPUs they were compiled and
-never run.
+configurations, and a test does so again. For AMD GPUs they were compiled and never run.
 
 The first candidate is used where nothing is timed: under deterministic algorithms, while a CUDA graph is
 captured, and in Triton's interpreter.

@@ -34,7 +34,7 @@ class Problem:
 
     ``query`` is ``[B, N, H, D]``, ``key`` and ``value`` are ``[B, M, G, D]`` with G dividing H, all of one floating
     dtype; ``cu_seqlens`` is int32 ``[documents + 1]``, ``key_padding_mask`` bool ``[B, M]`` and ``dropout_seed`` an
-    int64 scalar, on the same device. ``scale`` is not negative. ``query_offset`` is an integer; or, for the forward
+    int64 scalar, on the same device. ``scale`` is positive. ``query_offset`` is an integer; or, for the forward
     under a causal mask, an int64 scalar on the device, which kernels clamp between 0 and ``key_offset + M - N``.
     e4m3 operands have ``scales``, in the forward only: see :mod:`.fp8`.
     """
@@ -192,13 +192,9 @@ class Kind:
 
     @functools.cached_property
     def factors(self) -> tuple[float, float, int, float]:
-        """Scale of the gradients, scale of the scores in base 2, and threshold and factor of dropout.
-
-        The scale of scores is positive: 0 is replaced by 2^-126, which also makes every probability 1 but keeps -inf.
-        """
-        scale_log2 = max(self.scale * math.log2(math.e), torch.finfo(torch.float32).tiny)
+        """Scale of the gradients, scale of the scores in base 2, and threshold and factor of dropout."""
         threshold = min(round(self.dropout_p * 2**32) - 2**31, 2**31 - 1)
-        return self.scale, scale_log2, threshold, 1.0 / (1.0 - self.dropout_p)
+        return self.scale, self.scale * math.log2(math.e), threshold, 1.0 / (1.0 - self.dropout_p)
 
     @functools.cached_property
     def constants(self) -> dict[str, object]:

@@ -66,7 +66,7 @@ class BucketedBatches(Dataset[Window]):
     def __getitem__(self, index: int) -> Window:
         members = self._members_of(index)
         parts = zip(self._starts[members].tolist(), self._lengths[members].tolist(), strict=True)
-        return packed([self.text.data[first : first + length].to(torch.int64) for first, length in parts])
+        return packed([self.text.tokens(first, first + length).to(torch.int64) for first, length in parts])
 
     def lengths_in(self, index: int) -> list[int]:
         """Length in tokens of every document of batch ``index``."""

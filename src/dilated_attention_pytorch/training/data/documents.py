@@ -49,7 +49,7 @@ class PackedRows(Dataset[Window]):
 
     def __getitem__(self, index: int) -> Window:
         parts = self._parts_of(index)
-        return packed([self.text.data[start : start + length].to(torch.int64) for start, length in parts])
+        return packed([self.text.tokens(start, start + length).to(torch.int64) for start, length in parts])
 
     def lengths_in(self, index: int) -> list[int]:
         """Length in tokens of every document of row ``index``."""

@@ -6,6 +6,7 @@ Arrow files are memory-mapped by pyarrow; ``datasets`` would add twenty packages
 from __future__ import annotations
 
 import json
+import shlex
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -22,6 +23,14 @@ _STATE, _SPLITS = "state.json", "dataset_dict.json"
 _ROWS_AT_ONCE = 256
 _LONGEST_LINE = 1 << 30
 _REMEDY = "restore the file, or leave it out"
+_COMPRESSIONS = {
+    b"\x1f\x8b": ("gzip", "gzip -dk"),
+    b"BZh": ("bzip2", "bzip2 -dk"),
+    b"\xfd7zXZ\x00": ("xz", "xz -dk"),
+    b"\x28\xb5\x2f\xfd": ("Zstandard", "zstd -d"),
+    b"PK\x03\x04": ("zip", "unzip"),
+}
+"""First bytes of compressed files: format, and the command that decompresses one."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,6 +90,14 @@ def records(path: Path, field: str) -> Iterator[Record]:
             yield from _of_lines(file, field) if file.suffix == ".jsonl" else _of_table(file, field)
 
 
+def compression_in_words(start: bytes, file: Path) -> str | None:
+    """How a file that begins with ``start`` is compressed, and how to decompress it; None if it is not."""
+    for magic, (compression, command) in _COMPRESSIONS.items():
+        if start.startswith(magic):
+            return f"compressed by {compression}; decompress it ({command} {shlex.quote(str(file))})"
+    return None
+
+
 def check_regular(file: Path) -> None:
     """Raise :class:`RunError` for a missing file, a pipe or a device."""
     if not file.is_file():
@@ -108,6 +125,9 @@ def _of_lines(file: Path, field: str) -> Iterator[Record]:
             try:
                 values = json.loads(line)
             except (ValueError, RecursionError) as error:
+                compression = compression_in_words(line, file)
+                if compression is not None and number == 1:
+                    raise RunError(f"--data: {file} is {compression}, and name that") from error
                 raise RunError(f"--data: {where} is no JSON ({error}); {_REMEDY}") from error
             if not isinstance(values, dict):
                 raise RunError(f"--data: {where} is no object, but {type(values).__name__}; write {{...}} a line")

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, get_args
 
-from ..run_settings import RunSettings, check_choice, check_number
+from ..run_settings import MOST_WORKERS, RunSettings, check_choice, check_number, check_text
 
 Packing = Literal["windows", "documents"]
 
@@ -43,11 +43,14 @@ class DataSettings(RunSettings):
 
     def __post_init__(self) -> None:
         RunSettings.__post_init__(self)
-        for name in ("max_tokens", "max_batch_size", "workers"):
+        for name in ("max_tokens", "max_batch_size"):
             check_number(self, name, least=0)
+        check_number(self, "workers", least=0, most=MOST_WORKERS)
         check_choice(self, "packing", get_args(Packing))
         self.tokenizer = None if self.tokenizer is None else Path(self.tokenizer)
         self.cache = None if self.cache is None else Path(self.cache)
+        for name in ("tokenizer", "cache"):
+            check_text(self, name)
         self.weights = tuple(self.weights)
         if self.weights and len(self.weights) != len(self.data):
             raise ValueError(

@@ -6,6 +6,7 @@ import errno
 import fcntl
 import hashlib
 import json
+import mmap
 import os
 import shutil
 import tempfile
@@ -59,9 +60,17 @@ class MappedText(Text):
     """Common path prefix of the two files."""
     dtype: str
     """NumPy name of the tokens' dtype."""
+    mapping: mmap.mmap | None
+    """None for an empty file."""
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return _map_text, (self.stem, self.dtype)
+        return _map_text, (self.stem, self.dtype, len(self), len(self.file_starts))
+
+    def tokens(self, start: int, stop: int) -> Tensor:
+        # Reading beyond the end of the file would end the process by SIGBUS.
+        if self.mapping is not None and self.mapping.size() < self.data.nbytes:
+            raise _cut(self.stem)
+        return self.data[start:stop]
 
 
 def cached_corpus(sources: Sources, tokenizer: Tokenizer, folder: Path, say: Say | None) -> Path:
@@ -128,30 +137,45 @@ def open_corpus(cache: Path) -> Corpus:
     Raises:
         RunError: the folder is not visible to this process, or its files are truncated.
     """
+    import numpy as np
+
     remedy = "name a --cache on a file system that all hosts of the run share"
     about = read_sealed(cache / MANIFEST_NAME, what="the cache of tokens", remedy=remedy)
     for name in _FILES:
         found, expected = (cache / name).stat().st_size, about["files"][name]["bytes"]
         if found != expected:
             raise RunError(f"the cache of tokens: {cache / name} has {found:,} bytes, not {expected:,}; {remedy}")
-    training, held_out = (_map_text(cache / side, about["dtype"]) for side in _SIDES)
+    sizes = {name: about["files"][name]["bytes"] for name in _FILES}
+    training, held_out = (
+        _map_text(
+            cache / side,
+            about["dtype"],
+            sizes[f"{side}.tokens"] // np.dtype(about["dtype"]).itemsize,
+            sizes[f"{side}.starts"] // np.dtype(np.int64).itemsize,
+        )
+        for side in _SIDES
+    )
     return Corpus(training, held_out, Counter(about["skipped"]), about["figures"])
 
 
-def _map_text(stem: Path, dtype: str) -> MappedText:
-    starts = _map(stem.with_name(f"{stem.name}.starts"), "int64")
-    return MappedText(_map(stem.with_name(f"{stem.name}.tokens"), dtype), starts, stem, dtype)
-
-
-def _map(path: Path, dtype: str) -> Tensor:
+def _map_text(stem: Path, dtype: str, num_tokens: int, num_files: int) -> MappedText:
     import numpy as np
 
-    if not path.stat().st_size:  # empty files cannot be mapped
-        return torch.from_numpy(np.zeros(0, dtype))
+    starts = np.fromfile(stem.with_name(f"{stem.name}.starts"), np.int64)
+    with stem.with_name(f"{stem.name}.tokens").open("rb") as file:
+        if (os.fstat(file.fileno()).st_size, len(starts)) != (num_tokens * np.dtype(dtype).itemsize, num_files):
+            raise _cut(stem)
+        # An empty file cannot be mapped.
+        mapping = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) if num_tokens else None
+    tokens = np.zeros(0, dtype) if mapping is None else np.frombuffer(mapping, dtype)
     with warnings.catch_warnings():
         # PyTorch warns that the tensor is read-only; it is never written to.
         warnings.filterwarnings("ignore", message="The given NumPy array is not writable")
-        return torch.from_numpy(np.memmap(path, dtype, mode="r"))
+        return MappedText(torch.from_numpy(tokens), torch.from_numpy(starts), stem, dtype, mapping)
+
+
+def _cut(stem: Path) -> RunError:
+    return RunError(f"the cache of tokens: {stem}.tokens or .starts was cut while it was read; start again: {_REMEDY}")
 
 
 @contextmanager

@@ -1,0 +1,237 @@
+"""Tables of the README and the docs, written from the files of results.
+
+    python -m benchmarks.tables [--output FOLDER]
+
+A table stands between ``<!-- table NAME -->`` and ``<!-- end of table -->``, with the machine that measured it; the
+text around them is written by hand.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import re
+import statistics
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+from .measured_code import is_stale
+
+ROOT = Path(__file__).parents[1]
+RESULTS = ROOT / "benchmarks" / "results"
+_MARKED = re.compile(r"(<!-- table (?P<name>[\w-]+) -->\n\n).*?(?=\n\n<!-- end of table -->)", re.DOTALL)
+DTYPES = ("float32", "bfloat16")
+Values = dict[str, Any]
+
+
+def markdown(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    """A table in Markdown."""
+    lines = ["".join(f" {cell} |" if cell else " |" for cell in cells) for cells in (head, *rows)]
+    return "\n".join(f"|{line}" for line in (lines[0], "---|" * len(head), *lines[1:]))
+
+
+def times_of_dense(values: Values) -> str:
+    """For the README: bfloat16, forward and backward, beside dense attention at its rate at 8,192 rows."""
+    rows = []
+    for one in values["speed"]:
+        if one["dtype"] == "bfloat16":
+            both = one["forward_backward"]
+            pairs = one["rows"] * (one["rows"] + 1) // 2 if one["causal"] else one["rows"] ** 2
+            # 14 operations for each pair and number of a head: two products forward, five backward.
+            flops = 14 * one["head_dim"] * one["heads"] * pairs
+            dense = flops / (both["dense_rate_gflops"] * 1e9)
+            mask = "causal" if one["causal"] else "none"
+            cells = (f"{dense:.3g} s", f"{both['seconds']:.3g} s", f"{dense / both['seconds']:.0f}")
+            rows.append((f"{one['rows']:,}", mask, *cells))
+    return markdown(("rows", "mask", "dense", "dilated", "times faster"), rows)
+
+
+def attention(values: Values) -> str:
+    """Seconds and their ratios to the bound."""
+    rows = []
+    for one in values["speed"]:
+        cells = [f"{one['rows']:,}", one["dtype"], "yes" if one["causal"] else "no"]
+        for mode in ("forward", "forward_backward"):
+            cells += [f"{one[mode]['seconds']:.2f} s", f"{one[mode]['ratio_to_bound']:.2f}"]
+        rows.append(cells)
+    return markdown(("rows", "dtype", "causal", "forward", "x bound", "forward + backward", "x bound"), rows)
+
+
+def head_dims(values: Values) -> str:
+    """Ratios to the bound by the width of the heads."""
+    found = values["head_dims"]
+    widths = sorted({one["head_dim"] for one in found})
+    by_case = {(one["dtype"], one["causal"], one["head_dim"]): one for one in found}
+    rows = []
+    for dtype in DTYPES:
+        for is_causal in (False, True):
+            of_widths = [by_case[dtype, is_causal, width] for width in widths]
+            cells = [_both(one, "ratio_to_bound") for one in of_widths]
+            rows.append((f"{dtype}, causal" if is_causal else dtype, *cells))
+    return markdown((f"{found[0]['rows']:,} rows, {found[0]['heads']} heads of", *map(str, widths)), rows)
+
+
+def _both(one: dict[str, Any], name: str) -> str:
+    return f"{one['forward'][name]:.2f} / {one['forward_backward'][name]:.2f}"
+
+
+def blocks(values: Values) -> str:
+    """Ratios to density times dense attention's time, by pattern, dtype and nominal density."""
+    cases = [
+        one
+        for one in values["speed"]
+        if not one["causal"] and one["kv_heads"] == one["heads"] and one["query_size"] == 1.0
+    ]
+    names = list(dict.fromkeys(one["pattern"] for one in cases))
+    rows = []
+    for name in names:
+        of_name = {dtype: [one for one in cases if (one["pattern"], one["dtype"]) == (name, dtype)] for dtype in DTYPES}
+        label = "`from_block_mask`, random per head" if name.startswith("from_block_mask") else f"`{name}`"
+        if name == "hierarchical":
+            densities = ", ".join(f"{one['density']:.2f}" for one in of_name["float32"])
+            label += f" (densities {densities})"
+        rows.append((label, *(_both(one, "ratio_to_density") for dtype in DTYPES for one in of_name[dtype])))
+    head = ("pattern, blocks of 128", "float32, density 0.05", "0.1", "0.2", "bfloat16, 0.05", "0.1", "0.2")
+    return markdown(head, rows)
+
+
+def slide_encoder(values: Values) -> str:
+    """Median seconds and peak memory of each model."""
+    found = values["points"]
+    names = list(dict.fromkeys(point["model"] for point in found))
+    rows = []
+    for length in dict.fromkeys(point["rows"] for point in found):
+        points = {point["model"]: point for point in found if point["rows"] == length}
+        rows.append((f"{length:,}", *(_seconds_and_bytes(points[name]) if name in points else "" for name in names)))
+    return markdown(("rows", *names), rows)
+
+
+def _seconds_and_bytes(point: dict[str, Any]) -> str:
+    seconds = statistics.median(point["seconds"])
+    digits = 2 if seconds < 10 else 1
+    return f"{seconds:.{digits}f} s, {point['peak_bytes'] / 1e6:,.0f} MB"
+
+
+def optimizer_states(values: Values) -> str:
+    """Bytes of state and held-out bits of every optimizer."""
+    rows = []
+    for one in values["results"]:
+        name, more = one["optimizer"], one["loss_over_adamw"] - 1
+        compared = "" if name == "adamw" else f"{'+' if more >= 0 else '-'} {abs(more):.2%}".replace("%", " %")
+        rows.append((f"`{name}`", f"{one['state_bytes_per_weight']:.2f}", f"{one['bits_per_byte']:.4f}", compared))
+    return markdown(
+        ("", "bytes of state per weight", "held-out bits per byte at the end", "compared with `adamw`"), rows
+    )
+
+
+def training_memory(values: Values) -> str:
+    """Peak and seconds of the first step, by what is recomputed."""
+    labels = {
+        "nothing": "activations of all blocks kept, all logits at once",
+        "recomputation": "blocks recomputed",
+        "loss by blocks of rows": "loss by blocks of rows",
+        "both": "both",
+        "both, every second block": "both, every second block recomputed",
+        "both, adamw-8bit": "both, `adamw-8bit`",
+    }
+    rows = []
+    for point in values["points"]:
+        label = labels.get(point["case"], f"the last on {point['tokens']:,} tokens")
+        rows.append((label, f"{point['peak_bytes'] / 1e9:.1f} GB", f"{point['seconds']:.0f}"))
+    return markdown(("", "peak", "seconds of the first step"), rows)
+
+
+def small_weights(values: Values) -> str:
+    """Quality, bytes and speed of weights in 8 bits."""
+    rows = []
+    for one in values["results"]:
+        (bits,) = one["bits_per_byte"].values()
+        cells = (f"{bits:.4f}", f"{one['weight_bytes']:,}", f"{one['tokens_per_second']:.0f}")
+        rows.append((f"`{one['weights']}`", *cells))
+    return markdown(("`--weights`", "bits per byte", "bytes of weights", "tokens per second"), rows)
+
+
+def host_time(values: Values) -> str:
+    """Microseconds of a call's Python before its launches."""
+    rows = []
+    for one in values["figures"]:
+        launches = str(one["launches"]) if one["launches"] else "-"
+        rows.append((one["what"], launches, f"{one['median']:.0f}", f"{one['least']:.0f}"))
+    return markdown(("call", "launches", "median", "least"), rows)
+
+
+def magnitudes(values: Values) -> str:
+    """Largest errors in float32 by the magnitude of the inputs."""
+    records = [one for one in values["records"] if one["dtype"] == "float32"]
+    names = list(records[0]["errors"])
+    rows = []
+    for one in records:
+        errors = ("not finite" if error is None else f"{error:.0e}" for error in one["errors"].values())
+        rows.append((f"{one['magnitude']:g}", *errors))
+    return markdown(("magnitude", *(name if name == "PyTorch" else f"`{name}`" for name in names)), rows)
+
+
+TABLES: dict[str, tuple[str, Callable[[Values], str]]] = {
+    "times-of-dense": ("attention_cpu.json", times_of_dense),
+    "attention-native": ("attention_cpu.json", attention),
+    "attention-aten": ("attention.json", attention),
+    "head-dims": ("attention_head_dims.json", head_dims),
+    "blocks": ("blocks.json", blocks),
+    "slide-encoder": ("slide_encoder.json", slide_encoder),
+    "optimizer-states": ("optimizer_states.json", optimizer_states),
+    "training-memory": ("training_memory.json", training_memory),
+    "small-weights": ("small_weights.json", small_weights),
+    "magnitudes": ("magnitudes.json", magnitudes),
+    "host-time": ("host_time.json", host_time),
+}
+
+
+def read(name: str) -> Values:
+    """The results of a table."""
+    values: Values = json.loads((RESULTS / TABLES[name][0]).read_text(encoding="utf-8"))
+    return values
+
+
+def pages() -> list[Path]:
+    """The README and the pages of the docs."""
+    return [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+
+
+def machine_of(values: Values) -> str:
+    """The machine and the day of a file of results."""
+    found = values["machine"] if "machine" in values else values["origin"]
+    threads = f"{found['threads']} thread{'s' if found['threads'] > 1 else ''} of {found['processor']}"
+    return f"{threads}, {found['vector_instructions']}, PyTorch {found['versions']['torch']}, {found['date']}."
+
+
+def written(text: str) -> str:
+    """A page's text with its tables written anew."""
+
+    def table(name: str) -> str:
+        values = read(name)
+        return f"{TABLES[name][1](values)}\n\n{machine_of(values)}"
+
+    return _MARKED.sub(lambda found: found.group(1) + table(found["name"]), text)
+
+
+def main() -> None:
+    """Write the tables of all pages."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--tiny", action="store_true", help="write nothing without --output")
+    parser.add_argument("--output", type=Path, help="folder to write the changed pages to, instead of their places")
+    arguments = parser.parse_args()
+    for page in pages():
+        text = page.read_text(encoding="utf-8")
+        if written(text) != text and not (arguments.tiny and arguments.output is None):
+            file = page if arguments.output is None else arguments.output / page.name
+            file.parent.mkdir(parents=True, exist_ok=True)
+            file.write_text(written(text), encoding="utf-8")
+            print(f"written: {file}")
+    for name, (results, _) in TABLES.items():
+        if is_stale(read(name)):
+            print(f"table {name} is of other code: {results}")
+
+
+if __name__ == "__main__":
+    main()

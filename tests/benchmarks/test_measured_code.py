@@ -1,0 +1,254 @@
+"""Figures name the code that they measured, and a list says which are older than the code."""
+
+from __future__ import annotations
+
+import ast
+import functools
+import json
+import shlex
+import sys
+from pathlib import Path
+
+import pytest
+from benchmarks.claims import __main__ as claims
+from benchmarks.measured_code import (
+    FOLDERS,
+    GROUPS,
+    PACKAGE,
+    Group,
+    code,
+    codes_of,
+    digest,
+    files_of,
+    is_stale,
+    meaning,
+)
+from benchmarks.options import RESULTS, parse, parser_of, write_results
+
+from benchmarks import measured_code
+
+STALE = {
+    "checkpoints.json",
+    "claims.json",
+    "claims_calls.json",
+    "cpu_kernels.json",
+    "cpu_kernels_avx2.json",
+    "far_text.json",
+    "host_time.json",
+    "how_far.json",
+    "length.json",
+    "loader.json",
+    "long_context.json",
+    "longest.json",
+    "object_bytes.json",
+    "optimizer_states.json",
+    "parallel.json",
+    "planner.json",
+    "products.json",
+    "products_avx2.json",
+    "recall.json",
+    "scale.json",
+    "sharded_states.json",
+    "slide_encoder.json",
+    "slide_encoder_native.json",
+    "slides.json",
+    "small_weights.json",
+    "training_memory.json",
+    "training_step.json",
+    "transformers_memory.json",
+}
+"""Files of figures to be measured again, by `make benchmark` on a quiet machine."""
+
+OF_NO_FIGURE = {
+    "chart_page.py",
+    "errors.py",
+    "folders.py",
+    "installation.py",
+    "kernels/triton",  # in the groups whose figures are of a CPU
+    "legacy",
+    "machine.py",  # names the machine
+    "output.py",
+    "parent.py",
+}
+"""What the code of a group imports, and no figure depends on."""
+ELSEWHERE = {
+    ("nn/dynamic.py", "selection"),  # measured by benchmarks.selection alone
+    ("parallel/modules.py", "nn"),
+    ("parallel/selection.py", "selection"),
+    ("slides/embedding.py", "training/preflight.py"),
+    ("slides/settings.py", "training/run_settings.py"),
+}
+"""What one file imports, and no figure of the groups without it depends on."""
+
+
+def test_the_figures_older_than_the_code_are_those_that_the_list_has() -> None:
+    stale = {
+        file.relative_to(RESULTS).as_posix()
+        for file in RESULTS.rglob("*.json")
+        if is_stale(json.loads(file.read_text(encoding="utf-8")))
+    }
+    assert stale == STALE
+
+
+def test_results_carry_the_code_of_their_group(tmp_path: Path) -> None:
+    for group in GROUPS:
+        write_results(tmp_path / "found.json", group, {"machine": {}, "results": []})
+        values = json.loads((tmp_path / "found.json").read_text())
+        assert values["code"] == {"group": group, "digest": digest(group)}
+        assert not is_stale(values)
+
+
+def test_each_section_of_a_file_has_its_own_code() -> None:
+    now = code("parallel")
+    sections = {"traffic": {"machine": {}, "code": now}, "memory": {"machine": {}, "code": now}}
+    assert codes_of(sections) == [now, now]
+    assert not is_stale(sections)
+    for old in ({"machine": {}}, {"machine": {}, "code": {"group": "parallel", "digest": "0"}}):
+        assert is_stale({**sections, "memory": old})
+        assert is_stale(old)
+    assert is_stale({"format": "without a machine"})
+
+
+def test_words_do_not_age_a_figure_and_code_does() -> None:
+    text = '"""Words."""\n\n\ndef f(x):\n    """More words."""\n    return x + "# no comment"  # why\n'
+    same = (
+        '"""Other."""\ndef f(x):\n    # because\n    """Others,\n    two lines."""\n\n    return x + "# no comment"\n'
+    )
+    assert meaning(text, ".py") == meaning(same, ".py") == 'def f(x):\n    return x + "# no comment"\n'
+    assert meaning(text.replace("x +", "x -"), ".py") != meaning(text, ".py")
+    assert meaning("int f(); // why\n\n/* so\n */ int g();\n", ".h") == meaning("int f();\n int g();\n", ".h")
+
+
+def test_a_string_with_slashes_and_a_line_of_code_after_a_docstring_are_code() -> None:
+    text = 'f("https://a");  // why\n'
+    assert meaning(text, ".h") == 'f("https://a");\n'
+    assert meaning('def f(): "words"; return 1\n', ".py") == 'def f(): "words"; return 1\n'
+
+
+def test_the_digest_is_of_the_code_at_the_start_of_the_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "ops").mkdir()
+    file = tmp_path / "ops" / "attend.py"
+    monkeypatch.setattr(measured_code, "PACKAGE", tmp_path)
+    monkeypatch.setattr(measured_code, "FOLDERS", dict.fromkeys(GROUPS, ("ops",)))
+    monkeypatch.setattr(sys, "argv", ["speed", "--output", str(tmp_path)])
+    caches = (digest, files_of, measured_code._text_of)
+    digests = []
+    for before, after in (("x = 1", "x = 2"), ("x = 1", "x = 1"), ("x = 2", "x = 2")):
+        for cache in caches:
+            cache.cache_clear()
+        file.write_text(before)
+        words = parse(parser_of(None), "speed.json")
+        file.write_text(after)
+        measured_code._meaning_of.cache_clear()
+        write_results(words.output, "attention", {})
+        digests.append(json.loads(words.output.read_text())["code"]["digest"])
+    for cache in caches:
+        cache.cache_clear()
+    assert digests[0] == digests[1] != digests[2]
+
+
+def test_findings_of_other_code_are_judged_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    file = tmp_path / "claims.json"
+    monkeypatch.setattr(sys, "argv", ["claims", "--tiny", "--missing", "--output", str(file)])
+    claims.main()
+    values = json.loads(file.read_text())
+    (first, *_) = values["findings"]
+    for measured, is_kept in ((code("planner"), True), ({"group": "planner", "digest": "0"}, False)):
+        values["findings"][first]["ours"] = "kept"
+        file.write_text(json.dumps({**values, "code": measured}))
+        claims.main()
+        found = json.loads(file.read_text())
+        assert not is_stale(found)
+        assert (found["findings"][first]["ours"] == "kept") == is_kept
+
+
+def test_results_of_todays_code_are_not_measured_again_where_that_is_asked(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    file = tmp_path / "speed.json"
+    monkeypatch.setattr(sys, "argv", ["speed", "--if-stale", "--output", str(file)])
+    assert parse(parser_of(None), "speed.json").output == file
+    write_results(file, "attention", {"machine": {}})
+    with pytest.raises(SystemExit) as left:
+        parse(parser_of(None), "speed.json")
+    assert left.value.code == 0
+    file.write_text(json.dumps({"machine": {}, "code": {"group": "attention", "digest": "0"}}))
+    assert parse(parser_of(None), "speed.json").output == file
+    file.write_text(json.dumps({"machine": {}, "code": code("attention")}))
+    fail = [sys.executable, "-c", "raise SystemExit(1)"]
+    monkeypatch.setattr(
+        sys, "argv", ["measured_code", "--if-stale", "attention", str(tmp_path / "x"), str(file), *fail]
+    )
+    measured_code.main()
+
+
+def test_a_command_that_knows_no_digests_gets_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    file, results = tmp_path / "tune.json", tmp_path / "tuning.json"
+    write = shlex.join([sys.executable, "-c", f"open({str(file)!r}, 'w').write('{{\"machine\": {{}}}}')"])
+    monkeypatch.setattr(sys, "argv", ["measured_code", "selection", str(file), str(results), *shlex.split(write)])
+    measured_code.main()
+    assert json.loads(results.read_text()) == {"machine": {}, "code": code("selection")}
+
+
+@functools.cache
+def imported_files(file: Path) -> set[Path]:
+    """Files of the package that a file of it imports, anywhere in it."""
+    found = set()
+    for node in ast.walk(ast.parse(file.read_text(encoding="utf-8"))):
+        if not isinstance(node, ast.ImportFrom):
+            continue
+        parts = (node.module or "").split(".") if node.module else []
+        if node.level:
+            base = file.parents[node.level - 1].joinpath(*parts)
+        elif parts[0] == PACKAGE.name:
+            base = PACKAGE.joinpath(*parts[1:])
+        else:
+            continue
+        for name in node.names:
+            choices = (
+                base / f"{name.name}.py",
+                base / name.name / "__init__.py",
+                base.with_suffix(".py"),
+                base / "__init__.py",
+            )
+            found.add(next(path for path in choices if path.exists()))
+    return found
+
+
+@pytest.mark.parametrize("group", GROUPS)
+def test_what_the_code_of_a_group_imports_is_of_the_group(group: Group) -> None:
+    def is_named(file: Path, imported: str) -> bool:
+        ways = [imported, *(f"{parent}" for parent in Path(imported).parents)]
+        return any(way in OF_NO_FIGURE or (file.relative_to(PACKAGE).as_posix(), way) in ELSEWHERE for way in ways)
+
+    missing = {
+        (file.relative_to(PACKAGE).as_posix(), imported.relative_to(PACKAGE).as_posix())
+        for file in files_of(group)
+        if file.suffix == ".py"
+        for imported in imported_files(file) - set(files_of(group))
+        if imported != PACKAGE / "__init__.py" and not is_named(file, imported.relative_to(PACKAGE).as_posix())
+    }
+    assert missing == set()
+
+
+@pytest.mark.parametrize("group", GROUPS)
+def test_every_folder_of_a_group_has_code(group: str) -> None:
+    parts = {file.relative_to(files_of("attention")[0].parents[1]).parts[0] for file in files_of(group)}  # type: ignore[arg-type]
+    assert parts == {folder.partition("/")[0] for folder in FOLDERS[group]}  # type: ignore[index]
+
+
+def test_a_folder_with_a_dot_takes_the_results_and_one_that_cannot_be_written_is_refused_before_measuring(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "results.v2").mkdir()
+    (tmp_path / "a-file").touch()
+
+    def output(text: str) -> Path:
+        monkeypatch.setattr(sys, "argv", ["x", "--output", str(tmp_path / text)])
+        return Path(parse(parser_of(""), "x.json").output)
+
+    assert output("results.v2") == tmp_path / "results.v2" / "x.json"
+    assert output("y.json") == tmp_path / "y.json"
+    with pytest.raises(SystemExit):
+        output("a-file")
+    assert "cannot be written (File exists); name another one" in capsys.readouterr().err
