@@ -101,7 +101,7 @@ cluster: $(VENV)/dev.stamp  ## the files of examples/cluster, run as far as one 
 bench: $(VENV)/dev.stamp  ## times beside dense, FlexAttention and the published route, under 5 minutes
 	$(BIN)/dilated-attention bench --preset cpu
 
-benchmark: $(VENV)/dev.stamp $(VENV)/torchao.stamp  ## the figures of the README and the docs that are of other code, on this machine: up to 3 hours on two cores; IF_STALE= measures all
+benchmark: $(VENV)/dev.stamp $(VENV)/torchao.stamp $(VENV)/deepspeed.stamp  ## the figures of the README and the docs that are of other code, on this machine: up to 3 hours on two cores; IF_STALE= measures all
 	rm -rf build/tune build/bench build/small-weights
 	$(BIN)/python -m benchmarks.measured_code $(IF_STALE) selection build/tune/tune.json benchmarks/results/tuning.json $(BIN)/dilated-attention tune --output build/tune
 	$(BIN)/python -m benchmarks.selection $(IF_STALE)
@@ -138,11 +138,14 @@ benchmark: $(VENV)/dev.stamp $(VENV)/torchao.stamp  ## the figures of the README
 	$(BIN)/python -m benchmarks.small_weights $(IF_STALE) build/small-weights --windows 8 --tokens 200
 	$(BIN)/python -m benchmarks.tables
 
-benchmark-long: $(VENV)/dev.stamp  ## what benchmark leaves out: claims, the planner's drawn cases, training for long contexts: hours
+benchmark-long: $(VENV)/dev.stamp  ## what benchmark leaves out: claims, the planner's drawn cases, slow networks (as root), training for long contexts: hours
 	rm -rf build/claims
 	$(BIN)/python -m benchmarks.measured_code $(IF_STALE) attention build/claims/bench.json benchmarks/results/claims_calls.json $(BIN)/dilated-attention bench --preset claims --contestants "ours, native" --modes forward --output build/claims
 	$(BIN)/python -m benchmarks.claims $(IF_STALE)
 	$(BIN)/python -m benchmarks.planner $(IF_STALE)
+	$(BIN)/python -m benchmarks.longest $(IF_STALE)
+	$(BIN)/python -m benchmarks.object_bytes $(IF_STALE)
+	$(BIN)/python -m benchmarks.scale $(IF_STALE) --only links
 	$(BIN)/python -m benchmarks.long_context $(IF_STALE)
 
 gpu: $(VENV)/dev.stamp  ## on a machine with a GPU: is it right, how fast, within its memory; again goes on; DRY=1 tries it on a CPU

@@ -252,8 +252,9 @@ def _shift(num_bytes: int, rank: int, world: int) -> None:
     messages = torch.zeros(2, num_bytes // 4)
     works = dist.batch_isend_irecv(
         [
-            dist.P2POp(dist.isend, messages[0], (rank + 1) % world),
+            # As the exchange does: a receiver's announcement does not wait behind the rows that it sends.
             dist.P2POp(dist.irecv, messages[1], (rank - 1) % world),
+            dist.P2POp(dist.isend, messages[0], (rank + 1) % world),
         ]
     )
     for work in works:

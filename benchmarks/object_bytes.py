@@ -146,7 +146,7 @@ def main() -> None:
         median = round(statistics.median(one["bytes"] for one in found))
         record["kinds"][kind] = {"median": median, "variants": found}
         print(f"{kind:12} {median / 1e3:6.0f} kB a block: {', '.join(str(one['bytes']) for one in found)}", flush=True)
-    write_results(arguments.output, "planner", record)
+    write_results(arguments.output, "training", record)
     print(f"written: {arguments.output}")
 
 

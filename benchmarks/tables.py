@@ -12,23 +12,18 @@ import argparse
 import json
 import re
 import statistics
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from . import rank_tables
+from .markdown import Values, markdown
 from .measured_code import is_stale
 
 ROOT = Path(__file__).parents[1]
 RESULTS = ROOT / "benchmarks" / "results"
 _MARKED = re.compile(r"(<!-- table (?P<name>[\w-]+) -->\n\n).*?(?=\n\n<!-- end of table -->)", re.DOTALL)
 DTYPES = ("float32", "bfloat16")
-Values = dict[str, Any]
-
-
-def markdown(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    """A table in Markdown."""
-    lines = ["".join(f" {cell} |" if cell else " |" for cell in cells) for cells in (head, *rows)]
-    return "\n".join(f"|{line}" for line in (lines[0], "---|" * len(head), *lines[1:]))
 
 
 def times_of_dense(values: Values) -> str:
@@ -142,6 +137,15 @@ def training_memory(values: Values) -> str:
     return markdown(("", "peak", "seconds of the first step"), rows)
 
 
+def sharded_states(values: Values) -> str:
+    """Bytes per weight that a process keeps, and the distance of its losses."""
+    rows = []
+    for one in values["results"]:
+        difference = "" if one["case"] == "one process" else f"{one['largest_difference']:.0e}"
+        rows.append((one["case"], f"{max(one['bytes_per_weight']):.1f}", difference))
+    return markdown(("", "bytes per weight in a process", "largest difference of a loss from one process, nats"), rows)
+
+
 def small_weights(values: Values) -> str:
     """Quality, bytes and speed of weights in 8 bits."""
     rows = []
@@ -172,6 +176,43 @@ def magnitudes(values: Values) -> str:
     return markdown(("magnitude", *(name if name == "PyTorch" else f"`{name}`" for name in names)), rows)
 
 
+def recall(values: Values) -> str:
+    """Questions answered, and those whose answer is visible."""
+    labels = {
+        "adaptive": f"adaptive blocks, {values['blocks_per_query']} of {values['length'] // values['block_size']}",
+        "window": f"window of {values['blocks_per_query'] * values['block_size']}",
+    }
+    rows = [
+        (labels[one["contestant"]], str(one["seed"]), f"{one['accuracy']:.1%}", f"{one['in_reach']:.1%}")
+        for one in values["scores"]
+    ]
+    return markdown(("attention", "seed", "answered", "answer visible"), rows).replace("%", " %")
+
+
+def loader(values: Values) -> str:
+    """Tokens per second that a loader reads, by cache and packing."""
+    made = {one["tokenizer"]: one["bytes"] for one in values["made"]}
+    rows = []
+    for tokenizer, count in made.items():
+        found = (one["tokens_per_second"] for one in values["loaded"] if one["tokenizer"] == tokenizer)
+        rows.append((f"{tokenizer}, {count / 1e6:,.0f} MB", *(f"{tokens:,.0f}" for tokens in found)))
+    return markdown(("", "windows", "documents", "`--max-tokens 8192`"), rows)
+
+
+def transformers_memory(values: Values) -> str:
+    """Peak memory and seconds of a call, by attention."""
+    attentions = ("dilated", "sdpa", "eager")
+    by_case = {(one["tokens"], one["call"], one["attention"]): one for one in values["points"]}
+    rows = []
+    for tokens, call in dict.fromkeys((tokens, call) for tokens, call, _ in sorted(by_case)):
+        cells = []
+        for attention in attentions:
+            one = by_case.get((tokens, call, attention), {"reason": "not measured"})
+            cells.append(one["reason"] or f"{one['peak_bytes'] / 1e6:,.0f} MB, {one['seconds']:.2f} s")
+        rows.append((f"{tokens:,}", call, *cells))
+    return markdown(("tokens", "call", *attentions), rows)
+
+
 TABLES: dict[str, tuple[str, Callable[[Values], str]]] = {
     "times-of-dense": ("attention_cpu.json", times_of_dense),
     "attention-native": ("attention_cpu.json", attention),
@@ -181,21 +222,51 @@ TABLES: dict[str, tuple[str, Callable[[Values], str]]] = {
     "slide-encoder": ("slide_encoder.json", slide_encoder),
     "optimizer-states": ("optimizer_states.json", optimizer_states),
     "training-memory": ("training_memory.json", training_memory),
+    "sharded-states": ("sharded_states.json", sharded_states),
     "small-weights": ("small_weights.json", small_weights),
     "magnitudes": ("magnitudes.json", magnitudes),
     "host-time": ("host_time.json", host_time),
+    "recall": ("recall.json", recall),
+    "loader": ("loader.json", loader),
+    "transformers-memory": ("transformers_memory.json", transformers_memory),
+    "parallel-bytes": ("parallel.json#traffic", rank_tables.parallel_bytes),
+    "parallel-memory": ("parallel.json#memory", rank_tables.parallel_memory),
+    "parallel-overlap": ("parallel.json#overlap", rank_tables.parallel_overlap),
+    "parallel-balance": ("parallel.json#balance", rank_tables.parallel_balance),
+    "scale-plan": ("scale.json#plan", rank_tables.scale_plan),
+    "scale-planning": ("scale.json#plan", rank_tables.scale_planning),
+    "scale-calls": ("scale.json#call", rank_tables.scale_calls),
+    "scale-rounds": ("scale.json#rounds", rank_tables.scale_rounds),
+    "scale-links": ("scale.json#links", rank_tables.scale_links),
+    "scale-simulating": ("scale.json#simulated", rank_tables.scale_simulating),
 }
+"""File of results, with its section, and what writes the table."""
+OLDER = "older-figures"
+"""Name of the table of the files that were measured with other code than today's."""
 
 
 def read(name: str) -> Values:
     """The results of a table."""
-    values: Values = json.loads((RESULTS / TABLES[name][0]).read_text(encoding="utf-8"))
-    return values
+    file, _, section = TABLES[name][0].partition("#")
+    values: Values = json.loads((RESULTS / file).read_text(encoding="utf-8"))
+    return values[section] if section else values
 
 
 def pages() -> list[Path]:
     """The README and the pages of the docs."""
     return [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+
+
+def older_figures() -> str:
+    """The files of results that were measured with other code than today's, with their days."""
+    rows = []
+    for file in sorted(RESULTS.rglob("*.json")):
+        text = file.read_text(encoding="utf-8")
+        if is_stale(json.loads(text)):
+            days = sorted(set(re.findall(r'"date": "([^"]+)"', text)))
+            name = file.relative_to(RESULTS).as_posix()
+            rows.append((f"[{name}](../benchmarks/results/{name})", " to ".join(dict.fromkeys((days[0], days[-1])))))
+    return markdown(("results", "measured"), rows)
 
 
 def machine_of(values: Values) -> str:
@@ -209,6 +280,8 @@ def written(text: str) -> str:
     """A page's text with its tables written anew."""
 
     def table(name: str) -> str:
+        if name == OLDER:
+            return older_figures()
         values = read(name)
         return f"{TABLES[name][1](values)}\n\n{machine_of(values)}"
 

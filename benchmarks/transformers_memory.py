@@ -62,14 +62,16 @@ def pattern_up_to(length: int) -> DilatedPattern:
 
 
 def model_of(attention: str, length: int, device: str, pattern: Pattern | None = None) -> Any:
-    """A Llama with random weights, the same for equal arguments."""
+    """A Llama with the same random weights for every attention; the pattern is for "dilated"."""
     from transformers import LlamaConfig, LlamaForCausalLM
 
     register()
     config = LlamaConfig(**SIZES, max_position_embeddings=length)
     config._attn_implementation = attention
     torch.manual_seed(0)
-    model: Any = set_pattern(LlamaForCausalLM(config), pattern or pattern_up_to(length))
+    model: Any = LlamaForCausalLM(config)
+    if attention == "dilated":
+        set_pattern(model, pattern or pattern_up_to(length))
     return model.to(device)
 
 

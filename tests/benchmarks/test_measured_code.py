@@ -1,4 +1,4 @@
-"""Figures name the code that they measured, and a list says which are older than the code."""
+"""Figures name the code that they measured."""
 
 from __future__ import annotations
 
@@ -23,41 +23,9 @@ from benchmarks.measured_code import (
     is_stale,
     meaning,
 )
-from benchmarks.options import RESULTS, parse, parser_of, write_results
+from benchmarks.options import parse, parser_of, write_results
 
 from benchmarks import measured_code
-
-STALE = {
-    "checkpoints.json",
-    "claims.json",
-    "claims_calls.json",
-    "cpu_kernels.json",
-    "cpu_kernels_avx2.json",
-    "far_text.json",
-    "host_time.json",
-    "how_far.json",
-    "length.json",
-    "loader.json",
-    "long_context.json",
-    "longest.json",
-    "object_bytes.json",
-    "optimizer_states.json",
-    "parallel.json",
-    "planner.json",
-    "products.json",
-    "products_avx2.json",
-    "recall.json",
-    "scale.json",
-    "sharded_states.json",
-    "slide_encoder.json",
-    "slide_encoder_native.json",
-    "slides.json",
-    "small_weights.json",
-    "training_memory.json",
-    "training_step.json",
-    "transformers_memory.json",
-}
-"""Files of figures to be measured again, by `make benchmark` on a quiet machine."""
 
 OF_NO_FIGURE = {
     "chart_page.py",
@@ -79,15 +47,6 @@ ELSEWHERE = {
     ("slides/settings.py", "training/run_settings.py"),
 }
 """What one file imports, and no figure of the groups without it depends on."""
-
-
-def test_the_figures_older_than_the_code_are_those_that_the_list_has() -> None:
-    stale = {
-        file.relative_to(RESULTS).as_posix()
-        for file in RESULTS.rglob("*.json")
-        if is_stale(json.loads(file.read_text(encoding="utf-8")))
-    }
-    assert stale == STALE
 
 
 def test_results_carry_the_code_of_their_group(tmp_path: Path) -> None:

@@ -7,7 +7,7 @@ import sys
 
 import pytest
 from benchmarks.measured_code import is_stale
-from benchmarks.tables import ROOT, TABLES, markdown, pages, written
+from benchmarks.tables import OLDER, ROOT, TABLES, markdown, pages, written
 
 from benchmarks import tables
 
@@ -20,9 +20,9 @@ def test_the_tables_of_a_page_are_those_of_the_results(page: object) -> None:
 
 def test_every_table_stands_in_one_page() -> None:
     found = [name for page in pages() for name in re.findall(r"<!-- table ([\w-]+) -->", page.read_text())]
-    assert sorted(found) == sorted(TABLES)
+    assert sorted(found) == sorted([*TABLES, OLDER])
     ends = sum(page.read_text().count("<!-- end of table -->") for page in pages())
-    assert ends == len(TABLES)
+    assert ends == len(TABLES) + 1
 
 
 def test_a_figure_that_was_changed_by_hand_is_written_again() -> None:

@@ -11,7 +11,7 @@ from dilated_attention_pytorch.training.settings import TrainSettings
 
 Sharing = Literal["one process", "ddp", "fsdp", "tensor"]
 
-OF_BLOCK: dict[Sharing, int] = {"one process": 110_000, "ddp": 190_000, "fsdp": 290_000, "tensor": 250_000}
+OF_BLOCK: dict[Sharing, int] = {"one process": 130_000, "ddp": 200_000, "fsdp": 340_000, "tensor": 270_000}
 """Bytes of one block's objects, by the way in which processes share the weights. They do not depend on the block's
 sizes. Measured with Python 3.11 and PyTorch 2.13 (``benchmarks/object_bytes.py``)."""
 
