@@ -13,3 +13,7 @@ def markdown(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
     """A table in Markdown."""
     lines = ["".join(f" {cell} |" if cell else " |" for cell in cells) for cells in (head, *rows)]
     return "\n".join(f"|{line}" for line in (lines[0], "---|" * len(head), *lines[1:]))
+
+
+if __name__ == "__main__":
+    raise SystemExit("a part of another benchmark: python -m benchmarks.tables --help")

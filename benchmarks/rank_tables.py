@@ -48,7 +48,7 @@ def parallel_overlap(values: Values) -> str:
 
 def parallel_balance(values: Values) -> str:
     """FLOPs of the busiest rank over the mean, and measured processor seconds."""
-    rows = [
+    rows: list[tuple[str, ...]] = [
         (f"{one['ranks']}", f"{one['zigzag']['imbalance']:.4f}", f"{one['contiguous']['imbalance']:.4f}")
         for one in values["planned"]
     ]
@@ -131,3 +131,7 @@ def scale_links(values: Values) -> str:
         )
     head = ("ranks", "link", "strategy", "pass", "computation", "link alone", "predicted", "measured", "error")
     return markdown((*head, "overlap predicted", "measured"), rows)
+
+
+if __name__ == "__main__":
+    raise SystemExit("a part of another benchmark: python -m benchmarks.tables --help")
