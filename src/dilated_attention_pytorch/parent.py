@@ -9,7 +9,7 @@ import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from .waiting import is_own_command
+from .interrupt import is_own_command
 
 LAUNCH = "TORCHELASTIC_RUN_ID"
 """Variable in the environment of every process that torchrun starts."""
