@@ -43,7 +43,7 @@ ALLOWED = {
     "output": {"errors"},
     "interrupt": set(),
     "terminal": set(),
-    "parent": {"waiting"},
+    "parent": {"interrupt"},
     "waiting": {"interrupt"},
     "parallel": {*ORDER, "nn", "precision", "selection"},
     "integrations": {*ORDER, "nn", "models", "installation", "tracing"},
