@@ -31,23 +31,26 @@ class Mutant(NamedTuple):
 
 
 MUTANTS = (
-    Mutant("engine/merge.py", "torch.sigmoid(of_partial - lse)", "torch.sigmoid(lse - of_partial)", ORACLE),
-    Mutant("engine/merge.py", '.masked_fill_(of_partial == float("-inf"), 0.0)', "", f"{EXTREMES} -k either_sign"),
-    Mutant("engine/merge.py", "powers[1] / total", "powers[0] / total", f"{EXTREMES} -k any_magnitude"),
-    Mutant("engine/merge.py", 'return lse.masked_fill(lse == float("-inf"), float("inf"))', "return lse", ORACLE),
-    Mutant("engine/work.py", "distance > band[1]", "distance >= band[1]", ORACLE),
-    Mutant("engine/call.py", "partial.is_first and (not is_native", "True and (not is_native", ORACLE),
+    Mutant("ops/merge.py", "torch.sigmoid(of_partial - lse)", "torch.sigmoid(lse - of_partial)", ORACLE),
+    Mutant("ops/merge.py", '.masked_fill_(of_partial == float("-inf"), 0.0)', "", f"{EXTREMES} -k either_sign"),
+    Mutant("ops/merge.py", "powers[1] / total", "powers[0] / total", f"{EXTREMES} -k any_magnitude"),
+    Mutant("ops/merge.py", 'return lse.masked_fill(lse == float("-inf"), float("inf"))', "return lse", ORACLE),
+    Mutant("ops/work.py", "distance > band[1]", "distance >= band[1]", ORACLE),
+    Mutant("ops/tiles.py", "partial.is_first and (not is_native", "True and (not is_native", ORACLE),
+    Mutant("ops/extremes.py", "_LARGE_SCORE = 2.0**13", "_LARGE_SCORE = 2.0**60", f"{EXTREMES} -k get_the_gradients"),
     Mutant(
-        "engine/extremes.py", "_LARGE_SCORE = 2.0**13", "_LARGE_SCORE = 2.0**60", f"{EXTREMES} -k get_the_gradients"
-    ),
-    Mutant(
-        "engine/extremes.py",
+        "ops/extremes.py",
         "    bad_rows |= _seen(computation, query, bad_keys.unsqueeze(-1)).squeeze(-1)\n",
         "",
         f"{EXTREMES} -k minus_infinity",
     ),
-    Mutant("engine/listed.py", "position > row", "position >= row", "tests/ops/test_selected_blocks.py"),
-    Mutant("engine/gathered.py", "step.query_index - self._first_row, rows", "step.query_index, rows", ORACLE),
+    Mutant(
+        "ops/lists.py",
+        "later = position[:, None] > row",
+        "later = position[:, None] >= row",
+        "tests/ops/test_selected_blocks.py",
+    ),
+    Mutant("ops/gathered.py", "step.query_index - self._first_row, rows", "step.query_index, rows", ORACLE),
     Mutant("planning/geometry.py", "is_causal and ahead > 0", "is_causal and ahead > 1", PLAN),
     Mutant("planning/geometry.py", "band=(1 - num_queries, behind)", "band=(2 - num_queries, behind)", PLAN),
     Mutant(

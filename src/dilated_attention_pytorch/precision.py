@@ -1,8 +1,13 @@
-"""The accumulation dtype of attention."""
+"""The dtypes of attention: what autocast makes of the operands, and the dtype of scores and sums."""
 
 from __future__ import annotations
 
+import contextlib
+
 import torch
+from torch import Tensor
+
+from dilated_attention_pytorch.tracing import constant_of_graph
 
 
 def accumulation_dtype(dtype: torch.dtype) -> torch.dtype:
@@ -12,3 +17,32 @@ def accumulation_dtype(dtype: torch.dtype) -> torch.dtype:
     torch.float32
     """
     return torch.float64 if dtype == torch.float64 else torch.float32
+
+
+@constant_of_graph
+def _has_autocast(device_type: str) -> bool:
+    # Constant per process. A function because torch.compile of PyTorch 2.11 cannot trace the call.
+    return torch.amp.is_autocast_available(device_type)
+
+
+def is_autocast(device_type: str) -> bool:
+    """Whether autocast is on for a device type; False for types without autocast."""
+    return _has_autocast(device_type) and torch.is_autocast_enabled(device_type)
+
+
+def is_cast(*tensors: Tensor) -> bool:
+    """Whether autocast would cast these tensors to one dtype."""
+    return is_autocast(tensors[0].device.type) and all(tensor.dtype != torch.float64 for tensor in tensors)
+
+
+def cast_by_autocast(*tensors: Tensor) -> tuple[Tensor, ...]:
+    """The tensors in autocast's dtype, as for PyTorch's SDPA; unchanged without autocast and for float64."""
+    if not is_cast(*tensors):
+        return tensors
+    dtype = torch.get_autocast_dtype(tensors[0].device.type)
+    return tuple(tensor.to(dtype) for tensor in tensors)
+
+
+def without_autocast(device_type: str) -> contextlib.AbstractContextManager[object]:
+    """Disable autocast: the engine chooses the dtypes of its products and sums, and a second cast would lose bits."""
+    return torch.autocast(device_type, enabled=False) if is_autocast(device_type) else contextlib.nullcontext()

@@ -14,8 +14,8 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from dilated_attention_pytorch import DilatedPattern, attend, attend_with_lse, local_window
-from dilated_attention_pytorch.engine.remote import RemoteKeys, merge_rows
 from dilated_attention_pytorch.kernels import cudnn, partial, select
+from dilated_attention_pytorch.ops.remote import RemoteKeys, merge_rows
 from kernels.cudnn_contract import on_the_cpu
 from support.drawn import LENGTHS, DrawnCall, Sizes, block_calls, calls, examples
 from support.error_budget import budget

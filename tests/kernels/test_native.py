@@ -22,10 +22,10 @@ from dilated_attention_pytorch import (
     local_window,
     random_blocks,
 )
-from dilated_attention_pytorch.engine.remote import RemoteKeys, merge_rows
 from dilated_attention_pytorch.kernels import native
 from dilated_attention_pytorch.kernels.compilation import refusal_to_load
 from dilated_attention_pytorch.kernels.select import Impl
+from dilated_attention_pytorch.ops.remote import RemoteKeys, merge_rows
 from support.drawn import DrawnCall, Sizes, block_calls, calls, examples
 from support.processes import environment, run_whole
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import math
 from typing import Any
 
@@ -11,9 +12,9 @@ import torch
 from hypothesis import given
 from torch import Tensor
 
-from dilated_attention_pytorch import attend, attend_with_lse
-from dilated_attention_pytorch.engine import call as engine
+from dilated_attention_pytorch import attend, attend_with_lse, from_block_mask
 from dilated_attention_pytorch.kernels.select import Impl, refusal
+from dilated_attention_pytorch.ops import tiles
 from support.drawn import SWEEP, DrawnCall, block_calls, calls, examples
 from support.error_budget import budget
 from support.oracle import Groups, Rule, dense_attention
@@ -155,7 +156,7 @@ def test_low_precision_stays_within_the_error_budget(
         pytest.skip("not on this machine")
     used = dict.fromkeys(NAMES, 0.0)
     if kind == "block":  # low precision accumulates in tensors that begin where a tile does: many small ones
-        monkeypatch.setattr(engine, "tile_size", lambda rows, width, _: max(1, max(rows * width // 48, 64) // width))
+        monkeypatch.setattr(tiles, "tile_size", lambda rows, width, _: max(1, max(rows * width // 48, 64) // width))
 
     @examples(150 if kind == "dilated" else 80)
     @given(calls() if kind == "dilated" else block_calls())
@@ -191,6 +192,28 @@ def test_low_precision_stays_within_the_error_budget(
         f"{impl}, {kind} patterns, {dtype}, largest part of the error budget used",
         {k: f"{v:.2f}" for k, v in used.items()},
     )
+
+
+@pytest.mark.parametrize("impl", ["aten", "native"])
+def test_blocks_of_packed_documents_in_tiles_of_their_own_equal_each_document_alone(
+    impl: Impl, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if refusal(impl, torch.device("cpu"), torch.bfloat16, 1) is not None:
+        pytest.skip("not on this machine")
+    monkeypatch.setattr(tiles, "tile_size", lambda *_: 32)  # accumulators begin where a document does
+    pattern = from_block_mask(torch.rand(2, 5, 5) < 0.5, 8)
+    boundaries = [0, 13, 37, 74]
+    q, k, v, g = (torch.randn(2, boundaries[-1], 2, 16).bfloat16().requires_grad_() for _ in range(4))
+
+    def computed(start: int, stop: int, **options: Any) -> list[Tensor]:
+        inputs = [x.detach()[:, start:stop].requires_grad_() for x in (q, k, v)]
+        out = attend(*inputs, pattern, impl=impl, **options)
+        return [out, *torch.autograd.grad(out, inputs, g.detach()[:, start:stop])]
+
+    packed = computed(0, boundaries[-1], cu_seqlens=torch.tensor(boundaries, dtype=torch.int32))
+    alone = [computed(start, stop) for start, stop in itertools.pairwise(boundaries)]
+    for got, parts in zip(packed, zip(*alone, strict=True), strict=True):
+        torch.testing.assert_close(got, torch.cat(parts, 1))
 
 
 def test_bfloat16_is_as_exact_as_dense_attention_in_bfloat16(figure: Any) -> None:

@@ -10,7 +10,7 @@ import torch
 from dilated_attention_pytorch import Pattern, attend, from_block_mask, local_window, random_blocks, strided_blocks
 from dilated_attention_pytorch.kernels import fused
 from dilated_attention_pytorch.planning.geometry import Partial
-from dilated_attention_pytorch.planning.plan import Call, plan
+from dilated_attention_pytorch.planning.plan import CallShape, plan
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16], ids=str)
@@ -45,7 +45,7 @@ def test_wide_windows_equal_dense_attention_and_mask_at_their_edges_alone(
     ]
     for got, want in zip(*([x, *torch.autograd.grad(x, leaves, grad)] for x in found), strict=True):
         torch.testing.assert_close(got, want, rtol=0, atol=1e-11)
-    steps = plan(Call(local_window(before, after), 1, 4100, 4100, 1, 1, 0, 0, causal), 1 << 40)
+    steps = plan(CallShape(local_window(before, after), 1, 4100, 4100, 1, 1, 0, 0, causal), 1 << 40)
     masked = [p for tile in steps.tiles for p in tile.partials if isinstance(p, Partial) and p.band is not None]
     # What is masked is held in memory for the tiles to come.
     assert all(partial.num_keys * partial.num_queries <= 1 << 19 for partial in masked)

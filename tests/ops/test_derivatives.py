@@ -15,6 +15,8 @@ from torch.autograd import forward_ad
 from torch.func import grad, hessian, jacfwd, jacrev, jvp, linearize, vjp, vmap
 
 from dilated_attention_pytorch import DilatedPattern, attend, attend_with_lse, local_window
+from dilated_attention_pytorch.ops import operators
+from dilated_attention_pytorch.ops.call import Call
 from support.drawn import SWEEP, DrawnCall, Sizes, block_calls, calls, examples
 
 # PyTorch scripts functions of its own when first asked for a tangent.
@@ -295,6 +297,6 @@ def test_compiled_calls_and_operators_refuse_tangents_that_they_would_lose() -> 
         dual = forward_ad.make_dual(q, torch.ones_like(q))
         with pytest.raises(NotImplementedError, match=r"tangents .* outside torch\.compile"):
             compiled(dual)
-        operator = torch.ops.dilated_attention_pytorch.attend
+        call = Call(dual, k, v, pattern=PATTERN, scale=0.3, impl="aten")
         with pytest.raises(NotImplementedError, match=r"tangents .* call attend"):
-            operator(dual, k, v, None, None, None, PATTERN.spec, False, 0.3, 0, 0, 0.0, "aten")
+            operators.attend(*call.for_operator())

@@ -1,4 +1,4 @@
-"""The engine as an operator: compiled, checked by opcheck, counted, cast by autocast, sparing with memory."""
+"""The executor as an operator: compiled, checked by opcheck, counted, cast by autocast, sparing with memory."""
 
 from __future__ import annotations
 
@@ -9,6 +9,8 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from dilated_attention_pytorch import DilatedPattern, attend, attend_with_lse, dilated_attention
 from dilated_attention_pytorch.kernels import select
+from dilated_attention_pytorch.ops import operators
+from dilated_attention_pytorch.ops.call import Call
 from support.drawn import DrawnCall, calls, examples
 
 PATTERN = DilatedPattern([13, 32], [1, 3])
@@ -30,15 +32,26 @@ def test_opcheck(impl: str, causal: bool, extra: str) -> None:
     packed = torch.tensor([0, 9, 37], dtype=torch.int32) if extra == "packed" else None
     padding = (torch.rand(2, 37) < 0.3) if extra == "padded" else None
     seed, p = (torch.tensor(5), 0.3) if extra == "dropout" else (None, 0.0)
-    options = (packed, padding, seed, PATTERN.spec, causal, 0.3, 0, 0, p, impl)
-    torch.library.opcheck(torch.ops.dilated_attention_pytorch.attend, (q, k, v, *options))
+    call = Call(
+        q,
+        k,
+        v,
+        cu_seqlens=packed,
+        key_padding_mask=padding,
+        dropout_seed=seed,
+        pattern=PATTERN,
+        is_causal=causal,
+        scale=0.3,
+        dropout_p=p,
+        impl=impl,
+    ).for_operator()
+    torch.library.opcheck(operators.attend, call)
     out, lse = attend_with_lse(q, k, v, PATTERN)
     with torch.no_grad():
-        arguments = (torch.randn_like(out), torch.randn_like(lse), out, lse, q, k, v, *options)
-        torch.library.opcheck(torch.ops.dilated_attention_pytorch.attend_backward, arguments)
-        for of_keys, values in ((False, v), (True, q)):
-            arguments = (values, [q], [k], of_keys, lse, q, k, *options[:-1])
-            torch.library.opcheck(torch.ops.dilated_attention_pytorch.weighted_sum, arguments)
+        arguments = (torch.randn_like(out), torch.randn_like(lse), out, lse, *call)
+        torch.library.opcheck(operators.attend_backward, arguments)
+        for axis, values in (("queries", v), ("keys", q)):
+            torch.library.opcheck(operators.weighted_sum, (axis, values, [q, k, None], lse, *call))
 
 
 def test_compiled_under_autocast_equals_eager() -> None:

@@ -15,7 +15,8 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from dilated_attention_pytorch import AttentionOutput, attend_with_lse, merge
 from dilated_attention_pytorch.kernels.compilation import refusal_to_load
-from dilated_attention_pytorch.ops import attend_blocks
+from dilated_attention_pytorch.ops import attend_blocks, operators
+from dilated_attention_pytorch.ops.call import Call
 from dilated_attention_pytorch.patterns import local_window
 from support.drawn import examples
 
@@ -233,17 +234,17 @@ def test_every_other_derivative_equals_the_dense_softmaxs(figure: Any) -> None:
 @examples(20)
 @given(cases())
 def test_chunks_add_up_to_the_whole(case: Case) -> None:
-    from dilated_attention_pytorch.engine import listed
+    from dilated_attention_pytorch.ops import lists
 
     case.tensors = [x.requires_grad_() for x in case.tensors]
-    results, before = [], listed._ELEMENTS_AT_ONCE
+    results, before = [], lists._ELEMENTS_AT_ONCE
     for limit in (before, 1):
-        listed._ELEMENTS_AT_ONCE = limit
+        lists._ELEMENTS_AT_ONCE = limit
         try:
             out = case.run(attend_blocks).out
             results.append((out, *torch.autograd.grad(out.sin().sum(), case.tensors)))
         finally:
-            listed._ELEMENTS_AT_ONCE = before
+            lists._ELEMENTS_AT_ONCE = before
     for got, want in zip(*results, strict=True):
         torch.testing.assert_close(got, want, rtol=1e-12, atol=1e-12)
 
@@ -497,17 +498,23 @@ def test_one_graph_under_the_compiler_and_opcheck(impl: str) -> None:
     ):
         torch.testing.assert_close(got, want)
     q, k, v, gates = tensors
-    options = (case.blocks, gates, None, None, 8, 8, True, 0.5, 0, 0.0)
-    torch.library.opcheck(torch.ops.dilated_attention_pytorch.attend_blocks, (q, k, v, *options, impl))
+    arguments = Call(
+        *tensors,
+        case.blocks,
+        block_sizes=(8, 8),
+        is_causal=True,
+        scale=0.5,
+        impl=impl,
+    ).for_operator()
+    torch.library.opcheck(operators.attend, arguments)
+    q, k, v, gates = tensors
     lse = torch.randn(q.shape[:3], dtype=q.dtype)
     with torch.no_grad():
         grads = (torch.randn_like(q), torch.randn_like(lse), torch.randn_like(q), lse)
-        operator = torch.ops.dilated_attention_pytorch.attend_blocks_backward
-        torch.library.opcheck(operator, (*grads, q, k, v, *options, impl))
-    for axis, values in (("queries", v), ("keys", q), ("blocks", None)):
-        operands = (axis, values, [q, k, None, None, None, gates], lse, q, k, *options)
-        with torch.no_grad():
-            torch.library.opcheck(torch.ops.dilated_attention_pytorch.weighted_block_sum, operands)
+        torch.library.opcheck(operators.attend_backward, (*grads, *arguments))
+        for axis, values in (("queries", v), ("keys", q), ("blocks", None)):
+            of_sum = (axis, values, [q, k, None, None, None, gates], lse)
+            torch.library.opcheck(operators.weighted_sum, (*of_sum, *arguments))
 
 
 def test_operations_are_counted() -> None:

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from dilated_attention_pytorch import DilatedPattern
 from dilated_attention_pytorch.planning.gathered import Gathered
 from dilated_attention_pytorch.planning.geometry import Bands, Partial
-from dilated_attention_pytorch.planning.plan import Call, Plan, plan
+from dilated_attention_pytorch.planning.plan import CallShape, Plan, plan
 from support.drawn import DrawnCall, block_calls, calls, examples
 
 BANDS = st.sampled_from(get_args(Bands))
@@ -21,7 +21,7 @@ BANDS = st.sampled_from(get_args(Bands))
 def plan_of(call: DrawnCall, tile_size: int, bands: Bands = "cut") -> Plan:
     documents = call.options.get("cu_seqlens")
     return plan(
-        Call(
+        CallShape(
             call.pattern,
             call.batch,
             call.num_queries,
@@ -125,7 +125,7 @@ def test_tiles_partition_the_queries_and_stay_within_their_size(call: DrawnCall,
 
 def test_a_slab_of_a_causal_text_is_one_partial_for_kernels_that_take_bands_and_a_row_is_one_for_all() -> None:
     def partials_of(first: int, count: int, bands: Bands) -> list[tuple[int, int, tuple[int, int] | None]]:
-        call = Call(DilatedPattern([512], [1]), 1, count, first + count, 4, 4, first, 0, is_causal=True)
+        call = CallShape(DilatedPattern([512], [1]), 1, count, first + count, 4, 4, first, 0, is_causal=True)
         (tile,) = plan(call, 1 << 62, bands=bands).tiles
         return [(x.num_queries, x.num_keys, x.band) for x in tile.partials if isinstance(x, Partial)]
 

@@ -6,12 +6,12 @@ import dataclasses
 
 import pytest
 import torch
+from dilated_attention_pytorch.engine.call import Inputs
 from hypothesis import given
 from hypothesis import strategies as st
 
 from dilated_attention_pytorch import DilatedPattern, attend
-from dilated_attention_pytorch.engine.call import Inputs
-from dilated_attention_pytorch.planning.plan import Call, plan
+from dilated_attention_pytorch.planning.plan import CallShape, plan
 from dilated_attention_pytorch.selection import Hardware, SegmentSelectionConfig, Workload
 from dilated_attention_pytorch.selection.candidates import candidates
 from dilated_attention_pytorch.selection.counts import flops, num_pairs, tiling
@@ -23,8 +23,8 @@ from support.drawn import examples
 LENGTHS = st.lists(st.integers(1, 3000), min_size=1, max_size=4)
 
 
-def call_of(pattern: DilatedPattern, workload: Workload) -> Call:
-    return Call(
+def call_of(pattern: DilatedPattern, workload: Workload) -> CallShape:
+    return CallShape(
         pattern,
         workload.batch_size,
         workload.sequence_length,

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from dilated_attention_pytorch.patterns import DilatedPattern, Pattern, from_block_mask
 from dilated_attention_pytorch.patterns.dilated import OffsetRule
-from dilated_attention_pytorch.planning.plan import Call, plan
+from dilated_attention_pytorch.planning.plan import CallShape, plan
 
 Mode = Literal["forward", "forward_backward", "decode"]
 Computes = Literal["pattern", "dense"]
@@ -110,7 +110,7 @@ class Case:
             if self.causal:
                 pairs -= self.num_queries * (self.num_queries - 1) // 2
             return self.batch * self.heads * pairs
-        call = Call(
+        call = CallShape(
             self.pattern,
             self.batch,
             self.num_queries,

@@ -9,11 +9,10 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import unset_fake_temporarily
 from torch.utils._python_dispatch import _disable_current_modes
 
-from dilated_attention_pytorch.engine.call import Inputs
 from dilated_attention_pytorch.kernels import native
-from dilated_attention_pytorch.patterns import pattern_from_spec
+from dilated_attention_pytorch.ops.call import Call
+from dilated_attention_pytorch.ops.tiles import tiles_of
 from dilated_attention_pytorch.planning.geometry import Partial
-from dilated_attention_pytorch.planning.plan import Call, Plan
 from dilated_attention_pytorch.training.attention_bytes import packed_bytes
 
 
@@ -29,7 +28,7 @@ def own_bytes(func: Any, args: tuple[Any, ...]) -> int:
     """
     if func._opname != "attend":
         return 0
-    return _of_partial(*args) if func.namespace == "dilated_attention_native" else _of_call(*args)
+    return _of_partial(*args) if func.namespace == "dilated_attention_native" else _of_call(Call.of_operator(*args))
 
 
 def _of_partial(query: Tensor, *rest: Any) -> int:
@@ -41,33 +40,28 @@ def _of_partial(query: Tensor, *rest: Any) -> int:
     return packed_bytes(num_keys, domains, query.shape[3], query.dtype)
 
 
-def _of_call(query: Tensor, key: Tensor, value: Tensor, *rest: Any) -> int:
+def _of_call(call: Call) -> int:
     """Bytes of a call under a pattern."""
-    _, mask, _, spec, is_causal, scale, query_offset, key_offset, _, impl = rest
-    (batch, rows, heads, _), (num_keys, kv_heads) = query.shape, key.shape[1:3]
-    call = Call(pattern_from_spec(spec), batch, rows, num_keys, heads, kv_heads, query_offset, key_offset, is_causal)
     # With padded keys, keys and values are copied with zeros in place of them.
-    copied = 0 if mask is None else key.nbytes + value.nbytes
-    inputs = Inputs(query, key, value, call, scale, mask, None, 0.0, impl)
-    if impl != "native":
+    copied = 0 if call.key_padding_mask is None else call.key.nbytes + call.value.nbytes
+    if call.impl != "native":
         return copied
     with unset_fake_temporarily(), _disable_current_modes():  # a plan is computed from real integers
-        return copied + _of_plan(inputs, inputs.plan())
+        return copied + _of_tiles(call._replace(cu_seqlens=None))
 
 
-def _of_plan(inputs: Inputs, plan: Plan) -> int:
-    query, call, most = inputs.query, inputs.call, 0
-    ratio, head_dim = call.num_heads // call.num_kv_heads, query.shape[3]
-    sequences = min(plan.batch_step, call.batch_size)
-    for tile in plan.tiles:
+def _of_tiles(call: Call) -> int:
+    (tiles, batch_step), query, most = tiles_of(call), call.query, 0
+    head_dim, sequences = query.shape[3], min(batch_step, query.shape[0])
+    for tile in tiles:
         packed = 0
         for partial in tile.partials:
             if isinstance(partial, Partial):
                 domains = sequences * partial.num_problems
                 packed = max(packed, packed_bytes(partial.num_keys, domains, head_dim, query.dtype))
         first, last = tile.query_rows
-        rows = sequences * (last - first) * (tile.kv_heads[1] - tile.kv_heads[0]) * ratio
+        rows = sequences * (last - first) * (tile.kv_heads[1] - tile.kv_heads[0]) * call.ratio
         is_written_once = all(partial.is_first and native.is_written_once(partial) for partial in tile.partials)
-        has_accumulator = query.dtype != inputs.accumulation_dtype and not is_written_once
-        most = max(most, packed + has_accumulator * rows * head_dim * inputs.accumulation_dtype.itemsize)
+        has_accumulator = query.dtype != call.dtype and not is_written_once
+        most = max(most, packed + has_accumulator * rows * head_dim * call.dtype.itemsize)
     return most

@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 
 from dilated_attention_pytorch.ops import attend
-from dilated_attention_pytorch.ops.autocast import cast_by_autocast, without_autocast
 from dilated_attention_pytorch.patterns import DilatedPattern
+from dilated_attention_pytorch.precision import cast_by_autocast, without_autocast
 
 _THETA = 10_000
 _SHARE = 0.4

@@ -5,11 +5,13 @@ They read rows and heads in place, with any stride except the last, and merge in
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
+from dilated_attention_pytorch.planning.block_lists import AnyPartial, BlockLists
 from dilated_attention_pytorch.planning.gathered import Gathered
 from dilated_attention_pytorch.planning.geometry import Partial
 
@@ -20,6 +22,8 @@ KEYS_OF_WINDOW = 8192
 """Queries with more keys are merged in windows of this many; their rows are then written more than once."""
 ROWS_OF_STREAM = 16
 """Up to this many query rows per key/value head, keys are streamed row by row and need not be contiguous."""
+_MOST_GATE = 2.0**100
+"""Bound of log-gates relative to the scale: the kernels divide gates by the scale, which must not overflow."""
 _NO_BOUND = 1 << 60
 
 
@@ -42,9 +46,21 @@ def factor_dtype(dtype: torch.dtype) -> torch.dtype:
     return dtype if dtype == torch.bfloat16 and multiplies else torch.float32
 
 
-def is_written_once(partial: Partial | Gathered) -> bool:
+def largest_gate(log_gates: Tensor | None) -> float:
+    """Magnitude of the largest finite log-gate on the CPU; 0 if there is none, and on other devices."""
+    if log_gates is None or log_gates.numel() == 0 or log_gates.device.type != "cpu":
+        return 0.0
+    return float(log_gates.abs().masked_fill(~log_gates.isfinite(), 0.0).max())
+
+
+def takes_gates(log_gates: Tensor | None, scale: float) -> bool:
+    """Whether the kernels compute with these log-gates."""
+    return log_gates is None or largest_gate(log_gates) < _MOST_GATE * scale
+
+
+def is_written_once(partial: AnyPartial) -> bool:
     """Whether every output row is written exactly once."""
-    return isinstance(partial, Gathered) or partial.num_keys <= KEYS_OF_WINDOW
+    return not isinstance(partial, Partial) or partial.num_keys <= KEYS_OF_WINDOW
 
 
 class Operands(NamedTuple):
@@ -69,7 +85,7 @@ class Operands(NamedTuple):
     """int64 ``[heads, count]``: for every head, the visible rows of remote keys; None = all. For at most
     :data:`ROWS_OF_STREAM` queries per key/value head, without dropout and gradients."""
 
-    def origin_of_keys(self, partial: Partial | Gathered) -> Origin:
+    def origin_of_keys(self, partial: AnyPartial) -> Origin:
         return Origin(0, partial.head) if self.is_remote and isinstance(partial, Partial) else WHOLE
 
 
@@ -83,13 +99,7 @@ class Merged(NamedTuple):
     grad_lse: Tensor | None
 
 
-Gradients = tuple[Tensor, Tensor, Tensor]
-"""Gradients of query, key and value, float32."""
-
-
-def merge_partial(
-    partial: Partial | Gathered, operands: Operands, out: Tensor, lse: Tensor, *, of_out: Origin = WHOLE
-) -> None:
+def merge_partial(partial: AnyPartial, operands: Operands, out: Tensor, lse: Tensor, *, of_out: Origin = WHOLE) -> None:
     """Merge a partial's attention into ``out`` and ``lse``; ``lse`` is -inf where nothing was merged yet.
 
     Args:
@@ -100,7 +110,8 @@ def merge_partial(
         lse: float32 ``[B, N, H]``.
     """
     load()
-    geometry = _geometry(partial, operands)
+    units = _units_of(partial)
+    geometry = _geometry(partial, units, operands)
     if operands.seen_rows is not None:
         assert isinstance(partial, Partial)
         assert partial.num_queries * operands.ratio <= ROWS_OF_STREAM
@@ -110,122 +121,93 @@ def merge_partial(
         numbers, heads, axes, *_ = geometry
         geometry = ([*numbers[:-1], 1], heads, axes, None, None, operands.seen_rows.reshape(-1), ends)
     origins = [*of_out, *operands.origin_of_keys(partial)]
-    torch.ops.dilated_attention_native.attend(
-        *operands[:3], out, lse, origins, operands.ratio, *geometry, *_arguments(operands), operands.scale
-    )
+    rest = (*geometry, *_arguments(operands), operands.scale, None if units is None else units.gates)
+    torch.ops.dilated_attention_native.attend(*operands[:3], out, lse, origins, operands.ratio, *rest)
 
 
 def add_gradients(
-    partial: Partial | Gathered,
+    partial: AnyPartial,
     operands: Operands,
     merged: Merged,
-    grads: Gradients,
+    grads: Sequence[Tensor],
+    grad_gates: Tensor | None = None,
     *,
     of_grad_query: Origin = WHOLE,
     of_grad_keys: Origin = WHOLE,
 ) -> None:
-    """Add a partial's gradients to those of query, key and value (float32), under the merged output and log-sum-exp."""
+    """Add a partial's gradients under the merged output and log-sum-exp.
+
+    Args:
+        partial, operands: see :func:`merge_partial`.
+        merged: the merged output and log-sum-exp, and their gradients.
+        grads: float32 gradients of query, key and value; their first rows and heads are ``of_grad_query`` and
+            ``of_grad_keys``.
+        grad_gates: float32 gradients of the log-gates of block lists.
+    """
     load()
+    units = _units_of(partial)
     of_keys = operands.origin_of_keys(partial)
     origins = [*of_grad_query, *(of_keys if operands.is_remote else of_grad_keys), *of_keys]
-    geometry = _geometry(partial, operands)
     out, lse, grad_out, grad_lse = merged
     tensors = (grad_out, *operands[:3], out, lse, grad_lse, *grads)
-    torch.ops.dilated_attention_native.attend_backward(
-        *tensors, origins, operands.ratio, *geometry, *_arguments(operands), operands.scale
-    )
+    rest = [*_geometry(partial, units, operands), *_arguments(operands), operands.scale, None, None]
+    if units is not None and units.gates is not None:
+        of_units = torch.zeros_like(units.gates)
+        rest[-2:] = units.gates, of_units
+    torch.ops.dilated_attention_native.attend_backward(*tensors, origins, operands.ratio, *rest)
+    if units is not None and grad_gates is not None:
+        grad_gates += units.by_block(of_units)
 
 
-class Listed(NamedTuple):
+class _Units(NamedTuple):
     """Key block lists of every head's query blocks in the kernels' format; without -1 and gates of -inf."""
 
-    block_size: int
-    query_block_size: int
-    last: int
-    """Offset from a query row to its last visible key, with both starting at row 0."""
     units: Tensor
     """Blocks of all lists concatenated, ascending within each list."""
     ends: Tensor
     """End of each list."""
     gates: Tensor | None
     """float32, one per unit."""
-    origins: tuple[Tensor, Tensor]
-    """Origin of the units: the sort order within the lists, and the mask of valid blocks."""
+    order: Tensor
+    """The order that sorts each list."""
+    is_present: Tensor
+    """Which of the sorted blocks are units."""
 
     def by_block(self, of_units: Tensor) -> Tensor:
         """Per-unit numbers as per-block numbers ``[B, G, query blocks, k]``; 0 for blocks that were left out."""
-        order, is_there = self.origins
-        ascending = of_units.new_zeros(order.shape)
-        ascending[is_there] = of_units
-        return torch.empty_like(ascending).scatter_(-1, order, ascending)
+        ascending = of_units.new_zeros(self.order.shape)
+        ascending[self.is_present] = of_units
+        return torch.empty_like(ascending).scatter_(-1, self.order, ascending)
 
 
-def listed(
-    blocks: Tensor,
-    log_gates: Tensor | None,
-    *,
-    block_size: int,
-    query_block_size: int,
-    is_causal: bool,
-    query_offset: int,
-) -> Listed:
-    """The lists ``blocks [B, G, query blocks, k]`` and their log-gates in the kernels' format."""
-    ascending, order = blocks.sort(dim=-1, stable=True)
-    is_there, gates = ascending >= 0, None
-    if log_gates is not None:
-        gates = log_gates.float().gather(-1, order)
-        is_there &= gates != -torch.inf
-        gates = gates[is_there]
-    return Listed(
-        block_size,
-        query_block_size,
-        query_offset if is_causal else _NO_BOUND,
-        ascending[is_there],
-        is_there.sum(-1).flatten().cumsum(0),
-        gates,
-        (order, is_there),
-    )
+def _units_of(partial: AnyPartial) -> _Units | None:
+    """The units of block lists; None for other partials."""
+    if not isinstance(partial, BlockLists):
+        return None
+    ascending, order = partial.blocks.sort(dim=-1, stable=True)
+    is_present, gates = ascending >= 0, None
+    if partial.log_gates is not None:
+        gates = partial.log_gates.float().gather(-1, order)
+        is_present &= gates != -torch.inf
+        gates = gates[is_present]
+    return _Units(ascending[is_present], is_present.sum(-1).flatten().cumsum(0), gates, order, is_present)
 
 
-def merge_listed(lists: Listed, operands: Operands, out: Tensor, lse: Tensor) -> None:
-    """Merge block-list attention into ``out`` (in the query's dtype) and ``lse`` (initially -inf).
-
-    Operands are whole. Their scale is positive, and gates do not exceed ``2**100`` times it in magnitude.
-    """
-    if operands.query.shape[1] == 0:
-        return
-    load()
-    origins, geometry = [*WHOLE, *WHOLE], _geometry_of_lists(lists, operands)
-    rest = (*geometry, *_arguments(operands), operands.scale, lists.gates)
-    torch.ops.dilated_attention_native.attend(*operands[:3], out, lse, origins, operands.ratio, *rest)
-
-
-def add_listed_gradients(lists: Listed, operands: Operands, merged: Merged, grads: Gradients) -> Tensor | None:
-    """Add the gradients of query, key and value to ``grads``; return those of the gates, one per unit."""
-    grad_gates = None if lists.gates is None else torch.zeros_like(lists.gates)
-    if operands.query.shape[1] == 0:
-        return grad_gates
-    load()
-    out, lse, grad_out, grad_lse = merged
-    tensors = (grad_out, *operands[:3], out, lse, grad_lse, *grads)
-    origins, geometry = [*WHOLE, *WHOLE, *WHOLE], _geometry_of_lists(lists, operands)
-    rest = (*geometry, *_arguments(operands), operands.scale, lists.gates, grad_gates)
-    torch.ops.dilated_attention_native.attend_backward(*tensors, origins, operands.ratio, *rest)
-    return grad_gates
-
-
-def _geometry_of_lists(lists: Listed, operands: Operands) -> tuple[Any, ...]:
+def _geometry_of_lists(partial: BlockLists, units: _Units, operands: Operands) -> tuple[Any, ...]:
     """Arguments in the format of ``csrc/library.cpp``."""
     query, key = operands.query, operands.key
     num_queries, num_keys = query.shape[1], key.shape[1]
-    row_ends = (torch.arange(-(-num_queries // lists.query_block_size)) + 1) * lists.query_block_size
-    unit = min(lists.block_size, max(1, num_keys))
-    numbers = [query.shape[0], 0, 0, 0, num_keys, 1, 1, -_NO_BOUND, lists.last, unit]
-    return numbers, list(range(key.shape[2])), [], None, row_ends.clamp_(max=num_queries), lists.units, lists.ends
+    row_ends = (torch.arange(-(-num_queries // partial.query_block_size)) + 1) * partial.query_block_size
+    unit, last = min(partial.block_size, max(1, num_keys)), partial.query_offset if partial.is_causal else _NO_BOUND
+    numbers = [query.shape[0], 0, 0, 0, num_keys, 1, 1, -_NO_BOUND, last, unit]
+    return numbers, list(range(key.shape[2])), [], None, row_ends.clamp_(max=num_queries), units.units, units.ends
 
 
-def _geometry(partial: Partial | Gathered, operands: Operands) -> tuple[Any, ...]:
+def _geometry(partial: AnyPartial, units: _Units | None, operands: Operands) -> tuple[Any, ...]:
     """Arguments in the format of ``csrc/library.cpp``."""
+    if isinstance(partial, BlockLists):
+        assert units is not None
+        return _geometry_of_lists(partial, units, operands)
     sequences, unbounded = operands.query.shape[0], (-_NO_BOUND, _NO_BOUND)
     if isinstance(partial, Gathered):
         lists = partial.lists

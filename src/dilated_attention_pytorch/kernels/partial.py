@@ -27,6 +27,7 @@ def kernel_of(
     is_pair: bool,
     is_remote: bool = False,
     has_lse_gradient: bool = False,
+    is_listed: bool = False,
 ) -> Kernel:
     """The kernel for a partial of a call with implementation ``impl``.
 
@@ -38,12 +39,13 @@ def kernel_of(
         is_pair: whether the log-sum-exp is a pair because scores are large, see :class:`.products.Result`.
         is_remote: whether the keys were received from another rank.
         has_lse_gradient: whether the log-sum-exp has a gradient.
+        is_listed: whether the keys are listed blocks, whose gates may have gradients.
     """
     if is_pair or (is_dropped and (impl != "native" or is_remote)):
         return "products"
     if impl == "native":
         return "native"
-    if has_lse_gradient:
+    if has_lse_gradient or is_listed:
         return "products"
     if impl == "triton":
         return "triton"
@@ -103,21 +105,37 @@ def backward(
     *,
     is_causal: bool,
     scale: float,
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Gradients of one partial under the merged ``out`` and ``lse``, which is +inf in rows without a key."""
+    needs_bias: bool = False,
+) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
+    """Gradients of one partial under the merged ``out`` and ``lse``, which is +inf in rows without a key.
+
+    The last one is that of the bias, summed over the queries, if ``needs_bias``; only matrix products have it.
+    """
     kernel = _for_rows(kernel, query, key)
     if kernel == "products":
         delta = (grad_out.to(lse.dtype) * out.to(lse.dtype)).sum(-1)
         if grad_lse is not None:
             delta -= grad_lse
         return products.backward(
-            grad_out, query, key, value, lse, rest, delta, bias, keep_factors, is_causal=is_causal, scale=scale
-        )[:3]
+            grad_out,
+            query,
+            key,
+            value,
+            lse,
+            rest,
+            delta,
+            bias,
+            keep_factors,
+            is_causal=is_causal,
+            scale=scale,
+            needs_bias=needs_bias,
+        )
+    assert not needs_bias
     if kernel == "triton":
-        return _triton_backward(grad_out, query, key, value, out, lse, bias, scale)
+        return *_triton_backward(grad_out, query, key, value, out, lse, bias, scale), None
     if kernel == "cudnn":
-        return cudnn.backward(grad_out, query, key, value, out, lse, is_causal=is_causal, scale=scale)
-    return fused.backward(grad_out, query, key, value, out, lse, bias, is_causal=is_causal, scale=scale)
+        return *cudnn.backward(grad_out, query, key, value, out, lse, is_causal=is_causal, scale=scale), None
+    return *fused.backward(grad_out, query, key, value, out, lse, bias, is_causal=is_causal, scale=scale), None
 
 
 def _for_rows(kernel: Kernel, query: Tensor, key: Tensor) -> Kernel:

@@ -6,12 +6,12 @@ import math
 
 from torch import Tensor
 
-from dilated_attention_pytorch.engine.merge import merge_in_place
-from dilated_attention_pytorch.engine.remote import RemoteKeys, merge_rows
 from dilated_attention_pytorch.kernels.partial import reads_listed_rows
 from dilated_attention_pytorch.kernels.products import Result
 from dilated_attention_pytorch.kernels.select import select
 from dilated_attention_pytorch.ops import attend_with_lse
+from dilated_attention_pytorch.ops.merge import merge_in_place
+from dilated_attention_pytorch.ops.remote import RemoteKeys, merge_rows
 from dilated_attention_pytorch.patterns import Pattern, PatternSum
 from dilated_attention_pytorch.patterns.blocks import BlockPattern
 

@@ -8,9 +8,10 @@ import torch
 from torch import Tensor, nn
 
 from dilated_attention_pytorch.ops import attend_blocks, attend_with_lse, merge
-from dilated_attention_pytorch.ops.autocast import without_autocast
+from dilated_attention_pytorch.ops.call import Call
 from dilated_attention_pytorch.ops.validation import check_call, check_dropout, check_size
 from dilated_attention_pytorch.patterns import Pattern, local_window
+from dilated_attention_pytorch.precision import without_autocast
 
 from .block_scorer import BlockScorer, BlockSelection
 from .old_keywords import answers_old_keywords
@@ -254,17 +255,17 @@ class AdaptiveBlockAttention(nn.Module):
         key_padding_mask: Tensor | None,
     ) -> None:
         check_call(
-            query,
-            key,
-            value,
-            self.pattern or local_window(0),
-            is_causal=is_causal,
-            scale=self.softmax_scale,
-            query_offset=query_offset,
-            key_offset=0,
-            cu_seqlens=None,
-            key_padding_mask=key_padding_mask,
-            dropout_p=self.dropout,
+            Call(
+                query,
+                key,
+                value,
+                key_padding_mask=key_padding_mask,
+                pattern=self.pattern or local_window(0),
+                is_causal=is_causal,
+                scale=self.softmax_scale,
+                query_offset=query_offset,
+                dropout_p=self.dropout,
+            )
         )
         for name, tensor, heads in (("query", query, self.num_heads), ("key", key, self.num_kv_heads)):
             if tuple(tensor.shape[2:]) != (heads, self.head_dim):

@@ -12,16 +12,14 @@ from dilated_attention_pytorch.kernels.reference import reference_attention
 from dilated_attention_pytorch.kernels.select import NO_FP8_GRADIENT, Impl, implementation_of
 from dilated_attention_pytorch.patterns import DilatedPattern, Pattern
 from dilated_attention_pytorch.patterns.dilated import OffsetRule, Tail
-from dilated_attention_pytorch.precision import accumulation_dtype
+from dilated_attention_pytorch.precision import cast_by_autocast, without_autocast
 
-from . import library
 from .attend_at import attend_from, last_start
-from .autocast import cast_by_autocast, without_autocast
-from .derivatives import attend_operands, has_derivatives
+from .call import Call, with_scale
+from .derivatives import attend_call, has_derivatives
 from .merge import AttentionOutput
-from .prepare import with_scale, without_padding
-from .validation import check_call, check_documents, check_query_start, documents_of, sequence_first
-from .weighted_sum import Operands
+from .run import without_padding
+from .validation import check_call, check_documents, documents_of, sequence_first
 
 
 def attend_with_lse(
@@ -53,108 +51,77 @@ def attend_with_lse(
     >>> out.shape, lse.shape
     (torch.Size([1, 100, 4, 8]), torch.Size([1, 100, 4]))
     """
-    query, key, value = sequence_first(query, key, value, heads_first)
-    check_call(
-        query,
-        key,
-        value,
-        pattern,
-        is_causal=is_causal,
-        scale=scale,
-        query_offset=0 if isinstance(query_offset, Tensor) else query_offset,
-        key_offset=key_offset,
+    call = Call(
+        *sequence_first(query, key, value, heads_first),
         cu_seqlens=cu_seqlens,
         key_padding_mask=key_padding_mask,
-        dropout_p=dropout_p,
-    )
-    if isinstance(query_offset, Tensor):
-        check_query_start(
-            query_offset,
-            query,
-            key,
-            pattern,
-            is_causal=is_causal,
-            key_offset=key_offset,
-            cu_seqlens=cu_seqlens,
-            dropout_p=dropout_p,
-        )
-    seed = torch.randint(2**62, (), device=query.device) if dropout_p > 0.0 else None
-    out, lse = attend_checked(
-        query,
-        key,
-        value,
-        pattern,
+        pattern=pattern,
         is_causal=is_causal,
         scale=scale,
         query_offset=query_offset,
         key_offset=key_offset,
-        cu_seqlens=cu_seqlens,
-        key_padding_mask=key_padding_mask,
         dropout_p=dropout_p,
-        dropout_seed=seed,
         impl=impl,
     )
+    check_call(call)
+    if dropout_p > 0.0:
+        call = call._replace(dropout_seed=torch.randint(2**62, (), device=query.device))
+    out, lse = attend_checked(call)
     return AttentionOutput(out.transpose(1, 2), lse.transpose(1, 2)) if heads_first else AttentionOutput(out, lse)
 
 
-def attend_checked(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    pattern: Pattern,
-    *,
-    is_causal: bool,
-    scale: float | None,
-    query_offset: int | Tensor,
-    key_offset: int,
-    cu_seqlens: Tensor | None,
-    key_padding_mask: Tensor | None,
-    dropout_p: float,
-    dropout_seed: Tensor | None,
-    impl: Impl,
-) -> AttentionOutput:
-    """:func:`attend_with_lse` for validated arguments and a given dropout seed."""
-    query, key, value = cast_by_autocast(query, key, value)
-    chosen = implementation_of(impl, query, pattern)
+def attend_checked(call: Call) -> tuple[Tensor, Tensor]:
+    """Output and log-sum-exp of a checked call: choose the implementation, then run it."""
+    query, key, value = cast_by_autocast(call.query, call.key, call.value)
+    assert call.pattern is not None
+    chosen = implementation_of(call.impl, query, call.pattern)
     if chosen == "triton-fp8" and has_derivatives(query, key, value):
         raise NotImplementedError(NO_FP8_GRADIENT)
-    query, scale = with_scale(query, scale)
-    if isinstance(query_offset, Tensor):
+    query, scale = with_scale(query, call.scale)
+    call = call._replace(query=query, key=key, value=value, scale=scale, impl=chosen)
+    if isinstance(call.query_offset, Tensor):
         if chosen == "triton":
-            return AttentionOutput(
-                *attend_from(query, key, value, query_offset, key_padding_mask, pattern.spec, scale, key_offset)
-            )
-        if chosen != "reference":
-            raise NotImplementedError(
-                f'impl="{chosen}" plans a call on the host and needs the value of query_offset, got a tensor: pass '
-                'query_offset as an integer, or a CUDA tensor with tensors that impl="triton" computes'
-            )
-        query_offset = int(query_offset.clamp(0, last_start(query, key, key_offset)))
-        rows = torch.arange(key_offset, key_offset + key.shape[1], device=key.device)
-        is_ahead = (rows >= query_offset + query.shape[1]).expand(key.shape[:2])
-        key, value = without_padding(key, is_ahead), without_padding(value, is_ahead)
-    if chosen == "reference":
-        if cu_seqlens is not None and not torch.compiler.is_compiling():
-            check_documents(pattern, documents_of(cu_seqlens, query.shape[1]), key.shape[2])
-        with without_autocast(query.device.type):
-            out, lse = reference_attention(
-                query,
-                key,
-                value,
-                pattern,
-                is_causal=is_causal,
-                scale=scale,
-                query_offset=query_offset,
-                key_offset=key_offset,
-                cu_seqlens=cu_seqlens,
-                key_padding_mask=key_padding_mask,
-                keep_probability=_dense_keep_factors(query, key, dropout_seed, query_offset, key_offset, dropout_p),
-            )
-    else:
-        operators = library.AttendOperators(scale, pattern.spec, is_causal, query_offset, key_offset, dropout_p, chosen)
-        operands = Operands(query, key, None, cu_seqlens, key_padding_mask, dropout_seed)
-        out, lse = attend_operands(operators, value, operands)
-    return AttentionOutput(out, lse)
+            return attend_from(call)
+        call = _on_the_host(call)
+    return _attend_densely(call) if chosen == "reference" else attend_call(call)
+
+
+def _on_the_host(call: Call) -> Call:
+    """The call with the value of a ``query_offset`` tensor, and zeros in the keys after its last query."""
+    if call.impl != "reference":
+        raise NotImplementedError(
+            f'impl="{call.impl}" plans a call on the host and needs the value of query_offset, got a tensor: pass '
+            'query_offset as an integer, or a CUDA tensor with tensors that impl="triton" computes'
+        )
+    assert isinstance(call.query_offset, Tensor)
+    offset = int(call.query_offset.clamp(0, last_start(call)))
+    rows = torch.arange(call.key_offset, call.key_offset + call.key.shape[1], device=call.key.device)
+    is_ahead = (rows >= offset + call.query.shape[1]).expand(call.key.shape[:2])
+    key, value = (without_padding(x, is_ahead) for x in (call.key, call.value))
+    return call._replace(key=key, value=value, query_offset=offset)
+
+
+def _attend_densely(call: Call) -> tuple[Tensor, Tensor]:
+    query, key, pattern = call.query, call.key, call.pattern
+    assert pattern is not None
+    assert call.scale is not None
+    assert not isinstance(call.query_offset, Tensor)
+    if call.cu_seqlens is not None and not torch.compiler.is_compiling():
+        check_documents(pattern, documents_of(call.cu_seqlens, query.shape[1]), key.shape[2])
+    with without_autocast(query.device.type):
+        return reference_attention(
+            query,
+            key,
+            call.value,
+            pattern,
+            is_causal=call.is_causal,
+            scale=call.scale,
+            query_offset=call.query_offset,
+            key_offset=call.key_offset,
+            cu_seqlens=call.cu_seqlens,
+            key_padding_mask=call.key_padding_mask,
+            keep_probability=_dense_keep_factors(call),
+        )
 
 
 def attend(
@@ -293,9 +260,9 @@ def dilated_attention(
     )
 
 
-def _dense_keep_factors(
-    query: Tensor, key: Tensor, seed: Tensor | None, query_offset: int, key_offset: int, dropout_p: float
-) -> Tensor | None:
+def _dense_keep_factors(call: Call) -> Tensor | None:
+    """Dropout factors of all pairs, ``[B, H, N, M]``; None without dropout."""
+    query, key, seed = call.query, call.key, call.dropout_seed
     if seed is None:
         return None
 
@@ -308,8 +275,8 @@ def _dense_keep_factors(
         seed,
         index(query.shape[0], 0, 0),
         index(query.shape[2], 0, 1),
-        index(query.shape[1], query_offset, 2),
-        index(key.shape[1], key_offset, 3),
-        dropout_p,
-        accumulation_dtype(query.dtype),
+        index(query.shape[1], call.query_offset, 2),
+        index(key.shape[1], call.key_offset, 3),
+        call.dropout_p,
+        call.dtype,
     )

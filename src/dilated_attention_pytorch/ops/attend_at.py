@@ -8,18 +8,40 @@ import torch
 from torch import Tensor
 from torch.utils.flop_counter import register_flop_formula
 
+from dilated_attention_pytorch.patterns import pattern_from_spec
+
+from . import run
+from .call import Call
 from .derivatives import refuse_tangents
 from .dispatch import is_seen
-from .library import num_pairs, summands
-from .prepare import as_rows
+from .operators import num_pairs
 
 
-def last_start(query: Tensor, key: Tensor, key_offset: int) -> int:
+def last_start(call: Call) -> int:
     """The largest valid query position: the last query row is then at the last key row."""
-    return key_offset + key.shape[1] - query.shape[1]
+    return call.key_offset + call.key.shape[1] - call.query.shape[1]
 
 
-def attend_from(
+def attend_from(call: Call) -> tuple[Tensor, Tensor]:
+    """Causal attention of queries starting at the position ``query_offset``, a tensor: output and log-sum-exp.
+
+    Raises:
+        NotImplementedError: an operand requires a gradient or has a tangent.
+    """
+    tensors, mask = call[:3], call.key_padding_mask
+    if torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors):
+        raise NotImplementedError(
+            "attention with query_offset as a tensor has no gradient, got operands that require one: call it under "
+            "torch.no_grad(), or pass query_offset as an integer"
+        )
+    assert call.pattern is not None
+    assert isinstance(call.query_offset, Tensor)
+    operands = (*tensors, call.query_offset, mask, call.pattern.spec, call.scale, call.key_offset)
+    out, lse = (attend_at if is_seen(*operands[:5]) else _attend_at)(*operands)
+    return out, lse
+
+
+def _call(
     query: Tensor,
     key: Tensor,
     value: Tensor,
@@ -28,20 +50,19 @@ def attend_from(
     pattern: str,
     scale: float,
     key_offset: int,
-) -> tuple[Tensor, Tensor]:
-    """Causal attention of queries starting at position ``query_start``: output and log-sum-exp.
-
-    Raises:
-        NotImplementedError: an operand requires a gradient or has a tangent.
-    """
-    if torch.is_grad_enabled() and (query.requires_grad or key.requires_grad or value.requires_grad):
-        raise NotImplementedError(
-            "attention with query_offset as a tensor has no gradient, got operands that require one: call it under "
-            "torch.no_grad(), or pass query_offset as an integer"
-        )
-    call = attend_at if is_seen(query, key, value, query_start, key_padding_mask) else _attend_at
-    out, lse = call(query, key, value, query_start, key_padding_mask, pattern, scale, key_offset)
-    return out, lse
+) -> Call:
+    return Call(
+        query,
+        key,
+        value,
+        key_padding_mask=key_padding_mask,
+        pattern=pattern_from_spec(pattern),
+        is_causal=True,
+        scale=scale,
+        query_offset=query_start,
+        key_offset=key_offset,
+        impl="triton",
+    )
 
 
 def _attend_at(
@@ -55,23 +76,8 @@ def _attend_at(
     key_offset: int,
 ) -> tuple[Tensor, Tensor]:
     """Output and log-sum-exp from the Triton kernels; see :func:`dilated_attention_pytorch.attend`."""
-    from dilated_attention_pytorch.kernels.triton import launch
-
     refuse_tangents(query, key, value)
-    groups, rules = summands(pattern)
-    problem = launch.Problem(
-        as_rows(query),
-        as_rows(key),
-        as_rows(value),
-        groups,
-        True,
-        scale,
-        query_start,
-        key_offset,
-        key_padding_mask=key_padding_mask,
-        rules=rules,
-    )
-    return launch.forward(problem)
+    return run.forward(_call(query, key, value, query_start, key_padding_mask, pattern, scale, key_offset))
 
 
 attend_at = torch.library.custom_op("dilated_attention_pytorch::attend_at", _attend_at, mutates_args=())
@@ -86,6 +92,5 @@ def _(query: Tensor, *_: Any) -> tuple[Tensor, Tensor]:
 @register_flop_formula(torch.ops.dilated_attention_pytorch.attend_at, get_raw=True)
 def _flops(*operands: Any, out_val: Any = None, **_: Any) -> int:
     """Two matrix products over the pairs of the last valid query position; the actual position is on the device."""
-    query, key, _, _, _, pattern, _, key_offset = operands
-    pairs = num_pairs(query, key, None, pattern, True, last_start(query, key, key_offset), key_offset)
-    return 4 * query.shape[-1] * pairs
+    call = _call(*operands)
+    return 4 * call.query.shape[-1] * num_pairs(call._replace(query_offset=last_start(call)))

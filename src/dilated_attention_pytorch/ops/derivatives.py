@@ -12,12 +12,12 @@ from torch.autograd.function import Function
 
 from dilated_attention_pytorch.tracing import constant_of_graph
 
+from . import run
+from .call import NUM_TENSORS, Call
 from .dispatch import is_dual_level, is_recorded, is_seen
 from .weighted_sum import (
     Axis,
     Factor,
-    Operands,
-    Operators,
     Tangents,
     by_sequence,
     less,
@@ -28,37 +28,31 @@ from .weighted_sum import (
     weighted_sum,
 )
 
+_OPERATORS = torch.ops.dilated_attention_pytorch
+
 
 class Attend(Function):
-    """Output and log-sum-exp: ``Attend.apply(operators, value, *operands)``."""
+    """Output and log-sum-exp: ``Attend.apply(*call)``."""
 
     @staticmethod
-    def forward(operators: Operators, value: Tensor, *operands: Any) -> tuple[Tensor, Tensor]:
-        return operators.forward(Operands(*operands), value)
+    def forward(*call: Any) -> tuple[Tensor, Tensor]:
+        out, lse = _OPERATORS.attend.default(*Call(*call).for_operator())
+        return out, lse
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
-        ctx.operators, value, *operands = inputs
-        # In the order in which the operators save them: activation checkpointing matches tensors by order alone and
-        # may run the operator in the forward pass and this function in the recomputation.
-        tensors = (*operands[:2], value, *operands[2:], *output)
-        ctx.save_for_backward(*tensors)
-        ctx.save_for_forward(*tensors)
-        ctx.set_materialize_grads(False)
+        save(ctx, inputs, output)
+        ctx.save_for_forward(*inputs[:NUM_TENSORS], *output)
 
     @staticmethod
     def backward(ctx: Any, grad_out: Tensor | None, grad_lse: Tensor | None) -> tuple[Tensor | None, ...]:
-        query, key, value, *others, out, lse = ctx.saved_tensors
-        grads = gradients(ctx.operators, value, Operands(query, key, *others), grad_out, grad_lse, out, lse)
-        return (None, grads[2], grads[0], grads[1], grads[3], None, None, None)
+        return saved_gradients(ctx, grad_out, grad_lse)
 
     @staticmethod
     @nestable
     def jvp(ctx: Any, saved: list[Any], *tangents: Any) -> tuple[Tensor, Tensor]:
-        query, key, value, *others, out, lse = saved
-        _, value_tangent, query_tangent, key_tangent, gate_tangent, *_ = tangents
-        moved = Tangents(query_tangent, key_tangent, value_tangent, gate_tangent)
-        return _tangents_of_outputs(ctx.operators, value, Operands(query, key, *others), lse, moved, out.dtype)
+        *tensors, out, lse = saved
+        return _tangents_of_outputs(Call(*tensors, *ctx.options), lse, Tangents(*tangents[:4]), out.dtype)
 
     @staticmethod
     def vmap(info: Any, in_dims: tuple[int | None, ...], *inputs: Any) -> tuple[Any, Any]:
@@ -69,35 +63,54 @@ class _Computed(Attend):
     """:class:`Attend` where only autograd observes the call: the dispatcher is skipped."""
 
     @staticmethod
-    def forward(operators: Operators, value: Tensor, *operands: Any) -> tuple[Tensor, Tensor]:
-        return operators.compute(Operands(*operands), value)
+    def forward(*call: Any) -> tuple[Tensor, Tensor]:
+        return run.forward(Call(*call))
 
 
 # `Function.apply` first binds the arguments to a signature; only torch.func transforms need that.
 _computed = super(Function, _Computed).apply
 
 
-def attend_operands(operators: Operators, value: Tensor, operands: Operands) -> tuple[Tensor, Tensor]:
+def save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
+    """Save a call and its results for :func:`saved_gradients`, by the operator and by :class:`Attend` alike.
+
+    Activation checkpointing matches saved tensors by order alone, and may run the operator in the forward pass and the
+    function in the recomputation.
+    """
+    ctx.options = inputs[NUM_TENSORS:]
+    ctx.save_for_backward(*inputs[:NUM_TENSORS], *output)
+    ctx.set_materialize_grads(False)
+
+
+def saved_gradients(ctx: Any, grad_out: Tensor | None, grad_lse: Tensor | None) -> tuple[Tensor | None, ...]:
+    """One gradient, or None, for every field of a saved call."""
+    *tensors, out, lse = ctx.saved_tensors
+    grads = gradients(Call(*tensors, *ctx.options), grad_out, grad_lse, out, lse)
+    return (*grads, *(None,) * (len(Call._fields) - len(grads)))
+
+
+def attend_call(call: Call) -> tuple[Tensor, Tensor]:
     """Output and log-sum-exp, with derivatives of any order.
 
     Raises:
         NotImplementedError: torch.compile traces a ``torch.func`` derivative through it.
     """
-    if not is_seen(value, *operands):
-        if is_recorded(value, *operands):
-            out, lse = _computed(operators, value, *operands)
+    tensors = call[:NUM_TENSORS]
+    if not is_seen(*tensors):
+        if is_recorded(*tensors):
+            out, lse = _computed(*call)
             return out, lse
-        return operators.compute(operands, value)
+        return run.forward(call)
     if torch.compiler.is_compiling():
         if _is_differentiated_by_transforms():
             raise NotImplementedError(
                 "torch.compile cannot trace torch.func derivatives (grad, vjp, jvp, ...) of this attention: "
                 'call them outside torch.compile, or attend with impl="reference"'
             )
-        return operators.forward(operands, value)
-    if not is_transformed(value, *operands):
-        return operators.forward(operands, value)  # the operator has its own gradient
-    out, lse = Attend.apply(operators, value, *operands)
+    elif is_transformed(*tensors):
+        out, lse = Attend.apply(*call)
+        return out, lse
+    out, lse = _OPERATORS.attend.default(*call.for_operator())  # the operator has its own gradient
     return out, lse
 
 
@@ -142,49 +155,35 @@ def refuse_tangents(*tensors: Tensor | None) -> None:
 
 
 def gradients(
-    operators: Operators,
-    value: Tensor,
-    operands: Operands,
-    grad_out: Tensor | None,
-    grad_lse: Tensor | None,
-    out: Tensor,
-    lse: Tensor,
-) -> tuple[Tensor | None, Tensor | None, Tensor | None, Tensor | None]:
-    """Gradients of query, key, value and log-gates, themselves differentiable."""
+    call: Call, grad_out: Tensor | None, grad_lse: Tensor | None, out: Tensor, lse: Tensor
+) -> tuple[Tensor | None, ...]:
+    """Gradients of query, key, value and, if given, log-gates, themselves differentiable."""
     if grad_out is None and grad_lse is None:
-        return None, None, None, None
+        return ()
     grad_out = torch.zeros_like(out) if grad_out is None else grad_out
-    tensors = (grad_out, grad_lse, out, lse, value, *operands)
-    if not torch.compiler.is_compiling() and (torch.is_grad_enabled() or is_transformed(*tensors)):
-        grads = _Gradients.apply(operators, *tensors)
-    elif not is_seen(grad_out, grad_lse, value, *operands):
-        grads = operators.compute_gradients(operands, value, grad_out, grad_lse, out, lse)
-    else:
-        grads = operators.backward(operands, value, grad_out, grad_lse, out, lse)
-    return (*grads, None) if len(grads) == 3 else grads
+    tensors = (grad_out, grad_lse, out, lse)
+    of_call = call[:NUM_TENSORS]
+    if not torch.compiler.is_compiling() and (torch.is_grad_enabled() or is_transformed(*tensors, *of_call)):
+        return tuple(_Gradients.apply(*tensors, *call))
+    if not is_seen(grad_out, grad_lse, *of_call):
+        return run.backward(call, *tensors)
+    return tuple(_OPERATORS.attend_backward.default(*tensors, *call.for_operator()))
 
 
 class _Gradients(Function):
-    """Gradients of query, key, value and, if given, log-gates.
+    """Gradients of query, key, value and, if given, log-gates: ``apply(grad_out, grad_lse, out, lse, *call)``.
 
     ``out`` and ``lse`` are functions of the other operands, and derivatives flow through those; they get no gradient.
     """
 
     @staticmethod
-    def forward(
-        operators: Operators,
-        grad_out: Tensor,
-        grad_lse: Tensor | None,
-        out: Tensor,
-        lse: Tensor,
-        value: Tensor,
-        *operands: Any,
-    ) -> tuple[Tensor, ...]:
-        return operators.backward(Operands(*operands), value, grad_out, grad_lse, out, lse)
+    def forward(*arguments: Any) -> tuple[Tensor, ...]:
+        return tuple(_OPERATORS.attend_backward.default(*arguments[:4], *Call(*arguments[4:]).for_operator()))
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
-        ctx.operators, *tensors = inputs
+        tensors = inputs[: 4 + NUM_TENSORS]
+        ctx.options = inputs[4 + NUM_TENSORS :]
         ctx.save_for_backward(*tensors)
         ctx.save_for_forward(*tensors)
         ctx.set_materialize_grads(False)
@@ -193,42 +192,32 @@ class _Gradients(Function):
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
         """Vector-Jacobian product: ``<gradients, grads>`` is the directional derivative of the loss; its gradient needs
         the tangents of the gradients and of the outputs."""
-        grad_out, grad_lse, out, lse, value, *rest = ctx.saved_tensors
+        grad_out, grad_lse, out, lse, *tensors = ctx.saved_tensors
         if all(grad is None for grad in grads):
-            return (None,) * (6 + len(rest))
-        operands, moved = Operands(*rest), Tangents(*grads, *(None,) * (4 - len(grads)))
-        of_out, of_lse = _tangents_of_outputs(ctx.operators, value, operands, lse, moved, lse.dtype)
-        of_query, of_key, of_value, of_gates = _tangents_of_gradients(
-            ctx.operators, value, operands, out, lse, (grad_out, grad_lse), moved, (of_out, of_lse), (None, None)
-        )
+            return (None,) * (4 + len(Call._fields))
+        call, moved = Call(*tensors, *ctx.options), Tangents(*grads, *(None,) * (4 - len(grads)))
+        of_out, of_lse = _tangents_of_outputs(call, lse, moved, lse.dtype)
+        of_call = _tangents_of_gradients(call, out, lse, (grad_out, grad_lse), moved, (of_out, of_lse), (None, None))
         return (
-            None,
             of_out.to(grad_out.dtype),
             None if grad_lse is None else of_lse.to(grad_lse.dtype),
             None,
             None,
-            of_value,
-            of_query,
-            of_key,
-            of_gates,
-            None,
-            None,
-            None,
+            *of_call,
+            *(None,) * (len(Call._fields) - len(of_call)),
         )
 
     @staticmethod
     @nestable
     def jvp(ctx: Any, saved: list[Any], *tangents: Any) -> tuple[Tensor, ...]:
-        grad_out, grad_lse, out, lse, value, *rest = saved
-        _, of_grad_out, of_grad_lse, of_out, of_lse, of_value, of_query, of_key, of_gates, *_ = tangents
+        grad_out, grad_lse, out, lse, *tensors = saved
+        of_grad_out, of_grad_lse, of_out, of_lse, *of_call = tangents
         results = _tangents_of_gradients(
-            ctx.operators,
-            value,
-            Operands(*rest),
+            Call(*tensors, *ctx.options),
             out,
             lse,
             (grad_out, grad_lse),
-            Tangents(of_query, of_key, of_value, of_gates),
+            Tangents(*of_call[:4]),
             (of_out, of_lse),
             (of_grad_out, of_grad_lse),
         )
@@ -239,27 +228,23 @@ class _Gradients(Function):
         return by_sequence(_Gradients, info.batch_size, in_dims, inputs)
 
 
-def _tangents_of_outputs(
-    operators: Operators, value: Tensor, operands: Operands, lse: Tensor, moved: Tangents, dtype: torch.dtype
-) -> tuple[Tensor, Tensor]:
+def _tangents_of_outputs(call: Call, lse: Tensor, moved: Tangents, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     """``dL = sum P ds`` and ``dO = sum P (ds - dL) v + sum P dv``; dO in ``dtype``."""
-    scores = moved_scores(operators.scale, operands, moved)
+    scores = moved_scores(call, moved)
     of_out, of_lse = [], torch.zeros_like(lse)
     if scores is not None:
-        ones = ones_of(operands.key)
-        of_lse = weighted_sum("queries", operators, operands.undropped(), lse, ones, [scores]).squeeze(-1)
-        of_out.append(weighted_sum("queries", operators, operands, lse, value, [less(scores, of_lse, ones)]))
+        ones = ones_of(call.key)
+        of_lse = weighted_sum("queries", _undropped(call), lse, ones, [scores]).squeeze(-1)
+        of_out.append(weighted_sum("queries", call, lse, call.value, [less(scores, of_lse, ones)]))
     if moved.value is not None:
-        of_out.append(weighted_sum("queries", operators, operands, lse, moved.value, []))
-    total = sum(of_out) if of_out else torch.zeros_like(operands.query)
+        of_out.append(weighted_sum("queries", call, lse, moved.value, []))
+    total = sum(of_out) if of_out else torch.zeros_like(call.query)
     assert isinstance(total, Tensor)
     return total.to(dtype), of_lse
 
 
 def _tangents_of_gradients(
-    operators: Operators,
-    value: Tensor,
-    operands: Operands,
+    call: Call,
     out: Tensor,
     lse: Tensor,
     grads: tuple[Tensor, Tensor | None],
@@ -274,8 +259,8 @@ def _tangents_of_gradients(
     tangents.
     """
     (grad_out, grad_lse), (of_grad_out, of_grad_lse) = grads, moved_grads
-    query, key = operands.query, operands.key
-    scale, dtype, ones = operators.scale, lse.dtype, ones_of(operands.key)
+    query, key, value = call.query, call.key, call.value
+    scale, dtype, ones = call.scale, lse.dtype, ones_of(key)
     of_out, of_lse = moved_outputs
     delta = _dot(grad_out, out, dtype)
     if grad_lse is not None:
@@ -284,7 +269,7 @@ def _tangents_of_gradients(
     of_delta = of_delta if of_grad_out is None else of_delta + _dot(of_grad_out, out, dtype)
     of_delta = of_delta if of_out is None else of_delta + _dot(grad_out, of_out, dtype)
     of_delta = of_delta if of_grad_lse is None else of_delta - of_grad_lse
-    scores = moved_scores(scale, operands, moved)
+    scores = moved_scores(call, moved)
     if scores is not None:
         assert of_lse is not None
         scores = less(scores, of_lse, ones)
@@ -294,21 +279,21 @@ def _tangents_of_gradients(
 
     def total(axis: Axis, values: Tensor | None, of_values: Tensor | None) -> Tensor:
         """The tangent of ``sum (score gradient) * values``."""
-        parts = _sums_less(axis, operators, operands, lse, values, [], its_tangent, ones)
+        parts = _sums_less(axis, call, lse, values, [], its_tangent, ones)
         if scores is not None:
-            parts += _sums_less(axis, operators, operands, lse, values, [scores], of_probability, ones)
+            parts += _sums_less(axis, call, lse, values, [scores], of_probability, ones)
         if of_values is not None:
-            parts += _sums_less(axis, operators, operands, lse, of_values, [], of_probability, ones)
+            parts += _sums_less(axis, call, lse, of_values, [], of_probability, ones)
         result = sum(parts)
         assert isinstance(result, Tensor)
         return result
 
     of_value = torch.zeros_like(value, dtype=dtype)
     if scores is not None:
-        of_value = of_value + weighted_sum("keys", operators, operands, lse, grad_out, [scores])
+        of_value = of_value + weighted_sum("keys", call, lse, grad_out, [scores])
     if of_grad_out is not None:
-        of_value = of_value + weighted_sum("keys", operators, operands, lse, of_grad_out, [])
-    gates = operands.log_gates
+        of_value = of_value + weighted_sum("keys", call, lse, of_grad_out, [])
+    gates = call.log_gates
     return (
         (scale * total("queries", key, moved.key)).to(query.dtype),
         (scale * total("keys", query, moved.query)).to(key.dtype),
@@ -326,8 +311,7 @@ class _Less(NamedTuple):
 
 def _sums_less(
     axis: Axis,
-    operators: Operators,
-    operands: Operands,
+    call: Call,
     lse: Tensor,
     values: Tensor | None,
     factors: list[Factor],
@@ -335,14 +319,17 @@ def _sums_less(
     ones: Tensor,
 ) -> list[Tensor]:
     """Terms whose sum is the weighted sum with ``factors`` times ``last``."""
-    if last.factor is not None and operands.dropout_seed is None:
-        both = less(last.factor, last.number, ones)
-        return [weighted_sum(axis, operators, operands, lse, values, [*factors, both])]
+    if last.factor is not None and call.dropout_seed is None:
+        return [weighted_sum(axis, call, lse, values, [*factors, less(last.factor, last.number, ones)])]
     number = Factor(-last.number.unsqueeze(-1), ones)
-    parts = [weighted_sum(axis, operators, operands.undropped(), lse, values, [*factors, number])]
+    parts = [weighted_sum(axis, _undropped(call), lse, values, [*factors, number])]
     if last.factor is not None:
-        parts.append(weighted_sum(axis, operators, operands, lse, values, [*factors, last.factor]))
+        parts.append(weighted_sum(axis, call, lse, values, [*factors, last.factor]))
     return parts
+
+
+def _undropped(call: Call) -> Call:
+    return call._replace(dropout_seed=None)
 
 
 def _dot(left: Tensor, right: Tensor, dtype: torch.dtype) -> Tensor:

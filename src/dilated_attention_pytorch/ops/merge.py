@@ -1,4 +1,4 @@
-"""The exact merge of partials, for callers; the engine merges in place, see :mod:`.engine.merge`."""
+"""The exact merge of partials: for callers, and in place."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import _register_namedtuple
 
+from dilated_attention_pytorch.kernels.products import Result
 from dilated_attention_pytorch.precision import accumulation_dtype
 
 
@@ -71,3 +72,34 @@ def merge(partials: Sequence[AttentionOutput | tuple[Tensor, Tensor]]) -> Attent
     assert isinstance(merged, Tensor)
     total = torch.where(no_key, float("-inf"), torch.logsumexp(safe, dim=0))
     return AttentionOutput(merged.to(partials[0][0].dtype), total)
+
+
+def merge_in_place(out: Tensor, lse: Tensor, rest: Tensor | None, partial: Result) -> None:
+    """Merge one partial into ``out`` and ``lse``; either all log-sum-exps are pairs, or none.
+
+    The two weights sum to 1, so that ``out`` is read and written once: ``O + (O_i - O) * sigmoid(L_i - L)``.
+    """
+    if rest is None:
+        of_partial = partial.lse.to(lse.dtype)
+        # Of a row that sees no key of either, the difference is NaN.
+        weight = torch.sigmoid(of_partial - lse).masked_fill_(of_partial == float("-inf"), 0.0)
+        _mix(out, partial.out, weight)
+        lse.copy_(torch.logaddexp(lse, of_partial))
+        return
+    assert partial.rest is not None
+    highest = torch.maximum(lse, partial.lse)
+    safe = highest.masked_fill(highest == float("-inf"), 0.0)
+    powers = [((top - safe) + low).exp2_() for top, low in ((lse, rest), (partial.lse, partial.rest))]
+    total = (powers[0] + powers[1]).clamp_(min=torch.finfo(lse.dtype).tiny)
+    _mix(out, partial.out, powers[1] / total)
+    lse.copy_(highest)
+    torch.log2(total, out=rest)
+
+
+def _mix(out: Tensor, partial_out: Tensor, weight: Tensor) -> None:
+    out.lerp_(partial_out.to(out.dtype).expand(out.shape), weight.unsqueeze(-1))
+
+
+def without_infinities(lse: Tensor) -> Tensor:
+    """Replace the -inf of rows without a key by +inf: ``exp(s - lse)`` is then 0, and the row has no gradient."""
+    return lse.masked_fill(lse == float("-inf"), float("inf"))

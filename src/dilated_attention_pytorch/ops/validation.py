@@ -10,44 +10,36 @@ import torch
 from torch import Tensor
 
 from dilated_attention_pytorch.patterns import Pattern
-from dilated_attention_pytorch.precision import accumulation_dtype
+from dilated_attention_pytorch.precision import accumulation_dtype, is_cast
 
-from .autocast import is_cast
+from .call import Call
 
 _DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 _MOST_HEADS = 64
 """More heads than this, each with its own key/value head, and fewer rows: the axes are probably swapped."""
 
 
-def check_call(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    pattern: Pattern,
-    *,
-    is_causal: bool,
-    scale: float | None,
-    query_offset: int,
-    key_offset: int,
-    cu_seqlens: Tensor | None,
-    key_padding_mask: Tensor | None,
-    dropout_p: float,
-) -> None:
-    """Validate the arguments of :func:`attend`; errors name the argument, the expectation and the value."""
-    _check_tensors(query, key, value)
-    if not isinstance(pattern, Pattern):
+def check_call(call: Call) -> None:
+    """Validate the arguments of :func:`attend` and :func:`attend_blocks`.
+
+    Errors name the argument, the expectation and the value. The values of tensors are not read.
+    """
+    query, key = call.query, call.key
+    _check_tensors(query, key, call.value)
+    pattern, is_causal, scale, cu_seqlens, mask = (
+        call.pattern,
+        call.is_causal,
+        call.scale,
+        call.cu_seqlens,
+        call.key_padding_mask,
+    )
+    if call.block_sizes:
+        _check_blocks(call)
+    elif not isinstance(pattern, Pattern):
         raise TypeError(
             "pattern must be a Pattern such as DilatedPattern([2048, 4096], [1, 2]), "
             f"got {pattern!r} of type {type(pattern).__name__}"
         )
-    num_queries, (_, num_keys, num_kv_heads, _) = query.shape[1], key.shape
-    is_zero_padded = False
-    for group in pattern.groups:
-        if group.heads is not None and len(group.heads) != num_kv_heads:
-            raise ValueError(
-                f"the pattern was restricted to other key/value heads than the call's {num_kv_heads}: {pattern}"
-            )
-        is_zero_padded = is_zero_padded or group.tail == "zero_padded"
     if not isinstance(is_causal, bool):
         raise TypeError(f"is_causal must be True or False, got {is_causal!r} of type {type(is_causal).__name__}")
     # Comparisons, since torch.compile traces math.isfinite of a number only while it is a constant.
@@ -57,11 +49,16 @@ def check_call(
     largest = torch.finfo(of_scores).max / 4
     if scale is not None and abs(scale) > largest:
         raise ValueError(f"scale must be at most {largest:.2g} in magnitude for scores in {of_scores}, got {scale!r}")
-    check_dropout("dropout_p", dropout_p)
-    _check_offset("query_offset", query_offset)
-    _check_offset("key_offset", key_offset)
-    if key_padding_mask is not None:
-        _check_key_padding_mask(key_padding_mask, key)
+    check_dropout("dropout_p", call.dropout_p)
+    query_offset = 0
+    if isinstance(call.query_offset, Tensor):
+        _check_query_start(call)
+    else:
+        query_offset = _checked_offset("query_offset", call.query_offset)
+    key_offset = _checked_offset("key_offset", call.key_offset)
+    if mask is not None:
+        _check_key_padding_mask(mask, key)
+    num_queries, (_, num_keys, num_kv_heads, _) = query.shape[1], key.shape
     if cu_seqlens is not None:
         check_cu_seqlens(cu_seqlens, query)
         if num_queries != num_keys or query_offset != 0 or key_offset != 0:
@@ -70,37 +67,39 @@ def check_call(
                 f"position 0: got {num_queries} query rows at {query_offset} and {num_keys} key rows at {key_offset}; "
                 "call attend per document for slabs"
             )
+    if pattern is None:
+        return
+    is_zero_padded = False
+    for group in pattern.groups:
+        if group.heads is not None and len(group.heads) != num_kv_heads:
+            raise ValueError(
+                f"the pattern was restricted to other key/value heads than the call's {num_kv_heads}: {pattern}"
+            )
+        is_zero_padded = is_zero_padded or group.tail == "zero_padded"
     if pattern.rules:
         # Positions of packed documents are relative to the document; boundaries are checked where they are read.
         end = max(query_offset + num_queries, key_offset + num_keys) if cu_seqlens is None else 0
         for rule in pattern.rules:
             rule.check(end, num_kv_heads)
     if is_zero_padded:
-        _check_zero_padded(query, key, query_offset, key_offset, key_padding_mask)
+        _check_zero_padded(query, key, query_offset, key_offset, mask)
 
 
-def _check_offset(name: str, offset: int) -> None:
+def _checked_offset(name: str, offset: int) -> int:
     if isinstance(offset, bool) or not isinstance(offset, (int, torch.SymInt)):
         raise TypeError(f"{name} must be an integer position, got {offset!r} of type {type(offset).__name__}")
     if offset < 0:
         raise ValueError(f"{name} is the absolute position of the slab's first row, at least 0, got {offset}")
+    return offset
 
 
-def check_query_start(
-    query_start: Tensor,
-    query: Tensor,
-    key: Tensor,
-    pattern: Pattern,
-    *,
-    is_causal: bool,
-    key_offset: int,
-    cu_seqlens: Tensor | None,
-    dropout_p: float,
-) -> None:
-    """Validate a ``query_offset`` tensor and the options used with it; its value is not read.
-
-    The other arguments have passed :func:`check_call`.
-    """
+def _check_query_start(call: Call) -> None:
+    """Validate a ``query_offset`` tensor and the options used with it; its value is not read."""
+    query_start, query, key, pattern = call.query_offset, call.query, call.key, call.pattern
+    key_offset = _checked_offset("key_offset", call.key_offset)
+    assert isinstance(query_start, Tensor)
+    if pattern is None:
+        raise TypeError(f"query_offset of block lists must be an integer position, got {query_start!r}")
     if query_start.dtype != torch.int64 or query_start.dim() != 0:
         raise TypeError(
             "query_offset must be an integer, or an int64 tensor without dimensions, got a tensor of "
@@ -111,14 +110,14 @@ def check_query_start(
             f"query_offset, a tensor, must be on query's device {query.device}, got {query_start.device}; a position "
             "that the host knows is passed as an integer"
         )
-    if not is_causal:
+    if not call.is_causal:
         raise NotImplementedError(
             "query_offset as a tensor is for decoding, where rows of the buffer behind the position are not seen: pass "
             "is_causal=True, or query_offset as an integer"
         )
     refused = {
-        "cu_seqlens": cu_seqlens is not None,
-        "dropout_p": dropout_p > 0.0,
+        "cu_seqlens": call.cu_seqlens is not None,
+        "dropout_p": call.dropout_p > 0.0,
         'tail="zero_padded"': any(group.tail == "zero_padded" for group in pattern.groups),
     }
     for name, is_given in refused.items():
@@ -301,8 +300,12 @@ def check_size(name: str, number: int, *, least: int = 1) -> None:
         raise ValueError(f"{name} must be at least {least}, got {number}")
 
 
-def check_blocks(query: Tensor, key: Tensor, blocks: Tensor, log_gates: Tensor | None, query_block_size: int) -> None:
-    """Validate the block lists and gates of :func:`attend_blocks`, except the block numbers."""
+def _check_blocks(call: Call) -> None:
+    """Validate block lists and gates, except the block numbers."""
+    query, key, blocks, log_gates = call.query, call.key, call.blocks, call.log_gates
+    for name, size in zip(("block_size", "query_block_size"), call.block_sizes, strict=True):
+        check_size(name, size)
+    query_block_size = call.block_sizes[1]
     if not isinstance(blocks, Tensor) or blocks.dtype != torch.int64:
         kind = blocks.dtype if isinstance(blocks, Tensor) else type(blocks).__name__
         raise TypeError(f"blocks must be an int64 tensor [B, G, query blocks, k] of block numbers, got {kind}")

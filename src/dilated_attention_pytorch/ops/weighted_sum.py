@@ -11,7 +11,6 @@ The tangent of a score is such a factor, and so is the gradient of a probability
 from __future__ import annotations
 
 import functools
-from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from typing import Any, Literal, NamedTuple
 
@@ -20,25 +19,11 @@ from torch import Tensor
 from torch.autograd import forward_ad
 from torch.autograd.function import Function
 
-from dilated_attention_pytorch.precision import accumulation_dtype
+from .call import NUM_TENSORS, Call
 
 Axis = Literal["queries", "keys", "blocks"]
 """The axis of the result: one value per query, per key, or per listed block of a query block."""
-
-
-class Operands(NamedTuple):
-    """The tensors that determine the scores. The last three have no derivative."""
-
-    query: Tensor
-    key: Tensor
-    log_gates: Tensor | None
-    which: Tensor | None
-    """Boundaries of packed documents, or block lists."""
-    key_padding_mask: Tensor | None
-    dropout_seed: Tensor | None
-
-    def undropped(self) -> Operands:
-        return self._replace(dropout_seed=None)
+_SIZE = len(Call._fields)
 
 
 class Factor(NamedTuple):
@@ -61,39 +46,6 @@ class Tangents(NamedTuple):
     log_gates: Tensor | None
 
 
-class Operators(ABC):
-    """The registered operators of one kind of call with its non-tensor options; they implement no derivatives."""
-
-    scale: float
-
-    @abstractmethod
-    def compute(self, operands: Operands, value: Tensor) -> tuple[Tensor, Tensor]:
-        """Output and log-sum-exp, called directly: not recorded by autograd, not dispatched (:mod:`.dispatch`)."""
-
-    @abstractmethod
-    def compute_gradients(
-        self, operands: Operands, value: Tensor, grad_out: Tensor, grad_lse: Tensor | None, out: Tensor, lse: Tensor
-    ) -> tuple[Tensor, ...]:
-        """:meth:`backward`, called directly."""
-
-    @abstractmethod
-    def forward(self, operands: Operands, value: Tensor) -> tuple[Tensor, Tensor]:
-        """Output and log-sum-exp from the registered operator."""
-
-    @abstractmethod
-    def backward(
-        self, operands: Operands, value: Tensor, grad_out: Tensor, grad_lse: Tensor | None, out: Tensor, lse: Tensor
-    ) -> tuple[Tensor, ...]:
-        """Gradients of query, key, value and, if given, log-gates."""
-
-    @abstractmethod
-    def weighted_sum(
-        self, axis: Axis, operands: Operands, lse: Tensor, values: Tensor | None, factors: Sequence[Factor]
-    ) -> Tensor:
-        """The sum of P times the factors, in the accumulation dtype; with dropout if ``operands`` have a seed.
-        ``values``: key values for a sum per query, query values for a sum per key, else None."""
-
-
 def nestable(jvp: Callable[..., Any]) -> Callable[..., Any]:
     """Wrap a ``jvp(ctx, saved, *tangents)`` so that its own operations propagate the tangents of outer levels.
 
@@ -111,43 +63,46 @@ def nestable(jvp: Callable[..., Any]) -> Callable[..., Any]:
 
 
 class WeightedSum(Function):
-    """:meth:`Operators.weighted_sum`: ``apply(axis, operators, lse, values, *operands, *factors)``.
+    """:func:`.operators.weighted_sum`: ``apply(axis, lse, values, *call, *factors)``; ``call.value`` is not read.
 
     ``lse`` is an independent variable here: P is ``exp(s - lse)``.
     """
 
     @staticmethod
-    def forward(axis: Axis, operators: Operators, lse: Tensor, values: Tensor | None, *tensors: Any) -> Tensor:
-        return operators.weighted_sum(axis, Operands(*tensors[:6]), lse, values, factors_of(tensors[6:]))
+    def forward(axis: Axis, lse: Tensor, values: Tensor | None, *arguments: Any) -> Tensor:
+        operator = torch.ops.dilated_attention_pytorch.weighted_sum.default
+        total: Tensor = operator(axis, values, arguments[_SIZE:], lse, *Call(*arguments[:_SIZE]).for_operator())
+        return total
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-        ctx.axis, ctx.operators, *tensors = inputs
+        ctx.axis, lse, values, *arguments = inputs
+        ctx.options = arguments[NUM_TENSORS:_SIZE]
+        tensors = (lse, values, *arguments[:NUM_TENSORS], *arguments[_SIZE:])
         ctx.save_for_backward(*tensors)
         ctx.save_for_forward(*tensors)
         ctx.set_materialize_grads(False)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor | None) -> tuple[Tensor | None, ...]:
-        lse, values, *tensors = ctx.saved_tensors
+        lse, values, call, factors = _saved(ctx.saved_tensors, ctx.options)
         if grad is None:
-            return (None,) * (4 + len(tensors))
-        operands, factors = Operands(*tensors[:6]), factors_of(tensors[6:])
+            return (None,) * (3 + _SIZE + 3 * len(factors))
         # The multiplier of each pair's term in <sum, gradient>.
         last = {
             "queries": Factor(grad, values),
             "keys": Factor(values, grad),
             "blocks": Factor(None, None, grad),
         }[ctx.axis]
-        of_scores, (key, query, gates) = [*factors, last], (operands.key, operands.query, operands.log_gates)
-        is_needed = dict(zip(("lse", "values", *Operands._fields), ctx.needs_input_grad[2:10], strict=True))
+        of_scores, (key, query, gates) = [*factors, last], (call.key, call.query, call.log_gates)
+        is_needed = dict(zip(("lse", "values", *Call._fields), ctx.needs_input_grad[1:], strict=False))
 
         def total(
             axis: Axis, like: Tensor | None, values: Tensor | None, factors: list[Factor], scale: float = 1.0
         ) -> Tensor | None:
             if like is None:
                 return None
-            return (scale * weighted_sum(axis, ctx.operators, operands, lse, values, factors)).to(like.dtype)
+            return (scale * weighted_sum(axis, call, lse, values, factors)).to(like.dtype)
 
         grads: dict[str, Tensor | None] = dict.fromkeys(is_needed)
         if is_needed["lse"]:
@@ -157,9 +112,9 @@ class WeightedSum(Function):
         if is_needed["values"]:
             grads["values"] = total("keys" if ctx.axis == "queries" else "queries", values, grad, factors)
         if is_needed["query"]:
-            grads["query"] = total("queries", query, key, of_scores, ctx.operators.scale)
+            grads["query"] = total("queries", query, key, of_scores, call.scale)
         if is_needed["key"]:
-            grads["key"] = total("keys", key, query, of_scores, ctx.operators.scale)
+            grads["key"] = total("keys", key, query, of_scores, call.scale)
         if is_needed["log_gates"]:
             grads["log_gates"] = total("blocks", gates, None, of_scores)
         of_factors: list[Tensor | None] = []
@@ -170,25 +125,24 @@ class WeightedSum(Function):
                 total("keys", factor.right, factor.left, others),
                 total("blocks", factor.gates, None, others),
             ]
-        return (None, None, *grads.values(), *of_factors)
+        return (None, *grads.values(), *of_factors)
 
     @staticmethod
     @nestable
     def jvp(ctx: Any, saved: list[Any], *tangents: Any) -> Tensor:
-        lse, values, *tensors = saved
-        _, _, of_lse, of_values, of_query, of_key, of_gates, _, _, _, *rest = tangents
-        operands, factors = Operands(*tensors[:6]), factors_of(tensors[6:])
+        lse, values, call, factors = _saved(saved, ctx.options)
+        _, of_lse, of_values, of_query, of_key, _, of_gates, *_ = tangents
 
         def total(values: Tensor | None, factors: list[Factor]) -> Tensor:
-            return weighted_sum(ctx.axis, ctx.operators, operands, lse, values, factors)
+            return weighted_sum(ctx.axis, call, lse, values, factors)
 
-        scores = moved_scores(ctx.operators.scale, operands, Tangents(of_query, of_key, None, of_gates))
+        scores = moved_scores(call, Tangents(of_query, of_key, None, of_gates))
         if of_lse is not None:
-            scores = less(scores, of_lse, ones_of(operands.key))
+            scores = less(scores, of_lse, ones_of(call.key))
         parts = [] if scores is None else [total(values, [*factors, scores])]
         if of_values is not None:
             parts.append(total(of_values, factors))
-        for index, (factor, moved) in enumerate(zip(factors, factors_of(rest), strict=True)):
+        for index, (factor, moved) in enumerate(zip(factors, factors_of(tangents[3 + _SIZE :]), strict=True)):
             of_factor = tangent_of(factor, moved)
             if of_factor is not None:
                 parts.append(total(values, [*factors[:index], of_factor, *factors[index + 1 :]]))
@@ -199,6 +153,11 @@ class WeightedSum(Function):
     @staticmethod
     def vmap(info: Any, in_dims: tuple[int | None, ...], *inputs: Any) -> tuple[Any, Any]:
         return by_sequence(WeightedSum, info.batch_size, in_dims, inputs)
+
+
+def _saved(tensors: Sequence[Any], options: Sequence[Any]) -> tuple[Tensor, Tensor | None, Call, list[Factor]]:
+    lse, values, *rest = tensors
+    return lse, values, Call(*rest[:NUM_TENSORS], *options), factors_of(rest[NUM_TENSORS:])
 
 
 def by_sequence(
@@ -238,11 +197,10 @@ def less(factor: Factor | None, number: Tensor, ones: Tensor) -> Factor:
     return Factor(_joined([factor.left, -number.unsqueeze(-1)]), _joined([factor.right, ones]), factor.gates)
 
 
-def moved_scores(scale: float, operands: Operands, moved: Tangents) -> Factor | None:
+def moved_scores(call: Call, moved: Tangents) -> Factor | None:
     """The tangent of the scores; None if it is zero."""
-    dtype = accumulation_dtype(operands.query.dtype)
-    left, moved_left = (None if x is None else scale * x.to(dtype) for x in (operands.query, moved.query))
-    return tangent_of(Factor(left, operands.key), Factor(moved_left, moved.key, moved.log_gates))
+    left, moved_left = (None if x is None else call.scale * x.to(call.dtype) for x in (call.query, moved.query))
+    return tangent_of(Factor(left, call.key), Factor(moved_left, moved.key, moved.log_gates))
 
 
 def tangent_of(factor: Factor, moved: Factor) -> Factor | None:
@@ -262,11 +220,13 @@ def ones_of(key: Tensor) -> Tensor:
     return torch.ones_like(key[..., :1])
 
 
-def weighted_sum(
-    axis: Axis, operators: Operators, operands: Operands, lse: Tensor, values: Tensor | None, factors: Sequence[Factor]
-) -> Tensor:
+def weighted_sum(axis: Axis, call: Call, lse: Tensor, values: Tensor | None, factors: Sequence[Factor]) -> Tensor:
+    """The sum of P times the factors, in the accumulation dtype; with dropout if ``call`` has a seed.
+
+    ``values``: key values for a sum per query, query values for a sum per key, None for a sum per block.
+    """
     flat = [tensor for factor in factors for tensor in factor]
-    result: Tensor = WeightedSum.apply(axis, operators, lse, values, *operands, *flat)
+    result: Tensor = WeightedSum.apply(axis, lse, values, *call._replace(value=call.key), *flat)
     return result
 
 

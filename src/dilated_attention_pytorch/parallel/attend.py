@@ -9,12 +9,13 @@ from torch.distributed.device_mesh import DeviceMesh
 from dilated_attention_pytorch.kernels.select import Impl
 from dilated_attention_pytorch.ops import AttentionOutput
 from dilated_attention_pytorch.ops.attend import attend_checked
-from dilated_attention_pytorch.ops.autocast import cast_by_autocast
-from dilated_attention_pytorch.ops.prepare import as_rows, with_scale, without_padding
+from dilated_attention_pytorch.ops.call import Call, with_scale
+from dilated_attention_pytorch.ops.run import as_rows, without_padding
 from dilated_attention_pytorch.ops.validation import check_call, sequence_first
 from dilated_attention_pytorch.patterns import Pattern
 from dilated_attention_pytorch.planning.layout import Layout, Shards, with_rows
 from dilated_attention_pytorch.planning.shards import ShardedCall
+from dilated_attention_pytorch.precision import cast_by_autocast
 
 from .agreement import Agreed, Keywords, agree
 from .first_derivative import refuse_other_derivatives
@@ -175,17 +176,18 @@ def _attend(
     with ranks.rows.announced():
         query, key, value = sequence_first(query, key, value, heads_first)
         check_call(
-            query,
-            key,
-            value,
-            pattern,
-            is_causal=keywords.is_causal,
-            scale=keywords.scale,
-            query_offset=keywords.query_offset,
-            key_offset=keywords.key_offset,
-            cu_seqlens=None,
-            key_padding_mask=keywords.key_padding_mask,
-            dropout_p=keywords.dropout_p,
+            Call(
+                query,
+                key,
+                value,
+                key_padding_mask=keywords.key_padding_mask,
+                pattern=pattern,
+                is_causal=keywords.is_causal,
+                scale=keywords.scale,
+                query_offset=keywords.query_offset,
+                key_offset=keywords.key_offset,
+                dropout_p=keywords.dropout_p,
+            )
         )
         refuse_other_derivatives(query, key, value)
         # Before the ranks compare their calls: autocast sets the dtype of the exchanged tensors.
@@ -221,19 +223,21 @@ def _attend(
         out, lse = _by_rows(ranks, agreed, query, key, value, mask, pattern, seed, keywords)
     else:
         out, lse = attend_checked(
-            query,
-            key,
-            value,
-            pattern,
-            is_causal=keywords.is_causal,
-            scale=keywords.scale,
-            query_offset=keywords.query_offset,
-            key_offset=keywords.key_offset,
-            cu_seqlens=keywords.cu_seqlens,
-            key_padding_mask=mask,
-            dropout_p=keywords.dropout_p,
-            dropout_seed=seed,
-            impl=keywords.impl,
+            Call(
+                query,
+                key,
+                value,
+                cu_seqlens=keywords.cu_seqlens,
+                key_padding_mask=mask,
+                dropout_seed=seed,
+                pattern=pattern,
+                is_causal=keywords.is_causal,
+                scale=keywords.scale,
+                query_offset=keywords.query_offset,
+                key_offset=keywords.key_offset,
+                dropout_p=keywords.dropout_p,
+                impl=keywords.impl,
+            )
         )
     if is_lse_wanted:
         return ToRows.apply(route, out, lse)

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from dilated_attention_pytorch.planning.layout import Layout, Shards
 from dilated_attention_pytorch.planning.pairs import num_pairs
-from dilated_attention_pytorch.planning.plan import Call, plan
+from dilated_attention_pytorch.planning.plan import CallShape, plan
 from dilated_attention_pytorch.planning.shards import ShardedCall
 from dilated_attention_pytorch.planning.traffic import gather_group_parts, gathered_rows, sent_rows
 
@@ -175,7 +175,7 @@ def heads_flops(size: Shape, num_ranks: int) -> list[int]:
     flops = []
     for rank in range(num_ranks):
         kv, ratio = heads.kv_of_queries(rank, size.ratio)
-        whole = Call(
+        whole = CallShape(
             call.pattern.for_heads(kv, call.num_kv_heads),
             size.batch_size,
             rows,

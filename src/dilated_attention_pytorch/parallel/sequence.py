@@ -8,8 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from dilated_attention_pytorch.ops.autocast import without_autocast
 from dilated_attention_pytorch.planning.layout import Shards
+from dilated_attention_pytorch.precision import without_autocast
 
 from .communicator import Communicator
 from .first_derivative import first_derivative

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 from torch import Tensor
 
-from dilated_attention_pytorch.engine.remote import RemoteKeys, block_view
+from dilated_attention_pytorch.ops.remote import RemoteKeys, block_view
 from dilated_attention_pytorch.planning.shards import Block
 
 

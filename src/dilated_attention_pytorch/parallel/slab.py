@@ -5,13 +5,17 @@ from __future__ import annotations
 import functools
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from dilated_attention_pytorch.engine.extremes import has_large_scores, largest_norm
-from dilated_attention_pytorch.engine.merge import merge_in_place, without_infinities
-from dilated_attention_pytorch.engine.remote import (
+from dilated_attention_pytorch.kernels.products import LOG2_E, Result
+from dilated_attention_pytorch.ops import run, tiles
+from dilated_attention_pytorch.ops.call import Call
+from dilated_attention_pytorch.ops.extremes import has_large_scores, largest_norm
+from dilated_attention_pytorch.ops.merge import merge_in_place, without_infinities
+from dilated_attention_pytorch.ops.remote import (
     Dropout,
     RemoteKeys,
     add_key_gradients,
@@ -20,9 +24,7 @@ from dilated_attention_pytorch.engine.remote import (
     positions_of,
     work_of,
 )
-from dilated_attention_pytorch.engine.work import Work
-from dilated_attention_pytorch.kernels.products import LOG2_E, Result
-from dilated_attention_pytorch.ops import library
+from dilated_attention_pytorch.ops.work import Work
 from dilated_attention_pytorch.patterns import PatternSum
 from dilated_attention_pytorch.patterns.blocks import BlockPattern
 from dilated_attention_pytorch.planning.exchange import Exchange, SlabPair, exchange
@@ -32,9 +34,6 @@ from dilated_attention_pytorch.precision import accumulation_dtype
 
 from .shipment import message_length, unpack
 from .slab_keys import add_to_blocks, keys_of_slab
-
-_Operands = tuple[Tensor, Tensor, Tensor, Tensor | None, Tensor | None, Tensor | None]
-"""The first of :class:`.library.Arguments`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,7 +91,7 @@ class Slab:
         self.rest: Tensor | None = None
         """The second part of the log-sum-exp if scores are large, see :class:`Result`."""
         self._shard_parts = tuple(shard_parts(options.call, runs))
-        self._rules_spec = PatternSum(tuple(map(BlockPattern, options.call.pattern.rules))).spec
+        self._rules = PatternSum(tuple(map(BlockPattern, options.call.pattern.rules)))
 
     def own_seen_keys(self) -> SeenKeys:
         """Pairs between different runs of this rank, with keys as views."""
@@ -113,7 +112,7 @@ class Slab:
         query, is_large = self.query, self._is_large(self.key)
         if len(self._shard_parts) == 1 and not is_large:
             (shard_part,) = self._shard_parts
-            out, lse = library.attend_prepared(self._arguments(shard_part))
+            out, lse = run.forward_prepared(self._call_within(shard_part))
             return out.to(self.dtype), lse
         out = torch.empty(query.shape, dtype=self.dtype, device=query.device)
         lse = torch.empty(query.shape[:3], dtype=self.dtype, device=query.device)
@@ -121,11 +120,11 @@ class Slab:
             self._make_pair(lse)
         for shard_part in self._shard_parts:
             rows = slice(*shard_part.rows)
-            arguments = self._arguments(shard_part)
-            if self.rest is None:
-                out[:, rows], lse[:, rows] = library.attend_prepared(arguments)
-            else:
-                out[:, rows], lse[:, rows], self.rest[:, rows] = library.attend_pair(arguments)
+            call = self._call_within(shard_part)
+            of_rest = None if self.rest is None else torch.zeros_like(self.rest[:, rows])
+            out[:, rows], lse[:, rows] = run.forward_prepared(call) if of_rest is None else tiles.forward(call, of_rest)
+            if self.rest is not None:
+                self.rest[:, rows] = of_rest
         return out, lse
 
     def _is_large(self, *keys: Tensor) -> bool:
@@ -155,10 +154,13 @@ class Slab:
             merge_keys(self._work(seen_keys, rectangle), out, lse, rest)
         for pair in seen_keys.seen.slab_pairs:
             rows = slice(*pair.queries)
-            arguments = self._pair_arguments(seen_keys, pair)
-            of_rows = (out[:, rows], lse[:, rows], None if rest is None else rest[:, rows])
-            part = library.attend_prepared(arguments) if rest is None else library.attend_pair(arguments)
-            merge_in_place(*of_rows, Result(*part))
+            call = self._call_of_pair(seen_keys, pair)
+            if rest is None:
+                merge_in_place(out[:, rows], lse[:, rows], None, Result(*run.forward_prepared(call)))
+            else:
+                of_rest = torch.zeros_like(rest[:, rows])
+                part = Result(*tiles.forward(call, of_rest), of_rest)
+                merge_in_place(out[:, rows], lse[:, rows], rest[:, rows], part)
 
     def finish(self, out: Tensor, lse: Tensor) -> tuple[Tensor, Tensor]:
         """``out`` in the query's dtype and the log-sum-exp, after all merges."""
@@ -173,7 +175,7 @@ class Slab:
         grads = [] if is_one else [torch.empty(x.shape, dtype=self.dtype, device=x.device) for x in tensors]
         for shard_part in self._shard_parts:
             rows = slice(*shard_part.rows)
-            parts = self._slab_gradients(rows, out, lse, grad_out, grad_lse, self._arguments(shard_part))
+            parts = self._slab_gradients(rows, out, lse, grad_out, grad_lse, self._call_within(shard_part))
             if is_one:
                 return parts[0].to(self.dtype), parts[1].to(self.dtype), parts[2].to(self.dtype)
             # Free each part after copying it; for a single run the parts are half the size of the result.
@@ -190,13 +192,14 @@ class Slab:
         lse: Tensor,
         grad_out: Tensor,
         grad_lse: Tensor | None,
-        arguments: library.Arguments,
-    ) -> tuple[Tensor, Tensor, Tensor]:
+        call: Call,
+    ) -> tuple[Tensor, ...]:
         """Gradients of query, key and value of one call for some of the rows."""
-        of_rows = (grad_out[:, rows], None if grad_lse is None else grad_lse[:, rows], out[:, rows])
+        of_grad_lse = None if grad_lse is None else grad_lse[:, rows]
         if self.rest is None:
-            return library.attend_backward_prepared(*of_rows, lse[:, rows], arguments)
-        return library.attend_pair_backward(*of_rows, (lse[:, rows], self.rest[:, rows]), arguments)
+            return run.backward_prepared(call, grad_out[:, rows], of_grad_lse, out[:, rows], lse[:, rows])
+        of_rest = self.rest[:, rows]
+        return tiles.backward(call, out[:, rows], lse[:, rows], run.as_rows(grad_out[:, rows]), of_grad_lse, of_rest)
 
     def gradients(self, seen_keys: SeenKeys, state: Backward, grad_query: Tensor) -> Tensor:
         """Add the keys' contribution to the query gradient; returns the gradients of keys and values as a message.
@@ -231,9 +234,13 @@ class Slab:
             )
         for pair in seen_keys.seen.slab_pairs:
             rows = slice(*pair.queries)
-            arguments = self._pair_arguments(seen_keys, pair)
             of_query, of_key, of_value = self._slab_gradients(
-                rows, state.out, state.merged_lse, state.grad_out, state.grad_lse, arguments
+                rows,
+                state.out,
+                state.merged_lse,
+                state.grad_out,
+                state.grad_lse,
+                self._call_of_pair(seen_keys, pair),
             )
             grad_query[:, rows] += of_query
             add_to_blocks(pair, seen_keys.seen.blocks, grads, of_key, of_value)
@@ -254,39 +261,53 @@ class Slab:
             dropout=self._dropout(seen_keys, rectangle),
         )
 
-    def _arguments(self, shard_part: ShardPart) -> library.Arguments:
-        """The arguments of the call for one part of the shard."""
+    def _call_within(self, shard_part: ShardPart) -> Call:
+        """The call of one part of the shard."""
         rows = slice(*shard_part.rows)
         seed = self.seed
         if seed is not None and self.options.call.documents is not None:
             # Positions restart in every document, but the dropout draws must not.
             seed = seed + 1 + self._absolute_row(self.runs, shard_part.rows[0])
         boundaries = None if shard_part.boundaries is None else torch.tensor(shard_part.boundaries, dtype=torch.int32)
-        is_ignored = None if self.is_ignored is None else self.is_ignored[:, rows]
-        operands = (self.query[:, rows], self.key[:, rows], self.value[:, rows], boundaries, is_ignored, seed)
-        return self._call(operands, self.options.call.pattern.spec, shard_part.position, shard_part.position)
+        return self._call(
+            self.query[:, rows],
+            self.key[:, rows],
+            self.value[:, rows],
+            cu_seqlens=boundaries,
+            key_padding_mask=None if self.is_ignored is None else self.is_ignored[:, rows],
+            dropout_seed=seed,
+            pattern=self.options.call.pattern,
+            query_offset=shard_part.position,
+            key_offset=shard_part.position,
+        )
 
-    def _pair_arguments(self, seen_keys: SeenKeys, pair: SlabPair) -> library.Arguments:
-        """The arguments of the call for a pair of slabs."""
+    def _call_of_pair(self, seen_keys: SeenKeys, pair: SlabPair) -> Call:
+        """The call of a pair of slabs."""
         key, value, is_ignored = keys_of_slab(pair, seen_keys.seen.blocks, seen_keys.keys, self.key.shape[2])
         seed = self.seed
         if seed is not None and self.options.call.documents is not None:
             # As for shard parts, offset by the document's first row; no shard part draws for these pairs.
             seed = seed + 1 + self._absolute_row(self.runs, pair.queries[0]) - pair.query_position
-        operands = (self.query[:, slice(*pair.queries)], key, value, None, is_ignored, seed)
-        return self._call(operands, self._rules_spec, pair.query_position, pair.key_position)
+        return self._call(
+            self.query[:, slice(*pair.queries)],
+            key,
+            value,
+            key_padding_mask=is_ignored,
+            dropout_seed=seed,
+            pattern=self._rules,
+            query_offset=pair.query_position,
+            key_offset=pair.key_position,
+        )
 
-    def _call(self, operands: _Operands, pattern: str, query_position: int, key_position: int) -> library.Arguments:
+    def _call(self, *tensors: Tensor, **fields: Any) -> Call:
         options = self.options
-        return library.Arguments(
-            *operands,
-            pattern,
-            options.call.is_causal,
-            options.scale,
-            query_position,
-            key_position,
-            options.dropout_p,
-            options.impl,
+        return Call(
+            *tensors,
+            **fields,
+            is_causal=options.call.is_causal,
+            scale=options.scale,
+            dropout_p=options.dropout_p,
+            impl=options.impl,
         )
 
     def _dropout(self, seen_keys: SeenKeys, rectangle: Rectangle) -> Dropout | None:

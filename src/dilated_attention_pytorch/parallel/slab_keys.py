@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 
 from torch import Tensor
 
-from dilated_attention_pytorch.engine.remote import RemoteKeys
+from dilated_attention_pytorch.ops.remote import RemoteKeys
 from dilated_attention_pytorch.planning.exchange import SlabPair
 from dilated_attention_pytorch.planning.shards import Block
 

@@ -15,7 +15,7 @@ from .geometry import Bands, Partial, Slabs, fold, group_partials
 
 
 @dataclass(frozen=True, slots=True)
-class Call:
+class CallShape:
     """The cache key of a plan: sizes of a call, and positions of its slabs and documents; no tensors."""
 
     pattern: Pattern
@@ -69,7 +69,7 @@ def tile_size(num_rows: int, head_dim: int, itemsize: int) -> int:
 
 
 @functools.lru_cache(maxsize=128)
-def plan(call: Call, tile_size: int, *, bands: Bands = "cut") -> Plan:
+def plan(call: CallShape, tile_size: int, *, bands: Bands = "cut") -> Plan:
     """Split a call into tiles of about ``tile_size`` rows times query heads, without splitting a segment.
 
     ``bands``: how windows and the causal mask are planned.
@@ -109,7 +109,7 @@ def _clip(start: int, stop: int, offset: int, num_rows: int) -> tuple[int, int]:
     return first, min(max(stop - offset, first), num_rows)
 
 
-def _documents(call: Call) -> Iterator[tuple[int, int, int]]:
+def _documents(call: CallShape) -> Iterator[tuple[int, int, int]]:
     """First position, end within the slabs, and full length of every document that overlaps the slabs."""
     start = min(call.query_offset, call.key_offset)
     stop = max(call.query_offset + call.num_queries, call.key_offset + call.num_keys)
@@ -122,7 +122,7 @@ def _documents(call: Call) -> Iterator[tuple[int, int, int]]:
 
 
 def _row_ranges(
-    call: Call, groups: tuple[DilationGroup, ...], max_rows: int
+    call: CallShape, groups: tuple[DilationGroup, ...], max_rows: int
 ) -> Iterator[list[tuple[int, int, int, int]]]:
     """Groups of ranges ``(first, stop, document begin, document length)`` of absolute positions closed under the
     pattern.
@@ -154,7 +154,7 @@ def _row_ranges(
 
 
 def _partials(
-    call: Call,
+    call: CallShape,
     groups: tuple[DilationGroup, ...],
     ranges: list[tuple[int, int, int, int]],
     heads: tuple[int, int],
@@ -188,7 +188,7 @@ def _partials(
 
 
 def _partials_of_rules(
-    call: Call, ranges: list[tuple[int, int, int, int]], heads: tuple[int, int], bands: Bands
+    call: CallShape, ranges: list[tuple[int, int, int, int]], heads: tuple[int, int], bands: Bands
 ) -> Iterator[list[Partial | Gathered]]:
     """The partials of one tile, one list per rule, over all heads and documents."""
     for rule in call.pattern.rules:
@@ -210,7 +210,7 @@ def _partials_of_rules(
         yield [*fold(partials), *gathered]
 
 
-def _slabs(call: Call, first: int, stop: int, begin: int, length: int) -> Slabs:
+def _slabs(call: CallShape, first: int, stop: int, begin: int, length: int) -> Slabs:
     query_first, query_stop = _clip(first, stop, call.query_offset, call.num_queries)
     key_first, key_stop = _clip(first, stop, call.key_offset, call.num_keys)
     query_origin, key_origin = begin - call.query_offset, begin - call.key_offset

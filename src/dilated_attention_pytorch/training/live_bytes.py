@@ -16,7 +16,7 @@ from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from dilated_attention_pytorch.ops import library
+from dilated_attention_pytorch.ops import operators
 
 Part = Literal["weights", "gradients", "optimizer", "activations", "loss", "temporaries", "cache"]
 PARTS: tuple[Part, ...] = get_args(Part)
@@ -37,7 +37,7 @@ class Series:
     """Bytes that attention operations allocate internally, by index, if ``own_bytes`` is given."""
 
 
-_ATTEND = library.attend._opoverload
+_ATTEND = operators.attend._opoverload
 _OF_ATTENTION = ("dilated_attention_pytorch", "dilated_attention_native")
 
 

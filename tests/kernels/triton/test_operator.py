@@ -7,6 +7,8 @@ import torch
 
 from dilated_attention_pytorch import DilatedPattern, attend, attend_with_lse, local_window
 from dilated_attention_pytorch.kernels.select import is_interpreted
+from dilated_attention_pytorch.ops import operators
+from dilated_attention_pytorch.ops.call import Call
 
 DEVICE = "cpu" if is_interpreted() else "cuda"
 PATTERN = DilatedPattern([7, 16], [1, 3])
@@ -27,12 +29,24 @@ def test_opcheck(extra: str) -> None:
     padding = torch.arange(13, device=DEVICE)[None] % 3 == 1 if extra == "padded" else None
     seed, p = (torch.tensor(5, device=DEVICE), 0.3) if extra == "dropout" else (None, 0.0)
     pattern = PATTERN + local_window(4) if extra == "window" else PATTERN
-    options = (packed, padding, seed, pattern.spec, True, 0.3, 0, 0, p, "triton")
-    torch.library.opcheck(torch.ops.dilated_attention_pytorch.attend, (q, k, v, *options))
+    call = Call(
+        q,
+        k,
+        v,
+        cu_seqlens=packed,
+        key_padding_mask=padding,
+        dropout_seed=seed,
+        pattern=pattern,
+        is_causal=True,
+        scale=0.3,
+        dropout_p=p,
+        impl="triton",
+    ).for_operator()
+    torch.library.opcheck(operators.attend, call)
     out, lse = attend_with_lse(q, k, v, pattern)
     with torch.no_grad():
-        arguments = (torch.randn_like(out), torch.randn_like(lse), out, lse, q, k, v, *options)
-        torch.library.opcheck(torch.ops.dilated_attention_pytorch.attend_backward, arguments)
+        arguments = (torch.randn_like(out), torch.randn_like(lse), out, lse, *call)
+        torch.library.opcheck(operators.attend_backward, arguments)
 
 
 def test_compiled_without_a_graph_break_equals_eager() -> None:

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from dilated_attention_pytorch.ops import attend
-from dilated_attention_pytorch.ops.autocast import cast_by_autocast
+from dilated_attention_pytorch.precision import cast_by_autocast
 from dilated_attention_pytorch.tracing import constant_of_graph
 
 from .bounded import cache_of

@@ -12,9 +12,8 @@ from dilated_attention_pytorch.kernels.masks import Masks
 from dilated_attention_pytorch.planning.geometry import Axis, Partial
 from dilated_attention_pytorch.planning.shards import Block
 
-from .backward import add_gradients
-from .forward import merge_partials
 from .operands import Operand, Role, Rows
+from .partials import add_gradients, merge_partials
 from .work import Work
 
 
@@ -102,7 +101,7 @@ def add_key_gradients(
     """Add gradients to ``grad_query [B, N, H, D]`` and to ``grads`` of the keys, all in the accumulation dtype."""
     of_query = Operand(grad_query, role=Role.ADDED_TO)
     of_key, of_value = (Operand(x, Rows.REMOTE, Role.ADDED_TO) for x in (grads.key, grads.value))
-    add_gradients(work, (of_query, of_key, of_value), out, lse, rest, grad_out, grad_lse)
+    add_gradients(work, (of_query, of_key, of_value), None, out, lse, rest, grad_out, grad_lse)
 
 
 def merge_rows(query: Tensor, keys: RemoteKeys, out: Tensor, lse: Tensor, *, scale: float, impl: str) -> None:

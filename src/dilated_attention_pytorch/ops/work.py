@@ -13,11 +13,13 @@ from dilated_attention_pytorch.kernels import partial as kernels
 from dilated_attention_pytorch.kernels.dropout import keep_factors
 from dilated_attention_pytorch.kernels.masks import Masks
 from dilated_attention_pytorch.kernels.products import KeepFactors, ScoreBlock
+from dilated_attention_pytorch.planning.block_lists import AnyPartial, BlockLists
 from dilated_attention_pytorch.planning.gathered import Gathered
 from dilated_attention_pytorch.planning.geometry import Partial
 from dilated_attention_pytorch.precision import accumulation_dtype
 
 from .gathered import gathered_views
+from .lists import listed_views
 from .operands import Operand, Operands, Rows
 from .views import PartialViews, strided_views
 
@@ -28,7 +30,7 @@ _LARGEST_BIAS = 1 << 22  # elements of a bias that is materialized
 class Work:
     """Partials for some sequences of the batch; ``query``, ``key`` and ``value`` hold these sequences only."""
 
-    partials: Sequence[Partial | Gathered]
+    partials: Sequence[AnyPartial]
     query: Tensor
     key: Tensor
     value: Tensor
@@ -62,8 +64,11 @@ class Work:
         operands = (self.query, self.key, self.value, self.masks, self.ratio, self.scale)
         return native.Operands(*operands, self.first_sequence, self.is_remote, self.seen_rows)
 
-    def kernel(self, partial: Partial | Gathered, *, is_pair: bool, has_lse_gradient: bool = False) -> kernels.Kernel:
+    def kernel(self, partial: AnyPartial, *, is_pair: bool, has_lse_gradient: bool = False) -> kernels.Kernel:
         """The kernel that computes a partial."""
+        is_listed = isinstance(partial, BlockLists)
+        if isinstance(partial, BlockLists) and not native.takes_gates(partial.log_gates, self.scale):
+            return "products"
         has_bias = self.masks.hidden is not None or (isinstance(partial, Partial) and partial.band is not None)
         return kernels.kernel_of(
             self.impl,
@@ -73,6 +78,7 @@ class Work:
             is_pair=is_pair,
             is_remote=self.is_remote,
             has_lse_gradient=has_lse_gradient,
+            is_listed=is_listed,
         )
 
     def operands(self) -> Operands:
@@ -102,11 +108,14 @@ class Work:
             found["key_positions"] = Operand(keys.expand(of_keys), self.rows_of_keys)
         return found
 
-    def views(self, partial: Partial | Gathered, operands: Operands) -> Iterator[PartialViews]:
+    def views(self, partial: AnyPartial, operands: Operands) -> Iterator[PartialViews]:
         """Every operand as ``[problems, problems, rows(, D)]``, in one or more steps that cover all problems."""
         size = self.query.shape[0]
         if isinstance(partial, Gathered):
             yield from gathered_views(partial, size, self.ratio, operands)
+            return
+        if isinstance(partial, BlockLists):
+            yield from listed_views(partial, self.ratio, operands)
             return
         for views in strided_views(partial, size, self.ratio, operands):
             if partial.band is None or "key_bias" not in operands:
@@ -114,9 +123,9 @@ class Work:
             else:  # in steps, so that the bias of all problems of a step stays small
                 yield from views.split(max(1, _LARGEST_BIAS // _num_scores(partial, views["query"].shape[1])))
 
-    def bias(self, partial: Partial | Gathered, views: PartialViews) -> Tensor | None:
+    def bias(self, partial: AnyPartial, views: PartialViews) -> Tensor | None:
         """Bias of the scores, 0 or -inf, ``[problems, problems, queries, keys]``; None without masks."""
-        query, of_keys, bias = views["query"], views.get("key_bias"), None
+        query, of_keys, bias = views["query"], views.get("key_bias"), views.get("bias")
         if isinstance(partial, Partial) and partial.band is not None:
             bias = _band_bias(partial.band, partial.num_queries, partial.num_keys, self.dtype, query.device)
             bias = bias.expand(*query.shape[:2], -1, -1)
@@ -143,12 +152,12 @@ class Work:
         return factors
 
 
-def is_zero_padding(partial: Partial | Gathered) -> bool:
+def is_zero_padding(partial: AnyPartial) -> bool:
     """Whether a partial stands for keys of score 0 and value 0."""
     return isinstance(partial, Partial) and partial.zero_pad_keys > 0
 
 
-def is_causal(partial: Partial | Gathered) -> bool:
+def is_causal(partial: AnyPartial) -> bool:
     """Whether the i-th query of a partial sees its first i + 1 keys."""
     return isinstance(partial, Partial) and partial.is_causal
 

@@ -27,9 +27,11 @@ Name = Literal[
     "heads",
     "query_positions",
     "key_positions",
+    "grad_gates",
+    "bias",
 ]
-FactorName = tuple[Literal["left", "right"], int]
-"""One side of a factor of a weighted sum."""
+FactorName = tuple[Literal["left", "right", "gates"], int]
+"""A term of a factor of a weighted sum."""
 
 
 class Rows(Enum):
@@ -38,6 +40,7 @@ class Rows(Enum):
     QUERY = "of the queries"
     KEY = "of the keys, where all query heads of a group share one head"
     REMOTE = "of the keys of one partial alone, which came from elsewhere"
+    BLOCKS = "of listed key blocks, one number each"
 
 
 class Role(Enum):
@@ -51,13 +54,15 @@ class Role(Enum):
 
 @dataclass(frozen=True, slots=True)
 class Operand:
-    """A tensor ``[B, rows, heads]`` or ``[B, rows, heads, D]`` and the first row and key/value head that it holds."""
+    """A tensor ``[B, rows, heads(, D)]`` and the first row and key/value head that it holds."""
 
     tensor: Tensor
     rows: Rows = Rows.QUERY
     role: Role = Role.READ
     first_row: int = 0
     first_head: int = 0
+    fill: float = 0.0
+    """Value of rows after the last one, where a query block is ragged."""
 
 
 Operands = dict[Name | FactorName, Operand]

@@ -1,1 +1,0 @@
-"""Execution of partials: operand views, masks, merging, forward and backward. Arguments are not checked here."""

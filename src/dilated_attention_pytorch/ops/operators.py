@@ -1,0 +1,119 @@
+"""The executor as operators of ``torch.library``: traced by torch.compile, counted by FlopCounterMode."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils.flop_counter import register_flop_formula
+
+from dilated_attention_pytorch.planning.plan import plan
+
+from . import run, tiles
+from .call import SCHEMA, Call
+from .derivatives import refuse_tangents, save, saved_gradients
+from .weighted_sum import factors_of
+
+_NO_BOUND = 1 << 62
+
+
+def _attend(*arguments: Any) -> tuple[Tensor, Tensor]:
+    """Output and log-sum-exp; see :func:`dilated_attention_pytorch.attend_with_lse`."""
+    call = Call.of_operator(*arguments)
+    refuse_tangents(*call[:4])
+    return run.forward(call)
+
+
+def _attend_backward(
+    grad_out: Tensor, grad_lse: Tensor | None, out: Tensor, lse: Tensor, *arguments: Any
+) -> list[Tensor]:
+    """Gradients of query, key, value and, if given, log-gates from the merged output and log-sum-exp."""
+    call = Call.of_operator(*arguments)
+    refuse_tangents(*call[:4], grad_out, grad_lse)
+    return list(run.backward(call, grad_out, grad_lse, out, lse))
+
+
+def _weighted_sum(
+    axis: str, values: Tensor | None, factors: list[Tensor | None], lse: Tensor, *arguments: Any
+) -> Tensor:
+    """A weighted sum per query, key or listed block, in the accumulation dtype; see :mod:`.weighted_sum`."""
+    return run.weighted_sum(Call.of_operator(*arguments), axis, values, factors_of(factors), lse)
+
+
+_OPERATORS = (
+    ("attend", _attend, "", "(Tensor, Tensor)"),
+    (
+        "attend_backward",
+        _attend_backward,
+        "Tensor grad_out, Tensor? grad_lse, Tensor out, Tensor lse, ",
+        "Tensor[]",
+    ),
+    ("weighted_sum", _weighted_sum, "str axis, Tensor? values, Tensor?[] factors, Tensor lse, ", "Tensor"),
+)
+attend, attend_backward, weighted_sum = (
+    torch.library.custom_op(
+        f"dilated_attention_pytorch::{name}", function, mutates_args=(), schema=f"({before}{SCHEMA}) -> {result}"
+    )
+    for name, function, before, result in _OPERATORS
+)
+
+
+@attend.register_fake
+def _(*arguments: Any) -> tuple[Tensor, Tensor]:
+    call = Call.of_operator(*arguments)
+    query = call.query
+    out = torch.empty(query.shape, dtype=query.dtype, device=query.device)
+    return out, torch.empty(query.shape[:3], dtype=call.dtype, device=query.device)
+
+
+@attend_backward.register_fake
+def _(grad_out: Tensor, grad_lse: Tensor | None, out: Tensor, lse: Tensor, *arguments: Any) -> list[Tensor]:
+    leaves = [x for x in Call.of_operator(*arguments)[:4] if x is not None]
+    return [torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in leaves]
+
+
+@weighted_sum.register_fake
+def _(axis: str, values: Tensor | None, factors: list[Tensor | None], lse: Tensor, *arguments: Any) -> Tensor:
+    call = Call.of_operator(*arguments)
+    like = {"queries": call.query, "keys": call.key, "blocks": call.blocks}[axis]
+    assert like is not None
+    return lse.new_empty(like.shape if values is None else (*like.shape[:3], values.shape[3]))
+
+
+def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
+    save(ctx, Call.of_operator(*inputs), output)
+
+
+attend.register_autograd(saved_gradients, setup_context=_save)
+
+
+def num_pairs(call: Call) -> int:
+    """Query-key pairs that the kernels compute: those under the pattern, padded keys among them; with lists all of
+    every list, -1 and keys after a query among them."""
+    if call.blocks is not None:
+        return call.blocks.numel() * call.block_sizes[0] * call.block_sizes[1] * call.ratio
+    return plan(tiles.shape_of(call), _NO_BOUND).num_pairs
+
+
+@register_flop_formula(torch.ops.dilated_attention_pytorch.attend, get_raw=True)
+def _attend_flops(*arguments: Any, out_val: Any = None, **_: Any) -> int:
+    """Two matrix products over exactly the pairs of the pattern: 4 D operations per pair."""
+    call = Call.of_operator(*arguments)
+    return 4 * call.query.shape[-1] * num_pairs(call)
+
+
+@register_flop_formula(torch.ops.dilated_attention_pytorch.attend_backward, get_raw=True)
+def _attend_backward_flops(*arguments: Any, out_val: Any = None, **_: Any) -> int:
+    """Five matrix products, including the recomputation of the scores, as PyTorch counts its own attention."""
+    call = Call.of_operator(*arguments[4:])
+    return 10 * call.query.shape[-1] * num_pairs(call)
+
+
+@register_flop_formula(torch.ops.dilated_attention_pytorch.weighted_sum, get_raw=True)
+def _weighted_sum_flops(*arguments: Any, out_val: Any = None, **_: Any) -> int:
+    """The scores, the factors and the sum: two operations per pair and column."""
+    (_, values, factors, _), call = arguments[:4], Call.of_operator(*arguments[4:])
+    lefts = [left for left in factors[::3] if left is not None]
+    columns = call.query.shape[-1] + sum(x.shape[-1] for x in (values, *lefts) if x is not None)
+    return 2 * columns * num_pairs(call)
