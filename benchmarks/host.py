@@ -28,6 +28,7 @@ from dilated_attention_pytorch.benchmarks.results import module_command, origin
 from dilated_attention_pytorch.benchmarks.shapes import SHAPES
 from dilated_attention_pytorch.kernels.select import Impl, is_interpreted
 from dilated_attention_pytorch.ops.attend import attend
+from dilated_attention_pytorch.ops.call import Call
 from dilated_attention_pytorch.ops.dispatch import is_seen
 from dilated_attention_pytorch.ops.validation import check_call
 
@@ -36,7 +37,7 @@ from .options import parse, parser_of, write_results
 _STEPS = 4096
 """Number of positions in the decoding loop, repeated."""
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3
-Call = Callable[[], object]
+Timed = Callable[[], object]
 
 
 @dataclass(kw_only=True, slots=True)
@@ -60,7 +61,7 @@ class Row:
         return min(self.samples)
 
 
-def calls(device: torch.device) -> dict[str, Call]:
+def calls(device: torch.device) -> dict[str, Timed]:
     """The timed calls by name."""
     from dilated_attention_pytorch.kernels.triton import launch
 
@@ -77,24 +78,23 @@ def calls(device: torch.device) -> dict[str, Call]:
     row_leaf = row.clone().requires_grad_()
     own = torch.nn.functional.scaled_dot_product_attention
     operator = torch.ops.dilated_attention_pytorch.attend.default
-    options = (None, None, None, pattern.spec, True, paper.head_dim**-0.5, 0, 0, 0.0, "triton")
+    chosen = Call(*operands, pattern=pattern, is_causal=True, scale=paper.head_dim**-0.5, impl="triton")
+    options = chosen.for_operator()[3:]
 
     def next_step() -> Tensor:
         position, key, value = next(following)
         return call(token, key, value, query_offset=position)
 
-    def both(of: Callable[..., Tensor], inputs: tuple[Tensor, ...]) -> Call:
+    def both(of: Callable[..., Tensor], inputs: tuple[Tensor, ...]) -> Timed:
         grad = torch.ones_like(inputs[0]).detach()
         return lambda: torch.autograd.grad(of(*inputs), inputs, grad)
 
-    unset: dict[str, Any] = dict.fromkeys(("scale", "cu_seqlens", "key_padding_mask"))
-    unset |= dict.fromkeys(("query_offset", "key_offset"), 0) | {"dropout_p": 0.0}
     problem = launch.Problem(*operands, pattern.groups, True, paper.head_dim**-0.5)
     out, lse = (torch.zeros(*operands[0].shape[:width], device=device) for width in (4, 3))
     out = out.to(operands[0].dtype)
     return {
         "attend, forward": lambda: call(*operands),
-        "of it, the checks of the arguments": lambda: check_call(*operands, pattern, is_causal=True, **unset),
+        "of it, the checks of the arguments": lambda: check_call(Call(*operands, pattern=pattern, is_causal=True)),
         "of it, whether anything looks on": lambda: is_seen(*operands),
         "of it, from operands to launches": lambda: launch.forward(problem),
         "attend, forward + backward": both(call, leaves),
@@ -154,7 +154,7 @@ def launching(run: Callable[..., None]) -> Iterator[None]:
         kind.run = launch
 
 
-def num_launches(call: Call) -> int:
+def num_launches(call: Timed) -> int:
     """Number of kernels that a call launches."""
     launched: list[str] = []
     with launching(lambda kernel, *_, **__: launched.append(kernel.__name__)):

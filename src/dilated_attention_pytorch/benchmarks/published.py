@@ -164,7 +164,7 @@ class _Group(torch.autograd.Function):
             g, out, g_lse = g / share.to(g.dtype), out / share.to(out.dtype), g_lse / share
         size = (g * g).sum(-1, keepdim=True, dtype=lse.dtype)
         moved = out - torch.where(size > 0, g_lse / size, 0.0).to(out.dtype) * g
-        grad_q, grad_k, grad_v = kernels.backward(
+        grad_q, grad_k, grad_v, _ = kernels.backward(
             kernel, g, None, q, k, v, moved, lse, None, None, None, is_causal=is_causal, scale=scale
         )
         ratio = query.shape[2] // key.shape[2]

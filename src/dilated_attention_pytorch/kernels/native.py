@@ -213,10 +213,10 @@ def _geometry(partial: AnyPartial, units: _Units | None, operands: Operands) -> 
         lists = partial.lists
         offsets = [torch.arange(alike.rows_of_range) for alike in lists]
         rows = [(x.query_rows.unsqueeze(-1) + own).flatten(1) for x, own in zip(lists, offsets, strict=True)]
-        units = [alike.units.sort(dim=1).values for alike in lists]
+        sorted_units = [alike.units.sort(dim=1).values for alike in lists]
         num_keys = partial.num_units * partial.unit
         numbers = [sequences, 0, partial.first_key, 0, num_keys, 1, 1, *unbounded, partial.unit]
-        return numbers, list(partial.heads), [], *_one_after_the_other(rows), *_one_after_the_other(units)
+        return numbers, list(partial.heads), [], *_one_after_the_other(rows), *_one_after_the_other(sorted_units)
     low, high = partial.band or (-_NO_BOUND, 0 if partial.is_causal else _NO_BOUND)
     numbers = [sequences, partial.query_row, partial.key_row, partial.num_queries, partial.num_keys]
     axes = [

@@ -72,7 +72,7 @@ def implementation(impl: Impl) -> Iterator[None]:
         _default = before
 
 
-def default_of(impl: Impl) -> Impl:
+def default_of(impl: str) -> str:
     """``impl``, and for ``"auto"`` what it stands for in this context."""
     return _default if impl == "auto" else impl
 
@@ -252,7 +252,7 @@ def _check_name(impl: str) -> None:
         raise ValueError(f"impl must be one of {', '.join(map(repr, IMPLS))}, got {impl!r}")
 
 
-def select(impl: Impl, device: torch.device, dtype: torch.dtype, head_dim: int, *, is_segmented: bool = False) -> str:
+def select(impl: str, device: torch.device, dtype: torch.dtype, head_dim: int, *, is_segmented: bool = False) -> str:
     """The name of the implementation for a call.
 
     ``"auto"`` is what :func:`implementation` says. Without it, it is ``"triton"`` on an NVIDIA GPU and ``"native"`` on
@@ -282,7 +282,7 @@ def _is_for_onnx() -> bool:
     return torch.onnx.is_in_onnx_export()
 
 
-def implementation_of(impl: Impl, query: Tensor, pattern: Pattern) -> str:
+def implementation_of(impl: str, query: Tensor, pattern: Pattern) -> str:
     """The name of the implementation that computes a call, cached where the answer is constant.
 
     Raises:

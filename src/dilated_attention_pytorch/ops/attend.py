@@ -105,7 +105,6 @@ def _attend_densely(call: Call) -> tuple[Tensor, Tensor]:
     query, key, pattern = call.query, call.key, call.pattern
     assert pattern is not None
     assert call.scale is not None
-    assert not isinstance(call.query_offset, Tensor)
     if call.cu_seqlens is not None and not torch.compiler.is_compiling():
         check_documents(pattern, documents_of(call.cu_seqlens, query.shape[1]), key.shape[2])
     with without_autocast(query.device.type):
@@ -116,7 +115,7 @@ def _attend_densely(call: Call) -> tuple[Tensor, Tensor]:
             pattern,
             is_causal=call.is_causal,
             scale=call.scale,
-            query_offset=call.query_offset,
+            query_offset=call.first_query,
             key_offset=call.key_offset,
             cu_seqlens=call.cu_seqlens,
             key_padding_mask=call.key_padding_mask,
@@ -275,7 +274,7 @@ def _dense_keep_factors(call: Call) -> Tensor | None:
         seed,
         index(query.shape[0], 0, 0),
         index(query.shape[2], 0, 1),
-        index(query.shape[1], call.query_offset, 2),
+        index(query.shape[1], call.first_query, 2),
         index(key.shape[1], call.key_offset, 3),
         call.dropout_p,
         call.dtype,

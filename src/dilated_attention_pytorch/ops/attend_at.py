@@ -35,6 +35,7 @@ def attend_from(call: Call) -> tuple[Tensor, Tensor]:
             "torch.no_grad(), or pass query_offset as an integer"
         )
     assert call.pattern is not None
+    assert call.scale is not None
     assert isinstance(call.query_offset, Tensor)
     operands = (*tensors, call.query_offset, mask, call.pattern.spec, call.scale, call.key_offset)
     out, lse = (attend_at if is_seen(*operands[:5]) else _attend_at)(*operands)

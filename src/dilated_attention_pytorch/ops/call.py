@@ -59,6 +59,17 @@ class Call(NamedTuple):
         return self._replace(pattern="" if self.pattern is None else self.pattern.spec)  # type: ignore[arg-type]
 
     @property
+    def tensors(self) -> tuple[Tensor | None, ...]:
+        """The fields that are tensors."""
+        return self[:NUM_TENSORS]  # type: ignore[return-value]
+
+    @property
+    def first_query(self) -> int:
+        """``query_offset`` as the host knows it."""
+        assert not isinstance(self.query_offset, Tensor)
+        return self.query_offset
+
+    @property
     def dtype(self) -> torch.dtype:
         """The accumulation dtype: that of the log-sum-exp, of sums and of scores."""
         return accumulation_dtype(self.query.dtype)

@@ -95,7 +95,7 @@ def attend_call(call: Call) -> tuple[Tensor, Tensor]:
     Raises:
         NotImplementedError: torch.compile traces a ``torch.func`` derivative through it.
     """
-    tensors = call[:NUM_TENSORS]
+    tensors = call.tensors
     if not is_seen(*tensors):
         if is_recorded(*tensors):
             out, lse = _computed(*call)
@@ -162,7 +162,7 @@ def gradients(
         return ()
     grad_out = torch.zeros_like(out) if grad_out is None else grad_out
     tensors = (grad_out, grad_lse, out, lse)
-    of_call = call[:NUM_TENSORS]
+    of_call = call.tensors
     if not torch.compiler.is_compiling() and (torch.is_grad_enabled() or is_transformed(*tensors, *of_call)):
         return tuple(_Gradients.apply(*tensors, *call))
     if not is_seen(grad_out, grad_lse, *of_call):
@@ -261,6 +261,7 @@ def _tangents_of_gradients(
     (grad_out, grad_lse), (of_grad_out, of_grad_lse) = grads, moved_grads
     query, key, value = call.query, call.key, call.value
     scale, dtype, ones = call.scale, lse.dtype, ones_of(key)
+    assert scale is not None
     of_out, of_lse = moved_outputs
     delta = _dot(grad_out, out, dtype)
     if grad_lse is not None:

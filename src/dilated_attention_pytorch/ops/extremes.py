@@ -136,6 +136,7 @@ def has_large_scores(query_norm: float, key_norm: float, scale: float) -> bool:
 
 
 def _has_large_scores(call: Call) -> bool:
+    assert call.scale is not None
     score = largest_norm(call.query) * largest_norm(call.key) * call.scale
     return has_large_scores(score + native.largest_gate(call.log_gates), 1.0, 1.0)
 

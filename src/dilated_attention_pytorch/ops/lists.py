@@ -65,7 +65,7 @@ class _Problems(NamedTuple):
     number: slice
     key_blocks: Tensor
     """Listed key blocks of all sequences and heads, ``[problems * k]``."""
-    count: int
+    num_problems: int
 
 
 class _ListedViews(PartialViews):
@@ -149,7 +149,7 @@ class _KeyColumn(_Column):
 
     def take(self, some: _Problems) -> Tensor:
         taken = self.stored.index_select(0, some.key_blocks)
-        return taken.view(some.count, 1, -1, *self.stored.shape[2:])
+        return taken.view(some.num_problems, 1, -1, *self.stored.shape[2:])
 
     def add(self, some: _Problems, part: Tensor) -> None:
         self.stored.index_add_(0, some.key_blocks, part.reshape(-1, *self.stored.shape[1:]))

@@ -92,7 +92,8 @@ def num_pairs(call: Call) -> int:
     """Query-key pairs that the kernels compute: those under the pattern, padded keys among them; with lists all of
     every list, -1 and keys after a query among them."""
     if call.blocks is not None:
-        return call.blocks.numel() * call.block_sizes[0] * call.block_sizes[1] * call.ratio
+        (tile,), _ = tiles.tiles_of(call)
+        return tile.partials[0].num_pairs * call.ratio
     return plan(tiles.shape_of(call), _NO_BOUND).num_pairs
 
 

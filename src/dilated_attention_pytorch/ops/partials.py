@@ -182,7 +182,7 @@ def add_weighted(
                 views.get("rest"),
                 views.get("values"),
                 [
-                    tuple(views.get((name, index)) for name in ("left", "right", "gates"))
+                    (views.get(("left", index)), views.get(("right", index)), views.get(("gates", index)))
                     for index in range(len(factors))
                 ],
                 work.bias(partial, views),

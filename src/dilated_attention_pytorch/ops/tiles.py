@@ -31,12 +31,11 @@ def shape_of(call: Call) -> CallShape:
     """
     pattern, documents = call.pattern, documents_of(call.cu_seqlens, call.query.shape[1])
     assert pattern is not None
-    assert not isinstance(call.query_offset, Tensor)
     check_documents(pattern, documents, call.key.shape[2])
     batch, num_queries, num_heads, _ = call.query.shape
     _, num_keys, num_kv_heads, _ = call.key.shape
     sizes = (batch, num_queries, num_keys, num_heads, num_kv_heads)
-    return CallShape(pattern, *sizes, call.query_offset, call.key_offset, call.is_causal, documents)
+    return CallShape(pattern, *sizes, call.first_query, call.key_offset, call.is_causal, documents)
 
 
 def tiles_of(call: Call, *, is_backward: bool = False) -> tuple[tuple[Tile, ...], int]:
@@ -51,7 +50,7 @@ def tiles_of(call: Call, *, is_backward: bool = False) -> tuple[tuple[Tile, ...]
         return (), 1
     if call.blocks is not None:
         size, query_size = call.block_sizes
-        lists = BlockLists(call.blocks, call.log_gates, size, query_size, call.is_causal, call.query_offset)
+        lists = BlockLists(call.blocks, call.log_gates, size, query_size, call.is_causal, call.first_query)
         return (Tile((0, num_queries), (0, num_keys), (0, num_kv_heads), (lists,)),), batch
     rows = batch * max(num_queries * num_heads, num_keys * num_kv_heads)
     size = tile_size(rows, head_dim, call.query.element_size())
@@ -78,11 +77,12 @@ class _Portion:
             None if hidden is None else self.of_batch(hidden),
             call.dropout_seed,
             call.dropout_p,
-            call.query_offset,
+            call.first_query,
             call.key_offset,
         )
-        tensors = (self.of_batch(x) for x in (call.query, call.key, call.value))
-        return Work(self.tile.partials, *tensors, call.ratio, call.scale, call.impl, masks, self.batch[0])
+        assert call.scale is not None
+        query, key, value = (self.of_batch(x) for x in (call.query, call.key, call.value))
+        return Work(self.tile.partials, query, key, value, call.ratio, call.scale, call.impl, masks, self.batch[0])
 
     def of_batch(self, tensor: Tensor) -> Tensor:
         """The portion's sequences of a tensor."""

@@ -111,6 +111,7 @@ class WeightedSum(Function):
             grads["lse"] = -of_rows.squeeze(-1)
         if is_needed["values"]:
             grads["values"] = total("keys" if ctx.axis == "queries" else "queries", values, grad, factors)
+        assert call.scale is not None
         if is_needed["query"]:
             grads["query"] = total("queries", query, key, of_scores, call.scale)
         if is_needed["key"]:
@@ -199,6 +200,7 @@ def less(factor: Factor | None, number: Tensor, ones: Tensor) -> Factor:
 
 def moved_scores(call: Call, moved: Tangents) -> Factor | None:
     """The tangent of the scores; None if it is zero."""
+    assert call.scale is not None
     left, moved_left = (None if x is None else call.scale * x.to(call.dtype) for x in (call.query, moved.query))
     return tangent_of(Factor(left, call.key), Factor(moved_left, moved.key, moved.log_gates))
 

@@ -140,7 +140,7 @@ def agree(
 
 
 def _check_strategy(
-    ranks: Ranks, strategy: Strategy, query: Tensor, key: Tensor, pattern: Pattern, impl: Impl, *, is_one_sequence: bool
+    ranks: Ranks, strategy: Strategy, query: Tensor, key: Tensor, pattern: Pattern, impl: str, *, is_one_sequence: bool
 ) -> None:
     """Raise if the strategy does not support the call."""
     axis = ranks.heads or (ranks.rows if strategy == "heads" else None)

@@ -25,7 +25,7 @@ from dilated_attention_pytorch.ops.remote import (
     work_of,
 )
 from dilated_attention_pytorch.ops.work import Work
-from dilated_attention_pytorch.patterns import PatternSum
+from dilated_attention_pytorch.patterns import Pattern, PatternSum
 from dilated_attention_pytorch.patterns.blocks import BlockPattern
 from dilated_attention_pytorch.planning.exchange import Exchange, SlabPair, exchange
 from dilated_attention_pytorch.planning.layout import Run
@@ -123,7 +123,7 @@ class Slab:
             call = self._call_within(shard_part)
             of_rest = None if self.rest is None else torch.zeros_like(self.rest[:, rows])
             out[:, rows], lse[:, rows] = run.forward_prepared(call) if of_rest is None else tiles.forward(call, of_rest)
-            if self.rest is not None:
+            if self.rest is not None and of_rest is not None:
                 self.rest[:, rows] = of_rest
         return out, lse
 
@@ -273,12 +273,11 @@ class Slab:
             self.query[:, rows],
             self.key[:, rows],
             self.value[:, rows],
+            self.options.call.pattern,
+            (shard_part.position, shard_part.position),
             cu_seqlens=boundaries,
             key_padding_mask=None if self.is_ignored is None else self.is_ignored[:, rows],
             dropout_seed=seed,
-            pattern=self.options.call.pattern,
-            query_offset=shard_part.position,
-            key_offset=shard_part.position,
         )
 
     def _call_of_pair(self, seen_keys: SeenKeys, pair: SlabPair) -> Call:
@@ -292,22 +291,28 @@ class Slab:
             self.query[:, slice(*pair.queries)],
             key,
             value,
+            self._rules,
+            (pair.query_position, pair.key_position),
             key_padding_mask=is_ignored,
             dropout_seed=seed,
-            pattern=self._rules,
-            query_offset=pair.query_position,
-            key_offset=pair.key_position,
         )
 
-    def _call(self, *tensors: Tensor, **fields: Any) -> Call:
+    def _call(
+        self, query: Tensor, key: Tensor, value: Tensor, pattern: Pattern, positions: tuple[int, int], **tensors: Any
+    ) -> Call:
         options = self.options
         return Call(
-            *tensors,
-            **fields,
+            query,
+            key,
+            value,
+            pattern=pattern,
             is_causal=options.call.is_causal,
             scale=options.scale,
+            query_offset=positions[0],
+            key_offset=positions[1],
             dropout_p=options.dropout_p,
             impl=options.impl,
+            **tensors,
         )
 
     def _dropout(self, seen_keys: SeenKeys, rectangle: Rectangle) -> Dropout | None:

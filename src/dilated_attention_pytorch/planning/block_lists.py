@@ -28,5 +28,10 @@ class BlockLists:
     is_first: bool = True
     """No other partial writes to the same query rows."""
 
+    @property
+    def num_pairs(self) -> int:
+        """Query-key pairs of all sequences, per query head of a key/value head; those of -1 and of later keys too."""
+        return self.blocks.numel() * self.block_size * self.query_block_size
+
 
 AnyPartial = Partial | Gathered | BlockLists

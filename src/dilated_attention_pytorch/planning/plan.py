@@ -10,6 +10,7 @@ from dilated_attention_pytorch.patterns import Pattern
 from dilated_attention_pytorch.patterns.dilated import DilationGroup
 from dilated_attention_pytorch.patterns.rules import NO_END
 
+from .block_lists import AnyPartial
 from .gathered import Gathered, rule_partials
 from .geometry import Bands, Partial, Slabs, fold, group_partials
 
@@ -38,7 +39,7 @@ class Tile:
     query_rows: tuple[int, int]
     key_rows: tuple[int, int]
     kv_heads: tuple[int, int]
-    partials: tuple[Partial | Gathered, ...]
+    partials: tuple[AnyPartial, ...]
 
 
 @dataclass(frozen=True, slots=True)
