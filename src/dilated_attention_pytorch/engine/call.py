@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import operator
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
@@ -10,7 +9,6 @@ import torch
 from torch import Tensor
 
 from dilated_attention_pytorch.kernels import native
-from dilated_attention_pytorch.kernels import partial as kernels
 from dilated_attention_pytorch.kernels.masks import Masks
 from dilated_attention_pytorch.planning.plan import Call, Plan, Tile, plan, tile_size
 from dilated_attention_pytorch.precision import accumulation_dtype
@@ -22,9 +20,6 @@ from .operands import Operand, Role, Rows
 from .work import Work
 
 _NO_BOUND = 1 << 62
-_TILE_OF_CUDNN = 1 << 26
-"""Minimum number of elements of a tile for cuDNN, 128 MiB of the query: heads of different residues share a call only
-within a tile, and smaller tiles hold few of them."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,7 +38,7 @@ class Inputs:
     dropout_seed: Tensor | None
     dropout_p: float
     impl: str = "aten"
-    """"aten", "cudnn" or "native". Scores that are too large for one log-sum-exp are computed by matrix products."""
+    """"aten" or "native". Scores that are too large for one log-sum-exp are computed by matrix products."""
 
     @property
     def accumulation_dtype(self) -> torch.dtype:
@@ -59,8 +54,6 @@ class Inputs:
         call, (batch, *_, head_dim) = self.call, self.query.shape
         rows = batch * max(call.num_queries * call.num_heads, call.num_keys * call.num_kv_heads)
         size = tile_size(rows, head_dim, self.query.element_size())
-        if self.impl == "cudnn":
-            size = max(size, _TILE_OF_CUDNN // head_dim)
         if self.impl != "native":
             return plan(call, size)
         is_small = not is_backward and batch * call.num_queries * call.num_heads <= size
@@ -137,15 +130,8 @@ def _portions(inputs: Inputs, *, is_backward: bool = False) -> Iterator[_Portion
 
 
 def _for_kernels(inputs: Inputs, rest: Tensor | None) -> Inputs:
-    """The call with operands that its kernels can read; if the log-sum-exp is a pair, these are matrix products."""
-    if rest is not None:
-        return replace(inputs, impl="aten")
-    operands = (inputs.query, inputs.key, inputs.value)
-    laid_out = [kernels.laid_out(inputs.impl, operand) for operand in operands]
-    if all(map(operator.is_, laid_out, operands)):
-        return inputs
-    query, key, value = laid_out
-    return replace(inputs, query=query, key=key, value=value)
+    """The call, computed by matrix products if the log-sum-exp is a pair."""
+    return inputs if rest is None else replace(inputs, impl="aten")
 
 
 def forward(inputs: Inputs, rest: Tensor | None = None) -> tuple[Tensor, Tensor]:

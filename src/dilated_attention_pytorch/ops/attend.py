@@ -9,7 +9,7 @@ from torch import Tensor
 
 from dilated_attention_pytorch.kernels.dropout import keep_factors
 from dilated_attention_pytorch.kernels.reference import reference_attention
-from dilated_attention_pytorch.kernels.select import NO_FP8_GRADIENT, Impl, implementation_of
+from dilated_attention_pytorch.kernels.select import Impl, implementation_of
 from dilated_attention_pytorch.patterns import DilatedPattern, Pattern
 from dilated_attention_pytorch.patterns.dilated import OffsetRule, Tail
 from dilated_attention_pytorch.precision import accumulation_dtype
@@ -17,7 +17,7 @@ from dilated_attention_pytorch.precision import accumulation_dtype
 from . import library
 from .attend_at import attend_from, last_start
 from .autocast import cast_by_autocast, without_autocast
-from .derivatives import attend_operands, has_derivatives
+from .derivatives import attend_operands
 from .merge import AttentionOutput
 from .prepare import with_scale, without_padding
 from .validation import check_call, check_documents, check_query_start, documents_of, sequence_first
@@ -116,8 +116,6 @@ def attend_checked(
     """:func:`attend_with_lse` for validated arguments and a given dropout seed."""
     query, key, value = cast_by_autocast(query, key, value)
     chosen = implementation_of(impl, query, pattern)
-    if chosen == "triton-fp8" and has_derivatives(query, key, value):
-        raise NotImplementedError(NO_FP8_GRADIENT)
     query, scale = with_scale(query, scale)
     if isinstance(query_offset, Tensor):
         if chosen == "triton":
@@ -205,12 +203,9 @@ def attend(
         heads_first: True for tensors, and a result, ``[B, H, N, D]`` as in ``scaled_dot_product_attention``. None, like
             False, means ``[B, N, H, D]``, but is refused where more than 64 heads, each with its own key/value head,
             come with fewer rows than heads; one row, the first token of a text, is computed.
-        impl: ``"auto"``, ``"triton"`` (this package's kernels, NVIDIA and AMD GPUs), ``"gluon"`` (the same with a
-            warp-specialised forward for compute capability 9.0) and ``"cudnn"`` (PyTorch's cuDNN attention
-            over strided views), both by name only as they have not run on a device yet, ``"triton-fp8"`` (no
-            gradients, by name only: query, key, value and probabilities rounded to e4m3, compute capability 8.9
-            or higher), ``"native"`` (this package's kernels, x86-64 CPUs), ``"aten"`` (PyTorch's fused kernels, CPU
-            and CUDA) or ``"reference"`` (dense, any device). All agree up to rounding; e4m3 keeps 4 significant bits.
+        impl: ``"auto"``, ``"triton"`` (this package's kernels, NVIDIA and AMD GPUs), ``"native"`` (this package's
+            kernels, x86-64 CPUs), ``"aten"`` (PyTorch's fused kernels, CPU and CUDA) or ``"reference"`` (dense, any
+            device). All agree up to rounding.
             ``"auto"`` is ``"triton"`` on an NVIDIA GPU and ``"native"`` on a CPU where these can run, else ``"aten"``;
             :func:`~dilated_attention_pytorch.ops.implementation` changes that for all calls of a context.
 

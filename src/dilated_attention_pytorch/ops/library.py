@@ -14,7 +14,6 @@ from torch.utils.flop_counter import register_flop_formula
 from dilated_attention_pytorch.engine import call as engine
 from dilated_attention_pytorch.engine import extremes
 from dilated_attention_pytorch.engine.call import Inputs
-from dilated_attention_pytorch.kernels.select import NO_FP8_GRADIENT, ON_DEVICE
 from dilated_attention_pytorch.patterns import pattern_from_spec
 from dilated_attention_pytorch.patterns.blocks import HeadRule
 from dilated_attention_pytorch.patterns.dilated import DilationGroup
@@ -108,14 +107,6 @@ def attend_prepared(arguments: Arguments) -> tuple[Tensor, Tensor]:
         from dilated_attention_pytorch.kernels.triton import launch
 
         return launch.forward(_problem(arguments))
-    if arguments.impl == "gluon":
-        from dilated_attention_pytorch.kernels.triton import hopper
-
-        return hopper.forward(_problem(arguments))
-    if arguments.impl == "triton-fp8":
-        from dilated_attention_pytorch.kernels.triton import fp8
-
-        return fp8.forward(_problem(arguments))
     with without_autocast(arguments.query.device.type):
         return extremes.forward(_inputs(arguments))
 
@@ -125,9 +116,7 @@ def attend_backward_prepared(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """:data:`attend_backward` for operands as :func:`attend_prepared` takes them."""
     grad_out = as_rows(grad_out)
-    if arguments.impl == "triton-fp8":
-        raise NotImplementedError(NO_FP8_GRADIENT)
-    if arguments.impl in ON_DEVICE:
+    if arguments.impl == "triton":
         from dilated_attention_pytorch.kernels.triton import launch
 
         # The kernels read out and lse as they write them, contiguous; rows of a longer call are not contiguous.
@@ -157,7 +146,7 @@ def attend_pair_backward(
 def _prepared(arguments: Arguments) -> Arguments:
     """Operands in the form that the kernels require; the Triton kernels do not read hidden keys and values."""
     query, key, value = arguments[:3]
-    if arguments.impl not in ON_DEVICE:
+    if arguments.impl != "triton":
         key, value = (without_padding(x, arguments.key_padding_mask) for x in (key, value))
     return Arguments(as_rows(query), as_rows(key), as_rows(value), *arguments[3:])
 
