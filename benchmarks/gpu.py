@@ -40,18 +40,10 @@ _MOST_PROCESSES = 8
 """Maximum number of processes per step, each after the previous one lost the device."""
 _LEAST_SECONDS = 10.0
 """No step starts with less time left."""
-_GATE: dict[str, tuple[str, ...]] = {
-    "triton": ("--contestants", "ours, triton"),
-    "single backward": ("--contestants", "ours, triton", "--backward", "single"),
-    "gluon": ("--contestants", "ours, gluon"),
-    "triton-fp8": ("--contestants", "ours, triton-fp8"),
-    "cudnn": ("--contestants", "ours, cudnn"),
-    "aten": ("--contestants", "ours, aten"),
-    "published": ("--contestants", "published"),
-}
+_GATE = {"triton": "ours, triton", "aten": "ours, aten", "published": "published route"}
 """Checks against the definition, each in its own process: one that breaks the device does not affect the others."""
-_WATCHED = ("ours, triton", "ours, gluon", "ours, triton-fp8", "ours, cudnn", "ours, aten")
-"""Contestants checked with compute-sanitizer; the first one with both backward passes."""
+_WATCHED = ("ours, triton", "ours, aten")
+"""Contestants checked with compute-sanitizer."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -105,14 +97,12 @@ def steps(output: Path, *, is_dry: bool, seconds: float) -> list[Step]:
     resumed = ("--resume",) if (bench / "bench.json").exists() else ()
     small = ("--calls", "2", "--most-rows", "200", "--dtypes", "bfloat16")
 
-    def checked(tool: str, backward: str) -> Step:
-        who = _WATCHED if backward == "pair" else _WATCHED[:1]
-        name = tool if backward == "pair" else f"{tool}, {backward} backward"
-        module = (python, "-m", "benchmarks.gpu_gate", *small, "--contestants", *who, "--backward", backward)
+    def checked(tool: str) -> Step:
+        module = (python, "-m", "benchmarks.gpu_gate", *small, "--contestants", *_WATCHED)
         prefix = (sanitizer or "compute-sanitizer", "--tool", tool, "--error-exitcode", "9")
         return Step(
-            name=name,
-            command=(*prefix, *module, "--output", str(output / f"{name}.json")),
+            name=tool,
+            command=(*prefix, *module, "--output", str(output / f"{tool}.json")),
             most_seconds=240.0,
             # PyTorch's allocator keeps freed memory: every tensor must be a separate allocation.
             environment={"PYTORCH_NO_CUDA_MEMORY_CACHING": "1", "TRITON_INTERPRET": "0"},
@@ -132,7 +122,8 @@ def steps(output: Path, *, is_dry: bool, seconds: float) -> list[Step]:
                     "-m",
                     "benchmarks.gpu_gate",
                     *drawn,
-                    *_GATE[who],
+                    "--contestants",
+                    _GATE[who],
                     "--output",
                     str(output / f"gate-{who}.json"),
                 ),
@@ -159,7 +150,7 @@ def steps(output: Path, *, is_dry: bool, seconds: float) -> list[Step]:
             begun_anew=LEAVES_WHEN_LOST,
             is_done=lambda: _is_complete(bench / "bench.json"),
         ),
-        *(checked(tool, backward) for tool in ("memcheck", "racecheck") for backward in ("pair", "single")),
+        *map(checked, ("memcheck", "racecheck")),
         Step(
             name="tests",
             command=(

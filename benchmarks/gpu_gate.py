@@ -1,22 +1,19 @@
 """Random calls of every implementation on this device, checked against the definition: output and gradients, no timing.
 
-    python -m benchmarks.gpu_gate --contestants cudnn --calls 40 --output gate.json
+    python -m benchmarks.gpu_gate --contestants triton --calls 40 --output gate.json
 
 Sizes are not multiples of any block size. Operands and the gradient of the output come in two memory layouts, since a
 plan that a library caches for one layout must not be used for another. Kernels of this package run under deterministic
-algorithms, which select one candidate each and fill new memory with NaN. Contestants without gradients are checked by
-their output alone.
+algorithms, which select one candidate each and fill new memory with NaN.
 """
 
 from __future__ import annotations
 
 import argparse
 import contextlib
-import functools
 import os
 import random
 from collections.abc import Iterator, Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -29,7 +26,6 @@ from dilated_attention_pytorch.benchmarks.measure import errors_of_contestants, 
 from dilated_attention_pytorch.benchmarks.results import module_command, origin
 from dilated_attention_pytorch.benchmarks.run import choose_device
 from dilated_attention_pytorch.benchmarks.shapes import Case, DtypeName
-from dilated_attention_pytorch.kernels.select import ON_DEVICE
 
 from .measured_code import read_all
 from .options import write_results
@@ -63,19 +59,17 @@ def draw_case(generator: random.Random, dtype: DtypeName, most_rows: int) -> Cas
 def check(case: Case, contestant: Contestant, device: torch.device) -> tuple[float, list[str]]:
     """Largest error as a fraction of the allowed error, and a sentence for every failure."""
     used, wrong = 0.0, []
-    samples, has_gradient = draw_samples(case), case.mode == "forward_backward"
+    samples = draw_samples(case)
     for turn, lay_out in enumerate((as_drawn, heads_outside_rows)):
-        query, key, value = (lay_out(x.detach()).requires_grad_(has_gradient) for x in case.operands(device))
+        query, key, value = (lay_out(x.detach()).requires_grad_() for x in case.operands(device))
         operands = (query, key, value)
         attention = contestant.prepare(case, operands)
-        for lay_out_gradient in (heads_outside_rows, as_drawn) if has_gradient else (as_drawn,):
+        for lay_out_gradient in (heads_outside_rows, as_drawn):
             grad_out = lay_out_gradient(sampled_gradient(case, samples, query.detach()))
             with deterministic(contestant):
                 out = attention(*operands)
-                grads = torch.autograd.grad(out, operands, grad_out) if has_gradient else None
-            verdict = judge(
-                case, contestant.computes, samples, operands, out.detach(), grad_out, grads, contestant.rounding
-            )
+                grads = torch.autograd.grad(out, operands, grad_out)
+            verdict = judge(case, contestant.computes, samples, operands, out.detach(), grad_out, grads)
             used = max([used, *(error / verdict.allowed for error in verdict.errors.values())])
             if not verdict.passes:
                 wrong.append(f"{case.name}, layout {turn}: {verdict.in_words()}")
@@ -104,7 +98,7 @@ def heads_outside_rows(x: Tensor) -> Tensor:
 def deterministic(contestant: Contestant) -> Iterator[None]:
     """Deterministic algorithms for kernels that have several candidates."""
     before = torch.are_deterministic_algorithms_enabled()
-    torch.use_deterministic_algorithms(before or contestant.name in [f"ours, {impl}" for impl in ON_DEVICE])
+    torch.use_deterministic_algorithms(before or contestant.name == "ours, triton")
     try:
         yield
     finally:
@@ -120,8 +114,6 @@ def gate(
         for dtype in dtypes:
             generator = random.Random(f"{dtype} {most_rows}")
             cases = [draw_case(generator, dtype, most_rows) for _ in range(calls)]
-            if contestant.rounding == "e4m3":
-                cases = [replace(case, mode="forward") for case in cases]
             refusals = [contestant.refusal(case, device) for case in cases]
             record: dict[str, Any] = {
                 "contestant": contestant.name,
@@ -151,20 +143,12 @@ def main() -> None:
     parser.add_argument("--contestants", nargs="+", default=WHO, help="parts of their names")
     parser.add_argument("--dtypes", nargs="+", default=["bfloat16", "float16", "float32"])
     parser.add_argument("--most-rows", type=int, default=700)
-    parser.add_argument(
-        "--backward", choices=["pair", "single"], default="pair", help="the kernels of a Triton backward"
-    )
     parser.add_argument("--device", choices=["auto", "cpu", "cuda"], default="auto")
     parser.add_argument("--output", type=Path, required=True, help="file of the records")
     words = parser.parse_args()
     read_all()
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # cuBLAS requires this for deterministic algorithms
     device = choose_device(words.device)
-    if words.backward != "pair":
-        from dilated_attention_pytorch.kernels.triton import launch
-
-        # Deterministic algorithms would select the pair, whichever is faster.
-        launch.backward = functools.partial(launch.backward, way=words.backward)
     records = gate(words.contestants, words.calls, words.dtypes, words.most_rows, device)
     write_results(
         words.output, "triton", {"machine": origin(module_command()), "device": str(device), "records": records}

@@ -7,7 +7,7 @@ from typing import Any, Literal
 
 import torch
 
-from dilated_attention_pytorch.kernels.select import select
+from dilated_attention_pytorch.kernels.select import removal, select
 
 LEAST_VECTORS = {"ATEN_CPU_CAPABILITY": "avx2", "ONEDNN_MAX_CPU_ISA": "AVX2", "MKL_ENABLE_INSTRUCTIONS": "AVX2"}
 """The first variable limits PyTorch's own kernels and ours, the others oneDNN's and MKL's products, which both use."""
@@ -19,8 +19,19 @@ Verdict = Literal["holds", "short"]
 def add_choice(parser: argparse.ArgumentParser) -> None:
     """Add ``--impl``, for :func:`dilated_attention_pytorch.ops.implementation`."""
     parser.add_argument(
-        "--impl", choices=("auto", "native", "aten"), default="auto", help='what impl="auto" stands for in this run'
+        "--impl",
+        type=_known,
+        choices=("auto", "native", "aten"),
+        default="auto",
+        help='what impl="auto" stands for in this run',
     )
+
+
+def _known(impl: str) -> str:
+    sentence = removal(impl)
+    if sentence is not None:
+        raise argparse.ArgumentTypeError(sentence)
+    return impl
 
 
 def chosen(impl: str) -> dict[str, str]:

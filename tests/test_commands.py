@@ -106,12 +106,6 @@ def benchmark(words: list[str]) -> list[str]:
     return with_flags(words[1:], {"--tiny": "", "--output": "results"})
 
 
-def registers(words: list[str]) -> list[str]:
-    """One small kernel for one target; Triton compiles it without a GPU."""
-    small = {"--kernels": "fp8_few_queries", "--targets": "sm_90", "--masks": "causal", "--calls": "plain"}
-    return with_flags(words[1:3], small | {"--output": "registers.json"})
-
-
 def help_of_benchmark(words: list[str]) -> list[str]:
     return [*words[1:3], "--help"]
 
@@ -157,7 +151,6 @@ ROWS = [
     Row(r"TRITON_INTERPRET=1 python -m benchmarks\.\w+", None, "Triton's interpreter takes minutes: the module exists"),
     Row(r"python -m benchmarks\.measured_code .*", None, "the command in it has a row: tests/benchmarks run a small one"),
     Row(r"python -m benchmarks\.(gpu|architectures).*", help_of_benchmark, "minutes; tests run its steps"),
-    Row(r"python -m benchmarks\.registers.*", registers),
     Row(r"python -m benchmarks\.\w+.*", benchmark),
     Row(r"python -m dilated_attention_pytorch\.benchmarks\.page .*", None, "reads a run of a GPU: tests/benchmarks have one"),
     Row(r"(PYTHONPATH=tests )?python -m (cli|training)\.\w+.*", None, "a part of it runs in the gate: it exists"),

@@ -5,7 +5,6 @@ from __future__ import annotations
 import importlib.machinery
 import sys
 import types
-from collections.abc import Iterator
 from dataclasses import replace
 
 import pytest
@@ -17,8 +16,6 @@ from dilated_attention_pytorch.benchmarks.contestants import CONTESTANTS, Contes
 from dilated_attention_pytorch.benchmarks.exactness import row_counts
 from dilated_attention_pytorch.benchmarks.plots import _style
 from dilated_attention_pytorch.benchmarks.shapes import Case
-from dilated_attention_pytorch.kernels import select
-from kernels.cudnn_contract import on_the_cpu
 from support.benchmark_cases import counts_of, oracle, small_case
 from support.oracle import dense_attention
 
@@ -42,17 +39,14 @@ def flash_attn_func(q: Tensor, k: Tensor, v: Tensor, causal: bool = False) -> tu
 
 
 @pytest.fixture
-def _stand_ins(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """cuDNN's operators and the packages of FlashAttention on the CPU, FlexAttention without its compiler."""
-    monkeypatch.setattr(select, "_cudnn_refusal", lambda *call: None)
+def _stand_ins(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The packages of FlashAttention on the CPU, FlexAttention without its compiler."""
     monkeypatch.setattr(flex.torch, "compile", lambda function, **_: function)
     for name in contestants._FLASH_MODULES.values():
         module = types.ModuleType(name)
         module.__spec__ = importlib.machinery.ModuleSpec(name, None)
         module.flash_attn_func = flash_attn_func  # type: ignore[attr-defined]
         monkeypatch.setitem(sys.modules, name, module)
-    with on_the_cpu(dtypes=(torch.float64,)):
-        yield
 
 
 def expected_of(case: Case, contestant: Contestant, operands: tuple[Tensor, ...]) -> Tensor:
@@ -120,8 +114,7 @@ def test_who_needs_a_gpu_says_so(name: str) -> None:
     assert "CUDA devices" in reason or "is not installed" in reason
 
 
-def test_on_a_gpu_dense_attention_is_timed_by_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(contestants, "refusal", lambda *call: None)
+def test_on_a_gpu_dense_attention_is_timed_by_kernel() -> None:
     cuda = torch.device("cuda")
     for dtype, by_kernel in (("bfloat16", True), ("float32", False)):
         case = replace(small_case(), dtype=dtype, head_dim=64)
@@ -129,6 +122,8 @@ def test_on_a_gpu_dense_attention_is_timed_by_kernel(monkeypatch: pytest.MonkeyP
         pinned = [BY_NAME[f"dense SDPA, {kernel}"].refusal(case, cuda) for kernel in ("flash", "cuDNN")]
         assert (dense is None) == (not by_kernel)
         assert [reason is None for reason in pinned] == [by_kernel] * 2
+    wide = replace(small_case(), dtype="bfloat16", head_dim=136)
+    assert "heads of 8, 16, ... 128" in str(BY_NAME["dense SDPA, cuDNN"].refusal(wide, cuda))
 
 
 def test_everyone_has_a_look_of_their_own() -> None:

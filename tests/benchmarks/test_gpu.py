@@ -16,8 +16,6 @@ from torch import Tensor
 
 from benchmarks import gpu, gpu_gate
 from dilated_attention_pytorch.benchmarks.contestants import CONTESTANTS, Contestant
-from dilated_attention_pytorch.kernels import select
-from kernels.cudnn_contract import on_the_cpu
 
 CPU = torch.device("cpu")
 
@@ -86,12 +84,8 @@ def test_every_kernel_of_this_package_is_held_to_the_definition_and_watched(
 ) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     commands = {one.name: one.command for one in gpu.steps(tmp_path, is_dry=False, seconds=60.0)}
-    for what in ("ours, triton", "ours, gluon", "ours, triton-fp8"):
-        assert what in commands["memcheck"]
-        assert what in commands["racecheck"]
-        assert any(what in command for name, command in commands.items() if name.startswith("gate, "))
-    for name in ("gate, single backward", "memcheck, single backward", "racecheck, single backward"):
-        assert commands[name][commands[name].index("--backward") + 1] == "single"
+    for name in ("gate, triton", "memcheck", "racecheck"):
+        assert "ours, triton" in commands[name]
 
 
 def test_the_benchmark_is_resumed_where_it_was_begun(tmp_path: Path) -> None:
@@ -126,11 +120,3 @@ def test_the_gate_passes_what_is_right_and_finds_what_is_wrong(monkeypatch: pyte
 
     (record,) = gate(contestant(broken))
     assert [sentence.partition(": ")[2] for sentence in record["wrong"]] == ["RuntimeError: no such kernel"] * 3
-
-
-def test_the_gate_of_cudnn_draws_both_layouts(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(select, "_cudnn_refusal", lambda *call: None)
-    with on_the_cpu() as contract:
-        records = gpu_gate.gate(("ours, cudnn", "published route, cuDNN"), 3, ["bfloat16"], 70, CPU)
-    assert [(record["calls"], record["wrong"]) for record in records] == [(3, [])] * 2
-    assert contract.num_backward > 6

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import argparse
 import runpy
 import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
-from benchmarks.implementation import chosen, in_words, judged
+from benchmarks.implementation import add_choice, chosen, in_words, judged
 
 from dilated_attention_pytorch.kernels.compilation import refusal_to_load
 from dilated_attention_pytorch.ops import implementation
@@ -31,6 +32,14 @@ def test_a_run_is_computed_by_what_impl_says(impl: str, tmp_path: Path, monkeypa
 
     # The check before it is in float64, which the native kernels do not compute.
     assert implementations_run(run) - {"aten"} == {impl} - {"aten"}
+
+
+def test_a_removed_implementation_is_named_with_what_to_use(capsys: pytest.CaptureFixture[str]) -> None:
+    parser = argparse.ArgumentParser()
+    add_choice(parser)
+    with pytest.raises(SystemExit):
+        parser.parse_args(["--impl", "gluon"])
+    assert "argument --impl: impl='gluon', the warp-specialised forward" in capsys.readouterr().err
 
 
 def test_the_record_names_what_computes_each_dtype() -> None:

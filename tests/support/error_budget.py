@@ -72,37 +72,3 @@ def budget(
     errors = (out_error, grad_q_error, grad_k_error, grad_v_error)
     out_error, grad_q_error, grad_k_error, grad_v_error = (over_heads(x) for x in errors)
     return Budget(out_error, lse_error.squeeze(-1).transpose(1, 2), grad_q_error, grad_k_error, grad_v_error)
-
-
-def e4m3_budget(
-    q: Tensor, k: Tensor, v: Tensor, counts: Tensor, scale: float, storage: torch.dtype, *, are_rounded: bool
-) -> tuple[Tensor, Tensor]:
-    """Bounds on the errors of out and lse by ``impl="triton-fp8"``: all terms of its docstring.
-
-    ``are_rounded``: q, k and v are e4m3 numbers times their scales, so only the weights are rounded. Heads of k and v
-    are already repeated. A device that adds products with 14 bits may lose 2^-9 of the absolute products in an
-    instruction.
-    """
-    u, a = 2.0**-4, torch.finfo(torch.float32).eps / 2
-    q, k, v = (x.transpose(1, 2) for x in (q, k, v))
-
-    def rounding(x: Tensor) -> Tensor:
-        return torch.zeros_like(x) if are_rounded else u * x.abs() + 2.0**-17 * x.abs().amax(-1, keepdim=True)
-
-    e_q, e_k, e_v = rounding(q), rounding(k), rounding(v)
-    is_seen = counts > 0
-    dead = ~is_seen.any(-1, keepdim=True)
-    s = (scale * q @ k.mT + counts.log()).masked_fill(dead, 0.0)
-    p = torch.where(dead, 0.0, s.softmax(-1))
-    product = abs(scale) * q.abs() @ k.abs().mT
-    d = abs(scale) * (e_q @ k.abs().mT + q.abs() @ e_k.mT + e_q @ e_k.mT) + (2.0**-9 + (q.shape[3] + 8) * a) * product
-    d = torch.where(is_seen, d, 0.0)
-    worst = d.amax(-1, keepdim=True)
-    exact = (1 + k.shape[2] * a + 64 * a) * (1 + 2.0**-9)
-    heavier = p * (d + worst).exp() * exact
-    largest = heavier.amax(-1, keepdim=True) * (v.abs() + e_v).amax(-1)[:, :, None].mul(is_seen).amax(-1, keepdim=True)
-    out_error = (1 + u) * heavier @ (v.abs() + e_v) - p @ v.abs() + 2.0**-17 * is_seen.sum(-1, keepdim=True) * largest
-    out_error += torch.finfo(storage).eps * (heavier @ (v.abs() + e_v))
-    lse = torch.where(dead, 0.0, s.logsumexp(-1, keepdim=True))
-    lse_error = worst + (k.shape[2] + 64) * a + 4 * a * lse.abs()
-    return out_error.transpose(1, 2), lse_error.squeeze(-1).transpose(1, 2)

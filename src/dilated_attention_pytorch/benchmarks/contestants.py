@@ -16,11 +16,10 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import scaled_dot_product_attention
 
 from dilated_attention_pytorch.kernels import fused
-from dilated_attention_pytorch.kernels.select import ON_DEVICE, Impl, is_interpreted, refusal
+from dilated_attention_pytorch.kernels.select import Impl, is_interpreted, refusal
 from dilated_attention_pytorch.ops import attend
 
-from .exactness import Rounding
-from .published import Kernel, published_attention
+from .published import published_attention
 from .shapes import Case, Computes
 
 Attention = Callable[[Tensor, Tensor, Tensor], Tensor]
@@ -43,37 +42,17 @@ class Contestant:
     """Why it does not take part in a case; None if it does."""
     prepare: Callable[[Case, tuple[Tensor, Tensor, Tensor]], Attention]
     """One-time preparation per shape, timed separately: masks, caches."""
-    rounding: Rounding = "storage"
-    """Rounding of its operands, which determines the error tolerance."""
     needs_gpu: bool = False
 
 
 def _ours_refuses(case: Case, device: torch.device, *, impl: Impl) -> str | None:
-    if impl in ON_DEVICE and is_interpreted():
+    if impl == "triton" and is_interpreted():
         return "TRITON_INTERPRET is set: the interpreter checks the kernels, its time says nothing about them"
-    if impl == "triton-fp8" and case.mode == "forward_backward":
-        return "the forward in e4m3 has no gradient"
     # Memory for counts, scores, probabilities and their gradients.
     scores = 16 * case.batch * case.heads * case.num_queries * case.rows
     if impl == "reference" and scores > _DENSE_SCORES_BYTES:
         return f"it holds all N * M scores and their like: timed up to {_DENSE_SCORES_BYTES >> 20} MiB of them"
-    reason = refusal(impl, device, case.torch_dtype, case.head_dim)
-    return _gluon_refuses(case) if reason is None and impl == "gluon" else reason
-
-
-def _gluon_refuses(case: Case) -> str | None:
-    """The kernel's reason for rejecting the call; depends on shapes and strides only, so no memory is needed."""
-    from dilated_attention_pytorch.kernels.triton import hopper
-    from dilated_attention_pytorch.kernels.triton.problem import Problem
-
-    def like(rows: int, heads: int) -> Tensor:
-        return torch.empty(case.batch, rows, heads, case.head_dim, dtype=case.torch_dtype, device="meta")
-
-    query, key = like(case.num_queries, case.heads), like(case.rows, case.kv_heads)
-    pattern = case.pattern
-    return hopper.refusal(
-        Problem(query, key, key, pattern.groups, case.causal, 1.0, case.query_offset, rules=pattern.rules)
-    )
+    return refusal(impl, device, case.torch_dtype, case.head_dim)
 
 
 def _prepare_ours(case: Case, operands: tuple[Tensor, Tensor, Tensor], *, impl: Impl) -> Attention:
@@ -119,21 +98,19 @@ def _prepare_cache(case: Case, operands: tuple[Tensor, Tensor, Tensor]) -> Atten
     return decode
 
 
-def _published_refuses(case: Case, device: torch.device, *, kernel: Kernel) -> str | None:
+def _published_refuses(case: Case, device: torch.device) -> str | None:
     if case.mode == "decode":
         return "the published code has no decoding"
     if case.block_density is not None:
         return "the published code has dilation groups alone"
-    if kernel == "cudnn":
-        return refusal("cudnn", device, case.torch_dtype, case.head_dim)
     probe = torch.empty(1, 1, 1, case.head_dim, dtype=case.torch_dtype, device=device)
     if not fused.is_fused(probe, has_bias=False):
         return f"no flash kernel of PyTorch takes {case.dtype} heads of {case.head_dim} on this device"
     return None
 
 
-def _prepare_published(case: Case, operands: tuple[Tensor, Tensor, Tensor], *, kernel: Kernel) -> Attention:
-    return functools.partial(published_attention, pattern=case.pattern, is_causal=case.causal, kernel=kernel)
+def _prepare_published(case: Case, operands: tuple[Tensor, Tensor, Tensor]) -> Attention:
+    return functools.partial(published_attention, pattern=case.pattern, is_causal=case.causal)
 
 
 def _flex_refuses(case: Case, device: torch.device) -> str | None:
@@ -171,8 +148,8 @@ def _dense_refuses(case: Case, device: torch.device) -> str | None:
 def _pinned_refuses(case: Case, device: torch.device, *, backend: SDPBackend) -> str | None:
     if not _is_half_on_cuda(case, device):
         return "PyTorch's flash and cuDNN attention compute in float16 and bfloat16 on CUDA devices"
-    if backend == SDPBackend.CUDNN_ATTENTION:
-        return refusal("cudnn", device, case.torch_dtype, case.head_dim)
+    if backend == SDPBackend.CUDNN_ATTENTION and (case.head_dim % 8 or case.head_dim > 128):
+        return f"PyTorch's cuDNN attention computes heads of 8, 16, ... 128 numbers, and this case has {case.head_dim}"
     return None
 
 
@@ -233,18 +210,7 @@ def _ours(impl: Impl) -> Contestant:
         "pattern",
         functools.partial(_ours_refuses, impl=impl),
         functools.partial(_prepare_ours, impl=impl),
-        "e4m3" if impl == "triton-fp8" else "storage",
-        needs_gpu=impl in (*ON_DEVICE, "cudnn"),
-    )
-
-
-def _published(name: str, kernel: Kernel) -> Contestant:
-    return Contestant(
-        name,
-        "pattern",
-        functools.partial(_published_refuses, kernel=kernel),
-        functools.partial(_prepare_published, kernel=kernel),
-        needs_gpu=kernel == "cudnn",
+        needs_gpu=impl == "triton",
     )
 
 
@@ -271,8 +237,7 @@ def _flash_attn(version: int) -> Contestant:
 CONTESTANTS: tuple[Contestant, ...] = (
     *(_ours(impl) for impl in get_args(Impl) if impl != "auto"),
     Contestant("ours, model cache", "pattern", _cache_refuses, _prepare_cache),
-    _published("published route", "fused"),
-    _published("published route, cuDNN", "cudnn"),
+    Contestant("published route", "pattern", _published_refuses, _prepare_published),
     Contestant(FLEX, "pattern", _flex_refuses, _prepare_flex),
     Contestant("dense SDPA", "dense", _dense_refuses, _prepare_dense),
     _pinned("dense SDPA, flash", SDPBackend.FLASH_ATTENTION),

@@ -11,7 +11,6 @@ import math
 import random
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Literal
 
 import torch
 from torch import Tensor
@@ -20,8 +19,6 @@ from dilated_attention_pytorch.precision import accumulation_dtype
 
 from .shapes import Case, Computes
 
-Rounding = Literal["storage", "e4m3"]
-"""Rounding of product operands: as stored, or to e4m3 with a scale per row."""
 NAMES = ("out", "grad_query", "grad_key", "grad_value")
 _STRETCHES = 24
 _CANCELLED = 0.01
@@ -110,16 +107,13 @@ def sampled_gradient(case: Case, samples: Sequence[Sample], like: Tensor) -> Ten
     return grad
 
 
-def allowed_errors(case: Case, rounding: Rounding = "storage") -> tuple[float, float]:
+def allowed_errors(case: Case) -> tuple[float, float]:
     """Error bounds from rounding: of a whole result, and of one element relative to the terms of its sum.
 
     A value is rounded to storage as a probability (or its gradient), as each group's result, and when merged: ``n + 2``
     roundings of ``u`` for n groups. They add linearly in the worst element and in quadrature over the whole result.
     In addition, in the accumulation dtype: scores of D products of magnitude up to about ``sqrt(D)``, sums over the
     keys, and in bfloat16 on the CPU a polynomial exponential (7.1e-5, see tests/support/error_budget.py).
-
-    In e4m3 four more operands are rounded, by ``2^-4`` at most: query, key, probability and value. Rounding a query or
-    key changes a score (magnitude 1 for normal operands) as much as rounding a probability or value changes an output.
     """
     dtype = case.torch_dtype
     storage = torch.finfo(dtype).eps / 2
@@ -129,9 +123,7 @@ def allowed_errors(case: Case, rounding: Rounding = "storage") -> tuple[float, f
     exponential = 2.0**-13 if dtype == torch.bfloat16 else 4 * accumulation
     roundings = max(1, len(case.segment_lengths)) + 2
     exact = scores + sums + exponential
-    numbers, coarse = (4, 2.0**-4) if rounding == "e4m3" else (0, 0.0)
-    as_a_whole = math.sqrt(roundings) * storage + math.sqrt(numbers) * coarse + exact
-    return as_a_whole, roundings * storage + numbers * coarse + exact
+    return math.sqrt(roundings) * storage + exact, roundings * storage + exact
 
 
 class _Tally:
@@ -166,7 +158,6 @@ def judge(
     out: Tensor,
     grad_out: Tensor | None = None,
     grads: Sequence[Tensor] | None = None,
-    rounding: Rounding = "storage",
 ) -> Verdict:
     """Compare ``out`` at the samples, and all gradients under ``grad_out``, with the dense definition.
 
@@ -178,7 +169,6 @@ def judge(
         out: the contestant's output, ``[B, N, H, D]``.
         grad_out: :func:`sampled_gradient` of the same samples, if gradients are checked.
         grads: the contestant's gradients of query, key and value under it.
-        rounding: rounding of the contestant's product operands.
     """
     names = NAMES if grads is not None else NAMES[:1]
     tallies = {name: _Tally(case.torch_dtype) for name in names}
@@ -226,4 +216,4 @@ def judge(
             tallies["grad_value"].add(grads[2][batch, :, kv_head], of_value[0], of_value[1])
     errors = {name: tally.relative for name, tally in tallies.items()}
     worst = {name: tally.worst for name, tally in tallies.items()}
-    return Verdict(errors, worst, *allowed_errors(case, rounding))
+    return Verdict(errors, worst, *allowed_errors(case))

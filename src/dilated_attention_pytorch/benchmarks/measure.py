@@ -226,7 +226,7 @@ def _passes_gate(row: Row, contestant: Contestant, attention: Attention, operand
     if out.shape != operands[0].shape:
         row.status, row.reason = "wrong", f"its output is {tuple(out.shape)}, not {tuple(operands[0].shape)}"
         return False
-    verdict = judge(case, row.computes, samples, operands, out, grad, grads or None, contestant.rounding)
+    verdict = judge(case, row.computes, samples, operands, out, grad, grads or None)
     row.errors = verdict.errors
     if not verdict.passes:
         row.status, row.reason = "wrong", verdict.in_words()

@@ -10,22 +10,17 @@ from __future__ import annotations
 
 import functools
 import math
-from typing import Any, Literal, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from dilated_attention_pytorch.kernels import partial as kernels
+from dilated_attention_pytorch.kernels import fused
 from dilated_attention_pytorch.patterns import Pattern
 from dilated_attention_pytorch.patterns.dilated import DilationGroup
 
-Kernel = Literal["fused", "cudnn"]
-"""Kernel for a gathered group: PyTorch's flash attention, or its cuDNN attention."""
 
-
-def published_attention(
-    query: Tensor, key: Tensor, value: Tensor, pattern: Pattern, *, is_causal: bool, kernel: Kernel = "fused"
-) -> Tensor:
+def published_attention(query: Tensor, key: Tensor, value: Tensor, pattern: Pattern, *, is_causal: bool) -> Tensor:
     """Attention under ``pattern`` by the published algorithm: ``[B, N, H, D]``, differentiable.
 
     Args:
@@ -33,12 +28,11 @@ def published_attention(
         key, value: ``[B, N, G, D]`` with G dividing H.
         pattern: dilation groups without shifts and with ragged tails.
         is_causal: a query attends only to keys at or before its own position.
-        kernel: kernel of the groups.
     """
     outs, lses = [], []
     for group in pattern.groups:
         for start, stop, length in _runs_of_segments(group, query.shape[1]):
-            out, lse = _Group.apply(query, key, value, group, start, stop, length, is_causal, kernel)
+            out, lse = _Group.apply(query, key, value, group, start, stop, length, is_causal)
             outs.append(out)
             lses.append(lse)
     stacked = torch.stack(lses)
@@ -132,28 +126,26 @@ class _Group(torch.autograd.Function):
         stop: int,
         length: int,
         is_causal: bool,
-        kernel: Kernel,
     ) -> tuple[Tensor, Tensor]:
         num_heads, num_kv_heads, scale = query.shape[2], key.shape[2], query.shape[3] ** -0.5
         of_query = _classes(group, start, stop, length, num_kv_heads, num_heads, query.device)
         of_key = _classes(group, start, stop, length, num_kv_heads, num_kv_heads, query.device)
         q = _gather(query, of_query)
         k, v = (_gather(x, of_key).repeat_interleave(num_heads // num_kv_heads, 1) for x in (key, value))
-        result = kernels.forward(kernel, q, k, v, None, None, is_causal=is_causal, scale=scale, is_pair=False)
-        out, lse = result.out, result.lse
+        out, lse = fused.forward(q, k, v, None, is_causal=is_causal, scale=scale)
         out, share = out.to(query.dtype), _real_share(of_query, lse, is_causal=is_causal)
         real_out = out if share is None else out / share.unsqueeze(-1).to(out.dtype)
         real_lse = lse if share is None else lse + share.log()
         dense_out = _scatter(real_out, of_query, query)
         dense_lse = _scatter(real_lse.unsqueeze(-1), of_query, query[..., :1], -math.inf)
         ctx.save_for_backward(query, key, value, q, k, v, out, lse)
-        ctx.options = (of_query, of_key, is_causal, scale, kernel)
+        ctx.options = (of_query, of_key, is_causal, scale)
         return dense_out, dense_lse.squeeze(-1)
 
     @staticmethod
     def backward(ctx: Any, grad_out: Tensor, grad_lse: Tensor) -> tuple[Tensor | None, ...]:
         query, key, value, q, k, v, out, lse = ctx.saved_tensors
-        of_query, of_key, is_causal, scale, kernel = ctx.options
+        of_query, of_key, is_causal, scale = ctx.options
         # The softmax without padding is P / share, which is also the gradient of its log-sum-exp, so the score gradient
         # is P / share * (dP - rowsum(dO * O) + dL). The kernel computes P * (dP' - rowsum(dO' * O')): with dO' = dO /
         # share, O' is the O without padding, shifted along dO' so that the row sum matches.
@@ -164,16 +156,13 @@ class _Group(torch.autograd.Function):
             g, out, g_lse = g / share.to(g.dtype), out / share.to(out.dtype), g_lse / share
         size = (g * g).sum(-1, keepdim=True, dtype=lse.dtype)
         moved = out - torch.where(size > 0, g_lse / size, 0.0).to(out.dtype) * g
-        grad_q, grad_k, grad_v, _ = kernels.backward(
-            kernel, g, None, q, k, v, moved, lse, None, None, None, is_causal=is_causal, scale=scale
-        )
+        grad_q, grad_k, grad_v = fused.backward(g, q, k, v, moved, lse, None, is_causal=is_causal, scale=scale)
         ratio = query.shape[2] // key.shape[2]
         grad_k, grad_v = (x.unflatten(1, (-1, ratio)).sum(2) for x in (grad_k, grad_v))
         return (
             _scatter(grad_q, of_query, query).to(query.dtype),
             _scatter(grad_k, of_key, key).to(key.dtype),
             _scatter(grad_v, of_key, value).to(value.dtype),
-            None,
             None,
             None,
             None,

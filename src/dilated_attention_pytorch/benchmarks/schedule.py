@@ -20,10 +20,6 @@ _FIXED_SECONDS = 0.3
 """Assumed time of the gate, the operands and Python, for one contestant in one case."""
 _COMPILE_SECONDS = {
     "ours, triton": 15.0,
-    "ours, triton-fp8": 10.0,
-    "ours, gluon": 10.0,
-    "ours, cudnn": 3.0,
-    "published route, cuDNN": 3.0,
     FLEX: 30.0,
 }
 """Assumed (not measured) compilation or planning time of a case on a GPU."""

@@ -86,9 +86,14 @@ class BenchSettings:
     def _check_contestants(self) -> None:
         # Contestants import the engine, which --help does not need.
         if self.contestants:
+            from dilated_attention_pytorch.kernels.select import removal
+
             from .contestants import CONTESTANTS
 
             for part in self.contestants:
+                sentence = removal(part.removeprefix("ours, "))
+                if sentence is not None and part.startswith("ours, "):
+                    raise ValueError(f"contestant {part!r}: {sentence}")
                 if not any(part in entry.name for entry in CONTESTANTS):
                     names = ", ".join(repr(entry.name) for entry in CONTESTANTS)
                     raise ValueError(f"contestants must be parts of names, got {part!r}; the names are {names}")

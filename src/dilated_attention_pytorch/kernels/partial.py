@@ -12,10 +12,10 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from . import cudnn, fused, native, products
+from . import fused, native, products
 from .products import KeepFactors, Result
 
-Kernel = Literal["native", "triton", "cudnn", "fused", "products"]
+Kernel = Literal["native", "triton", "fused", "products"]
 
 
 def kernel_of(
@@ -32,7 +32,7 @@ def kernel_of(
     """The kernel for a partial of a call with implementation ``impl``.
 
     Args:
-        impl: "native", "triton", "cudnn" or "aten".
+        impl: "native", "triton" or "aten".
         query: the call's query; its device, dtype and head dimension matter.
         has_bias: whether a band or padding mask is applied to scores.
         is_dropped: whether there is dropout.
@@ -49,14 +49,7 @@ def kernel_of(
         return "products"
     if impl == "triton":
         return "triton"
-    if impl == "cudnn":
-        return "products" if has_bias else "cudnn"
     return "fused" if fused.is_fused(query, has_bias=has_bias) else "products"
-
-
-def laid_out(impl: str, tensor: Tensor) -> Tensor:
-    """Rows ``[B, N, H, D]`` in a layout whose views the kernels of ``impl`` can read: the tensor, or a copy."""
-    return cudnn.laid_out(tensor) if impl == "cudnn" else tensor
 
 
 def reads_listed_rows(impl: str, num_rows: int) -> bool:
@@ -78,15 +71,12 @@ def forward(
     is_pair: bool,
 ) -> Result:
     """Output and log-sum-exp of one partial; arguments as in :func:`.products.forward`."""
-    kernel = _for_rows(kernel, query, key)
     if kernel == "products":
         return products.forward(
             query, key, value, bias, keep_factors, is_causal=is_causal, scale=scale, is_pair=is_pair
         )
     if kernel == "triton":
         return _triton_forward(query, key, value, bias, scale)
-    if kernel == "cudnn":
-        return Result(*cudnn.forward(query, key, value, is_causal=is_causal, scale=scale))
     return Result(*fused.forward(query, key, value, bias, is_causal=is_causal, scale=scale))
 
 
@@ -111,7 +101,6 @@ def backward(
 
     The last one is that of the bias, summed over the queries, if ``needs_bias``; only matrix products have it.
     """
-    kernel = _for_rows(kernel, query, key)
     if kernel == "products":
         delta = (grad_out.to(lse.dtype) * out.to(lse.dtype)).sum(-1)
         if grad_lse is not None:
@@ -133,14 +122,7 @@ def backward(
     assert not needs_bias
     if kernel == "triton":
         return *_triton_backward(grad_out, query, key, value, out, lse, bias, scale), None
-    if kernel == "cudnn":
-        return *cudnn.backward(grad_out, query, key, value, out, lse, is_causal=is_causal, scale=scale), None
     return *fused.backward(grad_out, query, key, value, out, lse, bias, is_causal=is_causal, scale=scale), None
-
-
-def _for_rows(kernel: Kernel, query: Tensor, key: Tensor) -> Kernel:
-    """The kernel for views with these numbers of rows."""
-    return "products" if kernel == "cudnn" and not cudnn.takes(query, key) else kernel
 
 
 def _problems(bias: Tensor | None, count: int) -> Iterator[tuple[slice, Tensor | None]]:

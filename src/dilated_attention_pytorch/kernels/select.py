@@ -14,23 +14,18 @@ from torch import Tensor
 from dilated_attention_pytorch.patterns import Pattern
 from dilated_attention_pytorch.tracing import constant_of_graph
 
-from . import compilation, cudnn
-from .triton.target import AMD, target_of, triton_version
+from . import compilation
+from .triton.target import AMD, target_of
 
-Impl = Literal["auto", "triton", "triton-fp8", "gluon", "cudnn", "native", "aten", "reference"]
+Impl = Literal["auto", "triton", "native", "aten", "reference"]
 IMPLS: tuple[str, ...] = get_args(Impl)
 
-ON_DEVICE = ("triton", "triton-fp8", "gluon")
-"""Implementations that plan on the device. The backward of ``"gluon"`` is that of ``"triton"``; ``"triton-fp8"`` has
-none."""
-
-NO_FP8_GRADIENT = (
-    'impl="triton-fp8" computes the forward alone, and a gradient is asked for: call it under torch.no_grad(), or use '
-    'impl="triton"'
-)
-
-GLUON_VERSION = (3, 6)
-"""Oldest Triton version with which the warp-specialised kernel was compiled."""
+_REMOVED = {
+    "gluon": ("the warp-specialised forward for compute capability 9.0", 'impl="triton"'),
+    "triton-fp8": ("the forward with products of e4m3 numbers", 'impl="triton"'),
+    "cudnn": ("cuDNN's attention over strided views", 'impl="triton", or impl="aten" for PyTorch\'s flash kernels'),
+}
+"""Implementations of earlier versions, which no device had run: what each was, and what to use."""
 
 MAX_HEAD_DIM = 256
 """Largest head dimension that fits into the Triton kernels' registers and the native kernels' caches."""
@@ -93,15 +88,10 @@ def refusal(
         return f"attention is computed in float16, bfloat16, float32 or float64, not {dtype}"
     if impl == "reference":
         return None
-    if impl in ON_DEVICE:
+    if impl == "triton":
         if is_segmented:
             return 'the Triton kernels count in segments of one length; impl="aten" computes a SegmentedPattern'
-        reason = _triton_refusal(device, dtype, head_dim)
-        if reason is None and impl == "gluon":
-            return _gluon_refusal(device, dtype, head_dim)
-        return _fp8_refusal(device) if reason is None and impl == "triton-fp8" else reason
-    if impl == "cudnn":
-        return _cudnn_refusal(device, dtype, head_dim)
+        return _triton_refusal(device, dtype, head_dim)
     if impl == "native":
         mismatch = _native_mismatch(device, dtype, head_dim)
         return compilation.refusal() if mismatch is None and not compilation.was_loaded() else mismatch
@@ -155,88 +145,6 @@ def _triton_refusal(device: torch.device, dtype: torch.dtype, head_dim: int) -> 
     return None
 
 
-def _cudnn_refusal(device: torch.device, dtype: torch.dtype, head_dim: int) -> str | None:
-    if dtype not in (torch.float16, torch.bfloat16):
-        return f'cuDNN\'s attention computes in float16 and bfloat16, not in {dtype}; use impl="aten"'
-    if head_dim % 8 or head_dim > cudnn.MAX_HEAD_DIM:
-        return (
-            f"cuDNN's attention takes heads of 8, 16, ... {cudnn.MAX_HEAD_DIM} numbers, got {head_dim}; "
-            'use impl="triton" or impl="aten"'
-        )
-    if device.type != "cuda" or torch.version.hip is not None:
-        return f'cuDNN is for NVIDIA GPUs, not for {device.type!r} tensors of this PyTorch; use impl="aten"'
-    capability = torch.cuda.get_device_capability(device)
-    if not (8, 0) <= capability <= (12, 1):
-        return (
-            "PyTorch gives compute capabilities 8.0 to 12.1 to cuDNN's attention, this GPU has "
-            f'{capability[0]}.{capability[1]}; use impl="aten"'
-        )
-    version = _cudnn_version()
-    if version < cudnn.LEAST_VERSION:
-        return (
-            "cuDNN's attention is right for any number of rows from version 9.15.1 on "
-            f"({cudnn.LEAST_VERSION}), got {version or 'none'}; install a PyTorch that brings a newer one, "
-            'or use impl="aten"'
-        )
-    if torch.are_deterministic_algorithms_enabled():
-        return (
-            "cuDNN's gradients are not deterministic, and torch.use_deterministic_algorithms asks for that; "
-            'use impl="triton"'
-        )
-    if os.environ.get("TORCH_CUDNN_SDPA_AVOID_RECOMPILE", "0") not in ("", "0"):
-        return (
-            "TORCH_CUDNN_SDPA_AVOID_RECOMPILE lays the log-sum-exp out in another way than what is merged here; "
-            'unset it, or use impl="aten"'
-        )
-    return None
-
-
-def _gluon_refusal(device: torch.device, dtype: torch.dtype, head_dim: int) -> str | None:
-    """Additional conditions of the warp-specialised kernel; those of a single call are in ``hopper.refusal``."""
-    if dtype not in (torch.float16, torch.bfloat16):
-        return f'the warp-specialised kernel multiplies float16 and bfloat16, not {dtype}; use impl="triton"'
-    if head_dim % 8 or not 32 < head_dim <= 128:
-        return (
-            f"the warp-specialised kernel takes heads from 40 to 128 wide, multiples of 8, got {head_dim}; use "
-            'impl="triton"'
-        )
-    if triton_version() < GLUON_VERSION:
-        needed, found = (".".join(map(str, version)) for version in (GLUON_VERSION, triton_version()))
-        return f'the warp-specialised kernel needs Triton {needed} or newer, got {found}; use impl="triton"'
-    if is_interpreted():
-        return 'Gluon has no interpreter, and TRITON_INTERPRET is set; use impl="triton"'
-    capability = torch.cuda.get_device_capability(device)
-    if capability != (9, 0):
-        return (
-            "the warp-specialised kernel is for compute capability 9.0 (Hopper), this GPU has "
-            f'{capability[0]}.{capability[1]}; use impl="triton"'
-        )
-    return None
-
-
-def _fp8_refusal(device: torch.device) -> str | None:
-    """Additional conditions of the e4m3 forward; those of a single call are in ``fp8.refusal``."""
-    if is_interpreted():
-        return None
-    target = target_of(device)
-    if target in AMD:
-        why = "multiplies FP8 numbers of another format, e4m3fnuz" if target == "gfx942" else "has no blocks of it yet"
-        return f'the forward in e4m3 is for NVIDIA GPUs, and {target} {why}; use impl="triton"'
-    capability = torch.cuda.get_device_capability(device)
-    if capability < (8, 9):
-        return (
-            "products of e4m3 numbers need compute capability 8.9 (Ada) or newer, this GPU has "
-            f'{capability[0]}.{capability[1]}; use impl="triton"'
-        )
-    return None
-
-
-@constant_of_graph
-def _cudnn_version() -> int:
-    """The version of cuDNN; 0 without it."""
-    return torch.backends.cudnn.version() or 0
-
-
 def _automatic(device: torch.device, dtype: torch.dtype, head_dim: int, *, is_segmented: bool) -> Impl:
     # On AMD GPUs the kernels were compiled but never run: there they are selected by name only.
     is_nvidia = device.type == "cuda" and torch.version.hip is None
@@ -247,7 +155,18 @@ def _automatic(device: torch.device, dtype: torch.dtype, head_dim: int, *, is_se
     return "aten"
 
 
+def removal(impl: str) -> str | None:
+    """What an implementation of an earlier version was, and what to use; None for other names."""
+    if impl not in _REMOVED:
+        return None
+    what, instead = _REMOVED[impl]
+    return f"impl={impl!r}, {what}, was removed: no device had run it; use {instead}"
+
+
 def _check_name(impl: str) -> None:
+    sentence = removal(impl)
+    if sentence is not None:
+        raise ValueError(sentence)
     if impl not in IMPLS:
         raise ValueError(f"impl must be one of {', '.join(map(repr, IMPLS))}, got {impl!r}")
 
@@ -257,7 +176,6 @@ def select(impl: str, device: torch.device, dtype: torch.dtype, head_dim: int, *
 
     ``"auto"`` is what :func:`implementation` says. Without it, it is ``"triton"`` on an NVIDIA GPU and ``"native"`` on
     a CPU where these can run, else ``"aten"``. The first call on such a CPU compiles the native kernels if necessary.
-    ``"cudnn"`` is selected by name only, as it has not been timed on a GPU yet.
 
     Raises:
         ValueError: ``impl`` is not a known name.

@@ -34,10 +34,10 @@ def merge_visible_keys(
     grouped = [tensor.unflatten(2, (num_kv_heads, -1)) for tensor in (query, out, lse)]
     flat = [tensor.flatten(1, 2) for tensor in stored]
     scale, impl = 1.0 / math.sqrt(head_dim), select("auto", query.device, query.dtype, head_dim)
-    if impl not in ("native", "triton", "cudnn", "aten"):
+    if impl == "reference":
         raise NotImplementedError(
-            f'impl="auto" stands for {impl!r} here, which computes whole calls, and stored rows are read by "native", '
-            '"triton", "cudnn" or "aten": choose one of these for a cache, or call the model without a cache'
+            'impl="auto" stands for "reference" here, which computes whole calls, and stored rows are read by '
+            '"native", "triton" or "aten": choose one of these for a cache, or call the model without a cache'
         )
     for some_keys in visible_keys:
         queries, out_of_keys, lse_of_keys = (tensor[:, some_keys.rows, some_keys.heads] for tensor in grouped)

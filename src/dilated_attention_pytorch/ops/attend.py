@@ -9,14 +9,14 @@ from torch import Tensor
 
 from dilated_attention_pytorch.kernels.dropout import keep_factors
 from dilated_attention_pytorch.kernels.reference import reference_attention
-from dilated_attention_pytorch.kernels.select import NO_FP8_GRADIENT, Impl, implementation_of
+from dilated_attention_pytorch.kernels.select import Impl, implementation_of
 from dilated_attention_pytorch.patterns import DilatedPattern, Pattern
 from dilated_attention_pytorch.patterns.dilated import OffsetRule, Tail
 from dilated_attention_pytorch.precision import cast_by_autocast, without_autocast
 
 from .attend_at import attend_from, last_start
 from .call import Call, with_scale
-from .derivatives import attend_call, has_derivatives
+from .derivatives import attend_call
 from .merge import AttentionOutput
 from .run import without_padding
 from .validation import check_call, check_documents, documents_of, sequence_first
@@ -75,8 +75,6 @@ def attend_checked(call: Call) -> tuple[Tensor, Tensor]:
     query, key, value = cast_by_autocast(call.query, call.key, call.value)
     assert call.pattern is not None
     chosen = implementation_of(call.impl, query, call.pattern)
-    if chosen == "triton-fp8" and has_derivatives(query, key, value):
-        raise NotImplementedError(NO_FP8_GRADIENT)
     query, scale = with_scale(query, call.scale)
     call = call._replace(query=query, key=key, value=value, scale=scale, impl=chosen)
     if isinstance(call.query_offset, Tensor):
@@ -171,12 +169,9 @@ def attend(
         heads_first: True for tensors, and a result, ``[B, H, N, D]`` as in ``scaled_dot_product_attention``. None, like
             False, means ``[B, N, H, D]``, but is refused where more than 64 heads, each with its own key/value head,
             come with fewer rows than heads; one row, the first token of a text, is computed.
-        impl: ``"auto"``, ``"triton"`` (this package's kernels, NVIDIA and AMD GPUs), ``"gluon"`` (the same with a
-            warp-specialised forward for compute capability 9.0) and ``"cudnn"`` (PyTorch's cuDNN attention
-            over strided views), both by name only as they have not run on a device yet, ``"triton-fp8"`` (no
-            gradients, by name only: query, key, value and probabilities rounded to e4m3, compute capability 8.9
-            or higher), ``"native"`` (this package's kernels, x86-64 CPUs), ``"aten"`` (PyTorch's fused kernels, CPU
-            and CUDA) or ``"reference"`` (dense, any device). All agree up to rounding; e4m3 keeps 4 significant bits.
+        impl: ``"auto"``, ``"triton"`` (this package's kernels, NVIDIA and AMD GPUs), ``"native"`` (this package's
+            kernels, x86-64 CPUs), ``"aten"`` (PyTorch's fused kernels, CPU and CUDA) or ``"reference"`` (dense, any
+            device). All agree up to rounding.
             ``"auto"`` is ``"triton"`` on an NVIDIA GPU and ``"native"`` on a CPU where these can run, else ``"aten"``;
             :func:`~dilated_attention_pytorch.ops.implementation` changes that for all calls of a context.
 

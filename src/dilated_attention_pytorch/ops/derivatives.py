@@ -129,12 +129,6 @@ def _has_tangents(*tensors: Tensor | None) -> bool:
     return any(tensor is not None and forward_ad.unpack_dual(tensor).tangent is not None for tensor in tensors)
 
 
-def has_derivatives(*tensors: Tensor | None) -> bool:
-    """Whether any of these tensors requires a gradient or carries a tangent."""
-    is_recorded = torch.is_grad_enabled() and any(tensor is not None and tensor.requires_grad for tensor in tensors)
-    return is_recorded or (is_dual_level() and _has_tangents(*tensors))
-
-
 def refuse_tangents(*tensors: Tensor | None) -> None:
     """Raise if a tensor with a tangent reaches an operator, compiled or called directly; it would be dropped silently.
 

@@ -7,7 +7,6 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from dilated_attention_pytorch.kernels import partial as kernels
 from dilated_attention_pytorch.kernels.masks import Masks
 from dilated_attention_pytorch.planning.geometry import Axis, Partial
 from dilated_attention_pytorch.planning.shards import Block
@@ -68,7 +67,7 @@ def work_of(
         keys: keys and values to attend to.
         ratio: query heads per key/value head.
         scale: scale of the scores, positive.
-        impl: "aten", "cudnn", "native" or "triton".
+        impl: "aten", "native" or "triton".
         dropout: None = no dropout.
     """
     axes = (Axis(queries.num_heads, queries.skew, 1),) if queries.num_heads > 1 else ()
@@ -79,8 +78,8 @@ def work_of(
         masks = Masks(
             keys.hidden, dropout.seed, dropout.probability, dropout.query_offset, key_positions=dropout.key_positions
         )
-    query, key, value = (kernels.laid_out(impl, x) for x in (query, keys.key, keys.value))
-    return Work((partial,), query, key, value, ratio, scale, impl, masks, is_remote=True, seen_rows=keys.seen_rows)
+    tensors = query, keys.key, keys.value
+    return Work((partial,), *tensors, ratio, scale, impl, masks, is_remote=True, seen_rows=keys.seen_rows)
 
 
 def merge_keys(work: Work, out: Tensor, lse: Tensor, rest: Tensor | None = None) -> None:

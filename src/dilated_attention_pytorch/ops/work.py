@@ -39,7 +39,7 @@ class Work:
     scale: float
     """Scale of the scores, positive."""
     impl: str
-    """One of "native", "cudnn", "aten" and, for remote keys only, "triton"."""
+    """One of "native", "aten" and, for remote keys only, "triton"."""
     masks: Masks
     """Masks of these sequences only."""
     first_sequence: int = 0

@@ -178,8 +178,3 @@ def _check_strategy(
             f'impl="reference" needs whole sequences, which no rank has under strategy={strategy!r}; {remedy}, or '
             'impl="aten"'
         )
-    if impl in ("gluon", "triton-fp8"):
-        raise NotImplementedError(
-            f'impl="{impl}" needs all rows on one device, and under strategy={strategy!r} keys come from '
-            f'other ranks; {remedy}, or impl="triton"'
-        )

@@ -123,8 +123,7 @@ def attend(
         dropout_p: see :func:`dilated_attention_pytorch.attend`. Every rank draws from its own random state. Where ranks
             hold rows of all heads and have equal seeds, the result equals a single process's (without ``cu_seqlens``).
         heads_first: see :func:`dilated_attention_pytorch.attend`.
-        impl: ``"auto"``, ``"triton"``, ``"cudnn"``, ``"native"`` or ``"aten"``; ``"reference"``, ``"gluon"`` and
-            ``"triton-fp8"`` with ``strategy="heads"`` only.
+        impl: ``"auto"``, ``"triton"``, ``"native"`` or ``"aten"``; ``"reference"`` with ``strategy="heads"`` only.
     Returns:
         ``[B, rows, H, D]`` in the query's dtype.
 

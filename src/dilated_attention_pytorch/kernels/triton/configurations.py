@@ -1,10 +1,8 @@
 """Block sizes that the kernels are shipped with: a few candidates per device, element size and head dimension.
 
-With Triton 3.6 and 3.9, no configuration for heads of 64 and 128 in 16 bits spills a register in a loop over blocks,
-with the causal mask and without, for calls without padding, dropout and grouped heads. On compute capability 8.0 and
-9.0 this also holds with the mask of a window, and with 3.9 in float32 and for heads of 256 as well. Registers that are
-spilled elsewhere are stored and loaded once per tile or run. ``python -m benchmarks.registers`` compiles the
-configurations, and a test does so again. For AMD GPUs they were compiled and never run.
+They were chosen by compiling them: a register spilled in a loop over blocks is stored and loaded in every block. Block
+sizes depend on the compiler's version and on the mask for that reason. A test compiles the first candidates. For AMD
+GPUs the kernels were compiled and never run.
 
 The first candidate is used where nothing is timed: under deterministic algorithms, while a CUDA graph is
 captured, and in Triton's interpreter.
@@ -35,7 +33,6 @@ _FLOAT32: Table = {
     "few_queries": {256: (C(16, 16, 8, 2),)},
     "query_gradient": {64: (C(16, 64, 8, 2),), 128: (C(16, 32, 8, 2),), 256: (C(16, 16, 8, 2),)},
     "key_gradient": {64: (C(32, 32, 8, 2),), 128: (C(32, 32, 8, 2),), 256: (C(32, 16, 8, 2),)},
-    "single_backward": {64: (C(32, 32, 8, 2),), 128: (C(32, 32, 8, 2),), 256: (C(16, 16, 8, 2),)},
 }
 # Compute capability 8.x, and 11.x and newer with 99 KiB of shared memory for a program.
 _AMPERE: Table = {
@@ -55,9 +52,6 @@ _AMPERE: Table = {
         128: (C(64, 64, 8, 2), C(64, 32, 8, 3)),
         256: (C(32, 32, 8, 2),),
     },
-    "single_backward": {64: (C(64, 32, 8, 2),), 128: (C(64, 16, 8, 2),), 256: (C(32, 16, 8, 2),)},
-    "fp8_forward": {64: (C(128, 32, 8, 3),), 128: (C(64, 32, 8, 3),), 256: (C(64, 32, 8, 2),)},
-    "fp8_few_queries": {128: (C(16, 64, 4, 3),), 256: (C(16, 32, 8, 2),)},
 }
 _HOPPER: Table = {
     "forward": {
@@ -66,14 +60,6 @@ _HOPPER: Table = {
         256: (C(128, 32, 8, 2), C(64, 32, 8, 3)),
     },
     "few_queries": {128: (C(16, 64, 4, 3),), 256: (C(16, 32, 8, 2),)},
-    "fp8_forward": {
-        64: (C(128, 128, 8, 3), C(128, 64, 8, 3)),
-        128: (C(128, 64, 8, 3),),
-        256: (C(64, 32, 8, 2),),
-    },
-    "fp8_few_queries": {128: (C(16, 64, 4, 3),), 256: (C(16, 32, 8, 2),)},
-    # The number of warps is that of each half of a tile; one more warp copies keys.
-    "warp_specialized": {64: (C(128, 128, 4, 4),), 128: (C(128, 128, 4, 2),)},
     "query_gradient": {
         64: (C(128, 64, 8, 3), C(128, 128, 8, 2), C(64, 64, 4, 3)),
         128: (C(128, 64, 8, 2), C(64, 64, 8, 3)),
@@ -84,12 +70,10 @@ _HOPPER: Table = {
         128: (C(128, 32, 8, 2), C(64, 32, 8, 3), C(64, 32, 8, 2)),
         256: (C(32, 32, 8, 3),),
     },
-    "single_backward": {64: (C(128, 32, 8, 2),), 128: (C(64, 32, 8, 2),), 256: (C(32, 16, 8, 2),)},
 }
 # Overrides for compute capability 10.x: products are written to a separate memory and read from there.
 _BLACKWELL: Table = {
     "forward": {64: (C(128, 64, 8, 3), C(128, 64, 4, 2), C(64, 64, 4, 3))},
-    "fp8_forward": {64: (C(128, 64, 8, 3),)},
     "query_gradient": {
         64: (C(128, 64, 8, 3), C(64, 64, 4, 3)),
         128: (C(64, 64, 8, 3), C(128, 64, 8, 2)),
@@ -134,7 +118,6 @@ _HOPPER_BEFORE_3_9: Table = {
         64: (C(128, 32, 8, 3), C(128, 32, 8, 2)),
         128: (C(128, 16, 8, 2), C(128, 32, 8, 2), C(64, 32, 8, 2)),
     },
-    "fp8_forward": {64: (C(128, 64, 8, 3),), 128: (C(128, 32, 8, 2),)},
 }
 _BLACKWELL_BEFORE_3_9: Table = {"forward": {64: (C(128, 64, 8, 3), C(64, 64, 4, 3))}}
 
@@ -145,9 +128,8 @@ def candidates(
 ) -> Candidates:
     """The configurations of a kernel for heads padded to ``block_d`` and elements of ``itemsize`` bytes.
 
-    ``"few_queries"`` is the forward if one small tile holds all lines of queries, as in decoding; ``"fp8_forward"``
-    and ``"fp8_few_queries"`` are the same in e4m3, with one byte per element. ``target`` is the compiler's name of
-    the device, ``banded`` means that the pattern has a window, ``triton`` is the compiler's version.
+    ``"few_queries"`` is the forward if one small tile holds all lines of queries, as in decoding. ``target`` is the
+    compiler's name of the device, ``banded`` means that the pattern has a window, ``triton`` is the compiler's version.
     """
     by_width: dict[int, Candidates] = {}
     for table in _tables(target, itemsize, banded, triton):

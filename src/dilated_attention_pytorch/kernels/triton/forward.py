@@ -14,7 +14,6 @@ from .runs import is_active_in, keys_seen, load_run
 from .segments import first_position
 from .tiles import (
     SIZES,
-    exponent_of,
     kept_within,
     lines_of,
     load_block,
@@ -28,11 +27,6 @@ from .tiles import (
 
 LOG2_E = tl.constexpr(1.4426950408889634)
 LN_2 = tl.constexpr(0.6931471805599453)
-LARGEST_WEIGHT_LOG2 = tl.constexpr(8)
-"""Log2 of the largest weight of e4m3 values before rounding: 2^8 is the largest power of two in e4m3."""
-LEAST_FACTOR = tl.constexpr(2.0**-126)
-LEAST_MAXIMUM = tl.constexpr(-64.0)
-"""Least maximum of a row with zero-padding keys and e4m3 values: far below any useful one, far above overflow."""
 
 
 @triton.jit
@@ -44,35 +38,12 @@ def probabilities_of(score, maximum, total, is_active, scale_log2):
     the fused multiply-add that subtracts the maximum. Returns the maximum, the sum, the factor of the output so far,
     and the probabilities, all relative to the exponential of the maximum.
     """
-    return _probabilities_under(score, tl.max(score, 1) * scale_log2, maximum, total, is_active, scale_log2)
-
-
-@triton.jit
-def _probabilities_under(score, highest, maximum, total, is_active, scale_log2):
-    """:func:`probabilities_of` with a lower bound of a row's maximum; ``scale_log2`` may be a column, one per row."""
-    highest = tl.maximum(maximum, tl.where(is_active, highest, float("-inf")))
+    highest = tl.maximum(maximum, tl.where(is_active, tl.max(score, 1) * scale_log2, float("-inf")))
     reference = tl.where(highest == float("-inf"), 0.0, highest)
     # An infinite reference makes every probability of a row that takes no part 0.
     probability = tl.exp2(score * scale_log2 - tl.where(is_active, reference, float("inf"))[:, None])
     decay = tl.exp2(maximum - reference)
     return highest, total * decay + tl.sum(probability, 1), decay, probability
-
-
-@triton.jit
-def scaled_weights_of(score, maximum, total, is_active, scale_log2, value_scale, MASKED: tl.constexpr):
-    """:func:`probabilities_of` and the weights of e4m3 values: probabilities times the scales of the values.
-
-    ``scale_log2`` has one factor per row. The maximum is that of the scores plus the log2 of their value's scale minus
-    8: no weight exceeds 256, whatever the scales are. Keys that a row does not see are excluded.
-    """
-    magnitude = (exponent_of(value_scale) - LARGEST_WEIGHT_LOG2).to(tl.float32)
-    factor = scale_log2[:, None]
-    if MASKED:
-        highest = tl.max(score * factor + magnitude[None, :], 1)
-    else:
-        highest = tl.max(score, 1) * scale_log2 + tl.max(magnitude, 0)
-    maximum, total, decay, probability = _probabilities_under(score, highest, maximum, total, is_active, factor)
-    return maximum, total, decay, probability * value_scale[None, :]
 
 
 @triton.jit
@@ -83,8 +54,6 @@ def _attend_blocks(
     out,
     KEY,
     VALUE,
-    KEY_SCALE,
-    VALUE_SCALE,
     key_stride,
     value_stride,
     first,
@@ -110,13 +79,8 @@ def _attend_blocks(
     BANDED: tl.constexpr,
     PADDED: tl.constexpr,
     DROPOUT: tl.constexpr,
-    SCALED: tl.constexpr,
 ):
-    """Attend to the blocks ``[from_block, to_block)`` of the run of keys that begins at position ``first``.
-
-    With ``SCALED``, keys and values are e4m3 numbers times the scale of their row, and ``scale_log2`` has one factor
-    per query row.
-    """
+    """Attend to the blocks ``[from_block, to_block)`` of the run of keys that begins at position ``first``."""
     line = tl.arange(0, BLOCK_RUN)
     column = tl.arange(0, BLOCK_D)
     first_row = (first - key_offset).to(tl.int64)
@@ -134,20 +98,12 @@ def _attend_blocks(
             is_key = is_key & (tl.load(PADDING + row, mask=is_key, other=1) == 0)
         key = load_block(key_pointers + block * key_step, is_key, MASKED or PADDED, D, BLOCK_D)
         score = product(query, tl.trans(key))
-        if SCALED:
-            score *= tl.load(KEY_SCALE + first_row + index * wide_rate, mask=is_key, other=0.0)[None, :]
         if PADDED or (MASKED and not (CAUSAL or BANDED)):
             score = tl.where(is_key[None, :], score, float("-inf"))
         if MASKED and (CAUSAL or BANDED):
             score = kept_within(score, float("-inf"), block * BLOCK_RUN, line, start, stop, BANDED)
         value = load_block(value_pointers + block * value_step, is_key, MASKED or PADDED, D, BLOCK_D)
-        if SCALED:
-            value_scale = tl.load(VALUE_SCALE + first_row + index * wide_rate, mask=is_key, other=0.0)
-            maximum, total, decay, probability = scaled_weights_of(
-                score, maximum, total, is_active, scale_log2, value_scale, MASKED
-            )
-        else:
-            maximum, total, decay, probability = probabilities_of(score, maximum, total, is_active, scale_log2)
+        maximum, total, decay, probability = probabilities_of(score, maximum, total, is_active, scale_log2)
         if DROPOUT:
             key_states = key_state(seed, (first + index * rate).to(tl.int64))
             probability *= keep_factors(query_states[:, None], key_states[None, :], threshold, keep_scale)
@@ -167,9 +123,6 @@ def forward_kernel(
     RANGES,
     PADDING,
     SEED,
-    QUERY_SCALE,
-    KEY_SCALE,
-    VALUE_SCALE,
     query_stride_b,
     query_stride_n,
     query_stride_h,
@@ -209,13 +162,11 @@ def forward_kernel(
     ZERO_PAD_KEYS: tl.constexpr,
     DROPOUT: tl.constexpr,
     ROTATED: tl.constexpr,
-    SCALED: tl.constexpr,
 ):
     """``OUT[splits, B, N, H, D]`` and ``LSE[splits, B, N, H]``; each split computes its share of every run's keys.
 
     A run of few blocks has no share for most splits: with ``ROTATED``, the shares move on by one split with every run.
-    ``query_offset`` is the position of the first query, or a pointer to it. With ``SCALED``, query, key and value are
-    e4m3 numbers, and ``QUERY_SCALE[B, H, N]``, ``KEY_SCALE[B, G, M]`` and ``VALUE_SCALE[B, G, M]`` scale their rows.
+    ``query_offset`` is the position of the first query, or a pointer to it.
     """
     split = tl.program_id(0) % num_splits
     batch, kv_head, head_block, window, tile = tile_of(
@@ -236,13 +187,6 @@ def forward_kernel(
     batch = batch.to(tl.int64)
     query_lines = batch * query_stride_b + row.to(tl.int64) * query_stride_n + head.to(tl.int64) * query_stride_h
     query = load_lines(QUERY, query_lines, is_row, D, BLOCK_D)
-    factor, key_scales, value_scales = scale_log2, KEY_SCALE, VALUE_SCALE
-    if SCALED:
-        scales = QUERY_SCALE + (batch * num_kv_heads * RATIO + head) * num_queries + row
-        factor = tl.load(scales, mask=is_row, other=0.0) * scale_log2
-        factor = tl.where(factor < LEAST_FACTOR, LEAST_FACTOR, factor)  # 0 times -inf would be NaN; NaN is kept
-        key_scales += (batch * num_kv_heads + kv_head) * num_keys
-        value_scales += (batch * num_kv_heads + kv_head) * num_keys
     position = row + first_position(query_offset, key_offset + num_keys - num_queries)
     seed = tl.load(SEED) if DROPOUT else 0
     query_states = position
@@ -264,8 +208,8 @@ def forward_kernel(
         start, stop = keys_seen(line, position, is_active, LINE, CAUSAL, BANDED)
         if ZERO_PAD_KEYS:
             has_zero_pad_keys = is_active & (tl.where(split == 0, zero_pad_keys, 0) > 0)
-            # A zero-padding key has score 0; with scaled values the maximum is in other units.
-            highest = tl.where(has_zero_pad_keys, tl.maximum(maximum, LEAST_MAXIMUM if SCALED else 0.0), maximum)
+            # A zero-padding key has score 0.
+            highest = tl.where(has_zero_pad_keys, tl.maximum(maximum, 0.0), maximum)
             reference = tl.where(highest == float("-inf"), 0.0, highest)
             decay = tl.exp2(maximum - reference)
             total = total * decay + tl.where(has_zero_pad_keys, zero_pad_keys * tl.exp2(-reference), 0.0)
@@ -280,8 +224,6 @@ def forward_kernel(
             out,
             keys,
             values,
-            key_scales,
-            value_scales,
             key_stride_n,
             value_stride_n,
             first,
@@ -298,7 +240,7 @@ def forward_kernel(
             query_states,
             threshold,
             keep_scale,
-            factor,
+            scale_log2,
             D,
             BLOCK_D,
             BLOCK_RUN,
@@ -307,7 +249,6 @@ def forward_kernel(
             BANDED,
             PADDED,
             DROPOUT,
-            SCALED,
         )
         maximum, total, out = _attend_blocks(
             query,
@@ -316,8 +257,6 @@ def forward_kernel(
             out,
             keys,
             values,
-            key_scales,
-            value_scales,
             key_stride_n,
             value_stride_n,
             first,
@@ -334,7 +273,7 @@ def forward_kernel(
             query_states,
             threshold,
             keep_scale,
-            factor,
+            scale_log2,
             D,
             BLOCK_D,
             BLOCK_RUN,
@@ -343,7 +282,6 @@ def forward_kernel(
             BANDED,
             PADDED,
             DROPOUT,
-            SCALED,
         )
         if ROTATED:
             share = tl.where(share == 0, num_splits, share) - 1

@@ -1,8 +1,6 @@
 """The gradients of keys and values: a kernel holds key rows and walks over the queries that see them.
 
-Each row has one owner that adds in a fixed order, as in :mod:`query_gradients`: two runs give equal bits. With
-``QUERIES`` it computes dQ as well, with 5 products per pair instead of 3 and 4: a tile of keys adds its contribution to
-a row of dQ atomically, in the order in which tiles come, and bits differ from run to run.
+Each row has one owner that adds in a fixed order, as in :mod:`query_gradients`: two runs give equal bits.
 """
 
 from __future__ import annotations
@@ -46,15 +44,12 @@ def _key_blocks(
     threshold,
     keep_scale,
     scale_log2,
-    QUERY_SUM,
-    scale,
     D: tl.constexpr,
     BLOCK_D: tl.constexpr,
     BLOCK_RUN: tl.constexpr,
     CAUSAL: tl.constexpr,
     BANDED: tl.constexpr,
     DROPOUT: tl.constexpr,
-    QUERIES: tl.constexpr,
 ):
     """Add the blocks ``[from_block, to_block)`` of a run of queries to the tile's gradients of keys and values.
 
@@ -98,10 +93,6 @@ def _key_blocks(
         grad_value = product(rounded(kept, grad_out.dtype), grad_out, grad_value)
         grad_score = rounded(probability * (grad_probability - delta[None, :]), query.dtype)
         grad_key = product(grad_score, query, grad_key)
-        if QUERIES:
-            places = QUERY_SUM + ((line_pointers + block * line_step) * D)[:, None] + column[None, :]
-            is_place = is_query[:, None] & (column < D)[None, :]
-            tl.atomic_add(places, product(tl.trans(grad_score), key) * scale, mask=is_place, sem="relaxed")
     return grad_key, grad_value
 
 
@@ -115,7 +106,6 @@ def key_gradient_kernel(
     DELTA,
     GRAD_KEY,
     GRAD_VALUE,
-    QUERY_SUM,
     ORDER,
     RUNS,
     RANGES,
@@ -160,12 +150,8 @@ def key_gradient_kernel(
     BANDED: tl.constexpr,
     PADDED: tl.constexpr,
     DROPOUT: tl.constexpr,
-    QUERIES: tl.constexpr,
 ):
-    """``GRAD_KEY`` and ``GRAD_VALUE`` ``[B, M, G, D]``: tiles hold key rows and walk over the queries of their heads.
-
-    With ``QUERIES``, the gradient of the queries is also added to ``QUERY_SUM[B, N, H, D]``, float32.
-    """
+    """``GRAD_KEY`` and ``GRAD_VALUE`` ``[B, M, G, D]``: tiles hold key rows and walk over their heads' queries."""
     batch, kv_head, _, window, tile = tile_of(
         tl.program_id(0),
         batch_size * num_kv_heads,
@@ -206,9 +192,6 @@ def key_gradient_kernel(
         num_blocks = (count + BLOCK_RUN - 1) // BLOCK_RUN
         clear_from = (clear + BLOCK_RUN - 1) // BLOCK_RUN
         clear_to = tl.maximum(clear_from, count // BLOCK_RUN)
-        if QUERIES and PADDED:  # a padded key is 0 here, but its probability may be infinite, and 0 * inf is NaN
-            is_active &= is_key
-            clear_from = clear_to
         for member in range(RATIO):
             head = wide_head * RATIO + member
             queries = QUERY + batch * query_stride_b + head * query_stride_h
@@ -244,15 +227,12 @@ def key_gradient_kernel(
                 threshold,
                 keep_scale,
                 scale_log2,
-                QUERY_SUM + lines * D,
-                scale,
                 D,
                 BLOCK_D,
                 BLOCK_RUN,
                 CAUSAL,
                 BANDED,
                 DROPOUT,
-                QUERIES,
             )
         line += LINE
     lines = ((batch * num_keys + wide_row) * num_kv_heads + kv_head) * D

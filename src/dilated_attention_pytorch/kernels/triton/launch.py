@@ -19,17 +19,17 @@ from .forward import forward_kernel, merge_splits_kernel
 from .key_gradients import key_gradient_kernel
 from .order import order_kernel
 from .plan import KernelPlan, Walk, plan_of
-from .problem import Kind, Problem
-from .query_gradients import delta_kernel, query_gradient_kernel
+from .problem import Problem
+from .query_gradients import query_gradient_kernel
 from .runs import runs_kernel
 from .table import COVERING_LENGTH
-from .tuning import Backward, are_backwards_timed, fastest
+from .tuning import fastest
 
 _EVERYTHING = (DilationGroup(COVERING_LENGTH, 1),)
 
 
 def forward(problem: Problem, num_splits: int | None = None) -> tuple[Tensor, Tensor]:
-    """Output ``[B, N, H, D]`` in the query's dtype, or that of its scales, and log-sum-exp ``[B, N, H]`` in float32.
+    """Output ``[B, N, H, D]`` in the query's dtype, and log-sum-exp ``[B, N, H]`` in float32.
 
     ``num_splits`` splits every run of keys into that many parts, which are computed in parallel and merged; by default
     as many as the device needs to be busy.
@@ -37,23 +37,23 @@ def forward(problem: Problem, num_splits: int | None = None) -> tuple[Tensor, Te
     Raises:
         NotImplementedError: positions that do not fit 32 bits.
     """
-    query, scales = problem.query, problem.scales
-    out = torch.empty_like(query, dtype=None if scales is None else scales.dtype, memory_format=torch.contiguous_format)
+    query = problem.query
+    out = torch.empty_like(query, memory_format=torch.contiguous_format)
     lse = torch.empty(query.shape[:3], dtype=torch.float32, device=query.device)
     if out.numel() == 0:
         return out, lse
     kernel = plan_of(problem).forward
     splits = kernel.num_splits if num_splits is None else num_splits
-    operands = (*_optional(problem), *((query, query, query) if scales is None else scales[:3]), *strides_of(problem))
-    with on_device(query):
-        order = order_of(problem, kernel)
+    operands = (*_optional(problem), *_strides_of(problem))
+    with _on_device(query):
+        order = _order_of(problem, kernel)
         parts = (out, lse)
         if splits > 1:
             parts = lse.new_empty((splits, *out.shape)), lse.new_empty((splits, *lse.shape))
 
         def launch(chosen: Configuration) -> None:
             walk = kernel.walk(chosen, splits)
-            runs = runs_of(problem, kernel, walk, order)
+            runs = _runs_of(problem, kernel, walk, order)
             before, after, keywords = walk.computing
             numbers = (*before, problem.query_offset, *after)
             forward_kernel.run(*_tensors(problem), *parts, order, *runs, *operands, *numbers, **keywords)
@@ -65,13 +65,12 @@ def forward(problem: Problem, num_splits: int | None = None) -> tuple[Tensor, Te
 
 
 def backward(
-    problem: Problem, out: Tensor, lse: Tensor, grad_out: Tensor, grad_lse: Tensor | None, way: Backward | None = None
+    problem: Problem, out: Tensor, lse: Tensor, grad_out: Tensor, grad_lse: Tensor | None
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Gradients of query, key and value from the merged ``out`` and ``lse``, contiguous, in the inputs' dtypes.
 
     ``out`` and ``grad_out`` are ``[B, N, H, D]``, where ``out`` is contiguous and ``grad_out`` has contiguous rows;
-    ``lse`` and ``grad_lse`` are ``[B, N, H]`` in float32. ``way`` selects the kernels; by default it is the pair, or
-    the faster way if that is timed.
+    ``lse`` and ``grad_lse`` are ``[B, N, H]`` in float32.
 
     Raises:
         NotImplementedError: positions that do not fit 32 bits, or that only the device knows.
@@ -88,54 +87,36 @@ def backward(
     if grad_query.numel() == 0 or grad_key.numel() == 0:
         return grad_query.zero_(), grad_key.zero_(), grad_value.zero_()
     plan = plan_of(problem)
-    operands = (*_optional(problem), *strides_of(problem), *grad_out.stride()[:3])
+    operands = (*_optional(problem), *_strides_of(problem), *grad_out.stride()[:3])
     delta = torch.empty_like(lse)
     given = delta if grad_lse is None else grad_lse.contiguous()
 
-    def launch_queries(order: Tensor) -> None:
-        kernel = plan.query_gradient
+    with _on_device(problem.query):
+        order = _order_of(problem, plan.query_gradient)
+        is_shared = plan.key_gradient.side is plan.query_gradient.side
+        order_of_keys = order if is_shared else _order_of(problem, plan.key_gradient)
 
-        def launch(chosen: Configuration) -> None:
+        def launch_queries(chosen: Configuration) -> None:
+            kernel = plan.query_gradient
             walk = kernel.walk(chosen)
-            runs = runs_of(problem, kernel, walk, order)
+            runs = _runs_of(problem, kernel, walk, order)
             before, after, keywords = walk.computing
             rows = (out, grad_out, lse, given, delta, grad_query)
             numbers = (*before, problem.query_offset, *after)
             has_grad_lse = {"HAS_GRAD_LSE": grad_lse is not None}
             query_gradient_kernel.run(*tensors, *rows, order, *runs, *operands, *numbers, **keywords, **has_grad_lse)
 
-        launch(fastest(kernel.choice, launch))
-
-    def launch_keys(kernel: KernelPlan, order: Tensor, query_sum: Tensor | None) -> None:
-        def launch(chosen: Configuration) -> None:
+        def launch_keys(chosen: Configuration) -> None:
+            kernel = plan.key_gradient
             walk = kernel.walk(chosen)
-            runs = runs_of(problem, kernel, walk, order)
+            runs = _runs_of(problem, kernel, walk, order_of_keys)
             before, after, keywords = walk.computing
-            added_to = delta if query_sum is None else query_sum.zero_()
-            rows = (grad_out, lse, delta, grad_key, grad_value, added_to)
+            rows = (grad_out, lse, delta, grad_key, grad_value)
             numbers = (*before, problem.query_offset, *after)
-            key_gradient_kernel.run(*tensors, *rows, order, *runs, *operands, *numbers, **keywords)
+            key_gradient_kernel.run(*tensors, *rows, order_of_keys, *runs, *operands, *numbers, **keywords)
 
-        launch(fastest(kernel.choice, launch))
-
-    def launch_way(way: Backward) -> None:
-        if way == "single":
-            query_sum = grad_query if grad_query.dtype == torch.float32 else torch.empty_like(out, dtype=torch.float32)
-            _delta(plan.kind, out, grad_out, grad_lse, delta)
-            launch_keys(plan.single_backward, order_of(problem, plan.single_backward), query_sum)
-            if query_sum is not grad_query:
-                grad_query.copy_(query_sum)
-            return
-        order = order_of(problem, plan.query_gradient)
-        launch_queries(order)
-        is_shared = plan.key_gradient.side is plan.query_gradient.side
-        launch_keys(plan.key_gradient, order if is_shared else order_of(problem, plan.key_gradient), None)
-
-    with on_device(problem.query):
-        if way is not None:
-            launch_way(way)
-        else:
-            launch_way(fastest(plan.backward, launch_way) if are_backwards_timed() else "pair")
+        launch_queries(fastest(plan.query_gradient.choice, launch_queries))
+        launch_keys(fastest(plan.key_gradient.choice, launch_keys))
     return grad_query, grad_key, grad_value
 
 
@@ -162,7 +143,7 @@ def attend_rows_backward(
     return backward(problem, out, lse, grad_out, None)
 
 
-def order_of(problem: Problem, kernel: KernelPlan) -> Tensor:
+def _order_of(problem: Problem, kernel: KernelPlan) -> Tensor:
     """int32 ``[key/value heads, windows, window]``: the rows of each window in order, see :mod:`.order`.
 
     If rows are not ordered, a placeholder that no kernel reads.
@@ -177,7 +158,7 @@ def order_of(problem: Problem, kernel: KernelPlan) -> Tensor:
     return order
 
 
-def runs_of(problem: Problem, kernel: KernelPlan, walk: Walk, order: Tensor) -> tuple[Tensor, Tensor]:
+def _runs_of(problem: Problem, kernel: KernelPlan, walk: Walk, order: Tensor) -> tuple[Tensor, Tensor]:
     """The runs of all tiles, and each tile's first line and number of lines.
 
     int32 ``[heads, lines, integers of a run]`` and ``[heads, tiles, 2]``.
@@ -191,7 +172,7 @@ def runs_of(problem: Problem, kernel: KernelPlan, walk: Walk, order: Tensor) -> 
     return runs, ranges
 
 
-def on_device(tensor: Tensor) -> contextlib.AbstractContextManager[object]:
+def _on_device(tensor: Tensor) -> contextlib.AbstractContextManager[object]:
     """Context in which launches are on the tensor's device."""
     return torch.cuda.device(tensor.device) if tensor.is_cuda else contextlib.nullcontext()
 
@@ -218,7 +199,7 @@ def _optional(problem: Problem) -> tuple[Tensor, Tensor]:
     )
 
 
-def strides_of(problem: Problem) -> tuple[int, ...]:
+def _strides_of(problem: Problem) -> tuple[int, ...]:
     """Strides of sequences, rows and heads, for query, key and value."""
     return *problem.query.stride()[:3], *problem.key.stride()[:3], *problem.value.stride()[:3]
 
@@ -234,26 +215,6 @@ def _merge_splits(kernel: KernelPlan, parts: tuple[Tensor, Tensor], out: Tensor,
         D=out.shape[3],
         BLOCK_D=kernel.kind.block_d,
         BLOCK=block,
-        num_warps=4,
-        enable_fp_fusion=True,
-    )
-
-
-def _delta(kind: Kind, out: Tensor, grad_out: Tensor, grad_lse: Tensor | None, delta: Tensor) -> None:
-    block, lines = 16, delta.numel()
-    delta_kernel[(-(-lines // block),)](
-        out,
-        grad_out,
-        delta if grad_lse is None else grad_lse.contiguous(),
-        delta,
-        *grad_out.stride()[:3],
-        out.shape[1],
-        out.shape[2],
-        lines,
-        D=out.shape[3],
-        BLOCK_D=kind.block_d,
-        BLOCK=block,
-        HAS_GRAD_LSE=grad_lse is not None,
         num_warps=4,
         enable_fp_fusion=True,
     )

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from .configurations import Configuration, candidates
+from .configurations import Candidates, Configuration, candidates
 from .order import MEMBERSHIP_BITS
 from .problem import Kind, Positions, Problem, kind_of
 from .regions import regions_of
@@ -22,25 +22,11 @@ from .runs import line_of, slots_of
 from .sides import Side, layout_of, side_of
 from .table import group_table
 from .target import triton_version
-from .tuning import BACKWARDS, Backward, Candidate, Choice, choice_of
+from .tuning import Choice, choice_of
 
 # Keys are split to get up to this number of tiles per multiprocessor.
 TILES_PER_MULTIPROCESSOR = 2
 _MAX_SPLITS = 64
-# A subset of the constants of computing kernels.
-WARP_SPECIALIZED_CONSTANTS = (
-    "RATIO",
-    "PACK",
-    "D",
-    "BLOCK_D",
-    "BLOCK_RUN",
-    "LINE",
-    "WINDOW",
-    "ORDERED",
-    "CAUSAL",
-    "BANDED",
-    "num_warps",
-)
 
 
 class Launch(NamedTuple):
@@ -83,7 +69,7 @@ class KernelPlan:
     """The table of groups."""
     rules: RuleTable | None
     """The table of rules for the tiles of this kernel."""
-    choice: Choice[Configuration]
+    choice: Choice
     side: Side
     pack: int
     """Query heads that share a tile."""
@@ -92,7 +78,7 @@ class KernelPlan:
     @property
     def of_queries(self) -> bool:
         """Whether tiles hold keys and walk over queries."""
-        return self.kernel in ("key_gradient", "single_backward")
+        return self.kernel == "key_gradient"
 
     @functools.cached_property
     def order_shape(self) -> tuple[int, int, int]:
@@ -188,14 +174,10 @@ class KernelPlan:
             "num_warps": chosen.num_warps,
             "num_stages": chosen.num_stages,
         }
-        constants |= {"QUERIES": self.kernel == "single_backward"} if self.of_queries else {"PACK": self.pack}
-        if self.kernel == "warp_specialized":
-            constants = {name: constants[name] for name in WARP_SPECIALIZED_CONSTANTS} | {"STAGES": chosen.num_stages}
-            before = kind.batch_size, positions.num_queries, kind.num_kv_heads
-            computing = launch_of((programs,), before, (*after, kind.factors[1]), constants)
-        elif self.kernel == "forward":
+        if not self.of_queries:
+            constants["PACK"] = self.pack
+        if self.kernel == "forward":
             constants |= {"ZERO_PAD_KEYS": kind.has_zero_pad_keys, "ROTATED": num_splits > 1 and bool(kind.rules)}
-            constants |= {"SCALED": kind.is_scaled}
             computing = launch_of((programs * num_splits,), sizes, (*after, num_splits, *kind.factors[1:]), constants)
         else:
             computing = launch_of((programs,), sizes, (*after, *kind.factors), constants)
@@ -243,19 +225,11 @@ class LaunchPlan:
     @functools.cached_property
     def forward(self) -> KernelPlan:
         """Plan of the kernel that computes the output."""
-        pack, scaled = self.kind.packed_heads, "fp8_" if self.kind.is_scaled else ""
-        choices = self.candidates(f"{scaled}few_queries")
+        pack, choices = self.kind.packed_heads, self.candidates("few_queries")
         if self.positions.num_queries * pack > choices[0].block_rows:
-            choices = self.candidates(f"{scaled}forward")
+            choices = self.candidates("forward")
         side = self.side(self.positions.queries, _tile_rows(choices, pack))
         return self.kernel_plan("forward", choices, side)
-
-    @functools.cached_property
-    def warp_specialized(self) -> KernelPlan:
-        """Plan of the warp-specialised kernel that computes the output, for ``impl="gluon"``."""
-        choices = self.candidates("warp_specialized")
-        side = self.side(self.positions.queries, _tile_rows(choices, self.kind.packed_heads))
-        return self.kernel_plan("warp_specialized", choices, side)
 
     @functools.cached_property
     def query_gradient(self) -> KernelPlan:
@@ -274,18 +248,7 @@ class LaunchPlan:
             side = self.side(self.positions.keys, _tile_rows(choices, 1))
         return self.kernel_plan("key_gradient", choices, side)
 
-    @functools.cached_property
-    def single_backward(self) -> KernelPlan:
-        """Plan of the kernel that computes all three gradients."""
-        choices = self.candidates("single_backward")
-        return self.kernel_plan("single_backward", choices, self.side(self.positions.keys, _tile_rows(choices, 1)))
-
-    @functools.cached_property
-    def backward(self) -> Choice[Backward]:
-        """Which kernels compute the gradients."""
-        return self._choice("backward", BACKWARDS)
-
-    def candidates(self, kernel: str) -> tuple[Configuration, ...]:
+    def candidates(self, kernel: str) -> Candidates:
         """The configurations that the kernel is shipped with."""
         kind = self.kind
         return candidates(kernel, kind.block_d, kind.dtype.itemsize, kind.target, kind.is_banded, triton_version())
@@ -294,16 +257,16 @@ class LaunchPlan:
         """Side of the rows that tiles hold, queries or keys."""
         return side_of(self.kind, self.rules, *rows, tile_rows)
 
-    def kernel_plan(self, kernel: str, choices: tuple[Configuration, ...], side: Side) -> KernelPlan:
+    def kernel_plan(self, kernel: str, choices: Candidates, side: Side) -> KernelPlan:
         """Plan of the named kernel with these candidates, on the tiles of a side."""
         rules, pack = self.rules, self.kind.packed_heads
-        if kernel in ("key_gradient", "single_backward"):
+        if kernel == "key_gradient":
             rules, pack = self.rules_of_keys, 1
         return KernelPlan(
             kernel, self.kind, self.positions, self.table, rules, self._choice(kernel, choices), side, pack
         )
 
-    def _choice(self, kernel: str, choices: tuple[Candidate, ...]) -> Choice[Candidate]:
+    def _choice(self, kernel: str, choices: Candidates) -> Choice:
         """The choice for all that determines the fastest: device, dtype, pattern, and the bit lengths of sizes."""
         kind = self.kind
         if len(choices) == 1:
@@ -327,7 +290,7 @@ class LaunchPlan:
         )
 
 
-def _tile_rows(choices: tuple[Configuration, ...], pack: int) -> tuple[int, ...]:
+def _tile_rows(choices: Candidates, pack: int) -> tuple[int, ...]:
     return tuple(chosen.block_rows // pack for chosen in choices)
 
 

@@ -17,17 +17,6 @@ from .rule_table import FAR, Range, band_of
 from .target import target_of
 
 
-class Scales(NamedTuple):
-    """Scale of each row of the e4m3 operands, float32, and the dtype of results."""
-
-    query: Tensor
-    """``[B, H, N]``."""
-    key: Tensor
-    """``[B, G, M]``, like that of ``value``."""
-    value: Tensor
-    dtype: torch.dtype
-
-
 @dataclass(slots=True, eq=False)
 class Problem:
     """Validated operands of one call; last dimensions are contiguous.
@@ -36,7 +25,6 @@ class Problem:
     dtype; ``cu_seqlens`` is int32 ``[documents + 1]``, ``key_padding_mask`` bool ``[B, M]`` and ``dropout_seed`` an
     int64 scalar, on the same device. ``scale`` is positive. ``query_offset`` is an integer; or, for the forward
     under a causal mask, an int64 scalar on the device, which kernels clamp between 0 and ``key_offset + M - N``.
-    e4m3 operands have ``scales``, in the forward only: see :mod:`.fp8`.
     """
 
     query: Tensor
@@ -52,7 +40,6 @@ class Problem:
     dropout_seed: Tensor | None = None
     dropout_p: float = 0.0
     rules: tuple[HeadRule, ...] = ()
-    scales: Scales | None = None
 
 
 class Positions(NamedTuple):
@@ -112,11 +99,6 @@ class Kind:
         """Query heads per key/value head."""
         return self.num_heads // self.num_kv_heads
 
-    @property
-    def is_scaled(self) -> bool:
-        """Whether rows are e4m3 numbers times a scale."""
-        return self.dtype == torch.float8_e4m3fn
-
     @functools.cached_property
     def packed_heads(self) -> int:
         """Query heads of one key/value head that share a tile, since their rows see the same keys."""
@@ -124,8 +106,8 @@ class Kind:
 
     @functools.cached_property
     def block_d(self) -> int:
-        """Width of the blocks that hold a head; matrix products need at least 16, or 32 for 8-bit numbers."""
-        return max(32 if self.is_scaled else 16, next_power_of_2(self.head_dim))
+        """Width of the blocks that hold a head; matrix products need at least 16."""
+        return max(16, next_power_of_2(self.head_dim))
 
     @functools.cached_property
     def target(self) -> str:

@@ -268,33 +268,3 @@ def query_gradient_kernel(
     row = rows_of(ORDER, kv_head, window, tile, num_queries, slot, BLOCK_ROWS // PACK, WINDOW, ORDERED)
     lines = (batch * num_queries + row) * (num_kv_heads * RATIO) + head
     store_lines(GRAD_QUERY, lines * D, row >= 0, grad_query * scale, D, BLOCK_D)
-
-
-@triton.jit(do_not_specialize=SIZES)
-def delta_kernel(
-    OUT,
-    GRAD_OUT,
-    GRAD_LSE,
-    DELTA,
-    grad_stride_b,
-    grad_stride_n,
-    grad_stride_h,
-    num_queries,
-    num_heads,
-    num_lines,
-    D: tl.constexpr,
-    BLOCK_D: tl.constexpr,
-    BLOCK: tl.constexpr,
-    HAS_GRAD_LSE: tl.constexpr,
-):
-    """``DELTA[B, N, H] = rowsum(dO * O) - dL``, for a backward without the kernel that holds queries."""
-    line = (tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)).to(tl.int64)
-    is_line = line < num_lines
-    head, row = line % num_heads, line // num_heads
-    batch, row = row // num_queries, row % num_queries
-    grad_lines = batch * grad_stride_b + row * grad_stride_n + head * grad_stride_h
-    grad_out = load_lines(GRAD_OUT, grad_lines, is_line, D, BLOCK_D).to(tl.float32)
-    delta = tl.sum(load_lines(OUT, line * D, is_line, D, BLOCK_D).to(tl.float32) * grad_out, 1)
-    if HAS_GRAD_LSE:
-        delta -= tl.load(GRAD_LSE + line, mask=is_line, other=0.0)
-    tl.store(DELTA + line, delta, mask=is_line)

@@ -24,11 +24,6 @@ def target_of(device: torch.device) -> str:
     return f"sm_{major}{minor}"
 
 
-def multiplies_e4m3(target: str) -> bool:
-    """Whether the e4m3 forward is configured for a device, by the compiler's name: NVIDIA GPUs from sm_89 on."""
-    return target.startswith("sm_") and int(target.removeprefix("sm_")) >= 89
-
-
 @functools.cache
 def triton_version() -> tuple[int, int]:
     """Major and minor version of Triton, e.g. (3, 9)."""

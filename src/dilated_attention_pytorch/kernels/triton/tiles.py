@@ -121,21 +121,7 @@ def rounded(value, dtype: tl.constexpr):
         bits = value.to(tl.int32, bitcast=True)
         bits = (bits + 0x7FFF + ((bits >> 16) & 1)) & -0x10000
         value = bits.to(tl.float32, bitcast=True)
-    if INTERPRETED and dtype == tl.float8e4nv:  # the interpreter loses NaN, and does not carry into the exponent
-        bits = value.to(tl.int32, bitcast=True)
-        bits = (bits + 0x7FFFF + ((bits >> 20) & 1)) & -0x100000
-        # Below the smallest normal number, 2^-6, all are multiples of 2^-9, like the sum with 1.5 * 2^14.
-        subnormal = (value + 24576.0) - 24576.0
-        number = tl.where(tl.abs(value) < 0.015625, subnormal, bits.to(tl.float32, bitcast=True)).to(dtype)
-        code = tl.where(value == value, number.to(tl.uint8, bitcast=True), 0x7F)
-        return code.to(tl.uint8).to(dtype, bitcast=True)
     return value.to(dtype)
-
-
-@triton.jit
-def exponent_of(power):
-    """Exponent ``e`` of ``2^e``, int32."""
-    return (power.to(tl.int32, bitcast=True) >> 23) - 127
 
 
 @triton.jit
@@ -174,19 +160,8 @@ def kept_within(values, other, first, column, start, stop, HAS_START: tl.constex
 
 
 @triton.jit
-def _widened(x):
-    """In the interpreter: converted to float32. It would read an e4m3 NaN as 480."""
-    if x.dtype == tl.float8e4nv:
-        is_nan = (x.to(tl.uint8, bitcast=True) & 0x7F) == 0x7F
-        return tl.where(is_nan, float("nan"), x.to(tl.float32))
-    return x.to(tl.float32)
-
-
-@triton.jit
 def product(left, right, total=None):
     """``left @ right + total`` in float32; float32 operands are multiplied exactly, not rounded to fewer bits."""
     if INTERPRETED:  # it uses numpy, which has no bfloat16: products of bfloat16 numbers are exact in float32
-        left, right = _widened(left), _widened(right)
-    if left.dtype == tl.float8e4nv:  # compute capability 9.0 accumulates with fewer bits: only within one block
-        return tl.dot(left, right, total, max_num_imprecise_acc=right.shape[0])
+        left, right = left.to(tl.float32), right.to(tl.float32)
     return tl.dot(left, right, total, input_precision="ieee")

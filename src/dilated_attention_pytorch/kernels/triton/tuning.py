@@ -2,43 +2,32 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Generic, Literal, TypeVar
 
 import torch
 
+from .configurations import Candidates, Configuration
 from .tiles import INTERPRETED
-
-Backward = Literal["pair", "single"]
-"""One kernel for the gradient of the queries and one for those of keys and values, or one kernel for all."""
-BACKWARDS: tuple[Backward, ...] = ("pair", "single")
-Candidate = TypeVar("Candidate")
 
 
 @dataclass(slots=True, eq=False)
-class Choice(Generic[Candidate]):
+class Choice:
     """The candidates for one kind of call, and the fastest once it is timed."""
 
-    candidates: tuple[Candidate, ...]
-    timed: Candidate | None = None
+    candidates: Candidates
+    timed: Configuration | None = None
 
 
 _CHOICES: dict[tuple[object, ...], Choice] = {}
 
 
-def choice_of(kernel: str, candidates: tuple[Candidate, ...], *key: object) -> Choice[Candidate]:
+def choice_of(kernel: str, candidates: Candidates, *key: object) -> Choice:
     """The choice shared by calls with this key."""
     return _CHOICES.setdefault((kernel, candidates, *key), Choice(candidates))
 
 
-def are_backwards_timed() -> bool:
-    """Whether the single-kernel backward is timed against the pair; off by default until its gain is measured."""
-    return os.environ.get("DILATED_ATTENTION_TIME_BACKWARDS", "0") == "1"
-
-
-def fastest(choice: Choice[Candidate], launch: Callable[[Candidate], None]) -> Candidate:
+def fastest(choice: Choice, launch: Callable[[Configuration], None]) -> Configuration:
     """The fastest candidate of a choice.
 
     The first call compiles every candidate and times each for some milliseconds (Triton's ``do_bench``, which
@@ -56,7 +45,7 @@ def fastest(choice: Choice[Candidate], launch: Callable[[Candidate], None]) -> C
     return choice.timed
 
 
-def _milliseconds(launch: Callable[[Candidate], None], candidate: Candidate) -> float:
+def _milliseconds(launch: Callable[[Configuration], None], candidate: Configuration) -> float:
     from triton.runtime.errors import OutOfResources
     from triton.testing import do_bench
 

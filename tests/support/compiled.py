@@ -1,0 +1,140 @@
+"""Compile the Triton kernels for a GPU that need not be there, and print what each uses as JSON.
+
+    TRITON_INTERPRET=0 python -m support.compiled sm_90
+
+Calls are planned on meta tensors: every kernel is compiled with the constants of its launch.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+import triton
+from torch import Tensor
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+
+from dilated_attention_pytorch import DilatedPattern, local_window
+from dilated_attention_pytorch.kernels.triton import problem as problems
+from dilated_attention_pytorch.kernels.triton.forward import forward_kernel, merge_splits_kernel
+from dilated_attention_pytorch.kernels.triton.key_gradients import key_gradient_kernel
+from dilated_attention_pytorch.kernels.triton.order import order_kernel
+from dilated_attention_pytorch.kernels.triton.plan import plan_of
+from dilated_attention_pytorch.kernels.triton.problem import Problem
+from dilated_attention_pytorch.kernels.triton.query_gradients import query_gradient_kernel
+from dilated_attention_pytorch.kernels.triton.runs import runs_kernel
+
+POINTERS = {
+    **dict.fromkeys(("ORDER", "RUNS", "RANGES", "GROUPS", "SPANS", "LISTS", "CU_SEQLENS"), "*i32"),
+    **dict.fromkeys(("LSE", "GRAD_LSE", "DELTA", "PARTIAL_OUT", "PARTIAL_LSE"), "*fp32"),
+    "PADDING": "*u8",
+    "SEED": "*i64",
+}
+"""Types of the operands that are not of the dtype of the call."""
+FLOATS = ("scale", "scale_log2", "keep_scale")
+PATTERN = DilatedPattern([2048, 8192], [1, 4])
+BOTH = DilatedPattern([256, 2048], [1, 3], tail="zero_padded") + local_window(100)
+
+
+def rows(count: int, heads: int, head_dim: int, dtype: torch.dtype = torch.bfloat16) -> Tensor:
+    return torch.empty(1, count, heads, head_dim, dtype=dtype, device="meta")
+
+
+def calls() -> Iterator[tuple[str, Problem]]:
+    """Plain calls, a decoding step whose position lies on the device, and a call with every option."""
+    for head_dim in (64, 128):
+        q = rows(8192, 4, head_dim)
+        yield f"plain, D = {head_dim}", Problem(q, q, q, PATTERN.groups, True, 0.1)
+    q, k = rows(1, 4, 64), rows(8192, 4, 64)
+    position = torch.empty((), dtype=torch.int64, device="meta")
+    yield "decoding", Problem(q, k, k, PATTERN.groups, True, 0.1, position, rules=local_window(255).rules)
+    q, k = rows(600, 6, 48, torch.float16), rows(600, 2, 48, torch.float16)
+    options: dict[str, Any] = {
+        "cu_seqlens": torch.empty(4, dtype=torch.int32, device="meta"),
+        "key_padding_mask": torch.empty(1, 600, dtype=torch.bool, device="meta"),
+        "dropout_seed": position,
+        "dropout_p": 0.1,
+        "rules": BOTH.rules,
+    }
+    yield "every option", Problem(q, k, k, BOTH.groups, False, 0.1, **options)
+
+
+def launches(problem: Problem) -> Iterator[tuple[Any, dict[str, Any]]]:
+    """The kernels of a call with the keywords of their launches, for the first candidate of each."""
+    plan, is_decoding = plan_of(problem), isinstance(problem.query_offset, Tensor)
+    parts = [(plan.forward, forward_kernel, {})]
+    if not is_decoding:
+        parts += [(plan.query_gradient, query_gradient_kernel, {"HAS_GRAD_LSE": True})]
+        parts += [(plan.key_gradient, key_gradient_kernel, {})]
+    for part, kernel, more in parts:
+        walk = part.walk(part.choice.candidates[0], part.num_splits if is_decoding else 1)
+        yield order_kernel, part.order.keywords
+        yield runs_kernel, walk.planning.keywords
+        yield kernel, walk.computing.keywords | more
+    block_d, head_dim = plan.kind.block_d, plan.kind.head_dim
+    yield merge_splits_kernel, {"D": head_dim, "BLOCK_D": block_d, "BLOCK": 4, "num_warps": 4, "enable_fp_fusion": True}
+
+
+def compiled(kernel: Any, keywords: dict[str, Any], problem: Problem, target: str) -> Any:
+    """A kernel as machine code; arguments without constants are tensors in capitals, sizes and strides."""
+    options = {name: keywords[name] for name in ("num_warps", "num_stages", "enable_fp_fusion") if name in keywords}
+    constants = {name: value for name, value in keywords.items() if name in kernel.arg_names}
+    dtype = {torch.bfloat16: "*bf16", torch.float16: "*fp16"}[problem.query.dtype]
+    on_device = ("offset", "query_offset") if isinstance(problem.query_offset, Tensor) else ()
+    signature, hints = {}, {}
+    for index, name in enumerate(kernel.arg_names):
+        if name in constants:
+            signature[name] = "constexpr"
+        elif name.isupper():
+            signature[name] = POINTERS.get(name, dtype)
+        else:
+            signature[name] = "*i64" if name in on_device else "fp32" if name in FLOATS else "i32"
+        # As Triton would find at launch: pointers and strides of whole rows are multiples of 16.
+        if name not in constants and (name.isupper() or "stride" in name):
+            hints[(index,)] = [["tt.divisibility", 16]]
+    is_amd = target.startswith("gfx")
+    device = GPUTarget("hip", target, 64) if is_amd else GPUTarget("cuda", int(target.removeprefix("sm_")), 32)
+    return triton.compile(ASTSource(kernel, signature, constants, hints), target=device, options=options)
+
+
+def stack_bytes(code: Any) -> int:
+    """Bytes of a thread's stack, which the kernels use for spilled registers alone; NVIDIA."""
+    from triton.backends.nvidia import compiler
+
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(code.asm["cubin"])
+        file.flush()
+        tool = Path(compiler.__file__).with_name("bin") / "cuobjdump"
+        done = subprocess.run([tool, "-res-usage", file.name], capture_output=True, text=True, check=True)
+    return int(re.findall(r"\bSTACK:(\d+)", done.stdout)[-1])
+
+
+def main(target: str) -> None:
+    problems.target_of = lambda device: target
+    figures = []
+    for name, problem in calls():
+        for kernel, keywords in launches(problem):
+            code = compiled(kernel, keywords, problem, target)
+            text = code.asm["amdgcn" if target.startswith("gfx") else "ptx"]
+            figures.append(
+                {
+                    "call": name,
+                    "kernel": kernel.__name__,
+                    "shared_bytes": code.metadata.shared,
+                    "stack_bytes": None if target.startswith("gfx") else stack_bytes(code),
+                    "is_on_tensor_cores": re.search(r"wgmma|mma\.sync|tcgen05\.mma|v_mfma", text) is not None,
+                }
+            )
+    print(json.dumps(figures))
+
+
+if __name__ == "__main__":
+    main(sys.argv[1])
