@@ -29,7 +29,7 @@ from dilated_attention_pytorch.benchmarks.shapes import SHAPES
 from dilated_attention_pytorch.kernels.select import Impl, is_interpreted
 from dilated_attention_pytorch.ops.attend import attend
 from dilated_attention_pytorch.ops.call import Call
-from dilated_attention_pytorch.ops.dispatch import is_seen
+from dilated_attention_pytorch.ops.derivatives import is_seen
 from dilated_attention_pytorch.ops.validation import check_call
 
 from .options import parse, parser_of, write_results

@@ -27,7 +27,7 @@ def _has_autocast(device_type: str) -> bool:
 
 def is_autocast(device_type: str) -> bool:
     """Whether autocast is on for a device type; False for types without autocast."""
-    return _has_autocast(device_type) and torch.is_autocast_enabled(device_type)
+    return (device_type in ("cpu", "cuda") or _has_autocast(device_type)) and torch.is_autocast_enabled(device_type)
 
 
 def is_cast(*tensors: Tensor) -> bool:
@@ -37,12 +37,12 @@ def is_cast(*tensors: Tensor) -> bool:
 
 def cast_by_autocast(*tensors: Tensor) -> tuple[Tensor, ...]:
     """The tensors in autocast's dtype, as for PyTorch's SDPA; unchanged without autocast and for float64."""
-    if not is_cast(*tensors):
+    if not is_autocast(tensors[0].device.type) or not is_cast(*tensors):
         return tensors
     dtype = torch.get_autocast_dtype(tensors[0].device.type)
     return tuple(tensor.to(dtype) for tensor in tensors)
 
 
 def without_autocast(device_type: str) -> contextlib.AbstractContextManager[object]:
-    """Disable autocast: the engine chooses the dtypes of its products and sums, and a second cast would lose bits."""
+    """Disable autocast: the executor chooses the dtypes of its products and sums, and a second cast would lose bits."""
     return torch.autocast(device_type, enabled=False) if is_autocast(device_type) else contextlib.nullcontext()

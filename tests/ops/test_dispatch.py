@@ -19,7 +19,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from dilated_attention_pytorch import DilatedPattern, attend_with_lse
 from dilated_attention_pytorch.kernels import select
 from dilated_attention_pytorch.ops import attend_blocks, derivatives
-from dilated_attention_pytorch.ops.dispatch import is_recorded, is_seen
+from dilated_attention_pytorch.ops.derivatives import is_recorded, is_seen
 
 PATTERN = DilatedPattern([13, 32], [1, 3])
 

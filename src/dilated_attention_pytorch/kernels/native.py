@@ -16,7 +16,6 @@ from dilated_attention_pytorch.planning.gathered import Gathered
 from dilated_attention_pytorch.planning.geometry import Partial
 
 from .compilation import load
-from .masks import Masks
 
 KEYS_OF_WINDOW = 8192
 """Queries with more keys are merged in windows of this many; their rows are then written more than once."""
@@ -71,22 +70,16 @@ class Operands(NamedTuple):
     key: Tensor
     """``[B, M, G, D]``"""
     value: Tensor
-    masks: Masks
-    """Hidden keys and dropout."""
     ratio: int
     """Query heads per key/value head."""
-    scale: float
-    """Scale of the scores, positive."""
-    first_sequence: int = 0
-    """Index in the whole batch of the tensors' first sequence."""
+    options: tuple[Tensor | None, Tensor | None, float, list[int], float]
+    """Hidden keys, bool ``[B, M, G]``; seed and probability of dropout; the positions of the first query and of the
+    first key, and the index of the first sequence, which dropout depends on; and the positive scale of the scores."""
     is_remote: bool = False
     """Whether keys and values hold only the rows and heads of the partial, consecutively."""
     seen_rows: Tensor | None = None
     """int64 ``[heads, count]``: for every head, the visible rows of remote keys; None = all. For at most
     :data:`ROWS_OF_STREAM` queries per key/value head, without dropout and gradients."""
-
-    def origin_of_keys(self, partial: AnyPartial) -> Origin:
-        return Origin(0, partial.head) if self.is_remote and isinstance(partial, Partial) else WHOLE
 
 
 class Merged(NamedTuple):
@@ -110,18 +103,18 @@ def merge_partial(partial: AnyPartial, operands: Operands, out: Tensor, lse: Ten
         lse: float32 ``[B, N, H]``.
     """
     load()
-    units = _units_of(partial)
+    units = _units_of(partial) if isinstance(partial, BlockLists) else None
     geometry = _geometry(partial, units, operands)
     if operands.seen_rows is not None:
         assert isinstance(partial, Partial)
         assert partial.num_queries * operands.ratio <= ROWS_OF_STREAM
-        assert operands.masks.seed is None
+        assert operands.options[1] is None
         num_heads, count = operands.seen_rows.shape
         ends = torch.arange(1, num_heads + 1) * count
         numbers, heads, axes, *_ = geometry
         geometry = ([*numbers[:-1], 1], heads, axes, None, None, operands.seen_rows.reshape(-1), ends)
-    origins = [*of_out, *operands.origin_of_keys(partial)]
-    rest = (*geometry, *_arguments(operands), operands.scale, None if units is None else units.gates)
+    origins = [*of_out, *(_origin_of_remote(partial) if operands.is_remote else WHOLE)]
+    rest = (*geometry, *operands.options, None if units is None else units.gates)
     torch.ops.dilated_attention_native.attend(*operands[:3], out, lse, origins, operands.ratio, *rest)
 
 
@@ -145,12 +138,12 @@ def add_gradients(
         grad_gates: float32 gradients of the log-gates of block lists.
     """
     load()
-    units = _units_of(partial)
-    of_keys = operands.origin_of_keys(partial)
+    units = _units_of(partial) if isinstance(partial, BlockLists) else None
+    of_keys = _origin_of_remote(partial) if operands.is_remote else WHOLE
     origins = [*of_grad_query, *(of_keys if operands.is_remote else of_grad_keys), *of_keys]
     out, lse, grad_out, grad_lse = merged
     tensors = (grad_out, *operands[:3], out, lse, grad_lse, *grads)
-    rest = [*_geometry(partial, units, operands), *_arguments(operands), operands.scale, None, None]
+    rest = [*_geometry(partial, units, operands), *operands.options, None, None]
     if units is not None and units.gates is not None:
         of_units = torch.zeros_like(units.gates)
         rest[-2:] = units.gates, of_units
@@ -180,10 +173,7 @@ class _Units(NamedTuple):
         return torch.empty_like(ascending).scatter_(-1, self.order, ascending)
 
 
-def _units_of(partial: AnyPartial) -> _Units | None:
-    """The units of block lists; None for other partials."""
-    if not isinstance(partial, BlockLists):
-        return None
+def _units_of(partial: BlockLists) -> _Units:
     ascending, order = partial.blocks.sort(dim=-1, stable=True)
     is_present, gates = ascending >= 0, None
     if partial.log_gates is not None:
@@ -203,6 +193,11 @@ def _geometry_of_lists(partial: BlockLists, units: _Units, operands: Operands) -
     return numbers, list(range(key.shape[2])), [], None, row_ends.clamp_(max=num_queries), units.units, units.ends
 
 
+def _origin_of_remote(partial: AnyPartial) -> Origin:
+    """The first row and head of keys that hold only those of the partial."""
+    return Origin(0, partial.head) if isinstance(partial, Partial) else WHOLE
+
+
 def _geometry(partial: AnyPartial, units: _Units | None, operands: Operands) -> tuple[Any, ...]:
     """Arguments in the format of ``csrc/library.cpp``."""
     if isinstance(partial, BlockLists):
@@ -219,11 +214,9 @@ def _geometry(partial: AnyPartial, units: _Units | None, operands: Operands) -> 
         return numbers, list(partial.heads), [], *_one_after_the_other(rows), *_one_after_the_other(sorted_units)
     low, high = partial.band or (-_NO_BOUND, 0 if partial.is_causal else _NO_BOUND)
     numbers = [sequences, partial.query_row, partial.key_row, partial.num_queries, partial.num_keys]
-    axes = [
-        number
-        for axis in partial.axes
-        for number in (axis.size, axis.rows, 0 if operands.is_remote else axis.rows, axis.heads)
-    ]
+    axes: list[int] = []
+    for axis in partial.axes:
+        axes += axis.size, axis.rows, 0 if operands.is_remote else axis.rows, axis.heads
     step = 1 if operands.is_remote else partial.step
     return [*numbers, partial.step, step, low, high, 0], [partial.head], axes, *(None,) * 4
 
@@ -232,11 +225,3 @@ def _one_after_the_other(lists: list[Tensor]) -> tuple[Tensor, Tensor]:
     """Lists concatenated, and the end of each."""
     sizes = torch.cat([torch.full((len(alike),), alike.shape[1]) for alike in lists])
     return torch.cat([alike.reshape(-1) for alike in lists]), sizes.cumsum(0)
-
-
-def _arguments(operands: Operands) -> tuple[Any, ...]:
-    masks = operands.masks
-    hidden = masks.hidden
-    if hidden is not None and hidden.dim() == 2:
-        hidden = hidden.unsqueeze(-1).expand(-1, -1, operands.key.shape[2])
-    return hidden, masks.seed, masks.dropout_p, [masks.query_offset, masks.key_offset, operands.first_sequence]

@@ -18,40 +18,6 @@ from .products import KeepFactors, Result
 Kernel = Literal["native", "triton", "fused", "products"]
 
 
-def kernel_of(
-    impl: str,
-    query: Tensor,
-    *,
-    has_bias: bool,
-    is_dropped: bool,
-    is_pair: bool,
-    is_remote: bool = False,
-    has_lse_gradient: bool = False,
-    is_listed: bool = False,
-) -> Kernel:
-    """The kernel for a partial of a call with implementation ``impl``.
-
-    Args:
-        impl: "native", "triton" or "aten".
-        query: the call's query; its device, dtype and head dimension matter.
-        has_bias: whether a band or padding mask is applied to scores.
-        is_dropped: whether there is dropout.
-        is_pair: whether the log-sum-exp is a pair because scores are large, see :class:`.products.Result`.
-        is_remote: whether the keys were received from another rank.
-        has_lse_gradient: whether the log-sum-exp has a gradient.
-        is_listed: whether the keys are listed blocks, whose gates may have gradients.
-    """
-    if is_pair or (is_dropped and (impl != "native" or is_remote)):
-        return "products"
-    if impl == "native":
-        return "native"
-    if has_lse_gradient or is_listed:
-        return "products"
-    if impl == "triton":
-        return "triton"
-    return "fused" if fused.is_fused(query, has_bias=has_bias) else "products"
-
-
 def reads_listed_rows(impl: str, num_rows: int) -> bool:
     """Whether the kernel of a call reads remote keys row by row in place, for that many query rows per key/value
     head; otherwise visible rows must be contiguous."""

@@ -32,8 +32,8 @@ MAX_HEAD_DIM = 256
 
 _default: Impl = "auto"
 """What ``impl="auto"`` stands for, see :func:`implementation`."""
-_TRITON_COMPUTES: set[tuple[object, ...]] = set()
-"""Arguments for which :func:`select` answered "triton", constant per process. Other answers may change with a build."""
+_CHOSEN: dict[tuple[object, ...], str] = {}
+"""Answers of :func:`select` that are constant per process: "triton", and "native" once its kernels are loaded."""
 
 
 @contextmanager
@@ -207,7 +207,9 @@ def implementation_of(impl: str, query: Tensor, pattern: Pattern) -> str:
         ValueError, NotImplementedError: as :func:`select`.
     """
     device, dtype, head_dim = query.device, query.dtype, query.shape[3]
-    is_segmented = any(group.boundaries is not None for group in pattern.groups)
+    is_segmented = False
+    for group in pattern.groups:  # a loop: a generator takes longer than the test itself, and each call makes it
+        is_segmented = is_segmented or group.boundaries is not None
     if torch.compiler.is_compiling():
         chosen = select(impl, device, dtype, head_dim, is_segmented=is_segmented)
         if chosen != "reference" and torch.compiler.is_exporting() and _is_for_onnx():
@@ -217,10 +219,11 @@ def implementation_of(impl: str, query: Tensor, pattern: Pattern) -> str:
                 "torch.export.save keeps the operator"
             )
         return chosen
-    asked = (default_of(impl), device, dtype, head_dim, is_segmented, is_interpreted())
-    if asked in _TRITON_COMPUTES:
-        return "triton"
+    asked = (_default if impl == "auto" else impl, device, dtype, head_dim, is_segmented)
+    if asked in _CHOSEN:
+        return _CHOSEN[asked]
     chosen = select(impl, device, dtype, head_dim, is_segmented=is_segmented)
-    if chosen == "triton":
-        _TRITON_COMPUTES.add(asked)
+    is_constant = device.type == "cuda" and not is_interpreted() if chosen == "triton" else compilation.was_loaded()
+    if is_constant and chosen in ("triton", "native"):
+        _CHOSEN[asked] = chosen
     return chosen

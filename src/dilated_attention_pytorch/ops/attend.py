@@ -15,10 +15,10 @@ from dilated_attention_pytorch.patterns.dilated import OffsetRule, Tail
 from dilated_attention_pytorch.precision import cast_by_autocast, without_autocast
 
 from .attend_at import attend_from, last_start
-from .call import Call, with_scale
+from .call import Call
 from .derivatives import attend_call
 from .merge import AttentionOutput
-from .run import without_padding
+from .run import with_scale, without_padding
 from .validation import check_call, check_documents, documents_of, sequence_first
 
 

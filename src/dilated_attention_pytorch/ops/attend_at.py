@@ -12,8 +12,7 @@ from dilated_attention_pytorch.patterns import pattern_from_spec
 
 from . import run
 from .call import Call
-from .derivatives import refuse_tangents
-from .dispatch import is_seen
+from .derivatives import is_seen, refuse_tangents
 from .operators import num_pairs
 
 

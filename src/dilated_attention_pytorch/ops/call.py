@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from typing import Any, NamedTuple
 
 import torch
@@ -59,11 +58,6 @@ class Call(NamedTuple):
         return self._replace(pattern="" if self.pattern is None else self.pattern.spec)  # type: ignore[arg-type]
 
     @property
-    def tensors(self) -> tuple[Tensor | None, ...]:
-        """The fields that are tensors."""
-        return self[:NUM_TENSORS]  # type: ignore[return-value]
-
-    @property
     def first_query(self) -> int:
         """``query_offset`` as the host knows it."""
         assert not isinstance(self.query_offset, Tensor)
@@ -88,16 +82,3 @@ SCHEMA = (
 """The fields of :class:`Call` as arguments of an operator."""
 NUM_TENSORS = 8
 """Number of its fields that are tensors, which come first."""
-
-
-def with_scale(query: Tensor, scale: float | None) -> tuple[Tensor, float]:
-    """The query with the sign of the scale folded in, and the positive scale (None: ``1 / sqrt(D)``).
-
-    Kernels take the row maximum before scaling, which is only correct for a positive scale. They multiply scores of
-    hidden keys, -inf, by the scale: one that is 0, or that their numbers round to 0, is folded in as well.
-    """
-    scale = 1.0 / math.sqrt(query.shape[-1]) if scale is None else float(scale)
-    least = torch.finfo(accumulation_dtype(query.dtype)).tiny
-    if abs(scale) < least:
-        return query * (scale / least), least
-    return (-query, -scale) if scale < 0.0 else (query, scale)

@@ -6,6 +6,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch._C import DispatchKey, DispatchKeySet
 from torch._C._functorch import TransformType
 from torch.autograd import forward_ad
 from torch.autograd.function import Function
@@ -14,7 +15,6 @@ from dilated_attention_pytorch.tracing import constant_of_graph
 
 from . import run
 from .call import NUM_TENSORS, Call
-from .dispatch import is_dual_level, is_recorded, is_seen
 from .weighted_sum import (
     Axis,
     Factor,
@@ -29,6 +29,62 @@ from .weighted_sum import (
 )
 
 _OPERATORS = torch.ops.dilated_attention_pytorch
+
+# Compilers, profilers, modes, transforms and tensor subclasses need PyTorch's dispatcher; autograd does not, since a
+# `torch.autograd.Function` records the call. The overhead of the dispatcher per call is measured in docs/kernels.md.
+
+
+def _keys(*names: str) -> DispatchKeySet:
+    found = DispatchKeySet(DispatchKey.Undefined)
+    for name in names:
+        found = found | DispatchKeySet(getattr(DispatchKey, name))
+    return found
+
+
+_OF_PLAIN_TENSORS = [
+    _keys(*names, *of_autograd)
+    for names, of_autograd in (
+        (("CUDA", "AutocastCUDA"), ("ADInplaceOrView", "AutogradCUDA")),
+        (("CPU", "AutocastCPU"), ("ADInplaceOrView", "AutogradCPU")),
+        (("CUDA", "AutocastCUDA"), ()),
+        (("CPU", "AutocastCPU"), ()),
+    )
+]
+"""Dispatch keys of plain strided tensors; without the autograd keys for inference tensors."""
+_WHERE_NOTHING_LOOKS_ON = [_keys("BackendSelect", "ADInplaceOrView"), _keys("BackendSelect")]
+"""Thread-local dispatch keys when no mode, transform or tracer is active."""
+
+
+def is_seen(*tensors: Tensor | None) -> bool:
+    """Whether anything besides autograd must observe an operator on these tensors, so that it needs the dispatcher."""
+    if torch.compiler.is_compiling() or forward_ad._current_level >= 0 or torch.overrides.has_torch_function(tensors):
+        return True
+    if torch._C._autograd._profiler_enabled():  # the profiler records operators by name
+        return True
+    if torch._C._dispatch_tls_local_include_set() not in _WHERE_NOTHING_LOOKS_ON:
+        return True
+    for tensor in tensors:  # noqa: SIM110 - a generator costs as much as the test itself
+        if tensor is not None and torch._C._dispatch_keys(tensor) not in _OF_PLAIN_TENSORS:
+            return True
+    return False
+
+
+def is_recorded(*tensors: Tensor | None) -> bool:
+    """Whether autograd records an operator on these tensors."""
+    if not torch.is_grad_enabled() or torch._C._dispatch_tls_is_dispatch_key_excluded(_AUTOGRAD):
+        return False
+    for tensor in tensors:  # noqa: SIM110 - as above
+        if tensor is not None and tensor.requires_grad:
+            return True
+    return False
+
+
+_AUTOGRAD = DispatchKey.AutogradFunctionality
+
+
+def is_dual_level() -> bool:
+    """Whether forward-mode AD is active; a cheap test, as every call makes it."""
+    return forward_ad._current_level >= 0 and forward_ad._is_fwd_grad_enabled()
 
 
 class Attend(Function):
@@ -95,7 +151,7 @@ def attend_call(call: Call) -> tuple[Tensor, Tensor]:
     Raises:
         NotImplementedError: torch.compile traces a ``torch.func`` derivative through it.
     """
-    tensors = call.tensors
+    tensors: tuple[Any, ...] = call[:NUM_TENSORS]
     if not is_seen(*tensors):
         if is_recorded(*tensors):
             out, lse = _computed(*call)
@@ -156,7 +212,7 @@ def gradients(
         return ()
     grad_out = torch.zeros_like(out) if grad_out is None else grad_out
     tensors = (grad_out, grad_lse, out, lse)
-    of_call = call.tensors
+    of_call: tuple[Any, ...] = call[:NUM_TENSORS]
     if not torch.compiler.is_compiling() and (torch.is_grad_enabled() or is_transformed(*tensors, *of_call)):
         return tuple(_Gradients.apply(*tensors, *call))
     if not is_seen(grad_out, grad_lse, *of_call):

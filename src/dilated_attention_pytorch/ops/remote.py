@@ -12,8 +12,7 @@ from dilated_attention_pytorch.planning.geometry import Axis, Partial
 from dilated_attention_pytorch.planning.shards import Block
 
 from .operands import Operand, Role, Rows
-from .partials import add_gradients, merge_partials
-from .work import Work
+from .partials import Work, add_gradients, merge_partials
 
 
 @dataclass(frozen=True, slots=True)

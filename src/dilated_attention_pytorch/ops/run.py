@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
+import torch
 from torch import Tensor
 
-from dilated_attention_pytorch.precision import without_autocast
+from dilated_attention_pytorch.precision import accumulation_dtype, without_autocast
 
 from . import extremes
 from .call import Call
@@ -17,15 +19,15 @@ if TYPE_CHECKING:
     from dilated_attention_pytorch.kernels.triton.problem import Problem
 
 
-def forward(call: Call) -> tuple[Tensor, Tensor]:
-    """Output in the query's dtype and log-sum-exp; see :func:`dilated_attention_pytorch.attend_with_lse`."""
+def forward(call: Call, *, is_prepared: bool = False) -> tuple[Tensor, Tensor]:
+    """Output in the query's dtype and log-sum-exp; see :func:`dilated_attention_pytorch.attend_with_lse`.
+
+    ``is_prepared``: the call is as :func:`prepared` returns it.
+    """
     if call.blocks is not None:
         check_block_numbers(call.blocks, call.key.shape[1], call.block_sizes[0])
-    return forward_prepared(prepared(call))
-
-
-def forward_prepared(call: Call) -> tuple[Tensor, Tensor]:
-    """:func:`forward` of a call as :func:`prepared` returns it."""
+    if not is_prepared:
+        call = prepared(call)
     if call.impl == "triton":
         from dilated_attention_pytorch.kernels.triton import launch
 
@@ -34,15 +36,12 @@ def forward_prepared(call: Call) -> tuple[Tensor, Tensor]:
         return extremes.forward(call)
 
 
-def backward(call: Call, grad_out: Tensor, grad_lse: Tensor | None, out: Tensor, lse: Tensor) -> tuple[Tensor, ...]:
-    """Gradients of query, key, value and, if given, log-gates, under a merged output and log-sum-exp."""
-    return backward_prepared(prepared(call), grad_out, grad_lse, out, lse)
-
-
-def backward_prepared(
-    call: Call, grad_out: Tensor, grad_lse: Tensor | None, out: Tensor, lse: Tensor
+def backward(
+    call: Call, grad_out: Tensor, grad_lse: Tensor | None, out: Tensor, lse: Tensor, *, is_prepared: bool = False
 ) -> tuple[Tensor, ...]:
-    """:func:`backward` of a call as :func:`prepared` returns it."""
+    """Gradients of query, key, value and, if given, log-gates, under a merged output and log-sum-exp."""
+    if not is_prepared:
+        call = prepared(call)
     grad_out = as_rows(grad_out)
     if call.impl == "triton":
         from dilated_attention_pytorch.kernels.triton import launch
@@ -77,9 +76,11 @@ def weighted_sum(
 def prepared(call: Call) -> Call:
     """The call with last strides of 1, and zeros in padded keys and values for the kernels that read these."""
     query, key, value = call[:3]
-    if call.impl != "triton":
+    if not query.stride(-1) == key.stride(-1) == value.stride(-1) == 1:
+        query, key, value = as_rows(query), as_rows(key), as_rows(value)
+    if call.key_padding_mask is not None and call.impl != "triton":
         key, value = (without_padding(x, call.key_padding_mask) for x in (key, value))
-    return call._replace(query=as_rows(query), key=as_rows(key), value=as_rows(value))
+    return call._replace(query=query, key=key, value=value)
 
 
 def as_rows(tensor: Tensor) -> Tensor:
@@ -124,3 +125,16 @@ def _problem(call: Call) -> Problem:
         call.dropout_p,
         pattern.rules,
     )
+
+
+def with_scale(query: Tensor, scale: float | None) -> tuple[Tensor, float]:
+    """The query with the sign of the scale folded in, and the positive scale (None: ``1 / sqrt(D)``).
+
+    Kernels take the row maximum before scaling, which is only correct for a positive scale. They multiply scores of
+    hidden keys, -inf, by the scale: one that is 0, or that their numbers round to 0, is folded in as well.
+    """
+    scale = 1.0 / math.sqrt(query.shape[-1]) if scale is None else float(scale)
+    least = torch.finfo(accumulation_dtype(query.dtype)).tiny
+    if abs(scale) < least:
+        return query * (scale / least), least
+    return (-query, -scale) if scale < 0.0 else (query, scale)

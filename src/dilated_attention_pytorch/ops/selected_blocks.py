@@ -10,9 +10,10 @@ from torch import Tensor
 from dilated_attention_pytorch.kernels.select import Impl, default_of, select
 from dilated_attention_pytorch.precision import cast_by_autocast
 
-from .call import Call, with_scale
+from .call import Call
 from .derivatives import attend_call
 from .merge import AttentionOutput
+from .run import with_scale
 from .validation import check_call, sequence_first
 
 BlocksImpl = Literal["auto", "native", "aten"]

@@ -2,23 +2,22 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from dilated_attention_pytorch.kernels import native
 from dilated_attention_pytorch.kernels.masks import Masks
 from dilated_attention_pytorch.planning.block_lists import BlockLists
 from dilated_attention_pytorch.planning.plan import CallShape, Tile, plan, tile_size
+from dilated_attention_pytorch.precision import accumulation_dtype
 
 from .call import Call
 from .merge import without_infinities
-from .operands import Operand, Role, Rows
-from .partials import add_gradients, add_weighted, merge_partials
+from .operands import Role, Rows
+from .partials import Work, add_gradients, add_weighted, merge_partials
 from .validation import check_documents, documents_of
-from .work import Work
 
 _NO_BOUND = 1 << 62
 
@@ -29,98 +28,67 @@ def shape_of(call: Call) -> CallShape:
     Raises:
         ValueError: boundaries of documents that are wrong, or documents longer than a rule of the pattern is defined.
     """
-    pattern, documents = call.pattern, documents_of(call.cu_seqlens, call.query.shape[1])
+    (batch, num_queries, num_heads, _), (_, num_keys, num_kv_heads, _) = call.query.shape, call.key.shape
+    pattern, documents = call.pattern, None
     assert pattern is not None
-    check_documents(pattern, documents, call.key.shape[2])
-    batch, num_queries, num_heads, _ = call.query.shape
-    _, num_keys, num_kv_heads, _ = call.key.shape
+    assert not isinstance(call.query_offset, Tensor)
+    if call.cu_seqlens is not None:
+        documents = documents_of(call.cu_seqlens, num_queries)
+        check_documents(pattern, documents, num_kv_heads)
     sizes = (batch, num_queries, num_keys, num_heads, num_kv_heads)
-    return CallShape(pattern, *sizes, call.first_query, call.key_offset, call.is_causal, documents)
+    return CallShape(pattern, *sizes, call.query_offset, call.key_offset, call.is_causal, documents)
 
 
 def tiles_of(call: Call, *, is_backward: bool = False) -> tuple[tuple[Tile, ...], int]:
-    """The tiles of a call, and how many sequences of the batch are computed at a time.
+    """The tiles of a call, and how many sequences of the batch are computed at a time."""
+    query = call.query
+    if query.numel() == 0:
+        return (), 1
+    if call.blocks is None:
+        return _planned(shape_of(call), query.shape[3], query.dtype, call.impl == "native", is_backward)
+    size, query_size = call.block_sizes
+    lists = BlockLists(call.blocks, call.log_gates, size, query_size, call.is_causal, call.first_query)
+    return (Tile((0, query.shape[1]), (0, call.key.shape[1]), (0, call.key.shape[2]), (lists,)),), query.shape[0]
+
+
+@functools.lru_cache(maxsize=128)
+def _planned(
+    shape: CallShape, head_dim: int, dtype: torch.dtype, is_native: bool, is_backward: bool
+) -> tuple[tuple[Tile, ...], int]:
+    """:func:`tiles_of` under a pattern.
 
     Tiles are bounded so that temporaries are small compared with the operands. The native kernels have no temporaries
     except accumulators of low-precision results; without these, the plan is a single tile.
     """
-    batch, num_queries, num_heads, head_dim = call.query.shape
-    _, num_keys, num_kv_heads, _ = call.key.shape
-    if call.query.numel() == 0:
-        return (), 1
-    if call.blocks is not None:
-        size, query_size = call.block_sizes
-        lists = BlockLists(call.blocks, call.log_gates, size, query_size, call.is_causal, call.first_query)
-        return (Tile((0, num_queries), (0, num_keys), (0, num_kv_heads), (lists,)),), batch
-    rows = batch * max(num_queries * num_heads, num_keys * num_kv_heads)
-    size = tile_size(rows, head_dim, call.query.element_size())
-    if call.impl == "native":
-        is_small = not is_backward and batch * num_queries * num_heads <= size
-        bound = _NO_BOUND if is_small or call.query.dtype == torch.float32 else size
-        found = plan(shape_of(call), bound, bands="whole")
+    num_rows = shape.batch_size * shape.num_queries * shape.num_heads
+    size = tile_size(max(num_rows, shape.batch_size * shape.num_keys * shape.num_kv_heads), head_dim, dtype.itemsize)
+    if is_native:
+        is_small = not is_backward and num_rows <= size
+        found = plan(shape, _NO_BOUND if is_small or dtype == torch.float32 else size, bands="whole")
     else:
-        found = plan(shape_of(call), size)
+        found = plan(shape, size)
     return found.tiles, found.batch_step
 
 
-@dataclass(frozen=True, slots=True)
-class _Portion:
-    """A tile of a call for a range of sequences of the batch."""
-
-    call: Call
-    tile: Tile
-    batch: tuple[int, int]
-
-    def work(self) -> Work:
-        call, hidden = self.call, self.call.key_padding_mask
-        masks = Masks(
-            None if hidden is None else self.of_batch(hidden),
-            call.dropout_seed,
-            call.dropout_p,
-            call.first_query,
-            call.key_offset,
-        )
-        assert call.scale is not None
-        query, key, value = (self.of_batch(x) for x in (call.query, call.key, call.value))
-        return Work(self.tile.partials, query, key, value, call.ratio, call.scale, call.impl, masks, self.batch[0])
-
-    def of_batch(self, tensor: Tensor) -> Tensor:
-        """The portion's sequences of a tensor."""
-        return tensor if self.batch == (0, tensor.shape[0]) else tensor[slice(*self.batch)]
-
-    def region(self, tensor: Tensor, rows: Rows) -> Tensor:
-        """The tile's rows and heads of a full tensor."""
-        start, stop = self.tile.query_rows if rows is Rows.QUERY else self.tile.key_rows
-        ratio = self.call.ratio if rows is Rows.QUERY else 1
-        first, last = (head * ratio for head in self.tile.kv_heads)
-        return self.of_batch(tensor)[:, start:stop, first:last]
-
-    def accumulator(self, tensor: Tensor, rows: Rows, role: Role) -> Operand:
-        """``tensor`` itself if it can accumulate in its own dtype, else zeros for the tile's part of it."""
-        dtype, partials = self.call.dtype, self.tile.partials
-        is_native = self.call.impl == "native"
-        # If every partial is the first to touch its query rows, nothing is accumulated.
-        is_written_once = rows is Rows.QUERY and all(
-            partial.is_first and (not is_native or (role is Role.MERGED_INTO and native.is_written_once(partial)))
-            for partial in partials
-        )
-        if tensor.dtype == dtype or is_written_once:
-            return Operand(self.of_batch(tensor), rows, role)
-        zeros = torch.zeros_like(self.region(tensor, rows), dtype=dtype, memory_format=torch.contiguous_format)
-        first_row = (self.tile.query_rows if rows is Rows.QUERY else self.tile.key_rows)[0]
-        return Operand(zeros, rows, role, first_row, self.tile.kv_heads[0])
-
-    def store(self, operand: Operand, tensor: Tensor) -> None:
-        """Round an accumulator into the tile's part of the full tensor; no-op if it accumulated there already."""
-        if operand.tensor.dtype != tensor.dtype:
-            self.region(tensor, operand.rows).copy_(operand.tensor)
-
-
-def _portions(call: Call, *, is_backward: bool = False) -> Iterator[_Portion]:
-    tiles, batch_step = tiles_of(call, is_backward=is_backward)
+def _works(call: Call, *, is_backward: bool = False) -> Iterator[Work]:
+    """The tiles of a call, for a range of sequences of the batch each."""
+    query, key, value, hidden = call.query, call.key, call.value, call.key_padding_mask
+    tiles, step = tiles_of(call, is_backward=is_backward)
+    assert call.scale is not None
+    assert not isinstance(call.query_offset, Tensor)
+    ratio = query.shape[2] // key.shape[2]
     for tile in tiles:
-        for start in range(0, call.query.shape[0], batch_step):
-            yield _Portion(call, tile, (start, min(start + batch_step, call.query.shape[0])))
+        for start in range(0, query.shape[0], step):
+            some = slice(start, start + step)
+            masks = Masks(
+                None if hidden is None else hidden[some],
+                call.dropout_seed,
+                call.dropout_p,
+                call.query_offset,
+                call.key_offset,
+            )
+            operands = (query[some], key[some], value[some], ratio, call.scale)
+            yield Work(tile.partials, *operands, call.impl, masks, start, tile)
 
 
 def forward(call: Call, rest: Tensor | None = None) -> tuple[Tensor, Tensor]:
@@ -132,12 +100,12 @@ def forward(call: Call, rest: Tensor | None = None) -> tuple[Tensor, Tensor]:
     """
     query = call.query
     out = torch.zeros(query.shape, dtype=query.dtype, device=query.device)
-    lse = torch.full(query.shape[:3], float("-inf"), dtype=call.dtype, device=query.device)
-    for portion in _portions(call if rest is None else call._replace(impl="aten")):
-        accumulator = portion.accumulator(out, Rows.QUERY, Role.MERGED_INTO)
-        of_rest = None if rest is None else portion.of_batch(rest)
-        merge_partials(portion.work(), accumulator, portion.of_batch(lse), of_rest)
-        portion.store(accumulator, out)
+    lse = torch.full(query.shape[:3], float("-inf"), dtype=accumulation_dtype(query.dtype), device=query.device)
+    for work in _works(call if rest is None else call._replace(impl="aten")):
+        accumulator = work.accumulator(out, Rows.QUERY, Role.MERGED_INTO)
+        merge_partials(work, accumulator, work.of_batch(lse), None if rest is None else work.of_batch(rest))
+        if accumulator.tensor.dtype != out.dtype:
+            work.store(accumulator, out)
     return out, lse
 
 
@@ -152,23 +120,24 @@ def backward(
     grads = [torch.zeros(x.shape, dtype=x.dtype, device=x.device) for x, _ in operands]
     of_gates = None if call.log_gates is None else torch.zeros_like(call.log_gates, dtype=call.dtype)
     lse = without_infinities(lse)
-    for portion in _portions(call if rest is None else call._replace(impl="aten"), is_backward=True):
+    for work in _works(call if rest is None else call._replace(impl="aten"), is_backward=True):
         accumulators = [
-            portion.accumulator(grad, rows, Role.ADDED_TO) for grad, (_, rows) in zip(grads, operands, strict=True)
+            work.accumulator(grad, rows, Role.ADDED_TO) for grad, (_, rows) in zip(grads, operands, strict=True)
         ]
-        of_rest, of_grad_lse = (None if x is None else portion.of_batch(x) for x in (rest, grad_lse))
+        of_rest, of_grad_lse = (None if x is None else work.of_batch(x) for x in (rest, grad_lse))
         add_gradients(
-            portion.work(),
+            work,
             accumulators,
             of_gates,
-            portion.of_batch(out),
-            portion.of_batch(lse),
+            work.of_batch(out),
+            work.of_batch(lse),
             of_rest,
-            portion.of_batch(grad_out),
+            work.of_batch(grad_out),
             of_grad_lse,
         )
         for accumulator, grad in zip(accumulators, grads, strict=True):
-            portion.store(accumulator, grad)
+            if accumulator.tensor.dtype != grad.dtype:
+                work.store(accumulator, grad)
     if call.log_gates is None or of_gates is None:
         return tuple(grads)
     return *grads, of_gates.to(call.log_gates.dtype)
@@ -196,15 +165,15 @@ def weighted_sum(
     shape = like.shape if values is None else (*like.shape[:3], values.shape[3])
     total = torch.zeros(shape, dtype=call.dtype, device=call.query.device)
     lse = without_infinities(lse)
-    for portion in _portions(call._replace(impl="aten")):
+    for work in _works(call._replace(impl="aten")):
 
-        def of_batch(tensor: Tensor | None, portion: _Portion = portion) -> Tensor | None:
-            return None if tensor is None else portion.of_batch(tensor)
+        def of_batch(tensor: Tensor | None, work: Work = work) -> Tensor | None:
+            return None if tensor is None else work.of_batch(tensor)
 
         add_weighted(
-            portion.work(),
-            portion.of_batch(total),
-            portion.of_batch(lse),
+            work,
+            work.of_batch(total),
+            work.of_batch(lse),
             of_batch(rest),
             of_batch(values),
             [(of_batch(left), of_batch(right), of_batch(gates)) for left, right, gates in factors],

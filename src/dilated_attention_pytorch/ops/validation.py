@@ -49,13 +49,15 @@ def check_call(call: Call) -> None:
     largest = torch.finfo(of_scores).max / 4
     if scale is not None and abs(scale) > largest:
         raise ValueError(f"scale must be at most {largest:.2g} in magnitude for scores in {of_scores}, got {scale!r}")
-    check_dropout("dropout_p", call.dropout_p)
-    query_offset = 0
-    if isinstance(call.query_offset, Tensor):
+    if type(call.dropout_p) is not float or call.dropout_p != 0.0:
+        check_dropout("dropout_p", call.dropout_p)
+    query_offset, key_offset = call.query_offset, call.key_offset
+    for name, offset in (("query_offset", query_offset), ("key_offset", key_offset)):
+        if type(offset) is not int or offset < 0:
+            _check_offset(name, offset)
+    if isinstance(query_offset, Tensor):
         _check_query_start(call)
-    else:
-        query_offset = _checked_offset("query_offset", call.query_offset)
-    key_offset = _checked_offset("key_offset", call.key_offset)
+        query_offset = 0
     if mask is not None:
         _check_key_padding_mask(mask, key)
     num_queries, (_, num_keys, num_kv_heads, _) = query.shape[1], key.shape
@@ -85,18 +87,19 @@ def check_call(call: Call) -> None:
         _check_zero_padded(query, key, query_offset, key_offset, mask)
 
 
-def _checked_offset(name: str, offset: int) -> int:
+def _check_offset(name: str, offset: object) -> None:
+    if isinstance(offset, Tensor) and name == "query_offset":
+        return
     if isinstance(offset, bool) or not isinstance(offset, (int, torch.SymInt)):
         raise TypeError(f"{name} must be an integer position, got {offset!r} of type {type(offset).__name__}")
     if offset < 0:
         raise ValueError(f"{name} is the absolute position of the slab's first row, at least 0, got {offset}")
-    return offset
 
 
 def _check_query_start(call: Call) -> None:
     """Validate a ``query_offset`` tensor and the options used with it; its value is not read."""
     query_start, query, key, pattern = call.query_offset, call.query, call.key, call.pattern
-    key_offset = _checked_offset("key_offset", call.key_offset)
+    key_offset = call.key_offset
     assert isinstance(query_start, Tensor)
     if pattern is None:
         raise TypeError(f"query_offset of block lists must be an integer position, got {query_start!r}")
@@ -197,7 +200,10 @@ def sequence_first(
     if heads_first is not None and not isinstance(heads_first, bool):
         raise TypeError(f"heads_first must be True, False or None, got {heads_first!r}")
     # Other shapes and types are refused by check_call.
-    if heads_first is False or not all(isinstance(x, Tensor) and x.dim() == 4 for x in (query, key, value)):
+    is_four_dimensional = True
+    for tensor in (query, key, value):
+        is_four_dimensional = is_four_dimensional and isinstance(tensor, Tensor) and tensor.dim() == 4
+    if heads_first is False or not is_four_dimensional:
         return query, key, value
     if heads_first:
         return query.transpose(1, 2), key.transpose(1, 2), value.transpose(1, 2)

@@ -9,8 +9,8 @@ from torch.distributed.device_mesh import DeviceMesh
 from dilated_attention_pytorch.kernels.select import Impl
 from dilated_attention_pytorch.ops import AttentionOutput
 from dilated_attention_pytorch.ops.attend import attend_checked
-from dilated_attention_pytorch.ops.call import Call, with_scale
-from dilated_attention_pytorch.ops.run import as_rows, without_padding
+from dilated_attention_pytorch.ops.call import Call
+from dilated_attention_pytorch.ops.run import as_rows, with_scale, without_padding
 from dilated_attention_pytorch.ops.validation import check_call, sequence_first
 from dilated_attention_pytorch.patterns import Pattern
 from dilated_attention_pytorch.planning.layout import Layout, Shards, with_rows

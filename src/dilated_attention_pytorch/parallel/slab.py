@@ -15,6 +15,7 @@ from dilated_attention_pytorch.ops import run, tiles
 from dilated_attention_pytorch.ops.call import Call
 from dilated_attention_pytorch.ops.extremes import has_large_scores, largest_norm
 from dilated_attention_pytorch.ops.merge import merge_in_place, without_infinities
+from dilated_attention_pytorch.ops.partials import Work
 from dilated_attention_pytorch.ops.remote import (
     Dropout,
     RemoteKeys,
@@ -24,7 +25,6 @@ from dilated_attention_pytorch.ops.remote import (
     positions_of,
     work_of,
 )
-from dilated_attention_pytorch.ops.work import Work
 from dilated_attention_pytorch.patterns import Pattern, PatternSum
 from dilated_attention_pytorch.patterns.blocks import BlockPattern
 from dilated_attention_pytorch.planning.exchange import Exchange, SlabPair, exchange
@@ -112,7 +112,7 @@ class Slab:
         query, is_large = self.query, self._is_large(self.key)
         if len(self._shard_parts) == 1 and not is_large:
             (shard_part,) = self._shard_parts
-            out, lse = run.forward_prepared(self._call_within(shard_part))
+            out, lse = run.forward(self._call_within(shard_part), is_prepared=True)
             return out.to(self.dtype), lse
         out = torch.empty(query.shape, dtype=self.dtype, device=query.device)
         lse = torch.empty(query.shape[:3], dtype=self.dtype, device=query.device)
@@ -122,7 +122,9 @@ class Slab:
             rows = slice(*shard_part.rows)
             call = self._call_within(shard_part)
             of_rest = None if self.rest is None else torch.zeros_like(self.rest[:, rows])
-            out[:, rows], lse[:, rows] = run.forward_prepared(call) if of_rest is None else tiles.forward(call, of_rest)
+            out[:, rows], lse[:, rows] = (
+                run.forward(call, is_prepared=True) if of_rest is None else tiles.forward(call, of_rest)
+            )
             if self.rest is not None and of_rest is not None:
                 self.rest[:, rows] = of_rest
         return out, lse
@@ -156,7 +158,7 @@ class Slab:
             rows = slice(*pair.queries)
             call = self._call_of_pair(seen_keys, pair)
             if rest is None:
-                merge_in_place(out[:, rows], lse[:, rows], None, Result(*run.forward_prepared(call)))
+                merge_in_place(out[:, rows], lse[:, rows], None, Result(*run.forward(call, is_prepared=True)))
             else:
                 of_rest = torch.zeros_like(rest[:, rows])
                 part = Result(*tiles.forward(call, of_rest), of_rest)
@@ -197,7 +199,8 @@ class Slab:
         """Gradients of query, key and value of one call for some of the rows."""
         of_grad_lse = None if grad_lse is None else grad_lse[:, rows]
         if self.rest is None:
-            return run.backward_prepared(call, grad_out[:, rows], of_grad_lse, out[:, rows], lse[:, rows])
+            merged = (grad_out[:, rows], of_grad_lse, out[:, rows], lse[:, rows])
+            return run.backward(call, *merged, is_prepared=True)
         of_rest = self.rest[:, rows]
         return tiles.backward(call, out[:, rows], lse[:, rows], run.as_rows(grad_out[:, rows]), of_grad_lse, of_rest)
 

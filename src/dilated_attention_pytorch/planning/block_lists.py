@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import ClassVar
 
 from torch import Tensor
 
@@ -27,6 +28,7 @@ class BlockLists:
     query_offset: int
     is_first: bool = True
     """No other partial writes to the same query rows."""
+    zero_pad_keys: ClassVar[int] = 0
 
     @property
     def num_pairs(self) -> int:

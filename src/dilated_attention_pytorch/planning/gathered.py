@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from typing import NamedTuple
+from typing import ClassVar, NamedTuple
 
 import torch
 from torch import Tensor
@@ -58,6 +58,7 @@ class Gathered:
     heads: tuple[int, ...]
     is_first: bool = False
     """Whether no earlier partial of the plan writes to the same query rows."""
+    zero_pad_keys: ClassVar[int] = 0
 
     @property
     def num_pairs(self) -> int:
