@@ -133,8 +133,6 @@ ROWS = [
     Row(r"dilated-attention extend .*", flags(length="64", steps="2", data="texts", device="cpu", eval_windows="1", final_eval_windows="1")),
     Row(r"dilated-attention tokenizer .*", flags(vocab_size="300")),
     Row(r"dilated-attention bench .*--resume", flags(resume=None, dry_run="", shapes="three", dtypes="float32", preset="cpu")),
-    Row(r"dilated-attention bench .*--compare .*", None, "compares times of a GPU: its flags are parsed"),
-    Row(r"dilated-attention bench --preset gpu --modes .*", None, "kernels of a GPU: its flags are parsed"),
     Row(r"dilated-attention bench .*", flags(dry_run="", shapes="three", dtypes="float32")),
     Row(r"dilated-attention profile .*", flags(rows="128", device="cpu")),
     Row(r"dilated-attention tune .*", flags(dry_run="", device="cpu")),

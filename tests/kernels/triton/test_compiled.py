@@ -10,6 +10,8 @@ from pathlib import Path
 
 import pytest
 
+from dilated_attention_pytorch.kernels.triton.target import triton_version
+
 TESTS = Path(__file__).parents[2]
 SHARED_KIB = {
     "sm_80": 163,
@@ -22,6 +24,8 @@ SHARED_KIB = {
     "gfx950": 160,
 }
 """Devices by the compiler's names, and the shared memory in KiB available to a program."""
+STACK_BYTES = 0 if triton_version() >= (3, 9) else 8
+"""Of a thread, where registers are spilled; Triton 3.6 keeps two numbers there for heads of 128."""
 COMPUTING = ("forward_kernel", "query_gradient_kernel", "key_gradient_kernel")
 
 
@@ -44,4 +48,4 @@ def test_every_kernel_compiles_and_fits_the_device(target: str) -> None:
         assert one["shared_bytes"] <= SHARED_KIB[target] * 1024, one
         assert one["is_on_tensor_cores"] == (one["kernel"] in COMPUTING), one
         if one["call"] != "every option" and target in ("sm_80", "sm_90"):
-            assert one["stack_bytes"] == 0, one
+            assert one["stack_bytes"] <= STACK_BYTES, one
