@@ -27,7 +27,7 @@ ALLOWED = {
         name: {*ORDER[:index], "installation", "folders", "legacy", "precision", "tracing"}
         for index, name in enumerate(ORDER)
     },
-    "selection": {"patterns", "planning", "ops", "data_sheets", "machine", "memory", "errors", "folders"},
+    "selection": {"patterns", "planning", "ops", "data_sheets", "machine", "memory", "errors", "folders", "output"},
     "nn": {*ORDER, "precision", "selection", "tracing"},
     "models": {*ORDER, "nn", "installation", "legacy"},
     "slides": {"errors", "machine", "memory", "models", "output", "training"},

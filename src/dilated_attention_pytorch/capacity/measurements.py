@@ -139,7 +139,6 @@ def sheet_here(measured: Measurements, hardware: Hardware, precision: str, rate:
         bytes_per_second=copied,
         flops={precision: rate},
         processors=hardware.processors,
-        cache_bytes=hardware.cache_bytes,
         watts=0.0,
         link="",
         sources={"flops": f"measured: {measured.file.name}"},

@@ -50,7 +50,6 @@ class SegmentSelectionConfig:
     """For ``"score"``: weight of the number of scales."""
     efficiency_weight: float = 0.3
     """For ``"score"``: weight of the speed relative to the fastest candidate."""
-    """For ``"score"``: weight of how near the time is to that of the fastest candidate."""
 
     def __post_init__(self) -> None:
         for name in ("min_segment_size", "max_segment_size", "max_num_segments"):
