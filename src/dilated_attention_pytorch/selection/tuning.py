@@ -267,7 +267,7 @@ def rank_correlation(one: Sequence[float], other: Sequence[float]) -> float:
     """
     values = torch.tensor([one, other], dtype=torch.float64)
     before, equal = (compare(values[:, None], values[:, :, None]).sum(dim=-1) for compare in (torch.lt, torch.eq))
-    return float(torch.corrcoef(before + equal / 2)[0, 1].nan_to_num(0.0))
+    return float(torch.corrcoef((before + equal / 2).double())[0, 1].nan_to_num(0.0))
 
 
 def keep_timings(file: Path, timings: Sequence[Timing], hardware: Hardware, **values: Any) -> None:
