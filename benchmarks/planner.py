@@ -1,4 +1,4 @@
-"""Memory and seconds of randomly drawn training steps and generations: planned first, then measured.
+"""Memory and seconds of randomly drawn training steps, and memory of generations: planned first, then measured.
 
     python -m benchmarks.planner [--tiny] [--cases N] [--decoding N] [--again | --replan] [--output FILE]
 
@@ -14,8 +14,7 @@ compared with the planned bytes.
 
 A decoding case is a LongNet, a pattern of groups or of windows, a prompt, a chunk size and new tokens. Bytes of the
 cache and peak memory are planned by `capacity.generation_footprint` and measured in a program in which glibc writes
-into all memory that it allocates, because a cache has slots that nothing has been written into yet. The seconds until
-the first token and of every later one are predicted by `capacity.measure_generation_here`.
+into all memory that it allocates, because a cache has slots that nothing has been written into yet.
 
 The same command continues after the cases in the file, each of which names its machine; --again starts from scratch.
 --replan plans the measured cases of the file once more, with the measurements of their machine that the file contains,
@@ -34,10 +33,9 @@ from pathlib import Path
 from typing import Any
 
 from dilated_attention_pytorch.benchmarks.results import module_command, origin, write_json
-from dilated_attention_pytorch.capacity import Device, Generation, GenerationHere, Here, generation_footprint, plan_run
+from dilated_attention_pytorch.capacity import Device, Generation, Here, generation_footprint, plan_run
 from dilated_attention_pytorch.capacity.exchanged import exchanges
 from dilated_attention_pytorch.capacity.generation import cache_bytes
-from dilated_attention_pytorch.capacity.generation_here import CallSeconds
 from dilated_attention_pytorch.capacity.here import StepPoint
 from dilated_attention_pytorch.data_sheets import DataSheet
 from dilated_attention_pytorch.training import TrainSettings
@@ -115,15 +113,6 @@ def here_of(told: dict[str, Any]) -> Here:
     )
 
 
-def generation_here_of(told: dict[str, Any]) -> GenerationHere:
-    """The same for a decoding case."""
-    calls = {
-        name: None if told[name] is None else CallSeconds(*map(tuple, told[name]))
-        for name in ("chunk", "last", "token")
-    }
-    return GenerationHere(**told | {"sheet": DataSheet(**told["sheet"])} | calls)
-
-
 _SENT_NAMES = {"rows": "rows", "weights and gradients": "collectives"}
 """Kinds of traffic, by the planner's names, with the names in :mod:`.sent_bytes`."""
 
@@ -158,8 +147,7 @@ def run(number: int, folder: Path, *, is_tiny: bool) -> dict[str, Any]:
     settings = shrunk(settings) if is_tiny else settings
     told = settings.to_dict() | {"data": []}
     measured(told, processes, PLAIN, number, folder)
-    here = machine(settings, processes, None, folder, is_kept=True)
-    assert isinstance(here, Here)
+    here = machine(settings, processes, folder, is_kept=True)
     memory, times = (measured(told, processes, environment, number) for environment in (BOUNDED, PLAIN))
     case = {
         "case": number,
@@ -177,10 +165,7 @@ def replanned(kept: dict[str, Any]) -> dict[str, Any]:
     """The file's contents with every case planned again, without measuring."""
     cases = [planned_case(case, settings_of(case), here_of(case["here"])) for case in kept["cases"]]
     decoding = [
-        planned_decoding(
-            case, settings_of(case), Generation(**case["generation"]), generation_here_of(case["generation_here"])
-        )
-        for case in kept["decoding"]
+        planned_decoding(case, settings_of(case), Generation(**case["generation"])) for case in kept["decoding"]
     ]
     return kept | {"cases": cases, "decoding": decoding}
 
@@ -190,35 +175,24 @@ def settings_of(case: dict[str, Any]) -> TrainSettings:
     return TrainSettings.from_dict(case["settings"] | {"tokenizer": "tokens"})
 
 
-def planned_decoding(
-    case: dict[str, Any], settings: TrainSettings, generation: Generation, here: GenerationHere
-) -> dict[str, Any]:
+def planned_decoding(case: dict[str, Any], settings: TrainSettings, generation: Generation) -> dict[str, Any]:
     """A measured decoding case with its plan added."""
     planned = generation_footprint(settings, generation)
-    prompt, token = here.seconds(settings, generation).prompt, here.token_seconds(settings)
     return case | {
         "planned_bytes": planned.total,
         "planned": dataclasses.asdict(planned),
         "ratio": planned.total / case["measured_bytes"],
         "planned_cache_bytes": cache_bytes(settings, generation),
-        "generation_here": dataclasses.asdict(here),
-        "planned_prompt_seconds": prompt,
-        "planned_token_seconds": token,
-        "prompt_ratio": prompt / case["prompt_seconds"],
-        "token_ratio": token / case["token_seconds"],
     }
 
 
-def run_decoding(number: int, folder: Path, *, is_tiny: bool) -> dict[str, Any]:
-    """Plan and measure a decoding case, like :func:`run`."""
+def run_decoding(number: int, *, is_tiny: bool) -> dict[str, Any]:
+    """Plan and measure a decoding case."""
     settings, generation = draw_decoding(number)
     if is_tiny:
         settings, generation = shrunk(settings), Generation(prompt=300, new_tokens=4, chunk_size=128)
     told = settings.to_dict() | {"data": [], "generation": dataclasses.asdict(generation)}
-    measured(told, 1, PLAIN, number, folder)
-    here = machine(settings, 1, generation, folder, is_kept=True)
-    assert isinstance(here, GenerationHere)
-    (memory,), (times,) = (measured(told, 1, environment, number) for environment in (FILLED, PLAIN))
+    (memory,) = measured(told, 1, FILLED, number)
     case = {
         "case": number,
         "machine": origin(module_command()),
@@ -226,10 +200,8 @@ def run_decoding(number: int, folder: Path, *, is_tiny: bool) -> dict[str, Any]:
         "generation": dataclasses.asdict(generation),
         "measured_bytes": memory["peak_bytes"],
         "cache_bytes": memory["cache_bytes"],
-        "prompt_seconds": times["prompt_seconds"],
-        "token_seconds": times["token_seconds"],
     }
-    return planned_decoding(case, settings, generation, here)
+    return planned_decoding(case, settings, generation)
 
 
 def summary(ratios: list[float], within: float) -> dict[str, float]:
@@ -251,8 +223,6 @@ def summaries(kept: dict[str, Any]) -> dict[str, dict[str, float]]:
         "memory of steps": ([case["ratio"] for case in cases], WITHIN),
         "seconds of steps": ([case["seconds_ratio"] for case in cases], WITHIN_SECONDS),
         "memory of decoding": ([case["ratio"] for case in decoding], WITHIN),
-        "seconds of prompts": ([case["prompt_ratio"] for case in decoding], WITHIN_SECONDS),
-        "seconds of tokens": ([case["token_ratio"] for case in decoding], WITHIN_SECONDS),
         "bytes of the cache": ([case["planned_cache_bytes"] / case["cache_bytes"] for case in decoding], 0.0),
     }
     exchanging = [case for case in cases if case["processes"] > 1]
@@ -298,13 +268,12 @@ def main() -> None:
                 write_results(arguments.output, "planner", kept | {"summary": summaries(kept)})
         for number in range(1 if arguments.tiny else arguments.decoding):
             if number not in {one["case"] for one in kept["decoding"]}:
-                case = run_decoding(number, Path(folder), is_tiny=arguments.tiny)
+                case = run_decoding(number, is_tiny=arguments.tiny)
                 kept["decoding"].append(case)
                 print(
                     f"decoding {number:3}: planned {case['planned_bytes'] / 1e6:6.1f} MB, measured "
                     f"{case['measured_bytes'] / 1e6:6.1f} MB, ratio {case['ratio']:.3f}; cache "
-                    f"{'the same' if case['planned_cache_bytes'] == case['cache_bytes'] else 'OTHER BYTES'}; "
-                    f"of seconds: prompt {case['prompt_ratio']:.2f}, token {case['token_ratio']:.2f}",
+                    f"{'the same' if case['planned_cache_bytes'] == case['cache_bytes'] else 'OTHER BYTES'}",
                     flush=True,
                 )
                 write_results(arguments.output, "planner", kept | {"summary": summaries(kept)})

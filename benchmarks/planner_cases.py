@@ -20,14 +20,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from dilated_attention_pytorch.capacity import (
-    Generation,
-    GenerationHere,
-    Here,
-    generation_footprint,
-    measure_generation_here,
-    measure_here,
-)
+from dilated_attention_pytorch.capacity import Generation, Here, generation_footprint, measure_here
 from dilated_attention_pytorch.memory import begin_peak, resident
 from dilated_attention_pytorch.models import LongNetConfig
 from dilated_attention_pytorch.training import PRESETS, TrainSettings
@@ -189,7 +182,7 @@ def draw_decoding(number: int) -> tuple[TrainSettings, Generation]:
 
 
 def generate_texts(settings: TrainSettings, generation: Generation) -> None:
-    """In a process of the case: generate, and print memory and time."""
+    """In a process of the case: generate, and print memory."""
     import torch
 
     from dilated_attention_pytorch.models import LongNetCache, LongNetLM, generate
@@ -197,38 +190,28 @@ def generate_texts(settings: TrainSettings, generation: Generation) -> None:
     torch.set_num_threads(1)
     dtype = torch.bfloat16 if settings.precision == "bfloat16" else torch.float32
 
-    def texts(given: LongNetConfig, prompt: int, new_tokens: int, chunk_size: int) -> tuple[int, list[float]]:
+    def texts(given: LongNetConfig, prompt: int, new_tokens: int, chunk_size: int) -> int:
         model, cache = LongNetLM(given, dtype=dtype).eval(), LongNetCache(given)
         ids = torch.zeros(settings.batch_size, prompt, dtype=torch.int64)
-        seconds, start = [], time.perf_counter()
         for _ in generate(model, ids, new_tokens, chunk_size=chunk_size, cache=cache):
-            seconds.append(time.perf_counter() - start)
-            start = time.perf_counter()
-        return cache.num_bytes, seconds
+            pass
+        return cache.num_bytes
 
     # Run the same calls with one layer first, so that libraries have loaded and compiled everything.
     small = dataclasses.replace(settings.model, num_layers=1)
     texts(small, generation.prompt, generation.new_tokens, generation.chunk_size)
     begin_peak()
     before = resident("VmRSS")
-    size, seconds = texts(settings.model, generation.prompt, generation.new_tokens, generation.chunk_size)
-    found = {
-        "peak_bytes": resident("VmHWM") - before,
-        "cache_bytes": size,
-        "prompt_seconds": seconds[0],
-        "token_seconds": statistics.median(seconds[1:]),
-    }
+    size = texts(settings.model, generation.prompt, generation.new_tokens, generation.chunk_size)
+    found = {"peak_bytes": resident("VmHWM") - before, "cache_bytes": size}
     print("measured " + json.dumps([found]), flush=True)
 
 
-def machine(
-    settings: TrainSettings, processes: int, generation: Generation | None, folder: Path, *, is_kept: bool
-) -> Here | GenerationHere:
+def machine(settings: TrainSettings, processes: int, folder: Path, *, is_kept: bool) -> Here:
     """Measurements of this machine for a case.
 
     Args:
         settings, processes: the case.
-        generation: lengths, for a generation case.
         folder: folder of the measurements.
         is_kept: whether all of them exist, so that nothing is measured.
     """
@@ -236,9 +219,7 @@ def machine(
 
     torch.set_num_threads(1)
     seconds = 0.0 if is_kept else math.inf
-    if generation is None:
-        return measure_here(settings, processes, "cpu", is_quiet=True, folder=folder, seconds=seconds)
-    return measure_generation_here(settings, generation, "cpu", is_quiet=True, folder=folder, seconds=seconds)
+    return measure_here(settings, processes, "cpu", is_quiet=True, folder=folder, seconds=seconds)
 
 
 def main() -> None:
@@ -249,8 +230,7 @@ def main() -> None:
     lengths = told.pop("generation", None)
     settings = TrainSettings.from_dict(told)
     if folder:
-        generation = None if lengths is None else Generation(**lengths)
-        machine(settings, processes, generation, Path(folder[0]), is_kept=False)
+        machine(settings, processes, Path(folder[0]), is_kept=False)
         print("measured []")
     elif lengths is None:
         take_steps(settings, processes)

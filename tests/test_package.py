@@ -27,7 +27,7 @@ ALLOWED = {
         name: {*ORDER[:index], "installation", "folders", "legacy", "precision", "tracing"}
         for index, name in enumerate(ORDER)
     },
-    "selection": {"patterns", "planning", "ops", "data_sheets", "machine", "memory", "errors", "folders"},
+    "selection": {"patterns", "planning", "ops", "data_sheets", "machine", "memory", "errors", "folders", "output"},
     "nn": {*ORDER, "precision", "selection", "tracing"},
     "models": {*ORDER, "nn", "installation", "legacy"},
     "slides": {"errors", "machine", "memory", "models", "output", "training"},
@@ -89,6 +89,7 @@ ALLOWED = {
         "errors",
         "folders",
         "integrations",
+        "legacy",
         "machine",
         "memory",
         "models",
@@ -112,9 +113,9 @@ PUBLIC = {
     },
     "benchmarks": set(),
     "capacity": {
-        "Change", "Device", "Generation", "GenerationHere", "Here", "LargestModel", "Mesh", "RunPlan",
+        "Change", "Device", "Generation", "Here", "LargestModel", "MemoryPlan", "Mesh", "RunPlan",
         "changes_that_help", "fewest_processes", "generation_footprint", "largest_model", "longest_context",
-        "measure_generation_here", "measure_here", "meshes", "plan_run",
+        "measure_here", "meshes", "plan_generation", "plan_run",
     },
     "cli": {"main"},
     "core": {

@@ -29,8 +29,6 @@ class DataSheet:
     """Peak dense matrix throughput in FLOP/s by dtype: float32, tf32, bfloat16, float16, float8."""
     processors: int
     """Number of multiprocessors; 1 for a CPU thread."""
-    cache_bytes: int
-    """L2 cache in bytes, of the whole GPU or of one CPU core."""
     watts: float
     """Maximum power in watts; 0 if not specified."""
     link: str
@@ -59,7 +57,9 @@ def _tables() -> dict[str, Any]:
     return tomllib.loads(resources.files(__package__).joinpath("data_sheets.toml").read_text(encoding="utf-8"))
 
 
-_FIGURES = ("memory_bytes", "bytes_per_second", "flops", "processors", "cache_bytes", "watts", "link")
+_REPRESENTATIVE = {"H100": "H100 SXM", "A100": "A100 80 GB", "RTX": "RTX 3090", "AMD MI": "MI250X"}
+"""Data sheets that stand for families of several devices."""
+_FIGURES = ("memory_bytes", "bytes_per_second", "flops", "processors", "watts", "link")
 
 
 def _sheet(name: str, family: str, table: Mapping[str, Any]) -> DataSheet:
@@ -72,7 +72,6 @@ def _sheet(name: str, family: str, table: Mapping[str, Any]) -> DataSheet:
         bytes_per_second=table["bytes_per_second"],
         flops=table["flops"],
         processors=table.get("processors", 1),
-        cache_bytes=table["cache_bytes"],
         watts=table.get("watts", 0.0),
         link=table.get("link", ""),
         sources={figure: documents[of.get(figure, table["source"])] for figure in _FIGURES if figure in table},
@@ -97,6 +96,20 @@ def sheet_of(name: str) -> DataSheet:
         if known.lower() == name.strip().lower():
             return _sheet(known, table["family"], table)
     raise ValueError(f"there is no data sheet of {name!r}; there are {', '.join(device_names())}")
+
+
+def family_sheet(family: str) -> DataSheet:
+    """The representative data sheet of a device family: of a thread for "CPU", of a multiprocessor for "other GPU".
+
+    Raises:
+        ValueError: the family is unknown.
+    """
+    families = dict.fromkeys(table["family"] for table in _tables()["device"].values()) | {"CPU": None}
+    if family not in families:
+        raise ValueError(f"architecture must be one of {', '.join(families)}, got {family!r}")
+    if family == "CPU":
+        return thread_sheet(512)
+    return unknown_gpu_sheet() if family == "other GPU" else sheet_of(_REPRESENTATIVE.get(family, family))
 
 
 def sheet_of_product(product: str) -> DataSheet | None:

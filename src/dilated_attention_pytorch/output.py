@@ -118,10 +118,10 @@ def replacing(path: Path, *, check: Callable[[], object] = lambda: None) -> Iter
         yield staged
         sync(staged)
         check()
+        os.replace(staged, path)
     except BaseException:
         staged.unlink(missing_ok=True)
         raise
-    os.replace(staged, path)
     sync(path.parent)
 
 

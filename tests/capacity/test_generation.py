@@ -11,13 +11,15 @@ from typing import Any
 
 import pytest
 import torch
+from torch.testing import assert_close
 
 from dilated_attention_pytorch import DilatedPattern, Pattern, attend, local_window
-from dilated_attention_pytorch.capacity import Generation, generation_footprint
+from dilated_attention_pytorch.capacity import Generation, generation_footprint, plan_generation, plan_run
 from dilated_attention_pytorch.capacity.generation import cache_bytes
 from dilated_attention_pytorch.capacity.kernel_bytes import own_bytes
-from dilated_attention_pytorch.capacity.storage import MOST_CALLS, Mark, calls_of, walk
-from dilated_attention_pytorch.capacity.traced_call import traced_call
+from dilated_attention_pytorch.capacity.storage import MOST_CALLS, Call, Mark, calls_of, mark_of, walk
+from dilated_attention_pytorch.capacity.traced_call import BegunCache, traced_call
+from dilated_attention_pytorch.data_sheets import sheet_of
 from dilated_attention_pytorch.errors import RunError
 from dilated_attention_pytorch.kernels.select import refusal
 from dilated_attention_pytorch.models import LongNetCache, LongNetConfig, LongNetLM, generate
@@ -31,6 +33,7 @@ from dilated_attention_pytorch.training.traced_step import trace_step
 from support.processes import environment
 
 DILATED = {"segment_lengths": (16, 64, 256), "dilation_rates": (1, 2, 4)}
+SHIFTED = {**DILATED, "layer_segment_shifts": (0, 5)}
 LONGER = {"segment_lengths": (64, 128, 512), "dilation_rates": (1, 2, 8)}
 RULES = {"layer_patterns": ("local_window(25)", "local_window(5) + DilatedPattern([16, 128], [2, 4])")}
 LENGTHS = [(1, 1, 16), (175, 2, 16), (375, 13, 128)]
@@ -180,9 +183,50 @@ def test_a_forward_pass_of_many_layers_and_blocks_follows_from_few() -> None:
     assert (found.gradients, found.optimizer, found.cache) == (0, 0, 0)
 
 
+@pytest.mark.parametrize("pattern", [SHIFTED, RULES], ids=["dilated", "rules"])
+@pytest.mark.parametrize(("seen", "num_new"), [(0, 50), (1, 1), (100, 28), (128, 1), (131, 70)])
+def test_a_cache_that_is_begun_holds_the_rows_of_one_that_has_read_them(
+    pattern: dict[str, Any], seen: int, num_new: int
+) -> None:
+    config = dataclasses.replace(_settings(pattern).model, num_layers=7)
+    model, real, begun = LongNetLM(config).eval(), LongNetCache(config), BegunCache(config)
+    patterns, call = tuple(dict.fromkeys(config.different_patterns)), Call(seen, num_new)
+    ids = torch.randint(config.vocab_size, (3, seen + num_new), generator=torch.Generator().manual_seed(0))
+    with torch.no_grad():
+        if seen:
+            model(ids[:, :seen], cache=real)
+        begun.begin(mark_of(patterns, 2, call), 3, torch.zeros(0, 8))
+        assert begun.tokens_seen == [seen] * 3
+        if seen:
+            assert begun.num_bytes == real.num_bytes
+            for layer in range(config.num_layers):
+                assert begun.rows_per_head(layer) == real.rows_per_head(layer)
+                assert begun.positions(layer, 2, 1) == real.positions(layer, 2, 1)
+                # The same rows in the same slots: with the real ones in them the next call is the real one.
+                stored = real._row_groups[0].storage[layer]
+                if stored[0].numel():
+                    for mine, other in zip(begun.stored(layer), stored, strict=True):
+                        mine.copy_(other)
+        assert_close(model(ids[:, seen:], cache=begun), model(ids[:, seen:], cache=real))
+    assert begun.num_bytes == real.num_bytes
+
+
+def test_names_of_predicted_seconds_say_what_to_do_instead() -> None:
+    with pytest.raises(
+        ImportError, match=r"measure_generation_here is not here: the seconds .*capacity.plan_generation"
+    ):
+        from dilated_attention_pytorch.capacity import measure_generation_here  # noqa: F401
+
+
 def test_what_is_not_planned_is_refused() -> None:
     with pytest.raises(RunError, match="--prompt must be at least 1, got 0"):
         Generation(prompt=0)
+    with pytest.raises(RunError, match="one process that holds all weights"):
+        plan_generation(_settings(DILATED), 2, sheet_of("H200"), Generation(prompt=8))
+    with pytest.raises(RunError, match="V100 has no rate of it"):
+        plan_generation(_settings(DILATED, precision="bfloat16"), 1, sheet_of("V100"), Generation(prompt=8))
+    with pytest.raises(RunError, match="got 'generation'; plan_generation plans a generation's memory"):
+        plan_run(_settings(DILATED), 1, sheet_of("H200"), purpose="generation")  # type: ignore[arg-type]
     with pytest.raises(RunError, match="one process that holds all weights"):
         generation_footprint(_settings(DILATED, context_parallel=2), Generation(prompt=8))
     with pytest.raises(RunError, match="leave --data-parallel fsdp and --tensor-parallel 1 out"):

@@ -54,11 +54,19 @@ def test_pictures_are_plans(changes: dict[str, Any]) -> None:
     assert longest == sorted(longest)
 
 
-def test_the_command_writes_page_and_json_of_a_generation(tmp_path: Path) -> None:
+def test_the_command_writes_page_and_json_of_a_generation(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     html, output = tmp_path / "plan.html", tmp_path / "plan.json"
     words = "plan --preset tiny --hardware H200 --precision float32 --for generation --prompt 100 --new-tokens 4"
     main([*words.split(), "--html", str(html), "--output", str(output)])
     written = json.loads(output.read_text())
     assert written["purpose"] == "generation"
     assert written["tokens"] == 2 * 4
-    assert f"{written['seconds']['products']:.3g} s" in html.read_text()
+    assert written["fits"]
+    assert "seconds" not in written
+    page_of = html.read_text()
+    assert "key/value cache" in page_of
+    assert "<h2>Seconds</h2>" not in page_of
+    printed = capsys.readouterr().out
+    assert "seconds of the generation" not in printed
+    assert "8 new tokens in the generation; its seconds are not predicted: time `dilated-attention generate`" in printed
+    assert "its seconds are not predicted" in page_of

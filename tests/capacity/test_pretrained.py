@@ -16,11 +16,10 @@ from dilated_attention_pytorch.capacity.pretrained import (
     PretrainedRun,
     operations,
     plan_pretrained,
+    plan_pretrained_generation,
     pretrained_footprint,
-    pretrained_work,
     read_config,
     trace,
-    weights_of_token,
 )
 from dilated_attention_pytorch.data_sheets import sheet_of
 from dilated_attention_pytorch.errors import RunError
@@ -83,34 +82,10 @@ def test_a_step_has_the_operations_that_pytorch_counts(
     assert plan.model_flops == 3 * 2 * operations(run).of_text(129)
 
 
-@pytest.mark.parametrize("config", CONFIGS, ids=lambda config: config.model_type)
-def test_a_generation_has_the_products_that_pytorch_counts(config: PreTrainedConfig, tmp_path: Path) -> None:
-    run, generation = _run(config, tmp_path), Generation(prompt=75, new_tokens=12, chunk_size=32)
-    register()
-    model = set_pattern(AutoModelForCausalLM.from_config(run.config).eval(), PATTERN)
-    lengths = {"max_new_tokens": 12, "min_new_tokens": 12, "prefill_chunk_size": generation.chunk_size}
-    prompt = torch.zeros(2, generation.prompt, dtype=torch.int64)
-    with FlopCounterMode(display=False) as counter:
-        model.generate(prompt, past_key_values=BoundedCache(model.config), do_sample=False, **lengths)
-    work, counted = pretrained_work(run, "generation", generation), counter.get_flop_counts()["Global"]
-    # The cache's attention is no operator that the counter knows.
-    products = counted.get(torch.ops.aten.mm, 0) + counted.get(torch.ops.aten.addmm, 0)
-    assert work.products == products
-    assert work.attention == 2 * (operations(run).of_text(86) - 86 * operations(run).per_token)
-
-
-def test_of_an_embedding_that_is_not_the_output_matrix_a_new_token_reads_one_row(tmp_path: Path) -> None:
-    for is_tied in (True, False):
-        config = LlamaConfig(**SIZES, num_attention_heads=4, tie_word_embeddings=is_tied)
-        weights = sum(weight.numel() for weight in AutoModelForCausalLM.from_config(config).parameters())
-        unread = 0 if is_tied else 96 * 32
-        assert weights_of_token(_run(config, tmp_path / str(is_tied))) == pytest.approx(1 - unread / weights)
-
-
 def test_a_chunk_of_a_prompt_has_the_logits_of_one_token(tmp_path: Path) -> None:
     config = LlamaConfig(**{**SIZES, "vocab_size": 5003}, num_attention_heads=4)
     generation = Generation(prompt=128, new_tokens=2)
-    found = pretrained_footprint(_run(config, tmp_path), "generation", generation)
+    found = pretrained_footprint(_run(config, tmp_path), generation)
     assert found.of_batch < 4 * 128 * 5003
 
 
@@ -122,7 +97,9 @@ def test_the_cache_of_a_generation_has_the_bytes_that_were_planned(tmp_path: Pat
     prompt = torch.zeros(2, 150, dtype=torch.int64)
     model.generate(prompt, past_key_values=cache, max_new_tokens=20, min_new_tokens=20, do_sample=False)
     generation = Generation(prompt=150, new_tokens=20)
-    assert pretrained_footprint(run, "generation", generation).cache == cache.num_bytes
+    plan = plan_pretrained_generation(run, sheet_of("H200"), generation)
+    assert plan.footprint.cache == cache.num_bytes
+    assert (plan.tokens, plan.memory_bytes, plan.fits) == (2 * 20, 141 * 10**9, True)
 
 
 def test_a_step_takes_what_adamw_keeps_and_more_than_a_forward_pass(tmp_path: Path) -> None:
@@ -152,3 +129,5 @@ def test_what_is_no_configuration_is_refused(tmp_path: Path) -> None:
     run = PretrainedRun(config=CONFIGS[0], pattern=PATTERN, length=8, precision="bfloat16")
     with pytest.raises(RunError, match="V100 has no rate of it"):
         plan_pretrained(run, Device(sheet=sheet_of("V100")))
+    with pytest.raises(RunError, match="V100 has no rate of it"):
+        plan_pretrained_generation(run, sheet_of("V100"), Generation(prompt=8))

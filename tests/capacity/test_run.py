@@ -11,20 +11,17 @@ import pytest
 import torch
 from torch.utils.flop_counter import FlopCounterMode
 
-from dilated_attention_pytorch.capacity import Generation, longest_context, plan_run
+from dilated_attention_pytorch.capacity import longest_context, plan_run
 from dilated_attention_pytorch.capacity.run import computed_flops
-from dilated_attention_pytorch.capacity.work import generation_work
 from dilated_attention_pytorch.cli import main
 from dilated_attention_pytorch.data_sheets import sheet_of
 from dilated_attention_pytorch.errors import RunError
-from dilated_attention_pytorch.models import LongNetConfig, LongNetForCausalLM, LongNetLM, generate
+from dilated_attention_pytorch.models import LongNetConfig, LongNetForCausalLM
 from dilated_attention_pytorch.training import PRESETS, TrainSettings
 from dilated_attention_pytorch.training.data.documents import packed
 from dilated_attention_pytorch.training.flops import longnet_flops
 from dilated_attention_pytorch.training.footprint import footprint
 from dilated_attention_pytorch.training.zero import ZERO_STAGES
-
-WITHOUT_GROUPS = {"segment_lengths": (), "dilation_rates": (), "layer_segment_shifts": (0,)}
 
 
 def _settings(model: dict[str, Any], **changes: Any) -> TrainSettings:
@@ -95,25 +92,6 @@ def test_the_longest_text_of_a_run_on_documents_is_that_of_one_row() -> None:
     documents = dataclasses.replace(settings, packing="documents", max_tokens=500, max_batch_size=2)
     memory = 2 * footprint(documents, 1).total
     assert longest_context(documents, 1, memory) == longest_context(settings, 1, memory) > 500
-
-
-@pytest.mark.parametrize(
-    "model",
-    [{}, {**WITHOUT_GROUPS, "layer_patterns": ("local_window(9) + global_tokens(3)",)}],
-    ids=["dilated", "rules"],
-)
-def test_a_generation_has_the_operations_that_pytorch_counts(model: dict[str, Any]) -> None:
-    settings, generation = _settings(model), Generation(prompt=75, new_tokens=12, chunk_size=32)
-    longnet = LongNetLM(settings.model).eval()
-    ids = torch.zeros(settings.batch_size, generation.prompt, dtype=torch.int64)
-    with FlopCounterMode(display=False) as counter:
-        assert len(list(generate(longnet, ids, generation.new_tokens, chunk_size=generation.chunk_size))) == 12
-    work, counted = generation_work(settings, generation), counter.get_flop_counts()["Global"]
-    # The cache's attention is no operator that the counter knows.
-    assert counted[torch.ops.aten.mm] + counted.get(torch.ops.aten.addmm, 0) == work.products
-    flops, read = longnet_flops(settings.model), torch.arange(generation.prompt + generation.new_tokens - 1)
-    counts = [pattern.counts(read, read, 3, is_causal=True).sum().item() for pattern in flops.patterns]
-    assert work.attention == settings.batch_size * flops.per_pair * sum(counts)
 
 
 def test_the_longest_text_fits_and_64_tokens_more_do_not() -> None:

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from dilated_attention_pytorch import parallel
-from dilated_attention_pytorch.capacity import Device, Generation, measure_here, plan_run, step_probe
+from dilated_attention_pytorch.capacity import Device, measure_here, plan_run, step_probe
 from dilated_attention_pytorch.capacity.exchanged import exchanges
 from dilated_attention_pytorch.capacity.here import attention_seconds
 from dilated_attention_pytorch.capacity.measurements import Measurements
@@ -21,7 +21,6 @@ from dilated_attention_pytorch.errors import RunError
 from dilated_attention_pytorch.models import LongNetConfig
 from dilated_attention_pytorch.selection.hardware import read_hardware
 from dilated_attention_pytorch.training import PRESETS, TrainSettings
-from dilated_attention_pytorch.training.flops import longnet_flops
 
 
 def _settings(model: dict[str, Any], **changes: Any) -> TrainSettings:
@@ -78,31 +77,6 @@ def test_a_bound_has_operations_states_and_bytes_over_their_nominal_rates() -> N
     assert rates.utilisation == pytest.approx(plan.model_flops / seconds.total / 2 / 19.5e12)
     assert rates.joules_per_token == pytest.approx(2 * 400 * seconds.total / 844)
     assert rates.price_per_million_tokens == pytest.approx(2 * 3.0 / 3600 * seconds.total / 844 * 1e6)
-
-
-def test_a_generation_is_bound_by_reading_weights_where_few_texts_are_generated() -> None:
-    settings = dataclasses.replace(_settings({}), batch_size=1)
-    sheet = sheet_of("H200")
-    plan = plan_run(
-        settings, 1, sheet, purpose="generation", generation=Generation(prompt=8, new_tokens=1001, chunk_size=8)
-    )
-    of_token = 4 * settings.model.num_parameters / 4.8e12
-    assert plan.seconds.total >= 1000 * of_token
-    assert plan.bounded_by == "reading"
-    with pytest.raises(RunError, match="needs the lengths of the texts"):
-        plan_run(settings, 1, sheet, purpose="generation")
-
-
-def test_of_an_embedding_that_is_not_the_output_matrix_a_new_token_reads_one_row() -> None:
-    generation = Generation(prompt=8, new_tokens=1001, chunk_size=8)
-    for is_tied, rows_read in ((True, 256), (False, 1)):
-        settings = dataclasses.replace(_settings({"tie_embeddings": is_tied}), batch_size=1)
-        plan = plan_run(settings, 1, sheet_of("H200"), purpose="generation", generation=generation)
-        model = settings.model
-        inside = model.num_parameters - (1 if is_tied else 2) * 256 * 12
-        read = inside + (0 if is_tied else 256 * 12) + rows_read * 12
-        of_token = 4 * read / 4.8e12 - longnet_flops(model).per_token / sheet_of("H200").flops["float32"]
-        assert plan.seconds.reading == pytest.approx(1000 * of_token)
 
 
 def _stands_still(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -11,10 +11,18 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import torch
 
 from dilated_attention_pytorch.cli import main
-from dilated_attention_pytorch.selection import Hardware, read_hardware, tuning
-from dilated_attention_pytorch.selection.profile import load_profile
+from dilated_attention_pytorch.selection import (
+    DynamicSegmentSelector,
+    Hardware,
+    Rates,
+    SegmentSelectionConfig,
+    read_hardware,
+    tuning,
+)
+from dilated_attention_pytorch.selection.profile import Accuracy, load_profile
 
 WORDS = ["tune", "--dtypes", "float32", "--device", "cpu"]
 
@@ -47,15 +55,15 @@ def clock_of(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tuning, "measure", functools.partial(tuning.measure, clock=lambda: float(next(clock))))
 
 
-def answering(monkeypatch: pytest.MonkeyPatch, model: float, formula: float) -> None:
-    """Make every fit have these rank correlations."""
-    fit = tuning.fit
+def answering(monkeypatch: pytest.MonkeyPatch, fitted: float, formula: float) -> None:
+    """Make every fit have these rank correlations on held-out shapes."""
+    fit = tuning.fit_rates
 
-    def fixed(timings: Sequence[tuning.Timing], hardware: Hardware) -> list[tuning.Fit]:
-        found = fit(timings, hardware)
-        return [replace(one, model_correlation=model, formula_correlation=formula) for one in found]
+    def fixed(timings: Sequence[tuning.Timing], hardware: Hardware) -> list[Rates]:
+        accuracies = {"fitted": Accuracy(fitted, 0.1), "formula": Accuracy(formula, 0.2)}
+        return [replace(one, **accuracies) for one in fit(timings, hardware)]  # type: ignore[arg-type]
 
-    monkeypatch.setattr(tuning, "fit", fixed)
+    monkeypatch.setattr(tuning, "fit_rates", fixed)
 
 
 def test_a_run_stores_a_profile_a_report_and_goes_on_when_it_is_called_again(
@@ -75,10 +83,12 @@ def test_a_run_stores_a_profile_a_report_and_goes_on_when_it_is_called_again(
     assert f"going on after 72 times in {output / 'tune.json'}" in said
     record = json.loads((output / "tune.json").read_text())
     assert Counter(len(samples) for samples in record["samples"].values()) == {4: 4, 2: 32}
-    assert record["fits"][0]["rates"]["dtype"] == "float32"
+    assert record["fits"][0]["dtype"] == "float32"
+    assert record["fits"][0]["fitted"] == [0.9, 0.1]
+    assert [entry.fitted for entry in profile.rates] == [Accuracy(0.9, 0.1)] * 2
 
 
-def test_rates_worse_than_the_formula_and_too_few_times_are_not_stored_and_said(
+def test_rates_worse_than_the_formula_and_too_few_times_are_not_used_and_said(
     tmp_path: Path, few_cases: None, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     clock_of(monkeypatch)
@@ -89,9 +99,17 @@ def test_rates_worse_than_the_formula_and_too_few_times_are_not_stored_and_said(
     answering(monkeypatch, 0.722, 0.778)
     main([*WORDS, "--seconds", "40", "--output", str(tmp_path / "new")])
     said = capsys.readouterr().out
-    assert "the fitted rates rank unseen shapes worse (0.722) than the formula (0.778)" in said
+    assert (
+        "the fitted rates predict held-out shapes no better (rank correlation 0.722, error 10.0%) than the formula "
+        "(0.778, 20.0%), so the formula stays in use"
+    ) in said
     assert "the formula stays in use" in (tmp_path / "new" / "report.txt").read_text()
-    assert load_profile(read_hardware("cpu")) is None
+    stored = load_profile(read_hardware("cpu"))
+    assert stored is not None
+    assert [entry.is_better for entry in stored.rates] == [False, False]
+    (case, *_) = tuning.cases([torch.float32], read_hardware("cpu"), is_dry=True)
+    choice = DynamicSegmentSelector(SegmentSelectionConfig(min_segment_size=32)).choose(case.workload, "cpu")
+    assert not choice.is_measured
 
 
 @pytest.mark.parametrize(
@@ -103,15 +121,13 @@ def test_rates_worse_than_the_formula_and_too_few_times_are_not_stored_and_said(
         (["--device", "cuda"], "--device cuda: PyTorch finds no CUDA device here"),
         (["--threads", "-2"], "threads must be at least 0, got -2"),
         (["--output", "{}/file"], "file"),
-        (["--output", "{}"], "is not a tuning record"),
+        (["--output", "{}"], "is of another format"),
         (["--speed", "9"], "--speed"),
     ],
 )
 def test_wrong_words_get_a_sentence_and_code_2(
     words: list[str], message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    import torch
-
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     (tmp_path / "file").touch()
     (tmp_path / "dry-run.json").write_text("{}")

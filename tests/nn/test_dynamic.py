@@ -30,9 +30,10 @@ def small(**options: object) -> DynamicDilatedAttention:
 
 
 def test_it_is_attention_under_the_selected_pattern_for_every_shape() -> None:
-    attention = small(softmax_scale=0.3, offset_rule="block", segment_shift=3)
+    longer = selector(SegmentSelectionConfig(min_segment_size=4, max_segment_size=128))
+    attention = DynamicDilatedAttention(selector=longer, softmax_scale=0.3, offset_rule="block", segment_shift=3)
     seen = set()
-    for rows, batch, is_causal in ((1, 1, False), (23, 2, True), (100, 1, False), (101, 1, True), (100, 1, False)):
+    for rows, batch, is_causal in ((1, 1, False), (23, 2, True), (100, 1, False), (61, 1, True), (100, 1, False)):
         q = torch.randn(batch, rows, 6, 5, dtype=torch.float64)
         k, v = (torch.randn(batch, rows, 2, 5, dtype=torch.float64) for _ in range(2))
         pattern = attention.selector.select(

@@ -9,9 +9,8 @@ import torch
 from hypothesis import strategies as st
 
 from dilated_attention_pytorch.selection import Hardware, SegmentSelectionConfig, Workload
-from dilated_attention_pytorch.selection.candidates import candidates
-from dilated_attention_pytorch.selection.cost import nominal_seconds
-from dilated_attention_pytorch.selection.memory import peak_bytes
+from dilated_attention_pytorch.selection.cost import features, nominal_rates, peak_bytes, weighted
+from dilated_attention_pytorch.selection.selector import candidates
 
 GIB = 1 << 30
 ARCHITECTURES = ("H200", "H100", "A100", "V100", "RTX", "AMD MI", "other GPU", "CPU")
@@ -78,7 +77,8 @@ def budgets(draw: st.DrawFn, *, longest: int = 1 << 21) -> tuple[Workload, Segme
     hardware = Hardware.of_architecture(draw(st.sampled_from(ARCHITECTURES)), free_bytes=0)
     patterns = candidates(config, workload, hardware.tile_rows)
     bytes_of = sorted(peak_bytes(pattern, workload, hardware).total for pattern in patterns)
-    seconds = sorted(nominal_seconds(pattern, workload, hardware) for pattern in patterns)
+    rates = nominal_rates(workload, hardware)
+    seconds = sorted(weighted(rates, features(pattern, workload)) for pattern in patterns)
     place = draw(st.integers(0, len(patterns) - 1))
     if draw(st.integers(0, 2)):
         # As much as some candidate needs, to the byte; a little less; more.

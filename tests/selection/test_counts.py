@@ -6,17 +6,16 @@ import dataclasses
 
 import pytest
 import torch
-from dilated_attention_pytorch.engine.call import Inputs
+from dilated_attention_pytorch.ops.call import Call
+from dilated_attention_pytorch.ops.tiles import tiles_of
 from hypothesis import given
 from hypothesis import strategies as st
 
 from dilated_attention_pytorch import DilatedPattern, attend
 from dilated_attention_pytorch.planning.plan import CallShape, plan
 from dilated_attention_pytorch.selection import Hardware, SegmentSelectionConfig, Workload
-from dilated_attention_pytorch.selection.candidates import candidates
-from dilated_attention_pytorch.selection.counts import flops, num_pairs, tiling
-from dilated_attention_pytorch.selection.memory import peak_bytes
-from dilated_attention_pytorch.selection.score import coverage, diversity
+from dilated_attention_pytorch.selection.cost import FEATURES, features, nominal_rates, peak_bytes, tile_elements
+from dilated_attention_pytorch.selection.selector import candidates, coverage, diversity
 from selection.cases import GIB, workload, workloads
 from support.drawn import examples
 
@@ -49,14 +48,30 @@ def pattern_of(workload: Workload, lengths: list[int], rates: list[int]) -> Dila
 
 @examples(120)
 @given(workloads(longest=6000), LENGTHS, st.lists(st.integers(1, 9), min_size=4, max_size=4))
-def test_pairs_are_exactly_those_of_the_plan(workload: Workload, lengths: list[int], rates: list[int]) -> None:
+def test_pairs_rows_and_classes_are_exactly_those_of_the_plan(
+    workload: Workload, lengths: list[int], rates: list[int]
+) -> None:
     pattern = pattern_of(workload, lengths, rates)
-    assert num_pairs(pattern, workload) == plan(call_of(pattern, workload), 1 << 62).num_pairs
+    counted = dict(zip(FEATURES, features(pattern, workload), strict=True))
+    made = plan(call_of(pattern, workload), 1 << 62)
+    assert counted["pairs"] == made.num_pairs
+    passes = 3 if workload.is_training else 1
+    assert counted["kernel calls"] == (1 + workload.is_training) * len(pattern.groups)
+    classes = rows = 0
+    for group in pattern.groups:
+        for head in range(workload.num_kv_heads):
+            positions = torch.arange(workload.sequence_length)
+            segment, is_selected = group.locate(positions, head, workload.num_kv_heads)
+            classes += len(segment[is_selected].unique())
+            rows += int(is_selected.sum())
+    times = workload.ratio * workload.batch_size
+    assert counted["classes"] == classes * times
+    assert counted["bytes"] == 4 * passes * rows * times * workload.head_dim * workload.itemsize
 
 
 @examples(60)
 @given(workloads(longest=4000), LENGTHS, st.lists(st.integers(1, 9), min_size=4, max_size=4))
-def test_no_tile_of_the_engine_is_larger_than_the_largest_that_is_counted(
+def test_no_tile_is_larger_than_the_largest_that_is_counted(
     workload: Workload, lengths: list[int], rates: list[int]
 ) -> None:
     workload = dataclasses.replace(workload, head_dim=min(workload.head_dim * 64, 4096))
@@ -67,11 +82,11 @@ def test_no_tile_of_the_engine_is_larger_than_the_largest_that_is_counted(
         )
         for heads in (workload.num_heads, workload.num_kv_heads)
     )
-    made = Inputs(query, key, key, call_of(pattern, workload), 1.0, None, None, 0.0).plan()
-    cut = tiling(pattern, workload)
-    for tile in made.tiles:
+    tiles, batch_step = tiles_of(Call(query, key, key, pattern=pattern, is_causal=workload.is_causal, impl="aten"))
+    most = tile_elements(pattern, workload)
+    for tile in tiles:
         rows, heads = tile.query_rows[1] - tile.query_rows[0], tile.kv_heads[1] - tile.kv_heads[0]
-        assert rows * heads * workload.ratio * made.batch_step * workload.head_dim <= cut.elements
+        assert rows * heads * workload.ratio * batch_step * workload.head_dim <= most
 
 
 def test_flops_are_those_that_pytorch_counts() -> None:
@@ -82,7 +97,15 @@ def test_flops_are_those_that_pytorch_counts() -> None:
     q, k = (torch.randn(2, 301, heads, 8, requires_grad=True) for heads in (6, 3))
     with FlopCounterMode(display=False) as counter:
         attend(q, k, k, pattern, is_causal=True).sum().backward()
-    assert counter.get_total_flops() == flops(pattern, shape)
+    assert counter.get_total_flops() == features(pattern, shape)[FEATURES.index("operations")]
+
+
+def test_the_formula_is_operations_and_bytes_at_the_data_sheet_s_rates() -> None:
+    hardware = Hardware.of_architecture("H100", free_bytes=GIB)
+    of_bfloat16 = nominal_rates(workload(dtype=torch.bfloat16), hardware)
+    assert of_bfloat16 == (10e-6, 0.0, 1 / 989e12, 0.0, 1 / 3.35e12)
+    of_float64 = nominal_rates(workload(dtype=torch.float64), hardware)
+    assert of_float64[2] == 2 / hardware.flops_32
 
 
 def test_counted_bytes_hold_operands_and_results_and_grow_with_what_is_asked_for() -> None:

@@ -16,14 +16,14 @@ from dilated_attention_pytorch.errors import RunError
 from dilated_attention_pytorch.folders import cache_folder
 from dilated_attention_pytorch.selection import DynamicSegmentSelector, Hardware, Profile, Rates, read_hardware
 from dilated_attention_pytorch.selection.cost import FEATURES
-from dilated_attention_pytorch.selection.profile import load_profile, profile_path, store_profile
+from dilated_attention_pytorch.selection.profile import Accuracy, load_profile, profile_path, store_profile
 from selection.cases import GIB
 
 HARDWARE = Hardware.of_architecture("CPU", free_bytes=GIB, name="A processor", processors=3)
 PROFILE = Profile(
     (
         Rates("float32", True, tuple(0.5 + index for index in range(len(FEATURES)))),
-        Rates("bfloat16", False, (1e-9,) * len(FEATURES)),
+        Rates("bfloat16", False, (1e-9,) * len(FEATURES), 7, Accuracy(0.9, 0.1), Accuracy(0.8, 0.2)),
     )
 )
 
@@ -48,6 +48,8 @@ IGNORED: list[tuple[Callable[[Path], object], str]] = [
     (changed(lambda values: values["rates"][0]["seconds"].pop()), "is damaged: ValueError: expected .* rates"),
     (changed(lambda values: values["rates"][0]["seconds"].__setitem__(0, -1)), "is damaged: ValueError"),
     (changed(lambda values: values["rates"][0].pop("dtype")), "is damaged: KeyError"),
+    (changed(lambda values: values["rates"][0].pop("fitted")), "is damaged: KeyError"),
+    (changed(lambda values: values["rates"][0].update(formula=[1])), "is damaged: TypeError"),
     (changed(lambda values: values.update(rates=7)), "is damaged: TypeError"),
 ]
 
@@ -121,4 +123,3 @@ def test_the_machine_is_read() -> None:
     assert hardware.architecture == "CPU"
     assert hardware.processors == torch.get_num_threads()
     assert 0 < hardware.free_bytes < 1 << 50
-    assert hardware.cache_bytes >= 1 << 15

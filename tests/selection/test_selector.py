@@ -21,8 +21,8 @@ from dilated_attention_pytorch.selection import (
     Workload,
 )
 from dilated_attention_pytorch.selection import selector as selector_module
-from dilated_attention_pytorch.selection.candidates import candidates
 from dilated_attention_pytorch.selection.cost import FEATURES
+from dilated_attention_pytorch.selection.profile import Accuracy
 from selection.cases import ARCHITECTURES, GIB, budgets, configs, workload, workloads
 from support.drawn import examples
 
@@ -70,11 +70,10 @@ def test_a_choice_is_never_over_budget_and_within_the_limits(
 def test_the_same_inputs_give_the_same_answer(
     workload: Workload, config: SegmentSelectionConfig, architecture: str
 ) -> None:
-    hardware = Hardware.of_architecture(architecture, free_bytes=80 * GIB)  # type: ignore[arg-type]
+    hardware = Hardware.of_architecture(architecture, free_bytes=80 * GIB)
     found = []
     for _ in range(2):
         selector_module._choose.cache_clear()
-        candidates.cache_clear()
         try:
             found.append(choose(workload, dataclasses.replace(config), dataclasses.replace(hardware)))
         except ValueError as error:
@@ -85,7 +84,7 @@ def test_the_same_inputs_give_the_same_answer(
 @pytest.mark.parametrize("length", [1, 2, 7, 511, 513, 7919, 65537, 1_000_003])
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
 def test_any_length_gets_segments_on_any_machine(length: int, architecture: str) -> None:
-    hardware = Hardware.of_architecture(architecture, free_bytes=200 * GIB)  # type: ignore[arg-type]
+    hardware = Hardware.of_architecture(architecture, free_bytes=200 * GIB)
     selector = DynamicSegmentSelector(hardware=hardware, profile=NOMINAL)
     pattern = selector.select(length, 1, 4, 64, torch.bfloat16, hardware.kind)
     assert isinstance(pattern, DilatedPattern)
@@ -131,6 +130,10 @@ def test_measured_rates_decide_where_there_are_some() -> None:
     assert by_calls.is_measured
     assert by_calls.best.pattern != by_pairs.best.pattern
     assert len(by_calls.best.pattern.segment_lengths) == 1
+    worse = Rates("float32", True, tuple(calls), 99, Accuracy(0.7, 0.1), Accuracy(0.8, 0.2))
+    by_formula = choose(workload(), config, hardware, Profile((worse,)))
+    assert not by_formula.is_measured
+    assert by_formula == choose(workload(), config, hardware)
     other = choose(workload(dtype=torch.float64), config, hardware, Profile((Rates("float32", True, tuple(calls)),)))
     assert not other.is_measured
 
@@ -152,7 +155,7 @@ WRONG: list[tuple[Callable[[], object], type[Exception], str]] = [
     (lambda: SegmentSelectionConfig(coverage_weight=0, diversity_weight=0, efficiency_weight=0), ValueError, "got 0"),
     (lambda: DynamicSegmentSelector({"min_segment_size": 1}), TypeError, "a SegmentSelectionConfig or None, got dict"),  # type: ignore[arg-type]
     (lambda: DynamicSegmentSelector(hardware="H100"), TypeError, "hardware must be a Hardware or None, got str"),  # type: ignore[arg-type]
-    (lambda: Hardware.of_architecture("B300", free_bytes=1), ValueError, "one of B200, H200, .* got 'B300'"),  # type: ignore[arg-type]
+    (lambda: Hardware.of_architecture("B300", free_bytes=1), ValueError, "one of H200, H100, .*CPU, got 'B300'"),
     (lambda: select(sequence_length=0), ValueError, "sequence_length must be at least 1, got 0"),
     (lambda: select(batch_size=1.5), TypeError, "batch_size must be an integer, got 1.5"),
     (lambda: select(num_kv_heads=3), ValueError, "num_kv_heads must divide the 8 heads, got 3"),

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import json
 import math
 import random
 from collections import Counter
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -14,43 +16,82 @@ import torch
 from dilated_attention_pytorch.cli import tune
 from dilated_attention_pytorch.errors import RunError
 from dilated_attention_pytorch.selection import Hardware, Profile, Rates, tuning
-from dilated_attention_pytorch.selection.cost import FEATURES, features, weighted
-from dilated_attention_pytorch.selection.fit import _least_squares, fit_seconds, rank_correlation
+from dilated_attention_pytorch.selection.cost import FEATURES, features, nominal_rates, weighted
+from dilated_attention_pytorch.selection.profile import Accuracy
+from dilated_attention_pytorch.selection.tuning import fit_seconds, least_squares, rank_correlation
 from selection.cases import GIB, workload
 
 HARDWARE = Hardware.of_architecture("CPU", free_bytes=4 * GIB, processors=2)
-TRUE = (1e-4, 2e-5, 3e-11, 2e-11, 1e-11, 7e-10, 6e-10, 5e-10, 2e-10, 5e-10, 1e-9)
+TRUE = (2e-4, 3e-5, 2e-11, 8e-10, 1e-10)
 
 
-def made_up(noise: float) -> list[tuning.Timing]:
-    """Cases with times that a machine of the rates ``TRUE`` would have."""
+def made_up(noise: float, rates: Sequence[float] = TRUE) -> list[tuning.Timing]:
+    """Cases with times that a machine of these rates would have, each longer by up to ``noise`` of it."""
     generator = random.Random(0)
-    cases = tuning.cases([torch.float32], HARDWARE)
     return [
         replace(
             case,
             samples=[
-                weighted(TRUE, features(case.pattern, case.workload, HARDWARE)) * generator.uniform(1, 1 + noise)
+                weighted(rates, features(case.pattern, case.workload)) * generator.uniform(1, 1 + noise)
                 for _ in range(3)
             ],
         )
-        for case in cases
+        for case in tuning.cases([torch.float32], HARDWARE)
     ]
 
 
 def test_the_fit_finds_rates_that_predict_what_it_was_made_from() -> None:
-    for one in tuning.fit(made_up(0.0), HARDWARE):
-        assert one.model_error < 0.02
-        assert one.model_correlation > 0.98
-        assert all(seconds >= 0 for seconds in one.rates.seconds)
-        assert len(one.rates.seconds) == len(FEATURES)
+    found = tuning.fit_rates(made_up(0.0), HARDWARE)
+    assert [one.mode for one in found] == [("float32", False), ("float32", True)]
+    for one in found:
+        assert one.fitted.error < 1e-6
+        assert one.fitted.correlation > 0.99
+        assert all(seconds >= 0 for seconds in one.seconds)
+        assert len(one.seconds) == len(FEATURES)
+        assert one.samples == 12 * 8 * 3
 
 
-def test_the_fit_ranks_better_than_the_formula_on_shapes_it_did_not_see() -> None:
-    for one in tuning.fit(made_up(0.05), HARDWARE):
-        assert one.num_shapes == 12
-        assert one.model_correlation > one.formula_correlation
-        assert one.model_error < one.formula_error
+def test_rates_of_a_machine_unlike_the_formula_are_used() -> None:
+    fits = tuning.fit_rates(made_up(0.05), HARDWARE)
+    for one in fits:
+        assert one.fitted.correlation > one.formula.correlation
+        assert one.fitted.error < 0.05 < one.formula.error
+        assert one.is_better
+    assert tuning.profile_of(fits, None).rates_of(workload()) is fits[1]
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_rates_fitted_to_noise_are_not_used(seed: int) -> None:
+    generator = random.Random(seed)
+    timings = tuning.cases([torch.float32], HARDWARE)
+    noise = [replace(case, samples=[generator.lognormvariate(-4.0, 2.0)]) for case in timings]
+    fits = tuning.fit_rates(noise, HARDWARE)
+    assert [one.is_better for one in fits] == [False, False]
+    assert tuning.profile_of(fits, None).rates_of(workload()) is None
+
+
+def test_rates_are_judged_on_shapes_that_they_were_not_fitted_to() -> None:
+    timings = made_up(0.0)
+    shapes = list(dict.fromkeys(case.workload for case in timings if not case.workload.is_training))
+    held_out = set(shapes[2::3])
+    slow = [
+        replace(case, samples=[3 * one for one in case.samples]) if case.workload in held_out else case
+        for case in timings
+    ]
+    seen, disturbed = (tuning.fit_rates(one, HARDWARE)[0] for one in (timings, slow))
+    assert len(held_out) == 4
+    assert disturbed.seconds == seen.seconds
+    assert disturbed.fitted.error == pytest.approx(2 / 3)
+
+
+def test_a_machine_of_the_formula_s_own_rates_is_predicted_by_both() -> None:
+    timings = [
+        replace(case, samples=[weighted(nominal_rates(case.workload, HARDWARE), features(case.pattern, case.workload))])
+        for case in tuning.cases([torch.float32], HARDWARE)
+    ]
+    for one in tuning.fit_rates(timings, HARDWARE):
+        assert one.formula == Accuracy(pytest.approx(1.0), 0.0)
+        assert one.fitted.error < 1e-6
 
 
 def test_a_fit_is_not_negative_where_least_squares_would_be() -> None:
@@ -61,7 +102,7 @@ def test_a_fit_is_not_negative_where_least_squares_would_be() -> None:
 def test_the_least_squares_solution_meets_its_conditions(seed: int) -> None:
     """Nothing below zero, and no feature along which the sum of squares would fall: equal, empty and scaled columns."""
     random = torch.Generator().manual_seed(seed)
-    num_rows, num_features = 2 + seed % 9, 1 + seed % 12
+    num_rows, num_features = 2 + seed % 9, 1 + seed % 6
     rows = torch.randn(num_rows, num_features, generator=random, dtype=torch.float64)
     if seed % 2:
         rows = rows.abs()
@@ -70,7 +111,7 @@ def test_the_least_squares_solution_meets_its_conditions(seed: int) -> None:
     if seed % 5 == 0:
         rows[:, num_features // 2] = 0
     weights = torch.rand(num_rows, generator=random, dtype=torch.float64)
-    solution = _least_squares(rows, weights)
+    solution = least_squares(rows, weights)
     slopes = rows.T @ (weights * (1 - rows @ solution))
     assert (solution >= 0).all()
     assert slopes.max() <= 1e-9
@@ -151,47 +192,63 @@ def test_the_time_that_is_asked_for_is_kept_also_in_the_first_round(seconds: flo
 def test_a_quarter_of_the_first_round_is_enough_to_judge_rates() -> None:
     known = {timing.name: timing.samples for timing in made_up(0.05)}
     timings = tuning.cases([torch.float32], HARDWARE)
-    for timing in tuning.in_order(timings)[: len(timings) // 4]:
+    for timing in timings[: len(timings) // 4]:
         timing.samples.extend(known[timing.name])
-    fits = tuning.fit(timings, HARDWARE)
-    assert [(one.rates.is_training, one.num_shapes) for one in fits] == [(False, 6), (True, 6)]
+    fits = tuning.fit_rates(timings, HARDWARE)
+    assert [(one.is_training, one.samples) for one in fits] == [(False, 6 * 4 * 3), (True, 6 * 4 * 3)]
     for timing in timings:
         if timing.workload.is_training:
             timing.samples.clear()
-    assert [one.rates.is_training for one in tuning.fit(timings, HARDWARE)] == [False]
+    assert [one.is_training for one in tuning.fit_rates(timings, HARDWARE)] == [False]
 
 
 def test_a_record_of_something_else_is_refused(tmp_path: Path) -> None:
     file = tmp_path / "tune.json"
     cases = tuning.cases([torch.float32], HARDWARE, is_dry=True)
     tuning.keep_timings(file, cases, HARDWARE)
-    with pytest.raises(RunError, match="of another machine or version"):
+    with pytest.raises(RunError, match="was measured on another machine or version: processors"):
         tuning.kept_timings(file, cases, replace(HARDWARE, processors=9))
-    for text in ("{", "{}", "[]"):
+    without = json.dumps({**json.loads(file.read_text()), "samples": [1]})
+    for text, words in (("{", "not JSON"), ("{}", "another format"), ("[]", "another format"), (without, "no samples")):
         file.write_text(text)
-        with pytest.raises(RunError, match="not a tuning record"):
+        with pytest.raises(RunError, match=f"{words}.*; delete it, or name another --output"):
             tuning.kept_timings(file, cases, HARDWARE)
+
+
+BETTER, WORSE = (Accuracy(0.9, 0.1), Accuracy(0.8, 0.2)), (Accuracy(0.722, 0.1), Accuracy(0.778, 0.2))
 
 
 def test_rates_that_were_not_measured_now_stay() -> None:
     old = Profile((Rates("float32", True, (1.0,)), Rates("float64", True, (2.0,))))
-    fits = [tuning.Fit(Rates("float32", True, (3.0,)), 1.0, 1.0, 0.0, 0.0, 1)]
-    assert set(tuning.profile_of(fits, old).rates) == {Rates("float32", True, (3.0,)), Rates("float64", True, (2.0,))}
-    assert tuning.profile_of(fits, None).rates == (Rates("float32", True, (3.0,)),)
+    new = Rates("float32", True, (3.0,), 9, *BETTER)
+    assert set(tuning.profile_of([new], old).rates) == {new, Rates("float64", True, (2.0,))}
+    assert tuning.profile_of([new], None).rates == (new,)
 
 
-def test_rates_that_rank_unseen_shapes_worse_than_the_formula_are_not_used() -> None:
-    old = Profile((Rates("float32", True, (1.0,)), Rates("float64", True, (2.0,))))
-    worse = tuning.Fit(Rates("float32", True, (3.0,)), 0.722, 0.1, 0.778, 0.2, 12)
-    assert not worse.is_better
-    assert tuning.profile_of([worse], old).rates == (Rates("float64", True, (2.0,)),)
-    assert tuning.profile_of([worse], None).rates == ()
+@pytest.mark.parametrize(
+    ("fitted", "formula", "is_better"),
+    [
+        (*BETTER, True),
+        (*WORSE, False),
+        (Accuracy(0.8, 0.2), Accuracy(0.8, 0.2), True),
+        (Accuracy(0.9, 0.21), Accuracy(0.8, 0.2), False),
+        (Accuracy(0.49, 0.1), Accuracy(0.1, 0.2), False),
+    ],
+    ids=["better", "worse order", "equal", "larger error", "order by chance"],
+)
+def test_rates_are_used_where_they_predict_better_and_stored_in_any_case(
+    fitted: Accuracy, formula: Accuracy, is_better: bool
+) -> None:
+    rates = Rates("float32", True, (3.0,), 9, fitted, formula)
+    profile = tuning.profile_of([rates], None)
+    assert profile.rates == (rates,)
+    assert profile.rates_of(workload()) is (rates if is_better else None)
 
 
 def test_a_run_of_fewer_times_leaves_the_rates_of_a_longer_one_in_use() -> None:
     old = Profile((Rates("float32", True, (1.0,), samples=500), Rates("float32", False, (2.0,), samples=100)))
-    better = tuning.Fit(Rates("float32", True, (3.0,), samples=499), 0.9, 0.1, 0.8, 0.2, 12)
-    worse = tuning.Fit(Rates("float32", False, (4.0,), samples=99), 0.7, 0.1, 0.8, 0.2, 12)
+    better = Rates("float32", True, (3.0,), 499, *BETTER)
+    worse = Rates("float32", False, (4.0,), 99, *WORSE)
     assert tuning.profile_of([better, worse], old) == old
     said = tune._unused([better, worse], tuning.cases([torch.float32], HARDWARE), old)
     assert {sentence.partition(":")[0]: sentence.partition(", so ")[2].partition(";")[0] for sentence in said} == {

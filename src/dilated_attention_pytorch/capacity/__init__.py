@@ -1,10 +1,13 @@
 """Capacity planning: memory, operations, traffic and time of a run, and the runs that would fit."""
 
+from typing import Any
+
+from dilated_attention_pytorch.legacy import look_up
+
 from .changes import Change, changes_that_help
 from .generation import Generation, generation_footprint
-from .generation_here import GenerationHere, measure_generation_here
 from .here import Here
-from .run import Device, RunPlan, plan_run
+from .run import Device, MemoryPlan, RunPlan, plan_generation, plan_run
 from .solve import LargestModel, Mesh, fewest_processes, largest_model, longest_context, meshes
 from .step_probe import measure_here
 
@@ -12,9 +15,9 @@ __all__ = [
     "Change",
     "Device",
     "Generation",
-    "GenerationHere",
     "Here",
     "LargestModel",
+    "MemoryPlan",
     "Mesh",
     "RunPlan",
     "changes_that_help",
@@ -22,8 +25,14 @@ __all__ = [
     "generation_footprint",
     "largest_model",
     "longest_context",
-    "measure_generation_here",
     "measure_here",
     "meshes",
+    "plan_generation",
     "plan_run",
 ]
+
+
+def __getattr__(name: str) -> Any:
+    if name in ("GenerationHere", "measure_generation_here"):
+        return look_up("capacity", name)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 
 from dilated_attention_pytorch.data_sheets import DataSheet
 from dilated_attention_pytorch.errors import RunError
-from dilated_attention_pytorch.selection.fit import fit_seconds
+from dilated_attention_pytorch.selection.tuning import fit_seconds
 from dilated_attention_pytorch.training.batch_rows import rows_of_batch
 from dilated_attention_pytorch.training.settings import TrainSettings
 

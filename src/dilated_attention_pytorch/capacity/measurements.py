@@ -17,9 +17,8 @@ from rich.progress import Progress
 from dilated_attention_pytorch.data_sheets import DataSheet
 from dilated_attention_pytorch.errors import RunError
 from dilated_attention_pytorch.folders import cache_folder
-from dilated_attention_pytorch.output import write_text
 from dilated_attention_pytorch.selection.hardware import Hardware, read_hardware
-from dilated_attention_pytorch.selection.profile import identity
+from dilated_attention_pytorch.selection.profile import identity, read_record, write_record
 
 FORMAT = "dilated-attention-pytorch measurements 1"
 MOST_SECONDS = 120.0
@@ -33,7 +32,7 @@ class Measurements:
     """Measured numbers by name, for one device, number of threads, and version of torch and of this package."""
 
     file: Path
-    machine: dict[str, str | int]
+    hardware: Hardware
     ends_at: float
     """Time on the monotonic clock after which no further measurement is begun."""
     values: dict[str, list[float]] = field(default_factory=dict)
@@ -50,13 +49,9 @@ class Measurements:
         Raises:
             RunError: the file is damaged.
         """
-        machine = identity(hardware)
-        digest = hashlib.blake2b(json.dumps(machine).encode(), digest_size=6).hexdigest()
+        digest = hashlib.blake2b(json.dumps(identity(hardware)).encode(), digest_size=6).hexdigest()
         file = (cache_folder() if folder is None else folder) / f"measurements-{digest}.json"
-        found = cls(file, machine, time.monotonic() + seconds)
-        if found.file.exists():
-            found.values = _read(found.file, machine)
-        return found
+        return cls(file, hardware, time.monotonic() + seconds, _read(file, hardware))
 
     def get(self, name: str, measure: Callable[[], list[float]]) -> list[float]:
         """Return the numbers stored under ``name``; measure and store them if there are none.
@@ -71,21 +66,19 @@ class Measurements:
                     "large; what was measured is kept, and the same command goes on with the rest"
                 )
             self.values[name] = measure()
-            self.file.parent.mkdir(parents=True, exist_ok=True)
-            record = {"format": FORMAT, "machine": self.machine, "values": self.values}
-            write_text(self.file, json.dumps(record, indent=1) + "\n")
+            write_record(self.file, FORMAT, self.hardware, values=self.values)
         return self.values[name]
 
 
 @contextmanager
 def measuring(
-    device: str, number: int | None, *, is_quiet: bool, folder: Path | None, seconds: float
+    device: str, number: int, *, is_quiet: bool, folder: Path | None, seconds: float
 ) -> Iterator[tuple[Hardware, Measurements, Callable[[], None]]]:
     """Yield the device, its measurements, and a function to call after each new measurement; show a progress bar.
 
     Args:
         device: "cpu" or "cuda".
-        number: number of measurements; None if it is not known.
+        number: number of measurements.
         is_quiet: show no progress bar.
         folder, seconds: see :meth:`Measurements.of`.
 
@@ -139,7 +132,6 @@ def sheet_here(measured: Measurements, hardware: Hardware, precision: str, rate:
         bytes_per_second=copied,
         flops={precision: rate},
         processors=hardware.processors,
-        cache_bytes=hardware.cache_bytes,
         watts=0.0,
         link="",
         sources={"flops": f"measured: {measured.file.name}"},
@@ -147,11 +139,9 @@ def sheet_here(measured: Measurements, hardware: Hardware, precision: str, rate:
     )
 
 
-def _read(file: Path, machine: dict[str, str | int]) -> dict[str, list[float]]:
+def _read(file: Path, hardware: Hardware) -> dict[str, list[float]]:
     try:
-        record = json.loads(file.read_text(encoding="utf-8"))
-        if record["format"] != FORMAT or record["machine"] != machine:
-            raise ValueError("it is of another machine or format")
+        record = read_record(file, FORMAT, hardware) or {"values": {}}
         values = {str(name): [float(one) for one in some] for name, some in record["values"].items()}
         if not all(math.isfinite(one) and one >= 0 for some in values.values() for one in some):
             raise ValueError("a number is not finite, or below 0")

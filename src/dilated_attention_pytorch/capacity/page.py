@@ -15,7 +15,7 @@ from dilated_attention_pytorch.training.footprint import footprint
 from dilated_attention_pytorch.training.settings import TrainSettings
 
 from .objects import with_objects
-from .run import Device, RunPlan, plan_run
+from .run import Device, MemoryPlan, RunPlan, plan_run
 from .solve import longest_context, meshes
 
 if TYPE_CHECKING:
@@ -39,9 +39,6 @@ SECONDS: Mapping[str, str] = {
     "attention": "attention",
     "rest": "norms, activations, loss, copies, waiting",
     "optimizer": "optimizer",
-    "reading": "reading weights",
-    "prompt": "prompt, until the first token",
-    "tokens": "tokens after the first",
     "exchange": "exchange",
     "overlapped": "of it hidden",
     "host": "host",
@@ -123,7 +120,7 @@ def _longest_of(settings: TrainSettings, number: int, device: Device) -> int:
 
 
 def page(
-    title: str, plan: RunPlan, words: Sequence[str], settings: Mapping[str, Any], pictures: Pictures | None
+    title: str, plan: MemoryPlan, words: Sequence[str], settings: Mapping[str, Any], pictures: Pictures | None
 ) -> Iterator[str]:
     """Yield the page, part by part. It needs plotly.
 
@@ -141,8 +138,9 @@ def page(
     memory = [(said, in_bytes(getattr(plan.footprint, name))) for name, said in PARTS.items()]
     memory += [("all", in_bytes(plan.footprint.total)), ("the device has", in_bytes(plan.memory_bytes))]
     yield "<h2>Memory of a process at the peak</h2>" + _table(memory)
-    seconds = [(said, f"{getattr(plan.seconds, name):.3g} s") for name, said in SECONDS.items()]
-    yield "<h2>Seconds</h2>" + _table([*seconds, ("all", f"{plan.seconds.total:.3g} s")])
+    if isinstance(plan, RunPlan):
+        seconds = [(said, f"{getattr(plan.seconds, name):.3g} s") for name, said in SECONDS.items()]
+        yield "<h2>Seconds</h2>" + _table([*seconds, ("all", f"{plan.seconds.total:.3g} s")])
     if pictures is not None:
         yield "<h2>Other lengths, other numbers of devices</h2><p>Touch or point at a chart to read it.</p><main>"
         for name, heading, draw in (

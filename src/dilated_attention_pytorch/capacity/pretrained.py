@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
+from dilated_attention_pytorch.data_sheets import DataSheet
 from dilated_attention_pytorch.errors import RunError
 from dilated_attention_pytorch.models.tensor_file import first_line
 from dilated_attention_pytorch.patterns import Pattern
@@ -27,10 +28,10 @@ from dilated_attention_pytorch.training.run_settings import AdamW
 from dilated_attention_pytorch.training.step_bytes import Moment, highest
 
 from .generation import Generation
-from .run import Device, Purpose, RunPlan, generation_bound
+from .run import Device, MemoryPlan, Purpose, RunPlan
 from .seconds import rates, sheet_seconds
 from .storage import walk
-from .work import StepWork, work_of_texts
+from .work import StepWork
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig, PreTrainedModel
@@ -134,36 +135,15 @@ def operations(run: PretrainedRun) -> ForwardFlops:
         return pretrained_flops(model, run.pattern, num_kv_heads(run.config))
 
 
-def pretrained_work(run: PretrainedRun, purpose: Purpose, generation: Generation | None = None) -> StepWork:
-    """Operations of a step with recomputation, of a forward pass, or of a generation; see :func:`operations`.
-
-    A generation reads its prompt in chunks (``prefill_chunk_size``). Every call computes the logits of its last token
-    alone, if the model takes ``logits_to_keep``.
-    """
+def pretrained_work(run: PretrainedRun, purpose: Purpose) -> StepWork:
+    """Operations of a step with recomputation, or of a forward pass; see :func:`operations`."""
     heads = num_kv_heads(run.config)
-    if generation is not None:
-        with _fake_model(run) as model:
-            flops, last = pretrained_flops(model, run.pattern, heads), _last_logits(model)
-            without = counted_flops(model, run.pattern, heads, **last)[0]
-        head = (flops.per_token * COUNTED_TOKENS - without) // (COUNTED_TOKENS - 1)
-        chunks = -(-generation.prompt // generation.chunk_size)
-        return work_of_texts(flops, head, generation, run.batch_size, logits=chunks)
     with _fake_model(run) as model:
         if run.gradient_checkpointing:
             _recompute_blocks(model)
         others, of_pair = counted_flops(model, run.pattern, heads, is_step=purpose == "training")
     pairs = run.pattern.num_pairs(run.length, num_kv_heads=heads, is_causal=True)
     return StepWork(others // COUNTED_TOKENS * run.length * run.batch_size, of_pair * pairs * run.batch_size)
-
-
-def weights_of_token(run: PretrainedRun) -> float:
-    """Part of the weights that a token reads: of an embedding that is not the output matrix, too, one row."""
-    with _fake_model(run) as model:
-        table: Any = model.get_input_embeddings().weight
-        output = model.get_output_embeddings()
-        total = sum(weight.numel() for weight in model.parameters())
-        unread: int = 0 if output is not None and output.weight is table else table.numel() - table.shape[1]
-    return 1 - unread / total
 
 
 def trace(
@@ -211,26 +191,24 @@ def _autocast(run: PretrainedRun, dtype: torch.dtype) -> str:
     return run.precision if dtype == torch.float32 else "float32"
 
 
-def pretrained_footprint(run: PretrainedRun, purpose: Purpose, generation: Generation | None = None) -> Footprint:
+def pretrained_footprint(run: PretrainedRun, purpose: Purpose | Generation) -> Footprint:
     """Peak bytes of one process, by part.
 
     Training: the model's own forward and backward pass, with the loss of all logits, gradients, and AdamW's states.
-    Generation: a chunk of the prompt, and the bounded cache (``integrations.BoundedCache``), all in the precision of
-    the run.
+    Generation, given by its lengths: a chunk of the prompt, and the bounded cache (``integrations.BoundedCache``), all
+    in the precision of the run.
     """
-    text = run.config.get_text_config()
-    if purpose == "generation":
-        assert generation is not None
+    text, generation = run.config.get_text_config(), purpose if isinstance(purpose, Generation) else None
+    if generation is not None:
         run = dataclasses.replace(run, length=min(generation.prompt, generation.chunk_size))
-    dtype = computing_dtype(run.precision) if purpose == "generation" else torch.float32
-    moments = trace(run, is_training=purpose == "training", dtype=dtype, is_generating=purpose == "generation")
+    dtype = torch.float32 if generation is None else computing_dtype(run.precision)
+    moments = trace(run, is_training=purpose == "training", dtype=dtype, is_generating=generation is not None)
     heads, head_dim = text.num_attention_heads, _head_dim(text)
     own = tile_bytes(run.pattern, run.length, run.batch_size, heads, num_kv_heads(run.config), head_dim, run.precision)
     parts, attention = highest(iter(moments), own)
     if purpose == "training":
         parts["optimizer"] = moments_of(run.optimizer) * parts["weights"] // 4
-    if purpose == "generation":
-        assert generation is not None
+    if generation is not None:
         slots = walk(
             (run.pattern,), num_kv_heads(run.config), generation.prompt, generation.new_tokens, generation.chunk_size
         ).slots[run.pattern]
@@ -244,42 +222,21 @@ def _head_dim(text: Any) -> int:
     return width
 
 
-def plan_pretrained(
-    run: PretrainedRun, device: Device, *, purpose: Purpose = "training", generation: Generation | None = None
-) -> RunPlan:
-    """Plan one process that trains, evaluates or generates with a model of transformers under a pattern.
+def plan_pretrained(run: PretrainedRun, device: Device, *, purpose: Purpose = "training") -> RunPlan:
+    """Plan one process that trains or evaluates a model of transformers under a pattern.
 
     Seconds are a lower bound: operations at the nominal rate, states at the rate of memory.
 
     Raises:
         RunError: the model cannot run under the pattern, or the device has no rate for the precision.
     """
-    if run.precision not in device.sheet.flops:
-        raise RunError(
-            f"--precision {run.precision}: {device.sheet.name} has no rate of it; take one of "
-            f"{', '.join(sorted(device.sheet.flops))}"
-        )
-    if (purpose == "generation") != (generation is not None):
-        raise RunError("lengths of a generation are for that purpose, and it needs them")
-    found, flops = pretrained_footprint(run, purpose, generation), operations(run)
-    work = pretrained_work(run, purpose, generation)
+    _check_precision(run, device.sheet)
+    is_training = purpose == "training"
+    found, work = pretrained_footprint(run, purpose), pretrained_work(run, purpose)
     rate = device.sheet.flops[run.precision]
-    if generation is None:
-        seconds = sheet_seconds(work, found, (), device.sheet, run.precision, None, is_training=purpose == "training")
-        tokens = run.length * run.batch_size
-        times = _BEYOND_FORWARD if purpose == "training" else 1
-        model_flops = times * flops.of_text(run.length) * run.batch_size
-    else:
-        seconds = generation_bound(
-            work,
-            generation,
-            device.sheet,
-            run.precision,
-            of_token=flops.per_token * run.batch_size,
-            weights=found.weights * weights_of_token(run),
-        )
-        tokens = generation.new_tokens * run.batch_size
-        model_flops = int(work.total)
+    seconds = sheet_seconds(work, found, (), device.sheet, run.precision, None, is_training=is_training)
+    tokens = run.length * run.batch_size
+    model_flops = (_BEYOND_FORWARD if is_training else 1) * operations(run).of_text(run.length) * run.batch_size
     return RunPlan(
         purpose=purpose,
         footprint=found,
@@ -300,3 +257,25 @@ def plan_pretrained(
             price=device.price_per_hour,
         ),
     )
+
+
+def plan_pretrained_generation(run: PretrainedRun, sheet: DataSheet, generation: Generation) -> MemoryPlan:
+    """Plan the memory of one process that generates with a model of transformers under a pattern.
+
+    Raises:
+        RunError: as :func:`plan_pretrained`.
+    """
+    _check_precision(run, sheet)
+    return MemoryPlan(
+        purpose="generation",
+        footprint=pretrained_footprint(run, generation),
+        memory_bytes=sheet.memory_bytes,
+        tokens=generation.new_tokens * run.batch_size,
+    )
+
+
+def _check_precision(run: PretrainedRun, sheet: DataSheet) -> None:
+    if run.precision not in sheet.flops:
+        raise RunError(
+            f"--precision {run.precision}: {sheet.name} has no rate of it; take one of {', '.join(sorted(sheet.flops))}"
+        )

@@ -12,7 +12,7 @@ from dilated_attention_pytorch.training.footprint import Footprint
 from .exchanged import Exchange
 from .work import StepWork
 
-_COMPUTED = ("products", "attention", "rest", "optimizer", "reading", "prompt", "tokens", "host")
+_COMPUTED = ("products", "attention", "rest", "optimizer", "host")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -26,12 +26,6 @@ class StepSeconds:
     """Norms, activations, loss, copies, and waiting for other processes: all other time; 0 in a bound."""
     optimizer: float
     """Gradient clipping and the optimizer's step."""
-    reading: float = 0.0
-    """Generation: reading the weights for every new token, as far as that takes longer than its products."""
-    prompt: float = 0.0
-    """Generation: predicted time until the first token; 0 in a bound."""
-    tokens: float = 0.0
-    """Generation: predicted time of all tokens after the first; 0 in a bound."""
     exchange: float
     """Communication, one message after the other."""
     overlapped: float

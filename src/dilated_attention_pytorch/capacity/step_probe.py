@@ -14,9 +14,8 @@ import torch
 
 from dilated_attention_pytorch.errors import RunError
 from dilated_attention_pytorch.memory import in_bytes
-from dilated_attention_pytorch.selection.fit import fit_seconds
 from dilated_attention_pytorch.selection.hardware import Hardware
-from dilated_attention_pytorch.selection.tuning import call_of
+from dilated_attention_pytorch.selection.tuning import call_of, fit_seconds
 from dilated_attention_pytorch.selection.workload import Workload
 from dilated_attention_pytorch.training.autocast import computing_dtype
 from dilated_attention_pytorch.training.batch_rows import with_length

@@ -1,4 +1,4 @@
-"""Operations of a step on all its batches, or of a generation: matrix products, and attention."""
+"""Operations of a step on all its batches: matrix products, and attention."""
 
 from __future__ import annotations
 
@@ -8,10 +8,8 @@ from dilated_attention_pytorch.models.config import LongNetConfig
 from dilated_attention_pytorch.models.token_loss import rows_at_once
 from dilated_attention_pytorch.patterns import Pattern
 from dilated_attention_pytorch.training.batch_rows import rows_of_batch, texts_of_batch
-from dilated_attention_pytorch.training.flops import ForwardFlops, longnet_flops
+from dilated_attention_pytorch.training.flops import longnet_flops
 from dilated_attention_pytorch.training.settings import TrainSettings
-
-from .generation import Generation
 
 
 class StepWork(NamedTuple):
@@ -74,30 +72,6 @@ def forward_work(settings: TrainSettings) -> StepWork:
     return StepWork(
         flops.per_token * rows_of_batch(settings), sum(of_layer[pattern] for pattern in flops.patterns) * flops.per_pair
     )
-
-
-def generation_work(settings: TrainSettings, generation: Generation) -> StepWork:
-    """Operations of a generation: of all tokens that are read, and of the logits from which tokens are sampled."""
-    head = 2 * settings.model.vocab_size * settings.model.embed_dim
-    return work_of_texts(longnet_flops(settings.model), head, generation, settings.batch_size, logits=1)
-
-
-def work_of_texts(flops: ForwardFlops, head: int, generation: Generation, texts: int, *, logits: int) -> StepWork:
-    """Operations of the generation of some texts.
-
-    The last new token is not read. Each token attends to what its pattern shows of the tokens before it and of itself.
-
-    Args:
-        flops: operations of the model.
-        head: those of the logits of a token, which are among them.
-        generation: lengths.
-        texts: number of texts.
-        logits: tokens of the prompt whose logits are computed.
-    """
-    read = generation.tokens
-    products = flops.per_token * read - head * (generation.prompt - logits)
-    attention = flops.of_text(read) - flops.per_token * read
-    return StepWork(products * texts, attention * texts)
 
 
 def shapes_of(model: LongNetConfig) -> list[tuple[int, int]]:

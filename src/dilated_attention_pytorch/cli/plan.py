@@ -9,7 +9,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal, cast
 
 import tyro
 
@@ -18,6 +18,7 @@ from dilated_attention_pytorch.training import TrainSettings
 from dilated_attention_pytorch.training.run_settings import LONGEST_TEXT
 
 from .plan_words import (
+    MEASURED_SPEED,
     devices,
     mesh_in_words,
     mesh_values,
@@ -29,8 +30,9 @@ from .plan_words import (
 from .train import defaults_of, settings_of
 
 if TYPE_CHECKING:
-    from dilated_attention_pytorch.capacity import Device, Generation, RunPlan
+    from dilated_attention_pytorch.capacity import Device, Generation, MemoryPlan, RunPlan
     from dilated_attention_pytorch.capacity.pretrained import PretrainedRun
+    from dilated_attention_pytorch.capacity.run import Purpose
 
 _HERE = "here"
 _OF_PRETRAINED = ("context_length", "batch_size", "precision", "optimizer")
@@ -56,8 +58,8 @@ class Plan(TrainSettings):
     config: Path | None = None
     """TOML file of settings, see train."""
     purpose: Annotated[Literal["training", "forward", "generation"], tyro.conf.arg(name="for")] = "training"
-    """What to plan: a training step; a forward pass with the loss, as in an evaluation during training; or the
-    generation of texts with the bounded cache."""
+    """What to plan: a training step; a forward pass with the loss, as in an evaluation during training; or the memory
+    of a generation of texts with the bounded cache."""
     prompt: int = 0
     """Tokens of every prompt of a generation; 0: --context-length."""
     new_tokens: int | None = None
@@ -72,8 +74,8 @@ class Plan(TrainSettings):
     """Attention pattern of that model, in the syntax of `dilated-attention show`."""
     hardware: str = "H100 SXM"
     """Name of the device; for an unknown name, the error lists the known ones. "here": this machine, measured in at
-    most two minutes (products, attention, small steps of the model, copies, and sums over two processes; for a
-    generation, chunks of the prompt and single tokens). Measurements are kept."""
+    most two minutes (products, attention, small steps of the model, copies, and sums over two processes). Measurements
+    are kept."""
     link: str = ""
     """Link between the devices; empty: the one that the data sheet names."""
     processes: int = 1
@@ -155,6 +157,8 @@ class Plan(TrainSettings):
 
         if self.purpose != "generation":
             return None
+        if self.price_per_hour:
+            raise RunError("--price-per-hour needs seconds, which are not predicted for --for generation; leave it out")
         return Generation(**{"prompt": self.context_length, **self._lengths()})
 
     def _lengths(self) -> dict[str, int]:
@@ -179,15 +183,17 @@ class Plan(TrainSettings):
 
     def _here(self, settings: TrainSettings) -> tuple[TrainSettings, Device]:
         """This machine's measured rates, and the settings with the precision it computes in."""
-        from dilated_attention_pytorch.capacity import Device, measure_generation_here, measure_here
-        from dilated_attention_pytorch.capacity.run import check_generation
+        from dilated_attention_pytorch.capacity import Device, measure_here
         from dilated_attention_pytorch.machine import set_threads
         from dilated_attention_pytorch.training import preflight
 
-        if self.purpose == "forward":
+        if self.purpose == "generation":
             raise RunError(
-                f"--hardware {_HERE} predicts training steps and generations; name a device beside --for forward"
+                f"--hardware {_HERE} predicts training steps and no longer the seconds of a generation; name a device "
+                f"to plan its memory, and measure its speed: {MEASURED_SPEED}"
             )
+        if self.purpose == "forward":
+            raise RunError(f"--hardware {_HERE} predicts training steps; name a device with --for forward")
         if self.link:
             raise RunError(f"--hardware {_HERE} measures what its processes exchange; leave --link {self.link} out")
         named = [f"--{name}" for name in ("fewest", "mesh", "largest") if getattr(self, name)]
@@ -200,16 +206,11 @@ class Plan(TrainSettings):
             precision=preflight.choose_precision(settings.precision, kind),
         )
         preflight.check_processes(settings, self.processes, launch="take --processes {}")
-        price, generation = self.price_per_hour or None, self._generation()
-        if generation is not None:
-            check_generation(self.processes)
-            generating = measure_generation_here(settings, generation, kind)
-            return settings, Device(sheet=generating.sheet, generation_here=generating, price_per_hour=price)
         found = measure_here(settings, self.processes, kind)
-        return settings, Device(sheet=found.sheet, here=found, price_per_hour=price)
+        return settings, Device(sheet=found.sheet, here=found, price_per_hour=self.price_per_hour or None)
 
     def _plan_longnet(self) -> None:
-        from dilated_attention_pytorch.capacity import plan_run
+        from dilated_attention_pytorch.capacity import plan_generation, plan_run
         from dilated_attention_pytorch.training.data.run_data import read_tokenizer
 
         settings = settings_of(self)
@@ -218,7 +219,13 @@ class Plan(TrainSettings):
             settings, device = self._here(settings)
         else:
             device = self._device()
-        plan = plan_run(settings, self.processes, device, purpose=self.purpose, generation=self._generation())
+        generation = self._generation()
+        if generation is not None:
+            memory = plan_generation(settings, self.processes, device.sheet, generation)
+            print_plan(memory, device, self.processes)
+            self._write(memory, device, settings.to_dict(), {}, None)
+            return
+        plan = plan_run(settings, self.processes, device, purpose=cast("Purpose", self.purpose))
         print_plan(plan, device, self.processes)
         solved = self._solve(settings, device, plan)
         self._write(plan, device, settings.to_dict(), solved, settings)
@@ -259,7 +266,7 @@ class Plan(TrainSettings):
         return solved
 
     def _plan_pretrained(self, path: Path) -> None:
-        from dilated_attention_pytorch.capacity.pretrained import plan_pretrained
+        from dilated_attention_pytorch.capacity.pretrained import plan_pretrained, plan_pretrained_generation
 
         if self.hardware.strip().lower() == _HERE:
             raise RunError(f"--hardware {_HERE} predicts steps of a LongNet; name a device beside --model")
@@ -268,7 +275,12 @@ class Plan(TrainSettings):
         self._check_pretrained_flags()
         device = self._device()
         run = self._pretrained_run(path, device)
-        plan = plan_pretrained(run, device, purpose=self.purpose, generation=self._generation())
+        generation = self._generation()
+        plan: MemoryPlan
+        if generation is None:
+            plan = plan_pretrained(run, device, purpose=cast("Purpose", self.purpose))
+        else:
+            plan = plan_pretrained_generation(run, device.sheet, generation)
         print_plan(plan, device, 1)
         settings = {
             "model": str(path),
@@ -326,12 +338,13 @@ class Plan(TrainSettings):
 
     def _write(
         self,
-        plan: RunPlan,
+        plan: MemoryPlan,
         device: Device,
         settings: dict[str, Any],
         solved: dict[str, Any],
         trained: TrainSettings | None,
     ) -> None:
+        from dilated_attention_pytorch.capacity import RunPlan
         from dilated_attention_pytorch.capacity.page import page, pictures_of
         from dilated_attention_pytorch.output import write_text
 
@@ -350,7 +363,7 @@ class Plan(TrainSettings):
                 **dataclasses.asdict(plan),
                 "total_bytes": plan.footprint.total,
                 "fits": plan.fits,
-                "bounded_by": plan.bounded_by,
+                "bounded_by": plan.bounded_by if isinstance(plan, RunPlan) else None,
                 "longest_context_length": None,
                 **solved,
                 "pictures": None if pictures is None else dataclasses.asdict(pictures),

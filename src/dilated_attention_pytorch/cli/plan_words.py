@@ -8,9 +8,11 @@ from typing import TYPE_CHECKING, Any
 from dilated_attention_pytorch.memory import in_bytes
 
 if TYPE_CHECKING:
-    from dilated_attention_pytorch.capacity import Device, LargestModel, Mesh, RunPlan
+    from dilated_attention_pytorch.capacity import Device, LargestModel, MemoryPlan, Mesh
 
 _UNITS = {"training": "a step", "forward": "a forward pass", "generation": "the generation"}
+MEASURED_SPEED = "time `dilated-attention generate` on a run folder, or models.generate on a model of this shape"
+"""How to measure the speed of a generation, which is not predicted."""
 
 
 def devices(device: Device, processes: int) -> str:
@@ -18,10 +20,11 @@ def devices(device: Device, processes: int) -> str:
     return f"{processes} x {device.sheet.name}" if processes > 1 else device.sheet.name
 
 
-def print_plan(plan: RunPlan, device: Device, processes: int) -> None:
-    """Print the plan: two tables, and sentences."""
+def print_plan(plan: MemoryPlan, device: Device, processes: int) -> None:
+    """Print the plan: tables of memory and, except for a generation, of seconds, and sentences."""
     from rich.table import Table
 
+    from dilated_attention_pytorch.capacity import RunPlan
     from dilated_attention_pytorch.capacity.page import PARTS, SECONDS
     from dilated_attention_pytorch.terminal import plain_console
 
@@ -36,27 +39,32 @@ def print_plan(plan: RunPlan, device: Device, processes: int) -> None:
     table.add_row("all", in_bytes(plan.footprint.total))
     table.add_row("the device has", in_bytes(plan.memory_bytes))
     console.print(table)
-    times = Table(f"seconds of {unit}{', at least' if plan.seconds.is_bound else ', predicted'}", "")
-    for name, words in SECONDS.items():
-        if getattr(plan.seconds, name):
-            times.add_row(words, f"{getattr(plan.seconds, name):.3g}")
-    times.add_section()
-    times.add_row("all", f"{plan.seconds.total:.3g}")
-    console.print(times)
+    if isinstance(plan, RunPlan):
+        times = Table(f"seconds of {unit}{', at least' if plan.seconds.is_bound else ', predicted'}", "")
+        for name, words in SECONDS.items():
+            if getattr(plan.seconds, name):
+                times.add_row(words, f"{getattr(plan.seconds, name):.3g}")
+        times.add_section()
+        times.add_row("all", f"{plan.seconds.total:.3g}")
+        console.print(times)
     for sentence in sentences(plan):
         console.print(sentence, highlight=False, soft_wrap=True)
 
 
-def sentences(plan: RunPlan) -> Iterator[str]:
+def sentences(plan: MemoryPlan) -> Iterator[str]:
     """Sentences about what follows from the tables."""
+    from dilated_attention_pytorch.capacity import RunPlan
     from dilated_attention_pytorch.capacity.page import SECONDS
 
     left = plan.memory_bytes - plan.footprint.total
     yield f"fits, with {in_bytes(left)} left" if plan.fits else f"does not fit: {in_bytes(-left)} are missing"
     unit = _UNITS[plan.purpose]
+    if not isinstance(plan, RunPlan):
+        yield f"{plan.tokens:,} new tokens in {unit}; its seconds are not predicted: {MEASURED_SPEED}"
+        return
     yield (
-        f"{plan.tokens:,} {'new ' if plan.purpose == 'generation' else ''}tokens in {unit}, {plan.computed_flops:.4g} "
-        f"operations of matrix products, {plan.model_flops:.4g} of them counted for model FLOP utilisation"
+        f"{plan.tokens:,} tokens in {unit}, {plan.computed_flops:.4g} operations of matrix products, "
+        f"{plan.model_flops:.4g} of them counted for model FLOP utilisation"
     )
     if plan.seconds.is_bound:
         yield (

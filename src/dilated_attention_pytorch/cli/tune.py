@@ -17,8 +17,8 @@ from dilated_attention_pytorch.training.run_settings import Device
 if TYPE_CHECKING:
     from rich.table import Table
 
-    from dilated_attention_pytorch.selection.profile import Profile
-    from dilated_attention_pytorch.selection.tuning import Fit, Timing
+    from dilated_attention_pytorch.selection.profile import Profile, Rates
+    from dilated_attention_pytorch.selection.tuning import Timing
 
 DtypeName = Literal["float16", "bfloat16", "float32", "float64"]
 _KEEP_SECONDS = 2.0
@@ -31,8 +31,8 @@ class Tune:
     Attention is timed for a dozen shapes with several patterns each, forward and with gradients. Rates are fitted to
     the times and stored in the user's cache folder; from then on DynamicSegmentSelector, DynamicDilatedAttention and
     DynamicMultiheadDilatedAttention predict times from them, on this machine and with this version of PyTorch. The
-    table shows how well predictions rank patterns of shapes that were not fitted, next to the formula that needs no
-    measurement: 1 means the measured order. Rates that rank them worse than the formula are not stored.
+    table shows how well predictions rank patterns of shapes that were held out of the fit, next to the formula that
+    needs no measurement: 1 means the measured order. Rates that predict those worse than the formula are not used.
 
     The output folder gets tune.json (all times, the rates) and report.txt (the table). Running the same command again
     adds rounds to the stored times, also after it was stopped. Keep the machine otherwise idle.
@@ -126,7 +126,7 @@ class Tune:
                 is_once=self.dry_run,
             )
             progress.update(bar, description="fitting", round="")
-            fits = tuning.fit(timings, hardware)
+            fits = tuning.fit_rates(timings, hardware)
         tuning.keep_timings(record, timings, hardware, command=command, fits=[asdict(one) for one in fits])
         table = _table(fits, timings)
         before = None if self.dry_run else load_profile(hardware)
@@ -151,24 +151,27 @@ def _short(timing: Timing) -> str:
     return f"{workload.dtype_name} {mode}, {workload.sequence_length:,} positions"
 
 
-def _unused(fits: Sequence[Fit], timings: Sequence[Timing], profile: Profile) -> list[str]:
-    """A sentence for every dtype and mode whose rates of this run are not those in use."""
-    fitted, used = {one.rates.mode: one for one in fits}, {entry.mode: entry for entry in profile.rates}
+def _unused(fits: Sequence[Rates], timings: Sequence[Timing], profile: Profile) -> list[str]:
+    """A sentence for every dtype and mode whose rates of this run are not in use."""
+    fitted, stored = {one.mode: one for one in fits}, {entry.mode: entry for entry in profile.rates}
     sentences = []
     for mode in dict.fromkeys((one.workload.dtype_name, one.workload.is_training) for one in timings):
-        one, of_use = fitted.get(mode), used.get(mode)
-        if one is not None and of_use is one.rates:
+        one, kept = fitted.get(mode), stored.get(mode)
+        if one is not None and kept is one and one.is_better:
             continue
         if one is None:
             reason = "too few times to fit and judge rates"
         elif one.is_better:
-            reason = f"fitted to {one.rates.samples:,} times"
+            reason = f"fitted to {one.samples:,} times"
         else:
             reason = (
-                f"the fitted rates rank unseen shapes worse ({one.model_correlation:.3f}) than the formula "
-                f"({one.formula_correlation:.3f})"
+                f"the fitted rates predict held-out shapes no better (rank correlation {one.fitted.correlation:.3f}, "
+                f"error {one.fitted.error:.1%}) than the formula ({one.formula.correlation:.3f}, "
+                f"{one.formula.error:.1%})"
             )
-        in_use = "the formula stays" if of_use is None else f"the stored rates ({of_use.samples:,} times) stay"
+        in_use = "the formula stays"
+        if kept is not None and kept.is_better:
+            in_use = f"the stored rates ({kept.samples:,} times) stay"
         sentences.append(
             f"{mode[0]}, {'forward + backward' if mode[1] else 'forward'}: {reason}, so {in_use} in use; run the "
             "command again, or give more --seconds, to add times"
@@ -176,7 +179,7 @@ def _unused(fits: Sequence[Fit], timings: Sequence[Timing], profile: Profile) ->
     return sentences
 
 
-def _table(fits: Sequence[Fit], timings: Sequence[Timing]) -> Table:
+def _table(fits: Sequence[Rates], timings: Sequence[Timing]) -> Table:
     from rich.table import Table
 
     rounds = [len(timing.samples) for timing in timings]
@@ -187,18 +190,16 @@ def _table(fits: Sequence[Fit], timings: Sequence[Timing]) -> Table:
         "\nformula",
         "median error\nfitted",
         "\nformula",
-        "shapes",
-        title=f"predictions for shapes that were not fitted, {min(rounds)} to {max(rounds)} times of every case",
+        title=f"predictions for held-out shapes, {min(rounds)} to {max(rounds)} times of every case",
         title_justify="left",
     )
     for one in fits:
         table.add_row(
-            one.rates.dtype,
-            "forward + backward" if one.rates.is_training else "forward",
-            f"{one.model_correlation:.3f}",
-            f"{one.formula_correlation:.3f}",
-            f"{one.model_error:.1%}",
-            f"{one.formula_error:.1%}",
-            str(one.num_shapes),
+            one.dtype,
+            "forward + backward" if one.is_training else "forward",
+            f"{one.fitted.correlation:.3f}",
+            f"{one.formula.correlation:.3f}",
+            f"{one.fitted.error:.1%}",
+            f"{one.formula.error:.1%}",
         )
     return table

@@ -94,4 +94,5 @@ def _all_say(communicator: Communicator, text: str) -> list[Any]:
 
 
 def _as_lists(profile: Profile) -> list[tuple[str, bool, tuple[float, ...]]]:
-    return [(entry.dtype, entry.is_training, entry.seconds) for entry in profile.rates]
+    """The rates that predict better than the formula; others are not used."""
+    return [(entry.dtype, entry.is_training, entry.seconds) for entry in profile.rates if entry.is_better]

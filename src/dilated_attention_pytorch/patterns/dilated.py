@@ -80,8 +80,8 @@ class DilationGroup:
         first = start + (offset - (start - segment_start)) % self.dilation_rate
         return first, -((first - stop) // self.dilation_rate)
 
-    def num_pairs(self, kv_head: int, num_kv_heads: int, sequence_length: int, *, is_causal: bool) -> int:
-        """Number of visible pairs among the first ``sequence_length`` positions."""
+    def class_sizes(self, kv_head: int, num_kv_heads: int, sequence_length: int) -> list[tuple[int, int]]:
+        """Pairs (selected rows n, number of segments with n of them) of the first ``sequence_length`` positions."""
         offset, first = self.offset(kv_head, num_kv_heads), -self.shift(kv_head)
         if self.boundaries is not None:
             starts = [bound for bound in self.boundaries if bound < sequence_length]
@@ -93,11 +93,14 @@ class DilationGroup:
             segments = [(first, min(first + length, sequence_length), 1)]
             if count > 1:
                 segments += [(first + length, first + 2 * length, count - 2), (last, sequence_length, 1)]
-        pairs = 0
-        for start, stop, alike in segments:
-            _, number = self.selected(start, offset, max(start, 0), stop)
-            pairs += alike * (number * (number + 1) // 2 if is_causal else number * number)
-        return pairs
+        return [(self.selected(start, offset, max(start, 0), stop)[1], alike) for start, stop, alike in segments]
+
+    def num_pairs(self, kv_head: int, num_kv_heads: int, sequence_length: int, *, is_causal: bool) -> int:
+        """Number of visible pairs among the first ``sequence_length`` positions."""
+        return sum(
+            alike * (number * (number + 1) // 2 if is_causal else number * number)
+            for number, alike in self.class_sizes(kv_head, num_kv_heads, sequence_length)
+        )
 
     def zero_pad_keys(self, sequence_length: int, num_selected: int) -> int:
         """Number of zero keys that fill a class of ``num_selected`` rows under ``tail="zero_padded"``, else 0."""

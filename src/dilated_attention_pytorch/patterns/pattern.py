@@ -118,7 +118,7 @@ class Pattern(ABC):
     def check_countable(self, sequence_length: int, num_kv_heads: int) -> None:
         """Raise TypeError or ValueError unless the pairs of this length and number of heads can be counted."""
         for name, number in (("sequence_length", sequence_length), ("num_kv_heads", num_kv_heads)):
-            _check_count(name, number)
+            check_count(name, number)
         if sequence_length > MOST_POSITIONS:
             raise ValueError(
                 f"sequence_length must be at most {MOST_POSITIONS:,}, so that the number of pairs fits 64 bits, got "
@@ -163,7 +163,7 @@ class Pattern(ABC):
         kv_heads = num_heads if num_kv_heads is None else num_kv_heads
         sizes = {"num_heads": num_heads, "num_kv_heads": kv_heads, "head_dim": head_dim, "batch_size": batch_size}
         for name, number in sizes.items():
-            _check_count(name, number)
+            check_count(name, number)
         if num_heads % kv_heads:
             raise ValueError(f"num_kv_heads must divide num_heads: got {kv_heads} of {num_heads} heads")
         pairs = self.num_pairs(sequence_length, num_kv_heads=kv_heads, is_causal=is_causal)
@@ -218,7 +218,7 @@ class Pattern(ABC):
         """
         sizes = {"sequence_length": sequence_length, "num_layers": num_layers, "num_kv_heads": num_kv_heads}
         for name, number in sizes.items():
-            _check_count(name, number)
+            check_count(name, number)
         if sequence_length > MOST_IN_REACH:
             raise ValueError(
                 f"sequence_length must be at most {MOST_IN_REACH:,}, as every pair of positions is examined, got "
@@ -250,7 +250,8 @@ class Pattern(ABC):
         return draw(self, sequence_length, num_kv_heads=num_kv_heads, is_causal=is_causal, axes=axes)
 
 
-def _check_count(name: str, number: object) -> None:
+def check_count(name: str, number: object) -> None:
+    """Raise TypeError or ValueError unless a number is an integer of at least 1."""
     if isinstance(number, bool) or not isinstance(number, int):
         raise TypeError(f"{name} must be an integer, got {number!r} of type {type(number).__name__}")
     if number < 1:

@@ -1,6 +1,7 @@
 """Which segments for which call: candidates, what each costs on this machine, and the best that fits the budget."""
 
-from .boundaries import find_breaks, snap_boundaries
+from dilated_attention_pytorch.patterns.boundaries import find_breaks, snap_boundaries
+
 from .config import SegmentSelectionConfig
 from .hardware import Hardware, read_hardware
 from .profile import Profile, Rates

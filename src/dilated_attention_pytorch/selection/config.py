@@ -6,6 +6,8 @@ import math
 from dataclasses import dataclass
 from typing import Literal, get_args
 
+from dilated_attention_pytorch.patterns.pattern import check_count
+
 Objective = Literal["score", "speed"]
 
 
@@ -50,15 +52,10 @@ class SegmentSelectionConfig:
     """For ``"score"``: weight of the number of scales."""
     efficiency_weight: float = 0.3
     """For ``"score"``: weight of the speed relative to the fastest candidate."""
-    """For ``"score"``: weight of how near the time is to that of the fastest candidate."""
 
     def __post_init__(self) -> None:
         for name in ("min_segment_size", "max_segment_size", "max_num_segments"):
-            value = getattr(self, name)
-            if isinstance(value, bool) or not isinstance(value, int):
-                raise TypeError(f"{name} must be an integer, got {value!r} of type {type(value).__name__}")
-            if value < 1:
-                raise ValueError(f"{name} must be at least 1, got {value}")
+            check_count(name, getattr(self, name))
         if self.max_segment_size < self.min_segment_size:
             raise ValueError(
                 f"max_segment_size must be at least min_segment_size {self.min_segment_size}, got "

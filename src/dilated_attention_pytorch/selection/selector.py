@@ -3,21 +3,17 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
 
-from dilated_attention_pytorch.patterns import DilatedPattern
+from dilated_attention_pytorch.patterns import DilatedPattern, Pattern
 from dilated_attention_pytorch.patterns.dilated import OffsetRule, Tail
 
-from . import score
-from .candidates import candidates
 from .config import SegmentSelectionConfig
-from .cost import nominal_seconds
-from .counts import flops, num_pairs
+from .cost import FEATURES, Bytes, features, nominal_rates, peak_bytes, weighted
 from .hardware import Hardware, read_hardware
-from .memory import Bytes, peak_bytes
 from .profile import Profile, load_profile
 from .workload import Workload
 
@@ -27,18 +23,16 @@ class Estimate:
     """One candidate with its estimates."""
 
     pattern: DilatedPattern
-    num_pairs: int
-    """Number of query-key pairs, equal to the plan's."""
     flops: int
     """Operations of the matrix products."""
     bytes: Bytes
     """Upper bound of the peak memory."""
     seconds: float
-    """Predicted time: from measured rates if the profile has the dtype, else from nominal ones."""
+    """Predicted time: from measured rates if the profile has better ones than the formula, else from nominal ones."""
     coverage: float
-    """See :func:`dilated_attention_pytorch.selection.score.coverage`."""
+    """See :func:`coverage`."""
     diversity: float
-    """See :func:`dilated_attention_pytorch.selection.score.diversity`."""
+    """See :func:`diversity`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,7 +80,7 @@ class DynamicSegmentSelector:
     >>> selector = DynamicSegmentSelector(hardware=hardware, profile=Profile(()))
     >>> pattern = selector.select(4096, 1, 8, 64, torch.bfloat16, "cuda")
     >>> pattern.segment_lengths, pattern.dilation_rates
-    ((512, 1024, 2048, 4096), (1, 2, 4, 8))
+    ((512, 1280, 3200, 4096), (1, 2, 6, 8))
     """
 
     def __init__(
@@ -184,28 +178,52 @@ class DynamicSegmentSelector:
             self._read[device] = (hardware, Profile(()) if profile is None else profile)
         return self._read[device]
 
-    def __repr__(self) -> str:
-        return f"{type(self).__name__}({self.config})"
-
 
 def estimate(
-    pattern: DilatedPattern,
-    workload: Workload,
-    hardware: Hardware,
-    profile: Profile,
-    config: SegmentSelectionConfig,
+    pattern: DilatedPattern, workload: Workload, hardware: Hardware, profile: Profile, config: SegmentSelectionConfig
 ) -> Estimate:
-    """All estimates of a candidate."""
-    measured = profile.seconds_of(pattern, workload, hardware)
+    """The estimates for one pattern."""
+    rates, counts = profile.rates_of(workload), features(pattern, workload)
     return Estimate(
         pattern,
-        num_pairs(pattern, workload),
-        flops(pattern, workload),
+        int(counts[FEATURES.index("operations")]),
         peak_bytes(pattern, workload, hardware),
-        nominal_seconds(pattern, workload, hardware) if measured is None else measured,
-        score.coverage(pattern, workload),
-        score.diversity(pattern, workload, config),
+        weighted(nominal_rates(workload, hardware) if rates is None else rates.seconds, counts),
+        coverage(pattern, workload),
+        diversity(pattern, workload, config),
     )
+
+
+def coverage(pattern: Pattern, workload: Workload) -> float:
+    """The maximum over groups of ``selected fraction x reach``.
+
+    The reach of segment length w is the mean over positions of the position's segment length relative to the
+    sequence: ``sum over segments of length^2 / N^2``. The selected fraction is that of the positions selected by any
+    key/value head: the number of distinct offsets over r. Coverage is 1 if every position attends to the whole
+    sequence, in at least one head, at rate r.
+    """
+    length, heads = workload.sequence_length, workload.num_kv_heads
+    best = 0.0
+    for group in pattern.groups:
+        whole, tail = divmod(length, min(group.segment_length, length))
+        reach = (whole * min(group.segment_length, length) ** 2 + tail**2) / length**2
+        offsets = {group.offset(head, heads) for head in range(heads)}
+        best = max(best, len(offsets) / group.dilation_rate * reach)
+    return best
+
+
+def diversity(pattern: Pattern, workload: Workload, config: SegmentSelectionConfig) -> float:
+    """Fraction of the octaves between the shortest and longest allowed length that contain a segment length.
+
+    Lengths beyond the sequence count as its length; the number of octaves is capped at the allowed number of lengths.
+    """
+
+    def octave(segment_length: int) -> int:
+        return min(segment_length, workload.sequence_length).bit_length()
+
+    octaves = octave(config.max_segment_size) - octave(config.min_segment_size) + 1
+    found = {octave(group.segment_length) for group in pattern.groups}
+    return min(1.0, len(found) / min(octaves, config.max_num_segments))
 
 
 @functools.lru_cache(maxsize=512)
@@ -224,15 +242,15 @@ def _choose(config: SegmentSelectionConfig, workload: Workload, hardware: Hardwa
 
     def score_of(one: Estimate) -> float:
         parts = (one.coverage, one.diversity, fastest / one.seconds)
-        return sum(weight * part for weight, part in zip(weights, parts, strict=True)) / sum(weights)
+        return weighted(weights, parts) / sum(weights)
 
     if config.objective == "speed":
         floor = config.coverage_floor * max(one.coverage for one in fitting)
         best = min((one for one in fitting if one.coverage >= floor), key=_by_time)
     else:
         best = min(fitting, key=lambda one: (-score_of(one), *_by_time(one)))
-    measured = profile.seconds_of(best.pattern, workload, hardware) is not None
-    return Choice(best, fastest / best.seconds, score_of(best), budget, measured, fitting, len(found))
+    is_measured = profile.rates_of(workload) is not None
+    return Choice(best, fastest / best.seconds, score_of(best), budget, is_measured, fitting, len(found))
 
 
 def _by_time(one: Estimate) -> tuple[float, int]:
@@ -258,3 +276,80 @@ def _nothing_fits(
         f"attention over {workload}, got time_budget_ms {config.time_budget_ms:g}; raise it, lower min_segment_size "
         f"{config.min_segment_size}, or shorten the sequence or the batch"
     )
+
+
+def candidates(config: SegmentSelectionConfig, workload: Workload, tile_rows: int) -> tuple[DilatedPattern, ...]:
+    """All candidates for a workload, without duplicates, in a fixed order.
+
+    From every base w_0 (the smallest length allowed, doubled repeatedly) two families are generated, truncated at
+    every number of lengths: *geometric*, ``w_i = w_0 ratio^i`` for 2 and every ratio of the policy, and *uniform*,
+    ``w_i = (i + 1) w_0``. Lengths are rounded to multiples of ``tile_rows``. A family ends with the first length that
+    spans the sequence, reduced to the shortest such multiple. Rates follow the lengths, ``r_i = round(w_i / w_0)``, so
+    that no group costs more per row than the previous one; in a second variant no rate exceeds the number of key/value
+    heads, so that some head selects every position. The first rate is 1: every row attends to its neighbours.
+
+    >>> import torch
+    >>> workload = Workload(
+    ...     sequence_length=1000, batch_size=1, num_heads=4, num_kv_heads=4, head_dim=64, dtype=torch.float32
+    ... )
+    >>> [pattern.segment_lengths for pattern in candidates(SegmentSelectionConfig(), workload, 128)][:3]
+    [(512,), (512, 1024), (512, 768)]
+    """
+    found = {
+        (lengths, rates): None
+        for family in _families(config, workload.sequence_length, tile_rows)
+        for lengths in (family[:count] for count in range(1, len(family) + 1))
+        for rates in _rates(lengths, workload.num_kv_heads)
+    }
+    return tuple(
+        DilatedPattern(
+            lengths, rates, offset_rule=workload.offset_rule, tail=workload.tail, segment_shift=workload.segment_shift
+        )
+        for lengths, rates in found
+    )
+
+
+def _families(config: SegmentSelectionConfig, sequence_length: int, tile_rows: int) -> Iterator[tuple[int, ...]]:
+    least, most, levels = config.min_segment_size, config.max_segment_size, range(config.max_num_segments)
+    base = _aligned(least, tile_rows, least, most)
+    while base <= most:
+        for ratio in (2.0, *config.geometric_ratios):
+            yield _cut((round(base * ratio**level) for level in levels), config, sequence_length, tile_rows)
+        yield _cut(((level + 1) * base for level in levels), config, sequence_length, tile_rows)
+        if base >= sequence_length:
+            return
+        base *= 2
+
+
+def _cut(
+    wanted: Iterator[int], config: SegmentSelectionConfig, sequence_length: int, tile_rows: int
+) -> tuple[int, ...]:
+    """Increasing aligned lengths up to the first that spans the sequence, within the limits."""
+    least, most = config.min_segment_size, config.max_segment_size
+    lengths: list[int] = []
+    for length in (_aligned(one, tile_rows, least, most) for one in wanted):
+        if length > most:
+            break
+        if length >= sequence_length:
+            # All lengths that span the sequence are equivalent: use the shortest such multiple.
+            length = min(length, max(least, -(-sequence_length // tile_rows) * tile_rows))
+        if not lengths or length > lengths[-1]:
+            lengths.append(length)
+        if length >= sequence_length:
+            break
+    return tuple(lengths)
+
+
+def _aligned(length: int, tile_rows: int, least: int, most: int) -> int:
+    """The nearest multiple of ``tile_rows`` within the limits; the length itself if there is none."""
+    near = max(1, round(length / tile_rows)) * tile_rows
+    for multiple in (near, near + tile_rows, near - tile_rows):
+        if least <= multiple <= most:
+            return multiple
+    return length
+
+
+def _rates(lengths: tuple[int, ...], num_kv_heads: int) -> Iterator[tuple[int, ...]]:
+    free = tuple(max(1, round(length / lengths[0])) for length in lengths)
+    yield free
+    yield tuple(min(rate, num_kv_heads) for rate in free)

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 import torch
 
 from dilated_attention_pytorch.patterns.dilated import OffsetRule, Tail
+from dilated_attention_pytorch.patterns.pattern import check_count
 
 _DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
@@ -49,11 +50,7 @@ class Workload:
 
     def __post_init__(self) -> None:
         for name in ("sequence_length", "batch_size", "num_heads", "num_kv_heads", "head_dim"):
-            value = getattr(self, name)
-            if isinstance(value, bool) or not isinstance(value, int):
-                raise TypeError(f"{name} must be an integer, got {value!r} of type {type(value).__name__}")
-            if value < 1:
-                raise ValueError(f"{name} must be at least 1, got {value}")
+            check_count(name, getattr(self, name))
         if self.num_heads % self.num_kv_heads:
             raise ValueError(f"num_kv_heads must divide the {self.num_heads} heads, got {self.num_kv_heads}")
         if self.dtype not in _DTYPES:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 from torch.utils.flop_counter import FlopCounterMode
@@ -86,7 +86,7 @@ def pretrained_flops(model: PreTrainedModel, pattern: Pattern, num_kv_heads: int
 
 
 def counted_flops(
-    model: PreTrainedModel, pattern: Pattern, num_kv_heads: int, *, is_step: bool = False, **options: Any
+    model: PreTrainedModel, pattern: Pattern, num_kv_heads: int, *, is_step: bool = False
 ) -> tuple[int, int]:
     """Operations of a pass over a sequence of :data:`COUNTED_TOKENS`, as PyTorch counts them.
 
@@ -95,7 +95,6 @@ def counted_flops(
         pattern: pattern under which its layers attend.
         num_kv_heads: key/value heads per layer.
         is_step: forward and backward pass with the loss of all tokens, in training mode; otherwise a forward pass.
-        options: for the model's forward pass.
 
     Returns:
         Operations of all tokens without attention, and of attention for a pair of the pattern.
@@ -108,7 +107,7 @@ def counted_flops(
     was_training = model.training
     model.train(is_step)
     with torch.set_grad_enabled(is_step), FlopCounterMode(display=False) as counter:
-        out = model(tokens, labels=tokens if is_step else None, use_cache=False, **options)
+        out = model(tokens, labels=tokens if is_step else None, use_cache=False)
         if is_step:
             out.loss.backward()
             model.zero_grad()

@@ -9,6 +9,8 @@ from typing import Literal, get_args
 import torch
 from torch import Tensor
 
+from .pattern import check_count
+
 Breaks = Literal["newline", "paragraph", "document"]
 BreakRule = Callable[[Sequence[int]], Iterable[int]]
 """A custom rule: maps token ids to the positions where new units begin."""
@@ -90,11 +92,8 @@ def snap_boundaries(
     >>> snap_boundaries(100, 350, [93, 108, 240, 299], tolerance=0.5)
     (0, 93, 200, 299, 350)
     """
-    for name, value in (("segment_length", segment_length), ("sequence_length", sequence_length)):
-        if isinstance(value, bool) or not isinstance(value, int):
-            raise TypeError(f"{name} must be an integer, got {value!r} of type {type(value).__name__}")
-        if value < 1:
-            raise ValueError(f"{name} must be at least 1, got {value}")
+    check_count("segment_length", segment_length)
+    check_count("sequence_length", sequence_length)
     if isinstance(tolerance, bool) or not isinstance(tolerance, (int, float)) or not 0.0 <= tolerance <= 1.0:
         raise ValueError(f"tolerance must be a number from 0 to 1, got {tolerance!r}")
     whole = _integers("breaks must be integer positions", breaks)
