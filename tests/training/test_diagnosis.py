@@ -65,7 +65,7 @@ def test_a_log_of_every_kind_of_event_is_told(world: Path) -> None:
         "restarts (22%); 2 s a step (median).",
         "Throughput: 5,000 tokens/s in the first half of the log, 2,500 in the second (medians).",
         f"Memory: 700.0 MB at the peak of the first process; its settings need at least {least}.",
-        "Rank 1 is slow: it works 1.5 s by itself in a step, the others 0.5 s (median), and they wait for it, 50% of a "
+        "Slow rank: rank 1 works 1.5 s by itself in a step, the others 0.5 s (median), and they wait for it, 50% of a "
         "step.",
         "Faults: 1 restarts, 1 steps without their batch, 40.0 s lost (faults.jsonl).",
         "Gradients overflowed in 1 steps, which were repeated with a lower scale of the loss.",
@@ -118,6 +118,7 @@ def test_runs_whose_steps_one_process_cannot_take_are_not_profiled(world: Path, 
         ("split", {"settings": {**settings, "context_parallel": 2}}, "splits its sequences or matrices over several"),
         ("of extend", {"kind": "extend"}, "is one of `extend`"),
         ("other text", {"corpus": {"bytes": 1}}, "the text is not what the run began with"),
+        ("of another version", {"settings": {**settings, "width": 3}}, "training.json describes no run"),
     ):
         run = tmp_path / name
         run.mkdir()

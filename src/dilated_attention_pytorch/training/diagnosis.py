@@ -7,15 +7,13 @@ import statistics
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
-from dilated_attention_pytorch.errors import RunError
 from dilated_attention_pytorch.memory import in_bytes
 
 from .callbacks import read_metrics
-from .checkpoint import SETTINGS_NAME, WEIGHTS_NAME
+from .checkpoint import WEIGHTS_NAME
 from .faults import cost_of_faults, read_faults
 from .footprint import footprint
-from .manifest import read_sealed
-from .settings import TrainSettings
+from .outcome import recorded_run
 from .stragglers import stragglers
 
 _REMEDY = "name the --output of a `train` or `extend` command; docs/troubleshooting.md explains messages of errors"
@@ -32,39 +30,28 @@ def diagnose(folder: Path) -> Iterator[str]:
     Raises:
         RunError: the folder is not a run folder, or its record is damaged.
     """
-    if not folder.is_dir():
-        raise RunError(f"diagnose: {folder} is not a run folder; {_REMEDY}")
-    record = read_sealed(folder / SETTINGS_NAME, what="diagnose", remedy=_REMEDY)
-    try:
-        settings = None if "kind" in record else TrainSettings.from_dict(record["settings"])
-        steps, processes = int(record["settings"]["steps"]), int(record.get("processes", 1))
-        at_end = float((record.get("result") or {}).get("evaluation_seconds", 0.0))
-    except (KeyError, TypeError, ValueError, AttributeError) as error:
-        raise RunError(f"diagnose: {folder / SETTINGS_NAME} describes no run ({error}); {_REMEDY}") from error
+    record, settings = recorded_run(folder, "diagnose", _REMEDY)
     entries = read_metrics(folder)
-    done = int(max((entry["step"] for entry in entries), default=0))
+    done = max((entry["step"] for entry in entries), default=0)
     state = "finished" if (folder / WEIGHTS_NAME).exists() else "not finished"
-    yield f"The run is {state}: the log has {done:,} of {steps:,} steps."
+    yield f"The run is {state}: the log has {done:,} of {record['settings']['steps']:,} steps."
+    at_end = (record.get("result") or {}).get("evaluation_seconds", 0.0)
     yield from _time(entries, at_end, cost_of_faults(folder).seconds_lost)
     yield from _throughput(entries)
-    yield from _memory(entries, settings, processes)
+    least = None if settings is None else footprint(settings, record["processes"]).total
+    yield from _memory(entries, least)
     for slow in stragglers(entries):
-        yield f"R{slow.in_words()[1:]}."
+        yield f"Slow rank: {slow.in_words()}."
     yield from _faults(folder)
 
 
-def seconds_per_step(entries: Sequence[Mapping[str, float]]) -> float:
-    """Median seconds per step between entries of the training loss; 0 without any."""
-    seconds = [
+def _time(entries: Sequence[Mapping[str, float]], at_end: float, lost: float) -> Iterator[str]:
+    between_losses = [
         (after["seconds"] - before["seconds"]) / (after["step"] - before["step"])
         for before, after in itertools.pairwise(entries)
         if "loss" in after and after["step"] > before["step"]
     ]
-    return statistics.median(seconds) if seconds else 0.0
-
-
-def _time(entries: Sequence[Mapping[str, float]], at_end: float, lost: float) -> Iterator[str]:
-    step_seconds = seconds_per_step(entries)
+    step_seconds = statistics.median(between_losses or [0.0])
     evaluating = sum(
         max(0.0, after["seconds"] - before["seconds"] - (after["step"] - before["step"]) * step_seconds)
         for before, after in itertools.pairwise(entries)
@@ -91,13 +78,11 @@ def _throughput(entries: Sequence[Mapping[str, float]]) -> Iterator[str]:
         yield f"Throughput: {before:,.0f} tokens/s in the first half of the log, {after:,.0f} in the second (medians)."
 
 
-def _memory(entries: Sequence[Mapping[str, float]], settings: TrainSettings | None, processes: int) -> Iterator[str]:
-    peak = int(max((entry.get("peak_memory_bytes", 0) for entry in entries), default=0))
+def _memory(entries: Sequence[Mapping[str, float]], least: int | None) -> Iterator[str]:
+    peak = max((entry.get("peak_memory_bytes", 0) for entry in entries), default=0)
     if peak:
-        planned = (
-            "" if settings is None else f"; its settings need at least {in_bytes(footprint(settings, processes).total)}"
-        )
-        yield f"Memory: {in_bytes(peak)} at the peak of the first process{planned}."
+        planned = "" if least is None else f"; its settings need at least {in_bytes(least)}"
+        yield f"Memory: {in_bytes(int(peak))} at the peak of the first process{planned}."
 
 
 def _faults(folder: Path) -> Iterator[str]:

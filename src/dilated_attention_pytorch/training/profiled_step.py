@@ -17,12 +17,11 @@ from dilated_attention_pytorch.machine import set_threads
 from dilated_attention_pytorch.output import check_free_folder, make_output, write_text
 
 from .autocast import autocast
-from .checkpoint import SETTINGS_NAME
 from .data.run_data import read_data, read_tokenizer, verify_tokenizer
 from .footprint import check_training_memory
 from .lifecycle import check_same_corpus
-from .manifest import read_sealed
 from .optimizer import build_optimizer
+from .outcome import recorded_run
 from .preflight import check_optimizer, choose_device, choose_precision
 from .settings import TrainSettings
 from .stages import Stages
@@ -73,17 +72,11 @@ def profile_run(run: Path, output: Path, *, steps: int = _STEPS) -> str:
         RunError: the folder holds no run of `train`, the run's batch needs several processes, the data has changed,
             memory does not suffice, or the output is not free. Nothing is written.
     """
-    if not run.is_dir():
-        raise RunError(f"profile: {run} is not a run folder; {_REMEDY}")
     if not 1 <= steps <= _MOST_STEPS:
         raise RunError(f"profile: --steps must be from 1 to {_MOST_STEPS}, got {steps}")
-    record = read_sealed(run / SETTINGS_NAME, what="profile", remedy=_REMEDY)
-    if "kind" in record:
+    record, settings = recorded_run(run, "profile", _REMEDY)
+    if settings is None:
         raise RunError(f"profile takes steps of runs of `train`, and {run} is one of `extend`; {_REMEDY}")
-    try:
-        settings, corpus = TrainSettings.from_dict(record["settings"]), record["corpus"]
-    except (KeyError, TypeError, ValueError, AttributeError) as error:
-        raise RunError(f"profile: {run / SETTINGS_NAME} describes no run ({error}); {_REMEDY}") from error
     if settings.context_parallel > 1 or settings.tensor_parallel > 1 or settings.max_tokens:
         raise RunError(
             f"profile takes steps in one process, and {run} splits its sequences or matrices over several, or has "
@@ -97,7 +90,7 @@ def profile_run(run: Path, output: Path, *, steps: int = _STEPS) -> str:
     check_training_memory(settings, device, 1)
     verify_tokenizer(run, record)
     data = read_data(settings, read_tokenizer(settings, run), lambda line: None)
-    check_same_corpus(data.figures, corpus, run)
+    check_same_corpus(data.figures, record["corpus"], run)
     stages = Stages.of(settings.stages, settings.model, context_length=settings.context_length, steps=settings.steps)
     samples = data.training(stages, settings.batch_size * settings.gradient_accumulation)
     batch = data.collate([samples[len(samples) - 1 - row] for row in range(settings.batch_size)])  # type: ignore[arg-type]

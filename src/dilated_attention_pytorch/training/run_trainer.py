@@ -194,7 +194,7 @@ class RunTrainer(FiniteTrainer):
         for straggler in stragglers(self._own_times):
             if straggler.rank not in self._slow_ranks and self.is_world_process_zero():
                 self._slow_ranks.add(straggler.rank)
-                self.place.say(straggler.in_words())
+                self.place.say(f"slow rank: {straggler.in_words()}")
         return self._own_times[-1]
 
     def check_loss(self, step: int, losses: list[Tensor]) -> None:

@@ -94,8 +94,8 @@ class Straggler:
     def in_words(self) -> str:
         """One sentence of text."""
         return (
-            f"rank {self.rank} is slow: it works {self.seconds:.3g} s by itself in a step, the others "
-            f"{self.others:.3g} s (median), and they wait for it, {self.part:.0%} of a step"
+            f"rank {self.rank} works {self.seconds:.3g} s by itself in a step, the others {self.others:.3g} s "
+            f"(median), and they wait for it, {self.part:.0%} of a step"
         )
 
 
