@@ -48,7 +48,7 @@ def measure_step(settings: TrainSettings, batch: Window, device: str) -> StepCos
     """The median seconds of a few steps of a new model on one batch, after a warm-up step.
 
     Args:
-        settings: settings of the run; distribution is ignored.
+        settings: settings of the run; distribution, torch.compile and float8 are ignored.
         batch: a batch collated by :class:`RunData`.
         device: "cpu" or "cuda".
     """
@@ -59,6 +59,8 @@ def measure_step(settings: TrainSettings, batch: Window, device: str) -> StepCos
 
 def profile_run(run: Path, output: Path, *, steps: int = _STEPS) -> str:
     """Profile steps of a run on its own data, with a new model in this process, by :mod:`torch.profiler`.
+
+    Distribution, torch.compile and float8 are ignored.
 
     Args:
         run: run folder of `train`, finished or not.
