@@ -134,13 +134,12 @@ ROWS = [
     Row(r"dilated-attention tokenizer .*", flags(vocab_size="300")),
     Row(r"dilated-attention bench .*--resume", flags(resume=None, dry_run="", shapes="three", dtypes="float32", preset="cpu")),
     Row(r"dilated-attention bench .*", flags(dry_run="", shapes="three", dtypes="float32")),
-    Row(r"dilated-attention profile .*", flags(rows="128", device="cpu")),
     Row(r"dilated-attention tune .*", flags(dry_run="", device="cpu")),
     Row(r"dilated-attention plan .*--hardware here.*", None, "measures this machine for two minutes: its flags are parsed"),
     Row(r"dilated-attention plan .*--changes.*", None, "plans dozens of runs, as tests/capacity does: its flags are parsed"),
     Row(r"dilated-attention plan .*--preset gpu.*", flags(preset="tiny", context_length="256")),
     Row(r"dilated-attention plan --model .*", flags(context_length="128", pattern="DilatedPattern([16,32],[1,2])")),
-    Row(r"dilated-attention (plan --help|show .*|info|build|diagnose .*|report .*|embed .*)", program),
+    Row(r"dilated-attention (plan --help|show .*|info|build|diagnose .*|profile .*|report .*|embed .*)", program),
     Row(r"torchrun .* train .*--resume .*", None, "needs ranks, and a run that they wrote: its flags are parsed"),
     Row(r"torchrun .* train .*(fsdp|zero).*", None, "tests/capacity plans FSDP and ZeRO, tests/training trains: its flags are parsed"),
     Row(r"torchrun .* train .*", plan_of_ranks, "planned for as many ranks; tests/training starts them"),
@@ -275,7 +274,6 @@ def make_world(world: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         if block.kind == "toml" and "[model]" in block.text
     )
     (world / "my.toml").write_text(config)
-    (world / "slurm-4711.out").write_text("torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 2.00 GiB.\n")
     return world
 
 

@@ -34,7 +34,7 @@ BASES = {
     "diagnose": "diagnose run",
     "tokenizer": "tokenizer texts --vocab-size 300 --output new.json",
     "bench": "bench --dry-run --shapes blocks --rows 64 --dtypes float32 --output new",
-    "profile": "profile --rows 64 --shape blocks --device cpu --output new",
+    "profile": "profile run --steps 1 --output new",
     "tune": "tune --dry-run --device cpu --output new",
     "plan": "plan --preset tiny --hardware H200",
     "show": "show local_window(3) --length 64",

@@ -169,13 +169,6 @@ def test_bench_prints_times_and_writes_results_and_plots(tmp_path: Path, capsys:
     assert {path.name for path in (tmp_path / "new").iterdir()} == {"bench.json", "page.md", "time.png", "limit.png"}
 
 
-def test_profile_prints_the_operators_and_writes_a_trace(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    main(["profile", "--rows", "300", "--backward", "--contestant", "ours, aten", "--output", str(tmp_path / "new")])
-    said = capsys.readouterr().out
-    assert "_scaled_dot_product_flash_attention_for_cpu" in said
-    assert (tmp_path / "new" / "trace.json").exists()
-
-
 def test_info_names_every_implementation_and_every_extra(capsys: pytest.CaptureFixture[str]) -> None:
     main(["info"])
     said = capsys.readouterr().out

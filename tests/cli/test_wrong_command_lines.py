@@ -11,10 +11,9 @@ import pytest
 from cli import wrong_command_lines
 from cli.wrong_command_lines import OF_TRAINING, ROWS, Row, run_row, table
 from cli.wrong_world import make_world
-from dilated_attention_pytorch.benchmarks import profiling
 from dilated_attention_pytorch.benchmarks import run as bench_run
 from dilated_attention_pytorch.cli import main
-from dilated_attention_pytorch.training import extension
+from dilated_attention_pytorch.training import extension, profiled_step
 from dilated_attention_pytorch.training import run as training_run
 
 
@@ -32,7 +31,7 @@ def _nothing_begins(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(extension, "_go", forbidden)
     monkeypatch.setattr(extension, "_measure", forbidden)
     monkeypatch.setattr(bench_run, "_time_cases", forbidden)
-    monkeypatch.setattr(profiling, "profile", forbidden)
+    monkeypatch.setattr(profiled_step, "profile", forbidden)
 
 
 def _state(folder: Path) -> dict[str, str]:
@@ -89,7 +88,7 @@ def test_the_folder_that_one_stands_in_is_refused_with_a_name_beside_it(
         "train --preset tiny --data ../texts",
         "extend --model ../short --data ../texts",
         "bench",
-        "profile",
+        "profile ../finished",
     ):
         with pytest.raises(SystemExit) as left:
             main([*command.split(), "--output", "."])

@@ -5,8 +5,8 @@
 CASES is JSON: a list of ``[name, changes of the settings, step to stop after and resume from, or null]``; a run whose
 name says "damaged" finds a bit of its last checkpoint flipped when it is resumed, and one whose name says "overflowing"
 begins with a scale of the loss with which every gradient overflows in float16. In one whose name says "sleeping" the
-last rank sleeps in every forward pass. Beside what a run leaves, the first process writes how it wrapped the model, and
-how far parts of matrices are from whole ones.
+last rank sleeps in every forward pass, and its messages are printed. Beside what a run leaves, the first process writes
+how it wrapped the model, and how far parts of matrices are from whole ones.
 """
 
 from __future__ import annotations
@@ -28,6 +28,7 @@ from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 from transformers import Trainer
 
 from dilated_attention_pytorch.models import LongNetConfig, LongNetForCausalLM, LongNetLM, token_loss
+from dilated_attention_pytorch.terminal import plain_console
 from dilated_attention_pytorch.training import TrainSettings, finite_trainer, resume, train
 from dilated_attention_pytorch.training.checkpoint import latest_checkpoint
 from dilated_attention_pytorch.training.distribution import Distribution, leaving_together
@@ -197,7 +198,7 @@ def main() -> None:
                 if "overflowing" in name:
                     monkeypatch.setattr(finite_trainer, "LossScaler", partial(LossScaler, init_scale=2.0**40))
                 if stop is None:
-                    train(settings, folder / name, quiet())
+                    train(settings, folder / name, plain_console() if "sleeping" in name else quiet())
                 else:
                     stopped_run(monkeypatch, settings, folder / name, stop)
                     if "damaged" in name:

@@ -25,9 +25,9 @@ def _lines(script: str, folder: Path, words: str) -> list[str]:
 
 
 def _events(line: str) -> tuple[str, list[str]]:
-    """What a line says before its first semicolon. A slow rank is no event of the fault: a busy machine makes one."""
+    """What a line says before its first semicolon."""
     start, *events = line.split(";")[0].split(", ")[1:]
-    return f"{line.split(', ')[0]}, {start}", [event for event in events if event != "slow rank"]
+    return f"{line.split(', ')[0]}, {start}", events
 
 
 def test_a_killed_run_is_taken_up_bit_for_bit_with_the_rates_of_the_schedule(folder: Path, figure: Any) -> None:

@@ -1,4 +1,4 @@
-"""Settings of benchmark and profiler runs."""
+"""Settings of benchmark runs."""
 
 from __future__ import annotations
 
@@ -113,50 +113,3 @@ def _check_names(what: str, names: tuple[str, ...], known: tuple[str, ...]) -> N
 def _check_number(what: str, value: float, *, least: float) -> None:
     if not math.isfinite(value) or value < least:
         raise ValueError(f"{what} must be at least {least}, got {value}")
-
-
-@dataclass(kw_only=True, slots=True)
-class ProfileSettings:
-    """Profile one call.
-
-    Raises:
-        ValueError: a value is out of range, or a name is unknown.
-    """
-
-    shape: str = "three"
-    """Sizes and pattern: paper, slide, three, hybrid-ring, head-parallel, blocks, decode."""
-    rows: int | None = None
-    """Number of rows N; default: the shape's largest."""
-    backward: bool = False
-    """Compute gradients too."""
-    dtype: DtypeName | None = None
-    """Dtype; default: the shape's."""
-    causal: bool = False
-    """Use the causal mask. (The shape decode always does.)"""
-    head_dim: int | None = None
-    """Head dimension D; default: the shape's."""
-    num_groups: int | None = None
-    """Keep this many dilation groups, shortest segments first."""
-    batch: int = 1
-    """Batch size."""
-    contestant: str | None = None
-    """Part of the contestant's name, as in the benchmark: aten, triton, published, dense, ... Default: the
-    implementation of impl="auto"."""
-    device: Device = "auto"
-    """Device; "auto" takes a CUDA device if there is one."""
-    threads: int = 0
-    """CPU threads; 0 leaves the number to PyTorch."""
-    output: Path = Path("runs/profile")
-    """Folder to create for trace.json, memory.png and profile.json. It must not exist, or be empty."""
-
-    def __post_init__(self) -> None:
-        _check_names("shape", (self.shape,), tuple(SHAPES))
-        _check_names("dtype", () if self.dtype is None else (self.dtype,), get_args(DtypeName))
-        _check_names("device", (self.device,), get_args(Device))
-        for name in ("rows", "head_dim", "num_groups"):
-            if getattr(self, name) is not None:
-                _check_number(name, getattr(self, name), least=1)
-        _check_number("batch", self.batch, least=1)
-        _check_number("threads", self.threads, least=0)
-        if self.backward and SHAPES[self.shape].mode == "decode":
-            raise ValueError("backward: a decoding step has none; leave it out, or name another --shape")

@@ -68,13 +68,25 @@ _DEFAULTS: Mapping[str, Callable[[Sequence[str]], Any]] = {
     "plan": defaults_of_plan,
 }
 """Functions that compute a command's defaults from its arguments."""
+_OF_A_CALL = "profile takes steps of a run, as it was trained (profile RUN); for one call use torch.profiler.profile"
+_REMOVED: Mapping[str, Mapping[str, str]] = {
+    "diagnose": {"--step": "`dilated-attention profile RUN` measures steps of a run; leave it out"},
+    "profile": dict.fromkeys(
+        (
+            *("--shape", "--rows", "--backward", "--dtype", "--causal", "--head-dim", "--num-groups", "--batch"),
+            *("--contestant", "--device", "--threads"),
+        ),
+        _OF_A_CALL,
+    ),
+}
+"""By command, flags that earlier versions had, with what to use instead."""
 _TYRO = (tyro.conf.FlagCreatePairsOff,)
 _FULL = {
     errno.ENOSPC: "the disk is full",
     errno.EDQUOT: "the disk quota is used up",
     errno.EFBIG: "a file would be larger than the limit of this shell (ulimit -f)",
 }
-_EXTRAS = {"embed": "slides", "report": "report", "bench": "bench", "profile": "bench", "tune": "bench", "show": "plot"}
+_EXTRAS = {"embed": "slides", "report": "report", "bench": "bench", "tune": "bench", "show": "plot"}
 """Extras of the commands; of all others "train"."""
 _THAT_GO_ON = ("train", "extend")
 
@@ -151,6 +163,9 @@ def _parse(args: list[str]) -> _Command:
     prog = "dilated-attention"
     # A named command is parsed alone, so that tyro's messages refer to its options only.
     if name in COMMANDS:
+        for flag in flags_in(rest):
+            if flag in _REMOVED.get(name, {}):
+                raise RunError(f"{name} {flag} was removed: {_REMOVED[name][flag]}")
         default: dict[str, Any] = {"default": _DEFAULTS[name](rest)} if name in _DEFAULTS else {}
         command: _Command = tyro.cli(COMMANDS[name], args=rest, prog=f"{prog} {name}", config=_TYRO, **default)
         if isinstance(command, Train):

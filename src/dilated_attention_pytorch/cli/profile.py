@@ -2,35 +2,39 @@
 
 from __future__ import annotations
 
-import dataclasses
 from dataclasses import dataclass
+from pathlib import Path
 
-from dilated_attention_pytorch.benchmarks.settings import ProfileSettings
-from dilated_attention_pytorch.machine import require
+import tyro
 
 
 @dataclass(kw_only=True, slots=True)
-class Profile(ProfileSettings):
-    """Profile one call of attention: time by kernel, launches, memory, a trace.
+class Profile:
+    """Profile training steps of a run with torch.profiler: a trace, and a table of the longest operators.
 
-    The output folder gets trace.json (for https://ui.perfetto.dev or chrome://tracing), memory.png (memory in
-    use during the call, with forward and backward marked) and profile.json (the table).
+    The steps are those of a new model with the run's settings, on a batch of its data, in one process. The output
+    folder gets trace.json (for https://ui.perfetto.dev or chrome://tracing) and profile.txt (the table).
 
-    The paper's pattern with gradients: profile --shape paper --rows 32768 --backward --dtype bfloat16
-
-    The same call by another implementation: profile --contestant "published route" --output runs/theirs
+        dilated-attention profile runs/mine
     """
 
+    run: tyro.conf.Positional[Path]
+    """Run folder of `train`, finished or not."""
+    steps: int = 3
+    """Number of profiled steps, after one to warm up."""
+    output: Path = Path("runs/profile")
+    """Folder to create. It must not exist, or be empty."""
+
     def run_command(self) -> None:
-        """Run the profiler.
+        """Profile the run and print the table.
 
         Raises:
-            RunError: see :func:`dilated_attention_pytorch.benchmarks.profiling.profile_call`.
+            RunError: see :func:`dilated_attention_pytorch.training.profiled_step.profile_run`.
         """
-        require("profiling", ("rich",), "bench")
-        from dilated_attention_pytorch.benchmarks.profiling import profile_call
-        from dilated_attention_pytorch.terminal import plain_console
+        from dilated_attention_pytorch.training import preflight
 
-        names = [entry.name for entry in dataclasses.fields(ProfileSettings)]
-        settings = ProfileSettings(**{name: getattr(self, name) for name in names})
-        profile_call(settings, plain_console(width=150))
+        preflight.check_packages("training")
+        from dilated_attention_pytorch.training.profiled_step import TABLE_NAME, TRACE_NAME, profile_run
+
+        print(profile_run(self.run, self.output, steps=self.steps))
+        print(f"written: {self.output / TRACE_NAME}, {self.output / TABLE_NAME}")

@@ -50,7 +50,7 @@ def answer(path: str, name: str) -> Answer | str | None:
     >>> table.answer("ring_dilated_attention_v3", "RingDilatedAttentionV3").home
     'parallel'
     >>> table.answer("core", "get_global_memory_pool")
-    "PyTorch's allocator does what memory pools did; `dilated-attention profile` shows the memory of a call"
+    "PyTorch's allocator does what memory pools did; torch.profiler.profile shows the memory of a call"
     """
     read = _read()
     for key in (f"{path}:{name}", name):

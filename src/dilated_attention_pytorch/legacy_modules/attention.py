@@ -77,7 +77,7 @@ _OF_TRAINING: Mapping[str, str] = {
     "checkpoint_interval": f"{_TRAIN} --save-steps N`",
     "auto_resume": f"{_TRAIN} --resume auto`",
     "enable_monitoring": f"{_TRAIN} --track tensorboard wandb`",
-    "profile_memory": "`dilated-attention profile`",
+    "profile_memory": "torch.profiler.profile(profile_memory=True)",
     "log_level": "logging.basicConfig(level=...)",
     "use_flash_attention": "nothing: impl= picks the kernels",
     "block_size": "nothing: a rank sends its rows at once, and kernels choose their tiles",

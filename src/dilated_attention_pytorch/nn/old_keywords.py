@@ -49,7 +49,7 @@ UNNEEDED: Mapping[str, Unneeded] = {
     "use_pattern_cache": Unneeded(
         _OFF, "what a pattern needs is worked out once for every length and kept anyway; leave it out"
     ),
-    "enable_profiling": Unneeded(_OFF, "the command `dilated-attention profile` measures a call; leave it out"),
+    "enable_profiling": Unneeded(_OFF, "torch.profiler.profile measures a call; leave it out"),
     **dict.fromkeys(("use_xformers", "use_flex_attention", "use_flash_attention"), Unneeded(_OFF, _BACKEND)),
     "op": Unneeded((None,), f"operators of xformers are not used: {_BACKEND}"),
     "use_tf32": Unneeded((None,), 'torch.set_float32_matmul_precision("high") allows it, for the whole process'),

@@ -25,6 +25,7 @@ from .faults import cost_of_faults
 from .going_back import GoBack
 from .manifest import opened
 from .measures import Work, peak_memory
+from .stragglers import OWN_SECONDS, STEP_SECONDS
 from .trackers import Tracker
 
 METRICS_NAME = "metrics.jsonl"
@@ -146,11 +147,11 @@ class Metrics(TrainerCallback):
             "learning_rate",
             "grad_norm",
             "loss_scale",
-            "slowest_rank",
-            "slowest_rank_seconds",
-            "other_ranks_seconds",
+            STEP_SECONDS,
         )
-        values = {name: logs[name] for name in names if logs and name in logs}
+        logs = logs or {}
+        values = {name: logs[name] for name in names if name in logs}
+        values |= {name: seconds for name, seconds in logs.items() if name.startswith(OWN_SECONDS)}
         if not values or not state.is_world_process_zero:
             return
         now, (step, then) = time.perf_counter(), self._pace

@@ -15,14 +15,13 @@ from .manifest import MANIFEST_NAME, opened, sealed_line, unsealed
 
 FAULTS_NAME = "faults.jsonl"
 
-Kind = Literal["failed", "stopped", "resumed", "broken", "skipped", "out of memory", "overflow", "slow rank"]
+Kind = Literal["failed", "stopped", "resumed", "broken", "skipped", "out of memory", "overflow"]
 """``failed``: an error ended the run; ``stopped``: a signal ended it. ``resumed``: it goes on after these, after
 a kill or after going back. ``broken``: a weight or optimizer state was NaN or infinite after ``step``, and the
 run went back. ``skipped``: it went back to skip the batch of ``step``. ``out of memory``: batches are processed in
-parts of ``rows`` windows. ``overflow``: the batches of ``step`` are repeated with the loss scaled by ``scale``.
-``slow rank``: the others wait for ``rank`` (:mod:`.stragglers`)."""
-_ON_THE_WAY: tuple[Kind, ...] = ("resumed", "out of memory", "overflow", "slow rank")
-"""Faults after which the run continues."""
+parts of ``rows`` windows. ``overflow``: the batches of ``step`` are repeated with the loss scaled by ``scale``."""
+_LAST: tuple[Kind, ...] = ("failed", "stopped", "broken", "skipped")
+"""Faults after which the job does not train on."""
 
 
 def note_fault(run: Path, kind: Kind, **values: Any) -> None:
@@ -113,7 +112,7 @@ class Interrupted:
 def interrupted(run: Path) -> Interrupted:
     """The previous job's state. Call this before anything is written to the folder."""
     last = next(reversed(read_faults(run)), None)
-    after = "killed" if last is None or last["kind"] in _ON_THE_WAY else last["kind"]
+    after = last["kind"] if last is not None and last["kind"] in _LAST else "killed"
     newest = [path / MANIFEST_NAME for path in checkpoints(run)[:1]]
     seen = [_modified(path) for path in (run / LEASE_NAME, run / FAULTS_NAME, *newest)]
     return Interrupted(after=after, last_seen=max(seen))

@@ -6,8 +6,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from dilated_attention_pytorch.errors import RunError
+
 from .checkpoint import SETTINGS_NAME
 from .manifest import opened, read_sealed
+from .settings import TrainSettings
 
 SAMPLE_NAME = "sample.txt"
 STATES = ("before", "replaced", "trained")
@@ -90,6 +93,26 @@ class ExtensionOutcome(_Ended):
         """Read the result of a finished run from its folder."""
         record = _record(run)
         return cls.of_record(run, record, record["settings"]["steps"], None)
+
+
+def recorded_run(folder: Path, what: str, remedy: str) -> tuple[dict[str, Any], TrainSettings | None]:
+    """The record of a run, finished or not, and its settings; None for a run of `extend`.
+
+    Args:
+        folder: run folder.
+        what: the command that reads it, for messages.
+        remedy: what to do if it is not a run folder.
+
+    Raises:
+        RunError: it is not a run folder, or the record is damaged.
+    """
+    if not folder.is_dir():
+        raise RunError(f"{what}: {folder} is not a run folder; {remedy}")
+    record = read_sealed(folder / SETTINGS_NAME, what=what, remedy=remedy)
+    try:
+        return record, None if "kind" in record else TrainSettings.from_dict(record["settings"])
+    except (KeyError, TypeError, ValueError, AttributeError) as error:
+        raise RunError(f"{what}: {folder / SETTINGS_NAME} describes no run ({error}); {remedy}") from error
 
 
 def _record(run: Path) -> dict[str, Any]:

@@ -1,180 +1,146 @@
-"""Time and memory of one measured training step, and of the same step with other settings."""
+"""A training step of a new model in this process: its seconds, and its profile by PyTorch."""
 
 from __future__ import annotations
 
-import dataclasses
+import itertools
 import statistics
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import NamedTuple
 
 import torch
-from torch import Tensor, nn
+from torch.profiler import ProfilerActivity, profile, record_function, schedule
+
+from dilated_attention_pytorch.errors import RunError
+from dilated_attention_pytorch.machine import set_threads
+from dilated_attention_pytorch.output import check_free_folder, make_output, write_text
 
 from .autocast import autocast
+from .data.run_data import read_data, read_tokenizer, verify_tokenizer
+from .footprint import check_training_memory
+from .lifecycle import check_same_corpus
 from .optimizer import build_optimizer
-from .run_settings import Precision
+from .outcome import recorded_run
+from .preflight import check_optimizer, choose_device, choose_precision
 from .settings import TrainSettings
+from .stages import Stages
+from .windows import Window
 
-if TYPE_CHECKING:
-    from dilated_attention_pytorch.models import LongNetForCausalLM
-
-    from .windows import Window
-
-_STEPS = 3
-_MOST_OPERATORS = 6
+TRACE_NAME, TABLE_NAME = "trace.json", "profile.txt"
+_REMEDY = "name the --output of a `train` command"
+_STEPS, _MOST_STEPS = 3, 100
+_ROWS, _NAME_WIDTH = 15, 60
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class StepCost:
-    """Cost of one step in one process."""
+class StepCost(NamedTuple):
+    """Seconds of one step in one process."""
 
     forward: float
-    """Seconds of the forward pass, including the loss."""
+    """The forward pass, including the loss."""
     backward: float
-    """Seconds of the backward pass."""
+    """The backward pass."""
     optimizer: float
-    """Seconds of gradient clipping and the optimizer step."""
-    weights: int
-    """Bytes of the weights."""
-    gradients: int
-    """Bytes of the gradients."""
-    moments: int
-    """Bytes of the optimizer state."""
-    saved: int
-    """Bytes saved for the backward pass, excluding weights."""
-
-    @property
-    def seconds(self) -> float:
-        """Seconds of the whole step."""
-        return self.forward + self.backward + self.optimizer
-
-    @property
-    def bytes(self) -> int:
-        """Total bytes at the end of a later step's forward pass."""
-        return self.weights + self.gradients + self.moments + self.saved
-
-
-def saved_bytes(compute: Callable[[], Tensor], weights: nn.Module) -> tuple[Tensor, int]:
-    """The result of ``compute``, and the bytes it saves for the backward pass: each storage once, without weights."""
-    own = {weight.untyped_storage().data_ptr() for weight in weights.parameters()}
-    kept: dict[int, int] = {}
-
-    def note(tensor: Tensor) -> Tensor:
-        storage = tensor.untyped_storage()
-        if storage.data_ptr() not in own:
-            kept[storage.data_ptr()] = storage.nbytes()
-        return tensor
-
-    with torch.autograd.graph.saved_tensors_hooks(note, lambda tensor: tensor):
-        result = compute()
-    return result, sum(kept.values())
+    """Gradient clipping and the optimizer step."""
 
 
 def measure_step(settings: TrainSettings, batch: Window, device: str) -> StepCost:
-    """The median cost of a few steps of a new model on one batch, after a warm-up step.
+    """The median seconds of a few steps of a new model on one batch, after a warm-up step.
 
     Args:
-        settings: settings of the run; distribution is ignored.
+        settings: settings of the run; distribution, torch.compile and float8 are ignored.
         batch: a batch collated by :class:`RunData`.
         device: "cpu" or "cuda".
     """
-    model, optimizer, inputs = _prepared(settings, batch, device)
-    seconds: list[tuple[float, float, float]] = []
-    saved = 0
-    for number in range(_STEPS + 1):
-        times = [_now(device)]
-        loss, saved = saved_bytes(lambda: _loss(model, inputs, settings.precision, device), model)
-        times.append(_now(device))
-        loss.backward()
-        times.append(_now(device))
-        torch.nn.utils.clip_grad_norm_(model.parameters(), settings.max_grad_norm)
-        optimizer.step()
-        times.append(_now(device))
-        gradients = sum(_nbytes(weight.grad) for weight in model.parameters() if weight.grad is not None)
-        optimizer.zero_grad()
-        if number:
-            seconds.append((times[1] - times[0], times[2] - times[1], times[3] - times[2]))
-    forward, backward, step = (statistics.median(column) for column in zip(*seconds, strict=True))
-    moments = sum(
-        _nbytes(value) for state in optimizer.state.values() for value in state.values() if isinstance(value, Tensor)
-    )
-    weights = sum(map(_nbytes, model.parameters()))
-    return StepCost(
-        forward=forward,
-        backward=backward,
-        optimizer=step,
-        weights=weights,
-        gradients=gradients,
-        moments=moments,
-        saved=saved,
-    )
-
-
-def slowest_operators(settings: TrainSettings, batch: Window, device: str) -> list[tuple[str, float]]:
-    """PyTorch operators by the fraction of a step's time spent in them (self time), largest first."""
-    from torch.profiler import ProfilerActivity, profile
-
-    model, optimizer, inputs = _prepared(settings, batch, device)
-    activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if device == "cuda" else [])]
-
-    def step() -> None:
-        _loss(model, inputs, settings.precision, device).backward()
-        optimizer.step()
-        optimizer.zero_grad()
-
+    step = _new_step(settings, batch, device)
     step()
-    with profile(activities=activities, acc_events=True) as profiler:
-        for _ in range(_STEPS):
+    return StepCost(*map(statistics.median, zip(*(step() for _ in range(_STEPS)), strict=True)))
+
+
+def profile_run(run: Path, output: Path, *, steps: int = _STEPS) -> str:
+    """Profile steps of a run on its own data, with a new model in this process, by :mod:`torch.profiler`.
+
+    Distribution, torch.compile and float8 are ignored.
+
+    Args:
+        run: run folder of `train`, finished or not.
+        output: folder to create for the trace and the table.
+        steps: number of profiled steps of one batch, after a warm-up step.
+
+    Returns:
+        The table: time and memory of the operators that take longest by themselves.
+
+    Raises:
+        RunError: the folder holds no run of `train`, the run's batch needs several processes, the data has changed,
+            memory does not suffice, or the output is not free. Nothing is written.
+    """
+    if not 1 <= steps <= _MOST_STEPS:
+        raise RunError(f"profile: --steps must be from 1 to {_MOST_STEPS}, got {steps}")
+    record, settings = recorded_run(run, "profile", _REMEDY)
+    if settings is None:
+        raise RunError(f"profile takes steps of runs of `train`, and {run} is one of `extend`; {_REMEDY}")
+    if settings.context_parallel > 1 or settings.tensor_parallel > 1 or settings.max_tokens:
+        raise RunError(
+            f"profile takes steps in one process, and {run} splits its sequences or matrices over several, or has "
+            "batches of any length (--max-tokens); name another run"
+        )
+    check_free_folder(output)
+    device = choose_device(settings.device)
+    choose_precision(settings.precision, device)
+    check_optimizer(settings.optimizer)
+    set_threads(settings.threads)
+    check_training_memory(settings, device, 1)
+    verify_tokenizer(run, record)
+    data = read_data(settings, read_tokenizer(settings, run), lambda line: None)
+    check_same_corpus(data.figures, record["corpus"], run)
+    stages = Stages.of(settings.stages, settings.model, context_length=settings.context_length, steps=settings.steps)
+    samples = data.training(stages, settings.batch_size * settings.gradient_accumulation)
+    batch = data.collate([samples[len(samples) - 1 - row] for row in range(settings.batch_size)])  # type: ignore[arg-type]
+    step = _new_step(settings, batch, device)
+    is_cuda = device == "cuda"
+    with profile(
+        activities=[ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if is_cuda else [])],
+        schedule=schedule(wait=0, warmup=1, active=steps, repeat=1),
+        profile_memory=True,
+        acc_events=True,
+    ) as profiler:
+        for _ in range(1 + steps):
             step()
-    name = "self_device_time_total" if device == "cuda" else "self_cpu_time_total"
-    times = {entry.key: float(getattr(entry, name)) for entry in profiler.key_averages()}
-    whole = sum(times.values())
-    ordered = sorted(times.items(), key=lambda item: -item[1])[:_MOST_OPERATORS]
-    return [(key, spent / whole) for key, spent in ordered]
+            profiler.step()
+    by = "self_device_time_total" if is_cuda else "self_cpu_time_total"
+    table = profiler.key_averages().table(sort_by=by, row_limit=_ROWS, max_name_column_width=_NAME_WIDTH)
+    make_output(output)
+    profiler.export_chrome_trace(str(output / TRACE_NAME))
+    write_text(output / TABLE_NAME, table)
+    return table
 
 
-def alternatives(settings: TrainSettings) -> dict[str, TrainSettings]:
-    """Alternative settings for the same step, by the flags that select them."""
-    model = settings.model
-    found: dict[str, TrainSettings] = {}
-
-    def with_model(flag: str, **changes: Any) -> None:
-        found[flag] = dataclasses.replace(settings, model=dataclasses.replace(model, **changes))
-
-    if model.gradient_checkpointing:
-        with_model("without --model.gradient-checkpointing", gradient_checkpointing=False, checkpoint_every=1)
-    else:
-        with_model("--model.gradient-checkpointing", gradient_checkpointing=True)
-    other: Precision = "bfloat16" if settings.precision in ("float32", "tf32") else "float32"
-    found[f"--precision {other}"] = dataclasses.replace(settings, precision=other)
-    if settings.optimizer != "adamw-bf16":
-        found["--optimizer adamw-bf16"] = dataclasses.replace(settings, optimizer="adamw-bf16")
-    return found
-
-
-def _prepared(
-    settings: TrainSettings, batch: Window, device: str
-) -> tuple[LongNetForCausalLM, torch.optim.Optimizer, dict[str, Tensor]]:
+def _new_step(settings: TrainSettings, batch: Window, device: str) -> Callable[[], list[float]]:
+    """A training step of a new model on one batch; a call returns the seconds of its parts."""
     from dilated_attention_pytorch.models import LongNetForCausalLM
 
     torch.manual_seed(settings.seed)
     model = LongNetForCausalLM.from_longnet_config(settings.model)
     torch.nn.Module.to(model, device).train()
+    optimizer = build_optimizer(model, settings)
     inputs = {name: value.to(device) for name, value in batch.items()}
-    return model, build_optimizer(model, settings), inputs
 
+    def step() -> list[float]:
+        times = [_now(device)]
+        with record_function("forward"), autocast(settings.precision, device):
+            loss = model(**inputs, skip_logits=True).loss
+        times.append(_now(device))
+        with record_function("backward"):
+            loss.backward()
+        times.append(_now(device))
+        with record_function("optimizer"):
+            torch.nn.utils.clip_grad_norm_(model.parameters(), settings.max_grad_norm)
+            optimizer.step()
+            optimizer.zero_grad()
+        times.append(_now(device))
+        return [after - before for before, after in itertools.pairwise(times)]
 
-def _loss(model: LongNetForCausalLM, inputs: dict[str, Tensor], precision: str, device: str) -> Tensor:
-    with autocast(precision, device):
-        loss = model(**inputs, skip_logits=True).loss
-    assert isinstance(loss, Tensor)
-    return loss
-
-
-def _nbytes(tensor: Tensor) -> int:
-    return tensor.numel() * tensor.element_size()
+    return step
 
 
 def _now(device: str) -> float:

@@ -19,8 +19,8 @@ from dilated_attention_pytorch.output import check_new_file, write_text
 
 from .callbacks import read_metrics
 from .checkpoint import SETTINGS_NAME, WEIGHTS_NAME
-from .faults import read_faults
 from .manifest import read_sealed
+from .stragglers import stragglers
 
 if TYPE_CHECKING:
     from plotly.graph_objects import Figure
@@ -135,8 +135,8 @@ def _figures(
     yield "model FLOP utilisation, median", _median(entries, "mfu", "{:.1%}")
     yield "matrix products of the machine, GFLOP/s", _last(entries, "matrix_product_flops", "{:,.0f}", 1e-9)
     yield "peak memory, GB", _last(entries, "peak_memory_bytes", "{:.2f}", 1e-9)
-    slow = {f"{fault['rank']} ({fault['seconds']:.3g} s)" for fault in read_faults(folder, "slow rank")}
-    yield "slow ranks, and seconds of their own a step", ", ".join(sorted(slow)) or _MISSING
+    slow = [f"{slow.rank} ({slow.seconds:.3g} s)" for slow in stragglers(entries)]
+    yield "slow ranks, and seconds of their own a step", ", ".join(slow) or _MISSING
     yield "restarts", _last(entries, "restarts", "{:.0f}")
     yield "seconds lost by restarts", _last(entries, "seconds_lost", "{:,.1f}")
     machine = record["machine"]

@@ -30,6 +30,7 @@ from .checkpoint import (
 from .checkpoint_writer import CheckpointWriter
 from .extension_settings import ExtensionSettings
 from .faults import Kind, note_fault, note_resumed
+from .finite_trainer import FiniteTrainer
 from .footprint import largest_file
 from .going_back import GoBack
 from .lease import check_exists
@@ -38,8 +39,7 @@ from .preflight import checkpoint_space, file_limit
 from .publishing import clear, publish, remove_leftovers
 from .settings import TrainSettings
 from .spikes import SpikeWatch
-from .stragglers import Straggler
-from .timed_trainer import TimedTrainer
+from .stragglers import OWN_SECONDS, STEP_SECONDS, OwnTime, stragglers
 from .together import from_first
 from .verification import fitting
 
@@ -48,7 +48,7 @@ _MAKE_ROOM = "make room and allow writing"
 _READ_ONLY = (errno.EROFS, errno.EACCES, errno.EPERM)
 
 
-class RunTrainer(TimedTrainer):
+class RunTrainer(FiniteTrainer):
     """Trains in a run folder, which always holds the last complete checkpoints.
 
     Args:
@@ -93,6 +93,10 @@ class RunTrainer(TimedTrainer):
         self._logged = place.step
         self._spikes = SpikeWatch(settings.spike_deviations, settings.spike_window)
         self.add_callback(self._spikes)
+        self.own_time = OwnTime(args)
+        self.add_callback(self.own_time)
+        self._own_times: list[dict[str, float]] = []
+        self._slow_ranks: set[int] = set()
         self._num_weights = sum(weight.numel() for weight in model.parameters())
         self.remove_callback(PrinterCallback)
 
@@ -156,14 +160,42 @@ class RunTrainer(TimedTrainer):
         """Forward and backward pass of a batch; no-op for a step whose batch is skipped."""
         if self.state.global_step + 1 in self.place.skipped:
             return torch.zeros((), device=self.args.device)
-        return super().training_step(*args, **options)
+        self.own_time.start()
+        loss = super().training_step(*args, **options)
+        if not self._is_exchanging:
+            self.own_time.mark()
+        self.own_time.stop()
+        return loss
 
-    def name_straggler(self, step: int, straggler: Straggler) -> None:
-        """Log and print a slow rank, in the first process."""
-        self.check_lease()
-        rank, seconds, others = straggler.rank, round(straggler.seconds, 4), round(straggler.others, 4)
-        note_fault(self.run, "slow rank", step=step, rank=rank, seconds=seconds, others=others)
-        self.place.say(straggler.in_words())
+    def get_batch_samples(self, *args: Any) -> Any:
+        """See :meth:`transformers.Trainer.get_batch_samples`: loads the batches of a step and counts their labels."""
+        self.own_time.begin_step()
+        return super().get_batch_samples(*args)
+
+    def _get_num_items_in_batch(self, *args: Any) -> Any:
+        # Counting labels is a collective: processes wait for each other here.
+        self.own_time.mark()
+        self.own_time.stop()
+        return super()._get_num_items_in_batch(*args)
+
+    def compute_loss(self, *args: Any, **options: Any) -> Any:
+        """See :meth:`transformers.Trainer.compute_loss`."""
+        self.own_time.mark()
+        if self.exchanges_in_forward():
+            self.own_time.stop()
+        return super().compute_loss(*args, **options)
+
+    def _own_time_of_ranks(self) -> dict[str, float]:
+        """Each rank's own work since the last entry, for the log; names a rank that is slow for the second time."""
+        own, step = self.own_time.take()
+        everyones = self.accelerator.gather(torch.tensor([own], device=self.args.device)).tolist()
+        figures = {f"{OWN_SECONDS}{rank}": round(seconds, 4) for rank, seconds in enumerate(everyones)}
+        self._own_times = [*self._own_times[-1:], {**figures, STEP_SECONDS: round(step, 4)}]
+        for straggler in stragglers(self._own_times):
+            if straggler.rank not in self._slow_ranks and self.is_world_process_zero():
+                self._slow_ranks.add(straggler.rank)
+                self.place.say(f"slow rank: {straggler.in_words()}")
+        return self._own_times[-1]
 
     def check_loss(self, step: int, losses: list[Tensor]) -> None:
         """Call :meth:`break_off` if the loss of the batch is a spike."""
@@ -230,7 +262,8 @@ class RunTrainer(TimedTrainer):
         self.check_lease()
         if "loss" in logs:
             self._leave_out_skipped(logs)
-            logs |= self.stragglers.figures()
+            if self.args.world_size > 1:
+                logs |= self._own_time_of_ranks()
             if self.scaler is not None:
                 logs["loss_scale"] = self.scaler.get_scale()
         for name, said in (("loss", "loss"), ("eval_loss", "held-out loss"), ("final_loss", "held-out loss")):

@@ -1,4 +1,4 @@
-"""Detection of slow ranks from the time that each rank computes by itself in a step.
+"""Each rank's own work per step, in the log, and the slow ranks that a log shows.
 
 All ranks take equally long per step, as each waits for the slowest. So only the time before a rank has to
 wait counts: loading batches, and computing up to the first communication. With pure gradient averaging
@@ -8,58 +8,68 @@ the part before the first layer.
 
 from __future__ import annotations
 
+import itertools
 import statistics
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
-import torch.distributed as dist
-from torch import Tensor
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
+OWN_SECONDS, STEP_SECONDS = "own_seconds_of_rank_", "step_seconds"
+"""Names in the log: the first is followed by the rank."""
 FACTOR = 1.5
 """A rank that works this many times as long as the median of the others is slow, ..."""
 LEAST_PART = 0.1
 """... if the excess is at least this fraction of a step."""
 
 
-class OwnTime:
-    """A stopwatch for this process's own work; on a GPU with stream events, as calls are asynchronous.
+class OwnTime(TrainerCallback):
+    """Times the steps and this rank's own work in them; on a GPU with stream events, as calls are asynchronous."""
 
-    Args:
-        device: device of the run.
-    """
-
-    def __init__(self, device: torch.device) -> None:
-        self._is_cuda = device.type == "cuda"
-        self._last: Any = None
+    def __init__(self, args: TrainingArguments) -> None:
+        self._is_cuda, self._is_alone = args.device.type == "cuda", args.world_size == 1
+        self._since: Any = None
         self._spans: list[tuple[Any, Any]] = []
+        self._began, self._seconds, self._num_steps = 0.0, 0.0, 0
 
     def start(self) -> None:
-        """Start the watch."""
-        self._last = self._now()
+        """Own work begins. A single rank waits for nobody, and is not timed."""
+        self._since = None if self._is_alone else self._now()
 
     def mark(self) -> None:
-        """Count the time until now and continue; no-op if stopped."""
-        if self._last is not None:
-            now = self._now()
-            self._spans.append((self._last, now))
-            self._last = now
+        """Count the time since the last call as own work, and continue."""
+        if self._since is not None:
+            before, self._since = self._since, self._now()
+            self._spans.append((before, self._since))
 
     def stop(self) -> None:
-        """Stop the watch: time since the last mark is not counted."""
-        self._last = None
+        """Waiting begins; the time since the last call is not counted."""
+        self._since = None
 
-    def take(self) -> float:
-        """Counted seconds since the last call."""
+    def begin_step(self) -> None:
+        """A step begins, with the loading of its batches."""
+        self._began = time.perf_counter()
+        self.start()
+
+    def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
+        """The optimizer has stepped."""
+        self._seconds += time.perf_counter() - self._began
+        self._num_steps += 1
+
+    def take(self) -> tuple[float, float]:
+        """Mean seconds of own work, and of a step, over the steps since the last call."""
         spans, self._spans = self._spans, []
-        if not self._is_cuda:
-            return sum(after - before for before, after in spans)
-        if spans:
+        if self._is_cuda and spans:
             spans[-1][1].synchronize()
-        return sum(before.elapsed_time(after) for before, after in spans) / 1e3
+            own = sum(before.elapsed_time(after) for before, after in spans) / 1e3
+        else:
+            own = sum(after - before for before, after in spans)
+        means = own / max(1, self._num_steps), self._seconds / max(1, self._num_steps)
+        self._seconds, self._num_steps = 0.0, 0
+        return means
 
     def _now(self) -> Any:
         if not self._is_cuda:
@@ -75,93 +85,36 @@ class Straggler:
 
     rank: int
     seconds: float
-    """Its own work per step in seconds: the median over the steps between two log entries."""
+    """Its own work per step."""
     others: float
     """The median over the other ranks, in seconds."""
+    part: float
+    """Fraction of a step that the others wait for it."""
 
     def in_words(self) -> str:
         """One sentence of text."""
         return (
-            f"rank {self.rank} is slow: it works {self.seconds:.3g} s by itself in a step, the others "
-            f"{self.others:.3g} s (median), and they wait for it"
+            f"rank {self.rank} works {self.seconds:.3g} s by itself in a step, the others {self.others:.3g} s "
+            f"(median), and they wait for it, {self.part:.0%} of a step"
         )
 
 
-def slowest(seconds: Sequence[float]) -> Straggler:
-    """The rank with the most seconds, with the median of the others."""
-    rank = max(range(len(seconds)), key=seconds.__getitem__)
-    others = statistics.median([*seconds[:rank], *seconds[rank + 1 :]])
-    return Straggler(rank, seconds[rank], others)
+def stragglers(entries: Sequence[Mapping[str, float]]) -> list[Straggler]:
+    """The ranks that are slow in two consecutive entries of the log, each once."""
+    slow = [_straggler(entry) for entry in entries if STEP_SECONDS in entry]
+    found: dict[int, Straggler] = {}
+    for before, after in itertools.pairwise(slow):
+        if before is not None and after is not None and before.rank == after.rank:
+            found.setdefault(after.rank, after)
+    return list(found.values())
 
 
-def is_straggler(slowest: Straggler, step_seconds: float) -> bool:
-    """Whether the others' waiting time for the slowest rank is significant."""
-    waited = slowest.seconds - slowest.others
-    return slowest.seconds > FACTOR * slowest.others and waited > LEAST_PART * step_seconds
-
-
-class StragglerWatch(TrainerCallback):
-    """Compares the ranks between log entries; one number per rank is gathered asynchronously with the next step.
-
-    Args:
-        own_time: this process's stopwatch.
-        device: device of the run.
-        name: called by the first process with a rank that was slow in two consecutive intervals.
-    """
-
-    def __init__(self, own_time: OwnTime, device: torch.device, name: Callable[[int, Straggler], None]) -> None:
-        self.own_time = own_time
-        self.device = device
-        self.name = name
-        self.slowest: Straggler | None = None
-        """The slowest rank of the last completed interval."""
-        self._steps: list[tuple[float, float]] = []
-        self._ended = time.perf_counter()
-        self._step_seconds = 0.0
-        self._gathered: tuple[list[Tensor], Any] | None = None
-        self._slow: int | None = None
-        self._named: int | None = None
-
-    def figures(self) -> dict[str, float]:
-        """Figures for the log."""
-        if self.slowest is None:
-            return {}
-        return {
-            "slowest_rank": self.slowest.rank,
-            "slowest_rank_seconds": round(self.slowest.seconds, 4),
-            "other_ranks_seconds": round(self.slowest.others, 4),
-        }
-
-    def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
-        """Take the time of this step, read the last gather, and start the next one."""
-        now = time.perf_counter()
-        self._steps.append((self.own_time.take(), now - self._ended))
-        self._ended = now
-        self._read(state)
-        if state.global_step % args.logging_steps == 0:
-            own, self._step_seconds = map(statistics.median, zip(*self._steps, strict=True))
-            self._steps = []
-            mine = torch.tensor([own], device=self.device)
-            everyones = [torch.empty_like(mine) for _ in range(args.world_size)]
-            self._gathered = everyones, dist.all_gather(everyones, mine, async_op=True)
-
-    def on_train_end(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
-    ) -> None:
-        """Read the last gather."""
-        self._read(state)
-
-    def _read(self, state: TrainerState) -> None:
-        if self._gathered is None:
-            return
-        everyones, work = self._gathered
-        self._gathered = None
-        work.wait()
-        found = self.slowest = slowest([float(seconds) for seconds in everyones])
-        is_slow = is_straggler(found, self._step_seconds)
-        if is_slow and found.rank == self._slow and found.rank != self._named and state.is_world_process_zero:
-            self._named = found.rank
-            self.name(state.global_step, found)
-        self._slow = found.rank if is_slow else None
-        if not is_slow:
-            self._named = None
+def _straggler(entry: Mapping[str, float]) -> Straggler | None:
+    own = [seconds for name, seconds in entry.items() if name.startswith(OWN_SECONDS)]
+    if len(own) < 2:
+        return None
+    rank = max(range(len(own)), key=own.__getitem__)
+    others = statistics.median([*own[:rank], *own[rank + 1 :]])
+    part = (own[rank] - others) / max(entry[STEP_SECONDS], 1e-9)
+    is_slow = own[rank] > FACTOR * others and part > LEAST_PART
+    return Straggler(rank, own[rank], others, part) if is_slow else None
