@@ -144,7 +144,6 @@ benchmark-long: $(VENV)/dev.stamp  ## what benchmark leaves out: claims, the pla
 	$(BIN)/python -m benchmarks.claims $(IF_STALE)
 	$(BIN)/python -m benchmarks.planner $(IF_STALE)
 	$(BIN)/python -m benchmarks.longest $(IF_STALE)
-	$(BIN)/python -m benchmarks.object_bytes $(IF_STALE)
 	$(BIN)/python -m benchmarks.scale $(IF_STALE) --only links
 	$(BIN)/python -m benchmarks.long_context $(IF_STALE)
 
