@@ -118,7 +118,7 @@ benchmark: $(VENV)/dev.stamp $(VENV)/torchao.stamp $(VENV)/deepspeed.stamp  ## t
 	TRITON_INTERPRET=1 $(BIN)/python -m benchmarks.magnitudes $(IF_STALE)
 	$(BIN)/python -m benchmarks.recall $(IF_STALE) --seeds 0
 	$(BIN)/python -m benchmarks.parallel $(IF_STALE)
-	$(BIN)/python -m benchmarks.scale $(IF_STALE) --only plan call simulated messages rounds
+	$(BIN)/python -m benchmarks.scale $(IF_STALE) --only plan call rounds
 	$(BIN)/python -m benchmarks.slide_encoder $(IF_STALE) --lengths 20000 --only adopted "published, fused" --repeats 2 --output benchmarks/results/slide_encoder_native.json
 	$(BIN)/python -m benchmarks.slide_encoder $(IF_STALE) --impl aten --most-dense 5000
 	$(BIN)/python -m benchmarks.slides $(IF_STALE) --slides 40
@@ -144,7 +144,6 @@ benchmark-long: $(VENV)/dev.stamp  ## what benchmark leaves out: claims, the pla
 	$(BIN)/python -m benchmarks.claims $(IF_STALE)
 	$(BIN)/python -m benchmarks.planner $(IF_STALE)
 	$(BIN)/python -m benchmarks.longest $(IF_STALE)
-	$(BIN)/python -m benchmarks.object_bytes $(IF_STALE)
 	$(BIN)/python -m benchmarks.scale $(IF_STALE) --only links
 	$(BIN)/python -m benchmarks.long_context $(IF_STALE)
 

@@ -76,8 +76,8 @@ every member of a set of ranks sends as many rows as the member with the most.
 **Latency, figure 5.** "Dilated attention can successfully scale up the sequence length with almost constant
 latency." Computation and bytes above agree. The number of messages is not constant where each rank sends to every
 other: 8,191 messages of 20 µs each take 0.16 s. `gather` forwards small rows, which takes the messages of the table
-([Thousands of ranks](scale.md) simulates both). The paper says "all-gather" without naming the algorithm. Its figure
-prints no numbers and it names no GPU, so milliseconds cannot be compared.
+([Thousands of ranks](scale.md) has the seconds of both). The paper says "all-gather" without naming the algorithm. Its
+figure prints no numbers and it names no GPU, so milliseconds cannot be compared.
 
 **Training, section 4 and table 2.** 300,000 steps of 0.5 M tokens of a model with width 768, 12 layers and
 {weights:,} weights (with the tokenizer's 100,288 tokens) are {flops:.2g} operations: {days:,.0f} days of one

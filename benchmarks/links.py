@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import itertools
 import json
 import os
 import statistics
@@ -25,7 +24,8 @@ from torch.distributed.device_mesh import init_device_mesh
 import dilated_attention_pytorch
 from dilated_attention_pytorch import DilatedPattern, attend, parallel
 from dilated_attention_pytorch.parallel.communicator import Communicator
-from dilated_attention_pytorch.parallel.simulation import SimulatedStrategy
+from dilated_attention_pytorch.parallel.costs import BACKWARD_FLOPS
+from dilated_attention_pytorch.parallel.plan import Strategy
 
 ROWS, HEADS, HEAD_DIM = 3072, 8, 64
 GROUPS = ((384, 1), (3072, 4))
@@ -35,8 +35,7 @@ REPEATS = 3
 PROBE_BYTES = 1 << 20
 _QUEUED_BYTES = 1 << 16
 """Maximum number of bytes of a connection that its link queues."""
-_PASSES = ("forward", "backward")
-_STRATEGIES: tuple[SimulatedStrategy, ...] = ("ring", "gather", "heads")
+_STRATEGIES: tuple[Strategy, ...] = ("ring", "gather", "heads")
 
 
 @contextlib.contextmanager
@@ -74,7 +73,7 @@ def _ip(command: str, *words: str) -> None:
 
 
 def links() -> dict[str, Any]:
-    """Predicted (from measured rates) and measured seconds of both passes of every strategy, by link rate."""
+    """Planned (at measured rates) and measured seconds of every strategy, both passes, by link rate."""
     lines = []
     for world in WORLDS:
         for megabits in MEGABITS:
@@ -107,15 +106,19 @@ def links() -> dict[str, Any]:
                 if any(codes):
                     raise SystemExit(f"{world} ranks at {megabits} Mbit/s ended with {codes}")
                 found = json.loads((Path(folder) / "found.json").read_text())
-            of_links = [{"ranks": world, "megabits": megabits, **line} for line in _compared(found, world)]
+            probe, latency = statistics.median(found["probe"]), statistics.median(found["latency"])
+            rate = PROBE_BYTES / max(probe - latency, 1e-9)
+            cases = {"ranks": world, "megabits": megabits, "load": found["load"]}
+            of_links = [
+                {**cases, **compared(strategy, world, found["samples"][strategy], rate, latency)}
+                for strategy in _STRATEGIES
+            ]
             lines += of_links
             for line in of_links:
                 print(
-                    f"p={world} {megabits:>4} Mbit/s {line['strategy']:6} {line['pass']:8} computation "
-                    f"{line['compute']:.3f} s, link {line['link']:.3f} s, predicted {line['predicted']:.3f} s, "
-                    f"measured {line['measured']:.3f} s: "
-                    f"{line['predicted'] / line['measured'] - 1:+.1%}; overlap predicted {line['overlap']:.2f}, "
-                    f"measured {line['measured_overlap']:.2f}",
+                    f"p={world} {megabits:>4} Mbit/s {line['strategy']:6} computation {line['compute']:.3f} s, "
+                    f"predicted {line['predicted']:.3f} s, measured {line['measured']:.3f} s: "
+                    f"{line['predicted'] / line['measured'] - 1:+.1%}",
                     flush=True,
                 )
     errors = [abs(line["predicted"] / line["measured"] - 1) for line in lines]
@@ -136,54 +139,34 @@ def _pattern() -> DilatedPattern:
     return DilatedPattern([w for w, _ in GROUPS], [r for _, r in GROUPS])
 
 
-def _compared(found: dict[str, Any], world: int) -> list[dict[str, Any]]:
-    lines = []
-    shape = (1, ROWS, HEADS, HEAD_DIM)
-    probe, latency = statistics.median(found["probe"]), statistics.median(found["latency"])
-    rate = PROBE_BYTES / max(probe - latency, 1e-9)
-    rates = {"bytes_per_second": rate, "message_seconds": latency}
-    for strategy, (index, name) in itertools.product(_STRATEGIES, enumerate(_PASSES)):
-        samples = {way: found[way][strategy][index] for way in ("compute", "together")}
-        compute, measured = (statistics.median(samples[way]) for way in ("compute", "together"))
-        unit = parallel.simulate(
-            _pattern(),
-            shape,
-            world,
-            strategy=strategy,
-            dtype=torch.float32,
-            is_backward=index == 1,
-            machine=parallel.Machine(flops_per_second=1.0, **rates),
-        )
-        speed = max(unit.compute_seconds) / compute
-        run = parallel.simulate(
-            _pattern(),
-            shape,
-            world,
-            strategy=strategy,
-            dtype=torch.float32,
-            is_backward=index == 1,
-            machine=parallel.Machine(flops_per_second=speed, **rates),
-        )
-        link = max(run.link_seconds)
-        lines.append(
-            {
-                "strategy": strategy,
-                "pass": name,
-                "compute": compute,
-                "link": link,
-                "predicted": run.step_seconds,
-                "measured": measured,
-                "overlap": run.overlap,
-                "measured_overlap": 1 - (measured - compute) / link,
-                "bytes": max(run.bytes),
-                "messages": max(run.messages),
-                "bytes_per_second": rate,
-                "message_seconds": latency,
-                "load": found["load"],
-                "samples": samples,
-            }
-        )
-    return lines
+def _planned(strategy: Strategy, world: int, machine: parallel.Machine) -> parallel.Estimate:
+    plan = parallel.plan_parallel(_pattern(), (1, ROWS, HEADS, HEAD_DIM), world, dtype=torch.float32, machine=machine)
+    return next(one for one in plan.estimates if (one.strategy, one.layout) == (strategy, "contiguous"))
+
+
+def compared(
+    strategy: Strategy, world: int, samples: dict[str, list[float]], bytes_per_second: float, message_seconds: float
+) -> dict[str, Any]:
+    """Both passes of a strategy as planned at the measured rates of computation and of the link, and as measured."""
+    compute, measured = (statistics.median(samples[way]) for way in ("compute", "together"))
+    flops = max(_planned(strategy, world, parallel.Machine()).flops)
+    machine = parallel.Machine(
+        flops_per_second=(1 + BACKWARD_FLOPS) * flops / compute,
+        bytes_per_second=bytes_per_second,
+        message_seconds=message_seconds,
+    )
+    estimate = _planned(strategy, world, machine)
+    return {
+        "strategy": strategy,
+        "compute": compute,
+        "predicted": estimate.seconds,
+        "measured": measured,
+        "bytes": max(estimate.forward_bytes) + max(estimate.backward_bytes),
+        "messages": estimate.messages + estimate.backward_messages,
+        "bytes_per_second": bytes_per_second,
+        "message_seconds": message_seconds,
+        "samples": samples,
+    }
 
 
 class _Arrived:
@@ -208,10 +191,10 @@ def measure(rank: int, world: int, folder: Path) -> None:
     q, k, v, grad = (parallel.shard(x, mesh) for x in whole)
     q, k, v = inputs = (q.requires_grad_(), k.requires_grad_(), v.requires_grad_())
 
-    def passes(strategy: SimulatedStrategy) -> tuple[float, float]:
+    def passes(strategy: Strategy) -> float:
         out: list[Tensor] = []
         forward = _slowest(lambda: out.append(parallel.attend(q, k, v, _pattern(), mesh=mesh, strategy=strategy)))
-        return forward, _slowest(lambda: torch.autograd.grad(out[0], inputs, grad))
+        return forward + _slowest(lambda: torch.autograd.grad(out[0], inputs, grad))
 
     with torch.no_grad():
         expected = parallel.shard(attend(whole[0], whole[1], whole[2], _pattern()), mesh)
@@ -223,8 +206,7 @@ def measure(rank: int, world: int, folder: Path) -> None:
         if error > 1e-4:
             raise SystemExit(f"not timed, because {strategy} is wrong by {error}")
     found: dict[str, Any] = {
-        "compute": {strategy: ([], []) for strategy in _STRATEGIES},
-        "together": {strategy: ([], []) for strategy in _STRATEGIES},
+        "samples": {strategy: {"compute": [], "together": []} for strategy in _STRATEGIES},
         "probe": [],
         "latency": [],
     }
@@ -233,11 +215,8 @@ def measure(rank: int, world: int, folder: Path) -> None:
             with mock.patch.object(
                 Communicator, "_exchange", lambda _self, _sends, receives, _tag, _doing: _Arrived(receives)
             ):
-                alone = passes(strategy)
-            together = passes(strategy)
-            for index in range(2):
-                found["compute"][strategy][index].append(alone[index])
-                found["together"][strategy][index].append(together[index])
+                found["samples"][strategy]["compute"].append(passes(strategy))
+            found["samples"][strategy]["together"].append(passes(strategy))
         found["probe"].append(_slowest(lambda: _shift(PROBE_BYTES, rank, world)))
         found["latency"].append(_slowest(lambda: _shift(4, rank, world)))
     found["load"] = os.getloadavg()[0]

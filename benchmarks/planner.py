@@ -69,24 +69,10 @@ def measured(
     """
     given = [told, processes] if folder is None else [told, processes, str(folder)]
     words = ["-m", "benchmarks.planner_cases", json.dumps(given, default=str)]
-    return printed(words, processes if folder is None else 1, environment, f"case {number}")
-
-
-def printed(words: list[str], processes: int, environment: dict[str, str], what: str) -> list[dict[str, Any]]:
-    """Results that a program prints on its line "measured".
-
-    Args:
-        words: arguments of Python.
-        processes: number of processes; several are started by torchrun.
-        environment: variables added to this process's own.
-        what: subject of the error message.
-
-    Raises:
-        SystemExit: the program fails.
-    """
+    is_launched = folder is None and processes > 1
     launch = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(processes)]
     program = subprocess.run(
-        [sys.executable, *(launch if processes > 1 else []), *words],
+        [sys.executable, *(launch if is_launched else []), *words],
         env=os.environ | environment,
         capture_output=True,
         text=True,
@@ -94,7 +80,7 @@ def printed(words: list[str], processes: int, environment: dict[str, str], what:
     )
     lines = [line for line in program.stdout.splitlines() if line.startswith("measured ")]
     if program.returncode or not lines:
-        raise SystemExit(f"{what} failed: {program.stderr[-2000:]}")
+        raise SystemExit(f"case {number} failed: {program.stderr[-2000:]}")
     found: list[dict[str, Any]] = json.loads(lines[-1].removeprefix("measured "))
     return found
 

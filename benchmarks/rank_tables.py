@@ -62,16 +62,17 @@ def parallel_balance(values: Values) -> str:
 
 
 def scale_plan(values: Values) -> str:
-    """The ring that is planned for one layer on a billion tokens, by ranks and layout."""
+    """Plans of one layer on a billion tokens with contiguous rows, by ranks and strategy."""
     rows = []
     for line in values["lines"]:
-        for one in line["estimates"]:
-            if one["strategy"] == "ring":
-                found = (one["forward_bytes"], one["backward_bytes"], one["link_bytes"])
-                cells = (*(f"{count / 1e6:.1f} MB" for count in found), f"{one['messages']:,}")
-                dense = f"{one['dense_ring_bytes'] / 1e12:.2f} TB"
-                rows.append((f"{line['ranks']:,}", one["layout"], *cells, f"{one['imbalance']:.4f}", dense))
-    head = ("ranks", "layout", "forward", "backward", "one link", "messages forward", "imbalance", "dense ring")
+        contiguous = [one for one in line["estimates"] if one["layout"] == "contiguous"]
+        for one in sorted(contiguous, key=lambda one: one["strategy"], reverse=True):
+            sizes = (f"{one[name] / 1e6:.1f} MB" for name in ("forward_bytes", "backward_bytes", "link_bytes"))
+            messages = f"{one['messages']:,}, {one['backward_messages']:,}"
+            seconds = (f"{1e3 * one[name]:.1f} ms" for name in ("compute_seconds", "seconds"))
+            rows.append((f"{line['ranks']:,}", one["strategy"], *sizes, messages, f"{one['imbalance']:.4f}", *seconds))
+    of_bytes = ("forward", "backward", "one link")
+    head = ("ranks", "strategy", *of_bytes, "messages forward, backward", "imbalance", "computation", "both passes")
     return markdown(head, rows)
 
 
@@ -99,38 +100,23 @@ def scale_calls(values: Values) -> str:
 
 
 def scale_rounds(values: Values) -> str:
-    """All-gathers by rounds and directly, in milliseconds."""
+    """Processor time of all-gathers by rounds and directly."""
     rows = []
     for one in values["lines"]:
         rounds, direct = one["messages"]
-        names = ("passed_on_seconds", "at_once_seconds", "passed_on_processor_seconds", "at_once_processor_seconds")
-        cells = (f"{1e3 * one[name]:.2f} ms" for name in names)
+        cells = (f"{1e3 * one[f'{way}_processor_seconds']:.2f} ms" for way in ("passed_on", "at_once"))
         rows.append((str(one["ranks"]), f"{one['bytes']:,}", f"{rounds}, {direct}", *cells))
-    ways = ("forwarded", "direct", "forwarded, processor time", "direct, processor time")
-    return markdown(("ranks", "bytes", "messages forwarded, direct", *ways), rows)
-
-
-def scale_simulating(values: Values) -> str:
-    """What simulating a pass takes."""
-    rows = []
-    for one in values["lines"]:
-        seconds = (f"{one[mode]['simulated_in']:.2f} s" for mode in ("forward", "backward"))
-        rows.append((f"{one['ranks']:,}", one["strategy"], *seconds, f"{one['peak_bytes'] / 1e6:.0f} MB"))
-    return markdown(("ranks", "strategy", "forward", "backward", "peak memory"), rows)
+    return markdown(("ranks", "bytes", "messages forwarded, direct", "forwarded", "direct"), rows)
 
 
 def scale_links(values: Values) -> str:
-    """Predicted and measured seconds of calls between ranks in network namespaces."""
+    """Planned and measured seconds of calls between ranks in network namespaces."""
     rows = []
     for one in values["lines"]:
-        seconds = (f"{one[name]:.2f} s" for name in ("compute", "link", "predicted", "measured"))
+        seconds = (f"{one[name]:.2f} s" for name in ("compute", "predicted", "measured"))
         error = f"{one['predicted'] / one['measured'] - 1:+.0%}".replace("%", " %")
-        overlaps = (f"{one['overlap']:.2f}", f"{one['measured_overlap']:.2f}")
-        rows.append(
-            (str(one["ranks"]), f"{one['megabits']} Mbit/s", one["strategy"], one["pass"], *seconds, error, *overlaps)
-        )
-    head = ("ranks", "link", "strategy", "pass", "computation", "link alone", "predicted", "measured", "error")
-    return markdown((*head, "overlap predicted", "measured"), rows)
+        rows.append((str(one["ranks"]), f"{one['megabits']} Mbit/s", one["strategy"], *seconds, error))
+    return markdown(("ranks", "link", "strategy", "computation", "planned", "measured", "error"), rows)
 
 
 if __name__ == "__main__":

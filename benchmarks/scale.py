@@ -1,15 +1,15 @@
-"""Planning and simulating one sequence over thousands of ranks: cost and results.
+"""Planning one sequence over thousands of ranks: cost and results, and the plan compared with measurements.
 
-    python -m benchmarks.scale [--only plan call simulated messages rounds links] [--output FILE]
+    python -m benchmarks.scale [--only plan call rounds links] [--output FILE]
 
 Only the sections that are measured are rewritten. Planning is measured in separate processes. ``links``, which runs
-only where it is named, puts
-ranks of this machine into network namespaces (needs root and iproute2) with limited bandwidth.
+only where it is named, puts ranks of this machine into network namespaces (needs root and iproute2) with limited
+bandwidth.
 """
 
 from __future__ import annotations
 
-import itertools
+import dataclasses
 import json
 import os
 import resource
@@ -29,12 +29,10 @@ from dilated_attention_pytorch import Pattern, local_window, parallel
 from dilated_attention_pytorch.benchmarks.results import module_command, origin, write_json
 from dilated_attention_pytorch.parallel import ring
 from dilated_attention_pytorch.parallel.communicator import communicator_of
-from dilated_attention_pytorch.parallel.simulation import SimulatedStrategy
+from dilated_attention_pytorch.parallel.costs import BACKWARD_FLOPS
 from dilated_attention_pytorch.planning import rounds as planned_rounds
 from dilated_attention_pytorch.planning.layout import Shards
-from dilated_attention_pytorch.planning.rounds import PASSED_ON_BYTES
 from dilated_attention_pytorch.planning.shards import ShardedCall
-from dilated_attention_pytorch.planning.traffic import gather_group_parts, gathered_rows, sent_rows
 
 from .links import links
 from .measured_code import code
@@ -44,8 +42,6 @@ from .ranks import on_ranks
 
 ROWS = 1 << 30
 WORLDS = (64, 256, 1024, 4096, 8192)
-SIMULATED = (64, 1024, 8192)
-NOISE = 0.05
 ROUNDS = (4, 8, 16)
 GATHERED_BYTES = (1 << 10, 1 << 16, 1 << 18, 1 << 20, 1 << 22)
 GATHERS = 15
@@ -54,10 +50,10 @@ GATHERS = 15
 def plan_once(world: int) -> dict[str, Any]:
     """Plan 2^30 tokens over ``world`` ranks, in a process that has planned nothing before."""
     torch.set_num_threads(1)
-    pattern = paper_up_to(ROWS)
+    pattern, machine = paper_up_to(ROWS), parallel.Machine()
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     begin, cpu = time.perf_counter(), time.process_time()
-    plan = parallel.plan_parallel(pattern, (1, ROWS, HEADS, HEAD_DIM), world, is_causal=True)
+    plan = parallel.plan_parallel(pattern, (1, ROWS, HEADS, HEAD_DIM), world, is_causal=True, machine=machine)
     taken, of_cpu = time.perf_counter() - begin, time.process_time() - cpu
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     return {
@@ -76,6 +72,7 @@ def plan_once(world: int) -> dict[str, Any]:
                 "messages": e.messages,
                 "backward_messages": e.backward_messages,
                 "seconds": e.seconds,
+                "compute_seconds": (1 + BACKWARD_FLOPS) * max(e.flops) / machine.flops_per_second,
                 "flops": max(e.flops),
                 "imbalance": e.imbalance,
                 "dense_ring_bytes": e.dense_ring_bytes,
@@ -86,28 +83,25 @@ def plan_once(world: int) -> dict[str, Any]:
 
 
 def plan(*, is_tiny: bool) -> dict[str, Any]:
-    """Seconds and peak memory of planning, and the resulting bytes, messages and imbalance."""
+    """Seconds and peak memory of planning, and the planned bytes, messages, imbalance and seconds."""
     lines = []
     for world in WORLDS[:1] if is_tiny else WORLDS:
-        lines.append(line := _in_a_process("plan_once", world))
+        program = f"import json; from benchmarks import scale; print(json.dumps(scale.plan_once({world})))"
+        done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False)
+        if done.returncode:
+            raise SystemExit(done.stderr)
+        lines.append(line := json.loads(done.stdout.splitlines()[-1]))
         best = line["estimates"][0]
         print(
             f"p={line['ranks']:>5} planned in {line['seconds']:.2f} s ({line['processor_seconds']:.2f} s of a core), "
             f"peak {line['peak_bytes'] / 1e6:.0f} MB ({line['peak_bytes_before'] / 1e6:.0f} before): "
             f"{best['strategy']}, {best['layout']}, {best['forward_bytes']:,} B forward, {best['backward_bytes']:,} B "
-            f"backward, {best['messages']:,} messages, imbalance {best['imbalance']:.4f}",
+            f"backward, {best['messages']:,} messages, imbalance {best['imbalance']:.4f}, "
+            f"{1e3 * best['seconds']:.1f} ms planned",
             flush=True,
         )
-    return {"tokens": ROWS, "heads": HEADS, "head_dim": HEAD_DIM, "causal": True, "lines": lines}
-
-
-def _in_a_process(function: str, *arguments: int | str) -> dict[str, Any]:
-    code = f"import json; from benchmarks import scale; print(json.dumps(scale.{function}(*{arguments!r})))"
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
-    if done.returncode:
-        raise SystemExit(done.stderr)
-    line: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
-    return line
+    rates = dataclasses.asdict(parallel.Machine())
+    return {"tokens": ROWS, "heads": HEADS, "head_dim": HEAD_DIM, "causal": True, "assumed": rates, "lines": lines}
 
 
 def call(*, is_tiny: bool) -> dict[str, Any]:
@@ -144,77 +138,6 @@ def call(*, is_tiny: bool) -> dict[str, Any]:
                 f"{1e3 * line['again']:.3f} ms, new boundaries {1e3 * line['new_boundaries']:.2f} ms"
             )
     return {"rows_of_a_rank": 8192, "lines": lines}
-
-
-def simulate_once(world: int, strategy: SimulatedStrategy) -> dict[str, Any]:
-    """Both passes of one layer over 2^30 tokens at the plan's assumed rates, without and with noise."""
-    torch.set_num_threads(1)
-    found: dict[str, Any] = {"ranks": world, "strategy": strategy}
-    for name in ("forward", "backward"):
-        begin, cpu = time.perf_counter(), time.process_time()
-        run = _simulated(world, strategy, 0.0, is_backward=name == "backward")
-        taken, of_cpu = time.perf_counter() - begin, time.process_time() - cpu
-        noisy = _simulated(world, strategy, NOISE, is_backward=name == "backward")
-        slowest = run.seconds.index(run.step_seconds)
-        found[name] = {
-            "seconds": run.step_seconds,
-            "compute": run.compute_seconds[slowest],
-            "imbalance": run.imbalance,
-            "bytes": max(run.bytes),
-            "messages": max(run.messages),
-            "noisy_seconds": noisy.step_seconds,
-            "busiest_distances": sorted(run.distances, key=lambda one: -one[2])[:3],
-            "simulated_in": taken,
-            "processor_seconds": of_cpu,
-        }
-    found["peak_bytes"] = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss << 10
-    return found
-
-
-def _simulated(world: int, strategy: SimulatedStrategy, noise: float, *, is_backward: bool) -> parallel.Simulation:
-    return parallel.simulate(
-        paper_up_to(ROWS),
-        (1, ROWS, HEADS, HEAD_DIM),
-        world,
-        strategy=strategy,
-        is_causal=True,
-        is_backward=is_backward,
-        noise=noise,
-    )
-
-
-def messages(*, is_tiny: bool) -> dict[str, Any]:
-    """Forward messages of a rank: in a ring, directly between ranks that share segments, and passed on."""
-    lines = []
-    for world in WORLDS[:1] if is_tiny else WORLDS:
-        call, shards = ShardedCall(paper_up_to(ROWS), HEADS, True, 0, None), Shards(ROWS, world, "contiguous")
-        row = 2 * HEAD_DIM * 2
-        parts, ring, gather = (
-            gather_group_parts(call, shards),
-            sent_rows(call, shards),
-            gathered_rows(call, shards, row),
-        )
-        zeros = torch.zeros(world, dtype=torch.int64)
-        line = {
-            "ranks": world,
-            "sets": int(zeros.index_add(0, parts.rank, torch.ones_like(parts.rank)).max()),
-            "ring_messages": int(ring.messages.max()),
-            "ring_bytes": int(ring.given.max()) * row,
-            "each_to_each": int(zeros.index_add(0, parts.rank, (parts.num_members - 1)[parts.gather_group]).max()),
-            "gather_messages": int(gather.messages.max()),
-            "gather_bytes": int(gather.given.max()) * row,
-            "ring_link_bytes": ring.most * row,
-            "gather_link_bytes": gather.most * row,
-        }
-        lines.append(line)
-        print(
-            f"p={world:>5} ring {line['ring_messages']:,} messages, {line['ring_bytes'] / 1e6:.1f} MB; "
-            f"{line['sets']} sets of ranks: {line['each_to_each']:,} messages from each to each, "
-            f"{line['gather_messages']:,} where small ones are passed on, {line['gather_bytes'] / 1e6:.1f} MB; "
-            f"one link {line['ring_link_bytes'] / 1e6:.2f} and {line['gather_link_bytes'] / 1e6:.2f} MB",
-            flush=True,
-        )
-    return {"tokens": ROWS, "heads": HEADS, "head_dim": HEAD_DIM, "passed_on_bytes": PASSED_ON_BYTES, "lines": lines}
 
 
 def rounds(*, is_tiny: bool) -> dict[str, Any]:
@@ -266,36 +189,12 @@ def _gather_both_ways() -> list[dict[str, Any]]:
     return lines
 
 
-def simulated(*, is_tiny: bool) -> dict[str, Any]:
-    """Simulate ring and gather over thousands of ranks, event by event."""
-    lines = []
-    strategies: tuple[SimulatedStrategy, ...] = ("ring", "gather")
-    for world, strategy in itertools.product(SIMULATED[:1] if is_tiny else SIMULATED, strategies):
-        lines.append(line := _in_a_process("simulate_once", world, strategy))
-        for name in ("forward", "backward"):
-            run = line[name]
-            print(
-                f"p={world:>5} {strategy:6} {name:8} {1e3 * run['seconds']:.1f} ms (with noise "
-                f"{1e3 * run['noisy_seconds']:.1f}), computation {1e3 * run['compute']:.1f} ms, "
-                f"{run['messages']:,} messages, {run['bytes']:,} B, imbalance {run['imbalance']:.3f}, most bytes "
-                f"{run['busiest_distances'][0][0]} places on; simulated in {run['simulated_in']:.1f} s, "
-                f"{run['processor_seconds']:.1f} s of a core",
-                flush=True,
-            )
-        print(f"p={world:>5} {strategy:6} peak {line['peak_bytes'] / 1e6:.0f} MB", flush=True)
-    machine = parallel.Machine()
-    rates = {name: getattr(machine, name) for name in ("flops_per_second", "bytes_per_second", "message_seconds")}
-    return {"tokens": ROWS, "heads": HEADS, "head_dim": HEAD_DIM, "noise": NOISE, "assumed": rates, "lines": lines}
-
-
 def main() -> None:
     """Measure, print, and write the results, keeping other sections of the file."""
     parser = parser_of(__doc__)
     sections: dict[str, Callable[..., dict[str, Any]]] = {
         "plan": plan,
         "call": call,
-        "simulated": simulated,
-        "messages": messages,
         "rounds": rounds,
         "links": links,
     }

@@ -238,7 +238,6 @@ TABLES: dict[str, tuple[str, Callable[[Values], str]]] = {
     "scale-calls": ("scale.json#call", rank_tables.scale_calls),
     "scale-rounds": ("scale.json#rounds", rank_tables.scale_rounds),
     "scale-links": ("scale.json#links", rank_tables.scale_links),
-    "scale-simulating": ("scale.json#simulated", rank_tables.scale_simulating),
 }
 """File of results, with its section, and what writes the table."""
 OLDER = "older-figures"
@@ -263,7 +262,7 @@ def older_figures() -> str:
     for file in sorted(RESULTS.rglob("*.json")):
         text = file.read_text(encoding="utf-8")
         if is_stale(json.loads(text)):
-            days = sorted(set(re.findall(r'"date": "([^"]+)"', text)))
+            days = sorted(set(re.findall(r'"date": "([^"]+)"', text))) or ["not recorded"]
             name = file.relative_to(RESULTS).as_posix()
             rows.append((f"[{name}](../benchmarks/results/{name})", " to ".join(dict.fromkeys((days[0], days[-1])))))
     return markdown(("results", "measured"), rows)

@@ -45,7 +45,7 @@ ALLOWED = {
     "terminal": set(),
     "parent": {"interrupt"},
     "waiting": {"interrupt"},
-    "parallel": {*ORDER, "nn", "precision", "selection"},
+    "parallel": {*ORDER, "legacy", "nn", "precision", "selection"},
     "integrations": {*ORDER, "nn", "models", "installation", "tracing"},
     "training": {
         *ORDER,
@@ -146,8 +146,8 @@ PUBLIC = {
     "parallel": {
         "DistributedDilatedAttention", "Estimate", "HeadParallelDilatedAttention", "HybridRingDilatedAttention",
         "Machine", "ParallelDilatedAttention", "ParallelPlan", "RankFailure", "RankShare", "RingDilatedAttention",
-        "RingMultiheadDilatedAttention", "Simulation", "Traffic", "agreed_selector", "attend", "attend_with_lse",
-        "count_traffic", "naming_ranks", "plan_parallel", "positions", "shard", "shard_labels", "simulate", "unshard",
+        "RingMultiheadDilatedAttention", "Traffic", "agreed_selector", "attend", "attend_with_lse",
+        "count_traffic", "naming_ranks", "plan_parallel", "positions", "shard", "shard_labels", "unshard",
     },
     "patterns": {
         "DilatedPattern", "Pattern", "PatternSum", "Reach", "SegmentedPattern", "from_block_mask", "global_tokens",

@@ -140,3 +140,9 @@ def test_today_s_function_is_not_hidden_by_the_old_module_of_its_name() -> None:
 def test_walking_the_package_finds_no_old_module() -> None:
     found = {module.name for module in pkgutil.walk_packages(dilated_attention_pytorch.__path__, f"{PACKAGE}.")}
     assert not found & {path_of(module) for module in table.modules()}
+
+
+@pytest.mark.parametrize("name", ["simulate", "Simulation"])
+def test_the_simulation_of_ranks_names_the_plan_of_them(name: str) -> None:
+    with pytest.raises(ImportError, match=rf"parallel\.{name} is not here: .*parallel\.plan_parallel\(.*machine="):
+        getattr(dilated_attention_pytorch.parallel, name)

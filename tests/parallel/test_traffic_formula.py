@@ -38,6 +38,19 @@ def test_a_group_moves_w_minus_l_over_r_rows_of_each_head_to_every_rank(
     assert ring.backward_bytes == (2 * num_bytes,) * world
 
 
+def test_a_rank_of_a_ring_waits_for_the_longer_of_computation_and_transfer() -> None:
+    """One segment over two ranks: own rows during the transfer of the other's, then those; backward, gradients too."""
+    for rate in (1e3, 1e4, 1e5, 1e9):
+        machine = parallel.Machine(flops_per_second=1e6, bytes_per_second=rate, message_seconds=0.01)
+        plan = parallel.plan_parallel(DilatedPattern([64], [1]), (1, 64, 1, 8), 2, dtype=torch.float32, machine=machine)
+        part, message = 4 * 8 * 32 * 32 / 1e6, 32 * 2 * 8 * 4 / rate + 0.01
+        seconds = {(e.strategy, e.layout): e.seconds for e in plan.estimates}
+        forward, backward = max(part, message) + part, max(2.5 * part, message) + max(2.5 * part, message)
+        assert seconds["ring", "contiguous"] == pytest.approx(forward + backward)
+        # Gathered rows are awaited, forward and backward, and so are the sums of gradients.
+        assert seconds["gather", "contiguous"] == pytest.approx(3 * message + 2 * 3.5 * part)
+
+
 @pytest.mark.parametrize("layout", ["contiguous", "zigzag"])
 @pytest.mark.parametrize("is_causal", [False, True])
 def test_rows_between_a_thousand_ranks_are_those_of_the_exchange(layout: Layout, is_causal: bool) -> None:

@@ -14,7 +14,6 @@ from dilated_attention_pytorch.training.batch_rows import with_length
 from dilated_attention_pytorch.training.footprint import footprint
 from dilated_attention_pytorch.training.settings import TrainSettings
 
-from .objects import with_objects
 from .run import Device, MemoryPlan, RunPlan, plan_run
 from .solve import longest_context, meshes
 
@@ -31,7 +30,6 @@ PARTS: Mapping[str, str] = {
     "attention": "attention itself",
     "exchange": "exchange",
     "cache": "key/value cache",
-    "objects": "objects of Python and C++",
 }
 """Labels of the parts of memory, on the page and in the command's output."""
 SECONDS: Mapping[str, str] = {
@@ -76,8 +74,7 @@ def pictures_of(settings: TrainSettings, num_processes: int, device: Device) -> 
     for power in range(-_LENGTHS // 2, _LENGTHS // 2 + 1):
         length = int(settings.context_length * 2.0**power)
         if max(8, settings.context_parallel) <= length <= _MOST_LENGTH:
-            traced = footprint(with_length(settings, length), num_processes)
-            parts = dataclasses.asdict(with_objects(traced, settings, num_processes, device.sheet))
+            parts = dataclasses.asdict(footprint(with_length(settings, length), num_processes))
             lengths.append((length, {name: parts[name] for name in PARTS}))
     seconds, frontier = [], []
     for power in range(_RANKS):

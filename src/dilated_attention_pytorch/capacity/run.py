@@ -17,7 +17,6 @@ from dilated_attention_pytorch.training.settings import TrainSettings
 from .exchanged import Exchange, exchanges, forward_rows
 from .generation import Generation, generation_footprint
 from .here import Here
-from .objects import with_objects
 from .seconds import Rates, StepSeconds, rates, sheet_seconds
 from .work import forward_work, step_work
 
@@ -123,8 +122,7 @@ def plan_run(
     sharing = settings.context_parallel * settings.tensor_parallel
     batches = num_processes // sharing
     if is_training:
-        traced = (least_footprint if is_quick else footprint)(settings, num_processes)
-        found = with_objects(traced, settings, num_processes, device.sheet)
+        found = (least_footprint if is_quick else footprint)(settings, num_processes)
     else:
         found = evaluation_footprint(settings, num_processes)
     work = step_work(settings) if is_training else forward_work(settings)

@@ -33,7 +33,7 @@ def print_plan(plan: MemoryPlan, device: Device, processes: int) -> None:
     table = Table(f"memory of a process at the peak of {unit}", "", title=devices(device, processes))
     table.title_justify = "left"
     for name, words in PARTS.items():
-        if getattr(plan.footprint, name) or (plan.purpose == "training" and name not in ("cache", "objects")):
+        if getattr(plan.footprint, name) or (plan.purpose == "training" and name != "cache"):
             table.add_row(words, in_bytes(getattr(plan.footprint, name)))
     table.add_section()
     table.add_row("all", in_bytes(plan.footprint.total))

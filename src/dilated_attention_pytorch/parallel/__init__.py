@@ -1,5 +1,9 @@
 """The same API over several ranks: one sequence, with its rows sharded over them."""
 
+from typing import Any
+
+from dilated_attention_pytorch.legacy import look_up
+
 from .attend import attend, attend_with_lse
 from .communicator import naming_ranks
 from .failure import RankFailure
@@ -15,7 +19,6 @@ from .modules import (
 from .plan import Estimate, Machine, ParallelPlan, plan_parallel
 from .selection import agreed_selector
 from .sharding import positions, shard, shard_labels, unshard
-from .simulation import Simulation, simulate
 from .traffic import Traffic, count_traffic
 
 __all__ = [
@@ -30,7 +33,6 @@ __all__ = [
     "RankShare",
     "RingDilatedAttention",
     "RingMultiheadDilatedAttention",
-    "Simulation",
     "Traffic",
     "agreed_selector",
     "attend",
@@ -41,6 +43,9 @@ __all__ = [
     "positions",
     "shard",
     "shard_labels",
-    "simulate",
     "unshard",
 ]
+
+
+def __getattr__(name: str) -> Any:
+    return look_up("parallel", name)

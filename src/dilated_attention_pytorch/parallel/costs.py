@@ -67,18 +67,6 @@ class Costs(NamedTuple):
     """Messages that each rank sends in the backward pass."""
 
 
-class HeadMessages(NamedTuple):
-    """Bytes of one tensor from the rank of the row to the rank of the column, int64 ``[ranks, ranks]``."""
-
-    queries_there: Tensor
-    """Rows of the query heads that the receiver computes."""
-    kv_there: Tensor
-    mask_there: Tensor
-    queries_home: Tensor
-    """The receiver's rows of the query heads that the sender computes."""
-    kv_home: Tensor
-
-
 def costs_by_rows(size: Shape, layout: Layout, *, is_gathered: bool) -> tuple[Costs, list[int], Tensor]:
     """Costs of ring or gather along the first axis, with the heads split along the second axis if there is one.
 
@@ -136,33 +124,20 @@ def _gather_costs(size: Shape, call: ShardedCall, shards: Shards) -> Costs:
     return Costs(there, there + back, sent.most * row, sent.messages, sent.messages + sums.messages)
 
 
-def head_messages(size: Shape, num_ranks: int, num_rows: int, layout: Layout) -> HeadMessages:
-    """Bytes of the messages that send rows to the ranks of their heads and back."""
-    heads = Heads.split(size.num_heads, size.call.num_kv_heads, num_ranks)
-    shards = Shards(num_rows, num_ranks, layout)
-    held = torch.tensor([sum(stop - start for start, stop in runs) for runs in shards]) * size.row_bytes
-    mask = held // size.row_bytes * (size.batch_size if size.is_padded else 0)
-    queries, kv = (torch.tensor([len(some) for some in of_rank]) for of_rank in (heads.queries, heads.kv))
-    return HeadMessages(
-        *(
-            table.fill_diagonal_(0)
-            for table in (
-                held[:, None] * queries,
-                held[:, None] * kv,
-                mask[:, None] * torch.ones_like(queries),
-                queries[:, None] * held,
-                kv[:, None] * held,
-            )
-        )
-    )
-
-
 def heads_costs(size: Shape, num_ranks: int, num_rows: int, layout: Layout) -> Costs:
     """Costs of the all-to-all of ``num_rows`` rows among ``num_ranks`` ranks, in both directions."""
-    found = head_messages(size, num_ranks, num_rows, layout)
-    there = (found.queries_there, found.kv_there, found.kv_there, found.mask_there, found.queries_home)
+    heads = Heads.split(size.num_heads, size.call.num_kv_heads, num_ranks)
+    shards = Shards(num_rows, num_ranks, layout)
+    held = torch.tensor([sum(stop - start for start, stop in runs) for runs in shards])
+    row_bytes = [
+        torch.tensor([len(some) * size.row_bytes for some in of_rank]) for of_rank in (heads.queries, heads.kv)
+    ]
+    row_bytes.append(torch.full((num_ranks,), size.batch_size if size.is_padded else 0))
+    # Bytes of one tensor from the rank of the row to the rank of the column, on the way to the ranks of the heads.
+    queries, kv, mask = (torch.outer(held, of_row).fill_diagonal_(0) for of_row in row_bytes)
+    there = (queries, kv, kv, mask, queries.T)
     # The gradient of the output is sent to the ranks of the heads; those of query, key and value return.
-    back = (found.queries_there, found.queries_home, found.kv_home, found.kv_home)
+    back = (queries, queries.T, kv.T, kv.T)
     sent, sent_back = torch.stack(there).sum(0), torch.stack(back).sum(0)
     messages, back_messages = (torch.stack(tables).count_nonzero((0, 2)) for tables in (there, back))
     return Costs(sent.sum(1), sent_back.sum(1), int(sent.max()), messages, back_messages)

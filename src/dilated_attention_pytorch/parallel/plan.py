@@ -159,33 +159,6 @@ def plan_parallel(
     >>> best.strategy, best.forward_bytes[0]  # 12 heads, (32768 - 8192) / 12 rows of keys and values, 128 bytes each
     ('ring', 6291456)
     """
-    size = shape_of(
-        pattern,
-        shape,
-        mesh,
-        num_kv_heads=num_kv_heads,
-        dtype=dtype,
-        is_causal=is_causal,
-        query_offset=query_offset,
-        cu_seqlens=cu_seqlens,
-        is_padded=is_padded,
-    )
-    return _plan(size, ("contiguous", "zigzag"), machine or Machine())
-
-
-def shape_of(
-    pattern: Pattern,
-    shape: Sequence[int],
-    mesh: DeviceMesh | int | tuple[int, int],
-    *,
-    num_kv_heads: int | None,
-    dtype: torch.dtype,
-    is_causal: bool,
-    query_offset: int,
-    cu_seqlens: Tensor | None,
-    is_padded: bool,
-) -> Shape:
-    """The sizes of a call; raises as :func:`plan_parallel` does."""
     if not isinstance(pattern, Pattern):
         raise TypeError(f"pattern must be a Pattern such as DilatedPattern([2048], [1]), got {type(pattern).__name__}")
     if isinstance(query_offset, bool) or not isinstance(query_offset, int) or query_offset < 0:
@@ -205,7 +178,8 @@ def shape_of(
     if len(ranks) not in (1, 2) or not are_counts:
         raise ValueError(f"mesh must be one or two numbers of ranks, each at least 1, got {ranks}")
     call = ShardedCall(pattern, kv_heads, is_causal, query_offset, documents_of(cu_seqlens, rows))
-    return Shape(call, batch, rows, heads, head_dim, dtype, is_padded, ranks)
+    size = Shape(call, batch, rows, heads, head_dim, dtype, is_padded, ranks)
+    return _plan(size, ("contiguous", "zigzag"), machine or Machine())
 
 
 def cheapest(size: Shape, layout: Layout) -> Strategy:

@@ -84,24 +84,15 @@ def gathered_rows(call: ShardedCall, shards: Shards, row_bytes: int) -> Sent:
 
 def ring_links(call: ShardedCall, shards: Shards) -> Iterator[Links]:
     """Rows from every rank to every other under :func:`exchange`, some ranks at a time."""
-    table = _Sources.joined(
-        [_Sources.of(sharing, _wanted(sharing, shards).long(), shards) for sharing in shared_segments(call, shards)]
-    )
+    table = _Sources.joined([_Sources.of(sharing, shards) for sharing in shared_segments(call, shards)])
     bounds = _at_once(len(shards), table.rank, table.stop_range - table.first_range)
     for first, stop in bounds:
         of_rules = _sent_because_of_rules(call, shards, range(first, stop)) if call.pattern.rules else []
         yield _links(range(first, stop), table.differences(call, len(shards), first, stop), of_rules)
 
 
-def ring_pairs(call: ShardedCall, shards: Shards) -> Iterator[Links]:
-    """Pairs of a target's query and a source's key under the dilation groups, as :func:`ring_links`."""
-    table = _Sources.joined([_Sources.of(sharing, sharing.rows, shards) for sharing in shared_segments(call, shards)])
-    for first, stop in _at_once(len(shards), table.rank, table.stop_range - table.first_range):
-        yield _links(range(first, stop), table.differences(call, len(shards), first, stop), [])
-
-
 class _Sources(NamedTuple):
-    """Runs that send rows of segments, with the ranges of target runs that count each row equally, per head."""
+    """Runs that send rows of segments, with the ranges of target runs that receive the same heads of them."""
 
     rank: Tensor
     run: Tensor
@@ -115,24 +106,20 @@ class _Sources(NamedTuple):
     """First run of every range."""
     stop_run: Tensor
     kind: Tensor
-    """Kind of a range: how its runs count every head."""
+    """Kind of a range: the heads that its runs receive."""
     values: Tensor
 
     @classmethod
-    def of(cls, sharing: Sharing, counts: Tensor, shards: Shards) -> _Sources:
-        """The sources for the segments of one group and shift.
-
-        ``counts``, int64 ``[entries, heads]``, weights a segment's row per entry and head:
-        1 if it is sent there, or the number of queries that attend to it if pairs are counted.
-        """
+    def of(cls, sharing: Sharing, shards: Shards) -> _Sources:
+        """The sources for the segments of one group and shift."""
         run, segment, rows = sharing.run, sharing.segment, sharing.rows
         rows_kinds, rows_kind = _distinct(rows)
-        counts_kinds, counts_kind = _distinct(counts)
+        wanted_kinds, wanted_kind = _distinct(_wanted(sharing, shards).long())
         is_first = torch.ones(len(run), dtype=torch.bool)
-        is_first[1:] = (segment[1:] != segment[:-1]) | (counts_kind[1:] != counts_kind[:-1])
+        is_first[1:] = (segment[1:] != segment[:-1]) | (wanted_kind[1:] != wanted_kind[:-1])
         first = is_first.nonzero().squeeze(1)
         stop = torch.cat([first[1:], torch.tensor([len(run)])])[: len(first)]
-        is_any = counts_kinds.any(1)[counts_kind[first]]
+        is_any = wanted_kinds.any(1)[wanted_kind[first]]
         first, stop = first[is_any], stop[is_any]
         sends = rows_kinds.any(1)[rows_kind].nonzero().squeeze(1)
         segment_of_range = segment[first]
@@ -140,13 +127,13 @@ class _Sources(NamedTuple):
         return cls(
             shards.owner_of(of_run),
             of_run,
-            rows_kind[sends] * len(counts_kinds),
+            rows_kind[sends] * len(wanted_kinds),
             torch.searchsorted(segment_of_range, segment[sends]),
             torch.searchsorted(segment_of_range, segment[sends], right=True),
             run[first],
             run[stop - 1] + 1,
-            counts_kind[first],
-            (rows_kinds @ counts_kinds.T).flatten(),
+            wanted_kind[first],
+            (rows_kinds @ wanted_kinds.T).flatten(),
         )
 
     @classmethod

@@ -80,15 +80,13 @@ class Footprint:
     """Communication buffers."""
     cache: int = 0
     """Key/value cache of generation."""
-    objects: int = 0
-    """Objects of Python and C++ on a CPU (:mod:`..capacity.objects`)."""
     checkpoint: int = 0
     """Copy from which a checkpoint is written asynchronously, in the first process; not part of the total."""
 
     @property
     def states(self) -> int:
         """Memory that persists between steps, plus gradients."""
-        return self.weights + self.gradients + self.optimizer + self.objects
+        return self.weights + self.gradients + self.optimizer
 
     @property
     def total(self) -> int:
