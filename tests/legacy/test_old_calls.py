@@ -15,9 +15,7 @@ import dilated_attention_pytorch
 from dilated_attention_pytorch import core, local_window, parallel
 from dilated_attention_pytorch.cli.command import COMMANDS, _parse
 from dilated_attention_pytorch.legacy import table
-from dilated_attention_pytorch.legacy_modules.attention import _OF_TRAINING
 from dilated_attention_pytorch.nn import AdaptiveBlockAttention
-from dilated_attention_pytorch.nn.old_keywords import UNNEEDED
 from support.oracle import Groups, dense_attention, dense_counts
 
 with warnings.catch_warnings():
@@ -252,7 +250,9 @@ def test_enterprise_attention_names_all_that_it_refuses_at_once() -> None:
 
 
 def test_commands_that_sentences_name_are_commands() -> None:
-    sentences = [*_OF_TRAINING.values(), *table._read()["sentences"].values(), *map(str, UNNEEDED.values())]
+    sections = [table.read()[name] for name in ("sentences", "of_training", "attention_types")]
+    sentences = [text for section in sections for text in section.values()]
+    sentences += [row["instead"] for row in table.read()["unneeded"]]
     commands = {part for sentence in sentences for part in sentence.split("`")[1::2] if part.startswith("dilated-")}
     assert len(commands) > 10
     for command in commands:

@@ -24,7 +24,7 @@ SAME |= {("", name) for name in (*dilated_attention_pytorch.__all__, *dilated_at
 
 
 def test_every_import_works_with_a_warning_or_is_answered() -> None:
-    sentences = set(table._read()["sentences"].values())
+    sentences = set(table.read()["sentences"].values())
     for module, name in IMPORTS:
         taken = take(module, name)
         assert taken.kind != "neither", f"{path_of(module)}.{name}: {taken.words}"
@@ -66,7 +66,7 @@ def test_no_import_is_listed_twice_and_each_says_where_it_stands() -> None:
 
 
 def test_every_old_module_imports_or_says_why_not() -> None:
-    for module in table.modules():
+    for module in table.read()["modules"]:
         sentence = table.module(module)
         if sentence:
             # Python imports the parents first, and those may have nothing here either.
@@ -81,7 +81,7 @@ def test_every_old_module_imports_or_says_why_not() -> None:
 
 def test_a_module_taken_from_its_parent_says_why_it_is_not_here() -> None:
     tried = 0
-    for module in table.modules():
+    for module in table.read()["modules"]:
         parent, _, leaf = module.rpartition(".")
         # A parent that is not here either is the first that Python imports.
         if table.module(module) and not table.module(parent):
@@ -92,19 +92,19 @@ def test_a_module_taken_from_its_parent_says_why_it_is_not_here() -> None:
 
 
 def test_every_answer_of_the_table_is_here() -> None:
-    for key, name in ((key, key.rpartition(":")[2]) for key in table._read()["names"]):
+    for key, name in ((key, key.rpartition(":")[2]) for key in table.read()["names"]):
         answer = table.answer(key.rpartition(":")[0], name)
         assert answer
         if isinstance(answer, table.Answer):
             assert hasattr(importlib.import_module(path_of(answer.home)), answer.name)
-    read = table._read()
+    read = table.read()
     used = {key for part in ("names", "families", "modules") for key in read[part].values()}
     assert set(read["sentences"]) <= used, "a sentence that no name has"
 
 
 def test_what_old_names_stand_for_is_on_the_migration_page() -> None:
     page = (DOCS / "migration.md").read_text()
-    for key in table._read()["names"]:
+    for key in table.read()["names"]:
         answer = table.answer(*key.split(":")) if ":" in key else table.answer("", key)
         if isinstance(answer, table.Answer):
             assert answer.instead.rstrip("`").rpartition(" ")[2] in page, key
@@ -139,4 +139,4 @@ def test_today_s_function_is_not_hidden_by_the_old_module_of_its_name() -> None:
 
 def test_walking_the_package_finds_no_old_module() -> None:
     found = {module.name for module in pkgutil.walk_packages(dilated_attention_pytorch.__path__, f"{PACKAGE}.")}
-    assert not found & {path_of(module) for module in table.modules()}
+    assert not found & {path_of(module) for module in table.read()["modules"]}

@@ -11,8 +11,8 @@ import torch
 
 import dilated_attention_pytorch as package
 from dilated_attention_pytorch import LongNetConfig, MultiheadDilatedAttention, core, local_window, parallel
-from dilated_attention_pytorch.legacy_modules.attention import RingAdvancedDistributedDilatedAttention
-from dilated_attention_pytorch.legacy_modules.transformer import DilatedTransformerEncoderLayer, LongNet, LongNetLM
+from dilated_attention_pytorch.legacy.attention import RingAdvancedDistributedDilatedAttention
+from dilated_attention_pytorch.legacy.transformer import DilatedTransformerEncoderLayer, LongNet, LongNetLM
 from dilated_attention_pytorch.models import LongNetEncoder, LongNetEncoderDecoder
 from dilated_attention_pytorch.nn import AdaptiveBlockAttention, DilatedAttention, DynamicDilatedAttention
 from dilated_attention_pytorch.selection import SegmentSelectionConfig

@@ -7,13 +7,13 @@ import math
 import torch
 from torch import Tensor, nn
 
+from dilated_attention_pytorch.legacy.keywords import answers_old_keywords
 from dilated_attention_pytorch.ops import attend_blocks, attend_with_lse, merge
 from dilated_attention_pytorch.ops.autocast import without_autocast
 from dilated_attention_pytorch.ops.validation import check_call, check_dropout, check_size
 from dilated_attention_pytorch.patterns import Pattern, local_window
 
 from .block_scorer import BlockScorer, BlockSelection
-from .old_keywords import answers_old_keywords
 
 
 class AdaptiveBlockAttention(nn.Module):

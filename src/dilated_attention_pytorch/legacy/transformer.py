@@ -166,20 +166,9 @@ class LongNetLM(nn.Module):
     ) -> None:
         super().__init__()
         self.token_embedding = nn.Embedding(num_tokens, d_model, device=device, dtype=dtype)
-        self.long_net = LongNet(
-            d_model,
-            nhead,
-            num_encoder_layers,
-            num_decoder_layers,
-            dim_feedforward,
-            segment_lengths,
-            dilation_rates,
-            dropout,
-            activation,
-            layer_norm_eps,
-            device,
-            dtype,
-        )
+        sizes = (d_model, nhead, num_encoder_layers, num_decoder_layers, dim_feedforward)
+        pattern = (segment_lengths, dilation_rates)
+        self.long_net = LongNet(*sizes, *pattern, dropout, activation, layer_norm_eps, device, dtype)
         self.out = nn.Linear(d_model, num_tokens, device=device, dtype=dtype)
 
     def forward(self, x: Tensor, is_causal: bool = True) -> Tensor:
