@@ -257,6 +257,7 @@ assert not {f"dilated_attention_pytorch.{name}" for name in ("core", "legacy.mak
 from dilated_attention_pytorch.legacy import table
 assert table.read.cache_info().misses == 0
 roots = {name.partition(".")[0] for name in set(sys.modules) - before} - set(sys.stdlib_module_names)
+assert dilated_attention_pytorch.core.create_ring_attention is dilated_attention_pytorch.create_ring_attention
 for name in ("", "core", "models", "nn", "ops", "patterns", "selection", "integrations", "parallel", "training"):
     exec(f"from {'.'.join(filter(None, ('dilated_attention_pytorch', name)))} import *")
 from dilated_attention_pytorch.cli import main

@@ -64,19 +64,16 @@ class ImprovedMultiheadDilatedAttention(MultiheadDilatedAttention):
 class RingAdvancedDistributedDilatedAttention(ImprovedMultiheadDilatedAttention, RingMultiheadDilatedAttention):
     """:class:`parallel.RingMultiheadDilatedAttention` with the options of an earlier package.
 
-    Attention options are implemented. Options of a training run (data parallelism, DeepSpeed, checkpoints,
-    restarts, monitoring) do not belong to a module and raise with their replacement.
-
     Args:
-        embed_dim, num_heads, segment_lengths, dilation_rates, dropout, bias, ring_size, mesh, device, dtype: as of the
-            current class.
-        layer_norm, layer_norm_eps, gamma_init: now ``sub_layernorm``, ``layernorm_eps`` and ``gain``.
+        embed_dim, num_heads, segment_lengths, dilation_rates, dropout, bias, layer_norm, layer_norm_eps, gamma_init,
+            use_tf32: as of :class:`ImprovedMultiheadDilatedAttention`.
+        ring_size, mesh, device, dtype: as of the current class.
         sequence_parallel: shard rows; must be True.
         model_parallel: also split heads, along the second axis of ``mesh``, which must have two.
         overlap_communication: overlap communication with computation; must be True, as it always does.
-        use_tf32: see :func:`create_dilated_attention`.
         compile_model: call the module's ``compile()``.
-        of_training: any other option of the old class. None, False and 0 are ignored.
+        of_training: options of a training run (data parallelism, DeepSpeed, checkpoints, restarts, monitoring), which
+            do not belong to a module. None, False and 0 are ignored.
 
     Raises:
         ValueError: options that a module does not implement; lists all of them with their replacements.
