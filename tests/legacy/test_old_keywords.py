@@ -74,6 +74,11 @@ def test_a_keyword_for_what_is_not_here_may_only_ask_for_nothing(kind: type, arg
             kind(**arguments, **{name: asks})
 
 
+def test_a_keyword_of_a_parent_class_is_handed_on() -> None:
+    ring = parallel.RingMultiheadDilatedAttention(**MULTIHEAD, **SEGMENTS, device="meta", dtype=torch.float64)
+    assert (ring.q_proj.weight.device.type, ring.q_proj.weight.dtype) == ("meta", torch.float64)
+
+
 def test_old_and_new_keywords_give_the_same_weights_and_results() -> None:
     torch.manual_seed(3)
     with pytest.warns(DeprecationWarning, match="old name"):

@@ -97,7 +97,7 @@ TABLE: list[Row] = [
     (lambda: core.create_block_sparse_attention(sparsity_ratio=0.9, pattern_type="local_window", **SIZES), TypeError, "got None, sparsity_ratio=0.9, pattern_type='local_window'"),
     (lambda: core.create_block_sparse_attention(local_window(3), embed_dim=32), TypeError, "embed_dim and num_heads go together, got embed_dim=32 and num_heads=None"),
     (lambda: core.create_ring_attention("hilbert", **PATTERN), ValueError, "positions are not reordered here"),
-    (lambda: core.create_ring_attention("block_sparse", **PATTERN), ValueError, 'implementation must be "auto", "standard" or "distributed", got \'block_sparse\''),
+    (lambda: core.create_ring_attention("block_sparse", **PATTERN), ValueError, 'implementation must be "auto", "standard" or "distributed", got \'block_sparse\': blocks over several ranks are parallel.attend'),
     (lambda: core.create_adaptive_sparse_attention(embed_dim=32, num_heads=4), TypeError, "project query, key and value before, and pass num_heads and head_dim"),
     # Attention of enterprises.
     (lambda: RingAdvancedDistributedDilatedAttention(32, 4, LENGTHS, RATES, checkpoint_interval=100, auto_resume=True), ValueError, "checkpoint_interval=100: `dilated-attention train --save-steps N`\n  auto_resume=True: `dilated-attention train --resume auto`"),
