@@ -253,11 +253,13 @@ import dilated_attention_pytorch
 own = time.perf_counter() - start
 assert "torch._dynamo" not in set(sys.modules) - before
 # Old names cost nothing until one is asked for.
-assert not {f"dilated_attention_pytorch.{name}" for name in ("core", "legacy.makers", "parallel")} & set(sys.modules)
+assert not {f"dilated_attention_pytorch.{name}" for name in ("core", "legacy.makers")} & set(sys.modules)
 from dilated_attention_pytorch.legacy import table
 assert table.read.cache_info().misses == 0
 roots = {name.partition(".")[0] for name in set(sys.modules) - before} - set(sys.stdlib_module_names)
 assert dilated_attention_pytorch.core.create_ring_attention is dilated_attention_pytorch.create_ring_attention
+dilated_attention_pytorch.create_dilated_attention("auto", [4], [1])
+assert "dilated_attention_pytorch.parallel" not in sys.modules
 for name in ("", "core", "models", "nn", "ops", "patterns", "selection", "integrations", "parallel", "training"):
     exec(f"from {'.'.join(filter(None, ('dilated_attention_pytorch', name)))} import *")
 from dilated_attention_pytorch.cli import main

@@ -236,7 +236,7 @@ def test_enterprise_attention_names_all_that_it_refuses_at_once() -> None:
 
 
 def test_commands_that_sentences_name_are_commands() -> None:
-    sections = [table.read()[name] for name in ("sentences", "of_training", "attention_types")]
+    sections = [table.read()[name] for name in ("sentences", "of_training")]
     sentences = [text for section in sections for text in section.values()]
     sentences += [row["instead"] for row in table.read()["unneeded"]]
     commands = {part for sentence in sentences for part in sentence.split("`")[1::2] if part.startswith("dilated-")}

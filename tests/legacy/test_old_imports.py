@@ -126,7 +126,11 @@ def test_every_answer_of_the_table_is_here() -> None:
         if isinstance(answer, table.Answer):
             assert hasattr(importlib.import_module(path_of(answer.home)), answer.name)
     read = table.read()
-    used = {key for part in ("names", "families", "modules") for key in read[part].values()}
+    for home, _, kind in (
+        found.partition(":") for part in ("types", "multihead_types") for found in read[part].values()
+    ):
+        assert not kind or hasattr(importlib.import_module(path_of(home)), kind)
+    used = {key for part in ("names", "families", "modules", "types", "multihead_types") for key in read[part].values()}
     assert set(read["sentences"]) <= used, "a sentence that no name has"
 
 

@@ -92,7 +92,7 @@ TABLE: list[Row] = [
     (lambda: core.create_multihead_dilated_attention("auto", **PATTERN), TypeError, "projections need embed_dim and num_heads, got None and None"),
     (lambda: core.create_multihead_dilated_attention("auto", **SIZES, **PATTERN, multihead_config={}), ValueError, "sizes, lengths and rates are arguments: embed_dim=, num_heads=, segment_lengths=, dilation_rates="),
     (lambda: core.create_ring_attention([4], **PATTERN), ValueError, 'implementation must be "auto", "standard" or "distributed", got [4]'),
-    (lambda: core.create_multihead_dilated_attention("distributed", **SIZES, **PATTERN), ValueError, 'attention_type="ring" has, and `dilated-attention train --heads-parallel` splits heads'),
+    (lambda: core.create_multihead_dilated_attention("distributed", **SIZES, **PATTERN), ValueError, 'attention_type="ring" has, and `dilated-attention train --context-parallel N --heads-parallel N` splits heads'),
     (lambda: core.create_block_sparse_attention(0.9), TypeError, "a ratio or a name does not say which keys a query sees, and packages that take one differ in what it means; got 0.9"),
     (lambda: core.create_block_sparse_attention(sparsity_ratio=0.9, pattern_type="local_window", **SIZES), TypeError, "got None, sparsity_ratio=0.9, pattern_type='local_window'"),
     (lambda: core.create_block_sparse_attention(local_window(3), embed_dim=32), TypeError, "embed_dim and num_heads go together, got embed_dim=32 and num_heads=None"),

@@ -2,28 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Literal, get_args
+import importlib
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 
-from dilated_attention_pytorch.nn import (
-    AdaptiveBlockAttention,
-    DilatedAttention,
-    DynamicDilatedAttention,
-    DynamicMultiheadDilatedAttention,
-    MultiheadDilatedAttention,
-    MultiheadPatternAttention,
-    PatternAttention,
-)
-from dilated_attention_pytorch.parallel import (
-    DistributedDilatedAttention,
-    RingDilatedAttention,
-    RingMultiheadDilatedAttention,
-)
 from dilated_attention_pytorch.patterns import Pattern
 
 from . import table
+
+if TYPE_CHECKING:
+    from dilated_attention_pytorch.nn import AdaptiveBlockAttention, MultiheadPatternAttention, PatternAttention
+    from dilated_attention_pytorch.parallel import RingDilatedAttention, RingMultiheadDilatedAttention
 
 __all__ = [
     "create_adaptive_sparse_attention",
@@ -34,25 +25,6 @@ __all__ = [
 ]
 
 AttentionType = Literal["auto", "standard", "improved", "ring", "distributed", "block_sparse", "dynamic", "adaptive"]
-_CLASSES: Mapping[str, Callable[..., PatternAttention | AdaptiveBlockAttention]] = {
-    **dict.fromkeys(("auto", "standard", "improved"), DilatedAttention),
-    "ring": RingDilatedAttention,
-    "distributed": DistributedDilatedAttention,
-    "block_sparse": PatternAttention,
-    "dynamic": DynamicDilatedAttention,
-    "adaptive": AdaptiveBlockAttention,
-}
-_WITH_PROJECTIONS: Mapping[str, Callable[..., MultiheadPatternAttention]] = {
-    **dict.fromkeys(("auto", "standard", "improved"), MultiheadDilatedAttention),
-    "ring": RingMultiheadDilatedAttention,
-    "block_sparse": MultiheadPatternAttention,
-    "dynamic": DynamicMultiheadDilatedAttention,
-}
-_INSTEAD_OF_PROJECTIONS = {
-    "adaptive": "project query, key and value before, and call the module of "
-    'create_dilated_attention("adaptive", num_heads=..., head_dim=...)',
-    "distributed": 'attention_type="ring" has, and `dilated-attention train --heads-parallel` splits heads',
-}
 _INSTEAD_OF_LENGTHS = {
     "block_sparse": "a pattern",
     "dynamic": "a selector_config",
@@ -91,7 +63,7 @@ def create_dilated_attention(
     """
     lengths = _lengths(attention_type, segment_lengths, dilation_rates)
     set_tf32(use_tf32)
-    return _CLASSES[attention_type](*lengths, **options)
+    return _class("types", attention_type)(*lengths, **options)
 
 
 def create_multihead_dilated_attention(
@@ -120,11 +92,10 @@ def create_multihead_dilated_attention(
     lengths = _lengths(attention_type, segment_lengths, dilation_rates)
     if embed_dim is None or num_heads is None:
         raise TypeError(f"projections need embed_dim and num_heads, got {embed_dim} and {num_heads}")
-    if attention_type in _INSTEAD_OF_PROJECTIONS:
-        instead = _INSTEAD_OF_PROJECTIONS[attention_type]
-        raise ValueError(f'attention_type="{attention_type}" has no module with projections: {instead}')
+    if instead := _sentence("multihead_types", attention_type):
+        raise ValueError(f'attention_type="{attention_type}" has no module with projections{instead}')
     set_tf32(use_tf32)
-    return _WITH_PROJECTIONS[attention_type](embed_dim, num_heads, *lengths, **options)
+    return _class("multihead_types", attention_type)(embed_dim, num_heads, *lengths, **options)
 
 
 def create_block_sparse_attention(
@@ -153,8 +124,8 @@ def create_block_sparse_attention(
         )
     sizes = _sizes(embed_dim, num_heads)
     if sizes is None:
-        return PatternAttention(pattern, **options)
-    return MultiheadPatternAttention(*sizes, pattern, **options)
+        return _class("types", "block_sparse")(pattern, **options)
+    return _class("multihead_types", "block_sparse")(*sizes, pattern, **options)
 
 
 def create_adaptive_sparse_attention(
@@ -178,7 +149,7 @@ def create_adaptive_sparse_attention(
             "attention that chooses its blocks has no projections: project query, key and value before, and pass "
             f"num_heads and head_dim, the width of one head; got head_dim={head_dim} and embed_dim={embed_dim}"
         )
-    return AdaptiveBlockAttention(num_heads, head_dim, **options)
+    return _class("types", "adaptive")(num_heads, head_dim, **options)
 
 
 def create_ring_attention(
@@ -208,12 +179,12 @@ def create_ring_attention(
     torch.Size([1, 100, 4, 16])
     """
     if implementation not in ("auto", "standard", "distributed"):
-        why = _why({"hilbert": "hilbert", "block_sparse": "block_sparse_ring"}.get(str(implementation)))
+        why = _sentence("types", {"hilbert": "hilbert", "block_sparse": "block_sparse_ring"}.get(str(implementation)))
         raise ValueError(f'implementation must be "auto", "standard" or "distributed", got {implementation!r}{why}')
     sizes = _sizes(embed_dim, num_heads)
     if sizes is None:
-        return RingDilatedAttention(segment_lengths, dilation_rates, **options)
-    return RingMultiheadDilatedAttention(*sizes, segment_lengths, dilation_rates, **options)
+        return _class("types", "ring")(segment_lengths, dilation_rates, **options)
+    return _class("multihead_types", "ring")(*sizes, segment_lengths, dilation_rates, **options)
 
 
 def set_tf32(use_tf32: bool | None) -> None:
@@ -233,12 +204,13 @@ def _lengths(
     attention_type: str, segment_lengths: Sequence[int] | None, dilation_rates: Sequence[int] | None
 ) -> tuple[Sequence[int], ...]:
     """The lengths and rates of a class with them, nothing for one without."""
-    if attention_type not in get_args(AttentionType):
-        known = ", ".join(map(repr, get_args(AttentionType)))
-        why = _why(attention_type)
-        if not isinstance(attention_type, str):  # not a name, and not hashable: a list of lengths
+    known = [name for name, found in table.read()["types"].items() if ":" in found]
+    if attention_type not in known:
+        why = _sentence("types", attention_type)
+        if not isinstance(attention_type, str):  # a list of lengths
             why = "; lengths and rates come after it, or by name: segment_lengths=, dilation_rates="
-        raise ValueError(f"attention_type must be one of {known}, got {attention_type!r}{why}")
+        names = ", ".join(map(repr, known))
+        raise ValueError(f"attention_type must be one of {names}, got {attention_type!r}{why}")
     if attention_type in _INSTEAD_OF_LENGTHS:
         if segment_lengths is not None or dilation_rates is not None:
             raise ValueError(
@@ -254,7 +226,13 @@ def _lengths(
     return segment_lengths, dilation_rates
 
 
-def _why(attention_type: object) -> str:
-    """What the table says of a type of an earlier package."""
-    sentence = table.read()["attention_types"].get(str(attention_type))
+def _class(section: str, attention_type: str) -> Callable[..., Any]:
+    """The class of a type, imported on first use: that of `parallel` takes seconds."""
+    home, _, name = table.read()[section][attention_type].partition(":")
+    return getattr(importlib.import_module(table.path_of(home)), name)
+
+
+def _sentence(section: str, attention_type: object) -> str:
+    """What the table says of a type without a class."""
+    sentence = table.read()["sentences"].get(table.read()[section].get(str(attention_type)))
     return f": {sentence}" if sentence else ""
