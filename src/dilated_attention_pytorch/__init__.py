@@ -18,7 +18,6 @@ end_command_with_launcher(os.environ, sys.orig_argv)
 # How threads wait is settled when torch is imported, which everything below does.
 choose_waiting(os.environ, sys.orig_argv)
 
-from . import core as core
 from . import legacy
 from .models import LongNetCache, LongNetConfig, LongNetLM, generate
 from .nn import MultiheadDilatedAttention, MultiheadPatternAttention
@@ -36,12 +35,13 @@ from .patterns import (
 )
 
 if TYPE_CHECKING:
-    from .core import create_adaptive_sparse_attention as create_adaptive_sparse_attention
-    from .core import create_block_sparse_attention as create_block_sparse_attention
-    from .core import create_dilated_attention as create_dilated_attention
-    from .core import create_multihead_dilated_attention as create_multihead_dilated_attention
-    from .core import create_ring_attention as create_ring_attention
     from .integrations import adopt, extend_context, register, replace_attention
+    from .legacy import makers as core  # noqa: F401 - an import path of earlier packages
+    from .legacy.makers import create_adaptive_sparse_attention as create_adaptive_sparse_attention
+    from .legacy.makers import create_block_sparse_attention as create_block_sparse_attention
+    from .legacy.makers import create_dilated_attention as create_dilated_attention
+    from .legacy.makers import create_multihead_dilated_attention as create_multihead_dilated_attention
+    from .legacy.makers import create_ring_attention as create_ring_attention
     from .models import LongNetForCausalLM as LongNetForCausalLM
 
 __version__ = "0.1.0"
@@ -77,11 +77,11 @@ __all__ = [
 _ON_FIRST_USE = {
     "LongNetForCausalLM": "models",
     "adopt": "integrations",
-    "create_adaptive_sparse_attention": "core",
-    "create_block_sparse_attention": "core",
-    "create_dilated_attention": "core",
-    "create_multihead_dilated_attention": "core",
-    "create_ring_attention": "core",
+    "create_adaptive_sparse_attention": "legacy.makers",
+    "create_block_sparse_attention": "legacy.makers",
+    "create_dilated_attention": "legacy.makers",
+    "create_multihead_dilated_attention": "legacy.makers",
+    "create_ring_attention": "legacy.makers",
     "extend_context": "integrations",
     "register": "integrations",
     "replace_attention": "integrations",
@@ -93,8 +93,10 @@ legacy.install()
 def __getattr__(name: str) -> Any:
     if name in _ON_FIRST_USE:
         return getattr(importlib.import_module(f".{_ON_FIRST_USE[name]}", __name__), name)
+    if name == "core":  # a module of the table, made on first use
+        return importlib.import_module(".core", __name__)
     return legacy.look_up("", name)
 
 
 def __dir__() -> list[str]:
-    return sorted({*globals(), *_ON_FIRST_USE})
+    return sorted({*globals(), *_ON_FIRST_USE, "core"})

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import math
 import warnings
 from typing import Any
 
@@ -15,9 +16,7 @@ import dilated_attention_pytorch
 from dilated_attention_pytorch import core, local_window, parallel
 from dilated_attention_pytorch.cli.command import COMMANDS, _parse
 from dilated_attention_pytorch.legacy import table
-from dilated_attention_pytorch.legacy_modules.attention import _OF_TRAINING
-from dilated_attention_pytorch.nn import AdaptiveBlockAttention
-from dilated_attention_pytorch.nn.old_keywords import UNNEEDED
+from dilated_attention_pytorch.nn import AdaptiveBlockAttention, MultiheadPatternAttention, PatternAttention
 from support.oracle import Groups, dense_attention, dense_counts
 
 with warnings.catch_warnings():
@@ -128,26 +127,19 @@ def test_multihead_dilated_attention_takes_the_first_package_s_calls(
     torch.testing.assert_close(out, attended(attention, x, x, is_causal), **EXACT)
 
 
+def net_of(layers: int, activation: str) -> dict[str, Any]:
+    """Sizes and activation of a network of the first package."""
+    sizes = {"d_model": 24, "nhead": 4, "num_encoder_layers": layers, "num_decoder_layers": layers}
+    return {**sizes, "dim_feedforward": 10, "activation": activation}
+
+
 @pytest.mark.parametrize(("lengths", "rates"), PATTERNS[1:])
 @pytest.mark.parametrize(("layers", "activation", "is_causal"), KINDS)
 def test_long_net_is_its_layers_by_dense_arithmetic(
     lengths: tuple[int, ...], rates: tuple[int, ...], layers: int, activation: str, is_causal: bool
 ) -> None:
-    net = randomized(
-        LongNet(
-            d_model=24,
-            nhead=4,
-            num_encoder_layers=layers,
-            num_decoder_layers=layers,
-            dim_feedforward=10,
-            segment_lengths=lengths,
-            dilation_rates=rates,
-            dropout=0.0,
-            activation=activation,
-            device=torch.device("cpu"),
-            dtype=torch.float32,
-        )
-    )
+    options = {"dropout": 0.0, "device": torch.device("cpu"), "dtype": torch.float32}
+    net = randomized(LongNet(segment_lengths=lengths, dilation_rates=rates, **net_of(layers, activation), **options))
     x = torch.randn(1, ROWS, 24, dtype=torch.float64)
     torch.testing.assert_close(net(x, is_causal=is_causal), through(net, x, is_causal), **EXACT)
     with torch.no_grad():
@@ -156,19 +148,8 @@ def test_long_net_is_its_layers_by_dense_arithmetic(
 
 @pytest.mark.parametrize(("layers", "activation", "is_causal"), KINDS)
 def test_long_net_lm_rotates_positions_into_its_embedding(layers: int, activation: str, is_causal: bool) -> None:
-    net = randomized(
-        LongNetLM(
-            num_tokens=31,
-            d_model=24,
-            nhead=4,
-            num_encoder_layers=layers,
-            num_decoder_layers=layers,
-            dim_feedforward=10,
-            segment_lengths=(4, 8, 16),
-            dilation_rates=(1, 2, 4),
-            activation=activation,
-        )
-    )
+    pattern = {"segment_lengths": (4, 8, 16), "dilation_rates": (1, 2, 4)}
+    net = randomized(LongNetLM(num_tokens=31, **pattern, **net_of(layers, activation)))
     tokens = torch.randint(31, (1, ROWS))
     embedded = net.token_embedding(tokens)
     angles = torch.arange(ROWS, dtype=torch.float64)[:, None] * 10000.0 ** -(torch.arange(12, dtype=torch.float64) / 12)
@@ -181,7 +162,10 @@ def test_the_base_model_of_the_first_package_can_be_made() -> None:
     with torch.device("meta"):
         net = LongNetLM(num_tokens=10000)
     assert len(net.long_net.encoder) == len(net.long_net.decoder) == 12
-    assert net.long_net.encoder[0].self_attn.segment_lengths == (2048, 4096, 8192, 16384, 32768)
+    first, last = net.long_net.encoder[0].self_attn, net.long_net.decoder[-1].multihead_attn
+    assert first.segment_lengths == (2048, 4096, 8192, 16384, 32768)
+    assert first.gain == math.sqrt(math.log(3 * 12) * math.log(2 * 12) / 3)
+    assert last.gain == math.sqrt(math.log(3 * 12))
 
 
 def test_improved_classes_set_the_precision_of_float32_products() -> None:
@@ -252,7 +236,9 @@ def test_enterprise_attention_names_all_that_it_refuses_at_once() -> None:
 
 
 def test_commands_that_sentences_name_are_commands() -> None:
-    sentences = [*_OF_TRAINING.values(), *table._read()["sentences"].values(), *map(str, UNNEEDED.values())]
+    sections = [table.read()[name] for name in ("sentences", "of_training")]
+    sentences = [text for section in sections for text in section.values()]
+    sentences += [row["instead"] for row in table.read()["unneeded"]]
     commands = {part for sentence in sentences for part in sentence.split("`")[1::2] if part.startswith("dilated-")}
     assert len(commands) > 10
     for command in commands:
@@ -263,50 +249,23 @@ def test_commands_that_sentences_name_are_commands() -> None:
 
 
 def test_functions_make_the_classes_of_their_names() -> None:
-    pattern = {"segment_lengths": [4, 16], "dilation_rates": [1, 4]}
-    sizes = {"embed_dim": 24, "num_heads": 4}
+    pattern, sizes = {"segment_lengths": [4, 16], "dilation_rates": [1, 4]}, {"embed_dim": 24, "num_heads": 4}
     made = [
         (core.create_dilated_attention("ring", **pattern), parallel.RingDilatedAttention),
         (core.create_dilated_attention("distributed", **pattern), parallel.DistributedDilatedAttention),
-        (core.create_dilated_attention("auto", **pattern), dilated_attention_pytorch.nn.DilatedAttention),
+        (core.create_dilated_attention("auto", **pattern), DilatedAttention),
+        (core.create_dilated_attention("improved", [4, 16], [1, 4]), DilatedAttention),
+        (core.create_dilated_attention("block_sparse", pattern=local_window(3)), PatternAttention),
+        (core.create_multihead_dilated_attention("ring", **sizes, **pattern), parallel.RingMultiheadDilatedAttention),
+        (core.create_multihead_dilated_attention("improved", 24, 4, [4, 16], [1, 4]), MultiheadDilatedAttention),
         (
-            core.create_multihead_dilated_attention("ring", **sizes, **pattern),
-            parallel.RingMultiheadDilatedAttention,
+            core.create_multihead_dilated_attention("block_sparse", **sizes, pattern=local_window(3)),
+            MultiheadPatternAttention,
         ),
         (core.create_ring_attention(**pattern, ring_size=1), parallel.RingDilatedAttention),
         (core.create_ring_attention("standard", **pattern, **sizes), parallel.RingMultiheadDilatedAttention),
-        (core.create_block_sparse_attention(local_window(3)), dilated_attention_pytorch.nn.PatternAttention),
-        (
-            core.create_block_sparse_attention(local_window(3), **sizes),
-            dilated_attention_pytorch.MultiheadPatternAttention,
-        ),
+        (core.create_block_sparse_attention(local_window(3)), PatternAttention),
+        (core.create_block_sparse_attention(local_window(3), **sizes), MultiheadPatternAttention),
         (core.create_adaptive_sparse_attention(num_heads=4, head_dim=6), AdaptiveBlockAttention),
-        (core.create_dilated_attention("improved", [4, 16], [1, 4]), dilated_attention_pytorch.nn.DilatedAttention),
-        (
-            core.create_multihead_dilated_attention("improved", 24, 4, [4, 16], [1, 4]),
-            dilated_attention_pytorch.MultiheadDilatedAttention,
-        ),
     ]
     assert [type(module) for module, _ in made] == [kind for _, kind in made]
-    for name in core.__all__:
-        assert getattr(dilated_attention_pytorch, name) is getattr(core, name)
-
-
-def test_a_language_model_recomputes_its_blocks_when_it_is_told_to() -> None:
-    config = dilated_attention_pytorch.LongNetConfig(
-        embed_dim=16, num_layers=2, num_heads=2, segment_lengths=[4], dilation_rates=[1]
-    )
-    model = dilated_attention_pytorch.LongNetLM(config, dtype=torch.float64)
-    tokens = torch.randint(256, (1, ROWS))
-    wanted = torch.autograd.grad(model(tokens).sin().sum(), list(model.parameters()))
-    calls = []
-    checkpoint = model.checkpoint_function
-    model.checkpoint_function = lambda *args, **options: (calls.append(1), checkpoint(*args, **options))[1]
-    model.gradient_checkpointing_enable()
-    got = torch.autograd.grad(model(tokens).sin().sum(), list(model.parameters()))
-    assert len(calls) == 2
-    for grad, want in zip(got, wanted, strict=True):
-        torch.testing.assert_close(grad, want, **EXACT)
-    model.gradient_checkpointing_disable()
-    model(tokens)
-    assert len(calls) == 2

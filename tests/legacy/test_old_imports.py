@@ -6,25 +6,53 @@ import importlib
 import importlib.util
 import pkgutil
 import re
+import tomllib
 import warnings
 from collections import Counter
-from typing import Any
+from pathlib import Path
+from typing import Any, Literal, NamedTuple
 
 import pytest
 
 import dilated_attention_pytorch
 from dilated_attention_pytorch.legacy import table
-from legacy.old_imports import IMPORTS, PACKAGE, ROWS, path_of, take
+from dilated_attention_pytorch.legacy.table import path_of
 from support.pages import DOCS
 
-MODULES = sorted({module for module, _ in IMPORTS})
+PACKAGE = "dilated_attention_pytorch"
+ROWS: list[dict[str, Any]] = tomllib.loads(Path(__file__).with_name("old_imports.toml").read_text())["import"]
+IMPORTS: list[tuple[str, str]] = [(row["module"], name) for row in ROWS for name in row["names"]]
 # Where an old import is today's: the module is where it was.
 SAME = {("core", name) for name in dir(dilated_attention_pytorch.core) if name.startswith("create_")}
 SAME |= {("", name) for name in (*dilated_attention_pytorch.__all__, *dilated_attention_pytorch.core.__all__)}
 
 
+class Taken(NamedTuple):
+    """How an import is taken: ``words`` are those of its warning or of its error, ``found`` the object."""
+
+    kind: Literal["works", "answered", "neither"]
+    words: str
+    found: object
+
+
+def take(module: str, name: str) -> Taken:
+    """Run ``from module import name``."""
+    scope: dict[str, Any] = {}
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        try:
+            exec(f"from {path_of(module)} import {name} as found", scope)
+        except ImportError as error:
+            is_answered = " is not here: " in str(error)
+            return Taken("answered" if is_answered else "neither", str(error), None)
+    words = {str(warning.message) for warning in caught if warning.category is DeprecationWarning}
+    if len(words) > 1:
+        return Taken("neither", " and ".join(sorted(words)), scope["found"])
+    return Taken("works", next(iter(words), ""), scope["found"])
+
+
 def test_every_import_works_with_a_warning_or_is_answered() -> None:
-    sentences = set(table._read()["sentences"].values())
+    sentences = set(table.read()["sentences"].values())
     for module, name in IMPORTS:
         taken = take(module, name)
         assert taken.kind != "neither", f"{path_of(module)}.{name}: {taken.words}"
@@ -40,13 +68,13 @@ def test_every_import_works_with_a_warning_or_is_answered() -> None:
 
 def test_the_counts_of_the_migration_page_are_those_of_the_table() -> None:
     kinds = Counter(take(module, name).kind for module, name in IMPORTS)
-    names = len({name for _, name in IMPORTS})
+    modules, names = len({module for module, _ in IMPORTS}), len({name for _, name in IMPORTS})
     page = (DOCS / "migration.md").read_text()
     figures = re.search(
         r"(\d+) imports of (\d+) names from (\d+) modules:\s+(\d+) work, (\d+) are\s+answered, (\d+) neither", page
     )
     assert figures is not None
-    counted = (len(IMPORTS), names, len(MODULES), kinds["works"], kinds["answered"], kinds["neither"])
+    counted = (len(IMPORTS), names, modules, kinds["works"], kinds["answered"], kinds["neither"])
     assert tuple(map(int, figures.groups())) == counted
     assert names >= 213
     assert kinds["neither"] == 0
@@ -66,7 +94,7 @@ def test_no_import_is_listed_twice_and_each_says_where_it_stands() -> None:
 
 
 def test_every_old_module_imports_or_says_why_not() -> None:
-    for module in table.modules():
+    for module in table.read()["modules"]:
         sentence = table.module(module)
         if sentence:
             # Python imports the parents first, and those may have nothing here either.
@@ -81,7 +109,7 @@ def test_every_old_module_imports_or_says_why_not() -> None:
 
 def test_a_module_taken_from_its_parent_says_why_it_is_not_here() -> None:
     tried = 0
-    for module in table.modules():
+    for module in table.read()["modules"]:
         parent, _, leaf = module.rpartition(".")
         # A parent that is not here either is the first that Python imports.
         if table.module(module) and not table.module(parent):
@@ -92,19 +120,23 @@ def test_a_module_taken_from_its_parent_says_why_it_is_not_here() -> None:
 
 
 def test_every_answer_of_the_table_is_here() -> None:
-    for key, name in ((key, key.rpartition(":")[2]) for key in table._read()["names"]):
+    for key, name in ((key, key.rpartition(":")[2]) for key in table.read()["names"]):
         answer = table.answer(key.rpartition(":")[0], name)
         assert answer
         if isinstance(answer, table.Answer):
             assert hasattr(importlib.import_module(path_of(answer.home)), answer.name)
-    read = table._read()
-    used = {key for part in ("names", "families", "modules") for key in read[part].values()}
+    read = table.read()
+    for home, _, kind in (
+        found.partition(":") for part in ("types", "multihead_types") for found in read[part].values()
+    ):
+        assert not kind or hasattr(importlib.import_module(path_of(home)), kind)
+    used = {key for part in ("names", "families", "modules", "types", "multihead_types") for key in read[part].values()}
     assert set(read["sentences"]) <= used, "a sentence that no name has"
 
 
 def test_what_old_names_stand_for_is_on_the_migration_page() -> None:
     page = (DOCS / "migration.md").read_text()
-    for key in table._read()["names"]:
+    for key in table.read()["names"]:
         answer = table.answer(*key.split(":")) if ":" in key else table.answer("", key)
         if isinstance(answer, table.Answer):
             assert answer.instead.rstrip("`").rpartition(" ")[2] in page, key
@@ -139,7 +171,7 @@ def test_today_s_function_is_not_hidden_by_the_old_module_of_its_name() -> None:
 
 def test_walking_the_package_finds_no_old_module() -> None:
     found = {module.name for module in pkgutil.walk_packages(dilated_attention_pytorch.__path__, f"{PACKAGE}.")}
-    assert not found & {path_of(module) for module in table.modules()}
+    assert not found & {path_of(module) for module in table.read()["modules"]}
 
 
 @pytest.mark.parametrize("name", ["simulate", "Simulation"])

@@ -10,6 +10,8 @@ import pytest
 import torch
 
 from dilated_attention_pytorch import MultiheadDilatedAttention, MultiheadPatternAttention, local_window, parallel
+from dilated_attention_pytorch.legacy import table
+from dilated_attention_pytorch.legacy.keywords import OFF
 from dilated_attention_pytorch.nn import (
     AdaptiveBlockAttention,
     DilatedAttention,
@@ -17,7 +19,6 @@ from dilated_attention_pytorch.nn import (
     DynamicMultiheadDilatedAttention,
     PatternAttention,
 )
-from dilated_attention_pytorch.nn.old_keywords import RENAMED, UNNEEDED
 
 MULTIHEAD: dict[str, Any] = {"embed_dim": 8, "num_heads": 2}
 SEGMENTS: dict[str, Any] = {"segment_lengths": [4, 8], "dilation_rates": [1, 2]}
@@ -46,7 +47,7 @@ def takes(kind: type, keyword: str) -> bool:
 
 @pytest.mark.parametrize(("kind", "arguments"), MADE, ids=lambda x: getattr(x, "__name__", ""))
 def test_a_keyword_with_another_name_is_carried_out_or_refused(kind: type, arguments: dict[str, Any]) -> None:
-    for old, today in RENAMED.items():
+    for old, today in table.read()["renamed"].items():
         value = VALUES[today]
         if not takes(kind, today):
             with pytest.raises(TypeError, match=f"{old} is {today} today"):
@@ -63,14 +64,19 @@ def test_a_keyword_with_another_name_is_carried_out_or_refused(kind: type, argum
 
 @pytest.mark.parametrize(("kind", "arguments"), MADE, ids=lambda x: getattr(x, "__name__", ""))
 def test_a_keyword_for_what_is_not_here_may_only_ask_for_nothing(kind: type, arguments: dict[str, Any]) -> None:
-    for name, unneeded in UNNEEDED.items():
+    for name, off in ((name, row["off"]) for row in table.read()["unneeded"] for name in row["keywords"]):
         if takes(kind, name):
             continue
         with pytest.warns(DeprecationWarning, match=f"{name}=.* is an old keyword that asks for nothing"):
-            assert str(kind(**arguments, **{name: unneeded.off[0]})) == str(kind(**arguments))
+            assert str(kind(**arguments, **{name: OFF[off][0]})) == str(kind(**arguments))
         asks = False if name == "batch_first" else 64
         with pytest.raises(ValueError, match=f"{name} of {kind.__name__} must be .* or left out, got {asks}: "):
             kind(**arguments, **{name: asks})
+
+
+def test_a_keyword_of_a_parent_class_is_handed_on() -> None:
+    ring = parallel.RingMultiheadDilatedAttention(**MULTIHEAD, **SEGMENTS, device="meta", dtype=torch.float64)
+    assert (ring.q_proj.weight.device.type, ring.q_proj.weight.dtype) == ("meta", torch.float64)
 
 
 def test_old_and_new_keywords_give_the_same_weights_and_results() -> None:

@@ -205,6 +205,12 @@ def test_every_so_manieth_block_is_computed_again_and_the_gradients_stay(make_mo
     for gradient, reference in zip(gradients(model, ids, model), expected, strict=True):
         torch.testing.assert_close(gradient, reference, atol=0, rtol=0)
     assert computed == [2, 1, 2, 1, 2]
+    model.gradient_checkpointing_disable()
+    gradients(model, ids, model)
+    assert computed == [3, 2, 3, 2, 3]
+    model.gradient_checkpointing_enable()
+    gradients(model, ids, model)
+    assert computed == [5, 3, 5, 3, 5]
 
 
 @pytest.mark.parametrize("gradient_checkpointing", [False, True])

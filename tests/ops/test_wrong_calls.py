@@ -16,11 +16,12 @@ from dilated_attention_pytorch import (
     LongNetLM,
     MultiheadDilatedAttention,
     attend,
+    create_dilated_attention,
+    create_multihead_dilated_attention,
     dilated_attention,
     merge,
     parallel,
 )
-from dilated_attention_pytorch.core import create_dilated_attention, create_multihead_dilated_attention
 from dilated_attention_pytorch.kernels.select import refusal, select
 from dilated_attention_pytorch.nn import DilatedAttention
 

@@ -13,8 +13,7 @@ from types import ModuleType
 from typing import Any
 
 from . import table
-
-_PACKAGE = __name__.partition(".")[0]
+from .table import path_of
 
 
 def look_up(module: str, name: str) -> Any:
@@ -28,18 +27,17 @@ def look_up(module: str, name: str) -> Any:
         ImportError: the name has no counterpart here; the message says what to use.
         AttributeError: the table has no such name, or a module whose names work, which is imported then.
     """
-    if name.startswith("__"):  # tools look these up in every module
-        raise AttributeError(f"module {_path(module)!r} has no attribute {name!r}")
-    answer = table.answer(module, name) or table.module(f"{module}.{name}" if module else name)
+    old = f"{path_of(module)}.{name}"
+    is_special = name.startswith("__")  # tools look these up in every module
+    answer = None if is_special else table.answer(module, name) or table.module(f"{module}.{name}".lstrip("."))
     if not answer:
-        raise AttributeError(f"module {_path(module)!r} has no attribute {name!r}")
-    old = f"{_path(module)}.{name}"
+        raise AttributeError(f"module {path_of(module)!r} has no attribute {name!r}")
     if isinstance(answer, str):
         # Not an AttributeError: an import statement would replace its words.
         raise ImportError(f"{old} is not here: {answer}", name=old)
     # The line that imports the old name: this function, the module's __getattr__, importlib's own frames.
     warnings.warn(f"{old} is the old name; {answer.instead}", DeprecationWarning, stacklevel=3)
-    return getattr(importlib.import_module(_path(answer.home)), answer.name)
+    return getattr(importlib.import_module(path_of(answer.home)), answer.name)
 
 
 def install() -> None:
@@ -47,12 +45,8 @@ def install() -> None:
     finder = _Finder()
     sys.meta_path.append(finder)
     # Importing a submodule binds it in its package, where `dilated_attention` is a function: this one is there already.
-    name = _path("dilated_attention")
+    name = path_of("dilated_attention")
     sys.modules[name] = importlib.util.module_from_spec(importlib.machinery.ModuleSpec(name, finder))
-
-
-def _path(module: str) -> str:
-    return f"{_PACKAGE}.{module}" if module else _PACKAGE
 
 
 class _OldModule(ModuleType):
@@ -63,7 +57,7 @@ class _OldModule(ModuleType):
             raise ImportError(
                 f"{self.__name__} is an old module: import its names one by one, not *", name=self.__name__
             )
-        return look_up(self.__name__.removeprefix(_PACKAGE + "."), name)
+        return look_up(self.__name__.partition(".")[2], name)
 
 
 class _Finder(MetaPathFinder, Loader):
@@ -73,21 +67,26 @@ class _Finder(MetaPathFinder, Loader):
         self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
     ) -> importlib.machinery.ModuleSpec | None:
         """The spec of an old module; None for all others."""
-        package, _, module = fullname.partition(".")
-        if package != _PACKAGE or not module or table.module(module) is None:
+        module = fullname.partition(".")[2]
+        if path_of(module) != fullname or table.module(module) is None:
             return None
-        return importlib.machinery.ModuleSpec(fullname, self, is_package=table.has_submodules(module))
+        has_submodules = any(other.startswith(f"{module}.") for other in table.read()["modules"])
+        return importlib.machinery.ModuleSpec(fullname, self, is_package=has_submodules)
 
     def create_module(self, spec: importlib.machinery.ModuleSpec) -> ModuleType:
         """An empty module."""
         return _OldModule(spec.name)
 
     def exec_module(self, module: ModuleType) -> None:
-        """Execute nothing: names are looked up on access.
+        """Give `core` its functions; names of other modules are looked up on access.
 
         Raises:
             ModuleNotFoundError: the module has no counterpart here; the message says why.
         """
-        sentence = table.module(module.__name__.removeprefix(_PACKAGE + "."))
-        if sentence:
+        path = module.__name__.partition(".")[2]
+        if sentence := table.module(path):
             raise ModuleNotFoundError(f"{module.__name__} is not here: {sentence}", name=module.__name__)
+        if path == "core":
+            from . import makers
+
+            vars(module).update({name: getattr(makers, name) for name in ("__all__", "__doc__", *makers.__all__)})

@@ -1,4 +1,4 @@
-"""The table of old modules and names, read from `table.toml` on first use."""
+"""The table of old modules, names and keywords, read from `table.toml` on first use."""
 
 from __future__ import annotations
 
@@ -7,6 +7,8 @@ import tomllib
 from fnmatch import fnmatchcase
 from importlib import resources
 from typing import Any, NamedTuple
+
+_PACKAGE = __name__.partition(".")[0]
 
 
 class Answer(NamedTuple):
@@ -17,6 +19,17 @@ class Answer(NamedTuple):
     instead: str
 
 
+@functools.cache
+def read() -> dict[str, Any]:
+    """The sections of `table.toml`."""
+    return tomllib.loads(resources.files(__package__).joinpath("table.toml").read_text("utf-8"))
+
+
+def path_of(module: str) -> str:
+    """The full path of a module of this package; empty is the package."""
+    return f"{_PACKAGE}.{module}" if module else _PACKAGE
+
+
 def module(path: str) -> str | None:
     """Status of an old module: the reason why it is gone, empty if its names still work, None if it never existed.
 
@@ -24,21 +37,8 @@ def module(path: str) -> str | None:
     >>> table.module("ring_dilated_attention_v3"), table.module("ring_dilated_attention_v99")
     ('', None)
     """
-    read = _read()
-    if path not in read["modules"]:
-        return None
-    key = read["modules"][path]
-    return read["sentences"][key] if key else ""
-
-
-def has_submodules(path: str) -> bool:
-    """Whether an old module has submodules."""
-    return any(other.startswith(path + ".") for other in _read()["modules"])
-
-
-def modules() -> tuple[str, ...]:
-    """Every old module, by its path within this package."""
-    return tuple(_read()["modules"])
+    key = read()["modules"].get(path)
+    return read()["sentences"][key] if key else key
 
 
 def answer(path: str, name: str) -> Answer | str | None:
@@ -52,29 +52,13 @@ def answer(path: str, name: str) -> Answer | str | None:
     >>> table.answer("core", "get_global_memory_pool")
     "PyTorch's allocator does what memory pools did; torch.profiler.profile shows the memory of a call"
     """
-    read = _read()
-    for key in (f"{path}:{name}", name):
-        if key in read["names"]:
-            return _resolved(read, read["names"][key])
-    for family, key in read["families"].items():
-        if fnmatchcase(name, family):
-            return _resolved(read, key)
-    return None
-
-
-def _resolved(read: dict[str, Any], key: str) -> Answer | str:
-    """Resolve a key: of a message, or `home:name` of an object, with `|` before the current name to recommend."""
-    if ":" not in key:
-        return str(read["sentences"][key])
+    names = read()["names"]
+    families = (key for family, key in read()["families"].items() if fnmatchcase(name, family))
+    key = names.get(f"{path}:{name}") or names.get(name) or next(families, None)
+    if not key or ":" not in key:
+        return read()["sentences"][key] if key else None
     found, _, today = key.partition("|")
     home, _, attribute = found.partition(":")
     parent, _, leaf = (today or found.replace(":", ".")).rpartition(".")
-    package = __name__.partition(".")[0]
-    source = ".".join(part for part in (package, parent) if part)
     kept = "it keeps its old arguments; in new code " if home.startswith("legacy") else ""
-    return Answer(home, attribute, f"{kept}write `from {source} import {leaf}`")
-
-
-@functools.cache
-def _read() -> dict[str, Any]:
-    return tomllib.loads(resources.files(__package__).joinpath("table.toml").read_text("utf-8"))
+    return Answer(home, attribute, f"{kept}write `from {path_of(parent)} import {leaf}`")

@@ -7,6 +7,7 @@ import math
 import torch
 from torch import Tensor, nn
 
+from dilated_attention_pytorch.legacy.keywords import answers_old_keywords
 from dilated_attention_pytorch.ops import attend_blocks, attend_with_lse, merge
 from dilated_attention_pytorch.ops.call import Call
 from dilated_attention_pytorch.ops.validation import check_call, check_dropout, check_size
@@ -14,7 +15,6 @@ from dilated_attention_pytorch.patterns import Pattern, local_window
 from dilated_attention_pytorch.precision import without_autocast
 
 from .block_scorer import BlockScorer, BlockSelection
-from .old_keywords import answers_old_keywords
 
 
 class AdaptiveBlockAttention(nn.Module):

@@ -7,12 +7,11 @@ from collections.abc import Sequence
 from torch import Tensor, nn
 
 from dilated_attention_pytorch.kernels.select import Impl
+from dilated_attention_pytorch.legacy.keywords import answers_old_keywords
 from dilated_attention_pytorch.ops import attend
 from dilated_attention_pytorch.ops.validation import check_dropout, check_order
 from dilated_attention_pytorch.patterns import DilatedPattern, Pattern
 from dilated_attention_pytorch.patterns.dilated import OffsetRule, Tail
-
-from .old_keywords import answers_old_keywords
 
 
 class PatternAttention(nn.Module):

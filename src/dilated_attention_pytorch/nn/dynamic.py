@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from dilated_attention_pytorch.kernels.select import Impl
+from dilated_attention_pytorch.legacy.keywords import answers_old_keywords
 from dilated_attention_pytorch.ops import attend
 from dilated_attention_pytorch.ops.validation import sequence_first
 from dilated_attention_pytorch.patterns import DilatedPattern, Pattern
@@ -19,7 +20,6 @@ from dilated_attention_pytorch.tracing import constant_of_graph
 
 from .dilated_attention import DilatedAttention
 from .multihead import MultiheadDilatedAttention
-from .old_keywords import answers_old_keywords
 
 _Lengths = tuple[tuple[int, ...], tuple[int, ...]]
 

@@ -9,12 +9,12 @@ import torch
 from torch import Tensor, nn
 
 from dilated_attention_pytorch.kernels.select import Impl
+from dilated_attention_pytorch.legacy.keywords import answers_old_keywords
 from dilated_attention_pytorch.patterns import DilatedPattern, Pattern
 from dilated_attention_pytorch.patterns.dilated import OffsetRule, Tail
 
 from .dilated_attention import DilatedAttention, PatternAttention
 from .masks import check_causal, check_no_weights, ignored_keys
-from .old_keywords import answers_old_keywords
 
 
 class MultiheadPatternAttention(nn.Module):

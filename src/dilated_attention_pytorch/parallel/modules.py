@@ -8,8 +8,8 @@ from typing import Any
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
+from dilated_attention_pytorch.legacy.keywords import answers_old_keywords
 from dilated_attention_pytorch.nn import DilatedAttention, MultiheadDilatedAttention
-from dilated_attention_pytorch.nn.old_keywords import answers_old_keywords
 from dilated_attention_pytorch.ops.validation import check_size
 from dilated_attention_pytorch.planning.layout import Layout
 

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch.distributed.device_mesh import DeviceMesh
 
-from dilated_attention_pytorch.core.factories import set_tf32
 from dilated_attention_pytorch.nn import DilatedAttention, MultiheadDilatedAttention
 from dilated_attention_pytorch.parallel import RingMultiheadDilatedAttention
+
+from . import table
+from .makers import set_tf32
 
 
 class ImprovedDilatedAttention(DilatedAttention):
@@ -59,48 +61,19 @@ class ImprovedMultiheadDilatedAttention(MultiheadDilatedAttention):
         set_tf32(use_tf32)
 
 
-_TRAIN = "`dilated-attention train"
-_OFFLOAD = f"{_TRAIN} --data-parallel zero3 --offload parameters`"
-_OF_TRAINING: Mapping[str, str] = {
-    "data_parallel": f"torch.nn.parallel.DistributedDataParallel around the model, or {_TRAIN} --data-parallel ddp`",
-    "use_deepspeed": f"{_TRAIN} --data-parallel zero3`",
-    "zero_stage": f"{_TRAIN} --data-parallel zero3` (zero1, zero2)",
-    "cpu_offload": _OFFLOAD,
-    "nvme_offload": f"{_TRAIN} --data-parallel zero3 --offload nvme --offload-folder FOLDER`",
-    "use_8bit_optimizer": f"{_TRAIN} --optimizer adamw-8bit`",
-    "use_gradient_compression": "torch.distributed.algorithms.ddp_comm_hooks on the model",
-    "use_checkpointing": "LongNetLM.gradient_checkpointing_enable(), or torch.utils.checkpoint around a block",
-    "activation_checkpointing": "LongNetLM.gradient_checkpointing_enable(), or torch.utils.checkpoint around a block",
-    "communication_backend": "torch.distributed.init_process_group(backend) before the first call",
-    "bucket_size": "bucket_cap_mb of torch.nn.parallel.DistributedDataParallel",
-    "enable_fault_tolerance": f"{_TRAIN} --resume auto`, started by torchrun --max-restarts",
-    "checkpoint_interval": f"{_TRAIN} --save-steps N`",
-    "auto_resume": f"{_TRAIN} --resume auto`",
-    "enable_monitoring": f"{_TRAIN} --track tensorboard wandb`",
-    "profile_memory": "torch.profiler.profile(profile_memory=True)",
-    "log_level": "logging.basicConfig(level=...)",
-    "use_flash_attention": "nothing: impl= picks the kernels",
-    "block_size": "nothing: a rank sends its rows at once, and kernels choose their tiles",
-}
-"""Options of the old class that an attention module does not implement, with the replacement."""
-
-
-class RingAdvancedDistributedDilatedAttention(RingMultiheadDilatedAttention):
+class RingAdvancedDistributedDilatedAttention(ImprovedMultiheadDilatedAttention, RingMultiheadDilatedAttention):
     """:class:`parallel.RingMultiheadDilatedAttention` with the options of an earlier package.
 
-    Attention options are implemented. Options of a training run (data parallelism, DeepSpeed, checkpoints,
-    restarts, monitoring) do not belong to a module and raise with their replacement.
-
     Args:
-        embed_dim, num_heads, segment_lengths, dilation_rates, dropout, bias, ring_size, mesh, device, dtype: as of the
-            current class.
-        layer_norm, layer_norm_eps, gamma_init: now ``sub_layernorm``, ``layernorm_eps`` and ``gain``.
+        embed_dim, num_heads, segment_lengths, dilation_rates, dropout, bias, layer_norm, layer_norm_eps, gamma_init,
+            use_tf32: as of :class:`ImprovedMultiheadDilatedAttention`.
+        ring_size, mesh, device, dtype: as of the current class.
         sequence_parallel: shard rows; must be True.
         model_parallel: also split heads, along the second axis of ``mesh``, which must have two.
         overlap_communication: overlap communication with computation; must be True, as it always does.
-        use_tf32: see :func:`create_dilated_attention`.
         compile_model: call the module's ``compile()``.
-        of_training: any other option of the old class. None, False and 0 are ignored.
+        of_training: options of a training run (data parallelism, DeepSpeed, checkpoints, restarts, monitoring), which
+            do not belong to a module. None, False and 0 are ignored.
 
     Raises:
         ValueError: options that a module does not implement; lists all of them with their replacements.
@@ -130,7 +103,11 @@ class RingAdvancedDistributedDilatedAttention(RingMultiheadDilatedAttention):
         dtype: torch.dtype | None = None,
         **of_training: Any,
     ) -> None:
-        asked = _asked(type(self).__name__, of_training)
+        instead = table.read()["of_training"]
+        unknown = [option for option in of_training if option not in instead]
+        if unknown:
+            raise TypeError(f"{type(self).__name__} has no option {', '.join(unknown)}")
+        asked = [f"{option}={value!r}: {instead[option]}" for option, value in of_training.items() if value]
         if model_parallel and (mesh is None or mesh.ndim != 2):
             asked.append(
                 "model_parallel=True: mesh=init_device_mesh(device, (ring, heads)), whose second axis it splits"
@@ -144,29 +121,8 @@ class RingAdvancedDistributedDilatedAttention(RingMultiheadDilatedAttention):
                 f"{type(self).__name__} is attention alone; leave out what the model, the run or the mesh carries out, "
                 "and write instead:\n  " + "\n  ".join(asked)
             )
-        super().__init__(
-            embed_dim,
-            num_heads,
-            segment_lengths,
-            dilation_rates,
-            dropout,
-            bias=bias,
-            sub_layernorm=layer_norm,
-            layernorm_eps=layer_norm_eps,
-            gain=gamma_init,
-            ring_size=ring_size,
-            mesh=mesh,
-            device=device,
-            dtype=dtype,
-        )
-        set_tf32(use_tf32)
+        sizes = (embed_dim, num_heads, segment_lengths, dilation_rates, dropout, bias)
+        place: dict[str, Any] = {"ring_size": ring_size, "mesh": mesh, "device": device, "dtype": dtype}
+        super().__init__(*sizes, layer_norm, layer_norm_eps, gamma_init, use_tf32=use_tf32, **place)
         if compile_model:
             self.compile()
-
-
-def _asked(name: str, options: Mapping[str, Any]) -> list[str]:
-    """One line per option that is set, with its replacement."""
-    unknown = [option for option in options if option not in _OF_TRAINING]
-    if unknown:
-        raise TypeError(f"{name} has no option {', '.join(unknown)}")
-    return [f"{option}={value!r}: {_OF_TRAINING[option]}" for option, value in options.items() if value]

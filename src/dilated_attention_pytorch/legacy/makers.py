@@ -1,46 +1,35 @@
-"""Factory functions for attention modules by type name."""
+"""Attention modules by type name, as earlier packages made them; also importable from ``core``."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any, Literal, get_args
+import importlib
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 
-from dilated_attention_pytorch.nn import (
-    AdaptiveBlockAttention,
-    DilatedAttention,
-    DynamicDilatedAttention,
-    DynamicMultiheadDilatedAttention,
-    MultiheadDilatedAttention,
-    MultiheadPatternAttention,
-    PatternAttention,
-)
 from dilated_attention_pytorch.patterns import Pattern
 
+from . import table
+
 if TYPE_CHECKING:
+    from dilated_attention_pytorch.nn import AdaptiveBlockAttention, MultiheadPatternAttention, PatternAttention
     from dilated_attention_pytorch.parallel import RingDilatedAttention, RingMultiheadDilatedAttention
 
+__all__ = [
+    "create_adaptive_sparse_attention",
+    "create_block_sparse_attention",
+    "create_dilated_attention",
+    "create_multihead_dilated_attention",
+    "create_ring_attention",
+]
+
 AttentionType = Literal["auto", "standard", "improved", "ring", "distributed", "block_sparse", "dynamic", "adaptive"]
-_WITHOUT_LENGTHS = {
+_INSTEAD_OF_LENGTHS = {
     "block_sparse": "a pattern",
     "dynamic": "a selector_config",
     "adaptive": "blocks_per_query and block_size",
 }
-_SPARSE_RING = (
-    "blocks over several ranks are parallel.attend(query, key, value, pattern, mesh=mesh), with a pattern such as "
-    "local_window(255) + strided_blocks(8, block_size=64)"
-)
-_NOT_HERE = {
-    "hilbert": "positions are not reordered here, as dilation counts them; "
-    '"ring" is exact attention over several ranks',
-    "improved_distributed": 'it is "distributed"',
-    "ring_distributed": 'it is "ring"; what is not attention (checkpoints, offload, monitoring) is the command '
-    "`dilated-attention train`",
-    "block_sparse_ring": _SPARSE_RING,
-    "block_sparse_ring_distributed": _SPARSE_RING,
-}
-"""Type names of the earlier package without a counterpart, with advice."""
 _INSTEAD_OF_PATTERN = ("variant", "sparsity_ratio", "pattern_type", "sparse_config", "block_size")
 
 
@@ -72,13 +61,9 @@ def create_dilated_attention(
     >>> create_dilated_attention("auto", segment_lengths=[2048, 4096], dilation_rates=[1, 2])
     DilatedAttention(segment_lengths=[2048, 4096], dilation_rates=[1, 2], dropout=0.0)
     """
-    lengths = _check(attention_type, segment_lengths, dilation_rates)
+    lengths = _lengths(attention_type, segment_lengths, dilation_rates)
     set_tf32(use_tf32)
-    if lengths is not None:
-        return _with_lengths(attention_type)(*lengths, **options)
-    if attention_type == "block_sparse":
-        return PatternAttention(**options)
-    return AdaptiveBlockAttention(**options) if attention_type == "adaptive" else DynamicDilatedAttention(**options)
+    return _class("types", attention_type)(*lengths, **options)
 
 
 def create_multihead_dilated_attention(
@@ -104,29 +89,13 @@ def create_multihead_dilated_attention(
     >>> attention(x, x, x)[0].shape
     torch.Size([1, 100, 64])
     """
-    lengths = _check(attention_type, segment_lengths, dilation_rates)
+    lengths = _lengths(attention_type, segment_lengths, dilation_rates)
     if embed_dim is None or num_heads is None:
         raise TypeError(f"projections need embed_dim and num_heads, got {embed_dim} and {num_heads}")
-    if attention_type == "adaptive":
-        raise ValueError(
-            'attention_type="adaptive" has no module with projections: project query, key and value before, and call '
-            'the module of create_dilated_attention("adaptive", num_heads=..., head_dim=...)'
-        )
-    if attention_type == "distributed":
-        raise ValueError(
-            'attention_type="distributed" has no module with projections: attention_type="ring" has, and '
-            "`dilated-attention train --heads-parallel` splits heads"
-        )
+    if instead := _sentence("multihead_types", attention_type):
+        raise ValueError(f'attention_type="{attention_type}" has no module with projections{instead}')
     set_tf32(use_tf32)
-    if lengths is not None and attention_type == "ring":
-        from dilated_attention_pytorch.parallel import RingMultiheadDilatedAttention
-
-        return RingMultiheadDilatedAttention(embed_dim, num_heads, *lengths, **options)
-    if lengths is not None:
-        return MultiheadDilatedAttention(embed_dim, num_heads, *lengths, **options)
-    if attention_type == "block_sparse":
-        return MultiheadPatternAttention(embed_dim, num_heads, **options)
-    return DynamicMultiheadDilatedAttention(embed_dim, num_heads, **options)
+    return _class("multihead_types", attention_type)(embed_dim, num_heads, *lengths, **options)
 
 
 def create_block_sparse_attention(
@@ -153,11 +122,10 @@ def create_block_sparse_attention(
             "or from_block_mask(mask, block_size), and nothing beside it: a ratio or a name does not say which keys a "
             f"query sees, and packages that take one differ in what it means; got {', '.join([repr(pattern), *old])}"
         )
-    if (embed_dim is None) != (num_heads is None):
-        raise TypeError(f"embed_dim and num_heads go together, got embed_dim={embed_dim} and num_heads={num_heads}")
-    if embed_dim is None or num_heads is None:
-        return PatternAttention(pattern, **options)
-    return MultiheadPatternAttention(embed_dim, num_heads, pattern, **options)
+    sizes = _sizes(embed_dim, num_heads)
+    if sizes is None:
+        return _class("types", "block_sparse")(pattern, **options)
+    return _class("multihead_types", "block_sparse")(*sizes, pattern, **options)
 
 
 def create_adaptive_sparse_attention(
@@ -181,7 +149,7 @@ def create_adaptive_sparse_attention(
             "attention that chooses its blocks has no projections: project query, key and value before, and pass "
             f"num_heads and head_dim, the width of one head; got head_dim={head_dim} and embed_dim={embed_dim}"
         )
-    return AdaptiveBlockAttention(num_heads, head_dim, **options)
+    return _class("types", "adaptive")(num_heads, head_dim, **options)
 
 
 def create_ring_attention(
@@ -211,16 +179,12 @@ def create_ring_attention(
     torch.Size([1, 100, 4, 16])
     """
     if implementation not in ("auto", "standard", "distributed"):
-        known = {"hilbert": _NOT_HERE["hilbert"], "block_sparse": _SPARSE_RING}
-        why = f": {known[implementation]}" if implementation in tuple(known) else ""
+        why = _sentence("types", {"hilbert": "hilbert", "block_sparse": "block_sparse_ring"}.get(str(implementation)))
         raise ValueError(f'implementation must be "auto", "standard" or "distributed", got {implementation!r}{why}')
-    if (embed_dim is None) != (num_heads is None):
-        raise TypeError(f"embed_dim and num_heads go together, got embed_dim={embed_dim} and num_heads={num_heads}")
-    from dilated_attention_pytorch.parallel import RingDilatedAttention, RingMultiheadDilatedAttention
-
-    if embed_dim is None or num_heads is None:
-        return RingDilatedAttention(segment_lengths, dilation_rates, **options)
-    return RingMultiheadDilatedAttention(embed_dim, num_heads, segment_lengths, dilation_rates, **options)
+    sizes = _sizes(embed_dim, num_heads)
+    if sizes is None:
+        return _class("types", "ring")(segment_lengths, dilation_rates, **options)
+    return _class("multihead_types", "ring")(*sizes, segment_lengths, dilation_rates, **options)
 
 
 def set_tf32(use_tf32: bool | None) -> None:
@@ -229,35 +193,46 @@ def set_tf32(use_tf32: bool | None) -> None:
         torch.set_float32_matmul_precision("high" if use_tf32 else "highest")
 
 
-def _with_lengths(attention_type: str) -> type[DilatedAttention]:
-    """The class of a type with lengths and rates; distributed classes are imported on demand."""
-    if attention_type not in ("ring", "distributed"):
-        return DilatedAttention
-    from dilated_attention_pytorch.parallel import DistributedDilatedAttention, RingDilatedAttention
-
-    return RingDilatedAttention if attention_type == "ring" else DistributedDilatedAttention
+def _sizes(embed_dim: int | None, num_heads: int | None) -> tuple[int, int] | None:
+    """Both sizes of the projections, or None for a module without them."""
+    if (embed_dim is None) != (num_heads is None):
+        raise TypeError(f"embed_dim and num_heads go together, got embed_dim={embed_dim} and num_heads={num_heads}")
+    return None if embed_dim is None or num_heads is None else (embed_dim, num_heads)
 
 
-def _check(
+def _lengths(
     attention_type: str, segment_lengths: Sequence[int] | None, dilation_rates: Sequence[int] | None
-) -> tuple[Sequence[int], Sequence[int]] | None:
-    """The validated lengths and rates; None for a class without them."""
-    if attention_type not in get_args(AttentionType):
-        known = ", ".join(map(repr, get_args(AttentionType)))
-        why = f": {_NOT_HERE[attention_type]}" if attention_type in tuple(_NOT_HERE) else ""
-        if not isinstance(attention_type, str):  # not a name, and not hashable: a list of lengths
+) -> tuple[Sequence[int], ...]:
+    """The lengths and rates of a class with them, nothing for one without."""
+    known = [name for name, found in table.read()["types"].items() if ":" in found]
+    if attention_type not in known:
+        why = _sentence("types", attention_type)
+        if not isinstance(attention_type, str):  # a list of lengths
             why = "; lengths and rates come after it, or by name: segment_lengths=, dilation_rates="
-        raise ValueError(f"attention_type must be one of {known}, got {attention_type!r}{why}")
-    if attention_type in _WITHOUT_LENGTHS:
+        names = ", ".join(map(repr, known))
+        raise ValueError(f"attention_type must be one of {names}, got {attention_type!r}{why}")
+    if attention_type in _INSTEAD_OF_LENGTHS:
         if segment_lengths is not None or dilation_rates is not None:
             raise ValueError(
-                f"attention_type={attention_type!r} has {_WITHOUT_LENGTHS[attention_type]} instead of segment_lengths "
-                f"and dilation_rates: leave these out, got {segment_lengths} and {dilation_rates}"
+                f"attention_type={attention_type!r} has {_INSTEAD_OF_LENGTHS[attention_type]} instead of "
+                f"segment_lengths and dilation_rates: leave these out, got {segment_lengths} and {dilation_rates}"
             )
-        return None
+        return ()
     if segment_lengths is None or dilation_rates is None:
         raise ValueError(
             f"attention_type={attention_type!r} needs segment_lengths and dilation_rates, got {segment_lengths} and "
             f'{dilation_rates}; attention_type="dynamic" chooses them'
         )
     return segment_lengths, dilation_rates
+
+
+def _class(section: str, attention_type: str) -> Callable[..., Any]:
+    """The class of a type, imported on first use: that of `parallel` takes seconds."""
+    home, _, name = table.read()[section][attention_type].partition(":")
+    return getattr(importlib.import_module(table.path_of(home)), name)
+
+
+def _sentence(section: str, attention_type: object) -> str:
+    """What the table says of a type without a class."""
+    sentence = table.read()["sentences"].get(table.read()[section].get(str(attention_type)))
+    return f": {sentence}" if sentence else ""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -10,6 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
+from dilated_attention_pytorch.models.blocks import magneto_gains
 from dilated_attention_pytorch.models.rotary import rotary, rotate
 from dilated_attention_pytorch.nn import MultiheadDilatedAttention
 
@@ -113,16 +113,14 @@ class LongNet(nn.Module):
         dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__()
-        # MAGNETO's gains (arXiv 2210.06423, figure 2) for an encoder-decoder.
-        decoder_gain = math.sqrt(math.log(3 * num_decoder_layers))
-        encoder_gain = math.sqrt(math.log(3 * num_decoder_layers) * math.log(2 * num_encoder_layers) / 3)
+        gains = magneto_gains(num_encoder_layers, num_decoder_layers)
         sizes = (d_model, nhead, segment_lengths, dilation_rates, dim_feedforward)
         layer = (*sizes, dropout, activation, layer_norm_eps)
         self.encoder = nn.ModuleList(
-            DilatedTransformerEncoderLayer(*layer, encoder_gain, device, dtype) for _ in range(num_encoder_layers)
+            DilatedTransformerEncoderLayer(*layer, gains.encoder, device, dtype) for _ in range(num_encoder_layers)
         )
         self.decoder = nn.ModuleList(
-            DilatedTransformerDecoderLayer(*layer, decoder_gain, device, dtype) for _ in range(num_decoder_layers)
+            DilatedTransformerDecoderLayer(*layer, gains.decoder, device, dtype) for _ in range(num_decoder_layers)
         )
         self.encoder_norm = nn.LayerNorm(d_model, eps=layer_norm_eps, device=device, dtype=dtype)
         self.decoder_norm = nn.LayerNorm(d_model, eps=layer_norm_eps, device=device, dtype=dtype)
@@ -166,20 +164,9 @@ class LongNetLM(nn.Module):
     ) -> None:
         super().__init__()
         self.token_embedding = nn.Embedding(num_tokens, d_model, device=device, dtype=dtype)
-        self.long_net = LongNet(
-            d_model,
-            nhead,
-            num_encoder_layers,
-            num_decoder_layers,
-            dim_feedforward,
-            segment_lengths,
-            dilation_rates,
-            dropout,
-            activation,
-            layer_norm_eps,
-            device,
-            dtype,
-        )
+        sizes = (d_model, nhead, num_encoder_layers, num_decoder_layers, dim_feedforward)
+        pattern = (segment_lengths, dilation_rates)
+        self.long_net = LongNet(*sizes, *pattern, dropout, activation, layer_norm_eps, device, dtype)
         self.out = nn.Linear(d_model, num_tokens, device=device, dtype=dtype)
 
     def forward(self, x: Tensor, is_causal: bool = True) -> Tensor:

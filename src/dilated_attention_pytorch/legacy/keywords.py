@@ -1,0 +1,73 @@
+"""Keywords of the earlier packages' modules: renamed, dropped or rejected with advice, as the table says."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import sys
+import warnings
+from collections.abc import Callable
+from typing import Any, ParamSpec
+
+from . import table
+
+_P = ParamSpec("_P")
+
+OFF: dict[str, tuple[object, ...]] = {"False or None": (False, None), "None": (None,), "True": (True,)}
+"""The values that ask for nothing, by their words in the table."""
+
+
+def answers_old_keywords(init: Callable[_P, None]) -> Callable[_P, None]:
+    """Decorate a module's ``__init__`` to accept old keywords with a DeprecationWarning, or to reject them with advice.
+
+    Keywords that belong to a parent's ``__init__`` are passed on to it.
+
+    Raises:
+        TypeError: an old keyword together with its current name, or one for a feature that this module does not have.
+        ValueError: an old keyword with a value that requests a feature that does not exist here.
+    """
+    parameters = inspect.signature(init).parameters
+    hands_on = any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values())
+
+    @functools.wraps(init)
+    def answering(*args: _P.args, **options: _P.kwargs) -> None:
+        given: dict[str, Any] = dict(options)
+        for name in [name for name in options if name not in parameters]:
+            module, today = type(args[0]).__name__, table.read()["renamed"].get(name)
+            if today in parameters or (today and not hands_on):
+                _rename(given, name, today, today in parameters, module)
+            elif not hands_on:
+                _drop(given, name, module)
+        init(*args, **given)  # unknown keywords raise Python's own TypeError
+
+    return answering
+
+
+def _rename(given: dict[str, Any], name: str, today: str, is_there: bool, module: str) -> None:
+    if not is_there:
+        raise TypeError(
+            f"{name} is {today} today, a keyword of modules with projections such as MultiheadDilatedAttention; "
+            f"{module} has none: leave it out, got {name}={given[name]!r}"
+        )
+    if today in given:
+        raise TypeError(f"{name} is the old name of {today}: pass {today} alone, got both")
+    given[today] = given.pop(name)
+    _warn(f"{name} is the old name; write {today}={given[today]!r}")
+
+
+def _drop(given: dict[str, Any], name: str, module: str) -> None:
+    for row in table.read()["unneeded"]:
+        if name in row["keywords"]:
+            value = given.pop(name)
+            if not any(value is nothing for nothing in OFF[row["off"]]):
+                instead = row["instead"].format(name=name, value=value)
+                raise ValueError(f"{name} of {module} must be {row['off']} or left out, got {value!r}: {instead}")
+            _warn(f"{name}={value!r} is an old keyword that asks for nothing; leave it out")
+
+
+def _warn(message: str) -> None:
+    """Attribute the warning to the first caller outside the package."""
+    level, package = 1, __name__.partition(".")[0]
+    while sys._getframe(level).f_globals.get("__name__", "").partition(".")[0] == package:
+        level += 1
+    warnings.warn(message, DeprecationWarning, stacklevel=level + 1)
