@@ -104,11 +104,11 @@ benchmark: $(VENV)/dev.stamp $(VENV)/deepspeed.stamp  ## the figures of the READ
 	$(BIN)/python -m benchmarks.selection $(IF_STALE)
 	$(BIN)/python -m benchmarks.measured_code $(IF_STALE) attention build/bench/bench.json benchmarks/results/cpu/bench.json $(BIN)/dilated-attention bench --preset cpu --output build/bench
 	test ! -d build/bench || cp build/bench/*.png benchmarks/results/cpu
-	$(BIN)/python -m benchmarks.attention $(IF_STALE) --only speed --output benchmarks/results/attention_cpu.json
-	$(BIN)/python -m benchmarks.attention $(IF_STALE) --only head_dims --output benchmarks/results/attention_head_dims.json
-	$(BIN)/python -m benchmarks.attention $(IF_STALE) --only avx2 --rows 16384 --impl native --output benchmarks/results/attention_avx2.json
-	$(BIN)/python -m benchmarks.attention $(IF_STALE) --impl aten --only speed --rows 16384
-	$(BIN)/python -m benchmarks.decoding $(IF_STALE) --only kernel small --output benchmarks/results/decoding_kernel.json
+	$(BIN)/python -m benchmarks.attention $(IF_STALE) --output benchmarks/results/attention_cpu.json
+	$(BIN)/python -m benchmarks.attention $(IF_STALE) --rows 16384 --head-dims 48 96 128 --repeats 3 --output benchmarks/results/attention_head_dims.json
+	$(BIN)/python -m benchmarks.attention $(IF_STALE) --avx2 --rows 16384 --impl native
+	$(BIN)/python -m benchmarks.attention $(IF_STALE) --impl aten --rows 16384
+	$(BIN)/python -m benchmarks.decoding $(IF_STALE) --only kernel --output benchmarks/results/decoding_kernel.json
 	$(BIN)/python -m benchmarks.decoding $(IF_STALE) --impl aten --only model
 	$(BIN)/python -m benchmarks.blocks $(IF_STALE)
 	$(BIN)/python -m benchmarks.recall $(IF_STALE) --seeds 0
@@ -117,8 +117,6 @@ benchmark: $(VENV)/dev.stamp $(VENV)/deepspeed.stamp  ## the figures of the READ
 	$(BIN)/python -m benchmarks.slide_encoder $(IF_STALE) --lengths 20000 --only adopted "published, fused" --repeats 2 --output benchmarks/results/slide_encoder_native.json
 	$(BIN)/python -m benchmarks.slide_encoder $(IF_STALE) --impl aten --most-dense 5000
 	$(BIN)/python -m benchmarks.slides $(IF_STALE) --slides 40
-	$(BIN)/python -m benchmarks.products $(IF_STALE)
-	$(BIN)/python -m benchmarks.products $(IF_STALE) --avx2
 	$(BIN)/python -m benchmarks.cpu_kernels $(IF_STALE) --seconds 0.04
 	$(BIN)/python -m benchmarks.cpu_kernels $(IF_STALE) --seconds 0.04 --avx2
 	$(BIN)/python -m benchmarks.training_step $(IF_STALE)

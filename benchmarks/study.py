@@ -5,9 +5,11 @@ A study is a dataclass of settings that extends :class:`Study`, and a function t
 
 from __future__ import annotations
 
+import multiprocessing
 import os
 import subprocess
 import sys
+import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -17,11 +19,15 @@ import torch
 import tyro
 
 from dilated_attention_pytorch.benchmarks.results import module_command, origin
+from dilated_attention_pytorch.kernels.select import select
 from dilated_attention_pytorch.ops import implementation
 
-from .implementation import LEAST_VECTORS, chosen
 from .measured_code import Group, read_all
 from .options import file_of_results, write_results
+
+LEAST_VECTORS = {"ATEN_CPU_CAPABILITY": "avx2", "ONEDNN_MAX_CPU_ISA": "AVX2", "MKL_ENABLE_INSTRUCTIONS": "AVX2"}
+"""The first variable limits PyTorch's own kernels and ours, the others oneDNN's and MKL's products, which both use."""
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -95,6 +101,24 @@ def run(
         write_results(file, group, {**record, **measure(given)})
     print(f"written: {file}")
     return file
+
+
+def chosen(impl: str) -> dict[str, str]:
+    """For the record of a run with ``--impl``: that, and the implementation used for each dtype on a CPU now."""
+    return {"asked": impl, **{name: select("auto", torch.device("cpu"), dtype, 64) for name, dtype in DTYPES.items()}}
+
+
+def seconds(call: Callable[[], object]) -> float:
+    """Seconds that a call takes."""
+    start = time.perf_counter()
+    call()
+    return time.perf_counter() - start
+
+
+def in_new_process(function: Callable[..., Any], *arguments: Any) -> Any:
+    """Run the function in a new process and return its result."""
+    with multiprocessing.get_context("spawn").Pool(1) as pool:
+        return pool.apply(function, arguments)
 
 
 if __name__ == "__main__":

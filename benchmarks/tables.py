@@ -55,7 +55,7 @@ def attention(values: Values) -> str:
 
 def head_dims(values: Values) -> str:
     """Ratios to the bound by the width of the heads."""
-    found = values["head_dims"]
+    found = values["speed"]
     widths = sorted({one["head_dim"] for one in found})
     by_case = {(one["dtype"], one["causal"], one["head_dim"]): one for one in found}
     rows = []
@@ -73,11 +73,7 @@ def _both(one: dict[str, Any], name: str) -> str:
 
 def blocks(values: Values) -> str:
     """Ratios to density times dense attention's time, by pattern, dtype and nominal density."""
-    cases = [
-        one
-        for one in values["speed"]
-        if not one["causal"] and one["kv_heads"] == one["heads"] and one["query_size"] == 1.0
-    ]
+    cases = [one for one in values["speed"] if not one["causal"] and one["kv_heads"] == one["heads"]]
     names = list(dict.fromkeys(one["pattern"] for one in cases))
     rows = []
     for name in names:
