@@ -9,7 +9,7 @@ SWEEP_FOLDER ?= build/sweep-resume
 # The oldest PyTorch that pyproject.toml promises.
 OLDEST := $(shell sed -n 's/.*"torch>=\([0-9.]*\)".*/\1/p' pyproject.toml)
 
-.PHONY: demo test check checked wheel gate format lint types tests oldest docs sweep sweep-resume mangled stream trackers zero quantized architectures cluster bench benchmark benchmark-long gpu clean
+.PHONY: demo test check checked wheel gate format lint types tests oldest docs sweep sweep-resume mangled trackers zero quantized architectures cluster bench benchmark benchmark-long gpu clean
 
 demo: $(VENV)/train.stamp  ## environment, install, train a LongNet on real text, sample from it
 	@if [ -f $(RUN_FOLDER)/model.safetensors ]; then \
@@ -87,9 +87,6 @@ zero: $(VENV)/dev.stamp $(VENV)/deepspeed.stamp  ## DeepSpeed's ZeRO, every stag
 quantized: $(VENV)/dev.stamp $(VENV)/torchao.stamp  ## weights in 8 bits, and training in float8, by torchao, which is too large for the gate
 	$(BIN)/pytest tests/training/test_torchao.py
 
-stream: $(VENV)/dev.stamp  ## 1 GB of made text (GB=10) made into a cache of tokens with flat memory, and drawn from beside a training step
-	$(BIN)/python -m benchmarks.loader --stream $(or $(GB),1)
-
 architectures: $(VENV)/dev.stamp  ## every architecture of the installed transformers judged anew, into the docs
 	$(BIN)/python -m benchmarks.architectures
 
@@ -101,49 +98,37 @@ cluster: $(VENV)/dev.stamp  ## the files of examples/cluster, run as far as one 
 bench: $(VENV)/dev.stamp  ## times beside dense, FlexAttention and the published route, under 5 minutes
 	$(BIN)/dilated-attention bench --preset cpu
 
-benchmark: $(VENV)/dev.stamp $(VENV)/torchao.stamp $(VENV)/deepspeed.stamp  ## the figures of the README and the docs that are of other code, on this machine: up to 3 hours on two cores; IF_STALE= measures all
-	rm -rf build/tune build/bench build/small-weights
+benchmark: $(VENV)/dev.stamp $(VENV)/deepspeed.stamp  ## the figures of the README and the docs that are of other code, on this machine: up to 3 hours on two cores; IF_STALE= measures all
+	rm -rf build/tune build/bench
 	$(BIN)/python -m benchmarks.measured_code $(IF_STALE) selection build/tune/tune.json benchmarks/results/tuning.json $(BIN)/dilated-attention tune --output build/tune
 	$(BIN)/python -m benchmarks.selection $(IF_STALE)
 	$(BIN)/python -m benchmarks.measured_code $(IF_STALE) attention build/bench/bench.json benchmarks/results/cpu/bench.json $(BIN)/dilated-attention bench --preset cpu --output build/bench
 	test ! -d build/bench || cp build/bench/*.png benchmarks/results/cpu
-	$(BIN)/python -m benchmarks.attention $(IF_STALE) --only speed --output benchmarks/results/attention_cpu.json
-	$(BIN)/python -m benchmarks.attention $(IF_STALE) --only head_dims --output benchmarks/results/attention_head_dims.json
-	$(BIN)/python -m benchmarks.attention $(IF_STALE) --only avx2 --rows 16384 --impl native --output benchmarks/results/attention_avx2.json
-	$(BIN)/python -m benchmarks.attention $(IF_STALE) --impl aten --only speed --rows 16384
-	$(BIN)/python -m benchmarks.decoding $(IF_STALE) --only kernel small --output benchmarks/results/decoding_kernel.json
+	$(BIN)/python -m benchmarks.attention $(IF_STALE) --output benchmarks/results/attention_cpu.json
+	$(BIN)/python -m benchmarks.attention $(IF_STALE) --rows 16384 --head-dims 48 96 128 --repeats 3 --output benchmarks/results/attention_head_dims.json
+	$(BIN)/python -m benchmarks.attention $(IF_STALE) --avx2 --rows 16384 --impl native
+	$(BIN)/python -m benchmarks.attention $(IF_STALE) --impl aten --rows 16384
+	$(BIN)/python -m benchmarks.decoding $(IF_STALE) --only kernel --output benchmarks/results/decoding_kernel.json
 	$(BIN)/python -m benchmarks.decoding $(IF_STALE) --impl aten --only model
 	$(BIN)/python -m benchmarks.blocks $(IF_STALE)
-	TRITON_INTERPRET=1 $(BIN)/python -m benchmarks.host $(IF_STALE)
-	TRITON_INTERPRET=1 $(BIN)/python -m benchmarks.magnitudes $(IF_STALE)
 	$(BIN)/python -m benchmarks.recall $(IF_STALE) --seeds 0
 	$(BIN)/python -m benchmarks.parallel $(IF_STALE)
 	$(BIN)/python -m benchmarks.scale $(IF_STALE) --only plan call rounds
 	$(BIN)/python -m benchmarks.slide_encoder $(IF_STALE) --lengths 20000 --only adopted "published, fused" --repeats 2 --output benchmarks/results/slide_encoder_native.json
 	$(BIN)/python -m benchmarks.slide_encoder $(IF_STALE) --impl aten --most-dense 5000
 	$(BIN)/python -m benchmarks.slides $(IF_STALE) --slides 40
-	$(BIN)/python -m benchmarks.products $(IF_STALE)
-	$(BIN)/python -m benchmarks.products $(IF_STALE) --avx2
 	$(BIN)/python -m benchmarks.cpu_kernels $(IF_STALE) --seconds 0.04
 	$(BIN)/python -m benchmarks.cpu_kernels $(IF_STALE) --seconds 0.04 --avx2
 	$(BIN)/python -m benchmarks.training_step $(IF_STALE)
 	$(BIN)/python -m benchmarks.training_memory $(IF_STALE)
-	$(BIN)/python -m benchmarks.how_far $(IF_STALE)
-	$(BIN)/python -m benchmarks.optimizer_states $(IF_STALE) --steps 60 --context-length 256
 	$(BIN)/python -m benchmarks.sharded_states $(IF_STALE)
 	$(BIN)/python -m benchmarks.checkpoints $(IF_STALE)
 	$(BIN)/python -m benchmarks.transformers_memory $(IF_STALE) --most-dense 16384
-	$(BIN)/python -m benchmarks.loader $(IF_STALE)
-	$(BIN)/dilated-attention train --preset cpu --context-length 2048 --steps 220 --output build/small-weights
-	$(BIN)/python -m benchmarks.small_weights $(IF_STALE) build/small-weights --windows 8 --tokens 200
 	$(BIN)/python -m benchmarks.tables
 
 benchmark-long: $(VENV)/dev.stamp  ## what benchmark leaves out: claims, the planner's drawn cases, slow networks (as root), training for long contexts: hours
-	rm -rf build/claims
-	$(BIN)/python -m benchmarks.measured_code $(IF_STALE) attention build/claims/bench.json benchmarks/results/claims_calls.json $(BIN)/dilated-attention bench --preset claims --contestants "ours, native" --modes forward --output build/claims
 	$(BIN)/python -m benchmarks.claims $(IF_STALE)
 	$(BIN)/python -m benchmarks.planner $(IF_STALE)
-	$(BIN)/python -m benchmarks.longest $(IF_STALE)
 	$(BIN)/python -m benchmarks.scale $(IF_STALE) --only links
 	$(BIN)/python -m benchmarks.long_context $(IF_STALE)
 

@@ -1,9 +1,6 @@
 """Time of block patterns on this machine, relative to density times dense attention's time in the same run.
 
-    python -m benchmarks.blocks [--tiny] [--only speed growth] [--impl auto|native|aten] [--device cuda]
-        [--output FILE]
-
-On a GPU the same patterns are also given to FlexAttention, as its own block masks.
+    python -m benchmarks.blocks [--impl auto|native|aten]
 
 A time is printed only if the call's sampled rows and gradients agree with a dense softmax in float64. It is the minimum
 of several calls, both contestants in turn: other load on the machine makes calls longer, never shorter.
@@ -12,8 +9,7 @@ of several calls, both contestants in turn: other load on the machine makes call
 from __future__ import annotations
 
 import statistics
-import time
-from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -28,35 +24,25 @@ from dilated_attention_pytorch import (
     random_blocks,
     strided_blocks,
 )
-from dilated_attention_pytorch.benchmarks.flex import FlexBlocks
-from dilated_attention_pytorch.benchmarks.results import module_command, origin
-from dilated_attention_pytorch.ops import implementation
+from dilated_attention_pytorch.benchmarks.shapes import DtypeName
 
-from .implementation import add_choice, chosen, in_words, judged
-from .options import parse, parser_of, write_results
+from .study import DTYPES, StudyOfCalls, run, seconds
 
-ROWS, BLOCK, HEAD_DIM = 16384, 128, 64
-DENSITIES = (0.05, 0.1, 0.2)
-# Errors of a row relative to the largest entry of its exact value, explained by rounding of inputs and weights.
-TOLERANCE = {torch.float32: 2e-5, torch.bfloat16: 2e-2}
-# Limits relative to density times dense attention's time on a CPU.
-LIMITS = {
-    torch.float32: {"forward": 0.65, "forward_backward": 0.80},
-    torch.bfloat16: {"forward": 0.45, "forward_backward": 0.60},
-}
+BLOCK, HEADS, HEAD_DIM = 128, 4, 64
+TOLERANCE = {"float32": 2e-5, "bfloat16": 2e-2}
+"""Errors of a row relative to the largest entry of its exact value, explained by rounding of inputs and weights."""
 
 
-def seconds(call: Callable[[], object]) -> float:
-    _wait()
-    start = time.perf_counter()
-    call()
-    _wait()
-    return time.perf_counter() - start
+@dataclass(frozen=True, kw_only=True)
+class Blocks(StudyOfCalls):
+    """Settings."""
 
-
-def _wait() -> None:
-    if torch.cuda.is_available():
-        torch.cuda.synchronize()
+    rows: int = 16384
+    """Rows of the calls."""
+    densities: tuple[float, ...] = (0.05, 0.1, 0.2)
+    """Nominal densities of the patterns."""
+    dtypes: tuple[DtypeName, ...] = ("float32", "bfloat16")
+    """Dtypes of the operands."""
 
 
 def drawn_mask(density: float, heads: int, rows: int) -> Tensor:
@@ -67,10 +53,11 @@ def drawn_mask(density: float, heads: int, rows: int) -> Tensor:
     return order < round(density * blocks)
 
 
-def patterns(density: float, heads: int, rows: int) -> dict[str, Pattern]:
+def patterns(density: float, rows: int) -> dict[str, Pattern]:
+    """The kinds of patterns, at nearly one density."""
     width = round(density * rows)
     return {
-        "from_block_mask, drawn": from_block_mask(drawn_mask(density, heads, rows), BLOCK),
+        "from_block_mask, drawn": from_block_mask(drawn_mask(density, HEADS, rows), BLOCK),
         "random_blocks": random_blocks(density),
         "strided_blocks": strided_blocks(round(1 / density)),
         "hierarchical": hierarchical(max(1, round(density * rows / BLOCK / 5)), levels=4),
@@ -78,16 +65,16 @@ def patterns(density: float, heads: int, rows: int) -> dict[str, Pattern]:
     }
 
 
-def operands(heads: int, kv_heads: int, dtype: torch.dtype, rows: int, *, device: str = "cpu") -> tuple[Tensor, ...]:
+def operands(rows: int, kv_heads: int, dtype: torch.dtype) -> tuple[Tensor, ...]:
     """Query, key, value and the gradient of the output."""
     generator = torch.Generator().manual_seed(rows)
     return tuple(
-        torch.randn(1, rows, number, HEAD_DIM, generator=generator).to(device, dtype)
-        for number in (heads, kv_heads, kv_heads, heads)
+        torch.randn(1, rows, number, HEAD_DIM, generator=generator).to(dtype)
+        for number in (HEADS, kv_heads, kv_heads, HEADS)
     )
 
 
-def check(pattern: Pattern, inputs: tuple[Tensor, ...], *, is_causal: bool) -> float:
+def check(pattern: Pattern, inputs: tuple[Tensor, ...], dtype: DtypeName, *, is_causal: bool) -> float:
     """Largest relative error of some rows of the output, and of the query's gradient there, against dense float64.
 
     Raises:
@@ -101,7 +88,6 @@ def check(pattern: Pattern, inputs: tuple[Tensor, ...], *, is_causal: bool) -> f
     num_rows = q.shape[1]
     rows = torch.tensor([0, 1, 127, 128, num_rows // 2 + 5, num_rows - 1])
     counts = pattern.counts(rows, torch.arange(num_rows), k.shape[2], is_causal=is_causal)
-    counts, rows = counts.to(q.device), rows.to(q.device)
     ratio = q.shape[2] // k.shape[2]
     exact = [x.double() for x in (q[0, rows], k[0], v[0], grad[0, rows])]
     query, key, value, of_out = exact[0], *(x.repeat_interleave(ratio, 1) for x in exact[1:3]), exact[3]
@@ -119,27 +105,17 @@ def check(pattern: Pattern, inputs: tuple[Tensor, ...], *, is_causal: bool) -> f
     errors.append(abs(sums[0] - sums[1]) / scale)
     sums = [float((x.double() * y.double()).sum()) for x, y in ((grad_value, v), (grad, out))]
     errors.append(abs(sums[0] - sums[1]) / float((grad.double() * out.double()).abs().sum()))
-    if not max(errors) <= TOLERANCE[q.dtype]:
+    if not max(errors) <= TOLERANCE[dtype]:
         raise SystemExit(f"not timed, because it is wrong: {pattern}: {errors}")
     return max(errors)
 
 
-def measure(
-    name: str,
-    pattern: Pattern,
-    heads: int,
-    kv_heads: int,
-    dtype: torch.dtype,
-    *,
-    is_causal: bool,
-    device: str,
-    rows: int,
-    size: float = 1.0,
+def timed(
+    name: str, pattern: Pattern, rows: int, dtype: DtypeName, *, kv_heads: int = HEADS, is_causal: bool = False
 ) -> dict[str, Any]:
-    """Times of one pattern; the queries are normal numbers times ``size``."""
-    query, *others = operands(heads, kv_heads, dtype, rows, device=device)
-    inputs = (query * size, *others)
-    error = check(pattern, inputs, is_causal=is_causal)
+    """Times of one pattern and of dense attention."""
+    inputs = operands(rows, kv_heads, DTYPES[dtype])
+    error = check(pattern, inputs, dtype, is_causal=is_causal)
     density = pattern.density(rows, num_kv_heads=kv_heads, is_causal=is_causal)
     *leaves, grad = inputs
     query, key, value = (x.requires_grad_() for x in leaves)
@@ -152,30 +128,22 @@ def measure(
         out = torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=is_causal, enable_gqa=True)
         return out.transpose(1, 2)
 
-    contestants: dict[str, Callable[[], Tensor]] = {"dense": dense, "ours": ours}
-    if device == "cuda":
-        flex = FlexBlocks(pattern, rows, heads, kv_heads, is_causal=is_causal, device=torch.device(device))
-        contestants["flex"] = lambda: flex.attend(query, key, value)
-        difference = float((contestants["flex"]() - ours()).abs().max() / ours().abs().max())
-        if not difference <= 2 * TOLERANCE[dtype]:
-            raise SystemExit(f"not timed, because FlexAttention differs: {pattern}: {difference}")
     result: dict[str, Any] = {
         "pattern": name,
         "density": density,
         "rows": rows,
-        "heads": heads,
+        "heads": HEADS,
         "kv_heads": kv_heads,
         "head_dim": HEAD_DIM,
         "block_size": BLOCK,
-        "dtype": str(dtype).removeprefix("torch."),
+        "dtype": dtype,
         "causal": is_causal,
-        "query_size": size,
         "largest_error": error,
     }
     for mode in ("forward", "forward_backward"):
-        times: dict[str, list[float]] = {who: [] for who in contestants}
+        times: dict[str, list[float]] = {"dense": [], "ours": []}
         for repeat in range(3):
-            for who, call in (*contestants.items(), ("ours", ours)):
+            for who, call in (("dense", dense), ("ours", ours), ("ours", ours)):
                 if mode == "forward":
                     with torch.no_grad():
                         taken = seconds(call)
@@ -184,93 +152,31 @@ def measure(
                 if repeat:
                     times[who].append(taken)
         least = {who: min(taken) for who, taken in times.items()}
-        ratio = least["ours"] / (density * least["dense"])
         result[mode] = {
             "seconds": least["ours"],
             "dense_seconds": least["dense"],
             "median": statistics.median(times["ours"]),
             "dense_median": statistics.median(times["dense"]),
-            "ratio_to_density": ratio,
+            "ratio_to_density": least["ours"] / (density * least["dense"]),
         }
-        if device == "cpu":
-            result[mode] |= judged(ratio, LIMITS[dtype][mode])
-        if "flex" in least:
-            result[mode] |= {"flex_seconds": least["flex"], "speed_over_flex": least["flex"] / least["ours"]}
+    print(result, flush=True)
     return result
 
 
-def show(result: dict[str, Any]) -> None:
-    forward, both = result["forward"], result["forward_backward"]
-    words = [in_words(x["ratio_to_density"], x["limit"]) if "limit" in x else "" for x in (forward, both)]
-    flex = ""
-    if "speed_over_flex" in forward:
-        speeds = (forward["speed_over_flex"], both["speed_over_flex"])
-        flex = "   speed over FlexAttention {:.2f} forward, {:.2f} forward+backward".format(*speeds)
-    print(
-        f"{result['pattern']:>22} density {result['density']:.4f} H={result['heads']}:{result['kv_heads']} "
-        f"{result['dtype']:>8} causal={result['causal']!s:>5} q x{result['query_size']:g}  "
-        f"forward {forward['seconds']:.3f} s of {forward['dense_seconds']:.3f} s = "
-        f"{forward['ratio_to_density']:.2f} x density {words[0]}  forward+backward "
-        f"{both['seconds']:.3f} s of {both['dense_seconds']:.3f} s = "
-        f"{both['ratio_to_density']:.2f} x density {words[1]}  "
-        f"(error {result['largest_error']:.0e}){flex}",
-        flush=True,
-    )
-
-
-def speed(*, is_tiny: bool, device: str) -> list[dict[str, Any]]:
-    """Every kind of block pattern at every density, in float32 and bfloat16; grouped heads, causal, larger scores."""
-    results, rows = [], 1024 if is_tiny else ROWS
-    for dtype in (torch.float32,) if is_tiny else (torch.float32, torch.bfloat16):
-        for density in DENSITIES[2:] if is_tiny else DENSITIES:
-            for name, pattern in list(patterns(density, 4, rows).items())[: 2 if is_tiny else None]:
-                result = measure(name, pattern, 4, 4, dtype, is_causal=False, device=device, rows=rows)
-                show(result)
-                results.append(result)
-        for is_causal, kv_heads in ((True, 4), (False, 1)):
-            pattern = from_block_mask(drawn_mask(DENSITIES[2] if is_tiny else 0.1, kv_heads, rows), BLOCK)
-            result = measure(
-                "from_block_mask, drawn", pattern, 4, kv_heads, dtype, is_causal=is_causal, device=device, rows=rows
-            )
-            show(result)
-            results.append(result)
-    for name, pattern in list(patterns(0.1, 4, rows).items())[4 if is_tiny else 0 :: 4]:
-        # Larger scores: those of normal numbers are small enough for a faster path on a CPU.
-        result = measure(name, pattern, 4, 4, torch.float32, is_causal=False, device=device, rows=rows, size=4.0)
-        show(result)
-        results.append(result)
-    return results
-
-
-def growth(*, is_tiny: bool, device: str) -> dict[str, Any]:
-    """Time of a window of 1,024 at 131,072 rows, relative to its time at 16,384."""
-    least = 1024 if is_tiny else ROWS
-    times: dict[int, list[float]] = {least: [], 8 * least: []}
-    for repeat in range(3):
-        for rows, of_rows in times.items():
-            q, k, v, _ = operands(4, 4, torch.float32, rows, device=device)
-            taken = seconds(lambda q=q, k=k, v=v: attend(q, k, v, local_window(1023), is_causal=True))  # type: ignore[misc]
-            if repeat:
-                of_rows.append(taken)
-    small, large = times
-    ratio = statistics.median(times[large]) / statistics.median(times[small])
-    print(f"growth: a window at {large:,} rows over {small:,}: {ratio:.2f} (rows: {large / small:.0f} x)")
-    return {"rows": [small, large], "seconds": [statistics.median(t) for t in times.values()], "ratio": ratio}
-
-
-def main() -> None:
-    parser = parser_of(__doc__)
-    parser.add_argument("--only", nargs="+", choices=["speed", "growth"], default=["speed", "growth"])
-    add_choice(parser)
-    parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu")
-    arguments = parse(parser, "blocks.json")
-    with implementation(arguments.impl):
-        results: dict[str, Any] = {"machine": origin(module_command()), "impl": chosen(arguments.impl)}
-        print(f"impl: {results['impl']}")
-        for part in arguments.only:
-            results[part] = (speed if part == "speed" else growth)(is_tiny=arguments.tiny, device=arguments.device)
-    write_results(arguments.output, "attention", results)
+def measure(given: Blocks) -> dict[str, Any]:
+    """Every kind of block pattern at every density and dtype; grouped heads and a causal mask for one of them."""
+    results = []
+    for dtype in given.dtypes:
+        for density in given.densities:
+            for name, pattern in patterns(density, given.rows).items():
+                results.append(timed(name, pattern, given.rows, dtype))
+        for is_causal, kv_heads in ((True, HEADS), (False, 1)):
+            pattern = from_block_mask(drawn_mask(0.1, kv_heads, given.rows), BLOCK)
+            name = "from_block_mask, drawn"
+            results.append(timed(name, pattern, given.rows, dtype, kv_heads=kv_heads, is_causal=is_causal))
+    return {"speed": results}
 
 
 if __name__ == "__main__":
-    main()
+    tiny = {"rows": 1024, "densities": (0.2,), "dtypes": ("float32",)}
+    run(Blocks, measure, text=__doc__, name="blocks", group="attention", tiny=tiny)

@@ -1,6 +1,6 @@
 """Cost of checkpoints: written asynchronously, and with steps that wait for them.
 
-    python -m benchmarks.checkpoints [--tiny] [--steps N] [--output FILE]
+    python -m benchmarks.checkpoints [--steps N]
 
 The demo's run (the preset "cpu") saves a checkpoint every second step. Measured are the time that a step waits for its
 checkpoint, the processor time of the thread that writes it, and the time of a step's forward and backward pass. The
@@ -15,7 +15,7 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -24,12 +24,19 @@ from rich.console import Console
 from safetensors.torch import load_file
 from transformers import TrainerCallback
 
-from dilated_attention_pytorch.benchmarks.results import module_command, origin
 from dilated_attention_pytorch.training import PRESETS, TrainSettings, train
 from dilated_attention_pytorch.training.checkpoint_writer import CheckpointWriter
 from dilated_attention_pytorch.training.trainer import LongNetTrainer
 
-from .options import parse, parser_of, write_results
+from .study import Study, run
+
+
+@dataclass(frozen=True, kw_only=True)
+class Checkpoints(Study):
+    """Settings."""
+
+    steps: int = 13
+    """Steps of a run; every second one saves a checkpoint."""
 
 
 class _Watch(TrainerCallback):
@@ -78,7 +85,7 @@ def measured(seconds: dict[str, list[float]]) -> Iterator[None]:
         LongNetTrainer.training_step = take  # type: ignore[method-assign]
 
 
-def measure(settings: TrainSettings, folder: Path, save_steps: int, is_beside: bool) -> dict[str, Any]:
+def timed(settings: TrainSettings, folder: Path, save_steps: int, is_beside: bool) -> dict[str, Any]:
     """Run once; the cost is that of a checkpoint every ``save_steps`` steps, relative to the time of these steps."""
     seconds: dict[str, list[float]] = {"step": [], "waiting": [], "writing": [], "writing_processor": []}
     with measured(seconds):
@@ -86,25 +93,20 @@ def measure(settings: TrainSettings, folder: Path, save_steps: int, is_beside: b
     middle = {name: statistics.median(values[1:]) for name, values in seconds.items()}
     taken = middle["waiting"] + (middle["writing_processor"] if is_beside else 0.0)
     cost = taken / (save_steps * middle["step"])
-    name = "beside the steps" if is_beside else "steps wait"
-    print(
-        f"{name:>16}: a step {middle['step']:.2f} s, waits {middle['waiting']:.3f} s for its checkpoint, which takes "
-        f"{middle['writing']:.3f} s ({middle['writing_processor']:.3f} s of a processor); every {save_steps} steps: "
-        f"{100 * cost:.3f} % of the time",
-        flush=True,
-    )
+    print(f"asynchronous: {is_beside}: {middle}, {cost:.3%} of the time every {save_steps} steps", flush=True)
     return {"async_checkpoints": is_beside, "medians": middle, "cost": cost, "seconds": seconds}
 
 
-def main() -> None:
-    """Print one line per result; write all results with the machine and the command."""
-    parser = parser_of(__doc__)
-    parser.add_argument("--steps", type=int, default=13)
-    arguments = parse(parser, "checkpoints.json")
+def measure(given: Checkpoints) -> dict[str, Any]:
+    """Both runs.
+
+    Raises:
+        SystemExit: their weights differ.
+    """
     preset = PRESETS["cpu"]()
     settings = replace(
         preset,
-        steps=arguments.steps,
+        steps=given.steps,
         save_steps=2,
         eval_steps=10_000,
         eval_windows=1,
@@ -113,31 +115,23 @@ def main() -> None:
         sample_length=1,
         device="cpu",
     )
-    if arguments.tiny:
-        settings = replace(settings, context_length=128, steps=5, model=PRESETS["tiny"]().model)
-    here = origin(module_command())
-    with tempfile.TemporaryDirectory(dir=None if arguments.tiny else ".") as name:
+    if given.tiny:
+        settings = replace(settings, context_length=128, model=PRESETS["tiny"]().model)
+    with tempfile.TemporaryDirectory(dir=None if given.tiny else ".") as name:
         folder = Path(name)
-        results = [measure(settings, folder / str(choice), preset.save_steps, choice) for choice in (True, False)]
+        results = [timed(settings, folder / str(choice), preset.save_steps, choice) for choice in (True, False)]
         beside, between = (load_file(folder / str(choice) / "model.safetensors") for choice in (True, False))
         if not all(torch.equal(beside[key], between[key]) for key in between):
             raise SystemExit("not published, because the weights of the two runs differ")
         written = sum(path.stat().st_size for path in (folder / "True" / f"checkpoint-{settings.steps}").iterdir())
-    print(f"the same bits; a checkpoint has {written / 1e6:.1f} MB")
-    write_results(
-        arguments.output,
-        "training",
-        {
-            "machine": here,
-            "preset": "cpu",
-            "settings": settings.to_dict(),
-            "save_steps": preset.save_steps,
-            "checkpoint_bytes": written,
-            "results": results,
-        },
-    )
-    print(f"written: {arguments.output}")
+    return {
+        "preset": "cpu",
+        "settings": settings.to_dict(),
+        "save_steps": preset.save_steps,
+        "checkpoint_bytes": written,
+        "results": results,
+    }
 
 
 if __name__ == "__main__":
-    main()
+    run(Checkpoints, measure, text=__doc__, name="checkpoints", group="training", tiny={"steps": 5})

@@ -1,6 +1,6 @@
 """The package's CPU kernels against PyTorch's own: time of impl="native" over impl="aten" on a grid of calls.
 
-    python -m benchmarks.cpu_kernels [--tiny] [--avx2] [--seconds S] [--output FILE]
+    python -m benchmarks.cpu_kernels [--avx2] [--seconds S]
 
 Covers every dtype with every head width, number of rows and kind of pattern, each as a decoding step (one query, the
 last row), as a forward pass, and as forward and backward. Causal masks and grouped heads are drawn at random. The
@@ -17,13 +17,8 @@ from __future__ import annotations
 import functools
 import itertools
 import math
-import os
 import random
 import statistics
-import subprocess
-import sys
-import time
-from collections.abc import Callable, Iterable
 from dataclasses import asdict, dataclass
 from typing import Any, Literal
 
@@ -32,11 +27,9 @@ from torch import Tensor
 
 from dilated_attention_pytorch import DilatedPattern, Pattern, attend, from_block_mask, local_window
 from dilated_attention_pytorch.benchmarks import exactness, shapes
-from dilated_attention_pytorch.benchmarks.results import module_command, origin
 from dilated_attention_pytorch.kernels.select import Impl
 
-from .implementation import LEAST_VECTORS
-from .options import parse, parser_of, write_results
+from .study import Study, run, seconds
 
 Mode = Literal["decode", "forward", "forward_backward"]
 DTYPES: tuple[shapes.DtypeName, ...] = ("float32", "bfloat16", "float16")
@@ -46,6 +39,20 @@ KINDS = ("dilated", "local_window", "blocks", "dense")
 MODES: tuple[Mode, ...] = ("decode", "forward", "forward_backward")
 TARGET, MOST = 0.5e9, 35e9  # operations of a call: target for the number of heads, and maximum
 LEAST_SAMPLE = 1e-3  # seconds: shorter calls are repeated within a sample
+
+
+@dataclass(frozen=True, kw_only=True)
+class CpuKernels(Study):
+    """Settings."""
+
+    only: str = ""
+    """Cases whose name contains this."""
+    seconds: float = 0.15
+    """That a case is timed for, two turns at least."""
+    most_flops: float = math.inf
+    """Leaves out cases of more operations."""
+    most_cases: int | None = None
+    """Number of cases, at most."""
 
 
 @functools.cache
@@ -187,14 +194,7 @@ class Call:
         return max(math.inf if math.isnan(error) else error for error in errors) / allowed
 
 
-def seconds(call: Callable[[], object], times: int = 1) -> float:
-    start = time.perf_counter()
-    for _ in range(times):
-        call()
-    return (time.perf_counter() - start) / times
-
-
-def measure(case: Case, budget: float) -> dict[str, Any]:
+def timed(case: Case, budget: float) -> dict[str, Any]:
     """Ratio of the minimum times; without it if native is wrong."""
     call = Call(case)
     result: dict[str, Any] = {**asdict(case), "name": case.name, "gflop": case.flops / 1e9, "error": call.error()}
@@ -208,7 +208,9 @@ def measure(case: Case, budget: float) -> dict[str, Any]:
         turn = sum(times[impl] * first[impl] for impl in impls)
         for _ in range(max(2, min(7, math.floor(budget / turn)))):
             for impl in impls:
-                samples[impl].append(seconds(lambda impl=impl: call.results(impl), times[impl]))  # type: ignore[misc]
+                calls = times[impl]
+                taken = seconds(lambda impl=impl, calls=calls: [call.results(impl) for _ in range(calls)])  # type: ignore[misc]
+                samples[impl].append(taken / calls)
     least = {impl: min(taken) for impl, taken in samples.items()}
     return result | {
         "turns": len(samples["native"]),
@@ -220,10 +222,6 @@ def measure(case: Case, budget: float) -> dict[str, Any]:
     }
 
 
-def geometric_mean(ratios: Iterable[float]) -> float:
-    return statistics.geometric_mean(list(ratios))
-
-
 def summary(results: list[dict[str, Any]]) -> dict[str, Any]:
     """Counts, geometric means over all cases and by value of every axis, the worst case, and all slower ones."""
     right = [result for result in results if "ratio" in result]
@@ -233,11 +231,11 @@ def summary(results: list[dict[str, Any]]) -> dict[str, Any]:
         "cases": len(right),
         "wrong": [result["name"] for result in results if "ratio" not in result],
         "slower": len(slower),
-        "geometric_mean": geometric_mean(result["ratio"] for result in right),
+        "geometric_mean": statistics.geometric_mean(result["ratio"] for result in right),
         "worst": max(result["ratio"] for result in right),
         "geometric_mean_by": {
             axis: {
-                str(value): geometric_mean(x["ratio"] for x in right if x[axis] == value)
+                str(value): statistics.geometric_mean(x["ratio"] for x in right if x[axis] == value)
                 for value in sorted({x[axis] for x in right})
             }
             for axis in axes
@@ -246,56 +244,26 @@ def summary(results: list[dict[str, Any]]) -> dict[str, Any]:
     }
 
 
-def show(found: dict[str, Any], seconds_taken: float) -> None:
-    print(
-        f"{found['cases']} cases in {seconds_taken:.0f} s: native over aten {found['geometric_mean']:.3f} in the "
-        f"geometric mean, {found['worst']:.2f} at worst; slower in {found['slower']}, wrong in {len(found['wrong'])}"
-    )
-    for axis, means in found["geometric_mean_by"].items():
-        print(f"  {axis:<10}", "  ".join(f"{value} {mean:.3f}" for value, mean in means.items()))
-    for case in found["slower_cases"][:40]:
-        print(f"  slower: {case['ratio']:.2f} x ({1e3 * case['native_seconds']:.2f} ms)  {case['name']}")
-    for name in found["wrong"]:
-        print(f"  WRONG: {name}")
+def measure(given: CpuKernels) -> dict[str, Any]:
+    """The grid.
 
-
-def main() -> int:
-    """Run the grid, print and write the results."""
-    parser = parser_of(__doc__)
-    parser.add_argument("--avx2", action="store_true", help="in a process that uses no more than AVX2")
-    parser.add_argument("--only", default="", help="cases whose name contains this")
-    parser.add_argument("--seconds", type=float, default=0.15, help="that a case is timed for, two turns at least")
-    arguments = parse(parser, "cpu_kernels_avx2.json" if "--avx2" in sys.argv else "cpu_kernels.json")
-    if arguments.avx2 and any(os.environ.get(name) != value for name, value in LEAST_VECTORS.items()):
-        words = [sys.executable, "-m", "benchmarks.cpu_kernels", *sys.argv[1:]]
-        return subprocess.run(words, check=False, env={**os.environ, **LEAST_VECTORS}).returncode
+    Raises:
+        SystemExit: native is wrong in a case.
+    """
     cases, too_long = grid()
-    cases = [case for case in cases if arguments.only in case.name]
-    if arguments.tiny:
-        cases = [case for case in cases if case.flops < 1e7][:6]
-    here, start, results = origin(module_command()), time.perf_counter(), []
-    for case in cases:
-        results.append(measure(case, 0.0 if arguments.tiny else arguments.seconds))
-        if sys.stdout.isatty():
-            print(f"\r{len(results)} of {len(cases)}", end="", flush=True)
-    taken = time.perf_counter() - start
+    cases = [case for case in cases if given.only in case.name and case.flops < given.most_flops]
+    results = []
+    for case in cases[: given.most_cases]:
+        results.append(timed(case, given.seconds))
+        print(f"{len(results)} of {len(cases)}: {results[-1].get('ratio', 'WRONG')} {case.name}", flush=True)
     found = summary(results)
-    show(found, taken)
-    write_results(
-        arguments.output,
-        "attention",
-        {
-            "machine": here,
-            "impl": ["native", "aten"],
-            "seconds": taken,
-            **found,
-            "too_long": [case.name for case in too_long],
-            "results": results,
-        },
-    )
-    print(f"written: {arguments.output}")
-    return 1 if found["wrong"] else 0
+    print(found)
+    if found["wrong"]:
+        raise SystemExit("not published, because native is wrong")
+    too_long_names = [case.name for case in too_long]
+    return {"impl": ["native", "aten"], **found, "too_long": too_long_names, "results": results}
 
 
 if __name__ == "__main__":
-    raise SystemExit(main())
+    tiny = {"most_flops": 1e7, "most_cases": 6, "seconds": 0.0}
+    run(CpuKernels, measure, text=__doc__, name="cpu_kernels", group="attention", tiny=tiny)

@@ -36,22 +36,30 @@ def parse(parser: argparse.ArgumentParser, name: str) -> argparse.Namespace:
     """
     arguments = parser.parse_args()
     read_all()
-    if arguments.output is None and arguments.tiny:
-        _TRIED.append(tempfile.TemporaryDirectory())
-        arguments.output = Path(_TRIED[-1].name)
-    elif arguments.output is None:
-        arguments.output = RESULTS
-    if arguments.output.is_dir() or not arguments.output.suffix:
-        arguments.output /= name
-    try:
-        arguments.output.parent.mkdir(parents=True, exist_ok=True)
-        tempfile.TemporaryFile(dir=arguments.output.parent).close()
-    except OSError as error:
-        parser.error(f"--output {arguments.output} cannot be written ({error.strerror}); name another one")
-    if arguments.if_stale and is_current(arguments.output):
-        print(f"{arguments.output} is of today's code")
-        raise SystemExit(0)
+    arguments.output = file_of_results(arguments.output, name, is_tiny=arguments.tiny, is_if_stale=arguments.if_stale)
     return arguments
+
+
+def file_of_results(output: Path | None, name: str, *, is_tiny: bool, is_if_stale: bool) -> Path:
+    """The file that results go to: ``output``, or ``name`` in the folder ``output``.
+
+    Raises:
+        SystemExit: the file cannot be written, or, with ``is_if_stale``, has results of today's code.
+    """
+    if output is None and is_tiny:
+        _TRIED.append(tempfile.TemporaryDirectory())
+    file = output or (Path(_TRIED[-1].name) if is_tiny else RESULTS)
+    if file.is_dir() or not file.suffix:
+        file /= name
+    try:
+        file.parent.mkdir(parents=True, exist_ok=True)
+        tempfile.TemporaryFile(dir=file.parent).close()
+    except OSError as error:
+        raise SystemExit(f"--output {file} cannot be written ({error.strerror}); name another one") from error
+    if is_if_stale and is_current(file):
+        print(f"{file} is of today's code")
+        raise SystemExit(0)
+    return file
 
 
 def write_results(file: Path, measured: Group, values: dict[str, Any]) -> None:

@@ -1,44 +1,56 @@
-"""One sequence over several ranks: bytes sent, memory, overlap and balance.
+"""One sequence over several ranks: bytes that they send, their memory, and their balance.
 
-    python -m benchmarks.parallel [--only traffic memory overlap balance] [--output FILE]
+    python -m benchmarks.parallel [--only traffic memory balance]
 
-Only the sections that are measured are rewritten. The ranks are processes of this machine that communicate over gloo.
+Bytes are planned. Memory and processor time are measured on processes of this machine that communicate over gloo.
 """
 
 from __future__ import annotations
 
-import json
 import math
+import os
 import statistics
 import time
-from collections.abc import Callable
-from pathlib import Path
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
-from torch.distributed.device_mesh import init_device_mesh
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from dilated_attention_pytorch import DilatedPattern, attend, parallel
-from dilated_attention_pytorch.benchmarks.results import module_command, origin, write_json
-from dilated_attention_pytorch.parallel.plan import Strategy
+from dilated_attention_pytorch.memory import begin_peak, resident
+from dilated_attention_pytorch.parallel.plan import ParallelPlan
 from dilated_attention_pytorch.planning.layout import Layout
 
-from .measured_code import code
-from .options import parse, parser_of
-from .parallel_memory import memory
-from .parallel_overlap import overlap
-from .parallel_picture import draw
 from .ranks import on_ranks
+from .study import Study, run
 
 PAPER = ((2048, 1), (4096, 2), (8192, 4), (16384, 6), (32768, 12))
 HEADS, HEAD_DIM = 12, 64
 ROWS = 8192  # per rank
-Groups = tuple[tuple[int, int], ...]
+MEMORY_HEADS = 8
+Way = Literal["alone", "ring"]
+Section = Literal["traffic", "memory", "balance"]
 
 
-def pattern_of(groups: Groups) -> DilatedPattern:
-    return DilatedPattern([w for w, _ in groups], [r for _, r in groups])
+@dataclass(frozen=True, kw_only=True)
+class Parallel(Study):
+    """Settings."""
+
+    only: tuple[Section, ...] = ("traffic", "memory", "balance")
+    """What to measure."""
+    rows: int = 65536
+    """Rows of the sequence whose memory is measured."""
+    ranks: tuple[int, ...] = (1, 2, 4)
+    """Numbers of ranks whose memory is measured."""
+    planned_ranks: tuple[int, ...] = tuple(2**power for power in range(1, 11))
+    """Numbers of ranks whose bytes are planned."""
+    balanced_ranks: tuple[int, ...] = (4, 8, 64)
+    """Numbers of ranks whose balance is planned; that of the first is measured."""
+    balanced_rows: int = ROWS
+    """Rows per rank whose processor time is measured."""
 
 
 def paper_up_to(rows: int) -> DilatedPattern:
@@ -46,242 +58,155 @@ def paper_up_to(rows: int) -> DilatedPattern:
     groups = list(PAPER)
     while groups[-1][0] < rows:
         groups.append((2 * groups[-1][0], 2 * groups[-1][1]))
-    return pattern_of(tuple(groups))
+    return DilatedPattern([w for w, _ in groups], [r for _, r in groups])
 
 
-def count_groups(rows: int, strategy: Strategy, paper: Groups) -> list[dict[str, Any]]:
-    """On every rank: bytes sent and received for every group of the paper's pattern, and for the whole pattern."""
-    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
-    found = []
+def doubling_up_to(rows: int) -> DilatedPattern:
+    """Segments from 2,048 rows, doubling up to the whole sequence; the rates double as well."""
+    count = (rows // 2048).bit_length()
+    return DilatedPattern([2048 << level for level in range(count)], [1 << level for level in range(count)])
+
+
+def plan(world: int, *, is_causal: bool) -> ParallelPlan:
+    """The plan of a call in bfloat16 with 8,192 rows per rank."""
+    rows = world * ROWS
+    return parallel.plan_parallel(paper_up_to(rows), (1, rows, HEADS, HEAD_DIM), world, is_causal=is_causal)
+
+
+def traffic(given: Parallel) -> dict[str, Any]:
+    """Forward bytes of the rank that sends most, contiguous layout."""
+    planned = []
     for is_causal in (False, True):
-        for groups in (*((group,) for group in paper), paper):
-            q, k, v, grad = (torch.randn(1, rows // mesh.size(), HEADS, HEAD_DIM) for _ in range(4))
-            q, k, v = inputs = (q.requires_grad_(), k.requires_grad_(), v.requires_grad_())
-            with parallel.count_traffic() as forward:
-                out = parallel.attend(q, k, v, pattern_of(groups), mesh=mesh, strategy=strategy, is_causal=is_causal)
-            with parallel.count_traffic() as backward:
-                torch.autograd.grad(out, inputs, grad)
-            found.append(
+        for world in given.planned_ranks:
+            of = {e.strategy: e for e in plan(world, is_causal=is_causal).estimates if e.layout == "contiguous"}
+            planned.append(
                 {
-                    "groups": groups,
+                    "ranks": world,
                     "causal": is_causal,
-                    "sent": forward.sent,
-                    "received": forward.received,
-                    "sent_back": backward.sent,
-                    "received_back": backward.received,
+                    "ring": max(of["ring"].forward_bytes),
+                    "ring_mean": statistics.mean(of["ring"].forward_bytes),
+                    "gather": max(of["gather"].forward_bytes),
+                    "dense_ring": of["ring"].dense_ring_bytes,
                 }
             )
-    return found
+            print(planned[-1], flush=True)
+    return {"planned": planned}
 
 
-def formula(groups: Groups, rows: int, world: int, rank: int, *, of_earlier_only: bool) -> int:
-    """Bytes of keys and values in float32 that a rank receives: ``(w - l) / r`` rows per head.
+def operands(rows: int, heads: int, mesh: DeviceMesh, layout: Layout) -> list[Tensor]:
+    """This rank's rows of query, key, value and the gradient of the output."""
+    generator = torch.Generator().manual_seed(0)
+    whole = (torch.randn(1, rows, heads, HEAD_DIM, generator=generator) for _ in range(4))
+    *inputs, grad = (parallel.shard(x, mesh, layout=layout).clone() for x in whole)
+    return [*(x.requires_grad_() for x in inputs), grad]
 
-    Under a causal mask the ring sends only rows of the segment's earlier ranks: ``j l / r`` to the rank at distance j.
+
+def peak(rows: int, way: Way, layout: Layout, is_causal: bool) -> int:
+    """On every rank, in a fresh process: peak bytes of a call above the level after start-up and a small first call.
+
+    Includes query, key, value, output and all gradients.
     """
-    held, total = rows // world, 0
-    for w, r in groups:
-        others = max(0, w - held)
-        total += HEADS * (rank * held % max(w, held) if of_earlier_only else others) * 2 * HEAD_DIM * 4 // r
-    return total
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+
+    def call(rows: int) -> None:
+        q, k, v, grad = (torch.randn(1, rows // mesh.size(), MEMORY_HEADS, HEAD_DIM) for _ in range(4))
+        q, k, v = inputs = (q.requires_grad_(), k.requires_grad_(), v.requires_grad_())
+        pattern = doubling_up_to(rows)
+        if way == "alone":
+            out = attend(q, k, v, pattern, is_causal=is_causal)
+        else:
+            out = parallel.attend(q, k, v, pattern, mesh=mesh, strategy=way, layout=layout, is_causal=is_causal)
+        torch.autograd.grad(out, inputs, grad)
+
+    # The first call loads kernels and connects the ranks.
+    call(2048 * mesh.size())
+    if not begin_peak():
+        raise SystemExit("memory is read from Linux's /proc, which is not here; leave it out with --only")
+    before = resident("VmRSS")
+    call(rows)
+    return resident("VmHWM") - before
 
 
-def traffic(*, is_tiny: bool) -> dict[str, Any]:
-    """Bytes that ranks send: counted in a run and compared with the formula, and planned for many ranks."""
-    paper: Groups = PAPER
-    worlds: tuple[int, ...] = (2, 4)
-    rows, counted, powers = 32768, [], POWERS
-    strategies: tuple[Strategy, ...] = ("ring", "gather")
-    if is_tiny:
-        rows, paper, worlds, powers = 1024, tuple((w // 32, r) for w, r in PAPER), (2,), POWERS[:4]
-    for world in worlds:
-        for strategy in strategies:
-            of_ranks = on_ranks(world, count_groups, rows, strategy, paper)
-            for cases in zip(*of_ranks, strict=True):
-                groups, is_causal = cases[0]["groups"], cases[0]["causal"]
-                expected = [
-                    formula(groups, rows, world, rank, of_earlier_only=is_causal and strategy == "ring")
-                    for rank in range(world)
-                ]
-                received = [case["received"] for case in cases]
-                if received != expected:
-                    raise SystemExit(f"{strategy}, {world} ranks, {groups}: received {received}, formula {expected}")
-                dense = (rows - rows // world) * HEADS * 2 * HEAD_DIM * 4
-                result = {
-                    "ranks": world,
-                    "strategy": strategy,
-                    "groups": groups,
-                    "causal": is_causal,
-                    "received": received,
-                    **{name: [case[name] for case in cases] for name in ("sent", "sent_back", "received_back")},
-                    "formula": expected,
-                    "dense_ring": dense,
-                }
-                counted.append(result)
-                most = max(received)
-                if len(groups) > 1:
-                    print(
-                        f"p={world} {strategy:6} causal={is_causal!s:5} the whole pattern: {most:>12,} bytes to a "
-                        f"rank at most, a dense ring {dense:,}: {dense / most:.2f} x"
-                    )
-    print(f"{len(counted)} counts of received bytes, those of every rank equal to the formula")
-    planned = [plan_of(world, is_causal=is_causal) for is_causal in (False, True) for world in powers]
-    for line in planned:
-        ratio = line["dense_ring"] / line["ring"] if line["ring"] else math.inf
-        print(
-            f"p={line['ranks']:>5} causal={line['causal']!s:5} ring {line['ring']:>12,} B ({line['ring_mean']:>13,.0f} "
-            f"mean), gather {line['gather']:>12,} B, dense ring {line['dense_ring']:>15,} B, dense / ring "
-            f"{ratio:>6.1f}, planned in {line['seconds']:.1f} s"
-        )
-    points = [(math.log2(line["ranks"]), line["ring"]) for line in planned if not line["causal"] and line["ranks"] >= 8]
-    slope, intercept = statistics.linear_regression(*zip(*points, strict=True))
-    worst = max(abs(slope * x + intercept - y) / y for x, y in points)
-    print(f"ring: {slope / 1e6:.2f} MB x log2(p) {intercept / 1e6:+.2f} MB, off by {worst:.1%} at most for p >= 8")
-    growth = {"bytes_per_doubling": slope, "intercept": intercept, "largest_relative_error": worst, "from_ranks": 8}
-    return {"counted": counted, "planned": planned, "growth": growth, "billion": billion(16 if is_tiny else 1024)}
+def memory(given: Parallel) -> dict[str, Any]:
+    """Peak memory per rank for one sequence over more ranks, and for a sequence that grows with them."""
+    # glibc keeps freed pages of up to 64 MiB. With a fixed threshold they are returned, and the peak is the memory in
+    # use.
+    os.environ["MALLOC_TRIM_THRESHOLD_"] = "131072"
+    points, slopes = [], {}
+    calls: tuple[tuple[bool, Layout], ...] = ((False, "contiguous"), (True, "zigzag"))
+    for causal, layout in calls[: 1 if given.tiny else None]:
+        for rows, per_rank in ((given.rows, False), (given.rows // 4, True)):
+            series = f"{rows} rows{' of every rank' if per_rank else ''}, {'' if causal else 'not '}causal, {layout}"
+            ways: list[tuple[int, Way]] = [(1, "alone"), *((ranks, "ring") for ranks in given.ranks)]
+            for ranks, way in ways:
+                length = rows * ranks if per_rank else rows
+                most = max(on_ranks(ranks, peak, length, way, layout, causal))
+                points.append({"series": series, "ranks": ranks, "rows": length, "way": way, "peak_bytes": most})
+                print(points[-1], flush=True)
+            logs = [(math.log(one["ranks"]), math.log(one["peak_bytes"])) for one in points[-len(given.ranks) :]]
+            slopes[series] = statistics.linear_regression(*zip(*logs, strict=True)).slope
+    return {"heads": MEMORY_HEADS, "head_dim": HEAD_DIM, "dtype": "float32", "slopes": slopes, "points": points}
 
 
-POWERS = tuple(2**power for power in range(1, 11))
-
-
-def plan_of(world: int, *, is_causal: bool) -> dict[str, Any]:
-    """Forward bytes in bfloat16 of the rank that sends most, contiguous layout, 8,192 rows per rank."""
-    begin = time.perf_counter()
-    rows = world * ROWS
-    plan = parallel.plan_parallel(paper_up_to(rows), (1, rows, HEADS, HEAD_DIM), world, is_causal=is_causal)
-    taken = time.perf_counter() - begin
-    of = {e.strategy: e for e in plan.estimates if e.layout == "contiguous"}
-    return {
-        "ranks": world,
-        "causal": is_causal,
-        "ring": max(of["ring"].forward_bytes),
-        "ring_mean": statistics.mean(of["ring"].forward_bytes),
-        "ring_backward": max(of["ring"].backward_bytes),
-        "gather": max(of["gather"].forward_bytes),
-        "dense_ring": of["ring"].dense_ring_bytes,
-        "seconds": taken,
-    }
-
-
-def billion(world: int) -> dict[str, Any]:
-    """One causal layer over 2^20 tokens of every rank, 2^30 for 1,024, by the plan."""
-    rows = world << 20
-    plan = parallel.plan_parallel(paper_up_to(rows), (1, rows, HEADS, HEAD_DIM), world, is_causal=True)
-    best = plan.estimates[0]
-    held = 2 * rows // world * HEADS * HEAD_DIM
-    result = {
-        "tokens": rows,
-        "ranks": world,
-        "rows_of_a_rank": rows // world,
-        "groups": len(paper_up_to(rows).groups),
-        "bytes_of_q": held,
-        "bytes_of_q_k_v_out_and_their_gradients": 8 * held,
-        "strategy": best.strategy,
-        "layout": best.layout,
-        "forward_bytes": max(best.forward_bytes),
-        "backward_bytes": max(best.backward_bytes),
-        "dense_ring_bytes": best.dense_ring_bytes,
-        "forward_flops": max(best.flops),
-        "imbalance": best.imbalance,
-        "dense_flops": 2 * HEAD_DIM * HEADS * rows * (rows + 1) // world,
-        "messages": best.messages,
-    }
-    print(f"{rows:,} tokens: {result}")
-    return result
-
-
-def time_rank(layout: Layout, held: int) -> dict[str, float]:
+def processor_seconds(layout: Layout, held: int) -> dict[str, float]:
     """On every rank: processor seconds of its own share, causal, forward and backward, after a check."""
     mesh = init_device_mesh("cpu", (dist.get_world_size(),))
     rows = held * mesh.size()
-    generator = torch.Generator().manual_seed(0)
-    whole = [torch.randn(1, rows, HEADS, HEAD_DIM, generator=generator) for _ in range(4)]
-    q, k, v, grad = (parallel.shard(x, mesh, layout=layout) for x in whole)
-    q, k, v = inputs = (q.requires_grad_(), k.requires_grad_(), v.requires_grad_())
     pattern = paper_up_to(rows)
-    out = parallel.attend(q, k, v, pattern, mesh=mesh, strategy="ring", layout=layout, is_causal=True)
+    *inputs, grad = operands(rows, HEADS, mesh, layout)
+
+    def call() -> Tensor:
+        q, k, v = inputs
+        return parallel.attend(q, k, v, pattern, mesh=mesh, strategy="ring", layout=layout, is_causal=True)
+
     with torch.no_grad():
-        expected = parallel.shard(attend(whole[0], whole[1], whole[2], pattern, is_causal=True), mesh, layout=layout)
-    error = float((out.detach() - expected).abs().max())
+        q, k, v = (parallel.unshard(x, mesh, layout=layout) for x in inputs)
+        expected = parallel.shard(attend(q, k, v, pattern, is_causal=True), mesh, layout=layout)
+        error = float((call() - expected).abs().max())
     if error > 1e-4:
         raise SystemExit(f"not timed, because it is wrong by {error}")
     times = []
     for _ in range(3):
         dist.barrier()
         begin = time.process_time()
-        out = parallel.attend(q, k, v, pattern, mesh=mesh, strategy="ring", layout=layout, is_causal=True)
-        torch.autograd.grad(out, inputs, grad)
+        torch.autograd.grad(call(), inputs, grad)
         times.append(time.process_time() - begin)
     return {"seconds": min(times), "error": error}
 
 
-def balance(*, is_tiny: bool) -> dict[str, Any]:
+def balance(given: Parallel) -> dict[str, Any]:
     """FLOPs of the busiest rank over the mean, planned; processor seconds of every rank, measured."""
-    planned = []
-    for world in (4,) if is_tiny else (4, 8, 64):
-        rows = world * ROWS
-        plan = parallel.plan_parallel(paper_up_to(rows), (1, rows, HEADS, HEAD_DIM), world, is_causal=True)
-        ring = {e.layout: e for e in plan.estimates if e.strategy == "ring"}
-        line: dict[str, Any] = {
-            "ranks": world,
-            "strategy": plan.strategy,
-            "layout": plan.layout,
-            "imbalance": plan.estimates[0].imbalance,
-            **{
-                name: {
-                    "imbalance": e.imbalance,
-                    "forward_bytes": max(e.forward_bytes),
-                    "backward_bytes": max(e.backward_bytes),
-                }
-                for name, e in ring.items()
-            },
-        }
-        planned.append(line)
-        print(
-            f"p={world:>3}: picked {plan.strategy}, {plan.layout}: {line['imbalance']:.4f}; "
-            + ", ".join(f"{name} {e.imbalance:.4f}" for name, e in ring.items())
-        )
-    measured: dict[str, Any] = {}
+    planned: list[dict[str, Any]] = []
+    for world in given.balanced_ranks:
+        ring = {e.layout: e for e in plan(world, is_causal=True).estimates if e.strategy == "ring"}
+        planned.append({"ranks": world, **{layout: {"imbalance": e.imbalance} for layout, e in ring.items()}})
+        print(planned[-1], flush=True)
+    measured = {}
     layouts: tuple[Layout, ...] = ("contiguous", "zigzag")
     for layout in layouts:
-        found = on_ranks(2 if is_tiny else 4, time_rank, layout, 128 if is_tiny else ROWS)
-        seconds = [of_rank["seconds"] for of_rank in found]
+        of_ranks = on_ranks(given.balanced_ranks[0], processor_seconds, layout, given.balanced_rows)
+        seconds = [one["seconds"] for one in of_ranks]
         measured[layout] = {
             "processor_seconds": seconds,
             "imbalance": max(seconds) / statistics.mean(seconds),
-            "largest_error": max(of_rank["error"] for of_rank in found),
+            "largest_error": max(one["error"] for one in of_ranks),
         }
-        print(
-            f"p={len(seconds)}, {layout}: processor seconds {', '.join(f'{x:.2f}' for x in seconds)}, largest over "
-            f"mean {measured[layout]['imbalance']:.3f}"
-        )
+        print(layout, measured[layout], flush=True)
     return {"planned": planned, "measured": measured}
 
 
-def main() -> None:
-    """Measure, print, and write the results, keeping other sections of the file."""
-    parser = parser_of(__doc__)
-    sections: dict[str, Callable[..., dict[str, Any]]] = {
-        "traffic": traffic,
-        "memory": memory,
-        "overlap": overlap,
-        "balance": balance,
-    }
-    parser.add_argument("--only", nargs="+", choices=sections, default=list(sections), help="which sections to measure")
-    arguments = parse(parser, "parallel.json")
-    for name in arguments.only:
-        print(f"--- {name}: {(sections[name].__doc__ or '').strip().splitlines()[0]}", flush=True)
-        here = origin(module_command())
-        section = {"machine": here, "code": code("parallel"), **sections[name](is_tiny=arguments.tiny)}
-        results = json.loads(arguments.output.read_text(encoding="utf-8")) if arguments.output.exists() else {}
-        write_json(arguments.output, {**results, name: section})
-        print(f"written: {arguments.output}, {name}", flush=True)
-    results = json.loads(arguments.output.read_text(encoding="utf-8"))
-    if {"traffic", "memory"} <= results.keys():
-        picture = arguments.output.with_suffix(".png") if arguments.tiny else Path("docs/parallel.png")
-        draw(results, picture)
-        print(f"drawn: {picture}")
+def measure(given: Parallel) -> dict[str, Any]:
+    """The chosen sections."""
+    sections = {"traffic": traffic, "memory": memory, "balance": balance}
+    return {name: sections[name](given) for name in given.only}
 
 
 if __name__ == "__main__":
-    main()
+    tiny = {
+        "rows": 8192,
+        "ranks": (1, 2),
+        "planned_ranks": (2, 4),
+        "balanced_ranks": (2,),
+        "balanced_rows": 128,
+    }
+    run(Parallel, measure, text=__doc__, name="parallel", group="parallel", tiny=tiny)

@@ -15,7 +15,7 @@ with which it learns to recall what it sees.
 
 from __future__ import annotations
 
-import sys
+import itertools
 import time
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
@@ -26,11 +26,10 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from dilated_attention_pytorch import attend, local_window
-from dilated_attention_pytorch.benchmarks.results import module_command, origin
 from dilated_attention_pytorch.nn import AdaptiveBlockAttention
 from dilated_attention_pytorch.training.recall import KEYS, NOISE, QUESTIONS, VALUES, Texts, draw
 
-from .options import parse, parser_of, write_results
+from .study import Study, run
 
 Contestant = Literal["adaptive", "window"]
 
@@ -39,7 +38,6 @@ BLOCK, KEPT = 64, 8
 LENGTH = 4096
 TEMPERATURES: dict[Contestant, float] = {"adaptive": 3.0, "window": 8.0}
 RATE, SCORER_RATE = 3e-3, 3e-2
-LIMITS = {"adaptive": 0.95, "window": 0.40}
 
 
 class Stage(NamedTuple):
@@ -53,6 +51,16 @@ class Stage(NamedTuple):
 
 
 STAGES = [Stage(192, 64, 32, 250), Stage(512, 32, 16, 200), Stage(1024, 16, 16, 150), Stage(LENGTH, 32, 8, 1400)]
+
+
+@dataclass(frozen=True, kw_only=True)
+class RecallStudy(Study):
+    """Settings."""
+
+    seeds: tuple[int, ...] = (0, 1)
+    """A model of each kind is trained for each."""
+    held_out: int = 64
+    """Texts that the models are compared on."""
 
 
 class Recall(nn.Module):
@@ -178,7 +186,7 @@ def train(model: Recall, stages: list[Stage], generator: torch.Generator) -> Ite
             yield step, stage, float(loss.detach())
 
 
-def run(contestant: Contestant, seed: int, stages: list[Stage], held_out: Texts) -> Score:
+def scored(contestant: Contestant, seed: int, stages: list[Stage], held_out: Texts) -> Score:
     """Train one model and score it."""
     torch.manual_seed(seed)
     model = Recall(contestant)
@@ -202,61 +210,38 @@ def run(contestant: Contestant, seed: int, stages: list[Stage], held_out: Texts)
     return Score(contestant, seed, accuracy, in_reach, density, least, seconds)
 
 
-def main() -> int:
-    """Train, print and write; returns 1 if a limit is missed."""
-    parser = parser_of(__doc__)
-    parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1])
-    parser.add_argument("--held-out", type=int, default=64, help="texts that the models are compared on")
-    parser.add_argument("--threads", type=int, default=torch.get_num_threads())
-    arguments = parse(parser, "recall.json")
-    stages = STAGES
-    if arguments.tiny:
-        arguments.seeds, arguments.held_out, stages = [0], 1, [stage._replace(steps=1) for stage in STAGES[:1]]
-    torch.set_num_threads(arguments.threads)
-    here = origin(module_command())
+def measure(given: RecallStudy) -> dict[str, Any]:
+    """Train and score both models for every seed.
+
+    Raises:
+        SystemExit: a question alone and in its text differ.
+    """
     difference = check(torch.Generator().manual_seed(0))
     if difference > 1e-12:
-        print(f"a question alone and in its text differ by {difference:.1e}: nothing was trained", file=sys.stderr)
-        return 1
+        raise SystemExit(f"not trained, because a question alone and in its text differ by {difference:.1e}")
+    stages = [stage._replace(steps=1) for stage in STAGES[:1]] if given.tiny else STAGES
     # Different from every training seed.
-    held_out = draw(arguments.held_out, LENGTH, STAGES[-1].pairs, torch.Generator().manual_seed(1 << 40))
-    scores: list[Score] = []
-    met = True
-    results: dict[str, Any] = {
-        "machine": here,
+    held_out = draw(given.held_out, LENGTH, STAGES[-1].pairs, torch.Generator().manual_seed(1 << 40))
+    scores = []
+    contestants: tuple[Contestant, ...] = ("adaptive", "window")
+    for seed, contestant in itertools.product(given.seeds, contestants):
+        scores.append(asdict(scored(contestant, seed, stages, held_out)))
+        print(scores[-1], flush=True)
+    return {
         "length": LENGTH,
         "block_size": BLOCK,
         "blocks_per_query": KEPT,
         "query_block_size": 1,
         "questions_of_a_text": QUESTIONS,
         "pairs_of_a_text": STAGES[-1].pairs,
-        "held_out_texts": arguments.held_out,
+        "held_out_texts": given.held_out,
         "temperatures": TEMPERATURES,
         "learning_rates": {"model": RATE, "scorer": SCORER_RATE},
         "stages": [stage._asdict() for stage in stages],
         "largest_difference_float64": difference,
-        "limits": LIMITS,
+        "scores": scores,
     }
-    contestants: tuple[Contestant, ...] = ("adaptive", "window")
-    for seed in arguments.seeds:
-        for contestant in contestants:
-            score = run(contestant, seed, stages, held_out)
-            limit = LIMITS[contestant]
-            met &= score.accuracy >= limit if contestant == "adaptive" else score.accuracy < limit
-            scores.append(score)
-            # Write after every model, so that an interrupted run keeps its results.
-            write_results(
-                arguments.output, "models", results | {"met": met, "scores": [asdict(score) for score in scores]}
-            )
-    print(f"\n{'':>10} {'seed':>4} {'answered':>9} {'in reach':>9} {'density':>8} {'seconds':>8}")
-    for score in scores:
-        print(
-            f"{score.contestant:>10} {score.seed:>4} {score.accuracy:>9.4f} {score.in_reach:>9.4f} "
-            f"{score.density:>8.3f} {score.seconds:>8.0f}"
-        )
-    print(f"written: {arguments.output}")
-    return 0 if met or arguments.tiny else 1
 
 
 if __name__ == "__main__":
-    raise SystemExit(main())
+    run(RecallStudy, measure, text=__doc__, name="recall", group="models", tiny={"seeds": (0,), "held_out": 1})

@@ -1,6 +1,6 @@
 """Memory that data parallelism keeps in every process, and whether its losses equal those of one process.
 
-    python -m benchmarks.sharded_states [--tiny] [--output FILE]
+    python -m benchmarks.sharded_states
 
 A small LongNet with AdamW in float32 takes 20 steps on the same windows: in one process, then in two processes over
 gloo with DDP, FSDP2 and every stage of DeepSpeed's ZeRO, with offloading to the CPU and to files. Counted are the float
@@ -10,10 +10,10 @@ and buffers of the engine.
 
 from __future__ import annotations
 
-import argparse
 import gc
 import json
 import math
+import os
 import subprocess
 import sys
 import tempfile
@@ -26,7 +26,6 @@ from rich.console import Console
 from torch.distributed.tensor import DTensor
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-from dilated_attention_pytorch.benchmarks.results import module_command, origin
 from dilated_attention_pytorch.errors import RunError
 from dilated_attention_pytorch.models import LongNetConfig
 from dilated_attention_pytorch.training import TrainSettings, train
@@ -34,7 +33,7 @@ from dilated_attention_pytorch.training.callbacks import read_metrics
 from dilated_attention_pytorch.training.distribution import leaving_together
 from dilated_attention_pytorch.training.offload_files import load_operator
 
-from .options import parse, parser_of, write_results
+from .study import Study, run
 
 FILES = "ZeRO-3, optimizer and weights in files"
 CASES: dict[str, dict[str, Any]] = {
@@ -48,6 +47,8 @@ CASES: dict[str, dict[str, Any]] = {
     FILES: {"data_parallel": "zero3", "offload": "nvme"},
 }
 LOSS_TOLERANCE = 1e-3  # nats
+PART = "SHARDED_STATES_PART"
+"""Set in the processes of a case: their arguments are a folder and the names of cases."""
 
 
 def settings_of(texts: Path, **changes: Any) -> TrainSettings:
@@ -110,7 +111,7 @@ def run_cases(folder: Path, names: list[str]) -> None:
         before[0] = float_bytes()
 
 
-def measure(names: list[str]) -> list[dict[str, Any]]:
+def compared(names: list[str]) -> list[dict[str, Any]]:
     """Run all cases in separate processes, and compare them.
 
     Raises:
@@ -124,9 +125,9 @@ def measure(names: list[str]) -> list[dict[str, Any]]:
             lines = [f"def f{number}_{line}(x): return x * {line % 7} + {number}\n" for line in range(9 + 2 * number)]
             (folder / "texts" / f"module{number}.py").write_text("".join(lines))
         launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-        script = ["-m", "benchmarks.sharded_states", "--folder", str(folder), "--names"]
         for launch, listed in (([], ["one process"]), (launcher, names)):
-            subprocess.run([sys.executable, *launch, *script, json.dumps(listed)], check=True)
+            script = ["-m", "benchmarks.sharded_states", str(folder), *listed]
+            subprocess.run([sys.executable, *launch, *script], check=True, env={**os.environ, PART: "1"})
         expected = _losses(folder / "one process")
         parameters = settings_of(folder / "texts").model.num_parameters
         for case in ("one process", *names):
@@ -150,37 +151,22 @@ def _losses(run: Path) -> list[float]:
     return [entry["bits_per_byte"] * math.log(2) for entry in read_metrics(run) if "bits_per_byte" in entry]
 
 
-def main() -> None:
-    """Print one line per result; write all results with the machine and the command."""
-    parser = parser_of(__doc__)
-    parser.add_argument("--folder", type=Path, help=argparse.SUPPRESS)
-    parser.add_argument("--names", help=argparse.SUPPRESS)
-    arguments = parse(parser, "sharded_states.json")
-    if arguments.folder is not None:
-        torch.set_num_threads(1)
-        with leaving_together():
-            run_cases(arguments.folder, json.loads(arguments.names))
-        return
-    here = origin(module_command())
-    names = ["DDP"] if arguments.tiny else list(CASES)
+def measure(given: Study) -> dict[str, Any]:
+    """Every case; the one with files is left out where DeepSpeed cannot write them."""
+    names = ["DDP"] if given.tiny else list(CASES)
     if FILES in names:
         try:
             load_operator()
         except RunError as error:
             print(f"left out: {FILES}: {error}")
             names.remove(FILES)
-    results = measure(names)
-    write_results(
-        arguments.output,
-        "training",
-        {
-            "machine": here,
-            "settings": settings_of(Path("texts")).to_dict() | {"data": []},
-            "results": results,
-        },
-    )
-    print(f"written: {arguments.output}")
+    return {"settings": settings_of(Path("texts")).to_dict() | {"data": []}, "results": compared(names)}
 
 
 if __name__ == "__main__":
-    main()
+    if PART in os.environ:
+        torch.set_num_threads(1)
+        with leaving_together():
+            run_cases(Path(sys.argv[1]), sys.argv[2:])
+    else:
+        run(Study, measure, text=__doc__, name="sharded_states", group="training", tiny={})

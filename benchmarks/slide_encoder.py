@@ -1,7 +1,6 @@
 """The slide encoder on the CPU: seconds and peak memory of the adopted model and of the published algorithm in PyTorch.
 
     python -m benchmarks.slide_encoder [--lengths N ...] [--only adopted "published, fused" "published, dense"]
-        [--impl auto|native|aten] [--output FILE]
 
 12 layers, 768 wide, 16 heads, the pattern of the GigaPath encoder. The published algorithm pads, selects classes,
 attends within them, scatters and merges, as torchscale's layer does; flash-attn is replaced by PyTorch's own fused CPU
@@ -11,33 +10,43 @@ first: in float64 on a small model, then in float32 on every measured length.
 
 from __future__ import annotations
 
-import argparse
 import copy
 import math
-import statistics
-import sys
 from dataclasses import asdict, dataclass
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
 from dilated_attention_pytorch.benchmarks.clock import Clock
-from dilated_attention_pytorch.benchmarks.results import module_command, origin
 from dilated_attention_pytorch.integrations import adopt
 from dilated_attention_pytorch.ops import implementation
 
-from .implementation import add_choice, chosen, in_words, judged
-from .options import parse, parser_of, write_results
+from .study import StudyOfCalls, run
 
 SEGMENT_LENGTHS = [1024, 5792, 32768, 185363, 1048576]
 DILATED_RATIOS = [1, 2, 4, 8, 16]
 WIDTH, HEADS, FEEDFORWARD = 768, 16, 3072
-LIMIT = 0.40  # seconds of the adopted model over those of the published algorithm with the fused kernel
-NAMES = ("adopted", "published, fused", "published, dense")
+Name = Literal["adopted", "published, fused", "published, dense"]
 TOLERANCE = {torch.float64: 1e-10, torch.float32: 1e-4}  # relative to the largest output
+
+
+@dataclass(frozen=True, kw_only=True)
+class Encoder(StudyOfCalls):
+    """Settings."""
+
+    lengths: tuple[int, ...] = (1_000, 5_000, 20_000)
+    """Tiles of a slide."""
+    only: tuple[Name, ...] = ("adopted", "published, fused", "published, dense")
+    """The models that are timed."""
+    most_dense: int = 20_000
+    """Largest length of "published, dense"."""
+    layers: int = 12
+    """Layers of the encoder."""
+    repeats: int = 3
+    """Times that a call is timed."""
 
 
 class PublishedAttention(nn.Module):
@@ -157,7 +166,7 @@ def check_equality() -> float:
     return largest
 
 
-def measure(name: str, model: nn.Module, x: Tensor, expected: Tensor | None, repeats: int) -> tuple[Point, Tensor]:
+def timed(name: str, model: nn.Module, x: Tensor, expected: Tensor | None, repeats: int) -> tuple[Point, Tensor]:
     """Memory of the first call, and times of the others."""
     clock = Clock(x.device)
     outs: list[Tensor] = []
@@ -173,89 +182,42 @@ def measure(name: str, model: nn.Module, x: Tensor, expected: Tensor | None, rep
     return Point(rows=x.shape[1], model=name, seconds=seconds, peak_bytes=peak, largest_difference=error), outs[0]
 
 
-def compared(ours: Point, published: Point) -> dict[str, Any]:
-    """Seconds and peak memory of the adopted model, relative to the published algorithm with the fused kernel."""
-    ratio = statistics.median(ours.seconds) / statistics.median(published.seconds)
-    peaks = ours.peak_bytes, published.peak_bytes
-    memory = None if peaks[0] is None or not peaks[1] else peaks[0] / peaks[1]
-    words = "" if memory is None else f", of its peak memory: {memory:.3f}"
-    print(f"{ours.rows:>7} adopted, of the seconds of published, fused: {ratio:.3f} {in_words(ratio, LIMIT)}{words}")
-    return {"rows": ours.rows, "seconds_ratio": ratio, **judged(ratio, LIMIT), "peak_memory_ratio": memory}
-
-
-def compare(arguments: argparse.Namespace, small_difference: float) -> dict[str, Any]:
+@torch.no_grad()
+def measure(given: Encoder) -> dict[str, Any]:
     """Time every model at every length.
 
     Raises:
         SystemExit: the outputs of two models differ by more than rounding explains.
     """
-    here = origin(module_command())
-    encoders = models(SEGMENT_LENGTHS, WIDTH, HEADS, arguments.layers)
-    encoders = {name: model for name, model in encoders.items() if name in arguments.only}
-    print(f"{arguments.layers} layers, {WIDTH} wide, {HEADS} heads, float32, {torch.get_num_threads()} threads")
-    print(f"impl: {chosen(arguments.impl)}")
-    print(f"{'rows':>7} {'model':<18} {'seconds':>9} {'peak MB':>9} {'difference':>11}")
-    points, ratios = [], []
-    for rows in arguments.lengths:
+    with implementation("auto"):  # the native kernels do not compute in float64
+        small_difference = check_equality()
+    if not small_difference < TOLERANCE[torch.float64]:
+        raise SystemExit(f"not timed, because outputs differ by {small_difference:.1e} in float64")
+    encoders = models(SEGMENT_LENGTHS, WIDTH, HEADS, given.layers)
+    points = []
+    for rows in given.lengths:
         x, expected = torch.randn(1, rows, WIDTH), None
-        for name, model in encoders.items():
-            if name == "published, dense" and rows > arguments.most_dense:
+        for name in given.only:
+            if name == "published, dense" and rows > given.most_dense:
                 continue
-            point, out = measure(name, model, x, expected, arguments.repeats)
+            point, out = timed(name, encoders[name], x, expected, given.repeats)
             expected = out if expected is None else expected
             if not point.largest_difference < TOLERANCE[torch.float32]:
                 raise SystemExit(f"{name} at {rows} rows differs by {point.largest_difference:.1e}")
-            points.append(point)
-            peak = "-" if point.peak_bytes is None else f"{point.peak_bytes / 1e6:.0f}"
-            print(
-                f"{rows:>7} {name:<18} {statistics.median(point.seconds):>9.3f} {peak:>9} "
-                f"{point.largest_difference:>11.1e}",
-                flush=True,
-            )
-        by_name = {point.model: point for point in points if point.rows == rows}
-        if {"adopted", "published, fused"} <= by_name.keys():
-            ratios.append(compared(by_name["adopted"], by_name["published, fused"]))
+            points.append(asdict(point))
+            print(points[-1], flush=True)
     return {
-        "machine": here,
-        "impl": chosen(arguments.impl),
-        "layers": arguments.layers,
+        "layers": given.layers,
         "width": WIDTH,
         "heads": HEADS,
         "dtype": "float32",
         "segment_lengths": SEGMENT_LENGTHS,
         "dilated_ratios": DILATED_RATIOS,
         "largest_difference_float64": small_difference,
-        "points": [asdict(point) for point in points],
-        "adopted_over_published_fused": ratios,
+        "points": points,
     }
 
 
-@torch.no_grad()
-def main() -> int:
-    """Print a table; write the results with the machine and the command."""
-    parser = parser_of(__doc__)
-    parser.add_argument("--lengths", type=int, nargs="+", default=[1_000, 5_000, 20_000])
-    parser.add_argument("--only", nargs="+", choices=NAMES, default=list(NAMES), help="of the models that are timed")
-    parser.add_argument("--most-dense", type=int, default=20_000, help="largest length of 'published, dense'")
-    add_choice(parser)
-    parser.add_argument("--layers", type=int, default=12)
-    parser.add_argument("--repeats", type=int, default=3)
-    parser.add_argument("--threads", type=int, default=torch.get_num_threads())
-    arguments = parse(parser, "slide_encoder.json")
-    if arguments.tiny:
-        arguments.lengths, arguments.layers, arguments.repeats = [300], 1, 1
-    torch.set_num_threads(arguments.threads)
-    torch.manual_seed(0)
-    small_difference = check_equality()  # in float64, which the native kernels do not compute
-    if not small_difference < TOLERANCE[torch.float64]:
-        print(f"outputs differ by {small_difference:.1e} in float64: nothing was measured", file=sys.stderr)
-        return 1
-    with implementation(arguments.impl):
-        results = compare(arguments, small_difference)
-    write_results(arguments.output, "slides", results)
-    print(f"written: {arguments.output}")
-    return 0
-
-
 if __name__ == "__main__":
-    raise SystemExit(main())
+    tiny = {"lengths": (300,), "layers": 1, "repeats": 1}
+    run(Encoder, measure, text=__doc__, name="slide_encoder", group="slides", tiny=tiny)

@@ -55,7 +55,7 @@ def attention(values: Values) -> str:
 
 def head_dims(values: Values) -> str:
     """Ratios to the bound by the width of the heads."""
-    found = values["head_dims"]
+    found = values["speed"]
     widths = sorted({one["head_dim"] for one in found})
     by_case = {(one["dtype"], one["causal"], one["head_dim"]): one for one in found}
     rows = []
@@ -73,11 +73,7 @@ def _both(one: dict[str, Any], name: str) -> str:
 
 def blocks(values: Values) -> str:
     """Ratios to density times dense attention's time, by pattern, dtype and nominal density."""
-    cases = [
-        one
-        for one in values["speed"]
-        if not one["causal"] and one["kv_heads"] == one["heads"] and one["query_size"] == 1.0
-    ]
+    cases = [one for one in values["speed"] if not one["causal"] and one["kv_heads"] == one["heads"]]
     names = list(dict.fromkeys(one["pattern"] for one in cases))
     rows = []
     for name in names:
@@ -108,18 +104,6 @@ def _seconds_and_bytes(point: dict[str, Any]) -> str:
     return f"{seconds:.{digits}f} s, {point['peak_bytes'] / 1e6:,.0f} MB"
 
 
-def optimizer_states(values: Values) -> str:
-    """Bytes of state and held-out bits of every optimizer."""
-    rows = []
-    for one in values["results"]:
-        name, more = one["optimizer"], one["loss_over_adamw"] - 1
-        compared = "" if name == "adamw" else f"{'+' if more >= 0 else '-'} {abs(more):.2%}".replace("%", " %")
-        rows.append((f"`{name}`", f"{one['state_bytes_per_weight']:.2f}", f"{one['bits_per_byte']:.4f}", compared))
-    return markdown(
-        ("", "bytes of state per weight", "held-out bits per byte at the end", "compared with `adamw`"), rows
-    )
-
-
 def training_memory(values: Values) -> str:
     """Peak and seconds of the first step, by what is recomputed."""
     labels = {
@@ -146,36 +130,6 @@ def sharded_states(values: Values) -> str:
     return markdown(("", "bytes per weight in a process", "largest difference of a loss from one process, nats"), rows)
 
 
-def small_weights(values: Values) -> str:
-    """Quality, bytes and speed of weights in 8 bits."""
-    rows = []
-    for one in values["results"]:
-        (bits,) = one["bits_per_byte"].values()
-        cells = (f"{bits:.4f}", f"{one['weight_bytes']:,}", f"{one['tokens_per_second']:.0f}")
-        rows.append((f"`{one['weights']}`", *cells))
-    return markdown(("`--weights`", "bits per byte", "bytes of weights", "tokens per second"), rows)
-
-
-def host_time(values: Values) -> str:
-    """Microseconds of a call's Python before its launches."""
-    rows = []
-    for one in values["figures"]:
-        launches = str(one["launches"]) if one["launches"] else "-"
-        rows.append((one["what"], launches, f"{one['median']:.0f}", f"{one['least']:.0f}"))
-    return markdown(("call", "launches", "median", "least"), rows)
-
-
-def magnitudes(values: Values) -> str:
-    """Largest errors in float32 by the magnitude of the inputs."""
-    records = [one for one in values["records"] if one["dtype"] == "float32"]
-    names = list(records[0]["errors"])
-    rows = []
-    for one in records:
-        errors = ("not finite" if error is None else f"{error:.0e}" for error in one["errors"].values())
-        rows.append((f"{one['magnitude']:g}", *errors))
-    return markdown(("magnitude", *(name if name == "PyTorch" else f"`{name}`" for name in names)), rows)
-
-
 def recall(values: Values) -> str:
     """Questions answered, and those whose answer is visible."""
     labels = {
@@ -187,16 +141,6 @@ def recall(values: Values) -> str:
         for one in values["scores"]
     ]
     return markdown(("attention", "seed", "answered", "answer visible"), rows).replace("%", " %")
-
-
-def loader(values: Values) -> str:
-    """Tokens per second that a loader reads, by cache and packing."""
-    made = {one["tokenizer"]: one["bytes"] for one in values["made"]}
-    rows = []
-    for tokenizer, count in made.items():
-        found = (one["tokens_per_second"] for one in values["loaded"] if one["tokenizer"] == tokenizer)
-        rows.append((f"{tokenizer}, {count / 1e6:,.0f} MB", *(f"{tokens:,.0f}" for tokens in found)))
-    return markdown(("", "windows", "documents", "`--max-tokens 8192`"), rows)
 
 
 def transformers_memory(values: Values) -> str:
@@ -213,6 +157,15 @@ def transformers_memory(values: Values) -> str:
     return markdown(("tokens", "call", *attentions), rows)
 
 
+def claims(values: Values) -> str:
+    """The earlier package's figures, and what the planner finds."""
+    rows = [
+        (name.replace("%", " %"), f"**{one['verdict']}**", one["ours"].replace("%", " %"), one["reason"])
+        for name, one in values["findings"].items()
+    ]
+    return markdown(("the document says", "verdict", "here", "why"), rows)
+
+
 TABLES: dict[str, tuple[str, Callable[[Values], str]]] = {
     "times-of-dense": ("attention_cpu.json", times_of_dense),
     "attention-native": ("attention_cpu.json", attention),
@@ -220,18 +173,13 @@ TABLES: dict[str, tuple[str, Callable[[Values], str]]] = {
     "head-dims": ("attention_head_dims.json", head_dims),
     "blocks": ("blocks.json", blocks),
     "slide-encoder": ("slide_encoder.json", slide_encoder),
-    "optimizer-states": ("optimizer_states.json", optimizer_states),
     "training-memory": ("training_memory.json", training_memory),
     "sharded-states": ("sharded_states.json", sharded_states),
-    "small-weights": ("small_weights.json", small_weights),
-    "magnitudes": ("magnitudes.json", magnitudes),
-    "host-time": ("host_time.json", host_time),
     "recall": ("recall.json", recall),
-    "loader": ("loader.json", loader),
     "transformers-memory": ("transformers_memory.json", transformers_memory),
+    "claims": ("claims.json", claims),
     "parallel-bytes": ("parallel.json#traffic", rank_tables.parallel_bytes),
     "parallel-memory": ("parallel.json#memory", rank_tables.parallel_memory),
-    "parallel-overlap": ("parallel.json#overlap", rank_tables.parallel_overlap),
     "parallel-balance": ("parallel.json#balance", rank_tables.parallel_balance),
     "scale-plan": ("scale.json#plan", rank_tables.scale_plan),
     "scale-planning": ("scale.json#plan", rank_tables.scale_planning),
@@ -248,7 +196,7 @@ def read(name: str) -> Values:
     """The results of a table."""
     file, _, section = TABLES[name][0].partition("#")
     values: Values = json.loads((RESULTS / file).read_text(encoding="utf-8"))
-    return values[section] if section else values
+    return {"machine": values.get("machine"), **values[section]} if section else values
 
 
 def pages() -> list[Path]:

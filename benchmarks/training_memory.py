@@ -1,6 +1,6 @@
 """Peak memory of a training step of a deep model on a long text, by memory-saving method, each in a new process.
 
-    python -m benchmarks.training_memory [--tiny] [--tokens N] [--longest N] [--output FILE]
+    python -m benchmarks.training_memory [--tokens N] [--longest N]
 
 A LongNet of 16 layers with a vocabulary of 32,768 on 32,768 random tokens, under bfloat16 autocast. "nothing" keeps
 the activations of every block and computes all logits at once (in bfloat16; blocks of rows compute them in float32).
@@ -9,26 +9,33 @@ The last case is one step on 262,144 tokens. The gate: the first loss of every c
 
 from __future__ import annotations
 
-import multiprocessing
 import time
-from collections.abc import Sequence
 from dataclasses import asdict, dataclass
-from pathlib import Path
 from typing import Any
 
 import torch
 
-from dilated_attention_pytorch.benchmarks.results import module_command, origin
+from dilated_attention_pytorch.memory import resident
 from dilated_attention_pytorch.models import LongNetConfig, LongNetForCausalLM
 from dilated_attention_pytorch.training import PRESETS
 from dilated_attention_pytorch.training.optimizer import build_adamw
 from dilated_attention_pytorch.training.run_settings import AdamW
 
-from .options import parse, parser_of, write_results
+from .study import Study, in_new_process, run
 
 VOCAB = 32768
 LOSS_TOLERANCE = 2e-3
 """Relative tolerance of first losses in bfloat16."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainingMemory(Study):
+    """Settings."""
+
+    tokens: int = 32768
+    """Tokens of a step."""
+    longest: int = 262144
+    """Tokens of the last case."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,7 +98,7 @@ def step(case: Case, tokens: int, threads: int) -> Point:
     torch.set_num_threads(threads)
     if case.optimizer == "adamw-8bit":
         import bitsandbytes  # noqa: F401 - loading it is not part of the step
-    before = _status("VmRSS")
+    before = resident("VmRSS")
     model = build(case.recomputed)
     groups = [{"params": list(model.parameters()), "weight_decay": 0.1}]
     optimizer = build_adamw(case.optimizer, groups, PRESETS["cpu"](), (0.9, 0.95))
@@ -108,63 +115,32 @@ def step(case: Case, tokens: int, threads: int) -> Point:
         for value in state.values()
         if isinstance(value, torch.Tensor)
     }
-    return Point(case.name, tokens, _status("VmHWM") - before, sum(states.values()), float(loss.detach()), seconds)
+    return Point(case.name, tokens, resident("VmHWM") - before, sum(states.values()), float(loss.detach()), seconds)
 
 
-def _status(name: str) -> int:
-    """A value of /proc/self/status in bytes."""
-    lines = dict(line.split(":", 1) for line in Path("/proc/self/status").read_text().splitlines())
-    return int(lines[name].split()[0]) * 1024
-
-
-def measure(cases: Sequence[tuple[Case, int]], threads: int) -> list[Point]:
-    """Measure every case in a separate process.
+def measure(given: TrainingMemory) -> dict[str, Any]:
+    """Every case in a process of its own.
 
     Raises:
         SystemExit: a first loss differs from that of the first case by more than rounding explains.
     """
     points: list[Point] = []
-    for case, tokens in cases:
-        with multiprocessing.get_context("spawn").Pool(1) as pool:
-            point = pool.apply(step, (case, tokens, threads))
+    cases = CASES[: 1 if given.tiny else None]
+    for case, tokens in (*((case, given.tokens) for case in cases), (LONGEST, given.longest)):
+        point: Point = in_new_process(step, case, tokens, torch.get_num_threads())
         same = [other for other in points if other.tokens == tokens]
         if same and not abs(point.loss - same[0].loss) <= LOSS_TOLERANCE * same[0].loss:
             raise SystemExit(f"not published: the loss of {case.name!r} is {point.loss}, and {same[0].loss} before")
         points.append(point)
-        print(
-            f"{case.name:>48} {tokens:>8,} tokens {point.peak_bytes / 1e9:7.2f} GB, states "
-            f"{point.state_bytes / 1e6:6.1f} MB {point.seconds:7.1f} s",
-            flush=True,
-        )
-    return points
-
-
-def main() -> None:
-    """Print one line per result; write all results with the machine and the command."""
-    parser = parser_of(__doc__)
-    parser.add_argument("--tokens", type=int, default=32768)
-    parser.add_argument("--longest", type=int, default=262144)
-    parser.add_argument("--threads", type=int, default=2)
-    arguments = parse(parser, "training_memory.json")
-    tokens, longest = (256, 512) if arguments.tiny else (arguments.tokens, arguments.longest)
-    here: dict[str, Any] = origin(module_command())
-    points = measure(
-        [*((case, tokens) for case in (CASES[:1] if arguments.tiny else CASES)), (LONGEST, longest)], arguments.threads
-    )
-    parameters = sum(weight.numel() for weight in build(0).parameters())
-    write_results(
-        arguments.output,
-        "training",
-        {
-            "machine": here,
-            "vocab_size": VOCAB,
-            "parameters": parameters,
-            "threads": arguments.threads,
-            "points": [asdict(point) for point in points],
-        },
-    )
-    print(f"written: {arguments.output}")
+        print(point, flush=True)
+    return {
+        "vocab_size": VOCAB,
+        "parameters": sum(weight.numel() for weight in build(0).parameters()),
+        "threads": torch.get_num_threads(),
+        "points": [asdict(point) for point in points],
+    }
 
 
 if __name__ == "__main__":
-    main()
+    tiny = {"tokens": 256, "longest": 512}
+    run(TrainingMemory, measure, text=__doc__, name="training_memory", group="training", tiny=tiny)

@@ -1,6 +1,6 @@
 """A training step of the demo's model: tokens per second with the package's CPU kernels and with PyTorch's.
 
-    python -m benchmarks.training_step [--tiny] [--repeats N] [--output FILE]
+    python -m benchmarks.training_step [--repeats N]
 
 Settings are those of `dilated-attention train` on two CPU cores (the preset "cpu"), with random bytes as text. A step
 is forward, backward, clipping and the optimizer, in float32 or under bfloat16 autocast, with the implementations in
@@ -13,24 +13,31 @@ import contextlib
 import copy
 import functools
 import statistics
-import time
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from dilated_attention_pytorch import attend
-from dilated_attention_pytorch.benchmarks.results import module_command, origin
 from dilated_attention_pytorch.kernels.select import Impl
 from dilated_attention_pytorch.models import LongNetForCausalLM
 from dilated_attention_pytorch.training import PRESETS, TrainSettings
 from dilated_attention_pytorch.training.optimizer import build_optimizer
 
-from .options import parse, parser_of, write_results
+from .study import Study, run, seconds
 
 IMPLS: tuple[Impl, ...] = ("aten", "native")
 PRECISIONS = {torch.float32: 1e-5, torch.bfloat16: 1e-2}
 """Relative tolerance of first losses."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainingStep(Study):
+    """Settings."""
+
+    repeats: int = 7
+    """Steps that are timed with each implementation."""
 
 
 class Run:
@@ -45,7 +52,6 @@ class Run:
 
     def step(self, ids: Tensor) -> None:
         """One optimizer step."""
-        start = time.perf_counter()
         lower = self.dtype != torch.float32
         with torch.autocast("cpu", self.dtype) if lower else contextlib.nullcontext():
             loss = self.model(ids, labels=ids).loss
@@ -54,10 +60,9 @@ class Run:
         self.optimizer.step()
         self.optimizer.zero_grad()
         self.losses.append(float(loss.detach()))
-        self.seconds.append(time.perf_counter() - start)
 
 
-def measure(settings: TrainSettings, dtype: torch.dtype, repeats: int) -> dict[str, Any]:
+def timed(settings: TrainSettings, dtype: torch.dtype, repeats: int) -> dict[str, Any]:
     """Median times of the steps after the first, with the implementations in turn.
 
     Raises:
@@ -68,51 +73,32 @@ def measure(settings: TrainSettings, dtype: torch.dtype, repeats: int) -> dict[s
     runs = {impl: Run(model, settings, impl, dtype) for impl in IMPLS}
     for repeat in range(1 + repeats):
         ids = torch.randint(256, (settings.batch_size, settings.context_length))
-        for run in runs.values():
-            run.step(ids)
-        first = [run.losses[0] for run in runs.values()]
+        for one in runs.values():
+            one.seconds.append(seconds(functools.partial(one.step, ids)))
+        first = [one.losses[0] for one in runs.values()]
         if not repeat and not max(first) - min(first) <= PRECISIONS[dtype] * max(first):
             raise SystemExit(f"not timed, because first losses differ: {dict(zip(runs, first, strict=True))}")
     tokens = settings.batch_size * settings.context_length
     result: dict[str, Any] = {"dtype": str(dtype).removeprefix("torch."), "tokens_per_step": tokens}
-    for impl, run in runs.items():
-        taken = statistics.median(run.seconds[1:])
+    for impl, one in runs.items():
+        taken = statistics.median(one.seconds[1:])
         result[impl] = {
             "seconds": taken,
-            "fastest": min(run.seconds[1:]),
+            "fastest": min(one.seconds[1:]),
             "tokens_per_second": tokens / taken,
-            "losses": run.losses,
+            "losses": one.losses,
         }
-        words = f"{taken:8.3f} s a step  {tokens / taken:10,.0f} tokens a second"
-        print(f"{result['dtype']:>8} {impl:>7} {words}", flush=True)
     result["native_over_aten"] = result["native"]["seconds"] / result["aten"]["seconds"]
-    print(f"{result['dtype']:>8}  native over aten: {result['native_over_aten']:.3f} of the time of a step")
+    print(result, flush=True)
     return result
 
 
-def main() -> None:
-    """Print one line per result; write all results with the machine and the command."""
-    parser = parser_of(__doc__)
-    parser.add_argument("--repeats", type=int, default=7)
-    arguments = parse(parser, "training_step.json")
-    settings, repeats = PRESETS["cpu"](), arguments.repeats
-    if arguments.tiny:
-        settings, repeats = PRESETS["tiny"](), 1
-    here = origin(module_command())
-    results = [measure(settings, dtype, repeats) for dtype in PRECISIONS]
-    write_results(
-        arguments.output,
-        "training",
-        {
-            "machine": here,
-            "impl": list(IMPLS),
-            "preset": "cpu",
-            "settings": settings.to_dict(),
-            "results": results,
-        },
-    )
-    print(f"written: {arguments.output}")
+def measure(given: TrainingStep) -> dict[str, Any]:
+    """Both precisions."""
+    settings = PRESETS["tiny" if given.tiny else "cpu"]()
+    results = [timed(settings, dtype, given.repeats) for dtype in PRECISIONS]
+    return {"impl": list(IMPLS), "preset": "cpu", "settings": settings.to_dict(), "results": results}
 
 
 if __name__ == "__main__":
-    main()
+    run(TrainingStep, measure, text=__doc__, name="training_step", group="training", tiny={"repeats": 1})

@@ -9,22 +9,19 @@ after a text of the largest length.
 
 from __future__ import annotations
 
-import multiprocessing
+import itertools
 import os
-import sys
-from collections.abc import Callable
 from dataclasses import asdict, dataclass
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
 
 from dilated_attention_pytorch import DilatedPattern, Pattern
 from dilated_attention_pytorch.benchmarks.clock import Clock
-from dilated_attention_pytorch.benchmarks.results import module_command, origin
 from dilated_attention_pytorch.integrations import BoundedCache, register, set_pattern
 
-from .options import parse, parser_of, write_results
+from .study import Study, in_new_process, run
 
 SIZES: dict[str, Any] = {
     "vocab_size": 256,
@@ -36,7 +33,24 @@ SIZES: dict[str, Any] = {
     "use_cache": False,
 }
 LARGEST_MASK = 4 << 30  # maximum bytes of a dense mask or dense scores
-CALLS = ("forward", "training step", "forward, padded")
+Name = Literal["dilated", "sdpa", "eager"]
+CallName = Literal["forward", "training step", "forward, padded"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class TransformersMemory(Study):
+    """Settings."""
+
+    lengths: tuple[int, ...] = (4096, 16384, 65536)
+    """Tokens of a text."""
+    attentions: tuple[Name, ...] = ("dilated", "sdpa", "eager")
+    """The attentions that are measured."""
+    calls: tuple[CallName, ...] = ("forward", "training step", "forward, padded")
+    """What is measured."""
+    most_dense: int = 65536
+    """Longest text of the others than dilated."""
+    device: str = "cuda" if torch.cuda.is_available() else "cpu"
+    """Where the model is."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,7 +109,7 @@ def largest_tensor(attention: str, call: str, tokens: int) -> int:
     return tokens**2 if attention == "sdpa" and call == "forward, padded" else 0
 
 
-def measure(attention: str, call: str, tokens: int, device: str, threads: int) -> Point:
+def measured(attention: str, call: str, tokens: int, device: str, threads: int) -> Point:
     """Measure one call in this process, which must be new; a shorter call before it loads libraries."""
     torch.set_num_threads(threads)
     model = model_of(attention, tokens, device)
@@ -135,70 +149,39 @@ def cached_bytes(kind: str, tokens: int, device: str, threads: int) -> int:
     return sum(tensor.numel() * tensor.element_size() for layer in own.layers for tensor in (layer.keys, layer.values))
 
 
-def in_a_fresh_process(function: Callable[..., Any], *arguments: Any) -> Any:
-    """Run the function in a new process and return its result."""
-    with multiprocessing.get_context("spawn").Pool(1) as pool:
-        return pool.apply(function, arguments)
+def measure(given: TransformersMemory) -> dict[str, Any]:
+    """Every call at every length, with every attention.
 
-
-def main() -> int:
-    """Print a table; write the results with the machine and the command."""
-    parser = parser_of(__doc__)
-    parser.add_argument("--lengths", type=int, nargs="+", default=[4096, 16384, 65536])
-    parser.add_argument("--attentions", nargs="+", default=["dilated", "sdpa", "eager"])
-    parser.add_argument("--most-dense", type=int, default=65536, help="longest text of the others than dilated")
-    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
-    parser.add_argument("--threads", type=int, default=torch.get_num_threads())
-    arguments = parse(parser, "transformers_memory.json")
-    if arguments.tiny:
-        arguments.lengths, arguments.attentions = [64], ["dilated"]
+    Raises:
+        SystemExit: logits differ from those of sdpa.
+    """
     # glibc keeps freed pages of up to 64 MiB. With a fixed threshold they are returned to the system.
     os.environ["MALLOC_TRIM_THRESHOLD_"] = "131072"
     difference = check_equality()
     if difference > 1e-4:
-        print(f"logits differ from those of sdpa by {difference:.1e}: nothing was measured", file=sys.stderr)
-        return 1
-    here = origin(module_command())
-    points = []
-    print(f"{SIZES}\nlargest difference to sdpa, float32: {difference:.1e}")
-    print(f"{'call':>16} {'tokens':>7} {'attention':>9} {'peak MB':>9} {'seconds':>8}")
-    for call in list(CALLS)[:1] if arguments.tiny else CALLS:
-        for tokens in arguments.lengths:
-            for attention in arguments.attentions:
-                if attention != "dilated" and tokens > arguments.most_dense:
-                    continue
-                needed = largest_tensor(attention, call, tokens)
-                if needed > LARGEST_MASK:
-                    reason = f"needs {needed / 1e9:.0f} GB for N x N numbers"
-                    points.append(Point(attention, call, tokens, None, None, reason))
-                    print(f"{call:>16} {tokens:>7} {attention:>9} {reason}", flush=True)
-                    continue
-                point = in_a_fresh_process(measure, attention, call, tokens, arguments.device, arguments.threads)
-                points.append(point)
-                peak = "" if point.peak_bytes is None else f"{point.peak_bytes / 1e6:.0f}"
-                print(f"{call:>16} {tokens:>7} {attention:>9} {peak:>9} {point.seconds:>8.2f}", flush=True)
-    caches = {
-        kind: cached_bytes(kind, max(arguments.lengths), arguments.device, arguments.threads)
-        for kind in ("bounded", "the model's own")
+        raise SystemExit(f"not measured, because logits differ from those of sdpa by {difference:.1e}")
+    points, where = [], (given.device, torch.get_num_threads())
+    for call, tokens, attention in itertools.product(given.calls, given.lengths, given.attentions):
+        if attention != "dilated" and tokens > given.most_dense:
+            continue
+        needed = largest_tensor(attention, call, tokens)
+        if needed > LARGEST_MASK:
+            reason = f"needs {needed / 1e9:.0f} GB for N x N numbers"
+            points.append(Point(attention, call, tokens, None, None, reason))
+        else:
+            points.append(in_new_process(measured, attention, call, tokens, *where))
+        print(points[-1], flush=True)
+    kinds = ("bounded", "the model's own")
+    return {
+        "model": SIZES,
+        "dtype": "float32",
+        "device": given.device,
+        "largest_difference_to_sdpa": difference,
+        "points": [asdict(point) for point in points],
+        "cache_bytes": {kind: cached_bytes(kind, max(given.lengths), *where) for kind in kinds},
     }
-    for kind, size in caches.items():
-        print(f"cache after {max(arguments.lengths)} tokens, {kind}: {size / 1e6:.1f} MB")
-    write_results(
-        arguments.output,
-        "transformers",
-        {
-            "machine": here,
-            "model": SIZES,
-            "dtype": "float32",
-            "device": arguments.device,
-            "largest_difference_to_sdpa": difference,
-            "points": [asdict(point) for point in points],
-            "cache_bytes": caches,
-        },
-    )
-    print(f"written: {arguments.output}")
-    return 0
 
 
 if __name__ == "__main__":
-    raise SystemExit(main())
+    tiny = {"lengths": (64,), "attentions": ("dilated",), "calls": ("forward",)}
+    run(TransformersMemory, measure, text=__doc__, name="transformers_memory", group="transformers", tiny=tiny)

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from benchmarks.cpu_kernels import DTYPES, HEAD_DIMS, KINDS, MODES, MOST, ROWS, Call, Case, grid, measure, summary
+from benchmarks.cpu_kernels import DTYPES, HEAD_DIMS, KINDS, MODES, MOST, ROWS, Call, Case, grid, summary, timed
 from torch import Tensor
 
 from benchmarks import cpu_kernels
@@ -44,7 +44,7 @@ def test_operations_are_those_of_the_pattern() -> None:
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("mode", MODES)
 def test_what_is_right_is_timed(kind: str, mode: cpu_kernels.Mode) -> None:
-    result = measure(
+    result = timed(
         Case(dtype="bfloat16", head_dim=48, rows=256, kind=kind, mode=mode, causal=True, heads=4, kv_heads=4), 0.0
     )
     assert 0.0 < result["error"] <= 1.0
@@ -61,7 +61,7 @@ def test_what_is_wrong_is_not_timed(monkeypatch: pytest.MonkeyPatch) -> None:
         return tuple(results)
 
     monkeypatch.setattr(Call, "results", wrong)
-    result = measure(SMALL, 0.0)
+    result = timed(SMALL, 0.0)
     assert result["error"] > 1.0
     assert "ratio" not in result
 
