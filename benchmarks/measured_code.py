@@ -26,7 +26,7 @@ Group = Literal[
     "attention", "triton", "models", "training", "planner", "parallel", "selection", "slides", "transformers"
 ]
 PACKAGE = Path(__file__).parents[1] / "src" / "dilated_attention_pytorch"
-_ATTENTION = ("csrc", "engine", "kernels/*", "ops", "patterns", "planning", "precision.py", "tracing.py")
+_ATTENTION = ("csrc", "kernels/*", "ops", "patterns", "planning", "precision.py", "tracing.py")
 _MODELS = (*_ATTENTION, "models", "nn")
 _TRAINING = (*_MODELS, "integrations", "training", "parallel", "memory.py")
 _SELECTION = ("selection", "data_sheets.py", "data_sheets.toml", "memory.py")

@@ -6,12 +6,12 @@ import dataclasses
 
 import pytest
 import torch
-from dilated_attention_pytorch.ops.call import Call
-from dilated_attention_pytorch.ops.tiles import tiles_of
 from hypothesis import given
 from hypothesis import strategies as st
 
 from dilated_attention_pytorch import DilatedPattern, attend
+from dilated_attention_pytorch.ops.call import Call
+from dilated_attention_pytorch.ops.tiles import tiles_of
 from dilated_attention_pytorch.planning.plan import CallShape, plan
 from dilated_attention_pytorch.selection import Hardware, SegmentSelectionConfig, Workload
 from dilated_attention_pytorch.selection.cost import FEATURES, features, nominal_rates, peak_bytes, tile_elements

@@ -173,7 +173,10 @@ def by_sequence(
     if any(x.dim() - (dim is not None) == 0 or (x.dim() == 2 and dim is not None) for x, dim in tensors):
         results = [
             function.apply(
-                *(x.select(dim, number) if dim is not None else x for x, dim in zip(inputs, in_dims, strict=True))
+                *(
+                    x.select(dim, number) if isinstance(x, Tensor) and dim is not None else x
+                    for x, dim in zip(inputs, in_dims, strict=True)
+                )
             )
             for number in range(size)
         ]
