@@ -20,7 +20,7 @@ from dilated_attention_pytorch.installation import install_command
 
 PACKAGE = Path(dilated_attention_pytorch.__file__).parent
 ROOT = Path(__file__).parents[1]
-ORDER = ["patterns", "planning", "kernels", "engine", "ops"]
+ORDER = ["patterns", "planning", "kernels", "ops"]
 # What each part may import, beside itself.
 ALLOWED = {
     **{
@@ -35,7 +35,7 @@ ALLOWED = {
     "errors": set(),
     "data_sheets": set(),
     "folders": set(),
-    "precision": set(),
+    "precision": {"tracing"},
     "tracing": set(),
     "installation": set(),
     "machine": {"errors", "installation"},
@@ -124,7 +124,6 @@ PUBLIC = {
         "create_adaptive_sparse_attention", "create_block_sparse_attention", "create_dilated_attention",
         "create_multihead_dilated_attention", "create_ring_attention",
     },
-    "engine": set(),
     "integrations": {
         "AdoptedDilatedAttention", "BoundedCache", "LeftLayer", "MultiheadReplacement", "QkvReplacement",
         "ReplacedLayer", "ReplacementReport", "adopt", "extend_context", "register", "replace_attention",
