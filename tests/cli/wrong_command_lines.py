@@ -372,7 +372,7 @@ TABLE: dict[str, list[Row]] = {
         Row("train --resume {}/extension", "describes no such run"),
         Row("bench --preset fast", "invalid choice 'fast'"),
         Row("bench --shapes square --output {}/new", "shapes: there is no 'square'; choose from paper, slide, three"),
-        Row("bench --contestants 'ours, gluon' --output {}/new", "contestant 'ours, gluon': impl='gluon', the warp-specialised forward for compute capability 9.0, was removed: no device had run it; use impl=\"triton\""),
+        Row("bench --contestants gluon --output {}/new", "contestant 'gluon': impl='gluon', the warp-specialised forward for compute capability 9.0, was removed: no device had run it; use impl=\"triton\""),
         Row("bench --contestants nobody --output {}/new", "contestants must be parts of names, got 'nobody'; the names are"),
         Row("bench --modes backward --output {}/new", "invalid choice 'backward'"),
         Row("bench --dtypes int8 --output {}/new", "invalid choice 'int8'"),

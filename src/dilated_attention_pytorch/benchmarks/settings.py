@@ -92,7 +92,7 @@ class BenchSettings:
 
             for part in self.contestants:
                 sentence = removal(part.removeprefix("ours, "))
-                if sentence is not None and part.startswith("ours, "):
+                if sentence is not None:
                     raise ValueError(f"contestant {part!r}: {sentence}")
                 if not any(part in entry.name for entry in CONTESTANTS):
                     names = ", ".join(repr(entry.name) for entry in CONTESTANTS)
