@@ -1,0 +1,70 @@
+"""What users may name: public names with their parameters, and the command's flags, as ``surface.txt`` lists them.
+
+After an intended change, ``python tests/test_surface.py`` writes the list anew; what left it is in the changelog.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+import inspect
+import io
+import re
+from collections.abc import Iterator
+from pathlib import Path
+
+import dilated_attention_pytorch
+from dilated_attention_pytorch.cli import main
+from dilated_attention_pytorch.cli.command import COMMANDS
+
+LIST = Path(__file__).with_name("surface.txt")
+ROOMS = (
+    "",
+    "capacity",
+    "core",
+    "integrations",
+    "models",
+    "nn",
+    "ops",
+    "parallel",
+    "patterns",
+    "selection",
+    "slides",
+    "training",
+)
+FLAGS = re.compile(r"^[ │]+(?:-[a-z], )?(--[a-z][a-z0-9-]*(?:\.[a-z0-9-]+)*)", flags=re.MULTILINE)
+
+
+def names() -> Iterator[str]:
+    for room in ROOMS:
+        module = importlib.import_module(".".join(filter(None, (dilated_attention_pytorch.__name__, room))))
+        for name in sorted(module.__all__):
+            found = getattr(module, name)
+            is_call = callable(found) and not (isinstance(found, type) and issubclass(found, BaseException))
+            parameters = f"({', '.join(inspect.signature(found).parameters)})" if is_call else ""
+            yield f"{room}:{name}{parameters}"
+
+
+def help_of(*words: str) -> str:
+    printed = io.StringIO()
+    with contextlib.redirect_stdout(printed), contextlib.suppress(SystemExit):
+        main([*words, "--help"])
+    return printed.getvalue()
+
+
+def flags() -> Iterator[str]:
+    for command in COMMANDS:
+        yield command
+        yield from (f"{command} {flag}" for flag in sorted(set(FLAGS.findall(help_of(command)))))
+
+
+def surface() -> list[str]:
+    return [*names(), *flags()]
+
+
+def test_public_names_parameters_and_flags_are_those_of_the_list() -> None:
+    assert surface() == LIST.read_text().splitlines(), f"python {__file__} writes the list; see the changelog's rules"
+
+
+if __name__ == "__main__":
+    LIST.write_text("".join(f"{line}\n" for line in surface()))
