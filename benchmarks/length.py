@@ -1,6 +1,6 @@
 """Does length pay? Bits per byte by how much of a text is read, for models of equal size and equal training compute.
 
-    python -m benchmarks.length [--steps N] [--only NAME ...] [--folder FOLDER] [--tiny]
+    python -m benchmarks.length [--steps N] [--only NAME ...] [--folder FOLDER]
 
 LongNets of the same sizes, with shifted keys, differ in their patterns: dense in windows of 1,024 tokens, a local
 window of 1,024, LongNet's segments up to 8,192, these with a window, a window and dense attention in alternating
@@ -18,17 +18,17 @@ finish writes the results.
 
 from __future__ import annotations
 
-import argparse
 import importlib.util
 import json
+import tempfile
 from collections.abc import Iterator
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import torch
 from rich.console import Console
-from rich.table import Table
 
-from dilated_attention_pytorch.benchmarks.results import module_command, origin
 from dilated_attention_pytorch.models import LongNetConfig
 from dilated_attention_pytorch.output import replacing
 from dilated_attention_pytorch.training import TrainSettings, train
@@ -40,16 +40,42 @@ from dilated_attention_pytorch.training.model_evaluation import EvalSettings, ev
 from dilated_attention_pytorch.training.stages import Stages, StageSettings
 
 from .measured_code import digest
-from .options import parse, parser_of, write_results
+from .study import Study, run
 
-PACKAGE = "transformers.models"
 SMALLEST_TEXT = 1 << 15
 ROPE_THETA = 1e6
 """Chosen so that half of a head's pairs still match by content at 8,192 tokens."""
 SHORT, LONG = 1024, 8192
 LENGTHS = (1024, 2048, 4096, 8192)
-PICTURE = Path("docs/pictures/length.png")
 _REMEDY = "remove the folder and begin anew"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Length(Study):
+    """Settings."""
+
+    steps: int = 400
+    """Steps of LongNet from the start; the others take its operations."""
+    only: tuple[str, ...] = ()
+    """Names of the contestants to train in this process; default: all."""
+    folder: Path = Path("runs/length")
+    """Where the runs are kept, a folder for each state of the code."""
+    package: str = "transformers.models"
+    """The package whose source is the text."""
+    width: int = 128
+    """Width of the models."""
+    layers: int = 2
+    """Layers of the models."""
+    vocab_size: int = 4096
+    """Tokens of the tokenizer."""
+    windows: int = 32
+    """Held-out windows of 8,192 tokens."""
+    recall_texts: int = 8
+    """Texts of a row of the needle."""
+    seed: int = 0
+    """Seed of the trainings."""
+    picture: Path = Path("docs/pictures/length.png")
+    """File of the picture."""
 
 
 class Contestant(NamedTuple):
@@ -108,14 +134,14 @@ def prepare(folder: Path, package: str, vocab_size: int) -> tuple[Path, Path]:
     return texts, tokenizer
 
 
-def settings_of(contestant: Contestant, texts: Path, tokenizer: Path, arguments: argparse.Namespace) -> TrainSettings:
+def settings_of(contestant: Contestant, texts: Path, tokenizer: Path, given: Length) -> TrainSettings:
     """Settings with as many steps as match the operations of LongNet's ``--steps``."""
 
-    def given(one: Contestant, steps: int) -> TrainSettings:
+    def settings(one: Contestant, steps: int) -> TrainSettings:
         model = LongNetConfig(
-            vocab_size=arguments.vocab_size,
-            embed_dim=arguments.width,
-            num_layers=arguments.layers,
+            vocab_size=given.vocab_size,
+            embed_dim=given.width,
+            num_layers=given.layers,
             num_heads=4,
             rope_theta=ROPE_THETA,
             shifted_keys=one.shifted_keys,
@@ -125,7 +151,7 @@ def settings_of(contestant: Contestant, texts: Path, tokenizer: Path, arguments:
             model=model,
             data=(texts,),
             tokenizer=tokenizer,
-            cache=arguments.folder / "cache",
+            cache=given.folder / "cache",
             context_length=one.length,
             batch_size=LONG // one.length,
             stages=StageSettings(lengths=one.stages, fractions=FRACTIONS if one.stages else ()),
@@ -133,9 +159,9 @@ def settings_of(contestant: Contestant, texts: Path, tokenizer: Path, arguments:
             learning_rate=3e-3,
             muon_learning_rate=0.03,
             warmup_fraction=0.05,
-            seed=arguments.seed,
-            threads=arguments.threads,
-            precision=arguments.precision,
+            seed=given.seed,
+            threads=torch.get_num_threads(),
+            precision="float32",
             device="cpu",
             log_steps=10,
             eval_steps=max(1, steps // 10),
@@ -146,9 +172,9 @@ def settings_of(contestant: Contestant, texts: Path, tokenizer: Path, arguments:
             sample_length=0,
         )
 
-    budget = flops_of(given(CONTESTANTS["LongNet, long from the start"], arguments.steps))
-    a_thousand = given(contestant, 1000)
-    return given(contestant, max(len(contestant.stages) or 1, round(1000 * budget / flops_of(a_thousand))))
+    budget = flops_of(settings(CONTESTANTS["LongNet, long from the start"], given.steps))
+    a_thousand = settings(contestant, 1000)
+    return settings(contestant, max(len(contestant.stages) or 1, round(1000 * budget / flops_of(a_thousand))))
 
 
 def flops_of(settings: TrainSettings, step: int | None = None) -> int:
@@ -162,16 +188,18 @@ def stages_of(settings: TrainSettings) -> Stages:
     return Stages.of(settings.stages, settings.model, context_length=settings.context_length, steps=settings.steps)
 
 
-def measured(name: str, settings: TrainSettings, arguments: argparse.Namespace, console: Console) -> None:
+def trained(name: str, settings: TrainSettings, given: Length) -> None:
     """Train a contestant, or continue its training, and evaluate it."""
-    run = arguments.folder / slug(name)
-    console.rule(f"{name}: {settings.steps} steps")
-    train(settings, run, console, may_resume=True)
-    if not (run / "eval.json").exists():
+    folder, console = given.folder / slug(name), Console()
+    train(settings, folder, console, may_resume=True)
+    if not (folder / "eval.json").exists():
         told = EvalSettings(
-            lengths=LENGTHS, windows=arguments.windows, recall_texts=arguments.recall_texts, threads=arguments.threads
+            lengths=LENGTHS,
+            windows=given.windows,
+            recall_texts=given.recall_texts,
+            threads=torch.get_num_threads(),
         )
-        evaluate_model(str(run), told, None, console)
+        evaluate_model(str(folder), told, None, console)
 
 
 def slug(name: str) -> str:
@@ -193,9 +221,7 @@ def collect(chosen: dict[str, TrainSettings], folder: Path) -> list[dict[str, An
     """Results of the runs, in the order of the contestants."""
     records = []
     for name, settings in chosen.items():
-        run = folder / slug(name)
-        found = read_json(run / "eval.json", what="benchmark", remedy=_REMEDY)
-        stages = stages_of(settings)
+        found = read_json(folder / slug(name) / "eval.json", what="benchmark", remedy=_REMEDY)
         records.append(
             {
                 "contestant": name,
@@ -205,23 +231,13 @@ def collect(chosen: dict[str, TrainSettings], folder: Path) -> list[dict[str, An
                 "stages": settings.stages.lengths,
                 "steps": settings.steps,
                 "flops": flops_of(settings),
-                "tokens": settings.batch_size * stages.tokens_after(settings.steps),
-                "held_out_during_training": held_out_curve(run, settings),
+                "tokens": settings.batch_size * stages_of(settings).tokens_after(settings.steps),
+                "held_out_during_training": held_out_curve(folder / slug(name), settings),
                 **{key: found[key] for key in ("bits_per_byte", "by_position", "needle", "associations")},
                 "precision": found["precision"],
             }
         )
     return records
-
-
-def table(records: list[dict[str, Any]]) -> Table:
-    """Table of bits per byte by length, and of bits of a random string that repeats."""
-    shown = Table("", "steps", *(f"reading {length:,}" for length in LENGTHS), "needle, nearest", "needle, farthest")
-    for record in records:
-        bits = [f"{record['bits_per_byte'][str(length)]:.4f}" for length in LENGTHS]
-        needles = [f"{row['again']:.2f}" for row in (record["needle"][0], record["needle"][-1])]
-        shown.add_row(record["contestant"], f"{record['steps']:,}", *bits, *needles)
-    return shown
 
 
 def draw(records: list[dict[str, Any]], file: Path) -> None:
@@ -260,66 +276,48 @@ def draw(records: list[dict[str, Any]], file: Path) -> None:
         figure.savefig(staged, dpi=120, format="png")
 
 
-def main() -> None:
-    """Train and evaluate, print the table, write results and picture."""
-    parser = parser_of(__doc__)
-    parser.add_argument(
-        "--folder",
-        type=Path,
-        default=Path("runs/length"),
-        help="where the runs are kept, a folder for each state of the code",
-    )
-    parser.add_argument(
-        "--steps", type=int, default=400, help="of LongNet from the start; the others take its operations"
-    )
-    parser.add_argument("--only", nargs="+", choices=CONTESTANTS, default=list(CONTESTANTS), metavar="NAME")
-    parser.add_argument("--width", type=int, default=128)
-    parser.add_argument("--layers", type=int, default=2)
-    parser.add_argument("--vocab-size", type=int, default=4096)
-    parser.add_argument("--windows", type=int, default=32, help="held-out windows of 8,192 tokens")
-    parser.add_argument("--recall-texts", type=int, default=8)
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--threads", type=int, default=0)
-    parser.add_argument("--precision", default="float32")
-    parser.add_argument("--picture", type=Path, default=PICTURE)
-    arguments = parse(parser, "length.json")
-    if arguments.tiny:
-        arguments.folder, arguments.picture = arguments.output.parent / "length", arguments.output.with_suffix(".png")
-        arguments.only = arguments.only[:1]
-        arguments.steps, arguments.width, arguments.layers, arguments.windows = 12, 32, 2, 1
-        arguments.recall_texts, arguments.vocab_size = 1, 512
-    arguments.folder /= digest("training")
-    here, console = origin(module_command()), Console()
-    package = "torch.nn" if arguments.tiny else PACKAGE
-    texts, tokenizer = prepare(arguments.folder, package, arguments.vocab_size)
-    chosen = {name: settings_of(one, texts, tokenizer, arguments) for name, one in CONTESTANTS.items()}
-    for name in arguments.only:
-        measured(name, chosen[name], arguments, console)
-    missing = [name for name in chosen if not (arguments.folder / slug(name) / "eval.json").exists()]
+def measure(given: Length) -> dict[str, Any]:
+    """Train and evaluate the contestants.
+
+    Raises:
+        SystemExit: some are left to other processes.
+    """
+    given = replace(given, folder=given.folder / digest("training"))
+    texts, tokenizer = prepare(given.folder, given.package, given.vocab_size)
+    chosen = {name: settings_of(one, texts, tokenizer, given) for name, one in CONTESTANTS.items()}
+    if given.tiny:
+        chosen = {"LongNet": chosen["LongNet"]}
+    for name in given.only or chosen:
+        trained(name, chosen[name], given)
+    missing = [name for name in chosen if not (given.folder / slug(name) / "eval.json").exists()]
     if missing:
-        console.print(f"not measured yet: {', '.join(missing)}")
-        return
-    records = collect(chosen, arguments.folder)
-    console.print(table(records))
-    sizes = {"parameters": chosen["LongNet"].model.num_parameters, "width": arguments.width, "layers": arguments.layers}
-    write_results(
-        arguments.output,
-        "training",
-        {
-            "machine": here,
-            "package": package,
-            "rope_theta": ROPE_THETA,
-            "vocab_size": arguments.vocab_size,
-            **sizes,
-            "seed": arguments.seed,
-            "threads": arguments.threads,
-            "windows": arguments.windows,
-            "results": records,
-        },
-    )
-    draw(records, arguments.picture)
-    console.print(f"written: {arguments.output} and {arguments.picture}")
+        raise SystemExit(f"not measured yet: {', '.join(missing)}")
+    records = collect(chosen, given.folder)
+    draw(records, given.picture)
+    return {
+        "package": given.package,
+        "rope_theta": ROPE_THETA,
+        "vocab_size": given.vocab_size,
+        "parameters": next(iter(chosen.values())).model.num_parameters,
+        "width": given.width,
+        "layers": given.layers,
+        "seed": given.seed,
+        "threads": torch.get_num_threads(),
+        "windows": given.windows,
+        "results": records,
+    }
 
 
 if __name__ == "__main__":
-    main()
+    with tempfile.TemporaryDirectory() as scratch:
+        tiny = {
+            "steps": 12,
+            "folder": Path(scratch),
+            "package": "torch.nn",
+            "width": 32,
+            "vocab_size": 512,
+            "windows": 1,
+            "recall_texts": 1,
+            "picture": Path(scratch) / "length.png",
+        }
+        run(Length, measure, text=__doc__, name="length", group="training", tiny=tiny)
