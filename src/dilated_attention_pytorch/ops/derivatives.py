@@ -217,7 +217,13 @@ def gradients(
         return tuple(_Gradients.apply(*tensors, *call))
     if not is_seen(grad_out, grad_lse, *of_call):
         return run.backward(call, *tensors)
-    return tuple(_OPERATORS.attend_backward.default(*tensors, *call.for_operator()))
+    return _backward_operator(call, *tensors)
+
+
+def _backward_operator(call: Call, *tensors: Tensor | None) -> tuple[Tensor, ...]:
+    """The registered operator's gradients of query, key, value and, if given, log-gates."""
+    grads: tuple[Tensor, ...] = tuple(_OPERATORS.attend_backward.default(*tensors, *call.for_operator()))
+    return grads if call.log_gates is not None else grads[:3]
 
 
 class _Gradients(Function):
@@ -228,7 +234,7 @@ class _Gradients(Function):
 
     @staticmethod
     def forward(*arguments: Any) -> tuple[Tensor, ...]:
-        return tuple(_OPERATORS.attend_backward.default(*arguments[:4], *Call(*arguments[4:]).for_operator()))
+        return _backward_operator(Call(*arguments[4:]), *arguments[:4])
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:

@@ -27,11 +27,12 @@ def _attend(*arguments: Any) -> tuple[Tensor, Tensor]:
 
 def _attend_backward(
     grad_out: Tensor, grad_lse: Tensor | None, out: Tensor, lse: Tensor, *arguments: Any
-) -> list[Tensor]:
-    """Gradients of query, key, value and, if given, log-gates from the merged output and log-sum-exp."""
+) -> tuple[Tensor, ...]:
+    """Gradients of query, key, value and log-gates from the merged output and log-sum-exp; empty without gates."""
     call = Call.of_operator(*arguments)
     refuse_tangents(*call[:4], grad_out, grad_lse)
-    return list(run.backward(call, grad_out, grad_lse, out, lse))
+    grads = run.backward(call, grad_out, grad_lse, out, lse)
+    return grads if call.log_gates is not None else (*grads, lse.new_empty(0))
 
 
 def _weighted_sum(
@@ -47,7 +48,7 @@ _OPERATORS = (
         "attend_backward",
         _attend_backward,
         "Tensor grad_out, Tensor? grad_lse, Tensor out, Tensor lse, ",
-        "Tensor[]",
+        "(Tensor, Tensor, Tensor, Tensor)",
     ),
     ("weighted_sum", _weighted_sum, "str axis, Tensor? values, Tensor?[] factors, Tensor lse, ", "Tensor"),
 )
@@ -68,9 +69,10 @@ def _(*arguments: Any) -> tuple[Tensor, Tensor]:
 
 
 @attend_backward.register_fake
-def _(grad_out: Tensor, grad_lse: Tensor | None, out: Tensor, lse: Tensor, *arguments: Any) -> list[Tensor]:
-    leaves = [x for x in Call.of_operator(*arguments)[:4] if x is not None]
-    return [torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in leaves]
+def _(grad_out: Tensor, grad_lse: Tensor | None, out: Tensor, lse: Tensor, *arguments: Any) -> tuple[Tensor, ...]:
+    query, key, value, gates, *_ = Call.of_operator(*arguments)
+    leaves = (query, key, value, lse.new_empty(0) if gates is None else gates)
+    return tuple(torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in leaves)
 
 
 @weighted_sum.register_fake
