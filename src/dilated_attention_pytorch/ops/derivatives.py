@@ -31,7 +31,7 @@ from .weighted_sum import (
 _OPERATORS = torch.ops.dilated_attention_pytorch
 
 # Compilers, profilers, modes, transforms and tensor subclasses need PyTorch's dispatcher; autograd does not, since a
-# `torch.autograd.Function` records the call. The overhead of the dispatcher per call is measured in docs/kernels.md.
+# `torch.autograd.Function` records the call.
 
 
 def _keys(*names: str) -> DispatchKeySet:
