@@ -33,19 +33,6 @@ def parallel_memory(values: Values) -> str:
     return markdown(("", "p = 1", "p = 2", "p = 4", "slope"), rows)
 
 
-def parallel_overlap(values: Values) -> str:
-    """Seconds of the ring with delayed messages."""
-    rows = []
-    for one in values["lines"]:
-        mode = one["pass"].replace("_", " + ")
-        delay = f"{one['messages']} x {1e3 * one['delay']:.0f} ms"
-        seconds = [f"{one[name]:.2f} s" for name in ("compute", "communication", "ring")]
-        ratios = (f"{one['ratio']:.2f}", f"{one['limit']:.2f} s", f"{one['awaited_ratio']:.2f}")
-        rows.append((str(one["ranks"]), mode, delay, *seconds, *ratios))
-    head = ("p", "pass", "delay", "computation", "communication", "ring", "/ longer", "limit", "awaited, / longer")
-    return markdown(head, rows)
-
-
 def parallel_balance(values: Values) -> str:
     """FLOPs of the busiest rank over the mean, and measured processor seconds."""
     rows: list[tuple[str, ...]] = [

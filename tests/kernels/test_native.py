@@ -25,6 +25,7 @@ from dilated_attention_pytorch import (
 from dilated_attention_pytorch.kernels import native
 from dilated_attention_pytorch.kernels.compilation import refusal_to_load
 from dilated_attention_pytorch.kernels.select import Impl
+from dilated_attention_pytorch.ops.implementations import IMPLEMENTATIONS
 from dilated_attention_pytorch.ops.remote import RemoteKeys, merge_rows
 from support.drawn import DrawnCall, Sizes, block_calls, calls, examples
 from support.processes import environment, run_whole
@@ -188,7 +189,7 @@ def test_stored_rows_are_read_where_they_lie(dtype: torch.dtype) -> None:
         for keys in (RemoteKeys(*stored, seen_rows=slots), RemoteKeys(*together)):
             out, lse = torch.zeros(query.shape), torch.full(query.shape[:4], -math.inf)
             for _ in range(2):
-                merge_rows(query, keys, out, lse, scale=0.2, impl="native")
+                merge_rows(query, keys, out, lse, scale=0.2, impl=IMPLEMENTATIONS["native"])
             results.append((out, lse))
         assert all(map(torch.equal, *results))
         scores = torch.einsum("bpgrd,btgd->bpgrt", query.double(), together[0].double()) * 0.2

@@ -17,6 +17,7 @@ from torch.func import grad, hessian, jacfwd, jacrev, jvp, linearize, vjp, vmap
 from dilated_attention_pytorch import DilatedPattern, attend, attend_with_lse, local_window
 from dilated_attention_pytorch.ops import operators
 from dilated_attention_pytorch.ops.call import Call
+from dilated_attention_pytorch.ops.implementations import IMPLEMENTATIONS
 from support.drawn import SWEEP, DrawnCall, Sizes, block_calls, calls, examples
 
 # PyTorch scripts functions of its own when first asked for a tangent.
@@ -297,6 +298,6 @@ def test_compiled_calls_and_operators_refuse_tangents_that_they_would_lose() -> 
         dual = forward_ad.make_dual(q, torch.ones_like(q))
         with pytest.raises(NotImplementedError, match=r"tangents .* outside torch\.compile"):
             compiled(dual)
-        call = Call(dual, k, v, pattern=PATTERN, scale=0.3, impl="aten")
+        call = Call(dual, k, v, pattern=PATTERN, scale=0.3, impl=IMPLEMENTATIONS["aten"])
         with pytest.raises(NotImplementedError, match=r"tangents .* call attend"):
             operators.attend(*call.for_operator())

@@ -11,6 +11,7 @@ from dilated_attention_pytorch import DilatedPattern, attend, attend_with_lse, d
 from dilated_attention_pytorch.kernels import select
 from dilated_attention_pytorch.ops import operators
 from dilated_attention_pytorch.ops.call import Call
+from dilated_attention_pytorch.ops.implementations import IMPLEMENTATIONS
 from support.drawn import DrawnCall, calls, examples
 
 PATTERN = DilatedPattern([13, 32], [1, 3])
@@ -43,7 +44,7 @@ def test_opcheck(impl: str, causal: bool, extra: str) -> None:
         is_causal=causal,
         scale=0.3,
         dropout_p=p,
-        impl=impl,
+        impl=IMPLEMENTATIONS[impl],
     ).for_operator()
     torch.library.opcheck(operators.attend, call)
     out, lse = attend_with_lse(q, k, v, PATTERN)

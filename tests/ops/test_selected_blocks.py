@@ -17,6 +17,7 @@ from dilated_attention_pytorch import AttentionOutput, attend_with_lse, merge
 from dilated_attention_pytorch.kernels.compilation import refusal_to_load
 from dilated_attention_pytorch.ops import attend_blocks, operators
 from dilated_attention_pytorch.ops.call import Call
+from dilated_attention_pytorch.ops.implementations import IMPLEMENTATIONS
 from dilated_attention_pytorch.patterns import local_window
 from support.drawn import examples
 
@@ -504,7 +505,7 @@ def test_one_graph_under_the_compiler_and_opcheck(impl: str) -> None:
         block_sizes=(8, 8),
         is_causal=True,
         scale=0.5,
-        impl=impl,
+        impl=IMPLEMENTATIONS[impl],
     ).for_operator()
     torch.library.opcheck(operators.attend, arguments)
     q, k, v, gates = tensors

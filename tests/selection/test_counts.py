@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 
 from dilated_attention_pytorch import DilatedPattern, attend
 from dilated_attention_pytorch.ops.call import Call
+from dilated_attention_pytorch.ops.implementations import IMPLEMENTATIONS
 from dilated_attention_pytorch.ops.tiles import tiles_of
 from dilated_attention_pytorch.planning.plan import CallShape, plan
 from dilated_attention_pytorch.selection import Hardware, SegmentSelectionConfig, Workload
@@ -82,7 +83,9 @@ def test_no_tile_is_larger_than_the_largest_that_is_counted(
         )
         for heads in (workload.num_heads, workload.num_kv_heads)
     )
-    tiles, batch_step = tiles_of(Call(query, key, key, pattern=pattern, is_causal=workload.is_causal, impl="aten"))
+    tiles, batch_step = tiles_of(
+        Call(query, key, key, pattern=pattern, is_causal=workload.is_causal, impl=IMPLEMENTATIONS["aten"])
+    )
     most = tile_elements(pattern, workload)
     for tile in tiles:
         rows, heads = tile.query_rows[1] - tile.query_rows[0], tile.kv_heads[1] - tile.kv_heads[0]

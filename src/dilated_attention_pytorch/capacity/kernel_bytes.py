@@ -11,6 +11,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from dilated_attention_pytorch.kernels import native
 from dilated_attention_pytorch.ops.call import Call
+from dilated_attention_pytorch.ops.operators import call_of
 from dilated_attention_pytorch.ops.tiles import tiles_of
 from dilated_attention_pytorch.planning.geometry import Partial
 from dilated_attention_pytorch.training.attention_bytes import packed_bytes
@@ -28,7 +29,7 @@ def own_bytes(func: Any, args: tuple[Any, ...]) -> int:
     """
     if func._opname != "attend":
         return 0
-    return _of_partial(*args) if func.namespace == "dilated_attention_native" else _of_call(Call.of_operator(*args))
+    return _of_partial(*args) if func.namespace == "dilated_attention_native" else _of_call(call_of(*args))
 
 
 def _of_partial(query: Tensor, *rest: Any) -> int:
@@ -44,7 +45,7 @@ def _of_call(call: Call) -> int:
     """Bytes of a call under a pattern."""
     # With padded keys, keys and values are copied with zeros in place of them.
     copied = 0 if call.key_padding_mask is None else call.key.nbytes + call.value.nbytes
-    if call.impl != "native":
+    if not call.impl.is_in_place:
         return copied
     with unset_fake_temporarily(), _disable_current_modes():  # a plan is computed from real integers
         return copied + _of_tiles(call._replace(cu_seqlens=None))

@@ -6,10 +6,12 @@ import math
 
 from torch import Tensor
 
-from dilated_attention_pytorch.kernels.partial import reads_listed_rows
+from dilated_attention_pytorch.kernels.native import ROWS_OF_STREAM
 from dilated_attention_pytorch.kernels.products import Result
 from dilated_attention_pytorch.kernels.select import select
 from dilated_attention_pytorch.ops import attend_with_lse
+from dilated_attention_pytorch.ops.dense import Dense
+from dilated_attention_pytorch.ops.implementations import IMPLEMENTATIONS
 from dilated_attention_pytorch.ops.merge import merge_in_place
 from dilated_attention_pytorch.ops.remote import RemoteKeys, merge_rows
 from dilated_attention_pytorch.patterns import Pattern, PatternSum
@@ -33,15 +35,16 @@ def merge_visible_keys(
     num_kv_heads, head_dim = stored[0].shape[2:]
     grouped = [tensor.unflatten(2, (num_kv_heads, -1)) for tensor in (query, out, lse)]
     flat = [tensor.flatten(1, 2) for tensor in stored]
-    scale, impl = 1.0 / math.sqrt(head_dim), select("auto", query.device, query.dtype, head_dim)
-    if impl == "reference":
+    scale = 1.0 / math.sqrt(head_dim)
+    impl = IMPLEMENTATIONS[select("auto", query.device, query.dtype, head_dim)]
+    if isinstance(impl, Dense):
         raise NotImplementedError(
             'impl="auto" stands for "reference" here, which computes whole calls, and stored rows are read by '
             '"native", "triton" or "aten": choose one of these for a cache, or call the model without a cache'
         )
     for some_keys in visible_keys:
         queries, out_of_keys, lse_of_keys = (tensor[:, some_keys.rows, some_keys.heads] for tensor in grouped)
-        if reads_listed_rows(impl, queries.shape[1] * queries.shape[3]):
+        if impl.is_in_place and queries.shape[1] * queries.shape[3] <= ROWS_OF_STREAM:
             keys, values = (rows[:, :, some_keys.heads] for rows in stored)
             slots = (some_keys.indices // num_kv_heads).view(some_keys.num_keys, -1).T
             seen = RemoteKeys(keys, values, seen_rows=slots)

@@ -7,19 +7,16 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from dilated_attention_pytorch.kernels.dropout import keep_factors
-from dilated_attention_pytorch.kernels.reference import reference_attention
 from dilated_attention_pytorch.kernels.select import Impl, implementation_of
 from dilated_attention_pytorch.patterns import DilatedPattern, Pattern
 from dilated_attention_pytorch.patterns.dilated import OffsetRule, Tail
-from dilated_attention_pytorch.precision import cast_by_autocast, without_autocast
+from dilated_attention_pytorch.precision import cast_by_autocast
 
-from .attend_at import attend_from, last_start
 from .call import Call
-from .derivatives import attend_call
+from .implementations import IMPLEMENTATIONS
 from .merge import AttentionOutput
-from .run import with_scale, without_padding
-from .validation import check_call, check_documents, documents_of, sequence_first
+from .run import with_scale
+from .validation import check_call, sequence_first
 
 
 def attend_with_lse(
@@ -74,51 +71,14 @@ def attend_checked(call: Call) -> tuple[Tensor, Tensor]:
     """Output and log-sum-exp of a checked call: choose the implementation, then run it."""
     query, key, value = cast_by_autocast(call.query, call.key, call.value)
     assert call.pattern is not None
-    chosen = implementation_of(call.impl, query, call.pattern)
-    query, scale = with_scale(query, call.scale)
-    call = call._replace(query=query, key=key, value=value, scale=scale, impl=chosen)
-    if isinstance(call.query_offset, Tensor):
-        if chosen == "triton":
-            return attend_from(call)
-        call = _on_the_host(call)
-    return _attend_densely(call) if chosen == "reference" else attend_call(call)
-
-
-def _on_the_host(call: Call) -> Call:
-    """The call with the value of a ``query_offset`` tensor, and zeros in the keys after its last query."""
-    if call.impl != "reference":
+    impl = IMPLEMENTATIONS[implementation_of(call.impl, query, call.pattern)]
+    if isinstance(call.query_offset, Tensor) and not impl.takes_offset_tensor:
         raise NotImplementedError(
-            f'impl="{call.impl}" plans a call on the host and needs the value of query_offset, got a tensor: pass '
+            f'impl="{impl.name}" plans a call on the host and needs the value of query_offset, got a tensor: pass '
             'query_offset as an integer, or a CUDA tensor with tensors that impl="triton" computes'
         )
-    assert isinstance(call.query_offset, Tensor)
-    offset = int(call.query_offset.clamp(0, last_start(call)))
-    rows = torch.arange(call.key_offset, call.key_offset + call.key.shape[1], device=call.key.device)
-    is_ahead = (rows >= offset + call.query.shape[1]).expand(call.key.shape[:2])
-    key, value = (without_padding(x, is_ahead) for x in (call.key, call.value))
-    return call._replace(key=key, value=value, query_offset=offset)
-
-
-def _attend_densely(call: Call) -> tuple[Tensor, Tensor]:
-    query, key, pattern = call.query, call.key, call.pattern
-    assert pattern is not None
-    assert call.scale is not None
-    if call.cu_seqlens is not None and not torch.compiler.is_compiling():
-        check_documents(pattern, documents_of(call.cu_seqlens, query.shape[1]), key.shape[2])
-    with without_autocast(query.device.type):
-        return reference_attention(
-            query,
-            key,
-            call.value,
-            pattern,
-            is_causal=call.is_causal,
-            scale=call.scale,
-            query_offset=call.first_query,
-            key_offset=call.key_offset,
-            cu_seqlens=call.cu_seqlens,
-            key_padding_mask=call.key_padding_mask,
-            keep_probability=_dense_keep_factors(call),
-        )
+    query, scale = with_scale(query, call.scale)
+    return impl.attend(call._replace(query=query, key=key, value=value, scale=scale, impl=impl))
 
 
 def attend(
@@ -251,26 +211,4 @@ def dilated_attention(
         dropout_p=dropout_p,
         heads_first=heads_first,
         impl=impl,
-    )
-
-
-def _dense_keep_factors(call: Call) -> Tensor | None:
-    """Dropout factors of all pairs, ``[B, H, N, M]``; None without dropout."""
-    query, key, seed = call.query, call.key, call.dropout_seed
-    if seed is None:
-        return None
-
-    def index(size: int, offset: int, dim: int) -> Tensor:
-        shape = [1, 1, 1, 1]
-        shape[dim] = size
-        return (torch.arange(size, device=query.device) + offset).view(shape)
-
-    return keep_factors(
-        seed,
-        index(query.shape[0], 0, 0),
-        index(query.shape[2], 0, 1),
-        index(query.shape[1], call.first_query, 2),
-        index(key.shape[1], call.key_offset, 3),
-        call.dropout_p,
-        call.dtype,
     )

@@ -2,13 +2,57 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from dilated_attention_pytorch.patterns import Pattern, pattern_from_spec
+from dilated_attention_pytorch.kernels.partial import Kernel
+from dilated_attention_pytorch.patterns import Pattern
 from dilated_attention_pytorch.precision import accumulation_dtype
+
+
+class Implementation(ABC):
+    """A way to compute calls. The choice among them (:func:`.run.chosen`) never changes the result."""
+
+    name: str
+    is_in_place = False
+    """Whether its kernels merge a partial into rows as they lie, without views."""
+    takes_offset_tensor = False
+    """Whether ``query_offset`` may be a tensor."""
+
+    @abstractmethod
+    def attend(self, call: Call) -> tuple[Tensor, Tensor]:
+        """Output in the query's dtype and log-sum-exp, with derivatives.
+
+        Raises:
+            NotImplementedError: the call needs what this implementation has not.
+        """
+
+    def forward(self, call: Call, *, is_prepared: bool = False) -> tuple[Tensor, Tensor]:
+        """Output and log-sum-exp without derivatives.
+
+        ``is_prepared``: the call is as :func:`.run.prepared` returns it.
+        """
+        raise NotImplementedError
+
+    def backward(
+        self,
+        call: Call,
+        grad_out: Tensor,
+        grad_lse: Tensor | None,
+        out: Tensor,
+        lse: Tensor,
+        *,
+        is_prepared: bool = False,
+    ) -> tuple[Tensor, ...]:
+        """Gradients of query, key, value and, if given, log-gates, under a merged output and log-sum-exp."""
+        raise NotImplementedError
+
+    def kernel(self, query: Tensor, *, has_bias: bool) -> Kernel:
+        """The kernel of a partial over views."""
+        raise NotImplementedError
 
 
 class Call(NamedTuple):
@@ -16,7 +60,8 @@ class Call(NamedTuple):
 
     The keys that a query sees are those under ``pattern``, or, with ``blocks``, those of its query block's list. The
     scores are ``s = scale * q . k + e`` with ``e`` the log-gate of the key's block, 0 without gates. A call is checked
-    (:func:`.validation.check_call`), then chosen for (:meth:`chosen`), then run (:mod:`.run`).
+    (:func:`.validation.check_call`), then an implementation is chosen (:func:`.run.chosen`), then it
+    runs.
     """
 
     query: Tensor
@@ -44,24 +89,24 @@ class Call(NamedTuple):
     query_offset: int | Tensor = 0
     key_offset: int = 0
     dropout_p: float = 0.0
-    impl: str = "auto"
-    """The implementation; once chosen, not "auto"."""
-
-    @classmethod
-    def of_operator(cls, *arguments: Any) -> Call:
-        """The call from the arguments of an operator, :meth:`for_operator`."""
-        call = cls(*arguments)
-        return call._replace(pattern=None if call.block_sizes else pattern_from_spec(str(call.pattern)))
+    impl: Any = "auto"
+    """A name; once chosen, an :class:`Implementation`."""
 
     def for_operator(self) -> tuple[Any, ...]:
-        """The arguments of an operator: the pattern is its spec."""
-        return self._replace(pattern="" if self.pattern is None else self.pattern.spec)  # type: ignore[arg-type]
+        """The arguments of an operator: spec of the pattern, name of the implementation."""
+        spec: Any = "" if self.pattern is None else self.pattern.spec
+        return self._replace(pattern=spec, impl=self.impl.name)
 
     @property
     def first_query(self) -> int:
         """``query_offset`` as the host knows it."""
         assert not isinstance(self.query_offset, Tensor)
         return self.query_offset
+
+    @property
+    def last_start(self) -> int:
+        """The largest ``query_offset`` of a tensor: the last query row is then at the last key row."""
+        return self.key_offset + self.key.shape[1] - self.query.shape[1]
 
     @property
     def dtype(self) -> torch.dtype:

@@ -13,7 +13,6 @@ from torch.autograd.function import Function
 
 from dilated_attention_pytorch.tracing import constant_of_graph
 
-from . import run
 from .call import NUM_TENSORS, Call
 from .weighted_sum import (
     Axis,
@@ -120,7 +119,9 @@ class _Computed(Attend):
 
     @staticmethod
     def forward(*call: Any) -> tuple[Tensor, Tensor]:
-        return run.forward(Call(*call))
+        of_call = Call(*call)
+        out, lse = of_call.impl.forward(of_call)
+        return out, lse
 
 
 # `Function.apply` first binds the arguments to a signature; only torch.func transforms need that.
@@ -156,7 +157,8 @@ def attend_call(call: Call) -> tuple[Tensor, Tensor]:
         if is_recorded(*tensors):
             out, lse = _computed(*call)
             return out, lse
-        return run.forward(call)
+        out, lse = call.impl.forward(call)
+        return out, lse
     if torch.compiler.is_compiling():
         if _is_differentiated_by_transforms():
             raise NotImplementedError(
@@ -216,7 +218,7 @@ def gradients(
     if not torch.compiler.is_compiling() and (torch.is_grad_enabled() or is_transformed(*tensors, *of_call)):
         return tuple(_Gradients.apply(*tensors, *call))
     if not is_seen(grad_out, grad_lse, *of_call):
-        return run.backward(call, *tensors)
+        return tuple(call.impl.backward(call, *tensors))
     return _backward_operator(call, *tensors)
 
 

@@ -8,30 +8,38 @@ import torch
 from torch import Tensor
 from torch.utils.flop_counter import register_flop_formula
 
-from dilated_attention_pytorch.planning.plan import plan
+from dilated_attention_pytorch.patterns import pattern_from_spec
 
-from . import run, tiles
+from . import run
 from .call import SCHEMA, Call
 from .derivatives import refuse_tangents, save, saved_gradients
+from .implementations import IMPLEMENTATIONS
+from .tiles import num_pairs
 from .weighted_sum import factors_of
 
-_NO_BOUND = 1 << 62
+
+def call_of(*arguments: Any) -> Call:
+    """The call from the arguments of an operator, :meth:`.Call.for_operator`."""
+    call = Call(*arguments)
+    pattern = None if call.block_sizes else pattern_from_spec(str(call.pattern))
+    return call._replace(pattern=pattern, impl=IMPLEMENTATIONS[call.impl])
 
 
 def _attend(*arguments: Any) -> tuple[Tensor, Tensor]:
     """Output and log-sum-exp; see :func:`dilated_attention_pytorch.attend_with_lse`."""
-    call = Call.of_operator(*arguments)
+    call = call_of(*arguments)
     refuse_tangents(*call[:4])
-    return run.forward(call)
+    out, lse = call.impl.forward(call)
+    return out, lse
 
 
 def _attend_backward(
     grad_out: Tensor, grad_lse: Tensor | None, out: Tensor, lse: Tensor, *arguments: Any
 ) -> tuple[Tensor, ...]:
     """Gradients of query, key, value and log-gates from the merged output and log-sum-exp; empty without gates."""
-    call = Call.of_operator(*arguments)
+    call = call_of(*arguments)
     refuse_tangents(*call[:4], grad_out, grad_lse)
-    grads = run.backward(call, grad_out, grad_lse, out, lse)
+    grads: tuple[Tensor, ...] = call.impl.backward(call, grad_out, grad_lse, out, lse)
     return grads if call.log_gates is not None else (*grads, lse.new_empty(0))
 
 
@@ -39,7 +47,7 @@ def _weighted_sum(
     axis: str, values: Tensor | None, factors: list[Tensor | None], lse: Tensor, *arguments: Any
 ) -> Tensor:
     """A weighted sum per query, key or listed block, in the accumulation dtype; see :mod:`.weighted_sum`."""
-    return run.weighted_sum(Call.of_operator(*arguments), axis, values, factors_of(factors), lse)
+    return run.weighted_sum(call_of(*arguments), axis, values, factors_of(factors), lse)
 
 
 _OPERATORS = (
@@ -62,7 +70,7 @@ attend, attend_backward, weighted_sum = (
 
 @attend.register_fake
 def _(*arguments: Any) -> tuple[Tensor, Tensor]:
-    call = Call.of_operator(*arguments)
+    call = call_of(*arguments)
     query = call.query
     out = torch.empty(query.shape, dtype=query.dtype, device=query.device)
     return out, torch.empty(query.shape[:3], dtype=call.dtype, device=query.device)
@@ -70,53 +78,44 @@ def _(*arguments: Any) -> tuple[Tensor, Tensor]:
 
 @attend_backward.register_fake
 def _(grad_out: Tensor, grad_lse: Tensor | None, out: Tensor, lse: Tensor, *arguments: Any) -> tuple[Tensor, ...]:
-    query, key, value, gates, *_ = Call.of_operator(*arguments)
+    query, key, value, gates, *_ = call_of(*arguments)
     leaves = (query, key, value, lse.new_empty(0) if gates is None else gates)
     return tuple(torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in leaves)
 
 
 @weighted_sum.register_fake
 def _(axis: str, values: Tensor | None, factors: list[Tensor | None], lse: Tensor, *arguments: Any) -> Tensor:
-    call = Call.of_operator(*arguments)
+    call = call_of(*arguments)
     like = {"queries": call.query, "keys": call.key, "blocks": call.blocks}[axis]
     assert like is not None
     return lse.new_empty(like.shape if values is None else (*like.shape[:3], values.shape[3]))
 
 
 def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
-    save(ctx, Call.of_operator(*inputs), output)
+    save(ctx, call_of(*inputs), output)
 
 
 attend.register_autograd(saved_gradients, setup_context=_save)
 
 
-def num_pairs(call: Call) -> int:
-    """Query-key pairs that the kernels compute: those under the pattern, padded keys among them; with lists all of
-    every list, -1 and keys after a query among them."""
-    if call.blocks is not None:
-        (tile,), _ = tiles.tiles_of(call)
-        return tile.partials[0].num_pairs * call.ratio
-    return plan(tiles.shape_of(call), _NO_BOUND).num_pairs
-
-
 @register_flop_formula(torch.ops.dilated_attention_pytorch.attend, get_raw=True)
 def _attend_flops(*arguments: Any, out_val: Any = None, **_: Any) -> int:
     """Two matrix products over exactly the pairs of the pattern: 4 D operations per pair."""
-    call = Call.of_operator(*arguments)
+    call = call_of(*arguments)
     return 4 * call.query.shape[-1] * num_pairs(call)
 
 
 @register_flop_formula(torch.ops.dilated_attention_pytorch.attend_backward, get_raw=True)
 def _attend_backward_flops(*arguments: Any, out_val: Any = None, **_: Any) -> int:
     """Five matrix products, including the recomputation of the scores, as PyTorch counts its own attention."""
-    call = Call.of_operator(*arguments[4:])
+    call = call_of(*arguments[4:])
     return 10 * call.query.shape[-1] * num_pairs(call)
 
 
 @register_flop_formula(torch.ops.dilated_attention_pytorch.weighted_sum, get_raw=True)
 def _weighted_sum_flops(*arguments: Any, out_val: Any = None, **_: Any) -> int:
     """The scores, the factors and the sum: two operations per pair and column."""
-    (_, values, factors, _), call = arguments[:4], Call.of_operator(*arguments[4:])
+    (_, values, factors, _), call = arguments[:4], call_of(*arguments[4:])
     lefts = [left for left in factors[::3] if left is not None]
     columns = call.query.shape[-1] + sum(x.shape[-1] for x in (values, *lefts) if x is not None)
     return 2 * columns * num_pairs(call)

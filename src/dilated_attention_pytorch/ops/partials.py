@@ -11,11 +11,10 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from dilated_attention_pytorch.kernels import fused, native, products
-from dilated_attention_pytorch.kernels import partial as kernels
+from dilated_attention_pytorch.kernels import native, products
 from dilated_attention_pytorch.kernels.dropout import keep_factors
 from dilated_attention_pytorch.kernels.masks import Masks
-from dilated_attention_pytorch.kernels.partial import Kernel
+from dilated_attention_pytorch.kernels.partial import PRODUCTS, Kernel
 from dilated_attention_pytorch.kernels.products import LOG2_E, KeepFactors, Result, ScoreBlock
 from dilated_attention_pytorch.planning.block_lists import AnyPartial, BlockLists
 from dilated_attention_pytorch.planning.gathered import Gathered
@@ -23,6 +22,7 @@ from dilated_attention_pytorch.planning.geometry import Partial
 from dilated_attention_pytorch.planning.plan import Tile
 from dilated_attention_pytorch.precision import accumulation_dtype
 
+from .call import Implementation
 from .gathered import gathered_views
 from .lists import listed_views
 from .merge import merge_in_place
@@ -44,8 +44,7 @@ class Work:
     """Query heads per key/value head."""
     scale: float
     """Scale of the scores, positive."""
-    impl: str
-    """One of "native", "aten" and, for remote keys only, "triton"."""
+    impl: Implementation
     masks: Masks
     """Masks of these sequences only."""
     first_sequence: int = 0
@@ -76,27 +75,25 @@ class Work:
         options = (hidden, masks.seed, masks.dropout_p, positions, self.scale)
         return native.Operands(self.query, self.key, self.value, self.ratio, options, self.is_remote, self.seen_rows)
 
-    def kernel(self, partial: AnyPartial, *, is_pair: bool, has_lse_gradient: bool = False) -> Kernel:
-        """The kernel that computes a partial: a flat list of what each can do.
+    def kernel(self, partial: AnyPartial, *, is_pair: bool, has_lse_gradient: bool = False) -> Kernel | None:
+        """The kernel that computes a partial over views; None for the native kernels, in place.
 
         Args:
             partial: the partial.
             is_pair: whether the log-sum-exp is a pair because scores are large, see :class:`.products.Result`.
             has_lse_gradient: whether the log-sum-exp has a gradient.
         """
-        impl, is_dropped = self.impl, self.masks.seed is not None
-        if is_pair or (is_dropped and (impl != "native" or self.is_remote)):
-            return "products"
+        is_in_place = self.impl.is_in_place
+        if is_pair or (self.masks.seed is not None and (self.is_remote or not is_in_place)):
+            return PRODUCTS
         if isinstance(partial, BlockLists):  # whose gates may have gradients
-            return "native" if impl == "native" and native.takes_gates(partial.log_gates, self.scale) else "products"
-        if impl == "native":
-            return "native"
+            return None if is_in_place and native.takes_gates(partial.log_gates, self.scale) else PRODUCTS
+        if is_in_place:
+            return None
         if has_lse_gradient:
-            return "products"
-        if impl == "triton":
-            return "triton"
+            return PRODUCTS
         has_bias = self.masks.hidden is not None or (isinstance(partial, Partial) and partial.band is not None)
-        return "fused" if fused.is_fused(self.query, has_bias=has_bias) else "products"
+        return self.impl.kernel(self.query, has_bias=has_bias)
 
     def of_batch(self, tensor: Tensor) -> Tensor:
         """These sequences of a tensor of the whole batch."""
@@ -123,9 +120,9 @@ class Work:
 
     def _writes_once(self, role: Role) -> bool:
         """Whether every partial is the first to touch its query rows, so that nothing is accumulated."""
-        is_native = self.impl == "native"
+        is_in_place = self.impl.is_in_place
         return all(
-            partial.is_first and (not is_native or (role is Role.MERGED_INTO and native.is_written_once(partial)))
+            partial.is_first and (not is_in_place or (role is Role.MERGED_INTO and native.is_written_once(partial)))
             for partial in self.partials
         )
 
@@ -219,15 +216,14 @@ def merge_partials(work: Work, out: Operand, lse: Tensor, rest: Tensor | None = 
                 _merge_zero_pad_keys(views, partial.zero_pad_keys)
             continue
         kernel = work.kernel(partial, is_pair=rest is not None)
-        if kernel == "native":
+        if kernel is None:
             of_out = native.Origin(out.first_row, out.first_head)
             native.merge_partial(partial, work.for_native(), out.tensor, lse, of_out=of_out)
             continue
         assert work.seen_rows is None, "only the native kernels read listed rows"
         operands = operands or {**work.operands(), **merged_into}
         for views in work.views(partial, operands):
-            result = kernels.forward(
-                kernel,
+            result = kernel.forward(
                 views["query"],
                 views["key"],
                 views["value"],
@@ -292,7 +288,7 @@ def add_gradients(
         if partial.zero_pad_keys:
             continue
         kernel = work.kernel(partial, is_pair=rest is not None, has_lse_gradient=grad_lse is not None)
-        if kernel == "native":
+        if kernel is None:
             native.add_gradients(
                 partial,
                 work.for_native(),
@@ -305,8 +301,7 @@ def add_gradients(
             continue
         operands = operands or {**work.operands(), **own}
         for views in work.views(partial, operands):
-            *parts, of_bias = kernels.backward(
-                kernel,
+            *parts, of_bias = kernel.backward(
                 views["grad_out"],
                 views.get("grad_lse"),
                 views["query"],

@@ -11,6 +11,7 @@ from dilated_attention_pytorch.kernels.masks import Masks
 from dilated_attention_pytorch.planning.geometry import Axis, Partial
 from dilated_attention_pytorch.planning.shards import Block
 
+from .call import Implementation
 from .operands import Operand, Role, Rows
 from .partials import Work, add_gradients, merge_partials
 
@@ -56,7 +57,14 @@ def positions_of(block: Block, offset: int) -> Tensor:
 
 
 def work_of(
-    query: Tensor, queries: Block, keys: RemoteKeys, *, ratio: int, scale: float, impl: str, dropout: Dropout | None
+    query: Tensor,
+    queries: Block,
+    keys: RemoteKeys,
+    *,
+    ratio: int,
+    scale: float,
+    impl: Implementation,
+    dropout: Dropout | None,
 ) -> Work:
     """Attention of a block's queries to remote keys.
 
@@ -66,7 +74,7 @@ def work_of(
         keys: keys and values to attend to.
         ratio: query heads per key/value head.
         scale: scale of the scores, positive.
-        impl: "aten", "native" or "triton".
+        impl: not the dense one.
         dropout: None = no dropout.
     """
     axes = (Axis(queries.num_heads, queries.skew, 1),) if queries.num_heads > 1 else ()
@@ -102,7 +110,9 @@ def add_key_gradients(
     add_gradients(work, (of_query, of_key, of_value), None, out, lse, rest, grad_out, grad_lse)
 
 
-def merge_rows(query: Tensor, keys: RemoteKeys, out: Tensor, lse: Tensor, *, scale: float, impl: str) -> None:
+def merge_rows(
+    query: Tensor, keys: RemoteKeys, out: Tensor, lse: Tensor, *, scale: float, impl: Implementation
+) -> None:
     """Merge the attention of rows ``[B, N, G, H / G, D]`` to the keys ``[B, M, G, D]`` into ``out`` and ``lse``.
 
     Query heads are grouped by key/value head; the stride between groups is arbitrary.

@@ -1,55 +1,60 @@
-"""The one executor: a validated call on its implementation, without derivatives."""
+"""The executor on the host's plan: a chosen call, without derivatives."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
+from dilated_attention_pytorch.kernels import fused
+from dilated_attention_pytorch.kernels.partial import FUSED, PRODUCTS, Kernel
 from dilated_attention_pytorch.precision import accumulation_dtype, without_autocast
 
 from . import extremes
-from .call import Call
-from .validation import check_block_numbers, check_documents, documents_of
-
-if TYPE_CHECKING:
-    from dilated_attention_pytorch.kernels.triton.problem import Problem
+from .call import Call, Implementation
+from .derivatives import attend_call
+from .validation import check_block_numbers
 
 
-def forward(call: Call, *, is_prepared: bool = False) -> tuple[Tensor, Tensor]:
-    """Output in the query's dtype and log-sum-exp; see :func:`dilated_attention_pytorch.attend_with_lse`.
+class Host(Implementation):
+    """``"aten"``: partials over views by PyTorch's kernels; ``"native"``: by this package's CPU kernels, in place."""
 
-    ``is_prepared``: the call is as :func:`prepared` returns it.
-    """
-    if call.blocks is not None:
-        check_block_numbers(call.blocks, call.key.shape[1], call.block_sizes[0])
-    if not is_prepared:
-        call = prepared(call)
-    if call.impl == "triton":
-        from dilated_attention_pytorch.kernels.triton import launch
+    attend = staticmethod(attend_call)
 
-        return launch.forward(_problem(call))
-    with without_autocast(call.query.device.type):
-        return extremes.forward(call)
+    def __init__(self, name: str, *, is_in_place: bool) -> None:
+        self.name = name
+        self.is_in_place = is_in_place
 
+    def forward(self, call: Call, *, is_prepared: bool = False) -> tuple[Tensor, Tensor]:
+        """See :meth:`.Implementation.forward`."""
+        if call.blocks is not None:
+            check_block_numbers(call.blocks, call.key.shape[1], call.block_sizes[0])
+        if not is_prepared:
+            call = prepared(call)
+        with without_autocast(call.query.device.type):
+            return extremes.forward(call)
 
-def backward(
-    call: Call, grad_out: Tensor, grad_lse: Tensor | None, out: Tensor, lse: Tensor, *, is_prepared: bool = False
-) -> tuple[Tensor, ...]:
-    """Gradients of query, key, value and, if given, log-gates, under a merged output and log-sum-exp."""
-    if not is_prepared:
-        call = prepared(call)
-    grad_out = as_rows(grad_out)
-    if call.impl == "triton":
-        from dilated_attention_pytorch.kernels.triton import launch
+    def backward(
+        self,
+        call: Call,
+        grad_out: Tensor,
+        grad_lse: Tensor | None,
+        out: Tensor,
+        lse: Tensor,
+        *,
+        is_prepared: bool = False,
+    ) -> tuple[Tensor, ...]:
+        """See :meth:`.Implementation.backward`."""
+        if not is_prepared:
+            call = prepared(call)
+        with without_autocast(call.query.device.type):
+            return extremes.backward(call, as_rows(out), lse, as_rows(grad_out), grad_lse)
 
-        # The kernels read out and lse as they write them, contiguous; rows of a longer call are not contiguous.
-        return launch.backward(_problem(call), out.contiguous(), lse.contiguous(), grad_out, grad_lse)
-    with without_autocast(call.query.device.type):
-        return extremes.backward(call, as_rows(out), lse, grad_out, grad_lse)
+    def kernel(self, query: Tensor, *, has_bias: bool) -> Kernel:
+        """See :meth:`.Implementation.kernel`."""
+        return FUSED if fused.is_fused(query, has_bias=has_bias) else PRODUCTS
 
 
 def weighted_sum(
@@ -74,11 +79,11 @@ def weighted_sum(
 
 
 def prepared(call: Call) -> Call:
-    """The call with last strides of 1, and zeros in padded keys and values for the kernels that read these."""
+    """The call with last strides of 1, and zeros in padded keys and values."""
     query, key, value = call[:3]
     if not query.stride(-1) == key.stride(-1) == value.stride(-1) == 1:
         query, key, value = as_rows(query), as_rows(key), as_rows(value)
-    if call.key_padding_mask is not None and call.impl != "triton":
+    if call.key_padding_mask is not None:
         key, value = (without_padding(x, call.key_padding_mask) for x in (key, value))
     return call._replace(query=query, key=key, value=value)
 
@@ -94,37 +99,6 @@ def without_padding(tensor: Tensor, key_padding_mask: Tensor | None) -> Tensor:
     The kernels multiply padded rows by 0, and 0 * NaN is NaN.
     """
     return tensor if key_padding_mask is None else tensor.masked_fill(key_padding_mask[:, :, None, None], 0.0)
-
-
-def _problem(call: Call) -> Problem:
-    """The operands of the Triton kernels, which plan on the device and do not read hidden keys and values.
-
-    Boundaries of documents on the CPU are checked, then copied.
-    """
-    from dilated_attention_pytorch.kernels.triton.problem import Problem
-
-    pattern, cu_seqlens = call.pattern, call.cu_seqlens
-    assert pattern is not None
-    assert call.scale is not None
-    if cu_seqlens is not None:
-        # Boundaries on the device are not read, which would wait for it: a document may be as long as all rows.
-        num_rows = call.query.shape[1]
-        boundaries = documents_of(cu_seqlens, num_rows) if cu_seqlens.is_cpu else (0, num_rows)
-        check_documents(pattern, boundaries, call.key.shape[2])
-        cu_seqlens = cu_seqlens.to(call.query.device).contiguous()
-    return Problem(
-        *call[:3],
-        pattern.groups,
-        call.is_causal,
-        call.scale,
-        call.query_offset,
-        call.key_offset,
-        cu_seqlens,
-        call.key_padding_mask,
-        call.dropout_seed,
-        call.dropout_p,
-        pattern.rules,
-    )
 
 
 def with_scale(query: Tensor, scale: float | None) -> tuple[Tensor, float]:

@@ -11,7 +11,7 @@ from dilated_attention_pytorch.kernels.select import Impl, default_of, select
 from dilated_attention_pytorch.precision import cast_by_autocast
 
 from .call import Call
-from .derivatives import attend_call
+from .implementations import IMPLEMENTATIONS
 from .merge import AttentionOutput
 from .run import with_scale
 from .validation import check_call, sequence_first
@@ -100,11 +100,12 @@ def attend_blocks(
     )
     check_call(call)
     query, key, value = cast_by_autocast(query, key, value)
-    chosen = _chosen(impl, query, block_size)
+    chosen = IMPLEMENTATIONS[_chosen(impl, query, block_size)]
     seed = torch.randint(2**62, (), device=query.device) if dropout_p > 0.0 else None
     query, scale = with_scale(query, scale)
-    call = call._replace(query=query, key=key, value=value, dropout_seed=seed, scale=scale, impl=chosen)
-    out, lse = attend_call(call)
+    out, lse = chosen.attend(
+        call._replace(query=query, key=key, value=value, dropout_seed=seed, scale=scale, impl=chosen)
+    )
     return AttentionOutput(out.transpose(1, 2), lse.transpose(1, 2)) if heads_first else AttentionOutput(out, lse)
 
 

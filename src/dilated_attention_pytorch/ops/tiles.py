@@ -39,13 +39,16 @@ def shape_of(call: Call) -> CallShape:
     return CallShape(pattern, *sizes, call.query_offset, call.key_offset, call.is_causal, documents)
 
 
-def tiles_of(call: Call, *, is_backward: bool = False) -> tuple[tuple[Tile, ...], int]:
-    """The tiles of a call, and how many sequences of the batch are computed at a time."""
+def tiles_of(call: Call, *, is_backward: bool = False, is_pair: bool = False) -> tuple[tuple[Tile, ...], int]:
+    """The tiles of a call, and how many sequences of the batch are computed at a time.
+
+    ``is_pair``: all partials are computed by matrix products, see :class:`.products.Result`.
+    """
     query = call.query
     if query.numel() == 0:
         return (), 1
     if call.blocks is None:
-        return _planned(shape_of(call), query.shape[3], query.dtype, call.impl == "native", is_backward)
+        return _planned(shape_of(call), query.shape[3], query.dtype, call.impl.is_in_place and not is_pair, is_backward)
     size, query_size = call.block_sizes
     lists = BlockLists(call.blocks, call.log_gates, size, query_size, call.is_causal, call.first_query)
     return (Tile((0, query.shape[1]), (0, call.key.shape[1]), (0, call.key.shape[2]), (lists,)),), query.shape[0]
@@ -53,7 +56,7 @@ def tiles_of(call: Call, *, is_backward: bool = False) -> tuple[tuple[Tile, ...]
 
 @functools.lru_cache(maxsize=128)
 def _planned(
-    shape: CallShape, head_dim: int, dtype: torch.dtype, is_native: bool, is_backward: bool
+    shape: CallShape, head_dim: int, dtype: torch.dtype, is_in_place: bool, is_backward: bool
 ) -> tuple[tuple[Tile, ...], int]:
     """:func:`tiles_of` under a pattern.
 
@@ -62,7 +65,7 @@ def _planned(
     """
     num_rows = shape.batch_size * shape.num_queries * shape.num_heads
     size = tile_size(max(num_rows, shape.batch_size * shape.num_keys * shape.num_kv_heads), head_dim, dtype.itemsize)
-    if is_native:
+    if is_in_place:
         is_small = not is_backward and num_rows <= size
         found = plan(shape, _NO_BOUND if is_small or dtype == torch.float32 else size, bands="whole")
     else:
@@ -70,10 +73,10 @@ def _planned(
     return found.tiles, found.batch_step
 
 
-def _works(call: Call, *, is_backward: bool = False) -> Iterator[Work]:
+def _works(call: Call, *, is_backward: bool = False, is_pair: bool = False) -> Iterator[Work]:
     """The tiles of a call, for a range of sequences of the batch each."""
     query, key, value, hidden = call.query, call.key, call.value, call.key_padding_mask
-    tiles, step = tiles_of(call, is_backward=is_backward)
+    tiles, step = tiles_of(call, is_backward=is_backward, is_pair=is_pair)
     assert call.scale is not None
     assert not isinstance(call.query_offset, Tensor)
     ratio = query.shape[2] // key.shape[2]
@@ -101,7 +104,7 @@ def forward(call: Call, rest: Tensor | None = None) -> tuple[Tensor, Tensor]:
     query = call.query
     out = torch.zeros(query.shape, dtype=query.dtype, device=query.device)
     lse = torch.full(query.shape[:3], float("-inf"), dtype=accumulation_dtype(query.dtype), device=query.device)
-    for work in _works(call if rest is None else call._replace(impl="aten")):
+    for work in _works(call, is_pair=rest is not None):
         accumulator = work.accumulator(out, Rows.QUERY, Role.MERGED_INTO)
         merge_partials(work, accumulator, work.of_batch(lse), None if rest is None else work.of_batch(rest))
         if accumulator.tensor.dtype != out.dtype:
@@ -120,7 +123,7 @@ def backward(
     grads = [torch.zeros(x.shape, dtype=x.dtype, device=x.device) for x, _ in operands]
     of_gates = None if call.log_gates is None else torch.zeros_like(call.log_gates, dtype=call.dtype)
     lse = without_infinities(lse)
-    for work in _works(call if rest is None else call._replace(impl="aten"), is_backward=True):
+    for work in _works(call, is_backward=True, is_pair=rest is not None):
         accumulators = [
             work.accumulator(grad, rows, Role.ADDED_TO) for grad, (_, rows) in zip(grads, operands, strict=True)
         ]
@@ -165,7 +168,7 @@ def weighted_sum(
     shape = like.shape if values is None else (*like.shape[:3], values.shape[3])
     total = torch.zeros(shape, dtype=call.dtype, device=call.query.device)
     lse = without_infinities(lse)
-    for work in _works(call._replace(impl="aten")):
+    for work in _works(call, is_pair=True):
 
         def of_batch(tensor: Tensor | None, work: Work = work) -> Tensor | None:
             return None if tensor is None else work.of_batch(tensor)
@@ -180,3 +183,12 @@ def weighted_sum(
             axis=axis,
         )
     return total
+
+
+def num_pairs(call: Call) -> int:
+    """Query-key pairs that the kernels compute: those under the pattern, padded keys among them; with lists all of
+    every list, -1 and keys after a query among them."""
+    if call.blocks is not None:
+        (tile,), _ = tiles_of(call)
+        return tile.partials[0].num_pairs * call.ratio
+    return plan(shape_of(call), _NO_BOUND).num_pairs

@@ -10,6 +10,7 @@ from dilated_attention_pytorch.kernels.select import Impl
 from dilated_attention_pytorch.ops import AttentionOutput
 from dilated_attention_pytorch.ops.attend import attend_checked
 from dilated_attention_pytorch.ops.call import Call
+from dilated_attention_pytorch.ops.implementations import IMPLEMENTATIONS
 from dilated_attention_pytorch.ops.run import as_rows, with_scale, without_padding
 from dilated_attention_pytorch.ops.validation import check_call, sequence_first
 from dilated_attention_pytorch.patterns import Pattern
@@ -272,7 +273,7 @@ def _by_rows(
     query, key, value = (as_rows(x) for x in (query, key, value))
     call = ShardedCall(pattern, key.shape[2], keywords.is_causal, keywords.query_offset, agreed.documents)
     shards = Shards(agreed.num_queries, ranks.rows.size, keywords.layout)
-    options = Options(call, scale, agreed.impl, keywords.dropout_p)
+    options = Options(call, scale, IMPLEMENTATIONS[agreed.impl], keywords.dropout_p)
     task = Task(options, ranks.rows, shards, agreed.strategy == "gather", agreed.number)
     out, lse = SequenceAttention.apply(query, key, value, is_ignored, seed, task)
     return out, lse

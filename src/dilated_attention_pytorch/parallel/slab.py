@@ -11,8 +11,9 @@ import torch
 from torch import Tensor
 
 from dilated_attention_pytorch.kernels.products import LOG2_E, Result
-from dilated_attention_pytorch.ops import run, tiles
-from dilated_attention_pytorch.ops.call import Call
+from dilated_attention_pytorch.ops import tiles
+from dilated_attention_pytorch.ops.call import Call, Implementation
+from dilated_attention_pytorch.ops.device import Device
 from dilated_attention_pytorch.ops.extremes import has_large_scores, largest_norm
 from dilated_attention_pytorch.ops.merge import merge_in_place, without_infinities
 from dilated_attention_pytorch.ops.partials import Work
@@ -25,6 +26,7 @@ from dilated_attention_pytorch.ops.remote import (
     positions_of,
     work_of,
 )
+from dilated_attention_pytorch.ops.run import as_rows
 from dilated_attention_pytorch.patterns import Pattern, PatternSum
 from dilated_attention_pytorch.patterns.blocks import BlockPattern
 from dilated_attention_pytorch.planning.exchange import Exchange, SlabPair, exchange
@@ -42,7 +44,7 @@ class Options:
 
     call: ShardedCall
     scale: float
-    impl: str
+    impl: Implementation
     dropout_p: float
 
 
@@ -112,7 +114,7 @@ class Slab:
         query, is_large = self.query, self._is_large(self.key)
         if len(self._shard_parts) == 1 and not is_large:
             (shard_part,) = self._shard_parts
-            out, lse = run.forward(self._call_within(shard_part), is_prepared=True)
+            out, lse = self.options.impl.forward(self._call_within(shard_part), is_prepared=True)
             return out.to(self.dtype), lse
         out = torch.empty(query.shape, dtype=self.dtype, device=query.device)
         lse = torch.empty(query.shape[:3], dtype=self.dtype, device=query.device)
@@ -123,7 +125,7 @@ class Slab:
             call = self._call_within(shard_part)
             of_rest = None if self.rest is None else torch.zeros_like(self.rest[:, rows])
             out[:, rows], lse[:, rows] = (
-                run.forward(call, is_prepared=True) if of_rest is None else tiles.forward(call, of_rest)
+                self.options.impl.forward(call, is_prepared=True) if of_rest is None else tiles.forward(call, of_rest)
             )
             if self.rest is not None and of_rest is not None:
                 self.rest[:, rows] = of_rest
@@ -131,7 +133,7 @@ class Slab:
 
     def _is_large(self, *keys: Tensor) -> bool:
         """Whether scores of this rank's queries with these keys may be large."""
-        if self.options.impl == "triton":
+        if isinstance(self.options.impl, Device):
             return False
         largest = max(map(largest_norm, keys), default=0.0)
         return has_large_scores(self._query_norm, largest, self.options.scale)
@@ -158,7 +160,9 @@ class Slab:
             rows = slice(*pair.queries)
             call = self._call_of_pair(seen_keys, pair)
             if rest is None:
-                merge_in_place(out[:, rows], lse[:, rows], None, Result(*run.forward(call, is_prepared=True)))
+                merge_in_place(
+                    out[:, rows], lse[:, rows], None, Result(*self.options.impl.forward(call, is_prepared=True))
+                )
             else:
                 of_rest = torch.zeros_like(rest[:, rows])
                 part = Result(*tiles.forward(call, of_rest), of_rest)
@@ -200,9 +204,9 @@ class Slab:
         of_grad_lse = None if grad_lse is None else grad_lse[:, rows]
         if self.rest is None:
             merged = (grad_out[:, rows], of_grad_lse, out[:, rows], lse[:, rows])
-            return run.backward(call, *merged, is_prepared=True)
+            return self.options.impl.backward(call, *merged, is_prepared=True)
         of_rest = self.rest[:, rows]
-        return tiles.backward(call, out[:, rows], lse[:, rows], run.as_rows(grad_out[:, rows]), of_grad_lse, of_rest)
+        return tiles.backward(call, out[:, rows], lse[:, rows], as_rows(grad_out[:, rows]), of_grad_lse, of_rest)
 
     def gradients(self, seen_keys: SeenKeys, state: Backward, grad_query: Tensor) -> Tensor:
         """Add the keys' contribution to the query gradient; returns the gradients of keys and values as a message.

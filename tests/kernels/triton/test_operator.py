@@ -9,6 +9,7 @@ from dilated_attention_pytorch import DilatedPattern, attend, attend_with_lse, l
 from dilated_attention_pytorch.kernels.select import is_interpreted
 from dilated_attention_pytorch.ops import operators
 from dilated_attention_pytorch.ops.call import Call
+from dilated_attention_pytorch.ops.implementations import IMPLEMENTATIONS
 
 DEVICE = "cpu" if is_interpreted() else "cuda"
 PATTERN = DilatedPattern([7, 16], [1, 3])
@@ -40,7 +41,7 @@ def test_opcheck(extra: str) -> None:
         is_causal=True,
         scale=0.3,
         dropout_p=p,
-        impl="triton",
+        impl=IMPLEMENTATIONS["triton"],
     ).for_operator()
     torch.library.opcheck(operators.attend, call)
     out, lse = attend_with_lse(q, k, v, pattern)

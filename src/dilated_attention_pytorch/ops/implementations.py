@@ -1,0 +1,13 @@
+"""The implementations by name."""
+
+from .call import Implementation
+from .dense import Dense
+from .device import Device
+from .run import Host
+
+IMPLEMENTATIONS: dict[str, Implementation] = {
+    "triton": Device(),
+    "native": Host("native", is_in_place=True),
+    "aten": Host("aten", is_in_place=False),
+    "reference": Dense(),
+}
