@@ -46,7 +46,7 @@ ALLOWED = {
     "parent": {"interrupt"},
     "waiting": {"interrupt"},
     "parallel": {*ORDER, "legacy", "nn", "precision", "selection"},
-    "integrations": {*ORDER, "nn", "models", "installation", "tracing"},
+    "integrations": {*ORDER, "nn", "models", "installation", "precision", "tracing"},
     "training": {
         *ORDER,
         "chart_page",

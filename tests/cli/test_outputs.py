@@ -18,7 +18,7 @@ COMMANDS = {
     "train --preset tiny --data {}/texts --output {}/new": ["new", "new/notes.txt"],
     "extend --model {}/run --data {}/texts --output {}/new": ["new", "new/notes.txt"],
     "bench --output {}/new": ["new", "new/bench.json", "new/page.md"],
-    "profile --output {}/new": ["new", "new/trace.json"],
+    "profile {}/run --output {}/new": ["new", "new/trace.json"],
     "tune --dry-run --output {}/new": ["new", "new/dry-run.json"],
     "tune --output {}/new": ["new/tune.json", "new/report.txt"],
 }

@@ -17,6 +17,7 @@ import torch
 
 from dilated_attention_pytorch import attend, local_window
 from dilated_attention_pytorch.kernels import compilation
+from dilated_attention_pytorch.kernels import select as select_module
 from dilated_attention_pytorch.kernels.compilation import (
     SOURCES,
     BuildError,
@@ -49,6 +50,7 @@ def forget() -> None:
     """What this process knows of the kernels of this machine."""
     compilation.load.cache_clear()
     compilation._is_loaded.cache_clear()
+    select_module._CHOSEN.clear()
 
 
 def compiler(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, body: str) -> Path:

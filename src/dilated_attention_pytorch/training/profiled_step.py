@@ -74,6 +74,7 @@ def profile_run(run: Path, output: Path, *, steps: int = _STEPS) -> str:
         RunError: the folder holds no run of `train`, the run's batch needs several processes, the data has changed,
             memory does not suffice, or the output is not free. Nothing is written.
     """
+    check_free_folder(output)
     if not 1 <= steps <= _MOST_STEPS:
         raise RunError(f"profile: --steps must be from 1 to {_MOST_STEPS}, got {steps}")
     record, settings = recorded_run(run, "profile", _REMEDY)
@@ -84,7 +85,6 @@ def profile_run(run: Path, output: Path, *, steps: int = _STEPS) -> str:
             f"profile takes steps in one process, and {run} splits its sequences or matrices over several, or has "
             "batches of any length (--max-tokens); name another run"
         )
-    check_free_folder(output)
     device = choose_device(settings.device)
     choose_precision(settings.precision, device)
     check_optimizer(settings.optimizer)
