@@ -14,6 +14,7 @@ TREES = {str(file.relative_to(PACKAGE)): ast.parse(file.read_text()) for file in
 # Parameters of no effect, each with the reason that callers are told.
 WITHOUT_EFFECT = {
     "nn/multihead.py forward average_attn_weights": "there are no weights to average; PyTorch's modules pass it",
+    "ops/device.py forward is_prepared": "its kernels read any rows, so there is nothing to prepare",
     "parent.py end_worker_with_trainer worker": "PyTorch's own signature of a worker_init_fn",
     "integrations/transformers/mask.py documents_mask allow_is_causal_skip": "transformers' own signature",
     "integrations/transformers/mask.py documents_mask dtype": "transformers' own signature",

@@ -251,6 +251,7 @@ before = set(sys.modules)
 start = time.perf_counter()
 import dilated_attention_pytorch
 own = time.perf_counter() - start
+assert hasattr(torch.ops.dilated_attention_pytorch, "attend")
 assert "torch._dynamo" not in set(sys.modules) - before
 # Old names cost nothing until one is asked for.
 assert not {f"dilated_attention_pytorch.{name}" for name in ("core", "legacy.makers")} & set(sys.modules)

@@ -12,6 +12,7 @@ from dilated_attention_pytorch.patterns import DilatedPattern, Pattern
 from dilated_attention_pytorch.patterns.dilated import OffsetRule, Tail
 from dilated_attention_pytorch.precision import cast_by_autocast
 
+from . import operators  # noqa: F401 - registers the operators that derivatives and compilers call
 from .call import Call
 from .implementations import IMPLEMENTATIONS
 from .merge import AttentionOutput
