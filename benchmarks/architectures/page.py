@@ -31,8 +31,8 @@ _SIGNS = {
 _UNBUILT = ("not built", "not judged")
 _HEAD = """# Architectures of transformers
 
-This page has the result of [`attn_implementation="dilated"`](transformers.md) for every architecture of transformers
-{transformers}. `{command}` makes it (torch {torch}, {date}).
+What [`attn_implementation="dilated"`](transformers.md) does with every architecture of transformers {transformers}, by
+`{command}` (torch {torch}, {date}).
 
 | of {judged} classes of models with attention that were built and run | |
 |---|---|
@@ -43,15 +43,12 @@ This page has the result of [`attn_implementation="dilated"`](transformers.md) f
 {others} more are [not judged](#not-judged): they have no attention, or no small model of them runs here.
 
 Each type is represented by one class: its causal language model if it has one, otherwise the plain model, or both if
-they are two networks (an encoder, and the same as a decoder). A small model with random weights, in float64 where
-possible, runs under `DilatedPattern([8, 64], [1, 3])`.
+they are two networks. A small model with random weights, in float64 where possible, runs under
+`DilatedPattern([8, 64], [1, 3])`.
 
-- It **works** if its result equals that of a second implementation with the same weights, which shares no code with
-  this library: dense attention with `log c` added to its scores, c counted pair by pair. The pattern must change the
-  result, so that a model that ignores it is detected; no attention may bypass the interface; and the laws of the
-  dense model must hold: rows padded on the left and on the right equal the rows alone, a later token changes nothing
-  before it, text generated from the cache equals text generated without one, gradients equal those of the second
-  implementation.
+- It **works** if its result equals dense attention with `log c` added to its scores, c counted pair by pair, computed
+  by code that shares nothing with this library. The pattern must change the result, no attention may bypass the
+  interface, and the laws below must hold.
 - It is **refused** if it raises an error of this library that names the reason.
 - Everything else is **neither**.
 
@@ -158,9 +155,11 @@ def _by_reason(verdicts: list[Verdict]) -> list[str]:
 def _without_names(verdict: Verdict) -> str:
     """A reason without what differs between models: names of classes and layers, numbers of shapes."""
     reason = verdict.reason.partition("; got")[0].partition(", got")[0]
-    reason = re.sub(r' \("[^"]*"\)', "", reason.replace(verdict.class_name or " ", "…"))
+    if verdict.class_name:
+        reason = reason.replace(verdict.class_name, "…")
+    reason = re.sub(r' \((?:\w+ of )?"[^"]*"\)| \([A-Z0-9_]{2,}\)', "", reason)
     reason = re.sub(r"\b[A-Z]\w*(?:Attention|Model|LM|Layer|Encoder|Decoder|Generation|Config)\w*\b", "…", reason)
-    return re.sub(r"\([0-9, ]+\)", "(…)", reason)
+    return re.sub(r"\([0-9, ]+\)", "(…)", re.sub(r"…\w+", "…", reason))
 
 
 def _plain(text: str) -> str:
