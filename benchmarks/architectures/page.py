@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import re
 from collections import Counter, defaultdict
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import asdict, fields
 from pathlib import Path
 from typing import Any
@@ -29,40 +29,53 @@ _SIGNS = {
     "cached generation": "k",
 }
 _UNBUILT = ("not built", "not judged")
+# What an error says about one model only, or what to do instead of a pattern, which the page says once.
+_DETAILS = (
+    (re.compile(r" \((?:\"[^\"]*\"|[^()]* of \"[^\"]*\")\)"), ""),
+    (re.compile(r"(?<=attention interface), through which a layer gets its pattern.*"), ""),
+    (re.compile(r"[.:;] use (?:\"sdpa\"|\"eager\"|attn_implementation=\"sdpa\").*", re.IGNORECASE), ""),
+    (re.compile(r"; got .*|, got .*|; a part that is to stay .*| \(a sum such as .*"), ""),
+    (re.compile(r": key is \([0-9, ]+\)"), ""),
+    (re.compile(r"\b[A-Z]\w*(?:Attention|Model|LM|Layer|Encoder|Decoder|Generation|Config|Module)\w*\b"), "…"),
+    (re.compile(r"(?<=sliding window of )\d+(?= tokens)"), "n"),
+    (re.compile(r" in (?:its )?…+"), ""),
+    (re.compile(r"^… "), "a layer "),
+)
 _HEAD = """# Architectures of transformers
 
-What [`attn_implementation="dilated"`](transformers.md) does with every architecture of transformers {transformers}, by
-`{command}` (torch {torch}, {date}).
+This page has the result of [`attn_implementation="dilated"`](transformers.md) for every architecture of transformers
+{transformers}. Find a model by its type (`config.model_type`) or class: the line above its name says what holds, or why
+it is refused. `{command}` makes this page (torch {torch}, {date}).
 
 | of {judged} classes of models with attention that were built and run | |
 |---|---|
 | [work](#works) | {works} |
-| [are refused](#refused), in a sentence that says why | {refused} |
-| [neither](#neither) | {neither} |
+| [are refused](#refused), with an error that names the reason | {refused} |
+| [neither](#neither): a wrong result, or another error | {neither} |
 
 {others} more are [not judged](#not-judged): they have no attention, or no small model of them runs here.
 
 Each type is represented by one class: its causal language model if it has one, otherwise the plain model, or both if
-they are two networks. A small model with random weights, in float64 where possible, runs under
-`DilatedPattern([8, 64], [1, 3])`.
-
-- It **works** if its result equals dense attention with `log c` added to its scores, c counted pair by pair, computed
-  by code that shares nothing with this library. The pattern must change the result, no attention may bypass the
-  interface, and the laws below must hold.
-- It is **refused** if it raises an error of this library that names the reason.
-- Everything else is **neither**.
+they are two networks (an encoder, and the same built with `is_decoder=True`, marked "(decoder)"). A small model with
+random weights, in float64 where possible, runs under `DilatedPattern([8, 64], [1, 3])`. It **works** if its result
+equals that of dense attention with [`log c`](definition.md#attention-under-counts) added to its scores, in a second
+implementation that shares no code with this library; if no attention bypasses the pattern; and if the laws below hold
+wherever they hold for the dense model.
 
 ## Works
 
-The column *shown* lists the laws that hold: `=` the output equals dense attention with the counts, `g` so do the
-gradients of all weights, `c` a later token changes nothing before it, `l` and `r` rows padded on the left and on the
-right equal the rows alone, `k` text from the model's cache equals text without one. A sign is missing if the law does
-not hold for the dense model either, or if the model has no such input. "The text part alone" means
-`attn_implementation={{"text_config": "dilated"}}`; a call of `set_pattern` is one on a model built without
-`"dilated"`. Either way the other parts are unchanged.
+| sign | law |
+|---|---|
+| `=` | the output equals dense attention with the counts |
+| `g` | so do the gradients of all weights |
+| `c` | a later token changes nothing before it |
+| `r`, `l` | rows padded on the right, on the left, equal the rows alone |
+| `k` | text generated with the model's cache equals text generated without one |
 
-| type | class | shown | besides |
-|---|---|---|---|"""
+A sign is missing if the law does not hold for the dense model either, or if the model has no such input. "The text part
+alone" means `attn_implementation={{"text_config": "dilated"}}`; a call of `set_pattern` is one on a model built without
+`"dilated"`. Either way the other parts are unchanged.
+"""
 
 
 def write_results(file: Path, origin: dict[str, Any], verdicts: Iterable[Verdict]) -> None:
@@ -105,61 +118,60 @@ def page(origin: dict[str, Any], verdicts: list[Verdict]) -> str:
         neither=count[NEITHER],
         others=count[NOT_APPLICABLE],
     )
+    unbuilt = [verdict for verdict in of[NOT_APPLICABLE] if verdict.reason.startswith(_UNBUILT)]
+    rest = [verdict for verdict in of[NOT_APPLICABLE] if not verdict.reason.startswith(_UNBUILT)]
     return "\n".join(
         [
             head,
-            *(f"| {v.model_type} | {_class(v)} | {_shown(v)} | {v.way} |" for v in of[WORKS]),
-            "",
+            *_grouped(of[WORKS], _shown),
             "## Refused",
             "",
-            *_by_reason(of[REFUSED]),
+            "The error also names the layer and, for reasons that give no remedy here, the implementation to use",
+            'without a pattern: `"sdpa"` for most models.',
+            "",
+            *_grouped(of[REFUSED], _reason),
             "## Neither",
             "",
-            *(_table("what was seen", of[NEITHER]) or ["None.", ""]),
+            *(_grouped(of[NEITHER], lambda verdict: _plain(verdict.reason.partition(" | ")[0])) or ["None.", ""]),
             "## Not judged",
             "",
-            *_by_reason([v for v in of[NOT_APPLICABLE] if not v.reason.startswith(_UNBUILT)]),
-            *_table("why it was not built or called", [v for v in of[NOT_APPLICABLE] if v.reason.startswith(_UNBUILT)]),
+            *_grouped(rest, lambda verdict: _plain(verdict.reason)),
+            *_grouped(
+                unbuilt,
+                lambda _: f"no small model was built or called ([errors](../benchmarks/results/{RESULTS.name}))",
+            ),
         ]
     )
 
 
-def _class(verdict: Verdict) -> str:
-    return (f"`{verdict.class_name}`" if verdict.class_name else "") + (", `is_decoder`" if verdict.is_decoder else "")
-
-
-def _shown(verdict: Verdict) -> str:
-    signs = "".join(_SIGNS[check] for check in verdict.checks if check in _SIGNS)
-    others = [check for check in verdict.checks if check not in _SIGNS]
-    return " ".join([f"`{signs}`", *others])
-
-
-def _table(title: str, verdicts: list[Verdict]) -> list[str]:
-    if not verdicts:
-        return []
-    rows = [f"| {v.model_type} | {_class(v)} | {_plain(v.reason.partition(' | ')[0])} |" for v in verdicts]
-    return [f"| type | class | {title} |", "|---|---|---|", *rows, ""]
-
-
-def _by_reason(verdicts: list[Verdict]) -> list[str]:
-    """Classes under the sentence that they share, the most frequent first."""
-    groups: dict[str, list[Verdict]] = defaultdict(list)
+def _grouped(verdicts: list[Verdict], title: Callable[[Verdict], str]) -> list[str]:
+    """Names under the title that they share, the most frequent first."""
+    groups: dict[str, list[str]] = defaultdict(list)
     for verdict in verdicts:
-        groups[_plain(_without_names(verdict))].append(verdict)
+        groups[title(verdict)].append(_name(verdict))
     lines = []
-    for reason, rows in sorted(groups.items(), key=lambda item: (-len(item[1]), item[0])):
-        lines += [f"**{reason}** ({len(rows)})", "", ", ".join(f"{v.model_type} {_class(v)}".strip() for v in rows), ""]
+    for shared, names in sorted(groups.items(), key=lambda item: (-len(item[1]), item[0])):
+        lines += [f"**{shared}** ({len(names)})", "", ", ".join(names), ""]
     return lines
 
 
-def _without_names(verdict: Verdict) -> str:
-    """A reason without what differs between models: names of classes and layers, numbers of shapes."""
-    reason = verdict.reason.partition("; got")[0].partition(", got")[0]
-    if verdict.class_name:
-        reason = reason.replace(verdict.class_name, "…")
-    reason = re.sub(r' \((?:\w+ of )?"[^"]*"\)| \([A-Z0-9_]{2,}\)', "", reason)
-    reason = re.sub(r"\b[A-Z]\w*(?:Attention|Model|LM|Layer|Encoder|Decoder|Generation|Config)\w*\b", "…", reason)
-    return re.sub(r"\([0-9, ]+\)", "(…)", re.sub(r"…\w+", "…", reason))
+def _name(verdict: Verdict) -> str:
+    name = f"{verdict.model_type} `{verdict.class_name}`" if verdict.class_name else verdict.model_type
+    return f"{name} (decoder)" if verdict.is_decoder else name
+
+
+def _shown(verdict: Verdict) -> str:
+    signs = "".join(sign for check, sign in _SIGNS.items() if check in verdict.checks)
+    others = [check for check in verdict.checks if check not in _SIGNS]
+    return ", ".join([f"`{signs}`", *others, *([verdict.way] if verdict.way else [])])
+
+
+def _reason(verdict: Verdict) -> str:
+    """A reason without what differs between models that share it."""
+    reason = verdict.reason.replace(verdict.class_name, "…") if verdict.class_name else verdict.reason
+    for detail, instead in _DETAILS:
+        reason = detail.sub(instead, reason)
+    return _plain(reason)
 
 
 def _plain(text: str) -> str:
