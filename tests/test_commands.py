@@ -123,7 +123,6 @@ class Row:
 OTHERS = "a program that is not this package's"
 ROWS = [
     Row(r"dilated-attention(-?\.\.\.| \.\.\.| COMMAND --help)?", lambda _: program(["", "--help"]), "no command yet"),
-    Row(r"python -m dilated_attention_pytorch \.\.\.", lambda _: program(["", "--help"]), "no command yet"),
     Row(r"dilated-attention (bench|diagnose|embed|eval|extend|plan|profile|show|tokenizer|train|tune)", to_help, "a name in a sentence"),
     Row(r"dilated-attention train .*(--track wandb|--offload|zero\d).*", None, "needs W&B, MLflow or DeepSpeed: its flags are parsed"),
     Row(r"dilated-attention train .*", train),
