@@ -152,7 +152,7 @@ def test_a_run_that_loses_a_node_goes_on_without_it(tmp_path: Path, figure: Any)
     command = [
         sys.executable, "-m", "torch.distributed.run", "--nnodes", "1:2", "--nproc-per-node", "1", "--max-restarts",
         "3", "--rdzv-backend", "c10d", "--rdzv-endpoint", f"localhost:{store.port}", "--rdzv-id", "run", "--rdzv-conf",
-        "is_host=0,last_call_timeout=3,keep_alive_interval=1,keep_alive_max_attempts=2",
+        "is_host=0,last_call_timeout=3,keep_alive_interval=1,keep_alive_max_attempt=2",
         str(TESTS / "training" / "failing_rank.py"), *words,
     ]  # fmt: skip
     with open(tmp_path / "said", "w") as said, contextlib.ExitStack() as nodes:
