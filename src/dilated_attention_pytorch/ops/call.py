@@ -14,7 +14,8 @@ from dilated_attention_pytorch.precision import accumulation_dtype
 
 
 class Implementation(ABC):
-    """A way to compute calls. The choice among them (:func:`.run.chosen`) never changes the result."""
+    """A way to compute calls. The choice among them (:func:`.select.implementation_of`) never
+    changes the result."""
 
     name: str
     is_in_place = False
@@ -35,7 +36,7 @@ class Implementation(ABC):
 
         ``is_prepared``: the call is as :func:`.run.prepared` returns it.
         """
-        raise NotImplementedError
+        raise self._has_no_parts()
 
     def backward(
         self,
@@ -48,11 +49,14 @@ class Implementation(ABC):
         is_prepared: bool = False,
     ) -> tuple[Tensor, ...]:
         """Gradients of query, key, value and, if given, log-gates, under a merged output and log-sum-exp."""
-        raise NotImplementedError
+        raise self._has_no_parts()
 
     def kernel(self, query: Tensor, *, has_bias: bool) -> Kernel:
         """The kernel of a partial over views."""
-        raise NotImplementedError
+        raise self._has_no_parts()
+
+    def _has_no_parts(self) -> NotImplementedError:
+        return NotImplementedError(f'impl="{self.name}" computes whole calls only; use "native", "triton" or "aten"')
 
 
 class Call(NamedTuple):
@@ -60,8 +64,7 @@ class Call(NamedTuple):
 
     The keys that a query sees are those under ``pattern``, or, with ``blocks``, those of its query block's list. The
     scores are ``s = scale * q . k + e`` with ``e`` the log-gate of the key's block, 0 without gates. A call is checked
-    (:func:`.validation.check_call`), then an implementation is chosen (:func:`.run.chosen`), then it
-    runs.
+    (:func:`.validation.check_call`), then an implementation is chosen (:func:`.attend.attend_checked`), then it runs.
     """
 
     query: Tensor

@@ -80,16 +80,15 @@ def _works(call: Call, *, is_backward: bool = False, is_pair: bool = False) -> I
     assert call.scale is not None
     assert not isinstance(call.query_offset, Tensor)
     ratio = query.shape[2] // key.shape[2]
+    of_masks = (call.dropout_seed, call.dropout_p, call.query_offset, call.key_offset)
     for tile in tiles:
+        if step >= query.shape[0]:
+            masks = Masks(hidden, *of_masks)
+            yield Work(tile.partials, query, key, value, ratio, call.scale, call.impl, masks, 0, tile)
+            continue
         for start in range(0, query.shape[0], step):
             some = slice(start, start + step)
-            masks = Masks(
-                None if hidden is None else hidden[some],
-                call.dropout_seed,
-                call.dropout_p,
-                call.query_offset,
-                call.key_offset,
-            )
+            masks = Masks(None if hidden is None else hidden[some], *of_masks)
             operands = (query[some], key[some], value[some], ratio, call.scale)
             yield Work(tile.partials, *operands, call.impl, masks, start, tile)
 

@@ -113,7 +113,7 @@ class Bytes:
 
 
 def peak_bytes(pattern: Pattern, workload: Workload, hardware: Hardware) -> Bytes:
-    """Upper bound of the peak memory of one call, operands included, for every implementation except "cudnn".
+    """Upper bound of the peak memory of one call, operands included, for every implementation except "reference".
 
     With E_q = B N H D and E_k = B N G D elements of i bytes, R = B N H rows and a bytes of an accumulator: operands
     ``(E_q + 2 E_k) i`` (and E_q i for the gradient of the output), results ``E_q i + R a`` (and the gradients
