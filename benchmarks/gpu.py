@@ -83,7 +83,7 @@ def steps(output: Path, *, is_dry: bool, seconds: float) -> list[Step]:
 
     The benchmark also checks every call against the definition: a wrong contestant affects its own figures only.
     """
-    python = sys.executable
+    python, output = sys.executable, output.relative_to(ROOT) if output.is_relative_to(ROOT) else output
     has_gpu = torch.cuda.is_available()
     no_gpu = (
         None if has_gpu or is_dry else "PyTorch finds no CUDA device here; --dry-run goes through the steps without"
@@ -94,7 +94,7 @@ def steps(output: Path, *, is_dry: bool, seconds: float) -> list[Step]:
     if is_dry:
         drawn = ("--calls", "1", "--dtypes", "bfloat16", "--most-rows", "70")
     bench = output / "bench"
-    resumed = ("--resume",) if (bench / "bench.json").exists() else ()
+    resumed = ("--resume",) if (ROOT / bench / "bench.json").exists() else ()
     small = ("--calls", "2", "--most-rows", "200", "--dtypes", "bfloat16")
 
     def checked(tool: str) -> Step:
@@ -148,7 +148,7 @@ def steps(output: Path, *, is_dry: bool, seconds: float) -> list[Step]:
             most_seconds=seconds,
             refusal=no_gpu,
             begun_anew=LEAVES_WHEN_LOST,
-            is_done=lambda: _is_complete(bench / "bench.json"),
+            is_done=lambda: _is_complete(ROOT / bench / "bench.json"),
         ),
         *map(checked, ("memcheck", "racecheck")),
         Step(
@@ -158,7 +158,8 @@ def steps(output: Path, *, is_dry: bool, seconds: float) -> list[Step]:
                 "-m",
                 "pytest",
                 "-q",
-                "-x",
+                "-p",
+                "no:benchmark",
                 "tests/kernels/triton",
                 "--ignore",
                 "tests/kernels/triton/test_compiled.py",
@@ -171,13 +172,18 @@ def steps(output: Path, *, is_dry: bool, seconds: float) -> list[Step]:
     ]
 
 
+def _shown(step: Step) -> str:
+    """The command of a step, for the record."""
+    return shlex.join("python" if part == sys.executable else part for part in step.command)
+
+
 def _is_complete(file: Path) -> bool:
     return bool(json.loads(file.read_text(encoding="utf-8"))["complete"])
 
 
 def run_step(step: Step, seconds: float, log: Path) -> Outcome:
     """Run a step for at most ``seconds``; its output goes to a file, and the end of it is printed."""
-    outcome = Outcome(name=step.name, status="skipped", reason=step.refusal or "", command=shlex.join(step.command))
+    outcome = Outcome(name=step.name, status="skipped", reason=step.refusal or "", command=_shown(step))
     if step.refusal is not None:
         return outcome
     path = os.pathsep.join(filter(None, (str(ROOT / "src"), os.environ.get("PYTHONPATH"))))
@@ -247,7 +253,7 @@ def run(output: Path, *, is_dry: bool, seconds: float, only: Sequence[str] = ())
             for _ in range(_MOST_PROCESSES):
                 left = ends_at - time.monotonic()
                 step = steps(output, is_dry=is_dry, seconds=left)[index]
-                print(f"== {name}: {shlex.join(step.command)}", flush=True)
+                print(f"== {name}: {_shown(step)}", flush=True)
                 outcome = run_step(step, left, output / f"{name}.txt")
                 if (
                     outcome.code is None

@@ -130,6 +130,18 @@ def sharded_states(values: Values) -> str:
     return markdown(("", "bytes per weight in a process", "largest difference of a loss from one process, nats"), rows)
 
 
+def gpu(values: Values) -> str:
+    """Milliseconds of each contestant on a GPU."""
+    timed = [one for one in values["rows"] if one["status"] == "timed"]
+    names = list(dict.fromkeys(one["contestant"] for one in timed))
+    rows = []
+    for case in dict.fromkeys(one["name"] for one in timed):
+        found = {one["contestant"]: one for one in timed if one["name"] == case}
+        cells = [f"{1e3 * found[name]['median_seconds']:.3g}" if name in found else "" for name in names]
+        rows.append((case.replace("bfloat16, ", "").replace("not causal, ", ""), *cells))
+    return markdown(("milliseconds, bfloat16", *names), rows)
+
+
 def recall(values: Values) -> str:
     """Questions answered, and those whose answer is visible."""
     labels = {
@@ -175,6 +187,7 @@ TABLES: dict[str, tuple[str, Callable[[Values], str]]] = {
     "slide-encoder": ("slide_encoder.json", slide_encoder),
     "training-memory": ("training_memory.json", training_memory),
     "sharded-states": ("sharded_states.json", sharded_states),
+    "gpu": ("gpu/bench/bench.json", gpu),
     "recall": ("recall.json", recall),
     "transformers-memory": ("transformers_memory.json", transformers_memory),
     "claims": ("claims.json", claims),
@@ -219,6 +232,11 @@ def older_figures() -> str:
 def machine_of(values: Values) -> str:
     """The machine and the day of a file of results."""
     found = values["machine"] if "machine" in values else values["origin"]
+    if "gpu" in found["command"]:
+        versions = ", ".join(
+            f"{name} {found['versions'][key]}" for name, key in (("PyTorch", "torch"), ("Triton", "triton"))
+        )
+        return f"{found['cuda_devices'][0]}, {versions}, {found['date']}."
     threads = f"{found['threads']} thread{'s' if found['threads'] > 1 else ''} of {found['processor']}"
     return f"{threads}, {found['vector_instructions']}, PyTorch {found['versions']['torch']}, {found['date']}."
 

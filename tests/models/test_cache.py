@@ -363,7 +363,7 @@ class Threads:
 
 @pytest.mark.parametrize("pattern", RULES)
 def test_ranks_that_share_a_cache_equal_naive_attention_under_rules(pattern: str) -> None:
-    threads = Threads(3, threading.Barrier(3, timeout=600))
+    threads = Threads(3, threading.Barrier(3, timeout=60))
     found: dict[int, tuple[Tensor, LongNetCache]] = {}
 
     @torch.no_grad()

@@ -89,10 +89,11 @@ PRESETS: dict[str, Preset] = {
             # FlexAttention compiles anew for every case: two shapes suffice.
             Sweep(shape="paper", rows=(32768,), modes=_BOTH, dtypes=("bfloat16",)),
             Sweep(shape="blocks", rows=(32768,), modes=_BOTH, dtypes=("bfloat16",)),
+            _gpu(shape="paper", rows=(1048576,), modes=_BOTH),
             _gpu(shape="paper", rows=(32768,), modes=_BOTH, causal=(True,)),
             _gpu(shape="three", rows=(32768,), modes=_BOTH, head_dims=(128,)),
             _gpu(shape="decode", rows=(8128, 130944)),
-            _gpu(shape="paper", rows=(131072, 1048576), modes=_BOTH),
+            _gpu(shape="paper", rows=(131072,), modes=_BOTH),
             _gpu(shape="paper", rows=(32768, 131072, 1048576), modes=_BOTH, head_dims=(128,)),
             _gpu(shape="three", rows=(131072, 1048576), modes=_BOTH, head_dims=(128,)),
             _gpu(shape="three", rows=(32768, 131072), modes=_BOTH, causal=(True,)),

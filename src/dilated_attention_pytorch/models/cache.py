@@ -392,7 +392,7 @@ def _attend_slab(
     if step.visible_keys:
         assert stored is not None
         out = out.to(lse.dtype)
-        merge_visible_keys(step.visible_keys, query, stored, out, lse)
+        merge_visible_keys(step, query, stored, out, lse)
     if step.key_ranges:
         assert stored is not None
         out = out.to(lse.dtype)

@@ -32,7 +32,17 @@ class VisibleKeys(NamedTuple):
     num_keys: int
 
 
-class CacheIndexStep(NamedTuple):
+class KeysByHead(NamedTuple):
+    """Stored rows that one token sees, all heads in one table."""
+
+    indices: Tensor
+    """Flat indices ``slot * G + head``, ``[G, keys]``; 0 where a head sees fewer rows than another."""
+    is_absent: Tensor | None
+    """bool ``[G, keys]``, True = no row; None = every head sees equally many."""
+
+
+@dataclass(frozen=True, eq=False)
+class CacheIndexStep:
     """What a slab of new rows reads from the storage, and how the storage changes."""
 
     is_token: bool
@@ -50,6 +60,27 @@ class CacheIndexStep(NamedTuple):
     """Flat indices ``slot * G + head`` of the slots to store them in."""
     num_slots: int
     """Number of slots in use after storing."""
+    num_kv_heads: int
+
+    @functools.cached_property
+    def keys_by_head(self) -> KeysByHead:
+        """``visible_keys`` of one token as one list per key/value head, for all layers with this pattern."""
+        counts = [0] * self.num_kv_heads
+        placed = []
+        for keys in self.visible_keys:
+            heads = range(self.num_kv_heads)[keys.heads]
+            first = max(counts[head] for head in heads)
+            placed.append((keys, first))
+            for head in heads:
+                counts[head] = first + keys.num_keys
+        indices = self.target.new_zeros(self.num_kv_heads, max(counts))
+        is_absent = torch.ones_like(indices, dtype=torch.bool)
+        for keys, first in placed:
+            columns = slice(first, first + keys.num_keys)
+            indices[keys.heads, columns] = keys.indices.view(keys.num_keys, -1).T
+            is_absent[keys.heads, columns] = False
+        is_ragged = sum(keys.indices.numel() for keys in self.visible_keys) < indices.numel()
+        return KeysByHead(indices, is_absent if is_ragged else None)
 
 
 @dataclass(slots=True)
@@ -207,7 +238,9 @@ class CacheIndex:
                 key_range for kind in self._kinds for key_range in kind.key_ranges(start, stop, gap, self._device)
             ]
             keep, source, target = self._rebuild(start, stop)
-            return CacheIndexStep(False, visible_keys, key_ranges, keep, source, target, self._num_slots())
+            return CacheIndexStep(
+                False, visible_keys, key_ranges, keep, source, target, self._num_slots(), self.num_kv_heads
+            )
         single, target = self._append(start, [one for one, _, _ in selecting])
         visible_keys, num_slots = [one.visible_keys(0, 1) for one, _, _ in selecting if one.count], self._num_slots()
         visible_keys += [one for kind in self._kinds for one in self._visible_under_rules(kind, start)]
@@ -216,11 +249,13 @@ class CacheIndex:
             for one in self._lattices
         )
         if crosses:
-            return CacheIndexStep(True, visible_keys, [], self._rebuild(stop, stop)[0], single, target, num_slots)
+            return CacheIndexStep(
+                True, visible_keys, [], self._rebuild(stop, stop)[0], single, target, num_slots, self.num_kv_heads
+            )
         for kind in self._kinds:
             if kind.rules:
                 kind.release(stop, functools.partial(self._alive_of_groups, kind, stop))
-        return CacheIndexStep(True, visible_keys, [], None, single, target, num_slots)
+        return CacheIndexStep(True, visible_keys, [], None, single, target, num_slots, self.num_kv_heads)
 
     def _visible_under_rules(self, kind: Slots, position: int) -> Iterator[VisibleKeys]:
         """Stored rows visible to a token under every rule, including itself if it is stored."""

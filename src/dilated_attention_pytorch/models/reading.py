@@ -17,17 +17,15 @@ from dilated_attention_pytorch.ops.remote import RemoteKeys, merge_rows
 from dilated_attention_pytorch.patterns import Pattern, PatternSum
 from dilated_attention_pytorch.patterns.blocks import BlockPattern
 
-from .cache_index import VisibleKeys
+from .cache_index import CacheIndexStep
 from .slots import KeyRange
 
 Stored = tuple[Tensor, Tensor]
 """Keys and values of one layer, ``[sequences, slots, G, D]``."""
 
 
-def merge_visible_keys(
-    visible_keys: list[VisibleKeys], query: Tensor, stored: Stored, out: Tensor, lse: Tensor
-) -> None:
-    """Merge attention of ``query`` to the stored rows into ``out`` and ``lse``.
+def merge_visible_keys(step: CacheIndexStep, query: Tensor, stored: Stored, out: Tensor, lse: Tensor) -> None:
+    """Merge attention of ``query`` to the stored rows that a step sees into ``out`` and ``lse``.
 
     Raises:
         NotImplementedError: ``"auto"`` stands for an implementation that computes whole calls only.
@@ -42,7 +40,21 @@ def merge_visible_keys(
             'impl="auto" stands for "reference" here, which computes whole calls, and stored rows are read by '
             '"native", "triton" or "aten": choose one of these for a cache, or call the model without a cache'
         )
-    for some_keys in visible_keys:
+    if step.is_token and not impl.is_in_place:
+        # Heads become sequences: one gather and one call, where every launch counts.
+        indices, is_absent = step.keys_by_head
+        rows = [tensor.transpose(1, 2).flatten(0, 1).unsqueeze(2) for tensor in grouped]
+        keys, values = (
+            x.index_select(1, indices.view(-1)).unflatten(1, indices.shape).flatten(0, 1).unsqueeze(2) for x in flat
+        )
+        hidden = None
+        if is_absent is not None:
+            hidden = is_absent.repeat(query.shape[0], 1).unsqueeze(2)
+            for tensor in (keys, values):
+                tensor.masked_fill_(hidden.unsqueeze(3), 0.0)
+        merge_rows(rows[0], RemoteKeys(keys, values, hidden), rows[1], rows[2], scale=scale, impl=impl)
+        return
+    for some_keys in step.visible_keys:
         queries, out_of_keys, lse_of_keys = (tensor[:, some_keys.rows, some_keys.heads] for tensor in grouped)
         if impl.is_in_place and queries.shape[1] * queries.shape[3] <= ROWS_OF_STREAM:
             keys, values = (rows[:, :, some_keys.heads] for rows in stored)

@@ -71,7 +71,8 @@ def test_a_captured_graph_replays_forward_and_backward_on_new_values() -> None:
 
     def compute() -> tuple[torch.Tensor, ...]:
         out = attend(*inputs, PATTERN, is_causal=True, cu_seqlens=bounds)
-        return (out, *torch.autograd.grad(out.float().square().sum(), inputs))
+        # Detached: a graph kept alive would tie the leaves to the stream of its first pass.
+        return (out.detach(), *torch.autograd.grad(out.float().square().sum(), inputs))
 
     stream = torch.cuda.Stream()
     with torch.cuda.stream(stream):
