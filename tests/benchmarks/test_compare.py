@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from dilated_attention_pytorch.benchmarks.compare import Earlier, Timing, judge_moves
+from dilated_attention_pytorch.benchmarks.compare import Earlier, TimePair, judge_moves
 from dilated_attention_pytorch.benchmarks.results import Row
 from dilated_attention_pytorch.errors import RunError
 from support.benchmark_cases import small_case
@@ -37,8 +37,8 @@ def rows_of(time: Callable[[int], float], *, noise: float, calls: int = 7, seed:
     ]
 
 
-def timings_of(rows: list[Row]) -> dict[tuple[str, str], Timing]:
-    return {row.key: Timing(row.samples, row.limit_seconds) for row in rows}
+def timings_of(rows: list[Row]) -> dict[tuple[str, str], TimePair]:
+    return {row.key: TimePair(row.samples, row.limit_seconds) for row in rows}
 
 
 @pytest.mark.parametrize("noise", [0.0, 0.01, 0.03, 0.1])
@@ -97,7 +97,9 @@ def test_only_what_was_timed_in_both_runs_is_compared() -> None:
 
 
 def test_a_run_of_another_machine_is_refused_unless_asked_for() -> None:
-    earlier = Earlier(Path("old.json"), {**MACHINE, "processor": "another"}, {}, {("case", "ours"): Timing([1.0], 0.5)})
+    earlier = Earlier(
+        Path("old.json"), {**MACHINE, "processor": "another"}, {}, {("case", "ours"): TimePair([1.0], 0.5)}
+    )
     with pytest.raises(RunError, match="processor 'another' there, 'one' here") as raised:
         earlier.check(MACHINE, {"case"}, any_machine=False)
     assert "--compare-any-machine" in str(raised.value)
@@ -105,6 +107,6 @@ def test_a_run_of_another_machine_is_refused_unless_asked_for() -> None:
 
 
 def test_a_run_of_other_cases_is_refused() -> None:
-    earlier = Earlier(Path("old.json"), MACHINE, {}, {("case", "ours"): Timing([1.0], 0.5)})
+    earlier = Earlier(Path("old.json"), MACHINE, {}, {("case", "ours"): TimePair([1.0], 0.5)})
     with pytest.raises(RunError, match="holds no time of any case that is about to be run"):
         earlier.check(MACHINE, {"another case"}, any_machine=True)

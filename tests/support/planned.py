@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from dilated_attention_pytorch.kernels.triton import launch, plan
-from dilated_attention_pytorch.kernels.triton.configurations import Configuration
+from dilated_attention_pytorch.kernels.triton.configurations import BlockSizes
 from dilated_attention_pytorch.kernels.triton.problem import Problem
 from dilated_attention_pytorch.kernels.triton.runs import BITS
 from dilated_attention_pytorch.kernels.triton.sides import Side
@@ -48,7 +48,7 @@ def planned(
     """Plan tiles of ``tile_rows`` rows (default: the first of ``sizes``) in an order that serves all ``sizes``."""
     whole = plan.plan_of(problem)
     lines = (sizes[0] if tile_rows is None else tile_rows) * (1 if of_queries else whole.kind.packed_heads)
-    blocks = Configuration(lines, 16, 4, 1)
+    blocks = BlockSizes(lines, 16, 4, 1)
     side = whole.side(whole.positions.keys if of_queries else whole.positions.queries, sizes)
     kernel = whole.kernel_plan("key_gradient" if of_queries else "query_gradient", (blocks,), side)
     order = launch._order_of(problem, kernel)
@@ -112,7 +112,7 @@ def check_runs(problem: Problem, counts: Tensor, tile_rows: int, *, of_queries: 
     return int(runs.ranges[..., 1].sum())
 
 
-def with_candidates(monkeypatch: pytest.MonkeyPatch, *candidates: Configuration) -> None:
+def with_candidates(monkeypatch: pytest.MonkeyPatch, *candidates: BlockSizes) -> None:
     """Give every kernel these candidates until the end of a test, with an empty cache of plans."""
     monkeypatch.setattr(plan, "candidates", lambda *_: candidates)
     monkeypatch.setattr(plan, "_plan", functools.lru_cache(maxsize=64)(plan.LaunchPlan))

@@ -23,7 +23,7 @@ FLOOR = 0.05
 _MACHINE = ("processor", "cores", "threads", "cuda_devices")
 
 
-class Timing(NamedTuple):
+class TimePair(NamedTuple):
     """An earlier run's timing of one contestant in one case."""
 
     samples: Sequence[float]
@@ -40,7 +40,7 @@ class Earlier:
     machine: dict[str, Any]
     rates: dict[str, float]
     """Matrix-product rate by dtype."""
-    timings: dict[tuple[str, str], Timing]
+    timings: dict[tuple[str, str], TimePair]
     """By case and contestant."""
 
     def check(self, machine: Mapping[str, Any], names: set[str], *, any_machine: bool) -> None:
@@ -81,7 +81,7 @@ def read_earlier(file: Path) -> Earlier:
     if values["dry_run"]:
         raise RunError(f"--compare {file} is of a dry run, which measures nothing; {remedy}")
     timings = {
-        (row["name"], row["contestant"]): Timing(row["samples"], row["limit_seconds"])
+        (row["name"], row["contestant"]): TimePair(row["samples"], row["limit_seconds"])
         for row in values["rows"]
         if row["samples"]
     }
@@ -127,7 +127,7 @@ class Move:
         return self.after / self.before - 1.0
 
 
-def judge_moves(before: Mapping[tuple[str, str], Timing], rows: Sequence[Row]) -> list[Move]:
+def judge_moves(before: Mapping[tuple[str, str], TimePair], rows: Sequence[Row]) -> list[Move]:
     """The changes of everything timed in both runs.
 
     Two medians differ beyond noise if their distance exceeds the sum of both interquartile ranges and

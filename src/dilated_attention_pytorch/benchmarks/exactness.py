@@ -25,7 +25,7 @@ _CANCELLED = 0.01
 
 
 @dataclass(frozen=True, slots=True)
-class Sample:
+class SampledRow:
     """A query row of one head and one sequence."""
 
     batch: int
@@ -82,21 +82,21 @@ def row_counts(case: Case, row: int, kv_head: int, computes: Computes, device: t
     return counts
 
 
-def draw_samples(case: Case) -> list[Sample]:
+def draw_samples(case: Case) -> list[SampledRow]:
     """Rows at both ends, at the end of the shortest segment and throughout the sequence; heads in turn."""
     generator = random.Random(0)
     if case.mode == "decode":
-        return [Sample(0, head, case.rows - 1) for head in range(case.heads)]
+        return [SampledRow(0, head, case.rows - 1) for head in range(case.heads)]
     shortest = min(case.segment_lengths, default=case.block_size)
     bounds = [case.rows * part // _STRETCHES for part in range(_STRETCHES + 1)]
     rows = {0, case.rows - 1, shortest - 1, shortest}
     rows |= {generator.randrange(a, b) for a, b in itertools.pairwise(bounds) if a < b}
     heads = itertools.cycle(generator.sample(range(case.heads), case.heads))
     batches = itertools.cycle(range(case.batch))
-    return [Sample(next(batches), next(heads), row) for row in sorted(rows) if 0 <= row < case.rows]
+    return [SampledRow(next(batches), next(heads), row) for row in sorted(rows) if 0 <= row < case.rows]
 
 
-def sampled_gradient(case: Case, samples: Sequence[Sample], like: Tensor) -> Tensor:
+def sampled_gradient(case: Case, samples: Sequence[SampledRow], like: Tensor) -> Tensor:
     """The output gradient: normal random at the samples, zero elsewhere."""
     grad = torch.zeros_like(like, requires_grad=False)
     generator = torch.Generator().manual_seed(1)
@@ -153,7 +153,7 @@ class _Tally:
 def judge(
     case: Case,
     computes: Computes,
-    samples: Sequence[Sample],
+    samples: Sequence[SampledRow],
     operands: tuple[Tensor, Tensor, Tensor],
     out: Tensor,
     grad_out: Tensor | None = None,

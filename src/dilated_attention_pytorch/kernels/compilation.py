@@ -54,7 +54,7 @@ class NotMeantError(BuildError):
 
 
 @dataclass(frozen=True, slots=True)
-class Build:
+class Compilation:
     """A compilation: its inputs, and the location of the result."""
 
     arguments: tuple[str, ...]
@@ -77,7 +77,7 @@ class Build:
         return self.folder / f"failure-{hashlib.blake2b(identity, digest_size=6).hexdigest()}.txt"
 
 
-def build_of_this_machine() -> Build:
+def build_of_this_machine() -> Compilation:
     """The compilation for this machine. No compiler is needed until there is something to compile.
 
     Raises:
@@ -116,10 +116,10 @@ def build_of_this_machine() -> Build:
         identity.update(part.encode() + b"\0")
     for source in sorted(SOURCES.iterdir()):
         identity.update(source.name.encode() + source.read_bytes() + b"\0")
-    return Build(arguments, kept / f"native-{identity.hexdigest()}")
+    return Compilation(arguments, kept / f"native-{identity.hexdigest()}")
 
 
-def compile_kernels(build: Build) -> bool:
+def compile_kernels(build: Compilation) -> bool:
     """Compile the kernels into the cache folder unless they are there, even after an earlier failure.
 
     Concurrent processes wait. Returns whether they were compiled.
@@ -244,7 +244,7 @@ def _in_words(folder: Path) -> Iterator[None]:
         ) from error
 
 
-def _is_whole(build: Build) -> bool:
+def _is_whole(build: Compilation) -> bool:
     """Whether the library is there, as it was compiled.
 
     Raises:
@@ -288,7 +288,7 @@ def find_compiler() -> Path:
     return Path(compiler)
 
 
-def _compiler_to_ask(build: Build) -> Path:
+def _compiler_to_ask(build: Compilation) -> Path:
     """The compiler, unless it is not to be called without being asked for by name."""
     if os.environ.get(NO_BUILD, "0") not in ("", "0"):
         if build.library.exists():
@@ -331,7 +331,7 @@ def _locked(folder: Path) -> Iterator[None]:
         os.close(lock)
 
 
-def _compile(build: Build, compiler: Path) -> None:
+def _compile(build: Compilation, compiler: Path) -> None:
     """Compile every source in its own process; the library is renamed into place when complete."""
     failure = build.failure(compiler)
     with tempfile.TemporaryDirectory(dir=build.folder) as scratch:

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 _PACKAGE = __name__.partition(".")[0]
 
 
-class Answer(NamedTuple):
+class OldName(NamedTuple):
     """An old name that works: ``name`` of module ``home`` of this package; ``instead`` is advice for new code."""
 
     home: str
@@ -41,7 +41,7 @@ def module(path: str) -> str | None:
     return read()["sentences"][key] if key else key
 
 
-def answer(path: str, name: str) -> Answer | str | None:
+def answer(path: str, name: str) -> OldName | str | None:
     """Status of an old name: its location, the reason why it is gone, or None if it never existed.
 
     The first match wins: the name in this module, the name in any module, a family of names.
@@ -61,4 +61,4 @@ def answer(path: str, name: str) -> Answer | str | None:
     home, _, attribute = found.partition(":")
     parent, _, leaf = (today or found.replace(":", ".")).rpartition(".")
     kept = "it keeps its old arguments; in new code " if home.startswith("legacy") else ""
-    return Answer(home, attribute, f"{kept}write `from {path_of(parent)} import {leaf}`")
+    return OldName(home, attribute, f"{kept}write `from {path_of(parent)} import {leaf}`")

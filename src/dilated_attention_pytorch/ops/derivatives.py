@@ -50,17 +50,17 @@ _OF_PLAIN_TENSORS = [
     )
 ]
 """Dispatch keys of plain strided tensors; without the autograd keys for inference tensors."""
-_WHERE_NOTHING_LOOKS_ON = [_keys("BackendSelect", "ADInplaceOrView"), _keys("BackendSelect")]
+_PLAIN_DISPATCH_STATES = [_keys("BackendSelect", "ADInplaceOrView"), _keys("BackendSelect")]
 """Thread-local dispatch keys when no mode, transform or tracer is active."""
 
 
-def is_seen(*tensors: Tensor | None) -> bool:
+def needs_dispatcher(*tensors: Tensor | None) -> bool:
     """Whether anything besides autograd must observe an operator on these tensors, so that it needs the dispatcher."""
     if torch.compiler.is_compiling() or forward_ad._current_level >= 0 or torch.overrides.has_torch_function(tensors):
         return True
     if torch._C._autograd._profiler_enabled():  # the profiler records operators by name
         return True
-    if torch._C._dispatch_tls_local_include_set() not in _WHERE_NOTHING_LOOKS_ON:
+    if torch._C._dispatch_tls_local_include_set() not in _PLAIN_DISPATCH_STATES:
         return True
     for tensor in tensors:  # noqa: SIM110 - a generator costs as much as the test itself
         if tensor is not None and torch._C._dispatch_keys(tensor) not in _OF_PLAIN_TENSORS:
@@ -153,7 +153,7 @@ def attend_call(call: Call) -> tuple[Tensor, Tensor]:
         NotImplementedError: torch.compile traces a ``torch.func`` derivative through it.
     """
     tensors: tuple[Any, ...] = call[:NUM_TENSORS]
-    if not is_seen(*tensors):
+    if not needs_dispatcher(*tensors):
         if is_recorded(*tensors):
             out, lse = _computed(*call)
             return out, lse
@@ -217,7 +217,7 @@ def gradients(
     of_call: tuple[Any, ...] = call[:NUM_TENSORS]
     if not torch.compiler.is_compiling() and (torch.is_grad_enabled() or is_transformed(*tensors, *of_call)):
         return tuple(_Gradients.apply(*tensors, *call))
-    if not is_seen(grad_out, grad_lse, *of_call):
+    if not needs_dispatcher(grad_out, grad_lse, *of_call):
         return tuple(call.impl.backward(call, *tensors))
     return _backward_operator(call, *tensors)
 

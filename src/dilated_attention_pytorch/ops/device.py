@@ -12,7 +12,7 @@ from dilated_attention_pytorch.kernels.partial import TRITON, Kernel
 from dilated_attention_pytorch.patterns import pattern_from_spec
 
 from .call import Call, Implementation
-from .derivatives import attend_call, is_seen, refuse_tangents
+from .derivatives import attend_call, needs_dispatcher, refuse_tangents
 from .run import as_rows
 from .tiles import num_pairs
 from .validation import check_documents, documents_of
@@ -107,7 +107,7 @@ def _attend_from(call: Call) -> tuple[Tensor, Tensor]:
     assert call.scale is not None
     assert isinstance(call.query_offset, Tensor)
     operands = (*tensors, call.query_offset, mask, call.pattern.spec, call.scale, call.key_offset)
-    out, lse = (attend_at if is_seen(*operands[:5]) else _attend_at)(*operands)
+    out, lse = (attend_at if needs_dispatcher(*operands[:5]) else _attend_at)(*operands)
     return out, lse
 
 

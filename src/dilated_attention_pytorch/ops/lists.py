@@ -121,7 +121,7 @@ class _Column:
         raise NotImplementedError
 
 
-class _QueryColumn(_Column):
+class _ListedQueryColumn(_Column):
     """``[problems, 1, rows * ratio(, D)]`` from ``[B, N, H(, D)]``; rows after the last one are filled."""
 
     def arranged(self, tensor: Tensor) -> Tensor:
@@ -137,7 +137,7 @@ class _QueryColumn(_Column):
         return rows[:, : self.operand.tensor.shape[1]]
 
 
-class _KeyColumn(_Column):
+class _ListedKeyColumn(_Column):
     """``[B * G * key blocks, block_size(, D)]`` from ``[B, M, G(, D)]``; rows after the last one are zero."""
 
     def arranged(self, tensor: Tensor) -> Tensor:
@@ -175,5 +175,9 @@ class _BlockColumn(_Column):
 
 
 def _column(partial: BlockLists, operand: Operand) -> _Column:
-    kinds: dict[Rows, type[_Column]] = {Rows.QUERY: _QueryColumn, Rows.KEY: _KeyColumn, Rows.BLOCKS: _BlockColumn}
+    kinds: dict[Rows, type[_Column]] = {
+        Rows.QUERY: _ListedQueryColumn,
+        Rows.KEY: _ListedKeyColumn,
+        Rows.BLOCKS: _BlockColumn,
+    }
     return kinds[operand.rows](partial, operand)

@@ -22,7 +22,7 @@ from .slab import SeenKeys, Slab
 
 
 @dataclass(frozen=True, slots=True)
-class _Step:
+class _RingStep:
     """What a rank receives from the rank some places before it and sends to the rank as many places after it."""
 
     distance: int
@@ -37,7 +37,7 @@ _NOTHING = Exchange((), (), ())
 
 
 @functools.lru_cache(maxsize=64)
-def steps(call: ShardedCall, shards: Shards, rank: int) -> tuple[_Step, ...]:
+def steps(call: ShardedCall, shards: Shards, rank: int) -> tuple[_RingStep, ...]:
     """The steps with communication for a rank, nearest ranks first.
 
     Computed from the rows of the rank and its neighbours. The order can be processed batch by batch, as NCCL
@@ -51,7 +51,7 @@ def steps(call: ShardedCall, shards: Shards, rank: int) -> tuple[_Step, ...]:
         wanted = exchange(call, shards[source], shards[rank]) if source in sources else _NOTHING
         served = exchange(call, shards[rank], shards[target]).blocks if target in targets else ()
         if wanted.blocks or served:
-            found.append(_Step(distance, source, wanted, target, served))
+            found.append(_RingStep(distance, source, wanted, target, served))
     return tuple(found)
 
 
@@ -88,7 +88,7 @@ class Ring:
 
     def backward(self, gradients_of: Callable[[SeenKeys], Tensor], grad_key: Tensor, grad_value: Tensor) -> None:
         """Pass every rank's rows to ``gradients_of``, return their gradients, and add those returned to this rank."""
-        returning: tuple[_Step, Tensor | None, Pending] | None = None
+        returning: tuple[_RingStep, Tensor | None, Pending] | None = None
         for index, step in enumerate(self._steps):
             is_next_early = self._may_overtake(index)
             seen_keys = self._arrived(index, is_next_early=is_next_early)
@@ -152,7 +152,7 @@ class Ring:
 
     @staticmethod
     def _add_returned(
-        returning: tuple[_Step, Tensor | None, Pending] | None, grad_key: Tensor, grad_value: Tensor
+        returning: tuple[_RingStep, Tensor | None, Pending] | None, grad_key: Tensor, grad_value: Tensor
     ) -> None:
         if returning is None:
             return

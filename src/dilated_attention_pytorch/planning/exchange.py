@@ -43,7 +43,7 @@ class Exchange(NamedTuple):
     slab_pairs: tuple[SlabPair, ...]
 
 
-class _Sight(NamedTuple):
+class _Visibility(NamedTuple):
     """Visibility between a run of queries and a run of keys under all rules, in rows of the whole sequence."""
 
     begin: int
@@ -66,15 +66,15 @@ def exchange(call: ShardedCall, key_runs: tuple[Run, ...], query_runs: tuple[Run
     blocks, pairs = list(of_groups), []
     if call.pattern.rules:
         for keys, key_row in with_rows(key_runs):
-            sights = [
-                (queries, row, _sight(call, call.pattern.rules, keys, queries))
+            visible = [
+                (queries, row, _visibility(call, call.pattern.rules, keys, queries))
                 for queries, row in with_rows(query_runs)
             ]
             first = len(blocks)
-            blocks += _blocks(_united([sight for _, _, sight in sights if sight]), key_row - keys[0])
-            for queries, query_row, sight in sights:
-                if sight:
-                    pairs.append(_pair(sight, query_row - queries[0], key_row - keys[0], blocks, first))
+            blocks += _blocks(_united([visibility for _, _, visibility in visible if visibility]), key_row - keys[0])
+            for queries, query_row, visibility in visible:
+                if visibility:
+                    pairs.append(_pair(visibility, query_row - queries[0], key_row - keys[0], blocks, first))
     return Exchange(tuple(blocks), rectangles, tuple(pairs))
 
 
@@ -92,12 +92,12 @@ def neighbours(call: ShardedCall, shards: Shards, rank: int) -> tuple[set[int], 
             is_causal = call.is_causal
             sources |= shards.owners(range(sharing.start, own) if is_causal else sharing)
             targets |= shards.owners(range(own, sharing.stop) if is_causal else sharing)
-        sources |= ranks_in_sight(call, shards, run, of_queries=True)
-        targets |= ranks_in_sight(call, shards, run, of_queries=False)
+        sources |= peers_of_run(call, shards, run, of_queries=True)
+        targets |= peers_of_run(call, shards, run, of_queries=False)
     return sources - {rank}, targets - {rank}
 
 
-def ranks_in_sight(
+def peers_of_run(
     call: ShardedCall, shards: Shards, run: Run, *, of_queries: bool, is_bounded: bool = False
 ) -> set[int]:
     """Ranks whose rows rules may make visible to a run's queries; or whose queries may attend to its keys.
@@ -118,28 +118,28 @@ def ranks_in_sight(
             first = start if back is None else max(start, run[0] - back)
             last = stop if ahead is None else min(stop, run[1] + ahead)
             if rule.block_size is None and before is None and end == last_end:
-                found |= _ranks_of_few(call, shards, rule, run, (first, last), of_queries=of_queries)
+                found |= _ranks_of_rectangles(call, shards, rule, run, (first, last), of_queries=of_queries)
             else:
                 found |= shards.owners(shards.runs_between(first, last))
     return found
 
 
-def _ranks_of_few(
+def _ranks_of_rectangles(
     call: ShardedCall, shards: Shards, rule: HeadRule, run: Run, others: Run, *, of_queries: bool
 ) -> set[int]:
     """Ranks with rows in any of a rule's few rectangles between one document's run and other rows."""
     begin, _ = document_at(call, run[0])
     queries, keys = (run, others) if of_queries else (others, run)
     found: set[int] = set()
-    for some in heads_alike(rule, call.num_kv_heads):
-        spans = rule.spans(some[0], call.num_kv_heads, _from(begin, queries), _from(begin, keys))
+    for heads in group_heads(rule, call.num_kv_heads):
+        spans = rule.spans(heads[0], call.num_kv_heads, _from(begin, queries), _from(begin, keys))
         of_others = spans[2:] if of_queries else spans[:2]
         for start, stop in zip(*(bound.tolist() for bound in of_others), strict=True):
             found |= shards.owners(shards.runs_between(start + begin, stop + begin))
     return found
 
 
-def rows_because_of_rules(call: ShardedCall, shards: Shards, rank: int) -> Iterator[tuple[int, int]]:
+def rows_sent_by_rules(call: ShardedCall, shards: Shards, rank: int) -> Iterator[tuple[int, int]]:
     """Ranks to which rules send rows of ``rank``, each with the number of rows (per head) in :func:`exchange`.
 
     A rank is repeated for every run of keys that is sent to it.
@@ -150,7 +150,7 @@ def rows_because_of_rules(call: ShardedCall, shards: Shards, rank: int) -> Itera
             for one in fixed_rectangles(call)
             if one.keys[0] < keys[1] and keys[0] < one.keys[1]
         ]
-        near = ranks_in_sight(call, shards, keys, of_queries=False, is_bounded=True)
+        near = peers_of_run(call, shards, keys, of_queries=False, is_bounded=True)
         targets = near.union(*(shards.owners(shards.runs_between(first, stop)) for _, first, stop in fixed)) - {rank}
         far: dict[frozenset[int], int] = {}
         for target in targets:
@@ -195,10 +195,10 @@ def fixed_rectangles(call: ShardedCall) -> tuple[Fixed, ...]:
     found = []
     for rule in call.pattern.rules:
         if is_fixed(call, rule):
-            for some in heads_alike(rule, call.num_kv_heads):
-                spans = rule.spans(some[0], call.num_kv_heads, everything, everything)
+            for heads in group_heads(rule, call.num_kv_heads):
+                spans = rule.spans(heads[0], call.num_kv_heads, everything, everything)
                 for first, stop, start, end in zip(*((bound - call.offset).tolist() for bound in spans), strict=True):
-                    found.append(Fixed(rule, len(some), (first, stop), (start, end)))
+                    found.append(Fixed(rule, len(heads), (first, stop), (start, end)))
     return tuple(found)
 
 
@@ -218,8 +218,8 @@ def _seen_rows_of(call: ShardedCall, rules: tuple[HeadRule, ...], keys: Run, que
 
 @functools.lru_cache(maxsize=4096)
 def _seen_rows(call: ShardedCall, rules: tuple[HeadRule, ...], keys: Run, *query_runs: Run) -> int:
-    sights = [sight for queries in query_runs if (sight := _sight(call, rules, keys, queries))]
-    return sum(stop - start for runs in _united(sights).values() for start, stop in runs)
+    visible = [visibility for queries in query_runs if (visibility := _visibility(call, rules, keys, queries))]
+    return sum(stop - start for runs in _united(visible).values() for start, stop in runs)
 
 
 def moved_to_the_start(call: ShardedCall, rules: tuple[HeadRule, ...], *runs: Run) -> tuple[Any, ...]:
@@ -242,7 +242,7 @@ def _is_in_reach(call: ShardedCall, rules: tuple[HeadRule, ...], keys: Run, quer
     )
 
 
-def _sight(call: ShardedCall, rules: tuple[HeadRule, ...], keys: Run, queries: Run) -> _Sight | None:
+def _visibility(call: ShardedCall, rules: tuple[HeadRule, ...], keys: Run, queries: Run) -> _Visibility | None:
     """Visibility of one run to the queries of another under some rules; None if there is none."""
     if queries == keys or (call.is_causal and keys[0] > queries[0]):
         return None
@@ -256,19 +256,19 @@ def _sight(call: ShardedCall, rules: tuple[HeadRule, ...], keys: Run, queries: R
     names: dict[int, tuple[tuple[int, int], ...]] = {}
     first, stop = query_range[1], query_range[0]
     for number, rule in enumerate(rules):
-        for some in heads_alike(rule, call.num_kv_heads):
-            rows = _rows_of_rule(call, rule, some[0], query_range, key_range)
+        for heads in group_heads(rule, call.num_kv_heads):
+            rows = _rows_of_rule(call, rule, heads[0], query_range, key_range)
             if rows:
                 first, stop = min(first, rows[0][0]), max(stop, rows[0][1])
-                found[number, some[0]] = rows[1]
-                names |= {head: (*names.get(head, ()), (number, some[0])) for head in some}
+                found[number, heads[0]] = rows[1]
+                names |= {head: (*names.get(head, ()), (number, heads[0])) for head in heads}
     if not names:
         return None
     united = {
         name: _union(*(torch.cat(bounds) + begin for bounds in zip(*(found[one] for one in name), strict=True)))
         for name in set(names.values())
     }
-    return _Sight(begin, (first + begin, stop + begin), {head: united[name] for head, name in names.items()})
+    return _Visibility(begin, (first + begin, stop + begin), {head: united[name] for head, name in names.items()})
 
 
 def _rows_of_rule(
@@ -294,7 +294,7 @@ def _rows_of_rule(
 
 
 @functools.lru_cache(maxsize=64)
-def heads_alike(rule: HeadRule, num_kv_heads: int) -> tuple[tuple[int, ...], ...]:
+def group_heads(rule: HeadRule, num_kv_heads: int) -> tuple[tuple[int, ...], ...]:
     """The key/value heads that a rule applies to, grouped by equal visibility."""
     alike: dict[Hashable, list[int]] = {}
     for head in range(num_kv_heads):
@@ -309,10 +309,10 @@ def _from(begin: int, run: Run) -> Range:
     return run[0] - begin, run[1] - begin
 
 
-def _near(some: Range, others: Range, back: int | None, ahead: int | None) -> Range:
-    """The part of ``some`` within distance ``back`` before or ``ahead`` after any of ``others``."""
-    first = some[0] if back is None else max(some[0], others[0] - back)
-    return first, some[1] if ahead is None else min(some[1], others[1] + ahead)
+def _near(rows: Range, others: Range, back: int | None, ahead: int | None) -> Range:
+    """The part of ``rows`` within distance ``back`` before or ``ahead`` after any of ``others``."""
+    first = rows[0] if back is None else max(rows[0], others[0] - back)
+    return first, rows[1] if ahead is None else min(rows[1], others[1] + ahead)
 
 
 def _union(starts: Tensor, stops: Tensor) -> tuple[Run, ...]:
@@ -326,13 +326,13 @@ def _union(starts: Tensor, stops: Tensor) -> tuple[Run, ...]:
     )
 
 
-def _united(sights: list[_Sight]) -> dict[int, tuple[Run, ...]]:
+def _united(visible: list[_Visibility]) -> dict[int, tuple[Run, ...]]:
     """Per head, the rows that any of several query runs attends to."""
-    if len(sights) == 1:
-        return sights[0].keys
+    if len(visible) == 1:
+        return visible[0].keys
     runs_of: dict[int, list[Run]] = {}
-    for sight in sights:
-        for head, runs in sight.keys.items():
+    for visibility in visible:
+        for head, runs in visibility.keys.items():
             runs_of.setdefault(head, []).extend(runs)
     return {head: _union(*torch.tensor(runs).unbind(1)) for head, runs in runs_of.items()}
 
@@ -350,9 +350,9 @@ def _blocks(runs_of: dict[int, tuple[Run, ...]], to_shard: int) -> Iterator[Bloc
         index += size
 
 
-def _pair(sight: _Sight, to_query_shard: int, to_key_shard: int, blocks: list[Block], first: int) -> SlabPair:
-    start = min(runs[0][0] for runs in sight.keys.values())
-    stop = max(runs[-1][1] for runs in sight.keys.values())
+def _pair(visibility: _Visibility, to_query_shard: int, to_key_shard: int, blocks: list[Block], first: int) -> SlabPair:
+    start = min(runs[0][0] for runs in visibility.keys.values())
+    stop = max(runs[-1][1] for runs in visibility.keys.values())
     keys = (start + to_key_shard, stop + to_key_shard)
     holding = tuple(
         number
@@ -360,9 +360,9 @@ def _pair(sight: _Sight, to_query_shard: int, to_key_shard: int, blocks: list[Bl
         if blocks[number].row < keys[1] and keys[0] < blocks[number].row + blocks[number].count
     )
     return SlabPair(
-        (sight.queries[0] + to_query_shard, sight.queries[1] + to_query_shard),
-        sight.queries[0] - sight.begin,
+        (visibility.queries[0] + to_query_shard, visibility.queries[1] + to_query_shard),
+        visibility.queries[0] - visibility.begin,
         keys,
-        start - sight.begin,
+        start - visibility.begin,
         holding,
     )

@@ -13,7 +13,7 @@ from dilated_attention_pytorch.patterns.dilated import DilationGroup
 from dilated_attention_pytorch.patterns.rules import Range, Spans, span_pairs
 from dilated_attention_pytorch.patterns.rules import num_pairs as pairs_of_spans
 
-from .exchange import fixed_rectangles, heads_alike, is_fixed
+from .exchange import fixed_rectangles, group_heads, is_fixed
 from .layout import Run, Shards
 from .segments import bounds_of, heads_of, num_selected
 from .shards import ShardedCall, document_at
@@ -83,7 +83,7 @@ def _pairs_of_rules(call: ShardedCall, queries: Range, keys: Range) -> int:
         # Shifted to a canonical position, so that ranks far from the ends share one cached call.
         period = rule.period
         to = 0 if period is None else min(first, queries[0]) // period * period
-        for heads in heads_alike(rule, call.num_kv_heads):
+        for heads in group_heads(rule, call.num_kv_heads):
             total += len(heads) * _pairs_of_rule(
                 rule,
                 heads[0],

@@ -14,7 +14,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from .exchange import rows_because_of_rules
+from .exchange import rows_sent_by_rules
 from .layout import Run, Shards
 from .rounds import gather_rounds, is_passed_on, num_messages
 from .segments import Sharing, shared_segments
@@ -218,9 +218,7 @@ def _at_once(size: int, rank: Tensor, counts: Tensor) -> Iterator[Run]:
 
 def _sent_because_of_rules(call: ShardedCall, shards: Shards, ranks: range) -> list[tuple[int, int, int]]:
     """Source, target and number of rows that some ranks send because of rules."""
-    return [
-        (source, target, number) for source in ranks for target, number in rows_because_of_rules(call, shards, source)
-    ]
+    return [(source, target, number) for source in ranks for target, number in rows_sent_by_rules(call, shards, source)]
 
 
 def _wanted(sharing: Sharing, shards: Shards) -> Tensor:

@@ -52,7 +52,7 @@ PACKAGES: Mapping[str, Sequence[str]] = {"h5": ("h5py",), "parquet": ("h5py", "p
 """Packages that each output format needs; slide files themselves are HDF5."""
 
 
-class Tiles(NamedTuple):
+class TileRows(NamedTuple):
     """A slide as input of the encoder."""
 
     source: Source
@@ -178,9 +178,9 @@ class Embedder:
         slides: Sequence[tuple[Source, Path]],
         say: Callable[[str], None],
         fail: Callable[[Path, str], None],
-    ) -> Iterator[list[Tiles]]:
+    ) -> Iterator[list[TileRows]]:
         """Slides in order, batched up to the tile limit; a slide larger than a batch comes alone."""
-        batch: list[Tiles] = []
+        batch: list[TileRows] = []
         limits, is_measured = None, False
         for source, path in slides:
             try:
@@ -199,7 +199,7 @@ class Embedder:
         if batch:
             yield batch
 
-    def _read(self, source: Source, path: Path) -> Tiles:
+    def _read(self, source: Source, path: Path) -> TileRows:
         """The tiles of a file in the form that the encoder takes.
 
         Raises:
@@ -228,7 +228,7 @@ class Embedder:
         except (TypeError, ValueError) as error:
             remedy = "pass another --tile-size and --output" if recorded is None else "extract its features again"
             raise RunError(f"{error}; {remedy} if {tile_size} is wrong") from error
-        return Tiles(source, path, slide.features, grid)
+        return TileRows(source, path, slide.features, grid)
 
     def _check_origin(self, slide: Slide) -> None:
         """Raise :class:`RunError` if the file records another tile encoder or magnification than is meant."""
@@ -271,7 +271,9 @@ class Embedder:
                 f"its {tiles:,} tiles take about {in_bytes(needed)}, and {in_bytes(given)} are available; {from_where}"
             )
 
-    def _embed(self, batch: list[Tiles], fail: Callable[[Path, str], None]) -> Iterator[tuple[Tiles, SlideEmbeddings]]:
+    def _embed(
+        self, batch: list[TileRows], fail: Callable[[Path, str], None]
+    ) -> Iterator[tuple[TileRows, SlideEmbeddings]]:
         try:
             found = self._compute(batch)
         except (MemoryError, RuntimeError) as error:
@@ -291,14 +293,14 @@ class Embedder:
                 continue
             yield slide, SlideEmbeddings(embedding, layers)
 
-    def _remedy(self, slide: Tiles) -> str:
+    def _remedy(self, slide: TileRows) -> str:
         """What to do about an embedding that is not finite."""
         if self.settings.precision != "float32":
             return "use --precision float32"
         largest = float(slide.features.abs().max())
         return f"its features are too large (up to {largest:.3g}), extract them again"
 
-    def _compute(self, batch: list[Tiles]) -> SlideEmbeddings:
+    def _compute(self, batch: list[TileRows]) -> SlideEmbeddings:
         """Embeddings of the slides of a batch, in float32 on the CPU."""
         # The dtype can differ from file to file.
         slides = [(slide.features.float(), slide.grid) for slide in batch]

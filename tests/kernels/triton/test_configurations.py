@@ -7,7 +7,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from dilated_attention_pytorch.kernels.triton.configurations import Configuration, candidates
+from dilated_attention_pytorch.kernels.triton.configurations import BlockSizes, candidates
 from dilated_attention_pytorch.kernels.triton.target import AMD, target_of
 
 NVIDIA = ["sm_80", "sm_86", "sm_87", "sm_89", "sm_90", "sm_100", "sm_103", "sm_110", "sm_120", "sm_121"]
@@ -26,12 +26,11 @@ def test_every_device_has_candidates_for_every_call(target: str) -> None:
 
 
 def test_some_kernels_have_other_blocks_before_triton_3_9() -> None:
-    for target in ("sm_90", "sm_100"):
-        older, newer = (candidates("key_gradient", 64, 2, target, False, version) for version in ((3, 8), (3, 9)))
-        assert Configuration(128, 64, 8, 3) in set(newer) - set(older)
+    older, newer = (candidates("key_gradient", 64, 2, "sm_100", False, version) for version in ((3, 8), (3, 9)))
+    assert BlockSizes(128, 64, 8, 3) in set(newer) - set(older)
     older, newer = (candidates("forward", 64, 2, "sm_100", False, version) for version in ((3, 8), (3, 9)))
-    assert set(newer) - set(older) == {Configuration(128, 64, 4, 2)}
-    for target in ("sm_80", "gfx942"):
+    assert set(newer) - set(older) == {BlockSizes(128, 64, 4, 2)}
+    for target in ("sm_80", "sm_90", "gfx942"):
         older, newer = (candidates("key_gradient", 64, 2, target, False, version) for version in ((3, 8), (3, 9)))
         assert older == newer
 

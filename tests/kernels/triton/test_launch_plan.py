@@ -12,7 +12,7 @@ import torch
 from dilated_attention_pytorch import DilatedPattern, Pattern, attend_with_lse, global_tokens, local_window
 from dilated_attention_pytorch.kernels.select import is_interpreted
 from dilated_attention_pytorch.kernels.triton import launch, plan
-from dilated_attention_pytorch.kernels.triton.configurations import Configuration
+from dilated_attention_pytorch.kernels.triton.configurations import BlockSizes
 from dilated_attention_pytorch.kernels.triton.problem import Problem
 from dilated_attention_pytorch.kernels.triton.table import COVERING_LENGTH, group_numbers
 from support.planned import with_candidates
@@ -23,7 +23,7 @@ PATTERN = DilatedPattern([16, 48], [1, 3]) + local_window(5)
 
 @pytest.fixture(autouse=True)
 def _own_plans(monkeypatch: pytest.MonkeyPatch) -> None:
-    with_candidates(monkeypatch, Configuration(16, 16, 4, 1))
+    with_candidates(monkeypatch, BlockSizes(16, 16, 4, 1))
 
 
 def problem(rows: int = 7, pattern: Pattern = PATTERN, **options: Any) -> Problem:
@@ -95,7 +95,7 @@ def test_a_plan_that_was_made_before_gives_the_bits_of_a_new_one(monkeypatch: py
 
     alone = []
     for call in calls:
-        with_candidates(monkeypatch, Configuration(16, 16, 4, 1))
+        with_candidates(monkeypatch, BlockSizes(16, 16, 4, 1))
         alone.append(results(call))
     # The last two have one plan: boundaries are no part of it.
     for one, again in zip(alone, [results(call) for call in calls], strict=True):

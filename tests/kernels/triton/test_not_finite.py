@@ -14,7 +14,7 @@ from torch import Tensor
 from dilated_attention_pytorch import DilatedPattern, attend, attend_with_lse, local_window
 from dilated_attention_pytorch.kernels.select import is_interpreted
 from dilated_attention_pytorch.kernels.triton import launch
-from dilated_attention_pytorch.kernels.triton.configurations import Configuration
+from dilated_attention_pytorch.kernels.triton.configurations import BlockSizes
 from dilated_attention_pytorch.kernels.triton.problem import Problem
 from support.drawn import DrawnCall, Sizes, block_calls, calls, examples
 from support.planned import tiles_of, with_candidates
@@ -31,7 +31,7 @@ pytestmark = [
 
 @pytest.fixture(autouse=True)
 def _small_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
-    with_candidates(monkeypatch, Configuration(16, 16, 4, 1))
+    with_candidates(monkeypatch, BlockSizes(16, 16, 4, 1))
 
 
 def in_reach(problem: Problem, counts: Tensor, bad: Tensor, tile_rows: int, *, of_queries: bool) -> Tensor:

@@ -20,7 +20,7 @@ from dilated_attention_pytorch import (
 )
 from dilated_attention_pytorch.kernels.select import is_interpreted
 from dilated_attention_pytorch.kernels.triton import launch
-from dilated_attention_pytorch.kernels.triton.configurations import Configuration
+from dilated_attention_pytorch.kernels.triton.configurations import BlockSizes
 from dilated_attention_pytorch.kernels.triton.plan import plan_of
 from dilated_attention_pytorch.kernels.triton.problem import Problem
 from support.error_budget import budget
@@ -102,7 +102,7 @@ def test_one_plan_serves_every_position(name: str, num_queries: int, num_splits:
 
 def test_a_window_of_rows_is_ordered_wherever_it_lies(monkeypatch: pytest.MonkeyPatch) -> None:
     """A chunk of a prefill: more rows than a tile, so that the order of rows is made at the position too."""
-    with_candidates(monkeypatch, Configuration(16, 16, 4, 1))
+    with_candidates(monkeypatch, BlockSizes(16, 16, 4, 1))
     pattern, position = PATTERNS["shifted groups"], torch.tensor(0, device=DEVICE)
     query, key, value = buffer(40)
     for start in (7, ROWS - 40):

@@ -15,7 +15,7 @@ from collections.abc import Iterator
 from typing import NamedTuple
 
 
-class Configuration(NamedTuple):
+class BlockSizes(NamedTuple):
     """Block sizes of one kernel: lines per tile, lines walked over at a time, warps, pipeline stages."""
 
     block_rows: int
@@ -24,8 +24,8 @@ class Configuration(NamedTuple):
     num_stages: int
 
 
-C = Configuration
-Candidates = tuple[Configuration, ...]
+C = BlockSizes
+Candidates = tuple[BlockSizes, ...]
 # kernel -> widest head (rounded up to a power of two) -> candidates
 Table = dict[str, dict[int, Candidates]]
 _FLOAT32: Table = {
@@ -75,12 +75,18 @@ _HOPPER: Table = {
 }
 # Overrides for compute capability 10.x: products are written to a separate memory and read from there.
 _BLACKWELL: Table = {
-    "forward": {64: (C(128, 64, 8, 3), C(128, 64, 4, 2), C(64, 64, 4, 3))},
+    "forward": {
+        64: (C(128, 64, 8, 3), C(128, 64, 4, 2), C(64, 64, 4, 3)),
+        128: (C(128, 64, 8, 3), C(128, 32, 8, 3), C(64, 64, 8, 3)),
+    },
     "query_gradient": {
         64: (C(128, 64, 8, 3), C(64, 64, 4, 3)),
         128: (C(64, 64, 8, 3), C(128, 64, 8, 2)),
     },
-    "key_gradient": {128: (C(64, 32, 8, 3), C(64, 32, 8, 2), C(128, 32, 8, 2))},
+    "key_gradient": {
+        64: (C(128, 64, 8, 3), C(128, 32, 8, 3), C(64, 64, 4, 3)),
+        128: (C(64, 32, 8, 3), C(64, 32, 8, 2), C(128, 32, 8, 2)),
+    },
 }
 # Warps have 64 threads; with 8 warps a thread has 256 registers, with 4 it has 512.
 _AMD: Table = {

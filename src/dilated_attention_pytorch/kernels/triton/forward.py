@@ -14,6 +14,7 @@ from .runs import is_active_in, keys_seen, load_run
 from .segments import first_position
 from .tiles import (
     SIZES,
+    is_seen_key,
     kept_within,
     lines_of,
     load_block,
@@ -21,6 +22,7 @@ from .tiles import (
     product,
     rounded,
     rows_of,
+    rows_of_run,
     store_lines,
     tile_of,
 )
@@ -82,20 +84,12 @@ def _attend_blocks(
 ):
     """Attend to the blocks ``[from_block, to_block)`` of the run of keys that begins at position ``first``."""
     line = tl.arange(0, BLOCK_RUN)
-    column = tl.arange(0, BLOCK_D)
-    first_row = (first - key_offset).to(tl.int64)
-    wide_rate = rate.to(tl.int64)  # a stride times a rate exceeds 2^31 before any address does
-    row_in_block = line * wide_rate
-    key_pointers = KEY + first_row * key_stride + (row_in_block * key_stride)[:, None] + column[None, :]
-    value_pointers = VALUE + first_row * value_stride + (row_in_block * value_stride)[:, None] + column[None, :]
-    key_step = key_stride * wide_rate * BLOCK_RUN
-    value_step = value_stride * wide_rate * BLOCK_RUN
+    first_row = first - key_offset
+    key_pointers, key_step = rows_of_run(KEY, key_stride, first_row, rate, BLOCK_RUN, BLOCK_D)
+    value_pointers, value_step = rows_of_run(VALUE, value_stride, first_row, rate, BLOCK_RUN, BLOCK_D)
     for block in range(from_block, to_block):
         index = block * BLOCK_RUN + line
-        is_key = index < count
-        if PADDED:
-            row = first - key_offset + index * rate
-            is_key = is_key & (tl.load(PADDING + row, mask=is_key, other=1) == 0)
+        is_key = is_seen_key(index, count, first_row, rate, PADDING, PADDED)
         key = load_block(key_pointers + block * key_step, is_key, MASKED or PADDED, D, BLOCK_D)
         score = product(query, tl.trans(key))
         if PADDED or (MASKED and not (CAUSAL or BANDED)):
@@ -217,72 +211,41 @@ def forward_kernel(
             maximum = highest
         num_full, num_blocks = full // BLOCK_RUN, (count + BLOCK_RUN - 1) // BLOCK_RUN
         from_block, to_block = num_blocks * share // num_splits, num_blocks * (share + 1) // num_splits
-        maximum, total, out = _attend_blocks(
-            query,
-            maximum,
-            total,
-            out,
-            keys,
-            values,
-            key_stride_n,
-            value_stride_n,
-            first,
-            rate,
-            count,
-            from_block,
-            tl.minimum(num_full, to_block),
-            start,
-            stop,
-            is_active,
-            key_offset,
-            padding,
-            seed,
-            query_states,
-            threshold,
-            keep_scale,
-            scale_log2,
-            D,
-            BLOCK_D,
-            BLOCK_RUN,
-            False,
-            CAUSAL,
-            BANDED,
-            PADDED,
-            DROPOUT,
-        )
-        maximum, total, out = _attend_blocks(
-            query,
-            maximum,
-            total,
-            out,
-            keys,
-            values,
-            key_stride_n,
-            value_stride_n,
-            first,
-            rate,
-            count,
-            tl.maximum(num_full, from_block),
-            to_block,
-            start,
-            stop,
-            is_active,
-            key_offset,
-            padding,
-            seed,
-            query_states,
-            threshold,
-            keep_scale,
-            scale_log2,
-            D,
-            BLOCK_D,
-            BLOCK_RUN,
-            True,
-            CAUSAL,
-            BANDED,
-            PADDED,
-            DROPOUT,
-        )
+        # Blocks that every row sees whole, then those that need a mask.
+        for MASKED in tl.static_range(2):
+            maximum, total, out = _attend_blocks(
+                query,
+                maximum,
+                total,
+                out,
+                keys,
+                values,
+                key_stride_n,
+                value_stride_n,
+                first,
+                rate,
+                count,
+                tl.maximum(num_full, from_block) if MASKED else from_block,
+                to_block if MASKED else tl.minimum(num_full, to_block),
+                start,
+                stop,
+                is_active,
+                key_offset,
+                padding,
+                seed,
+                query_states,
+                threshold,
+                keep_scale,
+                scale_log2,
+                D,
+                BLOCK_D,
+                BLOCK_RUN,
+                MASKED,
+                CAUSAL,
+                BANDED,
+                PADDED,
+                DROPOUT,
+            )
         if ROTATED:
             share = tl.where(share == 0, num_splits, share) - 1
         line += LINE

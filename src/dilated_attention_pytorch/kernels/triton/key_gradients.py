@@ -11,7 +11,18 @@ import triton.language as tl
 from .counter import head_state, keep_factors, key_state, query_state
 from .forward import LOG2_E
 from .runs import is_active_in, is_in_band, load_band, load_run
-from .tiles import SIZES, lines_of, load_block, load_lines, product, rounded, rows_of, store_lines, tile_of
+from .tiles import (
+    SIZES,
+    lines_of,
+    load_block,
+    load_lines,
+    product,
+    rounded,
+    rows_of,
+    rows_of_run,
+    store_lines,
+    tile_of,
+)
 
 
 @triton.jit
@@ -57,15 +68,10 @@ def _key_blocks(
     kernels have two loops: with two accumulators, no registers are left for the values that a second loop keeps alive.
     """
     line = tl.arange(0, BLOCK_RUN)
-    column = tl.arange(0, BLOCK_D)
-    first_row = (first - query_offset).to(tl.int64)
-    wide_rate = rate.to(tl.int64)
-    row_in_block = line * wide_rate
-    query_pointers = QUERY + first_row * query_stride + (row_in_block * query_stride)[:, None] + column[None, :]
-    grad_pointers = GRAD_OUT + first_row * grad_stride + (row_in_block * grad_stride)[:, None] + column[None, :]
-    line_pointers = first_row * line_stride + row_in_block * line_stride
-    query_step = query_stride * wide_rate * BLOCK_RUN
-    grad_step = grad_stride * wide_rate * BLOCK_RUN
+    first_row, wide_rate = first - query_offset, rate.to(tl.int64)
+    query_pointers, query_step = rows_of_run(QUERY, query_stride, first_row, rate, BLOCK_RUN, BLOCK_D)
+    grad_pointers, grad_step = rows_of_run(GRAD_OUT, grad_stride, first_row, rate, BLOCK_RUN, BLOCK_D)
+    line_pointers = first_row.to(tl.int64) * line_stride + line * wide_rate * line_stride
     line_step = line_stride * wide_rate * BLOCK_RUN
     for block in range(from_block, to_block):
         index = block * BLOCK_RUN + line

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from dilated_attention_pytorch.patterns.dilated import DilationGroup
 
-from .configurations import Configuration
+from .configurations import BlockSizes
 from .forward import forward_kernel, merge_splits_kernel
 from .key_gradients import key_gradient_kernel
 from .order import order_kernel
@@ -51,7 +51,7 @@ def forward(problem: Problem, num_splits: int | None = None) -> tuple[Tensor, Te
         if splits > 1:
             parts = lse.new_empty((splits, *out.shape)), lse.new_empty((splits, *lse.shape))
 
-        def launch(chosen: Configuration) -> None:
+        def launch(chosen: BlockSizes) -> None:
             walk = kernel.walk(chosen, splits)
             runs = _runs_of(problem, kernel, walk, order)
             before, after, keywords = walk.computing
@@ -96,7 +96,7 @@ def backward(
         is_shared = plan.key_gradient.side is plan.query_gradient.side
         order_of_keys = order if is_shared else _order_of(problem, plan.key_gradient)
 
-        def launch_queries(chosen: Configuration) -> None:
+        def launch_queries(chosen: BlockSizes) -> None:
             kernel = plan.query_gradient
             walk = kernel.walk(chosen)
             runs = _runs_of(problem, kernel, walk, order)
@@ -106,7 +106,7 @@ def backward(
             has_grad_lse = {"HAS_GRAD_LSE": grad_lse is not None}
             query_gradient_kernel.run(*tensors, *rows, order, *runs, *operands, *numbers, **keywords, **has_grad_lse)
 
-        def launch_keys(chosen: Configuration) -> None:
+        def launch_keys(chosen: BlockSizes) -> None:
             kernel = plan.key_gradient
             walk = kernel.walk(chosen)
             runs = _runs_of(problem, kernel, walk, order_of_keys)

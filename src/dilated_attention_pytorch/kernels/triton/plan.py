@@ -13,16 +13,16 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from .configurations import Candidates, Configuration, candidates
+from .configurations import BlockSizes, Candidates, candidates
 from .order import MEMBERSHIP_BITS
 from .problem import Kind, Positions, Problem, kind_of
 from .regions import regions_of
 from .rule_table import RuleTable, rule_table
-from .runs import line_of, slots_of
+from .runs import line_of, mask_bits
 from .sides import Side, layout_of, side_of
 from .table import group_table
 from .target import triton_version
-from .tuning import Choice, choice_of
+from .tuning import TimedChoice, choice_of
 
 # Keys are split to get up to this number of tiles per multiprocessor.
 TILES_PER_MULTIPROCESSOR = 2
@@ -69,11 +69,11 @@ class KernelPlan:
     """The table of groups."""
     rules: RuleTable | None
     """The table of rules for the tiles of this kernel."""
-    choice: Choice
+    choice: TimedChoice
     side: Side
     pack: int
     """Query heads that share a tile."""
-    _walks: dict[tuple[Configuration, int], Walk] = field(default_factory=dict)
+    _walks: dict[tuple[BlockSizes, int], Walk] = field(default_factory=dict)
 
     @property
     def of_queries(self) -> bool:
@@ -119,14 +119,14 @@ class KernelPlan:
             longest = max(longest, int(max(self.rules.others_per_row)))
         return max(1, min(wanted // tiles, longest // (2 * chosen.block_run), _MAX_SPLITS))
 
-    def walk(self, chosen: Configuration, num_splits: int = 1) -> Walk:
+    def walk(self, chosen: BlockSizes, num_splits: int = 1) -> Walk:
         """The launches for a configuration, with every run of keys split into ``num_splits`` parts."""
         walk = self._walks.get((chosen, num_splits))
         if walk is None:
             walk = self._walks[chosen, num_splits] = self._derived(chosen, num_splits)
         return walk
 
-    def _derived(self, chosen: Configuration, num_splits: int) -> Walk:
+    def _derived(self, chosen: BlockSizes, num_splits: int) -> Walk:
         kind, side, rules, positions = self.kind, self.side, self.rules, self.positions
         tile_rows = chosen.block_rows // self.pack
         head_blocks, others = kind.ratio // self.pack, (positions.num_keys, positions.key_offset)
@@ -154,7 +154,7 @@ class KernelPlan:
             {
                 **common,
                 "TILE_ROWS": tile_rows,
-                "SLOTS": slots_of(tile_rows),
+                "SLOTS": mask_bits(tile_rows),
                 "CAUSAL": kind.is_causal,
                 "PACKED": kind.num_documents is not None,
                 "ZERO_PAD_KEYS": kind.has_zero_pad_keys,
@@ -266,11 +266,11 @@ class LaunchPlan:
             kernel, self.kind, self.positions, self.table, rules, self._choice(kernel, choices), side, pack
         )
 
-    def _choice(self, kernel: str, choices: Candidates) -> Choice:
+    def _choice(self, kernel: str, choices: Candidates) -> TimedChoice:
         """The choice for all that determines the fastest: device, dtype, pattern, and the bit lengths of sizes."""
         kind = self.kind
         if len(choices) == 1:
-            return Choice(choices)
+            return TimedChoice(choices)
         return choice_of(
             kernel,
             choices,

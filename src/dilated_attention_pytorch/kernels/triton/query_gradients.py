@@ -12,7 +12,20 @@ import triton.language as tl
 from .counter import head_state, keep_factors, key_state, query_state
 from .forward import LOG2_E
 from .runs import is_active_in, keys_seen, load_run
-from .tiles import SIZES, kept_within, lines_of, load_block, load_lines, product, rounded, rows_of, store_lines, tile_of
+from .tiles import (
+    SIZES,
+    is_seen_key,
+    kept_within,
+    lines_of,
+    load_block,
+    load_lines,
+    product,
+    rounded,
+    rows_of,
+    rows_of_run,
+    store_lines,
+    tile_of,
+)
 
 
 @triton.jit
@@ -52,22 +65,14 @@ def _query_blocks(
 ):
     """Add the blocks ``[from_block, to_block)`` of a run of keys to the tile's gradient of the queries."""
     line = tl.arange(0, BLOCK_RUN)
-    column = tl.arange(0, BLOCK_D)
-    first_row = (first - key_offset).to(tl.int64)
-    wide_rate = rate.to(tl.int64)
-    row_in_block = line * wide_rate
-    key_pointers = KEY + first_row * key_stride + (row_in_block * key_stride)[:, None] + column[None, :]
-    value_pointers = VALUE + first_row * value_stride + (row_in_block * value_stride)[:, None] + column[None, :]
-    key_step = key_stride * wide_rate * BLOCK_RUN
-    value_step = value_stride * wide_rate * BLOCK_RUN
+    first_row = first - key_offset
+    key_pointers, key_step = rows_of_run(KEY, key_stride, first_row, rate, BLOCK_RUN, BLOCK_D)
+    value_pointers, value_step = rows_of_run(VALUE, value_stride, first_row, rate, BLOCK_RUN, BLOCK_D)
     # A row that takes no part here, like one that saw no key at all, has probability exp(-inf).
     reference = tl.where(is_active, lse, float("inf"))[:, None]
     for block in range(from_block, to_block):
         index = block * BLOCK_RUN + line
-        is_key = index < count
-        if PADDED:
-            row = first - key_offset + index * rate
-            is_key = is_key & (tl.load(PADDING + row, mask=is_key, other=1) == 0)
+        is_key = is_seen_key(index, count, first_row, rate, PADDING, PADDED)
         key = load_block(key_pointers + block * key_step, is_key, MASKED or PADDED, D, BLOCK_D)
         value = load_block(value_pointers + block * value_step, is_key, MASKED or PADDED, D, BLOCK_D)
         score = product(query, tl.trans(key)) * scale_log2
@@ -195,74 +200,42 @@ def query_gradient_kernel(
         is_active = is_row & is_active_in(line, slot)
         start, stop = keys_seen(line, position, is_active, LINE, CAUSAL, BANDED)
         num_full, num_blocks = full // BLOCK_RUN, (count + BLOCK_RUN - 1) // BLOCK_RUN
-        grad_query = _query_blocks(
-            query,
-            grad_out,
-            lse,
-            delta,
-            grad_query,
-            keys,
-            values,
-            key_stride_n,
-            value_stride_n,
-            first,
-            rate,
-            count,
-            0,
-            num_full,
-            start,
-            stop,
-            is_active,
-            key_offset,
-            padding,
-            seed,
-            query_states,
-            threshold,
-            keep_scale,
-            scale_log2,
-            D,
-            BLOCK_D,
-            BLOCK_RUN,
-            False,
-            CAUSAL,
-            BANDED,
-            PADDED,
-            DROPOUT,
-        )
-        grad_query = _query_blocks(
-            query,
-            grad_out,
-            lse,
-            delta,
-            grad_query,
-            keys,
-            values,
-            key_stride_n,
-            value_stride_n,
-            first,
-            rate,
-            count,
-            num_full,
-            num_blocks,
-            start,
-            stop,
-            is_active,
-            key_offset,
-            padding,
-            seed,
-            query_states,
-            threshold,
-            keep_scale,
-            scale_log2,
-            D,
-            BLOCK_D,
-            BLOCK_RUN,
-            True,
-            CAUSAL,
-            BANDED,
-            PADDED,
-            DROPOUT,
-        )
+        # Blocks that every row sees whole, then those that need a mask.
+        for MASKED in tl.static_range(2):
+            grad_query = _query_blocks(
+                query,
+                grad_out,
+                lse,
+                delta,
+                grad_query,
+                keys,
+                values,
+                key_stride_n,
+                value_stride_n,
+                first,
+                rate,
+                count,
+                num_full if MASKED else 0,
+                num_blocks if MASKED else num_full,
+                start,
+                stop,
+                is_active,
+                key_offset,
+                padding,
+                seed,
+                query_states,
+                threshold,
+                keep_scale,
+                scale_log2,
+                D,
+                BLOCK_D,
+                BLOCK_RUN,
+                MASKED,
+                CAUSAL,
+                BANDED,
+                PADDED,
+                DROPOUT,
+            )
         line += LINE
     # Loaded again: keeping the rows through the loops takes registers that the loops need.
     row = rows_of(ORDER, kv_head, window, tile, num_queries, slot, BLOCK_ROWS // PACK, WINDOW, ORDERED)

@@ -46,7 +46,7 @@ import triton
 import triton.language as tl
 
 from .problem import Kind
-from .rule_table import RuleTable, Tiles
+from .rule_table import RuleTable, TileRanges
 from .segments import document_of, load_group
 from .sides import Side
 
@@ -73,9 +73,9 @@ def regions_of(kind: Kind, rules: RuleTable | None, side: Side, tile_rows: int) 
             # A single tile is bounded wherever it lies, so that all decoding steps get the same number.
             is_aligned = side.is_ordered or (side.num_rows > tile_rows and side.window % tile_rows == 0)
             begins = None if side.offset is None or not is_aligned else (side.offset, side.offset + side.num_rows)
-            per_tile += rules.most_runs(Tiles(begins, reach))
+            per_tile += rules.most_runs(TileRanges(begins, reach))
         else:
-            of_any, within = rules.most_runs(Tiles(None, reach)), rules.most_runs_within(reach)
+            of_any, within = rules.most_runs(TileRanges(None, reach)), rules.most_runs_within(reach)
             choices = ((of_any, of_any), (2 * of_any, within))
             added = min(choices, key=lambda one: one[0] * num_tiles + one[1] * num_documents)
             per_tile, per_document = per_tile + added[0], per_document + added[1]

@@ -30,7 +30,7 @@ _GRANULE = 4096
 Range = tuple[int, int]
 
 
-class Tiles(NamedTuple):
+class TileRanges(NamedTuple):
     """Properties of a side's tiles that bound the number of their runs."""
 
     rows: Range | None
@@ -62,9 +62,9 @@ class RuleTable:
     """Index of the list, by rule and head."""
     _runs_of_span: tuple[int, ...]
     """Number of runs that a tile makes from one span, by rule."""
-    _most_runs: dict[Tiles, int] = field(default_factory=dict)
+    _most_runs: dict[TileRanges, int] = field(default_factory=dict)
 
-    def most_runs(self, tiles: Tiles) -> int:
+    def most_runs(self, tiles: TileRanges) -> int:
         """Upper bound on the number of runs of any tile in one document, over all rules."""
         if tiles not in self._most_runs:
             self._most_runs[tiles] = self._most([_most_spans(spans, tiles) for spans in self._spans])
@@ -84,7 +84,7 @@ class RuleTable:
         )
 
 
-def _most_spans(spans: Tensor, tiles: Tiles) -> int:
+def _most_spans(spans: Tensor, tiles: TileRanges) -> int:
     """Maximum number of spans of a list that a tile meets."""
     if not len(spans):
         return 0

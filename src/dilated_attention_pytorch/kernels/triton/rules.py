@@ -50,9 +50,9 @@ def load_span(SPANS, span, stop):
 
 @triton.jit
 def within_band(earliest, latest, first, stop, nearest, farthest):
-    """Ranges of the other rows in ``[first, stop)`` that some own row meets, and that all own rows meet.
+    """Union and intersection of the ranges in ``[first, stop)`` that the own rows see.
 
-    Own rows lie from ``earliest`` to ``latest`` and meet rows at distances from ``nearest`` to ``farthest``.
+    Own rows lie from ``earliest`` to ``latest`` and see rows at distances from ``nearest`` to ``farthest``.
     Differences are taken first: a position plus an unbounded distance would overflow 32 bits.
     """
     some_first = earliest + tl.maximum(nearest, first - earliest)

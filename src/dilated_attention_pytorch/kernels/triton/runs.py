@@ -36,14 +36,14 @@ EXTRA = tl.constexpr(4)
 BITS = tl.constexpr(5)
 
 
-def slots_of(tile_rows: int) -> int:
+def mask_bits(tile_rows: int) -> int:
     """Number of bits of a run: one per row of a tile, padded to whole words."""
     return max(32, next_power_of_2(tile_rows))
 
 
 def line_of(tile_rows: int, *, is_banded: bool) -> int:
     """Integers per run: its numbers, the bits for the rows of a tile, the two ends of a band."""
-    return BITS.value + slots_of(tile_rows) // 32 + 2 * is_banded
+    return BITS.value + mask_bits(tile_rows) // 32 + 2 * is_banded
 
 
 @triton.jit(do_not_specialize=SIZES)

@@ -144,6 +144,25 @@ def load_block(pointers, is_line, MASKED: tl.constexpr, D: tl.constexpr, BLOCK_D
 
 
 @triton.jit
+def rows_of_run(BASE, stride, first_row, rate, BLOCK_RUN: tl.constexpr, BLOCK_D: tl.constexpr):
+    """Pointers ``[BLOCK_RUN, BLOCK_D]`` to a run's first block, and their distance to the next block's."""
+    wide_rate = rate.to(tl.int64)  # a stride times a rate exceeds 2^31 before any address does
+    row_in_block = tl.arange(0, BLOCK_RUN) * wide_rate
+    first_line = BASE + first_row.to(tl.int64) * stride
+    pointers = first_line + (row_in_block * stride)[:, None] + tl.arange(0, BLOCK_D)[None, :]
+    return pointers, stride * wide_rate * BLOCK_RUN
+
+
+@triton.jit
+def is_seen_key(index, count, first_row, rate, PADDING, PADDED: tl.constexpr):
+    """Whether each row of a run exists and is no padding."""
+    is_key = index < count
+    if PADDED:
+        is_key = is_key & (tl.load(PADDING + first_row + index * rate, mask=is_key, other=1) == 0)
+    return is_key
+
+
+@triton.jit
 def kept_within(values, other, first, column, start, stop, HAS_START: tl.constexpr):
     """The columns of a block before each line's ``stop``, and from ``start`` on; ``other`` elsewhere.
 

@@ -7,27 +7,27 @@ from dataclasses import dataclass
 
 import torch
 
-from .configurations import Candidates, Configuration
+from .configurations import BlockSizes, Candidates
 from .tiles import INTERPRETED
 
 
 @dataclass(slots=True, eq=False)
-class Choice:
+class TimedChoice:
     """The candidates for one kind of call, and the fastest once it is timed."""
 
     candidates: Candidates
-    timed: Configuration | None = None
+    timed: BlockSizes | None = None
 
 
-_CHOICES: dict[tuple[object, ...], Choice] = {}
+_CHOICES: dict[tuple[object, ...], TimedChoice] = {}
 
 
-def choice_of(kernel: str, candidates: Candidates, *key: object) -> Choice:
+def choice_of(kernel: str, candidates: Candidates, *key: object) -> TimedChoice:
     """The choice shared by calls with this key."""
-    return _CHOICES.setdefault((kernel, candidates, *key), Choice(candidates))
+    return _CHOICES.setdefault((kernel, candidates, *key), TimedChoice(candidates))
 
 
-def fastest(choice: Choice, launch: Callable[[Configuration], None]) -> Configuration:
+def fastest(choice: TimedChoice, launch: Callable[[BlockSizes], None]) -> BlockSizes:
     """The fastest candidate of a choice.
 
     The first call compiles every candidate and times each for some milliseconds (Triton's ``do_bench``, which
@@ -45,7 +45,7 @@ def fastest(choice: Choice, launch: Callable[[Configuration], None]) -> Configur
     return choice.timed
 
 
-def _milliseconds(launch: Callable[[Configuration], None], candidate: Configuration) -> float:
+def _milliseconds(launch: Callable[[BlockSizes], None], candidate: BlockSizes) -> float:
     from triton.runtime.errors import OutOfResources
     from triton.testing import do_bench
 
