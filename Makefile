@@ -111,6 +111,7 @@ benchmark: $(VENV)/dev.stamp $(VENV)/deepspeed.stamp  ## the figures of the READ
 	$(BIN)/python -m benchmarks.decoding $(IF_STALE) --only kernel --output benchmarks/results/decoding_kernel.json
 	$(BIN)/python -m benchmarks.decoding $(IF_STALE) --impl aten --only model
 	$(BIN)/python -m benchmarks.blocks $(IF_STALE)
+	$(BIN)/python -m benchmarks.host $(IF_STALE)
 	$(BIN)/python -m benchmarks.recall $(IF_STALE) --seeds 0
 	$(BIN)/python -m benchmarks.parallel $(IF_STALE)
 	$(BIN)/python -m benchmarks.scale $(IF_STALE) --only plan call rounds

@@ -142,6 +142,15 @@ def gpu(values: Values) -> str:
     return markdown(("milliseconds, bfloat16", *names), rows)
 
 
+def host(values: Values) -> str:
+    """Microseconds of a call over a few rows."""
+    rows = [
+        (one["dtype"], one["mode"], *(f"{found:.0f}" for found in one["microseconds"].values()))
+        for one in values["points"]
+    ]
+    return markdown(("dtype", "microseconds", *values["points"][0]["microseconds"]), rows)
+
+
 def recall(values: Values) -> str:
     """Questions answered, and those whose answer is visible."""
     labels = {
@@ -188,6 +197,7 @@ TABLES: dict[str, tuple[str, Callable[[Values], str]]] = {
     "training-memory": ("training_memory.json", training_memory),
     "sharded-states": ("sharded_states.json", sharded_states),
     "gpu": ("gpu/bench/bench.json", gpu),
+    "host": ("host.json", host),
     "recall": ("recall.json", recall),
     "transformers-memory": ("transformers_memory.json", transformers_memory),
     "claims": ("claims.json", claims),
