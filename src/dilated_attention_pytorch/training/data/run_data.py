@@ -30,8 +30,8 @@ from ..windows import EvaluationWindows, StagedBatches, Window, evenly_spread, j
 from .buckets import BucketedBatches
 from .documents import PackedRows, as_one_row, held_out_rows
 from .mixture import Mixture
-from .sources import Sources, parts_of
-from .token_cache import Say, cached_corpus, open_corpus
+from .sources import Say, Sources, parts_of
+from .token_cache import cached_corpus, open_corpus
 from .tokenizer import BYTES, TOKENIZER_NAME, BytePairs, Tokenizer, byte_lengths, bytes_of, load_tokenizer
 
 if TYPE_CHECKING:
