@@ -144,6 +144,18 @@ def test_more_text_than_memory_is_refused_before_it_is_read(tmp_path: Path, monk
         read_corpus([tmp_path])
 
 
+def test_files_that_change_while_they_are_read_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    survey = sources.Sources.survey
+
+    def survey_and_change(self: sources.Sources) -> None:
+        survey(self)
+        (tmp_path / "part1" / "file1.txt").write_text("longer than before, by far")
+
+    monkeypatch.setattr(sources.Sources, "survey", survey_and_change)
+    with pytest.raises(RunError, match="a file changed while it was read"):
+        read_corpus([_texts(tmp_path, 5)])
+
+
 def test_a_character_may_lie_across_two_blocks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sources, "PIECE_BYTES", 4)
     (tmp_path / "a.txt").write_text("aaaé" * 9)

@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import os
 import shlex
+import stat
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -106,11 +107,15 @@ def compression_of(file: Path) -> str | None:
         return compression_in_words(stream.read(8), file)
 
 
-def check_regular(file: Path) -> None:
-    """Raise :class:`RunError` for a missing file, a pipe or a device."""
-    if not file.is_file():
-        reason = "is not a regular file" if file.exists() else f"does not exist (it is read from {Path.cwd()})"
-        raise RunError(f"--data: {file} {reason}; check the path")
+def check_regular(file: Path) -> os.stat_result:
+    """The status of a file; refuses a missing file, a pipe or a device."""
+    try:
+        status = file.stat()
+    except (OSError, ValueError) as error:
+        raise unreadable(file, error) from error
+    if not stat.S_ISREG(status.st_mode):
+        raise RunError(f"--data: {file} is neither a regular file nor a folder; write its text to a file and name that")
+    return status
 
 
 @contextmanager

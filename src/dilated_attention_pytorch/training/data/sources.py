@@ -40,10 +40,9 @@ _REFUSALS = {
     EMPTY: "is empty; name a file that holds text",
     NO_TEXT: "is not text: it holds zero bytes or is not UTF-8; name text files, or convert it "
     "(iconv -f LATIN1 -t UTF-8)",
-    IRREGULAR: "is neither a regular file nor a folder; write its text to a file and name that",
     GONE: "was removed while it was read; check the path",
 }
-"""What is said of a file that was given by name."""
+"""What is said of a regular file that was given by name."""
 
 
 class Progress:
@@ -188,8 +187,7 @@ class Sources:
         files = []
         for found in self._found:
             for file in [found.path] if found.name is not None else files_of_records(found.path):
-                check_regular(file)
-                status = file.stat()
+                status = check_regular(file)
                 files.append((str(file.absolute()), status.st_size, status.st_mtime_ns))
         return files
 
@@ -284,10 +282,7 @@ def in_words(skipped: Counter[str], before: str) -> str:
 
 def _size_of_named(path: Path) -> int:
     """Bytes of a text file that was given by name; refuses any other file."""
-    try:
-        path.stat()
-    except (OSError, ValueError) as error:
-        raise unreadable(path, error) from error
+    check_regular(path)
     size = _size_of_text(path)
     if size == COMPRESSED:
         raise RunError(f"--data: {path} is {compression_of(path)}, and name that")
