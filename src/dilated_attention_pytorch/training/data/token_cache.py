@@ -11,6 +11,7 @@ import json
 import mmap
 import os
 import shutil
+import sys
 import tempfile
 import time
 import warnings
@@ -19,9 +20,8 @@ from collections import Counter
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
-from io import BufferedWriter
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, BinaryIO
 
 import torch
 from torch import Tensor
@@ -37,6 +37,8 @@ from .sources import PIECE_BYTES, Piece, Progress, Say, Sources
 from .tokenizer import Tokenizer
 
 if TYPE_CHECKING:
+    import numpy as np
+
     from .tokenizer import Tokens
 
 _FORMAT = 1
@@ -44,7 +46,6 @@ _SIDES = ("training", "held-out")
 _FILES = tuple(f"{side}.{kind}" for side in _SIDES for kind in ("tokens", "starts"))
 _AT_ONCE = 4 * PIECE_BYTES
 """Bytes of text to tokenize at a time, on all cores."""
-_READ_AT_ONCE = 1 << 22
 _REMEDY = "it is made again"
 _UNFINISHED = ".unfinished-"
 _ABANDONED_SECONDS = 86400.0
@@ -204,25 +205,21 @@ def _is_abandoned(staging: Path) -> bool:
 
 
 class _Side:
-    """The tokens of one side of the split while they are written."""
+    """The files of one side of the split while they are written."""
 
-    def __init__(self, tokens: BufferedWriter, starts: BufferedWriter, dtype: Any) -> None:
-        self.tokens, self.starts, self.dtype = tokens, starts, dtype
+    def __init__(self, tokens: BinaryIO, starts: BinaryIO, dtype: np.dtype[Any]) -> None:
+        self._tokens, self._starts, self._dtype = tokens, starts, dtype
         self.num_tokens = self.num_documents = self.num_bytes = 0
 
     def add(self, piece: Piece, tokens: Tokens, separator: int) -> None:
         """Write the tokens of the next piece."""
-        import numpy as np
-
         if piece.is_first:
-            self.starts.write(np.array([self.num_tokens], np.int64).tobytes())
-            self.tokens.write(np.array([separator], self.dtype).tobytes())
-            self.num_tokens += 1
+            self._starts.write(self.num_tokens.to_bytes(8, sys.byteorder))
+            self._tokens.write(self._dtype.type(separator).tobytes())
             self.num_documents += 1
-            self.num_bytes += 1
-        self.tokens.write(tokens.astype(self.dtype, copy=False).tobytes())
-        self.num_tokens += len(tokens)
-        self.num_bytes += len(piece.text)
+        self._tokens.write(tokens.astype(self._dtype, copy=False).tobytes())
+        self.num_tokens += len(tokens) + piece.is_first
+        self.num_bytes += len(piece.text) + piece.is_first
 
 
 def _make(sources: Sources, tokenizer: Tokenizer, folder: Path, say: Say | None) -> dict[str, Any]:
@@ -233,19 +230,22 @@ def _make(sources: Sources, tokenizer: Tokenizer, folder: Path, say: Say | None)
     started, progress = time.monotonic(), Progress(say)
     with ExitStack() as opened:
         files = [opened.enter_context(open(folder / name, "wb")) for name in _FILES]
-        sides = (_Side(files[0], files[1], dtype), _Side(files[2], files[3], dtype))
+        training, held_out = sides = _Side(files[0], files[1], dtype), _Side(files[2], files[3], dtype)
         for batch in _batches(sources.pieces()):
             texts = [piece.text for piece in batch]
             for piece, tokens in zip(batch, tokenizer.encode(texts), strict=True):
                 sides[piece.is_held_out].add(piece, tokens, tokenizer.separator)
             if progress.is_due():
-                done = sum(side.num_bytes for side in sides)
+                done = training.num_bytes + held_out.num_bytes
                 pace = in_bytes(round(done / (time.monotonic() - started)))
                 progress.tell(f"making tokens of --data: {in_bytes(done)} of {in_bytes(sources.num_bytes)}, {pace}/s")
-    training, held_out = sides
     checksum = 0
     for side in _SIDES:
-        checksum = _checksum(folder / f"{side}.tokens", checksum)
+        with (
+            open(folder / f"{side}.tokens", "rb") as file,
+            mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as mapped,
+        ):
+            checksum = zlib.crc32(mapped, checksum)
     numbers = (training.num_bytes, training.num_documents, held_out.num_bytes, held_out.num_documents, checksum)
     figures = dict(zip(CORPUS_KEYS, numbers, strict=True))
     if tokenizer.vocab_size > 256:
@@ -264,10 +264,3 @@ def _batches(pieces: Iterator[Piece]) -> Iterator[list[Piece]]:
             batch, size = [], 0
     if batch:
         yield batch
-
-
-def _checksum(path: Path, checksum: int) -> int:
-    with path.open("rb") as file:
-        while block := file.read(_READ_AT_ONCE):
-            checksum = zlib.crc32(block, checksum)
-    return checksum
