@@ -108,13 +108,14 @@ def test_a_batch_within_the_budget_holds_documents_of_like_length_each_once_an_e
 
 
 def drawn_from(text: Text, kind: str, seed: int) -> Any:
-    windows = TrainingWindows(text, CONTEXT, 300, seed=seed, file_start_fraction=0.0)
+    windows = TrainingWindows(text, CONTEXT, 300, seed=seed, file_start_fraction=0.3)
     rows = PackedRows(text, CONTEXT, 300, seed=seed)
     batches = BucketedBatches(text, CONTEXT, max_tokens=50, max_batch_size=0, num_batches=300, seed=seed)
-    return {"rows": rows, "batches": batches, "mixture": Mixture([windows, rows], [3.0, 1.0], seed=seed)}[kind]
+    mixture = Mixture([windows, rows], [3.0, 1.0], seed=seed)
+    return {"windows": windows, "rows": rows, "batches": batches, "mixture": mixture}[kind]
 
 
-@pytest.mark.parametrize("kind", ["rows", "batches", "mixture"])
+@pytest.mark.parametrize("kind", ["windows", "rows", "batches", "mixture"])
 def test_a_sample_is_a_function_of_seed_and_index(kind: str, text: Text) -> None:
     first, second, other = (drawn_from(text, kind, seed) for seed in (5, 5, 6))
     indices = torch.randperm(300).tolist()
