@@ -18,14 +18,14 @@ Patch = Callable[[pytest.MonkeyPatch], None]
 
 
 def refuse_reading(monkeypatch: pytest.MonkeyPatch) -> None:
-    read = Path.read_bytes
+    open_file = Path.open
 
-    def read_bytes(path: Path) -> bytes:
+    def open_or_refuse(path: Path, *args: Any, **kwargs: Any) -> Any:
         if path.name == "module3.py":
             raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), str(path))
-        return read(path)
+        return open_file(path, *args, **kwargs)
 
-    monkeypatch.setattr(Path, "read_bytes", read_bytes)
+    monkeypatch.setattr(Path, "open", open_or_refuse)
 
 
 def refuse_making(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -35,7 +35,7 @@ from dilated_attention_pytorch.training.checkpoint import STAGING, checkpoint_st
 from dilated_attention_pytorch.training.distribution import leaving_together
 from dilated_attention_pytorch.training.optimizer import MuonWithAdamW, ShardedMuon
 from dilated_attention_pytorch.training.trainer import LongNetTrainer
-from training.runs import quiet, weights, write_texts
+from training.runs import furthest, quiet, weights, write_texts
 from training.spread_runs import small_settings
 
 MESHES: dict[str, tuple[int, dict[str, Any]]] = {
@@ -229,8 +229,7 @@ def what_differs(run: Path, other: Path, steps: int) -> list[str]:
     differing = []
     ours, theirs = weights(run), weights(other)
     if ours.keys() != theirs.keys() or not all(torch.equal(ours[name], theirs[name]) for name in theirs):
-        furthest = max(float((ours[name] - theirs[name]).abs().max()) for name in theirs)
-        differing.append(f"weights by {furthest:.2g}")
+        differing.append(f"weights by {furthest(ours, theirs):.2g}")
     states = [torch.load(folder / f"checkpoint-{steps}" / "optimizer.pt", weights_only=True) for folder in (run, other)]
     if not _equal(*states):
         differing.append("optimizer states")

@@ -10,9 +10,10 @@ import pytest
 import torch
 
 from dilated_attention_pytorch import memory
-from dilated_attention_pytorch.training import RunError, text_files
-from dilated_attention_pytorch.training.corpus import SEPARATOR, Text, read_corpus, standard_library
-from dilated_attention_pytorch.training.text_files import in_words
+from dilated_attention_pytorch.training import RunError
+from dilated_attention_pytorch.training.corpus import SEPARATOR, Text, read_corpus
+from dilated_attention_pytorch.training.data import sources
+from dilated_attention_pytorch.training.data.sources import in_words, standard_library
 
 
 def _texts(folder: Path, count: int) -> Path:
@@ -77,11 +78,11 @@ def test_what_is_no_text_in_a_folder_is_counted_and_left_out(tmp_path: Path) -> 
 def test_a_file_that_may_not_be_read_is_named_with_the_remedy(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     _texts(tmp_path, 5)
 
-    def refuse(path: Path) -> bytes:
+    def refuse(path: Path, mode: str) -> None:
         # Permissions do not bind root, so the refusal of the system is played.
         raise PermissionError(13, os.strerror(13), str(path))
 
-    monkeypatch.setattr(Path, "read_bytes", refuse)
+    monkeypatch.setattr(Path, "open", refuse)
     with pytest.raises(RunError, match=r"may not be read by this user; change its permissions"):
         read_corpus([tmp_path])
 
@@ -115,36 +116,48 @@ def test_files_of_the_kernel_are_empty_whatever_reading_them_would_give() -> Non
 def test_how_far_it_is_is_said_where_reading_takes_long(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     _texts(tmp_path, 7)
     clock = itertools.count(0.0, 3.0)  # three seconds pass between two looks at it
-    monkeypatch.setattr(text_files.time, "monotonic", lambda: next(clock))
+    monkeypatch.setattr(sources.time, "monotonic", lambda: next(clock))
     said: list[str] = []
     read_corpus([tmp_path], say=said.append)
     assert said
     assert all(line.startswith("reading --data: ") and str(tmp_path) in line for line in said)
-    counts = [int(line.split()[2]) for line in said]
+    counts = [int(line.split()[2]) for line in said if "files of text" in line]
     assert counts == sorted(counts)
     assert counts[-1] > 1
     quiet: list[str] = []
-    monkeypatch.setattr(text_files.time, "monotonic", lambda: 0.0)
+    monkeypatch.setattr(sources.time, "monotonic", lambda: 0.0)
     read_corpus([tmp_path], say=quiet.append)
     assert not quiet
 
 
-def test_more_text_than_memory_is_refused_at_the_file_that_is_too_much(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(text_files, "_CHECKED_EVERY", 1)
+def test_more_text_than_memory_is_refused_before_it_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "a.txt").write_text("a" * 1000)
     (tmp_path / "b.txt").write_text("b" * 1000)
-    (tmp_path / "c.bin").write_bytes(bytes(100_000))  # is known by its beginning and never read
-    monkeypatch.setattr(memory, "free_memory", lambda device: 3000)
+    (tmp_path / "c.bin").write_bytes(bytes(100_000))  # is not text and takes no memory
+    monkeypatch.setattr(memory, "free_memory", lambda device: 2000)
     assert read_corpus([tmp_path]).skipped == {"not UTF-8 text": 1}
-    monkeypatch.setattr(memory, "free_memory", lambda device: 2999)
-    with pytest.raises(RunError, match=r"the text up to .*b\.txt needs at least .* are free; name fewer files"):
+    monkeypatch.setattr(memory, "free_memory", lambda device: 1999)
+    monkeypatch.setattr(sources.Sources, "pieces", lambda self: pytest.fail("it is read"))
+    with pytest.raises(
+        RunError, match=r"--data: the text needs at least .* are free; name fewer files, or keep .*--cache"
+    ):
         read_corpus([tmp_path])
 
 
-def test_a_character_may_lie_across_what_is_looked_at_first(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(text_files, "_LOOKED_AT", 4)
+def test_files_that_change_while_they_are_read_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    survey = sources.Sources.survey
+
+    def survey_and_change(self: sources.Sources) -> None:
+        survey(self)
+        (tmp_path / "part1" / "file1.txt").write_text("longer than before, by far")
+
+    monkeypatch.setattr(sources.Sources, "survey", survey_and_change)
+    with pytest.raises(RunError, match="a file changed while it was read"):
+        read_corpus([_texts(tmp_path, 5)])
+
+
+def test_a_character_may_lie_across_two_blocks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sources, "PIECE_BYTES", 4)
     (tmp_path / "a.txt").write_text("aaaé" * 9)
     (tmp_path / "b.txt").write_bytes("aaaé".encode()[:4])
     corpus = read_corpus([tmp_path])

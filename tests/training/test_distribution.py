@@ -22,7 +22,7 @@ from dilated_attention_pytorch.training.faults import read_faults
 from dilated_attention_pytorch.training.report import read_run
 from dilated_attention_pytorch.training.tensor_parallel import order_of, row_orders
 from support.processes import TESTS, end_whole, environment, run_whole, torchrun
-from training.runs import quiet, weights, write_texts
+from training.runs import furthest, quiet, weights, write_texts
 from training.spread_runs import small_settings
 
 LOSS_TOLERANCE = 1e-5  # nats, of losses of 3 to 6
@@ -96,13 +96,11 @@ def _check_follows(folder: Path, name: str, figure: Any) -> None:
     ends = [json.loads((folder / run / "training.json").read_text())["result"] for run in ("one", name)]
     for key in ("bits_per_byte", "last_quarter_alone"):
         assert abs(ends[0][key] - ends[1][key]) <= LOSS_TOLERANCE
-    ours, theirs = weights(folder / name), weights(folder / "one")
-    assert ours.keys() == theirs.keys()
-    furthest = max(float((ours[key] - theirs[key]).abs().max()) for key in theirs)
-    assert furthest <= WEIGHT_TOLERANCE
+    of_weight = furthest(weights(folder / name), weights(folder / "one"))
+    assert of_weight <= WEIGHT_TOLERANCE
     figure(
         f"20 steps beside one process, {name}: largest difference of a loss (nats), held-out loss, weight",
-        f"{differences['bits_per_byte']:.1e}, {differences['eval_bits_per_byte']:.1e}, {furthest:.1e}",
+        f"{differences['bits_per_byte']:.1e}, {differences['eval_bits_per_byte']:.1e}, {of_weight:.1e}",
     )
 
 
@@ -174,11 +172,8 @@ def test_two_processes_follow_one_in_lower_precision_and_a_rank_that_sleeps_is_n
 
     def distance(name: str, other: str) -> tuple[float, float]:
         losses = [[entry["loss"] for entry in read_metrics(folder / run) if "loss" in entry] for run in (name, other)]
-        ours, theirs = weights(folder / name), weights(folder / other)
-        return (
-            max(abs(one - several) for one, several in zip(*losses, strict=True)),
-            max(float((ours[key] - theirs[key]).abs().max()) for key in theirs),
-        )
+        of_loss = max(abs(one - several) for one, several in zip(*losses, strict=True))
+        return of_loss, furthest(weights(folder / name), weights(folder / other))
 
     references = ("alone, float16", "alone, moments")
     found = {name: distance(name, other) for name, other in zip(cases, references, strict=False)}

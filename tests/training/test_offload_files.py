@@ -16,11 +16,10 @@ from dilated_attention_pytorch.training import RunError, resume, train
 from dilated_attention_pytorch.training.offload_files import check_folder, load_operator
 from dilated_attention_pytorch.training.spreading import spread_anew
 from support.processes import TESTS
-from training.runs import quiet, weights, write_texts
+from training.runs import distances, losses, quiet, weights, write_texts
 from training.spread_runs import small_settings
 from training.test_distribution import _torchrun
-from training.test_spreading import moments
-from training.test_zero import HALF, NEEDS_DEEPSPEED, TOLERANCE, _losses
+from training.test_zero import HALF, NEEDS_DEEPSPEED, TOLERANCE
 
 LEAST = 1 << 18
 """Elements, of float32 1 MiB; DeepSpeed keeps smaller pieces in memory."""
@@ -62,25 +61,19 @@ def test_states_in_files_train_what_one_process_trains(tmp_path: Path, figure: A
     kept = sum(size for name, size in found.items() if "float32params" in name)
     assert kept == sum(4 * size for size in sizes.values() if size // 2 >= LEAST) > 0
 
-    expected = _losses(one)
-    assert list(expected) == list(range(1, 21)) == list(_losses(tmp_path / "whole"))
-    assert _losses(tmp_path / "resumed") == _losses(tmp_path / "whole")
+    assert list(losses(one)) == list(range(1, 21))
+    assert losses(tmp_path / "resumed") == losses(tmp_path / "whole")
     assert all(
         torch.equal(value, weights(tmp_path / "resumed")[name]) for name, value in weights(tmp_path / "whole").items()
     )
     resume(tmp_path / "left", quiet())  # one process takes up what two have stopped
     for name in ("whole", "left"):
-        trained = tmp_path / name
-        of_loss = max(abs(expected[step] - loss) for step, loss in _losses(trained).items())
-        of_weight = max(float((weights(one)[key] - value).abs().max()) for key, value in weights(trained).items())
-        theirs, ours = moments(one / "checkpoint-20"), moments(trained / "checkpoint-20")
-        assert theirs.keys() == ours.keys()
-        of_moment = max(float((theirs[key] - value).abs().max()) for key, value in ours.items())
+        distance = distances(tmp_path / name, one, 20)
         figure(
             f"20 steps beside one process, in files, {name}: largest difference of a loss (nats), weight, moment",
-            f"{of_loss:.1e}, {of_weight:.1e}, {of_moment:.1e}",
+            "{:.1e}, {:.1e}, {:.1e}".format(*distance),
         )
-        assert max(of_loss, of_weight, of_moment) < TOLERANCE
+        assert max(distance) < TOLERANCE
 
 
 @pytest.mark.parametrize(

@@ -9,16 +9,24 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
 from dilated_attention_pytorch.cli import main
 from dilated_attention_pytorch.training import RunError, resume, train
-from dilated_attention_pytorch.training.callbacks import read_metrics
 from dilated_attention_pytorch.training.spreading import spread_anew
 from support.processes import TESTS, environment, run_whole, torchrun
-from training.runs import quiet, record_samples, samples_of, stop_after, stopped_run, weights, write_texts
+from training.runs import (
+    distances,
+    losses,
+    moments,
+    quiet,
+    record_samples,
+    samples_of,
+    stop_after,
+    stopped_run,
+    write_texts,
+)
 from training.spread_runs import small_settings
 
 HANG_SECONDS = 600.0
@@ -72,11 +80,6 @@ def test_what_cannot_be_shared_says_what_can() -> None:
         spread_anew(settings, 1, 4, {})
 
 
-def moments(checkpoint: Path) -> dict[str, torch.Tensor]:
-    state = torch.load(checkpoint / "optimizer.pt", weights_only=True)["state"]
-    return {f"{name}.{key}": value for name, of in state.items() for key, value in of.items() if key != "step"}
-
-
 def go_on_over(processes: int, run: Path, stop: int | None, changes: dict[str, Any], samples: Path) -> None:
     """Resume ``run`` under torchrun, stop it after a step, and have ``samples`` filled with what it trains on."""
     script = str(TESTS / "training" / "respread.py")
@@ -111,29 +114,13 @@ def test_two_processes_then_one_then_four_train_what_one_trains(tmp_path: Path, 
         ended = resume(run, quiet())
     assert ended.step == STEPS
     assert samples_of(seen) == samples_of(seen_whole)
-    curves = [
-        {
-            entry["step"]: entry["bits_per_byte"] * math.log(2)
-            for entry in read_metrics(folder)
-            if "bits_per_byte" in entry
-        }
-        for folder in (whole, run)
-    ]
-    assert list(curves[0]) == list(curves[1]) == list(range(1, STEPS + 1))
-    of_loss = max(abs(curves[0][step] - curves[1][step]) for step in curves[0])
-    expected, found = weights(whole), weights(run)
-    of_weight = max(float((expected[name] - found[name]).abs().max()) for name in expected)
-    of_moment = max(
-        float((tensor - moments(run / "checkpoint-20")[name]).abs().max())
-        for name, tensor in moments(whole / "checkpoint-20").items()
-    )
+    assert list(losses(run)) == list(range(1, STEPS + 1))
+    found = distances(run, whole, STEPS)
     figure(
         "1 -> 2 (fsdp) -> 1 -> 4 (context 2) -> 1 processes: largest difference of a loss, weight, moment",
-        f"{of_loss:.1e}, {of_weight:.1e}, {of_moment:.1e}",
+        "{:.1e}, {:.1e}, {:.1e}".format(*found),
     )
-    assert of_loss < 1e-5
-    assert of_weight < 1e-5
-    assert of_moment < 1e-5
+    assert max(found) < 1e-5
 
 
 def test_other_flags_than_those_that_spread_are_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -120,7 +120,6 @@ def test_ranks_that_are_started_otherwise_end_before_the_first_step_and_say_what
 
 
 def test_ranks_end_with_a_launcher_that_is_killed_while_they_start(texts: Path, tmp_path: Path, figure: Any) -> None:
-    """More moments, and torchrun itself: ``python tests/training/killed_launches.py``."""
     seconds = [kill_launcher(texts, tmp_path / str(number), after=after) for number, after in enumerate((0.5, 3.0))]
     figure("launcher killed 0.5 s and 3 s after its start: seconds until its ranks had ended", seconds)
 

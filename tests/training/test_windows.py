@@ -27,13 +27,6 @@ def text(tmp_path: Path) -> Text:
     return read_corpus([tmp_path]).training
 
 
-def test_a_window_is_a_function_of_seed_and_index(text: Text) -> None:
-    first, second, other = (TrainingWindows(text, 61, 40, seed=seed, file_start_fraction=0.3) for seed in (5, 5, 6))
-    backwards = [second[index]["input_ids"] for index in reversed(range(40))][::-1]
-    assert all(torch.equal(first[index]["input_ids"], backwards[index]) for index in range(40))
-    assert any(not torch.equal(first[index]["input_ids"], other[index]["input_ids"]) for index in range(40))
-
-
 def test_windows_at_file_starts_begin_with_the_separator(text: Text) -> None:
     windows = TrainingWindows(text, 61, 40, seed=0, file_start_fraction=1.0)
     starts = [int(windows[index]["input_ids"][0]) for index in range(40)]

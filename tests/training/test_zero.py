@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import importlib.util
 import json
-import math
 from pathlib import Path
 from typing import Any
 
@@ -12,13 +11,11 @@ import pytest
 import torch
 
 from dilated_attention_pytorch.training import RunError, resume, train
-from dilated_attention_pytorch.training.callbacks import read_metrics
 from dilated_attention_pytorch.training.zero import check_engine, check_zero
 from support.processes import TESTS
-from training.runs import quiet, weights, write_texts
+from training.runs import distances, losses, moments, quiet, weights, write_texts
 from training.spread_runs import small_settings
 from training.test_distribution import _torchrun
-from training.test_spreading import moments
 
 NEEDS_DEEPSPEED = pytest.mark.skipif(
     importlib.util.find_spec("deepspeed") is None, reason="the extra deepspeed is not installed: make zero"
@@ -43,27 +40,21 @@ def test_every_stage_trains_what_one_process_trains(tmp_path: Path, figure: Any)
         2, [str(script), str(tmp_path), str(texts), json.dumps([(name, *case) for name, case in CASES.items()])]
     )
     assert run.returncode == 0, run.stderr[-8000:]
-    expected = _losses(one)
-    assert list(expected) == list(range(1, 21))
+    assert list(losses(one)) == list(range(1, 21))
     for name in CASES:
-        found = tmp_path / name
-        of_loss = max(abs(expected[step] - loss) for step, loss in _losses(found).items())
-        of_weight = max(float((weights(one)[key] - value).abs().max()) for key, value in weights(found).items())
-        theirs, ours = moments(one / "checkpoint-20"), moments(found / "checkpoint-20")
-        assert theirs.keys() == ours.keys()
-        of_moment = max(float((theirs[key] - value).abs().max()) for key, value in ours.items())
+        found = distances(tmp_path / name, one, 20)
         figure(
             f"20 steps beside one process, {name}: largest difference of a loss (nats), weight, moment",
-            f"{of_loss:.1e}, {of_weight:.1e}, {of_moment:.1e}",
+            "{:.1e}, {:.1e}, {:.1e}".format(*found),
         )
-        assert max(of_loss, of_weight, of_moment) < TOLERANCE
-        assert _losses(found).keys() == expected.keys()
+        assert max(found) < TOLERANCE
     # A NaN in one weight of one process: no step is taken with what comes of it.
     assert (tmp_path / "broken.txt").read_text().startswith("step 3 is not taken: NaN or infinity is in the losses")
     assert not (tmp_path / "broken" / "checkpoint-10").exists()
     # One process takes up what two have stopped.
     assert resume(tmp_path / "left", quiet()).step == 20
-    assert max(abs(expected[step] - loss) for step, loss in _losses(tmp_path / "left").items()) < TOLERANCE
+    expected = losses(one)
+    assert max(abs(expected[step] - loss) for step, loss in losses(tmp_path / "left").items()) < TOLERANCE
 
 
 @NEEDS_DEEPSPEED
@@ -79,10 +70,6 @@ def test_a_run_resumes_where_the_processes_do_not_divide_the_weights(tmp_path: P
     assert all(torch.equal(value, found[key]) for key, value in expected.items())
     theirs, ours = moments(tmp_path / "whole" / "checkpoint-20"), moments(tmp_path / "stopped" / "checkpoint-20")
     assert all(torch.equal(value, ours[key]) for key, value in theirs.items())
-
-
-def _losses(run: Path) -> dict[int, float]:
-    return {entry["step"]: entry["bits_per_byte"] * math.log(2) for entry in read_metrics(run) if "grad_norm" in entry}
 
 
 @NEEDS_DEEPSPEED

@@ -15,7 +15,7 @@ from dilated_attention_pytorch.errors import RunError
 from .checkpoint import CONFIG_NAME, SETTINGS_NAME, WEIGHTS_NAME
 from .corpus import Text, read_corpus
 from .data.run_data import read_data, tokenizer_of
-from .data.token_cache import Say
+from .data.sources import Say
 from .data.tokenizer import Tokenizer, byte_lengths
 from .manifest import MANIFEST_NAME, read_sealed, verify_manifest
 from .pretrained import check_same_model, check_source, load_config, load_model

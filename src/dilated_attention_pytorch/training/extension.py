@@ -20,6 +20,7 @@ from . import preflight
 from .checkpoint import SETTINGS_NAME
 from .configuration import CONFIGURATION_NAME, configuration_text
 from .corpus import Corpus, Text, corpus_figures, corpus_in_words, read_corpus
+from .data.sources import in_words
 from .extension_settings import ExtensionSettings
 from .flops import pretrained_flops, training_flops
 from .footprint import check_extension_memory
@@ -41,7 +42,6 @@ from .pretrained import (
 from .publishing import save_finished
 from .row_logits import row_logits
 from .stages import Stages, stage_ends
-from .text_files import in_words
 from .tokens import load_tokenizer, num_bytes, tokenized
 from .trackers import check_trackers, tracking
 from .windows import EvaluationWindows, StagedBatches, one_batch

@@ -26,6 +26,7 @@ from .checkpoint import SETTINGS_NAME
 from .configuration import CONFIGURATION_NAME, configuration_text
 from .corpus import corpus_in_words
 from .data.run_data import Evaluation, RunData, read_data, read_tokenizer, save_tokenizer, verify_tokenizer
+from .data.sources import in_words
 from .float8 import convert_to_float8
 from .footprint import check_training_memory
 from .going_back import going_back
@@ -48,7 +49,6 @@ from .publishing import save_finished
 from .settings import SampleSettings, TrainSettings
 from .spreading import spread_anew
 from .stages import Stages
-from .text_files import in_words
 from .together import check_alike, from_all, from_first, in_first, is_first_process, joined, num_processes
 from .trackers import check_trackers, tracking
 from .verification import check_same_model

@@ -12,9 +12,8 @@ from torch import Tensor
 
 from dilated_attention_pytorch.models import LongNetConfig, LongNetForCausalLM
 from dilated_attention_pytorch.training.corpus import SEPARATOR, Text
-from dilated_attention_pytorch.training.data.buckets import BucketedBatches
 from dilated_attention_pytorch.training.data.byte_count import ByteCount, bits_per_byte
-from dilated_attention_pytorch.training.data.documents import PackedRows, as_one_row, packed
+from dilated_attention_pytorch.training.data.documents import BucketedBatches, PackedRows, as_one_row, packed
 from dilated_attention_pytorch.training.data.mixture import Mixture
 from dilated_attention_pytorch.training.windows import IGNORED, TrainingWindows
 
@@ -87,7 +86,7 @@ def test_the_loss_of_rows_of_documents_is_that_of_every_document_alone(text: Tex
 
 def test_a_batch_within_the_budget_holds_documents_of_like_length_each_once_an_epoch(text: Text) -> None:
     batches = BucketedBatches(text, CONTEXT, max_tokens=80, max_batch_size=3, num_batches=500, seed=0)
-    per_epoch = int(batches._ends[-1])
+    per_epoch = batches.per_epoch
     expected = Counter[tuple[int, ...]]()
     for number, length in enumerate(LENGTHS):
         tokens = [SEPARATOR] + [number + 1] * (length - 1)
@@ -109,13 +108,14 @@ def test_a_batch_within_the_budget_holds_documents_of_like_length_each_once_an_e
 
 
 def drawn_from(text: Text, kind: str, seed: int) -> Any:
-    windows = TrainingWindows(text, CONTEXT, 300, seed=seed, file_start_fraction=0.0)
+    windows = TrainingWindows(text, CONTEXT, 300, seed=seed, file_start_fraction=0.3)
     rows = PackedRows(text, CONTEXT, 300, seed=seed)
     batches = BucketedBatches(text, CONTEXT, max_tokens=50, max_batch_size=0, num_batches=300, seed=seed)
-    return {"rows": rows, "batches": batches, "mixture": Mixture([windows, rows], [3.0, 1.0], seed=seed)}[kind]
+    mixture = Mixture([windows, rows], [3.0, 1.0], seed=seed)
+    return {"windows": windows, "rows": rows, "batches": batches, "mixture": mixture}[kind]
 
 
-@pytest.mark.parametrize("kind", ["rows", "batches", "mixture"])
+@pytest.mark.parametrize("kind", ["windows", "rows", "batches", "mixture"])
 def test_a_sample_is_a_function_of_seed_and_index(kind: str, text: Text) -> None:
     first, second, other = (drawn_from(text, kind, seed) for seed in (5, 5, 6))
     indices = torch.randperm(300).tolist()

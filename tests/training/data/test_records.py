@@ -57,7 +57,7 @@ def test_a_text_that_is_no_utf8_any_more_is_named(name: str, tmp_path: Path) -> 
     whole = path.read_bytes()
     assert "äöü".encode() in whole
     path.write_bytes(whole.replace("äöü".encode(), b"\xf8" * 6))
-    with pytest.raises(RunError, match=r"is damaged or no .* \(.*UTF8.*\); restore the file"):
+    with pytest.raises(RunError, match=r"is damaged or not .* \(.*UTF8.*\); restore the file"):
         list(records(path if name == "a.parquet" else path.parent, "text"))
 
 
@@ -71,7 +71,7 @@ def test_places_of_texts_that_lie_outside_of_an_arrow_file_are_refused_and_not_r
     assert whole.count(places) == 1
     beyond = np.array([*lengths[:-1], 1 << 30], np.int32).tobytes()
     path.write_bytes(whole.replace(places, beyond))
-    with pytest.raises(RunError, match=r"is damaged or no Arrow stream \(.*; restore the file"):
+    with pytest.raises(RunError, match=r"is damaged or not an Arrow stream \(.*; restore the file"):
         list(records(path.parent, "text"))
 
 
@@ -90,11 +90,11 @@ def test_each_text_is_a_document_of_the_corpus_and_empty_ones_are_said(tmp_path:
 @pytest.mark.parametrize(
     ("line", "message"),
     [
-        ('{"text": "cut', r"a\.jsonl, line 3 is no JSON \(Invalid control character"),
-        ('["text"]', r"a\.jsonl, line 3 is no object, but list"),
+        ('{"text": "cut', r"a\.jsonl, line 3 is not valid JSON \(Invalid control character"),
+        ('["text"]', r"a\.jsonl, line 3: expected one JSON object per line, got list"),
         ('{"body": "x"}', r"line 3 has no 'text'; it has 'body'; name the one that holds the text with --text-field"),
         ('{"text": 5}', r"line 3: 'text' is 5, not text"),
-        ('{"text": "a\\ud800"}', r"line 3: 'text' is no text that UTF-8 holds"),
+        ('{"text": "a\\ud800"}', r"line 3: 'text' is not valid UTF-8"),
         ('{"text": "a\\u0000"}', r"line 3: 'text' holds a zero character"),
     ],
 )
@@ -115,7 +115,7 @@ def test_what_is_wrong_with_a_table_is_said(tmp_path: Path) -> None:
     with pytest.raises(RunError, match=r"has no column 'body'; it has 'text', 'id'"):
         list(records(path, "body"))
     path.write_bytes(path.read_bytes()[:-9])
-    with pytest.raises(RunError, match=r"a\.parquet is damaged or no Parquet file"):
+    with pytest.raises(RunError, match=r"a\.parquet is damaged or not a Parquet file"):
         list(records(path, "text"))
     folder = write_arrow(tmp_path / "saved", TEXTS)
     cut = folder / "data-00001-of-00002.arrow"

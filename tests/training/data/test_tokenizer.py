@@ -75,7 +75,7 @@ def test_a_separator_counts_as_one_byte() -> None:
             {"added_tokens": []},
             r"nothing says which of its special tokens \(none\) stands between texts; put it as eos",
         ),
-        ({"model": 3}, r"tokenizer\.json is damaged or no tokenizer"),
+        ({"model": 3}, r"tokenizer\.json is damaged or not a tokenizer"),
     ],
 )
 def test_other_tokenizers_are_refused(change: dict[str, object], message: str, tmp_path: Path) -> None:

@@ -1,12 +1,15 @@
 """Record files: JSONL, Parquet, and Arrow folders saved by ``datasets``.
 
-Arrow files are memory-mapped by pyarrow; ``datasets`` would add twenty packages for the same purpose.
+The readers of ``datasets`` name no line of a broken file, fill missing fields with None, and do not check the offsets
+of Arrow files, which pyarrow reads beyond the file; they would also add five packages.
 """
 
 from __future__ import annotations
 
 import json
+import os
 import shlex
+import stat
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -86,7 +89,7 @@ def records(path: Path, field: str) -> Iterator[Record]:
     """
     for file in files_of_records(path):
         check_regular(file)
-        with _readable(file):
+        with readable(file):
             yield from _of_lines(file, field) if file.suffix == ".jsonl" else _of_table(file, field)
 
 
@@ -98,20 +101,44 @@ def compression_in_words(start: bytes, file: Path) -> str | None:
     return None
 
 
-def check_regular(file: Path) -> None:
-    """Raise :class:`RunError` for a missing file, a pipe or a device."""
-    if not file.is_file():
-        reason = "is no regular file" if file.exists() else f"does not exist (it is read from {Path.cwd()})"
-        raise RunError(f"--data: {file} {reason}; check the path")
+def compression_of(file: Path) -> str | None:
+    """:func:`compression_in_words` of a file."""
+    with file.open("rb") as stream:
+        return compression_in_words(stream.read(8), file)
+
+
+def check_regular(file: Path) -> os.stat_result:
+    """The status of a file; refuses a missing file, a pipe or a device."""
+    try:
+        status = file.stat()
+    except (OSError, ValueError) as error:
+        raise unreadable(file, error) from error
+    if not stat.S_ISREG(status.st_mode):
+        raise RunError(f"--data: {file} is neither a regular file nor a folder; write its text to a file and name that")
+    return status
 
 
 @contextmanager
-def _readable(file: Path) -> Iterator[None]:
+def readable(path: Path) -> Iterator[None]:
+    """Context that turns errors of the operating system into :class:`RunError`."""
     try:
         yield
     except OSError as error:
-        reason = error.strerror or str(error)
-        raise RunError(f"--data: {file} cannot be read ({reason}); check the path and its permissions") from error
+        raise unreadable(path, error) from error
+
+
+def unreadable(path: Path, error: OSError | ValueError) -> RunError:
+    """The error for a path that cannot be read, with its remedy."""
+    if isinstance(error, FileNotFoundError | NotADirectoryError):
+        return RunError(f"--data: {path} does not exist; check the path (it is read from {Path.cwd()})")
+    if isinstance(error, PermissionError):
+        return RunError(
+            f"--data: {path} may not be read by this user; change its permissions (chmod +r) or leave it out"
+        )
+    if isinstance(error, ValueError) or error.errno is None:
+        return RunError(f"--data: {path} cannot be read ({error}); name another path")
+    reason = os.strerror(error.errno)
+    return RunError(f"--data: {path} cannot be read ({reason}); check the disk that it is on, or leave it out")
 
 
 def _of_lines(file: Path, field: str) -> Iterator[Record]:
@@ -128,9 +155,10 @@ def _of_lines(file: Path, field: str) -> Iterator[Record]:
                 compression = compression_in_words(line, file)
                 if compression is not None and number == 1:
                     raise RunError(f"--data: {file} is {compression}, and name that") from error
-                raise RunError(f"--data: {where} is no JSON ({error}); {_REMEDY}") from error
+                raise RunError(f"--data: {where} is not valid JSON ({error}); {_REMEDY}") from error
             if not isinstance(values, dict):
-                raise RunError(f"--data: {where} is no object, but {type(values).__name__}; write {{...}} a line")
+                kind = type(values).__name__
+                raise RunError(f"--data: {where}: expected one JSON object per line, got {kind}; write {{...}} on it")
             if field not in values:
                 raise RunError(f"--data: {where} has no {field!r}; {_other_field(values)}")
             yield Record(f"{file.name}:{number}", _as_text(values[field], field, where))
@@ -151,7 +179,7 @@ def _of_table(file: Path, field: str) -> Iterator[Record]:
                 yield Record(f"{file.name}:{number}", _as_text(value, field, f"{file}, row {number}"))
     except pa.ArrowException as error:
         reason = str(error).partition("\n")[0]
-        raise RunError(f"--data: {file} is damaged or no {_kind(file)} ({reason}); {_REMEDY}") from error
+        raise RunError(f"--data: {file} is damaged or not {_kind(file)} ({reason}); {_REMEDY}") from error
 
 
 def _batches(file: Path, field: str) -> Iterator[pa.RecordBatch]:
@@ -182,7 +210,7 @@ def _check_columns(schema: pa.Schema, field: str, file: Path) -> None:
 
 
 def _kind(file: Path) -> str:
-    return "Parquet file" if file.suffix == ".parquet" else "Arrow stream"
+    return "a Parquet file" if file.suffix == ".parquet" else "an Arrow stream"
 
 
 def _other_field(values: dict[str, Any]) -> str:
@@ -195,7 +223,7 @@ def _as_text(value: Any, field: str, where: str) -> bytes:
     try:
         text = value.encode()
     except UnicodeEncodeError as error:
-        raise RunError(f"--data: {where}: {field!r} is no text that UTF-8 holds ({error.reason}); {_REMEDY}") from error
+        raise RunError(f"--data: {where}: {field!r} is not valid UTF-8 ({error.reason}); {_REMEDY}") from error
     if b"\0" in text:
-        raise RunError(f"--data: {where}: {field!r} holds a zero character, which no text does; {_REMEDY}")
+        raise RunError(f"--data: {where}: {field!r} holds a zero character; {_REMEDY}")
     return text

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
-from torch.utils.data import Dataset, default_collate
+from torch.utils.data import ConcatDataset, Dataset, default_collate
 
 from dilated_attention_pytorch.errors import RunError
 from dilated_attention_pytorch.folders import cache_folder
@@ -27,11 +27,10 @@ from ..manifest import read_sealed, sums, verify_sums
 from ..measures import Work
 from ..together import all_or_none, from_first, is_first_process
 from ..windows import EvaluationWindows, StagedBatches, Window, evenly_spread, joined, long_files
-from .buckets import BucketedBatches
-from .documents import PackedRows, as_one_row, held_out_rows
+from .documents import BucketedBatches, DocumentSamples, PackedRows, as_one_row, held_out_rows
 from .mixture import Mixture
-from .sources import Sources, parts_of
-from .token_cache import Say, cached_corpus, open_corpus
+from .sources import Say, Sources, parts_of
+from .token_cache import cached_corpus, open_corpus
 from .tokenizer import BYTES, TOKENIZER_NAME, BytePairs, Tokenizer, byte_lengths, bytes_of, load_tokenizer
 
 if TYPE_CHECKING:
@@ -194,7 +193,7 @@ class RunData:
         weights, seed = self.settings.weights, self.settings.seed
         return Mixture(members, weights, seed=seed) if weights else members[0]
 
-    def _samples(self, text: Text, stages: Stages, per_step: int) -> StagedBatches | PackedRows | BucketedBatches:
+    def _samples(self, text: Text, stages: Stages, per_step: int) -> StagedBatches | DocumentSamples:
         settings = self.settings
         number = settings.steps * per_step
         if settings.max_tokens:
@@ -277,7 +276,7 @@ class RunData:
         return [files[index] for index in evenly_spread(len(files), most)]
 
 
-class Evaluation(Dataset[Window]):
+class Evaluation(ConcatDataset[Window]):
     """Held-out samples, concatenated over the sources.
 
     Args:
@@ -285,16 +284,9 @@ class Evaluation(Dataset[Window]):
         tokenizer: converts tokens to bytes.
     """
 
-    def __init__(self, members: Sequence[Sequence[Window] | EvaluationWindows], tokenizer: Tokenizer) -> None:
+    def __init__(self, members: Sequence[Any], tokenizer: Tokenizer) -> None:
+        super().__init__(members)
         self.tokenizer = tokenizer
-        self._samples = [(member, index) for member in members for index in range(len(member))]
-
-    def __len__(self) -> int:
-        return len(self._samples)
-
-    def __getitem__(self, index: int) -> Window:
-        member, place = self._samples[index]
-        return member[place]
 
     def spread(self, count: int) -> list[int]:
         """Indices of ``count`` evenly spaced samples."""

@@ -1,8 +1,13 @@
-"""Streaming of documents from files of any kind in pieces: memory does not grow with the text."""
+"""The documents of a run: found, split, and streamed in pieces, so that memory does not grow with the text."""
 
 from __future__ import annotations
 
 import codecs
+import errno
+import hashlib
+import os
+import stat
+import sysconfig
 import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -13,15 +18,77 @@ from pathlib import Path
 from dilated_attention_pytorch.errors import RunError
 from dilated_attention_pytorch.memory import in_bytes
 
-from ..corpus import SEPARATOR, Split, character_boundary, size_held_out, standard_library
-from ..text_files import EMPTY, TextFiles
-from .records import are_records, check_regular, files_of_records, records
+from .records import are_records, check_regular, compression_of, files_of_records, readable, records, unreadable
 
+Say = Callable[[str], None]
+
+SEPARATOR = 0
+"""Separator byte before every document; texts do not contain it."""
 PIECE_BYTES = 1 << 18
 """Longer documents are read and tokenized in pieces of about this many bytes that end at a line break."""
-_SILENT_SECONDS = 5.0
 _LONGEST_PIECE = 4 * PIECE_BYTES
 """Maximum piece size in bytes within a single line."""
+_HELD_OUT_PARTS = 20
+"""One in this many documents is held out."""
+_SILENT_SECONDS = 5.0
+_OTHERS_FOLDERS = ("site-packages", "dist-packages", "__pycache__")
+
+EMPTY, NO_TEXT, IRREGULAR, GONE = "empty", "not UTF-8 text", "no regular files", "gone while the folder was read"
+COMPRESSED = "compressed"
+"""Reasons for skipping files of folders."""
+_REFUSALS = {
+    EMPTY: "is empty; name a file that holds text",
+    NO_TEXT: "is not text: it holds zero bytes or is not UTF-8; name text files, or convert it "
+    "(iconv -f LATIN1 -t UTF-8)",
+    GONE: "was removed while it was read; check the path",
+}
+"""What is said of a regular file that was given by name."""
+
+
+class Progress:
+    """Messages at most every few seconds; none if ``say`` is None."""
+
+    def __init__(self, say: Say | None) -> None:
+        self._say = say
+        self._said_at = time.monotonic()
+
+    def is_due(self) -> bool:
+        """Whether it is time for a message."""
+        return self._say is not None and time.monotonic() - self._said_at > _SILENT_SECONDS
+
+    def tell(self, words: str) -> None:
+        """Say ``words`` now."""
+        assert self._say is not None
+        self._say(words)
+        self._said_at = time.monotonic()
+
+
+class Split:
+    """The held-out split: about one document in twenty, by a hash of its name, at least one; a single one is cut.
+
+    First pass all names to :meth:`add`, in the order of the documents.
+    """
+
+    def __init__(self) -> None:
+        self.count = 0
+        self._num_chosen = 0
+        self._least = self._most = (0, 0)
+
+    def add(self, name: str) -> None:
+        """Register a document."""
+        ranked = (_hash(name), self.count)
+        self._least = min(self._least, ranked) if self.count else ranked
+        if ranked[0] % _HELD_OUT_PARTS == 0:
+            self._most = max(self._most, ranked) if self._num_chosen else ranked
+            self._num_chosen += 1
+        self.count += 1
+
+    def is_held_out(self, index: int, name: str) -> bool:
+        """Whether document ``index`` is held out; False for a single document that is cut."""
+        if self._num_chosen == 0:
+            return self.count > 1 and index == self._least[1]
+        is_only_training = self._num_chosen == self.count and index == self._most[1]
+        return _hash(name) % _HELD_OUT_PARTS == 0 and not is_only_training
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,32 +104,13 @@ class Piece:
 
 
 @dataclass(frozen=True, slots=True)
-class _Document:
-    name: str
-    pieces: Iterator[bytes]
-
-
-class _TextPaths(TextFiles):
-    """Finds text files and stores their paths instead of their contents."""
-
-    def __init__(self, say: Callable[[str], None] | None) -> None:
-        super().__init__(SEPARATOR, say)
-        self.paths: list[Path] = []
-
-    def _read(self, path: Path, size: int) -> bytes | None:
-        decoder = codecs.getincrementaldecoder("utf-8")()
-        with path.open("rb") as stream:
-            try:
-                while block := stream.read(PIECE_BYTES):
-                    if self.separator in block:
-                        return None
-                    decoder.decode(block)
-                decoder.decode(b"", final=True)
-            except UnicodeDecodeError:
-                return None
-        self.paths.append(path)
-        self._bytes += size
-        return b""
+class _Found:
+    path: Path
+    name: str | None = None
+    """Name of the document of a text file (relative path for files of folders), which determines the split; None for
+    records."""
+    size: int = 0
+    """Bytes of a text file."""
 
 
 class Sources:
@@ -72,34 +120,63 @@ class Sources:
     standard library.
 
     Args:
-        paths: as for :func:`.corpus.read_corpus`.
+        paths: regular files, folders, and record files (JSONL, Parquet, folders that ``datasets`` saved).
         text_field: field or column of records that holds the text.
         say: called with progress messages every few seconds.
 
     Raises:
-        RunError: see :func:`.corpus.read_corpus`.
+        RunError: a path is missing, empty, unreadable, not a regular file or not text; the message says what to do.
     """
 
-    def __init__(self, paths: Sequence[Path], text_field: str, say: Callable[[str], None] | None) -> None:
+    def __init__(self, paths: Sequence[Path], text_field: str, say: Say | None) -> None:
         self.text_field = text_field
-        self._say = say
         self.skipped: Counter[str] = Counter()
         """Number of skipped files and records, by reason."""
         self.num_bytes = 0
         """Size of all texts, after :meth:`survey`."""
+        self._progress = Progress(say)
         self._split = Split()
-        self._found: list[tuple[str | None, Path]] = []
+        self._found: list[_Found] = []
         for path in paths or (standard_library(),):
             if are_records(path):
-                self._found.append((None, path))
-                continue
-            files = _TextPaths(say)
-            if path.is_dir():
-                files.read_folder(path, "" if paths else ".py")
+                self._found.append(_Found(path))
+            elif path.is_dir():
+                self._find_in(path, "" if paths else ".py")
             else:
-                files.read_file(path)
-            self.skipped += files.skipped
-            self._found += [(name, file) for (name, _), file in zip(files.files, files.paths, strict=True)]
+                self._found.append(_Found(path, path.name, _size_of_named(path)))
+
+    def _find_in(self, folder: Path, suffix: str) -> None:
+        """Find the text files in a folder tree with a name suffix; hidden names are skipped."""
+        before, skipped = len(self._found), self.skipped.total()
+
+        def refuse(error: OSError) -> None:
+            # Entries below the folder may disappear during the search, as in /proc.
+            if error.errno not in (errno.ENOENT, errno.ESRCH) or Path(error.filename) == folder:
+                raise unreadable(Path(error.filename), error) from error
+            self.skipped[GONE] += 1
+
+        num_bytes = 0
+        for place, folders, names in os.walk(folder, onerror=refuse):
+            folders[:] = sorted(name for name in folders if not name.startswith(".") and name not in _OTHERS_FOLDERS)
+            for name in sorted(names):
+                if name.startswith(".") or not name.endswith(suffix):
+                    continue
+                path = Path(place, name)
+                size = _size_of_text(path)
+                if isinstance(size, str):
+                    self.skipped[size] += 1
+                else:
+                    self._found.append(_Found(path, path.relative_to(folder).as_posix(), size))
+                    num_bytes += size
+                if self._progress.is_due():
+                    words = f"{len(self._found):,} files of text, {in_bytes(num_bytes)}, now in {place}"
+                    self._progress.tell(f"reading --data: {words}{in_words(self.skipped, '; left out: ')}")
+        if len(self._found) == before:
+            looked_at = self.skipped.total() - skipped
+            raise RunError(
+                f"--data: the folder {folder} holds no text file ({looked_at} files were looked at"
+                f"{in_words(self.skipped, ': ')}); name a folder with UTF-8 text files in it"
+            )
 
     def fingerprint(self) -> list[tuple[str, int, int]]:
         """Path, size and modification time (ns) of every file: the identity of a token cache.
@@ -107,48 +184,50 @@ class Sources:
         Raises:
             RunError: a file is missing.
         """
-        found = []
-        for name, path in self._found:
-            for file in [path] if name is not None else files_of_records(path):
-                check_regular(file)
-                status = file.stat()
-                found.append((str(file.absolute()), status.st_size, status.st_mtime_ns))
-        return found
+        files = []
+        for found in self._found:
+            for file in [found.path] if found.name is not None else files_of_records(found.path):
+                status = check_regular(file)
+                files.append((str(file.absolute()), status.st_size, status.st_mtime_ns))
+        return files
+
+    def check_unchanged(self, fingerprint: list[tuple[str, int, int]]) -> None:
+        """Raise :class:`RunError` if a file changed since ``fingerprint`` was taken."""
+        if self.fingerprint() != fingerprint:
+            raise RunError("--data: a file changed while it was read; start again when nothing writes to it")
 
     def survey(self) -> None:
-        """Read everything once, to report errors before any output is written, and to split the documents.
+        """Read all records once, to report errors before any output is written, and split the documents.
 
         Raises:
             RunError: see :func:`.records.records`; or there is no text.
         """
-        split = Split()
-        num_bytes, said = 0, time.monotonic()
-        for name, path in self._found:
+        split, num_bytes = Split(), 0
+        for found in self._found:
             before = split.count
-            for document in self._documents_of(name, path):
-                size = sum(map(len, document.pieces))
+            for name, size in self._sizes(found):
                 if not size:
                     self.skipped[EMPTY] += 1
                     continue
-                split.add(document.name)
+                split.add(name)
                 num_bytes += size
-                if self._say is not None and time.monotonic() - said > _SILENT_SECONDS:
-                    said = time.monotonic()
-                    self._say(f"reading --data: {split.count:,} documents, {in_bytes(num_bytes)}, now in {path}")
+                if self._progress.is_due():
+                    words = f"{split.count:,} documents, {in_bytes(num_bytes)}, now in {found.path}"
+                    self._progress.tell(f"reading --data: {words}")
             if split.count == before:
-                raise RunError(f"--data: {path} holds no record with text in it; name a file that does")
+                raise RunError(f"--data: {found.path} holds no record with text in it; name a file that does")
         self._split, self.num_bytes = split, num_bytes
 
     def pieces(self) -> Iterator[Piece]:
         """The texts after :meth:`survey`, both splits, in the order of the files. A single document is cut."""
         index = 0
-        for document in chain.from_iterable(self._documents_of(name, path) for name, path in self._found):
+        for name, texts in chain.from_iterable(map(self._documents, self._found)):
             is_first = True
             if self._split.count == 1:
-                yield from self._cut(document.pieces)  # yields nothing for an empty document
+                yield from self._cut(texts)  # yields nothing for an empty document
                 continue
-            is_held_out = self._split.is_held_out(index, document.name)
-            for text in document.pieces:
+            is_held_out = self._split.is_held_out(index, name)
+            for text in texts:
                 yield Piece(text, is_first, is_held_out)
                 is_first = False
             index += not is_first
@@ -157,26 +236,38 @@ class Sources:
         """The training text, in pieces."""
         return (piece.text for piece in self.pieces() if not piece.is_held_out)
 
-    def _cut(self, pieces: Iterator[bytes]) -> Iterator[Piece]:
-        """The pieces of a single document, with its end held out."""
-        left = self.num_bytes - size_held_out(self.num_bytes)
+    def _cut(self, texts: Iterator[bytes]) -> Iterator[Piece]:
+        """The pieces of a single document, with its last twentieth held out."""
+        left = self.num_bytes - max(1, self.num_bytes // _HELD_OUT_PARTS)
         is_first, is_held_out = True, False
-        for text in pieces:
+        for text in texts:
             if not is_held_out and left < len(text):
-                cut = character_boundary(text, left)
-                if cut:
+                cut = _character_boundary(text, left)
+                if cut or is_first:
                     yield Piece(text[:cut], is_first, False)
                 is_first, is_held_out, text = True, True, text[cut:]
             yield Piece(text, is_first, is_held_out)
             is_first = False
             left -= len(text)
 
-    def _documents_of(self, name: str | None, path: Path) -> Iterator[_Document]:
-        if name is not None:
-            yield _Document(name, _pieces_of(_blocks(path)))
+    def _sizes(self, found: _Found) -> Iterator[tuple[str, int]]:
+        if found.name is not None:
+            yield found.name, found.size
             return
-        for record in records(path, self.text_field):
-            yield _Document(record.name, _pieces_of([record.text]))
+        for record in records(found.path, self.text_field):
+            yield record.name, len(record.text)
+
+    def _documents(self, found: _Found) -> Iterator[tuple[str, Iterator[bytes]]]:
+        if found.name is not None:
+            yield found.name, _pieces_of(_blocks(found.path))
+            return
+        for record in records(found.path, self.text_field):
+            yield record.name, _pieces_of([record.text])
+
+
+def standard_library() -> Path:
+    """The folder of the running Python's standard library."""
+    return Path(sysconfig.get_paths()["stdlib"])
 
 
 def parts_of(data: Sequence[Path], *, is_mixture: bool) -> list[tuple[Path, ...]]:
@@ -184,13 +275,60 @@ def parts_of(data: Sequence[Path], *, is_mixture: bool) -> list[tuple[Path, ...]
     return [(path,) for path in data] if is_mixture else [tuple(data)]
 
 
-def _blocks(path: Path) -> Iterator[bytes]:
+def in_words(skipped: Counter[str], before: str) -> str:
+    """The skipped files by reason, after the prefix ``before``; empty if there are none."""
+    return before + ", ".join(f"{count:,} {reason}" for reason, count in skipped.items()) if skipped else ""
+
+
+def _size_of_named(path: Path) -> int:
+    """Bytes of a text file that was given by name; refuses any other file."""
+    check_regular(path)
+    size = _size_of_text(path)
+    if size == COMPRESSED:
+        raise RunError(f"--data: {path} is {compression_of(path)}, and name that")
+    if isinstance(size, str):
+        raise RunError(f"--data: {path} {_REFUSALS[size]}")
+    return size
+
+
+def _size_of_text(path: Path) -> int | str:
+    """Bytes of a text file, or the reason for skipping it. A pipe or a device is not opened."""
     try:
-        with path.open("rb") as stream:
-            while block := stream.read(PIECE_BYTES):
-                yield block
+        status = path.stat()
+        if not stat.S_ISREG(status.st_mode):
+            return IRREGULAR
+        if not status.st_size:
+            return EMPTY
+        size = _decoded_bytes(path)
+        if size:
+            return size
+        return NO_TEXT if compression_of(path) is None else COMPRESSED
+    except FileNotFoundError:
+        return IRREGULAR if path.is_symlink() else GONE
     except OSError as error:
-        raise RunError(f"--data: {path} cannot be read ({error.strerror}); check its permissions") from error
+        raise unreadable(path, error) from error
+
+
+def _decoded_bytes(path: Path) -> int:
+    """Bytes of a file in UTF-8 without separators; 0 for any other, which is not read to its end."""
+    decoder, size = codecs.getincrementaldecoder("utf-8")(), 0
+    with path.open("rb") as stream:
+        try:
+            while block := stream.read(PIECE_BYTES):
+                if SEPARATOR in block:
+                    return 0
+                decoder.decode(block)
+                size += len(block)
+            decoder.decode(b"", final=True)
+        except UnicodeDecodeError:
+            return 0
+    return size
+
+
+def _blocks(path: Path) -> Iterator[bytes]:
+    with readable(path), path.open("rb") as stream:
+        while block := stream.read(PIECE_BYTES):
+            yield block
 
 
 def _pieces_of(blocks: Iterable[bytes]) -> Iterator[bytes]:
@@ -205,8 +343,19 @@ def _pieces_of(blocks: Iterable[bytes]) -> Iterator[bytes]:
             if not cut:
                 if len(rest) < _LONGEST_PIECE:
                     break
-                cut = character_boundary(rest, _LONGEST_PIECE - 1)
+                cut = _character_boundary(rest, _LONGEST_PIECE - 1)
             yield rest[:cut]
             rest = rest[cut:]
     if rest:
         yield rest
+
+
+def _hash(name: str) -> int:
+    return int.from_bytes(hashlib.sha256(name.encode(errors="surrogateescape")).digest())
+
+
+def _character_boundary(content: bytes, cut: int) -> int:
+    """The last position at or before ``cut`` where a UTF-8 character begins."""
+    while cut > 0 and content[cut] & 0xC0 == 0x80:
+        cut -= 1
+    return cut

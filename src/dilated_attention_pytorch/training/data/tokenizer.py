@@ -9,7 +9,7 @@ import hashlib
 import json
 from collections.abc import Iterable, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -17,7 +17,7 @@ from torch import Tensor
 from dilated_attention_pytorch.errors import RunError
 from dilated_attention_pytorch.output import write_text
 
-from ..corpus import SEPARATOR
+from .sources import SEPARATOR
 
 if TYPE_CHECKING:
     import numpy as np
@@ -32,70 +32,22 @@ _SMALLEST, _LARGEST = 257, 1 << 24
 _REMEDY = "name the tokenizer.json of a byte-level tokenizer, or train one with `dilated-attention tokenizer`"
 
 
-class Tokenizer(Protocol):
-    """A mapping between texts and tokens that are byte strings."""
-
-    @property
-    def vocab_size(self) -> int:
-        """Number of tokens."""
-        ...
-
-    @property
-    def separator(self) -> int:
-        """Token before every document; it counts as one byte."""
-        ...
-
-    @property
-    def digest(self) -> str:
-        """Digest that identifies the tokenizer in a token cache."""
-        ...
-
-    @property
-    def pieces(self) -> Sequence[bytes]:
-        """The byte string of every token."""
-        ...
-
-    def encode(self, texts: Sequence[bytes]) -> list[Tokens]:
-        """Tokens of each UTF-8 text, integers ``[tokens]``.
-
-        Raises:
-            RunError: the tokens do not reproduce the text.
-        """
-        ...
-
-
 class ByteTokenizer:
     """One token per byte."""
 
     vocab_size = 256
     separator = SEPARATOR
+    """Token before every document; it counts as one byte."""
     digest = "bytes"
+    """Digest that identifies the tokenizer in a token cache."""
     pieces: Sequence[bytes] = tuple(bytes([value]) for value in range(256))
+    """The byte string of every token."""
 
     def encode(self, texts: Sequence[bytes]) -> list[Tokens]:
         """The bytes as tokens."""
         import numpy as np
 
         return [np.frombuffer(text, np.uint8) for text in texts]
-
-
-BYTES: Tokenizer = ByteTokenizer()
-
-
-def byte_lengths(tokenizer: Tokenizer) -> Tensor:
-    """int64 ``[vocab_size]``: number of bytes per token; 1 for the separator."""
-    lengths = torch.tensor([len(piece) for piece in tokenizer.pieces])
-    lengths[tokenizer.separator] = 1
-    return lengths
-
-
-def bytes_of(tokenizer: Tokenizer, tokens: Tensor) -> bytes:
-    """The bytes of ``tokens``; 0 for the separator."""
-    if tokenizer is BYTES:
-        return tokens.to(torch.uint8).numpy().tobytes()
-    pieces = list(tokenizer.pieces)
-    pieces[tokenizer.separator] = bytes([SEPARATOR])
-    return b"".join(map(pieces.__getitem__, tokens.tolist()))
 
 
 class BytePairs:
@@ -113,10 +65,10 @@ class BytePairs:
     def __init__(self, what: str, tokenizer: tokenizers.Tokenizer, separator: str) -> None:
         self._what, self._tokenizer = what, tokenizer
         self.separator_text = separator
-        found = tokenizer.token_to_id(separator)
-        if found is None:
-            raise RunError(f"{what}: {separator!r} is to stand between texts and is none of its tokens; {_REMEDY}")
-        self.separator: int = found
+        separator_id = tokenizer.token_to_id(separator)
+        if separator_id is None:
+            raise RunError(f"{what}: the separator {separator!r} is not one of its tokens; {_REMEDY}")
+        self.separator: int = separator_id
         self.vocab_size: int = tokenizer.get_vocab_size(with_added_tokens=True)
         _check_lossless(what, tokenizer)
         # Special tokens in the text are treated as plain text.
@@ -129,13 +81,17 @@ class BytePairs:
         self._lengths = torch.tensor([len(piece) for piece in self.pieces]).numpy()
 
     def encode(self, texts: Sequence[bytes]) -> list[Tokens]:
-        """See :class:`Tokenizer`."""
+        """Tokens of each UTF-8 text, integers ``[tokens]``.
+
+        Raises:
+            RunError: the tokens do not reproduce the text.
+        """
         import numpy as np
 
         # Invalid UTF-8, possible only in a prompt, becomes U+FFFD and is rejected below.
         words = [text.decode(errors="replace") for text in texts]
-        found = self._tokenizer.encode_batch_fast(words, add_special_tokens=False)
-        tokens: list[Tokens] = [np.array(encoding.ids, np.int64) for encoding in found]
+        encodings = self._tokenizer.encode_batch_fast(words, add_special_tokens=False)
+        tokens: list[Tokens] = [np.array(encoding.ids, np.int64) for encoding in encodings]
         for text, ids in zip(texts, tokens, strict=True):
             if self._lengths[ids].sum() != len(text):
                 raise RunError(
@@ -150,6 +106,26 @@ class BytePairs:
         write_text(folder / TOKENIZER_NAME, self.text)
         write_text(folder / TOKENIZER_CONFIG_NAME, json.dumps(config, indent=2) + "\n")
         return [TOKENIZER_NAME, TOKENIZER_CONFIG_NAME]
+
+
+Tokenizer = ByteTokenizer | BytePairs
+BYTES: Tokenizer = ByteTokenizer()
+
+
+def byte_lengths(tokenizer: Tokenizer) -> Tensor:
+    """int64 ``[vocab_size]``: number of bytes per token; 1 for the separator."""
+    lengths = torch.tensor([len(piece) for piece in tokenizer.pieces])
+    lengths[tokenizer.separator] = 1
+    return lengths
+
+
+def bytes_of(tokenizer: Tokenizer, tokens: Tensor) -> bytes:
+    """The bytes of ``tokens``; 0 for the separator."""
+    if tokenizer is BYTES:
+        return tokens.to(torch.uint8).numpy().tobytes()
+    pieces = list(tokenizer.pieces)
+    pieces[tokenizer.separator] = bytes([SEPARATOR])
+    return b"".join(map(pieces.__getitem__, tokens.tolist()))
 
 
 def load_tokenizer(path: Path, what: str = "") -> BytePairs:
@@ -177,7 +153,7 @@ def load_tokenizer(path: Path, what: str = "") -> BytePairs:
     except Exception as error:  # the library raises the class itself: nothing is narrower
         if type(error) is not Exception:
             raise  # the library raises plain Exception for bad files; subclasses are other errors
-        raise RunError(f"{what}: {file} is damaged or no tokenizer ({error}); {_REMEDY}") from error
+        raise RunError(f"{what}: {file} is damaged or not a tokenizer ({error}); {_REMEDY}") from error
     return BytePairs(what, tokenizer, _separator_of(file, tokenizer, what))
 
 
@@ -192,13 +168,13 @@ def _separator_of(file: Path, tokenizer: tokenizers.Tokenizer, what: str) -> str
     config = file.with_name(TOKENIZER_CONFIG_NAME)
     if config.is_file():
         try:
-            told = json.loads(_read(config, what)).get("eos_token")
+            separator = json.loads(_read(config, what)).get("eos_token")
         except (ValueError, AttributeError) as error:
-            raise RunError(f"{what}: {config} is no JSON object ({error}); {_REMEDY}") from error
-        if isinstance(told, dict):  # format of older transformers versions
-            told = told.get("content")
-        if isinstance(told, str):
-            return told
+            raise RunError(f"{what}: {config} is not a JSON object ({error}); {_REMEDY}") from error
+        if isinstance(separator, dict):  # format of older transformers versions
+            separator = separator.get("content")
+        if isinstance(separator, str):
+            return separator
     special = [token.content for token in tokenizer.get_added_tokens_decoder().values() if token.special]
     if END_OF_TEXT in special or len(special) == 1:
         return END_OF_TEXT if END_OF_TEXT in special else special[0]
@@ -278,7 +254,7 @@ def train_tokenizer(texts: Iterable[bytes], vocab_size: int) -> BytePairs:
         show_progress=False,
     )
     tokenizer.train_from_iterator((text.decode() for text in texts), trainer)
-    found = tokenizer.get_vocab_size(with_added_tokens=True)
-    if found != vocab_size:
-        raise RunError(f"--vocab-size {vocab_size}: the text gives {found} tokens only; take {found}, or more text")
+    size = tokenizer.get_vocab_size(with_added_tokens=True)
+    if size != vocab_size:
+        raise RunError(f"--vocab-size {vocab_size}: the text gives {size} tokens only; take {size}, or more text")
     return BytePairs("the tokenizer", tokenizer, END_OF_TEXT)
