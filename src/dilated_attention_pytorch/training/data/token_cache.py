@@ -178,8 +178,8 @@ def _staging(folder: Path) -> Iterator[Path]:
     """
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        for staging in filter(_is_abandoned, folder.glob(f"{_UNFINISHED}*")):
-            shutil.rmtree(staging, ignore_errors=True)
+        for abandoned in filter(_is_abandoned, folder.glob(f"{_UNFINISHED}*")):
+            shutil.rmtree(abandoned, ignore_errors=True)
         with _temporary(folder) as staging:
             yield staging
     except OSError as error:
