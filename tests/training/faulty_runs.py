@@ -25,7 +25,7 @@ from dilated_attention_pytorch.training.faults import cost_of_faults, read_fault
 from dilated_attention_pytorch.training.lifecycle import OpenRun
 from training.broken_runs import break_at
 from training.killed_runs import HANGS, MESHES, launch
-from training.runs import furthest, weights, write_texts
+from training.runs import weights, write_texts
 from training.spread_runs import small_settings
 
 STEP, STEPS = 5, 7
@@ -67,6 +67,13 @@ def run_to_the_end(settings: TrainSettings, output: Path, size: int, disturb: An
     raise AssertionError(attempt.said())
 
 
+def furthest(run: Path, other: Path) -> float:
+    """The largest difference of a weight."""
+    found, expected = weights(run), weights(other)
+    assert found.keys() == expected.keys()
+    return max(float((found[name] - expected[name]).abs().max()) for name in expected)
+
+
 def main() -> None:
     """Do what the command line asks for."""
     parser = argparse.ArgumentParser(description=__doc__)
@@ -102,7 +109,7 @@ def main() -> None:
 
             started = run_to_the_end(told, run, size, disturb)
             run_to_the_end(settings, other, size, (lambda rank: leave_out(STEP)) if fault == "nan" else None)
-            difference = furthest(weights(run), weights(other))
+            difference = furthest(run, other)
             kinds = [entry["kind"] for entry in read_faults(run)]
             print(
                 f"{mesh}, {fault}: started {started} times, {', '.join(kinds)}; {cost_of_faults(run).seconds_lost} s "

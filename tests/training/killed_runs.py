@@ -35,7 +35,8 @@ from dilated_attention_pytorch.training.checkpoint import STAGING, checkpoint_st
 from dilated_attention_pytorch.training.distribution import leaving_together
 from dilated_attention_pytorch.training.optimizer import MuonWithAdamW, ShardedMuon
 from dilated_attention_pytorch.training.trainer import LongNetTrainer
-from training.runs import furthest, quiet, weights, write_texts
+from training.compared import furthest
+from training.runs import quiet, weights, write_texts
 from training.spread_runs import small_settings
 
 MESHES: dict[str, tuple[int, dict[str, Any]]] = {

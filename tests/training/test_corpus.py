@@ -137,7 +137,7 @@ def test_more_text_than_memory_is_refused_before_it_is_read(tmp_path: Path, monk
     monkeypatch.setattr(memory, "free_memory", lambda device: 2000)
     assert read_corpus([tmp_path]).skipped == {"not UTF-8 text": 1}
     monkeypatch.setattr(memory, "free_memory", lambda device: 1999)
-    monkeypatch.setattr(sources.Sources, "pieces", lambda self: pytest.fail("it is read"))
+    monkeypatch.setattr(sources.Sources, "chunks", lambda self: pytest.fail("it is read"))
     with pytest.raises(
         RunError, match=r"--data: the text needs at least .* are free; name fewer files, or keep .*--cache"
     ):
@@ -157,7 +157,7 @@ def test_files_that_change_while_they_are_read_are_refused(tmp_path: Path, monke
 
 
 def test_a_character_may_lie_across_two_blocks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sources, "PIECE_BYTES", 4)
+    monkeypatch.setattr(sources, "CHUNK_BYTES", 4)
     (tmp_path / "a.txt").write_text("aaaé" * 9)
     (tmp_path / "b.txt").write_bytes("aaaé".encode()[:4])
     corpus = read_corpus([tmp_path])

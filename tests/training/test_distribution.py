@@ -22,7 +22,8 @@ from dilated_attention_pytorch.training.faults import read_faults
 from dilated_attention_pytorch.training.report import read_run
 from dilated_attention_pytorch.training.tensor_parallel import order_of, row_orders
 from support.processes import TESTS, end_whole, environment, run_whole, torchrun
-from training.runs import furthest, quiet, weights, write_texts
+from training.compared import furthest
+from training.runs import quiet, weights, write_texts
 from training.spread_runs import small_settings
 
 LOSS_TOLERANCE = 1e-5  # nats, of losses of 3 to 6

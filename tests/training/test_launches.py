@@ -181,22 +181,6 @@ def test_a_run_that_loses_a_node_goes_on_without_it(tmp_path: Path, figure: Any)
     figure("a lost node of two: seconds lost", cost_of_faults(tmp_path / "run").seconds_lost)
 
 
-@pytest.mark.slow
-def test_a_run_in_which_a_rank_stands_still_begins_again_with_all_ranks_and_comes_to_its_end(
-    tmp_path: Path, figure: Any
-) -> None:
-    """torchrun waits half a minute for a process that does not end when it is told to."""
-    run = tmp_path / "run"
-    words = ["waits", "1", "6", *_words(write_texts(tmp_path / "texts"), run), "--timeout", "6", "--eval-windows", "1"]
-    ended = run_whole(_command(2, words, "--max-restarts", "2"), HANG_SECONDS, env=_environment())
-    assert ended.returncode == 0, ended.stderr
-    (failed,), (resumed,) = read_faults(run, "failed"), read_faults(run, "resumed")
-    assert failed["reason"].startswith("training: rank 1 is alive, but takes no part"), failed
-    assert (resumed["step"], resumed["processes"]) == (4, 2)
-    assert (run / "checkpoint-9").is_dir()
-    figure("rank 1 of 2 stands still in step 7", cost_of_faults(run).in_words())
-
-
 def _parent(pid: int) -> int:
     return int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
 

@@ -16,7 +16,8 @@ from dilated_attention_pytorch.training import RunError, resume, train
 from dilated_attention_pytorch.training.offload_files import check_folder, load_operator
 from dilated_attention_pytorch.training.spreading import spread_anew
 from support.processes import TESTS
-from training.runs import distances, losses, quiet, weights, write_texts
+from training.compared import distances, losses
+from training.runs import quiet, weights, write_texts
 from training.spread_runs import small_settings
 from training.test_distribution import _torchrun
 from training.test_zero import HALF, NEEDS_DEEPSPEED, TOLERANCE

@@ -16,17 +16,8 @@ from dilated_attention_pytorch.cli import main
 from dilated_attention_pytorch.training import RunError, resume, train
 from dilated_attention_pytorch.training.spreading import spread_anew
 from support.processes import TESTS, environment, run_whole, torchrun
-from training.runs import (
-    distances,
-    losses,
-    moments,
-    quiet,
-    record_samples,
-    samples_of,
-    stop_after,
-    stopped_run,
-    write_texts,
-)
+from training.compared import distances, losses, moments
+from training.runs import quiet, record_samples, samples_of, stop_after, stopped_run, write_texts
 from training.spread_runs import small_settings
 
 HANG_SECONDS = 600.0

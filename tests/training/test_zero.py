@@ -13,7 +13,8 @@ import torch
 from dilated_attention_pytorch.training import RunError, resume, train
 from dilated_attention_pytorch.training.zero import check_engine, check_zero
 from support.processes import TESTS
-from training.runs import distances, losses, moments, quiet, weights, write_texts
+from training.compared import distances, losses, moments
+from training.runs import quiet, weights, write_texts
 from training.spread_runs import small_settings
 from training.test_distribution import _torchrun
 

@@ -74,12 +74,12 @@ def read_corpus(paths: Sequence[Path] = (), *, text_field: str = "text", say: Sa
     check_memory(sources.num_bytes, "cpu", what="--data: the text", remedy=_TOO_MUCH)
     contents: tuple[bytearray, bytearray] = (bytearray(), bytearray())
     starts: tuple[list[int], list[int]] = ([], [])
-    for piece in sources.pieces():
-        content = contents[piece.is_held_out]
-        if piece.is_first:
-            starts[piece.is_held_out].append(len(content))
+    for chunk in sources.chunks():
+        content = contents[chunk.is_held_out]
+        if chunk.is_first:
+            starts[chunk.is_held_out].append(len(content))
             content.append(SEPARATOR)
-        content += piece.text
+        content += chunk.text
     sources.check_unchanged(files)
     training, held_out = (
         Text(torch.frombuffer(content, dtype=torch.uint8), torch.tensor(first, dtype=torch.int64))

@@ -53,7 +53,7 @@ def sample_text(model: LongNetLM, prompt: str, settings: SampleSettings, tokeniz
     ):
         if int(token) == tokenizer.separator:
             break
-        text = decoder.decode(tokenizer.pieces[int(token)])
+        text = decoder.decode(tokenizer.token_bytes[int(token)])
         if text:
             yield text
     rest = decoder.decode(b"", final=True)

@@ -105,8 +105,8 @@ class EvaluationWindows(Dataset[Window]):
     def __init__(self, text: Text, context_length: int, most_windows: int) -> None:
         self.text = text
         self.length = min(context_length, len(text))
-        whole = (len(text) - 1) // (self.length - 1)
-        self.starts = [place * (self.length - 1) for place in evenly_spread(whole, most_windows)]
+        total = (len(text) - 1) // (self.length - 1)
+        self.starts = [index * (self.length - 1) for index in evenly_spread(total, most_windows)]
 
     def __len__(self) -> int:
         return len(self.starts)
@@ -132,9 +132,9 @@ class WindowShare(Dataset[Window]):
         return -(-self.num_windows // self.num_shares)
 
     def __getitem__(self, index: int) -> Window:
-        place = index * self.num_shares + self.share
-        if place < self.num_windows:
-            return self.windows[place]
+        number = index * self.num_shares + self.share
+        if number < self.num_windows:
+            return self.windows[number]
         window = self.windows[0]
         return {**window, "labels": torch.full_like(window["labels"], IGNORED)}
 
@@ -148,7 +148,7 @@ def one_batch(items: list[dict[str, Tensor]]) -> dict[str, Tensor]:
 def evenly_spread(total: int, count: int) -> list[int]:
     """``count`` evenly spaced numbers below ``total``; all if there are fewer."""
     count = min(count, total)
-    return [place * total // count for place in range(count)]
+    return [index * total // count for index in range(count)]
 
 
 def _window(data: Tensor) -> Window:
@@ -160,5 +160,5 @@ def long_files(text: Text, context_length: int, most_files: int) -> list[Tensor]
     """Separator and first ``context_length`` tokens of evenly spaced files that are at least that long."""
     lengths = torch.diff(text.file_starts, append=torch.tensor([len(text)])) - 1
     indices = torch.nonzero(lengths >= context_length).flatten().tolist()
-    chosen = [indices[place] for place in evenly_spread(len(indices), most_files)]
+    chosen = [indices[number] for number in evenly_spread(len(indices), most_files)]
     return [text.file(index)[: context_length + 1].to(torch.int64) for index in chosen]

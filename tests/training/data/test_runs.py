@@ -63,7 +63,7 @@ def test_the_loss_is_in_bits_of_the_bytes_that_are_predicted(
     evaluation = read_data(settings, read_tokenizer(settings), None).evaluation()
     model = load_model(outcome.run).eval()
     nats, predicted = 0.0, b""
-    pieces = read_tokenizer(settings).pieces
+    pieces = read_tokenizer(settings).token_bytes
     for index in range(len(evaluation)):
         sample = evaluation[index]
         labels = sample["labels"]
@@ -98,7 +98,7 @@ def test_eval_reads_the_records_and_the_tokens_of_the_run(world: Path, tmp_path:
         with torch.no_grad():
             logits = model(tokens[None]).logits[0, :-1]
         nats += float(functional.cross_entropy(logits, tokens[1:], reduction="sum"))
-        text += b"".join(tokenizer.pieces[token] if token else b"\0" for token in tokens[1:].tolist())
+        text += b"".join(tokenizer.token_bytes[token] if token else b"\0" for token in tokens[1:].tolist())
     count = len(text)
     assert result["bits_per_byte"]["33"] == pytest.approx(nats / math.log(2) / count, rel=1e-5)
 

@@ -43,8 +43,8 @@ def cached(paths: list[Path], folder: Path, tokenizer: Any = BYTES, said: list[s
 @pytest.mark.parametrize("case", ["one file", "two files", "97 files", "a file and records", "one record"])
 def test_bytes_in_the_cache_are_those_in_memory(case: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     # Pieces that end within lines and between the bytes of a character.
-    monkeypatch.setattr(sources_module, "PIECE_BYTES", 13)
-    monkeypatch.setattr(sources_module, "_LONGEST_PIECE", 23)
+    monkeypatch.setattr(sources_module, "CHUNK_BYTES", 13)
+    monkeypatch.setattr(sources_module, "_LONGEST_CHUNK", 23)
     counts = {"one file": 1, "two files": 2, "97 files": 97, "a file and records": 1}
     paths = [texts_of(tmp_path / "texts", counts[case], "ä€𝄞" * 7)] if case in counts else []
     if "record" in case:

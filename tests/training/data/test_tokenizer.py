@@ -29,13 +29,13 @@ TRAINED = train_tokenizer(LINES, 400)
 @given(st.text(alphabet=st.characters(blacklist_categories=["Cs"])))
 def test_tokens_join_to_the_bytes_of_any_text(text: str) -> None:
     (ids,) = TRAINED.encode([text.encode()])
-    assert b"".join(TRAINED.pieces[token] for token in ids) == text.encode()
+    assert b"".join(TRAINED.token_bytes[token] for token in ids) == text.encode()
     assert TRAINED.separator not in ids
 
 
 def test_the_same_texts_give_the_same_tokenizer_of_the_size_that_was_told() -> None:
     assert train_tokenizer(LINES, 400).text == TRAINED.text
-    assert TRAINED.vocab_size == len(TRAINED.pieces) == 400
+    assert TRAINED.vocab_size == len(TRAINED.token_bytes) == 400
     (ids,) = TRAINED.encode([LINES[0]])
     assert len(ids) < len(LINES[0]) / 2
 

@@ -55,18 +55,18 @@ class DocumentSamples(Dataset[Window]):
 
     def _parts_of(self, index: int) -> list[tuple[int, int]]:
         """Start in the text and number of tokens of each document (or part of one) of a sample."""
-        epoch, place = divmod(index, self.per_epoch)
+        epoch, position = divmod(index, self.per_epoch)
         if epoch != self._epoch:
             self._arrange(epoch)
             self._epoch = epoch
-        return self._parts_at(place)
+        return self._parts_at(position)
 
     def _arrange(self, epoch: int) -> None:
         """Draw the order of an epoch."""
         raise NotImplementedError
 
-    def _parts_at(self, place: int) -> list[tuple[int, int]]:
-        """The parts of the sample at ``place`` of the epoch."""
+    def _parts_at(self, position: int) -> list[tuple[int, int]]:
+        """The parts of the sample at ``position`` of the epoch."""
         raise NotImplementedError
 
 
@@ -93,8 +93,8 @@ class PackedRows(DocumentSamples):
         self._order = order_of_epoch(len(self._lengths), self.seed, epoch)
         self._ends = self._lengths[self._order].cumsum()
 
-    def _parts_at(self, place: int) -> list[tuple[int, int]]:
-        first = place * self.context_length
+    def _parts_at(self, position: int) -> list[tuple[int, int]]:
+        first = position * self.context_length
         number, left = int(self._ends.searchsorted(first, side="right")), self.context_length
         parts = []
         while left:
@@ -145,8 +145,8 @@ class BucketedBatches(DocumentSamples):
         self._members = [bucket[order] for bucket, order in zip(self._buckets, drawn, strict=True)]
         self._order = order_of_epoch(self.per_epoch, self.seed, epoch)
 
-    def _parts_at(self, place: int) -> list[tuple[int, int]]:
-        batch = int(self._order[place])
+    def _parts_at(self, position: int) -> list[tuple[int, int]]:
+        batch = int(self._order[position])
         level = int(self._ends.searchsorted(batch, side="right"))
         first = (batch - (int(self._ends[level - 1]) if level else 0)) * self._sizes[level]
         members = self._members[level][first : first + self._sizes[level]]

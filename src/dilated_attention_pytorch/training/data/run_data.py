@@ -7,7 +7,6 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cache, cached_property
-from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -90,8 +89,8 @@ def tokenizer_of(folder: Path, vocab_size: int) -> Tokenizer:
     tokenizer = load_tokenizer(folder, f"the tokenizer of {folder}")
     if tokenizer.vocab_size != vocab_size:
         raise RunError(
-            f"{folder / TOKENIZER_NAME} has {tokenizer.vocab_size} tokens and the model {vocab_size}; bring the two of "
-            "one run together again"
+            f"{folder / TOKENIZER_NAME} has {tokenizer.vocab_size} tokens and the model {vocab_size}; copy the two of "
+            "one run into the folder"
         )
     return tokenizer
 
@@ -131,11 +130,11 @@ class RunData:
     @cached_property
     def figures(self) -> dict[str, int]:
         """Size of the text: for a mixture the sums, and a checksum of all sources."""
-        found = [corpus_figures(corpus) for corpus in self.corpora]
-        if len(found) == 1:
-            return found[0]
-        checksums = [figures[CORPUS_KEYS[-1]] for figures in found]
-        joined = {name: sum(figures[name] for figures in found) for name in found[0]}
+        figures = [corpus_figures(corpus) for corpus in self.corpora]
+        if len(figures) == 1:
+            return figures[0]
+        checksums = [of_source[CORPUS_KEYS[-1]] for of_source in figures]
+        joined = {name: sum(of_source[name] for of_source in figures) for name in figures[0]}
         return joined | {CORPUS_KEYS[-1]: zlib.crc32(repr(checksums).encode())}
 
     @property
@@ -174,11 +173,11 @@ class RunData:
         length, unit = self.settings.context_length, self.unit
         for number, corpus in enumerate(self.corpora):
             source = f" {self.settings.data[number]}" if self.settings.weights else ""
-            found = len(corpus.training)
-            if found < length:
+            size = len(corpus.training)
+            if size < length:
                 raise RunError(
-                    f"--data{source} holds {found:,} {unit} of training text, fewer than one window of "
-                    f"--context-length {length}; give more text, or a --context-length of at most {found}"
+                    f"--data{source} holds {size:,} {unit} of training text, fewer than one window of "
+                    f"--context-length {length}; give more text, or a --context-length of at most {size}"
                 )
             least = length if self.settings.weights else 8
             if len(corpus.held_out) < least:
@@ -271,8 +270,8 @@ class RunData:
     def long_files(self) -> list[Tensor]:
         """Beginnings of held-out files that are at least as long as the context."""
         most = self.settings.quarter_files
-        found = [long_files(corpus.held_out, self.settings.context_length, most) for corpus in self.corpora]
-        files = list(chain.from_iterable(found))
+        length = self.settings.context_length
+        files = [file for corpus in self.corpora for file in long_files(corpus.held_out, length, most)]
         return [files[index] for index in evenly_spread(len(files), most)]
 
 

@@ -1,4 +1,4 @@
-"""The documents of a run: found, split, and streamed in pieces, so that memory does not grow with the text."""
+"""The documents of a run: searched for, split, and streamed in chunks, so that memory does not grow with the text."""
 
 from __future__ import annotations
 
@@ -24,10 +24,10 @@ Say = Callable[[str], None]
 
 SEPARATOR = 0
 """Separator byte before every document; texts do not contain it."""
-PIECE_BYTES = 1 << 18
-"""Longer documents are read and tokenized in pieces of about this many bytes that end at a line break."""
-_LONGEST_PIECE = 4 * PIECE_BYTES
-"""Maximum piece size in bytes within a single line."""
+CHUNK_BYTES = 1 << 18
+"""Longer documents are read and tokenized in chunks of about this many bytes that end at a line break."""
+_LONGEST_CHUNK = 4 * CHUNK_BYTES
+"""Maximum chunk size in bytes within a single line."""
 _HELD_OUT_PARTS = 20
 """One in this many documents is held out."""
 _SILENT_SECONDS = 5.0
@@ -42,7 +42,7 @@ _REFUSALS = {
     "(iconv -f LATIN1 -t UTF-8)",
     GONE: "was removed while it was read; check the path",
 }
-"""What is said of a regular file that was given by name."""
+"""Refusals of a regular file that was given by name."""
 
 
 class Progress:
@@ -92,19 +92,19 @@ class Split:
 
 
 @dataclass(frozen=True, slots=True)
-class Piece:
-    """A piece of a document's text."""
+class Chunk:
+    """A chunk of a document's text."""
 
     text: bytes
     """UTF-8."""
     is_first: bool
-    """Whether the piece starts a document."""
+    """Whether the chunk starts a document."""
     is_held_out: bool
     """Whether the document is held out."""
 
 
 @dataclass(frozen=True, slots=True)
-class _Found:
+class _Source:
     path: Path
     name: str | None = None
     """Name of the document of a text file (relative path for files of folders), which determines the split; None for
@@ -136,18 +136,18 @@ class Sources:
         """Size of all texts, after :meth:`survey`."""
         self._progress = Progress(say)
         self._split = Split()
-        self._found: list[_Found] = []
+        self._sources: list[_Source] = []
         for path in paths or (standard_library(),):
             if are_records(path):
-                self._found.append(_Found(path))
+                self._sources.append(_Source(path))
             elif path.is_dir():
-                self._find_in(path, "" if paths else ".py")
+                self._search(path, "" if paths else ".py")
             else:
-                self._found.append(_Found(path, path.name, _size_of_named(path)))
+                self._sources.append(_Source(path, path.name, _size_of_named(path)))
 
-    def _find_in(self, folder: Path, suffix: str) -> None:
+    def _search(self, folder: Path, suffix: str) -> None:
         """Find the text files in a folder tree with a name suffix; hidden names are skipped."""
-        before, skipped = len(self._found), self.skipped.total()
+        before, skipped = len(self._sources), self.skipped.total()
 
         def refuse(error: OSError) -> None:
             # Entries below the folder may disappear during the search, as in /proc.
@@ -156,22 +156,22 @@ class Sources:
             self.skipped[GONE] += 1
 
         num_bytes = 0
-        for place, folders, names in os.walk(folder, onerror=refuse):
+        for parent, folders, names in os.walk(folder, onerror=refuse):
             folders[:] = sorted(name for name in folders if not name.startswith(".") and name not in _OTHERS_FOLDERS)
             for name in sorted(names):
                 if name.startswith(".") or not name.endswith(suffix):
                     continue
-                path = Path(place, name)
+                path = Path(parent, name)
                 size = _size_of_text(path)
                 if isinstance(size, str):
                     self.skipped[size] += 1
                 else:
-                    self._found.append(_Found(path, path.relative_to(folder).as_posix(), size))
+                    self._sources.append(_Source(path, path.relative_to(folder).as_posix(), size))
                     num_bytes += size
                 if self._progress.is_due():
-                    words = f"{len(self._found):,} files of text, {in_bytes(num_bytes)}, now in {place}"
+                    words = f"{len(self._sources):,} files of text, {in_bytes(num_bytes)}, now in {parent}"
                     self._progress.tell(f"reading --data: {words}{in_words(self.skipped, '; left out: ')}")
-        if len(self._found) == before:
+        if len(self._sources) == before:
             looked_at = self.skipped.total() - skipped
             raise RunError(
                 f"--data: the folder {folder} holds no text file ({looked_at} files were looked at"
@@ -185,8 +185,8 @@ class Sources:
             RunError: a file is missing.
         """
         files = []
-        for found in self._found:
-            for file in [found.path] if found.name is not None else files_of_records(found.path):
+        for source in self._sources:
+            for file in [source.path] if source.name is not None else files_of_records(source.path):
                 status = check_regular(file)
                 files.append((str(file.absolute()), status.st_size, status.st_mtime_ns))
         return files
@@ -203,66 +203,60 @@ class Sources:
             RunError: see :func:`.records.records`; or there is no text.
         """
         split, num_bytes = Split(), 0
-        for found in self._found:
+        for source in self._sources:
             before = split.count
-            for name, size in self._sizes(found):
+            for name, size, _ in self._documents(source):
                 if not size:
                     self.skipped[EMPTY] += 1
                     continue
                 split.add(name)
                 num_bytes += size
                 if self._progress.is_due():
-                    words = f"{split.count:,} documents, {in_bytes(num_bytes)}, now in {found.path}"
+                    words = f"{split.count:,} documents, {in_bytes(num_bytes)}, now in {source.path}"
                     self._progress.tell(f"reading --data: {words}")
             if split.count == before:
-                raise RunError(f"--data: {found.path} holds no record with text in it; name a file that does")
+                raise RunError(f"--data: {source.path} holds no record with text in it; name a file that does")
         self._split, self.num_bytes = split, num_bytes
 
-    def pieces(self) -> Iterator[Piece]:
+    def chunks(self) -> Iterator[Chunk]:
         """The texts after :meth:`survey`, both splits, in the order of the files. A single document is cut."""
         index = 0
-        for name, texts in chain.from_iterable(map(self._documents, self._found)):
+        for name, _, texts in chain.from_iterable(map(self._documents, self._sources)):
             is_first = True
             if self._split.count == 1:
                 yield from self._cut(texts)  # yields nothing for an empty document
                 continue
             is_held_out = self._split.is_held_out(index, name)
             for text in texts:
-                yield Piece(text, is_first, is_held_out)
+                yield Chunk(text, is_first, is_held_out)
                 is_first = False
             index += not is_first
 
     def texts_to_train_on(self) -> Iterator[bytes]:
-        """The training text, in pieces."""
-        return (piece.text for piece in self.pieces() if not piece.is_held_out)
+        """The training text, in chunks."""
+        return (chunk.text for chunk in self.chunks() if not chunk.is_held_out)
 
-    def _cut(self, texts: Iterator[bytes]) -> Iterator[Piece]:
-        """The pieces of a single document, with its last twentieth held out."""
+    def _cut(self, texts: Iterator[bytes]) -> Iterator[Chunk]:
+        """The chunks of a single document, with its last twentieth held out."""
         left = self.num_bytes - max(1, self.num_bytes // _HELD_OUT_PARTS)
         is_first, is_held_out = True, False
         for text in texts:
             if not is_held_out and left < len(text):
                 cut = _character_boundary(text, left)
                 if cut or is_first:
-                    yield Piece(text[:cut], is_first, False)
+                    yield Chunk(text[:cut], is_first, False)
                 is_first, is_held_out, text = True, True, text[cut:]
-            yield Piece(text, is_first, is_held_out)
+            yield Chunk(text, is_first, is_held_out)
             is_first = False
             left -= len(text)
 
-    def _sizes(self, found: _Found) -> Iterator[tuple[str, int]]:
-        if found.name is not None:
-            yield found.name, found.size
+    def _documents(self, source: _Source) -> Iterator[tuple[str, int, Iterator[bytes]]]:
+        """Name, size in bytes, and text of each document."""
+        if source.name is not None:
+            yield source.name, source.size, _chunks_of(_blocks(source.path))
             return
-        for record in records(found.path, self.text_field):
-            yield record.name, len(record.text)
-
-    def _documents(self, found: _Found) -> Iterator[tuple[str, Iterator[bytes]]]:
-        if found.name is not None:
-            yield found.name, _pieces_of(_blocks(found.path))
-            return
-        for record in records(found.path, self.text_field):
-            yield record.name, _pieces_of([record.text])
+        for record in records(source.path, self.text_field):
+            yield record.name, len(record.text), _chunks_of([record.text])
 
 
 def standard_library() -> Path:
@@ -314,7 +308,7 @@ def _decoded_bytes(path: Path) -> int:
     decoder, size = codecs.getincrementaldecoder("utf-8")(), 0
     with path.open("rb") as stream:
         try:
-            while block := stream.read(PIECE_BYTES):
+            while block := stream.read(CHUNK_BYTES):
                 if SEPARATOR in block:
                     return 0
                 decoder.decode(block)
@@ -327,23 +321,23 @@ def _decoded_bytes(path: Path) -> int:
 
 def _blocks(path: Path) -> Iterator[bytes]:
     with readable(path), path.open("rb") as stream:
-        while block := stream.read(PIECE_BYTES):
+        while block := stream.read(CHUNK_BYTES):
             yield block
 
 
-def _pieces_of(blocks: Iterable[bytes]) -> Iterator[bytes]:
-    """A text in pieces that end at a line break, or within a very long line, at a character boundary."""
+def _chunks_of(blocks: Iterable[bytes]) -> Iterator[bytes]:
+    """A text in chunks that end at a line break, or within a very long line, at a character boundary."""
     rest = b""
     for block in blocks:
         rest += block
-        while len(rest) >= PIECE_BYTES:
-            cut = rest.rfind(b"\n", 0, PIECE_BYTES) + 1
+        while len(rest) >= CHUNK_BYTES:
+            cut = rest.rfind(b"\n", 0, CHUNK_BYTES) + 1
             if not cut:
-                cut = rest.find(b"\n", PIECE_BYTES, _LONGEST_PIECE) + 1
+                cut = rest.find(b"\n", CHUNK_BYTES, _LONGEST_CHUNK) + 1
             if not cut:
-                if len(rest) < _LONGEST_PIECE:
+                if len(rest) < _LONGEST_CHUNK:
                     break
-                cut = _character_boundary(rest, _LONGEST_PIECE - 1)
+                cut = _character_boundary(rest, _LONGEST_CHUNK - 1)
             yield rest[:cut]
             rest = rest[cut:]
     if rest:

@@ -33,7 +33,7 @@ from dilated_attention_pytorch.output import sync
 from ..corpus import CORPUS_KEYS, Corpus, Text
 from ..lease import alone_in
 from ..manifest import MANIFEST_NAME, read_sealed, verify_manifest, write_manifest
-from .sources import PIECE_BYTES, Piece, Progress, Say, Sources
+from .sources import CHUNK_BYTES, Chunk, Progress, Say, Sources
 from .tokenizer import Tokenizer
 
 if TYPE_CHECKING:
@@ -44,7 +44,7 @@ if TYPE_CHECKING:
 _FORMAT = 1
 _SIDES = ("training", "held-out")
 _FILES = tuple(f"{side}.{kind}" for side in _SIDES for kind in ("tokens", "starts"))
-_AT_ONCE = 4 * PIECE_BYTES
+_AT_ONCE = 4 * CHUNK_BYTES
 """Bytes of text to tokenize at a time, on all cores."""
 _REMEDY = "it is made again"
 _UNFINISHED = ".unfinished-"
@@ -88,7 +88,7 @@ def cached_corpus(sources: Sources, tokenizer: Tokenizer, folder: Path, say: Say
     key = {"format": _FORMAT, "tokenizer": tokenizer.digest, "text_field": sources.text_field, "files": files}
     digest = hashlib.sha256(json.dumps(key).encode()).hexdigest()[:32]
     target = folder / digest
-    if _is_whole(target, say):
+    if _is_intact(target, say):
         return target
     sources.survey()
     with _staging(folder) as staging:
@@ -99,7 +99,7 @@ def cached_corpus(sources: Sources, tokenizer: Tokenizer, folder: Path, say: Say
     return target
 
 
-def _is_whole(cache: Path, say: Say | None = None) -> bool:
+def _is_intact(cache: Path, say: Say | None = None) -> bool:
     """Whether a cache is complete and undamaged; damage is reported to ``say``."""
     if not os.path.lexists(cache):
         return False
@@ -116,7 +116,7 @@ def _publish(staging: Path, target: Path) -> None:
     """Rename a cache into place. If another process was faster, keep its cache, which others may have mapped."""
     folder = target.parent
     with alone_in(folder):
-        while not _is_whole(target):
+        while not _is_intact(target):
             with _temporary(folder) as aside, suppress(FileNotFoundError):
                 os.rename(target, aside / "damaged")
             try:
@@ -178,8 +178,8 @@ def _staging(folder: Path) -> Iterator[Path]:
     """
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        for staging in filter(_is_abandoned, folder.glob(f"{_UNFINISHED}*")):
-            shutil.rmtree(staging, ignore_errors=True)
+        for abandoned in filter(_is_abandoned, folder.glob(f"{_UNFINISHED}*")):
+            shutil.rmtree(abandoned, ignore_errors=True)
         with _temporary(folder) as staging:
             yield staging
     except OSError as error:
@@ -211,15 +211,15 @@ class _Side:
         self._tokens, self._starts, self._dtype = tokens, starts, dtype
         self.num_tokens = self.num_documents = self.num_bytes = 0
 
-    def add(self, piece: Piece, tokens: Tokens, separator: int) -> None:
-        """Write the tokens of the next piece."""
-        if piece.is_first:
+    def add(self, chunk: Chunk, tokens: Tokens, separator: int) -> None:
+        """Write the tokens of the next chunk."""
+        if chunk.is_first:
             self._starts.write(self.num_tokens.to_bytes(8, sys.byteorder))
             self._tokens.write(self._dtype.type(separator).tobytes())
             self.num_documents += 1
         self._tokens.write(tokens.astype(self._dtype, copy=False).tobytes())
-        self.num_tokens += len(tokens) + piece.is_first
-        self.num_bytes += len(piece.text) + piece.is_first
+        self.num_tokens += len(tokens) + chunk.is_first
+        self.num_bytes += len(chunk.text) + chunk.is_first
 
 
 def _make(sources: Sources, tokenizer: Tokenizer, folder: Path, say: Say | None) -> dict[str, Any]:
@@ -231,10 +231,10 @@ def _make(sources: Sources, tokenizer: Tokenizer, folder: Path, say: Say | None)
     with ExitStack() as opened:
         files = [opened.enter_context(open(folder / name, "wb")) for name in _FILES]
         training, held_out = sides = _Side(files[0], files[1], dtype), _Side(files[2], files[3], dtype)
-        for batch in _batches(sources.pieces()):
-            texts = [piece.text for piece in batch]
-            for piece, tokens in zip(batch, tokenizer.encode(texts), strict=True):
-                sides[piece.is_held_out].add(piece, tokens, tokenizer.separator)
+        for batch in _batches(sources.chunks()):
+            texts = [chunk.text for chunk in batch]
+            for chunk, tokens in zip(batch, tokenizer.encode(texts), strict=True):
+                sides[chunk.is_held_out].add(chunk, tokens, tokenizer.separator)
             if progress.is_due():
                 done = training.num_bytes + held_out.num_bytes
                 pace = in_bytes(round(done / (time.monotonic() - started)))
@@ -253,12 +253,12 @@ def _make(sources: Sources, tokenizer: Tokenizer, folder: Path, say: Say | None)
     return {"dtype": dtype.name, "figures": figures, "skipped": dict(sources.skipped), "tokenizer": tokenizer.digest}
 
 
-def _batches(pieces: Iterator[Piece]) -> Iterator[list[Piece]]:
-    batch: list[Piece] = []
+def _batches(chunks: Iterator[Chunk]) -> Iterator[list[Chunk]]:
+    batch: list[Chunk] = []
     size = 0
-    for piece in pieces:
-        batch.append(piece)
-        size += len(piece.text)
+    for chunk in chunks:
+        batch.append(chunk)
+        size += len(chunk.text)
         if size >= _AT_ONCE:
             yield batch
             batch, size = [], 0

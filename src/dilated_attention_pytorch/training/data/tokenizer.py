@@ -40,7 +40,7 @@ class ByteTokenizer:
     """Token before every document; it counts as one byte."""
     digest = "bytes"
     """Digest that identifies the tokenizer in a token cache."""
-    pieces: Sequence[bytes] = tuple(bytes([value]) for value in range(256))
+    token_bytes: Sequence[bytes] = tuple(bytes([value]) for value in range(256))
     """The byte string of every token."""
 
     def encode(self, texts: Sequence[bytes]) -> list[Tokens]:
@@ -77,8 +77,8 @@ class BytePairs:
         tokenizer.no_padding()
         self.text = tokenizer.to_str()
         self.digest = hashlib.sha256(json.dumps([self.text, separator]).encode()).hexdigest()
-        self.pieces: Sequence[bytes] = _pieces(what, tokenizer)
-        self._lengths = torch.tensor([len(piece) for piece in self.pieces]).numpy()
+        self.token_bytes: Sequence[bytes] = _token_bytes(what, tokenizer)
+        self._lengths = torch.tensor([len(token) for token in self.token_bytes]).numpy()
 
     def encode(self, texts: Sequence[bytes]) -> list[Tokens]:
         """Tokens of each UTF-8 text, integers ``[tokens]``.
@@ -114,7 +114,7 @@ BYTES: Tokenizer = ByteTokenizer()
 
 def byte_lengths(tokenizer: Tokenizer) -> Tensor:
     """int64 ``[vocab_size]``: number of bytes per token; 1 for the separator."""
-    lengths = torch.tensor([len(piece) for piece in tokenizer.pieces])
+    lengths = torch.tensor([len(token) for token in tokenizer.token_bytes])
     lengths[tokenizer.separator] = 1
     return lengths
 
@@ -123,9 +123,9 @@ def bytes_of(tokenizer: Tokenizer, tokens: Tensor) -> bytes:
     """The bytes of ``tokens``; 0 for the separator."""
     if tokenizer is BYTES:
         return tokens.to(torch.uint8).numpy().tobytes()
-    pieces = list(tokenizer.pieces)
-    pieces[tokenizer.separator] = bytes([SEPARATOR])
-    return b"".join(map(pieces.__getitem__, tokens.tolist()))
+    token_bytes = list(tokenizer.token_bytes)
+    token_bytes[tokenizer.separator] = bytes([SEPARATOR])
+    return b"".join(map(token_bytes.__getitem__, tokens.tolist()))
 
 
 def load_tokenizer(path: Path, what: str = "") -> BytePairs:
@@ -197,21 +197,21 @@ def _check_lossless(what: str, tokenizer: tokenizers.Tokenizer) -> None:
         raise RunError(f"{what}: its tokens do not stand for bytes (decoder {kind}, not ByteLevel); {_REMEDY}")
 
 
-def _pieces(what: str, tokenizer: tokenizers.Tokenizer) -> list[bytes]:
+def _token_bytes(what: str, tokenizer: tokenizers.Tokenizer) -> list[bytes]:
     """The byte string of every token, by id."""
     added = {number: token.content for number, token in tokenizer.get_added_tokens_decoder().items()}
     of_character = _bytes_of_characters()
-    pieces = [b""] * tokenizer.get_vocab_size(with_added_tokens=True)
+    token_bytes = [b""] * tokenizer.get_vocab_size(with_added_tokens=True)
     for word, number in tokenizer.get_vocab(with_added_tokens=True).items():
-        if number >= len(pieces):
+        if number >= len(token_bytes):
             raise RunError(f"{what}: its tokens are not numbered from 0 without a gap; {_REMEDY}")
         if number in added:
-            pieces[number] = added[number].encode()
+            token_bytes[number] = added[number].encode()
             continue
         if not all(character in of_character for character in word):
             raise RunError(f"{what}: its token {word!r} does not stand for bytes; {_REMEDY}")
-        pieces[number] = bytes(of_character[character] for character in word)
-    return pieces
+        token_bytes[number] = bytes(of_character[character] for character in word)
+    return token_bytes
 
 
 def _bytes_of_characters() -> dict[str, int]:
@@ -234,7 +234,7 @@ def train_tokenizer(texts: Iterable[bytes], vocab_size: int) -> BytePairs:
     """Train a byte-level BPE tokenizer of ``vocab_size`` tokens: 256 bytes, the separator, and merges.
 
     Args:
-        texts: UTF-8, in pieces.
+        texts: UTF-8, in token_bytes.
         vocab_size: at least 257.
 
     Raises:
