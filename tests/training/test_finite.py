@@ -80,7 +80,7 @@ def test_gradients_whose_norm_overflows_are_not_stepped_with(
         train(tiny_settings(texts), tmp_path / "run", quiet())
 
 
-def test_a_checkpoint_that_is_not_finite_is_not_gone_on_with(
+def test_a_checkpoint_that_is_not_finite_is_not_resumed_from(
     texts: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with monkeypatch.context() as patch:
@@ -90,7 +90,7 @@ def test_a_checkpoint_that_is_not_finite_is_not_gone_on_with(
         with pytest.raises(RunError, match="the checkpoint of step 4 is kept"):
             train(tiny_settings(texts), tmp_path / "run", quiet())
     with pytest.raises(
-        RunError, match="the checkpoint of step 4 cannot be gone on with: NaN or infinity is in 1 of 69"
+        RunError, match="the checkpoint of step 4 cannot be resumed from: NaN or infinity is in 1 of 69"
     ):
         resume(tmp_path / "run", quiet())
 

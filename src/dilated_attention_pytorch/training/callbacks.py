@@ -22,9 +22,9 @@ from transformers import TrainerCallback, TrainerControl, TrainerState, Training
 from dilated_attention_pytorch.output import write_text
 
 from .faults import cost_of_faults
-from .going_back import GoBack
 from .manifest import opened
 from .measures import Work, peak_memory
+from .rewind import RewindRequested
 from .stragglers import OWN_SECONDS, STEP_SECONDS
 from .trackers import Tracker
 
@@ -64,7 +64,7 @@ class Interruption(TrainerCallback):
     ) -> None:
         for number, handler in self._before.items():
             signal.signal(number, handler)
-        if self.signal is not None and kind is not None and issubclass(kind, GoBack):
+        if self.signal is not None and kind is not None and issubclass(kind, RewindRequested):
             signal.raise_signal(self.signal)  # the checkpoint to go back to is written: nothing is lost
 
     def _note(self, number: int, frame: FrameType | None) -> None:

@@ -20,7 +20,6 @@ _REMEDY = "name the --output of a `train` or `extend` command; docs/troubleshoot
 _FAULTS = {
     "skipped": "The batch of step {step} was left out",
     "broken": "The run went back after step {step}",
-    "out of memory": "Batches are taken {rows} windows at once from step {step} on",
 }
 
 

@@ -23,7 +23,6 @@ from .corpus import Corpus, Text, corpus_figures, corpus_in_words, read_corpus
 from .extension_settings import ExtensionSettings
 from .flops import pretrained_flops, training_flops
 from .footprint import check_extension_memory
-from .going_back import going_back
 from .lifecycle import OpenRun, begin, check_same_corpus, find_run, read_record, take_up, train_to_the_end
 from .manifest import sealed, sums, verify_sums
 from .measures import Work
@@ -39,6 +38,7 @@ from .pretrained import (
     num_parameters,
 )
 from .publishing import save_finished
+from .rewind import with_rewind
 from .row_logits import row_logits
 from .stages import Stages, stage_ends
 from .text_files import in_words
@@ -94,7 +94,7 @@ def extend(
     preflight.check_packages("training")
     check_trackers(settings)
     preflight.check_alone("extend", _FOR_SEVERAL)
-    return going_back(
+    return with_rewind(
         lambda: _begin(settings, output, console, may_resume), lambda: _go_on(output, console, may_begin=True), console
     )
 
@@ -178,7 +178,7 @@ def resume_extension(folder: Path, console: Console) -> ExtensionOutcome:
     """
     preflight.check_packages("training")
     preflight.check_alone("extend", _FOR_SEVERAL)
-    return going_back(lambda: _go_on(folder, console), lambda: _go_on(folder, console, may_begin=True), console)
+    return with_rewind(lambda: _go_on(folder, console), lambda: _go_on(folder, console, may_begin=True), console)
 
 
 def _go_on(folder: Path, console: Console, *, may_begin: bool = False) -> ExtensionOutcome:

@@ -17,7 +17,7 @@ from . import preflight
 from .autocast import computing_dtype
 from .checkpoint import SETTINGS_NAME, WEIGHTS_NAME, checkpoint_step, staging_folder
 from .corpus import CORPUS_KEYS
-from .faults import Interrupted, cost_of_faults, interrupted, most_rows, note_fault, steps_of
+from .faults import Interrupted, cost_of_faults, interrupted, note_fault, steps_of
 from .lease import Lease
 from .manifest import read_sealed
 from .measures import Work, matrix_product_rate
@@ -54,8 +54,6 @@ class OpenRun:
     """Steps (from 1) taken without their batch."""
     broken: frozenset[int] = frozenset()
     """Steps after which the state was not finite and the run went back."""
-    most_rows: int | None = None
-    """Windows per forward pass since memory ran out; None if it never did."""
 
     @property
     def step(self) -> int:
@@ -120,9 +118,7 @@ def take_up(
 
         start = from_first(choose)
         all_or_none(lambda: start.verify_here(run_id, num_processes(), process_rank()))
-        skipped, broken, rows = from_first(
-            lambda: (steps_of(folder, "skipped"), steps_of(folder, "broken"), most_rows(folder))
-        )
+        skipped, broken = from_first(lambda: (steps_of(folder, "skipped"), steps_of(folder, "broken")))
         yield OpenRun(
             folder=folder,
             run_id=run_id,
@@ -133,7 +129,6 @@ def take_up(
             before=before,
             skipped=skipped,
             broken=broken,
-            most_rows=rows,
         )
 
 

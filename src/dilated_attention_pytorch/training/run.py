@@ -28,7 +28,6 @@ from .corpus import corpus_in_words
 from .data.run_data import Evaluation, RunData, read_data, read_tokenizer, save_tokenizer, verify_tokenizer
 from .float8 import convert_to_float8
 from .footprint import check_training_memory
-from .going_back import going_back
 from .lifecycle import (
     Found,
     OpenRun,
@@ -45,6 +44,7 @@ from .outcome import SAMPLE_NAME, Outcome
 from .parallel_choice import choose_together
 from .process import launch, launch_record
 from .publishing import save_finished
+from .rewind import with_rewind
 from .settings import SampleSettings, TrainSettings
 from .spreading import spread_anew
 from .stages import Stages
@@ -97,7 +97,7 @@ def train(settings: TrainSettings, output: Path, console: Console, *, may_resume
     end_with_launcher(os.environ)
     preflight.check_packages("training")
     preflight.check_launch()
-    return going_back(
+    return with_rewind(
         lambda: _begin(settings, output, console, may_resume),
         lambda: _go_on(output, console, {}, may_begin=True),
         console,
@@ -178,7 +178,7 @@ def resume(run: Path, console: Console, changes: Mapping[str, Any] | None = None
     end_with_launcher(os.environ)
     preflight.check_packages("training")
     preflight.check_launch()
-    return going_back(
+    return with_rewind(
         lambda: _go_on(run, console, changes or {}),
         lambda: _go_on(run, console, changes or {}, may_begin=True),
         console,

@@ -1,4 +1,4 @@
-"""The trainer of runs: losses in bits per byte, and atomic, verified, finite checkpoints."""
+"""The trainer of runs: finite steps, losses in bits per byte, and atomic, verified checkpoints."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import math
 import os
 import shutil
 from collections.abc import Callable, Collection, Iterator, Sized
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 from typing import Any, NoReturn
 
@@ -15,10 +15,13 @@ import torch
 from accelerate.utils import AutocastKwargs
 from safetensors import SafetensorError
 from torch import Tensor
+from torch.distributed.tensor import DTensor
+from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 from torch.utils.data import Dataset
-from transformers import PrinterCallback, TrainingArguments
+from transformers import PrinterCallback, Trainer, TrainerCallback, TrainingArguments
 
 from dilated_attention_pytorch.errors import RunError
+from dilated_attention_pytorch.memory import is_out_of_memory
 
 from .checkpoint import (
     OPTIMIZER_NAME,
@@ -30,15 +33,14 @@ from .checkpoint import (
 from .checkpoint_writer import CheckpointWriter
 from .extension_settings import ExtensionSettings
 from .faults import Kind, note_fault, note_resumed
-from .finite_trainer import FiniteTrainer
+from .finite import LEAST_SCALE, LossScaler, is_finite_everywhere, what_is_not_finite
 from .footprint import largest_file
-from .going_back import GoBack
 from .lease import check_exists
 from .lifecycle import OpenRun
 from .preflight import checkpoint_space, file_limit
 from .publishing import clear, publish, remove_leftovers
+from .rewind import RewindRequested, SpikeWatch
 from .settings import TrainSettings
-from .spikes import SpikeWatch
 from .stragglers import OWN_SECONDS, STEP_SECONDS, OwnTime, stragglers
 from .together import from_first
 from .verification import fitting
@@ -48,8 +50,11 @@ _MAKE_ROOM = "make room and allow writing"
 _READ_ONLY = (errno.EROFS, errno.EACCES, errno.EPERM)
 
 
-class RunTrainer(FiniteTrainer):
+class RunTrainer(Trainer):
     """Trains in a run folder, which always holds the last complete checkpoints.
+
+    Losses and gradients are checked before each step; weights and optimizer states before the first step and before
+    they are saved. If a value is not finite in one process, all of them stop or rewind.
 
     Args:
         model: the model to train.
@@ -74,14 +79,14 @@ class RunTrainer(FiniteTrainer):
         bytes_per_token: float = 1.0,
     ) -> None:
         super().__init__(
-            model=model,
-            args=args,
-            train_dataset=training,
-            eval_dataset=evaluation,
-            data_collator=data_collator,
-            most_rows=place.most_rows,
+            model=model, args=args, train_dataset=training, eval_dataset=evaluation, data_collator=data_collator
         )
         self.accelerator.autocast_handler = AutocastKwargs(cache_enabled=False)  # as :func:`.autocast.autocast`
+        self.scaler: LossScaler | None = None
+        if args.fp16:
+            # accelerate supports neither float16 autocast nor a loss scaler on CPUs.
+            self.scaler = LossScaler(args.device.type)
+            self.accelerator.scaler, self.accelerator.native_amp = self.scaler, True
         self.settings = settings
         self.place = place
         self.run, self.run_id, self.lease, self.staging = place.folder, place.run_id, place.lease, place.staging
@@ -91,14 +96,32 @@ class RunTrainer(FiniteTrainer):
         self._to_write: list[Callable[[], None]] = []
         self._is_saving = False
         self._logged = place.step
+        self._batches: list[dict[str, Any]] = []
+        self._num_items: Tensor | int | None = None
+        self._step_losses: list[Tensor] = []
         self._spikes = SpikeWatch(settings.spike_deviations, settings.spike_window)
-        self.add_callback(self._spikes)
         self.own_time = OwnTime(args)
-        self.add_callback(self.own_time)
         self._own_times: list[dict[str, float]] = []
         self._slow_ranks: set[int] = set()
         self._num_weights = sum(weight.numel() for weight in model.parameters())
         self.remove_callback(PrinterCallback)
+        for callback in (_AtBeginning(self.begin_training), self._spikes, self.own_time):
+            self.add_callback(callback)
+
+    def exchanges_in_forward(self) -> bool:
+        """Whether processes communicate in the forward pass."""
+        return False
+
+    def step_context(self) -> AbstractContextManager[None]:
+        """Context of the forward and backward passes of the current step."""
+        return nullcontext()
+
+    def memory_remedy(self) -> str:
+        """Advice for a run whose step needs more memory than there is."""
+        raise NotImplementedError
+
+    def begin_step(self, *, is_again: bool) -> None:
+        """Called before the first batch of a step, also when the step is repeated."""
 
     def train(self, *args: Any, **options: Any) -> Any:
         """See :meth:`transformers.Trainer.train`.
@@ -137,17 +160,26 @@ class RunTrainer(FiniteTrainer):
             self.lease.check()
 
     def begin_training(self) -> None:
-        """Log the resumption and remove what killed jobs left, after the loaded state was found to be finite."""
-        super().begin_training()
-        if self.args.should_save:
-            remove_leftovers(
-                self.run,
-                start=self.place.start.checkpoint,
-                keep=self.settings.keep_checkpoints,
-                left=self.left,
-                check=self.check_lease,
+        """Check that the loaded state is finite; then log the resumption and remove what killed jobs left."""
+        broken = self._state_that_is_not_finite()
+        if broken is not None:
+            step = self.state.global_step
+            raise RunError(
+                f"the checkpoint of step {step} cannot be resumed from: NaN or infinity is in {broken}; remove it to "
+                "resume from the one before, or start a new run"
+                if step
+                else f"the model cannot be trained: NaN or infinity is in {broken}; start with another one"
             )
-        if self.place.before is not None and self.args.should_save:
+        if not self.args.should_save:
+            return
+        remove_leftovers(
+            self.run,
+            start=self.place.start.checkpoint,
+            keep=self.settings.keep_checkpoints,
+            left=self.left,
+            check=self.check_lease,
+        )
+        if self.place.before is not None:
             note_resumed(
                 self.run,
                 self.place.before,
@@ -156,21 +188,13 @@ class RunTrainer(FiniteTrainer):
                 processes=self.args.world_size,
             )
 
-    def training_step(self, *args: Any, **options: Any) -> Tensor:
-        """Forward and backward pass of a batch; no-op for a step whose batch is skipped."""
-        if self.state.global_step + 1 in self.place.skipped:
-            return torch.zeros((), device=self.args.device)
-        self.own_time.start()
-        loss = super().training_step(*args, **options)
-        if not self._is_exchanging:
-            self.own_time.mark()
-        self.own_time.stop()
-        return loss
-
     def get_batch_samples(self, *args: Any) -> Any:
         """See :meth:`transformers.Trainer.get_batch_samples`: loads the batches of a step and counts their labels."""
         self.own_time.begin_step()
-        return super().get_batch_samples(*args)
+        self.begin_step(is_again=False)
+        self._batches, self._num_items = super().get_batch_samples(*args)
+        self._step_losses = []
+        return self._batches, self._num_items
 
     def _get_num_items_in_batch(self, *args: Any) -> Any:
         # Counting labels is a collective: processes wait for each other here.
@@ -178,12 +202,119 @@ class RunTrainer(FiniteTrainer):
         self.own_time.stop()
         return super()._get_num_items_in_batch(*args)
 
+    def training_step(self, *args: Any, **options: Any) -> Tensor:
+        """Forward and backward pass of a batch; returns the loss. No-op for a step whose batch is skipped.
+
+        Raises:
+            RunError: memory ran out.
+        """
+        step = self.state.global_step + 1
+        if step in self.place.skipped:
+            return torch.zeros((), device=self.args.device)
+        self.own_time.start()
+        try:
+            with self.step_context():
+                loss: Tensor = super().training_step(*args, **options)
+        except (MemoryError, RuntimeError) as error:
+            if not is_out_of_memory(error):
+                raise
+            reason = str(error).strip().partition("\n")[0]
+            raise RunError(
+                f"memory ran out in step {step} ({reason}): {self.memory_remedy()}; {self.how_to_go_on()}"
+            ) from error
+        if not (self.exchanges_in_forward() or self.accelerator.sync_gradients):
+            self.own_time.mark()
+        self.own_time.stop()
+        self._step_losses.append(loss)
+        return loss
+
     def compute_loss(self, *args: Any, **options: Any) -> Any:
         """See :meth:`transformers.Trainer.compute_loss`."""
         self.own_time.mark()
         if self.exchanges_in_forward():
             self.own_time.stop()
         return super().compute_loss(*args, **options)
+
+    def _repeat_step(self, model: torch.nn.Module) -> None:
+        """Take all batches of this step again, from zero gradients."""
+        model.zero_grad()
+        self.begin_step(is_again=True)
+        self._step_losses = []
+        for batch in self._batches:
+            with nullcontext() if batch is self._batches[-1] else self.accelerator.no_sync(model):
+                self.training_step(model, batch, self._num_items)
+
+    def _clip_grad_norm(self, model: torch.nn.Module) -> Tensor:
+        """Clip the gradient norm to its maximum; returns the norm before clipping.
+
+        All processes stop if a loss or a gradient is not finite in any of them.
+        """
+        step = self.state.global_step + 1
+        norm, whole = self._norm(model)
+        while self._overflows(step, whole):
+            self._repeat_step(model)
+            norm, whole = self._norm(model)
+        # Before clipping: a non-finite norm would turn all gradients into NaN or 0.
+        if not is_finite_everywhere(*self._step_losses, whole):
+            broken = what_is_not_finite(
+                {
+                    "losses": [(f"{loss.item()}", loss) for loss in self._step_losses],
+                    "gradients": [(name, weight.grad) for name, weight in self._weights() if weight.grad is not None],
+                    "weights": self._weights(),
+                }
+            )
+            broken = broken or "the norm of the gradient, which is too large for its dtype"
+            self.break_off(f"step {step} is not taken: NaN or infinity is in {broken}", batch_of=step)
+        self.check_loss(step)
+        clip_grads_with_norm_(_with_gradient(model), self.args.max_grad_norm, norm)
+        return whole
+
+    def _norm(self, model: torch.nn.Module) -> tuple[Tensor, Tensor]:
+        """The unscaled gradients' norm, as this process's part of it and whole on the device."""
+        parameters = _with_gradient(model)
+        if parameters and self.scaler is not None:
+            self.accelerator.unscale_gradients(self.optimizer)
+        norm = get_total_norm([parameter.grad for parameter in parameters if parameter.grad is not None])
+        # Without gradients (a skipped batch) the norm is on the CPU.
+        return norm, norm.full_tensor() if isinstance(norm, DTensor) else norm.to(self.args.device)
+
+    def _overflows(self, step: int, norm: Tensor) -> bool:
+        """Whether loss scaling made the gradients overflow in any process; if so, lowers the scale."""
+        if self.scaler is None or is_finite_everywhere(norm):
+            return False
+        if self.scaler.get_scale() <= LEAST_SCALE or not is_finite_everywhere(*self._step_losses):
+            return False
+        self.scaler.lower()
+        self._note("overflow", step=step, scale=self.scaler.get_scale())
+        return True
+
+    def _weights(self) -> Iterator[tuple[str, Tensor]]:
+        assert self.model is not None
+        # During an evaluation FSDP exposes gathered weights; the state dict always has the sharded ones.
+        names: dict[Tensor, str] = {}
+        for name, value in self.model.state_dict(keep_vars=True).items():
+            if isinstance(value, torch.nn.Parameter):
+                names.setdefault(value, name)  # tied weights once
+        return ((name, weight) for weight, name in names.items())
+
+    def _states(self) -> Iterator[tuple[str, Tensor]]:
+        assert self.optimizer is not None
+        names = {weight: name for name, weight in self._weights()}
+        return (
+            (f"{key} of {names[weight]}", value)
+            for weight, state in self.optimizer.state.items()
+            for key, value in state.items()
+            if isinstance(value, Tensor)
+        )
+
+    def _state_that_is_not_finite(self) -> str | None:
+        return what_is_not_finite({"weights": self._weights(), "optimizer states": self._states()})
+
+    def check_state(self, what: str) -> None:
+        """Call :meth:`break_off` if a weight or optimizer state is not finite."""
+        broken = self._state_that_is_not_finite()
+        if broken is not None:
+            self.break_off(f"{what}: NaN or infinity is in {broken}", batch_of=None)
 
     def _own_time_of_ranks(self) -> dict[str, float]:
         """Each rank's own work since the last entry, for the log; names a rank that is slow for the second time."""
@@ -197,28 +328,41 @@ class RunTrainer(FiniteTrainer):
                 self.place.say(f"slow rank: {straggler.in_words()}")
         return self._own_times[-1]
 
-    def check_loss(self, step: int, losses: list[Tensor]) -> None:
-        """Call :meth:`break_off` if the loss of the batch is a spike."""
-        if self.settings.spike_deviations == 0 or not losses:
+    def check_loss(self, step: int) -> None:
+        """Rewind if the (finite) loss of the step's batch is a spike."""
+        if self.settings.spike_deviations == 0 or not self._step_losses:
             return
-        loss = torch.stack(losses).sum().to(torch.float64)
+        loss = torch.stack(self._step_losses).sum().to(torch.float64)
         spike = self._spikes.spike(self.accelerator.gather(loss.reshape(1)).mean().item())
         if spike is not None:
             self.finish_writing()
-            self._go_back(f"step {step} is not taken: {spike}", batch_of=step)
+            self._rewind(f"step {step} is not taken: {spike}", batch_of=step)
 
     def break_off(self, what: str, *, batch_of: int | None) -> NoReturn:
-        """Go back to the newest checkpoint if the settings say so, else end the run."""
+        """Rewind to the newest checkpoint if the settings say so, else end the run; in every process.
+
+        Args:
+            what: reason, as text.
+            batch_of: step whose batch caused it; None if unknown.
+        """
         self.finish_writing()
         if self.settings.on_nan == "skip":
-            self._go_back(what, batch_of=batch_of)
-        super().break_off(what, batch_of=batch_of)
+            self._rewind(what, batch_of=batch_of)
+        raise RunError(f"{what}; {self.after_divergence()}")
 
-    def _go_back(self, what: str, *, batch_of: int | None) -> NoReturn:
-        """Log the skipped batch and raise :class:`GoBack`.
+    def after_divergence(self) -> str:
+        """Message after divergence: what is kept, how to resume, and what to change."""
+        precision = " or --precision float32" if self.args.bf16 or self.args.fp16 else ""
+        return (
+            f"{self.how_to_go_on()}. If the same step fails again, the run diverges: start a new run with a lower "
+            f"--learning-rate (each of them, if several){precision}"
+        )
+
+    def _rewind(self, what: str, *, batch_of: int | None) -> NoReturn:
+        """Log the skipped batch and raise :class:`RewindRequested`.
 
         Raises:
-            RunError: the previous step was skipped too, or going back did not help before.
+            RunError: the previous step was skipped too, or an earlier rewind did not help.
         """
         step = self.state.global_step if batch_of is None else batch_of
         in_vain = self.place.skipped if batch_of is not None else self.place.broken
@@ -227,12 +371,12 @@ class RunTrainer(FiniteTrainer):
         where = "its beginning" if latest_checkpoint(self.run) is None else "the newest checkpoint"
         if batch_of is None:
             self._note("broken", step=step, reason=what)
-            raise GoBack(f"{what}; going back to {where}")
+            raise RewindRequested(f"{what}; going back to {where}")
         assert isinstance(self.train_dataset, Sized)
         size = len(self.train_dataset) // self.args.max_steps
         first = (step - 1) * size
         self._note("skipped", step=step, batches=[first, first + size - 1], reason=what)
-        raise GoBack(
+        raise RewindRequested(
             f"{what}; going back to {where}, and on without batches {first:,} to {first + size - 1:,} of step {step}"
         )
 
@@ -240,18 +384,6 @@ class RunTrainer(FiniteTrainer):
         from_first(self.check_lease)
         if self.args.should_save:
             note_fault(self.run, kind, **values)
-
-    def note_rows(self, rows: int, reason: str) -> None:
-        """Log and print that batches are processed in parts of ``rows`` from now on."""
-        step, rank = self.state.global_step + 1, self.args.process_index
-        self.check_lease()
-        note_fault(self.run, "out of memory", step=step, rows=rows, rank=rank, reason=reason)
-        on = f"rank {rank}: " if self.args.world_size > 1 else ""
-        self.place.say(f"{on}{reason}: windows are taken {rows} at once from now on, as many as before in every step")
-
-    def note_overflow(self, step: int, scale: float) -> None:
-        """Log that a step's batches are repeated with the loss scaled by ``scale``."""
-        self._note("overflow", step=step, scale=scale)
 
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
         """Pass ``logs`` to every callback, with each loss in bits per byte as well.
@@ -414,3 +546,18 @@ class RunTrainer(FiniteTrainer):
 
 def _save_state(state: dict[str, Any], path: str) -> None:
     torch.save(state, path)
+
+
+def _with_gradient(model: torch.nn.Module) -> list[torch.nn.Parameter]:
+    return [parameter for parameter in model.parameters() if parameter.grad is not None]
+
+
+class _AtBeginning(TrainerCallback):
+    """Calls ``begin`` after loading and before the first step."""
+
+    def __init__(self, begin: Callable[[], None]) -> None:
+        self.begin = begin
+
+    def on_train_begin(self, args: TrainingArguments, *given: Any, **others: Any) -> None:
+        """Call ``begin``."""
+        self.begin()
