@@ -19,7 +19,7 @@ from rich.console import Console
 from torch import Tensor
 
 from dilated_attention_pytorch.memory import is_out_of_memory
-from dilated_attention_pytorch.training import RunError, TrainSettings, publishing, resume, run_trainer, train
+from dilated_attention_pytorch.training import RunError, TrainSettings, publishing, resume, run_checkpoints, train
 from dilated_attention_pytorch.training.callbacks import read_metrics
 from dilated_attention_pytorch.training.checkpoint import latest_checkpoint
 from dilated_attention_pytorch.training.faults import FAULTS_NAME, Cost, cost_of_faults, note_fault, read_faults
@@ -73,11 +73,11 @@ def test_steps_go_on_while_a_checkpoint_is_written_and_the_next_checkpoint_waits
 
     def take_and_tell(self: LongNetTrainer, *args: Any, **options: Any) -> Tensor:
         if self.state.global_step == 6:
-            assert not list(self.run.glob("checkpoint-*"))
+            assert not list(self.place.folder.glob("checkpoint-*"))
             step_done.set()
         return take(self, *args, **options)
 
-    monkeypatch.setattr(run_trainer, "publish", publish_late)
+    monkeypatch.setattr(run_checkpoints, "publish", publish_late)
     monkeypatch.setattr(LongNetTrainer, "training_step", take_and_tell)
     run = train(small(texts), tmp_path / "run", quiet()).run
     assert seen == [False] * 3
@@ -87,14 +87,14 @@ def test_steps_go_on_while_a_checkpoint_is_written_and_the_next_checkpoint_waits
 def test_a_disk_that_fills_up_beside_the_steps_ends_the_run_before_the_next_checkpoint(
     texts: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    save = run_trainer._save_state
+    save = torch.save
 
-    def fill_up(state: dict[str, Any], path: str) -> None:
-        if "checkpoint-4" in path:
+    def fill_up(state: Any, path: Any) -> None:
+        if str(path).endswith("checkpoint-4/optimizer.pt"):
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), path)
         save(state, path)
 
-    monkeypatch.setattr(run_trainer, "_save_state", fill_up)
+    monkeypatch.setattr(torch, "save", fill_up)
     with pytest.raises(RunError, match=r"the disk is full while the checkpoint of step 4 .* step 2 is kept"):
         train(small(texts, steps=200, save_steps=2), tmp_path / "run", quiet())
     assert [path.name for path in (tmp_path / "run").glob("checkpoint-*")] == ["checkpoint-2"]

@@ -84,7 +84,7 @@ def test_a_checkpoint_that_is_not_finite_is_not_resumed_from(
     texts: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with monkeypatch.context() as patch:
-        patch.setattr("dilated_attention_pytorch.training.trainer.LongNetTrainer.check_state", lambda self, what: None)
+        patch.setattr("dilated_attention_pytorch.training.guard.Guard.check_state", lambda self, what: None)
         break_at(patch, "state", 4)
         break_at(patch, "gradient", 5)
         with pytest.raises(RunError, match="the checkpoint of step 4 is kept"):

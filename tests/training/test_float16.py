@@ -21,7 +21,6 @@ from dilated_attention_pytorch.training.callbacks import read_metrics
 from dilated_attention_pytorch.training.data.byte_count import ByteCount
 from dilated_attention_pytorch.training.data.tokenizer import train_tokenizer
 from dilated_attention_pytorch.training.faults import read_faults
-from dilated_attention_pytorch.training.finite import LossScaler
 from dilated_attention_pytorch.training.preflight import check_processes
 from training.broken_runs import break_at
 from training.runs import quiet, record_samples, samples_of, stopped_run, tiny_settings, weights
@@ -39,7 +38,7 @@ def half(texts: Path, **changes: Any) -> TrainSettings:
 
 
 def begin_with(monkeypatch: pytest.MonkeyPatch, scale: float) -> None:
-    monkeypatch.setattr(run_trainer, "LossScaler", functools.partial(LossScaler, init_scale=scale))
+    monkeypatch.setattr(run_trainer, "_SCALE", scale)
 
 
 @pytest.fixture
@@ -60,14 +59,8 @@ def test_a_run_computes_in_float16_keeps_float32_and_goes_on_bit_for_bit(
     texts: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, dtypes: set[torch.dtype]
 ) -> None:
     """accelerate computes in float32 on a CPU when it is told float16. The scale grows on the way, after step 3."""
-    scaled = functools.partial(LossScaler, init_scale=LARGE)
-
-    def build(device: str) -> LossScaler:
-        scaler = scaled(device)
-        scaler.set_growth_interval(3)
-        return scaler
-
-    monkeypatch.setattr(run_trainer, "LossScaler", build)
+    monkeypatch.setattr(run_trainer, "_SCALE", LARGE)
+    monkeypatch.setattr(run_trainer, "GradScaler", functools.partial(torch.amp.GradScaler, growth_interval=3))
     settings = tiny_settings(texts, precision="float16", steps=5, save_steps=2, **FEW)
     whole = train(settings, tmp_path / "whole", quiet()).run
     assert dtypes == {torch.float16}

@@ -366,7 +366,7 @@ def _go(run: _Run, record: dict[str, Any], device: str) -> ExtensionOutcome:
         stopped_by = train_to_the_end(place, trainer, work=work, trackers=trackers)
         done = trainer.state.global_step
         if done == settings.steps:
-            with trainer.writing("the trained model"):
+            with trainer.checkpoints.writing("the trained model"):
                 _finish(run, record, trainer)
             bits = record["measured"][STATES[-1]]["bits_per_byte"][str(settings.length)]
             for tracker in trackers:
@@ -379,18 +379,18 @@ def _finish(run: _Run, record: dict[str, Any], trainer: RunTrainer) -> None:
 
     folder = run.place.folder
     _measure(run, "trained", record)
-    trainer.check_lease()
+    trainer.checkpoints.check_lease()
     write_text(folder / SETTINGS_NAME, sealed(record))
     names = ("before", "after replacement", "after training on")
     curves = {name: _curve(record, state) for name, state in zip(names, STATES, strict=True)}
     draw_positions(folder / PICTURE_NAME, curves, run.own_length)
     run.model.config.get_text_config().use_cache = record["model"]["use_cache"]
-    trainer.check_lease()
+    trainer.checkpoints.check_lease()
     save_finished(
         run.model,
         folder,
         run_id=run.place.run_id,
         step=run.settings.steps,
         staging=run.place.staging,
-        check=trainer.check_lease,
+        check=trainer.checkpoints.check_lease,
     )

@@ -256,7 +256,7 @@ def train_to_the_end(
     rate = sum(from_all(matrix_product_rate(args.device, computing_dtype(trainer.settings.precision))))
     with _noting_failure(run, trainer):
         if trainer.is_world_process_zero():
-            trainer.check_lease()
+            trainer.checkpoints.check_lease()
             run.say(*run.start.in_words())
             if run.start.checkpoint is not None:
                 run.say(f"going on after step {run.step} of {args.max_steps:,}")
@@ -267,14 +267,19 @@ def train_to_the_end(
             )
             trainer.add_callback(bar)
         checkpoint = run.start.checkpoint
-        with Interruption(trainer.accelerator, trainer.writer.has_failed, trainer.finish_writing) as interruption, bar:
+        with (
+            Interruption(
+                trainer.accelerator, trainer.checkpoints.writer.has_failed, trainer.checkpoints.finish
+            ) as interruption,
+            bar,
+        ):
             trainer.add_callback(interruption)
             with naming_ranks("training", trainer):
                 trainer.train(resume_from_checkpoint=None if checkpoint is None else str(checkpoint))
         stopped_by = interruption.signal if trainer.state.global_step < args.max_steps else None
         if trainer.is_world_process_zero():
             if stopped_by is not None:
-                trainer.check_lease()
+                trainer.checkpoints.check_lease()
                 note_fault(run.folder, "stopped", step=trainer.state.global_step, signal=stopped_by)
             run.say(*filter(None, [cost_of_faults(run.folder).in_words()]))
     return stopped_by
@@ -301,4 +306,4 @@ def naming_ranks(doing: str, trainer: RunTrainer) -> Iterator[None]:
         with parallel.naming_ranks(doing):
             yield
     except parallel.RankFailure as error:
-        raise RunError(f"{error}; {trainer.how_to_go_on()}") from error
+        raise RunError(f"{error}; {trainer.checkpoints.how_to_resume()}") from error

@@ -381,20 +381,20 @@ def _finish(run: _Run, trainer: LongNetTrainer, evaluation: Evaluation, xz: floa
             "quarter_files": len(files),
             "evaluation_seconds": round(time.perf_counter() - start, 1),
         }
-        trainer.check_lease()
+        trainer.checkpoints.check_lease()
         record = read_sealed(folder / SETTINGS_NAME, what="the end of the run", remedy="restore it from a copy")
         write_text(folder / SETTINGS_NAME, sealed({**record, "result": result}))
         write_text(folder / SAMPLE_NAME, sample + "\n")
         draw_losses(folder, xz=xz, final=(trainer.state.global_step, bits))
-        trainer.check_lease()
-        with trainer.writing("the trained model"):
+        trainer.checkpoints.check_lease()
+        with trainer.checkpoints.writing("the trained model"):
             save_finished(
                 model,
                 folder,
                 run_id=place.run_id,
                 step=trainer.state.global_step,
                 staging=place.staging,
-                check=trainer.check_lease,
+                check=trainer.checkpoints.check_lease,
             )
     return Outcome(
         run=folder,

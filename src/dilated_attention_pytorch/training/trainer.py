@@ -113,10 +113,10 @@ class LongNetTrainer(RunTrainer):
         step = self.state.global_step + 1
         is_finite = is_finite_everywhere(*self._step_losses)
         if is_finite:
-            self.check_loss(step)
+            self.guard.check_loss(self._step_losses)
         norm = torch.tensor(engine.clip_and_step() if is_finite else math.nan)
         if not norm.isfinite():
-            self.break_off(
+            self.guard.break_off(
                 f"step {step} is not taken: NaN or infinity is in the losses or the gradients", batch_of=step
             )
         return norm
