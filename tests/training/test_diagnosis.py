@@ -70,7 +70,7 @@ def test_a_log_of_every_kind_of_event_is_told(world: Path) -> None:
         "Faults: 1 restarts, 1 steps without their batch, 40.0 s lost (faults.jsonl).",
         "Gradients overflowed in 1 steps, which were repeated with a lower scale of the loss.",
         "The batch of step 7 was left out: step 7 is not taken: NaN or infinity is in its loss.",
-        "The run went back after step 9: NaN or infinity is in 1 of 9 weights.",
+        "The run rewound after step 9: NaN or infinity is in 1 of 9 weights.",
         "The run ended after step 40: the disk is full; make room.",
     ]
 

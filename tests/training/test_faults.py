@@ -11,6 +11,7 @@ import signal
 import threading
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -22,6 +23,7 @@ from dilated_attention_pytorch.memory import is_out_of_memory
 from dilated_attention_pytorch.training import RunError, TrainSettings, publishing, resume, run_checkpoints, train
 from dilated_attention_pytorch.training.callbacks import read_metrics
 from dilated_attention_pytorch.training.checkpoint import latest_checkpoint
+from dilated_attention_pytorch.training.extension_trainer import ExtensionTrainer
 from dilated_attention_pytorch.training.faults import FAULTS_NAME, Cost, cost_of_faults, note_fault, read_faults
 from dilated_attention_pytorch.training.lifecycle import OpenRun
 from dilated_attention_pytorch.training.measures import Work
@@ -145,13 +147,33 @@ def test_a_run_whose_memory_ran_out_resumes_with_a_smaller_batch_size_and_is_the
     assert furthest < 1e-5
 
 
-def test_memory_that_is_missing_for_one_window_is_answered_with_what_makes_windows_smaller(
-    texts: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    run_out_of_memory(monkeypatch, rows=0, step=5)
-    words = "memory ran out in step 5 .*: start a new run with --model.gradient-checkpointing or a shorter .*step 4 is"
-    with pytest.raises(RunError, match=words):
-        train(small(texts, batch_size=1), tmp_path / "run", quiet())
+@pytest.mark.parametrize(
+    ("trainer", "settings", "remedy"),
+    [
+        (
+            LongNetTrainer,
+            {"batch_size": 2, "max_tokens": 0},
+            "resume with a smaller --batch-size, or start a new run wi",
+        ),
+        (
+            LongNetTrainer,
+            {"batch_size": 1, "max_tokens": 0},
+            "start a new run with --model.gradient-checkpointing or a",
+        ),
+        (
+            LongNetTrainer,
+            {"batch_size": 1, "max_tokens": 9},
+            "start a new run with a smaller --max-tokens and more --g",
+        ),
+        (
+            ExtensionTrainer,
+            {},
+            "start a new run with --gradient-checkpointing, or fewer --batch-tokens and more --gradi",
+        ),
+    ],
+)
+def test_a_run_without_memory_is_told_the_flag_that_takes_less(trainer: Any, settings: Any, remedy: str) -> None:
+    assert trainer.memory_remedy(SimpleNamespace(settings=SimpleNamespace(**settings))).startswith(remedy)
 
 
 @pytest.mark.parametrize(("error", "is_one"), [
@@ -216,7 +238,7 @@ def test_a_batch_that_breaks_the_run_is_left_out_and_nothing_else(
         run = train(small(texts, gradient_accumulation=2, **changes), tmp_path / "run", console).run
     assert isinstance(console.file, io.StringIO)
     assert re.search(
-        said + "; going back to the newest checkpoint, and on without batches 24 to 27 of step 7",
+        said + "; rewinding to the newest checkpoint, to skip batches 24 to 27 of step 7",
         console.file.getvalue(),
     )
     assert "going on after step 4" in console.file.getvalue()
@@ -271,7 +293,7 @@ def test_a_run_that_nan_has_ended_may_be_told_to_go_on_and_leaves_the_batch_out_
     assert_same_bits(tmp_path / "run", expected_without(texts, tmp_path / "other", 6, on_nan="skip"))
 
 
-def test_a_signal_in_a_step_that_goes_back_is_not_lost(
+def test_a_signal_in_a_step_that_rewinds_is_not_lost(
     texts: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with monkeypatch.context() as patch:
@@ -294,7 +316,7 @@ def test_two_batches_in_a_row_that_break_the_run_end_it(
     break_batches(monkeypatch, float("nan"), 2, 6, 7)
     with pytest.raises(
         RunError,
-        match=r"step 7 is not taken: .*, after the run has gone back for that once; the check"
+        match=r"step 7 is not taken: .*, after a rewind for that reason; the check"
         r"point of step 4 is kept: .* the run diverges: start a new run with a lower",
     ):
         train(small(texts, on_nan="skip"), tmp_path / "run", quiet())
@@ -306,7 +328,9 @@ def test_a_state_that_is_broken_by_no_batch_is_computed_again_and_ends_the_run_i
 ) -> None:
     with monkeypatch.context() as patch:
         break_at(patch, "weight", 8)
-        with pytest.raises(RunError, match=r"the checkpoint of step 8 is not written: .* gone back for that once; the"):
+        with pytest.raises(
+            RunError, match=r"the checkpoint of step 8 is not written: .* after a rewind for that reason; the"
+        ):
             train(small(texts, on_nan="skip"), tmp_path / "run", quiet())
     assert [fault["kind"] for fault in read_faults(tmp_path / "run")] == ["broken", "resumed", "failed"]
     resume(tmp_path / "run", quiet())

@@ -47,7 +47,7 @@ def test_a_run_that_breaks_at_a_save_step_or_beside_one_loses_nothing(
             break_at(patch, kind, step)
             with pytest.raises(RunError, match=re.escape(FAILS_AT[kind, step])) as raised:
                 resume(run, quiet()) if run.exists() else train(tiny_settings(texts), run, quiet())
-        assert f"the checkpoint of step 4 is kept: go on from it with --resume {run}" in str(raised.value)
+        assert f"the checkpoint of step 4 is kept: resume from it with --resume {run}" in str(raised.value)
         kept = latest_checkpoint(run)
         assert kept is not None
         assert kept.name == "checkpoint-4"

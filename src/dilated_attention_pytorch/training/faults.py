@@ -17,8 +17,8 @@ FAULTS_NAME = "faults.jsonl"
 
 Kind = Literal["failed", "stopped", "resumed", "broken", "skipped", "overflow"]
 """``failed``: an error ended the run; ``stopped``: a signal ended it. ``resumed``: it goes on after these, after
-a kill or after going back. ``broken``: a weight or optimizer state was NaN or infinite after ``step``, and the
-run went back. ``skipped``: it went back to skip the batch of ``step``. ``overflow``: the batches of ``step`` are
+a kill or after a rewind. ``broken``: a weight or optimizer state was NaN or infinite after ``step``, and the
+run rewound. ``skipped``: it rewound to skip the batch of ``step``. ``overflow``: the batches of ``step`` are
 repeated with the loss scaled by ``scale``."""
 _LAST: tuple[Kind, ...] = ("failed", "stopped", "broken", "skipped")
 """Faults after which the job does not train on."""
@@ -69,7 +69,7 @@ class Cost:
     seconds_lost: float
     """Seconds from the checkpoint that each restart resumed from until it computed again, summed."""
 
-    def in_words(self) -> str:
+    def describe(self) -> str:
         """One line of text; empty without faults."""
         if not self.restarts and not self.skipped_steps:
             return ""

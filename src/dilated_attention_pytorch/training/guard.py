@@ -167,16 +167,16 @@ class Guard(TrainerCallback):
         step = self.state.global_step if batch_of is None else batch_of
         in_vain = self.place.skipped if batch_of is not None else self.place.broken
         if in_vain & {step, step - (batch_of is not None)}:
-            raise RunError(f"{what}, after the run has gone back for that once; {self.after_divergence()}")
+            raise RunError(f"{what}, after a rewind for that reason; {self.after_divergence()}")
         where = "its beginning" if latest_checkpoint(self.place.folder) is None else "the newest checkpoint"
         if batch_of is None:
             self.note("broken", step=step, reason=what)
-            raise RewindRequested(f"{what}; going back to {where}")
+            raise RewindRequested(f"{what}; rewinding to {where}")
         size = self.windows // self.args.max_steps
         first = (step - 1) * size
         self.note("skipped", step=step, batches=[first, first + size - 1], reason=what)
         raise RewindRequested(
-            f"{what}; going back to {where}, and on without batches {first:,} to {first + size - 1:,} of step {step}"
+            f"{what}; rewinding to {where}, to skip batches {first:,} to {first + size - 1:,} of step {step}"
         )
 
     def note(self, kind: Kind, **values: Any) -> None:

@@ -53,7 +53,7 @@ class OpenRun:
     skipped: frozenset[int] = frozenset()
     """Steps (from 1) taken without their batch."""
     broken: frozenset[int] = frozenset()
-    """Steps after which the state was not finite and the run went back."""
+    """Steps after which the state was not finite and the run rewound."""
 
     @property
     def step(self) -> int:
@@ -251,7 +251,7 @@ def train_to_the_end(
     from .callbacks import Bar, Interruption, Metrics
 
     work = work.without(run.skipped)
-    bar = Bar(run.console, work.tokens_after)
+    bar = Bar(run.console)
     args = trainer.args
     rate = sum(from_all(matrix_product_rate(args.device, computing_dtype(trainer.settings.precision))))
     with _noting_failure(run, trainer):
@@ -262,7 +262,12 @@ def train_to_the_end(
                 run.say(f"going on after step {run.step} of {args.max_steps:,}")
             trainer.add_callback(
                 Metrics(
-                    run.folder, run.step, work=work, device=args.device, matrix_product_flops=rate, trackers=trackers
+                    run.folder,
+                    run.step,
+                    work=work,
+                    device=args.device,
+                    matrix_product_flops=rate,
+                    trackers=[bar, *trackers],
                 )
             )
             trainer.add_callback(bar)
@@ -281,7 +286,7 @@ def train_to_the_end(
             if stopped_by is not None:
                 trainer.checkpoints.check_lease()
                 note_fault(run.folder, "stopped", step=trainer.state.global_step, signal=stopped_by)
-            run.say(*filter(None, [cost_of_faults(run.folder).in_words()]))
+            run.say(*filter(None, [cost_of_faults(run.folder).describe()]))
     return stopped_by
 
 

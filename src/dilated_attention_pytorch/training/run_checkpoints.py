@@ -146,7 +146,7 @@ class RunCheckpoints(TrainerCallback):
         kept = next((path for path in checkpoints(self.run) if path.name not in self._left), None)
         if kept is None:
             return "no checkpoint was complete yet"
-        return f"the checkpoint of step {checkpoint_step(kept)} is kept: go on from it with --resume {self.run}"
+        return f"the checkpoint of step {checkpoint_step(kept)} is kept: resume from it with --resume {self.run}"
 
     def _disk_trouble(self, error: Exception) -> tuple[str, str]:
         """Why the disk refused, "" if it did not, and a remedy. Torch and safetensors pass on no error number."""

@@ -86,7 +86,7 @@ class OwnTime(TrainerCallback):
         for straggler in stragglers(self._entries):
             if straggler.rank not in self._slow_ranks and accelerator.is_main_process:
                 self._slow_ranks.add(straggler.rank)
-                say(f"slow rank: {straggler.in_words()}")
+                say(f"slow rank: {straggler.describe()}")
         return self._entries[-1]
 
     def _now(self) -> Any:
@@ -109,7 +109,7 @@ class Straggler:
     part: float
     """Fraction of a step that the others wait for it."""
 
-    def in_words(self) -> str:
+    def describe(self) -> str:
         """One sentence of text."""
         return (
             f"rank {self.rank} works {self.seconds:.3g} s by itself in a step, the others {self.others:.3g} s "
