@@ -72,7 +72,7 @@ def measured(seconds: dict[str, list[float]]) -> Iterator[None]:
 
     def timed_step(self: LongNetTrainer, *args: Any, **options: Any) -> torch.Tensor:
         if not seconds["step"]:
-            self.add_callback(_Watch(self.writer, seconds))
+            self.add_callback(_Watch(self.checkpoints.writer, seconds))
         start = time.perf_counter()
         loss = take(self, *args, **options)
         seconds["step"].append(time.perf_counter() - start)

@@ -40,6 +40,15 @@ def free_memory(device: torch.device | str) -> int:
     return min([available, *_left_in_groups(), *_left_of_addresses()])
 
 
+def is_out_of_memory(error: BaseException) -> bool:
+    """Whether an error means that a device or the CPU ran out of memory; PyTorch has no class of its own for all."""
+    if isinstance(error, RuntimeError):
+        words = str(error)
+        is_plain = "can't allocate memory" in words or "out of memory" in words
+        return is_plain or isinstance(error, torch.OutOfMemoryError)
+    return isinstance(error, MemoryError)
+
+
 def unknown_memory(device: torch.device) -> str:
     """The error message for a device whose free memory cannot be read."""
     return (

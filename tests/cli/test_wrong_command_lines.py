@@ -72,7 +72,7 @@ def test_the_table_shows_the_rows_of_the_commands_that_train_with_their_sentence
     monkeypatch.setattr(wrong_command_lines, "TABLE", {"what is wrong": rows, "bench alone": rows[1:2]})
     assert list(table(world, tmp_path)) == [
         "\n### What is wrong\n\n| command line | what is wrong besides | what it says |\n|---|---|---|",
-        "| `report WORLD/nothing --output WORLD/new.html` |  | report: WORLD/nothing is no run folder; name the "
+        "| `report WORLD/nothing --output WORLD/new.html` |  | report: WORLD/nothing is not a run folder; name the "
         "--output of a `train` or `extend` command |",
         "| `eval WORLD/finished --windows 0` |  | Eval: windows must be at least 1, got 0 |",
         "| `train --config run.toml --output WORLD/new` | `steps = 0` | --config WORLD/settings/"

@@ -113,7 +113,7 @@ def break_and_resume(folder: Path, mesh: str, optimizer: str, *, kind: str, step
     (words,) = said
     kept = latest_checkpoint(output)
     assert kept is not None
-    assert f"the checkpoint of step {checkpoint_step(kept)} is kept: go on from it with --resume" in words, words
+    assert f"the checkpoint of step {checkpoint_step(kept)} is kept: resume from it with --resume" in words, words
     # What was broken in a step leaves the checkpoint before it; what was broken after it too, at a save step or beside.
     assert checkpoint_step(kept) == (step - 1) // settings.save_steps * settings.save_steps, words
     assert not list(output.glob(".unfinished*"))

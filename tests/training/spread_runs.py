@@ -15,7 +15,6 @@ import copy
 import json
 import sys
 import time
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -29,10 +28,9 @@ from transformers import Trainer
 
 from dilated_attention_pytorch.models import LongNetConfig, LongNetForCausalLM, LongNetLM, token_loss
 from dilated_attention_pytorch.terminal import plain_console
-from dilated_attention_pytorch.training import TrainSettings, finite_trainer, resume, train
+from dilated_attention_pytorch.training import TrainSettings, resume, run_trainer, train
 from dilated_attention_pytorch.training.checkpoint import latest_checkpoint
 from dilated_attention_pytorch.training.distribution import Distribution, leaving_together
-from dilated_attention_pytorch.training.loss_scaling import LossScaler
 from dilated_attention_pytorch.training.optimizer import ShardedMuon
 from dilated_attention_pytorch.training.tensor_parallel import order_of, row_orders, split_matrices
 from training.runs import quiet, stopped_run
@@ -196,7 +194,7 @@ def main() -> None:
                 if "sleeping" in name and dist.get_rank() == dist.get_world_size() - 1:
                     _sleep_in_forward(monkeypatch)
                 if "overflowing" in name:
-                    monkeypatch.setattr(finite_trainer, "LossScaler", partial(LossScaler, init_scale=2.0**40))
+                    monkeypatch.setattr(run_trainer, "_SCALE", 2.0**40)
                 if stop is None:
                     train(settings, folder / name, plain_console() if "sleeping" in name else quiet())
                 else:

@@ -29,7 +29,7 @@ def main() -> None:
     assert failed["reason"].startswith("training: rank 1 is alive, but takes no part"), failed
     assert (resumed["step"], resumed["processes"]) == (4, 2)
     assert (run / "checkpoint-9").is_dir()
-    print(f"rank 1 of 2 stands still in step 7: {cost_of_faults(run).in_words()}")
+    print(f"rank 1 of 2 stands still in step 7: {cost_of_faults(run).describe()}")
 
 
 if __name__ == "__main__":

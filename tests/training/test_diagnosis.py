@@ -52,7 +52,6 @@ def test_a_log_of_every_kind_of_event_is_told(world: Path) -> None:
         entries.append({"step": step, "seconds": seconds + 6.0, "eval_bits_per_byte": 2.0})
     (run / "metrics.jsonl").write_text("".join(json.dumps(entry) + "\n" for entry in entries))
     note_fault(run, "resumed", after="killed", step=2, processes=1, down_seconds=10.0, redone_seconds=30.0)
-    note_fault(run, "out of memory", step=3, rows=1, rank=0, reason="memory ran out in step 3")
     note_fault(run, "overflow", step=5, scale=2.0)
     note_fault(run, "overflow", step=5, scale=1.0)
     note_fault(run, "slow rank", step=5, rank=1)  # of an earlier version
@@ -70,9 +69,8 @@ def test_a_log_of_every_kind_of_event_is_told(world: Path) -> None:
         "step.",
         "Faults: 1 restarts, 1 steps without their batch, 40.0 s lost (faults.jsonl).",
         "Gradients overflowed in 1 steps, which were repeated with a lower scale of the loss.",
-        "Batches are taken 1 windows at once from step 3 on: memory ran out in step 3.",
         "The batch of step 7 was left out: step 7 is not taken: NaN or infinity is in its loss.",
-        "The run went back after step 9: NaN or infinity is in 1 of 9 weights.",
+        "The run rewound after step 9: NaN or infinity is in 1 of 9 weights.",
         "The run ended after step 40: the disk is full; make room.",
     ]
 

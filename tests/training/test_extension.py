@@ -42,6 +42,7 @@ from dilated_attention_pytorch.training.corpus import Text, read_corpus
 from dilated_attention_pytorch.training.faults import read_faults
 from dilated_attention_pytorch.training.model_evaluation import EvalSettings, evaluate_model
 from dilated_attention_pytorch.training.report import read_run
+from dilated_attention_pytorch.training.run_checkpoints import RunCheckpoints
 from dilated_attention_pytorch.training.run_trainer import RunTrainer
 from dilated_attention_pytorch.training.stages import Stages, stage_ends
 from dilated_attention_pytorch.training.tokens import load_tokenizer, tokenized
@@ -253,7 +254,7 @@ def test_a_run_that_was_killed_before_its_first_checkpoint_is_begun_again(
         raise KeyboardInterrupt
 
     with monkeypatch.context() as patch:
-        patch.setattr(RunTrainer, "_stage_checkpoint", die)
+        patch.setattr(RunCheckpoints, "staging", die)
         with pytest.raises(KeyboardInterrupt):
             extend(tiny(short, texts), tmp_path / "run", quiet())
     with pytest.raises(RunError, match="stopped before its first checkpoint"):

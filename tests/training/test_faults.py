@@ -11,6 +11,7 @@ import signal
 import threading
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -18,15 +19,14 @@ import torch
 from rich.console import Console
 from torch import Tensor
 
-from dilated_attention_pytorch.training import RunError, TrainSettings, publishing, resume, run_trainer, train
+from dilated_attention_pytorch.memory import is_out_of_memory
+from dilated_attention_pytorch.training import RunError, TrainSettings, publishing, resume, run_checkpoints, train
 from dilated_attention_pytorch.training.callbacks import read_metrics
 from dilated_attention_pytorch.training.checkpoint import latest_checkpoint
-from dilated_attention_pytorch.training.data.byte_count import ByteCount
-from dilated_attention_pytorch.training.data.tokenizer import train_tokenizer
+from dilated_attention_pytorch.training.extension_trainer import ExtensionTrainer
 from dilated_attention_pytorch.training.faults import FAULTS_NAME, Cost, cost_of_faults, note_fault, read_faults
 from dilated_attention_pytorch.training.lifecycle import OpenRun
 from dilated_attention_pytorch.training.measures import Work
-from dilated_attention_pytorch.training.micro_batch import is_out_of_memory
 from dilated_attention_pytorch.training.trainer import LongNetTrainer
 from training.broken_runs import break_at
 from training.runs import quiet, stop_after, tiny_settings, weights
@@ -75,11 +75,11 @@ def test_steps_go_on_while_a_checkpoint_is_written_and_the_next_checkpoint_waits
 
     def take_and_tell(self: LongNetTrainer, *args: Any, **options: Any) -> Tensor:
         if self.state.global_step == 6:
-            assert not list(self.run.glob("checkpoint-*"))
+            assert not list(self.place.folder.glob("checkpoint-*"))
             step_done.set()
         return take(self, *args, **options)
 
-    monkeypatch.setattr(run_trainer, "publish", publish_late)
+    monkeypatch.setattr(run_checkpoints, "publish", publish_late)
     monkeypatch.setattr(LongNetTrainer, "training_step", take_and_tell)
     run = train(small(texts), tmp_path / "run", quiet()).run
     assert seen == [False] * 3
@@ -89,14 +89,14 @@ def test_steps_go_on_while_a_checkpoint_is_written_and_the_next_checkpoint_waits
 def test_a_disk_that_fills_up_beside_the_steps_ends_the_run_before_the_next_checkpoint(
     texts: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    save = run_trainer._save_state
+    save = torch.save
 
-    def fill_up(state: dict[str, Any], path: str) -> None:
-        if "checkpoint-4" in path:
+    def fill_up(state: Any, path: Any) -> None:
+        if str(path).endswith("checkpoint-4/optimizer.pt"):
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), path)
         save(state, path)
 
-    monkeypatch.setattr(run_trainer, "_save_state", fill_up)
+    monkeypatch.setattr(torch, "save", fill_up)
     with pytest.raises(RunError, match=r"the disk is full while the checkpoint of step 4 .* step 2 is kept"):
         train(small(texts, steps=200, save_steps=2), tmp_path / "run", quiet())
     assert [path.name for path in (tmp_path / "run").glob("checkpoint-*")] == ["checkpoint-2"]
@@ -113,108 +113,67 @@ def test_a_disk_that_fills_up_beside_the_steps_ends_the_run_before_the_next_chec
 # Out of memory.
 
 
-def run_out_of_memory(monkeypatch: pytest.MonkeyPatch, rows: int, step: int) -> list[int]:
-    """Have no memory for more than so many rows from ``step`` on; the rows that were taken at once."""
-    compute, taken = LongNetTrainer.compute_loss, []
+def run_out_of_memory(monkeypatch: pytest.MonkeyPatch, rows: int, step: int) -> None:
+    """Have no memory for more than so many rows from ``step`` on."""
+    compute = LongNetTrainer.compute_loss
 
     def compute_or_fail(self: LongNetTrainer, model: Any, inputs: dict[str, Tensor], *args: Any, **options: Any) -> Any:
         loss = compute(self, model, inputs, *args, **options)
-        if torch.is_grad_enabled():
-            if len(inputs["input_ids"]) > rows and self.state.global_step + 1 >= step:
-                torch.empty(1 << 60, dtype=torch.uint8)
-            taken.append(len(inputs["input_ids"]))
+        if torch.is_grad_enabled() and len(inputs["input_ids"]) > rows and self.state.global_step + 1 >= step:
+            torch.empty(1 << 60, dtype=torch.uint8)
         return loss
 
     monkeypatch.setattr(LongNetTrainer, "compute_loss", compute_or_fail)
-    return taken
 
 
-def test_where_memory_runs_out_windows_are_taken_fewer_at_once_and_the_run_is_the_same_to_rounding(
+def test_a_run_whose_memory_ran_out_resumes_with_a_smaller_batch_size_and_is_the_same_to_rounding(
     texts: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, figure: Any
 ) -> None:
-    changes: dict[str, Any] = {
-        "batch_size": 5,
-        "gradient_accumulation": 2,
-        "precision": "float32",
-        "optimizer": "adamw",
-    }
-    settings = small(texts, steps=6, **changes)
+    settings = small(texts, steps=6, batch_size=4, precision="float32", optimizer="adamw")
     settings.model.dropout = 0.0
     whole = train(settings, tmp_path / "whole", quiet()).run
-    said = io.StringIO()
-    taken = run_out_of_memory(monkeypatch, rows=2, step=3)
-    with monkeypatch.context() as patch:
-        stop_after(patch, 4, signal.SIGINT)
-        stopped = train(settings, tmp_path / "run", Console(file=said, width=1000))
-    # 5 at once; then 3 in the first batch of step 3, which begins anew; then 2, by which it is taken.
-    assert taken == [5] * 4 + [2, 2, 1] * 2 * (stopped.step - 2)
-    assert "memory ran out in step 3 ([enforce fail at alloc_cpu" in said.getvalue()
-    assert "windows are taken 3 at once from now on, as many as before in every step" in said.getvalue()
-    taken.clear()
-    assert resume(tmp_path / "run", quiet()).step == 6
-    assert taken == [2, 2, 1] * 2 * (6 - stopped.step)
-    assert [fault["rows"] for fault in read_faults(tmp_path / "run", "out of memory")] == [3, 2]
+    run_out_of_memory(monkeypatch, rows=2, step=5)
+    words = (
+        r"memory ran out in step 5 \(\[enforce fail at alloc_cpu.*\): resume with a smaller --batch-size, .*step 4 is"
+    )
+    with pytest.raises(RunError, match=words):
+        train(settings, tmp_path / "run", quiet())
+    (failed,) = read_faults(tmp_path / "run", "failed")
+    assert failed["reason"].startswith("memory ran out in step 5")
+    assert resume(tmp_path / "run", quiet(), {"batch_size": 2}).step == 6
     found, expected = weights(tmp_path / "run"), weights(whole)
     furthest = max(float((found[name] - expected[name]).abs().max()) for name in expected)
-    figure("out of memory in step 3 of 6: furthest weight from that of the undisturbed run", f"{furthest:.1e}")
+    figure("out of memory in step 5 of 6: furthest weight from that of the undisturbed run", f"{furthest:.1e}")
     assert furthest < 1e-5
 
 
-def test_bytes_of_a_step_that_begins_again_for_want_of_memory_are_counted_once(
-    texts: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Step 3 fails in its second batch, when the first one and a part of the second are counted."""
-    tokenizer = train_tokenizer([path.read_bytes() for path in sorted(texts.iterdir())], 300)
-    tokenizer.save(tmp_path)
-    settings = small(
-        texts,
-        steps=4,
-        batch_size=5,
-        gradient_accumulation=2,
-        precision="float32",
-        optimizer="adamw",
-        log_steps=2,
-        tokenizer=tmp_path,
-    )
-    settings.model.dropout, settings.model.vocab_size = 0.0, 300
-    counts: dict[str, list[list[float]]] = {"whole": [], "run": []}
-    take, compute, calls = ByteCount.take, LongNetTrainer.compute_loss, []
-
-    def fail_once(self: LongNetTrainer, *args: Any, **options: Any) -> Any:
-        loss = compute(self, *args, **options)
-        if torch.is_grad_enabled() and self.state.global_step == 2:
-            calls.append(1)
-            if len(calls) == 2:
-                torch.empty(1 << 60, dtype=torch.uint8)
-        return loss
-
-    for name in counts:
-        with monkeypatch.context() as patch:
-            patch.setattr(ByteCount, "take", lambda self, name=name: _noted(take(self), counts[name]))
-            if name == "run":
-                patch.setattr(LongNetTrainer, "compute_loss", fail_once)
-            train(settings, tmp_path / name, quiet())
-    assert [fault["rows"] for fault in read_faults(tmp_path / "run", "out of memory")] == [3]
-    expected, found = counts["whole"], counts["run"]
-    assert [read for _, read in found] == [read for _, read in expected]  # bytes, exactly
-    assert [nats for nats, _ in found] == pytest.approx([nats for nats, _ in expected], rel=1e-5)
-
-
-def _noted(taken: Tensor, counts: list[list[float]]) -> Tensor:
-    counts.extend(taken.tolist())
-    return taken
-
-
-def test_memory_that_is_missing_for_one_window_ends_the_run_in_words(
-    texts: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    run_out_of_memory(monkeypatch, rows=0, step=5)
-    with pytest.raises(
-        RunError,
-        match=r"memory ran out in step 5 .*, and one window is taken at once already; .* ste"
-        r"p 4 is kept: go on from it with --resume",
-    ):
-        train(small(texts), tmp_path / "run", quiet())
+@pytest.mark.parametrize(
+    ("trainer", "settings", "remedy"),
+    [
+        (
+            LongNetTrainer,
+            {"batch_size": 2, "max_tokens": 0},
+            "resume with a smaller --batch-size, or start a new run wi",
+        ),
+        (
+            LongNetTrainer,
+            {"batch_size": 1, "max_tokens": 0},
+            "start a new run with --model.gradient-checkpointing or a",
+        ),
+        (
+            LongNetTrainer,
+            {"batch_size": 1, "max_tokens": 9},
+            "start a new run with a smaller --max-tokens and more --g",
+        ),
+        (
+            ExtensionTrainer,
+            {},
+            "start a new run with --gradient-checkpointing, or fewer --batch-tokens and more --gradi",
+        ),
+    ],
+)
+def test_a_run_without_memory_is_told_the_flag_that_takes_less(trainer: Any, settings: Any, remedy: str) -> None:
+    assert trainer.memory_remedy(SimpleNamespace(settings=SimpleNamespace(**settings))).startswith(remedy)
 
 
 @pytest.mark.parametrize(("error", "is_one"), [
@@ -279,7 +238,7 @@ def test_a_batch_that_breaks_the_run_is_left_out_and_nothing_else(
         run = train(small(texts, gradient_accumulation=2, **changes), tmp_path / "run", console).run
     assert isinstance(console.file, io.StringIO)
     assert re.search(
-        said + "; going back to the newest checkpoint, and on without batches 24 to 27 of step 7",
+        said + "; rewinding to the newest checkpoint, to skip batches 24 to 27 of step 7",
         console.file.getvalue(),
     )
     assert "going on after step 4" in console.file.getvalue()
@@ -334,7 +293,7 @@ def test_a_run_that_nan_has_ended_may_be_told_to_go_on_and_leaves_the_batch_out_
     assert_same_bits(tmp_path / "run", expected_without(texts, tmp_path / "other", 6, on_nan="skip"))
 
 
-def test_a_signal_in_a_step_that_goes_back_is_not_lost(
+def test_a_signal_in_a_step_that_rewinds_is_not_lost(
     texts: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with monkeypatch.context() as patch:
@@ -357,8 +316,8 @@ def test_two_batches_in_a_row_that_break_the_run_end_it(
     break_batches(monkeypatch, float("nan"), 2, 6, 7)
     with pytest.raises(
         RunError,
-        match=r"step 7 is not taken: .*, after the run has gone back for that once; the check"
-        r"point of step 4 is kept: .* the run diverges: begin anew with a lower",
+        match=r"step 7 is not taken: .*, after a rewind for that reason; the check"
+        r"point of step 4 is kept: .* the run diverges: start a new run with a lower",
     ):
         train(small(texts, on_nan="skip"), tmp_path / "run", quiet())
     assert [fault["step"] for fault in read_faults(tmp_path / "run", "skipped")] == [2, 6]
@@ -369,7 +328,9 @@ def test_a_state_that_is_broken_by_no_batch_is_computed_again_and_ends_the_run_i
 ) -> None:
     with monkeypatch.context() as patch:
         break_at(patch, "weight", 8)
-        with pytest.raises(RunError, match=r"the checkpoint of step 8 is not written: .* gone back for that once; the"):
+        with pytest.raises(
+            RunError, match=r"the checkpoint of step 8 is not written: .* after a rewind for that reason; the"
+        ):
             train(small(texts, on_nan="skip"), tmp_path / "run", quiet())
     assert [fault["kind"] for fault in read_faults(tmp_path / "run")] == ["broken", "resumed", "failed"]
     resume(tmp_path / "run", quiet())

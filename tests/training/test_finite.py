@@ -47,7 +47,7 @@ def test_a_run_that_breaks_at_a_save_step_or_beside_one_loses_nothing(
             break_at(patch, kind, step)
             with pytest.raises(RunError, match=re.escape(FAILS_AT[kind, step])) as raised:
                 resume(run, quiet()) if run.exists() else train(tiny_settings(texts), run, quiet())
-        assert f"the checkpoint of step 4 is kept: go on from it with --resume {run}" in str(raised.value)
+        assert f"the checkpoint of step 4 is kept: resume from it with --resume {run}" in str(raised.value)
         kept = latest_checkpoint(run)
         assert kept is not None
         assert kept.name == "checkpoint-4"
@@ -80,17 +80,17 @@ def test_gradients_whose_norm_overflows_are_not_stepped_with(
         train(tiny_settings(texts), tmp_path / "run", quiet())
 
 
-def test_a_checkpoint_that_is_not_finite_is_not_gone_on_with(
+def test_a_checkpoint_that_is_not_finite_is_not_resumed_from(
     texts: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with monkeypatch.context() as patch:
-        patch.setattr("dilated_attention_pytorch.training.trainer.LongNetTrainer.check_state", lambda self, what: None)
+        patch.setattr("dilated_attention_pytorch.training.guard.Guard.check_state", lambda self, what: None)
         break_at(patch, "state", 4)
         break_at(patch, "gradient", 5)
         with pytest.raises(RunError, match="the checkpoint of step 4 is kept"):
             train(tiny_settings(texts), tmp_path / "run", quiet())
     with pytest.raises(
-        RunError, match="the checkpoint of step 4 cannot be gone on with: NaN or infinity is in 1 of 69"
+        RunError, match="the checkpoint of step 4 cannot be resumed from: NaN or infinity is in 1 of 69"
     ):
         resume(tmp_path / "run", quiet())
 

@@ -15,11 +15,12 @@ import torch
 from torch import nn
 
 from dilated_attention_pytorch.models import LongNetForCausalLM
-from dilated_attention_pytorch.training import RunError, TrainSettings, finite_trainer, resume, train
+from dilated_attention_pytorch.training import RunError, TrainSettings, resume, run_trainer, train
 from dilated_attention_pytorch.training.autocast import autocast
 from dilated_attention_pytorch.training.callbacks import read_metrics
+from dilated_attention_pytorch.training.data.byte_count import ByteCount
+from dilated_attention_pytorch.training.data.tokenizer import train_tokenizer
 from dilated_attention_pytorch.training.faults import read_faults
-from dilated_attention_pytorch.training.loss_scaling import LossScaler
 from dilated_attention_pytorch.training.preflight import check_processes
 from training.broken_runs import break_at
 from training.runs import quiet, record_samples, samples_of, stopped_run, tiny_settings, weights
@@ -37,7 +38,7 @@ def half(texts: Path, **changes: Any) -> TrainSettings:
 
 
 def begin_with(monkeypatch: pytest.MonkeyPatch, scale: float) -> None:
-    monkeypatch.setattr(finite_trainer, "LossScaler", functools.partial(LossScaler, init_scale=scale))
+    monkeypatch.setattr(run_trainer, "_SCALE", scale)
 
 
 @pytest.fixture
@@ -58,14 +59,8 @@ def test_a_run_computes_in_float16_keeps_float32_and_goes_on_bit_for_bit(
     texts: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, dtypes: set[torch.dtype]
 ) -> None:
     """accelerate computes in float32 on a CPU when it is told float16. The scale grows on the way, after step 3."""
-    scaled = functools.partial(LossScaler, init_scale=LARGE)
-
-    def build(device: str) -> LossScaler:
-        scaler = scaled(device)
-        scaler.set_growth_interval(3)
-        return scaler
-
-    monkeypatch.setattr(finite_trainer, "LossScaler", build)
+    monkeypatch.setattr(run_trainer, "_SCALE", LARGE)
+    monkeypatch.setattr(run_trainer, "GradScaler", functools.partial(torch.amp.GradScaler, growth_interval=3))
     settings = tiny_settings(texts, precision="float16", steps=5, save_steps=2, **FEW)
     whole = train(settings, tmp_path / "whole", quiet()).run
     assert dtypes == {torch.float16}
@@ -138,6 +133,31 @@ def test_batches_whose_gradients_overflow_are_taken_again_and_end_as_if_the_scal
     assert set(again) == set(samples)
 
 
+def test_bytes_of_a_step_that_is_repeated_are_counted_once(
+    texts: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    train_tokenizer([path.read_bytes() for path in sorted(texts.iterdir())], 300).save(tmp_path)
+    settings = half(texts, steps=3, gradient_accumulation=2, tokenizer=tmp_path)
+    settings.model.vocab_size = 300
+    counts: list[list[list[float]]] = []
+    take, scale = ByteCount.take, LARGE
+
+    def take_and_note(self: ByteCount) -> torch.Tensor:
+        taken = take(self)
+        counts[-1] += taken.tolist()
+        return taken
+
+    monkeypatch.setattr(ByteCount, "take", take_and_note)
+    for name in ("run", "other"):
+        counts.append([])
+        with monkeypatch.context() as patch:
+            begin_with(patch, scale)
+            faults = read_faults(train(settings, tmp_path / name, quiet()).run)
+        scale = faults[-1]["scale"] if faults else scale
+    assert scale < LARGE
+    assert counts[0] == counts[1]
+
+
 def test_a_loss_that_is_nan_is_no_overflow_and_its_batch_is_left_out(
     texts: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -152,15 +172,7 @@ def test_a_loss_that_is_nan_is_no_overflow_and_its_batch_is_left_out(
 def test_a_gradient_that_overflows_with_every_scale_ends_the_run(
     texts: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    take = finite_trainer.FiniteTrainer.take_batches
-
-    def take_and_break(self: finite_trainer.FiniteTrainer, *args: Any) -> list[torch.Tensor]:
-        losses = take(self, *args)
-        if self.state.global_step == 2:
-            next(weight for weight in self.model.parameters() if weight.grad is not None).grad[0] = math.inf
-        return losses
-
-    monkeypatch.setattr(finite_trainer.FiniteTrainer, "take_batches", take_and_break)
+    break_at(monkeypatch, "gradient", 3)
     with pytest.raises(RunError, match=re.escape("step 3 is not taken: NaN or infinity is in 1 of 31 gradients")):
         train(half(texts), tmp_path / "run", quiet())
     scales = [fault["scale"] for fault in read_faults(tmp_path / "run", "overflow")]

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from transformers import Trainer
 
 from dilated_attention_pytorch.training import RunError, lease, publishing, resume, train
 from dilated_attention_pytorch.training import run as training_run
@@ -282,19 +283,19 @@ def test_a_job_that_wakes_up_inside_publishing_leaves_its_successors_checkpoints
         [*command, "--data", str(texts), "--output", str(run)],
         stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, env=environment(), text=True, start_new_session=True,
     )  # fmt: skip
-    stage, said = RunTrainer._stage_checkpoint, []
+    stage, said = Trainer._save_checkpoint, []
 
-    def stage_and_wake(self: RunTrainer, *args: Any) -> None:
+    def stage_and_wake(self: Trainer, *args: Any) -> None:
         stage(self, *args)
         if self.state.global_step == 8:
-            before = _contents(self.staging), _contents(run / "checkpoint-6")
+            before = _contents(self.place.staging), _contents(run / "checkpoint-6")
             os.kill(job.pid, signal.SIGCONT)
             said.append(job.communicate(timeout=300)[1])
-            assert (_contents(self.staging), _contents(run / "checkpoint-6")) == before
+            assert (_contents(self.place.staging), _contents(run / "checkpoint-6")) == before
             assert all(before)
 
     monkeypatch.setattr(lease, "LEASE_SECONDS", 1.0)
-    monkeypatch.setattr(RunTrainer, "_stage_checkpoint", stage_and_wake)
+    monkeypatch.setattr(Trainer, "_save_checkpoint", stage_and_wake)
     try:
         while not (tmp_path / "stopped").exists():
             assert job.poll() is None, job.communicate()
@@ -316,7 +317,7 @@ def test_a_run_whose_folder_is_gone_says_so(tmp_path: Path, monkeypatch: pytest.
 
         def take_and_remove(self: RunTrainer, *args: Any, at: int = step, take: Any = take, **options: Any) -> Any:
             if self.state.global_step == at:
-                self.run.rename(self.run.with_name("elsewhere"))
+                self.place.folder.rename(self.place.folder.with_name("elsewhere"))
             return take(self, *args, **options)
 
         with monkeypatch.context() as patch:

@@ -75,7 +75,7 @@ def test_a_run_as_train_leaves_it_is_read(tmp_path: Path) -> None:
     ("words", "message"),
     [
         ([], "report needs the folder of at least one run: dilated-attention report runs/one runs/other"),
-        (["nothing"], "nothing is no run folder; name the --output of a `train` or `extend` command"),
+        (["nothing"], "nothing is not a run folder; name the --output of a `train` or `extend` command"),
         (["texts"], "training.json does not exist; name the --output of a `train` or `extend` command"),
     ],
 )

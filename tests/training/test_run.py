@@ -15,7 +15,7 @@ import torch
 
 from dilated_attention_pytorch.models import LongNetLM
 from dilated_attention_pytorch.parallel import RankFailure
-from dilated_attention_pytorch.training import RunError, preflight, resume, run_trainer, train
+from dilated_attention_pytorch.training import RunError, preflight, resume, run_checkpoints, train
 from dilated_attention_pytorch.training.callbacks import read_metrics
 from dilated_attention_pytorch.training.checkpoint import latest_checkpoint
 from dilated_attention_pytorch.training.evaluation import (
@@ -185,7 +185,7 @@ def test_a_limit_on_the_size_of_files_is_said_before_and_while_a_checkpoint_is_w
         raise RuntimeError("[enforce fail at inline_container.cc:672] . unexpected pos 64 vs 0")
 
     monkeypatch.setattr(preflight, "file_limit", lambda: 8 * size)
-    monkeypatch.setattr(run_trainer, "file_limit", lambda: 8 * size - 1)
+    monkeypatch.setattr(run_checkpoints, "file_limit", lambda: 8 * size - 1)
     monkeypatch.setattr(torch, "save", fill_up)
     with pytest.raises(
         RunError, match=r"limit on the size of a file is reached \(ulimit -f\) while the checkpoint .*; raise it, no ch"

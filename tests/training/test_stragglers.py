@@ -38,7 +38,7 @@ def test_a_rank_is_slow_in_two_entries_in_a_row_and_named_once() -> None:
     assert [found.rank for found in stragglers([first, evaluation, first, first, second, second])] == [0, 1]
     assert [found.rank for found in stragglers([first, evaluation, first])] == [0]
     (found,) = stragglers([first, first])
-    assert found.in_words() == (
+    assert found.describe() == (
         "rank 0 works 2 s by itself in a step, the others 1 s (median), and they wait for it, 33% of a step"
     )
 

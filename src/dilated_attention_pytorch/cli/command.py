@@ -10,12 +10,12 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any, NoReturn, Protocol, Union
 
-import torch
 import tyro
 from tyro.constructors import ConstructorRegistry, PrimitiveConstructorSpec, PrimitiveTypeInfo
 
 from dilated_attention_pytorch.installation import import_failure
 from dilated_attention_pytorch.interrupt import MESSAGE
+from dilated_attention_pytorch.memory import is_out_of_memory
 from dilated_attention_pytorch.training import RunError
 
 from .bench import Bench
@@ -146,11 +146,8 @@ def run_command(args: Sequence[str]) -> None:
         if error.errno == errno.EROFS:
             _leave(f"{error.filename}: the disk is read-only; name a place on one that can be written")
         _leave(f"{error.filename}: {error.strerror}; check the path and its permissions, or name another one")
-    except (MemoryError, torch.OutOfMemoryError) as error:
-        _leave_out_of_memory(args[0], error)
-    except RuntimeError as error:
-        # PyTorch raises a plain RuntimeError when CPU memory runs out.
-        if "can't allocate memory" not in str(error):
+    except (MemoryError, RuntimeError) as error:
+        if not is_out_of_memory(error):
             raise
         _leave_out_of_memory(args[0], error)
     except KeyboardInterrupt:

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from dilated_attention_pytorch.errors import RunError
 from dilated_attention_pytorch.machine import require, set_threads
-from dilated_attention_pytorch.memory import in_bytes
+from dilated_attention_pytorch.memory import in_bytes, is_out_of_memory
 from dilated_attention_pytorch.models import (
     SlideEmbeddings,
     SlideEncoder,
@@ -277,9 +277,7 @@ class Embedder:
         try:
             found = self._compute(batch)
         except (MemoryError, RuntimeError) as error:
-            # PyTorch raises a plain RuntimeError when CPU memory runs out.
-            is_full = isinstance(error, (MemoryError, torch.OutOfMemoryError)) or "can't allocate memory" in str(error)
-            if not is_full:
+            if not is_out_of_memory(error):
                 raise
             if len(batch) > 1:
                 for slide in batch:

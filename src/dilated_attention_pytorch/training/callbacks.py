@@ -8,7 +8,7 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from types import FrameType, TracebackType
 from typing import Any
@@ -22,9 +22,9 @@ from transformers import TrainerCallback, TrainerControl, TrainerState, Training
 from dilated_attention_pytorch.output import write_text
 
 from .faults import cost_of_faults
-from .going_back import GoBack
 from .manifest import opened
 from .measures import Work, peak_memory
+from .rewind import RewindRequested
 from .stragglers import OWN_SECONDS, STEP_SECONDS
 from .trackers import Tracker
 
@@ -64,8 +64,8 @@ class Interruption(TrainerCallback):
     ) -> None:
         for number, handler in self._before.items():
             signal.signal(number, handler)
-        if self.signal is not None and kind is not None and issubclass(kind, GoBack):
-            signal.raise_signal(self.signal)  # the checkpoint to go back to is written: nothing is lost
+        if self.signal is not None and kind is not None and issubclass(kind, RewindRequested):
+            signal.raise_signal(self.signal)  # the checkpoint to rewind to is complete: nothing is lost
 
     def _note(self, number: int, frame: FrameType | None) -> None:
         self.signal = number
@@ -197,18 +197,16 @@ def read_metrics(run: Path) -> list[dict[str, Any]]:
 
 
 class Bar(TrainerCallback):
-    """Progress bar with loss, tokens per second and remaining time; without a terminal, one line per evaluation.
+    """Progress bar with losses, tokens per second and remaining time; without a terminal, one line per evaluation.
 
     The line of an evaluation before the first training loss has no training loss.
 
     Args:
         console: console to draw on.
-        tokens_after: maps a number of optimizer steps to their total tokens.
     """
 
-    def __init__(self, console: Console, tokens_after: Callable[[int], int]) -> None:
+    def __init__(self, console: Console) -> None:
         self.console = console
-        self.tokens_after = tokens_after
         self.progress = Progress(
             TextColumn("training"),
             BarColumn(),
@@ -222,9 +220,7 @@ class Bar(TrainerCallback):
             disable=not console.is_terminal,
         )
         self.task = self.progress.add_task("training", total=None, loss="", held_out="", rate="")
-        self._pace = (0, 0.0)
-        self._rate = 0.0
-        self._loss: float | None = None
+        self._last: Mapping[str, float] = {}
 
     def __enter__(self) -> Bar:
         return self
@@ -232,51 +228,35 @@ class Bar(TrainerCallback):
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
-        # In any case, restore the terminal's cursor, so that later output starts below the bar.
-        if self.progress.live.is_started:
-            self.progress.stop()
+        self.close()
 
     def on_train_begin(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
         """Draw the bar."""
-        if not state.is_world_process_zero:
-            return
         self.progress.update(self.task, total=state.max_steps, completed=state.global_step)
         self.progress.start()
-        self._pace = (state.global_step, time.perf_counter())
 
     def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
         """Advance the bar."""
-        step, then = self._pace
-        now = time.perf_counter()
-        if now - then > 2.0:
-            self._rate = (self.tokens_after(state.global_step) - self.tokens_after(step)) / (now - then)
-            self._pace = (state.global_step, now)
-            self.progress.update(self.task, rate=f"{self._rate:,.0f} tokens/s")
         self.progress.update(self.task, completed=state.global_step)
 
-    def on_log(
-        self,
-        args: TrainingArguments,
-        state: TrainerState,
-        control: TrainerControl,
-        logs: dict[str, float] | None = None,
-        **kwargs: Any,
-    ) -> None:
-        """Show the losses."""
-        logs = logs or {}
-        if "bits_per_byte" in logs:
-            self._loss = logs["bits_per_byte"]
-            self.progress.update(self.task, loss=f"{self._loss:.3f} bits/byte")
-        if "eval_bits_per_byte" in logs and state.is_world_process_zero:
-            held_out = logs["eval_bits_per_byte"]
-            self.progress.update(self.task, held_out=f"held-out {held_out:.3f}")
-            rate = f", {self._rate:,.0f} tokens/s" if self._rate else ""
-            training = "" if self._loss is None else f"training {self._loss:.3f}, "
-            self.console.print(
-                f"step {state.global_step}/{state.max_steps}: {training}held-out {held_out:.3f} bits per byte{rate}",
-                highlight=False,
-            )
-        # Evaluation time is excluded from the rate.
-        self._pace = (state.global_step, time.perf_counter()) if "eval_loss" in logs else self._pace
+    def log(self, step: int, figures: Mapping[str, float]) -> None:
+        """Show the figures of a step, as a tracker."""
+        if "bits_per_byte" in figures:
+            self._last = figures
+            rate = f"{figures['tokens_per_second']:,.0f} tokens/s"
+            self.progress.update(self.task, loss=f"{figures['bits_per_byte']:.3f} bits/byte", rate=rate)
+        if "eval_bits_per_byte" in figures:
+            held_out = f"held-out {figures['eval_bits_per_byte']:.3f}"
+            self.progress.update(self.task, held_out=held_out)
+            last = self._last
+            training = f"training {last['bits_per_byte']:.3f}, " if last else ""
+            rate = f", {last['tokens_per_second']:,.0f} tokens/s" if last else ""
+            total = self.progress.tasks[self.task].total
+            self.console.print(f"step {step}/{total}: {training}{held_out} bits per byte{rate}", highlight=False)
+
+    def close(self) -> None:
+        """Restore the terminal's cursor, so that later output starts below the bar."""
+        if self.progress.live.is_started:
+            self.progress.stop()

@@ -19,8 +19,7 @@ from .stragglers import stragglers
 _REMEDY = "name the --output of a `train` or `extend` command; docs/troubleshooting.md explains messages of errors"
 _FAULTS = {
     "skipped": "The batch of step {step} was left out",
-    "broken": "The run went back after step {step}",
-    "out of memory": "Batches are taken {rows} windows at once from step {step} on",
+    "broken": "The run rewound after step {step}",
 }
 
 
@@ -41,7 +40,7 @@ def diagnose(folder: Path) -> Iterator[str]:
     least = None if settings is None else footprint(settings, record["processes"]).total
     yield from _memory(entries, least)
     for slow in stragglers(entries):
-        yield f"Slow rank: {slow.in_words()}."
+        yield f"Slow rank: {slow.describe()}."
     yield from _faults(folder)
 
 
@@ -87,7 +86,7 @@ def _memory(entries: Sequence[Mapping[str, float]], least: int | None) -> Iterat
 
 def _faults(folder: Path) -> Iterator[str]:
     faults = read_faults(folder)
-    cost = cost_of_faults(folder).in_words()
+    cost = cost_of_faults(folder).describe()
     if cost:
         yield f"{cost[0].upper()}{cost[1:]}."
     overflows = {fault["step"] for fault in faults if fault["kind"] == "overflow"}

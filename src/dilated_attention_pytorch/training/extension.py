@@ -24,7 +24,6 @@ from .data.sources import in_words
 from .extension_settings import ExtensionSettings
 from .flops import pretrained_flops, training_flops
 from .footprint import check_extension_memory
-from .going_back import going_back
 from .lifecycle import OpenRun, begin, check_same_corpus, find_run, read_record, take_up, train_to_the_end
 from .manifest import sealed, sums, verify_sums
 from .measures import Work
@@ -40,6 +39,7 @@ from .pretrained import (
     num_parameters,
 )
 from .publishing import save_finished
+from .rewind import with_rewind
 from .row_logits import row_logits
 from .stages import Stages, stage_ends
 from .tokens import load_tokenizer, num_bytes, tokenized
@@ -94,7 +94,7 @@ def extend(
     preflight.check_packages("training")
     check_trackers(settings)
     preflight.check_alone("extend", _FOR_SEVERAL)
-    return going_back(
+    return with_rewind(
         lambda: _begin(settings, output, console, may_resume), lambda: _go_on(output, console, may_begin=True), console
     )
 
@@ -178,7 +178,7 @@ def resume_extension(folder: Path, console: Console) -> ExtensionOutcome:
     """
     preflight.check_packages("training")
     preflight.check_alone("extend", _FOR_SEVERAL)
-    return going_back(lambda: _go_on(folder, console), lambda: _go_on(folder, console, may_begin=True), console)
+    return with_rewind(lambda: _go_on(folder, console), lambda: _go_on(folder, console, may_begin=True), console)
 
 
 def _go_on(folder: Path, console: Console, *, may_begin: bool = False) -> ExtensionOutcome:
@@ -366,7 +366,7 @@ def _go(run: _Run, record: dict[str, Any], device: str) -> ExtensionOutcome:
         stopped_by = train_to_the_end(place, trainer, work=work, trackers=trackers)
         done = trainer.state.global_step
         if done == settings.steps:
-            with trainer.writing("the trained model"):
+            with trainer.checkpoints.writing("the trained model"):
                 _finish(run, record, trainer)
             bits = record["measured"][STATES[-1]]["bits_per_byte"][str(settings.length)]
             for tracker in trackers:
@@ -379,18 +379,18 @@ def _finish(run: _Run, record: dict[str, Any], trainer: RunTrainer) -> None:
 
     folder = run.place.folder
     _measure(run, "trained", record)
-    trainer.check_lease()
+    trainer.checkpoints.check_lease()
     write_text(folder / SETTINGS_NAME, sealed(record))
     names = ("before", "after replacement", "after training on")
     curves = {name: _curve(record, state) for name, state in zip(names, STATES, strict=True)}
     draw_positions(folder / PICTURE_NAME, curves, run.own_length)
     run.model.config.get_text_config().use_cache = record["model"]["use_cache"]
-    trainer.check_lease()
+    trainer.checkpoints.check_lease()
     save_finished(
         run.model,
         folder,
         run_id=run.place.run_id,
         step=run.settings.steps,
         staging=run.place.staging,
-        check=trainer.check_lease,
+        check=trainer.checkpoints.check_lease,
     )

@@ -24,9 +24,9 @@ class ExtensionTrainer(RunTrainer):
     logits: RowLogits | None = None
     """The parts of the model, for the loss of a block of rows at a time; None where it has to compute all."""
 
-    def exchanges_in_forward(self) -> bool:
-        """Whether the forward pass communicates: no, the run has a single process."""
-        return False
+    def memory_remedy(self) -> str:
+        """See :meth:`RunTrainer.memory_remedy`."""
+        return "start a new run with --gradient-checkpointing, or fewer --batch-tokens and more --gradient-accumulation"
 
     def create_optimizer(self, model: torch.nn.Module | None = None) -> torch.optim.Optimizer:
         """AdamW with weight decay on the parameters that transformers decays: neither biases nor norms."""

@@ -15,11 +15,11 @@ from .manifest import MANIFEST_NAME, opened, sealed_line, unsealed
 
 FAULTS_NAME = "faults.jsonl"
 
-Kind = Literal["failed", "stopped", "resumed", "broken", "skipped", "out of memory", "overflow"]
+Kind = Literal["failed", "stopped", "resumed", "broken", "skipped", "overflow"]
 """``failed``: an error ended the run; ``stopped``: a signal ended it. ``resumed``: it goes on after these, after
-a kill or after going back. ``broken``: a weight or optimizer state was NaN or infinite after ``step``, and the
-run went back. ``skipped``: it went back to skip the batch of ``step``. ``out of memory``: batches are processed in
-parts of ``rows`` windows. ``overflow``: the batches of ``step`` are repeated with the loss scaled by ``scale``."""
+a kill or after a rewind. ``broken``: a weight or optimizer state was NaN or infinite after ``step``, and the
+run rewound. ``skipped``: it rewound to skip the batch of ``step``. ``overflow``: the batches of ``step`` are
+repeated with the loss scaled by ``scale``."""
 _LAST: tuple[Kind, ...] = ("failed", "stopped", "broken", "skipped")
 """Faults after which the job does not train on."""
 
@@ -52,7 +52,7 @@ def read_faults(run: Path, *kinds: Kind) -> list[dict[str, Any]]:
     path = run / FAULTS_NAME
     if not os.path.lexists(path):
         return []
-    with opened(path, str(path), "remove it: batches that were left out are found anew") as file:
+    with opened(path, str(path), "remove it: batches that were left out are detected again") as file:
         lines = file.read().splitlines()
     found = [entry for entry in map(unsealed, lines) if entry is not None]
     return [entry for entry in found if not kinds or entry["kind"] in kinds]
@@ -69,7 +69,7 @@ class Cost:
     seconds_lost: float
     """Seconds from the checkpoint that each restart resumed from until it computed again, summed."""
 
-    def in_words(self) -> str:
+    def describe(self) -> str:
         """One line of text; empty without faults."""
         if not self.restarts and not self.skipped_steps:
             return ""
@@ -92,11 +92,6 @@ def cost_of_faults(run: Path) -> Cost:
 def steps_of(run: Path, kind: Kind) -> frozenset[int]:
     """The steps (from 1) of the faults of one ``kind``."""
     return frozenset(fault["step"] for fault in read_faults(run, kind))
-
-
-def most_rows(run: Path) -> int | None:
-    """Windows per forward pass since memory ran out; None if it never did."""
-    return min((fault["rows"] for fault in read_faults(run, "out of memory")), default=None)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -1,4 +1,4 @@
-"""Detection of non-finite values, agreed between all processes."""
+"""Detection of values that are not finite, agreed between all processes."""
 
 from __future__ import annotations
 

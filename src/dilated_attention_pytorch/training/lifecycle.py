@@ -17,7 +17,7 @@ from . import preflight
 from .autocast import computing_dtype
 from .checkpoint import SETTINGS_NAME, WEIGHTS_NAME, checkpoint_step, staging_folder
 from .corpus import CORPUS_KEYS
-from .faults import Interrupted, cost_of_faults, interrupted, most_rows, note_fault, steps_of
+from .faults import Interrupted, cost_of_faults, interrupted, note_fault, steps_of
 from .lease import Lease
 from .manifest import read_sealed
 from .measures import Work, matrix_product_rate
@@ -53,9 +53,7 @@ class OpenRun:
     skipped: frozenset[int] = frozenset()
     """Steps (from 1) taken without their batch."""
     broken: frozenset[int] = frozenset()
-    """Steps after which the state was not finite and the run went back."""
-    most_rows: int | None = None
-    """Windows per forward pass since memory ran out; None if it never did."""
+    """Steps after which the state was not finite and the run rewound."""
 
     @property
     def step(self) -> int:
@@ -120,9 +118,7 @@ def take_up(
 
         start = from_first(choose)
         all_or_none(lambda: start.verify_here(run_id, num_processes(), process_rank()))
-        skipped, broken, rows = from_first(
-            lambda: (steps_of(folder, "skipped"), steps_of(folder, "broken"), most_rows(folder))
-        )
+        skipped, broken = from_first(lambda: (steps_of(folder, "skipped"), steps_of(folder, "broken")))
         yield OpenRun(
             folder=folder,
             run_id=run_id,
@@ -133,7 +129,6 @@ def take_up(
             before=before,
             skipped=skipped,
             broken=broken,
-            most_rows=rows,
         )
 
 
@@ -256,32 +251,42 @@ def train_to_the_end(
     from .callbacks import Bar, Interruption, Metrics
 
     work = work.without(run.skipped)
-    bar = Bar(run.console, work.tokens_after)
+    bar = Bar(run.console)
     args = trainer.args
     rate = sum(from_all(matrix_product_rate(args.device, computing_dtype(trainer.settings.precision))))
     with _noting_failure(run, trainer):
         if trainer.is_world_process_zero():
-            trainer.check_lease()
+            trainer.checkpoints.check_lease()
             run.say(*run.start.in_words())
             if run.start.checkpoint is not None:
                 run.say(f"going on after step {run.step} of {args.max_steps:,}")
             trainer.add_callback(
                 Metrics(
-                    run.folder, run.step, work=work, device=args.device, matrix_product_flops=rate, trackers=trackers
+                    run.folder,
+                    run.step,
+                    work=work,
+                    device=args.device,
+                    matrix_product_flops=rate,
+                    trackers=[bar, *trackers],
                 )
             )
             trainer.add_callback(bar)
         checkpoint = run.start.checkpoint
-        with Interruption(trainer.accelerator, trainer.writer.has_failed, trainer.finish_writing) as interruption, bar:
+        with (
+            Interruption(
+                trainer.accelerator, trainer.checkpoints.writer.has_failed, trainer.checkpoints.finish
+            ) as interruption,
+            bar,
+        ):
             trainer.add_callback(interruption)
             with naming_ranks("training", trainer):
                 trainer.train(resume_from_checkpoint=None if checkpoint is None else str(checkpoint))
         stopped_by = interruption.signal if trainer.state.global_step < args.max_steps else None
         if trainer.is_world_process_zero():
             if stopped_by is not None:
-                trainer.check_lease()
+                trainer.checkpoints.check_lease()
                 note_fault(run.folder, "stopped", step=trainer.state.global_step, signal=stopped_by)
-            run.say(*filter(None, [cost_of_faults(run.folder).in_words()]))
+            run.say(*filter(None, [cost_of_faults(run.folder).describe()]))
     return stopped_by
 
 
@@ -306,4 +311,4 @@ def naming_ranks(doing: str, trainer: RunTrainer) -> Iterator[None]:
         with parallel.naming_ranks(doing):
             yield
     except parallel.RankFailure as error:
-        raise RunError(f"{error}; {trainer.how_to_go_on()}") from error
+        raise RunError(f"{error}; {trainer.checkpoints.how_to_resume()}") from error

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from dilated_attention_pytorch.errors import RunError
 from dilated_attention_pytorch.machine import machine, set_threads
+from dilated_attention_pytorch.memory import is_out_of_memory
 from dilated_attention_pytorch.output import check_new_file, replacing, write_text
 
 from . import preflight
@@ -176,8 +177,6 @@ def _held_out(opened: EvaluatedModel, settings: EvalSettings, length: int, say: 
 
 def _check_length(model: str, opened: EvaluatedModel, window: Tensor, precision: str) -> None:
     """Raise :class:`RunError` unless the model can read a window longer than its own length."""
-    from .micro_batch import is_out_of_memory
-
     if len(window) <= opened.own_length:
         return
     try:

@@ -93,7 +93,7 @@ def read_run(folder: Path) -> RecordedRun:
         RunError: the folder is not a run folder, or its record is damaged.
     """
     if not folder.is_dir():
-        raise RunError(f"report: {folder} is no run folder; {_REMEDY}")
+        raise RunError(f"report: {folder} is not a run folder; {_REMEDY}")
     record = read_sealed(folder / SETTINGS_NAME, what="report", remedy=_REMEDY)
     entries = read_metrics(folder)
     try:

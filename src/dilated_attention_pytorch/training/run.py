@@ -29,7 +29,6 @@ from .data.run_data import Evaluation, RunData, read_data, read_tokenizer, save_
 from .data.sources import in_words
 from .float8 import convert_to_float8
 from .footprint import check_training_memory
-from .going_back import going_back
 from .lifecycle import (
     Found,
     OpenRun,
@@ -46,6 +45,7 @@ from .outcome import SAMPLE_NAME, Outcome
 from .parallel_choice import choose_together
 from .process import launch, launch_record
 from .publishing import save_finished
+from .rewind import with_rewind
 from .settings import SampleSettings, TrainSettings
 from .spreading import spread_anew
 from .stages import Stages
@@ -97,7 +97,7 @@ def train(settings: TrainSettings, output: Path, console: Console, *, may_resume
     end_with_launcher(os.environ)
     preflight.check_packages("training")
     preflight.check_launch()
-    return going_back(
+    return with_rewind(
         lambda: _begin(settings, output, console, may_resume),
         lambda: _go_on(output, console, {}, may_begin=True),
         console,
@@ -178,7 +178,7 @@ def resume(run: Path, console: Console, changes: Mapping[str, Any] | None = None
     end_with_launcher(os.environ)
     preflight.check_packages("training")
     preflight.check_launch()
-    return going_back(
+    return with_rewind(
         lambda: _go_on(run, console, changes or {}),
         lambda: _go_on(run, console, changes or {}, may_begin=True),
         console,
@@ -381,20 +381,20 @@ def _finish(run: _Run, trainer: LongNetTrainer, evaluation: Evaluation, xz: floa
             "quarter_files": len(files),
             "evaluation_seconds": round(time.perf_counter() - start, 1),
         }
-        trainer.check_lease()
+        trainer.checkpoints.check_lease()
         record = read_sealed(folder / SETTINGS_NAME, what="the end of the run", remedy="restore it from a copy")
         write_text(folder / SETTINGS_NAME, sealed({**record, "result": result}))
         write_text(folder / SAMPLE_NAME, sample + "\n")
         draw_losses(folder, xz=xz, final=(trainer.state.global_step, bits))
-        trainer.check_lease()
-        with trainer.writing("the trained model"):
+        trainer.checkpoints.check_lease()
+        with trainer.checkpoints.writing("the trained model"):
             save_finished(
                 model,
                 folder,
                 run_id=place.run_id,
                 step=trainer.state.global_step,
                 staging=place.staging,
-                check=trainer.check_lease,
+                check=trainer.checkpoints.check_lease,
             )
     return Outcome(
         run=folder,

@@ -11,11 +11,12 @@ from __future__ import annotations
 import itertools
 import statistics
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
+from accelerate import Accelerator
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
 OWN_SECONDS, STEP_SECONDS = "own_seconds_of_rank_", "step_seconds"
@@ -34,6 +35,8 @@ class OwnTime(TrainerCallback):
         self._since: Any = None
         self._spans: list[tuple[Any, Any]] = []
         self._began, self._seconds, self._num_steps = 0.0, 0.0, 0
+        self._entries: list[dict[str, float]] = []
+        self._slow_ranks: set[int] = set()
 
     def start(self) -> None:
         """Own work begins. A single rank waits for nobody, and is not timed."""
@@ -71,6 +74,21 @@ class OwnTime(TrainerCallback):
         self._seconds, self._num_steps = 0.0, 0
         return means
 
+    def entry(self, accelerator: Accelerator, say: Callable[[str], None]) -> dict[str, float]:
+        """Each rank's own work per step since the last entry, for the log. A collective.
+
+        The first process says which rank is slow for the second time, once per rank.
+        """
+        own, step = self.take()
+        everyones = accelerator.gather(torch.tensor([own], device=accelerator.device)).tolist()
+        figures = {f"{OWN_SECONDS}{rank}": round(seconds, 4) for rank, seconds in enumerate(everyones)}
+        self._entries = [*self._entries[-1:], {**figures, STEP_SECONDS: round(step, 4)}]
+        for straggler in stragglers(self._entries):
+            if straggler.rank not in self._slow_ranks and accelerator.is_main_process:
+                self._slow_ranks.add(straggler.rank)
+                say(f"slow rank: {straggler.describe()}")
+        return self._entries[-1]
+
     def _now(self) -> Any:
         if not self._is_cuda:
             return time.perf_counter()
@@ -91,7 +109,7 @@ class Straggler:
     part: float
     """Fraction of a step that the others wait for it."""
 
-    def in_words(self) -> str:
+    def describe(self) -> str:
         """One sentence of text."""
         return (
             f"rank {self.rank} works {self.seconds:.3g} s by itself in a step, the others {self.others:.3g} s "

@@ -52,8 +52,8 @@ def _number(name: str, without: int) -> int:
         return int(text)
     except ValueError as error:
         raise RunError(
-            f"the environment says {name}={text!r}, which is no number; start processes with torchrun, or unset it for "
-            "one process"
+            f"the environment says {name}={text!r}, which is not a number; start processes with torchrun, or unset it "
+            "for one process"
         ) from error
 
 

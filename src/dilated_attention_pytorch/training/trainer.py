@@ -6,6 +6,7 @@ import math
 import os
 import random
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
@@ -109,14 +110,13 @@ class LongNetTrainer(RunTrainer):
         engine = self.distribution.engine
         if engine is None:
             return super()._clip_grad_norm(model)
-        step, losses = self.state.global_step + 1, self._step_losses
-        is_finite = is_finite_everywhere(*losses)
+        step = self.state.global_step + 1
+        is_finite = is_finite_everywhere(*self._step_losses)
         if is_finite:
-            self.check_loss(step, losses)
-        self._step_losses = []
+            self.guard.check_loss(self._step_losses)
         norm = torch.tensor(engine.clip_and_step() if is_finite else math.nan)
         if not norm.isfinite():
-            self.break_off(
+            self.guard.break_off(
                 f"step {step} is not taken: NaN or infinity is in the losses or the gradients", batch_of=step
             )
         return norm
@@ -181,15 +181,13 @@ class LongNetTrainer(RunTrainer):
     def _staged(self, factor: Callable[[int], float]) -> Callable[[int], float]:
         return lambda step: factor(step) * self.stages.learning_rate(step)
 
-    def take_batches(self, model: torch.nn.Module, batches: list[dict[str, Any]]) -> list[Tensor]:
-        """Forward and backward pass of batches, with the attention pattern of the step's stage."""
-        patterns = self.stages.patterns_at(self.state.global_step)
-        if not patterns:
-            return super().take_batches(model, batches)
+    @contextmanager
+    def step_context(self) -> Iterator[None]:
+        """Context in which the model has the attention patterns of the step's stage."""
         longnet, own = self.model.model, self.model.model.patterns
-        longnet.patterns = patterns
+        longnet.patterns = self.stages.patterns_at(self.state.global_step) or own
         try:
-            return super().take_batches(model, batches)
+            yield
         finally:
             longnet.patterns = own
 
@@ -203,8 +201,6 @@ class LongNetTrainer(RunTrainer):
         """The loss of this process's rows, normalised by all labels: its mean over processes is the batch's loss."""
         rows = {**self.distribution.rows(inputs), "skip_logits": True}
         loss = super().compute_loss(model, rows, return_outputs, num_items_in_batch)
-        # The engine has accumulated gradients of earlier batches that cannot be discarded.
-        self._is_exchanging |= self.distribution.engine is not None
         counted = self.trained if model.training else self.evaluated
         if counted is not None:
             assert isinstance(loss, Tensor)
@@ -217,9 +213,16 @@ class LongNetTrainer(RunTrainer):
         if self.trained is not None:
             self.trained.begin_step(is_again=is_again)
 
-    def averages_every_part(self) -> bool:
-        """Whether gradients are averaged over processes after every part of a batch."""
-        return self.distribution.engine is not None
+    def memory_remedy(self) -> str:
+        """See :meth:`RunTrainer.memory_remedy`."""
+        if self.settings.batch_size > 1:
+            return (
+                "resume with a smaller --batch-size, or start a new run with a smaller one and more "
+                "--gradient-accumulation: a step takes the same windows"
+            )
+        if self.settings.max_tokens:
+            return "start a new run with a smaller --max-tokens and more --gradient-accumulation"
+        return "start a new run with --model.gradient-checkpointing or a shorter --context-length"
 
     def bits_per_byte(self, name: str, loss: float) -> float:
         """See :meth:`RunTrainer.bits_per_byte`; uses the bytes predicted since the previous entry."""

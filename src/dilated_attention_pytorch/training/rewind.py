@@ -1,4 +1,4 @@
-"""Resuming from the newest checkpoint within the same processes after a bad batch."""
+"""Rewinding a run to its newest checkpoint within the same processes."""
 
 from __future__ import annotations
 
@@ -14,23 +14,23 @@ if TYPE_CHECKING:
 _Outcome = TypeVar("_Outcome")
 
 
-class GoBack(Exception):
+class RewindRequested(Exception):
     """Raised in all processes alike to resume from the newest checkpoint; the message gives the reason."""
 
 
-def going_back(begin: Callable[[], _Outcome], go_on: Callable[[], _Outcome], console: Console) -> _Outcome:
-    """The result of ``begin``, or of ``go_on`` after every :class:`GoBack`.
+def with_rewind(begin: Callable[[], _Outcome], resume: Callable[[], _Outcome], console: Console) -> _Outcome:
+    """The result of ``begin``, or of ``resume`` after every :class:`RewindRequested`.
 
-    ``go_on`` does the same as ``--resume``, from reading the record to verifying the checkpoint; no state of the failed
-    attempt is kept in memory.
+    ``resume`` does the same as ``--resume``, from reading the record to verifying the checkpoint; no state of the
+    failed attempt is kept in memory.
     """
     attempt = begin
     while True:
         try:
             return attempt()
-        except GoBack as error:
+        except RewindRequested as error:
             reason = str(error)
         gc.collect()  # model and trainer form reference cycles
         if is_first_process():
             console.print(reason, highlight=False, markup=False, soft_wrap=True)
-        attempt = go_on
+        attempt = resume

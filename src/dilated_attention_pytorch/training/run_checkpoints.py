@@ -1,0 +1,162 @@
+"""The checkpoints of a run: written beside the steps, complete or absent, by the job that holds the run folder."""
+
+from __future__ import annotations
+
+import errno
+import shutil
+from collections.abc import Callable, Collection, Iterator
+from contextlib import contextmanager
+from functools import partial
+from typing import Any, TypeVar
+
+from safetensors import SafetensorError
+from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
+
+from dilated_attention_pytorch.errors import RunError
+
+from .checkpoint import checkpoint_step, checkpoints, latest_checkpoint
+from .checkpoint_writer import CheckpointWriter
+from .extension_settings import ExtensionSettings
+from .faults import note_resumed
+from .footprint import largest_file
+from .lease import check_exists
+from .lifecycle import OpenRun
+from .preflight import checkpoint_space, file_limit
+from .publishing import clear, publish, remove_leftovers
+from .settings import TrainSettings
+from .together import from_first
+
+_DISK_FULL = (errno.ENOSPC, errno.EDQUOT)
+_MAKE_ROOM = "make room and allow writing"
+_READ_ONLY = (errno.EROFS, errno.EACCES, errno.EPERM)
+_State = TypeVar("_State")
+
+
+class RunCheckpoints(TrainerCallback):
+    """Writes the checkpoints of a run to its staging area, renames each when complete, and then removes old ones.
+
+    Args:
+        place: the run folder with its lease. Damaged checkpoints are removed when the next one is complete.
+        settings: settings of the run.
+        args: transformers' arguments of this process.
+        num_weights: number of the model's weights, for the sizes of files.
+    """
+
+    def __init__(
+        self, place: OpenRun, settings: TrainSettings | ExtensionSettings, args: TrainingArguments, num_weights: int
+    ) -> None:
+        self.place, self.settings, self.args = place, settings, args
+        self.run = place.folder
+        self.output = place.folder
+        """The folder in which transformers writes now."""
+        self.writer = CheckpointWriter(settings.async_checkpoints)
+        self._left: Collection[str] = place.start.left.keys()
+        self._num_weights = num_weights
+        self._to_write: list[Callable[[], None]] = []
+
+    def on_train_begin(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
+        """Remove what killed jobs left, and log the resumption."""
+        if not args.should_save:
+            return
+        start = self.place.start.checkpoint
+        remove_leftovers(
+            self.run, start=start, keep=self.settings.keep_checkpoints, left=self._left, check=self.check_lease
+        )
+        if self.place.before is not None:
+            note_resumed(self.run, self.place.before, start, step=self.place.step, processes=args.world_size)
+
+    def check_lease(self) -> None:
+        """Raise :class:`RunError` if another job has taken the run folder, or the folder is gone."""
+        check_exists(self.run)
+        if self.place.lease is not None:
+            self.place.lease.check()
+
+    def finish(self) -> None:
+        """Wait, in every process, for the checkpoint being written.
+
+        Raises:
+            RunError: it could not be written.
+        """
+        from_first(self.writer.finish)
+
+    def write_later(self, write: Callable[[_State], None], state: _State) -> None:
+        """Have ``write`` called with a copy of ``state`` as it is now, after :meth:`staging`."""
+        self._to_write.append(partial(write, self.writer.kept(state)))
+
+    @contextmanager
+    def staging(self, what: str) -> Iterator[None]:
+        """Context in which the small files of ``what`` are written, and the large ones copied (:meth:`write_later`)."""
+        self.finish()
+        self.output = self.place.staging
+        try:
+            with self.writing(what):
+                from_first(self.check_lease)
+                if self.args.should_save:
+                    clear(self.place.staging)
+                yield
+        finally:
+            self.output = self.run
+        if self.args.should_save:
+            self.writer.start(partial(self._complete, what, self._to_write))
+        self._to_write = []
+
+    def _complete(self, what: str, to_write: list[Callable[[], None]]) -> None:
+        with self.writing(what):
+            for write in to_write:
+                write()
+            complete = latest_checkpoint(self.place.staging)
+            assert complete is not None
+            self.check_lease()
+            publish(
+                complete,
+                self.run,
+                run_id=self.place.run_id,
+                processes=self.args.world_size,
+                keep=self.settings.keep_checkpoints,
+                left=self._left,
+                check=self.check_lease,
+            )
+        self._left = ()
+
+    @contextmanager
+    def writing(self, what: str) -> Iterator[None]:
+        """Context that raises :class:`RunError` if the disk refuses ``what``, and removes what was written of it."""
+        try:
+            yield
+        except (OSError, RuntimeError, SafetensorError, RunError) as error:
+            if self.args.should_save:
+                clear(self.place.staging)
+            if isinstance(error, RunError):
+                raise
+            self.raise_disk_error(error, f"while {what} was written to {self.run}")
+            raise
+
+    def raise_disk_error(self, error: Exception, when: str) -> None:
+        """Raise :class:`RunError` with a remedy if the disk is the reason of ``error``."""
+        self.check_lease()
+        reason, remedy = self._disk_trouble(error)
+        if reason:
+            raise RunError(f"{reason} {when}; {remedy}, {self.how_to_resume()}") from error
+
+    def how_to_resume(self) -> str:
+        """Message after a stop: what is kept of the run, and how to resume it."""
+        self.writer.wait()
+        kept = next((path for path in checkpoints(self.run) if path.name not in self._left), None)
+        if kept is None:
+            return "no checkpoint was complete yet"
+        return f"the checkpoint of step {checkpoint_step(kept)} is kept: resume from it with --resume {self.run}"
+
+    def _disk_trouble(self, error: Exception) -> tuple[str, str]:
+        """Why the disk refused, "" if it did not, and a remedy. Torch and safetensors pass on no error number."""
+        number = error.errno if isinstance(error, OSError) else None
+        if number in _DISK_FULL:
+            return "the disk is full", _MAKE_ROOM
+        if number in _READ_ONLY:
+            return "the run folder became read-only", _MAKE_ROOM
+        optimizer, weights = self.settings.optimizer, self._num_weights
+        if number == errno.EFBIG or (number is None and file_limit() < largest_file(optimizer, weights)):
+            return "the limit on the size of a file is reached (ulimit -f)", "raise it"
+        is_short = shutil.disk_usage(self.run).free < checkpoint_space(optimizer, weights)
+        return ("the disk is full" if is_short and not isinstance(error, OSError) else "", _MAKE_ROOM)
