@@ -90,7 +90,7 @@ def begin(output: Path, console: Console) -> Iterator[OpenRun]:
 
 
 @contextmanager
-def take_up(
+def open_for_resume(
     folder: Path, console: Console, *, run_id: str, check: Callable[[Path], None], may_begin: bool = False
 ) -> Iterator[OpenRun]:
     """Hold the folder of a stopped run within the context, to resume it. A collective of all processes.
@@ -212,10 +212,10 @@ def find_run(output: Path, settings: RunSettings, command: str) -> Found:
     with _described(output, command) as record:
         begun = record["settings"]
         left_open = settings.left_open()
-        told = {name: value for name, value in settings.to_dict().items() if left_open.get(name) != value}
-        differing = sorted(name for name, value in told.items() if begun.get(name) != value)
+        given = {name: value for name, value in settings.to_dict().items() if left_open.get(name) != value}
+        differing = sorted(name for name, value in given.items() if begun.get(name) != value)
     if differing:
-        words = ", ".join(f"{name} {begun.get(name)!r} there, {told[name]!r} here" for name in differing[:3])
+        words = ", ".join(f"{name} {begun.get(name)!r} there, {given[name]!r} here" for name in differing[:3])
         raise RunError(
             f"--resume auto: the run in {output} was begun with other settings ({words}"
             f"{', ...' if len(differing) > 3 else ''}); name another --output, or go on with --resume {output}"
