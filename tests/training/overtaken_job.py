@@ -10,11 +10,12 @@ from __future__ import annotations
 
 import os
 import signal
+import socket
 import sys
 from pathlib import Path
 
 from dilated_attention_pytorch.cli import main
-from dilated_attention_pytorch.training import process, publishing
+from dilated_attention_pytorch.training import lease, process, publishing
 
 
 def stop_after_publishing(step: int) -> None:
@@ -32,6 +33,7 @@ def stop_after_publishing(step: int) -> None:
 
 
 if __name__ == "__main__":
-    process._place = lambda: "another host"
+    process._place = socket.gethostname = lambda: "another-host"
+    lease.LEASE_SECONDS = 1.0
     stop_after_publishing(int(sys.argv[1]))
     main(sys.argv[2:])

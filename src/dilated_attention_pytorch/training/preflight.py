@@ -24,7 +24,7 @@ from .checkpoint import SETTINGS_NAME, WEIGHTS_NAME, checkpoints
 from .extension_settings import ExtensionSettings
 from .float8 import check_float8
 from .footprint import check_extension_memory, check_training_memory, checkpoint_bytes, largest_file
-from .lease import LEASE_NAME
+from .lease import LEASE_FILES
 from .pretrained import num_parameters
 from .run_settings import Device, Precision
 from .settings import Optimizer, TrainSettings
@@ -61,7 +61,7 @@ def check_output(output: Path) -> None:
     """
     is_stopped = (output / SETTINGS_NAME).exists() and not (output / WEIGHTS_NAME).exists()
     going_on = f", or go on with that run: --resume {output}" if is_stopped else ""
-    check_free_folder(output, going_on=going_on, beside=LEASE_NAME)
+    check_free_folder(output, going_on=going_on, beside=LEASE_FILES)
 
 
 def check_launch() -> None:
