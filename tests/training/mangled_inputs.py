@@ -36,12 +36,12 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from dilated_attention_pytorch.cli import main as run_command
 from dilated_attention_pytorch.training import ExtensionSettings, RunError, extend, extension, lease, train
 from dilated_attention_pytorch.training import run as training_run
+from dilated_attention_pytorch.training.checkpoint import choose_start
 from dilated_attention_pytorch.training.data.run_data import RunData, read_data, read_tokenizer
 from dilated_attention_pytorch.training.data.tokenizer import train_tokenizer
 from dilated_attention_pytorch.training.faults import note_fault
 from dilated_attention_pytorch.training.manifest import read_sealed, write_manifest
 from dilated_attention_pytorch.training.stages import StageSettings
-from dilated_attention_pytorch.training.start import choose_start
 from training.damage import (
     NothingLeft,
     Watched,

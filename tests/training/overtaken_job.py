@@ -15,12 +15,12 @@ import sys
 from pathlib import Path
 
 from dilated_attention_pytorch.cli import main
-from dilated_attention_pytorch.training import lease, process, publishing
+from dilated_attention_pytorch.training import checkpoint, lease, process
 
 
 def stop_after_publishing(step: int) -> None:
     """Have this process stop itself there, once."""
-    sync = publishing.sync
+    sync = checkpoint.sync
 
     def sync_and_stop(path: Path) -> None:
         sync(path)
@@ -29,7 +29,7 @@ def stop_after_publishing(step: int) -> None:
             stopped.write_text(str(os.getpid()))
             os.kill(os.getpid(), signal.SIGSTOP)
 
-    publishing.sync = sync_and_stop
+    checkpoint.sync = sync_and_stop
 
 
 if __name__ == "__main__":

@@ -17,10 +17,9 @@ from safetensors.torch import load_file
 
 from dilated_attention_pytorch.training import PRESETS, Outcome, TrainSettings, preflight, train
 from dilated_attention_pytorch.training.callbacks import Metrics
-from dilated_attention_pytorch.training.checkpoint import staging_folder
+from dilated_attention_pytorch.training.checkpoint import Start, staging_folder
 from dilated_attention_pytorch.training.lifecycle import OpenRun
 from dilated_attention_pytorch.training.manifest import MANIFEST_NAME, read_sealed, sealed, write_manifest
-from dilated_attention_pytorch.training.start import Start
 from dilated_attention_pytorch.training.trainer import LongNetTrainer
 
 

@@ -18,7 +18,8 @@ from typing import Any
 import pytest
 from filelock import SoftFileLease
 
-from dilated_attention_pytorch.training import RunError, lease, publishing, resume, train
+from dilated_attention_pytorch.training import RunError, lease, resume, train
+from dilated_attention_pytorch.training import checkpoint as checkpoint_module
 from dilated_attention_pytorch.training import run as training_run
 from dilated_attention_pytorch.training.callbacks import Metrics
 from dilated_attention_pytorch.training.checkpoint import STAGING, file_names, latest_checkpoint, staging_folder
@@ -172,7 +173,7 @@ def test_a_holder_renews_its_lease(tmp_path: Path, monkeypatch: pytest.MonkeyPat
 @pytest.mark.parametrize("name", [LEASE_NAME, HOLDER_NAME])
 def test_a_folder_in_the_place_of_a_lease_is_named(tmp_path: Path, name: str) -> None:
     (tmp_path / name).mkdir()
-    with pytest.raises(RunError, match=r"cannot be held \(Is a directory\); remove .*lease\.\*"):
+    with pytest.raises(RunError, match=r"cannot be held \(Is a directory\): .* remove .*lease\.\* if no job"):
         Lease(tmp_path).__enter__()
     assert [path.name for path in tmp_path.iterdir()] == [name]
 
@@ -202,7 +203,7 @@ def test_a_checkpoint_that_is_being_written_when_the_lease_is_lost_is_not_publis
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     run, lost = tmp_path / "run", threading.Event()
-    write, write_manifest = Metrics.on_log, publishing.write_manifest
+    write, write_manifest = Metrics.on_log, checkpoint_module.write_manifest
 
     def write_and_lose(self: Metrics, args: Any, state: Any, control: Any, logs: Any = None, **options: Any) -> None:
         write(self, args, state, control, logs, **options)
@@ -216,7 +217,7 @@ def test_a_checkpoint_that_is_being_written_when_the_lease_is_lost_is_not_publis
         write_manifest(*args, **options)
 
     monkeypatch.setattr(Metrics, "on_log", write_and_lose)
-    monkeypatch.setattr(publishing, "write_manifest", write_when_lost)
+    monkeypatch.setattr(checkpoint_module, "write_manifest", write_when_lost)
     with pytest.raises(RunError, match="was taken by another job \\(process 7 on elsewhere"):
         train(tiny_settings(write_texts(tmp_path / "texts")), run, quiet())
     assert latest_checkpoint(run) is None
@@ -255,8 +256,8 @@ def _moments(patch: pytest.MonkeyPatch, overtake: Any, moment: int) -> Iterator[
         return do
 
     for name in ("clear", "sync", "write_manifest"):
-        patch.setattr(publishing, name, before(getattr(publishing, name)))
-    patch.setattr(publishing.os, "rename", before(os.rename))
+        patch.setattr(checkpoint_module, name, before(getattr(checkpoint_module, name)))
+    patch.setattr(checkpoint_module.os, "rename", before(os.rename))
     patch.setattr(Lease, "check", before(Lease.check))
     return count
 
@@ -289,7 +290,7 @@ def test_a_job_that_is_overtaken_at_any_moment_of_publishing_removes_nothing_of_
             _write_checkpoint(staged, "ours")
             options: dict[str, Any] = {"run_id": "run", "processes": 1, "keep": 2, "left": ["checkpoint-60"]}
             try:
-                publishing.publish(staged, run, check=own.check, **options)
+                checkpoint_module.publish(staged, run, check=own.check, **options)
             except (RunError, OSError) as error:
                 told.append(str(error))
         if next(count) <= moment:
@@ -365,7 +366,7 @@ def test_what_a_killed_publishing_left_is_removed_when_the_run_is_resumed(
         raise KeyboardInterrupt
 
     with monkeypatch.context() as patch:
-        patch.setattr(publishing, "_remove", lambda paths, check: None)
+        patch.setattr(checkpoint_module, "_remove", lambda paths, check: None)
         patch.setattr(training_run, "save_finished", be_killed)
         with pytest.raises(KeyboardInterrupt):
             train(settings, run, quiet())

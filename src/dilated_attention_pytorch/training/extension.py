@@ -16,7 +16,7 @@ from dilated_attention_pytorch.machine import machine
 from dilated_attention_pytorch.output import write_text
 
 from . import preflight
-from .checkpoint import RESTORE, SETTINGS_NAME
+from .checkpoint import RESTORE, SETTINGS_NAME, save_finished
 from .configuration import CONFIGURATION_NAME, configuration_text
 from .corpus import Corpus, Text, corpus_figures, corpus_in_words, read_corpus
 from .extension_settings import ExtensionSettings
@@ -35,7 +35,6 @@ from .pretrained import (
     load_model,
     num_kv_heads,
 )
-from .publishing import save_finished
 from .row_logits import row_logits
 from .stages import Stages, stage_ends
 from .text_files import in_words

@@ -23,8 +23,8 @@ LEASE_NAME = "lease.lock"
 """The lock, which its holder renews."""
 HOLDER_NAME = "lease.json"
 """Who holds it."""
-LEASE_FILES = "lease.*"
-"""Pattern of both names."""
+LEASE_FILES = "*lease.*"
+"""Pattern of both names, and of what a killed job leaves of writing them."""
 LEASE_SECONDS = 30.0
 """Seconds without renewal after which the lease of a process that cannot be checked counts as abandoned."""
 _RENEWALS = 6
@@ -90,15 +90,19 @@ class Lease:
                 self._lock.release()
                 raise
         except OSError as error:
-            raise RunError(f"{self.run} cannot be held ({error.strerror}); remove {self.run / LEASE_FILES}") from error
+            raise RunError(
+                f"{self.run} cannot be held ({error.strerror}): look at its disk, and remove {self.run / LEASE_FILES} "
+                "if no job runs there"
+            ) from error
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
-        if self.is_held():
-            (self.run / HOLDER_NAME).unlink(missing_ok=True)
-        self._lock.release()
+        with contextlib.suppress(OSError):  # of a disk that refuses to write, which has ended the run
+            if self.is_held():
+                (self.run / HOLDER_NAME).unlink(missing_ok=True)
+            self._lock.release()
 
     def check(self) -> None:
         """Raise :class:`RunError` if another job has taken the folder or it is gone; call it before each change."""

@@ -21,7 +21,7 @@ from dilated_attention_pytorch.output import write_text
 from dilated_attention_pytorch.parent import end_with_launcher
 
 from . import preflight
-from .checkpoint import SETTINGS_NAME
+from .checkpoint import SETTINGS_NAME, save_finished
 from .configuration import CONFIGURATION_NAME, configuration_text
 from .corpus import corpus_in_words
 from .data.run_data import Evaluation, RunData, read_data, read_tokenizer, save_tokenizer, verify_tokenizer
@@ -42,7 +42,6 @@ from .manifest import read_sealed, sealed
 from .outcome import SAMPLE_NAME, Outcome
 from .parallel_choice import choose_together
 from .process import launch, launch_record
-from .publishing import save_finished
 from .settings import SampleSettings, TrainSettings
 from .spreading import spread_anew
 from .stages import Stages

@@ -25,7 +25,11 @@ from .checkpoint import (
     SCHEDULER_NAME,
     checkpoint_step,
     checkpoints,
+    clear,
+    fitting,
     latest_checkpoint,
+    publish,
+    remove_leftovers,
 )
 from .checkpoint_writer import CheckpointWriter
 from .extension_settings import ExtensionSettings
@@ -36,12 +40,10 @@ from .going_back import GoBack
 from .lease import check_exists
 from .lifecycle import OpenRun
 from .preflight import checkpoint_space, file_limit
-from .publishing import clear, publish, remove_leftovers
 from .settings import TrainSettings
 from .spikes import SpikeWatch
 from .stragglers import OWN_SECONDS, STEP_SECONDS, OwnTime, stragglers
 from .together import from_first
-from .verification import fitting
 
 _DISK_FULL = (errno.ENOSPC, errno.EDQUOT)
 _MAKE_ROOM = "make room and allow writing"

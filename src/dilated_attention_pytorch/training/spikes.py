@@ -9,7 +9,7 @@ from typing import Any
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 from transformers.trainer_callback import ExportableState
 
-from .verification import fitting
+from .checkpoint import fitting
 
 
 class SpikeWatch(TrainerCallback, ExportableState):
